@@ -1,0 +1,52 @@
+# make train   from a fresh clone to a trained model, its loss curve and a sample of what it writes
+# make test    the test-suite            make soak   every count in full (up to 40 minutes)
+# make lint    ruff, check and format    make clean  remove what the above made, .venv aside
+#
+# ARGS goes to train.py: make train ARGS="--max_steps=20". Runs with other ARGS get folders of their own.
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+PYTHON ?= python3
+BIN := .venv/bin
+CONFIG ?= config/demo_cpu.py
+ARGS ?=
+CORPUS := data/python_stdlib/meta.json
+slug := $(subst /,_,$(subst $() ,,$(ARGS)))
+RUN := $(or $(patsubst --out_dir=%,%,$(filter --out_dir=%,$(ARGS))),runs/$(basename $(notdir $(CONFIG)))$(slug))
+
+.PHONY: train test soak lint format clean
+
+train: .venv/installed $(CORPUS)
+	$(BIN)/torchrun train.py $(CONFIG) --out_dir="$(RUN)" --resume=auto $(ARGS)
+	$(BIN)/python report.py curves "$(RUN)" --out="$(RUN)/loss.png"
+	$(BIN)/python sample.py "$(RUN)" --prompt="def " --max_new_tokens=400 --seed=1 | tee "$(RUN)/sample.txt"
+
+test: .venv/installed $(CORPUS)
+	$(BIN)/python -m pytest
+
+soak: .venv/installed $(CORPUS)
+	$(BIN)/python -m pytest -m "slow or not slow"
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: .venv/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.venv/installed: requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
+	  || { echo "needs Python 3.11 to 3.13, found $$($(PYTHON) -V): make PYTHON=python3.12 ..."; exit 1; }
+	@echo "installing requirements.txt into .venv (about two minutes)"
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+$(CORPUS): .venv/installed data/python_stdlib/prepare.py data/tokenizer.py data/shards.py
+	$(BIN)/python data/python_stdlib/prepare.py
+	@touch $@
+
+clean:
+	rm -rf runs .pytest_cache .ruff_cache .hypothesis
+	rm -f data/python_stdlib/*.bin data/python_stdlib/*.json

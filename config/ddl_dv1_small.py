@@ -1,0 +1,16 @@
+"""Deep Delta Learning with one column (d_v = 1), small (124M).
+
+The recipe is the default of train.py, which is the paper's.
+
+    torchrun --nproc_per_node=4 train.py config/ddl_dv1_small.py
+"""
+
+model = "DDL-vdim1-gpt-mha-rope"
+
+num_hidden_layers = 12
+num_attention_heads = 6
+head_dim = 128
+hidden_size = 768
+mup = True
+
+micro_batch_size = 20  # divides the 480 sequences of a step over 1, 2, 4 or 8 GPUs; the result does not depend on it

@@ -1,0 +1,103 @@
+"""Tokenizers as tiktoken encodings: bytes, byte pairs trained on the corpus, or GPT-2 by name.
+
+`tokenizer.json` beside the shards, and in every checkpoint, holds all that is needed to rebuild one.
+"""
+
+import base64
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import tiktoken
+
+END_OF_TEXT = "<|endoftext|>"
+# Words with their leading space, up to three digits, runs of punctuation, and a line break with the indentation after
+# it: one token each at best, which suits source code.
+SPLIT_PATTERN = r" ?[\p{L}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|\s*\n[ \t]*|\s+"
+
+
+def byte_tokenizer() -> tiktoken.Encoding:
+    """256 byte tokens and end-of-text (id 256)."""
+    return _encoding("bytes", r"[\s\S]", [bytes([value]) for value in range(256)])
+
+
+def train_byte_pairs(texts: Iterable[str], vocab_size: int) -> tiktoken.Encoding:
+    """A byte-pair encoding of vocab_size tokens, end-of-text included, trained on texts. Needs `tokenizers`."""
+    try:
+        from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+    except ImportError as error:
+        raise ValueError("training a tokenizer needs the tokenizers package: pip install tokenizers") from error
+    if not 257 <= vocab_size <= 2**16:
+        raise ValueError(f"vocab_size={vocab_size}: give 257 (bytes and end-of-text) to 65536")
+    tokenizer = Tokenizer(models.BPE())
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(SPLIT_PATTERN), "isolated"), byte_level]
+    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    # `tokenizers` writes bytes as printable characters and orders the alphabet its own way; merges follow in id order.
+    to_byte = _printable_bytes()
+    learned = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    merges = [bytes(to_byte[c] for c in token) for token, _ in learned if len(token) > 1]
+    return _encoding(f"bpe{vocab_size}", SPLIT_PATTERN, [bytes([value]) for value in range(256)] + merges)
+
+
+def _printable_bytes() -> dict[str, int]:
+    """The byte that each character of GPT-2's printable byte alphabet stands for."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [value for value in range(256) if value not in printable]
+    return {chr(value): value for value in printable} | {chr(256 + i): value for i, value in enumerate(others)}
+
+
+def _encoding(name: str, pattern: str, tokens: list[bytes]) -> tiktoken.Encoding:
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: len(tokens)})
+
+
+def gpt2_tokenizer() -> tiktoken.Encoding:
+    """GPT-2's encoding. ValueError: its files are neither cached nor to be downloaded."""
+    try:
+        return tiktoken.get_encoding("gpt2")
+    except Exception as error:  # requests, proxies and file systems raise many kinds; the cause is kept
+        raise ValueError(
+            "GPT-2's tokenizer files could not be fetched: connect once, or set TIKTOKEN_CACHE_DIR to a folder that "
+            f"holds them ({type(error).__name__})"
+        ) from error
+
+
+def to_json(encoding: tiktoken.Encoding) -> dict:
+    """What `from_json` needs: for GPT-2 its name, else the pattern and every token in rank order, base64."""
+    if encoding.name == "gpt2":
+        return {"name": "gpt2"}
+    tokens = sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1])
+    encoded = [base64.b64encode(token).decode("ascii") for token, _ in tokens]
+    return {"name": encoding.name, "pattern": encoding._pat_str, "tokens": encoded}
+
+
+def from_json(description: dict) -> tiktoken.Encoding:
+    if description["name"] == "gpt2":
+        return gpt2_tokenizer()
+    tokens = [base64.b64decode(token) for token in description["tokens"]]
+    return _encoding(description["name"], description["pattern"], tokens)
+
+
+def describe(folder: Path) -> dict:
+    """The tokenizer.json of a corpus or checkpoint folder; GPT-2 where there is none."""
+    path = folder / "tokenizer.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"name": "gpt2"}
+
+
+def encode_prompt(encoding: tiktoken.Encoding, text: str) -> list[int]:
+    """Token ids of a prompt, after end-of-text as every document in training.
+
+    `<|endoftext|>` in it is that token; any other `<|name|>` is one the model never saw: ValueError.
+    """
+    for special in re.findall(r"<\|\w+\|>", text):
+        if special not in encoding.special_tokens_set:
+            raise ValueError(
+                f"the prompt has the token {special}, which {encoding.name} does not know; it has {END_OF_TEXT}"
+            )
+    return [encoding.eot_token, *encoding.encode(text, allowed_special="all")]

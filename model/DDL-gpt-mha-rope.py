@@ -1,0 +1,12 @@
+"""Deep Delta Learning with v columns, read by a convolution over tokens (paper: DDL, d_v = 4)."""
+
+from model.gpt import GPT
+from model.residual import DeltaBlock, Repeat, TokenConvConfig, TokenConvRead
+
+
+class Block(DeltaBlock):
+    Compressor = TokenConvRead
+
+
+class Model(GPT):
+    Config, Expander, Block, Readout = TokenConvConfig, Repeat, Block, TokenConvRead

@@ -1,0 +1,282 @@
+"""The Transformer backbone shared by every variant; only the residual stream differs.
+
+A model is a subclass of `GPT` that names four classes: `Config`, `Expander`, `Block` and `Readout` (see the thin files
+`model/<stem>.py`). Notation in shapes: B batch, T tokens, d hidden_size, H heads, L num_hidden_layers.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+@dataclass
+class GPTConfig:
+    """Keys of every model.
+
+    ValueError: a value out of range; the message names the key, the value and the fix.
+    """
+
+    vocab_size: Annotated[int, "rows of the embedding; GPT-2's 50257 padded to a multiple of 64"] = 50304
+    block_size: Annotated[int, "tokens per sequence"] = 1024
+    num_hidden_layers: Annotated[int, "blocks; each holds an attention and an MLP sublayer"] = 12
+    num_attention_heads: Annotated[int, "attention heads per block"] = 6
+    hidden_size: Annotated[int, "width d of the residual stream"] = 768
+    head_dim: Annotated[int, "features per attention head"] = 128
+    rope_base: Annotated[float, "base of the rotary position embedding"] = 10000.0
+    rope_ratio: Annotated[float, "share of each head's features that is rotated, 0 to 1"] = 1.0
+    use_qk_rmsnorm: Annotated[bool, "RMS-normalise queries and keys over each head"] = True
+    embedding_init_std: Annotated[float, "standard deviation of the embedding at initialisation"] = 0.02
+    hidden_init_std_factor: Annotated[float, "matrices start at N(0, factor / sqrt(hidden_size))"] = 0.5
+    mup: Annotated[bool, "muP: scale matrix learning rates and logits by hidden_size_base / hidden_size"] = False
+    hidden_size_base: Annotated[int, "width at which muP changes nothing"] = 1024
+
+    def __post_init__(self):
+        at_least(self, 1, *(name for name, value in vars(self).items() if type(value) is int))
+        at_least(self, 0, "embedding_init_std", "hidden_init_std_factor")
+        if not 0 <= self.rope_ratio <= 1:
+            raise ValueError(f"rope_ratio={self.rope_ratio}: give a share between 0 and 1")
+        if self.rope_base <= 1:
+            raise ValueError(f"rope_base={self.rope_base}: give a number above 1 (10000 is usual)")
+
+    @property
+    def hidden_init_std(self) -> float:
+        return self.hidden_init_std_factor / math.sqrt(self.hidden_size)
+
+    @property
+    def mup_scale(self) -> float:
+        """Factor on the logits and on the learning rates of matrices."""
+        return self.hidden_size_base / self.hidden_size if self.mup else 1.0
+
+
+def at_least(config, low, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < low:
+            raise ValueError(f"{name}={value}: give {low} or more")
+
+
+def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    """float32 for half precisions, float64 for float64: statistics, gates and dot products are computed in it."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class RMSNorm(nn.Module):
+    """y = weight * x / sqrt(mean(x^2) + eps) over the last axis; statistics in at least fp32, output in x's dtype."""
+
+    def __init__(self, size: int, eps: float = 1e-5):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def init_parameters(self) -> tuple[str, ...]:
+        nn.init.ones_(self.weight)
+        return ("weight",)
+
+    def forward(self, x):
+        y = F.rms_norm(x.to(at_least_fp32(x.dtype)), self.weight.shape, eps=self.eps)
+        return (y * self.weight).to(x.dtype)
+
+
+def rope_tables(config: GPTConfig, device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of position times inverse frequency, each (block_size, rotary_dim / 2)."""
+    rotary_dim = int(config.head_dim * config.rope_ratio) // 2 * 2
+    exponent = torch.arange(0, rotary_dim, 2, device=device, dtype=torch.float64) / max(rotary_dim, 1)
+    position = torch.arange(config.block_size, device=device, dtype=torch.float64)
+    angle = torch.outer(position, config.rope_base**-exponent)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def apply_rope(x, cos, sin):
+    """Rotate the first features of x (B, T, H, head_dim) in half-split pairs; cos, sin (T, rotary_dim / 2)."""
+    half = cos.shape[-1]
+    x = x.to(cos.dtype)
+    x1, x2, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
+    cos, sin = cos[:, None], sin[:, None]  # broadcast over heads
+    return torch.cat((x1 * cos - x2 * sin, x1 * sin + x2 * cos, rest), dim=-1)
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head attention with RoPE, then RMSNorm on queries and keys; x (B, T, d) -> (B, T, d)."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.num_heads, self.head_dim = config.num_attention_heads, config.head_dim
+        inner = self.num_heads * self.head_dim
+        self.c_q = nn.Linear(config.hidden_size, inner, bias=False)
+        self.c_k = nn.Linear(config.hidden_size, inner, bias=False)
+        self.c_v = nn.Linear(config.hidden_size, inner, bias=False)
+        self.c_proj = nn.Linear(inner, config.hidden_size, bias=False)
+        self.q_rms = RMSNorm(self.head_dim) if config.use_qk_rmsnorm else nn.Identity()
+        self.k_rms = RMSNorm(self.head_dim) if config.use_qk_rmsnorm else nn.Identity()
+
+    def forward(self, x, rope, cache: dict | None = None):
+        q, k, v = (proj(x).unflatten(-1, (self.num_heads, self.head_dim)) for proj in (self.c_q, self.c_k, self.c_v))
+        # One rounding to the compute dtype, after rotation and norm.
+        q = self.q_rms(apply_rope(q, *rope)).to(v.dtype)
+        k = self.k_rms(apply_rope(k, *rope)).to(v.dtype)
+        q, k, v = (z.transpose(1, 2) for z in (q, k, v))  # (B, H, T, head_dim)
+        if cache is not None:
+            if "k" in cache:
+                k, v = torch.cat((cache["k"], k), dim=2), torch.cat((cache["v"], v), dim=2)
+            cache["k"], cache["v"] = k, v
+        return self.c_proj(causal_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def causal_attention(q, k, v):
+    """softmax(q k^T / sqrt(head_dim)) v, where the queries are the last q.shape[2] of the k.shape[2] positions."""
+    new, total = q.shape[2], k.shape[2]
+    if new == total:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    mask = torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+class MLP(nn.Module):
+    """SwiGLU: c_proj(silu(c_fc1 x) * c_fc2 x), inner width floor(8/3 d)."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        inner = 8 * config.hidden_size // 3
+        self.c_fc1 = nn.Linear(config.hidden_size, inner, bias=False)
+        self.c_fc2 = nn.Linear(config.hidden_size, inner, bias=False)
+        self.c_proj = nn.Linear(inner, config.hidden_size, bias=False)
+
+    def forward(self, x):
+        return self.c_proj(F.silu(self.c_fc1(x)) * self.c_fc2(x))
+
+
+class Block(nn.Module):
+    """An attention and an MLP site that read from and write to the residual stream; here X' = X + F(norm(X)).
+
+    A variant overrides `read_state` and `write_state`. `aux` carries what the write needs from before the sublayer
+    (tensors only). `cache` is one dict per block, or None outside cached evaluation.
+    """
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.ln_1 = RMSNorm(config.hidden_size)
+        self.attn = CausalSelfAttention(config)
+        self.ln_2 = RMSNorm(config.hidden_size)
+        self.mlp = MLP(config)
+
+    def read_state(self, site: str, state, cache):
+        """state -> (x_in (B, T, d), aux)."""
+        return state, None
+
+    def write_state(self, site: str, state, h, c, aux):
+        """state, sublayer output h (B, T, d), its normed input c (B, T, d) -> new state."""
+        return state + h
+
+    def forward(self, state, rope, cache: dict | None = None):
+        x_in, aux = self.read_state("attn", state, cache)
+        c = self.ln_1(x_in)
+        state = self.write_state("attn", state, self.attn(c, rope, cache), c, aux)
+        x_in, aux = self.read_state("mlp", state, cache)
+        c = self.ln_2(x_in)
+        return self.write_state("mlp", state, self.mlp(c), c, aux)
+
+
+class Direct(nn.Module):
+    """Expander and readout of a stream that is (B, T, d) itself."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+
+    def forward(self, x, cache: dict | None = None, slot: str = ""):
+        return x
+
+
+class GPT(nn.Module):
+    """logits, loss = model(ids, targets): the whole language model.
+
+    Sources: backbone of Deep Delta Learning (arXiv 2601.00417); the residual stream is the subclass's choice.
+    """
+
+    Config, Expander, Block, Readout = GPTConfig, Direct, Block, Direct
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.config = config
+        self.transformer = nn.Module()
+        self.transformer.wte = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.transformer.h = nn.ModuleList(self.Block(config) for _ in range(config.num_hidden_layers))
+        self.input_embed = self.Expander(config)
+        self.readout = self.Readout(config)
+        self.ln_f = RMSNorm(config.hidden_size)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head.weight = self.transformer.wte.weight
+        for name in ("rope_cos", "rope_sin"):
+            self.register_buffer(name, torch.empty(0), persistent=False)
+        self.reset_rope()
+        self.init_weights()
+
+    def reset_rope(self) -> None:
+        weight = self.transformer.wte.weight
+        self.rope_cos, self.rope_sin = rope_tables(self.config, weight.device, at_least_fp32(weight.dtype))
+
+    def _apply(self, fn, recurse=True):
+        # .to(), .double(), .bfloat16(): the tables follow the device but are computed anew, never rounded down.
+        super()._apply(fn, recurse)
+        self.reset_rope()
+        return self
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Initialise every parameter exactly once: each module's own `init_parameters`, then the rule for matrices."""
+        config, left = self.config, dict(self.named_parameters())
+        for prefix, module in self.named_modules():
+            for name in module.init_parameters() if hasattr(module, "init_parameters") else ():
+                del left[f"{prefix}.{name}" if prefix else name]  # KeyError: initialised twice
+        for name, parameter in left.items():
+            assert parameter.ndim >= 2, f"{name} has no initialisation"
+            std = config.hidden_init_std
+            if name == "transformer.wte.weight":
+                std = config.embedding_init_std
+            elif name.endswith(("attn.c_proj.weight", "mlp.c_proj.weight")):
+                std /= math.sqrt(config.num_hidden_layers)
+            nn.init.normal_(parameter, std=std)
+
+    def num_parameters(self) -> int:
+        """All parameters; the tied embedding counts once."""
+        return sum(p.numel() for p in self.parameters())
+
+    def new_cache(self) -> list[dict]:
+        """An empty cache for `forward`: one dict per block, the last one for the expander and the readout."""
+        return [{} for _ in range(self.config.num_hidden_layers + 1)]
+
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of the residual state: autocast's where it is on, else the parameters'."""
+        weight = self.transformer.wte.weight
+        if torch.is_autocast_enabled(weight.device.type):
+            return torch.get_autocast_dtype(weight.device.type)
+        return weight.dtype
+
+    def forward(self, ids, targets=None, cache: list[dict] | None = None, return_logits: bool = False):
+        """ids, targets: int64 (B, T); targets of -1 do not count.
+
+        Returns (logits, loss). With targets, loss is the mean cross-entropy in nats (a scalar, at least fp32) and
+        logits is None unless `return_logits`; without, logits is (B, T, vocab_size) and loss None. With a `cache` of
+        `new_cache()`, ids continue the tokens of the calls before. ValueError: more than block_size tokens.
+        """
+        start = cache[0]["k"].shape[2] if cache is not None and "k" in cache[0] else 0
+        stop = start + ids.shape[1]
+        if stop > self.config.block_size:
+            raise ValueError(f"{stop} tokens do not fit block_size={self.config.block_size}: give fewer")
+        caches = cache if cache is not None else [None] * (len(self.transformer.h) + 1)
+        rope = self.rope_cos[start:stop], self.rope_sin[start:stop]
+
+        state = self.input_embed(self.transformer.wte(ids).to(self.compute_dtype()), caches[-1], "input_embed")
+        for block, block_cache in zip(self.transformer.h, caches):
+            state = block(state, rope, block_cache)
+        logits = self.lm_head(self.ln_f(self.readout(state, caches[-1], "readout")))
+        logits = logits.to(at_least_fp32(logits.dtype))
+        if self.config.mup_scale != 1:
+            logits = logits * self.config.mup_scale
+        if targets is None:
+            return logits, None
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+        return (logits if return_logits else None), loss

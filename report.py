@@ -1,0 +1,166 @@
+"""Figures and tables of finished or running runs.
+
+    python report.py curves runs/demo_cpu [RUN ...] [--x=seconds] [--y=bits_per_byte] [--out=loss.png]
+    python report.py table runs/demo_cpu [RUN ...]                the last evaluation of each run
+    python report.py python_lines runs/demo_cpu/sample.txt ...    share of lines that Python's tokenizer accepts
+
+RUN is a run folder made by train.py.
+"""
+
+import argparse
+import io
+import tokenize
+from pathlib import Path
+
+import configurator
+from training import checkpoint, metrics
+
+X_KEYS = {"steps": "step", "tokens": "tokens", "flops": "flops", "seconds": "seconds"}
+X_LABELS = {"steps": "optimizer step", "tokens": "tokens", "flops": "FLOPs", "seconds": "seconds of training"}
+Y_LABELS = {"loss": "loss (nats per token)", "bits_per_byte": "bits per byte"}
+
+
+def read_run(run: str) -> list[dict]:
+    """metrics.jsonl of a run folder. ValueError: none there, or empty."""
+    path = Path(run) / "metrics.jsonl"
+    if not path.is_file():
+        raise ValueError(f"{run} holds no metrics.jsonl: give a run folder made by train.py")
+    records = metrics.read(path)
+    if not records:
+        raise ValueError(f"{path} has no step yet")
+    return records
+
+
+def series(records: list[dict], x: str, y: str, bytes_per_token: float | None):
+    """(training x, y), (validation x, y)."""
+    train = [r for r in records if "loss" in r]
+    validation = [r for r in records if "val_loss" in r]
+    scale = metrics.bits_per_byte(1.0, bytes_per_token) if y == "bits_per_byte" else 1.0
+    name = "val_bits_per_byte" if y == "bits_per_byte" else "val_loss"
+    return (
+        ([r[X_KEYS[x]] for r in train], [r["loss"] * scale for r in train]),
+        ([r[X_KEYS[x]] for r in validation], [r[name] for r in validation]),
+    )
+
+
+def smooth(values: list[float], window: int) -> list[float]:
+    """Centred moving average; at the ends over what is there."""
+    sums = [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    bounds = [(max(i - window // 2, 0), min(i + window // 2 + 1, len(values))) for i in range(len(values))]
+    return [(sums[high] - sums[low]) / (high - low) for low, high in bounds]
+
+
+def curves(runs: list[str], x: str, y: str, out: Path) -> None:
+    """Draw the runs' loss curves: training smoothed over 1% of the steps on its raw trace, validation as points."""
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    lowest, highest = [], []
+    for index, run in enumerate(runs):
+        records, bytes_per_token = read_run(run), None
+        if y == "bits_per_byte":
+            counts = checkpoint.read_state(checkpoint.find(run))["corpus"].get("train", {})
+            if "bytes" not in counts:
+                raise ValueError(f"--y=bits_per_byte: {run} was trained on shards whose text size is unknown")
+            bytes_per_token = counts["bytes"] / counts["tokens"]
+        (train_x, train_y), (val_x, val_y) = series(records, x, y, bytes_per_token)
+        color, name = f"C{index}", Path(run).name
+        smoothed = smooth(train_y, max(len(train_y) // 100, 1) * 2)
+        axes.plot(train_x, train_y, color=color, alpha=0.2, linewidth=0.8)
+        axes.plot(train_x, smoothed, color=color, label=f"{name} training")
+        if val_x:
+            axes.plot(val_x, val_y, "o--", color=color, markersize=4, label=f"{name} validation ({val_y[-1]:.3f})")
+        lowest += [min(smoothed + val_y)]
+        highest += [smoothed[0]]
+    margin = 0.05 * (max(highest) - min(lowest)) or 0.1
+    axes.set(xlabel=X_LABELS[x], ylabel=Y_LABELS[y], ylim=(min(lowest) - margin, max(highest) + margin))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=120)
+    print(f"drew {out}")
+
+
+def pyplot():
+    """matplotlib.pyplot without a display. ValueError: the package is missing."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ValueError("figures need the matplotlib package: pip install matplotlib") from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def table(runs: list[str]) -> str:
+    """A Markdown table: steps, seconds of training and the last evaluation of each run."""
+    rows = [
+        "| run | model | steps | seconds | validation loss | bits per byte |",
+        "|---|---|---|---|---|---|",
+    ]
+    for run in runs:
+        last = next((r for r in reversed(read_run(run)) if "val_loss" in r), None)
+        if last is None:
+            raise ValueError(f"{run} has no evaluation yet")
+        stem = checkpoint.read_state(checkpoint.find(run))["model"]
+        bpb = f"{last['val_bits_per_byte']:.4f}" if "val_bits_per_byte" in last else "-"
+        name = Path(run).name
+        rows.append(f"| {name} | {stem} | {last['step']} | {last['seconds']:.0f} | {last['val_loss']:.4f} | {bpb} |")
+    return "\n".join(rows)
+
+
+def python_line_share(text: str) -> tuple[int, int]:
+    """(accepted, all) non-blank lines; a line is accepted where `tokenize` reads it, alone and unindented, to the end.
+
+    Lines inside a docstring or an open bracket fail in correct code as well: compare with validation text.
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return sum(map(is_python_line, lines)), len(lines)
+
+
+def is_python_line(line: str) -> bool:
+    try:
+        tokens = list(tokenize.generate_tokens(io.StringIO(line + "\n").readline))
+    except (tokenize.TokenError, SyntaxError):
+        return False
+    # Python 3.11 marks what it cannot read instead of raising.
+    return all(token.type != tokenize.ERRORTOKEN for token in tokens)
+
+
+def python_lines(paths: list[str]) -> str:
+    report = []
+    for path in paths:
+        accepted, total = python_line_share(Path(path).read_text(encoding="utf-8"))
+        if not total:
+            raise ValueError(f"{path} has no line of text")
+        report.append(f"{path}: {accepted} of {total} lines ({accepted / total:.0%}) tokenise as Python")
+    return "\n".join(report)
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("curves", help="loss curves as a PNG")
+    command.add_argument("runs", nargs="+", metavar="RUN")
+    command.add_argument("--x", choices=X_KEYS, default="steps")
+    command.add_argument("--y", choices=Y_LABELS, default="loss")
+    command.add_argument("--out", type=Path, default=Path("loss.png"))
+    commands.add_parser("table", help="the last evaluation of each run").add_argument("runs", nargs="+", metavar="RUN")
+    lines = commands.add_parser("python_lines", help="share of lines that tokenise as Python")
+    lines.add_argument("files", nargs="+", metavar="FILE")
+    args = parser.parse_args()
+    with configurator.one_line_errors():
+        if args.command == "curves":
+            curves(args.runs, args.x, args.y, args.out)
+        elif args.command == "table":
+            print(table(args.runs))
+        else:
+            print(python_lines(args.files))
+
+
+if __name__ == "__main__":
+    main()

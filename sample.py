@@ -1,0 +1,125 @@
+"""Text from a trained model, streamed as it is made.
+
+    python sample.py runs/demo_cpu --prompt="def " --num_samples=3 --temperature=0.8 --top_p=0.95
+    python sample.py runs/demo_cpu --prompt=FILE:prompt.txt
+    cat prompt.txt | python sample.py runs/demo_cpu --prompt=-
+
+The run is a run folder (its newest checkpoint) or one checkpoint folder.
+"""
+
+import argparse
+import codecs
+import sys
+from pathlib import Path
+
+import torch
+
+import configurator
+from data.tokenizer import encode_prompt
+from training.checkpoint import load_model
+from training.distributed import pick_device
+
+
+def next_token(logits, temperature: float, top_k: int | None, top_p: float, generator) -> int:
+    """Draw from logits (vocab,): temperature 0 takes the likeliest; top_k and top_p keep the likeliest tokens only."""
+    if temperature == 0:
+        return int(logits.argmax())
+    probabilities = torch.softmax(logits.double() / temperature, dim=-1)
+    values, tokens = probabilities.sort(descending=True, stable=True)
+    if top_k is not None:
+        values = values[:top_k]
+    # The smallest set that reaches top_p: a token stays while the mass before it is below top_p.
+    values = values[(values.cumsum(0) - values) < top_p * values.sum()]
+    return int(tokens[torch.multinomial(values, 1, generator=generator)])
+
+
+@torch.inference_mode()
+def generate(model, prompt: list[int], max_new_tokens: int, draw, stop: int | None = None):
+    """Yield new token ids, one by one, until `stop` or max_new_tokens; `draw` maps logits (vocab,) to a token id.
+
+    Past block_size the oldest half of the context is dropped and the rest read anew.
+    """
+    device = next(model.parameters()).device
+    block_size = model.config.block_size
+    context, cache, new = prompt[-block_size:], model.new_cache(), prompt[-block_size:]
+    for _ in range(max_new_tokens):
+        if len(context) > block_size:
+            context = context[-max(block_size // 2, 1) :]
+            cache, new = model.new_cache(), context
+        logits, _ = model(torch.tensor([new], device=device), cache=cache)
+        token = draw(logits[0, -1])
+        if token == stop:
+            return
+        yield token
+        new = [token]
+        context = [*context, token]
+
+
+def read_prompt(argument: str) -> str:
+    """The text itself, of FILE:path, or of standard input for `-`. ValueError: not UTF-8."""
+    try:
+        if argument == "-":
+            return sys.stdin.buffer.read().decode("utf-8")
+        if argument.startswith("FILE:"):
+            return Path(argument[5:]).read_bytes().decode("utf-8")
+        return argument.encode("utf-8").decode("utf-8")
+    except UnicodeError as error:
+        raise ValueError(f"the prompt is not UTF-8 text ({error}): convert it first") from error
+
+
+def arguments():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("run", help="run folder (its newest checkpoint) or checkpoint folder")
+    parser.add_argument("--prompt", default="", help="text, FILE:path, or - for standard input")
+    parser.add_argument("--num_samples", type=int, default=1)
+    parser.add_argument("--max_new_tokens", type=int, default=300)
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
+    parser.add_argument("--top_k", type=int, default=None, help="draw from the k likeliest tokens")
+    parser.add_argument("--top_p", type=float, default=0.95, help="draw from the likeliest tokens of this total mass")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    return parser.parse_args()
+
+
+def check(args) -> None:
+    for name, value, fits, fix in (
+        ("num_samples", args.num_samples, args.num_samples >= 1, "1 or more"),
+        ("max_new_tokens", args.max_new_tokens, args.max_new_tokens >= 1, "1 or more"),
+        ("temperature", args.temperature, 0 <= args.temperature < float("inf"), "0 or more"),
+        ("top_k", args.top_k, args.top_k is None or args.top_k >= 1, "1 or more"),
+        ("top_p", args.top_p, 0 < args.top_p <= 1, "a number above 0, at most 1"),
+    ):
+        if not fits:
+            raise ValueError(f"--{name}={value}: give {fix}")
+
+
+def main():
+    args = arguments()
+    with configurator.one_line_errors():
+        check(args)
+        device = pick_device(args.device)
+        text = read_prompt(args.prompt)
+        model, tokenizer, _ = load_model(args.run, device)
+        prompt = encode_prompt(tokenizer, text)
+    generator = torch.Generator(device).manual_seed(args.seed)
+    # The embedding has more rows than the tokenizer has tokens; the rest is never drawn.
+    vocabulary = tokenizer.n_vocab
+
+    def draw(logits):
+        return next_token(logits[:vocabulary], args.temperature, args.top_k, args.top_p, generator)
+
+    for index in range(args.num_samples):
+        if index:
+            print("\n" + "-" * 80)
+        # A token may end inside a character: the decoder holds back what is incomplete.
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        print(text, end="", flush=True)
+        for token in generate(model, prompt, args.max_new_tokens, draw, stop=tokenizer.eot_token):
+            print(decoder.decode(tokenizer.decode_single_token_bytes(token)), end="", flush=True)
+        print(decoder.decode(b"", final=True), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Shared fixtures: a small corpus of real text, and scripts run as a user runs them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data import shards, tokenizer
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> Path:
+    """A folder of byte-token shards made from this repository's own Python files: two for training, one to validate."""
+    folder = tmp_path_factory.mktemp("corpus")
+    encoding = tokenizer.byte_tokenizer()
+    text = "".join(path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("*/*.py")))
+    tokens = np.array([encoding.eot_token, *encoding.encode_ordinary(text)])
+    cuts = {"small_train_000000.bin": tokens[:20_000], "small_train_000001.bin": tokens[20_000:32_111]}
+    cuts["small_val_000000.bin"] = tokens[32_111:34_500]
+    for name, part in cuts.items():
+        shards.write_shard(folder / name, part)
+    meta = {"tokenizer": "bytes", "vocab_size": 257, "eot_token": 256}
+    meta["train"] = {"tokens": 32_111, "bytes": 32_110}
+    meta["val"] = {"tokens": 2_389, "bytes": 2_389}
+    (folder / "meta.json").write_text(json.dumps(meta))
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer.to_json(encoding)))
+    return folder
+
+
+SMALL = {"vocab_size": 260, "block_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}
+SMALL |= {"hidden_size": 12}
+
+
+def small_run(corpus: Path, out: Path, **changes) -> list[str]:
+    """Arguments of train.py for a run of seconds: fp32, AdamW, not compiled."""
+    keys = {"model": "DDL-gpt-mha-rope", "dataset": corpus, "out_dir": out, **SMALL, "device": "cpu"}
+    keys |= {"dtype": "float32", "compile": False, "global_batch_size": 4, "micro_batch_size": 2, "max_steps": 6}
+    keys |= {"warmup_steps": 2, "learning_rate": 1e-2, "eval_interval": 3, "eval_batches": 2, "log_interval": 2}
+    keys |= {"checkpoint_interval": 3, **changes}
+    return [f"--{key}={value}" for key, value in keys.items()]
+
+
+def script(*arguments, stdin: bytes | None = None, env: dict | None = None) -> subprocess.CompletedProcess:
+    """`python <arguments>` in the repository root, output as text."""
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=ROOT,
+        input=stdin,
+        capture_output=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+    )
+
+
+def one_line_error(result: subprocess.CompletedProcess) -> str:
+    """The error line of a script that a user's mistake ended: exit code 2, one line, no traceback."""
+    lines = result.stderr.decode().strip().splitlines()
+    assert result.returncode == 2, result.stderr.decode()
+    assert len(lines) == 1, lines
+    assert "error:" in lines[0]
+    return lines[0]

@@ -1,0 +1,161 @@
+"""A second implementation of the models, from the equations of docs and papers alone: plain loops over tokens.
+
+It takes a state dict and a configuration and shares no code with `model/`. Everything is float64. Slow on purpose.
+"""
+
+import math
+
+import torch
+
+
+def rms_norm(x, weight, eps):
+    return x / (x.pow(2).mean() + eps).sqrt() * weight
+
+
+def rotate(x, position, base, ratio):
+    """Half-split rotary embedding of one head vector."""
+    dim = int(x.shape[0] * ratio)
+    dim -= dim % 2
+    out = list(x)
+    for i in range(dim // 2):
+        angle = position * base ** (-2 * i / dim)
+        a, b = x[i], x[i + dim // 2]
+        out[i] = a * math.cos(angle) - b * math.sin(angle)
+        out[i + dim // 2] = a * math.sin(angle) + b * math.cos(angle)
+    return torch.stack(out)
+
+
+def attention(w, cs, cfg):
+    """cs: list of T vectors (d,) -> list of T vectors (d,)."""
+    heads, dim = cfg["num_attention_heads"], cfg["head_dim"]
+    out = [[] for _ in cs]
+    for head in range(heads):
+        rows = slice(head * dim, (head + 1) * dim)
+        keys, values = [], []
+        for t, c in enumerate(cs):
+            q = rotate(w["c_q.weight"][rows] @ c, t, cfg["rope_base"], cfg["rope_ratio"])
+            k = rotate(w["c_k.weight"][rows] @ c, t, cfg["rope_base"], cfg["rope_ratio"])
+            if cfg["use_qk_rmsnorm"]:
+                q, k = rms_norm(q, w["q_rms.weight"], 1e-5), rms_norm(k, w["k_rms.weight"], 1e-5)
+            keys.append(k)
+            values.append(w["c_v.weight"][rows] @ c)
+            scores = torch.stack([q @ key / math.sqrt(dim) for key in keys]).exp()
+            out[t].append(sum(s * value for s, value in zip(scores, values)) / scores.sum())
+    return [w["c_proj.weight"] @ torch.cat(parts) for parts in out]
+
+
+def mlp(w, cs, cfg):
+    hidden = []
+    for c in cs:
+        a, b = w["c_fc1.weight"] @ c, w["c_fc2.weight"] @ c
+        hidden.append(a / (1 + (-a).exp()) * b)
+    return [w["c_proj.weight"] @ h for h in hidden]
+
+
+def sigmoid(x):
+    return 1 / (1 + (-x).exp())
+
+
+def rewrite(w, X, h, x_in, c, cfg):
+    """One token: X (d, v) -> A X + beta k t^T with the dense matrix A = I - beta k k^T."""
+    d, v = X.shape
+    if cfg.get("ddl_map", "k") == "k":
+        source, value_input = h, x_in if cfg["ddl_v_input"] == "residual" else c
+    else:
+        value_input = h
+        branch = c if v == 1 else x_in
+        if cfg["ddl_k_branch"] == "mlp":
+            hidden = w["k_in.weight"] @ branch
+            source = w["k_out.weight"] @ (hidden * sigmoid(hidden))
+        else:
+            scores = torch.stack([w["k_query"] @ (w["k_key.weight"] @ X[:, j]) / math.sqrt(d) for j in range(v)]).exp()
+            source = w["k_out.weight"] @ (X @ (scores / scores.sum()))
+    k = source / (source @ source + cfg["ddl_k_eps"] ** 2).sqrt()
+    if cfg["ddl_beta_single_linear"]:
+        logit = w["beta.weight"][0] @ c + w["beta.bias"][0]
+    else:
+        logit = w["beta_out.weight"][0] @ (w["beta_in.weight"] @ c).tanh() + w["beta_out.bias"][0]
+    beta = 2 * sigmoid(logit)
+    value = w["v_proj.weight"] @ value_input + w["v_proj.bias"]
+    if cfg["ddl_v_sigmoid"]:
+        value = cfg["ddl_v_sigmoid_scale"] * sigmoid(value)
+    if cfg["ddl_v_constant"]:
+        value = torch.full((v,), cfg["ddl_v_constant_value"], dtype=X.dtype)
+    A = torch.eye(d, dtype=X.dtype)  # noqa: N806
+    if cfg["ddl_update"] == "delta":
+        A = A - beta * torch.outer(k, k)  # noqa: N806
+    return A @ X + beta * torch.outer(k, value)
+
+
+def read(w, Xs, kind):
+    """Xs: list of T states -> list of T vectors (d,)."""
+    d, v = Xs[0].shape if Xs[0].ndim == 2 else (Xs[0].shape[0], 1)
+    result = []
+    for t in range(len(Xs)):
+        if kind == "direct":
+            result.append(Xs[t])
+        elif kind == "column":
+            result.append(Xs[t][:, 0])
+        elif kind == "channel":
+            result.append(sum(w["weight"][:, j] * Xs[t][:, j] for j in range(v)))
+        else:
+            taps = w["shortconv.weight"].reshape(d, v, -1)
+            size = taps.shape[-1]
+            convolved = torch.zeros(d, v, dtype=Xs[0].dtype)
+            for tap in range(size):
+                if t - (size - 1 - tap) >= 0:
+                    convolved = convolved + taps[:, :, tap] * Xs[t - (size - 1 - tap)]
+            result.append(convolved @ w["read"])
+    return result
+
+
+def expand(w, xs, v, embedding_conv):
+    """Repetition, or a causal depthwise convolution whose channel i*v + j reads feature i."""
+    if not embedding_conv:
+        return [x[:, None].expand(-1, v) for x in xs]
+    taps = w["input_embed.conv.weight"].reshape(xs[0].shape[0], v, -1)
+    size = taps.shape[-1]
+    states = []
+    for t in range(len(xs)):
+        lags = [(tap, t - (size - 1 - tap)) for tap in range(size) if t - (size - 1 - tap) >= 0]
+        states.append(sum(taps[:, :, tap] * xs[source][:, None] for tap, source in lags))
+    return states
+
+
+def select(weights, prefix):
+    return {name[len(prefix) :]: value for name, value in weights.items() if name.startswith(prefix)}
+
+
+KINDS = {"gpt-mha-rope": "direct", "DDL-vdim1-gpt-mha-rope": "column"}
+
+
+def logits(stem, weights, cfg, ids):
+    """ids: list of T ints -> (T, vocab_size)."""
+    additive = stem == "gpt-mha-rope"
+    kind = KINDS.get(stem, "channel" if "-CC" in stem else "token")
+    xs = [weights["transformer.wte.weight"][i] for i in ids]
+    states = xs if additive else expand(weights, xs, cfg["ddl_value_channels"], stem.endswith("-EC"))
+    for layer in range(cfg["num_hidden_layers"]):
+        w = select(weights, f"transformer.h.{layer}.")
+        for norm, sublayer, name in (("ln_1.weight", attention, "attn"), ("ln_2.weight", mlp, "mlp")):
+            x_ins = read(select(w, "compress."), states, kind)
+            cs = [rms_norm(x, w[norm], 1e-5) for x in x_ins]
+            hs = sublayer(select(w, f"{name}."), cs, cfg)
+            if additive:
+                states = [X + h for X, h in zip(states, hs)]
+            else:
+                site = select(w, f"ddl_{name}.")
+                states = [rewrite(site, X, h, x, c, cfg) for X, h, x, c in zip(states, hs, x_ins, cs)]
+    finals = [rms_norm(x, weights["ln_f.weight"], 1e-5) for x in read(select(weights, "readout."), states, kind)]
+    scale = cfg["hidden_size_base"] / cfg["hidden_size"] if cfg["mup"] else 1.0
+    return torch.stack([weights["lm_head.weight"] @ x * scale for x in finals])
+
+
+def loss(stem, weights, cfg, ids, targets):
+    """Mean cross-entropy over a batch of token lists; targets of -1 do not count."""
+    terms = []
+    for row, goal in zip(ids, targets):
+        for scores, target in zip(logits(stem, weights, cfg, row), goal):
+            if target != -1:
+                terms.append(scores.exp().sum().log() - scores[target])
+    return sum(terms) / len(terms)

@@ -1,0 +1,284 @@
+"""The models against SPEC's counts and names, and against the plain-loop implementation of naive.py."""
+
+import dataclasses
+import math
+from collections import OrderedDict
+
+import naive
+import pytest
+import torch
+
+from model import STEMS, build, model_class
+from model.residual import DeltaRewrite, read_columns
+
+DDL = [stem for stem in STEMS if stem.startswith("DDL")]
+TINY = {"vocab_size": 29, "block_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 6}
+TINY |= {"hidden_size": 10}
+SMALL = {"num_hidden_layers": 12, "num_attention_heads": 6, "head_dim": 128, "hidden_size": 768}
+MEDIUM = {"num_hidden_layers": 24, "num_attention_heads": 8, "head_dim": 128, "hidden_size": 1024}
+
+
+def randomise(model):
+    """Move every parameter off its initial value, so that ones, zeros and equal taps cannot hide an error."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+    return model
+
+
+def tiny(stem, **changes):
+    return randomise(build(stem, **{**TINY, **changes}).double())
+
+
+PARAMETER_COUNTS = {
+    "gpt-mha-rope": 123_590_400,
+    "DDL-vdim1-gpt-mha-rope": 123_627_312,
+    "DDL-gpt-mha-rope": 123_842_476,
+}
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_parameter_count_of_the_small_size(stem):
+    with torch.device("meta"):
+        assert build(stem, **SMALL).num_parameters() == PARAMETER_COUNTS[stem]
+
+
+def test_parameter_count_of_the_medium_baseline():
+    with torch.device("meta"):
+        assert build("gpt-mha-rope", **MEDIUM).num_parameters() == 353_508_352
+
+
+def expected_names(stem, layers):
+    names = ["transformer.wte.weight", "lm_head.weight", "ln_f.weight"]
+    for i in range(layers):
+        block = f"transformer.h.{i}."
+        names += [f"{block}{n}.weight" for n in ("ln_1", "ln_2", "mlp.c_fc1", "mlp.c_fc2", "mlp.c_proj")]
+        names += [f"{block}attn.{n}.weight" for n in ("c_q", "c_k", "c_v", "c_proj", "q_rms", "k_rms")]
+        if stem.startswith("DDL"):
+            for site in ("ddl_attn", "ddl_mlp"):
+                names += [f"{block}{site}.{n}" for n in ("beta.weight", "beta.bias", "v_proj.weight", "v_proj.bias")]
+        if stem == "DDL-gpt-mha-rope":
+            names += [f"{block}compress.shortconv.weight", f"{block}compress.read"]
+    if stem == "DDL-gpt-mha-rope":
+        names += ["readout.shortconv.weight", "readout.read"]
+    return sorted(names)
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_state_dict_names(stem):
+    model = build(stem, **TINY)
+    assert sorted(model.state_dict()) == expected_names(stem, TINY["num_hidden_layers"])
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+PARAMETERISATIONS = OrderedDict(
+    plain={},
+    two_layer_gate={"ddl_beta_single_linear": False, "ddl_beta_hidden_size": 5},
+    no_sigmoid_from_context={"ddl_v_sigmoid": False, "ddl_v_input": "context"},
+    constant_value={"ddl_v_constant": True, "ddl_v_constant_value": 1.5},
+    write_only={"ddl_update": "write_only", "ddl_v_sigmoid_scale": 2.5},
+    large_guard={"ddl_k_eps": 0.5},
+)
+CASES = [("gpt-mha-rope", {}), ("gpt-mha-rope", {"rope_ratio": 0.5, "mup": True, "use_qk_rmsnorm": False})]
+CASES += [(stem, keys) for stem in DDL for keys in PARAMETERISATIONS.values()]
+CASES += [
+    ("DDL-gpt-mha-rope", {"ddl_value_channels": v, "ddl_state_shortconv_kernel_size": k})
+    for v, k in ((1, 3), (2, 1), (8, 2))
+]
+
+
+@pytest.mark.parametrize(("stem", "keys"), CASES, ids=lambda x: x if isinstance(x, str) else "-".join(x) or "plain")
+def test_forward_and_backward_equal_the_naive_loops(stem, keys):
+    model = tiny(stem, **keys)
+    ids = torch.randint(0, TINY["vocab_size"], (2, 7))
+    targets = torch.randint(0, TINY["vocab_size"], (2, 7))
+    targets[0, 3] = -1
+    logits, loss = model(ids, targets, return_logits=True)
+    loss.backward()
+
+    weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    naive_weights = {**weights, "lm_head.weight": weights["transformer.wte.weight"]}
+    config = dataclasses.asdict(model.config)
+    reference = naive.loss(stem, naive_weights, config, ids.tolist(), targets.tolist())
+    reference.backward()
+    torch.testing.assert_close(loss, reference, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        logits[1], naive.logits(stem, naive_weights, config, ids[1].tolist()), rtol=1e-9, atol=1e-9
+    )
+    for name, parameter in model.named_parameters():
+        if weights[name].grad is None:  # the constant write value leaves v_proj out on both sides
+            assert parameter.grad is None
+            assert "v_proj" in name
+        else:
+            torch.testing.assert_close(parameter.grad, weights[name].grad, rtol=1e-9, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("chunks", [(1,) * 9, (2, 1, 6), (5, 4)])
+@pytest.mark.parametrize("stem", STEMS)
+def test_cached_chunks_equal_one_pass(stem, chunks):
+    model = tiny(stem)
+    ids = torch.randint(0, TINY["vocab_size"], (2, sum(chunks)))
+    whole, _ = model(ids)
+    cache = model.new_cache()
+    parts = [model(part, cache=cache)[0] for part in ids.split(chunks, dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_no_position_sees_the_future(stem):
+    model = tiny(stem)
+    ids = torch.randint(0, TINY["vocab_size"], (1, 9))
+    changed = ids.clone()
+    changed[0, 5] = (ids[0, 5] + 1) % TINY["vocab_size"]
+    before, after = model(ids)[0], model(changed)[0]
+    torch.testing.assert_close(before[:, :5], after[:, :5], rtol=0, atol=0)
+    assert (before[:, 5:] - after[:, 5:]).abs().amax(-1).min() > 1e-6
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_compiles_without_graph_breaks(stem):
+    model = tiny(stem).float()
+    ids, targets = torch.randint(0, 29, (2, 2, 8))
+    _, loss = model(ids, targets)
+    loss.backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    _, compiled = torch.compile(model, fullgraph=True, backend="aot_eager")(ids, targets)
+    compiled.backward()
+    torch.testing.assert_close(compiled, loss)
+    torch.testing.assert_close([p.grad for p in model.parameters()], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_forward_contract():
+    model = build("gpt-mha-rope", **TINY)
+    ids = torch.randint(0, 29, (2, 5))
+    logits, loss = model(ids)
+    assert logits.shape == (2, 5, 29)
+    assert loss is None
+    logits, loss = model(ids, ids)
+    assert logits is None
+    assert loss.shape == ()
+    assert loss.dtype == torch.float32
+    with pytest.raises(ValueError, match="17 tokens do not fit block_size=16"):
+        model(torch.zeros(1, 17, dtype=torch.int64))
+
+
+def test_rope_tables_survive_changes_of_dtype():
+    model = build("gpt-mha-rope", **TINY)
+    assert model.rope_cos.dtype == torch.float32
+    angle = 3 * 10000 ** (-2 / 6)  # position 3, pair 1 of head_dim 6
+    assert model.double().rope_cos[3, 1].item() == pytest.approx(math.cos(angle), abs=1e-15)
+    assert model.bfloat16().rope_sin[3, 1].item() == pytest.approx(math.sin(angle), abs=1e-7)
+
+
+# Initialisation (SPEC section 4): standard deviation by parameter, at a width where 5% is far from chance.
+@pytest.fixture(scope="module")
+def initialised():
+    torch.manual_seed(0)
+    size = {"hidden_size": 256, "num_attention_heads": 2, "head_dim": 128, "num_hidden_layers": 4, "vocab_size": 512}
+    return build("DDL-gpt-mha-rope", ddl_beta_init=0.5, **size)
+
+
+@pytest.mark.parametrize(
+    ("name", "std"),
+    [
+        ("transformer.wte.weight", 0.02),
+        ("transformer.h.0.attn.c_q.weight", 0.5 / 16),
+        ("transformer.h.3.mlp.c_fc2.weight", 0.5 / 16),
+        ("transformer.h.1.attn.c_proj.weight", 0.5 / 16 / 2),
+        ("transformer.h.1.mlp.c_proj.weight", 0.5 / 16 / 2),
+        ("transformer.h.2.compress.shortconv.weight", 0.5 / 16),
+        ("readout.shortconv.weight", 0.5 / 16),
+    ],
+)
+def test_matrices_start_normal(initialised, name, std):
+    weight = initialised.state_dict()[name]
+    assert weight.std().item() == pytest.approx(std, rel=0.05)
+    assert abs(weight.mean().item()) < 0.1 * std
+
+
+def test_vectors_start_as_specified(initialised):
+    state = initialised.state_dict()
+    for site in ("ddl_attn", "ddl_mlp"):
+        beta = 2 * torch.sigmoid(state[f"transformer.h.0.{site}.beta.bias"])
+        assert beta.item() == pytest.approx(0.5, rel=1e-6)
+        bias = state[f"transformer.h.0.{site}.v_proj.bias"]
+        assert bias.abs().max() <= 1 / 16
+        assert bias.unique().numel() == 4
+    assert state["transformer.h.0.compress.read"].tolist() == [0.25] * 4
+    ones = [
+        value for name, value in state.items() if name.rsplit(".", 2)[-2] in ("ln_1", "ln_2", "ln_f", "q_rms", "k_rms")
+    ]
+    assert len(ones) == 4 * 4 + 1
+    assert all((value == 1).all() for value in ones)
+
+
+@pytest.mark.parametrize(("beta", "probability"), [(0.0, 1e-6), (2.0, 1 - 1e-6), (1.5, 0.75)])
+@pytest.mark.parametrize("single", [True, False])
+def test_gate_starts_at_beta_init_clamped(beta, probability, single):
+    model = build("DDL-vdim1-gpt-mha-rope", ddl_beta_init=beta, ddl_beta_single_linear=single, **TINY)
+    rewrite = model.transformer.h[1].ddl_mlp
+    bias = (rewrite.beta if single else rewrite.beta_out).bias.double()
+    assert torch.sigmoid(bias).item() == pytest.approx(probability, rel=1e-6)
+
+
+def test_identity_convolution_reads_the_channel_mean():
+    model = build("DDL-gpt-mha-rope", ddl_state_conv_init="identity", **TINY)
+    state = torch.randn(2, 5, 4, 10)
+    torch.testing.assert_close(model.readout(state), state.mean(2))
+    other = build("DDL-gpt-mha-rope", ddl_state_conv_init="identity", ddl_state_read_init=0.5, **TINY)
+    torch.testing.assert_close(other.readout(state), state.sum(2) / 2)
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_state_and_gate_dtypes_under_autocast(stem):
+    """The state is kept in bfloat16; gate and write value are computed in float32."""
+    model = build(stem, **TINY)
+    seen = {"state": set(), "fp32": set()}
+    for block in model.transformer.h:
+        block.register_forward_hook(lambda _, __, output: seen["state"].add(output.dtype))
+        for rewrite in (m for m in block.modules() if isinstance(m, DeltaRewrite)):
+            gate, value = rewrite.gate, rewrite.write_value
+            rewrite.gate = lambda c, f=gate: seen["fp32"].add(f(c).dtype) or f(c)
+            rewrite.write_value = lambda x, c, f=value: seen["fp32"].add(f(x, c).dtype) or f(x, c)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, loss = model(*torch.randint(0, 29, (2, 2, 8)))
+    assert seen["state"] == {torch.bfloat16}
+    assert seen["fp32"] == (set() if stem == "gpt-mha-rope" else {torch.float32})
+    assert loss.dtype == torch.float32
+
+
+def test_half_precision_reads_accumulate_in_fp32():
+    """Columns that cancel: rounding each product to bfloat16 would leave an error of the products' size."""
+    state = torch.randn(1, 3, 2, 64).bfloat16()
+    state[:, :, 1] = -state[:, :, 0]
+    weights = torch.rand(2, 1, 64).expand(2, 2, 64) + 0.5
+    assert read_columns(state, weights, None, "").abs().max() == 0
+
+
+def test_build_names_the_mistake():
+    with pytest.raises(ValueError, match="did you mean DDL-gpt-mha-rope"):
+        build("DDL-gpt-mha-rop")
+    with pytest.raises(ValueError, match="unknown key hiden_size, did you mean hidden_size"):
+        build("gpt-mha-rope", hiden_size=8)
+    with pytest.raises(ValueError, match="ddl_beta_init=2.5: give a number from 0 to 2"):
+        build("DDL-gpt-mha-rope", ddl_beta_init=2.5)
+    with pytest.raises(ValueError, match="hidden_size=0: give 1 or more"):
+        build("gpt-mha-rope", hidden_size=0)
+    with pytest.raises(ValueError, match="ddl_update='add'"):
+        build("DDL-gpt-mha-rope", ddl_update="add")
+    with pytest.raises(ValueError, match="ddl_value_channels=4: this model has one column"):
+        build("DDL-vdim1-gpt-mha-rope", ddl_value_channels=4)
+
+
+def test_defaults_are_the_specification():
+    config = model_class("DDL-gpt-mha-rope").Config()
+    expected = {"block_size": 1024, "vocab_size": 50304, "rope_ratio": 1.0, "use_qk_rmsnorm": True, "mup": False}
+    expected |= {"ddl_value_channels": 4, "ddl_beta_init": 1.0, "ddl_beta_single_linear": True, "ddl_k_eps": 1e-5}
+    expected |= {"ddl_beta_hidden_size": 128, "ddl_v_sigmoid": True, "ddl_v_constant": False, "rope_base": 10000.0}
+    expected |= {"hidden_init_std_factor": 0.5, "embedding_init_std": 0.02, "ddl_v_sigmoid_scale": 4.0}
+    expected |= {"ddl_v_constant_value": 2.0, "ddl_v_input": "residual", "ddl_update": "delta"}
+    expected |= {"ddl_state_conv_init": "normal", "ddl_state_read_init": None, "hidden_size_base": 1024}
+    assert {name: getattr(config, name) for name in expected} == expected
+    assert config.kernel_size == 4

@@ -1,0 +1,68 @@
+"""One process, or several under torchrun: rank, device and the two reductions that the loop needs."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the others; `world_size` 1 needs no process group."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, *values: float) -> list[float]:
+        """Each value summed over the processes, in float64."""
+        if self.world_size == 1:
+            return list(values)
+        # gloo and nccl both reduce float64 on their own device.
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return total.tolist()
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            dist.barrier()
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto`: this process's GPU, else the CPU. ValueError: cuda without a GPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError("device=cuda: torch sees no GPU; give --device=cpu")
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    return torch.device(name)
+
+
+def world_size() -> int:
+    """Processes in this job, as torchrun says."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def start(device: torch.device) -> World:
+    """Join the process group (nccl on GPUs, gloo on the CPU) where torchrun started several processes."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if world_size() > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return World(int(os.environ.get("RANK", 0)), world_size(), device)
+
+
+def stop(world: World) -> None:
+    if world.world_size > 1:
+        dist.destroy_process_group()
+
+
+def rank() -> int:
+    """This process's number, as torchrun says; 0 alone."""
+    return int(os.environ.get("RANK", 0))

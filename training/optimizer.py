@@ -1,0 +1,103 @@
+"""Parameter groups, optimizers and the learning-rate schedule of the paper's recipe."""
+
+import math
+
+import torch
+from torch import nn
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+    """Trainable parameters by (learning-rate scale, weight decay): each in exactly one group.
+
+    Weight decay falls on parameters of two or more dimensions. Under muP the weights of linear layers inside the
+    blocks learn at `mup_scale`, all else at the base rate; `beta_out` maps between two fixed widths and stays there.
+    A group is {"params", "names", "lr_scale", "weight_decay"}.
+    """
+    scaled = {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name != "lm_head" and not name.endswith(".beta_out")
+    }
+    groups: dict = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        key = (
+            model.config.mup_scale if name in scaled else 1.0,
+            weight_decay if parameter.ndim >= 2 else 0.0,
+        )
+        group = groups.setdefault(key, {"params": [], "names": [], "lr_scale": key[0], "weight_decay": key[1]})
+        group["params"].append(parameter)
+        group["names"].append(name)
+    grouped = sum(p.numel() for group in groups.values() for p in group["params"])
+    assert grouped == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return list(groups.values())
+
+
+def is_hidden_matrix(name: str) -> bool:
+    """Matrices of the attention and MLP sublayers: those that Muon orthogonalises."""
+    return name.startswith("transformer.h.") and (".attn.c_" in name or ".mlp.c_" in name)
+
+
+def build_optimizers(model: nn.Module, config) -> list[torch.optim.Optimizer]:
+    """AdamW over all, or Muon over the hidden matrices and AdamW over the rest, for `config.optimizer`.
+
+    Muon runs with `match_rms_adamw`, which gives its updates the size of AdamW's: one learning rate serves both.
+    """
+    groups = parameter_groups(model, config.weight_decay)
+    adam, muon = groups, []
+    if config.optimizer == "muon":
+        adam = [_subset(group, lambda name: not is_hidden_matrix(name)) for group in groups]
+        muon = [_subset(group, is_hidden_matrix) for group in groups]
+    adam, muon = ([group for group in part if group["params"]] for part in (adam, muon))
+    betas = (config.beta1, config.beta2)
+    optimizers = [torch.optim.AdamW(adam, lr=config.learning_rate, betas=betas, eps=1e-8, fused=True)]
+    if muon:
+        optimizers.append(torch.optim.Muon(muon, lr=config.learning_rate, adjust_lr_fn="match_rms_adamw"))
+    return optimizers
+
+
+def _subset(group: dict, keep) -> dict:
+    pairs = [(n, p) for n, p in zip(group["names"], group["params"]) if keep(n)]
+    return {**group, "names": [n for n, _ in pairs], "params": [p for _, p in pairs]}
+
+
+def learning_rate_at(step: int, config) -> float:
+    """Linear warmup over warmup_steps, then a cosine from learning_rate to min_lr at max_steps."""
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    floor = config.learning_rate / 20 if config.min_lr is None else config.min_lr
+    progress = min((step - config.warmup_steps) / max(config.max_steps - config.warmup_steps, 1), 1.0)
+    return floor + (config.learning_rate - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def set_learning_rate(optimizers: list[torch.optim.Optimizer], learning_rate: float) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate * group["lr_scale"]
+
+
+def named_state(optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
+    """Every optimizer tensor as `<parameter>:<state>`, so that a checkpoint does not depend on grouping or order."""
+    return {
+        f"{name}:{key}": value
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for name, parameter in zip(group["names"], group["params"])
+        for key, value in optimizer.state[parameter].items()
+    }
+
+
+def load_named_state(optimizers: list[torch.optim.Optimizer], state: dict[str, torch.Tensor]) -> None:
+    """Put `named_state` back. ValueError: a tensor of another model or optimizer."""
+    left = dict(state)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for name, parameter in zip(group["names"], group["params"]):
+                keys = [key for key in left if key.startswith(f"{name}:")]
+                values = {key.partition(":")[2]: left.pop(key) for key in keys}
+                # Step counters stay where the optimizer keeps them, moments go with their parameter.
+                moved = {k: v.to(parameter.device) if v.ndim or parameter.is_cuda else v for k, v in values.items()}
+                optimizer.state[parameter].update(moved)
+    if left:
+        raise ValueError(f"the checkpoint's optimizer has state for {next(iter(left))}, this run's has not")
