@@ -19,7 +19,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Knob:
-    """One key of a schema: accepted types, choices (empty: any), default, help, and as group the class that defines it."""
+    """One key of a schema; choices empty: any value; group: what the class that defines it is about."""
 
     name: str
     types: tuple[type, ...]
@@ -43,20 +43,20 @@ class Knob:
 
 
 def knobs(*schemas: type) -> dict[str, Knob]:
-    """Every field of the dataclasses by name; `group` is the first docstring line of the class that defines it."""
+    """Every field of the dataclasses by name, the first of a name; group is its class's first docstring line."""
     result = {}
     for schema in schemas:
         hints = typing.get_type_hints(schema, include_extras=True)
         for field in dataclasses.fields(schema):
             annotated, help_text = typing.get_args(hints[field.name])
-            union = isinstance(annotated, types.UnionType)
+            union = typing.get_origin(annotated) in (typing.Union, types.UnionType)
             parts = typing.get_args(annotated) if union else (annotated,)
             literals = [part for part in parts if typing.get_origin(part) is typing.Literal]
             choices = tuple(value for part in literals for value in typing.get_args(part))
             kinds = tuple(str if part in literals else part for part in parts)
             owner = [base for base in schema.__mro__ if field.name in base.__dict__.get("__annotations__", {})][-1]
             title = (owner.__doc__ or owner.__name__).partition("\n")[0]
-            result[field.name] = Knob(field.name, kinds, choices, field.default, help_text, title)
+            result.setdefault(field.name, Knob(field.name, kinds, choices, field.default, help_text, title))
     return result
 
 
@@ -75,7 +75,7 @@ def _check_one(name, value, schema):
     if name not in schema:
         raise ValueError(f"unknown key {name}{nearest(name, schema)}")
     knob = schema[name]
-    if type(value) is int and float in knob.types and int not in knob.types:
+    if type(value) is int and float in knob.types and abs(value) < 2**1000:
         value = float(value)
     if type(value) not in knob.types or (knob.choices and value is not None and value not in knob.choices):
         raise ValueError(f"{name}={value!r}: give {knob.kind}")
@@ -97,22 +97,25 @@ def parse(name: str, text: str, schema: dict[str, Knob]):
         if kind is str:
             return _check_one(name, text, schema)
         if kind in (int, float):
-            with contextlib.suppress(ValueError):
-                return _check_one(name, kind(text), schema)
+            try:
+                value = kind(text)
+            except ValueError:
+                continue
+            return _check_one(name, value, schema)
     raise ValueError(f"--{name}={text}: give {knob.kind}")
 
 
 def read_file(path: str) -> dict:
-    """The names that a config file assigns (modules, functions and _names aside). ValueError: no file, or it fails."""
+    """The names that a config file assigns; modules, functions and _names aside. ValueError: no file, or it fails."""
     if not Path(path).is_file():
         near = nearest(path, map(str, Path("config").glob("*.py")))
         raise ValueError(f"no config file {path}{near or '; config/ holds them'}")
-    names: dict = {}
+    names: dict = {"__name__": "config"}
     try:
-        exec(compile(Path(path).read_text(encoding="utf-8"), path, "exec"), {"__name__": "config"}, names)
+        exec(compile(Path(path).read_text(encoding="utf-8"), path, "exec"), names)
     except Exception as error:  # whatever a user's file raises is reported as that file's error
         raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
-    return {k: v for k, v in names.items() if not k.startswith("_") and not isinstance(v, types.ModuleType)}
+    return {k: v for k, v in names.items() if not (k.startswith("_") or callable(v) or isinstance(v, types.ModuleType))}
 
 
 def split_arguments(argv: list[str]) -> tuple[list[str], dict[str, str]]:

@@ -47,7 +47,7 @@ class TrainConfig:
 
     max_steps: Annotated[int, "optimizer steps"] = 100_000
     global_batch_size: Annotated[int, "sequences per step, over all processes"] = 480
-    micro_batch_size: Annotated[int, "sequences per process and forward pass"] = 20
+    micro_batch_size: Annotated[int, "most sequences per process and forward pass; smaller saves memory"] = 20
     optimizer: Annotated[Literal["adamw", "muon"], "muon: Muon on the sublayers' matrices, AdamW on the rest"] = "adamw"
     learning_rate: Annotated[float, "peak learning rate"] = 1e-3
     min_lr: Annotated[float | None, "learning rate at the last step; None: learning_rate / 20"] = None
@@ -79,7 +79,7 @@ def configure(argv: list[str]):
     """(TrainConfig, the stem's model Config) from a config file and `--key=value`. ValueError: any mistake in them."""
     files, options = configurator.split_arguments(argv)
     if len(files) > 1:
-        raise ValueError(f"one config file, please; got {' '.join(files)}")
+        raise ValueError(f"one config file, then --key=value; got {' '.join(files)}")
     from_file = configurator.read_file(files[0]) if files else {}
     anywhere = configurator.knobs(TrainConfig, *(model_class(stem).Config for stem in STEMS))
     if "help" in options:
@@ -128,13 +128,18 @@ def check_run(c: TrainConfig) -> None:
     world = distributed.world_size()
     if c.global_batch_size % world:
         raise ValueError(f"global_batch_size={c.global_batch_size} does not divide over {world} processes")
-    share = c.global_batch_size // world
-    if share % c.micro_batch_size:
-        fits = max(size for size in range(1, c.micro_batch_size + 1) if share % size == 0)
+    share, rows = c.global_batch_size // world, micro_batch_rows(c)
+    if share % rows:
+        fits = max(size for size in range(1, rows) if share % size == 0)
         raise ValueError(
-            f"micro_batch_size={c.micro_batch_size} does not divide the {share} sequences per process "
+            f"micro_batch_size={rows} does not divide the {share} sequences per process "
             f"(global_batch_size={c.global_batch_size} over {world}): try --micro_batch_size={fits}"
         )
+
+
+def micro_batch_rows(c: TrainConfig) -> int:
+    """Sequences per forward pass: micro_batch_size, or a process's whole share of the batch where that is less."""
+    return min(c.micro_batch_size, c.global_batch_size // distributed.world_size())
 
 
 def find_start(config: TrainConfig, settings: dict) -> Path | None:
@@ -195,11 +200,11 @@ def open_data(config: TrainConfig, model_config):
 
 def train_step(step: int, config: TrainConfig, model, batches: TrainBatches, world, autocast) -> tuple[float, float]:
     """Gradients of global batch `step` (from 1), clipped. Returns (loss in nats per token, gradient norm before)."""
-    accumulation = config.global_batch_size // world.world_size // config.micro_batch_size
+    rows = micro_batch_rows(config)
+    accumulation = config.global_batch_size // world.world_size // rows
     loss_sum = 0.0
     for micro in range(accumulation):
-        first = (micro * world.world_size + world.rank) * config.micro_batch_size
-        ids, targets = batches.get(step - 1, first, config.micro_batch_size)
+        ids, targets = batches.get(step - 1, (micro * world.world_size + world.rank) * rows, rows)
         # DDP averages gradients over processes once, with the last micro-batch.
         synchronise = micro == accumulation - 1 or world.world_size == 1
         with contextlib.nullcontext() if synchronise else model.no_sync():
@@ -217,6 +222,8 @@ def main():
         config, model_config = configure(sys.argv[1:])
         settings = {**dataclasses.asdict(config), **dataclasses.asdict(model_config)}
         device = distributed.pick_device(config.device)
+        if config.compile and not distributed.can_compile(device):
+            raise ValueError("compile=True needs a C++ compiler and Python's headers: install them, or --compile=False")
         corpus, train_batches, val_batches = open_data(config, model_config)
         start = find_start(config, settings)
         state = checkpoint.read_state(start) if start else {"step": 0, "seconds": 0.0, "best_val_loss": None}
@@ -267,7 +274,7 @@ def main():
         if final or step % config.eval_interval == 0:
             count = config.eval_batches * config.global_batch_size
             windows = val_batches.spread(val_batches.windows if final and config.eval_full else count)
-            val_loss = evaluate(eval_model, val_batches, windows, config.micro_batch_size, world, autocast)
+            val_loss = evaluate(eval_model, val_batches, windows, micro_batch_rows(config), world, autocast)
             state["best_val_loss"] = min(val_loss, state["best_val_loss"] or math.inf)
             if world.is_main:
                 log.evaluation(state, val_loss, corpus.bytes_per_token("val"), len(windows), val_batches.windows)

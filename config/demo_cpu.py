@@ -1,10 +1,7 @@
 """A small Deep Delta Learning model on the standard library's source: a few minutes on two CPU cores."""
 
-import shutil as _shutil
-import sysconfig as _sysconfig
-from pathlib import Path as _Path
-
-import torch as _torch
+from training.distributed import can_compile as _can_compile
+from training.distributed import cpu_has_bfloat16 as _cpu_has_bfloat16
 
 model = "DDL-gpt-mha-rope"
 dataset = "python_stdlib"
@@ -29,7 +26,6 @@ eval_batches = 8
 log_interval = 20
 checkpoint_interval = 200
 
-_capabilities = getattr(_torch.cpu, "get_capabilities", dict)()
-# bfloat16 where the CPU multiplies it in hardware; compiled where there are a C++ compiler and Python's headers.
-dtype = "bfloat16" if _capabilities.get("avx512_bf16") else "float32"
-compile = bool(_shutil.which("g++")) and (_Path(_sysconfig.get_path("include")) / "Python.h").exists()
+# bfloat16 where the CPU multiplies it in hardware; compiled where there are a compiler and Python headers.
+dtype = "bfloat16" if _cpu_has_bfloat16() else "float32"
+compile = _can_compile()

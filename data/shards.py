@@ -1,7 +1,7 @@
 """Token shards in the format of llm.c and modded-nanogpt, and the folder that holds them.
 
-A shard is 256 int32 (magic 20240520, version 1, token count, zeros), then uint16 token ids. Its name contains `train`
-or `val`. `meta.json` beside the shards says which tokenizer made them; a folder without one is taken for GPT-2 tokens.
+A shard is 256 int32 (magic 20240520, version 1, token count, zeros), then uint16 token ids. Its name contains
+`train_` or `val_`. `meta.json` beside the shards says which tokenizer made them; without one, GPT-2's.
 """
 
 import json
@@ -68,16 +68,19 @@ def open_corpus(dataset: str) -> Corpus:
     """
     named = Path(__file__).parent / dataset
     path = named if named.is_dir() else Path(dataset)
-    shards = {split: sorted(path.glob(f"*{split}*.bin")) for split in ("train", "val")}
+    shards = {split: sorted(path.glob(f"*{split}_*.bin")) for split in ("train", "val")}
     if not all(shards.values()):
         script = f"data/{dataset}/prepare.py"
         known = sorted(folder.parent.name for folder in Path(__file__).parent.glob("*/prepare.py"))
         if dataset in known:
             raise ValueError(f"dataset={dataset} has no token shards yet: run `python {script}`")
         raise ValueError(
-            f"dataset={dataset}: {path} holds no *train*.bin and *val*.bin shards; "
+            f"dataset={dataset}: {path} holds no *train_*.bin and *val_*.bin shards; "
             f"give a folder that does, or one of {', '.join(known)}"
         )
     meta_path = path / "meta.json"
-    meta = json.loads(meta_path.read_text(encoding="utf-8")) if meta_path.exists() else GPT2_META
+    try:
+        meta = json.loads(meta_path.read_text(encoding="utf-8")) if meta_path.exists() else GPT2_META
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{meta_path} is damaged ({error}): prepare the corpus again") from error
     return Corpus(path, meta, *([read_shard(file) for file in shards[split]] for split in ("train", "val")))

@@ -42,6 +42,10 @@ def train_byte_pairs(texts: Iterable[str], vocab_size: int) -> tiktoken.Encoding
     to_byte = _printable_bytes()
     learned = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     merges = [bytes(to_byte[c] for c in token) for token, _ in learned if len(token) > 1]
+    if len(merges) != vocab_size - 257:
+        raise ValueError(
+            f"vocab_size={vocab_size}: the text yields {257 + len(merges)} tokens only; give that or fewer"
+        )
     return _encoding(f"bpe{vocab_size}", SPLIT_PATTERN, [bytes([value]) for value in range(256)] + merges)
 
 
@@ -95,7 +99,7 @@ def encode_prompt(encoding: tiktoken.Encoding, text: str) -> list[int]:
 
     `<|endoftext|>` in it is that token; any other `<|name|>` is one the model never saw: ValueError.
     """
-    for special in re.findall(r"<\|\w+\|>", text):
+    for special in re.findall(r"<\|[^\s|>]+\|>", text):
         if special not in encoding.special_tokens_set:
             raise ValueError(
                 f"the prompt has the token {special}, which {encoding.name} does not know; it has {END_OF_TEXT}"

@@ -81,9 +81,9 @@ def rewrite(w, X, h, x_in, c, cfg):
         value = cfg["ddl_v_sigmoid_scale"] * sigmoid(value)
     if cfg["ddl_v_constant"]:
         value = torch.full((v,), cfg["ddl_v_constant_value"], dtype=X.dtype)
-    A = torch.eye(d, dtype=X.dtype)  # noqa: N806
+    A = torch.eye(d, dtype=X.dtype)
     if cfg["ddl_update"] == "delta":
-        A = A - beta * torch.outer(k, k)  # noqa: N806
+        A = A - beta * torch.outer(k, k)
     return A @ X + beta * torch.outer(k, value)
 
 

@@ -160,7 +160,7 @@ def test_forward_contract():
     assert logits is None
     assert loss.shape == ()
     assert loss.dtype == torch.float32
-    with pytest.raises(ValueError, match="17 tokens do not fit block_size=16"):
+    with pytest.raises(ValueError, match=r"17 tokens do not fit block_size=16"):
         model(torch.zeros(1, 17, dtype=torch.int64))
 
 
@@ -258,17 +258,17 @@ def test_half_precision_reads_accumulate_in_fp32():
 
 
 def test_build_names_the_mistake():
-    with pytest.raises(ValueError, match="did you mean DDL-gpt-mha-rope"):
+    with pytest.raises(ValueError, match=r"did you mean DDL-gpt-mha-rope"):
         build("DDL-gpt-mha-rop")
-    with pytest.raises(ValueError, match="unknown key hiden_size, did you mean hidden_size"):
+    with pytest.raises(ValueError, match=r"unknown key hiden_size, did you mean hidden_size"):
         build("gpt-mha-rope", hiden_size=8)
-    with pytest.raises(ValueError, match="ddl_beta_init=2.5: give a number from 0 to 2"):
+    with pytest.raises(ValueError, match=r"ddl_beta_init=2.5: give a number from 0 to 2"):
         build("DDL-gpt-mha-rope", ddl_beta_init=2.5)
-    with pytest.raises(ValueError, match="hidden_size=0: give 1 or more"):
+    with pytest.raises(ValueError, match=r"hidden_size=0: give 1 or more"):
         build("gpt-mha-rope", hidden_size=0)
-    with pytest.raises(ValueError, match="ddl_update='add'"):
+    with pytest.raises(ValueError, match=r"ddl_update='add'"):
         build("DDL-gpt-mha-rope", ddl_update="add")
-    with pytest.raises(ValueError, match="ddl_value_channels=4: this model has one column"):
+    with pytest.raises(ValueError, match=r"ddl_value_channels=4: this model has one column"):
         build("DDL-vdim1-gpt-mha-rope", ddl_value_channels=4)
 
 

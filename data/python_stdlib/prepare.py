@@ -33,7 +33,7 @@ def source_files(root: Path) -> dict[str, str]:
             continue
         try:
             text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
+        except (UnicodeDecodeError, IsADirectoryError):
             continue
         if text.strip() and text not in seen:
             seen.add(text)
@@ -72,8 +72,11 @@ def main():
 
 
 def write(out: Path, splits: dict[str, dict[str, str]], encoding) -> None:
-    """Shards, then the tokenizer, then meta.json: a folder with meta.json is complete."""
+    """The tokenizer, then shards, then meta.json; what an earlier preparation left is removed first."""
     out.mkdir(parents=True, exist_ok=True)
+    for old in [*out.glob("python_*.bin"), out / "meta.json"]:
+        old.unlink(missing_ok=True)
+    (out / "tokenizer.json").write_text(json.dumps(tokenizer.to_json(encoding)), encoding="utf-8")
     meta = {"tokenizer": encoding.name, "vocab_size": encoding.n_vocab, "eot_token": encoding.eot_token}
     meta["source"] = f"standard library of Python {platform.python_version()}"
     for split, texts in splits.items():
@@ -85,7 +88,6 @@ def write(out: Path, splits: dict[str, dict[str, str]], encoding) -> None:
         print(
             f"{split}: {len(texts)} files, {size:,} bytes, {len(tokens):,} tokens ({size / len(tokens):.2f} bytes each)"
         )
-    (out / "tokenizer.json").write_text(json.dumps(tokenizer.to_json(encoding)), encoding="utf-8")
     (out / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
 
 

@@ -1,0 +1,303 @@
+"""Keys from files and command lines: what is accepted, what is refused, and what the refusal says."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import pytest
+
+import configurator
+
+
+@dataclass
+class Base:
+    """Keys of every run"""
+
+    steps: Annotated[int, "how long to run"] = 10
+    rate: Annotated[float, "how fast to learn"] = 0.5
+
+
+@dataclass
+class Run(Base):
+    """Keys of one design"""
+
+    fast: Annotated[bool, "skip the slow part"] = False
+    name: Annotated[str, "what to call it"] = "plain"
+    kind: Annotated[Literal["delta", "write_only"], "which update"] = "delta"
+    limit: Annotated[int | None, "tokens at most"] = None
+    scale: Annotated[float | None, "gain, if any"] = 2.0
+    mode: Annotated[Literal["slow", "quick"] | None, "speed, if any"] = None
+    rate: Annotated[float, "how fast to learn, here"] = 0.25  # a new default for an inherited key
+
+
+@dataclass
+class Other:
+    """Keys of something else"""
+
+    steps: Annotated[int, "a second key of that name"] = 99
+    depth: Annotated[int, "layers"] = 3
+
+
+@pytest.fixture(scope="module")
+def schema():
+    return configurator.knobs(Run)
+
+
+def test_knobs_hold_what_the_dataclass_says(schema):
+    assert list(schema) == ["steps", "rate", "fast", "name", "kind", "limit", "scale", "mode"]
+    assert {key: knob.name for key, knob in schema.items()} == {key: key for key in schema}
+    assert [knob.default for knob in schema.values()] == [10, 0.25, False, "plain", "delta", None, 2.0, None]
+    assert schema["steps"].help == "how long to run"
+    assert schema["rate"].help == "how fast to learn, here"
+    assert schema["limit"].types == (int, type(None))
+    assert schema["kind"].types == (str,)
+    assert schema["kind"].choices == ("delta", "write_only")
+    assert schema["mode"].choices == ("slow", "quick")
+    assert set(schema["mode"].types) == {str, type(None)}
+    assert schema["name"].choices == ()
+
+
+def test_a_key_belongs_to_the_class_that_defines_it_first(schema):
+    base = configurator.knobs(Base)
+    assert schema["steps"].group == schema["rate"].group == base["steps"].group
+    assert schema["fast"].group == schema["mode"].group != base["steps"].group
+
+
+def test_of_two_schemas_the_first_defines_a_shared_key():
+    both = configurator.knobs(Base, Other)
+    assert list(both) == ["steps", "rate", "depth"]
+    assert both["steps"].default == 10
+    assert both["depth"].group == configurator.knobs(Other)["depth"].group
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("steps", "a whole number"),
+        ("rate", "a number"),
+        ("fast", "True or False"),
+        ("name", "text"),
+        ("kind", "'delta' or 'write_only'"),
+        ("limit", "a whole number or None"),
+        ("mode", "'slow' or 'quick' or None"),
+    ],
+)
+def test_kind_in_words(schema, key, words):
+    assert schema[key].kind == words
+
+
+ACCEPTED = {"steps": -3, "rate": 1e-4, "fast": True, "name": "", "kind": "write_only", "limit": 5, "scale": 1.5}
+NONE = {"limit": None, "scale": None, "mode": None}
+
+
+@pytest.mark.parametrize("values", [{}, ACCEPTED, NONE, {"mode": "quick"}])
+def test_check_returns_good_values_unchanged(schema, values):
+    assert configurator.check(values, schema) == values
+
+
+@pytest.mark.parametrize("key", ["rate", "scale"])
+def test_check_makes_whole_numbers_floats_where_floats_are_due(schema, key):
+    value = configurator.check({key: 3}, schema)[key]
+    assert value == 3.0
+    assert type(value) is float
+    assert type(configurator.check({"steps": 3, "limit": 3}, schema)["limit"]) is int
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("steps", 1.0),
+        ("steps", True),
+        ("steps", "1"),
+        ("steps", None),
+        ("rate", True),
+        ("rate", "0.1"),
+        ("rate", None),
+        ("rate", float("nan")),
+        ("rate", float("inf")),
+        ("scale", float("-inf")),
+        ("fast", 1),
+        ("fast", "True"),
+        ("name", 1),
+        ("name", None),
+        ("kind", "Delta"),
+        ("kind", None),
+        ("limit", 1.5),
+        ("limit", False),
+        ("mode", "fast"),
+        ("mode", 1),
+    ],
+)
+def test_check_refuses_wrong_types_choices_and_numbers(schema, key, value):
+    with pytest.raises(ValueError, match=f"^{key}=.*: give "):
+        configurator.check({"steps": 1, key: value}, schema)
+
+
+def test_unknown_keys_are_refused_with_the_nearest(schema):
+    for call in (lambda key: configurator.check({key: 1}, schema), lambda key: configurator.parse(key, "1", schema)):
+        with pytest.raises(ValueError, match=r"unknown key (--)?stpes, did you mean steps\?$"):
+            call("stpes")
+        with pytest.raises(ValueError, match=r"unknown key (--)?zzzzzz$"):
+            call("zzzzzz")
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("steps", "12", 12),
+        ("steps", "-1", -1),
+        ("rate", "6e-4", 6e-4),
+        ("rate", "2", 2.0),
+        ("fast", "True", True),
+        ("fast", "true", True),
+        ("fast", "1", True),
+        ("fast", "False", False),
+        ("fast", "false", False),
+        ("fast", "0", False),
+        ("name", "12", "12"),
+        ("name", "a=b", "a=b"),
+        ("name", "None", "None"),
+        ("kind", "write_only", "write_only"),
+        ("limit", "7", 7),
+        ("limit", "None", None),
+        ("scale", "7", 7.0),
+        ("scale", "None", None),
+        ("mode", "quick", "quick"),
+        ("mode", "None", None),
+    ],
+)
+def test_parse_reads_text_by_the_type_of_the_key(schema, key, text, value):
+    parsed = configurator.parse(key, text, schema)
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("steps", "1.0"),
+        ("steps", "1e3"),
+        ("steps", "True"),
+        ("steps", "None"),
+        ("steps", ""),
+        ("rate", "fast"),
+        ("rate", "nan"),
+        ("rate", "-inf"),
+        ("rate", "1e999"),
+        ("rate", "None"),
+        ("fast", "yes"),
+        ("fast", "2"),
+        ("fast", "None"),
+        ("kind", "delt"),
+        ("kind", "None"),
+        ("limit", "none"),
+        ("limit", "1.5"),
+        ("mode", "fast"),
+    ],
+)
+def test_parse_refuses_text_of_another_type(schema, key, text):
+    with pytest.raises(ValueError, match=f"{key}=.*: give "):
+        configurator.parse(key, text, schema)
+
+
+CONFIG_FILE = """
+import math
+from math import sqrt
+
+_layers = 4
+
+def double(x):
+    return 2 * x
+
+steps = double(_layers)
+rate = 1 / sqrt(4)
+name = "ä"
+"""
+
+
+def test_read_file_gives_the_assigned_names_only(tmp_path):
+    path = tmp_path / "run.py"
+    path.write_text(CONFIG_FILE, encoding="utf-8")
+    assert configurator.read_file(str(path)) == {"steps": 8, "rate": 0.5, "name": "ä"}
+
+
+def test_config_files_are_ordinary_modules(tmp_path):
+    """Functions and comprehensions see the file's own names."""
+    path = tmp_path / "run.py"
+    path.write_text("width = 3\nsteps = sum(width for _ in range(4))\nrate = (lambda: width / 2)()\n")
+    assert configurator.read_file(str(path)) == {"width": 3, "steps": 12, "rate": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("steps = 1 +", "SyntaxError"), ("steps = 1\nrate = 1 / 0", "ZeroDivisionError: division by zero")],
+)
+def test_read_file_reports_the_error_of_a_file_that_fails(tmp_path, text, message):
+    path = tmp_path / "broken.py"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=rf"broken\.py: {message}"):
+        configurator.read_file(str(path))
+
+
+def test_read_file_names_the_nearest_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "ddl_small.py").write_text("steps = 1")
+    with pytest.raises(ValueError, match=r"no config file config/ddl_smal\.py, did you mean config/ddl_small\.py\?"):
+        configurator.read_file("config/ddl_smal.py")
+    with pytest.raises(ValueError, match=r"no config file zzzz; config/ holds them"):
+        configurator.read_file("zzzz")
+    with pytest.raises(ValueError, match="no config file config"):
+        configurator.read_file("config")  # a folder
+
+
+def test_split_arguments():
+    files, options = configurator.split_arguments(["a.py", "--steps=3", "--name=x=y", "--fast", "--limit=", "b.py"])
+    assert files == ["a.py", "b.py"]
+    assert options == {"steps": "3", "name": "x=y", "fast": "True", "limit": ""}
+    assert configurator.split_arguments(["--steps=1", "--steps=2"]) == ([], {"steps": "2"})
+
+
+def test_help_text_shows_every_key_with_its_default_help_and_choices():
+    text = configurator.help_text("usage: run it", configurator.knobs(Run, Other))
+    assert text.startswith("usage: run it")
+    lines = text.splitlines()
+    for start, *words in [
+        ("--steps=10 ", "how long to run"),
+        ("--rate=0.25 ", "how fast to learn, here"),
+        ("--fast=False ", "skip the slow part"),
+        ("--name=plain ", "what to call it"),
+        ("--kind=delta ", "which update", "delta", "write_only"),
+        ("--limit=None ", "tokens at most"),
+        ("--scale=2.0 ", "gain, if any"),
+        ("--mode=None ", "speed, if any", "slow", "quick"),
+        ("--depth=3 ", "layers"),
+    ]:
+        (line,) = (line for line in lines if line.strip().startswith(start))
+        assert all(word in line for word in words)
+
+
+@pytest.mark.parametrize(
+    ("error", "rank", "line"),
+    [
+        (ValueError("steps=0:\n  give 1 or more"), None, "run.py: error: steps=0: give 1 or more\n"),
+        (ValueError("bad"), "0", "run.py: error: bad\n"),
+        (ValueError("bad"), "3", "run.py: error: [rank 3] bad\n"),
+        (FileNotFoundError(2, "No such file", "x.bin"), None, "run.py: error: [Errno 2] No such file: 'x.bin'\n"),
+    ],
+)
+def test_mistakes_end_the_script_with_one_line_and_code_2(monkeypatch, capsys, error, rank, line):
+    monkeypatch.setattr("sys.argv", ["/some/where/run.py", "--steps=0"])
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    with pytest.raises(SystemExit) as end, configurator.one_line_errors():
+        raise error
+    assert end.value.code == 2
+    assert capsys.readouterr() == ("", line)
+
+
+def test_errors_of_ours_keep_their_traceback():
+    with pytest.raises(AssertionError, match="ours"), configurator.one_line_errors():
+        raise AssertionError("ours")
+    with configurator.one_line_errors():
+        pass

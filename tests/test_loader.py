@@ -1,0 +1,199 @@
+"""Batches against plain slices of the concatenated stream. Tokens are distinct there, so a window shows its start."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from data.loader import TokenStream, TrainBatches, ValidationBatches, keyed_permutation
+
+
+def cut(stream, sizes):
+    """The stream as uint16 shards of the given sizes, the last one taking what is left."""
+    return [part.astype("<u2") for part in np.split(stream, np.cumsum(sizes))]
+
+
+def distinct(count):
+    return np.random.default_rng(count).permutation(np.arange(1, 2**16))[:count]
+
+
+@pytest.mark.parametrize("sizes", [(), (5,), (1, 1, 1), (3, 0, 1, 9), (0, 0, 2), (29, 0), (30,)])
+def test_stream_reads_what_the_concatenation_holds(sizes):
+    whole = distinct(30)
+    shards = cut(whole, sizes)
+    stream = TokenStream(shards)
+    assert len(stream) == 30
+    for start in range(31):
+        for count in range(33):
+            tokens = stream.read(start, count)
+            assert tokens.tolist() == whole[start : start + count].tolist()
+            assert tokens.dtype == np.int64
+
+
+@pytest.mark.parametrize("key", [0, 1, 2**64 - 1])
+def test_permutation_is_a_bijection(key):
+    for size in [*range(1, 71), 65_536, 65_537, 100_003]:
+        image = keyed_permutation(np.arange(size), size, key)
+        assert image.dtype == np.int64
+        np.testing.assert_array_equal(np.sort(image), np.arange(size), err_msg=f"size {size}")
+
+
+def test_permutation_depends_on_the_key_and_the_index_alone():
+    image = keyed_permutation(np.arange(1000), 1000, 5)
+    assert [keyed_permutation(np.array([i]), 1000, 5)[0] for i in range(40)] == image[:40].tolist()
+    keys = [keyed_permutation(np.arange(20), 20, key).tolist() for key in range(200)]
+    assert len({tuple(order) for order in keys}) == 200
+    # A first element that is uniform over 20 misses no value in 200 draws, and none holds a fifth of them.
+    counts = np.bincount([order[0] for order in keys], minlength=20)
+    assert 0 < counts.min() <= counts.max() < 40
+
+
+@pytest.mark.parametrize("size", [1000, 1024])
+def test_permutation_looks_random(size):
+    image = keyed_permutation(np.arange(size), size, 3)
+    assert abs(np.corrcoef(np.arange(size), image)[0, 1]) < 0.1  # standard deviation 0.03
+    assert np.sum(image == np.arange(size)) < 10  # one on average
+    assert len(np.unique(np.diff(image) % size)) > size / 2  # 63% in a random order, 1 value for a rotation
+
+
+SEQ_LEN = 4
+# One window, one more token, a stream of whole windows, one token past, and one short of another window.
+LENGTHS = [5, 6, 8, 9, 12, 13, 40, 41, 43]
+
+
+def train_batches(tokens, batch=3, seed=1, seq_len=SEQ_LEN):
+    stream = distinct(tokens)
+    sizes = (7, 1, 2, 11) if tokens > 25 else (1, 2)
+    return stream, TrainBatches(cut(stream, sizes), seq_len, batch, seed)
+
+
+def starts(stream, batches, count, batch=3):
+    """Start of each of the first `count` sequences of the run, found by the window's first token."""
+    position = {token: index for index, token in enumerate(stream.tolist())}
+    steps = -(-count // batch)
+    return [position[ids[0].item()] for step in range(steps) for ids in batches.get(step, 0, batch)[0]][:count]
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+def test_sequences_are_windows_of_the_stream_and_targets_the_next_tokens(tokens):
+    stream, batches = train_batches(tokens)
+    for step, begin in enumerate(np.reshape(starts(stream, batches, 60), (20, 3))):
+        ids, targets = batches.get(step, 0, 3)
+        assert ids.dtype == targets.dtype == torch.int64
+        assert ids.is_contiguous()
+        assert targets.is_contiguous()
+        for row, first in enumerate(begin):
+            assert first + SEQ_LEN < tokens
+            assert ids[row].tolist() == stream[first : first + SEQ_LEN].tolist()
+            assert targets[row].tolist() == stream[first + 1 : first + SEQ_LEN + 1].tolist()
+
+
+def epochs_of(tokens, number, seed=1):
+    """Starts by epoch: one window fewer than fit, or the only one."""
+    windows = max((tokens - 1) // SEQ_LEN - 1, 1)
+    stream, batches = train_batches(tokens, seed=seed)
+    return np.reshape(starts(stream, batches, number * windows), (number, windows))
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+def test_every_epoch_serves_every_window_once(tokens):
+    for epoch in epochs_of(tokens, 12):
+        offset = epoch.min()
+        assert sorted(epoch) == list(range(offset, offset + SEQ_LEN * len(epoch), SEQ_LEN))
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+def test_every_offset_that_fits_is_drawn(tokens):
+    epochs = epochs_of(tokens, 80)
+    last = tokens - 1 - SEQ_LEN * epochs.shape[1]
+    assert set(epochs.min(axis=1)) == set(range(last + 1))
+
+
+def test_order_and_offset_change_with_epoch_and_with_seed():
+    runs = [epochs_of(103, 30, seed) for seed in (1, 2)]
+    orders = [tuple((epoch - epoch.min()) // SEQ_LEN) for run in runs for epoch in run]
+    assert len(set(orders)) == 60
+    offsets = [run.min(axis=1).tolist() for run in runs]
+    assert all(len(set(values)) > 3 for values in offsets)
+    assert offsets[0] != offsets[1]
+
+
+@pytest.mark.parametrize("pieces", [(8,), (4, 4), (2, 2, 2, 2), (1,) * 8, (3, 5)])
+def test_ranks_and_micro_batches_divide_the_global_batch(pieces):
+    stream, batches = train_batches(61, batch=8)
+    firsts = np.cumsum([0, *pieces[:-1]]).tolist()
+    for step in range(5):
+        whole = batches.get(step, 0, 8)
+        # every piece from an instance of its own, as every rank has, and in another order than that of the batch
+        parts = {f: train_batches(61, batch=8)[1].get(step, f, n) for f, n in reversed(list(zip(firsts, pieces)))}
+        for side in (0, 1):
+            assert torch.equal(torch.cat([parts[first][side] for first in firsts]), whole[side])
+    run = starts(stream, batches, 40, batch=8)
+    assert run == starts(stream, train_batches(61, batch=5)[1], 40, batch=5)  # sequence s * batch + i of one order
+
+
+def test_batches_depend_on_their_arguments_alone():
+    _, batches = train_batches(61)
+    ahead = [batches.get(step, 0, 3)[0] for step in range(30)]
+    again = [train_batches(61)[1].get(step, 0, 3)[0] for step in reversed(range(30))]
+    assert torch.equal(torch.stack(ahead), torch.stack(again[::-1]))
+    other = [train_batches(61, seed=2)[1].get(step, 0, 3)[0] for step in range(30)]
+    assert not torch.equal(torch.stack(ahead), torch.stack(other))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, SEQ_LEN])
+def test_a_training_split_shorter_than_one_window_is_refused(tokens):
+    with pytest.raises(ValueError, match=f"{tokens} tokens, block_size={SEQ_LEN} needs {SEQ_LEN + 1}"):
+        TrainBatches([distinct(tokens).astype("<u2")], SEQ_LEN, 2, 0)
+
+
+@pytest.mark.parametrize("tokens", [2, 4, 5, 6, 8, 9, 10, 41, 42, 45])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_validation_predicts_every_token_but_the_first_once(tokens, rows):
+    stream = distinct(tokens)
+    batches = ValidationBatches(cut(stream, (1, 2) if tokens > 3 else ()), SEQ_LEN)
+    windows = list(range(batches.windows))
+    predicted = []
+    for first in range(0, len(windows), rows):
+        chunk = windows[first : first + rows]
+        ids, targets = batches.get(chunk, rows)
+        assert ids.dtype == targets.dtype == torch.int64
+        assert ids.shape == targets.shape == (rows, SEQ_LEN)
+        for row in range(rows):
+            begin = chunk[row] * SEQ_LEN if row < len(chunk) else tokens
+            here = list(zip(stream[begin:-1].tolist(), stream[begin + 1 :].tolist()))[:SEQ_LEN]
+            expected = here + [(0, -1)] * (SEQ_LEN - len(here))
+            assert list(zip(ids[row].tolist(), targets[row].tolist())) == expected
+            predicted += [target for _, target in here]
+        assert (targets[len(chunk) :] == -1).all()
+    assert predicted == stream[1:].tolist()
+
+
+def test_validation_windows_come_in_any_order():
+    batches = ValidationBatches(cut(distinct(22), (5,)), SEQ_LEN)
+    ids, targets = batches.get([5, 0, 2], 3)
+    for row, window in enumerate([5, 0, 2]):
+        alone = batches.get([window], 1)
+        assert torch.equal(ids[row], alone[0][0])
+        assert torch.equal(targets[row], alone[1][0])
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_a_validation_split_without_a_target_is_refused(tokens):
+    with pytest.raises(ValueError, match=f"{tokens} tokens, it needs 2"):
+        ValidationBatches([distinct(tokens).astype("<u2")], SEQ_LEN)
+
+
+@pytest.mark.parametrize("windows", [1, 2, 3, 10, 37])
+def test_spread_is_even_and_holds_both_ends(windows):
+    batches = ValidationBatches([distinct(1 + windows * SEQ_LEN).astype("<u2")], SEQ_LEN)
+    for count in range(2, 45):
+        chosen = batches.spread(count)
+        assert len(chosen) == min(count, windows)
+        assert all(type(window) is int for window in chosen)
+        assert (chosen[0], chosen[-1]) == (0, windows - 1)
+        assert all(before < after for before, after in pairwise(chosen))
+        gap = (windows - 1) / max(len(chosen) - 1, 1)
+        assert all(abs(window - i * gap) <= 0.5 + 1e-9 for i, window in enumerate(chosen))
+    assert len(batches.spread(1)) == 1

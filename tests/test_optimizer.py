@@ -1,0 +1,96 @@
+"""Parameter groups, schedules and optimizer state by name."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from model import STEMS, build
+from training import optimizer
+
+TINY = {"vocab_size": 29, "block_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 6}
+TINY |= {"hidden_size": 10}
+
+
+def settings(**changes):
+    values = {"optimizer": "adamw", "learning_rate": 1e-3, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95}
+    return SimpleNamespace(**{**values, "min_lr": None, "warmup_steps": 10, "max_steps": 110, **changes})
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("stem", STEMS)
+def test_every_parameter_is_in_exactly_one_group(stem, name):
+    model = build(stem, **TINY)
+    optimizers = optimizer.build_optimizers(model, settings(optimizer=name))
+    names = [n for o in optimizers for g in o.param_groups for n in g["names"]]
+    assert sorted(names) == sorted(n for n, _ in model.named_parameters())
+    for o in optimizers:
+        for g in o.param_groups:
+            for n, p in zip(g["names"], g["params"]):
+                assert model.get_parameter(n) is p
+                assert g["weight_decay"] == (0.1 if p.ndim >= 2 else 0.0), n
+
+
+def test_muon_takes_the_sublayers_matrices_only():
+    model = build("DDL-gpt-mha-rope", **TINY)
+    adam, muon = optimizer.build_optimizers(model, settings(optimizer="muon"))
+    assert isinstance(muon, torch.optim.Muon)
+    parts = ("attn.c_q", "attn.c_k", "attn.c_v", "attn.c_proj", "mlp.c_fc1", "mlp.c_fc2", "mlp.c_proj")
+    expected = sorted(f"transformer.h.{i}.{part}.weight" for i in range(2) for part in parts)
+    assert sorted(n for g in muon.param_groups for n in g["names"]) == expected
+    assert not set(expected) & {n for g in adam.param_groups for n in g["names"]}
+
+
+def test_mup_scales_the_learning_rate_of_matrices():
+    model = build("DDL-gpt-mha-rope", mup=True, hidden_size_base=40, ddl_beta_single_linear=False, **TINY)
+    [adam] = optimizer.build_optimizers(model, settings())
+    optimizer.set_learning_rate([adam], 0.5)
+    rates = {n: g["lr"] for g in adam.param_groups for n in g["names"]}
+    for name, rate in rates.items():
+        hidden = any(part in name for part in (".attn.c_", ".mlp.c_", ".beta_in.weight", ".v_proj.weight"))
+        assert rate == (2.0 if hidden else 0.5), name
+
+
+def test_warmup_and_cosine():
+    config = settings()
+    rates = [optimizer.learning_rate_at(step, config) for step in range(111)]
+    assert rates[:10] == pytest.approx([1e-4 * (i + 1) for i in range(10)])
+    assert rates[10] == pytest.approx(1e-3)
+    assert rates[60] == pytest.approx((1e-3 + 5e-5) / 2)
+    assert rates[35] == pytest.approx(5e-5 + 9.5e-4 * (1 + math.cos(math.pi / 4)) / 2)
+    assert rates[110] == pytest.approx(5e-5)
+    assert optimizer.learning_rate_at(110, settings(min_lr=0.0)) == 0
+    assert optimizer.learning_rate_at(4, settings(warmup_steps=0)) == pytest.approx(1e-3, rel=1e-2)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_named_state_continues_the_optimizer(name):
+    def train(model, optimizers, steps):
+        for _ in range(steps):
+            _, loss = model(ids, ids)
+            loss.backward()
+            for o in optimizers:
+                o.step()
+                o.zero_grad()
+
+    ids = torch.randint(0, 29, (2, 8))
+    first = build("DDL-gpt-mha-rope", **TINY)
+    before = optimizer.build_optimizers(first, settings(optimizer=name))
+    train(first, before, 3)
+    state = {key: value.clone() for key, value in optimizer.named_state(before).items()}
+    second = build("DDL-gpt-mha-rope", **TINY)
+    second.load_state_dict(first.state_dict())
+    after = optimizer.build_optimizers(second, settings(optimizer=name))
+    optimizer.load_named_state(after, state)
+    train(first, before, 2)
+    train(second, after, 2)
+    for a, b in zip(first.parameters(), second.parameters()):
+        assert torch.equal(a, b)
+
+
+def test_state_of_another_model_is_refused():
+    model = build("gpt-mha-rope", **TINY)
+    [adam] = optimizer.build_optimizers(model, settings())
+    with pytest.raises(ValueError, match=r"state for elsewhere:exp_avg"):
+        optimizer.load_named_state([adam], {"elsewhere:exp_avg": torch.zeros(1)})

@@ -1,0 +1,154 @@
+"""The standard library corpus, on small trees whose text is known."""
+
+import hashlib
+import json
+
+import numpy as np
+import pytest
+
+from data import tokenizer
+from data.python_stdlib import prepare
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """Sources under a folder whose own path holds a name that is left out below it."""
+    root = tmp_path / "test" / "lib"
+    files = {
+        "b.py": "b = 1\n",
+        "a/z.py": "z = 'größe'\n",
+        "a.py": "a = 1\n",
+        "test.py": "keep = 'a file, not a folder'\n",
+        "a/copy_of_b.py": "b = 1\n",
+        "c_copy_of_b.py": "b = 1\n",
+        "empty.py": "",
+        "a/blank.py": " \n\t\n",
+        "a/notes.txt": "no source\n",
+        "a/module.pyi": "x: int\n",
+    }
+    folders = ["test", "a/tests", "site-packages", "dist-packages", "__pycache__", "idlelib/deep", "lib2to3"]
+    folders += ["turtledemo", "ensurepip", "pydoc_data", "encodings"]
+    files |= {f"{folder}/m.py": f"# {folder}\n" for folder in folders}
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(text.encode())
+    (root / "latin.py").write_bytes("größe = 1\n".encode("latin-1"))
+    (root.parent / "outside.py").write_text("outside = 1\n")
+    return root
+
+
+def test_source_files_leave_out_what_is_no_source_of_its_own(tree):
+    # The first of several copies stays: a/copy_of_b.py comes before b.py.
+    expected = {"a.py": "a = 1\n", "a/copy_of_b.py": "b = 1\n", "a/z.py": "z = 'größe'\n"}
+    expected["test.py"] = "keep = 'a file, not a folder'\n"
+    found = prepare.source_files(tree)
+    assert found == expected
+    assert set(found) == set(expected)
+
+
+def test_source_files_do_not_depend_on_the_order_of_the_file_system(tree, monkeypatch):
+    expected = list(prepare.source_files(tree).items())
+    backwards = sorted(tree.rglob("*.py"), reverse=True)
+    monkeypatch.setattr(type(tree), "rglob", lambda self, pattern: iter(backwards))
+    assert list(prepare.source_files(tree).items()) == expected
+
+
+def sources(count, seed=0):
+    """Files of very different sizes; every third is mostly two-byte characters."""
+    sizes = np.random.default_rng(seed).integers(10, 3000, count)
+    return {f"pkg{i % 7}/module_{i}.py": ("é" if i % 3 == 0 else "x") * int(size) for i, size in enumerate(sizes)}
+
+
+def size(texts):
+    return sum(len(text.encode()) for text in texts.values())
+
+
+def test_split_is_a_partition_in_hash_order():
+    texts = sources(300)
+    splits = prepare.split_by_hash(texts)
+    assert not splits["val"].keys() & splits["train"].keys()
+    assert splits["val"] | splits["train"] == texts
+    by_hash = sorted(texts, key=lambda path: hashlib.sha256(path.encode()).hexdigest())
+    assert [*splits["val"], *splits["train"]] == by_hash
+
+
+def test_split_does_not_depend_on_the_order_of_the_files():
+    texts = sources(300)
+    forwards, backwards = (prepare.split_by_hash(dict(t)) for t in (texts.items(), reversed(texts.items())))
+    for split in ("train", "val"):
+        assert list(forwards[split].items()) == list(backwards[split].items())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_validation_is_four_percent_of_the_bytes_and_at_most_one_file_more(seed):
+    texts = sources(300, seed)
+    validation = prepare.split_by_hash(texts)["val"]
+    last = len(validation[list(validation)[-1]].encode())
+    assert size(validation) >= 0.04 * size(texts) > size(validation) - last
+
+
+def test_a_new_file_moves_few_others():
+    texts = sources(300)
+    before = set(prepare.split_by_hash(texts)["val"])
+    for name in ("a.py", "pkg3/zzz.py", "middle/m.py"):
+        after = set(prepare.split_by_hash({name: "y" * 2000, **texts})["val"])
+        assert len((before ^ after) - {name}) <= 2
+
+
+@pytest.mark.parametrize("encoding_name", ["bytes", "bpe"])
+def test_write_makes_shards_that_decode_to_the_sources(tmp_path, encoding_name):
+    splits = {"val": {"v.py": "größe = 1\n"}, "train": {"b.py": "x = '<|endoftext|>'\n", "a.py": "\tö\n", "c.py": "y"}}
+    if encoding_name == "bytes":
+        encoding = tokenizer.byte_tokenizer()
+    else:
+        encoding = tokenizer.train_byte_pairs([text * 9 for texts in splits.values() for text in texts.values()], 270)
+    out = tmp_path / "new" / "folder"
+    prepare.write(out, splits, encoding)
+
+    meta = json.loads((out / "meta.json").read_text(encoding="utf-8"))
+    assert meta["tokenizer"] == encoding.name
+    assert (meta["vocab_size"], meta["eot_token"]) == ((257, 256) if encoding_name == "bytes" else (270, 269))
+    rebuilt = tokenizer.from_json(json.loads((out / "tokenizer.json").read_text(encoding="utf-8")))
+    for split, documents in (("val", 1), ("train", 3)):
+        (path,) = out.glob(f"*{split}*.bin")
+        tokens = np.frombuffer(path.read_bytes()[1024:], dtype="<u2").tolist()
+        assert tokens[0] == meta["eot_token"]
+        assert tokens.count(meta["eot_token"]) == documents  # the one spelled out in b.py is plain text
+        assert rebuilt.decode(tokens) == "".join("<|endoftext|>" + text for text in splits[split].values())
+        assert meta[split] == {"documents": documents, "bytes": size(splits[split]), "tokens": len(tokens)}
+    assert len(list(out.iterdir())) == 4
+
+
+def run_main(monkeypatch, root, *arguments):
+    monkeypatch.setattr("sysconfig.get_path", lambda name: {"stdlib": str(root)}[name])
+    monkeypatch.setattr("sys.argv", ["prepare.py", *map(str, arguments)])
+    prepare.main()
+
+
+def test_main_prepares_the_library_of_this_interpreter(tree, tmp_path, monkeypatch):
+    run_main(monkeypatch, tree, "--tokenizer=bytes", f"--out={tmp_path / 'out'}")
+    meta = json.loads((tmp_path / "out" / "meta.json").read_text(encoding="utf-8"))
+    assert meta["train"]["documents"] + meta["val"]["documents"] == 4
+    assert meta["tokenizer"] == "bytes"
+
+
+def test_main_trains_byte_pairs_on_the_training_split_alone(tree, tmp_path, monkeypatch):
+    trained_on = []
+
+    def train(texts, vocab_size):
+        trained_on.extend(texts)
+        assert vocab_size == 300
+        return tokenizer.byte_tokenizer()
+
+    monkeypatch.setattr(tokenizer, "train_byte_pairs", train)
+    run_main(monkeypatch, tree, "--vocab_size=300", f"--out={tmp_path / 'out'}")
+    assert trained_on == list(prepare.split_by_hash(prepare.source_files(tree))["train"].values())
+
+
+def test_main_without_sources_ends_in_one_line_and_writes_nothing(tmp_path, monkeypatch, capsys):
+    (tmp_path / "lib").mkdir()
+    with pytest.raises(SystemExit) as end:
+        run_main(monkeypatch, tmp_path / "lib", f"--out={tmp_path / 'out'}")
+    assert end.value.code == 2
+    assert "holds no standard library source" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

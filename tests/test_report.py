@@ -1,0 +1,105 @@
+"""report.py: the series behind a figure, the figure itself, tables, and the share of lines that read as Python."""
+
+import json
+import math
+
+import pytest
+from conftest import ROOT, one_line_error, script
+
+import report
+
+
+def write_run(folder, losses, val=2.0):
+    """A run folder with two bytes per training token and a validation every second step."""
+    folder.mkdir(parents=True)
+    records = []
+    for step, loss in enumerate(losses, 1):
+        common = {"step": step, "tokens": 10 * step, "flops": 1e6 * step, "seconds": 0.5 * step}
+        records.append({**common, "loss": loss})
+        if step % 2 == 0:
+            records.append({**common, "val_loss": val, "val_bits_per_byte": val / math.log(2) / 4})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    checkpoint = folder / "checkpoints" / "step_00000004"
+    checkpoint.mkdir(parents=True)
+    state = {"model": "gpt-mha-rope", "corpus": {"train": {"bytes": 20, "tokens": 10}}}
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    return folder
+
+
+def test_series(tmp_path):
+    records = report.read_run(str(write_run(tmp_path / "a", [4.0, 3.0, 2.0, 1.0])))
+    assert report.series(records, "tokens", "loss", None) == (
+        ([10, 20, 30, 40], [4.0, 3.0, 2.0, 1.0]),
+        ([20, 40], [2.0, 2.0]),
+    )
+    (x, y), (val_x, val_y) = report.series(records, "seconds", "bits_per_byte", 2.0)
+    assert x == [0.5, 1.0, 1.5, 2.0]
+    assert y == pytest.approx([2 / math.log(2), 1.5 / math.log(2), 1 / math.log(2), 0.5 / math.log(2)])
+    assert val_x == [1.0, 2.0]
+    assert val_y == pytest.approx([0.5 / math.log(2)] * 2)
+
+
+def test_smooth_is_a_centred_mean():
+    values = [1.0, 2.0, 6.0, 4.0, 8.0]
+    assert report.smooth(values, 2) == pytest.approx([1.5, 3.0, 4.0, 6.0, 6.0])
+    assert report.smooth(values, 1) == values
+    assert report.smooth([], 2) == []
+
+
+def test_curves_draw_every_run(tmp_path, monkeypatch):
+    runs = [str(write_run(tmp_path / name, losses)) for name, losses in (("a", [4, 3, 2, 1]), ("b", [5, 4, 4, 3]))]
+    drawn = []
+    plt = report.pyplot()
+    original = plt.Axes.plot
+
+    def plot(axes, *args, **kwargs):
+        drawn.append((list(args[0]), kwargs.get("label")))
+        return original(axes, *args, **kwargs)
+
+    monkeypatch.setattr(plt.Axes, "plot", plot)
+    out = tmp_path / "figures" / "loss.png"
+    report.curves(runs, "flops", "loss", out)
+    labels = [label for _, label in drawn if label]
+    assert labels == ["a training", "a validation (2.000)", "b training", "b validation (2.000)"]
+    assert drawn[0][0] == [1e6, 2e6, 3e6, 4e6]
+    assert out.read_bytes().startswith(b"\x89PNG")
+    assert plt.imread(out).std() > 0.05  # something is on the canvas
+
+
+def test_table(tmp_path):
+    run = write_run(tmp_path / "a", [4.0, 3.0, 2.0, 1.0], val=3.25)
+    assert report.table([str(run)]).splitlines()[-1] == "| a | gpt-mha-rope | 4 | 2 | 3.2500 | 1.1722 |"
+
+
+@pytest.mark.parametrize(
+    ("line", "accepted"),
+    [
+        ("x = 1", True),
+        ("    return self._x[0]", True),
+        ("def f(a, *, b=None):", True),
+        ("# any comment 'at all", True),
+        ("x = 'unterminated", False),
+        ("call(open, [bracket", False),
+        ("a ? b", False),
+    ],
+)
+def test_python_lines(line, accepted):
+    assert report.python_line_share(f"{line}\n\n   \n") == (int(accepted), 1)
+
+
+def test_python_lines_of_real_code():
+    accepted, total = report.python_line_share((ROOT / "report.py").read_text())
+    assert 0.75 < accepted / total <= 1
+
+
+def test_mistakes_end_in_one_line(tmp_path):
+    assert "holds no metrics.jsonl" in one_line_error(script("report.py", "curves", tmp_path))
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match="has no step yet"):
+        report.read_run(str(tmp_path))
+    run = write_run(tmp_path / "a", [1.0])
+    with pytest.raises(ValueError, match="has no evaluation yet"):
+        report.table([str(run)])
+    (run / "checkpoints" / "step_00000004" / "state.json").write_text('{"corpus": {}}')
+    with pytest.raises(ValueError, match="text size is unknown"):
+        report.curves([str(run)], "steps", "bits_per_byte", tmp_path / "x.png")

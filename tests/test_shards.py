@@ -1,0 +1,166 @@
+"""The shard format, byte by byte from its description, and the folders that hold shards."""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+
+from data import shards
+
+MAGIC, VERSION = 20240520, 1
+
+
+def shard_bytes(tokens, magic=MAGIC, version=VERSION, count=None):
+    """256 little-endian int32 (magic, version, token count, zeros), then little-endian uint16 tokens."""
+    header = struct.pack("<256i", magic, version, len(tokens) if count is None else count, *[0] * 253)
+    return header + struct.pack(f"<{len(tokens)}H", *tokens)
+
+
+@pytest.mark.parametrize("tokens", [[], [7], [0, 1, 255, 256, 50256, 65535], list(range(0, 60_000, 7))])
+def test_write_and_read_follow_the_format(tmp_path, tokens):
+    written = tmp_path / "written_train.bin"
+    shards.write_shard(written, np.array(tokens, dtype=np.int64))
+    assert written.read_bytes() == shard_bytes(tokens)
+    assert list(tmp_path.iterdir()) == [written]  # no .tmp left
+
+    foreign = tmp_path / "foreign_train.bin"
+    foreign.write_bytes(shard_bytes(tokens))
+    read = shards.read_shard(foreign)
+    assert read.dtype == np.uint16
+    assert read.tolist() == tokens
+
+
+def test_a_shard_is_mapped_and_not_writable(tmp_path):
+    shards.write_shard(tmp_path / "a.bin", np.arange(5))
+    tokens = shards.read_shard(tmp_path / "a.bin")
+    assert isinstance(tokens, np.memmap)
+    assert not tokens.flags.writeable
+
+
+@pytest.mark.parametrize("tokens", [[1, 65536], [-1, 5], [70_000], [2**32]])
+def test_ids_that_do_not_fit_are_refused_and_nothing_is_written(tmp_path, tokens):
+    with pytest.raises(ValueError, match=r"a_train\.bin: token ids must lie in 0\.\.65535"):
+        shards.write_shard(tmp_path / "a_train.bin", np.array(tokens))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_write_leaves_the_old_shard_whole(tmp_path):
+    class Failing(np.ndarray):
+        def astype(self, *_args, **_kwargs):
+            raise OSError("disk full")
+
+    path = tmp_path / "a_train.bin"
+    path.write_bytes(shard_bytes([1, 2, 3]))
+    with pytest.raises(OSError, match="disk full"):
+        shards.write_shard(path, np.arange(9).view(Failing))
+    assert path.read_bytes() == shard_bytes([1, 2, 3])
+
+
+WHOLE = shard_bytes([3, 1, 4, 1, 5])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not a token shard"),
+        (WHOLE[:1023], "not a token shard"),
+        (b"#!/usr/bin/python3\n" * 99, "not a token shard"),
+        (shard_bytes([1, 2], magic=MAGIC + 1), "not a token shard"),
+        (struct.pack(">256i", MAGIC, VERSION, *[0] * 254), "not a token shard"),
+        (shard_bytes([1, 2], version=2), "shard version 2, this code reads 1"),
+        (shard_bytes([1, 2], version=0), "shard version 0"),
+        (WHOLE[:-1], "damaged: 5 tokens need 1034 bytes, it has 1033"),
+        (WHOLE[:-2], "damaged"),
+        (WHOLE[:1024], "damaged"),
+        (WHOLE + b"\0", "damaged"),
+        (WHOLE + b"\0\0", "damaged: 5 tokens need 1034 bytes, it has 1036"),
+        (shard_bytes([1, 2], count=-1), "damaged"),
+    ],
+)
+def test_what_is_no_whole_shard_is_refused_by_name(tmp_path, content, message):
+    path = tmp_path / "bad_train_000000.bin"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"bad_train_000000\.bin .*{message}"):
+        shards.read_shard(path)
+
+
+def fill(folder, **splits):
+    """A folder of shards `x_<split>_<number>.bin`, written last to first."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, parts in splits.items():
+        for number, tokens in reversed(list(enumerate(parts))):
+            (folder / f"x_{split}_{number:06d}.bin").write_bytes(shard_bytes(tokens))
+    return folder
+
+
+@pytest.fixture
+def data_folder(tmp_path, monkeypatch):
+    """An empty repository's data/ with two preparable corpora, as the module sees it."""
+    folder = tmp_path / "data"
+    for name in ("alpha", "beta"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "prepare.py").touch()
+    monkeypatch.setattr(shards, "__file__", str(folder / "shards.py"))
+    return folder
+
+
+def assert_corpus(corpus, folder):
+    assert corpus.path == folder
+    assert [part.tolist() for part in corpus.train] == [[1, 2], [3], [4, 5]]
+    assert [part.tolist() for part in corpus.val] == [[6], [7, 8]]
+
+
+PARTS = {"train": [[1, 2], [3], [4, 5]], "val": [[6], [7, 8]]}
+
+
+def test_open_by_path_and_by_name_in_name_order(data_folder, tmp_path):
+    elsewhere = fill(tmp_path / "elsewhere", **PARTS)
+    assert_corpus(shards.open_corpus(str(elsewhere)), elsewhere)
+    fill(data_folder / "alpha", **PARTS)
+    assert_corpus(shards.open_corpus("alpha"), data_folder / "alpha")
+
+
+def test_a_name_under_data_comes_before_a_folder_here(data_folder, tmp_path, monkeypatch):
+    fill(data_folder / "alpha", **PARTS)
+    fill(tmp_path / "here" / "alpha", train=[[9]], val=[[9]])
+    monkeypatch.chdir(tmp_path / "here")
+    assert_corpus(shards.open_corpus("alpha"), data_folder / "alpha")
+
+
+@pytest.mark.parametrize("present", [{}, {"train": [[1]]}, {"val": [[1]]}])
+def test_missing_shards_name_the_command_that_makes_them(data_folder, present):
+    fill(data_folder / "beta", **present)
+    with pytest.raises(ValueError, match=r"dataset=beta .*python data/beta/prepare\.py"):
+        shards.open_corpus("beta")
+
+
+def test_an_unknown_name_lists_the_known_ones(data_folder, tmp_path):
+    for unknown in ("gamma", str(fill(tmp_path / "half", train=[[1]]))):
+        with pytest.raises(ValueError, match=f"dataset={unknown}: .*one of alpha, beta"):
+            shards.open_corpus(unknown)
+
+
+def test_a_damaged_shard_stops_the_corpus(tmp_path):
+    fill(tmp_path, **PARTS)
+    (tmp_path / "x_val_000001.bin").write_bytes(WHOLE[:-2])
+    with pytest.raises(ValueError, match=r"x_val_000001\.bin is damaged"):
+        shards.open_corpus(str(tmp_path))
+
+
+def test_meta_comes_from_the_folder_or_is_gpt2(tmp_path):
+    fill(tmp_path, **PARTS)
+    corpus = shards.open_corpus(str(tmp_path))
+    assert corpus.meta == {"tokenizer": "gpt2", "vocab_size": 50257, "eot_token": 50256}
+    assert corpus.bytes_per_token("train") is None
+
+    meta = {"tokenizer": "bytes", "vocab_size": 257, "eot_token": 256}
+    meta |= {"train": {"tokens": 8, "bytes": 20}, "val": {"tokens": 3, "bytes": 12}}
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    corpus = shards.open_corpus(str(tmp_path))
+    assert corpus.meta == meta
+    assert corpus.bytes_per_token("train") == 2.5
+    assert corpus.bytes_per_token("val") == 4.0
+
+    (tmp_path / "meta.json").write_text(json.dumps({**meta, "train": {"tokens": 8}}))
+    assert shards.open_corpus(str(tmp_path)).bytes_per_token("train") is None

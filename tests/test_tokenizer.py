@@ -1,0 +1,188 @@
+"""Tokenizers: round trips, known merges, and the form in which they are stored."""
+
+import json
+import types
+
+import pytest
+import tiktoken
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data import tokenizer
+
+# Python's grammar of indentation, repeated with variations, so that merges over words, spaces and lines are learned.
+CORPUS = [
+    f"def {name}_{i}(self, value):\n    if value is None:\n\treturn self.{name}\n    return value + {i * 37}\n\n"
+    for i in range(20)
+    for name in ("size", "größe", "größenordnung", "width", "résumé")
+]
+ODD = [
+    "",
+    " ",
+    "a",
+    "\n",
+    "\t\t x\r\n  \n\n\ty  ",
+    "def f(x):\n    return x_1 + 12345\n",
+    "größe → 尺寸 👩‍👩‍👧 e\u0301 \u00a0\u2028\ufeff",
+    "\x00\x01\x1c\x85\ufffd\U0010ffff",
+    "<|endoftext|> <|other|>",
+    "__init__ != __new__;;; 1_000.5e-3",
+]
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    return tokenizer.train_byte_pairs(CORPUS, 360)
+
+
+@pytest.fixture(scope="module")
+def byte_level():
+    return tokenizer.byte_tokenizer()
+
+
+def test_byte_ids_are_bytes(byte_level):
+    assert byte_level.n_vocab == 257
+    assert byte_level.eot_token == 256
+    assert byte_level.special_tokens_set == {"<|endoftext|>"}
+    for text in ODD:
+        assert byte_level.encode_ordinary(text) == list(text.encode())
+        assert byte_level.decode(list(text.encode())) == text
+    assert [byte_level.decode_single_token_bytes(i) for i in range(256)] == [bytes([i]) for i in range(256)]
+
+
+# Pairs by count, without ties: the two bytes of é 40, _y 15, then a space before it 10. Words hold underscores, and
+# the space before a word belongs to it.
+MERGES = ["é\n" * 40, " _y;" * 10, "_y;" * 5]
+
+
+@pytest.mark.parametrize(("size", "merges"), [(257, []), (258, ["é"]), (259, ["é", "_y"]), (260, ["é", "_y", " _y"])])
+def test_training_merges_the_commonest_pairs_first(size, merges):
+    encoding = tokenizer.train_byte_pairs(MERGES, size)
+    assert encoding.n_vocab == size
+    assert encoding.eot_token == size - 1
+    vocabulary = [encoding.decode_single_token_bytes(i) for i in range(size - 1)]
+    assert vocabulary == [bytes([i]) for i in range(256)] + [merge.encode() for merge in merges]
+
+
+def test_learned_tokens_hold_the_bytes_of_their_text():
+    """Every second byte of two-byte characters, and every first one."""
+    characters = {chr(0x400 + i) for i in range(64)} | {chr(i) for i in range(0x80, 0x800, 64)}
+    encoding = tokenizer.train_byte_pairs([f"{c}\n" * 3 for c in sorted(characters)], 257 + len(characters))
+    learned = {encoding.decode_single_token_bytes(i) for i in range(256, encoding.eot_token)}
+    assert learned == {c.encode() for c in characters}
+
+
+def merge_by_rank(encoding, piece):
+    """Byte pairs of one piece of the split text: join the neighbours that make the earliest token, until none do."""
+    ranks = {encoding.decode_single_token_bytes(i): i for i in range(encoding.eot_token)}
+    parts = [bytes([value]) for value in piece.encode()]
+    while len(parts) > 1:
+        rank, at = min((ranks.get(parts[i] + parts[i + 1], 2**16), i) for i in range(len(parts) - 1))
+        if rank == 2**16:
+            break
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return [ranks[part] for part in parts]
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        ["def", " größe", "(", "self", ",", " value", "):", "\n    ", "if"],
+        [" résumé", "  ", "width", " +", " 123", "45", "\n\n\t", "return", "\t"],
+        ["_size_", "7", ".", "größenordnung", " 99", "!=", "  \n  ", "None"],
+    ],
+)
+def test_encoding_splits_source_code_and_merges_by_rank(bpe, pieces):
+    assert bpe.encode_ordinary("".join(pieces)) == [i for piece in pieces for i in merge_by_rank(bpe, piece)]
+
+
+def test_every_learned_token_joins_two_earlier_ones(bpe):
+    assert bpe.n_vocab == 360
+    assert bpe.eot_token == 359
+    earlier = {bytes([i]) for i in range(256)}
+    for i in range(256, 359):
+        token = bpe.decode_single_token_bytes(i)
+        assert any(token[:cut] in earlier and token[cut:] in earlier for cut in range(1, len(token)))
+        earlier.add(token)
+    assert len(earlier) == 359
+
+
+def test_byte_pairs_compress(bpe):
+    text = "".join(CORPUS[:20])
+    assert len(bpe.encode_ordinary(text)) < 0.4 * len(text.encode())
+
+
+@pytest.mark.parametrize("text", ODD)
+def test_byte_pairs_round_trip_on_odd_text(bpe, text):
+    assert bpe.decode_bytes(bpe.encode_ordinary(text)) == text.encode()
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@given(st.text())
+def test_byte_pairs_round_trip(bpe, text):
+    assert bpe.decode_bytes(bpe.encode_ordinary(text)) == text.encode()
+
+
+@pytest.mark.parametrize("size", [0, 256, 2**16 + 1])
+def test_vocabulary_sizes_that_cannot_be_are_refused(size):
+    with pytest.raises(ValueError, match=f"vocab_size={size}: give 257 "):
+        tokenizer.train_byte_pairs(CORPUS, size)
+
+
+@pytest.fixture(scope="module")
+def other_pattern():
+    """An encoding that never merges what its vocabulary could: its pattern splits every character."""
+    ranks = {bytes([i]): i for i in range(256)} | {b"ab": 256}
+    return tiktoken.Encoding("old", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 257})
+
+
+@pytest.mark.parametrize("name", ["bpe", "byte_level", "other_pattern"])
+def test_stored_tokenizers_encode_the_same(request, name):
+    encoding = request.getfixturevalue(name)
+    rebuilt = tokenizer.from_json(json.loads(json.dumps(tokenizer.to_json(encoding))))
+    assert (rebuilt.name, rebuilt.n_vocab, rebuilt.eot_token) == (encoding.name, encoding.n_vocab, encoding.eot_token)
+    for text in [*ODD, *CORPUS[:5], "abab"]:
+        assert rebuilt.encode(text, allowed_special="all") == encoding.encode(text, allowed_special="all")
+    for i in range(encoding.eot_token):
+        assert rebuilt.decode_single_token_bytes(i) == encoding.decode_single_token_bytes(i)
+
+
+def test_gpt2_is_stored_by_name_and_fetched_by_name(monkeypatch):
+    assert tokenizer.to_json(types.SimpleNamespace(name="gpt2")) == {"name": "gpt2"}
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: f"encoding {name}")
+    assert tokenizer.from_json({"name": "gpt2"}) == "encoding gpt2"
+
+
+def test_gpt2_out_of_reach_is_one_clear_error(monkeypatch):
+    def refuse(name):
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", refuse)
+    with pytest.raises(ValueError, match=r"GPT-2's tokenizer .*TIKTOKEN_CACHE_DIR.*\(ConnectionError\)") as error:
+        tokenizer.from_json({"name": "gpt2"})
+    assert isinstance(error.value.__cause__, ConnectionError)
+
+
+def test_describe_reads_the_folder_or_says_gpt2(tmp_path, bpe):
+    assert tokenizer.describe(tmp_path) == {"name": "gpt2"}
+    stored = json.loads(json.dumps(tokenizer.to_json(bpe)))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(stored), encoding="utf-8")
+    assert tokenizer.describe(tmp_path) == stored
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [
+        ("", [256]),
+        ("hé", [256, 104, 0xC3, 0xA9]),
+        ("a<|endoftext|>b", [256, 97, 256, 98]),
+        ("a < | b |> <|", [256, *b"a < | b |> <|"]),
+    ],
+)
+def test_prompts_follow_end_of_text(byte_level, text, ids):
+    assert tokenizer.encode_prompt(byte_level, text) == ids
+
+
+def test_prompts_with_tokens_the_model_never_saw_are_refused(byte_level):
+    with pytest.raises(ValueError, match=r"<\|im_start\|>, which bytes does not know; it has <\|endoftext\|>"):
+        tokenizer.encode_prompt(byte_level, "<|endoftext|>hello <|im_start|>user")

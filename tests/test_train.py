@@ -1,0 +1,300 @@
+"""train.py as a user runs it: metrics, resuming, several processes, and mistakes that end in one line."""
+
+import itertools
+import json
+import math
+import shutil
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT, SMALL, one_line_error, script, small_run
+
+from data import shards, tokenizer
+from data.loader import TrainBatches, ValidationBatches
+from model import build
+from train import TrainConfig, check_run, configure
+from training import checkpoint, metrics
+
+
+@pytest.fixture(scope="module")
+def finished(corpus, tmp_path_factory):
+    """A run of six steps and its output."""
+    out = tmp_path_factory.mktemp("runs") / "finished"
+    result = script("train.py", *small_run(corpus, out))
+    assert result.returncode == 0, result.stderr.decode()
+    return out, result.stdout.decode()
+
+
+def weights(run):
+    return checkpoint.load_tensors(checkpoint.find(run) / "model.safetensors")
+
+
+def test_metrics_hold_every_step_and_evaluation(finished):
+    out, printed = finished
+    records = metrics.read(out / "metrics.jsonl")
+    steps = [r for r in records if "loss" in r]
+    assert [r["step"] for r in steps] == [1, 2, 3, 4, 5, 6]
+    assert [r["tokens"] for r in steps] == [64 * step for step in range(1, 7)]
+    assert [r["step"] for r in records if "val_loss" in r] == [3, 6]
+    assert [r["val_sequences"] for r in records if "val_loss" in r] == [8, 150]  # 2 x 4, then ceil(2388 / 16)
+    assert [r["lr"] for r in steps][:2] == [0.005, 0.01]
+    assert all(a["seconds"] < b["seconds"] for a, b in itertools.pairwise(steps))
+    c = build("DDL-gpt-mha-rope", **SMALL)
+    assert steps[0]["flops"] == 64 * (6 * c.num_parameters() + 12 * 2 * 12 * 16)
+    assert "step 6/6 | loss" in printed
+    assert "bits per byte" in printed
+    assert "ETA 0:00" in printed
+
+
+def test_losses_equal_a_plain_loop(finished, corpus):
+    """The whole step against an independent AdamW written out: gradients, clipping, decay, warmup and cosine."""
+    out, _ = finished
+    torch.manual_seed(0)
+    model = build("DDL-gpt-mha-rope", **SMALL)
+    opened = shards.open_corpus(str(corpus))
+    batches = TrainBatches(opened.train, 16, 4, 0)
+    moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in model.named_parameters()}
+    losses, norms = [], []
+    for step in range(6):
+        ids, targets = batches.get(step, 0, 4)
+        logits, _ = model(ids)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        model.zero_grad()
+        loss.backward()
+        norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt()
+        losses.append(loss.item())
+        norms.append(norm.item())
+        lr = (
+            0.005
+            if step == 0
+            else 0.01
+            if step == 1
+            else 0.0005 + 0.0095 * (1 + math.cos(math.pi * (step - 2) / 4)) / 2
+        )
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                g, (m, v) = p.grad * min(1.0, 1.0 / norm.item()), moments[name]
+                m.lerp_(g, 0.1)
+                v.lerp_(g * g, 0.05)
+                p.mul_(1 - lr * (0.1 if p.ndim >= 2 else 0.0))
+                hat = m / (1 - 0.9 ** (step + 1)) / ((v / (1 - 0.95 ** (step + 1))).sqrt() + 1e-8)
+                p.sub_(lr * hat)
+    records = [r for r in metrics.read(out / "metrics.jsonl") if "loss" in r]
+    assert [r["loss"] for r in records] == pytest.approx(losses, abs=2e-5)
+    assert [r["grad_norm"] for r in records] == pytest.approx(norms, rel=1e-3)
+    for name, value in weights(out).items():
+        torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-3, atol=2e-4)
+
+
+def test_final_evaluation_covers_every_validation_token(finished, corpus):
+    out, _ = finished
+    model, encoding, state = checkpoint.load_model(out, "cpu")
+    opened = shards.open_corpus(str(corpus))
+    stream = torch.from_numpy(opened.val[0].astype("int64"))
+    nats = 0.0
+    with torch.no_grad():
+        for start in range(0, len(stream) - 1, 16):
+            window = stream[start : start + 17]
+            logits, _ = model(window[None, :-1])
+            nats += F.cross_entropy(logits[0], window[1:], reduction="sum").item()
+    last = metrics.read(out / "metrics.jsonl")[-1]
+    assert last["val_loss"] == pytest.approx(nats / 2388, rel=1e-5)
+    assert last["val_bits_per_byte"] == pytest.approx(nats / 2388 / math.log(2) * 2389 / 2389, rel=1e-5)
+    assert last["val_perplexity"] == pytest.approx(math.exp(last["val_loss"]))
+    assert state["step"] == 6
+    assert encoding.decode(encoding.encode("ok")) == "ok"
+
+
+def test_resumed_run_is_the_uninterrupted_one(finished, corpus, tmp_path):
+    whole, _ = finished
+    out = tmp_path / "resumed"
+    shutil.copytree(whole, out)
+    shutil.rmtree(out / "checkpoints" / "step_00000006")
+    (out / "checkpoints" / "step_00000009.tmp").mkdir()  # a save that a kill cut short
+    with open(out / "metrics.jsonl", "a") as file:
+        file.write('{"step": 7, "lo')  # and a line
+    result = script("train.py", *small_run(corpus, out), "--resume")
+    assert result.returncode == 0, result.stderr.decode()
+    assert {k: v.tolist() for k, v in weights(out).items()} == {k: v.tolist() for k, v in weights(whole).items()}
+    figures = [
+        [(r["step"], r.get("loss"), r.get("val_loss")) for r in metrics.read(x / "metrics.jsonl")] for x in (whole, out)
+    ]
+    assert figures[0] == figures[1]
+    again = script("train.py", *small_run(corpus, out, resume="auto"))
+    assert again.returncode == 0
+    assert "nothing to train" in again.stdout.decode()
+
+
+def test_resume_can_branch_into_another_folder(finished, corpus, tmp_path):
+    whole, _ = finished
+    source = whole / "checkpoints" / "step_00000003"
+    out = tmp_path / "branch"
+    result = script("train.py", *small_run(corpus, out, resume=source))
+    assert result.returncode == 0, result.stderr.decode()
+    assert {k: v.tolist() for k, v in weights(out).items()} == {k: v.tolist() for k, v in weights(whole).items()}
+    error = one_line_error(script("train.py", *small_run(corpus, whole, resume=source)))
+    assert "has step_00000006" in error
+
+
+def losses(out):
+    return [r["loss"] for r in metrics.read(out / "metrics.jsonl") if "loss" in r]
+
+
+def test_two_processes_equal_one(finished, corpus, tmp_path):
+    whole, _ = finished
+    out = tmp_path / "two"
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
+    result = script(*command, *small_run(corpus, out, micro_batch_size=1))
+    assert result.returncode == 0, result.stderr.decode()
+    assert losses(out) == pytest.approx(losses(whole), abs=1e-5)
+    ends = [[r["val_loss"] for r in metrics.read(x / "metrics.jsonl") if "val_loss" in r] for x in (whole, out)]
+    assert ends[0] == pytest.approx(ends[1], abs=1e-5)
+
+
+def test_muon_trains_and_resumes(corpus, tmp_path):
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    keys = {"optimizer": "muon", "eval_full": False}
+    assert script("train.py", *small_run(corpus, whole, **keys)).returncode == 0
+    shutil.copytree(whole, part)
+    shutil.rmtree(part / "checkpoints" / "step_00000006")
+    assert script("train.py", *small_run(corpus, part, **keys, resume="auto")).returncode == 0
+    assert losses(part) == losses(whole)
+    assert {k: v.tolist() for k, v in weights(part).items()} == {k: v.tolist() for k, v in weights(whole).items()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"embedding_init_std": 1e30}, "step 1: loss"),
+        ({"learning_rate": 1e30, "warmup_steps": 0, "grad_clip": 0.0}, "step 2: loss"),
+    ],
+)
+def test_stops_before_the_step_on_what_is_not_finite(corpus, tmp_path, changes, message):
+    out = tmp_path / "diverges"
+    result = script("train.py", *small_run(corpus, out, **{"checkpoint_interval": 1, **changes}))
+    assert result.returncode == 1
+    assert message in result.stderr.decode()
+    assert "nan" in result.stderr.decode()
+    assert len(result.stderr.decode().splitlines()) == 1
+    assert len(checkpoint.all_of(out)) == int(message[5]) - 1
+
+
+MISTAKES = [
+    ({"max_stepz": 5}, "unknown key --max_stepz, did you mean max_steps?"),
+    ({"max_steps": "many"}, "--max_steps=many: give a whole number"),
+    ({"learning_rate": "fast"}, "--learning_rate=fast: give a number"),
+    ({"micro_batch_size": 3}, "try --micro_batch_size=2"),
+    ({"dataset": "nowhere"}, "nowhere holds no *train_*.bin"),
+    ({"dataset": "fineweb_edu"}, "run `python data/fineweb_edu/prepare.py`"),
+    ({"vocab_size": 256}, "has 257 tokens: give 257"),
+    ({"block_size": 40_000}, "the training split has 32111 tokens"),
+    ({"resume": "nowhere"}, "nowhere holds no checkpoint"),
+    ({"model": "gpt-mha-rope", "ddl_beta_init": 1.0}, "--ddl_beta_init is not a key of gpt-mha-rope"),
+    ({"ddl_beta_init": 3}, "ddl_beta_init=3.0: give a number from 0 to 2"),
+    ({"min_lr": 1.0}, "min_lr=1.0: give a number from 0 to learning_rate"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), MISTAKES, ids=[next(reversed(m[0])) for m in MISTAKES])
+def test_mistakes_end_in_one_line_with_nothing_written(corpus, tmp_path, monkeypatch, capsys, changes, message):
+    import train
+
+    out = tmp_path / "out"
+    monkeypatch.setattr(sys, "argv", ["train.py", *small_run(corpus, out, **changes)])
+    with pytest.raises(SystemExit) as stop:
+        train.main()
+    assert stop.value.code == 2
+    errors = capsys.readouterr().err.strip().splitlines()
+    assert len(errors) == 1
+    assert message in errors[0]
+    assert not out.exists()
+
+
+def test_a_mistake_ends_the_script(corpus, tmp_path):
+    error = one_line_error(script("train.py", *small_run(corpus, tmp_path / "out", max_stepz=5)))
+    assert error == "train.py: error: unknown key --max_stepz, did you mean max_steps?"
+
+
+def test_truncated_shard_is_refused(corpus, tmp_path):
+    damaged = tmp_path / "corpus"
+    shutil.copytree(corpus, damaged)
+    shard = damaged / "small_train_000001.bin"
+    shard.write_bytes(shard.read_bytes()[:-2])
+    error = one_line_error(script("train.py", *small_run(damaged, tmp_path / "out")))
+    assert "small_train_000001.bin is damaged" in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_used_run_folder_is_refused(finished, corpus):
+    out, _ = finished
+    before = sorted(path.stat().st_mtime_ns for path in out.rglob("*"))
+    assert "is not empty: continue it with --resume=auto" in one_line_error(script("train.py", *small_run(corpus, out)))
+    changed = one_line_error(
+        script("train.py", *small_run(corpus, out, resume="auto", learning_rate=0.02, max_steps=9))
+    )
+    assert "learning_rate=0.02, but" in changed
+    assert "was trained with 0.01" in changed
+    assert sorted(path.stat().st_mtime_ns for path in out.rglob("*")) == before
+
+
+CONFIGS = sorted(path for path in (ROOT / "config").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_config_files_fit_the_schema(path, monkeypatch):
+    for world in ("1", "2", "4", "8"):
+        monkeypatch.setenv("WORLD_SIZE", world)
+        config, model_config = configure([str(path)])
+        assert config.out_dir == f"runs/{path.stem}"
+    if path.stem.endswith(("_small", "_medium")):
+        size = (12, 6, 768) if path.stem.endswith("small") else (24, 8, 1024)
+        assert (model_config.num_hidden_layers, model_config.num_attention_heads, model_config.hidden_size) == size
+        assert (model_config.head_dim, model_config.block_size, model_config.vocab_size) == (128, 1024, 50304)
+        assert model_config.mup
+        recipe = {"dataset": "fineweb_edu", "max_steps": 100_000, "global_batch_size": 480, "learning_rate": 1e-3}
+        recipe |= {"warmup_steps": 2000, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "grad_clip": 1.0}
+        recipe |= {"optimizer": "adamw", "min_lr": None}
+        assert {key: getattr(config, key) for key in recipe} == recipe
+
+
+def test_another_variant_over_a_config_file(capsys):
+    config, model_config = configure(["config/ddl_dv4_small.py", "--model=gpt-mha-rope"])
+    assert config.model == "gpt-mha-rope"
+    assert not hasattr(model_config, "ddl_value_channels")
+    assert "note: ddl_value_channels" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"global_batch_size": 6, "world": 4}, "global_batch_size=6 does not divide over 4 processes"),
+        ({"global_batch_size": 24, "micro_batch_size": 5, "world": 2}, "try --micro_batch_size=4"),
+        ({"beta2": 1.0}, "beta2=1.0: give a number from 0 to below 1"),
+        ({"keep_last": 0}, "keep_last=0: give 1 or more"),
+    ],
+)
+def test_run_contradictions(monkeypatch, changes, message):
+    monkeypatch.setenv("WORLD_SIZE", str(changes.pop("world", 1)))
+    with pytest.raises(ValueError, match=message):
+        check_run(TrainConfig(**changes))
+
+
+def test_wandb_offline_receives_the_run(corpus, tmp_path):
+    out = tmp_path / "logged"
+    keys = {"wandb_log": True, "max_steps": 1, "eval_full": False, "wandb_run_name": "named"}
+    env = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    result = script("train.py", *small_run(corpus, out, **keys), env=env)
+    assert result.returncode == 0, result.stderr.decode()
+    [logged] = out.glob("wandb/offline-run-*/*.wandb")
+    content = logged.read_bytes()
+    assert b"grad_norm" in content
+    assert b"val_loss" in content
+
+
+def test_validation_windows_do_not_depend_on_the_batch(corpus):
+    opened = shards.open_corpus(str(corpus))
+    batches = ValidationBatches(opened.val, 16)
+    assert batches.spread(4) == [0, 50, 99, 149]
+    assert json.loads((corpus / "meta.json").read_text())["vocab_size"] == tokenizer.byte_tokenizer().n_vocab
