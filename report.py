@@ -1,18 +1,30 @@
 """Figures and tables of finished or running runs.
 
     python report.py curves runs/demo_cpu [RUN ...] [--x=seconds] [--y=bits_per_byte] [--out=loss.png]
-    python report.py table runs/demo_cpu [RUN ...]                the last evaluation of each run
-    python report.py python_lines runs/demo_cpu/sample.txt ...    share of lines that Python's tokenizer accepts
+    python report.py table runs/demo_cpu [RUN ...] [--json=FILE]  the last evaluation of each run
+    python report.py python_lines FILE_OR_CORPUS ...              share of lines that Python's tokenizer accepts
 
 RUN is a run folder made by train.py.
 """
 
 import argparse
+import datetime
 import io
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
 import tokenize
 from pathlib import Path
 
+import torch
+
 import configurator
+from data import tokenizer
+from data.shards import open_corpus
+from model import build
 from training import checkpoint, metrics
 
 X_KEYS = {"steps": "step", "tokens": "tokens", "flops": "flops", "seconds": "seconds"}
@@ -94,21 +106,47 @@ def pyplot():
     return plt
 
 
-def table(runs: list[str]) -> str:
-    """A Markdown table: steps, seconds of training and the last evaluation of each run."""
-    rows = [
-        "| run | model | steps | seconds | validation loss | bits per byte |",
-        "|---|---|---|---|---|---|",
-    ]
+def table_rows(runs: list[str]) -> list[dict]:
+    """The last evaluation of each run. ValueError: a run without one."""
+    rows = []
     for run in runs:
         last = next((r for r in reversed(read_run(run)) if "val_loss" in r), None)
         if last is None:
             raise ValueError(f"{run} has no evaluation yet")
-        stem = checkpoint.read_state(checkpoint.find(run))["model"]
-        bpb = f"{last['val_bits_per_byte']:.4f}" if "val_bits_per_byte" in last else "-"
-        name = Path(run).name
-        rows.append(f"| {name} | {stem} | {last['step']} | {last['seconds']:.0f} | {last['val_loss']:.4f} | {bpb} |")
-    return "\n".join(rows)
+        state = checkpoint.read_state(checkpoint.find(run))
+        with torch.device("meta"):
+            parameters = build(state["model"], **state["model_config"]).num_parameters()
+        rows.append({"run": Path(run).name, "model": state["model"], "parameters": parameters, **last})
+    return rows
+
+
+def markdown(rows: list[dict]) -> str:
+    lines = ["| model | parameters | steps | seconds | validation loss | bits per byte |", "|---|---|---|---|---|---|"]
+    for r in rows:
+        bpb = f"{r['val_bits_per_byte']:.3f}" if "val_bits_per_byte" in r else "-"
+        lines.append(
+            f"| `{r['model']}` | {r['parameters']:,} | {r['step']} | {r['seconds']:.0f} | {r['val_loss']:.3f} | {bpb} |"
+        )
+    return "\n".join(lines)
+
+
+def provenance() -> dict:
+    """What a stored figure must say of itself: command, commit, machine, versions and date."""
+    git = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True, check=False).stdout.strip()
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    machine = f"{os.cpu_count()} x {capabilities.get('cpu_name', platform.processor() or platform.machine())}"
+    if torch.cuda.is_available():
+        machine = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    date = datetime.date.today().isoformat()
+    return {
+        "command": shlex.join(["python", *sys.argv]),
+        "commit": commit,
+        "machine": machine,
+        **versions,
+        "date": date,
+    }
 
 
 def python_line_share(text: str) -> tuple[int, int]:
@@ -129,13 +167,22 @@ def is_python_line(line: str) -> bool:
     return all(token.type != tokenize.ERRORTOKEN for token in tokens)
 
 
-def python_lines(paths: list[str]) -> str:
+def read_text(path: Path) -> str:
+    """The text of a file, or of a corpus folder's validation split."""
+    if not path.is_dir():
+        return path.read_text(encoding="utf-8")
+    encoding = tokenizer.from_json(tokenizer.describe(path))
+    tokens = [int(token) for shard in open_corpus(str(path)).val for token in shard]
+    return encoding.decode(tokens).replace(tokenizer.END_OF_TEXT, "\n")
+
+
+def python_lines(paths: list[Path]) -> str:
     report = []
     for path in paths:
-        accepted, total = python_line_share(Path(path).read_text(encoding="utf-8"))
+        accepted, total = python_line_share(read_text(path))
         if not total:
             raise ValueError(f"{path} has no line of text")
-        report.append(f"{path}: {accepted} of {total} lines ({accepted / total:.0%}) tokenise as Python")
+        report.append(f"{path}: {accepted:,} of {total:,} lines ({accepted / total:.1%}) tokenise as Python")
     return "\n".join(report)
 
 
@@ -149,17 +196,22 @@ def main():
     command.add_argument("--x", choices=X_KEYS, default="steps")
     command.add_argument("--y", choices=Y_LABELS, default="loss")
     command.add_argument("--out", type=Path, default=Path("loss.png"))
-    commands.add_parser("table", help="the last evaluation of each run").add_argument("runs", nargs="+", metavar="RUN")
+    command = commands.add_parser("table", help="the last evaluation of each run, as Markdown")
+    command.add_argument("runs", nargs="+", metavar="RUN")
+    command.add_argument("--json", type=Path, help="write the rows there as well, with commit, machine and date")
     lines = commands.add_parser("python_lines", help="share of lines that tokenise as Python")
-    lines.add_argument("files", nargs="+", metavar="FILE")
+    lines.add_argument("paths", nargs="+", type=Path, help="text files, or corpus folders for their validation text")
     args = parser.parse_args()
     with configurator.one_line_errors():
         if args.command == "curves":
             curves(args.runs, args.x, args.y, args.out)
         elif args.command == "table":
-            print(table(args.runs))
+            rows = table_rows(args.runs)
+            if args.json:
+                args.json.write_text(json.dumps({**provenance(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+            print(markdown(rows))
         else:
-            print(python_lines(args.files))
+            print(python_lines(args.paths))
 
 
 if __name__ == "__main__":

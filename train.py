@@ -253,6 +253,8 @@ def main():
             f"{config.model}: {model.num_parameters():,} parameters, {'bfloat16' if bf16 else 'float32'} on "
             f"{world.world_size} x {device.type}; {train_batches.windows:,} sequences an epoch; run folder {out}"
         )
+        if config.compile:
+            print("compiling: the first step takes up to a minute or two", flush=True)
     for step in range(state["step"] + 1, config.max_steps + 1):
         step_start = time.perf_counter()
         lr = optimizer.learning_rate_at(step - 1, config)

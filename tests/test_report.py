@@ -3,10 +3,12 @@
 import json
 import math
 
+import numpy as np
 import pytest
-from conftest import ROOT, one_line_error, script
+from conftest import ROOT, SMALL, one_line_error, script
 
 import report
+from data import shards, tokenizer
 
 
 def write_run(folder, losses, val=2.0):
@@ -21,7 +23,7 @@ def write_run(folder, losses, val=2.0):
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     checkpoint = folder / "checkpoints" / "step_00000004"
     checkpoint.mkdir(parents=True)
-    state = {"model": "gpt-mha-rope", "corpus": {"train": {"bytes": 20, "tokens": 10}}}
+    state = {"model": "gpt-mha-rope", "model_config": SMALL, "corpus": {"train": {"bytes": 20, "tokens": 10}}}
     (checkpoint / "state.json").write_text(json.dumps(state))
     return folder
 
@@ -68,7 +70,15 @@ def test_curves_draw_every_run(tmp_path, monkeypatch):
 
 def test_table(tmp_path):
     run = write_run(tmp_path / "a", [4.0, 3.0, 2.0, 1.0], val=3.25)
-    assert report.table([str(run)]).splitlines()[-1] == "| a | gpt-mha-rope | 4 | 2 | 3.2500 | 1.1722 |"
+    rows = report.table_rows([str(run)])
+    assert rows[0]["run"] == "a"
+    assert report.markdown(rows).splitlines()[-1] == "| `gpt-mha-rope` | 7,052 | 4 | 2 | 3.250 | 1.172 |"
+    out = tmp_path / "rows.json"
+    assert script("report.py", "table", run, f"--json={out}").returncode == 0
+    stored = json.loads(out.read_text())
+    assert stored["rows"] == rows
+    assert stored["command"] == f"python report.py table {run} --json={out}"
+    assert stored.keys() >= {"commit", "machine", "date", "torch"}
 
 
 @pytest.mark.parametrize(
@@ -92,6 +102,15 @@ def test_python_lines_of_real_code():
     assert 0.75 < accepted / total <= 1
 
 
+def test_python_lines_of_a_corpus_are_those_of_its_validation_text(tmp_path):
+    encoding = tokenizer.byte_tokenizer()
+    for split, text in (("train", "?\n"), ("val", "x = 1\n$\ny = 2\n")):
+        tokens = np.array([encoding.eot_token, *encoding.encode_ordinary(text)])
+        shards.write_shard(tmp_path / f"a_{split}_0.bin", tokens)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer.to_json(encoding)))
+    assert report.python_lines([tmp_path]) == f"{tmp_path}: 2 of 3 lines (66.7%) tokenise as Python"
+
+
 def test_mistakes_end_in_one_line(tmp_path):
     assert "holds no metrics.jsonl" in one_line_error(script("report.py", "curves", tmp_path))
     (tmp_path / "metrics.jsonl").write_text("")
@@ -99,7 +118,7 @@ def test_mistakes_end_in_one_line(tmp_path):
         report.read_run(str(tmp_path))
     run = write_run(tmp_path / "a", [1.0])
     with pytest.raises(ValueError, match="has no evaluation yet"):
-        report.table([str(run)])
+        report.table_rows([str(run)])
     (run / "checkpoints" / "step_00000004" / "state.json").write_text('{"corpus": {}}')
     with pytest.raises(ValueError, match="text size is unknown"):
         report.curves([str(run)], "steps", "bits_per_byte", tmp_path / "x.png")

@@ -36,15 +36,17 @@ def test_next_token_draws_from_the_right_distribution(options, expected):
 
 @pytest.mark.parametrize("stem", STEMS)
 def test_generation_equals_recomputing_everything(stem):
-    """Text of least likely tokens (they vary) through the cache, past block_size too, against full passes."""
+    """Text of likeliest tokens through the cache, past block_size too, against full passes."""
     model = build(stem, **{**SMALL, "embedding_init_std": 1.0})
+    # Off its identity-like start, where the last token predicts itself.
+    torch.nn.init.normal_(model.ln_f.weight)
     prompt = [3, 1, 4, 1, 5]
-    made = list(generate(model, prompt, 30, lambda logits: int(logits.argmin())))
+    made = list(generate(model, prompt, 30, lambda logits: int(logits.argmax())))
     context = list(prompt)
     for token in made:
         if len(context) > 16:
             context = context[-8:]
-        assert token == int(model(torch.tensor([context]))[0][0, -1].argmin())
+        assert token == int(model(torch.tensor([context]))[0][0, -1].argmax())
         context.append(token)
     assert len(made) == 30
     assert len(set(made)) > 3

@@ -88,7 +88,7 @@ class RunLog:
 
     def __init__(self, run: Path, config, settings: dict, state: dict, model, world):
         """Lines past `state["step"]` belong to steps that will be done again: they are dropped."""
-        self.config, self.previous, self.last_progress = config, dict(state), dict(state)
+        self.config, self.start, self.previous, self.last_progress = config, dict(state), dict(state), None
         self.tokens_per_step = config.global_batch_size * model.config.block_size
         self.flops_per_step = self.tokens_per_step * flops_per_token(model)
         peak = peak_flops(world.device)
@@ -107,15 +107,17 @@ class RunLog:
         self.previous = dict(state)
         self.write(state, loss=loss, grad_norm=grad_norm, lr=lr, tokens_per_second=rate, mfu=mfu)
         step, steps = state["step"], self.config.max_steps
-        if step % self.config.log_interval == 0 or step == steps:
+        if self.last_progress is None:
+            # The first step compiles and warms up: it gets its own line and stays out of the speed of the next.
+            speed = f"first step {state['seconds'] - self.start['seconds']:.1f} s"
+        elif step % self.config.log_interval == 0 or step == steps:
             rate, mfu = self.speed(self.last_progress, state)
-            self.last_progress = dict(state)
-            utilisation = f"MFU {mfu:.1%} | " if mfu else ""
-            print(
-                f"step {step}/{steps} | loss {loss:.4f} | lr {lr:.2e} | grad {grad_norm:.2f} | {short(rate)} tok/s | "
-                f"{utilisation}ETA {duration((steps - step) * self.tokens_per_step / rate)}",
-                flush=True,
-            )
+            speed = f"{short(rate)} tok/s{f' | MFU {mfu:.1%}' if mfu else ''}"
+            speed += f" | ETA {duration((steps - step) * self.tokens_per_step / rate)}"
+        else:
+            return
+        self.last_progress = dict(state)
+        print(f"step {step}/{steps} | loss {loss:.4f} | lr {lr:.2e} | grad {grad_norm:.2f} | {speed}", flush=True)
 
     def evaluation(self, state: dict, loss: float, bytes_per_token: float | None, sequences: int, all_sequences: int):
         record = validation_record(loss, bytes_per_token)

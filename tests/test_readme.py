@@ -1,0 +1,89 @@
+"""What the README shows is what the repository does."""
+
+import importlib
+import json
+import re
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, SMALL, small_run
+
+import configurator
+import model
+import report
+import train
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, flags=re.S)
+
+
+def test_the_table_is_the_stored_result():
+    stored = json.loads((ROOT / "results" / "demo.json").read_text())
+    assert report.markdown(stored["rows"]) in README
+
+
+def test_the_pictures_are_there():
+    pictures = re.findall(r"!\[.*?\]\((.*?)\)", README)
+    assert pictures
+    assert all((ROOT / picture).read_bytes().startswith(b"\x89PNG") for picture in pictures)
+
+
+def test_the_excerpt_is_from_the_stored_sample():
+    stored = (ROOT / "results" / "demo_sample.txt").read_text(encoding="utf-8")
+    excerpt = next(text for language, text in BLOCKS if language == "python")
+    assert excerpt.strip() in stored
+
+
+def test_the_variant_table_names_files_that_fit():
+    rows = re.findall(r"^\|.*`([\w-]+)\.py` \| `(\w+)\.py`, `(\w+)\.py`", README, flags=re.M)
+    assert sorted(stem for stem, _, _ in rows) == model.STEMS
+    for stem, *configs in rows:
+        for config in configs:
+            assert configurator.read_file(str(ROOT / "config" / f"{config}.py"))["model"] == stem
+
+
+COMMANDS = [
+    line.partition("#")[0].strip() for language, text in BLOCKS if language == "bash" for line in text.splitlines()
+]
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c])
+def test_commands_exist(command):
+    words = command.split()
+    if words[0] == "make":
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), flags=re.M)
+        assert all(key in train.TrainConfig.__dataclass_fields__ for key in re.findall(r"--(\w+)=", command))
+        return
+    script = next(word for word in words if word.endswith(".py"))
+    assert (ROOT / script).is_file()
+    for word in words:
+        if word.startswith("config/"):
+            train.configure([word])
+
+
+def test_the_example_stream_trains(tmp_path, monkeypatch, corpus):
+    source = [text for language, text in BLOCKS if language == "python"][1]
+    assert len(source.splitlines()) < 40
+    package = tmp_path / "model"
+    package.mkdir()
+    (package / "gated-gpt-mha-rope.py").write_text(source)
+    monkeypatch.setattr(model, "__path__", [*model.__path__, str(package)])
+    monkeypatch.setattr(model, "STEMS", [*model.STEMS, "gated-gpt-mha-rope"])
+    monkeypatch.setattr(train, "STEMS", model.STEMS)
+    importlib.invalidate_caches()
+    built = model.build("gated-gpt-mha-rope", gate_init=0.0, **SMALL)
+    baseline = model.build("gpt-mha-rope", **SMALL)
+    baseline.load_state_dict(built.state_dict(), strict=False)
+    ids = torch.randint(0, 257, (1, 8))
+    assert not torch.equal(built(ids)[0], baseline(ids)[0])
+    for block in built.transformer.h:
+        for gate in block.gates.values():
+            torch.nn.init.ones_(gate)
+    assert torch.equal(built(ids)[0], baseline(ids)[0])
+    arguments = small_run(
+        corpus, tmp_path / "run", model="gated-gpt-mha-rope", gate_init=0.5, max_steps=1, eval_full=False
+    )
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    train.main()
+    assert (tmp_path / "run" / "checkpoints" / "step_00000001").is_dir()
