@@ -8,14 +8,8 @@ RUN is a run folder made by train.py.
 """
 
 import argparse
-import datetime
 import io
 import json
-import os
-import platform
-import shlex
-import subprocess
-import sys
 import tokenize
 from pathlib import Path
 
@@ -26,6 +20,7 @@ from data import tokenizer
 from data.shards import open_corpus
 from model import build
 from training import checkpoint, metrics
+from training.provenance import provenance
 
 X_KEYS = {"steps": "step", "tokens": "tokens", "flops": "flops", "seconds": "seconds"}
 X_LABELS = {"steps": "optimizer step", "tokens": "tokens", "flops": "FLOPs", "seconds": "seconds of training"}
@@ -128,25 +123,6 @@ def markdown(rows: list[dict]) -> str:
             f"| `{r['model']}` | {r['parameters']:,} | {r['step']} | {r['seconds']:.0f} | {r['val_loss']:.3f} | {bpb} |"
         )
     return "\n".join(lines)
-
-
-def provenance() -> dict:
-    """What a stored figure must say of itself: command, commit, machine, versions and date."""
-    git = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True, check=False).stdout.strip()
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
-    machine = f"{os.cpu_count()} x {capabilities.get('cpu_name', platform.processor() or platform.machine())}"
-    if torch.cuda.is_available():
-        machine = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    date = datetime.date.today().isoformat()
-    return {
-        "command": shlex.join(["python", *sys.argv]),
-        "commit": commit,
-        "machine": machine,
-        **versions,
-        "date": date,
-    }
 
 
 def python_line_share(text: str) -> tuple[int, int]:

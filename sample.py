@@ -9,6 +9,7 @@ The run is a run folder (its newest checkpoint) or one checkpoint folder.
 
 import argparse
 import codecs
+import signal
 import sys
 from pathlib import Path
 
@@ -75,9 +76,9 @@ def arguments():
     parser.add_argument("--prompt", default="", help="text, FILE:path, or - for standard input")
     parser.add_argument("--num_samples", type=int, default=1)
     parser.add_argument("--max_new_tokens", type=int, default=300)
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0: always the likeliest token")
     parser.add_argument("--top_k", type=int, default=None, help="draw from the k likeliest tokens")
-    parser.add_argument("--top_p", type=float, default=0.95, help="draw from the likeliest tokens of this total mass")
+    parser.add_argument("--top_p", type=float, default=0.9, help="draw from the likeliest tokens of this total mass")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     return parser.parse_args()
@@ -96,6 +97,7 @@ def check(args) -> None:
 
 
 def main():
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the script, as any other
     args = arguments()
     with configurator.one_line_errors():
         check(args)

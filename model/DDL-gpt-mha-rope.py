@@ -1,7 +1,7 @@
 """Deep Delta Learning with v columns, read by a convolution over tokens (paper: DDL, d_v = 4)."""
 
 from model.gpt import GPT
-from model.residual import DeltaBlock, Repeat, TokenConvConfig, TokenConvRead
+from model.residual import DeltaBlock, ExpandedConfig, Repeat, TokenConvRead
 
 
 class Block(DeltaBlock):
@@ -9,4 +9,4 @@ class Block(DeltaBlock):
 
 
 class Model(GPT):
-    Config, Expander, Block, Readout = TokenConvConfig, Repeat, Block, TokenConvRead
+    Config, Expander, Block, Readout = ExpandedConfig, Repeat, Block, TokenConvRead

@@ -81,6 +81,11 @@ class RMSNorm(nn.Module):
         return (y * self.weight).to(x.dtype)
 
 
+def linear_flops(module: nn.Module) -> int:
+    """Forward operations per token of the linear layers in module, each applied once."""
+    return sum(2 * layer.weight.numel() for layer in module.modules() if isinstance(layer, nn.Linear))
+
+
 def rope_tables(config: GPTConfig, device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin of position times inverse frequency, each (block_size, rotary_dim / 2)."""
     rotary_dim = int(config.head_dim * config.rope_ratio) // 2 * 2
@@ -163,6 +168,14 @@ class Block(nn.Module):
         self.ln_2 = RMSNorm(config.hidden_size)
         self.mlp = MLP(config)
 
+    def state_size(self) -> int:
+        """Numbers in one token's state."""
+        return self.ln_1.weight.numel()
+
+    def residual_flops_per_token(self) -> int:
+        """Forward operations of both sites' reads and writes: here two additions of d numbers."""
+        return 2 * self.state_size()
+
     def read_state(self, site: str, state, cache):
         """state -> (x_in (B, T, d), aux)."""
         return state, None
@@ -185,6 +198,9 @@ class Direct(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
+
+    def flops_per_token(self) -> int:
+        return 0
 
     def forward(self, x, cache: dict | None = None, slot: str = ""):
         return x
@@ -243,6 +259,23 @@ class GPT(nn.Module):
     def num_parameters(self) -> int:
         """All parameters; the tied embedding counts once."""
         return sum(p.numel() for p in self.parameters())
+
+    def flops_per_token(self) -> int:
+        """Floating-point operations of a training step (forward and backward) per token, at block_size tokens.
+
+        A multiply-add counts two. Counted: matrix products, attention over the whole context, as is usual, and the
+        reads and writes of the residual stream; not norms, activations and the optimizer. Backward is twice forward.
+        """
+        c = self.config
+        attention = 4 * c.block_size * c.num_attention_heads * c.head_dim
+        forward = linear_flops(self.lm_head) + self.input_embed.flops_per_token() + self.readout.flops_per_token()
+        for block in self.transformer.h:
+            forward += linear_flops(block.attn) + attention + linear_flops(block.mlp) + block.residual_flops_per_token()
+        return 3 * forward
+
+    def state_bytes_per_token(self, dtype: torch.dtype = torch.bfloat16) -> int:
+        """Bytes of one token's residual state, kept in dtype."""
+        return self.transformer.h[0].state_size() * dtype.itemsize
 
     def new_cache(self) -> list[dict]:
         """An empty cache for `forward`: one dict per block, the last one for the expander and the readout."""

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model.gpt import Block, GPTConfig, at_least, at_least_fp32
+from model.gpt import Block, GPTConfig, at_least, at_least_fp32, linear_flops
 
 
 @dataclass
@@ -32,6 +32,11 @@ class DeltaConfig(GPTConfig):
     ddl_v_input: Annotated[Literal["residual", "context"], "write value from x_in or from the normed context"] = (
         "residual"
     )
+    ddl_map: Annotated[Literal["k", "v"], "what the sublayer's output gives: k the direction, v the write value"] = "k"
+    ddl_k_branch: Annotated[Literal["mlp", "attention"], "v-Map: direction by an MLP, or by attention over columns"] = (
+        "mlp"
+    )
+    ddl_k_hidden_size: Annotated[int, "v-Map: hidden width of the direction's MLP"] = 128
     ddl_update: Annotated[Literal["delta", "write_only"], "erase and write, or write alone (matched control)"] = "delta"
 
     def __post_init__(self):
@@ -39,6 +44,13 @@ class DeltaConfig(GPTConfig):
         at_least(self, 0, "ddl_k_eps")
         if not 0 <= self.ddl_beta_init <= 2:
             raise ValueError(f"ddl_beta_init={self.ddl_beta_init}: give a number from 0 to 2")
+        if self.ddl_k_branch == "attention" and self.ddl_map != "v":
+            raise ValueError("ddl_k_branch='attention' is a branch of the v-Map: add ddl_map=v, or leave it out")
+        if self.ddl_k_branch == "attention" and self.ddl_value_channels == 1:
+            raise ValueError("ddl_k_branch='attention' needs columns to attend over: ddl_value_channels is 1; use mlp")
+        if self.ddl_v_input == "context" and (self.ddl_map == "v" or self.ddl_v_constant):
+            other = "ddl_v_constant" if self.ddl_v_constant else "ddl_map=v"
+            raise ValueError(f"ddl_v_input='context' has no effect with {other}: leave one of them out")
 
 
 @dataclass
@@ -55,17 +67,24 @@ class SingleColumnConfig(DeltaConfig):
 
 
 @dataclass
-class TokenConvConfig(DeltaConfig):
-    """Keys of models whose state is read by a convolution over tokens."""
+class ExpandedConfig(DeltaConfig):
+    """Keys of models whose state has several columns."""
 
     ddl_value_channels: Annotated[int, "columns v of the state X (d x v)"] = 4
-    ddl_state_shortconv_kernel_size: Annotated[int | None, "tokens the read looks at; None: 4"] = None
+    ddl_state_shortconv_kernel_size: Annotated[int | None, "width of the read's kernel; None: 4 tokens, in CC v"] = None
     ddl_state_read_init: Annotated[float | None, "start of the read vector over columns; None: 1/v"] = None
     ddl_state_conv_init: Annotated[Literal["normal", "identity"], "start of the read convolution"] = "normal"
 
     @property
-    def kernel_size(self) -> int:
-        return self.ddl_state_shortconv_kernel_size or 4
+    def read_start(self) -> float:
+        return 1 / self.ddl_value_channels if self.ddl_state_read_init is None else self.ddl_state_read_init
+
+
+@dataclass
+class EmbeddingConvConfig(ExpandedConfig):
+    """Keys of models that expand the embedding by a convolution (EC)."""
+
+    input_embed_shortconv_kernel_size: Annotated[int, "tokens that the expanded embedding looks at"] = 4
 
 
 def delay(x, tokens: int, cache: dict | None, slot: str):
@@ -88,18 +107,11 @@ class Repeat(nn.Module):
         super().__init__()
         self.value_channels = config.ddl_value_channels
 
+    def flops_per_token(self) -> int:
+        return 0
+
     def forward(self, x, cache: dict | None = None, slot: str = ""):
         return x.unsqueeze(2).expand(-1, -1, self.value_channels, -1)
-
-
-class OnlyColumn(nn.Module):
-    """Read of the d_v = 1 state: its single column, (B, T, 1, d) -> (B, T, d)."""
-
-    def __init__(self, config: DeltaConfig):
-        super().__init__()
-
-    def forward(self, state, cache: dict | None = None, slot: str = ""):
-        return state.squeeze(2)
 
 
 class Taps(nn.Module):
@@ -110,26 +122,64 @@ class Taps(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape))
 
 
+class EmbeddingConv(nn.Module):
+    """Expander (EC): a causal depthwise convolution over tokens, (B, T, d) -> (B, T, v, d).
+
+    X[t, j, i] = sum_s conv.weight[i*v + j, 0, K-1-s] x[t-s, i]; it starts as the identity, which is repetition.
+    """
+
+    def __init__(self, config: EmbeddingConvConfig):
+        super().__init__()
+        self.value_channels = config.ddl_value_channels
+        channels = config.hidden_size * config.ddl_value_channels
+        self.conv = Taps(channels, 1, config.input_embed_shortconv_kernel_size)
+
+    def init_parameters(self) -> tuple[str, ...]:
+        nn.init.zeros_(self.conv.weight)[..., -1] = 1.0
+        return ("conv.weight",)
+
+    def flops_per_token(self) -> int:
+        return 2 * self.conv.weight.numel()
+
+    def forward(self, x, cache: dict | None = None, slot: str = ""):
+        weights = self.conv.weight.squeeze(1).unflatten(0, (-1, self.value_channels))  # (d, v, K)
+        weights = weights.flip(-1).permute(2, 1, 0).to(at_least_fp32(x.dtype))  # (K, v, d), current token first
+        taps = (delay(x, s, cache, f"{slot}.{s}").unsqueeze(2) * w for s, w in enumerate(weights))
+        return sum(taps).to(x.dtype)
+
+
+class OnlyColumn(nn.Module):
+    """Read of the d_v = 1 state: its single column, (B, T, 1, d) -> (B, T, d)."""
+
+    def __init__(self, config: DeltaConfig):
+        super().__init__()
+
+    def flops_per_token(self) -> int:
+        return 0
+
+    def forward(self, state, cache: dict | None = None, slot: str = ""):
+        return state.squeeze(2)
+
+
 class TokenConvRead(nn.Module):
-    """Compressor: causal depthwise convolution over tokens, then a weighted sum over columns.
+    """Compressor (TC): causal depthwise convolution over tokens, then a weighted sum over columns.
 
     x_in[t, i] = sum_s sum_j e[s, j, i] X[t-s, j, i] with e[s, j, i] = read[j] * shortconv.weight[i*v + j, K-1-s].
     """
 
-    def __init__(self, config: TokenConvConfig):
+    def __init__(self, config: ExpandedConfig):
         super().__init__()
         self.config = config
-        self.shortconv = Taps(config.hidden_size * config.ddl_value_channels, config.kernel_size)
+        kernel_size = config.ddl_state_shortconv_kernel_size or 4
+        self.shortconv = Taps(config.hidden_size * config.ddl_value_channels, kernel_size)
         self.read = nn.Parameter(torch.empty(config.ddl_value_channels))
 
     def init_parameters(self) -> tuple[str, ...]:
-        config, weight = self.config, self.shortconv.weight
-        if config.ddl_state_conv_init == "identity":
-            nn.init.zeros_(weight)[:, -1] = 1.0
+        if self.config.ddl_state_conv_init == "identity":
+            nn.init.zeros_(self.shortconv.weight)[:, -1] = 1.0
         else:
-            nn.init.normal_(weight, std=config.hidden_init_std)
-        start = config.ddl_state_read_init
-        nn.init.constant_(self.read, 1 / config.ddl_value_channels if start is None else start)
+            nn.init.normal_(self.shortconv.weight, std=self.config.hidden_init_std)
+        nn.init.constant_(self.read, self.config.read_start)
         return "shortconv.weight", "read"
 
     def weights(self):
@@ -137,17 +187,67 @@ class TokenConvRead(nn.Module):
         taps = self.shortconv.weight.unflatten(0, (-1, self.read.shape[0]))  # (d, v, K)
         return taps.flip(-1).permute(2, 1, 0) * self.read[:, None]
 
+    def flops_per_token(self) -> int:
+        return 2 * self.shortconv.weight.numel()
+
     def forward(self, state, cache: dict | None = None, slot: str = ""):
         return read_columns(state, self.weights(), cache, slot)
 
 
+class ColumnConvRead(nn.Module):
+    """Compressor (CC): a convolution over all columns, x_in[t, i] = sum_j weight[i, j] X[t, j, i]."""
+
+    def __init__(self, config: ExpandedConfig):
+        super().__init__()
+        self.config = config
+        columns, kernel_size = config.ddl_value_channels, config.ddl_state_shortconv_kernel_size
+        if kernel_size not in (None, columns):
+            raise ValueError(
+                f"ddl_state_shortconv_kernel_size={kernel_size}: this model's read covers its "
+                f"ddl_value_channels={columns} columns; leave the key out"
+            )
+        self.weight = nn.Parameter(torch.empty(config.hidden_size, columns))
+
+    def init_parameters(self) -> tuple[str, ...]:
+        config, read = self.config, self.weight.new_full((self.config.ddl_value_channels,), self.config.read_start)
+        if config.ddl_state_conv_init == "identity":
+            self.weight.copy_(read.expand_as(self.weight))
+        else:
+            self.weight.copy_(fold_column_conv(nn.init.normal_(self.weight, std=config.hidden_init_std), read))
+        return ("weight",)
+
+    def flops_per_token(self) -> int:
+        return 2 * self.weight.numel()
+
+    def forward(self, state, cache: dict | None = None, slot: str = ""):
+        return read_columns(state, self.weight.T[None], cache, slot)
+
+
+def fold_column_conv(weight, read):
+    """A width-v convolution over columns followed by a read vector, as one weight (d, v).
+
+    weight (d, v), read (v,): result[i, u] = sum_j read[j] * weight[i, u - j + (v-1)//2], zero outside 0..v-1. The
+    released model code keeps the pair; it is also what "normal" initialisation amounts to.
+    """
+    columns = read.shape[0]
+    folded = torch.zeros_like(weight)
+    for j in range(columns):
+        for u in range(columns):
+            tap = u - j + (columns - 1) // 2
+            if 0 <= tap < columns:
+                folded[:, u] += read[j] * weight[:, tap]
+    return folded
+
+
 def read_columns(state, weights, cache: dict | None, slot: str):
-    """state (B, T, v, d), weights (K, v, d) -> (B, T, d) in state's dtype, summed in at least fp32.
+    """state (B, T, v, d), weights (K, v, d) -> x_in (B, T, d) in at least fp32: only what enters a GEMM is rounded.
 
     Each tap contracts its columns first: only vectors of width d are then shifted over tokens and cached.
     """
-    taps = [(state * w).sum(2) for w in weights.to(at_least_fp32(state.dtype))]
-    return sum(delay(tap, s, cache, f"{slot}.{s}") for s, tap in enumerate(taps)).to(state.dtype)
+    dtype = at_least_fp32(state.dtype)
+    x = state.to(dtype)  # once, so that the taps' gradients meet in fp32
+    taps = [(x * w).sum(2) for w in weights.to(dtype)]
+    return sum(delay(tap, s, cache, f"{slot}.{s}") for s, tap in enumerate(taps))
 
 
 def delta_rewrite(state, khat, beta, value, erase: bool = True):
@@ -171,7 +271,11 @@ def linear_fp32(layer: nn.Linear, x):
 
 
 class DeltaRewrite(nn.Module):
-    """The write of one site: X' = X + beta(c) k(h) (t(x_in) - k^T X)^T, all of one token (section 2.2, k-Map)."""
+    """The write of one site and token: X' = X + beta (k t^T - k k^T X) (section 2.2).
+
+    k-Map: the sublayer's output h gives the direction k, x_in or c the value t. v-Map: h gives the value, a branch of
+    its own the direction. The gate beta comes from c.
+    """
 
     def __init__(self, config: DeltaConfig):
         super().__init__()
@@ -181,6 +285,13 @@ class DeltaRewrite(nn.Module):
         else:
             self.beta_in = nn.Linear(config.hidden_size, config.ddl_beta_hidden_size, bias=False)
             self.beta_out = nn.Linear(config.ddl_beta_hidden_size, 1)
+        if config.ddl_map == "v" and config.ddl_k_branch == "attention":
+            self.k_query = nn.Parameter(torch.empty(config.hidden_size))
+            self.k_key = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+            self.k_out = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        elif config.ddl_map == "v":
+            self.k_in = nn.Linear(config.hidden_size, config.ddl_k_hidden_size, bias=False)
+            self.k_out = nn.Linear(config.ddl_k_hidden_size, config.hidden_size, bias=False)
         # With a constant write value v_proj keeps its place in the state dict but takes no part in training.
         self.v_proj = nn.Linear(config.hidden_size, config.ddl_value_channels).requires_grad_(not config.ddl_v_constant)
 
@@ -191,7 +302,26 @@ class DeltaRewrite(nn.Module):
         nn.init.constant_(getattr(self, gate).bias, math.log(probability) - math.log1p(-probability))
         bound = 1 / math.sqrt(config.hidden_size)
         nn.init.uniform_(self.v_proj.bias, -bound, bound)
+        if config.ddl_k_branch == "attention":
+            nn.init.zeros_(self.k_query)
+            return f"{gate}.bias", "v_proj.bias", "k_query"
         return f"{gate}.bias", "v_proj.bias"
+
+    def direction_source(self, state, h, x_in, c):
+        """k~ (B, T, d): the sublayer's output (k-Map), or a branch of its own (v-Map)."""
+        if self.config.ddl_map == "k":
+            return h
+        if self.config.ddl_k_branch == "attention":
+            return self.k_out(self.attended_column(state))
+        return self.k_out(F.silu(self.k_in(c if self.config.ddl_value_channels == 1 else x_in)))
+
+    def attended_column(self, state):
+        """The columns of state (B, T, v, d) weighted by softmax_j(k_query . (k_key X[:, j]) / sqrt(d)), (B, T, d)."""
+        x = state.to(at_least_fp32(state.dtype))
+        # k_query . (k_key X) = (k_key^T k_query) . X: one vector meets the columns, not a matrix.
+        query = self.k_query.to(x.dtype) @ self.k_key.weight.to(x.dtype)
+        scores = (x * query).sum(-1) / math.sqrt(x.shape[-1])
+        return (x * scores.softmax(-1).unsqueeze(-1)).sum(2).to(state.dtype)
 
     def direction(self, source):
         """khat = sqrt(d) k (B, T, d), k = k~ / sqrt(|k~|^2 + eps^2) (eq. 3 with a guard)."""
@@ -207,19 +337,29 @@ class DeltaRewrite(nn.Module):
             logit = linear_fp32(self.beta_out, linear_fp32(self.beta_in, c).tanh())
         return 2 * logit.sigmoid()
 
-    def write_value(self, x_in, c):
-        """t (B, T, v) in at least fp32."""
+    def write_value(self, h, x_in, c):
+        """t (B, T, v) in at least fp32, from x_in or c (k-Map) or from the sublayer's output (v-Map)."""
         config = self.config
         if config.ddl_v_constant:
             dtype = at_least_fp32(x_in.dtype)
             return x_in.new_full((*x_in.shape[:2], config.ddl_value_channels), config.ddl_v_constant_value, dtype=dtype)
-        value = linear_fp32(self.v_proj, x_in if config.ddl_v_input == "residual" else c)
+        source = h if config.ddl_map == "v" else x_in if config.ddl_v_input == "residual" else c
+        value = linear_fp32(self.v_proj, source)
         return config.ddl_v_sigmoid_scale * value.sigmoid() if config.ddl_v_sigmoid else value
+
+    def flops_per_token(self) -> int:
+        """Forward: the heads that are used, the dot product k^T X (delta only) and the rank-1 write."""
+        config, size = self.config, self.config.hidden_size * self.config.ddl_value_channels
+        unused = linear_flops(self.v_proj) if config.ddl_v_constant else 0
+        if config.ddl_k_branch == "attention":
+            unused += linear_flops(self.k_key) - 4 * size  # its product with k_query meets the columns twice
+        return linear_flops(self) - unused + (4 if config.ddl_update == "delta" else 2) * size
 
     def forward(self, state, h, x_in, c):
         """state (B, T, v, d); sublayer output h, read x_in and context c (B, T, d) -> new state."""
         erase = self.config.ddl_update == "delta"
-        return delta_rewrite(state, self.direction(h), self.gate(c), self.write_value(x_in, c), erase)
+        khat = self.direction(self.direction_source(state, h, x_in, c))
+        return delta_rewrite(state, khat, self.gate(c), self.write_value(h, x_in, c), erase)
 
 
 class DeltaBlock(Block):
@@ -232,6 +372,14 @@ class DeltaBlock(Block):
         self.compress = self.Compressor(config)
         self.ddl_attn = DeltaRewrite(config)
         self.ddl_mlp = DeltaRewrite(config)
+
+    def state_size(self) -> int:
+        config = self.ddl_attn.config
+        return config.hidden_size * config.ddl_value_channels
+
+    def residual_flops_per_token(self) -> int:
+        sites = self.ddl_attn.flops_per_token() + self.ddl_mlp.flops_per_token()
+        return 2 * self.compress.flops_per_token() + sites
 
     def read_state(self, site: str, state, cache):
         x_in = self.compress(state, cache, f"compress.{site}")

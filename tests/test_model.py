@@ -7,9 +7,10 @@ from collections import OrderedDict
 import naive
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from model import STEMS, build, model_class
-from model.residual import DeltaRewrite, read_columns
+from model.residual import DeltaRewrite, fold_column_conv, read_columns
 
 DDL = [stem for stem in STEMS if stem.startswith("DDL")]
 TINY = {"vocab_size": 29, "block_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 6}
@@ -35,6 +36,9 @@ PARAMETER_COUNTS = {
     "gpt-mha-rope": 123_590_400,
     "DDL-vdim1-gpt-mha-rope": 123_627_312,
     "DDL-gpt-mha-rope": 123_842_476,
+    "DDL-gpt-mha-rope-EC": 123_854_764,
+    "DDL-gpt-mha-rope-CC": 123_722_616,
+    "DDL-gpt-mha-rope-CC-EC": 123_734_904,
 }
 
 
@@ -49,6 +53,11 @@ def test_parameter_count_of_the_medium_baseline():
         assert build("gpt-mha-rope", **MEDIUM).num_parameters() == 353_508_352
 
 
+TOKEN_READ, COLUMN_READ = ["compress.shortconv.weight", "compress.read"], ["compress.weight"]
+READ_NAMES = {"DDL-gpt-mha-rope": TOKEN_READ, "DDL-gpt-mha-rope-EC": TOKEN_READ}
+READ_NAMES |= {"DDL-gpt-mha-rope-CC": COLUMN_READ, "DDL-gpt-mha-rope-CC-EC": COLUMN_READ}
+
+
 def expected_names(stem, layers):
     names = ["transformer.wte.weight", "lm_head.weight", "ln_f.weight"]
     for i in range(layers):
@@ -58,10 +67,9 @@ def expected_names(stem, layers):
         if stem.startswith("DDL"):
             for site in ("ddl_attn", "ddl_mlp"):
                 names += [f"{block}{site}.{n}" for n in ("beta.weight", "beta.bias", "v_proj.weight", "v_proj.bias")]
-        if stem == "DDL-gpt-mha-rope":
-            names += [f"{block}compress.shortconv.weight", f"{block}compress.read"]
-    if stem == "DDL-gpt-mha-rope":
-        names += ["readout.shortconv.weight", "readout.read"]
+        names += [f"{block}{name}" for name in READ_NAMES.get(stem, [])]
+    names += [name.replace("compress", "readout") for name in READ_NAMES.get(stem, [])]
+    names += ["input_embed.conv.weight"] * stem.endswith("-EC")
     return sorted(names)
 
 
@@ -79,6 +87,7 @@ PARAMETERISATIONS = OrderedDict(
     constant_value={"ddl_v_constant": True, "ddl_v_constant_value": 1.5},
     write_only={"ddl_update": "write_only", "ddl_v_sigmoid_scale": 2.5},
     large_guard={"ddl_k_eps": 0.5},
+    v_map={"ddl_map": "v", "ddl_k_hidden_size": 3},
 )
 CASES = [("gpt-mha-rope", {}), ("gpt-mha-rope", {"rope_ratio": 0.5, "mup": True, "use_qk_rmsnorm": False})]
 CASES += [(stem, keys) for stem in DDL for keys in PARAMETERISATIONS.values()]
@@ -86,6 +95,11 @@ CASES += [
     ("DDL-gpt-mha-rope", {"ddl_value_channels": v, "ddl_state_shortconv_kernel_size": k})
     for v, k in ((1, 3), (2, 1), (8, 2))
 ]
+EXPANDED = [stem for stem in DDL if "vdim1" not in stem]
+CASES += [(stem, {"ddl_map": "v", "ddl_k_branch": "attention"}) for stem in EXPANDED]
+CASES += [(stem, {"ddl_value_channels": v}) for stem in EXPANDED[1:] for v in (1, 2, 8)]
+CASES += [("DDL-gpt-mha-rope-CC-EC", {"input_embed_shortconv_kernel_size": k}) for k in (1, 2)]
+CASES += [("DDL-gpt-mha-rope-EC", {"ddl_value_channels": 1, "ddl_map": "v", "ddl_k_hidden_size": 4})]
 
 
 @pytest.mark.parametrize(("stem", "keys"), CASES, ids=lambda x: x if isinstance(x, str) else "-".join(x) or "plain")
@@ -241,7 +255,7 @@ def test_state_and_gate_dtypes_under_autocast(stem):
         for rewrite in (m for m in block.modules() if isinstance(m, DeltaRewrite)):
             gate, value = rewrite.gate, rewrite.write_value
             rewrite.gate = lambda c, f=gate: seen["fp32"].add(f(c).dtype) or f(c)
-            rewrite.write_value = lambda x, c, f=value: seen["fp32"].add(f(x, c).dtype) or f(x, c)
+            rewrite.write_value = lambda *args, f=value: seen["fp32"].add(f(*args).dtype) or f(*args)
     with torch.autocast("cpu", torch.bfloat16):
         _, loss = model(*torch.randint(0, 29, (2, 2, 8)))
     assert seen["state"] == {torch.bfloat16}
@@ -257,6 +271,43 @@ def test_half_precision_reads_accumulate_in_fp32():
     assert read_columns(state, weights, None, "").abs().max() == 0
 
 
+def test_identity_column_convolution_reads_the_channel_mean():
+    model = build("DDL-gpt-mha-rope-CC", ddl_state_conv_init="identity", ddl_value_channels=3, **TINY)
+    state = torch.randn(2, 5, 3, 10)
+    torch.testing.assert_close(model.transformer.h[1].compress(state), state.mean(2))
+
+
+@pytest.mark.parametrize("v", [1, 2, 3, 4, 8])
+def test_folding_is_the_convolution_then_the_read_vector(v):
+    """Against conv1d over columns with (v-1)//2 zeros on the left, then the read vector: the released computation."""
+    weight, read = torch.randn(6, v, dtype=torch.float64), torch.randn(v, dtype=torch.float64)
+    state = torch.randn(5, 6, v, dtype=torch.float64)  # (tokens, d, v)
+    padded = torch.nn.functional.pad(state, ((v - 1) // 2, v - 1 - (v - 1) // 2))
+    convolved = torch.nn.functional.conv1d(padded, weight[:, None], groups=6)  # (tokens, d, v)
+    torch.testing.assert_close((state * fold_column_conv(weight, read)).sum(-1), convolved @ read)
+
+
+@pytest.mark.parametrize("stem", ["DDL-gpt-mha-rope", "DDL-gpt-mha-rope-CC"])
+def test_embedding_convolution_starts_as_repetition(stem):
+    torch.manual_seed(3)
+    plain = build(stem, **TINY)
+    expanded = build(f"{stem}-EC", **TINY)
+    expanded.load_state_dict(plain.state_dict(), strict=False)
+    ids = torch.randint(0, 29, (2, 9))
+    torch.testing.assert_close(expanded(ids)[0], plain(ids)[0], rtol=0, atol=1e-6)
+    with torch.no_grad():
+        expanded.input_embed.conv.weight[3, 0, 1] = 0.5
+    assert (expanded(ids)[0] - plain(ids)[0]).abs().max() > 1e-5
+
+
+def test_normal_column_convolution_is_a_folded_pair():
+    """Its columns differ in variance: column u collects one tap for every j that reaches it."""
+    model = build("DDL-gpt-mha-rope-CC", **{**TINY, "hidden_size": 4096, "num_hidden_layers": 1})
+    std = 0.5 / 64 / 4
+    taps = [sum(0 <= u - j + 1 < 4 for j in range(4)) for u in range(4)]
+    assert model.readout.weight.std(0).tolist() == pytest.approx([std * math.sqrt(n) for n in taps], rel=0.06)
+
+
 def test_build_names_the_mistake():
     with pytest.raises(ValueError, match=r"did you mean DDL-gpt-mha-rope"):
         build("DDL-gpt-mha-rop")
@@ -268,6 +319,16 @@ def test_build_names_the_mistake():
         build("gpt-mha-rope", hidden_size=0)
     with pytest.raises(ValueError, match=r"ddl_update='add'"):
         build("DDL-gpt-mha-rope", ddl_update="add")
+    for keys, message in (
+        ({"ddl_k_branch": "attention"}, "add ddl_map=v"),
+        ({"ddl_k_branch": "attention", "ddl_map": "v", "ddl_value_channels": 1}, "ddl_value_channels is 1; use mlp"),
+        ({"ddl_v_input": "context", "ddl_map": "v"}, "has no effect with ddl_map=v"),
+        ({"ddl_v_input": "context", "ddl_v_constant": True}, "has no effect with ddl_v_constant"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build("DDL-gpt-mha-rope", **keys)
+    with pytest.raises(ValueError, match="covers its ddl_value_channels=4 columns; leave the key out"):
+        build("DDL-gpt-mha-rope-CC", ddl_state_shortconv_kernel_size=3, **TINY)
     with pytest.raises(ValueError, match=r"ddl_value_channels=4: this model has one column"):
         build("DDL-vdim1-gpt-mha-rope", ddl_value_channels=4)
 
@@ -281,4 +342,56 @@ def test_defaults_are_the_specification():
     expected |= {"ddl_v_constant_value": 2.0, "ddl_v_input": "residual", "ddl_update": "delta"}
     expected |= {"ddl_state_conv_init": "normal", "ddl_state_read_init": None, "hidden_size_base": 1024}
     assert {name: getattr(config, name) for name in expected} == expected
-    assert config.kernel_size == 4
+    assert (config.ddl_state_shortconv_kernel_size, config.read_start) == (None, 0.25)
+    assert (config.ddl_map, config.ddl_k_branch, config.ddl_k_hidden_size) == ("k", "mlp", 128)
+    assert model_class("DDL-gpt-mha-rope-EC").Config().input_embed_shortconv_kernel_size == 4
+    with torch.device("meta"):
+        assert build("DDL-gpt-mha-rope", **TINY).readout.shortconv.weight.shape == (40, 4)
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_flops_are_those_that_torch_counts(stem):
+    """The counter sees matrix products alone: attention on the CPU and the residual's elementwise work are added."""
+    model = build(stem, **TINY)
+    ids = torch.randint(0, 29, (2, 16))
+    with FlopCounterMode(display=False) as counter:
+        model(ids)
+    counted = counter.get_total_flops() / ids.numel()
+    d, v, layers, k = 10, 1 if "vdim1" in stem else 4, 2, 4
+    attention = layers * 4 * 16 * 2 * 6
+    if counter.get_flop_counts()["Global"].keys() & {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu}:
+        attention = 0
+    residual = layers * 2 * d if stem == "gpt-mha-rope" else layers * 2 * 4 * d * v
+    if "CC" in stem:
+        residual += (2 * layers + 1) * 2 * d * v
+    elif stem.startswith("DDL-gpt"):
+        residual += (2 * layers + 1) * 2 * d * v * k
+    if stem.endswith("EC"):
+        residual += 2 * d * v * 4
+    assert model.flops_per_token() == 3 * (counted + attention + residual)
+
+
+@pytest.mark.parametrize(
+    ("keys", "change"),
+    [
+        ({"ddl_update": "write_only"}, -2 * 40),
+        ({"ddl_v_constant": True}, -2 * 40),
+        ({"ddl_beta_single_linear": False, "ddl_beta_hidden_size": 3}, 2 * (30 + 3) - 20),
+        ({"ddl_map": "v", "ddl_k_hidden_size": 3}, 4 * 30),
+        ({"ddl_map": "v", "ddl_k_branch": "attention"}, 2 * 100 + 4 * 40),
+    ],
+)
+def test_flops_of_parameterisations(keys, change):
+    """By hand, relative to the default, per site (of four): d = 10, v = 4."""
+    plain, other = (build("DDL-gpt-mha-rope", **TINY, **k).flops_per_token() for k in ({}, keys))
+    assert other - plain == 3 * 4 * change
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_state_bytes_are_those_of_the_state(stem):
+    model, sizes = build(stem, **TINY), []
+    model.transformer.h[0].register_forward_hook(lambda _, __, output: sizes.append(output.nbytes))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.randint(0, 29, (2, 8)))
+    assert model.state_bytes_per_token() == sizes[0] / 16
+    assert model.state_bytes_per_token(torch.float32) == 2 * model.state_bytes_per_token()

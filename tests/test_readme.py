@@ -87,3 +87,28 @@ def test_the_example_stream_trains(tmp_path, monkeypatch, corpus):
     monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
     train.main()
     assert (tmp_path / "run" / "checkpoints" / "step_00000001").is_dir()
+
+
+def test_the_code_on_the_variants_page_is_the_models():
+    page = (ROOT / "docs" / "variants.md").read_text(encoding="utf-8")
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "model").glob("*.py"))
+    lines = {line.strip() for line in sources.splitlines()}
+    blocks = re.findall(r"```python\n(.*?)```", page, flags=re.S)
+    assert len(blocks) == 4
+    for block in blocks:
+        assert {line.strip() for line in block.splitlines()} <= lines
+
+
+def test_parameter_formulas_of_the_variants_page():
+    page = (ROOT / "docs" / "variants.md").read_text(encoding="utf-8")
+    d, v, L, K, K_e = 10, 4, 2, 4, 4
+    ddl = 2 * L * (d + 1 + d * v + v)
+    token, column = (L + 1) * (d * v * K + v), (L + 1) * d * v
+    extra = {"gpt-mha-rope": 0, "DDL-vdim1-gpt-mha-rope": 2 * L * (2 * d + 2), "DDL-gpt-mha-rope": ddl + token}
+    extra |= {"DDL-gpt-mha-rope-EC": ddl + token + d * v * K_e, "DDL-gpt-mha-rope-CC": ddl + column}
+    extra |= {"DDL-gpt-mha-rope-CC-EC": ddl + column + d * v * K_e}
+    size = {**SMALL, "hidden_size": d, "num_hidden_layers": L}
+    baseline = model.build("gpt-mha-rope", **size).num_parameters()
+    for stem in model.STEMS:
+        assert f"| `{stem}` |" in page
+        assert model.build(stem, **size).num_parameters() - baseline == extra[stem]

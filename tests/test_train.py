@@ -41,8 +41,7 @@ def test_metrics_hold_every_step_and_evaluation(finished):
     assert [r["val_sequences"] for r in records if "val_loss" in r] == [8, 150]  # 2 x 4, then ceil(2388 / 16)
     assert [r["lr"] for r in steps][:2] == [0.005, 0.01]
     assert all(a["seconds"] < b["seconds"] for a, b in itertools.pairwise(steps))
-    c = build("DDL-gpt-mha-rope", **SMALL)
-    assert steps[0]["flops"] == 64 * (6 * c.num_parameters() + 12 * 2 * 12 * 16)
+    assert steps[0]["flops"] == 64 * build("DDL-gpt-mha-rope", **SMALL).flops_per_token()
     assert "step 6/6 | loss" in printed
     assert "bits per byte" in printed
     assert "ETA 0:00" in printed

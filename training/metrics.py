@@ -23,8 +23,8 @@ def peak_flops(device: torch.device) -> float | None:
     return next((peak for word, peak in PEAK_FLOPS.items() if word in name), None)
 
 
-def flops_per_token(model) -> float:
-    """6 N + 12 L d T: the usual count of a training step's FLOPs, N all parameters, T tokens of context."""
+def nominal_flops_per_token(model) -> float:
+    """6 N + 12 L d T, N all parameters, T tokens of context: by custom MFU counts these, whatever the residual does."""
     c = model.config
     return 6 * model.num_parameters() + 12 * c.num_hidden_layers * c.hidden_size * c.block_size
 
@@ -90,9 +90,10 @@ class RunLog:
         """Lines past `state["step"]` belong to steps that will be done again: they are dropped."""
         self.config, self.start, self.previous, self.last_progress = config, dict(state), dict(state), None
         self.tokens_per_step = config.global_batch_size * model.config.block_size
-        self.flops_per_step = self.tokens_per_step * flops_per_token(model)
+        self.flops_per_step = self.tokens_per_step * model.flops_per_token()
         peak = peak_flops(world.device)
-        self.peak = peak * world.world_size if peak else None
+        nominal = self.tokens_per_step * nominal_flops_per_token(model)
+        self.steps_per_second_at_peak = peak * world.world_size / nominal if peak else None
         wandb = import_wandb() if config.wandb_log else None
         run.mkdir(parents=True, exist_ok=True)
         drop_after(run / "metrics.jsonl", state["step"])
@@ -133,8 +134,8 @@ class RunLog:
     def speed(self, before: dict, now: dict) -> tuple[float, float | None]:
         """(tokens/s, model FLOP utilisation where the peak is known) between two states."""
         steps_per_second = (now["step"] - before["step"]) / (now["seconds"] - before["seconds"])
-        mfu = self.flops_per_step * steps_per_second / self.peak if self.peak else None
-        return self.tokens_per_step * steps_per_second, mfu
+        best = self.steps_per_second_at_peak
+        return self.tokens_per_step * steps_per_second, steps_per_second / best if best else None
 
     def write(self, state: dict, **values) -> None:
         step = state["step"]

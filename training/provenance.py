@@ -1,0 +1,30 @@
+"""Where a stored figure comes from."""
+
+import datetime
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+
+def provenance() -> dict:
+    """What a stored figure must say of itself: command, commit, machine, versions and date."""
+    git = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True, check=False).stdout.strip()
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    machine = f"{os.cpu_count()} x {capabilities.get('cpu_name', platform.processor() or platform.machine())}"
+    if torch.cuda.is_available():
+        machine = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    date = datetime.date.today().isoformat()
+    return {
+        "command": shlex.join(["python", *sys.argv]),
+        "commit": commit,
+        "machine": machine,
+        **versions,
+        "date": date,
+    }
