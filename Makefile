@@ -26,7 +26,7 @@ test: .venv/installed $(CORPUS)
 	$(BIN)/python -m pytest
 
 soak: .venv/installed $(CORPUS)
-	$(BIN)/python -m pytest -m "slow or not slow"
+	$(BIN)/python -m pytest -m "not gpu"
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -226,9 +226,12 @@ def main():
             raise ValueError("compile=True needs a C++ compiler and Python's headers: install them, or --compile=False")
         corpus, train_batches, val_batches = open_data(config, model_config)
         start = find_start(config, settings)
-        state = checkpoint.read_state(start) if start else {"step": 0, "seconds": 0.0, "best_val_loss": None}
+        state = {"step": 0, "seconds": 0.0, "best_val_loss": None}
+        if start:
+            state = {key: checkpoint.read_state(start)[key] for key in state}
         if state["step"] >= config.max_steps:
-            print(f"{start} has its {state['step']} of max_steps={config.max_steps} steps: nothing to train")
+            if distributed.rank() == 0:
+                print(f"{start} has its {state['step']} of max_steps={config.max_steps} steps: nothing to train")
             return
         torch.manual_seed(config.seed)
         model = build(config.model, **dataclasses.asdict(model_config)).to(device)
@@ -253,6 +256,8 @@ def main():
             f"{config.model}: {model.num_parameters():,} parameters, {'bfloat16' if bf16 else 'float32'} on "
             f"{world.world_size} x {device.type}; {train_batches.windows:,} sequences an epoch; run folder {out}"
         )
+        if config.warmup_steps > config.max_steps:
+            print(f"note: warmup_steps={config.warmup_steps} is longer than the run: it ends on the way up")
         if config.compile:
             print("compiling: the first step takes up to a minute or two", flush=True)
     for step in range(state["step"] + 1, config.max_steps + 1):
@@ -261,10 +266,11 @@ def main():
         optimizer.set_learning_rate(optimizers, lr)
         loss, grad_norm = train_step(step, config, run_model, train_batches, world, autocast)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            sys.exit(
+            message = (
                 f"train.py: step {step}: loss {loss}, gradient norm {grad_norm}: stopped before the optimizer step, "
                 "checkpoints intact; try a lower learning_rate or a longer warmup_steps"
             )
+            sys.exit(message if world.is_main else 1)
         for each in optimizers:
             each.step()
             each.zero_grad(set_to_none=True)

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections import OrderedDict
+from pathlib import Path
 
 import naive
 import pytest
@@ -46,6 +47,12 @@ PARAMETER_COUNTS = {
 def test_parameter_count_of_the_small_size(stem):
     with torch.device("meta"):
         assert build(stem, **SMALL).num_parameters() == PARAMETER_COUNTS[stem]
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_a_variant_is_a_thin_file(stem):
+    path = Path(__file__).parents[1] / "model" / f"{stem}.py"
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 30
 
 
 def test_parameter_count_of_the_medium_baseline():
@@ -150,15 +157,16 @@ def test_no_position_sees_the_future(stem):
     assert (before[:, 5:] - after[:, 5:]).abs().amax(-1).min() > 1e-6
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stem", STEMS)
-def test_compiles_without_graph_breaks(stem):
+def test_compiles_without_graph_breaks(stem, backend):
     model = tiny(stem).float()
     ids, targets = torch.randint(0, 29, (2, 2, 8))
     _, loss = model(ids, targets)
     loss.backward()
     expected = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    _, compiled = torch.compile(model, fullgraph=True, backend="aot_eager")(ids, targets)
+    _, compiled = torch.compile(model, fullgraph=True, backend=backend)(ids, targets)
     compiled.backward()
     torch.testing.assert_close(compiled, loss)
     torch.testing.assert_close([p.grad for p in model.parameters()], expected, rtol=1e-4, atol=1e-6)

@@ -280,6 +280,16 @@ def test_run_contradictions(monkeypatch, changes, message):
         check_run(TrainConfig(**changes))
 
 
+def test_a_warmup_longer_than_the_run_is_noted(corpus, tmp_path, monkeypatch, capsys):
+    import train
+
+    keys = {"warmup_steps": 50, "max_steps": 1, "eval_full": False}
+    monkeypatch.setattr(sys, "argv", ["train.py", *small_run(corpus, tmp_path / "run", **keys)])
+    train.main()
+    assert "note: warmup_steps=50 is longer than the run" in capsys.readouterr().out
+    assert metrics.read(tmp_path / "run" / "metrics.jsonl")[0]["lr"] == pytest.approx(1e-2 / 50)
+
+
 def test_wandb_offline_receives_the_run(corpus, tmp_path):
     out = tmp_path / "logged"
     keys = {"wandb_log": True, "max_steps": 1, "eval_full": False, "wandb_run_name": "named"}

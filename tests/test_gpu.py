@@ -1,0 +1,42 @@
+"""What only a GPU can show; run with `pytest -m gpu`."""
+
+import pytest
+import torch
+from conftest import small_run
+
+import train
+from model import STEMS, build
+from training import metrics
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+SIZE = {"vocab_size": 512, "block_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2, "head_dim": 64}
+SIZE |= {"hidden_size": 128}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("stem", STEMS)
+def test_gradients_equal_the_cpus(stem, compiled):
+    model = build(stem, **SIZE)
+    ids, targets = torch.randint(0, 512, (2, 4, 128))
+    model.double()(ids, targets)[1].backward()
+    expected = torch.cat([p.grad.flatten() for p in model.parameters()])
+    model.zero_grad()
+    model.float().cuda()
+    run = torch.compile(model, fullgraph=True) if compiled else model
+    for dtype, tolerance in ((torch.float32, 1e-3), (torch.bfloat16, 0.1)):
+        with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            _, loss = run(ids.cuda(), targets.cuda())
+        loss.backward()
+        gradient = torch.cat([p.grad.flatten().double().cpu() for p in model.parameters()])
+        assert (gradient - expected).norm() < tolerance * expected.norm()
+        model.zero_grad()
+
+
+def test_a_run_trains_and_resumes(corpus, tmp_path, monkeypatch):
+    for steps in (6, 12):
+        keys = {"device": "cuda", "dtype": "bfloat16", "compile": True, "max_steps": steps, "resume": "auto"}
+        monkeypatch.setattr("sys.argv", ["train.py", *small_run(corpus, tmp_path / "run", **keys)])
+        train.main()
+    records = [r for r in metrics.read(tmp_path / "run" / "metrics.jsonl") if "loss" in r]
+    assert [r["step"] for r in records] == list(range(1, 13))
+    assert records[-1]["loss"] < records[0]["loss"]
