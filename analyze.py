@@ -77,7 +77,6 @@ def draw(result: dict, widths: list[int], title: str, out: Path) -> None:
         panel.grid(alpha=0.3)
         panel.legend()
     axes[0].set_ylabel("root mean square after training")
-    out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=120)
 
 
@@ -97,11 +96,14 @@ def main():
         widths = [int(width) for width in args.widths.split(",")]
         if len(widths) < 2 or any(width < 32 or width % 32 for width in widths):
             raise ValueError(f"--widths={args.widths}: give two or more multiples of 32, separated by commas")
+        pyplot()  # a missing package should be known before the work
+        args.out.parent.mkdir(parents=True, exist_ok=True)
     result = coordinate_check(args.model, widths, args.steps, args.learning_rate)
     for (with_mup, quantity), (values, grade) in result.items():
         sizes = "  ".join(f"{value:.4f}" for value in values)
         print(f"{'muP' if with_mup else 'plain':5s}  {quantity:6s}  {sizes}  slope {grade:+.3f}")
-    draw(result, widths, args.model, args.out)
+    with configurator.one_line_errors():
+        draw(result, widths, args.model, args.out)
     print(f"drew {args.out}")
 
 

@@ -107,8 +107,10 @@ def main():
     args = arguments()
     with configurator.one_line_errors():
         models = args.models.split(",")
-        if BASELINE not in models or args.rounds < 1 or args.warmup < 1:
-            raise ValueError(f"--models must contain {BASELINE}, --rounds and --warmup be 1 or more")
+        if BASELINE not in models or min(args.rounds, args.warmup, args.micro_batch_size) < 1:
+            raise ValueError(f"--models must contain {BASELINE}; --rounds, --warmup, --micro_batch_size be 1 or more")
+        if args.json:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
         device, dtype, compiled = (
             distributed.pick_device(args.device),
             getattr(torch, args.dtype),

@@ -87,6 +87,7 @@ def arguments():
 def check(args) -> None:
     for name, value, fits, fix in (
         ("num_samples", args.num_samples, args.num_samples >= 1, "1 or more"),
+        ("seed", args.seed, 0 <= args.seed < 2**63, "0 or more, below 2^63"),
         ("max_new_tokens", args.max_new_tokens, args.max_new_tokens >= 1, "1 or more"),
         ("temperature", args.temperature, 0 <= args.temperature < float("inf"), "0 or more"),
         ("top_k", args.top_k, args.top_k is None or args.top_k >= 1, "1 or more"),

@@ -70,7 +70,7 @@ class TrainConfig:
 
 RESUME_MAY_CHANGE = {
     *("resume", "out_dir", "max_steps", "micro_batch_size", "device", "compile", "keep_last", "eval_full"),
-    *("eval_interval", "eval_batches", "log_interval", "checkpoint_interval"),
+    *("eval_interval", "log_interval", "checkpoint_interval"),
     *("wandb_log", "wandb_project", "wandb_run_name"),
 }
 
@@ -142,7 +142,12 @@ def micro_batch_rows(c: TrainConfig) -> int:
     return min(c.micro_batch_size, c.global_batch_size // distributed.world_size())
 
 
-def find_start(config: TrainConfig, settings: dict) -> Path | None:
+def defaults(stem: str) -> dict:
+    """Every key of the run and of the stem's model, at its default."""
+    return {**dataclasses.asdict(TrainConfig()), **dataclasses.asdict(model_class(stem).Config())}
+
+
+def find_start(config: TrainConfig, settings: dict, corpus_meta: dict) -> Path | None:
     """The checkpoint to continue from, None for a fresh run. ValueError: the run folder or checkpoint forbids it."""
     out = Path(config.out_dir)
     if config.resume is None:
@@ -151,7 +156,8 @@ def find_start(config: TrainConfig, settings: dict) -> Path | None:
         return None
     if config.resume == "auto":
         found = checkpoint.all_of(out)
-        if not found and out.exists() and any(f.name not in ("metrics.jsonl", "checkpoints") for f in out.iterdir()):
+        own = ("metrics.jsonl", "metrics.jsonl.tmp", "checkpoints", "wandb", "nonfinite")
+        if not found and out.exists() and any(file.name not in own for file in out.iterdir()):
             raise ValueError(f"out_dir={out} holds other files and no checkpoint: give another --out_dir")
         start = found[-1] if found else None
     else:
@@ -161,7 +167,13 @@ def find_start(config: TrainConfig, settings: dict) -> Path | None:
             raise ValueError(f"out_dir={out} has {own[-1].name}, not {start}, as its newest: give another --out_dir")
     if start is not None:
         saved = checkpoint.read_state(start)
-        before = {**saved["model_config"], **saved["run_config"]}
+        if saved["corpus"] != corpus_meta:
+            raise ValueError(
+                f"dataset={config.dataset} is not the corpus that {start} was trained on (its meta.json differs): "
+                "prepare that one again, or give another --out_dir without --resume"
+            )
+        # A key that is newer than the checkpoint was at its default.
+        before = {**defaults(saved["model"]), **saved["model_config"], **saved["run_config"]}
         for key in sorted((before.keys() | settings.keys()) - RESUME_MAY_CHANGE):
             if before.get(key) != settings.get(key):
                 raise ValueError(
@@ -225,8 +237,8 @@ def main():
         if config.compile and not distributed.can_compile(device):
             raise ValueError("compile=True needs a C++ compiler and Python's headers: install them, or --compile=False")
         corpus, train_batches, val_batches = open_data(config, model_config)
-        start = find_start(config, settings)
-        state = {"step": 0, "seconds": 0.0, "best_val_loss": None}
+        start = find_start(config, settings, corpus.meta)
+        state = {"step": 0, "seconds": 0.0}
         if start:
             state = {key: checkpoint.read_state(start)[key] for key in state}
         if state["step"] >= config.max_steps:
@@ -260,15 +272,24 @@ def main():
             print(f"note: warmup_steps={config.warmup_steps} is longer than the run: it ends on the way up")
         if config.compile:
             print("compiling: the first step takes up to a minute or two", flush=True)
+
+    def save(subfolder: str = "") -> Path:
+        saved = {"model": config.model, "model_config": dataclasses.asdict(model_config), **state}
+        saved |= {"run_config": dataclasses.asdict(config), "corpus": corpus.meta}
+        optimizer_state = optimizer.named_state(optimizers)
+        return checkpoint.save(out / subfolder, model, optimizer_state, saved, describe(corpus.path))
+
     for step in range(state["step"] + 1, config.max_steps + 1):
         step_start = time.perf_counter()
         lr = optimizer.learning_rate_at(step - 1, config)
         optimizer.set_learning_rate(optimizers, lr)
         loss, grad_norm = train_step(step, config, run_model, train_batches, world, autocast)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            kept = save("nonfinite") if world.is_main else None
+            distributed.stop(world)
             message = (
-                f"train.py: step {step}: loss {loss}, gradient norm {grad_norm}: stopped before the optimizer step, "
-                "checkpoints intact; try a lower learning_rate or a longer warmup_steps"
+                f"train.py: step {step}: loss {loss}, gradient norm {grad_norm}: stopped before the optimizer step; "
+                f"the state before it is {kept}; try a lower learning_rate or a longer warmup_steps"
             )
             sys.exit(message if world.is_main else 1)
         for each in optimizers:
@@ -283,13 +304,10 @@ def main():
             count = config.eval_batches * config.global_batch_size
             windows = val_batches.spread(val_batches.windows if final and config.eval_full else count)
             val_loss = evaluate(eval_model, val_batches, windows, micro_batch_rows(config), world, autocast)
-            state["best_val_loss"] = min(val_loss, state["best_val_loss"] or math.inf)
             if world.is_main:
                 log.evaluation(state, val_loss, corpus.bytes_per_token("val"), len(windows), val_batches.windows)
         if world.is_main and (final or step % config.checkpoint_interval == 0):
-            saved = {"model": config.model, "model_config": dataclasses.asdict(model_config), **state}
-            saved |= {"run_config": dataclasses.asdict(config), "corpus": corpus.meta}
-            path = checkpoint.save(out, model, optimizer.named_state(optimizers), saved, describe(corpus.path))
+            path = save()
             checkpoint.remove_old(out, config.keep_last)
             print(f"saved {path}", flush=True)
     if world.is_main:

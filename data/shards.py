@@ -1,7 +1,7 @@
 """Token shards in the format of llm.c and modded-nanogpt, and the folder that holds them.
 
 A shard is 256 int32 (magic 20240520, version 1, token count, zeros), then uint16 token ids. Its name contains
-`train_` or `val_`. `meta.json` beside the shards says which tokenizer made them; without one, GPT-2's.
+`train_` or `val_`, or ends so. `meta.json` beside the shards says which tokenizer made them; without one, GPT-2's.
 """
 
 import json
@@ -12,6 +12,7 @@ import numpy as np
 
 MAGIC, VERSION, HEADER_INTS = 20240520, 1, 256
 HEADER_BYTES = 4 * HEADER_INTS
+INCOMPLETE = "incomplete"  # a file of this name marks a folder whose preparation has not ended
 GPT2_META = {"tokenizer": "gpt2", "vocab_size": 50257, "eot_token": 50256}
 
 
@@ -68,7 +69,9 @@ def open_corpus(dataset: str) -> Corpus:
     """
     named = Path(__file__).parent / dataset
     path = named if named.is_dir() else Path(dataset)
-    shards = {split: sorted(path.glob(f"*{split}_*.bin")) for split in ("train", "val")}
+    shards = {s: sorted({*path.glob(f"*{s}_*.bin"), *path.glob(f"*{s}.bin")}) for s in ("train", "val")}
+    if (path / INCOMPLETE).exists():
+        raise ValueError(f"{path} was not prepared to its end ({INCOMPLETE} is there): run its prepare.py again")
     if not all(shards.values()):
         script = f"data/{dataset}/prepare.py"
         known = sorted(folder.parent.name for folder in Path(__file__).parent.glob("*/prepare.py"))
@@ -83,4 +86,6 @@ def open_corpus(dataset: str) -> Corpus:
         meta = json.loads(meta_path.read_text(encoding="utf-8")) if meta_path.exists() else GPT2_META
     except json.JSONDecodeError as error:
         raise ValueError(f"{meta_path} is damaged ({error}): prepare the corpus again") from error
+    if not isinstance(meta, dict) or type(meta.get("vocab_size")) is not int:
+        raise ValueError(f"{meta_path} has no vocab_size: add it, or prepare the corpus again")
     return Corpus(path, meta, *([read_shard(file) for file in shards[split]] for split in ("train", "val")))

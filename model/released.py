@@ -6,13 +6,16 @@ weight. The variant is known by the names of its weights.
 """
 
 import json
+import pickle
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 import configurator
-from model import build, model_class
+from model import STEMS, build, model_class
+from model.gpt import at_least_fp32
 from model.residual import fold_column_conv
 
 RENAMED = {"ddl_v_dim1_constant": "ddl_v_constant", "ddl_v_dim1_constant_value": "ddl_v_constant_value"}
@@ -45,6 +48,7 @@ def stem_of(names) -> str:
 def read_config(released: dict, stem: str) -> dict:
     """The released config's keys as ours. ValueError: an option that this code does not have, or an unknown key."""
     schema = configurator.knobs(model_class(stem).Config)
+    anywhere = configurator.knobs(*(model_class(other).Config for other in STEMS))  # a flat config holds all keys
     width = 8 * released.get("hidden_size", schema["hidden_size"].default) // 3
     fixed = {**FIXED, "intermediate_size": (None, width)}
     config = {}
@@ -55,7 +59,7 @@ def read_config(released: dict, stem: str) -> dict:
                 raise ValueError(f"{key}={value!r} in the released config: only {fixed[key][0]!r} is supported")
         elif key in schema:
             config[key] = value
-        elif key not in LIBRARY and not key.startswith("ddl_") and key != "input_embed_shortconv_kernel_size":
+        elif key not in LIBRARY and key not in anywhere:
             raise ValueError(f"unknown key {key} in the released config{configurator.nearest(key, schema)}")
     if "-CC" in stem:
         # There the key is the width over columns, which is v by definition.
@@ -69,6 +73,8 @@ def load(folder: str | Path):
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} holds no config.json: give a folder of the released model code")
     weights = load_weights(folder)
+    if "transformer.wte.weight" not in weights:
+        raise ValueError(f"{folder} has no transformer.wte.weight: it is not of the released model code")
     stem = stem_of(weights)
     released = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     model = build(stem, **read_config(released, stem))
@@ -84,11 +90,17 @@ def load(folder: str | Path):
 
 
 def load_weights(folder: Path) -> dict[str, torch.Tensor]:
-    if (folder / "model.safetensors").is_file():
-        return load_file(folder / "model.safetensors")
-    if (folder / "pytorch_model.bin").is_file():
-        return torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
-    raise ValueError(f"{folder} holds neither model.safetensors nor pytorch_model.bin")
+    """The folder's tensors in at least fp32. ValueError: no file, or a damaged one."""
+    try:
+        if (folder / "model.safetensors").is_file():
+            weights = load_file(folder / "model.safetensors")
+        elif (folder / "pytorch_model.bin").is_file():
+            weights = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
+        else:
+            raise ValueError(f"{folder} holds neither model.safetensors nor pytorch_model.bin")
+    except (SafetensorError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        raise ValueError(f"the weights in {folder} are damaged: {error}") from error
+    return {name: value.to(at_least_fp32(value.dtype)) for name, value in weights.items()}
 
 
 def column_owners(names) -> list[str]:

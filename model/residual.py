@@ -48,6 +48,11 @@ class DeltaConfig(GPTConfig):
             raise ValueError("ddl_k_branch='attention' is a branch of the v-Map: add ddl_map=v, or leave it out")
         if self.ddl_k_branch == "attention" and self.ddl_value_channels == 1:
             raise ValueError("ddl_k_branch='attention' needs columns to attend over: ddl_value_channels is 1; use mlp")
+        if self.ddl_map == "v" and self.ddl_v_constant:
+            raise ValueError(
+                "ddl_v_constant=True with ddl_map='v' leaves the sublayers' outputs unused: "
+                "take ddl_map=k, or leave ddl_v_constant out"
+            )
         if self.ddl_v_input == "context" and (self.ddl_map == "v" or self.ddl_v_constant):
             other = "ddl_v_constant" if self.ddl_v_constant else "ddl_map=v"
             raise ValueError(f"ddl_v_input='context' has no effect with {other}: leave one of them out")

@@ -16,7 +16,7 @@ STEM = "DDL-gpt-mha-rope"
 
 def save(run, step):
     model = build(STEM, **TINY)
-    state = {"step": step, "model": STEM, "model_config": TINY}
+    state = {"step": step, "seconds": 1.0, "model": STEM, "model_config": TINY, "run_config": {}, "corpus": {}}
     path = checkpoint.save(run, model, {"a:m": torch.arange(3.0)}, state, tokenizer.to_json(tokenizer.byte_tokenizer()))
     return model, path
 
@@ -72,6 +72,13 @@ def test_damage_is_reported(tmp_path, name):
     (path / name).write_bytes(content[: len(content) // 2])
     with pytest.raises(ValueError, match="missing or damaged"):
         checkpoint.load_model(path, "cpu")
+
+
+def test_a_state_without_its_keys_is_refused(tmp_path):
+    _, path = save(tmp_path, 1)
+    (path / "state.json").write_text('{"step": 1}')
+    with pytest.raises(ValueError, match="corpus is gone"):
+        checkpoint.read_state(path)
 
 
 def test_another_shape_is_refused(tmp_path):

@@ -59,3 +59,12 @@ def test_mistakes_end_in_one_line(parquet, tmp_path, monkeypatch, capsys, argume
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out" / "meta.json").exists()
+    if (tmp_path / "out").exists():
+        with pytest.raises(ValueError, match="was not prepared to its end"):
+            open_corpus(str(tmp_path / "out"))
+
+
+def test_preparing_again_leaves_nothing_of_the_first_time(parquet, tmp_path, monkeypatch):
+    run(monkeypatch, tmp_path / "out", f"--source={parquet}", "--shard_tokens=50")
+    corpus = run(monkeypatch, tmp_path / "out", f"--source={parquet}", "--shard_tokens=100", "--max_tokens=200")
+    assert [len(shard) for shard in corpus.val + corpus.train] == [100, 100]

@@ -331,6 +331,7 @@ def test_build_names_the_mistake():
         ({"ddl_k_branch": "attention"}, "add ddl_map=v"),
         ({"ddl_k_branch": "attention", "ddl_map": "v", "ddl_value_channels": 1}, "ddl_value_channels is 1; use mlp"),
         ({"ddl_v_input": "context", "ddl_map": "v"}, "has no effect with ddl_map=v"),
+        ({"ddl_map": "v", "ddl_v_constant": True}, "leaves the sublayers' outputs unused"),
         ({"ddl_v_input": "context", "ddl_v_constant": True}, "has no effect with ddl_v_constant"),
     ):
         with pytest.raises(ValueError, match=message):

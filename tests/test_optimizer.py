@@ -92,5 +92,8 @@ def test_named_state_continues_the_optimizer(name):
 def test_state_of_another_model_is_refused():
     model = build("gpt-mha-rope", **TINY)
     [adam] = optimizer.build_optimizers(model, settings())
+    names = {f"{name}:step": torch.zeros(()) for name, _ in model.named_parameters()}
     with pytest.raises(ValueError, match=r"state for elsewhere:exp_avg"):
-        optimizer.load_named_state([adam], {"elsewhere:exp_avg": torch.zeros(1)})
+        optimizer.load_named_state([adam], {**names, "elsewhere:exp_avg": torch.zeros(1)})
+    with pytest.raises(ValueError, match=r"no state for transformer\.wte\.weight"):
+        optimizer.load_named_state([adam], {})

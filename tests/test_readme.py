@@ -112,3 +112,15 @@ def test_parameter_formulas_of_the_variants_page():
     for stem in model.STEMS:
         assert f"| `{stem}` |" in page
         assert model.build(stem, **size).num_parameters() - baseline == extra[stem]
+
+
+def test_the_table_of_all_variants_is_the_stored_results():
+    trained = json.loads((ROOT / "results" / "demo_variants.json").read_text())["rows"]
+    measured = {row["model"]: row for row in json.loads((ROOT / "results" / "bench_step_cpu.json").read_text())["rows"]}
+    assert sorted(row["model"] for row in trained) == model.STEMS
+    for row in trained:
+        speed = measured[row["model"]]
+        spread = f"{speed['ratio']:.2f} ({speed['ratio_p10']:.2f} to {speed['ratio_p90']:.2f})"
+        line = f"| `{row['model']}` | {row['parameters']:,} | {row['val_bits_per_byte']:.3f} | {spread} |"
+        assert line in README
+        assert row["parameters"] == speed["parameters"]

@@ -71,12 +71,35 @@ def test_constant_value_is_renamed(tmp_path):
         ({"intermediate_size": 40}, "intermediate_size=40"),
         ({"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06"),
         ({"hidden_sizes": 10}, "unknown key hidden_sizes in the released config, did you mean hidden_size"),
+        ({"ddl_beta_intt": 0.3}, "unknown key ddl_beta_intt in the released config, did you mean ddl_beta_init"),
         ({"num_hidden_layers": 3}, "does not fit DDL-gpt-mha-rope-CC: transformer.h.2"),
     ],
 )
 def test_what_this_code_lacks_is_refused(tmp_path, config, message):
     folder = write(tmp_path / "r", released.state_dict(noisy("DDL-gpt-mha-rope-CC")), **config)
     with pytest.raises(ValueError, match=message):
+        released.load(folder)
+
+
+def test_bfloat16_pairs_fold_in_fp32(tmp_path):
+    weights = released.state_dict(noisy("DDL-gpt-mha-rope-CC"))
+    weights["readout.read"] = torch.rand(4)
+    rounded = {name: value.bfloat16() for name, value in weights.items()}
+    loaded = released.load(write(tmp_path / "r", rounded))
+    assert loaded.readout.weight.dtype == torch.float32
+    exact = released.fold({name: value.double() for name, value in rounded.items()})["readout.weight"]
+    torch.testing.assert_close(loaded.readout.weight.double(), exact, rtol=1e-6, atol=1e-7)
+
+
+def test_damaged_weights_are_refused(tmp_path):
+    folder = write(tmp_path / "r", released.state_dict(noisy("gpt-mha-rope")))
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(ValueError, match="are damaged"):
+        released.load(folder)
+    file.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'echo executed'\ntR.")  # a pickle that runs a command
+    with pytest.raises(ValueError, match="are damaged"):
         released.load(folder)
 
 

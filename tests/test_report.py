@@ -23,7 +23,14 @@ def write_run(folder, losses, val=2.0):
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     checkpoint = folder / "checkpoints" / "step_00000004"
     checkpoint.mkdir(parents=True)
-    state = {"model": "gpt-mha-rope", "model_config": SMALL, "corpus": {"train": {"bytes": 20, "tokens": 10}}}
+    state = {
+        "step": 4,
+        "seconds": 2.0,
+        "run_config": {},
+        "model": "gpt-mha-rope",
+        "model_config": SMALL,
+        "corpus": {"train": {"bytes": 20, "tokens": 10}},
+    }
     (checkpoint / "state.json").write_text(json.dumps(state))
     return folder
 
@@ -119,6 +126,7 @@ def test_mistakes_end_in_one_line(tmp_path):
     run = write_run(tmp_path / "a", [1.0])
     with pytest.raises(ValueError, match="has no evaluation yet"):
         report.table_rows([str(run)])
-    (run / "checkpoints" / "step_00000004" / "state.json").write_text('{"corpus": {}}')
+    path = run / "checkpoints" / "step_00000004" / "state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "corpus": {}}))
     with pytest.raises(ValueError, match="text size is unknown"):
         report.curves([str(run)], "steps", "bits_per_byte", tmp_path / "x.png")

@@ -178,6 +178,9 @@ def test_stops_before_the_step_on_what_is_not_finite(corpus, tmp_path, changes, 
     assert "nan" in result.stderr.decode()
     assert len(result.stderr.decode().splitlines()) == 1
     assert len(checkpoint.all_of(out)) == int(message[5]) - 1
+    kept = checkpoint.find(out / "nonfinite")
+    assert checkpoint.read_state(kept)["step"] == int(message[5]) - 1
+    assert str(kept) in result.stderr.decode()
 
 
 MISTAKES = [
@@ -236,6 +239,29 @@ def test_used_run_folder_is_refused(finished, corpus):
     assert "learning_rate=0.02, but" in changed
     assert "was trained with 0.01" in changed
     assert sorted(path.stat().st_mtime_ns for path in out.rglob("*")) == before
+
+
+def test_another_corpus_is_refused_when_resuming(finished, tmp_path, corpus):
+    out, _ = finished
+    other = tmp_path / "other"
+    shutil.copytree(corpus, other)
+    meta = json.loads((other / "meta.json").read_text())
+    (other / "meta.json").write_text(json.dumps({**meta, "source": "elsewhere"}))
+    error = one_line_error(script("train.py", *small_run(other, out, resume="auto", max_steps=9)))
+    assert "is not the corpus that" in error
+
+
+def test_keys_newer_than_a_checkpoint_count_as_their_default(finished, corpus, tmp_path):
+    whole, _ = finished
+    out = tmp_path / "old"
+    shutil.copytree(whole, out)
+    file = checkpoint.find(out) / "state.json"
+    state = json.loads(file.read_text())
+    del state["run_config"]["beta2"], state["model_config"]["rope_base"]
+    file.write_text(json.dumps(state))
+    result = script("train.py", *small_run(corpus, out, resume="auto"))
+    assert "nothing to train" in result.stdout.decode()
+    assert "beta2=0.99, but" in one_line_error(script("train.py", *small_run(corpus, out, resume="auto", beta2=0.99)))
 
 
 CONFIGS = sorted(path for path in (ROOT / "config").glob("*.py"))

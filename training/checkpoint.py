@@ -75,9 +75,13 @@ def find(path: str | Path) -> Path:
 def read_state(checkpoint: Path) -> dict:
     """state.json. ValueError: missing or damaged."""
     try:
-        return json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+        state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"{checkpoint}: state.json is missing or damaged; take another checkpoint") from error
+    missing = {"step", "seconds", "model", "model_config", "run_config", "corpus"} - set(state)
+    if missing:
+        raise ValueError(f"{checkpoint}: state.json is damaged, {min(missing)} is gone; take another checkpoint")
+    return state
 
 
 def load_tensors(file: Path) -> dict[str, torch.Tensor]:

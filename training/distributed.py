@@ -40,7 +40,10 @@ def pick_device(name: str) -> torch.device:
     if name == "cuda":
         if not torch.cuda.is_available():
             raise ValueError("device=cuda: torch sees no GPU; give --device=cpu")
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        index, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        if index >= count:
+            raise ValueError(f"process {index} of this machine has no GPU of its own, there are {count}: start fewer")
+        return torch.device("cuda", index)
     return torch.device(name)
 
 

@@ -29,8 +29,9 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
         group = groups.setdefault(key, {"params": [], "names": [], "lr_scale": key[0], "weight_decay": key[1]})
         group["params"].append(parameter)
         group["names"].append(name)
-    grouped = sum(p.numel() for group in groups.values() for p in group["params"])
-    assert grouped == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    names = [name for group in groups.values() for name in group["names"]]
+    assert sorted(names) == sorted(name for name, p in model.named_parameters() if p.requires_grad)
+    assert scaled <= dict(model.named_parameters()).keys()
     return list(groups.values())
 
 
@@ -95,6 +96,8 @@ def load_named_state(optimizers: list[torch.optim.Optimizer], state: dict[str, t
         for group in optimizer.param_groups:
             for name, parameter in zip(group["names"], group["params"]):
                 keys = [key for key in left if key.startswith(f"{name}:")]
+                if not keys:
+                    raise ValueError(f"the checkpoint's optimizer has no state for {name}: take another checkpoint")
                 values = {key.partition(":")[2]: left.pop(key) for key in keys}
                 # Step counters stay where the optimizer keeps them, moments go with their parameter.
                 moved = {k: v.to(parameter.device) if v.ndim or parameter.is_cuda else v for k, v in values.items()}

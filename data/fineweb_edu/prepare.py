@@ -4,7 +4,8 @@
     python data/fineweb_edu/prepare.py --sample=sample-10BT --max_tokens=1000000000
     python data/fineweb_edu/prepare.py --source='fineweb/*.parquet'           from files with a column `text`
 
-Documents come in the order of the source, each after an end-of-text token. meta.json is written last.
+Documents come in the order of the source, each after an end-of-text token. Until all is written, a
+file `incomplete` marks the folder and nothing trains on it; starting again starts over.
 """
 
 import argparse
@@ -38,8 +39,7 @@ def documents(source: str | None, sample: str) -> Iterator[list[str]]:
     except (OSError, ValueError, datasets.exceptions.DatasetNotFoundError) as error:
         where = source or f"{REPOSITORY} ({sample})"
         raise ValueError(f"{where} cannot be read ({type(error).__name__}: {error}); --source takes files") from error
-    for batch in stream.select_columns("text").iter(batch_size=1000):
-        yield batch["text"]
+    return (batch["text"] for batch in stream.select_columns("text").iter(batch_size=1000))
 
 
 def token_blocks(texts: Iterator[list[str]], encoding, size: int) -> Iterator[np.ndarray]:
@@ -66,12 +66,16 @@ def bytes_by_token(encoding) -> np.ndarray:
 
 
 def prepare(args, encoding) -> None:
+    texts = documents(args.source, args.sample)
     args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / shards.INCOMPLETE).touch()
+    for old in [*args.out.glob("fineweb_edu_*.bin"), args.out / "meta.json"]:
+        old.unlink(missing_ok=True)
     lengths, started, total = bytes_by_token(encoding), time.monotonic(), 0
     meta = {"tokenizer": encoding.name, "vocab_size": encoding.n_vocab, "eot_token": encoding.eot_token}
     meta |= {"source": args.source or f"{REPOSITORY} {args.sample}"}
     meta |= {split: {"bytes": 0, "tokens": 0} for split in ("val", "train")}
-    for index, block in enumerate(token_blocks(documents(args.source, args.sample), encoding, args.shard_tokens)):
+    for index, block in enumerate(token_blocks(texts, encoding, args.shard_tokens)):
         if args.max_tokens:
             block = block[: args.max_tokens - total]
         split = "train" if index else "val"
@@ -88,6 +92,7 @@ def prepare(args, encoding) -> None:
         raise ValueError(f"{total} tokens fill no training shard: give more text, or --shard_tokens below {total}")
     (args.out / "tokenizer.json").write_text(json.dumps(tokenizer.to_json(encoding)), encoding="utf-8")
     (args.out / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+    (args.out / shards.INCOMPLETE).unlink()
 
 
 def main():

@@ -74,6 +74,7 @@ def main():
 def write(out: Path, splits: dict[str, dict[str, str]], encoding) -> None:
     """The tokenizer, then shards, then meta.json; what an earlier preparation left is removed first."""
     out.mkdir(parents=True, exist_ok=True)
+    (out / shards.INCOMPLETE).touch()
     for old in [*out.glob("python_*.bin"), out / "meta.json"]:
         old.unlink(missing_ok=True)
     (out / "tokenizer.json").write_text(json.dumps(tokenizer.to_json(encoding)), encoding="utf-8")
@@ -89,6 +90,7 @@ def write(out: Path, splits: dict[str, dict[str, str]], encoding) -> None:
             f"{split}: {len(texts)} files, {size:,} bytes, {len(tokens):,} tokens ({size / len(tokens):.2f} bytes each)"
         )
     (out / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+    (out / shards.INCOMPLETE).unlink()
 
 
 if __name__ == "__main__":
