@@ -73,6 +73,7 @@ def draw(result: dict, widths: list[int], title: str, out: Path) -> None:
         axes[0 if mup else 1].plot(widths, values, "o-", label=f"{quantity} (slope {grade:+.2f})")
     for panel, name in zip(axes, ("with muP", "without")):
         panel.set(title=f"{title}, {name}", xlabel="hidden_size", xscale="log", yscale="log", xticks=widths)
+        panel.minorticks_off()
         panel.set_xticklabels(map(str, widths))
         panel.grid(alpha=0.3)
         panel.legend()
