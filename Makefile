@@ -19,7 +19,7 @@ RUN := $(or $(patsubst --out_dir=%,%,$(filter --out_dir=%,$(ARGS))),runs/$(basen
 train: .venv/installed $(CORPUS)
 	$(BIN)/torchrun train.py $(CONFIG) --out_dir="$(RUN)" --resume=auto $(ARGS)
 	$(BIN)/python report.py curves "$(RUN)" --out="$(RUN)/loss.png"
-	$(BIN)/python sample.py "$(RUN)" --prompt="class" --max_new_tokens=400 --seed=1 | tee "$(RUN)/sample.txt"
+	$(BIN)/python sample.py "$(RUN)" --prompt="class" --num_samples=3 --max_new_tokens=150 | tee "$(RUN)/sample.txt"
 	$(BIN)/python report.py python_lines "$(RUN)/sample.txt" data/python_stdlib
 
 test: .venv/installed $(CORPUS)
