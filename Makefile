@@ -16,7 +16,9 @@ RUN := $(or $(patsubst --out_dir=%,%,$(filter --out_dir=%,$(ARGS))),runs/$(basen
 
 .PHONY: train test soak lint format clean
 
+# The dry run answers a mistake in ARGS with one line, which torchrun would bury.
 train: .venv/installed $(CORPUS)
+	@$(BIN)/python train.py $(CONFIG) --out_dir="$(RUN)" --resume=auto $(ARGS) --dry_run
 	$(BIN)/torchrun train.py $(CONFIG) --out_dir="$(RUN)" --resume=auto $(ARGS)
 	$(BIN)/python report.py curves "$(RUN)" --out="$(RUN)/loss.png"
 	$(BIN)/python sample.py "$(RUN)" --prompt="class" --num_samples=3 --max_new_tokens=150 | tee "$(RUN)/sample.txt"

@@ -38,6 +38,7 @@ class TrainConfig:
     dataset: Annotated[str, "folder of token shards: a name under data/, or a path"] = "fineweb_edu"
     out_dir: Annotated[str | None, "run folder; None: runs/<name of the config file>"] = None
     resume: Annotated[str | None, "auto: start, or continue out_dir; a path: continue that run or checkpoint"] = None
+    dry_run: Annotated[bool, "check everything, print the size of the run, and exit"] = False
     seed: Annotated[int, "seed of initialisation and data order"] = 0
     device: Annotated[Literal["auto", "cuda", "cpu"], "auto: the GPU where there is one"] = "auto"
     dtype: Annotated[
@@ -69,7 +70,7 @@ class TrainConfig:
 
 
 RESUME_MAY_CHANGE = {
-    *("resume", "out_dir", "max_steps", "micro_batch_size", "device", "compile", "keep_last", "eval_full"),
+    *("resume", "out_dir", "dry_run", "max_steps", "micro_batch_size", "device", "compile", "keep_last", "eval_full"),
     *("eval_interval", "log_interval", "checkpoint_interval"),
     *("wandb_log", "wandb_project", "wandb_run_name"),
 }
@@ -251,6 +252,9 @@ def main():
         if start:
             checkpoint.load_weights(model, start)
             optimizer.load_named_state(optimizers, checkpoint.load_tensors(start / "optimizer.safetensors"))
+    if config.dry_run:
+        print(metrics.size_of_run(config, model, train_batches.windows, device))
+        return
 
     world = distributed.start(device)
     torch.set_float32_matmul_precision("high")  # TF32 for what stays in float32 on a GPU

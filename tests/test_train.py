@@ -214,6 +214,20 @@ def test_mistakes_end_in_one_line_with_nothing_written(corpus, tmp_path, monkeyp
     assert not out.exists()
 
 
+def test_dry_run_prints_the_size_and_writes_nothing(corpus, tmp_path, monkeypatch, capsys):
+    import train
+
+    out = tmp_path / "out"
+    monkeypatch.setattr(sys, "argv", ["train.py", *small_run(corpus, out, max_steps=1000), "--dry_run"])
+    train.main()
+    printed = capsys.readouterr().out
+    model = build("DDL-gpt-mha-rope", **SMALL)
+    assert f"{model.num_parameters():,} parameters" in printed
+    assert "1,000 steps x 4 sequences x 16 tokens = 64,000 tokens, 2.00 epochs" in printed  # 2005 windows an epoch
+    assert f"{64_000 * model.flops_per_token():.3g} FLOPs, 96 bytes" in printed
+    assert not out.exists()
+
+
 def test_a_mistake_ends_the_script(corpus, tmp_path):
     error = one_line_error(script("train.py", *small_run(corpus, tmp_path / "out", max_stepz=5)))
     assert error == "train.py: error: unknown key --max_stepz, did you mean max_steps?"

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from training.distributed import world_size
+
 # Dense bf16 peak in FLOP/s by a word of the device name (vendor data sheets, no sparsity); the first that fits counts.
 PEAK_FLOPS = {
     "H200": 989e12,
@@ -27,6 +29,24 @@ def nominal_flops_per_token(model) -> float:
     """6 N + 12 L d T, N all parameters, T tokens of context: by custom MFU counts these, whatever the residual does."""
     c = model.config
     return 6 * model.num_parameters() + 12 * c.num_hidden_layers * c.hidden_size * c.block_size
+
+
+def size_of_run(config, model, windows: int, device: torch.device) -> str:
+    """Parameters, memory, tokens and FLOPs of a whole run, and its time at 45% utilisation where the peak is known."""
+    tokens = config.max_steps * config.global_batch_size * model.config.block_size
+    flops = tokens * model.flops_per_token()
+    lines = [
+        f"{config.model}: {model.num_parameters():,} parameters",
+        f"{16 * model.num_parameters() / 2**30:.2f} GiB for weights, gradients and AdamW's state, before activations",
+        f"{config.max_steps:,} steps x {config.global_batch_size} sequences x {model.config.block_size} tokens = "
+        f"{tokens:,} tokens, {config.max_steps * config.global_batch_size / windows:.2f} epochs",
+        f"{flops:.3g} FLOPs, {model.state_bytes_per_token()} bytes of bfloat16 state per token",
+    ]
+    if peak := peak_flops(device):
+        # MFU counts nominal FLOPs, so the time at a given utilisation follows from them.
+        seconds = tokens * nominal_flops_per_token(model) / (0.45 * peak * world_size())
+        lines.append(f"about {duration(seconds)} on {world_size()} GPUs at 45% utilisation")
+    return "\n".join(lines)
 
 
 def validation_record(loss: float, bytes_per_token: float | None) -> dict:
