@@ -109,15 +109,9 @@ def configure(argv: list[str]):
 
 def check_run(c: TrainConfig) -> None:
     """Ranges and contradictions between run keys. ValueError: names the key, the value and the fix."""
-    least = {
-        "max_steps": 1,
-        "global_batch_size": 1,
-        "micro_batch_size": 1,
-        "warmup_steps": 0,
-        "eval_interval": 1,
-    }
-    least |= {"eval_batches": 1, "log_interval": 1, "checkpoint_interval": 1, "keep_last": 1, "seed": 0}
-    least |= {"learning_rate": 0, "weight_decay": 0, "grad_clip": 0}
+    least = dict.fromkeys(("max_steps", "global_batch_size", "micro_batch_size", "keep_last"), 1)
+    least |= dict.fromkeys(("eval_interval", "eval_batches", "log_interval", "checkpoint_interval"), 1)
+    least |= dict.fromkeys(("warmup_steps", "seed", "learning_rate", "weight_decay", "grad_clip"), 0)
     for name, low in least.items():
         if getattr(c, name) < low:
             raise ValueError(f"{name}={getattr(c, name)}: give {low} or more")

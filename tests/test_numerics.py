@@ -7,6 +7,7 @@ import torch
 
 from model import STEMS, build
 
+# At d = 64 this holds for all but the reads over tokens, whose gradient was off by 3.6 times the baseline's (bound 3).
 SIZE = {"vocab_size": 128, "block_size": 64, "num_hidden_layers": 12, "num_attention_heads": 4, "head_dim": 32}
 SIZE |= {"hidden_size": 128}
 
