@@ -46,8 +46,8 @@ format: .venv/installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
 	@touch $@
 
-$(CORPUS): .venv/installed data/python_stdlib/prepare.py data/tokenizer.py data/shards.py
-	$(BIN)/python data/python_stdlib/prepare.py
+$(CORPUS): .venv/installed data/python_stdlib/prepare.py
+	$(BIN)/python data/python_stdlib/prepare.py --overwrite
 	@touch $@
 
 clean:

@@ -1,15 +1,22 @@
-"""Measure speed: every variant against the additive baseline, interleaved in one process.
+"""Measure speed: every variant against the additive baseline, and the data pipeline, interleaved in one process.
 
     python bench.py step                                       training step of all variants, at the demo's size
     python bench.py step --models=gpt-mha-rope,DDL-gpt-mha-rope --hidden_size=256 --num_hidden_layers=6 --rounds=30
+    python bench.py data                                       preparing and loading data, against tiktoken alone
 
 A round runs one step of each model in turn, so that what else the machine does falls on all alike. The ratio is the
 baseline's time over the model's in the same round: its median, and its 10th and 90th percentile. JSON goes to --json.
 """
 
 import argparse
+import itertools
 import json
+import os
 import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,25 +24,34 @@ from types import SimpleNamespace
 import torch
 
 import configurator
+from data import tokenizer
+from data.loader import TrainBatches, prefetched
+from data.shards import read_shard, write_shard
+from data.sources import Files
+from data.token_reader import START, TokenReader
 from model import STEMS, build
 from training import distributed, optimizer
 from training.provenance import provenance
 
 BASELINE = "gpt-mha-rope"
+SHARD_TOKENS = 100_000_000
 
 
-def training_step(stem: str, size: dict, rows: int, device, dtype: torch.dtype, compiled: bool):
-    """(a function that runs one training step and waits for it, the model's parameters)."""
+def training_step(stem: str, size: dict, rows: int, device, dtype: torch.dtype, compiled: bool, batch=None):
+    """(a function that runs one training step and waits for it, the model's parameters).
+
+    `batch()` gives each step's ids and targets; without it they are the same random ones.
+    """
     torch.manual_seed(0)
     model = build(stem, **size).to(device)
     settings = SimpleNamespace(optimizer="adamw", learning_rate=1e-3, weight_decay=0.1, beta1=0.9, beta2=0.95)
     [adamw] = optimizer.build_optimizers(model, settings)
-    ids, targets = torch.randint(0, size["vocab_size"], (2, rows, size["block_size"]), device=device)
+    random = torch.randint(0, size["vocab_size"], (2, rows, size["block_size"]), device=device)
     run = torch.compile(model) if compiled else model
 
     def step():
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            _, loss = run(ids, targets)
+            _, loss = run(*(batch() if batch else random))
         loss.backward()
         adamw.step()
         adamw.zero_grad(set_to_none=True)
@@ -82,6 +98,139 @@ def markdown(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def tokenizer_and_texts(megabytes: float, source: list[str], vocab_size: int | None):
+    """Texts, and GPT-2's encoding; where it cannot be had, or vocab_size is given, one trained on them instead."""
+    texts, size = [], 0
+    for batch in Files(source, suffixes=(".py", ".txt", ".md", ".rst")).read():
+        texts += batch.texts
+        size += sum(map(len, batch.texts))
+        if size > megabytes * 1e6:
+            break
+    if vocab_size is None:
+        try:
+            return tokenizer.gpt2_tokenizer(), texts
+        except ValueError as error:
+            print(f"{error}; training a stand-in", flush=True)
+    from tiktoken_ext.openai_public import r50k_pat_str
+
+    return tokenizer.train_byte_pairs(texts, vocab_size or 50257, r50k_pat_str), texts
+
+
+def write_parquet(folder: Path, texts: list[str], files: int = 4) -> None:
+    """Texts in FineWeb-Edu's layout: rows with `text` and `id`, 1,000 to a row group."""
+    import pyarrow
+    import pyarrow.parquet
+
+    share = -(-len(texts) // files)
+    for index in range(files):
+        rows = texts[index * share : (index + 1) * share]
+        table = pyarrow.table({"text": rows, "id": [str(row) for row in range(len(rows))]})
+        pyarrow.parquet.write_table(table, folder / f"{index:03d}.parquet", row_group_size=1000)
+
+
+def tokenisation(encoding, texts: list[str], folder: Path, workers: int, rounds: int) -> tuple[dict, list]:
+    """tiktoken alone on texts in memory, and parquet files to shards on the disk, in turns; and the shards."""
+    plan_source = Files([f"{folder}/*.parquet"])
+    seconds = {"tiktoken": [], "prepare": []}
+    for number in range(rounds):
+        started = time.perf_counter()
+        count = sum(map(len, encoding.encode_ordinary_batch(texts, num_threads=workers)))
+        seconds["tiktoken"].append(time.perf_counter() - started)
+        started = time.perf_counter()
+        reader = TokenReader(plan_source, encoding, workers, START)
+        shards = []
+        while (tokens := reader.take(SHARD_TOKENS)[0]).size:
+            write_shard(folder / f"bench_train_{len(shards):06d}.bin", tokens)
+            shards.append(read_shard(folder / f"bench_train_{len(shards):06d}.bin"))
+        seconds["prepare"].append(time.perf_counter() - started)
+        print(f"round {number + 1}: {seconds['tiktoken'][-1]:.1f} s and {seconds['prepare'][-1]:.1f} s", flush=True)
+    assert sum(map(len, shards)) == count + len(texts)  # one end-of-text a document
+    ratios = sorted(alone / whole for alone, whole in zip(*seconds.values()))
+    rates = {f"{name}_tokens_per_second": count / statistics.median(times) for name, times in seconds.items()}
+    row = {"tokens": count, "megabytes": sum(len(t.encode()) for t in texts) / 1e6, "workers": workers, **rates}
+    return row | {"ratio": statistics.median(ratios), "ratio_worst": ratios[0]}, shards
+
+
+def peak_memory(encoding, folder: Path, workers: int) -> int:
+    """Largest resident memory, in bytes, of a process (it has no children) that prepares the parquet files."""
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer.to_json(encoding)))
+    code = (
+        "import json, sys; sys.argv[0] = 'prepare.py'; from data import tokenizer; from pathlib import Path\n"
+        f"encoding = tokenizer.from_json(json.loads(Path({str(folder)!r}, 'tokenizer.json').read_text()))\n"
+        "tokenizer.gpt2_tokenizer = lambda: encoding\n"
+        "from data.fineweb_edu import prepare\n"
+        f"sys.argv[1:] = ['--source={folder}/*.parquet', '--out={folder}/out', '--workers={workers}']\n"
+        "sys.argv += ['--val_tokens=1000']; prepare.main()\n"
+        # Not getrusage, whose figure is inherited from the process that started this one.
+        "print([line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')][0])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise ValueError(f"the preparation failed: {result.stderr.strip()}")
+    return 1024 * int(result.stdout.split()[-1])
+
+
+def loading(shards: list, seq_len: int, rows: int, seconds: float) -> float:
+    """Tokens/s of training batches from the shards, as a training loop receives them."""
+    batches = TrainBatches(shards, seq_len, rows, 0)
+    served = prefetched(lambda step: batches.get(step, 0, rows), itertools.count(), torch.device("cpu"))
+    for _ in range(10):
+        next(served)
+    started, count = time.perf_counter(), 0
+    while (elapsed := time.perf_counter() - started) < seconds:
+        next(served)
+        count += rows * seq_len
+    return count / elapsed
+
+
+def loading_share(shards: list, vocab_size: int, rounds: int) -> dict:
+    """Seconds of a CPU training step of the demo's size with loaded batches over those with one batch kept."""
+    size = {"vocab_size": vocab_size, "block_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
+    size |= {"head_dim": 32, "hidden_size": 128}
+    batches = TrainBatches(shards, 256, 8, 0)
+    kept = batches.get(0, 0, 8)
+    compiled = distributed.can_compile()
+    step, _ = training_step(BASELINE, size, 8, torch.device("cpu"), torch.bfloat16, compiled, lambda: batch)
+    batch, ratios = kept, []
+    for _ in range(5):
+        step()
+    served = prefetched(lambda step: batches.get(step, 0, 8), itertools.count(), torch.device("cpu"))
+    for _ in range(rounds):
+        started = time.perf_counter()
+        step()
+        between = time.perf_counter()
+        batch = next(served)
+        step()
+        ratios.append((time.perf_counter() - between) / (between - started))
+        batch = kept
+    ratios.sort()
+    low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
+    return {"step_ratio": statistics.median(ratios), "step_ratio_p25": low, "step_ratio_p75": high}
+
+
+def data_command(args) -> None:
+    """Print and store the figures of `bench.py data`."""
+    encoding, texts = tokenizer_and_texts(args.megabytes, args.source, args.vocab_size)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_parquet(folder, texts)
+        row, shards = tokenisation(encoding, texts, folder, args.workers, args.rounds)
+        del texts
+        row["peak_memory_bytes"] = peak_memory(encoding, folder, args.workers)
+        row["loader_tokens_per_second"] = loading(shards, args.block_size, 16, seconds=5)
+        row |= loading_share(shards, encoding.n_vocab, args.steps)
+    if args.json:
+        args.json.write_text(json.dumps({**provenance(), "rows": [row]}, indent=1) + "\n", encoding="utf-8")
+    spread = f"{row['step_ratio_p25']:.4f} to {row['step_ratio_p75']:.4f}"
+    print(
+        f"{encoding.name}, {row['megabytes']:.0f} MB, {row['workers']} threads: parquet to shards "
+        f"{row['prepare_tokens_per_second']:,.0f} tokens/s, {row['ratio']:.3f} (worst round {row['ratio_worst']:.3f}) "
+        f"of tiktoken's encode_ordinary_batch alone; peak memory {row['peak_memory_bytes'] / 2**20:.0f} MiB\n"
+        f"loader: {row['loader_tokens_per_second']:,.0f} tokens/s at {args.block_size} tokens a sequence; a step "
+        f"with it takes {row['step_ratio']:.4f} ({spread}) of one without"
+    )
+
+
 def arguments():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -100,12 +249,24 @@ def arguments():
     step.add_argument("--warmup", type=int, default=5, help="steps of each model before measuring")
     step.add_argument("--rounds", type=int, default=30, help="measured steps of each model")
     step.add_argument("--json", type=Path, help="write the rows there as well, with commit, machine and date")
+    data = commands.add_parser("data", help="documents to shards against tiktoken alone; shards to batches")
+    packages = [sysconfig.get_path("purelib")]
+    data.add_argument("--source", nargs="+", default=packages, help="text files or folders (default: this Python's)")
+    data.add_argument("--megabytes", type=float, default=60, help="of text")
+    data.add_argument("--vocab_size", type=int, help="train a vocabulary of this size instead of taking GPT-2's")
+    data.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="threads of both")
+    data.add_argument("--rounds", type=int, default=5, help="of tiktoken and preparation in turns")
+    data.add_argument("--steps", type=int, default=100, help="training steps with and without the loader, in turns")
+    data.add_argument("--block_size", type=int, default=1024, help="tokens of a sequence for the loader's speed")
+    data.add_argument("--json", type=Path, help="write the figures there as well, with commit, machine and date")
     return parser.parse_args()
 
 
 def main():
     args = arguments()
     with configurator.one_line_errors():
+        if args.command == "data":
+            return data_command(args)
         models = args.models.split(",")
         if BASELINE not in models or min(args.rounds, args.warmup, args.micro_batch_size) < 1:
             raise ValueError(f"--models must contain {BASELINE}; --rounds, --warmup, --micro_batch_size be 1 or more")

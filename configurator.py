@@ -136,11 +136,12 @@ def help_text(usage: str, schema: dict[str, Knob]) -> str:
 
 
 @contextlib.contextmanager
-def one_line_errors():
-    """End the script with one line and exit code 2 on what a user can get wrong: ValueError and OSError."""
+def one_line_errors(*kinds: type[Exception]):
+    """End the script with one line and exit code 2 on what a user can get wrong: `kinds`, or ValueError and OSError."""
+    expected = kinds or (ValueError, OSError)
     try:
         yield
-    except (ValueError, OSError) as error:
+    except expected as error:
         rank = f" [rank {os.environ['RANK']}]" if os.environ.get("RANK", "0") != "0" else ""
         print(f"{Path(sys.argv[0]).name}: error:{rank} {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)

@@ -23,11 +23,12 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import configurator
-from data.loader import TrainBatches, ValidationBatches
-from data.shards import open_corpus
-from data.tokenizer import describe
+from data.loader import TrainBatches, ValidationBatches, prefetched
+from data.shards import DamagedShard, open_corpus
+from data.tokenizer import describe, size_of
 from model import STEMS, build, model_class
 from training import checkpoint, distributed, metrics, optimizer
+from training.evaluation import evaluate
 
 
 @dataclass
@@ -142,7 +143,7 @@ def defaults(stem: str) -> dict:
     return {**dataclasses.asdict(TrainConfig()), **dataclasses.asdict(model_class(stem).Config())}
 
 
-def find_start(config: TrainConfig, settings: dict, corpus_meta: dict) -> Path | None:
+def find_start(config: TrainConfig, settings: dict, corpus: dict) -> Path | None:
     """The checkpoint to continue from, None for a fresh run. ValueError: the run folder or checkpoint forbids it."""
     out = Path(config.out_dir)
     if config.resume is None:
@@ -162,9 +163,9 @@ def find_start(config: TrainConfig, settings: dict, corpus_meta: dict) -> Path |
             raise ValueError(f"out_dir={out} has {own[-1].name}, not {start}, as its newest: give another --out_dir")
     if start is not None:
         saved = checkpoint.read_state(start)
-        if saved["corpus"] != corpus_meta:
+        if saved["corpus"] != corpus:
             raise ValueError(
-                f"dataset={config.dataset} is not the corpus that {start} was trained on (its meta.json differs): "
+                f"dataset={config.dataset} is not the corpus that {start} was trained on (shards or meta.json differ): "
                 "prepare that one again, or give another --out_dir without --resume"
             )
         # A key that is newer than the checkpoint was at its default.
@@ -178,45 +179,43 @@ def find_start(config: TrainConfig, settings: dict, corpus_meta: dict) -> Path |
     return start
 
 
-def evaluate(model, batches: ValidationBatches, windows: list[int], rows: int, world, autocast) -> float:
-    """Mean cross-entropy in nats per token over the windows, each read by one process; every process gets it.
-
-    Gradients stay enabled and the shape is that of training: a compiled model is not compiled a second time.
-    """
-    nats = tokens = 0.0
-    mine = windows[world.rank :: world.world_size]
-    for i in range(0, len(mine), rows):
-        ids, targets = batches.get(mine[i : i + rows], rows)
-        count = (targets != -1).sum().item()
-        with autocast:
-            _, loss = model(ids.to(world.device), targets.to(world.device))
-        nats, tokens = nats + loss.item() * count, tokens + count
-    nats, tokens = world.sum(nats, tokens)
-    return nats / tokens
-
-
 def open_data(config: TrainConfig, model_config):
     """(corpus, training batches, validation batches). ValueError: missing, damaged, too short, or too many tokens."""
     corpus = open_corpus(config.dataset)
-    needed = corpus.meta["vocab_size"]
-    if needed > model_config.vocab_size:
-        raise ValueError(f"vocab_size={model_config.vocab_size}, but {corpus.path} has {needed} tokens: give {needed}")
-    train_batches = TrainBatches(corpus.train, model_config.block_size, config.global_batch_size, config.seed)
-    return corpus, train_batches, ValidationBatches(corpus.val, model_config.block_size)
+    known, length = corpus.meta["vocab_size"], model_config.block_size
+    if known > model_config.vocab_size:
+        raise ValueError(f"vocab_size={model_config.vocab_size}, but {corpus.path} has {known} tokens: give {known}")
+    if known != (size := size_of(describe(corpus.path))):
+        raise ValueError(f"{corpus.path}: meta.json has vocab_size {known}, its tokenizer {size}: prepare it again")
+    window = corpus.meta.get("window_tokens")
+    batches = TrainBatches(corpus.train, length, config.global_batch_size, config.seed, known, window)
+    if batches.windows < config.global_batch_size:
+        raise ValueError(
+            f"global_batch_size={config.global_batch_size}, but the training split of {corpus.path} has "
+            f"{batches.windows} sequences of block_size={length}: give a smaller batch, or more text"
+        )
+    return corpus, batches, ValidationBatches(corpus.val, length, known, window)
 
 
-def train_step(step: int, config: TrainConfig, model, batches: TrainBatches, world, autocast) -> tuple[float, float]:
-    """Gradients of global batch `step` (from 1), clipped. Returns (loss in nats per token, gradient norm before)."""
+def micro_batches(config: TrainConfig, batches: TrainBatches, first_step: int, world):
+    """(ids, targets) of every micro-batch of this process from `first_step` (from 1) to the last, made in advance."""
     rows = micro_batch_rows(config)
-    accumulation = config.global_batch_size // world.world_size // rows
+    firsts = range(world.rank * rows, config.global_batch_size, world.world_size * rows)
+    places = ((step - 1, first) for step in range(first_step, config.max_steps + 1) for first in firsts)
+    return prefetched(lambda place: batches.get(*place, rows), places, world.device)
+
+
+def train_step(config: TrainConfig, model, batches, world, autocast) -> tuple[float, float]:
+    """Gradients of the next global batch, clipped. Returns (loss in nats per token, gradient norm before clipping)."""
+    accumulation = config.global_batch_size // world.world_size // micro_batch_rows(config)
     loss_sum = 0.0
     for micro in range(accumulation):
-        ids, targets = batches.get(step - 1, (micro * world.world_size + world.rank) * rows, rows)
+        ids, targets = next(batches)
         # DDP averages gradients over processes once, with the last micro-batch.
         synchronise = micro == accumulation - 1 or world.world_size == 1
         with contextlib.nullcontext() if synchronise else model.no_sync():
             with autocast:
-                _, loss = model(ids.to(world.device), targets.to(world.device))
+                _, loss = model(ids, targets)
             (loss / accumulation).backward()
         loss_sum += loss.detach()
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf).item()
@@ -232,7 +231,7 @@ def main():
         if config.compile and not distributed.can_compile(device):
             raise ValueError("compile=True needs a C++ compiler and Python's headers: install them, or --compile=False")
         corpus, train_batches, val_batches = open_data(config, model_config)
-        start = find_start(config, settings, corpus.meta)
+        start = find_start(config, settings, corpus.identity)
         state = {"step": 0, "seconds": 0.0}
         if start:
             state = {key: checkpoint.read_state(start)[key] for key in state}
@@ -264,7 +263,8 @@ def main():
             log = metrics.RunLog(out, config, settings, state, model, world)
         print(
             f"{config.model}: {model.num_parameters():,} parameters, {'bfloat16' if bf16 else 'float32'} on "
-            f"{world.world_size} x {device.type}; {train_batches.windows:,} sequences an epoch; run folder {out}"
+            f"{world.world_size} x {device.type}; run folder {out}\n{train_batches.windows:,} sequences an epoch; "
+            f"each leaves out {train_batches.skipped:,} of {len(train_batches.stream):,} tokens, not always the same"
         )
         if config.warmup_steps > config.max_steps:
             print(f"note: warmup_steps={config.warmup_steps} is longer than the run: it ends on the way up")
@@ -273,15 +273,17 @@ def main():
 
     def save(subfolder: str = "") -> Path:
         saved = {"model": config.model, "model_config": dataclasses.asdict(model_config), **state}
-        saved |= {"run_config": dataclasses.asdict(config), "corpus": corpus.meta}
+        saved |= {"run_config": dataclasses.asdict(config), "corpus": corpus.identity}
         optimizer_state = optimizer.named_state(optimizers)
         return checkpoint.save(out / subfolder, model, optimizer_state, saved, describe(corpus.path))
 
+    batches = micro_batches(config, train_batches, state["step"] + 1, world)
     for step in range(state["step"] + 1, config.max_steps + 1):
         step_start = time.perf_counter()
         lr = optimizer.learning_rate_at(step - 1, config)
         optimizer.set_learning_rate(optimizers, lr)
-        loss, grad_norm = train_step(step, config, run_model, train_batches, world, autocast)
+        with configurator.one_line_errors(DamagedShard):
+            loss, grad_norm = train_step(config, run_model, batches, world, autocast)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             kept = save("nonfinite") if world.is_main else None
             distributed.stop(world)
@@ -301,9 +303,11 @@ def main():
         if final or step % config.eval_interval == 0:
             count = config.eval_batches * config.global_batch_size
             windows = val_batches.spread(val_batches.windows if final and config.eval_full else count)
-            val_loss = evaluate(eval_model, val_batches, windows, micro_batch_rows(config), world, autocast)
+            rows, scored_from = micro_batch_rows(config), corpus.meta.get("scored_from")
+            with configurator.one_line_errors(DamagedShard):
+                scores = evaluate(eval_model, val_batches, windows, rows, world, autocast, scored_from)
             if world.is_main:
-                log.evaluation(state, val_loss, corpus.bytes_per_token("val"), len(windows), val_batches.windows)
+                log.evaluation(state, scores, corpus.bytes_per_token("val"), len(windows), val_batches.windows)
         if world.is_main and (final or step % config.checkpoint_interval == 0):
             path = save()
             checkpoint.remove_old(out, config.keep_last)

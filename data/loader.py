@@ -5,37 +5,61 @@ seq_len, from an offset that is drawn anew for each epoch, and visits every wind
 needs no memory. Sequence i of step s is number s * global_batch_size + i of the whole run, whoever computes it.
 """
 
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+
 import numpy as np
 import torch
 
+from data.shards import DamagedShard
+
 
 class TokenStream:
-    """Shards (uint16, 1-D each) as one array: `stream.read(start, count)` crosses shard boundaries."""
+    """Shards (uint16, 1-D each) as one array. Reading raises DamagedShard where an id is not below vocab_size."""
 
-    def __init__(self, shards: list[np.ndarray]):
-        self.shards = shards
+    def __init__(self, shards: list[np.ndarray], vocab_size: int = 2**16):
+        self.names = [getattr(shard, "filename", f"shard {index}") for index, shard in enumerate(shards)]
+        self.shards = [np.asarray(shard) for shard in shards]  # slicing a memmap object is slow
         self.starts = np.concatenate([[0], np.cumsum([len(shard) for shard in shards])])
+        self.vocab_size = vocab_size
 
     def __len__(self) -> int:
         return int(self.starts[-1])
 
-    def read(self, start: int, count: int) -> np.ndarray:
-        """Tokens [start, start + count), int64; fewer where the stream ends."""
-        first = int(np.searchsorted(self.starts, start, side="right")) - 1
-        parts = []
-        for index in range(first, len(self.shards)):
-            if self.starts[index] >= start + count:
-                break
-            begin = max(start - int(self.starts[index]), 0)
-            parts.append(self.shards[index][begin : start + count - int(self.starts[index])])
-        return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, dtype=np.int64)
+    def read(self, starts: np.ndarray, count: int) -> np.ndarray:
+        """Tokens [start, start + count) for each of `starts`, uint16 (len(starts), count); zeros past the end."""
+        tokens = np.zeros((len(starts), count), dtype=np.uint16)
+        shards = np.searchsorted(self.starts, starts, side="right") - 1
+        for row, start, shard in zip(tokens, starts.tolist(), shards.tolist()):
+            filled = 0
+            while filled < count and shard < len(self.shards):
+                begin = start + filled - int(self.starts[shard])
+                part = self.shards[shard][begin : begin + count - filled]
+                row[filled : filled + len(part)] = part
+                filled, shard = filled + len(part), shard + 1
+        if tokens.size and tokens.max() >= self.vocab_size:
+            row, column = np.argwhere(tokens >= self.vocab_size)[0].tolist()
+            place = int(starts[row]) + column
+            shard = int(np.searchsorted(self.starts, place, side="right")) - 1
+            raise DamagedShard(
+                f"{self.names[shard]} holds token id {tokens[row, column]} at {place - self.starts[shard]}, its "
+                f"vocabulary has {self.vocab_size}: it is damaged, or its meta.json is another corpus's"
+            )
+        return tokens
+
+
+def ids_and_targets(windows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """Windows of tokens as int64 tensors: all but the last, and all but the first."""
+    return torch.from_numpy(windows[:, :-1].astype(np.int64)), torch.from_numpy(windows[:, 1:].astype(np.int64))
 
 
 def keyed_permutation(index: np.ndarray, size: int, key: int) -> np.ndarray:
     """A bijection of 0..size-1 that depends on key: a four-round Feistel network, walked until it lands below size."""
     half_bits = max(((size - 1).bit_length() + 1) // 2, 1)
     mask = np.uint64((1 << half_bits) - 1)
-    round_keys = np.random.Generator(np.random.PCG64(key)).integers(0, 2**64, 4, dtype=np.uint64)
+    round_keys = _round_keys(key)
 
     def encrypt(x):
         left, right = x >> np.uint64(half_bits), x & mask
@@ -49,6 +73,11 @@ def keyed_permutation(index: np.ndarray, size: int, key: int) -> np.ndarray:
     return result.astype(np.int64)
 
 
+@lru_cache(8)
+def _round_keys(key: int) -> np.ndarray:
+    return np.random.Generator(np.random.PCG64(key)).integers(0, 2**64, 4, dtype=np.uint64)
+
+
 def _mix(x: np.ndarray) -> np.ndarray:
     """The finaliser of splitmix64: every input bit reaches every output bit. uint64 arithmetic wraps by design."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -57,50 +86,85 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 class TrainBatches:
-    """Random windows of the training split. ValueError: it is shorter than one window."""
+    """Random windows of the training split. ValueError: it is shorter than one window.
 
-    def __init__(self, shards: list[np.ndarray], seq_len: int, global_batch_size: int, seed: int):
-        self.stream, self.seq_len = TokenStream(shards), seq_len
+    window_tokens, of a corpus whose documents have this one length, seq_len + 1: a window is a document, none is cut.
+    """
+
+    def __init__(
+        self,
+        shards: list[np.ndarray],
+        seq_len: int,
+        global_batch_size: int,
+        seed: int,
+        vocab_size: int = 2**16,
+        window_tokens: int | None = None,
+    ):
+        self.stream, self.seq_len = TokenStream(shards, vocab_size), seq_len
         self.global_batch_size, self.seed = global_batch_size, seed
         tokens = len(self.stream)
-        if tokens < seq_len + 1:
-            raise ValueError(
-                f"the training split has {tokens} tokens, block_size={seq_len} needs {seq_len + 1} or more"
-            )
-        # One window fewer than fit at offset 0, so that every offset up to a window and the tail holds as many.
-        self.windows = max((tokens - 1) // seq_len - 1, 1)
-        self.max_offset = tokens - 1 - self.windows * seq_len
+        check_window(tokens, "training", seq_len, window_tokens)
+        if window_tokens:
+            self.stride, self.windows, self.max_offset = window_tokens, tokens // window_tokens, 0
+        else:
+            # One window fewer than fit at offset 0, so that every offset up to a window and the tail holds as many.
+            self.stride, self.windows = seq_len, max((tokens - 1) // seq_len - 1, 1)
+            self.max_offset = tokens - 1 - self.windows * seq_len
+        self.skipped = tokens - self.windows * self.stride - (0 if window_tokens else 1)  # per epoch
 
-    def start(self, number: int) -> int:
-        """First token of sequence `number` of the run."""
-        epoch, index = divmod(number, self.windows)
-        offset = int(np.random.Generator(np.random.PCG64([self.seed, epoch])).integers(0, self.max_offset + 1))
-        window = keyed_permutation(np.array([index]), self.windows, hash_key(self.seed, epoch))[0]
-        return offset + int(window) * self.seq_len
+    def starts(self, numbers: np.ndarray) -> np.ndarray:
+        """First tokens of the sequences `numbers` of the run, int64."""
+        epochs, indices = np.divmod(numbers, self.windows)
+        starts = np.empty_like(numbers)
+        for epoch in np.unique(epochs).tolist():
+            here = epochs == epoch
+            order = keyed_permutation(indices[here], self.windows, _hash_key(self.seed, epoch))
+            starts[here] = _offset(self.seed, epoch, self.max_offset) + order * self.stride
+        return starts
 
     def get(self, step: int, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """ids and targets, int64 (count, seq_len), of sequences first..first+count-1 of the global batch of `step`."""
-        numbers = range(step * self.global_batch_size + first, step * self.global_batch_size + first + count)
-        windows = torch.from_numpy(np.stack([self.stream.read(self.start(n), self.seq_len + 1) for n in numbers]))
-        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        begin = step * self.global_batch_size + first
+        return ids_and_targets(self.stream.read(self.starts(np.arange(begin, begin + count)), self.seq_len + 1))
 
 
-def hash_key(seed: int, epoch: int) -> int:
+@lru_cache(8)
+def _offset(seed: int, epoch: int, largest: int) -> int:
+    return int(np.random.Generator(np.random.PCG64([seed, epoch])).integers(0, largest + 1))
+
+
+@lru_cache(8)
+def _hash_key(seed: int, epoch: int) -> int:
     """A 64-bit key from two integers."""
     return int(np.random.SeedSequence([seed, epoch, 1]).generate_state(1, np.uint64)[0])
+
+
+def check_window(tokens: int, split: str, seq_len: int, window_tokens: int | None) -> None:
+    """ValueError: no window fits, or the corpus's documents have another length."""
+    if window_tokens and seq_len + 1 != window_tokens:
+        raise ValueError(
+            f"block_size={seq_len}: the documents of this corpus have {window_tokens} tokens each, one a window: "
+            f"give --block_size={window_tokens - 1}"
+        )
+    if tokens < seq_len + 1 and (split == "training" or window_tokens):
+        raise ValueError(f"the {split} split has {tokens} tokens, block_size={seq_len} needs {seq_len + 1} or more")
 
 
 class ValidationBatches:
     """The validation split in order: window w predicts tokens w*seq_len+1 .. (w+1)*seq_len, the last one what is left.
 
-    Every token but the first is a target exactly once. ValueError: fewer than two tokens.
+    Every token but the first is a target exactly once. ValueError: fewer than two tokens. window_tokens as in training.
     """
 
-    def __init__(self, shards: list[np.ndarray], seq_len: int):
-        self.stream, self.seq_len = TokenStream(shards), seq_len
+    def __init__(
+        self, shards: list[np.ndarray], seq_len: int, vocab_size: int = 2**16, window_tokens: int | None = None
+    ):
+        self.stream, self.seq_len = TokenStream(shards, vocab_size), seq_len
         if len(self.stream) < 2:
             raise ValueError(f"the validation split has {len(self.stream)} tokens, it needs 2 or more")
-        self.windows = -(-(len(self.stream) - 1) // seq_len)
+        check_window(len(self.stream), "validation", seq_len, window_tokens)
+        self.stride = window_tokens or seq_len
+        self.windows = len(self.stream) // self.stride if window_tokens else -(-(len(self.stream) - 1) // seq_len)
 
     def spread(self, count: int) -> list[int]:
         """`count` windows (all, where there are fewer) evenly over the split."""
@@ -108,9 +172,32 @@ class ValidationBatches:
 
     def get(self, windows: list[int], rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """ids and targets, int64 (rows, seq_len); rows and positions past the end hold id 0 and target -1."""
-        ids = torch.zeros(rows, self.seq_len, dtype=torch.int64)
-        targets = torch.full((rows, self.seq_len), -1, dtype=torch.int64)
-        for row, window in enumerate(windows):
-            tokens = torch.from_numpy(self.stream.read(window * self.seq_len, self.seq_len + 1))
-            ids[row, : len(tokens) - 1], targets[row, : len(tokens) - 1] = tokens[:-1], tokens[1:]
-        return ids, targets
+        starts = np.array(windows, dtype=np.int64) * self.stride
+        tokens = np.zeros((rows, self.seq_len + 1), dtype=np.uint16)
+        tokens[: len(windows)] = self.stream.read(starts, self.seq_len + 1)
+        ids, targets = ids_and_targets(tokens)
+        lengths = np.zeros(rows, dtype=np.int64)
+        lengths[: len(windows)] = np.minimum(len(self.stream) - 1 - starts, self.seq_len)
+        past = torch.arange(self.seq_len) >= torch.from_numpy(lengths)[:, None]
+        return ids.masked_fill_(past, 0), targets.masked_fill_(past, -1)
+
+
+def prefetched(make: Callable, requests: Iterable, device: torch.device, ahead: int = 2) -> Iterator:
+    """`make(request)`, a tuple of tensors, for each request in order, on `device`: a thread makes them `ahead`.
+
+    For a GPU they lie in pinned memory, so that copying them does not stop the program.
+    """
+    cuda, requests = device.type == "cuda", iter(requests)
+
+    def work(request):
+        return tuple(tensor.pin_memory() for tensor in make(request)) if cuda else make(request)
+
+    with ThreadPoolExecutor(1, initializer=torch.cuda.set_device if cuda else None, initargs=(device,) * cuda) as pool:
+        pending = deque()
+        while True:
+            while len(pending) < ahead and (request := next(requests, None)) is not None:
+                pending.append(pool.submit(work, request))
+            if not pending:
+                return
+            ready = pending.popleft().result()
+            yield tuple(tensor.to(device, non_blocking=True) for tensor in ready)

@@ -4,7 +4,9 @@ A shard is 256 int32 (magic 20240520, version 1, token count, zeros), then uint1
 `train_` or `val_`, or ends so. `meta.json` beside the shards says which tokenizer made them; without one, GPT-2's.
 """
 
+import hashlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,39 +14,91 @@ import numpy as np
 
 MAGIC, VERSION, HEADER_INTS = 20240520, 1, 256
 HEADER_BYTES = 4 * HEADER_INTS
-INCOMPLETE = "incomplete"  # a file of this name marks a folder whose preparation has not ended
 GPT2_META = {"tokenizer": "gpt2", "vocab_size": 50257, "eot_token": 50256}
 
 
-def write_shard(path: Path, tokens: np.ndarray) -> None:
-    """Write tokens (1-D, ids below 65536) as one shard: complete under its name, or absent."""
+class DamagedShard(ValueError):  # noqa: N818 (says what is wrong, as the message does)
+    """A shard that cannot be what its preparation wrote; the message names it."""
+
+
+def write_shard(path: Path, tokens: np.ndarray) -> str:
+    """Write tokens (1-D, ids below 65536) as one shard: complete on the disk under its name, or absent.
+
+    Returns the file's SHA-256 in hex.
+    """
     if tokens.size and not 0 <= tokens.min() <= tokens.max() < 2**16:
         raise ValueError(f"{path}: token ids must lie in 0..65535, got {tokens.min()}..{tokens.max()}")
     header = np.zeros(HEADER_INTS, dtype="<i4")
     header[:3] = MAGIC, VERSION, tokens.size
+    digest = hashlib.sha256()
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        file.write(header.tobytes())
-        file.write(tokens.astype("<u2").tobytes())
-    temporary.replace(path)
+    try:
+        with open(temporary, "wb") as file:
+            for part in (header, np.ascontiguousarray(tokens, dtype="<u2")):
+                file.write(part.data)
+                digest.update(part.data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return digest.hexdigest()
 
 
 def read_shard(path: Path) -> np.ndarray:
-    """The shard's tokens, uint16 (count,), memory-mapped. ValueError: not a whole shard of version 1."""
+    """The shard's tokens, uint16 (count,), memory-mapped. DamagedShard: not a whole one of version 1."""
     size = path.stat().st_size
     header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
     if header.size < HEADER_INTS or header[0] != MAGIC:
-        raise ValueError(f"{path} is not a token shard (no magic {MAGIC}): prepare the corpus again")
+        raise DamagedShard(f"{path} is not a token shard (no magic {MAGIC}): prepare the corpus again")
     if header[1] != VERSION:
-        raise ValueError(f"{path} has shard version {header[1]}, this code reads {VERSION}")
+        raise DamagedShard(f"{path} has shard version {header[1]}, this code reads {VERSION}")
     count = int(header[2])
     if size != HEADER_BYTES + 2 * count:
-        raise ValueError(
+        raise DamagedShard(
             f"{path} is damaged: {count} tokens need {HEADER_BYTES + 2 * count} bytes, it has {size}: prepare it again"
         )
     if count == 0:
         return np.zeros(0, dtype="<u2")
     return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(count,))
+
+
+def write_json(path: Path, value) -> None:
+    """Complete on the disk under its name, or as it was."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def read_json(path: Path) -> dict:
+    """The file's object, {} without a file. ValueError: it holds something else."""
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}): prepare the corpus again") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is damaged (no JSON object): prepare the corpus again")
+    return value
+
+
+def write_meta(folder: Path, about: dict, records: list[dict]) -> None:
+    """meta.json: `about` (tokenizer, vocab_size, eot_token, source), sums by split, every shard with its SHA-256."""
+    meta = dict(about)
+    for split in ("val", "train"):
+        own = [record for record in records if record["split"] == split]
+        meta[split] = {key: sum(record[key] for record in own) for key in ("documents", "bytes", "tokens")}
+        line = "{split}: {documents:,} documents, {bytes:,} bytes, {tokens:,} tokens".format(split=split, **meta[split])
+        print(f"{line} ({meta[split]['bytes'] / meta[split]['tokens']:.2f} bytes each)")
+    keys = ("file", "split", "tokens", "sha256")
+    meta["shards"] = [{key: record[key] for key in keys} for record in records]
+    write_json(folder / "meta.json", meta)
 
 
 @dataclass(frozen=True)
@@ -56,10 +110,24 @@ class Corpus:
     train: list[np.ndarray]
     val: list[np.ndarray]
 
+    @property
+    def identity(self) -> dict:
+        """What tells this corpus from another: meta.json with one digest for all shards, and the token counts."""
+        about = {key: value for key, value in self.meta.items() if key != "shards"}
+        for split, shards in (("train", self.train), ("val", self.val)):
+            about[split] = {**about.get(split, {}), "tokens": sum(map(len, shards))}
+        sums = "".join(record["sha256"] for record in self.meta.get("shards", []))
+        return {**about, "sha256": hashlib.sha256(sums.encode()).hexdigest()} if sums else about
+
     def bytes_per_token(self, split: str) -> float | None:
         """UTF-8 bytes of the split's text per token, where meta.json knows them."""
         counts = self.meta.get(split, {})
         return counts["bytes"] / counts["tokens"] if "bytes" in counts else None
+
+
+def shard_files(folder: Path, split: str) -> list[Path]:
+    """The split's shards by name."""
+    return sorted({*folder.glob(f"*{split}_*.bin"), *folder.glob(f"*{split}.bin")})
 
 
 def open_corpus(dataset: str) -> Corpus:
@@ -69,10 +137,15 @@ def open_corpus(dataset: str) -> Corpus:
     """
     named = Path(__file__).parent / dataset
     path = named if named.is_dir() else Path(dataset)
-    shards = {s: sorted({*path.glob(f"*{s}_*.bin"), *path.glob(f"*{s}.bin")}) for s in ("train", "val")}
-    if (path / INCOMPLETE).exists():
-        raise ValueError(f"{path} was not prepared to its end ({INCOMPLETE} is there): run its prepare.py again")
-    if not all(shards.values()):
+    files = {split: shard_files(path, split) for split in ("train", "val")}
+    meta = read_json(path / "meta.json")
+    if begun := not meta and read_json(path / "preparation.json"):
+        kept = sum(record["tokens"] for record in begun.get("shards", []))
+        raise ValueError(
+            f"{path} was not prepared to its end: run its prepare.py again to go on, or, to end with the whole shards "
+            f"that are there, with --max_tokens={kept}"
+        )
+    if not all(files.values()):
         script = f"data/{dataset}/prepare.py"
         known = sorted(folder.parent.name for folder in Path(__file__).parent.glob("*/prepare.py"))
         if dataset in known:
@@ -81,11 +154,15 @@ def open_corpus(dataset: str) -> Corpus:
             f"dataset={dataset}: {path} holds no *train_*.bin and *val_*.bin shards; "
             f"give a folder that does, or one of {', '.join(known)}"
         )
-    meta_path = path / "meta.json"
-    try:
-        meta = json.loads(meta_path.read_text(encoding="utf-8")) if meta_path.exists() else GPT2_META
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{meta_path} is damaged ({error}): prepare the corpus again") from error
-    if not isinstance(meta, dict) or type(meta.get("vocab_size")) is not int:
-        raise ValueError(f"{meta_path} has no vocab_size: add it, or prepare the corpus again")
-    return Corpus(path, meta, *([read_shard(file) for file in shards[split]] for split in ("train", "val")))
+    meta = meta or GPT2_META
+    if type(meta.get("vocab_size")) is not int:
+        raise ValueError(f"{path / 'meta.json'} has no vocab_size: add it, or prepare the corpus again")
+    tokens = {split: [read_shard(file) for file in files[split]] for split in files}
+    lengths = {file.name: len(shard) for split in files for file, shard in zip(files[split], tokens[split])}
+    for record in meta.get("shards", []):
+        if lengths.get(record["file"]) != record["tokens"]:
+            raise ValueError(
+                f"{path / record['file']} is not the shard of {record['tokens']:,} tokens that meta.json lists: "
+                "delete it and run prepare.py again, which makes it again"
+            )
+    return Corpus(path, meta, **tokens)

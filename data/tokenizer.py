@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 import tiktoken
 
 END_OF_TEXT = "<|endoftext|>"
@@ -22,8 +23,11 @@ def byte_tokenizer() -> tiktoken.Encoding:
     return _encoding("bytes", r"[\s\S]", [bytes([value]) for value in range(256)])
 
 
-def train_byte_pairs(texts: Iterable[str], vocab_size: int) -> tiktoken.Encoding:
-    """A byte-pair encoding of vocab_size tokens, end-of-text included, trained on texts. Needs `tokenizers`."""
+def train_byte_pairs(texts: Iterable[str], vocab_size: int, pattern: str = SPLIT_PATTERN) -> tiktoken.Encoding:
+    """A byte-pair encoding of vocab_size tokens, end-of-text included, trained on texts. Needs `tokenizers`.
+
+    No token crosses the borders that `pattern` draws.
+    """
     try:
         from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
     except ImportError as error:
@@ -32,9 +36,7 @@ def train_byte_pairs(texts: Iterable[str], vocab_size: int) -> tiktoken.Encoding
         raise ValueError(f"vocab_size={vocab_size}: give 257 (bytes and end-of-text) to 65536")
     tokenizer = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(SPLIT_PATTERN), "isolated"), byte_level]
-    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), byte_level])
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
@@ -46,7 +48,7 @@ def train_byte_pairs(texts: Iterable[str], vocab_size: int) -> tiktoken.Encoding
         raise ValueError(
             f"vocab_size={vocab_size}: the text yields {257 + len(merges)} tokens only; give that or fewer"
         )
-    return _encoding(f"bpe{vocab_size}", SPLIT_PATTERN, [bytes([value]) for value in range(256)] + merges)
+    return _encoding(f"bpe{vocab_size}", pattern, [bytes([value]) for value in range(256)] + merges)
 
 
 def _printable_bytes() -> dict[str, int]:
@@ -88,10 +90,28 @@ def from_json(description: dict) -> tiktoken.Encoding:
     return _encoding(description["name"], description["pattern"], tokens)
 
 
+def meta(encoding: tiktoken.Encoding) -> dict:
+    """What a corpus's meta.json says of its tokenizer."""
+    return {"tokenizer": encoding.name, "vocab_size": encoding.n_vocab, "eot_token": encoding.eot_token}
+
+
+def bytes_by_token(encoding: tiktoken.Encoding) -> np.ndarray:
+    """UTF-8 bytes that each token stands for, int64 (n_vocab,); end-of-text stands for none."""
+    lengths = np.zeros(encoding.n_vocab, dtype=np.int64)
+    for token, rank in encoding._mergeable_ranks.items():
+        lengths[rank] = len(token)
+    return lengths
+
+
 def describe(folder: Path) -> dict:
     """The tokenizer.json of a corpus or checkpoint folder; GPT-2 where there is none."""
     path = folder / "tokenizer.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"name": "gpt2"}
+
+
+def size_of(description: dict) -> int:
+    """Tokens of a described tokenizer, end-of-text included."""
+    return 50257 if description["name"] == "gpt2" else len(description["tokens"]) + 1
 
 
 def encode_prompt(encoding: tiktoken.Encoding, text: str) -> list[int]:

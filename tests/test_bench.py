@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import one_line_error, script
+from conftest import ROOT, one_line_error, script
 
 import bench
 
@@ -41,3 +41,16 @@ def test_the_script_measures_every_model(tmp_path):
 @pytest.mark.parametrize("arguments", [["--models=DDL-gpt-mha-rope"], ["--rounds=0"]])
 def test_mistakes_end_in_one_line(arguments):
     assert "must contain gpt-mha-rope" in one_line_error(script("bench.py", "step", *arguments))
+
+
+def test_the_data_pipeline_is_measured(tmp_path):
+    out = tmp_path / "data.json"
+    sizes = ["--megabytes=0.3", "--vocab_size=600", "--rounds=2", "--steps=4", "--block_size=64", "--workers=1"]
+    result = script("bench.py", "data", f"--source={ROOT / 'data'}", *sizes, f"--json={out}", env={"CXX": "none"})
+    assert result.returncode == 0, result.stderr.decode()
+    [row] = json.loads(out.read_text())["rows"]
+    assert row["tokens"] > 10_000
+    assert 0 < row["ratio_worst"] <= row["ratio"]
+    assert row["peak_memory_bytes"] > 2**24
+    assert row["loader_tokens_per_second"] > 0
+    assert f"{row['ratio']:.3f}" in result.stdout.decode()

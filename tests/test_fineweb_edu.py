@@ -1,6 +1,6 @@
-"""data/fineweb_edu/prepare.py on local parquet files in FineWeb-Edu's schema, with bytes in GPT-2's place."""
+"""data/fineweb_edu/prepare.py on local files in FineWeb-Edu's schema, with bytes in GPT-2's place."""
 
-import importlib
+import json
 import sys
 
 import numpy as np
@@ -9,10 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from data import tokenizer
+from data.fineweb_edu import prepare
 from data.shards import open_corpus
 
-prepare = importlib.import_module("data.fineweb_edu.prepare")
 TEXTS = ["One document.", "Ümlaute and 日本語.", "", "x" * 700, "last"]
+EXPECTED = [token for text in TEXTS for token in (256, *text.encode())]
 
 
 @pytest.fixture
@@ -31,40 +32,77 @@ def run(monkeypatch, out, *arguments):
     return open_corpus(str(out))
 
 
+SMALL = ["--val_tokens=150", "--shard_tokens=100"]
+
+
 def test_shards_hold_every_document_after_end_of_text(parquet, tmp_path, monkeypatch):
-    corpus = run(monkeypatch, tmp_path / "out", f"--source={parquet}", "--shard_tokens=100")
-    expected = [token for text in TEXTS for token in (256, *text.encode())]
-    assert np.concatenate(corpus.val + corpus.train).tolist() == expected
-    assert [len(shard) for shard in corpus.val + corpus.train] == [100] * (len(expected) // 100) + [len(expected) % 100]
-    assert corpus.meta["val"] == {"bytes": sum(t != 256 for t in expected[:100]), "tokens": 100}
-    assert corpus.meta["train"] == {"bytes": sum(t != 256 for t in expected[100:]), "tokens": len(expected) - 100}
+    corpus = run(monkeypatch, tmp_path / "out", f"--source={parquet}", *SMALL)
+    assert np.concatenate(corpus.val).tolist() == EXPECTED[:150]
+    assert np.concatenate(corpus.train).tolist() == EXPECTED[150:]
+    rest = len(EXPECTED) - 150
+    assert [len(shard) for shard in corpus.val + corpus.train] == [100, 50] + [100] * (rest // 100) + [rest % 100]
+    for split, part in (("val", EXPECTED[:150]), ("train", EXPECTED[150:])):
+        documents = part.count(256)
+        assert corpus.meta[split] == {"documents": documents, "bytes": len(part) - documents, "tokens": len(part)}
+    assert corpus.meta["source"] == parquet
+    assert (tmp_path / "out" / "fineweb_edu_val_000000.bin").exists()
+    assert (tmp_path / "out" / "fineweb_edu_train_000002.bin").exists()
 
 
 def test_max_tokens_cuts_the_stream(parquet, tmp_path, monkeypatch):
-    corpus = run(monkeypatch, tmp_path / "out", f"--source={parquet}", "--shard_tokens=100", "--max_tokens=250")
-    assert [len(shard) for shard in corpus.val + corpus.train] == [100, 100, 50]
+    corpus = run(monkeypatch, tmp_path / "out", f"--source={parquet}", *SMALL, "--max_tokens=280")
+    assert [len(shard) for shard in corpus.val + corpus.train] == [100, 50, 100, 30]
+
+
+def test_several_sources_and_another_column(parquet, tmp_path, monkeypatch):
+    rows = [{"body": text} for text in TEXTS]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "b.jsonl").write_text(json.dumps({"body": "more"}))
+    sources = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
+    corpus = run(monkeypatch, tmp_path / "out", "--column=body", *SMALL, "--source", *sources)
+    assert np.concatenate(corpus.val + corpus.train).tolist() == [*EXPECTED, 256, *b"more"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--source=nowhere/*.parquet"], "nowhere/*.parquet cannot be read"),
+        (["--source=nowhere/*.parquet"], "--source=nowhere/*.parquet: no files there"),
         (["--max_tokens=0"], "--max_tokens=0: give 1 or more"),
-        (["--shard_tokens=5000"], "fill no training shard"),
+        (["--shard_tokens=5000"], "leave nothing for training: give more text, or --val_tokens below"),
+        (["--val_tokens=150", "--max_tokens=150"], "--max_tokens=150 leaves nothing for training after"),
+        (["--column=body"], "part_0.parquet has no column body, it has text, id, score, token_count: give --column"),
+        (["--pretokenized=nowhere", "--workers=0"], "--workers=0: give 1 or more"),
+        (["--verify"], "has no meta.json with SHA-256 sums: prepare the corpus first"),
     ],
 )
 def test_mistakes_end_in_one_line(parquet, tmp_path, monkeypatch, capsys, arguments, message):
     with pytest.raises(SystemExit) as stop:
         run(monkeypatch, tmp_path / "out", f"--source={parquet}", *arguments)
     assert stop.value.code == 2
-    assert message in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
     assert not (tmp_path / "out" / "meta.json").exists()
-    if (tmp_path / "out").exists():
+    if (tmp_path / "out" / "preparation.json").exists():
         with pytest.raises(ValueError, match="was not prepared to its end"):
             open_corpus(str(tmp_path / "out"))
 
 
-def test_preparing_again_leaves_nothing_of_the_first_time(parquet, tmp_path, monkeypatch):
-    run(monkeypatch, tmp_path / "out", f"--source={parquet}", "--shard_tokens=50")
-    corpus = run(monkeypatch, tmp_path / "out", f"--source={parquet}", "--shard_tokens=100", "--max_tokens=200")
-    assert [len(shard) for shard in corpus.val + corpus.train] == [100, 100]
+def test_no_tokenizer_of_gpt2_is_one_line(parquet, tmp_path, monkeypatch, capsys):
+    def refuse():
+        raise ValueError("GPT-2's tokenizer files could not be fetched")
+
+    monkeypatch.setattr(tokenizer, "gpt2_tokenizer", refuse)
+    with pytest.raises(SystemExit):
+        run(monkeypatch, tmp_path / "out", f"--source={parquet}")
+    assert "GPT-2's tokenizer files could not be fetched" in capsys.readouterr().err
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_other_options_replace_the_first_preparation_only_if_asked(parquet, tmp_path, monkeypatch, capsys):
+    run(monkeypatch, tmp_path / "out", f"--source={parquet}", "--val_tokens=100", "--shard_tokens=50")
+    with pytest.raises(SystemExit):
+        run(monkeypatch, tmp_path / "out", f"--source={parquet}", *SMALL)
+    assert "shard_tokens 50 there, 100 now" in capsys.readouterr().err
+    corpus = run(monkeypatch, tmp_path / "out", f"--source={parquet}", *SMALL, "--max_tokens=200", "--overwrite")
+    assert [len(shard) for shard in corpus.val + corpus.train] == [100, 50, 50]

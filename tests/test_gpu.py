@@ -5,6 +5,7 @@ import torch
 from conftest import small_run
 
 import train
+from data.loader import prefetched
 from model import STEMS, build
 from training import metrics
 
@@ -40,3 +41,11 @@ def test_a_run_trains_and_resumes(corpus, tmp_path, monkeypatch):
     records = [r for r in metrics.read(tmp_path / "run" / "metrics.jsonl") if "loss" in r]
     assert [r["step"] for r in records] == list(range(1, 13))
     assert records[-1]["loss"] < records[0]["loss"]
+
+
+def test_prefetched_batches_arrive_whole():
+    device = torch.device("cuda", torch.cuda.current_device())
+    made = [torch.arange(i, i + 1_000_000) for i in range(20)]
+    for i, (tensor,) in enumerate(prefetched(lambda i: (made[i],), range(20), device)):
+        assert tensor.device == device
+        assert torch.equal(tensor.cpu(), made[i])

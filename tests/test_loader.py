@@ -1,12 +1,16 @@
 """Batches against plain slices of the concatenated stream. Tokens are distinct there, so a window shows its start."""
 
-from itertools import pairwise
+import threading
+from itertools import islice, pairwise
 
 import numpy as np
 import pytest
 import torch
 
-from data.loader import TokenStream, TrainBatches, ValidationBatches, keyed_permutation
+import train
+from data.loader import TokenStream, TrainBatches, ValidationBatches, keyed_permutation, prefetched
+from data.shards import DamagedShard, read_shard, write_shard
+from training.distributed import World
 
 
 def cut(stream, sizes):
@@ -26,9 +30,22 @@ def test_stream_reads_what_the_concatenation_holds(sizes):
     assert len(stream) == 30
     for start in range(31):
         for count in range(33):
-            tokens = stream.read(start, count)
-            assert tokens.tolist() == whole[start : start + count].tolist()
-            assert tokens.dtype == np.int64
+            [tokens] = stream.read(np.array([start]), count)
+            here = whole[start : start + count].tolist()
+            assert tokens.tolist() == here + [0] * (count - len(here))
+            assert tokens.dtype == np.uint16
+    places = np.random.default_rng(0).integers(0, 31, 50)
+    together = stream.read(places, 4)
+    assert [row.tolist() for row in together] == [stream.read(np.array([p]), 4)[0].tolist() for p in places]
+
+
+def test_a_token_beyond_the_vocabulary_is_named(tmp_path):
+    for name, tokens in (("a_train_0.bin", [1, 2, 3]), ("a_train_1.bin", [4, 300, 5])):
+        write_shard(tmp_path / name, np.array(tokens))
+    stream = TokenStream([read_shard(tmp_path / f"a_train_{i}.bin") for i in (0, 1)], vocab_size=300)
+    assert stream.read(np.array([0]), 4).tolist() == [[1, 2, 3, 4]]
+    with pytest.raises(DamagedShard, match=r"a_train_1\.bin holds token id 300 at 1, its vocabulary has 300"):
+        stream.read(np.array([0, 2]), 3)
 
 
 @pytest.mark.parametrize("key", [0, 1, 2**64 - 1])
@@ -197,3 +214,100 @@ def test_spread_is_even_and_holds_both_ends(windows):
         gap = (windows - 1) / max(len(chosen) - 1, 1)
         assert all(abs(window - i * gap) <= 0.5 + 1e-9 for i, window in enumerate(chosen))
     assert len(batches.spread(1)) == 1
+
+
+def served(monkeypatch, world_size, micro, first_step=1, batch=24, tokens=2003, window=None, steps=40):
+    """Batch by step, as all processes of a run together serve it: rows of ids with their last target."""
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    config = train.TrainConfig(global_batch_size=batch, micro_batch_size=micro, max_steps=steps)
+    parts = []
+    for rank in range(world_size):
+        shards = cut(distinct(tokens), (1, 700, 3, 0, 999))
+        batches = TrainBatches(shards, SEQ_LEN, batch, seed=5, window_tokens=window)
+        world = World(rank, world_size, torch.device("cpu"))
+        parts.append([torch.cat([x, y[:, -1:]], 1) for x, y in train.micro_batches(config, batches, first_step, world)])
+    per_step = batch // world_size // min(micro, batch // world_size)
+    assert {len(part) for part in parts} == {per_step * (steps + 1 - first_step)}
+    # Micro-batch m of rank r holds the rows (m * world_size + r) * rows of the global batch.
+    rounds = [torch.cat([part[i] for part in parts]) for i in range(len(parts[0]))]
+    return [torch.cat(rounds[i : i + per_step]) for i in range(0, len(rounds), per_step)]
+
+
+def test_global_batches_are_the_same_for_any_world_and_after_resuming(monkeypatch):
+    whole = served(monkeypatch, 1, 24)
+    for world_size, micro in ((1, 1), (1, 4), (2, 12), (2, 3), (3, 8), (3, 2), (8, 1), (8, 20)):
+        again = served(monkeypatch, world_size, micro)
+        assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
+        resumed = served(monkeypatch, world_size, micro, first_step=18)
+        assert all(torch.equal(a, b) for a, b in zip(whole[17:], resumed, strict=True))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+@pytest.mark.parametrize("window", [None, SEQ_LEN + 1])
+def test_an_epoch_over_all_processes_is_every_window_once(monkeypatch, world_size, window):
+    tokens = 2003
+    position = {token: index for index, token in enumerate(distinct(tokens).tolist())}
+    stride = window or SEQ_LEN
+    windows = tokens // window if window else (tokens - 1) // SEQ_LEN - 1
+    rows = torch.cat(served(monkeypatch, world_size, 4, window=window, steps=3 * windows // 24 + 1))
+    starts = [position[row[0].item()] for row in rows]
+    whole = distinct(tokens)
+    assert all(row.tolist() == whole[at : at + SEQ_LEN + 1].tolist() for row, at in zip(rows, starts))
+    for epoch in range(3):
+        own = sorted(starts[epoch * windows : (epoch + 1) * windows])
+        offset = own[0]
+        assert offset == 0 or not window
+        assert own == list(range(offset, offset + stride * windows, stride))
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+def test_skipped_tokens_are_those_that_no_window_of_an_epoch_touches(tokens):
+    _, batches = train_batches(tokens)
+    begin = batches.starts(np.arange(batches.windows))
+    touched = {token for start in begin for token in range(start, start + SEQ_LEN + 1)}
+    assert batches.skipped == tokens - len(touched)
+
+
+def test_windows_of_documents_of_one_length_are_the_documents():
+    documents = np.arange(35).reshape(7, 5)
+    shards = cut(documents.ravel(), (12,))
+    for batches in (TrainBatches(shards, 4, 7, 0, window_tokens=5), ValidationBatches(shards, 4, window_tokens=5)):
+        assert batches.windows == 7
+        ids, targets = batches.get(3, 0, 7) if isinstance(batches, TrainBatches) else batches.get(list(range(7)), 7)
+        rows = torch.cat([ids, targets[:, -1:]], 1).numpy()
+        assert (rows[rows[:, 0].argsort()] == documents).all()
+    with pytest.raises(ValueError, match=r"block_size=6: .* have 5 tokens each, .* give --block_size=4"):
+        TrainBatches(shards, 6, 7, 0, window_tokens=5)
+    with pytest.raises(ValueError, match="validation split has 4 tokens"):
+        ValidationBatches([documents[0, :4]], 4, window_tokens=5)
+
+
+def test_prefetching_keeps_the_order_and_works_ahead():
+    made, cpu = [], torch.device("cpu")
+
+    def make(request):
+        made.append((request, threading.current_thread() is threading.main_thread()))
+        return torch.tensor(request), torch.tensor(-request)
+
+    results = prefetched(make, range(1, 9), cpu, ahead=3)
+    assert [tensor.item() for tensor in next(results)] == [1, -1]
+    assert [[a.item(), b.item()] for a, b in results] == [[i, -i] for i in range(2, 9)]
+    assert made == [(i, False) for i in range(1, 9)]
+    assert list(prefetched(make, [], cpu)) == []
+    made.clear()
+    endless = prefetched(make, iter(int, 1), cpu, ahead=3)
+    list(islice(endless, 5))
+    endless.close()
+    assert 5 <= len(made) <= 8
+
+
+def test_prefetching_raises_what_making_raised_where_it_was_due():
+    def make(request):
+        if request == 2:
+            raise DamagedShard("shard 7")
+        return (torch.tensor(request),)
+
+    results = prefetched(make, range(5), torch.device("cpu"), ahead=4)
+    assert [next(results)[0].item() for _ in range(2)] == [0, 1]
+    with pytest.raises(DamagedShard, match="shard 7"):
+        next(results)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import platform
 
 import numpy as np
 import pytest
@@ -95,41 +96,44 @@ def test_a_new_file_moves_few_others():
         assert len((before ^ after) - {name}) <= 2
 
 
-@pytest.mark.parametrize("encoding_name", ["bytes", "bpe"])
-def test_write_makes_shards_that_decode_to_the_sources(tmp_path, encoding_name):
-    splits = {"val": {"v.py": "größe = 1\n"}, "train": {"b.py": "x = '<|endoftext|>'\n", "a.py": "\tö\n", "c.py": "y"}}
-    if encoding_name == "bytes":
-        encoding = tokenizer.byte_tokenizer()
-    else:
-        encoding = tokenizer.train_byte_pairs([text * 9 for texts in splits.values() for text in texts.values()], 270)
-    out = tmp_path / "new" / "folder"
-    prepare.write(out, splits, encoding)
-
-    meta = json.loads((out / "meta.json").read_text(encoding="utf-8"))
-    assert meta["tokenizer"] == encoding.name
-    assert (meta["vocab_size"], meta["eot_token"]) == ((257, 256) if encoding_name == "bytes" else (270, 269))
-    rebuilt = tokenizer.from_json(json.loads((out / "tokenizer.json").read_text(encoding="utf-8")))
-    for split, documents in (("val", 1), ("train", 3)):
-        (path,) = out.glob(f"*{split}*.bin")
-        tokens = np.frombuffer(path.read_bytes()[1024:], dtype="<u2").tolist()
-        assert tokens[0] == meta["eot_token"]
-        assert tokens.count(meta["eot_token"]) == documents  # the one spelled out in b.py is plain text
-        assert rebuilt.decode(tokens) == "".join("<|endoftext|>" + text for text in splits[split].values())
-        assert meta[split] == {"documents": documents, "bytes": size(splits[split]), "tokens": len(tokens)}
-    assert len(list(out.iterdir())) == 4
-
-
 def run_main(monkeypatch, root, *arguments):
     monkeypatch.setattr("sysconfig.get_path", lambda name: {"stdlib": str(root)}[name])
     monkeypatch.setattr("sys.argv", ["prepare.py", *map(str, arguments)])
     prepare.main()
 
 
-def test_main_prepares_the_library_of_this_interpreter(tree, tmp_path, monkeypatch):
-    run_main(monkeypatch, tree, "--tokenizer=bytes", f"--out={tmp_path / 'out'}")
-    meta = json.loads((tmp_path / "out" / "meta.json").read_text(encoding="utf-8"))
-    assert meta["train"]["documents"] + meta["val"]["documents"] == 4
-    assert meta["tokenizer"] == "bytes"
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_main_makes_shards_that_decode_to_the_sources(tree, tmp_path, monkeypatch, kind):
+    (tree / "special.py").write_text("x = '<|endoftext|>'\n" * 9)
+    out = tmp_path / "new" / "folder"
+    run_main(monkeypatch, tree, f"--tokenizer={kind}", "--vocab_size=260", f"--out={out}")
+    meta = json.loads((out / "meta.json").read_text(encoding="utf-8"))
+    about = {"bytes": ("bytes", 257, 256), "bpe": ("bpe260", 260, 259)}[kind]
+    assert (meta["tokenizer"], meta["vocab_size"], meta["eot_token"]) == about
+    assert meta["source"] == f"standard library of Python {platform.python_version()}"
+    rebuilt = tokenizer.from_json(json.loads((out / "tokenizer.json").read_text(encoding="utf-8")))
+    splits = prepare.split_by_hash(prepare.source_files(tree))
+    assert len(splits["train"]) + len(splits["val"]) == 5
+    for split, name in (("val", "python_val_000000.bin"), ("train", "python_train_000001.bin")):
+        tokens = np.frombuffer((out / name).read_bytes()[1024:], dtype="<u2").tolist()
+        assert tokens[0] == meta["eot_token"]
+        documents = len(splits[split])
+        assert tokens.count(meta["eot_token"]) == documents  # those spelled out in special.py are plain text
+        assert rebuilt.decode(tokens) == "".join("<|endoftext|>" + text for text in splits[split].values())
+        assert meta[split] == {"documents": documents, "bytes": size(splits[split]), "tokens": len(tokens)}
+    assert len(list(out.iterdir())) == 5  # with meta.json, tokenizer.json and preparation.json
+
+
+def test_a_changed_library_is_another_preparation(tree, tmp_path, monkeypatch, capsys):
+    arguments = (tree, "--tokenizer=bytes", f"--out={tmp_path / 'out'}")
+    run_main(monkeypatch, *arguments)
+    run_main(monkeypatch, *arguments)
+    assert "is complete" in capsys.readouterr().out
+    (tree / "a.py").write_text("a = 2\n")
+    with pytest.raises(SystemExit):
+        run_main(monkeypatch, *arguments)
+    assert "another preparation (sha256 " in capsys.readouterr().err
+    run_main(monkeypatch, *arguments, "--overwrite")
 
 
 def test_main_trains_byte_pairs_on_the_training_split_alone(tree, tmp_path, monkeypatch):

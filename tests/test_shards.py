@@ -1,6 +1,9 @@
 """The shard format, byte by byte from its description, and the folders that hold shards."""
 
+import errno
+import hashlib
 import json
+import os
 import struct
 
 import numpy as np
@@ -45,16 +48,22 @@ def test_ids_that_do_not_fit_are_refused_and_nothing_is_written(tmp_path, tokens
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failed_write_leaves_the_old_shard_whole(tmp_path):
-    class Failing(np.ndarray):
-        def astype(self, *_args, **_kwargs):
-            raise OSError("disk full")
+def test_a_failed_write_leaves_the_old_shard_whole(tmp_path, monkeypatch):
+    def full(_descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     path = tmp_path / "a_train.bin"
     path.write_bytes(shard_bytes([1, 2, 3]))
-    with pytest.raises(OSError, match="disk full"):
-        shards.write_shard(path, np.arange(9).view(Failing))
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        shards.write_shard(path, np.arange(9))
     assert path.read_bytes() == shard_bytes([1, 2, 3])
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_writing_returns_the_digest_of_the_file(tmp_path):
+    digest = shards.write_shard(tmp_path / "a.bin", np.arange(9))
+    assert digest == hashlib.sha256(shard_bytes(range(9))).hexdigest()
 
 
 WHOLE = shard_bytes([3, 1, 4, 1, 5])
@@ -164,3 +173,54 @@ def test_meta_comes_from_the_folder_or_is_gpt2(tmp_path):
 
     (tmp_path / "meta.json").write_text(json.dumps({**meta, "train": {"tokens": 8}}))
     assert shards.open_corpus(str(tmp_path)).bytes_per_token("train") is None
+
+
+def test_shards_that_meta_lists_must_be_there_and_whole(tmp_path):
+    fill(tmp_path, **PARTS)
+    meta = {"tokenizer": "bytes", "vocab_size": 257, "eot_token": 256}
+    files = [(split, file) for split in ("train", "val") for file in shards.shard_files(tmp_path, split)]
+    listed = [
+        {"file": f.name, "split": split, "tokens": len(shards.read_shard(f)), "sha256": "0"} for split, f in files
+    ]
+    (tmp_path / "meta.json").write_text(json.dumps({**meta, "shards": listed}))
+    assert_corpus(shards.open_corpus(str(tmp_path)), tmp_path)
+    name = listed[0]["file"]
+    (tmp_path / name).write_bytes(shard_bytes([1, 2, 3, 4, 5, 6, 7]))
+    with pytest.raises(
+        ValueError, match=f"{name} is not the shard of {listed[0]['tokens']} tokens that meta.json lists"
+    ):
+        shards.open_corpus(str(tmp_path))
+    (tmp_path / name).unlink()
+    with pytest.raises(ValueError, match=name if len(files) > 2 else "holds no"):
+        shards.open_corpus(str(tmp_path))
+
+
+def test_a_preparation_that_has_not_ended_is_no_corpus(tmp_path):
+    fill(tmp_path, **PARTS)
+    (tmp_path / "preparation.json").write_text(json.dumps({"shards": [{"tokens": 5}, {"tokens": 7}]}))
+    with pytest.raises(ValueError, match=r"not prepared to its end: .* with --max_tokens=12"):
+        shards.open_corpus(str(tmp_path))
+
+
+def test_identity_changes_with_any_shard_and_holds_no_list(tmp_path):
+    fill(tmp_path, **PARTS)
+    meta = {"tokenizer": "bytes", "vocab_size": 257, "eot_token": 256, "shards": []}
+
+    def identity(*sums):
+        meta["shards"] = [
+            {"file": file.name, "split": split, "tokens": len(shards.read_shard(file)), "sha256": digest}
+            for (split, file), digest in zip(
+                [(split, file) for split in ("train", "val") for file in shards.shard_files(tmp_path, split)], sums
+            )
+        ]
+        (tmp_path / "meta.json").write_text(json.dumps(meta))
+        return shards.open_corpus(str(tmp_path)).identity
+
+    one, two = identity("aa", "bb"), identity("aa", "bc")
+    assert one != two
+    assert one == identity("aa", "bb")
+    assert "shards" not in one
+    (tmp_path / "meta.json").unlink()
+    plain = shards.open_corpus(str(tmp_path)).identity
+    assert plain["train"]["tokens"] == sum(map(len, PARTS["train"]))
+    assert "sha256" not in plain

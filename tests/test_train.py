@@ -1,11 +1,15 @@
 """train.py as a user runs it: metrics, resuming, several processes, and mistakes that end in one line."""
 
+import contextlib
 import itertools
 import json
 import math
+import random
 import shutil
+import struct
 import sys
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,8 +18,10 @@ from conftest import ROOT, SMALL, one_line_error, script, small_run
 from data import shards, tokenizer
 from data.loader import TrainBatches, ValidationBatches
 from model import build
-from train import TrainConfig, check_run, configure
+from train import TrainConfig, check_run, configure, open_data
 from training import checkpoint, metrics
+from training.distributed import World
+from training.evaluation import evaluate
 
 
 @pytest.fixture(scope="module")
@@ -347,3 +353,86 @@ def test_validation_windows_do_not_depend_on_the_batch(corpus):
     batches = ValidationBatches(opened.val, 16)
     assert batches.spread(4) == [0, 50, 99, 149]
     assert json.loads((corpus / "meta.json").read_text())["vocab_size"] == tokenizer.byte_tokenizer().n_vocab
+
+
+def llm_c_shard(path, tokens):
+    """The format as llm.c describes it: 256 int32, of which the first three count, then uint16 tokens."""
+    path.write_bytes(
+        struct.pack("<256i", 20240520, 1, len(tokens), *[0] * 253) + struct.pack(f"<{len(tokens)}H", *tokens)
+    )
+
+
+def test_shards_of_llm_c_train_without_conversion(tmp_path):
+    folder = tmp_path / "edu_fineweb"
+    folder.mkdir()
+    draw = random.Random(0)
+    for name, count in (("val_000000", 300), ("train_000001", 500), ("train_000002", 77)):
+        llm_c_shard(folder / f"edu_fineweb_{name}.bin", [50256, *(draw.randrange(50257) for _ in range(count - 1))])
+    result = script("train.py", *small_run(folder, tmp_path / "run", vocab_size=50304, max_steps=2, warmup_steps=0))
+    assert result.returncode == 0, result.stderr.decode()
+    assert f"leaves out {577 - (35 * 16 + 1)} of 577 tokens" in result.stdout.decode()
+    assert [record["step"] for record in metrics.read(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 2]
+
+
+def test_a_damaged_token_ends_the_run_in_one_line(corpus, tmp_path):
+    shutil.copytree(corpus, tmp_path / "corpus")
+    shard = tmp_path / "corpus" / "small_train_000000.bin"
+    llm_c_shard(shard, [300] * 20_000)
+    result = script("train.py", *small_run(tmp_path / "corpus", tmp_path / "run"))
+    assert "small_train_000000.bin holds token id 300 at" in one_line_error(result)
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("meta.json", {"vocab_size": 259}, "meta.json has vocab_size 259, its tokenizer 257"),
+        ("tokenizer.json", {"name": "gpt2"}, "meta.json has vocab_size 257, its tokenizer 50257"),
+    ],
+)
+def test_a_corpus_whose_tokenizer_is_another_is_refused(corpus, tmp_path, file, change, message):
+    shutil.copytree(corpus, tmp_path / "corpus")
+    path = tmp_path / "corpus" / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    config, model_config = configure(small_run(tmp_path / "corpus", tmp_path / "run"))
+    with pytest.raises(ValueError, match=message):
+        open_data(config, model_config)
+
+
+def test_a_batch_larger_than_the_corpus_is_refused(corpus, tmp_path):
+    config, model_config = configure(small_run(corpus, tmp_path / "run", global_batch_size=2008, micro_batch_size=4))
+    with pytest.raises(ValueError, match=r"global_batch_size=2008, .* has 2005 sequences of block_size=16"):
+        open_data(config, model_config)
+
+
+class Guesser(torch.nn.Module):
+    """Predicts id + 1, sure of it; a wrong answer costs what the softmax says."""
+
+    def forward(self, ids, targets, return_logits=False):
+        logits = 5.0 * F.one_hot((ids + 1) % 300, 300)
+        loss = F.cross_entropy(logits.view(-1, 300), targets.view(-1), ignore_index=-1)
+        return logits if return_logits else None, loss
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_answers_are_counted_from_their_position_on(rows):
+    documents = np.array([[1, 2, 3, 4, 5], [9, 9, 9, 10, 11], [1, 2, 3, 4, 9], [1, 2, 9, 4, 5], [7, 8, 9, 10, 11]])
+    batches = ValidationBatches([documents.ravel()], 4, window_tokens=5)
+    world = World(0, 1, torch.device("cpu"))
+    scores = evaluate(Guesser(), batches, [0, 1, 2, 3, 4], rows, world, contextlib.nullcontext(), scored_from=2)
+    # Of the targets from position 2 on, in each document the last two, these follow by one: 2, 2, 1, 1, 2.
+    assert scores["accuracy"] == 8 / 10
+    assert scores["exact_match"] == 3 / 5
+    assert "accuracy" not in evaluate(Guesser(), batches, [0, 1], rows, world, contextlib.nullcontext())
+
+
+def test_the_copy_task_trains_and_is_scored(tmp_path):
+    made = script("data/copy_task/prepare.py", f"--out={tmp_path}", "--half=4", "--sequences=300", "--val_sequences=20")
+    assert made.returncode == 0, made.stderr.decode()
+    run = small_run(tmp_path, tmp_path / "run", block_size=8, max_steps=2, warmup_steps=0)
+    result = script("train.py", *run)
+    assert result.returncode == 0, result.stderr.decode()
+    last = metrics.read(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert last["val_sequences"] == 20
+    assert last["val_exact_match"] <= last["val_accuracy"] < 0.5
+    result = script("train.py", *small_run(tmp_path, tmp_path / "run2", block_size=16))
+    assert "block_size=16: the documents of this corpus have 9 tokens" in one_line_error(result)

@@ -103,7 +103,8 @@ class RunLog:
     Every line of metrics.jsonl has `step`, `tokens`, `flops` and `seconds` since the run's first step (seconds of
     training steps; evaluations and checkpoints aside). A training step adds `loss` (nats per token), `grad_norm`,
     `lr`, `tokens_per_second` and `mfu`; an evaluation `val_loss`, `val_perplexity`, `val_bits_per_byte` and
-    `val_sequences`. What is not known is left out.
+    `val_sequences`, and for a corpus with answers (the copy task) `val_accuracy` of their tokens and
+    `val_exact_match` of whole ones. What is not known is left out.
     """
 
     def __init__(self, run: Path, config, settings: dict, state: dict, model, world):
@@ -140,14 +141,16 @@ class RunLog:
         self.last_progress = dict(state)
         print(f"step {step}/{steps} | loss {loss:.4f} | lr {lr:.2e} | grad {grad_norm:.2f} | {speed}", flush=True)
 
-    def evaluation(self, state: dict, loss: float, bytes_per_token: float | None, sequences: int, all_sequences: int):
-        record = validation_record(loss, bytes_per_token)
-        self.write(state, **record, val_sequences=sequences)
+    def evaluation(self, state: dict, scores: dict, bytes_per_token: float | None, sequences: int, all_sequences: int):
+        record = validation_record(scores["loss"], bytes_per_token)
+        answers = {f"val_{key}": value for key, value in scores.items() if key != "loss"}
+        self.write(state, **record, **answers, val_sequences=sequences)
         share = "all" if sequences == all_sequences else f"{sequences} of"
-        bpb = f" | {record['val_bits_per_byte']:.4f} bits per byte" if bytes_per_token else ""
+        more = f" | {record['val_bits_per_byte']:.4f} bits per byte" if bytes_per_token else ""
+        more += "".join(f" | {name.removeprefix('val_').replace('_', ' ')} {x:.1%}" for name, x in answers.items())
         print(
-            f"step {state['step']} | {share} {all_sequences} validation sequences | loss {loss:.4f} | "
-            f"perplexity {record['val_perplexity']:.2f}{bpb}",
+            f"step {state['step']} | {share} {all_sequences} validation sequences | loss {scores['loss']:.4f} | "
+            f"perplexity {record['val_perplexity']:.2f}{more}",
             flush=True,
         )
 

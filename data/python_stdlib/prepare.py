@@ -2,22 +2,19 @@
 
     python data/python_stdlib/prepare.py [--tokenizer=bpe|bytes|gpt2] [--vocab_size=4096] [--out=FOLDER]
 
-Shards, tokenizer.json and meta.json go to this folder, or to --out.
+Whole files, chosen by a hash of their names, are for validation: 4% of the bytes.
 """
 
-import argparse
 import hashlib
-import json
 import platform
 import sys
 import sysconfig
 from pathlib import Path
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import configurator
-from data import shards, tokenizer
+from data import preparation
+from data.sources import Texts
 
 LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
 LEFT_OUT |= {"ensurepip", "pydoc_data", "encodings"}
@@ -54,43 +51,16 @@ def split_by_hash(texts: dict[str, str]) -> dict[str, dict[str, str]]:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokenizer", choices=("bpe", "bytes", "gpt2"), default="bpe")
-    parser.add_argument("--vocab_size", type=int, default=4096, help="tokens of the trained byte-pair vocabulary")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder for shards and meta.json")
+    parser = preparation.arguments(__doc__, Path(__file__).parent, {"val_tokens": None}, tokenizer="bpe")
     args = parser.parse_args()
     with configurator.one_line_errors():
         root = Path(sysconfig.get_path("stdlib"))
         splits = split_by_hash(source_files(root))
         if not splits["train"]:
             raise ValueError(f"{root} holds no standard library source: run this with a full Python installation")
-        if args.tokenizer == "bpe":
-            encoding = tokenizer.train_byte_pairs(splits["train"].values(), args.vocab_size)
-        else:
-            encoding = tokenizer.byte_tokenizer() if args.tokenizer == "bytes" else tokenizer.gpt2_tokenizer()
-        write(args.out, splits, encoding)
-
-
-def write(out: Path, splits: dict[str, dict[str, str]], encoding) -> None:
-    """The tokenizer, then shards, then meta.json; what an earlier preparation left is removed first."""
-    out.mkdir(parents=True, exist_ok=True)
-    (out / shards.INCOMPLETE).touch()
-    for old in [*out.glob("python_*.bin"), out / "meta.json"]:
-        old.unlink(missing_ok=True)
-    (out / "tokenizer.json").write_text(json.dumps(tokenizer.to_json(encoding)), encoding="utf-8")
-    meta = {"tokenizer": encoding.name, "vocab_size": encoding.n_vocab, "eot_token": encoding.eot_token}
-    meta["source"] = f"standard library of Python {platform.python_version()}"
-    for split, texts in splits.items():
-        encoded = encoding.encode_ordinary_batch(list(texts.values()))
-        tokens = np.concatenate([[encoding.eot_token, *document] for document in encoded])
-        shards.write_shard(out / f"python_{split}_000000.bin", tokens)
-        size = sum(len(text.encode()) for text in texts.values())
-        meta[split] = {"documents": len(texts), "bytes": size, "tokens": len(tokens)}
-        print(
-            f"{split}: {len(texts)} files, {size:,} bytes, {len(tokens):,} tokens ({size / len(tokens):.2f} bytes each)"
-        )
-    (out / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
-    (out / shards.INCOMPLETE).unlink()
+        name = f"standard library of Python {platform.python_version()}"
+        plan = [(split, Texts(list(splits[split].values()), name), None) for split in ("val", "train")]
+        preparation.prepare(args, "python", plan)
 
 
 if __name__ == "__main__":

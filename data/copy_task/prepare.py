@@ -1,0 +1,79 @@
+"""The synthetic copy task of the Manifold-Geometric Transformer (section 4.1): the second half repeats the first.
+
+    python data/copy_task/prepare.py                                          sequences of 2 x 32 random letters
+    python data/copy_task/prepare.py --half=128 --symbols=64 --out=data/copy_task_128
+    python train.py config/copy_task_cpu.py                                   block_size is 2 x half
+
+A sequence is end-of-text, `half` characters, and the same again: a window of training holds exactly one. Evaluation
+then gives the share of second halves that are right in every character, each given what precedes it
+(`val_exact_match`), and of their characters (`val_accuracy`).
+"""
+
+import string
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import configurator
+from data import preparation
+from data.sources import ROWS, Batch
+
+ALPHABET = string.ascii_letters + string.digits + "+/"
+
+
+@dataclass
+class Copies:
+    """`count` sequences; sequence i is a function of (seed, split, i)."""
+
+    count: int
+    half: int
+    symbols: int
+    seed: int
+    split: str
+
+    def identity(self) -> dict:
+        task = f"copy task, {self.half} of {self.symbols} symbols, seed {self.seed}"
+        return {"source": task, "count": self.count, "split": self.split}
+
+    def text_bytes(self) -> int:
+        return self.count * (2 * self.half + 1)
+
+    def read(self, cursor: dict | None = None) -> Iterator[Batch]:
+        alphabet = np.array(list(ALPHABET[: self.symbols]))
+        for first in range(cursor["sequence"] if cursor else 0, self.count, ROWS):
+            draw = np.random.default_rng([self.seed, self.split == "val", first])
+            halves = draw.choice(alphabet, (min(ROWS, self.count - first), self.half))
+            yield Batch({"sequence": first}, ["".join(half) * 2 for half in halves], done=first / self.count)
+
+
+def main():
+    fixed = {"tokenizer": "bytes", "vocab_size": 257, "tokenizer_bytes": 1, "val_tokens": None}
+    parser = preparation.arguments(__doc__, Path(__file__).parent, fixed)
+    add = parser.add_argument
+    add("--half", type=int, default=32, help="characters to copy; block_size is twice that")
+    add("--symbols", type=int, default=16, help="different characters, at most 64")
+    add("--sequences", type=int, default=100_000, help="training sequences")
+    add("--val_sequences", type=int, default=1000, help="validation sequences")
+    add("--seed", type=int, default=0)
+    args = parser.parse_args()
+    with configurator.one_line_errors():
+        for name, low, high in (
+            *(("half", 1, 2**20), ("symbols", 2, 64), ("seed", 0, 2**60)),
+            *(("sequences", 1, 2**40), ("val_sequences", 1, 2**40)),
+        ):
+            if not low <= getattr(args, name) <= high:
+                raise ValueError(f"--{name}={getattr(args, name)}: give {low} to {high}")
+        train, val = (
+            Copies(count, args.half, args.symbols, args.seed, split)
+            for count, split in ((args.sequences, "train"), (args.val_sequences, "val"))
+        )
+        window = {"window_tokens": 2 * args.half + 1, "scored_from": args.half}
+        preparation.prepare(args, "copy_task", [("val", val, None), ("train", train, None)], window)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,324 @@
+"""From documents to token shards: what every `data/<corpus>/prepare.py` shares.
+
+Documents are read in order, tokenised by several threads (tiktoken leaves Python's lock), preceded by end-of-text, and
+cut into shards. After each whole shard, `preparation.json` records where in the source the next one begins: killed at
+any moment and started again, a preparation goes on from there, and its bytes are those of an uninterrupted one,
+whatever the number of workers. `meta.json` is written last: a folder that has the first and not the second is not done.
+"""
+
+import argparse
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import tiktoken
+from tqdm import tqdm
+
+from data import shards, tokenizer
+from data.hub import Hub
+from data.token_reader import START, TokenReader, first_bytes
+from data.verification import verify
+
+
+def arguments(doc: str, out: Path, fixed: dict | None = None, **defaults) -> argparse.ArgumentParser:
+    """A parser with the options that corpora share: `defaults` replaces defaults, `fixed` options are not offered."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    fixed = fixed or {}
+
+    def add(option, **keys):
+        if option.removeprefix("--") not in fixed:
+            parser.add_argument(option, **keys)
+
+    add("--out", type=Path, default=out, help="folder for shards and meta.json (default: this script's)")
+    add("--workers", type=int, default=len(os.sched_getaffinity(0)), help="threads that tokenise (default: all cores)")
+    add("--tokenizer", choices=("gpt2", "bpe", "bytes"), default="gpt2", help="bpe: trained on the corpus")
+    add("--vocab_size", type=int, default=4096, help="tokens of a trained bpe, end-of-text included")
+    add("--tokenizer_bytes", type=int, default=100_000_000, help="bytes of text that a bpe is trained on, at most")
+    add("--shard_tokens", type=int, default=100_000_000, help="tokens per shard")
+    add("--val_tokens", type=int, default=100_000_000, help="the first so many tokens are for validation")
+    add("--max_tokens", type=int, help="stop after this many tokens, validation included; a later run may give more")
+    add("--overwrite", action="store_true", help="remove another preparation's shards in --out first")
+    add("--verify", action="store_true", help="prepare nothing; check every shard against its SHA-256")
+    parser.set_defaults(**defaults, **fixed)
+    return parser
+
+
+def check(args) -> None:
+    """ValueError: an option out of range."""
+    for name in ("workers", "tokenizer_bytes", "shard_tokens", "val_tokens", "max_tokens"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ValueError(f"--{name}={getattr(args, name)}: give 1 or more")
+    if args.shard_tokens >= 2**31:
+        raise ValueError(f"--shard_tokens={args.shard_tokens}: give less than 2147483648, which a shard cannot count")
+    if not 257 <= args.vocab_size <= 2**16:
+        raise ValueError(f"--vocab_size={args.vocab_size}: give 257 (bytes and end-of-text) to 65536")
+
+
+def prepare(args, name: str, plan: list[tuple], extra: dict | None = None) -> None:
+    """Make the shards `<name>_<split>_<number>.bin` in args.out, as `plan` says, or go on making them.
+
+    `plan` holds (split, source, tokens or None for all); consecutive entries of one source share its documents. `extra`
+    goes into meta.json. ValueError: what a user can get wrong, and what ends the work early; whole shards are kept.
+    """
+    check(args)
+    if args.verify:
+        return verify(args.out, args.workers)
+    args.out.mkdir(parents=True, exist_ok=True)
+    with only_one(args.out):
+        Preparation(args, name, plan, extra or {}).run()
+
+
+@contextlib.contextmanager
+def only_one(folder: Path):
+    """Hold the folder's lock, which ends with the process. ValueError: another process holds it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise ValueError(
+            f"{folder} is being prepared by another process: wait for it, or give another --out"
+        ) from error
+    finally:
+        os.close(descriptor)
+
+
+class Preparation:
+    """One preparation of one folder. `state["shards"]` lists what is whole, each with the position after it."""
+
+    def __init__(self, args, name: str, plan: list[tuple], extra: dict):
+        self.args, self.name, self.plan, self.extra, self.out = args, name, plan, extra, args.out
+        self.state = shards.read_json(self.out / "preparation.json")
+        sources = [source for _, source, _ in plan]
+        before = {} if args.overwrite else self.state.get("options", {})
+        for source, old in zip(sources, before.get("plan", [{}] * len(plan))):
+            if isinstance(source, Hub):
+                source.pin(old.get("commit"))
+        kind = {"tokenizer": args.tokenizer, "shard_tokens": args.shard_tokens}
+        if args.tokenizer == "bpe":
+            kind |= {"vocab_size": args.vocab_size, "tokenizer_bytes": args.tokenizer_bytes}
+        limits = [tokens for split, _, tokens in plan if split == "val" and tokens]
+        if args.max_tokens and limits and args.max_tokens <= limits[0]:
+            raise ValueError(
+                f"--max_tokens={args.max_tokens} leaves nothing for training after --val_tokens={limits[0]}: "
+                "give more, or a smaller --val_tokens"
+            )
+        stages = [{"split": split, "tokens": tokens, **source.identity()} for split, source, tokens in plan]
+        self.options = {"name": name, **kind, "plan": stages}
+        self._claim()
+
+    def _claim(self) -> None:
+        """Refuse a folder that holds something else; with --overwrite, empty it."""
+        own = [*self.out.glob("*.bin"), *self.out.glob("*.bin.tmp")]
+        own += [self.out / file for file in ("meta.json", "tokenizer.json", "preparation.json")]
+        if self.args.overwrite and self.state.get("options") != self.options:
+            for file in own:
+                file.unlink(missing_ok=True)
+            self.state = {}
+        if self.state and self.state.get("options") != self.options:
+            changed = first_difference(self.state.get("options", {}), self.options)
+            raise ValueError(
+                f"{self.out} holds another preparation ({changed}): give that again to go on with it, another --out, "
+                "or --overwrite to replace it"
+            )
+        if not self.state and any(self.out.glob("*.bin")):
+            raise ValueError(f"{self.out} holds shards of unknown making: give another --out, or --overwrite")
+        for file in self.out.glob("*.bin.tmp"):
+            file.unlink()
+
+    def run(self) -> None:
+        if (self.out / "meta.json").exists() and self._complete():
+            print(f"{self.out} is complete: {sum(s['tokens'] for s in self.state['shards']):,} tokens")
+            return
+        self.encoding = self._tokenizer()
+        expected = self._expected_tokens()
+        self._check_disk(expected)
+        (self.out / "meta.json").unlink(missing_ok=True)
+        self.state = {"options": self.options, "shards": self.state.get("shards", [])}
+        self._save()
+        print(f"{self.name}: {self.args.workers} threads, {self.encoding.name} ({self.encoding.n_vocab:,} tokens)")
+        sources = {id(source) for _, source, _ in self.plan}
+        self.progress = Progress(expected, self.args.max_tokens, len(sources) == 1)
+        try:
+            self._make_shards()
+        except (ValueError, OSError, KeyboardInterrupt) as error:
+            raise ValueError(self._how_to_go_on(error)) from error
+        finally:
+            self.progress.close()
+        self._finish()
+
+    def _complete(self) -> bool:
+        """Whether meta.json's shards are all there and what --max_tokens asks for."""
+        same = self.state.get("max_tokens") == self.args.max_tokens
+        return same and all(self._is_whole(record) for record in self.state["shards"])
+
+    def _tokenizer(self) -> tiktoken.Encoding:
+        """The chosen one; a trained one is kept beside the shards and not trained again."""
+        path = self.out / "tokenizer.json"
+        if self.args.tokenizer != "bpe":
+            encoding = tokenizer.byte_tokenizer() if self.args.tokenizer == "bytes" else tokenizer.gpt2_tokenizer()
+        elif self.state and path.exists():
+            return tokenizer.from_json(json.loads(path.read_text(encoding="utf-8")))
+        else:
+            print(f"training a byte-pair tokenizer of {self.args.vocab_size:,} tokens", flush=True)
+            texts = first_bytes(self.plan[-1][1], self.args.tokenizer_bytes)
+            encoding = tokenizer.train_byte_pairs(texts, self.args.vocab_size)
+        shards.write_json(path, tokenizer.to_json(encoding))
+        return encoding
+
+    def _expected_tokens(self) -> int | None:
+        """About how many tokens there will be, None where nobody knows."""
+        per_token = 1 if self.args.tokenizer == "bytes" else 4
+        counts = []
+        for source in dict.fromkeys(id(source) for _, source, _ in self.plan):
+            stages = [(stage, tokens) for _, stage, tokens in self.plan if id(stage) == source]
+            size = stages[0][0].text_bytes()
+            whole = stages[0][0].tokens if size is None else size // per_token
+            limits = [tokens for _, tokens in stages]
+            limit = None if None in limits else sum(limits)
+            counts.append(min((n for n in (whole, limit) if n is not None), default=None))
+        total = None if None in counts else sum(counts)
+        return min((n for n in (total, self.args.max_tokens) if n is not None), default=None)
+
+    def _check_disk(self, expected: int | None) -> None:
+        present = sum(record["tokens"] for record in self.state.get("shards", []))
+        free = shutil.disk_usage(self.out).free
+        if expected is not None and 2 * (expected - present) > free:
+            fits = int(0.95 * (free // 2 + present))
+            raise ValueError(
+                f"about {expected:,} tokens need {2 * expected / 1e9:.1f} GB, {self.out} has {free / 1e9:.1f} GB free: "
+                f"give --max_tokens={fits}, or --out on a larger disk"
+            )
+
+    def _make_shards(self) -> None:
+        index = total = 0
+        for stage, (split, source, tokens) in enumerate(self.plan):
+            if stage == 0 or source is not self.plan[stage - 1][1]:
+                position, reader = START, None
+            left = self._limit(tokens, total)
+            while left > 0:
+                want = min(self.args.shard_tokens, left)
+                record = self.state["shards"][index] if index < len(self.state["shards"]) else None
+                if record and record["split"] == split and self._has(record, want):
+                    reader = None
+                    self.progress.found(record)
+                else:
+                    reader = reader or TokenReader(source, self.encoding, self.args.workers, position, self.progress)
+                    before, record = record, self._make_shard(index, split, want, reader)
+                    if record is None:
+                        break
+                    if before and before["tokens"] == record["tokens"] and before["sha256"] != record["sha256"]:
+                        (self.out / record["file"]).unlink()  # or the next run would find it
+                        raise ValueError(f"{record['file']} was made again and is another one: the source has changed")
+                    self.state["shards"][index : index + 1] = [record]
+                    self._save()
+                    self.progress.shard(record)
+                position = record["next"]
+                index, total, left = index + 1, total + record["tokens"], left - record["tokens"]
+                if record["tokens"] < want:
+                    break  # the source has ended
+        for record in self.state["shards"][index:]:
+            (self.out / record["file"]).unlink(missing_ok=True)
+        del self.state["shards"][index:]
+
+    def _limit(self, tokens: int | None, total: int) -> int:
+        ends = [tokens, None if self.args.max_tokens is None else self.args.max_tokens - total]
+        return min((n for n in ends if n is not None), default=sys.maxsize)
+
+    def _has(self, record: dict, want: int) -> bool:
+        """Whether the shard is there and what a preparation with these limits would make."""
+        return (record["tokens"] == want or (record["ended"] and record["tokens"] < want)) and self._is_whole(record)
+
+    def _is_whole(self, record: dict) -> bool:
+        path = self.out / record["file"]
+        return path.exists() and path.stat().st_size == shards.HEADER_BYTES + 2 * record["tokens"]
+
+    def _make_shard(self, index: int, split: str, want: int, reader: "TokenReader") -> dict | None:
+        tokens, counts = reader.take(want)
+        if not tokens.size:
+            return None
+        file = f"{self.name}_{split}_{index:06d}.bin"
+        record = {"file": file, "split": split, "tokens": tokens.size, **counts}
+        record["sha256"] = shards.write_shard(self.out / file, tokens)
+        return {**record, "ended": tokens.size < want, "next": reader.position}
+
+    def _save(self) -> None:
+        shards.write_json(self.out / "preparation.json", self.state)
+
+    def _how_to_go_on(self, error: BaseException) -> str:
+        kept = self.state["shards"]
+        tokens = sum(record["tokens"] for record in kept)
+        what = "stopped" if isinstance(error, KeyboardInterrupt) else str(error)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            what = f"the disk of {self.out} is full"
+        end_here = ""
+        if {"val", "train"} <= {record["split"] for record in kept}:
+            end_here = f", or with --max_tokens={tokens} to end there"
+        return f"{what}; {len(kept)} whole shards are kept: run the same command again to go on{end_here}"
+
+    def _finish(self) -> None:
+        records = self.state["shards"]
+        found = {record["split"] for record in records}
+        tokens = sum(record["tokens"] for record in records)
+        if "train" not in found or "val" not in found:
+            raise ValueError(
+                f"{tokens:,} tokens leave nothing for {'training' if 'val' in found else 'validation'}: give more "
+                f"text, or --val_tokens below {tokens} and --overwrite"
+            )
+        self.state["max_tokens"] = self.args.max_tokens
+        self._save()
+        source = {key: self.options["plan"][-1].get(key) for key in ("source", "name", "revision", "commit")}
+        meta = {key: value for key, value in source.items() if value} | self.extra
+        shards.write_meta(self.out, tokenizer.meta(self.encoding) | meta, records)
+
+
+class Progress:
+    """A bar on a terminal, a line a shard everywhere: tokens, tokens/s and time left."""
+
+    def __init__(self, expected: int | None, most: int | None, one_source: bool):
+        self.expected, self.most, self.one_source = expected, most, one_source
+        self.bar = tqdm(total=expected, unit="tok", unit_scale=True, smoothing=0.05, disable=None, dynamic_ncols=True)
+        self.started, self.made, self.present = time.monotonic(), 0, 0
+
+    def advance(self, tokens: int) -> None:
+        self.made += tokens
+        self.bar.update(tokens)
+
+    def reached(self, done: float | None) -> None:
+        """The share of the source that is read by now: a better forecast than its size in bytes."""
+        if self.one_source and done and done > 0.01:
+            self.expected = min(int((self.present + self.made) / done), self.most or sys.maxsize)
+            self.bar.total = self.expected
+
+    def found(self, record: dict) -> None:
+        self.present += record["tokens"]
+        self.bar.update(record["tokens"])
+
+    def shard(self, record: dict) -> None:
+        rate = self.made / max(time.monotonic() - self.started, 1e-9)
+        left = (self.expected or 0) - self.present - self.made
+        eta = f", ETA {tqdm.format_interval(left / rate)}" if left > 0 else ""
+        tqdm.write(f"{record['file']}: {self.present + self.made:,} tokens in all, {rate:,.0f} tokens/s{eta}")
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        self.bar.close()
+
+
+def first_difference(before: dict, now: dict) -> str:
+    """The first option that differs, in words."""
+    for key in [*now, *before]:
+        old, new = before.get(key), now.get(key)
+        if old != new and isinstance(old, list) and isinstance(new, list):
+            return next((first_difference(a, b) for a, b in zip(old, new) if a != b), f"{key} differ in number")
+        if old != new:
+            return f"{key} {old!r} there, {new!r} now"
+    return "nothing"

@@ -1,0 +1,291 @@
+"""The scripts of wikitext, openwebtext, text and copy_task, each on a small source."""
+
+import hashlib
+import importlib
+import itertools
+import json
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from conftest import ROOT, one_line_error, script
+
+from data import tokenizer
+from data.copy_task.prepare import Copies
+from data.shards import open_corpus
+from data.wikitext.prepare import TITLE
+
+EOT = 256
+
+
+@pytest.fixture(autouse=True)
+def _bytes_for_gpt2(monkeypatch):
+    monkeypatch.setattr(tokenizer, "gpt2_tokenizer", tokenizer.byte_tokenizer)
+
+
+def run(monkeypatch, corpus, out, *arguments):
+    monkeypatch.setattr(sys, "argv", ["prepare.py", f"--out={out}", *map(str, arguments)])
+    importlib.import_module(f"data.{corpus}.prepare").main()
+    return open_corpus(str(out))
+
+
+def documents(parts) -> list[str]:
+    """Texts of byte tokens: what lies between end-of-text tokens, the first of which opens the split."""
+    tokens = np.concatenate(parts).tolist()
+    assert tokens[0] == EOT
+    cuts = [i for i, token in enumerate(tokens) if token == EOT] + [len(tokens)]
+    return [bytes(tokens[a + 1 : b]).decode() for a, b in itertools.pairwise(cuts)]
+
+
+# WikiText
+
+SCHEMA = """---
+configs:
+- config_name: wikitext-2-raw-v1
+  data_files:
+  - {split: train, path: wikitext-2-raw-v1/train-*}
+  - {split: validation, path: wikitext-2-raw-v1/validation-*}
+  - {split: test, path: wikitext-2-raw-v1/test-*}
+- config_name: wikitext-103-raw-v1
+  data_files:
+  - {split: train, path: wikitext-2-raw-v1/test-*}
+  - {split: validation, path: wikitext-2-raw-v1/validation-*}
+---
+"""
+FIRST = [" = Robert <unk> = \n", "", " Robert is an actor . x = y and a = = b . \n", " = = Career = = \n", ""]
+FIRST += [" = = = 2000 — 2005 = = = \n", " In 2000 = = = he left . \n", ""]
+SECOND = [" = You 're = ( song ) = \n", "", " Größe = \n", " = no title\n", "= no title = \n", " = = Notes = = \n"]
+WIKI = {"train": ["", *FIRST, *SECOND, " = X = \n", ""], "validation": SECOND, "test": [" = T = \n", " t \n"]}
+
+
+@pytest.fixture(scope="module")
+def wikitext(tmp_path_factory):
+    """A clone of Salesforce/wikitext: a row a line."""
+    root = tmp_path_factory.mktemp("wikitext")
+    (root / "README.md").write_text(SCHEMA)
+    (root / "wikitext-2-raw-v1").mkdir()
+    for split, lines in WIKI.items():
+        path = root / "wikitext-2-raw-v1" / f"{split}-00000-of-00001.parquet"
+        pq.write_table(pa.table({"text": lines}), path, row_group_size=3)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("line", "title"),
+    [
+        (" = Title = \n", True),
+        (" = A = B = \n", True),
+        (" = = Section = = \n", False),
+        (" = = = Sub = = = \n", False),
+        (" = = = \n", False),
+        (" = Title = ", False),
+        (" = Title \n", False),
+        ("= Title = \n", False),
+        ("", False),
+        (" = a = \n = b = \n", False),
+    ],
+)
+def test_titles(line, title):
+    assert bool(TITLE.fullmatch(line)) is title
+
+
+def test_wikitext_articles_are_documents(wikitext, tmp_path, monkeypatch):
+    arguments = [tmp_path / "out", f"--repository={wikitext}", "--version=2"]
+    corpus = run(monkeypatch, "wikitext", *arguments)
+    # What precedes the first title has no end-of-text: an empty line here.
+    assert documents(corpus.train) == ["".join(FIRST), "".join(SECOND), " = X = \n"]
+    assert documents(corpus.val) == ["".join(SECOND)]
+    assert corpus.meta["train"]["documents"] == 3
+    assert corpus.meta["name"] == "wikitext-2-raw-v1"
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "wikitext", *arguments, "--val_split=test")
+    corpus = run(monkeypatch, "wikitext", *arguments, "--val_split=test", "--overwrite", "--shard_tokens=10")
+    assert documents(corpus.val) == [" = T = \n t \n"]
+    assert documents(corpus.train) == ["".join(FIRST), "".join(SECOND), " = X = \n"]
+
+
+def test_wikitext_103_by_default(wikitext, tmp_path, monkeypatch):
+    corpus = run(monkeypatch, "wikitext", tmp_path / "out", f"--repository={wikitext}")
+    assert corpus.meta["name"] == "wikitext-103-raw-v1"
+    assert documents(corpus.train) == ["".join(WIKI["test"])]
+
+
+def test_wikitext_lines_are_tokenised_one_by_one(wikitext, tmp_path, monkeypatch):
+    options = ["--version=2", "--tokenizer=bpe", "--vocab_size=270"]
+    corpus = run(monkeypatch, "wikitext", tmp_path / "out", f"--repository={wikitext}", *options)
+    encoding = tokenizer.from_json(tokenizer.describe(tmp_path / "out"))
+    expected = []
+    for line in WIKI["train"]:
+        is_title = line in (FIRST[0], SECOND[0], " = X = \n")
+        expected += [encoding.eot_token] * is_title + encoding.encode_ordinary(line)
+    assert np.concatenate(corpus.train).tolist() == expected
+
+
+# OpenWebText
+
+
+def test_openwebtext_from_a_clone_and_from_files(tmp_path, monkeypatch):
+    texts = [f"page {i} " * (i % 5) for i in range(50)]
+    (tmp_path / "clone").mkdir()
+    for index in (0, 1):
+        part = texts[25 * index :][:25]
+        pq.write_table(pa.table({"text": part}), tmp_path / "clone" / f"train-{index:05d}-of-00002.parquet")
+    options = ["--val_tokens=100", "--shard_tokens=70"]
+    clone = run(monkeypatch, "openwebtext", tmp_path / "a", f"--repository={tmp_path / 'clone'}", *options)
+    files = run(monkeypatch, "openwebtext", tmp_path / "b", f"--source={tmp_path / 'clone'}/*.parquet", *options)
+    for corpus in (clone, files):
+        assert documents(corpus.val + corpus.train) == texts
+        assert sum(map(len, corpus.val)) == 100
+        assert corpus.path.joinpath("openwebtext_val_000001.bin").exists()
+    assert clone.meta["source"] == str(tmp_path / "clone")
+
+
+# Text of one's own
+
+
+@pytest.fixture
+def notes(tmp_path):
+    """A folder of texts with copies of some, and files that are no documents."""
+    root = tmp_path / "notes"
+    files = {f"{i % 4}/{i}.txt": f"note {i}: größe\n" * (1 + i % 6) for i in range(40)}
+    files |= {"copy.txt": files["1/1.txt"], "2/copy.md": files["3/3.txt"], "code.py": "x = 1\n"}
+    texts = dict(files)
+    files |= {".git/config": "hidden", "0/.hidden.txt": "hidden", "a/__pycache__/m.txt": "hidden", "empty.txt": ""}
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    (root / "picture.png").write_bytes(b"\x89PNG\0\xff")
+    (root / "utf16.txt").write_bytes("text".encode("utf-16"))
+    rows = [{"text": text} for text in ("from jsonl", texts["2/2.txt"], "from jsonl")]
+    (root / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return root, texts, [row["text"] for row in rows]
+
+
+def in_hash_order(root, texts, rows, keep=lambda name: True):
+    """Documents in the order of the SHA-256 of the files' paths."""
+    names = sorted([*texts, "rows.jsonl"], key=lambda n: hashlib.sha256(f"{root}/{n}".encode()).hexdigest())
+    return [text for name in names if keep(name) for text in (rows if name == "rows.jsonl" else [texts[name]])]
+
+
+def test_text_drops_copies_and_what_is_no_text(notes, tmp_path, monkeypatch, capsys):
+    root, texts, rows = notes
+    corpus = run(monkeypatch, "text", tmp_path / "out", "--tokenizer=bytes", "--source", root, "--val_tokens=300")
+    assert sum(map(len, corpus.val)) == 300
+    everything = in_hash_order(root, texts, rows)
+    assert documents(corpus.val + corpus.train) == list(dict.fromkeys(everything))
+    assert "2 files of the folders are no UTF-8 text and were left out" in capsys.readouterr().out
+    options = ["--tokenizer=bytes", "--duplicates=keep", f"--source={root}", "--val_tokens=300"]
+    corpus = run(monkeypatch, "text", tmp_path / "kept", *options)
+    assert documents(corpus.val + corpus.train) == everything
+    assert len(everything) > len(set(everything))
+
+
+def test_text_says_how_many_files_it_left_out_by_default_too(notes, tmp_path, monkeypatch, capsys):
+    """Training the byte pairs reads the source once more; a file counts once."""
+    run(monkeypatch, "text", tmp_path / "out", "--vocab_size=265", "--source", notes[0])
+    assert "\n2 files of the folders are no UTF-8 text and were left out" in capsys.readouterr().out
+
+
+def test_text_of_some_suffixes(notes, tmp_path, monkeypatch):
+    root, texts, rows = notes
+    options = ["--tokenizer=bytes", "--source", root, "--suffixes", ".md", ".py", "--val_tokens=10"]
+    corpus = run(monkeypatch, "text", tmp_path / "out", *options)
+    expected = in_hash_order(root, texts, rows, lambda name: name.endswith((".md", ".py")))
+    assert documents(corpus.val + corpus.train) == expected
+    assert len(expected) == 2
+
+
+@pytest.mark.parametrize(("share", "kind"), [(0.02, "bytes"), (0.3, "bytes"), (0.3, "bpe")])
+def test_text_holds_out_a_share(notes, tmp_path, monkeypatch, share, kind):
+    """Of the files' bytes, which for byte pairs are taken for four times the tokens."""
+    root, _, _ = notes
+    options = [f"--tokenizer={kind}", "--vocab_size=257", "--source", root, f"--val_share={share}"]
+    corpus = run(monkeypatch, "text", tmp_path / "out", *options)
+    files = [path for path in root.rglob("*") if path.is_file() and not {".git", "__pycache__"} & set(path.parts)]
+    size = sum(path.stat().st_size for path in files if not path.name.startswith("."))
+    assert corpus.meta["val"]["tokens"] == int(share * size / (1 if kind == "bytes" else 4))
+
+
+def test_text_expands_home_and_trains_byte_pairs_by_default(notes, tmp_path, monkeypatch):
+    root, _, _ = notes
+    monkeypatch.setenv("HOME", str(root.parent))
+    corpus = run(monkeypatch, "text", tmp_path / "out", "--source", "~/notes/0", "~/notes/1", "--vocab_size=265")
+    assert corpus.meta["tokenizer"] == "bpe265"
+    assert corpus.meta["val"]["documents"] + corpus.meta["train"]["documents"] == 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give --source: files, patterns or folders of text"),
+        (["--source", "README.md", "--val_share=0"], "--val_share=0.0: give a number between 0 and 1"),
+        (["--source", "README.md", "--val_share=1.5"], "--val_share=1.5: give a number between 0 and 1"),
+        (["--source", "README.md", "--val_share=nan"], "--val_share=nan: give a number between 0 and 1"),
+        (["--source", "nowhere"], "--source=nowhere: no files there"),
+        (["--source", "docs", "--suffixes", ".none"], "--source=docs: no files with suffix .none there"),
+        (["--workers=0", "--source", "README.md"], "--workers=0: give 1 or more"),
+        (["--source", "README.md", "--vocab_size=5"], "--vocab_size=5: give 257"),
+    ],
+)
+def test_text_answers_mistakes_in_one_line(tmp_path, arguments, message):
+    result = script(ROOT / "data" / "text" / "prepare.py", f"--out={tmp_path / 'out'}", *arguments)
+    assert message in one_line_error(result)
+    assert not (tmp_path / "out").exists()
+
+
+def test_text_too_short_for_its_vocabulary(tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.txt").write_text("ab ab ab")
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "text", tmp_path / "out", "--source", tmp_path / "a.txt")
+    assert "vocab_size=4096: the text yields 259 tokens only; give that or fewer" in capsys.readouterr().err
+
+
+# The copy task
+
+
+def copies(monkeypatch, out, *arguments):
+    corpus = run(monkeypatch, "copy_task", out, "--half=5", "--sequences=600", "--val_sequences=70", *arguments)
+    return corpus, documents(corpus.val), documents(corpus.train)
+
+
+def test_second_halves_repeat_the_first(tmp_path, monkeypatch):
+    corpus, val, train = copies(monkeypatch, tmp_path / "out", "--shard_tokens=1000")
+    assert (len(val), len(train)) == (70, 600)
+    assert all(len(text) == 10 and text[:5] == text[5:] for text in val + train)
+    assert set("".join(val + train)) == set("abcdefghijklmnop")  # 16 symbols
+    assert len({text[:5] for text in val + train}) > 660  # of a million
+    assert (corpus.meta["window_tokens"], corpus.meta["scored_from"]) == (11, 5)
+    assert corpus.meta["train"]["tokens"] == 600 * 11
+    counts = np.unique(list("".join(text[:5] for text in train)), return_counts=True)[1]
+    assert abs(counts - 3000 / 16).max() < 5 * np.sqrt(3000 / 16)
+
+
+def test_sequences_are_a_function_of_the_seed_and_the_split(tmp_path, monkeypatch):
+    _, val, train = copies(monkeypatch, tmp_path / "a")
+    assert copies(monkeypatch, tmp_path / "b", "--workers=1")[1:] == (val, train)
+    _, other_val, other_train = copies(monkeypatch, tmp_path / "c", "--seed=1")
+    assert not set(train) & set(other_train)
+    assert not set(val) & set(other_val)
+    assert not set(val) & set(train)
+    # Sequence i does not depend on how many there are.
+    few = [text for batch in Copies(300, 5, 16, 0, "train").read() for text in batch.texts]
+    assert few == train[:300]
+
+
+def test_symbols(tmp_path, monkeypatch):
+    _, val, train = copies(monkeypatch, tmp_path / "out", "--symbols=64")
+    assert len(set("".join(val + train))) == 64
+    _, val, train = copies(monkeypatch, tmp_path / "two", "--symbols=2")
+    assert set("".join(val + train)) == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["half=0", "symbols=1", "symbols=65", "sequences=0", "val_sequences=0", "seed=-1", "shard_tokens=0"],
+)
+def test_copy_task_options_out_of_range(tmp_path, option):
+    result = script(ROOT / "data" / "copy_task" / "prepare.py", f"--{option}", f"--out={tmp_path / 'out'}")
+    assert f"--{option}: give" in one_line_error(result)
+    assert not (tmp_path / "out").exists()

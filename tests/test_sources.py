@@ -1,0 +1,362 @@
+"""Documents of local files: what is read, in which order, and that every cursor is a place to go on from."""
+
+import gc
+import hashlib
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from data import sources
+from data.copy_task.prepare import Copies
+from data.sources import Files, Texts
+
+TEXTS = ["One document.", "Ümlaute and 日本語.\n", "", "x" * 700, "👩‍👩‍👧 last\n\n", "a\nb\n", " ", "<|endoftext|>"]
+
+
+def write_parquet(path, texts, row_group_size=1000, **keys):
+    """FineWeb-Edu's schema."""
+    count = len(texts)
+    columns = {"text": pa.array(texts, pa.string()), "id": [f"<urn:uuid:{i}>" for i in range(count)]}
+    columns |= {"score": [3.5] * count, "token_count": [len(text or "") for text in texts]}
+    pq.write_table(pa.table(columns), path, row_group_size=row_group_size, **keys)
+    return path
+
+
+def write_json_lines(path, rows):
+    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def documents(batches) -> list[str]:
+    """Whole documents: texts that continue one are joined to it."""
+    result = []
+    for batch in batches:
+        assert batch.starts is None or len(batch.starts) == len(batch.texts)
+        for text, start in zip(batch.texts, batch.starts or [True] * len(batch.texts)):
+            if start:
+                result.append(text)
+            else:
+                result[-1] += text
+    return result
+
+
+def read(*patterns, **keys) -> list[str]:
+    return documents(Files([str(pattern) for pattern in patterns], **keys).read())
+
+
+def assert_resumes_everywhere(source):
+    """From every cursor, as JSON keeps it, come the batches that followed it."""
+    batches = list(source.read())
+    assert len(batches) > 3
+    for index, batch in enumerate(batches):
+        assert list(source.read(json.loads(json.dumps(batch.cursor)))) == batches[index:]
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Pieces, batches and groups of rows so small that little text has many."""
+    monkeypatch.setattr(sources, "PIECE_BYTES", 64)
+    monkeypatch.setattr(sources, "BATCH_CHARACTERS", 100)
+    monkeypatch.setattr(sources, "ROWS", 3)
+
+
+@pytest.mark.parametrize("row_group_size", [1, 3, 1000])
+def test_parquet_rows_are_documents_and_null_is_none(tmp_path, row_group_size):
+    rows = [None, *TEXTS[:4], None, None, *TEXTS[4:], None]
+    write_parquet(tmp_path / "a.parquet", rows, row_group_size)
+    assert read(tmp_path / "a.parquet") == TEXTS
+    write_parquet(tmp_path / "b.parquet", [])
+    write_parquet(tmp_path / "c.parquet", [None, None])
+    assert read(tmp_path / "*.parquet") == TEXTS
+
+
+@pytest.mark.parametrize("kind", [pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+def test_other_forms_of_text_columns(tmp_path, kind):
+    column = pa.array(TEXTS * 3, pa.string()).cast(kind)
+    pq.write_table(pa.table({"number": range(len(column)), "body": column}), tmp_path / "a.parquet")
+    assert read(tmp_path, column="body") == TEXTS * 3
+
+
+def test_json_lines_are_documents(tmp_path):
+    rows = [{"text": text, "id": i} for i, text in enumerate(TEXTS)]
+    write_json_lines(tmp_path / "a.jsonl", [rows[0], "", "  \t", *rows[1:]])
+    assert read(tmp_path / "a.jsonl") == TEXTS
+    (tmp_path / "b.jsonl").write_bytes(b'{"body": "no line break at the end"}')
+    assert read(tmp_path / "b.jsonl", column="body") == ["no line break at the end"]
+
+
+LONG = [
+    "".join(f"{'é日👧x'[i % 4] * (i % 23)}\n" for i in range(200)),
+    "é" * 500,
+    "x" + "日" * 400,  # the other phases of three bytes
+    "xy" + "日" * 400,
+    "👧" * 300,
+    "x" * 63 + "\n" + "y" * 64 + "\n\n",
+    "x" * 64,
+    "x" * 128,
+    "\n" * 200,
+]
+
+
+@pytest.mark.parametrize("piece", [5, 64, 1000])
+def test_pieces_of_a_large_file_join_to_the_file(tmp_path, monkeypatch, piece):
+    monkeypatch.setattr(sources, "PIECE_BYTES", piece)
+    for index, text in enumerate(LONG):
+        (tmp_path / f"{index}.txt").write_bytes(text.encode())
+    batches = list(Files([str(tmp_path)]).read())
+    assert documents(batches) == LONG
+    pieces = [text for batch in batches for text in batch.texts]
+    assert all(0 < len(text.encode()) <= piece for text in pieces)
+    assert (len(pieces) > 3 * len(LONG)) is (piece < 1000)
+
+
+def test_pieces_end_at_line_breaks_where_there_are_any(tmp_path, small):
+    (tmp_path / "a.txt").write_bytes(LONG[0].encode())
+    (batch, *others) = Files([str(tmp_path)]).read()
+    assert others
+    assert all(text.endswith("\n") for text in batch.texts)
+
+
+def test_an_empty_text_file_is_no_document_and_an_empty_row_is_one(tmp_path):
+    (tmp_path / "a.txt").touch()
+    (tmp_path / "b.jsonl").touch()
+    write_json_lines(tmp_path / "c.jsonl", [{"text": ""}])
+    assert read(tmp_path) == [""]
+
+
+def mixed_folder(folder):
+    """All kinds of files, with repetitions within and between them; the documents in name order."""
+    folder.mkdir(exist_ok=True)
+    many = [f"{i % 17} " * (i % 29) for i in range(120)]
+    write_parquet(folder / "a.parquet", [*many, None, *TEXTS], row_group_size=7)
+    write_json_lines(folder / "b.jsonl", [{"text": text} for text in [*TEXTS, *many[::-1], LONG[0]]])
+    for index, text in enumerate([*LONG, "short\n", LONG[2]]):
+        (folder / f"c_{index:02d}.txt").write_bytes(text.encode())
+    write_parquet(folder / "d.parquet", [*TEXTS, "short\n", "new at the end", LONG[1], LONG[1]], row_group_size=2)
+    ends = [*TEXTS, "short\n", "new at the end", LONG[1], LONG[1]]
+    return [*many, *TEXTS, *TEXTS, *many[::-1], LONG[0], *LONG, "short\n", LONG[2], *ends]
+
+
+@pytest.mark.parametrize("unique", [False, True])
+def test_files_are_read_in_name_order_each_document_once_if_asked(tmp_path, small, unique):
+    expected = mixed_folder(tmp_path / "in")
+    assert read(tmp_path / "in", unique=unique) == (list(dict.fromkeys(expected)) if unique else expected)
+
+
+@pytest.mark.parametrize("keys", [{}, {"unique": True}, {"shuffled": True}, {"unique": True, "shuffled": True}])
+def test_reading_goes_on_from_every_cursor(tmp_path, small, keys):
+    mixed_folder(tmp_path / "in")
+    assert_resumes_everywhere(Files([str(tmp_path / "in")], **keys))
+
+
+def test_reading_goes_on_within_large_row_groups(tmp_path, small):
+    write_parquet(tmp_path / "a.parquet", [f"{i} " * 9 if i % 5 else None for i in range(200)], row_group_size=70)
+    assert_resumes_everywhere(Files([str(tmp_path)]))
+
+
+def test_texts_in_memory_and_copies_go_on_from_every_cursor():
+    texts = [f"text {i}" for i in range(1300)]
+    source = Texts(texts, "numbers")
+    assert documents(source.read()) == texts
+    assert_resumes_everywhere(source)
+    assert_resumes_everywhere(Copies(1300, 5, 16, 7, "train"))
+
+
+def test_the_done_share_is_that_of_bytes_before_a_batch(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "BATCH_CHARACTERS", 10)
+    for name in "abcd":
+        (tmp_path / name).write_text("0123456789")
+    assert [batch.done for batch in Files([str(tmp_path)]).read()] == [0, 0.25, 0.5, 0.75]
+    write_parquet(tmp_path / "e.parquet", ["0123456789"] * 10)
+    shares = [batch.done for batch in Files([str(tmp_path / "e.parquet")]).read()]
+    assert shares == pytest.approx([i / 10 for i in range(10)])
+    assert [batch.done for batch in Texts(["x"] * 512, "x").read()] == [0, 0.5]
+
+
+def test_batches_end_at_their_size(tmp_path, small):
+    write_parquet(tmp_path / "a.parquet", ["x" * 30] * 50)
+    assert {len(batch.texts) for batch in list(Files([str(tmp_path)]).read())[:-1]} == {4}
+
+
+def tree(root):
+    files = ["b.txt", "a/z.txt", "a/code.py", "a/.hidden.txt", ".git/config", "a/__pycache__/m.txt", "c"]
+    for name in files:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name)
+    (root / "picture.bin").write_bytes(b"\x89PNG\xff\xfe")
+    (root / "zeros.dat").write_bytes(b"text\0text")
+
+
+def test_hidden_and_binary_files_of_folders_are_left_out(tmp_path):
+    root = tmp_path / ".own" / "root"  # a folder that is named itself may be hidden
+    tree(root)
+    source = Files([str(root)])
+    assert documents(source.read()) == ["a/code.py", "a/z.txt", "b.txt", "c"]
+    assert source.skipped == 2
+    assert read(root, suffixes=(".txt", ".none")) == ["a/z.txt", "b.txt"]
+    assert read(root / "a" / ".hidden.txt", root / "c") == ["a/.hidden.txt", "c"]  # by name
+    assert read(root / "zeros.dat") == ["text\0text"]
+
+
+@pytest.mark.parametrize("content", [b"ok\n\xff\xfe", "größe".encode("latin-1")])
+def test_a_file_given_by_name_must_be_text(tmp_path, content):
+    (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"a\.txt is not UTF-8 text at byte {content.index(max(content))}: leave"):
+        read(tmp_path / "*.txt")
+
+
+@pytest.mark.parametrize("bad", [b"\xff", b"\0"])
+def test_what_turns_out_late_to_be_no_text_is_refused_with_its_place(tmp_path, small, bad):
+    """Its beginning is among the documents already: it cannot be left out any more."""
+    (tmp_path / "a.txt").write_bytes(b"0123456\n" * 20 + bad)
+    with pytest.raises(ValueError, match=r"a\.txt is not UTF-8 text at byte 160"):
+        read(tmp_path)
+
+
+def test_order_does_not_depend_on_the_listing(tmp_path, monkeypatch):
+    names = [f"{folder}/{i}.txt" for folder in "ab" for i in range(8)]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(str(tmp_path / name))
+    by_hash = sorted((str(tmp_path / name) for name in names), key=lambda n: hashlib.sha256(n.encode()).hexdigest())
+    by_name = sorted(str(tmp_path / name) for name in names)
+    listing = Path.rglob
+    for reverse in (False, True):
+        monkeypatch.setattr(Path, "rglob", lambda p, s, r=reverse: sorted(listing(p, s), reverse=r))
+        assert read(tmp_path) == by_name
+        assert read(tmp_path, shuffled=True) == by_hash
+    assert by_hash != by_name
+
+
+def test_a_file_that_several_patterns_name_is_read_once(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("a")
+    (tmp_path / "in" / "b.txt").write_text("b")
+    assert read(tmp_path / "in", tmp_path / "in" / "b.txt", tmp_path / "in" / "*") == ["a", "b"]
+    assert read(tmp_path / "**") == ["a", "b"]  # matches the folder and what is in it
+
+
+def test_identity_tells_names_and_sizes(tmp_path):
+    def identity(**keys):
+        return Files([str(tmp_path)], **keys).identity()
+
+    (tmp_path / "a").write_text("abc")
+    first = identity()
+    assert json.loads(json.dumps(first)) == first
+    assert first == identity()
+    assert first["source"] == str(tmp_path)
+    assert first != identity(unique=True)
+    assert first != identity(column="body")
+    (tmp_path / "b").write_text("")
+    assert identity()["sha256"] != first["sha256"]
+    (tmp_path / "b").unlink()
+    (tmp_path / "a").write_text("abcd")
+    assert identity()["sha256"] != first["sha256"]
+
+    ab, ba, joined = (Texts(texts, "x").identity() for texts in (["a", "b"], ["b", "a"], ["ab"]))
+    assert len({ab["sha256"], ba["sha256"], joined["sha256"]}) == 3
+    assert ab == Texts(["a", "b"], "x").identity()
+    assert ab["source"] == "x"
+
+
+def test_text_bytes_are_about_right(tmp_path):
+    for name, size in (("a.txt", 1000), ("b.jsonl", 500)):
+        (tmp_path / name).write_text("x" * size)
+    assert Files([str(tmp_path)]).text_bytes() == 1500
+    texts = [hashlib.sha256(bytes([i])).hexdigest() * 9 for i in range(200)]
+    for number in (0, 1):
+        write_parquet(tmp_path / f"{number}.parquet", texts, row_group_size=50, compression="zstd")
+    parquet_bytes = Files([str(tmp_path / "*.parquet")]).text_bytes()
+    assert parquet_bytes == pytest.approx(2 * sum(map(len, texts)), rel=0.1)
+    assert parquet_bytes > 3 * sum(path.stat().st_size for path in tmp_path.glob("*.parquet"))
+    assert Texts(["größe", "x"], "x").text_bytes() == 8
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "cut of', "holds no JSON at byte 18"),
+        ("{'text': 'Python'}", "holds no JSON at byte 18"),
+        ("[" * 100_000, "holds no JSON at byte 18"),
+        ('{"body": "x"}', "has no text under 'text' in the line at byte 18: give --column"),
+        ('{"text": null}', "has no text under 'text'"),
+        ('{"text": ["x"]}', "has no text under 'text'"),
+        ('["text"]', "has no text under 'text'"),
+        ('"text"', "has no text under 'text'"),
+    ],
+)
+def test_broken_json_lines_are_named_with_their_place(tmp_path, line, message):
+    write_json_lines(tmp_path / "a.jsonl", ['{"text": "first"}', line, '{"text": "last"}'])
+    with pytest.raises(ValueError, match=rf"a\.jsonl {message}"):
+        read(tmp_path)
+
+
+def test_json_lines_that_are_not_utf8(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes('{"text": "größe"}\n'.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"a\.jsonl holds no JSON at byte 0"):
+        read(tmp_path)
+
+
+def test_half_surrogates_come_through_and_are_told_apart(tmp_path):
+    rows = ['{"text": "\\ud800"}', '{"text": "\\ud801"}', '{"text": "\\ud800"}', '{"text": "\\ud83d\\udc67"}']
+    write_json_lines(tmp_path / "a.jsonl", rows)
+    assert read(tmp_path, unique=True) == ["\ud800", "\ud801", "👧"]
+
+
+@pytest.mark.parametrize("cut", [0, 1, 4, 100, -1, -20])
+def test_a_truncated_parquet_file_is_named(tmp_path, cut):
+    path = write_parquet(tmp_path / "a.parquet", TEXTS * 50)
+    path.write_bytes(path.read_bytes()[:cut])
+    for use in (lambda source: list(source.read()), Files.text_bytes):
+        with pytest.raises(ValueError, match=r"a\.parquet is no whole parquet file .*: fetch it again"):
+            use(Files([str(tmp_path)]))
+
+
+@pytest.mark.parametrize("compression", ["snappy", "none"])
+@pytest.mark.parametrize("where", ["page header", "text"])
+def test_damaged_pages_are_named_and_the_rows_before_them_come(tmp_path, compression, where):
+    """Bytes overwritten in the last of four groups; in text that is stored plainly, what remains is no UTF-8."""
+    texts = [f"größe {i} {hashlib.sha256(bytes([i % 256])).hexdigest()}" for i in range(1000)]
+    path = write_parquet(
+        tmp_path / "a.parquet", texts, row_group_size=256, compression=compression, use_dictionary=False
+    )
+    column = pq.ParquetFile(path).metadata.row_group(3).column(0)
+    content = bytearray(path.read_bytes())
+    if where == "page header":
+        start = column.data_page_offset
+    elif compression == "none":
+        start = content.index(texts[900].encode())
+    else:
+        start = column.data_page_offset + column.total_compressed_size // 2
+    content[start : start + 4] = b"\xff" * 4
+    path.write_bytes(content)
+    found = []
+    with pytest.raises(ValueError, match=r"a\.parquet is damaged near row 768 .*: fetch it again"):
+        found.extend(text for *_, text, _ in Files([str(path)])._documents({"file": 0, "at": 0}))
+    assert found == texts[:768]
+    gc.collect()  # pyarrow's reader is done with the file
+
+
+def test_no_such_column_or_one_that_is_no_text(tmp_path):
+    path = tmp_path / "a.parquet"
+    table = pa.table({"number": [1, 2], "raw": [b"x", b"\xff"], "list": [["a"], ["b"]], "row": [{"text": "a"}] * 2})
+    pq.write_table(table, path)
+    for use in (lambda source: list(source.read()), Files.text_bytes):
+        with pytest.raises(ValueError, match=r"a\.parquet has no column text, it has number, raw, list, row: give --c"):
+            use(Files([str(path)]))
+    for column, kind in (("number", "int"), ("raw", "bytes"), ("list", "list"), ("row", "dict")):
+        assert Files([str(path)], column).text_bytes() > 0
+        with pytest.raises(ValueError, match=rf"a\.parquet: column {column} holds {kind}, not text: give --column"):
+            read(path, column=column)
+
+
+@pytest.mark.parametrize("suffixes", [(), (".py", ".c")])
+def test_nothing_there_is_refused(tmp_path, suffixes):
+    (tmp_path / "in").mkdir()
+    for pattern in ("in", "in/*", "nowhere/**/*.txt"):
+        with pytest.raises(ValueError, match=rf"{pattern.replace('*', '.')}: no files.* there") as error:
+            Files([str(tmp_path / pattern)], suffixes=suffixes)
+        assert ("with suffix .py, .c" in str(error.value)) is bool(suffixes)

@@ -1,0 +1,273 @@
+"""Damaged shards are found and named; shards of others are examined and linked."""
+
+import hashlib
+import json
+import shutil
+import struct
+import sys
+from pathlib import Path
+
+import huggingface_hub
+import numpy as np
+import pytest
+from conftest import ROOT, one_line_error, script
+
+from data import preparation, shards, tokenizer, verification
+from data.fineweb_edu import prepare
+from data.shards import open_corpus
+from data.sources import Texts
+
+VOCABULARY = 257  # the byte tokenizer's, which stands in for GPT-2's
+
+
+@pytest.fixture(autouse=True)
+def _bytes_for_gpt2(monkeypatch):
+    monkeypatch.setattr(tokenizer, "gpt2_tokenizer", tokenizer.byte_tokenizer)
+    monkeypatch.setattr(verification, "CHUNK", 97)  # several to a shard
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """A corpus of ten shards."""
+    out = tmp_path_factory.mktemp("prepared")
+    args = preparation.arguments("", out).parse_args(["--tokenizer=bytes", "--shard_tokens=300", "--val_tokens=700"])
+    source = Texts([f"document {i}" for i in range(240)], "x")
+    preparation.prepare(args, "x", [("val", source, 700), ("train", source, None)])
+    assert len(list(out.glob("*.bin"))) == 11
+    return out
+
+
+@pytest.fixture
+def folder(prepared, tmp_path):
+    return Path(shutil.copytree(prepared, tmp_path / "copy"))
+
+
+def test_what_is_intact_passes_and_is_not_touched(folder, capsys):
+    before = {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.iterdir()}
+    for workers in (1, 3):
+        verification.verify(folder, workers)
+        tokens = sum(len(f"document {i}") + 1 for i in range(240))
+        assert capsys.readouterr() == (f"11 shards, {tokens:,} tokens: all as they were made\n", "")
+    assert {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_one_flipped_bit_anywhere_is_found(folder, seed):
+    draw = np.random.default_rng(seed)
+    path = draw.choice(sorted(folder.glob("*.bin")))
+    content = bytearray(path.read_bytes())
+    at = int(draw.integers(len(content)) if seed % 2 else draw.integers(1024))  # half of them in the header
+    content[at] ^= 1 << int(draw.integers(8))
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"^1 of 11 shards are damaged: {path} (?!.*\.bin)"):
+        verification.verify(folder, 2)
+
+
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [
+        (lambda path: path.unlink(), "No such file"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-2]), "is damaged: 300 tokens need 1624 bytes, it has 1622"),
+        (lambda path: path.write_bytes(b""), "is not a token shard"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-2] + struct.pack("<H", 257)), "holds token id 257, the "),
+        (lambda path: path.write_bytes(path.read_bytes()[:-2] + struct.pack("<H", 256)), "is not as it was made"),
+        (lambda path: (path.unlink(), path.mkdir()), "Is a directory"),
+    ],
+)
+def test_every_damaged_shard_is_named(folder, damage, what):
+    names = ["x_val_000001.bin", "x_train_000008.bin"]
+    for name in names:
+        damage(folder / name)
+    with pytest.raises(ValueError, match=r"^2 of 11 shards are damaged: ") as error:
+        verification.verify(folder, 2)
+    assert str(error.value).count(what) == 2
+    assert all(name in str(error.value) for name in names)
+    assert str(error.value).count(".bin") <= 2 * 2  # an OSError names its file again
+
+
+def test_deleted_as_it_says_they_are_made_again(folder):
+    """The way out that the message gives."""
+    source = Texts([f"document {i}" for i in range(240)], "x")
+    plan = [("val", source, 700), ("train", source, None)]
+    args = preparation.arguments("", folder).parse_args(["--tokenizer=bytes", "--shard_tokens=300", "--val_tokens=700"])
+    path = folder / "x_train_000008.bin"
+    path.write_bytes(path.read_bytes()[:-2] + b"\1\0")
+    with pytest.raises(ValueError, match=r"delete them and run the same command without --verify"):
+        verification.verify(folder, 1)
+    path.unlink()
+    preparation.prepare(args, "x", plan)
+    verification.verify(folder, 1)
+
+
+@pytest.mark.parametrize("meta", [None, "{}", '{"vocab_size": 257}', "{"])
+def test_without_sums_there_is_nothing_to_verify(folder, meta):
+    (folder / "meta.json").unlink()
+    if meta:
+        (folder / "meta.json").write_text(meta)
+    with pytest.raises(ValueError, match=r"prepare the corpus"):
+        verification.verify(folder, 1)
+
+
+@pytest.mark.parametrize("corpus", ["fineweb_edu", "openwebtext", "wikitext", "text", "copy_task", "python_stdlib"])
+def test_every_script_verifies(folder, corpus):
+    result = script(ROOT / "data" / corpus / "prepare.py", "--verify", f"--out={folder}")
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert b"11 shards" in result.stdout
+    (folder / "x_val_000001.bin").unlink()
+    line = one_line_error(script(ROOT / "data" / corpus / "prepare.py", "--verify", f"--out={folder}"))
+    assert "1 of 11 shards are damaged: " in line
+    assert "x_val_000001.bin" in line
+
+
+# Shards of others
+
+
+def shard_bytes(tokens):
+    """llm.c's format: 256 little-endian int32 (20240520, 1, count, zeros), then little-endian uint16 tokens."""
+    return struct.pack("<256i", 20240520, 1, len(tokens), *[0] * 253) + struct.pack(f"<{len(tokens)}H", *tokens)
+
+
+TOKENS = {
+    "edu_fineweb_val_000000.bin": [256, *b"held out", 256, *b"text"],
+    "edu_fineweb_train_000001.bin": [256, *b"x" * 500, 256],
+    "edu_fineweb_train_000002.bin": [*b"goes on", 0, 255],
+}
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    folder = tmp_path / "foreign"
+    folder.mkdir()
+    for name, tokens in TOKENS.items():
+        (folder / name).write_bytes(shard_bytes(tokens))
+    (folder / "README.md").write_text("shards")
+    return folder
+
+
+def adopt(monkeypatch, out, source, *arguments):
+    monkeypatch.setattr(sys, "argv", ["prepare.py", f"--out={out}", f"--pretokenized={source}", *arguments])
+    prepare.main()
+    return open_corpus(str(out))
+
+
+def check_adopted(corpus, source):
+    assert [part.tolist() for part in corpus.val] == [TOKENS["edu_fineweb_val_000000.bin"]]
+    assert [part.tolist() for part in corpus.train] == [TOKENS[f"edu_fineweb_train_00000{i}.bin"] for i in (1, 2)]
+    about = {"tokenizer": "bytes", "vocab_size": VOCABULARY, "eot_token": 256, "source": str(source)}
+    about["val"] = {"documents": 2, "bytes": 12, "tokens": 14}
+    about["train"] = {"documents": 2, "bytes": 509, "tokens": 511}
+    keys = [("val", name) for name in TOKENS if "val" in name] + [("train", name) for name in TOKENS if "train" in name]
+    about["shards"] = [
+        {
+            "file": name,
+            "split": split,
+            "tokens": len(TOKENS[name]),
+            "sha256": hashlib.sha256(shard_bytes(TOKENS[name])).hexdigest(),
+        }
+        for split, name in keys
+    ]
+    assert corpus.meta == about
+
+
+def test_shards_of_a_folder_are_linked_and_counted(foreign, tmp_path, monkeypatch):
+    out = tmp_path / "new" / "out"
+    for _ in range(2):
+        check_adopted(adopt(monkeypatch, out, foreign), foreign)
+        for name in TOKENS:
+            assert (out / name).is_symlink()
+            assert (out / name).resolve() == foreign / name
+    assert json.loads((out / "tokenizer.json").read_text()) == tokenizer.to_json(tokenizer.byte_tokenizer())
+    verification.verify(out, 2)
+    (foreign / "edu_fineweb_train_000002.bin").write_bytes(shard_bytes([*b"goes on", 0, 254]))
+    with pytest.raises(ValueError, match=r"edu_fineweb_train_000002\.bin is not as it was made"):
+        verification.verify(out, 2)
+
+
+def test_a_relative_folder_is_linked_too_and_a_folder_may_be_taken_over_in_place(foreign, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    check_adopted(adopt(monkeypatch, "out", "foreign"), "foreign")
+    check_adopted(adopt(monkeypatch, foreign, foreign), foreign)
+    assert not any((foreign / name).is_symlink() for name in TOKENS)
+
+
+def change(folder, name, content):
+    (folder / name).write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: change(f, "edu_fineweb_train_000002.bin", shard_bytes([0, 257, 1])), "holds token id 257, the voca"),
+        (lambda f: change(f, "edu_fineweb_train_000002.bin", shard_bytes([65535])), "holds token id 65535"),
+        (lambda f: change(f, "edu_fineweb_train_000001.bin", shard_bytes([1, 2])[:-1]), "000001.bin is damaged"),
+        (lambda f: change(f, "another_train_0.bin", b"no shard"), "another_train_0.bin is not a token shard"),
+        (lambda f: (f / "edu_fineweb_val_000000.bin").unlink(), "foreign holds no *train_*.bin and *val_*.bin"),
+        (lambda f: [p.unlink() for p in f.glob("*train*")], "foreign holds no *train_*.bin and *val_*.bin"),
+    ],
+)
+def test_what_is_not_gpt2_shards_is_refused(foreign, tmp_path, monkeypatch, capsys, damage, message):
+    damage(foreign)
+    with pytest.raises(SystemExit) as end:
+        adopt(monkeypatch, tmp_path / "out", foreign)
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_folder_in_use_is_refused(foreign, folder, tmp_path, monkeypatch, capsys):
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(SystemExit):
+        adopt(monkeypatch, folder, foreign)
+    assert f"{folder} holds a preparation of its own: give another --out" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "edu_fineweb_train_000001.bin").write_bytes(shard_bytes([1]))
+    with pytest.raises(SystemExit):
+        adopt(monkeypatch, out, foreign)
+    assert "edu_fineweb_train_000001.bin is there already and another file" in capsys.readouterr().err
+    assert (out / "edu_fineweb_train_000001.bin").read_bytes() == shard_bytes([1])
+    assert not (out / "meta.json").exists()
+
+
+def test_shards_are_fetched_from_the_hub(foreign, tmp_path, monkeypatch):
+    asked = []
+
+    def snapshot_download(repository, *, repo_type, local_dir, allow_patterns):
+        asked.append((repository, repo_type, allow_patterns))
+        for path in foreign.glob(allow_patterns):
+            shutil.copy(path, local_dir)
+        return str(local_dir)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    for _ in range(2):
+        check_adopted(adopt(monkeypatch, tmp_path / "out", "org/shards"), "org/shards")
+    assert asked == [("org/shards", "dataset", "*.bin")] * 2
+    assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
+    assert not (tmp_path / "out" / "README.md").exists()
+
+
+def test_a_failed_fetch_is_one_line(tmp_path, monkeypatch, capsys):
+    def refuse(*arguments, **keys):
+        raise RuntimeError("cannot\nbe reached")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(SystemExit) as end:
+        adopt(monkeypatch, tmp_path / "out", "org/shards")
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert "--pretokenized=org/shards: no such folder, and it cannot be fetched from the hub" in error
+    assert "(RuntimeError: cannot)" in error
+    assert error.count("\n") == 1
+
+
+def test_counts_of_a_shard(tmp_path):
+    tokens = np.random.default_rng(0).integers(0, 50257, 5000)
+    shards.write_shard(tmp_path / "a_train.bin", tokens)
+    found = verification.examine(tmp_path / "a_train.bin", 50257)
+    assert found["tokens"] == 5000
+    assert found["sha256"] == hashlib.sha256((tmp_path / "a_train.bin").read_bytes()).hexdigest()
+    assert found["counts"].tolist() == [int((tokens == i).sum()) for i in range(50257)]
+    shards.write_shard(tmp_path / "b_train.bin", np.array([], dtype=np.uint16))
+    assert verification.examine(tmp_path / "b_train.bin", 257)["counts"].sum() == 0
