@@ -10,7 +10,6 @@ line overrides the file. The run folder receives metrics.jsonl and checkpoints; 
 `sample.py` reads what it learned.
 """
 
-import contextlib
 import dataclasses
 import math
 import sys
@@ -20,15 +19,16 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 import configurator
 from data.loader import TrainBatches, ValidationBatches, prefetched
 from data.shards import DamagedShard, open_corpus
 from data.tokenizer import describe, size_of
 from model import STEMS, build, model_class
-from training import checkpoint, distributed, metrics, optimizer
+from training import checkpoint, distributed, estimate, metrics, nonfinite, optimizer, parallel, resume, stopping
 from training.evaluation import evaluate
+from training.provenance import code_digest
+from training.residual_statistics import residual_statistics
 
 
 @dataclass
@@ -46,35 +46,38 @@ class TrainConfig:
         Literal["auto", "float32", "bfloat16"], "compute type; weights stay float32; auto: bfloat16 on a GPU"
     ] = "auto"
     compile: Annotated[bool, "torch.compile the model; on a CPU it needs a C++ compiler"] = True
+    engine: Annotated[Literal["ddp", "fsdp"], "several processes: a copy each, or a part of every parameter"] = "ddp"
+    activation_checkpointing: Annotated[bool, "keep the states between blocks alone; compute blocks again"] = False
+    deterministic: Annotated[bool, "on a GPU: only operations that give the same bits every time"] = False
 
     max_steps: Annotated[int, "optimizer steps"] = 100_000
+    max_seconds: Annotated[float | None, "save and exit (code 75) within this time; None: no limit"] = None
     global_batch_size: Annotated[int, "sequences per step, over all processes"] = 480
     micro_batch_size: Annotated[int, "most sequences per process and forward pass; smaller saves memory"] = 20
     optimizer: Annotated[Literal["adamw", "muon"], "muon: Muon on the sublayers' matrices, AdamW on the rest"] = "adamw"
     learning_rate: Annotated[float, "peak learning rate"] = 1e-3
     min_lr: Annotated[float | None, "learning rate at the last step; None: learning_rate / 20"] = None
-    warmup_steps: Annotated[int, "steps of linear warmup before the cosine"] = 2000
+    schedule: Annotated[Literal["cosine", "wsd"], "after warmup; wsd: stay, at the end fall linearly"] = "cosine"
+    warmup_steps: Annotated[int, "steps of linear warmup"] = 2000
+    decay_steps: Annotated[int, "wsd: steps of the fall to min_lr"] = 10_000
     weight_decay: Annotated[float, "on parameters of two or more dimensions"] = 0.1
     beta1: Annotated[float, "AdamW: decay of the mean gradient"] = 0.9
     beta2: Annotated[float, "AdamW: decay of the mean squared gradient"] = 0.95
     grad_clip: Annotated[float, "largest norm of the whole gradient; 0: no clipping"] = 1.0
+    skip_nonfinite: Annotated[int, "steps with a loss or gradient that is no number to skip, before stopping"] = 0
 
     eval_interval: Annotated[int, "steps between evaluations"] = 1000
     eval_batches: Annotated[int, "global batches per evaluation, spread over the validation split"] = 8
     eval_full: Annotated[bool, "evaluate every validation token after the last step"] = True
     log_interval: Annotated[int, "steps between progress lines; metrics.jsonl has every step"] = 10
     checkpoint_interval: Annotated[int, "steps between checkpoints; the last step always has one"] = 1000
-    keep_last: Annotated[int, "checkpoints kept"] = 2
+    keep_last: Annotated[int, "newest checkpoints kept"] = 2
+    keep_every: Annotated[int, "also keep those whose step is a multiple of this; 0: none"] = 0
+    statistics_interval: Annotated[int, "steps between statistics of the residual stream; 0: none"] = 0
     wandb_log: Annotated[bool, "log to Weights & Biases as well"] = False
     wandb_project: Annotated[str, "its project"] = "deep-delta-learning"
     wandb_run_name: Annotated[str | None, "its run name; None: wandb's choice"] = None
-
-
-RESUME_MAY_CHANGE = {
-    *("resume", "out_dir", "dry_run", "max_steps", "micro_batch_size", "device", "compile", "keep_last", "eval_full"),
-    *("eval_interval", "log_interval", "checkpoint_interval"),
-    *("wandb_log", "wandb_project", "wandb_run_name"),
-}
+    tensorboard: Annotated[bool, "write TensorBoard's files to the run folder as well"] = False
 
 
 def configure(argv: list[str]):
@@ -100,7 +103,7 @@ def configure(argv: list[str]):
     values = configurator.check({k: v for k, v in from_file.items() if k in schema}, schema)
     options.update({"resume": "auto"} if options.get("resume") == "True" else {})
     values.update({key: configurator.parse(key, text, schema) for key, text in options.items()})
-    values.setdefault("out_dir", f"runs/{Path(files[0]).stem if files else stem}")
+    values["out_dir"] = values.get("out_dir") or f"runs/{Path(files[0]).stem if files else stem}"
 
     run_keys = {field.name for field in dataclasses.fields(TrainConfig)}
     config = TrainConfig(**{key: value for key, value in values.items() if key in run_keys})
@@ -112,6 +115,7 @@ def check_run(c: TrainConfig) -> None:
     """Ranges and contradictions between run keys. ValueError: names the key, the value and the fix."""
     least = dict.fromkeys(("max_steps", "global_batch_size", "micro_batch_size", "keep_last"), 1)
     least |= dict.fromkeys(("eval_interval", "eval_batches", "log_interval", "checkpoint_interval"), 1)
+    least |= dict.fromkeys(("decay_steps", "keep_every", "skip_nonfinite", "statistics_interval"), 0)
     least |= dict.fromkeys(("warmup_steps", "seed", "learning_rate", "weight_decay", "grad_clip"), 0)
     for name, low in least.items():
         if getattr(c, name) < low:
@@ -121,6 +125,10 @@ def check_run(c: TrainConfig) -> None:
             raise ValueError(f"{name}={getattr(c, name)}: give a number from 0 to below 1")
     if c.min_lr is not None and not 0 <= c.min_lr <= c.learning_rate:
         raise ValueError(f"min_lr={c.min_lr}: give a number from 0 to learning_rate={c.learning_rate}")
+    if c.max_seconds is not None and c.max_seconds <= 0:
+        raise ValueError(f"max_seconds={c.max_seconds}: give a number above 0, or None")
+    if c.engine == "fsdp" and c.optimizer == "muon":
+        raise ValueError("optimizer=muon with engine=fsdp: Muon needs whole matrices: give engine=ddp, or adamw")
     world = distributed.world_size()
     if c.global_batch_size % world:
         raise ValueError(f"global_batch_size={c.global_batch_size} does not divide over {world} processes")
@@ -141,42 +149,6 @@ def micro_batch_rows(c: TrainConfig) -> int:
 def defaults(stem: str) -> dict:
     """Every key of the run and of the stem's model, at its default."""
     return {**dataclasses.asdict(TrainConfig()), **dataclasses.asdict(model_class(stem).Config())}
-
-
-def find_start(config: TrainConfig, settings: dict, corpus: dict) -> Path | None:
-    """The checkpoint to continue from, None for a fresh run. ValueError: the run folder or checkpoint forbids it."""
-    out = Path(config.out_dir)
-    if config.resume is None:
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise ValueError(f"out_dir={out} is not empty: continue it with --resume=auto, or give another --out_dir")
-        return None
-    if config.resume == "auto":
-        found = checkpoint.all_of(out)
-        own = ("metrics.jsonl", "metrics.jsonl.tmp", "checkpoints", "wandb", "nonfinite")
-        if not found and out.exists() and any(file.name not in own for file in out.iterdir()):
-            raise ValueError(f"out_dir={out} holds other files and no checkpoint: give another --out_dir")
-        start = found[-1] if found else None
-    else:
-        start = checkpoint.find(config.resume)
-        own = checkpoint.all_of(out)
-        if own and own[-1].resolve() != start.resolve():
-            raise ValueError(f"out_dir={out} has {own[-1].name}, not {start}, as its newest: give another --out_dir")
-    if start is not None:
-        saved = checkpoint.read_state(start)
-        if saved["corpus"] != corpus:
-            raise ValueError(
-                f"dataset={config.dataset} is not the corpus that {start} was trained on (shards or meta.json differ): "
-                "prepare that one again, or give another --out_dir without --resume"
-            )
-        # A key that is newer than the checkpoint was at its default.
-        before = {**defaults(saved["model"]), **saved["model_config"], **saved["run_config"]}
-        for key in sorted((before.keys() | settings.keys()) - RESUME_MAY_CHANGE):
-            if before.get(key) != settings.get(key):
-                raise ValueError(
-                    f"{key}={settings.get(key)!r}, but {start} was trained with {before.get(key)!r}: "
-                    "give that value, or another --out_dir without --resume"
-                )
-    return start
 
 
 def open_data(config: TrainConfig, model_config):
@@ -205,21 +177,24 @@ def micro_batches(config: TrainConfig, batches: TrainBatches, first_step: int, w
     return prefetched(lambda place: batches.get(*place, rows), places, world.device)
 
 
-def train_step(config: TrainConfig, model, batches, world, autocast) -> tuple[float, float]:
-    """Gradients of the next global batch, clipped. Returns (loss in nats per token, gradient norm before clipping)."""
+def train_step(config: TrainConfig, model, batches, world, autocast, stop) -> tuple[float, float, bool]:
+    """Gradients of the next global batch, clipped.
+
+    Returns (loss in nats per token, gradient norm before clipping, whether any process wants to stop).
+    """
     accumulation = config.global_batch_size // world.world_size // micro_batch_rows(config)
     loss_sum = 0.0
     for micro in range(accumulation):
         ids, targets = next(batches)
-        # DDP averages gradients over processes once, with the last micro-batch.
-        synchronise = micro == accumulation - 1 or world.world_size == 1
-        with contextlib.nullcontext() if synchronise else model.no_sync():
+        # Gradients are averaged over processes once, with the last micro-batch.
+        with parallel.synchronising(model, micro == accumulation - 1):
             with autocast:
                 _, loss = model(ids, targets)
             (loss / accumulation).backward()
         loss_sum += loss.detach()
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf).item()
-    return world.sum(float(loss_sum))[0] / accumulation / world.world_size, grad_norm
+    grad_norm = parallel.clip_gradients(model, config.grad_clip)
+    loss, stopping = world.sum(float(loss_sum), float(bool(stop.reason())))
+    return loss / accumulation / world.world_size, grad_norm, bool(stopping)
 
 
 def main():
@@ -230,37 +205,43 @@ def main():
         device = distributed.pick_device(config.device)
         if config.compile and not distributed.can_compile(device):
             raise ValueError("compile=True needs a C++ compiler and Python's headers: install them, or --compile=False")
+        estimate.check_memory(config, model_config, micro_batch_rows(config), device)
         corpus, train_batches, val_batches = open_data(config, model_config)
-        start = find_start(config, settings, corpus.identity)
-        state = {"step": 0, "seconds": 0.0}
+        start = resume.find_start(config, settings, corpus.identity, defaults)
+        state = resume.new_state()
         if start:
-            state = {key: checkpoint.read_state(start)[key] for key in state}
-        if state["step"] >= config.max_steps:
+            saved = checkpoint.read_state(start)
+            state |= {key: saved[key] for key in state if key in saved}
+        if state["step"] >= config.max_steps and state["evaluated"]:
             if distributed.rank() == 0:
                 print(f"{start} has its {state['step']} of max_steps={config.max_steps} steps: nothing to train")
             return
+        distributed.be_deterministic(config.deterministic)
         torch.manual_seed(config.seed)
-        model = build(config.model, **dataclasses.asdict(model_config)).to(device)
-        optimizers = optimizer.build_optimizers(model, config)
+        model = build(config.model, **dataclasses.asdict(model_config))
+        model.activation_checkpointing = config.activation_checkpointing
         if start:
             checkpoint.load_weights(model, start)
-            optimizer.load_named_state(optimizers, checkpoint.load_tensors(start / "optimizer.safetensors"))
     if config.dry_run:
-        print(metrics.size_of_run(config, model, train_batches.windows, device))
+        print(estimate.size_of_run(config, model, train_batches.windows, device))
         return
 
+    stop = stopping.Stop(config.max_seconds)
     world = distributed.start(device)
     torch.set_float32_matmul_precision("high")  # TF32 for what stays in float32 on a GPU
     bf16 = config.dtype == "bfloat16" or (config.dtype == "auto" and device.type == "cuda")
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
-    run_model = eval_model = torch.compile(model) if config.compile else model
-    if world.world_size > 1:
-        run_model = DistributedDataParallel(run_model)
-
-    out = Path(config.out_dir)
-    if world.is_main:
-        with configurator.one_line_errors():
+    out, log = Path(config.out_dir), None
+    with configurator.one_line_errors():
+        facts = {"the configuration": settings, "the code": code_digest(), "the data": corpus.identity}
+        distributed.refuse_disagreement(world, {**facts, "the checkpoint": str(start), "torch": torch.__version__})
+        run_model, eval_model = parallel.parallelise(model.to(device), config.engine, config.compile, world)
+        optimizers = optimizer.build_optimizers(model, config)
+        if start:
+            optimizer.load_named_state(optimizers, checkpoint.load_tensors(start / "optimizer.safetensors"))
+        if world.is_main:
             log = metrics.RunLog(out, config, settings, state, model, world)
+    if world.is_main:
         print(
             f"{config.model}: {model.num_parameters():,} parameters, {'bfloat16' if bf16 else 'float32'} on "
             f"{world.world_size} x {device.type}; run folder {out}\n{train_batches.windows:,} sequences an epoch; "
@@ -271,50 +252,83 @@ def main():
         if config.compile:
             print("compiling: the first step takes up to a minute or two", flush=True)
 
-    def save(subfolder: str = "") -> Path:
+    def save(subfolder: str = "") -> bool:
+        """Whether the checkpoint was written; every process must call it."""
+        save_start = time.perf_counter()
+        weights = parallel.gathered(checkpoint.weights_of(model), world)
+        optimizer_state = parallel.gathered(optimizer.named_state(optimizers), world)
+        if not world.is_main:
+            return True
         saved = {"model": config.model, "model_config": dataclasses.asdict(model_config), **state}
         saved |= {"run_config": dataclasses.asdict(config), "corpus": corpus.identity}
-        optimizer_state = optimizer.named_state(optimizers)
-        return checkpoint.save(out / subfolder, model, optimizer_state, saved, describe(corpus.path))
+        try:
+            path = checkpoint.save(out / subfolder, weights, optimizer_state, saved, describe(corpus.path))
+        except OSError as error:
+            print(f"warning: step {state['step']}: no checkpoint ({error}); the one before is kept", file=sys.stderr)
+            return False
+        print(f"saved {path}", flush=True)
+        checkpoint.remove_old(out, config.keep_last, config.keep_every)
+        stop.save_took(time.perf_counter() - save_start)
+        return True
 
     batches = micro_batches(config, train_batches, state["step"] + 1, world)
-    for step in range(state["step"] + 1, config.max_steps + 1):
-        step_start = time.perf_counter()
-        lr = optimizer.learning_rate_at(step - 1, config)
-        optimizer.set_learning_rate(optimizers, lr)
-        with configurator.one_line_errors(DamagedShard):
-            loss, grad_norm = train_step(config, run_model, batches, world, autocast)
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            kept = save("nonfinite") if world.is_main else None
-            distributed.stop(world)
-            message = (
-                f"train.py: step {step}: loss {loss}, gradient norm {grad_norm}: stopped before the optimizer step; "
-                f"the state before it is {kept}; try a lower learning_rate or a longer warmup_steps"
-            )
-            sys.exit(message if world.is_main else 1)
-        for each in optimizers:
-            each.step()
-            each.zero_grad(set_to_none=True)
-        state["step"], state["seconds"] = step, state["seconds"] + time.perf_counter() - step_start
-        if world.is_main:
-            log.training_step(state, loss=loss, grad_norm=grad_norm, lr=lr)
+    # A run that was stopped within an evaluation begins with that.
+    for step in range(state["step"] + (1 if state["evaluated"] else 0), config.max_steps + 1):
+        final, stopped = step == config.max_steps, False
+        if step > state["step"]:
+            step_start = time.perf_counter()
+            distributed.seed_step(config.seed, step, world)
+            lr = optimizer.learning_rate_at(step - 1, config)
+            optimizer.set_learning_rate(optimizers, lr)
+            with configurator.one_line_errors(DamagedShard):
+                loss, grad_norm, stopped = train_step(config, run_model, batches, world, autocast, stop)
+            finite = math.isfinite(loss) and math.isfinite(grad_norm)
+            if not finite and state["skipped"] == config.skip_nonfinite:
+                found = nonfinite.diagnose(step, loss, grad_norm, model, optimizers, train_batches, world)
+                save("nonfinite")
+                distributed.stop(world)
+                sys.exit(f"train.py: {nonfinite.message(found, out / 'nonfinite')}" if world.is_main else 1)
+            for each in optimizers:
+                if finite:
+                    each.step()
+                each.zero_grad(set_to_none=True)
+            state["skipped"] += not finite
+            step_seconds = time.perf_counter() - step_start
+            state["step"], state["seconds"] = step, state["seconds"] + step_seconds
+            stop.step_took(step_seconds)
+            if log and finite:
+                log.training_step(state, loss=loss, grad_norm=grad_norm, lr=lr)
+            elif log:
+                log.skipped_step(state, loss, grad_norm)
+            if config.statistics_interval and step % config.statistics_interval == 0:
+                first = list(range(min(4, val_batches.windows)))
+                ids, _ = val_batches.get(first, len(first))
+                found = residual_statistics(model, ids.to(device), autocast)
+                if log:
+                    log.write(state, residual=found)
 
-        final = step == config.max_steps
         if final or step % config.eval_interval == 0:
             count = config.eval_batches * config.global_batch_size
             windows = val_batches.spread(val_batches.windows if final and config.eval_full else count)
             rows, scored_from = micro_batch_rows(config), corpus.meta.get("scored_from")
             with configurator.one_line_errors(DamagedShard):
-                scores = evaluate(eval_model, val_batches, windows, rows, world, autocast, scored_from)
-            if world.is_main:
+                scores = evaluate(eval_model, val_batches, windows, rows, world, autocast, scored_from, stop.reason)
+            state["evaluated"], stopped = scores is not None, stopped or scores is None
+            if log and scores:
                 log.evaluation(state, scores, corpus.bytes_per_token("val"), len(windows), val_batches.windows)
-        if world.is_main and (final or step % config.checkpoint_interval == 0):
-            path = save()
-            checkpoint.remove_old(out, config.keep_last)
-            print(f"saved {path}", flush=True)
-    if world.is_main:
+        if final or stopped or step % config.checkpoint_interval == 0:
+            written = save()
+        if stopped and not (final and state["evaluated"]):
+            break
+    if log:
         log.close()
     distributed.stop(world)
+    if not written:
+        sys.exit(f"train.py: step {state['step']} is not saved: free disk space and start again with --resume=auto")
+    if state["step"] < config.max_steps or not state["evaluated"]:
+        if world.is_main:
+            print(f"stopped ({stop.reason()}) after step {state['step']}; --resume=auto goes on")
+        sys.exit(stopping.EXIT_CODE)
 
 
 if __name__ == "__main__":

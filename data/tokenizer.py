@@ -104,9 +104,17 @@ def bytes_by_token(encoding: tiktoken.Encoding) -> np.ndarray:
 
 
 def describe(folder: Path) -> dict:
-    """The tokenizer.json of a corpus or checkpoint folder; GPT-2 where there is none."""
+    """The tokenizer.json of a corpus or checkpoint folder; GPT-2 where there is none. ValueError: damaged."""
     path = folder / "tokenizer.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"name": "gpt2"}
+    if not path.exists():
+        return {"name": "gpt2"}
+    try:
+        description = json.loads(path.read_text(encoding="utf-8"))
+        if description["name"] == "gpt2" or (description["pattern"] and description["tokens"]):
+            return description
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise ValueError(f"{path} is damaged: it describes no tokenizer")
 
 
 def size_of(description: dict) -> int:

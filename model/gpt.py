@@ -11,6 +11,7 @@ from typing import Annotated
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass
@@ -213,6 +214,7 @@ class GPT(nn.Module):
     """
 
     Config, Expander, Block, Readout = GPTConfig, Direct, Block, Direct
+    activation_checkpointing = False  # keep the states between blocks alone and compute each block again backward
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -304,7 +306,10 @@ class GPT(nn.Module):
 
         state = self.input_embed(self.transformer.wte(ids).to(self.compute_dtype()), caches[-1], "input_embed")
         for block, block_cache in zip(self.transformer.h, caches):
-            state = block(state, rope, block_cache)
+            if self.activation_checkpointing and cache is None and torch.is_grad_enabled():
+                state = checkpoint(block, state, rope, use_reentrant=False)
+            else:
+                state = block(state, rope, block_cache)
         logits = self.lm_head(self.ln_f(self.readout(state, caches[-1], "readout")))
         logits = logits.to(at_least_fp32(logits.dtype))
         if self.config.mup_scale != 1:

@@ -366,6 +366,25 @@ class DeltaRewrite(nn.Module):
         khat = self.direction(self.direction_source(state, h, x_in, c))
         return delta_rewrite(state, khat, self.gate(c), self.write_value(h, x_in, c), erase)
 
+    def statistics(self, state, h, x_in, c, written) -> dict:
+        """Mean and spread of the gate, and the discrepancy |t - k^T X| per number before and after the write."""
+        khat, beta, value = (
+            self.direction(self.direction_source(state, h, x_in, c)),
+            self.gate(c),
+            self.write_value(h, x_in, c),
+        )
+
+        def discrepancy(x):
+            read = (x.to(khat.dtype) * khat.unsqueeze(2)).sum(-1) / math.sqrt(khat.shape[-1])  # k^T X (B, T, v)
+            return (value - read).square().mean().sqrt()
+
+        return {
+            "beta_mean": beta.mean(),
+            "beta_std": beta.std(),
+            "discrepancy_before": discrepancy(state),
+            "discrepancy_after": discrepancy(written),
+        }
+
 
 class DeltaBlock(Block):
     """Compress - Process - Rewrite: one compressor for the block, one rewrite for each site."""

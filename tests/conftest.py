@@ -1,7 +1,9 @@
 """Shared fixtures: a small corpus of real text, and scripts run as a user runs them."""
 
+import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +20,15 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _signals():
+    """A run within a test takes over the signals: give them back."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")
@@ -72,3 +83,12 @@ def one_line_error(result: subprocess.CompletedProcess) -> str:
     assert len(lines) == 1, lines
     assert "error:" in lines[0]
     return lines[0]
+
+
+def sign(checkpoint: Path) -> None:
+    """Write the sums of a checkpoint that a test has made or changed on purpose; files it lacks become empty ones."""
+    lines = []
+    for name in ("model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.json"):
+        (checkpoint / name).touch()
+        lines.append(f"{hashlib.sha256((checkpoint / name).read_bytes()).hexdigest()}  {name}\n")
+    (checkpoint / "SHA256SUMS").write_text("".join(lines))

@@ -1,9 +1,16 @@
 """Checkpoints: complete or absent, without pickle, and refused when damaged or foreign."""
 
+import io
 import json
+import pickle
+import random
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
+from conftest import sign
 
 from data import tokenizer
 from model import build
@@ -17,7 +24,8 @@ STEM = "DDL-gpt-mha-rope"
 def save(run, step):
     model = build(STEM, **TINY)
     state = {"step": step, "seconds": 1.0, "model": STEM, "model_config": TINY, "run_config": {}, "corpus": {}}
-    path = checkpoint.save(run, model, {"a:m": torch.arange(3.0)}, state, tokenizer.to_json(tokenizer.byte_tokenizer()))
+    weights, moments = checkpoint.weights_of(model), {"a:m": torch.arange(3.0)}
+    path = checkpoint.save(run, weights, moments, state, tokenizer.to_json(tokenizer.byte_tokenizer()))
     return model, path
 
 
@@ -37,8 +45,9 @@ def test_round_trip(tmp_path):
 def test_files_are_safetensors_and_json(tmp_path):
     _, path = save(tmp_path, 1)
     assert sorted(p.name for p in path.iterdir()) == [
-        *("model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.json")
+        *("SHA256SUMS", "model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.json")
     ]
+    assert subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=path, check=False, capture_output=True).returncode == 0
     for name in ("model", "optimizer"):
         raw = (path / f"{name}.safetensors").read_bytes()
         header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])  # the format: length, JSON, data
@@ -65,13 +74,96 @@ def test_a_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     assert checkpoint.all_of(tmp_path) == [path]
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "state.json"])
-def test_damage_is_reported(tmp_path, name):
-    _, path = save(tmp_path, 1)
-    content = (path / name).read_bytes()
-    (path / name).write_bytes(content[: len(content) // 2])
-    with pytest.raises(ValueError, match="missing or damaged"):
-        checkpoint.load_model(path, "cpu")
+def damaged_copies(path, tmp_path, count):
+    """Copies of a checkpoint, each with one file changed: a byte flipped, cut short, grown, removed or emptied."""
+    draw = random.Random(0)
+    for number in range(count):
+        copy = tmp_path / f"copy_{number}"
+        shutil.copytree(path, copy)
+        file = draw.choice(sorted(copy.iterdir()))
+        content = bytearray(file.read_bytes())
+        place = draw.randrange(len(content))
+        match number % 5:
+            case 0 | 1:
+                content[place] ^= 1 << draw.randrange(8)
+                file.write_bytes(content)
+            case 2:
+                file.write_bytes(content[:place])
+            case 3:
+                file.write_bytes(bytes(content) + b"\n")
+            case 4:
+                file.unlink()
+        yield copy
+
+
+def test_no_damage_passes(tmp_path):
+    _, path = save(tmp_path / "run", 1)
+    checkpoint.find(path)
+    for copy in damaged_copies(path, tmp_path, 50):
+        with pytest.raises(ValueError, match=r"is damaged|no checkpoint|is missing"):
+            checkpoint.load_model(copy, "cpu")
+
+
+def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_taken(tmp_path, capsys):
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    weights = tmp_path / "checkpoints" / "step_00000003" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    (tmp_path / "checkpoints" / "step_00000002" / "optimizer.safetensors").unlink()
+    assert checkpoint.find(tmp_path).name == "step_00000001"
+    lines = capsys.readouterr().err.splitlines()
+    assert "step_00000003 is damaged: model.safetensors is not as it was saved" in lines[0]
+    assert "step_00000002 is damaged: optimizer.safetensors is missing" in lines[1]
+    (tmp_path / "checkpoints" / "step_00000001" / "state.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds no whole checkpoint"):
+        checkpoint.find(tmp_path)
+
+
+class Trap:
+    """Pickled, it writes a file when it is loaded."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.write_text, (self.path, "executed")
+
+
+def load_all(path):
+    checkpoint.load_model(path, "cpu")
+    checkpoint.load_tensors(path / "optimizer.safetensors")
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_loading_executes_nothing(tmp_path, signed):
+    trap = tmp_path / "executed"
+    payload = pickle.dumps(Trap(trap))
+    pickle.loads(payload)
+    assert trap.exists()  # the payload works
+    trap.unlink()
+    _, path = save(tmp_path / "run", 1)
+    archive = io.BytesIO()
+    torch.save(Trap(trap), archive)
+    for number, name in enumerate(sorted(file.name for file in path.iterdir())):
+        for content in (payload, archive.getvalue()):
+            copy = tmp_path / f"copy_{number}"
+            shutil.copytree(path, copy)
+            (copy / name).write_bytes(content)
+            if signed and name != "SHA256SUMS":
+                sign(copy)  # a hostile checkpoint has right sums
+            with pytest.raises(ValueError, match="damaged"):
+                load_all(copy)
+            shutil.rmtree(copy)
+    assert not trap.exists()
+
+
+def test_every_so_many_steps_a_checkpoint_stays(tmp_path):
+    for step in range(1, 10):
+        save(tmp_path, step)
+        checkpoint.remove_old(tmp_path, keep_last=2, keep_every=3)
+    assert [int(path.name[5:]) for path in checkpoint.all_of(tmp_path)] == [3, 6, 8, 9]
 
 
 def test_a_state_without_its_keys_is_refused(tmp_path):

@@ -7,7 +7,7 @@ from conftest import small_run
 import train
 from data.loader import prefetched
 from model import STEMS, build
-from training import metrics
+from training import checkpoint, metrics
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SIZE = {"vocab_size": 512, "block_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2, "head_dim": 64}
@@ -49,3 +49,15 @@ def test_prefetched_batches_arrive_whole():
     for i, (tensor,) in enumerate(prefetched(lambda i: (made[i],), range(20), device)):
         assert tensor.device == device
         assert torch.equal(tensor.cpu(), made[i])
+
+
+def test_a_resumed_run_is_the_whole_one_bit_for_bit(corpus, tmp_path, monkeypatch):
+    constant = {"schedule": "wsd", "decay_steps": 0, "eval_full": False, "resume": "auto", "checkpoint_interval": 100}
+    keys = {"device": "cuda", "dtype": "bfloat16", "compile": True, "deterministic": True, **constant}
+    for name, ends in (("whole", [12]), ("parts", [5, 12])):
+        for steps in ends:
+            monkeypatch.setattr("sys.argv", ["train.py", *small_run(corpus, tmp_path / name, **keys, max_steps=steps)])
+            train.main()
+    whole, parts = (checkpoint.find(tmp_path / name) for name in ("whole", "parts"))
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        assert (whole / file).read_bytes() == (parts / file).read_bytes()

@@ -15,7 +15,8 @@ TINY |= {"hidden_size": 10}
 
 def settings(**changes):
     values = {"optimizer": "adamw", "learning_rate": 1e-3, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95}
-    return SimpleNamespace(**{**values, "min_lr": None, "warmup_steps": 10, "max_steps": 110, **changes})
+    values |= {"min_lr": None, "warmup_steps": 10, "max_steps": 110, "schedule": "cosine", "decay_steps": 40}
+    return SimpleNamespace(**{**values, **changes})
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -62,6 +63,14 @@ def test_warmup_and_cosine():
     assert rates[110] == pytest.approx(5e-5)
     assert optimizer.learning_rate_at(110, settings(min_lr=0.0)) == 0
     assert optimizer.learning_rate_at(4, settings(warmup_steps=0)) == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_warmup_stable_decay():
+    config = settings(schedule="wsd", min_lr=1e-4)
+    rates = [optimizer.learning_rate_at(step, config) for step in range(110)]
+    assert rates[:10] == pytest.approx([1e-4 * (i + 1) for i in range(10)])
+    assert rates[10:71] == [1e-3] * 61
+    assert rates[70:] == pytest.approx([1e-3 - 9e-4 * i / 40 for i in range(40)])
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])

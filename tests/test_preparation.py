@@ -505,6 +505,8 @@ def test_two_at_once_are_refused(parquet, tmp_path):
         run(out, files_plan(folder))
     assert not list(out.iterdir())
     os.close(other)
+    with preparation.only_one(out), pytest.raises(ValueError, match="is being prepared by another process"):
+        run(out, files_plan(folder))
     assert tokens_of(run(out, files_plan(folder))) == stream(texts)
     other = os.open(out, os.O_RDONLY)
     fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given back
@@ -577,6 +579,15 @@ def test_interrupted_by_hand_while_it_grows(parquet, small, tmp_path, monkeypatc
     with pytest.raises(ValueError, match=r"was not prepared to its end.*--max_tokens=1600"):
         open_corpus(str(tmp_path / "out"))
     assert tokens_of(run(tmp_path / "out", files_plan(folder), "--shard_tokens=300")) == stream(texts)
+
+
+def test_there_is_no_ending_without_training_shards(tmp_path, small):
+    """What --max_tokens would end with then is no corpus."""
+    (tmp_path / "a.jsonl").write_text((json.dumps({"text": "x" * 500}) + "\n") * 12 + "{")
+    with pytest.raises(
+        ValueError, match=r"no JSON at byte 6156 .*; [1-9] whole shards are kept: run .* again to go on$"
+    ):
+        run(tmp_path / "out", files_plan(tmp_path / "a.jsonl", 5000), "--shard_tokens=400")
 
 
 def damaged_parquet(folder):

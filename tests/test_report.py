@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from conftest import ROOT, SMALL, one_line_error, script
+from conftest import ROOT, SMALL, one_line_error, script, sign
 
 import report
 from data import shards, tokenizer
@@ -32,6 +32,7 @@ def write_run(folder, losses, val=2.0):
         "corpus": {"train": {"bytes": 20, "tokens": 10}},
     }
     (checkpoint / "state.json").write_text(json.dumps(state))
+    sign(checkpoint)
     return folder
 
 
@@ -128,5 +129,6 @@ def test_mistakes_end_in_one_line(tmp_path):
         report.table_rows([str(run)])
     path = run / "checkpoints" / "step_00000004" / "state.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "corpus": {}}))
+    sign(path.parent)
     with pytest.raises(ValueError, match="text size is unknown"):
         report.curves([str(run)], "steps", "bits_per_byte", tmp_path / "x.png")

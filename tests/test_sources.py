@@ -88,6 +88,14 @@ def test_json_lines_are_documents(tmp_path):
     assert read(tmp_path / "b.jsonl", column="body") == ["no line break at the end"]
 
 
+def test_json_lines_go_on_after_blank_lines_and_other_line_ends(tmp_path, small):
+    lines = [json.dumps({"text": f"{i}é" * 20}) for i in range(30)]
+    (tmp_path / "a.jsonl").write_bytes("".join(f"{line} \r\n \t\n\r\n" for line in lines).encode())
+    source = Files([str(tmp_path)])
+    assert documents(source.read()) == [f"{i}é" * 20 for i in range(30)]
+    assert_resumes_everywhere(source)
+
+
 LONG = [
     "".join(f"{'é日👧x'[i % 4] * (i % 23)}\n" for i in range(200)),
     "é" * 500,

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, SMALL, one_line_error, script, small_run
+from conftest import ROOT, SMALL, one_line_error, script, sign, small_run
 
 from data import shards, tokenizer
 from data.loader import TrainBatches, ValidationBatches
@@ -186,7 +186,17 @@ def test_stops_before_the_step_on_what_is_not_finite(corpus, tmp_path, changes, 
     assert len(checkpoint.all_of(out)) == int(message[5]) - 1
     kept = checkpoint.find(out / "nonfinite")
     assert checkpoint.read_state(kept)["step"] == int(message[5]) - 1
-    assert str(kept) in result.stderr.decode()
+    assert str(out / "nonfinite") in result.stderr.decode()
+    found = json.loads((out / "nonfinite" / "diagnosis.json").read_text())
+    step = int(message[5])
+    assert (found["step"], found["sequences"]) == (step, [4 * step - 4, 4 * step - 1])
+    assert "nan" in (found["loss"], found["grad_norm"])
+    batches = TrainBatches(shards.open_corpus(str(corpus)).train, SMALL["block_size"], 4, seed=0)
+    whole = batches.stream.read(np.array(found["starts"]), SMALL["block_size"])
+    assert (batches.get(step - 1, 0, 4)[0].numpy() == whole).all()
+    names = [name for group in found["groups"] for name in group["parameters"]]
+    assert "transformer.wte.weight" in names
+    assert sum(group["of"] for group in found["groups"]) >= len(names)
 
 
 MISTAKES = [
@@ -279,6 +289,7 @@ def test_keys_newer_than_a_checkpoint_count_as_their_default(finished, corpus, t
     state = json.loads(file.read_text())
     del state["run_config"]["beta2"], state["model_config"]["rope_base"]
     file.write_text(json.dumps(state))
+    sign(file.parent)
     result = script("train.py", *small_run(corpus, out, resume="auto"))
     assert "nothing to train" in result.stdout.decode()
     assert "beta2=0.99, but" in one_line_error(script("train.py", *small_run(corpus, out, resume="auto", beta2=0.99)))

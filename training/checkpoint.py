@@ -1,12 +1,15 @@
 """Checkpoints without pickle: safetensors and JSON in a folder that is complete or absent.
 
 `<run>/checkpoints/step_00001000/` holds model.safetensors, optimizer.safetensors, state.json (step, configuration,
-counters) and tokenizer.json. It is written under another name and renamed.
+counters), tokenizer.json, and SHA256SUMS of these, as `sha256sum -c` reads it. It is written under another name and
+renamed. Tensors are whole, whatever the number of processes and the engine that made them.
 """
 
+import hashlib
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import safetensors
@@ -17,28 +20,64 @@ from data import tokenizer
 from model import build
 
 TIED = "lm_head.weight"  # the same tensor as the embedding; stored once
+FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.json")
+SUMS = "SHA256SUMS"
 
 
-def save(run: Path, model, optimizer_state: dict, state: dict, tokenizer_json: dict) -> Path:
-    """Write the checkpoint of `state["step"]` below the run folder and return its path."""
+def save(run: Path, weights: dict, optimizer_state: dict, state: dict, tokenizer_json: dict) -> Path:
+    """Write the checkpoint of `state["step"]` below the run folder and return its path.
+
+    OSError: the disk is full, for example; then nothing is left of it, and what was there before is untouched.
+    """
     final = run / "checkpoints" / f"step_{state['step']:08d}"
+    for left in run.glob("checkpoints/*.tmp"):  # of a save that was killed
+        shutil.rmtree(left)
     temporary = final.with_name(final.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    weights = {name: value.contiguous() for name, value in model.state_dict().items() if name != TIED}
-    save_file(weights, temporary / "model.safetensors")
-    save_file(
-        {name: value.contiguous() for name, value in optimizer_state.items()},
-        temporary / "optimizer.safetensors",
-    )
-    (temporary / "tokenizer.json").write_text(json.dumps(tokenizer_json), encoding="utf-8")
-    (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
-    for file in temporary.iterdir():
-        sync(file)
-    shutil.rmtree(final, ignore_errors=True)
-    temporary.replace(final)
-    sync(final.parent)
+    try:
+        temporary.mkdir(parents=True)
+        for name, tensors in (("model", weights), ("optimizer", optimizer_state)):
+            whole = {key: value.contiguous() for key, value in tensors.items()}
+            save_file(whole, temporary / f"{name}.safetensors")
+        (temporary / "tokenizer.json").write_text(json.dumps(tokenizer_json), encoding="utf-8")
+        (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+        (temporary / SUMS).write_text(sums_of(temporary), encoding="utf-8")
+        for file in temporary.iterdir():
+            sync(file)
+        remove(final)
+        temporary.replace(final)
+        sync(final.parent)
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, safetensors.SafetensorError):  # its name for what the system says of a write
+            raise OSError(str(error)) from error
+        raise
     return final
+
+
+def weights_of(model) -> dict[str, torch.Tensor]:
+    """The model's tensors by name, each once."""
+    return {name: value for name, value in model.state_dict().items() if name != TIED}
+
+
+def sums_of(checkpoint: Path) -> str:
+    """What SHA256SUMS must hold: hash and name of every other file."""
+    lines = []
+    for name in FILES:
+        with open(checkpoint / name, "rb") as file:
+            lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {name}\n")
+    return "".join(lines)
+
+
+def verify(checkpoint: Path) -> None:
+    """ValueError: a file is missing, or not byte for byte what was saved."""
+    try:
+        stored, found = (checkpoint / SUMS).read_bytes(), sums_of(checkpoint).encode()
+    except OSError as error:
+        raise ValueError(f"{checkpoint} is damaged: {Path(error.filename).name} is missing") from error
+    if stored != found:
+        lines = stored.split(b"\n")
+        name = next((n for n, line in zip(FILES, found.split(b"\n")) if line not in lines), SUMS)
+        raise ValueError(f"{checkpoint} is damaged: {name} is not as it was saved")
 
 
 def sync(path: Path) -> None:
@@ -55,28 +94,49 @@ def all_of(run: Path) -> list[Path]:
     return sorted(path for path in run.glob("checkpoints/step_*") if path.suffix != ".tmp")
 
 
-def remove_old(run: Path, keep_last: int) -> None:
+def newest(run: Path) -> Path | None:
+    """The newest checkpoint that is whole, None without any; damaged ones are reported on the way."""
+    for path in reversed(all_of(run)):
+        try:
+            verify(path)
+            return path
+        except ValueError as error:
+            print(f"warning: {error}: taking the one before", file=sys.stderr)
+    return None
+
+
+def remove(checkpoint: Path) -> None:
+    """Remove a checkpoint so that it is never seen in part."""
+    if checkpoint.exists():
+        hidden = checkpoint.with_name(checkpoint.name + ".old.tmp")
+        checkpoint.replace(hidden)
+        shutil.rmtree(hidden)
+
+
+def remove_old(run: Path, keep_last: int, keep_every: int = 0) -> None:
+    """Keep the last checkpoints, and those whose step is a multiple of keep_every."""
     for path in all_of(run)[:-keep_last]:
-        shutil.rmtree(path)
+        if not keep_every or int(path.name.removeprefix("step_")) % keep_every:
+            remove(path)
 
 
 def find(path: str | Path) -> Path:
-    """The checkpoint that a run folder (its newest) or a checkpoint folder names. ValueError: none there."""
+    """The checkpoint that a run folder (its newest whole one) or a checkpoint folder names. ValueError: none there."""
     path = Path(path)
-    if (path / "state.json").is_file():
+    if (path / "state.json").is_file() or (path / SUMS).is_file():
+        verify(path)
         return path
-    if found := all_of(path):
-        return found[-1]
-    raise ValueError(
-        f"{path} holds no checkpoint: give a run folder made by train.py, or one of its checkpoints/step_*"
-    )
+    if found := newest(path):
+        return found
+    state = "no whole checkpoint" if all_of(path) else "no checkpoint"
+    raise ValueError(f"{path} holds {state}: give a run folder made by train.py, or one of its checkpoints/step_*")
 
 
 def read_state(checkpoint: Path) -> dict:
     """state.json. ValueError: missing or damaged."""
     try:
         state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{checkpoint}: state.json is missing or damaged; take another checkpoint") from error
     missing = {"step", "seconds", "model", "model_config", "run_config", "corpus"} - set(state)
     if missing:
@@ -95,7 +155,7 @@ def load_tensors(file: Path) -> dict[str, torch.Tensor]:
 def load_weights(model, checkpoint: Path) -> None:
     """Fill the model from model.safetensors. ValueError: damaged, or of another model."""
     weights = load_tensors(checkpoint / "model.safetensors")
-    expected = {name: value.shape for name, value in model.state_dict().items() if name != TIED}
+    expected = {name: value.shape for name, value in weights_of(model).items()}
     found = {name: value.shape for name, value in weights.items()}
     if found != expected:
         name = min(dict(found.items() ^ expected.items()))

@@ -1,14 +1,21 @@
 """Where a run runs: one process or several under torchrun, their device, what it can do, and sums over processes."""
 
+import hashlib
+import json
 import os
 import shutil
 import sysconfig
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
+
+# Processes compile at their own pace before their first collective; a process that dies is noticed at once.
+START_TIMEOUT, TIMEOUT = timedelta(minutes=10), timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
@@ -69,8 +76,39 @@ def start(device: torch.device) -> World:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if world_size() > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        # torchrun keeps its store over a restart (--max-restarts): without a prefix the new processes would look for
+        # the old ones at the addresses that these left there.
+        store, number, processes = next(dist.rendezvous("env://", timeout=START_TIMEOUT))
+        store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=number, world_size=processes, timeout=TIMEOUT)
     return World(int(os.environ.get("RANK", 0)), world_size(), device)
+
+
+def be_deterministic(wanted: bool) -> None:
+    """Only operations that give the same bits every time, on GPUs too; to be called before the first of them."""
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+def seed_step(seed: int, step: int, world: World) -> None:
+    """Make what is random in a training step a function of (seed, step, process): there is no state to save."""
+    torch.manual_seed(int(np.random.SeedSequence([seed, step, world.rank]).generate_state(1, np.uint64)[0]))
+
+
+def refuse_disagreement(world: World, facts: dict) -> None:
+    """ValueError, on every process: they differ in one of the facts (name -> anything JSON can hold)."""
+    if world.world_size == 1:
+        return
+    sums = [hashlib.sha256(json.dumps(fact, sort_keys=True).encode()).digest() for fact in facts.values()]
+    own = torch.frombuffer(bytearray(b"".join(sums)), dtype=torch.uint8).to(world.device)
+    everyone = [torch.empty_like(own) for _ in range(world.world_size)]
+    dist.all_gather(everyone, own)
+    for index, name in enumerate(facts):
+        for number, theirs in enumerate(everyone):
+            if not torch.equal(theirs[32 * index : 32 * index + 32], everyone[0][32 * index : 32 * index + 32]):
+                raise ValueError(f"process {number} and process 0 differ in {name}: start all of them alike")
 
 
 def stop(world: World) -> None:

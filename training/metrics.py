@@ -2,11 +2,11 @@
 
 import json
 import math
+import resource
+import sys
 from pathlib import Path
 
 import torch
-
-from training.distributed import world_size
 
 # Dense bf16 peak in FLOP/s by a word of the device name (vendor data sheets, no sparsity); the first that fits counts.
 PEAK_FLOPS = {
@@ -29,24 +29,6 @@ def nominal_flops_per_token(model) -> float:
     """6 N + 12 L d T, N all parameters, T tokens of context: by custom MFU counts these, whatever the residual does."""
     c = model.config
     return 6 * model.num_parameters() + 12 * c.num_hidden_layers * c.hidden_size * c.block_size
-
-
-def size_of_run(config, model, windows: int, device: torch.device) -> str:
-    """Parameters, memory, tokens and FLOPs of a whole run, and its time at 45% utilisation where the peak is known."""
-    tokens = config.max_steps * config.global_batch_size * model.config.block_size
-    flops = tokens * model.flops_per_token()
-    lines = [
-        f"{config.model}: {model.num_parameters():,} parameters",
-        f"{16 * model.num_parameters() / 2**30:.2f} GiB for weights, gradients and AdamW's state, before activations",
-        f"{config.max_steps:,} steps x {config.global_batch_size} sequences x {model.config.block_size} tokens = "
-        f"{tokens:,} tokens, {config.max_steps * config.global_batch_size / windows:.2f} epochs",
-        f"{flops:.3g} FLOPs, {model.state_bytes_per_token()} bytes of bfloat16 state per token",
-    ]
-    if peak := peak_flops(device):
-        # MFU counts nominal FLOPs, so the time at a given utilisation follows from them.
-        seconds = tokens * nominal_flops_per_token(model) / (0.45 * peak * world_size())
-        lines.append(f"about {duration(seconds)} on {world_size()} GPUs at 45% utilisation")
-    return "\n".join(lines)
 
 
 def validation_record(loss: float, bytes_per_token: float | None) -> dict:
@@ -82,6 +64,15 @@ def import_wandb():
     return wandb
 
 
+def import_tensorboard():
+    """SummaryWriter. ValueError: TensorBoard is missing."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ValueError("tensorboard=True needs the tensorboard package: pip install tensorboard") from error
+    return SummaryWriter
+
+
 def duration(seconds: float) -> str:
     """1:05 or 2:03:09."""
     minutes, seconds = divmod(int(seconds), 60)
@@ -97,38 +88,93 @@ def short(number: float) -> str:
     return f"{number:.0f}"
 
 
+class Spikes:
+    """How far a loss or gradient norm lies from its recent course, in standard deviations; part of the run's state."""
+
+    DECAY, WARMUP, THRESHOLD = 0.98, 50, 6.0
+
+    def __init__(self, state: dict):
+        self.state = state  # {series: [count, mean, variance]}, changed in place
+
+    def deviation(self, series: str, value: float) -> float | None:
+        """The value's distance from the running mean, None while that is young; then the value joins the mean."""
+        count, mean, variance = self.state.get(series, (0, value, 0.0))
+        distance = value - mean
+        result = distance / math.sqrt(variance) if count >= self.WARMUP and variance > 0 else None
+        weight = max(1 - self.DECAY, 1 / (count + 1))
+        variance = (1 - weight) * (variance + weight * distance * distance)
+        self.state[series] = [count + 1, mean + weight * distance, variance]
+        return result
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes in use so far: allocated on the GPU, or resident in this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class LineFile:
+    """A file of JSON lines that a full disk does not end: lines that cannot be written wait for the next ones."""
+
+    def __init__(self, path: Path):
+        self.file, self.waiting = open(path, "ab", buffering=0), b""  # noqa: SIM115 (open as long as the run)
+
+    def write(self, record: dict) -> None:
+        self.waiting += json.dumps(record).encode() + b"\n"
+        try:
+            self.waiting = self.waiting[self.file.write(self.waiting) :]
+        except OSError as error:
+            print(f"warning: metrics.jsonl cannot be written ({error.strerror}); trying again", file=sys.stderr)
+
+    def close(self) -> None:
+        if self.waiting:
+            self.file.write(self.waiting)
+        self.file.close()
+
+
 class RunLog:
-    """The main process's record of a run: metrics.jsonl, progress lines and, when asked for, wandb.
+    """The main process's record of a run: metrics.jsonl, progress lines and, when asked for, wandb and TensorBoard.
 
     Every line of metrics.jsonl has `step`, `tokens`, `flops` and `seconds` since the run's first step (seconds of
-    training steps; evaluations and checkpoints aside). A training step adds `loss` (nats per token), `grad_norm`,
-    `lr`, `tokens_per_second` and `mfu`; an evaluation `val_loss`, `val_perplexity`, `val_bits_per_byte` and
-    `val_sequences`, and for a corpus with answers (the copy task) `val_accuracy` of their tokens and
-    `val_exact_match` of whole ones. What is not known is left out.
+    training steps; evaluations and checkpoints aside), over all its restarts. docs/runs.md lists the others.
     """
 
     def __init__(self, run: Path, config, settings: dict, state: dict, model, world):
         """Lines past `state["step"]` belong to steps that will be done again: they are dropped."""
         self.config, self.start, self.previous, self.last_progress = config, dict(state), dict(state), None
+        self.device, self.spikes = world.device, Spikes(state["spikes"])
         self.tokens_per_step = config.global_batch_size * model.config.block_size
         self.flops_per_step = self.tokens_per_step * model.flops_per_token()
         peak = peak_flops(world.device)
         nominal = self.tokens_per_step * nominal_flops_per_token(model)
         self.steps_per_second_at_peak = peak * world.world_size / nominal if peak else None
         wandb = import_wandb() if config.wandb_log else None
+        writer = import_tensorboard() if config.tensorboard else None
         run.mkdir(parents=True, exist_ok=True)
-        drop_after(run / "metrics.jsonl", state["step"])
-        self.file = open(run / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
-        self.wandb_run = None
+        drop_after(run / "metrics.jsonl", state["step"], state["evaluated"])
+        self.file = LineFile(run / "metrics.jsonl")
+        self.wandb_run = self.tensorboard = None
         if wandb:
             names = {"project": config.wandb_project, "name": config.wandb_run_name}
-            self.wandb_run = wandb.init(**names, config=settings, dir=run)
+            self.wandb_run = wandb.init(**names, id=state["wandb_id"], resume="allow", config=settings, dir=run)
+            state["wandb_id"] = self.wandb_run.id
+        if writer:
+            self.tensorboard = writer(run / "tensorboard", purge_step=state["step"] + 1)
 
     def training_step(self, state: dict, loss: float, grad_norm: float, lr: float) -> None:
         rate, mfu = self.speed(self.previous, state)
         self.previous = dict(state)
-        self.write(state, loss=loss, grad_norm=grad_norm, lr=lr, tokens_per_second=rate, mfu=mfu)
+        values = {"loss": loss, "grad_norm": grad_norm}
+        deviations = {f"{name}_deviation": self.spikes.deviation(name, value) for name, value in values.items()}
+        self.write(
+            state, **values, **deviations, lr=lr, tokens_per_second=rate, mfu=mfu, memory=peak_memory(self.device)
+        )
         step, steps = state["step"], self.config.max_steps
+        for name, deviation in deviations.items():
+            if deviation is not None and deviation > Spikes.THRESHOLD:
+                what = name.removesuffix("_deviation")
+                print(f"note: step {step}: {what} {values[what]:.4g} is {deviation:.1f} deviations above the mean")
         if self.last_progress is None:
             # The first step compiles and warms up: it gets its own line and stays out of the speed of the next.
             speed = f"first step {state['seconds'] - self.start['seconds']:.1f} s"
@@ -141,10 +187,16 @@ class RunLog:
         self.last_progress = dict(state)
         print(f"step {step}/{steps} | loss {loss:.4f} | lr {lr:.2e} | grad {grad_norm:.2f} | {speed}", flush=True)
 
+    def skipped_step(self, state: dict, loss: float, grad_norm: float) -> None:
+        self.write(state, skipped=True)
+        print(f"note: step {state['step']}: loss {loss}, gradient norm {grad_norm}: skipped", flush=True)
+
     def evaluation(self, state: dict, scores: dict, bytes_per_token: float | None, sequences: int, all_sequences: int):
         record = validation_record(scores["loss"], bytes_per_token)
         answers = {f"val_{key}": value for key, value in scores.items() if key != "loss"}
-        self.write(state, **record, **answers, val_sequences=sequences)
+        best = min(scores["loss"], state["best_val_loss"] or math.inf)
+        state["best_val_loss"] = best
+        self.write(state, **record, **answers, val_sequences=sequences, best_val_loss=best)
         share = "all" if sequences == all_sequences else f"{sequences} of"
         more = f" | {record['val_bits_per_byte']:.4f} bits per byte" if bytes_per_token else ""
         more += "".join(f" | {name.removeprefix('val_').replace('_', ' ')} {x:.1%}" for name, x in answers.items())
@@ -164,21 +216,38 @@ class RunLog:
         step = state["step"]
         record = {"step": step, "tokens": step * self.tokens_per_step, "flops": step * self.flops_per_step}
         record |= {"seconds": state["seconds"], **{key: value for key, value in values.items() if value is not None}}
-        self.file.write(json.dumps(record) + "\n")
-        self.file.flush()
+        self.file.write(record)
         if self.wandb_run is not None:
-            self.wandb_run.log(record, step=step)
+            self.wandb_run.log(flat(record), step=step)
+        if self.tensorboard is not None:
+            for key, value in flat(record).items():
+                self.tensorboard.add_scalar(key, value, step)
 
     def close(self) -> None:
         self.file.close()
         if self.wandb_run is not None:
             self.wandb_run.finish()
+        if self.tensorboard is not None:
+            self.tensorboard.close()
 
 
-def drop_after(path: Path, step: int) -> None:
-    """Keep the records of a metrics.jsonl up to step; the file is replaced whole."""
+def flat(record: dict) -> dict:
+    """Nested objects and lists as `outer/inner/07`."""
+    result = {}
+    for key, value in record.items():
+        if isinstance(value, list):
+            value = {f"{index:02d}": item for index, item in enumerate(value)}
+        if isinstance(value, dict):
+            result |= {f"{key}/{inner}": item for inner, item in flat(value).items()}
+        else:
+            result[key] = value
+    return result
+
+
+def drop_after(path: Path, step: int, evaluated: bool = True) -> None:
+    """Keep the records of a metrics.jsonl up to step, its evaluation only if done; the file is replaced whole."""
     if path.exists():
-        kept = [record for record in read(path) if record["step"] <= step]
+        kept = [r for r in read(path) if r["step"] < step or (r["step"] == step and (evaluated or "val_loss" not in r))]
         temporary = path.with_name(path.name + ".tmp")
         temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
         temporary.replace(path)

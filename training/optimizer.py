@@ -5,6 +5,8 @@ import math
 import torch
 from torch import nn
 
+from training.parallel import placed_like
+
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     """Trainable parameters by (learning-rate scale, weight decay): each in exactly one group.
@@ -64,10 +66,17 @@ def _subset(group: dict, keep) -> dict:
 
 
 def learning_rate_at(step: int, config) -> float:
-    """Linear warmup over warmup_steps, then a cosine from learning_rate to min_lr at max_steps."""
+    """The learning rate of step `step`, counted from 0: linear warmup over warmup_steps, then the schedule.
+
+    `cosine` falls from learning_rate to min_lr at max_steps. `wsd` (warmup, stable, decay) stays at learning_rate and
+    falls linearly to min_lr over the last decay_steps.
+    """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     floor = config.learning_rate / 20 if config.min_lr is None else config.min_lr
+    if config.schedule == "wsd":
+        left = (config.max_steps - step) / max(config.decay_steps, 1)
+        return floor + (config.learning_rate - floor) * min(left, 1.0)
     progress = min((step - config.warmup_steps) / max(config.max_steps - config.warmup_steps, 1), 1.0)
     return floor + (config.learning_rate - floor) * 0.5 * (1 + math.cos(math.pi * progress))
 
@@ -99,8 +108,6 @@ def load_named_state(optimizers: list[torch.optim.Optimizer], state: dict[str, t
                 if not keys:
                     raise ValueError(f"the checkpoint's optimizer has no state for {name}: take another checkpoint")
                 values = {key.partition(":")[2]: left.pop(key) for key in keys}
-                # Step counters stay where the optimizer keeps them, moments go with their parameter.
-                moved = {k: v.to(parameter.device) if v.ndim or parameter.is_cuda else v for k, v in values.items()}
-                optimizer.state[parameter].update(moved)
+                optimizer.state[parameter].update({key: placed_like(value, parameter) for key, value in values.items()})
     if left:
         raise ValueError(f"the checkpoint's optimizer has state for {next(iter(left))}, this run's has not")

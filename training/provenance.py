@@ -1,6 +1,7 @@
 """Where a stored figure comes from."""
 
 import datetime
+import hashlib
 import os
 import platform
 import shlex
@@ -28,3 +29,13 @@ def provenance() -> dict:
         **versions,
         "date": date,
     }
+
+
+def code_digest() -> str:
+    """SHA-256 over the repository's Python files that training runs."""
+    root, digest = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted(
+        [root / "train.py", *(file for name in ("model", "data", "training") for file in root.glob(f"{name}/*.py"))]
+    ):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()

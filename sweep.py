@@ -1,0 +1,473 @@
+"""Train a grid of settings, one run of train.py each, and tabulate the final evaluations over seeds.
+
+    python sweep.py config/ddl_dv4_small.py --ddl_value_channels=1,2,4,8 --ddl_beta_init=0.5,1.0 --seed=0..4
+    python sweep.py config/ddl_dv4_small.py ... --nproc_per_node=4    every run by torchrun on four GPUs
+    python sweep.py config/ddl_dv4_small.py ... --mode=slurm          write a Slurm array, a task per unfinished cell
+    python sweep.py config/ddl_dv4_small.py ... --mode=table          tabulate and draw what is there
+
+A key of train.py with several values, `a,b,c` or an inclusive integer range `a..b`, is swept; every combination is a
+cell. A key with one value goes to every cell as it is. A value that itself holds a comma is not supported. The same
+command started again skips finished cells and continues the others. `<out>/<cell>/` is the cell's run folder,
+`<out>/<cell>.log` what train.py printed; `<out>/table.md`, `table.json` and `plot.png` are the results.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import io
+import itertools
+import json
+import math
+import os
+import re
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+from urllib.parse import quote
+
+import configurator
+import report
+import train
+from model import STEMS, model_class
+from training import checkpoint, metrics
+from training.provenance import provenance
+from training.resume import MAY_CHANGE
+from training.stopping import EXIT_CODE as STOPPED
+
+TRAIN = Path(__file__).resolve().with_name("train.py")
+RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)")
+MOST_CELLS = 10_000
+OWN_KEYS = ("out_dir", "resume", "dry_run")  # of train.py, set here for every cell
+
+
+@dataclass
+class SweepConfig:
+    """Keys of the sweep."""
+
+    mode: Annotated[
+        Literal["local", "slurm", "cell", "table"],
+        "run all cells here; write a Slurm array; run cell --index; tabulate",
+    ] = "local"
+    out: Annotated[str | None, "folder of the sweep; None: sweeps/<name of the config file>"] = None
+    metric: Annotated[str, "what is drawn and comes first in the table: a key of an evaluation"] = "val_loss"
+    nproc_per_node: Annotated[int, "processes of each cell, by torchrun; 1: plain python"] = 1
+    gpus_per_node: Annotated[int | None, "slurm: GPUs of each task; None: nproc_per_node; 0: none"] = None
+    stop_on_failure: Annotated[bool, "local: start no further cell after one that failed"] = False
+    index: Annotated[int | None, "cell: which one, from 0, counted over the full grid"] = None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of the grid; values: the swept keys', as train.py understands them."""
+
+    index: int
+    values: dict
+    settings: dict
+    arguments: list[str]
+    folder: Path
+
+    @property
+    def title(self) -> str:
+        return " ".join(f"{key}={value}" for key, value in self.values.items())
+
+    @property
+    def log(self) -> Path:
+        return self.folder.with_name(self.folder.name + ".log")
+
+
+def read_arguments(argv: list[str]):
+    """(SweepConfig, config files, swept keys -> texts, other keys -> text). ValueError: a mistake in them."""
+    files, options = configurator.split_arguments(argv)
+    schema = configurator.knobs(SweepConfig)
+    if "help" in options:
+        everything = configurator.knobs(SweepConfig, train.TrainConfig, *(model_class(stem).Config for stem in STEMS))
+        print(configurator.help_text(f"{__doc__}\nKeys and defaults:", everything))
+        sys.exit(0)
+    sweep = SweepConfig(**{key: configurator.parse(key, options[key], schema) for key in options if key in schema})
+    swept, fixed = {}, {}
+    for key in options.keys() & set(OWN_KEYS):
+        raise ValueError(f"--{key} is set by sweep.py for every cell: leave it out; --out=FOLDER is the sweep's folder")
+    for key, text in options.items():
+        if key not in schema and ("," in text or RANGE.fullmatch(text)):
+            swept[key] = expand(key, text)
+        elif key not in schema:
+            fixed[key] = text
+    if not swept:
+        raise ValueError("nothing to sweep: give a key several values, --key=a,b,c or --key=0..4")
+    if sweep.nproc_per_node < 1:
+        raise ValueError(f"nproc_per_node={sweep.nproc_per_node}: give 1 or more")
+    if (sweep.index is None) == (sweep.mode == "cell"):
+        raise ValueError("--index=N and --mode=cell go together")
+    stem = Path(files[0]).stem if files else fixed.get("model", "sweep")
+    return dataclasses.replace(sweep, out=sweep.out or f"sweeps/{stem}"), files, swept, fixed
+
+
+def expand(key: str, text: str) -> list[str]:
+    """The values of `a,b,c`, where each may be a range `0..4`. ValueError: an empty value or range, or too many."""
+    values: list[str] = []
+    for item in text.split(","):
+        low, high = map(int, bounds.groups()) if (bounds := RANGE.fullmatch(item)) else (0, 0)
+        if not item or high < low:
+            raise ValueError(f"--{key}={text}: {item or 'nothing between two commas'} gives no value")
+        if high - low >= MOST_CELLS:
+            raise ValueError(f"--{key}={text}: more than {MOST_CELLS:,} values")
+        values += map(str, range(low, high + 1)) if bounds else [item]
+    return values
+
+
+def make_cells(sweep: SweepConfig, files: list[str], swept: dict, fixed: dict) -> list[Cell]:
+    """All cells, in the order of the command line. ValueError: train.py would refuse one, or two are the same."""
+    if (count := math.prod(map(len, swept.values()))) > MOST_CELLS:
+        raise ValueError(f"{count:,} cells: a sweep has at most {MOST_CELLS:,}")
+    cells, seen = [], {}
+    for index, combination in enumerate(itertools.product(*swept.values())):
+        chosen = dict(zip(swept, combination))
+        cell = make_cell(index, chosen, [*files, *as_options(fixed | chosen)], Path(sweep.out))
+        same = tuple(sorted(cell.settings.items()))
+        if same in seen:
+            raise ValueError(f"cells {seen[same]} and {index} are both {cell.title}: give every value once")
+        seen[same] = index
+        check_saved(cell)
+        cells.append(cell)
+    return cells
+
+
+def as_options(values: dict) -> list[str]:
+    return [f"--{key}={value}" for key, value in values.items()]
+
+
+def make_cell(index: int, chosen: dict[str, str], arguments: list[str], out: Path) -> Cell:
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # its notes come again in every log
+            config, model_config = train.configure([*arguments, "--resume=auto"])
+    except ValueError as error:
+        raise ValueError(f"cell {index} ({' '.join(as_options(chosen))}): {error}") from error
+    settings = {**dataclasses.asdict(config), **dataclasses.asdict(model_config)}
+    settings = {key: value for key, value in settings.items() if key not in OWN_KEYS}
+    values = {key: settings[key] for key in chosen}
+    folder = out / cell_name(values)
+    return Cell(index, values, settings, [*arguments, f"--out_dir={folder}", "--resume=auto"], folder)
+
+
+def cell_name(values: dict) -> str:
+    """`key=value,...`: the same however the keys are ordered and the values spelt. ValueError: too long for a file."""
+    keys = sorted(values, key=lambda key: (key == "seed", key))
+    name = ",".join(f"{key}={quote(str(values[key]), safe='')}" for key in keys)  # % codes: no two values alike
+    if len(name) > 200:
+        raise ValueError(f"{name} is too long for the name of a folder: sweep fewer keys, or shorter values")
+    return name
+
+
+def check_saved(cell: Cell) -> None:
+    """ValueError: the cell's folder holds a run with other settings, which train.py would refuse, or not look at."""
+    if (step := saved_step(cell)) > cell.settings["max_steps"]:
+        raise ValueError(
+            f"max_steps={cell.settings['max_steps']}, but {cell.folder} has {step} steps: give another --out"
+        )
+    try:
+        state = checkpoint.read_state(checkpoint.all_of(cell.folder)[-1])
+    except (IndexError, ValueError):
+        return  # none, or damaged: train.py takes the one before
+    saved = {**state["model_config"], **state["run_config"]}
+    for key in sorted(cell.settings.keys() & saved.keys() - MAY_CHANGE):
+        if saved[key] != cell.settings[key]:
+            raise ValueError(
+                f"{key}={cell.settings[key]!r}, but {cell.folder} was trained with {saved[key]!r}: "
+                "give that value, or another --out"
+            )
+
+
+def saved_step(cell: Cell) -> int:
+    """Step of the newest checkpoint; 0: none."""
+    return max((int(path.name.removeprefix("step_")) for path in checkpoint.all_of(cell.folder)), default=0)
+
+
+def final_evaluation(cell: Cell) -> dict | None:
+    """The evaluation after the last of max_steps, None for an unfinished cell.
+
+    A kill may fall between it and the last checkpoint, so that train.py goes on; all checkpoints may be deleted.
+    """
+    path, last = cell.folder / "metrics.jsonl", cell.settings["max_steps"]
+    if saved_step(cell) not in (0, last) or not path.is_file():
+        return None
+    return next((r for r in reversed(metrics.read(path)) if r["step"] == last and "val_loss" in r), None)
+
+
+class Signals:
+    """Counts SIGINT and SIGTERM; `last` is the newest."""
+
+    def __init__(self):
+        self.count, self.last = 0, None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, _frame) -> None:
+        self.count, self.last = self.count + 1, signal.Signals(number)
+
+
+def run_cell(cell: Cell, nproc: int, signals: Signals) -> tuple[int, str]:
+    """(exit code, last line printed) of train.py for this cell; STOPPED: saved before the end, to be started again."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"] if nproc > 1 else []
+    command = [sys.executable, *torchrun, str(TRAIN), *cell.arguments]
+    cell.log.parent.mkdir(parents=True, exist_ok=True)
+    with open(cell.log, "a+b") as log:
+        try:
+            # train.py inherits the lock with the log: it is held as long as that lives, whatever becomes of this one.
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return 1, "another process is running this cell"
+        start = log.seek(0, os.SEEK_END)
+        log.write(f"$ {shlex.join(command)}\n".encode())
+        log.flush()
+        # Ctrl-C reaches the whole group. train.py takes it and our SIGTERM as one; torchrun must get the latter alone.
+        group = {"process_group": 0} if torchrun else {}
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, **group)
+        code, passed_on = wait(child, signals)
+        log.seek(start)
+        printed = log.read().decode(errors="replace")
+    # torchrun ends with 1 whatever train.py said, and SIGTERM before the first step just ends train.py.
+    asked = passed_on and (torchrun or code == -signal.SIGTERM)
+    if code and (asked or (torchrun and f"exitcode  : {STOPPED}" in printed)):
+        code = STOPPED
+    if code == 0 and final_evaluation(cell) is None:
+        return 1, "train.py ended without the final evaluation"
+    return 128 - code if code < 0 else code, last_line(printed)
+
+
+def wait(child: subprocess.Popen, signals: Signals) -> tuple[int, int]:
+    """(exit code, signals passed on as SIGTERM) once the child has ended."""
+    passed_on = 0
+    while True:
+        if signals.count > passed_on:
+            passed_on = signals.count
+            child.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return child.wait(timeout=0.2), passed_on
+
+
+def last_line(printed: str) -> str:
+    """The last line of train.py's own, which torchrun's traceback may bury; else the last of all."""
+    lines = [line for line in printed.splitlines() if line.strip()]
+    return next((line for line in reversed(lines) if line.startswith("train.py: ")), lines[-1])
+
+
+def run_local(cells: list[Cell], sweep: SweepConfig, again: str) -> int:
+    """Run every unfinished cell, one after the other, then tabulate. Returns the exit code."""
+    signals, seconds, failed = Signals(), [], {}
+    left = sum(final_evaluation(cell) is None for cell in cells)
+    for cell in cells:
+        print(f"cell {cell.index + 1} of {len(cells)} | {cell.title} | ", end="", flush=True)
+        if record := final_evaluation(cell):
+            print(f"val_loss {record['val_loss']:.4f} | finished before")
+            continue
+        start = time.monotonic()
+        code, line = run_cell(cell, sweep.nproc_per_node, signals)
+        if signals.last or code == STOPPED:
+            print(f"stopped{f' by {signals.last.name}' if signals.last else ''}; to go on: {again}", flush=True)
+            return 128 + signals.last if signals.last else STOPPED
+        left, elapsed = left - 1, time.monotonic() - start
+        if code:
+            failed[cell.log] = line
+            result = f"FAILED (exit code {code})"
+        else:
+            seconds.append(elapsed)
+            result = f"val_loss {final_evaluation(cell)['val_loss']:.4f}"
+        eta = f" | ETA {metrics.duration(left * statistics.fmean(seconds))}" if seconds else ""
+        print(f"{result} | {metrics.duration(elapsed)}{eta}", flush=True)
+        if code and sweep.stop_on_failure:
+            break
+    for log, line in failed.items():
+        print(f"failed: {log}: {line}", file=sys.stderr)
+    write_table(cells, sweep)
+    return 1 if failed else 0
+
+
+def write_array(cells: list[Cell], sweep: SweepConfig, argv: list[str]) -> None:
+    """`<out>/array.sbatch`: a task per unfinished cell, numbered as in the full grid."""
+    indices = [cell.index for cell in cells if final_evaluation(cell) is None]
+    if not indices:
+        print("every cell is finished: nothing to submit")
+        return
+    out = Path(sweep.out).absolute()
+    gpus = sweep.nproc_per_node if sweep.gpus_per_node is None else sweep.gpus_per_node
+    own = [argument for argument in argv if argument.partition("=")[0] not in ("--mode", "--gpus_per_node")]
+    command = shlex.join([sys.executable, str(Path(__file__).resolve()), *own, "--mode=cell"])
+    lines = [
+        "#!/usr/bin/env bash",
+        f"#SBATCH --job-name={quote(out.name)}",
+        f"#SBATCH --array={','.join(map(str, indices))}",
+        "#SBATCH --nodes=1",
+        "#SBATCH --ntasks=1",
+        *([f"#SBATCH --gpus-per-node={gpus}"] if gpus else []),
+        "#SBATCH --requeue",
+        "# Two minutes before the time limit the srun step is told to end, and train.py saves.",
+        "#SBATCH --signal=TERM@120",
+        f'#SBATCH --output="{out}/slurm-%A_%a.out"',
+        "#SBATCH --open-mode=append",
+        f"cd {shlex.quote(os.getcwd())} || exit",
+        "code=0",
+        f'srun {command} --index="$SLURM_ARRAY_TASK_ID" || code=$?',
+        f"# {STOPPED}: saved before the end",
+        f'if [ "$code" = {STOPPED} ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
+        'exit "$code"',
+    ]
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "array.sbatch").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print(f"{len(indices)} tasks; submit them with: sbatch {shlex.quote(str(Path(sweep.out) / 'array.sbatch'))}")
+
+
+def t_quantile(freedom: int, confidence: float = 0.95) -> float:
+    """t with P(|T| < t) = confidence for Student's distribution with `freedom` degrees of freedom."""
+
+    # Abramowitz & Stegun 26.7.3 and 26.7.4, exact for whole degrees of freedom, in theta = atan(t / sqrt(freedom)).
+    def probability(theta: float) -> float:
+        odd = freedom % 2
+        term = math.cos(theta) if odd else 1.0
+        total = term if freedom > 1 else 0.0
+        for k in range(2 + odd, freedom - 1, 2):
+            term *= math.cos(theta) ** 2 * (k - 1) / k
+            total += term
+        return 2 / math.pi * (theta + math.sin(theta) * total) if odd else math.sin(theta) * total
+
+    low, high = 0.0, math.pi / 2
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if probability(middle) < confidence else (low, middle)
+    return math.sqrt(freedom) * math.tan(low)
+
+
+def describe(values: list[float]) -> dict:
+    """Count, mean, and half the width of the 95% confidence interval of the mean, None for a single value."""
+    n, mean, half = len(values), statistics.fmean(values), None
+    if n > 1:
+        variance = sum((value - mean) ** 2 for value in values) / (n - 1)
+        half = t_quantile(n - 1) * math.sqrt(variance / n)
+    return {"n": n, "mean": mean, "ci95": half, "values": values}
+
+
+def summarise(cells: list[Cell], metric: str) -> dict:
+    """Rows of the table, one for each setting of the swept keys but the seed, and the cells that are not finished."""
+    found = {cell.index: record for cell in cells if (record := final_evaluation(cell))}
+    numbers = {key for record in found.values() for key, value in record.items() if isinstance(value, int | float)}
+    if found and metric not in numbers:
+        raise ValueError(f"metric={metric} is in no final evaluation, which have {', '.join(sorted(numbers))}")
+    shown = dict.fromkeys([metric, "val_loss", "val_bits_per_byte", "val_perplexity"])
+    groups: dict[tuple, list[Cell]] = {}
+    for cell in cells:
+        setting = {key: value for key, value in cell.values.items() if key != "seed"}
+        groups.setdefault(tuple(setting.items()), []).append(cell)
+    rows = []
+    for setting, members in groups.items():
+        records = [found[cell.index] for cell in members if cell.index in found]
+        values = {key: [record[key] for record in records if key in record] for key in shown if key in numbers}
+        finished = {"settings": dict(setting), "runs": len(members), "finished": len(records)}
+        rows.append({**finished, "metrics": {key: describe(each) for key, each in values.items() if each}})
+    unfinished = [
+        {"cell": cell.folder.name, "saved_step": saved_step(cell), "max_steps": cell.settings["max_steps"]}
+        for cell in cells
+        if cell.index not in found
+    ]
+    return {"metric": metric, "rows": rows, "unfinished": unfinished}
+
+
+def markdown(summary: dict) -> str:
+    keys = list(summary["rows"][0]["settings"])
+    shown = list(dict.fromkeys(key for row in summary["rows"] for key in row["metrics"]))
+    lines = ["| " + " | ".join([*keys, "finished", *(f"{key} | ± 95%" for key in shown)]) + " |"]
+    lines.append("|---" * (len(keys) + 1 + 2 * len(shown)) + "|")
+    for row in summary["rows"]:
+        columns = [*map(str, row["settings"].values()), f"{row['finished']} of {row['runs']}"]
+        for key in shown:
+            figures = row["metrics"].get(key, {"mean": None, "ci95": None})
+            columns += ["-" if x is None else f"{x:.4f}" for x in (figures["mean"], figures["ci95"])]
+        lines.append("| " + " | ".join(columns) + " |")
+    for cell in summary["unfinished"]:
+        lines.append(f"\nnot finished: `{cell['cell']}`, {cell['saved_step']} of {cell['max_steps']} steps saved")
+    return "\n".join(lines) + "\n"
+
+
+def is_number(value) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def draw(summary: dict, path: Path) -> None:
+    """The metric against the first swept key of numbers, else the first key; a line for each setting of the others."""
+    plt, metric = report.pyplot(), summary["metric"]
+    rows = [row for row in summary["rows"] if metric in row["metrics"]]
+    keys = list(summary["rows"][0]["settings"])
+    places = {key: list(dict.fromkeys(row["settings"][key] for row in summary["rows"])) for key in keys}
+    numeric = [key for key in keys if all(map(is_number, places[key]))]
+    x_key = [*numeric, *keys, None][0]
+    lines: dict[str, list] = {}
+    for row in rows:
+        others = " ".join(f"{key}={value}" for key, value in row["settings"].items() if key != x_key)
+        x = row["settings"][x_key] if numeric else places[x_key].index(row["settings"][x_key]) if keys else 0
+        figures = row["metrics"][metric]
+        lines.setdefault(others, []).append((x, figures["mean"], figures["ci95"] or math.nan))
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    for others, points in lines.items():
+        x, mean, half = zip(*sorted(points))
+        axes.errorbar(x, mean, yerr=half, fmt="o-", capsize=4, label=others or "mean over seeds")
+    axes.set(xlabel=x_key or "", ylabel=metric, title="error bars: 95% confidence interval of the mean")
+    if numeric and min(places[x_key]) > 0 and max(places[x_key]) / min(places[x_key]) >= 20:
+        axes.set_xscale("log")  # learning rates
+    elif not numeric:
+        axes.set_xticks(range(len(places[x_key]) if keys else 1), map(str, places[x_key] if keys else ["all"]))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def write_table(cells: list[Cell], sweep: SweepConfig) -> None:
+    summary, out = summarise(cells, sweep.metric), Path(sweep.out)
+    stored = {**provenance(), **summary}
+    (out / "table.json").write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+    (out / "table.md").write_text(markdown(summary), encoding="utf-8")
+    print(markdown(summary), end="")
+    if any(row["finished"] for row in summary["rows"]):
+        try:
+            draw(summary, out / "plot.png")
+        except ValueError as error:  # matplotlib is missing; the tables are there
+            print(f"no plot: {error}")
+
+
+def main() -> int:
+    argv = sys.argv[1:]
+    sweep, files, swept, fixed = read_arguments(argv)
+    os.environ["WORLD_SIZE"] = str(sweep.nproc_per_node)  # as torchrun will set it: train.configure divides the batch
+    cells = make_cells(sweep, files, swept, fixed)
+    if sweep.index is not None and not 0 <= sweep.index < len(cells):
+        raise ValueError(f"index={sweep.index}: there are {len(cells)} cells, give 0 to {len(cells) - 1}")
+    if sweep.mode == "table" and not Path(sweep.out).is_dir():
+        raise ValueError(f"out={sweep.out} is not there: nothing has run")
+    if sweep.mode == "table":
+        write_table(cells, sweep)
+        return 0
+    if sweep.mode == "cell":
+        cell = cells[sweep.index]
+        if final_evaluation(cell):
+            print(f"{cell.folder} is finished")
+            return 0
+        print(f"cell {cell.index} | {cell.title} | {cell.log}", flush=True)
+        code, line = run_cell(cell, sweep.nproc_per_node, Signals())
+        print(f"exit code {code}: {line}")
+        return code
+    done = sum(final_evaluation(cell) is not None for cell in cells)
+    sizes = " x ".join(f"{len(values)} {key}" for key, values in swept.items())
+    print(f"{len(cells)} cells ({sizes}), {done} finished: {len(cells) - done} runs to do in {sweep.out}", flush=True)
+    if sweep.mode == "slurm":
+        write_array(cells, sweep, argv)
+        return 0
+    return run_local(cells, sweep, shlex.join(["python", *sys.argv]))
+
+
+if __name__ == "__main__":
+    with configurator.one_line_errors():
+        sys.exit(main())

@@ -1,0 +1,166 @@
+"""Random mistakes in the configuration: a run trains, or ends with one clear line; never a traceback."""
+
+import dataclasses
+import random
+import signal
+
+import pytest
+from conftest import small_run
+
+import train
+from configurator import knobs
+from model import STEMS, model_class
+from training import metrics
+
+WILD = [
+    "0",
+    "-1",
+    "1",
+    "2",
+    "3",
+    "7",
+    "1000000007",
+    "10**6",
+    "-0.5",
+    "0.3",
+    "1e-9",
+    "1e30",
+    "nan",
+    "inf",
+    "-inf",
+    "1_0",
+]
+WILD += [
+    "",
+    " ",
+    "None",
+    "True",
+    "False",
+    "true",
+    "auto",
+    "cpu",
+    "cuda",
+    "adamw",
+    "muon",
+    "wsd",
+    "fsdp",
+    "float64",
+    "k",
+]
+WILD += ["v", "write", "c", "normal", "attention", "x" * 300, "ü", "../..", "[1]", "1,2", "--seed=1", "\0"[:0] + "%s"]
+# What takes long or leaves the machine is not switched on.
+HELD = {"compile", "wandb_log", "wandb_project", "wandb_run_name", "max_seconds", "help"}
+
+
+def mutated(draw: random.Random, base: list[str]) -> list[str]:
+    """One to three changes: another value, another key, a key without a value, a key twice or gone, a stray word."""
+    stem = draw.choice(STEMS)
+    schema = knobs(train.TrainConfig, model_class(stem).Config)
+    arguments = [argument for argument in base if not argument.startswith("--model=")] + [f"--model={stem}"]
+    for _ in range(draw.randint(1, 3)):
+        key = draw.choice([name for name in schema if name not in HELD])
+        kind = draw.random()
+        if kind < 0.8:
+            knob = schema[key]
+            near = [str(choice) for choice in knob.choices] or [str(knob.default), str(draw.randint(1, 40))]
+            near = ["True", "False"] if bool in knob.types else near
+            value = draw.choice(near) if draw.random() < 0.8 else draw.choice(WILD)
+            arguments.append(f"--{key}={value}")
+        elif kind < 0.86:
+            place = draw.randrange(len(key))
+            arguments.append(
+                f"--{key[:place]}{draw.choice(['', 'x', key[place] * 2])}{key[place + 1 :]}={draw.choice(WILD)}"
+            )
+        elif kind < 0.9:
+            arguments.append(f"--{key}")
+        elif kind < 0.95:
+            arguments.remove(
+                draw.choice([a for a in arguments if a.split("=")[0] not in ("--compile", "--out_dir", "--device")])
+            )
+        else:
+            arguments.insert(
+                draw.randrange(len(arguments)), draw.choice(["-h", "-", "stray", "config/nowhere.py", "--", "=1"])
+            )
+    return arguments
+
+
+def run_of(arguments: list[str], monkeypatch, capsys):
+    """(exit code, lines of stderr) of train.py in this process."""
+    monkeypatch.setattr("sys.argv", ["train.py", *arguments])
+    code = 0
+    try:
+        train.main()
+    except SystemExit as stop:
+        code = stop.code
+    lines = capsys.readouterr().err.splitlines()
+    return (code, lines) if not isinstance(code, str) else (1, [*lines, code])
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(300, marks=pytest.mark.slow)])
+def test_mutated_configurations_train_or_end_in_one_line(corpus, tmp_path, monkeypatch, capsys, count):
+    draw, trained, refused, wrong = random.Random(count), 0, [], []
+
+    def too_long(_number, _frame):
+        raise TimeoutError("a case took longer than a minute")
+
+    monkeypatch.setattr(signal, "alarm", signal.alarm)
+    signal.signal(signal.SIGALRM, too_long)
+    monkeypatch.chdir(tmp_path)
+    for number in range(count):
+        out = tmp_path / f"run_{number}"
+        base = small_run(
+            corpus, out, max_steps=2, warmup_steps=1, checkpoint_interval=2, eval_interval=2, eval_full=False
+        )
+        arguments = mutated(draw, [*base, "--max_seconds=10.0"])
+        signal.alarm(60)
+        try:
+            code, lines = run_of(arguments, monkeypatch, capsys)
+        except Exception as error:
+            code, lines = repr(error), []
+        signal.alarm(0)
+        path = out / "metrics.jsonl"
+        steps = [r["step"] for r in metrics.read(path) if "loss" in r] if path.exists() else []
+        if code in (0, 75) and steps[:2] == [1, 2][: len(steps)] and (steps or any("--resume" in a for a in arguments)):
+            trained += 1
+        elif (
+            code in (1, 2)
+            and len([line for line in lines if not line.startswith("warning")]) == 1
+            and len(lines[-1]) > 20
+        ):
+            refused.append(lines[-1])
+        elif not (code == 0 and any(a.startswith(("--dry_run", "--out_dir", "--help")) for a in arguments)):
+            wrong.append((arguments[len(base) :], code, lines))
+    print(f"{trained} trained, {len(refused)} refused, {len(set(refused))} different messages", *refused, sep="\n")
+    assert not wrong, wrong
+    assert trained >= 0.3 * count
+    assert len(refused) >= 0.2 * count
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_size": 10**7},
+        {"vocab_size": 10**12},
+        {"num_hidden_layers": 10**9},
+        {"block_size": 2**14, "num_hidden_layers": 10**5},
+        {"ddl_value_channels": 10**9},
+        {"ddl_beta_hidden_size": 10**13, "ddl_beta_single_linear": False},
+        {"global_batch_size": 2000, "micro_batch_size": 2000, "vocab_size": 10**6},
+    ],
+)
+def test_a_model_too_large_for_the_memory_is_refused_by_an_estimate(corpus, tmp_path, monkeypatch, capsys, changes):
+    code, lines = run_of(small_run(corpus, tmp_path / "run", **changes), monkeypatch, capsys)
+    assert code == 2
+    assert len(lines) == 1
+    assert "this model needs at least" in lines[0]
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_estimate_counts_what_is_there(corpus, tmp_path):
+    from training import estimate
+
+    for stem in STEMS:
+        config, model_config = train.configure(small_run(corpus, tmp_path / "run", model=stem, num_hidden_layers=5))
+        model = train.build(stem, **dataclasses.asdict(model_config))
+        assert estimate.parameters_of(stem, model_config) == model.num_parameters()
+        assert estimate.least_memory(config, model_config, 2) > 16 * model.num_parameters()

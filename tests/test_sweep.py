@@ -1,0 +1,674 @@
+"""sweep.py: the grid, killed and continued sweeps of real runs, failures, Slurm arrays, and the table's statistics."""
+
+import dataclasses
+import fcntl
+import itertools
+import json
+import math
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT, one_line_error, script, small_run
+
+import configurator
+import report
+import sweep
+import train
+from model import STEMS, model_class
+from training import checkpoint, metrics
+
+# Two-sided 95% points of Student's t, from the printed table (NIST/SEMATECH e-Handbook, 1.3.6.7.2, column 0.975).
+T_TABLE = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228}
+T_TABLE |= {15: 2.131, 20: 2.086, 25: 2.060, 30: 2.042, 60: 2.000, 100: 1.984}
+# The same with more digits (Abramowitz & Stegun, table 26.10, and R's qt).
+T_DIGITS = {1: 12.70620, 2: 4.30265, 3: 3.18245, 4: 2.77645, 5: 2.57058, 9: 2.26216, 10: 2.22814, 29: 2.04523}
+T_DIGITS |= {30: 2.04227, 120: 1.97993}
+
+
+def grid(corpus, out, **changes) -> list[str]:
+    """Arguments of a sweep of tiny runs."""
+    run = [
+        argument for argument in small_run(corpus, out) if argument.partition("=")[0][2:] not in ("out_dir", *changes)
+    ]
+    return [*run, *(f"--{key}={value}" for key, value in {"out": out, **changes}.items())]
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """sweep.main() in this process; returns its exit code."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def main(*arguments):
+        monkeypatch.setattr(sys, "argv", ["sweep.py", *map(str, arguments)])
+        return sweep.main()
+
+    yield main
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def fake(monkeypatch, tmp_path):
+    """Puts a few lines of Python in the place of train.py; `keys` holds its arguments, `finish()` ends the run."""
+
+    def put(source: str) -> None:
+        path = tmp_path / "train.py"
+        path.write_text(
+            "import json, os, signal, sys, time\n"
+            "keys = dict(argument[2:].split('=', 1) for argument in sys.argv[1:])\n"
+            "def finish(loss=2.0):\n"
+            "    os.makedirs(keys['out_dir'], exist_ok=True)\n"
+            "    record = {'step': int(keys['max_steps']), 'val_loss': loss}\n"
+            "    open(keys['out_dir'] + '/metrics.jsonl', 'w').write(json.dumps(record) + '\\n')\n" + source
+        )
+        monkeypatch.setattr(sweep, "TRAIN", path)
+
+    return put
+
+
+def cells_of(*arguments):
+    config, files, swept, fixed = sweep.read_arguments(list(map(str, arguments)))
+    return sweep.make_cells(config, files, swept, fixed)
+
+
+def write_evaluation(folder: Path, step: int = 6, **values) -> None:
+    folder.mkdir(parents=True)
+    records = [{"step": 3, "val_loss": 9.0, "val_perplexity": 99.0}, {"step": step, "loss": 1.0}]
+    records += [{"step": step, "seconds": 1.5, **values}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+# The grid.
+
+
+def test_the_grid_is_the_product(corpus, tmp_path):
+    lists = {"ddl_value_channels": (1, 2, 4), "ddl_beta_init": (0.5, 1.0), "seed": (3, 4, 5, 6)}
+    texts = {"ddl_value_channels": "1,2,4", "ddl_beta_init": "0.5,1", "seed": "3..6"}
+    cells = cells_of(*grid(corpus, tmp_path / "out", **texts, learning_rate=0.02))
+    expected = [dict(zip(lists, combination)) for combination in itertools.product(*lists.values())]
+    assert [cell.values for cell in cells] == expected
+    assert [cell.index for cell in cells] == list(range(24))
+    for cell in cells:
+        config, model_config = train.configure(cell.arguments)
+        settings = {**dataclasses.asdict(config), **dataclasses.asdict(model_config)}
+        assert {key: settings[key] for key in cell.values} == cell.values
+        assert settings["learning_rate"] == 0.02
+        assert (settings["out_dir"], settings["resume"]) == (str(cell.folder), "auto")
+    assert len({cell.folder for cell in cells}) == 24
+    assert not (tmp_path / "out").exists()
+
+
+def test_values_and_ranges():
+    assert sweep.expand("seed", "0..4") == ["0", "1", "2", "3", "4"]
+    assert sweep.expand("seed", "-2..1") == ["-2", "-1", "0", "1"]
+    assert sweep.expand("seed", "7..7") == ["7"]
+    assert sweep.expand("seed", "0..2,9,20..21") == ["0", "1", "2", "9", "20", "21"]
+    assert sweep.expand("x", "1e-3,None") == ["1e-3", "None"]
+    for text, message in (("4..0", "gives no value"), ("0,,1", "nothing between"), ("0..99999", "10,000")):
+        with pytest.raises(ValueError, match=message):
+            sweep.expand("seed", text)
+
+
+def test_one_value_is_passed_on_as_it_is():
+    _, files, swept, fixed = sweep.read_arguments(["a.py", "--dataset=../shards", "--compile", "--seed=0,1", "--out=x"])
+    assert files == ["a.py"]
+    assert swept == {"seed": ["0", "1"]}
+    assert fixed == {"dataset": "../shards", "compile": "True"}
+
+
+def test_names_are_stable_safe_and_distinct():
+    assert sweep.cell_name({"ddl_beta_init": 0.5, "seed": 3}) == "ddl_beta_init=0.5,seed=3"
+    assert sweep.cell_name({"seed": 3, "b": 1, "a": None}) == sweep.cell_name({"b": 1, "a": None, "seed": 3})
+    assert sweep.cell_name({"seed": 3, "z": 1}) == "z=1,seed=3"
+    odd = ["a/b", "a b", "a%2Fb", "..", "a,b=c", "ä", "a\nb"]
+    names = [sweep.cell_name({"dataset": value}) for value in odd]
+    assert len(set(names)) == len(odd)
+    assert all(name.isascii() and not set(name) & set("/ \n\\*?") and name not in (".", "..") for name in names)
+    with pytest.raises(ValueError, match="too long"):
+        sweep.cell_name({"dataset": "x" * 200})
+
+
+def test_names_do_not_depend_on_spelling(corpus, tmp_path):
+    one = cells_of(*grid(corpus, tmp_path, learning_rate="1e-2,0.02", seed="0..1"))
+    two = cells_of(*grid(corpus, tmp_path, seed="0,1", learning_rate="0.01,2e-2"))
+    assert {cell.folder for cell in one} == {cell.folder for cell in two}
+
+
+def test_keys_have_one_owner():
+    own = configurator.knobs(sweep.SweepConfig)
+    others = configurator.knobs(train.TrainConfig, *(model_class(stem).Config for stem in STEMS))
+    assert not own.keys() & others.keys()
+    assert set(sweep.OWN_KEYS) <= others.keys()
+
+
+def test_help_lists_every_key():
+    printed = script("sweep.py", "--help").stdout.decode()
+    for key in (*configurator.knobs(sweep.SweepConfig), "learning_rate", "ddl_beta_init"):
+        assert f"\n  --{key}=" in printed
+    assert "comma is not supported" in printed
+
+
+# Mistakes.
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": "0,1", "learning_rat": 1}, "unknown key --learning_rat, did you mean learning_rate"),
+        ({"seed": "0,x"}, r"cell 1 \(--seed=x\): --seed=x: give a whole number"),
+        ({"seed": "0,1", "min_lr": "0.001,5"}, r"cell 1 \(--seed=0 --min_lr=5\): min_lr=5"),
+        ({"seed": "0,1,0"}, "cells 0 and 2 are both seed=0"),
+        ({"ddl_beta_init": "1,2,1.0"}, "cells 0 and 2 are both ddl_beta_init=1.0"),
+        ({"seed": "0"}, "nothing to sweep"),
+        ({"seed": "0,1", "out_dir": "runs/a"}, "--out_dir is set by sweep.py"),
+        ({"seed": "0,1", "dry_run": True}, "--dry_run is set by sweep.py"),
+        ({"seed": "0,1", "mode": "remote"}, "mode='remote': give"),
+        ({"seed": "0,1", "mode": "cell"}, "--index=N and --mode=cell go together"),
+        ({"seed": "0,1", "index": 1}, "--index=N and --mode=cell go together"),
+        ({"seed": "0,1", "mode": "cell", "index": 2}, "index=2: there are 2 cells, give 0 to 1"),
+        ({"seed": "0,1", "mode": "cell", "index": -1}, "index=-1: there are 2 cells"),
+        ({"seed": "0,1", "nproc_per_node": 0}, "nproc_per_node=0"),
+        ({"seed": "0,1", "nproc_per_node": 3}, "global_batch_size=4 does not divide over 3 processes"),
+        ({"seed": "0..999", "ddl_beta_init": "0..99"}, "100,000 cells"),
+        ({"seed": "0,1", "mode": "table"}, "nothing has run"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_written(corpus, tmp_path, run, changes, message):
+    with pytest.raises(ValueError, match=message):
+        run(*grid(corpus, tmp_path / "out", **changes))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_mistake_ends_in_one_line(corpus, tmp_path):
+    result = script("sweep.py", *grid(corpus, tmp_path / "out", seed="0,1", block_size="16,no"))
+    assert "--block_size=no: give a whole number" in one_line_error(result)
+    assert not list(tmp_path.iterdir())
+
+
+# Real runs.
+
+LONGER = {"seed": "0..1", "ddl_value_channels": "1,2", "max_steps": 80, "checkpoint_interval": 10, "keep_last": 99}
+LONGER |= {"eval_interval": 80, "eval_full": False}
+
+
+def start(arguments) -> subprocess.Popen:
+    """sweep.py as the leader of a process group."""
+    command = [sys.executable, "sweep.py", *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, process_group=0, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes)
+
+
+def wait_for(condition, process=None):
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process is None or process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def stamps(out: Path, name: str) -> dict:
+    """When everything of a cell was last written."""
+    paths = [path for path in out.rglob("*") if name in str(path)]
+    return {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in paths}
+
+
+def test_a_killed_sweep_goes_on(corpus, tmp_path):
+    out, arguments = tmp_path / "out", grid(corpus, tmp_path / "out", **LONGER)
+    cells = cells_of(*arguments)
+    process = start(arguments)
+    wait_for(lambda: checkpoint.all_of(cells[1].folder), process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    done = stamps(out, cells[0].folder.name)
+    assert done.keys() >= {cells[0].log, cells[0].folder / "metrics.jsonl"}
+    assert 10 <= sweep.saved_step(cells[1]) < 80
+    assert [sweep.final_evaluation(cell) is not None for cell in cells] == [True, False, False, False]
+
+    result = script("sweep.py", *arguments)
+    printed = result.stdout.decode()
+    assert result.returncode == 0, printed + result.stderr.decode()
+    assert done == stamps(out, cells[0].folder.name)
+    assert "4 cells (2 seed x 2 ddl_value_channels), 1 finished: 3 runs to do" in printed
+    assert [line.split(" | ")[1] for line in printed.splitlines() if line.startswith("cell ")] == [
+        f"seed={seed} ddl_value_channels={channels}" for seed, channels in itertools.product((0, 1), (1, 2))
+    ]
+    assert "| finished before\n" in printed
+    assert printed.count("| ETA ") == 3
+    for cell in cells:
+        records = metrics.read(cell.folder / "metrics.jsonl")
+        assert [r["step"] for r in records if "loss" in r] == list(range(1, 81))
+        assert f"val_loss {records[-1]['val_loss']:.4f}" in printed
+        state = checkpoint.read_state(checkpoint.find(cell.folder))
+        assert {**state["model_config"], **state["run_config"]}.items() >= cell.values.items()
+    attempts = cells[1].log.read_text().split("$ ")[1:]
+    assert len(attempts) == 2
+    assert "step 10/80" in attempts[0]
+    assert "step 10/80" not in attempts[1]  # continued, not begun again
+    assert "step 80/80" in attempts[1]
+    stored = json.loads((out / "table.json").read_text())
+    assert [(row["settings"], row["finished"]) for row in stored["rows"]] == [
+        ({"ddl_value_channels": 1}, 2),
+        ({"ddl_value_channels": 2}, 2),
+    ]
+    assert stored["unfinished"] == []
+    assert (out / "table.md").read_text() in printed
+    assert (out / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_stopped_sweep_goes_on_as_an_array_task(corpus, tmp_path, run, capsys):
+    arguments = grid(corpus, tmp_path / "a sweep", **{**LONGER, "max_steps": 200, "checkpoint_interval": 1000})
+    cell, *others = cells_of(*arguments)
+    process = start(arguments)
+    wait_for(lambda: (cell.folder / "metrics.jsonl").exists() and "step 2/" in cell.log.read_text(), process)
+    os.kill(process.pid, signal.SIGTERM)
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 143, printed
+    assert "stopped by SIGTERM; to go on: python sweep.py --model=" in printed
+    saved = sweep.saved_step(cell)
+    assert 0 < saved < 200  # saved by train.py, which was told and waited for
+    assert not any(other.folder.exists() for other in others)
+
+    assert run(*arguments, "--mode=slurm") == 0
+    assert "4 tasks; submit them with: sbatch " in capsys.readouterr().out
+    requeued = run_array(tmp_path, "0", 'exec "$@"')
+    assert (requeued.returncode, (tmp_path / "requeued").exists()) == (0, False), requeued.stderr
+    records = metrics.read(cell.folder / "metrics.jsonl")
+    assert [r["step"] for r in records if "loss" in r] == list(range(1, 201))
+    assert f"step {saved}/" not in cell.log.read_text().split("$ ")[2]
+    assert not any(other.folder.exists() for other in others)
+
+
+def run_array(tmp_path, index: str, srun: str) -> subprocess.CompletedProcess:
+    """The batch script as Slurm's batch step runs it, from another folder, with a shell line for srun."""
+    tools = tmp_path / "tools"
+    tools.mkdir(exist_ok=True)
+    for name, line in (("srun", srun), ("scontrol", f'echo "$@" > {shlex.quote(str(tmp_path / "requeued"))}')):
+        (tools / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tools / name).chmod(0o755)
+    slurm = {"SLURM_ARRAY_TASK_ID": index, "SLURM_JOB_ID": "77", "PATH": f"{tools}:{os.environ['PATH']}"}
+    command = ["bash", str(next(tmp_path.glob("*/array.sbatch")))]
+    return subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, **slurm}, capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+def test_a_failed_cell_is_reported_and_the_others_run(corpus, tmp_path, run, capsys):
+    arguments = grid(corpus, tmp_path / "out", dataset=f"{tmp_path}/none,{corpus}", max_steps=1, eval_full=False)
+    assert run(*arguments) == 1
+    failed, good = cells_of(*arguments)
+    printed = capsys.readouterr()
+    assert sweep.final_evaluation(good)
+    [line] = printed.err.splitlines()
+    assert line == f"failed: {failed.log}: {failed.log.read_text().splitlines()[-1]}"
+    assert "train.py: error: " in line
+    assert "| FAILED (exit code 2) |" in printed.out
+    assert f"not finished: `{failed.folder.name}`, 0 of 1 steps saved" in printed.out
+
+
+# What train.py may answer, by a script in its place.
+
+
+def test_stop_on_failure(corpus, tmp_path, run, fake, capsys):
+    fake("print('train.py: seed', keys['seed']); finish() if keys['seed'] != '1' else sys.exit('boom')")
+    arguments = grid(corpus, tmp_path / "out", seed="0..2")
+    assert run(*arguments, "--stop_on_failure") == 1
+    assert [sweep.final_evaluation(cell) is not None for cell in cells_of(*arguments)] == [True, False, False]
+    capsys.readouterr()
+    assert run(*arguments) == 1
+    assert [sweep.final_evaluation(cell) is not None for cell in cells_of(*arguments)] == [True, False, True]
+    printed = capsys.readouterr()
+    assert printed.err.splitlines() == [f"failed: {tmp_path}/out/seed=1.log: train.py: seed 1"]
+    assert printed.out.count("finished before") == 1
+    assert len((tmp_path / "out" / "seed=0.log").read_text().split("$ ")) == 2  # no process for a finished cell
+    fake("finish(3.0)")
+    assert run(*arguments) == 0
+    assert sweep.final_evaluation(cells_of(*arguments)[0])["val_loss"] == 2.0
+
+
+def test_the_eta_is_that_of_the_sweep(corpus, tmp_path, run, monkeypatch, capsys):
+    clock, lasting = [0.0], iter([100.0, 40.0, 25.0, 60.0])
+
+    def run_cell(cell, *_):
+        clock[0] += next(lasting)
+        if cell.values["seed"] == 2:
+            return 1, "boom"
+        write_evaluation(cell.folder, val_loss=2.0)
+        return 0, ""
+
+    monkeypatch.setattr(sweep.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(sweep, "run_cell", run_cell)
+    arguments = grid(corpus, tmp_path / "out", seed="0..4")
+    write_evaluation(cells_of(*arguments)[1].folder, val_loss=2.0)
+    assert run(*arguments) == 1
+    ends = [line.split(" | ", 2)[2] for line in capsys.readouterr().out.splitlines() if line.startswith("cell ")]
+    assert ends == [
+        "val_loss 2.0000 | 1:40 | ETA 5:00",
+        "val_loss 2.0000 | finished before",
+        "FAILED (exit code 1) | 0:40 | ETA 3:20",  # what failed early says nothing of the others
+        "val_loss 2.0000 | 0:25 | ETA 1:02",
+        "val_loss 2.0000 | 1:00 | ETA 0:00",
+    ]
+
+
+def test_code_75_stops_the_sweep(corpus, tmp_path, run, fake, capsys):
+    fake("sys.exit(75) if keys['seed'] == '1' else finish()")
+    arguments = grid(corpus, tmp_path / "out", seed="0..2")
+    assert run(*arguments) == 75
+    assert "| stopped; to go on: python sweep.py --model=" in capsys.readouterr().out
+    assert not (tmp_path / "out" / "seed=2.log").exists()
+    assert run(*arguments, "--mode=cell", "--index=1") == 75
+    assert run(*arguments, "--mode=cell", "--index=0") == 0
+    assert run(*arguments, "--mode=cell", "--index=2") == 0
+    assert (tmp_path / "out" / "seed=2" / "metrics.jsonl").exists()
+
+
+def test_exit_codes_of_a_cell(corpus, tmp_path, run, fake, capsys):
+    arguments = grid(corpus, tmp_path / "out", seed="0,1", mode="cell", index=1)
+    fake("sys.exit(7)")
+    assert run(*arguments) == 7
+    fake("os.kill(os.getpid(), signal.SIGKILL)")
+    assert run(*arguments) == 137
+    fake("pass")  # success without a result is none
+    assert run(*arguments) == 1
+    assert "without the final evaluation" in capsys.readouterr().out
+    assert not (tmp_path / "out" / "seed=0.log").exists()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_is_passed_on_and_waited_for(corpus, tmp_path, run, fake, capsys, number, code):
+    fake(
+        "def stop(number, frame):\n"
+        "    time.sleep(0.5)\n"  # saving takes a while
+        "    open(sys.argv[0] + '.saved', 'w').write(str(number))\n"
+        "    sys.exit(75)\n"
+        "signal.signal(signal.SIGTERM, stop)\n"
+        f"os.kill(os.getppid(), {int(number)})\n"
+        "time.sleep(60)\n"
+    )
+    assert run(*grid(corpus, tmp_path / "out", seed="0..2")) == code
+    assert (tmp_path / "train.py.saved").read_text() == str(int(signal.SIGTERM))
+    assert f"stopped by {number.name}; to go on: " in capsys.readouterr().out
+    assert not (tmp_path / "out" / "seed=1.log").exists()
+
+
+def test_a_signal_before_train_handles_it_counts_as_stopped(corpus, tmp_path, run, fake):
+    fake("os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)")
+    assert run(*grid(corpus, tmp_path / "out", seed="0,1", mode="cell", index=0)) == 75
+
+
+def test_torchrun_says_what_train_said(corpus, tmp_path, run, fake, capsys):
+    arguments = grid(corpus, tmp_path / "out", seed="0,1", nproc_per_node=2)
+    fake(
+        "place = [os.environ['WORLD_SIZE'], str(os.getpgid(os.getppid()))]\n"
+        "open(sys.argv[0] + '.place', 'w').write(' '.join(place))\n"
+        "sys.exit(75)\n"
+    )
+    assert run(*arguments) == 75
+    assert "stopped" in capsys.readouterr().out
+    processes, group = (tmp_path / "train.py.place").read_text().split()
+    assert processes == "2"
+    assert int(group) != os.getpgrp()  # Ctrl-C must not reach torchrun beside our SIGTERM
+    fake("sys.exit('train.py: boom')")  # after an attempt that ended with 75, in the same log
+    assert run(*arguments, "--stop_on_failure") == 1
+    assert capsys.readouterr().err == f"failed: {tmp_path}/out/seed=0.log: train.py: boom\n"
+
+
+def test_torchrun_is_stopped_with_its_processes(corpus, tmp_path, run, fake):
+    fake(
+        "def stop(number, frame):\n"
+        "    open(sys.argv[0] + '.saved', 'w')\n"
+        "    sys.exit(75)\n"
+        "signal.signal(signal.SIGTERM, stop)\n"
+        f"os.kill({os.getpid()}, signal.SIGTERM) if os.environ['RANK'] == '0' else None\n"
+        "time.sleep(60)\n"
+    )
+    assert run(*grid(corpus, tmp_path / "out", seed="0,1", nproc_per_node=2, mode="cell", index=0)) == 75
+    assert (tmp_path / "train.py.saved").exists()
+
+
+def test_a_cell_runs_once_at_a_time(corpus, tmp_path, run, fake, capsys):
+    """A train.py that outlives its sweep holds the log."""
+    fake("finish()")
+    (tmp_path / "out").mkdir()
+    arguments = grid(corpus, tmp_path / "out", seed="0,1")
+    with open(tmp_path / "out" / "seed=0.log", "w") as log:
+        fcntl.flock(log, fcntl.LOCK_EX)
+        holder = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stdout=log)
+    assert run(*arguments) == 1
+    assert "seed=0.log: another process is running this cell" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "seed=0").exists()
+    assert sweep.final_evaluation(cells_of(*arguments)[1])
+    holder.communicate(b"\n")
+    assert run(*arguments) == 0
+
+
+# Finished or not.
+
+
+def test_finished_is_what_train_says(corpus, tmp_path):
+    cell, other = cells_of(*grid(corpus, tmp_path, seed="0,1"))
+    assert sweep.final_evaluation(cell) is None
+    write_evaluation(cell.folder, step=5, val_loss=2.0)
+    assert sweep.final_evaluation(cell) is None
+    write_evaluation(other.folder, val_loss=2.5)
+    assert sweep.final_evaluation(other)["val_loss"] == 2.5
+    (other.folder / "checkpoints" / "step_00000003").mkdir(parents=True)  # killed before the last checkpoint
+    assert sweep.final_evaluation(other) is None
+    (other.folder / "checkpoints" / "step_00000006").mkdir()
+    assert sweep.final_evaluation(other)["val_loss"] == 2.5
+    with open(other.folder / "metrics.jsonl", "a") as file:
+        file.write('{"step": 7, "lo')
+    assert sweep.final_evaluation(other)["val_loss"] == 2.5
+
+
+def test_other_settings_in_the_folder_are_refused(corpus, tmp_path, run):
+    arguments = grid(corpus, tmp_path / "out", seed="0,1")
+    for cell in cells_of(*arguments):
+        write_evaluation(cell.folder, val_loss=2.0)
+        folder = cell.folder / "checkpoints" / "step_00000006"
+        folder.mkdir(parents=True)
+        run_keys = {field.name for field in dataclasses.fields(train.TrainConfig)}
+        state = {"step": 6, "seconds": 1.0, "model": cell.settings["model"], "corpus": {}}
+        state["run_config"] = {key: value for key, value in cell.settings.items() if key in run_keys}
+        state["model_config"] = {key: value for key, value in cell.settings.items() if key not in run_keys}
+        (folder / "state.json").write_text(json.dumps(state))
+    assert len(cells_of(*arguments, "--log_interval=5")) == 2
+    with pytest.raises(ValueError, match=r"learning_rate=0.5, but .*seed=0 was trained with 0.01: give that value"):
+        run(*arguments, "--learning_rate=0.5")
+    with pytest.raises(ValueError, match=r"max_steps=3, but .*seed=0 has 6 steps"):
+        run(*arguments, "--max_steps=3", "--mode=table")
+
+
+# Slurm.
+
+
+def test_the_array_has_a_task_per_unfinished_cell(corpus, tmp_path, run, capsys):
+    out = tmp_path / "a sweep's"
+    arguments = grid(corpus, out, ddl_value_channels="1,2,4", seed="0..1")
+    cells = cells_of(*arguments)
+    for index in (0, 3, 4):
+        write_evaluation(cells[index].folder, val_loss=2.0)
+    assert run(*arguments, "--mode=slurm", "--nproc_per_node=2") == 0
+    printed = capsys.readouterr().out
+    path = Path(shlex.split(printed.partition("sbatch ")[2])[0])
+    assert path == out / "array.sbatch"
+    text = path.read_text()
+    assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
+    options = dict(
+        line.removeprefix("#SBATCH --").partition("=")[::2] for line in text.splitlines() if "#SBATCH" in line
+    )
+    assert options["array"] == "1,2,5"
+    assert options["gpus-per-node"] == "2"
+    assert options["signal"] == "TERM@120"
+    assert "requeue" in options
+    assert run(*arguments, "--mode=slurm", "--gpus_per_node=8") == 0
+    assert "#SBATCH --gpus-per-node=8\n" in path.read_text()
+    assert run(*arguments, "--mode=slurm", "--gpus_per_node=0") == 0
+    assert "gpus" not in path.read_text()
+
+    # What a task runs is the cell of that number in the full grid.
+    result = run_array(tmp_path, "2", f'printf "%s\\n" "$@" > {shlex.quote(str(tmp_path / "argv"))}')
+    assert (result.returncode, result.stderr) == (0, "")
+    python, file, *argv = (tmp_path / "argv").read_text().splitlines()
+    assert (python, file) == (sys.executable, str(ROOT / "sweep.py"))
+    config, files, swept, fixed = sweep.read_arguments(argv)
+    assert (config.mode, config.index) == ("cell", 2)
+    assert sweep.make_cells(config, files, swept, fixed)[2] == cells[2]
+
+    for code, requeued in (("7", None), ("75", "requeue 77\n")):
+        result = run_array(tmp_path, "2", f"exit {code}")
+        assert result.returncode == int(code)
+        note = tmp_path / "requeued"
+        assert (note.read_text() if note.exists() else None) == requeued
+    for cell in cells:
+        shutil.rmtree(cell.folder, ignore_errors=True)
+        write_evaluation(cell.folder, val_loss=2.0)
+    assert run(*arguments, "--mode=slurm") == 0
+    assert "nothing to submit" in capsys.readouterr().out
+
+
+# The table.
+
+
+def test_t_quantiles_are_the_published_ones():
+    for freedom, value in T_TABLE.items():
+        assert sweep.t_quantile(freedom) == pytest.approx(value, abs=5.1e-4)
+    for freedom, value in T_DIGITS.items():
+        assert sweep.t_quantile(freedom) == pytest.approx(value, abs=1e-5)
+    assert sweep.t_quantile(7, 0.99) == pytest.approx(3.49948, abs=1e-5)
+    assert sweep.t_quantile(100_000) == pytest.approx(1.95999, abs=1e-4)
+
+
+@pytest.fixture
+def finished(corpus, tmp_path):
+    """A grid of 2 x 2 settings and three seeds: three, two, one and no seed finished. (arguments, losses)."""
+    arguments = grid(corpus, tmp_path, ddl_value_channels="4,1", optimizer="adamw,muon", seed="0..2")
+    losses = {(4, "adamw"): [3.1, 3.25, 3.02], (4, "muon"): [2.5, 2.75], (1, "adamw"): [4.125], (1, "muon"): []}
+    for cell in cells_of(*arguments):
+        values = losses[cell.values["ddl_value_channels"], cell.values["optimizer"]]
+        if cell.values["seed"] < len(values):
+            loss = values[cell.values["seed"]]
+            write_evaluation(cell.folder, val_loss=loss, val_perplexity=math.exp(loss), val_bits_per_byte=loss / 2)
+    return arguments, losses
+
+
+def test_means_and_intervals(finished, tmp_path, run, capsys):
+    arguments, losses = finished
+    assert run(*arguments, "--mode=table", "--metric=val_bits_per_byte") == 0
+    stored = json.loads((tmp_path / "table.json").read_text())
+    assert stored.keys() >= {"command", "commit", "date", "metric"}
+    rows = {(row["settings"]["ddl_value_channels"], row["settings"]["optimizer"]): row for row in stored["rows"]}
+    assert list(rows) == list(losses)
+    for setting, values in losses.items():
+        row, n = rows[setting], len(values)
+        assert (row["runs"], row["finished"]) == (3, n)
+        for key, scores in (
+            ("val_loss", values),
+            ("val_bits_per_byte", np.array(values) / 2),
+            ("val_perplexity", np.exp(values)),
+        ):
+            if n:
+                assert row["metrics"][key]["mean"] == pytest.approx(np.mean(scores))
+            if n > 1:
+                half = T_DIGITS[n - 1] * np.std(scores, ddof=1) / np.sqrt(n)
+                assert row["metrics"][key]["ci95"] == pytest.approx(half, rel=1e-5)
+        if n == 1:
+            assert row["metrics"]["val_loss"]["ci95"] is None
+        if n == 0:
+            assert row["metrics"] == {}
+    names = "ddl_value_channels=4,optimizer=muon,seed=2 ddl_value_channels=1,optimizer=adamw,seed=1 "
+    names += "ddl_value_channels=1,optimizer=adamw,seed=2 ddl_value_channels=1,optimizer=muon,seed=0 "
+    names += "ddl_value_channels=1,optimizer=muon,seed=1 ddl_value_channels=1,optimizer=muon,seed=2"
+    assert [cell["cell"] for cell in stored["unfinished"]] == names.split()
+    text = (tmp_path / "table.md").read_text()
+    assert capsys.readouterr().out == text
+    for name in names.split():
+        assert f"not finished: `{name}`, 0 of 6 steps saved" in text
+    lines = text.splitlines()
+    assert lines[0].startswith(
+        "| ddl_value_channels | optimizer | finished | val_bits_per_byte | ± 95% | val_loss | ± 95% |"
+    )
+    assert lines[2].startswith("| 4 | adamw | 3 of 3 | 1.5617 | 0.1")
+    assert lines[4].startswith("| 1 | adamw | 1 of 3 | 2.0625 | - | 4.1250 | - |")
+    assert lines[5] == "| 1 | muon | 0 of 3 | - | - | - | - | - | - |"
+
+
+def drawn(monkeypatch, cells, metric, path):
+    """(x, means, half intervals, label) of every line, and the axes."""
+    plt, calls = report.pyplot(), []
+    original = plt.Axes.errorbar
+
+    def errorbar(axes, x, y, yerr, **keywords):
+        calls.append((list(x), list(y), list(yerr), keywords["label"], axes))
+        return original(axes, x, y, yerr=yerr, **keywords)
+
+    monkeypatch.setattr(plt.Axes, "errorbar", errorbar)
+    sweep.draw(sweep.summarise(cells, metric), path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert plt.imread(path).std() > 0.05
+    return calls
+
+
+def test_the_plot(finished, tmp_path, monkeypatch):
+    arguments, losses = finished
+    first, second = drawn(monkeypatch, cells_of(*arguments), "val_loss", tmp_path / "plot.png")
+    assert (first[0], second[0]) == ([1, 4], [4])
+    assert first[1] == pytest.approx([4.125, np.mean(losses[4, "adamw"])])
+    assert math.isnan(first[2][0])
+    assert first[2][1] == pytest.approx(T_DIGITS[2] * np.std(losses[4, "adamw"], ddof=1) / 3**0.5, rel=1e-5)
+    assert (first[3], second[3]) == ("optimizer=adamw", "optimizer=muon")
+    assert first[4].get_xlabel() == "ddl_value_channels"
+
+
+@pytest.mark.parametrize(
+    ("swept", "x", "ticks", "scale"),
+    [
+        ({"optimizer": "muon,adamw"}, [0, 1], ["muon", "adamw"], "linear"),
+        ({"mup": "True,False"}, [0, 1], ["True", "False"], "linear"),
+        ({"seed": "0,1"}, [0], ["all"], "linear"),
+        ({"learning_rate": "1e-2,1e-4"}, [1e-4, 1e-2], None, "log"),
+    ],
+)
+def test_the_plots_axis(corpus, tmp_path, monkeypatch, swept, x, ticks, scale):
+    cells = cells_of(*grid(corpus, tmp_path, **swept, min_lr=0))
+    for cell in cells:
+        write_evaluation(cell.folder, val_loss=2.0 + cell.index)
+    [(places, _, _, _, axes)] = drawn(monkeypatch, cells, "val_loss", tmp_path / "plot.png")
+    assert (places, axes.get_xscale()) == (x, scale)
+    assert ticks is None or [label.get_text() for label in axes.get_xticklabels()] == ticks
+
+
+def test_the_plots_axis_is_the_first_key_of_numbers(corpus, tmp_path, monkeypatch):
+    swept = {"optimizer": "muon,adamw", "learning_rate": "0.01,0.02", "ddl_beta_init": "0.5,1"}
+    cells = cells_of(*grid(corpus, tmp_path, **swept))
+    for cell in cells:
+        write_evaluation(cell.folder, val_loss=2.0 + cell.index)
+    lines = drawn(monkeypatch, cells, "val_loss", tmp_path / "plot.png")
+    assert [line[:2] for line in lines] == [([0.01, 0.02], [2 + first, 4 + first]) for first in (0, 1, 4, 5)]
+    assert [line[3] for line in lines] == [
+        f"optimizer={optimizer} ddl_beta_init={beta}" for optimizer in ("muon", "adamw") for beta in (0.5, 1.0)
+    ]
+
+
+def test_an_unknown_metric(finished, run):
+    arguments, _ = finished
+    with pytest.raises(ValueError, match=r"metric=val_los is in no final evaluation, which have .*val_loss"):
+        run(*arguments, "--mode=table", "--metric=val_los")
+
+
+def test_a_table_without_matplotlib(finished, tmp_path, run, monkeypatch, capsys):
+    arguments, _ = finished
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert run(*arguments, "--mode=table") == 0
+    assert "no plot: figures need the matplotlib package: pip install matplotlib" in capsys.readouterr().out
+    assert (tmp_path / "table.md").exists()

@@ -1,0 +1,73 @@
+"""One model on several devices: DistributedDataParallel, or FSDP2 for models that outgrow a device."""
+
+import contextlib
+import math
+
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+
+def parallelise(model, engine: str, compiled: bool, world):
+    """(model for training, model for evaluation): compiled where asked for, its gradients averaged over processes.
+
+    With the engine `fsdp` each process keeps a part of every parameter, as a DTensor in `model` itself.
+    """
+    if engine == "fsdp" and world.world_size > 1:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(world.device.type, (world.world_size,))
+        for block in model.transformer.h:
+            if compiled:  # a block at a time: gathering its parameters breaks the graph anyway
+                block.compile()
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model, model
+    run = torch.compile(model) if compiled else model
+    return (DistributedDataParallel(run) if world.world_size > 1 else run), run
+
+
+@contextlib.contextmanager
+def synchronising(model, wanted: bool):
+    """Average gradients over the processes in the backward passes inside, or leave it to a later one."""
+    if isinstance(model, DistributedDataParallel) and not wanted:
+        with model.no_sync():
+            yield
+        return
+    if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
+        model.set_requires_gradient_sync(wanted)
+    yield
+
+
+def clip_gradients(model, largest: float) -> float:
+    """Scale the whole gradient down to norm `largest` (0: leave it) and return its norm before."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), largest or math.inf)
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+
+
+def gathered(tensors: dict[str, torch.Tensor], world) -> dict[str, torch.Tensor]:
+    """Whole tensors on the main process's CPU, one after the other; {} on the others. All must call it."""
+    whole = {}
+    for name, tensor in tensors.items():
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if world.is_main:
+            whole[name] = full.detach().cpu()
+    return whole
+
+
+def placed_like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A whole tensor where the parameter is, sharded as it is; scalars (step counters) stay whole."""
+    # Step counters stay where the optimizer keeps them, moments go with their parameter.
+    tensor = tensor.to(parameter.device) if tensor.ndim or parameter.is_cuda else tensor
+    if isinstance(parameter, DTensor) and tensor.ndim:
+        return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return tensor
+
+
+def non_finite_gradients(model, world) -> list[str]:
+    """Names of the parameters whose gradient, on any process, holds an inf or NaN."""
+    parameters = {name: p for name, p in model.named_parameters() if p.grad is not None}
+    locals_ = (p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters.values())
+    bad = world.sum(*(float((~gradient.isfinite()).any()) for gradient in locals_))
+    return [name.removeprefix("module.").removeprefix("_orig_mod.") for name, count in zip(parameters, bad) if count]

@@ -1,0 +1,48 @@
+"""When to stop before the last step: a signal (a preempted job, Ctrl-C) or the end of the granted time."""
+
+import os
+import signal
+import sys
+import time
+
+EXIT_CODE = 75  # EX_TEMPFAIL: stopped in time, saved, to be started again
+SAME_EVENT = 1.0  # seconds in which a second signal is the same event, sent by the launcher as well
+
+
+class Stop:
+    """`reason()` is None until the run shall end. The first signal asks for that, the next one ends the process.
+
+    Granted time ends earlier by what the last step and the last save took, so that both still fit in.
+    """
+
+    def __init__(self, max_seconds: float | None):
+        self.started, self.max_seconds = time.monotonic(), max_seconds
+        self.signal_name, self.signal_time = None, 0.0
+        self.steps, self.step_seconds, self.save_seconds = 0, 0.0, 0.0
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, _frame) -> None:
+        now = time.monotonic()
+        if self.signal_name is None:
+            self.signal_name, self.signal_time = signal.Signals(number).name, now
+            os.write(sys.stderr.fileno(), f"{self.signal_name}: stopping after this step\n".encode())
+        elif now - self.signal_time > SAME_EVENT:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def step_took(self, seconds: float) -> None:
+        self.step_seconds = seconds if self.steps else 0.0  # the first step compiles: no measure of the next
+        self.steps += 1
+
+    def save_took(self, seconds: float) -> None:
+        self.save_seconds = seconds
+
+    def reason(self) -> str | None:
+        """Why to stop now, None to go on."""
+        if self.signal_name:
+            return self.signal_name
+        needed = time.monotonic() - self.started + self.step_seconds + self.save_seconds
+        if self.max_seconds is not None and needed >= self.max_seconds:
+            return f"max_seconds={self.max_seconds:g}"
+        return None
