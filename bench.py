@@ -184,28 +184,44 @@ def loading(shards: list, seq_len: int, rows: int, seconds: float) -> float:
 
 
 def loading_share(shards: list, vocab_size: int, rounds: int) -> dict:
-    """Seconds of a CPU training step of the demo's size with loaded batches over those with one batch kept."""
+    """What loading adds to a CPU training step of the demo's size, three ways, the last the surest on a busy machine.
+
+    Seconds of a step with loaded batches over those with one batch kept, in turns; the share of a step in which it
+    waits for its batch; and the processor time that making a batch takes, as a share of a step.
+    """
     size = {"vocab_size": vocab_size, "block_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
     size |= {"head_dim": 32, "hidden_size": 128}
-    batches = TrainBatches(shards, 256, 8, 0)
-    kept = batches.get(0, 0, 8)
+    batches, making = TrainBatches(shards, 256, 8, 0), []
+
+    def make(step):
+        started = time.thread_time()
+        result = batches.get(step, 0, 8)
+        making.append(time.thread_time() - started)
+        return result
+
+    kept, ratios, waits, seconds = batches.get(0, 0, 8), [], [], []
     compiled = distributed.can_compile()
     step, _ = training_step(BASELINE, size, 8, torch.device("cpu"), torch.bfloat16, compiled, lambda: batch)
-    batch, ratios = kept, []
+    batch, served = kept, prefetched(make, itertools.count(), torch.device("cpu"))
     for _ in range(5):
         step()
-    served = prefetched(lambda step: batches.get(step, 0, 8), itertools.count(), torch.device("cpu"))
     for _ in range(rounds):
         started = time.perf_counter()
         step()
         between = time.perf_counter()
         batch = next(served)
+        arrived = time.perf_counter()
         step()
-        ratios.append((time.perf_counter() - between) / (between - started))
+        seconds.append(between - started)
+        waits.append(arrived - between)
+        ratios.append((time.perf_counter() - between) / seconds[-1])
         batch = kept
     ratios.sort()
-    low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
-    return {"step_ratio": statistics.median(ratios), "step_ratio_p25": low, "step_ratio_p75": high}
+    row = {"step_ratio": statistics.median(ratios)}
+    row |= {"step_ratio_p25": ratios[len(ratios) // 4], "step_ratio_p75": ratios[-1 - len(ratios) // 4]}
+    row |= {"step_seconds": statistics.median(seconds)}
+    row |= {"waiting_share": statistics.median(waits) / row["step_seconds"]}
+    return row | {"making_share": statistics.fmean(making) / row["step_seconds"]}
 
 
 def data_command(args) -> None:
@@ -221,13 +237,14 @@ def data_command(args) -> None:
         row |= loading_share(shards, encoding.n_vocab, args.steps)
     if args.json:
         args.json.write_text(json.dumps({**provenance(), "rows": [row]}, indent=1) + "\n", encoding="utf-8")
-    spread = f"{row['step_ratio_p25']:.4f} to {row['step_ratio_p75']:.4f}"
+    spread = f"{row['step_ratio_p25']:.3f} to {row['step_ratio_p75']:.3f}"
     print(
         f"{encoding.name}, {row['megabytes']:.0f} MB, {row['workers']} threads: parquet to shards "
         f"{row['prepare_tokens_per_second']:,.0f} tokens/s, {row['ratio']:.3f} (worst round {row['ratio_worst']:.3f}) "
         f"of tiktoken's encode_ordinary_batch alone; peak memory {row['peak_memory_bytes'] / 2**20:.0f} MiB\n"
         f"loader: {row['loader_tokens_per_second']:,.0f} tokens/s at {args.block_size} tokens a sequence; a step "
-        f"with it takes {row['step_ratio']:.4f} ({spread}) of one without"
+        f"with it takes {row['step_ratio']:.3f} ({spread}) of one without; waiting for the batch takes "
+        f"{row['waiting_share']:.3%} of a step, making it {row['making_share']:.3%}"
     )
 
 

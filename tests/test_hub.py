@@ -80,6 +80,15 @@ def test_reading_goes_on_from_every_cursor(clone):
         assert [batch.texts for batch in rest] == expected[index:]
 
 
+def test_identity_tells_what_is_read():
+    """Each of these changes the documents; `tokens` is a guess, and `starts` belongs to the script."""
+    keys = {"repository": "a", "name": "b", "split": "c", "column": "d", "revision": "e"}
+    first = Hub(**keys).identity()
+    assert first == Hub(**keys, tokens=5).identity() == json.loads(json.dumps(first))
+    for key in keys:
+        assert Hub(**{**keys, key: "other"}).identity() != first
+
+
 def run(monkeypatch, out, *arguments):
     monkeypatch.setattr(sys, "argv", ["prepare.py", f"--out={out}", "--sample=sample-10BT", *map(str, arguments)])
     prepare.main()
