@@ -1,6 +1,8 @@
 """A data set of the Hugging Face hub as a source of documents."""
 
 import copy
+import hashlib
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +39,11 @@ class Hub:
 
     def identity(self) -> dict:
         where = {"source": self.repository, "name": self.name, "split": self.split, "column": self.column}
-        return {**where, "revision": self.revision, "commit": self._pinned}
+        where |= {"revision": self.revision, "commit": self._pinned}
+        if (clone := Path(self.repository)).is_dir():  # no commit tells its states apart
+            listing = [f"{file}\t{file.stat().st_size}\n" for file in sorted(clone.rglob("*")) if file.is_file()]
+            where["sha256"] = hashlib.sha256("".join(listing).encode()).hexdigest()
+        return where
 
     def text_bytes(self) -> int | None:
         return None
@@ -72,7 +78,7 @@ class Hub:
         except Exception as error:  # requests, httpx, pyarrow, fsspec and datasets each raise their own kinds
             kinds = {kind.__name__ for kind in type(error).__mro__}
             where = f"{self.repository}{f' ({self.name})' if self.name else ''}"
-            if "GatedRepoError" in kinds or "gated" in str(error):
+            if "GatedRepoError" in kinds or re.search(r"\bgated\b", str(error)):
                 advice = "accept its terms on its page, then `hf auth login`"
             elif kinds & {"RepositoryNotFoundError", "DatasetNotFoundError", "RevisionNotFoundError"}:
                 advice = "no such data set or revision; if it is private, `hf auth login`"

@@ -28,9 +28,7 @@ from data.verification import verify
 
 def arguments(doc: str, out: Path, fixed: dict | None = None, **defaults) -> argparse.ArgumentParser:
     """A parser with the options that corpora share: `defaults` replaces defaults, `fixed` options are not offered."""
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     fixed = fixed or {}
 
     def add(option, **keys):
@@ -49,6 +47,13 @@ def arguments(doc: str, out: Path, fixed: dict | None = None, **defaults) -> arg
     add("--verify", action="store_true", help="prepare nothing; check every shard against its SHA-256")
     parser.set_defaults(**defaults, **fixed)
     return parser
+
+
+class Parser(argparse.ArgumentParser):
+    """A mistake is answered in one line."""
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: error: {message}; --help lists the options\n")
 
 
 def check(args) -> None:
@@ -97,11 +102,11 @@ class Preparation:
     def __init__(self, args, name: str, plan: list[tuple], extra: dict):
         self.args, self.name, self.plan, self.extra, self.out = args, name, plan, extra, args.out
         self.state = shards.read_json(self.out / "preparation.json")
-        sources = [source for _, source, _ in plan]
         before = {} if args.overwrite else self.state.get("options", {})
-        for source, old in zip(sources, before.get("plan", [{}] * len(plan))):
+        commits = {id(source): old.get("commit") for (_, source, _), old in zip(plan, before.get("plan", []))}
+        for source in {id(source): source for _, source, _ in plan}.values():
             if isinstance(source, Hub):
-                source.pin(old.get("commit"))
+                source.pin(commits.get(id(source)))
         kind = {"tokenizer": args.tokenizer, "shard_tokens": args.shard_tokens}
         if args.tokenizer == "bpe":
             kind |= {"vocab_size": args.vocab_size, "tokenizer_bytes": args.tokenizer_bytes}
@@ -213,11 +218,9 @@ class Preparation:
                 else:
                     reader = reader or TokenReader(source, self.encoding, self.args.workers, position, self.progress)
                     before, record = record, self._make_shard(index, split, want, reader)
+                    self._check_unchanged(before, record)
                     if record is None:
                         break
-                    if before and before["tokens"] == record["tokens"] and before["sha256"] != record["sha256"]:
-                        (self.out / record["file"]).unlink()  # or the next run would find it
-                        raise ValueError(f"{record['file']} was made again and is another one: the source has changed")
                     self.state["shards"][index : index + 1] = [record]
                     self._save()
                     self.progress.shard(record)
@@ -228,6 +231,17 @@ class Preparation:
         for record in self.state["shards"][index:]:
             (self.out / record["file"]).unlink(missing_ok=True)
         del self.state["shards"][index:]
+
+    def _check_unchanged(self, before: dict | None, now: dict | None) -> None:
+        """ValueError: a shard that was made again is not what the same source gives."""
+        if before is None:
+            return
+        same_length = now and before["tokens"] == now["tokens"]
+        shorter = now is None or (now["ended"] and now["tokens"] < before["tokens"])
+        longer = now and before["ended"] and now["tokens"] > before["tokens"]
+        if shorter or longer or (same_length and before["sha256"] != now["sha256"]):
+            (self.out / before["file"]).unlink(missing_ok=True)  # or the next run would find it
+            raise ValueError(f"{before['file']} was made again and is another one: the source has changed")
 
     def _limit(self, tokens: int | None, total: int) -> int:
         ends = [tokens, None if self.args.max_tokens is None else self.args.max_tokens - total]

@@ -158,6 +158,9 @@ def open_corpus(dataset: str) -> Corpus:
     if type(meta.get("vocab_size")) is not int:
         raise ValueError(f"{path / 'meta.json'} has no vocab_size: add it, or prepare the corpus again")
     tokens = {split: [read_shard(file) for file in files[split]] for split in files}
+    listed = {record["file"] for record in meta.get("shards", [])}
+    for file in (file for split in files for file in files[split] if listed and file.name not in listed):
+        raise ValueError(f"{file} is no shard that {path / 'meta.json'} lists: move it elsewhere")
     lengths = {file.name: len(shard) for split in files for file, shard in zip(files[split], tokens[split])}
     for record in meta.get("shards", []):
         if lengths.get(record["file"]) != record["tokens"]:

@@ -40,8 +40,8 @@ class TokenReader:
                 batch, tokens = next(self.batches, (None, None))
                 if batch is None:
                     break
-                # At a resumed position the first batch is partly taken.
-                self.used = self.used if self.tokens is None else 0
+                # At a resumed position the first batch, or more of them if they are smaller now, is taken already.
+                self.used -= 0 if self.tokens is None else len(self.tokens)
                 self.cursor, self.tokens = batch.cursor, tokens
                 if self.progress:
                     self.progress.reached(batch.done)

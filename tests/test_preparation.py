@@ -416,6 +416,25 @@ def test_a_changed_source_is_refused_when_a_shard_is_made_again(parquet, small, 
     assert contents(out) == before
 
 
+@pytest.mark.parametrize("change", [-40, 40, -2000])
+def test_a_source_that_has_become_shorter_or_longer_is_refused(small, tmp_path, change):
+    """The file keeps its size: what one key loses the other gains."""
+
+    def write(length):
+        lines = [json.dumps({"text": "a" * (length // 10), "other": "b" * (400 - length // 10)}) for _ in range(10)]
+        (tmp_path / "a.jsonl").write_text("\n".join(lines))
+
+    out = tmp_path / "out"
+    write(2990)
+    run(out, files_plan(tmp_path / "a.jsonl"), "--shard_tokens=300")
+    last = sorted(out.glob("x_train_*.bin"))[-1]
+    last.unlink()
+    write(2990 + change)
+    with pytest.raises(ValueError, match=rf"{last.name} was made again and is another one"):
+        run(out, files_plan(tmp_path / "a.jsonl"), "--shard_tokens=300")
+    assert not last.exists()
+
+
 def test_growing_over_a_changed_source_is_refused(parquet, small, tmp_path):
     """The number of files differs: another preparation."""
     folder, texts = parquet
@@ -431,7 +450,7 @@ def test_growing_over_a_changed_source_is_refused(parquet, small, tmp_path):
 @pytest.mark.parametrize(
     ("options", "plan", "name", "difference"),
     [
-        (["--shard_tokens=301"], {}, "x", "shard_tokens 300 there, 301 now"),
+        (["--shard_tokens=3001"], {}, "x", "shard_tokens 3000 there, 3001 now"),
         (["--tokenizer=bpe", "--vocab_size=300"], {}, "x", "tokenizer 'bytes' there, 'bpe' now"),
         ([], {"val_tokens": 999}, "x", "tokens 1000 there, 999 now"),
         ([], {}, "y", "name 'x' there, 'y' now"),
@@ -445,10 +464,10 @@ def test_another_preparation_is_refused_and_overwritten_if_asked(parquet, tmp_pa
     (tmp_path / "other").unlink()
     (tmp_path / "other_folder").rename(tmp_path / "other")
     out = tmp_path / "out"
-    run(out, files_plan(folder), "--shard_tokens=300")
+    run(out, files_plan(folder), "--shard_tokens=3000")
     before = stamps(out)
     plan = files_plan(**{"folder": folder, **plan, **({"folder": tmp_path / "other"} if "folder" in plan else {})})
-    options = ["--shard_tokens=300", *options]
+    options = ["--shard_tokens=3000", *options]
     with pytest.raises(ValueError, match=rf"{out} holds another preparation \({difference}\): .*--overwrite"):
         run(out, plan, *options, name=name)
     assert stamps(out) == before

@@ -184,6 +184,10 @@ def test_shards_that_meta_lists_must_be_there_and_whole(tmp_path):
     ]
     (tmp_path / "meta.json").write_text(json.dumps({**meta, "shards": listed}))
     assert_corpus(shards.open_corpus(str(tmp_path)), tmp_path)
+    (tmp_path / "y_train_000009.bin").write_bytes(shard_bytes([1]))
+    with pytest.raises(ValueError, match=r"y_train_000009\.bin is no shard that .*meta\.json lists"):
+        shards.open_corpus(str(tmp_path))
+    (tmp_path / "y_train_000009.bin").unlink()
     name = listed[0]["file"]
     (tmp_path / name).write_bytes(shard_bytes([1, 2, 3, 4, 5, 6, 7]))
     with pytest.raises(
@@ -216,9 +220,9 @@ def test_identity_changes_with_any_shard_and_holds_no_list(tmp_path):
         (tmp_path / "meta.json").write_text(json.dumps(meta))
         return shards.open_corpus(str(tmp_path)).identity
 
-    one, two = identity("aa", "bb"), identity("aa", "bc")
+    one, two = identity(*"abcde"), identity(*"abcdf")
     assert one != two
-    assert one == identity("aa", "bb")
+    assert one == identity(*"abcde")
     assert "shards" not in one
     (tmp_path / "meta.json").unlink()
     plain = shards.open_corpus(str(tmp_path)).identity
