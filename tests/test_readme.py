@@ -124,3 +124,37 @@ def test_the_table_of_all_variants_is_the_stored_results():
         line = f"| `{row['model']}` | {row['parameters']:,} | {row['val_bits_per_byte']:.3f} | {spread} |"
         assert line in README
         assert row["parameters"] == speed["parameters"]
+
+
+def test_the_speed_of_the_data_is_the_stored_result():
+    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    [row] = json.loads((ROOT / "results" / "bench_data_cpu.json").read_text())["rows"]
+    for text in (
+        f"{row['prepare_tokens_per_second']:,.0f} tokens/s: {row['ratio']:.2f}",
+        f"{row['ratio_worst']:.2f}) of",
+    ):
+        assert text in page
+    for text in (
+        f"| {row['peak_memory_bytes'] / 2**20:.0f} MiB |",
+        f"| {row['loader_tokens_per_second']:,.0f} tokens/s |",
+    ):
+        assert text in page
+    assert f"| {row['waiting_share']:.3%}; {row['making_share']:.3%} of the step |" in page
+
+
+@pytest.mark.parametrize("page", ["data.md", "runs.md", "sweeps.md"])
+def test_commands_of_the_pages_exist(page):
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    commands = [
+        line.partition(" #")[0]
+        for block in re.findall(r"```bash\n(.*?)```", text, flags=re.S)
+        for line in block.splitlines()
+    ]
+    schema = configurator.knobs(train.TrainConfig, *(model.model_class(stem).Config for stem in model.STEMS))
+    assert commands
+    for command in commands:
+        words = command.split()
+        assert all((ROOT / word).is_file() for word in words if word.endswith((".py", ".sbatch")))
+        if "train.py" in words:
+            options = [word for word in words[words.index("train.py") :] if word.startswith("--")]
+            assert all(option[2:].partition("=")[0] in schema for option in options)
