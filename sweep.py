@@ -227,13 +227,18 @@ def run_cell(cell: Cell, nproc: int, signals: Signals) -> tuple[int, str]:
         log.flush()
         # Ctrl-C reaches the whole group. train.py takes it and our SIGTERM as one; torchrun must get the latter alone.
         group = {"process_group": 0} if torchrun else {}
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, **group)
+        # torchrun ends its processes this long after it was told to end; by default 30 s, too few for a large model.
+        env = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "110", **os.environ}
+        output = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+        child = subprocess.Popen(command, env=env, **output, **group)
         code, passed_on = wait(child, signals)
         log.seek(start)
         printed = log.read().decode(errors="replace")
     # torchrun ends with 1 whatever train.py said, and SIGTERM before the first step just ends train.py.
     asked = passed_on and (torchrun or code == -signal.SIGTERM)
     if code and (asked or (torchrun and f"exitcode  : {STOPPED}" in printed)):
+        code = STOPPED
+    if code == 0 and torchrun and train.GO_ON in printed.splitlines()[-1]:
         code = STOPPED
     if code == 0 and final_evaluation(cell) is None:
         return 1, "train.py ended without the final evaluation"

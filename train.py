@@ -12,6 +12,7 @@ line overrides the file. The run folder receives metrics.jsonl and checkpoints; 
 
 import dataclasses
 import math
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -120,6 +121,8 @@ def check_run(c: TrainConfig) -> None:
     for name, low in least.items():
         if getattr(c, name) < low:
             raise ValueError(f"{name}={getattr(c, name)}: give {low} or more")
+    if c.seed >= 2**63:
+        raise ValueError(f"seed={c.seed}: give less than 2**63")
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(c, name) < 1:
             raise ValueError(f"{name}={getattr(c, name)}: give a number from 0 to below 1")
@@ -144,6 +147,9 @@ def check_run(c: TrainConfig) -> None:
 def micro_batch_rows(c: TrainConfig) -> int:
     """Sequences per forward pass: micro_batch_size, or a process's whole share of the batch where that is less."""
     return min(c.micro_batch_size, c.global_batch_size // distributed.world_size())
+
+
+GO_ON = "--resume=auto goes on"  # sweep.py looks for it
 
 
 def defaults(stem: str) -> dict:
@@ -205,6 +211,7 @@ def main():
         device = distributed.pick_device(config.device)
         if config.compile and not distributed.can_compile(device):
             raise ValueError("compile=True needs a C++ compiler and Python's headers: install them, or --compile=False")
+        metrics.optional_packages(config)
         estimate.check_memory(config, model_config, micro_batch_rows(config), device)
         corpus, train_batches, val_batches = open_data(config, model_config)
         start = resume.find_start(config, settings, corpus.identity, defaults)
@@ -212,7 +219,9 @@ def main():
         if start:
             saved = checkpoint.read_state(start)
             state |= {key: saved[key] for key in state if key in saved}
-        if state["step"] >= config.max_steps and state["evaluated"]:
+            if not start.resolve().is_relative_to(Path(config.out_dir).resolve()):
+                state["wandb_id"] = None  # a branch is a run of its own
+        if state["step"] > config.max_steps or (state["step"] == config.max_steps and state["evaluated"]):
             if distributed.rank() == 0:
                 print(f"{start} has its {state['step']} of max_steps={config.max_steps} steps: nothing to train")
             return
@@ -226,8 +235,9 @@ def main():
         print(estimate.size_of_run(config, model, train_batches.windows, device))
         return
 
-    stop = stopping.Stop(config.max_seconds)
     world = distributed.start(device)
+    stop = stopping.Stop(config.max_seconds)
+    stopping.tolerate_lost_output()
     torch.set_float32_matmul_precision("high")  # TF32 for what stays in float32 on a GPU
     bf16 = config.dtype == "bfloat16" or (config.dtype == "auto" and device.type == "cuda")
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
@@ -235,11 +245,13 @@ def main():
     with configurator.one_line_errors():
         facts = {"the configuration": settings, "the code": code_digest(), "the data": corpus.identity}
         distributed.refuse_disagreement(world, {**facts, "the checkpoint": str(start), "torch": torch.__version__})
-        run_model, eval_model = parallel.parallelise(model.to(device), config.engine, config.compile, world)
+        run_model, eval_model = parallel.parallelise(model, config.engine, config.compile, world)
         optimizers = optimizer.build_optimizers(model, config)
         if start:
             optimizer.load_named_state(optimizers, checkpoint.load_tensors(start / "optimizer.safetensors"))
         if world.is_main:
+            lock = resume.RunLock(out)  # noqa: F841 (held while this function runs)
+            checkpoint.set_aside(out, start)
             log = metrics.RunLog(out, config, settings, state, model, world)
     if world.is_main:
         print(
@@ -261,6 +273,7 @@ def main():
             return True
         saved = {"model": config.model, "model_config": dataclasses.asdict(model_config), **state}
         saved |= {"run_config": dataclasses.asdict(config), "corpus": corpus.identity}
+        log.file.sync()
         try:
             path = checkpoint.save(out / subfolder, weights, optimizer_state, saved, describe(corpus.path))
         except OSError as error:
@@ -285,9 +298,9 @@ def main():
             finite = math.isfinite(loss) and math.isfinite(grad_norm)
             if not finite and state["skipped"] == config.skip_nonfinite:
                 found = nonfinite.diagnose(step, loss, grad_norm, model, optimizers, train_batches, world)
-                save("nonfinite")
+                written = save("nonfinite")
                 distributed.stop(world)
-                sys.exit(f"train.py: {nonfinite.message(found, out / 'nonfinite')}" if world.is_main else 1)
+                sys.exit(f"train.py: {nonfinite.message(found, out / 'nonfinite', written)}" if world.is_main else 1)
             for each in optimizers:
                 if finite:
                     each.step()
@@ -327,8 +340,9 @@ def main():
         sys.exit(f"train.py: step {state['step']} is not saved: free disk space and start again with --resume=auto")
     if state["step"] < config.max_steps or not state["evaluated"]:
         if world.is_main:
-            print(f"stopped ({stop.reason()}) after step {state['step']}; --resume=auto goes on")
-        sys.exit(stopping.EXIT_CODE)
+            print(f"stopped ({stop.reason() or 'another process was told to'}) after step {state['step']}; {GO_ON}")
+        # torchrun would take any other code for a fault, and start the run again at once.
+        sys.exit(0 if "TORCHELASTIC_RUN_ID" in os.environ else stopping.EXIT_CODE)
 
 
 if __name__ == "__main__":

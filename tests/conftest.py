@@ -25,8 +25,11 @@ def _seed():
 @pytest.fixture(autouse=True)
 def _signals():
     """A run within a test takes over the signals: give them back."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)}
+    output = sys.stdout, sys.stderr
     yield
+    sys.stdout, sys.stderr = output
+    signal.set_wakeup_fd(-1)
     for number, handler in handlers.items():
         signal.signal(number, handler)
 

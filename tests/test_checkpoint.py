@@ -6,11 +6,12 @@ import pickle
 import random
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import sign
+from conftest import ROOT, sign
 
 from data import tokenizer
 from model import build
@@ -157,6 +158,72 @@ def test_loading_executes_nothing(tmp_path, signed):
                 load_all(copy)
             shutil.rmtree(copy)
     assert not trap.exists()
+
+
+KILLED_WHILE_SAVING = """
+import os, shutil, sys
+from pathlib import Path
+sys.path.insert(0, "tests")
+import test_checkpoint
+run, step, calls = Path(sys.argv[1]), 1, [int(sys.argv[2])]
+
+def counted(function):
+    def call(*arguments, **keys):
+        if "step_" in str(arguments[0]):
+            calls[0] -= 1
+            if calls[0] == 0:
+                os._exit(9)
+        return function(*arguments, **keys)
+    return call
+
+Path.replace, shutil.rmtree = counted(Path.replace), counted(shutil.rmtree)
+test_checkpoint.save(run, step)
+"""
+
+
+@pytest.mark.parametrize("call", [1, 2, 3, 4])
+def test_saving_a_step_again_never_leaves_none(tmp_path, call):
+    """The process dies before each of the calls that rename or remove a folder."""
+    save(tmp_path, 1)
+    command = [sys.executable, "-c", KILLED_WHILE_SAVING, str(tmp_path), str(call)]
+    assert subprocess.run(command, cwd=ROOT, check=False).returncode == 9
+    found = checkpoint.find(tmp_path)
+    assert checkpoint.step_of(found) == 1
+    assert checkpoint.load_model(found, "cpu")
+    save(tmp_path, 1)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000001"]
+
+
+def test_other_things_in_the_folder_are_let_be(tmp_path, capsys):
+    for step in (1, 2):
+        save(tmp_path, step)
+    (tmp_path / "checkpoints" / "step_00000003").write_text("a file")
+    shutil.copytree(tmp_path / "checkpoints" / "step_00000001", tmp_path / "checkpoints" / "step_00000009.bak")
+    assert checkpoint.find(tmp_path).name == "step_00000002"
+    checkpoint.remove_old(tmp_path, keep_last=1, keep_every=5)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        *("step_00000002", "step_00000003", "step_00000009.bak")
+    ]
+    assert not capsys.readouterr().err
+
+
+def test_damaged_newer_checkpoints_do_not_push_out_good_ones(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    start = tmp_path / "checkpoints" / "step_00000001"
+    checkpoint.set_aside(tmp_path, start)
+    assert checkpoint.all_of(tmp_path) == [start]
+    assert (tmp_path / "checkpoints" / "damaged_step_00000003").is_dir()
+    checkpoint.set_aside(tmp_path, None)
+    assert checkpoint.all_of(tmp_path) == [start]
+
+
+def test_a_file_that_cannot_be_read_is_damage(tmp_path):
+    _, path = save(tmp_path, 1)
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors").symlink_to("/proc/self/mem")  # opens, and fails to read
+    with pytest.raises(ValueError, match=r"is damaged: .* unreadable \(Input/output error\)"):
+        checkpoint.verify(path)
 
 
 def test_every_so_many_steps_a_checkpoint_stays(tmp_path):

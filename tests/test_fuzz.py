@@ -103,7 +103,6 @@ def test_mutated_configurations_train_or_end_in_one_line(corpus, tmp_path, monke
     def too_long(_number, _frame):
         raise TimeoutError("a case took longer than a minute")
 
-    monkeypatch.setattr(signal, "alarm", signal.alarm)
     signal.signal(signal.SIGALRM, too_long)
     monkeypatch.chdir(tmp_path)
     for number in range(count):
@@ -128,7 +127,7 @@ def test_mutated_configurations_train_or_end_in_one_line(corpus, tmp_path, monke
             and len(lines[-1]) > 20
         ):
             refused.append(lines[-1])
-        elif not (code == 0 and any(a.startswith(("--dry_run", "--out_dir", "--help")) for a in arguments)):
+        elif not (code == 0 and any(a.startswith(("--dry_run", "--out_dir")) for a in arguments if a not in base)):
             wrong.append((arguments[len(base) :], code, lines))
     print(f"{trained} trained, {len(refused)} refused, {len(set(refused))} different messages", *refused, sep="\n")
     assert not wrong, wrong

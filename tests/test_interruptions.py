@@ -1,9 +1,12 @@
 """Runs that are killed, stopped, starved or spread over other processes end where an undisturbed run ends."""
 
 import collections
+import json
+import math
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,10 +14,12 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, one_line_error, script, small_run
+from conftest import ROOT, SMALL, one_line_error, script, sign, small_run
 
-from training import checkpoint, metrics, stopping
+from model import build
+from training import checkpoint, metrics, parallel, stopping
 from training.checkpoint import load_tensors
+from training.distributed import World
 
 TIMINGS = ("seconds", "tokens_per_second", "memory")
 
@@ -175,7 +180,7 @@ def test_the_second_signal_ends_the_process_at_once():
     time.sleep(stopping.SAME_EVENT)
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=10) == -signal.SIGTERM
+    assert process.wait(timeout=10) == 128 + signal.SIGTERM
     assert process.stderr.read() == b"SIGTERM: stopping after this step\n"
 
 
@@ -338,3 +343,111 @@ def test_a_missing_tensorboard_is_named(corpus, tmp_path):
     error = one_line_error(script("train.py", *arguments, env={"PYTHONPATH": str(tmp_path)}))
     assert "tensorboard=True needs the tensorboard package: pip install tensorboard" in error
     assert not (tmp_path / "run").exists()
+
+
+def test_output_that_nobody_takes_does_not_end_a_run(corpus, tmp_path):
+    run = tmp_path / "full"
+    with open("/dev/full", "w") as full:
+        assert start(small_run(corpus, run, **CONSTANT), log=full).wait(timeout=60) == 0
+    assert checkpoint.read_state(checkpoint.find(run))["step"] == 6
+    run = tmp_path / "pipe"
+    keys = {**CONSTANT, "checkpoint_interval": 10_000, "max_steps": 100_000, "log_interval": 1}
+    process = start(small_run(corpus, run, **keys), log=subprocess.PIPE)
+    wait_for(lambda: len(steps_done(run)) > 3)
+    process.stdout.close()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == stopping.EXIT_CODE
+    assert checkpoint.read_state(checkpoint.find(run))["step"] == steps_done(run)[-1]
+
+
+def test_granted_time_is_not_granted_again_by_restarts(corpus, tmp_path):
+    run, log = tmp_path / "run", tmp_path / "log"
+    keys = {**CONSTANT, "max_seconds": 3.0, "checkpoint_interval": 10_000, "max_steps": 100_000}
+    with open(log, "w") as file:
+        process = start(small_run(corpus, run, **keys), processes=2, launcher=["--max-restarts=2"], log=file)
+        assert process.wait(timeout=90) == 0
+    assert log.read_text().count("stopped (max_seconds=3)") == 1
+    assert log.read_text().count("run folder") == 1
+
+
+def test_one_process_at_a_time_trains_in_a_folder(corpus, tmp_path):
+    run = tmp_path / "run"
+    process = start(small_run(corpus, run, **CONSTANT, max_steps=100_000))
+    wait_for(lambda: len(steps_done(run)) > 1)
+    second = script("train.py", *small_run(corpus, run, **CONSTANT, max_steps=100_000))
+    assert "another process trains there" in one_line_error(second)
+    process.kill()
+    process.wait()
+    done = steps_done(run)
+    assert done == list(range(1, len(done) + 1))
+
+
+def test_a_stop_in_an_evaluation_past_the_last_step_is_the_end(corpus, tmp_path):
+    run = tmp_path / "run"
+    finish(small_run(corpus, run, **CONSTANT))
+    path = checkpoint.find(run)
+    state = checkpoint.read_state(path)
+    (path / "state.json").write_text(json.dumps({**state, "evaluated": False}))
+    sign(path)
+    result = script("train.py", *small_run(corpus, run, **CONSTANT, max_steps=5))
+    assert result.returncode == 0
+    assert "nothing to train" in result.stdout.decode()
+
+
+def test_a_run_goes_on_with_its_corpus_elsewhere(corpus, tmp_path):
+    run = tmp_path / "run"
+    finish(small_run(corpus, run, **CONSTANT))
+    shutil.copytree(corpus, tmp_path / "elsewhere")
+    finish(small_run(tmp_path / "elsewhere", run, **CONSTANT, max_steps=8))
+    assert steps_done(run) == list(range(1, 9))
+
+
+def test_skipped_from_the_start_a_run_can_go_on(corpus, tmp_path):
+    keys = {"embedding_init_std": 1e30, "checkpoint_interval": 1, "skip_nonfinite": 9, "eval_interval": 9, **CONSTANT}
+    run = tmp_path / "run"
+    # The evaluation after the last step is not finite either, and is written as such.
+    finish(small_run(corpus, run, **keys, max_steps=2))
+    finish(small_run(corpus, run, **keys, max_steps=4))
+    assert [r["step"] for r in records(run) if r.get("skipped")] == [1, 2, 3, 4]
+
+
+def test_the_parameter_where_it_began_is_named():
+    model = build("DDL-gpt-mha-rope", **SMALL)
+    _, loss = model(torch.randint(0, 260, (2, 8)), torch.randint(0, 260, (2, 8)))
+    loss.backward()
+    model.transformer.h[1].mlp.c_proj.weight.grad[3, 2] = math.nan
+    assert math.isnan(parallel.clip_gradients(model, 1.0))
+    world = World(0, 1, torch.device("cpu"))
+    assert parallel.non_finite_gradients(model, world) == ["transformer.h.1.mlp.c_proj.weight"]
+
+
+def test_clipping_is_that_of_torch():
+    gradients = []
+    for clip in (
+        lambda model: parallel.clip_gradients(model, 0.1),
+        lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1).item(),
+    ):
+        torch.manual_seed(0)
+        model = build("DDL-gpt-mha-rope", **SMALL)
+        ids = torch.randint(0, 260, (2, 8))
+        model(ids, ids)[1].backward()
+        gradients.append((clip(model), [p.grad for p in model.parameters()]))
+    assert gradients[0][0] == gradients[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(gradients[0][1], gradients[1][1]))
+
+
+def test_a_line_of_metrics_that_is_no_text_ends_the_reading(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n\xff\xfe\n{"step": 3}\n')
+    assert [r["step"] for r in metrics.read(path)] == [1, 2]
+
+
+def test_a_branch_is_another_run_for_wandb(corpus, tmp_path):
+    first, branch = tmp_path / "first", tmp_path / "branch"
+    keys = {**CONSTANT, "wandb_log": True}
+    finish(small_run(corpus, first, **keys), WANDB_MODE="offline")
+    finish(small_run(corpus, first, **keys, max_steps=8), WANDB_MODE="offline")
+    finish(small_run(corpus, branch, **{**keys, "resume": first}, max_steps=10), WANDB_MODE="offline")
+    ids = [checkpoint.read_state(path)["wandb_id"] for run in (first, branch) for path in checkpoint.all_of(run)]
+    assert len(ids) == 4
+    assert ids[0] == ids[1] != ids[2] == ids[3]

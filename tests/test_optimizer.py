@@ -105,4 +105,15 @@ def test_state_of_another_model_is_refused():
     with pytest.raises(ValueError, match=r"state for elsewhere:exp_avg"):
         optimizer.load_named_state([adam], {**names, "elsewhere:exp_avg": torch.zeros(1)})
     with pytest.raises(ValueError, match=r"no state for transformer\.wte\.weight"):
-        optimizer.load_named_state([adam], {})
+        optimizer.load_named_state([adam], {key: names[key] for key in names if ".wte." not in key})
+
+
+def test_a_run_without_a_step_yet_has_no_state():
+    model = build("gpt-mha-rope", **TINY)
+    [adam] = optimizer.build_optimizers(model, settings())
+    assert optimizer.named_state([adam]) == {}
+    optimizer.load_named_state([adam], {})
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    adam.step()
+    assert len(optimizer.named_state([adam])) == 3 * len(list(model.parameters()))

@@ -2,12 +2,14 @@
 
 `<run>/checkpoints/step_00001000/` holds model.safetensors, optimizer.safetensors, state.json (step, configuration,
 counters), tokenizer.json, and SHA256SUMS of these, as `sha256sum -c` reads it. It is written under another name and
-renamed. Tensors are whole, whatever the number of processes and the engine that made them.
+renamed. Where a step is saved again, the older one stays as `step_00001000.old` until the new one is in its place.
+Tensors are whole, whatever the number of processes and the engine that made them.
 """
 
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -31,7 +33,7 @@ def save(run: Path, weights: dict, optimizer_state: dict, state: dict, tokenizer
     """
     final = run / "checkpoints" / f"step_{state['step']:08d}"
     for left in run.glob("checkpoints/*.tmp"):  # of a save that was killed
-        shutil.rmtree(left)
+        shutil.rmtree(left, ignore_errors=True)
     temporary = final.with_name(final.name + ".tmp")
     try:
         temporary.mkdir(parents=True)
@@ -43,9 +45,13 @@ def save(run: Path, weights: dict, optimizer_state: dict, state: dict, tokenizer
         (temporary / SUMS).write_text(sums_of(temporary), encoding="utf-8")
         for file in temporary.iterdir():
             sync(file)
-        remove(final)
+        old = final.with_name(final.name + ".old")
+        if final.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            final.replace(old)
         temporary.replace(final)
         sync(final.parent)
+        shutil.rmtree(old, ignore_errors=True)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, safetensors.SafetensorError):  # its name for what the system says of a write
@@ -73,7 +79,8 @@ def verify(checkpoint: Path) -> None:
     try:
         stored, found = (checkpoint / SUMS).read_bytes(), sums_of(checkpoint).encode()
     except OSError as error:
-        raise ValueError(f"{checkpoint} is damaged: {Path(error.filename).name} is missing") from error
+        name = Path(error.filename or "a file").name
+        raise ValueError(f"{checkpoint} is damaged: {name} is missing or unreadable ({error.strerror})") from error
     if stored != found:
         lines = stored.split(b"\n")
         name = next((n for n, line in zip(FILES, found.split(b"\n")) if line not in lines), SUMS)
@@ -90,8 +97,17 @@ def sync(path: Path) -> None:
 
 
 def all_of(run: Path) -> list[Path]:
-    """The run's checkpoints, oldest first."""
-    return sorted(path for path in run.glob("checkpoints/step_*") if path.suffix != ".tmp")
+    """The run's checkpoints, oldest first; an `.old` one counts where the one that should replace it is missing."""
+    found = {}
+    for path in sorted(run.glob("checkpoints/step_*"), reverse=True):  # step_1.old before step_1, which replaces it
+        if (match := re.fullmatch(r"step_(\d+)(\.old)?", path.name)) and path.is_dir():
+            found[int(match[1])] = path
+    return [found[step] for step in sorted(found)]
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in a checkpoint folder's name."""
+    return int(re.match(r"step_(\d+)", checkpoint.name)[1])
 
 
 def newest(run: Path) -> Path | None:
@@ -108,7 +124,7 @@ def newest(run: Path) -> Path | None:
 def remove(checkpoint: Path) -> None:
     """Remove a checkpoint so that it is never seen in part."""
     if checkpoint.exists():
-        hidden = checkpoint.with_name(checkpoint.name + ".old.tmp")
+        hidden = checkpoint.with_name(checkpoint.name + ".gone.tmp")
         checkpoint.replace(hidden)
         shutil.rmtree(hidden)
 
@@ -116,8 +132,19 @@ def remove(checkpoint: Path) -> None:
 def remove_old(run: Path, keep_last: int, keep_every: int = 0) -> None:
     """Keep the last checkpoints, and those whose step is a multiple of keep_every."""
     for path in all_of(run)[:-keep_last]:
-        if not keep_every or int(path.name.removeprefix("step_")) % keep_every:
-            remove(path)
+        if not keep_every or step_of(path) % keep_every:
+            try:
+                remove(path)
+            except OSError as error:
+                print(f"warning: {path} cannot be removed ({error})", file=sys.stderr)
+
+
+def set_aside(run: Path, start: Path | None) -> None:
+    """Rename the damaged checkpoints past `start`, so that they do not count among those to keep."""
+    for path in reversed(all_of(run)):
+        if start is None or path.resolve() == start.resolve():
+            return
+        path.replace(path.with_name(f"damaged_{path.name}"))
 
 
 def find(path: str | Path) -> Path:

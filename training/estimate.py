@@ -46,16 +46,17 @@ def least_memory(config, model_config, rows: int) -> int:
     c = model_config
     tokens = rows * c.block_size
     state = c.hidden_size * getattr(c, "ddl_value_channels", 1) * (c.num_hidden_layers + 1) * 2
-    activations = tokens * (state + 2 * 4 * c.vocab_size)
+    activations = tokens * (state + 4 * c.vocab_size)
     matrices = 4 * c.num_attention_heads * c.head_dim * c.hidden_size + 8 * c.hidden_size**2
     weights = c.vocab_size * c.hidden_size + c.num_hidden_layers * matrices
     share = world_size() if config.engine == "fsdp" else 1
-    if 16 * weights // share + activations < 2**43:
+    per_weight = 12 if config.optimizer == "muon" else 16  # weight, gradient, one or two moments
+    if per_weight * weights // share + activations < 2**43:
         try:
             weights = parameters_of(config.model, model_config)
         except RuntimeError:  # a size that overflows
             return 2**63
-    return 16 * weights // share + activations
+    return per_weight * weights // share + activations
 
 
 def memory_of(device: torch.device) -> int:

@@ -30,6 +30,7 @@ def evaluate(
             lengths = (answers != -1).sum(-1)
             sums[2], sums[3] = sums[2] + hits.sum().item(), sums[3] + lengths.sum().item()
             sums[4] += ((hits == lengths) & (lengths > 0)).sum().item()
+        del logits, loss  # with them goes the graph, before the next pass makes its own
     nats, tokens, right, scored, exact = world.sum(*sums)
     result = {"loss": nats / tokens}
     return result | ({"accuracy": right / scored, "exact_match": exact / len(windows)} if scored else {})

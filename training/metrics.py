@@ -1,7 +1,9 @@
 """What a run reports: metrics.jsonl (one JSON object a line), the progress line, wandb, FLOP utilisation."""
 
+import contextlib
 import json
 import math
+import os
 import resource
 import sys
 from pathlib import Path
@@ -47,10 +49,10 @@ def bits_per_byte(loss: float, bytes_per_token: float) -> float:
 def read(path: Path) -> list[dict]:
     """The records of a metrics.jsonl; a last line that a kill cut short is left out."""
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().split(b"\n"):
         try:
             records.append(json.loads(line))
-        except json.JSONDecodeError:
+        except ValueError:  # no JSON, or no UTF-8
             break
     return records
 
@@ -71,6 +73,12 @@ def import_tensorboard():
     except ImportError as error:
         raise ValueError("tensorboard=True needs the tensorboard package: pip install tensorboard") from error
     return SummaryWriter
+
+
+def optional_packages(config) -> tuple:
+    """(wandb, TensorBoard's SummaryWriter), None where the run does not ask for it. ValueError: missing."""
+    wandb = import_wandb() if config.wandb_log else None
+    return wandb, import_tensorboard() if config.tensorboard else None
 
 
 def duration(seconds: float) -> str:
@@ -127,10 +135,18 @@ class LineFile:
         except OSError as error:
             print(f"warning: metrics.jsonl cannot be written ({error.strerror}); trying again", file=sys.stderr)
 
+    def sync(self) -> None:
+        """On the disk, as a checkpoint that follows will be."""
+        with contextlib.suppress(OSError):
+            os.fsync(self.file.fileno())
+
     def close(self) -> None:
-        if self.waiting:
-            self.file.write(self.waiting)
-        self.file.close()
+        try:
+            if self.waiting:
+                self.file.write(self.waiting)
+            self.file.close()
+        except OSError as error:
+            print(f"warning: the end of metrics.jsonl is lost ({error.strerror})", file=sys.stderr)
 
 
 class RunLog:
@@ -149,15 +165,18 @@ class RunLog:
         peak = peak_flops(world.device)
         nominal = self.tokens_per_step * nominal_flops_per_token(model)
         self.steps_per_second_at_peak = peak * world.world_size / nominal if peak else None
-        wandb = import_wandb() if config.wandb_log else None
-        writer = import_tensorboard() if config.tensorboard else None
+        wandb, writer = optional_packages(config)
         run.mkdir(parents=True, exist_ok=True)
         drop_after(run / "metrics.jsonl", state["step"], state["evaluated"])
         self.file = LineFile(run / "metrics.jsonl")
         self.wandb_run = self.tensorboard = None
         if wandb:
             names = {"project": config.wandb_project, "name": config.wandb_run_name}
-            self.wandb_run = wandb.init(**names, id=state["wandb_id"], resume="allow", config=settings, dir=run)
+            try:
+                self.wandb_run = wandb.init(**names, id=state["wandb_id"], resume="allow", config=settings, dir=run)
+            except Exception as error:  # no login, no connection, a project that is not there
+                reason = str(error).strip().partition("\n")[0]
+                raise ValueError(f"wandb_log=True: {reason}; WANDB_MODE=offline logs without a login") from error
             state["wandb_id"] = self.wandb_run.id
         if writer:
             self.tensorboard = writer(run / "tensorboard", purge_step=state["step"] + 1)
@@ -194,7 +213,9 @@ class RunLog:
     def evaluation(self, state: dict, scores: dict, bytes_per_token: float | None, sequences: int, all_sequences: int):
         record = validation_record(scores["loss"], bytes_per_token)
         answers = {f"val_{key}": value for key, value in scores.items() if key != "loss"}
-        best = min(scores["loss"], state["best_val_loss"] or math.inf)
+        best = min(
+            [x for x in (scores["loss"], state["best_val_loss"]) if x is not None and math.isfinite(x)], default=None
+        )
         state["best_val_loss"] = best
         self.write(state, **record, **answers, val_sequences=sequences, best_val_loss=best)
         share = "all" if sequences == all_sequences else f"{sequences} of"
@@ -249,5 +270,8 @@ def drop_after(path: Path, step: int, evaluated: bool = True) -> None:
     if path.exists():
         kept = [r for r in read(path) if r["step"] < step or (r["step"] == step and (evaluated or "val_loss" not in r))]
         temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(record) + "\n" for record in kept)
+            file.flush()
+            os.fsync(file.fileno())
         temporary.replace(path)

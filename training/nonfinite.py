@@ -34,10 +34,14 @@ def diagnose(step: int, loss: float, grad_norm: float, model, optimizers, batche
     }
 
 
-def message(found: dict, folder: Path) -> str:
-    """One line; the whole diagnosis goes to diagnosis.json beside the state before the step."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "diagnosis.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+def message(found: dict, folder: Path, saved: bool) -> str:
+    """One line; the whole diagnosis goes to diagnosis.json, beside the state before the step where that is saved."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "diagnosis.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        kept = f"{folder} has {'the state before the step and ' if saved else ''}diagnosis.json"
+    except OSError as error:
+        kept = f"{folder} cannot be written ({error})"
     names = [name for group in found["groups"] for name in group["parameters"]]
     where = (
         f"the gradients of {len(names)} parameters are no numbers, first {names[0]}"
@@ -46,6 +50,6 @@ def message(found: dict, folder: Path) -> str:
     )
     return (
         f"step {found['step']}: loss {found['loss']}, gradient norm {found['grad_norm']}: stopped before the optimizer "
-        f"step; {where}; batch: sequences {found['sequences'][0]} to {found['sequences'][1]} of the run; {folder} has "
-        "the state before the step and diagnosis.json; try a lower learning_rate or a longer warmup_steps"
+        f"step; {where}; batch: sequences {found['sequences'][0]} to {found['sequences'][1]} of the run; {kept}; "
+        "try a lower learning_rate or a longer warmup_steps"
     )

@@ -99,7 +99,12 @@ def named_state(optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tens
 
 
 def load_named_state(optimizers: list[torch.optim.Optimizer], state: dict[str, torch.Tensor]) -> None:
-    """Put `named_state` back. ValueError: a tensor of another model or optimizer."""
+    """Put `named_state` back; {}, of a run whose steps were all skipped, is that of new optimizers.
+
+    ValueError: a tensor of another model or optimizer.
+    """
+    if not state:
+        return
     left = dict(state)
     for optimizer in optimizers:
         for group in optimizer.param_groups:

@@ -1,7 +1,6 @@
 """One model on several devices: DistributedDataParallel, or FSDP2 for models that outgrow a device."""
 
 import contextlib
-import math
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -9,9 +8,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def parallelise(model, engine: str, compiled: bool, world):
-    """(model for training, model for evaluation): compiled where asked for, its gradients averaged over processes.
+    """(model for training, model for evaluation) on the device, compiled where asked for, gradients averaged.
 
-    With the engine `fsdp` each process keeps a part of every parameter, as a DTensor in `model` itself.
+    With the engine `fsdp` each process keeps a part of every parameter, as a DTensor in `model` itself, which goes to
+    the device a block at a time.
     """
     if engine == "fsdp" and world.world_size > 1:
         from torch.distributed.device_mesh import init_device_mesh
@@ -24,8 +24,9 @@ def parallelise(model, engine: str, compiled: bool, world):
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
         return model, model
+    model.to(world.device)
     run = torch.compile(model) if compiled else model
-    return (DistributedDataParallel(run) if world.world_size > 1 else run), run
+    return (DistributedDataParallel(run, broadcast_buffers=False) if world.world_size > 1 else run), run
 
 
 @contextlib.contextmanager
@@ -41,9 +42,16 @@ def synchronising(model, wanted: bool):
 
 
 def clip_gradients(model, largest: float) -> float:
-    """Scale the whole gradient down to norm `largest` (0: leave it) and return its norm before."""
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), largest or math.inf)
-    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+    """Scale the whole gradient down to norm `largest` (0: leave it) and return its norm before.
+
+    A gradient that is not finite stays as it is: scaled, it would be NaN everywhere, and hide where that began.
+    """
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    if largest and norm.isfinite():
+        torch.nn.utils.clip_grads_with_norm_(parameters, largest, norm)
+    return norm.item()
 
 
 def gathered(tensors: dict[str, torch.Tensor], world) -> dict[str, torch.Tensor]:

@@ -1,11 +1,24 @@
 """Where a run begins: afresh, or at a checkpoint, and what may have changed since."""
 
+import fcntl
+import os
 from pathlib import Path
 
 from training import checkpoint
 
 MAY_CHANGE = {
-    *("resume", "out_dir", "dry_run", "max_steps", "max_seconds", "micro_batch_size", "device", "compile", "engine"),
+    *(
+        "resume",
+        "out_dir",
+        "dry_run",
+        "dataset",
+        "max_steps",
+        "max_seconds",
+        "micro_batch_size",
+        "device",
+        "compile",
+        "engine",
+    ),
     *(
         "activation_checkpointing",
         "deterministic",
@@ -18,6 +31,28 @@ MAY_CHANGE = {
     *("eval_full", "eval_interval", "log_interval", "checkpoint_interval"),
     *("wandb_log", "wandb_project", "wandb_run_name", "tensorboard"),
 }
+
+
+class RunLock:
+    """Holds the run folder, which it makes where needed, until it is dropped or the process ends.
+
+    ValueError: another process trains there.
+    """
+
+    def __init__(self, out: Path):
+        out.mkdir(parents=True, exist_ok=True)
+        self.descriptor = os.open(out, os.O_RDONLY)
+        try:
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"out_dir={out}: another process trains there: end it, or give another --out_dir"
+            ) from error
+        except OSError:
+            pass  # a file system without locks
+
+    def __del__(self):
+        os.close(self.descriptor)
 
 
 def new_state() -> dict:
@@ -45,9 +80,9 @@ def find_start(config, settings: dict, corpus: dict, defaults) -> Path | None:
             raise ValueError(f"out_dir={out} has no checkpoint that is whole: give another --out_dir, or empty it")
     else:
         start = checkpoint.find(config.resume)
-        own = checkpoint.all_of(out)
-        if own and own[-1].resolve() != start.resolve():
-            raise ValueError(f"out_dir={out} has {own[-1].name}, not {start}, as its newest: give another --out_dir")
+        own = checkpoint.newest(out)
+        if own and own.resolve() != start.resolve():
+            raise ValueError(f"out_dir={out} has {own.name}, not {start}, as its newest: give another --out_dir")
     if start is not None:
         saved = checkpoint.read_state(start)
         if saved["corpus"] != corpus:

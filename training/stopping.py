@@ -1,8 +1,10 @@
 """When to stop before the last step: a signal (a preempted job, Ctrl-C) or the end of the granted time."""
 
+import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 
 EXIT_CODE = 75  # EX_TEMPFAIL: stopped in time, saved, to be started again
@@ -19,17 +21,27 @@ class Stop:
         self.started, self.max_seconds = time.monotonic(), max_seconds
         self.signal_name, self.signal_time = None, 0.0
         self.steps, self.step_seconds, self.save_seconds = 0, 0.0, 0.0
+        # A thread takes the signals: Python's own handlers wait for a main thread that may hang in a collective.
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+            signal.signal(number, lambda *_: None)
+        signal.set_wakeup_fd(writer)
+        threading.Thread(target=self._listen, args=(reader,), daemon=True).start()
 
-    def _on_signal(self, number: int, _frame) -> None:
+    def _listen(self, reader: int) -> None:
+        while number := os.read(reader, 1):
+            if number[0] in (signal.SIGTERM, signal.SIGINT):
+                self._on_signal(number[0])
+
+    def _on_signal(self, number: int) -> None:
         now = time.monotonic()
         if self.signal_name is None:
             self.signal_name, self.signal_time = signal.Signals(number).name, now
-            os.write(sys.stderr.fileno(), f"{self.signal_name}: stopping after this step\n".encode())
+            with contextlib.suppress(OSError):
+                os.write(sys.__stderr__.fileno(), f"{self.signal_name}: stopping after this step\n".encode())
         elif now - self.signal_time > SAME_EVENT:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+            os._exit(128 + number)
 
     def step_took(self, seconds: float) -> None:
         self.step_seconds = seconds if self.steps else 0.0  # the first step compiles: no measure of the next
@@ -46,3 +58,27 @@ class Stop:
         if self.max_seconds is not None and needed >= self.max_seconds:
             return f"max_seconds={self.max_seconds:g}"
         return None
+
+
+class Tolerant:
+    """A text stream whose writing may fail (a pipe that nobody reads, a full disk): the run is worth more."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self.stream.flush()
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+
+def tolerate_lost_output() -> None:
+    """From now on what is printed may be lost without ending the run."""
+    sys.stdout, sys.stderr = Tolerant(sys.stdout), Tolerant(sys.stderr)
