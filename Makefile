@@ -25,10 +25,10 @@ train: .venv/installed $(CORPUS)
 	$(BIN)/python report.py python_lines "$(RUN)/sample.txt" data/python_stdlib
 
 test: .venv/installed $(CORPUS)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 soak: .venv/installed $(CORPUS)
-	$(BIN)/python -m pytest -m "not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu"
 
 lint: .venv/installed
 	$(BIN)/ruff check .

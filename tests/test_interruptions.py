@@ -25,7 +25,14 @@ TIMINGS = ("seconds", "tokens_per_second", "memory")
 
 
 def start(arguments, processes=1, launcher=(), log=subprocess.DEVNULL, **env):
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", *launcher]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={processes}",
+        *launcher,
+    ]
     command = command if processes > 1 or launcher else [sys.executable]
     return subprocess.Popen(
         [*command, "train.py", *arguments],
@@ -324,7 +331,7 @@ def test_processes_that_differ_are_refused(corpus, tmp_path):
         "sys.argv = ['train.py', *sys.argv[1:], f'--seed={os.environ[\"RANK\"]}']\n"
         "runpy.run_path('train.py', run_name='__main__')\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", wrapper]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", wrapper]
     result = subprocess.run(
         [*map(str, command), *small_run(corpus, tmp_path / "run")],
         cwd=ROOT,
