@@ -1,6 +1,7 @@
 """Runs that are killed, stopped, starved or spread over other processes end where an undisturbed run ends."""
 
 import collections
+import contextlib
 import json
 import math
 import os
@@ -11,13 +12,15 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT, SMALL, one_line_error, script, sign, small_run
+from torch.nn.parallel import DistributedDataParallel
 
 from model import build
-from training import checkpoint, metrics, parallel, stopping
+from training import checkpoint, distributed, metrics, parallel, stopping
 from training.checkpoint import load_tensors
 from training.distributed import World
 
@@ -458,3 +461,49 @@ def test_a_branch_is_another_run_for_wandb(corpus, tmp_path):
     ids = [checkpoint.read_state(path)["wandb_id"] for run in (first, branch) for path in checkpoint.all_of(run)]
     assert len(ids) == 4
     assert ids[0] == ids[1] != ids[2] == ids[3]
+
+
+def test_gradients_are_averaged_with_the_last_micro_batch_alone():
+    ddp = DistributedDataParallel.__new__(DistributedDataParallel)  # what no_sync() needs of one
+    torch.nn.Module.__init__(ddp)
+    ddp.require_backward_grad_sync = True
+    for wanted in (False, True):
+        with parallel.synchronising(ddp, wanted):
+            assert ddp.require_backward_grad_sync is wanted
+    calls = []
+    fsdp = SimpleNamespace(set_requires_gradient_sync=calls.append)
+    for wanted in (False, True):
+        with parallel.synchronising(fsdp, wanted):
+            assert calls[-1] is wanted
+
+
+def test_random_numbers_are_a_function_of_seed_step_and_process():
+    def draw(seed, step, rank):
+        distributed.seed_step(seed, step, World(rank, 4, torch.device("cpu")))
+        return torch.rand(8).tolist()
+
+    cases = [(seed, step, rank) for seed in (0, 1) for step in (1, 2, 3) for rank in (0, 1)]
+    assert len({tuple(draw(*case)) for case in cases}) == len(cases)
+    assert [draw(*case) for case in cases] == [draw(*case) for case in reversed(cases)][::-1]
+
+
+def test_an_evaluation_that_will_be_done_again_is_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [{"step": 2, "val_loss": 1}, {"step": 3, "loss": 2}, {"step": 3, "val_loss": 3}, {"step": 4, "loss": 5}]
+    for evaluated, kept in ((True, lines[:3]), (False, lines[:2])):
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        metrics.drop_after(path, 3, evaluated)
+        assert metrics.read(path) == kept
+
+
+def test_a_broken_stream_is_tolerated():
+    with open("/dev/full", "w") as full:
+        stream = stopping.Tolerant(full)
+        print("x" * 100_000, file=stream)
+        print("x", file=stream, flush=True)
+        stream.flush()
+        with pytest.raises(OSError, match="No space left"):
+            full.flush()
+        assert stream.fileno() == full.fileno()
+        with contextlib.suppress(OSError):
+            full.close()

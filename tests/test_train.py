@@ -436,6 +436,35 @@ def test_answers_are_counted_from_their_position_on(rows):
     assert "accuracy" not in evaluate(Guesser(), batches, [0, 1], rows, world, contextlib.nullcontext())
 
 
+class Alone(World):
+    """One of several processes whose sums are its own."""
+
+    def sum(self, *values):
+        return list(values)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_processes_share_the_windows_and_make_as_many_passes(rows):
+    tokens = np.arange(50) * 7 % 260
+    batches = ValidationBatches([tokens], 4)
+    windows, calls, read = [0, 3, 5, 8, 9], [], []
+
+    class Counting(Guesser):
+        def forward(self, ids, targets, return_logits=False):
+            calls[-1] += 1
+            read.extend(row[0].item() for row, t in zip(ids, targets) if (t != -1).any())
+            return super().forward(ids, targets, return_logits)
+
+    losses = []
+    for rank in range(3):
+        calls.append(0)
+        world = Alone(rank, 3, torch.device("cpu"))
+        losses.append(evaluate(Counting(), batches, windows, rows, world, contextlib.nullcontext())["loss"])
+    assert len(set(calls)) == 1
+    assert sorted(read) == sorted(tokens[4 * window] for window in windows)
+    assert all(math.isfinite(loss) for loss in losses)
+
+
 def test_the_copy_task_trains_and_is_scored(tmp_path):
     made = script("data/copy_task/prepare.py", f"--out={tmp_path}", "--half=4", "--sequences=300", "--val_sequences=20")
     assert made.returncode == 0, made.stderr.decode()
