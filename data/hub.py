@@ -83,9 +83,9 @@ class Hub:
             elif kinds & {"RepositoryNotFoundError", "DatasetNotFoundError", "RevisionNotFoundError"}:
                 advice = "no such data set or revision; if it is private, `hf auth login`"
             elif kinds & {"ConnectionError", "ConnectError", "TimeoutException", "Timeout", "OfflineModeIsEnabled"}:
-                advice = "no connection to the hub: try again, or give local files by --source"
+                advice = "no connection to the hub: try again, or give local files by --source, or --repository=FOLDER"
             else:
-                advice = "try again, or give local files by --source"
+                advice = "try again, or give local files by --source, or --repository=FOLDER"
             raise ValueError(
                 f"{where} cannot be read: {advice} ({type(error).__name__}: {first_line(error)})"
             ) from error
