@@ -155,12 +155,35 @@ class MLP(nn.Module):
         return self.c_proj(F.silu(self.c_fc1(x)) * self.c_fc2(x))
 
 
+class Stream:
+    """How a model meets its residual stream: every step by itself. `model/kernels` has one that fuses them.
+
+    `begin` gives the state that the blocks hand on, which is this class's own affair; `finish` the normed readout.
+    """
+
+    def begin(self, model, x, cache: dict | None):
+        return model.input_embed(x, cache, "input_embed")
+
+    def read(self, block, site: str, state, cache: dict | None):
+        """(state, the sublayer's normed input c (B, T, d), what the write needs from before the sublayer)."""
+        x_in, aux = block.read_state(site, state, cache)
+        return state, (block.ln_1 if site == "attn" else block.ln_2)(x_in), aux
+
+    def write(self, block, site: str, state, h, c, aux):
+        return block.write_state(site, state, h, c, aux)
+
+    def finish(self, model, state, cache: dict | None):
+        return model.ln_f(model.readout(state, cache, "readout"))
+
+
 class Block(nn.Module):
     """An attention and an MLP site that read from and write to the residual stream; here X' = X + F(norm(X)).
 
     A variant overrides `read_state` and `write_state`. `aux` carries what the write needs from before the sublayer
     (tensors only). `cache` is one dict per block, or None outside cached evaluation.
     """
+
+    stream = Stream()
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -186,12 +209,10 @@ class Block(nn.Module):
         return state + h
 
     def forward(self, state, rope, cache: dict | None = None):
-        x_in, aux = self.read_state("attn", state, cache)
-        c = self.ln_1(x_in)
-        state = self.write_state("attn", state, self.attn(c, rope, cache), c, aux)
-        x_in, aux = self.read_state("mlp", state, cache)
-        c = self.ln_2(x_in)
-        return self.write_state("mlp", state, self.mlp(c), c, aux)
+        state, c, aux = self.stream.read(self, "attn", state, cache)
+        state = self.stream.write(self, "attn", state, self.attn(c, rope, cache), c, aux)
+        state, c, aux = self.stream.read(self, "mlp", state, cache)
+        return self.stream.write(self, "mlp", state, self.mlp(c), c, aux)
 
 
 class Direct(nn.Module):
@@ -214,6 +235,7 @@ class GPT(nn.Module):
     """
 
     Config, Expander, Block, Readout = GPTConfig, Direct, Block, Direct
+    stream = Stream()
     activation_checkpointing = False  # keep the states between blocks alone and compute each block again backward
 
     def __init__(self, config: GPTConfig):
@@ -304,13 +326,13 @@ class GPT(nn.Module):
         caches = cache if cache is not None else [None] * (len(self.transformer.h) + 1)
         rope = self.rope_cos[start:stop], self.rope_sin[start:stop]
 
-        state = self.input_embed(self.transformer.wte(ids).to(self.compute_dtype()), caches[-1], "input_embed")
+        state = self.stream.begin(self, self.transformer.wte(ids).to(self.compute_dtype()), caches[-1])
         for block, block_cache in zip(self.transformer.h, caches):
             if self.activation_checkpointing and cache is None and torch.is_grad_enabled():
                 state = checkpoint(block, state, rope, use_reentrant=False)
             else:
                 state = block(state, rope, block_cache)
-        logits = self.lm_head(self.ln_f(self.readout(state, caches[-1], "readout")))
+        logits = self.lm_head(self.stream.finish(self, state, caches[-1]))
         logits = logits.to(at_least_fp32(logits.dtype))
         if self.config.mup_scale != 1:
             logits = logits * self.config.mup_scale
