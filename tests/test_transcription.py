@@ -1,0 +1,58 @@
+"""The straight transcription computes what the models compute: bench.py compares their speed."""
+
+import dataclasses
+
+import naive
+import pytest
+import torch
+from test_model import TINY, tiny
+from transcription import Transcription
+
+from model import STEMS
+
+CASES = [(stem, {}) for stem in STEMS]
+CASES += [("DDL-gpt-mha-rope-CC-EC", {"ddl_value_channels": 2, "mup": True, "rope_ratio": 0.5})]
+CASES += [("DDL-gpt-mha-rope", {"ddl_value_channels": 8, "use_qk_rmsnorm": False, "ddl_v_sigmoid_scale": 3.0})]
+
+
+def transcribed(stem, model):
+    """The transcription of a model, with its weights."""
+    result = Transcription(stem, model.config).to(model.lm_head.weight.dtype)
+    result.load_state_dict(model.state_dict())
+    return result
+
+
+@pytest.mark.parametrize(("stem", "keys"), CASES)
+def test_values_and_gradients_are_the_models(stem, keys):
+    model = tiny(stem, **keys)
+    peer = transcribed(stem, model)
+    ids, targets = torch.randint(0, TINY["vocab_size"], (2, 2, 9))
+    targets[1, 4] = -1
+    torch.testing.assert_close(peer(ids)[0], model(ids)[0], rtol=1e-9, atol=1e-9)
+    losses = [each(ids, targets)[1] for each in (model, peer)]
+    torch.testing.assert_close(*losses, rtol=1e-9, atol=1e-9)
+    for loss in losses:
+        loss.backward()
+    gradients = {name: parameter.grad for name, parameter in peer.named_parameters()}
+    assert gradients.keys() == dict(model.named_parameters()).keys()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-9, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("stem", ["DDL-gpt-mha-rope-EC", "DDL-gpt-mha-rope-CC-EC"])
+def test_values_are_those_of_the_naive_loops(stem):
+    model = tiny(stem)
+    ids = torch.randint(0, TINY["vocab_size"], (1, 7))
+    expected = naive.logits(stem, model.state_dict(), dataclasses.asdict(model.config), ids[0].tolist())
+    torch.testing.assert_close(transcribed(stem, model)(ids)[0][0], expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_half_precision_is_the_models_to_its_rounding(stem):
+    model = tiny(stem).float()
+    ids, targets = torch.randint(0, TINY["vocab_size"], (2, 2, 9))
+    exact = model.double()(ids, targets)[1].item()
+    model.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = [each(ids, targets)[1].item() for each in (model, transcribed(stem, model))]
+    assert losses == pytest.approx([exact] * 2, rel=0.02)
