@@ -1,311 +1,84 @@
-"""Measure speed: every variant against the additive baseline, and the data pipeline, interleaved in one process.
+"""Measure speed, interleaved in one process so that what else the machine does falls on all alike.
 
-    python bench.py step                                       training step of all variants, at the demo's size
-    python bench.py step --models=gpt-mha-rope,DDL-gpt-mha-rope --hidden_size=256 --num_hidden_layers=6 --rounds=30
-    python bench.py data                                       preparing and loading data, against tiktoken alone
+    python bench.py --device=cpu                       every variant and its peers, a size for two CPU cores
+    python bench.py --suite=paper --device=cuda        the paper's small and medium sizes
+    python bench.py --models=DDL-gpt-mha-rope-CC:2 --hidden_size=128 --num_hidden_layers=4 --num_attention_heads=2
+    python bench.py data                               preparing and loading data, against tiktoken alone
 
-A round runs one step of each model in turn, so that what else the machine does falls on all alike. The ratio is the
-baseline's time over the model's in the same round: its median, and its 10th and 90th percentile. JSON goes to --json.
+`step`, which needs no name, measures training steps (forward, backward, AdamW) and forward passes without gradients. A
+round runs every model in turn; a ratio is the baseline's time over the model's in the same round: the median over the
+rounds, with the 10th and 90th percentile. The peers: a straight transcription of the equations (tests/transcription.py)
+eager and compiled, and on a GPU liger-kernel's hyper-connections where that package is installed.
 """
 
 import argparse
-import itertools
-import json
 import os
-import statistics
-import subprocess
 import sys
 import sysconfig
-import tempfile
-import time
 from pathlib import Path
-from types import SimpleNamespace
-
-import torch
 
 import configurator
-from data import tokenizer
-from data.loader import TrainBatches, prefetched
-from data.shards import read_shard, write_shard
-from data.sources import Files
-from data.token_reader import START, TokenReader
-from model import STEMS, build
-from training import distributed, optimizer
-from training.provenance import provenance
-
-BASELINE = "gpt-mha-rope"
-SHARD_TOKENS = 100_000_000
+from benchmarks import data, step, suites
 
 
-def training_step(stem: str, size: dict, rows: int, device, dtype: torch.dtype, compiled: bool, batch=None):
-    """(a function that runs one training step and waits for it, the model's parameters).
-
-    `batch()` gives each step's ids and targets; without it they are the same random ones.
-    """
-    torch.manual_seed(0)
-    model = build(stem, **size).to(device)
-    settings = SimpleNamespace(optimizer="adamw", learning_rate=1e-3, weight_decay=0.1, beta1=0.9, beta2=0.95)
-    [adamw] = optimizer.build_optimizers(model, settings)
-    random = torch.randint(0, size["vocab_size"], (2, rows, size["block_size"]), device=device)
-    run = torch.compile(model) if compiled else model
-
-    def step():
-        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            _, loss = run(*(batch() if batch else random))
-        loss.backward()
-        adamw.step()
-        adamw.zero_grad(set_to_none=True)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
-    return step, model.num_parameters()
+def step_arguments(parser) -> None:
+    add = parser.add_argument
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    add("--suite", choices=suites.SUITES, default="quick", help="sizes and models: quick, or the paper's on a GPU")
+    add("--sizes", help="some of the suite's sizes, as in --sizes=small")
+    add("--models", help="stems, or stem:d_v, with commas between (default: the suite's); the baseline is always there")
+    add("--peers", default=",".join(suites.PEERS), help="of %(default)s, or none")
+    for key in suites.SIZE_KEYS:
+        add(f"--{key}", type=int, help="instead of the suite's")
+    add("--micro_batch_size", type=int, help="sequences per step (default: the suite's)")
+    add("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    add("--compile", choices=("True", "False"), default="True")
+    add("--warmup", type=int, default=3, help="turns of each model before measuring (default: %(default)s)")
+    add("--rounds", type=int, default=20, help="measured turns of each model (default: %(default)s)")
+    add("--steps", type=int, help="steps in a turn; the device is waited for after the last (default: 1, on a GPU 4)")
+    add("--json", metavar="PATH", help="figures there, a chart beside (results/bench_SUITE_DEVICE.json; '' for none)")
+    add("--profile", action="store_true", help="a trace of one step of each model beside the JSON, and its operators")
 
 
-def measure(steps: dict, warmup: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each step in each round."""
-    seconds = {stem: [] for stem in steps}
-    for stem, step in steps.items():
-        started = time.perf_counter()
-        for _ in range(warmup):
-            step()
-        print(f"warmed up {stem} in {time.perf_counter() - started:.0f} s", flush=True)
-    for _ in range(rounds):
-        for stem, step in steps.items():
-            started = time.perf_counter()
-            step()
-            seconds[stem].append(time.perf_counter() - started)
-    return seconds
+def data_arguments(parser) -> None:
+    add, packages = parser.add_argument, [sysconfig.get_path("purelib")]
+    add("--source", nargs="+", default=packages, help="text files or folders (default: this Python's)")
+    add("--megabytes", type=float, default=60, help="of text")
+    add("--vocab_size", type=int, help="train a vocabulary of this size instead of taking GPT-2's")
+    add("--workers", type=int, default=len(os.sched_getaffinity(0)), help="threads of both")
+    add("--rounds", type=int, default=5, help="of tiktoken and preparation in turns")
+    add("--steps", type=int, default=100, help="training steps with and without the loader, in turns")
+    add("--block_size", type=int, default=1024, help="tokens of a sequence for the loader's speed")
+    add("--json", type=Path, help="write the figures there as well, with commit, machine and date")
 
 
-def rows_of(seconds: dict[str, list[float]], parameters: dict[str, int], tokens: int) -> list[dict]:
-    """One row a model: parameters, median tokens/s, and its ratio to the baseline with percentiles."""
-    rows = []
-    for stem, times in seconds.items():
-        ratios = sorted(base / own for base, own in zip(seconds[BASELINE], times))
-        low, high = ratios[len(ratios) // 10], ratios[-1 - len(ratios) // 10]
-        rows.append(
-            {"model": stem, "parameters": parameters[stem], "tokens_per_second": tokens / statistics.median(times)}
-            | {"ratio": statistics.median(ratios), "ratio_p10": low, "ratio_p90": high}
-        )
-    return rows
+# name: (what it measures, its arguments, what runs it)
+COMMANDS = {
+    "step": ("training steps and forward passes; the default", step_arguments, step.run),
+    "data": ("documents to shards against tiktoken alone; shards to batches", data_arguments, data.run),
+}
 
 
-def markdown(rows: list[dict]) -> str:
-    lines = ["| model | parameters | tokens/s | relative to additive (10th to 90th percentile) |", "|---|---|---|---|"]
-    for r in rows:
-        spread = f"{r['ratio']:.3f} ({r['ratio_p10']:.3f} to {r['ratio_p90']:.3f})"
-        lines.append(f"| `{r['model']}` | {r['parameters']:,} | {r['tokens_per_second']:,.0f} | {spread} |")
-    return "\n".join(lines)
-
-
-def tokenizer_and_texts(megabytes: float, source: list[str], vocab_size: int | None):
-    """Texts, and GPT-2's encoding; where it cannot be had, or vocab_size is given, one trained on them instead."""
-    texts, size = [], 0
-    for batch in Files(source, suffixes=(".py", ".txt", ".md", ".rst")).read():
-        texts += batch.texts
-        size += sum(map(len, batch.texts))
-        if size > megabytes * 1e6:
-            break
-    if vocab_size is None:
-        try:
-            return tokenizer.gpt2_tokenizer(), texts
-        except ValueError as error:
-            print(f"{error}; training a stand-in", flush=True)
-    from tiktoken_ext.openai_public import r50k_pat_str
-
-    return tokenizer.train_byte_pairs(texts, vocab_size or 50257, r50k_pat_str), texts
-
-
-def write_parquet(folder: Path, texts: list[str], files: int = 4) -> None:
-    """Texts in FineWeb-Edu's layout: rows with `text` and `id`, 1,000 to a row group."""
-    import pyarrow
-    import pyarrow.parquet
-
-    share = -(-len(texts) // files)
-    for index in range(files):
-        rows = texts[index * share : (index + 1) * share]
-        table = pyarrow.table({"text": rows, "id": [str(row) for row in range(len(rows))]})
-        pyarrow.parquet.write_table(table, folder / f"{index:03d}.parquet", row_group_size=1000)
-
-
-def tokenisation(encoding, texts: list[str], folder: Path, workers: int, rounds: int) -> tuple[dict, list]:
-    """tiktoken alone on texts in memory, and parquet files to shards on the disk, in turns; and the shards."""
-    plan_source = Files([f"{folder}/*.parquet"])
-    seconds = {"tiktoken": [], "prepare": []}
-    for number in range(rounds):
-        started = time.perf_counter()
-        count = sum(map(len, encoding.encode_ordinary_batch(texts, num_threads=workers)))
-        seconds["tiktoken"].append(time.perf_counter() - started)
-        started = time.perf_counter()
-        reader = TokenReader(plan_source, encoding, workers, START)
-        shards = []
-        while (tokens := reader.take(SHARD_TOKENS)[0]).size:
-            write_shard(folder / f"bench_train_{len(shards):06d}.bin", tokens)
-            shards.append(read_shard(folder / f"bench_train_{len(shards):06d}.bin"))
-        seconds["prepare"].append(time.perf_counter() - started)
-        print(f"round {number + 1}: {seconds['tiktoken'][-1]:.1f} s and {seconds['prepare'][-1]:.1f} s", flush=True)
-    assert sum(map(len, shards)) == count + len(texts)  # one end-of-text a document
-    ratios = sorted(alone / whole for alone, whole in zip(*seconds.values()))
-    rates = {f"{name}_tokens_per_second": count / statistics.median(times) for name, times in seconds.items()}
-    row = {"tokens": count, "megabytes": sum(len(t.encode()) for t in texts) / 1e6, "workers": workers, **rates}
-    return row | {"ratio": statistics.median(ratios), "ratio_worst": ratios[0]}, shards
-
-
-def peak_memory(encoding, folder: Path, workers: int) -> int:
-    """Largest resident memory, in bytes, of a process (it has no children) that prepares the parquet files."""
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer.to_json(encoding)))
-    code = (
-        "import json, sys; sys.argv[0] = 'prepare.py'; from data import tokenizer; from pathlib import Path\n"
-        f"encoding = tokenizer.from_json(json.loads(Path({str(folder)!r}, 'tokenizer.json').read_text()))\n"
-        "tokenizer.gpt2_tokenizer = lambda: encoding\n"
-        "from data.fineweb_edu import prepare\n"
-        f"sys.argv[1:] = ['--source={folder}/*.parquet', '--out={folder}/out', '--workers={workers}']\n"
-        "sys.argv += ['--val_tokens=1000']; prepare.main()\n"
-        # Not getrusage, whose figure is inherited from the process that started this one.
-        "print([line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')][0])"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    if result.returncode:
-        raise ValueError(f"the preparation failed: {result.stderr.strip()}")
-    return 1024 * int(result.stdout.split()[-1])
-
-
-def loading(shards: list, seq_len: int, rows: int, seconds: float) -> float:
-    """Tokens/s of training batches from the shards, as a training loop receives them."""
-    batches = TrainBatches(shards, seq_len, rows, 0)
-    served = prefetched(lambda step: batches.get(step, 0, rows), itertools.count(), torch.device("cpu"))
-    for _ in range(10):
-        next(served)
-    started, count = time.perf_counter(), 0
-    while (elapsed := time.perf_counter() - started) < seconds:
-        next(served)
-        count += rows * seq_len
-    return count / elapsed
-
-
-def loading_share(shards: list, vocab_size: int, rounds: int) -> dict:
-    """What loading adds to a CPU training step of the demo's size, three ways, the last the surest on a busy machine.
-
-    Seconds of a step with loaded batches over those with one batch kept, in turns; the share of a step in which it
-    waits for its batch; and the processor time that making a batch takes, as a share of a step.
-    """
-    size = {"vocab_size": vocab_size, "block_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
-    size |= {"head_dim": 32, "hidden_size": 128}
-    batches, making = TrainBatches(shards, 256, 8, 0), []
-
-    def make(step):
-        started = time.thread_time()
-        result = batches.get(step, 0, 8)
-        making.append(time.thread_time() - started)
-        return result
-
-    kept, ratios, waits, seconds = batches.get(0, 0, 8), [], [], []
-    compiled = distributed.can_compile()
-    step, _ = training_step(BASELINE, size, 8, torch.device("cpu"), torch.bfloat16, compiled, lambda: batch)
-    batch, served = kept, prefetched(make, itertools.count(), torch.device("cpu"))
-    for _ in range(5):
-        step()
-    for _ in range(rounds):
-        started = time.perf_counter()
-        step()
-        between = time.perf_counter()
-        batch = next(served)
-        arrived = time.perf_counter()
-        step()
-        seconds.append(between - started)
-        waits.append(arrived - between)
-        ratios.append((time.perf_counter() - between) / seconds[-1])
-        batch = kept
-    ratios.sort()
-    row = {"step_ratio": statistics.median(ratios)}
-    row |= {"step_ratio_p25": ratios[len(ratios) // 4], "step_ratio_p75": ratios[-1 - len(ratios) // 4]}
-    row |= {"step_seconds": statistics.median(seconds)}
-    row |= {"waiting_share": statistics.median(waits) / row["step_seconds"]}
-    return row | {"making_share": statistics.fmean(making) / row["step_seconds"]}
-
-
-def data_command(args) -> None:
-    """Print and store the figures of `bench.py data`."""
-    encoding, texts = tokenizer_and_texts(args.megabytes, args.source, args.vocab_size)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_parquet(folder, texts)
-        row, shards = tokenisation(encoding, texts, folder, args.workers, args.rounds)
-        del texts
-        row["peak_memory_bytes"] = peak_memory(encoding, folder, args.workers)
-        row["loader_tokens_per_second"] = loading(shards, args.block_size, 16, seconds=5)
-        row |= loading_share(shards, encoding.n_vocab, args.steps)
-    if args.json:
-        args.json.write_text(json.dumps({**provenance(), "rows": [row]}, indent=1) + "\n", encoding="utf-8")
-    spread = f"{row['step_ratio_p25']:.3f} to {row['step_ratio_p75']:.3f}"
-    print(
-        f"{encoding.name}, {row['megabytes']:.0f} MB, {row['workers']} threads: parquet to shards "
-        f"{row['prepare_tokens_per_second']:,.0f} tokens/s, {row['ratio']:.3f} (worst round {row['ratio_worst']:.3f}) "
-        f"of tiktoken's encode_ordinary_batch alone; peak memory {row['peak_memory_bytes'] / 2**20:.0f} MiB\n"
-        f"loader: {row['loader_tokens_per_second']:,.0f} tokens/s at {args.block_size} tokens a sequence; a step "
-        f"with it takes {row['step_ratio']:.3f} ({spread}) of one without; waiting for the batch takes "
-        f"{row['waiting_share']:.3%} of a step, making it {row['making_share']:.3%}"
-    )
-
-
-def arguments():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+def arguments(argv: list[str]):
+    """The parsed command line; without a command it is `step`'s."""
+    raw = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    parser = argparse.ArgumentParser(description=__doc__, **raw)
     commands = parser.add_subparsers(dest="command", required=True)
-    step = commands.add_parser("step", help="training step: forward, backward, AdamW")
-    step.add_argument("--models", default=",".join([BASELINE, *(s for s in STEMS if s != BASELINE)]))
-    for name, default in (("vocab_size", 4096), ("block_size", 256), ("num_hidden_layers", 4), ("hidden_size", 128)):
-        step.add_argument(f"--{name}", type=int, default=default)
-    step.add_argument("--num_attention_heads", type=int, default=4)
-    step.add_argument("--head_dim", type=int, default=32)
-    step.add_argument("--micro_batch_size", type=int, default=8, help="sequences per step")
-    step.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    step.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    step.add_argument("--compile", choices=("True", "False"), default="True")
-    step.add_argument("--warmup", type=int, default=5, help="steps of each model before measuring")
-    step.add_argument("--rounds", type=int, default=30, help="measured steps of each model")
-    step.add_argument("--json", type=Path, help="write the rows there as well, with commit, machine and date")
-    data = commands.add_parser("data", help="documents to shards against tiktoken alone; shards to batches")
-    packages = [sysconfig.get_path("purelib")]
-    data.add_argument("--source", nargs="+", default=packages, help="text files or folders (default: this Python's)")
-    data.add_argument("--megabytes", type=float, default=60, help="of text")
-    data.add_argument("--vocab_size", type=int, help="train a vocabulary of this size instead of taking GPT-2's")
-    data.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="threads of both")
-    data.add_argument("--rounds", type=int, default=5, help="of tiktoken and preparation in turns")
-    data.add_argument("--steps", type=int, default=100, help="training steps with and without the loader, in turns")
-    data.add_argument("--block_size", type=int, default=1024, help="tokens of a sequence for the loader's speed")
-    data.add_argument("--json", type=Path, help="write the figures there as well, with commit, machine and date")
-    return parser.parse_args()
+    helps = []
+    for name, (what, add_arguments, _) in COMMANDS.items():
+        command = commands.add_parser(name, help=what, description=what, **raw)
+        add_arguments(command)
+        helps.append(command.format_help())
+    parser.epilog = "\n".join(helps)
+    if not argv or argv[0] not in (*COMMANDS, "-h", "--help"):
+        argv = ["step", *argv]
+    return parser.parse_args(argv)
 
 
 def main():
-    args = arguments()
+    args = arguments(sys.argv[1:])
     with configurator.one_line_errors():
-        if args.command == "data":
-            return data_command(args)
-        models = args.models.split(",")
-        if BASELINE not in models or min(args.rounds, args.warmup, args.micro_batch_size) < 1:
-            raise ValueError(f"--models must contain {BASELINE}; --rounds, --warmup, --micro_batch_size be 1 or more")
-        if args.json:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-        device, dtype, compiled = (
-            distributed.pick_device(args.device),
-            getattr(torch, args.dtype),
-            args.compile == "True",
-        )
-        if compiled and not distributed.can_compile(device):
-            raise ValueError(
-                "--compile=True needs a C++ compiler and Python's headers: install them, or --compile=False"
-            )
-        keys = ("vocab_size", "block_size", "num_hidden_layers", "num_attention_heads", "head_dim", "hidden_size")
-        size = {key: getattr(args, key) for key in keys}
-        built = {s: training_step(s, size, args.micro_batch_size, device, dtype, compiled) for s in models}
-    seconds = measure({stem: step for stem, (step, _) in built.items()}, args.warmup, args.rounds)
-    rows = rows_of(seconds, {stem: n for stem, (_, n) in built.items()}, args.micro_batch_size * args.block_size)
-    if args.json:
-        args.json.write_text(json.dumps({**provenance(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
-    print(markdown(rows))
+        COMMANDS[args.command][2](args)
 
 
 if __name__ == "__main__":

@@ -1,46 +1,309 @@
 """bench.py: what it computes from its timings, and that it runs. Timings themselves are not asserted."""
 
+import gc
+import gzip
 import json
+import sys
+import types
+import weakref
+from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import ROOT, one_line_error, script
 
 import bench
+from benchmarks import contender, peers, results, step, suites, timing
+from model import STEMS, build
+
+TINY = ["--vocab_size=64", "--block_size=16", "--num_hidden_layers=1", "--hidden_size=32", "--micro_batch_size=1"]
+TINY += ["--num_attention_heads=4", "--head_dim=8", "--compile=False", "--rounds=2", "--warmup=1", "--device=cpu"]
+CPU = torch.device("cpu")
 
 
 def test_rows_are_medians_of_ratios_of_one_round():
-    seconds = {"gpt-mha-rope": [1.0, 2.0, 4.0], "other": [2.0, 2.0, 16.0]}
-    base, other = bench.rows_of(seconds, {"gpt-mha-rope": 10, "other": 20}, tokens=8)
+    train = {"gpt-mha-rope": [1.0, 2.0, 4.0], "other": [2.0, 2.0, 16.0]}
+    forward = {"gpt-mha-rope": [1.0, 1.0, 1.0], "other": [4.0, 2.0, 1.0]}
+    base, other = step.rows_of(train, forward, tokens=8).values()
     assert base["tokens_per_second"] == 4
     assert (base["ratio"], base["ratio_p10"], base["ratio_p90"]) == (1, 1, 1)
     assert other["tokens_per_second"] == 4
     assert (other["ratio"], other["ratio_p10"], other["ratio_p90"]) == (0.5, 0.25, 1.0)
+    assert (other["forward_ratio"], other["forward_ratio_p10"], other["forward_ratio_p90"]) == (0.5, 0.25, 1.0)
+    assert (base["forward_tokens_per_second"], other["forward_tokens_per_second"]) == (8, 4)
+
+
+def test_percentiles_leave_out_a_tenth_at_each_end():
+    base = [float(n) for n in range(20)]
+    assert timing.compared("x", base, [1.0] * 20) == {"x": 9.5, "x_p10": 2, "x_p90": 17}
 
 
 def test_models_take_turns():
     calls = []
     steps = {name: lambda n=name: calls.append(n) for name in "ab"}
-    seconds = bench.measure(steps, warmup=2, rounds=3)
+    seconds = timing.measure(steps, warmup=2, rounds=3)
     assert "".join(calls) == "aabb" + "ababab"
     assert {name: len(times) for name, times in seconds.items()} == {"a": 3, "b": 3}
 
 
-def test_the_script_measures_every_model(tmp_path):
-    out = tmp_path / "rows.json"
-    size = ["--vocab_size=64", "--block_size=16", "--num_hidden_layers=1", "--hidden_size=32", "--micro_batch_size=1"]
-    size += ["--head_dim=8", "--compile=False", "--rounds=2", "--warmup=1", "--device=cpu"]
-    result = script("bench.py", "step", *size, f"--json={out}")
+def test_long_measurements_say_how_long_they_will_take(monkeypatch, capsys):
+    clock = iter(range(0, 10_000, 3))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
+    timing.measure({"a": lambda: None}, warmup=1, rounds=4, what="small, train")
+    warmed_up, *rounds = capsys.readouterr().out.splitlines()
+    assert warmed_up == "  small, train: warmed up a (1/1) in 3 s"
+    assert rounds == ["  small, train: round 2/4, 0:18 left"]  # a round takes 9 s of this clock
+
+
+def test_every_model_and_its_transcription_is_measured(tmp_path):
+    out = tmp_path / "new" / "rows.json"
+    result = script("bench.py", *TINY, f"--json={out}")
     assert result.returncode == 0, result.stderr.decode()
-    stored = json.loads(out.read_text())
-    assert len(stored["rows"]) == 6
-    assert stored["rows"][0]["ratio"] == 1
-    assert stored.keys() >= {"command", "commit", "machine", "date"}
-    assert bench.markdown(stored["rows"]) in result.stdout.decode()
+    stored, printed = json.loads(out.read_text()), result.stdout.decode()
+    assert stored.keys() >= {"command", "commit", "machine", "torch", "triton", "date", "suite", "threads", "dtype"}
+    assert stored["sizes"]["quick (changed)"]["hidden_size"] == 32
+    names = [row["model"] for row in stored["rows"]]
+    assert sorted(names) == sorted([*STEMS, *(f"{stem} transcription (eager)" for stem in STEMS)])
+    assert stored["rows"][0]["model"] == "gpt-mha-rope"
+    assert stored["rows"][0]["ratio"] == stored["rows"][0]["forward_ratio"] == 1
+    assert [row["model"] for row in stored["rows"] if "speedup" in row] == [n for n in names if n in STEMS]
+    parameters = {row["model"]: row["parameters"] for row in stored["rows"]}
+    for row in stored["rows"]:
+        assert row["ratio_p10"] <= row["ratio"] <= row["ratio_p90"]
+        assert row["forward_ratio_p10"] <= row["forward_ratio"] <= row["forward_ratio_p90"]
+        assert row["activation_bytes_per_token"] > 0
+        assert row["parameters"] == parameters[row["model"].split()[0]]
+        assert not row.keys() & {"mfu", "peak_memory_bytes"}
+    assert results.markdown(stored["rows"]) in printed
+    assert any("mHC n=4" in line for line in stored["left_out"])
+    assert "left out: quick (changed): mHC n=4" in printed
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("arguments", [["--models=DDL-gpt-mha-rope"], ["--rounds=0"]])
-def test_mistakes_end_in_one_line(arguments):
-    assert "must contain gpt-mha-rope" in one_line_error(script("bench.py", "step", *arguments))
+def main(monkeypatch, *arguments) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.py", *map(str, arguments)])
+    bench.main()
+
+
+def test_models_sizes_and_profiles_by_choice(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "rows.json"
+    models = "--models=DDL-gpt-mha-rope-CC:2,DDL-gpt-mha-rope-CC:8"
+    main(monkeypatch, "step", *TINY, models, "--peers=none", "--profile", f"--json={out}", "--dtype=float32")
+    base, two, eight = json.loads(out.read_text())["rows"]
+    assert [base["model"], two["model"], eight["model"]] == [
+        "gpt-mha-rope",
+        *(f"{models[9:28]} d_v={v}" for v in (2, 8)),
+    ]
+    assert base["parameters"] < two["parameters"] < eight["parameters"]
+    assert base["activation_bytes_per_token"] < two["activation_bytes_per_token"] < eight["activation_bytes_per_token"]
+    assert "aten::mm" in capsys.readouterr().out
+    with gzip.open(tmp_path / "rows_quick_changed_DDL-gpt-mha-rope-CC_d_v=8.trace.json.gz") as trace:
+        assert json.load(trace)["traceEvents"]
+
+
+MISTAKES = [
+    (["--rounds=0"], "--rounds, --warmup, --steps and --micro_batch_size: give 1 or more"),
+    (["--models=DDL-gpt-mha-rope-CX"], "did you mean DDL-gpt-mha-rope"),
+    (["--models=DDL-gpt-mha-rope:four"], "number of columns"),
+    (["--models=DDL-vdim1-gpt-mha-rope:2"], "ddl_value_channels=2"),
+    (["--suite=paper"], "--suite=quick, or --device=cuda"),
+    (["--sizes=smal"], "the quick suite has no smal"),
+    (["--peers=transcriptions"], "transcriptions is none of transcription, mhc or none"),
+    (["--profile", "--json="], "give --json=PATH"),
+    (["--head_dim=0"], "head_dim=0"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES)
+def test_mistakes_end_in_one_line_before_anything_is_measured(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(step, "Bench", None)
+    with pytest.raises(SystemExit) as stopped:
+        main(monkeypatch, "--device=cpu", "--compile=False", *arguments)
+    assert stopped.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("bench.py: error:")
+    assert message in line
+
+
+def test_a_missing_compiler_ends_in_one_line():
+    assert "--compile=False" in one_line_error(script("bench.py", "--device=cpu", env={"CXX": "none"}))
+
+
+def test_help_names_every_option(monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        main(monkeypatch, "--help")
+    text = capsys.readouterr().out
+    for option in ("--device", "--suite", "--hidden_size", "--profile", "--json", "--peers", "--megabytes"):
+        assert option in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "path"),
+    [([], "results/bench_quick_cpu.json"), (["--json="], None), (["--hidden_size=64"], None), (["--json=x"], "x")],
+)
+def test_only_a_whole_suite_is_stored_without_asking(arguments, path):
+    args = bench.arguments(["--device=cpu", *arguments])
+    suites.complete(args, CPU)
+    assert (str(args.json) if args.json else None) == path
+    assert args.models[0] == "gpt-mha-rope"
+    assert sorted(args.models) == STEMS
+
+
+def test_the_paper_suite_has_the_papers_sizes_and_columns():
+    args = bench.arguments(["--suite=paper", "--device=cuda", "--sizes=medium"])
+    [[name, medium]] = suites.sizes_of(args).items()
+    suites.complete(args, torch.device("cuda"))
+    with torch.device("meta"):
+        assert (name, build("gpt-mha-rope", **medium).num_parameters()) == ("medium", 353_508_352)
+        assert build("gpt-mha-rope", **suites.SMALL).num_parameters() == 123_590_400
+    assert {f"DDL-gpt-mha-rope-CC-EC:{v}" for v in (2, 8)} | set(STEMS) == set(args.models)
+    assert (args.micro_batch_size, args.steps) == (16, 4)
+    assert str(args.json) == "None"  # one of two sizes: not the whole suite
+
+
+def square(rows: int, d: int):
+    """A contender whose loss is the mean of (x W)^2, with x (rows, d) and W (d, d) of ones, and its parts."""
+    weight = torch.nn.Parameter(torch.ones(d, d))
+    model = torch.nn.Module()
+    model.weight, model.config = weight, SimpleNamespace(mup_scale=1.0)
+    model.forward = lambda x, _: (None, (x @ weight).square().mean())
+    x = torch.ones(rows, d)
+    return contender.Contender("square", model, lambda: (x, x), CPU, torch.float32, compiled=False)
+
+
+def test_saved_bytes_are_those_that_backward_needs():
+    # x for the product and its result for the square, both of 3 x 5 numbers of 4 bytes; the weight does not count.
+    assert contender.saved_bytes(square(3, 5)) == 2 * 3 * 5 * 4
+
+
+def test_a_turn_is_a_training_step_or_changes_nothing():
+    one = square(3, 5)
+    before = one.model.weight.detach().clone()
+    one.evaluate()
+    assert torch.equal(one.model.weight, before)
+    one.train()
+    assert (one.model.weight < before).all()
+    assert one.model.weight.grad is None
+
+
+def options(*arguments):
+    args = bench.arguments([*TINY, *arguments])
+    suites.complete(args, CPU)
+    return args
+
+
+def small_bench(*arguments):
+    args = options(*arguments)
+    [[name, size]] = suites.sizes_of(args).items()
+    return step.Bench(args, name, size, CPU, left_out=[])
+
+
+def test_a_groups_models_go_when_it_is_measured(monkeypatch):
+    one, seen = small_bench(), []
+    built = one.build
+    monkeypatch.setattr(one, "build", lambda model: seen.append(weakref.ref(result := built(model))) or result)
+    one.measure_group("DDL-gpt-mha-rope-CC")
+    gc.collect()
+    assert [reference() for reference in seen] == [None]
+    assert list(one.rows) == ["gpt-mha-rope", *(f"DDL-gpt-mha-rope-CC{x}" for x in ("", " transcription (eager)"))]
+
+
+def test_the_baselines_speed_is_the_median_over_all_groups(monkeypatch):
+    one = small_bench("--peers=none")
+    seconds = iter([1.0, 5.0, 2.0, 6.0])  # training and forward of two groups
+    monkeypatch.setattr(
+        step, "measure", lambda turns, *_: dict.fromkeys(turns, [t := next(seconds)] * 2) | {"gpt-mha-rope": [t, t]}
+    )
+    one.measure_group("gpt-mha-rope")
+    one.measure_group("DDL-gpt-mha-rope-CC")
+    assert one.rows["gpt-mha-rope"]["tokens_per_second"] == pytest.approx(16 / 1.5)
+    assert one.rows["gpt-mha-rope"]["forward_tokens_per_second"] == pytest.approx(16 / 5.5)
+
+
+def test_a_peer_that_does_not_fit_is_left_out_and_said(monkeypatch):
+    one = small_bench()
+
+    def full(contender):
+        if "transcription" in contender.name:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
+
+    monkeypatch.setattr(contender.Contender, "train", full)
+    one.measure_group("gpt-mha-rope")
+    assert list(one.rows) == ["gpt-mha-rope"]
+    assert one.left_out[1:] == [
+        "quick (changed): gpt-mha-rope transcription (eager): OutOfMemoryError: CUDA out of memory."
+    ]
+
+
+def mhc_functions():
+    """liger-kernel's three functions, from their documentation, in plain torch."""
+
+    def coefficients(x, phi, b, alpha_pre, alpha_post, alpha_res, *, allow_fp32):
+        n = x.shape[-2]
+        z = x.flatten(-2).float()
+        mix = (z @ phi.float()) * (z.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        pre, post, res = (part for part in mix.split((n, n, n * n), dim=-1))
+        b_pre, b_post, b_res = b.split((n, n, n * n))
+        res = (alpha_res * res + b_res).unflatten(-1, (n, n)).softmax(-1)
+        for _ in range(20):
+            res = res / res.sum(-2, keepdim=True)
+            res = res / res.sum(-1, keepdim=True)
+        return (alpha_pre * pre + b_pre).sigmoid(), 2 * (alpha_post * post + b_post).sigmoid(), res
+
+    def before(x, pre):
+        return (pre.unsqueeze(-1) * x).sum(-2).to(x.dtype)
+
+    def after(x, h, post, res):
+        return (res @ x.float() + post.unsqueeze(-1) * h.unsqueeze(-2)).to(x.dtype)
+
+    names = ("liger_mhc_coeffs", "liger_mhc_pre", "liger_mhc_post_res")
+    return SimpleNamespace(**dict(zip(names, (coefficients, before, after))))
+
+
+class FakeLigerMHC(torch.nn.Module):
+    """Parameters of liger_kernel.transformers.LigerMHC 0.8.5."""
+
+    def __init__(self, layer, *, hc, c, phi_dtype, allow_fp32):
+        super().__init__()
+        m = hc * hc + 2 * hc
+        self.phi = torch.nn.Parameter((torch.randn(hc * c, m) * 0.02).to(phi_dtype))
+        self.b = torch.nn.Parameter(torch.zeros(m))
+        for name in ("alpha_pre", "alpha_post", "alpha_res"):
+            setattr(self, name, torch.nn.Parameter(torch.tensor(1.0)))
+
+
+@pytest.fixture
+def liger(monkeypatch):
+    """A stand-in for the package, which needs a GPU."""
+    package, transformers = types.ModuleType("liger_kernel"), types.ModuleType("liger_kernel.transformers")
+    transformers.LigerMHC, transformers.functional = FakeLigerMHC, mhc_functions()
+    monkeypatch.setitem(sys.modules, "liger_kernel", package)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", transformers)
+
+
+def test_hyper_connections_wrap_every_residual_connection(liger):
+    size = {"vocab_size": 64, "block_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = peers.GPTConfig(**size, hidden_size=32, head_dim=16)
+    model = peers.HyperConnectionsGPT(config)
+    own = [name for name, _ in model.named_parameters() if ".connections." in name]
+    assert len(own) == 2 * 2 * 5
+    ids = torch.randint(0, 64, (2, 16))
+    one = contender.Contender("mHC", model, lambda: (ids, ids), CPU, torch.bfloat16, compiled=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        first = model(ids, ids)[1].item()
+    for _ in range(30):
+        one.train()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(ids, ids)[1].item() < first - 0.5
+    # Streams that all mix evenly and take all of h are the additive stream, of which the readout sums n.
+    plain = build("gpt-mha-rope", **size, hidden_size=32, head_dim=16)
+    plain.load_state_dict(model.state_dict(), strict=False)
+    with torch.no_grad():
+        for block in model.transformer.h:
+            for connection in block.connections.values():
+                connection.mhc.phi.zero_()
+                connection.mhc.b.zero_()[:4].fill_(-torch.tensor(3.0).log())  # reads 1/4 of each; writes 2 sigmoid(0)
+    torch.testing.assert_close(model(ids)[0], plain(ids)[0], rtol=1e-3, atol=1e-3)
 
 
 def test_the_data_pipeline_is_measured(tmp_path):

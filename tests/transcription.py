@@ -226,6 +226,9 @@ class Transcription(nn.Module):
         self.lm_head = linear(config.hidden_size, config.vocab_size)
         self.lm_head.weight = self.transformer.wte.weight
 
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in self.parameters())
+
     def forward(self, ids, targets=None):
         """ids, targets int64 (B, T) -> (logits (B, T, vocab_size), None), or with targets (None, loss)."""
         x = self.transformer.wte(ids)

@@ -2,6 +2,7 @@
 
 import datetime
 import hashlib
+import importlib.metadata
 import os
 import platform
 import shlex
@@ -20,7 +21,7 @@ def provenance() -> dict:
     machine = f"{os.cpu_count()} x {capabilities.get('cpu_name', platform.processor() or platform.machine())}"
     if torch.cuda.is_available():
         machine = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "triton": triton_version()}
     date = datetime.date.today().isoformat()
     return {
         "command": shlex.join(["python", *sys.argv]),
@@ -29,6 +30,14 @@ def provenance() -> dict:
         **versions,
         "date": date,
     }
+
+
+def triton_version() -> str | None:
+    """The installed Triton; None without one, as on most machines that have no GPU."""
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def code_digest() -> str:

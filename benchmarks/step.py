@@ -1,0 +1,188 @@
+"""Speed and memory of the training step and the forward pass: every variant, and its peers, against the baseline.
+
+Models take turns in groups: the baseline, one variant and that variant's peers. Every figure that compares two of
+them comes from rounds in which both ran, and no more than one group's models are in memory.
+"""
+
+import gc
+import statistics
+
+import torch
+
+from benchmarks import peers, results, suites
+from benchmarks.contender import Contender, memory, profile, waiting
+from benchmarks.suites import BASELINE, row_name
+from benchmarks.timing import compared, measure
+from model import build
+from training import distributed
+from training.metrics import nominal_flops_per_token, peak_flops
+
+# What "activation" figures are on a GPU and on a CPU.
+PEAK = "peak of a forward and backward pass minus weights, gradients and the optimizer's state"
+SAVED = "saved by a forward pass for its backward pass"
+
+
+class Bench:
+    """One size: its baseline, which stays, and groups of contenders that come and go."""
+
+    def __init__(self, args, size_name: str, size: dict, device: torch.device, left_out: list[str]):
+        self.args, self.size_name, self.size, self.device = args, size_name, size, device
+        self.dtype, self.compiled = getattr(torch, args.dtype), args.compile == "True"
+        self.tokens = args.micro_batch_size * size["block_size"]
+        shape = (2, args.micro_batch_size, size["block_size"])
+        ids = torch.randint(0, size["vocab_size"], shape, generator=torch.Generator().manual_seed(0)).to(device)
+        self.batch = lambda: ids
+        self.left_out = left_out
+        self.baseline = self.contender(BASELINE, self.build(BASELINE))
+        self.baseline_seconds = {"train": [], "forward": []}
+        self.rows: dict[str, dict] = {}
+
+    def build(self, model: str):
+        torch.manual_seed(0)
+        stem, keys = suites.split_model(model)
+        return build(stem, **self.size, **keys)
+
+    def contender(self, name: str, model, compiled: bool | None = None, **options) -> Contender:
+        compiled = self.compiled if compiled is None else compiled
+        return Contender(name, model, self.batch, self.device, self.dtype, compiled, **options)
+
+    def twice(self, name: str, model, **options) -> list[Contender]:
+        """A peer eager and, with --compile=True, compiled too."""
+        eager = self.contender(f"{name} (eager)", model, compiled=False)
+        if not self.compiled:
+            return [eager]
+        return [eager, self.contender(f"{name} (compiled)", None, partner=eager, **options)]
+
+    def group(self, model: str) -> tuple[list[Contender], list[Contender]]:
+        """(the baseline and the model, their peers)."""
+        own, others = [self.baseline], []
+        if model != BASELINE:
+            own.append(self.contender(row_name(model), self.build(model)))
+        if "transcription" in self.args.peers and ":" not in model:
+            transcribed = peers.transcription(model, own[-1].model)
+            if transcribed is not None:
+                others += self.twice(f"{model} transcription", transcribed)
+        if "mhc" in self.args.peers and model == BASELINE:
+            others += self.hyper_connections()
+        return own, others
+
+    def hyper_connections(self) -> list[Contender]:
+        version, name = peers.liger_version(), f"mHC n={peers.STREAMS}"
+        if version is None or self.device.type != "cuda":
+            reason = "needs liger-kernel: pip install liger-kernel" if version is None else "its kernels need a GPU"
+            self.leave_out(name, reason)
+            return []
+        torch.manual_seed(0)
+        model = peers.HyperConnectionsGPT(peers.GPTConfig(**self.size))
+        return self.twice(f"{name} liger-kernel {version}", model, one_graph=False)
+
+    def leave_out(self, name: str, reason: str) -> None:
+        self.left_out.append(f"{self.size_name}: {name}: {reason}")
+        print(f"left out: {self.left_out[-1]}", flush=True)
+
+    def that_run(self, others: list[Contender]) -> list[Contender]:
+        """The peers that can take a step here; why another cannot is said and stored. Our own models must run."""
+        able = []
+        for contender in others:
+            try:
+                waiting(contender.train, 1, self.device)()
+                able.append(contender)
+            except (torch.OutOfMemoryError, torch._dynamo.exc.TorchDynamoException) as error:
+                contender.adamw.zero_grad(set_to_none=True)
+                self.leave_out(contender.name, f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
+                release(self.device)
+        return able
+
+    def times(self, contenders: list[Contender], what: str) -> dict[str, list[float]]:
+        """Seconds of one training step (`train`) or forward pass (`forward`) in every round."""
+        args, method = self.args, "train" if what == "train" else "evaluate"
+        turns = {c.name: waiting(getattr(c, method), args.steps, self.device) for c in contenders}
+        seconds = measure(turns, args.warmup, args.rounds, f"{self.size_name}, {what}")
+        seconds = {name: [t / args.steps for t in times] for name, times in seconds.items()}
+        self.baseline_seconds[what] += seconds[BASELINE]
+        return seconds
+
+    def measure_group(self, model: str) -> None:
+        """Measure one model and its peers, and add their rows."""
+        own, others = self.group(model)
+        contenders = own + self.that_run(others)
+        train, forward = self.times(contenders, "train"), self.times(contenders, "forward")
+        speeds = rows_of(train, forward, self.tokens)
+        mode = "compiled" if self.compiled else "eager"
+        peer, name = f"{model} transcription ({mode})", own[-1].name
+        if peer in train:
+            speeds[name] |= compared("speedup", train[peer], train[name])
+            speeds[name] |= compared("forward_speedup", forward[peer], forward[name])
+        for contender in contenders:
+            self.rows.setdefault(contender.name, self.row(contender)).update(speeds[contender.name])
+        # The baseline runs in every group: its own speed is the median over all of them.
+        pooled = ({BASELINE: self.baseline_seconds[what]} for what in ("train", "forward"))
+        self.rows[BASELINE] |= rows_of(*pooled, self.tokens)[BASELINE]
+        for contender in contenders:
+            self.finish(contender, self.rows[contender.name])
+
+    def row(self, contender: Contender) -> dict:
+        row = {"size": self.size_name, "model": contender.name}
+        return row | {"parameters": contender.model.num_parameters(), "compiled": contender.compiled}
+
+    def finish(self, contender: Contender, row: dict) -> None:
+        """What is measured outside of the rounds: memory, utilisation and a profile."""
+        if "activation_bytes_per_token" not in row:
+            row |= memory(contender, self.tokens)
+            base = self.rows[BASELINE]["activation_bytes_per_token"]
+            row["activation_ratio"] = row["activation_bytes_per_token"] / base
+            if self.args.profile:
+                profile(contender, results.beside(self.args.json, f"{self.size_name}_{contender.name}.trace.json.gz"))
+        if peak := peak_flops(self.device):
+            row["mfu"] = nominal_flops_per_token(contender.model) * row["tokens_per_second"] / peak
+
+
+def rows_of(train: dict, forward: dict, tokens: int) -> dict[str, dict]:
+    """Median tokens/s of training steps and forward passes, and their ratios to the baseline, by name."""
+    rows = {}
+    for prefix, seconds in (("", train), ("forward_", forward)):
+        for name, times in seconds.items():
+            row = rows.setdefault(name, {})
+            row[f"{prefix}tokens_per_second"] = tokens / statistics.median(times)
+            row |= compared(f"{prefix}ratio", seconds[BASELINE], times)
+    return rows
+
+
+def release(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def settings_of(args, sizes: dict, device: torch.device) -> dict:
+    """What the stored figures say of the measurement, beside their provenance."""
+    settings = {"suite": args.suite, "sizes": sizes, "device": device.type, "dtype": args.dtype}
+    settings |= {"threads": torch.get_num_threads(), "micro_batch_size": args.micro_batch_size}
+    settings |= {"rounds": args.rounds, "steps_per_round": args.steps, "liger_kernel": peers.liger_version()}
+    return settings | {"activations": PEAK if device.type == "cuda" else SAVED, "left_out": []}
+
+
+def run(args) -> None:
+    """Print and store the figures of `bench.py step`."""
+    device = distributed.pick_device(args.device)
+    sizes = suites.sizes_of(args)
+    suites.complete(args, device)
+    suites.check(args, device, sizes)
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+    torch.set_float32_matmul_precision("high")  # as in training
+    # All models of a size share the code that is compiled: by default the ninth would run eagerly, unnoticed.
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1000
+    settings, rows = settings_of(args, sizes, device), []
+    for size_name, size in sizes.items():
+        bench = Bench(args, size_name, size, device, settings["left_out"])
+        for number, model in enumerate(args.models, 1):
+            print(f"{size_name}, group {number}/{len(args.models)}: {row_name(model)}", flush=True)
+            bench.measure_group(model)
+            release(device)
+            results.store(args.json, settings, rows + list(bench.rows.values()))  # should the time run out
+        rows += bench.rows.values()
+        del bench
+        torch.compiler.reset()
+        release(device)
+    results.present(args.json, settings, rows)

@@ -1,0 +1,95 @@
+"""What is measured: sizes and models by suite and command line."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import configurator
+from model import STEMS, build
+from training import distributed
+
+BASELINE = "gpt-mha-rope"
+PEERS = ("transcription", "mhc")
+SIZE_KEYS = ("vocab_size", "block_size", "num_hidden_layers", "num_attention_heads", "head_dim", "hidden_size")
+QUICK = dict(zip(SIZE_KEYS, (1024, 256, 6, 4, 64, 256)))
+SMALL = dict(zip(SIZE_KEYS, (50304, 1024, 12, 6, 128, 768)), mup=True)
+MEDIUM = dict(zip(SIZE_KEYS, (50304, 1024, 24, 8, 128, 1024)), mup=True)
+EVERY_STEM = (BASELINE, *(stem for stem in STEMS if stem != BASELINE))
+
+
+@dataclass(frozen=True)
+class Suite:
+    sizes: dict[str, dict]
+    models: tuple[str, ...]  # stems, or stem:d_v
+    micro_batch_size: int  # sequences per step
+
+
+SUITES = {
+    "quick": Suite({"quick": QUICK}, EVERY_STEM, 8),
+    # The paper's d_v: 1 is a stem of its own, 4 the default.
+    "paper": Suite(
+        {"small": SMALL, "medium": MEDIUM},
+        (*EVERY_STEM, "DDL-gpt-mha-rope-CC-EC:2", "DDL-gpt-mha-rope-CC-EC:8"),
+        16,
+    ),
+}
+
+
+def split_model(text: str) -> tuple[str, dict]:
+    """`stem` or `stem:d_v` as the stem and its keys."""
+    stem, colon, columns = text.partition(":")
+    if colon and not columns.isdecimal():
+        raise ValueError(f"--models: {text}: after the colon comes a number of columns, as in DDL-gpt-mha-rope-CC:2")
+    return stem, {"ddl_value_channels": int(columns)} if colon else {}
+
+
+def row_name(model: str) -> str:
+    return model.replace(":", " d_v=")
+
+
+def check(args, device: torch.device, sizes: dict[str, dict]) -> None:
+    """ValueError: what cannot be measured, said before anything is."""
+    if min(args.rounds, args.warmup, args.micro_batch_size, args.steps) < 1:
+        raise ValueError("--rounds, --warmup, --steps and --micro_batch_size: give 1 or more")
+    if args.suite == "paper" and device.type == "cpu":
+        raise ValueError("--suite=paper holds sizes for a GPU: give --suite=quick, or --device=cuda")
+    if args.compile == "True" and not distributed.can_compile(device):
+        raise ValueError("--compile=True needs a C++ compiler and Python's headers: install them, or --compile=False")
+    for peer in args.peers:
+        if peer not in PEERS:
+            raise ValueError(f"--peers: {peer} is none of {', '.join(PEERS)} or none")
+    if args.profile and not args.json:
+        raise ValueError("--profile stores its traces beside the JSON: give --json=PATH")
+    for size in sizes.values():
+        for model in args.models:
+            stem, keys = split_model(model)
+            with torch.device("meta"):
+                build(stem, **size, **keys)
+
+
+def sizes_of(args) -> dict[str, dict]:
+    """The suite's sizes, those of --sizes alone where given, with what the command line changes."""
+    known, changes = SUITES[args.suite].sizes, {key: getattr(args, key) for key in SIZE_KEYS}
+    changes = {key: value for key, value in changes.items() if value is not None}
+    names = args.sizes.split(",") if args.sizes else list(known)
+    for name in names:
+        if name not in known:
+            near = configurator.nearest(name, known)
+            raise ValueError(f"--sizes: the {args.suite} suite has no {name}{near}; it has {', '.join(known)}")
+    return {f"{name} (changed)" if changes else name: known[name] | changes for name in names}
+
+
+def complete(args, device: torch.device) -> None:
+    """Fill in what follows from suite and device."""
+    suite = SUITES[args.suite]
+    whole = not args.models and not args.sizes and all(getattr(args, key) is None for key in SIZE_KEYS)
+    args.models = args.models.split(",") if args.models else list(suite.models)
+    args.models = list(dict.fromkeys([BASELINE, *args.models]))  # each once, the baseline with its peers first
+    args.peers = [peer for peer in args.peers.split(",") if peer not in ("", "none")]
+    args.micro_batch_size = suite.micro_batch_size if args.micro_batch_size is None else args.micro_batch_size
+    if args.steps is None:
+        args.steps = 4 if device.type == "cuda" else 1
+    if args.json is None and whole:
+        args.json = f"results/bench_{args.suite}_{device.type}.json"
+    args.json = Path(args.json) if args.json else None
