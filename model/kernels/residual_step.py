@@ -1,0 +1,492 @@
+"""The residual stream's step between two sublayers in one pass over the state, forward and backward (Triton).
+
+A step is the delta rewrite of one site, then the next site's read, RMSNorm, gate head and value head. Per token, with
+the state X (v columns of width d), k~ = h the sublayer's output, and e the read's weights over s = 0..K-1 tokens back:
+
+    n = 1 / sqrt(|h|^2 + eps^2)    k = n h    delta = t - k^T X    r = beta delta    X' = X + k r^T
+    x_in = sum_s sum_j e[s, j] X'[t - s, j]    chat = rho x_in    c = g chat    y = w.c + b    z = W x_in + b
+
+`model/residual.py` defines the same in plain operations and is its oracle. Everything is computed in fp32; the state
+is rounded to its dtype where it would be stored, and that rounded state enters the read.
+
+State that is not stored. A step may leave X' in memory or not. If not, what makes it again is kept instead: h and
+u = n r of each write since the last stored state, `base`. A later step replays these writes, X = round(X + h u^T),
+which needs no reduction and gives the same bits. The gradient still flows from step to step: `state` carries it, a
+tensor of the state's shape that has no memory where the state is not stored.
+
+Backward, given G' = dL/dX', gc, gy, gz, with a = dL/dx_in:
+
+    gamma = gc + gy w    q = gamma g    a = rho (q - mean(q chat) chat) + W^T gz    M[t] = G' + sum_s e_s a[t + s]
+    psi = k^T M    gX = M - beta k psi^T    gt = beta psi    gbeta = psi.delta
+    gh = n (M r - beta X' psi - k kappa),  kappa = psi.(r - beta p) - beta r.psi,  p = t - delta
+
+It needs X' only, never X. Parameter gradients are summed by each program over its own run of tokens in fp32 and then
+over programs in a fixed order: the same bits every time.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from model.kernels.tiles import (
+    INTERPRETED,
+    load_columns,
+    load_vector,
+    processors,
+    rows_and_columns,
+    store_columns,
+    store_vector,
+)
+
+
+@triton.jit
+def state_at(base, row_stride, column_stride, hs, us, row, features, mask, columns, D: tl.constexpr, V: tl.constexpr):
+    """The state of one token: `base` and the writes since, each rounded as if it had been stored. (BLOCK, V) fp32."""
+    state = load_columns(base + row * row_stride, column_stride, features, mask, V)
+    for i in tl.static_range(len(hs)):
+        h = load_vector(hs[i] + row * D, features, mask)
+        u = tl.load(us[i] + row * V + columns)
+        state = tl.fma(h[:, None], u[None, :], state).to(base.dtype.element_ty).to(tl.float32)
+    return state
+
+
+@triton.jit
+def write_value(z, row, columns, scale, constant, VALUE: tl.constexpr, V: tl.constexpr):
+    """(t, dt/dz), each (V,)."""
+    if VALUE == "constant":
+        value = tl.full((V,), 0.0, tl.float32) + constant
+        slope = tl.zeros((V,), tl.float32)
+    else:
+        value = tl.load(z + row * V + columns)
+        slope = tl.full((V,), 1.0, tl.float32)
+        if VALUE == "sigmoid":
+            # From both ends, so that neither vanishes before it is tiny.
+            slope = scale * tl.sigmoid(value) * tl.sigmoid(-value)
+            value = scale * tl.sigmoid(value)
+    return value, slope
+
+
+@triton.jit
+def read_weights(ptr, features, mask, D: tl.constexpr, V: tl.constexpr, K: tl.constexpr):
+    """Tuple of the K tiles e[s], (BLOCK, V) each."""
+    weights = ()
+    for s in tl.static_range(K):
+        weights = weights + (load_columns(ptr + s * V * D, D, features, mask, V),)
+    return weights
+
+
+@triton.jit
+def forward_kernel(
+    base, row_stride, column_stride, hs, us,  # the state before the write
+    h, y, z,  # the write: k~ (rows, D), logits of gate (rows,) and value (rows, V); h None: no write
+    read, norm, gate, gate_bias, value, value_bias,  # e (K, V, D), g (D); heads of the next write, None: made elsewhere
+    carry, new_carry,  # (sequences, K - 1, D) fp32: what earlier tokens add to the coming reads; None: zeros
+    new_state, x_in, context, gate_logit, value_logit,  # results; None: not wanted
+    inverse_norm, discrepancy, update, rho,  # n (rows,), delta (rows, V), u = n r (rows, V), rho (rows,)
+    tokens, chunk, chunks,  # of a sequence; of a program; programs of a sequence
+    k_eps_squared, norm_eps, value_scale, value_constant,
+    D: tl.constexpr, BLOCK: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
+    VALUE: tl.constexpr, VALUE_INPUT: tl.constexpr, ERASE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    features, columns = tl.arange(0, BLOCK), tl.arange(0, V)
+    inside = features < D
+    sequence, first = tl.program_id(0) // chunks, tl.program_id(0) % chunks * chunk
+    last = tl.minimum(first + chunk, tokens)
+
+    e = read_weights(read, features, inside, D, V, K)
+    g = load_vector(norm, features, inside)
+    if gate is not None:
+        w, b = load_vector(gate, features, inside), tl.load(gate_bias).to(tl.float32)
+    if value is not None:
+        W, b_z = load_columns(value, D, features, inside, V), tl.load(value_bias + columns).to(tl.float32)
+    # The K - 1 tokens before the chunk are computed again: their states are part of its first reads.
+    start = tl.maximum(first - (K - 1), 0)
+    coming = ()  # what the tokens so far add to the next K - 1 reads
+    for s in tl.static_range(K - 1):
+        if carry is None:
+            coming = coming + (tl.zeros((BLOCK,), tl.float32),)
+        else:
+            coming = coming + (load_vector(carry + (sequence * (K - 1) + s) * D, features, inside & (start == 0)),)
+
+    for t in tl.range(start, last, num_stages=STAGES):
+        row = (sequence * tokens + t).to(tl.int64)
+        own = t >= first
+        mask, mask_columns = inside & own, (columns < V) & own
+        state = state_at(base, row_stride, column_stride, hs, us, row, features, inside, columns, D, V)
+        if h is not None:
+            source = load_vector(h + row * D, features, inside)
+            n = 1 / tl.sqrt(tl.sum(source * source, 0) + k_eps_squared)
+            delta, _ = write_value(z, row, columns, value_scale, value_constant, VALUE, V)
+            if ERASE:
+                delta -= n * tl.sum(state * source[:, None], 0)
+            u = n * (2 * tl.sigmoid(tl.load(y + row)) * delta)
+            state = tl.fma(source[:, None], u[None, :], state).to(base.dtype.element_ty).to(tl.float32)
+            tl.store(inverse_norm + row, n, own)
+            tl.store(discrepancy + row * V + columns, delta, mask_columns)
+            tl.store(update + row * V + columns, u, mask_columns)
+        if new_state is not None:
+            store_columns(new_state + row * V * D, D, features, mask, state, V)
+
+        later = ()
+        x = tl.sum(state * e[0], 1)
+        for s in tl.static_range(1, K):
+            tap = tl.sum(state * e[s], 1)
+            later = later + (coming[s] + tap if s < K - 1 else tap,)
+        if K > 1:
+            x += coming[0]
+        coming = later
+        rho_t = 1 / tl.sqrt(tl.sum(x * x, 0) / D + norm_eps)
+        c = x * rho_t * g
+        tl.store(rho + row, rho_t, own)
+        store_vector(context + row * D, features, mask, c)
+        if x_in is not None:
+            store_vector(x_in + row * D, features, mask, x)
+        if gate is not None:
+            tl.store(gate_logit + row, tl.sum(c * w, 0) + b, own)
+        if value is not None:
+            seen = x if VALUE_INPUT == "residual" else c
+            tl.store(value_logit + row * V + columns, tl.sum(seen[:, None] * W, 0) + b_z, mask_columns)
+
+    if carry is not None:
+        for s in tl.static_range(K - 1):
+            store_vector(new_carry + (sequence * (K - 1) + s) * D, features, inside & (last == tokens), coming[s])
+
+
+@triton.jit
+def backward_kernel(
+    grad_state, grad_x_in, grad_context, grad_gate, grad_value,  # of the results; None: zero
+    base, row_stride, column_stride, hs, us,  # the state after the write
+    h, y, z, inverse_norm, discrepancy, rho,
+    read, norm, gate, value,
+    new_grad_state, grad_h, grad_y, grad_z,  # results
+    grad_read, grad_norm, grad_gate_weight, grad_value_weight, grad_gate_bias, grad_value_bias,  # a row a program
+    tokens, chunk, chunks, zero,
+    value_scale, value_constant,
+    D: tl.constexpr, BLOCK: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
+    VALUE: tl.constexpr, VALUE_INPUT: tl.constexpr, ERASE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    features, columns = tl.arange(0, BLOCK), tl.arange(0, V)
+    inside = features < D
+    pid = tl.program_id(0)
+    sequence, first = pid // chunks, pid % chunks * chunk
+    last = tl.minimum(first + chunk, tokens)
+    # The reads of the K - 1 tokens after the chunk saw its states.
+    end = tl.minimum(last + K - 1, tokens)
+
+    g = load_vector(norm, features, inside)
+    sum_g = tl.zeros((BLOCK,), tl.float32)
+    if K == 1:
+        e = read_weights(read, features, inside, D, V, K)
+    if gate is not None:
+        w = load_vector(gate, features, inside)
+        sum_w, sum_b = tl.zeros((BLOCK,), tl.float32), tl.zeros((1,), tl.float32)
+    if value is not None:
+        W = load_columns(value, D, features, inside, V)
+        sum_W, sum_bz = tl.zeros((BLOCK, V), tl.float32), tl.zeros((V,), tl.float32)
+    sum_e, partial, later = (), (), ()
+    for s in tl.static_range(K):
+        sum_e = sum_e + (tl.zeros((BLOCK, V), tl.float32),)
+        if s > 0:
+            partial = partial + (tl.zeros((BLOCK,), tl.float32),)  # reads that lack the states of earlier tokens
+            later = later + (tl.zeros((BLOCK,), tl.float32),)  # a of the tokens after this one
+
+    # Time runs backwards. A token's read needs states of K - 1 tokens before it, so its turn comes K - 1 turns late.
+    for turn in tl.range(0, end - first + K - 1, num_stages=STAGES):
+        t = end - 1 - turn + K - 1
+        row = (sequence * tokens + tl.minimum(t, tokens - 1)).to(tl.int64)
+        active, own = t < end, t < last
+        mask, own_columns = inside & own, (columns < V) & own
+        if K > 1:
+            e = read_weights(read + turn * zero, features, inside, D, V, K)
+            oldest = t - (K - 1)
+            before = (sequence * tokens + tl.maximum(oldest, 0)).to(tl.int64)
+            there = inside & (oldest >= 0)
+            state = state_at(base, row_stride, column_stride, hs, us, before, features, there, columns, D, V)
+            x = partial[0] + tl.sum(state * e[K - 1], 1)
+            completing = ()
+            for m in tl.static_range(1, K - 1):
+                completing = completing + (partial[m] + tl.sum(state * e[K - 1 - m], 1),)
+            partial = completing + (tl.sum(state * e[0], 1),)
+        state = state_at(base, row_stride, column_stride, hs, us, row, features, mask, columns, D, V)
+        if K == 1:
+            x = tl.sum(state * e[0], 1)
+
+        rho_t = tl.load(rho + row, active, other=0.0)
+        chat = x * rho_t
+        gamma = load_vector(grad_context + row * D, features, inside & active)
+        if gate is not None:
+            gy = tl.load(grad_gate + row, active, other=0.0)
+            gamma += gy * w
+        if value is not None:
+            gz = tl.load(grad_value + row * V + columns, (columns < V) & active, other=0.0)
+            back = tl.sum(W * gz[None, :], 1)
+            if VALUE_INPUT == "context":
+                gamma += back
+        q = gamma * g
+        a = rho_t * (q - tl.sum(q * chat, 0) / D * chat)
+        if value is not None and VALUE_INPUT == "residual":
+            a += back
+        if grad_x_in is not None:
+            a += load_vector(grad_x_in + row * D, features, inside & active)
+        mine = own.to(tl.float32)
+        sum_g += mine * gamma * chat
+        if gate is not None:
+            sum_w += (mine * gy) * (chat * g)
+            sum_b += mine * gy
+        if value is not None:
+            seen = x if VALUE_INPUT == "residual" else chat * g
+            sum_W += seen[:, None] * (mine * gz)[None, :]
+            sum_bz += mine * gz
+
+        if K > 1:
+            e = read_weights(read + (turn + 1) * zero, features, inside, D, V, K)
+        M = a[:, None] * e[0]
+        updated = (sum_e[0] + a[:, None] * state,)  # the state is zero for tokens of the next chunk
+        for s in tl.static_range(1, K):
+            M += later[s - 1][:, None] * e[s]
+            updated = updated + (sum_e[s] + later[s - 1][:, None] * state,)
+        sum_e = updated
+        if K > 1:
+            later = (a,) + later[: K - 2]
+        if grad_state is not None:
+            M += load_columns(grad_state + row * V * D, D, features, mask, V)
+
+        if h is not None:
+            source = load_vector(h + row * D, features, mask)
+            n = tl.load(inverse_norm + row, own, other=0.0)
+            logit = tl.load(y + row, own, other=0.0)
+            beta = 2 * tl.sigmoid(logit)
+            delta = tl.load(discrepancy + row * V + columns, own_columns, other=0.0)
+            r = beta * delta
+            psi = n * tl.sum(M * source[:, None], 0)
+            grad_source = tl.sum(M * r[None, :], 1)
+            kappa = tl.sum(psi * r, 0)
+            value_t, slope = write_value(z, row, columns, value_scale, value_constant, VALUE, V)
+            if ERASE:
+                grad_source -= tl.sum(state * (beta * psi)[None, :], 1)
+                kappa -= beta * tl.sum(psi * (value_t - delta), 0) + beta * tl.sum(psi * delta * beta, 0)
+                M -= source[:, None] * (n * beta * psi)[None, :]
+            store_vector(grad_h + row * D, features, mask, n * (grad_source - n * kappa * source))
+            tl.store(grad_y + row, tl.sum(psi * delta, 0) * beta * tl.sigmoid(-logit), own)
+            if VALUE != "constant":
+                tl.store(grad_z + row * V + columns, beta * psi * slope, own_columns)
+        store_columns(new_grad_state + row * V * D, D, features, mask, M, V)
+
+    store_vector(grad_norm + pid * D, features, inside, sum_g)
+    for s in tl.static_range(K):
+        store_columns(grad_read + (pid * K + s) * V * D, D, features, inside, sum_e[s], V)
+    if gate is not None:
+        store_vector(grad_gate_weight + pid * D, features, inside, sum_w)
+        tl.store(grad_gate_bias + pid + tl.arange(0, 1), sum_b)
+    if value is not None:
+        store_columns(grad_value_weight + pid * V * D, D, features, inside, sum_W, V)
+        tl.store(grad_value_bias + pid * V + columns, sum_bz)
+
+
+def launch_settings(columns: int, kernel_size: int, backward: bool) -> dict:
+    """Warps a program and depth of the load pipeline.
+
+    A table, not Triton's autotuner: another choice of warps is another order of summation, and a run that goes on must
+    give the bits it would have given. `bench.py kernels --tune` measures the alternatives.
+    """
+    wide = backward and columns * kernel_size > 8
+    return {"num_warps": 16 if wide else 8, "STAGES": 2}
+
+
+def runs(sequences: int, tokens: int, kernel_size: int, device: torch.device) -> tuple[int, int, int, int]:
+    """(sequences, tokens of each, tokens of a program, programs of a sequence).
+
+    Without a token convolution the batch is one sequence. The device's size alone decides, so that the sums have the
+    same order in every step.
+    """
+    if kernel_size == 1:
+        sequences, tokens = 1, sequences * tokens
+    wanted = -(-2 * processors(device) // sequences)
+    # A program of a token convolution computes K - 1 tokens twice: it should have many more of its own.
+    chunk = max(-(-tokens // wanted), 1 if INTERPRETED else 8 * (kernel_size - 1) + 1)
+    return sequences, tokens, chunk, -(-tokens // chunk)
+
+
+@torch.library.custom_op("ddl::residual_step", mutates_args=())
+def residual_step(
+    state: torch.Tensor,
+    base: torch.Tensor,
+    hs: list[torch.Tensor],
+    us: list[torch.Tensor],
+    h: torch.Tensor | None,
+    y: torch.Tensor | None,
+    z: torch.Tensor | None,
+    read: torch.Tensor,
+    norm: torch.Tensor,
+    gate: torch.Tensor | None,
+    gate_bias: torch.Tensor | None,
+    value: torch.Tensor | None,
+    value_bias: torch.Tensor | None,
+    k_eps: float,
+    norm_eps: float,
+    value_form: str,
+    value_scale: float,
+    value_constant: float,
+    value_input: str,
+    erase: bool,
+    store: bool,
+    with_x_in: bool,
+    carry: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    """One step; see the module's docstring.
+
+    state (B, T, v, d): carries the gradient, its memory is not read. base (B, T, v, d) with hs (B, T, d) and us
+    (B, T, v) fp32: the last stored state and the writes since. h (B, T, d), y (B, T) and z (B, T, v) fp32: the write,
+    or None (only a read). read (K, v, d); norm (d,); gate (d,), (1,), value (v, d), (v,): heads on what is read, or
+    None. value_form "raw", "sigmoid" (scale * sigmoid(z)) or "constant"; value_input "residual" or "context".
+
+    Returns [state (no memory unless `store`), context (B, T, d) in base's dtype, x_in (B, T, d), gate logit (B, T),
+    value logits (B, T, v), n (B, T), delta (B, T, v), u (B, T, v), rho (B, T), carry]; what was not asked for is empty.
+    carry (B, K - 1, d) fp32: what the tokens before add to the reads of these, for generation; it has no gradient.
+    """
+    results = results_of(base, h, gate, value, store, with_x_in, carry)
+    new_state, context, x_in, gate_logit, value_logit, n, delta, u, rho, new_carry = results
+    B, T, v, d = base.shape
+    sequences, tokens, chunk, chunks = runs(B, T, len(read), base.device)
+    forward_kernel[(sequences * chunks,)](
+        base, *rows_and_columns(base), tuple(hs), tuple(us), h, y, z,
+        read, norm, gate, gate_bias, value, value_bias, carry, new_carry,
+        new_state if store else None, x_in if with_x_in else None, context, gate_logit, value_logit, n, delta, u, rho,
+        tokens, chunk, chunks, k_eps**2, norm_eps, value_scale, value_constant,
+        D=d, BLOCK=triton.next_power_of_2(d), V=v, K=len(read),
+        VALUE=value_form, VALUE_INPUT=value_input, ERASE=erase, **launch_settings(v, len(read), backward=False),
+    )  # fmt: skip
+    return results
+
+
+def results_of(base, h, gate, value, store: bool, with_x_in: bool, carry) -> list[torch.Tensor]:
+    """Tensors for what `residual_step` returns."""
+    B, T, v, d = base.shape
+
+    def fp32(wanted, *shape):
+        return base.new_empty(shape if wanted else (0,), dtype=torch.float32)
+
+    # A state that is not stored still has a place in the graph, for its gradient: one zero, seen from everywhere.
+    state = base.new_empty((B, T, v, d)) if store else base.new_zeros(()).expand(B, T, v, d)
+    context, x_in = base.new_empty((B, T, d)), base.new_empty((B, T, d) if with_x_in else (0,))
+    logits = fp32(gate is not None, B, T), fp32(value is not None, B, T, v)
+    write = h is not None
+    writes = fp32(write, B, T), fp32(write, B, T, v), fp32(write, B, T, v)
+    new_carry = base.new_empty((0,)) if carry is None else torch.empty_like(carry)
+    return [state, context, x_in, *logits, *writes, fp32(True, B, T), new_carry]
+
+
+@residual_step.register_fake
+def _(state, base, hs, us, h, y, z, read, norm, gate, gate_bias, value, value_bias, k_eps, norm_eps,
+      value_form, value_scale, value_constant, value_input, erase, store, with_x_in, carry):  # fmt: skip
+    return results_of(base, h, gate, value, store, with_x_in, carry)
+
+
+@torch.library.custom_op("ddl::residual_step_backward", mutates_args=())
+def residual_step_backward(
+    grad_state: torch.Tensor | None,
+    grad_context: torch.Tensor,
+    grad_x_in: torch.Tensor | None,
+    grad_gate: torch.Tensor | None,
+    grad_value: torch.Tensor | None,
+    base: torch.Tensor,
+    hs: list[torch.Tensor],
+    us: list[torch.Tensor],
+    h: torch.Tensor | None,
+    y: torch.Tensor | None,
+    z: torch.Tensor | None,
+    n: torch.Tensor,
+    delta: torch.Tensor,
+    rho: torch.Tensor,
+    read: torch.Tensor,
+    norm: torch.Tensor,
+    gate: torch.Tensor | None,
+    value: torch.Tensor | None,
+    value_form: str,
+    value_scale: float,
+    value_constant: float,
+    value_input: str,
+    erase: bool,
+) -> list[torch.Tensor]:
+    """Gradients [state, h, y, z, read, norm, gate, gate bias, value, value bias]; empty where there is nothing.
+
+    base, hs, us: the state after the write, as in `residual_step`. Parameter gradients are fp32.
+    """
+    B, T, v, d = base.shape
+    results = gradients_of(base, h, y, z, read, gate, value, value_form)
+    sequences, tokens, chunk, chunks = runs(B, T, len(read), base.device)
+    programs = sequences * chunks
+    sums = [base.new_empty((programs, *total.shape), dtype=torch.float32) for total in results[4:]]
+    backward_kernel[(programs,)](
+        grad_state, grad_x_in, grad_context, grad_gate, grad_value,
+        base, *rows_and_columns(base), tuple(hs), tuple(us), h, y, z, n, delta, rho, read, norm, gate, value,
+        *results[:4], *sums[:3], sums[4], sums[3], sums[5],
+        tokens, chunk, chunks, 0, value_scale, value_constant,
+        D=d, BLOCK=triton.next_power_of_2(d), V=v, K=len(read),
+        VALUE=value_form, VALUE_INPUT=value_input, ERASE=erase, **launch_settings(v, len(read), backward=True),
+    )  # fmt: skip
+    return results[:4] + [part.sum(0) for part in sums]
+
+
+def gradients_of(base, h, y, z, read, gate, value, value_form: str) -> list[torch.Tensor]:
+    """Tensors for what `residual_step_backward` returns."""
+    d = base.shape[-1]
+
+    def like(tensor, *shape):
+        return base.new_empty(shape if tensor is not None else (0,), dtype=torch.float32)
+
+    z = None if value_form == "constant" else z
+    state, grad_h = base.new_empty(base.shape), base.new_empty((0,)) if h is None else torch.empty_like(h)
+    per_token = [like(y, *base.shape[:2]), like(z, *base.shape[:3])]
+    heads = [like(gate, d), like(gate, 1), like(value, base.shape[2], d), like(value, base.shape[2])]
+    return [state, grad_h, *per_token, like(read, *read.shape), like(read, d), *heads]
+
+
+@residual_step_backward.register_fake
+def _(grad_state, grad_context, grad_x_in, grad_gate, grad_value, base, hs, us, h, y, z, n, delta, rho, read, norm,
+      gate, value, value_form, value_scale, value_constant, value_input, erase):  # fmt: skip
+    return gradients_of(base, h, y, z, read, gate, value, value_form)
+
+
+def setup_context(ctx, inputs, output):
+    (_, base, hs, us, h, y, z, read, norm, gate, gate_bias, value, value_bias, _, _, *options) = inputs
+    state, _, _, _, _, n, delta, u, rho, carry = output
+    options, store = options[:5], options[5]
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(n, delta, u, rho, carry)
+    ctx.options, ctx.count, ctx.write = options, len(hs), h is not None
+    ctx.types = [None if p is None else (p.dtype, p.shape) for p in (read, norm, gate, gate_bias, value, value_bias)]
+    if store:
+        after = [state]
+    elif h is not None:
+        after = [base, *hs, h, *us, u]
+    else:
+        after = [base, *hs, *us]
+    ctx.save_for_backward(h, y, z, n, delta, rho, read, norm, gate, value, *after)
+
+
+def backward(ctx, grads):
+    grad_state, grad_context, grad_x_in, grad_gate, grad_value, *_ = grads
+    h, y, z, n, delta, rho, read, norm, gate, value, base, *writes = ctx.saved_tensors
+    count = len(writes) // 2
+    if grad_context is None:
+        grad_context = base.new_zeros((*base.shape[:2], base.shape[3]))
+    if gate is not None and grad_gate is None:
+        grad_gate = torch.zeros_like(rho)
+    if value is not None and grad_value is None:
+        grad_value = rho.new_zeros(base.shape[:3])
+    contiguous = [
+        g if g is None else g.contiguous() for g in (grad_state, grad_context, grad_x_in, grad_gate, grad_value)
+    ]
+    found = residual_step_backward(
+        *contiguous, base, writes[:count], writes[count:], h, y, z, n, delta, rho, read, norm, gate, value, *ctx.options
+    )
+    state, h, y, z, *parameters = (gradient if gradient.numel() else None for gradient in found)
+    parameters = [
+        None if gradient is None else gradient.to(kind[0]).view(kind[1])
+        for gradient, kind in zip(parameters, ctx.types)
+    ]
+    return state, None, [None] * ctx.count, [None] * ctx.count, h, y, z, *parameters, *[None] * 10
+
+
+residual_step.register_autograd(backward, setup_context=setup_context)
