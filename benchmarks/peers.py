@@ -96,8 +96,8 @@ class Sum(Spread):
 class HyperConnectionsGPT(GPT):
     """The additive backbone with mHC by liger-kernel (arXiv 2512.24880, n = 4).
 
-    Written against liger-kernel 0.8.5; its kernels run on a GPU. On a CPU only Triton's interpreter runs them, so that
-    this class was run here as Python, not for its speed.
+    Written against liger-kernel 0.8.5, whose kernels need a GPU. What has run so far: these classes and the package's
+    own code in Triton's interpreter on a CPU, eagerly; not compiled, and never on a GPU.
     """
 
     Expander, Block, Readout = Spread, HyperBlock, Sum

@@ -10,6 +10,8 @@ from training.provenance import provenance
 
 KINDS = {"transcription (compiled)": "C1", "transcription (eager)": "C3", "mHC": "C2"}  # all others are models
 
+BACKGROUND = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # of figures that cross the line at 1
+
 
 def spread(row: dict, key: str, digits: int = 3) -> str | None:
     """The median and (10th to 90th percentile) that `timing.compared` made."""
@@ -34,7 +36,7 @@ COLUMNS = {
     "forward speed over its transcription": lambda r: spread(r, "forward_speedup", 2),
     "MFU": lambda r: number(r, "mfu", ".1%"),
     "activations per token, KiB": lambda r: number(r, "activation_bytes_per_token", ",.0f", 2**10),
-    "relative": lambda r: number(r, "activation_ratio", ".2f"),
+    "activations relative to additive": lambda r: number(r, "activation_ratio", ".2f"),
     "peak memory, GiB": lambda r: number(r, "peak_memory_bytes", ".1f", 2**30),
 }
 
@@ -92,9 +94,10 @@ def bars(axes, rows: list[dict], key: str) -> None:
     errors = [[r[key] - r[f"{key}_p10"] for r in rows], [r[f"{key}_p90"] - r[key] for r in rows]]
     axes.barh(range(len(rows)), middles, xerr=errors, color=[color_of(r) for r in rows], capsize=2, height=0.75)
     for place, row in enumerate(rows):
-        axes.text(row[f"{key}_p90"] + 0.02, place, f"{row[key]:.2f}", va="center", fontsize=8)
+        axes.text(row[f"{key}_p90"] + 0.02, place, f"{row[key]:.2f}", va="center", fontsize=8, bbox=BACKGROUND)
     axes.axvline(1, color="0.3", linewidth=0.8, linestyle="--")
     axes.set_xlim(0, 1.15 * max(row[f"{key}_p90"] for row in rows))
+    axes.margins(y=0.01)
     axes.grid(axis="x", alpha=0.3)
 
 

@@ -86,10 +86,11 @@ class Bench:
         for contender in others:
             try:
                 waiting(contender.train, 1, self.device)()
+                waiting(contender.evaluate, 1, self.device)()
                 able.append(contender)
-            except (torch.OutOfMemoryError, torch._dynamo.exc.TorchDynamoException) as error:
+            except Exception as error:  # a peer's failure is a finding about the peer, not the end of the measurement
                 contender.adamw.zero_grad(set_to_none=True)
-                self.leave_out(contender.name, f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
+                self.leave_out(contender.name, f"{type(error).__name__}: {first_line(error)}")
                 release(self.device)
         return able
 
@@ -146,6 +147,10 @@ def rows_of(train: dict, forward: dict, tokens: int) -> dict[str, dict]:
             row[f"{prefix}tokens_per_second"] = tokens / statistics.median(times)
             row |= compared(f"{prefix}ratio", seconds[BASELINE], times)
     return rows
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def release(device: torch.device) -> None:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, one_line_error, script
+from conftest import ROOT, script
 
 import bench
 from benchmarks import contender, peers, results, step, suites, timing
@@ -125,8 +125,12 @@ def test_mistakes_end_in_one_line_before_anything_is_measured(arguments, message
     assert message in line
 
 
-def test_a_missing_compiler_ends_in_one_line():
-    assert "--compile=False" in one_line_error(script("bench.py", "--device=cpu", env={"CXX": "none"}))
+def test_a_missing_compiler_ends_in_one_line(monkeypatch, capsys):
+    monkeypatch.setenv("CXX", "none")
+    with pytest.raises(SystemExit):
+        main(monkeypatch, "--device=cpu")
+    [line] = capsys.readouterr().err.splitlines()
+    assert "--compile=False" in line
 
 
 def test_help_names_every_option(monkeypatch, capsys):
@@ -304,6 +308,20 @@ def test_hyper_connections_wrap_every_residual_connection(liger):
                 connection.mhc.phi.zero_()
                 connection.mhc.b.zero_()[:4].fill_(-torch.tensor(3.0).log())  # reads 1/4 of each; writes 2 sigmoid(0)
     torch.testing.assert_close(model(ids)[0], plain(ids)[0], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_memory_on_a_gpu_is_weights_gradients_moments_and_activations(tmp_path):
+    out = tmp_path / "rows.json"
+    arguments = [*TINY, "--device=cuda", "--hidden_size=256", "--block_size=128", "--peers=transcription"]
+    result = script("bench.py", *arguments, "--models=DDL-gpt-mha-rope-CC", f"--json={out}")
+    assert result.returncode == 0, result.stderr.decode()
+    for row in json.loads(out.read_text())["rows"]:
+        activations = 128 * row["activation_bytes_per_token"]
+        assert activations > 0
+        # AdamW's state: two moments, and a step counter for each parameter.
+        assert row["peak_memory_bytes"] - activations == pytest.approx(16 * row["parameters"], rel=0.01)
 
 
 def test_the_data_pipeline_is_measured(tmp_path):
