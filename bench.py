@@ -5,10 +5,11 @@
     python bench.py --models=DDL-gpt-mha-rope-CC:2 --hidden_size=128 --num_hidden_layers=4 --num_attention_heads=2
     python bench.py data                               preparing and loading data, against tiktoken alone
 
-`step`, which needs no name, measures training steps (forward, backward, AdamW) and forward passes without gradients. A
-round runs every model in turn; a ratio is the baseline's time over the model's in the same round: the median over the
-rounds, with the 10th and 90th percentile. The peers: a straight transcription of the equations (tests/transcription.py)
-eager and compiled, and on a GPU liger-kernel's hyper-connections where that package is installed.
+`step`, which needs no name, measures training steps (forward, backward, AdamW) and forward passes without gradients.
+Models take turns in groups: the baseline, one variant and its peers. A ratio is the baseline's time over the model's in
+the same round: the median over the rounds, with the 10th and 90th percentile. The peers: a straight transcription of
+the equations (tests/transcription.py), eager and compiled, and on a GPU liger-kernel's hyper-connections where that
+package is installed.
 """
 
 import argparse

@@ -83,7 +83,8 @@ def sizes_of(args) -> dict[str, dict]:
 def complete(args, device: torch.device) -> None:
     """Fill in what follows from suite and device."""
     suite = SUITES[args.suite]
-    whole = not args.models and not args.sizes and all(getattr(args, key) is None for key in SIZE_KEYS)
+    whole = not (args.models or args.sizes) and args.peers == ",".join(PEERS)
+    whole = whole and all(getattr(args, key) is None for key in (*SIZE_KEYS, "micro_batch_size"))
     args.models = args.models.split(",") if args.models else list(suite.models)
     args.models = list(dict.fromkeys([BASELINE, *args.models]))  # each once, the baseline with its peers first
     args.peers = [peer for peer in args.peers.split(",") if peer not in ("", "none")]

@@ -143,7 +143,12 @@ def test_help_names_every_option(monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("arguments", "path"),
-    [([], "results/bench_quick_cpu.json"), (["--json="], None), (["--hidden_size=64"], None), (["--json=x"], "x")],
+    [
+        ([], "results/bench_quick_cpu.json"),
+        (["--json="], None),
+        (["--hidden_size=64"], None),
+        (["--peers=mhc,transcription"], None),
+    ],
 )
 def test_only_a_whole_suite_is_stored_without_asking(arguments, path):
     args = bench.arguments(["--device=cpu", *arguments])
