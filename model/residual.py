@@ -105,6 +105,16 @@ def delay(x, tokens: int, cache: dict | None, slot: str):
     return x[:, :-tokens]
 
 
+def features_last(weights):
+    """weights (d, v, K) as parameters keep them -> (K, v, d) in memory as well, the current token's tap first.
+
+    A permuted view would do, but torch.compile lays out what it multiplies with, the state, as the view is: features
+    would no longer be contiguous, and no loop vectorised. It sees through `contiguous`, not through `stack`.
+    """
+    rows = torch.stack(weights.flatten(1).unbind(1))  # (v * K, d)
+    return rows.unflatten(0, weights.shape[1:]).transpose(0, 1).flip(0)
+
+
 class Repeat(nn.Module):
     """Expander: the embedding (B, T, d) in each of the v columns, (B, T, v, d)."""
 
@@ -148,7 +158,7 @@ class EmbeddingConv(nn.Module):
 
     def forward(self, x, cache: dict | None = None, slot: str = ""):
         weights = self.conv.weight.squeeze(1).unflatten(0, (-1, self.value_channels))  # (d, v, K)
-        weights = weights.flip(-1).permute(2, 1, 0).to(at_least_fp32(x.dtype))  # (K, v, d), current token first
+        weights = features_last(weights).to(at_least_fp32(x.dtype))
         taps = (delay(x, s, cache, f"{slot}.{s}").unsqueeze(2) * w for s, w in enumerate(weights))
         return sum(taps).to(x.dtype)
 
@@ -190,7 +200,7 @@ class TokenConvRead(nn.Module):
     def weights(self):
         """e, the whole read as one (K, v, d) tensor; its first entry weighs the current token."""
         taps = self.shortconv.weight.unflatten(0, (-1, self.read.shape[0]))  # (d, v, K)
-        return taps.flip(-1).permute(2, 1, 0) * self.read[:, None]
+        return features_last(taps) * self.read[:, None]
 
     def flops_per_token(self) -> int:
         return 2 * self.shortconv.weight.numel()
@@ -225,7 +235,7 @@ class ColumnConvRead(nn.Module):
         return 2 * self.weight.numel()
 
     def forward(self, state, cache: dict | None = None, slot: str = ""):
-        return read_columns(state, self.weight.T[None], cache, slot)
+        return read_columns(state, features_last(self.weight.unsqueeze(2)), cache, slot)
 
 
 def fold_column_conv(weight, read):
