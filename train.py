@@ -25,7 +25,7 @@ import configurator
 from data.loader import TrainBatches, ValidationBatches, prefetched
 from data.shards import DamagedShard, open_corpus
 from data.tokenizer import describe, size_of
-from model import STEMS, build, model_class
+from model import STEMS, build, kernels, model_class
 from training import checkpoint, distributed, estimate, metrics, nonfinite, optimizer, parallel, resume, stopping
 from training.evaluation import evaluate
 from training.provenance import code_digest
@@ -47,6 +47,8 @@ class TrainConfig:
         Literal["auto", "float32", "bfloat16"], "compute type; weights stay float32; auto: bfloat16 on a GPU"
     ] = "auto"
     compile: Annotated[bool, "torch.compile the model; on a CPU it needs a C++ compiler"] = True
+    kernels: Annotated[Literal["auto", "on", "off"], "fused residual steps; auto: on a GPU that has them"] = "auto"
+    state_interval: Annotated[int, "kernels: sublayers between states kept for the backward pass; 4 saves memory"] = 2
     engine: Annotated[Literal["ddp", "fsdp"], "several processes: a copy each, or a part of every parameter"] = "ddp"
     activation_checkpointing: Annotated[bool, "keep the states between blocks alone; compute blocks again"] = False
     deterministic: Annotated[bool, "on a GPU: only operations that give the same bits every time"] = False
@@ -114,7 +116,7 @@ def configure(argv: list[str]):
 
 def check_run(c: TrainConfig) -> None:
     """Ranges and contradictions between run keys. ValueError: names the key, the value and the fix."""
-    least = dict.fromkeys(("max_steps", "global_batch_size", "micro_batch_size", "keep_last"), 1)
+    least = dict.fromkeys(("max_steps", "global_batch_size", "micro_batch_size", "keep_last", "state_interval"), 1)
     least |= dict.fromkeys(("eval_interval", "eval_batches", "log_interval", "checkpoint_interval"), 1)
     least |= dict.fromkeys(("decay_steps", "keep_every", "skip_nonfinite", "statistics_interval"), 0)
     least |= dict.fromkeys(("warmup_steps", "seed", "learning_rate", "weight_decay", "grad_clip"), 0)
@@ -130,6 +132,8 @@ def check_run(c: TrainConfig) -> None:
         raise ValueError(f"min_lr={c.min_lr}: give a number from 0 to learning_rate={c.learning_rate}")
     if c.max_seconds is not None and c.max_seconds <= 0:
         raise ValueError(f"max_seconds={c.max_seconds}: give a number above 0, or None")
+    if c.kernels == "off" and c.state_interval != TrainConfig.state_interval:
+        raise ValueError(f"state_interval={c.state_interval} has no effect with kernels=off: leave one of them out")
     if c.engine == "fsdp" and c.optimizer == "muon":
         raise ValueError("optimizer=muon with engine=fsdp: Muon needs whole matrices: give engine=ddp, or adamw")
     world = distributed.world_size()
@@ -229,6 +233,7 @@ def main():
         torch.manual_seed(config.seed)
         model = build(config.model, **dataclasses.asdict(model_config))
         model.activation_checkpointing = config.activation_checkpointing
+        plain = kernels.use(model, config.kernels, device, config.state_interval)
         if start:
             checkpoint.load_weights(model, start)
     if config.dry_run:
@@ -259,6 +264,8 @@ def main():
             f"{world.world_size} x {device.type}; run folder {out}\n{train_batches.windows:,} sequences an epoch; "
             f"each leaves out {train_batches.skipped:,} of {len(train_batches.stream):,} tokens, not always the same"
         )
+        if config.kernels != "off" and device.type == "cuda" and plain:
+            print(f"note: no fused kernels: {plain}")
         if config.warmup_steps > config.max_steps:
             print(f"note: warmup_steps={config.warmup_steps} is longer than the run: it ends on the way up")
         if config.compile:

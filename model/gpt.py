@@ -4,6 +4,7 @@ A model is a subclass of `GPT` that names four classes: `Config`, `Expander`, `B
 `model/<stem>.py`). Notation in shapes: B batch, T tokens, d hidden_size, H heads, L num_hidden_layers.
 """
 
+import contextlib
 import math
 from dataclasses import dataclass
 from typing import Annotated
@@ -279,6 +280,20 @@ class GPT(nn.Module):
             elif name.endswith(("attn.c_proj.weight", "mlp.c_proj.weight")):
                 std /= math.sqrt(config.num_hidden_layers)
             nn.init.normal_(parameter, std=std)
+
+    def use_stream(self, stream: Stream) -> None:
+        for module in (self, *self.transformer.h):
+            module.stream = stream
+
+    @contextlib.contextmanager
+    def plain_stream(self):
+        """Take every step by itself inside, for hooks that look at states and writes."""
+        stream = self.stream
+        self.use_stream(Stream())
+        try:
+            yield
+        finally:
+            self.use_stream(stream)
 
     def num_parameters(self) -> int:
         """All parameters; the tied embedding counts once."""

@@ -33,7 +33,7 @@ def residual_statistics(model: nn.Module, ids: torch.Tensor, autocast) -> dict[s
             if hasattr(module, "statistics"):
                 hooks.append(module.register_forward_hook(after_write(name)))
     try:
-        with autocast:
+        with autocast, model.plain_stream():
             model(ids)
     finally:
         for hook in hooks:

@@ -21,6 +21,8 @@ MAY_CHANGE = {
     ),
     *(
         "activation_checkpointing",
+        "kernels",
+        "state_interval",
         "deterministic",
         "decay_steps",
         "keep_last",

@@ -34,7 +34,7 @@ def use(model, setting: str = "auto", device: torch.device | str = "cuda", state
     """Give the model its fused stream, or take it away. Returns why not, or None where the kernels serve it.
 
     setting: "on", "off", or "auto" (on where they can be). state_interval: sublayers between states kept for the
-    backward pass; 1 is fastest backward, more keeps less memory. ValueError: "on" where they cannot be.
+    backward pass; those between are made again. ValueError: "on" where they cannot be.
     """
     why = "kernels=off" if setting == "off" else missing(model, device)
     if setting == "auto" and torch.device(device).type != "cuda":
@@ -48,6 +48,5 @@ def use(model, setting: str = "auto", device: torch.device | str = "cuda", state
 
         additive = type(model.transformer.h[0]) is Block
         stream = fused.AdditiveStream() if additive else fused.DeltaStream(model.config, state_interval)
-    for module in (model, *model.transformer.h):
-        module.stream = stream
+    model.use_stream(stream)
     return why

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from model.kernels.tiles import load_vector, processors, store_vector
+from model.kernels.tiles import dense, load_vector, processors, store_vector
 
 
 @triton.jit
@@ -70,7 +70,7 @@ def add_norm(
     results = results_of(x, h)
     programs, chunk, constants = launch(x)
     forward_kernel[(programs,)](
-        x, h, norm, *results, results[2].numel(), chunk, eps, **constants
+        *dense(x, h, norm), *results, results[2].numel(), chunk, eps, **constants
     )  # fmt: skip
     return results
 
@@ -94,7 +94,7 @@ def add_norm_backward(
     programs, chunk, constants = launch(x)
     grad_norm = x.new_empty((programs, x.shape[-1]), dtype=torch.float32)
     backward_kernel[(programs,)](
-        grad_x, grad_context, x, rho, norm, new_grad_x, grad_norm, rho.numel(), chunk, **constants
+        *dense(grad_x, grad_context, x, rho, norm), new_grad_x, grad_norm, rho.numel(), chunk, **constants
     )
     return new_grad_x, grad_norm.sum(0)
 
@@ -115,8 +115,8 @@ def setup_context(ctx, inputs, output):
 
 def backward(ctx, grad_x, grad_context, _):
     x, rho, norm = ctx.saved_tensors
-    grad_x = grad_x.contiguous() if ctx.added and grad_x is not None else None
-    grad_context = torch.zeros_like(x) if grad_context is None else grad_context.contiguous()
+    grad_x = grad_x if ctx.added else None
+    grad_context = torch.zeros_like(x) if grad_context is None else grad_context
     gradient, grad_norm = add_norm_backward(grad_x, grad_context, x, rho, norm)
     return gradient, gradient if ctx.added else None, grad_norm.to(norm.dtype), None
 

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from model.kernels.tiles import INTERPRETED, load_columns, load_vector, processors, store_columns, store_vector
+from model.kernels.tiles import INTERPRETED, dense, load_columns, load_vector, processors, store_columns, store_vector
 
 BLOCK = 256
 
@@ -77,7 +77,7 @@ def expand(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """x (B, T, d) contiguous, weights (K, v, d), the current token's first -> state (B, T, v, d) in x's dtype."""
     state = x.new_empty((*x.shape[:2], *weights.shape[1:]))
     grid, sizes, constants = launch(x, weights)
-    forward_kernel[grid](x, weights, state, *sizes, **constants)
+    forward_kernel[grid](*dense(x, weights), state, *sizes, **constants)
     return state
 
 
@@ -94,7 +94,7 @@ def expand_backward(
     grad_x = x.new_empty(x.shape)
     grid, sizes, constants = launch(x, weights)
     grad_weights = x.new_empty((grid[0], *weights.shape), dtype=torch.float32)
-    backward_kernel[grid](grad_state, x, weights, grad_x, grad_weights, *sizes, **constants)
+    backward_kernel[grid](*dense(grad_state, x, weights), grad_x, grad_weights, *sizes, **constants)
     return grad_x, grad_weights.sum(0)
 
 
@@ -109,7 +109,7 @@ def setup_context(ctx, inputs, output):
 
 def backward(ctx, grad_state):
     x, weights = ctx.saved_tensors
-    grad_x, grad_weights = expand_backward(grad_state.contiguous(), x, weights)
+    grad_x, grad_weights = expand_backward(grad_state, x, weights)
     return grad_x, grad_weights.to(weights.dtype)
 
 

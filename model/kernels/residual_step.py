@@ -30,6 +30,7 @@ import triton.language as tl
 
 from model.kernels.tiles import (
     INTERPRETED,
+    dense,
     load_columns,
     load_vector,
     processors,
@@ -349,14 +350,21 @@ def residual_step(
     B, T, v, d = base.shape
     sequences, tokens, chunk, chunks = runs(B, T, len(read), base.device)
     forward_kernel[(sequences * chunks,)](
-        base, *rows_and_columns(base), tuple(hs), tuple(us), h, y, z,
-        read, norm, gate, gate_bias, value, value_bias, carry, new_carry,
+        base, *rows_and_columns(base), tuple(dense(*hs)), tuple(us), *dense(h, y, z),
+        *dense(read, norm, gate, gate_bias, value, value_bias, carry), new_carry,
         new_state if store else None, x_in if with_x_in else None, context, gate_logit, value_logit, n, delta, u, rho,
         tokens, chunk, chunks, k_eps**2, norm_eps, value_scale, value_constant,
         D=d, BLOCK=triton.next_power_of_2(d), V=v, K=len(read),
         VALUE=value_form, VALUE_INPUT=value_input, ERASE=erase, **launch_settings(v, len(read), backward=False),
     )  # fmt: skip
     return results
+
+
+def no_memory(state):
+    """A state that is not stored still has a place in the graph, for its gradient: one zero, seen from everywhere."""
+    tensor = state.new_empty_strided(state.shape, (0, 0, 0, 0))
+    tensor.as_strided((1,), (1,)).zero_()
+    return tensor
 
 
 def results_of(base, h, gate, value, store: bool, with_x_in: bool, carry) -> list[torch.Tensor]:
@@ -366,8 +374,7 @@ def results_of(base, h, gate, value, store: bool, with_x_in: bool, carry) -> lis
     def fp32(wanted, *shape):
         return base.new_empty(shape if wanted else (0,), dtype=torch.float32)
 
-    # A state that is not stored still has a place in the graph, for its gradient: one zero, seen from everywhere.
-    state = base.new_empty((B, T, v, d)) if store else base.new_zeros(()).expand(B, T, v, d)
+    state = base.new_empty((B, T, v, d)) if store else no_memory(base)
     context, x_in = base.new_empty((B, T, d)), base.new_empty((B, T, d) if with_x_in else (0,))
     logits = fp32(gate is not None, B, T), fp32(value is not None, B, T, v)
     write = h is not None
@@ -418,8 +425,9 @@ def residual_step_backward(
     programs = sequences * chunks
     sums = [base.new_empty((programs, *total.shape), dtype=torch.float32) for total in results[4:]]
     backward_kernel[(programs,)](
-        grad_state, grad_x_in, grad_context, grad_gate, grad_value,
-        base, *rows_and_columns(base), tuple(hs), tuple(us), h, y, z, n, delta, rho, read, norm, gate, value,
+        *dense(grad_state, grad_x_in, grad_context, grad_gate, grad_value),
+        base, *rows_and_columns(base), tuple(dense(*hs)), tuple(us), *dense(h, y, z), n, delta, rho,
+        *dense(read, norm, gate, value),
         *results[:4], *sums[:3], sums[4], sums[3], sums[5],
         tokens, chunk, chunks, 0, value_scale, value_constant,
         D=d, BLOCK=triton.next_power_of_2(d), V=v, K=len(read),
@@ -436,7 +444,7 @@ def gradients_of(base, h, y, z, read, gate, value, value_form: str) -> list[torc
         return base.new_empty(shape if tensor is not None else (0,), dtype=torch.float32)
 
     z = None if value_form == "constant" else z
-    state, grad_h = base.new_empty(base.shape), base.new_empty((0,)) if h is None else torch.empty_like(h)
+    state, grad_h = base.new_empty(base.shape), base.new_empty((0,) if h is None else h.shape)
     per_token = [like(y, *base.shape[:2]), like(z, *base.shape[:3])]
     heads = [like(gate, d), like(gate, 1), like(value, base.shape[2], d), like(value, base.shape[2])]
     return [state, grad_h, *per_token, like(read, *read.shape), like(read, d), *heads]
@@ -451,10 +459,10 @@ def _(grad_state, grad_context, grad_x_in, grad_gate, grad_value, base, hs, us, 
 def setup_context(ctx, inputs, output):
     (_, base, hs, us, h, y, z, read, norm, gate, gate_bias, value, value_bias, _, _, *options) = inputs
     state, _, _, _, _, n, delta, u, rho, carry = output
-    options, store = options[:5], options[5]
+    options, store, ctx.with_x_in = options[:5], options[5], options[6]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(n, delta, u, rho, carry)
-    ctx.options, ctx.count, ctx.write = options, len(hs), h is not None
+    ctx.options, ctx.count = options, len(hs)
     ctx.types = [None if p is None else (p.dtype, p.shape) for p in (read, norm, gate, gate_bias, value, value_bias)]
     if store:
         after = [state]
@@ -475,12 +483,10 @@ def backward(ctx, grads):
         grad_gate = torch.zeros_like(rho)
     if value is not None and grad_value is None:
         grad_value = rho.new_zeros(base.shape[:3])
-    contiguous = [
-        g if g is None else g.contiguous() for g in (grad_state, grad_context, grad_x_in, grad_gate, grad_value)
-    ]
     found = residual_step_backward(
-        *contiguous, base, writes[:count], writes[count:], h, y, z, n, delta, rho, read, norm, gate, value, *ctx.options
-    )
+        grad_state, grad_context, grad_x_in if ctx.with_x_in else None, grad_gate, grad_value,
+        base, writes[:count], writes[count:], h, y, z, n, delta, rho, read, norm, gate, value, *ctx.options,
+    )  # fmt: skip
     state, h, y, z, *parameters = (gradient if gradient.numel() else None for gradient in found)
     parameters = [
         None if gradient is None else gradient.to(kind[0]).view(kind[1])

@@ -16,6 +16,11 @@ def processors(device: torch.device) -> int:
     return 3 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def dense(*tensors):
+    """Each as the kernels read it. Inside an operator: what a compiler took to be contiguous may not be."""
+    return [t if t is None else t.contiguous() for t in tensors]
+
+
 def rows_and_columns(state) -> tuple[int, int]:
     """Strides of state (B, T, v, d) from token to token and from column to column.
 
