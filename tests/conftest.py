@@ -14,6 +14,11 @@ import torch
 
 from data import shards, tokenizer
 
+# Without a GPU the kernels' tests run under Triton's interpreter. It must be chosen before triton is imported; what is
+# not a test stays with the plain operations on a CPU, unless told `kernels=on`.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 ROOT = Path(__file__).parents[1]
 
 

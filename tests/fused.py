@@ -1,0 +1,284 @@
+"""What tests of the fused kernels share, on a CPU (interpreted) and on a GPU (compiled).
+
+The oracle is model/residual.py's operations in float64, differentiated by autograd. Two things in it are the kernels'
+own: the state is rounded where they would store it (the gradient passes straight through), and sigmoids are written so
+that their derivatives survive saturation, which 1 - sigmoid(40) in float64 does not.
+"""
+
+import math
+import os
+import sys
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from model.kernels import add_norm as add_norm_module
+from model.kernels import expand as expand_module
+from model.kernels import residual_step as residual_step_module
+from model.residual import delta_rewrite, read_columns
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DEVICE = "cpu" if INTERPRETED else "cuda"
+K_EPS, NORM_EPS, SCALE, CONSTANT = 1e-5, 1e-5, 4.0, 1.5
+
+
+def programs(monkeypatch, count: int) -> None:
+    """Plan for `count` processors: how many programs share the tokens, and so where chunks meet."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("model.kernels.") and hasattr(module, "processors"):
+            monkeypatch.setattr(module, "processors", lambda device: count)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of residual_step; its fields are what the calls differ in."""
+
+    d: int = 37
+    v: int = 4
+    K: int = 1
+    B: int = 1
+    T: int = 7
+    dtype: str = "fp32"
+    form: str = "sigmoid"
+    value_input: str = "residual"
+    erase: bool = True
+    heads: str = "gate value"  # those made in the kernel
+    write: bool = True
+    pending: int = 0  # writes since the state was stored
+    store: bool = True
+    with_x_in: bool = True
+    repeated: bool = False  # a repeated embedding: columns at stride 0
+    logits: float | None = None  # saturated: all gate and value logits are this or its negative
+    h_scale: float = 1.0
+    zero_h: bool = False  # the second token's h is zero
+    x_scale: float = 1.0
+    used: str = "state context x_in gate_logit value_logit"  # results that reach the loss
+
+    def __str__(self):
+        parts = [f"{name}={value}" for name, value in vars(self).items() if value != getattr(Step, name)]
+        return ",".join(parts).replace("=True", "").replace("erase=False", "write_only") or "plain"
+
+    def inputs(self) -> dict:
+        """Leaves and constants in the dtypes of a model, on DEVICE."""
+        generator = torch.Generator().manual_seed(1)
+        dtype, B, T, v, d = DTYPES[self.dtype], self.B, self.T, self.v, self.d
+
+        def normal(*shape, dtype=torch.float32, scale=1.0):
+            return (scale * torch.randn(*shape, generator=generator)).to(dtype).to(DEVICE)
+
+        def logits(*shape):
+            values = normal(*shape)
+            return values if self.logits is None else self.logits * values.sign()
+
+        base = normal(B, T, v, d, dtype=dtype, scale=self.x_scale)
+        if self.repeated:
+            base = base[:, :, :1].contiguous().expand(B, T, v, d)
+        result = {"base": base}
+        result["hs"] = [normal(B, T, d, dtype=dtype) for _ in range(self.pending)]
+        result["us"] = [normal(B, T, v, scale=self.x_scale / math.sqrt(d)) for _ in range(self.pending)]
+        if self.write:
+            result["h"] = normal(B, T, d, dtype=dtype, scale=self.h_scale)
+            if self.zero_h:
+                result["h"][:, 1] = 0
+            result["y"] = logits(B, T)
+            if self.form != "constant":
+                result["z"] = logits(B, T, v)
+        result["read"] = normal(self.K, v, d, scale=1 / math.sqrt(v * self.K))
+        result["norm"] = 1 + 0.3 * normal(d)
+        if "gate" in self.heads:
+            result |= {"gate": normal(d, scale=1 / math.sqrt(d)), "gate_bias": normal(1)}
+        if "value" in self.heads:
+            result |= {"value": normal(v, d, scale=1 / math.sqrt(d)), "value_bias": normal(v)}
+        return result
+
+    def results(self) -> list[str]:
+        names = ["state", "context"] + ["x_in"] * self.with_x_in
+        return names + ["gate_logit"] * ("gate" in self.heads) + ["value_logit"] * ("value" in self.heads)
+
+
+LEAVES = ("h", "y", "z", "read", "norm", "gate", "gate_bias", "value", "value_bias")
+
+
+def arguments(case: Step, inputs: dict, state, carry=None) -> tuple:
+    """The operator's arguments."""
+    values = [inputs.get(name) for name in LEAVES]
+    options = (K_EPS, NORM_EPS, case.form, SCALE, CONSTANT, case.value_input, case.erase, case.store, case.with_x_in)
+    return state, inputs["base"], inputs["hs"], inputs["us"], *values, *options, carry
+
+
+def place(case: Step, inputs: dict):
+    """The state's place in the graph: its values must not be read."""
+    shape = inputs["base"].shape
+    return torch.full(shape, math.nan, dtype=inputs["base"].dtype, device=DEVICE).requires_grad_()
+
+
+def rounded(x, dtype):
+    """x as the kernels store it, in float64; the gradient passes straight through.
+
+    Triton's interpreter cuts the lower bits of a bfloat16 off where a GPU rounds to nearest. It rounds to float16.
+    """
+    if dtype == torch.bfloat16 and INTERPRETED:
+        bits = x.detach().float().view(torch.int32) & -65536
+        value = bits.view(torch.float32).double()
+    else:
+        value = x.detach().to(dtype).double()
+    return x + (value - x.detach())
+
+
+def sigmoid(x):
+    """Its derivative is exact to the last digits at both ends."""
+    return F.logsigmoid(x).exp()
+
+
+def oracle(case: Step, inputs: dict, carried=None) -> tuple[dict, dict]:
+    """(results, leaves) in float64. carried: the cache of read_columns."""
+    dtype = inputs["base"].dtype
+    state = inputs["base"].double()
+    for h, u in zip(inputs["hs"], inputs["us"]):
+        state = rounded(state + u.double().unsqueeze(-1) * h.double().unsqueeze(2), dtype)
+    leaves = {name: inputs[name].double().requires_grad_() for name in LEAVES if name in inputs}
+    leaves["state"] = state.detach().requires_grad_()
+    state = leaves["state"]
+    if case.write:
+        value = {"constant": lambda: state.new_full(state.shape[:3], CONSTANT), "raw": lambda: leaves["z"]}.get(
+            case.form, lambda: SCALE * sigmoid(leaves["z"])
+        )()
+        khat = F.rms_norm(leaves["h"], (case.d,), eps=K_EPS**2 / case.d)
+        beta = 2 * sigmoid(leaves["y"]).unsqueeze(-1)
+        state = rounded(delta_rewrite(state, khat, beta, value, case.erase), dtype)
+    x_in = read_columns(state, leaves["read"], carried, "slot")
+    context = F.rms_norm(x_in, (case.d,), eps=NORM_EPS) * leaves["norm"]
+    results = {"state": state, "context": context, "x_in": x_in}
+    if "gate" in case.heads:
+        results["gate_logit"] = context @ leaves["gate"] + leaves["gate_bias"]
+    if "value" in case.heads:
+        seen = x_in if case.value_input == "residual" else context
+        results["value_logit"] = seen @ leaves["value"].T + leaves["value_bias"]
+    return {name: results[name] for name in case.results()}, leaves
+
+
+def fused(case: Step, inputs: dict) -> tuple[dict, dict]:
+    """(results, leaves) of the kernels."""
+    leaves = {name: inputs[name].clone().requires_grad_() for name in LEAVES if name in inputs}
+    leaves["state"] = place(case, inputs)
+    made = residual_step_module.residual_step(*arguments(case, {**inputs, **leaves}, leaves["state"]))
+    found = dict(zip(("state", "context", "x_in", "gate_logit", "value_logit"), made))
+    return {name: found[name] for name in case.results()}, leaves
+
+
+def cotangents(case: Step) -> dict:
+    """A gradient for every result that the loss sees, the same for the kernels and the oracle."""
+    generator = torch.Generator().manual_seed(2)
+    (B, T, v, d), dtype, fp32 = (case.B, case.T, case.v, case.d), DTYPES[case.dtype], torch.float32
+    sizes = {"state": ((B, T, v, d), dtype), "context": ((B, T, d), dtype), "x_in": ((B, T, d), dtype)}
+    sizes |= {"gate_logit": ((B, T), fp32), "value_logit": ((B, T, v), fp32)}
+    weights = {name: torch.randn(*shape, generator=generator).to(kind) for name, (shape, kind) in sizes.items()}
+    return {name: weights[name].to(DEVICE) for name in case.results() if name in case.used.split()}
+
+
+def run(case: Step, implementation=fused) -> tuple[dict, dict]:
+    """(results, gradients) of `fused` or `oracle`."""
+    results, leaves = implementation(case, case.inputs())
+    weights = cotangents(case)
+    loss = sum((results[name] * weight.to(results[name].dtype)).sum() for name, weight in weights.items())
+    found = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)))
+    return {name: x.detach() for name, x in results.items()}, found
+
+
+def check_close(name: str, got, want, tolerance: float, scale=None) -> None:
+    """|got - want| <= tolerance |want| in the norm of the whole tensor, or relative to `scale`."""
+    assert got.shape == want.shape, name
+    assert got.isfinite().all(), name
+    got, want = got.double(), want.double()
+    error, scale = (got - want).norm().item(), want.norm().item() if scale is None else scale
+    assert error <= tolerance * scale, f"{name}: error {error:.3g} of {scale:.3g}, {error / (scale or 1):.2g}"
+
+
+def tolerance_of(case: Step, tensor) -> float:
+    if case.dtype == "fp32":
+        return 1e-5
+    return 1e-3 if tensor.dtype == torch.float32 else 1e-2
+
+
+def check_step(case: Step) -> None:
+    """Results and all gradients against the oracle."""
+    results, found = run(case)
+    wanted, expected = run(case, oracle)
+    weights = cotangents(case)
+    if not case.store:
+        assert results.pop("state").stride() == (0, 0, 0, 0)  # no memory
+    for name, got in results.items():
+        check_close(name, got, wanted[name], tolerance_of(case, got))
+    assert found.keys() == expected.keys()
+    for name, want in expected.items():
+        got = found[name]
+        if want is None:
+            assert got is None or not got.any(), name
+            continue
+        # A bias's gradient is a plain sum, and terms cancel: it is as exact as they are.
+        scale = None
+        if name.endswith("_bias"):
+            scale = weights[name.replace("bias", "logit")].double().abs().sum().item()
+        check_close(f"gradient of {name}", got, want, tolerance_of(case, got), scale)
+        if name in ("y", "z") and case.logits:  # tiny and tinier: beta and its slope at both ends
+            torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=0)
+        if name in ("state", "h"):  # every token, of whatever size
+            for t, (row, wanted_row) in enumerate(zip(got.flatten(0, 1), want.flatten(0, 1))):
+                check_close(f"gradient of {name}, token {t}", row, wanted_row, 10 * tolerance_of(case, got))
+
+
+def check_generation(case: Step, cuts: tuple[int, ...]) -> None:
+    """Some tokens at a time, with the carry from call to call, against all at once."""
+    inputs, parts = case.inputs(), []
+    carry = torch.zeros(case.B, case.K - 1, case.d, device=DEVICE)
+    for tokens in zip(*(inputs[name].split(cuts, dim=1) for name in ("base", "h", "y", "z"))):
+        part = {**inputs, **dict(zip(("base", "h", "y", "z"), (x.contiguous() for x in tokens)))}
+        made = residual_step_module.residual_step(*arguments(case, part, part["base"], carry))
+        carry = made[-1]
+        parts.append(made[:5])
+    wanted, _ = oracle(case, inputs)
+    for name, got in zip(("state", "context", "x_in", "gate_logit", "value_logit"), zip(*parts)):
+        check_close(name, torch.cat(got, dim=1), wanted[name], tolerance_of(case, got[0]))
+
+
+def check_add_norm(d: int, B: int, T: int, dtype: str, add: bool, used: str = "state context") -> None:
+    generator, kind = torch.Generator().manual_seed(1), DTYPES[dtype]
+    x, h, *weights = (torch.randn(B, T, d, generator=generator).to(kind).to(DEVICE) for _ in range(4))
+    norm = 1 + 0.3 * torch.randn(d, generator=generator).to(DEVICE)
+    leaves = [x.clone(), h.clone(), norm.clone()] if add else [x.clone(), norm.clone()]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    state, context, _ = add_norm_module.add_norm(leaves[0], leaves[1] if add else None, leaves[-1], NORM_EPS)
+    got = {"state": state, "context": context}
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    state = rounded(exact[0] + exact[1], kind) if add else exact[0]
+    want = {"state": state, "context": F.rms_norm(state, (d,), eps=NORM_EPS) * exact[-1]}
+    names = [name for name in want if name in used.split() and (add or name != "state")]
+    for name in names:
+        check_close(name, got[name], want[name], 1e-5 if dtype == "fp32" else 1e-2)
+    found, wanted = (
+        torch.autograd.grad(sum((r[n] * w.to(r[n].dtype)).sum() for n, w in zip(names, weights)), ls, allow_unused=True)
+        for r, ls in ((got, leaves), (want, exact))
+    )
+    for i, (gradient, expected) in enumerate(zip(found, wanted)):
+        if expected is None:  # the norm's weight, where only the state is used
+            assert gradient is None or not gradient.any()
+        else:
+            check_close(f"gradient {i}", gradient, expected, 1e-5 if gradient.dtype == torch.float32 else 1e-2)
+
+
+def check_expand(d: int, v: int, K: int, B: int, T: int, dtype: str) -> None:
+    generator, kind = torch.Generator().manual_seed(1), DTYPES[dtype]
+    x = torch.randn(B, T, d, generator=generator).to(kind).to(DEVICE).requires_grad_()
+    taps = torch.randn(K, v, d, generator=generator).to(DEVICE).requires_grad_()
+    weight = torch.randn(B, T, v, d, generator=generator).to(kind).to(DEVICE)
+    state = expand_module.expand(x, taps)
+    found = torch.autograd.grad((state * weight).sum(), (x, taps))
+    exact = [leaf.detach().double().requires_grad_() for leaf in (x, taps)]
+    padded = F.pad(exact[0], (0, 0, K - 1, 0))
+    windows = torch.stack([padded[:, K - 1 - s : K - 1 - s + T] for s in range(K)])
+    wanted = torch.einsum("sbti,sji->btji", windows, exact[1])
+    expected = torch.autograd.grad((wanted * weight.double()).sum(), exact)
+    for name, got, want in zip(("state", "x", "taps"), (state, *found), (wanted, *expected)):
+        check_close(name, got, want, 1e-5 if got.dtype == torch.float32 else 1e-2)

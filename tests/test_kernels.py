@@ -1,0 +1,187 @@
+"""The fused kernels against the plain operations in float64: results and all gradients (see fused.py).
+
+They run under Triton's interpreter here, which conftest.py turns on; test_gpu.py runs the same checks compiled.
+"""
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fused import (
+    INTERPRETED,
+    Step,
+    arguments,
+    check_add_norm,
+    check_expand,
+    check_generation,
+    check_step,
+    place,
+    programs,
+    run,
+)
+
+from model.kernels.tiles import rows_and_columns
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="compiled kernels: see test_gpu.py")
+
+
+@pytest.fixture(autouse=True)
+def _programs(monkeypatch):
+    programs(monkeypatch, 1)  # 2 to 8 programs
+
+
+SHAPES = [Step(v=v) for v in (1, 2, 4)] + [Step(v=8, T=5), Step(d=96, B=2, T=3), Step(d=768, T=3)]
+SHAPES += [Step(K=4), Step(K=3, v=2), Step(K=4, v=1, d=96, T=6), Step(K=3, v=8, T=4), Step(T=1), Step(K=4, T=2)]
+SHAPES += [Step(K=4, v=2, B=3, T=2), Step(K=4, v=2, B=2, T=5)]
+OPTIONS = [
+    Step(form="raw", value_input="context"),
+    Step(value_input="context", erase=False),
+    Step(form="constant", heads="gate"),
+    Step(form="constant", heads="gate", erase=False, v=1),
+    Step(form="raw", heads="", erase=False),
+    Step(heads="value", with_x_in=False),
+    Step(heads="", with_x_in=False, K=3, v=2),
+    Step(write=False, store=False, repeated=True),
+    Step(write=False, store=False, heads="", with_x_in=False, pending=2),
+    Step(write=False, store=False, pending=1, K=3, v=2),
+]
+STORING = [Step(store=False), Step(repeated=True), Step(repeated=True, K=3, v=2, store=False, pending=1)]
+STORING += [Step(pending=n, store=store) for n, store in ((1, True), (2, False), (3, True))]
+EXTREMES = [Step(logits=40.0), Step(logits=40.0, form="raw"), Step(h_scale=1e-6), Step(h_scale=1e-20)]
+EXTREMES += [Step(zero_h=True), Step(x_scale=1e4), Step(h_scale=1e4), Step(x_scale=1e-4), Step(x_scale=1e-4, K=3, v=2)]
+HALVES = [Step(dtype="bf16"), Step(dtype="fp16"), Step(dtype="bf16", K=3, v=2, pending=1, store=False)]
+HALVES += [Step(dtype="bf16", pending=3), Step(dtype="bf16", d=768, T=2), Step(dtype="fp16", v=1, erase=False)]
+USED = [Step(used=name) for name in ("state", "context", "x_in", "gate_logit", "value_logit")]
+USED += [Step(used="state", write=False, store=False), Step(used="state", K=3, v=2), Step(used="x_in", K=3, v=2)]
+
+
+@pytest.mark.parametrize("case", SHAPES + OPTIONS + STORING + EXTREMES + HALVES + USED, ids=str)
+def test_step(case):
+    check_step(case)
+
+
+def grid(seed: int):
+    """Every shape and dtype, each with other options drawn at random."""
+    draw = random.Random(seed)
+    for d, v, K, dtype in itertools.product((37, 96, 768), (1, 2, 4, 8), (1, 3, 4), ("fp32", "bf16", "fp16")):
+        write = draw.random() < 0.9
+        case = Step(d, v, K, draw.choice((1, 1, 2, 3)), draw.choice((1, 2, 3, 5, 8)), dtype, write=write)
+        form, value_input = draw.choice(("raw", "sigmoid", "constant")), draw.choice(("residual", "context"))
+        heads = draw.choice(("", "gate", "value", "gate value", "gate value"))
+        store, with_x_in = write and draw.random() < 0.5, draw.random() < 0.7
+        case = replace(case, form=form, value_input=value_input, heads=heads, store=store, with_x_in=with_x_in)
+        pending, repeated, erase = draw.choice((0, 0, 1, 2, 3)), draw.random() < 0.2, draw.random() < 0.8
+        yield replace(case, pending=pending, repeated=repeated, erase=erase)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for seed in range(4) for case in grid(seed)], ids=str)
+def test_step_over_the_grid(case):
+    check_step(case)
+
+
+@pytest.mark.parametrize("case", [Step(K=4, v=2, T=9), Step(K=1, v=4, T=9, pending=1)], ids=str)
+def test_chunks_change_no_bit_of_a_token(case, monkeypatch):
+    """Where programs meet is the device's affair: only sums over tokens may depend on it."""
+    wanted, expected = run(case)
+    for count in (2, 5):
+        programs(monkeypatch, count)
+        results, found = run(case)
+        for name, want in {**wanted, **{f"d{name}": expected[name] for name in ("state", "h", "y", "z")}}.items():
+            got = {**results, **{f"d{name}": gradient for name, gradient in found.items()}}[name]
+            assert torch.equal(got, want), name
+
+
+def test_two_runs_give_the_same_bits():
+    case = Step(K=3, v=2, dtype="bf16", pending=1)
+    (wanted, expected), (results, found) = run(case), run(case)
+    assert all(torch.equal(results[name], want) for name, want in wanted.items())
+    assert all(torch.equal(found[name], want) for name, want in expected.items())
+
+
+@pytest.mark.parametrize("cuts", [(7,), (1,) * 7, (2, 1, 4), (5, 2)])
+@pytest.mark.parametrize("case", [Step(K=4, v=2, B=2), Step(K=3, v=1)], ids=str)
+def test_generation_carries_the_reads_that_are_under_way(case, cuts):
+    check_generation(case, cuts)
+
+
+@pytest.mark.parametrize(("d", "B", "T"), [(37, 1, 9), (96, 2, 5), (768, 1, 3), (37, 1, 1)])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("add", [True, False])
+def test_add_norm(d, B, T, dtype, add):
+    check_add_norm(d, B, T, dtype, add)
+
+
+@pytest.mark.parametrize("used", ["state", "context"])
+def test_add_norm_of_which_one_result_is_used(used):
+    check_add_norm(37, 1, 5, "fp32", True, used)
+
+
+@pytest.mark.parametrize(("d", "B", "T"), [(37, 2, 9), (300, 1, 5), (768, 1, 3), (37, 2, 2), (37, 1, 1)])
+@pytest.mark.parametrize(("v", "K"), [(1, 4), (2, 1), (4, 3), (4, 4), (8, 2)])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_expand(d, v, K, B, T, dtype):
+    check_expand(d, v, K, B, T, dtype)
+
+
+def test_states_that_have_gaps_are_refused():
+    assert rows_and_columns(torch.empty(2, 3, 4, 5)) == (20, 5)
+    assert rows_and_columns(torch.empty(2, 3, 1, 5).expand(2, 3, 4, 5)) == (5, 0)
+    assert rows_and_columns(torch.empty(1, 3, 4, 5)[:, ::2]) == (40, 5)
+    for state in (torch.empty(2, 3, 5, 4).transpose(2, 3), torch.empty(2, 3, 4, 5)[:, ::2]):
+        with pytest.raises(ValueError, match="make it contiguous"):
+            rows_and_columns(state)
+
+
+def leaves(case: Step):
+    inputs = case.inputs()
+    grown = {k: x.requires_grad_() for k, x in inputs.items() if k not in ("base", "hs", "us")}
+    return {**inputs, **grown}, place(case, inputs)
+
+
+OPERATORS = [Step(v=2, T=3), Step(v=2, T=3, store=False, pending=1, heads="gate", form="constant", with_x_in=False)]
+OPERATORS += [Step(v=1, K=2, T=2, write=False, store=False, heads="")]
+
+
+@pytest.mark.parametrize("case", OPERATORS, ids=str)
+def test_opcheck_of_the_step(case):
+    inputs, state = leaves(case)
+    torch.library.opcheck(torch.ops.ddl.residual_step, arguments(case, inputs, state.detach().zero_().requires_grad_()))
+
+
+def test_opcheck_of_generation():
+    case = Step(v=2, K=3, T=2)
+    inputs = case.inputs()
+    carry = torch.zeros(1, 2, case.d)
+    torch.library.opcheck(torch.ops.ddl.residual_step, arguments(case, inputs, inputs["base"], carry))
+
+
+@pytest.mark.parametrize("case", OPERATORS[:1], ids=str)
+def test_opcheck_of_the_steps_backward(case):
+    inputs = case.inputs()
+    made = torch.ops.ddl.residual_step(*arguments(case, inputs, inputs["base"]))
+    state, context, x_in, gate_logit, value_logit, n, delta, _, rho, _ = made
+    names = ("read", "norm", "gate", "value")
+    torch.library.opcheck(
+        torch.ops.ddl.residual_step_backward,
+        (
+            state, context, x_in, gate_logit, value_logit, state, [], [], inputs["h"], inputs["y"], inputs["z"],
+            n, delta, rho, *(inputs[name] for name in names), case.form, 4.0, 0.0, case.value_input, case.erase,
+        ),
+    )  # fmt: skip
+
+
+def test_opcheck_of_the_others():
+    x, h, norm, taps = torch.randn(1, 3, 37), torch.randn(1, 3, 37), torch.randn(37), torch.randn(2, 2, 37)
+    rho = torch.rand(1, 3)
+    grown = [tensor.clone().requires_grad_() for tensor in (x, h, norm, taps)]
+    torch.library.opcheck(torch.ops.ddl.add_norm, (*grown[:3], 1e-5))
+    torch.library.opcheck(torch.ops.ddl.add_norm, (grown[0], None, grown[2], 1e-5))
+    torch.library.opcheck(torch.ops.ddl.add_norm_backward, (x, h, x, rho, norm))
+    torch.library.opcheck(torch.ops.ddl.expand, (grown[0], grown[3]))
+    torch.library.opcheck(torch.ops.ddl.expand_backward, (torch.randn(1, 3, 2, 37), x, taps))
