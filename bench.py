@@ -3,6 +3,7 @@
     python bench.py --device=cpu                       every variant and its peers, a size for two CPU cores
     python bench.py --suite=paper --device=cuda        the paper's small and medium sizes
     python bench.py --models=DDL-gpt-mha-rope-CC:2 --hidden_size=128 --num_hidden_layers=4 --num_attention_heads=2
+    python bench.py registers                          registers and spills of the fused kernels; needs no GPU
     python bench.py data                               preparing and loading data, against tiktoken alone
 
 `step`, which needs no name, measures training steps (forward, backward, AdamW) and forward passes without gradients.
@@ -19,7 +20,7 @@ import sysconfig
 from pathlib import Path
 
 import configurator
-from benchmarks import data, step, suites
+from benchmarks import data, registers, step, suites
 
 
 def step_arguments(parser) -> None:
@@ -53,10 +54,20 @@ def data_arguments(parser) -> None:
     add("--json", type=Path, help="write the figures there as well, with commit, machine and date")
 
 
+def registers_arguments(parser) -> None:
+    parser.add_argument("--widths", default="768,1024", help="hidden sizes d (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="write the figures there as well")
+
+
 # name: (what it measures, its arguments, what runs it)
 COMMANDS = {
     "step": ("training steps and forward passes; the default", step_arguments, step.run),
     "data": ("documents to shards against tiktoken alone; shards to batches", data_arguments, data.run),
+    "registers": (
+        "registers and spills of the fused kernels, compiled for sm_90 here",
+        registers_arguments,
+        registers.run,
+    ),
 }
 
 

@@ -1,9 +1,14 @@
 """Registers and spills of every kernel, compiled for sm_90 without a GPU: `bench.py registers`."""
 
+import importlib.util
+import json
+import os
 import re
 import subprocess
 import tempfile
 from pathlib import Path
+
+from training.provenance import provenance
 
 
 def compile_for(kernel, arguments: dict, num_warps: int, arch: int = 90):
@@ -55,28 +60,64 @@ def resources(compiled) -> dict:
     return {"registers": registers, "spill_bytes": spills, "shared_bytes": compiled.metadata.shared}
 
 
-def step_arguments(d: int, v: int, kernel_size: int, backward: bool, writes: int, stored: bool) -> tuple[dict, int]:
-    """(arguments of the residual step's kernel in bf16 with learned value and gate, warps a program)."""
-    from model.kernels import residual_step
-
-    kernel = residual_step.backward_kernel if backward else residual_step.forward_kernel
-    settings = residual_step.launch_settings(v, kernel_size, backward)
-    bf16 = "base hs h new_state x_in context grad_state grad_context grad_x_in new_grad_state grad_h"
-    integers = "row_stride column_stride tokens chunk chunks zero"
-    numbers = "k_eps_squared norm_eps value_scale value_constant"
+def arguments_of(kernel, constants: dict, columns: int, writes: int = 0) -> dict:
+    """The kernel's arguments in bf16 with all heads and results: states and vectors bf16, scalars and sums fp32."""
+    bf16 = "base h x_in new_state context grad_state grad_context new_grad_state grad_h x new_x grad_x new_grad_x state"
+    integers = "row_stride column_stride tokens rows chunk chunks zero"
+    numbers = "k_eps_squared norm_eps eps value_scale value_constant"
     types = dict.fromkeys(bf16.split(), "*bf16") | dict.fromkeys(integers.split(), "i32")
-    types |= dict.fromkeys(numbers.split(), "fp32")
-    types |= {
-        "hs": ("*bf16",) * writes,
-        "us": ("*fp32",) * writes,
-        "carry": None,
-        "new_carry": None,
-        "x_in": None,
-        "grad_x_in": None,
-    }
-    if not stored:
-        types["new_state"] = None
-    block = 1 << (d - 1).bit_length()
-    types |= {"D": d, "BLOCK": block, "V": v, "K": kernel_size, "STAGES": settings["STAGES"]}
-    types |= {"VALUE": "sigmoid", "VALUE_INPUT": "residual", "ERASE": True}
-    return {name: types.get(name, "*fp32") for name in kernel.arg_names}, settings["num_warps"]
+    types |= dict.fromkeys(numbers.split(), "fp32") | dict.fromkeys("carry new_carry grad_x_in".split())
+    types |= {"hs": ("*bf16",) * writes, "us": ("*fp32",) * writes, "V": columns}
+    types |= {"VALUE": "sigmoid", "VALUE_INPUT": "residual", "ERASE": True, **constants}
+    return {name: types.get(name, "*fp32") for name in kernel.arg_names}
+
+
+def kernels(widths: list[int]):
+    """(name, width, columns, tokens of the read, writes replayed, kernel) of all that training launches."""
+    from model.kernels import add_norm, expand, residual_step
+
+    directions = ("forward", "backward")
+    for d in widths:
+        for way in directions:
+            yield f"add_norm {way}", d, 1, 1, 0, getattr(add_norm, f"{way}_kernel")
+        for way in directions:
+            yield f"expand {way}", d, 4, 4, 0, getattr(expand, f"{way}_kernel")
+        for columns, kernel_size in ((1, 1), (2, 1), (4, 1), (8, 1), (2, 4), (4, 4), (8, 4)):
+            for way in directions:
+                for writes in (0, 1) if way == "forward" else (0, 2):
+                    yield f"step {way}", d, columns, kernel_size, writes, getattr(residual_step, f"{way}_kernel")
+
+
+def measure(widths: list[int]) -> list[dict]:
+    from model.kernels import expand
+    from model.kernels.launch import KERNELS
+
+    rows = []
+    for name, d, columns, kernel_size, writes, kernel in kernels(widths):
+        launch = KERNELS[name]
+        block = expand.BLOCK if name.startswith("expand") else 1 << (d - 1).bit_length()
+        constants = {"D": d, "BLOCK": block, "K": kernel_size, "STAGES": launch.stages}
+        compiled = compile_for(kernel, arguments_of(kernel, constants, columns, writes), launch.num_warps)
+        row = {"kernel": name, "d": d, "columns": columns, "tokens_of_read": kernel_size, "writes_replayed": writes}
+        rows.append(row | {"warps": launch.num_warps, "stages": launch.stages, **resources(compiled)})
+        print(" ".join(f"{value}" for value in rows[-1].values()), flush=True)
+    return rows
+
+
+def markdown(rows: list[dict]) -> str:
+    titles = [key.replace("_", " ") for key in rows[0]]
+    lines = [titles, ["---"] * len(titles), *(map(str, row.values()) for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def run(args) -> None:
+    """Print and store the figures of `bench.py registers`."""
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError("registers needs triton: pip install triton")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise ValueError("registers compiles kernels, TRITON_INTERPRET=1 interprets them: unset it")
+    rows = measure([int(width) for width in args.widths.split(",")])
+    print(markdown(rows))
+    if args.json:
+        stored = {**provenance(), "target": "sm_90", "rows": rows}
+        args.json.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")

@@ -8,7 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from model.kernels.tiles import dense, load_vector, processors, store_vector
+from model.kernels.launch import KERNELS, share
+from model.kernels.tiles import dense, load_vector, store_vector
 
 
 @triton.jit
@@ -52,11 +53,11 @@ def backward_kernel(
     store_vector(grad_norm + tl.program_id(0) * D, features, inside, sum_g)
 
 
-def launch(x) -> tuple[int, int, dict]:
-    """(programs, rows of each, constants)."""
-    rows, d = x.numel() // x.shape[-1], x.shape[-1]
-    chunk = -(-rows // (4 * processors(x.device)))
-    return -(-rows // chunk), chunk, {"D": d, "BLOCK": triton.next_power_of_2(d), "num_warps": 4, "STAGES": 2}
+def runs(kernel: str, x) -> tuple[tuple[int], tuple[int, int], dict]:
+    """(grid, (rows, rows of a program), constants)."""
+    launch, d = KERNELS[kernel], x.shape[-1]
+    rows, chunk, programs = share(x.device, launch, 1, x.numel() // d, 1)
+    return (programs,), (rows, chunk), {"D": d, "BLOCK": triton.next_power_of_2(d), **launch.options()}
 
 
 @torch.library.custom_op("ddl::add_norm", mutates_args=())
@@ -68,10 +69,8 @@ def add_norm(
     Without h the first result is empty: the state is still x.
     """
     results = results_of(x, h)
-    programs, chunk, constants = launch(x)
-    forward_kernel[(programs,)](
-        *dense(x, h, norm), *results, results[2].numel(), chunk, eps, **constants
-    )  # fmt: skip
+    grid, sizes, constants = runs("add_norm forward", x)
+    forward_kernel[grid](*dense(x, h, norm), *results, *sizes, eps, **constants)
     return results
 
 
@@ -91,11 +90,9 @@ def add_norm_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x: the state after the addition. Gradients of it (and so of both addends) and, in fp32, of norm."""
     new_grad_x = x.new_empty(x.shape)
-    programs, chunk, constants = launch(x)
-    grad_norm = x.new_empty((programs, x.shape[-1]), dtype=torch.float32)
-    backward_kernel[(programs,)](
-        *dense(grad_x, grad_context, x, rho, norm), new_grad_x, grad_norm, rho.numel(), chunk, **constants
-    )
+    grid, sizes, constants = runs("add_norm backward", x)
+    grad_norm = x.new_empty((*grid, x.shape[-1]), dtype=torch.float32)
+    backward_kernel[grid](*dense(grad_x, grad_context, x, rho, norm), new_grad_x, grad_norm, *sizes, **constants)
     return new_grad_x, grad_norm.sum(0)
 
 

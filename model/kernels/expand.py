@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from model.kernels.tiles import INTERPRETED, dense, load_columns, load_vector, processors, store_columns, store_vector
+from model.kernels.launch import KERNELS, share
+from model.kernels.tiles import dense, load_columns, load_vector, store_columns, store_vector
 
 BLOCK = 256
 
@@ -61,22 +62,19 @@ def backward_kernel(
         store_columns(grad_weights + (tl.program_id(0) * K + s) * V * D, D, features, inside, sums[s], V)
 
 
-def launch(x, weights) -> tuple[tuple[int, int], tuple[int, int, int], dict]:
-    """(grid, (tokens of a sequence, tokens of a program, programs of a sequence), constants)."""
+def runs(kernel: str, x, weights) -> tuple[tuple[int, int], tuple[int, int, int], dict]:
+    """(grid, how the programs share the tokens, constants)."""
     (B, T, d), (K, v, _) = x.shape, weights.shape
-    blocks = -(-d // BLOCK)
-    wanted = -(-8 * processors(x.device) // (B * blocks))
-    chunk = max(-(-T // wanted), 1 if INTERPRETED else 16)
-    chunks = -(-T // chunk)
-    constants = {"D": d, "BLOCK": BLOCK, "V": v, "K": K, "num_warps": 4, "STAGES": 2}
-    return (B * chunks, blocks), (T, chunk, chunks), constants
+    blocks, launch = -(-d // BLOCK), KERNELS[kernel]
+    sizes = share(x.device, launch, B * blocks, T, K)
+    return (B * sizes[2], blocks), sizes, {"D": d, "BLOCK": BLOCK, "V": v, "K": K, **launch.options()}
 
 
 @torch.library.custom_op("ddl::expand", mutates_args=())
 def expand(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """x (B, T, d) contiguous, weights (K, v, d), the current token's first -> state (B, T, v, d) in x's dtype."""
     state = x.new_empty((*x.shape[:2], *weights.shape[1:]))
-    grid, sizes, constants = launch(x, weights)
+    grid, sizes, constants = runs("expand forward", x, weights)
     forward_kernel[grid](*dense(x, weights), state, *sizes, **constants)
     return state
 
@@ -92,7 +90,7 @@ def expand_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of x, in its dtype, and of weights, in fp32."""
     grad_x = x.new_empty(x.shape)
-    grid, sizes, constants = launch(x, weights)
+    grid, sizes, constants = runs("expand backward", x, weights)
     grad_weights = x.new_empty((grid[0], *weights.shape), dtype=torch.float32)
     backward_kernel[grid](*dense(grad_state, x, weights), grad_x, grad_weights, *sizes, **constants)
     return grad_x, grad_weights.sum(0)

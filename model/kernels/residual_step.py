@@ -20,24 +20,17 @@ Backward, given G' = dL/dX', gc, gy, gz, with a = dL/dx_in:
     psi = k^T M    gX = M - beta k psi^T    gt = beta psi    gbeta = psi.delta
     gh = n (M r - beta X' psi - k kappa),  kappa = psi.(r - beta p) - beta r.psi,  p = t - delta
 
-It needs X' only, never X. Parameter gradients are summed by each program over its own run of tokens in fp32 and then
-over programs in a fixed order: the same bits every time.
+It needs X' only, never X, and x_in, which is made again from X' where the read looks at one token, and kept where it
+looks at several. Parameter gradients are summed by each program over its own run of tokens in fp32 and then over
+programs in a fixed order: the same bits every time.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from model.kernels.tiles import (
-    INTERPRETED,
-    dense,
-    load_columns,
-    load_vector,
-    processors,
-    rows_and_columns,
-    store_columns,
-    store_vector,
-)
+from model.kernels.launch import KERNELS, Launch, share
+from model.kernels.tiles import dense, load_columns, load_vector, rows_and_columns, store_columns, store_vector
 
 
 @triton.jit
@@ -157,7 +150,7 @@ def forward_kernel(
 def backward_kernel(
     grad_state, grad_x_in, grad_context, grad_gate, grad_value,  # of the results; None: zero
     base, row_stride, column_stride, hs, us,  # the state after the write
-    h, y, z, inverse_norm, discrepancy, rho,
+    h, y, z, inverse_norm, discrepancy, x_in, rho,
     read, norm, gate, value,
     new_grad_state, grad_h, grad_y, grad_z,  # results
     grad_read, grad_norm, grad_gate_weight, grad_value_weight, grad_gate_bias, grad_value_bias,  # a row a program
@@ -184,42 +177,32 @@ def backward_kernel(
     if value is not None:
         W = load_columns(value, D, features, inside, V)
         sum_W, sum_bz = tl.zeros((BLOCK, V), tl.float32), tl.zeros((V,), tl.float32)
-    sum_e, partial, later = (), (), ()
+    sum_e, later = (), ()
     for s in tl.static_range(K):
         sum_e = sum_e + (tl.zeros((BLOCK, V), tl.float32),)
         if s > 0:
-            partial = partial + (tl.zeros((BLOCK,), tl.float32),)  # reads that lack the states of earlier tokens
             later = later + (tl.zeros((BLOCK,), tl.float32),)  # a of the tokens after this one
 
-    # Time runs backwards. A token's read needs states of K - 1 tokens before it, so its turn comes K - 1 turns late.
-    for turn in tl.range(0, end - first + K - 1, num_stages=STAGES):
-        t = end - 1 - turn + K - 1
-        row = (sequence * tokens + tl.minimum(t, tokens - 1)).to(tl.int64)
-        active, own = t < end, t < last
+    # Time runs backwards: a token's state is in the reads of those after it.
+    for turn in tl.range(0, end - first, num_stages=STAGES):
+        t = end - 1 - turn
+        row = (sequence * tokens + t).to(tl.int64)
+        own = t < last
         mask, own_columns = inside & own, (columns < V) & own
-        if K > 1:
-            e = read_weights(read + turn * zero, features, inside, D, V, K)
-            oldest = t - (K - 1)
-            before = (sequence * tokens + tl.maximum(oldest, 0)).to(tl.int64)
-            there = inside & (oldest >= 0)
-            state = state_at(base, row_stride, column_stride, hs, us, before, features, there, columns, D, V)
-            x = partial[0] + tl.sum(state * e[K - 1], 1)
-            completing = ()
-            for m in tl.static_range(1, K - 1):
-                completing = completing + (partial[m] + tl.sum(state * e[K - 1 - m], 1),)
-            partial = completing + (tl.sum(state * e[0], 1),)
         state = state_at(base, row_stride, column_stride, hs, us, row, features, mask, columns, D, V)
         if K == 1:
             x = tl.sum(state * e[0], 1)
+        else:
+            x = load_vector(x_in + row * D, features, inside)
 
-        rho_t = tl.load(rho + row, active, other=0.0)
+        rho_t = tl.load(rho + row)
         chat = x * rho_t
-        gamma = load_vector(grad_context + row * D, features, inside & active)
+        gamma = load_vector(grad_context + row * D, features, inside)
         if gate is not None:
-            gy = tl.load(grad_gate + row, active, other=0.0)
+            gy = tl.load(grad_gate + row)
             gamma += gy * w
         if value is not None:
-            gz = tl.load(grad_value + row * V + columns, (columns < V) & active, other=0.0)
+            gz = tl.load(grad_value + row * V + columns)
             back = tl.sum(W * gz[None, :], 1)
             if VALUE_INPUT == "context":
                 gamma += back
@@ -228,7 +211,7 @@ def backward_kernel(
         if value is not None and VALUE_INPUT == "residual":
             a += back
         if grad_x_in is not None:
-            a += load_vector(grad_x_in + row * D, features, inside & active)
+            a += load_vector(grad_x_in + row * D, features, inside)
         mine = own.to(tl.float32)
         sum_g += mine * gamma * chat
         if gate is not None:
@@ -240,7 +223,8 @@ def backward_kernel(
             sum_bz += mine * gz
 
         if K > 1:
-            e = read_weights(read + (turn + 1) * zero, features, inside, D, V, K)
+            # Too many to stay in registers; `zero`, which the compiler does not know, makes it load them each turn.
+            e = read_weights(read + turn * zero, features, inside, D, V, K)
         M = a[:, None] * e[0]
         updated = (sum_e[0] + a[:, None] * state,)  # the state is zero for tokens of the next chunk
         for s in tl.static_range(1, K):
@@ -284,28 +268,12 @@ def backward_kernel(
         tl.store(grad_value_bias + pid * V + columns, sum_bz)
 
 
-def launch_settings(columns: int, kernel_size: int, backward: bool) -> dict:
-    """Warps a program and depth of the load pipeline.
-
-    A table, not Triton's autotuner: another choice of warps is another order of summation, and a run that goes on must
-    give the bits it would have given. `bench.py kernels --tune` measures the alternatives.
-    """
-    wide = backward and columns * kernel_size > 8
-    return {"num_warps": 16 if wide else 8, "STAGES": 2}
-
-
-def runs(sequences: int, tokens: int, kernel_size: int, device: torch.device) -> tuple[int, int, int, int]:
-    """(sequences, tokens of each, tokens of a program, programs of a sequence).
-
-    Without a token convolution the batch is one sequence. The device's size alone decides, so that the sums have the
-    same order in every step.
-    """
-    if kernel_size == 1:
-        sequences, tokens = 1, sequences * tokens
-    wanted = -(-2 * processors(device) // sequences)
-    # A program of a token convolution computes K - 1 tokens twice: it should have many more of its own.
-    chunk = max(-(-tokens // wanted), 1 if INTERPRETED else 8 * (kernel_size - 1) + 1)
-    return sequences, tokens, chunk, -(-tokens // chunk)
+def runs(kernel: str, base, kernel_size: int) -> tuple[int, tuple[int, int, int], Launch]:
+    """(sequences, their `share`, launch): without a token convolution the batch is one sequence."""
+    B, T = base.shape[:2]
+    sequences, tokens = (1, B * T) if kernel_size == 1 else (B, T)
+    launch = KERNELS[kernel]
+    return sequences, share(base.device, launch, sequences, tokens, kernel_size), launch
 
 
 @torch.library.custom_op("ddl::residual_step", mutates_args=())
@@ -345,17 +313,18 @@ def residual_step(
     value logits (B, T, v), n (B, T), delta (B, T, v), u (B, T, v), rho (B, T), carry]; what was not asked for is empty.
     carry (B, K - 1, d) fp32: what the tokens before add to the reads of these, for generation; it has no gradient.
     """
-    results = results_of(base, h, gate, value, store, with_x_in, carry)
+    results = results_of(base, h, read, gate, value, store, with_x_in, carry)
     new_state, context, x_in, gate_logit, value_logit, n, delta, u, rho, new_carry = results
-    B, T, v, d = base.shape
-    sequences, tokens, chunk, chunks = runs(B, T, len(read), base.device)
+    v, d = base.shape[2:]
+    sequences, (tokens, chunk, chunks), launch = runs("step forward", base, len(read))
     forward_kernel[(sequences * chunks,)](
         base, *rows_and_columns(base), tuple(dense(*hs)), tuple(us), *dense(h, y, z),
         *dense(read, norm, gate, gate_bias, value, value_bias, carry), new_carry,
-        new_state if store else None, x_in if with_x_in else None, context, gate_logit, value_logit, n, delta, u, rho,
+        new_state if store else None, x_in if keeps_x_in(read, with_x_in, carry) else None,
+        context, gate_logit, value_logit, n, delta, u, rho,
         tokens, chunk, chunks, k_eps**2, norm_eps, value_scale, value_constant,
         D=d, BLOCK=triton.next_power_of_2(d), V=v, K=len(read),
-        VALUE=value_form, VALUE_INPUT=value_input, ERASE=erase, **launch_settings(v, len(read), backward=False),
+        VALUE=value_form, VALUE_INPUT=value_input, ERASE=erase, **launch.options(),
     )  # fmt: skip
     return results
 
@@ -367,7 +336,12 @@ def no_memory(state):
     return tensor
 
 
-def results_of(base, h, gate, value, store: bool, with_x_in: bool, carry) -> list[torch.Tensor]:
+def keeps_x_in(read, with_x_in: bool, carry) -> bool:
+    """The backward pass has no cheap way to a read over several tokens: it is kept."""
+    return with_x_in or (len(read) > 1 and carry is None)
+
+
+def results_of(base, h, read, gate, value, store: bool, with_x_in: bool, carry) -> list[torch.Tensor]:
     """Tensors for what `residual_step` returns."""
     B, T, v, d = base.shape
 
@@ -375,7 +349,7 @@ def results_of(base, h, gate, value, store: bool, with_x_in: bool, carry) -> lis
         return base.new_empty(shape if wanted else (0,), dtype=torch.float32)
 
     state = base.new_empty((B, T, v, d)) if store else no_memory(base)
-    context, x_in = base.new_empty((B, T, d)), base.new_empty((B, T, d) if with_x_in else (0,))
+    context, x_in = base.new_empty((B, T, d)), base.new_empty((B, T, d) if keeps_x_in(read, with_x_in, carry) else (0,))
     logits = fp32(gate is not None, B, T), fp32(value is not None, B, T, v)
     write = h is not None
     writes = fp32(write, B, T), fp32(write, B, T, v), fp32(write, B, T, v)
@@ -386,7 +360,7 @@ def results_of(base, h, gate, value, store: bool, with_x_in: bool, carry) -> lis
 @residual_step.register_fake
 def _(state, base, hs, us, h, y, z, read, norm, gate, gate_bias, value, value_bias, k_eps, norm_eps,
       value_form, value_scale, value_constant, value_input, erase, store, with_x_in, carry):  # fmt: skip
-    return results_of(base, h, gate, value, store, with_x_in, carry)
+    return results_of(base, h, read, gate, value, store, with_x_in, carry)
 
 
 @torch.library.custom_op("ddl::residual_step_backward", mutates_args=())
@@ -404,6 +378,7 @@ def residual_step_backward(
     z: torch.Tensor | None,
     n: torch.Tensor,
     delta: torch.Tensor,
+    x_in: torch.Tensor,
     rho: torch.Tensor,
     read: torch.Tensor,
     norm: torch.Tensor,
@@ -419,19 +394,19 @@ def residual_step_backward(
 
     base, hs, us: the state after the write, as in `residual_step`. Parameter gradients are fp32.
     """
-    B, T, v, d = base.shape
+    v, d = base.shape[2:]
     results = gradients_of(base, h, y, z, read, gate, value, value_form)
-    sequences, tokens, chunk, chunks = runs(B, T, len(read), base.device)
+    sequences, (tokens, chunk, chunks), launch = runs("step backward", base, len(read))
     programs = sequences * chunks
     sums = [base.new_empty((programs, *total.shape), dtype=torch.float32) for total in results[4:]]
     backward_kernel[(programs,)](
         *dense(grad_state, grad_x_in, grad_context, grad_gate, grad_value),
-        base, *rows_and_columns(base), tuple(dense(*hs)), tuple(us), *dense(h, y, z), n, delta, rho,
+        base, *rows_and_columns(base), tuple(dense(*hs)), tuple(us), *dense(h, y, z), n, delta, x_in, rho,
         *dense(read, norm, gate, value),
         *results[:4], *sums[:3], sums[4], sums[3], sums[5],
         tokens, chunk, chunks, 0, value_scale, value_constant,
         D=d, BLOCK=triton.next_power_of_2(d), V=v, K=len(read),
-        VALUE=value_form, VALUE_INPUT=value_input, ERASE=erase, **launch_settings(v, len(read), backward=True),
+        VALUE=value_form, VALUE_INPUT=value_input, ERASE=erase, **launch.options(),
     )  # fmt: skip
     return results[:4] + [part.sum(0) for part in sums]
 
@@ -451,14 +426,14 @@ def gradients_of(base, h, y, z, read, gate, value, value_form: str) -> list[torc
 
 
 @residual_step_backward.register_fake
-def _(grad_state, grad_context, grad_x_in, grad_gate, grad_value, base, hs, us, h, y, z, n, delta, rho, read, norm,
-      gate, value, value_form, value_scale, value_constant, value_input, erase):  # fmt: skip
+def _(grad_state, grad_context, grad_x_in, grad_gate, grad_value, base, hs, us, h, y, z, n, delta, x_in, rho, read,
+      norm, gate, value, value_form, value_scale, value_constant, value_input, erase):  # fmt: skip
     return gradients_of(base, h, y, z, read, gate, value, value_form)
 
 
 def setup_context(ctx, inputs, output):
     (_, base, hs, us, h, y, z, read, norm, gate, gate_bias, value, value_bias, _, _, *options) = inputs
-    state, _, _, _, _, n, delta, u, rho, carry = output
+    state, _, x_in, _, _, n, delta, u, rho, carry = output
     options, store, ctx.with_x_in = options[:5], options[5], options[6]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(n, delta, u, rho, carry)
@@ -470,12 +445,12 @@ def setup_context(ctx, inputs, output):
         after = [base, *hs, h, *us, u]
     else:
         after = [base, *hs, *us]
-    ctx.save_for_backward(h, y, z, n, delta, rho, read, norm, gate, value, *after)
+    ctx.save_for_backward(h, y, z, n, delta, x_in, rho, read, norm, gate, value, *after)
 
 
 def backward(ctx, grads):
     grad_state, grad_context, grad_x_in, grad_gate, grad_value, *_ = grads
-    h, y, z, n, delta, rho, read, norm, gate, value, base, *writes = ctx.saved_tensors
+    h, y, z, n, delta, x_in, rho, read, norm, gate, value, base, *writes = ctx.saved_tensors
     count = len(writes) // 2
     if grad_context is None:
         grad_context = base.new_zeros((*base.shape[:2], base.shape[3]))
@@ -485,7 +460,7 @@ def backward(ctx, grads):
         grad_value = rho.new_zeros(base.shape[:3])
     found = residual_step_backward(
         grad_state, grad_context, grad_x_in if ctx.with_x_in else None, grad_gate, grad_value,
-        base, writes[:count], writes[count:], h, y, z, n, delta, rho, read, norm, gate, value, *ctx.options,
+        base, writes[:count], writes[count:], h, y, z, n, delta, x_in, rho, read, norm, gate, value, *ctx.options,
     )  # fmt: skip
     state, h, y, z, *parameters = (gradient if gradient.numel() else None for gradient in found)
     parameters = [

@@ -1,19 +1,10 @@
-"""What the kernels share: tiles of the state, and whether Triton compiles or interprets them."""
-
-import os
+"""What the kernels share: tiles of the state."""
 
 import torch
 import triton
 import triton.language as tl
 
-# TRITON_INTERPRET=1 (set before the first import of triton) runs kernels on a CPU, slowly: for tests.
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def processors(device: torch.device) -> int:
-    """Streaming multiprocessors of the GPU; under the interpreter a small number, so that programs share the tokens."""
-    return 3 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def dense(*tensors):
