@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from model.loss import linear_cross_entropy, scaled
+
 
 @dataclass
 class GPTConfig:
@@ -347,11 +349,11 @@ class GPT(nn.Module):
                 state = checkpoint(block, state, rope, use_reentrant=False)
             else:
                 state = block(state, rope, block_cache)
-        logits = self.lm_head(self.stream.finish(self, state, caches[-1]))
-        logits = logits.to(at_least_fp32(logits.dtype))
-        if self.config.mup_scale != 1:
-            logits = logits * self.config.mup_scale
-        if targets is None:
-            return logits, None
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
-        return (logits if return_logits else None), loss
+        hidden, scale = self.stream.finish(self, state, caches[-1]), self.config.mup_scale
+        if targets is None or return_logits:
+            logits = scaled(self.lm_head(hidden), scale)
+            if targets is None:
+                return logits, None
+            return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+        hidden = hidden.flatten(0, 1).to(self.compute_dtype())
+        return None, linear_cross_entropy(hidden, self.lm_head.weight, targets.flatten(), scale)
