@@ -1,0 +1,142 @@
+"""Models on fused streams against the plain ones: training, compiled, checkpointed, cached, on two processes."""
+
+import pytest
+import torch
+from conftest import ROOT, script
+from test_model import TINY, randomise
+
+pytest.importorskip("triton")
+
+import fused
+from fused import INTERPRETED
+
+from model import STEMS, build, kernels
+from model.gpt import Stream
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="compiled kernels: see test_gpu.py")
+CC, TC = "DDL-gpt-mha-rope-CC", "DDL-gpt-mha-rope"
+
+
+@pytest.fixture(autouse=True)
+def _programs(monkeypatch):
+    fused.programs(monkeypatch, 1)
+
+
+def tiny(stem, **changes):
+    return randomise(build(stem, **{**TINY, **changes}))
+
+
+OPTIONS = {
+    "two layer gate": (CC, {"ddl_beta_single_linear": False, "ddl_beta_hidden_size": 5}),
+    "v-Map": (CC, {"ddl_map": "v", "ddl_k_hidden_size": 3}),
+    "v-Map, one column": ("DDL-vdim1-gpt-mha-rope", {"ddl_map": "v", "ddl_k_hidden_size": 3}),
+    "constant": (CC, {"ddl_v_constant": True, "ddl_v_constant_value": 1.5}),
+    "write only": (CC, {"ddl_update": "write_only", "ddl_v_sigmoid_scale": 2.5}),
+    "from context": (CC, {"ddl_v_sigmoid": False, "ddl_v_input": "context"}),
+    "large guard": (CC, {"ddl_k_eps": 0.5}),
+    "two columns": (CC, {"ddl_value_channels": 2}),
+    "eight columns": (CC, {"ddl_value_channels": 8}),
+    "one column, three tokens": (TC, {"ddl_value_channels": 1, "ddl_state_shortconv_kernel_size": 3}),
+    "two columns, embedding": ("DDL-gpt-mha-rope-CC-EC", {"ddl_value_channels": 2}),
+}
+SLOW_OPTIONS = [(stem, keys) for stem in (TC, "DDL-gpt-mha-rope-EC") for _, keys in list(OPTIONS.values())[:8]]
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_model(stem):
+    fused.check_model(tiny(stem, num_hidden_layers=1 if stem == TC else 2))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name):
+    stem, keys = OPTIONS[name]
+    fused.check_model(tiny(stem, num_hidden_layers=1, **keys))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stem", "keys"), SLOW_OPTIONS, ids=lambda x: x if isinstance(x, str) else "-".join(x))
+def test_options_with_token_convolutions(stem, keys):
+    fused.check_model(tiny(stem, **keys), interval=3, T=9)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_intervals_change_no_bit(autocast):
+    fused.check_intervals(tiny(CC, ddl_value_channels=2), autocast, (1, 4) if autocast else (1, 2, 4), T=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stem", STEMS)
+def test_intervals_change_no_bit_of_any_stem(stem, autocast):
+    fused.check_intervals(tiny(stem, num_hidden_layers=3), autocast, (1, 2, 3, 4, 9))
+
+
+@pytest.mark.parametrize("stem", [CC, "gpt-mha-rope", *(pytest.param(s, marks=pytest.mark.slow) for s in STEMS)])
+def test_compiles_without_graph_breaks(stem):
+    fused.check_compiled(tiny(stem, num_hidden_layers=1), "aot_eager", 1e-6)
+
+
+@pytest.mark.parametrize("stem", [CC, *(pytest.param(s, marks=pytest.mark.slow) for s in STEMS)])
+def test_activation_checkpointing(stem):
+    fused.check_checkpointing(tiny(stem))
+
+
+@pytest.mark.parametrize(
+    "stem", ["DDL-gpt-mha-rope-CC-EC", "gpt-mha-rope", *(pytest.param(s, marks=pytest.mark.slow) for s in STEMS)]
+)
+def test_autocast(stem):
+    fused.check_autocast(tiny(stem), torch.bfloat16)
+
+
+@pytest.mark.parametrize("cuts", [(1,) * 5, (2, 1, 2)])
+@pytest.mark.parametrize("stem", ["DDL-gpt-mha-rope-EC", CC, "gpt-mha-rope"])
+def test_cached_generation(stem, cuts):
+    fused.check_cached(tiny(stem), cuts)
+
+
+def test_two_processes():
+    """DDP and FSDP2: gradients averaged over both equal those of the plain model in one process."""
+    result = script(ROOT / "tests" / "two_processes.py", env={"PYTHONPATH": str(ROOT)})
+    assert result.returncode == 0, result.stderr.decode()
+
+
+def test_on_where_the_kernels_cannot_be(monkeypatch):
+    for stem, keys, message in (
+        (CC, {"ddl_value_channels": 3}, "they know 1, 2, 4 and 8 columns, ddl_value_channels is 3"),
+        (CC, {"ddl_map": "v", "ddl_k_branch": "attention"}, "ddl_k_branch=attention needs the whole state"),
+    ):
+        model = build(stem, **{**TINY, **keys})
+        with pytest.raises(ValueError, match=rf"kernels=on: {message}; give kernels=off, or auto"):
+            kernels.use(model, "on", "cpu")
+        assert message in kernels.use(model, "auto", "cuda")
+        assert type(model.stream) is Stream
+    model = build(CC, **TINY)
+    model.transformer.h[0].__class__ = torch.nn.Module  # a residual stream of a kind that has no kernels
+    model.config = object()
+    with pytest.raises(ValueError, match=r"there are none for this residual stream \(torch"):
+        kernels.use(model, "on", "cpu")
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(ValueError, match="they need a CUDA device"):
+        kernels.use(build(CC, **TINY), "on", "cpu")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install triton"):
+        kernels.use(build(CC, **TINY), "on", "cuda")
+
+
+def test_auto_on_a_cpu_is_plain_and_off_takes_the_kernels_away():
+    model = build(CC, **TINY)
+    modules = [model, *model.transformer.h]
+    assert "CUDA" in kernels.use(model, "auto", "cpu")
+    assert {type(module.stream) for module in modules} == {Stream}
+    assert kernels.use(model, "on", "cpu") is None
+    assert {type(module.stream) for module in modules} != {Stream}
+    assert kernels.use(model, "auto", "cuda") is None
+    assert "kernels=off" in kernels.use(model, "off", "cpu")
+    assert {type(module.stream) for module in modules} == {Stream}
+
+
+@pytest.mark.parametrize("stem", [CC, "gpt-mha-rope"])
+def test_float64_is_refused(stem):
+    model = fused.fuse(tiny(stem)).double()
+    with pytest.raises(ValueError, match=r"the model is torch.float64: give kernels=off"):
+        model(*fused.tokens_of(model))

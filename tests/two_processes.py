@@ -1,0 +1,44 @@
+"""Run by test_kernel_streams.py: a fused model under DDP and FSDP2 on two processes, against the plain one on one."""
+
+import copy
+import tempfile
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from fused import check_close, programs
+from test_model import TINY, randomise
+
+from model import build, kernels
+from training.parallel import gathered, parallelise
+
+
+def gradients(model, run, ids, targets) -> dict:
+    run(ids, targets)[1].backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def work(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    programs(pytest.MonkeyPatch(), 1)
+    world = SimpleNamespace(world_size=2, device=torch.device("cpu"), is_main=rank == 0)
+    torch.manual_seed(0)
+    model = randomise(build("DDL-gpt-mha-rope-CC-EC", **{**TINY, "num_hidden_layers": 1}))
+    ids, targets = torch.randint(0, TINY["vocab_size"], (2, 2, 1, 3))
+    exact = copy.deepcopy(model).double()
+    wanted = gradients(exact, exact, ids.flatten(0, 1), targets.flatten(0, 1))
+    for engine in ("ddp", "fsdp"):
+        fused = copy.deepcopy(model)
+        kernels.use(fused, "on", "cpu")
+        run, _ = parallelise(fused, engine, False, world)
+        found = gathered(gradients(fused, run, ids[rank], targets[rank]), world)
+        assert not world.is_main or found.keys() == wanted.keys()
+        for name, got in found.items():
+            check_close(f"{engine} {name}", got, wanted[name], 1e-4)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.start_processes(work, (folder,), nprocs=2, start_method="fork")
