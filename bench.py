@@ -20,7 +20,7 @@ import sysconfig
 from pathlib import Path
 
 import configurator
-from benchmarks import data, registers, step, suites
+from benchmarks import data, kernels, registers, step, suites
 
 
 def step_arguments(parser) -> None:
@@ -28,7 +28,10 @@ def step_arguments(parser) -> None:
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
     add("--suite", choices=suites.SUITES, default="quick", help="sizes and models: quick, or the paper's on a GPU")
     add("--sizes", help="some of the suite's sizes, as in --sizes=small")
-    add("--models", help="stems, or stem:d_v, with commas between (default: the suite's); the baseline is always there")
+    add("--models", help="stems, or stem:d_v, or either+kernels=off, +state_interval=4, with commas between (default: "
+        "the suite's); the baseline is always there")  # fmt: skip
+    add("--kernels", choices=("auto", "on", "off"), default="auto", help="fused residual steps, as train.py's key")
+    add("--state_interval", type=int, default=2, help="as train.py's key (default: %(default)s)")
     add("--peers", default=",".join(suites.PEERS), help="of %(default)s, or none")
     for key in suites.SIZE_KEYS:
         add(f"--{key}", type=int, help="instead of the suite's")
@@ -54,8 +57,23 @@ def data_arguments(parser) -> None:
     add("--json", type=Path, help="write the figures there as well, with commit, machine and date")
 
 
+def kernels_arguments(parser) -> None:
+    add = parser.add_argument
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="cpu: only with TRITON_INTERPRET=1, to test")
+    add("--widths", default="768,1024", help="hidden sizes d (default: %(default)s)")
+    add("--match", default="", help="only kernels with this in their name, as in --match='step K=1 v=4'")
+    add("--micro_batch_size", type=int, default=16, help="sequences (default: %(default)s)")
+    add("--block_size", type=int, default=1024, help="tokens of a sequence (default: %(default)s)")
+    add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    add("--rounds", type=int, default=20, help="measured calls of each kernel (default: %(default)s)")
+    add("--copied", type=int, default=kernels.COPIED, help="bytes of the copy to compare with (default: %(default)s)")
+    add("--tune", action="store_true", help="also every launch of each kernel (model/kernels/launch.py)")
+    add("--json", type=Path, help="write the figures there as well")
+
+
 def registers_arguments(parser) -> None:
     parser.add_argument("--widths", default="768,1024", help="hidden sizes d (default: %(default)s)")
+    parser.add_argument("--match", default="", help="only kernels with this in their name, as in --match=step")
     parser.add_argument("--json", type=Path, help="write the figures there as well")
 
 
@@ -63,6 +81,7 @@ def registers_arguments(parser) -> None:
 COMMANDS = {
     "step": ("training steps and forward passes; the default", step_arguments, step.run),
     "data": ("documents to shards against tiktoken alone; shards to batches", data_arguments, data.run),
+    "kernels": ("bandwidth of the fused kernels against a copy", kernels_arguments, kernels.run),
     "registers": (
         "registers and spills of the fused kernels, compiled for sm_90 here",
         registers_arguments,

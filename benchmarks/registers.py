@@ -88,12 +88,14 @@ def kernels(widths: list[int]):
                     yield f"step {way}", d, columns, kernel_size, writes, getattr(residual_step, f"{way}_kernel")
 
 
-def measure(widths: list[int]) -> list[dict]:
+def measure(widths: list[int], match: str) -> list[dict]:
     from model.kernels import expand
     from model.kernels.launch import KERNELS
 
     rows = []
     for name, d, columns, kernel_size, writes, kernel in kernels(widths):
+        if match not in name:
+            continue
         launch = KERNELS[name]
         block = expand.BLOCK if name.startswith("expand") else 1 << (d - 1).bit_length()
         constants = {"D": d, "BLOCK": block, "K": kernel_size, "STAGES": launch.stages}
@@ -116,7 +118,9 @@ def run(args) -> None:
         raise ValueError("registers needs triton: pip install triton")
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise ValueError("registers compiles kernels, TRITON_INTERPRET=1 interprets them: unset it")
-    rows = measure([int(width) for width in args.widths.split(",")])
+    rows = measure([int(width) for width in args.widths.split(",")], args.match)
+    if not rows:
+        raise ValueError(f"--match={args.match}: no kernel has that in its name; try step, add_norm or expand")
     print(markdown(rows))
     if args.json:
         stored = {**provenance(), "target": "sm_90", "rows": rows}

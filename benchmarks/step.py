@@ -13,7 +13,7 @@ from benchmarks import peers, results, suites
 from benchmarks.contender import Contender, memory, profile, waiting
 from benchmarks.suites import BASELINE, row_name
 from benchmarks.timing import compared, measure
-from model import build
+from model import STEMS, build, kernels
 from training import distributed
 from training.metrics import nominal_flops_per_token, peak_flops
 
@@ -39,8 +39,10 @@ class Bench:
 
     def build(self, model: str):
         torch.manual_seed(0)
-        stem, keys = suites.split_model(model)
-        return build(stem, **self.size, **keys)
+        stem, keys, fused = suites.split_model(model)
+        made, default = build(stem, **self.size, **keys), {"setting": self.args.kernels}
+        kernels.use(made, **default | {"state_interval": self.args.state_interval} | fused, device=self.device)
+        return made
 
     def contender(self, name: str, model, compiled: bool | None = None, **options) -> Contender:
         compiled = self.compiled if compiled is None else compiled
@@ -58,7 +60,7 @@ class Bench:
         own, others = [self.baseline], []
         if model != BASELINE:
             own.append(self.contender(row_name(model), self.build(model)))
-        if "transcription" in self.args.peers and ":" not in model:
+        if "transcription" in self.args.peers and model in STEMS:
             transcribed = peers.transcription(model, own[-1].model)
             if transcribed is not None:
                 others += self.twice(f"{model} transcription", transcribed)
@@ -163,6 +165,7 @@ def settings_of(args, sizes: dict, device: torch.device) -> dict:
     """What the stored figures say of the measurement, beside their provenance."""
     settings = {"suite": args.suite, "sizes": sizes, "device": device.type, "dtype": args.dtype}
     settings |= {"threads": torch.get_num_threads(), "micro_batch_size": args.micro_batch_size}
+    settings |= {"kernels": args.kernels, "state_interval": args.state_interval}
     settings |= {"rounds": args.rounds, "steps_per_round": args.steps, "liger_kernel": peers.liger_version()}
     return settings | {"activations": PEAK if device.type == "cuda" else SAVED, "left_out": []}
 

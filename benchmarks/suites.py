@@ -6,10 +6,11 @@ from pathlib import Path
 import torch
 
 import configurator
-from model import STEMS, build
+from model import STEMS, build, kernels
 from training import distributed
 
 BASELINE = "gpt-mha-rope"
+PLAIN_BASELINE, CC_EC = f"{BASELINE}+kernels=off", "DDL-gpt-mha-rope-CC-EC"
 PEERS = ("transcription", "mhc")
 SIZE_KEYS = ("vocab_size", "block_size", "num_hidden_layers", "num_attention_heads", "head_dim", "hidden_size")
 QUICK = dict(zip(SIZE_KEYS, (1024, 256, 6, 4, 64, 256)))
@@ -21,31 +22,43 @@ EVERY_STEM = (BASELINE, *(stem for stem in STEMS if stem != BASELINE))
 @dataclass(frozen=True)
 class Suite:
     sizes: dict[str, dict]
-    models: tuple[str, ...]  # stems, or stem:d_v
+    models: tuple[str, ...]  # as `split_model` reads them
     micro_batch_size: int  # sequences per step
 
 
 SUITES = {
     "quick": Suite({"quick": QUICK}, EVERY_STEM, 8),
-    # The paper's d_v: 1 is a stem of its own, 4 the default.
+    # The paper's d_v: 1 is a stem of its own, 4 the default. And what the fused kernels and the memory option bring.
     "paper": Suite(
         {"small": SMALL, "medium": MEDIUM},
-        (*EVERY_STEM, "DDL-gpt-mha-rope-CC-EC:2", "DDL-gpt-mha-rope-CC-EC:8"),
+        (*EVERY_STEM, f"{CC_EC}:2", f"{CC_EC}:8", f"{CC_EC}+state_interval=4", f"{CC_EC}+kernels=off", PLAIN_BASELINE),
         16,
     ),
 }
 
 
-def split_model(text: str) -> tuple[str, dict]:
-    """`stem` or `stem:d_v` as the stem and its keys."""
-    stem, colon, columns = text.partition(":")
+def split_model(text: str) -> tuple[str, dict, dict]:
+    """`stem`, `stem:d_v`, or either with `+kernels=off`, `+state_interval=4`: the stem, its keys, the kernels'."""
+    stem, *settings = text.split("+")
+    stem, colon, columns = stem.partition(":")
     if colon and not columns.isdecimal():
         raise ValueError(f"--models: {text}: after the colon comes a number of columns, as in DDL-gpt-mha-rope-CC:2")
-    return stem, {"ddl_value_channels": int(columns)} if colon else {}
+    values = {}
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        if key == "kernels" and value in ("auto", "on", "off"):
+            values["setting"] = value
+        elif key == "state_interval" and value.isdecimal() and int(value):
+            values["state_interval"] = int(value)
+        else:
+            raise ValueError(
+                f"--models: {text}: after a plus comes kernels=auto, on or off, or state_interval=1 or more"
+            )
+    return stem, {"ddl_value_channels": int(columns)} if colon else {}, values
 
 
 def row_name(model: str) -> str:
-    return model.replace(":", " d_v=")
+    return model.replace(":", " d_v=").replace("+", " ")
 
 
 def check(args, device: torch.device, sizes: dict[str, dict]) -> None:
@@ -63,9 +76,10 @@ def check(args, device: torch.device, sizes: dict[str, dict]) -> None:
         raise ValueError("--profile stores its traces beside the JSON: give --json=PATH")
     for size in sizes.values():
         for model in args.models:
-            stem, keys = split_model(model)
+            stem, keys, fused = split_model(model)
             with torch.device("meta"):
-                build(stem, **size, **keys)
+                made = build(stem, **size, **keys)
+            kernels.use(made, **{"setting": args.kernels, "state_interval": args.state_interval} | fused, device=device)
 
 
 def sizes_of(args) -> dict[str, dict]:

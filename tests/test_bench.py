@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, script
+from conftest import ROOT, one_line_error, script
 
 import bench
 from benchmarks import contender, peers, results, step, suites, timing
@@ -165,9 +165,58 @@ def test_the_paper_suite_has_the_papers_sizes_and_columns():
     with torch.device("meta"):
         assert (name, build("gpt-mha-rope", **medium).num_parameters()) == ("medium", 353_508_352)
         assert build("gpt-mha-rope", **suites.SMALL).num_parameters() == 123_590_400
-    assert {f"DDL-gpt-mha-rope-CC-EC:{v}" for v in (2, 8)} | set(STEMS) == set(args.models)
+    settings = (
+        "DDL-gpt-mha-rope-CC-EC+state_interval=4",
+        "DDL-gpt-mha-rope-CC-EC+kernels=off",
+        "gpt-mha-rope+kernels=off",
+    )
+    assert {f"DDL-gpt-mha-rope-CC-EC:{v}" for v in (2, 8)} | set(STEMS) | set(settings) == set(args.models)
     assert (args.micro_batch_size, args.steps) == (16, 4)
     assert str(args.json) == "None"  # one of two sizes: not the whole suite
+
+
+def test_a_model_may_bring_its_own_columns_and_kernels():
+    assert suites.split_model("a-stem:2+kernels=off") == ("a-stem", {"ddl_value_channels": 2}, {"setting": "off"})
+    assert suites.split_model("a-stem+state_interval=4") == ("a-stem", {}, {"state_interval": 4})
+    for wrong in ("a-stem:x", "a-stem+kernels=maybe", "a-stem+state_interval=0", "a-stem+dropout=1"):
+        with pytest.raises(ValueError, match=r"^--models: a-stem"):
+            suites.split_model(wrong)
+
+
+def test_kernels_are_measured_against_a_copy(tmp_path):
+    out = tmp_path / "kernels.json"
+    size = ["--device=cpu", "--widths=8", "--micro_batch_size=1", "--block_size=2", "--rounds=1", "--copied=4096"]
+    size += ["--match=v=4"]
+    result = script("bench.py", "kernels", *size, f"--json={out}", env={"TRITON_INTERPRET": "1"})
+    assert result.returncode == 0, result.stderr.decode()
+    rows = {row["kernel"]: row for row in json.loads(out.read_text())["rows"]}
+    assert len(rows) == 10
+    state, vector, scalar = 2 * 4 * 8 * 2, 2 * 8 * 2, 2 * 4  # bytes of two tokens: 4 columns of 8 in bf16, fp32 numbers
+    # Reads X, h, y, z; writes c, the next y and z, n, delta, u, rho.
+    assert rows["step forward K=1 v=4 not stored"]["bytes"] == state + 2 * vector + scalar * (4 + 4 * 4)
+    # Besides, reads the write to replay and writes X'.
+    more = state + vector + 4 * scalar
+    assert rows["step forward K=1 v=4 stored"]["bytes"] == state + 2 * vector + scalar * (4 + 4 * 4) + more
+    assert rows["expand forward K=4 v=4"]["bytes"] == state + vector
+
+
+def test_kernels_are_not_measured_without_a_device():
+    if not torch.cuda.is_available():
+        line = one_line_error(script("bench.py", "kernels", "--device=cpu", env={"TRITON_INTERPRET": ""}))
+        assert "they need a CUDA device" in line
+
+
+def test_registers_are_counted_without_a_device(tmp_path):
+    out = tmp_path / "registers.json"
+    chosen = ["--widths=64", "--match=add_norm", f"--json={out}"]
+    result = script("bench.py", "registers", *chosen, env={"TRITON_INTERPRET": ""})
+    assert result.returncode == 0, result.stderr.decode()
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["kernel"] for row in rows] == ["add_norm forward", "add_norm backward"]
+    assert all(8 < row["registers"] < 255 and row["spill_bytes"] == 0 for row in rows)
+    assert "no kernel has" in one_line_error(
+        script("bench.py", "registers", "--match=none", env={"TRITON_INTERPRET": ""})
+    )
 
 
 def square(rows: int, d: int):

@@ -12,12 +12,19 @@ import torch
 from model.gpt import Block, Stream
 
 
-def missing(model, device: torch.device) -> str | None:
-    """Why the kernels cannot serve this model there, or None."""
+def unavailable(device: torch.device | str) -> str | None:
+    """Why kernels cannot run there, or None."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (pip install triton)"
     if torch.device(device).type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return "they need a CUDA device"
+    return None
+
+
+def missing(model, device: torch.device | str) -> str | None:
+    """Why the kernels cannot serve this model there, or None."""
+    if why := unavailable(device):
+        return why
     config = model.config
     if type(model.transformer.h[0]) is Block:
         return None
