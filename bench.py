@@ -20,7 +20,7 @@ import sysconfig
 from pathlib import Path
 
 import configurator
-from benchmarks import data, kernels, registers, step, suites
+from benchmarks import choices, data, kernels, registers, step, suites
 
 
 def step_arguments(parser) -> None:
@@ -57,6 +57,20 @@ def data_arguments(parser) -> None:
     add("--json", type=Path, help="write the figures there as well, with commit, machine and date")
 
 
+def choices_arguments(parser) -> None:
+    add = parser.add_argument
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    add("--suite", choices=suites.SUITES, default="quick", help="its first size: quick's, or the paper's small")
+    add("--models", default=f"{suites.BASELINE},{suites.CC_EC}", help="stems (default: %(default)s)")
+    add("--match", default="", help="only choices with this in their name, as in --match=attention")
+    add("--micro_batch_size", type=int, help="sequences per step (default: the suite's)")
+    add("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    add("--compile", choices=("True", "False"), default="True")
+    add("--warmup", type=int, default=3, help="turns of each before measuring (default: %(default)s)")
+    add("--rounds", type=int, default=20, help="measured turns of each (default: %(default)s)")
+    add("--json", type=Path, help="write the figures there as well")
+
+
 def kernels_arguments(parser) -> None:
     add = parser.add_argument
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="cpu: only with TRITON_INTERPRET=1, to test")
@@ -80,6 +94,7 @@ def registers_arguments(parser) -> None:
 # name: (what it measures, its arguments, what runs it)
 COMMANDS = {
     "step": ("training steps and forward passes; the default", step_arguments, step.run),
+    "choices": ("the parts of a training step against their alternatives", choices_arguments, choices.run),
     "data": ("documents to shards against tiktoken alone; shards to batches", data_arguments, data.run),
     "kernels": ("bandwidth of the fused kernels against a copy", kernels_arguments, kernels.run),
     "registers": (

@@ -13,7 +13,7 @@ import torch
 from conftest import ROOT, one_line_error, script
 
 import bench
-from benchmarks import contender, peers, results, step, suites, timing
+from benchmarks import choices, contender, peers, results, step, suites, timing
 from model import STEMS, build
 
 TINY = ["--vocab_size=64", "--block_size=16", "--num_hidden_layers=1", "--hidden_size=32", "--micro_batch_size=1"]
@@ -217,6 +217,30 @@ def test_registers_are_counted_without_a_device(tmp_path):
     assert "no kernel has" in one_line_error(
         script("bench.py", "registers", "--match=none", env={"TRITON_INTERPRET": ""})
     )
+
+
+def test_choices_are_measured_and_failures_told(tmp_path, monkeypatch, capsys):
+    def fails():
+        raise RuntimeError("not on this machine\nand more")
+
+    size = dict(zip(suites.SIZE_KEYS, (64, 16, 1, 2, 8, 16)))
+    monkeypatch.setitem(suites.SUITES, "quick", suites.Suite({"tiny": size}, (), 1))
+    monkeypatch.setattr(choices, "CHOICES", (*choices.CHOICES, choices.Choice("loss: fails", context=fails)))
+    out = tmp_path / "choices.json"
+    keys = ["--device=cpu", "--compile=False", "--rounds=2", "--warmup=1", "--models=gpt-mha-rope", f"--json={out}"]
+    choices.run(bench.arguments(["choices", *keys]))
+    rows = {row["model"]: row for row in json.loads(out.read_text())["rows"]}
+    assert rows["gpt-mha-rope: loss: fails"] == {
+        "model": "gpt-mha-rope: loss: fails",
+        "error": "RuntimeError: not on this machine",
+    }
+    assert rows["gpt-mha-rope: optimizer: AdamW, a loop"]["ratio"] > 0
+    assert not any("cuDNN" in name or "kernels" in name for name in rows)
+    printed = capsys.readouterr().out
+    assert "relative to as trained" in printed
+    assert "not on this machine" in printed
+    with pytest.raises(ValueError, match="none of attention"):
+        choices.run(bench.arguments(["choices", *keys, "--match=dropout"]))
 
 
 def square(rows: int, d: int):
