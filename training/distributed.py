@@ -1,9 +1,11 @@
 """Where a run runs: one process or several under torchrun, their device, what it can do, and sums over processes."""
 
+import ctypes
 import hashlib
 import json
 import os
 import shutil
+import sys
 import sysconfig
 import time
 from dataclasses import dataclass
@@ -75,6 +77,8 @@ def start(device: torch.device) -> World:
     """Join the process group (nccl on GPUs, gloo on the CPU) where torchrun started several processes."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
     if world_size() > 1:
         # torchrun keeps its store over a restart (--max-restarts): without a prefix the new processes would look for
         # the old ones at the addresses that these left there.
@@ -83,6 +87,15 @@ def start(device: torch.device) -> World:
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=number, world_size=processes, timeout=TIMEOUT)
     return World(int(os.environ.get("RANK", 0)), world_size(), device)
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep what a training step frees for the next one: handed back to the system, every page would
+    have to be cleared and mapped again, 5 to 8% of a step on a CPU (results/step_choices.md)."""
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        mmap_threshold, trim_threshold = -3, -1
+        libc.mallopt(mmap_threshold, 2**25)  # the most it takes: tensors above 32 MiB are still handed back
+        libc.mallopt(trim_threshold, 2**31 - 1)
 
 
 def be_deterministic(wanted: bool) -> None:
