@@ -26,13 +26,18 @@ from benchmarks import choices, data, kernels, registers, step, suites
 def step_arguments(parser) -> None:
     add = parser.add_argument
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    add("--suite", choices=suites.SUITES, default="quick", help="sizes and models: quick, or the paper's on a GPU")
+    add(
+        "--suite",
+        choices=suites.SUITES,
+        default="quick",
+        help="sizes and models: quick; on a GPU the paper's, or only those with targets",
+    )
     add("--sizes", help="some of the suite's sizes, as in --sizes=small")
     add("--models", help="stems, or stem:d_v, or either+kernels=off, +state_interval=4, with commas between (default: "
         "the suite's); the baseline is always there")  # fmt: skip
     add("--kernels", choices=("auto", "on", "off"), default="auto", help="fused residual steps, as train.py's key")
     add("--state_interval", type=int, default=2, help="as train.py's key (default: %(default)s)")
-    add("--peers", default=",".join(suites.PEERS), help="of %(default)s, or none")
+    add("--peers", help=f"of {','.join(suites.PEERS)}, or none (default: the suite's)")
     for key in suites.SIZE_KEYS:
         add(f"--{key}", type=int, help="instead of the suite's")
     add("--micro_batch_size", type=int, help="sequences per step (default: the suite's)")

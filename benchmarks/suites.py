@@ -24,10 +24,18 @@ class Suite:
     sizes: dict[str, dict]
     models: tuple[str, ...]  # as `split_model` reads them
     micro_batch_size: int  # sequences per step
+    peers: tuple[str, ...] = PEERS
 
 
 SUITES = {
     "quick": Suite({"quick": QUICK}, EVERY_STEM, 8),
+    # Without peers and what else takes time to compile.
+    "targets": Suite(
+        {"small": SMALL, "medium": MEDIUM},
+        (BASELINE, CC_EC, "DDL-gpt-mha-rope", "DDL-vdim1-gpt-mha-rope", f"{CC_EC}:2", f"{CC_EC}+state_interval=4"),
+        16,
+        (),
+    ),
     # The paper's d_v: 1 is a stem of its own, 4 the default. And what the fused kernels and the memory option bring.
     "paper": Suite(
         {"small": SMALL, "medium": MEDIUM},
@@ -65,8 +73,8 @@ def check(args, device: torch.device, sizes: dict[str, dict]) -> None:
     """ValueError: what cannot be measured, said before anything is."""
     if min(args.rounds, args.warmup, args.micro_batch_size, args.steps) < 1:
         raise ValueError("--rounds, --warmup, --steps and --micro_batch_size: give 1 or more")
-    if args.suite == "paper" and device.type == "cpu":
-        raise ValueError("--suite=paper holds sizes for a GPU: give --suite=quick, or --device=cuda")
+    if args.suite != "quick" and device.type == "cpu":
+        raise ValueError(f"--suite={args.suite} holds sizes for a GPU: give --suite=quick, or --device=cuda")
     if args.compile == "True" and not distributed.can_compile(device):
         raise ValueError("--compile=True needs a C++ compiler and Python's headers: install them, or --compile=False")
     for peer in args.peers:
@@ -97,7 +105,8 @@ def sizes_of(args) -> dict[str, dict]:
 def complete(args, device: torch.device) -> None:
     """Fill in what follows from suite and device."""
     suite = SUITES[args.suite]
-    whole = not (args.models or args.sizes) and args.peers == ",".join(PEERS)
+    args.peers = ",".join(suite.peers) if args.peers is None else args.peers
+    whole = not (args.models or args.sizes) and args.peers == ",".join(suite.peers)
     whole = whole and all(getattr(args, key) is None for key in (*SIZE_KEYS, "micro_batch_size"))
     args.models = args.models.split(",") if args.models else list(suite.models)
     args.models = list(dict.fromkeys([BASELINE, *args.models]))  # each once, the baseline with its peers first

@@ -11,7 +11,8 @@ import fused
 from fused import INTERPRETED
 
 from model import STEMS, build, kernels
-from model.gpt import Stream
+from model.gpt import RMSNorm, Stream
+from model.residual import DeltaBlock, DeltaRewrite
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="compiled kernels: see test_gpu.py")
 CC, TC = "DDL-gpt-mha-rope-CC", "DDL-gpt-mha-rope"
@@ -110,17 +111,44 @@ def test_on_where_the_kernels_cannot_be(monkeypatch):
             kernels.use(model, "on", "cpu")
         assert message in kernels.use(model, "auto", "cuda")
         assert type(model.stream) is Stream
-    model = build(CC, **TINY)
-    model.transformer.h[0].__class__ = torch.nn.Module  # a residual stream of a kind that has no kernels
-    model.config = object()
-    with pytest.raises(ValueError, match=r"there are none for this residual stream \(torch"):
-        kernels.use(model, "on", "cpu")
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ValueError, match="they need a CUDA device"):
         kernels.use(build(CC, **TINY), "on", "cpu")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install triton"):
         kernels.use(build(CC, **TINY), "on", "cuda")
+
+
+class OtherWrite(DeltaRewrite):
+    pass
+
+
+class OtherBlock(DeltaBlock):
+    def write_state(self, site, state, h, c, aux):
+        return state
+
+
+class OtherNorm(RMSNorm):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("stem", "module", "other"),
+    [
+        (CC, "transformer.h.0.ddl_mlp", OtherWrite),
+        (CC, "transformer.h.0", OtherBlock),
+        (CC, "readout", torch.nn.Identity),
+        (CC, "ln_f", OtherNorm),
+        ("gpt-mha-rope", "transformer.h.0.ln_2", OtherNorm),
+        ("gpt-mha-rope", "readout", torch.nn.Identity),
+    ],
+)
+def test_a_stream_of_ones_own_is_left_alone(stem, module, other):
+    model = build(stem, **TINY)
+    model.get_submodule(module).__class__ = other
+    with pytest.raises(ValueError, match=r"there are none for the residual stream of model\."):
+        kernels.use(model, "on", "cpu")
+    assert type(model.stream) is Stream
 
 
 def test_auto_on_a_cpu_is_plain_and_off_takes_the_kernels_away():

@@ -9,7 +9,10 @@ import os
 
 import torch
 
-from model.gpt import Block, Stream
+from model.gpt import Block, Direct, RMSNorm, Stream
+from model.residual import ColumnConvRead, DeltaBlock, DeltaRewrite, OnlyColumn, TokenConvRead
+
+READS = {OnlyColumn, ColumnConvRead, TokenConvRead}
 
 
 def unavailable(device: torch.device | str) -> str | None:
@@ -25,16 +28,26 @@ def missing(model, device: torch.device | str) -> str | None:
     """Why the kernels cannot serve this model there, or None."""
     if why := unavailable(device):
         return why
-    config = model.config
-    if type(model.transformer.h[0]) is Block:
-        return None
-    if not hasattr(config, "ddl_value_channels"):
-        return f"there are none for this residual stream ({type(model.transformer.h[0]).__module__})"
-    if config.ddl_value_channels not in (1, 2, 4, 8):
+    block, config = model.transformer.h[0], model.config
+    if not known(model):
+        return f"there are none for the residual stream of {type(model).__module__}"
+    if isinstance(block, DeltaBlock) and config.ddl_value_channels not in (1, 2, 4, 8):
         return f"they know 1, 2, 4 and 8 columns, ddl_value_channels is {config.ddl_value_channels}"
-    if config.ddl_k_branch == "attention":
+    if isinstance(block, DeltaBlock) and config.ddl_k_branch == "attention":
         return "ddl_k_branch=attention needs the whole state"
     return None
+
+
+def known(model) -> bool:
+    """Whether the kernels compute what this model's classes do: a subclass may read or write in a way of its own."""
+    block = model.transformer.h[0]
+    if {type(block.ln_1), type(block.ln_2), type(model.ln_f)} != {RMSNorm} or type(block).forward is not Block.forward:
+        return False
+    if not isinstance(block, DeltaBlock):
+        return type(block) is Block and type(model.readout) is Direct
+    own = all(getattr(type(block), name) is getattr(DeltaBlock, name) for name in ("read_state", "write_state"))
+    writes = {type(block.ddl_attn), type(block.ddl_mlp)}
+    return own and writes == {DeltaRewrite} and {type(block.compress), type(model.readout)} <= READS
 
 
 def use(model, setting: str = "auto", device: torch.device | str = "cuda", state_interval: int = 2) -> str | None:
