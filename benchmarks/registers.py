@@ -107,9 +107,17 @@ def measure(widths: list[int], match: str) -> list[dict]:
 
 
 def markdown(rows: list[dict]) -> str:
-    titles = [key.replace("_", " ") for key in rows[0]]
-    lines = [titles, ["---"] * len(titles), *(map(str, row.values()) for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    """A line a kernel, its registers and spilled bytes at each width beside each other."""
+    widths = sorted({row["d"] for row in rows})
+    kernels: dict[tuple, dict] = {}
+    for row in rows:
+        name = (row["kernel"], row["columns"], row["tokens_of_read"], row["writes_replayed"])
+        kernels.setdefault(name, {})[row["d"]] = (row["registers"], row["spill_bytes"])
+    titles = ["kernel", "columns", "tokens of the read", "replayed"]
+    titles += [title for d in widths for title in (f"registers, d = {d}", "spilled")]
+    lines = [titles, ["---"] * len(titles)]
+    lines += [[*name, *(figure for d in widths for figure in found[d])] for name, found in kernels.items()]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def run(args) -> None:
