@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model import kernels
 from model.kernels import add_norm as add_norm_module
@@ -305,9 +306,11 @@ def tokens_of(model, B: int = 2, T: int = 5):
 def outcome(model, ids, targets, autocast: torch.dtype | None = None) -> dict:
     """Logits, loss and the gradient of every parameter, by name; None: takes no part."""
     model.zero_grad()
-    with torch.autocast(ids.device.type, autocast, enabled=autocast is not None):
-        logits, loss = model(ids, targets, return_logits=True)
-    loss.backward()
+    # Attention by plain operations: the same bits every time.
+    with sdpa_kernel(SDPBackend.MATH):
+        with torch.autocast(ids.device.type, autocast, enabled=autocast is not None):
+            logits, loss = model(ids, targets, return_logits=True)
+        loss.backward()
     found = {"logits": logits.detach(), "loss": loss.detach()}
     gradients = {name: p.grad for name, p in model.named_parameters()}
     return found | {name: g if g is None else g.detach().clone() for name, g in gradients.items()}
@@ -396,3 +399,28 @@ def check_autocast(model, dtype: torch.dtype, T: int = 5) -> None:
         errors.append(((flat(found) - wanted).norm() / wanted.norm()).item())
     assert errors[0] < (3 if INTERPRETED else 1.3) * errors[1] + 1e-3, errors
     assert errors[0] < 0.1, errors
+
+
+@torch.no_grad()
+def check_graph(model) -> None:
+    """One cached token captured in a CUDA graph and replayed with another token."""
+    run = fuse(model)
+    ids, _ = tokens_of(run)
+    prompt, token, other = ids[:, :-2], ids[:, -2:-1].clone(), ids[:, -1:]
+    cache = run.new_cache()
+    run(prompt, cache=cache)
+
+    def step(token):
+        return run(token, cache=[dict(part) for part in cache])[0]
+
+    wanted = step(other)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        step(token)  # compiles what is not yet compiled
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = step(token)
+    token.copy_(other)
+    graph.replay()
+    check_close("logits", logits, wanted, 1e-5)

@@ -32,24 +32,31 @@ from model.kernels import residual_step as residual_step_module
 from model.kernels.tiles import rows_and_columns
 
 LIMITS = []  # first address and the one past the end of each tensor that the kernel now running was given
+WRITERS = {}  # the program that wrote to an address
 
 
-def within(pointers, mask, size: int) -> None:
+def within(pointers, mask, size: int):
+    """The addresses in use."""
     pointers, mask = np.broadcast_arrays(np.ravel(pointers), np.ravel(mask))
     used = pointers[mask.astype(bool)].astype(np.int64)
     inside = [(first <= used) & (used + size <= last) for first, last in LIMITS]
     assert np.any(inside, axis=0).all(), "a kernel reaches past its tensors"
+    return used
 
 
 @pytest.fixture(autouse=True)
 def _bounds(monkeypatch):
-    """Kernels touch no memory but their tensors': what they read beyond would often do no visible harm."""
+    """Kernels touch no memory but their tensors', and no two programs write to the same place.
+
+    What they read beyond would often do no visible harm, and the interpreter runs programs in order, a GPU does not.
+    """
     memory, convert = interpreter._interpreter, interpreter.GridExecutor._init_args_hst
 
     def arguments(self, *args):
         converted = convert(self, *args)
         leaves = torch.utils._pytree.tree_leaves(converted)
         storages = [x.untyped_storage() for x in leaves if isinstance(x, torch.Tensor)]
+        WRITERS.clear()
         LIMITS[:] = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
         return converted
 
@@ -62,7 +69,9 @@ def _bounds(monkeypatch):
             return memory.load(pointers, mask, other, dtype)
 
         def store(self, pointers, values, mask):
-            within(pointers, mask, np.asarray(values).dtype.itemsize)
+            program = interpreter.interpreter_builder.grid_idx
+            for address in within(pointers, mask, np.asarray(values).dtype.itemsize).tolist():
+                assert WRITERS.setdefault(address, program) == program, "two programs write to the same place"
             return memory.store(pointers, values, mask)
 
     monkeypatch.setattr(interpreter.GridExecutor, "_init_args_hst", arguments)
@@ -88,6 +97,7 @@ OPTIONS = [
     Step(form="raw", heads="", erase=False),
     Step(heads="value", with_x_in=False),
     Step(heads="", with_x_in=False, K=3, v=2),
+    Step(heads="gate", with_x_in=False, K=2, v=1),
     Step(write=False, store=False, repeated=True),
     Step(write=False, store=False, heads="", with_x_in=False, pending=2),
     Step(write=False, store=False, pending=1, K=3, v=2),

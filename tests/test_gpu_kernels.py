@@ -1,0 +1,97 @@
+"""The fused kernels compiled, by the checks of test_kernels.py and test_kernel_streams.py; run with `pytest -m gpu`.
+
+Few combinations, because each is another kernel to compile; test_kernels.py has them all, interpreted.
+"""
+
+import pytest
+import torch
+from test_model import TINY, randomise
+
+pytest.importorskip("triton")
+
+import fused
+from fused import INTERPRETED, Step
+
+from model import STEMS, build
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET=1: nothing would be compiled"),
+]
+CC, TC = "DDL-gpt-mha-rope-CC", "DDL-gpt-mha-rope"
+# Several tokens a program, and a last program with fewer: 1,100 rows on 132 multiprocessors, chunks of 25 at K = 4.
+STEPS = [Step(768, v, 1, 2, 550, "bf16", pending=v % 2) for v in (1, 2, 4, 8)]
+STEPS += [Step(768, 4, 4, 3, 60, "bf16", store=False), Step(1024, 4, T=5, dtype="bf16"), Step(37, 8, 4, 2, 60)]
+STEPS += [Step(96, 2, 3, 2, 40, "fp16", form="raw", value_input="context"), Step(T=1100), Step(logits=40.0)]
+STEPS += [Step(form="constant", heads="gate", erase=False, zero_h=True), Step(h_scale=1e-20, with_x_in=False, heads="")]
+STEPS += [Step(K=3, v=2, write=False, store=False, pending=1, repeated=True, T=40)]
+
+
+def tiny(stem, **changes):
+    return randomise(build(stem, **{**TINY, **changes}))
+
+
+@pytest.mark.parametrize("case", STEPS, ids=str)
+def test_step(case):
+    fused.check_step(case)
+
+
+def test_two_runs_give_the_same_bits():
+    (wanted, expected), (results, found) = fused.run(STEPS[4]), fused.run(STEPS[4])
+    assert all(torch.equal(found[name], want) for name, want in expected.items())
+    assert all(torch.equal(results[name], want) for name, want in wanted.items())
+
+
+@pytest.mark.parametrize("cuts", [(1,) * 40, (2, 1, 37)])
+def test_generation_carries_the_reads_that_are_under_way(cuts):
+    fused.check_generation(Step(K=4, T=40, B=2), cuts)
+
+
+@pytest.mark.parametrize(("d", "dtype"), [(768, "bf16"), (37, "fp32")])
+@pytest.mark.parametrize("add", [True, False])
+def test_add_norm(d, dtype, add):
+    fused.check_add_norm(d, 2, 1500, dtype, add)
+
+
+@pytest.mark.parametrize(("d", "v", "dtype"), [(768, 4, "bf16"), (37, 8, "fp32"), (300, 1, "fp32")])
+def test_expand(d, v, dtype):
+    fused.check_expand(d, v, 4, 2, 70, dtype)
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_model(stem):
+    fused.check_model(tiny(stem))
+
+
+def test_two_layer_gate_and_v_map():
+    fused.check_model(tiny(CC, ddl_map="v", ddl_beta_single_linear=False))
+
+
+@pytest.mark.parametrize("stem", [CC, TC])
+def test_intervals_change_no_bit(stem):
+    fused.check_intervals(tiny(stem), torch.bfloat16, (1, 2, 4))
+
+
+@pytest.mark.parametrize("stem", ["DDL-gpt-mha-rope-EC", "gpt-mha-rope"])
+def test_compiled_by_inductor(stem):
+    fused.check_compiled(tiny(stem, num_hidden_layers=1), "inductor", 1e-3)
+
+
+def test_activation_checkpointing():
+    fused.check_checkpointing(tiny(CC))
+
+
+@pytest.mark.parametrize("stem", [TC, CC, "DDL-vdim1-gpt-mha-rope"])
+def test_autocast(stem):
+    fused.check_autocast(tiny(stem), torch.bfloat16)
+
+
+@pytest.mark.parametrize("stem", ["DDL-gpt-mha-rope-EC", CC])
+def test_cached_generation(stem):
+    fused.check_cached(tiny(stem), (2, 1, 3, 1))
+
+
+@pytest.mark.parametrize("stem", ["DDL-gpt-mha-rope-EC", "gpt-mha-rope"])
+def test_a_step_of_generation_in_a_cuda_graph(stem):
+    fused.check_graph(tiny(stem))
