@@ -4,21 +4,24 @@
     python sample.py runs/demo_cpu --prompt=FILE:prompt.txt
     cat prompt.txt | python sample.py runs/demo_cpu --prompt=-
 
-The run is a run folder (its newest checkpoint) or one checkpoint folder.
+The run is a run folder (its newest checkpoint) or one checkpoint folder. The speed is printed at the end, on stderr.
 """
 
 import argparse
 import codecs
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
 
 import configurator
 from data.tokenizer import encode_prompt
+from model import kernels
+from model.decoding import Decoder
 from training.checkpoint import load_model
-from training.distributed import pick_device
+from training.distributed import can_compile, pick_device
 
 
 def next_token(logits, temperature: float, top_k: int | None, top_p: float, generator) -> int:
@@ -34,25 +37,24 @@ def next_token(logits, temperature: float, top_k: int | None, top_p: float, gene
     return int(tokens[torch.multinomial(values, 1, generator=generator)])
 
 
-@torch.inference_mode()
-def generate(model, prompt: list[int], max_new_tokens: int, draw, stop: int | None = None):
+def generate(decoder: Decoder, prompt: list[int], max_new_tokens: int, draw, stop: int | None = None):
     """Yield new token ids, one by one, until `stop` or max_new_tokens; `draw` maps logits (vocab,) to a token id.
 
-    Past block_size the oldest half of the context is dropped and the rest read anew.
+    Past the decoder's length the oldest half of the context is dropped and the rest read anew.
     """
-    device = next(model.parameters()).device
-    block_size = model.config.block_size
-    context, cache, new = prompt[-block_size:], model.new_cache(), prompt[-block_size:]
+    length, device = decoder.cache.length, decoder.token.device
+    context, anew = prompt[-length:], True
     for _ in range(max_new_tokens):
-        if len(context) > block_size:
-            context = context[-max(block_size // 2, 1) :]
-            cache, new = model.new_cache(), context
-        logits, _ = model(torch.tensor([new], device=device), cache=cache)
-        token = draw(logits[0, -1])
+        if len(context) > length:
+            context, anew = context[-max(length // 2, 1) :], True
+        if anew:
+            logits, anew = decoder.prefill(torch.tensor([context], device=device)), False
+        else:
+            logits = decoder.step(torch.tensor(context[-1:], device=device))
+        token = draw(logits[0])
         if token == stop:
             return
         yield token
-        new = [token]
         context = [*context, token]
 
 
@@ -81,7 +83,22 @@ def arguments():
     parser.add_argument("--top_p", type=float, default=0.9, help="draw from the likeliest tokens of this total mass")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument(
+        "--compile",
+        choices=("True", "False"),
+        help="make the step once for all tokens: on a GPU a CUDA graph (the default there), on a CPU by torch.compile, "
+        "which takes seconds (default: False)",
+    )
     return parser.parse_args()
+
+
+def make_decoder(model, device: torch.device, compiled: str | None, length: int) -> Decoder:
+    """A decoder of one text of at most `length` tokens, as --compile says. ValueError: there is no compiler."""
+    if compiled == "True" and not can_compile(device):
+        raise ValueError("--compile=True needs a C++ compiler and Python's headers: give --compile=False")
+    kernels.use(model, "auto", device)
+    on = device.type == "cuda" if compiled is None else compiled == "True"
+    return Decoder(model, 1, min(length, model.config.block_size), on)
 
 
 def check(args) -> None:
@@ -106,6 +123,7 @@ def main():
         text = read_prompt(args.prompt)
         model, tokenizer, _ = load_model(args.run, device)
         prompt = encode_prompt(tokenizer, text)
+        decoder = make_decoder(model, device, args.compile, len(prompt) + args.max_new_tokens)
     generator = torch.Generator(device).manual_seed(args.seed)
     # The embedding has more rows than the tokenizer has tokens; the rest is never drawn.
     vocabulary = tokenizer.n_vocab
@@ -113,15 +131,19 @@ def main():
     def draw(logits):
         return next_token(logits[:vocabulary], args.temperature, args.top_k, args.top_p, generator)
 
+    made, started = 0, time.perf_counter()
     for index in range(args.num_samples):
         if index:
             print("\n" + "-" * 80)
-        # A token may end inside a character: the decoder holds back what is incomplete.
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        # A token may end inside a character: what is incomplete is held back.
+        characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
         print(text, end="", flush=True)
-        for token in generate(model, prompt, args.max_new_tokens, draw, stop=tokenizer.eot_token):
-            print(decoder.decode(tokenizer.decode_single_token_bytes(token)), end="", flush=True)
-        print(decoder.decode(b"", final=True), flush=True)
+        for token in generate(decoder, prompt, args.max_new_tokens, draw, stop=tokenizer.eot_token):
+            made += 1
+            print(characters.decode(tokenizer.decode_single_token_bytes(token)), end="", flush=True)
+        print(characters.decode(b"", final=True), flush=True)
+    seconds = time.perf_counter() - started
+    print(f"{made} tokens in {seconds:.2f} s, {made / seconds:,.1f} tokens/s", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,14 @@ A model is a subclass of `GPT` that names four classes: `Config`, `Expander`, `B
 import contextlib
 import math
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from model.decoding import Cache, kept
 from model.loss import linear_cross_entropy, scaled
 
 
@@ -108,6 +109,20 @@ def apply_rope(x, cos, sin):
     return torch.cat((x1 * cos - x2 * sin, x1 * sin + x2 * cos, rest), dim=-1)
 
 
+class Places(NamedTuple):
+    """Where the T tokens of a call are: their rows of the RoPE tables and, with a cache, the rest.
+
+    index (T,) int64: their places among the cache's `length`. mask (T, seen) bool: which of the cache's first places
+    each attends over; None: the call's own tokens are all there are.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    index: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    length: int = 0
+
+
 class CausalSelfAttention(nn.Module):
     """Multi-head attention with RoPE, then RMSNorm on queries and keys; x (B, T, d) -> (B, T, d)."""
 
@@ -122,26 +137,19 @@ class CausalSelfAttention(nn.Module):
         self.q_rms = RMSNorm(self.head_dim) if config.use_qk_rmsnorm else nn.Identity()
         self.k_rms = RMSNorm(self.head_dim) if config.use_qk_rmsnorm else nn.Identity()
 
-    def forward(self, x, rope, cache: dict | None = None):
+    def forward(self, x, places: Places, cache: dict | None = None):
         q, k, v = (proj(x).unflatten(-1, (self.num_heads, self.head_dim)) for proj in (self.c_q, self.c_k, self.c_v))
         # One rounding to the compute dtype, after rotation and norm.
-        q = self.q_rms(apply_rope(q, *rope)).to(v.dtype)
-        k = self.k_rms(apply_rope(k, *rope)).to(v.dtype)
+        q = self.q_rms(apply_rope(q, places.cos, places.sin)).to(v.dtype)
+        k = self.k_rms(apply_rope(k, places.cos, places.sin)).to(v.dtype)
         q, k, v = (z.transpose(1, 2) for z in (q, k, v))  # (B, H, T, head_dim)
         if cache is not None:
-            if "k" in cache:
-                k, v = torch.cat((cache["k"], k), dim=2), torch.cat((cache["v"], v), dim=2)
-            cache["k"], cache["v"] = k, v
-        return self.c_proj(causal_attention(q, k, v).transpose(1, 2).flatten(2))
-
-
-def causal_attention(q, k, v):
-    """softmax(q k^T / sqrt(head_dim)) v, where the queries are the last q.shape[2] of the k.shape[2] positions."""
-    new, total = q.shape[2], k.shape[2]
-    if new == total:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    mask = torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            shape = (*k.shape[:2], places.length, k.shape[3])
+            keys, values = (kept(cache, n, shape, z).index_copy_(2, places.index, z) for n, z in (("k", k), ("v", v)))
+            if places.mask is not None:
+                k, v = (z[:, :, : places.mask.shape[1]] for z in (keys, values))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=places.mask, is_causal=places.mask is None)
+        return self.c_proj(y.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
@@ -211,9 +219,9 @@ class Block(nn.Module):
         """state, sublayer output h (B, T, d), its normed input c (B, T, d) -> new state."""
         return state + h
 
-    def forward(self, state, rope, cache: dict | None = None):
+    def forward(self, state, places: Places, cache: dict | None = None):
         state, c, aux = self.stream.read(self, "attn", state, cache)
-        state = self.stream.write(self, "attn", state, self.attn(c, rope, cache), c, aux)
+        state = self.stream.write(self, "attn", state, self.attn(c, places, cache), c, aux)
         state, c, aux = self.stream.read(self, "mlp", state, cache)
         return self.stream.write(self, "mlp", state, self.mlp(c), c, aux)
 
@@ -318,9 +326,13 @@ class GPT(nn.Module):
         """Bytes of one token's residual state, kept in dtype."""
         return self.transformer.h[0].state_size() * dtype.itemsize
 
-    def new_cache(self) -> list[dict]:
-        """An empty cache for `forward`: one dict per block, the last one for the expander and the readout."""
-        return [{} for _ in range(self.config.num_hidden_layers + 1)]
+    def new_cache(self, length: int | None = None) -> Cache:
+        """An empty cache for `forward`, of at most `length` tokens. ValueError: more than block_size, the default."""
+        block_size = self.config.block_size
+        length = block_size if length is None else length
+        if not 1 <= length <= block_size:
+            raise ValueError(f"length={length}: give 1 to block_size={block_size}")
+        return Cache(self.config.num_hidden_layers, length, self.rope_cos.device)
 
     def compute_dtype(self) -> torch.dtype:
         """The dtype of the residual state: autocast's where it is on, else the parameters'."""
@@ -329,31 +341,49 @@ class GPT(nn.Module):
             return torch.get_autocast_dtype(weight.device.type)
         return weight.dtype
 
-    def forward(self, ids, targets=None, cache: list[dict] | None = None, return_logits: bool = False):
+    def hidden(self, ids, cache: Cache | None = None, seen: int = 0):
+        """ids (B, T) -> the normed readout (B, T, d), which `logits` takes.
+
+        With a cache, the tokens attend over the first `seen` of its places; the caller has reserved theirs.
+        """
+        T, caches = ids.shape[1], [None] * (len(self.transformer.h) + 1)
+        places = Places(self.rope_cos[:T], self.rope_sin[:T])
+        if cache is not None:
+            caches, index = cache.blocks, cache.position + torch.arange(T, device=ids.device)
+            mask = None if seen == T else torch.arange(seen, device=ids.device) <= index[:, None]
+            places = Places(self.rope_cos[index], self.rope_sin[index], index, mask, cache.length)
+        state = self.stream.begin(self, self.transformer.wte(ids).to(self.compute_dtype()), caches[-1])
+        for block, block_cache in zip(self.transformer.h, caches):
+            if self.activation_checkpointing and cache is None and torch.is_grad_enabled():
+                state = checkpoint(block, state, places, use_reentrant=False)
+            else:
+                state = block(state, places, block_cache)
+        if cache is not None:
+            cache.position.add_(T)
+        return self.stream.finish(self, state, caches[-1])
+
+    def logits(self, hidden):
+        return scaled(self.lm_head(hidden), self.config.mup_scale)
+
+    def forward(self, ids, targets=None, cache: Cache | None = None, return_logits: bool = False):
         """ids, targets: int64 (B, T); targets of -1 do not count.
 
         Returns (logits, loss). With targets, loss is the mean cross-entropy in nats (a scalar, at least fp32) and
         logits is None unless `return_logits`; without, logits is (B, T, vocab_size) and loss None. With a `cache` of
-        `new_cache()`, ids continue the tokens of the calls before. ValueError: more than block_size tokens.
+        `new_cache()`, ids continue the tokens of the calls before, and only the output layer has a gradient.
+        ValueError: more tokens than block_size, or than fit the cache.
         """
-        start = cache[0]["k"].shape[2] if cache is not None and "k" in cache[0] else 0
-        stop = start + ids.shape[1]
-        if stop > self.config.block_size:
-            raise ValueError(f"{stop} tokens do not fit block_size={self.config.block_size}: give fewer")
-        caches = cache if cache is not None else [None] * (len(self.transformer.h) + 1)
-        rope = self.rope_cos[start:stop], self.rope_sin[start:stop]
-
-        state = self.stream.begin(self, self.transformer.wte(ids).to(self.compute_dtype()), caches[-1])
-        for block, block_cache in zip(self.transformer.h, caches):
-            if self.activation_checkpointing and cache is None and torch.is_grad_enabled():
-                state = checkpoint(block, state, rope, use_reentrant=False)
-            else:
-                state = block(state, rope, block_cache)
-        hidden, scale = self.stream.finish(self, state, caches[-1]), self.config.mup_scale
+        if cache is not None:
+            with torch.no_grad():
+                hidden = self.hidden(ids, cache, cache.reserve(*ids.shape))
+        elif ids.shape[1] > self.config.block_size:
+            raise ValueError(f"{ids.shape[1]} tokens do not fit block_size={self.config.block_size}: give fewer")
+        else:
+            hidden = self.hidden(ids)
         if targets is None or return_logits:
-            logits = scaled(self.lm_head(hidden), scale)
+            logits = self.logits(hidden)
             if targets is None:
                 return logits, None
             return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
         hidden = hidden.flatten(0, 1).to(self.compute_dtype())
-        return None, linear_cross_entropy(hidden, self.lm_head.weight, targets.flatten(), scale)
+        return None, linear_cross_entropy(hidden, self.lm_head.weight, targets.flatten(), self.config.mup_scale)

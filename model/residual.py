@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from model.decoding import kept
 from model.gpt import Block, GPTConfig, at_least, at_least_fp32, linear_flops
 
 
@@ -96,12 +97,11 @@ def delay(x, tokens: int, cache: dict | None, slot: str):
     """x (B, T, ...) shifted `tokens` positions later: what enters on the left is zeros, or the cached tail."""
     if tokens == 0:
         return x
-    past = cache.get(slot) if cache is not None else None
-    if past is None:
-        past = x.new_zeros(x.shape[0], tokens, *x.shape[2:])
+    shape = (x.shape[0], tokens, *x.shape[2:])
+    past = kept(cache, slot, shape, x) if cache is not None else x.new_zeros(shape)
     x = torch.cat((past, x), dim=1)
     if cache is not None:
-        cache[slot] = x[:, -tokens:]
+        past.copy_(x[:, -tokens:])
     return x[:, :-tokens]
 
 

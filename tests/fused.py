@@ -399,28 +399,3 @@ def check_autocast(model, dtype: torch.dtype, T: int = 5) -> None:
         errors.append(((flat(found) - wanted).norm() / wanted.norm()).item())
     assert errors[0] < (3 if INTERPRETED else 1.3) * errors[1] + 1e-3, errors
     assert errors[0] < 0.1, errors
-
-
-@torch.no_grad()
-def check_graph(model) -> None:
-    """One cached token captured in a CUDA graph and replayed with another token."""
-    run = fuse(model)
-    ids, _ = tokens_of(run)
-    prompt, token, other = ids[:, :-2], ids[:, -2:-1].clone(), ids[:, -1:]
-    cache = run.new_cache()
-    run(prompt, cache=cache)
-
-    def step(token):
-        return run(token, cache=[dict(part) for part in cache])[0]
-
-    wanted = step(other)
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        step(token)  # compiles what is not yet compiled
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        logits = step(token)
-    token.copy_(other)
-    graph.replay()
-    check_close("logits", logits, wanted, 1e-5)

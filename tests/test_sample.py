@@ -5,6 +5,7 @@ import torch
 from conftest import SMALL, one_line_error, script, small_run
 
 from model import STEMS, build
+from model.decoding import Decoder
 from sample import generate, next_token
 
 
@@ -41,7 +42,7 @@ def test_generation_equals_recomputing_everything(stem):
     # Off its identity-like start, where the last token predicts itself.
     torch.nn.init.normal_(model.ln_f.weight)
     prompt = [3, 1, 4, 1, 5]
-    made = list(generate(model, prompt, 30, lambda logits: int(logits.argmax())))
+    made = list(generate(Decoder(model, 1), prompt, 30, lambda logits: int(logits.argmax())))
     context = list(prompt)
     for token in made:
         if len(context) > 16:
@@ -55,7 +56,7 @@ def test_generation_equals_recomputing_everything(stem):
 def test_generation_stops_at_end_of_text_and_crops_long_prompts():
     model = build("gpt-mha-rope", **SMALL)
     draws = iter([7, 8, 9, 10])
-    assert list(generate(model, list(range(40)), 10, lambda logits: next(draws), stop=9)) == [7, 8]
+    assert list(generate(Decoder(model, 1), list(range(40)), 10, lambda logits: next(draws), stop=9)) == [7, 8]
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from model.decoding import kept
 from model.gpt import RMSNorm, Stream
 from model.kernels import add_norm as additive
 from model.kernels.expand import expand
@@ -120,13 +121,13 @@ class DeltaStream(Stream):
         carry = None
         if cache is not None and len(weights) > 1:
             shape = (len(state.stored), len(weights) - 1, state.stored.shape[-1])
-            carry = cache.get(slot, state.stored.new_zeros(shape, dtype=torch.float32))
-        new, context, x_in, gate_logit, value_logit, _, _, u, _, carry = residual_step(
+            carry = kept(cache, slot, shape, state.stored, torch.float32)
+        new, context, x_in, gate_logit, value_logit, _, _, u, _, new_carry = residual_step(
             state.gradient, state.stored, list(state.hs), list(state.us), state.h, state.gate_logit, state.value_logit,
             weights, norm.weight, *heads, self.k_eps, norm.eps, *self.options, store, with_x_in, carry,
         )  # fmt: skip
-        if cache is not None and len(weights) > 1:
-            cache[slot] = carry
+        if carry is not None:
+            carry.copy_(new_carry)
         if store:
             state = DeltaState(new, new.detach())
         elif writes:

@@ -1,0 +1,127 @@
+"""Text token by token: what a model keeps of the tokens so far, and a decoder that runs one step again and again.
+
+Everything a step touches has a fixed shape and address, and its position is a number on the device, so that a step
+compiled or captured once serves every position.
+"""
+
+import torch
+
+
+class Cache:
+    """What a model keeps of the `tokens` read so far, at most `length`: keys, values and token convolutions' contexts.
+
+    `blocks` holds one dict of tensors per block, and a last one for the expander and the readout. The first call makes
+    the tensors, for its batch and dtypes; later calls write into them. `position` (1,) int64 is `tokens` on the device.
+    """
+
+    def __init__(self, blocks: int, length: int, device: torch.device):
+        self.length, self.tokens, self.batch_size = length, 0, None
+        self.position = torch.zeros(1, dtype=torch.int64, device=device)
+        self.blocks: list[dict] = [{} for _ in range(blocks + 1)]
+
+    def reserve(self, batch_size: int, tokens: int) -> int:
+        """Count tokens that are about to be read; returns how many there are with them.
+
+        ValueError: they do not fit, or it is not the batch that the cache was begun with.
+        """
+        if self.tokens + tokens > self.length:
+            raise ValueError(f"{self.tokens + tokens} tokens do not fit a cache of length={self.length}: give fewer")
+        if self.batch_size not in (None, batch_size):
+            raise ValueError(f"batch_size={batch_size}: this cache is of {self.batch_size} sequences; make another")
+        self.batch_size = batch_size
+        self.tokens += tokens
+        return self.tokens
+
+    def reset(self) -> None:
+        """Forget all tokens; the tensors stay where they are."""
+        self.tokens = 0
+        for tensor in (self.position, *(tensor for block in self.blocks for tensor in block.values())):
+            tensor.zero_()
+
+
+def kept(cache: dict, slot: str, shape: tuple, like, dtype: torch.dtype | None = None):
+    """The tensor in a slot of a block's cache, to be written in place; zeros at first, in `like`'s dtype by default."""
+    if slot not in cache:
+        cache[slot] = like.new_zeros(shape, dtype=dtype)
+    return cache[slot]
+
+
+class Decoder:
+    """Logits of the next token for a batch of sequences of equal length, at most `length` (by default block_size).
+
+        decoder = Decoder(model, batch_size=2, compiled=True)
+        logits = decoder.prefill(prompts)  # (2, T) -> (2, vocab_size)
+        logits = decoder.step(tokens)      # (2,) -> (2, vocab_size), again and again
+
+    compiled: the step is made once for all positions, on a CPU by torch.compile (seconds), on a GPU as a CUDA graph,
+    which one call launches. It attends over all `length` positions, masked, where an eager step reads only those that
+    are filled. The weights, `model.stream` and autocast must stay what they were when the decoder was made.
+    """
+
+    def __init__(self, model, batch_size: int, length: int | None = None, compiled: bool = False):
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size}: give 1 or more")
+        self.model, self.cache = model, model.new_cache(length)
+        self.token = torch.zeros(batch_size, 1, dtype=torch.int64, device=self.cache.position.device)
+        self.fixed_step = None
+        if compiled:
+            with torch.no_grad():
+                self.fixed_step = self.captured() if self.token.is_cuda else self.compiled()
+
+    def logits(self, ids, seen: int):
+        """ids (B, T) -> logits after the last (B, vocab_size); all attend over the first `seen` places."""
+        return self.model.logits(self.model.hidden(ids, self.cache, seen)[:, -1])
+
+    def warm_up(self, step) -> None:
+        """Run a step before it counts: it makes the cache's tensors, and compiles what it needs."""
+        step(self.token, self.cache.length)
+        self.cache.reset()
+
+    def compiled(self):
+        """The step through torch.compile."""
+        step = torch.compile(self.logits, fullgraph=True)
+        self.warm_up(self.logits)
+        self.warm_up(step)
+        return lambda: step(self.token, self.cache.length)
+
+    def captured(self):
+        """The step as a CUDA graph, which reads `token` and always writes the same logits."""
+        with torch.cuda.device(self.token.device):
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):  # libraries and kernels set themselves up where no capture is disturbed
+                for _ in range(3):
+                    self.warm_up(self.logits)
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                logits = self.logits(self.token, self.cache.length)
+
+        def step():
+            graph.replay()
+            return logits.clone()  # the next replay writes there
+
+        return step
+
+    @torch.no_grad()
+    def prefill(self, ids):
+        """Forget what was read and read ids (B, T) -> logits after the last token. ValueError: they do not fit."""
+        self.check_batch(ids)
+        if not 1 <= ids.shape[1] <= self.cache.length:
+            raise ValueError(
+                f"a prompt of {ids.shape[1]} tokens for a decoder of length={self.cache.length}: give 1 to that many"
+            )
+        self.cache.reset()
+        return self.logits(ids, self.cache.reserve(*ids.shape))
+
+    @torch.no_grad()
+    def step(self, token):
+        """The next token of each sequence, (B,) -> logits after it (B, vocab_size). ValueError: `length` is reached."""
+        self.check_batch(token)
+        seen = self.cache.reserve(len(token), 1)
+        self.token.copy_(token.unsqueeze(1))
+        return self.logits(self.token, seen) if self.fixed_step is None else self.fixed_step()
+
+    def check_batch(self, ids) -> None:
+        if len(ids) != len(self.token):
+            raise ValueError(f"{len(ids)} sequences for a decoder of batch_size={len(self.token)}: give that many")

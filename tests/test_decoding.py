@@ -1,0 +1,225 @@
+"""A decoder's logits against the model without a cache, in float64; what it refuses; and that it stays in place."""
+
+from functools import partial
+
+import pytest
+import torch
+from conftest import one_line_error, script, small_run
+from test_model import EXPANDED, TINY, tiny
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from model import STEMS, kernels
+from model.decoding import Decoder
+from sample import generate
+
+CC, EC = "DDL-gpt-mha-rope-CC", "DDL-gpt-mha-rope-EC"
+CASES = [(stem, {}) for stem in STEMS]
+CASES += [(stem, {"ddl_map": "v", "ddl_k_hidden_size": 3}) for stem in STEMS if stem.startswith("DDL")]
+CASES += [(stem, {"ddl_map": "v", "ddl_k_branch": "attention"}) for stem in EXPANDED]
+CASES += [("DDL-gpt-mha-rope", {"ddl_state_shortconv_kernel_size": k}) for k in (1, 2, 7)]
+CASES += [(EC, {"input_embed_shortconv_kernel_size": k, "ddl_value_channels": 2}) for k in (1, 2, 7)]
+CASES += [(CC, {"ddl_beta_single_linear": False, "ddl_beta_hidden_size": 5, "ddl_update": "write_only"})]
+CASES += [("gpt-mha-rope", {"rope_ratio": 0.5, "mup": True, "use_qk_rmsnorm": False})]
+
+
+def tokens_of(B: int, T: int):
+    return torch.randint(0, TINY["vocab_size"], (B, T), generator=torch.Generator().manual_seed(3))
+
+
+def decoded(decoder, ids, prompt: int):
+    """Logits after each token of ids (B, T) from the last of the prompt on, (B, T - prompt + 1, vocab_size)."""
+    first = decoder.prefill(ids[:, :prompt])
+    return torch.stack([first, *(decoder.step(token) for token in ids[:, prompt:].unbind(1))], dim=1)
+
+
+@torch.no_grad()
+def exact(model, ids, prompt: int):
+    return model(ids)[0][:, prompt - 1 :]
+
+
+def check(decoder, model, ids, prompt: int, tolerance: float = 1e-9) -> None:
+    found, wanted = decoded(decoder, ids, prompt), exact(model, ids, prompt)
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+    assert torch.equal(found.argmax(-1), wanted.argmax(-1))
+
+
+@pytest.fixture
+def counter(monkeypatch):
+    """torch.compile without the minutes of its C++ compiler; counts what it compiles."""
+    torch.compiler.reset()
+    backend = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    return backend
+
+
+@pytest.mark.parametrize(("stem", "keys"), CASES)
+def test_every_step_equals_the_uncached_model(stem, keys):
+    """Up to the last place; then another prompt on the same decoder, shorter than the kernels."""
+    model = tiny(stem, **keys)
+    decoder = Decoder(model, 3)
+    check(decoder, model, tokens_of(3, TINY["block_size"]), 6)
+    check(decoder, model, tokens_of(3, 9), 1)
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_one_compilation_serves_every_position(stem, counter):
+    model = tiny(stem, block_size=64)
+    decoder = Decoder(model, 2, 58, compiled=True)
+    check(decoder, model, tokens_of(2, 58), 4)  # 54 steps
+    check(decoder, model, tokens_of(2, 5), 2)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stem", STEMS)
+def test_compiled_by_inductor(stem):
+    model = tiny(stem)
+    check(Decoder(model, 2, compiled=True), model, tokens_of(2, TINY["block_size"]), 4)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_tensors_stay_where_they_are(compiled, counter):
+    """A graph replays on addresses: neither steps nor another prompt may move or replace a tensor."""
+    model, ids = tiny(EC), tokens_of(2, 16)
+    decoder = Decoder(model, 2, compiled=compiled)
+
+    def addresses():
+        blocks = [{name: tensor.data_ptr() for name, tensor in block.items()} for block in decoder.cache.blocks]
+        return blocks, decoder.cache.position.data_ptr(), decoder.token.data_ptr()
+
+    decoded(decoder, ids[:, :5], 4)
+    before = addresses()
+    decoded(decoder, ids, 4)
+    decoded(decoder, ids[:, :5], 1)
+    assert addresses() == before
+    assert decoder.cache.position.item() == decoder.cache.tokens == 5
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("stem", STEMS)
+def test_bfloat16_is_the_uncached_models_to_its_rounding(stem, compiled, counter):
+    model, ids = tiny(stem), tokens_of(2, 16)
+    wanted = exact(model, ids, 6)
+    model.float()
+    check(Decoder(model, 2), model, ids, 6, 1e-4)  # as sample.py: float32 weights, no autocast
+    with torch.autocast("cpu", torch.bfloat16):
+        errors = [
+            (got - wanted).norm() / wanted.norm()
+            for got in (exact(model, ids, 6), decoded(Decoder(model, 2, compiled=compiled), ids, 6))
+        ]
+    assert errors[1] < 1.5 * errors[0] + 1e-3, errors
+    assert errors[1] < 0.1, errors
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("stem", [EC, CC, "gpt-mha-rope"])
+def test_fused_streams(stem, compiled, counter):
+    fused = pytest.importorskip("fused")
+    model, ids = tiny(stem, num_hidden_layers=1), tokens_of(2, 6)
+    check(Decoder(fused.fuse(model.float()), 2, 8, compiled), model, ids, 3, 1e-4)
+
+
+def test_text_is_the_same_compiled(counter):
+    model = tiny("DDL-gpt-mha-rope").float()
+    texts = []
+    for compiled in (False, True):
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(logits, generator=generator):
+            return int(torch.multinomial(logits.double().softmax(0), 1, generator=generator))
+
+        texts.append(list(generate(Decoder(model, 1, compiled=compiled), [1, 2, 3], 60, draw)))  # four times past 16
+    assert texts[0] == texts[1]
+    assert len(set(texts[0])) > 10
+
+
+def test_a_full_cache_is_refused_before_anything_is_computed(monkeypatch):
+    model, ids = tiny(EC), tokens_of(2, 16)
+    decoder, cache = Decoder(model, 2, 8), model.new_cache(8)
+    decoded(decoder, ids[:, :8], 3)
+    model(ids[:, :8], cache=cache)
+    kept = [block["k"].clone() for block in decoder.cache.blocks[:-1]]
+    monkeypatch.setattr(type(model), "hidden", None)
+    full = r"9 tokens do not fit a cache of length=8: give fewer"
+    with pytest.raises(ValueError, match=full):
+        decoder.step(ids[:, 0])
+    with pytest.raises(ValueError, match=full):
+        model(ids[:, :1], cache=cache)
+    assert decoder.cache.tokens == cache.tokens == 8
+    assert all(torch.equal(block["k"], k) for block, k in zip(decoder.cache.blocks, kept))
+
+
+def test_what_does_not_fit_is_refused():
+    model, ids = tiny(EC), tokens_of(2, 16)
+    decoder = Decoder(model, 2, 8)
+    decoder.prefill(ids[:, :3])
+    for T in (9, 0):
+        with pytest.raises(ValueError, match=rf"a prompt of {T} tokens for a decoder of length=8: give 1 to that many"):
+            decoder.prefill(ids[:, :T])
+    check(decoder, model, ids[:, :8], 3)  # as if nothing had happened
+    for call, given in ((decoder.step, torch.zeros(3, dtype=torch.int64)), (decoder.prefill, tokens_of(3, 2))):
+        with pytest.raises(ValueError, match=r"3 sequences for a decoder of batch_size=2: give that many"):
+            call(given)
+    for length in (0, 17):
+        with pytest.raises(ValueError, match=rf"length={length}: give 1 to block_size=16"):
+            Decoder(model, 2, length)
+    with pytest.raises(ValueError, match=r"batch_size=0: give 1 or more"):
+        Decoder(model, 0)
+    cache = model.new_cache()
+    model(ids, cache=cache)
+    cache.reset()
+    with pytest.raises(ValueError, match=r"batch_size=1: this cache is of 2 sequences; make another"):
+        model(ids[:1], cache=cache)
+
+
+def test_a_cached_pass_has_no_gradient_but_the_output_layers():
+    model = tiny(EC)
+    logits, _ = model(tokens_of(2, 5), cache=model.new_cache())
+    logits.sum().backward()
+    assert [name for name, p in model.named_parameters() if p.grad is not None] == ["transformer.wte.weight"]
+
+
+@pytest.fixture(scope="module")
+def run(corpus, tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "decoded"
+    assert script("train.py", *small_run(corpus, out, eval_full=False)).returncode == 0
+    return out
+
+
+def test_the_script_says_its_speed_on_stderr(run):
+    result = script("sample.py", run, "--max_new_tokens=7", "--temperature=2")
+    assert result.returncode == 0
+    assert result.stderr.decode().endswith(" tokens/s\n")
+    assert "7 tokens in " in result.stderr.decode()
+
+
+def test_the_script_without_a_compiler(run):
+    line = one_line_error(script("sample.py", run, "--device=cpu", "--compile=True", env={"CXX": "none"}))
+    assert "--compile=True needs a C++ compiler and Python's headers: give --compile=False" in line
+
+
+@pytest.mark.slow
+def test_the_script_compiled_gives_the_same_text(run):
+    keys = ["--max_new_tokens=40", "--prompt=def ", "--device=cpu"]
+    texts = [script("sample.py", run, *keys, f"--compile={compiled}").stdout for compiled in (False, True)]
+    assert texts[0] == texts[1] != b""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("setting", ["off", "on"])
+@pytest.mark.parametrize("stem", STEMS)
+def test_a_cuda_graph_equals_the_eager_step(stem, setting):
+    """Over all positions and two prompts, and the plain model in float64 on a CPU; then under autocast."""
+    model, ids = tiny(stem), tokens_of(2, 16)
+    exacts = {prompt: exact(model, ids, prompt) for prompt in (6, 1)}
+    model, ids = model.float().cuda(), ids.cuda()
+    kernels.use(model, setting, "cuda")
+    graph = Decoder(model, 2, compiled=True)
+    for prompt, wanted in exacts.items():
+        found, eager = decoded(graph, ids, prompt), decoded(Decoder(model, 2), ids, prompt)
+        torch.testing.assert_close(found, eager, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found.double().cpu(), wanted, rtol=1e-3, atol=1e-3)
+    with torch.autocast("cuda", torch.bfloat16):
+        found, eager = (decoded(Decoder(model, 2, compiled=compiled), ids, 6) for compiled in (True, False))
+    assert (found - eager).norm() < 0.05 * eager.norm()
