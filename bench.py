@@ -4,6 +4,7 @@
     python bench.py --suite=paper --device=cuda        the paper's small and medium sizes
     python bench.py --models=DDL-gpt-mha-rope-CC:2 --hidden_size=128 --num_hidden_layers=4 --num_attention_heads=2
     python bench.py registers                          registers and spills of the fused kernels; needs no GPU
+    python bench.py decode                             tokens/s of generation, with and without cache and compiler
     python bench.py data                               preparing and loading data, against tiktoken alone
 
 `step`, which needs no name, measures training steps (forward, backward, AdamW) and forward passes without gradients.
@@ -20,7 +21,7 @@ import sysconfig
 from pathlib import Path
 
 import configurator
-from benchmarks import choices, data, kernels, registers, step, suites
+from benchmarks import choices, data, decode, kernels, registers, step, suites
 
 
 def step_arguments(parser) -> None:
@@ -96,12 +97,28 @@ def registers_arguments(parser) -> None:
     parser.add_argument("--json", type=Path, help="write the figures there as well")
 
 
+def decode_arguments(parser) -> None:
+    add = parser.add_argument
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    add("--models", help="stems, or stem:d_v, with commas between (default: every stem)")
+    for key in suites.SIZE_KEYS:
+        add(f"--{key}", type=int, help=f"(default: {suites.QUICK[key]})")
+    add("--batch_size", type=int, default=1, help="sequences (default: %(default)s)")
+    add("--context", type=int, default=128, help="tokens that are there before (default: %(default)s)")
+    add("--tokens", type=int, default=32, help="decoded in a turn (default: %(default)s)")
+    add("--compile", choices=("True", "False"), default="True", help="also the step compiled, or as a CUDA graph")
+    add("--rounds", type=int, default=10, help="measured turns of each (default: %(default)s)")
+    add("--note", default="", help="stored with the figures: what else the machine was doing")
+    add("--json", type=Path, help="write the figures there as well")
+
+
 # name: (what it measures, its arguments, what runs it)
 COMMANDS = {
     "step": ("training steps and forward passes; the default", step_arguments, step.run),
     "choices": ("the parts of a training step against their alternatives", choices_arguments, choices.run),
     "data": ("documents to shards against tiktoken alone; shards to batches", data_arguments, data.run),
     "kernels": ("bandwidth of the fused kernels against a copy", kernels_arguments, kernels.run),
+    "decode": ("one-token decoding: uncached, cached, and by a step that is made once", decode_arguments, decode.run),
     "registers": (
         "registers and spills of the fused kernels, compiled for sm_90 here",
         registers_arguments,
