@@ -8,6 +8,7 @@ the reduction of them are part of its time and not of its bytes.
 import dataclasses
 import itertools
 import json
+import re
 import statistics
 import time
 from functools import partial
@@ -150,9 +151,10 @@ def rows_of(d: int, calls: dict, seconds: dict, copied: int) -> list[dict]:
 
 def tune(d: int, name: str, call, device, rounds: int) -> list[dict]:
     """Median microseconds of one kernel under every launch, the fastest first."""
-    from model.kernels.launch import KERNELS
+    from model.kernels.launch import KERNELS, name_of
 
-    kernel = " ".join(name.split()[:2])
+    sizes = dict(re.findall(r"([Kv])=(\d)", name))
+    kernel = name_of(" ".join(name.split()[:2]), int(sizes.get("v", 1)), int(sizes.get("K", 1)))
     kept, found = KERNELS[kernel], []
     try:
         for values in itertools.product(*TUNED.values()):

@@ -34,6 +34,8 @@ def compile_for(kernel, arguments: dict, num_warps: int, arch: int = 90):
                     attributes[where] = [["tt.divisibility", 16]]
         else:
             signature[name], constants[(place,)] = "constexpr", value
+        if name in ("row_stride", "column_stride", "tokens", "zero"):
+            attributes[(place,)] = [["tt.divisibility", 16]]  # as at the widths that are used
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": num_warps})
 
@@ -68,7 +70,7 @@ def arguments_of(kernel, constants: dict, columns: int, writes: int = 0) -> dict
     types = dict.fromkeys(bf16.split(), "*bf16") | dict.fromkeys(integers.split(), "i32")
     types |= dict.fromkeys(numbers.split(), "fp32") | dict.fromkeys("carry new_carry grad_x_in".split())
     types |= {"hs": ("*bf16",) * writes, "us": ("*fp32",) * writes, "V": columns}
-    types |= {"VALUE": "sigmoid", "VALUE_INPUT": "residual", "ERASE": True, **constants}
+    types |= {"VALUE": "sigmoid", "VALUE_INPUT": "residual", "ERASE": True, "TOTAL": 2**16, **constants}
     return {name: types.get(name, "*fp32") for name in kernel.arg_names}
 
 
@@ -90,13 +92,13 @@ def kernels(widths: list[int]):
 
 def measure(widths: list[int], match: str) -> list[dict]:
     from model.kernels import expand
-    from model.kernels.launch import KERNELS
+    from model.kernels.launch import KERNELS, name_of
 
     rows = []
     for name, d, columns, kernel_size, writes, kernel in kernels(widths):
         if match not in name:
             continue
-        launch = KERNELS[name]
+        launch = KERNELS[name_of(name, columns, kernel_size)]
         block = expand.BLOCK if name.startswith("expand") else 1 << (d - 1).bit_length()
         constants = {"D": d, "BLOCK": block, "K": kernel_size, "STAGES": launch.stages}
         compiled = compile_for(kernel, arguments_of(kernel, constants, columns, writes), launch.num_warps)

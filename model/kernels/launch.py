@@ -25,13 +25,24 @@ class Launch:
 
 # Chosen by registers (bench.py registers), not yet by time.
 KERNELS = {
-    "step forward": Launch(8, 2, 4),
-    "step backward": Launch(8, 2, 2),
+    "step forward": Launch(8, 3, 4),
+    "step backward": Launch(8, 3, 2),
+    "step backward, one column": Launch(4, 3, 4),
+    # The sums of the gradient of a read over several tokens take many registers: more threads share them.
+    "step backward, several tokens": Launch(16, 2, 1),
     "add_norm forward": Launch(4, 2, 8),
     "add_norm backward": Launch(4, 2, 4),
     "expand forward": Launch(4, 2, 8),
     "expand backward": Launch(4, 2, 8),
 }
+
+
+def name_of(kernel: str, columns: int, kernel_size: int) -> str:
+    """The kernel's key in KERNELS, for states of so many columns and reads over so many tokens."""
+    for case, applies in (("several tokens", kernel_size > 1), ("one column", columns == 1)):
+        if applies and f"{kernel}, {case}" in KERNELS:
+            return f"{kernel}, {case}"
+    return kernel
 
 
 def processors(device: torch.device) -> int:

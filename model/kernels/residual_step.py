@@ -29,7 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
-from model.kernels.launch import KERNELS, Launch, share
+from model.kernels.launch import KERNELS, Launch, name_of, share
 from model.kernels.tiles import dense, load_columns, load_vector, rows_and_columns, store_columns, store_vector
 
 
@@ -153,11 +153,11 @@ def backward_kernel(
     h, y, z, inverse_norm, discrepancy, x_in, rho,
     read, norm, gate, value,
     new_grad_state, grad_h, grad_y, grad_z,  # results
-    grad_read, grad_norm, grad_gate_weight, grad_value_weight, grad_gate_bias, grad_value_bias,  # a row a program
+    sums,  # (programs, TOTAL) fp32: of the parameters' gradients, as `parameter_sizes` lays them out
     tokens, chunk, chunks, zero,
     value_scale, value_constant,
     D: tl.constexpr, BLOCK: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
-    VALUE: tl.constexpr, VALUE_INPUT: tl.constexpr, ERASE: tl.constexpr, STAGES: tl.constexpr,
+    VALUE: tl.constexpr, VALUE_INPUT: tl.constexpr, ERASE: tl.constexpr, TOTAL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     features, columns = tl.arange(0, BLOCK), tl.arange(0, V)
     inside = features < D
@@ -170,7 +170,7 @@ def backward_kernel(
     g = load_vector(norm, features, inside)
     sum_g = tl.zeros((BLOCK,), tl.float32)
     if K == 1:
-        e = read_weights(read, features, inside, D, V, K)
+        e = load_columns(read, D, features, inside, V)
     if gate is not None:
         w = load_vector(gate, features, inside)
         sum_w, sum_b = tl.zeros((BLOCK,), tl.float32), tl.zeros((1,), tl.float32)
@@ -191,7 +191,7 @@ def backward_kernel(
         mask, own_columns = inside & own, (columns < V) & own
         state = state_at(base, row_stride, column_stride, hs, us, row, features, mask, columns, D, V)
         if K == 1:
-            x = tl.sum(state * e[0], 1)
+            x = tl.sum(state * e, 1)
         else:
             x = load_vector(x_in + row * D, features, inside)
 
@@ -222,14 +222,16 @@ def backward_kernel(
             sum_W += seen[:, None] * (mine * gz)[None, :]
             sum_bz += mine * gz
 
-        if K > 1:
-            # Too many to stay in registers; `zero`, which the compiler does not know, makes it load them each turn.
-            e = read_weights(read + turn * zero, features, inside, D, V, K)
-        M = a[:, None] * e[0]
-        updated = (sum_e[0] + a[:, None] * state,)  # the state is zero for tokens of the next chunk
-        for s in tl.static_range(1, K):
-            M += later[s - 1][:, None] * e[s]
-            updated = updated + (sum_e[s] + later[s - 1][:, None] * state,)
+        M, updated = tl.zeros((BLOCK, V), tl.float32), ()
+        for s in tl.static_range(K):
+            seen_by = a if s == 0 else later[s - 1]
+            if K == 1:
+                e_s = e
+            else:
+                # Too many to stay in registers; `zero`, which the compiler does not know, makes it load them each turn.
+                e_s = load_columns(read + s * V * D + turn * zero, D, features, inside, V)
+            M += seen_by[:, None] * e_s
+            updated = updated + (sum_e[s] + seen_by[:, None] * state,)  # the next chunk's states are zero here
         sum_e = updated
         if K > 1:
             later = (a,) + later[: K - 2]
@@ -257,22 +259,29 @@ def backward_kernel(
                 tl.store(grad_z + row * V + columns, beta * psi * slope, own_columns)
         store_columns(new_grad_state + row * V * D, D, features, mask, M, V)
 
-    store_vector(grad_norm + pid * D, features, inside, sum_g)
+    sums += pid * TOTAL
     for s in tl.static_range(K):
-        store_columns(grad_read + (pid * K + s) * V * D, D, features, inside, sum_e[s], V)
+        store_columns(sums + s * V * D, D, features, inside, sum_e[s], V)
+    sums += K * V * D
+    store_vector(sums, features, inside, sum_g)
+    sums += D
     if gate is not None:
-        store_vector(grad_gate_weight + pid * D, features, inside, sum_w)
-        tl.store(grad_gate_bias + pid + tl.arange(0, 1), sum_b)
+        store_vector(sums, features, inside, sum_w)
+        sums += D
     if value is not None:
-        store_columns(grad_value_weight + pid * V * D, D, features, inside, sum_W, V)
-        tl.store(grad_value_bias + pid * V + columns, sum_bz)
+        store_columns(sums, D, features, inside, sum_W, V)
+        sums += V * D
+        tl.store(sums + columns, sum_bz)
+        sums += V
+    if gate is not None:
+        tl.store(sums + tl.arange(0, 1), sum_b)
 
 
 def runs(kernel: str, base, kernel_size: int) -> tuple[int, tuple[int, int, int], Launch]:
     """(sequences, their `share`, launch): without a token convolution the batch is one sequence."""
     B, T = base.shape[:2]
     sequences, tokens = (1, B * T) if kernel_size == 1 else (B, T)
-    launch = KERNELS[kernel]
+    launch = KERNELS[name_of(kernel, base.shape[2], kernel_size)]
     return sequences, share(base.device, launch, sequences, tokens, kernel_size), launch
 
 
@@ -390,39 +399,42 @@ def residual_step_backward(
     value_input: str,
     erase: bool,
 ) -> list[torch.Tensor]:
-    """Gradients [state, h, y, z, read, norm, gate, gate bias, value, value bias]; empty where there is nothing.
+    """Gradients [state, h, y, z, the parameters' in one fp32 vector]; empty where there is nothing.
 
-    base, hs, us: the state after the write, as in `residual_step`. Parameter gradients are fp32.
+    base, hs, us: the state after the write, as in `residual_step`.
     """
     v, d = base.shape[2:]
     results = gradients_of(base, h, y, z, read, gate, value, value_form)
     sequences, (tokens, chunk, chunks), launch = runs("step backward", base, len(read))
-    programs = sequences * chunks
-    sums = [base.new_empty((programs, *total.shape), dtype=torch.float32) for total in results[4:]]
-    backward_kernel[(programs,)](
+    numbers = results[-1].numel()
+    # Rows begin at 64 bytes, so that vectors can be stored whole.
+    sums = base.new_empty((sequences * chunks, -(-numbers // 16) * 16), dtype=torch.float32)
+    backward_kernel[(sequences * chunks,)](
         *dense(grad_state, grad_x_in, grad_context, grad_gate, grad_value),
         base, *rows_and_columns(base), tuple(dense(*hs)), tuple(us), *dense(h, y, z), n, delta, x_in, rho,
-        *dense(read, norm, gate, value),
-        *results[:4], *sums[:3], sums[4], sums[3], sums[5],
+        *dense(read, norm, gate, value), *results[:4], sums,
         tokens, chunk, chunks, 0, value_scale, value_constant,
-        D=d, BLOCK=triton.next_power_of_2(d), V=v, K=len(read),
-        VALUE=value_form, VALUE_INPUT=value_input, ERASE=erase, **launch.options(),
+        D=d, BLOCK=triton.next_power_of_2(d), V=v, K=len(read), VALUE=value_form, VALUE_INPUT=value_input, ERASE=erase,
+        TOTAL=sums.shape[1], **launch.options(),
     )  # fmt: skip
-    return results[:4] + [part.sum(0) for part in sums]
+    return [*results[:4], sums[:, :numbers].sum(0)]
+
+
+def parameter_sizes(read, gate, value) -> list[int]:
+    """Numbers in the gradients of read, norm, gate, value and the biases of value and gate, one after the other."""
+    columns, d = read.shape[1:]
+    sizes = [read.numel(), d, d if gate is not None else 0]
+    sizes += [columns * d, columns] if value is not None else [0, 0]
+    return [*sizes, int(gate is not None)]
 
 
 def gradients_of(base, h, y, z, read, gate, value, value_form: str) -> list[torch.Tensor]:
     """Tensors for what `residual_step_backward` returns."""
-    d = base.shape[-1]
-
-    def like(tensor, *shape):
-        return base.new_empty(shape if tensor is not None else (0,), dtype=torch.float32)
-
-    z = None if value_form == "constant" else z
-    state, grad_h = base.new_empty(base.shape), base.new_empty((0,) if h is None else h.shape)
-    per_token = [like(y, *base.shape[:2]), like(z, *base.shape[:3])]
-    heads = [like(gate, d), like(gate, 1), like(value, base.shape[2], d), like(value, base.shape[2])]
-    return [state, grad_h, *per_token, like(read, *read.shape), like(read, d), *heads]
+    grad_y = base.new_empty((0,) if y is None else y.shape, dtype=torch.float32)
+    grad_z = base.new_empty((0,) if z is None or value_form == "constant" else z.shape, dtype=torch.float32)
+    grad_h = base.new_empty((0,) if h is None else h.shape)
+    parameters = base.new_empty((sum(parameter_sizes(read, gate, value)),), dtype=torch.float32)
+    return [base.new_empty(base.shape), grad_h, grad_y, grad_z, parameters]
 
 
 @residual_step_backward.register_fake
@@ -462,11 +474,10 @@ def backward(ctx, grads):
         grad_state, grad_context, grad_x_in if ctx.with_x_in else None, grad_gate, grad_value,
         base, writes[:count], writes[count:], h, y, z, n, delta, x_in, rho, read, norm, gate, value, *ctx.options,
     )  # fmt: skip
-    state, h, y, z, *parameters = (gradient if gradient.numel() else None for gradient in found)
-    parameters = [
-        None if gradient is None else gradient.to(kind[0]).view(kind[1])
-        for gradient, kind in zip(parameters, ctx.types)
-    ]
+    state, h, y, z, sums = (gradient if gradient.numel() else None for gradient in found)
+    parts = sums.split(parameter_sizes(read, gate, value))
+    in_order = (parts[place] for place in (0, 1, 2, 5, 3, 4))
+    parameters = [kind and part.view(kind[1]).to(kind[0]) for part, kind in zip(in_order, ctx.types)]
     return state, None, [None] * ctx.count, [None] * ctx.count, h, y, z, *parameters, *[None] * 10
 
 
