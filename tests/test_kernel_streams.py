@@ -12,6 +12,7 @@ from fused import INTERPRETED
 
 from model import STEMS, build, kernels
 from model.gpt import RMSNorm, Stream
+from model.kernels.stream import DeltaStream
 from model.residual import DeltaBlock, DeltaRewrite
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="compiled kernels: see test_gpu.py")
@@ -63,6 +64,23 @@ def test_options_with_token_convolutions(stem, keys):
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "bf16"])
 def test_intervals_change_no_bit(autocast):
     fused.check_intervals(tiny(CC, ddl_value_channels=2), autocast, (1, 4) if autocast else (1, 2, 4), T=3)
+
+
+@pytest.mark.parametrize(("interval", "replayed"), [(1, [0, 0, 0, 0, 1]), (2, [0, 1, 0, 1, 2]), (4, [0, 1, 2, 3, 4])])
+def test_a_state_is_stored_once_an_interval(interval, replayed, monkeypatch):
+    """Writes since the last stored state after each of the five reads; the last state of all is never stored."""
+    step, writes = DeltaStream.step, []
+
+    def counted(*args, **options):
+        made = step(*args, **options)
+        writes.append(len(made[0].hs))
+        return made
+
+    monkeypatch.setattr(DeltaStream, "step", counted)
+    model = fused.fuse(tiny("DDL-vdim1-gpt-mha-rope"), interval)
+    with torch.no_grad():
+        model(fused.tokens_of(model, T=2)[0])
+    assert writes == replayed
 
 
 @pytest.mark.slow
