@@ -55,7 +55,8 @@ class Decoder:
 
     compiled: the step is made once for all positions, on a CPU by torch.compile (seconds), on a GPU as a CUDA graph,
     which one call launches. It attends over all `length` positions, masked, where an eager step reads only those that
-    are filled. The weights, `model.stream` and autocast must stay what they were when the decoder was made.
+    are filled. The weights, `model.stream` and autocast must stay what they were when the decoder was made. For
+    bfloat16 take `model.bfloat16()` under autocast: weights of float32 would be rounded anew at every step.
     """
 
     def __init__(self, model, batch_size: int, length: int | None = None, compiled: bool = False):
@@ -86,7 +87,10 @@ class Decoder:
 
     def captured(self):
         """The step as a CUDA graph, which reads `token` and always writes the same logits."""
-        with torch.cuda.device(self.token.device):
+        # Weights that autocast rounds must be rounded within the graph: the copies that it keeps go when it ends.
+        rounding = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
+        with torch.cuda.device(self.token.device), torch.autocast("cuda", *rounding, cache_enabled=False):
+            self.warm_up(self.logits)
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):  # libraries and kernels set themselves up where no capture is disturbed
