@@ -139,6 +139,8 @@ def run(args) -> None:
     args.micro_batch_size = args.micro_batch_size or suite.micro_batch_size
     args.steps = 4 if device.type == "cuda" else 1
     torch.set_float32_matmul_precision("high")  # as in training
+    if device.type == "cpu":
+        distributed.keep_freed_memory()  # likewise
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1000
     alternatives, rows = chosen(args, device), []
     path = Path(args.json) if args.json else None

@@ -179,6 +179,8 @@ def run(args) -> None:
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
     torch.set_float32_matmul_precision("high")  # as in training
+    if device.type == "cpu":
+        distributed.keep_freed_memory()  # likewise
     # All models of a size share the code that is compiled: by default the ninth would run eagerly, unnoticed.
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1000
     settings, rows = settings_of(args, sizes, device), []
