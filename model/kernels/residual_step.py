@@ -447,6 +447,8 @@ def setup_context(ctx, inputs, output):
     (_, base, hs, us, h, y, z, read, norm, gate, gate_bias, value, value_bias, _, _, *options) = inputs
     state, _, x_in, _, _, n, delta, u, rho, carry = output
     options, store, ctx.with_x_in = options[:5], options[5], options[6]
+    if inputs[-1] is not None:
+        raise ValueError("a step that carries reads over is for generation, without gradients: call it under no_grad")
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(n, delta, u, rho, carry)
     ctx.options, ctx.count = options, len(hs)
