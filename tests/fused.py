@@ -335,7 +335,9 @@ def check_model(model, interval: int = 2, T: int = 5) -> None:
             taps = name.removesuffix("read") + "shortconv.weight"
             terms = wanted[taps] * exact.get_parameter(taps)
             scale = max(scale, (terms.abs().sum() / exact.get_parameter(name).norm()).item())
-        check_close(name, found[name].cpu(), want, 1e-5 if name in ("logits", "loss") else 3e-5, scale)
+        # The plain model in float32 is as far off: 1e-6 to 1.4e-5 over four seeds, whole models being less well
+        # conditioned than one step.
+        check_close(name, found[name].cpu(), want, 1e-5 if name in ("logits", "loss") else 1e-4, scale)
 
 
 def check_intervals(model, autocast: torch.dtype | None = None, intervals=(1, 2, 4), T: int = 5) -> None:
@@ -367,11 +369,13 @@ def check_compiled(model, backend: str, tolerance: float, **options) -> None:
     _, loss = torch.compile(other, fullgraph=True, backend=backend, **options)(ids, targets)
     loss.backward()
     found = {"loss": loss.detach()} | {name: p.grad for name, p in other.named_parameters()}
+    whole = torch.stack([p.grad.norm() for p in other.parameters() if p.grad is not None]).norm().item()
     for name, got in found.items():
         if wanted[name] is None:
             assert got is None, name
         else:
-            check_close(name, got, wanted[name], tolerance)
+            # A bias is a sum whose terms cancel: it is measured by the model's gradient, of which it is a small part.
+            check_close(name, got, wanted[name], tolerance, max(wanted[name].norm().item(), 1e-2 * whole))
 
 
 def check_checkpointing(model) -> None:

@@ -92,7 +92,8 @@ def test_intervals_change_no_bit_of_any_stem(stem, autocast):
 
 @pytest.mark.parametrize("stem", [CC, "gpt-mha-rope", *(pytest.param(s, marks=pytest.mark.slow) for s in STEMS)])
 def test_compiles_without_graph_breaks(stem):
-    fused.check_compiled(tiny(stem, num_hidden_layers=1), "aot_eager", 1e-6)
+    # Around the kernels the compiler decomposes norms and losses: another order of float32 sums.
+    fused.check_compiled(tiny(stem, num_hidden_layers=1), "aot_eager", 3e-5)
 
 
 @pytest.mark.parametrize("stem", [CC, *(pytest.param(s, marks=pytest.mark.slow) for s in STEMS)])
