@@ -1,14 +1,17 @@
 """Text from a trained model, streamed as it is made.
 
     python sample.py runs/demo_cpu --prompt="def " --num_samples=3 --temperature=0.8 --top_p=0.95
-    python sample.py runs/demo_cpu --prompt=FILE:prompt.txt
+    python sample.py runs/demo_cpu --prompt="def " --prompt="class A" --prompt=FILE:prompt.txt --stop="\\n\\n"
     cat prompt.txt | python sample.py runs/demo_cpu --prompt=-
+    python sample.py runs/demo_cpu --interactive
+    python sample.py runs/demo_cpu --serve            # a page in the browser
 
-The run is a run folder (its newest checkpoint) or one checkpoint folder. The speed is printed at the end, on stderr.
+The run is a run folder (its newest checkpoint), one checkpoint folder, or a folder made by export.py. Several prompts
+and samples are generated together, up to --batch_size; a text is the same whatever it shares its batch with. The speed
+is printed at the end, on stderr.
 """
 
 import argparse
-import codecs
 import signal
 import sys
 import time
@@ -20,42 +23,11 @@ import configurator
 from data.tokenizer import encode_prompt
 from model import kernels
 from model.decoding import Decoder
+from model.generation import Sampling, generate_text
 from training.checkpoint import load_model
 from training.distributed import can_compile, pick_device
 
-
-def next_token(logits, temperature: float, top_k: int | None, top_p: float, generator) -> int:
-    """Draw from logits (vocab,): temperature 0 takes the likeliest; top_k and top_p keep the likeliest tokens only."""
-    if temperature == 0:
-        return int(logits.argmax())
-    probabilities = torch.softmax(logits.double() / temperature, dim=-1)
-    values, tokens = probabilities.sort(descending=True, stable=True)
-    if top_k is not None:
-        values = values[:top_k]
-    # The smallest set that reaches top_p: a token stays while the mass before it is below top_p.
-    values = values[(values.cumsum(0) - values) < top_p * values.sum()]
-    return int(tokens[torch.multinomial(values, 1, generator=generator)])
-
-
-def generate(decoder: Decoder, prompt: list[int], max_new_tokens: int, draw, stop: int | None = None):
-    """Yield new token ids, one by one, until `stop` or max_new_tokens; `draw` maps logits (vocab,) to a token id.
-
-    Past the decoder's length the oldest half of the context is dropped and the rest read anew.
-    """
-    length, device = decoder.cache.length, decoder.token.device
-    context, anew = prompt[-length:], True
-    for _ in range(max_new_tokens):
-        if len(context) > length:
-            context, anew = context[-max(length // 2, 1) :], True
-        if anew:
-            logits, anew = decoder.prefill(torch.tensor([context], device=device)), False
-        else:
-            logits = decoder.step(torch.tensor(context[-1:], device=device))
-        token = draw(logits[0])
-        if token == stop:
-            return
-        yield token
-        context = [*context, token]
+RULE = "-" * 80
 
 
 def read_prompt(argument: str) -> str:
@@ -74,14 +46,27 @@ def arguments():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("run", help="run folder (its newest checkpoint) or checkpoint folder")
-    parser.add_argument("--prompt", default="", help="text, FILE:path, or - for standard input")
-    parser.add_argument("--num_samples", type=int, default=1)
+    parser.add_argument("run", help="run folder (its newest checkpoint), checkpoint folder or exported folder")
+    parser.add_argument("--prompt", action="append", help="text, FILE:path, or - for standard input; may be repeated")
+    parser.add_argument("--num_samples", type=int, default=1, help="texts for each prompt")
     parser.add_argument("--max_new_tokens", type=int, default=300)
     parser.add_argument("--temperature", type=float, default=1.0, help="0: always the likeliest token")
-    parser.add_argument("--top_k", type=int, default=None, help="draw from the k likeliest tokens")
+    parser.add_argument("--top_k", type=int, help="draw from the k likeliest tokens")
     parser.add_argument("--top_p", type=float, default=0.9, help="draw from the likeliest tokens of this total mass")
-    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text")
+    parser.add_argument("--min_p", type=float, default=0.0, help="and of this share of the likeliest one's probability")
+    parser.add_argument("--repetition_penalty", type=float, default=1.0, help="above 1: fewer repetitions")
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        help=r"end a text before this string; \n is a line break; may be repeated",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text; sample i has seed + i")
+    parser.add_argument("--batch_size", type=int, default=16, help="most texts that are generated together")
+    parser.add_argument("--interactive", action="store_true", help="prompts from the terminal, one after the other")
+    parser.add_argument("--serve", action="store_true", help="a page in the browser instead (needs fastapi, uvicorn)")
+    parser.add_argument("--host", default="127.0.0.1", help="--serve: address to listen on; this machine alone")
+    parser.add_argument("--port", type=int, default=8000, help="--serve: port to listen on")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument(
         "--compile",
@@ -92,58 +77,93 @@ def arguments():
     return parser.parse_args()
 
 
-def make_decoder(model, device: torch.device, compiled: str | None, length: int) -> Decoder:
-    """A decoder of one text of at most `length` tokens, as --compile says. ValueError: there is no compiler."""
-    if compiled == "True" and not can_compile(device):
-        raise ValueError("--compile=True needs a C++ compiler and Python's headers: give --compile=False")
-    kernels.use(model, "auto", device)
-    on = device.type == "cuda" if compiled is None else compiled == "True"
-    return Decoder(model, 1, min(length, model.config.block_size), on)
-
-
-def check(args) -> None:
-    for name, value, fits, fix in (
-        ("num_samples", args.num_samples, args.num_samples >= 1, "1 or more"),
-        ("seed", args.seed, 0 <= args.seed < 2**63, "0 or more, below 2^63"),
-        ("max_new_tokens", args.max_new_tokens, args.max_new_tokens >= 1, "1 or more"),
-        ("temperature", args.temperature, 0 <= args.temperature < float("inf"), "0 or more"),
-        ("top_k", args.top_k, args.top_k is None or args.top_k >= 1, "1 or more"),
-        ("top_p", args.top_p, 0 < args.top_p <= 1, "a number above 0, at most 1"),
+def check(args) -> Sampling:
+    """How tokens are drawn. ValueError: an option out of range, or options that contradict each other."""
+    for name, fits, fix in (
+        ("num_samples", args.num_samples >= 1, "1 or more"),
+        ("batch_size", args.batch_size >= 1, "1 or more"),
+        ("seed", 0 <= args.seed < 2**62, "0 or more, below 2^62"),
+        ("max_new_tokens", args.max_new_tokens >= 1, "1 or more"),
+        ("port", 0 <= args.port < 2**16, "0 (any free one) to 65535"),
+        ("stop", "" not in args.stop, "a text of one character or more"),
     ):
         if not fits:
-            raise ValueError(f"--{name}={value}: give {fix}")
+            raise ValueError(f"--{name}={getattr(args, name)}: give {fix}")
+    if args.serve + args.interactive + bool(args.prompt) > 1:
+        raise ValueError("--serve, --interactive and --prompt: give one of them")
+    if args.interactive and len(args.stop) > 1:
+        raise ValueError("--interactive takes one --stop: leave the others out")
+    args.stop = [text.replace("\\n", "\n") for text in args.stop]
+    return Sampling(args.repetition_penalty, args.temperature, args.top_k, args.top_p, args.min_p)
+
+
+def make_decoder(model, device: torch.device, compiled: str | None, rows: int, length: int) -> Decoder:
+    """A decoder of texts of at most `length` tokens, as --compile says. ValueError: there is no compiler."""
+    if compiled == "True" and not can_compile(device):
+        raise ValueError("--compile=True needs a C++ compiler and Python's headers: give --compile=False")
+    on = device.type == "cuda" if compiled is None else compiled == "True"
+    return Decoder(model, rows, min(length, model.config.block_size), on)
+
+
+def stream(decoder: Decoder, tokenizer, texts: list[str], seeds: list[int], args, sampling: Sampling) -> int:
+    """Print texts and what follows them, in their order and as early as that allows. Returns how many tokens it was."""
+    prompts, made = [encode_prompt(tokenizer, text) for text in texts], 0
+    waiting, ended, turn = [[text] for text in texts], set(), 0
+    for row, piece, new in generate_text(decoder, tokenizer, prompts, args.max_new_tokens, sampling, seeds, args.stop):
+        made += new
+        if piece is None:
+            ended.add(row)
+        else:
+            waiting[row].append(piece)
+        while turn < len(texts):
+            print("".join(waiting[turn]), end="", flush=True)
+            waiting[turn].clear()
+            if turn not in ended:
+                break
+            turn += 1
+            print(f"\n{RULE}" if turn < len(texts) else "", flush=True)
+    return made
+
+
+def sample(model, tokenizer, texts: list[str], args, sampling: Sampling, device: torch.device) -> None:
+    """Print args.num_samples texts for each prompt."""
+    longest = max(len(encode_prompt(tokenizer, text)) for text in texts)
+    if longest > model.config.block_size:
+        print(
+            f"note: of a prompt's {longest} tokens the model reads the last {model.config.block_size}", file=sys.stderr
+        )
+    jobs = [(text, args.seed + index) for text in texts for index in range(args.num_samples)]
+    rows = min(len(jobs), args.batch_size)
+    decoder = make_decoder(model, device, args.compile, rows, longest + args.max_new_tokens)
+    made, started = 0, time.perf_counter()
+    for first in range(0, len(jobs), rows):
+        if first:
+            print(RULE)
+        made += stream(decoder, tokenizer, *map(list, zip(*jobs[first : first + rows])), args, sampling)
+    seconds = time.perf_counter() - started
+    print(f"{made} tokens in {seconds:.2f} s, {made / seconds:,.1f} tokens/s", file=sys.stderr)
 
 
 def main():
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the script, as any other
     args = arguments()
     with configurator.one_line_errors():
-        check(args)
-        device = pick_device(args.device)
-        text = read_prompt(args.prompt)
-        model, tokenizer, _ = load_model(args.run, device)
-        prompt = encode_prompt(tokenizer, text)
-        decoder = make_decoder(model, device, args.compile, len(prompt) + args.max_new_tokens)
-    generator = torch.Generator(device).manual_seed(args.seed)
-    # The embedding has more rows than the tokenizer has tokens; the rest is never drawn.
-    vocabulary = tokenizer.n_vocab
+        sampling, device = check(args), pick_device(args.device)
+        texts = [read_prompt(argument) for argument in args.prompt or [""]]
+        model, tokenizer, state = load_model(args.run, device)
+        kernels.use(model, "auto", device)
+        if args.serve:
+            from serving.app import serve
 
-    def draw(logits):
-        return next_token(logits[:vocabulary], args.temperature, args.top_k, args.top_p, generator)
+            serve(model, tokenizer, state, args, sampling)
+        elif args.interactive:
+            from serving.terminal import Settings, converse
 
-    made, started = 0, time.perf_counter()
-    for index in range(args.num_samples):
-        if index:
-            print("\n" + "-" * 80)
-        # A token may end inside a character: what is incomplete is held back.
-        characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        print(text, end="", flush=True)
-        for token in generate(decoder, prompt, args.max_new_tokens, draw, stop=tokenizer.eot_token):
-            made += 1
-            print(characters.decode(tokenizer.decode_single_token_bytes(token)), end="", flush=True)
-        print(characters.decode(b"", final=True), flush=True)
-    seconds = time.perf_counter() - started
-    print(f"{made} tokens in {seconds:.2f} s, {made / seconds:,.1f} tokens/s", file=sys.stderr)
+            stop = args.stop[0] if args.stop else None
+            settings = Settings(**vars(sampling), max_new_tokens=args.max_new_tokens, seed=args.seed, stop=stop)
+            converse(make_decoder(model, device, args.compile, 1, model.config.block_size), tokenizer, settings)
+        else:
+            sample(model, tokenizer, texts, args, sampling, device)
 
 
 if __name__ == "__main__":

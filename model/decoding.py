@@ -6,37 +6,65 @@ compiled or captured once serves every position.
 
 import torch
 
+NO_TOKEN = -1  # an id that stands for nothing, on the left of shorter sequences in a batch
+
+
+def padded(sequences: list[list[int]], device: torch.device | str = "cpu"):
+    """Token ids of unequal lengths as int64 (B, T), NO_TOKEN on the left of shorter ones. ValueError: an empty one."""
+    if not all(sequences):
+        raise ValueError("an empty sequence: give one token or more (end-of-text stands before a text)")
+    longest = max(map(len, sequences))
+    return torch.tensor([[NO_TOKEN] * (longest - len(ids)) + list(ids) for ids in sequences], device=device)
+
 
 class Cache:
     """What a model keeps of the `tokens` read so far, at most `length`: keys, values and token convolutions' contexts.
 
     `blocks` holds one dict of tensors per block, and a last one for the expander and the readout. The first call makes
     the tensors, for its batch and dtypes; later calls write into them. `position` (1,) int64 is `tokens` on the device.
+
+    Sequences of unequal length end together: shorter ones have ids of -1, NO_TOKEN, on their left in the first call.
+    `start` (B, 1) int64 counts them; `padded` tells whether there are any.
     """
 
     def __init__(self, blocks: int, length: int, device: torch.device):
-        self.length, self.tokens, self.batch_size = length, 0, None
+        self.length, self.tokens, self.padded = length, 0, False
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
+        self.start: torch.Tensor | None = None
         self.blocks: list[dict] = [{} for _ in range(blocks + 1)]
 
-    def reserve(self, batch_size: int, tokens: int) -> int:
-        """Count tokens that are about to be read; returns how many there are with them.
+    def reserve(self, ids) -> int:
+        """Count the tokens ids (B, T), which are about to be read; returns how many there are with them.
 
         ValueError: they do not fit, or it is not the batch that the cache was begun with.
         """
+        (batch_size, tokens), begun = ids.shape, self.start is not None
         if self.tokens + tokens > self.length:
             raise ValueError(f"{self.tokens + tokens} tokens do not fit a cache of length={self.length}: give fewer")
-        if self.batch_size not in (None, batch_size):
-            raise ValueError(f"batch_size={batch_size}: this cache is of {self.batch_size} sequences; make another")
-        self.batch_size = batch_size
+        if begun and batch_size != len(self.start):
+            raise ValueError(f"batch_size={batch_size}: this cache is of {len(self.start)} sequences; make another")
+        if not begun:
+            self.start = self.position.new_zeros(batch_size, 1)
+        if self.tokens == 0:
+            self.start.copy_((ids == NO_TOKEN).sum(1, keepdim=True))
+            self.padded = bool((self.start > 0).any())
         self.tokens += tokens
         return self.tokens
 
     def reset(self) -> None:
         """Forget all tokens; the tensors stay where they are."""
-        self.tokens = 0
-        for tensor in (self.position, *(tensor for block in self.blocks for tensor in block.values())):
+        self.tokens, self.padded = 0, False
+        kept_tensors = (tensor for block in self.blocks for tensor in block.values())
+        for tensor in (self.position, *kept_tensors, *([] if self.start is None else [self.start])):
             tensor.zero_()
+
+    def select(self, rows) -> "Cache":
+        """A new cache of these rows, int64 (N,), of the batch: for beams, and for several continuations of a prefix."""
+        other = Cache(len(self.blocks) - 1, self.length, self.position.device)
+        other.tokens, other.padded, other.position = self.tokens, self.padded, self.position.clone()
+        other.start = None if self.start is None else self.start[rows]
+        other.blocks = [{slot: tensor[rows] for slot, tensor in block.items()} for block in self.blocks]
+        return other
 
 
 def kept(cache: dict, slot: str, shape: tuple, like, dtype: torch.dtype | None = None):
@@ -47,10 +75,10 @@ def kept(cache: dict, slot: str, shape: tuple, like, dtype: torch.dtype | None =
 
 
 class Decoder:
-    """Logits of the next token for a batch of sequences of equal length, at most `length` (by default block_size).
+    """Logits of the next token for a batch of sequences of at most `length` tokens (by default block_size).
 
         decoder = Decoder(model, batch_size=2, compiled=True)
-        logits = decoder.prefill(prompts)  # (2, T) -> (2, vocab_size)
+        logits = decoder.prefill(padded(prompts))  # (2, T) -> (2, vocab_size)
         logits = decoder.step(tokens)      # (2,) -> (2, vocab_size), again and again
 
     compiled: the step is made once for all positions, on a CPU by torch.compile (seconds), on a GPU as a CUDA graph,
@@ -75,6 +103,7 @@ class Decoder:
 
     def warm_up(self, step) -> None:
         """Run a step before it counts: it makes the cache's tensors, and compiles what it needs."""
+        self.cache.reserve(self.token)
         step(self.token, self.cache.length)
         self.cache.reset()
 
@@ -109,21 +138,24 @@ class Decoder:
 
     @torch.no_grad()
     def prefill(self, ids):
-        """Forget what was read and read ids (B, T) -> logits after the last token. ValueError: they do not fit."""
+        """Forget what was read and read ids (B, T), `padded` where lengths differ -> logits after the last token.
+
+        ValueError: they do not fit.
+        """
         self.check_batch(ids)
         if not 1 <= ids.shape[1] <= self.cache.length:
             raise ValueError(
                 f"a prompt of {ids.shape[1]} tokens for a decoder of length={self.cache.length}: give 1 to that many"
             )
         self.cache.reset()
-        return self.logits(ids, self.cache.reserve(*ids.shape))
+        return self.logits(ids, self.cache.reserve(ids))
 
     @torch.no_grad()
     def step(self, token):
         """The next token of each sequence, (B,) -> logits after it (B, vocab_size). ValueError: `length` is reached."""
         self.check_batch(token)
-        seen = self.cache.reserve(len(token), 1)
         self.token.copy_(token.unsqueeze(1))
+        seen = self.cache.reserve(self.token)
         return self.logits(self.token, seen) if self.fixed_step is None else self.fixed_step()
 
     def check_batch(self, ids) -> None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from model.decoding import Cache, kept
+from model.decoding import NO_TOKEN, Cache, kept
 from model.loss import linear_cross_entropy, scaled
 
 
@@ -101,19 +101,19 @@ def rope_tables(config: GPTConfig, device, dtype: torch.dtype) -> tuple[torch.Te
 
 
 def apply_rope(x, cos, sin):
-    """Rotate the first features of x (B, T, H, head_dim) in half-split pairs; cos, sin (T, rotary_dim / 2)."""
+    """Rotate the first features of x (B, T, H, head_dim) in half-split pairs; cos, sin ([B,] T, rotary_dim / 2)."""
     half = cos.shape[-1]
     x = x.to(cos.dtype)
     x1, x2, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
-    cos, sin = cos[:, None], sin[:, None]  # broadcast over heads
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # broadcast over heads
     return torch.cat((x1 * cos - x2 * sin, x1 * sin + x2 * cos, rest), dim=-1)
 
 
 class Places(NamedTuple):
     """Where the T tokens of a call are: their rows of the RoPE tables and, with a cache, the rest.
 
-    index (T,) int64: their places among the cache's `length`. mask (T, seen) bool: which of the cache's first places
-    each attends over; None: the call's own tokens are all there are.
+    index (T,) int64: their places among the cache's `length`. mask (B, 1, T, seen) bool: which of the cache's first
+    places each attends over; None: all of the call's own up to itself.
     """
 
     cos: torch.Tensor
@@ -147,7 +147,7 @@ class CausalSelfAttention(nn.Module):
             shape = (*k.shape[:2], places.length, k.shape[3])
             keys, values = (kept(cache, n, shape, z).index_copy_(2, places.index, z) for n, z in (("k", k), ("v", v)))
             if places.mask is not None:
-                k, v = (z[:, :, : places.mask.shape[1]] for z in (keys, values))
+                k, v = (z[:, :, : places.mask.shape[-1]] for z in (keys, values))
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=places.mask, is_causal=places.mask is None)
         return self.c_proj(y.transpose(1, 2).flatten(2))
 
@@ -341,18 +341,31 @@ class GPT(nn.Module):
             return torch.get_autocast_dtype(weight.device.type)
         return weight.dtype
 
+    def places(self, T: int, cache: Cache, seen: int) -> Places:
+        """Of the T tokens that follow those in the cache, and attend over the first `seen` of its places."""
+        index = cache.position + torch.arange(T, device=cache.position.device)
+        since_start = (index - cache.start).clamp_min(0)  # (B, T): RoPE counts from a sequence's first token
+        mask = None
+        if seen != T or cache.padded:
+            place, own = torch.arange(seen, device=index.device), index[:, None]
+            # What stands for no token attends to itself alone: to nothing at all would be 0 / 0.
+            mask = ((place <= own) & (place >= cache.start[:, None]) | (place == own)).unsqueeze(1)
+        return Places(self.rope_cos[since_start], self.rope_sin[since_start], index, mask, cache.length)
+
     def hidden(self, ids, cache: Cache | None = None, seen: int = 0):
         """ids (B, T) -> the normed readout (B, T, d), which `logits` takes.
 
         With a cache, the tokens attend over the first `seen` of its places; the caller has reserved theirs.
         """
         T, caches = ids.shape[1], [None] * (len(self.transformer.h) + 1)
-        places = Places(self.rope_cos[:T], self.rope_sin[:T])
-        if cache is not None:
-            caches, index = cache.blocks, cache.position + torch.arange(T, device=ids.device)
-            mask = None if seen == T else torch.arange(seen, device=ids.device) <= index[:, None]
-            places = Places(self.rope_cos[index], self.rope_sin[index], index, mask, cache.length)
-        state = self.stream.begin(self, self.transformer.wte(ids).to(self.compute_dtype()), caches[-1])
+        if cache is None:
+            places, x = Places(self.rope_cos[:T], self.rope_sin[:T]), self.transformer.wte(ids)
+        else:
+            # From no token to the readout, every step of a stream maps zero to zero: a convolution over tokens sees
+            # before a shorter sequence what it sees before a first token.
+            x = self.transformer.wte(ids.clamp_min(0)) * (ids != NO_TOKEN).unsqueeze(-1)
+            places, caches = self.places(T, cache, seen), cache.blocks
+        state = self.stream.begin(self, x.to(self.compute_dtype()), caches[-1])
         for block, block_cache in zip(self.transformer.h, caches):
             if self.activation_checkpointing and cache is None and torch.is_grad_enabled():
                 state = checkpoint(block, state, places, use_reentrant=False)
@@ -370,12 +383,13 @@ class GPT(nn.Module):
 
         Returns (logits, loss). With targets, loss is the mean cross-entropy in nats (a scalar, at least fp32) and
         logits is None unless `return_logits`; without, logits is (B, T, vocab_size) and loss None. With a `cache` of
-        `new_cache()`, ids continue the tokens of the calls before, and only the output layer has a gradient.
+        `new_cache()`, ids continue the tokens of the calls before (the first may be `padded`), and only the output
+        layer has a gradient.
         ValueError: more tokens than block_size, or than fit the cache.
         """
         if cache is not None:
             with torch.no_grad():
-                hidden = self.hidden(ids, cache, cache.reserve(*ids.shape))
+                hidden = self.hidden(ids, cache, cache.reserve(ids))
         elif ids.shape[1] > self.config.block_size:
             raise ValueError(f"{ids.shape[1]} tokens do not fit block_size={self.config.block_size}: give fewer")
         else:

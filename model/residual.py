@@ -58,6 +58,11 @@ class DeltaConfig(GPTConfig):
             other = "ddl_v_constant" if self.ddl_v_constant else "ddl_map=v"
             raise ValueError(f"ddl_v_input='context' has no effect with {other}: leave one of them out")
 
+    @property
+    def k_guard(self) -> float:
+        """ddl_k_eps, or what changes no direction but makes that of the zero vector zero."""
+        return max(self.ddl_k_eps, 1e-15)
+
 
 @dataclass
 class SingleColumnConfig(DeltaConfig):
@@ -342,7 +347,7 @@ class DeltaRewrite(nn.Module):
         """khat = sqrt(d) k (B, T, d), k = k~ / sqrt(|k~|^2 + eps^2) (eq. 3 with a guard)."""
         source = source.to(at_least_fp32(source.dtype))
         d = source.shape[-1]
-        return F.rms_norm(source, (d,), eps=self.config.ddl_k_eps**2 / d)
+        return F.rms_norm(source, (d,), eps=self.config.k_guard**2 / d)
 
     def gate(self, c):
         """beta in (0, 2), (B, T, 1) (eq. 8)."""

@@ -13,8 +13,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import bench
 from benchmarks import decode
 from model import STEMS, kernels
-from model.decoding import Decoder
-from sample import generate
+from model.decoding import Decoder, padded
+from model.generation import Generation, Sampling
 
 CC, EC = "DDL-gpt-mha-rope-CC", "DDL-gpt-mha-rope-EC"
 CASES = [(stem, {}) for stem in STEMS]
@@ -65,12 +65,39 @@ def test_every_step_equals_the_uncached_model(stem, keys):
     check(decoder, model, tokens_of(3, 9), 1)
 
 
+@pytest.mark.parametrize(("stem", "keys"), [*CASES, *((stem, {"ddl_k_eps": 0.0}) for stem in (EC, CC))])
+def test_prompts_of_unequal_lengths_are_as_each_alone(stem, keys):
+    """Shorter than the kernels, and twenty times over; chunks of several tokens after them; a selection of rows."""
+    model, lengths = tiny(stem, **keys), (1, 9, 2, 6)
+    torch.nn.init.normal_(model.transformer.h[0].attn.k_rms.weight) if model.config.use_qk_rmsnorm else None
+    ids = tokens_of(4, TINY["block_size"])
+    prompts = [row[:length].tolist() for row, length in zip(ids, lengths)]
+    decoder = Decoder(model, 4)
+    decoder.prefill(tokens_of(4, 3))  # what was read before is forgotten
+    found = [decoder.prefill(padded(prompts))]
+    found += [decoder.step(torch.stack([row[n + i] for row, n in zip(ids, lengths)])) for i in range(5)]
+    chosen, cache = torch.tensor([2, 0, 2]), decoder.cache.select(torch.tensor([2, 0, 2]))
+    more = torch.stack([ids[row, lengths[row] + 5 :][:2] for row in chosen])
+    selected = model(more, cache=cache)[0]
+    for row, length in enumerate(lengths):
+        wanted = exact(model, ids[row : row + 1], length)[0]
+        torch.testing.assert_close(torch.stack(found, 1)[row], wanted[:6], rtol=1e-9, atol=1e-9)
+        for place in (chosen == row).nonzero():
+            torch.testing.assert_close(selected[place[0]], wanted[6:8], rtol=1e-9, atol=1e-9)
+    assert decoder.cache.tokens == 14
+
+
 @pytest.mark.parametrize("stem", STEMS)
 def test_one_compilation_serves_every_position(stem, counter):
     model = tiny(stem, block_size=64)
     decoder = Decoder(model, 2, 58, compiled=True)
     check(decoder, model, tokens_of(2, 58), 4)  # 54 steps
     check(decoder, model, tokens_of(2, 5), 2)
+    first = decoder.prefill(padded([[7], [1, 2, 3]]))
+    found = torch.stack([first, decoder.step(torch.tensor([8, 4]))], dim=1)
+    for row, ids in enumerate(([7, 8], [1, 2, 3, 4])):
+        wanted = exact(model, torch.tensor([ids]), len(ids) - 1)[0]
+        torch.testing.assert_close(found[row], wanted, rtol=1e-9, atol=1e-9)
     assert counter.frame_count == 1
 
 
@@ -122,21 +149,21 @@ def test_bfloat16_is_the_uncached_models_to_its_rounding(stem, compiled, counter
 def test_fused_streams(stem, compiled, counter):
     fused = pytest.importorskip("fused")
     model, ids = tiny(stem, num_hidden_layers=1), tokens_of(2, 6)
-    check(Decoder(fused.fuse(model.float()), 2, 8, compiled), model, ids, 3, 1e-4)
+    wanted = [exact(model, ids[:1], 6)[0], exact(model, ids[1:, :2], 2)[0]]
+    decoder = Decoder(fused.fuse(model.float()), 2, 8, compiled)
+    check(decoder, model, ids, 3, 1e-4)
+    found = decoder.prefill(padded([ids[0].tolist(), ids[1, :2].tolist()]))
+    torch.testing.assert_close(found, torch.cat(wanted), rtol=1e-4, atol=1e-4, check_dtype=False)
 
 
 def test_text_is_the_same_compiled(counter):
     model = tiny("DDL-gpt-mha-rope").float()
-    texts = []
+    prompts, texts = [[1, 2, 3], [4]], []
     for compiled in (False, True):
-        generator = torch.Generator().manual_seed(0)
-
-        def draw(logits, generator=generator):
-            return int(torch.multinomial(logits.double().softmax(0), 1, generator=generator))
-
-        texts.append(list(generate(Decoder(model, 1, compiled=compiled), [1, 2, 3], 60, draw)))  # four times past 16
+        decoder = Decoder(model, 2, compiled=compiled)
+        texts.append(list(Generation(decoder, prompts, 60, Sampling(), [0, 1], None, 29)))  # four times past 16
     assert texts[0] == texts[1]
-    assert len(set(texts[0])) > 10
+    assert len({token for tokens in texts[0] for token in tokens}) > 10
 
 
 def test_a_full_cache_is_refused_before_anything_is_computed(monkeypatch):

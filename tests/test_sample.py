@@ -1,62 +1,7 @@
-"""sample.py: how a token is drawn, that the cache changes nothing, and the script as a user runs it."""
+"""sample.py as a user runs it; tests/test_generation.py has how texts are made."""
 
 import pytest
-import torch
-from conftest import SMALL, one_line_error, script, small_run
-
-from model import STEMS, build
-from model.decoding import Decoder
-from sample import generate, next_token
-
-
-def draw_many(logits, count=4000, **options):
-    options = {"temperature": 1.0, "top_k": None, "top_p": 1.0, **options}
-    generator = torch.Generator().manual_seed(0)
-    draws = [next_token(logits, generator=generator, **options) for _ in range(count)]
-    return torch.bincount(torch.tensor(draws), minlength=len(logits)) / count
-
-
-LOGITS = torch.log(torch.tensor([0.1, 0.4, 0.3, 0.2]))
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, [0.1, 0.4, 0.3, 0.2]),
-        ({"temperature": 0.5}, [0.01 / 0.3, 0.16 / 0.3, 0.09 / 0.3, 0.04 / 0.3]),
-        ({"top_k": 2}, [0, 4 / 7, 3 / 7, 0]),
-        ({"top_p": 0.65}, [0, 4 / 7, 3 / 7, 0]),
-        ({"top_p": 0.75}, [0, 4 / 9, 3 / 9, 2 / 9]),
-        ({"top_k": 3, "top_p": 0.5}, [0, 4 / 7, 3 / 7, 0]),
-        ({"temperature": 0.0}, [0, 1, 0, 0]),
-    ],
-)
-def test_next_token_draws_from_the_right_distribution(options, expected):
-    assert draw_many(LOGITS, **options).tolist() == pytest.approx(expected, abs=0.03)
-
-
-@pytest.mark.parametrize("stem", STEMS)
-def test_generation_equals_recomputing_everything(stem):
-    """Text of likeliest tokens through the cache, past block_size too, against full passes."""
-    model = build(stem, **{**SMALL, "embedding_init_std": 1.0})
-    # Off its identity-like start, where the last token predicts itself.
-    torch.nn.init.normal_(model.ln_f.weight)
-    prompt = [3, 1, 4, 1, 5]
-    made = list(generate(Decoder(model, 1), prompt, 30, lambda logits: int(logits.argmax())))
-    context = list(prompt)
-    for token in made:
-        if len(context) > 16:
-            context = context[-8:]
-        assert token == int(model(torch.tensor([context]))[0][0, -1].argmax())
-        context.append(token)
-    assert len(made) == 30
-    assert len(set(made)) > 3
-
-
-def test_generation_stops_at_end_of_text_and_crops_long_prompts():
-    model = build("gpt-mha-rope", **SMALL)
-    draws = iter([7, 8, 9, 10])
-    assert list(generate(Decoder(model, 1), list(range(40)), 10, lambda logits: next(draws), stop=9)) == [7, 8]
+from conftest import one_line_error, script, small_run
 
 
 @pytest.fixture(scope="module")
@@ -94,12 +39,70 @@ def test_several_samples_differ(run):
         (["--prompt=a<|im_start|>b"], None, "the prompt has the token <|im_start|>"),
         (["--prompt=-"], b"\xff\xfe", "the prompt is not UTF-8"),
         (["--prompt=FILE:nowhere.txt"], None, "nowhere.txt"),
-        (["--temperature=-1"], None, "--temperature=-1.0: give 0 or more"),
-        (["--top_p=0"], None, "--top_p=0.0: give a number above 0"),
+        (["--temperature=-1"], None, "temperature=-1.0: give 0 or more"),
+        (["--top_p=0"], None, "top_p=0.0: give a number above 0"),
+        (["--min_p=2"], None, "min_p=2.0: give a number from 0 to 1"),
+        (["--batch_size=0"], None, "--batch_size=0: give 1 or more"),
+        (["--stop="], None, "--stop=['']: give a text of one character or more"),
+        (["--interactive", "--prompt=a"], None, "--serve, --interactive and --prompt: give one of them"),
+        (["--interactive", "--stop=a", "--stop=b"], None, "--interactive takes one --stop"),
     ],
 )
 def test_mistakes_end_in_one_line(run, arguments, stdin, message):
     assert message in one_line_error(script("sample.py", run, *arguments, stdin=stdin))
+
+
+def test_prompts_together_are_as_each_alone(run):
+    keys = ["--max_new_tokens=25", "--seed=3", "--temperature=1.2"]
+    prompts = ["def f(", "", "class Reader:\n    "]
+    alone = []
+    for prompt in prompts:
+        for seed in (3, 4):
+            alone.append(script("sample.py", run, f"--prompt={prompt}", *keys, f"--seed={seed}").stdout)
+    rule = b"-" * 80 + b"\n"
+    for rows in (1, 4, 6):
+        options = [*(f"--prompt={prompt}" for prompt in prompts), "--num_samples=2", f"--batch_size={rows}"]
+        assert script("sample.py", run, *options, *keys).stdout == rule.join(alone)
+
+
+def test_stop_strings_end_texts(run):
+    keys = ["--prompt=def ", "--max_new_tokens=60", "--temperature=2", "--top_p=1"]
+    whole = script("sample.py", run, *keys).stdout.decode(errors="replace")[4:-1]
+    stop = whole[30:33]
+    cut = script("sample.py", run, *keys, f"--stop={stop}", "--stop=zzzzzz").stdout.decode(errors="replace")[4:-1]
+    assert cut == whole[: whole.index(stop)]
+
+
+def test_a_conversation(run):
+    """Lines from a pipe: prompts, settings, mistakes, going on; the same texts as by arguments."""
+    lines = [
+        "def f(x):",
+        "/seed=7",
+        "/temperature=1.5",
+        "class A\\",
+        "",
+        "/top_k=0",
+        "/stop",
+        "/sead=1",
+        "",
+        "/quit",
+        "x",
+    ]
+    keys = ["--max_new_tokens=12", "--temperature=0.7"]
+    result = script("sample.py", run, "--interactive", *keys, stdin="\n".join(lines).encode())
+    assert result.returncode == 0, result.stderr.decode()
+    first = script("sample.py", run, "--prompt=def f(x):", *keys).stdout
+    second = script("sample.py", run, "--prompt=class A\n", keys[0], "--temperature=1.5", "--seed=7").stdout
+    assert result.stdout.startswith(first + second)
+    rest = result.stdout[len(first + second) :]
+    assert rest.startswith(second[:-1])  # the text goes on after itself
+    errors = [line for line in result.stderr.decode().splitlines() if line.startswith("error:")]
+    assert errors == [
+        "error: top_k=0: give 1 or more",
+        "error: /stop is no command: /KEY=VALUE, /help and /quit are",
+        "error: unknown key --sead, did you mean seed?",
+    ]
+    assert result.stderr.decode().count(" tokens/s") == 3
 
 
 def test_missing_checkpoint_ends_in_one_line(tmp_path):

@@ -92,7 +92,7 @@ class DeltaStream(Stream):
         self.reads_x_in = not self.k_map and config.ddl_value_channels > 1
         self.constant = config.ddl_v_constant
         form = "constant" if self.constant else "sigmoid" if config.ddl_v_sigmoid else "raw"
-        self.k_eps = float(config.ddl_k_eps)
+        self.k_eps = float(config.k_guard)
         self.options = (
             form, float(config.ddl_v_sigmoid_scale), float(config.ddl_v_constant_value), config.ddl_v_input,
             config.ddl_update == "delta",

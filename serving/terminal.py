@@ -1,0 +1,96 @@
+"""Prompts and texts in a terminal: `sample.py RUN --interactive`."""
+
+import contextlib
+import dataclasses
+import sys
+import time
+from dataclasses import dataclass
+from typing import Annotated
+
+import configurator
+from data.tokenizer import encode_prompt
+from model.decoding import Decoder
+from model.generation import Sampling, generate_text
+
+HELP = """A line is a prompt, which the model continues; a line that ends in \\ goes on in the next.
+An empty line lets the last text go on. Ctrl-C ends a text, Ctrl-D or /quit the program.
+/KEY=VALUE sets one of these, /help shows them:"""
+
+
+@dataclass(frozen=True)
+class Settings(Sampling):
+    """What /KEY=VALUE can set."""
+
+    max_new_tokens: Annotated[int, "most tokens of a text"] = 300
+    seed: Annotated[int, "the next text's; it grows by one with each text"] = 0
+    stop: Annotated[str | None, "end a text before this string; \\n is a line break"] = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.max_new_tokens < 1 or not 0 <= self.seed < 2**62:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens}, seed={self.seed}: give 1 or more, 0 or more")
+
+    def lines(self) -> str:
+        schema = configurator.knobs(Settings)
+        return "\n".join(f"  /{key}={value}".ljust(30) + schema[key].help for key, value in vars(self).items())
+
+
+def changed(settings: Settings, command: str) -> Settings:
+    """The settings after /KEY=VALUE. ValueError: unknown key, or a value that does not fit."""
+    key, equals, value = command.partition("=")
+    if not equals:
+        raise ValueError(f"/{command} is no command: /KEY=VALUE, /help and /quit are")
+    return dataclasses.replace(settings, **{key: configurator.parse(key, value, configurator.knobs(Settings))})
+
+
+def read_line() -> str | None:
+    """The next prompt, None at the end of the input. Without a terminal no prompt sign is shown."""
+    lines = []
+    with contextlib.suppress(EOFError):
+        while not lines or lines[-1].endswith("\\"):
+            lines.append(input((">>> ", "... ")[bool(lines)] if sys.stdin.isatty() else ""))
+    return "\n".join(line.removesuffix("\\") for line in lines) if lines else None
+
+
+def reply(decoder: Decoder, tokenizer, text: str, settings: Settings) -> str:
+    """Print what follows the text, as it is made, and the speed on stderr; returns it. Ctrl-C ends it."""
+    pieces, made, started = [], 0, time.perf_counter()
+    stop = [] if settings.stop is None else [settings.stop.replace("\\n", "\n")]
+    prompt = encode_prompt(tokenizer, text)
+    with contextlib.suppress(KeyboardInterrupt):
+        options = settings.max_new_tokens, settings, [settings.seed], stop
+        for _, piece, new in generate_text(decoder, tokenizer, [prompt], *options):
+            pieces.append(piece or "")
+            made += new
+            print(pieces[-1], end="", flush=True)
+    seconds = time.perf_counter() - started
+    print(flush=True)
+    print(f"{made} tokens, {made / seconds:,.1f} tokens/s", file=sys.stderr, flush=True)
+    return "".join(pieces)
+
+
+def converse(decoder: Decoder, tokenizer, settings: Settings) -> None:
+    """Answer prompts until the input ends."""
+    if sys.stdin.isatty():
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 (input() then has a history and arrow keys)
+        print(HELP, settings.lines(), sep="\n")
+    text = ""
+    while True:
+        try:
+            line = read_line()
+            if line in (None, "/quit"):
+                return
+            if line == "/help":
+                print(HELP, settings.lines(), sep="\n")
+            elif line.startswith("/"):
+                settings = changed(settings, line[1:])
+            else:
+                text = line or text
+                print(text, end="", flush=True)
+                text += reply(decoder, tokenizer, text, settings)
+                settings = dataclasses.replace(settings, seed=settings.seed + 1)
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+        except KeyboardInterrupt:
+            print()
