@@ -76,7 +76,7 @@ def arguments_of(kernel, constants: dict, columns: int, writes: int = 0) -> dict
 
 def kernels(widths: list[int]):
     """(name, width, columns, tokens of the read, writes replayed, kernel) of all that training launches."""
-    from model.kernels import add_norm, expand, residual_step
+    from model.kernels import add_norm, expand, step_kernels
 
     directions = ("forward", "backward")
     for d in widths:
@@ -87,7 +87,7 @@ def kernels(widths: list[int]):
         for columns, kernel_size in ((1, 1), (2, 1), (4, 1), (8, 1), (2, 4), (4, 4), (8, 4)):
             for way in directions:
                 for writes in (0, 1) if way == "forward" else (0, 2):
-                    yield f"step {way}", d, columns, kernel_size, writes, getattr(residual_step, f"{way}_kernel")
+                    yield f"step {way}", d, columns, kernel_size, writes, getattr(step_kernels, f"{way}_kernel")
 
 
 def measure(widths: list[int], match: str) -> list[dict]:

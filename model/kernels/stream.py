@@ -81,7 +81,7 @@ def weights_of(read, state):
 
 
 class DeltaStream(Stream):
-    """Each write, the next read, its norm and its heads in one kernel (see residual_step).
+    """Each write, the next read, its norm and its heads in one kernel (see step_kernels).
 
     interval: sublayers between states that are kept for the backward pass; those between are made again.
     """
