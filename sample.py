@@ -22,7 +22,7 @@ import torch
 import configurator
 from data.tokenizer import encode_prompt
 from model import kernels
-from model.decoding import Decoder
+from model.decoding import Decoder, round_matrices
 from model.generation import Sampling, generate_text
 from training.checkpoint import load_model
 from training.distributed import can_compile, pick_device
@@ -68,6 +68,8 @@ def arguments():
     parser.add_argument("--host", default="127.0.0.1", help="--serve: address to listen on; this machine alone")
     parser.add_argument("--port", type=int, default=8000, help="--serve: port to listen on")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    dtypes = ("auto", "float32", "bfloat16")
+    parser.add_argument("--dtype", choices=dtypes, default="auto", help="of computing; auto: bfloat16 on a GPU")
     parser.add_argument(
         "--compile",
         choices=("True", "False"),
@@ -152,18 +154,22 @@ def main():
         texts = [read_prompt(argument) for argument in args.prompt or [""]]
         model, tokenizer, state = load_model(args.run, device)
         kernels.use(model, "auto", device)
-        if args.serve:
-            from serving.app import serve
+        bf16 = args.dtype == "bfloat16" or (args.dtype == "auto" and device.type == "cuda")
+        if bf16:
+            round_matrices(model)
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            if args.serve:
+                from serving.app import serve
 
-            serve(model, tokenizer, state, args, sampling)
-        elif args.interactive:
-            from serving.terminal import Settings, converse
+                serve(model, tokenizer, state, args, sampling)
+            elif args.interactive:
+                from serving.terminal import Settings, converse
 
-            stop = args.stop[0] if args.stop else None
-            settings = Settings(**vars(sampling), max_new_tokens=args.max_new_tokens, seed=args.seed, stop=stop)
-            converse(make_decoder(model, device, args.compile, 1, model.config.block_size), tokenizer, settings)
-        else:
-            sample(model, tokenizer, texts, args, sampling, device)
+                stop = args.stop[0] if args.stop else None
+                settings = Settings(**vars(sampling), max_new_tokens=args.max_new_tokens, seed=args.seed, stop=stop)
+                converse(make_decoder(model, device, args.compile, 1, model.config.block_size), tokenizer, settings)
+            else:
+                sample(model, tokenizer, texts, args, sampling, device)
 
 
 if __name__ == "__main__":

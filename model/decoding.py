@@ -74,6 +74,17 @@ def kept(cache: dict, slot: str, shape: tuple, like, dtype: torch.dtype | None =
     return cache[slot]
 
 
+def round_matrices(model, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Keep in `dtype` what autocast rounds to it at every use: the sublayers' matrices and the embedding.
+
+    Under autocast the results have the same bits, for half the memory. What is computed in fp32 stays as it is.
+    """
+    sublayers = [sublayer for block in model.transformer.h for sublayer in (block.attn, block.mlp)]
+    layers = [layer for sublayer in sublayers for layer in sublayer.modules() if isinstance(layer, torch.nn.Linear)]
+    for layer in (model.transformer.wte, *layers):
+        layer.weight.data = layer.weight.data.to(dtype)
+
+
 class Decoder:
     """Logits of the next token for a batch of sequences of at most `length` tokens (by default block_size).
 
@@ -84,7 +95,7 @@ class Decoder:
     compiled: the step is made once for all positions, on a CPU by torch.compile (seconds), on a GPU as a CUDA graph,
     which one call launches. It attends over all `length` positions, masked, where an eager step reads only those that
     are filled. The weights, `model.stream` and autocast must stay what they were when the decoder was made. For
-    bfloat16 take `model.bfloat16()` under autocast: weights of float32 would be rounded anew at every step.
+    bfloat16 take `round_matrices(model)` under autocast: weights of float32 would be rounded anew at every step.
     """
 
     def __init__(self, model, batch_size: int, length: int | None = None, compiled: bool = False):

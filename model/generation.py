@@ -63,8 +63,9 @@ def draw(logits, sampling: Sampling, uniform, present=None):
         return logits.argmax(-1)
     p, tokens = probabilities(logits, sampling)
     edges = p.cumsum(-1)
-    # The first token whose edge is above a point below the last edge: never one of probability 0.
-    point = torch.minimum(uniform[:, None] * edges[:, -1:], edges[:, -1:].nextafter(torch.zeros_like(edges[:, -1:])))
+    # The first token whose edge is above a point below the last edge (uniform < 1 keeps it there, also rounded): never
+    # one of probability 0.
+    point = uniform[:, None] * edges[:, -1:]
     index = torch.searchsorted(edges, point, right=True)
     return (index if tokens is None else tokens.gather(-1, index)).squeeze(-1)
 

@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import bench
 from benchmarks import decode
 from model import STEMS, kernels
-from model.decoding import Decoder, padded
+from model.decoding import Decoder, padded, round_matrices
 from model.generation import Generation, Sampling
 
 CC, EC = "DDL-gpt-mha-rope-CC", "DDL-gpt-mha-rope-EC"
@@ -133,7 +133,7 @@ def test_bfloat16_is_the_uncached_models_to_its_rounding(stem, compiled, counter
     wanted = exact(model, ids, 6)
     model.float()
     check(Decoder(model, 2), model, ids, 6, 1e-4)  # as sample.py: float32 weights, no autocast
-    for change in (model.float, model.bfloat16):  # what the weights are kept in
+    for change in (model.float, partial(round_matrices, model)):  # what the weights are kept in
         change()
         with torch.autocast("cpu", torch.bfloat16):
             errors = [
@@ -142,6 +142,17 @@ def test_bfloat16_is_the_uncached_models_to_its_rounding(stem, compiled, counter
             ]
         assert errors[1] < 1.5 * errors[0] + 1e-3, errors
         assert errors[1] < 0.1, errors
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_rounding_matrices_changes_no_bit_under_autocast(stem):
+    model, ids = tiny(stem, **({"ddl_map": "v"} if stem.endswith("CC") else {})).float(), tokens_of(2, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        before = exact(model, ids, 6)
+        round_matrices(model)
+        assert torch.equal(exact(model, ids, 6), before)
+        assert torch.equal(decoded(Decoder(model, 2), ids, 6), decoded(Decoder(model.float(), 2), ids, 6))
+    assert model.lm_head.weight is model.transformer.wte.weight
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -286,7 +297,7 @@ def test_a_cuda_graph_equals_the_eager_step(stem, setting):
         found, eager = decoded(graph, ids, prompt), decoded(Decoder(model, 2), ids, prompt)
         torch.testing.assert_close(found, eager, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(found.double().cpu(), wanted, rtol=1e-3, atol=1e-3)
-    for change in (model.float, model.bfloat16):
+    for change in (model.float, partial(round_matrices, model)):
         change()
         with torch.autocast("cuda", torch.bfloat16):
             graph = Decoder(model, 2, compiled=True)
