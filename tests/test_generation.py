@@ -158,6 +158,19 @@ def test_256_tokens_of_four_prompts(stem):
         assert text == best.indices[len(prompt) - 1 : -1, 0].tolist()
 
 
+def test_the_penalty_lies_on_all_tokens_of_a_text():
+    transformers = pytest.importorskip("transformers")
+    penalty = transformers.RepetitionPenaltyLogitsProcessor(3.0)
+    model, prompts = lively("DDL-gpt-mha-rope"), [[5, 6, 7, 5], [1]]
+    sampling = Sampling(temperature=0, repetition_penalty=3.0)
+    texts = zip(*Generation(Decoder(model, 2), prompts, 12, sampling, [0, 0], None, TINY["vocab_size"]))
+    for prompt, text in zip(prompts, texts):
+        for token in text:
+            ids = torch.tensor([prompt])
+            assert token == int(penalty(ids, model(ids)[0][:, -1]).argmax())
+            prompt.append(token)
+
+
 def test_a_text_does_not_depend_on_its_batch():
     model, sampling = lively("DDL-gpt-mha-rope-EC"), Sampling(top_p=0.95, repetition_penalty=1.2)
 
