@@ -79,12 +79,15 @@ def test_prompts_of_unequal_lengths_are_as_each_alone(stem, keys):
     chosen, cache = torch.tensor([2, 0, 2]), decoder.cache.select(torch.tensor([2, 0, 2]))
     more = torch.stack([ids[row, lengths[row] + 5 :][:2] for row in chosen])
     selected = model(more, cache=cache)[0]
+    found.append(
+        decoder.step(torch.stack([row[n + 5] for row, n in zip(ids, lengths)]))
+    )
     for row, length in enumerate(lengths):
         wanted = exact(model, ids[row : row + 1], length)[0]
-        torch.testing.assert_close(torch.stack(found, 1)[row], wanted[:6], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(torch.stack(found, 1)[row], wanted[:7], rtol=1e-9, atol=1e-9)
         for place in (chosen == row).nonzero():
             torch.testing.assert_close(selected[place[0]], wanted[6:8], rtol=1e-9, atol=1e-9)
-    assert decoder.cache.tokens == 14
+    assert decoder.cache.tokens == 15
 
 
 @pytest.mark.parametrize("stem", STEMS)

@@ -207,6 +207,28 @@ def test_a_row_ends_alone():
     assert [token for _, token in steps] == [*whole[1][:3], *[None] * 9]
 
 
+def test_a_row_that_ended_full_does_not_stop_the_others():
+    model, prompts = lively("DDL-gpt-mha-rope"), [list(range(16)), [7]]
+    alone = greedy(Decoder(model, 1), prompts[1:], 20)[0]
+    generation = Generation(Decoder(model, 2), prompts, 20, GREEDY, [0, 0], None, TINY["vocab_size"])
+    found = []
+    for tokens in generation:
+        generation.stop(0)
+        found.append(tokens[1])
+    assert found == alone
+
+
+def test_random_numbers_are_a_seeds_own(monkeypatch):
+    monkeypatch.setattr("model.generation.UNIFORMS", 4)
+    decoder = Decoder(build("gpt-mha-rope", **TINY), 3)
+    generation = Generation(decoder, [[1], [2]], 10, Sampling(), [5, 6], None, 29)
+    found = torch.stack([generation.uniform(step) for step in range(10)], dim=1)
+    for row, seed in enumerate((5, 6)):
+        generator = torch.Generator().manual_seed(seed)
+        wanted = torch.cat([torch.rand(4, generator=generator, dtype=torch.float64) for _ in range(3)])
+        assert torch.equal(found[row], wanted[:10])
+
+
 def test_what_the_decoder_has_no_row_for_is_refused():
     decoder = Decoder(build("gpt-mha-rope", **TINY), 2)
     for prompts in ([], [[1], [2], [3]], [[1], []]):
@@ -254,8 +276,9 @@ def test_pieces_of_several_texts():
         assert "".join(piece for r, piece, _ in pieces if r == row and piece) == bytes(tokens).decode(errors="replace")
         assert sum(new for r, _, new in pieces if r == row) == len(tokens)
         assert [piece for r, piece, _ in pieces if r == row].index(None) == sum(r == row for r, _, _ in pieces) - 1
-    stop = bytes([steps[0][5]]).decode(errors="replace")
-    pieces = list(generate_text(decoder, BYTES, prompts, 40, sampling, seeds, [stop]))
-    assert stop not in "".join(piece for _, piece, _ in pieces if piece)
+    stop = [bytes([row[5]]).decode(errors="replace") for row in steps]
+    pieces = list(generate_text(decoder, BYTES, prompts, 10, sampling, seeds, stop))
+    assert not any(text in "".join(piece for _, piece, _ in pieces if piece) for text in stop)
+    assert decoder.cache.tokens <= 4 + 6  # nothing is computed for texts that have ended
     with pytest.raises(ValueError, match="an empty stop string"):
         list(generate_text(decoder, BYTES, prompts, 40, sampling, seeds, ["a", ""]))
