@@ -53,7 +53,7 @@ class Cache:
 
     def reset(self) -> None:
         """Forget all tokens; the tensors stay where they are."""
-        self.tokens, self.padded = 0, False
+        self.tokens = 0
         kept_tensors = (tensor for block in self.blocks for tensor in block.values())
         for tensor in (self.position, *kept_tensors, *([] if self.start is None else [self.start])):
             tensor.zero_()

@@ -79,15 +79,22 @@ def test_prompts_of_unequal_lengths_are_as_each_alone(stem, keys):
     chosen, cache = torch.tensor([2, 0, 2]), decoder.cache.select(torch.tensor([2, 0, 2]))
     more = torch.stack([ids[row, lengths[row] + 5 :][:2] for row in chosen])
     selected = model(more, cache=cache)[0]
-    found.append(
-        decoder.step(torch.stack([row[n + 5] for row, n in zip(ids, lengths)]))
-    )
+    found.append(decoder.step(torch.stack([row[n + 5] for row, n in zip(ids, lengths)])))
     for row, length in enumerate(lengths):
         wanted = exact(model, ids[row : row + 1], length)[0]
         torch.testing.assert_close(torch.stack(found, 1)[row], wanted[:7], rtol=1e-9, atol=1e-9)
         for place in (chosen == row).nonzero():
             torch.testing.assert_close(selected[place[0]], wanted[6:8], rtol=1e-9, atol=1e-9)
     assert decoder.cache.tokens == 15
+
+
+def test_what_is_no_token_attends_to_something():
+    """The softmax over nothing is 0 / 0 in some backends."""
+    model, ids = tiny("gpt-mha-rope"), padded([[1], [2, 3, 4]])
+    cache = model.new_cache()
+    mask = model.places(3, cache, cache.reserve(ids)).mask
+    assert mask[0, 0].tolist() == [[True, False, False], [False, True, False], [False, False, True]]
+    assert torch.equal(mask[1, 0], torch.ones(3, 3).tril().bool())
 
 
 @pytest.mark.parametrize("stem", STEMS)

@@ -77,6 +77,7 @@ def test_a_conversation(run):
     """Lines from a pipe: prompts, settings, mistakes, going on; the same texts as by arguments."""
     lines = [
         "def f(x):",
+        "def f(x):",
         "/seed=7",
         "/temperature=1.5",
         "class A\\",
@@ -91,7 +92,7 @@ def test_a_conversation(run):
     keys = ["--max_new_tokens=12", "--temperature=0.7"]
     result = script("sample.py", run, "--interactive", *keys, stdin="\n".join(lines).encode())
     assert result.returncode == 0, result.stderr.decode()
-    first = script("sample.py", run, "--prompt=def f(x):", *keys).stdout
+    first = b"".join(script("sample.py", run, "--prompt=def f(x):", *keys, f"--seed={seed}").stdout for seed in (0, 1))
     second = script("sample.py", run, "--prompt=class A\n", keys[0], "--temperature=1.5", "--seed=7").stdout
     assert result.stdout.startswith(first + second)
     rest = result.stdout[len(first + second) :]
@@ -102,7 +103,7 @@ def test_a_conversation(run):
         "error: /stop is no command: /KEY=VALUE, /help and /quit are",
         "error: unknown key --sead, did you mean seed?",
     ]
-    assert result.stderr.decode().count(" tokens/s") == 3
+    assert result.stderr.decode().count(" tokens/s") == 4
 
 
 def test_missing_checkpoint_ends_in_one_line(tmp_path):
