@@ -1,0 +1,161 @@
+// The heat map: a row for each site, a column for each token. The canvas is as wide as what is seen of it and drawn anew
+// when that scrolls, so that a long text needs no large one.
+
+const COLUMN = 14; // pixels, as all sizes here
+const LABELS = 64; // height of the tokens' names above the columns
+
+// Colours of beta = 0, 0.5, 1, 1.5, 2 as the style sheet has them now, [r, g, b] each.
+function stops() {
+  const style = getComputedStyle(document.documentElement);
+  return [0, 1, 2, 3, 4].map((i) => {
+    const hex = style.getPropertyValue(`--gate-${i}`).trim();
+    return [1, 3, 5].map((place) => parseInt(hex.slice(place, place + 2), 16));
+  });
+}
+
+export class Colours {
+  constructor() {
+    this.refresh();
+  }
+
+  refresh() {
+    this.stops = stops();
+  }
+
+  // The colour of a gate, linear between the stops; alpha from 0 to 1.
+  of(beta, alpha = 1) {
+    const place = Math.min(Math.max(beta, 0), 2) * 2;
+    const low = Math.min(Math.floor(place), 3);
+    const rgb = this.stops[low].map((x, i) => Math.round(x + (place - low) * (this.stops[low + 1][i] - x)));
+    return `rgb(${rgb.join(" ")} / ${alpha})`;
+  }
+}
+
+export class HeatMap {
+  // tokens: the page's list, each with `label` and `rows` (a number for each row); shown: told of (token, row) or null.
+  constructor(canvas, spacer, colours, tokens, shown) {
+    Object.assign(this, { canvas, spacer, colours, tokens, shown });
+    this.scroller = canvas.parentElement;
+    this.rows = 0;
+    this.lit = null; // [token, row]
+    this.waiting = false;
+    this.scroller.addEventListener("scroll", () => this.redraw());
+    new ResizeObserver(() => this.redraw()).observe(this.scroller);
+    canvas.addEventListener("pointermove", (event) => this.point(event));
+    canvas.addEventListener("pointerleave", () => this.shown(null));
+    canvas.addEventListener("keydown", (event) => this.key(event));
+    canvas.addEventListener("blur", () => this.shown(null));
+  }
+
+  setRows(rows) {
+    this.rows = rows;
+    this.height = rows > 17 ? 13 : 20;
+    this.canvas.style.height = `${LABELS + rows * this.height}px`;
+    this.redraw();
+  }
+
+  // Follow the newest token, unless the reader has scrolled back.
+  grow() {
+    const { scrollLeft, clientWidth, scrollWidth } = this.scroller;
+    const atEnd = scrollLeft + clientWidth > scrollWidth - 3 * COLUMN;
+    this.spacer.style.width = `${this.tokens.length * COLUMN}px`;
+    if (atEnd) this.scroller.scrollLeft = this.scroller.scrollWidth;
+    this.redraw();
+  }
+
+  light(token, row) {
+    this.lit = token === null ? null : [token, row];
+    this.redraw();
+  }
+
+  reveal(token) {
+    const left = token * COLUMN;
+    const { scrollLeft, clientWidth } = this.scroller;
+    if (left < scrollLeft || left + COLUMN > scrollLeft + clientWidth) {
+      this.scroller.scrollLeft = left - clientWidth / 2;
+    }
+  }
+
+  // Where a cell is on the screen: its right lower corner.
+  corner(token, row) {
+    const box = this.canvas.getBoundingClientRect();
+    return [box.left + (token + 1) * COLUMN - this.scroller.scrollLeft, box.top + LABELS + (row + 1) * this.height];
+  }
+
+  redraw() {
+    if (this.waiting) return;
+    this.waiting = true;
+    requestAnimationFrame(() => {
+      this.waiting = false;
+      this.draw();
+    });
+  }
+
+  draw() {
+    const [width, height] = [this.scroller.clientWidth, LABELS + this.rows * this.height];
+    const scale = window.devicePixelRatio;
+    if (!width || !this.rows) return;
+    this.canvas.style.width = `${width}px`;
+    [this.canvas.width, this.canvas.height] = [Math.round(width * scale), Math.round(height * scale)];
+    const context = this.canvas.getContext("2d");
+    const style = getComputedStyle(document.documentElement);
+    context.scale(scale, scale);
+    context.translate(-this.scroller.scrollLeft, 0);
+    context.font = `10.5px ${style.getPropertyValue("--mono")}`;
+    context.textBaseline = "middle";
+    const first = Math.floor(this.scroller.scrollLeft / COLUMN);
+    const last = Math.min(first + Math.ceil(width / COLUMN) + 1, this.tokens.length);
+    for (let i = first; i < last; i++) this.drawColumn(context, style, i);
+    if (this.lit) this.drawLit(context, style);
+  }
+
+  drawColumn(context, style, i) {
+    const token = this.tokens[i];
+    token.rows.forEach((beta, row) => {
+      context.fillStyle = this.colours.of(beta);
+      const gap = row === 0 ? 3 : 1; // the mean stands a little apart
+      context.fillRect(i * COLUMN, LABELS + row * this.height, COLUMN - 1, this.height - gap);
+    });
+    const lit = this.lit && this.lit[0] === i;
+    context.save();
+    context.translate(i * COLUMN + COLUMN / 2 - 1, LABELS - 5);
+    context.rotate(-Math.PI / 2);
+    context.fillStyle = style.getPropertyValue(lit || token.prompt ? "--ink" : "--muted");
+    context.fillText(shortened(token.label), 0, 0);
+    context.restore();
+  }
+
+  drawLit(context, style) {
+    const [token, row] = this.lit;
+    context.strokeStyle = style.getPropertyValue("--ink");
+    context.lineWidth = 1;
+    context.strokeRect(token * COLUMN - 0.5, LABELS - 0.5, COLUMN, this.rows * this.height);
+    context.lineWidth = 2;
+    context.strokeRect(token * COLUMN, LABELS + row * this.height, COLUMN - 1, this.height - 1);
+  }
+
+  point(event) {
+    const box = this.canvas.getBoundingClientRect();
+    const token = Math.floor((event.clientX - box.left + this.scroller.scrollLeft) / COLUMN);
+    const row = Math.floor((event.clientY - box.top - LABELS) / this.height);
+    const inside = token < this.tokens.length && row >= 0 && row < this.rows;
+    this.shown(inside ? [token, row] : null);
+  }
+
+  key(event) {
+    const step = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];
+    if (!step || !this.tokens.length) return;
+    event.preventDefault();
+    const within = (x, count) => Math.min(Math.max(x, 0), count - 1);
+    const [token, row] = this.lit ?? [0, 0];
+    const next = this.lit ? [within(token + step[0], this.tokens.length), within(row + step[1], this.rows)] : [0, 0];
+    this.reveal(next[0]);
+    this.shown(next);
+  }
+}
+
+// A token's name above its column: visible white space, at most 8 characters.
+function shortened(label) {
+  const visible = label.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "·");
+  return [...visible].length > 8 ? `${[...visible].slice(0, 7).join("")}…` : visible;
+}

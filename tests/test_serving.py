@@ -1,0 +1,434 @@
+"""The page's server: gates against uncached passes, text against plain decoding, and real HTTP."""
+
+import contextlib
+import http.client
+import json
+import random
+import re
+import signal
+import socket
+import threading
+import time
+from argparse import Namespace
+from urllib.parse import urlsplit
+
+import pytest
+import tiktoken
+import torch
+import uvicorn
+from browser import served
+from conftest import ROOT, SMALL, one_line_error, script, small_run
+
+from data.tokenizer import byte_tokenizer, train_byte_pairs
+from model import STEMS, build
+from model.generation import Sampling
+from model.gpt import Stream
+from serving import app as serving_app
+from serving.gates import gated_sites
+from serving.guard import host_fits
+from serving.stream import Pieces, events
+
+DELTA = [stem for stem in STEMS if stem.startswith("DDL")]
+TOKENIZER = byte_tokenizer()
+
+
+def lively(stem, **changes):
+    """A model in float64 that is far from its start, so that gates differ from token to token."""
+    model = build(stem, **{**SMALL, **changes}).double().eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+@torch.no_grad()
+def uncached_gates(model, ids):
+    """Every token's gates (T, sites) by the equation, from the sublayers' inputs in one pass over ids."""
+    contexts = []
+    sublayers = [layer for block in model.transformer.h for layer in (block.attn, block.mlp)]
+    hooks = [layer.register_forward_pre_hook(lambda _, inputs: contexts.append(inputs[0][0])) for layer in sublayers]
+    model(torch.tensor([ids]))
+    for hook in hooks:
+        hook.remove()
+    writes = [write for block in model.transformer.h for write in (block.ddl_attn, block.ddl_mlp)]
+    gates = []
+    for c, write in zip(contexts, writes):
+        if hasattr(write, "beta"):
+            logit = c @ write.beta.weight[0] + write.beta.bias
+        else:
+            logit = torch.tanh(c @ write.beta_in.weight.T) @ write.beta_out.weight[0] + write.beta_out.bias
+        gates.append(2 / (1 + torch.exp(-logit)))
+    return torch.stack(gates, dim=1)
+
+
+def generated(model, prompt, count, tokenizer=TOKENIZER, **changes):
+    keys = {"sampling": Sampling(), "seed": 1, "stop": [], "cancelled": lambda: False, **changes}
+    seen = list(events(model, tokenizer, prompt, count, **keys))
+    return seen, [token for event in seen for token in event.get("tokens", ())]
+
+
+@pytest.mark.parametrize(
+    ("stem", "changes"), [(stem, {}) for stem in DELTA] + [(DELTA[0], {"ddl_beta_single_linear": False})]
+)
+def test_gates_are_those_of_an_uncached_pass(stem, changes):
+    model = lively(stem, **changes)
+    prompt = [256, 3, 1, 4]
+    seen, tokens = generated(model, prompt, 12)
+    ids = [token["id"] for token in tokens]
+    assert ids[:4] == prompt
+    assert len(ids) == 16
+    assert [token["prompt"] for token in tokens] == [True] * 4 + [False] * 12
+    expected = uncached_gates(model, ids)
+    assert expected.std() > 0.1
+    torch.testing.assert_close(torch.tensor([token["gates"] for token in tokens]).double(), expected, rtol=0, atol=1e-6)
+    assert seen[-1]["new_tokens"] == 12
+    assert list(gated_sites(model)) == ["0 attn", "0 mlp", "1 attn", "1 mlp"]
+
+
+def test_past_block_size_each_gate_is_of_the_pass_that_made_the_tokens_logits():
+    model = lively(DELTA[0])
+    _, tokens = generated(model, [256, 1, 2], 40, seed=2)
+    assert len(tokens) == 43
+    context = []
+    for token in tokens:
+        context.append(token["id"])
+        if len(context) > 16:
+            context = context[-8:]
+        expected = uncached_gates(model, context)[-1].tolist()
+        assert token["gates"] == pytest.approx(expected, abs=1e-6)
+
+
+class Fused(Stream):
+    def begin(self, model, x, cache):
+        raise AssertionError("a fused stream has no writes to look at")
+
+
+def test_fused_streams_step_aside_and_come_back():
+    model, fused = build(DELTA[0], **SMALL), Fused()
+    model.use_stream(fused)
+    _, tokens = generated(model, [256, 1, 2], 1)
+    assert all(module.stream is fused for module in (model, *model.transformer.h))
+    assert not any(site._forward_hooks for site in gated_sites(model).values())
+    model.use_stream(Stream())
+    gates = torch.tensor([token["gates"] for token in tokens])
+    torch.testing.assert_close(gates, uncached_gates(model, [token["id"] for token in tokens]))
+
+
+def test_a_model_without_gates_sends_none():
+    _, tokens = generated(build("gpt-mha-rope", **SMALL), [256, 1, 2], 5)
+    assert [token["gates"] for token in tokens] == [None] * 8
+
+
+# --- text ----------------------------------------------------------------------------------------------------
+
+
+def test_pieces_are_the_text_up_to_the_first_stop_string():
+    """Random pieces of text in multi-byte characters, cut into tokens; against str.find on the whole."""
+    draw = random.Random(0)
+    alphabet = ["a", "b", "ab", "é", "日", "🙂", "\n"]
+    encoding = train_byte_pairs(["".join(draw.choices(alphabet, k=2000))], 300)
+    for _ in range(300):
+        text = "".join(draw.choices(alphabet, k=draw.randint(0, 12)))
+        stop = ["".join(draw.choices(alphabet, k=draw.randint(1, 3))) for _ in range(draw.randint(0, 2))]
+        places = [text.find(s) for s in stop if s in text]
+        expected, pieces, shown = text[: min(places)] if places else text, Pieces(encoding, stop), []
+        ids = encoding.encode_ordinary(text)
+        for token in ids:
+            shown += pieces.add(token, None)
+            sofar = "".join(piece["text"] for piece in shown)
+            assert expected.startswith(sofar)
+            if not places or len(sofar) < len(expected):
+                assert not any(stop in sofar for stop in stop)
+            if pieces.stopped:
+                break
+        shown += pieces.end()
+        assert "".join(piece["text"] for piece in shown) == expected
+        assert [piece["id"] for piece in shown] == ids[: len(shown)]
+        if not places:
+            assert len(shown) == len(ids)
+
+
+def test_half_a_character_at_the_end_and_bytes_that_are_none():
+    pieces = Pieces(TOKENIZER, ["b"])
+    shown = [pieces.add(token, None) for token in (ord("a"), 0xC3, 0xA9, 0xC3)] + [pieces.end()]
+    assert [[(piece["text"], piece["label"]) for piece in part] for part in shown] == [
+        [("a", "a")],
+        [],
+        [("", "bytes c3"), ("é", "bytes a9")],
+        [],
+        [("\ufffd", "bytes c3")],
+    ]
+
+
+def test_why_a_text_ends():
+    model = build(DELTA[0], **SMALL)
+    [_, _, *_, last], _ = generated(model, [256], 3)
+    assert last["end"] == "all new tokens made"
+    seen, tokens = generated(model, [256], 30, cancelled=lambda: True)
+    assert seen[-1]["end"] == "the server ends"
+    assert len(tokens) == 1
+    torch.nn.init.zeros_(model.ln_f.weight)  # all logits equal: the likeliest token is 0
+    seen, tokens = generated(model, [1], 30, sampling=Sampling(temperature=0), stop=["\0\0\0"])
+    assert seen[-1]["end"] == "stop string"
+    assert [token["text"] for token in tokens] == ["\1"]
+    ends_at_0 = tiktoken.Encoding(
+        "shifted", pat_str=r"[\s\S]", mergeable_ranks={bytes([v]): v + 1 for v in range(256)},
+        special_tokens={"<|endoftext|>": 0},
+    )  # fmt: skip
+    seen, tokens = generated(model, [1], 30, ends_at_0, sampling=Sampling(temperature=0))
+    assert (seen[-1]["end"], seen[-1]["new_tokens"]) == ("end of text", 0)
+    assert [token["id"] for token in tokens] == [1]
+
+
+# --- HTTP ----------------------------------------------------------------------------------------------------
+
+
+def ask(address, method="GET", path="/", body=None, **headers):
+    """(status, headers, body) of one request."""
+    connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=30)
+    if isinstance(body, dict):
+        body, headers = json.dumps(body), {"content-type": "application/json", **headers}
+    with contextlib.closing(connection):
+        connection.request(method, path, body, headers)
+        response = connection.getresponse()
+        return response.status, response.headers, response.read().decode()
+
+
+def generate(address, **body):
+    """The events of a generation, or the message that refuses it."""
+    status, _, text = ask(address, "POST", "/generate", body)
+    return [json.loads(line) for line in text.splitlines()] if status == 200 else json.loads(text)["message"]
+
+
+def text_of(seen):
+    return "".join(token["text"] for event in seen for token in event.get("tokens", ()))
+
+
+@pytest.fixture(scope="module")
+def run(corpus, tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "served"
+    assert script("train.py", *small_run(corpus, out, eval_full=False)).returncode == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def address(run):
+    with served(run, "--temperature=0.9", "--stop=qq", "--seed=5", "--max_new_tokens=25") as (address, process):
+        yield address
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+        assert process.returncode == 0, errors
+        assert errors == ""
+
+
+def test_the_page_and_the_model(address):
+    assert address.startswith("http://127.0.0.1:")
+    for path, kind in (("/", "text/html"), ("/page.js", "javascript"), ("/page.css", "css"), ("/icon.svg", "svg")):
+        status, headers, body = ask(address, path=path)
+        assert status == 200
+        assert kind in headers["content-type"]
+        assert body
+        assert headers["content-security-policy"].startswith("default-src 'self';")
+        assert headers["x-content-type-options"] == "nosniff"
+        assert "access-control-allow-origin" not in headers
+    for path in ("/app.py", "/docs", "/openapi.json", "/../sample.py", "/generate"):
+        assert ask(address, path=path)[0] in (404, 405)
+    facts = json.loads(ask(address, path="/model")[2])
+    assert facts["model"] == "DDL-gpt-mha-rope"
+    assert facts["step"] == 6
+    assert facts["block_size"] == 16
+    assert facts["sites"] == ["0 attn", "0 mlp", "1 attn", "1 mlp"]
+    assert facts["parameters"] == build("DDL-gpt-mha-rope", **SMALL).num_parameters()
+    assert facts["defaults"]["temperature"] == 0.9
+    assert facts["defaults"]["stop"] == ["qq"]
+
+
+def test_the_page_needs_nothing_from_elsewhere():
+    for path in (ROOT / "serving").iterdir():
+        if path.suffix in (".html", ".css", ".js", ".svg"):
+            found = re.findall(r"(?:https?:)?//[\w.]+\.\w+", path.read_text(encoding="utf-8"))
+            assert set(found) <= {"http://www.w3.org"}
+            assert "innerHTML" not in path.read_text(encoding="utf-8")
+
+
+def test_the_text_is_that_of_the_command_line(address, run):
+    keys = {"max_new_tokens": 30, "temperature": 1.3, "top_k": 200, "top_p": 0.95, "min_p": 0.001}
+    keys |= {"repetition_penalty": 1.2, "seed": 11}
+    seen = generate(address, prompt="def ü", stop=["z"], **keys)
+    printed = script("sample.py", run, "--prompt=def ü", "--stop=z", *(f"--{k}={v}" for k, v in keys.items()))
+    assert text_of(seen).removeprefix("<|endoftext|>") == printed.stdout.decode().removesuffix("\n")
+    assert seen[0] == {"seed": 11}
+    assert generate(address, prompt="def ü", stop=["z"], **keys)[:-1] == seen[:-1]
+
+
+def test_what_is_left_out_is_as_on_the_command_line(address):
+    first, second = (generate(address, prompt="a") for _ in range(2))
+    assert second[0]["seed"] == first[0]["seed"] + 1
+    assert first[0]["seed"] >= 5
+    assert first[-1]["new_tokens"] <= 25
+    again = generate(address, prompt="a", seed=first[0]["seed"], temperature=0.9, stop=["qq"], top_p=0.9)
+    assert again[:-1] == first[:-1]
+
+
+MISTAKES = [
+    ({"temperature": -1}, "temperature=-1.0: give 0 or more"),
+    ({"temperature": None}, "temperature: input should be a valid number"),
+    ({"temperature": float("nan")}, "temperature=nan: give 0 or more"),
+    ({"top_p": 1.5}, "top_p=1.5: give a number above 0, at most 1"),
+    ({"top_k": 0}, "top_k=0: give 1 or more"),
+    ({"max_new_tokens": 2049}, "max_new_tokens: input should be less than or equal to 2048"),
+    ({"max_new_tokens": 0}, "max_new_tokens: input should be greater than or equal to 1"),
+    ({"max_new_tokens": "5"}, "max_new_tokens: input should be a valid integer"),
+    ({"seed": 2**53}, "seed: input should be less than"),
+    ({"stop": [""]}, "stop.0: string should have at least 1 character"),
+    ({"stop": ["a"] * 9}, "stop: list should have at most 8 items"),
+    ({"temprature": 1.0}, "temprature: extra inputs are not permitted"),
+    ({"prompt": "a<|im_start|>b"}, "the prompt has the token <|im_start|>, which bytes does not know"),
+    ({"prompt": "a" * 16}, "the prompt has 17 tokens: give at most 16, end-of-text included"),
+    ({"prompt": "a" * 65_537}, "prompt: string should have at most 65536 characters"),
+    ({"prompt": "\ud800"}, "prompt: input should be a valid string"),
+    ({"prompt": "a" * 600_000}, "a request of 6000"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), MISTAKES)
+def test_a_mistake_is_answered_with_one_line(address, body, message):
+    answer = generate(address, **body)
+    assert isinstance(answer, str)
+    assert answer.startswith(message)
+    assert "\n" not in answer
+
+
+def test_requests_that_are_not_the_pages(address):
+    port = urlsplit(address).port
+    ok = {"prompt": "a", "max_new_tokens": 1}
+    assert ask(address, "POST", "/generate", ok, origin=address)[0] == 200
+    assert ask(address, "POST", "/generate", ok, host=f"localhost:{port}", origin=f"http://localhost:{port}")[0] == 200
+    for headers in (
+        {"host": "evil.example"},
+        {"host": ""},
+        {"host": "127.0.0.1.evil.example"},
+        {"host": f"localhost:{port}", "origin": f"http://evil.example:{port}"},
+        {"origin": "null"},
+        {"origin": f"http://127.0.0.1:{port + 1}"},
+    ):
+        status, answer_headers, body = ask(address, "POST", "/generate", ok, **headers)
+        assert status == 403, headers
+        assert set(json.loads(body)) == {"message"}
+        assert "content-security-policy" in answer_headers
+    assert ask(address, host="evil.example")[0] == 403
+    assert ask(address, "POST", "/generate", b"{", **{"content-type": "application/json"})[0] == 400
+    assert ask(address, "POST", "/generate", json.dumps(ok), **{"content-type": "text/plain"})[0] == 400
+    assert ask(address, "POST", "/generate", iter([b"{}"]))[0] == 411
+
+
+def test_names_of_the_server():
+    for header in ("localhost", "LOCALHOST:80", "127.0.0.1:8000", "[::1]:8000"):
+        assert host_fits(header, "127.0.0.1")
+        assert host_fits(header, "10.1.2.3")
+    assert host_fits("box.example:8000", "Box.example")
+    assert host_fits("10.1.2.3:80", "10.1.2.3")
+    assert host_fits("10.1.2.3:80", "0.0.0.0")
+    assert host_fits("[fd00::1]:80", "::")
+    for header in ("", "evil.example", "10.1.2.3", "localhost.evil.example", "a@b", "[", "127.0.0.1@evil.example"):
+        assert not host_fits(header, "127.0.0.1")
+    assert not host_fits("evil.example", "0.0.0.0")
+    assert not host_fits("", "0.0.0.0")
+
+
+class Slow:
+    """A server in this process whose model takes 5 ms a pass; `passes` counts them."""
+
+    def __init__(self):
+        self.model, self.passes = build(DELTA[0], **SMALL), 0
+        self.model.ln_f.register_forward_hook(self.take_time)
+        facts = {"defaults": {**vars(Sampling()), "max_new_tokens": 2000, "stop": []}}
+        self.app = serving_app.create_app(self.model, TOKENIZER, facts)
+        self.listening = serving_app.listen("127.0.0.1", 0)
+        self.address = f"http://127.0.0.1:{self.listening.getsockname()[1]}"
+        self.server = uvicorn.Server(uvicorn.Config(self.app, log_level="warning"))
+
+    def take_time(self, *_):
+        self.passes += 1
+        time.sleep(0.005)
+
+    def settled(self):
+        """The passes made, once there are no more of them."""
+        for _ in range(100):
+            before = self.passes
+            time.sleep(0.1)
+            if self.passes == before:
+                return before
+        raise AssertionError("it goes on")
+
+    def begin(self):
+        """An open connection on which text comes; its first two lines have been read."""
+        connection = http.client.HTTPConnection(urlsplit(self.address).netloc, timeout=30)
+        connection.request("POST", "/generate", "{}", {"content-type": "application/json"})
+        response = connection.getresponse()
+        assert json.loads(response.readline()) == {"seed": pytest.approx(0, abs=10)}
+        assert "tokens" in json.loads(response.readline())
+        return connection, response
+
+
+@pytest.fixture
+def slow():
+    slow = Slow()
+    thread = threading.Thread(target=slow.server.run, args=([slow.listening],))
+    thread.start()
+    yield slow
+    slow.server.should_exit = True
+    thread.join(timeout=20)
+    assert not thread.is_alive()
+
+
+def test_a_closed_connection_ends_the_computation(slow):
+    connection, response = slow.begin()
+    assert slow.passes < 200  # of 2001: text comes while it is made
+    response.close()
+    connection.close()
+    assert slow.settled() < 1000
+    assert not any(site._forward_hooks for site in gated_sites(slow.model).values())
+    assert generate(slow.address, max_new_tokens=3)[-1]["new_tokens"] <= 3
+
+
+def test_one_generation_at_a_time(slow, monkeypatch):
+    monkeypatch.setattr(serving_app, "PATIENCE", 0.1)
+    connection, response = slow.begin()
+    [answer] = generate(slow.address, max_new_tokens=3)
+    assert answer["message"].startswith("busy:")
+    assert "tokens" in json.loads(response.readline())  # the first goes on
+    monkeypatch.setattr(serving_app, "PATIENCE", 10.0)
+    waiting = []
+    second = threading.Thread(target=lambda: waiting.extend(generate(slow.address, max_new_tokens=3)))
+    second.start()
+    time.sleep(0.2)
+    assert waiting == []
+    response.close()
+    connection.close()
+    second.join(timeout=20)
+    assert "end" in waiting[-1]
+
+
+def test_interrupting_the_server_ends_a_stream(run):
+    with served(run, "--max_new_tokens=2000") as (address, process):
+        connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=30)
+        connection.request("POST", "/generate", "{}", {"content-type": "application/json"})
+        response = connection.getresponse()
+        response.readline()
+        process.send_signal(signal.SIGINT)
+        lines = response.read().splitlines()
+        _, errors = process.communicate(timeout=20)
+    assert json.loads(lines[-1])["end"] in ("the server ends", "all new tokens made", "end of text")
+    assert process.returncode == 0
+    assert errors == ""
+
+
+def test_an_address_that_cannot_be_had_ends_in_one_line(run):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        error = one_line_error(script("sample.py", run, "--serve", f"--port={port}"))
+    assert f"--port={port}: Address already in use" in error
+    with pytest.raises(ValueError, match=r"--host=192\.0\.2\.1"):
+        serving_app.listen("192.0.2.1", 0)
+    with pytest.raises(ValueError, match="--max_new_tokens=5000: with --serve give at most 2048"):
+        serving_app.serve(None, None, {}, Namespace(max_new_tokens=5000), Sampling())
