@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -37,6 +38,28 @@ def served(run: Path, *options: str):
         except subprocess.TimeoutExpired:
             process.kill()
             raise
+
+
+@contextlib.contextmanager
+def local(model, tokenizer, /, **facts):
+    """Address of the page of a model in this process; facts: what GET /model says, changed."""
+    import uvicorn
+
+    from model.generation import Sampling
+    from serving.app import create_app, facts_of, listen
+
+    defaults = {**vars(Sampling()), "max_new_tokens": 2000, "stop": []}
+    known = facts_of(model, tokenizer, {"model": "a model", "step": 1}, defaults)
+    listening = listen("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(create_app(model, tokenizer, {**known, **facts}), log_level="warning"))
+    thread = threading.Thread(target=server.run, args=([listening],))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(timeout=20)
+    assert not thread.is_alive()
 
 
 def missing() -> str | None:

@@ -1,13 +1,13 @@
 """Training and sampling run on a machine that has only torch, numpy, safetensors and tiktoken."""
 
-from conftest import script, small_run
+from conftest import one_line_error, script, small_run
 
 # Stands for a bare machine: any other package of requirements.txt, and what they bring, cannot be imported.
 BARE = """
 import runpy, sys
 
 ABSENT = "datasets lm_eval matplotlib tokenizers wandb transformers pandas pyarrow scipy hypothesis pytest sklearn yaml"
-ABSENT += " triton"
+ABSENT += " triton fastapi uvicorn selenium"
 for name in ABSENT.split():
     sys.modules[name] = None  # importing it raises ModuleNotFoundError
 
@@ -27,6 +27,8 @@ def test_a_bare_machine_trains_and_samples(corpus, tmp_path):
     assert result.returncode == 0, result.stderr.decode()
     result = script("-c", BARE, "sample.py", tmp_path / "run", "--max_new_tokens=3")
     assert result.returncode == 0, result.stderr.decode()
+    error = one_line_error(script("-c", BARE, "sample.py", tmp_path / "run", "--serve"))
+    assert "pip install fastapi uvicorn" in error
 
 
 def test_what_is_missing_is_named(corpus, tmp_path):

@@ -1,0 +1,276 @@
+"""The page in chromium: what a person types, sees, points at and stops."""
+
+import json
+import time
+import urllib.request
+
+import browser
+import pytest
+from conftest import SMALL, script, small_run
+
+from data.tokenizer import byte_tokenizer
+from model import build
+
+pytestmark = pytest.mark.skipif(browser.missing() is not None, reason=str(browser.missing()))
+
+COLUMN, ROW, LABELS = 14, 20, 64  # pixels of the heat map
+LIGHT = ["#2166ac", "#92c5de", "#f3f3f1", "#f4a582", "#b2182b"]
+
+
+@pytest.fixture(scope="module")
+def address(corpus, tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "page"
+    assert script("train.py", *small_run(corpus, out, block_size=64, eval_full=False)).returncode == 0
+    with browser.served(out, "--max_new_tokens=30", "--temperature=0.7") as (address, _):
+        yield address
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    with browser.browser() as driver:
+        yield driver
+
+
+@pytest.fixture
+def page(chromium, address):
+    chromium.get_log("browser")  # forget what was said before
+    chromium.get(address)
+    until(lambda: "DDL-gpt-mha-rope" in text(chromium, "facts"))
+    yield chromium
+    assert chromium.get_log("browser") == []
+
+
+def until(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.02)
+
+
+def text(page, name):
+    return page.find_element("id", name).text
+
+
+def content(page):
+    """All that is written in the box of the text, with its white space."""
+    return page.execute_script("return text.textContent")
+
+
+def fill(page, **fields):
+    for name, value in fields.items():
+        field = page.find_element("css selector", f"#{name}, [name={name}]")
+        field.clear()
+        field.send_keys(value)
+
+
+def run(page, keys=None, **fields):
+    """Fill in the fields, generate by the button or by keys, and wait for the end."""
+    fill(page, **fields)
+    if keys:
+        page.find_element("id", "prompt").send_keys(*keys)
+    else:
+        page.find_element("id", "generate").click()
+    until(lambda: page.find_element("id", "generate").is_enabled())
+
+
+def sent(address, **body):
+    """The tokens that the server sends for the same request."""
+    request = urllib.request.Request(f"{address}/generate", json.dumps(body).encode())
+    request.add_header("content-type", "application/json")
+    with urllib.request.urlopen(request, timeout=30) as response:
+        return [token for line in response for token in json.loads(line).get("tokens", ())]
+
+
+def colour(beta, stops=LIGHT):
+    """The colour of a gate on the linear scale between stops at 0, 0.5, 1, 1.5, 2."""
+    rgb = [[int(stop[i : i + 2], 16) for i in (1, 3, 5)] for stop in stops]
+    low = min(int(beta * 2), 3)
+    return [a + (beta * 2 - low) * (b - a) for a, b in zip(rgb[low], rgb[low + 1])]
+
+
+def cells(page, tokens, rows):
+    """The colours at the middles of the heat map's cells, [token][row] -> [r, g, b]."""
+    return page.execute_script(
+        """const [tokens, rows] = arguments, copy = document.createElement("canvas");
+        [copy.width, copy.height] = [heatmap.width, heatmap.height];
+        const context = copy.getContext("2d", { willReadFrequently: true });
+        context.drawImage(heatmap, 0, 0);
+        return [...Array(tokens).keys()].map((i) => [...Array(rows).keys()].map((j) =>
+          [...context.getImageData(14 * i + 6, 64 + 20 * j + 8, 1, 1).data].slice(0, 3)));""",
+        tokens,
+        rows,
+    )
+
+
+def point_at(page, token, row):
+    from selenium.webdriver import ActionChains
+
+    canvas = page.find_element("id", "heatmap")
+    x, y = COLUMN * token + 6 - canvas.size["width"] / 2, LABELS + ROW * row + 9 - canvas.size["height"] / 2
+    ActionChains(page).move_to_element_with_offset(canvas, int(x), int(y)).perform()
+
+
+def test_fields_start_as_on_the_command_line(page):
+    values = {e.get_attribute("name"): e.get_attribute("value") for e in page.find_elements("css selector", "input")}
+    expected = {"max_new_tokens": "30", "temperature": "0.7", "top_k": "", "top_p": "0.9", "min_p": "0"}
+    assert values == {**expected, "repetition_penalty": "1", "seed": ""}
+    for field in page.find_elements("css selector", "input, textarea"):
+        assert field.accessible_name
+    assert "step 6" in text(page, "facts").replace("\n", " ")
+
+
+def test_text_streams_in_and_the_heat_map_shows_its_gates(page, address):
+    page.execute_script(
+        """window.states = [];
+        new MutationObserver(() => states.push(text.textContent.length)).observe(text, { childList: true });"""
+    )
+    keys = {"max_new_tokens": 40, "temperature": 0.9, "top_k": 200, "top_p": 0.95, "seed": 3}
+    run(page, prompt="def é():", **{name: str(value) for name, value in keys.items()})
+    tokens = sent(address, prompt="def é():", **keys)
+    assert content(page) == "".join(token["text"] for token in tokens)
+    assert content(page).startswith("<|endoftext|>def é():")
+    states = page.execute_script("return states")
+    assert len(set(states)) > 10
+    assert states == sorted(states)
+    assert "tokens/s · seed 3" in text(page, "status")
+    assert [e.text for e in page.find_elements("css selector", "#sites button")] == [
+        "mean", "0 attn", "0 mlp", "1 attn", "1 mlp",
+    ]  # fmt: skip
+    time.sleep(0.2)  # a frame, in which it is drawn
+    shown = cells(page, len(tokens), 5)
+    for token, column in zip(tokens, shown):
+        for beta, cell in zip([sum(token["gates"]) / 4, *token["gates"]], column):
+            assert cell == pytest.approx(colour(beta), abs=1)
+    assert len({tuple(cell) for column in shown for cell in column[1:]}) > 20
+
+
+def test_pointing_and_tinting(page, address):
+    run(page, prompt="ab", max_new_tokens="10", seed="1")
+    tokens = sent(address, prompt="ab", max_new_tokens=10, seed=1)
+    point_at(page, 4, 3)
+    assert f"β = {tokens[4]['gates'][2]:.3f}" in text(page, "tip")
+    assert "the attn gate of block 1" in text(page, "tip")
+    assert "token 4" in text(page, "tip")
+    lit = page.find_elements("css selector", "#text .lit")
+    assert [e.get_attribute("data-token") for e in lit] == ["4"]
+    point_at(page, 30, 3)
+    assert not page.find_element("id", "tip").is_displayed()
+    assert page.find_elements("css selector", "#text .lit") == []
+
+    def tints():
+        spans = page.find_elements("css selector", "#text span")
+        return [
+            json.loads(e.value_of_css_property("background-color").replace("rgba(", "[").replace(")", "]"))
+            for e in spans
+        ]
+
+    for row in (0, 2):
+        page.find_elements("css selector", "#sites button")[row].click()
+        for token, tint in zip(tokens, tints()):
+            beta = sum(token["gates"]) / 4 if row == 0 else token["gates"][1]
+            assert tint[:3] == pytest.approx(colour(beta), abs=1)
+    assert "tinted by the mlp gate of block 0" in page.find_element("id", "text_title").text
+    from selenium.webdriver import ActionChains
+
+    ActionChains(page).move_to_element(page.find_elements("css selector", "#text span")[1]).perform()
+    assert 'token 1 "a"' in text(page, "tip")
+    assert f"β = {tokens[1]['gates'][1]:.3f}" in text(page, "tip")
+
+
+def test_keys(page, address):
+    from selenium.webdriver.common.keys import Keys
+
+    run(page, keys=[Keys.CONTROL, Keys.ENTER], prompt="ab", max_new_tokens="5", seed="1")
+    tokens = sent(address, prompt="ab", max_new_tokens=5, seed=1)
+    assert content(page) == "".join(token["text"] for token in tokens)
+    canvas = page.find_element("id", "heatmap")
+    canvas.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_DOWN, Keys.ARROW_UP, Keys.ARROW_DOWN)
+    assert f"β = {tokens[1]['gates'][0]:.3f}" in text(page, "tip")
+    canvas.send_keys(*[Keys.ARROW_RIGHT] * 20, *[Keys.ARROW_DOWN] * 20)
+    assert f"β = {tokens[-1]['gates'][3]:.3f}" in text(page, "tip")
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+def test_stop_ends_it_and_another_begins(page, by_key):
+    from selenium.webdriver.common.keys import Keys
+
+    fill(page, prompt="ab", max_new_tokens="2000", seed="4", temperature="1")
+    page.find_element("id", "generate").click()
+    until(lambda: len(content(page)) > 20)
+    assert not page.find_element("id", "generate").is_enabled()
+    if by_key:
+        page.find_element("id", "prompt").send_keys(Keys.ESCAPE)
+    else:
+        page.find_element("id", "stop").click()
+    until(lambda: text(page, "status").endswith("stopped"))
+    written = content(page)
+    time.sleep(0.3)
+    assert content(page) == written
+    run(page, max_new_tokens="3")
+    assert text(page, "status").startswith("3 tokens")
+
+
+def test_a_stop_string_ends_the_text(page, address):
+    tokens = sent(address, prompt="ab", max_new_tokens=20, seed=1)
+    whole = "".join(token["text"] for token in tokens[3:])
+    stop = next(character for character in whole[2:] if "!" <= character <= "~")  # one that can be typed
+    run(page, prompt="ab", max_new_tokens="20", seed="1", stop_strings=stop)
+    assert content(page) == "<|endoftext|>ab" + whole[: whole.find(stop)]
+    assert text(page, "status").endswith("stop string")
+
+
+def test_mistakes_are_shown_and_go_away(page):
+    for fields, message in (
+        ({"temperature": "-1"}, "temperature=-1.0: give 0 or more"),
+        ({"temperature": ""}, "temperature: input should be a valid number"),
+        ({"prompt": "a<|im_start|>b"}, "the prompt has the token <|im_start|>, which bytes does not know"),
+        ({"prompt": "a" * 70}, "the prompt has 71 tokens: give at most 64"),
+        ({"max_new_tokens": "99999"}, "max_new_tokens: input should be less than or equal to 2048"),
+    ):
+        fill(page, prompt="ab", temperature="1", max_new_tokens="4")
+        run(page, **fields)
+        assert text(page, "error").startswith(message)
+        assert text(page, "status") == ""
+    run(page, prompt="ab", temperature="1", max_new_tokens="4")
+    assert not page.find_element("id", "error").is_displayed()
+    logged = page.get_log("browser")
+    assert all("/generate" in entry["message"] and "400" in entry["message"] for entry in logged)
+
+
+def test_text_is_never_html(page):
+    prompt = "<img src=x onerror=window.bad=1><b>&lt;"
+    run(page, prompt=prompt, max_new_tokens="3")
+    assert content(page).startswith("<|endoftext|>" + prompt)
+    point_at(page, 1, 1)
+    assert '"<"' in text(page, "tip")
+    assert page.execute_script("return window.bad") is None
+    assert page.find_elements("css selector", "#text :not(span), #tip img") == []
+
+
+def test_a_narrow_dark_screen(page):
+    run(page, prompt="ab", max_new_tokens="30", seed="1")
+    before = cells(page, 5, 5)
+    size = {"width": 380, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    dark = [{"name": "prefers-color-scheme", "value": "dark"}]
+    page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": dark})
+    try:
+        until(lambda: cells(page, 5, 5) != before)
+        assert page.execute_script("return document.documentElement.scrollWidth") <= 380
+        page.execute_script("scroller.scrollLeft = 10000")
+        assert page.execute_script("return scroller.scrollLeft") > 0
+    finally:
+        page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {**size, "width": 1280, "height": 1000})
+        page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{**dark[0], "value": "light"}]})
+
+
+def test_a_model_without_gates_says_so(chromium):
+    with browser.local(build("gpt-mha-rope", **SMALL), byte_tokenizer(), model="gpt-mha-rope") as address:
+        chromium.get(address)
+        until(lambda: "it has no gates" in text(chromium, "no_gates"))
+        run(chromium, prompt="ab", max_new_tokens="3")
+        assert content(chromium).startswith("<|endoftext|>ab")
+        assert not chromium.find_element("id", "map").is_displayed()
+        assert text(chromium, "tint_name") == ""
+    run(chromium)
+    assert text(chromium, "error") == "the server does not answer: see its terminal"
