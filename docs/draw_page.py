@@ -55,10 +55,10 @@ def main():
         with browser(1000, 1100, dark=True) as driver:
             driver.get(address)
             generate(driver, seed=0)
-            driver.find_elements("css selector", "#sites button")[8].click()
-            point_at(driver, token=26, row=8)
+            driver.find_elements("css selector", "#sites button")[3].click()
+            point_at(driver, token=21, row=3)
             driver.execute_script("form.hidden = true; document.querySelector('header').hidden = true")
-            point_at(driver, token=26, row=8)
+            point_at(driver, token=21, row=3)
             keep(driver.find_element("tag name", "main").screenshot_as_png, "page_gates.png")
 
 

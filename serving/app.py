@@ -16,8 +16,11 @@ import signal
 import socket
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Annotated
+
+import torch
 
 try:
     import uvicorn
@@ -32,7 +35,7 @@ from data.tokenizer import encode_prompt
 from model.generation import Sampling
 from serving.gates import gated_sites
 from serving.guard import EVERY_ADDRESS, Guard
-from serving.stream import events
+from serving.stream import each_under, events
 
 FILES = {"/": "page.html", "/page.css": "page.css", "/page.js": "page.js", "/heatmap.js": "heatmap.js"}
 FILES |= {"/icon.svg": "icon.svg"}
@@ -94,13 +97,15 @@ def one_line(error: Exception) -> str:
 
 
 def create_app(model, tokenizer, facts: dict, host: str = "127.0.0.1", first_seed: int = 0) -> FastAPI:
-    """The application. facts: of `facts_of`; host: what the server is bound to.
+    """The application. facts: of `facts_of`; host: what the server is bound to. Autocast stays as it is at this call.
 
     Requests without a seed have first_seed, first_seed + 1, ..., as the samples of sample.py.
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)  # their pages load scripts from elsewhere
     app.add_middleware(Guard, host=host)
     app.state.closing = lambda: False
+    device = model.rope_cos.device.type
+    autocast = partial(torch.autocast, device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
     lock, seeds = threading.Lock(), itertools.count(first_seed)
 
     @app.exception_handler(RequestValidationError)
@@ -122,7 +127,7 @@ def create_app(model, tokenizer, facts: dict, host: str = "127.0.0.1", first_see
         seed = next(seeds) if request.seed is None else request.seed
         new, stop = asked["max_new_tokens"], asked["stop"]
         source = events(model, tokenizer, prompt, new, sampling, seed, stop, cancelled=app.state.closing)
-        return JSONLines(one_at_a_time(lock, source))
+        return JSONLines(one_at_a_time(lock, each_under(autocast, source)))
 
     for path, name in FILES.items():
         file = Path(__file__).with_name(name)

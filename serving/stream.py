@@ -107,3 +107,17 @@ def events(
     if left := pieces.end():
         yield {"tokens": left}
     yield {"end": why, "new_tokens": made, "seconds": time.perf_counter() - started}
+
+
+def each_under(context: Callable, source: Iterator) -> Iterator:
+    """The source's items, each made inside a new context(). For autocast, which a thread has for itself alone: a server
+    makes the items of one source in several threads."""
+    try:
+        while True:
+            with context():
+                item = next(source, None)
+            if item is None:
+                return
+            yield item
+    finally:
+        source.close()

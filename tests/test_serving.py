@@ -259,6 +259,13 @@ def test_the_text_is_that_of_the_command_line(address, run):
     assert generate(address, prompt="def ü", stop=["z"], **keys)[:-1] == seen[:-1]
 
 
+def test_a_model_in_bfloat16_is_computed_in_it_in_every_thread(run):
+    keys = ["--dtype=bfloat16", "--max_new_tokens=30", "--seed=7"]
+    with served(run, *keys) as (address, _):
+        text = text_of(generate(address, prompt="def")).removeprefix("<|endoftext|>")
+    assert text == script("sample.py", run, "--prompt=def", *keys).stdout.decode().removesuffix("\n")
+
+
 def test_what_is_left_out_is_as_on_the_command_line(address):
     first, second = (generate(address, prompt="a") for _ in range(2))
     assert second[0]["seed"] == first[0]["seed"] + 1
