@@ -56,9 +56,9 @@ def main():
             driver.get(address)
             generate(driver, seed=0)
             driver.find_elements("css selector", "#sites button")[3].click()
-            point_at(driver, token=21, row=3)
+            point_at(driver, token=23, row=3)
             driver.execute_script("form.hidden = true; document.querySelector('header').hidden = true")
-            point_at(driver, token=21, row=3)
+            point_at(driver, token=23, row=3)
             keep(driver.find_element("tag name", "main").screenshot_as_png, "page_gates.png")
 
 

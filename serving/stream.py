@@ -110,8 +110,10 @@ def events(
 
 
 def each_under(context: Callable, source: Iterator) -> Iterator:
-    """The source's items, each made inside a new context(). For autocast, which a thread has for itself alone: a server
-    makes the items of one source in several threads."""
+    """The source's items, each made inside a new context().
+
+    For autocast: a thread has it for itself alone, and a server makes the items of one source in several threads.
+    """
     try:
         while True:
             with context():
