@@ -1,0 +1,122 @@
+"""Evaluate checkpoints: the paper's eight tasks, any other of lm-evaluation-harness, and the validation loss.
+
+    python eval.py runs/ddl_dv4_small --shots=0,1            the eight tasks, next to the paper's row
+    python eval.py runs/ddl_dv4_small runs/gpt_small --tasks=paper --val      side by side, and the validation split
+    python eval.py runs/demo_cpu --val                       the validation split alone
+    python eval.py runs/NAME --tasks=my_task,lambada_openai --include_path=my_tasks
+    torchrun --nproc_per_node=4 eval.py runs/NAME            on several GPUs: the same numbers
+
+A run is a run folder (its newest checkpoint), a checkpoint folder, or an exported folder. Each result is stored in
+results.json as soon as it is there, and an evaluation that was interrupted goes on with the next one. Exit code 0: all
+was evaluated; 2: a mistake, nothing was evaluated; 3: the data of some tasks could not be had, the others were
+evaluated.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import configurator
+from evaluation import published, subjects, tables, tasks
+from evaluation.runner import Evaluation, open_corpus_of
+from evaluation.store import write_text
+from model import kernels
+from training import distributed
+
+
+def arguments():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("runs", nargs="+", help="run, checkpoint or exported folders")
+    add("--tasks", help="names with commas between; paper: its eight (default: paper, nothing with --val)")
+    add("--shots", default="0", help="numbers of few-shot examples, as in 0,1 (default: %(default)s)")
+    add("--include_path", help="a folder of task files (YAML) of your own, as lm-eval's option")
+    add("--val", nargs="?", const="", metavar="DATASET", help="validation split of the run's corpus, or of this one")
+    add("--batch_size", type=int, help="continuations read at once (default: 64, on a GPU 512)")
+    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: bfloat16 on a GPU")
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    add("--add_bos_token", action="store_true", help="begin every text with end-of-text (lm-eval's hf model does not)")
+    add("--limit", type=int, help="items of each task, to try things out")
+    add("--log_samples", action="store_true", help="also samples_TASK_*.jsonl with every item")
+    add("--out", type=Path, help="folder of results.json and the tables (default: RUN/eval)")
+    return parser.parse_args()
+
+
+def check(args) -> None:
+    """Make the lists of the arguments. ValueError: a value out of range."""
+    if args.tasks is None:
+        args.tasks = "paper" if args.val is None else ""
+    names = [name.strip() for name in args.tasks.split(",") if name.strip()]
+    args.tasks = list(dict.fromkeys(n for name in names for n in (tasks.PAPER_METRICS if name == "paper" else [name])))
+    if not args.tasks and args.val is None:
+        raise ValueError("--tasks: name one task or more, or give --val")
+    shots = args.shots.split(",")
+    if not all(part.isdecimal() for part in shots):
+        raise ValueError(f"--shots={args.shots}: give whole numbers with commas between, as in 0,1")
+    args.shots = list(dict.fromkeys(map(int, shots)))
+    for name in ("batch_size", "limit"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name}={value}: give 1 or more")
+
+
+def tables_of(entries: list[dict], papers: dict, shots: list[int]) -> list[tables.Table]:
+    """A table for each number of shots, and one of the validation split; papers: {weights: (stem, size)}."""
+    found = []
+    for number in shots:
+        models: dict[str, tuple] = {}
+        shown_metrics = {}
+        for entry in (e for e in entries if e["shots"] == number):
+            paper = published.row(*papers[entry["weights"]], number)
+            values = models.setdefault(entry["weights"], (entry["label"], {}, paper))[1]
+            for name, (metric, value, error) in entry["shown"].items():
+                shown_metrics[name], values[name] = metric, (value, error)
+        if models:
+            found.append(tables.of_tasks(number, shown_metrics, list(models.values())))
+    validation = [e for e in entries if e["task"] == "validation"]
+    if validation:
+        rows = [(e["label"], e["record"], published.row(*papers[e["weights"]], "")) for e in validation]
+        found.append(tables.of_validation(rows))
+    return found
+
+
+def write(found: list[tables.Table], out: Path) -> None:
+    for name, form in (("md", tables.markdown), ("tex", tables.latex), ("csv", tables.comma_separated)):
+        write_text(out / f"table.{name}", form(found))
+
+
+def main():
+    args = arguments()
+    with configurator.one_line_errors():
+        check(args)
+        device = distributed.pick_device(args.device)
+        chosen = [subjects.find(run) for run in args.runs]
+        corpora = [open_corpus_of(subject, args.val) for subject in chosen] if args.val is not None else []
+        world = distributed.start(device)
+        loaded, missing = tasks.open_all(args.tasks, args.include_path, world) if args.tasks else ([], [])
+        out = args.out or subjects.home(args.runs)
+        out.mkdir(parents=True, exist_ok=True)
+        run = Evaluation(args, world, out)
+        entries, papers = [], {}
+        for number, subject in enumerate(chosen):
+            model, encoding, stem = subject.load(device)
+            kernels.use(model, "auto", device)
+            papers[subject.identity] = stem, published.size_of(stem, model.config)
+            if corpora:
+                entries.append(run.validation(subject, model, corpora[number]))
+            if loaded:
+                entries += run.tasks(subject, model, encoding, loaded)
+        found = tables_of(entries, papers, args.shots)
+        if world.is_main:
+            write(found, out)
+            print(f"{tables.screen(found)}\n\nwritten to {out}")
+            for line in missing:
+                print(f"{Path(sys.argv[0]).name}: {line}", file=sys.stderr)
+    distributed.stop(world)
+    sys.exit(3 if missing else 0)
+
+
+if __name__ == "__main__":
+    main()

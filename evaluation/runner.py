@@ -1,0 +1,104 @@
+"""The evaluations of one call: each result is stored as soon as it is there, and a stored one is not made again."""
+
+import hashlib
+import importlib.metadata
+import json
+import time
+from pathlib import Path
+
+import torch
+
+from data import tokenizer
+from data.loader import ValidationBatches
+from data.shards import open_corpus
+from evaluation import tasks
+from evaluation.store import Store, write_samples
+from evaluation.tasks import Loaded
+from training import metrics
+from training.evaluation import evaluate
+from training.provenance import provenance
+
+VALIDATION_TOKENS = 2**14  # read at once
+
+
+def open_corpus_of(subject, dataset: str):
+    """The corpus for --val: `dataset`, or the run's own. ValueError: there is none, or it has other tokens."""
+    if not dataset and subject.state is None:
+        raise ValueError(f"{subject.folder} does not know its corpus: give --val=DATASET")
+    corpus = open_corpus(dataset or subject.state["run_config"]["dataset"])
+    if tokenizer.describe(corpus.path) != subject.tokenizer():
+        raise ValueError(f"{corpus.path} has other tokens than {subject.folder}: give its own corpus, --val=DATASET")
+    return corpus
+
+
+class Evaluation:
+    """What all evaluations of a call share."""
+
+    def __init__(self, args, world, out: Path):
+        self.args, self.world, self.out, device = args, world, out, world.device
+        bf16 = args.dtype == "bfloat16" or (args.dtype == "auto" and device.type == "cuda")
+        self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
+        self.batch_size = args.batch_size or (512 if device.type == "cuda" else 64)
+        self.settings = {"dtype": "bfloat16" if bf16 else "float32", "batch_size": self.batch_size}
+        self.store = Store(out)
+        if world.world_size > 1:  # what process 0 knows, so that all of them do the same
+            everyone = [self.store.entries]
+            torch.distributed.broadcast_object_list(everyone)
+            self.store.entries = everyone[0]
+
+    def entry(self, subject, task: str, shots: int | None, **settings) -> dict:
+        key = {"weights": subject.identity, "task": task, "shots": shots, "settings": {**self.settings, **settings}}
+        return key | {"label": subject.label, "folder": str(subject.folder)}
+
+    def keep(self, entry: dict, started: float, line: str) -> dict:
+        entry |= {"seconds": time.perf_counter() - started, **provenance()}
+        if self.world.is_main:
+            self.store.add(entry)
+            print(f"{entry['label']}: {line} in {metrics.duration(entry['seconds'])}", flush=True)
+        return entry
+
+    def validation(self, subject, model, corpus) -> dict:
+        """The entry of the whole validation split."""
+        entry = self.entry(subject, "validation", None, corpus=corpus.identity)
+        if found := self.store.find(entry):
+            return found
+        started, length = time.perf_counter(), model.config.block_size
+        window = corpus.meta.get("window_tokens")
+        batches = ValidationBatches(corpus.val, length, corpus.meta["vocab_size"], window)
+        with torch.no_grad():
+            scores = evaluate(
+                model, batches, list(range(batches.windows)), max(VALIDATION_TOKENS // length, 1), self.world,
+                self.autocast, corpus.meta.get("scored_from"),
+            )  # fmt: skip
+        entry["tokens"] = corpus.identity["val"]["tokens"] - 1
+        entry["record"] = metrics.validation_record(scores.pop("loss"), corpus.bytes_per_token("val")) | scores
+        return self.keep(entry, started, ", ".join(f"{key} {value:.4f}" for key, value in entry["record"].items()))
+
+    def tasks(self, subject, model, encoding, loaded: list[Loaded]) -> list[dict]:
+        """The entries of all tasks with every number of shots."""
+        from evaluation.language_model import LanguageModel  # needs lm-eval
+
+        language_model = LanguageModel(
+            model, encoding, self.world, self.batch_size, self.autocast, self.args.add_bos_token
+        )
+        return [self.task(subject, language_model, task, n) for n in self.args.shots for task in loaded]
+
+    def task(self, subject, language_model, task: Loaded, shots: int) -> dict:
+        """The entry of one task; a stored one where the items are as they were."""
+        args, version = self.args, importlib.metadata.version("lm_eval")
+        settings = {"add_bos_token": args.add_bos_token, "limit": args.limit, "lm_eval": version}
+        entry = self.entry(subject, task.name, shots, **settings)
+        found = self.store.find(entry)
+        complete = found and (found["samples"] or not args.log_samples)
+        if complete and found["digest"] == tasks.digest_of_prepared(task, shots, args.limit):
+            return found
+        started = time.perf_counter()
+        results = tasks.evaluate(language_model, task, shots, args.log_samples, args.limit, self.world.is_main)
+        entry |= {"samples": None, "digest": tasks.digest(task), **tasks.summary(task, results)}
+        if args.log_samples and self.world.is_main:
+            key = hashlib.sha256(json.dumps([subject.identity, entry["settings"]]).encode()).hexdigest()[:12]
+            entry["samples"] = f"samples_TASK_{shots}shot_{key}.jsonl"
+            for name, samples in results["samples"].items():
+                write_samples(self.out / entry["samples"].replace("TASK", name), samples)
+        shown = "; ".join(f"{name} {m} {value:.2f}" for name, (m, value, _) in entry["shown"].items())
+        return self.keep(entry, started, f"{shots}-shot {shown}")

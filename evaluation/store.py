@@ -1,0 +1,41 @@
+"""Results on disk: results.json holds one entry for every checkpoint, task and setting, written as each is ready."""
+
+import json
+from pathlib import Path
+
+from data.shards import read_json, write_json
+
+
+class Store:
+    """The entries of a folder's results.json. An entry is reused where all of `KEY` is as it was.
+
+    ValueError: the file is damaged.
+    """
+
+    KEY = ("weights", "task", "shots", "settings")
+
+    def __init__(self, folder: Path):
+        self.folder, self.path = folder, folder / "results.json"
+        self.entries: list[dict] = read_json(self.path).get("entries", [])
+
+    def find(self, wanted: dict) -> dict | None:
+        return next((e for e in self.entries if all(e[key] == wanted[key] for key in self.KEY)), None)
+
+    def add(self, entry: dict) -> None:
+        """Write the entry, in the place of one of the same key."""
+        self.entries = [e for e in self.entries if any(e[key] != entry[key] for key in self.KEY)]
+        self.entries.append(entry)
+        write_json(self.path, {"entries": self.entries})
+
+
+def write_text(path: Path, text: str) -> None:
+    """Complete under its name, or as it was."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def write_samples(path: Path, samples: list[dict]) -> None:
+    """lm-eval's record of every item, one JSON object a line, by document."""
+    samples = sorted(samples, key=lambda sample: sample["doc_id"])
+    write_text(path, "".join(json.dumps(sample, default=str) + "\n" for sample in samples))

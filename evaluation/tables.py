@@ -1,0 +1,150 @@
+"""Results as tables: for the screen and Markdown, for LaTeX (booktabs), and as CSV."""
+
+import csv
+import io
+import math
+from dataclasses import dataclass, field
+
+from evaluation.tasks import PAPER_METRICS
+
+NOTE = "± is lm-eval's standard error over a task's items."
+AVERAGE_NOTE = "The average's takes the tasks as independent."
+PAPER_NOTE = "The paper gives no standard errors: that of a difference is ours alone."
+
+
+@dataclass
+class Row:
+    """A model's results: values {column: (value, standard error or None)}, beside the paper's {column: value}."""
+
+    label: str
+    values: dict[str, tuple[float, float | None]]
+    paper: dict[str, float] = field(default_factory=dict)
+
+    def difference(self, column: str) -> tuple[float, float | None] | None:
+        if column not in self.values or column not in self.paper:
+            return None
+        value, error = self.values[column]
+        return value - self.paper[column], error
+
+
+@dataclass
+class Table:
+    """rows under columns {key: heading}; digits: of all numbers."""
+
+    title: str
+    columns: dict[str, str]
+    rows: list[Row]
+    digits: int = 2
+
+    def lines(self) -> list[list[str]]:
+        """Heading and rows as text, below each model the paper's row and the difference where there is one."""
+        result = [["", *self.columns.values()]]
+        for row in self.rows:
+            result.append([row.label, *(self.cell(row.values.get(c)) for c in self.columns)])
+            if any(c in row.paper for c in self.columns):
+                paper = [(row.paper[c], None) if c in row.paper else None for c in self.columns]
+                result.append(["published", *map(self.cell, paper)])
+                result.append(["difference", *(self.cell(row.difference(c), "+") for c in self.columns)])
+        return result
+
+    def cell(self, value: tuple[float, float | None] | None, sign: str = "") -> str:
+        if value is None:
+            return "-"
+        number = f"{value[0]:{sign}.{self.digits}f}"
+        return number if value[1] is None else f"{number} ± {value[1]:.{self.digits}f}"
+
+
+def average(values: dict[str, tuple[float, float | None]]) -> dict[str, tuple[float, float | None]]:
+    """The mean over the paper's eight tasks under `average`; nothing where one is missing."""
+    if not set(PAPER_METRICS) <= values.keys():
+        return {}
+    means, errors = zip(*(values[task] for task in PAPER_METRICS))
+    error = None if None in errors else math.sqrt(sum(e * e for e in errors)) / len(errors)
+    return {"average": (sum(means) / len(means), error)}
+
+
+def of_tasks(shots: int, metrics: dict[str, str], models: list[tuple[str, dict, dict]]) -> Table:
+    """models: (label, {task: (value, standard error)}, the paper's row); metrics: the one shown of each task."""
+    rows = [Row(label, values | average(values), paper) for label, values, paper in models]
+    columns = {task: f"{task} ({metric})" for task, metric in metrics.items()}
+    if set(PAPER_METRICS) <= columns.keys():
+        columns["average"] = "average of the eight"
+    return Table(f"{shots}-shot", columns, rows)
+
+
+def of_validation(models: list[tuple[str, dict, dict]]) -> Table:
+    """models: (label, record as in metrics.jsonl, the paper's row)."""
+    columns = {"val_loss": "loss (nats/token)", "val_perplexity": "perplexity", "val_bits_per_byte": "bits per byte"}
+    rows = []
+    for label, record, paper in models:
+        shown = {"val_loss": paper["val_loss"], "val_perplexity": paper["val_ppl"]} if paper else {}
+        rows.append(Row(label, {c: (record[c], None) for c in columns if c in record}, shown))
+    return Table("validation", columns, rows, 4)
+
+
+def note(tables: list[Table]) -> str:
+    """What the numbers mean, as far as the tables have such."""
+    rows = [row for table in tables for row in table.rows]
+    said = {
+        NOTE: any(error is not None for row in rows for _, error in row.values.values()),
+        AVERAGE_NOTE: any("average" in row.values for row in rows),
+        PAPER_NOTE: any(row.paper for row in rows),
+    }
+    return " ".join(text for text, fits in said.items() if fits)
+
+
+def markdown(tables: list[Table]) -> str:
+    parts = []
+    for table in tables:
+        head, *body = table.lines()
+        parts += [f"### {table.title}", ""]
+        parts += [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *body)]
+        parts.append("")
+    return "\n".join([*parts, note(tables), ""])
+
+
+def latex(tables: list[Table]) -> str:
+    parts = ["% needs \\usepackage{booktabs}", f"% {note(tables).replace('±', '+-')}"]
+    for table in tables:
+        head, *body = [[escaped(cell) for cell in cells] for cells in table.lines()]
+        parts += ["", f"% {table.title}", f"\\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}", "\\toprule"]
+        parts += [f"{' & '.join(head)} \\\\", "\\midrule"]
+        for number, cells in enumerate(body):
+            if number and cells[0] not in ("published", "difference"):
+                parts.append("\\midrule")
+            parts.append(f"{' & '.join(cells)} \\\\")
+        parts += ["\\bottomrule", "\\end{tabular}"]
+    return "\n".join([*parts, ""])
+
+
+def escaped(text: str) -> str:
+    for character in "\\&%$#_{}":
+        text = text.replace(character, "\\textbackslash " if character == "\\" else f"\\{character}")
+    return text.replace("±", "$\\pm$")
+
+
+def comma_separated(tables: list[Table]) -> str:
+    """One line a number: model, table, column, value, standard_error, published, difference."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["model", "table", "column", "value", "standard_error", "published", "difference"])
+    for table in tables:
+        for row in table.rows:
+            for column in [c for c in table.columns if c in row.values]:
+                value, error = row.values[column]
+                paper, difference = row.paper.get(column), row.difference(column)
+                cells = [value, error, paper, difference and difference[0]]
+                writer.writerow([row.label, table.title, column, *("" if cell is None else cell for cell in cells)])
+    return text.getvalue()
+
+
+def screen(tables: list[Table]) -> str:
+    """The tables transposed, a line a task, which fits a terminal's width with several models."""
+    parts = []
+    for table in tables:
+        columns = [list(cells) for cells in zip(*table.lines())]
+        widths = [max(len(line[i]) for line in columns) for i in range(len(columns[0]))]
+        parts += ["", table.title]
+        for line in columns:
+            parts.append("  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:]))]))
+    return "\n".join([*parts, "", note(tables)])

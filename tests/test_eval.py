@@ -1,0 +1,453 @@
+"""eval.py: item by item the numbers of lm-eval's own `hf` model, tables, stores, processes and mistakes."""
+
+import csv
+import dataclasses
+import io
+import json
+import math
+import sys
+
+import lm_eval_tasks
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT, one_line_error, script, small_run
+from test_model import randomise
+
+import configurator
+from data import shards, tokenizer
+from data.shards import open_corpus
+from model import STEMS, build, model_class
+
+pytest.importorskip("lm_eval")
+transformers = pytest.importorskip("transformers")
+import lm_eval.evaluator  # noqa: E402
+from lm_eval.models.huggingface import HFLM  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
+
+import eval as eval_script  # noqa: E402
+from evaluation import batches, published, tables, tasks  # noqa: E402
+from evaluation.language_model import LanguageModel, generation_settings  # noqa: E402
+from training.checkpoint import load_model  # noqa: E402
+from training.distributed import World  # noqa: E402
+
+ALONE = World(0, 1, torch.device("cpu"))
+CHOICES = list(lm_eval_tasks.FORMATS)
+TINY = {"vocab_size": 260, "block_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}
+TINY |= {"hidden_size": 12}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return lm_eval_tasks.write(tmp_path_factory.mktemp("tasks"), 52)
+
+
+@pytest.fixture(autouse=True)
+def _no_hub(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+class Wrapped(transformers.PreTrainedModel):
+    """A model of ours as transformers has them."""
+
+    config_class = transformers.PretrainedConfig
+
+    def __init__(self, model):
+        super().__init__(transformers.PretrainedConfig(max_position_embeddings=model.config.block_size))
+        self.inner = model
+
+    def forward(self, input_ids, **kwargs):
+        return transformers.modeling_outputs.CausalLMOutput(logits=self.inner(input_ids)[0])
+
+
+def byte_tokenizer_of_transformers():
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = {character: byte for character, byte in tokenizer._printable_bytes().items()}
+    fast = Tokenizer(models.BPE(vocab=letters | {tokenizer.END_OF_TEXT: 256}, merges=[]))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    fast.decoder = decoders.ByteLevel()
+    fast.add_special_tokens([tokenizer.END_OF_TEXT])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=fast, eos_token=tokenizer.END_OF_TEXT)
+
+
+def lm_evals_results(language_model, names, folder, shots):
+    """As its command line does it."""
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
+    return lm_eval.evaluator.simple_evaluate(
+        language_model, tasks=list(names), num_fewshot=shots, task_manager=manager, bootstrap_iters=0
+    )
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_every_item_has_the_likelihood_that_lm_evals_own_model_gives(folder, monkeypatch, stem):
+    monkeypatch.setattr(lm_eval.evaluator, "add_env_info", lambda results: None)  # seconds of pip list
+    model = randomise(build(stem, **TINY)).eval()
+    own = LanguageModel(model, tokenizer.byte_tokenizer(), ALONE, 16)
+    theirs = HFLM(pretrained=Wrapped(model), tokenizer=byte_tokenizer_of_transformers(), batch_size=16)
+    names = [*CHOICES, "texts"]
+    loaded, missing = tasks.open_all(names, str(folder), ALONE)
+    assert not missing
+    chosen = {name: [] for name in CHOICES}
+    for shots in (0, 1):
+        wanted = lm_evals_results(theirs, names, folder, shots)
+        for task in loaded:
+            found = tasks.evaluate(own, task, shots, True, None, True)
+            pairs = list(zip(found["samples"][task.name], wanted["samples"][task.name], strict=True))
+            for mine, other in pairs:
+                assert mine["arguments"] == other["arguments"]
+                if task.name == "texts":
+                    assert mine["resps"][0][0] == pytest.approx(other["resps"][0][0], abs=1e-4, rel=1e-6)
+                    continue
+                for (nats, greedy), (their_nats, their_greedy) in zip(mine["filtered_resps"], other["filtered_resps"]):
+                    assert nats == pytest.approx(their_nats, abs=1e-4)
+                    assert greedy == their_greedy
+                assert (mine["acc"], mine["acc_norm"]) == (other["acc"], other["acc_norm"])
+                chosen[task.name].append(np.argmax([nats for nats, _ in mine["filtered_resps"]]))
+            for key, value in wanted["results"][task.name].items():
+                if "," in key and "stderr" not in key:
+                    assert found["results"][task.name][key] == pytest.approx(value, rel=1e-5), key
+    assert sum(map(len, chosen.values())) == 2 * 4 * 52
+    assert all(len(set(numbers)) > 1 for numbers in chosen.values())
+
+
+def requests_of(pairs):
+    return [lm_eval.api.instance.Instance("loglikelihood", {}, pair, 0) for pair in pairs]
+
+
+def naive(model, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+    """One request by itself, the whole text read anew for every token, in float64."""
+    nats, greedy = 0.0, True
+    tokens = [*context, *continuation][-(model.config.block_size + 1) :]
+    for place in range(len(tokens) - len(continuation), len(tokens)):
+        logits = model(torch.tensor([tokens[:place]]))[0][0, -1]
+        nats += F.log_softmax(logits, dim=-1)[tokens[place]].item()
+        greedy &= logits.argmax().item() == tokens[place]
+    return nats, greedy
+
+
+def likeliest(model, context: list[int], count: int) -> list[int]:
+    for _ in range(count):
+        context = [*context, model(torch.tensor([context[-model.config.block_size :]]))[0][0, -1].argmax().item()]
+    return context[-count:]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 100])
+def test_awkward_requests_equal_a_naive_loop(batch_size):
+    model = randomise(build("DDL-gpt-mha-rope-EC", **{**TINY, "block_size": 20})).double().eval()
+    with torch.no_grad():
+        greedy = likeliest(model, [5, 6, 7], 4)
+        pairs = [([5, 6, 7], greedy), ([5, 6, 7], greedy[:3]), ([5, 6, 7], [*greedy[:3], 9]), ([5, 6, 7], greedy[:1])]
+        pairs += [([5, 6, 7], greedy), ([256], [1]), ([256], list(range(20))), (list(range(30)), [1, 2])]
+        pairs += [(list(range(30)), [1, 3]), (list(range(30)), [1]), ([7] * 19, [7, 7]), ([7] * 19, [7, 8])]
+        pairs += [([9] * 12, [3] * 7), ([9] * 12, [4] * 8), ([9] * 3, [4]), ([1, 2, 3, 4, 5, 6], [7]), ([1, 2, 3], [9])]
+        wanted = [naive(model, *pair) for pair in pairs]
+    own = LanguageModel(model, tokenizer.byte_tokenizer(), ALONE, batch_size)
+    found = own._loglikelihood_tokens([(None, *pair) for pair in pairs])
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in wanted]
+    assert [greedy for _, greedy in wanted].count(True) >= 4
+    assert [nats for nats, _ in found] == pytest.approx([nats for nats, _ in wanted], abs=1e-9)
+
+
+@pytest.mark.parametrize("count", [0, 21])
+def test_a_continuation_that_cannot_be_scored_is_refused(count):
+    own = LanguageModel(build("gpt-mha-rope", **{**TINY, "block_size": 20}), tokenizer.byte_tokenizer(), ALONE, 4)
+    with pytest.raises(ValueError, match=f"a continuation of {count} tokens: .* block_size=20"):
+        own._loglikelihood_tokens([(None, [1], [2] * count)])
+
+
+def test_what_choices_share_is_read_once():
+    question, read = [1] * 50, []
+    model = build("gpt-mha-rope", **TINY)
+    hidden = model.hidden
+    model.hidden = lambda ids, *more: read.append(ids.shape) or hidden(ids, *more)
+    own = LanguageModel(model, tokenizer.byte_tokenizer(), ALONE, 8)
+    own._loglikelihood_tokens([(None, question, [c, c, c]) for c in (2, 3, 4, 5)])
+    assert read == [(1, 50), (4, 2)]
+    read.clear()
+    own._loglikelihood_tokens([(None, question, [c]) for c in (2, 3, 4, 5)])  # a token each: the logits are the same
+    assert read == [(1, 50)]
+    read.clear()
+    own._loglikelihood_tokens([(None, [c], [1, 2, 3]) for c in (2, 3, 4, 5)])  # nothing to share
+    assert read == [(4, 3)]
+
+
+def test_batches_hold_every_request_once_within_the_bounds():
+    draw = np.random.default_rng(0)
+    wanted = []
+    for _ in range(60):
+        context = draw.integers(0, 9, draw.integers(1, 60)).tolist()
+        for _ in range(draw.integers(1, 6)):
+            wanted.append(
+                batches.truncated(len(wanted), context, draw.integers(0, 9, draw.integers(1, 9)).tolist(), 48)
+            )
+    found = batches.batched(batches.grouped(wanted), 7, 48)
+    assert sorted(m.number for batch in found for group in batch for m in group.members) == list(range(len(wanted)))
+    assert max(len(batch) for batch in found) > 1
+    for batch in found:
+        assert len(batch) == 1 or sum(len(group.members) for group in batch) <= 7
+        assert max(g.prefix for g in batch) + max(g.rest for g in batch) <= 48
+        for group in batch:
+            assert len({tuple(m.tokens[: group.prefix]) for m in group.members}) == 1
+            assert all(1 <= group.prefix <= m.read for m in group.members)
+
+
+def test_end_of_text_before_every_text():
+    own = LanguageModel(build("gpt-mha-rope", **TINY), tokenizer.byte_tokenizer(), ALONE, 4, add_bos_token=True)
+    assert own.tok_encode("ab") == [256, 97, 98]
+    assert own.tok_encode("<|endoftext|>ab") == [256, 97, 98]
+    assert own.tok_encode("ab", add_special_tokens=False) == [97, 98]
+    own.add_bos_token = False
+    assert own.tok_encode("ab<|endoftext|>") == [97, 98, 256]
+
+
+def continued(model, encoding, context: str, count: int) -> str:
+    """The likeliest tokens after as much of the context as leaves room, one after the other."""
+    tokens = encoding.encode(context, allowed_special="all")[-(model.config.block_size - count) :] or [256]
+    new: list[int] = []
+    for _ in range(count):
+        new.append(model(torch.tensor([tokens + new]))[0][0, -1, :257].argmax().item())
+    return encoding.decode(new[: new.index(256)] if 256 in new else new, errors="replace")
+
+
+@pytest.mark.parametrize("batch_size", [1, 5])
+def test_generated_text_is_the_likeliest_up_to_a_stop_string(batch_size):
+    model = randomise(build("DDL-gpt-mha-rope-CC", **{**TINY, "block_size": 40})).double().eval()
+    encoding = tokenizer.byte_tokenizer()
+    with torch.no_grad():
+        model.transformer.wte.weight[128:] *= 0.3  # rather letters than what is no text
+        contexts = ["", "a", "Question: why?\nAnswer:", "much longer " * 9, "b<|endoftext|>c", "Ünder", "x y", "?", "1"]
+        texts = [continued(model, encoding, context, 12) for context in contexts]
+    stops = [texts[1][4:6], texts[2][2], "never there"]
+    settings = {"until": stops, "max_gen_toks": 12}, {"until": stops[2], "max_gen_toks": 12}
+    own = LanguageModel(model, encoding, ALONE, batch_size)
+    found = own.generate_until(requests_of([(context, each) for context in contexts for each in settings]))
+    assert found[1::2] == texts
+    assert found[::2] == [min((text.split(stop)[0] for stop in stops), key=len) for text in texts]
+    assert 0 < sum(one != other for one, other in zip(found[::2], texts)) < len(texts)
+
+
+def test_settings_of_generation():
+    sampling, stop, new = generation_settings({"until": "x", "do_sample": True, "temperature": 0.7, "top_p": 0.9})
+    assert (sampling.temperature, sampling.top_p, stop, new) == (0.7, 0.9, ["x"], 256)
+    assert generation_settings({"do_sample": False, "temperature": 0.7, "max_gen_toks": 3})[0].temperature == 0
+    assert generation_settings({"until": [""], "top_k": 0})[1] == []
+    with pytest.raises(ValueError, match="num_beams is not supported"):
+        generation_settings({"num_beams": 4})
+
+
+@pytest.fixture(scope="module")
+def run(corpus, tmp_path_factory):
+    """A trained run of bytes."""
+    out = tmp_path_factory.mktemp("runs") / "tiny"
+    result = script("train.py", *small_run(corpus, out, model="DDL-gpt-mha-rope-CC", block_size=40, learning_rate=0.1))
+    assert result.returncode == 0, result.stderr.decode()
+    return out
+
+
+def evaluated(monkeypatch, capsys, *arguments) -> tuple[int, str, str]:
+    """eval.py in this process: exit code, output and errors."""
+    monkeypatch.setattr(sys, "argv", ["eval.py", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        eval_script.main()
+    found = capsys.readouterr()
+    return ended.value.code, found.out, found.err
+
+
+def entries(out) -> dict:
+    stored = json.loads((out / "results.json").read_text())["entries"]
+    return {(entry["task"], entry["shots"]): entry for entry in stored}
+
+
+def test_the_whole_validation_split_as_training_measured_it(run, corpus, tmp_path, monkeypatch, capsys):
+    code, out, _ = evaluated(monkeypatch, capsys, run, "--val", f"--out={tmp_path}")
+    assert code == 0
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    entry = entries(tmp_path)["validation", None]
+    for key in ("val_loss", "val_perplexity", "val_bits_per_byte"):
+        assert entry["record"][key] == pytest.approx(last[key], rel=1e-6)
+        assert f"{last[key]:.4f}" in out
+    model, _, _ = load_model(run, "cpu")
+    tokens = torch.from_numpy(open_corpus(str(corpus)).val[0].astype(np.int64))
+    with torch.no_grad():
+        parts = [tokens[start : start + 41] for start in range(0, len(tokens) - 1, 40)]
+        nats = sum(F.cross_entropy(model(part[None, :-1])[0][0], part[1:], reduction="sum").item() for part in parts)
+    assert entry["tokens"] == len(tokens) - 1
+    assert entry["record"]["val_loss"] == pytest.approx(nats / (len(tokens) - 1), rel=1e-5)
+    assert entry["record"]["val_bits_per_byte"] == pytest.approx(nats / (len(tokens) - 1) / math.log(2), rel=1e-5)
+    assert all(entry[key] for key in ("commit", "date", "machine", "command"))
+
+
+def test_two_processes_write_what_one_writes(run, folder, tmp_path, monkeypatch, capsys):
+    arguments = [run, "--shots=0,1", f"--tasks={','.join([*CHOICES, 'texts', 'continued'])}", "--val", "--limit=9"]
+    arguments += [f"--include_path={folder}", "--batch_size=4", "--log_samples"]
+    code, _, _ = evaluated(monkeypatch, capsys, *arguments, f"--out={tmp_path / 'one'}")
+    assert code == 0
+    several = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "eval.py"]
+    result = script(*several, *arguments, f"--out={tmp_path / 'two'}")
+    assert result.returncode == 0, result.stderr.decode()
+    one, two = entries(tmp_path / "one"), entries(tmp_path / "two")
+    assert one.keys() == two.keys()
+    assert len(one) == 2 * 6 + 1
+    for key in one:
+        for name in ("results", "record", "digest", "weights"):
+            assert one[key].get(name) == two[key].get(name), key
+    names = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert len([name for name in names if name.startswith("samples_")]) == 12
+    for name in set(names) - {"results.json"}:
+        assert (tmp_path / "one" / name).read_text() == (tmp_path / "two" / name).read_text()
+
+
+def test_finished_results_are_kept_and_what_changed_is_evaluated_anew(run, tmp_path, monkeypatch, capsys):
+    files = lm_eval_tasks.write(tmp_path, 3)
+    arguments = [run, "--tasks=questions,gaps", f"--include_path={files}", f"--out={tmp_path / 'out'}"]
+    done = []
+    evaluate = tasks.evaluate
+    monkeypatch.setattr(tasks, "evaluate", lambda *args: done.append((args[1].name, args[2])) or evaluate(*args))
+
+    def evaluated_now(*more):
+        done.clear()
+        code, out, error = evaluated(monkeypatch, capsys, *arguments, *more)
+        assert code == 0, error
+        return list(done), out
+
+    found, first = evaluated_now()
+    assert found == [("questions", 0), ("gaps", 0)]
+    found, again = evaluated_now()
+    assert found == []
+    assert again.partition("0-shot\n")[2].partition("written")[0] in first
+    assert evaluated_now("--shots=0,1")[0] == [("questions", 1), ("gaps", 1)]
+    lines = (files / "gaps_test.jsonl").read_text().splitlines()
+    (files / "gaps_test.jsonl").write_text("\n".join([*lines[1:], lines[0]]) + "\n")
+    assert evaluated_now()[0] == [("gaps", 0)]
+    assert evaluated_now("--log_samples")[0] == [("questions", 0), ("gaps", 0)]
+    assert evaluated_now("--limit=2")[0] == [("questions", 0), ("gaps", 0)]
+    assert evaluated_now("--batch_size=3", "--add_bos_token")[0] == [("questions", 0), ("gaps", 0)]
+
+
+def test_a_task_whose_data_cannot_be_had_is_named_and_the_others_are_evaluated(
+    run, folder, tmp_path, monkeypatch, capsys
+):
+    arguments = [run, "--tasks=absent,questions", f"--include_path={folder}", f"--out={tmp_path}", "--limit=2"]
+    code, out, error = evaluated(monkeypatch, capsys, *arguments)
+    assert code == 3
+    [line] = error.strip().splitlines()
+    assert "task absent" in line
+    assert "nobody/has_this" in line
+    assert "HF_HOME" in line
+    assert "questions (acc_norm)" in out
+    assert list(entries(tmp_path)) == [("questions", 0)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--tasks=question", "--include_path=TASKS"], ["no task question", "did you mean questions?"]),
+        (["--tasks=questions", "--include_path=nowhere"], ["--include_path=nowhere", "no such folder"]),
+        (["--tasks=questions", "--shots=1,x"], ["--shots=1,x", "0,1"]),
+        (["--tasks=,"], ["--tasks", "--val"]),
+        (["--val=no_such_corpus"], ["no_such_corpus"]),
+        (["--val=OTHER"], ["other tokens"]),
+        (["--val", "--batch_size=0"], ["--batch_size=0", "1 or more"]),
+        (["--val", "--limit=0"], ["--limit=0", "1 or more"]),
+    ],
+)
+def test_mistakes_end_in_one_line_before_any_work(run, folder, tmp_path, monkeypatch, capsys, arguments, words):
+    other = tokenizer.train_byte_pairs(["some words of another corpus"] * 9, 260)
+    for split in ("train", "val"):
+        shards.write_shard(tmp_path / f"a_{split}_000000.bin", np.arange(99) % 250)
+    (tmp_path / "meta.json").write_text(json.dumps(tokenizer.meta(other)))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer.to_json(other)))
+    arguments = [a.replace("TASKS", str(folder)).replace("OTHER", str(tmp_path)) for a in arguments]
+    # Without lm-eval's own thousands of files, which take seconds to read.
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda include_path, **_: TaskManager(None, include_path, False))
+    code, _, error = evaluated(monkeypatch, capsys, run, *arguments, f"--out={tmp_path / 'out'}")
+    assert code == 2
+    [line] = error.strip().splitlines()
+    assert all(word in line for word in words), line
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unknown_run_is_one_line(tmp_path):
+    assert "holds no checkpoint" in one_line_error(script("eval.py", tmp_path, "--val"))
+
+
+def test_a_row_belongs_to_the_configuration_that_the_paper_trained():
+    for size in ("small", "medium"):
+        for name, stem in (("gpt", "gpt-mha-rope"), ("ddl_dv4_cc_ec", "DDL-gpt-mha-rope-CC-EC")):
+            keys = configurator.read_file(str(ROOT / f"config/{name}_{size}.py"))
+            del keys["micro_batch_size"], keys["model"]
+            config = model_class(stem).Config(**keys)
+            assert published.size_of(stem, config) == size
+            assert published.size_of(stem, dataclasses.replace(config, rope_base=5000.0)) is None
+            assert published.size_of("DDL-gpt-mha-rope-CC", config) is None
+    assert published.row("DDL-gpt-mha-rope-CC-EC", "medium", 1)["sciq"] == 90.5
+    assert published.row("DDL-gpt-mha-rope-CC-EC", "small", "")["val_ppl"] == 16.9947
+    assert published.row("gpt-mha-rope", None, 0) == {}
+    sizes = {(size, shots) for size, shots, _ in published.figures() if shots}
+    assert sizes == {("small", "0"), ("small", "1"), ("medium", "0"), ("medium", "1")}
+
+
+def test_every_published_average_is_that_of_its_row():
+    for (_, shots, _), row in published.figures().items():
+        if shots:
+            values = {task: (row[task], None) for task in tasks.PAPER_METRICS}
+            assert tables.average(values)["average"][0] == pytest.approx(row["average"], abs=0.0101)
+
+
+def eight(value: float) -> dict:
+    return {task: (value + number, 1.0 + number) for number, task in enumerate(tasks.PAPER_METRICS)}
+
+
+def test_tables_show_difference_and_error():
+    paper = published.row("gpt-mha-rope", "small", 1)
+    models = [("ours_a", eight(30.0), paper), ("b", eight(40.0) | {"arc_easy": (1.5, None)}, {})]
+    table = tables.of_tasks(1, dict(tasks.PAPER_METRICS), models)
+    mean, error = 30 + 28 / 8, math.sqrt(sum(n * n for n in range(1, 9))) / 8
+    text = tables.markdown([table])
+    assert "| ours_a | 30.00 ± 1.00 | 31.00 ± 2.00 |" in text
+    assert f"{mean:.2f} ± {error:.2f} |" in text
+    assert "| published | 29.01 | 55.85 |" in text
+    assert "| difference | +0.99 ± 1.00 | -24.85 ± 2.00 |" in text
+    assert f"{mean - 48.56:+.2f} ± {error:.2f} |" in text
+    assert "| b | 40.00 ± 1.00 | 1.50 |" in text
+    assert tables.PAPER_NOTE in text
+    rows = list(csv.DictReader(io.StringIO(tables.comma_separated([table]))))
+    assert len(rows) == 2 * 9
+    assert rows[0]["column"] == "arc_challenge"
+    assert float(rows[0]["difference"]) == pytest.approx(0.99)
+    assert rows[9]["published"] == rows[9]["difference"] == ""
+    assert float(rows[8]["standard_error"]) == pytest.approx(error)
+    latex = tables.latex([table])
+    assert latex.count("\\toprule") == latex.count("\\bottomrule") == 1
+    assert "ours\\_a & 30.00 $\\pm$ 1.00 & 31.00" in latex
+    assert all(line.count("&") == 9 for line in latex.splitlines() if line.endswith("\\\\"))
+    assert "average" not in tables.markdown([tables.of_tasks(0, {"piqa": "acc_norm"}, [("a", {"piqa": (1, 2)}, {})])])
+
+
+def test_the_metric_that_a_table_shows():
+    values = {
+        "acc,none": 0.25,
+        "acc_stderr,none": 0.1,
+        "acc_norm,none": 0.5,
+        "acc_norm_stderr,none": "N/A",
+        "alias": "x",
+    }
+    assert tasks.metric_of("winogrande", values) == ("acc", 25.0, 10.0)
+    assert tasks.metric_of("piqa", values) == ("acc_norm", 50.0, None)
+    assert tasks.metric_of("other", values) == ("acc_norm", 50.0, None)
+    assert tasks.metric_of("lambada", {"perplexity,none": 12.5, "perplexity_stderr,none": 0.5}) == (
+        "perplexity",
+        12.5,
+        0.5,
+    )
+    with pytest.raises(ValueError, match="reports no number"):
+        tasks.metric_of("odd", {"alias": "odd", "acc,none": "N/A"})
+
+
+@pytest.mark.slow
+def test_lm_eval_has_the_papers_tasks_and_metrics():
+    manager = tasks.find(list(tasks.PAPER_METRICS), None)
+    for name, metric in tasks.PAPER_METRICS.items():
+        assert metric in [each["metric"] for each in manager.task_index[name].cfg["metric_list"]]
