@@ -5,6 +5,7 @@
     python bench.py --models=DDL-gpt-mha-rope-CC:2 --hidden_size=128 --num_hidden_layers=4 --num_attention_heads=2
     python bench.py registers                          registers and spills of the fused kernels; needs no GPU
     python bench.py decode                             tokens/s of generation, with and without cache and compiler
+    python bench.py eval                               evaluation next to lm-eval's own hf model
     python bench.py data                               preparing and loading data, against tiktoken alone
 
 `step`, which needs no name, measures training steps (forward, backward, AdamW) and forward passes without gradients.
@@ -21,7 +22,7 @@ import sysconfig
 from pathlib import Path
 
 import configurator
-from benchmarks import choices, data, decode, kernels, registers, step, suites
+from benchmarks import choices, data, decode, evaluation, kernels, registers, step, suites
 
 
 def step_arguments(parser) -> None:
@@ -112,6 +113,20 @@ def decode_arguments(parser) -> None:
     add("--json", type=Path, help="write the figures there as well")
 
 
+def eval_arguments(parser) -> None:
+    add = parser.add_argument
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    add("--models", default=f"{suites.BASELINE},{suites.CC_EC}", help="as step's (default: %(default)s)")
+    for key in suites.SIZE_KEYS:
+        add(f"--{key}", type=int, help=f"(default: {({**suites.QUICK, 'block_size': 512})[key]})")
+    add("--batch_size", type=int, default=32, help="continuations read at once (default: %(default)s)")
+    add("--items", type=int, default=100, help="questions of each format (default: %(default)s)")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32")
+    add("--rounds", type=int, default=5, help="measured turns of each (default: %(default)s)")
+    add("--note", default="", help="stored with the figures: what else the machine was doing")
+    add("--json", type=Path, help="write the figures there as well")
+
+
 # name: (what it measures, its arguments, what runs it)
 COMMANDS = {
     "step": ("training steps and forward passes; the default", step_arguments, step.run),
@@ -119,6 +134,7 @@ COMMANDS = {
     "data": ("documents to shards against tiktoken alone; shards to batches", data_arguments, data.run),
     "kernels": ("bandwidth of the fused kernels against a copy", kernels_arguments, kernels.run),
     "decode": ("one-token decoding: uncached, cached, and by a step that is made once", decode_arguments, decode.run),
+    "eval": ("scoring choices, against lm-eval's own hf model", eval_arguments, evaluation.run),
     "registers": (
         "registers and spills of the fused kernels, compiled for sm_90 here",
         registers_arguments,

@@ -29,6 +29,10 @@ def test_a_bare_machine_trains_and_samples(corpus, tmp_path):
     assert result.returncode == 0, result.stderr.decode()
     error = one_line_error(script("-c", BARE, "sample.py", tmp_path / "run", "--serve"))
     assert "pip install fastapi uvicorn" in error
+    result = script("-c", BARE, "eval.py", tmp_path / "run", "--val")
+    assert result.returncode == 0, result.stderr.decode()
+    result = script("-c", BARE, "eval.py", tmp_path / "run")
+    assert "pip install lm-eval" in one_line_error(result)
 
 
 def test_what_is_missing_is_named(corpus, tmp_path):

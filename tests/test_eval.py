@@ -16,21 +16,22 @@ from conftest import ROOT, one_line_error, script, small_run
 from test_model import randomise
 
 import configurator
+from benchmarks.evaluation import byte_tokenizer_of_transformers, wrapped
 from data import shards, tokenizer
 from data.shards import open_corpus
 from model import STEMS, build, model_class
 
 pytest.importorskip("lm_eval")
-transformers = pytest.importorskip("transformers")
-import lm_eval.evaluator  # noqa: E402
-from lm_eval.models.huggingface import HFLM  # noqa: E402
-from lm_eval.tasks import TaskManager  # noqa: E402
+pytest.importorskip("transformers")
+import lm_eval.evaluator
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
 
-import eval as eval_script  # noqa: E402
-from evaluation import batches, published, tables, tasks  # noqa: E402
-from evaluation.language_model import LanguageModel, generation_settings  # noqa: E402
-from training.checkpoint import load_model  # noqa: E402
-from training.distributed import World  # noqa: E402
+import eval as eval_script
+from evaluation import batches, published, tables, tasks
+from evaluation.language_model import LanguageModel, generation_settings
+from training.checkpoint import load_model
+from training.distributed import World
 
 ALONE = World(0, 1, torch.device("cpu"))
 CHOICES = list(lm_eval_tasks.FORMATS)
@@ -48,30 +49,6 @@ def _no_hub(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-class Wrapped(transformers.PreTrainedModel):
-    """A model of ours as transformers has them."""
-
-    config_class = transformers.PretrainedConfig
-
-    def __init__(self, model):
-        super().__init__(transformers.PretrainedConfig(max_position_embeddings=model.config.block_size))
-        self.inner = model
-
-    def forward(self, input_ids, **kwargs):
-        return transformers.modeling_outputs.CausalLMOutput(logits=self.inner(input_ids)[0])
-
-
-def byte_tokenizer_of_transformers():
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    letters = {character: byte for character, byte in tokenizer._printable_bytes().items()}
-    fast = Tokenizer(models.BPE(vocab=letters | {tokenizer.END_OF_TEXT: 256}, merges=[]))
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    fast.decoder = decoders.ByteLevel()
-    fast.add_special_tokens([tokenizer.END_OF_TEXT])
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=fast, eos_token=tokenizer.END_OF_TEXT)
-
-
 def lm_evals_results(language_model, names, folder, shots):
     """As its command line does it."""
     manager = TaskManager(include_path=str(folder), include_defaults=False)
@@ -85,7 +62,7 @@ def test_every_item_has_the_likelihood_that_lm_evals_own_model_gives(folder, mon
     monkeypatch.setattr(lm_eval.evaluator, "add_env_info", lambda results: None)  # seconds of pip list
     model = randomise(build(stem, **TINY)).eval()
     own = LanguageModel(model, tokenizer.byte_tokenizer(), ALONE, 16)
-    theirs = HFLM(pretrained=Wrapped(model), tokenizer=byte_tokenizer_of_transformers(), batch_size=16)
+    theirs = HFLM(pretrained=wrapped(model), tokenizer=byte_tokenizer_of_transformers(), batch_size=16)
     names = [*CHOICES, "texts"]
     loaded, missing = tasks.open_all(names, str(folder), ALONE)
     assert not missing
