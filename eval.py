@@ -13,14 +13,18 @@ evaluated.
 """
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
+
+import torch
 
 import configurator
 from evaluation import published, subjects, tables, tasks
 from evaluation.runner import Evaluation, open_corpus_of
 from evaluation.store import write_text
 from model import kernels
+from model.decoding import round_matrices
 from training import distributed
 
 
@@ -87,9 +91,19 @@ def write(found: list[tables.Table], out: Path) -> None:
         write_text(out / f"table.{name}", form(found))
 
 
+@contextlib.contextmanager
+def one_line_errors():
+    """As everywhere, and for what does not fit the memory."""
+    with configurator.one_line_errors():
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise ValueError(f"out of memory: give a smaller --batch_size ({str(error).partition('.')[0]})") from error
+
+
 def main():
     args = arguments()
-    with configurator.one_line_errors():
+    with one_line_errors():
         check(args)
         device = distributed.pick_device(args.device)
         chosen = [subjects.find(run) for run in args.runs]
@@ -103,6 +117,8 @@ def main():
         for number, subject in enumerate(chosen):
             model, encoding, stem = subject.load(device)
             kernels.use(model, "auto", device)
+            if run.bf16:
+                round_matrices(model)
             papers[subject.identity] = stem, published.size_of(stem, model.config)
             if corpora:
                 entries.append(run.validation(subject, model, corpora[number]))

@@ -36,10 +36,10 @@ class Evaluation:
 
     def __init__(self, args, world, out: Path):
         self.args, self.world, self.out, device = args, world, out, world.device
-        bf16 = args.dtype == "bfloat16" or (args.dtype == "auto" and device.type == "cuda")
-        self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
+        self.bf16 = args.dtype == "bfloat16" or (args.dtype == "auto" and device.type == "cuda")
+        self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=self.bf16)
         self.batch_size = args.batch_size or (512 if device.type == "cuda" else 64)
-        self.settings = {"dtype": "bfloat16" if bf16 else "float32", "batch_size": self.batch_size}
+        self.settings = {"dtype": "bfloat16" if self.bf16 else "float32", "batch_size": self.batch_size}
         self.store = Store(out)
         if world.world_size > 1:  # what process 0 knows, so that all of them do the same
             everyone = [self.store.entries]
@@ -65,9 +65,10 @@ class Evaluation:
         started, length = time.perf_counter(), model.config.block_size
         window = corpus.meta.get("window_tokens")
         batches = ValidationBatches(corpus.val, length, corpus.meta["vocab_size"], window)
+        rows = max(min(self.batch_size, VALIDATION_TOKENS // length), 1)
         with torch.no_grad():
             scores = evaluate(
-                model, batches, list(range(batches.windows)), max(VALIDATION_TOKENS // length, 1), self.world,
+                model, batches, list(range(batches.windows)), rows, self.world,
                 self.autocast, corpus.meta.get("scored_from"),
             )  # fmt: skip
         entry["tokens"] = corpus.identity["val"]["tokens"] - 1

@@ -16,7 +16,7 @@ from conftest import ROOT, one_line_error, script, small_run
 from test_model import randomise
 
 import configurator
-from benchmarks.evaluation import byte_tokenizer_of_transformers, wrapped
+from benchmarks.evaluation import byte_tokenizer_of_transformers, markdown, wrapped
 from data import shards, tokenizer
 from data.shards import open_corpus
 from model import STEMS, build, model_class
@@ -27,6 +27,7 @@ import lm_eval.evaluator
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
+import bench
 import eval as eval_script
 from evaluation import batches, published, tables, tasks
 from evaluation.language_model import LanguageModel, generation_settings
@@ -420,6 +421,40 @@ def test_the_metric_that_a_table_shows():
     )
     with pytest.raises(ValueError, match="reports no number"):
         tasks.metric_of("odd", {"alias": "odd", "acc,none": "N/A"})
+
+
+def test_bfloat16_is_rounded_and_stored_beside_float32(run, tmp_path, monkeypatch, capsys):
+    losses = {}
+    for dtype in ("float32", "bfloat16"):
+        assert evaluated(monkeypatch, capsys, run, "--val", f"--dtype={dtype}", f"--out={tmp_path}")[0] == 0
+    for entry in json.loads((tmp_path / "results.json").read_text())["entries"]:
+        losses[entry["settings"]["dtype"]] = entry["record"]["val_loss"]
+    assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=0.02)
+    assert losses["bfloat16"] != losses["float32"]
+
+
+def test_what_does_not_fit_the_memory_is_one_line(run, tmp_path, monkeypatch, capsys):
+    def no_memory(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+
+    monkeypatch.setattr("evaluation.runner.evaluate", no_memory)
+    code, _, error = evaluated(monkeypatch, capsys, run, "--val", f"--out={tmp_path}")
+    assert code == 2
+    [line] = error.strip().splitlines()
+    assert "smaller --batch_size" in line
+
+
+def test_speed_is_measured_on_requests_that_both_score_alike(tmp_path, monkeypatch, capsys):
+    size = "--num_hidden_layers=1 --num_attention_heads=1 --head_dim=8 --hidden_size=8 --vocab_size=260".split()
+    more = ["--models=DDL-gpt-mha-rope-CC:2", "--items=2", "--rounds=1", f"--json={tmp_path / 'speed.json'}"]
+    monkeypatch.setattr(sys, "argv", ["bench.py", "eval", "--device=cpu", *size, *more])
+    bench.main()
+    stored = json.loads((tmp_path / "speed.json").read_text())
+    assert [row["requests"] for row in stored["rows"]] == [8, 8, 4, 8, 28]
+    for row in stored["rows"]:
+        assert row["difference"] < 1e-4
+        assert row["ratio_p10"] <= row["ratio"] <= row["ratio_p90"]
+    assert markdown(stored["rows"]) in capsys.readouterr().out
 
 
 @pytest.mark.slow
