@@ -9,8 +9,9 @@ import pytest
 import torch
 from conftest import SMALL, script, small_run
 
-from data.tokenizer import byte_tokenizer
+from data.tokenizer import byte_tokenizer, train_byte_pairs
 from model import build
+from serving import app
 
 pytestmark = pytest.mark.skipif(browser.missing() is not None, reason=str(browser.missing()))
 
@@ -89,25 +90,26 @@ def colour(beta, stops=LIGHT):
     return [a + (beta * 2 - low) * (b - a) for a, b in zip(rgb[low], rgb[low + 1])]
 
 
-def cells(page, tokens, rows):
-    """The colours at the middles of the heat map's cells, [token][row] -> [r, g, b]."""
+def cells(page, tokens, rows, left=0):
+    """The colours at the middles of the heat map's cells, [token][row] -> [r, g, b]; the first begins at `left`."""
     return page.execute_script(
-        """const [tokens, rows] = arguments, copy = document.createElement("canvas");
+        """const [tokens, rows, left] = arguments, copy = document.createElement("canvas");
         [copy.width, copy.height] = [heatmap.width, heatmap.height];
         const context = copy.getContext("2d", { willReadFrequently: true });
         context.drawImage(heatmap, 0, 0);
         return [...Array(tokens).keys()].map((i) => [...Array(rows).keys()].map((j) =>
-          [...context.getImageData(14 * i + 6, 64 + 20 * j + 8, 1, 1).data].slice(0, 3)));""",
+          [...context.getImageData(left + 14 * i + 6, 64 + 20 * j + 8, 1, 1).data].slice(0, 3)));""",
         tokens,
         rows,
+        left,
     )
 
 
-def point_at(page, token, row):
+def point_at(page, token, row, left=0):
     from selenium.webdriver import ActionChains
 
     canvas = page.find_element("id", "heatmap")
-    x, y = COLUMN * token + 6 - canvas.size["width"] / 2, LABELS + ROW * row + 9 - canvas.size["height"] / 2
+    x, y = left + COLUMN * token + 6 - canvas.size["width"] / 2, LABELS + ROW * row + 9 - canvas.size["height"] / 2
     ActionChains(page).move_to_element_with_offset(canvas, int(x), int(y)).perform()
 
 
@@ -191,7 +193,7 @@ def test_keys(page, address):
     assert f"β = {tokens[-1]['gates'][3]:.3f}" in text(page, "tip")
 
 
-def test_stop_ends_it_and_another_begins(chromium):
+def test_stop_and_busy(chromium, monkeypatch):
     from selenium.webdriver.common.keys import Keys
 
     model = build("DDL-gpt-mha-rope", **SMALL)
@@ -213,9 +215,18 @@ def test_stop_ends_it_and_another_begins(chromium):
             written = content(chromium)
             time.sleep(0.2)
             assert content(chromium) == written
-            assert len(written) < 2000
+            made = len(written) - len("<|endoftext|>ab")
+            assert 0 < made < 2000
+            assert text(chromium, "status").startswith(f"{made} tokens")
             run(chromium, max_new_tokens="3")
             assert text(chromium, "status").startswith("3 tokens")
+        monkeypatch.setattr(app, "PATIENCE", 0.1)
+        body, kind = b'{"temperature": 0.0}', {"content-type": "application/json"}
+        request = urllib.request.Request(f"{address}/generate", body, kind)
+        with urllib.request.urlopen(request, timeout=30) as other:
+            other.readline()
+            run(chromium)
+            assert text(chromium, "error").startswith("busy: another text is being generated")
 
 
 def test_a_stop_string_ends_the_text(page, address):
@@ -245,28 +256,58 @@ def test_mistakes_are_shown_and_go_away(page):
     assert all("/generate" in entry["message"] and "400" in entry["message"] for entry in logged)
 
 
-def test_text_is_never_html(page):
-    prompt = "<img src=x onerror=window.bad=1><b>&lt;"
-    run(page, prompt=prompt, max_new_tokens="3")
-    assert content(page).startswith("<|endoftext|>" + prompt)
-    point_at(page, 1, 1)
-    assert '"<"' in text(page, "tip")
-    assert page.execute_script("return window.bad") is None
-    assert page.find_elements("css selector", "#text :not(span), #tip img") == []
+def test_text_is_never_html(chromium):
+    tag = "<img src=x onerror=window.bad=1>"
+    encoding = train_byte_pairs([tag * 50], 260 + len(tag) - 4, pattern=r"[^>]*>|[^>]+")
+    assert encoding.encode_ordinary(tag + "&lt;")[1:] == list(b"&lt;")  # the tag is one token
+    with browser.local(build("DDL-gpt-mha-rope", **{**SMALL, "vocab_size": 300}), encoding) as address:
+        chromium.get(address)
+        run(chromium, prompt=tag + "&lt;", max_new_tokens="3")
+        assert content(chromium).startswith("<|endoftext|>" + tag + "&lt;")
+        point_at(chromium, 1, 1)
+        assert tag in text(chromium, "tip")
+        run(chromium, prompt=f"<|{tag.replace(' ', '')}|>")
+        assert chromium.find_elements("css selector", "#text :not(span), #tip img, #error img") == []
+        assert chromium.execute_script("return window.bad") is None
 
 
-def test_a_narrow_dark_screen(page):
-    run(page, prompt="ab", max_new_tokens="30", seed="1")
-    before = cells(page, 5, 5)
-    size = {"width": 380, "height": 800, "deviceScaleFactor": 1, "mobile": False}
-    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+def test_lines_may_come_in_parts(page, address):
+    """An answer whose every 7 bytes arrive by themselves: parts of lines and of characters."""
+    page.execute_script(
+        """const whole = window.fetch;
+        const transform = (bytes, to) => {
+          for (let i = 0; i < bytes.length; i += 7) to.enqueue(bytes.slice(i, i + 7));
+        };
+        window.fetch = async (...request) =>
+          new Response((await whole(...request)).body.pipeThrough(new TransformStream({ transform })));"""
+    )
+    run(page, prompt="日本 é", max_new_tokens="20", seed="1")
+    tokens = sent(address, prompt="日本 é", max_new_tokens=20, seed=1)
+    assert content(page) == "".join(token["text"] for token in tokens)
+
+
+def test_a_narrow_dark_screen(page, address):
+    size = {"width": 380, "height": 1400, "deviceScaleFactor": 1, "mobile": False}
     dark = [{"name": "prefers-color-scheme", "value": "dark"}]
-    page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": dark})
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     try:
-        until(lambda: cells(page, 5, 5) != before)
+        run(page, prompt="ab", max_new_tokens="30", seed="1")
         assert page.execute_script("return document.documentElement.scrollWidth") <= 380
-        page.execute_script("scroller.scrollLeft = 10000")
-        assert page.execute_script("return scroller.scrollLeft") > 0
+        tokens = sent(address, prompt="ab", max_new_tokens=30, seed=1)
+        at, width = page.execute_script("return [scroller.scrollLeft, scroller.clientWidth]")
+        assert at + width == pytest.approx(COLUMN * len(tokens), abs=1)  # it has followed the newest token
+        first = int(at // COLUMN) + 1  # that is seen whole
+        left = COLUMN * first - int(at)
+        time.sleep(0.2)
+        shown = cells(page, 5, 5, left)
+        for token, column in zip(tokens[first:], shown):
+            for beta, cell in zip(token["gates"], column[1:]):
+                assert cell == pytest.approx(colour(beta), abs=1)
+        point_at(page, 2, 4, left)
+        assert f"token {first + 2} " in text(page, "tip")
+        assert f"β = {tokens[first + 2]['gates'][3]:.3f}" in text(page, "tip")
+        page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": dark})
+        until(lambda: cells(page, 2, 5, left) != shown[:2])
     finally:
         page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {**size, "width": 1280, "height": 1000})
         page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{**dark[0], "value": "light"}]})
