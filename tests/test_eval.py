@@ -149,6 +149,17 @@ def test_what_choices_share_is_read_once():
     read.clear()
     own._loglikelihood_tokens([(None, [c], [1, 2, 3]) for c in (2, 3, 4, 5)])  # nothing to share
     assert read == [(4, 3)]
+    read.clear()
+    own._loglikelihood_tokens([(None, question, [2]), (None, question, [3, 4, 5])])  # nothing left to read of the first
+    assert read == [(1, 50), (1, 2)]
+    read.clear()
+    own._loglikelihood_tokens([(None, question, [c, c]) for c in (2, 3)] + [(None, [9] * 30, [c]) for c in (2, 3)])
+    assert read == [(1, 50), (2, 1), (1, 30)]  # a question that one pass answers is no part of the two
+    read.clear()
+    own._loglikelihood_tokens(
+        [(None, question, [c, c]) for c in (2, 3, 4)] + [(None, [*question[:10], *[7] * 30], [8])]
+    )
+    assert read == [(1, 50), (3, 1), (1, 40)]  # to share ten tokens, three would read forty more
 
 
 def test_batches_hold_every_request_once_within_the_bounds():
@@ -160,6 +171,8 @@ def test_batches_hold_every_request_once_within_the_bounds():
             wanted.append(
                 batches.truncated(len(wanted), context, draw.integers(0, 9, draw.integers(1, 9)).tolist(), 48)
             )
+    for continuation in ([1, 2, 3, 4], [1, 2, 3], [1]):  # each whole within the one before
+        wanted.append(batches.truncated(len(wanted), [5] * 9, continuation, 48))
     found = batches.batched(batches.grouped(wanted), 7, 48)
     assert sorted(m.number for batch in found for group in batch for m in group.members) == list(range(len(wanted)))
     assert max(len(batch) for batch in found) > 1
