@@ -9,6 +9,7 @@ float, bool, str, Literal[...], or one of them `| None`. A config file is Python
 import contextlib
 import dataclasses
 import difflib
+import json
 import os
 import sys
 import types
@@ -116,6 +117,21 @@ def read_file(path: str) -> dict:
     except Exception as error:  # whatever a user's file raises is reported as that file's error
         raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
     return {k: v for k, v in names.items() if not (k.startswith("_") or callable(v) or isinstance(v, types.ModuleType))}
+
+
+def read_json(path: Path) -> dict:
+    """The JSON object that a file holds. ValueError: missing, unreadable, no JSON, or no object."""
+    try:
+        if path.stat().st_size > 2**27:
+            raise ValueError("more than 128 MiB")
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} is missing or unreadable ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: it is no JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is damaged: it holds no JSON object")
+    return found
 
 
 def split_arguments(argv: list[str]) -> tuple[list[str], dict[str, str]]:

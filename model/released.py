@@ -1,21 +1,16 @@
-"""Checkpoints of the paper's released model code, read by name and written back.
+"""Folders with a config.json, read by the names of their weights: of the paper's released code, and exported ones.
 
-A released folder holds config.json and model.safetensors (or pytorch_model.bin, read without executing anything in
-it). Weights carry our names; the CC variants keep a convolution over columns and a read vector, which fold into one
-weight. The variant is known by the names of its weights.
+Weights carry our names. The released CC variants keep a convolution over columns and a read vector, which fold into
+one weight; there the variant is known by the names of its weights, an exported folder (`export.py`) names it. No code
+in a folder is executed.
 """
 
-import json
-import pickle
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 import configurator
-from model import STEMS, build, model_class
-from model.gpt import at_least_fp32
+from model import STEMS, model_class, weights
 from model.residual import fold_column_conv
 
 RENAMED = {"ddl_v_dim1_constant": "ddl_v_constant", "ddl_v_dim1_constant_value": "ddl_v_constant_value"}
@@ -30,8 +25,10 @@ FIXED = {
 LIBRARY = set(
     "_name_or_path architectures auto_map model_type torch_dtype dtype transformers_version tie_word_embeddings "
     "use_cache bos_token_id eos_token_id pad_token_id is_decoder return_dict output_hidden_states "
-    "output_attentions".split()
+    "output_attentions is_encoder_decoder chunk_size_feed_forward id2label label2id problem_type "
+    "_attn_implementation_autoset max_position_embeddings".split()
 )
+STEM = "stem"  # the key by which an exported config.json names its variant
 
 
 def stem_of(names) -> str:
@@ -46,61 +43,49 @@ def stem_of(names) -> str:
 
 
 def read_config(released: dict, stem: str) -> dict:
-    """The released config's keys as ours. ValueError: an option that this code does not have, or an unknown key."""
+    """The folder's config keys as ours. ValueError: an option that this code does not have, or an unknown key."""
     schema = configurator.knobs(model_class(stem).Config)
     anywhere = configurator.knobs(*(model_class(other).Config for other in STEMS))  # a flat config holds all keys
-    width = 8 * released.get("hidden_size", schema["hidden_size"].default) // 3
-    fixed = {**FIXED, "intermediate_size": (None, width)}
-    config = {}
-    for key, value in released.items():
-        key = RENAMED.get(key, key)
+    renamed = {RENAMED.get(key, key): value for key, value in released.items()}
+    config = configurator.check({key: value for key, value in renamed.items() if key in schema}, schema)
+    fixed = {**FIXED, "intermediate_size": (None, 8 * config.get("hidden_size", schema["hidden_size"].default) // 3)}
+    for key in renamed.keys() - schema.keys():
         if key in fixed:
-            if value not in fixed[key]:
-                raise ValueError(f"{key}={value!r} in the released config: only {fixed[key][0]!r} is supported")
-        elif key in schema:
-            config[key] = value
-        elif key not in LIBRARY and key not in anywhere:
-            raise ValueError(f"unknown key {key} in the released config{configurator.nearest(key, schema)}")
-    if "-CC" in stem:
+            if renamed[key] not in fixed[key]:
+                raise ValueError(
+                    f"{key}={weights.clipped(renamed[key])} in the released config: only {fixed[key][0]!r} is supported"
+                )
+        elif key not in LIBRARY and key != STEM and key not in anywhere:
+            raise ValueError(
+                f"unknown key {weights.clipped(key)[1:-1]} in the released config{configurator.nearest(key, schema)}"
+            )
+    if "-CC" in stem and STEM not in released:
         # There the key is the width over columns, which is v by definition.
         config.pop("ddl_state_shortconv_kernel_size", None)
-    return configurator.check(config, schema)
+    return config
+
+
+def describe(folder: Path) -> tuple[str, dict]:
+    """(stem, model keys) of a folder. ValueError: missing, damaged, or unsupported."""
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} holds no config.json: give a folder of the released model code, or an exported one")
+    config = configurator.read_json(folder / "config.json")
+    names = weights.header(folder).keys()
+    if weights.EMBEDDING not in names:
+        raise ValueError(f"{folder} has no {weights.EMBEDDING}: it is not of the released model code")
+    stem = config.get(STEM) or stem_of(names)
+    if not isinstance(stem, str):
+        raise ValueError(f"{folder / 'config.json'}: {STEM}={weights.clipped(stem)}: needed the name of a variant")
+    try:
+        return stem, read_config(config, stem)
+    except ValueError as error:
+        raise ValueError(f"{folder / 'config.json'}: {error}") from error
 
 
 def load(folder: str | Path):
-    """The model of a released folder, in evaluation mode. ValueError: missing, unsupported, or not fitting names."""
+    """The model of a folder, in evaluation mode. ValueError: missing, damaged, unsupported, or not fitting."""
     folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} holds no config.json: give a folder of the released model code")
-    weights = load_weights(folder)
-    if "transformer.wte.weight" not in weights:
-        raise ValueError(f"{folder} has no transformer.wte.weight: it is not of the released model code")
-    stem = stem_of(weights)
-    released = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    model = build(stem, **read_config(released, stem))
-    expected = model.state_dict()
-    weights = {**fold(weights), "lm_head.weight": weights["transformer.wte.weight"]}
-    wrong = sorted(weights.keys() ^ expected.keys()) + sorted(
-        name for name in weights.keys() & expected.keys() if weights[name].shape != expected[name].shape
-    )
-    if wrong:
-        raise ValueError(f"{folder} does not fit {stem}: {wrong[0]}")
-    model.load_state_dict(weights)
-    return model.eval()
-
-
-def load_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """The folder's tensors in at least fp32. ValueError: no file, or a damaged one."""
-    try:
-        if (folder / "model.safetensors").is_file():
-            weights = load_file(folder / "model.safetensors")
-        elif (folder / "pytorch_model.bin").is_file():
-            weights = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
-        else:
-            raise ValueError(f"{folder} holds neither model.safetensors nor pytorch_model.bin")
-    except (SafetensorError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        raise ValueError(f"the weights in {folder} are damaged: {error}") from error
-    return {name: value.to(at_least_fp32(value.dtype)) for name, value in weights.items()}
+    return weights.read_model(folder, *describe(folder), fold)
 
 
 def column_owners(names) -> list[str]:
@@ -108,19 +93,25 @@ def column_owners(names) -> list[str]:
     return [n.removesuffix("weight") for n in names if n.endswith(("compress.weight", "readout.weight"))]
 
 
-def fold(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The pair of convolution and read vector of each CC read as one weight; other names as they are."""
-    folded = dict(weights)
-    for owner in column_owners(weights):
+def fold(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The pair of convolution and read vector of each CC read as one weight; other names as they are.
+
+    ValueError: the two do not fit each other.
+    """
+    folded = dict(tensors)
+    for owner in column_owners(tensors):
         if f"{owner}read" in folded:
-            folded[f"{owner}weight"] = fold_column_conv(weights[f"{owner}weight"], folded.pop(f"{owner}read"))
+            weight, read = tensors[f"{owner}weight"], folded.pop(f"{owner}read")
+            if weight.ndim != 2 or read.shape != weight.shape[1:]:
+                raise ValueError(f"{owner}read is {tuple(read.shape)}, {owner}weight {tuple(weight.shape)}: no pair")
+            folded[f"{owner}weight"] = fold_column_conv(weight, read)
     return folded
 
 
 def state_dict(model) -> dict[str, torch.Tensor]:
     """The weights under the released names: each CC read as weight and read = e_((v-1)//2), which folds to itself."""
-    weights = dict(model.state_dict())
-    for owner in column_owners(weights):
-        columns = weights[f"{owner}weight"].shape[1]
-        weights[f"{owner}read"] = torch.eye(columns)[(columns - 1) // 2].to(weights[f"{owner}weight"])
-    return weights
+    tensors = dict(model.state_dict())
+    for owner in column_owners(tensors):
+        columns = tensors[f"{owner}weight"].shape[1]
+        tensors[f"{owner}read"] = torch.eye(columns)[(columns - 1) // 2].to(tensors[f"{owner}weight"])
+    return tensors

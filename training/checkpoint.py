@@ -18,10 +18,11 @@ import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 
+import configurator
 from data import tokenizer
-from model import build
+from model import released
+from model import weights as weight_files
 
-TIED = "lm_head.weight"  # the same tensor as the embedding; stored once
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.json")
 SUMS = "SHA256SUMS"
 
@@ -62,7 +63,7 @@ def save(run: Path, weights: dict, optimizer_state: dict, state: dict, tokenizer
 
 def weights_of(model) -> dict[str, torch.Tensor]:
     """The model's tensors by name, each once."""
-    return {name: value for name, value in model.state_dict().items() if name != TIED}
+    return {name: value for name, value in model.state_dict().items() if name != weight_files.TIED}
 
 
 def sums_of(checkpoint: Path) -> str:
@@ -159,15 +160,19 @@ def find(path: str | Path) -> Path:
     raise ValueError(f"{path} holds {state}: give a run folder made by train.py, or one of its checkpoints/step_*")
 
 
+STATE = {"step": int, "seconds": float, "model": str, "model_config": dict, "run_config": dict, "corpus": dict}
+
+
 def read_state(checkpoint: Path) -> dict:
     """state.json. ValueError: missing or damaged."""
     try:
-        state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{checkpoint}: state.json is missing or damaged; take another checkpoint") from error
-    missing = {"step", "seconds", "model", "model_config", "run_config", "corpus"} - set(state)
-    if missing:
-        raise ValueError(f"{checkpoint}: state.json is damaged, {min(missing)} is gone; take another checkpoint")
+        state = configurator.read_json(checkpoint / "state.json")
+    except ValueError as error:
+        raise ValueError(f"{error}; take another checkpoint") from error
+    for key, kind in STATE.items():
+        if not isinstance(state.get(key), kind):
+            found = f"{key} is {'gone' if key not in state else f'no {kind.__name__}'}"
+            raise ValueError(f"{checkpoint}: state.json is damaged, {found}; take another checkpoint")
     return state
 
 
@@ -181,22 +186,30 @@ def load_tensors(file: Path) -> dict[str, torch.Tensor]:
 
 def load_weights(model, checkpoint: Path) -> None:
     """Fill the model from model.safetensors. ValueError: damaged, or of another model."""
-    weights = load_tensors(checkpoint / "model.safetensors")
-    expected = {name: value.shape for name, value in weights_of(model).items()}
-    found = {name: value.shape for name, value in weights.items()}
-    if found != expected:
-        name = min(dict(found.items() ^ expected.items()))
-        raise ValueError(
-            f"{checkpoint} does not fit the model: {name} is {found.get(name)}, needed {expected.get(name)}"
-        )
-    model.load_state_dict(weights, strict=False)  # only the tied copy is missing
+    weight_files.fill(model, checkpoint)
+
+
+def is_folder_of_weights(path: Path) -> bool:
+    """Whether it is an exported or released folder, not a run or checkpoint of ours."""
+    return (path / "config.json").is_file() and not (path / "state.json").is_file()
 
 
 def load_model(path: str | Path, device: torch.device | str):
-    """(model in evaluation mode, tokenizer, state.json) of a run or checkpoint folder, for sampling and evaluation."""
-    checkpoint = find(path)
-    state = read_state(checkpoint)
-    model = build(state["model"], **state["model_config"])
-    load_weights(model, checkpoint)
-    encoding = tokenizer.from_json(tokenizer.describe(checkpoint))
-    return model.to(device).eval(), encoding, state
+    """(model in evaluation mode, tokenizer, state) of a run, checkpoint, exported or released folder.
+
+    state: state.json; without one its `model` and `model_config` alone. ValueError: damaged, hostile, or not fitting.
+    """
+    path = Path(path)
+    if is_folder_of_weights(path):
+        folder, (stem, config), state = path, released.describe(path), {}
+    else:
+        folder = find(path)
+        state = read_state(folder)
+        stem, config = state["model"], state["model_config"]
+    description = tokenizer.describe(folder)
+    model = weight_files.read_model(folder, stem, config, released.fold)
+    if tokenizer.size_of(description) > model.config.vocab_size:
+        size = tokenizer.size_of(description)
+        raise ValueError(f"{folder}: its tokenizer has {size} tokens, its model vocab_size={model.config.vocab_size}")
+    encoding = tokenizer.from_json(description)
+    return model.to(device), encoding, {"model": stem, "model_config": config, **state}

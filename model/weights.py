@@ -1,0 +1,145 @@
+"""Weights from folders of any origin: compared with the model before anything is allocated, nothing in them executed.
+
+A folder holds model.safetensors, or several such files and an index, or pytorch_model.bin (read without running what
+a pickle asks for). Names, shapes and dtypes come from the files' headers and meet a model on torch's meta device.
+"""
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+
+import configurator
+from model import build, model_class
+from model.gpt import at_least_fp32
+
+TIED = "lm_head.weight"  # the same tensor as the embedding; stored once, or twice by other codes
+EMBEDDING = "transformer.wte.weight"
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+INDEX = "model.safetensors.index.json"
+LONGEST = 2**20  # tokens: no weight tells block_size, whose tables are made all the same
+
+
+def files(folder: Path) -> list[Path]:
+    """The files that hold the folder's weights. ValueError: none, or an index that names no file of the folder."""
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (folder / name).is_file():
+            return [folder / name]
+    if not (folder / INDEX).is_file():
+        raise ValueError(f"{folder} holds neither model.safetensors nor pytorch_model.bin")
+    parts = configurator.read_json(folder / INDEX).get("weight_map")
+    names = list(parts.values()) if isinstance(parts, dict) else []
+    for name in names or [parts]:
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise ValueError(f"{folder / INDEX}: {clipped(name)} is not the name of a safetensors file in that folder")
+    return [folder / name for name in sorted(set(names))]
+
+
+def clipped(value) -> str:
+    """What a file says, short enough for an error line."""
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def header(folder: Path) -> dict[str, torch.Tensor]:
+    """The folder's tensors on the meta device: names, shapes, dtypes. ValueError: damaged, or no floating-point."""
+    found: dict[str, torch.Tensor] = {}
+    for file in files(folder):
+        for name, tensor in pickled(file, "meta") if file.suffix == ".bin" else safe_header(file):
+            if name in found:
+                raise ValueError(f"{file}: {clipped(name)} is in another file as well")
+            if tensor is None or not tensor.is_floating_point():
+                raise ValueError(f"{file}: {clipped(name)} is not a tensor of floating-point numbers")
+            found[name] = tensor
+    return found
+
+
+def safe_header(file: Path):
+    """Pairs of a name and a meta tensor, None for another dtype than FLOATS."""
+    try:
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (no mapping)
+                part = opened.get_slice(name)
+                dtype = FLOATS.get(part.get_dtype())
+                yield name, dtype and torch.empty(part.get_shape(), dtype=dtype, device="meta")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{file} is damaged or unreadable: {error}") from error
+
+
+def pickled(file: Path, device: str):
+    """Pairs of a name and a tensor, None where a value is none. Only tensors and plain containers are unpickled."""
+    try:
+        found = torch.load(file, map_location=device, weights_only=True)
+    except Exception as error:  # a damaged or hostile pickle raises anything
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{file} is damaged, or holds more than tensors: {reason}") from error
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise ValueError(f"{file} holds no tensors by name")
+    return [(name, value if isinstance(value, torch.Tensor) else None) for name, value in found.items()]
+
+
+def load(folder: Path) -> dict[str, torch.Tensor]:
+    """The folder's tensors, on the CPU in at least fp32. ValueError: damaged, or numbers that are none."""
+    loaded = {}
+    for file in files(folder):
+        try:
+            pairs = pickled(file, "cpu") if file.suffix == ".bin" else load_file(file).items()
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{file} is damaged or unreadable: {error}") from error
+        for name, value in pairs:
+            if not value.isfinite().all():
+                raise ValueError(f"{file}: {name} holds NaN or infinite numbers")
+            loaded[name] = value.to(at_least_fp32(value.dtype))
+    if TIED in loaded and not torch.equal(loaded[TIED], loaded[EMBEDDING]):
+        raise ValueError(f"{folder}: {TIED} differs from {EMBEDDING}: these models tie them")
+    return loaded
+
+
+def compare(found: dict, model, where: str) -> None:
+    """ValueError: the tensors found are not the model's, by name and shape; the message begins with `where`."""
+    expected = model.state_dict()
+    for name in sorted(expected.keys() - found.keys() - {TIED}):
+        raise ValueError(f"{where}: {name} is missing")
+    for name in sorted(found.keys() - expected.keys()):
+        raise ValueError(f"{where}: {clipped(name)} is not one of its weights")
+    for name, tensor in sorted(found.items()):
+        if tensor.shape != expected[name].shape:
+            raise ValueError(f"{where}: {name} is {tuple(tensor.shape)}, needed {tuple(expected[name].shape)}")
+
+
+def skeleton(stem: str, config: dict, found, where: str):
+    """The model on the meta device, uninitialised. ValueError: a config that the weights found cannot be of."""
+    cls = model_class(stem)
+    checked = cls.Config(**configurator.check(config, configurator.knobs(cls.Config)))
+    blocks = len({name.split(".")[2] for name in found if name.startswith("transformer.h.") and name.count(".") > 2})
+    if checked.num_hidden_layers > blocks:
+        layers = f"num_hidden_layers={checked.num_hidden_layers}"
+        raise ValueError(f"{where}: transformer.h.{blocks} is missing, the config has {layers}")
+    if checked.block_size > LONGEST:
+        raise ValueError(f"{where}: block_size={checked.block_size} is more than {LONGEST}")
+    bare = type("Skeleton", (cls,), {"init_weights": lambda self: None})
+    try:
+        with torch.device("meta"):
+            return bare(checked)
+    except (RuntimeError, OverflowError, MemoryError) as error:
+        raise ValueError(f"{where}: its config has sizes that no model can have ({error})") from error
+
+
+def fill(model, folder: Path, what: str = "the model", fold=dict) -> None:
+    """Give the model the folder's weights. ValueError: damaged, or of another model.
+
+    fold: what makes our tensors of the folder's, by name; it is asked on the meta device first.
+    """
+    compare(fold(header(folder)), model, f"{folder} does not fit {what}")
+    model.load_state_dict(fold(load(folder)), strict=False)  # only the tied copy may be missing
+
+
+def read_model(folder: Path, stem: str, config: dict, fold=dict):
+    """The model of this stem and config with the folder's weights, in evaluation mode. ValueError: it does not fit."""
+    where = f"{folder} does not fit {stem}"
+    found = fold(header(folder))
+    compare(found, skeleton(stem, config, found, where), where)
+    model = build(stem, **config)
+    fill(model, folder, stem, fold)
+    return model.eval()
