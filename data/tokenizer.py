@@ -4,13 +4,15 @@
 """
 
 import base64
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import tiktoken
+
+import configurator
+from data import tokenizer_json
 
 END_OF_TEXT = "<|endoftext|>"
 # Words with their leading space, up to three digits, runs of punctuation, and a line break with the indentation after
@@ -41,7 +43,7 @@ def train_byte_pairs(texts: Iterable[str], vocab_size: int, pattern: str = SPLIT
     trainer = trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
     # `tokenizers` writes bytes as printable characters and orders the alphabet its own way; merges follow in id order.
-    to_byte = _printable_bytes()
+    to_byte = tokenizer_json.printable_bytes()
     learned = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     merges = [bytes(to_byte[c] for c in token) for token, _ in learned if len(token) > 1]
     if len(merges) != vocab_size - 257:
@@ -49,13 +51,6 @@ def train_byte_pairs(texts: Iterable[str], vocab_size: int, pattern: str = SPLIT
             f"vocab_size={vocab_size}: the text yields {257 + len(merges)} tokens only; give that or fewer"
         )
     return _encoding(f"bpe{vocab_size}", pattern, [bytes([value]) for value in range(256)] + merges)
-
-
-def _printable_bytes() -> dict[str, int]:
-    """The byte that each character of GPT-2's printable byte alphabet stands for."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [value for value in range(256) if value not in printable]
-    return {chr(value): value for value in printable} | {chr(256 + i): value for i, value in enumerate(others)}
 
 
 def _encoding(name: str, pattern: str, tokens: list[bytes]) -> tiktoken.Encoding:
@@ -84,7 +79,8 @@ def to_json(encoding: tiktoken.Encoding) -> dict:
 
 
 def from_json(description: dict) -> tiktoken.Encoding:
-    if description["name"] == "gpt2":
+    """The encoding that a description rebuilds. ValueError: it is none."""
+    if "tokens" not in description:
         return gpt2_tokenizer()
     tokens = [base64.b64decode(token) for token in description["tokens"]]
     return _encoding(description["name"], description["pattern"], tokens)
@@ -104,13 +100,20 @@ def bytes_by_token(encoding: tiktoken.Encoding) -> np.ndarray:
 
 
 def describe(folder: Path) -> dict:
-    """The tokenizer.json of a corpus or checkpoint folder; GPT-2 where there is none. ValueError: damaged."""
+    """The tokenizer of a corpus, checkpoint or exported folder; GPT-2 where there is none. ValueError: damaged."""
     path = folder / "tokenizer.json"
     if not path.exists():
         return {"name": "gpt2"}
+    description = configurator.read_json(path)
+    if "model" in description:  # written by export.py, or the tokenizers library
+        try:
+            name, pattern, tokens = tokenizer_json.read(description, END_OF_TEXT)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is no tokenizer that export.py writes ({error})") from error
+        return {"name": name, "pattern": pattern, "tokens": [base64.b64encode(token).decode() for token in tokens]}
     try:
-        description = json.loads(path.read_text(encoding="utf-8"))
-        if description["name"] == "gpt2" or (description["pattern"] and description["tokens"]):
+        if description == {"name": "gpt2"} or size_of(description) > 256:
+            from_json(description)
             return description
     except (ValueError, KeyError, TypeError):
         pass
@@ -119,7 +122,7 @@ def describe(folder: Path) -> dict:
 
 def size_of(description: dict) -> int:
     """Tokens of a described tokenizer, end-of-text included."""
-    return 50257 if description["name"] == "gpt2" else len(description["tokens"]) + 1
+    return len(description["tokens"]) + 1 if "tokens" in description else 50257
 
 
 def encode_prompt(encoding: tiktoken.Encoding, text: str) -> list[int]:

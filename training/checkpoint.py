@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import sys
+from numbers import Real
 from pathlib import Path
 
 import safetensors
@@ -160,7 +161,7 @@ def find(path: str | Path) -> Path:
     raise ValueError(f"{path} holds {state}: give a run folder made by train.py, or one of its checkpoints/step_*")
 
 
-STATE = {"step": int, "seconds": float, "model": str, "model_config": dict, "run_config": dict, "corpus": dict}
+STATE = {"corpus": dict, "model": str, "model_config": dict, "run_config": dict, "seconds": Real, "step": int}
 
 
 def read_state(checkpoint: Path) -> dict:
