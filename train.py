@@ -26,7 +26,18 @@ from data.loader import TrainBatches, ValidationBatches, prefetched
 from data.shards import DamagedShard, open_corpus
 from data.tokenizer import describe, size_of
 from model import STEMS, build, kernels, model_class
-from training import checkpoint, distributed, estimate, metrics, nonfinite, optimizer, parallel, resume, stopping
+from training import (
+    checkpoint,
+    distributed,
+    estimate,
+    init_from,
+    metrics,
+    nonfinite,
+    optimizer,
+    parallel,
+    resume,
+    stopping,
+)
 from training.evaluation import evaluate
 from training.provenance import code_digest
 from training.residual_statistics import residual_statistics
@@ -40,6 +51,7 @@ class TrainConfig:
     dataset: Annotated[str, "folder of token shards: a name under data/, or a path"] = "fineweb_edu"
     out_dir: Annotated[str | None, "run folder; None: runs/<name of the config file>"] = None
     resume: Annotated[str | None, "auto: start, or continue out_dir; a path: continue that run or checkpoint"] = None
+    init_from: Annotated[str | None, "folder whose weights training starts from: a run, exported or released"] = None
     dry_run: Annotated[bool, "check everything, print the size of the run, and exit"] = False
     seed: Annotated[int, "seed of initialisation and data order"] = 0
     device: Annotated[Literal["auto", "cuda", "cpu"], "auto: the GPU where there is one"] = "auto"
@@ -93,7 +105,11 @@ def configure(argv: list[str]):
     if "help" in options:
         print(configurator.help_text(f"{__doc__}\nKeys and defaults:", anywhere))
         sys.exit(0)
-    stem = configurator.parse("model", options.get("model", from_file.get("model", TrainConfig.model)), anywhere)
+    options.update({"resume": "auto"} if options.get("resume") == "True" else {})
+    out_dir = {"out_dir": f"runs/{Path(files[0]).stem}"} if files else {}
+    settled = init_from.settled({**out_dir, **from_file}, options, anywhere)
+    stem = options.get("model", from_file.get("model", settled.get("model", TrainConfig.model)))
+    stem = configurator.parse("model", stem, anywhere)
     model_config = model_class(stem).Config
     schema = configurator.knobs(TrainConfig, model_config)
 
@@ -104,8 +120,8 @@ def configure(argv: list[str]):
     if elsewhere and distributed.rank() == 0:
         print(f"note: {', '.join(elsewhere)} of {files[0]} do not concern {stem}")
     values = configurator.check({k: v for k, v in from_file.items() if k in schema}, schema)
-    options.update({"resume": "auto"} if options.get("resume") == "True" else {})
     values.update({key: configurator.parse(key, text, schema) for key, text in options.items()})
+    values = init_from.merged(values, settled)
     values["out_dir"] = values.get("out_dir") or f"runs/{Path(files[0]).stem if files else stem}"
 
     run_keys = {field.name for field in dataclasses.fields(TrainConfig)}
@@ -236,6 +252,8 @@ def main():
         plain = kernels.use(model, config.kernels, device, config.state_interval)
         if start:
             checkpoint.load_weights(model, start)
+        elif config.init_from is not None:
+            init_from.load(model, config.init_from, corpus.path)
     if config.dry_run:
         print(estimate.size_of_run(config, model, train_batches.windows, device))
         return

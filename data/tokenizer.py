@@ -112,8 +112,9 @@ def describe(folder: Path) -> dict:
             raise ValueError(f"{path} is no tokenizer that export.py writes ({error})") from error
         return {"name": name, "pattern": pattern, "tokens": [base64.b64encode(token).decode() for token in tokens]}
     try:
-        if description == {"name": "gpt2"} or size_of(description) > 256:
-            from_json(description)
+        if description["name"] == "gpt2":
+            return {"name": "gpt2"}
+        if len(description["tokens"]) >= 256 and from_json(description):
             return description
     except (ValueError, KeyError, TypeError):
         pass

@@ -4,6 +4,8 @@ tiktoken merges the neighbours whose union has the lowest rank; `tokenizers` goe
 longer than a byte is therefore one merge: of the two parts that the earlier tokens make of it.
 """
 
+from itertools import pairwise
+
 # By rank: enough to tell GPT-2's vocabulary from another of its size and pattern.
 GPT2 = {0: b"!", 220: b" ", 262: b" the", 464: b"The", 995: b" world", 15496: b"Hello"}
 
@@ -19,8 +21,7 @@ def merge_of(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
     """The two parts that tokens of lower rank make of a token. ValueError: they make more."""
     parts, limit = [token[i : i + 1] for i in range(len(token))], ranks[token]
     while len(parts) > 2:
-        pairs = [(ranks.get(a + b, limit), at) for at, (a, b) in enumerate(zip(parts, parts[1:]))]
-        rank, at = min(pairs)
+        rank, at = min((ranks.get(a + b, limit), at) for at, (a, b) in enumerate(pairwise(parts)))
         if rank >= limit:
             raise ValueError(f"the token {token!r} is no union of two earlier ones: it cannot be written as a merge")
         parts[at : at + 2] = [parts[at] + parts[at + 1]]

@@ -68,8 +68,8 @@ def card(name: str, stem: str, model, dtype: str, commit: str, state: dict, reco
     parts = [
         "---\n" + "\n".join(head) + "\n---",
         f"# {name}",
-        f"A language model of {model.num_parameters():,} parameters (the tied embedding counts once), weights in {dtype}, "
-        f"variant `{stem}` of [Deep Delta Learning](https://arxiv.org/abs/2601.00417): see the text and code of "
+        f"A language model of {model.num_parameters():,} parameters (the tied embedding counts once), weights in "
+        f"{dtype}, variant `{stem}` of [Deep Delta Learning](https://arxiv.org/abs/2601.00417): see its text, and "
         "`stem.py`. A base model: it continues text, and follows no instructions.",
         "## Use",
         f"With transformers 5:\n\n```python\n{LOAD.format(folder=name)}\n{GENERATE}\n```",

@@ -1,4 +1,4 @@
-"""The modelling code of an exported folder: a variant's file and what it imports, side by side, without this repository.
+"""The modelling code of an exported folder: a variant's file and all that it imports, side by side.
 
 transformers copies the files that relative imports name, and follows `from .x import y` alone.
 """
