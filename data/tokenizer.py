@@ -4,6 +4,7 @@
 """
 
 import base64
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -83,6 +84,8 @@ def from_json(description: dict) -> tiktoken.Encoding:
     if "tokens" not in description:
         return gpt2_tokenizer()
     tokens = [base64.b64decode(token) for token in description["tokens"]]
+    if len({token for token in tokens if len(token) == 1}) != 256:
+        raise ValueError("a tokenizer without a token for every byte")
     return _encoding(description["name"], description["pattern"], tokens)
 
 
@@ -102,12 +105,13 @@ def bytes_by_token(encoding: tiktoken.Encoding) -> np.ndarray:
 def describe(folder: Path) -> dict:
     """The tokenizer of a corpus, checkpoint or exported folder; GPT-2 where there is none. ValueError: damaged."""
     path = folder / "tokenizer.json"
-    if not path.exists():
+    if not os.path.lexists(path):
         return {"name": "gpt2"}
     description = configurator.read_json(path)
     if "model" in description:  # written by export.py, or the tokenizers library
         try:
             name, pattern, tokens = tokenizer_json.read(description, END_OF_TEXT)
+            _encoding(name, pattern, tokens)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is no tokenizer that export.py writes ({error})") from error
         return {"name": name, "pattern": pattern, "tokens": [base64.b64encode(token).decode() for token in tokens]}

@@ -109,7 +109,8 @@ class DDLForCausalLM(PreTrainedModel, GenerationMixin):
         tokens than block_size, a mask with gaps, or an argument that this model does not offer.
         """
         for name in NOT_OFFERED:
-            if kwargs.pop(name, None) not in (None, False):
+            given = kwargs.pop(name, None)
+            if given is not None and given is not False:
                 raise ValueError(f"{name} is not offered by this model: leave it out")
         if input_ids is None:
             raise ValueError("input_ids are missing")

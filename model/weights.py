@@ -111,7 +111,10 @@ def compare(found: dict, model, where: str) -> None:
 def skeleton(stem: str, config: dict, found, where: str):
     """The model on the meta device, uninitialised. ValueError: a config that the weights found cannot be of."""
     cls = model_class(stem)
-    checked = cls.Config(**configurator.check(config, configurator.knobs(cls.Config)))
+    try:
+        checked = cls.Config(**configurator.check(config, configurator.knobs(cls.Config)))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
     blocks = len({name.split(".")[2] for name in found if name.startswith("transformer.h.") and name.count(".") > 2})
     if checked.num_hidden_layers > blocks:
         layers = f"num_hidden_layers={checked.num_hidden_layers}"
@@ -122,8 +125,8 @@ def skeleton(stem: str, config: dict, found, where: str):
     try:
         with torch.device("meta"):
             return bare(checked)
-    except (RuntimeError, OverflowError, MemoryError) as error:
-        raise ValueError(f"{where}: its config has sizes that no model can have ({error})") from error
+    except (RuntimeError, TypeError, OverflowError) as error:
+        raise ValueError(f"{where}: its config has sizes that no model can have ({clipped(error)})") from error
 
 
 def fill(model, folder: Path, what: str = "the model", fold=dict) -> None:

@@ -1,0 +1,411 @@
+"""Exported folders: what transformers computes with them, in a process without this repository, is what we compute."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, one_line_error, script
+from safetensors.torch import load_file, save_file
+
+import export
+import model
+from data import tokenizer
+from huggingface import flatten
+from model import STEMS, build
+from training import checkpoint
+
+TINY = {"vocab_size": 260, "block_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}
+TINY |= {"hidden_size": 12}
+CC = "DDL-gpt-mha-rope-CC"
+CASES = {stem: (stem, {}) for stem in STEMS}
+CASES |= {"vmap": ("DDL-gpt-mha-rope-EC", {"ddl_map": "v", "ddl_k_hidden_size": 3, "ddl_value_channels": 3})}
+CASES |= {"attention": (f"{CC}-EC", {"ddl_map": "v", "ddl_k_branch": "attention"})}
+CASES |= {"gate": (CC, {"ddl_beta_single_linear": False, "ddl_beta_hidden_size": 5, "ddl_update": "write_only"})}
+CASES |= {"plain": ("gpt-mha-rope", {"rope_ratio": 0.5, "mup": True, "use_qk_rmsnorm": False, "rope_base": 500.0})}
+CASES |= {"constant": ("DDL-vdim1-gpt-mha-rope", {"ddl_v_constant": True})}
+CASES |= {"gated": ("gated-gpt-mha-rope", {})}  # the README's example
+TEXTS = ["def f(x):\n    return größe", "", " \n\t尺寸", "<|endoftext|>a<|endoftext|>"]
+PAIRS = [("def f(", "x):"), ("import", " os"), ("", "return"), ("class A", ":")]
+
+
+def noisy(stem, keys):
+    """A model off its start, so that the likeliest token is not the one before."""
+    made = build(stem, **{**TINY, **keys})
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return made.eval()
+
+
+def save_run(folder: Path, made, stem: str, encoding=None) -> Path:
+    """A run folder with one checkpoint at step 7."""
+    config = vars(made.config)
+    run = {"dataset": "/some/where/stories", "global_batch_size": 4, "learning_rate": 0.01, "min_lr": None}
+    state = {"step": 7, "seconds": 12.0, "model": stem, "model_config": config, "run_config": run, "corpus": {}}
+    described = tokenizer.to_json(encoding or tokenizer.byte_tokenizer())
+    checkpoint.save(folder, checkpoint.weights_of(made), {"a:m": torch.ones(1)}, state, described)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def example_stem(tmp_path_factory):
+    """The README's stem, which has `import model.gpt as gpt`, in the place of a user's file."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.S)
+    package = tmp_path_factory.mktemp("stems") / "model"
+    package.mkdir()
+    (package / "gated-gpt-mha-rope.py").write_text(next(text for text in blocks if "class Model" in text))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "__path__", [*model.__path__, str(package)])
+        patch.setattr(model, "STEMS", [*STEMS, "gated-gpt-mha-rope"])
+        yield
+
+
+def exported(run: Path, out: Path, *arguments) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["export.py", str(run), str(out), *arguments])
+        export.main()
+    return out
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return torch.randint(0, 256, (3, 13), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.fixture(scope="module")
+def reloaded(tmp_path_factory, example_stem, ids):
+    """({case: (our model, transformers' tensors, facts)}, facts of all) of every case, by one process."""
+    torch.manual_seed(1)
+    folder, made = tmp_path_factory.mktemp("exported"), {}
+    for case, (stem, keys) in CASES.items():
+        made[case] = noisy(stem, keys)
+        exported(save_run(folder / f"{case}_run", made[case], stem), folder / case)
+    exported(folder / f"{CC}_run", folder / "bfloat16", "--dtype=bfloat16")
+    shutil.copytree(folder / CC, folder / "lacking")
+    weights = load_file(folder / CC / "model.safetensors")
+    save_file({k: v for k, v in weights.items() if k != "ln_f.weight"}, folder / "lacking" / "model.safetensors")
+    job = {"ids": ids.tolist(), "folders": [str(folder / case) for case in CASES], "lacking": str(folder / "lacking")}
+    job |= {"text_folder": str(folder / CC), "texts": TEXTS, "pairs": PAIRS, "bfloat16": str(folder / "bfloat16")}
+    (folder / "job.json").write_text(json.dumps(job))
+    home = {"HF_HOME": str(folder / "home"), "HF_MODULES_CACHE": str(folder / "home" / "m"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-I", str(ROOT / "tests" / "reload_exported.py"), str(folder / "job.json")]
+    environment = {**os.environ, **home, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    result = subprocess.run(command, cwd=folder, capture_output=True, env=environment, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr.decode()[-3000:]
+    facts = json.loads((folder / "job.facts").read_text())
+    cases = {case: (made[case], torch.load(folder / f"{case}.pt"), facts[str(folder / case)]) for case in CASES}
+    return folder, cases, facts
+
+
+@pytest.fixture(params=list(CASES))
+def case(request, reloaded):
+    return reloaded[1][request.param]
+
+
+def close(found, wanted, tolerance=1e-6):
+    torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance * max(1, float(wanted.abs().max())))
+
+
+@torch.no_grad()
+def test_logits_are_ours(case, ids):
+    ours, found, _ = case
+    wanted = ours(ids)[0]
+    close(found["logits"], wanted)
+    close(found["cached"], wanted, 1e-5)
+    assert torch.equal(found["again"], found["logits"])
+    close(found["last"], found["logits"][:, -1:])
+    assert found["double"].dtype == torch.float64
+    close(found["double"].float(), ours.double()(ids)[0].float())
+    ours.float()
+
+
+@torch.no_grad()
+def test_padding_changes_nothing(case, ids):
+    ours, found, _ = case
+    for row, tokens in ((0, slice(0, 13)), (1, slice(4, 13)), (2, slice(0, 9))):
+        alone = ours(ids[row : row + 1, tokens])[0][0]
+        close(found["padded_logits"][row, tokens], alone, 1e-5)
+        if row < 2:
+            close(found["padded_cached"][row, tokens], alone, 1e-5)
+
+
+def test_weights_keep_their_names_and_stay_tied(case):
+    ours, _, facts = case
+    assert facts["tied"]
+    assert facts["dtype"] == "torch.float32"
+    assert facts["names"] == sorted(ours.state_dict())
+
+
+@torch.no_grad()
+def likeliest(ours, prompt, count: int):
+    """Tokens by full passes over everything so far; end-of-text and unused ids cannot come."""
+    text = prompt
+    for _ in range(count):
+        text = torch.cat((text, ours(text[None])[0][0, -1, :256].argmax()[None]))
+    return text
+
+
+def test_greedy_text_is_ours(case, ids):
+    ours, found, facts = case
+    for row in (0, 1):
+        wanted = likeliest(ours, ids[row, :7], 6)
+        assert torch.equal(found["greedy_True"][row], wanted)
+        if row == 1:
+            wanted = likeliest(ours, ids[row, 4:7], 6)
+        assert torch.equal(found["padded_greedy_True"][row, -6:], wanted[-6:])
+    assert len(set(found["greedy_True"][:, 7:].flatten().tolist())) > 2
+    prompt = torch.tensor(list(b"def f"))
+    assert facts["text"] == bytes(likeliest(ours, prompt, 3).tolist()).decode(errors="replace")
+
+
+def test_the_cache_changes_no_text(case):
+    """Beams, samples and several continuations, whole and padded batches, against passes over all tokens each time."""
+    _, found, _ = case
+    names = sorted(name.removesuffix("_True") for name in found if name.endswith("_True"))
+    assert len(names) == 11
+    for name in names:
+        assert torch.equal(found[f"{name}_True"], found[f"{name}_False"]), name
+    assert all(tensor.max() < 257 for name, tensor in found.items() if name.endswith(("_True", "_False")))
+    assert found["returned_True"].shape == (6, 13)
+    assert len(set(map(tuple, found["returned_True"].tolist()))) > 2
+
+
+def test_gradients_are_ours(case, ids):
+    ours, found, _ = case
+    targets = ids[:, 1:].clone()
+    targets[0, :2] = -1
+    loss = ours(ids[:, :-1], targets)[1]
+    loss.backward()
+    close(found["loss"], loss.detach())
+    for name, parameter in ours.named_parameters():
+        if parameter.requires_grad:
+            scale = 1e-5 * float(parameter.grad.abs().max())
+            for prefix in ("gradient.", "checkpointed."):
+                torch.testing.assert_close(found[f"{prefix}{name}"], parameter.grad, rtol=1e-4, atol=scale)
+        else:
+            assert f"gradient.{name}" not in found
+    ours.zero_grad()
+    assert found["changed"]
+
+
+def test_rope_tables(case):
+    """Of a model that transformers built without values, against the definition in numpy."""
+    ours, found, _ = case
+    rotary = int(ours.config.head_dim * ours.config.rope_ratio) // 2 * 2
+    angle = np.outer(np.arange(24), ours.config.rope_base ** (-2 * np.arange(rotary // 2) / rotary))
+    np.testing.assert_allclose(found["cos"], np.cos(angle), atol=1e-7)
+    np.testing.assert_allclose(found["sin"], np.sin(angle), atol=1e-7)
+
+
+def test_what_cannot_be_served_is_said(reloaded):
+    said = reloaded[2]["refusals"]
+    wanted = {
+        "gap": "a gap between a row's tokens",
+        "right": "pad on the left",
+        "short": r"attention_mask is \(1, 3\): needed one number for each of 5 tokens",
+        "masked": "tokens that follow a cache cannot be masked",
+        "long": "45 tokens do not fit block_size=24",
+        "generate_long": "25 tokens do not fit a cache of length=24",
+        "positions": "position_ids is not offered",
+        "attentions": "output_attentions is not offered",
+        "nothing": "input_ids are missing",
+        "resize": "cannot be resized",
+        "static": "this model has a cache of its own",
+    }
+    assert said.keys() == wanted.keys()
+    for name, message in wanted.items():
+        assert re.search(message, said[name]), (name, said[name])
+    assert reloaded[2]["missing"] == "the file of weights lacks ln_f.weight"
+
+
+def test_the_tokenizer_is_ours(reloaded):
+    found, encoding = reloaded[2]["tokenizer"], tokenizer.byte_tokenizer()
+    assert found["ids"] == [encoding.encode(text, allowed_special="all") for text in TEXTS]
+    assert found["decoded"] == TEXTS
+    assert found["special"] == ["<|endoftext|>"] * 3
+    assert found["batch"]["input_ids"] == [[256, 256, 97], [98, 99, 100]]
+    assert found["batch"]["attention_mask"] == [[0, 0, 1], [1, 1, 1]]
+    assert found["size"] == 257
+
+
+@torch.no_grad()
+def test_lm_eval_scores_as_we_do(reloaded):
+    ours = reloaded[1][CC][0]
+    for (context, rest), (score, greedy) in zip(PAIRS, reloaded[2]["loglikelihood"]):
+        given, wanted = list(context.encode()) or [256], list(rest.encode())
+        log_p = ours(torch.tensor([given + wanted]))[0][0].log_softmax(-1)[len(given) - 1 : -1]
+        assert score == pytest.approx(float(log_p[range(len(wanted)), wanted].sum()), abs=1e-4)
+        assert greedy == (log_p.argmax(-1).tolist() == wanted)
+
+
+def test_bfloat16_is_ours_rounded_and_read_back(reloaded):
+    folder, cases, facts = reloaded
+    assert facts["bfloat16"] == "torch.bfloat16"
+    back, encoding, state = checkpoint.load_model(folder / "bfloat16", "cpu")
+    assert encoding.n_vocab == 257
+    assert state == {"model": CC, "model_config": vars(cases[CC][0].config)}
+    for name, value in cases[CC][0].state_dict().items():
+        assert torch.equal(back.state_dict()[name], value.bfloat16().float()), name
+
+
+@pytest.mark.parametrize("again", ["", "_again"])
+def test_our_scripts_read_every_folder(case, reloaded, again, ids):
+    """As exported, and as transformers has saved it since; nothing in it is imported."""
+    ours, _, _ = case
+    name = next(name for name, (made, *_) in reloaded[1].items() if made is ours)
+    before = set(sys.modules)
+    back, encoding, _ = checkpoint.load_model(reloaded[0] / f"{name}{again}", "cpu")
+    assert torch.equal(back(ids)[0], ours(ids)[0])
+    assert vars(back.config) == vars(ours.config)
+    assert back.lm_head.weight is back.transformer.wte.weight
+    assert encoding.name == "bytes"
+    assert not {module for module in set(sys.modules) - before if "ddl" in module or "stem" in module}
+
+
+def test_the_folder_is_flat_and_has_no_import_of_the_repository(case, reloaded):
+    name = next(name for name, (made, *_) in reloaded[1].items() if made is case[0])
+    files = {path.name: path for path in (reloaded[0] / name).iterdir()}
+    assert all(path.is_file() for path in files.values())
+    text = "\n".join(path.read_text() for path in files.values() if path.suffix == ".py")
+    assert not re.search(r"^\s*(from|import)\s+(model|training|data|configurator)\b", text, flags=re.M)
+    assert ("residual.py" in files) == ("DDL" in CASES[name][0])
+    header = load_file(files["model.safetensors"])
+    assert "lm_head.weight" not in header
+    assert json.loads(files["config.json"].read_text())["stem"] == CASES[name][0]
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted", "needed"),
+    [
+        ("from model.gpt import GPT, Block as B\n", "from .gpt import GPT, Block as B\n", ["gpt"]),
+        ("import model.gpt as g  # x\n", "from .gpt import __name__ as _\nfrom . import gpt as g  # x\n", ["gpt"]),
+        ("from model import gpt\n", "from .gpt import __name__ as _\nfrom . import gpt as gpt\n", ["gpt"]),
+        ("from model.gpt import (\n    GPT,\n    Block,\n)\nx = 1\n", "from .gpt import GPT, Block\nx = 1\n", ["gpt"]),
+        ("import torch, math\n", "import torch, math\n", []),
+        ("def f():\n    from model.loss import scaled\n", "def f():\n    from .loss import scaled\n", ["loss"]),
+    ],
+)
+def test_imports_become_relative(text, wanted, needed):
+    assert flatten.rewritten(text, "x") == (wanted, needed)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("import model", "import model.gpt", "from data import tokenizer", "import configurator", "import train"),
+        *("from model.kernels.stream import DeltaStream", "x = import_module('model.gpt-mha-rope')"),
+    ],
+)
+def test_code_that_cannot_stand_alone_is_refused(text):
+    with pytest.raises(ValueError, match="cannot be exported"):
+        flatten.rewritten(text, "model/mine.py")
+
+
+@pytest.mark.parametrize("module", ["model.kernels", "model.build"])
+def test_modules_that_are_no_files_are_refused(module):
+    with pytest.raises(ValueError, match="is not one file"):
+        flatten.source_of(module)
+
+
+def test_buffers_that_are_not_stored_are_refused():
+    made = build(CC, **TINY)
+    export.check_buffers(made)
+    made.transformer.h[0].register_buffer("scale", torch.ones(2))
+    export.check_buffers(made)
+    made.transformer.h[0].register_buffer("steps", torch.ones(2), persistent=False)
+    with pytest.raises(ValueError, match=r"transformer\.h\.0\.steps is a buffer that is not stored"):
+        export.check_buffers(made)
+
+
+def test_the_card_tells_what_is_known(tmp_path):
+    run = save_run(tmp_path / "run", noisy(CC, {}), CC)
+    lines = [{"step": step, "loss": float(step)} for step in range(1, 9)]
+    lines += [{"step": 7, "val_loss": 1.25, "val_perplexity": 3.49, "val_bits_per_byte": 1.8, "val_sequences": 33}]
+    lines += [{"step": 8, "val_loss": 9.0, "val_perplexity": 8103.0, "val_sequences": 33}]  # after the checkpoint
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = (exported(run, tmp_path / "out") / "README.md").read_text()
+    assert text.startswith("---\nlibrary_name: transformers\n")
+    for row in (
+        *(
+            "| steps | 7 |",
+            "| tokens | 672, in sequences of 24 |",
+            "| corpus | stories |",
+            "| `learning_rate` | `0.01` |",
+        ),
+        *("| validation loss | 1.2500 (step 7, 33 sequences) |", "| validation bits per byte | 1.8000 (step 7"),
+        *("| training loss, mean of the last 7 steps | 4.0000 |", "| `hidden_size` | `12` |", "| seconds of training"),
+    ):
+        assert row in text, row
+    assert "min_lr" not in text
+    assert "/some" not in text
+    assert f"{build(CC, **TINY).num_parameters():,} parameters" in text
+    text = (exported(tmp_path / "out", tmp_path / "second") / "README.md").read_text()
+    assert "## Training" not in text
+    assert "None" not in text.partition("## Model")[0]
+
+
+def test_the_code_in_the_card_runs(reloaded, monkeypatch, capsys):
+    """In this process, for its syntax and names: from_pretrained is the other tests' affair."""
+    text = (reloaded[0] / CC / "README.md").read_text()
+    code = re.search(r"```python\n(.*?)```", text, flags=re.S)[1]
+    compile(code, "README.md", "exec")
+    assert f"'{CC}', trust_remote_code=True" in code
+
+
+def test_nothing_is_half_written(tmp_path, monkeypatch):
+    run = save_run(tmp_path / "run", noisy(CC, {}), CC)
+    out = exported(run, tmp_path / "made" / "out")
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    monkeypatch.setattr(export, "save_file", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")))
+    for arguments in ([run, out, "--overwrite"], [run, tmp_path / "made" / "other"]):
+        with pytest.raises(SystemExit) as ended:
+            exported(*arguments)
+        assert ended.value.code == 2
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_only_exported_folders_are_replaced(tmp_path, capsys):
+    run = save_run(tmp_path / "run", noisy(CC, {}), CC)
+    out, other = tmp_path / "out", tmp_path / "other"
+    out.mkdir()
+    exported(run, out)  # an empty one is taken
+    (out / "old").touch()
+    other.mkdir()
+    (other / "config.json").touch()
+    (tmp_path / "file").touch()
+    for arguments, message in (
+        ([out], "is not empty: give another OUT_DIR, or --overwrite"),
+        ([other, "--overwrite"], "holds something else than an exported model"),
+        ([run, "--overwrite"], "holds something else than an exported model"),
+        ([tmp_path / "file", "--overwrite"], "is a file: give a folder"),
+    ):
+        with pytest.raises(SystemExit):
+            exported(run, *arguments)
+        assert message in capsys.readouterr().err
+    exported(run, out, "--overwrite")
+    assert not (out / "old").exists()
+    exported(out, out, "--overwrite")  # onto itself
+    assert (out / "model.safetensors").is_file()
+
+
+def test_the_script(tmp_path):
+    run = save_run(tmp_path / "run", noisy(CC, {}), CC)
+    result = script("export.py", run, tmp_path / "out", "--dtype=bfloat16")
+    assert result.returncode == 0, result.stderr.decode()
+    lines = result.stdout.decode().splitlines()
+    assert "model.safetensors (" in lines[0]
+    assert lines[1:] == [
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        f"model = AutoModelForCausalLM.from_pretrained('{tmp_path}/out', trust_remote_code=True)",
+        f"tokenizer = AutoTokenizer.from_pretrained('{tmp_path}/out', trust_remote_code=True)",
+    ]
+    assert script("sample.py", tmp_path / "out", "--max_new_tokens=5", "--device=cpu").returncode == 0
+    assert "holds no checkpoint" in one_line_error(script("export.py", tmp_path, tmp_path / "x"))
