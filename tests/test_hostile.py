@@ -157,7 +157,7 @@ def test_weights_of_another_model(folder, change, message):
         ({"num_hidden_layers": 1}, "is not one of its weights"),
         ({"hidden_size": 10**9}, "sizes that no model can have"),
         ({"hidden_size": 10**40}, "sizes that no model can have"),
-        ({"hidden_size": 24}, "needed (24"),
+        ({"hidden_size": 24}, "needed ("),
         ({"vocab_size": 10**12}, "needed (1000000000000, 12)"),
         ({"head_dim": 10**6}, "needed"),
         ({"ddl_value_channels": 10**7}, "needed"),

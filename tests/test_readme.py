@@ -154,7 +154,7 @@ def test_the_speed_of_the_data_is_the_stored_result():
     assert f"| {row['waiting_share']:.3%}; {row['making_share']:.3%} of the step |" in page
 
 
-@pytest.mark.parametrize("page", ["data.md", "runs.md", "sweeps.md"])
+@pytest.mark.parametrize("page", ["data.md", "export.md", "runs.md", "sweeps.md"])
 def test_commands_of_the_pages_exist(page):
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     commands = [

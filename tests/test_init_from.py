@@ -1,0 +1,171 @@
+"""Training from the weights of a folder: what it settles, what it leaves to the run, and that it is read once."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import SMALL, one_line_error, script, small_run
+from safetensors.torch import load_file, save_file
+from test_export import exported, save_run
+
+import train
+from data import tokenizer
+from model import build, released
+from training import checkpoint
+
+STEM = "DDL-gpt-mha-rope-CC-EC"
+KEYS = {**SMALL, "ddl_value_channels": 2, "mup": True, "hidden_size_base": 24}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The same model as a run, an exported folder (float32 and bfloat16) and a released one."""
+    torch.manual_seed(3)
+    folder, made = tmp_path_factory.mktemp("weights"), build(STEM, **KEYS)
+    save_run(folder / "run", made, STEM)
+    exported(folder / "run", folder / "exported")
+    exported(folder / "run", folder / "rounded", "--dtype=bfloat16")
+    (folder / "released").mkdir()
+    tensors = {name: value.clone() for name, value in released.state_dict(made).items()}
+    save_file(tensors, folder / "released" / "model.safetensors")
+    (folder / "released" / "config.json").write_text(json.dumps(vars(made.config)))
+    return folder
+
+
+def arguments(corpus, out: Path, **changes) -> list[str]:
+    """A run that leaves the model to the folder."""
+    given = small_run(corpus, out, **changes)
+    settled = {f"--{key}" for key in ("model", *SMALL)} - {f"--{key}" for key in changes}
+    return [each for each in given if each.partition("=")[0] not in settled]
+
+
+def run(argv: list[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["train.py", *argv])
+        train.main()
+
+
+def weights(out: Path, step: int) -> dict:
+    return load_file(out / "checkpoints" / f"step_{step:08d}" / "model.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["run", "exported", "rounded", "released"])
+def test_training_starts_from_the_weights(corpus, folders, tmp_path, kind):
+    """Nothing is learned at a rate of zero, so the first checkpoint holds the folder's weights."""
+    out = tmp_path / "out"
+    run(arguments(corpus, out, init_from=folders / kind, learning_rate=0, max_steps=1, eval_full=False))
+    state = json.loads((out / "checkpoints" / "step_00000001" / "state.json").read_text())
+    assert (state["step"], state["model"]) == (1, STEM)
+    assert state["model_config"] == vars(build(STEM, **KEYS).config)
+    assert state["run_config"]["init_from"] == str(folders / kind)
+    wanted = load_file(folders / "exported" / "model.safetensors")
+    for name, value in weights(out, 1).items():
+        same = wanted[name].bfloat16().float() if kind == "rounded" else wanted[name]
+        torch.testing.assert_close(value, same, rtol=0, atol=1e-6 if kind == "released" else 0)
+
+
+def test_the_optimizer_begins_afresh_and_learns(corpus, folders, tmp_path):
+    run(arguments(corpus, tmp_path / "out", init_from=folders / "exported"))
+    moments = load_file(tmp_path / "out" / "checkpoints" / "step_00000003" / "optimizer.safetensors")
+    steps = {float(value) for name, value in moments.items() if name.endswith("step")}
+    assert steps == {3.0}
+    before = load_file(folders / "exported" / "model.safetensors")
+    assert all(not torch.equal(value, before[name]) for name, value in weights(tmp_path / "out", 6).items())
+
+
+def test_a_run_that_goes_on_does_not_need_the_folder(corpus, folders, tmp_path):
+    source = Path(shutil.copytree(folders / "exported", tmp_path / "source"))
+    keys = {"init_from": source, "resume": "auto", "eval_full": False, "eval_interval": 100}
+    run(arguments(corpus, tmp_path / "whole", **keys))
+    run(arguments(corpus, tmp_path / "parts", **keys, max_steps=3, min_lr=1e-3))
+    shutil.rmtree(source)
+    with pytest.raises(SystemExit):  # another folder is another run
+        run(arguments(corpus, tmp_path / "parts", **{**keys, "init_from": folders / "run"}, min_lr=1e-3))
+    with pytest.raises(SystemExit):  # nothing to go on from, and no folder
+        run(arguments(corpus, tmp_path / "fresh", **keys))
+    assert not (tmp_path / "fresh").exists()
+    run(arguments(corpus, tmp_path / "parts", **keys, min_lr=1e-3))
+    assert (tmp_path / "parts" / "checkpoints" / "step_00000006").is_dir()
+    assert (tmp_path / "whole" / "checkpoints" / "step_00000006").is_dir()
+
+
+def test_going_on_is_bit_for_bit(corpus, folders, tmp_path):
+    keys = {"init_from": folders / "exported", "resume": "auto", "eval_full": False, "checkpoint_interval": 2}
+    run(arguments(corpus, tmp_path / "out", **keys))
+    wanted = weights(tmp_path / "out", 6)
+    shutil.rmtree(tmp_path / "out" / "checkpoints" / "step_00000006")
+    run(arguments(corpus, tmp_path / "out", **keys))
+    assert all(torch.equal(value, wanted[name]) for name, value in weights(tmp_path / "out", 6).items())
+
+
+def test_a_longer_context_is_legal(corpus, folders, tmp_path, capsys):
+    """RoPE tables are computed for it; the folder's length is the default."""
+    config, model_config = train.configure(arguments(corpus, tmp_path, init_from=folders / "released", block_size=40))
+    assert (config.model, model_config.block_size, model_config.ddl_value_channels) == (STEM, 40, 2)
+    assert train.configure(arguments(corpus, tmp_path, init_from=folders / "released"))[1].block_size == 16
+    argv = arguments(corpus, tmp_path / "x", init_from=folders / "run", block_size=40, dry_run=True)
+    run(argv)
+    assert "parameters" in capsys.readouterr().out
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"hidden_size": 24}, r"hidden_size=24, but init_from=.* has 12: leave the key out"),
+        ({"mup": False}, r"mup=False, but init_from=.* has True"),
+        ({"model": "DDL-gpt-mha-rope"}, r"model='DDL-gpt-mha-rope', but init_from=.* has 'DDL-gpt-mha-rope-CC-EC'"),
+        ({"init_from": "nowhere"}, "nowhere holds no checkpoint"),
+        ({"init_from": "docs"}, "docs holds no checkpoint"),
+    ],
+)
+def test_contradictions_are_refused_by_name(corpus, folders, tmp_path, keys, message):
+    with pytest.raises(ValueError, match=message):
+        train.configure(arguments(corpus, tmp_path, **{"init_from": folders / "exported", **keys}))
+
+
+def test_a_config_file_counts_as_the_user(corpus, folders, tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    file.write_text(f"init_from = {str(folders / 'run')!r}\nhidden_size = 12\nddl_beta_init = 0.25\n")
+    _, model_config = train.configure([str(file)])
+    assert vars(model_config) == vars(build(STEM, **KEYS).config)  # an initialisation that does not take place
+    assert "note: ddl_beta_init: no effect with init_from" in capsys.readouterr().err
+    file.write_text(f"init_from = {str(folders / 'run')!r}\nrope_base = 5e5\n")
+    with pytest.raises(ValueError, match=r"rope_base=500000\.0, but init_from=.* has 10000\.0"):
+        train.configure([str(file)])
+    file.write_text("init_from = 5\n")
+    with pytest.raises(ValueError, match="init_from=5: give text or None"):
+        train.configure([str(file)])
+
+
+def test_another_tokenizer_is_refused(corpus, folders, tmp_path, capsys):
+    made, other = build("gpt-mha-rope", **SMALL), tokenizer.train_byte_pairs(["ab ab ab"] * 5, 258)
+    save_run(tmp_path / "run", made, "gpt-mha-rope", other)
+    exported(tmp_path / "run", tmp_path / "exported")
+    for name in ("run", "exported"):
+        with pytest.raises(SystemExit):
+            run(arguments(corpus, tmp_path / "out", init_from=tmp_path / name, dry_run=True))
+        line = capsys.readouterr().err
+        assert "reads tokens of bpe258" in line
+        assert "has other ones, of bytes" in line
+    small = build("gpt-mha-rope", **{**SMALL, "vocab_size": 200})
+    (tmp_path / "released").mkdir()
+    save_file(checkpoint.weights_of(small), tmp_path / "released" / "model.safetensors")
+    (tmp_path / "released" / "config.json").write_text(json.dumps(vars(small.config)))
+    with pytest.raises(SystemExit):  # released folders have no tokenizer: its size must do
+        run(arguments(corpus, tmp_path / "out", init_from=tmp_path / "released"))
+    assert "vocab_size=200, but" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_damaged_weights_end_with_one_line(corpus, folders, tmp_path):
+    folder = Path(shutil.copytree(folders / "exported", tmp_path / "e"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["ln_f.weight"][0] = float("nan")
+    save_file(tensors, folder / "model.safetensors")
+    line = one_line_error(script("train.py", *arguments(corpus, tmp_path / "out", init_from=folder)))
+    assert "model.safetensors: ln_f.weight holds NaN or infinite numbers" in line
+    assert not (tmp_path / "out").exists()

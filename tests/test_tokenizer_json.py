@@ -1,0 +1,102 @@
+"""tokenizer.json: the tokenizers library makes the ids that tiktoken makes, and gives the encoding back."""
+
+import json
+import random
+
+import pytest
+from conftest import ROOT
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_tokenizer import ODD
+
+from data import tokenizer, tokenizer_json
+
+tokenizers = pytest.importorskip("tokenizers")
+
+# What tiktoken has for GPT-2.
+GPT2 = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+TEXTS = [path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("*/*.py"))]
+
+
+@pytest.fixture(scope="module", params=["bytes", "own pattern", "GPT-2's pattern"])
+def pair(request):
+    """(tiktoken's encoding, the library's tokenizer from the JSON written for it)."""
+    if request.param == "bytes":
+        encoding = tokenizer.byte_tokenizer()
+    else:
+        pattern = GPT2 if request.param.startswith("GPT") else tokenizer.SPLIT_PATTERN
+        encoding = tokenizer.train_byte_pairs(TEXTS, 1500, pattern)
+    return encoding, tokenizers.Tokenizer.from_str(json.dumps(written(encoding)))
+
+
+def written(encoding) -> dict:
+    tokens = [token for token, _ in sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1])]
+    return tokenizer_json.write(encoding._pat_str, tokens, tokenizer.END_OF_TEXT)
+
+
+def check(pair, text: str) -> None:
+    encoding, library = pair
+    ids = encoding.encode(text, allowed_special="all")
+    assert library.encode(text).ids == ids
+    assert library.decode(ids, skip_special_tokens=False) == text
+
+
+def test_source_code(pair):
+    for text in TEXTS:
+        check(pair, text)
+
+
+def test_odd_text(pair):
+    for text in ODD:
+        check(pair, text)
+    draw = random.Random(0)
+    pieces = [*" \n\t\r\v\x1c\x85", "\u00a0", "\u2028", "\u200b", "ab", "'s", "'ll", "é", "12", "²", "_", "!", "\u0301"]
+    for _ in range(1000):
+        check(pair, "".join(draw.choices([*pieces, "尺", "\ufeff", "def", "<|", "<|endoftext|>"], k=20)))
+
+
+def test_random_bytes(pair):
+    draw = random.Random(0)
+    for _ in range(100):
+        check(pair, draw.randbytes(300).decode(errors="replace"))
+
+
+def test_a_character_of_every_block(pair):
+    """Between letters, digits, spaces and line breaks: both regular expression engines must class it alike."""
+    for code in (*range(0, 0xD800, 7), *range(0xE000, 0x110000, 97)):
+        check(pair, f"a {chr(code)}{chr(code)}b  1{chr(code)}_{chr(code)} \n{chr(code)}\n")
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(st.text())
+def test_any_text(pair, text):
+    check(pair, text)
+
+
+def test_the_encoding_comes_back(pair, tmp_path):
+    """From what we write, and from what the library makes of it."""
+    encoding, library = pair
+    for text in (json.dumps(written(encoding)), library.to_str(pretty=True)):
+        (tmp_path / "tokenizer.json").write_text(text, encoding="utf-8")
+        back = tokenizer.describe(tmp_path)
+        assert back == tokenizer.to_json(encoding) | {"name": back["name"]}
+        assert tokenizer.from_json(back).n_vocab == encoding.n_vocab == tokenizer.size_of(back)
+    assert back["name"] == encoding.name
+
+
+def test_gpt2_is_known_by_its_tokens():
+    others = iter(range(10**6))
+    tokens = [tokenizer_json.GPT2.get(rank, b"%d" % next(others)) for rank in range(50256)]
+    assert tokenizer_json.name_of("x", tokens) == "gpt2"
+    assert tokenizer_json.name_of("x", [*tokens, b"more"]) == "bpe50258"
+    tokens[262] = b"another"
+    assert tokenizer_json.name_of("x", tokens) == "bpe50257"
+
+
+def test_a_token_without_its_parts_is_refused():
+    tokens = [bytes([value]) for value in range(256)]
+    assert tokenizer_json.merge_of(b"abc", {**{t: r for r, t in enumerate(tokens)}, b"bc": 256, b"abc": 257}) == (
+        *(b"a", b"bc"),
+    )
+    with pytest.raises(ValueError, match=r"b'abc' is no union of two earlier ones"):
+        tokenizer_json.write("x", [*tokens, b"abc", b"bc"], "<|endoftext|>")
