@@ -138,11 +138,18 @@ def fill(model, folder: Path, what: str = "the model", fold=dict) -> None:
     model.load_state_dict(fold(load(folder)), strict=False)  # only the tied copy may be missing
 
 
-def read_model(folder: Path, stem: str, config: dict, fold=dict):
-    """The model of this stem and config with the folder's weights, in evaluation mode. ValueError: it does not fit."""
+def examined(folder: Path, stem: str, config: dict, fold=dict):
+    """The model of this stem and config on the meta device, its config complete. ValueError: not of these weights."""
     where = f"{folder} does not fit {stem}"
     found = fold(header(folder))
-    compare(found, skeleton(stem, config, found, where), where)
+    bare = skeleton(stem, config, found, where)
+    compare(found, bare, where)
+    return bare
+
+
+def read_model(folder: Path, stem: str, config: dict, fold=dict):
+    """The model of this stem and config with the folder's weights, in evaluation mode. ValueError: it does not fit."""
+    examined(folder, stem, config, fold)
     model = build(stem, **config)
     fill(model, folder, stem, fold)
     return model.eval()

@@ -1,4 +1,4 @@
-"""Training and sampling run on a machine that has only torch, numpy, safetensors and tiktoken."""
+"""Training, sampling and exporting run on a machine that has only torch, numpy, safetensors and tiktoken."""
 
 from conftest import one_line_error, script, small_run
 
@@ -20,7 +20,7 @@ else:
 """
 
 
-def test_a_bare_machine_trains_and_samples(corpus, tmp_path):
+def test_a_bare_machine_trains_samples_and_exports(corpus, tmp_path):
     assert script("-c", BARE, "-").returncode == 0
     arguments = small_run(corpus, tmp_path / "run", max_steps=1, eval_full=False)
     result = script("-c", BARE, "train.py", *arguments)
@@ -33,6 +33,9 @@ def test_a_bare_machine_trains_and_samples(corpus, tmp_path):
     assert result.returncode == 0, result.stderr.decode()
     result = script("-c", BARE, "eval.py", tmp_path / "run")
     assert "pip install lm-eval" in one_line_error(result)
+    for command in (["export.py", tmp_path / "run", tmp_path / "out"], ["sample.py", tmp_path / "out"]):
+        result = script("-c", BARE, *command, *(["--max_new_tokens=3"] if command[0] == "sample.py" else []))
+        assert result.returncode == 0, result.stderr.decode()
 
 
 def test_what_is_missing_is_named(corpus, tmp_path):

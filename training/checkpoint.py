@@ -195,18 +195,24 @@ def is_folder_of_weights(path: Path) -> bool:
     return (path / "config.json").is_file() and not (path / "state.json").is_file()
 
 
+def described(path: Path) -> tuple[Path, str, dict, dict]:
+    """(folder of the weights, stem, model keys, state.json or {}) of a run, checkpoint, exported or released folder.
+
+    ValueError: there is none, or it is damaged.
+    """
+    if is_folder_of_weights(path):
+        return path, *released.describe(path), {}
+    folder = find(path)
+    state = read_state(folder)
+    return folder, state["model"], state["model_config"], state
+
+
 def load_model(path: str | Path, device: torch.device | str):
     """(model in evaluation mode, tokenizer, state) of a run, checkpoint, exported or released folder.
 
     state: state.json; without one its `model` and `model_config` alone. ValueError: damaged, hostile, or not fitting.
     """
-    path = Path(path)
-    if is_folder_of_weights(path):
-        folder, (stem, config), state = path, released.describe(path), {}
-    else:
-        folder = find(path)
-        state = read_state(folder)
-        stem, config = state["model"], state["model_config"]
+    folder, stem, config, state = described(Path(path))
     description = tokenizer.describe(folder)
     model = weight_files.read_model(folder, stem, config, released.fold)
     if tokenizer.size_of(description) > model.config.vocab_size:

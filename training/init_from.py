@@ -9,7 +9,7 @@ from pathlib import Path
 
 import configurator
 from data import tokenizer
-from model import model_class, released, weights
+from model import released, weights
 from training import checkpoint, distributed
 
 
@@ -35,15 +35,8 @@ def settled(from_file: dict, options: dict, schema: dict) -> dict:
         return {}
     if asked.get("resume") and (state := own_state(asked["resume"], asked.get("out_dir"))):
         return {"model": state["model"], **state["model_config"]}
-    path = Path(asked["init_from"])
-    if checkpoint.is_folder_of_weights(path):
-        stem, config = released.describe(path)
-    else:
-        state = checkpoint.read_state(checkpoint.find(path))
-        stem, config = state["model"], state["model_config"]
-    # Keys that are left out there have the defaults of the variant.
-    schema = configurator.knobs(model_class(stem).Config)
-    return {"model": stem, **vars(model_class(stem).Config(**configurator.check(config, schema)))}
+    folder, stem, config, _ = checkpoint.described(Path(asked["init_from"]))
+    return {"model": stem, **vars(weights.examined(folder, stem, config, released.fold).config)}
 
 
 def own_state(resume: str, out_dir: str | None) -> dict | None:
@@ -78,9 +71,7 @@ def same_tokens(one: dict, other: dict) -> bool:
 
 def load(model, folder: str, corpus: Path) -> None:
     """Fill the model with the folder's weights. ValueError: they do not fit, or another tokenizer made its tokens."""
-    path = Path(folder)
-    if not checkpoint.is_folder_of_weights(path):
-        path = checkpoint.find(path)
+    path, *_ = checkpoint.described(Path(folder))
     if (path / "tokenizer.json").exists():  # released folders have none
         theirs, ours = tokenizer.describe(path), tokenizer.describe(corpus)
         if not same_tokens(theirs, ours):
