@@ -319,6 +319,7 @@ def test_a_pickled_state_dict_is_read(whole, tmp_path):
     assert all(torch.equal(made[name], before[name]) for name in before)
     for content, message in (
         ({**tensors, "ln_f.weight": 5}, "'ln_f.weight' is not a tensor"),
+        ({**tensors, "ln_f.weight": torch.ones(12).long()}, "'ln_f.weight' is not a tensor"),
         ({**tensors, "ln_f.weight": torch.ones(1, 12)}, "ln_f.weight is (1, 12), needed (12,)"),
         ([1], "holds no tensors by name"),
         ({5: torch.ones(1)}, "holds no tensors by name"),
