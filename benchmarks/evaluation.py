@@ -14,6 +14,7 @@ import torch
 from benchmarks.contender import waiting
 from benchmarks.suites import QUICK, SIZE_KEYS, row_name, split_model
 from benchmarks.timing import compared, measure
+from data import tokenizer_json
 from data.tokenizer import END_OF_TEXT, byte_tokenizer
 from evaluation.tasks import import_lm_eval
 from model import build, kernels
@@ -51,16 +52,12 @@ def wrapped(model):
 
 def byte_tokenizer_of_transformers():
     """`byte_tokenizer()` as transformers has tokenizers."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's alphabet for bytes
-    others = [value for value in range(256) if value not in printable]
-    letters = {chr(value): value for value in printable} | {chr(256 + i): value for i, value in enumerate(others)}
-    fast = Tokenizer(models.BPE(vocab=letters | {END_OF_TEXT: 256}, merges=[]))
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    fast.decoder = decoders.ByteLevel()
-    fast.add_special_tokens([END_OF_TEXT])
+    encoding = byte_tokenizer()
+    description = tokenizer_json.write(encoding._pat_str, [bytes([value]) for value in range(256)], END_OF_TEXT)
+    fast = Tokenizer.from_str(json.dumps(description))
     return PreTrainedTokenizerFast(tokenizer_object=fast, eos_token=END_OF_TEXT)
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data import tokenizer
-from model import released
 from training import checkpoint
 
 
@@ -21,11 +20,8 @@ class Subject:
 
     def load(self, device):
         """(model in evaluation mode, tiktoken encoding, stem)."""
-        if self.state is not None:
-            model, encoding, state = checkpoint.load_model(self.folder, device)
-            return model, encoding, state["model"]
-        model = released.load(self.folder).to(device)
-        return model, tokenizer.from_json(self.tokenizer()), released.stem_of(model.state_dict())
+        model, encoding, state = checkpoint.load_model(self.folder, device)
+        return model, encoding, state["model"]
 
     def tokenizer(self) -> dict:
         return tokenizer.describe(self.folder)
@@ -34,7 +30,7 @@ class Subject:
 def find(path: str) -> Subject:
     """The newest checkpoint of a run, a checkpoint folder, or a folder with a config.json. ValueError: none."""
     folder = Path(path)
-    if (folder / "config.json").is_file() and not (folder / "state.json").is_file():
+    if checkpoint.is_folder_of_weights(folder):
         digest = hashlib.sha256()
         for name in ("config.json", "model.safetensors", "pytorch_model.bin", "tokenizer.json"):
             if (folder / name).is_file():

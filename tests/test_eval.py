@@ -16,7 +16,7 @@ from conftest import ROOT, one_line_error, script, small_run
 from test_model import randomise
 
 import configurator
-from benchmarks.evaluation import byte_tokenizer_of_transformers, markdown, wrapped
+from benchmarks.evaluation import markdown
 from data import shards, tokenizer
 from data.shards import open_corpus
 from model import STEMS, build, model_class
@@ -29,14 +29,16 @@ from lm_eval.tasks import TaskManager
 
 import bench
 import eval as eval_script
-from evaluation import batches, published, tables, tasks
+import export
+from evaluation import batches, published, subjects, tables, tasks
 from evaluation.language_model import LanguageModel, generation_settings
+from training import checkpoint
 from training.checkpoint import load_model
 from training.distributed import World
 
 ALONE = World(0, 1, torch.device("cpu"))
 CHOICES = list(lm_eval_tasks.FORMATS)
-TINY = {"vocab_size": 260, "block_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}
+TINY = {"vocab_size": 328, "block_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}
 TINY |= {"hidden_size": 12}
 
 
@@ -58,13 +60,27 @@ def lm_evals_results(language_model, names, folder, shots):
     )
 
 
+@pytest.fixture(scope="module")
+def encoding(folder):
+    """Byte pairs of the tasks' own text: borders between context and choice fall within tokens."""
+    return tokenizer.train_byte_pairs([path.read_text() for path in sorted(folder.glob("*.jsonl"))], 320)
+
+
 @pytest.mark.parametrize("stem", STEMS)
-def test_every_item_has_the_likelihood_that_lm_evals_own_model_gives(folder, monkeypatch, stem):
+def test_every_item_is_what_lm_evals_own_model_makes_of_the_exported_folder(
+    folder, encoding, tmp_path, monkeypatch, stem
+):
     monkeypatch.setattr(lm_eval.evaluator, "add_env_info", lambda results: None)  # seconds of pip list
-    model = randomise(build(stem, **TINY)).eval()
-    own = LanguageModel(model, tokenizer.byte_tokenizer(), ALONE, 16)
-    theirs = HFLM(pretrained=wrapped(model), tokenizer=byte_tokenizer_of_transformers(), batch_size=16)
-    names = [*CHOICES, "texts"]
+    model = randomise(build(stem, **TINY))
+    state = {"step": 1, "seconds": 0.0, "model": stem, "model_config": dataclasses.asdict(model.config)}
+    state |= {"run_config": {}, "corpus": {}}
+    saved = checkpoint.save(tmp_path, checkpoint.weights_of(model), {}, state, tokenizer.to_json(encoding))
+    (tmp_path / "exported").mkdir()
+    export.write(tmp_path / "exported", "exported", saved, "float32")
+    theirs = HFLM(str(tmp_path / "exported"), trust_remote_code=True, device="cpu", dtype="float32", batch_size=16)
+    found_model, found_encoding, _ = subjects.find(str(saved)).load("cpu")
+    own = LanguageModel(found_model, found_encoding, ALONE, 16)
+    names = [*CHOICES, "texts", "continued"]
     loaded, missing = tasks.open_all(names, str(folder), ALONE)
     assert not missing
     chosen = {name: [] for name in CHOICES}
@@ -77,12 +93,13 @@ def test_every_item_has_the_likelihood_that_lm_evals_own_model_gives(folder, mon
                 assert mine["arguments"] == other["arguments"]
                 if task.name == "texts":
                     assert mine["resps"][0][0] == pytest.approx(other["resps"][0][0], abs=1e-4, rel=1e-6)
-                    continue
-                for (nats, greedy), (their_nats, their_greedy) in zip(mine["filtered_resps"], other["filtered_resps"]):
-                    assert nats == pytest.approx(their_nats, abs=1e-4)
-                    assert greedy == their_greedy
-                assert (mine["acc"], mine["acc_norm"]) == (other["acc"], other["acc_norm"])
-                chosen[task.name].append(np.argmax([nats for nats, _ in mine["filtered_resps"]]))
+                elif task.name == "continued":
+                    assert mine["resps"] == other["resps"]
+                else:
+                    for (nats, greedy), expected in zip(mine["filtered_resps"], other["filtered_resps"], strict=True):
+                        assert (nats, greedy) == (pytest.approx(expected[0], abs=1e-4), expected[1])
+                    assert (mine["acc"], mine["acc_norm"]) == (other["acc"], other["acc_norm"])
+                    chosen[task.name].append(np.argmax([nats for nats, _ in mine["filtered_resps"]]))
             for key, value in wanted["results"][task.name].items():
                 if "," in key and "stderr" not in key:
                     assert found["results"][task.name][key] == pytest.approx(value, rel=1e-5), key
@@ -357,6 +374,22 @@ def test_mistakes_end_in_one_line_before_any_work(run, folder, tmp_path, monkeyp
     [line] = error.strip().splitlines()
     assert all(word in line for word in words), line
     assert not (tmp_path / "out").exists()
+
+
+def test_an_exported_folder_has_its_runs_numbers_and_needs_a_corpus(run, folder, corpus, tmp_path, monkeypatch, capsys):
+    exported = tmp_path / "exported"
+    exported.mkdir()
+    export.write(exported, "exported", checkpoint.find(run), "float32")
+    arguments = ["--tasks=gaps", f"--include_path={folder}", "--limit=9", f"--out={tmp_path / 'out'}"]
+    code, _, error = evaluated(monkeypatch, capsys, exported, *arguments, "--val")
+    assert code == 2
+    assert "give --val=DATASET" in error
+    assert evaluated(monkeypatch, capsys, run, exported, *arguments, f"--val={corpus}")[0] == 0
+    stored = json.loads((tmp_path / "out/results.json").read_text())["entries"]
+    assert len(stored) == 4
+    for name, key in (("validation", "record"), ("gaps", "results")):
+        one, other = (entry[key] for entry in stored if entry["task"] == name)
+        assert one == other
 
 
 def test_an_unknown_run_is_one_line(tmp_path):
