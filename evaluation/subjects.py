@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data import tokenizer
+from model import weights
 from training import checkpoint
 
 
@@ -32,9 +33,9 @@ def find(path: str) -> Subject:
     folder = Path(path)
     if checkpoint.is_folder_of_weights(folder):
         digest = hashlib.sha256()
-        for name in ("config.json", "model.safetensors", "pytorch_model.bin", "tokenizer.json"):
-            if (folder / name).is_file():
-                with open(folder / name, "rb") as file:
+        for path in (folder / "config.json", folder / "tokenizer.json", *weights.files(folder)):
+            if path.is_file():
+                with open(path, "rb") as file:
                     digest.update(hashlib.file_digest(file, "sha256").digest())
         return Subject(folder.resolve().name, folder, None, digest.hexdigest())
     found = checkpoint.find(folder)
