@@ -136,11 +136,11 @@ def create_app(model, tokenizer, facts: dict, host: str = "127.0.0.1", first_see
 
 
 def facts_of(model, tokenizer, state: dict, defaults: dict) -> dict:
-    """What GET /model says. state: a checkpoint's state.json; defaults: of the request's sampling values and others."""
+    """What GET /model says. state: of `load_model`, without a step for an exported folder; defaults: of a request."""
     return {
         "model": state["model"],
         "parameters": model.num_parameters(),
-        "step": state["step"],
+        "step": state.get("step"),
         "best_validation_loss": state.get("best_val_loss"),
         "tokenizer": tokenizer.name,
         "end_of_text": tokenizer.eot_token,

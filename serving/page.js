@@ -20,16 +20,15 @@ function element(tag, text, properties = {}) {
 
 async function describe() {
   model = await (await fetch("/model")).json();
-  const loss = model.best_validation_loss;
   const facts = [
     ["", model.model],
     ["parameters", model.parameters.toLocaleString("en")],
-    ["step", model.step.toLocaleString("en")],
-    ["best validation loss", loss === null ? null : loss.toFixed(3)],
+    ["step", model.step?.toLocaleString("en")],
+    ["best validation loss", model.best_validation_loss?.toFixed(3)],
     ["tokenizer", model.tokenizer],
     ["context", model.block_size],
   ];
-  for (const [name, value] of facts.filter(([, value]) => value !== null)) {
+  for (const [name, value] of facts.filter(([, value]) => value !== undefined)) {
     const pair = document.createElement("div");
     pair.append(...(name ? [element("dt", name)] : []), element("dd", value));
     $("facts").append(pair);

@@ -49,7 +49,7 @@ def local(model, tokenizer, /, **facts):
     from serving.app import create_app, facts_of, listen
 
     defaults = {**vars(Sampling()), "max_new_tokens": 2000, "stop": []}
-    known = facts_of(model, tokenizer, {"model": "a model", "step": 1}, defaults)
+    known = facts_of(model, tokenizer, {"model": "a model"}, defaults)
     listening = listen("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(create_app(model, tokenizer, {**known, **facts}), log_level="warning"))
     thread = threading.Thread(target=server.run, args=([listening],))

@@ -321,5 +321,8 @@ def test_a_model_without_gates_says_so(chromium):
         assert content(chromium).startswith("<|endoftext|>ab")
         assert not chromium.find_element("id", "map").is_displayed()
         assert text(chromium, "tint_name") == ""
+        assert text(chromium, "facts").split("\n") == [
+            "gpt-mha-rope", "parameters", "7,052", "tokenizer", "bytes", "context", "16",
+        ]  # fmt: skip
     run(chromium)
     assert text(chromium, "error") == "the server does not answer: see its terminal"
