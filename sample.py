@@ -93,6 +93,10 @@ def check(args) -> Sampling:
             raise ValueError(f"--{name}={getattr(args, name)}: give {fix}")
     if args.serve + args.interactive + bool(args.prompt) > 1:
         raise ValueError("--serve, --interactive and --prompt: give one of them")
+    if (args.serve or args.interactive) and args.num_samples > 1:
+        raise ValueError(f"--num_samples={args.num_samples}: --serve and --interactive make one text at a time")
+    if args.serve and args.compile == "True":
+        raise ValueError("--compile=True has no effect with --serve, which looks at every gate: leave it out")
     if args.interactive and len(args.stop) > 1:
         raise ValueError("--interactive takes one --stop: leave the others out")
     args.stop = [text.replace("\\n", "\n") for text in args.stop]
