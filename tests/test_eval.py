@@ -128,8 +128,9 @@ def likeliest(model, context: list[int], count: int) -> list[int]:
     return context[-count:]
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 100])
-def test_awkward_requests_equal_a_naive_loop(batch_size):
+@pytest.mark.parametrize(("batch_size", "at_once"), [(1, 2**26), (3, 2**26), (100, 2**26), (100, 3 * 328)])
+def test_awkward_requests_equal_a_naive_loop(monkeypatch, batch_size, at_once):
+    monkeypatch.setattr("evaluation.language_model.LOGITS_AT_ONCE", at_once)  # numbers: here of three places
     model = randomise(build("DDL-gpt-mha-rope-EC", **{**TINY, "block_size": 20})).double().eval()
     with torch.no_grad():
         greedy = likeliest(model, [5, 6, 7], 4)
@@ -329,6 +330,16 @@ def test_finished_results_are_kept_and_what_changed_is_evaluated_anew(run, tmp_p
     lines = (files / "gaps_test.jsonl").read_text().splitlines()
     (files / "gaps_test.jsonl").write_text("\n".join([*lines[1:], lines[0]]) + "\n")
     assert evaluated_now()[0] == [("gaps", 0)]
+    assert evaluated_now()[0] == []
+    task_file = (files / "questions.yaml").read_text()
+    (files / "questions.yaml").write_text(task_file.replace("Question:", "Q:"))
+    assert evaluated_now()[0] == [("questions", 0)]
+    arguments[:1] = [run / "checkpoints/step_00000003", run]  # other weights, beside the others
+    found, out = evaluated_now()
+    assert found == [("questions", 0), ("gaps", 0)]
+    assert "tiny, step 3" in out
+    assert "tiny, step 6" in out
+    arguments[:2] = [run]
     assert evaluated_now("--log_samples")[0] == [("questions", 0), ("gaps", 0)]
     assert evaluated_now("--limit=2")[0] == [("questions", 0), ("gaps", 0)]
     assert evaluated_now("--batch_size=3", "--add_bos_token")[0] == [("questions", 0), ("gaps", 0)]
@@ -501,6 +512,19 @@ def test_speed_is_measured_on_requests_that_both_score_alike(tmp_path, monkeypat
         assert row["difference"] < 1e-4
         assert row["ratio_p10"] <= row["ratio"] <= row["ratio_p90"]
     assert markdown(stored["rows"]) in capsys.readouterr().out
+
+
+def test_a_task_that_fixes_no_examples_keeps_it(tmp_path):
+    files = lm_eval_tasks.write(tmp_path, 2)
+    for name, shots in (("questions", 0), ("gaps", 3)):  # as lm-eval: 0 is kept, another number is a default
+        (files / f"{name}.yaml").write_text((files / f"{name}.yaml").read_text() + f"num_fewshot: {shots}\n")
+    found, _ = tasks.open_all(["questions", "gaps", "endings"], str(files), ALONE)
+    for number in (1, 2, 0):
+        shots = {}
+        for task in found:
+            tasks.prepare(task, number)
+            shots[task.name] = task.tasks[task.name].get_config("num_fewshot")
+        assert shots == {"questions": 0, "gaps": number, "endings": number}
 
 
 @pytest.mark.slow
