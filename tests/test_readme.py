@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import shlex
 import sys
 
 import pytest
@@ -13,7 +14,7 @@ import configurator
 import model
 import report
 import train
-from benchmarks import registers, results
+from benchmarks import evaluation, registers, results
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, flags=re.S)
@@ -33,6 +34,21 @@ def test_the_table_of_registers_is_the_stored_result():
 def test_the_table_of_speeds_is_the_stored_result():
     stored = json.loads((ROOT / "results" / "bench_quick_cpu.json").read_text())
     assert results.markdown(stored["rows"]) in (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+
+
+def test_the_table_of_evaluation_speed_is_the_stored_results():
+    page = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    stored = [json.loads((ROOT / "results" / f"bench_eval_{name}.json").read_text()) for name in ("cpu", "cpu_gpt2")]
+    for each in stored:
+        assert evaluation.markdown(each["rows"]) in page
+    ratios = [row["ratio"] for each in stored for row in each["rows"] if row["format"] == "all"]
+    assert f"{min(ratios):.1f} to {max(ratios):.1f} times as fast" in " ".join(README.split())
+
+
+def test_the_speed_of_decoding_is_the_stored_result():
+    stored = json.loads((ROOT / "results" / "bench_generation_cpu.json").read_text())
+    ratios = [row["ratio"] for row in stored["rows"] if row["way"] == "cached"]
+    assert f"{min(ratios):.0f} to {max(ratios):.0f} times as fast" in " ".join(README.split())
 
 
 def test_the_pictures_are_there():
@@ -55,23 +71,40 @@ def test_the_variant_table_names_files_that_fit():
             assert configurator.read_file(str(ROOT / "config" / f"{config}.py"))["model"] == stem
 
 
-COMMANDS = [
-    line.partition("#")[0].strip() for language, text in BLOCKS if language == "bash" for line in text.splitlines()
-]
+def commands_of(text: str) -> list[str]:
+    """Lines of the shell blocks, comments cut off."""
+    blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.S)
+    lines = [line.partition(" #")[0].strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line and not line.startswith(("#", "pip "))]
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c])
-def test_commands_exist(command):
-    words = command.split()
+def check_command(command: str, monkeypatch) -> None:
+    """Fails if a file is not there or an option is unknown."""
+    words = shlex.split(command)
     if words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), flags=re.M)
         assert all(key in train.TrainConfig.__dataclass_fields__ for key in re.findall(r"--(\w+)=", command))
         return
-    script = next(word for word in words if word.endswith(".py"))
+    place = next(i for i, word in enumerate(words) if word.endswith((".py", ".sbatch")))
+    script, arguments = words[place], words[place + 1 :]
     assert (ROOT / script).is_file()
-    for word in words:
-        if word.startswith("config/"):
-            train.configure([word])
+    configs = [word for word in arguments if word.startswith("config/")]
+    if script == "train.py":
+        for config in configs:
+            train.configure([config])
+        schema = configurator.knobs(train.TrainConfig, *(model.model_class(stem).Config for stem in model.STEMS))
+        options = [word[2:].partition("=")[0] for word in arguments if word.startswith("--")]
+        assert set(options) <= schema.keys()
+    elif script in ("eval.py", "sample.py", "export.py"):
+        monkeypatch.setattr(sys, "argv", [script, *arguments])
+        module = importlib.import_module(script.removesuffix(".py"))
+        args = module.arguments()
+        getattr(module, "check", vars)(args)
+
+
+@pytest.mark.parametrize("command", commands_of(README))
+def test_commands_exist(command, monkeypatch):
+    check_command(command, monkeypatch)
 
 
 def test_the_example_stream_trains(tmp_path, monkeypatch, corpus):
@@ -154,19 +187,9 @@ def test_the_speed_of_the_data_is_the_stored_result():
     assert f"| {row['waiting_share']:.3%}; {row['making_share']:.3%} of the step |" in page
 
 
-@pytest.mark.parametrize("page", ["data.md", "export.md", "runs.md", "sweeps.md"])
-def test_commands_of_the_pages_exist(page):
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    commands = [
-        line.partition(" #")[0]
-        for block in re.findall(r"```bash\n(.*?)```", text, flags=re.S)
-        for line in block.splitlines()
-    ]
-    schema = configurator.knobs(train.TrainConfig, *(model.model_class(stem).Config for stem in model.STEMS))
+@pytest.mark.parametrize("page", ["data.md", "evaluation.md", "export.md", "runs.md", "sweeps.md"])
+def test_commands_of_the_pages_exist(page, monkeypatch):
+    commands = commands_of((ROOT / "docs" / page).read_text(encoding="utf-8"))
     assert commands
     for command in commands:
-        words = command.split()
-        assert all((ROOT / word).is_file() for word in words if word.endswith((".py", ".sbatch")))
-        if "train.py" in words:
-            options = [word for word in words[words.index("train.py") :] if word.startswith("--")]
-            assert all(option[2:].partition("=")[0] in schema for option in options)
+        check_command(command, monkeypatch)
