@@ -8,8 +8,8 @@
 
 A run is a run folder (its newest checkpoint), a checkpoint folder, or an exported folder. Each result is stored in
 results.json as soon as it is there, and an evaluation that was interrupted goes on with the next one. Exit code 0: all
-was evaluated; 2: a mistake, nothing was evaluated; 3: the data of some tasks could not be had, the others were
-evaluated.
+was evaluated; 2: a mistake; 3: some tasks could not be evaluated, each named in one line, the others were. (torchrun
+makes 1 of the last two.)
 """
 
 import argparse
@@ -35,7 +35,7 @@ def arguments():
     add = parser.add_argument
     add("runs", nargs="+", help="run, checkpoint or exported folders")
     add("--tasks", help="names with commas between; paper: its eight (default: paper, nothing with --val)")
-    add("--shots", default="0", help="numbers of few-shot examples, as in 0,1 (default: %(default)s)")
+    add("--shots", help="numbers of few-shot examples, as in 0,1 (default: 0, whatever a task's file says)")
     add("--include_path", help="a folder of task files (YAML) of your own, as lm-eval's option")
     add("--val", nargs="?", const="", metavar="DATASET", help="validation split of the run's corpus, or of this one")
     add("--batch_size", type=int, help="continuations read at once (default: 64, on a GPU 512)")
@@ -56,7 +56,10 @@ def check(args) -> None:
     args.tasks = list(dict.fromkeys(n for name in names for n in (tasks.PAPER_METRICS if name == "paper" else [name])))
     if not args.tasks and args.val is None:
         raise ValueError("--tasks: name one task or more, or give --val")
-    shots = args.shots.split(",")
+    for name in ("shots", "include_path", "limit", "log_samples", "add_bos_token"):
+        if not args.tasks and getattr(args, name):
+            raise ValueError(f"--{name} has no effect on --val alone: name --tasks, or leave it out")
+    shots = (args.shots or "0").split(",")
     if not all(part.isdecimal() for part in shots):
         raise ValueError(f"--shots={args.shots}: give whole numbers with commas between, as in 0,1")
     args.shots = list(dict.fromkeys(map(int, shots)))
@@ -71,19 +74,30 @@ def tables_of(entries: list[dict], papers: dict, shots: list[int]) -> list[table
     found = []
     for number in shots:
         models: dict[str, tuple] = {}
-        shown_metrics = {}
+        shown_metrics, settings = {}, {}
         for entry in (e for e in entries if e["shots"] == number):
-            paper = published.row(*papers[entry["weights"]], number)
+            settings = entry["settings"]
+            comparable = settings["limit"] is None and not settings["add_bos_token"]
+            paper = published.row(*papers[entry["weights"]], number) if comparable else {}
             values = models.setdefault(entry["weights"], (entry["label"], {}, paper))[1]
             for name, (metric, value, error) in entry["shown"].items():
-                shown_metrics[name], values[name] = metric, (value, error)
+                own = entry["n-shot"].get(name, number)  # what a task's file fixes
+                shown_metrics[name] = metric if own == number else f"{metric}, {own}-shot"
+                values[name] = value, error
         if models:
-            found.append(tables.of_tasks(number, shown_metrics, list(models.values())))
+            found.append(tables.of_tasks(title_of(number, settings), shown_metrics, list(models.values())))
     validation = [e for e in entries if e["task"] == "validation"]
     if validation:
         rows = [(e["label"], e["record"], published.row(*papers[e["weights"]], "")) for e in validation]
         found.append(tables.of_validation(rows))
     return found
+
+
+def title_of(shots: int, settings: dict) -> str:
+    """The number of examples, and what else makes numbers differ."""
+    title = f"{shots}-shot, {settings['dtype']}"
+    title += ", texts begin with end-of-text" if settings["add_bos_token"] else ""
+    return title + (f", the first {settings['limit']} items alone" if settings["limit"] else "")
 
 
 def write(found: list[tables.Table], out: Path) -> None:
@@ -106,10 +120,11 @@ def main():
     with one_line_errors():
         check(args)
         device = distributed.pick_device(args.device)
-        chosen = [subjects.find(run) for run in args.runs]
+        chosen = subjects.find_all(args.runs)
         corpora = [open_corpus_of(subject, args.val) for subject in chosen] if args.val is not None else []
         world = distributed.start(device)
         loaded, missing = tasks.open_all(args.tasks, args.include_path, world) if args.tasks else ([], [])
+        distributed.refuse_disagreement(world, {"the tasks that can be had": [task.name for task in loaded]})
         out = args.out or subjects.home(args.runs)
         out.mkdir(parents=True, exist_ok=True)
         run = Evaluation(args, world, out)
@@ -128,10 +143,10 @@ def main():
         if world.is_main:
             write(found, out)
             print(f"{tables.screen(found)}\n\nwritten to {out}")
-            for line in missing:
+            for line in missing + run.failures:
                 print(f"{Path(sys.argv[0]).name}: {line}", file=sys.stderr)
     distributed.stop(world)
-    sys.exit(3 if missing else 0)
+    sys.exit(3 if missing or run.failures else 0)
 
 
 if __name__ == "__main__":

@@ -57,16 +57,18 @@ def shared_prefix(a: list[int], b: list[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b)))
 
 
-def grouped(requests: list[Request]) -> list[Group]:
-    """Neighbours with a common beginning, together where that saves reading."""
+def grouped(requests: list[Request], rows: int) -> list[Group]:
+    """Neighbours with a common beginning, together where that saves reading: at most `rows`, and TOKENS_AT_ONCE."""
     groups: list[Group] = []
     for request in requests:
-        if groups:
+        if groups and len(groups[-1].members) < rows:
             group = groups[-1]
             prefix = shared_prefix(group.members[0].tokens[: group.prefix], request.tokens[:-1])
             # Read once instead of by each member; but the others read what they no longer share.
             saved = prefix * len(group.members) - group.prefix * (len(group.members) - 1)
-            if saved >= WORTH_SHARING * request.read:
+            longest = max(request.read, *(member.read for member in group.members))
+            fits = (len(group.members) + 1) * longest <= TOKENS_AT_ONCE
+            if fits and saved >= WORTH_SHARING * request.read:
                 group.prefix = prefix
                 group.members.append(request)
                 continue
@@ -75,7 +77,7 @@ def grouped(requests: list[Request]) -> list[Group]:
 
 
 def batched(groups: list[Group], rows: int, length: int) -> list[list[Group]]:
-    """Groups of similar lengths, at most `rows` requests at once where a group does not hold more by itself.
+    """Groups of similar lengths, at most `rows` requests and TOKENS_AT_ONCE at once, or a group by itself.
 
     In a batch the prefixes end at one place and the rests begin there: both together fit in `length`.
     Groups without a rest are read in one pass, and are in batches of their own. Longest first.

@@ -63,7 +63,7 @@ class LanguageModel(TemplateLM):
         wanted = [truncated(i, c, t, self.max_length) for i, (_, c, t) in enumerate(requests)]
         # Nats, and tokens that are not the likeliest; by request.
         sums = torch.zeros(2, len(wanted), dtype=torch.float64, device=self.world.device)
-        batches = batched(grouped(wanted), self.batch_size, self.max_length)
+        batches = batched(grouped(wanted, self.batch_size), self.batch_size, self.max_length)
         done = tqdm(total=len(wanted), desc="requests", disable=disable_tqdm or self.silent)
         with self.autocast:
             for turn in range(0, len(batches), self.world.world_size):

@@ -40,7 +40,7 @@ class Evaluation:
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=self.bf16)
         self.batch_size = args.batch_size or (512 if device.type == "cuda" else 64)
         self.settings = {"dtype": "bfloat16" if self.bf16 else "float32", "batch_size": self.batch_size}
-        self.store = Store(out)
+        self.store, self.failures = Store(out), []
         if world.world_size > 1:  # what process 0 knows, so that all of them do the same
             everyone = [self.store.entries]
             torch.distributed.broadcast_object_list(everyone)
@@ -82,7 +82,19 @@ class Evaluation:
         language_model = LanguageModel(
             model, encoding, self.world, self.batch_size, self.autocast, self.args.add_bos_token
         )
-        return [self.task(subject, language_model, task, n) for n in self.args.shots for task in loaded]
+        entries = []
+        for shots in self.args.shots:
+            for task in loaded:
+                try:
+                    entries.append(self.task(subject, language_model, task, shots))
+                except ValueError as error:  # of this task: the others have their results
+                    self.failures.append(f"task {task.name}, {shots}-shot, of {subject.label} failed: {error}")
+        return entries
+
+    def has_samples(self, entry: dict) -> bool:
+        """Whether the records of an entry's items are there."""
+        pattern = entry["samples"]
+        return bool(pattern) and all((self.out / pattern.replace("TASK", name)).exists() for name in entry["n-samples"])
 
     def task(self, subject, language_model, task: Loaded, shots: int) -> dict:
         """The entry of one task; a stored one where the items are as they were."""
@@ -90,9 +102,9 @@ class Evaluation:
         settings = {"add_bos_token": args.add_bos_token, "limit": args.limit, "lm_eval": version}
         entry = self.entry(subject, task.name, shots, **settings)
         found = self.store.find(entry)
-        complete = found and (found["samples"] or not args.log_samples)
+        complete = found and (not args.log_samples or self.has_samples(found))
         if complete and found["digest"] == tasks.digest_of_prepared(task, shots, args.limit):
-            return found
+            return found | {key: entry[key] for key in ("label", "folder")}
         started = time.perf_counter()
         results = tasks.evaluate(language_model, task, shots, args.log_samples, args.limit, self.world.is_main)
         entry |= {"samples": None, "digest": tasks.digest(task), **tasks.summary(task, results)}

@@ -1,5 +1,6 @@
 """Results on disk: results.json holds one entry for every checkpoint, task and setting, written as each is ready."""
 
+import fcntl
 import json
 from pathlib import Path
 
@@ -22,10 +23,12 @@ class Store:
         return next((e for e in self.entries if all(e[key] == wanted[key] for key in self.KEY)), None)
 
     def add(self, entry: dict) -> None:
-        """Write the entry, in the place of one of the same key."""
-        self.entries = [e for e in self.entries if any(e[key] != entry[key] for key in self.KEY)]
-        self.entries.append(entry)
-        write_json(self.path, {"entries": self.entries})
+        """Write the entry, in the place of one of the same key, beside what other processes have written meanwhile."""
+        with open(self.folder / ".lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            entries = read_json(self.path).get("entries", [])
+            self.entries = [e for e in entries if any(e[key] != entry[key] for key in self.KEY)] + [entry]
+            write_json(self.path, {"entries": self.entries})
 
 
 def write_text(path: Path, text: str) -> None:

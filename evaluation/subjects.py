@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data import tokenizer
@@ -41,12 +41,29 @@ def find(path: str) -> Subject:
     found = checkpoint.find(folder)
     digest = hashlib.sha256((found / checkpoint.SUMS).read_bytes()).hexdigest()
     state = checkpoint.read_state(found)
-    run = found.resolve().parents[1] if found.parent.name == "checkpoints" else found.resolve()
+    run = run_of(found.resolve())
     return Subject(f"{run.name}, step {state['step']:,}", found, state, digest)
 
 
+def find_all(paths: list[str]) -> list[Subject]:
+    """Each path's subject; labels that would be the same have the folder before as well. ValueError: as `find`."""
+    found = [find(path) for path in paths]
+    labels = [subject.label for subject in found]
+    for place, (path, subject) in enumerate(zip(paths, found)):
+        if labels.count(subject.label) > 1:
+            found[place] = replace(subject, label=f"{run_of(Path(path).resolve()).parent.name}/{subject.label}")
+    return found
+
+
+def run_of(path: Path) -> Path:
+    """The run folder of a checkpoint folder; any other folder itself."""
+    return path.parents[1] if path.parent.name == "checkpoints" else path
+
+
 def home(paths: list[str]) -> Path:
-    """Where results go by default: in the run, or, of several, in the folder that holds them."""
-    runs = [p.parents[1] if p.parent.name == "checkpoints" else p for p in (Path(p).resolve() for p in paths)]
+    """Where results go by default: in the run, or, of several, in the folder that holds them. ValueError: none does."""
+    runs = [run_of(Path(path).resolve()) for path in paths]
     shared = runs[0] if len(set(runs)) == 1 else Path(os.path.commonpath([run.parent for run in runs]))
+    if shared == Path(shared.anchor):
+        raise ValueError("the runs have no folder in common: give --out=FOLDER")
     return shared / "eval"

@@ -63,13 +63,13 @@ def average(values: dict[str, tuple[float, float | None]]) -> dict[str, tuple[fl
     return {"average": (sum(means) / len(means), error)}
 
 
-def of_tasks(shots: int, metrics: dict[str, str], models: list[tuple[str, dict, dict]]) -> Table:
+def of_tasks(title: str, metrics: dict[str, str], models: list[tuple[str, dict, dict]]) -> Table:
     """models: (label, {task: (value, standard error)}, the paper's row); metrics: the one shown of each task."""
     rows = [Row(label, values | average(values), paper) for label, values, paper in models]
     columns = {task: f"{task} ({metric})" for task, metric in metrics.items()}
     if set(PAPER_METRICS) <= columns.keys():
         columns["average"] = "average of the eight"
-    return Table(f"{shots}-shot", columns, rows)
+    return Table(title, columns, rows)
 
 
 def of_validation(models: list[tuple[str, dict, dict]]) -> Table:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import random
+import re
 import sys
 import urllib.error
 import urllib.request
@@ -157,11 +158,22 @@ def prepare(task: Loaded, shots: int) -> None:
         each.set_fewshot_seed(seed=SEED)
 
 
+def described(value) -> str:
+    """What a setting is, the same in every process: of a function its code, of an object what it calls itself."""
+    if code := getattr(value, "__code__", None):
+        constants = [each for each in code.co_consts if isinstance(each, str | int | float)]
+        return f"{value.__qualname__} {code.co_code.hex()} {code.co_names} {constants}"
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
+
+
 def digest(task: Loaded) -> str:
-    """SHA-256 over what was asked and what is right: the requests that the tasks have built, and their documents."""
+    """SHA-256 over what was asked and what is right: the tasks' settings (right answers, metrics, filters), the
+    requests that they have built, and their documents."""
     total = hashlib.sha256()
     for name, each in sorted(task.tasks.items()):
         total.update(f"{name} {each.VERSION}".encode())
+        settings = each.config.to_dict(keep_callable=True)
+        total.update(json.dumps(settings, sort_keys=True, default=described).encode())
         for request in each.instances:
             total.update(json.dumps([request.doc, request.args], sort_keys=True, default=str).encode())
     return total.hexdigest()
@@ -181,9 +193,9 @@ def summary(task: Loaded, results: dict) -> dict:
     A group shows its own figure, where it has one, and anything else those of its tasks.
     """
     metrics = results["results"]
-    names = [task.name] if task.name in metrics else [name for name in metrics if name in task.tasks]
+    names = [task.name] if numbers(metrics.get(task.name, {})) else [name for name in metrics if name in task.tasks]
     return {
-        "shown": {name: metric_of(name, metrics[name]) for name in names},
+        "shown": {name: metric_of(name, metrics[name]) for name in names if numbers(metrics[name])},
         "results": metrics,
         "versions": results["versions"],
         "n-shot": results["n-shot"],
@@ -191,20 +203,20 @@ def summary(task: Loaded, results: dict) -> dict:
     }
 
 
-def metric_of(name: str, values: dict) -> tuple[str, float, float | None]:
-    """(metric, value, standard error or None) that a table shows of a task's results, in percent where it is a share.
-
-    ValueError: the results have no metric.
-    """
-    found = {}
+def numbers(values: dict) -> dict[str, tuple]:
+    """{metric: (value, standard error)} of a task's or group's results; of several filters the first."""
+    found: dict[str, tuple] = {}
     for key, value in values.items():
         metric, comma, _ = key.partition(",")
         if comma and not metric.endswith("_stderr") and isinstance(value, int | float):
             found.setdefault(metric, (value, values.get(key.replace(",", "_stderr,", 1))))
-    wanted = (PAPER_METRICS.get(name), *PREFERRED, *found)
-    metric = next((m for m in wanted if m in found), None)
-    if metric is None:
-        raise ValueError(f"task {name} reports no number")
+    return found
+
+
+def metric_of(name: str, values: dict) -> tuple[str, float, float | None]:
+    """(metric, value, standard error or None) that a table shows of results with numbers, shares in percent."""
+    found = numbers(values)
+    metric = next(m for m in (PAPER_METRICS.get(name), *PREFERRED, *found) if m in found)
     value, error = found[metric]
-    factor = 100 if metric in PERCENT else 1
+    factor = 100 if metric in PERCENT and abs(value) <= 1 else 1  # some tasks give percent themselves
     return metric, value * factor, error * factor if isinstance(error, int | float) else None

@@ -14,7 +14,7 @@ from model.generation import Sampling, generate_text
 
 HELP = """A line is a prompt, which the model continues; a line that ends in \\ goes on in the next.
 An empty line lets the last text go on. Ctrl-C ends a text, Ctrl-D or /quit the program.
-/KEY=VALUE sets one of these, /help shows them:"""
+/KEY=VALUE sets one of these, /help shows them; what begins with // is a prompt:"""
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class Settings(Sampling):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.stop == "":
+            raise ValueError("an empty stop string would stop every text at once: /stop=None for none")
         if self.max_new_tokens < 1 or not 0 <= self.seed < 2**62:
             raise ValueError(f"max_new_tokens={self.max_new_tokens}, seed={self.seed}: give 1 or more, 0 or more")
 
@@ -83,7 +85,7 @@ def converse(decoder: Decoder, tokenizer, settings: Settings) -> None:
                 return
             if line == "/help":
                 print(HELP, settings.lines(), sep="\n")
-            elif line.startswith("/"):
+            elif line.startswith("/") and not line.startswith("//"):
                 settings = changed(settings, line[1:])
             else:
                 text = line or text

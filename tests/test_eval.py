@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import math
+import shutil
 import sys
 
 import lm_eval_tasks
@@ -30,7 +31,7 @@ from lm_eval.tasks import TaskManager
 import bench
 import eval as eval_script
 import export
-from evaluation import batches, published, subjects, tables, tasks
+from evaluation import batches, published, store, subjects, tables, tasks
 from evaluation.language_model import LanguageModel, generation_settings
 from training import checkpoint
 from training.checkpoint import load_model
@@ -191,15 +192,25 @@ def test_batches_hold_every_request_once_within_the_bounds():
             )
     for continuation in ([1, 2, 3, 4], [1, 2, 3], [1]):  # each whole within the one before
         wanted.append(batches.truncated(len(wanted), [5] * 9, continuation, 48))
-    found = batches.batched(batches.grouped(wanted), 7, 48)
+    found = batches.batched(batches.grouped(wanted, 7), 7, 48)
     assert sorted(m.number for batch in found for group in batch for m in group.members) == list(range(len(wanted)))
     assert max(len(batch) for batch in found) > 1
     for batch in found:
-        assert len(batch) == 1 or sum(len(group.members) for group in batch) <= 7
+        assert sum(len(group.members) for group in batch) <= 7
         assert max(g.prefix for g in batch) + max(g.rest for g in batch) <= 48
         for group in batch:
             assert len({tuple(m.tokens[: group.prefix]) for m in group.members}) == 1
             assert all(1 <= group.prefix <= m.read for m in group.members)
+
+
+def test_a_beginning_that_all_share_does_not_make_one_batch(monkeypatch):
+    shared = list(range(20))
+    wanted = [batches.truncated(n, [*shared, n], [7], 48) for n in range(50)]
+    assert [len(group.members) for group in batches.grouped(wanted, 16)] == [16, 16, 16, 2]
+    monkeypatch.setattr(batches, "TOKENS_AT_ONCE", 100)
+    found = batches.grouped(wanted, 16)
+    assert {len(group.members) for group in found[:-1]} == {100 // 21}
+    assert {group.prefix for group in found} == {20}
 
 
 def test_end_of_text_before_every_text():
@@ -325,7 +336,8 @@ def test_finished_results_are_kept_and_what_changed_is_evaluated_anew(run, tmp_p
     assert found == [("questions", 0), ("gaps", 0)]
     found, again = evaluated_now()
     assert found == []
-    assert again.partition("0-shot\n")[2].partition("written")[0] in first
+    assert "0-shot, float32\n" in again
+    assert again.partition("0-shot, float32\n")[2].partition("written")[0] in first
     assert evaluated_now("--shots=0,1")[0] == [("questions", 1), ("gaps", 1)]
     lines = (files / "gaps_test.jsonl").read_text().splitlines()
     (files / "gaps_test.jsonl").write_text("\n".join([*lines[1:], lines[0]]) + "\n")
@@ -334,6 +346,9 @@ def test_finished_results_are_kept_and_what_changed_is_evaluated_anew(run, tmp_p
     task_file = (files / "questions.yaml").read_text()
     (files / "questions.yaml").write_text(task_file.replace("Question:", "Q:"))
     assert evaluated_now()[0] == [("questions", 0)]
+    # Another right answer to the same requests.
+    (files / "questions.yaml").write_text((files / "questions.yaml").read_text().replace("target: label", "target: 0"))
+    assert evaluated_now()[0] == [("questions", 0)]
     arguments[:1] = [run / "checkpoints/step_00000003", run]  # other weights, beside the others
     found, out = evaluated_now()
     assert found == [("questions", 0), ("gaps", 0)]
@@ -341,6 +356,9 @@ def test_finished_results_are_kept_and_what_changed_is_evaluated_anew(run, tmp_p
     assert "tiny, step 6" in out
     arguments[:2] = [run]
     assert evaluated_now("--log_samples")[0] == [("questions", 0), ("gaps", 0)]
+    for file in (tmp_path / "out").glob("samples_gaps_*"):
+        file.unlink()
+    assert evaluated_now("--log_samples")[0] == [("questions", 0), ("gaps", 0)][1:]
     assert evaluated_now("--limit=2")[0] == [("questions", 0), ("gaps", 0)]
     assert evaluated_now("--batch_size=3", "--add_bos_token")[0] == [("questions", 0), ("gaps", 0)]
 
@@ -368,7 +386,9 @@ def test_a_task_whose_data_cannot_be_had_is_named_and_the_others_are_evaluated(r
         (["--val=no_such_corpus"], ["no_such_corpus"]),
         (["--val=OTHER"], ["other tokens"]),
         (["--val", "--batch_size=0"], ["--batch_size=0", "1 or more"]),
-        (["--val", "--limit=0"], ["--limit=0", "1 or more"]),
+        (["--tasks=questions", "--limit=0"], ["--limit=0", "1 or more"]),
+        (["--val", "--limit=3"], ["--limit has no effect on --val alone"]),
+        (["--val", "--shots=1"], ["--shots has no effect on --val alone"]),
     ],
 )
 def test_mistakes_end_in_one_line_before_any_work(run, folder, tmp_path, monkeypatch, capsys, arguments, words):
@@ -401,6 +421,43 @@ def test_an_exported_folder_has_its_runs_numbers_and_needs_a_corpus(run, folder,
     for name, key in (("validation", "record"), ("gaps", "results")):
         one, other = (entry[key] for entry in stored if entry["task"] == name)
         assert one == other
+
+
+def test_groups_without_a_figure_and_tasks_that_fail_leave_the_others_theirs(run, tmp_path, monkeypatch, capsys):
+    files = lm_eval_tasks.write(tmp_path, 3)
+    (files / "both.yaml").write_text("group: both\ntask: [questions, gaps]\n")
+    text = (files / "continued.yaml").read_text().replace("max_gen_toks: 12", "max_gen_toks: 12, num_beams: 3")
+    (files / "beams.yaml").write_text(text.replace("task: continued", "task: beams"))
+    arguments = ["--tasks=beams,both", f"--include_path={files}", f"--out={tmp_path / 'out'}", "--limit=3"]
+    code, out, error = evaluated(monkeypatch, capsys, run, *arguments)
+    assert code == 3
+    [line] = error.strip().splitlines()
+    assert "task beams, 0-shot, of " in line
+    assert "num_beams is not supported" in line
+    assert "0-shot, float32, the first 3 items alone\n" in out
+    assert list(entries(tmp_path / "out")[("both", 0)]["shown"]) == ["questions", "gaps"]
+
+
+def test_evaluations_that_write_at_once_keep_each_others_results(tmp_path):
+    one, other = store.Store(tmp_path), store.Store(tmp_path)
+    entry = {"weights": "w", "task": "a", "shots": 0, "settings": {}}
+    one.add(entry)
+    other.add(entry | {"task": "b"})
+    one.add(entry | {"value": 1})
+    assert store.Store(tmp_path).entries == [entry | {"task": "b"}, entry | {"value": 1}]
+
+
+def test_labels_and_places_of_results(run):
+    step = run / "checkpoints/step_00000003"
+    assert [subject.label for subject in subjects.find_all([str(run), str(step)])] == ["tiny, step 6", "tiny, step 3"]
+    other = run.parent / "again" / run.name
+    shutil.copytree(run, other)
+    found = [subject.label for subject in subjects.find_all([str(run), str(other)])]
+    assert found == [f"{run.parent.name}/tiny, step 6", "again/tiny, step 6"]
+    assert subjects.home([str(step)]) == run / "eval"
+    assert subjects.home([str(run), str(other)]) == run.parent / "eval"
+    with pytest.raises(ValueError, match="give --out=FOLDER"):
+        subjects.home(["/a/run", "/b/run"])
 
 
 def test_an_unknown_run_is_one_line(tmp_path):
@@ -437,7 +494,7 @@ def eight(value: float) -> dict:
 def test_tables_show_difference_and_error():
     paper = published.row("gpt-mha-rope", "small", 1)
     models = [("ours_a", eight(30.0), paper), ("b", eight(40.0) | {"arc_easy": (1.5, None)}, {})]
-    table = tables.of_tasks(1, dict(tasks.PAPER_METRICS), models)
+    table = tables.of_tasks("1-shot", dict(tasks.PAPER_METRICS), models)
     mean, error = 30 + 28 / 8, math.sqrt(sum(n * n for n in range(1, 9))) / 8
     text = tables.markdown([table])
     assert "| ours_a | 30.00 ± 1.00 | 31.00 ± 2.00 |" in text
@@ -457,7 +514,9 @@ def test_tables_show_difference_and_error():
     assert latex.count("\\toprule") == latex.count("\\bottomrule") == 1
     assert "ours\\_a & 30.00 $\\pm$ 1.00 & 31.00" in latex
     assert all(line.count("&") == 9 for line in latex.splitlines() if line.endswith("\\\\"))
-    assert "average" not in tables.markdown([tables.of_tasks(0, {"piqa": "acc_norm"}, [("a", {"piqa": (1, 2)}, {})])])
+    assert "average" not in tables.markdown(
+        [tables.of_tasks("0-shot", {"piqa": "acc_norm"}, [("a", {"piqa": (1, 2)}, {})])]
+    )
 
 
 def test_the_metric_that_a_table_shows():
@@ -476,8 +535,8 @@ def test_the_metric_that_a_table_shows():
         12.5,
         0.5,
     )
-    with pytest.raises(ValueError, match="reports no number"):
-        tasks.metric_of("odd", {"alias": "odd", "acc,none": "N/A"})
+    assert tasks.metric_of("squad", {"f1,none": 50.5, "f1_stderr,none": "N/A"}) == ("f1", 50.5, None)  # percent already
+    assert tasks.numbers({"alias": "odd", "acc,none": "N/A"}) == {}
 
 
 def test_bfloat16_is_rounded_and_stored_beside_float32(run, tmp_path, monkeypatch, capsys):

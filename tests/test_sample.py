@@ -85,6 +85,7 @@ def test_a_conversation(run):
         "class A\\",
         "",
         "/top_k=0",
+        "/stop=",
         "/stop",
         "/sead=1",
         "",
@@ -102,6 +103,7 @@ def test_a_conversation(run):
     errors = [line for line in result.stderr.decode().splitlines() if line.startswith("error:")]
     assert errors == [
         "error: top_k=0: give 1 or more",
+        "error: an empty stop string would stop every text at once: /stop=None for none",
         "error: /stop is no command: /KEY=VALUE, /help and /quit are",
         "error: unknown key --sead, did you mean seed?",
     ]
