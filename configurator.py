@@ -82,6 +82,8 @@ def _check_one(name, value, schema):
         raise ValueError(f"{name}={value!r}: give {knob.kind}")
     if isinstance(value, float) and not abs(value) < float("inf"):
         raise ValueError(f"{name}={value!r}: give a finite number")
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise ValueError(f"{name} has more than 63 bits: give a smaller number")
     return value
 
 
@@ -122,6 +124,8 @@ def read_file(path: str) -> dict:
 def read_json(path: Path) -> dict:
     """The JSON object that a file holds. ValueError: missing, unreadable, no JSON, or no object."""
     try:
+        if path.exists() and not path.is_file():
+            raise ValueError("no file")  # a device can be read for ever
         if path.stat().st_size > 2**27:
             raise ValueError("more than 128 MiB")
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -16,13 +16,12 @@ import tempfile
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 import configurator
 from data import tokenizer, tokenizer_json
 from huggingface import card
 from huggingface.flatten import modelling_files
+from model.gpt import GPT
 from training import checkpoint
 from training.provenance import provenance
 
@@ -78,8 +77,14 @@ def tokenizer_files(model, encoding) -> dict[str, dict]:
     }
 
 
-def check_buffers(model) -> None:
-    """ValueError: transformers builds models without values, so a buffer that is not stored would be lost."""
+def check_exportable(model) -> None:
+    """ValueError: something of the model that the wrapper for transformers would leave out."""
+    if type(model).forward is not GPT.forward:
+        raise ValueError("the variant has a forward of its own, which cannot be exported: put it into hidden or logits")
+    for name in [name for name, _ in (*model.named_parameters(recurse=False), *model.named_buffers(recurse=False))]:
+        if name not in ("rope_cos", "rope_sin"):
+            raise ValueError(f"{name} belongs to the model itself: put it into a module of the model to export it")
+    # transformers builds models without values: a buffer that is not stored would be lost.
     stored = model.state_dict().keys()
     for name, _ in model.named_buffers():
         if name not in stored and name not in ("rope_cos", "rope_sin"):
@@ -89,7 +94,7 @@ def check_buffers(model) -> None:
 def write(folder: Path, name: str, source: Path, dtype: str) -> None:
     """Fill an empty folder with the model of `source`. ValueError: damaged, or code that cannot stand alone."""
     model, encoding, state = checkpoint.load_model(source, "cpu")
-    check_buffers(model)
+    check_exportable(model)
     texts = modelling_files(state["model"])
     jsons = {"config.json": config_json(state["model"], model, encoding, dtype), **tokenizer_files(model, encoding)}
     jsons["generation_config.json"] = generation_json(model, encoding)
@@ -99,11 +104,7 @@ def write(folder: Path, name: str, source: Path, dtype: str) -> None:
     for file, text in texts.items():
         (folder / file).write_text(text, encoding="utf-8")
     weights = checkpoint.weights_of(model.to(getattr(torch, dtype)))
-    try:
-        whole = {key: value.contiguous() for key, value in weights.items()}
-        save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
-    except SafetensorError as error:  # its name for what the system says of a write
-        raise OSError(str(error)) from error
+    checkpoint.write_tensors(folder / "model.safetensors", weights)
 
 
 def replace(out: Path, new: Path) -> None:
@@ -126,7 +127,7 @@ def main():
         out.parent.mkdir(parents=True, exist_ok=True)
         new = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
         try:
-            new.chmod(0o755)
+            new.chmod(checkpoint.permitted(0o777))
             write(new, out.name, source, args.dtype)
             replace(out, new)
         finally:

@@ -106,7 +106,8 @@ def configure(argv: list[str]):
         print(configurator.help_text(f"{__doc__}\nKeys and defaults:", anywhere))
         sys.exit(0)
     options.update({"resume": "auto"} if options.get("resume") == "True" else {})
-    out_dir = {"out_dir": f"runs/{Path(files[0]).stem}"} if files else {}
+    name = Path(files[0]).stem if files else options.get("model")
+    out_dir = {"out_dir": f"runs/{name}"} if name else {}
     settled = init_from.settled({**out_dir, **from_file}, options, anywhere)
     stem = options.get("model", from_file.get("model", settled.get("model", TrainConfig.model)))
     stem = configurator.parse("model", stem, anywhere)
@@ -267,6 +268,8 @@ def main():
     out, log = Path(config.out_dir), None
     with configurator.one_line_errors():
         facts = {"the configuration": settings, "the code": code_digest(), "the data": corpus.identity}
+        if world.world_size > 1 and config.init_from is not None and not start:
+            facts["the weights of init_from"] = init_from.identity(config.init_from)
         distributed.refuse_disagreement(world, {**facts, "the checkpoint": str(start), "torch": torch.__version__})
         run_model, eval_model = parallel.parallelise(model, config.engine, config.compile, world)
         optimizers = optimizer.build_optimizers(model, config)

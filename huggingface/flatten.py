@@ -58,7 +58,7 @@ def rewritten(text: str, where: str) -> tuple[str, list[str]]:
 
     ValueError: it imports something else of this repository, or by a name that is made when it runs.
     """
-    lines, needed, tree = text.splitlines(keepends=True), [], ast.parse(text)
+    lines, needed, tree = [line + "\n" for line in text.split("\n")], [], ast.parse(text)  # as ast counts lines
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("model."):
             raise ValueError(
@@ -71,7 +71,7 @@ def rewritten(text: str, where: str) -> tuple[str, list[str]]:
         needed += modules
         first, last = node.lineno - 1, node.end_lineno
         lines[first:last] = [lines[first][: node.col_offset] + replacement + lines[last - 1][node.end_col_offset :]]
-    return "".join(lines), needed
+    return "".join(lines).removesuffix("\n"), needed
 
 
 def modelling_files(stem: str) -> dict[str, str]:
@@ -90,4 +90,8 @@ def modelling_files(stem: str) -> dict[str, str]:
     for name, text in files.items():
         left = {top for _, tops in imports(ast.parse(text)) for top in tops & OWN}
         assert not left, f"{name} still imports {left}"
+    # Before 5.10, transformers copies what these two files import themselves, and no further.
+    others = sorted(file.removesuffix(".py") for file in files if file.removesuffix(".py") not in ADDED)
+    for name in ADDED:
+        files[f"{name}.py"] += "".join(f"\nfrom .{other} import __name__ as _  # noqa" for other in others) + "\n"
     return dict(sorted(files.items()))

@@ -88,6 +88,9 @@ class DDLForCausalLM(PreTrainedModel, GenerationMixin):
     def get_output_embeddings(self):
         return self.lm_head
 
+    def set_output_embeddings(self, new_embeddings):
+        raise ValueError("the output layer of this model is its embedding and cannot be replaced")
+
     def resize_token_embeddings(self, *args, **kwargs):
         raise ValueError("the vocabulary of this model cannot be resized: unused ids follow the tokenizer's")
 

@@ -49,8 +49,10 @@ def header(folder: Path) -> dict[str, torch.Tensor]:
         for name, tensor in pickled(file, "meta") if file.suffix == ".bin" else safe_header(file):
             if name in found:
                 raise ValueError(f"{file}: {clipped(name)} is in another file as well")
-            if tensor is None or not tensor.is_floating_point():
+            if tensor is None or tensor.layout is not torch.strided or tensor.dtype not in FLOATS.values():
                 raise ValueError(f"{file}: {clipped(name)} is not a tensor of floating-point numbers")
+            if tensor.numel() * tensor.itemsize > file.stat().st_size:
+                raise ValueError(f"{file}: {clipped(name)} claims more numbers than the file has")
             found[name] = tensor
     return found
 
@@ -63,8 +65,8 @@ def safe_header(file: Path):
                 part = opened.get_slice(name)
                 dtype = FLOATS.get(part.get_dtype())
                 yield name, dtype and torch.empty(part.get_shape(), dtype=dtype, device="meta")
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{file} is damaged or unreadable: {error}") from error
+    except (OSError, SafetensorError, TypeError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"{file} is damaged or unreadable: {clipped(error)}") from error
 
 
 def pickled(file: Path, device: str):
@@ -88,7 +90,7 @@ def load(folder: Path) -> dict[str, torch.Tensor]:
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{file} is damaged or unreadable: {error}") from error
         for name, value in pairs:
-            if not value.isfinite().all():
+            if value.is_meta or not value.isfinite().all():
                 raise ValueError(f"{file}: {name} holds NaN or infinite numbers")
             loaded[name] = value.to(at_least_fp32(value.dtype))
     if TIED in loaded and not torch.equal(loaded[TIED], loaded[EMBEDDING]):
@@ -119,8 +121,8 @@ def skeleton(stem: str, config: dict, found, where: str):
     if checked.num_hidden_layers > blocks:
         layers = f"num_hidden_layers={checked.num_hidden_layers}"
         raise ValueError(f"{where}: transformer.h.{blocks} is missing, the config has {layers}")
-    if checked.block_size > LONGEST:
-        raise ValueError(f"{where}: block_size={checked.block_size} is more than {LONGEST}")
+    if checked.block_size * checked.head_dim > LONGEST * 128:
+        raise ValueError(f"{where}: block_size={checked.block_size} is more than RoPE tables are made for here")
     bare = type("Skeleton", (cls,), {"init_weights": lambda self: None})
     try:
         with torch.device("meta"):

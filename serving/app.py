@@ -10,6 +10,7 @@ connection.
 
 import contextlib
 import dataclasses
+import ipaddress
 import itertools
 import json
 import signal
@@ -170,12 +171,14 @@ def serve(model, tokenizer, state: dict, args, sampling: Sampling) -> None:
     defaults = {**vars(sampling), "max_new_tokens": args.max_new_tokens, "stop": args.stop}
     listening = listen(args.host, args.port)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a closed tab must not end the server
-    app = create_app(model, tokenizer, facts_of(model, tokenizer, state, defaults), args.host, args.seed)
+    address, port = listening.getsockname()[:2]
+    host = address if address in EVERY_ADDRESS else args.host  # also of --host=0, or of an empty one
+    app = create_app(model, tokenizer, facts_of(model, tokenizer, state, defaults), host, args.seed)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, server_header=False))
     app.state.closing = lambda: server.should_exit
-    name = f"[{args.host}]" if ":" in args.host else args.host
-    print(f"http://{name}:{listening.getsockname()[1]} (Ctrl+C ends it)", flush=True)
-    if args.host in EVERY_ADDRESS:
-        print("note: everyone who can reach this machine can use the page", file=sys.stderr)
+    print(f"http://{f'[{host}]' if ':' in host else host}:{port} (Ctrl+C ends it)", flush=True)
+    if not ipaddress.ip_address(address).is_loopback:
+        where = "; from elsewhere, open it by this machine's numeric address" if host in EVERY_ADDRESS else ""
+        print(f"note: everyone who can reach this machine can use the page{where}", file=sys.stderr)
     with contextlib.suppress(KeyboardInterrupt):  # which the server hands on when it has ended
         server.run(sockets=[listening])

@@ -314,14 +314,37 @@ def test_modules_that_are_no_files_are_refused(module):
         flatten.source_of(module)
 
 
-def test_buffers_that_are_not_stored_are_refused():
+def test_what_the_wrapper_would_leave_out_is_refused():
     made = build(CC, **TINY)
-    export.check_buffers(made)
+    export.check_exportable(made)
     made.transformer.h[0].register_buffer("scale", torch.ones(2))
-    export.check_buffers(made)
+    export.check_exportable(made)
     made.transformer.h[0].register_buffer("steps", torch.ones(2), persistent=False)
     with pytest.raises(ValueError, match=r"transformer\.h\.0\.steps is a buffer that is not stored"):
-        export.check_buffers(made)
+        export.check_exportable(made)
+    for name, attribute in (("out_gain", torch.nn.Parameter(torch.ones(2))), ("forward", None)):
+        made = build(CC, **TINY)
+        if attribute is None:
+            made.__class__ = type("Capped", (type(made),), {"forward": lambda self, *_: None})
+        else:
+            setattr(made, name, attribute)
+        with pytest.raises(ValueError, match=name):
+            export.check_exportable(made)
+
+
+def test_the_two_files_that_transformers_loads_name_all_others(reloaded):
+    """Its versions before 5.10 copy what these import, and no further."""
+    folder = reloaded[0] / next(iter(reloaded[1]))
+    others = {path.stem for path in folder.glob("*.py")} - {"modeling_ddl", "configuration_ddl"}
+    for name in ("modeling_ddl", "configuration_ddl"):
+        assert others <= set(re.findall(r"^from \.(\w+) import", (folder / f"{name}.py").read_text(), flags=re.M))
+
+
+def test_others_can_read_what_is_written(reloaded):
+    folder, mask = reloaded[0] / next(iter(reloaded[1])), os.umask(0)
+    os.umask(mask)
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o666 & ~mask}
+    assert folder.stat().st_mode & 0o777 == 0o777 & ~mask
 
 
 def test_the_card_tells_what_is_known(tmp_path):
@@ -363,7 +386,7 @@ def test_nothing_is_half_written(tmp_path, monkeypatch):
     run = save_run(tmp_path / "run", noisy(CC, {}), CC)
     out = exported(run, tmp_path / "made" / "out")
     before = {path.name: path.read_bytes() for path in out.iterdir()}
-    monkeypatch.setattr(export, "save_file", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(checkpoint, "save_file", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")))
     for arguments in ([run, out, "--overwrite"], [run, tmp_path / "made" / "other"]):
         with pytest.raises(SystemExit) as ended:
             exported(*arguments)

@@ -156,7 +156,9 @@ def test_weights_of_another_model(folder, change, message):
         ({"num_hidden_layers": 10**9}, "transformer.h.2 is missing, the config has num_hidden_layers=1000000000"),
         ({"num_hidden_layers": 1}, "is not one of its weights"),
         ({"hidden_size": 10**9}, "sizes that no model can have"),
-        ({"hidden_size": 10**40}, "sizes that no model can have"),
+        ({"hidden_size": 10**40}, "hidden_size has more than 63 bits"),
+        ({"block_size": 2**20, "head_dim": 2**12}, "block_size=1048576 is more than"),
+        ({"mup": True, "hidden_size_base": 10**400}, "hidden_size_base has more than 63 bits"),
         ({"hidden_size": 24}, "needed ("),
         ({"vocab_size": 10**12}, "needed (1000000000000, 12)"),
         ({"head_dim": 10**6}, "needed"),
@@ -266,6 +268,36 @@ def test_links_that_lead_nowhere(folder, name):
     (folder / name).symlink_to(name)
     with pytest.raises(ValueError, match=r"model\.safetensors|tokenizer\.json|config\.json|state\.json|no checkpoint"):
         checkpoint.load_model(folder, "cpu")
+
+
+def test_links_to_devices_are_not_read(folder):
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match=r"tokenizer\.json"):
+        checkpoint.load_model(folder, "cpu")
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.zeros(1, 1).expand(2**28, 16), torch.zeros(4, 4).to_sparse(), torch.zeros(4).to(torch.float8_e4m3fn)],
+)
+def test_tensors_of_odd_kinds(whole, tmp_path, tensor):
+    folder = Path(shutil.copytree(whole / "released", tmp_path / "r"))
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save({**tensors, "transformer.wte.weight": tensor}, folder / "pytorch_model.bin")
+    assert "transformer.wte.weight" in refused(folder)
+
+
+def test_shapes_that_overflow(folder):
+    data = (folder / "model.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    for shape in ([0, 2**64 - 1], [0, 2**40, 2**40]):
+        header = json.loads(data[8 : 8 + length])
+        header["ln_f.weight"] = {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
+        text = json.dumps(header).encode()
+        (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+        refused(folder)
 
 
 def sharded(folder: Path) -> dict:

@@ -87,6 +87,9 @@ def test_a_run_that_goes_on_does_not_need_the_folder(corpus, folders, tmp_path):
     with pytest.raises(SystemExit):  # nothing to go on from, and no folder
         run(arguments(corpus, tmp_path / "fresh", **keys))
     assert not (tmp_path / "fresh").exists()
+    damaged = tmp_path / "parts" / "checkpoints" / "step_00000009"  # newer, but the one before it counts
+    shutil.copytree(damaged.with_name("step_00000003"), damaged)
+    (damaged / "state.json").write_text("")
     run(arguments(corpus, tmp_path / "parts", **keys, min_lr=1e-3))
     assert (tmp_path / "parts" / "checkpoints" / "step_00000006").is_dir()
     assert (tmp_path / "whole" / "checkpoints" / "step_00000006").is_dir()

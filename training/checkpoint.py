@@ -6,6 +6,7 @@ renamed. Where a step is saved again, the older one stays as `step_00001000.old`
 Tensors are whole, whatever the number of processes and the engine that made them.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -40,8 +41,7 @@ def save(run: Path, weights: dict, optimizer_state: dict, state: dict, tokenizer
     try:
         temporary.mkdir(parents=True)
         for name, tensors in (("model", weights), ("optimizer", optimizer_state)):
-            whole = {key: value.contiguous() for key, value in tensors.items()}
-            save_file(whole, temporary / f"{name}.safetensors")
+            write_tensors(temporary / f"{name}.safetensors", tensors)
         (temporary / "tokenizer.json").write_text(json.dumps(tokenizer_json), encoding="utf-8")
         (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
         (temporary / SUMS).write_text(sums_of(temporary), encoding="utf-8")
@@ -54,12 +54,26 @@ def save(run: Path, weights: dict, optimizer_state: dict, state: dict, tokenizer
         temporary.replace(final)
         sync(final.parent)
         shutil.rmtree(old, ignore_errors=True)
-    except BaseException as error:
+    except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, safetensors.SafetensorError):  # its name for what the system says of a write
-            raise OSError(str(error)) from error
         raise
     return final
+
+
+def permitted(mode: int) -> int:
+    """The mode of a new file or folder, less what the user's umask takes away."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mode & ~mask
+
+
+def write_tensors(file: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write a safetensors file, which the library would keep from others' eyes. OSError: it cannot be written."""
+    try:
+        save_file({key: value.contiguous() for key, value in tensors.items()}, file, metadata={"format": "pt"})
+    except safetensors.SafetensorError as error:  # its name for what the system says of a write
+        raise OSError(str(error)) from error
+    file.chmod(permitted(0o666))
 
 
 def weights_of(model) -> dict[str, torch.Tensor]:
@@ -71,6 +85,8 @@ def sums_of(checkpoint: Path) -> str:
     """What SHA256SUMS must hold: hash and name of every other file."""
     lines = []
     for name in FILES:
+        if not (checkpoint / name).is_file():  # a link to a device would be read for ever
+            raise FileNotFoundError(errno.ENOENT, "no regular file", name)
         with open(checkpoint / name, "rb") as file:
             lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {name}\n")
     return "".join(lines)

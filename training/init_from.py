@@ -4,6 +4,8 @@ The folder settles the variant and its keys; the optimizer, the step and the dat
 takes them from its own checkpoint, and the folder may be gone.
 """
 
+import contextlib
+import hashlib
 import sys
 from pathlib import Path
 
@@ -44,7 +46,7 @@ def own_state(resume: str, out_dir: str | None) -> dict | None:
     if resume != "auto":
         return checkpoint.read_state(checkpoint.find(resume))
     for path in reversed(checkpoint.all_of(Path(out_dir)) if out_dir else []):
-        if (path / "state.json").is_file():
+        with contextlib.suppress(ValueError):  # damaged: the one before it counts, as for the run
             return checkpoint.read_state(path)
     return None
 
@@ -67,6 +69,16 @@ def same_tokens(one: dict, other: dict) -> bool:
     if "gpt2" in (one["name"], other["name"]):
         return one["name"] == other["name"]
     return all(one[key] == other[key] for key in ("pattern", "tokens"))
+
+
+def identity(folder: str) -> str:
+    """What the folder's weights are, for processes to compare: their names, and SHA-256 of the files."""
+    path, *_ = checkpoint.described(Path(folder))
+    found = []
+    for file in weights.files(path):
+        with open(file, "rb") as opened:
+            found.append(f"{file.name} {hashlib.file_digest(opened, 'sha256').hexdigest()}")
+    return " ".join(found)
 
 
 def load(model, folder: str, corpus: Path) -> None:

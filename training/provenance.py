@@ -16,7 +16,11 @@ import torch
 def provenance() -> dict:
     """What a stored figure must say of itself: command, commit, machine, versions and date."""
     git = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True, check=False).stdout.strip()
+    try:
+        found = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+        commit = found.stdout.strip()
+    except OSError:  # no git on this machine
+        commit = ""
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()
     machine = f"{os.cpu_count()} x {capabilities.get('cpu_name', platform.processor() or platform.machine())}"
     if torch.cuda.is_available():
