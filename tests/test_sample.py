@@ -1,7 +1,11 @@
 """sample.py as a user runs it; tests/test_generation.py has how texts are made."""
 
+import sys
+
 import pytest
 from conftest import one_line_error, script, small_run
+
+import sample
 
 
 @pytest.fixture(scope="module")
@@ -34,24 +38,35 @@ def test_several_samples_differ(run):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "stdin", "message"),
+    ("arguments", "message"),
     [
-        (["--prompt=a<|im_start|>b"], None, "the prompt has the token <|im_start|>"),
-        (["--prompt=-"], b"\xff\xfe", "the prompt is not UTF-8"),
-        (["--prompt=FILE:nowhere.txt"], None, "nowhere.txt"),
-        (["--temperature=-1"], None, "temperature=-1.0: give 0 or more"),
-        (["--top_p=0"], None, "top_p=0.0: give a number above 0"),
-        (["--min_p=2"], None, "min_p=2.0: give a number from 0 to 1"),
-        (["--batch_size=0"], None, "--batch_size=0: give 1 or more"),
-        (["--stop="], None, "--stop=['']: give a text of one character or more"),
-        (["--interactive", "--prompt=a"], None, "--serve, --interactive and --prompt: give one of them"),
-        (["--interactive", "--stop=a", "--stop=b"], None, "--interactive takes one --stop"),
-        (["--serve", "--num_samples=2"], None, "--num_samples=2: --serve and --interactive make one text at a time"),
-        (["--serve", "--compile=True"], None, "--compile=True has no effect with --serve"),
+        (["--prompt=a<|im_start|>b"], "the prompt has the token <|im_start|>"),
+        (["--prompt=FILE:nowhere.txt"], "nowhere.txt"),
+        (["--temperature=-1"], "temperature=-1.0: give 0 or more"),
+        (["--top_p=0"], "top_p=0.0: give a number above 0"),
+        (["--min_p=2"], "min_p=2.0: give a number from 0 to 1"),
+        (["--batch_size=0"], "--batch_size=0: give 1 or more"),
+        (["--stop="], "--stop=['']: give a text of one character or more"),
+        (["--interactive", "--prompt=a"], "--serve, --interactive and --prompt: give one of them"),
+        (["--interactive", "--stop=a", "--stop=b"], "--interactive takes one --stop"),
+        (["--serve", "--num_samples=2"], "--num_samples=2: --serve and --interactive make one text at a time"),
+        (["--serve", "--compile=True"], "--compile=True has no effect with --serve"),
     ],
 )
-def test_mistakes_end_in_one_line(run, arguments, stdin, message):
-    assert message in one_line_error(script("sample.py", run, *arguments, stdin=stdin))
+def test_mistakes_end_in_one_line(run, arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["sample.py", str(run), *arguments])
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # the script's own for broken pipes
+    with pytest.raises(SystemExit) as ended:
+        sample.main()
+    found = capsys.readouterr()
+    assert (ended.value.code, found.out) == (2, "")
+    [line] = found.err.splitlines()
+    assert message in line
+
+
+def test_a_prompt_that_is_no_text_ends_in_one_line(run):
+    line = one_line_error(script("sample.py", run, "--prompt=-", stdin=b"\xff\xfe"))
+    assert "the prompt is not UTF-8" in line
 
 
 def test_prompts_together_are_as_each_alone(run):
