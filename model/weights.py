@@ -18,7 +18,7 @@ TIED = "lm_head.weight"  # the same tensor as the embedding; stored once, or twi
 EMBEDDING = "transformer.wte.weight"
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INDEX = "model.safetensors.index.json"
-LONGEST = 2**20  # tokens: no weight tells block_size, whose tables are made all the same
+LONGEST = 2**20  # tokens, at 128 features a head: no weight bears out block_size, for which RoPE tables are made
 
 
 def files(folder: Path) -> list[Path]:

@@ -174,7 +174,8 @@ def find(path: str | Path) -> Path:
     if found := newest(path):
         return found
     state = "no whole checkpoint" if all_of(path) else "no checkpoint"
-    raise ValueError(f"{path} holds {state}: give a run folder made by train.py, or one of its checkpoints/step_*")
+    where = "a run folder made by train.py, one of its checkpoints/step_*, or an exported folder"
+    raise ValueError(f"{path} holds {state}: give {where}")
 
 
 STATE = {"corpus": dict, "model": str, "model_config": dict, "run_config": dict, "seconds": Real, "step": int}
