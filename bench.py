@@ -7,6 +7,7 @@
     python bench.py decode                             tokens/s of generation, with and without cache and compiler
     python bench.py eval                               evaluation next to lm-eval's own hf model
     python bench.py data                               preparing and loading data, against tiktoken alone
+    python bench.py memory                             peak memory of training against its estimate
 
 `step`, which needs no name, measures training steps (forward, backward, AdamW) and forward passes without gradients.
 Models take turns in groups: the baseline, one variant and its peers. A ratio is the baseline's time over the model's in
@@ -22,7 +23,7 @@ import sysconfig
 from pathlib import Path
 
 import configurator
-from benchmarks import choices, data, decode, evaluation, kernels, registers, step, suites
+from benchmarks import choices, data, decode, evaluation, kernels, memory, registers, step, suites
 
 
 def step_arguments(parser) -> None:
@@ -127,6 +128,13 @@ def eval_arguments(parser) -> None:
     add("--json", type=Path, help="write the figures there as well")
 
 
+def memory_arguments(parser) -> None:
+    add = parser.add_argument
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    add("--models", help="stems with commas between (default: every stem)")
+    add("--json", type=Path, help="write the figures there as well; what is there already is not measured again")
+
+
 # name: (what it measures, its arguments, what runs it)
 COMMANDS = {
     "step": ("training steps and forward passes; the default", step_arguments, step.run),
@@ -135,6 +143,7 @@ COMMANDS = {
     "kernels": ("bandwidth of the fused kernels against a copy", kernels_arguments, kernels.run),
     "decode": ("one-token decoding: uncached, cached, and by a step that is made once", decode_arguments, decode.run),
     "eval": ("scoring choices, against lm-eval's own hf model", eval_arguments, evaluation.run),
+    "memory": ("peak memory of training runs against train.py's estimate", memory_arguments, memory.run),
     "registers": (
         "registers and spills of the fused kernels, compiled for sm_90 here",
         registers_arguments,

@@ -23,7 +23,7 @@ import torch
 
 import configurator
 from data.loader import TrainBatches, ValidationBatches, prefetched
-from data.shards import DamagedShard, open_corpus
+from data.shards import DamagedShard, open_corpus, vocab_size_of
 from data.tokenizer import describe, size_of
 from model import STEMS, build, kernels, model_class
 from training import (
@@ -122,13 +122,21 @@ def configure(argv: list[str]):
         print(f"note: {', '.join(elsewhere)} of {files[0]} do not concern {stem}")
     values = configurator.check({k: v for k, v in from_file.items() if k in schema}, schema)
     values.update({key: configurator.parse(key, text, schema) for key, text in options.items()})
-    values = init_from.merged(values, settled)
+    values = {**vocabulary(values), **init_from.merged(values, settled)}
     values["out_dir"] = values.get("out_dir") or f"runs/{Path(files[0]).stem if files else stem}"
 
     run_keys = {field.name for field in dataclasses.fields(TrainConfig)}
     config = TrainConfig(**{key: value for key, value in values.items() if key in run_keys})
     check_run(config)
     return config, model_config(**{key: value for key, value in values.items() if key not in run_keys})
+
+
+def vocabulary(values: dict) -> dict:
+    """{"vocab_size": that of the run which goes on, or the corpus's, padded for the GPU}; {} where neither is known."""
+    if values.get("resume") and (state := init_from.own_state(values["resume"], values.get("out_dir"))):
+        return {"vocab_size": state["model_config"]["vocab_size"]}
+    size = vocab_size_of(values.get("dataset", TrainConfig.dataset))
+    return {"vocab_size": -(-size // 64) * 64} if size else {}
 
 
 def check_run(c: TrainConfig) -> None:
@@ -256,7 +264,7 @@ def main():
         elif config.init_from is not None:
             init_from.load(model, config.init_from, corpus.path)
     if config.dry_run:
-        print(estimate.size_of_run(config, model, train_batches.windows, device))
+        print(estimate.size_of_run(config, model, train_batches.windows, micro_batch_rows(config), device))
         return
 
     world = distributed.start(device)

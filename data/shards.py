@@ -130,13 +130,24 @@ def shard_files(folder: Path, split: str) -> list[Path]:
     return sorted({*folder.glob(f"*{split}_*.bin"), *folder.glob(f"*{split}.bin")})
 
 
+def folder_of(dataset: str) -> Path:
+    """`data/<dataset>` where that is a folder, else the folder `dataset`."""
+    named = Path(__file__).parent / dataset
+    return named if named.is_dir() else Path(dataset)
+
+
+def vocab_size_of(dataset: str) -> int | None:
+    """Tokens of the corpus's tokenizer, end-of-text included; None where the corpus does not say."""
+    size = read_json(folder_of(dataset) / "meta.json").get("vocab_size")
+    return size if type(size) is int else None
+
+
 def open_corpus(dataset: str) -> Corpus:
     """The corpus in `data/<dataset>` or in the folder `dataset`.
 
     ValueError: no such folder or no shards in it (the message names the command that makes them), or a damaged one.
     """
-    named = Path(__file__).parent / dataset
-    path = named if named.is_dir() else Path(dataset)
+    path = folder_of(dataset)
     files = {split: shard_files(path, split) for split in ("train", "val")}
     meta = read_json(path / "meta.json")
     if begun := not meta and read_json(path / "preparation.json"):

@@ -25,7 +25,7 @@ class GPTConfig:
     ValueError: a value out of range; the message names the key, the value and the fix.
     """
 
-    vocab_size: Annotated[int, "rows of the embedding; GPT-2's 50257 padded to a multiple of 64"] = 50304
+    vocab_size: Annotated[int, "rows of the embedding; train.py's default: the corpus's, padded to 64s"] = 50304
     block_size: Annotated[int, "tokens per sequence"] = 1024
     num_hidden_layers: Annotated[int, "blocks; each holds an attention and an MLP sublayer"] = 12
     num_attention_heads: Annotated[int, "attention heads per block"] = 6

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 # Processes compile at their own pace before their first collective; a process that dies is noticed at once.
 START_TIMEOUT, TIMEOUT = timedelta(minutes=10), timedelta(minutes=30)
+KEPT_BLOCK = 2**25  # bytes, the most that the C library accepts
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def keep_freed_memory() -> None:
     have to be cleared and mapped again, 5 to 8% of a step on a CPU (results/step_choices.md)."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         mmap_threshold, trim_threshold = -3, -1
-        libc.mallopt(mmap_threshold, 2**25)  # the most it takes: tensors above 32 MiB are still handed back
+        libc.mallopt(mmap_threshold, KEPT_BLOCK)  # larger tensors are still handed back
         libc.mallopt(trim_threshold, 2**31 - 1)
 
 

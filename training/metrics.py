@@ -88,6 +88,15 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
+def size(count: float) -> str:
+    """Bytes in the unit that fits: 512 bytes, 1.50 KiB, 22.5 GiB."""
+    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
+        if count < 1000 or unit == "TiB":
+            break
+        count /= 1024
+    return f"{count:.0f} bytes" if unit == "bytes" else f"{count:.3g} {unit}"
+
+
 def short(number: float) -> str:
     """27.6K, 1.2M."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "K")):
@@ -126,14 +135,29 @@ class LineFile:
     """A file of JSON lines that a full disk does not end: lines that cannot be written wait for the next ones."""
 
     def __init__(self, path: Path):
-        self.file, self.waiting = open(path, "ab", buffering=0), b""  # noqa: SIM115 (open as long as the run)
+        self.path, self.waiting = path, b""
+        self.file = open(path, "ab", buffering=0)  # noqa: SIM115 (open as long as the run)
 
     def write(self, record: dict) -> None:
+        if not os.fstat(self.file.fileno()).st_nlink:
+            self.begin_anew()
         self.waiting += json.dumps(record).encode() + b"\n"
         try:
             self.waiting = self.waiting[self.file.write(self.waiting) :]
         except OSError as error:
             print(f"warning: metrics.jsonl cannot be written ({error.strerror}); trying again", file=sys.stderr)
+
+    def begin_anew(self) -> None:
+        """Somebody has removed the file, perhaps with its folder: say so and go on in a new one."""
+        print(
+            f"warning: {self.path} was removed while the run writes to it: it goes on in a new file, and the next "
+            "checkpoint holds all that is needed to continue",
+            file=sys.stderr,
+        )
+        with contextlib.suppress(OSError):  # the next write tries again
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.file.close()
+            self.file = open(self.path, "ab", buffering=0)  # noqa: SIM115
 
     def sync(self) -> None:
         """On the disk, as a checkpoint that follows will be."""

@@ -1,10 +1,18 @@
 """One model on several devices: DistributedDataParallel, or FSDP2 for models that outgrow a device."""
 
 import contextlib
+import inspect
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+
+# The buffers, RoPE's tables, are the same on every process. torch 2.13 gave the key that says so another name.
+BUFFERS = next(
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in inspect.signature(DistributedDataParallel).parameters
+)
 
 
 def parallelise(model, engine: str, compiled: bool, world):
@@ -26,7 +34,7 @@ def parallelise(model, engine: str, compiled: bool, world):
         return model, model
     model.to(world.device)
     run = torch.compile(model) if compiled else model
-    return (DistributedDataParallel(run, broadcast_buffers=False) if world.world_size > 1 else run), run
+    return (DistributedDataParallel(run, **{BUFFERS: False}) if world.world_size > 1 else run), run
 
 
 @contextlib.contextmanager

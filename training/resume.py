@@ -41,6 +41,8 @@ class RunLock:
     ValueError: another process trains there.
     """
 
+    descriptor = None
+
     def __init__(self, out: Path):
         out.mkdir(parents=True, exist_ok=True)
         self.descriptor = os.open(out, os.O_RDONLY)
@@ -54,7 +56,8 @@ class RunLock:
             pass  # a file system without locks
 
     def __del__(self):
-        os.close(self.descriptor)
+        if self.descriptor is not None:
+            os.close(self.descriptor)
 
 
 def new_state() -> dict:

@@ -1,0 +1,102 @@
+"""`bench.py memory`: peak memory of training runs, each in a process of its own, against what train.py estimates."""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+import train
+from model import STEMS
+from training import distributed, estimate, metrics
+from training.provenance import provenance
+
+ROOT = Path(__file__).parents[1]
+COMMON = {"dataset": "python_stdlib", "warmup_steps": 1, "max_steps": 3, "eval_full": False, "eval_batches": 1}
+# GPT-2's padded vocabulary, but for the demo's size; on a GPU the paper's sizes.
+SIZES = {
+    "cpu": {
+        "d=128 L=4 T=256": {"num_attention_heads": 4, "head_dim": 32, "vocab_size": 4096, "micro_batch_size": 16},
+        "d=256 L=6 T=512": {"num_attention_heads": 2, "micro_batch_size": 8},
+        "d=768 L=4 T=1024": {"num_attention_heads": 6, "micro_batch_size": 2},
+    },
+    "cuda": {
+        "d=768 L=12 T=1024": {"num_attention_heads": 6, "micro_batch_size": 16},
+        "d=1024 L=24 T=1024": {"num_attention_heads": 8, "micro_batch_size": 16},
+    },
+}
+LETTERS = {"d": "hidden_size", "L": "num_hidden_layers", "T": "block_size"}
+
+
+def options(row: dict, device: str) -> list[str]:
+    """train.py's for one row of the table."""
+    size = {LETTERS[part[0]]: int(part[2:]) for part in row["size"].split()}
+    keys = {**COMMON, **size, **SIZES[device][row["size"]], "device": device, "dtype": "bfloat16"}
+    keys |= {key: row[key] for key in ("model", "compile", "activation_checkpointing")}
+    keys["global_batch_size"] = keys["micro_batch_size"]
+    return [f"--{key}={value}" for key, value in keys.items()]
+
+
+def measured(arguments: list[str]) -> int:
+    """Bytes at the peak of a run's training steps. ValueError: it failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        command = [sys.executable, "train.py", *arguments, f"--out_dir={run}"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ValueError(f"{' '.join(command)}: {done.stderr.strip().rpartition(chr(10))[2]}")
+        return max(record["memory"] for record in metrics.read(run / "metrics.jsonl") if "memory" in record)
+
+
+def estimated(arguments: list[str], device: torch.device) -> int:
+    config, model_config = train.configure(arguments)
+    return estimate.memory_needed(config, model_config, train.micro_batch_rows(config), device).total
+
+
+def markdown(rows: list[dict]) -> str:
+    """A line a model and size, and a column for eager and compiled, without and with checkpointing."""
+    cells: dict[tuple, dict] = {}
+    for row in rows:
+        ratio = row["estimated"] / row["measured"]
+        cell = f"{metrics.size(row['measured'])}, {ratio:.2f}"
+        cells.setdefault((row["size"], row["model"]), {})[row["compile"], row["activation_checkpointing"]] = cell
+    kinds = [(compiled, saving) for compiled in (False, True) for saving in (False, True)]
+    titles = [f"{'compiled' if c else 'eager'}{', checkpointing' if s else ''}" for c, s in kinds]
+    lines = [["size", "model", *titles], ["---"] * 6]
+    lines += [[size, f"`{model}`", *(cell.get(kind, "-") for kind in kinds)] for (size, model), cell in cells.items()]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def run(args) -> None:
+    """Measure what the file of figures lacks, storing each, then print the table and the largest error."""
+    device = distributed.pick_device(args.device)
+    stems = args.models.split(",") if args.models else STEMS
+    done = json.loads(args.json.read_text())["rows"] if args.json and args.json.exists() else []
+    known = {json.dumps({k: v for k, v in row.items() if k not in ("measured", "estimated")}): row for row in done}
+    keys = ("size", "model", "compile", "activation_checkpointing")
+    wanted = [
+        dict(zip(keys, (size, stem, compiled, saving)))
+        for size in SIZES[device.type]
+        for stem in stems
+        for compiled in (False, True)
+        for saving in (False, True)
+    ]
+    rows, started, new = [], time.monotonic(), 0
+    for number, row in enumerate(wanted, 1):
+        found, arguments = known.get(json.dumps(row)), options(row, device.type)
+        new += found is None
+        peak = found["measured"] if found else measured(arguments)
+        rows.append({**row, "measured": peak, "estimated": estimated(arguments, device)})
+        if found is None:
+            left = (time.monotonic() - started) / new * (len(wanted) - number)
+            print(*rows[-1].values(), f"({number} of {len(wanted)}, ETA {metrics.duration(left)})", flush=True)
+        if args.json:
+            others = [old for old in done if not any(all(old[k] == r[k] for k in keys) for r in rows)]
+            stored = {**provenance(), "sizes": SIZES[device.type], "rows": rows + others}
+            args.json.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+    print(markdown(rows))
+    worst = max(rows, key=lambda row: abs(row["estimated"] / row["measured"] - 1))
+    print(f"largest error {worst['estimated'] / worst['measured'] - 1:+.1%}: {worst['size']}, {worst['model']}")

@@ -1,0 +1,179 @@
+"""The memory that train.py expects to need: against what torch's allocators hand out, and what is refused with it."""
+
+import dataclasses
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, SMALL, one_line_error, small_run
+from torch.profiler import ProfilerActivity, profile
+
+import train
+from model import STEMS, build, model_class
+from training import estimate, memory
+
+SIZE = {"vocab_size": 320, "block_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16}
+SIZE |= {"hidden_size": 32}
+ROWS, CPU = 4, torch.device("cpu")
+
+
+@pytest.fixture
+def exact(monkeypatch):
+    """Count bytes alone, without what the C library wastes."""
+    monkeypatch.setattr(memory, "WASTE", 1.0)
+    monkeypatch.setattr(memory, "KEPT_BLOCK", 0)
+
+
+def setting(stem: str, **keys) -> memory.Setting:
+    changed = {**SIZE, **{key: keys.pop(key) for key in list(keys) if key in SIZE}}
+    return memory.Setting(stem, model_class(stem).Config(**changed), ROWS, CPU, **keys)
+
+
+def allocated(stem: str, bf16: bool, checkpointing: bool, compiled: bool = False, **size) -> int:
+    """Most bytes at once that the allocator hands out during a forward and backward pass."""
+    model = build(stem, **{**SIZE, **size})
+    model.activation_checkpointing = checkpointing
+    run, ids = torch.compile(model) if compiled else model, torch.zeros(ROWS, 64, dtype=torch.int64)
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            _, loss = run(ids, ids)
+        loss.backward()
+
+    if compiled:
+        step()
+        model.zero_grad(set_to_none=True)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        step()
+    now = most = 0
+    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("stem", STEMS)
+def test_an_eager_step_needs_what_the_allocator_hands_out(exact, stem, checkpointing):
+    bf16 = checkpointing == (len(stem) % 2 == 0)  # each of the four combinations for some stem
+    found = memory.needs(setting(stem, bf16=bf16, checkpointing=checkpointing))
+    assert found == (pytest.approx(allocated(stem, bf16, checkpointing), rel=0.01), 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stem", STEMS)
+def test_a_compiled_step_needs_about_what_the_allocator_hands_out(exact, stem):
+    size = {"hidden_size": 128, "head_dim": 64, "vocab_size": 2048}
+    for checkpointing in (False, True):
+        torch._dynamo.reset()
+        needed, _ = memory.needs(setting(stem, bf16=True, compiled=True, checkpointing=checkpointing, **size))
+        assert needed == pytest.approx(allocated(stem, True, checkpointing, True, **size), rel=0.2)
+
+
+def test_deep_models_lie_on_the_line_through_shallow_ones(exact):
+    for stem in ("gpt-mha-rope", "DDL-gpt-mha-rope-EC"):
+        deep = setting(stem, num_hidden_layers=7)
+        assert memory.needs(deep)[0] == pytest.approx(memory.eager_peak(deep, 7, False), rel=0.01)
+
+
+def test_checkpointing_compiled_steps_keeps_states_alone(exact):
+    """Between the states alone and everything; and the difference to everything grows with depth."""
+    saved = []
+    for layers in (2, 4):
+        model = {"bf16": True, "compiled": True, "num_hidden_layers": layers}
+        plain, saving = (memory.needs(setting("gpt-mha-rope", checkpointing=on, **model))[0] for on in (False, True))
+        states = layers * ROWS * 64 * 32 * 2
+        assert states < saving < plain
+        saved.append(plain - saving)
+    assert saved[1] == pytest.approx(3 * saved[0], rel=0.3)  # all blocks but one are not kept
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Sets the memory that the machine has."""
+    return lambda size: monkeypatch.setattr(estimate, "memory_of", lambda device: int(size))
+
+
+WIDE = {**SMALL, "model": "gpt-mha-rope", "hidden_size": 192, "block_size": 256, "global_batch_size": 24}
+
+
+def refusal(arguments: list[str]) -> str:
+    config, model_config = train.configure(arguments)
+    with pytest.raises(ValueError, match="needs about") as found:
+        estimate.check_memory(config, model_config, train.micro_batch_rows(config), CPU)
+    return str(found.value)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_run_that_does_not_fit_is_told_what_does(corpus, tmp_path, machine, compiled):
+    arguments = small_run(corpus, tmp_path / "run", **WIDE, micro_batch_size=24, compile=compiled)
+    config, model_config = train.configure(arguments)
+    needed = {rows: estimate.memory_needed(config, model_config, rows, CPU).total for rows in (1, 6, 8, 24)}
+    machine((needed[8] + needed[24]) / 2)
+    message = refusal(arguments)
+    assert message.startswith("micro_batch_size=24 needs about ")
+    assert "give --micro_batch_size=12 (about " in message or "give --micro_batch_size=8 (about " in message
+    advised = int(message.split("--micro_batch_size=")[1].split()[0])
+    changed = dataclasses.replace(config, micro_batch_size=advised)
+    estimate.check_memory(changed, model_config, advised, CPU)  # it does fit
+
+
+def test_where_no_micro_batch_fits_checkpointing_or_a_smaller_model_is_advised(corpus, tmp_path, machine):
+    arguments = small_run(
+        corpus, tmp_path / "run", **{**WIDE, "num_hidden_layers": 24, "block_size": 1024}, compile=False
+    )
+    config, model_config = train.configure(arguments)
+    plain = estimate.memory_needed(config, model_config, 1, CPU).total
+    saving = estimate.memory_needed(
+        dataclasses.replace(config, activation_checkpointing=True), model_config, 1, CPU
+    ).total
+    machine(plain)
+    assert plain > 1.2 * saving
+    assert "give --micro_batch_size=1 --activation_checkpointing=True (about " in refusal(arguments)
+    machine(saving / 2)
+    assert "give a smaller model" in refusal(arguments)
+
+
+def test_several_processes_of_a_machine_share_its_memory(monkeypatch):
+    whole = estimate.memory_of(CPU)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert estimate.memory_of(CPU) == pytest.approx(whole / 4, rel=0.2)
+
+
+def test_gradients_are_counted_once_where_micro_batches_accumulate_them(corpus, tmp_path):
+    one, several = (
+        train.configure(small_run(corpus, tmp_path / "run", global_batch_size=size, micro_batch_size=2))
+        for size in (2, 4)
+    )
+    count = build("DDL-gpt-mha-rope", **dataclasses.asdict(one[1])).num_parameters()
+    assert estimate.memory_needed(*one, 2, CPU).weights == 12 * count  # weights and AdamW's moments
+    assert estimate.memory_needed(*several, 2, CPU).weights == 16 * count
+
+
+def test_the_dry_run_shows_the_estimate(corpus, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["train.py", *small_run(corpus, tmp_path / "run", dry_run=True)])
+    train.main()
+    assert "MiB of " in capsys.readouterr().out
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of address space")
+def test_an_allocation_that_fails_ends_in_one_line(corpus, tmp_path):
+    """A limit that the estimate does not see, as other processes' memory would be."""
+    keys = {"block_size": 4096, "hidden_size": 512, "head_dim": 256, "num_hidden_layers": 3}
+    arguments = small_run(corpus, tmp_path / "run", **keys, micro_batch_size=4)
+    result = subprocess.run(
+        [sys.executable, "train.py", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31)),
+    )
+    line = one_line_error(result)
+    assert "out of memory" in line
+    assert "--micro_batch_size" in line
