@@ -57,7 +57,6 @@ def data_arguments(parser) -> None:
     add, packages = parser.add_argument, [sysconfig.get_path("purelib")]
     add("--source", nargs="+", default=packages, help="text files or folders (default: this Python's)")
     add("--megabytes", type=float, default=60, help="of text")
-    add("--vocab_size", type=int, help="train a vocabulary of this size instead of taking GPT-2's")
     add("--workers", type=int, default=len(os.sched_getaffinity(0)), help="threads of both")
     add("--rounds", type=int, default=5, help="of tiktoken and preparation in turns")
     add("--steps", type=int, default=100, help="training steps with and without the loader, in turns")

@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 
 from benchmarks.step import BASELINE, Contender
-from data import tokenizer
 from data.loader import TrainBatches, prefetched
 from data.shards import read_shard, write_shard
 from data.sources import Files
 from data.token_reader import START, TokenReader
+from data.tokenizer import gpt2_tokenizer
 from model import build
 from training import distributed
 from training.provenance import provenance
@@ -24,22 +24,15 @@ from training.provenance import provenance
 SHARD_TOKENS = 100_000_000
 
 
-def tokenizer_and_texts(megabytes: float, source: list[str], vocab_size: int | None):
-    """Texts, and GPT-2's encoding; where it cannot be had, or vocab_size is given, one trained on them instead."""
+def texts_of(megabytes: float, source: list[str]) -> list[str]:
+    """Texts of files and folders, as many as asked for."""
     texts, size = [], 0
     for batch in Files(source, suffixes=(".py", ".txt", ".md", ".rst")).read():
         texts += batch.texts
         size += sum(map(len, batch.texts))
         if size > megabytes * 1e6:
             break
-    if vocab_size is None:
-        try:
-            return tokenizer.gpt2_tokenizer(), texts
-        except ValueError as error:
-            print(f"{error}; training a stand-in", flush=True)
-    from tiktoken_ext.openai_public import r50k_pat_str
-
-    return tokenizer.train_byte_pairs(texts, vocab_size or 50257, r50k_pat_str), texts
+    return texts
 
 
 def write_parquet(folder: Path, texts: list[str], files: int = 4) -> None:
@@ -77,14 +70,10 @@ def tokenisation(encoding, texts: list[str], folder: Path, workers: int, rounds:
     return row | {"ratio": statistics.median(ratios), "ratio_worst": ratios[0]}, shards
 
 
-def peak_memory(encoding, folder: Path, workers: int) -> int:
+def peak_memory(folder: Path, workers: int) -> int:
     """Largest resident memory, in bytes, of a process (it has no children) that prepares the parquet files."""
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer.to_json(encoding)))
     code = (
-        "import json, sys; sys.argv[0] = 'prepare.py'; from data import tokenizer; from pathlib import Path\n"
-        f"encoding = tokenizer.from_json(json.loads(Path({str(folder)!r}, 'tokenizer.json').read_text()))\n"
-        "tokenizer.gpt2_tokenizer = lambda: encoding\n"
-        "from data.fineweb_edu import prepare\n"
+        "import sys; sys.argv[0] = 'prepare.py'; from data.fineweb_edu import prepare\n"
         f"sys.argv[1:] = ['--source={folder}/*.parquet', '--out={folder}/out', '--workers={workers}']\n"
         "sys.argv += ['--val_tokens=1000']; prepare.main()\n"
         # Not getrusage, whose figure is inherited from the process that started this one.
@@ -153,13 +142,13 @@ def loading_share(shards: list, vocab_size: int, rounds: int) -> dict:
 
 def run(args) -> None:
     """Print and store the figures of `bench.py data`."""
-    encoding, texts = tokenizer_and_texts(args.megabytes, args.source, args.vocab_size)
+    encoding, texts = gpt2_tokenizer(), texts_of(args.megabytes, args.source)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_parquet(folder, texts)
         row, shards = tokenisation(encoding, texts, folder, args.workers, args.rounds)
         del texts
-        row["peak_memory_bytes"] = peak_memory(encoding, folder, args.workers)
+        row["peak_memory_bytes"] = peak_memory(folder, args.workers)
         row["loader_tokens_per_second"] = loading(shards, args.block_size, 16, seconds=5)
         row |= loading_share(shards, encoding.n_vocab, args.steps)
     if args.json:

@@ -1,4 +1,4 @@
-"""Tokenizers as tiktoken encodings: bytes, byte pairs trained on the corpus, or GPT-2 by name.
+"""Tokenizers as tiktoken encodings: bytes, byte pairs trained on the corpus, or GPT-2's.
 
 `tokenizer.json` beside the shards, and in every checkpoint, holds all that is needed to rebuild one.
 """
@@ -13,7 +13,7 @@ import numpy as np
 import tiktoken
 
 import configurator
-from data import tokenizer_json
+from data import gpt2, tokenizer_json
 
 END_OF_TEXT = "<|endoftext|>"
 # Words with their leading space, up to three digits, runs of punctuation, and a line break with the indentation after
@@ -60,20 +60,12 @@ def _encoding(name: str, pattern: str, tokens: list[bytes]) -> tiktoken.Encoding
 
 
 def gpt2_tokenizer() -> tiktoken.Encoding:
-    """GPT-2's encoding. ValueError: its files are neither cached nor to be downloaded."""
-    try:
-        return tiktoken.get_encoding("gpt2")
-    except Exception as error:  # requests, proxies and file systems raise many kinds; the cause is kept
-        raise ValueError(
-            "GPT-2's tokenizer files could not be fetched: connect once, or set TIKTOKEN_CACHE_DIR to a folder that "
-            f"holds them ({type(error).__name__})"
-        ) from error
+    """GPT-2's encoding, token by token tiktoken's "gpt2". ValueError: its vocabulary cannot be had."""
+    return _encoding("gpt2", gpt2.PATTERN, gpt2.tokens())
 
 
 def to_json(encoding: tiktoken.Encoding) -> dict:
-    """What `from_json` needs: for GPT-2 its name, else the pattern and every token in rank order, base64."""
-    if encoding.name == "gpt2":
-        return {"name": "gpt2"}
+    """What `from_json` needs: the pattern and every token in rank order, base64."""
     tokens = sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1])
     encoded = [base64.b64encode(token).decode("ascii") for token, _ in tokens]
     return {"name": encoding.name, "pattern": encoding._pat_str, "tokens": encoded}
@@ -81,11 +73,11 @@ def to_json(encoding: tiktoken.Encoding) -> dict:
 
 def from_json(description: dict) -> tiktoken.Encoding:
     """The encoding that a description rebuilds. ValueError: it is none."""
-    if "tokens" not in description:
-        return gpt2_tokenizer()
     tokens = [base64.b64decode(token) for token in description["tokens"]]
     if len({token for token in tokens if len(token) == 1}) != 256:
         raise ValueError("a tokenizer without a token for every byte")
+    if description["name"] == "gpt2" and tokenizer_json.name_of(tokens) != "gpt2":
+        raise ValueError("a tokenizer named gpt2 with other tokens")
     return _encoding(description["name"], description["pattern"], tokens)
 
 
@@ -103,11 +95,14 @@ def bytes_by_token(encoding: tiktoken.Encoding) -> np.ndarray:
 
 
 def describe(folder: Path) -> dict:
-    """The tokenizer of a corpus, checkpoint or exported folder; GPT-2 where there is none. ValueError: damaged."""
+    """The tokenizer of a corpus, checkpoint or exported folder, whole; GPT-2's where there is none, or its name alone.
+
+    ValueError: damaged, or GPT-2's that is not in the folder cannot be had.
+    """
     path = folder / "tokenizer.json"
-    if not os.path.lexists(path):
-        return {"name": "gpt2"}
-    description = configurator.read_json(path)
+    description = configurator.read_json(path) if os.path.lexists(path) else {"name": "gpt2"}
+    if description == {"name": "gpt2"}:
+        return to_json(gpt2_tokenizer())
     if "model" in description:  # written by export.py, or the tokenizers library
         try:
             name, pattern, tokens = tokenizer_json.read(description, END_OF_TEXT)
@@ -116,8 +111,6 @@ def describe(folder: Path) -> dict:
             raise ValueError(f"{path} is no tokenizer that export.py writes ({error})") from error
         return {"name": name, "pattern": pattern, "tokens": [base64.b64encode(token).decode() for token in tokens]}
     try:
-        if description["name"] == "gpt2":
-            return {"name": "gpt2"}
         if len(description["tokens"]) >= 256 and from_json(description):
             return description
     except (ValueError, KeyError, TypeError):
@@ -127,7 +120,14 @@ def describe(folder: Path) -> dict:
 
 def size_of(description: dict) -> int:
     """Tokens of a described tokenizer, end-of-text included."""
-    return len(description["tokens"]) + 1 if "tokens" in description else 50257
+    return len(description["tokens"]) + 1
+
+
+def same_tokens(one: dict, other: dict) -> bool:
+    """Whether two described tokenizers make the same tokens; GPT-2's pattern is written in more ways than one."""
+    if one["name"] == other["name"] == "gpt2":
+        return True
+    return all(one[key] == other[key] for key in ("pattern", "tokens"))
 
 
 def encode_prompt(encoding: tiktoken.Encoding, text: str) -> list[int]:

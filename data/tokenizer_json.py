@@ -4,10 +4,10 @@ tiktoken merges the neighbours whose union has the lowest rank; `tokenizers` goe
 longer than a byte is therefore one merge: of the two parts that the earlier tokens make of it.
 """
 
+import hashlib
 from itertools import pairwise
 
-# By rank: enough to tell GPT-2's vocabulary from another of its size and pattern.
-GPT2 = {0: b"!", 220: b" ", 262: b" the", 464: b"The", 995: b" world", 15496: b"Hello"}
+GPT2 = "b7cc3f4d1607c17604556413145cd3ecef05b33f90bd8fe4f42b83260e2b290f"  # SHA-256 of repr(its tokens by rank)
 
 
 def printable_bytes() -> dict[str, int]:
@@ -77,11 +77,11 @@ def read(description: dict, end_of_text: str) -> tuple[str, str, list[bytes]]:
     tokens = [bytes(to_byte[c] for c in text) for text in sorted(vocabulary, key=vocabulary.get)]
     if len({token for token in tokens if len(token) == 1}) != 256:
         raise ValueError("it lacks bytes")
-    return name_of(pattern, tokens), pattern, tokens
+    return name_of(tokens), pattern, tokens
 
 
-def name_of(pattern: str, tokens: list[bytes]) -> str:
+def name_of(tokens: list[bytes]) -> str:
     """The name that `data.tokenizer` gives an encoding of these tokens."""
-    if len(tokens) == 50256 and all(tokens[rank] == token for rank, token in GPT2.items()):
+    if len(tokens) == 50256 and hashlib.sha256(repr(tokens).encode()).hexdigest() == GPT2:
         return "gpt2"
     return "bytes" if len(tokens) == 256 else f"bpe{len(tokens) + 1}"

@@ -26,7 +26,7 @@ def open_corpus_of(subject, dataset: str):
     if not dataset and subject.state is None:
         raise ValueError(f"{subject.folder} does not know its corpus: give --val=DATASET")
     corpus = open_corpus(dataset or subject.state["run_config"]["dataset"])
-    if tokenizer.describe(corpus.path) != subject.tokenizer():
+    if not tokenizer.same_tokens(tokenizer.describe(corpus.path), subject.tokenizer()):
         raise ValueError(f"{corpus.path} has other tokens than {subject.folder}: give its own corpus, --val=DATASET")
     return corpus
 

@@ -69,6 +69,11 @@ def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def for_product(x, weight):
+    """x in the dtype of the weight that it meets; as it is under autocast, which rounds both at the product itself."""
+    return x if torch.is_autocast_enabled(x.device.type) else x.to(weight.dtype)
+
+
 class RMSNorm(nn.Module):
     """y = weight * x / sqrt(mean(x^2) + eps) over the last axis; statistics in at least fp32, output in x's dtype."""
 
@@ -138,6 +143,7 @@ class CausalSelfAttention(nn.Module):
         self.k_rms = RMSNorm(self.head_dim) if config.use_qk_rmsnorm else nn.Identity()
 
     def forward(self, x, places: Places, cache: dict | None = None):
+        x = for_product(x, self.c_q.weight)
         q, k, v = (proj(x).unflatten(-1, (self.num_heads, self.head_dim)) for proj in (self.c_q, self.c_k, self.c_v))
         # One rounding to the compute dtype, after rotation and norm.
         q = self.q_rms(apply_rope(q, places.cos, places.sin)).to(v.dtype)
@@ -163,6 +169,7 @@ class MLP(nn.Module):
         self.c_proj = nn.Linear(inner, config.hidden_size, bias=False)
 
     def forward(self, x):
+        x = for_product(x, self.c_fc1.weight)
         return self.c_proj(F.silu(self.c_fc1(x)) * self.c_fc2(x))
 
 
@@ -376,7 +383,7 @@ class GPT(nn.Module):
         return self.stream.finish(self, state, caches[-1])
 
     def logits(self, hidden):
-        return scaled(self.lm_head(hidden), self.config.mup_scale)
+        return scaled(self.lm_head(for_product(hidden, self.lm_head.weight)), self.config.mup_scale)
 
     def forward(self, ids, targets=None, cache: Cache | None = None, return_logits: bool = False):
         """ids, targets: int64 (B, T); targets of -1 do not count.

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from model.decoding import kept
-from model.gpt import Block, GPTConfig, at_least, at_least_fp32, linear_flops
+from model.gpt import Block, GPTConfig, at_least, at_least_fp32, for_product, linear_flops
 
 
 @dataclass
@@ -203,9 +203,9 @@ class TokenConvRead(nn.Module):
         return "shortconv.weight", "read"
 
     def weights(self):
-        """e, the whole read as one (K, v, d) tensor; its first entry weighs the current token."""
+        """e, the whole read as one (K, v, d) tensor in at least fp32; its first entry weighs the current token."""
         taps = self.shortconv.weight.unflatten(0, (-1, self.read.shape[0]))  # (d, v, K)
-        return features_last(taps) * self.read[:, None]
+        return features_last(taps) * self.read.to(at_least_fp32(self.read.dtype))[:, None]
 
     def flops_per_token(self) -> int:
         return 2 * self.shortconv.weight.numel()
@@ -333,7 +333,11 @@ class DeltaRewrite(nn.Module):
             return h
         if self.config.ddl_k_branch == "attention":
             return self.k_out(self.attended_column(state))
-        return self.k_out(F.silu(self.k_in(c if self.config.ddl_value_channels == 1 else x_in)))
+        return self.direction_branch(c if self.config.ddl_value_channels == 1 else x_in)
+
+    def direction_branch(self, x):
+        """The v-Map's own MLP, (B, T, d)."""
+        return self.k_out(F.silu(self.k_in(for_product(x, self.k_in.weight))))
 
     def attended_column(self, state):
         """The columns of state (B, T, v, d) weighted by softmax_j(k_query . (k_key X[:, j]) / sqrt(d)), (B, T, d)."""

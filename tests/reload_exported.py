@@ -148,12 +148,30 @@ def tokenizers(folder: str, texts: list[str]) -> dict:
     return {"batch": dict(batch), "special": special, "ids": ids, "decoded": decoded, "size": len(tokenizer)}
 
 
-def evaluated(folder: str, pairs) -> list:
+def rounded(folder: str, ids, pairs) -> dict:
+    """What a folder computes when it is loaded in bfloat16: a pass with its gradients, text, lm-eval's scores."""
+    model = load(folder, dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    out = model(ids, labels=ids)
+    out.loss.backward()
+    gradient = torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None])
+    found = {"logits": out.logits.detach(), "loss": out.loss.detach(), "gradient": gradient}
+    masks, padded = torch.ones_like(ids[:2]), ids[:2].clone()
+    masks[1, :4], padded[1, :4] = 0, model.config.pad_token_id
+    with torch.no_grad():
+        found["cached"] = cached_logits(model, ids)
+        for use_cache in (True, False):
+            found[f"text_{use_cache}"] = generated(model, ids[:2], do_sample=False, use_cache=use_cache)
+        found["padded_text"] = generated(model, padded, attention_mask=masks, do_sample=False)
+    return found | {"scores": torch.tensor([score for score, _ in evaluated(folder, pairs, "bfloat16")])}
+
+
+def evaluated(folder: str, pairs, dtype: str = "float32") -> list:
     """Log-likelihoods by lm-eval's own model for transformers."""
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    model = HFLM(pretrained=folder, trust_remote_code=True, device="cpu", batch_size=2, dtype="float32")
+    model = HFLM(pretrained=folder, trust_remote_code=True, device="cpu", batch_size=2, dtype=dtype)
     requests = [Instance("loglikelihood", {}, tuple(pair), index) for index, pair in enumerate(pairs)]
     return [[float(score), bool(greedy)] for score, greedy in model.loglikelihood(requests, disable_tqdm=True)]
 
@@ -168,7 +186,9 @@ def main():
     facts["refusals"], facts["missing"] = refusals(first), missing(job["lacking"])
     facts["tokenizer"] = tokenizers(job["text_folder"], job["texts"])
     facts["loglikelihood"] = evaluated(job["text_folder"], job["pairs"])
-    facts["bfloat16"] = str(load(job["bfloat16"]).dtype)
+    facts["bfloat16"] = str(load(job["bfloat16"][0]).dtype)
+    for folder in job["bfloat16"]:
+        torch.save(rounded(folder, ids, job["pairs"]), f"{folder}.bfloat16.pt")
     Path(sys.argv[1]).with_suffix(".facts").write_text(json.dumps(facts))
 
 

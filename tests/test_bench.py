@@ -404,7 +404,7 @@ def test_memory_on_a_gpu_is_weights_gradients_moments_and_activations(tmp_path):
 
 def test_the_data_pipeline_is_measured(tmp_path):
     out = tmp_path / "data.json"
-    sizes = ["--megabytes=0.3", "--vocab_size=600", "--rounds=2", "--steps=4", "--block_size=64", "--workers=1"]
+    sizes = ["--megabytes=0.3", "--rounds=2", "--steps=2", "--block_size=64", "--workers=1"]
     result = script("bench.py", "data", f"--source={ROOT / 'data'}", *sizes, f"--json={out}", env={"CXX": "none"})
     assert result.returncode == 0, result.stderr.decode()
     [row] = json.loads(out.read_text())["rows"]

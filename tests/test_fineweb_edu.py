@@ -1,4 +1,4 @@
-"""data/fineweb_edu/prepare.py on local files in FineWeb-Edu's schema, with bytes in GPT-2's place."""
+"""data/fineweb_edu/prepare.py on local files in FineWeb-Edu's schema."""
 
 import json
 import sys
@@ -7,18 +7,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from gpt2_oracle import oracle
 
-from data import tokenizer
 from data.fineweb_edu import prepare
 from data.shards import open_corpus
 
-TEXTS = ["One document.", "Ümlaute and 日本語.", "", "x" * 700, "last"]
-EXPECTED = [token for text in TEXTS for token in (256, *text.encode())]
+TEXTS = ["One document.", "Ümlaute and 日本語.", "", "one word and another " * 180, "last"]
+EOT = 50256
+EXPECTED = [token for text in TEXTS for token in (EOT, *oracle().encode_ordinary(text))]
 
 
 @pytest.fixture
-def parquet(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenizer, "gpt2_tokenizer", tokenizer.byte_tokenizer)
+def parquet(tmp_path):
     for index, texts in enumerate((TEXTS[:2], TEXTS[2:])):
         ids = [f"<urn:uuid:{index}-{i}>" for i in range(len(texts))]
         columns = {"text": texts, "id": ids, "score": [3.5] * len(texts), "token_count": [len(t) for t in texts]}
@@ -42,8 +42,8 @@ def test_shards_hold_every_document_after_end_of_text(parquet, tmp_path, monkeyp
     rest = len(EXPECTED) - 150
     assert [len(shard) for shard in corpus.val + corpus.train] == [100, 50] + [100] * (rest // 100) + [rest % 100]
     for split, part in (("val", EXPECTED[:150]), ("train", EXPECTED[150:])):
-        documents = part.count(256)
-        assert corpus.meta[split] == {"documents": documents, "bytes": len(part) - documents, "tokens": len(part)}
+        size = len(oracle().decode_bytes([token for token in part if token != EOT]))
+        assert corpus.meta[split] == {"documents": part.count(EOT), "bytes": size, "tokens": len(part)}
     assert corpus.meta["source"] == parquet
     assert (tmp_path / "out" / "fineweb_edu_val_000000.bin").exists()
     assert (tmp_path / "out" / "fineweb_edu_train_000002.bin").exists()
@@ -60,7 +60,7 @@ def test_several_sources_and_another_column(parquet, tmp_path, monkeypatch):
     (tmp_path / "b.jsonl").write_text(json.dumps({"body": "more"}))
     sources = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
     corpus = run(monkeypatch, tmp_path / "out", "--column=body", *SMALL, "--source", *sources)
-    assert np.concatenate(corpus.val + corpus.train).tolist() == [*EXPECTED, 256, *b"more"]
+    assert np.concatenate(corpus.val + corpus.train).tolist() == [*EXPECTED, EOT, *oracle().encode_ordinary("more")]
 
 
 @pytest.mark.parametrize(
@@ -86,17 +86,6 @@ def test_mistakes_end_in_one_line(parquet, tmp_path, monkeypatch, capsys, argume
     if (tmp_path / "out" / "preparation.json").exists():
         with pytest.raises(ValueError, match="was not prepared to its end"):
             open_corpus(str(tmp_path / "out"))
-
-
-def test_no_tokenizer_of_gpt2_is_one_line(parquet, tmp_path, monkeypatch, capsys):
-    def refuse():
-        raise ValueError("GPT-2's tokenizer files could not be fetched")
-
-    monkeypatch.setattr(tokenizer, "gpt2_tokenizer", refuse)
-    with pytest.raises(SystemExit):
-        run(monkeypatch, tmp_path / "out", f"--source={parquet}")
-    assert "GPT-2's tokenizer files could not be fetched" in capsys.readouterr().err
-    assert not list((tmp_path / "out").iterdir())
 
 
 def test_other_options_replace_the_first_preparation_only_if_asked(parquet, tmp_path, monkeypatch, capsys):

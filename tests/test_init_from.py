@@ -14,7 +14,7 @@ from test_export import exported, save_run
 import train
 from data import tokenizer
 from model import build, released
-from training import checkpoint, init_from
+from training import checkpoint
 
 STEM = "DDL-gpt-mha-rope-CC-EC"
 KEYS = {**SMALL, "ddl_value_channels": 2, "mup": True, "hidden_size_base": 24}
@@ -181,11 +181,3 @@ def test_damaged_weights_end_with_one_line(corpus, folders, tmp_path):
     line = one_line_error(script("train.py", *arguments(corpus, tmp_path / "out", init_from=folder)))
     assert "model.safetensors: ln_f.weight holds NaN or infinite numbers" in line
     assert not (tmp_path / "out").exists()
-
-
-def test_gpt2_is_compared_by_name():
-    """A corpus names it alone; an exported folder brings its tokens along."""
-    alone, whole = {"name": "gpt2"}, {"name": "gpt2", "pattern": "x", "tokens": []}
-    assert init_from.same_tokens(alone, whole)
-    assert not init_from.same_tokens(alone, {**whole, "name": "bpe50257"})
-    assert init_from.same_tokens({**whole, "name": "a"}, {**whole, "name": "b"})

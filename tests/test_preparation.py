@@ -18,7 +18,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT, one_line_error, script
-from tiktoken_ext.openai_public import r50k_pat_str
 
 from data import preparation, shards, sources, token_reader, tokenizer
 from data.shards import open_corpus
@@ -111,7 +110,7 @@ def test_a_text_that_goes_on_has_no_end_of_text_within():
 )
 def test_a_run_of_blanks_that_tiktoken_cannot_split(blanks):
     """GPT-2's regular expression runs out of stack on about a million blanks and panics."""
-    encoding = tokenizer.train_byte_pairs(["some words and  some   blanks    \n\n"] * 9, 270, r50k_pat_str)
+    encoding = tokenizer.gpt2_tokenizer()
     text = "before" + blanks + "after"
     tokens = encode(encoding, Batch({}, [text]))
     assert tokens[0] == encoding.eot_token
@@ -120,7 +119,7 @@ def test_a_run_of_blanks_that_tiktoken_cannot_split(blanks):
 
 def test_texts_below_the_limit_are_not_cut():
     """The last of several blanks belongs to the next word: a cut within a run would show."""
-    encoding = tokenizer.train_byte_pairs(["some words and  some   blanks    \n\n"] * 9, 270, r50k_pat_str)
+    encoding = tokenizer.gpt2_tokenizer()
     text = "word" + " " * 300_000 + "word" * 60_000 + " " * 100_000 + "word"
     assert len(text) > token_reader.LONGEST_BLANK
     assert encode(encoding, Batch({}, [text])).tolist() == [encoding.eot_token, *encoding.encode_ordinary(text)]

@@ -9,23 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_tokenizer import ODD
 
-from data import tokenizer, tokenizer_json
+from data import gpt2, tokenizer, tokenizer_json
 
 tokenizers = pytest.importorskip("tokenizers")
 
-# What tiktoken has for GPT-2.
-GPT2 = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 TEXTS = [path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("*/*.py"))]
 
 
-@pytest.fixture(scope="module", params=["bytes", "own pattern", "GPT-2's pattern"])
+@pytest.fixture(scope="module", params=["bytes", "own pattern", "GPT-2"])
 def pair(request):
     """(tiktoken's encoding, the library's tokenizer from the JSON written for it)."""
-    if request.param == "bytes":
-        encoding = tokenizer.byte_tokenizer()
-    else:
-        pattern = GPT2 if request.param.startswith("GPT") else tokenizer.SPLIT_PATTERN
-        encoding = tokenizer.train_byte_pairs(TEXTS, 1500, pattern)
+    made = {"bytes": tokenizer.byte_tokenizer, "GPT-2": tokenizer.gpt2_tokenizer}
+    make = made.get(request.param, lambda: tokenizer.train_byte_pairs(TEXTS, 1500))
+    encoding = make()
     return encoding, tokenizers.Tokenizer.from_str(json.dumps(written(encoding)))
 
 
@@ -85,12 +81,17 @@ def test_the_encoding_comes_back(pair, tmp_path):
 
 
 def test_gpt2_is_known_by_its_tokens():
-    others = iter(range(10**6))
-    tokens = [tokenizer_json.GPT2.get(rank, b"%d" % next(others)) for rank in range(50256)]
-    assert tokenizer_json.name_of("x", tokens) == "gpt2"
-    assert tokenizer_json.name_of("x", [*tokens, b"more"]) == "bpe50258"
-    tokens[262] = b"another"
-    assert tokenizer_json.name_of("x", tokens) == "bpe50257"
+    tokens = gpt2.tokens()
+    assert tokenizer_json.name_of(tokens) == "gpt2"
+    assert tokenizer_json.name_of([*tokens, b"more"]) == "bpe50258"
+    tokens[262:264] = tokens[263], tokens[262]
+    assert tokenizer_json.name_of(tokens) == "bpe50257"
+
+
+def test_the_merges_of_gpt2_are_openais():
+    """Which part of a token meets which follows from the ranks: line by line the vocab.bpe that the ranks are of."""
+    lines = gpt2.packaged().splitlines()[1:]
+    assert [" ".join(merge) for merge in written(tokenizer.gpt2_tokenizer())["model"]["merges"]] == lines
 
 
 def test_a_token_without_its_parts_is_refused():

@@ -403,7 +403,8 @@ def test_a_damaged_token_ends_the_run_in_one_line(corpus, tmp_path):
 def test_a_corpus_whose_tokenizer_is_another_is_refused(corpus, tmp_path, file, change, message):
     shutil.copytree(corpus, tmp_path / "corpus")
     path = tmp_path / "corpus" / file
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    before = json.loads(path.read_text()) if file == "meta.json" else {}
+    path.write_text(json.dumps(before | change))
     config, model_config = configure(small_run(tmp_path / "corpus", tmp_path / "run"))
     with pytest.raises(ValueError, match=message):
         open_data(config, model_config)

@@ -64,13 +64,6 @@ def merged(given: dict, known: dict) -> dict:
     return {**given, **known, **{key: given[key] for key in given.keys() & {"block_size"}}}
 
 
-def same_tokens(one: dict, other: dict) -> bool:
-    """Whether two described tokenizers make the same tokens."""
-    if "gpt2" in (one["name"], other["name"]):
-        return one["name"] == other["name"]
-    return all(one[key] == other[key] for key in ("pattern", "tokens"))
-
-
 def identity(folder: str) -> str:
     """What the folder's weights are, for processes to compare: their names, and SHA-256 of the files."""
     path, *_ = checkpoint.described(Path(folder))
@@ -86,7 +79,7 @@ def load(model, folder: str, corpus: Path) -> None:
     path, *_ = checkpoint.described(Path(folder))
     if (path / "tokenizer.json").exists():  # released folders have none
         theirs, ours = tokenizer.describe(path), tokenizer.describe(corpus)
-        if not same_tokens(theirs, ours):
+        if not tokenizer.same_tokens(theirs, ours):
             raise ValueError(
                 f"init_from={folder} reads tokens of {theirs['name']}, {corpus} has other ones, of {ours['name']}: "
                 "prepare the corpus with that tokenizer"

@@ -7,7 +7,6 @@ before the write, and the write.
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from model.decoding import kept
 from model.gpt import RMSNorm, Stream
@@ -147,7 +146,7 @@ class DeltaStream(Stream):
             gate_logit = linear_fp32(rewrite.beta_out, linear_fp32(rewrite.beta_in, c).tanh()).squeeze(-1)
         source = h
         if not self.k_map:
-            source = rewrite.k_out(F.silu(rewrite.k_in(c if x_in is None else x_in)))
+            source = rewrite.direction_branch(c if x_in is None else x_in)
             value_logit = linear_fp32(rewrite.v_proj, h)
         source = source.to(state.stored.dtype).contiguous()
         return state._replace(h=source, gate_logit=gate_logit, value_logit=None if self.constant else value_logit)

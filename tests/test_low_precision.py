@@ -1,0 +1,86 @@
+"""Models whose parameters are bfloat16 or float16: what autocast computes, as near to float32 as it comes."""
+
+import copy
+
+import pytest
+import torch
+from test_model import TINY
+
+from model import STEMS, build
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+BRANCHES = {"plain": {}, "vmap": {"ddl_map": "v"}, "gate": {"ddl_beta_single_linear": False}}
+BRANCHES |= {"columns": {"ddl_map": "v", "ddl_k_branch": "attention"}}
+CASES = [(stem, branch) for stem in STEMS for branch in BRANCHES if branch == "plain" or stem.startswith("DDL")]
+CASES.remove(("DDL-vdim1-gpt-mha-rope", "columns"))
+
+
+def lowered(stem: str, branch: str, dtype: torch.dtype):
+    """(a model in dtype, the same in float32): the weights are equal, for they are rounded in both."""
+    low = build(stem, **{**TINY, "hidden_size": 32, "head_dim": 16}, **BRANCHES[branch])
+    with torch.no_grad():
+        for parameter in low.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    low.to(dtype)
+    return low, copy.deepcopy(low).float()
+
+
+def passed(model, ids, targets):
+    """(logits, loss, all gradients as one vector) of a pass; the loss in chunks is the other one, of `targets`."""
+    logits, loss = model(ids, targets, return_logits=True)
+    loss.backward()
+    gradient = torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None])
+    assert torch.equal(model(ids, targets)[1], loss)
+    return logits.detach(), loss.detach(), gradient
+
+
+def relative(found, wanted) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize(("stem", "branch"), CASES)
+def test_forward_and_backward_are_near_float32(stem, branch, name):
+    """One unit of rounding is 2^-8 (bfloat16) or 2^-11 (float16); measured are 3 of them, 6 for gradients."""
+    dtype = DTYPES[name]
+    low, exact = lowered(stem, branch, dtype)
+    ids, targets = torch.randint(0, 29, (2, 3, 12))
+    found, wanted = passed(low, ids, targets), passed(exact, ids, targets)
+    assert (found[0].dtype, found[1].dtype) == (torch.float32, torch.float32)
+    unit = torch.finfo(dtype).eps / 2
+    for each, other, units in zip(found, wanted, (8, 4, 16)):
+        assert relative(each, other) < units * unit
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize(("stem", "branch"), [case for case in CASES if case[1] != "columns"])
+def test_logits_and_loss_are_those_of_autocast(stem, branch, name):
+    """To the bit: what autocast keeps in float32 is not rounded either where the parameters are."""
+    low, exact = lowered(stem, branch, DTYPES[name])
+    ids, targets = torch.randint(0, 29, (2, 3, 12))
+    with torch.autocast("cpu", DTYPES[name]):
+        wanted = exact(ids)[0], exact(ids, targets)[1]
+    assert torch.equal(low(ids)[0], wanted[0])
+    assert torch.equal(low(ids, targets)[1], wanted[1])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("stem", STEMS)
+def test_decoding_with_a_cache_is_near_float32(stem, name):
+    low, exact = lowered(stem, "plain", DTYPES[name])
+    ids, cache = torch.randint(0, 29, (3, 12)), low.new_cache()
+    parts = [low(part, cache=cache)[0] for part in (ids[:, :5], *ids[:, 5:].split(1, dim=1))]
+    assert relative(torch.cat(parts, dim=1), exact(ids)[0]) < 8 * torch.finfo(DTYPES[name]).eps / 2
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_bfloat16_compiles_to_the_same(stem):
+    low, _ = lowered(stem, "plain", torch.bfloat16)
+    ids, targets = torch.randint(0, 29, (2, 3, 12))
+    wanted = low(ids, targets)[1]
+    found = torch.compile(low, fullgraph=True, backend="aot_eager")(ids, targets)[1]
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
+    found.backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in low.parameters())
