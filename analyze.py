@@ -7,14 +7,15 @@ its normed input c and of the logits must not grow with width. The state X, the 
 width-flat by design and are left out.
 """
 
-import argparse
 import math
 from pathlib import Path
 from types import SimpleNamespace
 
+import configurator  # before all that is slow to import: it takes Ctrl+C
+
+# isort: split
 import torch
 
-import configurator
 from model import STEMS, build
 from report import pyplot
 from training import optimizer
@@ -82,9 +83,7 @@ def draw(result: dict, widths: list[int], title: str, out: Path) -> None:
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = configurator.Parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     mup = commands.add_parser("mup", help="coordinate check over widths")
     mup.add_argument("--model", choices=STEMS, default="DDL-gpt-mha-rope-CC")

@@ -15,7 +15,6 @@ the equations (tests/transcription.py), eager and compiled, and on a GPU liger-k
 package is installed.
 """
 
-import argparse
 import os
 import sys
 import sysconfig
@@ -145,12 +144,11 @@ COMMANDS = {
 
 def arguments(argv: list[str]):
     """The parsed command line; without a command it is `step`'s."""
-    raw = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-    parser = argparse.ArgumentParser(description=__doc__, **raw)
+    parser = configurator.Parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     helps = []
     for name, (what, add_arguments, _) in COMMANDS.items():
-        command = commands.add_parser(name, help=what, description=what, **raw)
+        command = commands.add_parser(name, help=what, description=what)
         add_arguments(command)
         helps.append(command.format_help())
     parser.epilog = "\n".join(helps)

@@ -12,14 +12,15 @@ was evaluated; 2: a mistake; 3: some tasks could not be evaluated, each named in
 makes 1 of the last two.)
 """
 
-import argparse
 import contextlib
 import sys
 from pathlib import Path
 
+import configurator  # before all that is slow to import: it takes Ctrl+C
+
+# isort: split
 import torch
 
-import configurator
 from evaluation import published, subjects, tables, tasks
 from evaluation.runner import Evaluation, open_corpus_of
 from evaluation.store import write_text
@@ -29,9 +30,7 @@ from training import distributed
 
 
 def arguments():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = configurator.Parser(description=__doc__)
     add = parser.add_argument
     add("runs", nargs="+", help="run, checkpoint or exported folders")
     add("--tasks", help="names with commas between; paper: its eight (default: paper, nothing with --val)")

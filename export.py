@@ -8,16 +8,17 @@ receives the weights, config.json, the tokenizer, a model card and modelling cod
 It is complete or absent.
 """
 
-import argparse
 import dataclasses
 import json
 import shutil
 import tempfile
 from pathlib import Path
 
+import configurator  # before all that is slow to import: it takes Ctrl+C
+
+# isort: split
 import torch
 
-import configurator
 from data import tokenizer, tokenizer_json
 from huggingface import card
 from huggingface.flatten import modelling_files
@@ -27,9 +28,7 @@ from training.provenance import provenance
 
 
 def arguments():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = configurator.Parser(description=__doc__)
     parser.add_argument("run", help="run folder (its newest checkpoint), checkpoint folder, or released folder")
     parser.add_argument("out_dir", help="folder to make; empty or absent")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")

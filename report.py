@@ -7,15 +7,16 @@
 RUN is a run folder made by train.py.
 """
 
-import argparse
 import io
 import json
 import tokenize
 from pathlib import Path
 
+import configurator  # before all that is slow to import: it takes Ctrl+C
+
+# isort: split
 import torch
 
-import configurator
 from data import tokenizer
 from data.shards import open_corpus
 from model import build
@@ -163,9 +164,7 @@ def python_lines(paths: list[Path]) -> str:
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = configurator.Parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("curves", help="loss curves as a PNG")
     command.add_argument("runs", nargs="+", metavar="RUN")
