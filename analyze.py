@@ -1,6 +1,6 @@
 """Look inside models.
 
-    python analyze.py mup [--model=DDL-gpt-mha-rope-CC] [--widths=64,128,256,512] [--steps=5] [--out=mup.png]
+    python analyze.py mup [--model=DDL-gpt-mha-rope-CC] [--widths=64,128,256,512] [--steps=5] [--out=FILE]
 
 mup: the coordinate check. Models of several widths train a few steps; under muP the size of a sublayer's output h, of
 its normed input c and of the logits must not grow with width. The state X, the read x_in and the gate's logit are not
@@ -90,7 +90,7 @@ def main():
     mup.add_argument("--widths", default="64,128,256,512", help="multiples of 32")
     mup.add_argument("--steps", type=int, default=5)
     mup.add_argument("--learning_rate", type=float, default=1e-2)
-    mup.add_argument("--out", type=Path, default=Path("mup.png"))
+    mup.add_argument("--out", type=Path, default=Path("runs/mup.png"), help="(default: %(default)s)")
     args = parser.parse_args()
     with configurator.one_line_errors():
         widths = [int(width) for width in args.widths.split(",")]

@@ -47,7 +47,7 @@ def step_arguments(parser) -> None:
     add("--warmup", type=int, default=3, help="turns of each model before measuring (default: %(default)s)")
     add("--rounds", type=int, default=20, help="measured turns of each model (default: %(default)s)")
     add("--steps", type=int, help="steps in a turn; the device is waited for after the last (default: 1, on a GPU 4)")
-    add("--json", metavar="PATH", help="figures there, a chart beside (results/bench_SUITE_DEVICE.json; '' for none)")
+    add("--json", metavar="PATH", help="figures there, a chart beside (runs/bench_SUITE_DEVICE.json; '' for none)")
     add("--profile", action="store_true", help="a trace of one step of each model beside the JSON, and its operators")
 
 

@@ -23,7 +23,7 @@ from data import tokenizer, tokenizer_json
 from huggingface import card
 from huggingface.flatten import modelling_files
 from model.gpt import GPT
-from training import checkpoint
+from training import checkpoint, metrics
 from training.provenance import provenance
 
 
@@ -131,7 +131,7 @@ def main():
             replace(out, new)
         finally:
             shutil.rmtree(new, ignore_errors=True)  # nothing is left there unless it failed
-    sizes = [f"{file.name} ({file.stat().st_size:,} bytes)" for file in sorted(out.iterdir())]
+    sizes = [f"{file.name} ({metrics.size(file.stat().st_size)})" for file in sorted(out.iterdir())]
     print(f"{args.out_dir}: {', '.join(sizes)}\n{card.LOAD.format(folder=args.out_dir)}")
 
 

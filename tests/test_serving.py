@@ -301,7 +301,7 @@ MISTAKES = [
     ({"prompt": "a" * 16}, "the prompt has 17 tokens: give at most 16, end-of-text included"),
     ({"prompt": "a" * 65_537}, "prompt: string should have at most 65536 characters"),
     ({"prompt": "\ud800"}, "prompt: input should be a valid string"),
-    ({"prompt": "a" * 600_000}, "a request of 6000"),
+    ({"prompt": "a" * 600_000}, "a request of 586 KiB: give at most 512 KiB"),
 ]
 
 
