@@ -181,7 +181,8 @@ def markdown(rows: list[dict]) -> str:
     for r in rows:
         share = f"{r['share']:.2f} ({r['share_p10']:.2f} to {r['share_p90']:.2f})"
         lines.append(
-            f"| {r['kernel']} | {r['d']} | {size(r['bytes'])} | {r['microseconds']:,.0f} | {r['gb_per_s']:,.0f} | {share} |"
+            f"| {r['kernel']} | {r['d']} | {size(r['bytes'])} | {r['microseconds']:,.0f} | "
+            f"{r['gb_per_s']:,.0f} | {share} |"
         )
     return "\n".join(lines)
 
