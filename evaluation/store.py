@@ -39,11 +39,11 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_samples(path: Path, samples: list[dict]) -> None:
-    """Every item, one JSON object a line, by document: the file that lm-eval's EvaluationTracker makes of them."""
+    """Every item, one JSON object a line: the file that lm-eval's EvaluationTracker makes of them."""
     from lm_eval.utils import handle_non_serializable, sanitize_list
 
     lines = []
-    for sample in sorted(samples, key=lambda sample: sample["doc_id"]):
+    for sample in samples:
         requests = enumerate(sample["arguments"])
         arguments = {f"gen_args_{i}": {f"arg_{j}": each for j, each in enumerate(args)} for i, args in requests}
         texts = {key: sanitize_list(sample[key]) for key in ("resps", "filtered_resps")}

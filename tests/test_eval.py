@@ -444,10 +444,13 @@ def test_groups_without_a_figure_and_tasks_that_fail_leave_the_others_theirs(run
     assert list(entries(tmp_path / "out")[("both", 0)]["shown"]) == ["questions", "gaps"]
 
 
-def test_the_samples_are_the_file_that_lm_eval_writes(run, folder, tmp_path, monkeypatch, capsys):
+def test_the_samples_are_the_file_that_lm_eval_writes(run, tmp_path, monkeypatch, capsys):
     """Its own evaluation of our model with its own tracker, and eval.py --log_samples: the same bytes."""
     monkeypatch.setattr(lm_eval.evaluator, "add_env_info", lambda results: None)
-    names = ["questions", "texts", "continued"]
+    folder, names = lm_eval_tasks.write(tmp_path, 7), ["questions", "texts", "continued", "filtered"]
+    filters = ["filter_list:", *(f"- {{name: {name}, filter: [{{function: take_first}}]}}" for name in ("one", "two"))]
+    text = (folder / "continued.yaml").read_text().replace("task: continued", "task: filtered")
+    (folder / "filtered.yaml").write_text("\n".join([text, *filters]))
     arguments = [run, f"--tasks={','.join(names)}", f"--include_path={folder}", "--shots=1", "--log_samples"]
     assert evaluated(monkeypatch, capsys, *arguments, f"--out={tmp_path / 'ours'}")[0] == 0
     model, encoding, _ = load_model(run, "cpu")
