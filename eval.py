@@ -42,7 +42,7 @@ def arguments():
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
     add("--add_bos_token", action="store_true", help="begin every text with end-of-text (lm-eval's hf model does not)")
     add("--limit", type=int, help="items of each task, to try things out")
-    add("--log_samples", action="store_true", help="also samples_TASK_*.jsonl with every item")
+    add("--log_samples", action="store_true", help="also samples_TASK_DATE.jsonl with every item, as lm-eval's")
     add("--out", type=Path, help="folder of results.json and the tables (default: RUN/eval)")
     return parser.parse_args()
 
