@@ -2,7 +2,8 @@
 # make test    the test-suite            make soak   every count in full (up to 40 minutes)
 # make lint    ruff, check and format    make clean  remove what the above made, .venv aside
 #
-# ARGS goes to train.py: make train ARGS="--max_steps=20". Runs with other ARGS get folders of their own.
+# ARGS goes to train.py: make train ARGS="--max_steps=20". Runs with other ARGS get folders of their own, named after
+# the config file, the first of ARGS and a hash of them all; --out_dir=FOLDER in ARGS is taken instead.
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -11,8 +12,12 @@ BIN := .venv/bin
 CONFIG ?= config/demo_cpu.py
 ARGS ?=
 CORPUS := data/python_stdlib/meta.json
-slug := $(subst /,_,$(subst $() ,,$(ARGS)))
-RUN := $(or $(patsubst --out_dir=%,%,$(filter --out_dir=%,$(ARGS))),runs/$(basename $(notdir $(CONFIG)))$(slug))
+quoted = '$(subst ','\'',$(strip $(ARGS)))'
+settings = $(shell printf %s $(quoted) | sed -E 's/^--//; s/ +--/,/g; s/$$/,/; s/^(.{0,32}),.*/\1/' \
+  | tr -c 'A-Za-z0-9.,=_-' _ | cut -c1-32)
+digest = $(shell printf %s $(quoted) | sha256sum | cut -c1-8)
+given := $(lastword $(filter --out_dir=%,$(ARGS)))
+RUN := $(or $(patsubst --out_dir=%,%,$(given)),runs/$(basename $(notdir $(CONFIG)))$(if $(strip $(ARGS)),-$(settings)-$(digest)))
 
 .PHONY: train test soak lint format clean
 
@@ -20,7 +25,7 @@ RUN := $(or $(patsubst --out_dir=%,%,$(filter --out_dir=%,$(ARGS))),runs/$(basen
 train: .venv/installed $(CORPUS)
 	@$(BIN)/python train.py $(CONFIG) --out_dir="$(RUN)" --resume=auto $(ARGS) --dry_run
 	$(BIN)/torchrun train.py $(CONFIG) --out_dir="$(RUN)" --resume=auto $(ARGS)
-	$(BIN)/python report.py curves "$(RUN)" --out="$(RUN)/loss.png"
+	$(BIN)/python report.py curves "$(RUN)"
 	$(BIN)/python sample.py "$(RUN)" --prompt="class" --num_samples=3 --max_new_tokens=150 | tee "$(RUN)/sample.txt"
 	$(BIN)/python report.py python_lines "$(RUN)/sample.txt" data/python_stdlib
 

@@ -1,20 +1,21 @@
 """Look inside models.
 
-    python analyze.py mup [--model=DDL-gpt-mha-rope-CC] [--widths=64,128,256,512] [--steps=5] [--out=mup.png]
+    python analyze.py mup [--model=DDL-gpt-mha-rope-CC] [--widths=64,128,256,512] [--steps=5] [--out=FILE]
 
 mup: the coordinate check. Models of several widths train a few steps; under muP the size of a sublayer's output h, of
 its normed input c and of the logits must not grow with width. The state X, the read x_in and the gate's logit are not
 width-flat by design and are left out.
 """
 
-import argparse
 import math
 from pathlib import Path
 from types import SimpleNamespace
 
+import configurator  # before all that is slow to import: it takes Ctrl+C
+
+# isort: split
 import torch
 
-import configurator
 from model import STEMS, build
 from report import pyplot
 from training import optimizer
@@ -82,16 +83,14 @@ def draw(result: dict, widths: list[int], title: str, out: Path) -> None:
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = configurator.Parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     mup = commands.add_parser("mup", help="coordinate check over widths")
     mup.add_argument("--model", choices=STEMS, default="DDL-gpt-mha-rope-CC")
     mup.add_argument("--widths", default="64,128,256,512", help="multiples of 32")
     mup.add_argument("--steps", type=int, default=5)
     mup.add_argument("--learning_rate", type=float, default=1e-2)
-    mup.add_argument("--out", type=Path, default=Path("mup.png"))
+    mup.add_argument("--out", type=Path, default=Path("runs/mup.png"), help="(default: %(default)s)")
     args = parser.parse_args()
     with configurator.one_line_errors():
         widths = [int(width) for width in args.widths.split(",")]

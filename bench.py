@@ -16,7 +16,6 @@ the equations (tests/transcription.py), eager and compiled, and on a GPU liger-k
 package is installed.
 """
 
-import argparse
 import os
 import sys
 import sysconfig
@@ -49,7 +48,7 @@ def step_arguments(parser) -> None:
     add("--warmup", type=int, default=3, help="turns of each model before measuring (default: %(default)s)")
     add("--rounds", type=int, default=20, help="measured turns of each model (default: %(default)s)")
     add("--steps", type=int, help="steps in a turn; the device is waited for after the last (default: 1, on a GPU 4)")
-    add("--json", metavar="PATH", help="figures there, a chart beside (results/bench_SUITE_DEVICE.json; '' for none)")
+    add("--json", metavar="PATH", help="figures there, a chart beside (runs/bench_SUITE_DEVICE.json; '' for none)")
     add("--profile", action="store_true", help="a trace of one step of each model beside the JSON, and its operators")
 
 
@@ -153,12 +152,11 @@ COMMANDS = {
 
 def arguments(argv: list[str]):
     """The parsed command line; without a command it is `step`'s."""
-    raw = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-    parser = argparse.ArgumentParser(description=__doc__, **raw)
+    parser = configurator.Parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     helps = []
     for name, (what, add_arguments, _) in COMMANDS.items():
-        command = commands.add_parser(name, help=what, description=what, **raw)
+        command = commands.add_parser(name, help=what, description=what)
         add_arguments(command)
         helps.append(command.format_help())
     parser.epilog = "\n".join(helps)

@@ -6,16 +6,49 @@ A schema is one or several dataclasses whose fields are `name: Annotated[type, "
 float, bool, str, Literal[...], or one of them `| None`. A config file is Python that assigns such names.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import difflib
+import itertools
 import json
 import os
+import signal
 import sys
 import types
 import typing
 from dataclasses import dataclass
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+INTERRUPTED = 130  # as a shell has it for a process that SIGINT has ended
+
+
+def _end_at_once(*_) -> None:
+    """Ctrl+C while packages are imported, where an exception would be taken for a damaged package, or swallowed."""
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    _say("interrupted")
+    os._exit(INTERRUPTED)
+
+
+def _say(text: str) -> None:
+    """A line on stderr; of several processes of one run, the first alone speaks."""
+    if os.environ.get("RANK", "0") == "0":
+        with contextlib.suppress(OSError):
+            os.write(2, f"{Path(sys.argv[0]).name}: {text}\n".encode())
+
+
+def _main_is_ours() -> bool:
+    """Whether a script of this repository runs, and not a test, a notebook or a program that imports from it."""
+    main = getattr(sys.modules["__main__"], "__file__", None)
+    folder = Path(main).resolve().parent if main else None
+    return folder is not None and (folder == ROOT or folder.parent == ROOT / "data")
+
+
+# Scripts import this module before all that takes time to import.
+if _main_is_ours() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, _end_at_once)
 
 
 @dataclass(frozen=True)
@@ -61,20 +94,63 @@ def knobs(*schemas: type) -> dict[str, Knob]:
     return result
 
 
+# What nanoGPT calls by other names, by a name that only the script has to which it is said.
+HABITS = {
+    "max_steps": {
+        "lr": "give learning_rate",
+        "n_layer": "give num_hidden_layers",
+        "n_head": "give num_attention_heads",
+        "n_embd": "give hidden_size",
+        "batch_size": "give global_batch_size for a step's sequences, micro_batch_size for those of a forward pass",
+        "gradient_accumulation_steps": "it is global_batch_size over micro_batch_size and the number of processes",
+        "max_iters": "give max_steps",
+        "warmup_iters": "give warmup_steps",
+        "lr_decay_iters": "the learning rate falls until max_steps",
+        "decay_lr": "the learning rate falls to min_lr: for a constant one give min_lr the value of learning_rate",
+        "eval_iters": "give eval_batches",
+        "eval_only": "run eval.py RUN --val",
+        "always_save_checkpoint": "give checkpoint_interval, keep_last and keep_every",
+        "dropout": "there is no dropout: leave it out",
+        "bias": "linear layers and norms of the backbone have no bias: leave it out",
+        "backend": "it is nccl on GPUs and gloo on CPUs: leave it out",
+        "start": "give --prompt to sample.py",
+    },
+    "--prompt": {
+        "--start": "give --prompt",
+        "--out_dir": "give the run folder by itself",
+        "--init_from": "give the folder by itself",
+    },
+}
+
+
 def nearest(name: str, names) -> str:
     """', did you mean X?', or nothing where nothing is near."""
     close = difflib.get_close_matches(name, list(names), n=1)
     return f", did you mean {close[0]}?" if close else ""
 
 
+def instead(name: str, names) -> str:
+    """What to give in the place of an unknown name, as the end of a message."""
+    for script, habits in HABITS.items():
+        if script in names and name in habits:
+            return f": {habits[name]}"
+    return nearest(name, names)
+
+
+def refuse_unknown(names, schema: dict[str, Knob], dashes: str = "") -> None:
+    """ValueError: names that are no keys, each with what to give instead."""
+    unknown = [f"unknown key {dashes}{name}{instead(name, schema)}" for name in names if name not in schema]
+    if unknown:
+        raise ValueError("; ".join(unknown))
+
+
 def check(values: dict, schema: dict[str, Knob]) -> dict:
     """The values with ints made floats where a float is due. ValueError: unknown key, wrong type, no such choice."""
+    refuse_unknown(values, schema)
     return {name: _check_one(name, value, schema) for name, value in values.items()}
 
 
 def _check_one(name, value, schema):
-    if name not in schema:
-        raise ValueError(f"unknown key {name}{nearest(name, schema)}")
     knob = schema[name]
     if type(value) is int and float in knob.types and abs(value) < 2**1000:
         value = float(value)
@@ -89,8 +165,7 @@ def _check_one(name, value, schema):
 
 def parse(name: str, text: str, schema: dict[str, Knob]):
     """The value of `--name=text`, by the key's type. ValueError: unknown key or text of another type."""
-    if name not in schema:
-        raise ValueError(f"unknown key --{name}{nearest(name, schema)}")
+    refuse_unknown([name], schema, dashes="--")
     knob = schema[name]
     if type(None) in knob.types and text == "None":
         return None
@@ -139,8 +214,12 @@ def read_json(path: Path) -> dict:
 
 
 def split_arguments(argv: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Positional arguments, and `--key=value` as a dict; a bare `--key` means True."""
+    """Positional arguments, and `--key=value` as a dict; a bare `--key` means True. ValueError: a single dash."""
+    argv = ["--help" if argument == "-h" else argument for argument in argv]
     files = [argument for argument in argv if not argument.startswith("--")]
+    for argument in files:
+        if argument.startswith("-"):
+            raise ValueError(f"{argument}: keys have two dashes, --key=value")
     pairs = [argument[2:].partition("=") for argument in argv if argument.startswith("--")]
     return files, {key: value if equals else "True" for key, equals, value in pairs}
 
@@ -155,13 +234,58 @@ def help_text(usage: str, schema: dict[str, Knob]) -> str:
     return "\n".join([usage.strip(), *(line for title, lines in groups.items() for line in ["", title, *lines])])
 
 
+class Parser(argparse.ArgumentParser):
+    """argparse's, for itself and its subcommands: a mistake is one line, a mistyped option is told the nearest."""
+
+    def __init__(self, **keys):
+        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False, **keys})
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: error: {message}; --help lists the options\n")
+
+    def parse_known_args(self, args=None, namespace=None):
+        args = sys.argv[1:] if args is None else list(args)
+        if not self._subparsers:  # argparse would name a missing argument first
+            self._refuse([word for word in itertools.takewhile("--".__ne__, args) if word.startswith("--")])
+        found, unknown = super().parse_known_args(args, namespace)
+        self._refuse(unknown)
+        return found, []
+
+    def _refuse(self, words: list[str]) -> None:
+        for option in [word.partition("=")[0] for word in words]:
+            if option not in self._option_string_actions:
+                what = f"unknown option {option}" if option.startswith("-") else f"unexpected argument {option}"
+                self.error(what + instead(option, self._option_string_actions))
+
+
 @contextlib.contextmanager
 def one_line_errors(*kinds: type[Exception]):
-    """End the script with one line and exit code 2 on what a user can get wrong: `kinds`, or ValueError and OSError."""
-    expected = kinds or (ValueError, OSError)
+    """End the script with one line: exit code 2 on what a user can get wrong, which is `kinds`, or ValueError and
+    OSError; 130 on Ctrl+C, once everything inside has cleaned up."""
+    expected, handler = kinds or (ValueError, OSError), signal.getsignal(signal.SIGINT)
+    if handler is _end_at_once:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
-    except expected as error:
-        rank = f" [rank {os.environ['RANK']}]" if os.environ.get("RANK", "0") != "0" else ""
-        print(f"{Path(sys.argv[0]).name}: error:{rank} {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+    except BaseException as error:
+        interrupted = _is_interruption(error)
+        if isinstance(error, expected):
+            rank = f" [rank {os.environ['RANK']}]" if os.environ.get("RANK", "0") != "0" else ""
+            print(f"{Path(sys.argv[0]).name}: error:{rank} {' '.join(str(error).split())}", file=sys.stderr)
+        elif interrupted and handler is _end_at_once and not isinstance(error, SystemExit):
+            _say("interrupted")
+        else:
+            raise
+        if interrupted:
+            handler = signal.SIG_IGN  # a second Ctrl+C has nothing left to end
+        sys.exit(INTERRUPTED if interrupted else 2)
+    finally:
+        if handler in (_end_at_once, signal.SIG_IGN):
+            signal.signal(signal.SIGINT, handler)
+
+
+def _is_interruption(error: BaseException | None) -> bool:
+    """Whether Ctrl+C is behind an error; packages make others of it."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None

@@ -12,14 +12,15 @@ was evaluated; 2: a mistake; 3: some tasks could not be evaluated, each named in
 makes 1 of the last two.)
 """
 
-import argparse
 import contextlib
 import sys
 from pathlib import Path
 
+import configurator  # before all that is slow to import: it takes Ctrl+C
+
+# isort: split
 import torch
 
-import configurator
 from evaluation import published, subjects, tables, tasks
 from evaluation.runner import Evaluation, open_corpus_of
 from evaluation.store import write_text
@@ -29,9 +30,7 @@ from training import distributed
 
 
 def arguments():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = configurator.Parser(description=__doc__)
     add = parser.add_argument
     add("runs", nargs="+", help="run, checkpoint or exported folders")
     add("--tasks", help="names with commas between; paper: its eight (default: paper, nothing with --val)")
@@ -43,7 +42,7 @@ def arguments():
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
     add("--add_bos_token", action="store_true", help="begin every text with end-of-text (lm-eval's hf model does not)")
     add("--limit", type=int, help="items of each task, to try things out")
-    add("--log_samples", action="store_true", help="also samples_TASK_*.jsonl with every item")
+    add("--log_samples", action="store_true", help="also samples_TASK_DATE.jsonl with every item, as lm-eval's")
     add("--out", type=Path, help="folder of results.json and the tables (default: RUN/eval)")
     return parser.parse_args()
 
@@ -69,14 +68,27 @@ def check(args) -> None:
             raise ValueError(f"--{name}={value}: give 1 or more")
 
 
-def tables_of(entries: list[dict], papers: dict, shots: list[int]) -> list[tables.Table]:
-    """A table for each number of shots, and one of the validation split; papers: {weights: (stem, size)}."""
+def with_earlier(entries: list[dict], stored: list[dict]) -> list[dict]:
+    """The entries of this call, then the newest stored ones of the same models that it has nothing in the place of."""
+    labels, made = {e["weights"]: e["label"] for e in entries}, {place(e) for e in entries}
+    newest = {place(e): e for e in stored if e["weights"] in labels}
+    return entries + [e | {"label": labels[e["weights"]]} for key, e in newest.items() if key not in made]
+
+
+def place(entry: dict) -> tuple:
+    """Which number of the tables an entry is."""
+    return entry["weights"], entry["task"], "" if entry["task"] == "validation" else title_of(entry)
+
+
+def tables_of(entries: list[dict], papers: dict) -> list[tables.Table]:
+    """A table for each title, and one of the validation split; papers: {weights: (stem, size)}."""
     found = []
-    for number in shots:
+    of_tasks = [e for e in entries if e["task"] != "validation"]
+    for title in dict.fromkeys(map(title_of, of_tasks)):
         models: dict[str, tuple] = {}
-        shown_metrics, settings = {}, {}
-        for entry in (e for e in entries if e["shots"] == number):
-            settings = entry["settings"]
+        shown_metrics = {}
+        for entry in (e for e in of_tasks if title_of(e) == title):
+            settings, number = entry["settings"], entry["shots"]
             comparable = settings["limit"] is None and not settings["add_bos_token"]
             paper = published.row(*papers[entry["weights"]], number) if comparable else {}
             values = models.setdefault(entry["weights"], (entry["label"], {}, paper))[1]
@@ -84,8 +96,7 @@ def tables_of(entries: list[dict], papers: dict, shots: list[int]) -> list[table
                 own = entry["n-shot"].get(name, number)  # what a task's file fixes
                 shown_metrics[name] = metric if own == number else f"{metric}, {own}-shot"
                 values[name] = value, error
-        if models:
-            found.append(tables.of_tasks(title_of(number, settings), shown_metrics, list(models.values())))
+        found.append(tables.of_tasks(title, shown_metrics, list(models.values())))
     validation = [e for e in entries if e["task"] == "validation"]
     if validation:
         rows = [(e["label"], e["record"], published.row(*papers[e["weights"]], "")) for e in validation]
@@ -93,9 +104,10 @@ def tables_of(entries: list[dict], papers: dict, shots: list[int]) -> list[table
     return found
 
 
-def title_of(shots: int, settings: dict) -> str:
+def title_of(entry: dict) -> str:
     """The number of examples, and what else makes numbers differ."""
-    title = f"{shots}-shot, {settings['dtype']}"
+    settings = entry["settings"]
+    title = f"{entry['shots']}-shot, {settings['dtype']}"
     title += ", texts begin with end-of-text" if settings["add_bos_token"] else ""
     return title + (f", the first {settings['limit']} items alone" if settings["limit"] else "")
 
@@ -126,10 +138,11 @@ def main():
         loaded, missing = tasks.open_all(args.tasks, args.include_path, world) if args.tasks else ([], [])
         distributed.refuse_disagreement(world, {"the tasks that can be had": [task.name for task in loaded]})
         out = args.out or subjects.home(args.runs)
-        out.mkdir(parents=True, exist_ok=True)
+        if loaded or corpora:
+            out.mkdir(parents=True, exist_ok=True)
         run = Evaluation(args, world, out)
         entries, papers = [], {}
-        for number, subject in enumerate(chosen):
+        for number, subject in enumerate(chosen if loaded or corpora else []):
             model, encoding, stem = subject.load(device)
             kernels.use(model, "auto", device)
             if run.bf16:
@@ -139,10 +152,14 @@ def main():
                 entries.append(run.validation(subject, model, corpora[number]))
             if loaded:
                 entries += run.tasks(subject, model, encoding, loaded)
-        found = tables_of(entries, papers, args.shots)
         if world.is_main:
-            write(found, out)
-            print(f"{tables.screen(found)}\n\nwritten to {out}")
+            everything = with_earlier(entries, run.store.entries)
+            if entries:
+                write(tables_of(everything, papers), out)
+                earlier = f", with {n} earlier results" if (n := len(everything) - len(entries)) else ""
+                print(f"{tables.screen(tables_of(entries, papers))}\n\nwritten to {out}{earlier}")
+            else:
+                print(f"nothing was evaluated: {out} is as it was")
             for line in missing + run.failures:
                 print(f"{Path(sys.argv[0]).name}: {line}", file=sys.stderr)
     distributed.stop(world)

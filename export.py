@@ -8,28 +8,27 @@ receives the weights, config.json, the tokenizer, a model card and modelling cod
 It is complete or absent.
 """
 
-import argparse
 import dataclasses
 import json
 import shutil
 import tempfile
 from pathlib import Path
 
+import configurator  # before all that is slow to import: it takes Ctrl+C
+
+# isort: split
 import torch
 
-import configurator
 from data import tokenizer, tokenizer_json
 from huggingface import card
 from huggingface.flatten import modelling_files
 from model.gpt import GPT
-from training import checkpoint
+from training import checkpoint, metrics
 from training.provenance import provenance
 
 
 def arguments():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = configurator.Parser(description=__doc__)
     parser.add_argument("run", help="run folder (its newest checkpoint), checkpoint folder, or released folder")
     parser.add_argument("out_dir", help="folder to make; empty or absent")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
@@ -132,7 +131,7 @@ def main():
             replace(out, new)
         finally:
             shutil.rmtree(new, ignore_errors=True)  # nothing is left there unless it failed
-    sizes = [f"{file.name} ({file.stat().st_size:,} bytes)" for file in sorted(out.iterdir())]
+    sizes = [f"{file.name} ({metrics.size(file.stat().st_size)})" for file in sorted(out.iterdir())]
     print(f"{args.out_dir}: {', '.join(sizes)}\n{card.LOAD.format(folder=args.out_dir)}")
 
 

@@ -1,21 +1,23 @@
 """Figures and tables of finished or running runs.
 
-    python report.py curves runs/demo_cpu [RUN ...] [--x=seconds] [--y=bits_per_byte] [--out=loss.png]
+    python report.py curves runs/demo_cpu [RUN ...] [--x=seconds] [--y=bits_per_byte] [--out=FILE]
     python report.py table runs/demo_cpu [RUN ...] [--json=FILE]  the last evaluation of each run
     python report.py python_lines FILE_OR_CORPUS ...              share of lines that Python's tokenizer accepts
 
 RUN is a run folder made by train.py.
 """
 
-import argparse
 import io
 import json
+import os
 import tokenize
 from pathlib import Path
 
+import configurator  # before all that is slow to import: it takes Ctrl+C
+
+# isort: split
 import torch
 
-import configurator
 from data import tokenizer
 from data.shards import open_corpus
 from model import build
@@ -25,6 +27,7 @@ from training.provenance import provenance
 X_KEYS = {"steps": "step", "tokens": "tokens", "flops": "flops", "seconds": "seconds"}
 X_LABELS = {"steps": "optimizer step", "tokens": "tokens", "flops": "FLOPs", "seconds": "seconds of training"}
 Y_LABELS = {"loss": "loss (nats per token)", "bits_per_byte": "bits per byte"}
+LONGEST_LABEL = 60  # characters
 
 
 def read_run(run: str) -> list[dict]:
@@ -59,12 +62,45 @@ def smooth(values: list[float], window: int) -> list[float]:
     return [(sums[high] - sums[low]) / (high - low) for low, high in bounds]
 
 
+def settings_of(run: str) -> dict:
+    """What the run was trained with, by its newest checkpoint; nothing before its first one."""
+    checkpoints = checkpoint.all_of(Path(run))
+    state = checkpoint.read_state(checkpoints[-1]) if checkpoints else {"run_config": {}, "model_config": {}}
+    found = {**state["run_config"], **state["model_config"]}
+    return {key: value for key, value in found.items() if key not in ("out_dir", "resume", "dry_run", "device")}
+
+
+def labels_of(runs: list[str]) -> list[str]:
+    """Short names that tell the runs apart: values of the keys in which they differ, else their folders' names."""
+    settings = [settings_of(run) for run in runs]
+    shared = [key for key in settings[0] if all(key in each for each in settings)]
+    keys = [key for key in shared if any(each[key] != settings[0][key] for each in settings)]
+    labels = [""] * len(runs)
+    for key in keys:  # as many as fit
+        start = "" if key == "model" else f"{key}="
+        longer = [f"{label}, {start}{each[key]}".removeprefix(", ") for label, each in zip(labels, settings)]
+        labels = longer if max(map(len, longer)) <= LONGEST_LABEL else labels
+    return labels if len(set(labels)) == len(runs) else [shortened(Path(run).resolve().name) for run in runs]
+
+
+def shortened(name: str) -> str:
+    """A long name without its middle, beginning and end being what tells names apart."""
+    half = LONGEST_LABEL // 2
+    return name if len(name) <= LONGEST_LABEL else f"{name[:half]}...{name[-half:]}"
+
+
+def beside(runs: list[str], name: str) -> Path:
+    """A file in the run's folder, or, of several runs, in the folder that holds them."""
+    folders = [Path(run).resolve() for run in runs]
+    return (folders[0] if len(folders) == 1 else Path(os.path.commonpath([f.parent for f in folders]))) / name
+
+
 def curves(runs: list[str], x: str, y: str, out: Path) -> None:
     """Draw the runs' loss curves: training smoothed over 1% of the steps on its raw trace, validation as points."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    lowest, highest = [], []
-    for index, run in enumerate(runs):
+    lowest, highest, labels = [], [], labels_of(runs) if len(runs) > 1 else [""]
+    for index, (run, name) in enumerate(zip(runs, labels)):
         records, bytes_per_token = read_run(run), None
         if y == "bits_per_byte":
             counts = checkpoint.read_state(checkpoint.find(run))["corpus"].get("train", {})
@@ -72,18 +108,20 @@ def curves(runs: list[str], x: str, y: str, out: Path) -> None:
                 raise ValueError(f"--y=bits_per_byte: {run} was trained on shards whose text size is unknown")
             bytes_per_token = counts["bytes"] / counts["tokens"]
         (train_x, train_y), (val_x, val_y) = series(records, x, y, bytes_per_token)
-        color, name = f"C{index}", Path(run).name
+        color = f"C{index}"
         smoothed = smooth(train_y, max(len(train_y) // 100, 1) * 2)
         axes.plot(train_x, train_y, color=color, alpha=0.2, linewidth=0.8)
-        axes.plot(train_x, smoothed, color=color, label=f"{name} training")
+        axes.plot(train_x, smoothed, color=color, label=f"{name} training".strip())
         if val_x:
-            axes.plot(val_x, val_y, "o--", color=color, markersize=4, label=f"{name} validation ({val_y[-1]:.3f})")
+            label = f"{name} validation ({val_y[-1]:.3f})".strip()
+            axes.plot(val_x, val_y, "o--", color=color, markersize=4, label=label)
         lowest += [min(smoothed + val_y)]
         highest += [smoothed[0]]
     margin = 0.05 * (max(highest) - min(lowest)) or 0.1
     axes.set(xlabel=X_LABELS[x], ylabel=Y_LABELS[y], ylim=(min(lowest) - margin, max(highest) + margin))
+    axes.set_title(shortened(Path(runs[0]).resolve().name) if len(runs) == 1 else "", fontsize="medium")
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(fontsize="small")
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=120)
     print(f"drew {out}")
@@ -163,15 +201,13 @@ def python_lines(paths: list[Path]) -> str:
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = configurator.Parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("curves", help="loss curves as a PNG")
     command.add_argument("runs", nargs="+", metavar="RUN")
     command.add_argument("--x", choices=X_KEYS, default="steps")
     command.add_argument("--y", choices=Y_LABELS, default="loss")
-    command.add_argument("--out", type=Path, default=Path("loss.png"))
+    command.add_argument("--out", type=Path, help="default: loss.png in the run, or in the folder of all runs")
     command = commands.add_parser("table", help="the last evaluation of each run, as Markdown")
     command.add_argument("runs", nargs="+", metavar="RUN")
     command.add_argument("--json", type=Path, help="write the rows there as well, with commit, machine and date")
@@ -180,7 +216,7 @@ def main():
     args = parser.parse_args()
     with configurator.one_line_errors():
         if args.command == "curves":
-            curves(args.runs, args.x, args.y, args.out)
+            curves(args.runs, args.x, args.y, args.out or beside(args.runs, "loss.png"))
         elif args.command == "table":
             rows = table_rows(args.runs)
             if args.json:

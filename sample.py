@@ -11,15 +11,16 @@ and samples are generated together, up to --batch_size; a text is the same whate
 is printed at the end, on stderr.
 """
 
-import argparse
 import signal
 import sys
 import time
 from pathlib import Path
 
+import configurator  # before all that is slow to import: it takes Ctrl+C
+
+# isort: split
 import torch
 
-import configurator
 from data.tokenizer import encode_prompt
 from model import kernels
 from model.decoding import Decoder, round_matrices
@@ -43,9 +44,7 @@ def read_prompt(argument: str) -> str:
 
 
 def arguments():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = configurator.Parser(description=__doc__)
     parser.add_argument("run", help="run folder (its newest checkpoint), checkpoint folder or exported folder")
     parser.add_argument("--prompt", action="append", help="text, FILE:path, or - for standard input; may be repeated")
     parser.add_argument("--num_samples", type=int, default=1, help="texts for each prompt")

@@ -86,10 +86,11 @@ def read_arguments(argv: list[str]):
     """(SweepConfig, config files, swept keys -> texts, other keys -> text). ValueError: a mistake in them."""
     files, options = configurator.split_arguments(argv)
     schema = configurator.knobs(SweepConfig)
+    everything = configurator.knobs(SweepConfig, train.TrainConfig, *(model_class(stem).Config for stem in STEMS))
     if "help" in options:
-        everything = configurator.knobs(SweepConfig, train.TrainConfig, *(model_class(stem).Config for stem in STEMS))
         print(configurator.help_text(f"{__doc__}\nKeys and defaults:", everything))
         sys.exit(0)
+    configurator.refuse_unknown(options, everything, dashes="--")
     sweep = SweepConfig(**{key: configurator.parse(key, options[key], schema) for key in options if key in schema})
     swept, fixed = {}, {}
     for key in options.keys() & set(OWN_KEYS):

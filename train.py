@@ -19,9 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+import configurator  # before all that is slow to import: it takes Ctrl+C
+
+# isort: split
 import torch
 
-import configurator
 from data.loader import TrainBatches, ValidationBatches, prefetched
 from data.shards import DamagedShard, open_corpus, vocab_size_of
 from data.tokenizer import describe, size_of
@@ -105,6 +107,7 @@ def configure(argv: list[str]):
     if "help" in options:
         print(configurator.help_text(f"{__doc__}\nKeys and defaults:", anywhere))
         sys.exit(0)
+    configurator.refuse_unknown(options, anywhere, dashes="--")
     options.update({"resume": "auto"} if options.get("resume") == "True" else {})
     name = Path(files[0]).stem if files else options.get("model")
     out_dir = {"out_dir": f"runs/{name}"} if name else {}

@@ -19,6 +19,7 @@ from data.token_reader import START, TokenReader
 from data.tokenizer import gpt2_tokenizer
 from model import build
 from training import distributed
+from training.metrics import size
 from training.provenance import provenance
 
 SHARD_TOKENS = 100_000_000
@@ -157,7 +158,7 @@ def run(args) -> None:
     print(
         f"{encoding.name}, {row['megabytes']:.0f} MB, {row['workers']} threads: parquet to shards "
         f"{row['prepare_tokens_per_second']:,.0f} tokens/s, {row['ratio']:.3f} (worst round {row['ratio_worst']:.3f}) "
-        f"of tiktoken's encode_ordinary_batch alone; peak memory {row['peak_memory_bytes'] / 2**20:.0f} MiB\n"
+        f"of tiktoken's encode_ordinary_batch alone; peak memory {size(row['peak_memory_bytes'])}\n"
         f"loader: {row['loader_tokens_per_second']:,.0f} tokens/s at {args.block_size} tokens a sequence; a step "
         f"with it takes {row['step_ratio']:.3f} ({spread}) of one without; waiting for the batch takes "
         f"{row['waiting_share']:.3%} of a step, making it {row['making_share']:.3%}"

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.timing import compared
 from training import distributed
-from training.metrics import duration
+from training.metrics import duration, size
 from training.provenance import provenance
 
 COPIED = 2**30  # bytes of the copy that a kernel's bandwidth is compared with: beyond every cache
@@ -175,13 +175,14 @@ def tune(d: int, name: str, call, device, rounds: int) -> list[dict]:
 
 def markdown(rows: list[dict]) -> str:
     lines = [
-        "| kernel | d | bytes | microseconds | GB/s | of copy (10th to 90th percentile) |",
+        "| kernel | d | memory | microseconds | GB/s | of copy (10th to 90th percentile) |",
         "|---|---|---|---|---|---|",
     ]
     for r in rows:
         share = f"{r['share']:.2f} ({r['share_p10']:.2f} to {r['share_p90']:.2f})"
         lines.append(
-            f"| {r['kernel']} | {r['d']} | {r['bytes']:,} | {r['microseconds']:,.0f} | {r['gb_per_s']:,.0f} | {share} |"
+            f"| {r['kernel']} | {r['d']} | {size(r['bytes'])} | {r['microseconds']:,.0f} | "
+            f"{r['gb_per_s']:,.0f} | {share} |"
         )
     return "\n".join(lines)
 

@@ -115,7 +115,7 @@ def complete(args, device: torch.device) -> None:
     if args.steps is None:
         args.steps = 4 if device.type == "cuda" else 1
     if args.json is None and whole:
-        args.json = f"results/bench_{args.suite}_{device.type}.json"
+        args.json = f"runs/bench_{args.suite}_{device.type}.json"
     elif args.json is None:
         print("a part of a suite, or a changed one, is only stored with --json=PATH", flush=True)
     args.json = Path(args.json) if args.json else None

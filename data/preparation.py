@@ -6,7 +6,6 @@ any moment and started again, a preparation goes on from there, and its bytes ar
 whatever the number of workers. `meta.json` is written last: a folder that has the first and not the second is not done.
 """
 
-import argparse
 import contextlib
 import errno
 import fcntl
@@ -20,15 +19,16 @@ from pathlib import Path
 import tiktoken
 from tqdm import tqdm
 
+from configurator import Parser
 from data import shards, tokenizer
 from data.hub import Hub
 from data.token_reader import START, TokenReader, first_bytes
 from data.verification import verify
 
 
-def arguments(doc: str, out: Path, fixed: dict | None = None, **defaults) -> argparse.ArgumentParser:
+def arguments(doc: str, out: Path, fixed: dict | None = None, **defaults) -> Parser:
     """A parser with the options that corpora share: `defaults` replaces defaults, `fixed` options are not offered."""
-    parser = Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = Parser(description=doc)
     fixed = fixed or {}
 
     def add(option, **keys):
@@ -47,13 +47,6 @@ def arguments(doc: str, out: Path, fixed: dict | None = None, **defaults) -> arg
     add("--verify", action="store_true", help="prepare nothing; check every shard against its SHA-256")
     parser.set_defaults(**defaults, **fixed)
     return parser
-
-
-class Parser(argparse.ArgumentParser):
-    """A mistake is answered in one line."""
-
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: error: {message}; --help lists the options\n")
 
 
 def check(args) -> None:

@@ -1,8 +1,7 @@
 """The evaluations of one call: each result is stored as soon as it is there, and a stored one is not made again."""
 
-import hashlib
+import datetime
 import importlib.metadata
-import json
 import time
 from pathlib import Path
 
@@ -109,8 +108,8 @@ class Evaluation:
         results = tasks.evaluate(language_model, task, shots, args.log_samples, args.limit, self.world.is_main)
         entry |= {"samples": None, "digest": tasks.digest(task), **tasks.summary(task, results)}
         if args.log_samples and self.world.is_main:
-            key = hashlib.sha256(json.dumps([subject.identity, entry["settings"]]).encode()).hexdigest()[:12]
-            entry["samples"] = f"samples_TASK_{shots}shot_{key}.jsonl"
+            date = datetime.datetime.now().isoformat().replace(":", "-")  # as lm-eval has it
+            entry["samples"] = f"samples_TASK_{date}.jsonl"
             for name, samples in results["samples"].items():
                 write_samples(self.out / entry["samples"].replace("TASK", name), samples)
         shown = "; ".join(f"{name} {m} {value:.2f}" for name, (m, value, _) in entry["shown"].items())

@@ -39,6 +39,14 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_samples(path: Path, samples: list[dict]) -> None:
-    """lm-eval's record of every item, one JSON object a line, by document."""
-    samples = sorted(samples, key=lambda sample: sample["doc_id"])
-    write_text(path, "".join(json.dumps(sample, default=str) + "\n" for sample in samples))
+    """Every item, one JSON object a line: the file that lm-eval's EvaluationTracker makes of them."""
+    from lm_eval.utils import handle_non_serializable, sanitize_list
+
+    lines = []
+    for sample in samples:
+        requests = enumerate(sample["arguments"])
+        arguments = {f"gen_args_{i}": {f"arg_{j}": each for j, each in enumerate(args)} for i, args in requests}
+        texts = {key: sanitize_list(sample[key]) for key in ("resps", "filtered_resps")}
+        record = sample | texts | {"arguments": arguments, "target": str(sample["target"])}
+        lines.append(json.dumps(record, default=handle_non_serializable, ensure_ascii=False) + "\n")
+    write_text(path, "".join(lines))

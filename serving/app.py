@@ -4,8 +4,8 @@
     GET  /model     what the model is, its gated sites, and the limits of a request
     POST /generate  a `Request` as JSON -> lines of JSON as they are made: the events of serving/stream.py
 
-A mistake is answered with {"message": one line}, within a stream too. One generation runs at a time; it ends with its
-connection.
+docs/serving.md describes them. A mistake is answered with {"message": one line}, within a stream too. One generation
+runs at a time; it ends with its connection.
 """
 
 import contextlib
@@ -92,6 +92,8 @@ def one_line(error: Exception) -> str:
         first = error.errors()[0]
         if first["type"] == "json_invalid":
             return "the request is not JSON"
+        if first["type"] == "model_attributes_type":
+            return "the request is no JSON object: send one, with the header content-type: application/json"
         key = ".".join(str(part) for part in first["loc"] if part != "body") or "the request"
         return f"{key}: {first['msg'][0].lower()}{first['msg'][1:]}"
     return " ".join(str(error).split())

@@ -5,6 +5,8 @@ from urllib.parse import urlsplit
 
 from starlette.responses import JSONResponse
 
+from training.metrics import size
+
 LARGEST_BODY = 2**19  # bytes
 EVERY_ADDRESS = ("0.0.0.0", "::")
 HEADERS = {
@@ -53,7 +55,7 @@ class Guard:
         if method not in ("GET", "HEAD") and not length.isdecimal():
             return 411, "a request needs a Content-Length"
         if length and int(length) > LARGEST_BODY:
-            return 413, f"a request of {length} bytes: give at most {LARGEST_BODY}"
+            return 413, f"a request of {size(int(length))}: give at most {size(LARGEST_BODY)}"
         return None
 
     async def __call__(self, scope, receive, send):

@@ -144,7 +144,7 @@ def test_help_names_every_option(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "path"),
     [
-        ([], "results/bench_quick_cpu.json"),
+        ([], "runs/bench_quick_cpu.json"),
         (["--json="], None),
         (["--hidden_size=64"], None),
         (["--peers=mhc,transcription"], None),

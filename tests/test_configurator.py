@@ -1,11 +1,14 @@
 """Keys from files and command lines: what is accepted, what is refused, and what the refusal says."""
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import pytest
 
 import configurator
+import train
+from model import STEMS, model_class
 
 
 @dataclass
@@ -138,6 +141,83 @@ def test_unknown_keys_are_refused_with_the_nearest(schema):
             call("stpes")
         with pytest.raises(ValueError, match=r"unknown key (--)?zzzzzz$"):
             call("zzzzzz")
+
+
+# The settings of nanoGPT's train.py, its configurator.py's examples and its sample.py.
+NANOGPT = """out_dir eval_interval log_interval eval_iters eval_only always_save_checkpoint init_from wandb_log
+wandb_project wandb_run_name dataset gradient_accumulation_steps batch_size block_size n_layer n_head n_embd dropout
+bias learning_rate max_iters weight_decay beta1 beta2 grad_clip decay_lr warmup_iters lr_decay_iters min_lr backend
+device dtype compile start""".split()
+
+
+def test_every_name_of_nanogpt_is_a_key_or_answered_with_ours():
+    schema = configurator.knobs(train.TrainConfig, *(model_class(stem).Config for stem in STEMS))
+    unknown = [name for name in [*NANOGPT, "lr"] if name not in schema]
+    with pytest.raises(ValueError, match="unknown key") as refused:
+        configurator.refuse_unknown(unknown, schema, dashes="--")
+    answers = str(refused.value).split("; ")
+    assert len(answers) == len(unknown) == 17
+    for name, answer in zip(unknown, answers):
+        assert answer.startswith(f"unknown key --{name}: ")
+        named = re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", answer.partition(": ")[2])
+        assert set(named) <= schema.keys()
+    assert "unknown key --lr: give learning_rate" in answers
+    small = configurator.knobs(Base)  # a schema that has none of them
+    with pytest.raises(ValueError, match=r"^unknown key n_layer$"):
+        configurator.check({"n_layer": 1}, small)
+
+
+def test_all_mistyped_keys_are_named_at_once(schema):
+    with pytest.raises(ValueError, match=r"^unknown key stpes, did you mean steps\?; unknown key zzzzzz$"):
+        configurator.check({"stpes": 1, "fast": True, "zzzzzz": 2}, schema)
+
+
+def test_a_single_dash_asks_for_help_or_is_refused():
+    assert configurator.split_arguments(["-h"]) == ([], {"help": "True"})
+    with pytest.raises(ValueError, match=r"^-steps=3: keys have two dashes, --key=value$"):
+        configurator.split_arguments(["-steps=3"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["run", "--top-k=3"], "run.py: error: unknown option --top-k, did you mean --top_k?; "),
+        (["run", "--top-k", "3"], "run.py: error: unknown option --top-k, did you mean --top_k?; "),
+        (["--topk=3"], "run.py: error: unknown option --topk, did you mean --top_k?; "),
+        (["run", "-top_k=3"], "run.py: error: unknown option -top_k, did you mean --top_k?; "),
+        (["run", "--top=3"], "run.py: error: unknown option --top, did you mean --top_k?; "),  # no abbreviations
+        (["run", "--start=a"], "run.py: error: unknown option --start: give --prompt; "),
+        (["run", "more"], "run.py: error: unexpected argument more; "),
+        (["run", "--top_k=x"], "run.py: error: argument --top_k: invalid int value: 'x'; "),
+        ([], "run.py: error: the following arguments are required: run; "),
+    ],
+)
+def test_a_mistyped_option_is_one_line_with_the_nearest(capsys, argv, message):
+    parser = configurator.Parser(prog="run.py")
+    parser.add_argument("run")
+    parser.add_argument("--top_k", type=int)
+    parser.add_argument("--prompt")
+    with pytest.raises(SystemExit) as end:
+        parser.parse_args(argv)
+    assert end.value.code == 2
+    assert capsys.readouterr() == ("", message + "--help lists the options\n")
+
+
+def test_options_of_a_subcommand_and_values_that_look_like_options():
+    parser = configurator.Parser(prog="run.py")
+    draw = parser.add_subparsers(dest="command").add_parser("draw")
+    draw.add_argument("--out")
+    draw.add_argument("words", nargs="*")
+    found = parser.parse_args(["draw", "--out=--x", "--", "--unknown"])
+    assert (found.out, found.words) == ("--x", ["--unknown"])
+
+
+def test_a_subcommand_names_its_own_nearest_option(capsys):
+    parser = configurator.Parser(prog="run.py")
+    parser.add_subparsers(dest="command").add_parser("draw").add_argument("--out")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["draw", "--ou=x"])
+    assert capsys.readouterr().err.startswith("run.py draw: error: unknown option --ou, did you mean --out?")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import math
+import re
 import shutil
 import sys
 
@@ -25,6 +26,7 @@ from model import STEMS, build, model_class
 pytest.importorskip("lm_eval")
 pytest.importorskip("transformers")
 import lm_eval.evaluator
+from lm_eval.loggers import EvaluationTracker
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
@@ -313,10 +315,14 @@ def test_two_processes_write_what_one_writes(run, folder, tmp_path, monkeypatch,
     for key in one:
         for name in ("results", "record", "digest", "weights"):
             assert one[key].get(name) == two[key].get(name), key
-    names = sorted(path.name for path in (tmp_path / "one").iterdir())
-    assert len([name for name in names if name.startswith("samples_")]) == 12
-    for name in set(names) - {"results.json"}:
+    for name in ("table.md", "table.tex", "table.csv"):
         assert (tmp_path / "one" / name).read_text() == (tmp_path / "two" / name).read_text()
+    for key in one.keys() - {("validation", None)}:
+        [wanted], [found] = (
+            [(tmp_path / folder / entries[key]["samples"].replace("TASK", task)).read_text() for task in [key[0]]]
+            for folder, entries in (("one", one), ("two", two))
+        )
+        assert found == wanted
 
 
 def test_finished_results_are_kept_and_what_changed_is_evaluated_anew(run, tmp_path, monkeypatch, capsys):
@@ -436,6 +442,65 @@ def test_groups_without_a_figure_and_tasks_that_fail_leave_the_others_theirs(run
     assert "num_beams is not supported" in line
     assert "0-shot, float32, the first 3 items alone\n" in out
     assert list(entries(tmp_path / "out")[("both", 0)]["shown"]) == ["questions", "gaps"]
+
+
+def test_the_samples_are_the_file_that_lm_eval_writes(run, tmp_path, monkeypatch, capsys):
+    """Its own evaluation of our model with its own tracker, and eval.py --log_samples: the same bytes."""
+    monkeypatch.setattr(lm_eval.evaluator, "add_env_info", lambda results: None)
+    folder, names = lm_eval_tasks.write(tmp_path, 7), ["questions", "texts", "continued", "filtered"]
+    filters = ["filter_list:", *(f"- {{name: {name}, filter: [{{function: take_first}}]}}" for name in ("one", "two"))]
+    text = (folder / "continued.yaml").read_text().replace("task: continued", "task: filtered")
+    (folder / "filtered.yaml").write_text("\n".join([text, *filters]))
+    arguments = [run, f"--tasks={','.join(names)}", f"--include_path={folder}", "--shots=1", "--log_samples"]
+    assert evaluated(monkeypatch, capsys, *arguments, f"--out={tmp_path / 'ours'}")[0] == 0
+    model, encoding, _ = load_model(run, "cpu")
+    results = lm_evals_results(LanguageModel(model, encoding, ALONE, 64), names, folder, 1)
+    tracker = EvaluationTracker(output_path=str(tmp_path / "theirs"))
+    tracker.general_config_tracker.log_experiment_args("ours", f"pretrained={run}", "", "", False)
+    samples = results.pop("samples")
+    tracker.save_results_aggregated(results=results, samples=samples)
+    for name in names:
+        tracker.save_results_samples(task_name=name, samples=samples[name])
+        [theirs] = (tmp_path / "theirs").glob(f"*/samples_{name}_*.jsonl")
+        [ours] = (tmp_path / "ours").glob(f"samples_{name}_*.jsonl")
+        assert ours.read_text() == theirs.read_text()
+        assert json.loads(ours.read_text().splitlines()[0]).keys() >= {"doc_hash", "prompt_hash", "target_hash"}
+        assert re.sub(r"\d", "0", ours.name) == re.sub(r"\d", "0", theirs.name)
+
+
+def test_older_tables_stay_and_grow(run, folder, tmp_path, monkeypatch, capsys):
+    def table(*arguments):
+        code, _, error = evaluated(monkeypatch, capsys, run, f"--include_path={folder}", f"--out={out}", *arguments)
+        return code, (out / "table.md").read_text(), (out / "table.csv").read_text().splitlines(), error
+
+    out = tmp_path / "out"
+    code, first, _, _ = table("--tasks=questions,gaps", "--val")
+    assert code == 0
+    before = {path: path.read_bytes() for path in out.iterdir()}
+    code, _, _, error = table("--tasks=absent")
+    assert code == 3
+    assert "task absent" in error
+    assert {path: path.read_bytes() for path in out.iterdir()} == before
+    # One more task, and other settings: what was there is still there, once.
+    code, both, lines, _ = table("--tasks=absent,letters")
+    assert code == 3
+    for part in ("letters (acc_norm)", "questions (acc_norm)", "gaps (acc_norm)", "### validation"):
+        assert both.count(part) == 1
+    assert len(lines) == 1 + 3 + 3
+    code, tried, lines, _ = table("--tasks=questions", "--limit=2")
+    assert code == 0
+    assert tried.startswith("### 0-shot, float32, the first 2 items alone\n")
+    assert len(lines) == 1 + 3 + 3 + 1
+    assert first.splitlines()[4].split("|")[2] in tried.partition("### 0-shot, float32\n")[2]
+
+
+def test_nothing_evaluated_makes_no_folder(run, folder, tmp_path, monkeypatch, capsys):
+    arguments = [run, "--tasks=absent", f"--include_path={folder}", f"--out={tmp_path / 'out'}"]
+    code, out, error = evaluated(monkeypatch, capsys, *arguments)
+    assert code == 3
+    assert "nothing was evaluated" in out
+    assert len(error.strip().splitlines()) == 1
+    assert not (tmp_path / "out").exists()
 
 
 def test_evaluations_that_write_at_once_keep_each_others_results(tmp_path):

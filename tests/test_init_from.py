@@ -122,6 +122,7 @@ def test_a_longer_context_is_legal(corpus, folders, tmp_path, capsys):
         ({"mup": False}, r"mup=False, but init_from=.* has True"),
         ({"model": "DDL-gpt-mha-rope"}, r"model='DDL-gpt-mha-rope', but init_from=.* has 'DDL-gpt-mha-rope-CC-EC'"),
         ({"init_from": "nowhere"}, "nowhere holds no checkpoint"),
+        ({"init_from": "resume"}, "init_from=resume: give --resume=auto"),
         ({"init_from": "docs"}, "docs holds no checkpoint"),
     ],
 )

@@ -191,7 +191,7 @@ def test_the_second_signal_ends_the_process_at_once():
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=10) == 128 + signal.SIGTERM
-    assert process.stderr.read() == b"SIGTERM: stopping after this step\n"
+    assert process.stderr.read() == b"SIGTERM: stopping after this step; a second one ends at once, unsaved\n"
 
 
 def test_a_stop_within_an_evaluation_does_it_again(corpus, tmp_path):

@@ -11,7 +11,7 @@ import report
 from data import shards, tokenizer
 
 
-def write_run(folder, losses, val=2.0):
+def write_run(folder, losses, val=2.0, **run_config):
     """A run folder with two bytes per training token and a validation every second step."""
     folder.mkdir(parents=True)
     records = []
@@ -26,7 +26,7 @@ def write_run(folder, losses, val=2.0):
     state = {
         "step": 4,
         "seconds": 2.0,
-        "run_config": {},
+        "run_config": run_config,
         "model": "gpt-mha-rope",
         "model_config": SMALL,
         "corpus": {"train": {"bytes": 20, "tokens": 10}},
@@ -74,6 +74,33 @@ def test_curves_draw_every_run(tmp_path, monkeypatch):
     assert drawn[0][0] == [1e6, 2e6, 3e6, 4e6]
     assert out.read_bytes().startswith(b"\x89PNG")
     assert plt.imread(out).std() > 0.05  # something is on the canvas
+
+
+def test_labels_are_short_and_name_what_differs(tmp_path):
+    def labels(**runs):
+        folders = [tmp_path / key for key in runs]
+        for folder, settings in zip(folders, runs.values()):
+            write_run(folder, [1.0], **settings)
+        return report.labels_of([str(folder) for folder in folders])
+
+    same = {"out_dir": "x", "warmup_steps": 5}
+    one, two = {"model": "a", "seed": 1, "max_steps": 9}, {"model": "b", "seed": 1, "max_steps": 10}
+    assert labels(a=same | one, b=same | two | {"out_dir": "y"}) == ["a, max_steps=9", "b, max_steps=10"]
+    assert labels(c=one | {"own": 1}, d=one | {"seed": 2}) == ["seed=1", "seed=2"]
+    assert labels(e=one, f=one) == ["e", "f"]  # nothing differs
+    long = {"name": "n" * 80}
+    assert labels(g=one | long, h=two | {"name": "m"}) == ["a, max_steps=9", "b, max_steps=10"]
+    assert labels(**{"i" * 90: one, "j": one}) == ["i" * 30 + "..." + "i" * 30, "j"]
+    (tmp_path / "e/checkpoints").rename(tmp_path / "e/gone")  # a run before its first checkpoint
+    assert report.labels_of([str(tmp_path / "e"), str(tmp_path / "d")]) == ["e", "d"]
+
+
+def test_a_curve_goes_into_the_run_or_beside_the_runs(tmp_path):
+    runs = [write_run(tmp_path / name, [4, 3, 2, 1]) for name in ("a", "b")]
+    assert script("report.py", "curves", runs[0]).stdout.decode() == f"drew {runs[0] / 'loss.png'}\n"
+    assert script("report.py", "curves", *runs).stdout.decode() == f"drew {tmp_path / 'loss.png'}\n"
+    assert (runs[0] / "loss.png").is_file()
+    assert (tmp_path / "loss.png").is_file()
 
 
 def test_table(tmp_path):

@@ -5,8 +5,10 @@ import http.client
 import json
 import random
 import re
+import shutil
 import signal
 import socket
+import subprocess
 import threading
 import time
 from argparse import Namespace
@@ -301,7 +303,7 @@ MISTAKES = [
     ({"prompt": "a" * 16}, "the prompt has 17 tokens: give at most 16, end-of-text included"),
     ({"prompt": "a" * 65_537}, "prompt: string should have at most 65536 characters"),
     ({"prompt": "\ud800"}, "prompt: input should be a valid string"),
-    ({"prompt": "a" * 600_000}, "a request of 6000"),
+    ({"prompt": "a" * 600_000}, "a request of 586 KiB: give at most 512 KiB"),
 ]
 
 
@@ -431,6 +433,28 @@ def test_interrupting_the_server_ends_a_stream(run):
     assert json.loads(lines[-1])["end"] == "the server ends"
     assert process.returncode == 0
     assert errors == ""
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_the_request_of_the_page_about_it_gets_the_answer_there(run):
+    page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    command = re.search(r"```sh\n(.*?)```", page, flags=re.S)[1]
+    documented = [json.loads(line) for line in re.search(r"```json\n(.*?)```", page, flags=re.S)[1].splitlines()]
+    with served(run) as (address, _):
+        here = command.replace("http://127.0.0.1:8000", address)
+        answer = subprocess.run(here, shell=True, capture_output=True, timeout=30, check=True)
+        found = [json.loads(line) for line in answer.stdout.splitlines()]
+        plain = subprocess.run(here.replace("-H 'content-type: application/json'", ""), shell=True, capture_output=True)
+    assert here != command
+    tokens, wanted = ([t for event in events for t in event.get("tokens", [])] for events in (found, documented))
+    assert found[0] == documented[0] == {"seed": 0}
+    assert all(token.keys() == wanted[0].keys() for token in [*tokens, *wanted])
+    assert [token["prompt"] for token in tokens] == [True] * (1 + len("class")) + [False] * 2
+    assert "".join(token["text"] for token in tokens if token["prompt"]) == "<|endoftext|>class"
+    assert found[-1].keys() == documented[-1].keys()
+    assert found[-1]["end"] == documented[-1]["end"]
+    assert f"`{found[-1]['end']}`" in page
+    assert json.loads(plain.stdout)["message"].endswith("with the header content-type: application/json")
 
 
 def test_an_address_that_cannot_be_had_ends_in_one_line(run):

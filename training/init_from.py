@@ -14,6 +14,8 @@ from data import tokenizer
 from model import released, weights
 from training import checkpoint, distributed
 
+NANOGPT = {"scratch": "leave it out to start anew", "resume": "give --resume=auto to go on with a run"}
+
 
 def is_free(key: str) -> bool:
     """Whether a model key may differ from the folder's: no weight depends on it."""
@@ -35,6 +37,8 @@ def settled(from_file: dict, options: dict, schema: dict) -> dict:
     asked |= {key: configurator.parse(key, options[key], schema) for key in keys if key in options}
     if asked.get("init_from") is None:
         return {}
+    if asked["init_from"] in NANOGPT and not Path(asked["init_from"]).exists():
+        raise ValueError(f"init_from={asked['init_from']}: {NANOGPT[asked['init_from']]}")
     if asked.get("resume") and (state := own_state(asked["resume"], asked.get("out_dir"))):
         return {"model": state["model"], **state["model_config"]}
     folder, stem, config, _ = checkpoint.described(Path(asked["init_from"]))

@@ -105,6 +105,15 @@ def short(number: float) -> str:
     return f"{number:.0f}"
 
 
+def size(count: float) -> str:
+    """Bytes in a unit that fits: 71 bytes, 2.6 KiB, 3.54 MiB."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:,.3g} TiB"
+
+
 class Spikes:
     """How far a loss or gradient norm lies from its recent course, in standard deviations; part of the run's state."""
 

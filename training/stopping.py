@@ -39,7 +39,8 @@ class Stop:
         if self.signal_name is None:
             self.signal_name, self.signal_time = signal.Signals(number).name, now
             with contextlib.suppress(OSError):
-                os.write(sys.__stderr__.fileno(), f"{self.signal_name}: stopping after this step\n".encode())
+                line = f"{self.signal_name}: stopping after this step; a second one ends at once, unsaved\n"
+                os.write(sys.__stderr__.fileno(), line.encode())
         elif now - self.signal_time > SAME_EVENT:
             os._exit(128 + number)
 

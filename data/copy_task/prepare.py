@@ -15,10 +15,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import configurator
+
+# isort: split
+import numpy as np
+
 from data import preparation
 from data.sources import ROWS, Batch
 

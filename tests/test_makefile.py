@@ -1,0 +1,42 @@
+"""The Makefile's names of run folders, and what the README's commands leave in a clone."""
+
+import re
+import subprocess
+
+import pytest
+from conftest import ROOT
+
+LONG = " ".join(f"--{key}={value}" for key in ("learning_rate", "weight_decay", "min_lr") for value in range(40))
+
+
+def folder(args: str, *more: str) -> str:
+    """The run folder of `make train ARGS=args`."""
+    command = ["make", "--dry-run", "train", f"ARGS={args}", *more]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    [found] = re.findall(r'report.py curves "(.*)"', printed)
+    assert printed.count(f'--out_dir="{found}" --resume=auto {args}'.rstrip()) == 2
+    return found
+
+
+def test_run_folders_have_short_names_that_tell_arguments_apart():
+    assert folder("") == "runs/demo_cpu"
+    assert re.fullmatch(r"runs/demo_cpu-max_steps=20-[0-9a-f]{8}", folder("--max_steps=20"))
+    same_start = "--model=gpt-mha-rope --max_steps=940"
+    variants = ["--dataset=a/b", "--dataset=a_b", same_start, f"{same_start} --seed=1", f"{same_start} --seed=2"]
+    variants += [LONG, f"{LONG} --seed=1", "--wandb_run_name='two words'", f"--wandb_run_name={'x' * 300}"]
+    names = [folder(args) for args in variants]
+    assert len(set(names)) == len(names)
+    assert all(re.fullmatch(r"runs/[A-Za-z0-9_=,.-]{1,60}", name) for name in names)
+    assert names[2].startswith("runs/demo_cpu-model=gpt-mha-rope,max_steps=940-")
+    assert names[3].startswith("runs/demo_cpu-model=gpt-mha-rope,max_steps=940-")
+    assert folder("--seed=1") == folder("--seed=1", "BIN=elsewhere")
+    assert folder("--seed=1") != folder("--seed=1", "CONFIG=config/gpt_small.py")
+    assert folder("--seed=1 --out_dir=runs/mine") == "runs/mine"
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a clone")
+def test_what_scripts_write_is_no_change_of_the_clone():
+    places = ["runs/loss.png", "runs/mup.png", "runs/bench_quick_cpu.json", "exported/demo/gpt.py", "loss.png"]
+    places += ["sweeps/demo_cpu/table.md", "wandb/run", "data/copy_task/meta.json", "data/text/text_train_000001.bin"]
+    found = subprocess.run(["git", "check-ignore", *places], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    assert found == places
