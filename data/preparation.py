@@ -4,6 +4,8 @@ Documents are read in order, tokenised by several threads (tiktoken leaves Pytho
 cut into shards. After each whole shard, `preparation.json` records where in the source the next one begins: killed at
 any moment and started again, a preparation goes on from there, and its bytes are those of an uninterrupted one,
 whatever the number of workers. `meta.json` is written last: a folder that has the first and not the second is not done.
+What is finished is removed by --overwrite alone: a complete corpus that grows keeps its shards and its meta.json, and
+what is made beside them is named `.bin.new`, until the larger one is whole.
 """
 
 import argparse
@@ -43,7 +45,7 @@ def arguments(doc: str, out: Path, fixed: dict | None = None, **defaults) -> arg
     add("--shard_tokens", type=int, default=100_000_000, help="tokens per shard")
     add("--val_tokens", type=int, default=100_000_000, help="the first so many tokens are for validation")
     add("--max_tokens", type=int, help="stop after this many tokens, validation included; a later run may give more")
-    add("--overwrite", action="store_true", help="remove another preparation's shards in --out first")
+    add("--overwrite", action="store_true", help="remove another preparation's shards in --out, or those too many")
     add("--verify", action="store_true", help="prepare nothing; check every shard against its SHA-256")
     parser.set_defaults(**defaults, **fixed)
     return parser
@@ -122,7 +124,7 @@ class Preparation:
 
     def _claim(self) -> None:
         """Refuse a folder that holds something else; with --overwrite, empty it."""
-        own = [*self.out.glob("*.bin"), *self.out.glob("*.bin.tmp")]
+        own = [*self.out.glob("*.bin"), *self.out.glob("*.bin.*")]
         own += [self.out / file for file in ("meta.json", "tokenizer.json", "preparation.json")]
         if self.args.overwrite and self.state.get("options") != self.options:
             for file in own:
@@ -136,7 +138,14 @@ class Preparation:
             )
         if not self.state and any(self.out.glob("*.bin")):
             raise ValueError(f"{self.out} holds shards of unknown making: give another --out, or --overwrite")
-        for file in self.out.glob("*.bin.tmp"):
+        present = sum(record["tokens"] for record in self.state.get("shards", []))
+        if self.args.max_tokens and present > self.args.max_tokens and not self.args.overwrite:
+            raise ValueError(
+                f"{self.out} holds {present:,} tokens, more than --max_tokens={self.args.max_tokens}: give "
+                f"--max_tokens={present} or more to keep them, another --out, or --overwrite to remove those too many"
+            )
+        listed = {self._staged(record) for record in self.state.get("shards", []) if self._is_whole(record)}
+        for file in {*self.out.glob("*.bin*.tmp"), *self.out.glob("*.bin.new")} - listed:
             file.unlink()
 
     def run(self) -> None:
@@ -146,7 +155,6 @@ class Preparation:
         self.encoding = self._tokenizer()
         expected = self._expected_tokens()
         self._check_disk(expected)
-        (self.out / "meta.json").unlink(missing_ok=True)
         self.state = {"options": self.options, "shards": self.state.get("shards", [])}
         self._save()
         print(f"{self.name}: {self.args.workers} threads, {self.encoding.name} ({self.encoding.n_vocab:,} tokens)")
@@ -223,13 +231,15 @@ class Preparation:
                         break
                     self.state["shards"][index : index + 1] = [record]
                     self._save()
+                    self._put_in_place()
                     self.progress.shard(record)
                 position = record["next"]
                 index, total, left = index + 1, total + record["tokens"], left - record["tokens"]
                 if record["tokens"] < want:
                     break  # the source has ended
         for record in self.state["shards"][index:]:
-            (self.out / record["file"]).unlink(missing_ok=True)
+            for path in (self._staged(record), self.out / record["file"]):
+                path.unlink(missing_ok=True)
         del self.state["shards"][index:]
 
     def _check_unchanged(self, before: dict | None, now: dict | None) -> None:
@@ -240,7 +250,7 @@ class Preparation:
         shorter = now is None or (now["ended"] and now["tokens"] < before["tokens"])
         longer = now and before["ended"] and now["tokens"] > before["tokens"]
         if shorter or longer or (same_length and before["sha256"] != now["sha256"]):
-            (self.out / before["file"]).unlink(missing_ok=True)  # or the next run would find it
+            self._staged(before).unlink(missing_ok=True)  # or the next run would find it
             raise ValueError(f"{before['file']} was made again and is another one: the source has changed")
 
     def _limit(self, tokens: int | None, total: int) -> int:
@@ -252,8 +262,22 @@ class Preparation:
         return (record["tokens"] == want or (record["ended"] and record["tokens"] < want)) and self._is_whole(record)
 
     def _is_whole(self, record: dict) -> bool:
-        path = self.out / record["file"]
+        path = self._path(record)
         return path.exists() and path.stat().st_size == shards.HEADER_BYTES + 2 * record["tokens"]
+
+    def _staged(self, record: dict) -> Path:
+        return self.out / f"{record['file']}.new"
+
+    def _path(self, record: dict) -> Path:
+        """Where a shard lies: beside a complete corpus, or in its place."""
+        staged = self._staged(record)
+        return staged if staged.exists() else self.out / record["file"]
+
+    def _put_in_place(self) -> None:
+        """Give shards their names, unless a complete corpus is there, which stays as it is to the end."""
+        if not (self.out / "meta.json").exists():
+            for file in self.out.glob("*.bin.new"):
+                file.replace(file.with_suffix(""))
 
     def _make_shard(self, index: int, split: str, want: int, reader: "TokenReader") -> dict | None:
         tokens, counts = reader.take(want)
@@ -261,7 +285,7 @@ class Preparation:
             return None
         file = f"{self.name}_{split}_{index:06d}.bin"
         record = {"file": file, "split": split, "tokens": tokens.size, **counts}
-        record["sha256"] = shards.write_shard(self.out / file, tokens)
+        record["sha256"] = shards.write_shard(self._staged(record), tokens)
         return {**record, "ended": tokens.size < want, "next": reader.position}
 
     def _save(self) -> None:
@@ -287,6 +311,8 @@ class Preparation:
                 f"{tokens:,} tokens leave nothing for {'training' if 'val' in found else 'validation'}: give more "
                 f"text, or --val_tokens below {tokens} and --overwrite"
             )
+        (self.out / "meta.json").unlink(missing_ok=True)  # the new corpus is whole
+        self._put_in_place()
         self.state["max_tokens"] = self.args.max_tokens
         self._save()
         source = {key: self.options["plan"][-1].get(key) for key in ("source", "name", "revision", "commit")}

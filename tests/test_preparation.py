@@ -346,13 +346,111 @@ def test_max_tokens_grown_later_are_those_of_once(parquet, small, tmp_path):
         assert tokens_of(run(out, files_plan(folder), "--shard_tokens=300", *limit)) == stream(texts)
 
 
-def test_max_tokens_shrunk_remove_shards(parquet, small, tmp_path):
+@pytest.mark.parametrize("first", [[], ["--max_tokens=4444"]])
+def test_smaller_max_tokens_remove_nothing_unless_asked(parquet, small, tmp_path, first):
     folder, _ = parquet
     run(tmp_path / "once", files_plan(folder), "--shard_tokens=300", "--max_tokens=1700")
-    for first in ([], ["--max_tokens=4444"]):
-        run(tmp_path / "out", files_plan(folder), "--shard_tokens=300", *first)
-        run(tmp_path / "out", files_plan(folder), "--shard_tokens=300", "--max_tokens=1700")
-        assert contents(tmp_path / "out") == contents(tmp_path / "once")
+    out = tmp_path / "out"
+    tokens = len(tokens_of(run(out, files_plan(folder), "--shard_tokens=300", *first)))
+    for unfinished in (False, True):
+        if unfinished:  # nor do the whole shards of a preparation that was interrupted
+            (out / "meta.json").unlink()
+        before = stamps(out)
+        for limit in (1700, tokens - 1):
+            with pytest.raises(ValueError, match=rf"holds {tokens:,} tokens, more than --max_tokens={limit}: .*=") as e:
+                run(out, files_plan(folder), "--shard_tokens=300", f"--max_tokens={limit}")
+            assert stamps(out) == before
+        assert f"give --max_tokens={tokens} or more" in str(e.value)
+        for same in (first, [f"--max_tokens={tokens}"]):
+            assert len(tokens_of(run(out, files_plan(folder), "--shard_tokens=300", *same))) == tokens
+    run(out, files_plan(folder), "--shard_tokens=300", "--max_tokens=1700", "--overwrite")
+    assert contents(out) == contents(tmp_path / "once")
+
+
+class Unreachable(Files):
+    """A source that gives so many batches, then fails."""
+
+    batches = 0
+
+    def read(self, cursor=None):
+        for number, batch in enumerate(super().read(cursor)):
+            if number == self.batches:
+                raise ValueError("no connection")
+            yield batch
+
+
+@pytest.mark.parametrize("batches", [0, 1, 5])
+def test_a_complete_corpus_can_be_used_until_the_larger_one_is_whole(parquet, small, tmp_path, batches):
+    folder, texts = parquet
+    out = tmp_path / "out"
+    run(out, files_plan(folder), "--shard_tokens=300", "--max_tokens=1750")
+    before = stamps(out)
+    source = Unreachable([str(folder)])
+    source.batches = batches
+    plan = [("val", source, 1000), ("train", source, None)]
+    with pytest.raises(ValueError, match=r"^no connection; \d+ whole shards are kept"):
+        run(out, plan, "--shard_tokens=300")
+    complete = {name: when for name, when in before.items() if name.endswith(".bin") or name == "meta.json"}
+    assert stamps(out).items() >= complete.items()
+    assert tokens_of(open_corpus(str(out))) == stream(texts)[:1750]
+    made = {name: stamp[1] for name, stamp in stamps(out).items() if name.endswith(".bin.new")}
+    assert bool(made) is (batches > 1)
+    (out / "x_train_000099.bin.new").write_bytes(b"whole, but killed before it was listed")
+    run(out, files_plan(folder), "--shard_tokens=300")
+    run(tmp_path / "once", files_plan(folder), "--shard_tokens=300")
+    assert contents(out) == contents(tmp_path / "once")
+    after = {f"{name}.new": stamp[1] for name, stamp in stamps(out).items()}
+    assert after.items() >= made.items()  # they were renamed, not made again
+
+
+@pytest.mark.parametrize("step", range(8))
+def test_killed_while_the_larger_one_takes_its_place(parquet, small, tmp_path, monkeypatch, step):
+    """After each of the renamings and writings at the end: the next run finishes, and nothing is made again."""
+    folder, texts = parquet
+    out, steps = tmp_path / "out", iter(range(99))
+    run(out, files_plan(folder), "--shard_tokens=3000", "--max_tokens=4500")
+
+    class Killed(BaseException):
+        pass
+
+    replace = Path.replace
+
+    def killed(path, target):
+        if path.name.endswith((".new", ".json.tmp")) and finishing and next(steps) == step:
+            raise Killed
+        return replace(path, target)
+
+    finishing, finish = False, preparation.Preparation._finish
+
+    def begin(self):
+        nonlocal finishing
+        finishing = True
+        finish(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", killed)
+        patch.setattr(preparation.Preparation, "_finish", begin)
+        with pytest.raises(Killed):
+            run(out, files_plan(folder), "--shard_tokens=3000")
+    with pytest.raises(ValueError, match="was not prepared to its end"):
+        open_corpus(str(out))
+    monkeypatch.setattr(preparation, "TokenReader", None)
+    assert tokens_of(run(out, files_plan(folder), "--shard_tokens=3000")) == stream(texts)
+
+
+def test_a_changed_source_does_not_take_the_last_shard_with_it(small, tmp_path):
+    """Growing makes the last, shorter shard again: where that is another one now, the first stays."""
+    out = tmp_path / "out"
+    (tmp_path / "a.txt").write_text("abc\n" * 1000)
+    run(out, files_plan(tmp_path / "a.txt"), "--shard_tokens=300")
+    before = contents(out)
+    (out / "x_train_000005.bin").unlink()
+    (tmp_path / "a.txt").write_text("abd\n" * 1000)
+    with pytest.raises(ValueError, match=r"x_train_000005\.bin was made again and is another one"):
+        run(out, files_plan(tmp_path / "a.txt"), "--shard_tokens=300")
+    kept = {name: content for name, content in before.items() if name.endswith(".bin") and "000005" not in name}
+    assert contents(out).items() >= kept.items()
+    assert "meta.json" in contents(out)
 
 
 def test_a_source_that_ends_with_a_shard(tmp_path):
