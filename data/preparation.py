@@ -22,8 +22,9 @@ from pathlib import Path
 import tiktoken
 from tqdm import tqdm
 
-from data import shards, tokenizer
+from data import interruption, shards, tokenizer
 from data.hub import Hub
+from data.sources import Missing
 from data.token_reader import START, TokenReader, first_bytes
 from data.verification import verify
 
@@ -126,7 +127,8 @@ class Preparation:
         """Refuse a folder that holds something else; with --overwrite, empty it."""
         own = [*self.out.glob("*.bin"), *self.out.glob("*.bin.*")]
         own += [self.out / file for file in ("meta.json", "tokenizer.json", "preparation.json")]
-        if self.args.overwrite and self.state.get("options") != self.options:
+        nothing_made = self.state and not self.state.get("shards") and not any(self.out.glob("*.bin"))
+        if (self.args.overwrite or nothing_made) and self.state.get("options") != self.options:
             for file in own:
                 file.unlink(missing_ok=True)
             self.state = {}
@@ -160,10 +162,14 @@ class Preparation:
         print(f"{self.name}: {self.args.workers} threads, {self.encoding.name} ({self.encoding.n_vocab:,} tokens)")
         sources = {id(source) for _, source, _ in self.plan}
         self.progress = Progress(expected, self.args.max_tokens, len(sources) == 1)
+        interruption.advise(lambda: self._how_to_go_on("stopped"))
         try:
             self._make_shards()
-        except (ValueError, OSError, KeyboardInterrupt) as error:
-            raise ValueError(self._how_to_go_on(error)) from error
+        except Missing as error:
+            raise ValueError(self._how_to_go_on(str(error), "")) from error
+        except (ValueError, OSError) as error:
+            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+            raise ValueError(self._how_to_go_on(f"the disk of {self.out} is full" if full else str(error))) from error
         finally:
             self.progress.close()
         self._finish()
@@ -291,16 +297,14 @@ class Preparation:
     def _save(self) -> None:
         shards.write_json(self.out / "preparation.json", self.state)
 
-    def _how_to_go_on(self, error: BaseException) -> str:
+    def _how_to_go_on(self, what: str, go_on="run the same command again to go on") -> str:
+        """What has happened, and what can be done; `go_on`: "" where doing the same again is no help."""
         kept = self.state["shards"]
         tokens = sum(record["tokens"] for record in kept)
-        what = "stopped" if isinstance(error, KeyboardInterrupt) else str(error)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            what = f"the disk of {self.out} is full"
-        end_here = ""
+        ways = [go_on] if go_on else []
         if {"val", "train"} <= {record["split"] for record in kept}:
-            end_here = f", or with --max_tokens={tokens} to end there"
-        return f"{what}; {len(kept)} whole shards are kept: run the same command again to go on{end_here}"
+            ways.append(f"{'or' if go_on else 'run it'} with --max_tokens={tokens} to end there")
+        return f"{what}; {len(kept)} whole shards are kept{': ' * bool(ways)}{', '.join(ways)}"
 
     def _finish(self) -> None:
         records = self.state["shards"]
