@@ -20,7 +20,7 @@ LASTING = {"GatedRepoError", "RepositoryNotFoundError", "RevisionNotFoundError",
 LASTING |= {"RemoteEntryNotFoundError"}
 
 
-class WrongAnswer(ConnectionError):
+class WrongAnswer(ConnectionError):  # noqa: N818 (says what happened)
     """Not what was asked for: too short, or another part of the file."""
 
 

@@ -224,8 +224,8 @@ def _parquet_text_bytes(path: Path, column: str) -> int:
         return sum(file.metadata.row_group(g).column(index).total_uncompressed_size for g in groups)
 
 
-def parquet_texts(file, name, column: str, at: int = 0) -> Iterator[tuple[int, float, list[str | None]]]:
-    """(first row, share of the rows before it, texts or None) of up to ROWS rows, from those that hold row `at` on.
+def parquet_texts(file, name, column: str, at: int = 0) -> Iterator[tuple[int, int, list[str | None]]]:
+    """(first row, rows of the file, texts or None) of up to ROWS rows, from those that hold row `at` on.
 
     `file` is a path or an open file; of that only the end and the row groups from `at` on are read, one by one.
     ValueError: damaged, no such column, or no text in it.
@@ -252,15 +252,15 @@ def parquet_texts(file, name, column: str, at: int = 0) -> Iterator[tuple[int, f
                 if wrong := next((text for text in texts if not isinstance(text, str | None)), None):
                     raise ValueError(f"{name}: column {column} holds {type(wrong).__name__}, not text: give --column")
                 if first + len(texts) > at:
-                    yield first, first / rows, texts
+                    yield first, rows, texts
                 first += len(texts)
 
 
 def _parquet(path: Path, column: str, at: int):
-    for first, share, texts in parquet_texts(path, path, column, at):
+    for first, rows, texts in parquet_texts(path, path, column, at):
         for row, text in enumerate(texts, first):
             if row >= at and text is not None:
-                yield row, share, text, True
+                yield row, row / rows, text, True
 
 
 def _json_lines(path: Path, column: str, at: int, size: int):
