@@ -238,8 +238,7 @@ def parquet_texts(file, name, column: str, at: int = 0) -> Iterator[tuple[int, i
             if first + size <= at:
                 first += size
                 continue
-            # Without threads Ctrl+C is heard while a remote file waits.
-            batches = opened.iter_batches(ROWS, row_groups=[group], columns=[column], use_threads=False)
+            batches = opened.iter_batches(ROWS, row_groups=[group], columns=[column])
             while True:
                 try:
                     batch = next(batches, None)

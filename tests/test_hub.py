@@ -229,13 +229,13 @@ def test_bad_minutes_leave_no_trace_in_what_is_made(server, client, fineweb, und
     assert sum(kind is not None for _, _, kind, _ in server.log) >= 1
     lines = found.err.splitlines()
     assert all("attempt " in line and line.endswith(" s") for line in lines)
-    if scenario not in ("slow", "one 503 on the listing"):  # which the library itself asks for again
+    if scenario not in ("slow", "one 503 on the listing", "one 502 on the card"):  # which the library asks for again
         assert lines
 
 
 def test_a_revision_that_moves_is_the_pinned_one_to_the_end(server, client, fineweb, undisturbed, tmp_path):
     move = Fault("call", RANGES, skip=5, times=1)
-    move.action = lambda: server.commit(fineweb.name, repository(["newer"] * 1000))
+    move.action = lambda: server.commit(fineweb.name, repository(DOCUMENTS[1:]))
     server.faults = [move]
     found = client(FINEWEB, f"--out={tmp_path}", f"--repository={fineweb.name}", *OPTIONS)
     assert (found.code, found.err) == (0, "")
@@ -265,7 +265,7 @@ def test_resuming_within_a_file_fetches_what_follows(server, client, fineweb, un
     assert (found.code, found.err) == (0, "")
     assert contents(tmp_path) == undisturbed
     whole = sum(map(len, repository(DOCUMENTS).values()))
-    assert server.sent < 0.55 * whole, (server.sent, whole)
+    assert server.sent < 0.75 * whole, (server.sent, whole)  # with the footers; all of it is more than 1
     assert not [path for _, path, *_ in server.log if path.endswith(f"/datasets/{fineweb.name}")]
 
 
@@ -284,7 +284,7 @@ LASTING = {
     "no data set": (["--repository=org/nothing"], [], "the hub knows no such data set, or hides it: check the name"),
     "no column": (["--column=body"], [], "has no column body, it has id, text, score: give --column"),
     "no configuration": (
-        ["--sample=sample-350BT"],
+        ["--sample=sample-350BT", "--max_tokens=90000"],
         [],
         "'sample-350BT' not found. Available: ['sample-10BT', 'other']",
     ),
@@ -292,7 +292,7 @@ LASTING = {
     "no terms accepted": ([], [Fault("status", "/resolve/", 403)], "give local files by --source"),
     "no file": ([], [Fault("status", "/cdn/", 404)], "give local files by --source"),
     "no patience": (["--retry_minutes=0"], [Fault("status", RANGES)], "the hub answers 503, for --retry_minutes=0"),
-    "no end": (["--retry_minutes=0.02"], [Fault("cut", "/api/", skip=0), Fault("status")], "for --retry_minutes=0.02"),
+    "no end": (["--retry_minutes=0.02"], [Fault("status", RANGES)], "for --retry_minutes=0.02"),
     "no sense": (["--retry_minutes=-1"], [], "--retry_minutes=-1: give 0 or more"),
 }
 
@@ -305,7 +305,7 @@ def test_what_lasts_ends_at_once_in_one_line(server, client, fineweb, tmp_path, 
     *tried, line = found.err.splitlines()
     assert message in line
     assert bool(tried) is (case == "no end")
-    assert ("run the same command again" in line) is (case == "no patience")
+    assert ("run the same command again" in line) is (case in ("no patience", "no end"))
     server.faults = []  # and what was begun wrongly is not in the way of what is right
     assert client(FINEWEB, f"--out={tmp_path / 'out'}", f"--repository={fineweb.name}", *OPTIONS).code == 0
 
@@ -319,7 +319,7 @@ def test_a_pinned_commit_that_is_gone_says_so(server, client, fineweb, tmp_path)
     assert found.code == 2
     (line,) = found.err.splitlines()
     assert f"the commit {fineweb.commit}, which this preparation was begun with, is gone from the hub: --over" in line
-    assert line.endswith("; 3 whole shards are kept: run it with --max_tokens=60000 to end there")
+    assert line.endswith("; 4 whole shards are kept: run it with --max_tokens=60000 to end there")
     assert "auth" not in line
     assert client(FINEWEB, *arguments, "--max_tokens=60000").code == 0  # needs no hub
     shards_before = {name: content for name, content in before.items() if name.endswith(".bin")}

@@ -14,6 +14,11 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from data import interruption
+
+if __name__ == "__main__":  # before the imports that take long
+    interruption.end_in_one_line()
+
 import configurator
 from data import preparation, verification
 from data.hub import Hub
