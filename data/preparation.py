@@ -212,9 +212,10 @@ class Preparation:
         free = shutil.disk_usage(self.out).free
         if expected is not None and 2 * (expected - present) > free:
             fits = int(0.95 * (free // 2 + present))
+            need, has = shards.readable(2 * expected), shards.readable(free)
             raise ValueError(
-                f"about {expected:,} tokens need {2 * expected / 1e9:.1f} GB, {self.out} has {free / 1e9:.1f} GB free: "
-                f"give --max_tokens={fits}, or --out on a larger disk"
+                f"about {expected:,} tokens need {need}, {self.out} has {has} free: give "
+                f"--max_tokens={fits}, or --out on a larger disk"
             )
 
     def _make_shards(self) -> None:

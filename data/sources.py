@@ -84,6 +84,8 @@ class Files:
         self.paths.sort(key=(lambda p: hashlib.sha256(p.as_posix().encode()).digest()) if shuffled else None)
         self.sizes = [path.stat().st_size for path in self.paths]
         self.not_text = set()  # files of folders that turned out so
+        self.copies, self.copied_bytes = 0, 0  # documents left out as such by now; a place that is read again
+        self._counted = (-1, -1)  # counts once
 
     @staticmethod
     def _wanted(file: Path, root: Path, suffixes) -> bool:
@@ -137,6 +139,10 @@ class Files:
                 digest = _digest(text) if whole else _digest_file(self.paths[file])
                 copied = digest in seen
                 seen.add(digest)
+                if copied and (file, at) > self._counted:
+                    self.copies += 1
+                    self.copied_bytes += len(text.encode("utf-8", "replace")) if whole else self.sizes[file]
+                    self._counted = file, at
             if not copied and (file, at) >= (cursor["file"], cursor["at"]):
                 yield document
 

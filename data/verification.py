@@ -107,7 +107,8 @@ def fetch(repository: str, out: Path, revision: str | None, retry_minutes: float
     hub = Hub(repository, None, revision=revision, retry_minutes=retry_minutes, otherwise=otherwise)
     asked, before = {"source": repository, "revision": revision}, shards.read_json(out / "fetched.json")
     if before and {key: before.get(key) for key in asked} != asked:
-        raise ValueError(f"{out} holds shards of {before.get('source')}: give another --out")
+        holds = f"{before.get('source')}, revision {before.get('revision')}"
+        raise ValueError(f"{out} holds shards of {holds}: give another --out")
     commit = hub.pin(before.get("commit"))
     shards.write_json(out / "fetched.json", {**asked, "commit": commit})
     files = [file for file in hub.ask(hub.files_of_commit) if file.path.endswith(".bin")]

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT, one_line_error, script
-from hub_server import Fault, HubServer
+from hub_server import Fault
 
 from data import patience, sources, tokenizer
 from data.fineweb_edu import prepare
@@ -115,36 +115,6 @@ def test_fineweb_edu_from_a_clone_grows_as_at_once(clone, tmp_path, monkeypatch)
 
 
 # The hub
-
-
-@pytest.fixture(scope="module")
-def server():
-    with HubServer() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server, tmp_path_factory):
-    """A function that runs a script against the hub, in a process whose pauses are short."""
-    home = str(tmp_path_factory.mktemp("hf"))
-    env = {**os.environ, "HF_ENDPOINT": server.url, "HF_HOME": home, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "tests/hub_client.py"],
-        cwd=ROOT,
-        env={**env, "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-    def call(path, *arguments):
-        process.stdin.write(json.dumps({"script": str(ROOT / path), "arguments": [*map(str, arguments)]}) + "\n")
-        process.stdin.flush()
-        return SimpleNamespace(**json.loads(process.stdout.readline()))
-
-    yield call
-    process.stdin.close()
-    process.wait(timeout=20)
 
 
 FINEWEB = "data/fineweb_edu/prepare.py"

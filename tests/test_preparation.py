@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -637,7 +638,9 @@ def test_a_disk_that_is_too_small_is_known_before(tmp_path, monkeypatch):
     size = 99_990
     free = 2 * size - 2
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-    with pytest.raises(ValueError, match=rf"about {size:,} tokens need 0\.0 GB, {out} has .* --max_tokens=(\d+)") as e:
+    with pytest.raises(
+        ValueError, match=rf"about {size:,} tokens need 200\.0 KB, {out} has .* --max_tokens=(\d+)"
+    ) as e:
         run(out, plan, "--shard_tokens=3000")
     assert not list(out.glob("*.bin"))
     limit = int(str(e.value).split("--max_tokens=")[1].split(",")[0])
@@ -679,23 +682,55 @@ def test_a_full_disk_keeps_whole_shards_and_the_run_goes_on_after(parquet, small
     assert contents(out) == contents(tmp_path / "once")
 
 
-def test_interrupted_by_hand_while_it_grows(parquet, small, tmp_path, monkeypatch):
-    folder, texts = parquet
-    take = TokenReader.take
+def stopped(process) -> str:
+    """The line of a script that Ctrl+C ends."""
+    process.send_signal(signal.SIGINT)
+    errors = process.communicate(timeout=20)[1]
+    assert process.returncode == 130, errors
+    assert errors.count("\n") == 1, errors
+    assert errors.startswith("prepare.py: stopped")
+    return errors
 
-    def interrupted(reader, count):
-        if len(list((tmp_path / "out").glob("*.bin"))) == 6:
-            raise KeyboardInterrupt
-        return take(reader, count)
 
-    run(tmp_path / "out", files_plan(folder), "--shard_tokens=300", "--max_tokens=1100")
-    with monkeypatch.context() as patch:
-        patch.setattr(TokenReader, "take", interrupted)
-        with pytest.raises(ValueError, match=r"^stopped; 6 whole shards are kept: .* --max_tokens=1600 to end there$"):
-            run(tmp_path / "out", files_plan(folder), "--shard_tokens=300")
-    with pytest.raises(ValueError, match=r"was not prepared to its end.*--max_tokens=1600"):
-        open_corpus(str(tmp_path / "out"))
-    assert tokens_of(run(tmp_path / "out", files_plan(folder), "--shard_tokens=300")) == stream(texts)
+def test_interrupted_by_hand_while_it_grows(tmp_path):
+    """The corpus that was there can be used meanwhile, and the line names the ways to go on."""
+    source = standard_library(tmp_path / "in", 3_000_000)
+    options = [f"--source={source}", "--tokenizer=bytes", "--shard_tokens=30000", "--val_tokens=40000"]
+    out = tmp_path / "out"
+    assert start(*options, f"--out={out}", "--max_tokens=100000").wait(timeout=60) == 0
+    process = start(*options, f"--out={out}")
+    while "train_000006.bin" not in process.stdout.readline():
+        pass
+    line = stopped(process)
+    kept = sum(record["tokens"] for record in shards.read_json(out / "preparation.json")["shards"])
+    assert f"{len(listed(out))} whole shards are kept: run the same command again to go on, or with " in line
+    assert f"--max_tokens={kept} to end there" in line
+    assert sum(map(len, [*open_corpus(str(out)).val, *open_corpus(str(out)).train])) == 100_000
+    assert start(*options, f"--out={out}", f"--max_tokens={kept}").wait(timeout=60) == 0
+    assert len(tokens_of(open_corpus(str(out)))) == kept
+
+
+@pytest.mark.parametrize("corpus", ["copy_task", "fineweb_edu", "openwebtext", "python_stdlib", "text", "wikitext"])
+def test_interrupted_during_the_imports(tmp_path, corpus):
+    """At a tenth of a second, or as soon as a handler is there; none of them has imported all it needs by then."""
+    arguments = [sys.executable, ROOT / "data" / corpus / "prepare.py", f"--out={tmp_path / 'out'}"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    arguments += ["--source=docs"] * (corpus == "text")
+    process = subprocess.Popen(arguments, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not int(re.search(r"SigCgt:\s+(\w+)", Path(f"/proc/{process.pid}/status").read_text())[1], 16) & 2:
+        time.sleep(0.001)  # Python's own handler comes first, then ours
+    time.sleep(0.08)
+    assert stopped(process) == "prepare.py: stopped\n"
+
+
+def test_interrupted_while_a_tokenizer_is_trained(tmp_path):
+    """Which another language does, and does not come back for seconds."""
+    source = standard_library(tmp_path / "in", 8_000_000)
+    options = [f"--source={source}", "--tokenizer=bpe", "--vocab_size=60000", "--tokenizer_bytes=8000000"]
+    process = start(*options, f"--out={tmp_path / 'out'}")
+    assert "training a byte-pair tokenizer" in process.stdout.readline()
+    time.sleep(0.3)
+    assert stopped(process) == "prepare.py: stopped\n"
 
 
 def test_there_is_no_ending_without_training_shards(tmp_path, small):
