@@ -124,6 +124,8 @@ def load(names: list[str], manager, retry_minutes: float) -> tuple[list[Loaded],
             content = Patience(f"task {name}", retry_minutes).ask(lambda name=name: load_one(name, manager))
         except Exception as error:  # hub, network, file systems and data sets raise many kinds; the cause is named
             missing.append(line_about(name, manager, error))
+            if isinstance(error, OutOfPatience):
+                retry_minutes = 0  # not as long again for each of the others
             continue
         shots = {key: task.get_config("num_fewshot") for key, task in content["tasks"].items()}
         loaded.append(Loaded(name, content, shots))

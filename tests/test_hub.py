@@ -305,7 +305,9 @@ def test_40_seconds_of_503_in_real_time(server, client, fineweb, undisturbed, tm
     arguments = [ROOT / FINEWEB, f"--out={tmp_path / 'out'}", f"--repository={fineweb.name}", *OPTIONS]
     result = script(*arguments, env={"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "hf")})
     assert result.returncode == 0, result.stderr.decode()
-    assert contents(tmp_path / "out") == undisturbed
+    found = {name: content for name, content in contents(tmp_path / "out").items() if name != "preparation.json"}
+    assert found == {name: undisturbed[name] for name in found}  # that one notes places in larger batches
+    assert found.keys() == undisturbed.keys() - {"preparation.json"}
     assert "the hub answers 503" in result.stderr.decode()
 
 
