@@ -86,10 +86,8 @@ class Hub:
 
     def _files(self) -> list[str]:
         """The split's files: paths, or hf://datasets/REPOSITORY@COMMIT/PATH."""
-        try:
-            import datasets
-        except ImportError as error:
-            raise Missing("reading from the hub needs the datasets package: pip install datasets") from error
+        import datasets
+
         revision = self._pinned or self.revision
         builder = datasets.load_dataset_builder(self.repository, self.name, revision=revision)
         splits = builder.config.data_files
@@ -131,6 +129,8 @@ class Hub:
     def _advice(self, error: Exception) -> str:
         """What to do about an error that lasts."""
         found = {name for each in chain(error) for name in kinds(each)}
+        if "ImportError" in found:
+            return "that needs the datasets package: pip install datasets"
         if "OfflineModeIsEnabled" in found:
             return f"no connection to the hub, as HF_HUB_OFFLINE says: unset it, or {self.otherwise}"
         if "GatedRepoError" in found or re.search(r"\bgated dataset\b", str(error)):

@@ -5,8 +5,6 @@ import sys
 import time
 from collections.abc import Iterator
 
-from tqdm import tqdm
-
 from data.sources import first_line
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds
@@ -83,6 +81,8 @@ class Patience:
                 left = began + 60 * self.minutes - time.monotonic()
                 if left <= 0:
                     raise OutOfPatience(f"{cause}, for --retry_minutes={self.minutes:g} by now") from error
+            from tqdm import tqdm  # which keeps lines and bars apart; what fails so has brought it
+
             pause = min(pause, left)
             tqdm.write(f"{self.what}: attempt {attempt} failed ({cause}), again in {pause:.3g} s", file=sys.stderr)
             sys.stderr.flush()

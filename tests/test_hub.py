@@ -298,6 +298,13 @@ def test_a_pinned_commit_that_is_gone_says_so(server, client, fineweb, tmp_path)
     assert open_corpus(str(tmp_path)).meta["commit"] == list(server.commits[fineweb.name])[-1]
 
 
+def test_what_is_not_installed_is_named(tmp_path):
+    absent = "import runpy, sys; sys.modules['huggingface_hub'] = sys.modules['datasets'] = None; sys.argv.pop(0); "
+    absent += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    line = one_line_error(script("-c", absent, FINEWEB, "--tokenizer=bytes", f"--out={tmp_path / 'out'}"))
+    assert "that needs the datasets package: pip install datasets" in line
+
+
 @pytest.mark.slow
 def test_40_seconds_of_503_in_real_time(server, client, fineweb, undisturbed, tmp_path):
     """With the real pauses, by the script itself."""
