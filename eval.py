@@ -41,6 +41,8 @@ def arguments():
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: bfloat16 on a GPU")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
     add("--add_bos_token", action="store_true", help="begin every text with end-of-text (lm-eval's hf model does not)")
+    retry = "how long to ask a hub again that does not answer, for each task's data"
+    add("--retry_minutes", type=float, default=tasks.RETRY_MINUTES, help=retry)
     add("--limit", type=int, help="items of each task, to try things out")
     add("--log_samples", action="store_true", help="also samples_TASK_DATE.jsonl with every item, as lm-eval's")
     add("--out", type=Path, help="folder of results.json and the tables (default: RUN/eval)")
@@ -135,7 +137,8 @@ def main():
         chosen = subjects.find_all(args.runs)
         corpora = [open_corpus_of(subject, args.val) for subject in chosen] if args.val is not None else []
         world = distributed.start(device)
-        loaded, missing = tasks.open_all(args.tasks, args.include_path, world) if args.tasks else ([], [])
+        found = tasks.open_all(args.tasks, args.include_path, world, args.retry_minutes) if args.tasks else ([], [])
+        loaded, missing = found
         distributed.refuse_disagreement(world, {"the tasks that can be had": [task.name for task in loaded]})
         out = args.out or subjects.home(args.runs)
         if loaded or corpora:

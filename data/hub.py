@@ -1,21 +1,28 @@
 """A data set of the Hugging Face hub as a source of documents."""
 
-import copy
 import hashlib
+import io
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data.sources import ROWS, Batch, first_line
+from data.patience import MINUTES, OutOfPatience, Patience, WrongAnswer, chain, kinds
+from data.sources import Batch, Missing, first_line, parquet_texts
+
+AHEAD = 16 << 20  # bytes that are read at once
+TIMEOUT = 60  # seconds without a byte
 
 
 @dataclass
 class Hub:
-    """One split of a data set of the Hugging Face hub, or of a local clone of one, streamed by `datasets`.
+    """One split of a data set of the Hugging Face hub, or of a local clone of one: the rows of its parquet files.
 
-    `starts(text)`, where given, tells which rows begin a document. `revision` is pinned to a commit as soon as the hub
-    was asked, so that what is resumed is what was begun. ValueError: it cannot be read, with the way out.
+    Which files those are `datasets` knows from the data set's card. `starts(text)`, where given, tells which rows begin
+    a document. `revision` is pinned to a commit as soon as the hub was asked, so that what is resumed is what was
+    begun. What the hub refuses for a while is asked for again, up to `retry_minutes`. `otherwise` is what a script says
+    one can do without the hub.
+    ValueError: it cannot be read, with the way out; Missing: nor later.
     """
 
     repository: str
@@ -25,17 +32,32 @@ class Hub:
     revision: str | None = None
     starts: Callable[[str], bool] | None = None
     tokens: int | None = None  # how many it has, about
+    retry_minutes: float = MINUTES
+    otherwise: str = "give local files by --source, or a local clone by --repository=FOLDER"
     _pinned: str | None = field(default=None, init=False)
+    _listed: list[str] | None = field(default=None, init=False)
 
-    def pin(self, commit: str | None = None) -> None:
-        """Fix the revision: to `commit`, or to what the hub has now."""
+    def __post_init__(self):
+        self.patience = Patience(self._where(), self.retry_minutes)
+
+    def pin(self, commit: str | None = None) -> str | None:
+        """Fix the revision: to `commit`, or to what the hub has now. A clone has none."""
         if not Path(self.repository).is_dir():
-            self._pinned = commit or self._ask(self._newest_commit)
+            self._pinned = commit or self.ask(self._newest_commit)
+        return self._pinned
 
     def _newest_commit(self) -> str:
         import huggingface_hub
 
         return huggingface_hub.HfApi().dataset_info(self.repository, revision=self.revision).sha
+
+    def files_of_commit(self) -> list:
+        """The hub's entries (path, size, lfs) of the files at the top of the repository."""
+        import huggingface_hub
+
+        api = huggingface_hub.HfApi()
+        found = api.list_repo_tree(self.repository, repo_type="dataset", revision=self._pinned)
+        return [entry for entry in found if isinstance(entry, huggingface_hub.hf_api.RepoFile)]
 
     def identity(self) -> dict:
         where = {"source": self.repository, "name": self.name, "split": self.split, "column": self.column}
@@ -49,43 +71,137 @@ class Hub:
         return None
 
     def read(self, cursor: dict | None = None) -> Iterator[Batch]:
-        stream = self._ask(self._open)
-        if cursor:
-            stream.load_state_dict(cursor)
-        rows = stream.iter(batch_size=ROWS)
-        while True:
-            cursor = copy.deepcopy(stream.state_dict())
-            batch = self._ask(lambda: next(rows, None))
-            if batch is None:
-                return
-            texts = [text for text in batch[self.column] if text is not None]
-            yield Batch(cursor, texts, [self.starts(text) for text in texts] if self.starts else None)
+        cursor = cursor or {"file": 0, "row": 0}
+        if "file" not in cursor:
+            raise Missing("preparation.json is of an earlier version, which noted places in the data set otherwise")
+        if self._listed is None:
+            self._listed = self.ask(self._files)
+        for number in range(cursor["file"], len(self._listed)):
+            file = self._listed[number]
+            first = cursor["row"] if number == cursor["file"] else 0
+            for row, _, rows in parquet_texts(self._open(file), file, self.column, first):
+                texts = [text for text in rows if text is not None]
+                starts = [self.starts(text) for text in texts] if self.starts else None
+                yield Batch({"file": number, "row": row}, texts, starts)
 
-    def _open(self):
-        try:
-            import datasets
-        except ImportError as error:
-            raise ValueError("reading from the hub needs the datasets package: pip install datasets") from error
-        stream = datasets.load_dataset(
-            self.repository, self.name, split=self.split, revision=self._pinned or self.revision, streaming=True
-        )
-        return stream.select_columns([self.column])
+    def _files(self) -> list[str]:
+        """The split's files: paths, or hf://datasets/REPOSITORY@COMMIT/PATH."""
+        import datasets
 
-    def _ask(self, action):
+        revision = self._pinned or self.revision
+        builder = datasets.load_dataset_builder(self.repository, self.name, revision=revision)
+        splits = builder.config.data_files
+        if self.split not in splits:
+            raise Missing(f"{self._where()} has no split {self.split}, it has {', '.join(map(str, splits))}")
+        files = list(map(str, splits[self.split]))
+        if other := next((file for file in files if not file.endswith(".parquet")), None):
+            raise Missing(
+                f"{self._where()} is read from parquet files, {other} is none: give --revision=refs/convert/parquet, "
+                f"where the hub keeps public data sets as such; or {self.otherwise}"
+            )
+        return files
+
+    def _open(self, file: str):
+        if not file.startswith("hf://"):
+            return file
+        commit, _, path = file.partition("@")[2].partition("/")
+        return RemoteFile(self.repository, commit, path, self.ask)
+
+    def remote(self, path: str) -> "RemoteFile":
+        """A file of the commit."""
+        return RemoteFile(self.repository, self._pinned, path, self.ask)
+
+    def _where(self) -> str:
+        return f"{self.repository}{f' ({self.name})' if self.name else ''}"
+
+    def ask(self, action):
         """The action's result; what `datasets` and the hub raise becomes one line that says what to do."""
         try:
-            return action()
+            return self.patience.ask(action)
+        except Missing:
+            raise
+        except OutOfPatience as error:
+            raise ValueError(f"{self._where()} cannot be read: {error}") from error.__cause__
         except Exception as error:  # requests, httpx, pyarrow, fsspec and datasets each raise their own kinds
-            kinds = {kind.__name__ for kind in type(error).__mro__}
-            where = f"{self.repository}{f' ({self.name})' if self.name else ''}"
-            if "GatedRepoError" in kinds or re.search(r"\bgated\b", str(error)):
-                advice = "accept its terms on its page, then `hf auth login`"
-            elif kinds & {"RepositoryNotFoundError", "DatasetNotFoundError", "RevisionNotFoundError"}:
-                advice = "no such data set or revision; if it is private, `hf auth login`"
-            elif kinds & {"ConnectionError", "ConnectError", "TimeoutException", "Timeout", "OfflineModeIsEnabled"}:
-                advice = "no connection to the hub: try again, or give local files by --source, or --repository=FOLDER"
-            else:
-                advice = "try again, or give local files by --source, or --repository=FOLDER"
-            raise ValueError(
-                f"{where} cannot be read: {advice} ({type(error).__name__}: {first_line(error)})"
-            ) from error
+            cause = f"{type(error).__name__}: {first_line(error)}"
+            raise Missing(f"{self._where()} cannot be read: {self._advice(error)} ({cause})") from error
+
+    def _advice(self, error: Exception) -> str:
+        """What to do about an error that lasts."""
+        found = {name for each in chain(error) for name in kinds(each)}
+        if "ImportError" in found:
+            return "that needs the datasets package: pip install datasets"
+        if "OfflineModeIsEnabled" in found:
+            return f"no connection to the hub, as HF_HUB_OFFLINE says: unset it, or {self.otherwise}"
+        if "GatedRepoError" in found or re.search(r"\bgated dataset\b", str(error)):
+            return "accept its terms on its page, then `hf auth login`"
+        if "RevisionNotFoundError" in found and self._pinned:
+            return (
+                f"the commit {self._pinned}, which this preparation was begun with, is gone from the hub: "
+                "--overwrite begins anew with the newest"
+            )
+        if "RevisionNotFoundError" in found:
+            return f"it has no revision {self.revision}: give another --revision"
+        if found & {"RepositoryNotFoundError", "DatasetNotFoundError"}:
+            return (
+                "the hub knows no such data set, or hides it: check the name; if that is right it is private or "
+                "gated, then `hf auth login` with an account that may read it"
+            )
+        return self.otherwise
+
+
+class RemoteFile(io.RawIOBase):
+    """A file of a data set at a commit, read by ranges; `ask` tries again what fails for a while.
+
+    Each answer must be the range that was asked for. What came before a connection broke is kept.
+    """
+
+    def __init__(self, repository: str, commit: str, path: str, ask):
+        import huggingface_hub
+
+        self.hub, self.ask, self.at = huggingface_hub, ask, 0
+        self.url = huggingface_hub.hf_hub_url(repository, path, repo_type="dataset", revision=commit)
+        self.size = ask(lambda: huggingface_hub.get_hf_file_metadata(self.url).size)
+        self.start, self.block = 0, b""  # the part that is here
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.size}[whence]
+        return self.at
+
+    def read(self, count: int = -1) -> bytes:
+        end = self.size if count < 0 else min(self.at + count, self.size)
+        if not self.start <= self.at <= end <= self.start + len(self.block):
+            self.start, self.block = self.at, self._fetch(self.at, min(max(end, self.at + AHEAD), self.size))
+        part = self.block[self.at - self.start : end - self.start]
+        self.at = end
+        return part
+
+    def _fetch(self, first: int, end: int) -> bytes:
+        data = bytearray()
+        self.ask(lambda: self._go_on(data, first, end))
+        return bytes(data)
+
+    def _go_on(self, data: bytearray, first: int, end: int) -> None:
+        """Append what is missing of bytes first to end - 1."""
+        begin = first + len(data)
+        headers = {**self.hub.utils.build_hf_headers(), "Range": f"bytes={begin}-{end - 1}"}
+        stream = self.hub.utils.get_session().stream
+        with stream("GET", self.url, headers=headers, timeout=TIMEOUT, follow_redirects=True) as response:
+            if response.status_code >= 400:
+                response.read()
+            self.hub.utils.hf_raise_for_status(response)
+            if not response.headers.get("Content-Range", "").startswith(f"bytes {begin}-"):
+                raise WrongAnswer(f"status {response.status_code} without the range that was asked for")
+            for part in response.iter_bytes():
+                data += part[: end - first - len(data)]
+        if len(data) < end - first:
+            raise WrongAnswer(f"{first + len(data) - begin} bytes instead of {end - begin}")

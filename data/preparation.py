@@ -4,6 +4,8 @@ Documents are read in order, tokenised by several threads (tiktoken leaves Pytho
 cut into shards. After each whole shard, `preparation.json` records where in the source the next one begins: killed at
 any moment and started again, a preparation goes on from there, and its bytes are those of an uninterrupted one,
 whatever the number of workers. `meta.json` is written last: a folder that has the first and not the second is not done.
+What is finished is removed by --overwrite alone: a complete corpus that grows keeps its shards and its meta.json, and
+what is made beside them is named `.bin.new`, until the larger one is whole.
 """
 
 import contextlib
@@ -20,8 +22,9 @@ import tiktoken
 from tqdm import tqdm
 
 from configurator import Parser
-from data import shards, tokenizer
+from data import interruption, shards, tokenizer
 from data.hub import Hub
+from data.sources import Missing
 from data.token_reader import START, TokenReader, first_bytes
 from data.verification import verify
 
@@ -43,7 +46,7 @@ def arguments(doc: str, out: Path, fixed: dict | None = None, **defaults) -> Par
     add("--shard_tokens", type=int, default=100_000_000, help="tokens per shard")
     add("--val_tokens", type=int, default=100_000_000, help="the first so many tokens are for validation")
     add("--max_tokens", type=int, help="stop after this many tokens, validation included; a later run may give more")
-    add("--overwrite", action="store_true", help="remove another preparation's shards in --out first")
+    add("--overwrite", action="store_true", help="remove another preparation's shards in --out, or those too many")
     add("--verify", action="store_true", help="prepare nothing; check every shard against its SHA-256")
     parser.set_defaults(**defaults, **fixed)
     return parser
@@ -115,9 +118,10 @@ class Preparation:
 
     def _claim(self) -> None:
         """Refuse a folder that holds something else; with --overwrite, empty it."""
-        own = [*self.out.glob("*.bin"), *self.out.glob("*.bin.tmp")]
+        own = [*self.out.glob("*.bin"), *self.out.glob("*.bin.*")]
         own += [self.out / file for file in ("meta.json", "tokenizer.json", "preparation.json")]
-        if self.args.overwrite and self.state.get("options") != self.options:
+        nothing_made = self.state and not self.state.get("shards") and not any(self.out.glob("*.bin"))
+        if (self.args.overwrite or nothing_made) and self.state.get("options") != self.options:
             for file in own:
                 file.unlink(missing_ok=True)
             self.state = {}
@@ -129,7 +133,14 @@ class Preparation:
             )
         if not self.state and any(self.out.glob("*.bin")):
             raise ValueError(f"{self.out} holds shards of unknown making: give another --out, or --overwrite")
-        for file in self.out.glob("*.bin.tmp"):
+        present = sum(record["tokens"] for record in self.state.get("shards", []))
+        if self.args.max_tokens and present > self.args.max_tokens and not self.args.overwrite:
+            raise ValueError(
+                f"{self.out} holds {present:,} tokens, more than --max_tokens={self.args.max_tokens}: give "
+                f"--max_tokens={present} or more to keep them, another --out, or --overwrite to remove those too many"
+            )
+        listed = {self._staged(record) for record in self.state.get("shards", []) if self._is_whole(record)}
+        for file in {*self.out.glob("*.bin*.tmp"), *self.out.glob("*.bin.new")} - listed:
             file.unlink()
 
     def run(self) -> None:
@@ -139,16 +150,19 @@ class Preparation:
         self.encoding = self._tokenizer()
         expected = self._expected_tokens()
         self._check_disk(expected)
-        (self.out / "meta.json").unlink(missing_ok=True)
         self.state = {"options": self.options, "shards": self.state.get("shards", [])}
         self._save()
         print(f"{self.name}: {self.args.workers} threads, {self.encoding.name} ({self.encoding.n_vocab:,} tokens)")
         sources = {id(source) for _, source, _ in self.plan}
         self.progress = Progress(expected, self.args.max_tokens, len(sources) == 1)
+        interruption.advise(lambda: self._how_to_go_on("stopped"))
         try:
             self._make_shards()
-        except (ValueError, OSError, KeyboardInterrupt) as error:
-            raise ValueError(self._how_to_go_on(error)) from error
+        except Missing as error:
+            raise ValueError(self._how_to_go_on(str(error), "")) from error
+        except (ValueError, OSError) as error:
+            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+            raise ValueError(self._how_to_go_on(f"the disk of {self.out} is full" if full else str(error))) from error
         finally:
             self.progress.close()
         self._finish()
@@ -191,9 +205,10 @@ class Preparation:
         free = shutil.disk_usage(self.out).free
         if expected is not None and 2 * (expected - present) > free:
             fits = int(0.95 * (free // 2 + present))
+            need, has = shards.readable(2 * expected), shards.readable(free)
             raise ValueError(
-                f"about {expected:,} tokens need {2 * expected / 1e9:.1f} GB, {self.out} has {free / 1e9:.1f} GB free: "
-                f"give --max_tokens={fits}, or --out on a larger disk"
+                f"about {expected:,} tokens need {need}, {self.out} has {has} free: give "
+                f"--max_tokens={fits}, or --out on a larger disk"
             )
 
     def _make_shards(self) -> None:
@@ -216,13 +231,15 @@ class Preparation:
                         break
                     self.state["shards"][index : index + 1] = [record]
                     self._save()
+                    self._put_in_place()
                     self.progress.shard(record)
                 position = record["next"]
                 index, total, left = index + 1, total + record["tokens"], left - record["tokens"]
                 if record["tokens"] < want:
                     break  # the source has ended
         for record in self.state["shards"][index:]:
-            (self.out / record["file"]).unlink(missing_ok=True)
+            for path in (self._staged(record), self.out / record["file"]):
+                path.unlink(missing_ok=True)
         del self.state["shards"][index:]
 
     def _check_unchanged(self, before: dict | None, now: dict | None) -> None:
@@ -233,7 +250,7 @@ class Preparation:
         shorter = now is None or (now["ended"] and now["tokens"] < before["tokens"])
         longer = now and before["ended"] and now["tokens"] > before["tokens"]
         if shorter or longer or (same_length and before["sha256"] != now["sha256"]):
-            (self.out / before["file"]).unlink(missing_ok=True)  # or the next run would find it
+            self._staged(before).unlink(missing_ok=True)  # or the next run would find it
             raise ValueError(f"{before['file']} was made again and is another one: the source has changed")
 
     def _limit(self, tokens: int | None, total: int) -> int:
@@ -245,8 +262,22 @@ class Preparation:
         return (record["tokens"] == want or (record["ended"] and record["tokens"] < want)) and self._is_whole(record)
 
     def _is_whole(self, record: dict) -> bool:
-        path = self.out / record["file"]
+        path = self._path(record)
         return path.exists() and path.stat().st_size == shards.HEADER_BYTES + 2 * record["tokens"]
+
+    def _staged(self, record: dict) -> Path:
+        return self.out / f"{record['file']}.new"
+
+    def _path(self, record: dict) -> Path:
+        """Where a shard lies: beside a complete corpus, or in its place."""
+        staged = self._staged(record)
+        return staged if staged.exists() else self.out / record["file"]
+
+    def _put_in_place(self) -> None:
+        """Give shards their names, unless a complete corpus is there, which stays as it is to the end."""
+        if not (self.out / "meta.json").exists():
+            for file in self.out.glob("*.bin.new"):
+                file.replace(file.with_suffix(""))
 
     def _make_shard(self, index: int, split: str, want: int, reader: "TokenReader") -> dict | None:
         tokens, counts = reader.take(want)
@@ -254,22 +285,20 @@ class Preparation:
             return None
         file = f"{self.name}_{split}_{index:06d}.bin"
         record = {"file": file, "split": split, "tokens": tokens.size, **counts}
-        record["sha256"] = shards.write_shard(self.out / file, tokens)
+        record["sha256"] = shards.write_shard(self._staged(record), tokens)
         return {**record, "ended": tokens.size < want, "next": reader.position}
 
     def _save(self) -> None:
         shards.write_json(self.out / "preparation.json", self.state)
 
-    def _how_to_go_on(self, error: BaseException) -> str:
+    def _how_to_go_on(self, what: str, go_on="run the same command again to go on") -> str:
+        """What has happened, and what can be done; `go_on`: "" where doing the same again is no help."""
         kept = self.state["shards"]
         tokens = sum(record["tokens"] for record in kept)
-        what = "stopped" if isinstance(error, KeyboardInterrupt) else str(error)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            what = f"the disk of {self.out} is full"
-        end_here = ""
+        ways = [go_on] if go_on else []
         if {"val", "train"} <= {record["split"] for record in kept}:
-            end_here = f", or with --max_tokens={tokens} to end there"
-        return f"{what}; {len(kept)} whole shards are kept: run the same command again to go on{end_here}"
+            ways.append(f"{'or' if go_on else 'run it'} with --max_tokens={tokens} to end there")
+        return f"{what}; {len(kept)} whole shards are kept{': ' * bool(ways)}{', '.join(ways)}"
 
     def _finish(self) -> None:
         records = self.state["shards"]
@@ -280,6 +309,8 @@ class Preparation:
                 f"{tokens:,} tokens leave nothing for {'training' if 'val' in found else 'validation'}: give more "
                 f"text, or --val_tokens below {tokens} and --overwrite"
             )
+        (self.out / "meta.json").unlink(missing_ok=True)  # the new corpus is whole
+        self._put_in_place()
         self.state["max_tokens"] = self.args.max_tokens
         self._save()
         source = {key: self.options["plan"][-1].get(key) for key in ("source", "name", "revision", "commit")}

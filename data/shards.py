@@ -64,6 +64,14 @@ def read_shard(path: Path) -> np.ndarray:
     return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(count,))
 
 
+def readable(size: int) -> str:
+    """Bytes in the unit that fits: 512 bytes, 4.1 KB, 200.0 GB."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size} bytes"
+
+
 def write_json(path: Path, value) -> None:
     """Complete on the disk under its name, or as it was."""
     temporary = path.with_name(path.name + ".tmp")

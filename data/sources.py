@@ -16,6 +16,10 @@ PIECE_BYTES = 8 << 20  # a text file is read in pieces of at most this, so that 
 ROWS = 256
 
 
+class Missing(ValueError):  # noqa: N818 (says what is wrong, as the message does)
+    """What no waiting brings: there is no such thing, or it may not be read."""
+
+
 @dataclass(frozen=True)
 class Batch:
     """Texts in order. `starts`: which of them begin a document (others continue the one before), None: all.
@@ -80,6 +84,8 @@ class Files:
         self.paths.sort(key=(lambda p: hashlib.sha256(p.as_posix().encode()).digest()) if shuffled else None)
         self.sizes = [path.stat().st_size for path in self.paths]
         self.not_text = set()  # files of folders that turned out so
+        self.copies, self.copied_bytes = 0, 0  # documents left out as such by now; a place that is read again
+        self._counted = (-1, -1)  # counts once
 
     @staticmethod
     def _wanted(file: Path, root: Path, suffixes) -> bool:
@@ -133,6 +139,10 @@ class Files:
                 digest = _digest(text) if whole else _digest_file(self.paths[file])
                 copied = digest in seen
                 seen.add(digest)
+                if copied and (file, at) > self._counted:
+                    self.copies += 1
+                    self.copied_bytes += len(text.encode("utf-8", "replace")) if whole else self.sizes[file]
+                    self._counted = file, at
             if not copied and (file, at) >= (cursor["file"], cursor["at"]):
                 yield document
 
@@ -198,19 +208,20 @@ def _import_parquet():
     return pyarrow
 
 
-def _open_parquet(path: Path, column: str):
+def _open_parquet(file, name, column: str):
     pyarrow = _import_parquet()
     try:
-        file = pyarrow.parquet.ParquetFile(path)
+        opened = pyarrow.parquet.ParquetFile(file)
     except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path} is no whole parquet file ({first_line(error)}): fetch it again") from error
-    if column not in file.schema_arrow.names:
-        raise ValueError(f"{path} has no column {column}, it has {', '.join(file.schema_arrow.names)}: give --column")
-    return pyarrow, file
+        raise ValueError(f"{name} is no whole parquet file ({first_line(error)}): fetch it again") from error
+    if column not in opened.schema_arrow.names:
+        columns = ", ".join(opened.schema_arrow.names)
+        raise Missing(f"{name} has no column {column}, it has {columns}: give --column")
+    return pyarrow, opened
 
 
 def _parquet_text_bytes(path: Path, column: str) -> int:
-    _, file = _open_parquet(path, column)
+    _, file = _open_parquet(path, path, column)
     with file:
         # The path of a leaf: a column of lists or structures has longer ones.
         paths = [file.metadata.schema.column(i).path for i in range(file.metadata.num_columns)]
@@ -219,31 +230,42 @@ def _parquet_text_bytes(path: Path, column: str) -> int:
         return sum(file.metadata.row_group(g).column(index).total_uncompressed_size for g in groups)
 
 
+def parquet_texts(file, name, column: str, at: int = 0) -> Iterator[tuple[int, int, list[str | None]]]:
+    """(first row, rows of the file, texts or None) of up to ROWS rows, from those that hold row `at` on.
+
+    `file` is a path or an open file; of that only the end and the row groups from `at` on are read, one by one.
+    ValueError: damaged, no such column, or no text in it.
+    """
+    pyarrow, opened = _open_parquet(file, name, column)
+    with opened:
+        first, rows = 0, opened.metadata.num_rows
+        for group in range(opened.metadata.num_row_groups):
+            size = opened.metadata.row_group(group).num_rows
+            if first + size <= at:
+                first += size
+                continue
+            batches = opened.iter_batches(ROWS, row_groups=[group], columns=[column])
+            while True:
+                try:
+                    batch = next(batches, None)
+                    texts = batch.column(0).to_pylist() if batch is not None else None
+                except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+                    cause = f"{name} is damaged near row {first} ({first_line(error)})"
+                    raise ValueError(f"{cause}: fetch it again") from error
+                if texts is None:
+                    break
+                if wrong := next((text for text in texts if not isinstance(text, str | None)), None):
+                    raise ValueError(f"{name}: column {column} holds {type(wrong).__name__}, not text: give --column")
+                if first + len(texts) > at:
+                    yield first, rows, texts
+                first += len(texts)
+
+
 def _parquet(path: Path, column: str, at: int):
-    pyarrow, file = _open_parquet(path, column)
-    with file:
-        first, groups, rows = 0, file.metadata.num_row_groups, file.metadata.num_rows
-        group = 0
-        while group < groups and first + file.metadata.row_group(group).num_rows <= at:
-            first += file.metadata.row_group(group).num_rows
-            group += 1
-        batches = file.iter_batches(ROWS, row_groups=range(group, groups), columns=[column])
-        while True:
-            try:
-                batch = next(batches, None)
-                texts = batch.column(0).to_pylist() if batch is not None else []
-            except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-                raise ValueError(f"{path} is damaged near row {first} ({first_line(error)}): fetch it again") from error
-            if batch is None:
-                return
-            for row, text in enumerate(texts, first):
-                if row >= at and text is not None:
-                    if not isinstance(text, str):
-                        raise ValueError(
-                            f"{path}: column {column} holds {type(text).__name__}, not text: give --column"
-                        )
-                    yield row, row / rows, text, True
-            first += len(texts)
+    for first, rows, texts in parquet_texts(path, path, column, at):
+        for row, text in enumerate(texts, first):
+            if row >= at and text is not None:
+                yield row, row / rows, text, True
 
 
 def _json_lines(path: Path, column: str, at: int, size: int):

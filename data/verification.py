@@ -1,6 +1,7 @@
 """Check token shards against their SHA-256, and take over shards that others have made."""
 
 import hashlib
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,6 +10,8 @@ import numpy as np
 from tqdm import tqdm
 
 from data import shards, tokenizer
+from data.hub import AHEAD, Hub
+from data.patience import WrongAnswer
 
 CHUNK = 4_000_000  # tokens
 
@@ -60,16 +63,20 @@ def examine(path: Path, vocab_size: int) -> dict:
     return {"sha256": digest, "tokens": len(tokens), "counts": counts[:vocab_size]}
 
 
-def adopt(source: str, out: Path, workers: int) -> None:
-    """Make GPT-2 shards in llm.c's format, from a folder or the hub, the corpus in `out`: examine all, write meta.json.
+def adopt(args) -> None:
+    """Make GPT-2 shards in llm.c's format, from a folder or the hub, the corpus in args.out: examine all, sum up.
 
     A folder's shards are linked, not copied. ValueError: not such shards, or not all to be had.
     """
+    source, out, workers = args.pretokenized, args.out, args.workers
     encoding = tokenizer.gpt2_tokenizer()
     out.mkdir(parents=True, exist_ok=True)
     if (out / "preparation.json").exists():
         raise ValueError(f"{out} holds a preparation of its own: give another --out")
-    origin = Path(source) if Path(source).is_dir() else fetch(source, out)
+    about = {"source": source}
+    origin = Path(source)
+    if not origin.is_dir():
+        origin, about["commit"] = out, fetch(source, out, args.revision, args.retry_minutes)
     records = [
         {"file": file.name, "split": split} for split in ("val", "train") for file in shards.shard_files(origin, split)
     ]
@@ -88,23 +95,55 @@ def adopt(source: str, out: Path, workers: int) -> None:
         elif link.resolve() != (origin / record["file"]).resolve():
             raise ValueError(f"{link} is there already and another file: give another --out")
     shards.write_json(out / "tokenizer.json", tokenizer.to_json(encoding))
-    shards.write_meta(out, {**tokenizer.meta(encoding), "source": source}, records)
+    shards.write_meta(out, {**tokenizer.meta(encoding), **about}, records)
 
 
-def fetch(repository: str, out: Path) -> Path:
-    """Download a data set's .bin files to `out`; what is there already is not fetched again."""
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        raise ValueError("fetching from the hub needs the datasets package: pip install datasets") from error
-    try:
-        folder = huggingface_hub.snapshot_download(
-            repository, repo_type="dataset", local_dir=out, allow_patterns="*.bin"
-        )
-    except Exception as error:  # the hub's client and its transport raise many kinds; the cause is kept
-        cause = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
-        raise ValueError(
-            f"--pretokenized={repository}: no such folder, and it cannot be fetched from the hub ({cause}); "
-            "run the same command again to go on where it stopped"
-        ) from error
-    return Path(folder)
+def fetch(repository: str, out: Path, revision: str | None, retry_minutes: float) -> str:
+    """Download a data set's .bin files to `out`, each compared with the hub's size and SHA-256; returns their commit.
+
+    `fetched.json` notes the commit, so that a fetch that is begun again goes on with that one.
+    """
+    otherwise = "--pretokenized takes the folder of such shards too"
+    hub = Hub(repository, None, revision=revision, retry_minutes=retry_minutes, otherwise=otherwise)
+    asked, before = {"source": repository, "revision": revision}, shards.read_json(out / "fetched.json")
+    if before and {key: before.get(key) for key in asked} != asked:
+        holds = f"{before.get('source')}, revision {before.get('revision')}"
+        raise ValueError(f"{out} holds shards of {holds}: give another --out")
+    commit = hub.pin(before.get("commit"))
+    shards.write_json(out / "fetched.json", {**asked, "commit": commit})
+    files = [file for file in hub.ask(hub.files_of_commit) if file.path.endswith(".bin")]
+    with ThreadPoolExecutor(8) as pool, tqdm(total=len(files), unit="shard", disable=None) as bar:
+        for _ in pool.map(lambda file: fetch_one(hub, file, out), files):
+            bar.update()
+    return commit
+
+
+def fetch_one(hub: Hub, file, out: Path) -> None:
+    """One file, complete and compared under its name, or as `.part`, which the next call goes on with."""
+    path, part = out / file.path, out / f"{file.path}.part"
+    if path.exists():
+        if not is_that_of_the_hub(path, file):
+            raise ValueError(f"{path} is not what {hub.repository} has: delete it to fetch it, or give another --out")
+        return
+    remote = hub.remote(file.path)
+
+    def whole() -> None:
+        with open(part, "ab") as target:
+            remote.seek(target.tell())
+            while content := remote.read(AHEAD):
+                target.write(content)
+            os.fsync(target.fileno())
+        if not is_that_of_the_hub(part, file):
+            part.unlink()
+            raise WrongAnswer(f"{file.path} came with other bytes than the hub's SHA-256 says")
+
+    hub.ask(whole)
+    part.replace(path)
+
+
+def is_that_of_the_hub(path: Path, file) -> bool:
+    """Whether size and, where the hub knows it, SHA-256 are those of its listing."""
+    if path.stat().st_size != file.size:
+        return False
+    with open(path, "rb") as content:
+        return file.lfs is None or hashlib.file_digest(content, "sha256").hexdigest() == file.lfs.sha256

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 import configurator
+from data.patience import OutOfPatience, Patience, chain, kinds
 from training import distributed
 
 # What the paper reports of each task, in its tables' order.
@@ -26,6 +27,7 @@ PAPER_METRICS = {
 # Of other tasks the first of these that they have, else the first metric they report.
 PREFERRED = ("acc_norm", "acc", "exact_match", "f1")
 PERCENT = (*PREFERRED, "acc_bytes", "acc_mutual_info", "em", "mcc")
+RETRY_MINUTES = 10.0
 SEED = 1234  # of the few-shot examples: lm-eval's own default
 
 
@@ -69,24 +71,27 @@ def go_offline_where_the_hub_is_out_of_reach() -> None:
         return
     try:
         urllib.request.urlopen(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), timeout=5).close()
-    except urllib.error.HTTPError:
-        pass  # it answers
+    except (urllib.error.HTTPError, ConnectionResetError):
+        pass  # it answers, or somebody does
     except (OSError, ValueError):
         os.environ["HF_HUB_OFFLINE"] = "1"
 
 
-def open_all(names: list[str], include_path: str | None, world) -> tuple[list[Loaded], list[str]]:
+def open_all(
+    names: list[str], include_path: str | None, world, retry_minutes: float = RETRY_MINUTES
+) -> tuple[list[Loaded], list[str]]:
     """The tasks that can be had, and a line for each that cannot. ValueError: an unknown name or folder, no lm-eval.
 
-    Process 0 comes first, so that a data set is fetched once.
+    Process 0 comes first, so that a data set is fetched once; what the hub refuses for a while it asks for again.
     """
+    Patience("", retry_minutes)  # or it is out of range
     go_offline_where_the_hub_is_out_of_reach()
     if world.is_main:
-        result = load(names, find(names, include_path))
+        result = load(names, find(names, include_path), retry_minutes)
     if world.world_size > 1:
         torch.distributed.barrier()
     if not world.is_main:
-        result = load(names, find(names, include_path))
+        result = load(names, find(names, include_path), 0)
     if world.world_size > 1:
         torch.distributed.barrier()
     return result
@@ -111,32 +116,42 @@ def find(names: list[str], include_path: str | None):
     return manager
 
 
-def load(names: list[str], manager) -> tuple[list[Loaded], list[str]]:
+def load(names: list[str], manager, retry_minutes: float) -> tuple[list[Loaded], list[str]]:
     """The tasks that can be had, and one line for each that cannot."""
     loaded, missing = [], []
     for name in names:
-        random.seed(0)  # tasks may shuffle; lm-eval's command line sets the same seeds
-        np.random.seed(SEED)
-        torch.manual_seed(SEED)
         try:
-            content = manager.load([name])
+            content = Patience(f"task {name}", retry_minutes).ask(lambda name=name: load_one(name, manager))
         except Exception as error:  # hub, network, file systems and data sets raise many kinds; the cause is named
             missing.append(line_about(name, manager, error))
+            if isinstance(error, OutOfPatience):
+                retry_minutes = 0  # not as long again for each of the others
             continue
         shots = {key: task.get_config("num_fewshot") for key, task in content["tasks"].items()}
         loaded.append(Loaded(name, content, shots))
     return loaded, missing
 
 
+def load_one(name: str, manager) -> dict:
+    random.seed(0)  # tasks may shuffle; lm-eval's command line sets the same seeds
+    np.random.seed(SEED)
+    torch.manual_seed(SEED)
+    return manager.load([name])
+
+
 def line_about(name: str, manager, error: Exception) -> str:
+    """What cannot be had, why, and what to do about that."""
     config = getattr(manager.task_index.get(name), "cfg", None) or {}
     data = " ".join(str(config[key]) for key in ("dataset_path", "dataset_name") if config.get(key))
     cause = " ".join(f"{type(error).__name__}: {error}".split())
     cause = cause if len(cause) < 160 else cause[:157] + "..."
-    return (
-        f"task {name} is left out: its data set {data or 'is not known and'} cannot be had ({cause}); connect to the "
-        "Hugging Face hub once, or set HF_HOME to a folder that has it"
-    )
+    found = {kind for each in chain(error) for kind in kinds(each)}
+    advice = "connect to the Hugging Face hub once, or set HF_HOME to a folder that has it"
+    if isinstance(error, OutOfPatience):
+        advice = "run the same command again later, which goes on with what is missing"
+    elif found & {"RepositoryNotFoundError", "DatasetNotFoundError", "GatedRepoError"}:
+        advice = "the hub knows no such data set, or it is private or gated: accept its terms, then `hf auth login`"
+    return f"task {name} is left out: its data set {data or 'is not known and'} cannot be had ({cause}); {advice}"
 
 
 def evaluate(language_model, task: Loaded, shots: int, log_samples: bool, limit: int | None, bootstrap: bool):

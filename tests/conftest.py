@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from hub_server import HubServer
 
 from data import shards, tokenizer
 
@@ -100,3 +102,33 @@ def sign(checkpoint: Path) -> None:
         (checkpoint / name).touch()
         lines.append(f"{hashlib.sha256((checkpoint / name).read_bytes()).hexdigest()}  {name}\n")
     (checkpoint / "SHA256SUMS").write_text("".join(lines))
+
+
+@pytest.fixture(scope="module")
+def server():
+    with HubServer() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server, tmp_path_factory):
+    """A function that runs a script against the hub, in a process whose pauses are short."""
+    home = str(tmp_path_factory.mktemp("hf"))
+    env = {**os.environ, "HF_ENDPOINT": server.url, "HF_HOME": home, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "tests/hub_client.py"],
+        cwd=ROOT,
+        env={**env, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+    def call(path, *arguments):
+        process.stdin.write(json.dumps({"script": str(ROOT / path), "arguments": [*map(str, arguments)]}) + "\n")
+        process.stdin.flush()
+        return SimpleNamespace(**json.loads(process.stdout.readline()))
+
+    yield call
+    process.stdin.close()
+    process.wait(timeout=20)

@@ -178,7 +178,11 @@ def test_text_drops_copies_and_what_is_no_text(notes, tmp_path, monkeypatch, cap
     assert sum(map(len, corpus.val)) == 300
     everything = in_hash_order(root, texts, rows)
     assert documents(corpus.val + corpus.train) == list(dict.fromkeys(everything))
-    assert "2 files of the folders are no UTF-8 text and were left out" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "2 files of the folders are no UTF-8 text and were left out" in said
+    copies, size = len(everything) - len(set(everything)), sum(len(t.encode()) for t in everything)
+    size -= sum(len(text.encode()) for text in set(everything))
+    assert f"\n{copies} documents ({size} bytes) repeat earlier ones exactly and were left out" in said
     options = ["--tokenizer=bytes", "--duplicates=keep", f"--source={root}", "--val_tokens=300"]
     corpus = run(monkeypatch, "text", tmp_path / "kept", *options)
     assert documents(corpus.val + corpus.train) == everything
@@ -186,9 +190,12 @@ def test_text_drops_copies_and_what_is_no_text(notes, tmp_path, monkeypatch, cap
 
 
 def test_text_says_how_many_files_it_left_out_by_default_too(notes, tmp_path, monkeypatch, capsys):
-    """Training the byte pairs reads the source once more; a file counts once."""
+    """Training the byte pairs reads the source once more; a file counts once, and a copy."""
     run(monkeypatch, "text", tmp_path / "out", "--vocab_size=265", "--source", notes[0])
-    assert "\n2 files of the folders are no UTF-8 text and were left out" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "\n2 files of the folders are no UTF-8 text and were left out" in said
+    everything = in_hash_order(*notes)
+    assert f"\n{len(everything) - len(set(everything))} documents (" in said
 
 
 def test_text_of_some_suffixes(notes, tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -345,13 +346,111 @@ def test_max_tokens_grown_later_are_those_of_once(parquet, small, tmp_path):
         assert tokens_of(run(out, files_plan(folder), "--shard_tokens=300", *limit)) == stream(texts)
 
 
-def test_max_tokens_shrunk_remove_shards(parquet, small, tmp_path):
+@pytest.mark.parametrize("first", [[], ["--max_tokens=4444"]])
+def test_smaller_max_tokens_remove_nothing_unless_asked(parquet, small, tmp_path, first):
     folder, _ = parquet
     run(tmp_path / "once", files_plan(folder), "--shard_tokens=300", "--max_tokens=1700")
-    for first in ([], ["--max_tokens=4444"]):
-        run(tmp_path / "out", files_plan(folder), "--shard_tokens=300", *first)
-        run(tmp_path / "out", files_plan(folder), "--shard_tokens=300", "--max_tokens=1700")
-        assert contents(tmp_path / "out") == contents(tmp_path / "once")
+    out = tmp_path / "out"
+    tokens = len(tokens_of(run(out, files_plan(folder), "--shard_tokens=300", *first)))
+    for unfinished in (False, True):
+        if unfinished:  # nor do the whole shards of a preparation that was interrupted
+            (out / "meta.json").unlink()
+        before = stamps(out)
+        for limit in (1700, tokens - 1):
+            with pytest.raises(ValueError, match=rf"holds {tokens:,} tokens, more than --max_tokens={limit}: .*=") as e:
+                run(out, files_plan(folder), "--shard_tokens=300", f"--max_tokens={limit}")
+            assert stamps(out) == before
+        assert f"give --max_tokens={tokens} or more" in str(e.value)
+        for same in (first, [f"--max_tokens={tokens}"]):
+            assert len(tokens_of(run(out, files_plan(folder), "--shard_tokens=300", *same))) == tokens
+    run(out, files_plan(folder), "--shard_tokens=300", "--max_tokens=1700", "--overwrite")
+    assert contents(out) == contents(tmp_path / "once")
+
+
+class Unreachable(Files):
+    """A source that gives so many batches, then fails."""
+
+    batches = 0
+
+    def read(self, cursor=None):
+        for number, batch in enumerate(super().read(cursor)):
+            if number == self.batches:
+                raise ValueError("no connection")
+            yield batch
+
+
+@pytest.mark.parametrize("batches", [0, 1, 5])
+def test_a_complete_corpus_can_be_used_until_the_larger_one_is_whole(parquet, small, tmp_path, batches):
+    folder, texts = parquet
+    out = tmp_path / "out"
+    run(out, files_plan(folder), "--shard_tokens=300", "--max_tokens=1750")
+    before = stamps(out)
+    source = Unreachable([str(folder)])
+    source.batches = batches
+    plan = [("val", source, 1000), ("train", source, None)]
+    with pytest.raises(ValueError, match=r"^no connection; \d+ whole shards are kept"):
+        run(out, plan, "--shard_tokens=300")
+    complete = {name: when for name, when in before.items() if name.endswith(".bin") or name == "meta.json"}
+    assert stamps(out).items() >= complete.items()
+    assert tokens_of(open_corpus(str(out))) == stream(texts)[:1750]
+    made = {name: stamp[1] for name, stamp in stamps(out).items() if name.endswith(".bin.new")}
+    assert bool(made) is (batches > 1)
+    (out / "x_train_000099.bin.new").write_bytes(b"whole, but killed before it was listed")
+    run(out, files_plan(folder), "--shard_tokens=300")
+    run(tmp_path / "once", files_plan(folder), "--shard_tokens=300")
+    assert contents(out) == contents(tmp_path / "once")
+    after = {f"{name}.new": stamp[1] for name, stamp in stamps(out).items()}
+    assert after.items() >= made.items()  # they were renamed, not made again
+
+
+@pytest.mark.parametrize("step", range(8))
+def test_killed_while_the_larger_one_takes_its_place(parquet, small, tmp_path, monkeypatch, step):
+    """After each of the renamings and writings at the end: the next run finishes, and nothing is made again."""
+    folder, texts = parquet
+    out, steps = tmp_path / "out", iter(range(99))
+    run(out, files_plan(folder), "--shard_tokens=3000", "--max_tokens=4500")
+
+    class Killed(BaseException):
+        pass
+
+    replace = Path.replace
+
+    def killed(path, target):
+        if path.name.endswith((".new", ".json.tmp")) and finishing and next(steps) == step:
+            raise Killed
+        return replace(path, target)
+
+    finishing, finish = False, preparation.Preparation._finish
+
+    def begin(self):
+        nonlocal finishing
+        finishing = True
+        finish(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", killed)
+        patch.setattr(preparation.Preparation, "_finish", begin)
+        with pytest.raises(Killed):
+            run(out, files_plan(folder), "--shard_tokens=3000")
+    with pytest.raises(ValueError, match="was not prepared to its end"):
+        open_corpus(str(out))
+    monkeypatch.setattr(preparation, "TokenReader", None)
+    assert tokens_of(run(out, files_plan(folder), "--shard_tokens=3000")) == stream(texts)
+
+
+def test_a_changed_source_does_not_take_the_last_shard_with_it(small, tmp_path):
+    """Growing makes the last, shorter shard again: where that is another one now, the first stays."""
+    out = tmp_path / "out"
+    (tmp_path / "a.txt").write_text("abc\n" * 1000)
+    run(out, files_plan(tmp_path / "a.txt"), "--shard_tokens=300")
+    before = contents(out)
+    (out / "x_train_000005.bin").unlink()
+    (tmp_path / "a.txt").write_text("abd\n" * 1000)
+    with pytest.raises(ValueError, match=r"x_train_000005\.bin was made again and is another one"):
+        run(out, files_plan(tmp_path / "a.txt"), "--shard_tokens=300")
+    kept = {name: content for name, content in before.items() if name.endswith(".bin") and "000005" not in name}
+    assert contents(out).items() >= kept.items()
+    assert "meta.json" in contents(out)
 
 
 def test_a_source_that_ends_with_a_shard(tmp_path):
@@ -538,7 +637,9 @@ def test_a_disk_that_is_too_small_is_known_before(tmp_path, monkeypatch):
     size = 99_990
     free = 2 * size - 2
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-    with pytest.raises(ValueError, match=rf"about {size:,} tokens need 0\.0 GB, {out} has .* --max_tokens=(\d+)") as e:
+    with pytest.raises(
+        ValueError, match=rf"about {size:,} tokens need 200\.0 KB, {out} has .* --max_tokens=(\d+)"
+    ) as e:
         run(out, plan, "--shard_tokens=3000")
     assert not list(out.glob("*.bin"))
     limit = int(str(e.value).split("--max_tokens=")[1].split(",")[0])
@@ -580,23 +681,55 @@ def test_a_full_disk_keeps_whole_shards_and_the_run_goes_on_after(parquet, small
     assert contents(out) == contents(tmp_path / "once")
 
 
-def test_interrupted_by_hand_while_it_grows(parquet, small, tmp_path, monkeypatch):
-    folder, texts = parquet
-    take = TokenReader.take
+def stopped(process) -> str:
+    """The line of a script that Ctrl+C ends."""
+    process.send_signal(signal.SIGINT)
+    errors = process.communicate(timeout=20)[1]
+    assert process.returncode == 130, errors
+    assert errors.count("\n") == 1, errors
+    assert errors.startswith("prepare.py: stopped")
+    return errors
 
-    def interrupted(reader, count):
-        if len(list((tmp_path / "out").glob("*.bin"))) == 6:
-            raise KeyboardInterrupt
-        return take(reader, count)
 
-    run(tmp_path / "out", files_plan(folder), "--shard_tokens=300", "--max_tokens=1100")
-    with monkeypatch.context() as patch:
-        patch.setattr(TokenReader, "take", interrupted)
-        with pytest.raises(ValueError, match=r"^stopped; 6 whole shards are kept: .* --max_tokens=1600 to end there$"):
-            run(tmp_path / "out", files_plan(folder), "--shard_tokens=300")
-    with pytest.raises(ValueError, match=r"was not prepared to its end.*--max_tokens=1600"):
-        open_corpus(str(tmp_path / "out"))
-    assert tokens_of(run(tmp_path / "out", files_plan(folder), "--shard_tokens=300")) == stream(texts)
+def test_interrupted_by_hand_while_it_grows(tmp_path):
+    """The corpus that was there can be used meanwhile, and the line names the ways to go on."""
+    source = standard_library(tmp_path / "in", 3_000_000)
+    options = [f"--source={source}", "--tokenizer=bytes", "--shard_tokens=30000", "--val_tokens=40000"]
+    out = tmp_path / "out"
+    assert start(*options, f"--out={out}", "--max_tokens=100000").wait(timeout=60) == 0
+    process = start(*options, f"--out={out}")
+    while "train_000006.bin" not in process.stdout.readline():
+        pass
+    line = stopped(process)
+    kept = sum(record["tokens"] for record in shards.read_json(out / "preparation.json")["shards"])
+    assert f"{len(listed(out))} whole shards are kept: run the same command again to go on, or with " in line
+    assert f"--max_tokens={kept} to end there" in line
+    assert sum(map(len, [*open_corpus(str(out)).val, *open_corpus(str(out)).train])) == 100_000
+    assert start(*options, f"--out={out}", f"--max_tokens={kept}").wait(timeout=60) == 0
+    assert len(tokens_of(open_corpus(str(out)))) == kept
+
+
+@pytest.mark.parametrize("corpus", ["copy_task", "fineweb_edu", "openwebtext", "python_stdlib", "text", "wikitext"])
+def test_interrupted_during_the_imports(tmp_path, corpus):
+    """At a tenth of a second, or as soon as a handler is there; none of them has imported all it needs by then."""
+    arguments = [sys.executable, ROOT / "data" / corpus / "prepare.py", f"--out={tmp_path / 'out'}"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    arguments += ["--source=docs"] * (corpus == "text")
+    process = subprocess.Popen(arguments, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not int(re.search(r"SigCgt:\s+(\w+)", Path(f"/proc/{process.pid}/status").read_text())[1], 16) & 2:
+        time.sleep(0.001)  # Python's own handler comes first, then ours
+    time.sleep(0.08)
+    assert stopped(process) == "prepare.py: stopped\n"
+
+
+def test_interrupted_while_a_tokenizer_is_trained(tmp_path):
+    """Which another language does, and does not come back for seconds."""
+    source = standard_library(tmp_path / "in", 8_000_000)
+    options = [f"--source={source}", "--tokenizer=bpe", "--vocab_size=60000", "--tokenizer_bytes=8000000"]
+    process = start(*options, f"--out={tmp_path / 'out'}")
+    assert "training a byte-pair tokenizer" in process.stdout.readline()
+    time.sleep(0.3)
+    assert stopped(process) == "prepare.py: stopped\n"
 
 
 def test_there_is_no_ending_without_training_shards(tmp_path, small):

@@ -7,10 +7,10 @@ import struct
 import sys
 from pathlib import Path
 
-import huggingface_hub
 import numpy as np
 import pytest
 from conftest import ROOT, one_line_error, script
+from hub_server import Fault
 
 from data import preparation, shards, tokenizer, verification
 from data.fineweb_edu import prepare
@@ -231,35 +231,98 @@ def test_a_folder_in_use_is_refused(foreign, folder, tmp_path, monkeypatch, caps
     assert not (out / "meta.json").exists()
 
 
-def test_shards_are_fetched_from_the_hub(foreign, tmp_path, monkeypatch):
-    asked = []
-
-    def snapshot_download(repository, *, repo_type, local_dir, allow_patterns):
-        asked.append((repository, repo_type, allow_patterns))
-        for path in foreign.glob(allow_patterns):
-            shutil.copy(path, local_dir)
-        return str(local_dir)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    for _ in range(2):
-        check_adopted(adopt(monkeypatch, tmp_path / "out", "org/shards"), "org/shards")
-    assert asked == [("org/shards", "dataset", "*.bin")] * 2
-    assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
-    assert not (tmp_path / "out" / "README.md").exists()
+@pytest.fixture
+def shared(server, foreign):
+    """The shards as a repository of the hub; its commit."""
+    server.commits.pop("org/shards", None)
+    server.faults, server.log = [], []
+    files = {path.name: path.read_bytes() for path in foreign.iterdir()}
+    large = shard_bytes(list(np.random.default_rng(0).integers(0, 256, 150_000)))
+    yield server.commit(
+        "org/shards", {**files, "edu_fineweb_train_000003.bin": large, "sub/a_train_0.bin": b"no shard"}
+    )
+    server.faults = []
 
 
-def test_a_failed_fetch_is_one_line(tmp_path, monkeypatch, capsys):
-    def refuse(*arguments, **keys):
-        raise RuntimeError("cannot\nbe reached")
+def fetched(client, out, *arguments):
+    """GPT-2's vocabulary is not needed: what is fetched holds bytes alone."""
+    return client("tests/adopt_bytes.py", f"--out={out}", "--pretokenized=org/shards", *arguments)
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
-    with pytest.raises(SystemExit) as end:
-        adopt(monkeypatch, tmp_path / "out", "org/shards")
-    assert end.value.code == 2
-    error = capsys.readouterr().err
-    assert "--pretokenized=org/shards: no such folder, and it cannot be fetched from the hub" in error
-    assert "(RuntimeError: cannot)" in error
-    assert error.count("\n") == 1
+
+FETCHING = {
+    "nothing": [],
+    "a byte that flips on its way": [Fault("flip", "/cdn/.*000003", times=1)],
+    "the same twice": [Fault("flip", "/cdn/.*000003", skip=1, times=2)],
+    "503, short, cut, expired, whole": [
+        *(Fault("status", "/cdn/", status, skip=number, times=1) for number, status in ((1, 503), (6, 403))),
+        *(Fault(kind, "/cdn/", skip=number, times=1) for number, kind in ((2, "short"), (3, "cut"), (5, "whole"))),
+    ],
+    "503 on the commit and the listing": [Fault("status", "/api/", times=3)],
+}
+
+
+@pytest.mark.parametrize("disturbed", FETCHING)
+def test_shards_are_fetched_and_compared_with_the_hubs_sums(server, client, shared, tmp_path, disturbed):
+    server.faults = [Fault(**fault.__dict__) for fault in FETCHING[disturbed]]
+    found = fetched(client, tmp_path / "out")
+    assert found.code == 0, found.err
+    assert len(found.err.splitlines()) >= (disturbed != "nothing")
+    wanted = {path: content for path, content in server.commits["org/shards"][shared].items() if "/" not in path}
+    for path, content in wanted.items():
+        assert (tmp_path / "out" / path).exists() is path.endswith(".bin")
+        if path.endswith(".bin"):
+            assert (tmp_path / "out" / path).read_bytes() == content
+    assert not list((tmp_path / "out").glob("*.part"))
+    meta = open_corpus(str(tmp_path / "out")).meta
+    assert (meta["source"], meta["commit"]) == ("org/shards", shared)
+    sums = {path: hashlib.sha256(content).hexdigest() for path, content in wanted.items() if path.endswith(".bin")}
+    assert {record["file"]: record["sha256"] for record in meta["shards"]} == sums
+    server.faults, server.log = [], []
+    assert fetched(client, tmp_path / "out").code == 0  # nothing is fetched again
+    assert not [path for _, path, *_ in server.log if "/cdn/" in path]
+
+
+def test_a_byte_that_never_comes_right_is_refused(server, client, shared, tmp_path):
+    server.faults = [Fault("flip", "/cdn/.*000003")]
+    found = fetched(client, tmp_path / "out", "--retry_minutes=0.02")
+    assert found.code == 2
+    line = found.err.splitlines()[-1]
+    assert "edu_fineweb_train_000003.bin came with other bytes than the hub's SHA-256 says" in line
+    assert not (tmp_path / "out" / "edu_fineweb_train_000003.bin").exists()
+    assert not (tmp_path / "out" / "meta.json").exists()
+
+
+def test_a_fetch_goes_on_with_the_commit_it_was_begun_with(server, client, shared, tmp_path):
+    """And within a file."""
+    out = tmp_path / "out"
+    server.faults = [Fault("status", "/cdn/.*000003", 404, skip=2)]
+    assert fetched(client, out).code == 2
+    assert 0 < (out / "edu_fineweb_train_000003.bin.part").stat().st_size < 300_000
+    files = server.commits["org/shards"][shared]
+    server.commit("org/shards", {name: shard_bytes([1, 2, 3]) for name in files if name.endswith(".bin")})
+    server.faults, server.log = [], []
+    found = fetched(client, out)
+    assert (found.code, found.err) == (0, "")
+    assert open_corpus(str(out)).meta["commit"] == shared
+    name = "edu_fineweb_train_000003.bin"
+    assert (out / name).read_bytes() == files[name]
+    assert sum(size for _, path, _, size in server.log if "000003" in path) < 200_000
+    (out / name).write_bytes(files[name][:-1] + b"\1")
+    found = fetched(client, out)
+    assert found.code == 2
+    assert f"{out / name} is not what org/shards has: delete it to fetch it, or give another --out" in found.err
+    (out / name).unlink()
+    assert fetched(client, out).code == 0
+    found = fetched(client, out, "--revision=v2")
+    assert f"{out} holds shards of org/shards, revision None: give another --out" in found.err
+
+
+def test_a_repository_of_shards_that_is_not_there(server, client, tmp_path):
+    server.commits.pop("org/shards", None)
+    found = fetched(client, tmp_path / "out")
+    assert found.code == 2
+    (line,) = found.err.splitlines()
+    assert "org/shards cannot be read: the hub knows no such data set, or hides it: check the name" in line
 
 
 def test_counts_of_a_shard(tmp_path):

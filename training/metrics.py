@@ -88,15 +88,6 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
-def size(count: float) -> str:
-    """Bytes in the unit that fits: 512 bytes, 1.50 KiB, 22.5 GiB."""
-    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
-        if count < 1000 or unit == "TiB":
-            break
-        count /= 1024
-    return f"{count:.0f} bytes" if unit == "bytes" else f"{count:.3g} {unit}"
-
-
 def short(number: float) -> str:
     """27.6K, 1.2M."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "K")):

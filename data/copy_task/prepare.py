@@ -16,11 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-import configurator
+from data import interruption
 
-# isort: split
+if __name__ == "__main__":  # before the imports that take long
+    interruption.end_in_one_line()
+
 import numpy as np
 
+import configurator
 from data import preparation
 from data.sources import ROWS, Batch
 

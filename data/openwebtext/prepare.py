@@ -11,9 +11,15 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from data import interruption
+
+if __name__ == "__main__":  # before the imports that take long
+    interruption.end_in_one_line()
+
 import configurator
 from data import preparation
 from data.hub import Hub
+from data.patience import MINUTES
 from data.sources import Files
 
 
@@ -22,13 +28,15 @@ def main():
     add = parser.add_argument
     add("--repository", default="Skylion007/openwebtext", help="the data set on the hub, or a local clone of it")
     add("--revision", help="its commit, tag or branch (default: the newest, noted in meta.json)")
+    add("--retry_minutes", type=float, default=MINUTES, help="how long to ask a hub again that does not answer")
     add("--source", nargs="+", help="parquet or jsonl files instead: paths, patterns or folders")
     args = parser.parse_args()
     with configurator.one_line_errors():
         if args.source:
             source = Files(args.source)
         else:
-            source = Hub(args.repository, None, revision=args.revision, tokens=9_040_000_000)
+            keys = {"revision": args.revision, "retry_minutes": args.retry_minutes}
+            source = Hub(args.repository, None, tokens=9_040_000_000, **keys)
         preparation.prepare(args, "openwebtext", [("val", source, args.val_tokens), ("train", source, None)])
 
 

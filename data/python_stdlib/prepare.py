@@ -12,6 +12,11 @@ import sysconfig
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from data import interruption
+
+if __name__ == "__main__":  # before the imports that take long
+    interruption.end_in_one_line()
+
 import configurator
 from data import preparation
 from data.sources import Texts

@@ -13,8 +13,13 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from data import interruption
+
+if __name__ == "__main__":  # before the imports that take long
+    interruption.end_in_one_line()
+
 import configurator
-from data import preparation
+from data import preparation, shards
 from data.sources import Files
 
 
@@ -41,6 +46,9 @@ def main():
         per_token = 1 if args.tokenizer == "bytes" else 4
         val_tokens = args.val_tokens or max(int(args.val_share * source.text_bytes() / per_token), 1)
         preparation.prepare(args, "text", [("val", source, val_tokens), ("train", source, None)])
+        if source.copies:
+            size = shards.readable(source.copied_bytes)
+            print(f"{source.copies:,} documents ({size}) repeat earlier ones exactly and were left out")
         if source.skipped:
             print(f"{source.skipped} files of the folders are no UTF-8 text and were left out")
 

@@ -13,9 +13,15 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from data import interruption
+
+if __name__ == "__main__":  # before the imports that take long
+    interruption.end_in_one_line()
+
 import configurator
 from data import preparation
 from data.hub import Hub
+from data.patience import MINUTES
 
 # One equals sign on either side: sections of an article have two or more.
 TITLE = re.compile(r" = (?!= )[^\n]*(?<! =) = \n")
@@ -28,11 +34,13 @@ def main():
     add("--val_split", choices=("validation", "test"), default="validation", help="what the validation shards hold")
     add("--repository", default="Salesforce/wikitext", help="the data set on the hub, or a local clone of it")
     add("--revision", help="its commit, tag or branch (default: the newest, noted in meta.json)")
+    add("--retry_minutes", type=float, default=MINUTES, help="how long to ask a hub again that does not answer")
     args = parser.parse_args()
     with configurator.one_line_errors():
         name = f"wikitext-{args.version}-raw-v1"
         tokens = {"2": 2_500_000, "103": 119_000_000}[args.version]
-        keys = {"revision": args.revision, "starts": lambda line: bool(TITLE.fullmatch(line))}
+        keys = {"revision": args.revision, "retry_minutes": args.retry_minutes}
+        keys |= {"starts": lambda line: bool(TITLE.fullmatch(line)), "otherwise": "give a clone by --repository=FOLDER"}
         train = Hub(args.repository, name, "train", tokens=tokens, **keys)
         val = Hub(args.repository, name, args.val_split, tokens=300_000, **keys)
         preparation.prepare(args, "wikitext", [("val", val, args.val_tokens), ("train", train, None)])

@@ -1,0 +1,144 @@
+"""eval.py with its tasks' data on a hub, whose answers fail for a while."""
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from conftest import script
+from hub_server import Fault
+from hub_tasks import repositories
+from test_model import randomise
+
+from data import patience, tokenizer
+from model import build
+from training import checkpoint
+
+pytest.importorskip("lm_eval")
+pytest.importorskip("transformers")
+
+import export
+from evaluation import tasks
+from evaluation.tasks import PAPER_METRICS
+
+TINY = {"vocab_size": 328, "block_size": 512, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}
+TINY |= {"hidden_size": 12}
+OWN_TASK = """task: physical
+dataset_path: baber/piqa
+output_type: multiple_choice
+test_split: test
+fewshot_split: train
+doc_to_text: "Question: {{goal}}\\nAnswer:"
+doc_to_target: label
+doc_to_choice: "{{[sol1, sol2]}}"
+metric_list: [{metric: acc}, {metric: acc_norm}]
+"""
+
+
+@pytest.fixture(scope="module")
+def hub(server):
+    for name, files in repositories(25):
+        server.commits.pop(name, None)
+        server.commit(name, files)
+    yield server
+    server.faults = []
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A checkpoint of a small model of random weights, and the exported folder of it."""
+    root = tmp_path_factory.mktemp("run")
+    encoding = tokenizer.train_byte_pairs(["the cat and the dog. Question: Answer: " * 20], 270)
+    model = randomise(build("DDL-gpt-mha-rope-CC-EC", **TINY))
+    state = {"step": 1, "seconds": 0.0, "model": "DDL-gpt-mha-rope-CC-EC"}
+    state |= {"model_config": dataclasses.asdict(model.config), "run_config": {}, "corpus": {}}
+    found = checkpoint.save(root, checkpoint.weights_of(model), {}, state, tokenizer.to_json(encoding))
+    (root / "exported").mkdir()
+    export.write(root / "exported", "exported", found, "float32")
+    return found, root / "exported"
+
+
+def evaluate(hub, saved, out, *arguments):
+    env = {"HF_ENDPOINT": hub.url, "HF_HOME": str(out / "hf"), "HF_HUB_OFFLINE": ""}
+    return script("eval.py", saved, f"--out={out}", "--device=cpu", "--log_samples", *arguments, env=env)
+
+
+def samples(out, task) -> list[dict]:
+    (file,) = out.glob(f"samples_{task}_*.jsonl")
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_a_task_is_tried_again_and_one_that_is_not_there_is_named(hub, saved, tmp_path):
+    """Its items are those of a task that reads the same rows from local files."""
+    (tmp_path / "physical.yaml").write_text(OWN_TASK)
+    (tmp_path / "absent.yaml").write_text(
+        OWN_TASK.replace("baber/piqa", "nobody/has_this").replace("physical", "absent")
+    )
+    local = OWN_TASK.replace("baber/piqa", "parquet").replace("physical", "local")
+    data_files = {}
+    for split in ("train", "test"):
+        data_files[split] = str(tmp_path / f"{split}.parquet")
+        (content,) = (c for p, c in next(iter(hub.commits["baber/piqa"].values())).items() if f"/{split}-" in p)
+        Path(data_files[split]).write_bytes(content)
+    (tmp_path / "local.yaml").write_text(f"{local}dataset_kwargs: {json.dumps({'data_files': data_files})}\n")
+    hub.faults = [Fault("status", "/api/datasets/baber/piqa", 500, times=1)]
+    arguments = ["--tasks=physical,local,absent", f"--include_path={tmp_path}", "--shots=2"]
+    result = evaluate(hub, saved[0], tmp_path / "out", *arguments)
+    assert result.returncode == 3, result.stderr.decode()
+    tried, absent = result.stderr.decode().splitlines()
+    assert tried == "task physical: attempt 1 failed (the hub answers 500), again in 1 s"
+    assert "task absent is left out: its data set nobody/has_this cannot be had" in absent
+    assert "the hub knows no such data set, or it is private or gated" in absent
+    mine, other = (
+        [each["filtered_resps"] for each in samples(tmp_path / "out", name)] for name in ("physical", "local")
+    )
+    assert len(mine) == 25
+    assert mine == other
+
+
+def test_patience_with_the_hub_ends_once_for_all_tasks(monkeypatch, capsys):
+    """Tasks whose data set is at hand are loaded none the less."""
+
+    def load(names):
+        if names != ["here"]:
+            raise ConnectionError("down")
+        return {"tasks": {}}
+
+    now = [0.0]
+    monkeypatch.setattr(patience.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(patience.time, "sleep", lambda pause: now.__setitem__(0, now[0] + pause))
+    loaded, missing = tasks.load(["a", "b", "here"], SimpleNamespace(load=load, task_index={}), 5)
+    assert [task.name for task in loaded] == ["here"]
+    assert now[0] == 300
+    assert "(OutOfPatience: ConnectionError: down, for --retry_minutes=5 by now); run the same command" in missing[0]
+    assert "task b is left out" in missing[1]
+    assert all(line.startswith("task a: attempt ") for line in capsys.readouterr().err.splitlines())
+
+
+@pytest.mark.slow
+def test_the_eight_tasks_equal_lm_evals_own_model(hub, saved, tmp_path):
+    """Two shots, with a 503 to the first question about each data set."""
+    hub.faults = [Fault("status", f"/api/datasets/{name}", times=1) for name, _ in repositories(1)]
+    result = evaluate(hub, saved[0], tmp_path, "--tasks=paper", "--shots=2")
+    assert result.returncode == 0, result.stderr.decode()
+    assert result.stderr.decode().count("attempt 1 failed (the hub answers 503)") >= 5
+    hub.faults = []
+    env = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf")}
+    theirs = script("tests/lm_evals_hf.py", saved[1], 2, *PAPER_METRICS, env=env)
+    assert theirs.returncode == 0, theirs.stderr.decode()
+    wanted = json.loads(theirs.stdout.splitlines()[-1])
+    entries = {entry["task"]: entry for entry in json.loads((tmp_path / "results.json").read_text())["entries"]}
+    largest = 0.0
+    for name in PAPER_METRICS:
+        for mine, other in zip(samples(tmp_path, name), wanted["samples"][name], strict=True):
+            assert mine["doc_id"] == other["doc_id"]
+            for (nats, greedy), (expected, also) in zip(mine["filtered_resps"], other["filtered_resps"], strict=True):
+                largest = max(largest, abs(float(nats) - expected))
+                assert str(greedy) == str(also)
+            assert mine["acc"] == other["acc"]
+        for key, value in wanted["results"][name].items():
+            if "," in key and "stderr" not in key:
+                assert entries[name]["results"][name][key] == pytest.approx(value, rel=1e-5), (name, key)
+    assert largest < 1e-4
+    print(f"largest difference {largest:.2g} nats")
