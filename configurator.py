@@ -13,8 +13,10 @@ import difflib
 import itertools
 import json
 import os
+import re
 import signal
 import sys
+import time
 import types
 import typing
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 INTERRUPTED = 130  # as a shell has it for a process that SIGINT has ended
+OTHERS_WAIT = 3.0  # seconds; torchrun looks at its processes ten times a second
 
 
 def _end_at_once(*_) -> None:
@@ -259,9 +262,9 @@ class Parser(argparse.ArgumentParser):
 
 
 @contextlib.contextmanager
-def one_line_errors(*kinds: type[Exception]):
+def one_line_errors(*kinds: type[Exception], memory: str = ""):
     """End the script with one line: exit code 2 on what a user can get wrong, which is `kinds`, or ValueError and
-    OSError; 130 on Ctrl+C, once everything inside has cleaned up."""
+    OSError, and, with `memory` for advice, on memory that ran out; 130 on Ctrl+C, once all inside has cleaned up."""
     expected, handler = kinds or (ValueError, OSError), signal.getsignal(signal.SIGINT)
     if handler is _end_at_once:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -269,19 +272,45 @@ def one_line_errors(*kinds: type[Exception]):
         yield
     except BaseException as error:
         interrupted = _is_interruption(error)
-        if isinstance(error, expected):
-            rank = f" [rank {os.environ['RANK']}]" if os.environ.get("RANK", "0") != "0" else ""
-            print(f"{Path(sys.argv[0]).name}: error:{rank} {' '.join(str(error).split())}", file=sys.stderr)
-        elif interrupted and handler is _end_at_once and not isinstance(error, SystemExit):
-            _say("interrupted")
-        else:
+        lack = out_of_memory(error) if memory else ""
+        said = f"error: {lack}: {memory}" if lack else f"error: {error}" if isinstance(error, expected) else ""
+        if not said and (not interrupted or handler is not _end_at_once or isinstance(error, SystemExit)):
             raise
         if interrupted:
             handler = signal.SIG_IGN  # a second Ctrl+C has nothing left to end
-        sys.exit(INTERRUPTED if interrupted else 2)
+        if said:
+            end(said, INTERRUPTED if interrupted else 2)
+        _say("interrupted")
+        sys.exit(INTERRUPTED)
     finally:
         if handler in (_end_at_once, signal.SIG_IGN):
             signal.signal(signal.SIGINT, handler)
+
+
+def end(text: str, code: int = 2):
+    """End this process with a line on stderr.
+
+    Of several processes that make the same mistake the first of a machine says it: torchrun ends the others when that
+    one ends. torchrun's own report, which is long, then ends with the line as well.
+    """
+    line = f"{Path(sys.argv[0]).name}: {' '.join(text.split())}"
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(OTHERS_WAIT)
+        line = line.replace("error: ", f"error: [rank {os.environ['RANK']}] ", 1)
+    print(line, file=sys.stderr)
+    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with contextlib.suppress(OSError):
+            Path(report).write_text(json.dumps({"message": f"\n\n{line}", "timestamp": int(time.time())}))
+    sys.exit(code)
+
+
+def out_of_memory(error: BaseException) -> str:
+    """What an allocation that failed says of itself, in short; empty for other errors."""
+    text = str(error)
+    if not isinstance(error, MemoryError) and "ut of memory" not in text and "can't allocate memory" not in text:
+        return ""
+    wanted = re.search(r"tried to allocate ([\d.]+ \w+)", text, re.IGNORECASE)
+    return f"out of memory (tried to allocate {wanted[1]})" if wanted else "out of memory"
 
 
 def _is_interruption(error: BaseException | None) -> bool:

@@ -12,14 +12,12 @@ was evaluated; 2: a mistake; 3: some tasks could not be evaluated, each named in
 makes 1 of the last two.)
 """
 
-import contextlib
 import sys
 from pathlib import Path
 
 import configurator  # before all that is slow to import: it takes Ctrl+C
 
 # isort: split
-import torch
 
 from evaluation import published, subjects, tables, tasks
 from evaluation.runner import Evaluation, open_corpus_of
@@ -119,19 +117,9 @@ def write(found: list[tables.Table], out: Path) -> None:
         write_text(out / f"table.{name}", form(found))
 
 
-@contextlib.contextmanager
-def one_line_errors():
-    """As everywhere, and for what does not fit the memory."""
-    with configurator.one_line_errors():
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            raise ValueError(f"out of memory: give a smaller --batch_size ({str(error).partition('.')[0]})") from error
-
-
 def main():
     args = arguments()
-    with one_line_errors():
+    with configurator.one_line_errors(memory="give a smaller --batch_size"):
         check(args)
         device = distributed.pick_device(args.device)
         chosen = subjects.find_all(args.runs)

@@ -152,7 +152,7 @@ def sample(model, tokenizer, texts: list[str], args, sampling: Sampling, device:
 def main():
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the script, as any other
     args = arguments()
-    with configurator.one_line_errors():
+    with configurator.one_line_errors(memory="give a smaller --batch_size"):
         sampling, device = check(args), pick_device(args.device)
         texts = [read_prompt(argument) for argument in args.prompt or [""]]
         model, tokenizer, state = load_model(args.run, device)

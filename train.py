@@ -339,7 +339,9 @@ def main():
                 found = nonfinite.diagnose(step, loss, grad_norm, model, optimizers, train_batches, world)
                 written = save("nonfinite")
                 distributed.stop(world)
-                sys.exit(f"train.py: {nonfinite.message(found, out / 'nonfinite', written)}" if world.is_main else 1)
+                if world.is_main:
+                    configurator.end(nonfinite.message(found, out / "nonfinite", written), 1)
+                sys.exit(1)
             for each in optimizers:
                 if finite:
                     each.step()
@@ -376,7 +378,7 @@ def main():
         log.close()
     distributed.stop(world)
     if not written:
-        sys.exit(f"train.py: step {state['step']} is not saved: free disk space and start again with --resume=auto")
+        configurator.end(f"step {state['step']} is not saved: free disk space and start again with --resume=auto", 1)
     if state["step"] < config.max_steps or not state["evaluated"]:
         if world.is_main:
             print(f"stopped ({stop.reason() or 'another process was told to'}) after step {state['step']}; {GO_ON}")
@@ -384,5 +386,8 @@ def main():
         sys.exit(0 if "TORCHELASTIC_RUN_ID" in os.environ else stopping.EXIT_CODE)
 
 
+MEMORY = "give a smaller --micro_batch_size, or --activation_checkpointing=True, and go on with --resume=auto"
+
 if __name__ == "__main__":
-    main()
+    with configurator.one_line_errors(MemoryError, memory=MEMORY):
+        main()

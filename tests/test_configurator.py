@@ -368,8 +368,10 @@ def test_help_text_shows_every_key_with_its_default_help_and_choices():
 def test_mistakes_end_the_script_with_one_line_and_code_2(monkeypatch, capsys, error, rank, line):
     monkeypatch.setattr("sys.argv", ["/some/where/run.py", "--steps=0"])
     monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(configurator, "OTHERS_WAIT", 0)
     if rank is not None:
         monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
     with pytest.raises(SystemExit) as end, configurator.one_line_errors():
         raise error
     assert end.value.code == 2

@@ -80,6 +80,7 @@ def test_deep_models_lie_on_the_line_through_shallow_ones(exact):
         assert memory.needs(deep)[0] == pytest.approx(memory.eager_peak(deep, 7, False), rel=0.01)
 
 
+@pytest.mark.slow
 def test_checkpointing_compiled_steps_keeps_states_alone(exact):
     """Between the states alone and everything; and the difference to everything grows with depth."""
     saved = []
@@ -108,33 +109,34 @@ def refusal(arguments: list[str]) -> str:
     return str(found.value)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_that_does_not_fit_is_told_what_does(corpus, tmp_path, machine, compiled):
     arguments = small_run(corpus, tmp_path / "run", **WIDE, micro_batch_size=24, compile=compiled)
     config, model_config = train.configure(arguments)
-    needed = {rows: estimate.memory_needed(config, model_config, rows, CPU).total for rows in (1, 6, 8, 24)}
-    machine((needed[8] + needed[24]) / 2)
+    needed = {rows: estimate.memory_needed(config, model_config, rows, CPU).total for rows in (1, 8, 24)}
+    there = (needed[8] + needed[24]) / 2
+    machine(there)
     message = refusal(arguments)
     assert message.startswith("micro_batch_size=24 needs about ")
-    assert "give --micro_batch_size=12 (about " in message or "give --micro_batch_size=8 (about " in message
-    advised = int(message.split("--micro_batch_size=")[1].split()[0])
+    advised = int(message.split("give --micro_batch_size=")[1].split()[0])
+    assert 24 % advised == 0
     changed = dataclasses.replace(config, micro_batch_size=advised)
-    estimate.check_memory(changed, model_config, advised, CPU)  # it does fit
+    estimate.check_memory(changed, model_config, advised, CPU)  # it does fit, and is not much too little
+    assert estimate.memory_needed(changed, model_config, advised, CPU).total > 0.6 * there
 
 
 def test_where_no_micro_batch_fits_checkpointing_or_a_smaller_model_is_advised(corpus, tmp_path, machine):
-    arguments = small_run(
-        corpus, tmp_path / "run", **{**WIDE, "num_hidden_layers": 24, "block_size": 1024}, compile=False
-    )
+    deep = {**WIDE, "num_hidden_layers": 24, "block_size": 1024, "micro_batch_size": 1}
+    arguments = small_run(corpus, tmp_path / "run", **deep, compile=False)
     config, model_config = train.configure(arguments)
-    plain = estimate.memory_needed(config, model_config, 1, CPU).total
-    saving = estimate.memory_needed(
-        dataclasses.replace(config, activation_checkpointing=True), model_config, 1, CPU
-    ).total
-    machine(plain)
+    plain, saving = (
+        estimate.memory_needed(dataclasses.replace(config, activation_checkpointing=on), model_config, 1, CPU).total
+        for on in (False, True)
+    )
     assert plain > 1.2 * saving
-    assert "give --micro_batch_size=1 --activation_checkpointing=True (about " in refusal(arguments)
-    machine(saving / 2)
+    machine(0.99 * plain)
+    assert "give --activation_checkpointing=True (about " in refusal(arguments)
+    machine(0.9 * saving)
     assert "give a smaller model" in refusal(arguments)
 
 
