@@ -386,6 +386,13 @@ def test_what_a_data_set_does_not_have_is_named(clone, keys, message):
     assert "\n" not in str(error.value)
 
 
+def test_a_data_set_of_other_files_says_what_can_be_read(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
+    message = r"is read from parquet files, .*/train\.jsonl is none: give --revision=refs/convert/parquet"
+    with pytest.raises(sources.Missing, match=message):
+        list(Hub(str(tmp_path), None).read())
+
+
 def test_a_damaged_file_of_a_clone_ends_in_one_line(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"PAR1 no parquet PAR1")
     with pytest.raises(ValueError, match=rf"{tmp_path}/a\.parquet is no whole parquet file") as error:

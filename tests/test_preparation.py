@@ -379,7 +379,7 @@ class Unreachable(Files):
             yield batch
 
 
-@pytest.mark.parametrize("batches", [0, 1, 5])
+@pytest.mark.parametrize("batches", [0, 1, 15])
 def test_a_complete_corpus_can_be_used_until_the_larger_one_is_whole(parquet, small, tmp_path, batches):
     folder, texts = parquet
     out = tmp_path / "out"
@@ -777,7 +777,7 @@ def test_a_damaged_source_leaves_whole_shards_and_a_way_to_end(tmp_path, small, 
         ) as error:
             run(out, files_plan(tmp_path / "in"), "--shard_tokens=300")
     end = int(str(error.value).split("--max_tokens=")[1].split()[0])
-    assert end >= 3000  # and the damage begins after 4600 or 6800
+    assert end >= 2700  # and the damage begins after 4600 or 6800
     with pytest.raises(ValueError, match=f"--max_tokens={end}"):
         open_corpus(str(out))
     assert (
