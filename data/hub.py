@@ -147,6 +147,8 @@ class Hub:
                 "the hub knows no such data set, or hides it: check the name; if that is right it is private or "
                 "gated, then `hf auth login` with an account that may read it"
             )
+        if any(getattr(getattr(each, "response", None), "status_code", None) in (401, 403) for each in chain(error)):
+            return "the hub refuses: `hf auth login` with an account that may read it"
         return self.otherwise
 
 
@@ -194,6 +196,7 @@ class RemoteFile(io.RawIOBase):
         """Append what is missing of bytes first to end - 1."""
         begin = first + len(data)
         headers = {**self.hub.utils.build_hf_headers(), "Range": f"bytes={begin}-{end - 1}"}
+        headers["Accept-Encoding"] = "identity"
         stream = self.hub.utils.get_session().stream
         with stream("GET", self.url, headers=headers, timeout=TIMEOUT, follow_redirects=True) as response:
             if response.status_code >= 400:

@@ -17,6 +17,8 @@ def end_in_one_line() -> None:
     A thread listens, because Python runs a handler in its main thread alone, and only when what that has called in
     another language is back: a read of Arrow's that waits for the hub, or the training of a tokenizer.
     """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        return  # a job in the background of a script, which Ctrl+C is not meant for
     listen, write = os.pipe()
     os.set_blocking(write, False)
     signal.signal(signal.SIGINT, lambda *_: None)

@@ -169,7 +169,7 @@ class Preparation:
 
     def _complete(self) -> bool:
         """Whether meta.json's shards are all there and what --max_tokens asks for."""
-        same = self.state.get("max_tokens") == self.args.max_tokens
+        same = self.state.get("max_tokens", "begun") == self.args.max_tokens
         return same and all(self._is_whole(record) for record in self.state["shards"])
 
     def _tokenizer(self) -> tiktoken.Encoding:

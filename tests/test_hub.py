@@ -259,7 +259,7 @@ LASTING = {
         "'sample-350BT' not found. Available: ['sample-10BT', 'other']",
     ),
     "no revision": (["--revision=v9"], [], "it has no revision v9: give another --revision"),
-    "no terms accepted": ([], [Fault("status", "/resolve/", 403)], "give local files by --source"),
+    "no terms accepted": ([], [Fault("status", "/resolve/", 403)], "`hf auth login` with an account that may"),
     "no file": ([], [Fault("status", "/cdn/", 404)], "give local files by --source"),
     "no patience": (["--retry_minutes=0"], [Fault("status", RANGES)], "the hub answers 503, for --retry_minutes=0"),
     "no end": (["--retry_minutes=0.02"], [Fault("status", RANGES)], "for --retry_minutes=0.02"),
@@ -333,6 +333,11 @@ def test_ctrl_c_in_a_pause_is_one_line(server, fineweb, tmp_path):
     assert "run the same command again to go on" in line
 
 
+def test_places_that_an_earlier_version_noted_are_refused(clone):
+    with pytest.raises(sources.Missing, match=r"preparation\.json is of an earlier version"):
+        next(Hub(str(clone), "sample-10BT").read({"examples_iterable": {"shard_idx": 0}, "epoch": 0}))
+
+
 @pytest.mark.parametrize(
     ("error", "cause"),
     [
@@ -379,6 +384,13 @@ def test_what_a_data_set_does_not_have_is_named(clone, keys, message):
     with pytest.raises(ValueError, match=message) as error:
         list(Hub(str(clone), **{"name": "sample-10BT", **keys}).read())
     assert "\n" not in str(error.value)
+
+
+def test_a_data_set_of_other_files_says_what_can_be_read(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
+    message = r"is read from parquet files, .*/train\.jsonl is none: give --revision=refs/convert/parquet"
+    with pytest.raises(sources.Missing, match=message):
+        list(Hub(str(tmp_path), None).read())
 
 
 def test_a_damaged_file_of_a_clone_ends_in_one_line(tmp_path):

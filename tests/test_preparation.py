@@ -4,7 +4,6 @@ import errno
 import fcntl
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -379,7 +378,7 @@ class Unreachable(Files):
             yield batch
 
 
-@pytest.mark.parametrize("batches", [0, 1, 5])
+@pytest.mark.parametrize("batches", [0, 1, 15])
 def test_a_complete_corpus_can_be_used_until_the_larger_one_is_whole(parquet, small, tmp_path, batches):
     folder, texts = parquet
     out = tmp_path / "out"
@@ -709,16 +708,18 @@ def test_interrupted_by_hand_while_it_grows(tmp_path):
     assert len(tokens_of(open_corpus(str(out)))) == kept
 
 
+@pytest.mark.parametrize("later", [0, 0.06])
 @pytest.mark.parametrize("corpus", ["copy_task", "fineweb_edu", "openwebtext", "python_stdlib", "text", "wikitext"])
-def test_interrupted_during_the_imports(tmp_path, corpus):
-    """At a tenth of a second, or as soon as a handler is there; none of them has imported all it needs by then."""
+def test_interrupted_during_the_imports(tmp_path, corpus, later):
+    """As soon as the thread is there that listens, and a little later."""
     arguments = [sys.executable, ROOT / "data" / corpus / "prepare.py", f"--out={tmp_path / 'out'}"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     arguments += ["--source=docs"] * (corpus == "text")
     process = subprocess.Popen(arguments, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while not int(re.search(r"SigCgt:\s+(\w+)", Path(f"/proc/{process.pid}/status").read_text())[1], 16) & 2:
-        time.sleep(0.001)  # Python's own handler comes first, then ours
-    time.sleep(0.08)
+    while len(list(Path(f"/proc/{process.pid}/task").iterdir())) == 1:
+        assert process.poll() is None
+        time.sleep(0.001)
+    time.sleep(later)
     assert stopped(process) == "prepare.py: stopped\n"
 
 
@@ -775,7 +776,7 @@ def test_a_damaged_source_leaves_whole_shards_and_a_way_to_end(tmp_path, small, 
         ) as error:
             run(out, files_plan(tmp_path / "in"), "--shard_tokens=300")
     end = int(str(error.value).split("--max_tokens=")[1].split()[0])
-    assert end >= 3000  # and the damage begins after 4600 or 6800
+    assert end >= 2700  # and the damage begins after 4600 or 6800
     with pytest.raises(ValueError, match=f"--max_tokens={end}"):
         open_corpus(str(out))
     assert (
