@@ -21,7 +21,7 @@ class Hub:
     Which files those are `datasets` knows from the data set's card. `starts(text)`, where given, tells which rows begin
     a document. `revision` is pinned to a commit as soon as the hub was asked, so that what is resumed is what was
     begun. What the hub refuses for a while is asked for again, up to `retry_minutes`. `otherwise` is what a script says
-    one can do without the hub.
+    one can do without the hub, `anew` where the pinned commit is gone.
     ValueError: it cannot be read, with the way out; Missing: nor later.
     """
 
@@ -34,6 +34,7 @@ class Hub:
     tokens: int | None = None  # how many it has, about
     retry_minutes: float = MINUTES
     otherwise: str = "give local files by --source, or a local clone by --repository=FOLDER"
+    anew: str = "--overwrite begins anew with the newest"
     _pinned: str | None = field(default=None, init=False)
     _listed: list[str] | None = field(default=None, init=False)
 
@@ -137,8 +138,7 @@ class Hub:
             return "accept its terms on its page, then `hf auth login`"
         if "RevisionNotFoundError" in found and self._pinned:
             return (
-                f"the commit {self._pinned}, which this preparation was begun with, is gone from the hub: "
-                "--overwrite begins anew with the newest"
+                f"the commit {self._pinned}, which this preparation was begun with, is gone from the hub: {self.anew}"
             )
         if "RevisionNotFoundError" in found:
             return f"it has no revision {self.revision}: give another --revision"

@@ -160,10 +160,8 @@ def open_corpus(dataset: str) -> Corpus:
     meta = read_json(path / "meta.json")
     if begun := not meta and read_json(path / "preparation.json"):
         kept = sum(record["tokens"] for record in begun.get("shards", []))
-        raise ValueError(
-            f"{path} was not prepared to its end: run its prepare.py again to go on, or, to end with the whole shards "
-            f"that are there, with --max_tokens={kept}"
-        )
+        end_here = f", or, to end with the whole shards that are there, with --max_tokens={kept}" if kept else ""
+        raise ValueError(f"{path} was not prepared to its end: run its prepare.py again to go on{end_here}")
     if not all(files.values()):
         script = f"data/{dataset}/prepare.py"
         known = sorted(folder.parent.name for folder in Path(__file__).parent.glob("*/prepare.py"))

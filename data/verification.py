@@ -104,7 +104,8 @@ def fetch(repository: str, out: Path, revision: str | None, retry_minutes: float
     `fetched.json` notes the commit, so that a fetch that is begun again goes on with that one.
     """
     otherwise = "--pretokenized takes the folder of such shards too"
-    hub = Hub(repository, None, revision=revision, retry_minutes=retry_minutes, otherwise=otherwise)
+    anew = f"delete {out / 'fetched.json'} and the shards beside it to fetch the newest"
+    hub = Hub(repository, None, revision=revision, retry_minutes=retry_minutes, otherwise=otherwise, anew=anew)
     asked, before = {"source": repository, "revision": revision}, shards.read_json(out / "fetched.json")
     if before and {key: before.get(key) for key in asked} != asked:
         holds = f"{before.get('source')}, revision {before.get('revision')}"
