@@ -53,6 +53,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _no_hub(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for package in ("huggingface_hub.constants", "datasets.config"):  # which other tests may have imported already
+        monkeypatch.setattr(f"{package}.HF_HUB_OFFLINE", True)
 
 
 def lm_evals_results(language_model, names, folder, shots):

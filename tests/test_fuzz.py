@@ -144,7 +144,7 @@ def test_mutated_configurations_train_or_end_in_one_line(corpus, tmp_path, monke
         {"block_size": 2**14, "num_hidden_layers": 10**5},
         {"ddl_value_channels": 10**9},
         {"ddl_beta_hidden_size": 10**13, "ddl_beta_single_linear": False},
-        {"global_batch_size": 2000, "micro_batch_size": 2000, "vocab_size": 10**6},
+        {"global_batch_size": 10**7, "micro_batch_size": 10**7},
     ],
 )
 def test_a_model_too_large_for_the_memory_is_refused_by_an_estimate(corpus, tmp_path, monkeypatch, capsys, changes):

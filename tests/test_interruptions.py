@@ -289,6 +289,21 @@ def test_a_full_disk_leaves_the_run_going_and_the_old_checkpoint(corpus, tmp_pat
     assert steps_done(run) == list(range(1, step + 6))
 
 
+def test_a_removed_run_folder_is_said_at_once_and_made_again(corpus, tmp_path):
+    run, log = tmp_path / "run", tmp_path / "log"
+    keys = {**CONSTANT, "checkpoint_interval": 100_000, "max_steps": 100_000}
+    with open(log, "w") as file:
+        process = start(small_run(corpus, run, **keys), log=file)
+    wait_for(lambda: len(steps_done(run)) > 3)
+    shutil.rmtree(run)
+    wait_for(lambda: "metrics.jsonl was removed while the run writes to it" in log.read_text())
+    wait_for(lambda: len(steps_done(run)) > 3)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 75
+    assert checkpoint.read_state(checkpoint.find(run))["step"] == steps_done(run)[-1]
+    assert log.read_text().count("was removed") == 1
+
+
 def test_metrics_that_cannot_be_written_wait(tmp_path, monkeypatch):
     file = metrics.LineFile(tmp_path / "metrics.jsonl")
     file.write({"step": 1})

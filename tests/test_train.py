@@ -18,6 +18,7 @@ from conftest import ROOT, SMALL, one_line_error, script, sign, small_run
 from data import shards, tokenizer
 from data.loader import TrainBatches, ValidationBatches
 from model import build
+from model.gpt import GPTConfig
 from train import TrainConfig, check_run, configure, open_data
 from training import checkpoint, metrics
 from training.distributed import World
@@ -247,6 +248,27 @@ def test_dry_run_prints_the_size_and_writes_nothing(corpus, tmp_path, monkeypatc
 def test_a_mistake_ends_the_script(corpus, tmp_path):
     error = one_line_error(script("train.py", *small_run(corpus, tmp_path / "out", max_stepz=5)))
     assert error == "train.py: error: unknown key --max_stepz, did you mean max_steps?"
+
+
+def test_the_vocabulary_is_the_corpus_s_unless_given(corpus, tmp_path):
+    """257 bytes and end-of-text, in a multiple of 64; a run that goes on keeps its own."""
+    import train
+
+    def size(*more):
+        given = [argument for argument in small_run(corpus, tmp_path / "run") if "vocab_size" not in argument]
+        return train.configure([*given, *more])[1].vocab_size
+
+    assert size() == 320
+    assert size("--vocab_size=300") == 300
+    assert size("--dataset=no_such") == GPTConfig().vocab_size
+    assert script("train.py", *small_run(corpus, tmp_path / "run", max_steps=1, vocab_size=290)).returncode == 0
+    assert size("--resume=auto") == 290
+    assert size("--resume=auto", "--out_dir=elsewhere") == 320
+
+
+def test_a_run_folder_that_cannot_be_made_ends_in_one_line(corpus, tmp_path):
+    (tmp_path / "file").touch()
+    assert "Not a directory" in one_line_error(script("train.py", *small_run(corpus, tmp_path / "file" / "run")))
 
 
 def test_truncated_shard_is_refused(corpus, tmp_path):
