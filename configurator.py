@@ -127,9 +127,10 @@ HABITS = {
 
 
 def nearest(name: str, names) -> str:
-    """', did you mean X?', or nothing where nothing is near."""
-    close = difflib.get_close_matches(name, list(names), n=1)
-    return f", did you mean {close[0]}?" if close else ""
+    """', did you mean X?', or nothing where nothing is near; the dashes of options make none near."""
+    bare = {other.lstrip("-"): other for other in names}
+    close = difflib.get_close_matches(name.lstrip("-"), list(bare), n=1)
+    return f", did you mean {bare[close[0]]}?" if close else ""
 
 
 def instead(name: str, names) -> str:
@@ -244,7 +245,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False, **keys})
 
     def error(self, message: str):
-        self.exit(2, f"{self.prog}: error: {message}; --help lists the options\n")
+        end(f"error: {message}; --help lists the options", program=self.prog)
 
     def parse_known_args(self, args=None, namespace=None):
         args = sys.argv[1:] if args is None else list(args)
@@ -287,16 +288,16 @@ def one_line_errors(*kinds: type[Exception], memory: str = ""):
             signal.signal(signal.SIGINT, handler)
 
 
-def end(text: str, code: int = 2):
+def end(text: str, code: int = 2, program: str | None = None):
     """End this process with a line on stderr.
 
     Of several processes that make the same mistake the first of a machine says it: torchrun ends the others when that
     one ends. torchrun's own report, which is long, then ends with the line as well.
     """
-    line = f"{Path(sys.argv[0]).name}: {' '.join(text.split())}"
+    line = f"{program or Path(sys.argv[0]).name}: {' '.join(text.split())}"
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(OTHERS_WAIT)
-        line = line.replace("error: ", f"error: [rank {os.environ['RANK']}] ", 1)
+        line = line.replace("error: ", f"error: [rank {os.environ.get('RANK', '?')}] ", 1)
     print(line, file=sys.stderr)
     if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         with contextlib.suppress(OSError):

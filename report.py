@@ -7,6 +7,7 @@
 RUN is a run folder made by train.py.
 """
 
+import contextlib
 import io
 import json
 import os
@@ -63,10 +64,11 @@ def smooth(values: list[float], window: int) -> list[float]:
 
 
 def settings_of(run: str) -> dict:
-    """What the run was trained with, by its newest checkpoint; nothing before its first one."""
-    checkpoints = checkpoint.all_of(Path(run))
-    state = checkpoint.read_state(checkpoints[-1]) if checkpoints else {"run_config": {}, "model_config": {}}
-    found = {**state["run_config"], **state["model_config"]}
+    """What the run was trained with, by its newest checkpoint; nothing before its first one or where it is damaged."""
+    checkpoints, found = checkpoint.all_of(Path(run)), {}
+    with contextlib.suppress(ValueError):  # metrics.jsonl is enough for a curve
+        state = checkpoint.read_state(checkpoints[-1]) if checkpoints else {}
+        found = {**state.get("run_config", {}), **state.get("model_config", {})}
     return {key: value for key, value in found.items() if key not in ("out_dir", "resume", "dry_run", "device")}
 
 

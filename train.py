@@ -125,8 +125,8 @@ def configure(argv: list[str]):
         print(f"note: {', '.join(elsewhere)} of {files[0]} do not concern {stem}")
     values = configurator.check({k: v for k, v in from_file.items() if k in schema}, schema)
     values.update({key: configurator.parse(key, text, schema) for key, text in options.items()})
-    values = {**vocabulary(values), **init_from.merged(values, settled)}
     values["out_dir"] = values.get("out_dir") or f"runs/{Path(files[0]).stem if files else stem}"
+    values = {**vocabulary(values), **init_from.merged(values, settled)}
 
     run_keys = {field.name for field in dataclasses.fields(TrainConfig)}
     config = TrainConfig(**{key: value for key, value in values.items() if key in run_keys})
@@ -136,8 +136,8 @@ def configure(argv: list[str]):
 
 def vocabulary(values: dict) -> dict:
     """{"vocab_size": that of the run which goes on, or the corpus's, padded for the GPU}; {} where neither is known."""
-    if values.get("resume") and (state := init_from.own_state(values["resume"], values.get("out_dir"))):
-        return {"vocab_size": state["model_config"]["vocab_size"]}
+    if values.get("resume") and (state := init_from.own_state(values["resume"], values["out_dir"])):
+        return {"vocab_size": {**defaults(state["model"]), **state["model_config"]}["vocab_size"]}
     size = vocab_size_of(values.get("dataset", TrainConfig.dataset))
     return {"vocab_size": -(-size // 64) * 64} if size else {}
 
@@ -246,6 +246,7 @@ def main():
         metrics.optional_packages(config)
         estimate.check_memory(config, model_config, micro_batch_rows(config), device)
         corpus, train_batches, val_batches = open_data(config, model_config)
+        tokenizer = describe(corpus.path)  # for every checkpoint, wherever the corpus is by then
         start = resume.find_start(config, settings, corpus.identity, defaults)
         state = resume.new_state()
         if start:
@@ -314,7 +315,7 @@ def main():
         saved |= {"run_config": dataclasses.asdict(config), "corpus": corpus.identity}
         log.file.sync()
         try:
-            path = checkpoint.save(out / subfolder, weights, optimizer_state, saved, describe(corpus.path))
+            path = checkpoint.save(out / subfolder, weights, optimizer_state, saved, tokenizer)
         except OSError as error:
             print(f"warning: step {state['step']}: no checkpoint ({error}); the one before is kept", file=sys.stderr)
             return False

@@ -203,6 +203,11 @@ def test_a_mistyped_option_is_one_line_with_the_nearest(capsys, argv, message):
     assert capsys.readouterr() == ("", message + "--help lists the options\n")
 
 
+def test_dashes_make_no_option_near():
+    assert configurator.nearest("--lr", ["--help", "--out"]) == ""
+    assert configurator.nearest("--ou", ["--help", "--out"]) == ", did you mean --out?"
+
+
 def test_options_of_a_subcommand_and_values_that_look_like_options():
     parser = configurator.Parser(prog="run.py")
     draw = parser.add_subparsers(dest="command").add_parser("draw")

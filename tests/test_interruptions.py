@@ -304,6 +304,19 @@ def test_a_removed_run_folder_is_said_at_once_and_made_again(corpus, tmp_path):
     assert log.read_text().count("was removed") == 1
 
 
+def test_a_removed_file_of_metrics_that_cannot_be_made_again_waits(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    file = metrics.LineFile(folder / "metrics.jsonl")
+    shutil.rmtree(folder)
+    folder.touch()  # a file where the folder was
+    file.write({"step": 1})
+    file.write({"step": 2})
+    folder.unlink()
+    file.write({"step": 3})
+    assert [record["step"] for record in metrics.read(folder / "metrics.jsonl")][-1] == 3
+
+
 def test_metrics_that_cannot_be_written_wait(tmp_path, monkeypatch):
     file = metrics.LineFile(tmp_path / "metrics.jsonl")
     file.write({"step": 1})

@@ -9,7 +9,7 @@ from conftest import ROOT, small_run
 
 
 def torchrun(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "train.py"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "train.py"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [*command, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False
@@ -41,7 +41,7 @@ def test_a_mistake_of_one_process_alone_is_said_by_it(corpus, tmp_path):
     broken += "configurator.OTHERS_WAIT = 0.2\nwith configurator.one_line_errors():\n"
     broken += "    if os.environ['RANK'] == '1': raise ValueError('no GPU for me')\n    import time; time.sleep(60)"
     (tmp_path / "broken.py").write_text(broken)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
     found = subprocess.run(
         [*command, tmp_path / "broken.py"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )

@@ -5,6 +5,7 @@ import os
 import resource
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import train
 from model import STEMS, build, model_class
-from training import estimate, memory
+from training import estimate, memory, metrics
 
 SIZE = {"vocab_size": 320, "block_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16}
 SIZE |= {"hidden_size": 32}
@@ -159,7 +160,52 @@ def test_gradients_are_counted_once_where_micro_batches_accumulate_them(corpus, 
 def test_the_dry_run_shows_the_estimate(corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["train.py", *small_run(corpus, tmp_path / "run", dry_run=True)])
     train.main()
-    assert "MiB of " in capsys.readouterr().out
+    count = build("DDL-gpt-mha-rope", **SMALL).num_parameters()
+    found = capsys.readouterr().out
+    assert f"{metrics.size(16 * count)} for weights and optimizer" in found  # AdamW, gradients that add up
+    assert "420 MiB for the process" in found
+
+
+LOOKS = """
+import torch
+import model.gpt as gpt
+
+class Block(gpt.Block):
+    def write_state(self, site, state, h, c, aux):
+        return state + h if float(h.detach().abs().max()) < 1e9 else state
+
+class Model(gpt.GPT):
+    Block = Block
+"""
+
+
+def test_a_model_that_looks_at_its_values_is_trained_without_an_estimate(corpus, tmp_path, monkeypatch, capsys):
+    stem = types.ModuleType("model.looking-gpt")
+    exec(LOOKS, stem.__dict__)
+    monkeypatch.setitem(sys.modules, "model.looking-gpt", stem)
+    monkeypatch.setattr("model.STEMS", [*STEMS, "looking-gpt"])
+    monkeypatch.setattr(estimate, "memory_of", lambda device: 2**28)  # so that it would be simulated
+    arguments = small_run(corpus, tmp_path / "run", model="looking-gpt", hidden_size=300, max_steps=1)
+    for more in (["--dry_run"], []):
+        monkeypatch.setattr("sys.argv", ["train.py", *arguments, *more])
+        train.main()
+        found = capsys.readouterr()
+        assert "whether the memory suffices is not known (DataDependentOutputException" in found.err
+    assert (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_parts_of_gradients_are_counted_under_fsdp(corpus, tmp_path, monkeypatch):
+    def needed(engine, world):
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+        keys = {"global_batch_size": 2 * world, "micro_batch_size": 2, "hidden_size": 96, "engine": engine}
+        return estimate.memory_needed(*train.configure(small_run(corpus, tmp_path / "run", **keys)), 2, CPU)
+
+    _, model_config = train.configure(small_run(corpus, tmp_path / "run", hidden_size=96))
+    count = build("DDL-gpt-mha-rope", **dataclasses.asdict(model_config)).num_parameters()
+    one, four, copies = needed("ddp", 1), needed("fsdp", 4), needed("ddp", 4)
+    assert four.weights == one.weights // 4
+    assert one.activations - four.activations == 3 * count  # of 4 bytes each
+    assert copies.weights == one.weights + 4 * count  # DDP's buckets
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of address space")

@@ -250,7 +250,7 @@ def test_a_mistake_ends_the_script(corpus, tmp_path):
     assert error == "train.py: error: unknown key --max_stepz, did you mean max_steps?"
 
 
-def test_the_vocabulary_is_the_corpus_s_unless_given(corpus, tmp_path):
+def test_the_vocabulary_is_the_corpus_s_unless_given(corpus, tmp_path, monkeypatch):
     """257 bytes and end-of-text, in a multiple of 64; a run that goes on keeps its own."""
     import train
 
@@ -263,6 +263,14 @@ def test_the_vocabulary_is_the_corpus_s_unless_given(corpus, tmp_path):
     assert size("--dataset=no_such") == GPTConfig().vocab_size
     assert script("train.py", *small_run(corpus, tmp_path / "run", max_steps=1, vocab_size=290)).returncode == 0
     assert size("--resume=auto") == 290
+    # the folder that a run has unless told otherwise
+    (tmp_path / "run").rename(tmp_path / "default")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "default").rename(tmp_path / "runs" / "DDL-gpt-mha-rope")
+    given = [argument for argument in small_run(corpus, tmp_path) if "vocab_size" not in argument]
+    given = [argument for argument in given if "out_dir" not in argument]
+    assert train.configure([*given, "--resume=auto"])[1].vocab_size == 290
     assert size("--resume=auto", "--out_dir=elsewhere") == 320
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 
 from model import build
 from training import memory
-from training.distributed import world_size
+from training.distributed import rank, world_size
 from training.metrics import duration, nominal_flops_per_token, peak_flops, size
 
 # On a CPU: what Python and torch take, what compiling takes, and that for every node of the compiled graphs
@@ -34,14 +35,11 @@ class Memory:
 
 def size_of_run(config, model, windows: int, rows: int, device: torch.device) -> str:
     """Parameters, memory, tokens and FLOPs of a whole run, and its time at 45% utilisation where the peak is known."""
-    needed = memory_needed(config, model.config, rows, device)
     tokens = config.max_steps * config.global_batch_size * model.config.block_size
     flops = tokens * model.flops_per_token()
     lines = [
         f"{config.model}: {model.num_parameters():,} parameters",
-        f"about {size(needed.total)} of {size(memory_of(device))} on {device}: {size(needed.weights)} for weights and "
-        f"optimizer, {size(needed.activations)} for activations and gradients"
-        + (f", {size(needed.process)} for the process" if needed.process else ""),
+        memory_line(config, model.config, rows, device),
         f"{config.max_steps:,} steps x {config.global_batch_size} sequences x {model.config.block_size} tokens = "
         f"{tokens:,} tokens, {config.max_steps * config.global_batch_size / windows:.2f} epochs",
         f"{flops:.3g} FLOPs, {model.state_bytes_per_token()} bytes of bfloat16 state per token",
@@ -51,6 +49,18 @@ def size_of_run(config, model, windows: int, rows: int, device: torch.device) ->
         seconds = tokens * nominal_flops_per_token(model) / (0.45 * peak * world_size())
         lines.append(f"about {duration(seconds)} on {world_size()} GPUs at 45% utilisation")
     return "\n".join(lines)
+
+
+def memory_line(config, model_config, rows: int, device: torch.device) -> str:
+    try:
+        needed = memory_needed(config, model_config, rows, device)
+    except memory.Unknown as error:
+        return f"its memory is not known ({error})"
+    process = f", {size(needed.process)} for the process" if needed.process else ""
+    return (
+        f"about {size(needed.total)} of {size(memory_of(device))} on {device}: {size(needed.weights)} for weights and "
+        f"optimizer, {size(needed.activations)} for activations and gradients{process}"
+    )
 
 
 def parameters_of(stem: str, model_config) -> int:
@@ -88,18 +98,26 @@ def per_weight(config) -> int:
 
 
 def memory_needed(config, model_config, rows: int, device: torch.device) -> Memory:
-    """An estimate for micro-batches of `rows` sequences. On two CPU cores within a fifth of what was measured."""
+    """An estimate for micro-batches of `rows` sequences. On two CPU cores within a fifth of what was measured.
+
+    memory.Unknown: there is none.
+    """
     compiled, on_cpu = config.compile, device.type == "cpu"
     bf16 = config.dtype == "bfloat16" or (config.dtype == "auto" and not on_cpu)
     how = (bf16, compiled, config.activation_checkpointing, config.kernels, config.state_interval)
     setting = memory.Setting(config.model, model_config, rows, device, *how)
     parameters = parameters_of(config.model, model_config)
-    several, accumulates = world_size() > 1, config.global_batch_size > rows * world_size()
-    # Gradients outlast a micro-batch where another one follows; DDP has them once more in its buckets.
-    kept = 4 * (accumulates + (several and config.engine == "ddp"))
-    weights = (per_weight(config) - 4 + kept) * parameters
-    weights //= world_size() if config.engine == "fsdp" else 1
-    activations, nodes = memory.needs(setting)
+    world, accumulates = world_size(), config.global_batch_size > rows * world_size()
+    # Muon has one moment where AdamW, which it leaves the embedding, has two.
+    moments = parameters + model_config.vocab_size * model_config.hidden_size
+    weights = 4 * parameters + 4 * (moments if config.optimizer == "muon" else 2 * parameters)
+    activations, nodes = memory.needs(setting)  # with the gradients of one micro-batch
+    if config.engine == "fsdp":
+        weights //= world
+        if not accumulates:
+            activations -= 4 * parameters * (world - 1) // world
+    else:  # gradients outlast a micro-batch where another one follows; DDP has them once more in its buckets
+        weights += 4 * parameters * (accumulates + (world > 1))
     compiler = COMPILER + PER_NODE * nodes if compiled else 0
     return Memory(weights, activations, PROCESS + compiler if on_cpu else 0)
 
@@ -130,29 +148,35 @@ def check_memory(config, model_config, rows: int, device: torch.device) -> None:
             f"this model needs at least {size(least)}, {device} has {size(there)}: give a smaller "
             f"micro_batch_size={rows} or model (hidden_size={model_config.hidden_size}, "
             f"num_hidden_layers={model_config.num_hidden_layers}, vocab_size={model_config.vocab_size}, "
-            f"block_size={model_config.block_size}), or engine=fsdp on more GPUs"
+            f"block_size={model_config.block_size})"
         )
-    if config.compile:  # to trace it takes seconds, which are saved where even the eager model fits
+    try:
+        # To trace a compiled model takes seconds, which are saved where even the eager one fits.
         eager = memory_needed(dataclasses.replace(config, compile=False), model_config, rows, device)
-        if eager.total + MOST_COMPILER < there:
+        if eager.total + MOST_COMPILER * config.compile < there:
             return
-    needed = memory_needed(config, model_config, rows, device).total
-    if needed > there:
-        fix = what_fits(config, model_config, rows, device, needed, there)
-        raise ValueError(f"micro_batch_size={rows} needs about {size(needed)}, {device} has {size(there)}: {fix}")
+        needed = memory_needed(config, model_config, rows, device).total if config.compile else eager.total
+        # A GPU that is full says so, a machine that is full kills the process.
+        if needed > (there if device.type == "cpu" else 1.2 * there):
+            fix = what_fits(config, model_config, rows, device, needed, there)
+            raise ValueError(f"micro_batch_size={rows} needs about {size(needed)}, {device} has {size(there)}: {fix}")
+    except memory.Unknown as error:
+        if rank() == 0:
+            print(f"note: whether the memory suffices is not known ({error})", file=sys.stderr)
 
 
 def what_fits(config, model_config, rows: int, device: torch.device, needed: int, there: int) -> str:
     """The largest micro-batch that fits, as it is or with activation checkpointing; else that the model must change."""
     share = config.global_batch_size // world_size()
-    for keys in ({}, {"activation_checkpointing": True}):
+    for keys in ({},) if config.activation_checkpointing else ({}, {"activation_checkpointing": True}):
         changed = dataclasses.replace(config, **keys)
-        one = memory_needed(changed, model_config, 1, device).total
         some = memory_needed(changed, model_config, rows, device).total if keys else needed
+        one = memory_needed(changed, model_config, 1, device).total if rows > 1 else some
         for fewer in (n for n in range(rows, 0, -1) if share % n == 0):
             about = one + (some - one) * (fewer - 1) // max(rows - 1, 1)
             if about < 0.9 * there:
                 options = [f"--micro_batch_size={fewer}"] if fewer < rows else []
                 options += [f"--{key}={value}" for key, value in keys.items()]
                 return f"give {' '.join(options)} (about {size(about)})"
-    return "give a smaller model, or engine=fsdp on more GPUs"
+    sharded = ", or engine=fsdp on more GPUs" if device.type == "cuda" else ""
+    return f"give a smaller model{sharded}"

@@ -48,12 +48,26 @@ class Setting:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
 
 
+class Unknown(Exception):  # noqa: N818 (says what it is)
+    """The model cannot be run on tensors without data; the message says why."""
+
+
 def needs(setting: Setting) -> tuple[int, int]:
     """(most bytes at once that a forward and backward pass needs beyond weights, nodes of the compiled graphs).
 
     The bytes are activations and the gradients as they are made. Deep models are extrapolated from two and four
-    blocks, which are taken to be alike.
+    blocks, which are taken to be alike. Unknown: a model that looks at the values of its tensors, for example.
+    ValueError: a model that cannot be made.
     """
+    try:
+        return peak_and_nodes(setting)
+    except ValueError:
+        raise
+    except Exception as error:  # torch raises many kinds; such a model can be trained all the same
+        raise Unknown(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}") from error
+
+
+def peak_and_nodes(setting: Setting) -> tuple[int, int]:
     layers = setting.model_config.num_hidden_layers
     if not setting.compiled:
         return extrapolated(lambda n: eager_peak(setting, n, setting.checkpointing), layers), 0

@@ -156,8 +156,8 @@ class LineFile:
         )
         with contextlib.suppress(OSError):  # the next write tries again
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.file.close()
-            self.file = open(self.path, "ab", buffering=0)  # noqa: SIM115
+            removed, self.file = self.file, open(self.path, "ab", buffering=0)  # noqa: SIM115
+            removed.close()
 
     def sync(self) -> None:
         """On the disk, as a checkpoint that follows will be."""
