@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data.patience import MINUTES, OutOfPatience, Patience, WrongAnswer, chain, kinds
+from data.patience import MINUTES, OutOfPatience, Patience, WrongAnswer, chain, is_offline, kinds
 from data.sources import Batch, Missing, first_line, parquet_texts
 
 AHEAD = 16 << 20  # bytes that are read at once
@@ -132,7 +132,7 @@ class Hub:
         found = {name for each in chain(error) for name in kinds(each)}
         if "ImportError" in found:
             return "that needs the datasets package: pip install datasets"
-        if "OfflineModeIsEnabled" in found:
+        if is_offline(error):
             return f"no connection to the hub, as HF_HUB_OFFLINE says: unset it, or {self.otherwise}"
         if "GatedRepoError" in found or re.search(r"\bgated dataset\b", str(error)):
             return "accept its terms on its page, then `hf auth login`"

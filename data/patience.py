@@ -37,9 +37,14 @@ def kinds(error: BaseException) -> set[str]:
     return {kind.__name__ for kind in type(error).__mro__}
 
 
+def is_offline(error: BaseException) -> bool:
+    """Whether HF_HUB_OFFLINE is why; `datasets` says so in the text alone."""
+    return any("OfflineModeIsEnabled" in kinds(each) or "OfflineModeIsEnabled" in str(each) for each in chain(error))
+
+
 def passing_cause(error: BaseException) -> str | None:
     """In words what is wrong, where it may pass by itself, else None."""
-    if any("OfflineModeIsEnabled" in kinds(each) for each in chain(error)):
+    if is_offline(error):
         return None
     for each in chain(error):
         response = getattr(each, "response", None)
