@@ -79,10 +79,10 @@ def run(args) -> None:
     keys = ("size", "model", "compile", "activation_checkpointing")
     wanted = [
         dict(zip(keys, (size, stem, compiled, saving)))
-        for size in SIZES[device.type]
-        for stem in stems
-        for compiled in (False, True)
         for saving in (False, True)
+        for size in SIZES[device.type]
+        for compiled in (False, True)
+        for stem in stems
     ]
     rows, started, new = [], time.monotonic(), 0
     for number, row in enumerate(wanted, 1):

@@ -34,7 +34,7 @@ def advise(how_to_go_on) -> None:
 def _wait(listen: int) -> None:
     while os.read(listen, 1) != bytes([signal.SIGINT]):
         pass
-    said = _advice[0]() if _advice else "stopped"
+    said = _advice[0]() if _advice else "interrupted"
     before = "\n" if sys.stderr.isatty() else ""  # after the progress bar and the terminal's ^C
     os.write(2, f"{before}{os.path.basename(sys.argv[0])}: {said}\n".encode())
     os._exit(130)

@@ -291,7 +291,7 @@ def test_the_whole_validation_split_as_training_measured_it(run, corpus, tmp_pat
     entry = entries(tmp_path)["validation", None]
     for key in ("val_loss", "val_perplexity", "val_bits_per_byte"):
         assert entry["record"][key] == pytest.approx(last[key], rel=1e-6)
-        assert f"{last[key]:.4f}" in out
+        assert f"{entry['record'][key]:.4f}" in out
     model, _, _ = load_model(run, "cpu")
     tokens = torch.from_numpy(open_corpus(str(corpus)).val[0].astype(np.int64))
     with torch.no_grad():

@@ -323,6 +323,8 @@ def test_metrics_that_cannot_be_written_wait(tmp_path, monkeypatch):
     whole, room = file.file, [5]
 
     class Full:
+        fileno = whole.fileno
+
         def write(self, data):
             if not room[0]:
                 raise OSError(28, "No space left on device")
