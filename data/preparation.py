@@ -155,7 +155,7 @@ class Preparation:
         print(f"{self.name}: {self.args.workers} threads, {self.encoding.name} ({self.encoding.n_vocab:,} tokens)")
         sources = {id(source) for _, source, _ in self.plan}
         self.progress = Progress(expected, self.args.max_tokens, len(sources) == 1)
-        interruption.advise(lambda: self._how_to_go_on("stopped"))
+        interruption.advise(lambda: self._how_to_go_on("interrupted"))
         try:
             self._make_shards()
         except Missing as error:

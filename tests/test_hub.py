@@ -329,7 +329,7 @@ def test_ctrl_c_in_a_pause_is_one_line(server, fineweb, tmp_path):
     line = process.communicate(timeout=20)[1]
     assert process.returncode == 130, line
     assert line.count("\n") == 1
-    assert "prepare.py: stopped; " in line
+    assert "prepare.py: interrupted; " in line
     assert "run the same command again to go on" in line
 
 

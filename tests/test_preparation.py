@@ -686,7 +686,7 @@ def stopped(process) -> str:
     errors = process.communicate(timeout=20)[1]
     assert process.returncode == 130, errors
     assert errors.count("\n") == 1, errors
-    assert errors.startswith("prepare.py: stopped")
+    assert errors.startswith("prepare.py: interrupted")
     return errors
 
 
@@ -720,7 +720,7 @@ def test_interrupted_during_the_imports(tmp_path, corpus, later):
         assert process.poll() is None
         time.sleep(0.001)
     time.sleep(later)
-    assert stopped(process) == "prepare.py: stopped\n"
+    assert stopped(process) == "prepare.py: interrupted\n"
 
 
 def test_interrupted_while_a_tokenizer_is_trained(tmp_path):
@@ -730,7 +730,7 @@ def test_interrupted_while_a_tokenizer_is_trained(tmp_path):
     process = start(*options, f"--out={tmp_path / 'out'}")
     assert "training a byte-pair tokenizer" in process.stdout.readline()
     time.sleep(0.3)
-    assert stopped(process) == "prepare.py: stopped\n"
+    assert stopped(process) == "prepare.py: interrupted\n"
 
 
 def test_there_is_no_ending_without_training_shards(tmp_path, small):
