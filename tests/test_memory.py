@@ -115,7 +115,7 @@ def test_a_run_that_does_not_fit_is_told_what_does(corpus, tmp_path, machine, co
     arguments = small_run(corpus, tmp_path / "run", **WIDE, micro_batch_size=24, compile=compiled)
     config, model_config = train.configure(arguments)
     needed = {rows: estimate.memory_needed(config, model_config, rows, CPU).total for rows in (1, 8, 24)}
-    there = (needed[8] + needed[24]) / 2
+    there = 1.15 * (needed[8] + needed[24]) / 2
     machine(there)
     message = refusal(arguments)
     assert message.startswith("micro_batch_size=24 needs about ")
@@ -123,7 +123,7 @@ def test_a_run_that_does_not_fit_is_told_what_does(corpus, tmp_path, machine, co
     assert 24 % advised == 0
     changed = dataclasses.replace(config, micro_batch_size=advised)
     estimate.check_memory(changed, model_config, advised, CPU)  # it does fit, and is not much too little
-    assert estimate.memory_needed(changed, model_config, advised, CPU).total > 0.6 * there
+    assert estimate.memory_needed(changed, model_config, advised, CPU).total > 0.5 * there
 
 
 def test_where_no_micro_batch_fits_checkpointing_or_a_smaller_model_is_advised(corpus, tmp_path, machine):
@@ -134,8 +134,8 @@ def test_where_no_micro_batch_fits_checkpointing_or_a_smaller_model_is_advised(c
         estimate.memory_needed(dataclasses.replace(config, activation_checkpointing=on), model_config, 1, CPU).total
         for on in (False, True)
     )
-    assert plain > 1.2 * saving
-    machine(0.99 * plain)
+    assert plain > 1.3 * saving
+    machine(1.1 * plain)
     assert "give --activation_checkpointing=True (about " in refusal(arguments)
     machine(0.9 * saving)
     assert "give a smaller model" in refusal(arguments)
