@@ -4,10 +4,12 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import os
 import random
 import re
 import sys
+import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
@@ -82,19 +84,23 @@ def open_all(
 ) -> tuple[list[Loaded], list[str]]:
     """The tasks that can be had, and a line for each that cannot. ValueError: an unknown name or folder, no lm-eval.
 
-    Process 0 comes first, so that a data set is fetched once; what the hub refuses for a while it asks for again.
+    Process 0 comes first, so that a data set is fetched once; the others take the tasks that it has. What the hub
+    refuses for a while is asked for again.
     """
     Patience("", retry_minutes)  # or it is out of range
     go_offline_where_the_hub_is_out_of_reach()
-    if world.is_main:
-        result = load(names, find(names, include_path), retry_minutes)
-    if world.world_size > 1:
-        torch.distributed.barrier()
+    if world.world_size == 1:
+        return load(names, find(names, include_path), retry_minutes)
+    # Whoever waits in a collective waits no longer than its time-out.
+    until = time.monotonic() + distributed.TIMEOUT.total_seconds() / 2
+    loaded, missing = load(names, find(names, include_path), retry_minutes, until) if world.is_main else ([], [])
+    present = [[task.name for task in loaded]]
+    torch.distributed.broadcast_object_list(present, src=0)
     if not world.is_main:
-        result = load(names, find(names, include_path), 0)
-    if world.world_size > 1:
-        torch.distributed.barrier()
-    return result
+        until = time.monotonic() + distributed.TIMEOUT.total_seconds() / 2
+        loaded, missing = load(present[0], find(names, include_path), retry_minutes, until)
+    torch.distributed.barrier()
+    return loaded, missing
 
 
 def find(names: list[str], include_path: str | None):
@@ -116,12 +122,13 @@ def find(names: list[str], include_path: str | None):
     return manager
 
 
-def load(names: list[str], manager, retry_minutes: float) -> tuple[list[Loaded], list[str]]:
-    """The tasks that can be had, and one line for each that cannot."""
+def load(names: list[str], manager, retry_minutes: float, until: float = math.inf) -> tuple[list[Loaded], list[str]]:
+    """The tasks that can be had, and one line for each that cannot; `until`: time.monotonic() of the last attempt."""
     loaded, missing = [], []
     for name in names:
         try:
-            content = Patience(f"task {name}", retry_minutes).ask(lambda name=name: load_one(name, manager))
+            minutes = max(min(retry_minutes, (until - time.monotonic()) / 60), 0)
+            content = Patience(f"task {name}", minutes).ask(lambda name=name: load_one(name, manager))
         except Exception as error:  # hub, network, file systems and data sets raise many kinds; the cause is named
             missing.append(line_about(name, manager, error))
             if isinstance(error, OutOfPatience):

@@ -59,9 +59,10 @@ def saved(tmp_path_factory):
     return found, root / "exported"
 
 
-def evaluate(hub, saved, out, *arguments):
+def evaluate(hub, saved, out, *arguments, processes: int = 1):
     env = {"HF_ENDPOINT": hub.url, "HF_HOME": str(out / "hf"), "HF_HUB_OFFLINE": ""}
-    return script("eval.py", saved, f"--out={out}", "--device=cpu", "--log_samples", *arguments, env=env)
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] * (processes > 1)
+    return script(*launcher, "eval.py", saved, f"--out={out}", "--device=cpu", "--log_samples", *arguments, env=env)
 
 
 def samples(out, task) -> list[dict]:
@@ -95,6 +96,25 @@ def test_a_task_is_tried_again_and_one_that_is_not_there_is_named(hub, saved, tm
     )
     assert len(mine) == 25
     assert mine == other
+
+
+def test_several_processes_agree_where_the_hub_fails_one_of_them(hub, saved, tmp_path):
+    """The second one meets a fault that the first one does not; the task that is not there is named once."""
+    (tmp_path / "physical.yaml").write_text(OWN_TASK)
+    (tmp_path / "absent.yaml").write_text(
+        OWN_TASK.replace("baber/piqa", "nobody/has_this").replace("physical", "absent")
+    )
+    arguments = ["--tasks=physical,absent", f"--include_path={tmp_path}", "--shots=0"]
+    place = "/api/datasets/baber/piqa"
+    before = sum(place in path for _, path, *_ in hub.log)
+    assert evaluate(hub, saved[0], tmp_path / "one", *arguments).returncode == 3
+    asked = sum(place in path for _, path, *_ in hub.log) - before
+    hub.faults = [Fault("status", place, 503, skip=asked, times=1)]
+    result = evaluate(hub, saved[0], tmp_path / "two", *arguments, processes=2)
+    assert hub.faults[0].seen > asked  # the second process was the one
+    errors = result.stderr.decode()
+    assert errors.count("task absent is left out") == 1
+    assert (tmp_path / "two" / "table.csv").read_text() == (tmp_path / "one" / "table.csv").read_text()
 
 
 def test_patience_with_the_hub_ends_once_for_all_tasks(monkeypatch, capsys):
