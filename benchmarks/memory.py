@@ -16,19 +16,20 @@ from training.provenance import provenance
 
 ROOT = Path(__file__).parents[1]
 COMMON = {"dataset": "python_stdlib", "warmup_steps": 1, "max_steps": 3, "eval_full": False, "eval_batches": 1}
-# GPT-2's padded vocabulary, but for the demo's size; on a GPU the paper's sizes.
+# Width, blocks, tokens of a sequence and vocabulary; on a GPU the paper's sizes.
 SIZES = {
     "cpu": {
-        "d=128 L=4 T=256": {"num_attention_heads": 4, "head_dim": 32, "vocab_size": 4096, "micro_batch_size": 16},
-        "d=256 L=6 T=512": {"num_attention_heads": 2, "micro_batch_size": 8},
-        "d=768 L=4 T=1024": {"num_attention_heads": 6, "micro_batch_size": 2},
+        "d=128 L=4 T=256 V=4096": {"num_attention_heads": 4, "head_dim": 32, "micro_batch_size": 16},
+        "d=256 L=6 T=512 V=4096": {"num_attention_heads": 2, "micro_batch_size": 8},
+        "d=768 L=4 T=1024 V=4096": {"num_attention_heads": 6, "micro_batch_size": 2},
+        "d=256 L=6 T=512 V=50304": {"num_attention_heads": 2, "micro_batch_size": 8},
     },
     "cuda": {
-        "d=768 L=12 T=1024": {"num_attention_heads": 6, "micro_batch_size": 16},
-        "d=1024 L=24 T=1024": {"num_attention_heads": 8, "micro_batch_size": 16},
+        "d=768 L=12 T=1024 V=50304": {"num_attention_heads": 6, "micro_batch_size": 16},
+        "d=1024 L=24 T=1024 V=50304": {"num_attention_heads": 8, "micro_batch_size": 16},
     },
 }
-LETTERS = {"d": "hidden_size", "L": "num_hidden_layers", "T": "block_size"}
+LETTERS = {"d": "hidden_size", "L": "num_hidden_layers", "T": "block_size", "V": "vocab_size"}
 
 
 def options(row: dict, device: str) -> list[str]:
@@ -79,8 +80,8 @@ def run(args) -> None:
     keys = ("size", "model", "compile", "activation_checkpointing")
     wanted = [
         dict(zip(keys, (size, stem, compiled, saving)))
-        for saving in (False, True)
         for size in SIZES[device.type]
+        for saving in (False, True)
         for compiled in (False, True)
         for stem in stems
     ]
