@@ -181,6 +181,8 @@ class RemoteFile(io.RawIOBase):
 
     def read(self, count: int = -1) -> bytes:
         end = self.size if count < 0 else min(self.at + count, self.size)
+        if self.at >= end:
+            return b""  # no range is that short
         if not self.start <= self.at <= end <= self.start + len(self.block):
             self.start, self.block = self.at, self._fetch(self.at, min(max(end, self.at + AHEAD), self.size))
         part = self.block[self.at - self.start : end - self.start]
