@@ -74,7 +74,10 @@ class Hub:
     def read(self, cursor: dict | None = None) -> Iterator[Batch]:
         cursor = cursor or {"file": 0, "row": 0}
         if "file" not in cursor:
-            raise Missing("preparation.json is of an earlier version, which noted places in the data set otherwise")
+            raise Missing(
+                "preparation.json is of an earlier version, which noted places in the data set otherwise: delete it "
+                "and begin anew with --overwrite"
+            )
         if self._listed is None:
             self._listed = self.ask(self._files)
         for number in range(cursor["file"], len(self._listed)):
@@ -98,7 +101,7 @@ class Hub:
         if other := next((file for file in files if not file.endswith(".parquet")), None):
             raise Missing(
                 f"{self._where()} is read from parquet files, {other} is none: give --revision=refs/convert/parquet, "
-                f"where the hub keeps public data sets as such; or {self.otherwise}"
+                f"where the hub keeps public data sets as parquet; or {self.otherwise}"
             )
         return files
 
@@ -181,6 +184,8 @@ class RemoteFile(io.RawIOBase):
 
     def read(self, count: int = -1) -> bytes:
         end = self.size if count < 0 else min(self.at + count, self.size)
+        if self.at >= end:
+            return b""  # no range is that short
         if not self.start <= self.at <= end <= self.start + len(self.block):
             self.start, self.block = self.at, self._fetch(self.at, min(max(end, self.at + AHEAD), self.size))
         part = self.block[self.at - self.start : end - self.start]

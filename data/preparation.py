@@ -98,28 +98,45 @@ class Preparation:
     def __init__(self, args, name: str, plan: list[tuple], extra: dict):
         self.args, self.name, self.plan, self.extra, self.out = args, name, plan, extra, args.out
         self.state = shards.read_json(self.out / "preparation.json")
-        before = {} if args.overwrite else self.state.get("options", {})
-        commits = {id(source): old.get("commit") for (_, source, _), old in zip(plan, before.get("plan", []))}
-        for source in {id(source): source for _, source, _ in plan}.values():
-            if isinstance(source, Hub):
-                source.pin(commits.get(id(source)))
-        kind = {"tokenizer": args.tokenizer, "shard_tokens": args.shard_tokens}
-        if args.tokenizer == "bpe":
-            kind |= {"vocab_size": args.vocab_size, "tokenizer_bytes": args.tokenizer_bytes}
         limits = [tokens for split, _, tokens in plan if split == "val" and tokens]
         if args.max_tokens and limits and args.max_tokens <= limits[0]:
             raise ValueError(
                 f"--max_tokens={args.max_tokens} leaves nothing for training after --val_tokens={limits[0]}: "
                 "give more, or a smaller --val_tokens"
             )
-        stages = [{"split": split, "tokens": tokens, **source.identity()} for split, source, tokens in plan]
-        self.options = {"name": name, **kind, "plan": stages}
+        before = self.state.get("options", {})
+        self.options = self._options(before)
+        only_shrinks = args.max_tokens and self._present() > args.max_tokens and self.options == before
+        if args.overwrite and before and not only_shrinks:
+            self.options = self._options({})
         self._claim()
+
+    def _options(self, before: dict) -> dict:
+        """What the shards follow from, at the commits of the options `before`, where these have some, or the newest."""
+        commits = {id(source): old.get("commit") for (_, source, _), old in zip(self.plan, before.get("plan", []))}
+        for source in {id(source): source for _, source, _ in self.plan}.values():
+            if isinstance(source, Hub):
+                source.pin(commits.get(id(source)))
+        kind = {"tokenizer": self.args.tokenizer, "shard_tokens": self.args.shard_tokens}
+        if self.args.tokenizer == "bpe":
+            kind |= {"vocab_size": self.args.vocab_size, "tokenizer_bytes": self.args.tokenizer_bytes}
+        stages = [{"split": split, "tokens": tokens, **source.identity()} for split, source, tokens in self.plan]
+        return {"name": self.name, **kind, "plan": stages}
+
+    def _present(self) -> int:
+        """Tokens of the shards that were made."""
+        return sum(record["tokens"] for record in self.state.get("shards", []))
+
+    def _shards_there(self) -> str:
+        """How many shards the folder holds, and their size: what --overwrite removes with another preparation."""
+        files = [*self.out.glob("*.bin"), *self.out.glob("*.bin.new")]
+        return f"{len(files)} shards ({shards.readable(sum(file.lstat().st_size for file in files))})"
 
     def _claim(self) -> None:
         """Refuse a folder that holds something else; with --overwrite, empty it."""
-        own = [*self.out.glob("*.bin"), *self.out.glob("*.bin.*")]
-        own += [self.out / file for file in ("meta.json", "tokenizer.json", "preparation.json")]
+        own = [self.out / "meta.json"]  # first: what is half removed is no corpus
+        own += [*self.out.glob("*.bin"), *self.out.glob("*.bin.*")]
+        own += [self.out / file for file in ("tokenizer.json", "fetched.json", "preparation.json")]
         nothing_made = self.state and not self.state.get("shards") and not any(self.out.glob("*.bin"))
         if (self.args.overwrite or nothing_made) and self.state.get("options") != self.options:
             for file in own:
@@ -129,11 +146,14 @@ class Preparation:
             changed = first_difference(self.state.get("options", {}), self.options)
             raise ValueError(
                 f"{self.out} holds another preparation ({changed}): give that again to go on with it, another --out, "
-                "or --overwrite to replace it"
+                f"or --overwrite to remove its {self._shards_there()} and begin anew"
             )
         if not self.state and any(self.out.glob("*.bin")):
-            raise ValueError(f"{self.out} holds shards of unknown making: give another --out, or --overwrite")
-        present = sum(record["tokens"] for record in self.state.get("shards", []))
+            raise ValueError(
+                f"{self.out} holds shards of unknown making: give another --out, or --overwrite to remove its "
+                f"{self._shards_there()}"
+            )
+        present = self._present()
         if self.args.max_tokens and present > self.args.max_tokens and not self.args.overwrite:
             raise ValueError(
                 f"{self.out} holds {present:,} tokens, more than --max_tokens={self.args.max_tokens}: give "
@@ -159,7 +179,8 @@ class Preparation:
         try:
             self._make_shards()
         except Missing as error:
-            raise ValueError(self._how_to_go_on(str(error), "")) from error
+            removes = f" (--overwrite removes the {self._shards_there()})" * ("--overwrite" in str(error))
+            raise ValueError(self._how_to_go_on(f"{error}{removes}", "")) from error
         except (ValueError, OSError) as error:
             full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
             raise ValueError(self._how_to_go_on(f"the disk of {self.out} is full" if full else str(error))) from error
@@ -201,7 +222,7 @@ class Preparation:
         return min((n for n in (total, self.args.max_tokens) if n is not None), default=None)
 
     def _check_disk(self, expected: int | None) -> None:
-        present = sum(record["tokens"] for record in self.state.get("shards", []))
+        present = self._present()
         free = shutil.disk_usage(self.out).free
         if expected is not None and 2 * (expected - present) > free:
             fits = int(0.95 * (free // 2 + present))
@@ -237,13 +258,15 @@ class Preparation:
                 index, total, left = index + 1, total + record["tokens"], left - record["tokens"]
                 if record["tokens"] < want:
                     break  # the source has ended
+        if self.state["shards"][index:]:
+            (self.out / "meta.json").unlink(missing_ok=True)  # which names them
         for record in self.state["shards"][index:]:
             for path in (self._staged(record), self.out / record["file"]):
                 path.unlink(missing_ok=True)
         del self.state["shards"][index:]
 
     def _check_unchanged(self, before: dict | None, now: dict | None) -> None:
-        """ValueError: a shard that was made again is not what the same source gives."""
+        """Missing: a shard that was made again is not what the same source gives."""
         if before is None:
             return
         same_length = now and before["tokens"] == now["tokens"]
@@ -251,7 +274,10 @@ class Preparation:
         longer = now and before["ended"] and now["tokens"] > before["tokens"]
         if shorter or longer or (same_length and before["sha256"] != now["sha256"]):
             self._staged(before).unlink(missing_ok=True)  # or the next run would find it
-            raise ValueError(f"{before['file']} was made again and is another one: the source has changed")
+            raise Missing(
+                f"{before['file']} was made again and is another one: the source has changed: give another --out to "
+                "prepare it as it is now"
+            )
 
     def _limit(self, tokens: int | None, total: int) -> int:
         ends = [tokens, None if self.args.max_tokens is None else self.args.max_tokens - total]
@@ -293,10 +319,11 @@ class Preparation:
 
     def _how_to_go_on(self, what: str, go_on="run the same command again to go on") -> str:
         """What has happened, and what can be done; `go_on`: "" where doing the same again is no help."""
-        kept = self.state["shards"]
+        listed = self.state["shards"]
+        kept = [record for record in listed if self._is_whole(record)]
         tokens = sum(record["tokens"] for record in kept)
         ways = [go_on] if go_on else []
-        if {"val", "train"} <= {record["split"] for record in kept}:
+        if kept == listed and {"val", "train"} <= {record["split"] for record in kept}:
             ways.append(f"{'or' if go_on else 'run it'} with --max_tokens={tokens} to end there")
         return f"{what}; {len(kept)} whole shards are kept{': ' * bool(ways)}{', '.join(ways)}"
 
@@ -307,7 +334,7 @@ class Preparation:
         if "train" not in found or "val" not in found:
             raise ValueError(
                 f"{tokens:,} tokens leave nothing for {'training' if 'val' in found else 'validation'}: give more "
-                f"text, or --val_tokens below {tokens} and --overwrite"
+                f"text, or --val_tokens below {tokens} and --overwrite, which removes the {self._shards_there()}"
             )
         (self.out / "meta.json").unlink(missing_ok=True)  # the new corpus is whole
         self._put_in_place()

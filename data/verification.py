@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,10 +11,10 @@ import numpy as np
 from tqdm import tqdm
 
 from data import shards, tokenizer
-from data.hub import AHEAD, Hub
-from data.patience import WrongAnswer
+from data.hub import AHEAD, Hub, RemoteFile
 
 CHUNK = 4_000_000  # tokens
+ATTEMPTS = 5  # to fetch a file whose bytes are those that the hub says
 
 
 def verify(folder: Path, workers: int) -> None:
@@ -126,20 +127,24 @@ def fetch_one(hub: Hub, file, out: Path) -> None:
         if not is_that_of_the_hub(path, file):
             raise ValueError(f"{path} is not what {hub.repository} has: delete it to fetch it, or give another --out")
         return
-    remote = hub.remote(file.path)
+    wrong = f"{file.path} came with other bytes than the hub's SHA-256 says"
+    for attempt in range(1, ATTEMPTS + 1):
+        fetch_rest(hub.remote(file.path), part)
+        if is_that_of_the_hub(part, file):
+            part.replace(path)
+            return
+        part.unlink()
+        tqdm.write(f"{hub.repository}: attempt {attempt} failed ({wrong})", file=sys.stderr)
+    raise ValueError(f"{wrong}, {ATTEMPTS} times: give another --revision, or {hub.otherwise}")
 
-    def whole() -> None:
-        with open(part, "ab") as target:
-            remote.seek(target.tell())
-            while content := remote.read(AHEAD):
-                target.write(content)
-            os.fsync(target.fileno())
-        if not is_that_of_the_hub(part, file):
-            part.unlink()
-            raise WrongAnswer(f"{file.path} came with other bytes than the hub's SHA-256 says")
 
-    hub.ask(whole)
-    part.replace(path)
+def fetch_rest(remote: RemoteFile, part: Path) -> None:
+    """Append to `part` what it lacks of the file; a `remote` of its own, which holds nothing of an earlier attempt."""
+    with open(part, "ab") as target:
+        remote.seek(target.tell())
+        while content := remote.read(AHEAD):
+            target.write(content)
+        os.fsync(target.fileno())
 
 
 def is_that_of_the_hub(path: Path, file) -> bool:

@@ -217,6 +217,29 @@ def test_a_revision_that_moves_is_the_pinned_one_to_the_end(server, client, fine
     assert open_corpus(str(tmp_path)).meta["commit"] == list(server.commits[fineweb.name])[-1]
 
 
+def test_shrinking_keeps_the_commit_and_all_shards_but_those_too_many(server, client, fineweb, undisturbed, tmp_path):
+    arguments = [f"--repository={fineweb.name}", *OPTIONS]
+    for name, content in undisturbed.items():
+        (tmp_path / name).write_bytes(content)
+    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.bin")}
+    server.commit(fineweb.name, repository(["newer"] * 1000))
+    arguments += [f"--out={tmp_path}", "--max_tokens=60000"]
+    found = client(FINEWEB, *arguments)
+    assert found.code == 2
+    assert found.err.rstrip().endswith("--overwrite to remove those too many")
+    assert contents(tmp_path) == undisturbed
+    found = client(FINEWEB, *arguments, "--overwrite")
+    assert (found.code, found.err) == (0, "")
+    corpus = open_corpus(str(tmp_path))
+    stream = [token for text in DOCUMENTS for token in (256, *text.encode())]
+    assert np.concatenate(corpus.val + corpus.train).tolist() == stream[:60000]
+    assert corpus.meta["commit"] == fineweb.commit
+    kept = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.bin")}
+    assert kept.items() >= dict(sorted(before.items(), key=lambda each: each[0].split("_")[-1])[:3]).items()
+    found = client(FINEWEB, *arguments, "--max_tokens=50000", "--shard_tokens=10000")  # another preparation
+    assert "and begin anew" in found.err
+
+
 def test_resuming_within_a_file_fetches_what_follows(server, client, fineweb, undisturbed, tmp_path):
     """Not the file from its start; nor is the hub asked for its newest commit, which may be another one by then."""
     names = sorted(name for name in undisturbed if name.endswith(".bin"))
@@ -289,6 +312,7 @@ def test_a_pinned_commit_that_is_gone_says_so(server, client, fineweb, tmp_path)
     assert found.code == 2
     (line,) = found.err.splitlines()
     assert f"the commit {fineweb.commit}, which this preparation was begun with, is gone from the hub: --over" in line
+    assert "(--overwrite removes the 4 shards (124.1 KB))" in line
     assert line.endswith("; 4 whole shards are kept: run it with --max_tokens=60000 to end there")
     assert "auth" not in line
     assert client(FINEWEB, *arguments, "--max_tokens=60000").code == 0  # needs no hub
@@ -334,7 +358,9 @@ def test_ctrl_c_in_a_pause_is_one_line(server, fineweb, tmp_path):
 
 
 def test_places_that_an_earlier_version_noted_are_refused(clone):
-    with pytest.raises(sources.Missing, match=r"preparation\.json is of an earlier version"):
+    with pytest.raises(
+        sources.Missing, match=r"is of an earlier version.*: delete it and begin anew with --overwrite$"
+    ):
         next(Hub(str(clone), "sample-10BT").read({"examples_iterable": {"shard_idx": 0}, "epoch": 0}))
 
 
@@ -388,7 +414,9 @@ def test_what_a_data_set_does_not_have_is_named(clone, keys, message):
 
 def test_a_data_set_of_other_files_says_what_can_be_read(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
-    message = r"is read from parquet files, .*/train\.jsonl is none: give --revision=refs/convert/parquet"
+    message = (
+        r"is read from parquet files, .*/train\.jsonl is none: give --revision=refs/convert/parquet, .* as parquet;"
+    )
     with pytest.raises(sources.Missing, match=message):
         list(Hub(str(tmp_path), None).read())
 

@@ -366,6 +366,28 @@ def test_smaller_max_tokens_remove_nothing_unless_asked(parquet, small, tmp_path
     assert contents(out) == contents(tmp_path / "once")
 
 
+def test_killed_while_it_shrinks_it_is_no_corpus_that_names_shards_it_lacks(parquet, small, tmp_path, monkeypatch):
+    folder, texts = parquet
+    out = tmp_path / "out"
+    run(out, files_plan(folder), "--shard_tokens=300", "--max_tokens=4444")
+    arguments = [out, files_plan(folder), "--shard_tokens=300", "--max_tokens=1750", "--overwrite"]
+    unlink = Path.unlink
+
+    def killed(path, **keys):
+        if path.name == "x_train_000009.bin":
+            raise KeyboardInterrupt
+        unlink(path, **keys)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(*arguments)
+    assert not (out / "x_train_000008.bin").exists()
+    with pytest.raises(ValueError, match="was not prepared to its end"):
+        open_corpus(str(out))
+    assert tokens_of(run(*arguments)) == stream(texts)[:1750]
+
+
 class Unreachable(Files):
     """A source that gives so many batches, then fails."""
 
@@ -506,8 +528,10 @@ def test_a_changed_source_is_refused_when_a_shard_is_made_again(parquet, small, 
     (tmp_path / "a.txt").write_text("abd\n" * 1000)
     (out / "x_train_000006.bin").unlink()
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"x_train_000006\.bin was made again and is another one: the source has "):
+        with pytest.raises(ValueError, match=r"^x_train_000006\.bin was made again and is another one: the ") as error:
             run(out, files_plan(tmp_path / "a.txt"), "--shard_tokens=300")
+        assert "run the same command again" not in str(error.value)  # which is no help
+        assert str(error.value).endswith("give another --out to prepare it as it is now; 14 whole shards are kept")
     (tmp_path / "a.txt").write_text("abc\n" * 1000)
     run(out, files_plan(tmp_path / "a.txt"), "--shard_tokens=300")
     assert contents(out) == before
@@ -565,7 +589,10 @@ def test_another_preparation_is_refused_and_overwritten_if_asked(parquet, tmp_pa
     before = stamps(out)
     plan = files_plan(**{"folder": folder, **plan, **({"folder": tmp_path / "other"} if "folder" in plan else {})})
     options = ["--shard_tokens=3000", *options]
-    with pytest.raises(ValueError, match=rf"{out} holds another preparation \({difference}\): .*--overwrite"):
+    made = listed(out)
+    size = shards.readable(sum((out / file).stat().st_size for file in made))
+    there = rf"--overwrite to remove its {len(made)} shards \({size}\) and begin anew$"
+    with pytest.raises(ValueError, match=rf"{out} holds another preparation \({difference}\): .*{there}"):
         run(out, plan, *options, name=name)
     assert stamps(out) == before
     run(out, plan, *options, "--overwrite", name=name)
@@ -597,11 +624,16 @@ def test_shards_of_unknown_making_are_refused(parquet, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     shards.write_shard(out / "foreign_train_000000.bin", np.arange(9))
-    with pytest.raises(ValueError, match=rf"{out} holds shards of unknown making: give another --out, or --overwrite"):
+    (out / "fetched.json").write_text("{}")
+    message = (
+        rf"{out} holds shards of unknown making: give another --out, or --overwrite to remove its 1 shards \(1\.0 KB"
+    )
+    with pytest.raises(ValueError, match=message):
         run(out, files_plan(folder))
-    assert list(contents(out)) == ["foreign_train_000000.bin"]
+    assert list(contents(out)) == ["fetched.json", "foreign_train_000000.bin"]
     assert tokens_of(run(out, files_plan(folder), "--overwrite")) == stream(texts)
     assert not (out / "foreign_train_000000.bin").exists()
+    assert not (out / "fetched.json").exists()
 
 
 def test_a_damaged_state_is_refused(parquet, tmp_path):

@@ -252,6 +252,7 @@ def fetched(client, out, *arguments):
 FETCHING = {
     "nothing": [],
     "a byte that flips on its way": [Fault("flip", "/cdn/.*000003", times=1)],
+    "one in a file that is read at once": [Fault("flip", "/cdn/.*000002", times=1)],
     "the same twice": [Fault("flip", "/cdn/.*000003", skip=1, times=2)],
     "503, short, cut, expired, whole": [
         *(Fault("status", "/cdn/", status, skip=number, times=1) for number, status in ((1, 503), (6, 403))),
@@ -284,10 +285,12 @@ def test_shards_are_fetched_and_compared_with_the_hubs_sums(server, client, shar
 
 def test_a_byte_that_never_comes_right_is_refused(server, client, shared, tmp_path):
     server.faults = [Fault("flip", "/cdn/.*000003")]
-    found = fetched(client, tmp_path / "out", "--retry_minutes=0.02")
+    found = fetched(client, tmp_path / "out", "--retry_minutes=0")
     assert found.code == 2
-    line = found.err.splitlines()[-1]
-    assert "edu_fineweb_train_000003.bin came with other bytes than the hub's SHA-256 says" in line
+    *tried, line = found.err.splitlines()
+    said = "edu_fineweb_train_000003.bin came with other bytes than the hub's SHA-256 says"
+    assert [each.split(": ", 1)[1] for each in tried] == [f"attempt {i} failed ({said})" for i in range(1, 6)]
+    assert f"{said}, 5 times: give another --revision, or --pretokenized takes the folder of such" in line
     assert not (tmp_path / "out" / "edu_fineweb_train_000003.bin").exists()
     assert not (tmp_path / "out" / "meta.json").exists()
 
@@ -315,6 +318,22 @@ def test_a_fetch_goes_on_with_the_commit_it_was_begun_with(server, client, share
     assert fetched(client, out).code == 0
     found = fetched(client, out, "--revision=v2")
     assert f"{out} holds shards of org/shards, revision None: give another --out" in found.err
+
+
+def test_a_fetch_that_was_killed_before_its_file_had_its_name_is_finished(server, client, shared, tmp_path):
+    """All bytes are there, and there is no range to ask for."""
+    name, out = "edu_fineweb_train_000003.bin", tmp_path / "out"
+    content = server.commits["org/shards"][shared][name]
+    out.mkdir()
+    (out / f"{name}.part").write_bytes(content)
+    (out / "edu_fineweb_train_000002.bin.part").write_bytes(bytes(9999))  # longer than the file, and wrong
+    found = fetched(client, out, "--retry_minutes=0")
+    assert found.code == 0, found.err
+    (line,) = found.err.splitlines()
+    assert "edu_fineweb_train_000002.bin came with other bytes" in line
+    assert (out / name).read_bytes() == content
+    assert not [path for _, path, *_ in server.log if "/cdn/" in path and name in path]
+    verification.verify(out, 1)
 
 
 def test_a_repository_of_shards_that_is_not_there(server, client, tmp_path):
