@@ -272,9 +272,6 @@ def one_line_errors(*kinds: type[Exception], memory: str = ""):
     try:
         yield
     except BaseException as error:
-        if isinstance(error, BrokenPipeError):  # nobody reads on, as after `| head`
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (what is left to flush at the end)
-            sys.exit(128 + signal.SIGPIPE)
         interrupted = _is_interruption(error)
         lack = out_of_memory(error) if memory else ""
         said = f"error: {lack}: {memory}" if lack else f"error: {error}" if isinstance(error, expected) else ""
