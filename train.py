@@ -13,7 +13,6 @@ line overrides the file. The run folder receives metrics.jsonl and checkpoints; 
 import dataclasses
 import math
 import os
-import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -106,7 +105,6 @@ def configure(argv: list[str]):
     from_file = configurator.read_file(files[0]) if files else {}
     anywhere = configurator.knobs(TrainConfig, *(model_class(stem).Config for stem in STEMS))
     if "help" in options:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the script, as any other
         print(configurator.help_text(f"{__doc__}\nKeys and defaults:", anywhere))
         sys.exit(0)
     configurator.refuse_unknown(options, anywhere, dashes="--")
