@@ -45,8 +45,7 @@ def _say(text: str) -> None:
 def _main_is_ours() -> bool:
     """Whether a script of this repository runs, and not a test, a notebook or a program that imports from it."""
     main = getattr(sys.modules["__main__"], "__file__", None)
-    folder = Path(main).resolve().parent if main else None
-    return folder is not None and (folder == ROOT or folder.parent == ROOT / "data")
+    return main is not None and Path(main).resolve().parent == ROOT
 
 
 # Scripts import this module before all that takes time to import.

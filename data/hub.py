@@ -7,11 +7,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data.patience import MINUTES, OutOfPatience, Patience, WrongAnswer, chain, is_offline, kinds
+from data.patience import OutOfPatience, Patience, WrongAnswer, chain, expired, is_offline, kinds
 from data.sources import Batch, Missing, first_line, parquet_texts
 
 AHEAD = 16 << 20  # bytes that are read at once
 TIMEOUT = 60  # seconds without a byte
+
+
+def refuse_options(args, given: str) -> None:
+    """ValueError: an option that a hub alone has a use for."""
+    for name in ("revision", "retry_minutes"):
+        if getattr(args, name) is not None:
+            raise ValueError(f"--{name} has no effect on {given}: leave it out")
 
 
 @dataclass
@@ -32,7 +39,7 @@ class Hub:
     revision: str | None = None
     starts: Callable[[str], bool] | None = None
     tokens: int | None = None  # how many it has, about
-    retry_minutes: float = MINUTES
+    retry_minutes: float | None = None  # None: as patience has it
     otherwise: str = "give local files by --source, or a local clone by --repository=FOLDER"
     anew: str = "--overwrite begins anew with the newest"
     _pinned: str | None = field(default=None, init=False)
@@ -150,6 +157,8 @@ class Hub:
                 "the hub knows no such data set, or hides it: check the name; if that is right it is private or "
                 "gated, then `hf auth login` with an account that may read it"
             )
+        if any(map(expired, chain(error))):
+            return f"its storage refuses newly signed addresses too: {self.otherwise}"
         if any(getattr(getattr(each, "response", None), "status_code", None) in (401, 403) for each in chain(error)):
             return "the hub refuses: `hf auth login` with an account that may read it"
         return self.otherwise

@@ -1,6 +1,7 @@
 """Ctrl+C at any moment, from the first import on, ends a script in one line and with exit code 130.
 
-What is half-written then is what a kill leaves: the next run removes it and goes on.
+What is half-written then is what a kill leaves: the next run removes it and goes on. Scripts that train or evaluate
+have something to clean up instead, in Python and in order, for which configurator has a handler of its own.
 """
 
 import os

@@ -9,6 +9,7 @@ from data.sources import first_line
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds
 MINUTES = 60.0
+ADDRESSES = 5  # signed ones that the storage refuses, one after another: it is not their age
 
 # By name: requests, httpx, urllib3, aiohttp and datasets each have their own, and none need be installed. With their
 # subclasses, among them time-outs of all kinds.
@@ -42,6 +43,18 @@ def is_offline(error: BaseException) -> bool:
     return any("OfflineModeIsEnabled" in kinds(each) or "OfflineModeIsEnabled" in str(each) for each in chain(error))
 
 
+def expired(error: BaseException) -> bool:
+    """Whether the storage refuses, and not the hub, which has signed the address."""
+    response = getattr(error, "response", None)
+    return getattr(response, "status_code", None) == 403 and bool(getattr(response, "history", None))
+
+
+def check_minutes(minutes: float) -> None:
+    """ValueError: out of range."""
+    if not minutes >= 0:
+        raise ValueError(f"--retry_minutes={minutes:g}: give 0 or more")
+
+
 def passing_cause(error: BaseException) -> str | None:
     """In words what is wrong, where it may pass by itself, else None."""
     if is_offline(error):
@@ -52,7 +65,7 @@ def passing_cause(error: BaseException) -> str | None:
         if isinstance(status, int):
             if status in (408, 425, 429) or status >= 500:
                 return f"the hub answers {status}"
-            if status == 403 and getattr(response, "history", None):
+            if expired(each):
                 return "the storage answers 403, its signed address has expired"
             return None
         if kinds(each) & LASTING:
@@ -65,23 +78,23 @@ def passing_cause(error: BaseException) -> str | None:
 class Patience:
     """Up to `minutes` of trying for each request. `what` is what the lines call that which cannot be had now."""
 
-    def __init__(self, what: str, minutes: float = MINUTES):
-        if not minutes >= 0:
-            raise ValueError(f"--retry_minutes={minutes:g}: give 0 or more")
-        self.what, self.minutes = what, minutes
+    def __init__(self, what: str, minutes: float | None = None):
+        self.what, self.minutes = what, MINUTES if minutes is None else minutes
+        check_minutes(self.minutes)
         # Their own lines on each attempt, where one of ours says it.
         for library in ("huggingface_hub", "datasets"):
             logging.getLogger(library).setLevel(logging.CRITICAL)
 
     def ask(self, action):
         """The action's result. OutOfPatience: it failed for too long; what lasts is raised at once, as it is."""
-        attempt, began, pause = 1, time.monotonic(), FIRST_PAUSE
+        attempt, began, pause, refused = 1, time.monotonic(), FIRST_PAUSE, 0
         while True:
             try:
                 return action()
             except Exception as error:  # every library raises its own kinds; what does not pass goes on
                 cause = passing_cause(error)
-                if cause is None:
+                refused = refused + 1 if any(map(expired, chain(error))) else 0
+                if cause is None or refused == ADDRESSES:
                     raise
                 left = began + 60 * self.minutes - time.monotonic()
                 if left <= 0:

@@ -8,9 +8,7 @@ What is finished is removed by --overwrite alone: a complete corpus that grows k
 what is made beside them is named `.bin.new`, until the larger one is whole.
 """
 
-import contextlib
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -24,6 +22,7 @@ from tqdm import tqdm
 from configurator import Parser
 from data import interruption, shards, tokenizer
 from data.hub import Hub
+from data.lock import only_one
 from data.sources import Missing
 from data.token_reader import START, TokenReader, first_bytes
 from data.verification import verify
@@ -75,21 +74,6 @@ def prepare(args, name: str, plan: list[tuple], extra: dict | None = None) -> No
     args.out.mkdir(parents=True, exist_ok=True)
     with only_one(args.out):
         Preparation(args, name, plan, extra or {}).run()
-
-
-@contextlib.contextmanager
-def only_one(folder: Path):
-    """Hold the folder's lock, which ends with the process. ValueError: another process holds it."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError as error:
-        raise ValueError(
-            f"{folder} is being prepared by another process: wait for it, or give another --out"
-        ) from error
-    finally:
-        os.close(descriptor)
 
 
 class Preparation:

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from data import shards, tokenizer
-from data.hub import AHEAD, Hub, RemoteFile
+from data import interruption, shards, tokenizer
+from data.hub import AHEAD, Hub, RemoteFile, refuse_options
+from data.lock import only_one
 
 CHUNK = 4_000_000  # tokens
 ATTEMPTS = 5  # to fetch a file whose bytes are those that the hub says
@@ -67,13 +68,20 @@ def examine(path: Path, vocab_size: int) -> dict:
 def adopt(args) -> None:
     """Make GPT-2 shards in llm.c's format, from a folder or the hub, the corpus in args.out: examine all, sum up.
 
-    A folder's shards are linked, not copied. ValueError: not such shards, or not all to be had.
+    A folder's shards are linked, not copied. ValueError: not such shards, or not all to be had; another process does it.
     """
+    if Path(args.pretokenized).is_dir():
+        refuse_options(args, "a folder of shards")
+    args.out.mkdir(parents=True, exist_ok=True)
+    with only_one(args.out):
+        if (args.out / "preparation.json").exists():
+            raise ValueError(f"{args.out} holds a preparation of its own: give another --out")
+        take_over(args)
+
+
+def take_over(args) -> None:
     source, out, workers = args.pretokenized, args.out, args.workers
     encoding = tokenizer.gpt2_tokenizer()
-    out.mkdir(parents=True, exist_ok=True)
-    if (out / "preparation.json").exists():
-        raise ValueError(f"{out} holds a preparation of its own: give another --out")
     about = {"source": source}
     origin = Path(source)
     if not origin.is_dir():
@@ -99,7 +107,7 @@ def adopt(args) -> None:
     shards.write_meta(out, {**tokenizer.meta(encoding), **about}, records)
 
 
-def fetch(repository: str, out: Path, revision: str | None, retry_minutes: float) -> str:
+def fetch(repository: str, out: Path, revision: str | None, retry_minutes: float | None) -> str:
     """Download a data set's .bin files to `out`, each compared with the hub's size and SHA-256; returns their commit.
 
     `fetched.json` notes the commit, so that a fetch that is begun again goes on with that one.
@@ -114,10 +122,17 @@ def fetch(repository: str, out: Path, revision: str | None, retry_minutes: float
     commit = hub.pin(before.get("commit"))
     shards.write_json(out / "fetched.json", {**asked, "commit": commit})
     files = [file for file in hub.ask(hub.files_of_commit) if file.path.endswith(".bin")]
+    interruption.advise(lambda: how_to_go_on(out, files))
     with ThreadPoolExecutor(8) as pool, tqdm(total=len(files), unit="shard", disable=None) as bar:
         for _ in pool.map(lambda file: fetch_one(hub, file, out), files):
             bar.update()
     return commit
+
+
+def how_to_go_on(out: Path, files: list) -> str:
+    """What Ctrl+C leaves of a fetch."""
+    here = sum((out / file.path).exists() for file in files)
+    return f"stopped; {here} of {len(files)} shards are here: run the same command again to go on"
 
 
 def fetch_one(hub: Hub, file, out: Path) -> None:

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT, one_line_error, script
 
-from data import preparation, shards, sources, token_reader, tokenizer
+from data import lock, preparation, shards, sources, token_reader, tokenizer
 from data.shards import open_corpus
 from data.sources import Batch, Files, Texts
 from data.token_reader import START, TokenReader, encode, tokenised
@@ -653,7 +653,7 @@ def test_two_at_once_are_refused(parquet, tmp_path):
         run(out, files_plan(folder))
     assert not list(out.iterdir())
     os.close(other)
-    with preparation.only_one(out), pytest.raises(ValueError, match="is being prepared by another process"):
+    with lock.only_one(out), pytest.raises(ValueError, match="is being prepared by another process"):
         run(out, files_plan(folder))
     assert tokens_of(run(out, files_plan(folder))) == stream(texts)
     other = os.open(out, os.O_RDONLY)

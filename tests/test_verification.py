@@ -2,9 +2,13 @@
 
 import hashlib
 import json
+import os
 import shutil
+import signal
 import struct
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +16,9 @@ import pytest
 from conftest import ROOT, one_line_error, script
 from hub_server import Fault
 
-from data import preparation, shards, tokenizer, verification
+from data import lock, preparation, shards, tokenizer, verification
 from data.fineweb_edu import prepare
+from data.openwebtext import prepare as openwebtext
 from data.shards import open_corpus
 from data.sources import Texts
 
@@ -231,6 +236,34 @@ def test_a_folder_in_use_is_refused(foreign, folder, tmp_path, monkeypatch, caps
     assert not (out / "meta.json").exists()
 
 
+def test_two_at_once_are_refused(foreign, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    out.mkdir()
+    with lock.only_one(out), pytest.raises(SystemExit):
+        adopt(monkeypatch, out, foreign)
+    assert f"{out} is being prepared by another process: wait for it" in capsys.readouterr().err
+    assert not list(out.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("given", "options"),
+    [
+        ("--source", ["--source=docs", "--retry_minutes=5"]),
+        ("--source", ["--source=docs", "--revision=v2"]),
+        ("a folder of shards", ["--pretokenized=docs", "--retry_minutes=-1"]),
+    ],
+)
+def test_options_without_effect_are_refused(tmp_path, monkeypatch, capsys, given, options):
+    monkeypatch.setattr(sys, "argv", ["prepare.py", f"--out={tmp_path / 'out'}", *options])
+    for each in (prepare, openwebtext)[: 1 + (given == "--source")]:
+        with pytest.raises(SystemExit) as end:
+            each.main()
+        assert end.value.code == 2
+        option = options[1].partition("=")[0]
+        assert f"{option} has no effect on {given}: leave it out" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.fixture
 def shared(server, foreign):
     """The shards as a repository of the hub; its commit."""
@@ -334,6 +367,24 @@ def test_a_fetch_that_was_killed_before_its_file_had_its_name_is_finished(server
     assert (out / name).read_bytes() == content
     assert not [path for _, path, *_ in server.log if "/cdn/" in path and name in path]
     verification.verify(out, 1)
+
+
+def test_ctrl_c_in_a_fetch_says_how_to_go_on(server, shared, tmp_path):
+    server.faults = [Fault("status", "/cdn/.*000003")]
+    program = (
+        "import sys; sys.path[:0] = ['.', 'tests']; from data import interruption; interruption.end_in_one_line(); "
+    )
+    program += "import adopt_bytes; adopt_bytes.main()"
+    arguments = [sys.executable, "-c", program, f"--out={tmp_path / 'out'}", "--pretokenized=org/shards"]
+    env = {**os.environ, "HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "hf")}
+    process = subprocess.Popen(arguments, env=env, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert "attempt 1 failed (the hub answers 503)" in process.stderr.readline()
+    while len(list((tmp_path / "out").glob("*.bin"))) < 3 and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    line = process.communicate(timeout=20)[1].splitlines()[-1]
+    assert process.returncode == 130
+    assert line == "-c: stopped; 3 of 4 shards are here: run the same command again to go on"
 
 
 def test_a_repository_of_shards_that_is_not_there(server, client, tmp_path):

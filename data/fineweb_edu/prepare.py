@@ -21,7 +21,7 @@ if __name__ == "__main__":  # before the imports that take long
 
 import configurator
 from data import preparation, verification
-from data.hub import Hub
+from data.hub import Hub, refuse_options
 from data.patience import MINUTES
 from data.sources import Files
 
@@ -34,7 +34,7 @@ def main():
     add("--sample", choices=SAMPLES, default="sample-100BT", help="which sample of the data set (default: 100BT)")
     add("--repository", default="HuggingFaceFW/fineweb-edu", help="the data set on the hub, or a local clone of it")
     add("--revision", help="its commit, tag or branch (default: the newest, noted in meta.json)")
-    add("--retry_minutes", type=float, default=MINUTES, help="how long to ask a hub again that does not answer")
+    add("--retry_minutes", type=float, help=f"how long to ask a hub again that does not answer (default: {MINUTES:g})")
     add("--source", nargs="+", help="parquet or jsonl files instead: paths, patterns or folders")
     add("--column", default="text", help="the column or key that holds the text")
     add("--pretokenized", help="folder or hub repository of GPT-2 shards in llm.c's format")
@@ -44,6 +44,7 @@ def main():
         if args.pretokenized and not args.verify:
             return verification.adopt(args)
         if args.source:
+            refuse_options(args, "--source")
             source = Files(args.source, args.column)
         else:
             keys = {"revision": args.revision, "retry_minutes": args.retry_minutes}

@@ -18,7 +18,7 @@ if __name__ == "__main__":  # before the imports that take long
 
 import configurator
 from data import preparation
-from data.hub import Hub
+from data.hub import Hub, refuse_options
 from data.patience import MINUTES
 from data.sources import Files
 
@@ -28,11 +28,12 @@ def main():
     add = parser.add_argument
     add("--repository", default="Skylion007/openwebtext", help="the data set on the hub, or a local clone of it")
     add("--revision", help="its commit, tag or branch (default: the newest, noted in meta.json)")
-    add("--retry_minutes", type=float, default=MINUTES, help="how long to ask a hub again that does not answer")
+    add("--retry_minutes", type=float, help=f"how long to ask a hub again that does not answer (default: {MINUTES:g})")
     add("--source", nargs="+", help="parquet or jsonl files instead: paths, patterns or folders")
     args = parser.parse_args()
     with configurator.one_line_errors():
         if args.source:
+            refuse_options(args, "--source")
             source = Files(args.source)
         else:
             keys = {"revision": args.revision, "retry_minutes": args.retry_minutes}
