@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import configurator
-from data.patience import OutOfPatience, Patience, chain, kinds
+from data.patience import OutOfPatience, Patience, chain, check_minutes, kinds
 from training import distributed
 
 # What the paper reports of each task, in its tables' order.
@@ -82,19 +82,24 @@ def open_all(
 ) -> tuple[list[Loaded], list[str]]:
     """The tasks that can be had, and a line for each that cannot. ValueError: an unknown name or folder, no lm-eval.
 
-    Process 0 comes first, so that a data set is fetched once; what the hub refuses for a while it asks for again.
+    Process 0 comes first, so that a data set is fetched once; what it has the others load. What the hub refuses for a
+    while each asks for again.
     """
-    Patience("", retry_minutes)  # or it is out of range
+    check_minutes(retry_minutes)
     go_offline_where_the_hub_is_out_of_reach()
+    if world.world_size == 1:
+        return load(names, find(names, include_path), retry_minutes)
+    waiting = distributed.patient_group()
     if world.is_main:
-        result = load(names, find(names, include_path), retry_minutes)
-    if world.world_size > 1:
-        torch.distributed.barrier()
+        loaded, missing = load(names, find(names, include_path), retry_minutes)
+    had = [([task.name for task in loaded], missing) if world.is_main else None]
+    torch.distributed.broadcast_object_list(had, group=waiting)
     if not world.is_main:
-        result = load(names, find(names, include_path), 0)
-    if world.world_size > 1:
-        torch.distributed.barrier()
-    return result
+        names, missing = had[0]
+        loaded, lacking = load(names, find(names, include_path), retry_minutes)
+        missing = missing + lacking
+    torch.distributed.barrier(waiting)
+    return loaded, missing
 
 
 def find(names: list[str], include_path: str | None):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import script
-from hub_server import Fault
+from hub_server import Fault, HubServer
 from hub_tasks import repositories
 from test_model import randomise
 
@@ -114,6 +114,42 @@ def test_patience_with_the_hub_ends_once_for_all_tasks(monkeypatch, capsys):
     assert "(OutOfPatience: ConnectionError: down, for --retry_minutes=5 by now); run the same command" in missing[0]
     assert "task b is left out" in missing[1]
     assert all(line.startswith("task a: attempt ") for line in capsys.readouterr().err.splitlines())
+
+
+IMPATIENT = """import datetime, os, sys
+sys.path.insert(0, os.getcwd())
+from training import distributed
+distributed.TIMEOUT = datetime.timedelta(seconds=6)
+hubs, sys.argv[1:3] = sys.argv[1:3], []
+os.environ["HF_ENDPOINT"] = hubs[int(os.environ["RANK"])]
+os.environ["HF_HOME"] += os.environ["RANK"]
+import eval
+eval.main()
+"""
+
+
+def test_all_processes_are_patient(hub, saved, tmp_path):
+    """Process 0 with a hub that is down for longer than the processes' time-out; 1, as on
+    a machine of its own, with a 503 to its first question."""
+    (tmp_path / "impatient.py").write_text(IMPATIENT)
+    (tmp_path / "physical.yaml").write_text(OWN_TASK)
+    (tmp_path / "absent.yaml").write_text(OWN_TASK.replace("baber/piqa", "no/such").replace("physical", "absent"))
+    hub.faults = [Fault("status", "/api/datasets/baber/piqa", 500, seconds=6.5)]  # and 7 with the pauses
+    with HubServer() as other:
+        other.commits = hub.commits
+        other.faults = [Fault("status", "/api/datasets/baber/piqa", times=1)]
+        several = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", tmp_path / "impatient.py"]
+        arguments = [hub.url, other.url, saved[0], f"--out={tmp_path / 'out'}", "--device=cpu", "--limit=3"]
+        arguments += ["--tasks=absent,physical", f"--include_path={tmp_path}", "--retry_minutes=1"]
+        env = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": ""}
+        result = script(*several, *arguments, env=env)
+    errors = result.stderr.decode()
+    assert "task absent is left out" in errors, errors
+    assert errors.count("attempt 1 failed (the hub answers 500)") == 1
+    assert errors.count("attempt 1 failed (the hub answers 503)") == 1
+    assert errors.count("absent is left out") == 1
+    (entry,) = json.loads((tmp_path / "out" / "results.json").read_text())["entries"]
+    assert entry["n-samples"]["physical"]["effective"] == 3
 
 
 @pytest.mark.slow

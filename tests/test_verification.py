@@ -371,7 +371,9 @@ def test_a_fetch_that_was_killed_before_its_file_had_its_name_is_finished(server
 
 def test_ctrl_c_in_a_fetch_says_how_to_go_on(server, shared, tmp_path):
     server.faults = [Fault("status", "/cdn/.*000003")]
-    program = "import sys; sys.path[:0] = ['.', 'tests']; from data import interruption; interruption.end_in_one_line(); "
+    program = (
+        "import sys; sys.path[:0] = ['.', 'tests']; from data import interruption; interruption.end_in_one_line(); "
+    )
     program += "import adopt_bytes; adopt_bytes.main()"
     arguments = [sys.executable, "-c", program, f"--out={tmp_path / 'out'}", "--pretokenized=org/shards"]
     env = {**os.environ, "HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "hf")}
