@@ -97,6 +97,11 @@ def test_a_task_is_tried_again_and_one_that_is_not_there_is_named(hub, saved, tm
     assert mine == other
 
 
+def test_minutes_out_of_range_are_refused_before_the_hub_is_asked():
+    with pytest.raises(ValueError, match=r"^--retry_minutes=-1: give 0 or more$"):
+        tasks.open_all(["piqa"], None, SimpleNamespace(world_size=1, is_main=True), -1)
+
+
 def test_patience_with_the_hub_ends_once_for_all_tasks(monkeypatch, capsys):
     """Tasks whose data set is at hand are loaded none the less."""
 
