@@ -68,7 +68,7 @@ def examine(path: Path, vocab_size: int) -> dict:
 def adopt(args) -> None:
     """Make GPT-2 shards in llm.c's format, from a folder or the hub, the corpus in args.out: examine all, sum up.
 
-    A folder's shards are linked, not copied. ValueError: not such shards, not all to be had, or another process at it.
+    A folder's shards are linked, not copied. ValueError: not such shards, not all to be had, or a folder in use.
     """
     if Path(args.pretokenized).is_dir():
         refuse_options(args, "a folder of shards")

@@ -4,12 +4,10 @@ import functools
 import hashlib
 import json
 import logging
-import math
 import os
 import random
 import re
 import sys
-import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ import numpy as np
 import torch
 
 import configurator
-from data.patience import OutOfPatience, Patience, chain, kinds
+from data.patience import OutOfPatience, Patience, chain, check_minutes, kinds
 from training import distributed
 
 # What the paper reports of each task, in its tables' order.
@@ -84,22 +82,23 @@ def open_all(
 ) -> tuple[list[Loaded], list[str]]:
     """The tasks that can be had, and a line for each that cannot. ValueError: an unknown name or folder, no lm-eval.
 
-    Process 0 comes first, so that a data set is fetched once; the others take the tasks that it has. What the hub
-    refuses for a while is asked for again.
+    Process 0 comes first, so that a data set is fetched once; what it has the others load. What the hub refuses for a
+    while each asks for again.
     """
-    Patience("", retry_minutes)  # or it is out of range
+    check_minutes(retry_minutes)
     go_offline_where_the_hub_is_out_of_reach()
     if world.world_size == 1:
         return load(names, find(names, include_path), retry_minutes)
-    # Whoever waits in a collective waits no longer than its time-out.
-    until = time.monotonic() + distributed.TIMEOUT.total_seconds() / 2
-    loaded, missing = load(names, find(names, include_path), retry_minutes, until) if world.is_main else ([], [])
-    present = [[task.name for task in loaded]]
-    torch.distributed.broadcast_object_list(present, src=0)
+    waiting = distributed.patient_group()
+    if world.is_main:
+        loaded, missing = load(names, find(names, include_path), retry_minutes)
+    had = [([task.name for task in loaded], missing) if world.is_main else None]
+    torch.distributed.broadcast_object_list(had, group=waiting)
     if not world.is_main:
-        until = time.monotonic() + distributed.TIMEOUT.total_seconds() / 2
-        loaded, missing = load(present[0], find(names, include_path), retry_minutes, until)
-    torch.distributed.barrier()
+        names, missing = had[0]
+        loaded, lacking = load(names, find(names, include_path), retry_minutes)
+        missing = missing + lacking
+    torch.distributed.barrier(waiting)
     return loaded, missing
 
 
@@ -122,13 +121,12 @@ def find(names: list[str], include_path: str | None):
     return manager
 
 
-def load(names: list[str], manager, retry_minutes: float, until: float = math.inf) -> tuple[list[Loaded], list[str]]:
-    """The tasks that can be had, and one line for each that cannot; `until`: time.monotonic() of the last attempt."""
+def load(names: list[str], manager, retry_minutes: float) -> tuple[list[Loaded], list[str]]:
+    """The tasks that can be had, and one line for each that cannot."""
     loaded, missing = [], []
     for name in names:
         try:
-            minutes = max(min(retry_minutes, (until - time.monotonic()) / 60), 0)
-            content = Patience(f"task {name}", minutes).ask(lambda name=name: load_one(name, manager))
+            content = Patience(f"task {name}", retry_minutes).ask(lambda name=name: load_one(name, manager))
         except Exception as error:  # hub, network, file systems and data sets raise many kinds; the cause is named
             missing.append(line_about(name, manager, error))
             if isinstance(error, OutOfPatience):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import script
-from hub_server import Fault
+from hub_server import Fault, HubServer
 from hub_tasks import repositories
 from test_model import randomise
 
@@ -59,10 +59,9 @@ def saved(tmp_path_factory):
     return found, root / "exported"
 
 
-def evaluate(hub, saved, out, *arguments, processes: int = 1):
+def evaluate(hub, saved, out, *arguments):
     env = {"HF_ENDPOINT": hub.url, "HF_HOME": str(out / "hf"), "HF_HUB_OFFLINE": ""}
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] * (processes > 1)
-    return script(*launcher, "eval.py", saved, f"--out={out}", "--device=cpu", "--log_samples", *arguments, env=env)
+    return script("eval.py", saved, f"--out={out}", "--device=cpu", "--log_samples", *arguments, env=env)
 
 
 def samples(out, task) -> list[dict]:
@@ -98,23 +97,9 @@ def test_a_task_is_tried_again_and_one_that_is_not_there_is_named(hub, saved, tm
     assert mine == other
 
 
-def test_several_processes_agree_where_the_hub_fails_one_of_them(hub, saved, tmp_path):
-    """The second one meets a fault that the first one does not; the task that is not there is named once."""
-    (tmp_path / "physical.yaml").write_text(OWN_TASK)
-    (tmp_path / "absent.yaml").write_text(
-        OWN_TASK.replace("baber/piqa", "nobody/has_this").replace("physical", "absent")
-    )
-    arguments = ["--tasks=physical,absent", f"--include_path={tmp_path}", "--shots=0"]
-    place = "/api/datasets/baber/piqa"
-    before = sum(place in path for _, path, *_ in hub.log)
-    assert evaluate(hub, saved[0], tmp_path / "one", *arguments).returncode == 3
-    asked = sum(place in path for _, path, *_ in hub.log) - before
-    hub.faults = [Fault("status", place, 503, skip=asked, times=1)]
-    result = evaluate(hub, saved[0], tmp_path / "two", *arguments, processes=2)
-    assert hub.faults[0].seen > asked  # the second process was the one
-    errors = result.stderr.decode()
-    assert errors.count("task absent is left out") == 1
-    assert (tmp_path / "two" / "table.csv").read_text() == (tmp_path / "one" / "table.csv").read_text()
+def test_minutes_out_of_range_are_refused_before_the_hub_is_asked():
+    with pytest.raises(ValueError, match=r"^--retry_minutes=-1: give 0 or more$"):
+        tasks.open_all(["piqa"], None, SimpleNamespace(world_size=1, is_main=True), -1)
 
 
 def test_patience_with_the_hub_ends_once_for_all_tasks(monkeypatch, capsys):
@@ -134,6 +119,42 @@ def test_patience_with_the_hub_ends_once_for_all_tasks(monkeypatch, capsys):
     assert "(OutOfPatience: ConnectionError: down, for --retry_minutes=5 by now); run the same command" in missing[0]
     assert "task b is left out" in missing[1]
     assert all(line.startswith("task a: attempt ") for line in capsys.readouterr().err.splitlines())
+
+
+IMPATIENT = """import datetime, os, sys
+sys.path.insert(0, os.getcwd())
+from training import distributed
+distributed.TIMEOUT = datetime.timedelta(seconds=6)
+hubs, sys.argv[1:3] = sys.argv[1:3], []
+os.environ["HF_ENDPOINT"] = hubs[int(os.environ["RANK"])]
+os.environ["HF_HOME"] += os.environ["RANK"]
+import eval
+eval.main()
+"""
+
+
+def test_all_processes_are_patient(hub, saved, tmp_path):
+    """Process 0 with a hub that is down for longer than the processes' time-out; 1, as on
+    a machine of its own, with a 503 to its first question."""
+    (tmp_path / "impatient.py").write_text(IMPATIENT)
+    (tmp_path / "physical.yaml").write_text(OWN_TASK)
+    (tmp_path / "absent.yaml").write_text(OWN_TASK.replace("baber/piqa", "no/such").replace("physical", "absent"))
+    hub.faults = [Fault("status", "/api/datasets/baber/piqa", 500, seconds=6.5)]  # and 7 with the pauses
+    with HubServer() as other:
+        other.commits = hub.commits
+        other.faults = [Fault("status", "/api/datasets/baber/piqa", times=1)]
+        several = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", tmp_path / "impatient.py"]
+        arguments = [hub.url, other.url, saved[0], f"--out={tmp_path / 'out'}", "--device=cpu", "--limit=3"]
+        arguments += ["--tasks=absent,physical", f"--include_path={tmp_path}", "--retry_minutes=1"]
+        env = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": ""}
+        result = script(*several, *arguments, env=env)
+    errors = result.stderr.decode()
+    assert "task absent is left out" in errors, errors
+    assert errors.count("attempt 1 failed (the hub answers 500)") == 1
+    assert errors.count("attempt 1 failed (the hub answers 503)") == 1
+    assert errors.count("absent is left out") == 1
+    (entry,) = json.loads((tmp_path / "out" / "results.json").read_text())["entries"]
+    assert entry["n-samples"]["physical"]["effective"] == 3
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 # Processes compile at their own pace before their first collective; a process that dies is noticed at once.
 START_TIMEOUT, TIMEOUT = timedelta(minutes=10), timedelta(minutes=30)
+PATIENT_TIMEOUT = timedelta(days=7)
 KEPT_BLOCK = 2**25  # bytes, the most that the C library accepts
 
 
@@ -123,6 +124,11 @@ def refuse_disagreement(world: World, facts: dict) -> None:
         for number, theirs in enumerate(everyone):
             if not torch.equal(theirs[32 * index : 32 * index + 32], everyone[0][32 * index : 32 * index + 32]):
                 raise ValueError(f"process {number} and process 0 differ in {name}: start all of them alike")
+
+
+def patient_group() -> dist.ProcessGroup:
+    """All processes, on the CPU, where one may work, or wait for a hub, for longer than the others' TIMEOUT."""
+    return dist.new_group(backend="gloo", timeout=PATIENT_TIMEOUT)
 
 
 def stop(world: World) -> None:
