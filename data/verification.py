@@ -132,7 +132,7 @@ def fetch(repository: str, out: Path, revision: str | None, retry_minutes: float
 def how_to_go_on(out: Path, files: list) -> str:
     """What Ctrl+C leaves of a fetch."""
     here = sum((out / file.path).exists() for file in files)
-    return f"stopped; {here} of {len(files)} shards are here: run the same command again to go on"
+    return f"interrupted; {here} of {len(files)} shards are here: run the same command again to go on"
 
 
 def fetch_one(hub: Hub, file, out: Path) -> None:

@@ -384,7 +384,7 @@ def test_ctrl_c_in_a_fetch_says_how_to_go_on(server, shared, tmp_path):
     process.send_signal(signal.SIGINT)
     line = process.communicate(timeout=20)[1].splitlines()[-1]
     assert process.returncode == 130
-    assert line == "-c: stopped; 3 of 4 shards are here: run the same command again to go on"
+    assert line == "-c: interrupted; 3 of 4 shards are here: run the same command again to go on"
 
 
 def test_a_repository_of_shards_that_is_not_there(server, client, tmp_path):
