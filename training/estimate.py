@@ -17,7 +17,7 @@ from training.metrics import duration, nominal_flops_per_token, peak_flops, size
 # (results/memory_cpu.json).
 PROCESS, COMPILER, PER_NODE = 420 * 2**20, 80 * 2**20, 20 * 2**10
 MOST_COMPILER = 2**30
-# A process can take a quarter more than the estimate. A machine that is full kills it without a word; a GPU that is full
+# A process can take a quarter more than the estimate. A full machine kills it without a word; a full GPU
 # says so in one line, and on GPUs nothing was measured: there only what clearly does not fit is refused.
 MARGIN = {"cpu": 1.25, "cuda": 1 / 1.2}
 
