@@ -3,7 +3,7 @@
     python bench.py --device=cpu                       every variant and its peers, a size for two CPU cores
     python bench.py --suite=paper --device=cuda        the paper's small and medium sizes
     python bench.py --models=DDL-gpt-mha-rope-CC:2 --hidden_size=128 --num_hidden_layers=4 --num_attention_heads=2
-    python bench.py registers                          registers and spills of the fused kernels; needs no GPU
+    python bench.py ceiling                            what the fused kernels' machine code allows; needs no GPU
     python bench.py decode                             tokens/s of generation, with and without cache and compiler
     python bench.py eval                               evaluation next to lm-eval's own hf model
     python bench.py data                               preparing and loading data, against tiktoken alone
@@ -22,7 +22,7 @@ import sysconfig
 from pathlib import Path
 
 import configurator
-from benchmarks import choices, data, decode, evaluation, kernels, memory, registers, step, suites
+from benchmarks import ceiling, choices, data, decode, evaluation, kernels, memory, step, suites
 
 
 def step_arguments(parser) -> None:
@@ -91,9 +91,12 @@ def kernels_arguments(parser) -> None:
     add("--json", type=Path, help="write the figures there as well")
 
 
-def registers_arguments(parser) -> None:
+def ceiling_arguments(parser) -> None:
     parser.add_argument("--widths", default="768,1024", help="hidden sizes d (default: %(default)s)")
-    parser.add_argument("--match", default="", help="only kernels with this in their name, as in --match=step")
+    parser.add_argument(
+        "--match", default="", help="only kernels with this in their name, as in --match='step forward v=4'"
+    )
+    parser.add_argument("--every", action="store_true", help="also the other launches that each kernel could have")
     parser.add_argument("--json", type=Path, help="write the figures there as well")
 
 
@@ -142,10 +145,10 @@ COMMANDS = {
     "decode": ("one-token decoding: uncached, cached, and by a step that is made once", decode_arguments, decode.run),
     "eval": ("scoring choices, against lm-eval's own hf model", eval_arguments, evaluation.run),
     "memory": ("peak memory of training runs against train.py's estimate", memory_arguments, memory.run),
-    "registers": (
-        "registers and spills of the fused kernels, compiled for sm_90 here",
-        registers_arguments,
-        registers.run,
+    "ceiling": (
+        "what the fused kernels' machine code for sm_90 allows of the copy bandwidth; needs no GPU",
+        ceiling_arguments,
+        ceiling.run,
     ),
 }
 

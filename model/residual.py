@@ -202,10 +202,10 @@ class TokenConvRead(nn.Module):
         nn.init.constant_(self.read, self.config.read_start)
         return "shortconv.weight", "read"
 
-    def weights(self):
+    def weights(self, arranged=features_last):
         """e, the whole read as one (K, v, d) tensor in at least fp32; its first entry weighs the current token."""
         taps = self.shortconv.weight.unflatten(0, (-1, self.read.shape[0]))  # (d, v, K)
-        return features_last(taps) * self.read.to(at_least_fp32(self.read.dtype))[:, None]
+        return arranged(taps) * self.read.to(at_least_fp32(self.read.dtype))[:, None]
 
     def flops_per_token(self) -> int:
         return 2 * self.shortconv.weight.numel()

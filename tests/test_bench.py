@@ -13,8 +13,9 @@ import torch
 from conftest import ROOT, one_line_error, script
 
 import bench
-from benchmarks import choices, contender, peers, results, step, suites, timing
+from benchmarks import ceiling, choices, contender, peers, results, step, suites, timing
 from model import STEMS, build
+from model.kernels.launch import launch_of
 
 TINY = ["--vocab_size=64", "--block_size=16", "--num_hidden_layers=1", "--hidden_size=32", "--micro_batch_size=1"]
 TINY += ["--num_attention_heads=4", "--head_dim=8", "--compile=False", "--rounds=2", "--warmup=1", "--device=cpu"]
@@ -206,17 +207,59 @@ def test_kernels_are_not_measured_without_a_device():
         assert "they need a CUDA device" in line
 
 
-def test_registers_are_counted_without_a_device(tmp_path):
-    out = tmp_path / "registers.json"
+def test_the_ceiling_of_a_launch_needs_no_device(tmp_path):
+    out = tmp_path / "ceiling.json"
     chosen = ["--widths=64", "--match=add_norm", f"--json={out}"]
-    result = script("bench.py", "registers", *chosen, env={"TRITON_INTERPRET": ""})
+    result = script("bench.py", "ceiling", *chosen, env={"TRITON_INTERPRET": ""})
     assert result.returncode == 0, result.stderr.decode()
     rows = json.loads(out.read_text())["rows"]
     assert [row["kernel"] for row in rows] == ["add_norm forward", "add_norm backward"]
     assert all(8 < row["registers"] < 255 and row["spill_bytes"] == 0 for row in rows)
+    # Three loads of a vector or four, and a number, are stored or loaded a token; what is summed is, in a warp's lanes.
+    assert [row["bytes"] for row in rows] == [4 * 2 * 64 + 4] * 2
+    assert all(row["warps"] == 1 and row["shuffles"] == 5 and row["async_loads"] >= 2 for row in rows)
     assert "no kernel has" in one_line_error(
-        script("bench.py", "registers", "--match=none", env={"TRITON_INTERPRET": ""})
+        script("bench.py", "ceiling", "--match=none", env={"TRITON_INTERPRET": ""})
     )
+
+
+LOOP = """
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+        /*0010*/                   LDG.E.64 R2, desc[UR4][R8.64] ;
+        /*0020*/                   FADD R4, R2, R3 ;
+        /*0030*/              @!P1 SHFL.BFLY PT, R5, R4, 0x1, 0x1f ;
+        /*0040*/                   FADD R6, R4, R5 ;
+        /*0050*/                   LDL.64 R10, [R1] ;
+        /*0060*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*0070*/                   STG.E desc[UR4][R8.64], R6 ;
+        /*0080*/               @P0 BRA 0x10 ;
+        /*0090*/                   EXIT ;
+        /*00a0*/                   BRA 0xa0 ;
+"""
+
+
+def test_the_machine_code_of_a_loop_is_read():
+    code = ceiling.parsed(LOOP)
+    body = ceiling.loop(code)
+    assert [ceiling.operation(each) for each in body] == "LDG FADD SHFL FADD LDL BAR STG BRA".split()
+    assert ceiling.operands(body[0]) == ({"R2", "R3"}, {"UR4", "R8", "R9"})
+    assert ceiling.operands(body[2]) == ({"R5"}, {"P1", "R4"})
+    assert ceiling.operands(body[6]) == (set(), {"UR4", "R8", "R9", "R6"})
+    assert ceiling.spilled_traffic(body) == 32 * 8
+    latencies = ceiling.LATENCY
+    chain = latencies["LDG"] + 5 + latencies["SHFL"] + 5 + latencies["BAR"]
+    # Besides the chain from load to store: the branch, and the second turn's load.
+    assert chain <= ceiling.latency(body) <= chain + len(body)
+
+
+def test_the_stored_ceilings_are_those_of_the_launches():
+    stored = json.loads((ROOT / "results" / "ceiling_sm90.json").read_text())["rows"]
+    assert {row["d"] for row in stored} == {768, 1024}
+    for row in stored:
+        launch = launch_of(row["kernel"], row["d"], row["columns"], row["tokens_of_read"])
+        found = (row["warps"], row["stages"], row["prefetch"], row["reload"], row["programs"])
+        assert found == (launch.num_warps, launch.stages, launch.prefetch, launch.reload, launch.programs), row
+        assert row["programs"] <= row["fits"], row  # else one wave would be two
 
 
 def test_choices_are_measured_and_failures_told(tmp_path, monkeypatch, capsys):

@@ -4,12 +4,14 @@ They run under Triton's interpreter here, which conftest.py turns on; test_gpu.p
 """
 
 import itertools
+import math
 import random
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from conftest import script
 
 pytest.importorskip("triton")
 
@@ -29,7 +31,8 @@ from fused import (
 from triton.runtime import interpreter
 
 from model.kernels import residual_step as residual_step_module
-from model.kernels.tiles import rows_and_columns
+from model.kernels.launch import chunks
+from model.kernels.tiles import block_of, rows_and_columns
 
 LIMITS = []  # first address and the one past the end of each tensor that the kernel now running was given
 WRITERS = {}  # the program that wrote to an address
@@ -89,6 +92,8 @@ def _programs(monkeypatch):
 SHAPES = [Step(v=v) for v in (1, 2, 4)] + [Step(v=8, T=5), Step(d=96, B=2, T=3), Step(d=768, T=3)]
 SHAPES += [Step(K=4), Step(K=3, v=2), Step(K=4, v=1, d=96, T=6), Step(K=3, v=8, T=4), Step(T=1), Step(K=4, T=2)]
 SHAPES += [Step(K=4, v=2, B=3, T=2), Step(K=4, v=2, B=2, T=5)]
+# Vectors of several pieces, the last not full, and more heads and columns than one reduction sums.
+SHAPES += [Step(d=600, K=3, v=2, T=4), Step(d=600, T=3, pending=1, value_input="context"), Step(d=600, v=8, K=2, T=3)]
 OPTIONS = [
     Step(form="raw", value_input="context"),
     Step(value_input="context", erase=False),
@@ -120,7 +125,7 @@ def test_step(case):
 def grid(seed: int):
     """Every shape and dtype, each with other options drawn at random."""
     draw = random.Random(seed)
-    for d, v, K, dtype in itertools.product((37, 96, 768), (1, 2, 4, 8), (1, 3, 4), ("fp32", "bf16", "fp16")):
+    for d, v, K, dtype in itertools.product((37, 96, 600, 768), (1, 2, 4, 8), (1, 3, 4), ("fp32", "bf16", "fp16")):
         write = draw.random() < 0.9
         case = Step(d, v, K, draw.choice((1, 1, 2, 3)), draw.choice((1, 2, 3, 5, 8)), dtype, write=write)
         form, value_input = draw.choice(("raw", "sigmoid", "constant")), draw.choice(("residual", "context"))
@@ -135,6 +140,39 @@ def grid(seed: int):
 @pytest.mark.parametrize("case", [case for seed in range(4) for case in grid(seed)], ids=str)
 def test_step_over_the_grid(case):
     check_step(case)
+
+
+@pytest.mark.parametrize("d", [1, 37, 64, 96, 256, 300, 600, 640, 768, 1000, 1024, 1280, 1536, 2048, 5120])
+def test_pieces_of_a_vector(d):
+    block = block_of(d)
+    assert block & (block - 1) == 0
+    assert block <= 1024
+    padded = {b: -(-d // b) * b for b in (256, 512, 1024)}
+    assert -(-d // block) * block == min([*padded.values(), *([1 << (d - 1).bit_length()] if d <= 1024 else [])])
+
+
+def test_every_form_compiles():
+    """For sm_90: the interpreter takes what the compiler refuses."""
+    done = script("tests/compile_kernels.py", env={"TRITON_INTERPRET": ""})
+    assert done.returncode == 0, done.stderr.decode()
+    assert len(done.stdout.splitlines()) == 40
+
+
+@pytest.mark.parametrize(("slots", "sequences", "tokens", "halo"), [
+    (132, 16, 1024, 3), (264, 16, 1024, 3), (264, 1, 16384, 0), (528, 1, 7, 0), (8, 3, 5, 2), (132, 200, 1024, 3),
+    (132, 1, 1, 3), (4, 2, 1000, 1),
+])  # fmt: skip
+def test_tokens_are_shared_in_whole_waves(slots, sequences, tokens, halo):
+    """Against every share of four waves or fewer: a wave takes as long as its longest program."""
+
+    def time(chunk):
+        programs = sequences * math.ceil(tokens / chunk)
+        return math.ceil(programs / slots) * (chunk + halo)
+
+    chunk, count = chunks(slots, sequences, tokens, halo)
+    assert (count - 1) * chunk < tokens <= count * chunk
+    few = [other for other in range(1, tokens + 1) if math.ceil(tokens / other) <= max(4, 4 * slots // sequences)]
+    assert time(chunk) == min(map(time, few))
 
 
 @pytest.mark.parametrize("case", [Step(K=4, v=2, T=9), Step(K=1, v=4, T=9, pending=1)], ids=str)
@@ -162,7 +200,7 @@ def test_generation_carries_the_reads_that_are_under_way(case, cuts):
     check_generation(case, cuts)
 
 
-@pytest.mark.parametrize(("d", "B", "T"), [(37, 3, 5), (768, 1, 2), (37, 1, 1)])
+@pytest.mark.parametrize(("d", "B", "T"), [(37, 3, 5), (600, 1, 2), (768, 1, 2), (37, 1, 1)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("add", [True, False])
 def test_add_norm(d, B, T, dtype, add):

@@ -8,56 +8,85 @@ import torch
 import triton
 import triton.language as tl
 
-from model.kernels.launch import KERNELS, share
-from model.kernels.tiles import dense, load_vector, store_vector
+from model.kernels.launch import launch_of, share
+from model.kernels.tiles import (
+    dense,
+    fma,
+    load,
+    load_numbers,
+    plus,
+    prefetch,
+    products,
+    rounded,
+    scaled,
+    store,
+    times,
+    totals,
+    zeros,
+)  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "chunk"])
 def forward_kernel(
-    x, h, norm, new_x, context, rho, rows, chunk, eps, D: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
-):
-    features = tl.arange(0, BLOCK)
-    inside = features < D
-    g = load_vector(norm, features, inside)
-    first = tl.program_id(0) * chunk
-    for t in tl.range(first, tl.minimum(first + chunk, rows), num_stages=STAGES):
-        place = (tl.program_id(0) * 0 + t).to(tl.int64) * D
-        state = load_vector(x + place, features, inside)
+    x, h, norm, new_x, context, rho, rows, chunk, eps, D: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr,
+):  # fmt: skip
+    g, first = load(norm, None, D, BLOCK), tl.program_id(0) * chunk
+    last = tl.minimum(first + chunk, rows)
+    for t in tl.range(first, last, num_stages=STAGES):
+        row = (tl.program_id(0) * 0 + t).to(tl.int64)
+        if PREFETCH > 0:
+            prefetch(x + (row + PREFETCH) * D, t + PREFETCH < last, D)
+            if h is not None:
+                prefetch(h + (row + PREFETCH) * D, t + PREFETCH < last, D)
+        state = load(x + row * D, None, D, BLOCK)
         if h is not None:
-            state = (state + load_vector(h + place, features, inside)).to(x.dtype.element_ty).to(tl.float32)
-            store_vector(new_x + place, features, inside, state)
-        rho_t = 1 / tl.sqrt(tl.sum(state * state, 0) / D + eps)
-        tl.store(rho + t, rho_t)
-        store_vector(context + place, features, inside, state * rho_t * g)
+            state = added(state, load(h + row * D, None, D, BLOCK), x)
+            store(new_x + row * D, state, None, D, BLOCK)
+        rho_t = tl.rsqrt(totals(products(state, state))[0] * (1 / D) + eps)
+        tl.store(rho + row, rho_t)
+        store(context + row * D, times(scaled(state, rho_t), g), None, D, BLOCK)
 
 
 @triton.jit
+def added(a, b, like):
+    """Their sum, rounded to the dtype of what `like` points to."""
+    pieces = ()
+    for i in tl.static_range(len(a)):
+        pieces = pieces + (rounded(a[i] + b[i], like.dtype.element_ty),)
+    return pieces
+
+
+@triton.jit(do_not_specialize=["rows", "chunk"])
 def backward_kernel(
     grad_x, grad_context, x, rho, norm, new_grad_x, grad_norm, rows, chunk,
-    D: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
-    features = tl.arange(0, BLOCK)
-    inside = features < D
-    g, sum_g = load_vector(norm, features, inside), tl.zeros((BLOCK,), tl.float32)
-    first = tl.program_id(0) * chunk
-    for t in tl.range(first, tl.minimum(first + chunk, rows), num_stages=STAGES):
-        place = (tl.program_id(0) * 0 + t).to(tl.int64) * D
-        rho_t = tl.load(rho + t)
-        chat = load_vector(x + place, features, inside) * rho_t
-        gc = load_vector(grad_context + place, features, inside)
-        sum_g += gc * chat
-        total = rho_t * (gc * g - tl.sum(gc * g * chat, 0) / D * chat)
+    g, sum_g, first = load(norm, None, D, BLOCK), zeros(1, D, BLOCK), tl.program_id(0) * chunk
+    last = tl.minimum(first + chunk, rows)
+    for t in tl.range(first, last, num_stages=STAGES):
+        row = (tl.program_id(0) * 0 + t).to(tl.int64)
+        if PREFETCH > 0:
+            prefetch(x + (row + PREFETCH) * D, t + PREFETCH < last, D)
+            prefetch(grad_context + (row + PREFETCH) * D, t + PREFETCH < last, D)
+            if grad_x is not None:
+                prefetch(grad_x + (row + PREFETCH) * D, t + PREFETCH < last, D)
+        rho_t = load_numbers(rho + row, 1)[0]
+        chat, gc = scaled(load(x + row * D, None, D, BLOCK), rho_t), load(grad_context + row * D, None, D, BLOCK)
+        sum_g, q = fma(sum_g, gc, chat), times(gc, g)
+        mean = totals(products(q, chat))[0] * (1 / D)
+        total = scaled(plus(q, -mean, chat), rho_t)
         if grad_x is not None:
-            total += load_vector(grad_x + place, features, inside)
-        store_vector(new_grad_x + place, features, inside, total)
-    store_vector(grad_norm + tl.program_id(0) * D, features, inside, sum_g)
+            total = plus(total, 1.0, load(grad_x + row * D, None, D, BLOCK))
+        store(new_grad_x + row * D, total, None, D, BLOCK)
+    store(grad_norm + tl.program_id(0) * D, sum_g, None, D, BLOCK)
 
 
 def runs(kernel: str, x) -> tuple[tuple[int], tuple[int, int], dict]:
     """(grid, (rows, rows of a program), constants)."""
-    launch, d = KERNELS[kernel], x.shape[-1]
+    launch, d = launch_of(kernel, x.shape[-1]), x.shape[-1]
     rows, chunk, programs = share(x.device, launch, 1, x.numel() // d, 1)
-    return (programs,), (rows, chunk), {"D": d, "BLOCK": triton.next_power_of_2(d), **launch.options()}
+    return (programs,), (rows, chunk), {"D": d, **launch.options(x)}
 
 
 @torch.library.custom_op("ddl::add_norm", mutates_args=())

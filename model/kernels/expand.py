@@ -9,65 +9,66 @@ import torch
 import triton
 import triton.language as tl
 
-from model.kernels.launch import KERNELS, share
-from model.kernels.tiles import dense, load_columns, load_vector, store_columns, store_vector
+from model.kernels.launch import launch_of, share
+from model.kernels.tiles import combined, dense, load, load_columns, outer, plus, store, zeros
 
 BLOCK = 256
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "chunk", "chunks"])
 def forward_kernel(
     x, weights, state, tokens, chunk, chunks,
     D: tl.constexpr, BLOCK: tl.constexpr, V: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    features = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = features < D
+    start = tl.program_id(1) * BLOCK
+    inside = start + tl.arange(0, BLOCK) < D
     sequence, first = tl.program_id(0) // chunks, tl.program_id(0) % chunks * chunk
-    w = ()
-    for s in tl.static_range(K):
-        w = w + (load_columns(weights + s * V * D, D, features, inside, V),)
+    w = load_columns(weights + start, D, inside, K * V, BLOCK, BLOCK)
     for t in tl.range(first, tl.minimum(first + chunk, tokens), num_stages=STAGES):
         row = (sequence * tokens + t).to(tl.int64)
-        tile = load_vector(x + row * D, features, inside)[:, None] * w[0]
-        for s in tl.static_range(1, K):
-            tile += load_vector(x + (row - s) * D, features, inside & (t >= s))[:, None] * w[s]
-        store_columns(state + row * V * D, D, features, inside, tile, V)
+        columns = zeros(V, BLOCK, BLOCK)
+        for s in tl.static_range(K):
+            columns = outer(
+                columns, w[s * V : (s + 1) * V], load(x + (row - s) * D + start, inside & (t >= s), BLOCK, BLOCK)
+            )
+        for j in tl.static_range(V):
+            store(state + (row * V + j) * D + start, columns[j : j + 1], inside, BLOCK, BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "chunk", "chunks"])
 def backward_kernel(
     grad_state, x, weights, grad_x, grad_weights, tokens, chunk, chunks,
     D: tl.constexpr, BLOCK: tl.constexpr, V: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    features = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = features < D
+    start = tl.program_id(1) * BLOCK
+    inside = start + tl.arange(0, BLOCK) < D
     sequence, first = tl.program_id(0) // chunks, tl.program_id(0) % chunks * chunk
-    w, sums = (), ()
-    for s in tl.static_range(K):
-        w = w + (load_columns(weights + s * V * D, D, features, inside, V),)
-        sums = sums + (tl.zeros((BLOCK, V), tl.float32),)
-    for t in tl.range(first, tl.minimum(first + chunk, tokens), num_stages=STAGES):
+    last = tl.minimum(first + chunk, tokens)
+    w, sums = load_columns(weights + start, D, inside, K * V, BLOCK, BLOCK), zeros(K * V, BLOCK, BLOCK)
+    for t in tl.range(first, last, num_stages=STAGES):
         row = (sequence * tokens + t).to(tl.int64)
-        gradient = load_columns(grad_state + row * V * D, D, features, inside, V)
-        total = tl.sum(gradient * w[0], 1)
-        added = (sums[0] + gradient * load_vector(x + row * D, features, inside)[:, None],)
-        for s in tl.static_range(1, K):
-            before = load_vector(x + (row - s) * D, features, inside & (t >= s))
-            added = added + (sums[s] + gradient * before[:, None],)
-            after = load_columns(grad_state + (row + s) * V * D, D, features, inside & (t + s < tokens), V)
-            total += tl.sum(after * w[s], 1)
+        gradient = load_columns(grad_state + row * V * D + start, D, inside, V, BLOCK, BLOCK)
+        total, added = combined(gradient, w[:V], 1), ()
+        for s in tl.static_range(K):
+            before = load(x + (row - s) * D + start, inside & (t >= s), BLOCK, BLOCK)
+            added = added + outer(sums[s * V : (s + 1) * V], gradient, before)
+            if s > 0:
+                there = inside & (t + s < tokens)
+                after = load_columns(grad_state + (row + s) * V * D + start, D, there, V, BLOCK, BLOCK)
+                total = plus(total, 1.0, combined(after, w[s * V : (s + 1) * V], 1))
         sums = added
-        store_vector(grad_x + row * D, features, inside, total)
-    for s in tl.static_range(K):
-        store_columns(grad_weights + (tl.program_id(0) * K + s) * V * D, D, features, inside, sums[s], V)
+        store(grad_x + row * D + start, total, inside, BLOCK, BLOCK)
+    for i in tl.static_range(K * V):
+        store(grad_weights + (tl.program_id(0) * K * V + i) * D + start, sums[i : i + 1], inside, BLOCK, BLOCK)
 
 
 def runs(kernel: str, x, weights) -> tuple[tuple[int, int], tuple[int, int, int], dict]:
     """(grid, how the programs share the tokens, constants)."""
     (B, T, d), (K, v, _) = x.shape, weights.shape
-    blocks, launch = -(-d // BLOCK), KERNELS[kernel]
-    sizes = share(x.device, launch, B * blocks, T, K)
-    return (B * sizes[2], blocks), sizes, {"D": d, "BLOCK": BLOCK, "V": v, "K": K, **launch.options()}
+    launch = launch_of(kernel, d, v, K)
+    blocks, sizes = -(-d // BLOCK), share(x.device, launch, B * -(-d // BLOCK), T, K)
+    constants = {"D": d, "BLOCK": BLOCK, "V": v, "K": K, "STAGES": launch.stages, "num_warps": launch.num_warps}
+    return (B * sizes[2], blocks), sizes, constants
 
 
 @torch.library.custom_op("ddl::expand", mutates_args=())

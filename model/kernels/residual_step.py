@@ -1,9 +1,8 @@
 """The step between two sublayers (see `step_kernels`) as operators that torch can compile and differentiate."""
 
 import torch
-import triton
 
-from model.kernels.launch import KERNELS, Launch, name_of, share
+from model.kernels.launch import Launch, launch_of, share
 from model.kernels.step_kernels import backward_kernel, forward_kernel
 from model.kernels.tiles import dense, rows_and_columns
 
@@ -12,7 +11,7 @@ def runs(kernel: str, base, kernel_size: int) -> tuple[int, tuple[int, int, int]
     """(sequences, their `share`, launch): without a token convolution the batch is one sequence."""
     B, T = base.shape[:2]
     sequences, tokens = (1, B * T) if kernel_size == 1 else (B, T)
-    launch = KERNELS[name_of(kernel, base.shape[2], kernel_size)]
+    launch = launch_of(kernel, base.shape[3], base.shape[2], kernel_size)
     return sequences, share(base.device, launch, sequences, tokens, kernel_size), launch
 
 
@@ -63,16 +62,20 @@ def residual_step(
         new_state if store else None, x_in if keeps_x_in(read, with_x_in, carry) else None,
         context, gate_logit, value_logit, n, delta, u, rho,
         tokens, chunk, chunks, k_eps**2, norm_eps, value_scale, value_constant,
-        D=d, BLOCK=triton.next_power_of_2(d), V=v, K=len(read),
-        VALUE=value_form, VALUE_INPUT=value_input, ERASE=erase, **launch.options(),
+        D=d, V=v, K=len(read), VALUE=value_form, VALUE_INPUT=value_input, ERASE=erase, RELOAD=launch.reload,
+        **launch.options(base),
     )  # fmt: skip
     return results
 
 
 def no_memory(state):
-    """A state that is not stored still has a place in the graph, for its gradient: one zero, seen from everywhere."""
+    """A state that is not stored still has a place in the graph, for its gradient: one number, seen from everywhere.
+
+    Nobody reads it. On a GPU it is not even written: that would be a launch.
+    """
     tensor = state.new_empty_strided(state.shape, (0, 0, 0, 0))
-    tensor.as_strided((1,), (1,)).zero_()
+    if not state.is_cuda:
+        tensor.as_strided((1,), (1,)).zero_()
     return tensor
 
 
@@ -144,9 +147,9 @@ def residual_step_backward(
         *dense(grad_state, grad_x_in, grad_context, grad_gate, grad_value),
         base, *rows_and_columns(base), tuple(dense(*hs)), tuple(us), *dense(h, y, z), n, delta, x_in, rho,
         *dense(read, norm, gate, value), *results[:4], sums,
-        tokens, chunk, chunks, 0, value_scale, value_constant,
-        D=d, BLOCK=triton.next_power_of_2(d), V=v, K=len(read), VALUE=value_form, VALUE_INPUT=value_input, ERASE=erase,
-        TOTAL=sums.shape[1], **launch.options(),
+        tokens, chunk, chunks, value_scale, value_constant,
+        D=d, V=v, K=len(read), VALUE=value_form, VALUE_INPUT=value_input, ERASE=erase, TOTAL=sums.shape[1],
+        RELOAD=launch.reload, **launch.options(base),
     )  # fmt: skip
     return [*results[:4], sums[:, :numbers].sum(0)]
 

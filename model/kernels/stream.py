@@ -70,10 +70,15 @@ class DeltaState(NamedTuple):
     value_logit: torch.Tensor | None = None
 
 
+def permuted(taps):
+    """taps (d, v, K) -> (K, v, d), the current token's first, as a view: copied once, with what follows, on a GPU."""
+    return taps.flip(-1).permute(2, 1, 0)
+
+
 def weights_of(read, state):
     """e (K, v, d) in fp32, x_in[t] = sum_s sum_j e[s, j] X[t - s, j]; its first entry weighs the current token."""
     if isinstance(read, TokenConvRead):
-        return read.weights().float().contiguous()
+        return read.weights(permuted).float().contiguous()
     if isinstance(read, ColumnConvRead):
         return read.weight.float().T[None].contiguous()
     return state.new_ones((1, 1, state.shape[-1]), dtype=torch.float32)
@@ -101,7 +106,7 @@ class DeltaStream(Stream):
         check_dtype(x)
         if isinstance(model.input_embed, EmbeddingConv) and cache is None:
             taps = model.input_embed.conv.weight.squeeze(1).unflatten(0, (x.shape[-1], -1))  # (d, v, K)
-            state = expand(x.contiguous(), taps.float().flip(-1).permute(2, 1, 0).contiguous())
+            state = expand(x.contiguous(), permuted(taps).float().contiguous())
         else:
             state = super().begin(model, x, cache)
         return DeltaState(state, state.detach())

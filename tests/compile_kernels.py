@@ -1,0 +1,52 @@
+"""Compile every form of the kernels for sm_90, which needs no GPU: python tests/compile_kernels.py
+
+The interpreter takes what the compiler refuses. Prints a line a form; a form that does not compile ends it.
+"""
+
+import itertools
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.ceiling import arguments_of, compile_for
+from model.kernels import add_norm, expand, step_kernels
+
+NO_WRITE = dict.fromkeys(("h", "y", "z", "inverse_norm", "discrepancy", "update", "new_state", "grad_h", "grad_y"))
+NO_GATE = dict.fromkeys(("gate", "gate_bias", "gate_logit", "grad_gate"))
+NO_VALUE = dict.fromkeys(("value", "value_bias", "value_logit", "grad_value"))
+CONSTANT = {"VALUE": "constant", "z": None, "grad_z": None}
+
+
+def forms():
+    """(name, kernel, constants that differ, columns, writes)."""
+    sizes = {"D": 40, "BLOCK": 16, "STAGES": 2, "PREFETCH": 0, "RELOAD": False}
+    options = {
+        "plain": {},
+        "write_only": {"ERASE": False},
+        "constant": CONSTANT | NO_VALUE,
+        "raw, context": {"VALUE": "raw", "VALUE_INPUT": "context"},
+        "no heads": NO_GATE | NO_VALUE,
+        "no write": NO_WRITE | {"z": None, "grad_z": None},
+        "reload": {"RELOAD": True, "PREFETCH": 2, "STAGES": 1},
+        "alone": {"grad_state": None, "new_state": None, "x_in": None},
+    }
+    for (name, changes), K, way in itertools.product(options.items(), (1, 3), ("forward", "backward")):
+        if name == "alone" and K > 1:
+            changes = {"grad_state": None}
+        kernel = getattr(step_kernels, f"{way}_kernel")
+        yield f"step {way}, {name}, K={K}", kernel, sizes | {"K": K} | changes, 2, 1
+    carried = {"K": 3, "carry": "*fp32", "new_carry": "*fp32", "x_in": None}
+    yield "step forward, carry", step_kernels.forward_kernel, sizes | carried, 1, 0
+    x_in = {"K": 1, "grad_x_in": "*bf16", "grad_context": "*fp16"}
+    yield "step backward, x_in", step_kernels.backward_kernel, sizes | x_in, 8, 0
+    yield "step forward, fp32", step_kernels.forward_kernel, sizes | {"K": 1, "base": "*fp32", "h": "*fp32"}, 4, 2
+    for module, way in itertools.product((add_norm, expand), ("forward", "backward")):
+        yield f"{module.__name__} {way}", getattr(module, f"{way}_kernel"), sizes | {"K": 3}, 2, 0
+    yield "add_norm forward, no h", add_norm.forward_kernel, sizes | {"h": None, "PREFETCH": 2, "STAGES": 1}, 1, 0
+
+
+if __name__ == "__main__":
+    for name, kernel, constants, columns, writes in forms():
+        compile_for(kernel, arguments_of(kernel, constants, columns, writes), 2)
+        print(name, flush=True)
