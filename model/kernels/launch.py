@@ -29,8 +29,7 @@ class Launch:
     def options(self, x: torch.Tensor) -> dict:
         """What a kernel over the vectors of x is given."""
         d = x.shape[-1]
-        bulk = not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0)
-        prefetch = self.prefetch if bulk and d * x.element_size() % 16 == 0 else 0
+        prefetch = self.prefetch if copies_in_bulk(x.device) and d * x.element_size() % 16 == 0 else 0
         return {"num_warps": self.num_warps, "STAGES": self.stages, "PREFETCH": prefetch, "BLOCK": block_of(d)}
 
 
@@ -111,6 +110,7 @@ def launch_of(kernel: str, d: int, columns: int = 1, kernel_size: int = 1) -> La
     return launches_of(kernel, d, columns, kernel_size)[0]
 
 
+@functools.cache
 def at_width(launch: Launch, kernel: str, d: int) -> Launch:
     """Wider vectors have more warps, and a multiprocessor fewer programs. (`expand` takes a vector in pieces.)"""
     width = 1024 if kernel.startswith("expand") else triton.next_power_of_2(d)
@@ -118,9 +118,16 @@ def at_width(launch: Launch, kernel: str, d: int) -> Launch:
     return replace(launch, num_warps=warps, programs=max(launch.programs * launch.num_warps // warps, 1))
 
 
+@functools.cache
 def processors(device: torch.device) -> int:
     """Streaming multiprocessors of the GPU; under the interpreter a small number, so that programs share the tokens."""
     return 2 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def copies_in_bulk(device: torch.device) -> bool:
+    """Whether the GPU copies, and prefetches, whole rows by one instruction: from Hopper (sm_90) on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def share(device: torch.device, launch: Launch, sequences: int, tokens: int, kernel_size: int) -> tuple[int, int, int]:
