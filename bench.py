@@ -25,6 +25,17 @@ import configurator
 from benchmarks import choices, data, decode, evaluation, kernels, memory, registers, step, suites
 
 
+def add_json(parser) -> None:
+    parser.add_argument("--json", type=Path, help="write the figures there as well, after each of them")
+    add_resume(parser)
+
+
+def add_resume(parser) -> None:
+    parser.add_argument(
+        "--resume", action="store_true", help="keep what the file has of the same code, chip and settings"
+    )
+
+
 def step_arguments(parser) -> None:
     add = parser.add_argument
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
@@ -49,6 +60,7 @@ def step_arguments(parser) -> None:
     add("--rounds", type=int, default=20, help="measured turns of each model (default: %(default)s)")
     add("--steps", type=int, help="steps in a turn; the device is waited for after the last (default: 1, on a GPU 4)")
     add("--json", metavar="PATH", help="figures there, a chart beside (runs/bench_SUITE_DEVICE.json; '' for none)")
+    add_resume(parser)
     add("--profile", action="store_true", help="a trace of one step of each model beside the JSON, and its operators")
 
 
@@ -74,7 +86,7 @@ def choices_arguments(parser) -> None:
     add("--compile", choices=("True", "False"), default="True")
     add("--warmup", type=int, default=3, help="turns of each before measuring (default: %(default)s)")
     add("--rounds", type=int, default=20, help="measured turns of each (default: %(default)s)")
-    add("--json", type=Path, help="write the figures there as well")
+    add_json(parser)
 
 
 def kernels_arguments(parser) -> None:
@@ -87,8 +99,9 @@ def kernels_arguments(parser) -> None:
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     add("--rounds", type=int, default=20, help="measured calls of each kernel (default: %(default)s)")
     add("--copied", type=int, default=kernels.COPIED, help="bytes of the copy to compare with (default: %(default)s)")
-    add("--tune", action="store_true", help="also every launch of each kernel (model/kernels/launch.py)")
-    add("--json", type=Path, help="write the figures there as well")
+    add("--tune", action="store_true", help="instead the launches (model/kernels/launch.py) of the kernels of --match")
+    add("--warps", default="", help="of --tune: only launches of so many warps, as in --warps=1,2,4")
+    add_json(parser)
 
 
 def registers_arguments(parser) -> None:
@@ -109,7 +122,7 @@ def decode_arguments(parser) -> None:
     add("--compile", choices=("True", "False"), default="True", help="also the step compiled, or as a CUDA graph")
     add("--rounds", type=int, default=10, help="measured turns of each (default: %(default)s)")
     add("--note", default="", help="stored with the figures: what else the machine was doing")
-    add("--json", type=Path, help="write the figures there as well")
+    add_json(parser)
 
 
 def eval_arguments(parser) -> None:
@@ -123,7 +136,7 @@ def eval_arguments(parser) -> None:
     add("--dtype", choices=("float32", "bfloat16"), default="float32")
     add("--rounds", type=int, default=5, help="measured turns of each (default: %(default)s)")
     add("--note", default="", help="stored with the figures: what else the machine was doing")
-    add("--json", type=Path, help="write the figures there as well")
+    add_json(parser)
 
 
 def memory_arguments(parser) -> None:

@@ -2,7 +2,7 @@
 
 A kernel must read each of its inputs once and write each of its results once: those bytes over its time, as a share of
 the bandwidth of a large copy (bytes read and written over time) measured between the kernels. Sums over programs and
-the reduction of them are part of its time and not of its bytes.
+the reduction of them are part of its time and not of its bytes. `--tune` times some kernels under other launches.
 """
 
 import dataclasses
@@ -12,16 +12,21 @@ import re
 import statistics
 import time
 from functools import partial
+from pathlib import Path
 
 import torch
 
-from benchmarks.timing import compared
+from benchmarks.figures import Figures
+from benchmarks.timing import Clock, compared
 from training import distributed
 from training.metrics import duration, size
-from training.provenance import provenance
+from training.provenance import digest
 
 COPIED = 2**30  # bytes of the copy that a kernel's bandwidth is compared with: beyond every cache
-TUNED = {"num_warps": (4, 8, 16), "stages": (1, 2, 3), "programs": (1, 2, 4, 8)}
+TUNED = {"num_warps": (1, 2, 4, 8, 16), "stages": (1, 2, 3), "programs": (1, 2, 4, 8)}
+CEILINGS = Path(__file__).parents[1] / "results" / "ceiling_sm90.json"  # of `bench.py ceiling`
+WAYS = ("forward", "backward")
+WORTH = 0.75  # of the best ceiling: launches below it are not tried
 
 
 def random(device, dtype, *shape):
@@ -111,66 +116,110 @@ def families(sizes, widths: list[int]):
             yield name, d, partial(step_calls, sizes, d, columns, kernel_size, stored)
 
 
-def seconds_of(function, device: torch.device) -> float:
-    """One call, on a GPU by its own clock."""
-    if device.type != "cuda":
-        started = time.perf_counter()
-        function()
-        return time.perf_counter() - started
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    function()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1000
-
-
-def in_turns(calls: dict, copy, rounds: int, device) -> dict[str, list[float]]:
+def in_turns(calls: dict, copy, rounds: int, clock: Clock) -> dict[str, list[float]]:
     """Seconds of each function and of `copy`, call by call in turns."""
-    seconds = {"copy": [], **{name: [] for name in calls}}
-    for done in range(rounds + 3):
-        for name, function in (("copy", copy), *((name, call) for name, (call, _) in calls.items())):
-            taken = seconds_of(function, device)
-            if done >= 3:  # the first calls compile
-                seconds[name].append(taken)
-    return seconds
+    functions = {"copy": copy, **{name: call for name, (call, _) in calls.items()}}
+    for _ in range(3):  # the first calls compile
+        for function in functions.values():
+            function()
+    found = [clock.seconds(functions) for _ in range(rounds)]
+    return {name: [turn[name] for turn in found] for name in functions}
 
 
-def rows_of(d: int, calls: dict, seconds: dict, copied: int) -> list[dict]:
-    """One row a kernel: bytes, median time, bandwidth, and its share of the copy's with percentiles."""
-    rows = []
-    for name, (_, tensors) in calls.items():
-        moved = sum(t.numel() * t.element_size() for t in tensors)
-        middle = statistics.median(seconds[name])
-        row = {"kernel": name, "d": d, "bytes": moved, "microseconds": middle * 1e6, "gb_per_s": moved / middle / 1e9}
-        row["copy_gb_per_s"] = copied / statistics.median(seconds["copy"]) / 1e9
-        # The copy's time for as many bytes, over the kernel's own.
-        rows.append(row | compared("share", [t * moved / copied for t in seconds["copy"]], seconds[name]))
-    return rows
+def bytes_of(tensors) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def tune(d: int, name: str, call, device, rounds: int) -> list[dict]:
-    """Median microseconds of one kernel under every launch, the fastest first."""
+def row_of(d: int, name: str, tensors, seconds: dict, copied: int, profiled: float | None) -> dict:
+    """Bytes, median time, bandwidth and its share of the copy's with percentiles; the profiler's sum of kernels."""
+    moved, middle = bytes_of(tensors), statistics.median(seconds[name])
+    row = {"kernel": name, "d": d, "bytes": moved, "microseconds": middle * 1e6, "gb_per_s": moved / middle / 1e9}
+    row["copy_gb_per_s"] = copied / statistics.median(seconds["copy"]) / 1e9
+    if profiled is not None:
+        row["profiler_microseconds"] = profiled * 1e6
+        if abs(middle / profiled - 1) > 0.15:
+            print(f"note: {name} d={d}: {middle * 1e6:.0f} us between events, {profiled * 1e6:.0f} us of kernels")
+    # The copy's time for as many bytes, over the kernel's own.
+    return row | compared("share", [t * moved / copied for t in seconds["copy"]], seconds[name])
+
+
+def measure(chosen: list, args, clock: Clock, copy, figures: Figures) -> None:
+    """A row for every kernel that has none yet."""
+    started = time.perf_counter()
+    for number, (name, d, make) in enumerate(chosen, 1):
+        wanted = [name.replace(" ", f" {way} ", 1) if " " in name else f"{name} {way}" for way in WAYS]
+        if not all(figures.find(kernel=each, d=d) for each in wanted):
+            calls = make()
+            assert list(calls) == wanted
+            seconds = in_turns(calls, copy, args.rounds, clock)
+            for each, (call, tensors) in calls.items():
+                row = row_of(d, each, tensors, seconds, args.copied, clock.profiled(call))
+                figures.add(row, "kernel", "d")
+        left = duration((time.perf_counter() - started) / number * (len(chosen) - number))
+        print(f"{number}/{len(chosen)} {name} d={d}, {left} left", flush=True)
+
+
+def launches(args, d: int, name: str) -> tuple[str, list[dict]]:
+    """(the kernel's key in the table of launches, those to try: the table's own first, without the hopeless)."""
     from model.kernels.launch import KERNELS, name_of
 
-    sizes = dict(re.findall(r"([Kv])=(\d)", name))
-    kernel = name_of(" ".join(name.split()[:2]), int(sizes.get("v", 1)), int(sizes.get("K", 1)))
-    kept, found = KERNELS[kernel], []
+    sizes = {key: int(value) for key, value in re.findall(r"([Kv])=(\d)", name)}
+    kernel, columns, tokens = " ".join(name.split()[:2]), sizes.get("v", 1), sizes.get("K", 1)
+    key = name_of(kernel, columns, tokens)
+    values = TUNED | ({"num_warps": tuple(map(int, args.warps.split(",")))} if args.warps else {})
+    own = {field: getattr(KERNELS[key], field) for field in TUNED}
+    tried = [dict(zip(values, launch)) for launch in itertools.product(*values.values())]
+    row = {"kernel": kernel, "d": d, "columns": columns, "tokens_of_read": tokens}
+    row |= {"stored": "not stored" not in name} if kernel == "step forward" else {}
+    tried = worth_trying(tried, ceilings(row))
+    return key, [own, *(launch for launch in tried if launch != own)] if own in tried or not args.warps else tried
+
+
+def ceilings(row: dict) -> dict[tuple, float]:
+    """What the model of issue, loads in flight and bandwidth allows: {(warps, stages, programs): share}, or {}."""
+    if not CEILINGS.exists():
+        return {}
+    rows = [each for each in json.loads(CEILINGS.read_text())["rows"] if row.items() <= each.items()]
+    return {(r["warps"], r["stages"], r["programs"]): r["ceiling"] for r in rows if "ceiling" in r}
+
+
+def worth_trying(tried: list[dict], known: dict[tuple, float]) -> list[dict]:
+    """Without the launches whose ceiling is far below the best one; those that the model does not know stay."""
+    least = WORTH * max(known.values(), default=0)
+    return [launch for launch in tried if known.get(tuple(launch[field] for field in TUNED), least) >= least]
+
+
+def tune(chosen: list, args, clock: Clock, copy, figures: Figures) -> None:
+    """Time each kernel under every launch worth trying; stored after each."""
+    from model.kernels.launch import KERNELS
+
+    for _, d, make in chosen:
+        for each, (call, tensors) in make().items():
+            key, tried = launches(args, d, each)
+            kept, moved = KERNELS[key], bytes_of(tensors)
+            row = figures.find(kernel=each, d=d) or {"kernel": each, "d": d, "bytes": moved, "launches": []}
+            for launch in tried:
+                if any(launch.items() <= old.items() for old in row["launches"]):
+                    continue
+                KERNELS[key] = dataclasses.replace(kept, **launch)
+                try:
+                    row["launches"].append({**launch, **timed(call, moved, copy, args, clock)})
+                finally:
+                    KERNELS[key] = kept
+                row["launches"].sort(key=lambda found: found.get("microseconds", float("inf")))
+                figures.add(row, "kernel", "d")
+            print(f"{each} d={d}: fastest {row['launches'][0]}; the table has {kept}", flush=True)
+
+
+def timed(call, moved: int, copy, args, clock: Clock) -> dict:
+    """Median time, bandwidth and share of the copy's bandwidth; or why the kernel does not run so."""
     try:
-        for values in itertools.product(*TUNED.values()):
-            launch = dict(zip(TUNED, values))
-            KERNELS[kernel] = dataclasses.replace(kept, **launch)
-            try:
-                times = [seconds_of(call, device) for _ in range(rounds + 2)][2:]
-            except Exception as error:  # more registers or shared memory than there are
-                found.append({**launch, "error": str(error).partition("\n")[0]})
-                continue
-            found.append({**launch, "microseconds": statistics.median(times) * 1e6})
-    finally:
-        KERNELS[kernel] = kept
-    found.sort(key=lambda row: row.get("microseconds", float("inf")))
-    print(f"  {name} d={d}: {found[0]}", flush=True)
-    return found
+        seconds = in_turns({"kernel": (call, [])}, copy, args.rounds, clock)
+    except Exception as error:  # more registers or shared memory than there are
+        return {"error": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+    middle, of_copy = (statistics.median(seconds[name]) for name in ("kernel", "copy"))
+    speed = {"microseconds": middle * 1e6, "gb_per_s": moved / middle / 1e9}
+    return speed | {"share": of_copy * moved / args.copied / middle}
 
 
 def markdown(rows: list[dict]) -> str:
@@ -194,26 +243,21 @@ def run(args) -> None:
 
     if why := kernels.unavailable(device):
         raise ValueError(f"no kernels to measure: {why}")
+    if args.tune and not args.match:
+        raise ValueError("--tune takes minutes a kernel: give --match, as in --match='K=1 v=4'")
     widths = [int(width) for width in args.widths.split(",")]
     sizes = (args.micro_batch_size, args.block_size, device, getattr(torch, args.dtype))
-    source = torch.empty(args.copied // 2, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    rows, started = [], time.perf_counter()
-    settings = {"micro_batch_size": args.micro_batch_size, "block_size": args.block_size, "dtype": args.dtype}
     chosen = [family for family in families(sizes, widths) if args.match in family[0]]
     if not chosen:
         raise ValueError(f"--match={args.match}: no kernel has that in its name; try step, add_norm or expand")
-    for number, (name, d, make) in enumerate(chosen, 1):
-        calls = make()
-        seconds = in_turns(calls, lambda: target.copy_(source), args.rounds, device)
-        found = rows_of(d, calls, seconds, args.copied)
-        if args.tune:
-            for row, (name, (call, _)) in zip(found, calls.items()):
-                row["launches"] = tune(d, name, call, device, args.rounds)
-        rows += found
-        left = duration((time.perf_counter() - started) / number * (len(chosen) - number))
-        print(f"{number}/{len(chosen)} {name} d={d}, {left} left", flush=True)
-        if args.json:
-            stored = {**provenance(), **settings, "rounds": args.rounds, "rows": rows}
-            args.json.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
-    print(markdown(rows))
+    source = torch.ones(args.copied // 2, dtype=torch.uint8, device=device)
+    target, clock = torch.empty_like(source), Clock(device)
+    settings = {"micro_batch_size": args.micro_batch_size, "block_size": args.block_size, "dtype": args.dtype}
+    settings |= {"rounds": args.rounds, "copied": args.copied}
+    # Another table changes no launch that was timed; other kernels do.
+    code = digest("model/kernels/*.py", leave_out=("launch.py",))[:12] if args.tune else ""
+    figures = Figures(args.json, device, settings, args.resume, code)
+    (tune if args.tune else measure)(chosen, args, clock, lambda: target.copy_(source), figures)
+    print(f"on {figures.on_what()}")
+    if not args.tune:
+        print(markdown(figures.rows))

@@ -14,7 +14,9 @@ from conftest import ROOT, one_line_error, script
 
 import bench
 from benchmarks import choices, contender, peers, results, step, suites, timing
+from benchmarks.figures import Figures
 from model import STEMS, build
+from training import metrics
 
 TINY = ["--vocab_size=64", "--block_size=16", "--num_hidden_layers=1", "--hidden_size=32", "--micro_batch_size=1"]
 TINY += ["--num_attention_heads=4", "--head_dim=8", "--compile=False", "--rounds=2", "--warmup=1", "--device=cpu"]
@@ -230,10 +232,8 @@ def test_choices_are_measured_and_failures_told(tmp_path, monkeypatch, capsys):
     keys = ["--device=cpu", "--compile=False", "--rounds=2", "--warmup=1", "--models=gpt-mha-rope", f"--json={out}"]
     choices.run(bench.arguments(["choices", *keys]))
     rows = {row["model"]: row for row in json.loads(out.read_text())["rows"]}
-    assert rows["gpt-mha-rope: loss: fails"] == {
-        "model": "gpt-mha-rope: loss: fails",
-        "error": "RuntimeError: not on this machine",
-    }
+    assert rows["gpt-mha-rope: loss: fails"].keys() == {"model", "error", "chip", "code"}
+    assert rows["gpt-mha-rope: loss: fails"]["error"] == "RuntimeError: not on this machine"
     assert rows["gpt-mha-rope: optimizer: AdamW, a loop"]["ratio"] > 0
     assert not any("cuDNN" in name or "kernels" in name for name in rows)
     printed = capsys.readouterr().out
@@ -241,6 +241,74 @@ def test_choices_are_measured_and_failures_told(tmp_path, monkeypatch, capsys):
     assert "not on this machine" in printed
     with pytest.raises(ValueError, match="none of attention"):
         choices.run(bench.arguments(["choices", *keys, "--match=dropout"]))
+
+
+def test_a_choice_keeps_its_time_when_its_memory_cannot_be_measured(monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    size = dict(zip(suites.SIZE_KEYS, (64, 16, 1, 2, 8, 16)))
+    args = bench.arguments(["choices", "--compile=False", "--rounds=1", "--warmup=1", "--micro_batch_size=1"])
+    args.steps = 1
+    monkeypatch.setattr(choices, "memory", full)
+    row = choices.Comparison(args, "gpt-mha-rope", size, CPU).row(choices.CHOICES[0])
+    assert row["ratio"] > 0
+    assert row["memory_error"] == "OutOfMemoryError: CUDA out of memory."
+    assert "error" not in row
+
+
+def test_figures_are_kept_for_the_same_code_chip_and_settings(tmp_path, capsys):
+    """Every row is in the file as soon as it is added; a row of other code, or all of other settings, is not kept."""
+
+    def opened(code="a", settings=None, resume=True):
+        return Figures(tmp_path / "f.json", CPU, settings or {"rounds": 2}, resume, code, notes={"left_out": []})
+
+    first = opened()
+    first.notes["left_out"].append("one")
+    first.add({"model": "m", "x": 1}, "model")
+    first.add({"model": "n", "x": 2}, "model")
+    first.add({"model": "m", "x": 3}, "model")
+    stored = json.loads((tmp_path / "f.json").read_text())
+    assert [(row["model"], row["x"], row["code"]) for row in stored["rows"]] == [("m", 3, "a"), ("n", 2, "a")]
+    assert all(row["chip"] == metrics.cpu_name() for row in stored["rows"])
+    assert stored.keys() >= {"command", "commit", "machine", "date", "rounds"}
+    second = opened()
+    assert second.rows == stored["rows"]
+    assert second.notes == {"left_out": ["one"]}
+    assert second.find(model="n")["x"] == 2
+    for other in (opened(code="b"), opened(settings={"rounds": 3}), opened(resume=False)):
+        assert other.rows == []
+    assert "2 of 2 figures are of other code" in (printed := capsys.readouterr().out)
+    assert "measured with another rounds" in printed
+
+
+def test_a_benchmark_that_was_killed_goes_on(tmp_path, monkeypatch):
+    """Stored rows stay to the bit; the group that was under way is measured again."""
+    out, models = tmp_path / "rows.json", "--models=DDL-gpt-mha-rope-CC"
+    run = [*TINY, models, "--peers=none", f"--json={out}", "--resume"]
+    monkeypatch.setattr(results, "chart", lambda *_: None)
+    memory = step.memory
+
+    def killed(contender, tokens):
+        if contender.name != "gpt-mha-rope":
+            raise KeyboardInterrupt
+        return memory(contender, tokens)
+
+    monkeypatch.setattr(step, "memory", killed)
+    with pytest.raises(KeyboardInterrupt):
+        step.run(bench.arguments(run))
+    before = {row["model"]: row for row in json.loads(out.read_text())["rows"]}
+    assert before["DDL-gpt-mha-rope-CC"]["forward_ratio"] > 0  # timed and stored, its memory not
+    monkeypatch.setattr(step, "memory", memory)
+    step.run(bench.arguments(run))
+    after = {row["model"]: row for row in json.loads(out.read_text())["rows"]}
+    assert "activation_ratio" in after["DDL-gpt-mha-rope-CC"]
+    seconds = after["gpt-mha-rope"]["seconds"]["train"]
+    # Two rounds in each of three groups: the baseline's own, the killed one and the one that was measured again.
+    assert (len(seconds), seconds[:4]) == (6, before["gpt-mha-rope"]["seconds"]["train"])
+    monkeypatch.setattr(step, "Bench", None)  # nothing is left to measure
+    step.run(bench.arguments(run))
+    assert {row["model"]: row for row in json.loads(out.read_text())["rows"]} == after
 
 
 def square(rows: int, d: int):
@@ -277,7 +345,7 @@ def options(*arguments):
 def small_bench(*arguments):
     args = options(*arguments)
     [[name, size]] = suites.sizes_of(args).items()
-    return step.Bench(args, name, size, CPU, left_out=[])
+    return step.Bench(args, name, size, CPU, Figures(None, CPU, {}, notes={"left_out": []}))
 
 
 def test_a_groups_models_go_when_it_is_measured(monkeypatch):
