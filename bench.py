@@ -7,6 +7,7 @@
     python bench.py decode                             tokens/s of generation, with and without cache and compiler
     python bench.py eval                               evaluation next to lm-eval's own hf model
     python bench.py data                               preparing and loading data, against tiktoken alone
+    python bench.py train --device=cuda                train.py itself: tokens/s, utilisation, memory, bitwise resuming
     python bench.py memory                             peak memory of training against its estimate
 
 `step`, which needs no name, measures training steps (forward, backward, AdamW) and forward passes without gradients.
@@ -22,7 +23,7 @@ import sysconfig
 from pathlib import Path
 
 import configurator
-from benchmarks import choices, data, decode, evaluation, kernels, memory, registers, step, suites
+from benchmarks import choices, data, decode, end_to_end, evaluation, kernels, memory, registers, step, suites
 
 
 def add_json(parser) -> None:
@@ -101,6 +102,7 @@ def kernels_arguments(parser) -> None:
     add("--copied", type=int, default=kernels.COPIED, help="bytes of the copy to compare with (default: %(default)s)")
     add("--tune", action="store_true", help="instead the launches (model/kernels/launch.py) of the kernels of --match")
     add("--warps", default="", help="of --tune: only launches of so many warps, as in --warps=1,2,4")
+    add("--launches", type=int, help="of --tune: at most so many for each kernel")
     add_json(parser)
 
 
@@ -139,6 +141,23 @@ def eval_arguments(parser) -> None:
     add_json(parser)
 
 
+def train_arguments(parser) -> None:
+    add = parser.add_argument
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    add("--configs", default="gpt_small,ddl_dv4_cc_ec_small,ddl_dv1_small", help="of config/ (default: %(default)s)")
+    add("--what", default="speed,resume", help="speed of a run's steps, and whether a resumed run has the same bits")
+    add("--steps", type=int, default=50, help="of a run; it is resumed from the middle (default: %(default)s)")
+    for key in suites.SIZE_KEYS:
+        add(f"--{key}", type=int, help="instead of the config's")
+    add("--global_batch_size", type=int, default=32, help="sequences per step (default: %(default)s)")
+    add("--micro_batch_size", type=int, default=16, help="sequences per forward pass (default: %(default)s)")
+    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    add("--compile", choices=("True", "False"), default="True")
+    add("--corpus_tokens", type=int, default=4_000_000, help="drawn at random (default: %(default)s)")
+    add("--vocabulary", type=int, default=50257, help="of the tokens drawn (default: %(default)s)")
+    add_json(parser)
+
+
 def memory_arguments(parser) -> None:
     add = parser.add_argument
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
@@ -154,6 +173,7 @@ COMMANDS = {
     "kernels": ("bandwidth of the fused kernels against a copy", kernels_arguments, kernels.run),
     "decode": ("one-token decoding: uncached, cached, and by a step that is made once", decode_arguments, decode.run),
     "eval": ("scoring choices, against lm-eval's own hf model", eval_arguments, evaluation.run),
+    "train": ("train.py itself: speed, memory and resuming to the bit", train_arguments, end_to_end.run),
     "memory": ("peak memory of training runs against train.py's estimate", memory_arguments, memory.run),
     "registers": (
         "registers and spills of the fused kernels, compiled for sm_90 here",

@@ -138,7 +138,7 @@ def said(error: Exception) -> str:
 def run(args) -> None:
     """Print and store the figures of `bench.py choices`."""
     device, suite = distributed.pick_device(args.device), suites.SUITES[args.suite]
-    if args.suite != "quick" and device.type == "cpu":
+    if args.suite not in suites.ON_CPU and device.type == "cpu":
         raise ValueError(f"--suite={args.suite} holds sizes for a GPU: give --suite=quick, or --device=cuda")
     [(size_name, size), *_] = suite.sizes.items()
     args.micro_batch_size = args.micro_batch_size or suite.micro_batch_size

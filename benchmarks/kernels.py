@@ -119,7 +119,7 @@ def families(sizes, widths: list[int]):
 def in_turns(calls: dict, copy, rounds: int, clock: Clock) -> dict[str, list[float]]:
     """Seconds of each function and of `copy`, call by call in turns."""
     functions = {"copy": copy, **{name: call for name, (call, _) in calls.items()}}
-    for _ in range(3):  # the first calls compile
+    for _ in range(3 if clock.device.type == "cuda" else 0):  # the first calls compile
         for function in functions.values():
             function()
     found = [clock.seconds(functions) for _ in range(rounds)]
@@ -172,7 +172,8 @@ def launches(args, d: int, name: str) -> tuple[str, list[dict]]:
     row = {"kernel": kernel, "d": d, "columns": columns, "tokens_of_read": tokens}
     row |= {"stored": "not stored" not in name} if kernel == "step forward" else {}
     tried = worth_trying(tried, ceilings(row))
-    return key, [own, *(launch for launch in tried if launch != own)] if own in tried or not args.warps else tried
+    tried = [own, *(launch for launch in tried if launch != own)] if own in tried or not args.warps else tried
+    return key, tried[: args.launches]
 
 
 def ceilings(row: dict) -> dict[tuple, float]:
