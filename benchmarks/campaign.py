@@ -11,6 +11,7 @@ begins bare, put the files of earlier calls into runs/compile, and the figures i
 
 import argparse
 import contextlib
+import importlib
 import importlib.util
 import os
 import shutil
@@ -20,7 +21,6 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import report
 from benchmarks import compile_cache, processes
 
 ROOT = Path(__file__).parents[1]
@@ -62,11 +62,11 @@ def tests() -> tuple[Command, ...]:
     return tuple(Command(("-m", "pytest", file, "-m", "gpu", *several), "gpu_tests.json") for file in TESTS)
 
 
-def step(writes: str, suite: str, sizes: str, models: tuple[str, ...], *more: str) -> Command:
+def targets(writes: str, size: str, models: tuple[str, ...]) -> Command:
     """`bench.py step`; ahead of it each model compiles its training step and forward pass."""
     ahead = tuple((f"--models={model}", "--rounds=1", "--warmup=1", "--json=") for model in models)
-    chosen = (f"--sizes={sizes}", f"--models={','.join(models)}") if sizes else (f"--models={','.join(models)}",)
-    return Command(("bench.py", "step", "--device=cuda", f"--suite={suite}", *chosen, *more), writes, ahead)
+    chosen = (f"--sizes={size}", f"--models={','.join(models)}", "--peers=none")
+    return Command(("bench.py", "step", "--device=cuda", "--suite=targets", *chosen), writes, ahead)
 
 
 def tune(match: str, width: int) -> Command:
@@ -105,15 +105,15 @@ STAGES = (
     Stage("tests", "whether kernels, training and decoding are right on a GPU", 7, "4 to 6", tests()),
     Stage("tune_v4", "launches of the kernels of CC and CC-EC, d = 768", 8, "4 to 7", (tune("K=1 v=4", 768),)),
     Stage("small", "CC-EC, TC and d_v = 1 against additive: targets 1 to 3", 9, "6 to 9",
-        (step("bench_targets_small_cuda.json", "targets", "small", DELTA),)),
+        (targets("bench_targets_small_cuda.json", "small", DELTA),)),
     Stage("medium", "the same at the medium size", 9, "7 to 9, or two calls",
-        (step("bench_targets_medium_cuda.json", "targets", "medium", DELTA),)),
+        (targets("bench_targets_medium_cuda.json", "medium", DELTA),)),
     Stage("train", "train.py: MFU and memory of three configs' steps, resuming to the bit", 9, "7 to 9", (train(),)),
     Stage("decode", "generation with and without cache, graph and kernels; scoring against lm-eval's hf", 9, "4 to 9",
         evaluation()),
     Stage("peers", "CC-EC's transcription, compiled, and liger-kernel's hyper-connections", 9, "5 to 9", (peers(),)),
     Stage("targets", "two columns, and the memory option", 9, "6 to 9",
-        (step("bench_targets_more_cuda.json", "targets", "small", MORE),)),
+        (targets("bench_targets_more_cuda.json", "small", MORE),)),
     Stage("tune_768", "launches of the other kernels, d = 768", 9, "two or three calls",
         tuple(tune(match, 768) for match in REST)),
     Stage("tune_1024", "launches of all kernels, d = 1024", 9, "two or three calls",
@@ -292,10 +292,8 @@ def rehearse(folder: Path, stages=STAGES) -> bool:
     """Whether every stage ran through and wrote its files."""
     # Forked processes have what this one has imported, and may only be forked while it has no other threads.
     os.environ |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    import bench  # noqa: F401
-    import train  # noqa: F401
-
-    report.pyplot()
+    for module in ("bench", "train", "torch._dynamo", "model.kernels.stream", "matplotlib.pyplot"):
+        importlib.import_module(module)
     campaign = Campaign(folder, again=False, rehearsal=True)
     campaign.prepare()
     return all([campaign.run(stage) for stage in stages])
