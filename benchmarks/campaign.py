@@ -152,9 +152,9 @@ class Campaign:
     def __init__(self, folder: Path, again: bool, rehearsal: bool):
         self.folder, self.again, self.rehearsal = folder, again, rehearsal
         self.env, self.carried = {}, set()
-        self.compiled = COMPILED if folder == RESULTS else folder
+        self.aside = COMPILED if folder == RESULTS else folder  # logs and what was compiled are no results
         self.cache = folder / "compiled" if rehearsal else compile_cache.FOLDER
-        for each in {folder, self.compiled, self.cache}:
+        for each in {folder, self.aside, self.cache}:
             each.mkdir(parents=True, exist_ok=True)
 
     def prepare(self) -> None:
@@ -217,14 +217,14 @@ class Campaign:
 
     def start(self, stage: Stage, runs: list[list[str]], deadline: float, env: dict | None = None) -> list[int | None]:
         """Exit codes of processes that run at once; then what they printed, and what they compiled is stored."""
-        with contextlib.ExitStack() as stack, open(self.folder / f"log_{stage.name}.txt", "a") as log:
+        with contextlib.ExitStack() as stack, open(self.aside / f"log_{stage.name}.txt", "a") as log:
             outputs = [stack.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in runs]
             started = [processes.start(run, self.env | (env or {}), out) for run, out in zip(runs, outputs)]
             codes = processes.wait(started, deadline - time.monotonic())
             for run, output, code in zip(runs, outputs, codes):
                 output.seek(0)
                 self.report(log, run, output.read(), code)
-        compile_cache.save(self.compiled, stage.name, self.carried, self.cache)
+        compile_cache.save(self.aside, stage.name, self.carried, self.cache)
         return codes
 
     def report(self, log, run: list[str], printed: str, code: int | None) -> None:

@@ -1,5 +1,6 @@
 """bench.py: what it computes from its timings, and that it runs. Timings themselves are not asserted."""
 
+import dataclasses
 import gc
 import gzip
 import json
@@ -13,7 +14,7 @@ import torch
 from conftest import ROOT, one_line_error, script
 
 import bench
-from benchmarks import choices, contender, peers, results, step, suites, timing
+from benchmarks import choices, contender, kernels, peers, results, step, suites, timing
 from benchmarks.figures import Figures
 from model import STEMS, build
 from training import metrics
@@ -200,6 +201,99 @@ def test_kernels_are_measured_against_a_copy(tmp_path):
     more = state + vector + 4 * scalar
     assert rows["step forward K=1 v=4 stored"]["bytes"] == state + 2 * vector + scalar * (4 + 4 * 4) + more
     assert rows["expand forward K=4 v=4"]["bytes"] == state + vector
+
+
+LAUNCHES = ["kernels", "--device=cpu", "--tune", "--match=add_norm", "--widths=8", "--micro_batch_size=1"]
+LAUNCHES += ["--block_size=1", "--rounds=1", "--copied=4096"]
+
+
+def test_launches_are_timed_one_by_one_and_kept(tmp_path, monkeypatch):
+    """The table's own launch first; what is stored is not timed again, and the table stays as it is."""
+    pytest.importorskip("triton")
+    from model.kernels.launch import KERNELS
+
+    table, out = dict(KERNELS), tmp_path / "tuned.json"
+
+    def launches(*more):
+        kernels.run(bench.arguments([*LAUNCHES, f"--json={out}", "--resume", *more]))
+        return {row["kernel"]: row["launches"] for row in json.loads(out.read_text())["rows"]}
+
+    first = launches("--launches=1")
+    assert first.keys() == {"add_norm forward", "add_norm backward"}
+    [own] = first["add_norm forward"]
+    assert all(own[key] == getattr(table["add_norm forward"], key) for key in kernels.TUNED)
+    stored = []
+    monkeypatch.setattr(Figures, "store", lambda self, store=Figures.store: (stored.append(1), store(self)))
+    second = launches("--launches=3")
+    assert len(stored) == 4  # two launches more of two kernels
+    assert all(len(found) == 3 and own[0] in found for own, found in zip(first.values(), second.values()))
+    times = [launch["microseconds"] for launch in second["add_norm forward"]]
+    assert times == sorted(times)
+    assert table == KERNELS
+    monkeypatch.setattr(kernels, "timed", None)
+    assert launches("--launches=3") == second
+
+
+def test_launches_that_the_model_holds_for_hopeless_are_not_tried(tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    from model.kernels.launch import KERNELS
+
+    for name, launch in KERNELS.items():  # the table's own launch is always tried
+        monkeypatch.setitem(KERNELS, name, dataclasses.replace(launch, num_warps=4, stages=3, programs=1))
+    row = {"kernel": "step forward", "d": 768, "columns": 4, "tokens_of_read": 1, "writes_replayed": 0, "stages": 2}
+    rows = [row | {"stored": True, "warps": warps, "programs": 4, "ceiling": ceiling}
+        for warps, ceiling in ((2, 0.95), (4, 0.72), (8, 0.3))]  # fmt: skip
+    rows.append(row | {"stored": False, "warps": 8, "programs": 4, "ceiling": 1.0})
+    (tmp_path / "ceiling.json").write_text(json.dumps({"rows": rows}))
+    monkeypatch.setattr(kernels, "CEILINGS", tmp_path / "ceiling.json")
+    args = bench.arguments([*LAUNCHES, "--warps=2,4,8"])
+
+    def tried(name):
+        found = kernels.launches(args, 768, name)[1]
+        return {launch["num_warps"] for launch in found if (launch["stages"], launch["programs"]) == (2, 4)}
+
+    assert tried("step forward K=1 v=4 stored") == {2, 4}  # 0.72 is above three quarters of the best, 0.3 is not
+    assert tried("step forward K=1 v=4 not stored") == {2, 4, 8}  # unknown ones are tried
+    assert tried("step forward K=1 v=8 stored") == {2, 4, 8}
+
+
+def test_tuning_all_kernels_at_once_is_refused():
+    with pytest.raises(ValueError, match="give --match"):
+        kernels.run(bench.arguments(["kernels", "--device=cpu", "--tune"]))
+
+
+class Queue:
+    """A GPU's queue as Clock sees it: what was put there, and whether it still slept when asked."""
+
+    def __init__(self, asleep: list[bool]):
+        self.asleep, self.done, self.cycles = asleep, [], []
+
+    def sleep(self, cycles):
+        self.cycles.append(cycles)
+
+    def event(self, enable_timing=False):
+        queue, event = self, SimpleNamespace(at=None)
+        event.query = lambda: not queue.asleep.pop(0)
+        event.record = lambda: (queue.done.append("event"), setattr(event, "at", len(queue.done)))
+        event.elapsed_time = lambda other: other.at - event.at
+        return event
+
+
+def test_the_clock_queues_all_calls_before_the_gpu_wakes(monkeypatch):
+    """It sleeps longer where it awoke too early. Before each call another tensor is read; only the call is timed."""
+    queue, clock = Queue([False, False, True]), timing.Clock(CPU)
+    clock.device = torch.device("cuda")
+    clock.other = SimpleNamespace(sum=lambda: queue.done.append("read"))
+    monkeypatch.setattr(torch.cuda, "_sleep", queue.sleep)
+    monkeypatch.setattr(torch.cuda, "Event", queue.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    calls = {"a": lambda: queue.done.append("a"), "b": lambda: queue.done.extend("bb")}
+    assert clock.seconds(calls) == {"a": 0.002, "b": 0.003}
+    assert queue.cycles == [2**24, 2**25, 2**26]
+    assert queue.done[-9:] == ["read", "event", "a", "event", "read", "event", *"bb", "event"]
+    queue.asleep = [False] * 99
+    with pytest.raises(RuntimeError, match="a, b cannot be queued"):
+        clock.seconds(calls)
 
 
 def test_kernels_are_not_measured_without_a_device():
