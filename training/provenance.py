@@ -25,6 +25,7 @@ def provenance() -> dict:
         commit = found.stdout.strip()
     except OSError:  # no git on this machine
         commit = ""
+    commit = commit or os.environ.get("COMMIT", "")  # of a copy without its history
     machine = f"{os.cpu_count()} x {cpu_name()}"
     if torch.cuda.is_available():
         machine = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
