@@ -7,6 +7,7 @@
     python bench.py decode                             tokens/s of generation, with and without cache and compiler
     python bench.py eval                               evaluation next to lm-eval's own hf model
     python bench.py data                               preparing and loading data, against tiktoken alone
+    python bench.py train --device=cuda                train.py itself: tokens/s, utilisation, memory, bitwise resuming
     python bench.py memory                             peak memory of training against its estimate
 
 `step`, which needs no name, measures training steps (forward, backward, AdamW) and forward passes without gradients.
@@ -22,7 +23,18 @@ import sysconfig
 from pathlib import Path
 
 import configurator
-from benchmarks import ceiling, choices, data, decode, evaluation, kernels, memory, step, suites
+from benchmarks import ceiling, choices, data, decode, end_to_end, evaluation, kernels, memory, step, suites
+
+
+def add_json(parser) -> None:
+    parser.add_argument("--json", type=Path, help="write the figures there as well, after each of them")
+    add_resume(parser)
+
+
+def add_resume(parser) -> None:
+    parser.add_argument(
+        "--resume", action="store_true", help="keep what the file has of the same code, chip and settings"
+    )
 
 
 def step_arguments(parser) -> None:
@@ -49,6 +61,7 @@ def step_arguments(parser) -> None:
     add("--rounds", type=int, default=20, help="measured turns of each model (default: %(default)s)")
     add("--steps", type=int, help="steps in a turn; the device is waited for after the last (default: 1, on a GPU 4)")
     add("--json", metavar="PATH", help="figures there, a chart beside (runs/bench_SUITE_DEVICE.json; '' for none)")
+    add_resume(parser)
     add("--profile", action="store_true", help="a trace of one step of each model beside the JSON, and its operators")
 
 
@@ -74,7 +87,7 @@ def choices_arguments(parser) -> None:
     add("--compile", choices=("True", "False"), default="True")
     add("--warmup", type=int, default=3, help="turns of each before measuring (default: %(default)s)")
     add("--rounds", type=int, default=20, help="measured turns of each (default: %(default)s)")
-    add("--json", type=Path, help="write the figures there as well")
+    add_json(parser)
 
 
 def kernels_arguments(parser) -> None:
@@ -87,8 +100,10 @@ def kernels_arguments(parser) -> None:
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     add("--rounds", type=int, default=20, help="measured calls of each kernel (default: %(default)s)")
     add("--copied", type=int, default=kernels.COPIED, help="bytes of the copy to compare with (default: %(default)s)")
-    add("--tune", action="store_true", help="also every launch of each kernel (model/kernels/launch.py)")
-    add("--json", type=Path, help="write the figures there as well")
+    add("--tune", action="store_true", help="instead the launches (model/kernels/launch.py) of the kernels of --match")
+    add("--warps", default="", help="of --tune: only launches of so many warps, as in --warps=1,2,4")
+    add("--launches", type=int, help="of --tune: at most so many for each kernel")
+    add_json(parser)
 
 
 def ceiling_arguments(parser) -> None:
@@ -112,7 +127,7 @@ def decode_arguments(parser) -> None:
     add("--compile", choices=("True", "False"), default="True", help="also the step compiled, or as a CUDA graph")
     add("--rounds", type=int, default=10, help="measured turns of each (default: %(default)s)")
     add("--note", default="", help="stored with the figures: what else the machine was doing")
-    add("--json", type=Path, help="write the figures there as well")
+    add_json(parser)
 
 
 def eval_arguments(parser) -> None:
@@ -126,7 +141,24 @@ def eval_arguments(parser) -> None:
     add("--dtype", choices=("float32", "bfloat16"), default="float32")
     add("--rounds", type=int, default=5, help="measured turns of each (default: %(default)s)")
     add("--note", default="", help="stored with the figures: what else the machine was doing")
-    add("--json", type=Path, help="write the figures there as well")
+    add_json(parser)
+
+
+def train_arguments(parser) -> None:
+    add = parser.add_argument
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    add("--configs", default="gpt_small,ddl_dv4_cc_ec_small,ddl_dv1_small", help="of config/ (default: %(default)s)")
+    add("--what", default="speed,resume", help="speed of a run's steps, and whether a resumed run has the same bits")
+    add("--steps", type=int, default=50, help="of a run; it is resumed from the middle (default: %(default)s)")
+    for key in suites.SIZE_KEYS:
+        add(f"--{key}", type=int, help="instead of the config's")
+    add("--global_batch_size", type=int, default=32, help="sequences per step (default: %(default)s)")
+    add("--micro_batch_size", type=int, default=16, help="sequences per forward pass (default: %(default)s)")
+    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    add("--compile", choices=("True", "False"), default="True")
+    add("--corpus_tokens", type=int, default=4_000_000, help="drawn at random (default: %(default)s)")
+    add("--vocabulary", type=int, default=50257, help="of the tokens drawn (default: %(default)s)")
+    add_json(parser)
 
 
 def memory_arguments(parser) -> None:
@@ -144,6 +176,7 @@ COMMANDS = {
     "kernels": ("bandwidth of the fused kernels against a copy", kernels_arguments, kernels.run),
     "decode": ("one-token decoding: uncached, cached, and by a step that is made once", decode_arguments, decode.run),
     "eval": ("scoring choices, against lm-eval's own hf model", eval_arguments, evaluation.run),
+    "train": ("train.py itself: speed, memory and resuming to the bit", train_arguments, end_to_end.run),
     "memory": ("peak memory of training runs against train.py's estimate", memory_arguments, memory.run),
     "ceiling": (
         "what the fused kernels' machine code for sm_90 allows of the copy bandwidth; needs no GPU",

@@ -36,6 +36,7 @@ from training import (
     metrics,
     nonfinite,
     optimizer,
+    outcome,
     parallel,
     resume,
     stopping,
@@ -215,11 +216,9 @@ def micro_batches(config: TrainConfig, batches: TrainBatches, first_step: int, w
     return prefetched(lambda place: batches.get(*place, rows), places, world.device)
 
 
-def train_step(config: TrainConfig, model, batches, world, autocast, stop) -> tuple[float, float, bool]:
-    """Gradients of the next global batch, clipped.
-
-    Returns (loss in nats per token, gradient norm before clipping, whether any process wants to stop).
-    """
+def train_step(config: TrainConfig, model, batches, world, autocast, stop) -> outcome.Outcome:
+    """Gradients of the next global batch, clipped: its loss in nats per token, the gradient norm before clipping, and
+    whether any process wants to stop, when they are read."""
     accumulation = config.global_batch_size // world.world_size // micro_batch_rows(config)
     loss_sum = 0.0
     for micro in range(accumulation):
@@ -231,8 +230,7 @@ def train_step(config: TrainConfig, model, batches, world, autocast, stop) -> tu
             (loss / accumulation).backward()
         loss_sum += loss.detach()
     grad_norm = parallel.clip_gradients(model, config.grad_clip)
-    loss, stopping = world.sum(float(loss_sum), float(bool(stop.reason())))
-    return loss / accumulation / world.world_size, grad_norm, bool(stopping)
+    return outcome.outcome(loss_sum, accumulation, grad_norm, bool(stop.reason()), world)
 
 
 def main():
@@ -325,6 +323,7 @@ def main():
         return True
 
     batches = micro_batches(config, train_batches, state["step"] + 1, world)
+    decide_on_device = outcome.decided_on(device, config)
     # A run that was stopped within an evaluation begins with that.
     for step in range(state["step"] + (1 if state["evaluated"] else 0), config.max_steps + 1):
         final, stopped = step == config.max_steps, False
@@ -334,8 +333,13 @@ def main():
             lr = optimizer.learning_rate_at(step - 1, config)
             optimizer.set_learning_rate(optimizers, lr)
             with configurator.one_line_errors(DamagedShard):
-                loss, grad_norm, stopped = train_step(config, run_model, batches, world, autocast, stop)
+                result = train_step(config, run_model, batches, world, autocast, stop)
+            if decide_on_device:
+                optimizer.step_where(result.finite, optimizers)
+            loss, grad_norm, stopped = result.read()
             finite = math.isfinite(loss) and math.isfinite(grad_norm)
+            if decide_on_device and not finite:
+                optimizer.forget_unstepped(optimizers)
             if not finite and state["skipped"] == config.skip_nonfinite:
                 found = nonfinite.diagnose(step, loss, grad_norm, model, optimizers, train_batches, world)
                 written = save("nonfinite")
@@ -344,7 +348,7 @@ def main():
                     configurator.end(nonfinite.message(found, out / "nonfinite", written), 1)
                 sys.exit(1)
             for each in optimizers:
-                if finite:
+                if finite and not decide_on_device:
                     each.step()
                 each.zero_grad(set_to_none=True)
             state["skipped"] += not finite

@@ -6,21 +6,19 @@ faster. Those that lose stay in the list: the table is the reason for what the c
 
 import contextlib
 import dataclasses
-import json
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import suites
 from benchmarks.contender import Contender, memory, waiting
+from benchmarks.figures import Figures
 from benchmarks.results import markdown
 from benchmarks.step import first_line, release
 from benchmarks.timing import compared, measure
 from model import build, kernels, loss
 from training import distributed, optimizer
-from training.provenance import provenance
 
 BOTH = ("cpu", "cuda")
 
@@ -122,18 +120,25 @@ class Comparison:
             other = self.contender(choice)
             turns = {c.name: waiting(c.train, self.args.steps, self.device) for c in (self.base, other)}
             seconds = measure(turns, self.args.warmup, self.args.rounds, choice.name)
-            row |= memory(other, self.tokens)
         except Exception as error:  # a finding about the choice: a backend that this device or size does not have
-            return row | {"error": f"{type(error).__name__}: {first_line(error)}"}
+            return row | {"error": said(error)}
         base, own = seconds[self.base.name], seconds[other.name]
         row["tokens_per_second"] = self.tokens * self.args.steps / sorted(own)[len(own) // 2]
-        return row | compared("ratio", base, own)
+        row |= compared("ratio", base, own)
+        try:
+            return row | memory(other, self.tokens)
+        except Exception as error:  # the time is a finding of its own
+            return row | {"memory_error": said(error)}
+
+
+def said(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def run(args) -> None:
     """Print and store the figures of `bench.py choices`."""
     device, suite = distributed.pick_device(args.device), suites.SUITES[args.suite]
-    if args.suite != "quick" and device.type == "cpu":
+    if args.suite not in suites.ON_CPU and device.type == "cpu":
         raise ValueError(f"--suite={args.suite} holds sizes for a GPU: give --suite=quick, or --device=cuda")
     [(size_name, size), *_] = suite.sizes.items()
     args.micro_batch_size = args.micro_batch_size or suite.micro_batch_size
@@ -142,24 +147,21 @@ def run(args) -> None:
     if device.type == "cpu":
         distributed.keep_freed_memory()  # likewise
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1000
-    alternatives, rows = chosen(args, device), []
-    path = Path(args.json) if args.json else None
+    alternatives = chosen(args, device)
+    settings = {"size": {size_name: size}, "micro_batch_size": args.micro_batch_size, "dtype": args.dtype}
+    settings |= {"threads": torch.get_num_threads(), "rounds": args.rounds, "compile": args.compile}
+    figures = Figures(args.json, device, settings, args.resume)
     for stem in args.models.split(","):
-        comparison = Comparison(args, stem, size, device)
-        for number, choice in enumerate(alternatives, 1):
-            if choice.delta_only and stem == suites.BASELINE:
-                continue
-            rows.append(comparison.row(choice))
-            print(f"{stem} {number}/{len(alternatives)}: {choice.name}: {rows[-1].get('ratio', 'failed')}", flush=True)
+        wanted = [choice for choice in alternatives if not (choice.delta_only and stem == suites.BASELINE)]
+        wanted = [choice for choice in wanted if not figures.find(model=f"{stem}: {choice.name}")]
+        comparison = Comparison(args, stem, size, device) if wanted else None
+        for number, choice in enumerate(wanted, 1):
+            figures.add(row := comparison.row(choice), "model")
+            print(f"{stem} {number}/{len(wanted)}: {choice.name}: {row.get('ratio', 'failed')}", flush=True)
             release(device)
-            if path:
-                settings = {"size": {size_name: size}, "micro_batch_size": args.micro_batch_size, "dtype": args.dtype}
-                settings |= {"threads": torch.get_num_threads(), "rounds": args.rounds, "rows": rows}
-                path.write_text(json.dumps({**provenance(), **settings}, indent=1) + "\n", encoding="utf-8")
         torch.compiler.reset()
-    print(
-        markdown([row for row in rows if "error" not in row]).replace("relative to additive", "relative to as trained")
-    )
-    for row in rows:
-        if "error" in row:
-            print(f"{row['model']}: {row['error']}")
+    rows, failed = figures.rows, [row for row in figures.rows if "error" in row]
+    table = markdown([row for row in rows if row not in failed])
+    print(f"on {figures.on_what()}\n\n{table.replace('relative to additive', 'relative to as trained')}")
+    for row in failed:
+        print(f"{row['model']}: {row['error']}")

@@ -5,17 +5,17 @@ the step that is made once: compiled on a CPU, a CUDA graph on a GPU, there also
 `--tokens` tokens after a context of `--context`, whose reading is not part of it; nor is drawing a token.
 """
 
-import json
+from functools import partial
 
 import torch
 
 from benchmarks.contender import waiting
+from benchmarks.figures import Figures
 from benchmarks.suites import EVERY_STEM, QUICK, SIZE_KEYS, row_name, split_model
 from benchmarks.timing import compared, measure
 from model import build, kernels
 from model.decoding import Decoder
 from training import distributed
-from training.provenance import provenance
 
 FIXED = {"cpu": "compiled", "cuda": "CUDA graph"}  # what a decoder's `compiled` means there
 
@@ -53,16 +53,21 @@ def turns_of(name: str, model, ids, args) -> dict:
 
 
 def models_of(args, size: dict, device: torch.device):
-    """(name, model) of each of --models, on a GPU with and without fused kernels."""
+    """(name, function that makes the model) of each of --models, on a GPU with and without fused kernels."""
+
+    def make(stem, keys, setting):
+        torch.manual_seed(0)
+        model = build(stem, **size, **keys).to(device).eval()
+        kernels.use(model, setting, device)
+        return model
+
     for text in args.models:
         stem, keys, given = split_model(text)
         if given:
             raise ValueError(f"--models: {text}: decoding is measured with and without kernels: leave the plus out")
         for setting in ("off", "on") if device.type == "cuda" else ("off",):
-            torch.manual_seed(0)
-            model = build(stem, **size, **keys).to(device).eval()
-            kernels.use(model, setting, device)
-            yield row_name(text) + (", fused kernels" if setting == "on" else ""), model
+            name = row_name(text) + (", fused kernels" if setting == "on" else "")
+            yield name, partial(make, stem, keys, setting)
 
 
 def rows_of(seconds: dict, tokens: int) -> list[dict]:
@@ -103,18 +108,17 @@ def run(args) -> None:
     # All models share the code that is compiled: by default the ninth would be refused.
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1000
     shape = (args.batch_size, args.context + args.tokens)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
     ids = torch.randint(size["vocab_size"], shape, generator=torch.Generator().manual_seed(0)).to(device)
-    turns = {}
-    for name, model in models_of(args, size, device):
-        turns |= {key: waiting(turn, 1, device) for key, turn in turns_of(name, model, ids, args).items()}
-    seconds = measure(turns, 1, args.rounds, "decode")
-    seconds = {key: times for key, times in seconds.items() if key[-1] != "context"}
-    rows = rows_of(seconds, args.batch_size * args.tokens)
-    print(f"{size}, {device}, {torch.get_num_threads()} threads, batch_size={args.batch_size}\n\n{markdown(rows)}")
-    if args.json:
-        settings = {"size": size, "device": str(device), "threads": torch.get_num_threads(), "note": args.note}
-        settings |= {key: getattr(args, key) for key in ("batch_size", "context", "tokens", "rounds")}
-        stored = json.dumps({**provenance(), **settings, "rows": rows}, indent=1)
-        args.json.write_text(stored + "\n", encoding="utf-8")
+    settings = {"size": size, "device": str(device), "threads": torch.get_num_threads(), "note": args.note}
+    settings |= {key: getattr(args, key) for key in ("batch_size", "context", "tokens", "rounds", "compile")}
+    figures = Figures(args.json, device, settings, args.resume)
+    for name, make in models_of(args, size, device):
+        if figures.find(model=name):
+            continue
+        turns = {key: waiting(turn, 1, device) for key, turn in turns_of(name, make(), ids, args).items()}
+        seconds = measure(turns, 1, args.rounds, f"decode, {name}")
+        seconds = {key: times for key, times in seconds.items() if key[-1] != "context"}
+        for row in rows_of(seconds, args.batch_size * args.tokens):
+            figures.add(row, "model", "way")
+    where = f"{figures.on_what()}, {torch.get_num_threads()} threads"
+    print(f"{size}, {where}, batch_size={args.batch_size}\n\n{markdown(figures.rows)}")

@@ -12,6 +12,7 @@ import string
 import torch
 
 from benchmarks.contender import waiting
+from benchmarks.figures import Figures
 from benchmarks.suites import QUICK, SIZE_KEYS, row_name, split_model
 from benchmarks.timing import compared, measure
 from data import tokenizer_json
@@ -19,7 +20,6 @@ from data.tokenizer import END_OF_TEXT, byte_tokenizer
 from evaluation.tasks import import_lm_eval
 from model import build, kernels
 from training import distributed
-from training.provenance import provenance
 
 # Tokens (here bytes) of the shared context, of what differs before the continuation, and of the continuation; choices.
 FORMATS = {
@@ -150,10 +150,15 @@ def run(args) -> None:
     device = distributed.pick_device(args.device)
     size = {**QUICK, "block_size": 512} | {k: getattr(args, k) for k in SIZE_KEYS if getattr(args, k) is not None}
     check(args, size)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-    requests, rows = {name: requests_of(name, args.items) for name in FORMATS}, []
+    settings = {"size": size, "device": str(device), "threads": torch.get_num_threads(), "note": args.note}
+    settings |= {key: getattr(args, key) for key in ("batch_size", "dtype", "items", "rounds")}
+    figures, requests = (
+        Figures(args.json, device, settings, args.resume),
+        {f: requests_of(f, args.items) for f in FORMATS},
+    )
     for text in args.models.split(","):
+        if figures.find(model=row_name(text)):
+            continue
         stem, keys, given = split_model(text)
         torch.manual_seed(0)
         model = build(stem, **size, **keys).to(device).eval()
@@ -165,11 +170,7 @@ def run(args) -> None:
             for name, pairs in requests.items()
             for way, each in score.items()
         }
-        rows += rows_of(row_name(text), requests, measure(turns, 0, args.rounds, "eval"), found)
-    print(f"{size}, {args.dtype} on {device}, {torch.get_num_threads()} threads, batch_size={args.batch_size}\n")
-    print(markdown(rows))
-    if args.json:
-        settings = {"size": size, "device": str(device), "threads": torch.get_num_threads(), "note": args.note}
-        settings |= {key: getattr(args, key) for key in ("batch_size", "dtype", "items", "rounds")}
-        stored = json.dumps({**provenance(), **settings, "rows": rows}, indent=1)
-        args.json.write_text(stored + "\n", encoding="utf-8")
+        for row in rows_of(row_name(text), requests, measure(turns, 0, args.rounds, "eval"), found):
+            figures.add(row, "model", "format")
+    where = f"{figures.on_what()}, {torch.get_num_threads()} threads"
+    print(f"{size}, {args.dtype} on {where}, batch_size={args.batch_size}\n\n{markdown(figures.rows)}")

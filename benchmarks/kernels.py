@@ -2,12 +2,11 @@
 
 A kernel must read each of its inputs once and write each of its results once: those bytes over its time, as a share of
 the bandwidth of a large copy (bytes read and written over time) measured between the kernels. Sums over programs and
-the reduction of them are part of its time and not of its bytes.
+the reduction of them are part of its time and not of its bytes. `--tune` times some kernels under other launches.
 """
 
 import dataclasses
 import itertools
-import json
 import re
 import statistics
 import time
@@ -15,13 +14,17 @@ from functools import partial
 
 import torch
 
-from benchmarks.timing import compared
+from benchmarks.figures import Figures
+from benchmarks.timing import Clock, compared
 from training import distributed
 from training.metrics import duration, size
-from training.provenance import provenance
+from training.provenance import digest
 
 COPIED = 2**30  # bytes of the copy that a kernel's bandwidth is compared with: beyond every cache
-TUNED = {"num_warps": (4, 8, 16), "stages": (1, 2, 3), "programs": (1, 2, 4, 8)}
+WAYS = ("forward", "backward")
+# What --tune tries beside the table's launches and their runners-up: warps of a program, how loads run ahead (stages,
+# prefetch), warps of a multiprocessor.
+WARPS, AHEAD, RESIDENT = (1, 2, 4, 8, 16), ((2, 0), (3, 0), (1, 2)), (8, 16)
 
 
 def random(device, dtype, *shape):
@@ -111,66 +114,95 @@ def families(sizes, widths: list[int]):
             yield name, d, partial(step_calls, sizes, d, columns, kernel_size, stored)
 
 
-def seconds_of(function, device: torch.device) -> float:
-    """One call, on a GPU by its own clock."""
-    if device.type != "cuda":
-        started = time.perf_counter()
-        function()
-        return time.perf_counter() - started
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    function()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1000
-
-
-def in_turns(calls: dict, copy, rounds: int, device) -> dict[str, list[float]]:
+def in_turns(calls: dict, copy, rounds: int, clock: Clock) -> dict[str, list[float]]:
     """Seconds of each function and of `copy`, call by call in turns."""
-    seconds = {"copy": [], **{name: [] for name in calls}}
-    for done in range(rounds + 3):
-        for name, function in (("copy", copy), *((name, call) for name, (call, _) in calls.items())):
-            taken = seconds_of(function, device)
-            if done >= 3:  # the first calls compile
-                seconds[name].append(taken)
-    return seconds
+    functions = {"copy": copy, **{name: call for name, (call, _) in calls.items()}}
+    for _ in range(3 if clock.device.type == "cuda" else 0):  # the first calls compile
+        for function in functions.values():
+            function()
+    found = [clock.seconds(functions) for _ in range(rounds)]
+    return {name: [turn[name] for turn in found] for name in functions}
 
 
-def rows_of(d: int, calls: dict, seconds: dict, copied: int) -> list[dict]:
-    """One row a kernel: bytes, median time, bandwidth, and its share of the copy's with percentiles."""
-    rows = []
-    for name, (_, tensors) in calls.items():
-        moved = sum(t.numel() * t.element_size() for t in tensors)
-        middle = statistics.median(seconds[name])
-        row = {"kernel": name, "d": d, "bytes": moved, "microseconds": middle * 1e6, "gb_per_s": moved / middle / 1e9}
-        row["copy_gb_per_s"] = copied / statistics.median(seconds["copy"]) / 1e9
-        # The copy's time for as many bytes, over the kernel's own.
-        rows.append(row | compared("share", [t * moved / copied for t in seconds["copy"]], seconds[name]))
-    return rows
+def bytes_of(tensors) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def tune(d: int, name: str, call, device, rounds: int) -> list[dict]:
-    """Median microseconds of one kernel under every launch, the fastest first."""
-    from model.kernels.launch import KERNELS, name_of
+def row_of(d: int, name: str, tensors, seconds: dict, copied: int, profiled: float | None) -> dict:
+    """Bytes, median time, bandwidth and its share of the copy's with percentiles; the profiler's sum of kernels."""
+    moved, middle = bytes_of(tensors), statistics.median(seconds[name])
+    row = {"kernel": name, "d": d, "bytes": moved, "microseconds": middle * 1e6, "gb_per_s": moved / middle / 1e9}
+    row["copy_gb_per_s"] = copied / statistics.median(seconds["copy"]) / 1e9
+    if profiled is not None:
+        row["profiler_microseconds"] = profiled * 1e6
+        if abs(middle / profiled - 1) > 0.15:
+            print(f"note: {name} d={d}: {middle * 1e6:.0f} us between events, {profiled * 1e6:.0f} us of kernels")
+    # The copy's time for as many bytes, over the kernel's own.
+    return row | compared("share", [t * moved / copied for t in seconds["copy"]], seconds[name])
 
-    sizes = dict(re.findall(r"([Kv])=(\d)", name))
-    kernel = name_of(" ".join(name.split()[:2]), int(sizes.get("v", 1)), int(sizes.get("K", 1)))
-    kept, found = KERNELS[kernel], []
+
+def measure(chosen: list, args, clock: Clock, copy, figures: Figures) -> None:
+    """A row for every kernel that has none yet."""
+    started = time.perf_counter()
+    for number, (name, d, make) in enumerate(chosen, 1):
+        wanted = [name.replace(" ", f" {way} ", 1) if " " in name else f"{name} {way}" for way in WAYS]
+        if not all(figures.find(kernel=each, d=d) for each in wanted):
+            calls = make()
+            assert list(calls) == wanted
+            seconds = in_turns(calls, copy, args.rounds, clock)
+            for each, (call, tensors) in calls.items():
+                row = row_of(d, each, tensors, seconds, args.copied, clock.profiled(call))
+                figures.add(row, "kernel", "d")
+        left = duration((time.perf_counter() - started) / number * (len(chosen) - number))
+        print(f"{number}/{len(chosen)} {name} d={d}, {left} left", flush=True)
+
+
+def launches(args, d: int, name: str) -> tuple[str, list]:
+    """(the kernel's key in the table of launches, those to try: the table's own, its runners-up, then the others)."""
+    from model.kernels.launch import Launch, launches_of, name_of
+
+    sizes = {key: int(value) for key, value in re.findall(r"([Kv])=(\d)", name)}
+    kernel, columns, tokens = " ".join(name.split()[:2]), sizes.get("v", 1), sizes.get("K", 1)
+    tried = launches_of(kernel, d, columns, tokens)
+    for warps, (stages, prefetch), resident in itertools.product(WARPS, AHEAD, RESIDENT):
+        if resident >= warps:
+            tried.append(Launch(warps, stages, resident // warps, prefetch, tried[0].reload))
+    if args.warps:
+        tried = [launch for launch in tried if str(launch.num_warps) in args.warps.split(",")]
+    return name_of(kernel, columns, tokens), list(dict.fromkeys(tried))[: args.launches]
+
+
+def tune(chosen: list, args, clock: Clock, copy, figures: Figures) -> None:
+    """Time each kernel under every launch worth trying; stored after each."""
+    from model.kernels.launch import FORCED, Launch
+
+    for _, d, make in chosen:
+        for each, (call, tensors) in make().items():
+            key, tried = launches(args, d, each)
+            moved = bytes_of(tensors)
+            row = figures.find(kernel=each, d=d) or {"kernel": each, "d": d, "bytes": moved, "launches": []}
+            for launch in map(dataclasses.asdict, tried):
+                if any(launch.items() <= old.items() for old in row["launches"]):
+                    continue
+                FORCED[key] = Launch(**launch)
+                try:
+                    row["launches"].append({**launch, **timed(call, moved, copy, args, clock)})
+                finally:
+                    del FORCED[key]
+                row["launches"].sort(key=lambda found: found.get("microseconds", float("inf")))
+                figures.add(row, "kernel", "d")
+            print(f"{each} d={d}: fastest {row['launches'][0]}", flush=True)
+
+
+def timed(call, moved: int, copy, args, clock: Clock) -> dict:
+    """Median time, bandwidth and share of the copy's bandwidth; or why the kernel does not run so."""
     try:
-        for values in itertools.product(*TUNED.values()):
-            launch = dict(zip(TUNED, values))
-            KERNELS[kernel] = dataclasses.replace(kept, **launch)
-            try:
-                times = [seconds_of(call, device) for _ in range(rounds + 2)][2:]
-            except Exception as error:  # more registers or shared memory than there are
-                found.append({**launch, "error": str(error).partition("\n")[0]})
-                continue
-            found.append({**launch, "microseconds": statistics.median(times) * 1e6})
-    finally:
-        KERNELS[kernel] = kept
-    found.sort(key=lambda row: row.get("microseconds", float("inf")))
-    print(f"  {name} d={d}: {found[0]}", flush=True)
-    return found
+        seconds = in_turns({"kernel": (call, [])}, copy, args.rounds, clock)
+    except Exception as error:  # more registers or shared memory than there are
+        return {"error": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+    middle, of_copy = (statistics.median(seconds[name]) for name in ("kernel", "copy"))
+    speed = {"microseconds": middle * 1e6, "gb_per_s": moved / middle / 1e9}
+    return speed | {"share": of_copy * moved / args.copied / middle}
 
 
 def markdown(rows: list[dict]) -> str:
@@ -194,26 +226,21 @@ def run(args) -> None:
 
     if why := kernels.unavailable(device):
         raise ValueError(f"no kernels to measure: {why}")
+    if args.tune and not args.match:
+        raise ValueError("--tune takes minutes a kernel: give --match, as in --match='K=1 v=4'")
     widths = [int(width) for width in args.widths.split(",")]
     sizes = (args.micro_batch_size, args.block_size, device, getattr(torch, args.dtype))
-    source = torch.empty(args.copied // 2, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    rows, started = [], time.perf_counter()
-    settings = {"micro_batch_size": args.micro_batch_size, "block_size": args.block_size, "dtype": args.dtype}
     chosen = [family for family in families(sizes, widths) if args.match in family[0]]
     if not chosen:
         raise ValueError(f"--match={args.match}: no kernel has that in its name; try step, add_norm or expand")
-    for number, (name, d, make) in enumerate(chosen, 1):
-        calls = make()
-        seconds = in_turns(calls, lambda: target.copy_(source), args.rounds, device)
-        found = rows_of(d, calls, seconds, args.copied)
-        if args.tune:
-            for row, (name, (call, _)) in zip(found, calls.items()):
-                row["launches"] = tune(d, name, call, device, args.rounds)
-        rows += found
-        left = duration((time.perf_counter() - started) / number * (len(chosen) - number))
-        print(f"{number}/{len(chosen)} {name} d={d}, {left} left", flush=True)
-        if args.json:
-            stored = {**provenance(), **settings, "rounds": args.rounds, "rows": rows}
-            args.json.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
-    print(markdown(rows))
+    source = torch.ones(args.copied // 2, dtype=torch.uint8, device=device)
+    target, clock = torch.empty_like(source), Clock(device)
+    settings = {"micro_batch_size": args.micro_batch_size, "block_size": args.block_size, "dtype": args.dtype}
+    settings |= {"rounds": args.rounds, "copied": args.copied}
+    # Another table changes no launch that was timed; other kernels do.
+    code = digest("model/kernels/*.py", leave_out=("launch.py",))[:12] if args.tune else ""
+    figures = Figures(args.json, device, settings, args.resume, code)
+    (tune if args.tune else measure)(chosen, args, clock, lambda: target.copy_(source), figures)
+    print(f"on {figures.on_what()}")
+    if not args.tune:
+        print(markdown(figures.rows))

@@ -1,12 +1,11 @@
-"""What `bench.py step` leaves: a table, a JSON file with all it measured, and a bar chart beside that."""
+"""What `bench.py step` shows of its figures: a table, and a bar chart beside the JSON file."""
 
-import json
 import re
 from pathlib import Path
 
 import report
+from benchmarks.figures import Figures
 from benchmarks.suites import BASELINE
-from training.provenance import provenance
 
 KINDS = {"transcription (compiled)": "C1", "transcription (eager)": "C3", "mHC": "C2"}  # all others are models
 
@@ -54,12 +53,6 @@ def beside(path: Path, suffix: str) -> Path:
     return path.with_name(f"{path.stem}_{re.sub(r'[^A-Za-z0-9.=-]+', '_', suffix).strip('_')}")
 
 
-def store(path: Path | None, settings: dict, rows: list[dict]) -> None:
-    if path:
-        stored = {**provenance(), **settings, "rows": rows}
-        path.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
-
-
 def by_size(rows: list[dict]) -> dict[str, list[dict]]:
     sizes: dict[str, list[dict]] = {}
     for row in rows:
@@ -67,12 +60,12 @@ def by_size(rows: list[dict]) -> dict[str, list[dict]]:
     return sizes
 
 
-def present(path: Path | None, settings: dict, rows: list[dict]) -> None:
+def present(path: Path | None, settings: dict, figures: Figures) -> None:
     """Print a table for each size, and draw the chart beside the JSON, which is stored already."""
+    rows = figures.rows
     for size, members in by_size(rows).items():
-        print(
-            f"\n{size}: {settings['sizes'][size]}, {settings['dtype']} on {settings['device']}\n\n{markdown(members)}"
-        )
+        where = f"{settings['dtype']} on {figures.on_what()}"
+        print(f"\n{size}: {settings['sizes'][size]}, {where}\n\n{markdown(members)}")
     print(f"\nactivations: {settings['activations']}")
     for line in settings["left_out"]:
         print(f"left out: {line}")

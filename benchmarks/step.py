@@ -11,6 +11,7 @@ import torch
 
 from benchmarks import peers, results, suites
 from benchmarks.contender import Contender, memory, profile, waiting
+from benchmarks.figures import Figures
 from benchmarks.suites import BASELINE, row_name
 from benchmarks.timing import compared, measure
 from model import STEMS, build, kernels
@@ -23,19 +24,20 @@ SAVED = "saved by a forward pass for its backward pass"
 
 
 class Bench:
-    """One size: its baseline, which stays, and groups of contenders that come and go."""
+    """One size: its baseline, which stays, and groups of contenders that come and go. Figures are stored at once."""
 
-    def __init__(self, args, size_name: str, size: dict, device: torch.device, left_out: list[str]):
+    def __init__(self, args, size_name: str, size: dict, device: torch.device, figures: Figures):
         self.args, self.size_name, self.size, self.device = args, size_name, size, device
+        self.figures, self.left_out = figures, figures.notes["left_out"]
         self.dtype, self.compiled = getattr(torch, args.dtype), args.compile == "True"
         self.tokens = args.micro_batch_size * size["block_size"]
         shape = (2, args.micro_batch_size, size["block_size"])
         ids = torch.randint(0, size["vocab_size"], shape, generator=torch.Generator().manual_seed(0)).to(device)
         self.batch = lambda: ids
-        self.left_out = left_out
         self.baseline = self.contender(BASELINE, self.build(BASELINE))
-        self.baseline_seconds = {"train": [], "forward": []}
-        self.rows: dict[str, dict] = {}
+        self.rows = {row["model"]: row for row in figures.rows if row["size"] == size_name}
+        # The baseline runs in every group: its own speed is the median over all of them.
+        self.baseline_seconds = self.rows.get(BASELINE, {}).get("seconds", {"train": [], "forward": []})
 
     def build(self, model: str):
         torch.manual_seed(0)
@@ -108,21 +110,33 @@ class Bench:
     def measure_group(self, model: str) -> None:
         """Measure one model and its peers, and add their rows."""
         own, others = self.group(model)
-        contenders = own + self.that_run(others)
-        train, forward = self.times(contenders, "train"), self.times(contenders, "forward")
-        speeds = rows_of(train, forward, self.tokens)
-        mode = "compiled" if self.compiled else "eager"
-        peer, name = f"{model} transcription ({mode})", own[-1].name
-        if peer in train:
-            speeds[name] |= compared("speedup", train[peer], train[name])
-            speeds[name] |= compared("forward_speedup", forward[peer], forward[name])
+        others = self.that_run(others)
+        contenders = own + others
         for contender in contenders:
-            self.rows.setdefault(contender.name, self.row(contender)).update(speeds[contender.name])
-        # The baseline runs in every group: its own speed is the median over all of them.
-        pooled = ({BASELINE: self.baseline_seconds[what]} for what in ("train", "forward"))
-        self.rows[BASELINE] |= rows_of(*pooled, self.tokens)[BASELINE]
-        for contender in contenders:
+            self.rows.setdefault(contender.name, self.row(contender))
+        for what, prefix in (("train", ""), ("forward", "forward_")):
+            seconds = self.times(contenders, what)
+            speeds = rows_of(*((seconds, {}) if what == "train" else ({}, seconds)), self.tokens)
+            peer = f"{model} transcription ({'compiled' if self.compiled else 'eager'})"
+            if peer in seconds:
+                speeds[own[-1].name] |= compared(f"{prefix}speedup", seconds[peer], seconds[own[-1].name])
+            self.add(contenders, speeds)
+        for contender in (self.baseline, *others, own[-1]):  # the model itself last: then its group is complete
             self.finish(contender, self.rows[contender.name])
+        self.store(contenders)
+
+    def add(self, contenders: list[Contender], speeds: dict) -> None:
+        """Put what was measured of a group into its rows, and store them."""
+        for contender in contenders:
+            self.rows[contender.name] |= speeds[contender.name]
+        pooled = self.baseline_seconds
+        train, forward = ({BASELINE: pooled[what]} if pooled[what] else {} for what in ("train", "forward"))
+        self.rows[BASELINE] |= rows_of(train, forward, self.tokens)[BASELINE] | {"seconds": pooled}
+        self.store(contenders)
+
+    def store(self, contenders: list[Contender]) -> None:
+        for contender in contenders:
+            self.figures.add(self.rows[contender.name], "size", "model")
 
     def row(self, contender: Contender) -> dict:
         row = {"size": self.size_name, "model": contender.name}
@@ -167,7 +181,7 @@ def settings_of(args, sizes: dict, device: torch.device) -> dict:
     settings |= {"threads": torch.get_num_threads(), "micro_batch_size": args.micro_batch_size}
     settings |= {"kernels": args.kernels, "state_interval": args.state_interval}
     settings |= {"rounds": args.rounds, "steps_per_round": args.steps, "liger_kernel": peers.liger_version()}
-    return settings | {"activations": PEAK if device.type == "cuda" else SAVED, "left_out": []}
+    return settings | {"activations": PEAK if device.type == "cuda" else SAVED}
 
 
 def run(args) -> None:
@@ -176,23 +190,23 @@ def run(args) -> None:
     sizes = suites.sizes_of(args)
     suites.complete(args, device)
     suites.check(args, device, sizes)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
     torch.set_float32_matmul_precision("high")  # as in training
     if device.type == "cpu":
         distributed.keep_freed_memory()  # likewise
     # All models of a size share the code that is compiled: by default the ninth would run eagerly, unnoticed.
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1000
-    settings, rows = settings_of(args, sizes, device), []
+    settings = settings_of(args, sizes, device)
+    figures = Figures(args.json, device, settings, args.resume, notes={"left_out": []})
     for size_name, size in sizes.items():
-        bench = Bench(args, size_name, size, device, settings["left_out"])
-        for number, model in enumerate(args.models, 1):
-            print(f"{size_name}, group {number}/{len(args.models)}: {row_name(model)}", flush=True)
+        # A group is complete with the memory of its model.
+        done = {row["model"] for row in figures.rows if row["size"] == size_name and "activation_ratio" in row}
+        wanted = [model for model in args.models if row_name(model) not in done]
+        bench = Bench(args, size_name, size, device, figures) if wanted else None
+        for number, model in enumerate(wanted, 1):
+            print(f"{size_name}, group {number}/{len(wanted)}: {row_name(model)}", flush=True)
             bench.measure_group(model)
             release(device)
-            results.store(args.json, settings, rows + list(bench.rows.values()))  # should the time run out
-        rows += bench.rows.values()
         del bench
         torch.compiler.reset()
         release(device)
-    results.present(args.json, settings, rows)
+    results.present(args.json, settings | figures.notes, figures)

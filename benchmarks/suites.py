@@ -16,6 +16,7 @@ SIZE_KEYS = ("vocab_size", "block_size", "num_hidden_layers", "num_attention_hea
 QUICK = dict(zip(SIZE_KEYS, (1024, 256, 6, 4, 64, 256)))
 SMALL = dict(zip(SIZE_KEYS, (50304, 1024, 12, 6, 128, 768)), mup=True)
 MEDIUM = dict(zip(SIZE_KEYS, (50304, 1024, 24, 8, 128, 1024)), mup=True)
+TINY = dict(zip(SIZE_KEYS, (64, 16, 1, 2, 8, 16)), mup=True)
 EVERY_STEM = (BASELINE, *(stem for stem in STEMS if stem != BASELINE))
 
 
@@ -42,7 +43,10 @@ SUITES = {
         (*EVERY_STEM, f"{CC_EC}:2", f"{CC_EC}:8", f"{CC_EC}+state_interval=4", f"{CC_EC}+kernels=off", PLAIN_BASELINE),
         16,
     ),
+    # What the others do at sizes of seconds, to see that it can be done.
+    "rehearsal": Suite({"small": TINY, "medium": TINY}, (BASELINE, CC_EC), 1),
 }
+ON_CPU = ("quick", "rehearsal")
 
 
 def split_model(text: str) -> tuple[str, dict, dict]:
@@ -73,7 +77,7 @@ def check(args, device: torch.device, sizes: dict[str, dict]) -> None:
     """ValueError: what cannot be measured, said before anything is."""
     if min(args.rounds, args.warmup, args.micro_batch_size, args.steps) < 1:
         raise ValueError("--rounds, --warmup, --steps and --micro_batch_size: give 1 or more")
-    if args.suite != "quick" and device.type == "cpu":
+    if args.suite not in ON_CPU and device.type == "cpu":
         raise ValueError(f"--suite={args.suite} holds sizes for a GPU: give --suite=quick, or --device=cuda")
     if args.compile == "True" and not distributed.can_compile(device):
         raise ValueError("--compile=True needs a C++ compiler and Python's headers: install them, or --compile=False")

@@ -3,6 +3,8 @@
 import statistics
 import time
 
+import torch
+
 from training.metrics import duration
 
 PROGRESS_SECONDS = 10  # between two lines about a long measurement
@@ -38,3 +40,77 @@ def compared(key: str, base: list[float], own: list[float]) -> dict[str, float]:
     ratios = sorted(b / o for b, o in zip(base, own))
     low, high = ratios[len(ratios) // 10], ratios[-1 - len(ratios) // 10]
     return {key: statistics.median(ratios), f"{key}_p10": low, f"{key}_p90": high}
+
+
+class Clock:
+    """Seconds of single calls: on a GPU those that the GPU takes, from a cache that holds nothing of theirs.
+
+    Python needs longer to launch an operator (about 90 microseconds) than the GPU to run it. So the GPU first sleeps,
+    until all calls are queued behind that, and goes from one to the next without waiting. (Replaying a CUDA graph would
+    do as well, but measures fixed addresses and needs a capture of every call.) Before each call it reads more than its
+    cache holds. It only reads: what it had written would be on its way to memory during the call.
+    """
+
+    MOST_CYCLES = 2**32  # about two seconds
+
+    def __init__(self, device: torch.device):
+        self.device, self.cycles = device, 2**24  # about eight milliseconds
+        if device.type == "cuda":
+            cache = torch.cuda.get_device_properties(device).L2_cache_size
+            self.other = torch.ones(cache, device=device)  # four bytes each: four times the cache
+
+    def seconds(self, functions: dict) -> dict[str, float]:
+        """Of one call of each function, one after the other."""
+        if self.device.type != "cuda":
+            return {name: self._by_host(function) for name, function in functions.items()}
+        while True:
+            asleep, events = self._queue(functions)
+            torch.cuda.synchronize(self.device)
+            if asleep:
+                return {name: start.elapsed_time(end) / 1000 for name, (start, end) in events.items()}
+            self.cycles *= 2  # it awoke before the last call was queued
+            if self.cycles > self.MOST_CYCLES:
+                raise RuntimeError(f"{', '.join(functions)} cannot be queued: one of them waits for the GPU")
+
+    def _queue(self, functions: dict) -> tuple[bool, dict]:
+        """(whether the GPU still slept when the last call was queued, {name: (event before, event after)})."""
+        torch.cuda._sleep(self.cycles)
+        awake, events = torch.cuda.Event(), {}
+        awake.record()
+        for name, function in functions.items():
+            self.other.sum()
+            events[name] = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
+            events[name][0].record()
+            function()
+            events[name][1].record()
+        return not awake.query(), events
+
+    @staticmethod
+    def _by_host(function) -> float:
+        started = time.perf_counter()
+        function()
+        return time.perf_counter() - started
+
+    def profiled(self, function, times: int = 5) -> float | None:
+        """Seconds of all kernels that one call launches, by the profiler; None on a CPU, which has no kernels.
+
+        A check of `seconds`, which counts the gaps between kernels too.
+        """
+        if self.device.type != "cuda":
+            return None
+
+        def flushed():
+            self.other.sum()
+            function()
+
+        # The kernels of the flush are in both.
+        both, flush = (self._kernels(call, times) for call in (flushed, self.other.sum))
+        return (both - flush) / times
+
+    def _kernels(self, function, times: int) -> float:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+            for _ in range(times):
+                function()
+            torch.cuda.synchronize(self.device)
+        kernels = (event for event in trace.events() if event.device_type == torch.autograd.DeviceType.CUDA)
+        return sum(event.time_range.elapsed_us() for event in kernels) / 1e6

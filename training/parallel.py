@@ -34,7 +34,11 @@ def parallelise(model, engine: str, compiled: bool, world):
         return model, model
     model.to(world.device)
     run = torch.compile(model) if compiled else model
-    return (DistributedDataParallel(run, **{BUFFERS: False}) if world.world_size > 1 else run), run
+    if world.world_size == 1:
+        return run, run
+    # Inside of its forward pass torch.compile knows the buckets and cuts the graph between them, so that a bucket is
+    # summed over the processes while the backward pass goes on (tests/test_overlap.py, docs/runs.md).
+    return DistributedDataParallel(run, gradient_as_bucket_view=True, **{BUFFERS: False}), run
 
 
 @contextlib.contextmanager
@@ -49,17 +53,18 @@ def synchronising(model, wanted: bool):
     yield
 
 
-def clip_gradients(model, largest: float) -> float:
-    """Scale the whole gradient down to norm `largest` (0: leave it) and return its norm before.
+def clip_gradients(model, largest: float) -> torch.Tensor:
+    """Scale the whole gradient down to norm `largest` (0: leave it) and return its norm before, without waiting for it.
 
     A gradient that is not finite stays as it is: scaled, it would be NaN everywhere, and hide where that began.
     """
     parameters = [p for p in model.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    if largest and norm.isfinite():
-        torch.nn.utils.clip_grads_with_norm_(parameters, largest, norm)
-    return norm.item()
+    if largest:
+        # A norm of 0 is within the limit, and leaves the gradient: no need to ask the device which it is.
+        torch.nn.utils.clip_grads_with_norm_(parameters, largest, torch.where(norm.isfinite(), norm, 0.0))
+    return norm
 
 
 def gathered(tensors: dict[str, torch.Tensor], world) -> dict[str, torch.Tensor]:

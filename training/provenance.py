@@ -12,6 +12,10 @@ from pathlib import Path
 
 import torch
 
+from training.metrics import cpu_name
+
+ROOT = Path(__file__).parents[1]
+
 
 def provenance() -> dict:
     """What a stored figure must say of itself: command, commit, machine, versions and date."""
@@ -21,8 +25,8 @@ def provenance() -> dict:
         commit = found.stdout.strip()
     except OSError:  # no git on this machine
         commit = ""
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
-    machine = f"{os.cpu_count()} x {capabilities.get('cpu_name', platform.processor() or platform.machine())}"
+    commit = commit or os.environ.get("COMMIT", "")  # of a copy without its history
+    machine = f"{os.cpu_count()} x {cpu_name()}"
     if torch.cuda.is_available():
         machine = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     versions = {"python": platform.python_version(), "torch": torch.__version__, "triton": triton_version()}
@@ -46,9 +50,13 @@ def triton_version() -> str | None:
 
 def code_digest() -> str:
     """SHA-256 over the repository's Python files that training runs."""
-    root, digest = Path(__file__).parents[1], hashlib.sha256()
-    for path in sorted(
-        [root / "train.py", *(file for name in ("model", "data", "training") for file in root.glob(f"{name}/*.py"))]
-    ):
-        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
+    return digest("train.py", "model/*.py", "data/*.py", "training/*.py")
+
+
+def digest(*patterns: str, leave_out: tuple[str, ...] = ()) -> str:
+    """SHA-256 over the names and contents of the repository's files that fit any of the patterns."""
+    found = {path for pattern in patterns for path in ROOT.glob(pattern)}
+    result = hashlib.sha256()
+    for path in sorted(path for path in found if path.name not in leave_out):
+        result.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
+    return result.hexdigest()

@@ -1,0 +1,318 @@
+"""What only a GPU can show, in stages that each fit into one command of at most nine minutes, the most worth first.
+
+    benchmarks/gpu.sh STAGE [FOLDER]           one stage, by number or name; figures go to FOLDER (default: results)
+    benchmarks/gpu.sh --rehearse [FOLDER]      every stage on the CPU at tiny sizes, to see that all of it runs
+
+A stage goes on from the figures in FOLDER, or else in results/, that are of the same code and chip; a figure is stored
+as soon as it is there. So the same command again does what is left, and --again measures anew. What compiling left is
+stored as well, as FOLDER/compile_STAGE.0 and so on, and loaded from there and from runs/compile: on a machine that
+begins bare, put the files of earlier calls into runs/compile, and the figures into results/.
+"""
+
+import argparse
+import contextlib
+import importlib
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks import compile_cache, processes
+
+ROOT = Path(__file__).parents[1]
+RESULTS, COMPILED = ROOT / "results", ROOT / "runs" / "compile"
+TESTS = ("tests/test_gpu_kernels.py", "tests/test_gpu.py", "tests/test_decoding.py", "tests/test_bench.py")
+TESTED = ("train.py", "benchmarks/*.py", "model/*.py", "model/kernels/*.py", "training/*.py", "tests/*.py")
+DELTA = ("DDL-gpt-mha-rope-CC-EC", "DDL-gpt-mha-rope", "DDL-vdim1-gpt-mha-rope")
+MORE = ("DDL-gpt-mha-rope-CC-EC:2", "DDL-gpt-mha-rope-CC-EC+state_interval=4")
+CONFIGS = ("gpt_small", "ddl_dv4_cc_ec_small", "ddl_dv1_small")
+SIZE = "--vocab_size=50304 --block_size=1024 --num_hidden_layers=12 --num_attention_heads=6 --head_dim=128".split()
+SIZE += ["--hidden_size=768"]
+
+
+@dataclass(frozen=True)
+class Command:
+    """`python ARGUMENTS`, the file of figures it writes, and what compiles for it before, all at once."""
+
+    arguments: tuple[str, ...]
+    writes: str
+    ahead: tuple[tuple[str, ...], ...] = ()  # each: arguments besides
+    needs: str = ""  # a package without which it is left out
+
+
+@dataclass(frozen=True)
+class Stage:
+    name: str
+    shows: str
+    minutes: float  # after which it is stopped
+    takes: str  # expected on an H200, with nothing compiled before
+    commands: tuple[Command, ...]
+
+    @property
+    def files(self) -> list[str]:
+        return list(dict.fromkeys(command.writes for command in self.commands))
+
+
+def tests() -> tuple[Command, ...]:
+    several = ("-n", "8") if importlib.util.find_spec("xdist") else ()
+    return tuple(Command(("-m", "pytest", file, "-m", "gpu", *several), "gpu_tests.json") for file in TESTS)
+
+
+def targets(writes: str, size: str, models: tuple[str, ...]) -> Command:
+    """`bench.py step`; ahead of it each model compiles its training step and forward pass."""
+    ahead = tuple((f"--models={model}", "--rounds=1", "--warmup=1", "--json=") for model in models)
+    chosen = (f"--sizes={size}", f"--models={','.join(models)}", "--peers=none")
+    return Command(("bench.py", "step", "--device=cuda", "--suite=targets", *chosen), writes, ahead)
+
+
+def tune(match: str, width: int) -> Command:
+    name = match.replace("=", "").replace(" ", "_")
+    ahead = tuple((f"--warps={warps}", "--rounds=1") for warps in (1, 2, 4, 8, 16))
+    arguments = ("bench.py", "kernels", "--device=cuda", "--tune", f"--match={match}", f"--widths={width}")
+    return Command((*arguments, "--rounds=5"), f"bench_tune_{width}_{name}_cuda.json", ahead)
+
+
+def train() -> Command:
+    ahead = tuple(("--what=speed", f"--configs={config}", "--steps=2") for config in CONFIGS)
+    ahead += (("--what=resume", f"--configs={CONFIGS[1]}", "--steps=2"),)
+    arguments = ("bench.py", "train", "--device=cuda", f"--configs={','.join(CONFIGS)}", "--steps=50")
+    return Command(arguments, "bench_train_cuda.json", ahead)
+
+
+def kernels() -> Command:
+    parts = ("v=1", "v=2", "v=4", "v=8", "add_norm")
+    ahead = tuple((f"--match={match}", "--rounds=1") for match in parts)
+    return Command(("bench.py", "kernels", "--device=cuda", "--rounds=10"), "bench_kernels_cuda.json", ahead)
+
+
+def evaluation() -> tuple[Command, ...]:
+    decode = ("bench.py", "decode", "--device=cuda", *SIZE, "--context=960", f"--models=gpt-mha-rope,{DELTA[0]}")
+    score = ("bench.py", "eval", "--device=cuda", "--dtype=bfloat16", "--batch_size=512", "--items=1000", *SIZE)
+    return Command(decode, "bench_decode_cuda.json"), Command(score, "bench_eval_cuda.json", needs="lm_eval")
+
+
+def peers() -> Command:
+    chosen = ("--device=cuda", "--suite=paper", "--sizes=small", f"--models={DELTA[0]}", "--peers=transcription,mhc")
+    return Command(("bench.py", "step", *chosen), "bench_peers_small_cuda.json")
+
+
+REST = ("K=1 v=1", "K=4 v=4", "add_norm")
+STAGES = (
+    Stage("tests", "whether kernels, training and decoding are right on a GPU", 7, "4 to 6", tests()),
+    Stage("tune_v4", "launches of the kernels of CC and CC-EC, d = 768", 8, "4 to 7", (tune("K=1 v=4", 768),)),
+    Stage("small", "CC-EC, TC and d_v = 1 against additive: targets 1 to 3", 9, "6 to 9",
+        (targets("bench_targets_small_cuda.json", "small", DELTA),)),
+    Stage("medium", "the same at the medium size", 9, "7 to 9, or two calls",
+        (targets("bench_targets_medium_cuda.json", "medium", DELTA),)),
+    Stage("train", "train.py: MFU and memory of three configs' steps, resuming to the bit", 9, "7 to 9", (train(),)),
+    Stage("decode", "generation with and without cache, graph and kernels; scoring against lm-eval's hf", 9, "4 to 9",
+        evaluation()),
+    Stage("peers", "CC-EC's transcription, compiled, and liger-kernel's hyper-connections", 9, "5 to 9", (peers(),)),
+    Stage("targets", "two columns, and the memory option", 9, "6 to 9",
+        (targets("bench_targets_more_cuda.json", "small", MORE),)),
+    Stage("tune_768", "launches of the other kernels, d = 768", 9, "two or three calls",
+        tuple(tune(match, 768) for match in REST)),
+    Stage("tune_1024", "launches of all kernels, d = 1024", 9, "two or three calls",
+        tuple(tune(match, 1024) for match in ("K=1 v=4", *REST))),
+    Stage("kernels", "bandwidth of every kernel against a copy", 9, "5 to 9", (kernels(),)),
+    Stage("choices", "attention, loss, compile modes, optimizer, each against others", 9, "two or three calls",
+        (Command(("bench.py", "choices", "--device=cuda", "--suite=paper"), "bench_choices_cuda.json"),)),
+    Stage("paper", "speed and memory of every variant and its peers at both sizes", 9, "five or more calls",
+        (Command(("bench.py", "step", "--device=cuda", "--suite=paper"), "bench_paper_cuda.json"),)),
+)  # fmt: skip
+
+# In a rehearsal: other values for arguments, and more arguments for each of bench.py's commands.
+INSTEAD = {
+    "--device=cuda": "--device=cpu",
+    "--suite=targets": "--suite=rehearsal",
+    "--suite=paper": "--suite=rehearsal",
+}
+SMALLEST = "--vocab_size=320 --block_size=16 --num_hidden_layers=1 --num_attention_heads=2 --head_dim=8".split()
+SMALLEST += ["--hidden_size=16"]
+BESIDES = {
+    "step": ["--compile=False", "--rounds=1", "--warmup=1", "--steps=1"],
+    "kernels": ["--widths=8", "--micro_batch_size=1", "--block_size=1", "--rounds=1", "--copied=4096"],
+    "pytest": ["-n", "0"] if importlib.util.find_spec("xdist") else [],
+    "train": [*SMALLEST, "--compile=False", "--steps=2", "--global_batch_size=2", "--micro_batch_size=1"],
+    "decode": [*SMALLEST, "--compile=False", "--rounds=1", "--context=4", "--tokens=2"],
+    "eval": [*SMALLEST, "--block_size=320", "--dtype=float32", "--items=1", "--rounds=1", "--batch_size=4"],
+    "choices": ["--compile=False", "--rounds=1", "--warmup=1"],
+}
+FEWER = ["--warps=4", "--launches=1"]
+BESIDES["train"] += ["--corpus_tokens=2000", "--vocabulary=300"]
+
+
+class Campaign:
+    """One call: where figures go, what they may go on from, and how processes are run."""
+
+    def __init__(self, folder: Path, again: bool, rehearsal: bool):
+        self.folder, self.again, self.rehearsal = folder, again, rehearsal
+        self.env, self.carried = {}, set()
+        self.aside = COMPILED if folder == RESULTS else folder  # logs and what was compiled are no results
+        self.cache = folder / "compiled" if rehearsal else compile_cache.FOLDER
+        for each in {folder, self.aside, self.cache}:
+            each.mkdir(parents=True, exist_ok=True)
+
+    def prepare(self) -> None:
+        """Take along what earlier calls compiled."""
+        for where in (COMPILED, self.folder):
+            if where.exists():
+                compile_cache.load(where, self.cache)
+        self.carried = compile_cache.files(self.cache)
+        self.env = compile_cache.environment(self.cache)
+        if self.rehearsal:
+            self.env |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+            self.env[processes.FORK] = "1"
+
+    def run(self, stage: Stage) -> bool:
+        """Whether all of it was done and went well."""
+        started, good = time.monotonic(), True
+        deadline = started + 60 * stage.minutes
+        print(f"{stage.name}: {stage.shows}; at most {stage.minutes:g} minutes", flush=True)
+        for command in stage.commands:
+            if command.needs and not importlib.util.find_spec(command.needs):
+                print(
+                    f"left out: {' '.join(command.arguments[:2])} needs {command.needs}, which is not here", flush=True
+                )
+                continue
+            if not self.again:
+                self.take_earlier(command.writes)
+            good = self.carry_out(stage, command, deadline) and good
+            if missing := not (self.folder / command.writes).exists():
+                print(f"{self.folder / command.writes} was not written", flush=True)
+            good = good and not missing
+        took = f"{time.monotonic() - started:.0f} s"
+        print(f"{stage.name}: {'done' if good else 'not done: the same command goes on'} in {took}", flush=True)
+        return good
+
+    def take_earlier(self, name: str) -> None:
+        """Let the folder have the figures of an earlier call."""
+        if not (self.folder / name).exists() and (RESULTS / name).exists() and not self.rehearsal:
+            shutil.copy(RESULTS / name, self.folder / name)
+
+    def carry_out(self, stage: Stage, command: Command, deadline: float) -> bool:
+        if command.arguments[:2] == ("-m", "pytest"):
+            return self.test(stage, command, deadline)
+        arguments = [*map(self.here, command.arguments), *self.besides(command)]
+        if command.ahead:
+            self.compile_ahead(stage, [[*arguments, *more] for more in command.ahead], deadline)
+        arguments += [f"--json={self.folder / command.writes}", *([] if self.again else ["--resume"])]
+        return self.start(stage, [arguments], deadline)[0] == 0
+
+    def here(self, argument: str) -> str:
+        return INSTEAD.get(argument, argument) if self.rehearsal else argument
+
+    def besides(self, command: Command) -> list[str]:
+        return BESIDES[command.arguments[1]] + FEWER * ("--tune" in command.arguments) if self.rehearsal else []
+
+    def compile_ahead(self, stage: Stage, runs: list[list[str]], deadline: float) -> None:
+        """All at once; what they find is thrown away but for the caches. Whatever fails says so when it is measured."""
+        started = time.monotonic()
+        self.start(stage, runs, deadline, compile_cache.workers(len(runs)))
+        print(f"  compiled ahead in {time.monotonic() - started:.0f} s", flush=True)
+
+    def start(self, stage: Stage, runs: list[list[str]], deadline: float, env: dict | None = None) -> list[int | None]:
+        """Exit codes of processes that run at once; then what they printed, and what they compiled is stored."""
+        with contextlib.ExitStack() as stack, open(self.aside / f"log_{stage.name}.txt", "a") as log:
+            outputs = [stack.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in runs]
+            started = [processes.start(run, self.env | (env or {}), out) for run, out in zip(runs, outputs)]
+            codes = processes.wait(started, deadline - time.monotonic())
+            for run, output, code in zip(runs, outputs, codes):
+                output.seek(0)
+                self.report(log, run, output.read(), code)
+        compile_cache.save(self.aside, stage.name, self.carried, self.cache)
+        return codes
+
+    def report(self, log, run: list[str], printed: str, code: int | None) -> None:
+        """All of it to the log; to the terminal the end, more of it where something went wrong."""
+        ended = "stopped: the stage's time is over" if code is None else f"exit code {code}"
+        log.write(f"python {' '.join(run)}\n{printed}\n{ended}\n\n")
+        tail = printed.strip().splitlines()[-12 if code == 0 else -30 :]
+        print(f"  python {' '.join(run)}: {ended}", *tail, sep="\n    ", flush=True)
+
+    def test(self, stage: Stage, command: Command, deadline: float) -> bool:
+        """Run a file of tests, unless it has passed on this chip with this code."""
+        from benchmarks.figures import Figures
+        from training import distributed
+        from training.provenance import digest
+
+        device = distributed.pick_device(self.here("--device=cuda").partition("=")[2])
+        figures = Figures(self.folder / command.writes, device, {}, not self.again, digest(*TESTED)[:12])
+        file = command.arguments[2]
+        if figures.find(tests=file, exit=0):
+            return True
+        began = time.monotonic()
+        [code] = self.start(stage, [[*command.arguments, *self.besides(command)]], deadline)
+        figures.add({"tests": file, "exit": code, "seconds": round(time.monotonic() - began)}, "tests")
+        return code == 0
+
+
+def listing() -> str:
+    """The stages as a table, for --help."""
+    lines = ["stages, and the minutes that each is expected to take on an H200 (it is stopped after the most):", ""]
+    for number, stage in enumerate(STAGES, 1):
+        lines.append(f"  {number:2} {stage.name:10} {stage.shows}")
+        lines.append(
+            f"     {'':10} minutes: {stage.takes} (at most {stage.minutes:g}); writes {', '.join(stage.files)}"
+        )
+        packages = {command.needs for command in stage.commands if command.needs}
+        lines += [f"     {'':10} needs {package}, or leaves that part out" for package in sorted(packages)]
+    return "\n".join(lines)
+
+
+def find(name: str) -> Stage:
+    for number, stage in enumerate(STAGES, 1):
+        if name in (str(number), stage.name):
+            return stage
+    raise SystemExit(f"gpu.sh: error: no stage {name}: give 1 to {len(STAGES)}, or a name (see --help)")
+
+
+def arguments(argv: list[str]):
+    parser = argparse.ArgumentParser(
+        "benchmarks/gpu.sh", description=__doc__, epilog=listing(), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("stage", nargs="?", help="a number or name")
+    parser.add_argument("folder", nargs="?", type=Path, help="figures go there (default: results)")
+    parser.add_argument("--again", action="store_true", help="measure again what is stored")
+    parser.add_argument("--minutes", type=float, help="stop the stage then (default: its own)")
+    parser.add_argument("--rehearse", action="store_true", help="every stage on the CPU at tiny sizes")
+    args = parser.parse_args(argv)
+    if args.rehearse and args.folder is None:
+        args.stage, args.folder = None, Path(args.stage) if args.stage else None
+    if not args.rehearse and args.stage is None:
+        parser.error("give a stage, or --rehearse (see --help)")
+    return args
+
+
+def rehearse(folder: Path, stages=STAGES) -> bool:
+    """Whether every stage ran through and wrote its files."""
+    # Forked processes have what this one has imported, and may only be forked while it has no other threads.
+    os.environ |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    for module in ("bench", "train", "torch._dynamo", "model.kernels.stream", "matplotlib.pyplot"):
+        importlib.import_module(module)
+    campaign = Campaign(folder, again=False, rehearsal=True)
+    campaign.prepare()
+    return all([campaign.run(stage) for stage in stages])
+
+
+def main() -> None:
+    args = arguments(sys.argv[1:])
+    os.chdir(ROOT)
+    if args.rehearse:
+        folder = args.folder or Path(tempfile.mkdtemp(prefix="rehearsal_"))
+        good = rehearse(folder.resolve(), (find(args.stage),) if args.stage else STAGES)
+        print(f"rehearsal in {folder}: {'green' if good else 'failed'}")
+        sys.exit(0 if good else 1)
+    stage = find(args.stage)
+    stage = replace(stage, minutes=args.minutes or stage.minutes)
+    campaign = Campaign((args.folder or RESULTS).resolve(), args.again, rehearsal=False)
+    campaign.prepare()
+    sys.exit(0 if campaign.run(stage) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Figures in a JSON file that is written after each of them: what is killed loses the figure in hand, no other."""
+
+import json
+import os
+from pathlib import Path
+
+from training.metrics import chip
+from training.provenance import digest, provenance
+
+MODEL = ("model/*.py", "model/kernels/*.py")  # whose code the figures are of, the table of launches included
+
+
+class Figures:
+    """Rows of one file, or of none (path None). Each says of which code and chip it is.
+
+    With `resume` the rows that the file has count as measured where code, chip and settings are the same; others go.
+    `notes` are stored beside the settings, and may differ.
+    """
+
+    def __init__(
+        self, path: Path | None, device, settings: dict, resume=False, code: str = "", notes: dict | None = None
+    ):
+        self.path, self.settings, self.made = path, json.loads(json.dumps(settings)), chip(device)
+        self.notes = notes or {}
+        self.made["code"] = code or digest(*MODEL)[:12]
+        self.rows: list[dict] = []
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        if path and resume and path.exists():
+            self.keep(json.loads(path.read_text(encoding="utf-8")))
+
+    def keep(self, stored: dict) -> None:
+        """Take over the rows that are worth as much as those to come."""
+        if changed := [key for key, value in self.settings.items() if stored.get(key) != value]:
+            print(f"{self.path}: measured with another {', '.join(changed)}: measuring all again", flush=True)
+            return
+        self.notes |= {name: stored[name] for name in self.notes if name in stored}
+        self.rows = [row for row in stored["rows"] if self.made.items() <= row.items()]
+        if left := len(stored["rows"]) - len(self.rows):
+            print(f"{self.path}: {left} of {len(stored['rows'])} figures are of other code or another chip", flush=True)
+
+    def find(self, **key) -> dict | None:
+        return next((row for row in self.rows if key.items() <= row.items()), None)
+
+    def add(self, row: dict, *key: str) -> None:
+        """Store the row, in the place of the one that has the same values under the names in `key`."""
+        row = row | self.made
+        same = {name: row[name] for name in key}
+        old = self.find(**same) if key else None
+        if old is None:
+            self.rows.append(row)
+        else:
+            self.rows[self.rows.index(old)] = row
+        self.store()
+
+    def store(self) -> None:
+        """Write the file whole, or leave it as it was."""
+        if not self.path:
+            return
+        temporary = self.path.with_name(self.path.name + ".tmp")
+        stored = {**provenance(), **self.settings, **self.notes, "rows": self.rows}
+        temporary.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+        os.replace(temporary, self.path)
+
+    def on_what(self) -> str:
+        """The chip and its memory's class, for what is printed."""
+        bandwidth = self.made.get("memory_tb_per_s")
+        return self.made["chip"] + (f" (memory {bandwidth:g} TB/s by its data sheet)" if bandwidth else "")

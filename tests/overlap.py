@@ -1,0 +1,92 @@
+"""Run by test_overlap.py: in which order pieces of the compiled backward pass run and buckets are summed, on two
+gloo processes, and whether gradients and losses are those of the eager model."""
+
+import copy
+import functools
+import json
+import sys
+import tempfile
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from model import build
+from training import parallel
+
+SIZE = {"vocab_size": 64, "block_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 64}
+SIZE |= {"hidden_size": 192}
+
+
+def backend(log: list):
+    """torch.compile's backend that notes when a piece of the backward pass has run."""
+    from functorch.compile import make_boxed_func
+
+    def backward(graph, _):
+        def run(*args):
+            result = graph(*args)
+            log.append("piece")
+            return result
+
+        return make_boxed_func(run)
+
+    return aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=backward)
+
+
+def gradients(model, run, batches) -> dict:
+    """Of an accumulated batch: averaged over the processes with its last micro-batch."""
+    for number, (ids, targets) in enumerate(batches):
+        with parallel.synchronising(run, number == len(batches) - 1):
+            run(ids, targets)[1].backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def measure(rank: int, stem: str, cut: bool) -> dict:
+    torch._dynamo.reset()
+    torch._dynamo.config.optimize_ddp = cut
+    world, log = SimpleNamespace(world_size=2, device=torch.device("cpu")), []
+    torch.manual_seed(0)
+    plain = build(stem, **SIZE)
+    model = copy.deepcopy(plain)
+    batches = [tuple(pair) for pair in torch.randint(0, 64, (2, 3, 2, 2, 16))[rank]]
+    torch.compile = functools.partial(COMPILE, backend=backend(log))
+    run, evaluated = parallel.parallelise(model, "ddp", True, world)
+    eager, _ = parallel.parallelise(plain, "ddp", False, world)
+
+    def summed(group, bucket):
+        log.append("bucket")
+        return allreduce_hook(group, bucket)
+
+    run.register_comm_hook(None, summed)
+    for _ in range(2):  # the first pass rebuilds the buckets
+        log.clear()
+        found, wanted = gradients(model, run, batches), gradients(plain, eager, batches)
+    worst = max(((found[name] - wanted[name]).abs().max() / wanted[name].abs().max()).item() for name in wanted)
+    with torch.no_grad():
+        losses = [each(*batches[0])[1].item() for each in (evaluated, plain)]
+    pieces = log.count("piece") // len(batches)
+    before = (len(batches) - 1) * pieces  # events of the passes before the last one, if they sum nothing
+    alone = "bucket" not in log[:before]
+    return {"events": log[before:], "alone": alone, "worst": worst, "losses": losses}
+
+
+def work(rank: int, folder: str, stem: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    torch.set_num_threads(1)
+    DDP.__init__ = functools.partialmethod(DDP.__init__, bucket_cap_mb=1)  # so that a small model has several buckets
+    found = {str(cut): measure(rank, stem, cut) for cut in (True, False)}
+    if rank == 0:
+        print(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+COMPILE, DDP = torch.compile, parallel.DistributedDataParallel
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.start_processes(work, (folder, sys.argv[1]), nprocs=2, start_method="fork")

