@@ -293,7 +293,8 @@ def rehearse(folder: Path, stages=STAGES) -> bool:
     # Forked processes have what this one has imported, and may only be forked while it has no other threads.
     os.environ |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     for module in ("bench", "train", "torch._dynamo", "model.kernels.stream", "matplotlib.pyplot"):
-        importlib.import_module(module)
+        if importlib.util.find_spec(module.partition(".")[0]):
+            importlib.import_module(module)
     campaign = Campaign(folder, again=False, rehearsal=True)
     campaign.prepare()
     return all([campaign.run(stage) for stage in stages])
