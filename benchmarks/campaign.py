@@ -40,7 +40,7 @@ class Command:
 
     arguments: tuple[str, ...]
     writes: str
-    ahead: tuple[tuple[str, ...], ...] = ()  # each: arguments besides
+    ahead: tuple[tuple[str, ...], ...] = ()  # each: its part of that
     needs: str = ""  # a package without which it is left out
 
 
@@ -64,28 +64,27 @@ def tests() -> tuple[Command, ...]:
 
 def targets(writes: str, size: str, models: tuple[str, ...]) -> Command:
     """`bench.py step`; ahead of it each model compiles its training step and forward pass."""
-    ahead = tuple((f"--models={model}", "--rounds=1", "--warmup=1", "--json=") for model in models)
+    ahead = tuple((f"--models={model}",) for model in models)
     chosen = (f"--sizes={size}", f"--models={','.join(models)}", "--peers=none")
     return Command(("bench.py", "step", "--device=cuda", "--suite=targets", *chosen), writes, ahead)
 
 
 def tune(match: str, width: int) -> Command:
     name = match.replace("=", "").replace(" ", "_")
-    ahead = tuple((f"--warps={warps}", "--rounds=1") for warps in (1, 2, 4, 8, 16))
+    ahead = tuple((f"--warps={warps}",) for warps in (1, 2, 4, 8, 16))
     arguments = ("bench.py", "kernels", "--device=cuda", "--tune", f"--match={match}", f"--widths={width}")
     return Command((*arguments, "--rounds=5"), f"bench_tune_{width}_{name}_cuda.json", ahead)
 
 
-def train() -> Command:
-    ahead = tuple(("--what=speed", f"--configs={config}", "--steps=2") for config in CONFIGS)
-    ahead += (("--what=resume", f"--configs={CONFIGS[1]}", "--steps=2"),)
-    arguments = ("bench.py", "train", "--device=cuda", f"--configs={','.join(CONFIGS)}", "--steps=50")
+def train(what: str, configs: tuple[str, ...]) -> Command:
+    ahead = tuple((f"--configs={config}",) for config in configs)
+    arguments = ("bench.py", "train", "--device=cuda", f"--what={what}", f"--configs={','.join(configs)}", "--steps=50")
     return Command(arguments, "bench_train_cuda.json", ahead)
 
 
 def kernels() -> Command:
     parts = ("v=1", "v=2", "v=4", "v=8", "add_norm")
-    ahead = tuple((f"--match={match}", "--rounds=1") for match in parts)
+    ahead = tuple((f"--match={match}",) for match in parts)
     return Command(("bench.py", "kernels", "--device=cuda", "--rounds=10"), "bench_kernels_cuda.json", ahead)
 
 
@@ -108,7 +107,8 @@ STAGES = (
         (targets("bench_targets_small_cuda.json", "small", DELTA),)),
     Stage("medium", "the same at the medium size", 9, "7 to 9, or two calls",
         (targets("bench_targets_medium_cuda.json", "medium", DELTA),)),
-    Stage("train", "train.py: MFU and memory of three configs' steps, resuming to the bit", 9, "7 to 9", (train(),)),
+    Stage("train", "train.py: MFU and memory of three configs' steps, resuming to the bit", 9, "7 to 9",
+        (train("speed", CONFIGS), train("resume", CONFIGS[1:2]))),
     Stage("decode", "generation with and without cache, graph and kernels; scoring against lm-eval's hf", 9, "4 to 9",
         evaluation()),
     Stage("peers", "CC-EC's transcription, compiled, and liger-kernel's hyper-connections", 9, "5 to 9", (peers(),)),
@@ -173,14 +173,14 @@ class Campaign:
         started, good = time.monotonic(), True
         deadline = started + 60 * stage.minutes
         print(f"{stage.name}: {stage.shows}; at most {stage.minutes:g} minutes", flush=True)
+        for name in stage.files:
+            self.begin_with(name)
         for command in stage.commands:
             if command.needs and not importlib.util.find_spec(command.needs):
                 print(
                     f"left out: {' '.join(command.arguments[:2])} needs {command.needs}, which is not here", flush=True
                 )
                 continue
-            if not self.again:
-                self.take_earlier(command.writes)
             good = self.carry_out(stage, command, deadline) and good
             if missing := not (self.folder / command.writes).exists():
                 print(f"{self.folder / command.writes} was not written", flush=True)
@@ -189,19 +189,21 @@ class Campaign:
         print(f"{stage.name}: {'done' if good else 'not done: the same command goes on'} in {took}", flush=True)
         return good
 
-    def take_earlier(self, name: str) -> None:
-        """Let the folder have the figures of an earlier call."""
-        if not (self.folder / name).exists() and (RESULTS / name).exists() and not self.rehearsal:
+    def begin_with(self, name: str) -> None:
+        """Let the folder have the figures of an earlier call, or none of them."""
+        if self.again:
+            (self.folder / name).unlink(missing_ok=True)
+        elif not (self.folder / name).exists() and (RESULTS / name).exists() and not self.rehearsal:
             shutil.copy(RESULTS / name, self.folder / name)
 
     def carry_out(self, stage: Stage, command: Command, deadline: float) -> bool:
         if command.arguments[:2] == ("-m", "pytest"):
             return self.test(stage, command, deadline)
         arguments = [*map(self.here, command.arguments), *self.besides(command)]
+        arguments += [f"--json={self.folder / command.writes}"]
         if command.ahead:
-            self.compile_ahead(stage, [[*arguments, *more] for more in command.ahead], deadline)
-        arguments += [f"--json={self.folder / command.writes}", *([] if self.again else ["--resume"])]
-        return self.start(stage, [arguments], deadline)[0] == 0
+            self.compile_ahead(stage, [[*arguments, *more, "--ahead"] for more in command.ahead], deadline)
+        return self.start(stage, [[*arguments, "--resume"]], deadline)[0] == 0
 
     def here(self, argument: str) -> str:
         return INSTEAD.get(argument, argument) if self.rehearsal else argument
@@ -241,7 +243,7 @@ class Campaign:
         from training.provenance import digest
 
         device = distributed.pick_device(self.here("--device=cuda").partition("=")[2])
-        figures = Figures(self.folder / command.writes, device, {}, not self.again, digest(*TESTED)[:12])
+        figures = Figures(self.folder / command.writes, device, {}, resume=True, code=digest(*TESTED)[:12])
         file = command.arguments[2]
         if figures.find(tests=file, exit=0):
             return True
