@@ -21,7 +21,11 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import configurator
 from benchmarks import compile_cache, processes
+from benchmarks.figures import Figures
+from training import distributed
+from training.provenance import digest
 
 ROOT = Path(__file__).parents[1]
 RESULTS, COMPILED = ROOT / "results", ROOT / "runs" / "compile"
@@ -238,10 +242,6 @@ class Campaign:
 
     def test(self, stage: Stage, command: Command, deadline: float) -> bool:
         """Run a file of tests, unless it has passed on this chip with this code."""
-        from benchmarks.figures import Figures
-        from training import distributed
-        from training.provenance import digest
-
         device = distributed.pick_device(self.here("--device=cuda").partition("=")[2])
         figures = Figures(self.folder / command.writes, device, {}, resume=True, code=digest(*TESTED)[:12])
         file = command.arguments[2]
@@ -270,7 +270,7 @@ def find(name: str) -> Stage:
     for number, stage in enumerate(STAGES, 1):
         if name in (str(number), stage.name):
             return stage
-    raise SystemExit(f"gpu.sh: error: no stage {name}: give 1 to {len(STAGES)}, or a name (see --help)")
+    raise ValueError(f"no stage {name}: give 1 to {len(STAGES)}, or a name (see --help)")
 
 
 def arguments(argv: list[str]):
@@ -307,14 +307,17 @@ def main() -> None:
     os.chdir(ROOT)
     if args.rehearse:
         folder = args.folder or Path(tempfile.mkdtemp(prefix="rehearsal_"))
-        good = rehearse(folder.resolve(), (find(args.stage),) if args.stage else STAGES)
+        with configurator.one_line_errors():
+            good = rehearse(folder.resolve(), (find(args.stage),) if args.stage else STAGES)
         print(f"rehearsal in {folder}: {'green' if good else 'failed'}")
         sys.exit(0 if good else 1)
-    stage = find(args.stage)
-    stage = replace(stage, minutes=args.minutes or stage.minutes)
-    campaign = Campaign((args.folder or RESULTS).resolve(), args.again, rehearsal=False)
-    campaign.prepare()
-    sys.exit(0 if campaign.run(stage) else 1)
+    with configurator.one_line_errors():
+        stage = find(args.stage)
+        distributed.pick_device("cuda")
+        campaign = Campaign((args.folder or RESULTS).resolve(), args.again, rehearsal=False)
+        campaign.prepare()
+        good = campaign.run(replace(stage, minutes=args.minutes or stage.minutes))
+    sys.exit(0 if good else 1)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT, script
 
 from benchmarks import campaign, compile_cache, processes
@@ -99,7 +100,15 @@ def test_help_says_what_each_stage_does_costs_and_writes():
         assert stage.shows in text
         assert all(file in text for file in stage.files)
     assert gpu_sh().returncode == gpu_sh("--minutes=x").returncode == 2
-    assert "no stage 99" in gpu_sh(99).stderr
+    assert "error: no stage 99: give 1 to 13" in gpu_sh(99).stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_stage_without_a_gpu_ends_in_one_line(tmp_path):
+    result = gpu_sh("small", tmp_path / "out")
+    assert result.returncode == 2
+    assert result.stderr.splitlines() == ["campaign.py: error: device=cuda: torch sees no GPU; give --device=cpu"]
+    assert not (tmp_path / "out").exists()
 
 
 def test_stages_fit_a_command_and_the_first_three_fit_25_minutes():
