@@ -32,9 +32,13 @@ def add_json(parser) -> None:
 
 
 def add_resume(parser) -> None:
-    parser.add_argument(
-        "--resume", action="store_true", help="keep what the file has of the same code, chip and settings"
-    )
+    resume = "keep what the file has of the same code, chip and settings"
+    parser.add_argument("--resume", action="store_true", help=resume)
+
+
+def add_ahead(parser) -> None:
+    ahead = "only compile for what the file of --json lacks: one round, nothing stored"
+    parser.add_argument("--ahead", action="store_true", help=ahead)
 
 
 def step_arguments(parser) -> None:
@@ -62,6 +66,7 @@ def step_arguments(parser) -> None:
     add("--steps", type=int, help="steps in a turn; the device is waited for after the last (default: 1, on a GPU 4)")
     add("--json", metavar="PATH", help="figures there, a chart beside (runs/bench_SUITE_DEVICE.json; '' for none)")
     add_resume(parser)
+    add_ahead(parser)
     add("--profile", action="store_true", help="a trace of one step of each model beside the JSON, and its operators")
 
 
@@ -104,6 +109,7 @@ def kernels_arguments(parser) -> None:
     add("--warps", default="", help="of --tune: only launches of so many warps, as in --warps=1,2,4")
     add("--launches", type=int, help="of --tune: at most so many for each kernel")
     add_json(parser)
+    add_ahead(parser)
 
 
 def ceiling_arguments(parser) -> None:
@@ -159,6 +165,7 @@ def train_arguments(parser) -> None:
     add("--corpus_tokens", type=int, default=4_000_000, help="drawn at random (default: %(default)s)")
     add("--vocabulary", type=int, default=50257, help="of the tokens drawn (default: %(default)s)")
     add_json(parser)
+    add_ahead(parser)
 
 
 def memory_arguments(parser) -> None:

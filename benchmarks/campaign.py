@@ -21,7 +21,11 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import configurator
 from benchmarks import compile_cache, processes
+from benchmarks.figures import Figures
+from training import distributed
+from training.provenance import digest
 
 ROOT = Path(__file__).parents[1]
 RESULTS, COMPILED = ROOT / "results", ROOT / "runs" / "compile"
@@ -40,7 +44,7 @@ class Command:
 
     arguments: tuple[str, ...]
     writes: str
-    ahead: tuple[tuple[str, ...], ...] = ()  # each: arguments besides
+    ahead: tuple[tuple[str, ...], ...] = ()  # each: its part of that
     needs: str = ""  # a package without which it is left out
 
 
@@ -64,28 +68,27 @@ def tests() -> tuple[Command, ...]:
 
 def targets(writes: str, size: str, models: tuple[str, ...]) -> Command:
     """`bench.py step`; ahead of it each model compiles its training step and forward pass."""
-    ahead = tuple((f"--models={model}", "--rounds=1", "--warmup=1", "--json=") for model in models)
+    ahead = tuple((f"--models={model}",) for model in models)
     chosen = (f"--sizes={size}", f"--models={','.join(models)}", "--peers=none")
     return Command(("bench.py", "step", "--device=cuda", "--suite=targets", *chosen), writes, ahead)
 
 
 def tune(match: str, width: int) -> Command:
     name = match.replace("=", "").replace(" ", "_")
-    ahead = tuple((f"--warps={warps}", "--rounds=1") for warps in (1, 2, 4, 8, 16))
+    ahead = tuple((f"--warps={warps}",) for warps in (1, 2, 4, 8, 16))
     arguments = ("bench.py", "kernels", "--device=cuda", "--tune", f"--match={match}", f"--widths={width}")
     return Command((*arguments, "--rounds=5"), f"bench_tune_{width}_{name}_cuda.json", ahead)
 
 
-def train() -> Command:
-    ahead = tuple(("--what=speed", f"--configs={config}", "--steps=2") for config in CONFIGS)
-    ahead += (("--what=resume", f"--configs={CONFIGS[1]}", "--steps=2"),)
-    arguments = ("bench.py", "train", "--device=cuda", f"--configs={','.join(CONFIGS)}", "--steps=50")
+def train(what: str, configs: tuple[str, ...]) -> Command:
+    ahead = tuple((f"--configs={config}",) for config in configs)
+    arguments = ("bench.py", "train", "--device=cuda", f"--what={what}", f"--configs={','.join(configs)}", "--steps=50")
     return Command(arguments, "bench_train_cuda.json", ahead)
 
 
 def kernels() -> Command:
     parts = ("v=1", "v=2", "v=4", "v=8", "add_norm")
-    ahead = tuple((f"--match={match}", "--rounds=1") for match in parts)
+    ahead = tuple((f"--match={match}",) for match in parts)
     return Command(("bench.py", "kernels", "--device=cuda", "--rounds=10"), "bench_kernels_cuda.json", ahead)
 
 
@@ -108,7 +111,8 @@ STAGES = (
         (targets("bench_targets_small_cuda.json", "small", DELTA),)),
     Stage("medium", "the same at the medium size", 9, "7 to 9, or two calls",
         (targets("bench_targets_medium_cuda.json", "medium", DELTA),)),
-    Stage("train", "train.py: MFU and memory of three configs' steps, resuming to the bit", 9, "7 to 9", (train(),)),
+    Stage("train", "train.py: MFU and memory of three configs' steps, resuming to the bit", 9, "7 to 9",
+        (train("speed", CONFIGS), train("resume", CONFIGS[1:2]))),
     Stage("decode", "generation with and without cache, graph and kernels; scoring against lm-eval's hf", 9, "4 to 9",
         evaluation()),
     Stage("peers", "CC-EC's transcription, compiled, and liger-kernel's hyper-connections", 9, "5 to 9", (peers(),)),
@@ -173,14 +177,14 @@ class Campaign:
         started, good = time.monotonic(), True
         deadline = started + 60 * stage.minutes
         print(f"{stage.name}: {stage.shows}; at most {stage.minutes:g} minutes", flush=True)
+        for name in stage.files:
+            self.begin_with(name)
         for command in stage.commands:
             if command.needs and not importlib.util.find_spec(command.needs):
                 print(
                     f"left out: {' '.join(command.arguments[:2])} needs {command.needs}, which is not here", flush=True
                 )
                 continue
-            if not self.again:
-                self.take_earlier(command.writes)
             good = self.carry_out(stage, command, deadline) and good
             if missing := not (self.folder / command.writes).exists():
                 print(f"{self.folder / command.writes} was not written", flush=True)
@@ -189,19 +193,21 @@ class Campaign:
         print(f"{stage.name}: {'done' if good else 'not done: the same command goes on'} in {took}", flush=True)
         return good
 
-    def take_earlier(self, name: str) -> None:
-        """Let the folder have the figures of an earlier call."""
-        if not (self.folder / name).exists() and (RESULTS / name).exists() and not self.rehearsal:
+    def begin_with(self, name: str) -> None:
+        """Let the folder have the figures of an earlier call, or none of them."""
+        if self.again:
+            (self.folder / name).unlink(missing_ok=True)
+        elif not (self.folder / name).exists() and (RESULTS / name).exists() and not self.rehearsal:
             shutil.copy(RESULTS / name, self.folder / name)
 
     def carry_out(self, stage: Stage, command: Command, deadline: float) -> bool:
         if command.arguments[:2] == ("-m", "pytest"):
             return self.test(stage, command, deadline)
         arguments = [*map(self.here, command.arguments), *self.besides(command)]
+        arguments += [f"--json={self.folder / command.writes}"]
         if command.ahead:
-            self.compile_ahead(stage, [[*arguments, *more] for more in command.ahead], deadline)
-        arguments += [f"--json={self.folder / command.writes}", *([] if self.again else ["--resume"])]
-        return self.start(stage, [arguments], deadline)[0] == 0
+            self.compile_ahead(stage, [[*arguments, *more, "--ahead"] for more in command.ahead], deadline)
+        return self.start(stage, [[*arguments, "--resume"]], deadline)[0] == 0
 
     def here(self, argument: str) -> str:
         return INSTEAD.get(argument, argument) if self.rehearsal else argument
@@ -236,12 +242,8 @@ class Campaign:
 
     def test(self, stage: Stage, command: Command, deadline: float) -> bool:
         """Run a file of tests, unless it has passed on this chip with this code."""
-        from benchmarks.figures import Figures
-        from training import distributed
-        from training.provenance import digest
-
         device = distributed.pick_device(self.here("--device=cuda").partition("=")[2])
-        figures = Figures(self.folder / command.writes, device, {}, not self.again, digest(*TESTED)[:12])
+        figures = Figures(self.folder / command.writes, device, {}, resume=True, code=digest(*TESTED)[:12])
         file = command.arguments[2]
         if figures.find(tests=file, exit=0):
             return True
@@ -268,7 +270,7 @@ def find(name: str) -> Stage:
     for number, stage in enumerate(STAGES, 1):
         if name in (str(number), stage.name):
             return stage
-    raise SystemExit(f"gpu.sh: error: no stage {name}: give 1 to {len(STAGES)}, or a name (see --help)")
+    raise ValueError(f"no stage {name}: give 1 to {len(STAGES)}, or a name (see --help)")
 
 
 def arguments(argv: list[str]):
@@ -293,7 +295,8 @@ def rehearse(folder: Path, stages=STAGES) -> bool:
     # Forked processes have what this one has imported, and may only be forked while it has no other threads.
     os.environ |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     for module in ("bench", "train", "torch._dynamo", "model.kernels.stream", "matplotlib.pyplot"):
-        importlib.import_module(module)
+        if importlib.util.find_spec(module.partition(".")[0]):
+            importlib.import_module(module)
     campaign = Campaign(folder, again=False, rehearsal=True)
     campaign.prepare()
     return all([campaign.run(stage) for stage in stages])
@@ -304,14 +307,17 @@ def main() -> None:
     os.chdir(ROOT)
     if args.rehearse:
         folder = args.folder or Path(tempfile.mkdtemp(prefix="rehearsal_"))
-        good = rehearse(folder.resolve(), (find(args.stage),) if args.stage else STAGES)
+        with configurator.one_line_errors():
+            good = rehearse(folder.resolve(), (find(args.stage),) if args.stage else STAGES)
         print(f"rehearsal in {folder}: {'green' if good else 'failed'}")
         sys.exit(0 if good else 1)
-    stage = find(args.stage)
-    stage = replace(stage, minutes=args.minutes or stage.minutes)
-    campaign = Campaign((args.folder or RESULTS).resolve(), args.again, rehearsal=False)
-    campaign.prepare()
-    sys.exit(0 if campaign.run(stage) else 1)
+    with configurator.one_line_errors():
+        stage = find(args.stage)
+        distributed.pick_device("cuda")
+        campaign = Campaign((args.folder or RESULTS).resolve(), args.again, rehearsal=False)
+        campaign.prepare()
+        good = campaign.run(replace(stage, minutes=args.minutes or stage.minutes))
+    sys.exit(0 if good else 1)
 
 
 if __name__ == "__main__":

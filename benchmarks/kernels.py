@@ -239,7 +239,8 @@ def run(args) -> None:
     settings |= {"rounds": args.rounds, "copied": args.copied}
     # Another table changes no launch that was timed; other kernels do.
     code = digest("model/kernels/*.py", leave_out=("launch.py",))[:12] if args.tune else ""
-    figures = Figures(args.json, device, settings, args.resume, code)
+    figures = Figures(args.json, device, settings, args.resume, code, ahead=args.ahead)
+    args.rounds = 1 if args.ahead else args.rounds
     (tune if args.tune else measure)(chosen, args, clock, lambda: target.copy_(source), figures)
     print(f"on {figures.on_what()}")
     if not args.tune:

@@ -196,7 +196,9 @@ def run(args) -> None:
     # All models of a size share the code that is compiled: by default the ninth would run eagerly, unnoticed.
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1000
     settings = settings_of(args, sizes, device)
-    figures = Figures(args.json, device, settings, args.resume, notes={"left_out": []})
+    figures = Figures(args.json, device, settings, args.resume, notes={"left_out": []}, ahead=args.ahead)
+    if args.ahead:
+        args.rounds = args.warmup = 1
     for size_name, size in sizes.items():
         # A group is complete with the memory of its model.
         done = {row["model"] for row in figures.rows if row["size"] == size_name and "activation_ratio" in row}
@@ -209,4 +211,4 @@ def run(args) -> None:
         del bench
         torch.compiler.reset()
         release(device)
-    results.present(args.json, settings | figures.notes, figures)
+    results.present(figures.path, settings | figures.notes, figures)

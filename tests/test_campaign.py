@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+import torch
+from conftest import ROOT, script
 
 from benchmarks import campaign, compile_cache, processes
 
@@ -57,7 +58,7 @@ def test_a_rehearsal_has_the_figures_that_a_gpu_is_asked_for(rehearsed):
     assert sorted(row["kernel"] for row in tuned) == sorted(ways)
     assert first["launches"][0].keys() >= {"num_warps", "stages", "programs", "microseconds", "share"}
     runs = {(row["config"], row["what"]): row for row in rows["bench_train_cuda.json"]}
-    assert runs.keys() == {(config, what) for config in campaign.CONFIGS for what in ("speed", "resume")}
+    assert runs.keys() == {(campaign.CONFIGS[1], "resume"), *((config, "speed") for config in campaign.CONFIGS)}
     assert all(run["memory_bytes"] > 2**20 for (_, what), run in runs.items() if what == "speed")
     for (_, what), run in runs.items():
         assert what == "speed" or run["same_bits"] == {"model.safetensors": True, "optimizer.safetensors": True}
@@ -79,6 +80,19 @@ def test_what_is_stored_is_not_measured_again(rehearsed):
         assert (after[row["model"]] == row) == same
 
 
+def test_compiling_ahead_stores_nothing(tmp_path):
+    """Nor does it do anything for what is stored."""
+    run = ["bench.py", "step", "--device=cpu", *campaign.BESIDES["step"], "--suite=rehearsal", "--sizes=small"]
+    run += ["--peers=none", "--models=DDL-gpt-mha-rope-CC", f"--json={tmp_path / 'rows.json'}"]
+    assert script(*run, "--ahead").returncode == 0
+    assert not list(tmp_path.iterdir())
+    assert script(*run).returncode == 0
+    before = (tmp_path / "rows.json").read_bytes()
+    again = script(*run, "--ahead")
+    assert b"group" not in again.stdout
+    assert (tmp_path / "rows.json").read_bytes() == before
+
+
 def test_help_says_what_each_stage_does_costs_and_writes():
     text = gpu_sh("--help").stdout
     for number, stage in enumerate(campaign.STAGES, 1):
@@ -86,7 +100,15 @@ def test_help_says_what_each_stage_does_costs_and_writes():
         assert stage.shows in text
         assert all(file in text for file in stage.files)
     assert gpu_sh().returncode == gpu_sh("--minutes=x").returncode == 2
-    assert "no stage 99" in gpu_sh(99).stderr
+    assert "error: no stage 99: give 1 to 13" in gpu_sh(99).stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_stage_without_a_gpu_ends_in_one_line(tmp_path):
+    result = gpu_sh("small", tmp_path / "out")
+    assert result.returncode == 2
+    assert result.stderr.splitlines() == ["campaign.py: error: device=cuda: torch sees no GPU; give --device=cpu"]
+    assert not (tmp_path / "out").exists()
 
 
 def test_stages_fit_a_command_and_the_first_three_fit_25_minutes():
@@ -190,9 +212,11 @@ def test_figures_of_earlier_calls_are_taken_along(tmp_path, monkeypatch):
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "a.json").write_text("earlier")
     one = campaign.Campaign(tmp_path / "out", again=False, rehearsal=False)
-    one.take_earlier("a.json")
-    one.take_earlier("b.json")
+    one.begin_with("a.json")
+    one.begin_with("b.json")
     assert (tmp_path / "out" / "a.json").read_text() == "earlier"
     (tmp_path / "out" / "a.json").write_text("newer")
-    one.take_earlier("a.json")
+    one.begin_with("a.json")
     assert (tmp_path / "out" / "a.json").read_text() == "newer"
+    campaign.Campaign(tmp_path / "out", again=True, rehearsal=False).begin_with("a.json")
+    assert not (tmp_path / "out" / "a.json").exists()

@@ -5,6 +5,7 @@ import torch
 from conftest import small_run
 
 import train
+from benchmarks import timing
 from data.loader import prefetched
 from model import STEMS, build
 from training import checkpoint, metrics
@@ -61,3 +62,28 @@ def test_a_resumed_run_is_the_whole_one_bit_for_bit(corpus, tmp_path, monkeypatc
     whole, parts = (checkpoint.find(tmp_path / name) for name in ("whole", "parts"))
     for file in ("model.safetensors", "optimizer.safetensors"):
         assert (whole / file).read_bytes() == (parts / file).read_bytes()
+
+
+def test_a_step_that_is_no_number_leaves_the_state_before_it(corpus, tmp_path, monkeypatch, capsys):
+    """The device leaves it out before the program knows."""
+    run = tmp_path / "run"
+    keys = {"learning_rate": 1e30, "warmup_steps": 0, "grad_clip": 0.0, "checkpoint_interval": 1, "device": "cuda"}
+    monkeypatch.setattr("sys.argv", ["train.py", *small_run(corpus, run, **keys)])
+    with pytest.raises(SystemExit) as stopped:
+        train.main()
+    assert stopped.value.code == 1
+    assert "step 2: loss" in (said := capsys.readouterr().err)
+    assert "transformer.wte.weight" in (run / "nonfinite" / "diagnosis.json").read_text(), said
+    before, kept = checkpoint.find(run), checkpoint.find(run / "nonfinite")
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        assert (before / file).read_bytes() == (kept / file).read_bytes()
+
+
+def test_calls_are_timed_on_the_gpu_and_by_the_profiler():
+    device = torch.device("cuda", torch.cuda.current_device())
+    clock, x = timing.Clock(device), torch.ones(2**20, device=device)
+    for _ in range(3):
+        seconds = clock.seconds({"once": lambda: x * 2, "twice": lambda: (x * 2, x * 2)})
+    assert seconds.keys() == {"once", "twice"}
+    assert min(seconds.values()) > 0
+    assert clock.profiled(lambda: x * 2) > 0
