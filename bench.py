@@ -4,6 +4,7 @@
     python bench.py --suite=paper --device=cuda        the paper's small and medium sizes
     python bench.py --models=DDL-gpt-mha-rope-CC:2 --hidden_size=128 --num_hidden_layers=4 --num_attention_heads=2
     python bench.py registers                          registers and spills of the fused kernels; needs no GPU
+    python bench.py lowering                           seconds, launches and bytes of the step compiled; needs no GPU
     python bench.py decode                             tokens/s of generation, with and without cache and compiler
     python bench.py eval                               evaluation next to lm-eval's own hf model
     python bench.py data                               preparing and loading data, against tiktoken alone
@@ -22,7 +23,7 @@ import sysconfig
 from pathlib import Path
 
 import configurator
-from benchmarks import choices, data, decode, evaluation, kernels, memory, registers, step, suites
+from benchmarks import choices, data, decode, evaluation, kernels, lowering, memory, registers, step, suites
 
 
 def step_arguments(parser) -> None:
@@ -97,6 +98,19 @@ def registers_arguments(parser) -> None:
     parser.add_argument("--json", type=Path, help="write the figures there as well")
 
 
+def lowering_arguments(parser) -> None:
+    add = parser.add_argument
+    add("--python", type=Path, help="one whose torch is built for CUDA (default: .venv-torch2.11's, else this one)")
+    add("--models", help="stems with commas between (default: every stem)")
+    add("--size", choices=("small", "medium"), default="small", help="of the paper (default: %(default)s)")
+    for key in suites.SIZE_KEYS:
+        add(f"--{key}", type=int, help="instead of the size's")
+    add("--micro_batch_size", type=int, default=16, help="sequences (default: %(default)s)")
+    add("--kernels", choices=("on", "off"), default="on", help="fused residual steps, as train.py's key")
+    add("--ceilings", type=Path, default=lowering.CEILINGS, help="of the kernels' bandwidth (default: %(default)s)")
+    add("--json", type=Path, help="write the figures there as well")
+
+
 def decode_arguments(parser) -> None:
     add = parser.add_argument
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
@@ -142,6 +156,11 @@ COMMANDS = {
     "decode": ("one-token decoding: uncached, cached, and by a step that is made once", decode_arguments, decode.run),
     "eval": ("scoring choices, against lm-eval's own hf model", eval_arguments, evaluation.run),
     "memory": ("peak memory of training runs against train.py's estimate", memory_arguments, memory.run),
+    "lowering": (
+        "the training step lowered for a GPU that is not there: seconds, launches, bytes, predicted time",
+        lowering_arguments,
+        lowering.run,
+    ),
     "registers": (
         "registers and spills of the fused kernels, compiled for sm_90 here",
         registers_arguments,

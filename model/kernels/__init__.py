@@ -64,8 +64,10 @@ def use(model, setting: str = "auto", device: torch.device | str = "cuda", state
     if why:
         stream = Stream()
     else:
+        from model.kernels import lowering
         from model.kernels import stream as fused
 
+        lowering.register()
         additive = type(model.transformer.h[0]) is Block
         stream = fused.AdditiveStream() if additive else fused.DeltaStream(model.config, state_interval)
     model.use_stream(stream)
