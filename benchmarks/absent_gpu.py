@@ -15,9 +15,9 @@ from types import SimpleNamespace
 
 H200 = SimpleNamespace(
     name="NVIDIA H200", type="cuda", index=0, cc=90, major=9, minor=0, multi_processor_count=132, warp_size=32,
-    total_memory=141 * 2**30, L2_cache_size=60 * 2**20, max_threads_per_multi_processor=2048, max_threads_per_block=1024,
-    regs_per_multiprocessor=65536, shared_memory_per_block=49152, shared_memory_per_block_optin=232448,
-    shared_memory_per_multiprocessor=233472, gcnArchName="sm_90", uuid="",
+    total_memory=141 * 2**30, L2_cache_size=60 * 2**20, max_threads_per_multi_processor=2048,
+    max_threads_per_block=1024, regs_per_multiprocessor=65536, shared_memory_per_block=49152,
+    shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472, gcnArchName="sm_90", uuid="",
 )  # fmt: skip
 
 # What these functions of torch.cuda, of Inductor's device interface and of its workers are to return.

@@ -1,4 +1,4 @@
-"""Seconds, launches and bytes of a training step as Inductor lowers it for a GPU that is not there: `bench.py lowering`.
+"""Launches and bytes of a training step as Inductor lowers it for a GPU that is not there: `bench.py lowering`.
 
 And what time it would take if every launch reached the speed assumed for its kind: a prediction, no measurement.
 """
@@ -35,7 +35,7 @@ ASSUMPTIONS = {
 
 
 def lowered(python: Path, setting: dict, env: dict) -> dict:
-    """benchmarks/lowered.py's figures of one model. RuntimeError: the process failed; the message has its last lines."""
+    """benchmarks/lowered.py's figures of one model. RuntimeError: it failed; the message has its last lines."""
     command = [python, "-m", "benchmarks.lowered", json.dumps(setting)]
     result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     if result.returncode:
