@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from benchmarks import absent_gpu
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
-# Arguments of our operators that only carry a gradient: their memory is not read.
-UNREAD = {"residual_step": {"state"}}
+# Arguments of our operators of which less than all is read: what carries a gradient alone, and values beside the
+# queries and keys.
+READ = {"residual_step": {"state": 0}, "rope_norm": {"qkv": 2 / 3}, "rope_norm_backward": {"qkv": 2 / 3}}
 
 
 class Stop(Exception):  # noqa: N818 (no error)
@@ -115,8 +116,9 @@ def extern(node) -> dict:
         return launch("attention", name, touched(list(arguments.values())) + touched(results), flops)
     if operator.namespace != "ddl":
         return launch("other", name, node.get_read_write_buffers_sizes())
-    read = [value for key, value in arguments.items() if key not in UNREAD.get(name, ())]
-    return launch("operator", name, touched(read) + touched(results), case=case_of(name, arguments))
+    unread = sum((1 - share) * touched(arguments[key]) for key, share in READ.get(name, {}).items())
+    size = touched(list(arguments.values())) - unread + touched(results)
+    return launch("operator", name, size, case=case_of(name, arguments))
 
 
 def values(arguments):
@@ -145,6 +147,8 @@ def case_of(name: str, arguments: dict) -> dict:
         case |= {"stored": arguments["store"]} if "store" in arguments else {}
     elif "weights" in arguments:
         case |= {"d": arguments["weights"].shape[2], "columns": arguments["weights"].shape[1]}
+    elif "qkv" in arguments:
+        case |= {"d": math.prod(arguments["qkv"].shape[3:])}
     elif "norm" in arguments:
         case |= {"d": len(arguments["norm"])}
     return case

@@ -59,6 +59,17 @@ def test_expand(d, v, dtype):
     fused.check_expand(d, v, 4, 2, 70, dtype)
 
 
+@pytest.mark.parametrize("shape", [(2, 1024, 6, 128), (2, 300, 3, 6), (1, 1, 1, 2)])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_rotation_and_norm(shape, dtype):
+    fused.check_heads(*shape, dtype)
+
+
+def test_rotation_gives_the_same_bits():
+    inputs = fused.heads_inputs(2, 1024, 6, 128, "bf16", True)
+    assert all(torch.equal(one, other) for one, other in zip(fused.heads(*inputs), fused.heads(*inputs)))
+
+
 @pytest.mark.parametrize("stem", STEMS)
 def test_model(stem):
     fused.check_model(tiny(stem))

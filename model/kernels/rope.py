@@ -4,10 +4,10 @@ Per token and head, with the halves x1, x2 of the projection and the norm's weig
 
     y1 = x1 cos - x2 sin    y2 = x1 sin + x2 cos    rho = 1 / sqrt(mean(x^2) + eps)    q = rho y g
 
-(the rotation changes no length). Backward, with yhat = rho y and p = gq g: gy = rho (p - mean(p yhat) yhat), turned back
-by the same angle, and gg = sum gq yhat. Everything in fp32, rounded once; backward makes it again from x, so that only
-the product is kept. The gradient of the values is copied along, so that the product's gradient is whole without another
-pass.
+(the rotation changes no length). Backward, with yhat = rho y and p = gq g: gy = rho (p - mean(p yhat) yhat), turned
+back by the same angle, and gg = sum gq yhat. Everything in fp32, rounded once; backward makes it again from x, so that
+only the product is kept. The gradient of the values is copied along, so that the product's gradient is whole without
+another pass.
 """
 
 import torch
@@ -38,7 +38,7 @@ def store_halves(ptr, place, features, inside, first, second, HALF: tl.constexpr
 
 @triton.jit
 def angles(cos, sin, row, tokens, table_stride, features, inside, H: tl.constexpr, HALF: tl.constexpr):
-    """cos and sin of each row's token, (rows, BLOCK). Sequences have tables of their own, table_stride apart, or one."""
+    """cos and sin of each row's token, (rows, BLOCK). Sequences have own tables, table_stride apart, or share one."""
     token = row // H
     place = (token // tokens) * table_stride + (token % tokens) * HALF
     at = place[:, None] + features[None, :]
@@ -122,7 +122,7 @@ def sizes_of(qkv, cos) -> tuple[int, tuple[int, int], dict]:
 def rope_norm(
     qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """qkv (B, T, 3, H, D), cos and sin ([B,] T, D / 2), norms (D,) -> queries and keys (2, B, T, H, D) in qkv's dtype."""
+    """qkv (B, T, 3, H, D), cos, sin ([B,] T, D / 2), norms (D,) -> queries and keys (2, B, T, H, D) in qkv's dtype."""
     qkv, cos, sin, q_norm, k_norm = dense(qkv, cos, sin, q_norm, k_norm)
     result = results_of(qkv)
     rows, sizes, constants = sizes_of(qkv, cos)

@@ -1,7 +1,4 @@
-"""How attention makes its heads: the kernel of rotation and norm, and layers that share their input as one product.
-
-What a GPU does is tried on a CPU: the kernel interpreted, the decision for one product taken in its place.
-"""
+"""Layers that share their input as one product, as on a GPU: here the decision for it is taken in its place."""
 
 import copy
 
@@ -74,78 +71,3 @@ def test_products_have_wide_sides(monkeypatch):
     assert (128, 10) in seen
     assert (10, 64) in seen
     assert model.transformer.h[0].mlp.c_fc1.weight.shape == (INNER, 10)
-
-
-# ---- the kernel ----
-
-pytest.importorskip("triton")
-
-import fused
-from fused import INTERPRETED
-
-from model import kernels
-from model.kernels import rope
-
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="compiled kernels are tested by test_gpu_kernels.py")
-SHAPES = [(2, 9, 3, 6), (1, 1, 1, 2), (1, 5, 2, 16), (2, 3, 6, 128), (3, 4, 1, 10)]
-
-
-@interpreted
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_rotation_and_norm(shape, dtype):
-    fused.check_heads(*shape, dtype)
-
-
-@interpreted
-def test_sequences_at_positions_of_their_own():
-    fused.check_heads(3, 5, 2, 6, "fp32", own_positions=True)
-
-
-@interpreted
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_programs_share_the_rows(count, monkeypatch):
-    """79 rows are five tiles, the last of them not full."""
-    monkeypatch.setattr(rope, "PROGRAMS", 1)
-    fused.programs(monkeypatch, count)
-    fused.check_heads(1, 79, 1, 6, "fp32")
-
-
-@interpreted
-def test_two_runs_give_the_same_bits():
-    inputs = fused.heads_inputs(2, 9, 3, 6, "bf16", False)
-    assert all(torch.equal(one, other) for one, other in zip(fused.heads(*inputs), fused.heads(*inputs)))
-
-
-@interpreted
-def test_opcheck():
-    qkv, angle, norms, weights = fused.heads_inputs(1, 3, 2, 6, "fp32", False)
-    tables = angle.cos().float(), angle.sin().float()
-    torch.library.opcheck(torch.ops.ddl.rope_norm, (qkv, *tables, *norms, 1e-5))
-    torch.library.opcheck(torch.ops.ddl.rope_norm_backward, (*weights, qkv, *tables, *norms, 1e-5))
-
-
-@interpreted
-def test_heads_come_with_the_fused_stream():
-    model = build("gpt-mha-rope", **TINY)
-    assert kernels.use(model, "on", "cpu") is None
-    assert {type(block.attn.heads) for block in model.transformer.h} == {rope.FusedHeads}
-    assert kernels.use(model, "off", "cpu") == "kernels=off"
-    assert {type(block.attn.heads) for block in model.transformer.h} == {gpt.Heads}
-    for config in ({"rope_ratio": 0.4}, {"use_qk_rmsnorm": False}, {"head_dim": 5}):
-        model = build("gpt-mha-rope", **{**TINY, **config})
-        assert kernels.use(model, "on", "cpu") is None
-        assert {type(block.attn.heads) for block in model.transformer.h} == {gpt.Heads}
-
-
-@interpreted
-def test_heads_of_one_product(monkeypatch):
-    model = randomise(build("gpt-mha-rope", **TINY))
-    one_product(monkeypatch)
-    fused.check_model(model)
-
-
-@interpreted
-def test_heads_of_one_product_compiled(monkeypatch):
-    one_product(monkeypatch)
-    fused.check_compiled(randomise(build("gpt-mha-rope", **TINY, mup=True)), "aot_eager", 1e-5)
