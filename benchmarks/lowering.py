@@ -127,11 +127,12 @@ def environment_of(python: Path) -> dict:
 
 def run(args) -> None:
     """Print and store the figures of `bench.py lowering`."""
-    python = args.python or (PYTHON if PYTHON.exists() else Path(sys.executable))
-    versions, stems = environment_of(python), args.models.split(",") if args.models else list(suites.EVERY_STEM)
+    stems = args.models.split(",") if args.models else list(suites.EVERY_STEM)
     for stem in stems:
         if stem not in STEMS:
             raise ValueError(f"--models: {stem} is none of {', '.join(STEMS)}")
+    python = args.python or (PYTHON if PYTHON.exists() else Path(sys.executable))
+    versions = environment_of(python)
     size = suites.SUITES["paper"].sizes[args.size]
     size = size | {key: getattr(args, key) for key in suites.SIZE_KEYS if getattr(args, key) is not None}
     setting = {"size": size, "rows": args.micro_batch_size, "kernels": args.kernels}

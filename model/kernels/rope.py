@@ -18,8 +18,8 @@ from model.gpt import Heads, joined_product
 from model.kernels.launch import processors
 from model.kernels.tiles import dense
 
-ROWS = 16  # pairs of a token and a head in a tile
-WARPS, STAGES, PROGRAMS = 4, 2, 4  # programs of a multiprocessor for each of queries, keys and values, backward
+ROWS = 32  # pairs of a token and a head in a tile
+WARPS, STAGES, PROGRAMS = 4, 2, 2  # programs of a multiprocessor for each of queries, keys and values, backward
 
 
 @triton.jit
