@@ -32,7 +32,10 @@ def flash_attention(q, k, v, attn_mask=None, is_causal=False):
 
 
 def lowered(setting: dict) -> dict:
-    """{seconds, forward, backward}. setting: stem, size (keys of the model), rows (sequences), kernels."""
+    """{seconds, cpu_seconds, parameters, forward, backward}.
+
+    setting: stem, size (keys of the model), rows (sequences), kernels (as train.py's key).
+    """
     from torch._functorch import config as functorch
     from torch._inductor.graph import GraphLowering
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -64,14 +67,15 @@ def lowered(setting: dict) -> dict:
         if why := kernels.use(model, setting["kernels"], "cuda"):
             assert setting["kernels"] == "off", why
         ids = torch.zeros(setting["rows"], setting["size"]["block_size"], dtype=torch.int64, device="cuda:0")
-        start = time.perf_counter()
+        start, used = time.perf_counter(), time.process_time()
         try:
             with torch.autocast("cuda", torch.bfloat16):
                 torch.compile(model, fullgraph=True)(ids, ids)
         except Stop:
             pass
     parameters = sum(p.numel() for p in model.parameters())
-    return {"seconds": time.perf_counter() - start, "parameters": parameters, **found}
+    seconds = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - used}
+    return {**seconds, "parameters": parameters, **found}
 
 
 def launches(graph) -> list[dict]:
