@@ -108,7 +108,8 @@ def extern(node) -> dict:
         a, b = (part.get_size() for part in node.node.inputs[-2:])
         flops = 2 * math.prod(map(int, a)) * int(b[-1])
         return launch("product", "x".join(map(str, (*a, b[-1]))), node.get_read_write_buffers_sizes(), flops)
-    traced = next((origin for origin in node.node.get_origins() if origin.target is operator), None)
+    # Its own call is the last of those that it may come from.
+    traced = max((origin for origin in node.node.get_origins() if origin.target is operator), default=None)
     if traced is None:
         return launch("other", name, node.get_read_write_buffers_sizes())
     arguments = {a.name: value for a, value in zip(operator._schema.arguments, values(traced.args))}
@@ -120,8 +121,9 @@ def extern(node) -> dict:
         return launch("attention", name, touched(list(arguments.values())) + touched(results), flops)
     if operator.namespace != "ddl":
         return launch("other", name, node.get_read_write_buffers_sizes())
-    unread = sum((1 - share) * touched(arguments[key]) for key, share in READ.get(name, {}).items())
-    size = touched(list(arguments.values())) - unread + touched(results)
+    shares = READ.get(name, {})
+    whole = [value for key, value in arguments.items() if key not in shares]
+    size = touched(whole) + touched(results) + sum(share * touched(arguments[key]) for key, share in shares.items())
     return launch("operator", name, size, case=case_of(name, arguments))
 
 
