@@ -107,7 +107,13 @@ def lowering_arguments(parser) -> None:
         add(f"--{key}", type=int, help="instead of the size's")
     add("--micro_batch_size", type=int, default=16, help="sequences (default: %(default)s)")
     add("--kernels", choices=("on", "off"), default="on", help="fused residual steps, as train.py's key")
-    add("--ceilings", type=Path, default=lowering.CEILINGS, help="of the kernels' bandwidth (default: %(default)s)")
+    add(
+        "--ceilings",
+        type=Path,
+        default=lowering.CEILINGS,
+        help="`bench.py ceiling --json`: of the kernels' bandwidth (default: %(default)s)",
+    )
+    add("--note", default="", help="stored with the figures")
     add("--json", type=Path, help="write the figures there as well")
 
 
