@@ -65,11 +65,18 @@ def loss_and_gradients(hidden, weight, targets, scale: float, chunk: int, gradie
     losses, hidden_grads = [], []
     weight_grad = torch.zeros_like(weight) if gradients else None
     for h, t, counting in zip(*(x.split(chunk) for x in (hidden, targets.clamp_min(0), counts))):
-        log_p = F.log_softmax(scaled(F.linear(h, rounded), scale), dim=-1)  # (chunk, V)
-        losses.append(torch.where(counting, -log_p.gather(1, t[:, None]).squeeze(1), 0).sum())
+        z = scaled(F.linear(h, rounded), scale)  # (chunk, V)
+        # A sum over the vocabulary, of one number each: compiled, it is taken in the pass of the other two, where
+        # `gather` would wait for the last chunk, and the logits with it.
+        is_target = torch.arange(weight.shape[0], device=t.device) == t[:, None]
+        own, highest = torch.where(is_target, z, 0).sum(1), z.amax(1, keepdim=True)
+        powers = (z - highest).exp_()
+        del z  # eager, it would be there to the end
+        total = powers.sum(1, keepdim=True)
+        losses.append(torch.where(counting, (highest + total.log()).squeeze(1) - own, 0).sum())
         if gradients:
-            factor = torch.where(counting, scale / counts.sum().to(log_p.dtype), 0)
-            p, is_target = log_p.exp_(), torch.arange(weight.shape[0], device=t.device) == t[:, None]
+            factor = torch.where(counting, scale / counts.sum().to(total.dtype), 0)
+            p = powers.div_(total)
             z_grad = torch.where(is_target, p - 1, p).mul_(factor[:, None]).to(h.dtype)
             hidden_grads.append(z_grad @ rounded)
             weight_grad += z_grad.T @ h
