@@ -156,7 +156,11 @@ def run(args) -> None:
         env = absent_gpu.environment(Path(folder))
         for stem in stems:
             own = setting | {"stem": stem}
-            rows.append(row_of(own, lowered(python, own, env), known))
+            figures = lowered(python, own, env)
+            rows.append(row_of(own, figures, known))
+            if args.launches:
+                args.launches.mkdir(parents=True, exist_ok=True)
+                (args.launches / f"{stem}.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
             base = rows[-1]["predicted_step_milliseconds"] if stem == suites.BASELINE else base
             if base is not None:
                 rows[-1]["predicted_ratio"] = round(base / rows[-1]["predicted_step_milliseconds"], 4)

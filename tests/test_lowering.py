@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -21,9 +23,10 @@ SIZE |= {"hidden_size": 128}
 def test_twelve_layers_compile(stem, tmp_path):
     """For operators without a rule, torch 2.11 takes minutes at five layers already (model/kernels/lowering.py)."""
     sizes = [f"--{key}={value}" for key, value in SIZE.items()]
-    command = ["bench.py", "lowering", f"--models={stem}", *sizes, "--micro_batch_size=2", f"--json={tmp_path / 'out'}"]
-    result = script(*command)
-    assert result.returncode == 0, result.stderr.decode()
+    command = ["bench.py", "lowering", f"--models={stem}", *sizes, "--micro_batch_size=2"]
+    command += [f"--json={tmp_path / 'out'}", f"--launches={tmp_path}"]
+    result = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert result.returncode == 0, result.stderr
     stored = json.loads((tmp_path / "out").read_text())
     [row] = stored["rows"]
     assert stored["lowered_with"]["torch"].startswith("2.11.")
@@ -33,7 +36,10 @@ def test_twelve_layers_compile(stem, tmp_path):
         assert row[way]["operator"]["launches"] >= 36
         assert row[way]["attention"]["launches"] == 12
         assert row[way]["product"]["launches"] >= 48
-        assert row[f"{way}_launches"] == sum(kind["launches"] for kind in row[way].values())
+        launches = json.loads((tmp_path / f"{stem}.json").read_text())[way]
+        assert row[f"{way}_launches"] == len(launches) == sum(kind["launches"] for kind in row[way].values())
+        assert all(each["bytes"] > 0 for each in launches if each["kind"] != "inductor")
+        assert all(each["flops"] > 0 for each in launches if each["kind"] in ("product", "attention"))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
