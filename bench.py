@@ -113,6 +113,7 @@ def lowering_arguments(parser) -> None:
         default=lowering.CEILINGS,
         help="`bench.py ceiling --json`: of the kernels' bandwidth (default: %(default)s)",
     )
+    add("--launches", type=Path, help="folder for every launch of each model, in order, with its bytes and operations")
     add("--note", default="", help="stored with the figures")
     add("--json", type=Path, help="write the figures there as well")
 
