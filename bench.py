@@ -4,6 +4,7 @@
     python bench.py --suite=paper --device=cuda        the paper's small and medium sizes
     python bench.py --models=DDL-gpt-mha-rope-CC:2 --hidden_size=128 --num_hidden_layers=4 --num_attention_heads=2
     python bench.py ceiling                            what the fused kernels' machine code allows; needs no GPU
+    python bench.py lowering                           seconds, launches and bytes of the step compiled; needs no GPU
     python bench.py decode                             tokens/s of generation, with and without cache and compiler
     python bench.py eval                               evaluation next to lm-eval's own hf model
     python bench.py data                               preparing and loading data, against tiktoken alone
@@ -23,7 +24,7 @@ import sysconfig
 from pathlib import Path
 
 import configurator
-from benchmarks import ceiling, choices, data, decode, end_to_end, evaluation, kernels, memory, step, suites
+from benchmarks import ceiling, choices, data, decode, end_to_end, evaluation, kernels, lowering, memory, step, suites
 
 
 def add_json(parser) -> None:
@@ -121,6 +122,26 @@ def ceiling_arguments(parser) -> None:
     parser.add_argument("--json", type=Path, help="write the figures there as well")
 
 
+def lowering_arguments(parser) -> None:
+    add = parser.add_argument
+    add("--python", type=Path, help="one whose torch is built for CUDA (default: .venv-torch2.11's, else this one)")
+    add("--models", help="stems with commas between (default: every stem)")
+    add("--size", choices=("small", "medium"), default="small", help="of the paper (default: %(default)s)")
+    for key in suites.SIZE_KEYS:
+        add(f"--{key}", type=int, help="instead of the size's")
+    add("--micro_batch_size", type=int, default=16, help="sequences (default: %(default)s)")
+    add("--kernels", choices=("on", "off"), default="on", help="fused residual steps, as train.py's key")
+    add(
+        "--ceilings",
+        type=Path,
+        default=lowering.CEILINGS,
+        help="`bench.py ceiling --json`: of the kernels' bandwidth (default: %(default)s)",
+    )
+    add("--launches", type=Path, help="folder for every launch of each model, in order, with its bytes and operations")
+    add("--note", default="", help="stored with the figures")
+    add("--json", type=Path, help="write the figures there as well")
+
+
 def decode_arguments(parser) -> None:
     add = parser.add_argument
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
@@ -185,6 +206,11 @@ COMMANDS = {
     "eval": ("scoring choices, against lm-eval's own hf model", eval_arguments, evaluation.run),
     "train": ("train.py itself: speed, memory and resuming to the bit", train_arguments, end_to_end.run),
     "memory": ("peak memory of training runs against train.py's estimate", memory_arguments, memory.run),
+    "lowering": (
+        "the training step lowered for a GPU that is not there: seconds, launches, bytes, predicted time",
+        lowering_arguments,
+        lowering.run,
+    ),
     "ceiling": (
         "what the fused kernels' machine code for sm_90 allows of the copy bandwidth; needs no GPU",
         ceiling_arguments,

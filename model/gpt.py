@@ -128,8 +128,46 @@ class Places(NamedTuple):
     length: int = 0
 
 
+# On a GPU, layers that share their input are one product from so many tokens on: below, copying their weights side by
+# side would cost more than it saves. On a CPU it was measured, and is not faster (results/step_choices.md).
+TOKENS_FOR_ONE_PRODUCT = 1024
+# GEMMs on a GPU want widths that are a multiple of this: others are filled up with zeros.
+WIDTH_MULTIPLE = 64
+
+
+def as_one_product(x) -> bool:
+    """Whether layers that share their input x (..., d) are computed as one."""
+    return x.device.type == "cuda" and x.shape[:-1].numel() >= TOKENS_FOR_ONE_PRODUCT
+
+
+def joined_product(x, *layers: nn.Linear):
+    """The layers' outputs for x, side by side in one tensor."""
+    if as_one_product(x):
+        return F.linear(x, torch.cat([layer.weight for layer in layers]))
+    return torch.cat([layer(x) for layer in layers], dim=-1)
+
+
+class Heads:
+    """How attention makes its heads: every step by itself. `model/kernels` has one that fuses them."""
+
+    def __call__(self, attention, x, places: Places):
+        """x (B, T, d) in the weights' dtype -> queries, keys, values (B, T, H, head_dim)."""
+        layers = attention.c_q, attention.c_k, attention.c_v
+        if as_one_product(x):
+            parts = joined_product(x, *layers).chunk(3, dim=-1)
+        else:
+            parts = [layer(x) for layer in layers]
+        q, k, v = (part.unflatten(-1, (attention.num_heads, attention.head_dim)) for part in parts)
+        # One rounding to the compute dtype, after rotation and norm.
+        q = attention.q_rms(apply_rope(q, places.cos, places.sin)).to(v.dtype)
+        k = attention.k_rms(apply_rope(k, places.cos, places.sin)).to(v.dtype)
+        return q, k, v
+
+
 class CausalSelfAttention(nn.Module):
     """Multi-head attention with RoPE, then RMSNorm on queries and keys; x (B, T, d) -> (B, T, d)."""
+
+    heads = Heads()
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -144,11 +182,7 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x, places: Places, cache: dict | None = None):
         x = for_product(x, self.c_q.weight)
-        q, k, v = (proj(x).unflatten(-1, (self.num_heads, self.head_dim)) for proj in (self.c_q, self.c_k, self.c_v))
-        # One rounding to the compute dtype, after rotation and norm.
-        q = self.q_rms(apply_rope(q, places.cos, places.sin)).to(v.dtype)
-        k = self.k_rms(apply_rope(k, places.cos, places.sin)).to(v.dtype)
-        q, k, v = (z.transpose(1, 2) for z in (q, k, v))  # (B, H, T, head_dim)
+        q, k, v = (z.transpose(1, 2) for z in self.heads(self, x, places))  # (B, H, T, head_dim)
         if cache is not None:
             shape = (*k.shape[:2], places.length, k.shape[3])
             keys, values = (kept(cache, n, shape, z).index_copy_(2, places.index, z) for n, z in (("k", k), ("v", v)))
@@ -170,7 +204,13 @@ class MLP(nn.Module):
 
     def forward(self, x):
         x = for_product(x, self.c_fc1.weight)
-        return self.c_proj(F.silu(self.c_fc1(x)) * self.c_fc2(x))
+        if not as_one_product(x):
+            return self.c_proj(F.silu(self.c_fc1(x)) * self.c_fc2(x))
+        # The same function: what is filled up is silu(0) * 0 = 0, and meets weights of zero.
+        gap = -self.c_fc1.out_features % WIDTH_MULTIPLE
+        both = torch.cat([F.pad(layer.weight, (0, 0, 0, gap)) for layer in (self.c_fc1, self.c_fc2)])
+        gate, value = F.linear(x, both).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * value, F.pad(self.c_proj.weight, (0, gap)))
 
 
 class Stream:
@@ -301,6 +341,10 @@ class GPT(nn.Module):
     def use_stream(self, stream: Stream) -> None:
         for module in (self, *self.transformer.h):
             module.stream = stream
+
+    def use_heads(self, heads: Heads) -> None:
+        for block in self.transformer.h:
+            block.attn.heads = heads
 
     @contextlib.contextmanager
     def plain_stream(self):

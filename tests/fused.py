@@ -19,6 +19,7 @@ from model import kernels
 from model.kernels import add_norm as add_norm_module
 from model.kernels import expand as expand_module
 from model.kernels import residual_step as residual_step_module
+from model.kernels import rope as rope_module
 from model.residual import delta_rewrite, read_columns
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -286,6 +287,46 @@ def check_expand(d: int, v: int, K: int, B: int, T: int, dtype: str) -> None:
     expected = torch.autograd.grad((wanted * weight.double()).sum(), exact)
     for name, got, want in zip(("state", "x", "taps"), (state, *found), (wanted, *expected)):
         check_close(name, got, want, 1e-5 if got.dtype == torch.float32 else 1e-2)
+
+
+def heads_inputs(B: int, T: int, H: int, D: int, dtype: str, own_positions: bool):
+    """qkv (B, T, 3, H, D), angles ([B,] T, D / 2) in float64, both norms, and a gradient of each result."""
+    generator = torch.Generator().manual_seed(1)
+    qkv = torch.randn(B, T, 3, H, D, generator=generator).to(DTYPES[dtype]).to(DEVICE)
+    qkv[0, 0, 0, 0] *= 1e-3  # where eps counts
+    positions = torch.arange(T) + (5 * torch.arange(B)[:, None] if own_positions else 0)
+    angle = positions.double()[..., None] * 10000.0 ** (-torch.arange(0, D, 2).double() / D)
+    norms = [1 + 0.3 * torch.randn(D, generator=generator).to(DEVICE) for _ in range(2)]
+    # As attention leaves them: (B, H, T, D), seen from (B, T, H, D).
+    weights = [torch.randn(B, H, T, D, generator=generator).transpose(1, 2).to(DEVICE) for _ in range(3)]
+    return qkv, angle.to(DEVICE), norms, weights
+
+
+def turned(x, angle, norm):
+    """x (B, T, H, D) as complex numbers, turned by angle; then its RMSNorm."""
+    pairs = torch.complex(*x.chunk(2, dim=-1)) * torch.polar(torch.ones_like(angle), angle).unsqueeze(-2)
+    y = torch.cat((pairs.real, pairs.imag), dim=-1)
+    return y / (y.square().mean(-1, keepdim=True) + NORM_EPS).sqrt() * norm
+
+
+def heads(qkv, angle, norms, weights) -> list:
+    """Queries, keys, values and the gradients of qkv and the norms, by the kernels."""
+    leaves = [leaf.clone().requires_grad_() for leaf in (qkv, *norms)]
+    tables = angle.cos().float(), angle.sin().float()
+    results = rope_module.RotatedHeads.apply(leaves[0], *tables, *leaves[1:], NORM_EPS)
+    loss = sum((r * w.to(r.dtype)).sum() for r, w in zip(results, weights))
+    return [*(r.detach() for r in results), *torch.autograd.grad(loss, leaves)]
+
+
+def check_heads(B: int, T: int, H: int, D: int, dtype: str, own_positions: bool = False) -> None:
+    inputs = heads_inputs(B, T, H, D, dtype, own_positions)
+    qkv, angle, norms, weights = inputs
+    exact = [leaf.double().requires_grad_() for leaf in (qkv, *norms)]
+    wanted = [turned(exact[0][:, :, i], angle, exact[1 + i]) for i in range(2)] + [exact[0][:, :, 2]]
+    expected = torch.autograd.grad(sum((r * w.to(qkv.dtype).double()).sum() for r, w in zip(wanted, weights)), exact)
+    names = ("queries", "keys", "values", "gradient of qkv", "of the queries' norm", "of the keys' norm")
+    for name, got, want in zip(names, heads(*inputs), (*wanted, *expected)):
+        check_close(name, got, want, 1e-5 if dtype == "fp32" else 1e-2)
 
 
 def fuse(model, interval: int = 2):

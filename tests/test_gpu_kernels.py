@@ -3,6 +3,8 @@
 Few combinations, because each is another kernel to compile; test_kernels.py has them all, interpreted.
 """
 
+import copy
+
 import pytest
 import torch
 from test_model import TINY, randomise
@@ -12,7 +14,7 @@ pytest.importorskip("triton")
 import fused
 from fused import INTERPRETED, Step
 
-from model import STEMS, build
+from model import STEMS, build, gpt
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,9 +61,33 @@ def test_expand(d, v, dtype):
     fused.check_expand(d, v, 4, 2, 70, dtype)
 
 
+@pytest.mark.parametrize("shape", [(2, 1024, 6, 128), (2, 300, 3, 6), (1, 1, 1, 2)])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_rotation_and_norm(shape, dtype):
+    fused.check_heads(*shape, dtype)
+
+
+def test_rotation_gives_the_same_bits():
+    inputs = fused.heads_inputs(2, 1024, 6, 128, "bf16", True)
+    assert all(torch.equal(one, other) for one, other in zip(fused.heads(*inputs), fused.heads(*inputs)))
+
+
 @pytest.mark.parametrize("stem", STEMS)
 def test_model(stem):
     fused.check_model(tiny(stem))
+
+
+@pytest.mark.parametrize("setting", ["on", "off"])
+def test_model_of_joined_products(setting, monkeypatch):
+    monkeypatch.setattr(gpt, "TOKENS_FOR_ONE_PRODUCT", 1)
+    model = tiny("gpt-mha-rope")
+    if setting == "on":
+        fused.check_model(model)
+        return
+    ids, targets = fused.tokens_of(model)
+    wanted = copy.deepcopy(model).double()(ids, targets)[1]
+    found = model.to("cuda")(ids.to("cuda"), targets.to("cuda"))[1]
+    torch.testing.assert_close(found.cpu().double(), wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_two_layer_gate_and_v_map():

@@ -1,5 +1,7 @@
 """The chunked loss against F.cross_entropy on all logits at once."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -78,6 +80,14 @@ def test_half_precision_is_as_close_as_the_whole():
     assert all(chunked < 1.1 * once + 1e-5 for once, chunked in zip(*errors))
 
 
+@pytest.mark.parametrize(("tokens", "cpu", "cuda"), [(16384, 2560, 8192), (8192, 2560, 8192), (300, 2560, 512)])
+def test_few_chunks_on_a_gpu_and_of_one_size(tokens, cpu, cuda):
+    for device, chunk in (("cpu", cpu), ("cuda", cuda)):
+        weight = SimpleNamespace(shape=(50304, 768), device=torch.device(device))
+        assert loss.chunk_of(tokens, weight) == chunk
+        assert chunk * 50304 <= loss.LOGITS_AT_ONCE[device]
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_model_gives_the_same_gradients_by_chunks(monkeypatch, checkpointing):
     """Through the tied weight, which learns from the embedding as well, and muP's factor."""
@@ -87,7 +97,7 @@ def test_the_model_gives_the_same_gradients_by_chunks(monkeypatch, checkpointing
     targets[:, 3] = -1
     results = []
     for logits in (2**27, 29 * 256):
-        monkeypatch.setattr(loss, "LOGITS_AT_ONCE", logits)
+        monkeypatch.setitem(loss.LOGITS_AT_ONCE, "cpu", logits)
         model.activation_checkpointing = checkpointing
         model.zero_grad()
         _, value = model(ids, targets)

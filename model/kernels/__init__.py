@@ -9,7 +9,7 @@ import os
 
 import torch
 
-from model.gpt import Block, Direct, RMSNorm, Stream
+from model.gpt import Block, Direct, Heads, RMSNorm, Stream
 from model.residual import ColumnConvRead, DeltaBlock, DeltaRewrite, OnlyColumn, TokenConvRead
 
 READS = {OnlyColumn, ColumnConvRead, TokenConvRead}
@@ -61,12 +61,15 @@ def use(model, setting: str = "auto", device: torch.device | str = "cuda", state
         why = "they need a CUDA device"  # interpreted ones only on request
     if why and setting == "on":
         raise ValueError(f"kernels=on: {why}; give kernels=off, or auto")
-    if why:
-        stream = Stream()
-    else:
+    stream, heads = Stream(), Heads()
+    if not why:
+        from model.kernels import lowering, rope
         from model.kernels import stream as fused
 
+        lowering.register()
         additive = type(model.transformer.h[0]) is Block
         stream = fused.AdditiveStream() if additive else fused.DeltaStream(model.config, state_interval)
+        heads = rope.FusedHeads() if rope.serves(model.config) else heads
     model.use_stream(stream)
+    model.use_heads(heads)
     return why

@@ -1,0 +1,70 @@
+"""The kernel that rotates and norms queries and keys, interpreted, against complex numbers in float64."""
+
+import pytest
+import torch
+from test_model import TINY, randomise
+
+from model import build, gpt, kernels
+
+pytest.importorskip("triton")
+
+import fused
+from fused import INTERPRETED
+
+from model.kernels import rope
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="compiled kernels are tested by test_gpu_kernels.py")
+SHAPES = [(2, 9, 3, 6), (1, 1, 1, 2), (1, 5, 2, 16), (2, 3, 6, 128), (3, 4, 1, 10)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_rotation_and_norm(shape, dtype):
+    fused.check_heads(*shape, dtype)
+
+
+def test_sequences_at_positions_of_their_own():
+    fused.check_heads(3, 5, 2, 6, "fp32", own_positions=True)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_programs_share_the_rows(count, monkeypatch):
+    """79 rows are five tiles, the last of them not full."""
+    monkeypatch.setattr(rope, "PROGRAMS", 1)
+    fused.programs(monkeypatch, count)
+    fused.check_heads(1, 79, 1, 6, "fp32")
+
+
+def test_two_runs_give_the_same_bits():
+    inputs = fused.heads_inputs(2, 9, 3, 6, "bf16", False)
+    assert all(torch.equal(one, other) for one, other in zip(fused.heads(*inputs), fused.heads(*inputs)))
+
+
+def test_opcheck():
+    qkv, angle, norms, weights = fused.heads_inputs(1, 3, 2, 6, "fp32", False)
+    tables = angle.cos().float(), angle.sin().float()
+    torch.library.opcheck(torch.ops.ddl.rope_norm, (qkv, *tables, *norms, 1e-5))
+    torch.library.opcheck(torch.ops.ddl.rope_norm_backward, (*weights, qkv, *tables, *norms, 1e-5))
+
+
+def test_heads_come_with_the_fused_stream():
+    model = build("gpt-mha-rope", **TINY)
+    assert kernels.use(model, "on", "cpu") is None
+    assert {type(block.attn.heads) for block in model.transformer.h} == {rope.FusedHeads}
+    assert kernels.use(model, "off", "cpu") == "kernels=off"
+    assert {type(block.attn.heads) for block in model.transformer.h} == {gpt.Heads}
+    for config in ({"rope_ratio": 0.4}, {"use_qk_rmsnorm": False}, {"head_dim": 5}):
+        model = build("gpt-mha-rope", **{**TINY, **config})
+        assert kernels.use(model, "on", "cpu") is None
+        assert {type(block.attn.heads) for block in model.transformer.h} == {gpt.Heads}
+
+
+def test_heads_of_one_product(monkeypatch):
+    model = randomise(build("gpt-mha-rope", **TINY))
+    monkeypatch.setattr(gpt, "as_one_product", lambda x: True)
+    fused.check_model(model)
+
+
+def test_heads_of_one_product_compiled(monkeypatch):
+    monkeypatch.setattr(gpt, "as_one_product", lambda x: True)
+    fused.check_compiled(randomise(build("gpt-mha-rope", **TINY, mup=True)), "aot_eager", 1e-5)
