@@ -25,6 +25,7 @@ from training.provenance import provenance
 
 # An H200. Copy bandwidth: measured ones reach about nine tenths of its 4.8 TB/s.
 PROCESSORS, SCHEDULERS, CLOCK, COPY = 132, 4, 1.8e9, 4.3e12
+HEAD = 128  # features of a head at the paper's sizes
 REGISTERS, SHARED, WARPS, PROGRAMS = 65536, 227 * 2**10, 64, 32  # of a multiprocessor
 MEMORY_LATENCY, CACHE_LATENCY = 1250, 270  # cycles: of memory under load, of L2
 # Cycles until a result can be used, by the first letters of the instruction; others 5.
@@ -98,13 +99,13 @@ def parsed(text: str) -> list[tuple[int, str]]:
 
 
 def loop(code: list[tuple[int, str]]) -> list[str]:
-    """The instructions of the longest loop: what one token takes."""
-    spans = []
+    """The instructions of the longest loop: what one token takes. Without a loop all of them."""
+    spans = [(0, 0, code[-1][0])]
     for at, what in code:
         target = re.search(r"\bBRA\S* 0x([0-9a-f]+)", what)
         if target and int(target[1], 16) < at:
             spans.append((at - int(target[1], 16), int(target[1], 16), at))
-    _, first, last = max(spans)
+    _, first, last = max(spans, key=lambda span: span[0])
     return [what for at, what in code if first <= at <= last]
 
 
@@ -197,8 +198,11 @@ def ceiling(compiled, launch, moved: int) -> dict:
 
 def arguments_of(kernel, constants: dict, columns: int, writes: int = 0) -> dict:
     """The kernel's arguments in bf16 with all heads and results: states and vectors bf16, scalars and sums fp32."""
-    bf16 = "base h x_in new_state context grad_state grad_context new_grad_state grad_h x new_x grad_x new_grad_x state"
-    integers = "row_stride column_stride tokens rows chunk chunks"
+    bf16 = (
+        "base h x_in new_state context grad_state grad_context new_grad_state grad_h x new_x grad_x new_grad_x state "
+    )
+    bf16 += "qkv qk grad_q grad_k grad_v grad_qkv"
+    integers = "row_stride column_stride tokens rows chunk chunks table_stride"
     numbers = "k_eps_squared norm_eps eps value_scale value_constant"
     types = dict.fromkeys(bf16.split(), "*bf16") | dict.fromkeys(integers.split(), "i32")
     types |= dict.fromkeys(numbers.split(), "fp32") | dict.fromkeys("carry new_carry grad_x_in".split())
@@ -214,6 +218,10 @@ def moved_bytes(name: str, d: int, columns: int, kernel_size: int, writes: int, 
         return 4 * 2 * d + 4
     if name == "expand forward" or name == "expand backward":
         return (v + 1 + (name == "expand backward")) * 2 * d
+    if name.startswith("rope_norm"):  # of a turn: so many heads of queries or keys
+        from model.kernels import rope
+
+        return (2 if name.endswith("forward") else 3) * rope.ROWS * HEAD * 2
     if name == "step forward":  # base, hs, h -> context, x_in, state; us, y, z -> n, delta, u, rho, y, z
         return (v + writes + 2 + several + v * stored) * 2 * d + 4 * (v * writes + 4 * v + 4)
     # base, hs, h, x_in, gc, grad_state -> grad_h, grad_state; us, y, z, n, delta, rho, gy, gz -> grad_y, grad_z
@@ -223,7 +231,7 @@ def moved_bytes(name: str, d: int, columns: int, kernel_size: int, writes: int, 
 
 def kernels(widths: list[int]):
     """(name, width, columns, tokens of the read, writes replayed, state stored or not, kernel) of all launched."""
-    from model.kernels import add_norm, expand, step_kernels
+    from model.kernels import add_norm, expand, rope, step_kernels
 
     directions = ("forward", "backward")
     for d in widths:
@@ -231,6 +239,8 @@ def kernels(widths: list[int]):
             yield f"add_norm {way}", d, 1, 1, 0, False, getattr(add_norm, f"{way}_kernel")
         for way in directions:
             yield f"expand {way}", d, 4, 4, 0, False, getattr(expand, f"{way}_kernel")
+        for way in directions:
+            yield f"rope_norm {way}", d, 1, 1, 0, False, getattr(rope, f"{way}_kernel")
         for columns, kernel_size in ((1, 1), (2, 1), (4, 1), (8, 1), (2, 4), (4, 4), (8, 4)):
             # As --state_interval=2 has it: a write, kept back for the next, then both and the state stored.
             yield "step forward", d, columns, kernel_size, 0, False, step_kernels.forward_kernel
@@ -240,12 +250,14 @@ def kernels(widths: list[int]):
 
 
 def row_of(name: str, d: int, columns: int, kernel_size: int, writes: int, stored: bool, kernel, launch) -> dict:
-    from model.kernels import expand
+    from model.kernels import expand, rope
     from model.kernels.tiles import block_of
 
     block = expand.BLOCK if name.startswith("expand") else block_of(d)
     constants = {"D": d, "BLOCK": block, "K": kernel_size, "STAGES": launch.stages}
     constants |= {"PREFETCH": launch.prefetch, "RELOAD": launch.reload}
+    if name.startswith("rope_norm"):
+        constants |= {"H": d // HEAD, "HALF": HEAD // 2, "BLOCK": HEAD // 2, "ROWS": rope.ROWS}
     if name == "step forward":
         constants |= {} if stored else {"new_state": None}
         constants |= {} if kernel_size > 1 else {"x_in": None}
@@ -268,13 +280,19 @@ def alternatives(launch):
 
 
 def measure(widths: list[int], match: str, every: bool) -> list[dict]:
-    from model.kernels.launch import launch_of
+    from model.kernels import rope
+    from model.kernels.launch import Launch, launch_of
 
     rows = []
     for name, d, columns, kernel_size, writes, stored, kernel in kernels(widths):
         if match not in f"{name} v={columns} K={kernel_size}":
             continue
-        launch = launch_of(name, d, columns, kernel_size)
+        if name == "rope_norm forward":  # a tile a program, as many as fit
+            launch = Launch(rope.WARPS, 1, PROGRAMS)
+        elif name == "rope_norm backward":  # queries, keys and values each have programs of their own
+            launch = Launch(rope.WARPS, rope.STAGES, 3 * rope.PROGRAMS)
+        else:
+            launch = launch_of(name, d, columns, kernel_size)
         for chosen in [launch, *(alternatives(launch) if every else ())]:
             rows.append(row_of(name, d, columns, kernel_size, writes, stored, kernel, chosen))
             print(" ".join(f"{key}={value}" for key, value in rows[-1].items()), flush=True)

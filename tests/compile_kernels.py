@@ -10,7 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.ceiling import arguments_of, compile_for
-from model.kernels import add_norm, expand, step_kernels
+from model.kernels import add_norm, expand, rope, step_kernels
 
 NO_WRITE = dict.fromkeys(("h", "y", "z", "inverse_norm", "discrepancy", "update", "new_state", "grad_h", "grad_y"))
 NO_GATE = dict.fromkeys(("gate", "gate_bias", "gate_logit", "grad_gate"))
@@ -43,6 +43,9 @@ def forms():
     yield "step forward, fp32", step_kernels.forward_kernel, sizes | {"K": 1, "base": "*fp32", "h": "*fp32"}, 4, 2
     for module, way in itertools.product((add_norm, expand), ("forward", "backward")):
         yield f"{module.__name__} {way}", getattr(module, f"{way}_kernel"), sizes | {"K": 3}, 2, 0
+    heads = {"H": 3, "HALF": 16, "BLOCK": 16, "ROWS": 8}
+    for way in ("forward", "backward"):
+        yield f"rope_norm {way}", getattr(rope, f"{way}_kernel"), sizes | heads, 1, 0
     yield "add_norm forward, no h", add_norm.forward_kernel, sizes | {"h": None, "PREFETCH": 2, "STAGES": 1}, 1, 0
 
 

@@ -19,7 +19,7 @@ from model.kernels.launch import processors
 from model.kernels.tiles import dense
 
 ROWS = 32  # pairs of a token and a head in a tile
-WARPS, STAGES, PROGRAMS = 4, 2, 2  # programs of a multiprocessor for each of queries, keys and values, backward
+WARPS, STAGES, PROGRAMS = 4, 2, 1  # programs of a multiprocessor for each of queries, keys and values, backward
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def angles(cos, sin, row, tokens, table_stride, features, inside, H: tl.constexp
     return tl.load(cos + at, inside, other=0.0).to(tl.float32), tl.load(sin + at, inside, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "tokens", "table_stride"])
 def forward_kernel(
     qkv, cos, sin, q_norm, k_norm, qk, rows, tokens, table_stride, eps,
     H: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
@@ -62,13 +62,13 @@ def forward_kernel(
     place = ((row // H) * 3 + which).to(tl.int64) * (2 * H * HALF) + (row % H) * (2 * HALF)
     x1, x2 = halves(qkv, place, features, inside, HALF)
     c, s = angles(cos, sin, row, tokens, table_stride, features, inside, H, HALF)
-    rho = 1 / tl.sqrt(tl.sum(x1 * x1 + x2 * x2, 1) / (2 * HALF) + eps)[:, None]
+    rho = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, 1) / (2 * HALF) + eps)[:, None]
     y1, y2 = (x1 * c - x2 * s) * rho * g1[None, :], (x1 * s + x2 * c) * rho * g2[None, :]
     place = (which * rows + row).to(tl.int64) * (2 * HALF)
     store_halves(qk, place, features, inside, y1, y2, HALF)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "chunk", "tokens", "table_stride"])
 def backward_kernel(
     grad_q, grad_k, grad_v, qkv, cos, sin, q_norm, k_norm, grad_qkv, sums, rows, chunk, tokens, table_stride, eps,
     H: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
@@ -98,7 +98,7 @@ def backward_kernel(
             x1, x2 = halves(qkv, place, features, inside, HALF)
             d1, d2 = halves(gradient, row.to(tl.int64) * (2 * HALF), features, inside, HALF)
             c, s = angles(cos, sin, row, tokens, table_stride, features, inside, H, HALF)
-            rho = 1 / tl.sqrt(tl.sum(x1 * x1 + x2 * x2, 1) / (2 * HALF) + eps)[:, None]
+            rho = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, 1) / (2 * HALF) + eps)[:, None]
             y1, y2 = (x1 * c - x2 * s) * rho, (x1 * s + x2 * c) * rho
             sum1 += d1 * y1
             sum2 += d2 * y2
