@@ -179,13 +179,12 @@ def test_a_cache_that_is_damaged_is_made_again(tmp_path, capsys):
 
 
 def test_kernels_of_the_graphs_are_not_carried_twice(tmp_path):
-    for name in ("triton/A/triton_poi_fused.cubin", "triton/B/forward_kernel.cubin", "fxgraph/ab/entry", "x.lock"):
+    ours = {"triton/B/forward_kernel.cubin", "triton/B/__grp__forward_kernel.json", "triton/C/__triton_launcher.so"}
+    theirs = ("triton/A/triton_poi_fused_add_0.cubin", "triton/A/__grp__triton_poi_fused_add_0.json", "fxgraph/x.lock")
+    for name in (*ours, "fxgraph/ab/entry", *theirs):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    assert {str(path) for path in compile_cache.files(tmp_path)} == {
-        "triton/B/forward_kernel.cubin",
-        "fxgraph/ab/entry",
-    }
+    assert {str(path) for path in compile_cache.files(tmp_path)} == {*ours, "fxgraph/ab/entry"}
 
 
 def test_what_is_too_large_to_carry_is_said(tmp_path, monkeypatch, capsys):
