@@ -206,6 +206,21 @@ def test_a_process_that_takes_too_long_is_ended_and_the_others_are_not(tmp_path)
     assert (tmp_path / "log").read_text() == "42\n"
 
 
+def test_what_a_process_has_started_ends_with_it(tmp_path):
+    code = "from benchmarks import processes; import sys; log = open(sys.argv[1], 'w'); "
+    code += "one = processes.start(['-c', 'import time; time.sleep(60)'], {}, log, own_group=False); "
+    code += "print(one.pid, flush=True); processes.wait([one])"
+    with open(tmp_path / "log", "w+") as log:
+        assert processes.wait([processes.start(["-c", code, str(tmp_path / "inner")], {}, log)], 3) == [None]
+    inner = int((tmp_path / "log").read_text())
+    for _ in range(100):  # until it is gone, or waits for nobody to ask how it ended
+        state = Path(f"/proc/{inner}/stat").read_text().split()[2] if Path(f"/proc/{inner}").exists() else "gone"
+        if state in ("gone", "Z"):
+            return
+        time.sleep(0.05)
+    pytest.fail(f"process {inner} is still there")
+
+
 def test_figures_of_earlier_calls_are_taken_along(tmp_path, monkeypatch):
     monkeypatch.setattr(campaign, "RESULTS", tmp_path / "results")
     (tmp_path / "results").mkdir()
