@@ -26,7 +26,7 @@ def files(folder: Path) -> set[Path]:
     """What is worth carrying: all but the kernels that are in Inductor's graphs too, and what is only being written."""
     found = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     kept = (path for path in found if not path.name.startswith(".") and path.suffix not in (".lock", ".tmp"))
-    return {path for path in kept if not (path.parts[0] == "triton" and path.name.startswith(("triton_", "__triton")))}
+    return {path for path in kept if not path.name.removeprefix("__grp__").startswith("triton_")}
 
 
 def save(where: Path, name: str, but: set[Path], folder: Path = FOLDER) -> set[Path]:

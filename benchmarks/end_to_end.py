@@ -19,7 +19,6 @@ from training.provenance import digest
 
 CODE = ("train.py", "model/*.py", "model/kernels/*.py", "training/*.py")
 WHAT = ("speed", "resume")
-LONGEST = 3600  # seconds of one run
 FILES = ("model.safetensors", "optimizer.safetensors")
 
 
@@ -48,7 +47,8 @@ def options(args, folder: Path, config: str) -> list[str]:
 def train(arguments: list[str], log: Path) -> None:
     """RuntimeError: the run failed."""
     with open(log, "w") as file:
-        [code] = processes.wait([processes.start(arguments, {}, file)], LONGEST)
+        # In this process's group: what ends this one ends the run.
+        [code] = processes.wait([processes.start(arguments, {}, file, own_group=False)])
     if code:
         raise RuntimeError(f"{' '.join(arguments)}: {log.read_text().strip().rpartition(chr(10))[2]}")
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from model import build
+from model import build, kernels
 from training import parallel
 
-SIZE = {"vocab_size": 64, "block_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 64}
+SIZE = {"vocab_size": 64, "block_size": 4, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 64}
 SIZE |= {"hidden_size": 192}
 
 
@@ -45,14 +45,15 @@ def gradients(model, run, batches) -> dict:
     return found
 
 
-def measure(rank: int, stem: str, cut: bool) -> dict:
+def measure(rank: int, stem: str, fused: str, cut: bool) -> dict:
     torch._dynamo.reset()
     torch._dynamo.config.optimize_ddp = cut
     world, log = SimpleNamespace(world_size=2, device=torch.device("cpu")), []
     torch.manual_seed(0)
     plain = build(stem, **SIZE)
     model = copy.deepcopy(plain)
-    batches = [tuple(pair) for pair in torch.randint(0, 64, (2, 3, 2, 2, 16))[rank]]
+    kernels.use(model, fused, "cpu")
+    batches = [tuple(pair) for pair in torch.randint(0, 64, (2, 3, 2, 1, 4))[rank]]
     torch.compile = functools.partial(COMPILE, backend=backend(log))
     run, evaluated = parallel.parallelise(model, "ddp", True, world)
     eager, _ = parallel.parallelise(plain, "ddp", False, world)
@@ -74,11 +75,11 @@ def measure(rank: int, stem: str, cut: bool) -> dict:
     return {"events": log[before:], "alone": alone, "worst": worst, "losses": losses}
 
 
-def work(rank: int, folder: str, stem: str) -> None:
+def work(rank: int, folder: str, stem: str, fused: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     torch.set_num_threads(1)
     DDP.__init__ = functools.partialmethod(DDP.__init__, bucket_cap_mb=1)  # so that a small model has several buckets
-    found = {str(cut): measure(rank, stem, cut) for cut in (True, False)}
+    found = {str(cut): measure(rank, stem, fused, cut) for cut in (True, False)}
     if rank == 0:
         print(json.dumps(found))
     dist.barrier()
@@ -89,4 +90,4 @@ COMPILE, DDP = torch.compile, parallel.DistributedDataParallel
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.start_processes(work, (folder, sys.argv[1]), nprocs=2, start_method="fork")
+        torch.multiprocessing.start_processes(work, (folder, *sys.argv[1:]), nprocs=2, start_method="fork")

@@ -179,13 +179,12 @@ def test_a_cache_that_is_damaged_is_made_again(tmp_path, capsys):
 
 
 def test_kernels_of_the_graphs_are_not_carried_twice(tmp_path):
-    for name in ("triton/A/triton_poi_fused.cubin", "triton/B/forward_kernel.cubin", "fxgraph/ab/entry", "x.lock"):
+    ours = {"triton/B/forward_kernel.cubin", "triton/B/__grp__forward_kernel.json", "triton/C/__triton_launcher.so"}
+    theirs = ("triton/A/triton_poi_fused_add_0.cubin", "triton/A/__grp__triton_poi_fused_add_0.json", "fxgraph/x.lock")
+    for name in (*ours, "fxgraph/ab/entry", *theirs):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    assert {str(path) for path in compile_cache.files(tmp_path)} == {
-        "triton/B/forward_kernel.cubin",
-        "fxgraph/ab/entry",
-    }
+    assert {str(path) for path in compile_cache.files(tmp_path)} == {*ours, "fxgraph/ab/entry"}
 
 
 def test_what_is_too_large_to_carry_is_said(tmp_path, monkeypatch, capsys):
@@ -205,6 +204,21 @@ def test_a_process_that_takes_too_long_is_ended_and_the_others_are_not(tmp_path)
         assert processes.wait([slow, quick], 2) == [None, 3]
         assert time.monotonic() - began < 20
     assert (tmp_path / "log").read_text() == "42\n"
+
+
+def test_what_a_process_has_started_ends_with_it(tmp_path):
+    code = "from benchmarks import processes; import sys; log = open(sys.argv[1], 'w'); "
+    code += "one = processes.start(['-c', 'import time; time.sleep(60)'], {}, log, own_group=False); "
+    code += "print(one.pid, flush=True); processes.wait([one])"
+    with open(tmp_path / "log", "w+") as log:
+        assert processes.wait([processes.start(["-c", code, str(tmp_path / "inner")], {}, log)], 3) == [None]
+    inner = int((tmp_path / "log").read_text())
+    for _ in range(100):  # until it is gone, or waits for nobody to ask how it ended
+        state = Path(f"/proc/{inner}/stat").read_text().split()[2] if Path(f"/proc/{inner}").exists() else "gone"
+        if state in ("gone", "Z"):
+            return
+        time.sleep(0.05)
+    pytest.fail(f"process {inner} is still there")
 
 
 def test_figures_of_earlier_calls_are_taken_along(tmp_path, monkeypatch):

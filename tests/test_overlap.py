@@ -9,10 +9,11 @@ import pytest
 from conftest import ROOT
 
 
-@pytest.fixture(scope="module")
-def found() -> dict:
-    command = [sys.executable, "tests/overlap.py", "DDL-gpt-mha-rope-CC-EC"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+@pytest.fixture(scope="module", params=["off", pytest.param("on", marks=pytest.mark.slow)])
+def found(request) -> dict:
+    """With the plain operations, and with the fused kernels, interpreted."""
+    command = [sys.executable, "tests/overlap.py", "DDL-gpt-mha-rope-CC-EC", request.param]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False, env=env)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
@@ -33,4 +34,4 @@ def test_nothing_is_summed_before_the_last_pass_of_an_accumulated_batch(found):
 def test_gradients_and_losses_are_those_of_the_eager_model(found):
     for each in found.values():
         assert each["worst"] < 1e-4  # of the largest gradient of the same parameter
-        assert each["losses"][0] == pytest.approx(each["losses"][1], abs=1e-6)
+        assert each["losses"][0] == pytest.approx(each["losses"][1], abs=1e-5)
