@@ -117,7 +117,7 @@ def write(state, source, y, z, row, base, k_eps_squared, scale, constant, VALUE,
 
 @triton.jit
 def reads(state, coming, e, V: tl.constexpr, K: tl.constexpr):
-    """(what the state adds to the read of its own token and, with `coming`, to the next K - 1; x_in, in short."""
+    """(x_in of the state's token, which `coming` is a part of; what comes to the next K - 1 tokens by then)."""
     P: tl.constexpr = len(state) // V
     x, later = combined(state, e[: V * P], P), ()
     for s in tl.static_range(1, K):

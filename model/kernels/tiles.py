@@ -40,7 +40,13 @@ def rows_and_columns(state) -> tuple[int, int]:
 def widened(x):
     """x in fp32."""
     if PTX and x.dtype == tl.bfloat16:
-        halves: tl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+        # A copy, because $0 may be given $2's register.
+        halves: tl.constexpr = """{
+            .reg .b32 both;
+            mov.b32 both, $2;
+            shl.b32 $0, both, 16;
+            and.b32 $1, both, 0xffff0000;
+        }"""
         return tl.inline_asm_elementwise(halves, "=r,=r,r", [x], tl.float32, is_pure=True, pack=2)
     else:
         return x.to(tl.float32)
