@@ -11,9 +11,10 @@ import fused
 from fused import INTERPRETED
 
 from model import STEMS, build, kernels
-from model.gpt import RMSNorm, Stream
+from model.gpt import CausalSelfAttention, Heads, RMSNorm, Stream
+from model.kernels.rope import FusedHeads
 from model.kernels.stream import DeltaStream
-from model.residual import DeltaBlock, DeltaRewrite
+from model.residual import DeltaBlock, DeltaRewrite, EmbeddingConv
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="compiled kernels: see test_gpu.py")
 CC, TC = "DDL-gpt-mha-rope-CC", "DDL-gpt-mha-rope"
@@ -155,10 +156,14 @@ class OtherNorm(RMSNorm):
     ("stem", "module", "other"),
     [
         (CC, "transformer.h.0.ddl_mlp", OtherWrite),
+        (CC, "transformer.h.1.ddl_attn", OtherWrite),
         (CC, "transformer.h.0", OtherBlock),
+        (CC, "transformer.h.1", OtherBlock),
+        (CC, "transformer.h.1.compress", torch.nn.Identity),
         (CC, "readout", torch.nn.Identity),
         (CC, "ln_f", OtherNorm),
         ("gpt-mha-rope", "transformer.h.0.ln_2", OtherNorm),
+        ("gpt-mha-rope", "transformer.h.1.ln_1", OtherNorm),
         ("gpt-mha-rope", "readout", torch.nn.Identity),
     ],
 )
@@ -168,6 +173,34 @@ def test_a_stream_of_ones_own_is_left_alone(stem, module, other):
     with pytest.raises(ValueError, match=r"there are none for the residual stream of model\."):
         kernels.use(model, "on", "cpu")
     assert type(model.stream) is Stream
+
+
+class DoubledEmbedding(EmbeddingConv):
+    def forward(self, x, cache=None, slot=""):
+        return super().forward(2 * x, cache, slot)
+
+
+def test_an_expansion_of_ones_own_is_kept():
+    """It is not a step: the fused stream begins from whatever state the expander makes."""
+    model = tiny("DDL-gpt-mha-rope-CC-EC")
+    model.input_embed.__class__ = DoubledEmbedding
+    tokens = fused.tokens_of(model)
+    plain = model(*tokens)[1]
+    assert torch.allclose(fused.fuse(model)(*tokens)[1], plain, rtol=1e-5)
+
+
+class OtherAttention(CausalSelfAttention):
+    pass
+
+
+def test_heads_of_ones_own_are_left_alone():
+    model = build(CC, **TINY)
+    model.transformer.h[1].attn.__class__ = OtherAttention
+    assert kernels.use(model, "on", "cpu") is None
+    assert {type(block.attn.heads) for block in model.transformer.h} == {Heads}
+    model.transformer.h[1].attn.__class__ = CausalSelfAttention
+    assert kernels.use(model, "on", "cpu") is None
+    assert {type(block.attn.heads) for block in model.transformer.h} == {FusedHeads}
 
 
 def test_auto_on_a_cpu_is_plain_and_off_takes_the_kernels_away():

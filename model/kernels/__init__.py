@@ -40,14 +40,21 @@ def missing(model, device: torch.device | str) -> str | None:
 
 def known(model) -> bool:
     """Whether the kernels compute what this model's classes do: a subclass may read or write in a way of its own."""
-    block = model.transformer.h[0]
-    if {type(block.ln_1), type(block.ln_2), type(model.ln_f)} != {RMSNorm} or type(block).forward is not Block.forward:
+    if type(model.ln_f) is not RMSNorm or len({isinstance(block, DeltaBlock) for block in model.transformer.h}) > 1:
+        return False
+    readouts = READS if isinstance(model.transformer.h[0], DeltaBlock) else {Direct}
+    return type(model.readout) in readouts and all(known_block(block, model.config) for block in model.transformer.h)
+
+
+def known_block(block, config) -> bool:
+    if {type(block.ln_1), type(block.ln_2)} != {RMSNorm} or type(block).forward is not Block.forward:
         return False
     if not isinstance(block, DeltaBlock):
-        return type(block) is Block and type(model.readout) is Direct
+        return type(block) is Block
     own = all(getattr(type(block), name) is getattr(DeltaBlock, name) for name in ("read_state", "write_state"))
-    writes = {type(block.ddl_attn), type(block.ddl_mlp)}
-    return own and writes == {DeltaRewrite} and {type(block.compress), type(model.readout)} <= READS
+    writes = block.ddl_attn, block.ddl_mlp
+    plain = all(type(write) is DeltaRewrite and write.config == config for write in writes)
+    return own and plain and type(block.compress) in READS
 
 
 def use(model, setting: str = "auto", device: torch.device | str = "cuda", state_interval: int = 2) -> str | None:
@@ -69,7 +76,8 @@ def use(model, setting: str = "auto", device: torch.device | str = "cuda", state
         lowering.register()
         additive = type(model.transformer.h[0]) is Block
         stream = fused.AdditiveStream() if additive else fused.DeltaStream(model.config, state_interval)
-        heads = rope.FusedHeads() if rope.serves(model.config) else heads
+        whole = all(rope.serves(block.attn, model.config) for block in model.transformer.h)
+        heads = rope.FusedHeads() if whole else heads
     model.use_stream(stream)
     model.use_heads(heads)
     return why

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from model.gpt import Heads, joined_product
+from model.gpt import CausalSelfAttention, Heads, RMSNorm, joined_product
 from model.kernels.launch import processors
 from model.kernels.tiles import dense
 
@@ -198,7 +198,9 @@ class FusedHeads(Heads):
         return RotatedHeads.apply(qkv, places.cos, places.sin, *norms, attention.q_rms.eps)
 
 
-def serves(config) -> bool:
-    """Whether a model's heads are rotated as a whole, and normed."""
+def serves(attention, config) -> bool:
+    """Whether the kernel computes this attention's heads: rotated as a whole, and normed."""
+    if type(attention) is not CausalSelfAttention or {type(attention.q_rms), type(attention.k_rms)} != {RMSNorm}:
+        return False
     whole = int(config.head_dim * config.rope_ratio) == config.head_dim and config.head_dim % 2 == 0
-    return whole and config.use_qk_rmsnorm
+    return whole and attention.q_rms.eps == attention.k_rms.eps
