@@ -6,6 +6,7 @@ They run under Triton's interpreter here, which conftest.py turns on; test_gpu.p
 import itertools
 import math
 import random
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -156,6 +157,14 @@ def test_every_form_compiles():
     done = script("tests/compile_kernels.py", env={"TRITON_INTERPRET": ""})
     assert done.returncode == 0, done.stderr.decode()
     assert len(done.stdout.splitlines()) == 42
+
+
+@pytest.mark.skipif(not shutil.which("cc") and not shutil.which("gcc"), reason="needs a C compiler")
+def test_every_operator_launches():
+    """On a driver without a GPU: the interpreter launches nothing, and compiling meets no arguments."""
+    done = script("tests/launch_kernels.py", env={"TRITON_INTERPRET": ""})
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.decode().splitlines()[-1] == "ok rope_norm"
 
 
 @pytest.mark.parametrize(("slots", "sequences", "tokens", "halo"), [
