@@ -22,12 +22,23 @@ pytestmark = [
     pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET=1: nothing would be compiled"),
 ]
 CC, TC = "DDL-gpt-mha-rope-CC", "DDL-gpt-mha-rope"
-# Several tokens a program, and a last program with fewer: 1,100 rows on 132 multiprocessors, chunks of 25 at K = 4.
+# Two or three tokens a program, and a last program with fewer: 1,100 rows on 132 multiprocessors.
 STEPS = [Step(768, v, 1, 2, 550, "bf16", pending=v % 2) for v in (1, 2, 4, 8)]
 STEPS += [Step(768, 4, 4, 3, 60, "bf16", store=False), Step(1024, 4, T=5, dtype="bf16"), Step(37, 8, 4, 2, 60)]
 STEPS += [Step(96, 2, 3, 2, 40, "fp16", form="raw", value_input="context"), Step(T=1100), Step(logits=40.0)]
 STEPS += [Step(form="constant", heads="gate", erase=False, zero_h=True), Step(h_scale=1e-20, with_x_in=False, heads="")]
 STEPS += [Step(K=3, v=2, write=False, store=False, pending=1, repeated=True, T=40)]
+
+
+# Loads that run ahead, by every way of it, and vectors of several pieces, of which the last is not full.
+LONG = [Step(768, v, 1, 2, 550, "bf16", pending=1, store=False) for v in (1, 4)]
+LONG += [
+    Step(768, 4, 4, 2, 550, "bf16"),
+    Step(1024, 4, 4, 2, 300, "bf16"),
+    Step(1024, 4, 1, 1, 500, "bf16", store=False),
+]
+LONG += [Step(600, 2, 3, 2, 200, "bf16")]
+LONG += [Step(600, 4, 1, 1, 300, "fp16"), Step(768, 8, 1, 1, 300, "bf16")]
 
 
 def tiny(stem, **changes):
@@ -36,6 +47,12 @@ def tiny(stem, **changes):
 
 @pytest.mark.parametrize("case", STEPS, ids=str)
 def test_step(case):
+    fused.check_step(case)
+
+
+@pytest.mark.parametrize("case", LONG, ids=str)
+def test_step_of_programs_with_many_tokens(case, monkeypatch):
+    fused.programs(monkeypatch, 4)
     fused.check_step(case)
 
 
