@@ -142,7 +142,8 @@ def operands(instruction: str) -> tuple[set[str], set[str]]:
 def latency(body: list[str], interval: float = 1.0) -> float:
     """Cycles of one turn of the loop for one warp that issues in order, every `interval` cycles at best.
 
-    Two turns are followed, so that what the second takes from the first is counted; taken is what the second adds.
+    Two turns are followed, so that what the second takes from the first is counted; taken is what the second adds, and
+    what barriers cost, which write nothing that could be waited for.
     """
     ready: dict[str, float] = collections.defaultdict(float)
     now, turns = 0.0, []
@@ -152,7 +153,6 @@ def latency(body: list[str], interval: float = 1.0) -> float:
             now = max([now + interval, *(ready[name] for name in read)])
             for name in written:
                 ready[name] = now + cycles
-        # A barrier's own cost: the next instruction waits for it.
         turns.append(now)
     return turns[1] - turns[0] + LATENCY["BAR"] * sum(operation(each) == "BAR" for each in body)
 
@@ -274,9 +274,7 @@ def alternatives(launch):
     for warps in (1, 2, 4, 8, 16):
         for stages, prefetch in ((1, 2), (2, 0), (3, 0), (4, 0)):
             for reload in {launch.reload, False}:
-                yield replace(
-                    launch, num_warps=warps, stages=stages, prefetch=prefetch, reload=reload, programs=PROGRAMS
-                )
+                yield replace(launch, num_warps=warps, stages=stages, prefetch=prefetch, reload=reload)
 
 
 def measure(widths: list[int], match: str, every: bool) -> list[dict]:

@@ -3,9 +3,11 @@
 They run under Triton's interpreter here, which conftest.py turns on; test_gpu.py runs the same checks compiled.
 """
 
+import inspect
 import itertools
 import math
 import random
+import re
 import shutil
 from dataclasses import replace
 
@@ -32,6 +34,7 @@ from fused import (
 from triton.runtime import interpreter
 
 from model.kernels import residual_step as residual_step_module
+from model.kernels import tiles
 from model.kernels.launch import chunks
 from model.kernels.tiles import block_of, rows_and_columns
 
@@ -165,6 +168,56 @@ def test_every_operator_launches():
     done = script("tests/launch_kernels.py", env={"TRITON_INTERPRET": ""})
     assert done.returncode == 0, done.stderr.decode()
     assert done.stdout.decode().splitlines()[-1] == "ok rope_norm"
+
+
+def as_float(bits):
+    return torch.tensor(bits & 0xFFFFFFFF, dtype=torch.int64).to(torch.uint32).view(torch.float32)
+
+
+def as_bits(value) -> int:
+    return int(value.float().view(torch.int32)) & 0xFFFFFFFF
+
+
+def executed(name: str, *inputs: int) -> list[int]:
+    """Result registers of the PTX in tiles.py's function, instruction by instruction as PTX's manual has them."""
+    code = re.search(rf"def {name}\(.*?\"\"\"\{{\n(.*?)\}}\"\"\"", inspect.getsource(tiles), flags=re.S)[1]
+    results = 1 if name == "sigmoid" else 2
+    registers = {f"${results + i}": bits for i, bits in enumerate(inputs)}
+
+    def value(word: str) -> int:
+        return registers[word] if word in registers else int(word.replace("0f", "0x") if word[:2] == "0f" else word, 0)
+
+    def rounded_half(word: str) -> int:
+        return int(as_float(value(word)).to(torch.bfloat16).view(torch.int16)) & 0xFFFF
+
+    does = {
+        "mov.b32": lambda a: value(a),
+        "shl.b32": lambda a, b: value(a) << value(b) & 0xFFFFFFFF,
+        "and.b32": lambda a, b: value(a) & value(b),
+        "cvt.rn.bf16x2.f32": lambda a, b: rounded_half(a) << 16 | rounded_half(b),  # a in the upper half
+        "mul.f32": lambda a, b: as_bits(as_float(value(a)) * as_float(value(b))),
+        "add.f32": lambda a, b: as_bits(as_float(value(a)) + as_float(value(b))),
+        "ex2.approx.ftz.f32": lambda a: as_bits(as_float(value(a)).exp2()),
+        "rcp.approx.ftz.f32": lambda a: as_bits(1 / as_float(value(a))),
+    }
+    for line in filter(lambda line: line and not line.startswith(".reg"), map(str.strip, code.splitlines())):
+        what, _, rest = line.rstrip(";").partition(" ")
+        to, *arguments = rest.split(", ")
+        registers[to] = does[what](*arguments)
+    return [registers[f"${i}"] for i in range(results)]
+
+
+def test_ptx_that_the_interpreter_skips():
+    values = torch.tensor([1.0, -2.71828, 3e-5, 1.00390625, -1.0078125, 6e4, 0.0, -0.0])
+    for one, other in itertools.permutations(values, 2):
+        halves = [x.to(torch.bfloat16).float() for x in (one, other)]  # the tie 1.00390625 goes to even
+        assert executed("rounded", as_bits(one), as_bits(other)) == [as_bits(half) for half in halves]
+        # A pair lies with its first number in the lower half of a word.
+        pair = as_bits(halves[0]) >> 16 | as_bits(halves[1]) & 0xFFFF0000
+        assert executed("widened", pair) == [as_bits(half) for half in halves]
+    for x in (-40.0, -3.5, 0.0, 1.0, 17.0):
+        [found] = executed("sigmoid", as_bits(torch.tensor(x)))
+        torch.testing.assert_close(as_float(found), torch.tensor(x).sigmoid(), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize(("slots", "sequences", "tokens", "halo"), [

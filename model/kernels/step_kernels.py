@@ -354,10 +354,10 @@ def backward_kernel(
             delta = load_numbers(discrepancy + row * V, V)
             value_t, slope = write_value(z, row, value_scale, value_constant, VALUE, V)
             found, kappa, slant = totals(products(M, source)), 0.0, 0.0
-            psi, r, drop = (), (), ()  # drop: beta psi
+            r, drop = (), ()  # drop: beta psi
             for j in tl.static_range(V):
                 psi_j, r_j = n * found[j], beta * delta[j]
-                psi, r, drop = psi + (psi_j,), r + (r_j,), drop + (beta * psi_j,)
+                r, drop = r + (r_j,), drop + (beta * psi_j,)
                 slant += psi_j * delta[j]
                 kappa += psi_j * r_j
                 if ERASE:
