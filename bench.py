@@ -18,6 +18,7 @@ the equations (tests/transcription.py), eager and compiled, and on a GPU liger-k
 package is installed.
 """
 
+import argparse
 import os
 import sys
 import sysconfig
@@ -25,6 +26,14 @@ from pathlib import Path
 
 import configurator
 from benchmarks import ceiling, choices, data, decode, end_to_end, evaluation, kernels, lowering, memory, step, suites
+
+
+def widths(text: str) -> list[int]:
+    """Hidden sizes from 768,1024."""
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text}: give whole numbers from 1 on with commas between, as in 768,1024")
+    return [int(part) for part in parts]
 
 
 def add_json(parser) -> None:
@@ -99,7 +108,7 @@ def choices_arguments(parser) -> None:
 def kernels_arguments(parser) -> None:
     add = parser.add_argument
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="cpu: only with TRITON_INTERPRET=1, to test")
-    add("--widths", default="768,1024", help="hidden sizes d (default: %(default)s)")
+    add("--widths", type=widths, default="768,1024", help="hidden sizes d (default: %(default)s)")
     add("--match", default="", help="only kernels with this in their name, as in --match='step K=1 v=4'")
     add("--micro_batch_size", type=int, default=16, help="sequences (default: %(default)s)")
     add("--block_size", type=int, default=1024, help="tokens of a sequence (default: %(default)s)")
@@ -114,7 +123,7 @@ def kernels_arguments(parser) -> None:
 
 
 def ceiling_arguments(parser) -> None:
-    parser.add_argument("--widths", default="768,1024", help="hidden sizes d (default: %(default)s)")
+    parser.add_argument("--widths", type=widths, default="768,1024", help="hidden sizes d (default: %(default)s)")
     parser.add_argument(
         "--match", default="", help="only kernels with this in their name, as in --match='step forward v=4'"
     )

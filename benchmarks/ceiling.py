@@ -317,7 +317,7 @@ def run(args) -> None:
         raise ValueError("ceiling needs triton: pip install triton")
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise ValueError("ceiling compiles kernels, TRITON_INTERPRET=1 interprets them: unset it")
-    rows = measure([int(width) for width in args.widths.split(",")], args.match, args.every)
+    rows = measure(args.widths, args.match, args.every)
     if not rows:
         raise ValueError(f"--match={args.match}: no kernel has that in its name; try step, add_norm or v=4")
     print(markdown(rows))

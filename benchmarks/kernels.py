@@ -228,9 +228,8 @@ def run(args) -> None:
         raise ValueError(f"no kernels to measure: {why}")
     if args.tune and not args.match:
         raise ValueError("--tune takes minutes a kernel: give --match, as in --match='K=1 v=4'")
-    widths = [int(width) for width in args.widths.split(",")]
     sizes = (args.micro_batch_size, args.block_size, device, getattr(torch, args.dtype))
-    chosen = [family for family in families(sizes, widths) if args.match in family[0]]
+    chosen = [family for family in families(sizes, args.widths) if args.match in family[0]]
     if not chosen:
         raise ValueError(f"--match={args.match}: no kernel has that in its name; try step, add_norm or expand")
     source = torch.ones(args.copied // 2, dtype=torch.uint8, device=device)
