@@ -19,8 +19,9 @@ import torch
 from model import STEMS, build
 from report import pyplot
 from training import optimizer
+from training.residual_statistics import Watched
 
-QUANTITIES = {"h": (".attn", ".mlp"), "c": (".ln_1", ".ln_2"), "logits": ("lm_head",)}
+QUANTITIES = ("h", "c", "logits")
 
 
 def coordinate_sizes(stem: str, width: int, mup: bool, steps: int, learning_rate: float) -> dict[str, float]:
@@ -40,11 +41,12 @@ def coordinate_sizes(stem: str, width: int, mup: bool, steps: int, learning_rate
         optimizers[0].step()
         optimizers[0].zero_grad()
     squares: dict[str, list[float]] = {name: [] for name in QUANTITIES}
-    for name, module in model.named_modules():
-        for quantity, suffixes in QUANTITIES.items():
-            if name.endswith(suffixes) and quantity != "logits":
-                module.register_forward_hook(lambda _, __, y, q=quantity: squares[q].append(y.square().mean().item()))
-    with torch.no_grad():
+
+    def seen(_site, quantities):
+        for name in ("h", "c"):
+            squares[name].append(quantities[name].square().mean().item())
+
+    with torch.no_grad(), model.through(Watched(seen)):
         squares["logits"].append(model(ids)[0].square().mean().item())
     return {name: math.sqrt(sum(values) / len(values)) for name, values in squares.items()}
 

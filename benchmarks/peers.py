@@ -3,12 +3,15 @@
 import importlib.metadata
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from model.gpt import GPT, Block, GPTConfig
+from model.block import Block
+from model.gpt import GPT, GPTConfig
+from model.parameters import Rule
 
 STREAMS = 4  # of the hyper-connections
 
@@ -38,7 +41,7 @@ def liger_version() -> str | None:
 
 
 class HyperConnection(nn.Module):
-    """liger-kernel's `LigerMHC` around one sublayer, its forward pass split into what comes before and after it."""
+    """liger-kernel's `LigerMHC` around one sublayer, its forward pass split into the read and the write."""
 
     def __init__(self, config: GPTConfig):
         from liger_kernel.transformers import LigerMHC, functional
@@ -47,33 +50,29 @@ class HyperConnection(nn.Module):
         # phi in bfloat16 multiplies the streams on tensor cores: the package's advice.
         self.mhc = LigerMHC(nn.Identity(), hc=STREAMS, c=config.hidden_size, phi_dtype=torch.bfloat16, allow_fp32=True)
         self.functional = functional
+        # They start as LigerMHC leaves them.
+        self.rules = {name: Rule(nn.Identity(), decay=p.ndim >= 2) for name, p in self.named_parameters()}
 
-    def init_parameters(self) -> tuple[str, ...]:
-        return tuple(name for name, _ in self.named_parameters())  # as LigerMHC leaves them
-
-    def before(self, state):
+    def read(self, state, past=None):
         """state (B, T, n, d) -> the sublayer's input (B, T, d), coefficients (B, T, n) and (B, T, n, n)."""
         mhc = self.mhc
         coefficients = mhc.phi, mhc.b, mhc.alpha_pre, mhc.alpha_post, mhc.alpha_res
         pre, post, mix = self.functional.liger_mhc_coeffs(state, *coefficients, allow_fp32=True)
-        return self.functional.liger_mhc_pre(state, pre), (post, mix)
+        return self.functional.liger_mhc_pre(state, pre), post, mix
 
-    def after(self, state, h, post, mix):
-        return self.functional.liger_mhc_post_res(state, h, post, mix)
+    def write(self, state, h, x_in, c, past=None):
+        _, post, mix = x_in
+        return self.functional.liger_mhc_post_res(state, h.to(state.dtype), post, mix)
 
 
 class HyperBlock(Block):
     """The backbone's block with manifold-constrained hyper-connections for its two residual connections."""
 
-    def __init__(self, config: GPTConfig):
-        super().__init__(config)
-        self.connections = nn.ModuleDict({site: HyperConnection(config) for site in ("attn", "mlp")})
-
-    def read_state(self, site: str, state, cache):
-        return self.connections[site].before(state)
-
-    def write_state(self, site: str, state, h, c, aux):
-        return self.connections[site].after(state, h.to(state.dtype), *aux)
+    def __init__(self, config: GPTConfig, layer: int):
+        super().__init__(config, layer)
+        self.connections = nn.ModuleDict({site.name: HyperConnection(config) for site in self.sites})
+        pairs = zip(self.sites, self.connections.values())
+        self.sites = tuple(replace(site, read=each.read, write=each.write) for site, each in pairs)
 
 
 class Spread(nn.Module):
@@ -82,14 +81,14 @@ class Spread(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
 
-    def forward(self, x, cache=None, slot: str = ""):
+    def forward(self, x, past=None):
         return x.unsqueeze(2).repeat(1, 1, STREAMS, 1)
 
 
 class Sum(Spread):
     """Readout: the sum of the streams."""
 
-    def forward(self, state, cache=None, slot: str = ""):
+    def forward(self, state, past=None):
         return state.sum(2)
 
 

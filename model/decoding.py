@@ -6,6 +6,8 @@ compiled or captured once serves every position.
 
 import torch
 
+from model.parameters import rules_of
+
 NO_TOKEN = -1  # an id that stands for nothing, on the left of shorter sequences in a batch
 
 
@@ -75,14 +77,14 @@ def kept(cache: dict, slot: str, shape: tuple, like, dtype: torch.dtype | None =
 
 
 def round_matrices(model, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Keep in `dtype` what autocast rounds to it at every use: the sublayers' matrices and the embedding.
+    """Keep in `dtype` what autocast rounds to it at every use, as the parameters' rules say.
 
     Under autocast the results have the same bits, for half the memory. What is computed in fp32 stays as it is.
     """
-    sublayers = [sublayer for block in model.transformer.h for sublayer in (block.attn, block.mlp)]
-    layers = [layer for sublayer in sublayers for layer in sublayer.modules() if isinstance(layer, torch.nn.Linear)]
-    for layer in (model.transformer.wte, *layers):
-        layer.weight.data = layer.weight.data.to(dtype)
+    for name, rule in rules_of(model).items():
+        if rule.rounded:
+            parameter = model.get_parameter(name)
+            parameter.data = parameter.data.to(dtype)
 
 
 class Decoder:

@@ -6,15 +6,18 @@ operation below runs along them. Readers and expanders are causal convolutions o
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model.decoding import kept
-from model.gpt import Block, GPTConfig, at_least, at_least_fp32, for_product, linear_flops
+from model.block import Block, Past, delay
+from model.gpt import GPTConfig, at_least
+from model.layers import at_least_fp32, for_product
+from model.parameters import FIXED, HIDDEN, INPUT, OUTPUT, Rule, constant, linear, normal
 
 
 @dataclass
@@ -98,18 +101,6 @@ class EmbeddingConvConfig(ExpandedConfig):
     input_embed_shortconv_kernel_size: Annotated[int, "tokens that the expanded embedding looks at"] = 4
 
 
-def delay(x, tokens: int, cache: dict | None, slot: str):
-    """x (B, T, ...) shifted `tokens` positions later: what enters on the left is zeros, or the cached tail."""
-    if tokens == 0:
-        return x
-    shape = (x.shape[0], tokens, *x.shape[2:])
-    past = kept(cache, slot, shape, x) if cache is not None else x.new_zeros(shape)
-    x = torch.cat((past, x), dim=1)
-    if cache is not None:
-        past.copy_(x[:, -tokens:])
-    return x[:, :-tokens]
-
-
 def features_last(weights):
     """weights (d, v, K) as parameters keep them -> (K, v, d) in memory as well, the current token's tap first.
 
@@ -127,19 +118,22 @@ class Repeat(nn.Module):
         super().__init__()
         self.value_channels = config.ddl_value_channels
 
-    def flops_per_token(self) -> int:
-        return 0
-
-    def forward(self, x, cache: dict | None = None, slot: str = ""):
+    def forward(self, x, past: Past | None = None):
         return x.unsqueeze(2).expand(-1, -1, self.value_channels, -1)
 
 
 class Taps(nn.Module):
     """Holds one convolution weight under the name `<owner>.weight`."""
 
-    def __init__(self, *shape: int):
+    def __init__(self, *shape: int, start):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape))
+        self.rules = {"weight": Rule(start, decay=True)}
+
+
+def last_tap(weight) -> None:
+    """The start of a convolution over tokens that is the identity: the current token's tap is 1, the others 0."""
+    nn.init.zeros_(weight)[..., -1] = 1.0
 
 
 class EmbeddingConv(nn.Module):
@@ -148,36 +142,32 @@ class EmbeddingConv(nn.Module):
     X[t, j, i] = sum_s conv.weight[i*v + j, 0, K-1-s] x[t-s, i]; it starts as the identity, which is repetition.
     """
 
+    fused = "embedding_conv"
+
     def __init__(self, config: EmbeddingConvConfig):
         super().__init__()
         self.value_channels = config.ddl_value_channels
         channels = config.hidden_size * config.ddl_value_channels
-        self.conv = Taps(channels, 1, config.input_embed_shortconv_kernel_size)
+        self.conv = Taps(channels, 1, config.input_embed_shortconv_kernel_size, start=last_tap)
 
-    def init_parameters(self) -> tuple[str, ...]:
-        nn.init.zeros_(self.conv.weight)[..., -1] = 1.0
-        return ("conv.weight",)
-
-    def flops_per_token(self) -> int:
+    def elementwise_flops(self) -> int:
         return 2 * self.conv.weight.numel()
 
-    def forward(self, x, cache: dict | None = None, slot: str = ""):
+    def forward(self, x, past: Past | None = None):
         weights = self.conv.weight.squeeze(1).unflatten(0, (-1, self.value_channels))  # (d, v, K)
         weights = features_last(weights).to(at_least_fp32(x.dtype))
-        taps = (delay(x, s, cache, f"{slot}.{s}").unsqueeze(2) * w for s, w in enumerate(weights))
-        return sum(taps).to(x.dtype)
+        return sum(delay(x, s, past).unsqueeze(2) * w for s, w in enumerate(weights)).to(x.dtype)
 
 
 class OnlyColumn(nn.Module):
     """Read of the d_v = 1 state: its single column, (B, T, 1, d) -> (B, T, d)."""
 
+    fused = "only_column"
+
     def __init__(self, config: DeltaConfig):
         super().__init__()
 
-    def flops_per_token(self) -> int:
-        return 0
-
-    def forward(self, state, cache: dict | None = None, slot: str = ""):
+    def forward(self, state, past: Past | None = None):
         return state.squeeze(2)
 
 
@@ -187,35 +177,32 @@ class TokenConvRead(nn.Module):
     x_in[t, i] = sum_s sum_j e[s, j, i] X[t-s, j, i] with e[s, j, i] = read[j] * shortconv.weight[i*v + j, K-1-s].
     """
 
+    fused = "token_conv"
+
     def __init__(self, config: ExpandedConfig):
         super().__init__()
-        self.config = config
-        kernel_size = config.ddl_state_shortconv_kernel_size or 4
-        self.shortconv = Taps(config.hidden_size * config.ddl_value_channels, kernel_size)
+        kernel_size, identity = config.ddl_state_shortconv_kernel_size or 4, config.ddl_state_conv_init == "identity"
+        start = last_tap if identity else normal(config.hidden_init_std)
+        self.shortconv = Taps(config.hidden_size * config.ddl_value_channels, kernel_size, start=start)
         self.read = nn.Parameter(torch.empty(config.ddl_value_channels))
-
-    def init_parameters(self) -> tuple[str, ...]:
-        if self.config.ddl_state_conv_init == "identity":
-            nn.init.zeros_(self.shortconv.weight)[:, -1] = 1.0
-        else:
-            nn.init.normal_(self.shortconv.weight, std=self.config.hidden_init_std)
-        nn.init.constant_(self.read, self.config.read_start)
-        return "shortconv.weight", "read"
+        self.rules = {"read": Rule(constant(config.read_start))}
 
     def weights(self, arranged=features_last):
         """e, the whole read as one (K, v, d) tensor in at least fp32; its first entry weighs the current token."""
         taps = self.shortconv.weight.unflatten(0, (-1, self.read.shape[0]))  # (d, v, K)
         return arranged(taps) * self.read.to(at_least_fp32(self.read.dtype))[:, None]
 
-    def flops_per_token(self) -> int:
+    def elementwise_flops(self) -> int:
         return 2 * self.shortconv.weight.numel()
 
-    def forward(self, state, cache: dict | None = None, slot: str = ""):
-        return read_columns(state, self.weights(), cache, slot)
+    def forward(self, state, past: Past | None = None):
+        return read_columns(state, self.weights(), past)
 
 
 class ColumnConvRead(nn.Module):
     """Compressor (CC): a convolution over all columns, x_in[t, i] = sum_j weight[i, j] X[t, j, i]."""
+
+    fused = "column_conv"
 
     def __init__(self, config: ExpandedConfig):
         super().__init__()
@@ -227,20 +214,20 @@ class ColumnConvRead(nn.Module):
                 f"ddl_value_channels={columns} columns; leave the key out"
             )
         self.weight = nn.Parameter(torch.empty(config.hidden_size, columns))
+        self.rules = {"weight": Rule(self.start, decay=True)}
 
-    def init_parameters(self) -> tuple[str, ...]:
-        config, read = self.config, self.weight.new_full((self.config.ddl_value_channels,), self.config.read_start)
+    def start(self, weight) -> None:
+        config, read = self.config, weight.new_full((self.config.ddl_value_channels,), self.config.read_start)
         if config.ddl_state_conv_init == "identity":
-            self.weight.copy_(read.expand_as(self.weight))
+            weight.copy_(read.expand_as(weight))
         else:
-            self.weight.copy_(fold_column_conv(nn.init.normal_(self.weight, std=config.hidden_init_std), read))
-        return ("weight",)
+            weight.copy_(fold_column_conv(nn.init.normal_(weight, std=config.hidden_init_std), read))
 
-    def flops_per_token(self) -> int:
+    def elementwise_flops(self) -> int:
         return 2 * self.weight.numel()
 
-    def forward(self, state, cache: dict | None = None, slot: str = ""):
-        return read_columns(state, features_last(self.weight.unsqueeze(2)), cache, slot)
+    def forward(self, state, past: Past | None = None):
+        return read_columns(state, features_last(self.weight.unsqueeze(2)), past)
 
 
 def fold_column_conv(weight, read):
@@ -259,7 +246,7 @@ def fold_column_conv(weight, read):
     return folded
 
 
-def read_columns(state, weights, cache: dict | None, slot: str):
+def read_columns(state, weights, past: Past | None = None):
     """state (B, T, v, d), weights (K, v, d) -> x_in (B, T, d) in at least fp32: only what enters a GEMM is rounded.
 
     Each tap contracts its columns first: only vectors of width d are then shifted over tokens and cached.
@@ -267,7 +254,7 @@ def read_columns(state, weights, cache: dict | None, slot: str):
     dtype = at_least_fp32(state.dtype)
     x = state.to(dtype)  # once, so that the taps' gradients meet in fp32
     taps = [(x * w).sum(2) for w in weights.to(dtype)]
-    return sum(delay(tap, s, cache, f"{slot}.{s}") for s, tap in enumerate(taps))
+    return sum(delay(tap, s, past) for s, tap in enumerate(taps))
 
 
 def delta_rewrite(state, khat, beta, value, erase: bool = True):
@@ -297,35 +284,30 @@ class DeltaRewrite(nn.Module):
     its own the direction. The gate beta comes from c.
     """
 
+    fused = "delta_rewrite"
+
     def __init__(self, config: DeltaConfig):
         super().__init__()
-        self.config = config
+        self.config, d = config, config.hidden_size
+        start, probability = normal(config.hidden_init_std), min(max(config.ddl_beta_init / 2, 1e-6), 1 - 1e-6)
+        output, beta_bias = Rule(start, OUTPUT, True), Rule(constant(math.log(probability) - math.log1p(-probability)))
         if config.ddl_beta_single_linear:
-            self.beta = nn.Linear(config.hidden_size, 1)
+            self.beta = linear(d, 1, output, beta_bias)
         else:
-            self.beta_in = nn.Linear(config.hidden_size, config.ddl_beta_hidden_size, bias=False)
-            self.beta_out = nn.Linear(config.ddl_beta_hidden_size, 1)
+            self.beta_in = linear(d, config.ddl_beta_hidden_size, output)
+            self.beta_out = linear(config.ddl_beta_hidden_size, 1, Rule(start, FIXED, decay=True), beta_bias)
         if config.ddl_map == "v" and config.ddl_k_branch == "attention":
-            self.k_query = nn.Parameter(torch.empty(config.hidden_size))
-            self.k_key = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-            self.k_out = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+            self.k_query = nn.Parameter(torch.empty(d))
+            self.rules = {"k_query": Rule(constant(0.0))}
+            self.k_key = linear(d, d, Rule(start, HIDDEN, decay=True))
+            self.k_out = linear(d, d, Rule(start, HIDDEN, decay=True))
         elif config.ddl_map == "v":
-            self.k_in = nn.Linear(config.hidden_size, config.ddl_k_hidden_size, bias=False)
-            self.k_out = nn.Linear(config.ddl_k_hidden_size, config.hidden_size, bias=False)
+            self.k_in = linear(d, config.ddl_k_hidden_size, output)
+            self.k_out = linear(config.ddl_k_hidden_size, d, Rule(start, INPUT, decay=True))
         # With a constant write value v_proj keeps its place in the state dict but takes no part in training.
-        self.v_proj = nn.Linear(config.hidden_size, config.ddl_value_channels).requires_grad_(not config.ddl_v_constant)
-
-    def init_parameters(self) -> tuple[str, ...]:
-        config = self.config
-        probability = min(max(config.ddl_beta_init / 2, 1e-6), 1 - 1e-6)
-        gate = "beta" if config.ddl_beta_single_linear else "beta_out"
-        nn.init.constant_(getattr(self, gate).bias, math.log(probability) - math.log1p(-probability))
-        bound = 1 / math.sqrt(config.hidden_size)
-        nn.init.uniform_(self.v_proj.bias, -bound, bound)
-        if config.ddl_k_branch == "attention":
-            nn.init.zeros_(self.k_query)
-            return f"{gate}.bias", "v_proj.bias", "k_query"
-        return f"{gate}.bias", "v_proj.bias"
+        value_bias = Rule(partial(nn.init.uniform_, a=-1 / math.sqrt(d), b=1 / math.sqrt(d)))
+        self.v_proj = linear(d, config.ddl_value_channels, output, value_bias)
+        self.v_proj.requires_grad_(not config.ddl_v_constant)
 
     def direction_source(self, state, h, x_in, c):
         """k~ (B, T, d): the sublayer's output (k-Map), or a branch of its own (v-Map)."""
@@ -371,35 +353,29 @@ class DeltaRewrite(nn.Module):
         value = linear_fp32(self.v_proj, source)
         return config.ddl_v_sigmoid_scale * value.sigmoid() if config.ddl_v_sigmoid else value
 
-    def flops_per_token(self) -> int:
-        """Forward: the heads that are used, the dot product k^T X (delta only) and the rank-1 write."""
+    def elementwise_flops(self) -> int:
+        """The dot product k^T X (delta only), the rank-1 write, and what attends over columns."""
         config, size = self.config, self.config.hidden_size * self.config.ddl_value_channels
-        unused = linear_flops(self.v_proj) if config.ddl_v_constant else 0
-        if config.ddl_k_branch == "attention":
-            unused += linear_flops(self.k_key) - 4 * size  # its product with k_query meets the columns twice
-        return linear_flops(self) - unused + (4 if config.ddl_update == "delta" else 2) * size
+        write = (4 if config.ddl_update == "delta" else 2) * size
+        return write + (4 * size if config.ddl_k_branch == "attention" else 0)
 
-    def forward(self, state, h, x_in, c):
+    def forward(self, state, h, x_in, c, past: Past | None = None):
         """state (B, T, v, d); sublayer output h, read x_in and context c (B, T, d) -> new state."""
         erase = self.config.ddl_update == "delta"
         khat = self.direction(self.direction_source(state, h, x_in, c))
         return delta_rewrite(state, khat, self.gate(c), self.write_value(h, x_in, c), erase)
 
     def statistics(self, state, h, x_in, c, written) -> dict:
-        """Mean and spread of the gate, and the discrepancy |t - k^T X| per number before and after the write."""
-        khat, beta, value = (
-            self.direction(self.direction_source(state, h, x_in, c)),
-            self.gate(c),
-            self.write_value(h, x_in, c),
-        )
+        """Of each token (B, T): the gate, and the root mean square of t - k^T X before and after the write."""
+        khat = self.direction(self.direction_source(state, h, x_in, c))
+        value = self.write_value(h, x_in, c)
 
         def discrepancy(x):
             read = (x.to(khat.dtype) * khat.unsqueeze(2)).sum(-1) / math.sqrt(khat.shape[-1])  # k^T X (B, T, v)
-            return (value - read).square().mean().sqrt()
+            return (value - read).square().mean(-1).sqrt()
 
         return {
-            "beta_mean": beta.mean(),
-            "beta_std": beta.std(),
+            "beta": self.gate(c).squeeze(-1),
             "discrepancy_before": discrepancy(state),
             "discrepancy_after": discrepancy(written),
         }
@@ -410,24 +386,11 @@ class DeltaBlock(Block):
 
     Compressor = OnlyColumn
 
-    def __init__(self, config: DeltaConfig):
-        super().__init__(config)
+    def __init__(self, config: DeltaConfig, layer: int):
+        super().__init__(config, layer)
         self.compress = self.Compressor(config)
         self.ddl_attn = DeltaRewrite(config)
         self.ddl_mlp = DeltaRewrite(config)
-
-    def state_size(self) -> int:
-        config = self.ddl_attn.config
-        return config.hidden_size * config.ddl_value_channels
-
-    def residual_flops_per_token(self) -> int:
-        sites = self.ddl_attn.flops_per_token() + self.ddl_mlp.flops_per_token()
-        return 2 * self.compress.flops_per_token() + sites
-
-    def read_state(self, site: str, state, cache):
-        x_in = self.compress(state, cache, f"compress.{site}")
-        return x_in, x_in
-
-    def write_state(self, site: str, state, h, c, aux):
-        rewrite = self.ddl_attn if site == "attn" else self.ddl_mlp
-        return rewrite(state, h, aux, c)
+        attn, mlp = self.sites
+        attn = replace(attn, read=self.compress, write=self.ddl_attn)
+        self.sites = attn, replace(mlp, read=self.compress, write=self.ddl_mlp)

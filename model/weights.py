@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import configurator
 from model import build, model_class
-from model.gpt import at_least_fp32
+from model.layers import at_least_fp32
 
 TIED = "lm_head.weight"  # the same tensor as the embedding; stored once, or twice by other codes
 EMBEDDING = "transformer.wte.weight"

@@ -148,7 +148,7 @@ def facts_of(model, tokenizer, state: dict, defaults: dict) -> dict:
         "tokenizer": tokenizer.name,
         "end_of_text": tokenizer.eot_token,
         "block_size": model.config.block_size,
-        "sites": list(gated_sites(model)),
+        "sites": gated_sites(model),
         "most_new_tokens": MOST_NEW_TOKENS,
         "defaults": defaults,
     }

@@ -136,8 +136,8 @@ def sigmoid(x):
     return F.logsigmoid(x).exp()
 
 
-def oracle(case: Step, inputs: dict, carried=None) -> tuple[dict, dict]:
-    """(results, leaves) in float64. carried: the cache of read_columns."""
+def oracle(case: Step, inputs: dict) -> tuple[dict, dict]:
+    """(results, leaves) in float64."""
     dtype = inputs["base"].dtype
     state = inputs["base"].double()
     for h, u in zip(inputs["hs"], inputs["us"]):
@@ -152,7 +152,7 @@ def oracle(case: Step, inputs: dict, carried=None) -> tuple[dict, dict]:
         khat = F.rms_norm(leaves["h"], (case.d,), eps=K_EPS**2 / case.d)
         beta = 2 * sigmoid(leaves["y"]).unsqueeze(-1)
         state = rounded(delta_rewrite(state, khat, beta, value, case.erase), dtype)
-    x_in = read_columns(state, leaves["read"], carried, "slot")
+    x_in = read_columns(state, leaves["read"])
     context = F.rms_norm(x_in, (case.d,), eps=NORM_EPS) * leaves["norm"]
     results = {"state": state, "context": context, "x_in": x_in}
     if "gate" in case.heads:

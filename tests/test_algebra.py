@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model import build
-from model.residual import ColumnConvRead, EmbeddingConv, TokenConvRead, delay, delta_rewrite, read_columns
+from model.block import Past, delay
+from model.residual import ColumnConvRead, EmbeddingConv, TokenConvRead, delta_rewrite, read_columns
 
 TINY = {"vocab_size": 7, "block_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 4}
 SIZES = st.tuples(st.integers(1, 9), st.integers(1, 5))  # d, v
@@ -165,11 +166,11 @@ def test_delay_by_chunks_is_delay_of_the_whole(tokens, chunks):
     x = torch.arange(1.0, sum(chunks) + 1)[None, :, None]
     expected = torch.cat((torch.zeros(tokens), x.flatten()))[: sum(chunks)]
     cache: dict = {}
-    parts = [delay(part, tokens, cache, "slot") for part in x.split(chunks, dim=1)]
+    parts = [delay(part, tokens, Past(cache, "slot")) for part in x.split(chunks, dim=1)]
     assert torch.cat(parts, dim=1).flatten().tolist() == expected.tolist()
-    assert delay(x, tokens, None, "slot").flatten().tolist() == expected.tolist()
+    assert delay(x, tokens).flatten().tolist() == expected.tolist()
 
 
 def test_read_of_one_tap_is_a_weighted_sum():
     state, weights = torch.randn(2, 3, 4, 5).double(), torch.randn(1, 4, 5).double()
-    close(read_columns(state, weights, None, ""), torch.einsum("btjd,jd->btd", state, weights[0]))
+    close(read_columns(state, weights), torch.einsum("btjd,jd->btd", state, weights[0]))

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import one_line_error, script, small_run
-from test_model import EXPANDED, TINY, tiny
+from test_model import EXPANDED, PAPER, TINY, tiny
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import bench
@@ -17,8 +17,8 @@ from model.decoding import Decoder, padded, round_matrices
 from model.generation import Generation, Sampling
 
 CC, EC = "DDL-gpt-mha-rope-CC", "DDL-gpt-mha-rope-EC"
-CASES = [(stem, {}) for stem in STEMS]
-CASES += [(stem, {"ddl_map": "v", "ddl_k_hidden_size": 3}) for stem in STEMS if stem.startswith("DDL")]
+CASES = [(stem, {}) for stem in PAPER]
+CASES += [(stem, {"ddl_map": "v", "ddl_k_hidden_size": 3}) for stem in PAPER if stem.startswith("DDL")]
 CASES += [(stem, {"ddl_map": "v", "ddl_k_branch": "attention"}) for stem in EXPANDED]
 CASES += [("DDL-gpt-mha-rope", {"ddl_state_shortconv_kernel_size": k}) for k in (1, 2, 7)]
 CASES += [(EC, {"input_embed_shortconv_kernel_size": k, "ddl_value_channels": 2}) for k in (1, 2, 7)]
@@ -92,12 +92,12 @@ def test_what_is_no_token_attends_to_something():
     """The softmax over nothing is 0 / 0 in some backends."""
     model, ids = tiny("gpt-mha-rope"), padded([[1], [2, 3, 4]])
     cache = model.new_cache()
-    mask = model.places(3, cache, cache.reserve(ids)).mask
+    mask = model.positions(3, cache, cache.reserve(ids)).mask
     assert mask[0, 0].tolist() == [[True, False, False], [False, True, False], [False, False, True]]
     assert torch.equal(mask[1, 0], torch.ones(3, 3).tril().bool())
 
 
-@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("stem", PAPER)
 def test_one_compilation_serves_every_position(stem, counter):
     model = tiny(stem, block_size=64)
     decoder = Decoder(model, 2, 58, compiled=True)
@@ -112,7 +112,7 @@ def test_one_compilation_serves_every_position(stem, counter):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("stem", PAPER)
 def test_compiled_by_inductor(stem):
     model = tiny(stem)
     check(Decoder(model, 2, compiled=True), model, tokens_of(2, TINY["block_size"]), 4)
@@ -137,7 +137,7 @@ def test_tensors_stay_where_they_are(compiled, counter):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("stem", PAPER)
 def test_bfloat16_is_the_uncached_models_to_its_rounding(stem, compiled, counter):
     model, ids = tiny(stem), tokens_of(2, 16)
     wanted = exact(model, ids, 6)
@@ -154,7 +154,7 @@ def test_bfloat16_is_the_uncached_models_to_its_rounding(stem, compiled, counter
         assert errors[1] < 0.1, errors
 
 
-@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("stem", PAPER)
 def test_rounding_matrices_changes_no_bit_under_autocast(stem):
     model, ids = tiny(stem, **({"ddl_map": "v"} if stem.endswith("CC") else {})).float(), tokens_of(2, 16)
     with torch.autocast("cpu", torch.bfloat16):
@@ -293,7 +293,7 @@ def test_what_cannot_be_measured_is_said(arguments, message):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("setting", ["off", "on"])
-@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("stem", PAPER)
 def test_a_cuda_graph_equals_the_eager_step(stem, setting):
     """Over all positions and two prompts, and the plain model in float64 on a CPU; then under autocast."""
     if setting == "on":

@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_decoding import CASES
-from test_model import TINY, tiny
+from test_model import PAPER, TINY, tiny
 
 from data.tokenizer import byte_tokenizer
-from model import STEMS, build
+from model import build
 from model.decoding import Decoder
 from model.generation import Generation, Sampling, Text, draw, generate_text
 
@@ -147,7 +147,7 @@ def test_cached_text_of_256_tokens(stem, keys):
     assert len({token for text in texts for token in text}) > 1  # some configurations fall into loops
 
 
-@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("stem", PAPER)
 def test_256_tokens_of_four_prompts(stem):
     """The same by one whole pass over each text: each of its tokens is the likeliest after those before it."""
     model = lively(stem, block_size=300)

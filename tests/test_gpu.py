@@ -3,11 +3,12 @@
 import pytest
 import torch
 from conftest import small_run
+from test_model import PAPER
 
 import train
 from benchmarks import timing
 from data.loader import prefetched
-from model import STEMS, build
+from model import build
 from training import checkpoint, metrics
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -16,7 +17,7 @@ SIZE |= {"hidden_size": 128}
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("stem", PAPER)
 def test_gradients_equal_the_cpus(stem, compiled):
     model = build(stem, **SIZE)
     ids, targets = torch.randint(0, 512, (2, 4, 128))

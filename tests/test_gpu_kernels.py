@@ -7,14 +7,15 @@ import copy
 
 import pytest
 import torch
-from test_model import TINY, randomise
+from contract import randomise
+from test_model import PAPER, TINY
 
 pytest.importorskip("triton")
 
 import fused
 from fused import INTERPRETED, Step
 
-from model import STEMS, build, gpt
+from model import build, layers
 
 pytestmark = [
     pytest.mark.gpu,
@@ -89,14 +90,14 @@ def test_rotation_gives_the_same_bits():
     assert all(torch.equal(one, other) for one, other in zip(fused.heads(*inputs), fused.heads(*inputs)))
 
 
-@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("stem", PAPER)
 def test_model(stem):
     fused.check_model(tiny(stem))
 
 
 @pytest.mark.parametrize("setting", ["on", "off"])
 def test_model_of_joined_products(setting, monkeypatch):
-    monkeypatch.setattr(gpt, "TOKENS_FOR_ONE_PRODUCT", 1)
+    monkeypatch.setattr(layers, "TOKENS_FOR_ONE_PRODUCT", 1)
     model = tiny("gpt-mha-rope")
     if setting == "on":
         fused.check_model(model)

@@ -1,20 +1,24 @@
 """Models on fused streams against the plain ones: training, compiled, checkpointed, cached, on two processes."""
 
+import re
+
 import pytest
 import torch
 from conftest import ROOT, script
-from test_model import TINY, randomise
+from contract import randomise
+from test_model import PAPER, TINY
 
 pytest.importorskip("triton")
 
 import fused
 from fused import INTERPRETED
 
-from model import STEMS, build, kernels
-from model.gpt import CausalSelfAttention, Heads, RMSNorm, Stream
+from model import build, kernels
+from model.block import Block, Stream
 from model.kernels.rope import FusedHeads
 from model.kernels.stream import DeltaStream
-from model.residual import DeltaBlock, DeltaRewrite, EmbeddingConv
+from model.layers import CausalSelfAttention, Heads, RMSNorm
+from model.residual import DeltaRewrite, EmbeddingConv, OnlyColumn
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="compiled kernels: see test_gpu.py")
 CC, TC = "DDL-gpt-mha-rope-CC", "DDL-gpt-mha-rope"
@@ -45,7 +49,7 @@ OPTIONS = {
 SLOW_OPTIONS = [(stem, keys) for stem in (TC, "DDL-gpt-mha-rope-EC") for _, keys in list(OPTIONS.values())[:8]]
 
 
-@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("stem", PAPER)
 def test_model(stem):
     fused.check_model(tiny(stem, num_hidden_layers=1 if stem == TC else 2))
 
@@ -86,24 +90,24 @@ def test_a_state_is_stored_once_an_interval(interval, replayed, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("stem", PAPER)
 def test_intervals_change_no_bit_of_any_stem(stem, autocast):
     fused.check_intervals(tiny(stem, num_hidden_layers=3), autocast, (1, 2, 3, 4, 9))
 
 
-@pytest.mark.parametrize("stem", [CC, "gpt-mha-rope", *(pytest.param(s, marks=pytest.mark.slow) for s in STEMS)])
+@pytest.mark.parametrize("stem", [CC, "gpt-mha-rope", *(pytest.param(s, marks=pytest.mark.slow) for s in PAPER)])
 def test_compiles_without_graph_breaks(stem):
     # Around the kernels the compiler decomposes norms and losses: another order of float32 sums.
     fused.check_compiled(tiny(stem, num_hidden_layers=1), "aot_eager", 3e-5)
 
 
-@pytest.mark.parametrize("stem", [CC, *(pytest.param(s, marks=pytest.mark.slow) for s in STEMS)])
+@pytest.mark.parametrize("stem", [CC, *(pytest.param(s, marks=pytest.mark.slow) for s in PAPER)])
 def test_activation_checkpointing(stem):
     fused.check_checkpointing(tiny(stem))
 
 
 @pytest.mark.parametrize(
-    "stem", ["DDL-gpt-mha-rope-CC-EC", "gpt-mha-rope", *(pytest.param(s, marks=pytest.mark.slow) for s in STEMS)]
+    "stem", ["DDL-gpt-mha-rope-CC-EC", "gpt-mha-rope", *(pytest.param(s, marks=pytest.mark.slow) for s in PAPER)]
 )
 def test_autocast(stem):
     fused.check_autocast(tiny(stem), torch.bfloat16)
@@ -143,9 +147,13 @@ class OtherWrite(DeltaRewrite):
     pass
 
 
-class OtherBlock(DeltaBlock):
-    def write_state(self, site, state, h, c, aux):
-        return state
+class OtherBlock(Block):
+    def forward(self, state, positions, cache=None):
+        return state, None
+
+
+class OtherRead(OnlyColumn):
+    pass
 
 
 class OtherNorm(RMSNorm):
@@ -153,31 +161,30 @@ class OtherNorm(RMSNorm):
 
 
 @pytest.mark.parametrize(
-    ("stem", "module", "other"),
+    ("stem", "module", "other", "what"),
     [
-        (CC, "transformer.h.0.ddl_mlp", OtherWrite),
-        (CC, "transformer.h.1.ddl_attn", OtherWrite),
-        (CC, "transformer.h.0", OtherBlock),
-        (CC, "transformer.h.1", OtherBlock),
-        (CC, "transformer.h.1.compress", torch.nn.Identity),
-        (CC, "readout", torch.nn.Identity),
-        (CC, "ln_f", OtherNorm),
-        ("gpt-mha-rope", "transformer.h.0.ln_2", OtherNorm),
-        ("gpt-mha-rope", "transformer.h.1.ln_1", OtherNorm),
-        ("gpt-mha-rope", "readout", torch.nn.Identity),
+        (CC, "transformer.h.0.ddl_mlp", OtherWrite, "the write (OtherWrite) of block 0, site mlp"),
+        (CC, "transformer.h.1.ddl_attn", OtherWrite, "the write (OtherWrite) of block 1, site attn"),
+        (CC, "transformer.h.1", OtherBlock, "the forward pass of OtherBlock, block 1"),
+        (CC, "transformer.h.1.compress", OtherRead, "the read (OtherRead) of block 1, site attn"),
+        (CC, "readout", OtherRead, "the readout (OtherRead, RMSNorm)"),
+        (CC, "ln_f", OtherNorm, "the readout (ColumnConvRead, OtherNorm)"),
+        ("gpt-mha-rope", "transformer.h.1.ln_2", OtherNorm, "the norm (OtherNorm) of block 1, site mlp"),
+        ("gpt-mha-rope", "readout", OtherRead, "the readout (OtherRead, RMSNorm)"),
     ],
 )
-def test_a_stream_of_ones_own_is_left_alone(stem, module, other):
+def test_a_stream_of_ones_own_is_left_alone(stem, module, other, what):
+    """A subclass does not inherit its parent's fused form, in whatever block it is."""
     model = build(stem, **TINY)
     model.get_submodule(module).__class__ = other
-    with pytest.raises(ValueError, match=r"there are none for the residual stream of model\."):
+    with pytest.raises(ValueError, match=re.escape(f"kernels=on: there are none for {what}")):
         kernels.use(model, "on", "cpu")
     assert type(model.stream) is Stream
 
 
 class DoubledEmbedding(EmbeddingConv):
-    def forward(self, x, cache=None, slot=""):
-        return super().forward(2 * x, cache, slot)
+    def forward(self, x, past=None):
+        return super().forward(2 * x, past)
 
 
 def test_an_expansion_of_ones_own_is_kept():

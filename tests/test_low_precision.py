@@ -4,14 +4,14 @@ import copy
 
 import pytest
 import torch
-from test_model import TINY
+from test_model import PAPER, TINY
 
-from model import STEMS, build
+from model import build
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 BRANCHES = {"plain": {}, "vmap": {"ddl_map": "v"}, "gate": {"ddl_beta_single_linear": False}}
 BRANCHES |= {"columns": {"ddl_map": "v", "ddl_k_branch": "attention"}}
-CASES = [(stem, branch) for stem in STEMS for branch in BRANCHES if branch == "plain" or stem.startswith("DDL")]
+CASES = [(stem, branch) for stem in PAPER for branch in BRANCHES if branch == "plain" or stem.startswith("DDL")]
 CASES.remove(("DDL-vdim1-gpt-mha-rope", "columns"))
 
 
@@ -67,7 +67,7 @@ def test_logits_and_loss_are_those_of_autocast(stem, branch, name):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", DTYPES)
-@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("stem", PAPER)
 def test_decoding_with_a_cache_is_near_float32(stem, name):
     low, exact = lowered(stem, "plain", DTYPES[name])
     ids, cache = torch.randint(0, 29, (3, 12)), low.new_cache()
@@ -75,9 +75,8 @@ def test_decoding_with_a_cache_is_near_float32(stem, name):
     assert relative(torch.cat(parts, dim=1), exact(ids)[0]) < 8 * torch.finfo(DTYPES[name]).eps / 2
 
 
-@pytest.mark.parametrize("stem", STEMS)
-def test_bfloat16_compiles_to_the_same(stem):
-    low, _ = lowered(stem, "plain", torch.bfloat16)
+def test_bfloat16_compiles_to_the_same():
+    low, _ = lowered("DDL-gpt-mha-rope-EC", "plain", torch.bfloat16)
     ids, targets = torch.randint(0, 29, (2, 3, 12))
     wanted = low(ids, targets)[1]
     found = torch.compile(low, fullgraph=True, backend="aot_eager")(ids, targets)[1]

@@ -1,9 +1,9 @@
 """muP's coordinate check: sizes that stay level with width under muP, and grow without it."""
 
 import pytest
+from test_model import PAPER
 
 from analyze import coordinate_check, slope
-from model import STEMS
 
 
 def test_slope():
@@ -11,7 +11,7 @@ def test_slope():
     assert slope([64, 128], [5.0, 5.0]) == pytest.approx(0)
 
 
-@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("stem", PAPER)
 def test_coordinates_do_not_grow_with_width(stem):
     result = coordinate_check(stem, [64, 128, 256], steps=4, learning_rate=1e-2)
     for quantity in ("h", "c", "logits"):

@@ -4,8 +4,9 @@ import copy
 
 import pytest
 import torch
+from test_model import PAPER
 
-from model import STEMS, build
+from model import build
 
 # At d = 64 this holds for all but the reads over tokens, whose gradient was off by 3.6 times the baseline's (bound 3).
 SIZE = {"vocab_size": 128, "block_size": 64, "num_hidden_layers": 12, "num_attention_heads": 4, "head_dim": 32}
@@ -33,7 +34,7 @@ def baseline():
     return errors("gpt-mha-rope")
 
 
-@pytest.mark.parametrize("stem", [stem for stem in STEMS if stem.startswith("DDL")])
+@pytest.mark.parametrize("stem", [stem for stem in PAPER if stem.startswith("DDL")])
 def test_bfloat16_error_stays_near_the_baselines(stem, baseline):
     logits, gradient = errors(stem)
     assert 0 < logits < 2.5 * baseline[0]

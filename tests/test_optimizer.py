@@ -5,8 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from test_model import PAPER
 
-from model import STEMS, build
+from model import build
 from training import optimizer
 
 TINY = {"vocab_size": 29, "block_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 6}
@@ -20,7 +21,7 @@ def settings(**changes):
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("stem", PAPER)
 def test_every_parameter_is_in_exactly_one_group(stem, name):
     model = build(stem, **TINY)
     optimizers = optimizer.build_optimizers(model, settings(optimizer=name))

@@ -4,15 +4,16 @@ import copy
 
 import pytest
 import torch
-from test_model import TINY, randomise
+from contract import randomise
+from test_model import PAPER, TINY
 
-from model import STEMS, build, gpt
+from model import build, layers
 
 INNER = 8 * TINY["hidden_size"] // 3  # 26: filled up to 64
 
 
 def one_product(monkeypatch) -> None:
-    monkeypatch.setattr(gpt, "as_one_product", lambda x: True)
+    monkeypatch.setattr(layers, "as_one_product", lambda x: True)
 
 
 def outcome(model, run=None):
@@ -36,7 +37,7 @@ def check_same(stem, monkeypatch, dtype, compiled=None, **config):
     assert joined.state_dict().keys() == plain.state_dict().keys()
 
 
-@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("stem", PAPER)
 def test_one_product_computes_the_same(stem, monkeypatch):
     check_same(stem, monkeypatch, torch.float64)
 
@@ -56,16 +57,16 @@ def test_one_product_is_for_many_tokens_on_a_gpu():
     def x(device, *shape):
         return type("X", (), {"device": torch.device(device), "shape": torch.Size(shape)})
 
-    assert gpt.as_one_product(x("cuda", 2, 1024, 8))
-    assert not gpt.as_one_product(x("cuda", 2, 1, 8))  # generation
-    assert not gpt.as_one_product(x("cpu", 2, 1024, 8))
+    assert layers.as_one_product(x("cuda", 2, 1024, 8))
+    assert not layers.as_one_product(x("cuda", 2, 1, 8))  # generation
+    assert not layers.as_one_product(x("cpu", 2, 1024, 8))
 
 
 def test_products_have_wide_sides(monkeypatch):
     """The width of the MLP is filled up in the products alone, and a gradient has its parameter's shape."""
     one_product(monkeypatch)
     seen, linear = [], torch.nn.functional.linear
-    monkeypatch.setattr(gpt.F, "linear", lambda x, w, *args: seen.append(tuple(w.shape)) or linear(x, w, *args))
+    monkeypatch.setattr(layers.F, "linear", lambda x, w, *args: seen.append(tuple(w.shape)) or linear(x, w, *args))
     model = build("gpt-mha-rope", **TINY)
     model(torch.zeros(1, 3, dtype=torch.int64))
     assert (128, 10) in seen

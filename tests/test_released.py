@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from test_model import PAPER
 
-from model import STEMS, build, released
+from model import build, released
 
 TINY = {"vocab_size": 29, "block_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 6}
 TINY |= {"hidden_size": 10}
@@ -29,7 +30,7 @@ def noisy(stem, **keys):
     return model.eval()
 
 
-@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("stem", PAPER)
 def test_round_trip_through_the_released_names(stem, tmp_path):
     model = noisy(stem)
     written = released.state_dict(model)

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from test_model import TINY, randomise
+from contract import randomise
+from test_model import TINY
 
-from model import build, gpt, kernels
+from model import build, kernels, layers
 
 pytest.importorskip("triton")
 
@@ -52,19 +53,19 @@ def test_heads_come_with_the_fused_stream():
     assert kernels.use(model, "on", "cpu") is None
     assert {type(block.attn.heads) for block in model.transformer.h} == {rope.FusedHeads}
     assert kernels.use(model, "off", "cpu") == "kernels=off"
-    assert {type(block.attn.heads) for block in model.transformer.h} == {gpt.Heads}
+    assert {type(block.attn.heads) for block in model.transformer.h} == {layers.Heads}
     for config in ({"rope_ratio": 0.4}, {"use_qk_rmsnorm": False}, {"head_dim": 5}):
         model = build("gpt-mha-rope", **{**TINY, **config})
         assert kernels.use(model, "on", "cpu") is None
-        assert {type(block.attn.heads) for block in model.transformer.h} == {gpt.Heads}
+        assert {type(block.attn.heads) for block in model.transformer.h} == {layers.Heads}
 
 
 def test_heads_of_one_product(monkeypatch):
     model = randomise(build("gpt-mha-rope", **TINY))
-    monkeypatch.setattr(gpt, "as_one_product", lambda x: True)
+    monkeypatch.setattr(layers, "as_one_product", lambda x: True)
     fused.check_model(model)
 
 
 def test_heads_of_one_product_compiled(monkeypatch):
-    monkeypatch.setattr(gpt, "as_one_product", lambda x: True)
+    monkeypatch.setattr(layers, "as_one_product", lambda x: True)
     fused.check_compiled(randomise(build("gpt-mha-rope", **TINY, mup=True)), "aot_eager", 1e-5)

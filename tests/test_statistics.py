@@ -7,54 +7,52 @@ import numpy as np
 import pytest
 import torch
 from conftest import SMALL
+from test_model import PAPER
 
-from model import STEMS, build
+from model import build
 from training.metrics import Spikes
 from training.residual_statistics import residual_statistics
 
 
-@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("stem", PAPER)
 def test_statistics_are_those_of_the_equations(stem):
     model = build(stem, **SMALL).double()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     ids = torch.randint(0, 260, (3, 10))
-    seen = {}
+    expected, hooks = {}, []
 
-    def keep(name):
-        def hook(_module, inputs, output):
-            seen[name] = (*inputs, output)
+    def expect(name, value):
+        expected.setdefault(name, []).append(value.item())
+
+    def after_write(site):
+        def hook(write, inputs, written):
+            state, h, x_in, c, _ = inputs
+            expect(f"{site.name}.state_rms", written.square().mean().sqrt())
+            if not hasattr(write, "v_proj"):
+                return
+            k = h / (h.square().sum(-1, keepdim=True) + write.config.ddl_k_eps**2).sqrt()  # (B, T, d), the k-Map
+            t = 4 * (x_in @ write.v_proj.weight.T + write.v_proj.bias).sigmoid()
+            beta = 2 * (c @ write.beta.weight.T + write.beta.bias).sigmoid()
+            gaps = [(t - torch.einsum("btd,btvd->btv", k, x)).square().mean(-1).sqrt() for x in (state, written)]
+            for name, value in zip(("beta", "discrepancy_before", "discrepancy_after"), (beta, *gaps)):
+                expect(f"{site.name}.{name}_mean", value.mean())
+                expect(f"{site.name}.{name}_std", value.std())
 
         return hook
 
-    for index, block in enumerate(model.transformer.h):
-        block.register_forward_hook(keep(f"block {index}"))
-        for site in ("attn", "mlp"):
-            if hasattr(block, f"ddl_{site}"):
-                getattr(block, f"ddl_{site}").register_forward_hook(keep(f"{site} {index}"))
-    hooks = sum(len(module._forward_hooks) for module in model.modules())
+    for site in (site for block in model.transformer.h for site in block.sites):
+        hooks.append(site.write.register_forward_hook(after_write(site)))
+    model(ids)
+    for hook in hooks:
+        hook.remove()
     found = residual_statistics(model, ids, contextlib.nullcontext())
-    expected = {"state_rms": [seen[f"block {i}"][-1].square().mean().sqrt().item() for i in range(2)]}
-    for site in ("attn", "mlp"):
-        for index in range(2) if f"{site} 0" in seen else ():
-            state, h, x_in, c, written = seen[f"{site} {index}"]
-            rewrite = getattr(model.transformer.h[index], f"ddl_{site}")
-            k = h / (h.square().sum(-1, keepdim=True) + rewrite.config.ddl_k_eps**2).sqrt()  # (B, T, d), the k-Map
-            t = x_in @ rewrite.v_proj.weight.T + rewrite.v_proj.bias
-            t = rewrite.config.ddl_v_sigmoid_scale * t.sigmoid() if rewrite.config.ddl_v_sigmoid else t
-            beta = 2 * (c @ rewrite.beta.weight.T + rewrite.beta.bias).sigmoid()
-            for name, x in (("before", state), ("after", written)):
-                gap = t - torch.einsum("btd,btvd->btv", k, x)
-                expected.setdefault(f"ddl_{site}.discrepancy_{name}", []).append(gap.square().mean().sqrt().item())
-            expected.setdefault(f"ddl_{site}.beta_mean", []).append(beta.mean().item())
-            expected.setdefault(f"ddl_{site}.beta_std", []).append(beta.std().item())
     assert found.keys() == expected.keys()
     for name, values in expected.items():
         assert found[name] == pytest.approx(values, rel=1e-5), name  # k has a guard in its norm
-    assert hooks == sum(len(module._forward_hooks) for module in model.modules())
 
 
-@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("stem", PAPER)
 def test_activation_checkpointing_changes_nothing_but_what_is_kept(stem):
     model = build(stem, **SMALL).double()
     ids = torch.randint(0, 260, (2, 12))

@@ -5,12 +5,10 @@ import dataclasses
 import naive
 import pytest
 import torch
-from test_model import TINY, tiny
+from test_model import PAPER, TINY, tiny
 from transcription import Transcription
 
-from model import STEMS
-
-CASES = [(stem, {}) for stem in STEMS]
+CASES = [(stem, {}) for stem in PAPER]
 CASES += [("DDL-gpt-mha-rope-CC-EC", {"ddl_value_channels": 2, "mup": True, "rope_ratio": 0.5})]
 CASES += [("DDL-gpt-mha-rope", {"ddl_value_channels": 8, "use_qk_rmsnorm": False, "ddl_v_sigmoid_scale": 3.0})]
 
@@ -47,7 +45,7 @@ def test_values_are_those_of_the_naive_loops(stem):
     torch.testing.assert_close(transcribed(stem, model)(ids)[0][0], expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("stem", PAPER)
 def test_half_precision_is_the_models_to_its_rounding(stem):
     model = tiny(stem).float()
     ids, targets = torch.randint(0, TINY["vocab_size"], (2, 2, 9))

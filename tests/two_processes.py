@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from contract import randomise
 from fused import check_close, programs
-from test_model import TINY, randomise
+from test_model import TINY
 
 from model import build, kernels
 from training.parallel import gathered, parallelise

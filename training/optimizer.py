@@ -5,64 +5,41 @@ import math
 import torch
 from torch import nn
 
+from model.parameters import rules_of
 from training.parallel import placed_like
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Trainable parameters by (learning-rate scale, weight decay): each in exactly one group.
+def parameter_groups(model: nn.Module, weight_decay: float, with_muon: bool) -> tuple[list[dict], list[dict]]:
+    """(AdamW's groups, Muon's) of all trainable parameters, each in exactly one, as their rules say.
 
-    Weight decay falls on parameters of two or more dimensions. Under muP the weights of linear layers inside the
-    blocks learn at `mup_scale`, all else at the base rate; `beta_out` maps between two fixed widths and stays there.
-    A group is {"params", "names", "lr_scale", "weight_decay"}.
+    A group is {"params", "names", "lr_scale", "weight_decay"}; under muP lr_scale is `mup_scale` to the power of the
+    parameter's kind.
     """
-    scaled = {
-        f"{name}.weight"
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name != "lm_head" and not name.endswith(".beta_out")
-    }
     groups: dict = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        key = (
-            model.config.mup_scale if name in scaled else 1.0,
-            weight_decay if parameter.ndim >= 2 else 0.0,
-        )
-        group = groups.setdefault(key, {"params": [], "names": [], "lr_scale": key[0], "weight_decay": key[1]})
-        group["params"].append(parameter)
-        group["names"].append(name)
-    names = [name for group in groups.values() for name in group["names"]]
-    assert sorted(names) == sorted(name for name, p in model.named_parameters() if p.requires_grad)
-    assert scaled <= dict(model.named_parameters()).keys()
-    return list(groups.values())
-
-
-def is_hidden_matrix(name: str) -> bool:
-    """Matrices of the attention and MLP sublayers: those that Muon orthogonalises."""
-    return name.startswith("transformer.h.") and (".attn.c_" in name or ".mlp.c_" in name)
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for name, rule in rules_of(model).items():
+        if name in parameters:
+            muon = with_muon and rule.muon
+            scale = model.config.mup_scale ** (rule.kind.muon if muon else rule.kind.adam)
+            key = muon, scale, weight_decay if rule.decay else 0.0
+            group = groups.setdefault(key, {"params": [], "names": [], "lr_scale": scale, "weight_decay": key[2]})
+            group["params"].append(parameters[name])
+            group["names"].append(name)
+    adam, muon = ([group for key, group in groups.items() if key[0] == wanted] for wanted in (False, True))
+    return adam, muon
 
 
 def build_optimizers(model: nn.Module, config) -> list[torch.optim.Optimizer]:
-    """AdamW over all, or Muon over the hidden matrices and AdamW over the rest, for `config.optimizer`.
+    """AdamW over all, or Muon over what may take it and AdamW over the rest, for `config.optimizer`.
 
     Muon runs with `match_rms_adamw`, which gives its updates the size of AdamW's: one learning rate serves both.
     """
-    groups = parameter_groups(model, config.weight_decay)
-    adam, muon = groups, []
-    if config.optimizer == "muon":
-        adam = [_subset(group, lambda name: not is_hidden_matrix(name)) for group in groups]
-        muon = [_subset(group, is_hidden_matrix) for group in groups]
-    adam, muon = ([group for group in part if group["params"]] for part in (adam, muon))
+    adam, muon = parameter_groups(model, config.weight_decay, config.optimizer == "muon")
     betas = (config.beta1, config.beta2)
     optimizers = [torch.optim.AdamW(adam, lr=config.learning_rate, betas=betas, eps=1e-8, fused=True)]
     if muon:
         optimizers.append(torch.optim.Muon(muon, lr=config.learning_rate, adjust_lr_fn="match_rms_adamw"))
     return optimizers
-
-
-def _subset(group: dict, keep) -> dict:
-    pairs = [(n, p) for n, p in zip(group["names"], group["params"]) if keep(n)]
-    return {**group, "names": [n for n, _ in pairs], "params": [p for _, p in pairs]}
 
 
 def learning_rate_at(step: int, config) -> float:

@@ -1,41 +1,54 @@
-"""What the residual stream of a model does: gates, discrepancies and sizes, from one pass over a few sequences."""
+"""What the residual stream of a model does, token by token: what its sites say of themselves, as passes are made."""
 
 import torch
 from torch import nn
 
+from model.block import Stream
+
+
+class Watched(Stream):
+    """Every step by itself; `seen(site, quantities)` is told of each write.
+
+    quantities: h and c (B, T, d), `state` as written, `extra_loss` where the site has one, and under `statistics` what
+    the write says of every token, by name (B, T).
+    """
+
+    def __init__(self, seen):
+        self.seen = seen
+
+    def write(self, site, state, h, c, x_in, cache):
+        written, loss = super().write(site, state, h, c, x_in, cache)
+        statistics = {}
+        if hasattr(site.write, "statistics"):
+            statistics = site.write.statistics(state, h, x_in, c, written)
+        self.seen(site, {"h": h, "c": c, "state": written, "extra_loss": loss, "statistics": statistics})
+        return written, loss
+
 
 @torch.no_grad()
 def residual_statistics(model: nn.Module, ids: torch.Tensor, autocast) -> dict[str, list[float]]:
-    """{statistic: a number per block, first block first}, over all tokens of ids (B, T).
+    """{`<site>.<statistic>`: a number per block, first block first}, over all tokens of ids (B, T).
 
-    `state_rms` is the root mean square of the state after each block. A write that has a method `statistics` (inputs
-    as its forward, then the state it wrote; see DeltaRewrite) adds its own as `<site>.<statistic>`.
+    `state_rms` is the root mean square of the state after the site's write, `extra_loss` the site's own; each of the
+    write's statistics has a `_mean` and a `_std` over tokens.
     """
-    found: dict[str, list[float]] = {}
+    result: dict[str, list[float]] = {}
 
-    def record(name, value):
-        found.setdefault(name, []).append(float(value))
+    def seen(site, quantities):
+        values = {"state_rms": root_mean_square(quantities["state"])}
+        for name, each in quantities["statistics"].items():
+            values |= {f"{name}_mean": each.float().mean(), f"{name}_std": each.float().std()}
+        if quantities["extra_loss"] is not None:
+            values["extra_loss"] = quantities["extra_loss"]
+        for name, value in values.items():
+            result.setdefault(f"{site.name}.{name}", []).append(float(value))
 
-    def after_block(_module, _inputs, state):
-        record("state_rms", state.float().square().mean().sqrt())
+    with autocast, model.through(Watched(seen)):
+        model(ids)
+    return result
 
-    def after_write(site):
-        def hook(module, inputs, state):
-            for name, value in module.statistics(*inputs, state).items():
-                record(f"{site}.{name}", value)
 
-        return hook
-
-    hooks = []
-    for block in model.transformer.h:
-        hooks.append(block.register_forward_hook(after_block))
-        for name, module in block.named_modules():
-            if hasattr(module, "statistics"):
-                hooks.append(module.register_forward_hook(after_write(name)))
-    try:
-        with autocast, model.plain_stream():
-            model(ids)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found
+def root_mean_square(state) -> torch.Tensor:
+    """Of all numbers of a state, a tensor or a tuple of tensors."""
+    parts = state if isinstance(state, tuple) else (state,)
+    return torch.cat([part.float().flatten() for part in parts]).square().mean().sqrt()

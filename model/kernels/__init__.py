@@ -1,4 +1,4 @@
-"""Fused residual steps for GPUs (Triton). `model/residual.py` and `model/gpt.py` define what they compute.
+"""Fused residual steps for GPUs (Triton). `model/residual.py` and `model/block.py` define what they compute.
 
 `use(model)` puts them into a model, which knows nothing of them but its `stream`. They run compiled on CUDA devices,
 and on a CPU with TRITON_INTERPRET=1 in the environment: slowly, to be tested.
@@ -9,10 +9,16 @@ import os
 
 import torch
 
-from model.gpt import Block, Direct, Heads, RMSNorm, Stream
-from model.residual import ColumnConvRead, DeltaBlock, DeltaRewrite, OnlyColumn, TokenConvRead
+from model.block import Block, Site, Stream
+from model.layers import Heads
 
-READS = {OnlyColumn, ColumnConvRead, TokenConvRead}
+# The reads that the steps of each write know, by their classes' `fused`.
+READS = {"add": {"identity"}, "delta_rewrite": {"only_column", "column_conv", "token_conv"}}
+
+
+def form_of(module) -> str | None:
+    """The name of the module's fused form, None without. A subclass may compute something else: it names its own."""
+    return vars(type(module)).get("fused")
 
 
 def unavailable(device: torch.device | str) -> str | None:
@@ -28,33 +34,45 @@ def missing(model, device: torch.device | str) -> str | None:
     """Why the kernels cannot serve this model there, or None."""
     if why := unavailable(device):
         return why
-    block, config = model.transformer.h[0], model.config
-    if not known(model):
-        return f"there are none for the residual stream of {type(model).__module__}"
-    if isinstance(block, DeltaBlock) and config.ddl_value_channels not in (1, 2, 4, 8):
+    if unknown := without_form(model):
+        return f"there are none for {unknown}"
+    config = model.config
+    if write_form(model) == "delta_rewrite" and config.ddl_value_channels not in (1, 2, 4, 8):
         return f"they know 1, 2, 4 and 8 columns, ddl_value_channels is {config.ddl_value_channels}"
-    if isinstance(block, DeltaBlock) and config.ddl_k_branch == "attention":
+    if write_form(model) == "delta_rewrite" and config.ddl_k_branch == "attention":
         return "ddl_k_branch=attention needs the whole state"
     return None
 
 
-def known(model) -> bool:
-    """Whether the kernels compute what this model's classes do: a subclass may read or write in a way of its own."""
-    if type(model.ln_f) is not RMSNorm or len({isinstance(block, DeltaBlock) for block in model.transformer.h}) > 1:
-        return False
-    readouts = READS if isinstance(model.transformer.h[0], DeltaBlock) else {Direct}
-    return type(model.readout) in readouts and all(known_block(block, model.config) for block in model.transformer.h)
+def write_form(model) -> str | None:
+    """The form of the first block's first write; `without_form` says whether all are alike."""
+    return form_of(model.transformer.h[0].sites[0].write)
 
 
-def known_block(block, config) -> bool:
-    if {type(block.ln_1), type(block.ln_2)} != {RMSNorm} or type(block).forward is not Block.forward:
-        return False
-    if not isinstance(block, DeltaBlock):
-        return type(block) is Block
-    own = all(getattr(type(block), name) is getattr(DeltaBlock, name) for name in ("read_state", "write_state"))
-    writes = block.ddl_attn, block.ddl_mlp
-    plain = all(type(write) is DeltaRewrite and write.config == config for write in writes)
-    return own and plain and type(block.compress) in READS
+def without_form(model) -> str | None:
+    """The first part of the model's stream that the kernels do not compute, None: they compute all of it."""
+    reads = READS.get(write_form(model), set())
+    if form_of(model.ln_f) != "rms_norm" or form_of(model.readout) not in reads:
+        return f"the readout ({type(model.readout).__name__}, {type(model.ln_f).__name__}) of this model"
+    for block in model.transformer.h:
+        if type(block).forward is not Block.forward:
+            return f"the forward pass of {type(block).__name__}, block {block.layer}"
+        for site in block.sites:
+            parts = {"write": site.write, "read": site.read, "norm": site.norm, "norm after it": site.after}
+            fits = {
+                "write": form_of(site.write) == write_form(model) and known_write(site.write, model.config),
+                "read": form_of(site.read) in reads,
+                "norm": form_of(site.norm) == "rms_norm",
+                "norm after it": site.after is None,
+            }
+            for what in (name for name, known in fits.items() if not known or type(site) is not Site):
+                return f"the {what} ({type(parts[what]).__name__}) of block {block.layer}, site {site.name}"
+    return None
+
+
+def known_write(write, config) -> bool:
+    """Delta rewrites share the model's options; one with an extra loss needs the states, which the kernels skip."""
+    return getattr(write, "config", config) == config and not hasattr(write, "extra_loss")
 
 
 def use(model, setting: str = "auto", device: torch.device | str = "cuda", state_interval: int = 2) -> str | None:
@@ -74,7 +92,7 @@ def use(model, setting: str = "auto", device: torch.device | str = "cuda", state
         from model.kernels import stream as fused
 
         lowering.register()
-        additive = type(model.transformer.h[0]) is Block
+        additive = write_form(model) == "add"
         stream = fused.AdditiveStream() if additive else fused.DeltaStream(model.config, state_interval)
         whole = all(rope.serves(block.attn, model.config) for block in model.transformer.h)
         heads = rope.FusedHeads() if whole else heads

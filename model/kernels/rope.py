@@ -14,9 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
-from model.gpt import CausalSelfAttention, Heads, RMSNorm, joined_product
+from model.kernels import form_of
 from model.kernels.launch import processors
 from model.kernels.tiles import dense
+from model.layers import Heads, joined_product
 
 ROWS = 32  # pairs of a token and a head in a tile
 WARPS, STAGES, PROGRAMS = 4, 2, 1  # programs of a multiprocessor for each of queries, keys and values, backward
@@ -191,16 +192,16 @@ class RotatedHeads(torch.autograd.Function):
 class FusedHeads(Heads):
     """Queries, keys and values by one product, and rotation and norm by one kernel."""
 
-    def __call__(self, attention, x, places):
+    def __call__(self, attention, x, positions):
         qkv = joined_product(x, attention.c_q, attention.c_k, attention.c_v)
         qkv = qkv.unflatten(-1, (3, attention.num_heads, attention.head_dim))
         norms = attention.q_rms.weight, attention.k_rms.weight
-        return RotatedHeads.apply(qkv, places.cos, places.sin, *norms, attention.q_rms.eps)
+        return RotatedHeads.apply(qkv, positions.cos, positions.sin, *norms, attention.q_rms.eps)
 
 
 def serves(attention, config) -> bool:
     """Whether the kernel computes this attention's heads: rotated as a whole, and normed."""
-    if type(attention) is not CausalSelfAttention or {type(attention.q_rms), type(attention.k_rms)} != {RMSNorm}:
+    if form_of(attention) != "heads" or {form_of(attention.q_rms), form_of(attention.k_rms)} != {"rms_norm"}:
         return False
     whole = int(config.head_dim * config.rope_ratio) == config.head_dim and config.head_dim % 2 == 0
     return whole and attention.q_rms.eps == attention.k_rms.eps

@@ -8,13 +8,15 @@ from typing import NamedTuple
 
 import torch
 
+from model.block import Stream
 from model.decoding import kept
-from model.gpt import RMSNorm, Stream
 from model.kernels import add_norm as additive
+from model.kernels import form_of
 from model.kernels.expand import expand
 from model.kernels.residual_step import residual_step
 from model.kernels.tiles import DTYPES
-from model.residual import ColumnConvRead, EmbeddingConv, TokenConvRead, linear_fp32
+from model.layers import RMSNorm
+from model.residual import linear_fp32
 
 
 def check_dtype(x) -> None:
@@ -42,12 +44,12 @@ class AdditiveStream(Stream):
         x, context, _ = additive.add_norm(state.x, h, norm.weight, norm.eps)
         return AdditiveState(state.x if h is None else x, None), context
 
-    def read(self, block, site, state, cache):
-        state, context = self.norm(state, block.ln_1 if site == "attn" else block.ln_2)
+    def read(self, site, state, cache):
+        state, context = self.norm(state, site.norm)
         return state, context, None
 
-    def write(self, block, site, state, h, c, aux):
-        return AdditiveState(state.x, h)
+    def write(self, site, state, h, c, aux, cache):
+        return AdditiveState(state.x, h), None
 
     def finish(self, model, state, cache):
         return self.norm(state, model.ln_f)[1]
@@ -77,9 +79,9 @@ def permuted(taps):
 
 def weights_of(read, state):
     """e (K, v, d) in fp32, x_in[t] = sum_s sum_j e[s, j] X[t - s, j]; its first entry weighs the current token."""
-    if isinstance(read, TokenConvRead):
+    if form_of(read) == "token_conv":
         return read.weights(permuted).float().contiguous()
-    if isinstance(read, ColumnConvRead):
+    if form_of(read) == "column_conv":
         return read.weight.float().T[None].contiguous()
     return state.new_ones((1, 1, state.shape[-1]), dtype=torch.float32)
 
@@ -104,7 +106,7 @@ class DeltaStream(Stream):
 
     def begin(self, model, x, cache):
         check_dtype(x)
-        if type(model.input_embed) is EmbeddingConv and cache is None:  # a subclass expands in its own way
+        if form_of(model.input_embed) == "embedding_conv" and cache is None:
             taps = model.input_embed.conv.weight.squeeze(1).unflatten(0, (x.shape[-1], -1))  # (d, v, K)
             state = expand(x.contiguous(), permuted(taps).float().contiguous())
         else:
@@ -140,13 +142,11 @@ class DeltaStream(Stream):
             state = DeltaState(new, state.stored)
         return state, context, (x_in if with_x_in else None, gate_logit, value_logit)
 
-    def read(self, block, site, state, cache):
-        norm, rewrite = (block.ln_1, block.ddl_attn) if site == "attn" else (block.ln_2, block.ddl_mlp)
-        return self.step(state, block.compress, norm, rewrite, cache, f"compress.{site}")
+    def read(self, site, state, cache):
+        return self.step(state, site.read, site.norm, site.write, cache, f"{site.name}.read")
 
-    def write(self, block, site, state, h, c, aux):
-        rewrite = block.ddl_attn if site == "attn" else block.ddl_mlp
-        x_in, gate_logit, value_logit = aux
+    def write(self, site, state, h, c, aux, cache):
+        rewrite, (x_in, gate_logit, value_logit) = site.write, aux
         if not self.gate_is_linear:
             gate_logit = linear_fp32(rewrite.beta_out, linear_fp32(rewrite.beta_in, c).tanh()).squeeze(-1)
         source = h
@@ -154,7 +154,8 @@ class DeltaStream(Stream):
             source = rewrite.direction_branch(c if x_in is None else x_in)
             value_logit = linear_fp32(rewrite.v_proj, h)
         source = source.to(state.stored.dtype).contiguous()
-        return state._replace(h=source, gate_logit=gate_logit, value_logit=None if self.constant else value_logit)
+        value_logit = None if self.constant else value_logit
+        return state._replace(h=source, gate_logit=gate_logit, value_logit=value_logit), None
 
     def finish(self, model, state, cache):
         _, context, _ = self.step(state, model.readout, model.ln_f, None, cache, "readout", last=True)

@@ -1,0 +1,157 @@
+"""A block and its two sites: how a sublayer reads from the residual stream and writes to it.
+
+A variant gives its sites a read and a write of its own; the rest of the repository meets sites, not variants.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from model.decoding import kept
+from model.layers import MLP, CausalSelfAttention, RMSNorm
+
+
+class Past(NamedTuple):
+    """Where one read, write, expander or readout keeps what it needs of earlier tokens from call to call."""
+
+    cache: dict
+    slot: str
+
+
+def past(cache: dict | None, slot: str) -> Past | None:
+    """None outside cached evaluation: then a call begins at the first token."""
+    return None if cache is None else Past(cache, slot)
+
+
+def delay(x, tokens: int, past: Past | None = None):
+    """x (B, T, ...) shifted `tokens` positions later: what enters on the left is zeros, or the tail of the call before.
+
+    The one way to look at earlier tokens. A module that calls it several times does so with different `tokens`.
+    """
+    if tokens == 0:
+        return x
+    shape = (x.shape[0], tokens, *x.shape[2:])
+    tail = x.new_zeros(shape) if past is None else kept(past.cache, f"{past.slot}.{tokens}", shape, x)
+    x = torch.cat((tail, x), dim=1)
+    if past is not None:
+        tail.copy_(x[:, -tokens:])
+    return x[:, :-tokens]
+
+
+class Direct(nn.Module):
+    """Expander, read and readout of a stream that is (B, T, d) itself."""
+
+    fused = "identity"
+
+    def __init__(self, config=None):
+        super().__init__()
+
+    def forward(self, x, past: Past | None = None):
+        return x
+
+
+class Add(nn.Module):
+    """The additive write: X' = X + h."""
+
+    fused = "add"
+
+    def __init__(self, config):
+        super().__init__()
+        self.hidden_size = config.hidden_size
+
+    def elementwise_flops(self) -> int:
+        return self.hidden_size
+
+    def forward(self, state, h, x_in, c, past: Past | None = None):
+        return state + h
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """Where a sublayer F meets the stream: x_in = read(X), c = norm(x_in), h = F(c), X' = after(write(X, h, x_in, c)).
+
+    name: "attn" or "mlp", unique in its block, the layer-th from 0. norm, after: None for none.
+    read(state, past) -> x_in (B, T, d), or a tuple that begins with it, which the write gets as it is, in x_in's place.
+    write(state, h, x_in, c, past) -> the new state. A write may have, besides,
+
+        statistics(state, h, x_in, c, written) -> {name: (B, T)}   what metrics.jsonl and the page show of each token
+        extra_loss(state, h, x_in, c, written) -> a scalar         what training minimises as well (GPT.forward)
+
+    and a read, write, expander or readout `elementwise_flops()`: operations a token that are no matrix products.
+    """
+
+    name: str
+    layer: int
+    sublayer: nn.Module
+    norm: nn.Module | None
+    read: Callable
+    write: Callable
+    after: nn.Module | None = None
+
+
+class Stream:
+    """How a model meets its residual stream: every step by itself. `model/kernels` has one that fuses them.
+
+    `begin` gives the state that the blocks hand on, which is this class's own affair; `finish` the normed readout.
+    """
+
+    def begin(self, model, x, cache: dict | None):
+        return model.input_embed(x, past(cache, "input_embed"))
+
+    def read(self, site: Site, state, cache: dict | None):
+        """(state, the sublayer's normed input c (B, T, d), what the write needs from before the sublayer)."""
+        taken = site.read(state, past(cache, f"{site.name}.read"))
+        x_in = taken[0] if isinstance(taken, tuple) else taken
+        return state, x_in if site.norm is None else site.norm(x_in), taken
+
+    def write(self, site: Site, state, h, c, x_in, cache: dict | None):
+        """(new state, the site's extra loss or None)."""
+        written = site.write(state, h, x_in, c, past(cache, f"{site.name}.write"))
+        loss = site.write.extra_loss(state, h, x_in, c, written) if hasattr(site.write, "extra_loss") else None
+        return written if site.after is None else site.after(written), loss
+
+    def finish(self, model, state, cache: dict | None):
+        return model.ln_f(model.readout(state, past(cache, "readout")))
+
+
+class Block(nn.Module):
+    """An attention and an MLP site; here X' = X + F(norm(X)) over a state (B, T, d).
+
+    A variant gives `sites` other reads, writes or norms (`dataclasses.replace`), which it assigns to the block as well
+    where they have parameters; `layer` counts blocks from 0. For every read and write, expander and readout:
+
+    - A state is a tensor or a tuple of tensors, of batch and tokens first: (B, T, ...).
+    - A token depends on itself and earlier ones, and on those by `delay` alone, which knows the cache.
+    - Where they look at earlier tokens, zero goes to zero: the left padding of shorter prompts is zeros, and must stay.
+    - Tensors only, no Python branching on data: torch.compile makes one graph of the whole model.
+    """
+
+    stream = Stream()
+
+    def __init__(self, config, layer: int):
+        super().__init__()
+        self.layer = layer
+        self.ln_1 = RMSNorm(config.hidden_size)
+        self.attn = CausalSelfAttention(config)
+        self.ln_2 = RMSNorm(config.hidden_size)
+        self.mlp = MLP(config)
+        attn = Site("attn", layer, self.attn, self.ln_1, read=Direct(), write=Add(config))
+        self.sites = attn, Site("mlp", layer, self.mlp, self.ln_2, read=Direct(), write=Add(config))
+
+    def forward(self, state, positions, cache: dict | None = None):
+        """state -> (new state, the sum of the sites' extra losses, None without any)."""
+        losses = []
+        for site in self.sites:
+            state, c, aux = self.stream.read(site, state, cache)
+            state, loss = self.stream.write(site, state, site.sublayer(c, positions, cache), c, aux, cache)
+            losses += [] if loss is None else [loss]
+        return state, sum(losses) if losses else None
+
+
+def state_size(state) -> int:
+    """Numbers in one token's state; state: a tensor or a tuple of tensors, each (B, T, ...)."""
+    return sum(tensor.numel() // tensor.shape[:2].numel() for tensor in tree_leaves(state))

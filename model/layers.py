@@ -1,0 +1,165 @@
+"""The layers of every variant: RMSNorm, attention with RoPE, and the SwiGLU MLP.
+
+Notation in shapes: B batch, T tokens, d hidden_size, H heads.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from model.decoding import kept
+from model.parameters import HIDDEN, Rule, constant, linear, normal
+
+
+def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    """float32 for half precisions, float64 for float64: statistics, gates and dot products are computed in it."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def for_product(x, weight):
+    """x in the dtype of the weight that it meets; as it is under autocast, which rounds both at the product itself."""
+    return x if torch.is_autocast_enabled(x.device.type) else x.to(weight.dtype)
+
+
+class RMSNorm(nn.Module):
+    """y = weight * x / sqrt(mean(x^2) + eps) over the last axis; statistics in at least fp32, output in x's dtype."""
+
+    fused = "rms_norm"
+
+    def __init__(self, size: int, eps: float = 1e-5):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.rules = {"weight": Rule(constant(1.0))}
+        self.eps = eps
+
+    def forward(self, x):
+        y = F.rms_norm(x.to(at_least_fp32(x.dtype)), self.weight.shape, eps=self.eps)
+        return (y * self.weight).to(x.dtype)
+
+
+def rope_tables(config, device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of position times inverse frequency, each (block_size, rotary_dim / 2)."""
+    rotary_dim = int(config.head_dim * config.rope_ratio) // 2 * 2
+    exponent = torch.arange(0, rotary_dim, 2, device=device, dtype=torch.float64) / max(rotary_dim, 1)
+    position = torch.arange(config.block_size, device=device, dtype=torch.float64)
+    angle = torch.outer(position, config.rope_base**-exponent)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def apply_rope(x, cos, sin):
+    """Rotate the first features of x (B, T, H, head_dim) in half-split pairs; cos, sin ([B,] T, rotary_dim / 2)."""
+    half = cos.shape[-1]
+    x = x.to(cos.dtype)
+    x1, x2, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # broadcast over heads
+    return torch.cat((x1 * cos - x2 * sin, x1 * sin + x2 * cos, rest), dim=-1)
+
+
+class Positions(NamedTuple):
+    """Where the T tokens of a call are: their rows of the RoPE tables and, with a cache, the rest.
+
+    index (T,) int64: their positions among the cache's `length`. mask (B, 1, T, seen) bool: which of the cache's first
+    positions each attends over; None: all of the call's own up to itself.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    index: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    length: int = 0
+
+
+# On a GPU, layers that share their input are one product from so many tokens on: below, copying their weights side by
+# side would cost more than it saves. On a CPU it was measured, and is not faster (results/step_choices.md).
+TOKENS_FOR_ONE_PRODUCT = 1024
+# GEMMs on a GPU want widths that are a multiple of this: others are filled up with zeros.
+WIDTH_MULTIPLE = 64
+
+
+def as_one_product(x) -> bool:
+    """Whether layers that share their input x (..., d) are computed as one."""
+    return x.device.type == "cuda" and x.shape[:-1].numel() >= TOKENS_FOR_ONE_PRODUCT
+
+
+def joined_product(x, *layers: nn.Linear):
+    """The layers' outputs for x, side by side in one tensor."""
+    if as_one_product(x):
+        return F.linear(x, torch.cat([layer.weight for layer in layers]))
+    return torch.cat([layer(x) for layer in layers], dim=-1)
+
+
+class Heads:
+    """How attention makes its heads: every step by itself. `model/kernels` has one that fuses them."""
+
+    def __call__(self, attention, x, positions: Positions):
+        """x (B, T, d) in the weights' dtype -> queries, keys, values (B, T, H, head_dim)."""
+        layers = attention.c_q, attention.c_k, attention.c_v
+        if as_one_product(x):
+            parts = joined_product(x, *layers).chunk(3, dim=-1)
+        else:
+            parts = [layer(x) for layer in layers]
+        q, k, v = (part.unflatten(-1, (attention.num_heads, attention.head_dim)) for part in parts)
+        # One rounding to the compute dtype, after rotation and norm.
+        q = attention.q_rms(apply_rope(q, positions.cos, positions.sin)).to(v.dtype)
+        k = attention.k_rms(apply_rope(k, positions.cos, positions.sin)).to(v.dtype)
+        return q, k, v
+
+
+def sublayer_matrix(config, inputs: int, outputs: int, last: bool = False) -> nn.Linear:
+    """A matrix of attention or MLP; the last one starts smaller by sqrt(num_hidden_layers), as they add up."""
+    std = config.hidden_init_std / (math.sqrt(config.num_hidden_layers) if last else 1)
+    return linear(inputs, outputs, Rule(normal(std), HIDDEN, decay=True, muon=True, rounded=True))
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head attention with RoPE, then RMSNorm on queries and keys; x (B, T, d) -> (B, T, d)."""
+
+    fused = "heads"
+    heads = Heads()
+
+    def __init__(self, config):
+        super().__init__()
+        self.num_heads, self.head_dim = config.num_attention_heads, config.head_dim
+        inner = self.num_heads * self.head_dim
+        self.c_q = sublayer_matrix(config, config.hidden_size, inner)
+        self.c_k = sublayer_matrix(config, config.hidden_size, inner)
+        self.c_v = sublayer_matrix(config, config.hidden_size, inner)
+        self.c_proj = sublayer_matrix(config, inner, config.hidden_size, last=True)
+        self.q_rms = RMSNorm(self.head_dim) if config.use_qk_rmsnorm else nn.Identity()
+        self.k_rms = RMSNorm(self.head_dim) if config.use_qk_rmsnorm else nn.Identity()
+
+    def forward(self, x, positions: Positions, cache: dict | None = None):
+        x = for_product(x, self.c_q.weight)
+        q, k, v = (z.transpose(1, 2) for z in self.heads(self, x, positions))  # (B, H, T, head_dim)
+        if cache is not None:
+            shape = (*k.shape[:2], positions.length, k.shape[3])
+            keys = kept(cache, "k", shape, k).index_copy_(2, positions.index, k)
+            values = kept(cache, "v", shape, v).index_copy_(2, positions.index, v)
+            if positions.mask is not None:
+                k, v = (z[:, :, : positions.mask.shape[-1]] for z in (keys, values))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=positions.mask, is_causal=positions.mask is None)
+        return self.c_proj(y.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """SwiGLU: c_proj(silu(c_fc1 x) * c_fc2 x), inner width floor(8/3 d); it looks at no other token."""
+
+    def __init__(self, config):
+        super().__init__()
+        inner = 8 * config.hidden_size // 3
+        self.c_fc1 = sublayer_matrix(config, config.hidden_size, inner)
+        self.c_fc2 = sublayer_matrix(config, config.hidden_size, inner)
+        self.c_proj = sublayer_matrix(config, inner, config.hidden_size, last=True)
+
+    def forward(self, x, positions: Positions | None = None, cache: dict | None = None):
+        x = for_product(x, self.c_fc1.weight)
+        if not as_one_product(x):
+            return self.c_proj(F.silu(self.c_fc1(x)) * self.c_fc2(x))
+        # The same function: what is filled up is silu(0) * 0 = 0, and meets weights of zero.
+        gap = -self.c_fc1.out_features % WIDTH_MULTIPLE
+        both = torch.cat([F.pad(layer.weight, (0, 0, 0, gap)) for layer in (self.c_fc1, self.c_fc2)])
+        gate, value = F.linear(x, both).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * value, F.pad(self.c_proj.weight, (0, gap)))

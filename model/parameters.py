@@ -1,0 +1,74 @@
+"""What is done with each parameter, declared where it is made; whoever initialises, trains or rounds them reads that.
+
+A module that makes a parameter has `rules`, a dict of its names to `Rule`s; `linear` makes a layer with its rules.
+`rules_of(model)` collects them and refuses a parameter that has none, or two.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from torch import nn
+
+
+class Kind(NamedTuple):
+    """How a learning rate goes with width under muP: times (hidden_size_base / hidden_size) to this power."""
+
+    adam: float
+    muon: float
+
+
+HIDDEN = Kind(adam=1, muon=1)  # matrices d x O(d)
+OUTPUT = Kind(adam=1, muon=1)  # from d features to a fixed number
+INPUT = Kind(adam=1, muon=1)  # from a fixed number to d features, with the initialisation of hidden ones
+FIXED = Kind(adam=0, muon=0)  # embeddings, norms, biases, convolutions, and what does not grow with d
+
+
+class Rule(NamedTuple):
+    """start: fills the parameter in place. kind: of its learning rate. decay: whether weight decay falls on it.
+    muon: whether Muon may take it. rounded: whether autocast rounds it at every use, so that generation may keep it so.
+    """
+
+    start: Callable[[nn.Parameter], object]
+    kind: Kind = FIXED
+    decay: bool = False
+    muon: bool = False
+    rounded: bool = False
+
+
+def normal(std: float):
+    return partial(nn.init.normal_, std=std)
+
+
+def constant(value: float):
+    return partial(nn.init.constant_, val=value)
+
+
+def linear(inputs: int, outputs: int, weight: Rule, bias: Rule | None = None) -> nn.Linear:
+    """A linear layer whose parameters have these rules; no bias without a rule for it."""
+    layer = nn.Linear(inputs, outputs, bias=bias is not None)
+    layer.rules = {"weight": weight} | ({"bias": bias} if bias else {})
+    return layer
+
+
+def rules_of(model: nn.Module) -> dict[str, Rule]:
+    """The rule of every parameter by name; tied ones count once.
+
+    ValueError: a parameter without a rule, or with two, or a rule for none; the message names it and the fix.
+    """
+    rules: dict[str, Rule] = {}
+    for prefix, module in model.named_modules():
+        for name, rule in getattr(module, "rules", {}).items():
+            full = f"{prefix}.{name}".removeprefix(".")
+            if full in rules:
+                raise ValueError(f"{full} has two rules: {type(module).__name__} declares it, and a module around it")
+            rules[full] = rule
+    names = [name for name, _ in model.named_parameters()]
+    for name in names:
+        if name not in rules:
+            owner, _, last = name.rpartition(".")
+            owner = type(model.get_submodule(owner)).__name__
+            raise ValueError(f"{name} has no rule: give its {owner} rules = {{{last!r}: Rule(...)}}")
+    if unknown := sorted(rules.keys() - set(names)):
+        raise ValueError(f"there is a rule for {unknown[0]}, which is no parameter of {type(model).__name__}")
+    return {name: rules[name] for name in names}

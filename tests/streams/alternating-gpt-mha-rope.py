@@ -1,0 +1,24 @@
+"""Blocks differ: even ones norm before the sublayer, odd ones after the write, and read a mean over two tokens."""
+
+from dataclasses import replace
+
+from torch import nn
+
+from model.block import Block, delay
+from model.gpt import GPT
+
+
+class MeanRead(nn.Module):
+    def forward(self, state, past=None):
+        return (state + delay(state, 1, past)) / 2
+
+
+class AlternatingBlock(Block):
+    def __init__(self, config, layer: int):
+        super().__init__(config, layer)
+        if layer % 2:
+            self.sites = tuple(replace(site, norm=None, read=MeanRead(), after=site.norm) for site in self.sites)
+
+
+class Model(GPT):
+    Block = AlternatingBlock

@@ -1,0 +1,37 @@
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import torch
+from torch import nn
+
+from model.block import Block
+from model.gpt import GPT, GPTConfig
+from model.parameters import Rule, constant
+
+
+@dataclass
+class Config(GPTConfig):
+    """Keys of the gated stream."""
+
+    gate_init: Annotated[float, "gate of the update at initialisation"] = 1.0
+
+
+class GatedWrite(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        self.gate = nn.Parameter(torch.empty(config.hidden_size))
+        self.rules = {"gate": Rule(constant(config.gate_init))}
+
+    def forward(self, state, h, x_in, c, past=None):
+        return state + (self.gate * h).to(state.dtype)
+
+
+class GatedBlock(Block):
+    def __init__(self, config: Config, layer: int):
+        super().__init__(config, layer)
+        self.writes = nn.ModuleList(GatedWrite(config) for _ in self.sites)
+        self.sites = tuple(replace(site, write=write) for site, write in zip(self.sites, self.writes))
+
+
+class Model(GPT):
+    Config, Block = Config, GatedBlock

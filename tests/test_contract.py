@@ -1,0 +1,93 @@
+"""The contract of a residual stream, for every stem of model/ and the examples of tests/streams."""
+
+import sys
+from pathlib import Path
+
+import broken_streams
+import contract
+import pytest
+import torch
+from conftest import ROOT, script, small_run
+
+import export
+import model
+import train
+from model import STEMS, model_class
+from training import checkpoint, metrics
+
+EXAMPLES = Path(__file__).parent / "streams"
+ALL = [*STEMS, *sorted(path.stem for path in EXAMPLES.glob("*-*.py"))]
+
+
+@pytest.fixture(autouse=True)
+def _examples(monkeypatch):
+    """The examples are found as if they were saved in model/."""
+    monkeypatch.setattr(model, "__path__", [*model.__path__, str(EXAMPLES)])
+    STEMS.extend(stem for stem in ALL if stem not in STEMS)
+    yield
+    STEMS[:] = [stem for stem in STEMS if not (EXAMPLES / f"{stem}.py").exists()]
+
+
+@pytest.mark.parametrize("check", contract.CHECKS)
+@pytest.mark.parametrize("stem", ALL)
+def test_contract(stem, check):
+    contract.CHECKS[check](model_class(stem))
+
+
+@pytest.mark.parametrize("fault", broken_streams.BROKEN)
+def test_a_broken_stream_is_caught(fault):
+    cls, check, message = broken_streams.BROKEN[fault]
+    with pytest.raises((AssertionError, ValueError), match=message):
+        contract.CHECKS[check](cls)
+
+
+def run(*arguments) -> None:
+    """train.py in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["train.py", *arguments])
+        train.main()
+
+
+@pytest.mark.parametrize("stem", ALL)
+def test_a_run_is_resumed_to_the_bit_exported_and_read_again(stem, corpus, tmp_path, monkeypatch):
+    keys = {"model": stem, "max_steps": 3, "checkpoint_interval": 2, "eval_interval": 3, "statistics_interval": 3}
+    keys |= {"keep_last": 9, "schedule": "wsd", "decay_steps": 0}
+    run(*small_run(corpus, tmp_path / "whole", **keys))
+    run(*small_run(corpus, tmp_path / "parts", **{**keys, "max_steps": 2}))
+    run(*small_run(corpus, tmp_path / "parts", **keys, resume="auto"))
+    newest = [checkpoint.find(tmp_path / name) for name in ("whole", "parts")]
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        whole, parts = ((folder / file).read_bytes() for folder in newest)
+        assert whole == parts, f"after a stop and a start {file} has other bits"
+    [record] = [r for r in metrics.read(tmp_path / "whole" / "metrics.jsonl") if "residual" in r]
+    assert len(record["residual"]["attn.state_rms"]) == 2
+
+    monkeypatch.setattr(sys, "argv", ["export.py", str(tmp_path / "whole"), str(tmp_path / "exported")])
+    export.main()
+    trained, *_ = checkpoint.load_model(tmp_path / "whole", "cpu")
+    read, *_ = checkpoint.load_model(tmp_path / "exported", "cpu")
+    ids = torch.randint(0, 257, (2, 9))
+    assert torch.equal(read(ids)[0], trained(ids)[0]), "exported and read again it computes something else"
+
+
+@pytest.mark.parametrize("stem", sorted(path.stem for path in EXAMPLES.glob("*-*.py")))
+def test_an_example_is_short(stem):
+    assert len((EXAMPLES / f"{stem}.py").read_text(encoding="utf-8").splitlines()) <= 40
+
+
+def test_extra_losses_with_accumulation_and_two_processes(corpus, tmp_path):
+    """Recorded by site and block, and trained on: the same weights but for rounding, whoever computes what."""
+    keys = {"model": "sparse-gpt-mha-rope", "max_steps": 3, "eval_interval": 3, "statistics_interval": 3}
+    run(*small_run(corpus, tmp_path / "whole", **keys, micro_batch_size=4))
+    [record] = [r for r in metrics.read(tmp_path / "whole" / "metrics.jsonl") if "residual" in r]
+    assert len(record["residual"]["mlp.extra_loss"]) == 2
+    assert record["residual"]["attn.extra_loss"][1] == pytest.approx(0.01 * record["residual"]["attn.beta_mean"][1])
+    arguments = small_run(corpus, tmp_path / "shared", **keys, micro_batch_size=1)
+    start = f"import model, train; model.__path__.append({str(EXAMPLES)!r}); model.STEMS.append({keys['model']!r})"
+    (tmp_path / "start.py").write_text(f"{start}\ntrain.main()\n")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", tmp_path / "start.py"]
+    done = script(*torchrun, *arguments, env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr.decode()
+    whole, shared = (checkpoint.find(tmp_path / name) / "model.safetensors" for name in ("whole", "shared"))
+    whole, shared = checkpoint.load_tensors(whole), checkpoint.load_tensors(shared)
+    torch.testing.assert_close(shared, whole, rtol=1e-3, atol=1e-4)
