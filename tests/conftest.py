@@ -15,6 +15,7 @@ import pytest
 import torch
 from hub_server import HubServer
 
+import model
 from data import shards, tokenizer
 
 # Without a GPU the kernels' tests run under Triton's interpreter. It must be chosen before triton is imported; what is
@@ -112,6 +113,19 @@ def sign(checkpoint: Path) -> None:
         (checkpoint / name).touch()
         lines.append(f"{hashlib.sha256((checkpoint / name).read_bytes()).hexdigest()}  {name}\n")
     (checkpoint / "SHA256SUMS").write_text("".join(lines))
+
+
+EXAMPLES = sorted((ROOT / "tests" / "streams").glob("*-*.py"))  # residual streams of one file each
+
+
+@pytest.fixture
+def example_streams(monkeypatch):
+    """They are found as if they were saved in model/."""
+    monkeypatch.setattr(model, "__path__", [*model.__path__, str(EXAMPLES[0].parent)])
+    before = list(model.STEMS)
+    model.STEMS.extend(path.stem for path in EXAMPLES if path.stem not in before)
+    yield
+    model.STEMS[:] = before
 
 
 @pytest.fixture(scope="module")

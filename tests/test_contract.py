@@ -1,31 +1,22 @@
 """The contract of a residual stream, for every stem of model/ and the examples of tests/streams."""
 
 import sys
-from pathlib import Path
 
 import broken_streams
 import contract
 import pytest
 import torch
-from conftest import ROOT, script, small_run
+from conftest import EXAMPLES, ROOT, script, small_run
 
 import export
-import model
 import train
 from model import STEMS, model_class
 from training import checkpoint, metrics
 
-EXAMPLES = Path(__file__).parent / "streams"
-ALL = [*STEMS, *sorted(path.stem for path in EXAMPLES.glob("*-*.py"))]
+ALL = [*STEMS, *(path.stem for path in EXAMPLES if path.stem not in STEMS)]
 
 
-@pytest.fixture(autouse=True)
-def _examples(monkeypatch):
-    """The examples are found as if they were saved in model/."""
-    monkeypatch.setattr(model, "__path__", [*model.__path__, str(EXAMPLES)])
-    STEMS.extend(stem for stem in ALL if stem not in STEMS)
-    yield
-    STEMS[:] = [stem for stem in STEMS if not (EXAMPLES / f"{stem}.py").exists()]
+pytestmark = pytest.mark.usefixtures("example_streams")
 
 
 @pytest.mark.parametrize("check", contract.CHECKS)
@@ -70,9 +61,9 @@ def test_a_run_is_resumed_to_the_bit_exported_and_read_again(stem, corpus, tmp_p
     assert torch.equal(read(ids)[0], trained(ids)[0]), "exported and read again it computes something else"
 
 
-@pytest.mark.parametrize("stem", sorted(path.stem for path in EXAMPLES.glob("*-*.py")))
-def test_an_example_is_short(stem):
-    assert len((EXAMPLES / f"{stem}.py").read_text(encoding="utf-8").splitlines()) <= 40
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_is_short(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 40
 
 
 def test_extra_losses_with_accumulation_and_two_processes(corpus, tmp_path):
@@ -83,8 +74,8 @@ def test_extra_losses_with_accumulation_and_two_processes(corpus, tmp_path):
     assert len(record["residual"]["mlp.extra_loss"]) == 2
     assert record["residual"]["attn.extra_loss"][1] == pytest.approx(0.01 * record["residual"]["attn.beta_mean"][1])
     arguments = small_run(corpus, tmp_path / "shared", **keys, micro_batch_size=1)
-    start = f"import model, train; model.__path__.append({str(EXAMPLES)!r}); model.STEMS.append({keys['model']!r})"
-    (tmp_path / "start.py").write_text(f"{start}\ntrain.main()\n")
+    found = f"model.__path__.append({str(EXAMPLES[0].parent)!r}); model.STEMS.append({keys['model']!r})"
+    (tmp_path / "start.py").write_text(f"import model, train\n{found}\ntrain.main()\n")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", tmp_path / "start.py"]
     done = script(*torchrun, *arguments, env={"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr.decode()
