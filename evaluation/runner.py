@@ -14,7 +14,7 @@ from evaluation import tasks
 from evaluation.store import Store, write_samples
 from evaluation.tasks import Loaded
 from training import metrics
-from training.evaluation import evaluate
+from training.validation import evaluate
 from training.provenance import provenance
 
 VALIDATION_TOKENS = 2**14  # read at once

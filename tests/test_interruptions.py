@@ -20,7 +20,7 @@ from conftest import ROOT, SMALL, one_line_error, script, sign, small_run
 from torch.nn.parallel import DistributedDataParallel
 
 from model import build
-from training import checkpoint, distributed, metrics, parallel, stopping
+from training import checkpoint, distributed, metrics, stopping
 from training.checkpoint import load_tensors
 from training.distributed import World
 
@@ -456,15 +456,15 @@ def test_the_parameter_where_it_began_is_named():
     _, loss = model(torch.randint(0, 260, (2, 8)), torch.randint(0, 260, (2, 8)))
     loss.backward()
     model.transformer.h[1].mlp.c_proj.weight.grad[3, 2] = math.nan
-    assert math.isnan(parallel.clip_gradients(model, 1.0))
+    assert math.isnan(distributed.clip_gradients(model, 1.0))
     world = World(0, 1, torch.device("cpu"))
-    assert parallel.non_finite_gradients(model, world) == ["transformer.h.1.mlp.c_proj.weight"]
+    assert distributed.non_finite_gradients(model, world) == ["transformer.h.1.mlp.c_proj.weight"]
 
 
 def test_clipping_is_that_of_torch():
     gradients = []
     for clip in (
-        lambda model: parallel.clip_gradients(model, 0.1),
+        lambda model: distributed.clip_gradients(model, 0.1),
         lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1).item(),
     ):
         torch.manual_seed(0)
@@ -498,12 +498,12 @@ def test_gradients_are_averaged_with_the_last_micro_batch_alone():
     torch.nn.Module.__init__(ddp)
     ddp.require_backward_grad_sync = True
     for wanted in (False, True):
-        with parallel.synchronising(ddp, wanted):
+        with distributed.synchronising(ddp, wanted):
             assert ddp.require_backward_grad_sync is wanted
     calls = []
     fsdp = SimpleNamespace(set_requires_gradient_sync=calls.append)
     for wanted in (False, True):
-        with parallel.synchronising(fsdp, wanted):
+        with distributed.synchronising(fsdp, wanted):
             assert calls[-1] is wanted
 
 

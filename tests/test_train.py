@@ -22,7 +22,7 @@ from model.gpt import GPTConfig
 from train import TrainConfig, check_run, configure, open_data
 from training import checkpoint, metrics
 from training.distributed import World
-from training.evaluation import evaluate
+from training.validation import evaluate
 
 
 @pytest.fixture(scope="module")

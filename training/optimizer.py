@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from training.parallel import placed_like
+from training.distributed import placed_like
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
