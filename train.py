@@ -244,7 +244,8 @@ def set_up(argv: list[str]) -> Run | None:
     bf16 = config.dtype == "bfloat16" or (config.dtype == "auto" and device.type == "cuda")
     log = lock = None
     with configurator.one_line_errors():
-        distributed.refuse_disagreement(world, facts(config, settings, corpus, begin, world))
+        facts = {"the configuration": settings, "the code": code_digest(), "the data": corpus.identity}
+        distributed.refuse_disagreement(world, {**facts, "the checkpoint": str(begin), "torch": torch.__version__})
         train_model, eval_model = distributed.parallelise(model, config.engine, config.compile, world)
         optimizers = optimizer.build_optimizers(model, config)
         if begin:
@@ -296,14 +297,6 @@ def make_model(config: TrainConfig, model_config, corpus, begin: Path | None, de
     elif config.init_from is not None:
         start.load(model, config.init_from, corpus.path)
     return model, not_fused
-
-
-def facts(config: TrainConfig, settings: dict, corpus, begin: Path | None, world) -> dict:
-    """What all processes of a run must have in common."""
-    common = {"the configuration": settings, "the code": code_digest(), "the data": corpus.identity}
-    if world.world_size > 1 and config.init_from is not None and not begin:
-        common["the weights of init_from"] = start.identity(config.init_from)
-    return {**common, "the checkpoint": str(begin), "torch": torch.__version__}
 
 
 def micro_batches(config: TrainConfig, batches: TrainBatches, first_step: int, world):

@@ -20,9 +20,14 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, flags=re.S)
 
 
+def squeezed(table: str) -> str:
+    """Without what pads columns to equal widths."""
+    return re.sub(r" +\|", " |", re.sub(r"-{3,}", "---", table).replace(" | ", " |"))
+
+
 def test_the_table_is_the_stored_result():
     stored = json.loads((ROOT / "results" / "demo.json").read_text())
-    assert report.markdown(stored["rows"]) in README
+    assert squeezed(report.markdown(stored["rows"])) in squeezed(README)
 
 
 def test_the_table_of_ceilings_is_the_stored_result():

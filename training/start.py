@@ -7,7 +7,6 @@ may be gone.
 
 import contextlib
 import fcntl
-import hashlib
 import os
 import sys
 from pathlib import Path
@@ -142,16 +141,6 @@ def merged(given: dict, decided: dict, keys: dict[str, Key]) -> dict:
     if initial and distributed.rank() == 0:
         print(f"note: {', '.join(sorted(initial))}: no effect with init_from, which brings weights", file=sys.stderr)
     return {**given, **decided, **{name: given[name] for name in free}}
-
-
-def identity(folder: str) -> str:
-    """What the folder's weights are, for processes to compare: their names, and SHA-256 of the files."""
-    path, *_ = checkpoint.described(Path(folder))
-    sums = []
-    for file in weights.files(path):
-        with open(file, "rb") as opened:
-            sums.append(f"{file.name} {hashlib.file_digest(opened, 'sha256').hexdigest()}")
-    return " ".join(sums)
 
 
 def load(model, folder: str, corpus: Path) -> None:
