@@ -27,10 +27,9 @@ WASTE, WASTE_AGAIN = 1.25, 1.8
 COMPILED = 0.4
 # Bytes that Python and torch take, and that compiling takes, with those for every block.
 PROCESS, COMPILER, COMPILER_PER_BLOCK = 420 * 2**20, 80 * 2**20, 15 * 2**20
-# An eager process on a CPU can take a quarter more than the estimate, and a full machine kills it without a word. A
-# full GPU says so in one line, nothing was measured there, and for compiled steps the estimate is rough: of these,
-# only what clearly does not fit is refused.
-CAUTIOUS, ROUGH = 1.25, 1 / 1.2
+# A process can take a quarter more than the estimate. A full machine kills it without a word. A full GPU says so in one
+# line, and on GPUs nothing was measured: there only what clearly does not fit is refused.
+MARGIN = {"cpu": 1.25, "cuda": 1 / 1.2}
 
 
 class Unknown(Exception):  # noqa: N818 (says what it is)
@@ -227,7 +226,7 @@ def check_memory(config, model_config, device: torch.device) -> None:
         )
     try:
         needed = memory_needed(config, model_config, device).total
-        if margin(config, device) * needed > there:
+        if MARGIN[device.type] * needed > there:
             raise ValueError(
                 f"micro_batch_size={config.rows} needs about {size(needed)}, perhaps a quarter more, and {device} has "
                 f"{size(there)}: {what_fits(config, model_config, device, needed, there)}"
@@ -235,11 +234,6 @@ def check_memory(config, model_config, device: torch.device) -> None:
     except Unknown as error:
         if rank() == 0:
             print(f"note: whether the memory suffices is not known ({error})", file=sys.stderr)
-
-
-def margin(config, device: torch.device) -> float:
-    """A run is refused where this many times its estimate does not fit."""
-    return CAUTIOUS if device.type == "cpu" and not config.compile else ROUGH
 
 
 def what_fits(config, model_config, device: torch.device, needed: int, there: int) -> str:
@@ -251,7 +245,7 @@ def what_fits(config, model_config, device: torch.device, needed: int, there: in
         one = memory_needed(single, model_config, device).total if rows > 1 else some
         for fewer in (n for n in range(rows, 0, -1) if share % n == 0):
             about = one + (some - one) * (fewer - 1) // max(rows - 1, 1)
-            if CAUTIOUS * about < there:
+            if MARGIN["cpu"] * about < there:
                 options = [f"--micro_batch_size={fewer}"] if fewer < rows else []
                 options += [f"--{key}={value}" for key, value in keys.items()]
                 return f"give {' '.join(options)} (about {size(about)})"
