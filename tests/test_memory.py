@@ -191,8 +191,8 @@ def test_parts_of_gradients_are_counted_under_fsdp(corpus, tmp_path, monkeypatch
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of address space")
 def test_an_allocation_that_fails_ends_in_one_line(corpus, tmp_path):
     """A limit that the estimate does not see, as other processes' memory would be."""
-    keys = {"block_size": 4096, "hidden_size": 512, "head_dim": 256, "num_hidden_layers": 3}
-    arguments = small_run(corpus, tmp_path / "run", **keys, micro_batch_size=32, global_batch_size=32)
+    keys = {"block_size": 512, "hidden_size": 128, "ddl_value_channels": 16, "global_batch_size": 32}
+    arguments = small_run(corpus, tmp_path / "run", **keys, micro_batch_size=32)
     result = subprocess.run(
         [sys.executable, "train.py", *arguments],
         cwd=ROOT,
