@@ -28,9 +28,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import quote
 
+import configurator  # before all that is slow to import: it takes Ctrl+C
+
+# isort: split
 import numpy as np
 
-import configurator
 import report
 import tables
 import train
@@ -185,19 +187,15 @@ def final_evaluation(cell: Cell) -> dict | None:
     return metrics.last_evaluation(cell.folder / "metrics.jsonl")
 
 
-class Signals:
-    """Counts SIGINT and SIGTERM; `last` is the newest."""
-
-    def __init__(self):
-        self.count, self.last = 0, None
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._on_signal)
-
-    def _on_signal(self, number: int, _frame) -> None:
-        self.count, self.last = self.count + 1, signal.Signals(number)
+def catch_signals() -> list[signal.Signals]:
+    """A list to which every SIGINT and SIGTERM is added from now on."""
+    signals: list[signal.Signals] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: signals.append(signal.Signals(number)))
+    return signals
 
 
-def run_cell(cell: Cell, nproc: int, signals: Signals) -> tuple[int, str]:
+def run_cell(cell: Cell, nproc: int, signals: list) -> tuple[int, str]:
     """(exit code, last line printed) of train.py for this cell; STOPPED: saved before the end, to be started again."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"] if nproc > 1 else []
     command = [sys.executable, *torchrun, str(TRAIN), *cell.arguments]
@@ -224,12 +222,12 @@ def run_cell(cell: Cell, nproc: int, signals: Signals) -> tuple[int, str]:
     return 128 - code if code < 0 else code, last_line(printed)
 
 
-def wait(child: subprocess.Popen, signals: Signals) -> tuple[int, int]:
+def wait(child: subprocess.Popen, signals: list) -> tuple[int, int]:
     """(exit code, signals passed on as SIGTERM) once the child has ended."""
     passed_on = 0
     while True:
-        if signals.count > passed_on:
-            passed_on = signals.count
+        if len(signals) > passed_on:
+            passed_on = len(signals)
             child.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             return child.wait(timeout=0.2), passed_on
@@ -243,7 +241,7 @@ def last_line(printed: str) -> str:
 
 def run_local(cells: list[Cell], sweep: SweepConfig, again: str) -> int:
     """Run every unfinished cell, one after the other, then tabulate. Returns the exit code."""
-    signals, seconds, failed = Signals(), [], {}
+    signals, seconds, failed = catch_signals(), [], {}
     left = sum(final_evaluation(cell) is None for cell in cells)
     for cell in cells:
         print(f"cell {cell.index + 1} of {len(cells)} | {cell.title} | ", end="", flush=True)
@@ -252,9 +250,9 @@ def run_local(cells: list[Cell], sweep: SweepConfig, again: str) -> int:
             continue
         start = time.monotonic()
         code, line = run_cell(cell, sweep.nproc_per_node, signals)
-        if signals.last or code == STOPPED:
-            print(f"stopped{f' by {signals.last.name}' if signals.last else ''}; to go on: {again}", flush=True)
-            return 128 + signals.last if signals.last else STOPPED
+        if signals or code == STOPPED:
+            print(f"stopped{f' by {signals[-1].name}' if signals else ''}; to go on: {again}", flush=True)
+            return 128 + signals[-1] if signals else STOPPED
         left, elapsed = left - 1, time.monotonic() - start
         if code:
             failed[cell.log] = line
@@ -440,7 +438,7 @@ def main() -> int:
             print(f"{cell.folder} is finished")
             return 0
         print(f"cell {cell.index} | {cell.title} | {cell.log}", flush=True)
-        code, line = run_cell(cell, sweep.nproc_per_node, Signals())
+        code, line = run_cell(cell, sweep.nproc_per_node, catch_signals())
         print(f"exit code {code}: {line}")
         return code
     done = sum(final_evaluation(cell) is not None for cell in cells)

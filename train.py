@@ -194,108 +194,112 @@ def open_data(config: TrainConfig, model_config):
     return corpus, batches, ValidationBatches(corpus.val, length, known, window)
 
 
-@dataclass
 class Run:
-    """What the steps of a run share."""
+    """What set_up() makes and the steps share."""
 
     config: TrainConfig
     model_config: Any
     out: Path
     world: distributed.World
+    stop: stopping.Stop
     corpus: Any
     tokenizer: dict  # for every checkpoint, wherever the corpus is by then
     train_batches: TrainBatches
     val_batches: ValidationBatches
     progress: dict  # counters that a checkpoint keeps: start.progress_at
-    model: Any  # in its own form, and as it is trained and evaluated: compiled, on several devices
+    model: Any  # in its own form; the next two are compiled, and on several devices
     train_model: Any
     eval_model: Any
     optimizers: list
     autocast: Any
-    stop: stopping.Stop
-    log: metrics.RunLog | None  # of the main process
-    lock: start.RunLock | None
+    log: metrics.RunLog | None = None  # of the main process, as is the lock
+    lock: start.RunLock | None = None
 
 
 def set_up(argv: list[str]) -> Run | None:
     """Everything before the first step; None where nothing is to be trained, for a dry run or a finished one."""
+    run = Run()
     with configurator.one_line_errors():  # All that a user can get wrong is checked before anything is written.
-        config, model_config = configure(argv)
+        run.config, run.model_config = config, model_config = configure(argv)
         settings = {**dataclasses.asdict(config), **dataclasses.asdict(model_config)}
         device = distributed.pick_device(config.device)
         if config.compile and not distributed.can_compile(device):
             raise ValueError("compile=True needs a C++ compiler and Python's headers: install them, or --compile=False")
         metrics.optional_packages(config)
         memory.check_memory(config, model_config, device)
-        corpus, train_batches, val_batches = open_data(config, model_config)
-        out, tokenizer = Path(config.out_dir), describe(corpus.path)
-        begin = start.find(config, settings, corpus.identity, defaults)
-        progress = start.progress_at(begin, out)
-        if nothing_to_train(config, progress, begin):
+        run.corpus, run.train_batches, run.val_batches = open_data(config, model_config)
+        run.out, run.tokenizer = Path(config.out_dir), describe(run.corpus.path)
+        begin = start.find(config, settings, run.corpus.identity, defaults)
+        run.progress = start.progress_at(begin, run.out)
+        if nothing_to_train(run, begin):
             return None
-        model, not_fused = make_model(config, model_config, corpus, begin, device)
+        run.model, not_fused = make_model(run, begin, device)
         if config.dry_run:
-            print(memory.size_of_run(config, model, train_batches.windows, device))
+            print(memory.size_of_run(config, run.model, run.train_batches.windows, device))
             return None
 
-    world, stop = distributed.start(device), stopping.Stop(config.max_seconds)
+    run.world, run.stop = distributed.start(device), stopping.Stop(config.max_seconds)
     stopping.tolerate_lost_output()
     torch.set_float32_matmul_precision("high")  # TF32 for what stays in float32 on a GPU
     bf16 = config.dtype == "bfloat16" or (config.dtype == "auto" and device.type == "cuda")
-    log = lock = None
+    run.autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
     with configurator.one_line_errors():
-        facts = {"the configuration": settings, "the code": code_digest(), "the data": corpus.identity}
-        distributed.refuse_disagreement(world, {**facts, "the checkpoint": str(begin), "torch": torch.__version__})
-        train_model, eval_model = distributed.parallelise(model, config.engine, config.compile, world)
-        optimizers = optimizer.build_optimizers(model, config)
+        facts = {"the configuration": settings, "the code": code_digest(), "the data": run.corpus.identity}
+        distributed.refuse_disagreement(run.world, {**facts, "the checkpoint": str(begin), "torch": torch.__version__})
+        models = distributed.parallelise(run.model, config.engine, config.compile, run.world)
+        run.train_model, run.eval_model = models
+        run.optimizers = optimizer.build_optimizers(run.model, config)
         if begin:
-            optimizer.load_named_state(optimizers, checkpoint.load_tensors(begin / "optimizer.safetensors"))
-        if world.is_main:
-            lock = start.RunLock(out)
-            stopping.write_status(out, progress["step"], config.max_steps, ended=None)
-            checkpoint.set_aside(out, begin)
-            log = metrics.RunLog(out, config, settings, progress, model, world)
-    if world.is_main:
-        print(
-            f"{config.model}: {model.num_parameters():,} parameters, {'bfloat16' if bf16 else 'float32'} on "
-            f"{world.world_size} x {device.type}; run folder {out}\n{train_batches.windows:,} sequences an epoch; "
-            f"each leaves out {train_batches.skipped:,} of {len(train_batches.stream):,} tokens, not always the same"
-        )
-        if config.kernels != "off" and device.type == "cuda" and not_fused:
-            print(f"note: no fused kernels: {not_fused}")
-        if config.warmup_steps > config.max_steps:
-            print(f"note: warmup_steps={config.warmup_steps} is longer than the run: it ends on the way up")
-        if config.compile:
-            print("compiling: the first step takes up to a minute or two", flush=True)
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
-    data = (corpus, tokenizer, train_batches, val_batches)
-    models = (model, train_model, eval_model, optimizers, autocast)
-    return Run(config, model_config, out, world, *data, progress, *models, stop, log, lock)
+            optimizer.load_named_state(run.optimizers, checkpoint.load_tensors(begin / "optimizer.safetensors"))
+        if run.world.is_main:
+            run.lock = start.RunLock(run.out)
+            stopping.write_status(run.out, run.progress["step"], config.max_steps, ended=None)
+            checkpoint.set_aside(run.out, begin)
+            run.log = metrics.RunLog(run.out, config, settings, run.progress, run.model, run.world)
+            announce(run, "bfloat16" if bf16 else "float32", not_fused)
+    return run
 
 
-def nothing_to_train(config: TrainConfig, progress: dict, begin: Path | None) -> bool:
+def announce(run: Run, dtype: str, not_fused: str | None) -> None:
+    """Say what is about to be trained."""
+    config, batches, device = run.config, run.train_batches, run.world.device
+    print(
+        f"{config.model}: {run.model.num_parameters():,} parameters, {dtype} on "
+        f"{run.world.world_size} x {device.type}; run folder {run.out}\n{batches.windows:,} sequences an epoch; "
+        f"each leaves out {batches.skipped:,} of {len(batches.stream):,} tokens, not always the same"
+    )
+    if config.kernels != "off" and device.type == "cuda" and not_fused:
+        print(f"note: no fused kernels: {not_fused}")
+    if config.warmup_steps > config.max_steps:
+        print(f"note: warmup_steps={config.warmup_steps} is longer than the run: it ends on the way up")
+    if config.compile:
+        print("compiling: the first step takes up to a minute or two", flush=True)
+
+
+def nothing_to_train(run: Run, begin: Path | None) -> bool:
     """Whether the run has all its steps; then it says so."""
-    step, steps = progress["step"], config.max_steps
-    if step < steps or (step == steps and not progress["evaluated"]):
+    step, steps = run.progress["step"], run.config.max_steps
+    if step < steps or (step == steps and not run.progress["evaluated"]):
         return False
     if distributed.rank() == 0:
         print(f"{begin} has its {step} of max_steps={steps} steps: nothing to train")
-        if not config.dry_run and Path(config.out_dir).is_dir():
-            stopping.write_status(Path(config.out_dir), step, steps, "finished")
+        if not run.config.dry_run and run.out.is_dir():
+            stopping.write_status(run.out, step, steps, "finished")
     return True
 
 
-def make_model(config: TrainConfig, model_config, corpus, begin: Path | None, device: torch.device):
+def make_model(run: Run, begin: Path | None, device: torch.device):
     """(the model with the weights it begins with, why its residual steps are not fused or None)."""
+    config = run.config
     distributed.be_deterministic(config.deterministic)
     torch.manual_seed(config.seed)
-    model = build(config.model, **dataclasses.asdict(model_config))
+    model = build(config.model, **dataclasses.asdict(run.model_config))
     model.activation_checkpointing = config.activation_checkpointing
     not_fused = kernels.use(model, config.kernels, device, config.state_interval)
     if begin:
         checkpoint.load_weights(model, begin)
     elif config.init_from is not None:
-        start.load(model, config.init_from, corpus.path)
+        start.load(model, config.init_from, run.corpus.path)
     return model, not_fused
 
 
@@ -324,9 +328,10 @@ def gradients(run: Run, batches) -> outcome.Outcome:
     return outcome.outcome(loss_sum, accumulation, grad_norm, bool(run.stop.reason()), run.world)
 
 
-def train_step(run: Run, batches, step: int, decide_on_device: bool) -> bool:
+def train_step(run: Run, batches, step: int) -> bool:
     """One optimizer step, or a skipped one; whether the run shall stop after it."""
     begun, progress, optimizers = time.perf_counter(), run.progress, run.optimizers
+    decide_on_device = outcome.decided_on(run.world.device, run.config)
     distributed.seed_step(run.config.seed, step, run.world)
     lr = optimizer.learning_rate_at(step - 1, run.config)
     optimizer.set_learning_rate(optimizers, lr)
@@ -442,12 +447,11 @@ def main():
     # A run that was stopped within an evaluation begins with that.
     first = progress["step"] + (1 if progress["evaluated"] else 0)
     batches = micro_batches(config, run.train_batches, progress["step"] + 1, run.world)
-    decide_on_device = outcome.decided_on(run.world.device, config)
     saved = stopped = False
     for step in range(first, config.max_steps + 1):
         final = step == config.max_steps
         if step > progress["step"]:
-            stopped = train_step(run, batches, step, decide_on_device)
+            stopped = train_step(run, batches, step)
             if config.statistics_interval and step % config.statistics_interval == 0:
                 record_statistics(run)
         if final or step % config.eval_interval == 0:
