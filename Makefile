@@ -28,7 +28,6 @@ train: .venv/installed $(CORPUS)
 	$(BIN)/torchrun train.py $(CONFIG) --out_dir="$(RUN)" --resume=auto $(ARGS)
 	$(BIN)/python report.py curves "$(RUN)"
 	$(BIN)/python sample.py "$(RUN)" --prompt="class" --num_samples=3 --max_new_tokens=150 | tee "$(RUN)/sample.txt"
-	$(BIN)/python report.py python_lines "$(RUN)/sample.txt" data/python_stdlib
 
 test: .venv/installed $(CORPUS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2

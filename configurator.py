@@ -2,8 +2,9 @@
 
     python train.py config/ddl_dv4_small.py --learning_rate=6e-4
 
-A schema is one or several dataclasses whose fields are `name: Annotated[type, "help"] = default`, the type one of int,
-float, bool, str, Literal[...], or one of them `| None`. A config file is Python that assigns such names.
+A schema is one or several dataclasses whose fields are `name: Annotated[type, "help", Key(...)] = default`, the type
+one of int, float, bool, str, Literal[...], or one of them `| None`. `Key` (model/keys.py) holds the range and other
+facts, and may be left out. A config file is Python that assigns such names.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import dataclasses
 import difflib
 import itertools
 import json
+import math
 import os
 import re
 import signal
@@ -22,24 +24,23 @@ import typing
 from dataclasses import dataclass
 from pathlib import Path
 
+from model.keys import Key, keys_of
+
 ROOT = Path(__file__).resolve().parent
 INTERRUPTED = 130  # as a shell has it for a process that SIGINT has ended
 OTHERS_WAIT = 3.0  # seconds; torchrun looks at its processes ten times a second
 
 
 def _end_at_once(*_) -> None:
-    """Ctrl+C while packages are imported, where an exception would be taken for a damaged package, or swallowed."""
-    with contextlib.suppress(Exception):
+    """Ctrl+C while packages are imported, where an exception would be taken for a damaged package, or swallowed.
+
+    Of several processes of one run the first alone says so.
+    """
+    with contextlib.suppress(OSError):
         sys.stdout.flush()
-    _say("interrupted")
+        if os.environ.get("RANK", "0") == "0":
+            os.write(2, f"{Path(sys.argv[0]).name}: interrupted\n".encode())
     os._exit(INTERRUPTED)
-
-
-def _say(text: str) -> None:
-    """A line on stderr; of several processes of one run, the first alone speaks."""
-    if os.environ.get("RANK", "0") == "0":
-        with contextlib.suppress(OSError):
-            os.write(2, f"{Path(sys.argv[0]).name}: {text}\n".encode())
 
 
 def _main_is_ours() -> bool:
@@ -63,6 +64,7 @@ class Knob:
     default: object
     help: str
     group: str
+    key: Key
 
     @property
     def kind(self) -> str:
@@ -80,20 +82,26 @@ class Knob:
 
 def knobs(*schemas: type) -> dict[str, Knob]:
     """Every field of the dataclasses by name, the first of a name; group is its class's first docstring line."""
-    result = {}
+    result: dict[str, Knob] = {}
     for schema in schemas:
-        hints = typing.get_type_hints(schema, include_extras=True)
+        hints, keys = typing.get_type_hints(schema, include_extras=True), keys_of(schema)
         for field in dataclasses.fields(schema):
-            annotated, help_text = typing.get_args(hints[field.name])
-            union = typing.get_origin(annotated) in (typing.Union, types.UnionType)
-            parts = typing.get_args(annotated) if union else (annotated,)
-            literals = [part for part in parts if typing.get_origin(part) is typing.Literal]
-            choices = tuple(value for part in literals for value in typing.get_args(part))
-            kinds = tuple(str if part in literals else part for part in parts)
+            annotated, help_text, *_ = typing.get_args(hints[field.name])
+            kinds, choices = kinds_and_choices(annotated)
             owner = [base for base in schema.__mro__ if field.name in base.__dict__.get("__annotations__", {})][-1]
             title = (owner.__doc__ or owner.__name__).partition("\n")[0]
-            result.setdefault(field.name, Knob(field.name, kinds, choices, field.default, help_text, title))
+            knob = Knob(field.name, kinds, choices, field.default, help_text, title, keys[field.name])
+            result.setdefault(field.name, knob)
     return result
+
+
+def kinds_and_choices(annotated) -> tuple[tuple[type, ...], tuple]:
+    """(types of the values, values of a Literal) that an annotation allows."""
+    union = typing.get_origin(annotated) in (typing.Union, types.UnionType)
+    parts = typing.get_args(annotated) if union else (annotated,)
+    literals = [part for part in parts if typing.get_origin(part) is typing.Literal]
+    choices = tuple(value for part in literals for value in typing.get_args(part))
+    return tuple(str if part in literals else part for part in parts), choices
 
 
 # What nanoGPT calls by other names, by a name that only the script has to which it is said.
@@ -155,15 +163,19 @@ def check(values: dict, schema: dict[str, Knob]) -> dict:
 
 def _check_one(name, value, schema):
     knob = schema[name]
-    if type(value) is int and float in knob.types and abs(value) < 2**1000:
+    if type(value) is int and float in knob.types:
         value = float(value)
     if type(value) not in knob.types or (knob.choices and value is not None and value not in knob.choices):
         raise ValueError(f"{name}={value!r}: give {knob.kind}")
-    if isinstance(value, float) and not abs(value) < float("inf"):
+    if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{name}={value!r}: give a finite number")
-    if isinstance(value, int) and abs(value) >= 2**63:
-        raise ValueError(f"{name} has more than 63 bits: give a smaller number")
     return value
+
+
+def given(from_file: dict, options: dict[str, str], schema: dict[str, Knob]) -> dict:
+    """The keys of the schema that a config file or the command line gives, which overrides it. ValueError: as above."""
+    values = check({key: value for key, value in from_file.items() if key in schema}, schema)
+    return values | {key: parse(key, text, schema) for key, text in options.items() if key in schema}
 
 
 def parse(name: str, text: str, schema: dict[str, Knob]):
@@ -200,20 +212,16 @@ def read_file(path: str) -> dict:
 
 
 def read_json(path: Path) -> dict:
-    """The JSON object that a file holds. ValueError: missing, unreadable, no JSON, or no object."""
+    """The JSON object that a file holds. ValueError: missing, unreadable, not JSON, or not an object."""
     try:
-        if path.exists() and not path.is_file():
-            raise ValueError("no file")  # a device can be read for ever
-        if path.stat().st_size > 2**27:
-            raise ValueError("more than 128 MiB")
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path} is missing or unreadable ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"{path} is damaged: it is no JSON ({error})") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ValueError(f"{path} is damaged: it holds no JSON object")
-    return found
+    return content
 
 
 def split_arguments(argv: list[str]) -> tuple[list[str], dict[str, str]]:
@@ -228,11 +236,11 @@ def split_arguments(argv: list[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def help_text(usage: str, schema: dict[str, Knob]) -> str:
-    """The usage, then every key with its default and help, by the class that defines it."""
+    """The usage, then every key with its default, help, and choices or range, by the class that defines it."""
     groups: dict[str, list[str]] = {}
     for knob in schema.values():
-        choices = f" ({' | '.join(map(str, knob.choices))})" if knob.choices else ""
-        line = f"  --{knob.name}={knob.default}".ljust(44) + f" {knob.help}{choices}"
+        values = " | ".join(map(str, knob.choices)) or knob.key.range
+        line = f"  --{knob.name}={knob.default}".ljust(44) + f" {knob.help}{f' ({values})' if values else ''}"
         groups.setdefault(knob.group, []).append(line)
     return "\n".join([usage.strip(), *(line for title, lines in groups.items() for line in ["", title, *lines])])
 
@@ -250,9 +258,9 @@ class Parser(argparse.ArgumentParser):
         args = sys.argv[1:] if args is None else list(args)
         if not self._subparsers:  # argparse would name a missing argument first
             self._refuse([word for word in itertools.takewhile("--".__ne__, args) if word.startswith("--")])
-        found, unknown = super().parse_known_args(args, namespace)
+        parsed, unknown = super().parse_known_args(args, namespace)
         self._refuse(unknown)
-        return found, []
+        return parsed, []
 
     def _refuse(self, words: list[str]) -> None:
         for option in [word.partition("=")[0] for word in words]:
@@ -265,26 +273,26 @@ class Parser(argparse.ArgumentParser):
 def one_line_errors(*kinds: type[Exception], memory: str = ""):
     """End the script with one line: exit code 2 on what a user can get wrong, which is `kinds`, or ValueError and
     OSError, and, with `memory` for advice, on memory that ran out; 130 on Ctrl+C, once all inside has cleaned up."""
-    expected, handler = kinds or (ValueError, OSError), signal.getsignal(signal.SIGINT)
-    if handler is _end_at_once:
+    expected, at_once = kinds or (ValueError, OSError), signal.getsignal(signal.SIGINT) is _end_at_once
+    if at_once:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
+    except SystemExit:
+        raise
     except BaseException as error:
-        interrupted = _is_interruption(error)
-        lack = out_of_memory(error) if memory else ""
-        said = f"error: {lack}: {memory}" if lack else f"error: {error}" if isinstance(error, expected) else ""
-        if not said and (not interrupted or handler is not _end_at_once or isinstance(error, SystemExit)):
-            raise
-        if interrupted:
-            handler = signal.SIG_IGN  # a second Ctrl+C has nothing left to end
-        if said:
-            end(said, INTERRUPTED if interrupted else 2)
-        _say("interrupted")
-        sys.exit(INTERRUPTED)
+        if _is_interruption(error):
+            if not at_once:  # of an outer one, or a program's own
+                raise
+            _end_at_once()
+        if memory and (lack := out_of_memory(error)):
+            end(f"error: {lack}: {memory}")
+        if isinstance(error, expected):
+            end(f"error: {error}")
+        raise
     finally:
-        if handler in (_end_at_once, signal.SIG_IGN):
-            signal.signal(signal.SIGINT, handler)
+        if at_once:
+            signal.signal(signal.SIGINT, _end_at_once)
 
 
 def end(text: str, code: int = 2, program: str | None = None):

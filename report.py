@@ -2,27 +2,23 @@
 
     python report.py curves runs/demo_cpu [RUN ...] [--x=seconds] [--y=bits_per_byte] [--out=FILE]
     python report.py table runs/demo_cpu [RUN ...] [--json=FILE]  the last evaluation of each run
-    python report.py python_lines FILE_OR_CORPUS ...              share of lines that Python's tokenizer accepts
 
 RUN is a run folder made by train.py.
 """
 
-import contextlib
-import io
 import json
 import os
-import tokenize
 from pathlib import Path
 
 import configurator  # before all that is slow to import: it takes Ctrl+C
 
 # isort: split
+import numpy as np
 import torch
 
-from data import tokenizer
-from data.shards import open_corpus
+import tables
 from model import build
-from training import checkpoint, metrics
+from training import checkpoint, metrics, start
 from training.provenance import provenance
 
 X_KEYS = {"steps": "step", "tokens": "tokens", "flops": "flops", "seconds": "seconds"}
@@ -56,20 +52,17 @@ def series(records: list[dict], x: str, y: str, bytes_per_token: float | None):
 
 def smooth(values: list[float], window: int) -> list[float]:
     """Centred moving average; at the ends over what is there."""
-    sums = [0.0]
-    for value in values:
-        sums.append(sums[-1] + value)
-    bounds = [(max(i - window // 2, 0), min(i + window // 2 + 1, len(values))) for i in range(len(values))]
-    return [(sums[high] - sums[low]) / (high - low) for low, high in bounds]
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    index = np.arange(len(values))
+    low, high = np.maximum(index - window // 2, 0), np.minimum(index + window // 2 + 1, len(values))
+    return ((sums[high] - sums[low]) / (high - low)).tolist()
 
 
 def settings_of(run: str) -> dict:
-    """What the run was trained with, by its newest checkpoint; nothing before its first one or where it is damaged."""
-    checkpoints, found = checkpoint.all_of(Path(run)), {}
-    with contextlib.suppress(ValueError):  # metrics.jsonl is enough for a curve
-        state = checkpoint.read_state(checkpoints[-1]) if checkpoints else {}
-        found = {**state.get("run_config", {}), **state.get("model_config", {})}
-    return {key: value for key, value in found.items() if key not in ("out_dir", "resume", "dry_run", "device")}
+    """What the run was trained with, by its newest checkpoint that can be read; nothing before its first one."""
+    state = start.saved_state("auto", run)  # metrics.jsonl is enough for a curve
+    settings = {**state.get("run_config", {}), **state.get("model_config", {})}
+    return {key: value for key, value in settings.items() if key not in ("out_dir", "resume", "dry_run", "device")}
 
 
 def labels_of(runs: list[str]) -> list[str]:
@@ -145,8 +138,7 @@ def table_rows(runs: list[str]) -> list[dict]:
     """The last evaluation of each run. ValueError: a run without one."""
     rows = []
     for run in runs:
-        last = next((r for r in reversed(read_run(run)) if "val_loss" in r), None)
-        if last is None:
+        if not (last := metrics.last_evaluation(Path(run) / "metrics.jsonl")):
             raise ValueError(f"{run} has no evaluation yet")
         state = checkpoint.read_state(checkpoint.find(run))
         with torch.device("meta"):
@@ -156,50 +148,13 @@ def table_rows(runs: list[str]) -> list[dict]:
 
 
 def markdown(rows: list[dict]) -> str:
-    lines = ["| model | parameters | steps | seconds | validation loss | bits per byte |", "|---|---|---|---|---|---|"]
+    header = ("model", "parameters", "steps", "seconds", "validation loss", "bits per byte")
+    cells = []
     for r in rows:
-        bpb = f"{r['val_bits_per_byte']:.3f}" if "val_bits_per_byte" in r else "-"
-        lines.append(
-            f"| `{r['model']}` | {r['parameters']:,} | {r['step']} | {r['seconds']:.0f} | {r['val_loss']:.3f} | {bpb} |"
-        )
-    return "\n".join(lines)
-
-
-def python_line_share(text: str) -> tuple[int, int]:
-    """(accepted, all) non-blank lines; a line is accepted where `tokenize` reads it, alone and unindented, to the end.
-
-    Lines inside a docstring or an open bracket fail in correct code as well: compare with validation text.
-    """
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return sum(map(is_python_line, lines)), len(lines)
-
-
-def is_python_line(line: str) -> bool:
-    try:
-        tokens = list(tokenize.generate_tokens(io.StringIO(line + "\n").readline))
-    except (tokenize.TokenError, SyntaxError):
-        return False
-    # Python 3.11 marks what it cannot read instead of raising.
-    return all(token.type != tokenize.ERRORTOKEN for token in tokens)
-
-
-def read_text(path: Path) -> str:
-    """The text of a file, or of a corpus folder's validation split."""
-    if not path.is_dir():
-        return path.read_text(encoding="utf-8")
-    encoding = tokenizer.from_json(tokenizer.describe(path))
-    tokens = [int(token) for shard in open_corpus(str(path)).val for token in shard]
-    return encoding.decode(tokens).replace(tokenizer.END_OF_TEXT, "\n")
-
-
-def python_lines(paths: list[Path]) -> str:
-    report = []
-    for path in paths:
-        accepted, total = python_line_share(read_text(path))
-        if not total:
-            raise ValueError(f"{path} has no line of text")
-        report.append(f"{path}: {accepted:,} of {total:,} lines ({accepted / total:.1%}) tokenise as Python")
-    return "\n".join(report)
+        bpb = f"{r['val_bits_per_byte']:.3f}" if "val_bits_per_byte" in r else None
+        size, seconds, loss = f"{r['parameters']:,}", f"{r['seconds']:.0f}", f"{r['val_loss']:.3f}"
+        cells.append((f"`{r['model']}`", size, r["step"], seconds, loss, bpb))
+    return tables.markdown(header, cells)
 
 
 def main():
@@ -213,19 +168,15 @@ def main():
     command = commands.add_parser("table", help="the last evaluation of each run, as Markdown")
     command.add_argument("runs", nargs="+", metavar="RUN")
     command.add_argument("--json", type=Path, help="write the rows there as well, with commit, machine and date")
-    lines = commands.add_parser("python_lines", help="share of lines that tokenise as Python")
-    lines.add_argument("paths", nargs="+", type=Path, help="text files, or corpus folders for their validation text")
     args = parser.parse_args()
     with configurator.one_line_errors():
         if args.command == "curves":
             curves(args.runs, args.x, args.y, args.out or beside(args.runs, "loss.png"))
-        elif args.command == "table":
+        else:
             rows = table_rows(args.runs)
             if args.json:
                 args.json.write_text(json.dumps({**provenance(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
             print(markdown(rows))
-        else:
-            print(python_lines(args.paths))
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ command started again skips finished cells and continues the others. `<out>/<cel
 
 import contextlib
 import dataclasses
-import fcntl
-import io
 import itertools
 import json
 import math
@@ -22,7 +20,6 @@ import os
 import re
 import shlex
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -31,19 +28,22 @@ from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import quote
 
-import configurator
+import configurator  # before all that is slow to import: it takes Ctrl+C
+
+# isort: split
+import numpy as np
+
 import report
+import tables
 import train
 from model import STEMS, model_class
-from training import checkpoint, metrics
+from model.keys import Key, check_ranges, keys_of
+from training import checkpoint, metrics, start, stopping
 from training.provenance import provenance
-from training.resume import MAY_CHANGE
-from training.seed_statistics import describe
 from training.stopping import EXIT_CODE as STOPPED
 
 TRAIN = Path(__file__).resolve().with_name("train.py")
 RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)")
-MOST_CELLS = 10_000
 OWN_KEYS = ("out_dir", "resume", "dry_run")  # of train.py, set here for every cell
 
 
@@ -57,10 +57,13 @@ class SweepConfig:
     ] = "local"
     out: Annotated[str | None, "folder of the sweep; None: sweeps/<name of the config file>"] = None
     metric: Annotated[str, "what is drawn and comes first in the table: a key of an evaluation"] = "val_loss"
-    nproc_per_node: Annotated[int, "processes of each cell, by torchrun; 1: plain python"] = 1
+    nproc_per_node: Annotated[int, "processes of each cell, by torchrun; 1: plain python", Key(low=1)] = 1
     gpus_per_node: Annotated[int | None, "slurm: GPUs of each task; None: nproc_per_node; 0: none"] = None
     stop_on_failure: Annotated[bool, "local: start no further cell after one that failed"] = False
     index: Annotated[int | None, "cell: which one, from 0, counted over the full grid"] = None
+
+    def __post_init__(self):
+        check_ranges(self)
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ def read_arguments(argv: list[str]):
         print(configurator.help_text(f"{__doc__}\nKeys and defaults:", everything))
         sys.exit(0)
     configurator.refuse_unknown(options, everything, dashes="--")
-    sweep = SweepConfig(**{key: configurator.parse(key, options[key], schema) for key in options if key in schema})
+    sweep = SweepConfig(**configurator.given({}, options, schema))
     swept, fixed = {}, {}
     for key in options.keys() & set(OWN_KEYS):
         raise ValueError(f"--{key} is set by sweep.py for every cell: leave it out; --out=FOLDER is the sweep's folder")
@@ -102,8 +105,6 @@ def read_arguments(argv: list[str]):
             fixed[key] = text
     if not swept:
         raise ValueError("nothing to sweep: give a key several values, --key=a,b,c or --key=0..4")
-    if sweep.nproc_per_node < 1:
-        raise ValueError(f"nproc_per_node={sweep.nproc_per_node}: give 1 or more")
     if (sweep.index is None) == (sweep.mode == "cell"):
         raise ValueError("--index=N and --mode=cell go together")
     stem = Path(files[0]).stem if files else fixed.get("model", "sweep")
@@ -111,22 +112,18 @@ def read_arguments(argv: list[str]):
 
 
 def expand(key: str, text: str) -> list[str]:
-    """The values of `a,b,c`, where each may be a range `0..4`. ValueError: an empty value or range, or too many."""
+    """The values of `a,b,c`, where each may be a range `0..4`. ValueError: an empty value or range."""
     values: list[str] = []
     for item in text.split(","):
         low, high = map(int, bounds.groups()) if (bounds := RANGE.fullmatch(item)) else (0, 0)
         if not item or high < low:
             raise ValueError(f"--{key}={text}: {item or 'nothing between two commas'} gives no value")
-        if high - low >= MOST_CELLS:
-            raise ValueError(f"--{key}={text}: more than {MOST_CELLS:,} values")
         values += map(str, range(low, high + 1)) if bounds else [item]
     return values
 
 
 def make_cells(sweep: SweepConfig, files: list[str], swept: dict, fixed: dict) -> list[Cell]:
     """All cells, in the order of the command line. ValueError: train.py would refuse one, or two are the same."""
-    if (count := math.prod(map(len, swept.values()))) > MOST_CELLS:
-        raise ValueError(f"{count:,} cells: a sweep has at most {MOST_CELLS:,}")
     cells, seen = [], {}
     for index, combination in enumerate(itertools.product(*swept.values())):
         chosen = dict(zip(swept, combination))
@@ -146,8 +143,7 @@ def as_options(values: dict) -> list[str]:
 
 def make_cell(index: int, chosen: dict[str, str], arguments: list[str], out: Path) -> Cell:
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # its notes come again in every log
-            config, model_config = train.configure([*arguments, "--resume=auto"])
+        config, model_config = train.configure([*arguments, "--resume=auto"], note=lambda line: None)
     except ValueError as error:
         raise ValueError(f"cell {index} ({' '.join(as_options(chosen))}): {error}") from error
     settings = {**dataclasses.asdict(config), **dataclasses.asdict(model_config)}
@@ -158,12 +154,9 @@ def make_cell(index: int, chosen: dict[str, str], arguments: list[str], out: Pat
 
 
 def cell_name(values: dict) -> str:
-    """`key=value,...`: the same however the keys are ordered and the values spelt. ValueError: too long for a file."""
+    """`key=value,...`: the same however the keys are ordered and the values spelt."""
     keys = sorted(values, key=lambda key: (key == "seed", key))
-    name = ",".join(f"{key}={quote(str(values[key]), safe='')}" for key in keys)  # % codes: no two values alike
-    if len(name) > 200:
-        raise ValueError(f"{name} is too long for the name of a folder: sweep fewer keys, or shorter values")
-    return name
+    return ",".join(f"{key}={quote(str(values[key]), safe='')}" for key in keys)  # % codes: no two values alike
 
 
 def check_saved(cell: Cell) -> None:
@@ -172,87 +165,69 @@ def check_saved(cell: Cell) -> None:
         raise ValueError(
             f"max_steps={cell.settings['max_steps']}, but {cell.folder} has {step} steps: give another --out"
         )
-    try:
-        state = checkpoint.read_state(checkpoint.all_of(cell.folder)[-1])
-    except (IndexError, ValueError):
-        return  # none, or damaged: train.py takes the one before
-    saved = {**state["model_config"], **state["run_config"]}
-    for key in sorted(cell.settings.keys() & saved.keys() - MAY_CHANGE):
-        if saved[key] != cell.settings[key]:
-            raise ValueError(
-                f"{key}={cell.settings[key]!r}, but {cell.folder} was trained with {saved[key]!r}: "
-                "give that value, or another --out"
-            )
+    state = start.saved_state("auto", str(cell.folder))
+    before = {**train.defaults(state["model"]), **state["model_config"], **state["run_config"]} if state else {}
+    if state and (key := start.changed_key(before, cell.settings, keys_of(train.TrainConfig))):
+        raise ValueError(
+            f"{key}={cell.settings.get(key)!r}, but {cell.folder} was trained with {before.get(key)!r}: "
+            "give that value, or another --out"
+        )
 
 
 def saved_step(cell: Cell) -> int:
     """Step of the newest checkpoint; 0: none."""
-    return max((int(path.name.removeprefix("step_")) for path in checkpoint.all_of(cell.folder)), default=0)
+    return max(map(checkpoint.step_of, checkpoint.all_of(cell.folder)), default=0)
 
 
 def final_evaluation(cell: Cell) -> dict | None:
-    """The evaluation after the last of max_steps, None for an unfinished cell.
-
-    A kill may fall between it and the last checkpoint, so that train.py goes on; all checkpoints may be deleted.
-    """
-    path, last = cell.folder / "metrics.jsonl", cell.settings["max_steps"]
-    if saved_step(cell) not in (0, last) or not path.is_file():
+    """The evaluation after the last of max_steps; None for a cell that train.py has not finished."""
+    status, last = stopping.read_status(cell.folder), cell.settings["max_steps"]
+    if status["ended"] != "finished" or status["step"] != last:
         return None
-    return next((r for r in reversed(metrics.read(path)) if r["step"] == last and "val_loss" in r), None)
+    return metrics.last_evaluation(cell.folder / "metrics.jsonl")
 
 
-class Signals:
-    """Counts SIGINT and SIGTERM; `last` is the newest."""
-
-    def __init__(self):
-        self.count, self.last = 0, None
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._on_signal)
-
-    def _on_signal(self, number: int, _frame) -> None:
-        self.count, self.last = self.count + 1, signal.Signals(number)
+def catch_signals() -> list[signal.Signals]:
+    """A list to which every SIGINT and SIGTERM is added from now on."""
+    signals: list[signal.Signals] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: signals.append(signal.Signals(number)))
+    return signals
 
 
-def run_cell(cell: Cell, nproc: int, signals: Signals) -> tuple[int, str]:
+def run_cell(cell: Cell, nproc: int, signals: list) -> tuple[int, str]:
     """(exit code, last line printed) of train.py for this cell; STOPPED: saved before the end, to be started again."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"] if nproc > 1 else []
     command = [sys.executable, *torchrun, str(TRAIN), *cell.arguments]
     cell.log.parent.mkdir(parents=True, exist_ok=True)
     with open(cell.log, "a+b") as log:
-        try:
-            # train.py inherits the lock with the log: it is held as long as that lives, whatever becomes of this one.
-            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return 1, "another process is running this cell"
-        start = log.seek(0, os.SEEK_END)
+        begin = log.seek(0, os.SEEK_END)
         log.write(f"$ {shlex.join(command)}\n".encode())
         log.flush()
+        (cell.folder / "status.json").unlink(missing_ok=True)
         # Ctrl-C reaches the whole group. train.py takes it and our SIGTERM as one; torchrun must get the latter alone.
         group = {"process_group": 0} if torchrun else {}
         # torchrun ends its processes this long after it was told to end; by default 30 s, too few for a large model.
         env = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "110", **os.environ}
         output = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
-        child = subprocess.Popen(command, env=env, **output, **group)
-        code, passed_on = wait(child, signals)
-        log.seek(start)
+        code, passed_on = wait(subprocess.Popen(command, env=env, **output, **group), signals)
+        log.seek(begin)
         printed = log.read().decode(errors="replace")
-    # torchrun ends with 1 whatever train.py said, and SIGTERM before the first step just ends train.py.
-    asked = passed_on and (torchrun or code == -signal.SIGTERM)
-    if code and (asked or (torchrun and f"exitcode  : {STOPPED}" in printed)):
-        code = STOPPED
-    if code == 0 and torchrun and train.GO_ON in printed.splitlines()[-1]:
-        code = STOPPED
+    # torchrun has exit codes of its own, and SIGTERM before the first step just ends train.py.
+    ended = stopping.read_status(cell.folder)["ended"]
+    if ended == "stopped" or (passed_on and ended is None):
+        return STOPPED, last_line(printed)
     if code == 0 and final_evaluation(cell) is None:
         return 1, "train.py ended without the final evaluation"
     return 128 - code if code < 0 else code, last_line(printed)
 
 
-def wait(child: subprocess.Popen, signals: Signals) -> tuple[int, int]:
+def wait(child: subprocess.Popen, signals: list) -> tuple[int, int]:
     """(exit code, signals passed on as SIGTERM) once the child has ended."""
     passed_on = 0
     while True:
-        if signals.count > passed_on:
-            passed_on = signals.count
+        if len(signals) > passed_on:
+            passed_on = len(signals)
             child.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             return child.wait(timeout=0.2), passed_on
@@ -266,7 +241,7 @@ def last_line(printed: str) -> str:
 
 def run_local(cells: list[Cell], sweep: SweepConfig, again: str) -> int:
     """Run every unfinished cell, one after the other, then tabulate. Returns the exit code."""
-    signals, seconds, failed = Signals(), [], {}
+    signals, seconds, failed = catch_signals(), [], {}
     left = sum(final_evaluation(cell) is None for cell in cells)
     for cell in cells:
         print(f"cell {cell.index + 1} of {len(cells)} | {cell.title} | ", end="", flush=True)
@@ -275,9 +250,9 @@ def run_local(cells: list[Cell], sweep: SweepConfig, again: str) -> int:
             continue
         start = time.monotonic()
         code, line = run_cell(cell, sweep.nproc_per_node, signals)
-        if signals.last or code == STOPPED:
-            print(f"stopped{f' by {signals.last.name}' if signals.last else ''}; to go on: {again}", flush=True)
-            return 128 + signals.last if signals.last else STOPPED
+        if signals or code == STOPPED:
+            print(f"stopped{f' by {signals[-1].name}' if signals else ''}; to go on: {again}", flush=True)
+            return 128 + signals[-1] if signals else STOPPED
         left, elapsed = left - 1, time.monotonic() - start
         if code:
             failed[cell.log] = line
@@ -285,7 +260,7 @@ def run_local(cells: list[Cell], sweep: SweepConfig, again: str) -> int:
         else:
             seconds.append(elapsed)
             result = f"val_loss {final_evaluation(cell)['val_loss']:.4f}"
-        eta = f" | ETA {metrics.duration(left * statistics.fmean(seconds))}" if seconds else ""
+        eta = f" | ETA {metrics.duration(left * sum(seconds) / len(seconds))}" if seconds else ""
         print(f"{result} | {metrics.duration(elapsed)}{eta}", flush=True)
         if code and sweep.stop_on_failure:
             break
@@ -293,6 +268,25 @@ def run_local(cells: list[Cell], sweep: SweepConfig, again: str) -> int:
         print(f"failed: {log}: {line}", file=sys.stderr)
     write_table(cells, sweep)
     return 1 if failed else 0
+
+
+ARRAY = """#!/usr/bin/env bash
+#SBATCH --job-name={name}
+#SBATCH --array={indices}
+#SBATCH --nodes=1
+#SBATCH --ntasks=1
+{gpus}#SBATCH --requeue
+# Two minutes before the time limit the srun step is told to end, and train.py saves.
+#SBATCH --signal=TERM@120
+#SBATCH --output="{out}/slurm-%A_%a.out"
+#SBATCH --open-mode=append
+cd {here} || exit
+code=0
+srun {command} --index="$SLURM_ARRAY_TASK_ID" || code=$?
+# {stopped}: saved before the end
+if [ "$code" = {stopped} ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+exit "$code"
+"""
 
 
 def write_array(cells: list[Cell], sweep: SweepConfig, argv: list[str]) -> None:
@@ -303,37 +297,43 @@ def write_array(cells: list[Cell], sweep: SweepConfig, argv: list[str]) -> None:
         return
     out = Path(sweep.out).absolute()
     gpus = sweep.nproc_per_node if sweep.gpus_per_node is None else sweep.gpus_per_node
-    own = [argument for argument in argv if argument.partition("=")[0] not in ("--mode", "--gpus_per_node")]
-    command = shlex.join([sys.executable, str(Path(__file__).resolve()), *own, "--mode=cell"])
-    lines = [
-        "#!/usr/bin/env bash",
-        f"#SBATCH --job-name={quote(out.name)}",
-        f"#SBATCH --array={','.join(map(str, indices))}",
-        "#SBATCH --nodes=1",
-        "#SBATCH --ntasks=1",
-        *([f"#SBATCH --gpus-per-node={gpus}"] if gpus else []),
-        "#SBATCH --requeue",
-        "# Two minutes before the time limit the srun step is told to end, and train.py saves.",
-        "#SBATCH --signal=TERM@120",
-        f'#SBATCH --output="{out}/slurm-%A_%a.out"',
-        "#SBATCH --open-mode=append",
-        f"cd {shlex.quote(os.getcwd())} || exit",
-        "code=0",
-        f'srun {command} --index="$SLURM_ARRAY_TASK_ID" || code=$?',
-        f"# {STOPPED}: saved before the end",
-        f'if [ "$code" = {STOPPED} ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
-        'exit "$code"',
-    ]
+    same = [argument for argument in argv if argument.partition("=")[0] not in ("--mode", "--gpus_per_node")]
+    text = ARRAY.format(
+        name=quote(out.name),
+        indices=",".join(map(str, indices)),
+        gpus=f"#SBATCH --gpus-per-node={gpus}\n" if gpus else "",
+        out=out,
+        here=shlex.quote(os.getcwd()),
+        command=shlex.join([sys.executable, str(Path(__file__).resolve()), *same, "--mode=cell"]),
+        stopped=STOPPED,
+    )
     out.mkdir(parents=True, exist_ok=True)
-    (out / "array.sbatch").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (out / "array.sbatch").write_text(text, encoding="utf-8")
     print(f"{len(indices)} tasks; submit them with: sbatch {shlex.quote(str(Path(sweep.out) / 'array.sbatch'))}")
+
+
+def student_t():
+    """Student's distribution. ValueError: scipy is missing."""
+    try:
+        from scipy import stats
+    except ImportError as error:
+        raise ValueError("intervals over seeds need the scipy package: pip install scipy") from error
+    return stats.t
+
+
+def describe(values: list[float]) -> dict:
+    """Count, mean, and half the width of the 95% confidence interval of the mean, None for a single value."""
+    n, half = len(values), None
+    if n > 1:
+        half = float(student_t().ppf(0.975, n - 1) * np.std(values, ddof=1) / math.sqrt(n))
+    return {"n": n, "mean": float(np.mean(values)), "ci95": half, "values": values}
 
 
 def summarise(cells: list[Cell], metric: str) -> dict:
     """Rows of the table, one for each setting of the swept keys but the seed, and the cells that are not finished."""
-    found = {cell.index: record for cell in cells if (record := final_evaluation(cell))}
-    numbers = {key for record in found.values() for key, value in record.items() if isinstance(value, int | float)}
-    if found and metric not in numbers:
+    final = {cell.index: record for cell in cells if (record := final_evaluation(cell))}
+    numbers = {key for record in final.values() for key, value in record.items() if isinstance(value, int | float)}
+    if final and metric not in numbers:
         raise ValueError(f"metric={metric} is in no final evaluation, which have {', '.join(sorted(numbers))}")
     shown = dict.fromkeys([metric, "val_loss", "val_bits_per_byte", "val_perplexity"])
     groups: dict[tuple, list[Cell]] = {}
@@ -342,14 +342,14 @@ def summarise(cells: list[Cell], metric: str) -> dict:
         groups.setdefault(tuple(setting.items()), []).append(cell)
     rows = []
     for setting, members in groups.items():
-        records = [found[cell.index] for cell in members if cell.index in found]
+        records = [final[cell.index] for cell in members if cell.index in final]
         values = {key: [record[key] for record in records if key in record] for key in shown if key in numbers}
         finished = {"settings": dict(setting), "runs": len(members), "finished": len(records)}
         rows.append({**finished, "metrics": {key: describe(each) for key, each in values.items() if each}})
     unfinished = [
         {"cell": cell.folder.name, "saved_step": saved_step(cell), "max_steps": cell.settings["max_steps"]}
         for cell in cells
-        if cell.index not in found
+        if cell.index not in final
     ]
     return {"metric": metric, "rows": rows, "unfinished": unfinished}
 
@@ -357,17 +357,19 @@ def summarise(cells: list[Cell], metric: str) -> dict:
 def markdown(summary: dict) -> str:
     keys = list(summary["rows"][0]["settings"])
     shown = list(dict.fromkeys(key for row in summary["rows"] for key in row["metrics"]))
-    lines = ["| " + " | ".join([*keys, "finished", *(f"{key} | ± 95%" for key in shown)]) + " |"]
-    lines.append("|---" * (len(keys) + 1 + 2 * len(shown)) + "|")
+    rows = []
     for row in summary["rows"]:
-        columns = [*map(str, row["settings"].values()), f"{row['finished']} of {row['runs']}"]
+        cells = [*row["settings"].values(), f"{row['finished']} of {row['runs']}"]
         for key in shown:
             figures = row["metrics"].get(key, {"mean": None, "ci95": None})
-            columns += ["-" if x is None else f"{x:.4f}" for x in (figures["mean"], figures["ci95"])]
-        lines.append("| " + " | ".join(columns) + " |")
-    for cell in summary["unfinished"]:
-        lines.append(f"\nnot finished: `{cell['cell']}`, {cell['saved_step']} of {cell['max_steps']} steps saved")
-    return "\n".join(lines) + "\n"
+            cells += [x if x is None else f"{x:.4f}" for x in (figures["mean"], figures["ci95"])]
+        rows.append(cells)
+    header = [*keys, "finished", *(title for key in shown for title in (key, "± 95%"))]
+    notes = [
+        f"\nnot finished: `{cell['cell']}`, {cell['saved_step']} of {cell['max_steps']} steps saved"
+        for cell in summary["unfinished"]
+    ]
+    return "\n".join([tables.markdown(header, rows), *notes]) + "\n"
 
 
 def is_number(value) -> bool:
@@ -379,13 +381,13 @@ def draw(summary: dict, path: Path) -> None:
     plt, metric = report.pyplot(), summary["metric"]
     rows = [row for row in summary["rows"] if metric in row["metrics"]]
     keys = list(summary["rows"][0]["settings"])
-    places = {key: list(dict.fromkeys(row["settings"][key] for row in summary["rows"])) for key in keys}
-    numeric = [key for key in keys if all(map(is_number, places[key]))]
+    values = {key: list(dict.fromkeys(row["settings"][key] for row in summary["rows"])) for key in keys}
+    numeric = [key for key in keys if all(map(is_number, values[key]))]
     x_key = [*numeric, *keys, None][0]
     lines: dict[str, list] = {}
     for row in rows:
         others = " ".join(f"{key}={value}" for key, value in row["settings"].items() if key != x_key)
-        x = row["settings"][x_key] if numeric else places[x_key].index(row["settings"][x_key]) if keys else 0
+        x = row["settings"][x_key] if numeric else values[x_key].index(row["settings"][x_key]) if keys else 0
         figures = row["metrics"][metric]
         lines.setdefault(others, []).append((x, figures["mean"], figures["ci95"] or math.nan))
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
@@ -393,10 +395,10 @@ def draw(summary: dict, path: Path) -> None:
         x, mean, half = zip(*sorted(points))
         axes.errorbar(x, mean, yerr=half, fmt="o-", capsize=4, label=others or "mean over seeds")
     axes.set(xlabel=x_key or "", ylabel=metric, title="error bars: 95% confidence interval of the mean")
-    if numeric and min(places[x_key]) > 0 and max(places[x_key]) / min(places[x_key]) >= 20:
+    if numeric and min(values[x_key]) > 0 and max(values[x_key]) / min(values[x_key]) >= 20:
         axes.set_xscale("log")  # learning rates
     elif not numeric:
-        axes.set_xticks(range(len(places[x_key]) if keys else 1), map(str, places[x_key] if keys else ["all"]))
+        axes.set_xticks(range(len(values[x_key]) if keys else 1), map(str, values[x_key] if keys else ["all"]))
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)
@@ -425,6 +427,8 @@ def main() -> int:
         raise ValueError(f"index={sweep.index}: there are {len(cells)} cells, give 0 to {len(cells) - 1}")
     if sweep.mode == "table" and not Path(sweep.out).is_dir():
         raise ValueError(f"out={sweep.out} is not there: nothing has run")
+    if sweep.mode in ("local", "table") and len(swept.get("seed", ())) > 1:
+        student_t()  # missing, it should not be found at the end
     if sweep.mode == "table":
         write_table(cells, sweep)
         return 0
@@ -434,7 +438,7 @@ def main() -> int:
             print(f"{cell.folder} is finished")
             return 0
         print(f"cell {cell.index} | {cell.title} | {cell.log}", flush=True)
-        code, line = run_cell(cell, sweep.nproc_per_node, Signals())
+        code, line = run_cell(cell, sweep.nproc_per_node, catch_signals())
         print(f"exit code {code}: {line}")
         return code
     done = sum(final_evaluation(cell) is not None for cell in cells)

@@ -11,7 +11,8 @@ import torch
 
 import train
 from model import STEMS
-from training import distributed, estimate, metrics
+from training import distributed, metrics
+from training.memory import memory_needed
 from training.provenance import provenance
 
 ROOT = Path(__file__).parents[1]
@@ -54,7 +55,7 @@ def measured(arguments: list[str]) -> int:
 
 def estimated(arguments: list[str], device: torch.device) -> int:
     config, model_config = train.configure(arguments)
-    return estimate.memory_needed(config, model_config, train.micro_batch_rows(config), device).total
+    return memory_needed(config, model_config, device).total
 
 
 def markdown(rows: list[dict]) -> str:

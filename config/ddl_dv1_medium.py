@@ -1,8 +1,6 @@
-"""Deep Delta Learning with one column (d_v = 1), medium (353M).
+"""Deep Delta Learning with one column (d_v = 1), medium (353M). The rest is train.py's default, the paper's recipe.
 
-The recipe is the default of train.py, which is the paper's.
-
-    torchrun --nproc_per_node=4 train.py config/ddl_dv1_medium.py
+torchrun --nproc_per_node=4 train.py config/ddl_dv1_medium.py
 """
 
 model = "DDL-vdim1-gpt-mha-rope"

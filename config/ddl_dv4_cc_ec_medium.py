@@ -1,6 +1,6 @@
 """Deep Delta Learning with four columns, column and embedding convolutions (CC-EC), medium (353M).
 
-The recipe is the default of train.py, which is the paper's.
+The rest is train.py's default, the paper's recipe.
 
     torchrun --nproc_per_node=4 train.py config/ddl_dv4_cc_ec_medium.py
 """

@@ -1,6 +1,6 @@
 """Deep Delta Learning with four columns, read by a convolution over columns (CC), small (124M).
 
-The recipe is the default of train.py, which is the paper's.
+The rest is train.py's default, the paper's recipe.
 
     torchrun --nproc_per_node=4 train.py config/ddl_dv4_cc_small.py
 """

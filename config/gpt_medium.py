@@ -1,8 +1,6 @@
-"""The additive baseline, medium (353M).
+"""The additive baseline, medium (353M). The rest is train.py's default, the paper's recipe.
 
-The recipe is the default of train.py, which is the paper's.
-
-    torchrun --nproc_per_node=4 train.py config/gpt_medium.py
+torchrun --nproc_per_node=4 train.py config/gpt_medium.py
 """
 
 model = "gpt-mha-rope"

@@ -14,8 +14,8 @@ from evaluation import tasks
 from evaluation.store import Store, write_samples
 from evaluation.tasks import Loaded
 from training import metrics
-from training.evaluation import evaluate
 from training.provenance import provenance
+from training.validation import evaluate
 
 VALIDATION_TOKENS = 2**14  # read at once
 

@@ -17,9 +17,12 @@ from torch.utils.checkpoint import checkpoint
 from model import cost
 from model.block import Block, Direct, Stream
 from model.decoding import NO_TOKEN, Cache
+from model.keys import Key, check_ranges
 from model.layers import Heads, Positions, RMSNorm, at_least_fp32, for_product, rope_tables
 from model.loss import linear_cross_entropy, scaled
 from model.parameters import Rule, normal, rules_of
+
+INITIAL = Key(low=0, initial=True)
 
 
 @dataclass
@@ -29,27 +32,24 @@ class GPTConfig:
     ValueError: a value out of range; the message names the key, the value and the fix.
     """
 
-    vocab_size: Annotated[int, "rows of the embedding; train.py's default: the corpus's, padded to 64s"] = 50304
-    block_size: Annotated[int, "tokens per sequence"] = 1024
-    num_hidden_layers: Annotated[int, "blocks; each holds an attention and an MLP sublayer"] = 12
-    num_attention_heads: Annotated[int, "attention heads per block"] = 6
-    hidden_size: Annotated[int, "width d of the residual stream"] = 768
-    head_dim: Annotated[int, "features per attention head"] = 128
-    rope_base: Annotated[float, "base of the rotary position embedding"] = 10000.0
-    rope_ratio: Annotated[float, "share of each head's features that is rotated, 0 to 1"] = 1.0
+    vocab_size: Annotated[int, "rows of the embedding; train.py's default: the corpus's, padded to 64s", Key(low=1)] = (
+        50304
+    )
+    block_size: Annotated[int, "tokens per sequence", Key(low=1, free=True)] = 1024
+    num_hidden_layers: Annotated[int, "blocks; each holds an attention and an MLP sublayer", Key(low=1)] = 12
+    num_attention_heads: Annotated[int, "attention heads per block", Key(low=1)] = 6
+    hidden_size: Annotated[int, "width d of the residual stream", Key(low=1)] = 768
+    head_dim: Annotated[int, "features per attention head", Key(low=1)] = 128
+    rope_base: Annotated[float, "base of the rotary position embedding, usually 10000", Key(above=1)] = 10000.0
+    rope_ratio: Annotated[float, "share of each head's features that is rotated", Key(low=0, high=1)] = 1.0
     use_qk_rmsnorm: Annotated[bool, "RMS-normalise queries and keys over each head"] = True
-    embedding_init_std: Annotated[float, "standard deviation of the embedding at initialisation"] = 0.02
-    hidden_init_std_factor: Annotated[float, "matrices start at N(0, factor / sqrt(hidden_size))"] = 0.5
+    embedding_init_std: Annotated[float, "initial standard deviation of the embedding", INITIAL] = 0.02
+    hidden_init_std_factor: Annotated[float, "matrices start at N(0, factor / sqrt(hidden_size))", INITIAL] = 0.5
     mup: Annotated[bool, "muP: scale matrix learning rates and logits by hidden_size_base / hidden_size"] = False
-    hidden_size_base: Annotated[int, "width at which muP changes nothing"] = 1024
+    hidden_size_base: Annotated[int, "width at which muP changes nothing", Key(low=1)] = 1024
 
     def __post_init__(self):
-        at_least(self, 1, *(name for name, value in vars(self).items() if type(value) is int))
-        at_least(self, 0, "embedding_init_std", "hidden_init_std_factor")
-        if not 0 <= self.rope_ratio <= 1:
-            raise ValueError(f"rope_ratio={self.rope_ratio}: give a share between 0 and 1")
-        if self.rope_base <= 1:
-            raise ValueError(f"rope_base={self.rope_base}: give a number above 1 (10000 is usual)")
+        check_ranges(self)
 
     @property
     def hidden_init_std(self) -> float:
@@ -59,13 +59,6 @@ class GPTConfig:
     def mup_scale(self) -> float:
         """Factor on the logits and on the learning rates of matrices."""
         return self.hidden_size_base / self.hidden_size if self.mup else 1.0
-
-
-def at_least(config, low, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and value < low:
-            raise ValueError(f"{name}={value}: give {low} or more")
 
 
 def refuse_unregistered(model) -> None:

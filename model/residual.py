@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from model.block import Block, Past, delay
-from model.gpt import GPTConfig, at_least
+from model.gpt import GPTConfig
+from model.keys import Key
 from model.layers import at_least_fp32, for_product
 from model.parameters import FIXED, HIDDEN, INPUT, OUTPUT, Rule, constant, linear, normal
 
@@ -24,11 +25,13 @@ from model.parameters import FIXED, HIDDEN, INPUT, OUTPUT, Rule, constant, linea
 class DeltaConfig(GPTConfig):
     """Keys of every DDL model."""
 
-    ddl_value_channels: Annotated[int, "columns v of the state X (d x v)"] = 1
-    ddl_beta_init: Annotated[float, "gate beta at initialisation, 0 (identity) to 2 (reflection)"] = 1.0
+    ddl_value_channels: Annotated[int, "columns v of the state X (d x v)", Key(low=1)] = 1
+    ddl_beta_init: Annotated[
+        float, "gate beta at initialisation, 0 (identity) to 2 (reflection)", Key(low=0, high=2, initial=True)
+    ] = 1.0
     ddl_beta_single_linear: Annotated[bool, "gate by one linear layer; False: two with a tanh between"] = True
-    ddl_beta_hidden_size: Annotated[int, "hidden width of the two-layer gate"] = 128
-    ddl_k_eps: Annotated[float, "guard of the unit direction: k = k~ / sqrt(|k~|^2 + eps^2)"] = 1e-5
+    ddl_beta_hidden_size: Annotated[int, "hidden width of the two-layer gate", Key(low=1)] = 128
+    ddl_k_eps: Annotated[float, "guard of the unit direction: k = k~ / sqrt(|k~|^2 + eps^2)", Key(low=0)] = 1e-5
     ddl_v_sigmoid: Annotated[bool, "squash the write value: scale * sigmoid(value)"] = True
     ddl_v_sigmoid_scale: Annotated[float, "scale of the squashed write value"] = 4.0
     ddl_v_constant: Annotated[bool, "write a constant instead of a learned value"] = False
@@ -40,14 +43,11 @@ class DeltaConfig(GPTConfig):
     ddl_k_branch: Annotated[Literal["mlp", "attention"], "v-Map: direction by an MLP, or by attention over columns"] = (
         "mlp"
     )
-    ddl_k_hidden_size: Annotated[int, "v-Map: hidden width of the direction's MLP"] = 128
+    ddl_k_hidden_size: Annotated[int, "v-Map: hidden width of the direction's MLP", Key(low=1)] = 128
     ddl_update: Annotated[Literal["delta", "write_only"], "erase and write, or write alone (matched control)"] = "delta"
 
     def __post_init__(self):
         super().__post_init__()
-        at_least(self, 0, "ddl_k_eps")
-        if not 0 <= self.ddl_beta_init <= 2:
-            raise ValueError(f"ddl_beta_init={self.ddl_beta_init}: give a number from 0 to 2")
         if self.ddl_k_branch == "attention" and self.ddl_map != "v":
             raise ValueError("ddl_k_branch='attention' is a branch of the v-Map: add ddl_map=v, or leave it out")
         if self.ddl_k_branch == "attention" and self.ddl_value_channels == 1:
@@ -84,10 +84,16 @@ class SingleColumnConfig(DeltaConfig):
 class ExpandedConfig(DeltaConfig):
     """Keys of models whose state has several columns."""
 
-    ddl_value_channels: Annotated[int, "columns v of the state X (d x v)"] = 4
-    ddl_state_shortconv_kernel_size: Annotated[int | None, "width of the read's kernel; None: 4 tokens, in CC v"] = None
-    ddl_state_read_init: Annotated[float | None, "start of the read vector over columns; None: 1/v"] = None
-    ddl_state_conv_init: Annotated[Literal["normal", "identity"], "start of the read convolution"] = "normal"
+    ddl_value_channels: Annotated[int, "columns v of the state X (d x v)", Key(low=1)] = 4
+    ddl_state_shortconv_kernel_size: Annotated[
+        int | None, "width of the read's kernel; None: 4 tokens, in CC v", Key(low=1)
+    ] = None
+    ddl_state_read_init: Annotated[
+        float | None, "start of the read vector over columns; None: 1/v", Key(initial=True)
+    ] = None
+    ddl_state_conv_init: Annotated[
+        Literal["normal", "identity"], "start of the read convolution", Key(initial=True)
+    ] = "normal"
 
     @property
     def read_start(self) -> float:
@@ -98,7 +104,7 @@ class ExpandedConfig(DeltaConfig):
 class EmbeddingConvConfig(ExpandedConfig):
     """Keys of models that expand the embedding by a convolution (EC)."""
 
-    input_embed_shortconv_kernel_size: Annotated[int, "tokens that the expanded embedding looks at"] = 4
+    input_embed_shortconv_kernel_size: Annotated[int, "tokens that the expanded embedding looks at", Key(low=1)] = 4
 
 
 def features_last(weights):

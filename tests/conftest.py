@@ -1,7 +1,9 @@
 """Shared fixtures: a small corpus of real text, and scripts run as a user runs them."""
 
+import contextlib
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import signal
@@ -95,6 +97,21 @@ def script(*arguments, stdin: bytes | None = None, env: dict | None = None) -> s
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
     )
+
+
+def run_here(module, *arguments) -> subprocess.CompletedProcess:
+    """What main() of a script does with these arguments, in this process: to start Python with torch takes seconds."""
+    output, errors, code = io.StringIO(), io.StringIO(), 0
+    argv = [f"{module.__name__}.py", *map(str, arguments)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", argv)
+        patch.setenv("WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+            try:
+                code = module.main() or 0
+            except SystemExit as end:
+                code = end.code or 0
+    return subprocess.CompletedProcess(argv, code, output.getvalue().encode(), errors.getvalue().encode())
 
 
 def one_line_error(result: subprocess.CompletedProcess) -> str:

@@ -14,7 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from model import build, kernels
-from training import parallel
+from training import distributed
 
 SIZE = {"vocab_size": 64, "block_size": 4, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 64}
 SIZE |= {"hidden_size": 192}
@@ -38,7 +38,7 @@ def backend(log: list):
 def gradients(model, run, batches) -> dict:
     """Of an accumulated batch: averaged over the processes with its last micro-batch."""
     for number, (ids, targets) in enumerate(batches):
-        with parallel.synchronising(run, number == len(batches) - 1):
+        with distributed.synchronising(run, number == len(batches) - 1):
             run(ids, targets)[1].backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)
@@ -55,8 +55,8 @@ def measure(rank: int, stem: str, fused: str, cut: bool) -> dict:
     kernels.use(model, fused, "cpu")
     batches = [tuple(pair) for pair in torch.randint(0, 64, (2, 3, 2, 1, 4))[rank]]
     torch.compile = functools.partial(COMPILE, backend=backend(log))
-    run, evaluated = parallel.parallelise(model, "ddp", True, world)
-    eager, _ = parallel.parallelise(plain, "ddp", False, world)
+    run, evaluated = distributed.parallelise(model, "ddp", True, world)
+    eager, _ = distributed.parallelise(plain, "ddp", False, world)
 
     def summed(group, bucket):
         log.append("bucket")
@@ -86,7 +86,7 @@ def work(rank: int, folder: str, stem: str, fused: str) -> None:
     dist.destroy_process_group()
 
 
-COMPILE, DDP = torch.compile, parallel.DistributedDataParallel
+COMPILE, DDP = torch.compile, distributed.DistributedDataParallel
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:

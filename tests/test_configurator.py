@@ -9,13 +9,14 @@ import pytest
 import configurator
 import train
 from model import STEMS, model_class
+from model.keys import Key, check_ranges, keys_of
 
 
 @dataclass
 class Base:
     """Keys of every run"""
 
-    steps: Annotated[int, "how long to run"] = 10
+    steps: Annotated[int, "how long to run", Key(low=1)] = 10
     rate: Annotated[float, "how fast to learn"] = 0.5
 
 
@@ -27,9 +28,9 @@ class Run(Base):
     name: Annotated[str, "what to call it"] = "plain"
     kind: Annotated[Literal["delta", "write_only"], "which update"] = "delta"
     limit: Annotated[int | None, "tokens at most"] = None
-    scale: Annotated[float | None, "gain, if any"] = 2.0
+    scale: Annotated[float | None, "gain, if any", Key(above=0)] = 2.0
     mode: Annotated[Literal["slow", "quick"] | None, "speed, if any"] = None
-    rate: Annotated[float, "how fast to learn, here"] = 0.25  # a new default for an inherited key
+    rate: Annotated[float, "how fast to learn, here", Key(low=0, below=1)] = 0.25  # a new default for an inherited key
 
 
 @dataclass
@@ -72,20 +73,44 @@ def test_of_two_schemas_the_first_defines_a_shared_key():
     assert both["depth"].group == configurator.knobs(Other)["depth"].group
 
 
-@pytest.mark.parametrize(
-    ("key", "words"),
-    [
-        ("steps", "a whole number"),
-        ("rate", "a number"),
-        ("fast", "True or False"),
-        ("name", "text"),
-        ("kind", "'delta' or 'write_only'"),
-        ("limit", "a whole number or None"),
-        ("mode", "'slow' or 'quick' or None"),
-    ],
-)
-def test_kind_in_words(schema, key, words):
-    assert schema[key].kind == words
+def test_kind_in_words(schema):
+    kinds = {"steps": "a whole number", "rate": "a number", "fast": "True or False", "name": "text"}
+    kinds |= {"kind": "'delta' or 'write_only'", "limit": "a whole number or None"}
+    kinds |= {"scale": "a number or None", "mode": "'slow' or 'quick' or None"}
+    assert {key: knob.kind for key, knob in schema.items()} == kinds
+
+
+RANGES = [
+    (Key(low=1), [1, 2**70], [0, 0.5], "1 or more"),
+    (Key(above=1), [1.5], [1, 0], "a number above 1"),
+    (Key(low=0, high=2), [0, 2], [-0.1, 2.1], "a number from 0 to 2"),
+    (Key(low=0, below=1), [0, 0.99], [-1, 1], "a number from 0 to below 1"),
+    (Key(), [-1e30, 1e30], [], ""),
+]
+
+
+@pytest.mark.parametrize(("key", "inside", "outside", "words"), RANGES, ids=[each[-1] for each in RANGES])
+def test_ranges_of_keys(key, inside, outside, words):
+    assert all(map(key.allows, inside))
+    assert not any(map(key.allows, outside))
+    assert key.range == words
+
+
+def test_a_value_out_of_its_range_is_refused_by_name():
+    check_ranges(Run(scale=None, rate=0.0))
+    for changes, message in (({"steps": 0}, "steps=0: give 1 or more"), ({"rate": 1.0}, "rate=1.0: give a number")):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            check_ranges(Run(**changes))
+
+
+def test_every_config_checks_its_ranges():
+    """Made directly, too, without a command line."""
+    for config in (train.TrainConfig, *(model_class(stem).Config for stem in STEMS)):
+        lows = {name: key.low for name, key in keys_of(config).items() if key.low is not None}
+        assert len(lows) > 5
+        for name, low in lows.items():
+            with pytest.raises(ValueError, match=f"^{name}={low - 1}: give "):
+                config(**{name: low - 1})
 
 
 ACCEPTED = {"steps": -3, "rate": 1e-4, "fast": True, "name": "", "kind": "write_only", "limit": 5, "scale": 1.5}
@@ -105,31 +130,12 @@ def test_check_makes_whole_numbers_floats_where_floats_are_due(schema, key):
     assert type(configurator.check({"steps": 3, "limit": 3}, schema)["limit"]) is int
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("steps", 1.0),
-        ("steps", True),
-        ("steps", "1"),
-        ("steps", None),
-        ("rate", True),
-        ("rate", "0.1"),
-        ("rate", None),
-        ("rate", float("nan")),
-        ("rate", float("inf")),
-        ("scale", float("-inf")),
-        ("fast", 1),
-        ("fast", "True"),
-        ("name", 1),
-        ("name", None),
-        ("kind", "Delta"),
-        ("kind", None),
-        ("limit", 1.5),
-        ("limit", False),
-        ("mode", "fast"),
-        ("mode", 1),
-    ],
-)
+REFUSED = {"steps": [1.0, True, "1", None], "rate": [True, "0.1", None, float("nan"), float("inf")]}
+REFUSED |= {"scale": [float("-inf")], "fast": [1, "True"], "name": [1, None], "kind": ["Delta", None]}
+REFUSED |= {"limit": [1.5, False], "mode": ["fast", 1]}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in REFUSED.items() for value in values])
 def test_check_refuses_wrong_types_choices_and_numbers(schema, key, value):
     with pytest.raises(ValueError, match=f"^{key}=.*: give "):
         configurator.check({"steps": 1, key: value}, schema)
@@ -225,63 +231,41 @@ def test_a_subcommand_names_its_own_nearest_option(capsys):
     assert capsys.readouterr().err.startswith("run.py draw: error: unknown option --ou, did you mean --out?")
 
 
-@pytest.mark.parametrize(
-    ("key", "text", "value"),
-    [
-        ("steps", "12", 12),
-        ("steps", "-1", -1),
-        ("rate", "6e-4", 6e-4),
-        ("rate", "2", 2.0),
-        ("fast", "True", True),
-        ("fast", "true", True),
-        ("fast", "1", True),
-        ("fast", "False", False),
-        ("fast", "false", False),
-        ("fast", "0", False),
-        ("name", "12", "12"),
-        ("name", "a=b", "a=b"),
-        ("name", "None", "None"),
-        ("kind", "write_only", "write_only"),
-        ("limit", "7", 7),
-        ("limit", "None", None),
-        ("scale", "7", 7.0),
-        ("scale", "None", None),
-        ("mode", "quick", "quick"),
-        ("mode", "None", None),
-    ],
-)
-def test_parse_reads_text_by_the_type_of_the_key(schema, key, text, value):
-    parsed = configurator.parse(key, text, schema)
-    assert parsed == value
-    assert type(parsed) is type(value)
+PARSED = {
+    "steps": {"12": 12, "-1": -1},
+    "rate": {"6e-4": 6e-4, "2": 2.0},
+    "fast": {"True": True, "true": True, "1": True, "False": False, "false": False, "0": False},
+    "name": {"12": "12", "a=b": "a=b", "None": "None"},
+    "kind": {"write_only": "write_only"},
+    "limit": {"7": 7, "None": None},
+    "scale": {"7": 7.0, "None": None},
+    "mode": {"quick": "quick", "None": None},
+}
 
 
-@pytest.mark.parametrize(
-    ("key", "text"),
-    [
-        ("steps", "1.0"),
-        ("steps", "1e3"),
-        ("steps", "True"),
-        ("steps", "None"),
-        ("steps", ""),
-        ("rate", "fast"),
-        ("rate", "nan"),
-        ("rate", "-inf"),
-        ("rate", "1e999"),
-        ("rate", "None"),
-        ("fast", "yes"),
-        ("fast", "2"),
-        ("fast", "None"),
-        ("kind", "delt"),
-        ("kind", "None"),
-        ("limit", "none"),
-        ("limit", "1.5"),
-        ("mode", "fast"),
-    ],
-)
+@pytest.mark.parametrize("key", PARSED)
+def test_parse_reads_text_by_the_type_of_the_key(schema, key):
+    for text, value in PARSED[key].items():
+        parsed = configurator.parse(key, text, schema)
+        assert parsed == value
+        assert type(parsed) is type(value)
+
+
+UNPARSABLE = {"steps": "1.0 1e3 True None ", "rate": "fast nan -inf 1e999 None", "fast": "yes 2 None"}
+UNPARSABLE |= {"kind": "delt None", "limit": "none 1.5", "mode": "fast"}
+
+
+@pytest.mark.parametrize(("key", "text"), [(key, text) for key in UNPARSABLE for text in UNPARSABLE[key].split(" ")])
 def test_parse_refuses_text_of_another_type(schema, key, text):
     with pytest.raises(ValueError, match=f"{key}=.*: give "):
         configurator.parse(key, text, schema)
+
+
+def test_the_command_line_overrides_the_file(schema):
+    given = configurator.given({"steps": 3, "rate": 1, "depth": 5}, {"steps": "4", "other": "x"}, schema)
+    assert given == {"steps": 4, "rate": 1.0}
+    with pytest.raises(ValueError, match="steps='3': give a whole number"):
+        configurator.given({"steps": "3"}, {}, schema)
 
 
 CONFIG_FILE = """
@@ -347,13 +331,13 @@ def test_help_text_shows_every_key_with_its_default_help_and_choices():
     assert text.startswith("usage: run it")
     lines = text.splitlines()
     for start, *words in [
-        ("--steps=10 ", "how long to run"),
-        ("--rate=0.25 ", "how fast to learn, here"),
+        ("--steps=10 ", "how long to run (1 or more)"),
+        ("--rate=0.25 ", "how fast to learn, here (a number from 0 to below 1)"),
         ("--fast=False ", "skip the slow part"),
         ("--name=plain ", "what to call it"),
         ("--kind=delta ", "which update", "delta", "write_only"),
         ("--limit=None ", "tokens at most"),
-        ("--scale=2.0 ", "gain, if any"),
+        ("--scale=2.0 ", "gain, if any (a number above 0)"),
         ("--mode=None ", "speed, if any", "slow", "quick"),
         ("--depth=3 ", "layers"),
     ]:

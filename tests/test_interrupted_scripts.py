@@ -8,7 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, small_run
+from conftest import ROOT, run_here, small_run
+
+import train
 
 SLOW = """
 import time
@@ -61,9 +63,7 @@ def test_processes_of_one_run_say_it_once(tmp_path):
 @pytest.fixture(scope="module")
 def run(corpus, tmp_path_factory):
     out = tmp_path_factory.mktemp("runs") / "tiny"
-    process = begin("train.py", *small_run(corpus, out, max_steps=3), group=False)
-    process.communicate(timeout=120)
-    assert process.returncode == 0
+    assert run_here(train, *small_run(corpus, out, max_steps=3)).returncode == 0
     return out
 
 

@@ -2,12 +2,11 @@
 
 import json
 import math
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import SMALL, small_run
+from conftest import SMALL, run_here, small_run
 
 import train
 from model import build
@@ -70,17 +69,6 @@ def test_what_is_read_and_whether_it_is_finite(wrong):
     assert (loss, norm) == (1.0, 2.5) if wrong is None else not math.isfinite(loss + norm)
 
 
-def run(monkeypatch, corpus, out, on_device: bool, **changes) -> tuple[str, str]:
-    """(exit code, what it said) of train.py, where the device decides or the program."""
-    monkeypatch.setattr(outcome, "decided_on", lambda *_: on_device)
-    monkeypatch.setattr(sys, "argv", ["train.py", *small_run(corpus, out, **changes)])
-    try:
-        train.main()
-    except SystemExit as stopped:
-        return stopped.code
-    return 0
-
-
 CASES = {
     "trains": ({}, 0),
     "ends in the first step": ({"embedding_init_std": 1e30, "checkpoint_interval": 1}, 1),
@@ -91,14 +79,16 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_device_s_decision_is_the_program_s(monkeypatch, capsys, corpus, tmp_path, case):
+def test_the_device_s_decision_is_the_program_s(monkeypatch, corpus, tmp_path, case):
     """Exit code, message, diagnosis, metrics and every tensor of every checkpoint."""
     changes, code = CASES[case]
     said, found = [], []
     for name, on_device in (("program", False), ("device", True)):
         out = tmp_path / name
-        assert run(monkeypatch, corpus, out, on_device, **{"eval_full": False, **changes}) == code
-        said.append(capsys.readouterr().err.replace(str(out), "RUN"))
+        monkeypatch.setattr(outcome, "decided_on", lambda *_, on_device=on_device: on_device)
+        result = run_here(train, *small_run(corpus, out, **{"eval_full": False, **changes}))
+        assert result.returncode == code
+        said.append(result.stderr.decode().replace(str(out), "RUN"))
         diagnosis = out / "nonfinite" / "diagnosis.json"
         assert diagnosis.exists() == bool(code)
         lines = [{k: v for k, v in line.items() if k not in ("seconds", "tokens_per_second", "memory")}

@@ -23,9 +23,14 @@ BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, flags=re.S)
 DEMO = (ROOT / "docs" / "demo.md").read_text(encoding="utf-8")
 
 
+def squeezed(table: str) -> str:
+    """Without what pads columns to equal widths."""
+    return re.sub(r" +\|", " |", re.sub(r"-{3,}", "---", table).replace(" | ", " |"))
+
+
 def test_the_tables_of_the_demo_are_the_stored_results():
     stored = json.loads((ROOT / "results" / "demo.json").read_text())
-    assert report.markdown(stored["rows"]) in DEMO
+    assert squeezed(report.markdown(stored["rows"])) in squeezed(DEMO)
     trained = json.loads((ROOT / "results" / "demo_variants.json").read_text())["rows"]
     measured = {row["model"]: row for row in json.loads((ROOT / "results" / "bench_step_cpu.json").read_text())["rows"]}
     for row in trained:

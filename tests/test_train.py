@@ -7,35 +7,50 @@ import math
 import random
 import shutil
 import struct
-import sys
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, SMALL, one_line_error, script, sign, small_run
+from conftest import ROOT, SMALL, one_line_error, run_here, script, sign, small_run
 
-from data import shards, tokenizer
+import train
+from data import shards
 from data.loader import TrainBatches, ValidationBatches
 from model import build
 from model.gpt import GPTConfig
 from train import TrainConfig, check_run, configure, open_data
-from training import checkpoint, metrics
+from training import checkpoint, metrics, stopping
 from training.distributed import World
-from training.evaluation import evaluate
+from training.validation import evaluate
 
 
 @pytest.fixture(scope="module")
 def finished(corpus, tmp_path_factory):
     """A run of six steps and its output."""
     out = tmp_path_factory.mktemp("runs") / "finished"
-    result = script("train.py", *small_run(corpus, out))
+    return out, trained(*small_run(corpus, out)).stdout.decode()
+
+
+def trained(*arguments):
+    result = run_here(train, *arguments)
     assert result.returncode == 0, result.stderr.decode()
-    return out, result.stdout.decode()
+    return result
 
 
-def weights(run):
-    return checkpoint.load_tensors(checkpoint.find(run) / "model.safetensors")
+def refusal(*arguments) -> str:
+    return one_line_error(run_here(train, *arguments))
+
+
+def weights(run) -> dict:
+    tensors = checkpoint.load_tensors(checkpoint.find(run) / "model.safetensors")
+    return {name: tensor.tolist() for name, tensor in tensors.items()}
+
+
+def without_last_checkpoint(run, copy):
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "checkpoints" / "step_00000006")
+    return copy
 
 
 def test_metrics_hold_every_step_and_evaluation(finished):
@@ -91,7 +106,7 @@ def test_losses_equal_a_plain_loop(finished, corpus):
     assert [r["loss"] for r in records] == pytest.approx(losses, abs=2e-5)
     assert [r["grad_norm"] for r in records] == pytest.approx(norms, rel=1e-3)
     for name, value in weights(out).items():
-        torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-3, atol=2e-4)
+        torch.testing.assert_close(torch.tensor(value), model.state_dict()[name], rtol=1e-3, atol=2e-4)
 
 
 def test_final_evaluation_covers_every_validation_token(finished, corpus):
@@ -113,61 +128,37 @@ def test_final_evaluation_covers_every_validation_token(finished, corpus):
     assert encoding.decode(encoding.encode("ok")) == "ok"
 
 
+def losses(out):
+    return [(r["step"], r.get("loss"), r.get("val_loss")) for r in metrics.read(out / "metrics.jsonl")]
+
+
 def test_resumed_run_is_the_uninterrupted_one(finished, corpus, tmp_path):
     whole, _ = finished
-    out = tmp_path / "resumed"
-    shutil.copytree(whole, out)
-    shutil.rmtree(out / "checkpoints" / "step_00000006")
+    out = without_last_checkpoint(whole, tmp_path / "resumed")
     (out / "checkpoints" / "step_00000009.tmp").mkdir()  # a save that a kill cut short
     with open(out / "metrics.jsonl", "a") as file:
         file.write('{"step": 7, "lo')  # and a line
-    result = script("train.py", *small_run(corpus, out), "--resume")
-    assert result.returncode == 0, result.stderr.decode()
-    assert {k: v.tolist() for k, v in weights(out).items()} == {k: v.tolist() for k, v in weights(whole).items()}
-    figures = [
-        [(r["step"], r.get("loss"), r.get("val_loss")) for r in metrics.read(x / "metrics.jsonl")] for x in (whole, out)
-    ]
-    assert figures[0] == figures[1]
-    again = script("train.py", *small_run(corpus, out, resume="auto"))
-    assert again.returncode == 0
-    assert "nothing to train" in again.stdout.decode()
+    trained(*small_run(corpus, out), "--resume")
+    assert weights(out) == weights(whole)
+    assert losses(out) == losses(whole)
+    assert b"nothing to train" in trained(*small_run(corpus, out, resume="auto")).stdout
 
 
 def test_resume_can_branch_into_another_folder(finished, corpus, tmp_path):
     whole, _ = finished
     source = whole / "checkpoints" / "step_00000003"
-    out = tmp_path / "branch"
-    result = script("train.py", *small_run(corpus, out, resume=source))
-    assert result.returncode == 0, result.stderr.decode()
-    assert {k: v.tolist() for k, v in weights(out).items()} == {k: v.tolist() for k, v in weights(whole).items()}
-    error = one_line_error(script("train.py", *small_run(corpus, whole, resume=source)))
-    assert "has step_00000006" in error
-
-
-def losses(out):
-    return [r["loss"] for r in metrics.read(out / "metrics.jsonl") if "loss" in r]
-
-
-def test_two_processes_equal_one(finished, corpus, tmp_path):
-    whole, _ = finished
-    out = tmp_path / "two"
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
-    result = script(*command, *small_run(corpus, out, micro_batch_size=1))
-    assert result.returncode == 0, result.stderr.decode()
-    assert losses(out) == pytest.approx(losses(whole), abs=1e-5)
-    ends = [[r["val_loss"] for r in metrics.read(x / "metrics.jsonl") if "val_loss" in r] for x in (whole, out)]
-    assert ends[0] == pytest.approx(ends[1], abs=1e-5)
+    trained(*small_run(corpus, tmp_path / "branch", resume=source))
+    assert weights(tmp_path / "branch") == weights(whole)
+    assert "has step_00000006" in refusal(*small_run(corpus, whole, resume=source))
 
 
 def test_muon_trains_and_resumes(corpus, tmp_path):
-    whole, part = tmp_path / "whole", tmp_path / "part"
     keys = {"optimizer": "muon", "eval_full": False}
-    assert script("train.py", *small_run(corpus, whole, **keys)).returncode == 0
-    shutil.copytree(whole, part)
-    shutil.rmtree(part / "checkpoints" / "step_00000006")
-    assert script("train.py", *small_run(corpus, part, **keys, resume="auto")).returncode == 0
-    assert losses(part) == losses(whole)
-    assert {k: v.tolist() for k, v in weights(part).items()} == {k: v.tolist() for k, v in weights(whole).items()}
+    trained(*small_run(corpus, tmp_path / "whole", **keys))
+    part = without_last_checkpoint(tmp_path / "whole", tmp_path / "part")
+    trained(*small_run(corpus, part, **keys, resume="auto"))
+    assert losses(part) == losses(tmp_path / "whole")
+    assert weights(part) == weights(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(
@@ -178,26 +169,25 @@ def test_muon_trains_and_resumes(corpus, tmp_path):
     ],
 )
 def test_stops_before_the_step_on_what_is_not_finite(corpus, tmp_path, changes, message):
-    out = tmp_path / "diverges"
-    result = script("train.py", *small_run(corpus, out, **{"checkpoint_interval": 1, **changes}))
+    out, step = tmp_path / "diverges", int(message[5])
+    result = run_here(train, *small_run(corpus, out, **{"checkpoint_interval": 1, **changes}))
+    [line] = result.stderr.decode().splitlines()
     assert result.returncode == 1
-    assert message in result.stderr.decode()
-    assert "nan" in result.stderr.decode()
-    assert len(result.stderr.decode().splitlines()) == 1
-    assert len(checkpoint.all_of(out)) == int(message[5]) - 1
-    kept = checkpoint.find(out / "nonfinite")
-    assert checkpoint.read_state(kept)["step"] == int(message[5]) - 1
-    assert str(out / "nonfinite") in result.stderr.decode()
-    found = json.loads((out / "nonfinite" / "diagnosis.json").read_text())
-    step = int(message[5])
-    assert (found["step"], found["sequences"]) == (step, [4 * step - 4, 4 * step - 1])
-    assert "nan" in (found["loss"], found["grad_norm"])
+    assert message in line
+    assert "nan" in line
+    assert str(out / "nonfinite") in line
+    assert f"train.py: {stopping.read_status(out)['reason']}" == line
+    assert len(checkpoint.all_of(out)) == step - 1
+    assert checkpoint.read_state(checkpoint.find(out / "nonfinite"))["step"] == step - 1
+    diagnosis = json.loads((out / "nonfinite" / "diagnosis.json").read_text())
+    assert (diagnosis["step"], diagnosis["sequences"]) == (step, [4 * step - 4, 4 * step - 1])
+    assert "nan" in (diagnosis["loss"], diagnosis["grad_norm"])
     batches = TrainBatches(shards.open_corpus(str(corpus)).train, SMALL["block_size"], 4, seed=0)
-    whole = batches.stream.read(np.array(found["starts"]), SMALL["block_size"])
+    whole = batches.stream.read(np.array(diagnosis["starts"]), SMALL["block_size"])
     assert (batches.get(step - 1, 0, 4)[0].numpy() == whole).all()
-    names = [name for group in found["groups"] for name in group["parameters"]]
+    names = [name for group in diagnosis["groups"] for name in group["parameters"]]
     assert "transformer.wte.weight" in names
-    assert sum(group["of"] for group in found["groups"]) >= len(names)
+    assert sum(group["of"] for group in diagnosis["groups"]) >= len(names)
 
 
 MISTAKES = [
@@ -217,27 +207,14 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("changes", "message"), MISTAKES, ids=[next(reversed(m[0])) for m in MISTAKES])
-def test_mistakes_end_in_one_line_with_nothing_written(corpus, tmp_path, monkeypatch, capsys, changes, message):
-    import train
+def test_mistakes_end_in_one_line_with_nothing_written(corpus, tmp_path, changes, message):
+    assert message in refusal(*small_run(corpus, tmp_path / "out", **changes))
+    assert not (tmp_path / "out").exists()
 
+
+def test_dry_run_prints_the_size_and_writes_nothing(corpus, tmp_path):
     out = tmp_path / "out"
-    monkeypatch.setattr(sys, "argv", ["train.py", *small_run(corpus, out, **changes)])
-    with pytest.raises(SystemExit) as stop:
-        train.main()
-    assert stop.value.code == 2
-    errors = capsys.readouterr().err.strip().splitlines()
-    assert len(errors) == 1
-    assert message in errors[0]
-    assert not out.exists()
-
-
-def test_dry_run_prints_the_size_and_writes_nothing(corpus, tmp_path, monkeypatch, capsys):
-    import train
-
-    out = tmp_path / "out"
-    monkeypatch.setattr(sys, "argv", ["train.py", *small_run(corpus, out, max_steps=1000), "--dry_run"])
-    train.main()
-    printed = capsys.readouterr().out
+    printed = trained(*small_run(corpus, out, max_steps=1000), "--dry_run").stdout.decode()
     model = build("DDL-gpt-mha-rope", **SMALL)
     assert f"{model.num_parameters():,} parameters" in printed
     assert "1,000 steps x 4 sequences x 16 tokens = 64,000 tokens, 2.00 epochs" in printed  # 2005 windows an epoch
@@ -252,7 +229,6 @@ def test_a_mistake_ends_the_script(corpus, tmp_path):
 
 def test_the_vocabulary_is_the_corpus_s_unless_given(corpus, tmp_path, monkeypatch):
     """257 bytes and end-of-text, in a multiple of 64; a run that goes on keeps its own."""
-    import train
 
     def size(*more):
         given = [argument for argument in small_run(corpus, tmp_path / "run") if "vocab_size" not in argument]
@@ -261,7 +237,7 @@ def test_the_vocabulary_is_the_corpus_s_unless_given(corpus, tmp_path, monkeypat
     assert size() == 320
     assert size("--vocab_size=300") == 300
     assert size("--dataset=no_such") == GPTConfig().vocab_size
-    assert script("train.py", *small_run(corpus, tmp_path / "run", max_steps=1, vocab_size=290)).returncode == 0
+    trained(*small_run(corpus, tmp_path / "run", max_steps=1, vocab_size=290))
     assert size("--resume=auto") == 290
     # the folder that a run has unless told otherwise
     (tmp_path / "run").rename(tmp_path / "default")
@@ -276,26 +252,22 @@ def test_the_vocabulary_is_the_corpus_s_unless_given(corpus, tmp_path, monkeypat
 
 def test_a_run_folder_that_cannot_be_made_ends_in_one_line(corpus, tmp_path):
     (tmp_path / "file").touch()
-    assert "Not a directory" in one_line_error(script("train.py", *small_run(corpus, tmp_path / "file" / "run")))
+    assert "Not a directory" in refusal(*small_run(corpus, tmp_path / "file" / "run"))
 
 
 def test_truncated_shard_is_refused(corpus, tmp_path):
-    damaged = tmp_path / "corpus"
-    shutil.copytree(corpus, damaged)
+    damaged = shutil.copytree(corpus, tmp_path / "corpus")
     shard = damaged / "small_train_000001.bin"
     shard.write_bytes(shard.read_bytes()[:-2])
-    error = one_line_error(script("train.py", *small_run(damaged, tmp_path / "out")))
-    assert "small_train_000001.bin is damaged" in error
+    assert "small_train_000001.bin is damaged" in refusal(*small_run(damaged, tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 
 def test_used_run_folder_is_refused(finished, corpus):
     out, _ = finished
     before = sorted(path.stat().st_mtime_ns for path in out.rglob("*"))
-    assert "is not empty: continue it with --resume=auto" in one_line_error(script("train.py", *small_run(corpus, out)))
-    changed = one_line_error(
-        script("train.py", *small_run(corpus, out, resume="auto", learning_rate=0.02, max_steps=9))
-    )
+    assert "is not empty: continue it with --resume=auto" in refusal(*small_run(corpus, out))
+    changed = refusal(*small_run(corpus, out, resume="auto", learning_rate=0.02, max_steps=9))
     assert "learning_rate=0.02, but" in changed
     assert "was trained with 0.01" in changed
     assert sorted(path.stat().st_mtime_ns for path in out.rglob("*")) == before
@@ -303,26 +275,21 @@ def test_used_run_folder_is_refused(finished, corpus):
 
 def test_another_corpus_is_refused_when_resuming(finished, tmp_path, corpus):
     out, _ = finished
-    other = tmp_path / "other"
-    shutil.copytree(corpus, other)
+    other = shutil.copytree(corpus, tmp_path / "other")
     meta = json.loads((other / "meta.json").read_text())
     (other / "meta.json").write_text(json.dumps({**meta, "source": "elsewhere"}))
-    error = one_line_error(script("train.py", *small_run(other, out, resume="auto", max_steps=9)))
-    assert "is not the corpus that" in error
+    assert "is not the corpus that" in refusal(*small_run(other, out, resume="auto", max_steps=9))
 
 
 def test_keys_newer_than_a_checkpoint_count_as_their_default(finished, corpus, tmp_path):
-    whole, _ = finished
-    out = tmp_path / "old"
-    shutil.copytree(whole, out)
+    out = shutil.copytree(finished[0], tmp_path / "old")
     file = checkpoint.find(out) / "state.json"
     state = json.loads(file.read_text())
     del state["run_config"]["beta2"], state["model_config"]["rope_base"]
     file.write_text(json.dumps(state))
     sign(file.parent)
-    result = script("train.py", *small_run(corpus, out, resume="auto"))
-    assert "nothing to train" in result.stdout.decode()
-    assert "beta2=0.99, but" in one_line_error(script("train.py", *small_run(corpus, out, resume="auto", beta2=0.99)))
+    assert b"nothing to train" in trained(*small_run(corpus, out, resume="auto")).stdout
+    assert "beta2=0.99, but" in refusal(*small_run(corpus, out, resume="auto", beta2=0.99))
 
 
 CONFIGS = sorted(path for path in (ROOT / "config").glob("*.py"))
@@ -367,33 +334,17 @@ def test_run_contradictions(monkeypatch, changes, message):
         check_run(TrainConfig(**changes))
 
 
-def test_a_warmup_longer_than_the_run_is_noted(corpus, tmp_path, monkeypatch, capsys):
-    import train
-
+def test_a_warmup_longer_than_the_run_is_noted(corpus, tmp_path):
     keys = {"warmup_steps": 50, "max_steps": 1, "eval_full": False}
-    monkeypatch.setattr(sys, "argv", ["train.py", *small_run(corpus, tmp_path / "run", **keys)])
-    train.main()
-    assert "note: warmup_steps=50 is longer than the run" in capsys.readouterr().out
+    result = trained(*small_run(corpus, tmp_path / "run", **keys))
+    assert b"note: warmup_steps=50 is longer than the run" in result.stdout
     assert metrics.read(tmp_path / "run" / "metrics.jsonl")[0]["lr"] == pytest.approx(1e-2 / 50)
-
-
-def test_wandb_offline_receives_the_run(corpus, tmp_path):
-    out = tmp_path / "logged"
-    keys = {"wandb_log": True, "max_steps": 1, "eval_full": False, "wandb_run_name": "named"}
-    env = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
-    result = script("train.py", *small_run(corpus, out, **keys), env=env)
-    assert result.returncode == 0, result.stderr.decode()
-    [logged] = out.glob("wandb/offline-run-*/*.wandb")
-    content = logged.read_bytes()
-    assert b"grad_norm" in content
-    assert b"val_loss" in content
 
 
 def test_validation_windows_do_not_depend_on_the_batch(corpus):
     opened = shards.open_corpus(str(corpus))
     batches = ValidationBatches(opened.val, 16)
     assert batches.spread(4) == [0, 50, 99, 149]
-    assert json.loads((corpus / "meta.json").read_text())["vocab_size"] == tokenizer.byte_tokenizer().n_vocab
 
 
 def llm_c_shard(path, tokens):
@@ -409,8 +360,7 @@ def test_shards_of_llm_c_train_without_conversion(tmp_path):
     draw = random.Random(0)
     for name, count in (("val_000000", 300), ("train_000001", 500), ("train_000002", 77)):
         llm_c_shard(folder / f"edu_fineweb_{name}.bin", [50256, *(draw.randrange(50257) for _ in range(count - 1))])
-    result = script("train.py", *small_run(folder, tmp_path / "run", vocab_size=50304, max_steps=2, warmup_steps=0))
-    assert result.returncode == 0, result.stderr.decode()
+    result = trained(*small_run(folder, tmp_path / "run", vocab_size=50304, max_steps=2, warmup_steps=0))
     assert f"leaves out {577 - (35 * 16 + 1)} of 577 tokens" in result.stdout.decode()
     assert [record["step"] for record in metrics.read(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 2]
 
@@ -419,8 +369,8 @@ def test_a_damaged_token_ends_the_run_in_one_line(corpus, tmp_path):
     shutil.copytree(corpus, tmp_path / "corpus")
     shard = tmp_path / "corpus" / "small_train_000000.bin"
     llm_c_shard(shard, [300] * 20_000)
-    result = script("train.py", *small_run(tmp_path / "corpus", tmp_path / "run"))
-    assert "small_train_000000.bin holds token id 300 at" in one_line_error(result)
+    message = refusal(*small_run(tmp_path / "corpus", tmp_path / "run"))
+    assert "small_train_000000.bin holds token id 300 at" in message
 
 
 @pytest.mark.parametrize(
@@ -499,11 +449,9 @@ def test_processes_share_the_windows_and_make_as_many_passes(rows):
 def test_the_copy_task_trains_and_is_scored(tmp_path):
     made = script("data/copy_task/prepare.py", f"--out={tmp_path}", "--half=4", "--sequences=300", "--val_sequences=20")
     assert made.returncode == 0, made.stderr.decode()
-    run = small_run(tmp_path, tmp_path / "run", block_size=8, max_steps=2, warmup_steps=0)
-    result = script("train.py", *run)
-    assert result.returncode == 0, result.stderr.decode()
+    trained(*small_run(tmp_path, tmp_path / "run", block_size=8, max_steps=2, warmup_steps=0))
     last = metrics.read(tmp_path / "run" / "metrics.jsonl")[-1]
     assert last["val_sequences"] == 20
     assert last["val_exact_match"] <= last["val_accuracy"] < 0.5
-    result = script("train.py", *small_run(tmp_path, tmp_path / "run2", block_size=16))
-    assert "block_size=16: the documents of this corpus have 9 tokens" in one_line_error(result)
+    message = refusal(*small_run(tmp_path, tmp_path / "run2", block_size=16))
+    assert "block_size=16: the documents of this corpus have 9 tokens" in message

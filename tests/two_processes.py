@@ -12,7 +12,7 @@ from fused import check_close, programs
 from test_model import TINY
 
 from model import build, kernels
-from training.parallel import gathered, parallelise
+from training.distributed import gathered, parallelise
 
 
 def gradients(model, run, ids, targets) -> dict:

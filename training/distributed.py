@@ -1,8 +1,8 @@
-"""Where a run runs: one process or several under torchrun, their device, what it can do, and sums over processes."""
+"""One process or several under torchrun: their device, sums over them, and one model on all of them (DDP or FSDP2)."""
 
+import contextlib
 import ctypes
-import hashlib
-import json
+import inspect
 import os
 import shutil
 import sys
@@ -15,11 +15,19 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 # Processes compile at their own pace before their first collective; a process that dies is noticed at once.
 START_TIMEOUT, TIMEOUT = timedelta(minutes=10), timedelta(minutes=30)
 PATIENT_TIMEOUT = timedelta(days=7)
 KEPT_BLOCK = 2**25  # bytes, the most that the C library accepts
+# The buffers, RoPE's tables, are the same on every process. torch 2.13 gave the key that says so another name.
+BUFFERS = next(
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in inspect.signature(DistributedDataParallel).parameters
+)
 
 
 @dataclass(frozen=True)
@@ -113,16 +121,14 @@ def seed_step(seed: int, step: int, world: World) -> None:
 
 
 def refuse_disagreement(world: World, facts: dict) -> None:
-    """ValueError, on every process: they differ in one of the facts (name -> anything JSON can hold)."""
+    """ValueError, on every process: they differ in one of the facts (by name)."""
     if world.world_size == 1:
         return
-    sums = [hashlib.sha256(json.dumps(fact, sort_keys=True).encode()).digest() for fact in facts.values()]
-    own = torch.frombuffer(bytearray(b"".join(sums)), dtype=torch.uint8).to(world.device)
-    everyone = [torch.empty_like(own) for _ in range(world.world_size)]
-    dist.all_gather(everyone, own)
-    for index, name in enumerate(facts):
-        for number, theirs in enumerate(everyone):
-            if not torch.equal(theirs[32 * index : 32 * index + 32], everyone[0][32 * index : 32 * index + 32]):
+    everyone: list = [None] * world.world_size
+    dist.all_gather_object(everyone, facts)
+    for number, theirs in enumerate(everyone):
+        for name in facts:
+            if theirs[name] != everyone[0][name]:
                 raise ValueError(f"process {number} and process 0 differ in {name}: start all of them alike")
 
 
@@ -146,3 +152,85 @@ def stop(world: World) -> None:
 def rank() -> int:
     """This process's number, as torchrun says; 0 alone."""
     return int(os.environ.get("RANK", 0))
+
+
+# ---- one model on all processes ----
+
+
+def parallelise(model, engine: str, compiled: bool, world):
+    """(model for training, model for evaluation) on the device, compiled where asked for, gradients averaged.
+
+    With the engine `fsdp` each process keeps a part of every parameter, as a DTensor in `model` itself, which goes to
+    the device a block at a time.
+    """
+    if engine == "fsdp" and world.world_size > 1:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(world.device.type, (world.world_size,))
+        for block in model.transformer.h:
+            if compiled:  # a block at a time: gathering its parameters breaks the graph anyway
+                block.compile()
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model, model
+    model.to(world.device)
+    run = torch.compile(model) if compiled else model
+    if world.world_size == 1:
+        return run, run
+    # Inside of its forward pass torch.compile knows the buckets and cuts the graph between them, so that a bucket is
+    # summed over the processes while the backward pass goes on (tests/test_overlap.py, docs/runs.md).
+    return DistributedDataParallel(run, gradient_as_bucket_view=True, **{BUFFERS: False}), run
+
+
+@contextlib.contextmanager
+def synchronising(model, wanted: bool):
+    """Average gradients over the processes in the backward passes inside, or leave it to a later one."""
+    if isinstance(model, DistributedDataParallel) and not wanted:
+        with model.no_sync():
+            yield
+        return
+    if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
+        model.set_requires_gradient_sync(wanted)
+    yield
+
+
+def clip_gradients(model, largest: float) -> torch.Tensor:
+    """Scale the whole gradient down to norm `largest` (0: leave it) and return its norm before, without waiting for it.
+
+    A gradient that is not finite stays as it is: scaled, it would be NaN everywhere, and hide where that began.
+    """
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    if largest:
+        # A norm of 0 is within the limit, and leaves the gradient: no need to ask the device which it is.
+        torch.nn.utils.clip_grads_with_norm_(parameters, largest, torch.where(norm.isfinite(), norm, 0.0))
+    return norm
+
+
+def gathered(tensors: dict[str, torch.Tensor], world) -> dict[str, torch.Tensor]:
+    """Whole tensors on the main process's CPU, one after the other; {} on the others. All must call it."""
+    whole = {}
+    for name, tensor in tensors.items():
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if world.is_main:
+            whole[name] = full.detach().cpu()
+    return whole
+
+
+def placed_like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A whole tensor where the parameter is, sharded as it is; scalars (step counters) stay whole."""
+    # Step counters stay where the optimizer keeps them, moments go with their parameter.
+    tensor = tensor.to(parameter.device) if tensor.ndim or parameter.is_cuda else tensor
+    if isinstance(parameter, DTensor) and tensor.ndim:
+        return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return tensor
+
+
+def non_finite_gradients(model, world) -> list[str]:
+    """Names of the parameters whose gradient, on any process, holds an inf or NaN."""
+    parameters = {name: p for name, p in model.named_parameters() if p.grad is not None}
+    locals_ = (p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters.values())
+    bad = world.sum(*(float((~gradient.isfinite()).any()) for gradient in locals_))
+    return [name.removeprefix("module.").removeprefix("_orig_mod.") for name, count in zip(parameters, bad) if count]

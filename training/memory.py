@@ -1,12 +1,15 @@
-"""What a training step keeps in memory, found without doing it: the model runs on fake tensors, which have no data.
+"""What a run will need, before it starts: parameters, memory, tokens, FLOPs and time.
 
-Eager: every tensor that is made is counted until it is gone. Compiled: forward and backward pass are traced and divided
-as torch.compile divides them, and its fusion is imitated: what operations between two matrix products make is not
-stored, unless a later kernel or the backward pass needs it.
+The memory of a training step is found without doing it: the model runs on fake tensors, which have no data, and every
+tensor that is made is counted until it is gone. A compiled step is taken to need a constant share of that.
 """
 
 import dataclasses
+import os
+import sys
 import weakref
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -14,109 +17,165 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from model import build, kernels
-from training.distributed import KEPT_BLOCK
+from training.distributed import KEPT_BLOCK, rank, world_size
+from training.metrics import duration, nominal_flops_per_token, peak_flops, size
 
-# What a process takes over what its tensors do, on a CPU: freed memory does not fit later tensors exactly, least where
-# blocks are computed again (results/memory_cpu.json).
+# Measured on a CPU (results/memory_cpu.json). Freed memory does not fit later tensors exactly, least where blocks are
+# computed again: a process takes so much more than its tensors do.
 WASTE, WASTE_AGAIN = 1.25, 1.8
-
-
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """All that the activations of one process depend on; rows: sequences of its micro-batch."""
-
-    stem: str
-    model_config: object
-    rows: int
-    device: torch.device
-    bf16: bool = False
-    compiled: bool = False
-    checkpointing: bool = False
-    kernels: str = "auto"
-    state_interval: int = 2
-
-    def model(self, layers: int):
-        """The model with so many blocks, of fake tensors. To be called under FakeTensorMode."""
-        with torch.device(self.device):
-            model = build(self.stem, **{**dataclasses.asdict(self.model_config), "num_hidden_layers": layers})
-        kernels.use(model, self.kernels, self.device, self.state_interval)
-        return model
-
-    def ids(self):
-        return torch.zeros(self.rows, self.model_config.block_size, dtype=torch.int64, device=self.device)
-
-    def autocast(self):
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
+# Fused operations do not store what lies between them: compiled steps took 0.28 to 0.51 of the eager activations.
+COMPILED = 0.4
+# Bytes that Python and torch take, and that compiling takes, with those for every block.
+PROCESS, COMPILER, COMPILER_PER_BLOCK = 420 * 2**20, 80 * 2**20, 15 * 2**20
+# A process can take a quarter more than the estimate. A full machine kills it without a word. A full GPU says so in one
+# line, and on GPUs nothing was measured: there only what clearly does not fit is refused.
+MARGIN = {"cpu": 1.25, "cuda": 1 / 1.2}
 
 
 class Unknown(Exception):  # noqa: N818 (says what it is)
     """The model cannot be run on tensors without data; the message says why."""
 
 
-def needs(setting: Setting) -> tuple[int, int]:
-    """(most bytes at once that a forward and backward pass needs beyond weights, nodes of the compiled graphs).
+@dataclass(frozen=True)
+class Memory:
+    """Bytes at the peak of one process: weights, gradients that outlast a micro-batch and the optimizer's state;
+    activations, with gradients while they are made; and, on a CPU, the process itself."""
 
-    The bytes are activations and the gradients as they are made. Deep models are extrapolated from two and four
-    blocks, which are taken to be alike. Unknown: a model that looks at the values of its tensors, for example.
-    ValueError: a model that cannot be made.
-    """
+    weights: int
+    activations: int
+    process: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.activations + self.process
+
+
+def size_of_run(config, model, windows: int, device: torch.device) -> str:
+    """Parameters, memory, tokens and FLOPs of a whole run, and its time at 45% utilisation where the peak is known."""
+    tokens = config.max_steps * config.global_batch_size * model.config.block_size
+    flops = tokens * model.flops_per_token()
+    lines = [
+        f"{config.model}: {model.num_parameters():,} parameters",
+        memory_line(config, model.config, device),
+        f"{config.max_steps:,} steps x {config.global_batch_size} sequences x {model.config.block_size} tokens = "
+        f"{tokens:,} tokens, {config.max_steps * config.global_batch_size / windows:.2f} epochs",
+        f"{flops:.3g} FLOPs, {model.state_bytes_per_token()} bytes of bfloat16 state per token",
+    ]
+    if peak := peak_flops(device):
+        # MFU counts nominal FLOPs, so the time at a given utilisation follows from them.
+        seconds = tokens * nominal_flops_per_token(model) / (0.45 * peak * world_size())
+        lines.append(f"about {duration(seconds)} on {world_size()} GPUs at 45% utilisation")
+    return "\n".join(lines)
+
+
+def memory_line(config, model_config, device: torch.device) -> str:
     try:
-        return peak_and_nodes(setting)
+        needed = memory_needed(config, model_config, device)
+    except Unknown as error:
+        return f"its memory is not known ({error})"
+    process = f", {size(needed.process)} for the process" if needed.process else ""
+    return (
+        f"about {size(needed.total)} of {size(memory_of(device))} on {device}: {size(needed.weights)} for weights and "
+        f"optimizer, {size(needed.activations)} for activations and gradients{process}"
+    )
+
+
+def parameters_of(stem: str, model_config) -> int:
+    """Parameters of a model that is not made: counted with one and two blocks on torch's meta device."""
+    counts = []
+    for layers in (1, 2):
+        with torch.device("meta"):
+            model = build(stem, **{**dataclasses.asdict(model_config), "num_hidden_layers": layers})
+        counts.append(model.num_parameters())
+    return counts[0] + (model_config.num_hidden_layers - 1) * (counts[1] - counts[0])
+
+
+def least_memory(config, model_config) -> int:
+    """Bytes that one process cannot do without: weights, gradients, AdamW's moments, one micro-batch's states."""
+    c = model_config
+    states = config.rows * c.block_size * c.hidden_size * getattr(c, "ddl_value_channels", 1) * c.num_hidden_layers * 2
+    try:
+        parameters = parameters_of(config.model, model_config)
+    except RuntimeError:  # a size that overflows
+        return 2**63
+    per_weight = 12 if config.optimizer == "muon" else 16  # Muon has one moment
+    return per_weight * parameters // (world_size() if config.engine == "fsdp" else 1) + states
+
+
+def memory_needed(config, model_config, device: torch.device) -> Memory:
+    """An estimate for one process. Unknown: there is none."""
+    on_cpu, world = device.type == "cpu", world_size()
+    parameters = parameters_of(config.model, model_config)
+    accumulates = config.global_batch_size > config.rows * world
+    # Muon has one moment where AdamW, which it leaves the embedding, has two.
+    moments = parameters + model_config.vocab_size * model_config.hidden_size
+    weights = 4 * parameters + 4 * (moments if config.optimizer == "muon" else 2 * parameters)
+    activations = activations_needed(config, model_config, device)  # with the gradients of one micro-batch
+    if config.compile:
+        activations = int(COMPILED * activations)
+    if config.engine == "fsdp":
+        weights //= world
+        if not accumulates:
+            activations -= 4 * parameters * (world - 1) // world
+    else:  # gradients outlast a micro-batch where another one follows; DDP has them once more in its buckets
+        weights += 4 * parameters * (accumulates + (world > 1))
+    compiler = COMPILER + COMPILER_PER_BLOCK * model_config.num_hidden_layers if config.compile else 0
+    return Memory(weights, activations, PROCESS + compiler if on_cpu else 0)
+
+
+def activations_needed(config, model_config, device: torch.device) -> int:
+    """Most bytes at once that an eager forward and backward pass needs beyond weights, its gradients among them.
+
+    Exact for up to four blocks; for more, along the line through two and four, as blocks are taken to be alike.
+    Unknown: a model that looks at the values of its tensors, for example. ValueError: one that cannot be made.
+    """
+    layers = model_config.num_hidden_layers
+    try:
+        if layers <= 4:
+            return eager_peak(config, model_config, layers, device)
+        two, four = (eager_peak(config, model_config, n, device) for n in (2, 4))
+        return two + (layers - 2) * (four - two) // 2
     except ValueError:
         raise
     except Exception as error:  # torch raises many kinds; such a model can be trained all the same
         raise Unknown(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}") from error
 
 
-def peak_and_nodes(setting: Setting) -> tuple[int, int]:
-    layers = setting.model_config.num_hidden_layers
-    if not setting.compiled:
-        return extrapolated(lambda n: eager_peak(setting, n, setting.checkpointing), layers), 0
-    steps = {n: compiled_step(setting, n) for n in ((2, 4) if layers > 4 else (1, layers))}
-    whole = extrapolated(lambda n: steps[n][0], layers)
-    if setting.checkpointing and layers > 1:
-        # Instead of all blocks, the states between them and one block that is computed again.
-        few, *_, more = sorted(steps)
-        block = (steps[more][0] - steps[few][0]) // (more - few)
-        state = eager_peak(setting, 2, True) - eager_peak(setting, 1, True)
-        whole -= (layers - 1) * max(block - state, 0)
-    return whole, extrapolated(lambda n: steps[n][1], layers)
+def eager_peak(config, model_config, layers: int, device: torch.device) -> int:
+    """Most bytes alive during a forward and backward pass of a model of so many blocks."""
+    bf16 = config.dtype == "bfloat16" or (config.dtype == "auto" and device.type != "cpu")
+    with FakeTensorMode():
+        with torch.device(device):
+            model = build(config.model, **{**dataclasses.asdict(model_config), "num_hidden_layers": layers})
+        kernels.use(model, config.kernels, device, config.state_interval)
+        model.activation_checkpointing = config.activation_checkpointing
+        ids = torch.zeros(config.rows, model_config.block_size, dtype=torch.int64, device=device)
+        waste = WASTE_AGAIN if config.activation_checkpointing else WASTE
+        living = Living(device, waste, known=(*model.parameters(), *model.buffers(), ids))
+        with living:
+            with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+                _, loss = model(ids, ids)
+            loss.backward()
+    return living.peak
 
 
-def extrapolated(peak, layers: int) -> int:
-    """peak(layers), exact for up to four blocks, along the line through two and four of them for more."""
-    if layers <= 4:
-        return peak(layers)
-    two, four = peak(2), peak(4)
-    return two + (layers - 2) * (four - two) // 2
+class Living(TorchDispatchMode):
+    """Measures the storages that operations make, from then until nobody holds them.
 
+    On a CPU the C library keeps freed blocks up to a size (`distributed.keep_freed_memory`) for later ones, but larger
+    ones do not use them: there, the most of each kind add up.
+    """
 
-class Meter:
-    """The most bytes in use. On a CPU the C library keeps freed blocks up to a size (`distributed.keep_freed_memory`)
-    for later ones, but larger ones do not use them: there, the most of each kind add up."""
-
-    def __init__(self, device: torch.device, waste: float):
+    def __init__(self, device: torch.device, waste: float, known):
+        super().__init__()
         self.border, self.waste = (KEPT_BLOCK, waste) if device.type == "cpu" else (0, 1.0)
-        self.now, self.most = [0, 0], [0, 0]  # of blocks up to the border, and larger ones
-
-    def add(self, size: int) -> None:
-        """size: bytes of a block that is there from now on; negative: one that is gone."""
-        kind = int(abs(size) > self.border)
-        self.now[kind] += size
-        self.most[kind] = max(self.most[kind], self.now[kind])
+        self.now, self.most = [0, 0], [0, 0]  # bytes in blocks up to the border, and in larger ones
+        # Storages by address; views of weights are no new bytes.
+        self.storages: dict[int, weakref.ref | None] = dict.fromkeys(t.untyped_storage()._cdata for t in known)
 
     @property
     def peak(self) -> int:
         return int(self.waste * self.most[0]) + self.most[1]
-
-
-class Living(TorchDispatchMode):
-    """Measures the storages that operations make, from then until nobody holds them."""
-
-    def __init__(self, meter: Meter):
-        super().__init__()
-        self.meter = meter
-        self.storages: dict[int, weakref.ref] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -126,139 +185,69 @@ class Living(TorchDispatchMode):
         return result
 
     def count(self, storage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key, bytes_ = storage._cdata, storage.nbytes()
         if key in self.storages:
             return
+        kind = int(bytes_ > self.border)
 
         def gone(_):
-            self.meter.add(-size)
+            self.now[kind] -= bytes_
             del self.storages[key]
 
         self.storages[key] = weakref.ref(storage, gone)
-        self.meter.add(size)
+        self.now[kind] += bytes_
+        self.most[kind] = max(self.most[kind], self.now[kind])
 
 
-def eager_peak(setting: Setting, layers: int, checkpointing: bool) -> int:
-    """Most bytes alive during a forward and backward pass of a model of so many blocks."""
-    with FakeTensorMode():
-        model, ids = setting.model(layers), setting.ids()
-        model.activation_checkpointing = checkpointing
-        known = [tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers(), ids)]
-        living = Living(Meter(setting.device, WASTE_AGAIN if checkpointing else WASTE))
-        living.storages.update(dict.fromkeys(known))  # views of weights are no new bytes
-        with living:
-            with setting.autocast():
-                _, loss = model(ids, ids)
-            loss.backward()
-    return living.meter.peak
+def memory_of(device: torch.device) -> int:
+    """Bytes that this process may use: the GPU's, or its share of the machine's within its control group's limits."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    limits = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        if Path(file).exists() and (text := Path(file).read_text().strip()).isdigit():
+            limits.append(int(text))
+    return min(limits) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-# ---- compiled ----
+def check_memory(config, model_config, device: torch.device) -> None:
+    """ValueError: the run needs more memory than there is; the message names the key that helps."""
+    there, least = memory_of(device), least_memory(config, model_config)
+    logits = config.rows * model_config.block_size * 4 * model_config.vocab_size
+    if 50 * (least + logits) < there:
+        return  # far from any doubt: nothing more is made than a few dozen tensors of the state's size a block
+    if least > there:
+        raise ValueError(
+            f"this model needs at least {size(least)}, {device} has {size(there)}: give a smaller "
+            f"micro_batch_size={config.rows} or model (hidden_size={model_config.hidden_size}, "
+            f"num_hidden_layers={model_config.num_hidden_layers}, vocab_size={model_config.vocab_size}, "
+            f"block_size={model_config.block_size})"
+        )
+    try:
+        needed = memory_needed(config, model_config, device).total
+        if MARGIN[device.type] * needed > there:
+            raise ValueError(
+                f"micro_batch_size={config.rows} needs about {size(needed)}, perhaps a quarter more, and {device} has "
+                f"{size(there)}: {what_fits(config, model_config, device, needed, there)}"
+            )
+    except Unknown as error:
+        if rank() == 0:
+            print(f"note: whether the memory suffices is not known ({error})", file=sys.stderr)
 
 
-def compiled_step(setting: Setting, layers: int) -> tuple[int, int]:
-    """(most bytes alive during the forward and the backward graph, nodes of both) of a model of so many blocks."""
-    forward, backward = graphs(setting, layers)
-    outputs = forward.graph.find_nodes(op="output")[0].all_input_nodes
-    names = {node.name for node in outputs if node.op != "placeholder"}
-    saved = [node for node in backward.graph.find_nodes(op="placeholder") if node.name in names]
-    meter = Meter(setting.device, WASTE)
-    run_through(forward.graph, [], meter)
-    meter.now = [0, 0]
-    run_through(backward.graph, saved, meter)
-    return meter.peak, len(forward.graph.nodes) + len(backward.graph.nodes)
-
-
-def graphs(setting: Setting, layers: int):
-    """(forward, backward) graph modules as torch.compile's default backend divides them."""
-    from torch._functorch.aot_autograd import aot_module_simplified
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-    from torch._inductor.decomposition import select_decomp_table
-
-    found = []
-
-    def partition(*args, **keys):
-        found.extend(min_cut_rematerialization_partition(*args, **{**keys, "compiler": "inductor"}))
-        return tuple(found)
-
-    class Loss(torch.nn.Module):
-        def __init__(self, model):
-            super().__init__()
-            self.model = model
-
-        def forward(self, ids, targets):
-            return (self.model(ids, targets)[1],)
-
-    def keep(graph, _):
-        return graph
-
-    with FakeTensorMode(), setting.autocast():
-        arguments = {"partition_fn": partition, "decompositions": select_decomp_table()}
-        loss, ids = Loss(setting.model(layers)), setting.ids()
-        aot_module_simplified(loss, (ids, ids), fw_compiler=keep, bw_compiler=keep, **arguments)
-    return found
-
-
-def run_through(graph, held: list, meter: Meter) -> None:
-    """Tell the meter what is stored when the graph runs in its order; `held` are inputs that it may free."""
-    nodes = list(graph.nodes)
-    stored = {node for node in nodes if node in held or is_stored(node)}
-    reads: dict = {}  # of each node, the stored ones that it reads, also through what is fused with it
-    last: dict = {}
-    for node in nodes:
-        reads[node] = {n for source in node.all_input_nodes for n in ({source} if source in stored else reads[source])}
-        if node in stored or node.op == "output":
-            last.update(dict.fromkeys(reads[node], node))
-    gone: dict = {}
-    for node in stored:
-        gone.setdefault(last.get(node, node), []).append(-size_of(node))
-    for node in held:
-        meter.add(size_of(node))
-    for node in nodes:
-        made = [size_of(node)] if node in stored and node not in held else []
-        # A fused kernel may write over what it is the last to read; a matrix product may not.
-        for size in made + gone.get(node, []) if is_extern(node) else gone.get(node, []) + made:
-            meter.add(size)
-
-
-def size_of(node) -> int:
-    """Bytes of a node's tensor, 0 for what is none."""
-    value = node.meta.get("val")
-    return value.numel() * value.itemsize if isinstance(value, torch.Tensor) else 0
-
-
-MATRIX_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
-SCATTERS = {"embedding_dense_backward", "index_put", "scatter_add"}
-
-
-def is_extern(node) -> bool:
-    """Whether the node is a kernel of its own, which reads and writes whole tensors, and is fused with nothing."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    namespace, _, name = node.target._schema.name.partition("::")
-    return namespace not in ("aten", "prims") or name in MATRIX_PRODUCTS | SCATTERS or "attention" in name
-
-
-def is_view(node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
-
-
-def is_part(node) -> bool:
-    """Whether the node is one of several results of an operation."""
-    return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
-
-
-def is_stored(node) -> bool:
-    """Whether the node's tensor is in memory of its own: what kernels of their own read and make, and what is left."""
-    if node.op != "call_function" or is_view(node):
-        return False
-    if is_extern(node) or (is_part(node) and is_extern(node.args[0])):
-        return True
-    users = list(node.users)
-    while users:
-        user = users.pop()
-        if user.op == "output" or is_extern(user):
-            return True
-        if is_view(user):
-            users += user.users
-    return False
+def what_fits(config, model_config, device: torch.device, needed: int, there: int) -> str:
+    """The largest micro-batch that fits, as it is or with activation checkpointing; else that the model must change."""
+    rows, share = config.rows, config.global_batch_size // world_size()
+    for keys in ({},) if config.activation_checkpointing else ({}, {"activation_checkpointing": True}):
+        changed, single = (dataclasses.replace(config, micro_batch_size=n, **keys) for n in (rows, 1))
+        some = memory_needed(changed, model_config, device).total if keys else needed
+        one = memory_needed(single, model_config, device).total if rows > 1 else some
+        for fewer in (n for n in range(rows, 0, -1) if share % n == 0):
+            about = one + (some - one) * (fewer - 1) // max(rows - 1, 1)
+            if MARGIN["cpu"] * about < there:
+                options = [f"--micro_batch_size={fewer}"] if fewer < rows else []
+                options += [f"--{key}={value}" for key, value in keys.items()]
+                return f"give {' '.join(options)} (about {size(about)})"
+    sharded = ", or engine=fsdp on more GPUs" if device.type == "cuda" else ""
+    return f"give a smaller model{sharded}"

@@ -72,28 +72,26 @@ def read(path: Path) -> list[dict]:
     return records
 
 
-def import_wandb():
-    """The package (it logs online or offline, as WANDB_MODE says). ValueError: missing."""
-    try:
-        import wandb
-    except ImportError as error:
-        raise ValueError("wandb_log=True needs the wandb package: pip install wandb") from error
-    return wandb
-
-
-def import_tensorboard():
-    """SummaryWriter. ValueError: TensorBoard is missing."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ValueError("tensorboard=True needs the tensorboard package: pip install tensorboard") from error
-    return SummaryWriter
+def last_evaluation(path: Path) -> dict | None:
+    """The last record of an evaluation in a metrics.jsonl; None without one."""
+    records = read(path) if path.is_file() else []
+    return next((record for record in reversed(records) if "val_loss" in record), None)
 
 
 def optional_packages(config) -> tuple:
     """(wandb, TensorBoard's SummaryWriter), None where the run does not ask for it. ValueError: missing."""
-    wandb = import_wandb() if config.wandb_log else None
-    return wandb, import_tensorboard() if config.tensorboard else None
+    wandb = writer = None
+    try:
+        if config.wandb_log:  # online or offline, as WANDB_MODE says
+            import wandb
+    except ImportError as error:
+        raise ValueError("wandb_log=True needs the wandb package: pip install wandb") from error
+    try:
+        if config.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter as writer  # noqa: N813 (a class in a variable)
+    except ImportError as error:
+        raise ValueError("tensorboard=True needs the tensorboard package: pip install tensorboard") from error
+    return wandb, writer
 
 
 def duration(seconds: float) -> str:
@@ -121,21 +119,21 @@ def size(count: float) -> str:
 
 
 class Spikes:
-    """How far a loss or gradient norm lies from its recent course, in standard deviations; part of the run's state."""
+    """How far a loss or gradient norm lies from its recent course, in standard deviations."""
 
     DECAY, WARMUP, THRESHOLD = 0.98, 50, 6.0
 
-    def __init__(self, state: dict):
-        self.state = state  # {series: [count, mean, variance]}, changed in place
+    def __init__(self, series: dict):
+        self.series = series  # {name: [count, mean, variance]}, changed in place: part of the run's progress
 
-    def deviation(self, series: str, value: float) -> float | None:
+    def deviation(self, name: str, value: float) -> float | None:
         """The value's distance from the running mean, None while that is young; then the value joins the mean."""
-        count, mean, variance = self.state.get(series, (0, value, 0.0))
+        count, mean, variance = self.series.get(name, (0, value, 0.0))
         distance = value - mean
         result = distance / math.sqrt(variance) if count >= self.WARMUP and variance > 0 else None
         weight = max(1 - self.DECAY, 1 / (count + 1))
         variance = (1 - weight) * (variance + weight * distance * distance)
-        self.state[series] = [count + 1, mean + weight * distance, variance]
+        self.series[name] = [count + 1, mean + weight * distance, variance]
         return result
 
 
@@ -151,41 +149,31 @@ class LineFile:
 
     def __init__(self, path: Path):
         self.path, self.waiting = path, b""
-        self.file = open(path, "ab", buffering=0)  # noqa: SIM115 (open as long as the run)
+        path.touch()
 
     def write(self, record: dict) -> None:
-        if not os.fstat(self.file.fileno()).st_nlink:
-            self.begin_anew()
+        """Append a line; a file that somebody removed, perhaps with its folder, goes on as a new one."""
+        if not self.path.exists():
+            print(
+                f"warning: {self.path} was removed while the run writes to it: it goes on in a new file, and the next "
+                "checkpoint holds all that is needed to continue",
+                file=sys.stderr,
+            )
         self.waiting += json.dumps(record).encode() + b"\n"
+        self.flush()
+
+    def flush(self) -> None:
         try:
-            self.waiting = self.waiting[self.file.write(self.waiting) :]
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.path, "ab", buffering=0) as file:
+                self.waiting = self.waiting[file.write(self.waiting) :]
         except OSError as error:
             print(f"warning: metrics.jsonl cannot be written ({error.strerror}); trying again", file=sys.stderr)
 
-    def begin_anew(self) -> None:
-        """Somebody has removed the file, perhaps with its folder: say so and go on in a new one."""
-        print(
-            f"warning: {self.path} was removed while the run writes to it: it goes on in a new file, and the next "
-            "checkpoint holds all that is needed to continue",
-            file=sys.stderr,
-        )
-        with contextlib.suppress(OSError):  # the next write tries again
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            removed, self.file = self.file, open(self.path, "ab", buffering=0)  # noqa: SIM115
-            removed.close()
-
     def sync(self) -> None:
         """On the disk, as a checkpoint that follows will be."""
-        with contextlib.suppress(OSError):
-            os.fsync(self.file.fileno())
-
-    def close(self) -> None:
-        try:
-            if self.waiting:
-                self.file.write(self.waiting)
-            self.file.close()
-        except OSError as error:
-            print(f"warning: the end of metrics.jsonl is lost ({error.strerror})", file=sys.stderr)
+        with contextlib.suppress(OSError), open(self.path, "rb") as file:
+            os.fsync(file.fileno())
 
 
 class RunLog:
@@ -195,10 +183,10 @@ class RunLog:
     training steps; evaluations and checkpoints aside), over all its restarts. docs/runs.md lists the others.
     """
 
-    def __init__(self, run: Path, config, settings: dict, state: dict, model, world):
-        """Lines past `state["step"]` belong to steps that will be done again: they are dropped."""
-        self.config, self.start, self.previous, self.last_progress = config, dict(state), dict(state), None
-        self.device, self.spikes = world.device, Spikes(state["spikes"])
+    def __init__(self, run: Path, config, settings: dict, progress: dict, model, world):
+        """Lines past `progress["step"]` belong to steps that will be done again: they are dropped."""
+        self.config, self.start, self.previous, self.last_progress = config, dict(progress), dict(progress), None
+        self.device, self.spikes = world.device, Spikes(progress["spikes"])
         self.tokens_per_step = config.global_batch_size * model.config.block_size
         self.flops_per_step = self.tokens_per_step * model.flops_per_token()
         peak = peak_flops(world.device)
@@ -206,76 +194,78 @@ class RunLog:
         self.steps_per_second_at_peak = peak * world.world_size / nominal if peak else None
         wandb, writer = optional_packages(config)
         run.mkdir(parents=True, exist_ok=True)
-        drop_after(run / "metrics.jsonl", state["step"], state["evaluated"])
+        drop_after(run / "metrics.jsonl", progress["step"], progress["evaluated"])
         self.file = LineFile(run / "metrics.jsonl")
         self.wandb_run = self.tensorboard = None
         if wandb:
             names = {"project": config.wandb_project, "name": config.wandb_run_name}
             try:
-                self.wandb_run = wandb.init(**names, id=state["wandb_id"], resume="allow", config=settings, dir=run)
+                self.wandb_run = wandb.init(**names, id=progress["wandb_id"], resume="allow", config=settings, dir=run)
             except Exception as error:  # no login, no connection, a project that is not there
                 reason = str(error).strip().partition("\n")[0]
                 raise ValueError(f"wandb_log=True: {reason}; WANDB_MODE=offline logs without a login") from error
-            state["wandb_id"] = self.wandb_run.id
+            progress["wandb_id"] = self.wandb_run.id
         if writer:
-            self.tensorboard = writer(run / "tensorboard", purge_step=state["step"] + 1)
+            self.tensorboard = writer(run / "tensorboard", purge_step=progress["step"] + 1)
 
-    def training_step(self, state: dict, loss: float, grad_norm: float, lr: float) -> None:
-        rate, mfu = self.speed(self.previous, state)
-        self.previous = dict(state)
+    def training_step(self, progress: dict, loss: float, grad_norm: float, lr: float) -> None:
+        rate, mfu = self.speed(self.previous, progress)
+        self.previous = dict(progress)
         values = {"loss": loss, "grad_norm": grad_norm}
         deviations = {f"{name}_deviation": self.spikes.deviation(name, value) for name, value in values.items()}
         self.write(
-            state, **values, **deviations, lr=lr, tokens_per_second=rate, mfu=mfu, memory=peak_memory(self.device)
+            progress, **values, **deviations, lr=lr, tokens_per_second=rate, mfu=mfu, memory=peak_memory(self.device)
         )
-        step, steps = state["step"], self.config.max_steps
+        step, steps = progress["step"], self.config.max_steps
         for name, deviation in deviations.items():
             if deviation is not None and deviation > Spikes.THRESHOLD:
                 what = name.removesuffix("_deviation")
                 print(f"note: step {step}: {what} {values[what]:.4g} is {deviation:.1f} deviations above the mean")
         if self.last_progress is None:
             # The first step compiles and warms up: it gets its own line and stays out of the speed of the next.
-            speed = f"first step {state['seconds'] - self.start['seconds']:.1f} s"
+            speed = f"first step {progress['seconds'] - self.start['seconds']:.1f} s"
         elif step % self.config.log_interval == 0 or step == steps:
-            rate, mfu = self.speed(self.last_progress, state)
+            rate, mfu = self.speed(self.last_progress, progress)
             speed = f"{short(rate)} tok/s{f' | MFU {mfu:.1%}' if mfu else ''}"
             speed += f" | ETA {duration((steps - step) * self.tokens_per_step / rate)}"
         else:
             return
-        self.last_progress = dict(state)
+        self.last_progress = dict(progress)
         print(f"step {step}/{steps} | loss {loss:.4f} | lr {lr:.2e} | grad {grad_norm:.2f} | {speed}", flush=True)
 
-    def skipped_step(self, state: dict, loss: float, grad_norm: float) -> None:
-        self.write(state, skipped=True)
-        print(f"note: step {state['step']}: loss {loss}, gradient norm {grad_norm}: skipped", flush=True)
+    def skipped_step(self, progress: dict, loss: float, grad_norm: float) -> None:
+        self.write(progress, skipped=True)
+        print(f"note: step {progress['step']}: loss {loss}, gradient norm {grad_norm}: skipped", flush=True)
 
-    def evaluation(self, state: dict, scores: dict, bytes_per_token: float | None, sequences: int, all_sequences: int):
+    def evaluation(
+        self, progress: dict, scores: dict, bytes_per_token: float | None, sequences: int, all_sequences: int
+    ):
         record = validation_record(scores["loss"], bytes_per_token)
         answers = {f"val_{key}": value for key, value in scores.items() if key != "loss"}
         best = min(
-            [x for x in (scores["loss"], state["best_val_loss"]) if x is not None and math.isfinite(x)], default=None
+            [x for x in (scores["loss"], progress["best_val_loss"]) if x is not None and math.isfinite(x)], default=None
         )
-        state["best_val_loss"] = best
-        self.write(state, **record, **answers, val_sequences=sequences, best_val_loss=best)
+        progress["best_val_loss"] = best
+        self.write(progress, **record, **answers, val_sequences=sequences, best_val_loss=best)
         share = "all" if sequences == all_sequences else f"{sequences} of"
         more = f" | {record['val_bits_per_byte']:.4f} bits per byte" if bytes_per_token else ""
         more += "".join(f" | {name.removeprefix('val_').replace('_', ' ')} {x:.1%}" for name, x in answers.items())
         print(
-            f"step {state['step']} | {share} {all_sequences} validation sequences | loss {scores['loss']:.4f} | "
+            f"step {progress['step']} | {share} {all_sequences} validation sequences | loss {scores['loss']:.4f} | "
             f"perplexity {record['val_perplexity']:.2f}{more}",
             flush=True,
         )
 
     def speed(self, before: dict, now: dict) -> tuple[float, float | None]:
-        """(tokens/s, model FLOP utilisation where the peak is known) between two states."""
+        """(tokens/s, model FLOP utilisation where the peak is known) between two moments of the progress."""
         steps_per_second = (now["step"] - before["step"]) / (now["seconds"] - before["seconds"])
         best = self.steps_per_second_at_peak
         return self.tokens_per_step * steps_per_second, steps_per_second / best if best else None
 
-    def write(self, state: dict, **values) -> None:
-        step = state["step"]
+    def write(self, progress: dict, **values) -> None:
+        step = progress["step"]
         record = {"step": step, "tokens": step * self.tokens_per_step, "flops": step * self.flops_per_step}
-        record |= {"seconds": state["seconds"], **{key: value for key, value in values.items() if value is not None}}
+        record |= {"seconds": progress["seconds"], **{key: value for key, value in values.items() if value is not None}}
         self.file.write(record)
         if self.wandb_run is not None:
             self.wandb_run.log(flat(record), step=step)
@@ -284,7 +274,7 @@ class RunLog:
                 self.tensorboard.add_scalar(key, value, step)
 
     def close(self) -> None:
-        self.file.close()
+        self.file.flush()
         if self.wandb_run is not None:
             self.wandb_run.finish()
         if self.tensorboard is not None:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from model.parameters import rules_of
-from training.parallel import placed_like
+from training.distributed import placed_like
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, with_muon: bool) -> tuple[list[dict], list[dict]]:

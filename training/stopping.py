@@ -1,11 +1,18 @@
-"""When to stop before the last step: a signal (a preempted job, Ctrl-C) or the end of the granted time."""
+"""When to stop before the last step: a signal (a preempted job, Ctrl-C) or the end of the granted time.
+
+How a run ended is left in its status.json, for programs that start runs.
+"""
 
 import contextlib
+import json
 import os
 import signal
 import sys
 import threading
 import time
+from pathlib import Path
+
+import configurator
 
 EXIT_CODE = 75  # EX_TEMPFAIL: stopped in time, saved, to be started again
 SAME_EVENT = 1.0  # seconds in which a second signal is the same event, sent by the launcher as well
@@ -59,6 +66,23 @@ class Stop:
         if self.max_seconds is not None and needed >= self.max_seconds:
             return f"max_seconds={self.max_seconds:g}"
         return None
+
+
+def write_status(run: Path, step: int, of: int, ended: str | None, reason: str = "") -> None:
+    """Say in status.json how far the run is and how it ended: finished, stopped or failed; None: it goes on."""
+    status = {"step": step, "of": of, "ended": ended, "reason": reason}
+    temporary = run / "status.json.tmp"
+    try:
+        temporary.write_text(json.dumps(status) + "\n", encoding="utf-8")
+        temporary.replace(run / "status.json")
+    except OSError as error:
+        print(f"warning: status.json cannot be written ({error.strerror})", file=sys.stderr)
+
+
+def read_status(run: Path) -> dict:
+    """status.json of a run folder; one that is missing says nothing. ValueError: damaged."""
+    nothing = {"step": 0, "of": None, "ended": None, "reason": ""}
+    return nothing | (configurator.read_json(run / "status.json") if (run / "status.json").exists() else {})
 
 
 class Tolerant:

@@ -1,0 +1,54 @@
+"""Facts about a key of a configuration, given where the key is defined: `Annotated[type, "help", Key(low=1)]`."""
+
+import dataclasses
+import functools
+import typing
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Key:
+    """The range of a key's numbers, and what becomes of the key when a run goes on or starts from weights."""
+
+    low: float | None = None  # the smallest value
+    above: float | None = None  # values are greater
+    high: float | None = None  # the largest value
+    below: float | None = None  # values are smaller
+    changeable: bool = False  # may change when a run goes on
+    initial: bool = False  # sets initial values: no effect with init_from, which brings weights
+    free: bool = False  # no weight depends on it: may differ from the folder of init_from
+
+    @property
+    def range(self) -> str:
+        """The range in words; empty where every value will do."""
+        if self.above is not None:
+            return f"a number above {self.above}"
+        if self.low is None:
+            return ""
+        if self.high is not None:
+            return f"a number from {self.low} to {self.high}"
+        return f"{self.low} or more" if self.below is None else f"a number from {self.low} to below {self.below}"
+
+    def allows(self, value: float) -> bool:
+        return (
+            (self.low is None or value >= self.low)
+            and (self.above is None or value > self.above)
+            and (self.high is None or value <= self.high)
+            and (self.below is None or value < self.below)
+        )
+
+
+@functools.cache
+def keys_of(schema: type) -> dict[str, Key]:
+    """The facts about every field of a dataclass; those of a field that gives none are the defaults."""
+    hints = typing.get_type_hints(schema, include_extras=True)
+    facts = {field.name: getattr(hints[field.name], "__metadata__", ()) for field in dataclasses.fields(schema)}
+    return {name: next((fact for fact in each if isinstance(fact, Key)), Key()) for name, each in facts.items()}
+
+
+def check_ranges(config) -> None:
+    """ValueError: a value of the dataclass is out of its key's range; None never is."""
+    for name, key in keys_of(type(config)).items():
+        value = getattr(config, name)
+        if value is not None and not key.allows(value):
+            raise ValueError(f"{name}={value}: give {key.range}")
