@@ -19,9 +19,9 @@ import configurator  # before all that is slow to import: it takes Ctrl+C
 
 # isort: split
 
-from evaluation import published, subjects, tables, tasks
-from evaluation.runner import Evaluation, open_corpus_of
-from evaluation.store import write_text
+from harness import published, subjects, tables, tasks
+from harness.runner import Evaluation, open_corpus_of
+from harness.store import write_text
 from model import kernels
 from model.decoding import round_matrices
 from training import distributed

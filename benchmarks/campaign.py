@@ -11,7 +11,6 @@ begins bare, put the files of earlier calls into runs/compile, and the figures i
 
 import argparse
 import contextlib
-import importlib
 import importlib.util
 import os
 import shutil
@@ -45,7 +44,6 @@ class Command:
     arguments: tuple[str, ...]
     writes: str
     ahead: tuple[tuple[str, ...], ...] = ()  # each: its part of that
-    needs: str = ""  # a package without which it is left out
 
 
 @dataclass(frozen=True)
@@ -92,10 +90,9 @@ def kernels() -> Command:
     return Command(("bench.py", "kernels", "--device=cuda", "--rounds=10"), "bench_kernels_cuda.json", ahead)
 
 
-def evaluation() -> tuple[Command, ...]:
-    decode = ("bench.py", "decode", "--device=cuda", *SIZE, "--context=960", f"--models=gpt-mha-rope,{DELTA[0]}")
-    score = ("bench.py", "eval", "--device=cuda", "--dtype=bfloat16", "--batch_size=512", "--items=1000", *SIZE)
-    return Command(decode, "bench_decode_cuda.json"), Command(score, "bench_eval_cuda.json", needs="lm_eval")
+def decode() -> Command:
+    chosen = ("--device=cuda", *SIZE, "--context=960", f"--models=gpt-mha-rope,{DELTA[0]}")
+    return Command(("bench.py", "decode", *chosen), "bench_decode_cuda.json")
 
 
 def peers() -> Command:
@@ -113,8 +110,7 @@ STAGES = (
         (targets("bench_targets_medium_cuda.json", "medium", DELTA),)),
     Stage("train", "train.py: MFU and memory of three configs' steps, resuming to the bit", 9, "7 to 9",
         (train("speed", CONFIGS), train("resume", CONFIGS[1:2]))),
-    Stage("decode", "generation with and without cache, graph and kernels; scoring against lm-eval's hf", 9, "4 to 9",
-        evaluation()),
+    Stage("decode", "generation with and without cache, graph and kernels", 9, "4 to 9", (decode(),)),
     Stage("peers", "CC-EC's transcription, compiled, and liger-kernel's hyper-connections", 9, "5 to 9", (peers(),)),
     Stage("targets", "two columns, and the memory option", 9, "6 to 9",
         (targets("bench_targets_more_cuda.json", "small", MORE),)),
@@ -123,8 +119,6 @@ STAGES = (
     Stage("tune_1024", "launches of all kernels, d = 1024", 9, "two or three calls",
         tuple(tune(match, 1024) for match in ("K=1 v=4", *REST))),
     Stage("kernels", "bandwidth of every kernel against a copy", 9, "5 to 9", (kernels(),)),
-    Stage("choices", "attention, loss, compile modes, optimizer, each against others", 9, "two or three calls",
-        (Command(("bench.py", "choices", "--device=cuda", "--suite=paper"), "bench_choices_cuda.json"),)),
     Stage("paper", "speed and memory of every variant and its peers at both sizes", 9, "five or more calls",
         (Command(("bench.py", "step", "--device=cuda", "--suite=paper"), "bench_paper_cuda.json"),)),
 )  # fmt: skip
@@ -141,13 +135,11 @@ BESIDES = {
     "step": ["--compile=False", "--rounds=1", "--warmup=1", "--steps=1"],
     "kernels": ["--widths=8", "--micro_batch_size=1", "--block_size=1", "--rounds=1", "--copied=4096"],
     "pytest": ["-n", "0"] if importlib.util.find_spec("xdist") else [],
-    "train": [*SMALLEST, "--compile=False", "--steps=2", "--global_batch_size=2", "--micro_batch_size=1"],
+    "train": [*SMALLEST, "--compile=False", "--steps=2", "--global_batch_size=2", "--micro_batch_size=1",
+        "--corpus_tokens=2000", "--vocabulary=300"],
     "decode": [*SMALLEST, "--compile=False", "--rounds=1", "--context=4", "--tokens=2"],
-    "eval": [*SMALLEST, "--block_size=320", "--dtype=float32", "--items=1", "--rounds=1", "--batch_size=4"],
-    "choices": ["--compile=False", "--rounds=1", "--warmup=1"],
-}
+}  # fmt: skip
 FEWER = ["--warps=4", "--launches=1"]
-BESIDES["train"] += ["--corpus_tokens=2000", "--vocabulary=300"]
 
 
 class Campaign:
@@ -170,7 +162,6 @@ class Campaign:
         self.env = compile_cache.environment(self.cache)
         if self.rehearsal:
             self.env |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-            self.env[processes.FORK] = "1"
 
     def run(self, stage: Stage) -> bool:
         """Whether all of it was done and went well."""
@@ -180,15 +171,10 @@ class Campaign:
         for name in stage.files:
             self.begin_with(name)
         for command in stage.commands:
-            if command.needs and not importlib.util.find_spec(command.needs):
-                print(
-                    f"left out: {' '.join(command.arguments[:2])} needs {command.needs}, which is not here", flush=True
-                )
-                continue
             good = self.carry_out(stage, command, deadline) and good
-            if missing := not (self.folder / command.writes).exists():
+            if not (self.folder / command.writes).exists():
                 print(f"{self.folder / command.writes} was not written", flush=True)
-            good = good and not missing
+                good = False
         took = f"{time.monotonic() - started:.0f} s"
         print(f"{stage.name}: {'done' if good else 'not done: the same command goes on'} in {took}", flush=True)
         return good
@@ -205,8 +191,9 @@ class Campaign:
             return self.test(stage, command, deadline)
         arguments = [*map(self.here, command.arguments), *self.besides(command)]
         arguments += [f"--json={self.folder / command.writes}"]
-        if command.ahead:
-            self.compile_ahead(stage, [[*arguments, *more, "--ahead"] for more in command.ahead], deadline)
+        ahead = [[*arguments, *more, "--ahead"] for more in command.ahead]
+        if ahead:
+            self.compile_ahead(stage, ahead[:1] if self.rehearsal else ahead, deadline)
         return self.start(stage, [[*arguments, "--resume"]], deadline)[0] == 0
 
     def here(self, argument: str) -> str:
@@ -261,8 +248,6 @@ def listing() -> str:
         lines.append(
             f"     {'':10} minutes: {stage.takes} (at most {stage.minutes:g}); writes {', '.join(stage.files)}"
         )
-        packages = {command.needs for command in stage.commands if command.needs}
-        lines += [f"     {'':10} needs {package}, or leaves that part out" for package in sorted(packages)]
     return "\n".join(lines)
 
 
@@ -292,11 +277,6 @@ def arguments(argv: list[str]):
 
 def rehearse(folder: Path, stages=STAGES) -> bool:
     """Whether every stage ran through and wrote its files."""
-    # Forked processes have what this one has imported, and may only be forked while it has no other threads.
-    os.environ |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    for module in ("bench", "train", "torch._dynamo", "model.kernels.stream", "matplotlib.pyplot"):
-        if importlib.util.find_spec(module.partition(".")[0]):
-            importlib.import_module(module)
     campaign = Campaign(folder, again=False, rehearsal=True)
     campaign.prepare()
     return all([campaign.run(stage) for stage in stages])

@@ -14,8 +14,9 @@ from functools import partial
 
 import torch
 
+import tables
 from benchmarks.figures import Figures
-from benchmarks.timing import Clock, compared
+from benchmarks.timing import Clock, compared, spread
 from training import distributed
 from training.metrics import duration, size
 from training.provenance import digest
@@ -206,17 +207,12 @@ def timed(call, moved: int, copy, args, clock: Clock) -> dict:
 
 
 def markdown(rows: list[dict]) -> str:
-    lines = [
-        "| kernel | d | memory | microseconds | GB/s | of copy (10th to 90th percentile) |",
-        "|---|---|---|---|---|---|",
-    ]
-    for r in rows:
-        share = f"{r['share']:.2f} ({r['share_p10']:.2f} to {r['share_p90']:.2f})"
-        lines.append(
-            f"| {r['kernel']} | {r['d']} | {size(r['bytes'])} | {r['microseconds']:,.0f} | "
-            f"{r['gb_per_s']:,.0f} | {share} |"
-        )
-    return "\n".join(lines)
+    header = ["kernel", "d", "memory", "microseconds", "GB/s", "of copy (10th to 90th percentile)"]
+    lines = []
+    for row in rows:
+        speed = [f"{row['microseconds']:,.0f}", f"{row['gb_per_s']:,.0f}", spread(row, "share", ".2f")]
+        lines.append([row["kernel"], row["d"], size(row["bytes"]), *speed])
+    return tables.markdown(header, lines)
 
 
 def run(args) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+import tables
 import train
 from model import STEMS
 from training import distributed, estimate, metrics
@@ -66,9 +67,8 @@ def markdown(rows: list[dict]) -> str:
         cells.setdefault((row["size"], row["model"]), {})[row["compile"], row["activation_checkpointing"]] = cell
     kinds = [(compiled, saving) for compiled in (False, True) for saving in (False, True)]
     titles = [f"{'compiled' if c else 'eager'}{', checkpointing' if s else ''}" for c, s in kinds]
-    lines = [["size", "model", *titles], ["---"] * 6]
-    lines += [[size, f"`{model}`", *(cell.get(kind, "-") for kind in kinds)] for (size, model), cell in cells.items()]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    lines = [[size, f"`{model}`", *map(cell.get, kinds)] for (size, model), cell in cells.items()]
+    return tables.markdown(["size", "model", *titles], lines)
 
 
 def run(args) -> None:

@@ -4,20 +4,14 @@ import re
 from pathlib import Path
 
 import report
+import tables
 from benchmarks.figures import Figures
 from benchmarks.suites import BASELINE
+from benchmarks.timing import spread
 
 KINDS = {"transcription (compiled)": "C1", "transcription (eager)": "C3", "mHC": "C2"}  # all others are models
 
 BACKGROUND = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # of figures that cross the line at 1
-
-
-def spread(row: dict, key: str, digits: int = 3) -> str | None:
-    """The median and (10th to 90th percentile) that `timing.compared` made."""
-    if key not in row:
-        return None
-    middle, low, high = (f"{row[k]:.{digits}f}" for k in (key, f"{key}_p10", f"{key}_p90"))
-    return f"{middle} ({low} to {high})"
 
 
 def number(row: dict, key: str, form: str, scale: float = 1) -> str | None:
@@ -28,11 +22,11 @@ COLUMNS = {
     "model": lambda r: f"`{r['model']}`",
     "parameters": lambda r: number(r, "parameters", ",.0f"),
     "training tokens/s": lambda r: number(r, "tokens_per_second", ",.0f"),
-    "relative to additive (10th to 90th percentile)": lambda r: spread(r, "ratio"),
+    "relative to additive (10th to 90th percentile)": lambda r: spread(r, "ratio", ".3f"),
     "forward tokens/s": lambda r: number(r, "forward_tokens_per_second", ",.0f"),
-    "forward relative to additive": lambda r: spread(r, "forward_ratio"),
-    "training speed over its transcription": lambda r: spread(r, "speedup", 2),
-    "forward speed over its transcription": lambda r: spread(r, "forward_speedup", 2),
+    "forward relative to additive": lambda r: spread(r, "forward_ratio", ".3f"),
+    "training speed over its transcription": lambda r: spread(r, "speedup", ".2f"),
+    "forward speed over its transcription": lambda r: spread(r, "forward_speedup", ".2f"),
     "MFU": lambda r: number(r, "mfu", ".1%"),
     "activations per token, KiB": lambda r: number(r, "activation_bytes_per_token", ",.0f", 2**10),
     "activations relative to additive": lambda r: number(r, "activation_ratio", ".2f"),
@@ -44,8 +38,7 @@ def markdown(rows: list[dict]) -> str:
     """The rows as a table, without the columns in which no row has anything."""
     cells = {title: [column(row) for row in rows] for title, column in COLUMNS.items()}
     cells = {title: column for title, column in cells.items() if any(column)}
-    lines = [list(cells), ["---"] * len(cells), *([cell or "-" for cell in line] for line in zip(*cells.values()))]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return tables.markdown(list(cells), zip(*cells.values()))
 
 
 def beside(path: Path, suffix: str) -> Path:

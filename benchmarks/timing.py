@@ -42,6 +42,14 @@ def compared(key: str, base: list[float], own: list[float]) -> dict[str, float]:
     return {key: statistics.median(ratios), f"{key}_p10": low, f"{key}_p90": high}
 
 
+def spread(row: dict, key: str, form: str) -> str | None:
+    """The median and (10th to 90th percentile) that `compared` made, as text; None where the row has none."""
+    if key not in row:
+        return None
+    middle, low, high = (format(row[name], form) for name in (key, f"{key}_p10", f"{key}_p90"))
+    return f"{middle} ({low} to {high})"
+
+
 class Clock:
     """Seconds of single calls: on a GPU those that the GPU takes, from a cache that holds nothing of theirs.
 

@@ -14,7 +14,7 @@ import torch
 from conftest import ROOT, one_line_error, script
 
 import bench
-from benchmarks import ceiling, choices, contender, kernels, peers, results, step, suites, timing
+from benchmarks import ceiling, contender, kernels, peers, results, step, suites, timing
 from benchmarks.figures import Figures
 from model import STEMS, build
 from model.kernels.launch import launch_of, launches_of
@@ -141,7 +141,7 @@ def test_help_names_every_option(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main(monkeypatch, "--help")
     text = capsys.readouterr().out
-    for option in ("--device", "--suite", "--hidden_size", "--profile", "--json", "--peers", "--megabytes"):
+    for option in ("--device", "--suite", "--hidden_size", "--profile", "--json", "--peers", "--widths"):
         assert option in text
 
 
@@ -347,42 +347,6 @@ def test_the_stored_ceilings_are_those_of_the_launches():
         found = (row["warps"], row["stages"], row["prefetch"], row["reload"], row["programs"])
         assert found == (launch.num_warps, launch.stages, launch.prefetch, launch.reload, launch.programs), row
         assert row["programs"] <= row["fits"], row  # else one wave would be two
-
-
-def test_choices_are_measured_and_failures_told(tmp_path, monkeypatch, capsys):
-    def fails():
-        raise RuntimeError("not on this machine\nand more")
-
-    size = dict(zip(suites.SIZE_KEYS, (64, 16, 1, 2, 8, 16)))
-    monkeypatch.setitem(suites.SUITES, "quick", suites.Suite({"tiny": size}, (), 1))
-    monkeypatch.setattr(choices, "CHOICES", (*choices.CHOICES, choices.Choice("loss: fails", context=fails)))
-    out = tmp_path / "choices.json"
-    keys = ["--device=cpu", "--compile=False", "--rounds=2", "--warmup=1", "--models=gpt-mha-rope", f"--json={out}"]
-    choices.run(bench.arguments(["choices", *keys]))
-    rows = {row["model"]: row for row in json.loads(out.read_text())["rows"]}
-    assert rows["gpt-mha-rope: loss: fails"].keys() == {"model", "error", "chip", "code"}
-    assert rows["gpt-mha-rope: loss: fails"]["error"] == "RuntimeError: not on this machine"
-    assert rows["gpt-mha-rope: optimizer: AdamW, a loop"]["ratio"] > 0
-    assert not any("cuDNN" in name or "kernels" in name for name in rows)
-    printed = capsys.readouterr().out
-    assert "relative to as trained" in printed
-    assert "not on this machine" in printed
-    with pytest.raises(ValueError, match="none of attention"):
-        choices.run(bench.arguments(["choices", *keys, "--match=dropout"]))
-
-
-def test_a_choice_keeps_its_time_when_its_memory_cannot_be_measured(monkeypatch):
-    def full(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    size = dict(zip(suites.SIZE_KEYS, (64, 16, 1, 2, 8, 16)))
-    args = bench.arguments(["choices", "--compile=False", "--rounds=1", "--warmup=1", "--micro_batch_size=1"])
-    args.steps = 1
-    monkeypatch.setattr(choices, "memory", full)
-    row = choices.Comparison(args, "gpt-mha-rope", size, CPU).row(choices.CHOICES[0])
-    assert row["ratio"] > 0
-    assert row["memory_error"] == "OutOfMemoryError: CUDA out of memory."
-    assert "error" not in row
 
 
 def test_figures_are_kept_for_the_same_code_chip_and_settings(tmp_path, capsys):
@@ -596,16 +560,3 @@ def test_memory_on_a_gpu_is_weights_gradients_moments_and_activations(tmp_path):
         assert activations > 0
         # AdamW's state: two moments, and a step counter for each parameter.
         assert row["peak_memory_bytes"] - activations == pytest.approx(16 * row["parameters"], rel=0.01)
-
-
-def test_the_data_pipeline_is_measured(tmp_path):
-    out = tmp_path / "data.json"
-    sizes = ["--megabytes=0.3", "--rounds=2", "--steps=2", "--block_size=64", "--workers=1"]
-    result = script("bench.py", "data", f"--source={ROOT / 'data'}", *sizes, f"--json={out}", env={"CXX": "none"})
-    assert result.returncode == 0, result.stderr.decode()
-    [row] = json.loads(out.read_text())["rows"]
-    assert row["tokens"] > 10_000
-    assert 0 < row["ratio_worst"] <= row["ratio"]
-    assert row["peak_memory_bytes"] > 2**24
-    assert row["loader_tokens_per_second"] > 0
-    assert f"{row['ratio']:.3f}" in result.stdout.decode()

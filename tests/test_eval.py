@@ -18,7 +18,6 @@ from conftest import ROOT, one_line_error, script, small_run
 from test_model import randomise
 
 import configurator
-from benchmarks.evaluation import markdown
 from data import shards, tokenizer
 from data.shards import open_corpus
 from model import STEMS, build, model_class
@@ -30,11 +29,10 @@ from lm_eval.loggers import EvaluationTracker
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-import bench
 import eval as eval_script
 import export
-from evaluation import batches, published, store, subjects, tables, tasks
-from evaluation.language_model import LanguageModel, generation_settings
+from harness import batches, published, store, subjects, tables, tasks
+from harness.language_model import LanguageModel, generation_settings
 from training import checkpoint
 from training.checkpoint import load_model
 from training.distributed import World
@@ -135,7 +133,7 @@ def likeliest(model, context: list[int], count: int) -> list[int]:
 
 @pytest.mark.parametrize(("batch_size", "at_once"), [(1, 2**26), (3, 2**26), (100, 2**26), (100, 3 * 328)])
 def test_awkward_requests_equal_a_naive_loop(monkeypatch, batch_size, at_once):
-    monkeypatch.setattr("evaluation.language_model.LOGITS_AT_ONCE", at_once)  # numbers: here of three places
+    monkeypatch.setattr("harness.language_model.LOGITS_AT_ONCE", at_once)  # numbers: here of three places
     model = randomise(build("DDL-gpt-mha-rope-EC", **{**TINY, "block_size": 20})).double().eval()
     with torch.no_grad():
         greedy = likeliest(model, [5, 6, 7], 4)
@@ -620,24 +618,11 @@ def test_what_does_not_fit_the_memory_is_one_line(run, tmp_path, monkeypatch, ca
     def no_memory(*args):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
 
-    monkeypatch.setattr("evaluation.runner.evaluate", no_memory)
+    monkeypatch.setattr("harness.runner.evaluate", no_memory)
     code, _, error = evaluated(monkeypatch, capsys, run, "--val", f"--out={tmp_path}")
     assert code == 2
     [line] = error.strip().splitlines()
     assert "smaller --batch_size" in line
-
-
-def test_speed_is_measured_on_requests_that_both_score_alike(tmp_path, monkeypatch, capsys):
-    size = "--num_hidden_layers=1 --num_attention_heads=1 --head_dim=8 --hidden_size=8 --vocab_size=260".split()
-    more = ["--models=DDL-gpt-mha-rope-CC:2", "--items=2", "--rounds=1", f"--json={tmp_path / 'speed.json'}"]
-    monkeypatch.setattr(sys, "argv", ["bench.py", "eval", "--device=cpu", *size, *more])
-    bench.main()
-    stored = json.loads((tmp_path / "speed.json").read_text())
-    assert [row["requests"] for row in stored["rows"]] == [8, 8, 4, 8, 28]
-    for row in stored["rows"]:
-        assert row["difference"] < 1e-4
-        assert row["ratio_p10"] <= row["ratio"] <= row["ratio_p90"]
-    assert markdown(stored["rows"]) in capsys.readouterr().out
 
 
 def test_a_task_that_fixes_no_examples_keeps_it(tmp_path):

@@ -1,7 +1,7 @@
 """A model as lm-evaluation-harness wants it: log-likelihoods and text, with the tokens of its own `hf` model.
 
 Tokens, truncation and windows are those of `lm_eval.models.huggingface.HFLM` with a GPT-2-like tokenizer, so that the
-numbers are the same. What differs is how they are read: see `evaluation/batches.py`. With several processes, each reads
+numbers are the same. What differs is how they are read: see `harness/batches.py`. With several processes, each reads
 its share of the batches, which are the same whatever their number. lm-eval itself is told of one process: it would
 deal out documents, and draw other few-shot examples for another number of processes.
 """
@@ -17,7 +17,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
 
-from evaluation.batches import Group, Request, batched, grouped, truncated
+from harness.batches import Group, Request, batched, grouped, truncated
 from model.decoding import Decoder, padded
 from model.generation import Sampling, generate_text
 from training.distributed import World

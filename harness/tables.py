@@ -5,7 +5,7 @@ import io
 import math
 from dataclasses import dataclass, field
 
-from evaluation.tasks import PAPER_METRICS
+from harness.tasks import PAPER_METRICS
 
 NOTE = "± is lm-eval's standard error over a task's items."
 AVERAGE_NOTE = "The average's takes the tasks as independent."
