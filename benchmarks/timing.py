@@ -98,27 +98,3 @@ class Clock:
         started = time.perf_counter()
         function()
         return time.perf_counter() - started
-
-    def profiled(self, function, times: int = 5) -> float | None:
-        """Seconds of all kernels that one call launches, by the profiler; None on a CPU, which has no kernels.
-
-        A check of `seconds`, which counts the gaps between kernels too.
-        """
-        if self.device.type != "cuda":
-            return None
-
-        def flushed():
-            self.other.sum()
-            function()
-
-        # The kernels of the flush are in both.
-        both, flush = (self._kernels(call, times) for call in (flushed, self.other.sum))
-        return (both - flush) / times
-
-    def _kernels(self, function, times: int) -> float:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
-            for _ in range(times):
-                function()
-            torch.cuda.synchronize(self.device)
-        kernels = (event for event in trace.events() if event.device_type == torch.autograd.DeviceType.CUDA)
-        return sum(event.time_range.elapsed_us() for event in kernels) / 1e6

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, script
+from conftest import ROOT
 
-from benchmarks import campaign, compile_cache, processes
+import bench
+from benchmarks import campaign, compile_cache, processes, step
 
 COMPILES = """
 import sys, torch
@@ -31,25 +32,21 @@ def gpu_sh(*arguments) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module")
 def rehearsed(tmp_path_factory):
+    """A folder with one stage's figures."""
     folder = tmp_path_factory.mktemp("rehearsal")
-    return folder, gpu_sh("--rehearse", folder)
+    assert campaign.rehearse(folder, (campaign.find("small"),))
+    return folder
 
 
-def test_a_rehearsal_runs_every_stage_and_writes_every_file(rehearsed):
-    folder, result = rehearsed
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert f"rehearsal in {folder}: green" in result.stdout
-    for stage in campaign.STAGES:
-        assert (folder / f"log_{stage.name}.txt").stat().st_size
-        for name in stage.files:
-            stored = json.loads((folder / name).read_text())
-            assert stored["rows"], name
-            assert all({"chip", "code"} <= row.keys() for row in stored["rows"]), name
-
-
-def test_a_rehearsal_has_the_figures_that_a_gpu_is_asked_for(rehearsed):
+@pytest.mark.slow
+def test_a_rehearsal_has_every_file_and_the_figures_that_a_gpu_is_asked_for(tmp_path):
     """By name: models of the targets, launches of the kernels to tune, a resumed run's bits, tests by file."""
-    rows = {file.name: json.loads(file.read_text())["rows"] for file in rehearsed[0].glob("*.json")}
+    result = gpu_sh("--rehearse", tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"rehearsal in {tmp_path}: green" in result.stdout
+    rows = {file.name: json.loads(file.read_text())["rows"] for file in tmp_path.glob("*.json")}
+    assert rows.keys() == {name for stage in campaign.STAGES for name in stage.files}
+    assert all({"chip", "code"} <= row.keys() for stored in rows.values() for row in stored)
     for size in ("small", "medium"):
         found = {row["model"] for row in rows[f"bench_targets_{size}_cuda.json"] if "activation_ratio" in row}
         assert found == {"gpt-mha-rope", *campaign.DELTA}
@@ -67,40 +64,46 @@ def test_a_rehearsal_has_the_figures_that_a_gpu_is_asked_for(rehearsed):
 
 def test_what_is_stored_is_not_measured_again(rehearsed):
     """A stage that lost a figure measures that one alone; --again would measure all."""
-    folder, _ = rehearsed
-    file = folder / "bench_targets_small_cuda.json"
+    file = rehearsed / "bench_targets_small_cuda.json"
     before = json.loads(file.read_text())
+    found = {row["model"] for row in before["rows"] if "activation_ratio" in row}
+    assert found == {"gpt-mha-rope", *campaign.DELTA}
     lost = next(row for row in before["rows"] if row["model"] == campaign.DELTA[1])
     file.write_text(json.dumps({**before, "rows": [row for row in before["rows"] if row is not lost]}))
-    result = gpu_sh("--rehearse", "small", folder)
-    assert result.returncode == 0, result.stdout
+    assert campaign.rehearse(rehearsed, (campaign.find("small"),))
     after = {row["model"]: row for row in json.loads(file.read_text())["rows"]}
     for row in before["rows"]:
         same = row["model"] not in (campaign.DELTA[1], "gpt-mha-rope")  # the baseline takes part in every group
         assert (after[row["model"]] == row) == same
 
 
-def test_compiling_ahead_stores_nothing(tmp_path):
+def test_compiling_ahead_stores_nothing(tmp_path, capsys):
     """Nor does it do anything for what is stored."""
-    run = ["bench.py", "step", "--device=cpu", *campaign.BESIDES["step"], "--suite=rehearsal", "--sizes=small"]
-    run += ["--peers=none", "--models=DDL-gpt-mha-rope-CC", f"--json={tmp_path / 'rows.json'}"]
-    assert script(*run, "--ahead").returncode == 0
+    command = ["step", "--device=cpu", *campaign.BESIDES["step"], "--suite=rehearsal", "--sizes=small"]
+    command += ["--peers=none", "--models=DDL-gpt-mha-rope-CC", f"--json={tmp_path / 'rows.json'}"]
+
+    def run(*more):
+        step.run(bench.arguments([*command, *more]))
+        return capsys.readouterr().out
+
+    run("--ahead")
     assert not list(tmp_path.iterdir())
-    assert script(*run).returncode == 0
+    run()
     before = (tmp_path / "rows.json").read_bytes()
-    again = script(*run, "--ahead")
-    assert b"group" not in again.stdout
+    assert "group" not in run("--ahead")
     assert (tmp_path / "rows.json").read_bytes() == before
 
 
-def test_help_says_what_each_stage_does_costs_and_writes():
-    text = gpu_sh("--help").stdout
+def test_help_says_what_each_stage_does_costs_and_writes(capsys):
+    with pytest.raises(SystemExit):
+        campaign.arguments(["--help"])
+    text = capsys.readouterr().out
     for number, stage in enumerate(campaign.STAGES, 1):
         assert f"{number:2} {stage.name}" in text
         assert stage.shows in text
         assert all(file in text for file in stage.files)
-    assert gpu_sh().returncode == gpu_sh("--minutes=x").returncode == 2
-    assert "error: no stage 99: give 1 to 13" in gpu_sh(99).stderr
+    with pytest.raises(ValueError, match=f"no stage 99: give 1 to {len(campaign.STAGES)}"):
+        campaign.find("99")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -152,6 +155,7 @@ def compiled(folder: Path) -> list[int]:
     return [int(count) for count in result.stdout.split()]
 
 
+@pytest.mark.slow
 def test_what_was_compiled_serves_another_machine(tmp_path, monkeypatch):
     here, there, carried = (tmp_path / name for name in ("here", "there", "carried"))
     carried.mkdir()
@@ -207,11 +211,10 @@ def test_a_process_that_takes_too_long_is_ended_and_the_others_are_not(tmp_path)
 
 
 def test_what_a_process_has_started_ends_with_it(tmp_path):
-    code = "from benchmarks import processes; import sys; log = open(sys.argv[1], 'w'); "
-    code += "one = processes.start(['-c', 'import time; time.sleep(60)'], {}, log, own_group=False); "
-    code += "print(one.pid, flush=True); processes.wait([one])"
+    code = "import subprocess, sys; one = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
+    code += "print(one.pid, flush=True); one.wait()"
     with open(tmp_path / "log", "w+") as log:
-        assert processes.wait([processes.start(["-c", code, str(tmp_path / "inner")], {}, log)], 3) == [None]
+        assert processes.wait([processes.start(["-c", code], {}, log)], 1) == [None]
     inner = int((tmp_path / "log").read_text())
     for _ in range(100):  # until it is gone, or waits for nobody to ask how it ended
         state = Path(f"/proc/{inner}/stat").read_text().split()[2] if Path(f"/proc/{inner}").exists() else "gone"
