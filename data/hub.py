@@ -75,22 +75,14 @@ class Hub:
             where["sha256"] = hashlib.sha256("".join(listing).encode()).hexdigest()
         return where
 
-    def text_bytes(self) -> int | None:
-        return None
-
     def read(self, cursor: dict | None = None) -> Iterator[Batch]:
         cursor = cursor or {"file": 0, "row": 0}
-        if "file" not in cursor:
-            raise Missing(
-                "preparation.json is of an earlier version, which noted places in the data set otherwise: delete it "
-                "and begin anew with --overwrite"
-            )
         if self._listed is None:
             self._listed = self.ask(self._files)
         for number in range(cursor["file"], len(self._listed)):
             file = self._listed[number]
             first = cursor["row"] if number == cursor["file"] else 0
-            for row, _, rows in parquet_texts(self._open(file), file, self.column, first):
+            for row, rows in parquet_texts(self._open(file), file, self.column, first):
                 texts = [text for text in rows if text is not None]
                 starts = [self.starts(text) for text in texts] if self.starts else None
                 yield Batch({"file": number, "row": row}, texts, starts)

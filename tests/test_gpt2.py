@@ -19,7 +19,7 @@ from gpt2_oracle import FILES
 from test_tokenizer import ODD
 from test_train import llm_c_shard
 
-from data import gpt2, tokenizer
+from data import tokenizer
 from training import checkpoint, metrics
 
 DOCUMENTS = [path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("data/*.py"))] + ODD
@@ -81,7 +81,7 @@ def test_a_package_with_another_file_is_not_taken(tmp_path, monkeypatch, ours):
     (package / "__init__.py").write_text("raise SystemExit('it was imported')")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: pytest.fail("the package was not found"))
-    assert gpt2.tokens() == gpt2.tokens_of((FILES / "vocab.bpe").read_text(encoding="utf-8"))
+    assert tokenizer.gpt2_tokens() == tokenizer.tokens_of_merges((FILES / "vocab.bpe").read_text(encoding="utf-8"))
     lines = (package / "data" / "vocab.bpe").read_text(encoding="utf-8").split("\n")
     lines[300:302] = lines[301], lines[300]
     (package / "data" / "vocab.bpe").write_text("\n".join(lines), encoding="utf-8")

@@ -65,7 +65,6 @@ def texts(batches):
 def test_rows_come_in_order_and_null_is_none(clone):
     assert texts(Hub(str(clone), "sample-10BT").read()) == TEXTS
     assert texts(Hub(str(clone), "other").read()) == ["another configuration"]
-    assert Hub(str(clone), "other").text_bytes() is None
 
 
 def test_starts_are_told_row_by_row(clone):
@@ -357,13 +356,6 @@ def test_ctrl_c_in_a_pause_is_one_line(server, fineweb, tmp_path):
     assert line.count("\n") == 1
     assert "prepare.py: interrupted; " in line
     assert "run the same command again to go on" in line
-
-
-def test_places_that_an_earlier_version_noted_are_refused(clone):
-    with pytest.raises(
-        sources.Missing, match=r"is of an earlier version.*: delete it and begin anew with --overwrite$"
-    ):
-        next(Hub(str(clone), "sample-10BT").read({"examples_iterable": {"shard_idx": 0}, "epoch": 0}))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_tokenizer import ODD
 
-from data import gpt2, tokenizer, tokenizer_json
+from data import tokenizer, tokenizer_json
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -81,7 +81,7 @@ def test_the_encoding_comes_back(pair, tmp_path):
 
 
 def test_gpt2_is_known_by_its_tokens():
-    tokens = gpt2.tokens()
+    tokens = tokenizer.gpt2_tokens()
     assert tokenizer_json.name_of(tokens) == "gpt2"
     assert tokenizer_json.name_of([*tokens, b"more"]) == "bpe50258"
     tokens[262:264] = tokens[263], tokens[262]
@@ -90,7 +90,7 @@ def test_gpt2_is_known_by_its_tokens():
 
 def test_the_merges_of_gpt2_are_openais():
     """Which part of a token meets which follows from the ranks: line by line the vocab.bpe that the ranks are of."""
-    lines = gpt2.packaged().splitlines()[1:]
+    lines = tokenizer.packaged_merges().splitlines()[1:]
     assert [" ".join(merge) for merge in written(tokenizer.gpt2_tokenizer())["model"]["merges"]] == lines
 
 

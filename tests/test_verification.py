@@ -16,7 +16,7 @@ import pytest
 from conftest import ROOT, one_line_error, script
 from hub_server import Fault
 
-from data import lock, preparation, shards, tokenizer, verification
+from data import preparation, shards, tokenizer, verification
 from data.fineweb_edu import prepare
 from data.openwebtext import prepare as openwebtext
 from data.shards import open_corpus
@@ -239,7 +239,7 @@ def test_a_folder_in_use_is_refused(foreign, folder, tmp_path, monkeypatch, caps
 def test_two_at_once_are_refused(foreign, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
     out.mkdir()
-    with lock.only_one(out), pytest.raises(SystemExit):
+    with shards.only_one(out), pytest.raises(SystemExit):
         adopt(monkeypatch, out, foreign)
     assert f"{out} is being prepared by another process: wait for it" in capsys.readouterr().err
     assert not list(out.iterdir())
