@@ -7,7 +7,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from conftest import one_line_error
 from gpt2_oracle import oracle
+from in_process import call
 
 from data.fineweb_edu import prepare
 from data.shards import open_corpus
@@ -49,11 +51,6 @@ def test_shards_hold_every_document_after_end_of_text(parquet, tmp_path, monkeyp
     assert (tmp_path / "out" / "fineweb_edu_train_000002.bin").exists()
 
 
-def test_max_tokens_cuts_the_stream(parquet, tmp_path, monkeypatch):
-    corpus = run(monkeypatch, tmp_path / "out", f"--source={parquet}", *SMALL, "--max_tokens=280")
-    assert [len(shard) for shard in corpus.val + corpus.train] == [100, 50, 100, 30]
-
-
 def test_several_sources_and_another_column(parquet, tmp_path, monkeypatch):
     rows = [{"body": text} for text in TEXTS]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -67,31 +64,14 @@ def test_several_sources_and_another_column(parquet, tmp_path, monkeypatch):
     ("arguments", "message"),
     [
         (["--source=nowhere/*.parquet"], "--source=nowhere/*.parquet: no files there"),
-        (["--max_tokens=0"], "--max_tokens=0: give 1 or more"),
         (["--shard_tokens=5000"], "leave nothing for training: give more text, or --val_tokens below"),
-        (["--val_tokens=150", "--max_tokens=150"], "--max_tokens=150 leaves nothing for training after"),
         (["--column=body"], "part_0.parquet has no column body, it has text, id, score, token_count: give --column"),
         (["--pretokenized=nowhere", "--workers=0"], "--workers=0: give 1 or more"),
         (["--verify"], "has no meta.json with SHA-256 sums: prepare the corpus first"),
     ],
 )
-def test_mistakes_end_in_one_line(parquet, tmp_path, monkeypatch, capsys, arguments, message):
-    with pytest.raises(SystemExit) as stop:
-        run(monkeypatch, tmp_path / "out", f"--source={parquet}", *arguments)
-    assert stop.value.code == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-    assert not (tmp_path / "out" / "meta.json").exists()
-    if (tmp_path / "out" / "preparation.json").exists():
-        with pytest.raises(ValueError, match="was not prepared to its end"):
-            open_corpus(str(tmp_path / "out"))
-
-
-def test_other_options_replace_the_first_preparation_only_if_asked(parquet, tmp_path, monkeypatch, capsys):
-    run(monkeypatch, tmp_path / "out", f"--source={parquet}", "--val_tokens=100", "--shard_tokens=50")
-    with pytest.raises(SystemExit):
-        run(monkeypatch, tmp_path / "out", f"--source={parquet}", *SMALL)
-    assert "shard_tokens 50 there, 100 now" in capsys.readouterr().err
-    corpus = run(monkeypatch, tmp_path / "out", f"--source={parquet}", *SMALL, "--max_tokens=200", "--overwrite")
-    assert [len(shard) for shard in corpus.val + corpus.train] == [100, 50, 50]
+def test_mistakes_end_in_one_line(parquet, tmp_path, arguments, message):
+    out = tmp_path / "out"
+    result = call("data/fineweb_edu/prepare.py", f"--out={out}", f"--source={parquet}", *arguments)
+    assert message in one_line_error(result)
+    assert not (out / "meta.json").exists()
