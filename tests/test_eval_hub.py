@@ -133,6 +133,7 @@ eval.main()
 """
 
 
+@pytest.mark.slow
 def test_all_processes_are_patient(hub, saved, tmp_path):
     """Process 0 with a hub that is down for longer than the processes' time-out; 1, as on
     a machine of its own, with a 503 to its first question."""
