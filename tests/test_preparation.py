@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT, one_line_error, script
+from in_process import call
 
 from data import preparation, shards, sources, token_reader, tokenizer
 from data.shards import open_corpus
@@ -822,6 +823,21 @@ def test_max_tokens_that_leave_nothing_for_training(parquet, tmp_path):
         ):
             run(tmp_path / "out", files_plan(folder), f"--max_tokens={limit}")
     assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--source=nowhere/*.parquet"], "--source=nowhere/*.parquet: no files there"),
+        (["--column=body"], "0.parquet has no column body, it has text, id, score, token_count: give --column"),
+        (["--pretokenized=nowhere", "--workers=0"], "--workers=0: give 1 or more"),
+        (["--verify"], "has no meta.json with SHA-256 sums: prepare the corpus first"),
+    ],
+)
+def test_mistakes_end_in_one_line(parquet, tmp_path, arguments, message):
+    options = ["--tokenizer=bytes", f"--source={parquet[0]}", f"--out={tmp_path / 'out'}", *arguments]
+    assert message in one_line_error(call("data/fineweb_edu/prepare.py", *options))
+    assert not (tmp_path / "out" / "meta.json").exists()
 
 
 def test_a_script_prints_a_line_a_shard_and_no_bar(parquet, tmp_path):

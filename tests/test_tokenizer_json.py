@@ -47,7 +47,7 @@ def test_odd_text(pair):
         check(pair, text)
     draw = random.Random(0)
     pieces = [*" \n\t\r\v\x1c\x85", "\u00a0", "\u2028", "\u200b", "ab", "'s", "'ll", "é", "12", "²", "_", "!", "\u0301"]
-    for _ in range(1000):
+    for _ in range(300):
         check(pair, "".join(draw.choices([*pieces, "尺", "\ufeff", "def", "<|", "<|endoftext|>"], k=20)))
 
 
@@ -59,11 +59,11 @@ def test_random_bytes(pair):
 
 def test_a_character_of_every_block(pair):
     """Between letters, digits, spaces and line breaks: both regular expression engines must class it alike."""
-    for code in (*range(0, 0xD800, 7), *range(0xE000, 0x110000, 97)):
+    for code in (*range(0, 0xD800, 31), *range(0xE000, 0x110000, 397)):
         check(pair, f"a {chr(code)}{chr(code)}b  1{chr(code)}_{chr(code)} \n{chr(code)}\n")
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(st.text())
 def test_any_text(pair, text):
     check(pair, text)
