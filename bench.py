@@ -31,12 +31,8 @@ def widths(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def add_json(parser) -> None:
-    parser.add_argument("--json", type=Path, help="write the figures there as well, after each of them")
-    add_resume(parser)
-
-
-def add_resume(parser) -> None:
+def add_json(parser, what: str = "write the figures there as well, after each of them") -> None:
+    parser.add_argument("--json", type=Path, metavar="PATH", help=what)
     resume = "keep what the file has of the same code, chip and settings"
     parser.add_argument("--resume", action="store_true", help=resume)
 
@@ -69,8 +65,7 @@ def step_arguments(parser) -> None:
     add("--warmup", type=int, default=3, help="turns of each model before measuring (default: %(default)s)")
     add("--rounds", type=int, default=20, help="measured turns of each model (default: %(default)s)")
     add("--steps", type=int, help="steps in a turn; the device is waited for after the last (default: 1, on a GPU 4)")
-    add("--json", metavar="PATH", help="figures there, a chart beside (runs/bench_SUITE_DEVICE.json; '' for none)")
-    add_resume(parser)
+    add_json(parser, "write the figures there, a chart beside")
     add_ahead(parser)
     add("--profile", action="store_true", help="a trace of one step of each model beside the JSON, and its operators")
 

@@ -5,8 +5,7 @@
 
 A stage goes on from the figures in FOLDER, or else in results/, that are of the same code and chip; a figure is stored
 as soon as it is there. So the same command again does what is left, and --again measures anew. What compiling left is
-stored as well, as FOLDER/compile_STAGE.0 and so on, and loaded from there and from runs/compile: on a machine that
-begins bare, put the files of earlier calls into runs/compile, and the figures into results/.
+in the folder deep_delta_learning_compiled beside other temporary files: a machine that begins bare compiles again.
 """
 
 import argparse
@@ -21,13 +20,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import configurator
-from benchmarks import compile_cache, processes
+from benchmarks import processes
 from benchmarks.figures import Figures
 from training import distributed
 from training.provenance import digest
 
 ROOT = Path(__file__).parents[1]
-RESULTS, COMPILED = ROOT / "results", ROOT / "runs" / "compile"
+RESULTS, LOGS = ROOT / "results", ROOT / "runs" / "campaign"
+COMPILED = Path(tempfile.gettempdir()) / "deep_delta_learning_compiled"  # the same path on every machine
 TESTS = ("tests/test_gpu_kernels.py", "tests/test_gpu.py", "tests/test_decoding.py", "tests/test_bench.py")
 TESTED = ("train.py", "benchmarks/*.py", "model/*.py", "model/kernels/*.py", "training/*.py", "tests/*.py")
 DELTA = ("DDL-gpt-mha-rope-CC-EC", "DDL-gpt-mha-rope", "DDL-vdim1-gpt-mha-rope")
@@ -147,21 +147,12 @@ class Campaign:
 
     def __init__(self, folder: Path, again: bool, rehearsal: bool):
         self.folder, self.again, self.rehearsal = folder, again, rehearsal
-        self.env, self.carried = {}, set()
-        self.aside = COMPILED if folder == RESULTS else folder  # logs and what was compiled are no results
-        self.cache = folder / "compiled" if rehearsal else compile_cache.FOLDER
-        for each in {folder, self.aside, self.cache}:
+        self.logs = LOGS if folder == RESULTS else folder  # which are no results
+        for each in (folder, self.logs):
             each.mkdir(parents=True, exist_ok=True)
-
-    def prepare(self) -> None:
-        """Take along what earlier calls compiled."""
-        for where in (COMPILED, self.folder):
-            if where.exists():
-                compile_cache.load(where, self.cache)
-        self.carried = compile_cache.files(self.cache)
-        self.env = compile_cache.environment(self.cache)
-        if self.rehearsal:
-            self.env |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        self.env = {"TORCHINDUCTOR_CACHE_DIR": str(COMPILED), "TRITON_CACHE_DIR": str(COMPILED / "triton")}
+        if rehearsal:
+            self.env = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 
     def run(self, stage: Stage) -> bool:
         """Whether all of it was done and went well."""
@@ -205,19 +196,19 @@ class Campaign:
     def compile_ahead(self, stage: Stage, runs: list[list[str]], deadline: float) -> None:
         """All at once; what they find is thrown away but for the caches. Whatever fails says so when it is measured."""
         started = time.monotonic()
-        self.start(stage, runs, deadline, compile_cache.workers(len(runs)))
+        cores = len(os.sched_getaffinity(0))
+        self.start(stage, runs, deadline, {"TORCHINDUCTOR_COMPILE_THREADS": str(max(cores // len(runs), 1))})
         print(f"  compiled ahead in {time.monotonic() - started:.0f} s", flush=True)
 
     def start(self, stage: Stage, runs: list[list[str]], deadline: float, env: dict | None = None) -> list[int | None]:
-        """Exit codes of processes that run at once; then what they printed, and what they compiled is stored."""
-        with contextlib.ExitStack() as stack, open(self.aside / f"log_{stage.name}.txt", "a") as log:
+        """Exit codes of processes that run at once; then what they printed."""
+        with contextlib.ExitStack() as stack, open(self.logs / f"log_{stage.name}.txt", "a") as log:
             outputs = [stack.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in runs]
             started = [processes.start(run, self.env | (env or {}), out) for run, out in zip(runs, outputs)]
             codes = processes.wait(started, deadline - time.monotonic())
             for run, output, code in zip(runs, outputs, codes):
                 output.seek(0)
                 self.report(log, run, output.read(), code)
-        compile_cache.save(self.aside, stage.name, self.carried, self.cache)
         return codes
 
     def report(self, log, run: list[str], printed: str, code: int | None) -> None:
@@ -278,7 +269,6 @@ def arguments(argv: list[str]):
 def rehearse(folder: Path, stages=STAGES) -> bool:
     """Whether every stage ran through and wrote its files."""
     campaign = Campaign(folder, again=False, rehearsal=True)
-    campaign.prepare()
     return all([campaign.run(stage) for stage in stages])
 
 
@@ -295,7 +285,6 @@ def main() -> None:
         stage = find(args.stage)
         distributed.pick_device("cuda")
         campaign = Campaign((args.folder or RESULTS).resolve(), args.again, rehearsal=False)
-        campaign.prepare()
         good = campaign.run(replace(stage, minutes=args.minutes or stage.minutes))
     sys.exit(0 if good else 1)
 

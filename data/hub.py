@@ -7,11 +7,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data.patience import OutOfPatience, Patience, WrongAnswer, chain, expired, is_offline, kinds
+from data.patience import MINUTES, OutOfPatience, Patience, WrongAnswer, chain, expired, is_offline, kinds
 from data.sources import Batch, Missing, first_line, parquet_texts
 
 AHEAD = 16 << 20  # bytes that are read at once
 TIMEOUT = 60  # seconds without a byte
+
+
+def add_options(parser, repository: str) -> None:
+    """The options of a corpus that comes from a hub."""
+    add = parser.add_argument
+    add("--repository", default=repository, help="the data set on the hub, or a local clone of it")
+    add("--revision", help="its commit, tag or branch (default: the newest, noted in meta.json)")
+    add("--retry_minutes", type=float, help=f"how long to ask a hub again that does not answer (default: {MINUTES:g})")
 
 
 def refuse_options(args, given: str) -> None:

@@ -112,7 +112,7 @@ MISTAKES = [
     (["--suite=paper"], "--suite=quick, or --device=cuda"),
     (["--sizes=smal"], "the quick suite has no smal"),
     (["--peers=transcriptions"], "transcriptions is none of transcription, mhc or none"),
-    (["--profile", "--json="], "give --json=PATH"),
+    (["--profile"], "give --json=PATH"),
     (["--head_dim=0"], "head_dim=0"),
     (["--compile=True"], "--compile=False"),  # there is no compiler
     (["kernels", "--tune"], "give --match"),
@@ -140,23 +140,6 @@ def test_help_names_every_option(monkeypatch, capsys):
         assert option in text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "path"),
-    [
-        ([], "runs/bench_quick_cpu.json"),
-        (["--json="], None),
-        (["--hidden_size=64"], None),
-        (["--peers=mhc,transcription"], None),
-    ],
-)
-def test_only_a_whole_suite_is_stored_without_asking(arguments, path):
-    args = bench.arguments(["--device=cpu", *arguments])
-    suites.complete(args, CPU)
-    assert (str(args.json) if args.json else None) == path
-    assert args.models[0] == "gpt-mha-rope"
-    assert sorted(args.models) == STEMS
-
-
 def test_the_paper_suite_has_the_papers_sizes_and_columns():
     args = bench.arguments(["--suite=paper", "--device=cuda", "--sizes=medium"])
     [[name, medium]] = suites.sizes_of(args).items()
@@ -171,7 +154,6 @@ def test_the_paper_suite_has_the_papers_sizes_and_columns():
     )
     assert {f"DDL-gpt-mha-rope-CC-EC:{v}" for v in (2, 8)} | set(STEMS) | set(settings) == set(args.models)
     assert (args.micro_batch_size, args.steps) == (16, 4)
-    assert str(args.json) == "None"  # one of two sizes: not the whole suite
 
 
 def test_a_model_may_bring_its_own_columns_and_kernels():
