@@ -201,22 +201,17 @@ class Campaign:
         print(f"  compiled ahead in {time.monotonic() - started:.0f} s", flush=True)
 
     def start(self, stage: Stage, runs: list[list[str]], deadline: float, env: dict | None = None) -> list[int | None]:
-        """Exit codes of processes that run at once; then what they printed."""
-        with contextlib.ExitStack() as stack, open(self.logs / f"log_{stage.name}.txt", "a") as log:
-            outputs = [stack.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in runs]
-            started = [processes.start(run, self.env | (env or {}), out) for run, out in zip(runs, outputs)]
+        """Exit codes of processes that run at once, each with a log of its own; then the ends of the logs."""
+        logs = [self.logs / f"log_{stage.name}_{number}.txt" for number in range(len(runs))]
+        with contextlib.ExitStack() as stack:
+            files = [stack.enter_context(open(log, "a")) for log in logs]
+            started = [processes.start(run, self.env | (env or {}), file) for run, file in zip(runs, files)]
             codes = processes.wait(started, deadline - time.monotonic())
-            for run, output, code in zip(runs, outputs, codes):
-                output.seek(0)
-                self.report(log, run, output.read(), code)
+        for run, log, code in zip(runs, logs, codes):
+            ended = "stopped: the stage's time is over" if code is None else f"exit code {code}"
+            tail = log.read_text(errors="replace").strip().splitlines()[-12 if code == 0 else -30 :]
+            print(f"  python {' '.join(run)}: {ended} ({log})", *tail, sep="\n    ", flush=True)
         return codes
-
-    def report(self, log, run: list[str], printed: str, code: int | None) -> None:
-        """All of it to the log; to the terminal the end, more of it where something went wrong."""
-        ended = "stopped: the stage's time is over" if code is None else f"exit code {code}"
-        log.write(f"python {' '.join(run)}\n{printed}\n{ended}\n\n")
-        tail = printed.strip().splitlines()[-12 if code == 0 else -30 :]
-        print(f"  python {' '.join(run)}: {ended}", *tail, sep="\n    ", flush=True)
 
     def test(self, stage: Stage, command: Command, deadline: float) -> bool:
         """Run a file of tests, unless it has passed on this chip with this code."""

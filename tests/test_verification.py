@@ -16,6 +16,7 @@ import pytest
 from conftest import ROOT, one_line_error
 from hub_server import Fault
 from in_process import call
+from test_shards import shard_bytes
 
 from data import preparation, shards, tokenizer, verification
 from data.shards import open_corpus
@@ -110,11 +111,6 @@ def test_every_script_verifies(folder, corpus):
 
 
 # Shards of others
-
-
-def shard_bytes(tokens):
-    """llm.c's format: 256 little-endian int32 (20240520, 1, count, zeros), then little-endian uint16 tokens."""
-    return struct.pack("<256i", 20240520, 1, len(tokens), *[0] * 253) + struct.pack(f"<{len(tokens)}H", *tokens)
 
 
 TOKENS = {
