@@ -31,8 +31,8 @@ def widths(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def add_json(parser, what: str = "write the figures there as well, after each of them") -> None:
-    parser.add_argument("--json", type=Path, metavar="PATH", help=what)
+def add_json(parser) -> None:
+    parser.add_argument("--json", type=Path, help="write the figures there as well, after each of them")
     resume = "keep what the file has of the same code, chip and settings"
     parser.add_argument("--resume", action="store_true", help=resume)
 
@@ -65,7 +65,7 @@ def step_arguments(parser) -> None:
     add("--warmup", type=int, default=3, help="turns of each model before measuring (default: %(default)s)")
     add("--rounds", type=int, default=20, help="measured turns of each model (default: %(default)s)")
     add("--steps", type=int, help="steps in a turn; the device is waited for after the last (default: 1, on a GPU 4)")
-    add_json(parser, "write the figures there, a chart beside")
+    add_json(parser)
     add_ahead(parser)
     add("--profile", action="store_true", help="a trace of one step of each model beside the JSON, and its operators")
 
