@@ -1,7 +1,6 @@
 # make train   from a fresh clone to a trained model, its loss curve and a sample of what it writes
 # make test    the test-suite            make soak   every count in full (up to 40 minutes)
 # make lint    ruff, check and format    make clean  remove what the above made, .venv aside
-# make .venv-torch2.11   for bench.py lowering: torch 2.11 built for CUDA, about 5 GB; needs Python 3.11 to 3.13, no GPU
 #
 # ARGS goes to train.py: make train ARGS="--max_steps=20". Runs with other ARGS get folders of their own, named after
 # the config file, the first of ARGS and a hash of them all; --out_dir=FOLDER in ARGS is taken instead.
@@ -49,12 +48,6 @@ format: .venv/installed
 	@echo "installing requirements.txt into .venv (about two minutes)"
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
-	@touch $@
-
-.venv-torch2.11: requirements-torch2.11.txt
-	@echo "installing $< into $@ (about 5 GB)"
-	$(PYTHON) -m venv $@
-	$@/bin/pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
 $(CORPUS): .venv/installed data/python_stdlib/prepare.py

@@ -4,10 +4,7 @@
     python bench.py --suite=paper --device=cuda        the paper's small and medium sizes
     python bench.py --models=DDL-gpt-mha-rope-CC:2 --hidden_size=128 --num_hidden_layers=4 --num_attention_heads=2
     python bench.py ceiling                            what the fused kernels' machine code allows; needs no GPU
-    python bench.py lowering                           seconds, launches and bytes of the step compiled; needs no GPU
     python bench.py decode                             tokens/s of generation, with and without cache and compiler
-    python bench.py eval                               evaluation next to lm-eval's own hf model
-    python bench.py data                               preparing and loading data, against tiktoken alone
     python bench.py train --device=cuda                train.py itself: tokens/s, utilisation, memory, bitwise resuming
     python bench.py memory                             peak memory of training against its estimate
 
@@ -19,13 +16,11 @@ package is installed.
 """
 
 import argparse
-import os
 import sys
-import sysconfig
 from pathlib import Path
 
 import configurator
-from benchmarks import ceiling, choices, data, decode, end_to_end, evaluation, kernels, lowering, memory, step, suites
+from benchmarks import ceiling, decode, end_to_end, kernels, memory, step, suites
 
 
 def widths(text: str) -> list[int]:
@@ -38,10 +33,6 @@ def widths(text: str) -> list[int]:
 
 def add_json(parser) -> None:
     parser.add_argument("--json", type=Path, help="write the figures there as well, after each of them")
-    add_resume(parser)
-
-
-def add_resume(parser) -> None:
     resume = "keep what the file has of the same code, chip and settings"
     parser.add_argument("--resume", action="store_true", help=resume)
 
@@ -74,35 +65,9 @@ def step_arguments(parser) -> None:
     add("--warmup", type=int, default=3, help="turns of each model before measuring (default: %(default)s)")
     add("--rounds", type=int, default=20, help="measured turns of each model (default: %(default)s)")
     add("--steps", type=int, help="steps in a turn; the device is waited for after the last (default: 1, on a GPU 4)")
-    add("--json", metavar="PATH", help="figures there, a chart beside (runs/bench_SUITE_DEVICE.json; '' for none)")
-    add_resume(parser)
+    add_json(parser)
     add_ahead(parser)
     add("--profile", action="store_true", help="a trace of one step of each model beside the JSON, and its operators")
-
-
-def data_arguments(parser) -> None:
-    add, packages = parser.add_argument, [sysconfig.get_path("purelib")]
-    add("--source", nargs="+", default=packages, help="text files or folders (default: this Python's)")
-    add("--megabytes", type=float, default=60, help="of text")
-    add("--workers", type=int, default=len(os.sched_getaffinity(0)), help="threads of both")
-    add("--rounds", type=int, default=5, help="of tiktoken and preparation in turns")
-    add("--steps", type=int, default=100, help="training steps with and without the loader, in turns")
-    add("--block_size", type=int, default=1024, help="tokens of a sequence for the loader's speed")
-    add("--json", type=Path, help="write the figures there as well, with commit, machine and date")
-
-
-def choices_arguments(parser) -> None:
-    add = parser.add_argument
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    add("--suite", choices=suites.SUITES, default="quick", help="its first size: quick's, or the paper's small")
-    add("--models", default=f"{suites.BASELINE},{suites.CC_EC}", help="stems (default: %(default)s)")
-    add("--match", default="", help="only choices with this in their name, as in --match=attention")
-    add("--micro_batch_size", type=int, help="sequences per step (default: the suite's)")
-    add("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    add("--compile", choices=("True", "False"), default="True")
-    add("--warmup", type=int, default=3, help="turns of each before measuring (default: %(default)s)")
-    add("--rounds", type=int, default=20, help="measured turns of each (default: %(default)s)")
-    add_json(parser)
 
 
 def kernels_arguments(parser) -> None:
@@ -131,26 +96,6 @@ def ceiling_arguments(parser) -> None:
     parser.add_argument("--json", type=Path, help="write the figures there as well")
 
 
-def lowering_arguments(parser) -> None:
-    add = parser.add_argument
-    add("--python", type=Path, help="one whose torch is built for CUDA (default: .venv-torch2.11's, else this one)")
-    add("--models", help="stems with commas between (default: every stem)")
-    add("--size", choices=("small", "medium"), default="small", help="of the paper (default: %(default)s)")
-    for key in suites.SIZE_KEYS:
-        add(f"--{key}", type=int, help="instead of the size's")
-    add("--micro_batch_size", type=int, default=16, help="sequences (default: %(default)s)")
-    add("--kernels", choices=("on", "off"), default="on", help="fused residual steps, as train.py's key")
-    add(
-        "--ceilings",
-        type=Path,
-        default=lowering.CEILINGS,
-        help="`bench.py ceiling --json`: of the kernels' bandwidth (default: %(default)s)",
-    )
-    add("--launches", type=Path, help="folder for every launch of each model, in order, with its bytes and operations")
-    add("--note", default="", help="stored with the figures")
-    add("--json", type=Path, help="write the figures there as well")
-
-
 def decode_arguments(parser) -> None:
     add = parser.add_argument
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
@@ -162,20 +107,6 @@ def decode_arguments(parser) -> None:
     add("--tokens", type=int, default=32, help="decoded in a turn (default: %(default)s)")
     add("--compile", choices=("True", "False"), default="True", help="also the step compiled, or as a CUDA graph")
     add("--rounds", type=int, default=10, help="measured turns of each (default: %(default)s)")
-    add("--note", default="", help="stored with the figures: what else the machine was doing")
-    add_json(parser)
-
-
-def eval_arguments(parser) -> None:
-    add = parser.add_argument
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    add("--models", default=f"{suites.BASELINE},{suites.CC_EC}", help="as step's (default: %(default)s)")
-    for key in suites.SIZE_KEYS:
-        add(f"--{key}", type=int, help=f"(default: {({**suites.QUICK, 'block_size': 512})[key]})")
-    add("--batch_size", type=int, default=32, help="continuations read at once (default: %(default)s)")
-    add("--items", type=int, default=100, help="questions of each format (default: %(default)s)")
-    add("--dtype", choices=("float32", "bfloat16"), default="float32")
-    add("--rounds", type=int, default=5, help="measured turns of each (default: %(default)s)")
     add("--note", default="", help="stored with the figures: what else the machine was doing")
     add_json(parser)
 
@@ -208,18 +139,10 @@ def memory_arguments(parser) -> None:
 # name: (what it measures, its arguments, what runs it)
 COMMANDS = {
     "step": ("training steps and forward passes; the default", step_arguments, step.run),
-    "choices": ("the parts of a training step against their alternatives", choices_arguments, choices.run),
-    "data": ("documents to shards against tiktoken alone; shards to batches", data_arguments, data.run),
     "kernels": ("bandwidth of the fused kernels against a copy", kernels_arguments, kernels.run),
     "decode": ("one-token decoding: uncached, cached, and by a step that is made once", decode_arguments, decode.run),
-    "eval": ("scoring choices, against lm-eval's own hf model", eval_arguments, evaluation.run),
     "train": ("train.py itself: speed, memory and resuming to the bit", train_arguments, end_to_end.run),
     "memory": ("peak memory of training runs against train.py's estimate", memory_arguments, memory.run),
-    "lowering": (
-        "the training step lowered for a GPU that is not there: seconds, launches, bytes, predicted time",
-        lowering_arguments,
-        lowering.run,
-    ),
     "ceiling": (
         "what the fused kernels' machine code for sm_90 allows of the copy bandwidth; needs no GPU",
         ceiling_arguments,

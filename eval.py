@@ -19,9 +19,9 @@ import configurator  # before all that is slow to import: it takes Ctrl+C
 
 # isort: split
 
-from evaluation import published, subjects, tables, tasks
-from evaluation.runner import Evaluation, open_corpus_of
-from evaluation.store import write_text
+from harness import comparison, published, subjects, tasks
+from harness.runner import Evaluation, open_corpus_of
+from harness.store import write_text
 from model import kernels
 from model.decoding import round_matrices
 from training import distributed
@@ -70,17 +70,17 @@ def check(args) -> None:
 
 def with_earlier(entries: list[dict], stored: list[dict]) -> list[dict]:
     """The entries of this call, then the newest stored ones of the same models that it has nothing in the place of."""
-    labels, made = {e["weights"]: e["label"] for e in entries}, {place(e) for e in entries}
-    newest = {place(e): e for e in stored if e["weights"] in labels}
+    labels, made = {e["weights"]: e["label"] for e in entries}, {cell_of(e) for e in entries}
+    newest = {cell_of(e): e for e in stored if e["weights"] in labels}
     return entries + [e | {"label": labels[e["weights"]]} for key, e in newest.items() if key not in made]
 
 
-def place(entry: dict) -> tuple:
-    """Which number of the tables an entry is."""
+def cell_of(entry: dict) -> tuple:
+    """Which cells of the tables an entry fills."""
     return entry["weights"], entry["task"], "" if entry["task"] == "validation" else title_of(entry)
 
 
-def tables_of(entries: list[dict], papers: dict) -> list[tables.Table]:
+def tables_of(entries: list[dict], papers: dict) -> list[comparison.Table]:
     """A table for each title, and one of the validation split; papers: {weights: (stem, size)}."""
     found = []
     of_tasks = [e for e in entries if e["task"] != "validation"]
@@ -96,11 +96,11 @@ def tables_of(entries: list[dict], papers: dict) -> list[tables.Table]:
                 own = entry["n-shot"].get(name, number)  # what a task's file fixes
                 shown_metrics[name] = metric if own == number else f"{metric}, {own}-shot"
                 values[name] = value, error
-        found.append(tables.of_tasks(title, shown_metrics, list(models.values())))
+        found.append(comparison.of_tasks(title, shown_metrics, list(models.values())))
     validation = [e for e in entries if e["task"] == "validation"]
     if validation:
         rows = [(e["label"], e["record"], published.row(*papers[e["weights"]], "")) for e in validation]
-        found.append(tables.of_validation(rows))
+        found.append(comparison.of_validation(rows))
     return found
 
 
@@ -112,8 +112,8 @@ def title_of(entry: dict) -> str:
     return title + (f", the first {settings['limit']} items alone" if settings["limit"] else "")
 
 
-def write(found: list[tables.Table], out: Path) -> None:
-    for name, form in (("md", tables.markdown), ("tex", tables.latex), ("csv", tables.comma_separated)):
+def write(found: list[comparison.Table], out: Path) -> None:
+    for name, form in (("md", comparison.markdown), ("tex", comparison.latex), ("csv", comparison.comma_separated)):
         write_text(out / f"table.{name}", form(found))
 
 
@@ -148,7 +148,7 @@ def main():
             if entries:
                 write(tables_of(everything, papers), out)
                 earlier = f", with {n} earlier results" if (n := len(everything) - len(entries)) else ""
-                print(f"{tables.screen(tables_of(entries, papers))}\n\nwritten to {out}{earlier}")
+                print(f"{comparison.screen(tables_of(entries, papers))}\n\nwritten to {out}{earlier}")
             else:
                 print(f"nothing was evaluated: {out} is as it was")
             for line in missing + run.failures:

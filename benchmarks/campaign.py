@@ -5,13 +5,11 @@
 
 A stage goes on from the figures in FOLDER, or else in results/, that are of the same code and chip; a figure is stored
 as soon as it is there. So the same command again does what is left, and --again measures anew. What compiling left is
-stored as well, as FOLDER/compile_STAGE.0 and so on, and loaded from there and from runs/compile: on a machine that
-begins bare, put the files of earlier calls into runs/compile, and the figures into results/.
+in the folder deep_delta_learning_compiled beside other temporary files: a machine that begins bare compiles again.
 """
 
 import argparse
 import contextlib
-import importlib
 import importlib.util
 import os
 import shutil
@@ -22,13 +20,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import configurator
-from benchmarks import compile_cache, processes
+from benchmarks import processes
 from benchmarks.figures import Figures
 from training import distributed
 from training.provenance import digest
 
 ROOT = Path(__file__).parents[1]
-RESULTS, COMPILED = ROOT / "results", ROOT / "runs" / "compile"
+RESULTS, LOGS = ROOT / "results", ROOT / "runs" / "campaign"
+COMPILED = Path(tempfile.gettempdir()) / "deep_delta_learning_compiled"  # the same path on every machine
 TESTS = ("tests/test_gpu_kernels.py", "tests/test_gpu.py", "tests/test_decoding.py", "tests/test_bench.py")
 TESTED = ("train.py", "benchmarks/*.py", "model/*.py", "model/kernels/*.py", "training/*.py", "tests/*.py")
 DELTA = ("DDL-gpt-mha-rope-CC-EC", "DDL-gpt-mha-rope", "DDL-vdim1-gpt-mha-rope")
@@ -45,7 +44,6 @@ class Command:
     arguments: tuple[str, ...]
     writes: str
     ahead: tuple[tuple[str, ...], ...] = ()  # each: its part of that
-    needs: str = ""  # a package without which it is left out
 
 
 @dataclass(frozen=True)
@@ -92,10 +90,9 @@ def kernels() -> Command:
     return Command(("bench.py", "kernels", "--device=cuda", "--rounds=10"), "bench_kernels_cuda.json", ahead)
 
 
-def evaluation() -> tuple[Command, ...]:
-    decode = ("bench.py", "decode", "--device=cuda", *SIZE, "--context=960", f"--models=gpt-mha-rope,{DELTA[0]}")
-    score = ("bench.py", "eval", "--device=cuda", "--dtype=bfloat16", "--batch_size=512", "--items=1000", *SIZE)
-    return Command(decode, "bench_decode_cuda.json"), Command(score, "bench_eval_cuda.json", needs="lm_eval")
+def decode() -> Command:
+    chosen = ("--device=cuda", *SIZE, "--context=960", f"--models=gpt-mha-rope,{DELTA[0]}")
+    return Command(("bench.py", "decode", *chosen), "bench_decode_cuda.json")
 
 
 def peers() -> Command:
@@ -113,8 +110,7 @@ STAGES = (
         (targets("bench_targets_medium_cuda.json", "medium", DELTA),)),
     Stage("train", "train.py: MFU and memory of three configs' steps, resuming to the bit", 9, "7 to 9",
         (train("speed", CONFIGS), train("resume", CONFIGS[1:2]))),
-    Stage("decode", "generation with and without cache, graph and kernels; scoring against lm-eval's hf", 9, "4 to 9",
-        evaluation()),
+    Stage("decode", "generation with and without cache, graph and kernels", 9, "4 to 9", (decode(),)),
     Stage("peers", "CC-EC's transcription, compiled, and liger-kernel's hyper-connections", 9, "5 to 9", (peers(),)),
     Stage("targets", "two columns, and the memory option", 9, "6 to 9",
         (targets("bench_targets_more_cuda.json", "small", MORE),)),
@@ -123,8 +119,6 @@ STAGES = (
     Stage("tune_1024", "launches of all kernels, d = 1024", 9, "two or three calls",
         tuple(tune(match, 1024) for match in ("K=1 v=4", *REST))),
     Stage("kernels", "bandwidth of every kernel against a copy", 9, "5 to 9", (kernels(),)),
-    Stage("choices", "attention, loss, compile modes, optimizer, each against others", 9, "two or three calls",
-        (Command(("bench.py", "choices", "--device=cuda", "--suite=paper"), "bench_choices_cuda.json"),)),
     Stage("paper", "speed and memory of every variant and its peers at both sizes", 9, "five or more calls",
         (Command(("bench.py", "step", "--device=cuda", "--suite=paper"), "bench_paper_cuda.json"),)),
 )  # fmt: skip
@@ -141,13 +135,11 @@ BESIDES = {
     "step": ["--compile=False", "--rounds=1", "--warmup=1", "--steps=1"],
     "kernels": ["--widths=8", "--micro_batch_size=1", "--block_size=1", "--rounds=1", "--copied=4096"],
     "pytest": ["-n", "0"] if importlib.util.find_spec("xdist") else [],
-    "train": [*SMALLEST, "--compile=False", "--steps=2", "--global_batch_size=2", "--micro_batch_size=1"],
+    "train": [*SMALLEST, "--compile=False", "--steps=2", "--global_batch_size=2", "--micro_batch_size=1",
+        "--corpus_tokens=2000", "--vocabulary=300"],
     "decode": [*SMALLEST, "--compile=False", "--rounds=1", "--context=4", "--tokens=2"],
-    "eval": [*SMALLEST, "--block_size=320", "--dtype=float32", "--items=1", "--rounds=1", "--batch_size=4"],
-    "choices": ["--compile=False", "--rounds=1", "--warmup=1"],
-}
+}  # fmt: skip
 FEWER = ["--warps=4", "--launches=1"]
-BESIDES["train"] += ["--corpus_tokens=2000", "--vocabulary=300"]
 
 
 class Campaign:
@@ -155,22 +147,12 @@ class Campaign:
 
     def __init__(self, folder: Path, again: bool, rehearsal: bool):
         self.folder, self.again, self.rehearsal = folder, again, rehearsal
-        self.env, self.carried = {}, set()
-        self.aside = COMPILED if folder == RESULTS else folder  # logs and what was compiled are no results
-        self.cache = folder / "compiled" if rehearsal else compile_cache.FOLDER
-        for each in {folder, self.aside, self.cache}:
+        self.logs = LOGS if folder == RESULTS else folder  # which are no results
+        for each in (folder, self.logs):
             each.mkdir(parents=True, exist_ok=True)
-
-    def prepare(self) -> None:
-        """Take along what earlier calls compiled."""
-        for where in (COMPILED, self.folder):
-            if where.exists():
-                compile_cache.load(where, self.cache)
-        self.carried = compile_cache.files(self.cache)
-        self.env = compile_cache.environment(self.cache)
-        if self.rehearsal:
-            self.env |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-            self.env[processes.FORK] = "1"
+        self.env = {"TORCHINDUCTOR_CACHE_DIR": str(COMPILED), "TRITON_CACHE_DIR": str(COMPILED / "triton")}
+        if rehearsal:
+            self.env = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 
     def run(self, stage: Stage) -> bool:
         """Whether all of it was done and went well."""
@@ -180,15 +162,10 @@ class Campaign:
         for name in stage.files:
             self.begin_with(name)
         for command in stage.commands:
-            if command.needs and not importlib.util.find_spec(command.needs):
-                print(
-                    f"left out: {' '.join(command.arguments[:2])} needs {command.needs}, which is not here", flush=True
-                )
-                continue
             good = self.carry_out(stage, command, deadline) and good
-            if missing := not (self.folder / command.writes).exists():
+            if not (self.folder / command.writes).exists():
                 print(f"{self.folder / command.writes} was not written", flush=True)
-            good = good and not missing
+                good = False
         took = f"{time.monotonic() - started:.0f} s"
         print(f"{stage.name}: {'done' if good else 'not done: the same command goes on'} in {took}", flush=True)
         return good
@@ -205,8 +182,9 @@ class Campaign:
             return self.test(stage, command, deadline)
         arguments = [*map(self.here, command.arguments), *self.besides(command)]
         arguments += [f"--json={self.folder / command.writes}"]
-        if command.ahead:
-            self.compile_ahead(stage, [[*arguments, *more, "--ahead"] for more in command.ahead], deadline)
+        ahead = [[*arguments, *more, "--ahead"] for more in command.ahead]
+        if ahead:
+            self.compile_ahead(stage, ahead[:1] if self.rehearsal else ahead, deadline)
         return self.start(stage, [[*arguments, "--resume"]], deadline)[0] == 0
 
     def here(self, argument: str) -> str:
@@ -218,27 +196,22 @@ class Campaign:
     def compile_ahead(self, stage: Stage, runs: list[list[str]], deadline: float) -> None:
         """All at once; what they find is thrown away but for the caches. Whatever fails says so when it is measured."""
         started = time.monotonic()
-        self.start(stage, runs, deadline, compile_cache.workers(len(runs)))
+        cores = len(os.sched_getaffinity(0))
+        self.start(stage, runs, deadline, {"TORCHINDUCTOR_COMPILE_THREADS": str(max(cores // len(runs), 1))})
         print(f"  compiled ahead in {time.monotonic() - started:.0f} s", flush=True)
 
     def start(self, stage: Stage, runs: list[list[str]], deadline: float, env: dict | None = None) -> list[int | None]:
-        """Exit codes of processes that run at once; then what they printed, and what they compiled is stored."""
-        with contextlib.ExitStack() as stack, open(self.aside / f"log_{stage.name}.txt", "a") as log:
-            outputs = [stack.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in runs]
-            started = [processes.start(run, self.env | (env or {}), out) for run, out in zip(runs, outputs)]
+        """Exit codes of processes that run at once, each with a log of its own; then the ends of the logs."""
+        logs = [self.logs / f"log_{stage.name}_{number}.txt" for number in range(len(runs))]
+        with contextlib.ExitStack() as stack:
+            files = [stack.enter_context(open(log, "a")) for log in logs]
+            started = [processes.start(run, self.env | (env or {}), file) for run, file in zip(runs, files)]
             codes = processes.wait(started, deadline - time.monotonic())
-            for run, output, code in zip(runs, outputs, codes):
-                output.seek(0)
-                self.report(log, run, output.read(), code)
-        compile_cache.save(self.aside, stage.name, self.carried, self.cache)
+        for run, log, code in zip(runs, logs, codes):
+            ended = "stopped: the stage's time is over" if code is None else f"exit code {code}"
+            tail = log.read_text(errors="replace").strip().splitlines()[-12 if code == 0 else -30 :]
+            print(f"  python {' '.join(run)}: {ended} ({log})", *tail, sep="\n    ", flush=True)
         return codes
-
-    def report(self, log, run: list[str], printed: str, code: int | None) -> None:
-        """All of it to the log; to the terminal the end, more of it where something went wrong."""
-        ended = "stopped: the stage's time is over" if code is None else f"exit code {code}"
-        log.write(f"python {' '.join(run)}\n{printed}\n{ended}\n\n")
-        tail = printed.strip().splitlines()[-12 if code == 0 else -30 :]
-        print(f"  python {' '.join(run)}: {ended}", *tail, sep="\n    ", flush=True)
 
     def test(self, stage: Stage, command: Command, deadline: float) -> bool:
         """Run a file of tests, unless it has passed on this chip with this code."""
@@ -261,8 +234,6 @@ def listing() -> str:
         lines.append(
             f"     {'':10} minutes: {stage.takes} (at most {stage.minutes:g}); writes {', '.join(stage.files)}"
         )
-        packages = {command.needs for command in stage.commands if command.needs}
-        lines += [f"     {'':10} needs {package}, or leaves that part out" for package in sorted(packages)]
     return "\n".join(lines)
 
 
@@ -292,13 +263,7 @@ def arguments(argv: list[str]):
 
 def rehearse(folder: Path, stages=STAGES) -> bool:
     """Whether every stage ran through and wrote its files."""
-    # Forked processes have what this one has imported, and may only be forked while it has no other threads.
-    os.environ |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    for module in ("bench", "train", "torch._dynamo", "model.kernels.stream", "matplotlib.pyplot"):
-        if importlib.util.find_spec(module.partition(".")[0]):
-            importlib.import_module(module)
     campaign = Campaign(folder, again=False, rehearsal=True)
-    campaign.prepare()
     return all([campaign.run(stage) for stage in stages])
 
 
@@ -315,7 +280,6 @@ def main() -> None:
         stage = find(args.stage)
         distributed.pick_device("cuda")
         campaign = Campaign((args.folder or RESULTS).resolve(), args.again, rehearsal=False)
-        campaign.prepare()
         good = campaign.run(replace(stage, minutes=args.minutes or stage.minutes))
     sys.exit(0 if good else 1)
 

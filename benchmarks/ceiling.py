@@ -21,6 +21,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+import tables
 from training.provenance import provenance
 
 # An H200. Copy bandwidth: measured ones reach about nine tenths of its 4.8 TB/s.
@@ -306,9 +307,8 @@ def markdown(rows: list[dict]) -> str:
         "bytes": "bytes",
         "issue": "issue", "flight": "flight", "traffic": "traffic", "ceiling": "ceiling",
     }  # fmt: skip
-    lines = [list(titles.values()), ["---"] * len(titles)]
-    lines += [[row[key] if key != "stored" else "yes" * row[key] for key in titles] for row in rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+    lines = [[row[key] if key != "stored" else "yes" * row[key] for key in titles] for row in rows]
+    return tables.markdown(titles.values(), lines)
 
 
 def run(args) -> None:

@@ -9,10 +9,11 @@ from functools import partial
 
 import torch
 
+import tables
 from benchmarks.contender import waiting
 from benchmarks.figures import Figures
 from benchmarks.suites import EVERY_STEM, QUICK, SIZE_KEYS, row_name, split_model
-from benchmarks.timing import compared, measure
+from benchmarks.timing import compared, measure, spread
 from model import build, kernels
 from model.decoding import Decoder
 from training import distributed
@@ -80,14 +81,12 @@ def rows_of(seconds: dict, tokens: int) -> list[dict]:
 
 
 def markdown(rows: list[dict]) -> str:
-    lines = ["| model | decoding | tokens/s (10th to 90th percentile) | relative to uncached |", "|---|---|---|---|"]
-    for r in rows:
-        cells = []
-        for key, form in (("tokens_per_second", ",.0f"), ("ratio", ".2f")):
-            middle, low, high = (format(r[name], form) for name in (key, f"{key}_p10", f"{key}_p90"))
-            cells.append(f"{middle} ({low} to {high})")
-        lines.append(f"| `{r['model']}` | {r['way']} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    header = ["model", "decoding", "tokens/s (10th to 90th percentile)", "relative to uncached"]
+    lines = [
+        [f"`{row['model']}`", row["way"], spread(row, "tokens_per_second", ",.0f"), spread(row, "ratio", ".2f")]
+        for row in rows
+    ]
+    return tables.markdown(header, lines)
 
 
 def check(args, size: dict, device: torch.device) -> None:

@@ -4,19 +4,23 @@ against one that was never stopped, bit for bit: `bench.py train`.
 
 import json
 import statistics
+import subprocess
+import sys
 import tempfile
 from base64 import b64encode
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks import processes
+import tables
 from benchmarks.figures import Figures
 from benchmarks.suites import SIZE_KEYS
+from benchmarks.timing import spread
 from data import shards, tokenizer
 from training import checkpoint, distributed, metrics
 from training.provenance import digest
 
+ROOT = Path(__file__).parents[1]
 CODE = ("train.py", "model/*.py", "model/kernels/*.py", "training/*.py")
 WHAT = ("speed", "resume")
 FILES = ("model.safetensors", "optimizer.safetensors")
@@ -47,10 +51,9 @@ def options(args, folder: Path, config: str) -> list[str]:
 def train(arguments: list[str], log: Path) -> None:
     """RuntimeError: the run failed."""
     with open(log, "w") as file:
-        # In this process's group: what ends this one ends the run.
-        [code] = processes.wait([processes.start(arguments, {}, file, own_group=False)])
-    if code:
-        raise RuntimeError(f"{' '.join(arguments)}: {log.read_text().strip().rpartition(chr(10))[2]}")
+        done = subprocess.run([sys.executable, *arguments], cwd=ROOT, stdout=file, stderr=file, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(arguments)}: {log.read_text().strip().splitlines()[-1]}")
 
 
 def speed(args, corpus: Path, config: str, folder: Path) -> dict:
@@ -78,20 +81,17 @@ def resume(args, corpus: Path, config: str, folder: Path) -> dict:
 
 
 def markdown(rows: list[dict]) -> str:
-    lines = [
-        "| config | tokens/s (10th to 90th percentile) | MFU | peak memory | first step | resumed |",
-        "|---" * 6 + "|",
-    ]
+    header = ["config", "tokens/s (10th to 90th percentile)", "MFU", "peak memory", "first step", "resumed"]
+    lines = []
     for row in rows:
         if row["what"] == "resume":
-            cells = ["-"] * 4 + ["the same bits" if all(row["same_bits"].values()) else f"differs: {row['same_bits']}"]
+            same = all(row["same_bits"].values())
+            cells = [None] * 4 + ["the same bits" if same else f"differs: {row['same_bits']}"]
         else:
-            low, high = row["tokens_per_second_p10"], row["tokens_per_second_p90"]
-            cells = [f"{row['tokens_per_second']:,.0f} ({low:,.0f} to {high:,.0f})"]
-            cells += [f"{row['mfu']:.1%}" if "mfu" in row else "-", metrics.size(row["memory_bytes"])]
-            cells += [f"{row['first_step_seconds']:.0f} s", "-"]
-        lines.append(f"| `{row['config']}` | {' | '.join(cells)} |")
-    return "\n".join(lines)
+            cells = [spread(row, "tokens_per_second", ",.0f"), f"{row['mfu']:.1%}" if "mfu" in row else None]
+            cells += [metrics.size(row["memory_bytes"]), f"{row['first_step_seconds']:.0f} s", None]
+        lines.append([f"`{row['config']}`", *cells])
+    return tables.markdown(header, lines)
 
 
 def run(args) -> None:

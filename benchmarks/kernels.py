@@ -14,8 +14,9 @@ from functools import partial
 
 import torch
 
+import tables
 from benchmarks.figures import Figures
-from benchmarks.timing import Clock, compared
+from benchmarks.timing import Clock, compared, spread
 from training import distributed
 from training.metrics import duration, size
 from training.provenance import digest
@@ -128,15 +129,11 @@ def bytes_of(tensors) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def row_of(d: int, name: str, tensors, seconds: dict, copied: int, profiled: float | None) -> dict:
-    """Bytes, median time, bandwidth and its share of the copy's with percentiles; the profiler's sum of kernels."""
+def row_of(d: int, name: str, tensors, seconds: dict, copied: int) -> dict:
+    """Bytes, median time, bandwidth and its share of the copy's with percentiles."""
     moved, middle = bytes_of(tensors), statistics.median(seconds[name])
     row = {"kernel": name, "d": d, "bytes": moved, "microseconds": middle * 1e6, "gb_per_s": moved / middle / 1e9}
     row["copy_gb_per_s"] = copied / statistics.median(seconds["copy"]) / 1e9
-    if profiled is not None:
-        row["profiler_microseconds"] = profiled * 1e6
-        if abs(middle / profiled - 1) > 0.15:
-            print(f"note: {name} d={d}: {middle * 1e6:.0f} us between events, {profiled * 1e6:.0f} us of kernels")
     # The copy's time for as many bytes, over the kernel's own.
     return row | compared("share", [t * moved / copied for t in seconds["copy"]], seconds[name])
 
@@ -150,9 +147,8 @@ def measure(chosen: list, args, clock: Clock, copy, figures: Figures) -> None:
             calls = make()
             assert list(calls) == wanted
             seconds = in_turns(calls, copy, args.rounds, clock)
-            for each, (call, tensors) in calls.items():
-                row = row_of(d, each, tensors, seconds, args.copied, clock.profiled(call))
-                figures.add(row, "kernel", "d")
+            for each, (_, tensors) in calls.items():
+                figures.add(row_of(d, each, tensors, seconds, args.copied), "kernel", "d")
         left = duration((time.perf_counter() - started) / number * (len(chosen) - number))
         print(f"{number}/{len(chosen)} {name} d={d}, {left} left", flush=True)
 
@@ -206,17 +202,12 @@ def timed(call, moved: int, copy, args, clock: Clock) -> dict:
 
 
 def markdown(rows: list[dict]) -> str:
-    lines = [
-        "| kernel | d | memory | microseconds | GB/s | of copy (10th to 90th percentile) |",
-        "|---|---|---|---|---|---|",
-    ]
-    for r in rows:
-        share = f"{r['share']:.2f} ({r['share_p10']:.2f} to {r['share_p90']:.2f})"
-        lines.append(
-            f"| {r['kernel']} | {r['d']} | {size(r['bytes'])} | {r['microseconds']:,.0f} | "
-            f"{r['gb_per_s']:,.0f} | {share} |"
-        )
-    return "\n".join(lines)
+    header = ["kernel", "d", "memory", "microseconds", "GB/s", "of copy (10th to 90th percentile)"]
+    lines = []
+    for row in rows:
+        speed = [f"{row['microseconds']:,.0f}", f"{row['gb_per_s']:,.0f}", spread(row, "share", ".2f")]
+        lines.append([row["kernel"], row["d"], size(row["bytes"]), *speed])
+    return tables.markdown(header, lines)
 
 
 def run(args) -> None:

@@ -1,5 +1,6 @@
 """`bench.py memory`: peak memory of training runs, each in a process of its own, against what train.py estimates."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+import tables
 import train
 from model import STEMS
 from training import distributed, metrics
@@ -30,6 +32,7 @@ SIZES = {
         "d=1024 L=24 T=1024 V=50304": {"num_attention_heads": 8, "micro_batch_size": 16},
     },
 }
+KEYS = ("size", "activation_checkpointing", "compile", "model")  # of a row
 LETTERS = {"d": "hidden_size", "L": "num_hidden_layers", "T": "block_size", "V": "vocab_size"}
 
 
@@ -67,38 +70,33 @@ def markdown(rows: list[dict]) -> str:
         cells.setdefault((row["size"], row["model"]), {})[row["compile"], row["activation_checkpointing"]] = cell
     kinds = [(compiled, saving) for compiled in (False, True) for saving in (False, True)]
     titles = [f"{'compiled' if c else 'eager'}{', checkpointing' if s else ''}" for c, s in kinds]
-    lines = [["size", "model", *titles], ["---"] * 6]
-    lines += [[size, f"`{model}`", *(cell.get(kind, "-") for kind in kinds)] for (size, model), cell in cells.items()]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    lines = [[size, f"`{model}`", *map(cell.get, kinds)] for (size, model), cell in cells.items()]
+    return tables.markdown(["size", "model", *titles], lines)
 
 
 def run(args) -> None:
     """Measure what the file of figures lacks, storing each, then print the table and the largest error."""
     device = distributed.pick_device(args.device)
     stems = args.models.split(",") if args.models else STEMS
-    done = json.loads(args.json.read_text())["rows"] if args.json and args.json.exists() else []
-    known = {json.dumps({k: v for k, v in row.items() if k not in ("measured", "estimated")}): row for row in done}
-    keys = ("size", "model", "compile", "activation_checkpointing")
-    wanted = [
-        dict(zip(keys, (size, stem, compiled, saving)))
-        for size in SIZES[device.type]
-        for saving in (False, True)
-        for compiled in (False, True)
-        for stem in stems
-    ]
-    rows, started, new = [], time.monotonic(), 0
-    for number, row in enumerate(wanted, 1):
-        found, arguments = known.get(json.dumps(row)), options(row, device.type)
-        new += found is None
-        peak = found["measured"] if found else measured(arguments)
-        rows.append({**row, "measured": peak, "estimated": estimated(arguments, device)})
-        if found is None:
+    stored = json.loads(args.json.read_text())["rows"] if args.json and args.json.exists() else []
+    known = {tuple(row[key] for key in KEYS): row for row in stored}
+    wanted = list(itertools.product(SIZES[device.type], (False, True), (False, True), stems))
+    started, new = time.monotonic(), 0
+    for number, key in enumerate(wanted, 1):
+        row = dict(zip(KEYS, key))
+        arguments = options(row, device.type)
+        before = known.get(key)
+        row["measured"] = before["measured"] if before else measured(arguments)
+        row["estimated"] = estimated(arguments, device)
+        known[key] = row
+        if not before:
+            new += 1
             left = (time.monotonic() - started) / new * (len(wanted) - number)
-            print(*rows[-1].values(), f"({number} of {len(wanted)}, ETA {metrics.duration(left)})", flush=True)
+            print(*row.values(), f"({number} of {len(wanted)}, ETA {metrics.duration(left)})", flush=True)
         if args.json:
-            others = [old for old in done if not any(all(old[k] == r[k] for k in keys) for r in rows)]
-            stored = {**provenance(), "sizes": SIZES[device.type], "rows": rows + others}
-            args.json.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+            content = {**provenance(), "sizes": SIZES[device.type], "rows": list(known.values())}
+            args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    rows = [known[key] for key in wanted]
     print(markdown(rows))
     worst = max(rows, key=lambda row: abs(row["estimated"] / row["measured"] - 1))
     print(f"largest error {worst['estimated'] / worst['measured'] - 1:+.1%}: {worst['size']}, {worst['model']}")

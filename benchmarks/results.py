@@ -1,23 +1,11 @@
-"""What `bench.py step` shows of its figures: a table, and a bar chart beside the JSON file."""
+"""What `bench.py step` shows of its figures: a table for each size."""
 
 import re
 from pathlib import Path
 
-import report
+import tables
 from benchmarks.figures import Figures
-from benchmarks.suites import BASELINE
-
-KINDS = {"transcription (compiled)": "C1", "transcription (eager)": "C3", "mHC": "C2"}  # all others are models
-
-BACKGROUND = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # of figures that cross the line at 1
-
-
-def spread(row: dict, key: str, digits: int = 3) -> str | None:
-    """The median and (10th to 90th percentile) that `timing.compared` made."""
-    if key not in row:
-        return None
-    middle, low, high = (f"{row[k]:.{digits}f}" for k in (key, f"{key}_p10", f"{key}_p90"))
-    return f"{middle} ({low} to {high})"
+from benchmarks.timing import spread
 
 
 def number(row: dict, key: str, form: str, scale: float = 1) -> str | None:
@@ -28,11 +16,11 @@ COLUMNS = {
     "model": lambda r: f"`{r['model']}`",
     "parameters": lambda r: number(r, "parameters", ",.0f"),
     "training tokens/s": lambda r: number(r, "tokens_per_second", ",.0f"),
-    "relative to additive (10th to 90th percentile)": lambda r: spread(r, "ratio"),
+    "relative to additive (10th to 90th percentile)": lambda r: spread(r, "ratio", ".3f"),
     "forward tokens/s": lambda r: number(r, "forward_tokens_per_second", ",.0f"),
-    "forward relative to additive": lambda r: spread(r, "forward_ratio"),
-    "training speed over its transcription": lambda r: spread(r, "speedup", 2),
-    "forward speed over its transcription": lambda r: spread(r, "forward_speedup", 2),
+    "forward relative to additive": lambda r: spread(r, "forward_ratio", ".3f"),
+    "training speed over its transcription": lambda r: spread(r, "speedup", ".2f"),
+    "forward speed over its transcription": lambda r: spread(r, "forward_speedup", ".2f"),
     "MFU": lambda r: number(r, "mfu", ".1%"),
     "activations per token, KiB": lambda r: number(r, "activation_bytes_per_token", ",.0f", 2**10),
     "activations relative to additive": lambda r: number(r, "activation_ratio", ".2f"),
@@ -44,8 +32,7 @@ def markdown(rows: list[dict]) -> str:
     """The rows as a table, without the columns in which no row has anything."""
     cells = {title: [column(row) for row in rows] for title, column in COLUMNS.items()}
     cells = {title: column for title, column in cells.items() if any(column)}
-    lines = [list(cells), ["---"] * len(cells), *([cell or "-" for cell in line] for line in zip(*cells.values()))]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return tables.markdown(list(cells), zip(*cells.values()))
 
 
 def beside(path: Path, suffix: str) -> Path:
@@ -53,65 +40,13 @@ def beside(path: Path, suffix: str) -> Path:
     return path.with_name(f"{path.stem}_{re.sub(r'[^A-Za-z0-9.=-]+', '_', suffix).strip('_')}")
 
 
-def by_size(rows: list[dict]) -> dict[str, list[dict]]:
-    sizes: dict[str, list[dict]] = {}
-    for row in rows:
-        sizes.setdefault(row["size"], []).append(row)
-    return sizes
-
-
-def present(path: Path | None, settings: dict, figures: Figures) -> None:
-    """Print a table for each size, and draw the chart beside the JSON, which is stored already."""
-    rows = figures.rows
-    for size, members in by_size(rows).items():
+def present(settings: dict, figures: Figures) -> None:
+    """Print a table for each size, and what could not be measured."""
+    sizes = dict.fromkeys(row["size"] for row in figures.rows)
+    for size in sizes:
         where = f"{settings['dtype']} on {figures.on_what()}"
-        print(f"\n{size}: {settings['sizes'][size]}, {where}\n\n{markdown(members)}")
+        table = markdown([row for row in figures.rows if row["size"] == size])
+        print(f"\n{size}: {settings['sizes'][size]}, {where}\n\n{table}")
     print(f"\nactivations: {settings['activations']}")
     for line in settings["left_out"]:
         print(f"left out: {line}")
-    if path:
-        try:
-            chart(rows, path.with_suffix(".png"))
-            print(f"stored {path} and {path.with_suffix('.png')}")
-        except ValueError as error:  # the figures themselves are there
-            print(f"stored {path}, without a chart: {error}")
-
-
-def color_of(row: dict) -> str:
-    return "0.5" if row["model"] == BASELINE else next((c for k, c in KINDS.items() if k in row["model"]), "C0")
-
-
-def bars(axes, rows: list[dict], key: str) -> None:
-    """One panel: a bar for each row, from the 10th to the 90th percentile an error bar, and the median in figures."""
-    middles = [row[key] for row in rows]
-    errors = [[r[key] - r[f"{key}_p10"] for r in rows], [r[f"{key}_p90"] - r[key] for r in rows]]
-    axes.barh(range(len(rows)), middles, xerr=errors, color=[color_of(r) for r in rows], capsize=2, height=0.75)
-    for place, row in enumerate(rows):
-        axes.text(row[f"{key}_p90"] + 0.02, place, f"{row[key]:.2f}", va="center", fontsize=8, bbox=BACKGROUND)
-    axes.axvline(1, color="0.3", linewidth=0.8, linestyle="--")
-    axes.set_xlim(0, 1.15 * max(row[f"{key}_p90"] for row in rows))
-    axes.margins(y=0.01)
-    axes.grid(axis="x", alpha=0.3)
-
-
-def chart(rows: list[dict], path: Path) -> None:
-    """Bars of the ratios to the baseline: a row of panels for each size, training on the left and forward right."""
-    plt, sizes = report.pyplot(), by_size(rows)
-    counts = [len(members) for members in sizes.values()]
-    figure, panels = plt.subplots(
-        len(sizes),
-        2,
-        figsize=(11, 1 + 0.6 * len(sizes) + 0.26 * sum(counts)),
-        sharey="row",
-        squeeze=False,
-        layout="constrained",
-        height_ratios=counts,
-    )
-    titles = {"ratio": "training step", "forward_ratio": "forward only"}
-    for (size, members), pair in zip(sizes.items(), panels):
-        for axes, (key, title) in zip(pair, titles.items()):
-            bars(axes, members, key)
-            axes.set(title=f"{size}: {title}", xlabel="tokens/s relative to additive")
-        pair[0].set_yticks(range(len(members)), [row["model"] for row in members], fontsize=8)
-        pair[0].invert_yaxis()
-    figure.savefig(path, dpi=120)

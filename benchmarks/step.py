@@ -211,4 +211,4 @@ def run(args) -> None:
         del bench
         torch.compiler.reset()
         release(device)
-    results.present(figures.path, settings | figures.notes, figures)
+    results.present(settings | figures.notes, figures)

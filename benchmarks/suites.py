@@ -1,7 +1,6 @@
 """What is measured: sizes and models by suite and command line."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -109,17 +108,9 @@ def sizes_of(args) -> dict[str, dict]:
 def complete(args, device: torch.device) -> None:
     """Fill in what follows from suite and device."""
     suite = SUITES[args.suite]
-    args.peers = ",".join(suite.peers) if args.peers is None else args.peers
-    whole = not (args.models or args.sizes) and args.peers == ",".join(suite.peers)
-    whole = whole and all(getattr(args, key) is None for key in (*SIZE_KEYS, "micro_batch_size"))
     args.models = args.models.split(",") if args.models else list(suite.models)
     args.models = list(dict.fromkeys([BASELINE, *args.models]))  # each once, the baseline with its peers first
-    args.peers = [peer for peer in args.peers.split(",") if peer not in ("", "none")]
+    args.peers = suite.peers if args.peers is None else [p for p in args.peers.split(",") if p not in ("", "none")]
     args.micro_batch_size = suite.micro_batch_size if args.micro_batch_size is None else args.micro_batch_size
     if args.steps is None:
         args.steps = 4 if device.type == "cuda" else 1
-    if args.json is None and whole:
-        args.json = f"runs/bench_{args.suite}_{device.type}.json"
-    elif args.json is None:
-        print("a part of a suite, or a changed one, is only stored with --json=PATH", flush=True)
-    args.json = Path(args.json) if args.json else None

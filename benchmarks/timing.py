@@ -42,6 +42,14 @@ def compared(key: str, base: list[float], own: list[float]) -> dict[str, float]:
     return {key: statistics.median(ratios), f"{key}_p10": low, f"{key}_p90": high}
 
 
+def spread(row: dict, key: str, form: str) -> str | None:
+    """The median and (10th to 90th percentile) that `compared` made, as text; None where the row has none."""
+    if key not in row:
+        return None
+    middle, low, high = (format(row[name], form) for name in (key, f"{key}_p10", f"{key}_p90"))
+    return f"{middle} ({low} to {high})"
+
+
 class Clock:
     """Seconds of single calls: on a GPU those that the GPU takes, from a cache that holds nothing of theirs.
 
@@ -90,27 +98,3 @@ class Clock:
         started = time.perf_counter()
         function()
         return time.perf_counter() - started
-
-    def profiled(self, function, times: int = 5) -> float | None:
-        """Seconds of all kernels that one call launches, by the profiler; None on a CPU, which has no kernels.
-
-        A check of `seconds`, which counts the gaps between kernels too.
-        """
-        if self.device.type != "cuda":
-            return None
-
-        def flushed():
-            self.other.sum()
-            function()
-
-        # The kernels of the flush are in both.
-        both, flush = (self._kernels(call, times) for call in (flushed, self.other.sum))
-        return (both - flush) / times
-
-    def _kernels(self, function, times: int) -> float:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
-            for _ in range(times):
-                function()
-            torch.cuda.synchronize(self.device)
-        kernels = (event for event in trace.events() if event.device_type == torch.autograd.DeviceType.CUDA)
-        return sum(event.time_range.elapsed_us() for event in kernels) / 1e6

@@ -7,11 +7,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data.patience import OutOfPatience, Patience, WrongAnswer, chain, expired, is_offline, kinds
+from data.patience import MINUTES, OutOfPatience, Patience, WrongAnswer, chain, expired, is_offline, kinds
 from data.sources import Batch, Missing, first_line, parquet_texts
 
 AHEAD = 16 << 20  # bytes that are read at once
 TIMEOUT = 60  # seconds without a byte
+
+
+def add_options(parser, repository: str) -> None:
+    """The options of a corpus that comes from a hub."""
+    add = parser.add_argument
+    add("--repository", default=repository, help="the data set on the hub, or a local clone of it")
+    add("--revision", help="its commit, tag or branch (default: the newest, noted in meta.json)")
+    add("--retry_minutes", type=float, help=f"how long to ask a hub again that does not answer (default: {MINUTES:g})")
 
 
 def refuse_options(args, given: str) -> None:
@@ -75,22 +83,14 @@ class Hub:
             where["sha256"] = hashlib.sha256("".join(listing).encode()).hexdigest()
         return where
 
-    def text_bytes(self) -> int | None:
-        return None
-
     def read(self, cursor: dict | None = None) -> Iterator[Batch]:
         cursor = cursor or {"file": 0, "row": 0}
-        if "file" not in cursor:
-            raise Missing(
-                "preparation.json is of an earlier version, which noted places in the data set otherwise: delete it "
-                "and begin anew with --overwrite"
-            )
         if self._listed is None:
             self._listed = self.ask(self._files)
         for number in range(cursor["file"], len(self._listed)):
             file = self._listed[number]
             first = cursor["row"] if number == cursor["file"] else 0
-            for row, _, rows in parquet_texts(self._open(file), file, self.column, first):
+            for row, rows in parquet_texts(self._open(file), file, self.column, first):
                 texts = [text for text in rows if text is not None]
                 starts = [self.starts(text) for text in texts] if self.starts else None
                 yield Batch({"file": number, "row": row}, texts, starts)

@@ -10,6 +10,7 @@ what is made beside them is named `.bin.new`, until the larger one is whole.
 
 import errno
 import json
+import math
 import os
 import shutil
 import sys
@@ -22,7 +23,6 @@ from tqdm import tqdm
 from configurator import Parser
 from data import interruption, shards, tokenizer
 from data.hub import Hub
-from data.lock import only_one
 from data.sources import Missing
 from data.token_reader import START, TokenReader, first_bytes
 from data.verification import verify
@@ -72,23 +72,23 @@ def prepare(args, name: str, plan: list[tuple], extra: dict | None = None) -> No
     if args.verify:
         return verify(args.out, args.workers)
     args.out.mkdir(parents=True, exist_ok=True)
-    with only_one(args.out):
+    with shards.only_one(args.out):
         Preparation(args, name, plan, extra or {}).run()
 
 
 class Preparation:
-    """One preparation of one folder. `state["shards"]` lists what is whole, each with the position after it."""
+    """One preparation of one folder. `stored["shards"]` lists what is whole, each with the position after it."""
 
     def __init__(self, args, name: str, plan: list[tuple], extra: dict):
         self.args, self.name, self.plan, self.extra, self.out = args, name, plan, extra, args.out
-        self.state = shards.read_json(self.out / "preparation.json")
+        self.stored = shards.read_json(self.out / "preparation.json")
         limits = [tokens for split, _, tokens in plan if split == "val" and tokens]
         if args.max_tokens and limits and args.max_tokens <= limits[0]:
             raise ValueError(
                 f"--max_tokens={args.max_tokens} leaves nothing for training after --val_tokens={limits[0]}: "
                 "give more, or a smaller --val_tokens"
             )
-        before = self.state.get("options", {})
+        before = self.stored.get("options", {})
         self.options = self._options(before)
         only_shrinks = args.max_tokens and self._present() > args.max_tokens and self.options == before
         if args.overwrite and before and not only_shrinks:
@@ -109,7 +109,7 @@ class Preparation:
 
     def _present(self) -> int:
         """Tokens of the shards that were made."""
-        return sum(record["tokens"] for record in self.state.get("shards", []))
+        return sum(record["tokens"] for record in self.stored.get("shards", []))
 
     def _shards_there(self) -> str:
         """How many shards the folder holds, and their size: what --overwrite removes with another preparation."""
@@ -121,18 +121,18 @@ class Preparation:
         own = [self.out / "meta.json"]  # first: what is half removed is no corpus
         own += [*self.out.glob("*.bin"), *self.out.glob("*.bin.*")]
         own += [self.out / file for file in ("tokenizer.json", "fetched.json", "preparation.json")]
-        nothing_made = self.state and not self.state.get("shards") and not any(self.out.glob("*.bin"))
-        if (self.args.overwrite or nothing_made) and self.state.get("options") != self.options:
+        nothing_made = self.stored and not self.stored.get("shards") and not any(self.out.glob("*.bin"))
+        if (self.args.overwrite or nothing_made) and self.stored.get("options") != self.options:
             for file in own:
                 file.unlink(missing_ok=True)
-            self.state = {}
-        if self.state and self.state.get("options") != self.options:
-            changed = first_difference(self.state.get("options", {}), self.options)
+            self.stored = {}
+        if self.stored and self.stored.get("options") != self.options:
+            changed = first_difference(self.stored.get("options", {}), self.options)
             raise ValueError(
                 f"{self.out} holds another preparation ({changed}): give that again to go on with it, another --out, "
                 f"or --overwrite to remove its {self._shards_there()} and begin anew"
             )
-        if not self.state and any(self.out.glob("*.bin")):
+        if not self.stored and any(self.out.glob("*.bin")):
             raise ValueError(
                 f"{self.out} holds shards of unknown making: give another --out, or --overwrite to remove its "
                 f"{self._shards_there()}"
@@ -143,22 +143,21 @@ class Preparation:
                 f"{self.out} holds {present:,} tokens, more than --max_tokens={self.args.max_tokens}: give "
                 f"--max_tokens={present} or more to keep them, another --out, or --overwrite to remove those too many"
             )
-        listed = {self._staged(record) for record in self.state.get("shards", []) if self._is_whole(record)}
+        listed = {self._staged(record) for record in self.stored.get("shards", []) if self._is_whole(record)}
         for file in {*self.out.glob("*.bin*.tmp"), *self.out.glob("*.bin.new")} - listed:
             file.unlink()
 
     def run(self) -> None:
         if (self.out / "meta.json").exists() and self._complete():
-            print(f"{self.out} is complete: {sum(s['tokens'] for s in self.state['shards']):,} tokens")
+            print(f"{self.out} is complete: {sum(s['tokens'] for s in self.stored['shards']):,} tokens")
             return
         self.encoding = self._tokenizer()
         expected = self._expected_tokens()
         self._check_disk(expected)
-        self.state = {"options": self.options, "shards": self.state.get("shards", [])}
+        self.stored = {"options": self.options, "shards": self.stored.get("shards", [])}
         self._save()
         print(f"{self.name}: {self.args.workers} threads, {self.encoding.name} ({self.encoding.n_vocab:,} tokens)")
-        sources = {id(source) for _, source, _ in self.plan}
-        self.progress = Progress(expected, self.args.max_tokens, len(sources) == 1)
+        self.progress = Progress(expected)
         interruption.advise(lambda: self._how_to_go_on("interrupted"))
         try:
             self._make_shards()
@@ -174,15 +173,15 @@ class Preparation:
 
     def _complete(self) -> bool:
         """Whether meta.json's shards are all there and what --max_tokens asks for."""
-        same = self.state.get("max_tokens", "begun") == self.args.max_tokens
-        return same and all(self._is_whole(record) for record in self.state["shards"])
+        same = self.stored.get("max_tokens", "begun") == self.args.max_tokens
+        return same and all(self._is_whole(record) for record in self.stored["shards"])
 
     def _tokenizer(self) -> tiktoken.Encoding:
         """The chosen one; a trained one is kept beside the shards and not trained again."""
         path = self.out / "tokenizer.json"
         if self.args.tokenizer != "bpe":
             encoding = tokenizer.byte_tokenizer() if self.args.tokenizer == "bytes" else tokenizer.gpt2_tokenizer()
-        elif self.state and path.exists():
+        elif self.stored and path.exists():
             return tokenizer.from_json(json.loads(path.read_text(encoding="utf-8")))
         else:
             print(f"training a byte-pair tokenizer of {self.args.vocab_size:,} tokens", flush=True)
@@ -193,17 +192,13 @@ class Preparation:
 
     def _expected_tokens(self) -> int | None:
         """About how many tokens there will be, None where nobody knows."""
-        per_token = 1 if self.args.tokenizer == "bytes" else 4
-        counts = []
-        for source in dict.fromkeys(id(source) for _, source, _ in self.plan):
-            stages = [(stage, tokens) for _, stage, tokens in self.plan if id(stage) == source]
-            size = stages[0][0].text_bytes()
-            whole = stages[0][0].tokens if size is None else size // per_token
-            limits = [tokens for _, tokens in stages]
-            limit = None if None in limits else sum(limits)
-            counts.append(min((n for n in (whole, limit) if n is not None), default=None))
-        total = None if None in counts else sum(counts)
-        return min((n for n in (total, self.args.max_tokens) if n is not None), default=None)
+        per_token, total = 1 if self.args.tokenizer == "bytes" else 4, 0
+        for source in {id(source): source for _, source, _ in self.plan}.values():
+            limits = [tokens for _, each, tokens in self.plan if each is source]
+            whole = source.tokens if isinstance(source, Hub) else source.text_bytes() // per_token
+            total += least(whole, None if None in limits else sum(limits), default=math.inf)
+        expected = min(total, self.args.max_tokens or math.inf)
+        return None if expected == math.inf else expected
 
     def _check_disk(self, expected: int | None) -> None:
         present = self._present()
@@ -224,7 +219,7 @@ class Preparation:
             left = self._limit(tokens, total)
             while left > 0:
                 want = min(self.args.shard_tokens, left)
-                record = self.state["shards"][index] if index < len(self.state["shards"]) else None
+                record = self.stored["shards"][index] if index < len(self.stored["shards"]) else None
                 if record and record["split"] == split and self._has(record, want):
                     reader = None
                     self.progress.found(record)
@@ -234,7 +229,7 @@ class Preparation:
                     self._check_unchanged(before, record)
                     if record is None:
                         break
-                    self.state["shards"][index : index + 1] = [record]
+                    self.stored["shards"][index : index + 1] = [record]
                     self._save()
                     self._put_in_place()
                     self.progress.shard(record)
@@ -242,12 +237,12 @@ class Preparation:
                 index, total, left = index + 1, total + record["tokens"], left - record["tokens"]
                 if record["tokens"] < want:
                     break  # the source has ended
-        if self.state["shards"][index:]:
+        if self.stored["shards"][index:]:
             (self.out / "meta.json").unlink(missing_ok=True)  # which names them
-        for record in self.state["shards"][index:]:
+        for record in self.stored["shards"][index:]:
             for path in (self._staged(record), self.out / record["file"]):
                 path.unlink(missing_ok=True)
-        del self.state["shards"][index:]
+        del self.stored["shards"][index:]
 
     def _check_unchanged(self, before: dict | None, now: dict | None) -> None:
         """Missing: a shard that was made again is not what the same source gives."""
@@ -264,8 +259,8 @@ class Preparation:
             )
 
     def _limit(self, tokens: int | None, total: int) -> int:
-        ends = [tokens, None if self.args.max_tokens is None else self.args.max_tokens - total]
-        return min((n for n in ends if n is not None), default=sys.maxsize)
+        left = None if self.args.max_tokens is None else self.args.max_tokens - total
+        return least(tokens, left, default=sys.maxsize)
 
     def _has(self, record: dict, want: int) -> bool:
         """Whether the shard is there and what a preparation with these limits would make."""
@@ -299,11 +294,11 @@ class Preparation:
         return {**record, "ended": tokens.size < want, "next": reader.position}
 
     def _save(self) -> None:
-        shards.write_json(self.out / "preparation.json", self.state)
+        shards.write_json(self.out / "preparation.json", self.stored)
 
     def _how_to_go_on(self, what: str, go_on="run the same command again to go on") -> str:
         """What has happened, and what can be done; `go_on`: "" where doing the same again is no help."""
-        listed = self.state["shards"]
+        listed = self.stored["shards"]
         kept = [record for record in listed if self._is_whole(record)]
         tokens = sum(record["tokens"] for record in kept)
         ways = [go_on] if go_on else []
@@ -312,7 +307,7 @@ class Preparation:
         return f"{what}; {len(kept)} whole shards are kept{': ' * bool(ways)}{', '.join(ways)}"
 
     def _finish(self) -> None:
-        records = self.state["shards"]
+        records = self.stored["shards"]
         found = {record["split"] for record in records}
         tokens = sum(record["tokens"] for record in records)
         if "train" not in found or "val" not in found:
@@ -322,7 +317,7 @@ class Preparation:
             )
         (self.out / "meta.json").unlink(missing_ok=True)  # the new corpus is whole
         self._put_in_place()
-        self.state["max_tokens"] = self.args.max_tokens
+        self.stored["max_tokens"] = self.args.max_tokens
         self._save()
         source = {key: self.options["plan"][-1].get(key) for key in ("source", "name", "revision", "commit")}
         meta = {key: value for key, value in source.items() if value} | self.extra
@@ -332,20 +327,14 @@ class Preparation:
 class Progress:
     """A bar on a terminal, a line a shard everywhere: tokens, tokens/s and time left."""
 
-    def __init__(self, expected: int | None, most: int | None, one_source: bool):
-        self.expected, self.most, self.one_source = expected, most, one_source
+    def __init__(self, expected: int | None):
+        self.expected = expected
         self.bar = tqdm(total=expected, unit="tok", unit_scale=True, smoothing=0.05, disable=None, dynamic_ncols=True)
         self.started, self.made, self.present = time.monotonic(), 0, 0
 
     def advance(self, tokens: int) -> None:
         self.made += tokens
         self.bar.update(tokens)
-
-    def reached(self, done: float | None) -> None:
-        """The share of the source that is read by now: a better forecast than its size in bytes."""
-        if self.one_source and done and done > 0.01:
-            self.expected = min(int((self.present + self.made) / done), self.most or sys.maxsize)
-            self.bar.total = self.expected
 
     def found(self, record: dict) -> None:
         self.present += record["tokens"]
@@ -360,6 +349,11 @@ class Progress:
 
     def close(self) -> None:
         self.bar.close()
+
+
+def least(*numbers, default):
+    """The smallest of those that are not None."""
+    return min((n for n in numbers if n is not None), default=default)
 
 
 def first_difference(before: dict, now: dict) -> str:

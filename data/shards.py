@@ -4,6 +4,8 @@ A shard is 256 int32 (magic 20240520, version 1, token count, zeros), then uint1
 `train_` or `val_`, or ends so. `meta.json` beside the shards says which tokenizer made them; without one, GPT-2's.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -94,6 +96,21 @@ def read_json(path: Path) -> dict:
     if not isinstance(value, dict):
         raise ValueError(f"{path} is damaged (no JSON object): prepare the corpus again")
     return value
+
+
+@contextlib.contextmanager
+def only_one(folder: Path):
+    """Hold the folder's lock, which ends with the process. ValueError: another process holds it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise ValueError(
+            f"{folder} is being prepared by another process: wait for it, or give another --out"
+        ) from error
+    finally:
+        os.close(descriptor)
 
 
 def write_meta(folder: Path, about: dict, records: list[dict]) -> None:

@@ -22,15 +22,11 @@ class Missing(ValueError):  # noqa: N818 (says what is wrong, as the message doe
 
 @dataclass(frozen=True)
 class Batch:
-    """Texts in order. `starts`: which of them begin a document (others continue the one before), None: all.
-
-    `done` is the share of the source before this batch, None where its size is unknown.
-    """
+    """Texts in order. `starts`: which of them begin a document (others continue the one before), None: all."""
 
     cursor: dict
     texts: list[str]
     starts: list[bool] | None = None
-    done: float | None = None
 
 
 @dataclass
@@ -51,7 +47,7 @@ class Texts:
 
     def read(self, cursor: dict | None = None) -> Iterator[Batch]:
         for first in range(cursor["text"] if cursor else 0, len(self.texts), ROWS):
-            yield Batch({"text": first}, self.texts[first : first + ROWS], done=first / len(self.texts))
+            yield Batch({"text": first}, self.texts[first : first + ROWS])
 
 
 class Files:
@@ -84,18 +80,12 @@ class Files:
         self.paths.sort(key=(lambda p: hashlib.sha256(p.as_posix().encode()).digest()) if shuffled else None)
         self.sizes = [path.stat().st_size for path in self.paths]
         self.not_text = set()  # files of folders that turned out so
-        self.copies, self.copied_bytes = 0, 0  # documents left out as such by now; a place that is read again
-        self._counted = (-1, -1)  # counts once
+        self.copies: dict[tuple[int, int], int] = {}  # bytes of the documents left out as such, by (file, position)
 
     @staticmethod
     def _wanted(file: Path, root: Path, suffixes) -> bool:
         hidden = any(part.startswith(".") or part == "__pycache__" for part in file.relative_to(root).parts)
         return file.is_file() and not hidden and (not suffixes or file.suffix in suffixes)
-
-    @property
-    def skipped(self) -> int:
-        """Files left out as no text by now; a file that is read again counts once."""
-        return len(self.not_text)
 
     def identity(self) -> dict:
         """The patterns, and a digest of names and sizes: what must not change while a preparation goes on."""
@@ -115,53 +105,48 @@ class Files:
         cursor = cursor or {"file": 0, "at": 0}
         documents = self._unique_documents(cursor) if self.unique else self._documents(cursor)
         texts, starts, characters, begin = [], [], 0, None
-        total = max(sum(self.sizes), 1)
-        for file, at, share, text, start in documents:
-            if begin is None:
-                begin = {"file": file, "at": at}
-                done = (sum(self.sizes[:file]) + share * self.sizes[file]) / total
+        for file, at, text, start in documents:
+            begin = begin or {"file": file, "at": at}
             texts.append(text)
             starts.append(start)
             characters += len(text)
             if characters >= BATCH_CHARACTERS:
-                yield Batch(begin, texts, starts, done)
+                yield Batch(begin, texts, starts)
                 texts, starts, characters, begin = [], [], 0, None
         if texts:
-            yield Batch(begin, texts, starts, done)
+            yield Batch(begin, texts, starts)
 
     def _unique_documents(self, cursor: dict):
         """All is read from the beginning, to know what came before the cursor; what follows it is yielded."""
         seen, copied = set(), False
         for document in self._documents({"file": 0, "at": 0}):
-            file, at, _, text, start = document
+            file, at, text, start = document
             if start:
                 whole = self.paths[file].suffix in (".parquet", ".jsonl") or self.sizes[file] < PIECE_BYTES
                 digest = _digest(text) if whole else _digest_file(self.paths[file])
                 copied = digest in seen
                 seen.add(digest)
-                if copied and (file, at) > self._counted:
-                    self.copies += 1
-                    self.copied_bytes += len(text.encode("utf-8", "replace")) if whole else self.sizes[file]
-                    self._counted = file, at
+                if copied:
+                    self.copies[file, at] = len(text.encode()) if whole else self.sizes[file]
             if not copied and (file, at) >= (cursor["file"], cursor["at"]):
                 yield document
 
-    def _documents(self, cursor: dict) -> Iterator[tuple[int, int, float, str, bool]]:
-        """(file, position in it, share of it before that, text, whether a document starts there)."""
+    def _documents(self, cursor: dict) -> Iterator[tuple[int, int, str, bool]]:
+        """(file, position in it, text, whether a document starts there)."""
         at = cursor["at"]
         for file in range(cursor["file"], len(self.paths)):
             path = self.paths[file]
             if path.suffix == ".parquet":
                 documents = _parquet(path, self.column, at)
             elif path.suffix == ".jsonl":
-                documents = _json_lines(path, self.column, at, self.sizes[file])
+                documents = _json_lines(path, self.column, at)
             else:
-                documents = self._text(path, at, self.sizes[file])
-            for position, share, text, start in documents:
-                yield file, position, share, text, start
+                documents = self._text(path, at)
+            for position, text, start in documents:
+                yield file, position, text, start
             at = 0
 
-    def _text(self, path: Path, at: int, size: int):
+    def _text(self, path: Path, at: int):
         with open(path, "rb") as file:
             file.seek(at)
             while data := file.read(PIECE_BYTES):
@@ -177,12 +162,12 @@ class Files:
                         self.not_text.add(path)
                         return
                     raise ValueError(f"{path} is not UTF-8 text at byte {at + error.start}: leave it out") from error
-                yield at, at / size, text, at == 0
+                yield at, text, at == 0
                 at += len(data)
 
 
 def _digest(text: str) -> bytes:
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 def _digest_file(path: Path) -> bytes:
@@ -223,22 +208,19 @@ def _open_parquet(file, name, column: str):
 def _parquet_text_bytes(path: Path, column: str) -> int:
     _, file = _open_parquet(path, path, column)
     with file:
-        # The path of a leaf: a column of lists or structures has longer ones.
-        paths = [file.metadata.schema.column(i).path for i in range(file.metadata.num_columns)]
-        index = [path.split(".")[0] for path in paths].index(column.split(".")[0])
-        groups = range(file.metadata.num_row_groups)
+        index, groups = file.schema_arrow.names.index(column), range(file.metadata.num_row_groups)
         return sum(file.metadata.row_group(g).column(index).total_uncompressed_size for g in groups)
 
 
-def parquet_texts(file, name, column: str, at: int = 0) -> Iterator[tuple[int, int, list[str | None]]]:
-    """(first row, rows of the file, texts or None) of up to ROWS rows, from those that hold row `at` on.
+def parquet_texts(file, name, column: str, at: int = 0) -> Iterator[tuple[int, list[str | None]]]:
+    """(first row, texts or None) of up to ROWS rows, from those that hold row `at` on.
 
     `file` is a path or an open file; of that only the end and the row groups from `at` on are read, one by one.
     ValueError: damaged, no such column, or no text in it.
     """
     pyarrow, opened = _open_parquet(file, name, column)
     with opened:
-        first, rows = 0, opened.metadata.num_rows
+        first = 0
         for group in range(opened.metadata.num_row_groups):
             size = opened.metadata.row_group(group).num_rows
             if first + size <= at:
@@ -257,29 +239,29 @@ def parquet_texts(file, name, column: str, at: int = 0) -> Iterator[tuple[int, i
                 if wrong := next((text for text in texts if not isinstance(text, str | None)), None):
                     raise ValueError(f"{name}: column {column} holds {type(wrong).__name__}, not text: give --column")
                 if first + len(texts) > at:
-                    yield first, rows, texts
+                    yield first, texts
                 first += len(texts)
 
 
 def _parquet(path: Path, column: str, at: int):
-    for first, rows, texts in parquet_texts(path, path, column, at):
+    for first, texts in parquet_texts(path, path, column, at):
         for row, text in enumerate(texts, first):
             if row >= at and text is not None:
-                yield row, row / rows, text, True
+                yield row, text, True
 
 
-def _json_lines(path: Path, column: str, at: int, size: int):
+def _json_lines(path: Path, column: str, at: int):
     with open(path, "rb") as file:
         file.seek(at)
         for line in file:
             if line.strip():
                 try:
                     row = json.loads(line)
-                except (ValueError, RecursionError) as error:
+                except ValueError as error:
                     raise ValueError(f"{path} holds no JSON at byte {at} ({first_line(error)}): repair it") from error
                 if not isinstance(row, dict) or not isinstance(row.get(column), str):
                     raise ValueError(f"{path} has no text under {column!r} in the line at byte {at}: give --column")
-                yield at, at / size, row[column], True
+                yield at, row[column].encode("utf-8", "replace").decode(), True  # JSON can hold half a surrogate pair
             at += len(line)
 
 

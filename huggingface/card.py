@@ -2,12 +2,20 @@
 
 from pathlib import Path
 
+import tables
 from training import metrics
 
 OPTIMISER = (
     "optimizer learning_rate min_lr schedule warmup_steps decay_steps weight_decay beta1 beta2 grad_clip "
     "global_batch_size dtype seed init_from"
 ).split()
+HEAD = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- deep-delta-learning
+- {stem}
+---"""
 LOAD = """from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained({folder!r}, trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained({folder!r}, trust_remote_code=True)"""
@@ -50,23 +58,12 @@ def training_rows(state: dict, records: list[dict]) -> list[tuple[str, str]]:
     return rows + [(f"`{key}`", f"`{value}`") for key, value in named.items()]
 
 
-def table(head: tuple[str, str], rows: list[tuple[str, str]]) -> str:
-    return "\n".join(f"| {left} | {right} |" for left, right in (head, ("---", "---"), *rows))
-
-
 def card(name: str, stem: str, model, dtype: str, commit: str, state: dict, records: list[dict]) -> str:
     """README.md: a YAML head, the model and its keys, its training, how to use it."""
     training = training_rows(state, records)
     keys = [(f"`{key}`", f"`{value}`") for key, value in vars(model.config).items()]
-    head = [
-        "library_name: transformers",
-        "pipeline_tag: text-generation",
-        "tags:",
-        "- deep-delta-learning",
-        f"- {stem}",
-    ]
     parts = [
-        "---\n" + "\n".join(head) + "\n---",
+        HEAD.format(stem=stem),
         f"# {name}",
         f"A language model of {model.num_parameters():,} parameters (the tied embedding counts once), weights in "
         f"{dtype}, variant `{stem}` of [Deep Delta Learning](https://arxiv.org/abs/2601.00417): see its text, and "
@@ -77,8 +74,8 @@ def card(name: str, stem: str, model, dtype: str, commit: str, state: dict, reco
         "folder: read them first.",
     ]
     if training:
-        parts += ["## Training", table(("figure", "value"), training)]
-    parts += ["## Model", table(("key", "value"), keys)]
+        parts += ["## Training", tables.markdown(("figure", "value"), training)]
+    parts += ["## Model", tables.markdown(("key", "value"), keys)]
     if commit:
         parts.append(f"Exported by the training code at commit `{commit}`.")
     return "\n\n".join(parts) + "\n"

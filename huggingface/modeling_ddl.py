@@ -140,9 +140,9 @@ class DDLForCausalLM(PreTrainedModel, GenerationMixin):
         if mask is None:
             return self.gpt.hidden(ids)
         check_mask(mask, ids.shape[1])
-        places, padding = torch.arange(ids.shape[1], device=ids.device), left_padding(mask)  # (T,), (B, 1)
-        moved = ids.gather(1, (places + padding) % ids.shape[1])
-        back = (places - padding) % ids.shape[1]
+        positions, padding = torch.arange(ids.shape[1], device=ids.device), left_padding(mask)  # (T,), (B, 1)
+        moved = ids.gather(1, (positions + padding) % ids.shape[1])
+        back = (positions - padding) % ids.shape[1]
         return self.gpt.hidden(moved).take_along_dim(back.unsqueeze(-1), 1)
 
     @torch.no_grad()
@@ -150,10 +150,10 @@ class DDLForCausalLM(PreTrainedModel, GenerationMixin):
         """The normed readout (B, T, d) of tokens that follow those in the cache."""
         if mask is not None and cache.tokens == 0:
             check_mask(mask, ids.shape[1])
-            places = torch.arange(ids.shape[1], device=ids.device)
+            positions = torch.arange(ids.shape[1], device=ids.device)
             if not mask[:, -1].all():
                 raise ValueError("attention_mask: with a cache rows end together; pad on the left")
-            ids = ids.masked_fill(places < left_padding(mask), NO_TOKEN)
+            ids = ids.masked_fill(positions < left_padding(mask), NO_TOKEN)
         elif mask is not None and not mask[:, cache.tokens :].all():
             raise ValueError("attention_mask: tokens that follow a cache cannot be masked")
         return self.gpt.hidden(ids, cache, cache.reserve(ids))

@@ -7,11 +7,14 @@ import urllib.request
 import browser
 import pytest
 import torch
-from conftest import SMALL, script, small_run
+from conftest import SMALL, small_run
+from in_process import call
 
 from data.tokenizer import byte_tokenizer, train_byte_pairs
 from model import build
+from model.generation import Sampling
 from serving import app
+from training.checkpoint import load_model
 
 pytestmark = pytest.mark.skipif(browser.missing() is not None, reason=str(browser.missing()))
 
@@ -22,8 +25,10 @@ LIGHT = ["#2166ac", "#92c5de", "#f3f3f1", "#f4a582", "#b2182b"]
 @pytest.fixture(scope="module")
 def address(corpus, tmp_path_factory):
     out = tmp_path_factory.mktemp("runs") / "page"
-    assert script("train.py", *small_run(corpus, out, block_size=64, eval_full=False)).returncode == 0
-    with browser.served(out, "--max_new_tokens=30", "--temperature=0.7") as (address, _):
+    assert call("train.py", *small_run(corpus, out, block_size=64, eval_full=False)).returncode == 0
+    model, tokenizer, state = load_model(out, torch.device("cpu"))
+    defaults = {**vars(Sampling(temperature=0.7, top_p=0.9)), "max_new_tokens": 30, "stop": []}
+    with browser.local(model, tokenizer, **app.facts_of(model, tokenizer, state, defaults)) as address:
         yield address
 
 

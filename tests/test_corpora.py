@@ -10,7 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT, one_line_error, script
+from conftest import ROOT, one_line_error
+from in_process import call
 
 from data import tokenizer
 from data.copy_task.prepare import Copies
@@ -239,8 +240,9 @@ def test_text_expands_home_and_trains_byte_pairs_by_default(notes, tmp_path, mon
         (["--source", "README.md", "--vocab_size=5"], "--vocab_size=5: give 257"),
     ],
 )
-def test_text_answers_mistakes_in_one_line(tmp_path, arguments, message):
-    result = script(ROOT / "data" / "text" / "prepare.py", f"--out={tmp_path / 'out'}", *arguments)
+def test_text_answers_mistakes_in_one_line(tmp_path, arguments, message, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    result = call("data/text/prepare.py", f"--out={tmp_path / 'out'}", *arguments)
     assert message in one_line_error(result)
     assert not (tmp_path / "out").exists()
 
@@ -296,6 +298,6 @@ def test_symbols(tmp_path, monkeypatch):
     ["half=0", "symbols=1", "symbols=65", "sequences=0", "val_sequences=0", "seed=-1", "shard_tokens=0"],
 )
 def test_copy_task_options_out_of_range(tmp_path, option):
-    result = script(ROOT / "data" / "copy_task" / "prepare.py", f"--{option}", f"--out={tmp_path / 'out'}")
+    result = call("data/copy_task/prepare.py", f"--{option}", f"--out={tmp_path / 'out'}")
     assert f"--{option}: give" in one_line_error(result)
     assert not (tmp_path / "out").exists()

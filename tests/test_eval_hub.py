@@ -19,8 +19,8 @@ pytest.importorskip("lm_eval")
 pytest.importorskip("transformers")
 
 import export
-from evaluation import tasks
-from evaluation.tasks import PAPER_METRICS
+from harness import tasks
+from harness.tasks import PAPER_METRICS
 
 TINY = {"vocab_size": 328, "block_size": 512, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}
 TINY |= {"hidden_size": 12}
@@ -133,6 +133,7 @@ eval.main()
 """
 
 
+@pytest.mark.slow
 def test_all_processes_are_patient(hub, saved, tmp_path):
     """Process 0 with a hub that is down for longer than the processes' time-out; 1, as on
     a machine of its own, with a 503 to its first question."""

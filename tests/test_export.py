@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, one_line_error, script
+from conftest import ROOT, one_line_error
+from in_process import call
 from safetensors.torch import load_file, save_file
 
 import export
@@ -25,13 +26,15 @@ from training import checkpoint
 TINY = {"vocab_size": 260, "block_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}
 TINY |= {"hidden_size": 12}
 CC = "DDL-gpt-mha-rope-CC"
-CASES = {stem: (stem, {}) for stem in STEMS}
+# Every variant and every kind of branch once.
+CASES = {CC: (CC, {}), "convolution": ("DDL-gpt-mha-rope", {})}
+CASES |= {"plain": ("gpt-mha-rope", {"rope_ratio": 0.5, "mup": True, "use_qk_rmsnorm": False, "rope_base": 500.0})}
 CASES |= {"vmap": ("DDL-gpt-mha-rope-EC", {"ddl_map": "v", "ddl_k_hidden_size": 3, "ddl_value_channels": 3})}
 CASES |= {"attention": (f"{CC}-EC", {"ddl_map": "v", "ddl_k_branch": "attention"})}
 CASES |= {"gate": (CC, {"ddl_beta_single_linear": False, "ddl_beta_hidden_size": 5, "ddl_update": "write_only"})}
-CASES |= {"plain": ("gpt-mha-rope", {"rope_ratio": 0.5, "mup": True, "use_qk_rmsnorm": False, "rope_base": 500.0})}
 CASES |= {"constant": ("DDL-vdim1-gpt-mha-rope", {"ddl_v_constant": True})}
 CASES |= {"gated": ("gated-gpt-mha-rope", {})}  # the README's example
+IN_BFLOAT16 = (CC, "convolution", "plain")
 TEXTS = ["def f(x):\n    return größe", "", " \n\t尺寸", "<|endoftext|>a<|endoftext|>"]
 PAIRS = [("def f(", "x):"), ("import", " os"), ("", "return"), ("class A", ":")]
 
@@ -69,9 +72,8 @@ def example_stem(tmp_path_factory):
 
 
 def exported(run: Path, out: Path, *arguments) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["export.py", str(run), str(out), *arguments])
-        export.main()
+    result = call("export.py", run, out, *arguments)
+    assert result.returncode == 0, result.stderr.decode()
     return out
 
 
@@ -88,14 +90,14 @@ def reloaded(tmp_path_factory, example_stem, ids):
     for case, (stem, keys) in CASES.items():
         made[case] = noisy(stem, keys)
         exported(save_run(folder / f"{case}_run", made[case], stem), folder / case)
-    for stem in STEMS:
-        exported(folder / f"{stem}_run", folder / f"{stem}_bfloat16", "--dtype=bfloat16")
+    for case in IN_BFLOAT16:
+        exported(folder / f"{case}_run", folder / f"{case}_bfloat16", "--dtype=bfloat16")
     shutil.copytree(folder / CC, folder / "lacking")
     weights = load_file(folder / CC / "model.safetensors")
     save_file({k: v for k, v in weights.items() if k != "ln_f.weight"}, folder / "lacking" / "model.safetensors")
     job = {"ids": ids.tolist(), "folders": [str(folder / case) for case in CASES], "lacking": str(folder / "lacking")}
     job |= {"text_folder": str(folder / CC), "texts": TEXTS, "pairs": PAIRS}
-    job["bfloat16"] = [str(folder / f"{stem}{dtype}") for stem in STEMS for dtype in ("_bfloat16", "")]
+    job["bfloat16"] = [str(folder / f"{case}{dtype}") for case in IN_BFLOAT16 for dtype in ("_bfloat16", "")]
     (folder / "job.json").write_text(json.dumps(job))
     home = {"HF_HOME": str(folder / "home"), "HF_MODULES_CACHE": str(folder / "home" / "m"), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-I", str(ROOT / "tests" / "reload_exported.py"), str(folder / "job.json")]
@@ -177,7 +179,11 @@ def test_the_cache_changes_no_text(case):
         assert torch.equal(found[f"{name}_True"], found[f"{name}_False"]), name
     assert all(tensor.max() < 257 for name, tensor in found.items() if name.endswith(("_True", "_False")))
     assert found["returned_True"].shape == (6, 13)
-    assert len(set(map(tuple, found["returned_True"].tolist()))) > 2
+
+
+def test_several_samples_differ(reloaded):
+    texts = reloaded[1][CC][1]["returned_True"].tolist()
+    assert len(set(map(tuple, texts))) == len(texts)
 
 
 def test_gradients_are_ours(case, ids):
@@ -263,12 +269,12 @@ def near(found, wanted, rounding: float):
 
 
 @pytest.mark.parametrize("dtype", ["_bfloat16", ""], ids=["of_bfloat16", "of_float32"])
-@pytest.mark.parametrize("stem", STEMS)
-def test_every_folder_runs_in_bfloat16(reloaded, ids, stem, dtype):
+@pytest.mark.parametrize("case", IN_BFLOAT16)
+def test_every_folder_runs_in_bfloat16(reloaded, ids, case, dtype):
     """A pass, its gradients, text and lm-eval's scores are near those of the rounded weights in float32."""
     folder, cases, _ = reloaded
-    found = torch.load(folder / f"{stem}{dtype}.bfloat16.pt")
-    exact = copy.deepcopy(cases[stem][0]).bfloat16().float()
+    found = torch.load(folder / f"{case}{dtype}.bfloat16.pt")
+    exact = copy.deepcopy(cases[case][0]).bfloat16().float()
     logits, loss = exact(ids[:, :-1], ids[:, 1:], return_logits=True)
     loss.backward()
     near(found["gradient"], torch.cat([p.grad.flatten() for p in exact.parameters() if p.grad is not None]), 0.08)
@@ -337,8 +343,8 @@ def test_imports_become_relative(text, wanted, needed):
 @pytest.mark.parametrize(
     "text",
     [
-        *("import model", "import model.gpt", "from data import tokenizer", "import configurator", "import train"),
-        *("from model.kernels.stream import DeltaStream", "x = import_module('model.gpt-mha-rope')"),
+        *("import model", "import model.gpt", "from data import tokenizer", "import configurator"),
+        "from model.kernels.stream import DeltaStream",
     ],
 )
 def test_code_that_cannot_stand_alone_is_refused(text):
@@ -391,7 +397,7 @@ def test_the_card_tells_what_is_known(tmp_path):
     lines += [{"step": 7, "val_loss": 1.25, "val_perplexity": 3.49, "val_bits_per_byte": 1.8, "val_sequences": 33}]
     lines += [{"step": 8, "val_loss": 9.0, "val_perplexity": 8103.0, "val_sequences": 33}]  # after the checkpoint
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    text = (exported(run, tmp_path / "out") / "README.md").read_text()
+    text = re.sub(" +", " ", (exported(run, tmp_path / "out") / "README.md").read_text())
     assert text.startswith("---\nlibrary_name: transformers\n")
     for row in (
         *(
@@ -412,7 +418,7 @@ def test_the_card_tells_what_is_known(tmp_path):
     assert "None" not in text.partition("## Model")[0]
 
 
-def test_the_code_in_the_card_runs(reloaded, monkeypatch, capsys):
+def test_the_code_in_the_card_compiles(reloaded):
     """In this process, for its syntax and names: from_pretrained is the other tests' affair."""
     text = (reloaded[0] / CC / "README.md").read_text()
     code = re.search(r"```python\n(.*?)```", text, flags=re.S)[1]
@@ -426,14 +432,12 @@ def test_nothing_is_half_written(tmp_path, monkeypatch):
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     monkeypatch.setattr(checkpoint, "save_file", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")))
     for arguments in ([run, out, "--overwrite"], [run, tmp_path / "made" / "other"]):
-        with pytest.raises(SystemExit) as ended:
-            exported(*arguments)
-        assert ended.value.code == 2
+        assert "disk full" in one_line_error(call("export.py", *arguments))
     assert [path.name for path in out.parent.iterdir()] == ["out"]
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
-def test_only_exported_folders_are_replaced(tmp_path, capsys):
+def test_only_exported_folders_are_replaced(tmp_path):
     run = save_run(tmp_path / "run", noisy(CC, {}), CC)
     out, other = tmp_path / "out", tmp_path / "other"
     out.mkdir()
@@ -448,9 +452,7 @@ def test_only_exported_folders_are_replaced(tmp_path, capsys):
         ([run, "--overwrite"], "holds something else than an exported model"),
         ([tmp_path / "file", "--overwrite"], "is a file: give a folder"),
     ):
-        with pytest.raises(SystemExit):
-            exported(run, *arguments)
-        assert message in capsys.readouterr().err
+        assert message in one_line_error(call("export.py", run, *arguments))
     exported(run, out, "--overwrite")
     assert not (out / "old").exists()
     exported(out, out, "--overwrite")  # onto itself
@@ -459,7 +461,7 @@ def test_only_exported_folders_are_replaced(tmp_path, capsys):
 
 def test_the_script(tmp_path):
     run = save_run(tmp_path / "run", noisy(CC, {}), CC)
-    result = script("export.py", run, tmp_path / "out", "--dtype=bfloat16")
+    result = call("export.py", run, tmp_path / "out", "--dtype=bfloat16")
     assert result.returncode == 0, result.stderr.decode()
     lines = result.stdout.decode().splitlines()
     assert "model.safetensors (" in lines[0]
@@ -468,5 +470,5 @@ def test_the_script(tmp_path):
         f"model = AutoModelForCausalLM.from_pretrained('{tmp_path}/out', trust_remote_code=True)",
         f"tokenizer = AutoTokenizer.from_pretrained('{tmp_path}/out', trust_remote_code=True)",
     ]
-    assert script("sample.py", tmp_path / "out", "--max_new_tokens=5", "--device=cpu").returncode == 0
-    assert "holds no checkpoint" in one_line_error(script("export.py", tmp_path, tmp_path / "x"))
+    assert call("sample.py", tmp_path / "out", "--max_new_tokens=5", "--device=cpu").returncode == 0
+    assert "holds no checkpoint" in one_line_error(call("export.py", tmp_path, tmp_path / "x"))

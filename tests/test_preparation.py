@@ -14,12 +14,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT, one_line_error, script
+from in_process import call
+from test_sources import write_parquet
 
-from data import lock, preparation, shards, sources, token_reader, tokenizer
+from data import preparation, shards, sources, token_reader, tokenizer
 from data.shards import open_corpus
 from data.sources import Batch, Files, Texts
 from data.token_reader import START, TokenReader, encode, tokenised
@@ -39,20 +39,13 @@ def some_texts(count=200, seed=0):
     return ["".join(draw.choice(list("abc é日👧\n"), int(draw.integers(0, 60)) ** 2 // 20)) for _ in range(count)]
 
 
-def write_parquet(path, texts, row_group_size=20, **keys):
-    ids = [f"<urn:uuid:{i}>" for i in range(len(texts))]
-    columns = {"text": texts, "id": ids, "score": [3.5] * len(texts), "token_count": [len(t) for t in texts]}
-    pq.write_table(pa.table(columns), path, row_group_size=row_group_size, **keys)
-    return path
-
-
 @pytest.fixture
 def parquet(tmp_path):
     """A folder of three files, its documents."""
     texts = some_texts()
     (tmp_path / "in").mkdir()
     for index, first in enumerate((0, 70, 110)):
-        write_parquet(tmp_path / "in" / f"{index}.parquet", texts[first : (70, 110, 200)[index]])
+        write_parquet(tmp_path / "in" / f"{index}.parquet", texts[first : (70, 110, 200)[index]], 20)
     return tmp_path / "in", texts
 
 
@@ -89,11 +82,10 @@ def stamps(folder) -> dict:
 # Tokens
 
 
-def test_tokens_of_what_looks_special_or_is_half_a_surrogate():
+def test_tokens_of_what_looks_special():
     bpe = tokenizer.train_byte_pairs(["the cat sat on the mat. " * 9], 265)
-    texts = ["the <|endoftext|> mat", "a\ud800b\udc67", "\ud83d\udc67", ""]
-    plain = ["the <|endoftext|> mat", "a\ufffdb\ufffd", "👧", ""]
-    expected = [token for text in plain for token in (bpe.eot_token, *bpe.encode_ordinary(text))]
+    texts = ["the <|endoftext|> mat", "👧", ""]
+    expected = [token for text in texts for token in (bpe.eot_token, *bpe.encode_ordinary(text))]
     tokens = encode(bpe, Batch({}, texts))
     assert tokens.dtype == np.uint16
     assert tokens.tolist() == expected
@@ -105,9 +97,7 @@ def test_a_text_that_goes_on_has_no_end_of_text_within():
     assert tokens.tolist() == [EOT, *b"abcd", EOT, *b"e"]
 
 
-@pytest.mark.parametrize(
-    "blanks", [" " * 2_000_000, "\n" * 2_000_000, "x" + (" " * 499_999 + "y") * 2, "\t \n" * 400_000]
-)
+@pytest.mark.parametrize("blanks", [" " * 2_000_000, "x" + (" " * 499_999 + "y") * 2, "\t \n" * 400_000])
 def test_a_run_of_blanks_that_tiktoken_cannot_split(blanks):
     """GPT-2's regular expression runs out of stack on about a million blanks and panics."""
     encoding = tokenizer.gpt2_tokenizer()
@@ -133,7 +123,7 @@ def test_the_stream_can_be_taken_up_at_any_token(parquet, small, workers):
     expected = stream(texts)
     draw = np.random.default_rng(0)
     source = Texts(texts, "x")
-    for _ in range(30):
+    for _ in range(8):
         position, taken = START, 0
         while taken < len(expected):
             reader = TokenReader(source, encoding, workers, json.loads(json.dumps(position)))
@@ -214,13 +204,6 @@ def test_a_trained_tokenizer_is_kept_and_its_tokens_are_those_of_each_document(p
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == stored
 
 
-def test_a_bpe_is_trained_on_texts_with_half_surrogates(tmp_path):
-    rows = ['{"text": "the cat and the mat \\ud800"}'] * 40
-    (tmp_path / "a.jsonl").write_text("\n".join(rows))
-    corpus = run(tmp_path / "out", files_plan(tmp_path / "a.jsonl", 20), "--tokenizer=bpe", "--vocab_size=260")
-    assert corpus.meta["train"]["documents"] + corpus.meta["val"]["documents"] == 40
-
-
 def test_each_split_may_have_a_source_of_its_own(tmp_path):
     val, train = some_texts(10, 1), some_texts(20, 2)
     plan = [("val", Texts(val, "v"), None), ("train", Texts(train, "t"), None)]
@@ -275,7 +258,7 @@ def listed(out) -> list[str]:
 @pytest.mark.parametrize(
     ("kills", "kind", "size"),
     [
-        (4, "bytes", 2_000_000),
+        (3, "bytes", 2_000_000),
         pytest.param(20, "bytes", 8_000_000, marks=pytest.mark.slow),
         pytest.param(20, "bpe", 16_000_000, marks=pytest.mark.slow),
     ],
@@ -284,14 +267,11 @@ def test_killed_at_random_moments_the_shards_are_those_of_an_uninterrupted_run(t
     source = standard_library(tmp_path / "in", size)
     options = [f"--source={source}", f"--tokenizer={kind}", f"--shard_tokens={size // (50 * kills)}"]
     options += [f"--val_tokens={size // 15}", "--vocab_size=1000", "--tokenizer_bytes=300000"]
-    whole = {}
-    for workers in (1, 2):
-        process = start(*options, f"--workers={workers}", f"--out={tmp_path / str(workers)}")
-        _, errors = process.communicate()
-        assert (process.returncode, errors) == (0, "")
-        whole[workers] = contents(tmp_path / str(workers))
-    assert whole[1] == whole[2]
-    count = sum(name.endswith(".bin") for name in whole[2])
+    process = start(*options, "--workers=2", f"--out={tmp_path / 'whole'}")
+    _, errors = process.communicate()
+    assert (process.returncode, errors) == (0, "")
+    whole = contents(tmp_path / "whole")
+    count = sum(name.endswith(".bin") for name in whole)
     assert count > 20 * kills
 
     out, draw = tmp_path / "out", np.random.default_rng(kills)
@@ -323,7 +303,7 @@ def test_killed_at_random_moments_the_shards_are_those_of_an_uninterrupted_run(t
     lines = [line for line in output.splitlines() if ".bin:" in line]
     assert len(lines) == count - len(made)
     assert stamps(out).items() >= made.items()
-    assert contents(out) == whole[2]  # no .tmp, and preparation.json too
+    assert contents(out) == whole  # no .tmp, and preparation.json too
 
 
 # Limits and damage
@@ -400,7 +380,7 @@ class Unreachable(Files):
             yield batch
 
 
-@pytest.mark.parametrize("batches", [0, 1, 15])
+@pytest.mark.parametrize("batches", [0, 15])
 def test_a_complete_corpus_can_be_used_until_the_larger_one_is_whole(parquet, small, tmp_path, batches):
     folder, texts = parquet
     out = tmp_path / "out"
@@ -459,21 +439,6 @@ def test_killed_while_the_larger_one_takes_its_place(parquet, small, tmp_path, m
     assert tokens_of(run(out, files_plan(folder), "--shard_tokens=3000")) == stream(texts)
 
 
-def test_a_changed_source_does_not_take_the_last_shard_with_it(small, tmp_path):
-    """Growing makes the last, shorter shard again: where that is another one now, the first stays."""
-    out = tmp_path / "out"
-    (tmp_path / "a.txt").write_text("abc\n" * 1000)
-    run(out, files_plan(tmp_path / "a.txt"), "--shard_tokens=300")
-    before = contents(out)
-    (out / "x_train_000005.bin").unlink()
-    (tmp_path / "a.txt").write_text("abd\n" * 1000)
-    with pytest.raises(ValueError, match=r"x_train_000005\.bin was made again and is another one"):
-        run(out, files_plan(tmp_path / "a.txt"), "--shard_tokens=300")
-    kept = {name: content for name, content in before.items() if name.endswith(".bin") and "000005" not in name}
-    assert contents(out).items() >= kept.items()
-    assert "meta.json" in contents(out)
-
-
 def test_a_source_that_ends_with_a_shard(tmp_path):
     texts = ["x" * 99] * 20
     plan = [("val", source := Texts(texts, "x"), 200), ("train", source, None)]
@@ -496,8 +461,9 @@ def test_complete_says_so_and_touches_nothing(parquet, tmp_path, capsys):
     assert capsys.readouterr().out == f"{tmp_path / 'out'} is complete: {len(stream(texts)):,} tokens\n"
 
 
-@pytest.mark.parametrize("damage", ["deleted", "cut", "longer", "two", "last"])
-@pytest.mark.parametrize("split", ["val", "train"])
+@pytest.mark.parametrize(
+    ("damage", "split"), [("deleted", "val"), ("cut", "train"), ("longer", "val"), ("two", "train"), ("last", "train")]
+)
 def test_damaged_shards_alone_are_made_again(parquet, small, tmp_path, damage, split):
     folder, _ = parquet
     out = tmp_path / "out"
@@ -537,7 +503,7 @@ def test_a_changed_source_is_refused_when_a_shard_is_made_again(parquet, small, 
     assert contents(out) == before
 
 
-@pytest.mark.parametrize("change", [-40, 40, -2000])
+@pytest.mark.parametrize("change", [40, -2000])
 def test_a_source_that_has_become_shorter_or_longer_is_refused(small, tmp_path, change):
     """The file keeps its size: what one key loses the other gains."""
 
@@ -554,15 +520,6 @@ def test_a_source_that_has_become_shorter_or_longer_is_refused(small, tmp_path, 
     with pytest.raises(ValueError, match=rf"{last.name} was made again and is another one"):
         run(out, files_plan(tmp_path / "a.jsonl"), "--shard_tokens=300")
     assert not last.exists()
-
-
-def test_growing_over_a_changed_source_is_refused(parquet, small, tmp_path):
-    """The number of files differs: another preparation."""
-    folder, texts = parquet
-    run(tmp_path / "out", files_plan(folder), "--shard_tokens=300", "--max_tokens=2000")
-    write_parquet(folder / "3.parquet", texts[:5])
-    with pytest.raises(ValueError, match=r"another preparation \(files 3 there, 4 now\)"):
-        run(tmp_path / "out", files_plan(folder), "--shard_tokens=300", "--max_tokens=3000")
 
 
 # Refusals
@@ -610,15 +567,6 @@ def test_overwrite_goes_on_with_the_same_preparation(parquet, tmp_path):
     assert stamps(tmp_path / "out").items() >= before.items()
 
 
-def test_the_size_of_a_trained_vocabulary_is_named(parquet, tmp_path):
-    folder, _ = parquet
-    run(tmp_path / "out", files_plan(folder), "--tokenizer=bpe", "--vocab_size=280")
-    with pytest.raises(ValueError, match=r"\(vocab_size 280 there, 281 now\)"):
-        run(tmp_path / "out", files_plan(folder), "--tokenizer=bpe", "--vocab_size=281")
-    with pytest.raises(ValueError, match=r"\(tokenizer_bytes 100000000 there, 5 now\)"):
-        run(tmp_path / "out", files_plan(folder), "--tokenizer=bpe", "--vocab_size=280", "--tokenizer_bytes=5")
-
-
 def test_shards_of_unknown_making_are_refused(parquet, tmp_path):
     folder, texts = parquet
     out = tmp_path / "out"
@@ -653,7 +601,7 @@ def test_two_at_once_are_refused(parquet, tmp_path):
         run(out, files_plan(folder))
     assert not list(out.iterdir())
     os.close(other)
-    with lock.only_one(out), pytest.raises(ValueError, match="is being prepared by another process"):
+    with shards.only_one(out), pytest.raises(ValueError, match="is being prepared by another process"):
         run(out, files_plan(folder))
     assert tokens_of(run(out, files_plan(folder))) == stream(texts)
     other = os.open(out, os.O_RDONLY)
@@ -681,12 +629,7 @@ def test_a_disk_that_is_too_small_is_known_before(tmp_path, monkeypatch):
         run(out, plan, "--shard_tokens=3000")
     assert len(tokens_of(open_corpus(str(out)))) == limit  # the refusal left the corpus as it was
     free = 2 * (size - limit)  # what is there needs no room again
-    run(out, plan, "--shard_tokens=3000")
-    free = 2 * size
-    assert len(tokens_of(run(tmp_path / "again", plan, "--shard_tokens=3000"))) == size + 10
-    free = 2 * size - 2
-    bpe = [*("--tokenizer=bpe", "--vocab_size=257"), "--shard_tokens=3000"]  # four bytes a token, as in most text
-    run(tmp_path / "bpe", plan, *bpe)
+    assert len(tokens_of(run(out, plan, "--shard_tokens=3000"))) == size + 10
 
 
 def test_a_full_disk_keeps_whole_shards_and_the_run_goes_on_after(parquet, small, tmp_path, monkeypatch):
@@ -740,13 +683,11 @@ def test_interrupted_by_hand_while_it_grows(tmp_path):
     assert len(tokens_of(open_corpus(str(out)))) == kept
 
 
-@pytest.mark.parametrize("later", [0, 0.06])
-@pytest.mark.parametrize("corpus", ["copy_task", "fineweb_edu", "openwebtext", "python_stdlib", "text", "wikitext"])
+@pytest.mark.parametrize(("corpus", "later"), [("copy_task", 0), ("fineweb_edu", 0), ("fineweb_edu", 0.06)])
 def test_interrupted_during_the_imports(tmp_path, corpus, later):
     """As soon as the thread is there that listens, and a little later."""
     arguments = [sys.executable, ROOT / "data" / corpus / "prepare.py", f"--out={tmp_path / 'out'}"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    arguments += ["--source=docs"] * (corpus == "text")
     process = subprocess.Popen(arguments, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while len(list(Path(f"/proc/{process.pid}/task").iterdir())) == 1:
         assert process.poll() is None
@@ -763,15 +704,6 @@ def test_interrupted_while_a_tokenizer_is_trained(tmp_path):
     assert "training a byte-pair tokenizer" in process.stdout.readline()
     time.sleep(0.3)
     assert stopped(process) == "prepare.py: interrupted\n"
-
-
-def test_there_is_no_ending_without_training_shards(tmp_path, small):
-    """What --max_tokens would end with then is no corpus."""
-    (tmp_path / "a.jsonl").write_text((json.dumps({"text": "x" * 500}) + "\n") * 12 + "{")
-    with pytest.raises(
-        ValueError, match=r"no JSON at byte 6156 .*; [1-9]\d* whole shards are kept: run .* again to go on$"
-    ):
-        run(tmp_path / "out", files_plan(tmp_path / "a.jsonl", 5000), "--shard_tokens=400")
 
 
 def damaged_parquet(folder):
@@ -836,43 +768,40 @@ def test_nothing_left_for_a_split(parquet, tmp_path):
     [
         *((f"--{name}=0", f"--{name}=0: give 1 or more") for name in ("workers", "shard_tokens", "val_tokens")),
         ("--max_tokens=-5", "--max_tokens=-5: give 1 or more"),
+        ("--max_tokens=1000", "--max_tokens=1000 leaves nothing for training after --val_tokens=1000"),
         ("--tokenizer_bytes=0", "--tokenizer_bytes=0: give 1 or more"),
         ("--vocab_size=256", "--vocab_size=256: give 257"),
-        ("--vocab_size=65537", "--vocab_size=65537: give 257"),
         (f"--shard_tokens={2**31}", f"--shard_tokens={2**31}: give"),  # the format counts in int32
-        (f"--shard_tokens={10**15}", f"--shard_tokens={10**15}: give"),
     ],
 )
 def test_options_out_of_range_write_nothing(parquet, tmp_path, option, message):
     folder, _ = parquet
     with pytest.raises(ValueError, match=message):
         run(tmp_path / "out", files_plan(folder), option)
-    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob("out/*"))
 
 
-def test_max_tokens_that_leave_nothing_for_training(parquet, tmp_path):
-    folder, _ = parquet
-    for limit in (999, 1000):
-        with pytest.raises(
-            ValueError, match=rf"--max_tokens={limit} leaves nothing for training after --val_tokens=1000"
-        ):
-            run(tmp_path / "out", files_plan(folder), f"--max_tokens={limit}")
-    assert not list((tmp_path / "out").iterdir())
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--source=nowhere/*.parquet"], "--source=nowhere/*.parquet: no files there"),
+        (["--column=body"], "0.parquet has no column body, it has text, id, score, token_count: give --column"),
+        (["--pretokenized=nowhere", "--workers=0"], "--workers=0: give 1 or more"),
+        (["--verify"], "has no meta.json with SHA-256 sums: prepare the corpus first"),
+    ],
+)
+def test_mistakes_end_in_one_line(parquet, tmp_path, arguments, message):
+    options = ["--tokenizer=bytes", f"--source={parquet[0]}", f"--out={tmp_path / 'out'}", *arguments]
+    assert message in one_line_error(call("data/fineweb_edu/prepare.py", *options))
+    assert not (tmp_path / "out" / "meta.json").exists()
 
 
-def test_a_script_answers_in_one_line_and_prints_no_bar(parquet, tmp_path):
+def test_a_script_prints_a_line_a_shard_and_no_bar(parquet, tmp_path):
     folder, texts = parquet
     options = [f"--source={folder}", "--tokenizer=bytes", f"--out={tmp_path / 'out'}", "--val_tokens=1000"]
-    assert "--workers=0: give 1 or more" in one_line_error(script(FINEWEB, *options, "--workers=0"))
-    assert "no files there" in one_line_error(script(FINEWEB, *options, "--source=nowhere"))
-    assert "has no column body, it has text, id" in one_line_error(script(FINEWEB, *options, "--column=body"))
-    assert not list((tmp_path / "out").glob("*.bin"))
     result = script(FINEWEB, *options, "--shard_tokens=2000")
     assert (result.returncode, result.stderr) == (0, b"")
     count = -(-(len(stream(texts)) - 1000) // 2000)
     assert sum(b"train_" in line for line in result.stdout.splitlines()) == count
-    assert "another preparation (shard_tokens 2000 there, 2001 now)" in one_line_error(
-        script(FINEWEB, *options, "--shard_tokens=2001")
-    )
-    result = script(FINEWEB, *options, "--verify")
-    assert (result.returncode, result.stderr) == (0, b"")
+    line = one_line_error(script(FINEWEB, *options, "--shard_tokens=2001"))
+    assert "another preparation (shard_tokens 2000 there, 2001 now)" in line

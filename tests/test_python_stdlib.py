@@ -47,13 +47,6 @@ def test_source_files_leave_out_what_is_no_source_of_its_own(tree):
     assert set(found) == set(expected)
 
 
-def test_source_files_do_not_depend_on_the_order_of_the_file_system(tree, monkeypatch):
-    expected = list(prepare.source_files(tree).items())
-    backwards = sorted(tree.rglob("*.py"), reverse=True)
-    monkeypatch.setattr(type(tree), "rglob", lambda self, pattern: iter(backwards))
-    assert list(prepare.source_files(tree).items()) == expected
-
-
 def sources(count, seed=0):
     """Files of very different sizes; every third is mostly two-byte characters."""
     sizes = np.random.default_rng(seed).integers(10, 3000, count)
@@ -73,14 +66,7 @@ def test_split_is_a_partition_in_hash_order():
     assert [*splits["val"], *splits["train"]] == by_hash
 
 
-def test_split_does_not_depend_on_the_order_of_the_files():
-    texts = sources(300)
-    forwards, backwards = (prepare.split_by_hash(dict(t)) for t in (texts.items(), reversed(texts.items())))
-    for split in ("train", "val"):
-        assert list(forwards[split].items()) == list(backwards[split].items())
-
-
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_validation_is_four_percent_of_the_bytes_and_at_most_one_file_more(seed):
     texts = sources(300, seed)
     validation = prepare.split_by_hash(texts)["val"]
@@ -122,31 +108,6 @@ def test_main_makes_shards_that_decode_to_the_sources(tree, tmp_path, monkeypatc
         assert rebuilt.decode(tokens) == "".join("<|endoftext|>" + text for text in splits[split].values())
         assert meta[split] == {"documents": documents, "bytes": size(splits[split]), "tokens": len(tokens)}
     assert len(list(out.iterdir())) == 5  # with meta.json, tokenizer.json and preparation.json
-
-
-def test_a_changed_library_is_another_preparation(tree, tmp_path, monkeypatch, capsys):
-    arguments = (tree, "--tokenizer=bytes", f"--out={tmp_path / 'out'}")
-    run_main(monkeypatch, *arguments)
-    run_main(monkeypatch, *arguments)
-    assert "is complete" in capsys.readouterr().out
-    (tree / "a.py").write_text("a = 2\n")
-    with pytest.raises(SystemExit):
-        run_main(monkeypatch, *arguments)
-    assert "another preparation (sha256 " in capsys.readouterr().err
-    run_main(monkeypatch, *arguments, "--overwrite")
-
-
-def test_main_trains_byte_pairs_on_the_training_split_alone(tree, tmp_path, monkeypatch):
-    trained_on = []
-
-    def train(texts, vocab_size):
-        trained_on.extend(texts)
-        assert vocab_size == 300
-        return tokenizer.byte_tokenizer()
-
-    monkeypatch.setattr(tokenizer, "train_byte_pairs", train)
-    run_main(monkeypatch, tree, "--vocab_size=300", f"--out={tmp_path / 'out'}")
-    assert trained_on == list(prepare.split_by_hash(prepare.source_files(tree))["train"].values())
 
 
 def test_main_without_sources_ends_in_one_line_and_writes_nothing(tmp_path, monkeypatch, capsys):

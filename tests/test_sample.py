@@ -1,17 +1,14 @@
 """sample.py as a user runs it; tests/test_generation.py has how texts are made."""
 
-import sys
-
 import pytest
 from conftest import one_line_error, script, small_run
-
-import sample
+from in_process import call
 
 
 @pytest.fixture(scope="module")
 def run(corpus, tmp_path_factory):
     out = tmp_path_factory.mktemp("runs") / "sampled"
-    assert script("train.py", *small_run(corpus, out, eval_full=False)).returncode == 0
+    assert call("train.py", *small_run(corpus, out, eval_full=False)).returncode == 0
     return out
 
 
@@ -21,18 +18,18 @@ def test_prompt_from_argument_file_and_standard_input(run, tmp_path):
     file.write_bytes(prompt.encode())
     keys = ["--max_new_tokens=20", "--seed=3", "--temperature=1.2"]
     outputs = [
-        script("sample.py", run, f"--prompt={prompt}", *keys).stdout,
-        script("sample.py", run / "checkpoints" / "step_00000006", f"--prompt=FILE:{file}", *keys).stdout,
+        call("sample.py", run, f"--prompt={prompt}", *keys).stdout,
+        call("sample.py", run / "checkpoints" / "step_00000006", f"--prompt=FILE:{file}", *keys).stdout,
         script("sample.py", run, "--prompt=-", *keys, stdin=prompt.encode()).stdout,
     ]
     assert outputs[0] == outputs[1] == outputs[2]
     assert outputs[0].startswith(prompt.encode())
     assert len(outputs[0]) > len(prompt.encode()) + 10
-    assert script("sample.py", run, f"--prompt={prompt}", *keys[:1], "--seed=4").stdout != outputs[0]
+    assert call("sample.py", run, f"--prompt={prompt}", *keys[:1], "--seed=4").stdout != outputs[0]
 
 
 def test_several_samples_differ(run):
-    output = script("sample.py", run, "--num_samples=3", "--max_new_tokens=30").stdout.decode(errors="replace")
+    output = call("sample.py", run, "--num_samples=3", "--max_new_tokens=30").stdout.decode(errors="replace")
     parts = output.split("-" * 80)
     assert len({part.strip() for part in parts}) == 3
 
@@ -53,65 +50,46 @@ def test_several_samples_differ(run):
         (["--serve", "--compile=True"], "--compile=True has no effect with --serve"),
     ],
 )
-def test_mistakes_end_in_one_line(run, arguments, message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["sample.py", str(run), *arguments])
-    monkeypatch.setattr("signal.signal", lambda *_: None)  # the script's own for broken pipes
-    with pytest.raises(SystemExit) as ended:
-        sample.main()
-    found = capsys.readouterr()
-    assert (ended.value.code, found.out) == (2, "")
-    [line] = found.err.splitlines()
-    assert message in line
+def test_mistakes_end_in_one_line(run, arguments, message):
+    result = call("sample.py", run, *arguments)
+    assert message in one_line_error(result)
+    assert not result.stdout
 
 
 def test_a_prompt_that_is_no_text_ends_in_one_line(run):
-    line = one_line_error(script("sample.py", run, "--prompt=-", stdin=b"\xff\xfe"))
-    assert "the prompt is not UTF-8" in line
+    assert "the prompt is not UTF-8" in one_line_error(call("sample.py", run, "--prompt=-", stdin=b"\xff\xfe"))
 
 
 def test_prompts_together_are_as_each_alone(run):
     keys = ["--max_new_tokens=25", "--temperature=1.2"]
     prompts = [f"--prompt={prompt}" for prompt in ("def f(", "", "class Reader:\n    ")]
     whole, *others = (
-        script("sample.py", run, *prompts, "--num_samples=2", "--seed=3", f"--batch_size={rows}", *keys).stdout
+        call("sample.py", run, *prompts, "--num_samples=2", "--seed=3", f"--batch_size={rows}", *keys).stdout
         for rows in (6, 4, 1)
     )
     assert others == [whole, whole]
     texts = whole.split(b"-" * 80 + b"\n")
     assert len(set(texts)) == 6
-    assert texts[1] == script("sample.py", run, prompts[0], "--seed=4", *keys).stdout
+    assert texts[1] == call("sample.py", run, prompts[0], "--seed=4", *keys).stdout
 
 
 def test_stop_strings_end_texts(run):
     keys = ["--prompt=def ", "--max_new_tokens=60", "--temperature=2", "--top_p=1"]
-    whole = script("sample.py", run, *keys).stdout.decode(errors="replace")[4:-1]
+    whole = call("sample.py", run, *keys).stdout.decode(errors="replace")[4:-1]
     stop = whole[30:33]
-    cut = script("sample.py", run, *keys, f"--stop={stop}", "--stop=zzzzzz").stdout.decode(errors="replace")[4:-1]
+    cut = call("sample.py", run, *keys, f"--stop={stop}", "--stop=zzzzzz").stdout.decode(errors="replace")[4:-1]
     assert cut == whole[: whole.index(stop)]
 
 
 def test_a_conversation(run):
     """Lines from a pipe: prompts, settings, mistakes, going on; the same texts as by arguments."""
-    lines = [
-        "def f(x):",
-        "def f(x):",
-        "/seed=7",
-        "/temperature=1.5",
-        "class A\\",
-        "",
-        "/top_k=0",
-        "/stop=",
-        "/stop",
-        "/sead=1",
-        "",
-        "/quit",
-        "x",
-    ]
+    lines = ["def f(x):", "def f(x):", "/seed=7", "/temperature=1.5", "class A\\", ""]
+    lines += ["/top_k=0", "/stop=", "/stop", "/sead=1", "", "/quit", "x"]
     keys = ["--max_new_tokens=12", "--temperature=0.7"]
-    result = script("sample.py", run, "--interactive", *keys, stdin="\n".join(lines).encode())
+    result = call("sample.py", run, "--interactive", *keys, stdin="\n".join(lines).encode())
     assert result.returncode == 0, result.stderr.decode()
-    first = b"".join(script("sample.py", run, "--prompt=def f(x):", *keys, f"--seed={seed}").stdout for seed in (0, 1))
-    second = script("sample.py", run, "--prompt=class A\n", keys[0], "--temperature=1.5", "--seed=7").stdout
+    first = b"".join(call("sample.py", run, "--prompt=def f(x):", *keys, f"--seed={seed}").stdout for seed in (0, 1))
+    second = call("sample.py", run, "--prompt=class A\n", keys[0], "--temperature=1.5", "--seed=7").stdout
     assert result.stdout.startswith(first + second)
     rest = result.stdout[len(first + second) :]
     assert rest.startswith(second[:-1])  # the text goes on after itself
@@ -126,4 +104,4 @@ def test_a_conversation(run):
 
 
 def test_missing_checkpoint_ends_in_one_line(tmp_path):
-    assert "holds no checkpoint" in one_line_error(script("sample.py", tmp_path))
+    assert "holds no checkpoint" in one_line_error(call("sample.py", tmp_path))

@@ -173,17 +173,6 @@ def test_texts_in_memory_and_copies_go_on_from_every_cursor():
     assert_resumes_everywhere(Copies(1300, 5, 16, 7, "train"))
 
 
-def test_the_done_share_is_that_of_bytes_before_a_batch(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "BATCH_CHARACTERS", 10)
-    for name in "abcd":
-        (tmp_path / name).write_text("0123456789")
-    assert [batch.done for batch in Files([str(tmp_path)]).read()] == [0, 0.25, 0.5, 0.75]
-    write_parquet(tmp_path / "e.parquet", ["0123456789"] * 10)
-    shares = [batch.done for batch in Files([str(tmp_path / "e.parquet")]).read()]
-    assert shares == pytest.approx([i / 10 for i in range(10)])
-    assert [batch.done for batch in Texts(["x"] * 512, "x").read()] == [0, 0.5]
-
-
 def test_batches_end_at_their_size(tmp_path, small):
     write_parquet(tmp_path / "a.parquet", ["x" * 30] * 50)
     assert {len(batch.texts) for batch in list(Files([str(tmp_path)]).read())[:-1]} == {4}
@@ -203,7 +192,7 @@ def test_hidden_and_binary_files_of_folders_are_left_out(tmp_path):
     tree(root)
     source = Files([str(root)])
     assert documents(source.read()) == ["a/code.py", "a/z.txt", "b.txt", "c"]
-    assert source.skipped == 2
+    assert {path.name for path in source.not_text} == {"picture.bin", "zeros.dat"}
     assert read(root, suffixes=(".txt", ".none")) == ["a/z.txt", "b.txt"]
     assert read(root / "a" / ".hidden.txt", root / "c") == ["a/.hidden.txt", "c"]  # by name
     assert read(root / "zeros.dat") == ["text\0text"]
@@ -288,7 +277,6 @@ def test_text_bytes_are_about_right(tmp_path):
     [
         ('{"text": "cut of', "holds no JSON at byte 18"),
         ("{'text': 'Python'}", "holds no JSON at byte 18"),
-        ("[" * 100_000, "holds no JSON at byte 18"),
         ('{"body": "x"}', "has no text under 'text' in the line at byte 18: give --column"),
         ('{"text": null}', "has no text under 'text'"),
         ('{"text": ["x"]}', "has no text under 'text'"),
@@ -308,10 +296,10 @@ def test_json_lines_that_are_not_utf8(tmp_path):
         read(tmp_path)
 
 
-def test_half_surrogates_come_through_and_are_told_apart(tmp_path):
-    rows = ['{"text": "\\ud800"}', '{"text": "\\ud801"}', '{"text": "\\ud800"}', '{"text": "\\ud83d\\udc67"}']
-    write_json_lines(tmp_path / "a.jsonl", rows)
-    assert read(tmp_path, unique=True) == ["\ud800", "\ud801", "👧"]
+def test_half_surrogates_become_question_marks(tmp_path):
+    """JSON can hold half of a pair, UTF-8 cannot."""
+    write_json_lines(tmp_path / "a.jsonl", ['{"text": "a\\ud800"}', '{"text": "\\ud83d\\udc67"}'])
+    assert read(tmp_path) == ["a?", "👧"]
 
 
 @pytest.mark.parametrize("cut", [0, 1, 4, 100, -1, -20])
@@ -343,7 +331,7 @@ def test_damaged_pages_are_named_and_the_rows_before_them_come(tmp_path, compres
     path.write_bytes(content)
     found = []
     with pytest.raises(ValueError, match=r"a\.parquet is damaged near row 768 .*: fetch it again"):
-        found.extend(text for *_, text, _ in Files([str(path)])._documents({"file": 0, "at": 0}))
+        found.extend(text for _, _, text, _ in Files([str(path)])._documents({"file": 0, "at": 0}))
     assert found == texts[:768]
     gc.collect()  # pyarrow's reader is done with the file
 

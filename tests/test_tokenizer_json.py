@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_tokenizer import ODD
 
-from data import gpt2, tokenizer, tokenizer_json
+from data import tokenizer, tokenizer_json
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -47,7 +47,7 @@ def test_odd_text(pair):
         check(pair, text)
     draw = random.Random(0)
     pieces = [*" \n\t\r\v\x1c\x85", "\u00a0", "\u2028", "\u200b", "ab", "'s", "'ll", "é", "12", "²", "_", "!", "\u0301"]
-    for _ in range(1000):
+    for _ in range(300):
         check(pair, "".join(draw.choices([*pieces, "尺", "\ufeff", "def", "<|", "<|endoftext|>"], k=20)))
 
 
@@ -59,11 +59,11 @@ def test_random_bytes(pair):
 
 def test_a_character_of_every_block(pair):
     """Between letters, digits, spaces and line breaks: both regular expression engines must class it alike."""
-    for code in (*range(0, 0xD800, 7), *range(0xE000, 0x110000, 97)):
+    for code in (*range(0, 0xD800, 31), *range(0xE000, 0x110000, 397)):
         check(pair, f"a {chr(code)}{chr(code)}b  1{chr(code)}_{chr(code)} \n{chr(code)}\n")
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(st.text())
 def test_any_text(pair, text):
     check(pair, text)
@@ -81,7 +81,7 @@ def test_the_encoding_comes_back(pair, tmp_path):
 
 
 def test_gpt2_is_known_by_its_tokens():
-    tokens = gpt2.tokens()
+    tokens = tokenizer.gpt2_tokens()
     assert tokenizer_json.name_of(tokens) == "gpt2"
     assert tokenizer_json.name_of([*tokens, b"more"]) == "bpe50258"
     tokens[262:264] = tokens[263], tokens[262]
@@ -90,7 +90,7 @@ def test_gpt2_is_known_by_its_tokens():
 
 def test_the_merges_of_gpt2_are_openais():
     """Which part of a token meets which follows from the ranks: line by line the vocab.bpe that the ranks are of."""
-    lines = gpt2.packaged().splitlines()[1:]
+    lines = tokenizer.packaged_merges().splitlines()[1:]
     assert [" ".join(merge) for merge in written(tokenizer.gpt2_tokenizer())["model"]["merges"]] == lines
 
 

@@ -52,7 +52,7 @@ class Copies:
         for first in range(cursor["sequence"] if cursor else 0, self.count, ROWS):
             draw = np.random.default_rng([self.seed, self.split == "val", first])
             halves = draw.choice(alphabet, (min(ROWS, self.count - first), self.half))
-            yield Batch({"sequence": first}, ["".join(half) * 2 for half in halves], done=first / self.count)
+            yield Batch({"sequence": first}, ["".join(half) * 2 for half in halves])
 
 
 def main():

@@ -20,9 +20,7 @@ if __name__ == "__main__":  # before the imports that take long
     interruption.end_in_one_line()
 
 import configurator
-from data import preparation, verification
-from data.hub import Hub, refuse_options
-from data.patience import MINUTES
+from data import hub, preparation, verification
 from data.sources import Files
 
 SAMPLES = {"sample-100BT": 100e9, "sample-10BT": 10e9, "sample-350BT": 350e9}
@@ -32,9 +30,7 @@ def main():
     parser = preparation.arguments(__doc__, Path(__file__).parent)
     add = parser.add_argument
     add("--sample", choices=SAMPLES, default="sample-100BT", help="which sample of the data set (default: 100BT)")
-    add("--repository", default="HuggingFaceFW/fineweb-edu", help="the data set on the hub, or a local clone of it")
-    add("--revision", help="its commit, tag or branch (default: the newest, noted in meta.json)")
-    add("--retry_minutes", type=float, help=f"how long to ask a hub again that does not answer (default: {MINUTES:g})")
+    hub.add_options(parser, "HuggingFaceFW/fineweb-edu")
     add("--source", nargs="+", help="parquet or jsonl files instead: paths, patterns or folders")
     add("--column", default="text", help="the column or key that holds the text")
     add("--pretokenized", help="folder or hub repository of GPT-2 shards in llm.c's format")
@@ -44,12 +40,12 @@ def main():
         if args.pretokenized and not args.verify:
             return verification.adopt(args)
         if args.source:
-            refuse_options(args, "--source")
+            hub.refuse_options(args, "--source")
             source = Files(args.source, args.column)
         else:
             keys = {"revision": args.revision, "retry_minutes": args.retry_minutes}
             tokens = int(SAMPLES[args.sample])
-            source = Hub(args.repository, args.sample, column=args.column, tokens=tokens, **keys)
+            source = hub.Hub(args.repository, args.sample, column=args.column, tokens=tokens, **keys)
         preparation.prepare(args, "fineweb_edu", [("val", source, args.val_tokens), ("train", source, None)])
 
 

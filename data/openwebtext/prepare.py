@@ -17,27 +17,23 @@ if __name__ == "__main__":  # before the imports that take long
     interruption.end_in_one_line()
 
 import configurator
-from data import preparation
-from data.hub import Hub, refuse_options
-from data.patience import MINUTES
+from data import hub, preparation
 from data.sources import Files
 
 
 def main():
     parser = preparation.arguments(__doc__, Path(__file__).parent, val_tokens=5_000_000)
     add = parser.add_argument
-    add("--repository", default="Skylion007/openwebtext", help="the data set on the hub, or a local clone of it")
-    add("--revision", help="its commit, tag or branch (default: the newest, noted in meta.json)")
-    add("--retry_minutes", type=float, help=f"how long to ask a hub again that does not answer (default: {MINUTES:g})")
+    hub.add_options(parser, "Skylion007/openwebtext")
     add("--source", nargs="+", help="parquet or jsonl files instead: paths, patterns or folders")
     args = parser.parse_args()
     with configurator.one_line_errors():
         if args.source:
-            refuse_options(args, "--source")
+            hub.refuse_options(args, "--source")
             source = Files(args.source)
         else:
             keys = {"revision": args.revision, "retry_minutes": args.retry_minutes}
-            source = Hub(args.repository, None, tokens=9_040_000_000, **keys)
+            source = hub.Hub(args.repository, None, tokens=9_040_000_000, **keys)
         preparation.prepare(args, "openwebtext", [("val", source, args.val_tokens), ("train", source, None)])
 
 

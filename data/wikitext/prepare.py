@@ -19,9 +19,7 @@ if __name__ == "__main__":  # before the imports that take long
     interruption.end_in_one_line()
 
 import configurator
-from data import preparation
-from data.hub import Hub
-from data.patience import MINUTES
+from data import hub, preparation
 
 # One equals sign on either side: sections of an article have two or more.
 TITLE = re.compile(r" = (?!= )[^\n]*(?<! =) = \n")
@@ -32,17 +30,15 @@ def main():
     add = parser.add_argument
     add("--version", choices=("2", "103"), default="103", help="which WikiText (default: 103)")
     add("--val_split", choices=("validation", "test"), default="validation", help="what the validation shards hold")
-    add("--repository", default="Salesforce/wikitext", help="the data set on the hub, or a local clone of it")
-    add("--revision", help="its commit, tag or branch (default: the newest, noted in meta.json)")
-    add("--retry_minutes", type=float, default=MINUTES, help="how long to ask a hub again that does not answer")
+    hub.add_options(parser, "Salesforce/wikitext")
     args = parser.parse_args()
     with configurator.one_line_errors():
         name = f"wikitext-{args.version}-raw-v1"
         tokens = {"2": 2_500_000, "103": 119_000_000}[args.version]
         keys = {"revision": args.revision, "retry_minutes": args.retry_minutes}
         keys |= {"starts": lambda line: bool(TITLE.fullmatch(line)), "otherwise": "give a clone by --repository=FOLDER"}
-        train = Hub(args.repository, name, "train", tokens=tokens, **keys)
-        val = Hub(args.repository, name, args.val_split, tokens=300_000, **keys)
+        train = hub.Hub(args.repository, name, "train", tokens=tokens, **keys)
+        val = hub.Hub(args.repository, name, args.val_split, tokens=300_000, **keys)
         preparation.prepare(args, "wikitext", [("val", val, args.val_tokens), ("train", train, None)])
 
 

@@ -1,11 +1,12 @@
-"""Results as tables: for the screen and Markdown, for LaTeX (booktabs), and as CSV."""
+"""Results beside the paper's: for the screen and Markdown, for LaTeX (booktabs), and as CSV."""
 
 import csv
 import io
 import math
 from dataclasses import dataclass, field
 
-from evaluation.tasks import PAPER_METRICS
+import tables
+from harness.tasks import PAPER_METRICS
 
 NOTE = "± is lm-eval's standard error over a task's items."
 AVERAGE_NOTE = "The average's takes the tasks as independent."
@@ -36,9 +37,9 @@ class Table:
     rows: list[Row]
     digits: int = 2
 
-    def lines(self) -> list[list[str]]:
+    def lines(self) -> list[list[str | None]]:
         """Heading and rows as text, below each model the paper's row and the difference where there is one."""
-        result = [["", *self.columns.values()]]
+        result = [["model", *self.columns.values()]]
         for row in self.rows:
             result.append([row.label, *(self.cell(row.values.get(c)) for c in self.columns)])
             if any(c in row.paper for c in self.columns):
@@ -47,9 +48,9 @@ class Table:
                 result.append(["difference", *(self.cell(row.difference(c), "+") for c in self.columns)])
         return result
 
-    def cell(self, value: tuple[float, float | None] | None, sign: str = "") -> str:
+    def cell(self, value: tuple[float, float | None] | None, sign: str = "") -> str | None:
         if value is None:
-            return "-"
+            return None
         number = f"{value[0]:{sign}.{self.digits}f}"
         return number if value[1] is None else f"{number} ± {value[1]:.{self.digits}f}"
 
@@ -82,9 +83,9 @@ def of_validation(models: list[tuple[str, dict, dict]]) -> Table:
     return Table("validation", columns, rows, 4)
 
 
-def note(tables: list[Table]) -> str:
+def note(results: list[Table]) -> str:
     """What the numbers mean, as far as the tables have such."""
-    rows = [row for table in tables for row in table.rows]
+    rows = [row for table in results for row in table.rows]
     said = {
         NOTE: any(error is not None for row in rows for _, error in row.values.values()),
         AVERAGE_NOTE: any("average" in row.values for row in rows),
@@ -93,20 +94,27 @@ def note(tables: list[Table]) -> str:
     return " ".join(text for text, fits in said.items() if fits)
 
 
-def markdown(tables: list[Table]) -> str:
+def markdown(results: list[Table]) -> str:
     parts = []
-    for table in tables:
+    for table in results:
         head, *body = table.lines()
-        parts += [f"### {table.title}", ""]
-        parts += [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *body)]
-        parts.append("")
-    return "\n".join([*parts, note(tables), ""])
+        parts += [f"### {table.title}", "", tables.markdown(head, body), ""]
+    return "\n".join([*parts, note(results), ""])
 
 
-def latex(tables: list[Table]) -> str:
-    parts = ["% needs \\usepackage{booktabs}", f"% {note(tables).replace('±', '+-')}"]
-    for table in tables:
-        head, *body = [[escaped(cell) for cell in cells] for cells in table.lines()]
+def screen(results: list[Table]) -> str:
+    """The tables transposed, a line a task, which fits a terminal's width with several models."""
+    parts = []
+    for table in results:
+        head, *body = zip(*table.lines())
+        parts += ["", table.title, tables.markdown(head, body)]
+    return "\n".join([*parts, "", note(results)])
+
+
+def latex(results: list[Table]) -> str:
+    parts = ["% needs \\usepackage{booktabs}", f"% {note(results).replace('±', '+-')}"]
+    for table in results:
+        head, *body = [[escaped(cell or "-") for cell in cells] for cells in table.lines()]
         parts += ["", f"% {table.title}", f"\\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}", "\\toprule"]
         parts += [f"{' & '.join(head)} \\\\", "\\midrule"]
         for number, cells in enumerate(body):
@@ -123,12 +131,12 @@ def escaped(text: str) -> str:
     return text.replace("±", "$\\pm$")
 
 
-def comma_separated(tables: list[Table]) -> str:
+def comma_separated(results: list[Table]) -> str:
     """One line a number: model, table, column, value, standard_error, published, difference."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["model", "table", "column", "value", "standard_error", "published", "difference"])
-    for table in tables:
+    for table in results:
         for row in table.rows:
             for column in [c for c in table.columns if c in row.values]:
                 value, error = row.values[column]
@@ -136,15 +144,3 @@ def comma_separated(tables: list[Table]) -> str:
                 cells = [value, error, paper, difference and difference[0]]
                 writer.writerow([row.label, table.title, column, *("" if cell is None else cell for cell in cells)])
     return text.getvalue()
-
-
-def screen(tables: list[Table]) -> str:
-    """The tables transposed, a line a task, which fits a terminal's width with several models."""
-    parts = []
-    for table in tables:
-        columns = [list(cells) for cells in zip(*table.lines())]
-        widths = [max(len(line[i]) for line in columns) for i in range(len(columns[0]))]
-        parts += ["", table.title]
-        for line in columns:
-            parts.append("  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:]))]))
-    return "\n".join([*parts, "", note(tables)])

@@ -9,13 +9,13 @@ from itertools import takewhile
 
 # A request joins a group where this saves so much of reading it alone; a second pass has its price.
 WORTH_SHARING = 0.25
-# Places of a batch, padding included, so that many long rows do not outgrow the memory.
+# Token positions of a batch, padding included, so that many long rows do not outgrow the memory.
 TOKENS_AT_ONCE = 2**16
 
 
 @dataclass(frozen=True)
 class Request:
-    """tokens, the last `scored` of which count; number: its place among the requests."""
+    """tokens, the last `scored` of which count; number: its index among the requests."""
 
     number: int
     tokens: list[int]

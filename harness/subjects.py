@@ -49,9 +49,9 @@ def find_all(paths: list[str]) -> list[Subject]:
     """Each path's subject; labels that would be the same have the folder before as well. ValueError: as `find`."""
     found = [find(path) for path in paths]
     labels = [subject.label for subject in found]
-    for place, (path, subject) in enumerate(zip(paths, found)):
+    for index, (path, subject) in enumerate(zip(paths, found)):
         if labels.count(subject.label) > 1:
-            found[place] = replace(subject, label=f"{run_of(Path(path).resolve()).parent.name}/{subject.label}")
+            found[index] = replace(subject, label=f"{run_of(Path(path).resolve()).parent.name}/{subject.label}")
     return found
 
 

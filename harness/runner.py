@@ -10,9 +10,9 @@ import torch
 from data import tokenizer
 from data.loader import ValidationBatches
 from data.shards import open_corpus
-from evaluation import tasks
-from evaluation.store import Store, write_samples
-from evaluation.tasks import Loaded
+from harness import tasks
+from harness.store import Store, write_samples
+from harness.tasks import Loaded
 from training import metrics
 from training.provenance import provenance
 from training.validation import evaluate
@@ -76,7 +76,7 @@ class Evaluation:
 
     def tasks(self, subject, model, encoding, loaded: list[Loaded]) -> list[dict]:
         """The entries of all tasks with every number of shots."""
-        from evaluation.language_model import LanguageModel  # needs lm-eval
+        from harness.language_model import LanguageModel  # needs lm-eval
 
         language_model = LanguageModel(
             model, encoding, self.world, self.batch_size, self.autocast, self.args.add_bos_token

@@ -1,7 +1,7 @@
 """A model as lm-evaluation-harness wants it: log-likelihoods and text, with the tokens of its own `hf` model.
 
 Tokens, truncation and windows are those of `lm_eval.models.huggingface.HFLM` with a GPT-2-like tokenizer, so that the
-numbers are the same. What differs is how they are read: see `evaluation/batches.py`. With several processes, each reads
+numbers are the same. What differs is how they are read: see `harness/batches.py`. With several processes, each reads
 its share of the batches, which are the same whatever their number. lm-eval itself is told of one process: it would
 deal out documents, and draw other few-shot examples for another number of processes.
 """
@@ -17,7 +17,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
 
-from evaluation.batches import Group, Request, batched, grouped, truncated
+from harness.batches import Group, Request, batched, grouped, truncated
 from model.decoding import Decoder, padded
 from model.generation import Sampling, generate_text
 from training.distributed import World
@@ -108,27 +108,27 @@ class LanguageModel(TemplateLM):
 
         pairs: (row, first, request); column 0 of the row has read the request's token number `first`.
         """
-        T, places, targets, numbers = hidden.shape[1], [], [], []
+        T, positions, targets, numbers = hidden.shape[1], [], [], []
         for row, first, request in pairs:
             begin = max(request.read - request.scored, first)
             end = min(request.read, first + T)
-            places.append(np.arange(begin, end) + (row * T - first))
+            positions.append(np.arange(begin, end) + (row * T - first))
             targets += request.tokens[begin + 1 : end + 1]
             numbers.append(np.full(max(end - begin, 0), request.number))
         if not targets:
             return
         # Choices that begin alike, or that are one token each, are read from the same logits.
-        places, at = np.unique(np.concatenate(places), return_inverse=True)
+        positions, at = np.unique(np.concatenate(positions), return_inverse=True)
         order = np.argsort(at, kind="stable")
         at, targets, numbers = at[order], np.array(targets)[order], np.concatenate(numbers)[order]
-        places = torch.from_numpy(places).to(self.world.device)
+        positions = torch.from_numpy(positions).to(self.world.device)
         chunk = max(LOGITS_AT_ONCE // self.model.config.vocab_size, 1)
-        for start in range(0, len(places), chunk):
+        for start in range(0, len(positions), chunk):
             part = slice(*np.searchsorted(at, (start, start + chunk)))
             row, target, number = (
                 torch.from_numpy(a[part]).to(self.world.device) for a in (at - start, targets, numbers)
             )
-            logits = self.model.logits(hidden.flatten(0, 1)[places[start : start + chunk]])
+            logits = self.model.logits(hidden.flatten(0, 1)[positions[start : start + chunk]])
             nats = logits[row, target] - logits.logsumexp(-1)[row]
             missed = logits.argmax(-1)[row] != target
             sums.index_add_(1, number, torch.stack((nats, missed)).to(sums.dtype))
