@@ -8,6 +8,7 @@ import subprocess
 import sys
 import types
 
+import broken_streams
 import pytest
 import torch
 from conftest import ROOT, SMALL, one_line_error, run_here, small_run
@@ -148,23 +149,9 @@ def test_the_dry_run_shows_the_estimate(corpus, tmp_path):
     assert "420 MiB for the process" in found
 
 
-LOOKS = """
-import torch
-import model.gpt as gpt
-
-class Block(gpt.Block):
-    def write_state(self, site, state, h, c, aux):
-        return state + h if float(h.detach().abs().max()) < 1e9 else state
-
-class Model(gpt.GPT):
-    Block = Block
-"""
-
-
 def test_a_model_that_looks_at_its_values_is_trained_without_an_estimate(corpus, tmp_path, monkeypatch):
-    stem = types.ModuleType("model.looking-gpt")
-    exec(LOOKS, stem.__dict__)
-    monkeypatch.setitem(sys.modules, "model.looking-gpt", stem)
+    looking = types.SimpleNamespace(Model=broken_streams.additive(write=broken_streams.Branching))
+    monkeypatch.setitem(sys.modules, "model.looking-gpt", looking)
     monkeypatch.setattr("model.STEMS", [*STEMS, "looking-gpt"])
     monkeypatch.setattr(memory, "memory_of", lambda device: 2**28)  # so that it would be simulated
     arguments = small_run(corpus, tmp_path / "run", model="looking-gpt", hidden_size=300, max_steps=1)

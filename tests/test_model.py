@@ -8,8 +8,10 @@ import naive
 import pytest
 import torch
 from contract import randomise
+from torch.utils.flop_counter import FlopCounterMode
 
-from model import build
+from model import build, cost, model_class
+from model.residual import DeltaRewrite, fold_column_conv, read_columns
 
 # The published facts: parameters of the small size.
 PARAMETER_COUNTS = {
@@ -162,3 +164,198 @@ def initialised():
     torch.manual_seed(0)
     size = {"hidden_size": 256, "num_attention_heads": 2, "head_dim": 128, "num_hidden_layers": 4, "vocab_size": 512}
     return build("DDL-gpt-mha-rope", ddl_beta_init=0.5, **size)
+
+
+@pytest.mark.parametrize(
+    ("name", "std"),
+    [
+        ("transformer.wte.weight", 0.02),
+        ("transformer.h.0.attn.c_q.weight", 0.5 / 16),
+        ("transformer.h.3.mlp.c_fc2.weight", 0.5 / 16),
+        ("transformer.h.1.attn.c_proj.weight", 0.5 / 16 / 2),
+        ("transformer.h.1.mlp.c_proj.weight", 0.5 / 16 / 2),
+        ("transformer.h.2.compress.shortconv.weight", 0.5 / 16),
+        ("readout.shortconv.weight", 0.5 / 16),
+    ],
+)
+def test_matrices_start_normal(initialised, name, std):
+    weight = initialised.state_dict()[name]
+    assert weight.std().item() == pytest.approx(std, rel=0.05)
+    assert abs(weight.mean().item()) < 0.1 * std
+
+
+def test_vectors_start_as_specified(initialised):
+    state = initialised.state_dict()
+    for site in ("ddl_attn", "ddl_mlp"):
+        beta = 2 * torch.sigmoid(state[f"transformer.h.0.{site}.beta.bias"])
+        assert beta.item() == pytest.approx(0.5, rel=1e-6)
+        bias = state[f"transformer.h.0.{site}.v_proj.bias"]
+        assert bias.abs().max() <= 1 / 16
+        assert bias.unique().numel() == 4
+    assert state["transformer.h.0.compress.read"].tolist() == [0.25] * 4
+    ones = [
+        value for name, value in state.items() if name.rsplit(".", 2)[-2] in ("ln_1", "ln_2", "ln_f", "q_rms", "k_rms")
+    ]
+    assert len(ones) == 4 * 4 + 1
+    assert all((value == 1).all() for value in ones)
+
+
+@pytest.mark.parametrize(("beta", "probability"), [(0.0, 1e-6), (2.0, 1 - 1e-6), (1.5, 0.75)])
+@pytest.mark.parametrize("single", [True, False])
+def test_gate_starts_at_beta_init_clamped(beta, probability, single):
+    model = build("DDL-vdim1-gpt-mha-rope", ddl_beta_init=beta, ddl_beta_single_linear=single, **TINY)
+    rewrite = model.transformer.h[1].ddl_mlp
+    bias = (rewrite.beta if single else rewrite.beta_out).bias.double()
+    assert torch.sigmoid(bias).item() == pytest.approx(probability, rel=1e-6)
+
+
+def test_identity_convolution_reads_the_channel_mean():
+    model = build("DDL-gpt-mha-rope", ddl_state_conv_init="identity", **TINY)
+    state = torch.randn(2, 5, 4, 10)
+    torch.testing.assert_close(model.readout(state), state.mean(2))
+    other = build("DDL-gpt-mha-rope", ddl_state_conv_init="identity", ddl_state_read_init=0.5, **TINY)
+    torch.testing.assert_close(other.readout(state), state.sum(2) / 2)
+
+
+@pytest.mark.parametrize("stem", PAPER)
+def test_state_and_gate_dtypes_under_autocast(stem):
+    """The state is kept in bfloat16; gate and write value are computed in float32."""
+    model = build(stem, **TINY)
+    seen = {"state": set(), "fp32": set()}
+    for block in model.transformer.h:
+        block.register_forward_hook(lambda _, __, output: seen["state"].add(output[0].dtype))
+        for rewrite in (m for m in block.modules() if isinstance(m, DeltaRewrite)):
+            gate, value = rewrite.gate, rewrite.write_value
+            rewrite.gate = lambda c, f=gate: seen["fp32"].add(f(c).dtype) or f(c)
+            rewrite.write_value = lambda *args, f=value: seen["fp32"].add(f(*args).dtype) or f(*args)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, loss = model(*torch.randint(0, 29, (2, 2, 8)))
+    assert seen["state"] == {torch.bfloat16}
+    assert seen["fp32"] == (set() if stem == "gpt-mha-rope" else {torch.float32})
+    assert loss.dtype == torch.float32
+
+
+def test_half_precision_reads_accumulate_in_fp32():
+    state, weights = torch.randn(1, 3, 4, 64).bfloat16(), torch.rand(2, 4, 64)
+    exact = torch.einsum("btjd,sjd->btsd", state.double(), weights.double())
+    expected = exact[:, :, 0].clone()
+    expected[:, 1:] += exact[:, :-1, 1]
+    read = read_columns(state, weights)
+    assert read.dtype == torch.float32
+    torch.testing.assert_close(read.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_identity_column_convolution_reads_the_channel_mean():
+    model = build("DDL-gpt-mha-rope-CC", ddl_state_conv_init="identity", ddl_value_channels=3, **TINY)
+    state = torch.randn(2, 5, 3, 10)
+    torch.testing.assert_close(model.transformer.h[1].compress(state), state.mean(2))
+
+
+@pytest.mark.parametrize("v", [1, 2, 3, 4, 8])
+def test_folding_is_the_convolution_then_the_read_vector(v):
+    """Against conv1d over columns with (v-1)//2 zeros on the left, then the read vector: the released computation."""
+    weight, read = torch.randn(6, v, dtype=torch.float64), torch.randn(v, dtype=torch.float64)
+    state = torch.randn(5, 6, v, dtype=torch.float64)  # (tokens, d, v)
+    padded = torch.nn.functional.pad(state, ((v - 1) // 2, v - 1 - (v - 1) // 2))
+    convolved = torch.nn.functional.conv1d(padded, weight[:, None], groups=6)  # (tokens, d, v)
+    torch.testing.assert_close((state * fold_column_conv(weight, read)).sum(-1), convolved @ read)
+
+
+@pytest.mark.parametrize("stem", ["DDL-gpt-mha-rope", "DDL-gpt-mha-rope-CC"])
+def test_embedding_convolution_starts_as_repetition(stem):
+    torch.manual_seed(3)
+    plain = build(stem, **TINY)
+    expanded = build(f"{stem}-EC", **TINY)
+    expanded.load_state_dict(plain.state_dict(), strict=False)
+    ids = torch.randint(0, 29, (2, 9))
+    torch.testing.assert_close(expanded(ids)[0], plain(ids)[0], rtol=0, atol=1e-6)
+    with torch.no_grad():
+        expanded.input_embed.conv.weight[3, 0, 1] = 0.5
+    assert (expanded(ids)[0] - plain(ids)[0]).abs().max() > 1e-5
+
+
+def test_normal_column_convolution_is_a_folded_pair():
+    """Its columns differ in variance: column u collects one tap for every j that reaches it."""
+    model = build("DDL-gpt-mha-rope-CC", **{**TINY, "hidden_size": 4096, "num_hidden_layers": 1})
+    std = 0.5 / 64 / 4
+    taps = [sum(0 <= u - j + 1 < 4 for j in range(4)) for u in range(4)]
+    assert model.readout.weight.std(0).tolist() == pytest.approx([std * math.sqrt(n) for n in taps], rel=0.06)
+
+
+def test_build_names_the_mistake():
+    with pytest.raises(ValueError, match=r"did you mean DDL-gpt-mha-rope"):
+        build("DDL-gpt-mha-rop")
+    with pytest.raises(ValueError, match=r"unknown key hiden_size, did you mean hidden_size"):
+        build("gpt-mha-rope", hiden_size=8)
+    with pytest.raises(ValueError, match=r"ddl_beta_init=2.5: give a number from 0 to 2"):
+        build("DDL-gpt-mha-rope", ddl_beta_init=2.5)
+    with pytest.raises(ValueError, match=r"hidden_size=0: give 1 or more"):
+        build("gpt-mha-rope", hidden_size=0)
+    with pytest.raises(ValueError, match=r"ddl_update='add'"):
+        build("DDL-gpt-mha-rope", ddl_update="add")
+    for keys, message in (
+        ({"ddl_k_branch": "attention"}, "add ddl_map=v"),
+        ({"ddl_k_branch": "attention", "ddl_map": "v", "ddl_value_channels": 1}, "ddl_value_channels is 1; use mlp"),
+        ({"ddl_v_input": "context", "ddl_map": "v"}, "has no effect with ddl_map=v"),
+        ({"ddl_map": "v", "ddl_v_constant": True}, "leaves the sublayers' outputs unused"),
+        ({"ddl_v_input": "context", "ddl_v_constant": True}, "has no effect with ddl_v_constant"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build("DDL-gpt-mha-rope", **keys)
+    with pytest.raises(ValueError, match="covers its ddl_value_channels=4 columns; leave the key out"):
+        build("DDL-gpt-mha-rope-CC", ddl_state_shortconv_kernel_size=3, **TINY)
+    with pytest.raises(ValueError, match=r"ddl_value_channels=4: this model has one column"):
+        build("DDL-vdim1-gpt-mha-rope", ddl_value_channels=4)
+
+
+def test_defaults_are_the_specification():
+    config = model_class("DDL-gpt-mha-rope").Config()
+    expected = {"block_size": 1024, "vocab_size": 50304, "rope_ratio": 1.0, "use_qk_rmsnorm": True, "mup": False}
+    expected |= {"ddl_value_channels": 4, "ddl_beta_init": 1.0, "ddl_beta_single_linear": True, "ddl_k_eps": 1e-5}
+    expected |= {"ddl_beta_hidden_size": 128, "ddl_v_sigmoid": True, "ddl_v_constant": False, "rope_base": 10000.0}
+    expected |= {"hidden_init_std_factor": 0.5, "embedding_init_std": 0.02, "ddl_v_sigmoid_scale": 4.0}
+    expected |= {"ddl_v_constant_value": 2.0, "ddl_v_input": "residual", "ddl_update": "delta"}
+    expected |= {"ddl_state_conv_init": "normal", "ddl_state_read_init": None, "hidden_size_base": 1024}
+    assert {name: getattr(config, name) for name in expected} == expected
+    assert (config.ddl_state_shortconv_kernel_size, config.read_start) == (None, 0.25)
+    assert (config.ddl_map, config.ddl_k_branch, config.ddl_k_hidden_size) == ("k", "mlp", 128)
+    assert model_class("DDL-gpt-mha-rope-EC").Config().input_embed_shortconv_kernel_size == 4
+    with torch.device("meta"):
+        assert build("DDL-gpt-mha-rope", **TINY).readout.shortconv.weight.shape == (40, 4)
+
+
+@pytest.mark.parametrize("stem", PAPER)
+def test_flops_are_those_that_torch_counts(stem):
+    """The counter sees matrix products alone: attention on the CPU and the residual's elementwise work are added."""
+    model = build(stem, **TINY)
+    ids = torch.randint(0, 29, (2, 16))
+    with FlopCounterMode(display=False) as counter:
+        model(ids)
+    counted = counter.get_total_flops() / ids.numel()
+    d, v, layers, k = 10, 1 if "vdim1" in stem else 4, 2, 4
+    attention = layers * 4 * 16 * 2 * 6
+    if counter.get_flop_counts()["Global"].keys() & cost.ATTENTION.keys():
+        attention = 0
+    residual = layers * 2 * d if stem == "gpt-mha-rope" else layers * 2 * 4 * d * v
+    if "CC" in stem:
+        residual += (2 * layers + 1) * 2 * d * v
+    elif stem.startswith("DDL-gpt"):
+        residual += (2 * layers + 1) * 2 * d * v * k
+    if stem.endswith("EC"):
+        residual += 2 * d * v * 4
+    assert model.flops_per_token() == 3 * (counted + attention + residual)
+
+
+@pytest.mark.parametrize(
+    ("keys", "change"),
+    [
+        ({"ddl_update": "write_only"}, -2 * 40),
+        ({"ddl_v_constant": True}, -2 * 40),
+        ({"ddl_beta_single_linear": False, "ddl_beta_hidden_size": 3}, 2 * (30 + 3) - 20),
+        ({"ddl_map": "v", "ddl_k_hidden_size": 3}, 4 * 30),
+    ],
+)
+def test_flops_of_parameterisations(keys, change):
+    """By hand, relative to the default, per site (of four): d = 10, v = 4."""
+    plain, other = (build("DDL-gpt-mha-rope", **TINY, **k).flops_per_token() for k in ({}, keys))
+    assert other - plain == 3 * 4 * change

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from model import build, kernels
+from model import build, cost, kernels, model_class
 from training.distributed import KEPT_BLOCK, rank, world_size
 from training.metrics import duration, nominal_flops_per_token, peak_flops, size
 
@@ -92,12 +92,13 @@ def parameters_of(stem: str, model_config) -> int:
 
 def least_memory(config, model_config) -> int:
     """Bytes that one process cannot do without: weights, gradients, AdamW's moments, one micro-batch's states."""
-    c = model_config
-    states = config.rows * c.block_size * c.hidden_size * getattr(c, "ddl_value_channels", 1) * c.num_hidden_layers * 2
     try:
         parameters = parameters_of(config.model, model_config)
+        shallow = dataclasses.replace(model_config, num_hidden_layers=min(2, model_config.num_hidden_layers))
+        state = cost.state_size(model_class(config.model), shallow)
     except RuntimeError:  # a size that overflows
         return 2**63
+    states = config.rows * model_config.block_size * state * model_config.num_hidden_layers * 2
     per_weight = 12 if config.optimizer == "muon" else 16  # Muon has one moment
     return per_weight * parameters // (world_size() if config.engine == "fsdp" else 1) + states
 
