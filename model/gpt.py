@@ -86,7 +86,7 @@ class GPT(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.config = config
+        self.config, self.variant = config, type(self)  # FSDP will make another class of it
         self.transformer = nn.Module()
         self.transformer.wte = nn.Embedding(config.vocab_size, config.hidden_size)
         self.transformer.wte.rules = {"weight": Rule(normal(config.embedding_init_std), decay=True, rounded=True)}
@@ -151,11 +151,11 @@ class GPT(nn.Module):
         A multiply-add counts two. Counted: matrix products, attention over the whole context, as is usual, and the
         reads and writes of the residual stream; not norms, activations and the optimizer. Backward is twice forward.
         """
-        return 3 * cost.forward_flops(type(self), self.config) // self.config.block_size
+        return 3 * cost.forward_flops(self.variant, self.config) // self.config.block_size
 
     def state_bytes_per_token(self, dtype: torch.dtype = torch.bfloat16) -> int:
         """Bytes of one token's residual state where it is largest, kept in dtype."""
-        return cost.state_size(type(self), self.config) * dtype.itemsize
+        return cost.state_size(self.variant, self.config) * dtype.itemsize
 
     def new_cache(self, length: int | None = None) -> Cache:
         """An empty cache for `forward`, of at most `length` tokens. ValueError: more than block_size, the default."""
