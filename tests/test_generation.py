@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_decoding import CASES
-from test_model import PAPER, TINY, tiny
+from test_model import TINY, tiny
 
 from data.tokenizer import byte_tokenizer
 from model import build
@@ -145,18 +145,6 @@ def test_cached_text_of_256_tokens(stem, keys):
         assert lead > 1e-9
         assert text == wanted
     assert len({token for text in texts for token in text}) > 1  # some configurations fall into loops
-
-
-@pytest.mark.parametrize("stem", PAPER)
-def test_256_tokens_of_four_prompts(stem):
-    """The same by one whole pass over each text: each of its tokens is the likeliest after those before it."""
-    model = lively(stem, block_size=300)
-    prompts = [[5], [3, 1, 4, 1, 5, 9, 2, 6], list(range(29)), [2, 7]]
-    for prompt, text in zip(prompts, greedy(Decoder(model, 4), prompts, 256)):
-        best = model(torch.tensor([prompt + text]))[0][0].topk(2)
-        lead = (best.values[:, 0] - best.values[:, 1])[len(prompt) - 1 : -1]
-        assert lead.min() > 1e-9
-        assert text == best.indices[len(prompt) - 1 : -1, 0].tolist()
 
 
 def test_the_penalty_lies_on_all_tokens_of_a_text():
