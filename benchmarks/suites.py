@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 import configurator
-from model import STEMS, build, kernels
+from model import STEMS, build, kernels, model_class
 from training import distributed
 
 BASELINE = "gpt-mha-rope"
@@ -65,7 +65,10 @@ def split_model(text: str) -> tuple[str, dict, dict]:
             raise ValueError(
                 f"--models: {text}: after a plus comes kernels=auto, on or off, or state_interval=1 or more"
             )
-    return stem, {"ddl_value_channels": int(columns)} if colon else {}, values
+    key = model_class(stem).Config.columns_key
+    if colon and key is None:
+        raise ValueError(f"--models: {text}: {stem} has no columns: leave the colon out")
+    return stem, {key: int(columns)} if colon else {}, values
 
 
 def row_name(model: str) -> str:

@@ -7,7 +7,7 @@ A model is a subclass of `GPT` that names four classes: `Config`, `Expander`, `B
 import contextlib
 import math
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,8 @@ class GPTConfig:
 
     ValueError: a value out of range; the message names the key, the value and the fix.
     """
+
+    columns_key: ClassVar[str | None] = None  # which key says how many vectors of width d a state has, where one does
 
     vocab_size: Annotated[int, "rows of the embedding; train.py's default: the corpus's, padded to 64s", Key(low=1)] = (
         50304

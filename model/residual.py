@@ -8,7 +8,7 @@ operation below runs along them. Readers and expanders are causal convolutions o
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,8 @@ from model.parameters import FIXED, HIDDEN, INPUT, OUTPUT, Rule, constant, linea
 @dataclass
 class DeltaConfig(GPTConfig):
     """Keys of every DDL model."""
+
+    columns_key: ClassVar[str | None] = "ddl_value_channels"
 
     ddl_value_channels: Annotated[int, "columns v of the state X (d x v)", Key(low=1)] = 1
     ddl_beta_init: Annotated[

@@ -82,7 +82,7 @@ def pickled(file: Path, device: str):
 
 
 def load(folder: Path) -> dict[str, torch.Tensor]:
-    """The folder's tensors, on the CPU in at least fp32. ValueError: damaged, or numbers that are none."""
+    """The folder's tensors, on the CPU in at least fp32. ValueError: damaged, or non-finite numbers."""
     loaded = {}
     for file in files(folder):
         try:

@@ -11,6 +11,7 @@ from conftest import EXAMPLES, ROOT, script, small_run
 import export
 import train
 from model import STEMS, model_class
+from model.gpt import GPT
 from training import checkpoint, metrics
 
 ALL = [*STEMS, *(path.stem for path in EXAMPLES if path.stem not in STEMS)]
@@ -23,6 +24,14 @@ pytestmark = pytest.mark.usefixtures("example_streams")
 @pytest.mark.parametrize("stem", ALL)
 def test_contract(stem, check):
     contract.CHECKS[check](model_class(stem))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("stem", ALL)
+def test_compiled_by_inductor(stem, checkpointing, monkeypatch):
+    monkeypatch.setattr(GPT, "activation_checkpointing", checkpointing)
+    contract.check_compiled(model_class(stem), "inductor")
 
 
 @pytest.mark.parametrize("fault", broken_streams.BROKEN)
