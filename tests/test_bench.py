@@ -142,18 +142,11 @@ def test_the_paper_suite_has_the_papers_sizes_and_columns():
 
 
 def test_a_model_may_bring_its_own_columns_and_kernels():
-    assert suites.split_model("DDL-gpt-mha-rope-CC:2+kernels=off") == (
-        "DDL-gpt-mha-rope-CC",
-        {"ddl_value_channels": 2},
-        {"setting": "off"},
-    )
-    assert suites.split_model("DDL-gpt-mha-rope-CC+state_interval=4") == (
-        "DDL-gpt-mha-rope-CC",
-        {},
-        {"state_interval": 4},
-    )
-    for wrong in ("DDL-gpt-mha-rope-CC:x", "DDL-gpt-mha-rope-CC+kernels=maybe", "DDL-gpt-mha-rope-CC+state_interval=0"):
-        with pytest.raises(ValueError, match=r"^--models: DDL-gpt-mha-rope-CC"):
+    stem = "DDL-gpt-mha-rope-CC"
+    assert suites.split_model(f"{stem}:2+kernels=off") == (stem, {"ddl_value_channels": 2}, {"setting": "off"})
+    assert suites.split_model(f"{stem}+state_interval=4") == (stem, {}, {"state_interval": 4})
+    for wrong in (f"{stem}:x", "gpt-mha-rope:2", f"{stem}+kernels=maybe", f"{stem}+state_interval=0"):
+        with pytest.raises(ValueError, match=r"^--models: "):
             suites.split_model(wrong)
 
 
