@@ -99,6 +99,11 @@ class TrainConfig:
         return min(self.micro_batch_size, self.global_batch_size // distributed.world_size())
 
 
+def every_key() -> dict[str, configurator.Knob]:
+    """The keys of the run and of all variants."""
+    return configurator.knobs(TrainConfig, *(model_class(stem).Config for stem in STEMS))
+
+
 def configure(argv: list[str], note=print):
     """(TrainConfig, the stem's model Config) from a config file and `--key=value`. ValueError: any mistake in them.
 
@@ -108,8 +113,7 @@ def configure(argv: list[str], note=print):
     if len(files) > 1:
         raise ValueError(f"one config file, then --key=value; got {' '.join(files)}")
     from_file = configurator.read_file(files[0]) if files else {}
-    run_keys = configurator.knobs(TrainConfig)
-    anywhere = configurator.knobs(TrainConfig, *(model_class(stem).Config for stem in STEMS))
+    run_keys, anywhere = configurator.knobs(TrainConfig), every_key()
     if "help" in options:
         print(configurator.help_text(f"{__doc__}\nKeys and defaults:", anywhere))
         sys.exit(0)

@@ -20,7 +20,6 @@ import configurator
 import report
 import sweep
 import train
-from model import STEMS, model_class
 from training import checkpoint, metrics, stopping
 
 # Two-sided 95% points of Student's t for n - 1 degrees of freedom (Abramowitz & Stegun, table 26.10).
@@ -148,9 +147,8 @@ def test_names_do_not_depend_on_spelling(corpus, tmp_path):
 
 def test_keys_have_one_owner():
     own = configurator.knobs(sweep.SweepConfig)
-    others = configurator.knobs(train.TrainConfig, *(model_class(stem).Config for stem in STEMS))
-    assert not own.keys() & others.keys()
-    assert set(sweep.OWN_KEYS) <= others.keys()
+    assert not own.keys() & train.every_key().keys()
+    assert set(sweep.OWN_KEYS) <= train.every_key().keys()
 
 
 def test_help_lists_every_key():
