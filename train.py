@@ -27,7 +27,7 @@ import torch
 from data.loader import TrainBatches, ValidationBatches, prefetched
 from data.shards import DamagedShard, open_corpus, vocab_size_of
 from data.tokenizer import describe, size_of
-from model import STEMS, build, kernels, model_class
+from model import STEMS, build, kernels, model_class, weights
 from model.keys import Key, check_ranges, keys_of
 from training import checkpoint, distributed, memory, metrics, optimizer, outcome, start, stopping
 from training.provenance import code_digest
@@ -301,7 +301,7 @@ def make_model(run: Run, begin: Path | None, device: torch.device):
     model.activation_checkpointing = config.activation_checkpointing
     not_fused = kernels.use(model, config.kernels, device, config.state_interval)
     if begin:
-        checkpoint.load_weights(model, begin)
+        weights.fill(model, begin)
     elif config.init_from is not None:
         start.load(model, config.init_from, run.corpus.path)
     return model, not_fused
@@ -402,7 +402,7 @@ def validate(run: Run, final: bool) -> bool:
 def save(run: Run, subfolder: str = "") -> bool:
     """Whether the checkpoint was written; every process must call it."""
     begun, config = time.perf_counter(), run.config
-    weights = distributed.gathered(checkpoint.weights_of(run.model), run.world)
+    tensors = distributed.gathered(checkpoint.weights_of(run.model), run.world)
     optimizer_state = distributed.gathered(optimizer.named_state(run.optimizers), run.world)
     if not run.world.is_main:
         return True
@@ -410,7 +410,7 @@ def save(run: Run, subfolder: str = "") -> bool:
     state |= {"run_config": dataclasses.asdict(config), "corpus": run.corpus.identity}
     run.log.file.sync()
     try:
-        path = checkpoint.save(run.out / subfolder, weights, optimizer_state, state, run.tokenizer)
+        path = checkpoint.save(run.out / subfolder, tensors, optimizer_state, state, run.tokenizer)
     except OSError as error:
         step = run.progress["step"]
         print(f"warning: step {step}: no checkpoint ({error}); the one before is kept", file=sys.stderr)

@@ -6,7 +6,6 @@ renamed. Where a step is saved again, the older one stays as `step_00001000.old`
 Tensors are whole, whatever the number of processes and the engine that made them.
 """
 
-import errno
 import hashlib
 import json
 import os
@@ -85,8 +84,6 @@ def sums_of(checkpoint: Path) -> str:
     """What SHA256SUMS must hold: hash and name of every other file."""
     lines = []
     for name in FILES:
-        if not (checkpoint / name).is_file():  # a link to a device would be read for ever
-            raise FileNotFoundError(errno.ENOENT, "no regular file", name)
         with open(checkpoint / name, "rb") as file:
             lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {name}\n")
     return "".join(lines)
@@ -139,20 +136,14 @@ def newest(run: Path) -> Path | None:
     return None
 
 
-def remove(checkpoint: Path) -> None:
-    """Remove a checkpoint so that it is never seen in part."""
-    if checkpoint.exists():
-        hidden = checkpoint.with_name(checkpoint.name + ".gone.tmp")
-        checkpoint.replace(hidden)
-        shutil.rmtree(hidden)
-
-
 def remove_old(run: Path, keep_last: int, keep_every: int = 0) -> None:
-    """Keep the last checkpoints, and those whose step is a multiple of keep_every."""
+    """Keep the last checkpoints, and those whose step is a multiple of keep_every; none is ever seen in part."""
     for path in all_of(run)[:-keep_last]:
         if not keep_every or step_of(path) % keep_every:
+            hidden = path.with_name(path.name + ".gone.tmp")
             try:
-                remove(path)
+                path.replace(hidden)
+                shutil.rmtree(hidden)
             except OSError as error:
                 print(f"warning: {path} cannot be removed ({error})", file=sys.stderr)
 
@@ -200,11 +191,6 @@ def load_tensors(file: Path) -> dict[str, torch.Tensor]:
         return load_file(file)
     except (OSError, safetensors.SafetensorError) as error:
         raise ValueError(f"{file} is missing or damaged; take another checkpoint ({error})") from error
-
-
-def load_weights(model, checkpoint: Path) -> None:
-    """Fill the model from model.safetensors. ValueError: damaged, or of another model."""
-    weight_files.fill(model, checkpoint)
 
 
 def is_folder_of_weights(path: Path) -> bool:
