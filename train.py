@@ -37,6 +37,7 @@ from training.validation import evaluate
 LATER = Key(changeable=True)  # may have another value when a run goes on
 FROM_0, FROM_1, SHARE = Key(low=0), Key(low=1), Key(low=0, below=1)
 LATER_FROM_0, LATER_FROM_1 = Key(low=0, changeable=True), Key(low=1, changeable=True)
+LATER_ABOVE_0 = Key(above=0, changeable=True)
 
 
 @dataclass
@@ -46,12 +47,14 @@ class TrainConfig:
     model: Annotated[str, "variant: a file of model/ without .py"] = "gpt-mha-rope"
     dataset: Annotated[str, "folder of token shards: a name under data/, or a path", LATER] = "fineweb_edu"
     out_dir: Annotated[str | None, "run folder; None: runs/<name of the config file>", LATER] = None
-    resume: Annotated[str | None, "auto: start or continue out_dir; a path: continue that run", LATER] = None
+    resume: Annotated[str | None, "auto: start or continue out_dir; a path: go on from there", LATER] = None
     init_from: Annotated[str | None, "folder whose weights training starts from: a run, exported or released"] = None
     dry_run: Annotated[bool, "check everything, print the size of the run, and exit", LATER] = False
     seed: Annotated[int, "seed of initialisation and data order", FROM_0] = 0
     device: Annotated[Literal["auto", "cuda", "cpu"], "auto: the GPU where there is one", LATER] = "auto"
-    dtype: Annotated[Literal["auto", "float32", "bfloat16"], "of the computation; auto: bfloat16 on a GPU"] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"], "compute type; weights stay float32; auto: bfloat16 on a GPU"
+    ] = "auto"
     compile: Annotated[bool, "torch.compile the model; on a CPU it needs a C++ compiler", LATER] = True
     kernels: Annotated[Literal["auto", "on", "off"], "fused residual steps; auto: on a GPU", LATER] = "auto"
     state_interval: Annotated[int, "kernels: sublayers between kept states; 4 saves memory", LATER_FROM_1] = 2
@@ -60,9 +63,7 @@ class TrainConfig:
     deterministic: Annotated[bool, "on a GPU: operations that give the same bits every time", LATER] = False
 
     max_steps: Annotated[int, "optimizer steps", LATER_FROM_1] = 100_000
-    max_seconds: Annotated[float | None, "save and exit (code 75) within this time", Key(above=0, changeable=True)] = (
-        None
-    )
+    max_seconds: Annotated[float | None, "save and exit (code 75) within this time", LATER_ABOVE_0] = None
     global_batch_size: Annotated[int, "sequences per step, over all processes", FROM_1] = 480
     micro_batch_size: Annotated[int, "most sequences of a process at once; smaller saves memory", LATER_FROM_1] = 20
     optimizer: Annotated[Literal["adamw", "muon"], "muon: Muon on the sublayers' matrices, AdamW on the rest"] = "adamw"

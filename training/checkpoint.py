@@ -92,13 +92,13 @@ def sums_of(checkpoint: Path) -> str:
 def verify(checkpoint: Path) -> None:
     """ValueError: a file is missing, or not byte for byte what was saved."""
     try:
-        stored, found = (checkpoint / SUMS).read_bytes(), sums_of(checkpoint).encode()
+        stored, sums = (checkpoint / SUMS).read_bytes(), sums_of(checkpoint).encode()
     except OSError as error:
         name = Path(error.filename or "a file").name
         raise ValueError(f"{checkpoint} is damaged: {name} is missing or unreadable ({error.strerror})") from error
-    if stored != found:
+    if stored != sums:
         lines = stored.split(b"\n")
-        name = next((n for n, line in zip(FILES, found.split(b"\n")) if line not in lines), SUMS)
+        name = next((n for n, line in zip(FILES, sums.split(b"\n")) if line not in lines), SUMS)
         raise ValueError(f"{checkpoint} is damaged: {name} is not as it was saved")
 
 
@@ -113,11 +113,11 @@ def sync(path: Path) -> None:
 
 def all_of(run: Path) -> list[Path]:
     """The run's checkpoints, oldest first; an `.old` one counts where the one that should replace it is missing."""
-    found = {}
+    by_step = {}
     for path in sorted(run.glob("checkpoints/step_*"), reverse=True):  # step_1.old before step_1, which replaces it
         if (match := re.fullmatch(r"step_(\d+)(\.old)?", path.name)) and path.is_dir():
-            found[int(match[1])] = path
-    return [found[step] for step in sorted(found)]
+            by_step[int(match[1])] = path
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def step_of(checkpoint: Path) -> int:
@@ -162,11 +162,11 @@ def find(path: str | Path) -> Path:
     if (path / "state.json").is_file() or (path / SUMS).is_file():
         verify(path)
         return path
-    if found := newest(path):
-        return found
-    state = "no whole checkpoint" if all_of(path) else "no checkpoint"
+    if whole := newest(path):
+        return whole
+    what = "no whole checkpoint" if all_of(path) else "no checkpoint"
     where = "a run folder made by train.py, one of its checkpoints/step_*, or an exported folder"
-    raise ValueError(f"{path} holds {state}: give {where}")
+    raise ValueError(f"{path} holds {what}: give {where}")
 
 
 STATE = {"corpus": dict, "model": str, "model_config": dict, "run_config": dict, "seconds": Real, "step": int}
@@ -180,8 +180,8 @@ def read_state(checkpoint: Path) -> dict:
         raise ValueError(f"{error}; take another checkpoint") from error
     for key, kind in STATE.items():
         if not isinstance(state.get(key), kind):
-            found = f"{key} is {'gone' if key not in state else f'no {kind.__name__}'}"
-            raise ValueError(f"{checkpoint}: state.json is damaged, {found}; take another checkpoint")
+            fault = f"{key} is {'gone' if key not in state else f'no {kind.__name__}'}"
+            raise ValueError(f"{checkpoint}: state.json is damaged, {fault}; take another checkpoint")
     return state
 
 
