@@ -163,6 +163,7 @@ class LineFile:
         self.flush()
 
     def flush(self) -> None:
+        """Write what waits."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with open(self.path, "ab", buffering=0) as file:
