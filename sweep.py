@@ -247,12 +247,12 @@ def run_local(cells: list[Cell], sweep: SweepConfig, again: str) -> int:
         if record := final_evaluation(cell):
             print(f"val_loss {record['val_loss']:.4f} | finished before")
             continue
-        start = time.monotonic()
+        begun = time.monotonic()
         code, line = run_cell(cell, sweep.nproc_per_node, signals)
         if signals or code == STOPPED:
             print(f"stopped{f' by {signals[-1].name}' if signals else ''}; to go on: {again}", flush=True)
             return 128 + signals[-1] if signals else STOPPED
-        left, elapsed = left - 1, time.monotonic() - start
+        left, elapsed = left - 1, time.monotonic() - begun
         if code:
             failed[cell.log] = line
             result = f"FAILED (exit code {code})"

@@ -141,7 +141,9 @@ def test_resumed_run_is_the_uninterrupted_one(finished, corpus, tmp_path):
     trained(*small_run(corpus, out), "--resume")
     assert weights(out) == weights(whole)
     assert losses(out) == losses(whole)
+    (out / "status.json").unlink()  # as in a run from before there was one
     assert b"nothing to train" in trained(*small_run(corpus, out, resume="auto")).stdout
+    assert stopping.read_status(out)["ended"] == "finished"
 
 
 def test_resume_can_branch_into_another_folder(finished, corpus, tmp_path):
