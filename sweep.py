@@ -313,11 +313,7 @@ def write_array(cells: list[Cell], sweep: SweepConfig, argv: list[str]) -> None:
 
 def student_t():
     """Student's distribution. ValueError: scipy is missing."""
-    try:
-        from scipy import stats
-    except ImportError as error:
-        raise ValueError("intervals over seeds need the scipy package: pip install scipy") from error
-    return stats.t
+    return configurator.optional("scipy.stats", "an interval over seeds").t
 
 
 def describe(values: list[float]) -> dict:

@@ -555,5 +555,5 @@ def test_a_table_without_matplotlib(partly_finished, tmp_path, run, monkeypatch,
     arguments, _ = partly_finished
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert run(*arguments, "--mode=table") == 0
-    assert "no plot: figures need the matplotlib package: pip install matplotlib" in capsys.readouterr().out
+    assert "no plot: a figure needs the matplotlib package: pip install matplotlib" in capsys.readouterr().out
     assert (tmp_path / "table.md").exists()
