@@ -123,7 +123,8 @@ def configure(argv: list[str], note=print):
     options.update({"resume": "auto"} if options.get("resume") == "True" else {})
 
     given = configurator.given(from_file, options, run_keys)
-    name = Path(files[0]).stem if files else given.get("model")
+    default = TrainConfig.model if given.get("init_from") is None else None  # that folder decides the variant
+    name = Path(files[0]).stem if files else given.get("model", default)
     given["out_dir"] = given.get("out_dir") or (f"runs/{name}" if name else None)
     saved = start.saved_state(given.get("resume"), given["out_dir"])
     decided = {}  # by the folder init_from, or by the run that goes on from it

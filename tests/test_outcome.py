@@ -1,4 +1,4 @@
-"""A step whose loss or gradient is not finite, left out by the device as on a GPU, and by the program: both on a CPU."""
+"""A step whose loss or gradient is not finite, left out by the device as on a GPU, and by the program; on a CPU."""
 
 import json
 import math

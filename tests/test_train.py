@@ -7,6 +7,7 @@ import math
 import random
 import shutil
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -243,6 +244,8 @@ def test_the_vocabulary_is_the_corpus_s_unless_given(corpus, tmp_path, monkeypat
     given = [argument for argument in small_run(corpus, tmp_path) if "vocab_size" not in argument]
     given = [argument for argument in given if "out_dir" not in argument]
     assert train.configure([*given, "--resume=auto"])[1].vocab_size == 290
+    Path("runs/DDL-gpt-mha-rope").rename("runs/gpt-mha-rope")
+    assert train.configure([f"--dataset={corpus}", "--resume=auto"])[1].vocab_size == 290
     assert size("--resume=auto", "--out_dir=elsewhere") == 320
 
 
