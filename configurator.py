@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import importlib
 import itertools
 import json
 import math
@@ -222,6 +223,15 @@ def read_json(path: Path) -> dict:
     if not isinstance(content, dict):
         raise ValueError(f"{path} is damaged: it holds no JSON object")
     return content
+
+
+def optional(module: str, use: str):
+    """A module that is imported only where it is used. ValueError: its package is missing; `use`: what needs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.rpartition(".")[2] if module.startswith("torch.") else module.partition(".")[0]
+        raise ValueError(f"{use} needs the {package} package: pip install {package}") from error
 
 
 def split_arguments(argv: list[str]) -> tuple[list[str], dict[str, str]]:

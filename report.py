@@ -124,14 +124,8 @@ def curves(runs: list[str], x: str, y: str, out: Path) -> None:
 
 def pyplot():
     """matplotlib.pyplot without a display. ValueError: the package is missing."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ValueError("figures need the matplotlib package: pip install matplotlib") from error
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
+    configurator.optional("matplotlib", "a figure").use("Agg")
+    return configurator.optional("matplotlib.pyplot", "a figure")
 
 
 def table_rows(runs: list[str]) -> list[dict]:

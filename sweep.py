@@ -36,7 +36,6 @@ import numpy as np
 import report
 import tables
 import train
-from model import STEMS, model_class
 from model.keys import Key, check_ranges, keys_of
 from training import checkpoint, metrics, start, stopping
 from training.provenance import provenance
@@ -89,7 +88,7 @@ def read_arguments(argv: list[str]):
     """(SweepConfig, config files, swept keys -> texts, other keys -> text). ValueError: a mistake in them."""
     files, options = configurator.split_arguments(argv)
     schema = configurator.knobs(SweepConfig)
-    everything = configurator.knobs(SweepConfig, train.TrainConfig, *(model_class(stem).Config for stem in STEMS))
+    everything = schema | train.every_key()
     if "help" in options:
         print(configurator.help_text(f"{__doc__}\nKeys and defaults:", everything))
         sys.exit(0)
@@ -143,14 +142,14 @@ def as_options(values: dict) -> list[str]:
 
 def make_cell(index: int, chosen: dict[str, str], arguments: list[str], out: Path) -> Cell:
     try:
-        config, model_config = train.configure([*arguments, "--resume=auto"], note=lambda line: None)
+        values = configurator.given({}, chosen, train.every_key())
+        folder = out / cell_name(values)
+        arguments = [*arguments, f"--out_dir={folder}", "--resume=auto"]
+        config, model_config = train.configure(arguments, note=lambda line: None)  # train.py's log has its notes
     except ValueError as error:
         raise ValueError(f"cell {index} ({' '.join(as_options(chosen))}): {error}") from error
     settings = {**dataclasses.asdict(config), **dataclasses.asdict(model_config)}
-    settings = {key: value for key, value in settings.items() if key not in OWN_KEYS}
-    values = {key: settings[key] for key in chosen}
-    folder = out / cell_name(values)
-    return Cell(index, values, settings, [*arguments, f"--out_dir={folder}", "--resume=auto"], folder)
+    return Cell(index, values, {k: v for k, v in settings.items() if k not in OWN_KEYS}, arguments, folder)
 
 
 def cell_name(values: dict) -> str:
@@ -248,12 +247,12 @@ def run_local(cells: list[Cell], sweep: SweepConfig, again: str) -> int:
         if record := final_evaluation(cell):
             print(f"val_loss {record['val_loss']:.4f} | finished before")
             continue
-        start = time.monotonic()
+        begun = time.monotonic()
         code, line = run_cell(cell, sweep.nproc_per_node, signals)
         if signals or code == STOPPED:
             print(f"stopped{f' by {signals[-1].name}' if signals else ''}; to go on: {again}", flush=True)
             return 128 + signals[-1] if signals else STOPPED
-        left, elapsed = left - 1, time.monotonic() - start
+        left, elapsed = left - 1, time.monotonic() - begun
         if code:
             failed[cell.log] = line
             result = f"FAILED (exit code {code})"
@@ -314,11 +313,7 @@ def write_array(cells: list[Cell], sweep: SweepConfig, argv: list[str]) -> None:
 
 def student_t():
     """Student's distribution. ValueError: scipy is missing."""
-    try:
-        from scipy import stats
-    except ImportError as error:
-        raise ValueError("intervals over seeds need the scipy package: pip install scipy") from error
-    return stats.t
+    return configurator.optional("scipy.stats", "an interval over seeds").t
 
 
 def describe(values: list[float]) -> dict:

@@ -27,7 +27,7 @@ import torch
 from data.loader import TrainBatches, ValidationBatches, prefetched
 from data.shards import DamagedShard, open_corpus, vocab_size_of
 from data.tokenizer import describe, size_of
-from model import STEMS, build, kernels, model_class
+from model import STEMS, build, kernels, model_class, weights
 from model.keys import Key, check_ranges, keys_of
 from training import checkpoint, distributed, memory, metrics, optimizer, outcome, start, stopping
 from training.provenance import code_digest
@@ -37,6 +37,7 @@ from training.validation import evaluate
 LATER = Key(changeable=True)  # may have another value when a run goes on
 FROM_0, FROM_1, SHARE = Key(low=0), Key(low=1), Key(low=0, below=1)
 LATER_FROM_0, LATER_FROM_1 = Key(low=0, changeable=True), Key(low=1, changeable=True)
+LATER_ABOVE_0 = Key(above=0, changeable=True)
 
 
 @dataclass
@@ -46,12 +47,14 @@ class TrainConfig:
     model: Annotated[str, "variant: a file of model/ without .py"] = "gpt-mha-rope"
     dataset: Annotated[str, "folder of token shards: a name under data/, or a path", LATER] = "fineweb_edu"
     out_dir: Annotated[str | None, "run folder; None: runs/<name of the config file>", LATER] = None
-    resume: Annotated[str | None, "auto: start or continue out_dir; a path: continue that run", LATER] = None
+    resume: Annotated[str | None, "auto: start or continue out_dir; a path: go on from there", LATER] = None
     init_from: Annotated[str | None, "folder whose weights training starts from: a run, exported or released"] = None
     dry_run: Annotated[bool, "check everything, print the size of the run, and exit", LATER] = False
     seed: Annotated[int, "seed of initialisation and data order", FROM_0] = 0
     device: Annotated[Literal["auto", "cuda", "cpu"], "auto: the GPU where there is one", LATER] = "auto"
-    dtype: Annotated[Literal["auto", "float32", "bfloat16"], "of the computation; auto: bfloat16 on a GPU"] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"], "compute type; weights stay float32; auto: bfloat16 on a GPU"
+    ] = "auto"
     compile: Annotated[bool, "torch.compile the model; on a CPU it needs a C++ compiler", LATER] = True
     kernels: Annotated[Literal["auto", "on", "off"], "fused residual steps; auto: on a GPU", LATER] = "auto"
     state_interval: Annotated[int, "kernels: sublayers between kept states; 4 saves memory", LATER_FROM_1] = 2
@@ -60,9 +63,7 @@ class TrainConfig:
     deterministic: Annotated[bool, "on a GPU: operations that give the same bits every time", LATER] = False
 
     max_steps: Annotated[int, "optimizer steps", LATER_FROM_1] = 100_000
-    max_seconds: Annotated[float | None, "save and exit (code 75) within this time", Key(above=0, changeable=True)] = (
-        None
-    )
+    max_seconds: Annotated[float | None, "save and exit (code 75) within this time", LATER_ABOVE_0] = None
     global_batch_size: Annotated[int, "sequences per step, over all processes", FROM_1] = 480
     micro_batch_size: Annotated[int, "most sequences of a process at once; smaller saves memory", LATER_FROM_1] = 20
     optimizer: Annotated[Literal["adamw", "muon"], "muon: Muon on the sublayers' matrices, AdamW on the rest"] = "adamw"
@@ -99,6 +100,11 @@ class TrainConfig:
         return min(self.micro_batch_size, self.global_batch_size // distributed.world_size())
 
 
+def every_key() -> dict[str, configurator.Knob]:
+    """The keys of the run and of all variants."""
+    return configurator.knobs(TrainConfig, *(model_class(stem).Config for stem in STEMS))
+
+
 def configure(argv: list[str], note=print):
     """(TrainConfig, the stem's model Config) from a config file and `--key=value`. ValueError: any mistake in them.
 
@@ -108,8 +114,7 @@ def configure(argv: list[str], note=print):
     if len(files) > 1:
         raise ValueError(f"one config file, then --key=value; got {' '.join(files)}")
     from_file = configurator.read_file(files[0]) if files else {}
-    run_keys = configurator.knobs(TrainConfig)
-    anywhere = configurator.knobs(TrainConfig, *(model_class(stem).Config for stem in STEMS))
+    run_keys, anywhere = configurator.knobs(TrainConfig), every_key()
     if "help" in options:
         print(configurator.help_text(f"{__doc__}\nKeys and defaults:", anywhere))
         sys.exit(0)
@@ -118,7 +123,8 @@ def configure(argv: list[str], note=print):
     options.update({"resume": "auto"} if options.get("resume") == "True" else {})
 
     given = configurator.given(from_file, options, run_keys)
-    name = Path(files[0]).stem if files else given.get("model")
+    default = TrainConfig.model if given.get("init_from") is None else None  # that folder decides the variant
+    name = Path(files[0]).stem if files else given.get("model", default)
     given["out_dir"] = given.get("out_dir") or (f"runs/{name}" if name else None)
     saved = start.saved_state(given.get("resume"), given["out_dir"])
     decided = {}  # by the folder init_from, or by the run that goes on from it
@@ -297,7 +303,7 @@ def make_model(run: Run, begin: Path | None, device: torch.device):
     model.activation_checkpointing = config.activation_checkpointing
     not_fused = kernels.use(model, config.kernels, device, config.state_interval)
     if begin:
-        checkpoint.load_weights(model, begin)
+        weights.fill(model, begin)
     elif config.init_from is not None:
         start.load(model, config.init_from, run.corpus.path)
     return model, not_fused
@@ -398,7 +404,7 @@ def validate(run: Run, final: bool) -> bool:
 def save(run: Run, subfolder: str = "") -> bool:
     """Whether the checkpoint was written; every process must call it."""
     begun, config = time.perf_counter(), run.config
-    weights = distributed.gathered(checkpoint.weights_of(run.model), run.world)
+    tensors = distributed.gathered(checkpoint.weights_of(run.model), run.world)
     optimizer_state = distributed.gathered(optimizer.named_state(run.optimizers), run.world)
     if not run.world.is_main:
         return True
@@ -406,7 +412,7 @@ def save(run: Run, subfolder: str = "") -> bool:
     state |= {"run_config": dataclasses.asdict(config), "corpus": run.corpus.identity}
     run.log.file.sync()
     try:
-        path = checkpoint.save(run.out / subfolder, weights, optimizer_state, state, run.tokenizer)
+        path = checkpoint.save(run.out / subfolder, tensors, optimizer_state, state, run.tokenizer)
     except OSError as error:
         step = run.progress["step"]
         print(f"warning: step {step}: no checkpoint ({error}); the one before is kept", file=sys.stderr)

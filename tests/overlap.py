@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from model import build, kernels
 from training import distributed
 
-SIZE = {"vocab_size": 64, "block_size": 4, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 64}
+SIZE = {"vocab_size": 64, "block_size": 4, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 64}
 SIZE |= {"hidden_size": 192}
 
 

@@ -15,7 +15,7 @@ import torch
 from conftest import sign
 
 from data import tokenizer
-from model import build
+from model import build, weights
 from training import checkpoint
 
 TINY = {"vocab_size": 257, "block_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 4}
@@ -233,6 +233,6 @@ def test_every_so_many_steps_a_checkpoint_stays(tmp_path):
 def test_another_shape_is_refused(tmp_path):
     _, path = save(tmp_path, 1)
     with pytest.raises(ValueError, match="does not fit the model"):
-        checkpoint.load_weights(build(STEM, **{**TINY, "num_hidden_layers": 2}), path)
+        weights.fill(build(STEM, **{**TINY, "num_hidden_layers": 2}), path)
     with pytest.raises(ValueError, match=r"does not fit the model: transformer\.wte\.weight"):
-        checkpoint.load_weights(build(STEM, **{**TINY, "vocab_size": 300}), path)
+        weights.fill(build(STEM, **{**TINY, "vocab_size": 300}), path)

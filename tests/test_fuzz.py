@@ -96,19 +96,11 @@ def test_mutated_configurations_train_or_end_in_one_line(corpus, tmp_path, monke
     assert len(refused) >= 0.2 * count
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"hidden_size": 10**7},
-        {"vocab_size": 10**12},
-        {"block_size": 2**14, "num_hidden_layers": 10**5},
-        {"global_batch_size": 10**7, "micro_batch_size": 10**7},
-    ],
-)
-def test_a_model_too_large_for_the_memory_is_refused_by_an_estimate(corpus, tmp_path, changes):
-    code, [line] = run_of(small_run(corpus, tmp_path / "run", **changes))
+def test_a_model_too_large_for_the_memory_is_refused_by_an_estimate(corpus, tmp_path):
+    code, [line] = run_of(small_run(corpus, tmp_path / "run", block_size=2**14, num_hidden_layers=10**5))
     assert code == 2
-    assert "this model needs at least" in line
+    assert "needs about" in line
+    assert line.endswith("give a smaller model")
     assert not (tmp_path / "run").exists()
 
 

@@ -76,29 +76,18 @@ def test_the_optimizer_begins_afresh_and_learns(corpus, folders, tmp_path):
     assert all(not torch.equal(value, before[name]) for name, value in weights(tmp_path / "out", 6).items())
 
 
-def test_a_run_that_goes_on_does_not_need_the_folder(corpus, folders, tmp_path):
+def test_a_run_that_goes_on_is_bit_for_bit_the_whole_one_and_does_not_need_the_folder(corpus, folders, tmp_path):
     source = Path(shutil.copytree(folders / "exported", tmp_path / "source"))
-    keys = {"init_from": source, "resume": "auto", "eval_full": False, "eval_interval": 100}
-    run(arguments(corpus, tmp_path / "whole", **keys))
-    run(arguments(corpus, tmp_path / "parts", **keys, max_steps=3, min_lr=1e-3))
-    shutil.rmtree(source)
-    another = {**keys, "init_from": folders / "run"}
-    assert "init_from=" in run(arguments(corpus, tmp_path / "parts", **another, min_lr=1e-3), code=2)
-    run(arguments(corpus, tmp_path / "fresh", **keys), code=2)  # nothing to go on from, and no folder
-    assert not (tmp_path / "fresh").exists()
-    damaged = tmp_path / "parts" / "checkpoints" / "step_00000009"  # newer, but the one before it counts
-    shutil.copytree(damaged.with_name("step_00000003"), damaged)
-    (damaged / "state.json").write_text("")
-    run(arguments(corpus, tmp_path / "parts", **keys, min_lr=1e-3))
-    assert (tmp_path / "parts" / "checkpoints" / "step_00000006").is_dir()
-    assert (tmp_path / "whole" / "checkpoints" / "step_00000006").is_dir()
-
-
-def test_going_on_is_bit_for_bit(corpus, folders, tmp_path):
-    keys = {"init_from": folders / "exported", "resume": "auto", "eval_full": False, "checkpoint_interval": 2}
+    keys = {"init_from": source, "resume": "auto", "eval_full": False, "checkpoint_interval": 2}
     run(arguments(corpus, tmp_path / "out", **keys))
     wanted = weights(tmp_path / "out", 6)
-    shutil.rmtree(tmp_path / "out" / "checkpoints" / "step_00000006")
+    shutil.rmtree(source)
+    run(arguments(corpus, tmp_path / "fresh", **keys), code=2)  # nothing to go on from, and no folder
+    assert not (tmp_path / "fresh").exists()
+    another = {**keys, "init_from": folders / "run"}
+    assert "init_from=" in run(arguments(corpus, tmp_path / "out", **another, max_steps=8), code=2)
+    damaged = tmp_path / "out" / "checkpoints" / "step_00000006"  # the one before it counts
+    (damaged / "state.json").write_text("")
     run(arguments(corpus, tmp_path / "out", **keys))
     assert all(torch.equal(value, wanted[name]) for name, value in weights(tmp_path / "out", 6).items())
 

@@ -533,9 +533,3 @@ def test_a_broken_stream_is_tolerated():
         assert stream.fileno() == full.fileno()
         with contextlib.suppress(OSError):
             full.close()
-
-
-def test_a_run_keeps_the_checkpoints_it_is_asked_to(corpus, tmp_path):
-    run = tmp_path / "run"
-    finish(*small_run(corpus, run, **CONSTANT, max_steps=8, checkpoint_interval=1, keep_last=1, keep_every=3))
-    assert [checkpoint.step_of(path) for path in checkpoint.all_of(run)] == [3, 6, 8]

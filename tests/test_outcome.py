@@ -1,4 +1,4 @@
-"""A step whose loss or gradient is no number, left out by the device as on a GPU, here on a CPU, and by the program."""
+"""A step whose loss or gradient is not finite, left out by the device as on a GPU, and by the program; on a CPU."""
 
 import json
 import math

@@ -6,7 +6,6 @@ renamed. Where a step is saved again, the older one stays as `step_00001000.old`
 Tensors are whole, whatever the number of processes and the engine that made them.
 """
 
-import errno
 import hashlib
 import json
 import os
@@ -85,8 +84,6 @@ def sums_of(checkpoint: Path) -> str:
     """What SHA256SUMS must hold: hash and name of every other file."""
     lines = []
     for name in FILES:
-        if not (checkpoint / name).is_file():  # a link to a device would be read for ever
-            raise FileNotFoundError(errno.ENOENT, "no regular file", name)
         with open(checkpoint / name, "rb") as file:
             lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {name}\n")
     return "".join(lines)
@@ -95,13 +92,13 @@ def sums_of(checkpoint: Path) -> str:
 def verify(checkpoint: Path) -> None:
     """ValueError: a file is missing, or not byte for byte what was saved."""
     try:
-        stored, found = (checkpoint / SUMS).read_bytes(), sums_of(checkpoint).encode()
+        stored, sums = (checkpoint / SUMS).read_bytes(), sums_of(checkpoint).encode()
     except OSError as error:
         name = Path(error.filename or "a file").name
         raise ValueError(f"{checkpoint} is damaged: {name} is missing or unreadable ({error.strerror})") from error
-    if stored != found:
+    if stored != sums:
         lines = stored.split(b"\n")
-        name = next((n for n, line in zip(FILES, found.split(b"\n")) if line not in lines), SUMS)
+        name = next((n for n, line in zip(FILES, sums.split(b"\n")) if line not in lines), SUMS)
         raise ValueError(f"{checkpoint} is damaged: {name} is not as it was saved")
 
 
@@ -116,11 +113,11 @@ def sync(path: Path) -> None:
 
 def all_of(run: Path) -> list[Path]:
     """The run's checkpoints, oldest first; an `.old` one counts where the one that should replace it is missing."""
-    found = {}
+    by_step = {}
     for path in sorted(run.glob("checkpoints/step_*"), reverse=True):  # step_1.old before step_1, which replaces it
         if (match := re.fullmatch(r"step_(\d+)(\.old)?", path.name)) and path.is_dir():
-            found[int(match[1])] = path
-    return [found[step] for step in sorted(found)]
+            by_step[int(match[1])] = path
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def step_of(checkpoint: Path) -> int:
@@ -139,20 +136,14 @@ def newest(run: Path) -> Path | None:
     return None
 
 
-def remove(checkpoint: Path) -> None:
-    """Remove a checkpoint so that it is never seen in part."""
-    if checkpoint.exists():
-        hidden = checkpoint.with_name(checkpoint.name + ".gone.tmp")
-        checkpoint.replace(hidden)
-        shutil.rmtree(hidden)
-
-
 def remove_old(run: Path, keep_last: int, keep_every: int = 0) -> None:
-    """Keep the last checkpoints, and those whose step is a multiple of keep_every."""
+    """Keep the last checkpoints, and those whose step is a multiple of keep_every; none is ever seen in part."""
     for path in all_of(run)[:-keep_last]:
         if not keep_every or step_of(path) % keep_every:
+            hidden = path.with_name(path.name + ".gone.tmp")
             try:
-                remove(path)
+                path.replace(hidden)
+                shutil.rmtree(hidden)
             except OSError as error:
                 print(f"warning: {path} cannot be removed ({error})", file=sys.stderr)
 
@@ -171,11 +162,11 @@ def find(path: str | Path) -> Path:
     if (path / "state.json").is_file() or (path / SUMS).is_file():
         verify(path)
         return path
-    if found := newest(path):
-        return found
-    state = "no whole checkpoint" if all_of(path) else "no checkpoint"
+    if whole := newest(path):
+        return whole
+    what = "no whole checkpoint" if all_of(path) else "no checkpoint"
     where = "a run folder made by train.py, one of its checkpoints/step_*, or an exported folder"
-    raise ValueError(f"{path} holds {state}: give {where}")
+    raise ValueError(f"{path} holds {what}: give {where}")
 
 
 STATE = {"corpus": dict, "model": str, "model_config": dict, "run_config": dict, "seconds": Real, "step": int}
@@ -189,8 +180,8 @@ def read_state(checkpoint: Path) -> dict:
         raise ValueError(f"{error}; take another checkpoint") from error
     for key, kind in STATE.items():
         if not isinstance(state.get(key), kind):
-            found = f"{key} is {'gone' if key not in state else f'no {kind.__name__}'}"
-            raise ValueError(f"{checkpoint}: state.json is damaged, {found}; take another checkpoint")
+            fault = f"{key} is {'gone' if key not in state else f'no {kind.__name__}'}"
+            raise ValueError(f"{checkpoint}: state.json is damaged, {fault}; take another checkpoint")
     return state
 
 
@@ -200,11 +191,6 @@ def load_tensors(file: Path) -> dict[str, torch.Tensor]:
         return load_file(file)
     except (OSError, safetensors.SafetensorError) as error:
         raise ValueError(f"{file} is missing or damaged; take another checkpoint ({error})") from error
-
-
-def load_weights(model, checkpoint: Path) -> None:
-    """Fill the model from model.safetensors. ValueError: damaged, or of another model."""
-    weight_files.fill(model, checkpoint)
 
 
 def is_folder_of_weights(path: Path) -> bool:

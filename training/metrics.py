@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+import configurator
+
 # Dense bf16 peak in FLOP/s by a word of the device name (vendor data sheets, no sparsity); the first that fits counts.
 PEAK_FLOPS = {
     "H200": 989e12,
@@ -80,18 +82,10 @@ def last_evaluation(path: Path) -> dict | None:
 
 def optional_packages(config) -> tuple:
     """(wandb, TensorBoard's SummaryWriter), None where the run does not ask for it. ValueError: missing."""
-    wandb = writer = None
-    try:
-        if config.wandb_log:  # online or offline, as WANDB_MODE says
-            import wandb
-    except ImportError as error:
-        raise ValueError("wandb_log=True needs the wandb package: pip install wandb") from error
-    try:
-        if config.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter as writer  # noqa: N813 (a class in a variable)
-    except ImportError as error:
-        raise ValueError("tensorboard=True needs the tensorboard package: pip install tensorboard") from error
-    return wandb, writer
+    wandb = configurator.optional("wandb", "wandb_log=True") if config.wandb_log else None
+    if not config.tensorboard:
+        return wandb, None
+    return wandb, configurator.optional("torch.utils.tensorboard", "tensorboard=True").SummaryWriter
 
 
 def duration(seconds: float) -> str:
@@ -163,6 +157,7 @@ class LineFile:
         self.flush()
 
     def flush(self) -> None:
+        """Write what waits."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with open(self.path, "ab", buffering=0) as file:

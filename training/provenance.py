@@ -21,8 +21,8 @@ def provenance() -> dict:
     """What a stored figure must say of itself: command, commit, machine, versions and date."""
     git = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        found = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-        commit = found.stdout.strip()
+        said = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+        commit = said.stdout.strip()
     except OSError:  # no git on this machine
         commit = ""
     commit = commit or os.environ.get("COMMIT", "")  # of a copy without its history
@@ -30,14 +30,8 @@ def provenance() -> dict:
     if torch.cuda.is_available():
         machine = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     versions = {"python": platform.python_version(), "torch": torch.__version__, "triton": triton_version()}
-    date = datetime.date.today().isoformat()
-    return {
-        "command": shlex.join(["python", *sys.argv]),
-        "commit": commit,
-        "machine": machine,
-        **versions,
-        "date": date,
-    }
+    command, date = shlex.join(["python", *sys.argv]), datetime.date.today().isoformat()
+    return {"command": command, "commit": commit, "machine": machine, **versions, "date": date}
 
 
 def triton_version() -> str | None:
@@ -55,8 +49,8 @@ def code_digest() -> str:
 
 def digest(*patterns: str, leave_out: tuple[str, ...] = ()) -> str:
     """SHA-256 over the names and contents of the repository's files that fit any of the patterns."""
-    found = {path for pattern in patterns for path in ROOT.glob(pattern)}
+    files = {path for pattern in patterns for path in ROOT.glob(pattern)}
     result = hashlib.sha256()
-    for path in sorted(path for path in found if path.name not in leave_out):
+    for path in sorted(path for path in files if path.name not in leave_out):
         result.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
     return result.hexdigest()
