@@ -293,7 +293,7 @@ def main():
         print(
             f"{config.model}: {model.num_parameters():,} parameters, {'bfloat16' if bf16 else 'float32'} on "
             f"{world.world_size} x {device.type}; run folder {out}\n{train_batches.windows:,} sequences an epoch; "
-            f"each leaves out {train_batches.skipped:,} of {len(train_batches.stream):,} tokens, not always the same"
+            f"each leaves out {train_batches.skipped:,} of {len(train_batches.tokens):,} tokens, not always the same"
         )
         if config.kernels != "off" and device.type == "cuda" and plain:
             print(f"note: no fused kernels: {plain}")

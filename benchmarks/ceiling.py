@@ -58,17 +58,17 @@ def compile_for(kernel, arguments: dict, num_warps: int, arch: int = 90):
     def is_type(value):
         return isinstance(value, str) and re.fullmatch(r"\*?(bf16|fp16|fp32|i32)", value)
 
-    for place, (name, value) in enumerate(arguments.items()):
+    for index, (name, value) in enumerate(arguments.items()):
         if is_type(value) or isinstance(value, tuple):
             signature[name] = value
             for part, each in enumerate(value if isinstance(value, tuple) else (value,)):
                 if each.startswith("*"):
-                    where = (place, part) if isinstance(value, tuple) else (place,)
+                    where = (index, part) if isinstance(value, tuple) else (index,)
                     attributes[where] = [["tt.divisibility", 16]]
         else:
-            signature[name], constants[(place,)] = "constexpr", value
+            signature[name], constants[(index,)] = "constexpr", value
         if name in ("row_stride", "column_stride"):
-            attributes[(place,)] = [["tt.divisibility", 16]]  # as at the widths that are used
+            attributes[(index,)] = [["tt.divisibility", 16]]  # as at the widths that are used
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": num_warps})
 

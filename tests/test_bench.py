@@ -14,7 +14,7 @@ import torch
 from conftest import ROOT, script
 
 import bench
-from benchmarks import ceiling, contender, kernels, peers, results, step, suites, timing
+from benchmarks import ceiling, contender, kernel_bandwidth, peers, step, step_table, suites, timing
 from benchmarks.figures import Figures
 from model import STEMS, build
 from model.kernels.launch import launch_of, launches_of
@@ -82,7 +82,7 @@ def test_every_model_and_its_transcription_is_measured(tmp_path, monkeypatch, ca
         assert row["activation_bytes_per_token"] > 0
         assert row["parameters"] == parameters[row["model"].split()[0]]
         assert not row.keys() & {"mfu", "peak_memory_bytes"}
-    assert results.markdown(stored["rows"]) in printed
+    assert step_table.markdown(stored["rows"]) in printed
     assert any("mHC n=4" in line for line in stored["left_out"])
     assert "left out: quick (changed): mHC n=4" in printed
 
@@ -154,7 +154,7 @@ def test_kernels_are_measured_against_a_copy(tmp_path):
     out = tmp_path / "kernels.json"
     size = ["--device=cpu", "--widths=8", "--micro_batch_size=1", "--block_size=2", "--rounds=1", "--copied=4096"]
     size += ["--match=v=4"]
-    kernels.run(bench.arguments(["kernels", *size, f"--json={out}"]))
+    kernel_bandwidth.run(bench.arguments(["kernels", *size, f"--json={out}"]))
     rows = {row["kernel"]: row for row in json.loads(out.read_text())["rows"]}
     assert len(rows) == 10
     state, vector, scalar = 2 * 4 * 8 * 2, 2 * 8 * 2, 2 * 4  # bytes of two tokens: 4 columns of 8 in bf16, fp32 numbers
@@ -178,7 +178,7 @@ def test_launches_are_timed_one_by_one_and_kept(tmp_path, monkeypatch):
     out = tmp_path / "tuned.json"
 
     def launches(*more):
-        kernels.run(bench.arguments([*LAUNCHES, f"--json={out}", "--resume", *more]))
+        kernel_bandwidth.run(bench.arguments([*LAUNCHES, f"--json={out}", "--resume", *more]))
         return {row["kernel"]: row["launches"] for row in json.loads(out.read_text())["rows"]}
 
     first = launches("--launches=1")
@@ -193,20 +193,23 @@ def test_launches_are_timed_one_by_one_and_kept(tmp_path, monkeypatch):
     times = [launch["microseconds"] for launch in second["add_norm forward"]]
     assert times == sorted(times)
     assert not FORCED
-    monkeypatch.setattr(kernels, "timed", None)
+    monkeypatch.setattr(kernel_bandwidth, "timed", None)
     assert launches("--launches=3") == second
 
 
 def test_runners_up_are_tried_first_then_others_of_as_many_warps_as_asked_for():
     pytest.importorskip("triton")
     args = bench.arguments([*LAUNCHES])
-    key, tried = kernels.launches(args, 768, "step forward K=4 v=2 not stored")
+    key, tried = kernel_bandwidth.launches(args, 768, "step forward K=4 v=2 not stored")
     assert key == "step forward v=2 K>1"
     assert tried[:3] == launches_of("step forward", 768, 2, 4)
     assert {launch.num_warps for launch in tried} == {1, 2, 4, 8, 16}
     assert len(set(tried)) == len(tried)
     args = bench.arguments([*LAUNCHES, "--warps=1,2"])
-    assert {launch.num_warps for launch in kernels.launches(args, 768, "step backward K=1 v=4 stored")[1]} == {1, 2}
+    assert {launch.num_warps for launch in kernel_bandwidth.launches(args, 768, "step backward K=1 v=4 stored")[1]} == {
+        1,
+        2,
+    }
 
 
 def test_the_ceiling_of_a_launch_needs_no_device(tmp_path):

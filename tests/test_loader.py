@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import train
-from data.loader import TokenStream, TrainBatches, ValidationBatches, keyed_permutation, prefetched
+from data.loader import JoinedShards, TrainBatches, ValidationBatches, keyed_permutation, prefetched
 from data.shards import DamagedShard, read_shard, write_shard
 from training.distributed import World
 
@@ -26,7 +26,7 @@ def distinct(count):
 def test_stream_reads_what_the_concatenation_holds(sizes):
     whole = distinct(30)
     shards = cut(whole, sizes)
-    stream = TokenStream(shards)
+    stream = JoinedShards(shards)
     assert len(stream) == 30
     for start in range(31):
         for count in range(33):
@@ -42,7 +42,7 @@ def test_stream_reads_what_the_concatenation_holds(sizes):
 def test_a_token_beyond_the_vocabulary_is_named(tmp_path):
     for name, tokens in (("a_train_0.bin", [1, 2, 3]), ("a_train_1.bin", [4, 300, 5])):
         write_shard(tmp_path / name, np.array(tokens))
-    stream = TokenStream([read_shard(tmp_path / f"a_train_{i}.bin") for i in (0, 1)], vocab_size=300)
+    stream = JoinedShards([read_shard(tmp_path / f"a_train_{i}.bin") for i in (0, 1)], vocab_size=300)
     assert stream.read(np.array([0]), 4).tolist() == [[1, 2, 3, 4]]
     with pytest.raises(DamagedShard, match=r"a_train_1\.bin holds token id 300 at 1, its vocabulary has 300"):
         stream.read(np.array([0, 2]), 3)
