@@ -79,12 +79,7 @@ def kernels_arguments(parser) -> None:
     add("--block_size", type=int, default=1024, help="tokens of a sequence (default: %(default)s)")
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     add("--rounds", type=int, default=20, help="measured calls of each kernel (default: %(default)s)")
-    add(
-        "--copied",
-        type=int,
-        default=kernel_bandwidth.COPIED,
-        help="bytes of the copy to compare with (default: %(default)s)",
-    )
+    add("--copied", type=int, default=2**30, help="bytes of the copy to compare with (default: %(default)s)")
     add("--tune", action="store_true", help="instead the launches (model/kernels/launch.py) of the kernels of --match")
     add("--warps", default="", help="of --tune: only launches of so many warps, as in --warps=1,2,4")
     add("--launches", type=int, help="of --tune: at most so many for each kernel")

@@ -149,9 +149,8 @@ class Bench:
             base = self.rows[BASELINE]["activation_bytes_per_token"]
             row["activation_ratio"] = row["activation_bytes_per_token"] / base
             if self.args.profile:
-                profile(
-                    contender, step_table.beside(self.args.json, f"{self.size_name}_{contender.name}.trace.json.gz")
-                )
+                trace = f"{self.size_name}_{contender.name}.trace.json.gz"
+                profile(contender, step_table.beside(self.args.json, trace))
         if peak := peak_flops(self.device):
             row["mfu"] = nominal_flops_per_token(contender.model) * row["tokens_per_second"] / peak
 

@@ -1,8 +1,8 @@
 """Training and validation batches as pure functions of (seed, step, sequence index): nothing to save, nothing to lose.
 
-The shards of a split are read as one sequence of tokens. An epoch cuts it into windows of seq_len + 1 tokens with stride
-seq_len, from an offset that is drawn anew for each epoch, and visits every window once, in a keyed random order that
-needs no memory. Sequence i of step s is number s * global_batch_size + i of the whole run, whoever computes it.
+The shards of a split are joined. An epoch cuts their tokens into windows of seq_len + 1 tokens with stride seq_len,
+from an offset that is drawn anew for each epoch, and visits every window once, in a keyed random order that needs no
+memory. Sequence i of step s is number s * global_batch_size + i of the whole run, whoever computes it.
 """
 
 from collections import deque
