@@ -13,7 +13,6 @@ The ceiling is the least of them. Nothing is measured: it ranks launches, and sa
 
 import collections
 import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -22,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import tables
+from data.shards import write_json
 from training.provenance import provenance
 
 # An H200. Copy bandwidth: measured ones reach about nine tenths of its 4.8 TB/s.
@@ -322,5 +322,4 @@ def run(args) -> None:
         raise ValueError(f"--match={args.match}: no kernel has that in its name; try step, add_norm or v=4")
     print(markdown(rows))
     if args.json:
-        stored = {**provenance(), "target": "sm_90", "rows": rows}
-        args.json.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+        write_json(args.json, {**provenance(), "target": "sm_90", "rows": rows})

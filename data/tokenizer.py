@@ -6,6 +6,7 @@
 import base64
 import hashlib
 import importlib.util
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -139,7 +140,7 @@ def describe(folder: Path) -> dict:
     ValueError: damaged, or GPT-2's that is not in the folder cannot be had.
     """
     path = folder / "tokenizer.json"
-    description = configurator.read_json(path) if path.exists() else {"name": "gpt2"}
+    description = configurator.read_json(path) if os.path.lexists(path) else {"name": "gpt2"}  # a dead link is an error
     if description == {"name": "gpt2"}:
         return to_json(gpt2_tokenizer())
     if "model" in description:  # written by export.py, or the tokenizers library
