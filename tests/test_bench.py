@@ -50,15 +50,6 @@ def test_models_take_turns():
     assert {name: len(times) for name, times in seconds.items()} == {"a": 3, "b": 3}
 
 
-def test_long_measurements_say_how_long_they_will_take(monkeypatch, capsys):
-    clock = iter(range(0, 10_000, 3))
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
-    timing.measure({"a": lambda: None}, warmup=1, rounds=4, what="small, train")
-    warmed_up, *rounds = capsys.readouterr().out.splitlines()
-    assert warmed_up == "  small, train: warmed up a (1/1) in 3 s"
-    assert rounds == ["  small, train: round 2/4, 0:18 left"]  # a round takes 9 s of this clock
-
-
 def main(monkeypatch, *arguments) -> None:
     monkeypatch.setattr(sys, "argv", ["bench.py", *map(str, arguments)])
     bench.main()

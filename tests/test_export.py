@@ -219,12 +219,9 @@ def test_what_cannot_be_served_is_said(reloaded):
         "gap": "a gap between a row's tokens",
         "right": "pad on the left",
         "short": r"attention_mask is \(1, 3\): needed one number for each of 5 tokens",
-        "masked": "tokens that follow a cache cannot be masked",
         "long": "45 tokens do not fit block_size=24",
         "generate_long": "25 tokens do not fit a cache of length=24",
-        "positions": "position_ids is not offered",
         "attentions": "output_attentions is not offered",
-        "nothing": "input_ids are missing",
         "resize": "cannot be resized",
         "static": "this model has a cache of its own",
     }
