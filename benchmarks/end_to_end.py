@@ -52,7 +52,7 @@ def train(arguments: list[str], log: Path) -> None:
     with open(log, "w") as file:
         done = subprocess.run([sys.executable, *arguments], cwd=ROOT, stdout=file, stderr=file, check=False)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(arguments)}: {log.read_text().strip().splitlines()[-1]}")
+        raise RuntimeError(f"{' '.join(arguments)}: {log.read_text().strip().rpartition(chr(10))[2]}")
 
 
 def speed(args, corpus: Path, config: str, folder: Path) -> dict:
