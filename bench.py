@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 
 import configurator
-from benchmarks import ceiling, decode, end_to_end, kernels, memory, step, suites
+from benchmarks import ceiling, decode, end_to_end, kernel_bandwidth, memory_estimate, step, suites
 
 
 def widths(text: str) -> list[int]:
@@ -79,7 +79,7 @@ def kernels_arguments(parser) -> None:
     add("--block_size", type=int, default=1024, help="tokens of a sequence (default: %(default)s)")
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     add("--rounds", type=int, default=20, help="measured calls of each kernel (default: %(default)s)")
-    add("--copied", type=int, default=kernels.COPIED, help="bytes of the copy to compare with (default: %(default)s)")
+    add("--copied", type=int, default=2**30, help="bytes of the copy to compare with (default: %(default)s)")
     add("--tune", action="store_true", help="instead the launches (model/kernels/launch.py) of the kernels of --match")
     add("--warps", default="", help="of --tune: only launches of so many warps, as in --warps=1,2,4")
     add("--launches", type=int, help="of --tune: at most so many for each kernel")
@@ -139,10 +139,10 @@ def memory_arguments(parser) -> None:
 # name: (what it measures, its arguments, what runs it)
 COMMANDS = {
     "step": ("training steps and forward passes; the default", step_arguments, step.run),
-    "kernels": ("bandwidth of the fused kernels against a copy", kernels_arguments, kernels.run),
+    "kernels": ("bandwidth of the fused kernels against a copy", kernels_arguments, kernel_bandwidth.run),
     "decode": ("one-token decoding: uncached, cached, and by a step that is made once", decode_arguments, decode.run),
     "train": ("train.py itself: speed, memory and resuming to the bit", train_arguments, end_to_end.run),
-    "memory": ("peak memory of training runs against train.py's estimate", memory_arguments, memory.run),
+    "memory": ("peak memory of training runs against train.py's estimate", memory_arguments, memory_estimate.run),
     "ceiling": (
         "what the fused kernels' machine code for sm_90 allows of the copy bandwidth; needs no GPU",
         ceiling_arguments,

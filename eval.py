@@ -69,7 +69,7 @@ def check(args) -> None:
 
 
 def with_earlier(entries: list[dict], stored: list[dict]) -> list[dict]:
-    """The entries of this call, then the newest stored ones of the same models that it has nothing in the place of."""
+    """The entries of this call, then the newest stored ones of the same models for all other cells."""
     labels, made = {e["weights"]: e["label"] for e in entries}, {cell_of(e) for e in entries}
     newest = {cell_of(e): e for e in stored if e["weights"] in labels}
     return entries + [e | {"label": labels[e["weights"]]} for key, e in newest.items() if key not in made]

@@ -251,6 +251,8 @@ def set_up(argv: list[str]) -> Run | None:
     run.autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
     with configurator.one_line_errors():
         facts = {"the configuration": settings, "the code": code_digest(), "the data": run.corpus.identity}
+        if run.world.world_size > 1:
+            facts["the weights they begin with"] = [p.double().sum().item() for p in run.model.parameters()]
         distributed.refuse_disagreement(run.world, {**facts, "the checkpoint": str(begin), "torch": torch.__version__})
         models = distributed.parallelise(run.model, config.engine, config.compile, run.world)
         run.train_model, run.eval_model = models
@@ -272,7 +274,7 @@ def announce(run: Run, dtype: str, not_fused: str | None) -> None:
     print(
         f"{config.model}: {run.model.num_parameters():,} parameters, {dtype} on "
         f"{run.world.world_size} x {device.type}; run folder {run.out}\n{batches.windows:,} sequences an epoch; "
-        f"each leaves out {batches.skipped:,} of {len(batches.stream):,} tokens, not always the same"
+        f"each leaves out {batches.skipped:,} of {len(batches.tokens):,} tokens, not always the same"
     )
     if config.kernels != "off" and device.type == "cuda" and not_fused:
         print(f"note: no fused kernels: {not_fused}")

@@ -13,7 +13,6 @@ The ceiling is the least of them. Nothing is measured: it ranks launches, and sa
 
 import collections
 import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -22,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import tables
+from data.shards import write_json
 from training.provenance import provenance
 
 # An H200. Copy bandwidth: measured ones reach about nine tenths of its 4.8 TB/s.
@@ -58,17 +58,17 @@ def compile_for(kernel, arguments: dict, num_warps: int, arch: int = 90):
     def is_type(value):
         return isinstance(value, str) and re.fullmatch(r"\*?(bf16|fp16|fp32|i32)", value)
 
-    for place, (name, value) in enumerate(arguments.items()):
+    for index, (name, value) in enumerate(arguments.items()):
         if is_type(value) or isinstance(value, tuple):
             signature[name] = value
             for part, each in enumerate(value if isinstance(value, tuple) else (value,)):
                 if each.startswith("*"):
-                    where = (place, part) if isinstance(value, tuple) else (place,)
+                    where = (index, part) if isinstance(value, tuple) else (index,)
                     attributes[where] = [["tt.divisibility", 16]]
         else:
-            signature[name], constants[(place,)] = "constexpr", value
+            signature[name], constants[(index,)] = "constexpr", value
         if name in ("row_stride", "column_stride"):
-            attributes[(place,)] = [["tt.divisibility", 16]]  # as at the widths that are used
+            attributes[(index,)] = [["tt.divisibility", 16]]  # as at the widths that are used
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": num_warps})
 
@@ -322,5 +322,4 @@ def run(args) -> None:
         raise ValueError(f"--match={args.match}: no kernel has that in its name; try step, add_norm or v=4")
     print(markdown(rows))
     if args.json:
-        stored = {**provenance(), "target": "sm_90", "rows": rows}
-        args.json.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+        write_json(args.json, {**provenance(), "target": "sm_90", "rows": rows})

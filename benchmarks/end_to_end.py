@@ -3,7 +3,6 @@ against one that was never stopped, bit for bit: `bench.py train`.
 """
 
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -15,7 +14,7 @@ import numpy as np
 import tables
 from benchmarks.figures import Figures
 from benchmarks.suites import SIZE_KEYS
-from benchmarks.timing import spread
+from benchmarks.timing import percentiles, spread
 from data import shards, tokenizer
 from training import checkpoint, distributed, metrics
 from training.provenance import digest
@@ -53,7 +52,7 @@ def train(arguments: list[str], log: Path) -> None:
     with open(log, "w") as file:
         done = subprocess.run([sys.executable, *arguments], cwd=ROOT, stdout=file, stderr=file, check=False)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(arguments)}: {log.read_text().strip().splitlines()[-1]}")
+        raise RuntimeError(f"{' '.join(arguments)}: {log.read_text().strip().rpartition(chr(10))[2]}")
 
 
 def speed(args, corpus: Path, config: str, folder: Path) -> dict:
@@ -62,9 +61,8 @@ def speed(args, corpus: Path, config: str, folder: Path) -> dict:
     steps = [record for record in metrics.read(folder / "run" / "metrics.jsonl") if "loss" in record]
     row = {"memory_bytes": max(step["memory"] for step in steps), "first_step_seconds": steps[0]["seconds"]}
     for key in ("tokens_per_second", "mfu"):
-        if values := sorted(step[key] for step in steps[len(steps) // 5 :] if key in step):
-            row |= {key: statistics.median(values), f"{key}_p10": values[len(values) // 10]}
-            row[f"{key}_p90"] = values[-1 - len(values) // 10]
+        if values := [step[key] for step in steps[len(steps) // 5 :] if key in step]:
+            row |= percentiles(key, values)
     return row | {"first_loss": steps[0]["loss"], "last_loss": steps[-1]["loss"]}
 
 

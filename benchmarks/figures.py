@@ -1,9 +1,9 @@
 """Figures in a JSON file that is written after each of them: what is killed loses the figure in hand, no other."""
 
 import json
-import os
 from pathlib import Path
 
+from data.shards import write_json
 from training.metrics import chip
 from training.provenance import digest, provenance
 
@@ -64,12 +64,8 @@ class Figures:
 
     def store(self) -> None:
         """Write the file whole, or leave it as it was."""
-        if not self.path:
-            return
-        temporary = self.path.with_name(self.path.name + ".tmp")
-        stored = {**provenance(), **self.settings, **self.notes, "rows": self.rows}
-        temporary.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, self.path)
+        if self.path:
+            write_json(self.path, {**provenance(), **self.settings, **self.notes, "rows": self.rows})
 
     def on_what(self) -> str:
         """The chip and its memory's class, for what is printed."""

@@ -1,7 +1,6 @@
 """Processes that run the repository's scripts and end together, with all that they have started."""
 
 import contextlib
-import math
 import os
 import signal
 import subprocess
@@ -24,17 +23,19 @@ def start(arguments: list[str], env: dict[str, str], log) -> subprocess.Popen:
     )
 
 
-def wait(processes: list[subprocess.Popen], seconds: float = math.inf) -> list[int | None]:
+def wait(processes: list[subprocess.Popen], seconds: float) -> list[int | None]:
     """Their exit codes; None: ended, with its group, because it was not done in time."""
-    deadline = time.monotonic() + seconds
-    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(processes, time.monotonic() + seconds)
     late = [process for process in processes if process.poll() is None]
     for number in (signal.SIGTERM, signal.SIGKILL) if late else ():
         for process in late:
             with contextlib.suppress(ProcessLookupError):  # all of the group has ended
                 os.killpg(process.pid, number)
-        until = time.monotonic() + 10
-        while any(process.poll() is None for process in late) and time.monotonic() < until:
-            time.sleep(0.02)
+        wait_until(late, time.monotonic() + 10)
     return [None if process in late else process.poll() for process in processes]
+
+
+def wait_until(processes: list[subprocess.Popen], deadline: float) -> None:
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(deadline - time.monotonic(), 0))

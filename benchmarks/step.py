@@ -9,7 +9,7 @@ import statistics
 
 import torch
 
-from benchmarks import peers, results, suites
+from benchmarks import peers, step_table, suites
 from benchmarks.contender import Contender, memory, profile, waiting
 from benchmarks.figures import Figures
 from benchmarks.suites import BASELINE, row_name
@@ -149,7 +149,8 @@ class Bench:
             base = self.rows[BASELINE]["activation_bytes_per_token"]
             row["activation_ratio"] = row["activation_bytes_per_token"] / base
             if self.args.profile:
-                profile(contender, results.beside(self.args.json, f"{self.size_name}_{contender.name}.trace.json.gz"))
+                trace = f"{self.size_name}_{contender.name}.trace.json.gz"
+                profile(contender, step_table.beside(self.args.json, trace))
         if peak := peak_flops(self.device):
             row["mfu"] = nominal_flops_per_token(contender.model) * row["tokens_per_second"] / peak
 
@@ -211,4 +212,4 @@ def run(args) -> None:
         del bench
         torch.compiler.reset()
         release(device)
-    results.present(settings | figures.notes, figures)
+    step_table.present(settings | figures.notes, figures)

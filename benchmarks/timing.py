@@ -1,8 +1,8 @@
 """Time functions in turns, and say how they compare and how far that spreads."""
 
-import statistics
 import time
 
+import numpy as np
 import torch
 
 from training.metrics import duration
@@ -37,13 +37,17 @@ def measure(steps: dict, warmup: int, rounds: int, what: str = "step") -> dict[s
 
 def compared(key: str, base: list[float], own: list[float]) -> dict[str, float]:
     """Speed relative to base by the rounds' ratios: their median under `key`, 10th and 90th percentile beside it."""
-    ratios = sorted(b / o for b, o in zip(base, own))
-    low, high = ratios[len(ratios) // 10], ratios[-1 - len(ratios) // 10]
-    return {key: statistics.median(ratios), f"{key}_p10": low, f"{key}_p90": high}
+    return percentiles(key, [b / o for b, o in zip(base, own)])
+
+
+def percentiles(key: str, values: list[float]) -> dict[str, float]:
+    """Their median under `key`, 10th and 90th percentile beside it."""
+    middle, low, high = np.percentile(values, (50, 10, 90)).tolist()
+    return {key: middle, f"{key}_p10": low, f"{key}_p90": high}
 
 
 def spread(row: dict, key: str, form: str) -> str | None:
-    """The median and (10th to 90th percentile) that `compared` made, as text; None where the row has none."""
+    """The median and (10th to 90th percentile) that `percentiles` made, as text; None where the row has none."""
     if key not in row:
         return None
     middle, low, high = (format(row[name], form) for name in (key, f"{key}_p10", f"{key}_p90"))

@@ -57,7 +57,7 @@ class Hub:
         self.patience = Patience(self._where(), self.retry_minutes)
 
     def pin(self, commit: str | None = None) -> str | None:
-        """Fix the revision: to `commit`, or to what the hub has now. A clone has none."""
+        """Fix the revision: to `commit`, or to what the hub has now. A clone has no commits."""
         if not Path(self.repository).is_dir():
             self._pinned = commit or self.ask(self._newest_commit)
         return self._pinned

@@ -1,8 +1,8 @@
 """Training and validation batches as pure functions of (seed, step, sequence index): nothing to save, nothing to lose.
 
-The shards of a split are read as one stream of tokens. An epoch cuts it into windows of seq_len + 1 tokens with stride
-seq_len, from an offset that is drawn anew for each epoch, and visits every window once, in a keyed random order that
-needs no memory. Sequence i of step s is number s * global_batch_size + i of the whole run, whoever computes it.
+The shards of a split are joined. An epoch cuts their tokens into windows of seq_len + 1 tokens with stride seq_len,
+from an offset that is drawn anew for each epoch, and visits every window once, in a keyed random order that needs no
+memory. Sequence i of step s is number s * global_batch_size + i of the whole run, whoever computes it.
 """
 
 from collections import deque
@@ -16,7 +16,7 @@ import torch
 from data.shards import DamagedShard
 
 
-class TokenStream:
+class JoinedShards:
     """Shards (uint16, 1-D each) as one array. Reading raises DamagedShard where an id is not below vocab_size."""
 
     def __init__(self, shards: list[np.ndarray], vocab_size: int = 2**16):
@@ -41,10 +41,10 @@ class TokenStream:
                 filled, shard = filled + len(part), shard + 1
         if tokens.size and tokens.max() >= self.vocab_size:
             row, column = np.argwhere(tokens >= self.vocab_size)[0].tolist()
-            place = int(starts[row]) + column
-            shard = int(np.searchsorted(self.starts, place, side="right")) - 1
+            position = int(starts[row]) + column
+            shard = int(np.searchsorted(self.starts, position, side="right")) - 1
             raise DamagedShard(
-                f"{self.names[shard]} holds token id {tokens[row, column]} at {place - self.starts[shard]}, its "
+                f"{self.names[shard]} holds token id {tokens[row, column]} at {position - self.starts[shard]}, its "
                 f"vocabulary has {self.vocab_size}: it is damaged, or its meta.json is another corpus's"
             )
         return tokens
@@ -100,9 +100,9 @@ class TrainBatches:
         vocab_size: int = 2**16,
         window_tokens: int | None = None,
     ):
-        self.stream, self.seq_len = TokenStream(shards, vocab_size), seq_len
+        self.tokens, self.seq_len = JoinedShards(shards, vocab_size), seq_len
         self.global_batch_size, self.seed = global_batch_size, seed
-        tokens = len(self.stream)
+        tokens = len(self.tokens)
         check_window(tokens, "training", seq_len, window_tokens)
         if window_tokens:
             self.stride, self.windows, self.max_offset = window_tokens, tokens // window_tokens, 0
@@ -125,7 +125,7 @@ class TrainBatches:
     def get(self, step: int, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """ids and targets, int64 (count, seq_len), of sequences first..first+count-1 of the global batch of `step`."""
         begin = step * self.global_batch_size + first
-        return ids_and_targets(self.stream.read(self.starts(np.arange(begin, begin + count)), self.seq_len + 1))
+        return ids_and_targets(self.tokens.read(self.starts(np.arange(begin, begin + count)), self.seq_len + 1))
 
 
 @lru_cache(8)
@@ -159,12 +159,12 @@ class ValidationBatches:
     def __init__(
         self, shards: list[np.ndarray], seq_len: int, vocab_size: int = 2**16, window_tokens: int | None = None
     ):
-        self.stream, self.seq_len = TokenStream(shards, vocab_size), seq_len
-        if len(self.stream) < 2:
-            raise ValueError(f"the validation split has {len(self.stream)} tokens, it needs 2 or more")
-        check_window(len(self.stream), "validation", seq_len, window_tokens)
+        self.tokens, self.seq_len = JoinedShards(shards, vocab_size), seq_len
+        if len(self.tokens) < 2:
+            raise ValueError(f"the validation split has {len(self.tokens)} tokens, it needs 2 or more")
+        check_window(len(self.tokens), "validation", seq_len, window_tokens)
         self.stride = window_tokens or seq_len
-        self.windows = len(self.stream) // self.stride if window_tokens else -(-(len(self.stream) - 1) // seq_len)
+        self.windows = len(self.tokens) // self.stride if window_tokens else -(-(len(self.tokens) - 1) // seq_len)
 
     def spread(self, count: int) -> list[int]:
         """`count` windows (all, where there are fewer) evenly over the split."""
@@ -174,10 +174,10 @@ class ValidationBatches:
         """ids and targets, int64 (rows, seq_len); rows and positions past the end hold id 0 and target -1."""
         starts = np.array(windows, dtype=np.int64) * self.stride
         tokens = np.zeros((rows, self.seq_len + 1), dtype=np.uint16)
-        tokens[: len(windows)] = self.stream.read(starts, self.seq_len + 1)
+        tokens[: len(windows)] = self.tokens.read(starts, self.seq_len + 1)
         ids, targets = ids_and_targets(tokens)
         lengths = np.zeros(rows, dtype=np.int64)
-        lengths[: len(windows)] = np.minimum(len(self.stream) - 1 - starts, self.seq_len)
+        lengths[: len(windows)] = np.minimum(len(self.tokens) - 1 - starts, self.seq_len)
         past = torch.arange(self.seq_len) >= torch.from_numpy(lengths)[:, None]
         return ids.masked_fill_(past, 0), targets.masked_fill_(past, -1)
 

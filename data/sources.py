@@ -80,7 +80,7 @@ class Files:
         self.paths.sort(key=(lambda p: hashlib.sha256(p.as_posix().encode()).digest()) if shuffled else None)
         self.sizes = [path.stat().st_size for path in self.paths]
         self.not_text = set()  # files of folders that turned out so
-        self.copies: dict[tuple[int, int], int] = {}  # bytes of the documents left out as such, by (file, position)
+        self.copies = self.copied_bytes = 0  # documents that the last reading left out as such
 
     @staticmethod
     def _wanted(file: Path, root: Path, suffixes) -> bool:
@@ -119,6 +119,7 @@ class Files:
     def _unique_documents(self, cursor: dict):
         """All is read from the beginning, to know what came before the cursor; what follows it is yielded."""
         seen, copied = set(), False
+        self.copies = self.copied_bytes = 0
         for document in self._documents({"file": 0, "at": 0}):
             file, at, text, start = document
             if start:
@@ -127,7 +128,8 @@ class Files:
                 copied = digest in seen
                 seen.add(digest)
                 if copied:
-                    self.copies[file, at] = len(text.encode()) if whole else self.sizes[file]
+                    self.copies += 1
+                    self.copied_bytes += len(text.encode()) if whole else self.sizes[file]
             if not copied and (file, at) >= (cursor["file"], cursor["at"]):
                 yield document
 

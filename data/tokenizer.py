@@ -6,6 +6,7 @@
 import base64
 import hashlib
 import importlib.util
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -111,7 +112,7 @@ def to_json(encoding: tiktoken.Encoding) -> dict:
 
 
 def from_json(description: dict) -> tiktoken.Encoding:
-    """The encoding that a description rebuilds. ValueError: it is none."""
+    """The encoding that a description rebuilds. ValueError: it does not describe one."""
     tokens = [base64.b64decode(token) for token in description["tokens"]]
     if len({token for token in tokens if len(token) == 1}) != 256:
         raise ValueError("a tokenizer without a token for every byte")
@@ -126,7 +127,7 @@ def meta(encoding: tiktoken.Encoding) -> dict:
 
 
 def bytes_by_token(encoding: tiktoken.Encoding) -> np.ndarray:
-    """UTF-8 bytes that each token stands for, int64 (n_vocab,); end-of-text stands for none."""
+    """UTF-8 bytes that each token stands for, int64 (n_vocab,); end-of-text stands for no bytes."""
     lengths = np.zeros(encoding.n_vocab, dtype=np.int64)
     for token, rank in encoding._mergeable_ranks.items():
         lengths[rank] = len(token)
@@ -139,7 +140,7 @@ def describe(folder: Path) -> dict:
     ValueError: damaged, or GPT-2's that is not in the folder cannot be had.
     """
     path = folder / "tokenizer.json"
-    description = configurator.read_json(path) if path.exists() else {"name": "gpt2"}
+    description = configurator.read_json(path) if os.path.lexists(path) else {"name": "gpt2"}  # a dead link is an error
     if description == {"name": "gpt2"}:
         return to_json(gpt2_tokenizer())
     if "model" in description:  # written by export.py, or the tokenizers library

@@ -70,7 +70,7 @@ class Evaluation:
                 model, batches, list(range(batches.windows)), rows, self.world,
                 self.autocast, corpus.meta.get("scored_from"),
             )  # fmt: skip
-        entry["tokens"] = batches.windows * (window - 1) if window else len(batches.stream) - 1
+        entry["tokens"] = batches.windows * (window - 1) if window else len(batches.tokens) - 1
         entry["record"] = metrics.validation_record(scores.pop("loss"), corpus.bytes_per_token("val")) | scores
         return self.keep(entry, started, ", ".join(f"{key} {value:.4f}" for key, value in entry["record"].items()))
 

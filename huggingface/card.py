@@ -32,30 +32,22 @@ def records_of(checkpoint: Path, step: int) -> list[dict]:
 
 
 def training_rows(state: dict, records: list[dict]) -> list[tuple[str, str]]:
-    """(what, figure) of the training that state.json and metrics.jsonl tell of."""
-    run, config, rows = state.get("run_config", {}), state["model_config"], []
-    if "step" in state:
-        rows.append(("steps", f"{state['step']:,}"))
-        if {"global_batch_size"} <= run.keys() and {"block_size"} <= config.keys():
-            tokens = state["step"] * run["global_batch_size"] * config["block_size"]
-            rows.append(("tokens", f"{tokens:,}, in sequences of {config['block_size']:,}"))
-    if "dataset" in run:
-        rows.append(("corpus", Path(run["dataset"]).name))
-    scores = [record for record in records if "val_loss" in record]
-    if scores:
+    """(what, figure) of the training that state.json and metrics.jsonl tell of; none of a folder without state.json."""
+    if not (run := state.get("run_config")):
+        return []
+    block_size = state["model_config"]["block_size"]
+    tokens = state["step"] * run["global_batch_size"] * block_size
+    rows = [("steps", f"{state['step']:,}"), ("tokens", f"{tokens:,}, in sequences of {block_size:,}")]
+    rows.append(("corpus", Path(run["dataset"]).name))
+    if scores := [record for record in records if "val_loss" in record]:
         last, names = scores[-1], {"val_loss": "validation loss", "val_perplexity": "validation perplexity"}
         names["val_bits_per_byte"] = "validation bits per byte"
         share = f"step {last['step']:,}, {last['val_sequences']:,} sequences"
         rows += [(name, f"{last[key]:.4f} ({share})") for key, name in names.items() if key in last]
-    losses = [record["loss"] for record in records if "loss" in record][-100:]
-    if losses:
-        rows.append((f"training loss, mean of the last {len(losses)} steps", f"{sum(losses) / len(losses):.4f}"))
-    if "seconds" in state:
-        rows.append(("seconds of training steps", f"{state['seconds']:,.0f}"))
-    named = {
-        key: Path(run[key]).name if key == "init_from" else run[key] for key in OPTIMISER if run.get(key) is not None
-    }
-    return rows + [(f"`{key}`", f"`{value}`") for key, value in named.items()]
+    for key in OPTIMISER:
+        if run.get(key) is not None:
+            rows.append((f"`{key}`", f"`{Path(run[key]).name if key == 'init_from' else run[key]}`"))
+    return rows
 
 
 def card(name: str, stem: str, model, dtype: str, commit: str, state: dict, records: list[dict]) -> str:

@@ -2,7 +2,7 @@
 
     GET  /          the page (page.html, page.css, page.js: no framework, nothing from elsewhere)
     GET  /model     what the model is, its gated sites, and the limits of a request
-    POST /generate  a `Request` as JSON -> lines of JSON as they are made: the events of serving/stream.py
+    POST /generate  a `Request` as JSON -> lines of JSON as they are made: the events of serving/events.py
 
 docs/serving.md describes them. A mistake is answered with {"message": one line}, within a stream too. One generation
 runs at a time; it ends with its connection.
@@ -34,9 +34,9 @@ except ImportError as error:
 
 from data.tokenizer import encode_prompt
 from model.generation import Sampling
+from serving.events import each_under, events
 from serving.gates import gated_sites
 from serving.guard import EVERY_ADDRESS, Guard
-from serving.stream import each_under, events
 
 FILES = {"/": "page.html", "/page.css": "page.css", "/page.js": "page.js", "/heatmap.js": "heatmap.js"}
 FILES |= {"/icon.svg": "icon.svg"}

@@ -108,17 +108,13 @@ def refusals(folder: str) -> dict:
     """What a call that the model cannot serve says."""
     model, ids, said = load(folder), torch.zeros(1, 5, dtype=torch.int64), {}
     mask = torch.tensor([[1, 0, 1, 1, 1]])
-    cache = model(ids, use_cache=True).past_key_values
     calls = {
         "gap": lambda: model(ids, attention_mask=mask),
         "right": lambda: model(ids, attention_mask=torch.tensor([[1, 1, 1, 1, 0]]), use_cache=True),
         "short": lambda: model(ids, attention_mask=mask[:, :3]),
-        "masked": lambda: model(ids[:, :1], attention_mask=torch.tensor([[1, 1, 1, 1, 1, 0]]), past_key_values=cache),
         "long": lambda: model(ids.repeat(1, 9)),
         "generate_long": lambda: model.generate(ids, max_new_tokens=99, min_new_tokens=99),
-        "positions": lambda: model(ids, position_ids=ids),
         "attentions": lambda: model(ids, output_attentions=True),
-        "nothing": lambda: model(),
         "resize": lambda: model.resize_token_embeddings(300),
         "static": lambda: model.generate(ids, max_new_tokens=2, cache_implementation="static"),
     }

@@ -234,15 +234,6 @@ def test_stop_and_busy(chromium, monkeypatch):
             assert text(chromium, "error").startswith("busy: another text is being generated")
 
 
-def test_a_stop_string_ends_the_text(page, address):
-    tokens = sent(address, prompt="ab", max_new_tokens=20, seed=1)
-    whole = "".join(token["text"] for token in tokens[3:])
-    stop = next(character for character in whole[2:] if "!" <= character <= "~")  # one that can be typed
-    run(page, prompt="ab", max_new_tokens="20", seed="1", stop_strings=stop)
-    assert content(page) == "<|endoftext|>ab" + whole[: whole.find(stop)]
-    assert text(page, "status").endswith("stop string")
-
-
 def test_mistakes_are_shown_and_go_away(page):
     for fields, message in (
         ({"temperature": "-1"}, "temperature=-1.0: give 0 or more"),

@@ -18,7 +18,7 @@ from benchmarks import campaign, processes, step
 def gpu_sh(*arguments) -> subprocess.CompletedProcess:
     command = ["bash", "benchmarks/gpu.sh", *map(str, arguments)]
     env = {**os.environ, "PYTHON": sys.executable}
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=500, env=env)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=1800, env=env)
 
 
 @pytest.mark.slow

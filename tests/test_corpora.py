@@ -110,12 +110,6 @@ def test_wikitext_articles_are_documents(wikitext, tmp_path, monkeypatch):
     assert documents(corpus.train) == ["".join(FIRST), "".join(SECOND), " = X = \n"]
 
 
-def test_wikitext_103_by_default(wikitext, tmp_path, monkeypatch):
-    corpus = run(monkeypatch, "wikitext", tmp_path / "out", f"--repository={wikitext}")
-    assert corpus.meta["name"] == "wikitext-103-raw-v1"
-    assert documents(corpus.train) == ["".join(WIKI["test"])]
-
-
 def test_wikitext_lines_are_tokenised_one_by_one(wikitext, tmp_path, monkeypatch):
     options = ["--version=2", "--tokenizer=bpe", "--vocab_size=270"]
     corpus = run(monkeypatch, "wikitext", tmp_path / "out", f"--repository={wikitext}", *options)
@@ -190,15 +184,6 @@ def test_text_drops_copies_and_what_is_no_text(notes, tmp_path, monkeypatch, cap
     assert len(everything) > len(set(everything))
 
 
-def test_text_says_how_many_files_it_left_out_by_default_too(notes, tmp_path, monkeypatch, capsys):
-    """Training the byte pairs reads the source once more; a file counts once, and a copy."""
-    run(monkeypatch, "text", tmp_path / "out", "--vocab_size=265", "--source", notes[0])
-    said = capsys.readouterr().out
-    assert "\n2 files of the folders are no UTF-8 text and were left out" in said
-    everything = in_hash_order(*notes)
-    assert f"\n{len(everything) - len(set(everything))} documents (" in said
-
-
 def test_text_of_some_suffixes(notes, tmp_path, monkeypatch):
     root, texts, rows = notes
     options = ["--tokenizer=bytes", "--source", root, "--suffixes", ".md", ".py", "--val_tokens=10"]
@@ -232,8 +217,6 @@ def test_text_expands_home_and_trains_byte_pairs_by_default(notes, tmp_path, mon
     [
         ([], "give --source: files, patterns or folders of text"),
         (["--source", "README.md", "--val_share=0"], "--val_share=0.0: give a number between 0 and 1"),
-        (["--source", "README.md", "--val_share=1.5"], "--val_share=1.5: give a number between 0 and 1"),
-        (["--source", "README.md", "--val_share=nan"], "--val_share=nan: give a number between 0 and 1"),
         (["--source", "nowhere"], "--source=nowhere: no files there"),
         (["--source", "docs", "--suffixes", ".none"], "--source=docs: no files with suffix .none there"),
         (["--workers=0", "--source", "README.md"], "--workers=0: give 1 or more"),
@@ -284,13 +267,6 @@ def test_sequences_are_a_function_of_the_seed_and_the_split(tmp_path, monkeypatc
     # Sequence i does not depend on how many there are.
     few = [text for batch in Copies(300, 5, 16, 0, "train").read() for text in batch.texts]
     assert few == train[:300]
-
-
-def test_symbols(tmp_path, monkeypatch):
-    _, val, train = copies(monkeypatch, tmp_path / "out", "--symbols=64")
-    assert len(set("".join(val + train))) == 64
-    _, val, train = copies(monkeypatch, tmp_path / "two", "--symbols=2")
-    assert set("".join(val + train)) == {"a", "b"}
 
 
 @pytest.mark.parametrize(

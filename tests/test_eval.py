@@ -493,15 +493,6 @@ def test_older_tables_stay_and_grow(run, folder, tmp_path):
     assert first.splitlines()[4].split("|")[2].strip() in tried.partition("### 0-shot, float32\n")[2]
 
 
-def test_nothing_evaluated_makes_no_folder(run, folder, tmp_path):
-    arguments = [run, "--tasks=absent", f"--include_path={folder}", f"--out={tmp_path / 'out'}"]
-    code, out, error = evaluated(*arguments)
-    assert code == 3
-    assert "nothing was evaluated" in out
-    assert len(error.strip().splitlines()) == 1
-    assert not (tmp_path / "out").exists()
-
-
 def test_evaluations_that_write_at_once_keep_each_others_results(tmp_path):
     one, other = store.Store(tmp_path), store.Store(tmp_path)
     entry = {"weights": "w", "task": "a", "shots": 0, "settings": {}}

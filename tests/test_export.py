@@ -219,12 +219,9 @@ def test_what_cannot_be_served_is_said(reloaded):
         "gap": "a gap between a row's tokens",
         "right": "pad on the left",
         "short": r"attention_mask is \(1, 3\): needed one number for each of 5 tokens",
-        "masked": "tokens that follow a cache cannot be masked",
         "long": "45 tokens do not fit block_size=24",
         "generate_long": "25 tokens do not fit a cache of length=24",
-        "positions": "position_ids is not offered",
         "attentions": "output_attentions is not offered",
-        "nothing": "input_ids are missing",
         "resize": "cannot be resized",
         "static": "this model has a cache of its own",
     }
@@ -399,16 +396,9 @@ def test_the_card_tells_what_is_known(tmp_path):
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     text = re.sub(" +", " ", (exported(run, tmp_path / "out") / "README.md").read_text())
     assert text.startswith("---\nlibrary_name: transformers\n")
-    for row in (
-        *(
-            "| steps | 7 |",
-            "| tokens | 672, in sequences of 24 |",
-            "| corpus | stories |",
-            "| `learning_rate` | `0.01` |",
-        ),
-        *("| validation loss | 1.2500 (step 7, 33 sequences) |", "| validation bits per byte | 1.8000 (step 7"),
-        *("| training loss, mean of the last 7 steps | 4.0000 |", "| `hidden_size` | `12` |", "| seconds of training"),
-    ):
+    rows = ["| steps | 7 |", "| tokens | 672, in sequences of 24 |", "| corpus | stories |", "| `hidden_size` | `12` |"]
+    rows += ["| validation loss | 1.2500 (step 7, 33 sequences) |", "| validation bits per byte | 1.8000 (step 7"]
+    for row in (*rows, "| `learning_rate` | `0.01` |"):
         assert row in text, row
     assert "min_lr" not in text
     assert "/some" not in text

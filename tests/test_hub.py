@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT, one_line_error, script
 from hub_server import Fault
+from in_process import call
 
 from data import patience, sources, tokenizer
 from data.fineweb_edu import prepare
@@ -60,17 +61,6 @@ def _bytes_for_gpt2(monkeypatch, tmp_path):
 
 def texts(batches):
     return [text for batch in batches for text in batch.texts]
-
-
-def test_rows_come_in_order_and_null_is_none(clone):
-    assert texts(Hub(str(clone), "sample-10BT").read()) == TEXTS
-    assert texts(Hub(str(clone), "other").read()) == ["another configuration"]
-
-
-def test_starts_are_told_row_by_row(clone):
-    batches = list(Hub(str(clone), "sample-10BT", starts=lambda text: "7," in text).read())
-    assert all(batch.starts == ["7," in text for text in batch.texts] for batch in batches)
-    assert {True, False} == {start for batch in batches for start in batch.starts}
 
 
 def test_reading_goes_on_from_every_cursor(clone):
@@ -322,10 +312,10 @@ def test_a_pinned_commit_that_is_gone_says_so(server, client, fineweb, tmp_path)
     assert open_corpus(str(tmp_path)).meta["commit"] == list(server.commits[fineweb.name])[-1]
 
 
-def test_what_is_not_installed_is_named(tmp_path):
-    absent = "import runpy, sys; sys.modules['huggingface_hub'] = sys.modules['datasets'] = None; sys.argv.pop(0); "
-    absent += "runpy.run_path(sys.argv[0], run_name='__main__')"
-    line = one_line_error(script("-c", absent, FINEWEB, "--tokenizer=bytes", f"--out={tmp_path / 'out'}"))
+def test_what_is_not_installed_is_named(tmp_path, monkeypatch):
+    for package in ("huggingface_hub", "datasets"):
+        monkeypatch.setitem(sys.modules, package, None)
+    line = one_line_error(call(FINEWEB, "--tokenizer=bytes", f"--out={tmp_path / 'out'}"))
     assert "that needs the datasets package: pip install datasets" in line
 
 

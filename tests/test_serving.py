@@ -28,9 +28,9 @@ from model.decoding import round_matrices
 from model.generation import Sampling
 from model.gpt import Stream
 from serving import app as serving_app
+from serving.events import Pieces, events
 from serving.gates import gated_sites, recorded
 from serving.guard import host_fits
-from serving.stream import Pieces, events
 from training.checkpoint import load_model
 
 DELTA = [stem for stem in STEMS if stem.startswith("DDL")]

@@ -121,13 +121,6 @@ def test_pieces_of_a_large_file_join_to_the_file(tmp_path, monkeypatch, piece):
     assert (len(pieces) > 3 * len(LONG)) is (piece < 1000)
 
 
-def test_pieces_end_at_line_breaks_where_there_are_any(tmp_path, small):
-    (tmp_path / "a.txt").write_bytes(LONG[0].encode())
-    (batch, *others) = Files([str(tmp_path)]).read()
-    assert others
-    assert all(text.endswith("\n") for text in batch.texts)
-
-
 def test_an_empty_text_file_is_no_document_and_an_empty_row_is_one(tmp_path):
     (tmp_path / "a.txt").touch()
     (tmp_path / "b.jsonl").touch()
@@ -160,22 +153,12 @@ def test_reading_goes_on_from_every_cursor(tmp_path, small, keys):
     assert_resumes_everywhere(Files([str(tmp_path / "in")], **keys))
 
 
-def test_reading_goes_on_within_large_row_groups(tmp_path, small):
-    write_parquet(tmp_path / "a.parquet", [f"{i} " * 9 if i % 5 else None for i in range(200)], row_group_size=70)
-    assert_resumes_everywhere(Files([str(tmp_path)]))
-
-
 def test_texts_in_memory_and_copies_go_on_from_every_cursor():
     texts = [f"text {i}" for i in range(1300)]
     source = Texts(texts, "numbers")
     assert documents(source.read()) == texts
     assert_resumes_everywhere(source)
     assert_resumes_everywhere(Copies(1300, 5, 16, 7, "train"))
-
-
-def test_batches_end_at_their_size(tmp_path, small):
-    write_parquet(tmp_path / "a.parquet", ["x" * 30] * 50)
-    assert {len(batch.texts) for batch in list(Files([str(tmp_path)]).read())[:-1]} == {4}
 
 
 def tree(root):
@@ -287,12 +270,6 @@ def test_text_bytes_are_about_right(tmp_path):
 def test_broken_json_lines_are_named_with_their_place(tmp_path, line, message):
     write_json_lines(tmp_path / "a.jsonl", ['{"text": "first"}', line, '{"text": "last"}'])
     with pytest.raises(ValueError, match=rf"a\.jsonl {message}"):
-        read(tmp_path)
-
-
-def test_json_lines_that_are_not_utf8(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes('{"text": "größe"}\n'.encode("latin-1"))
-    with pytest.raises(ValueError, match=r"a\.jsonl holds no JSON at byte 0"):
         read(tmp_path)
 
 

@@ -186,7 +186,7 @@ def test_stops_before_the_step_on_what_is_not_finite(corpus, tmp_path, changes, 
     assert (diagnosis["step"], diagnosis["sequences"]) == (step, [4 * step - 4, 4 * step - 1])
     assert "nan" in (diagnosis["loss"], diagnosis["grad_norm"])
     batches = TrainBatches(shards.open_corpus(str(corpus)).train, SMALL["block_size"], 4, seed=0)
-    whole = batches.stream.read(np.array(diagnosis["starts"]), SMALL["block_size"])
+    whole = batches.tokens.read(np.array(diagnosis["starts"]), SMALL["block_size"])
     assert (batches.get(step - 1, 0, 4)[0].numpy() == whole).all()
     names = [name for group in diagnosis["groups"] for name in group["parameters"]]
     assert "transformer.wte.weight" in names

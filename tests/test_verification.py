@@ -348,22 +348,3 @@ def test_ctrl_c_in_a_fetch_says_how_to_go_on(server, shared, tmp_path):
     line = process.communicate(timeout=20)[1].splitlines()[-1]
     assert process.returncode == 130
     assert line == "-c: interrupted; 3 of 4 shards are here: run the same command again to go on"
-
-
-def test_a_repository_of_shards_that_is_not_there(server, client, tmp_path):
-    server.commits.pop("org/shards", None)
-    found = fetched(client, tmp_path / "out")
-    assert found.code == 2
-    (line,) = found.err.splitlines()
-    assert "org/shards cannot be read: the hub knows no such data set, or hides it: check the name" in line
-
-
-def test_counts_of_a_shard(tmp_path):
-    tokens = np.random.default_rng(0).integers(0, 50257, 5000)
-    shards.write_shard(tmp_path / "a_train.bin", tokens)
-    found = verification.examine(tmp_path / "a_train.bin", 50257)
-    assert found["tokens"] == 5000
-    assert found["sha256"] == hashlib.sha256((tmp_path / "a_train.bin").read_bytes()).hexdigest()
-    assert found["counts"].tolist() == [int((tokens == i).sum()) for i in range(50257)]
-    shards.write_shard(tmp_path / "b_train.bin", np.array([], dtype=np.uint16))
-    assert verification.examine(tmp_path / "b_train.bin", 257)["counts"].sum() == 0

@@ -47,8 +47,8 @@ def main():
         val_tokens = args.val_tokens or max(int(args.val_share * source.text_bytes() / per_token), 1)
         preparation.prepare(args, "text", [("val", source, val_tokens), ("train", source, None)])
         if source.copies:
-            size = shards.readable(sum(source.copies.values()))
-            print(f"{len(source.copies):,} documents ({size}) repeat earlier ones exactly and were left out")
+            size = shards.readable(source.copied_bytes)
+            print(f"{source.copies:,} documents ({size}) repeat earlier ones exactly and were left out")
         if source.not_text:
             print(f"{len(source.not_text)} files of the folders are no UTF-8 text and were left out")
 

@@ -1,7 +1,6 @@
 """`bench.py memory`: peak memory of training runs, each in a process of its own, against what train.py estimates."""
 
 import itertools
-import json
 import subprocess
 import sys
 import tempfile
@@ -12,6 +11,7 @@ import torch
 
 import tables
 import train
+from data.shards import read_json, write_json
 from model import STEMS
 from training import distributed, metrics
 from training.memory import memory_needed
@@ -78,7 +78,7 @@ def run(args) -> None:
     """Measure what the file of figures lacks, storing each, then print the table and the largest error."""
     device = distributed.pick_device(args.device)
     stems = args.models.split(",") if args.models else STEMS
-    stored = json.loads(args.json.read_text())["rows"] if args.json and args.json.exists() else []
+    stored = read_json(args.json).get("rows", []) if args.json else []
     known = {tuple(row[key] for key in KEYS): row for row in stored}
     wanted = list(itertools.product(SIZES[device.type], (False, True), (False, True), stems))
     started, new = time.monotonic(), 0
@@ -94,8 +94,7 @@ def run(args) -> None:
             left = (time.monotonic() - started) / new * (len(wanted) - number)
             print(*row.values(), f"({number} of {len(wanted)}, ETA {metrics.duration(left)})", flush=True)
         if args.json:
-            content = {**provenance(), "sizes": SIZES[device.type], "rows": list(known.values())}
-            args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            write_json(args.json, {**provenance(), "sizes": SIZES[device.type], "rows": list(known.values())})
     rows = [known[key] for key in wanted]
     print(markdown(rows))
     worst = max(rows, key=lambda row: abs(row["estimated"] / row["measured"] - 1))

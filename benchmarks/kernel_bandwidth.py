@@ -21,7 +21,6 @@ from training import distributed
 from training.metrics import duration, size
 from training.provenance import digest
 
-COPIED = 2**30  # bytes of the copy that a kernel's bandwidth is compared with: beyond every cache
 WAYS = ("forward", "backward")
 # What --tune tries beside the table's launches and their runners-up: warps of a program, how loads run ahead (stages,
 # prefetch), warps of a multiprocessor.

@@ -46,7 +46,7 @@ class Pieces:
         return {"id": token, "text": text, "label": label, "gates": gates, "prompt": prompt}
 
     def label(self, token: int) -> str:
-        """The token by itself: its text, or its bytes where they are none."""
+        """The token by itself: its text, or its bytes where those are not UTF-8."""
         data = self.tokenizer.decode_single_token_bytes(token)
         try:
             return data.decode("utf-8")
