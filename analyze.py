@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import configurator  # before all that is slow to import: it takes Ctrl+C
 
 # isort: split
+import numpy as np
 import torch
 
 from model import STEMS, build
@@ -53,9 +54,7 @@ def coordinate_sizes(stem: str, width: int, mup: bool, steps: int, learning_rate
 
 def slope(widths: list[int], sizes: list[float]) -> float:
     """Least-squares slope of log size over log width."""
-    x, y = [math.log(w) for w in widths], [math.log(s) for s in sizes]
-    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-    return sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y)) / sum((a - mean_x) ** 2 for a in x)
+    return float(np.polyfit(np.log(widths), np.log(sizes), 1)[0])
 
 
 def coordinate_check(stem: str, widths: list[int], steps: int, learning_rate: float) -> dict:

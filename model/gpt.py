@@ -20,7 +20,7 @@ from model.decoding import NO_TOKEN, Cache
 from model.keys import Key, check_ranges
 from model.layers import Heads, Positions, RMSNorm, at_least_fp32, for_product, rope_tables
 from model.loss import linear_cross_entropy, scaled
-from model.parameters import Rule, normal, rules_of
+from model.parameters import Rule, normal, refuse_unregistered, rules_of
 
 INITIAL = Key(low=0, initial=True)
 
@@ -63,19 +63,6 @@ class GPTConfig:
         return self.hidden_size_base / self.hidden_size if self.mup else 1.0
 
 
-def refuse_unregistered(model) -> None:
-    """ValueError: a site's part has a parameter that is none of the model's, so that nobody would train it."""
-    known = set(map(id, model.parameters()))
-    for site in (site for block in model.transformer.h for site in block.sites):
-        for part in (site.read, site.write, site.norm, site.after):
-            for parameter in part.parameters() if isinstance(part, nn.Module) else ():
-                if id(parameter) not in known:
-                    what = type(part).__name__
-                    raise ValueError(
-                        f"{what} of site {site.name} is no part of its block: assign it, self.x = {what}(...)"
-                    )
-
-
 class GPT(nn.Module):
     """logits, loss = model(ids, targets): the whole language model.
 
@@ -116,7 +103,8 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self) -> None:
         """Start every parameter as its rule says. ValueError: one has no rule, or two."""
-        refuse_unregistered(self)
+        parts = [part for block in self.transformer.h for site in block.sites for part in vars(site).values()]
+        refuse_unregistered(self, [part for part in parts if isinstance(part, nn.Module)])
         rules = rules_of(self)
         layers = {
             f"{name}.weight" for name, module in self.named_modules() if isinstance(module, nn.Linear | nn.Embedding)

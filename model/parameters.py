@@ -72,3 +72,12 @@ def rules_of(model: nn.Module) -> dict[str, Rule]:
     if unknown := sorted(rules.keys() - set(names)):
         raise ValueError(f"there is a rule for {unknown[0]}, which is no parameter of {type(model).__name__}")
     return {name: rules[name] for name in names}
+
+
+def refuse_unregistered(model: nn.Module, parts: list[nn.Module]) -> None:
+    """ValueError: one of the parts has a parameter that is none of the model's, so that nobody would train it."""
+    known = set(map(id, model.parameters()))
+    for part in parts:
+        if not known.issuperset(map(id, part.parameters())):
+            name = type(part).__name__
+            raise ValueError(f"{name} is used by a site, but no part of its block: assign it, self.part = {name}(...)")

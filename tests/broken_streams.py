@@ -122,7 +122,11 @@ BROKEN = {
     "forgets an initialisation": (additive(write=Gated), "rules", r"parts\.0\.1\.gate has no rule: give its Gated"),
     "a rule that fills nothing": (additive(write=NeverFilled), "rules", r"rule of .*gate leaves numbers as they were"),
     "two rules": (additive(write=TwoRules), "rules", r"parts\.0\.1\.inner\.gate has two rules"),
-    "no part of the block": (type("Model", (GPT,), {"Block": OneGate}), "rules", "Gated of site attn is no part of"),
+    "no part of the block": (
+        type("Model", (GPT,), {"Block": OneGate}),
+        "rules",
+        "Gated is used by a site, but no part of its block",
+    ),
     "sees the next token": (additive(read=Ahead), "causality", "a token sees later ones"),
     "breaks the cache": (additive(read=WithoutCache), "cache", "with the cache it computes something else"),
     "makes something of zeros": (additive(read=FromZero), "cache", "of the zeros before a shorter prompt"),

@@ -58,15 +58,16 @@ def without_form(model) -> str | None:
         if type(block).forward is not Block.forward:
             return f"the forward pass of {type(block).__name__}, block {block.layer}"
         for site in block.sites:
-            parts = {"write": site.write, "read": site.read, "norm": site.norm, "norm after it": site.after}
-            fits = {
-                "write": form_of(site.write) == write_form(model) and known_write(site.write, model.config),
-                "read": form_of(site.read) in reads,
-                "norm": form_of(site.norm) == "rms_norm",
-                "norm after it": site.after is None,
-            }
-            for what in (name for name, known in fits.items() if not known or type(site) is not Site):
-                return f"the {what} ({type(parts[what]).__name__}) of block {block.layer}, site {site.name}"
+            alike = form_of(site.write) == write_form(model) and known_write(site.write, model.config)
+            for what, part, known in (
+                ("site", site, type(site) is Site),
+                ("write", site.write, alike),
+                ("read", site.read, form_of(site.read) in reads),
+                ("norm", site.norm, form_of(site.norm) == "rms_norm"),
+                ("norm after the write", site.after, site.after is None),
+            ):
+                if not known:
+                    return f"the {what} ({type(part).__name__}) of block {block.layer}, site {site.name}"
     return None
 
 
