@@ -125,7 +125,7 @@ BROKEN = {
     "no part of the block": (
         type("Model", (GPT,), {"Block": OneGate}),
         "rules",
-        "Gated is used by a site, but no part of its block",
+        "but no part of its block",
     ),
     "sees the next token": (additive(read=Ahead), "causality", "a token sees later ones"),
     "breaks the cache": (additive(read=WithoutCache), "cache", "with the cache it computes something else"),
