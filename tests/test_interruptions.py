@@ -101,21 +101,14 @@ def phase_of(run) -> str:
 LONG = {"hidden_size": 96, "eval_interval": 4, "eval_batches": 30, "checkpoint_interval": 3, "max_steps": 40}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "kills"),
-    [
-        ("float32", 4),
-        pytest.param("float32", 25, marks=pytest.mark.slow),
-        pytest.param("bfloat16", 25, marks=pytest.mark.slow),
-    ],
-)
-def test_killed_runs_end_bit_for_bit_as_the_whole_one(corpus, tmp_path, dtype, kills):
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_killed_runs_end_bit_for_bit_as_the_whole_one(corpus, tmp_path, dtype):
     keys = {**LONG, "dtype": dtype, "resume": "auto"}
     finish(*small_run(corpus, tmp_path / "whole", **keys))
-    run, draw, killed = tmp_path / "run", random.Random(kills), collections.Counter()
+    run, draw, killed = tmp_path / "run", random.Random(0), collections.Counter()
     wanted = [phase for phase, count in (("training", 10), ("evaluation", 7), ("saving", 8)) for _ in range(count)]
     draw.shuffle(wanted)
-    for phase in wanted[:kills]:
+    for phase in wanted:
         process = forked(*small_run(corpus, run, **keys))
         seen = metrics_size(run)
         while process.is_alive():
@@ -131,9 +124,8 @@ def test_killed_runs_end_bit_for_bit_as_the_whole_one(corpus, tmp_path, dtype, k
             time.sleep(0.0005)
         process.join()
     print(dict(killed))
-    assert sum(killed.values()) >= kills - 2
-    if kills == 25:
-        assert all(killed[phase] >= 5 for phase in ("training", "evaluation", "saving")), killed
+    assert sum(killed.values()) >= 20
+    assert all(killed[phase] >= 4 for phase in ("training", "evaluation", "saving")), killed
     finish(*small_run(corpus, run, **keys))
     assert final(run) == final(tmp_path / "whole")
     assert records(run) == records(tmp_path / "whole")
