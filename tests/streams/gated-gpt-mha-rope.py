@@ -6,6 +6,7 @@ from torch import nn
 
 from model.block import Block
 from model.gpt import GPT, GPTConfig
+from model.keys import Key
 from model.parameters import Rule, constant
 
 
@@ -13,7 +14,7 @@ from model.parameters import Rule, constant
 class Config(GPTConfig):
     """Keys of the gated stream."""
 
-    gate_init: Annotated[float, "gate of the update at initialisation"] = 1.0
+    gate_init: Annotated[float, "gate of the update at initialisation", Key(initial=True)] = 1.0
 
 
 class GatedWrite(nn.Module):
