@@ -50,7 +50,7 @@ class TrainConfig:
     resume: Annotated[str | None, "auto: start or continue out_dir; a path: go on from there", LATER] = None
     init_from: Annotated[str | None, "folder whose weights training starts from: a run, exported or released"] = None
     dry_run: Annotated[bool, "check everything, print the size of the run, and exit", LATER] = False
-    seed: Annotated[int, "seed of initialisation and data order", FROM_0] = 0
+    seed: Annotated[int, "seed of initialisation and data order", Key(low=0, high=2**63 - 1)] = 0
     device: Annotated[Literal["auto", "cuda", "cpu"], "auto: the GPU where there is one", LATER] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"], "compute type; weights stay float32; auto: bfloat16 on a GPU"

@@ -93,12 +93,15 @@ def parameters_of(stem: str, model_config) -> int:
 def least_memory(config, model_config) -> int:
     """Bytes that one process cannot do without: weights, gradients, AdamW's moments, one micro-batch's states."""
     c = model_config
-    shallow = dataclasses.replace(c, num_hidden_layers=min(2, c.num_hidden_layers))
-    state = cost.state_size(model_class(config.model), shallow)
+    try:
+        parameters = parameters_of(config.model, c)
+        shallow = dataclasses.replace(c, num_hidden_layers=min(2, c.num_hidden_layers))
+        state = cost.state_size(model_class(config.model), shallow)
+    except RuntimeError:  # a size that overflows
+        return 2**63
     states = config.rows * c.block_size * state * c.num_hidden_layers * 2
     per_weight = 12 if config.optimizer == "muon" else 16  # Muon has one moment
-    share = world_size() if config.engine == "fsdp" else 1
-    return per_weight * parameters_of(config.model, c) // share + states
+    return per_weight * parameters // (world_size() if config.engine == "fsdp" else 1) + states
 
 
 def memory_needed(config, model_config, device: torch.device) -> Memory:
@@ -212,8 +215,13 @@ def memory_of(device: torch.device) -> int:
 
 def check_memory(config, model_config, device: torch.device) -> None:
     """ValueError: the run needs more memory than there is; the message names the key that helps."""
-    there, logits = memory_of(device), config.rows * model_config.block_size * 4 * model_config.vocab_size
-    if 50 * (least_memory(config, model_config) + logits) < there:
+    there, least = memory_of(device), least_memory(config, model_config)
+    if least > there:  # said at once: to run such a model, even without data, can take minutes
+        raise ValueError(
+            f"the weights and states alone need {size(least)}, and {device} has {size(there)}: give a smaller "
+            "micro_batch_size, block_size or model"
+        )
+    if 50 * (least + config.rows * model_config.block_size * 4 * model_config.vocab_size) < there:
         return  # far from any doubt: nothing more is made than a few dozen tensors of the state's size a block
     try:
         needed = memory_needed(config, model_config, device).total
