@@ -37,11 +37,6 @@ def add_json(parser) -> None:
     parser.add_argument("--resume", action="store_true", help=resume)
 
 
-def add_ahead(parser) -> None:
-    ahead = "only compile for what the file of --json lacks: one round, nothing stored"
-    parser.add_argument("--ahead", action="store_true", help=ahead)
-
-
 def step_arguments(parser) -> None:
     add = parser.add_argument
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
@@ -66,8 +61,6 @@ def step_arguments(parser) -> None:
     add("--rounds", type=int, default=20, help="measured turns of each model (default: %(default)s)")
     add("--steps", type=int, help="steps in a turn; the device is waited for after the last (default: 1, on a GPU 4)")
     add_json(parser)
-    add_ahead(parser)
-    add("--profile", action="store_true", help="a trace of one step of each model beside the JSON, and its operators")
 
 
 def kernels_arguments(parser) -> None:
@@ -81,10 +74,8 @@ def kernels_arguments(parser) -> None:
     add("--rounds", type=int, default=20, help="measured calls of each kernel (default: %(default)s)")
     add("--copied", type=int, default=2**30, help="bytes of the copy to compare with (default: %(default)s)")
     add("--tune", action="store_true", help="instead the launches (model/kernels/launch.py) of the kernels of --match")
-    add("--warps", default="", help="of --tune: only launches of so many warps, as in --warps=1,2,4")
     add("--launches", type=int, help="of --tune: at most so many for each kernel")
     add_json(parser)
-    add_ahead(parser)
 
 
 def ceiling_arguments(parser) -> None:
@@ -126,7 +117,6 @@ def train_arguments(parser) -> None:
     add("--corpus_tokens", type=int, default=4_000_000, help="drawn at random (default: %(default)s)")
     add("--vocabulary", type=int, default=50257, help="of the tokens drawn (default: %(default)s)")
     add_json(parser)
-    add_ahead(parser)
 
 
 def memory_arguments(parser) -> None:

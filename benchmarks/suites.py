@@ -86,8 +86,6 @@ def check(args, device: torch.device, sizes: dict[str, dict]) -> None:
     for peer in args.peers:
         if peer not in PEERS:
             raise ValueError(f"--peers: {peer} is none of {', '.join(PEERS)} or none")
-    if args.profile and not args.json:
-        raise ValueError("--profile stores its traces beside the JSON: give --json=PATH")
     for size in sizes.values():
         for model in args.models:
             stem, keys, fused = split_model(model)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import gzip
 import json
 import sys
 import types
@@ -14,7 +13,7 @@ import torch
 from conftest import ROOT, script
 
 import bench
-from benchmarks import ceiling, contender, kernel_bandwidth, peers, step, step_table, suites, timing
+from benchmarks import ceiling, contender, kernel_bandwidth, peers, step, suites, timing
 from benchmarks.figures import Figures
 from model import STEMS, build
 from model.kernels.launch import launch_of, launches_of
@@ -69,23 +68,20 @@ def test_every_model_and_its_transcription_is_measured(tmp_path, monkeypatch, ca
         assert row["activation_bytes_per_token"] > 0
         assert row["parameters"] == parameters[row["model"].split()[0]]
         assert not row.keys() & {"mfu", "peak_memory_bytes"}
-    assert step_table.markdown(stored["rows"]) in printed
+    assert step.markdown(stored["rows"]) in printed
     assert any("mHC n=4" in line for line in stored["left_out"])
     assert "left out: quick (changed): mHC n=4" in printed
 
 
-def test_models_sizes_and_profiles_by_choice(tmp_path, monkeypatch, capsys):
+def test_models_by_choice(tmp_path, monkeypatch):
     out = tmp_path / "rows.json"
     models = "--models=DDL-gpt-mha-rope-CC:2,DDL-gpt-mha-rope-CC:8"
-    main(monkeypatch, "step", *TINY, models, "--peers=none", "--profile", f"--json={out}", "--dtype=float32")
+    main(monkeypatch, "step", *TINY, models, "--peers=none", f"--json={out}", "--dtype=float32")
     base, two, eight = json.loads(out.read_text())["rows"]
     names = ["gpt-mha-rope", "DDL-gpt-mha-rope-CC d_v=2", "DDL-gpt-mha-rope-CC d_v=8"]
     assert [base["model"], two["model"], eight["model"]] == names
     assert base["parameters"] < two["parameters"] < eight["parameters"]
     assert base["activation_bytes_per_token"] < two["activation_bytes_per_token"] < eight["activation_bytes_per_token"]
-    assert "aten::mm" in capsys.readouterr().out
-    with gzip.open(tmp_path / "rows_quick_changed_DDL-gpt-mha-rope-CC_d_v=8.trace.json.gz") as trace:
-        assert json.load(trace)["traceEvents"]
 
 
 MISTAKES = [
@@ -96,7 +92,8 @@ MISTAKES = [
     (["--suite=paper"], "--suite=quick, or --device=cuda"),
     (["--sizes=smal"], "the quick suite has no smal"),
     (["--peers=transcriptions"], "transcriptions is none of transcription, mhc or none"),
-    (["--profile"], "give --json=PATH"),
+    (["--models=DDL-gpt-mha-rope+kernels=maybe"], "kernels=auto, on or off"),
+    (["--models=DDL-gpt-mha-rope+state_interval=0"], "state_interval=1 or more"),
     (["--head_dim=0"], "head_dim=0"),
     (["--compile=True"], "--compile=False"),  # there is no compiler
     (["kernels", "--tune"], "give --match"),
@@ -132,9 +129,6 @@ def test_a_model_may_bring_its_own_columns_and_kernels():
     stem = "DDL-gpt-mha-rope-CC"
     assert suites.split_model(f"{stem}:2+kernels=off") == (stem, {"ddl_value_channels": 2}, {"setting": "off"})
     assert suites.split_model(f"{stem}+state_interval=4") == (stem, {}, {"state_interval": 4})
-    for wrong in (f"{stem}:x", "gpt-mha-rope:2", f"{stem}+kernels=maybe", f"{stem}+state_interval=0"):
-        with pytest.raises(ValueError, match=r"^--models: "):
-            suites.split_model(wrong)
 
 
 def test_kernels_are_measured_against_a_copy(tmp_path):
@@ -185,7 +179,7 @@ def test_launches_are_timed_one_by_one_and_kept(tmp_path, monkeypatch):
     assert launches("--launches=3") == second
 
 
-def test_runners_up_are_tried_first_then_others_of_as_many_warps_as_asked_for():
+def test_runners_up_are_tried_first():
     pytest.importorskip("triton")
     args = bench.arguments([*LAUNCHES])
     key, tried = kernel_bandwidth.launches(args, 768, "step forward K=4 v=2 not stored")
@@ -193,9 +187,6 @@ def test_runners_up_are_tried_first_then_others_of_as_many_warps_as_asked_for():
     assert tried[:3] == launches_of("step forward", 768, 2, 4)
     assert {launch.num_warps for launch in tried} == {1, 2, 4, 8, 16}
     assert len(set(tried)) == len(tried)
-    args = bench.arguments([*LAUNCHES, "--warps=1,2"])
-    _, tried = kernel_bandwidth.launches(args, 768, "step backward K=1 v=4 stored")
-    assert {launch.num_warps for launch in tried} == {1, 2}
 
 
 def test_the_ceiling_of_a_launch_needs_no_device(tmp_path):
@@ -330,14 +321,9 @@ def test_a_turn_is_a_training_step_or_changes_nothing():
     assert one.model.weight.grad is None
 
 
-def options(*arguments):
+def small_bench(*arguments):
     args = bench.arguments([*TINY, *arguments])
     suites.complete(args, CPU)
-    return args
-
-
-def small_bench(*arguments):
-    args = options(*arguments)
     [[name, size]] = suites.sizes_of(args).items()
     return step.Bench(args, name, size, CPU, Figures(None, CPU, {}, notes={"left_out": []}))
 
