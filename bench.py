@@ -10,9 +10,8 @@
 
 `step`, which needs no name, measures training steps (forward, backward, AdamW) and forward passes without gradients.
 Models take turns in groups: the baseline, one variant and its peers. A ratio is the baseline's time over the model's in
-the same round: the median over the rounds, with the 10th and 90th percentile. The peers: a straight transcription of
-the equations (tests/transcription.py), eager and compiled, and on a GPU liger-kernel's hyper-connections where that
-package is installed.
+the same round: the median over the rounds, with the 10th and 90th percentile. A peer is a straight transcription of
+the equations (tests/transcription.py), eager and compiled.
 """
 
 import argparse

@@ -90,7 +90,7 @@ def decode() -> Command:
 
 
 def peers() -> Command:
-    chosen = ("--device=cuda", "--suite=paper", "--sizes=small", f"--models={DELTA[0]}", "--peers=transcription,mhc")
+    chosen = ("--device=cuda", "--suite=paper", "--sizes=small", f"--models={DELTA[0]}", "--peers=transcription")
     return Command(("bench.py", "step", *chosen), "bench_peers_small_cuda.json")
 
 
@@ -106,7 +106,7 @@ STAGES = (
     Stage("train", "train.py: MFU and memory of three configs' steps, resuming to the bit", 9, "7 to 9, or two calls",
         (train("speed", CONFIGS), train("resume", CONFIGS[1:2]))),
     Stage("decode", "generation with and without cache, graph and kernels", 9, "4 to 9", (decode(),)),
-    Stage("peers", "CC-EC's transcription, compiled, and liger-kernel's hyper-connections", 9, "5 to 9", (peers(),)),
+    Stage("peers", "CC-EC against its transcription, compiled", 9, "5 to 9", (peers(),)),
     Stage("targets", "two columns, and the memory option", 9, "7 to 9, or two calls",
         (targets("bench_targets_more_cuda.json", "small", MORE),)),
     Stage("tune_768", "launches of the other kernels, d = 768", 9, "three calls or more",

@@ -10,11 +10,11 @@ class Contender:
     shares, to run them compiled too.
     """
 
-    def __init__(self, name, model, batch, device, dtype, compiled, partner=None, one_graph=True):
+    def __init__(self, name, model, batch, device, dtype, compiled, partner=None):
         self.name, self.batch, self.device, self.dtype, self.compiled = name, batch, device, dtype, compiled
         self.model = partner.model if partner else model.to(device)
         self.adamw = partner.adamw if partner else adamw_of(self.model)
-        self.call = torch.compile(self.model, fullgraph=one_graph) if compiled else self.model
+        self.call = torch.compile(self.model, fullgraph=True) if compiled else self.model
 
     def loss(self):
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):

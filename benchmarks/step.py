@@ -6,11 +6,13 @@ them comes from rounds in which both ran, and no more than one group's models ar
 
 import gc
 import statistics
+import sys
+from pathlib import Path
 
 import torch
 
 import tables
-from benchmarks import peers, suites
+from benchmarks import suites
 from benchmarks.contender import Contender, memory
 from benchmarks.figures import Figures
 from benchmarks.suites import BASELINE, row_name
@@ -51,12 +53,12 @@ class Bench:
         compiled = self.compiled if compiled is None else compiled
         return Contender(name, model, self.batch, self.device, self.dtype, compiled, **options)
 
-    def twice(self, name: str, model, **options) -> list[Contender]:
+    def twice(self, name: str, model) -> list[Contender]:
         """A peer eager and, with --compile=True, compiled too."""
         eager = self.contender(f"{name} (eager)", model, compiled=False)
         if not self.compiled:
             return [eager]
-        return [eager, self.contender(f"{name} (compiled)", None, partner=eager, **options)]
+        return [eager, self.contender(f"{name} (compiled)", None, partner=eager)]
 
     def group(self, model: str) -> tuple[list[Contender], list[Contender]]:
         """(the baseline and the model, their peers)."""
@@ -64,22 +66,10 @@ class Bench:
         if model != BASELINE:
             own.append(self.contender(row_name(model), self.build(model)))
         if "transcription" in self.args.peers and model in STEMS:
-            transcribed = peers.transcription(model, own[-1].model)
+            transcribed = transcription(model, own[-1].model)
             if transcribed is not None:
-                others += self.twice(f"{model} transcription", transcribed)
-        if "mhc" in self.args.peers and model == BASELINE:
-            others += self.hyper_connections()
+                others = self.twice(f"{model} transcription", transcribed)
         return own, others
-
-    def hyper_connections(self) -> list[Contender]:
-        version, name = peers.liger_version(), f"mHC n={peers.STREAMS}"
-        if version is None or self.device.type != "cuda":
-            reason = "needs liger-kernel: pip install liger-kernel" if version is None else "its kernels need a GPU"
-            self.leave_out(name, reason)
-            return []
-        torch.manual_seed(0)
-        model = peers.HyperConnectionsGPT(peers.GPTConfig(**self.size))
-        return self.twice(f"{name} liger-kernel {version}", model, one_graph=False)
 
     def leave_out(self, name: str, reason: str) -> None:
         self.left_out.append(f"{self.size_name}: {name}: {reason}")
@@ -153,6 +143,20 @@ class Bench:
             row["mfu"] = nominal_flops_per_token(contender.model) * row["tokens_per_second"] / peak
 
 
+def transcription(stem: str, model) -> torch.nn.Module | None:
+    """tests/transcription.py's model of that stem with the weights of `model`; None where the stem has none."""
+    tests = str(Path(__file__).parents[1] / "tests")
+    if tests not in sys.path:
+        sys.path.append(tests)  # no package: pytest imports from the folder as well
+    from transcription import READS, Transcription
+
+    if stem != BASELINE and stem not in READS:
+        return None
+    result = Transcription(stem, model.config)
+    result.load_state_dict(model.state_dict())
+    return result
+
+
 def rows_of(train: dict, forward: dict, tokens: int) -> dict[str, dict]:
     """Median tokens/s of training steps and forward passes, and their ratios to the baseline, by name."""
     rows = {}
@@ -179,7 +183,7 @@ def settings_of(args, sizes: dict, device: torch.device) -> dict:
     settings = {"suite": args.suite, "sizes": sizes, "device": device.type, "dtype": args.dtype}
     settings |= {"threads": torch.get_num_threads(), "micro_batch_size": args.micro_batch_size}
     settings |= {"kernels": args.kernels, "state_interval": args.state_interval}
-    settings |= {"rounds": args.rounds, "steps_per_round": args.steps, "liger_kernel": peers.liger_version()}
+    settings |= {"rounds": args.rounds, "steps_per_round": args.steps}
     return settings | {"activations": PEAK if device.type == "cuda" else SAVED}
 
 

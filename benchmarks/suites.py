@@ -10,7 +10,7 @@ from training import distributed
 
 BASELINE = "gpt-mha-rope"
 PLAIN_BASELINE, CC_EC = f"{BASELINE}+kernels=off", "DDL-gpt-mha-rope-CC-EC"
-PEERS = ("transcription", "mhc")
+PEERS = ("transcription",)
 SIZE_KEYS = ("vocab_size", "block_size", "num_hidden_layers", "num_attention_heads", "head_dim", "hidden_size")
 QUICK = dict(zip(SIZE_KEYS, (1024, 256, 6, 4, 64, 256)))
 SMALL = dict(zip(SIZE_KEYS, (50304, 1024, 12, 6, 128, 768)), mup=True)

@@ -4,7 +4,6 @@ import dataclasses
 import gc
 import json
 import sys
-import types
 import weakref
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ import torch
 from conftest import ROOT, script
 
 import bench
-from benchmarks import ceiling, contender, kernel_bandwidth, peers, step, suites, timing
+from benchmarks import ceiling, contender, kernel_bandwidth, step, suites, timing
 from benchmarks.figures import Figures
 from model import STEMS, build
 from model.kernels.launch import launch_of, launches_of
@@ -69,8 +68,6 @@ def test_every_model_and_its_transcription_is_measured(tmp_path, monkeypatch, ca
         assert row["parameters"] == parameters[row["model"].split()[0]]
         assert not row.keys() & {"mfu", "peak_memory_bytes"}
     assert step.markdown(stored["rows"]) in printed
-    assert any("mHC n=4" in line for line in stored["left_out"])
-    assert "left out: quick (changed): mHC n=4" in printed
 
 
 def test_models_by_choice(tmp_path, monkeypatch):
@@ -91,7 +88,7 @@ MISTAKES = [
     (["--models=DDL-vdim1-gpt-mha-rope:2"], "ddl_value_channels=2"),
     (["--suite=paper"], "--suite=quick, or --device=cuda"),
     (["--sizes=smal"], "the quick suite has no smal"),
-    (["--peers=transcriptions"], "transcriptions is none of transcription, mhc or none"),
+    (["--peers=transcriptions"], "transcriptions is none of transcription or none"),
     (["--models=DDL-gpt-mha-rope+kernels=maybe"], "kernels=auto, on or off"),
     (["--models=DDL-gpt-mha-rope+state_interval=0"], "state_interval=1 or more"),
     (["--head_dim=0"], "head_dim=0"),
@@ -360,37 +357,9 @@ def test_a_peer_that_does_not_fit_is_left_out_and_said(monkeypatch):
     monkeypatch.setattr(contender.Contender, "train", full)
     one.measure_group("gpt-mha-rope")
     assert list(one.rows) == ["gpt-mha-rope"]
-    assert one.left_out[1:] == [
+    assert one.left_out == [
         "quick (changed): gpt-mha-rope transcription (eager): OutOfMemoryError: CUDA out of memory."
     ]
-
-
-class MHC(torch.nn.Module):
-    """Parameters of liger_kernel.transformers.LigerMHC 0.8.5, in the place of the package, which needs a GPU."""
-
-    def __init__(self, layer, *, hc, c, phi_dtype, allow_fp32):
-        super().__init__()
-        self.phi, self.b = (torch.nn.Parameter(torch.zeros(shape)) for shape in ((hc * c, hc * hc + 2 * hc), 3 * hc))
-        for name in ("alpha_pre", "alpha_post", "alpha_res"):
-            setattr(self, name, torch.nn.Parameter(torch.tensor(1.0)))
-
-
-def test_hyper_connections_wrap_every_residual_connection(monkeypatch):
-    """Streams that keep to themselves, are read evenly and take all of h are the additive one; the readout sums n."""
-    package, functional = types.ModuleType("liger_kernel.transformers"), SimpleNamespace()
-    functional.liger_mhc_coeffs = lambda x, *_, **__: (torch.full(x.shape[:-1], 0.25), torch.ones(4), torch.eye(4))
-    functional.liger_mhc_pre = lambda x, pre: (pre.unsqueeze(-1) * x).sum(-2)
-    functional.liger_mhc_post_res = lambda x, h, post, mix: mix @ x + post.unsqueeze(-1) * h.unsqueeze(-2)
-    package.LigerMHC, package.functional = MHC, functional
-    monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", package)
-    size = {"vocab_size": 64, "block_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    size |= {"hidden_size": 32, "head_dim": 16}
-    model, plain = peers.HyperConnectionsGPT(peers.GPTConfig(**size)), build("gpt-mha-rope", **size)
-    assert len([name for name, _ in model.named_parameters() if ".connections." in name]) == 2 * 2 * 5
-    plain.load_state_dict(model.state_dict(), strict=False)
-    ids = torch.randint(0, 64, (2, 16))
-    torch.testing.assert_close(model(ids)[0], plain(ids)[0], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.gpu
