@@ -85,7 +85,7 @@ def check(args, device: torch.device, sizes: dict[str, dict]) -> None:
         raise ValueError("--compile=True needs a C++ compiler and Python's headers: install them, or --compile=False")
     for peer in args.peers:
         if peer not in PEERS:
-            raise ValueError(f"--peers: {peer} is none of {', '.join(PEERS)} or none")
+            raise ValueError(f"--peers={peer}: give {', '.join(PEERS)} or none")
     for size in sizes.values():
         for model in args.models:
             stem, keys, fused = split_model(model)

@@ -88,7 +88,7 @@ MISTAKES = [
     (["--models=DDL-vdim1-gpt-mha-rope:2"], "ddl_value_channels=2"),
     (["--suite=paper"], "--suite=quick, or --device=cuda"),
     (["--sizes=smal"], "the quick suite has no smal"),
-    (["--peers=transcriptions"], "transcriptions is none of transcription or none"),
+    (["--peers=transcriptions"], "--peers=transcriptions: give transcription or none"),
     (["--models=DDL-gpt-mha-rope+kernels=maybe"], "kernels=auto, on or off"),
     (["--models=DDL-gpt-mha-rope+state_interval=0"], "state_interval=1 or more"),
     (["--head_dim=0"], "head_dim=0"),
