@@ -48,11 +48,11 @@ def options(args, folder: Path, config: str) -> list[str]:
 
 
 def train(arguments: list[str], log: Path) -> None:
-    """RuntimeError: the run failed."""
+    """`python ARGUMENTS`, train.py's. ValueError: it failed, with the last line of what it said."""
     with open(log, "w") as file:
         done = subprocess.run([sys.executable, *arguments], cwd=ROOT, stdout=file, stderr=file, check=False)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(arguments)}: {log.read_text().strip().rpartition(chr(10))[2]}")
+        raise ValueError(f"{' '.join(arguments)}: {log.read_text().strip().rpartition(chr(10))[2]}")
 
 
 def speed(args, corpus: Path, config: str, folder: Path) -> dict:
