@@ -10,9 +10,8 @@
 
 `step`, which needs no name, measures training steps (forward, backward, AdamW) and forward passes without gradients.
 Models take turns in groups: the baseline, one variant and its peers. A ratio is the baseline's time over the model's in
-the same round: the median over the rounds, with the 10th and 90th percentile. The peers: a straight transcription of
-the equations (tests/transcription.py), eager and compiled, and on a GPU liger-kernel's hyper-connections where that
-package is installed.
+the same round: the median over the rounds, with the 10th and 90th percentile. A peer is a straight transcription of
+the equations (tests/transcription.py), eager and compiled.
 """
 
 import argparse
@@ -35,11 +34,6 @@ def add_json(parser) -> None:
     parser.add_argument("--json", type=Path, help="write the figures there as well, after each of them")
     resume = "keep what the file has of the same code, chip and settings"
     parser.add_argument("--resume", action="store_true", help=resume)
-
-
-def add_ahead(parser) -> None:
-    ahead = "only compile for what the file of --json lacks: one round, nothing stored"
-    parser.add_argument("--ahead", action="store_true", help=ahead)
 
 
 def step_arguments(parser) -> None:
@@ -66,8 +60,6 @@ def step_arguments(parser) -> None:
     add("--rounds", type=int, default=20, help="measured turns of each model (default: %(default)s)")
     add("--steps", type=int, help="steps in a turn; the device is waited for after the last (default: 1, on a GPU 4)")
     add_json(parser)
-    add_ahead(parser)
-    add("--profile", action="store_true", help="a trace of one step of each model beside the JSON, and its operators")
 
 
 def kernels_arguments(parser) -> None:
@@ -81,10 +73,8 @@ def kernels_arguments(parser) -> None:
     add("--rounds", type=int, default=20, help="measured calls of each kernel (default: %(default)s)")
     add("--copied", type=int, default=2**30, help="bytes of the copy to compare with (default: %(default)s)")
     add("--tune", action="store_true", help="instead the launches (model/kernels/launch.py) of the kernels of --match")
-    add("--warps", default="", help="of --tune: only launches of so many warps, as in --warps=1,2,4")
     add("--launches", type=int, help="of --tune: at most so many for each kernel")
     add_json(parser)
-    add_ahead(parser)
 
 
 def ceiling_arguments(parser) -> None:
@@ -126,7 +116,6 @@ def train_arguments(parser) -> None:
     add("--corpus_tokens", type=int, default=4_000_000, help="drawn at random (default: %(default)s)")
     add("--vocabulary", type=int, default=50257, help="of the tokens drawn (default: %(default)s)")
     add_json(parser)
-    add_ahead(parser)
 
 
 def memory_arguments(parser) -> None:

@@ -19,9 +19,8 @@ import configurator  # before all that is slow to import: it takes Ctrl+C
 
 # isort: split
 
-from harness import comparison, published, subjects, tasks
-from harness.runner import Evaluation, open_corpus_of
-from harness.store import write_text
+from harness import comparison, subjects, tasks
+from harness.runner import Evaluation, open_corpus_of, write_text
 from model import kernels
 from model.decoding import round_matrices
 from training import distributed
@@ -90,7 +89,7 @@ def tables_of(entries: list[dict], papers: dict) -> list[comparison.Table]:
         for entry in (e for e in of_tasks if title_of(e) == title):
             settings, number = entry["settings"], entry["shots"]
             comparable = settings["limit"] is None and not settings["add_bos_token"]
-            paper = published.row(*papers[entry["weights"]], number) if comparable else {}
+            paper = comparison.published_row(*papers[entry["weights"]], number) if comparable else {}
             values = models.setdefault(entry["weights"], (entry["label"], {}, paper))[1]
             for name, (metric, value, error) in entry["shown"].items():
                 own = entry["n-shot"].get(name, number)  # what a task's file fixes
@@ -99,7 +98,7 @@ def tables_of(entries: list[dict], papers: dict) -> list[comparison.Table]:
         found.append(comparison.of_tasks(title, shown_metrics, list(models.values())))
     validation = [e for e in entries if e["task"] == "validation"]
     if validation:
-        rows = [(e["label"], e["record"], published.row(*papers[e["weights"]], "")) for e in validation]
+        rows = [(e["label"], e["record"], comparison.published_row(*papers[e["weights"]], "")) for e in validation]
         found.append(comparison.of_validation(rows))
     return found
 
@@ -138,7 +137,7 @@ def main():
             kernels.use(model, "auto", device)
             if run.bf16:
                 round_matrices(model)
-            papers[subject.identity] = stem, published.size_of(stem, model.config)
+            papers[subject.identity] = stem, comparison.size_of(stem, model.config)
             if corpora:
                 entries.append(run.validation(subject, model, corpora[number]))
             if loaded:

@@ -13,6 +13,8 @@ import contextlib
 import importlib.util
 import os
 import shutil
+import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -20,7 +22,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import configurator
-from benchmarks import processes
 from benchmarks.figures import Figures
 from training import distributed
 from training.provenance import digest
@@ -39,11 +40,10 @@ SIZE += ["--hidden_size=768"]
 
 @dataclass(frozen=True)
 class Command:
-    """`python ARGUMENTS`, the file of figures it writes, and what compiles for it before, all at once."""
+    """`python ARGUMENTS`, and the file of figures it writes."""
 
     arguments: tuple[str, ...]
     writes: str
-    ahead: tuple[tuple[str, ...], ...] = ()  # each: its part of that
 
 
 @dataclass(frozen=True)
@@ -65,29 +65,23 @@ def tests() -> tuple[Command, ...]:
 
 
 def targets(writes: str, size: str, models: tuple[str, ...]) -> Command:
-    """`bench.py step`; ahead of it each model compiles its training step and forward pass."""
-    ahead = tuple((f"--models={model}",) for model in models)
     chosen = (f"--sizes={size}", f"--models={','.join(models)}", "--peers=none")
-    return Command(("bench.py", "step", "--device=cuda", "--suite=targets", *chosen), writes, ahead)
+    return Command(("bench.py", "step", "--device=cuda", "--suite=targets", *chosen), writes)
 
 
 def tune(match: str, width: int) -> Command:
     name = match.replace("=", "").replace(" ", "_")
-    ahead = tuple((f"--warps={warps}",) for warps in (1, 2, 4, 8, 16))
     arguments = ("bench.py", "kernels", "--device=cuda", "--tune", f"--match={match}", f"--widths={width}")
-    return Command((*arguments, "--rounds=5"), f"bench_tune_{width}_{name}_cuda.json", ahead)
+    return Command((*arguments, "--rounds=5"), f"bench_tune_{width}_{name}_cuda.json")
 
 
 def train(what: str, configs: tuple[str, ...]) -> Command:
-    ahead = tuple((f"--configs={config}",) for config in configs)
     arguments = ("bench.py", "train", "--device=cuda", f"--what={what}", f"--configs={','.join(configs)}", "--steps=50")
-    return Command(arguments, "bench_train_cuda.json", ahead)
+    return Command(arguments, "bench_train_cuda.json")
 
 
 def kernels() -> Command:
-    parts = ("v=1", "v=2", "v=4", "v=8", "add_norm")
-    ahead = tuple((f"--match={match}",) for match in parts)
-    return Command(("bench.py", "kernels", "--device=cuda", "--rounds=10"), "bench_kernels_cuda.json", ahead)
+    return Command(("bench.py", "kernels", "--device=cuda", "--rounds=10"), "bench_kernels_cuda.json")
 
 
 def decode() -> Command:
@@ -96,29 +90,30 @@ def decode() -> Command:
 
 
 def peers() -> Command:
-    chosen = ("--device=cuda", "--suite=paper", "--sizes=small", f"--models={DELTA[0]}", "--peers=transcription,mhc")
+    chosen = ("--device=cuda", "--suite=paper", "--sizes=small", f"--models={DELTA[0]}", "--peers=transcription")
     return Command(("bench.py", "step", *chosen), "bench_peers_small_cuda.json")
 
 
 REST = ("K=1 v=1", "K=4 v=4", "add_norm")
 STAGES = (
     Stage("tests", "whether kernels, training and decoding are right on a GPU", 7, "4 to 6", tests()),
-    Stage("tune_v4", "launches of the kernels of CC and CC-EC, d = 768", 8, "4 to 7", (tune("K=1 v=4", 768),)),
-    Stage("small", "CC-EC, TC and d_v = 1 against additive: targets 1 to 3", 9, "6 to 9",
+    Stage("tune_v4", "launches of the kernels of CC and CC-EC, d = 768", 8, "one or two calls",
+        (tune("K=1 v=4", 768),)),
+    Stage("small", "CC-EC, TC and d_v = 1 against additive: targets 1 to 3", 9, "7 to 9, or two calls",
         (targets("bench_targets_small_cuda.json", "small", DELTA),)),
     Stage("medium", "the same at the medium size", 9, "7 to 9, or two calls",
         (targets("bench_targets_medium_cuda.json", "medium", DELTA),)),
-    Stage("train", "train.py: MFU and memory of three configs' steps, resuming to the bit", 9, "7 to 9",
+    Stage("train", "train.py: MFU and memory of three configs' steps, resuming to the bit", 9, "7 to 9, or two calls",
         (train("speed", CONFIGS), train("resume", CONFIGS[1:2]))),
     Stage("decode", "generation with and without cache, graph and kernels", 9, "4 to 9", (decode(),)),
-    Stage("peers", "CC-EC's transcription, compiled, and liger-kernel's hyper-connections", 9, "5 to 9", (peers(),)),
-    Stage("targets", "two columns, and the memory option", 9, "6 to 9",
+    Stage("peers", "CC-EC against its transcription, compiled", 9, "5 to 9", (peers(),)),
+    Stage("targets", "two columns, and the memory option", 9, "7 to 9, or two calls",
         (targets("bench_targets_more_cuda.json", "small", MORE),)),
-    Stage("tune_768", "launches of the other kernels, d = 768", 9, "two or three calls",
+    Stage("tune_768", "launches of the other kernels, d = 768", 9, "three calls or more",
         tuple(tune(match, 768) for match in REST)),
-    Stage("tune_1024", "launches of all kernels, d = 1024", 9, "two or three calls",
+    Stage("tune_1024", "launches of all kernels, d = 1024", 9, "four calls or more",
         tuple(tune(match, 1024) for match in ("K=1 v=4", *REST))),
-    Stage("kernels", "bandwidth of every kernel against a copy", 9, "5 to 9", (kernels(),)),
+    Stage("kernels", "bandwidth of every kernel against a copy", 9, "5 to 9, or two calls", (kernels(),)),
     Stage("paper", "speed and memory of every variant and its peers at both sizes", 9, "five or more calls",
         (Command(("bench.py", "step", "--device=cuda", "--suite=paper"), "bench_paper_cuda.json"),)),
 )  # fmt: skip
@@ -139,7 +134,7 @@ BESIDES = {
         "--corpus_tokens=2000", "--vocabulary=300"],
     "decode": [*SMALLEST, "--compile=False", "--rounds=1", "--context=4", "--tokens=2"],
 }  # fmt: skip
-FEWER = ["--warps=4", "--launches=1"]
+FEWER = ["--launches=1"]
 
 
 class Campaign:
@@ -181,11 +176,7 @@ class Campaign:
         if command.arguments[:2] == ("-m", "pytest"):
             return self.test(stage, command, deadline)
         arguments = [*map(self.here, command.arguments), *self.besides(command)]
-        arguments += [f"--json={self.folder / command.writes}"]
-        ahead = [[*arguments, *more, "--ahead"] for more in command.ahead]
-        if ahead:
-            self.compile_ahead(stage, ahead[:1] if self.rehearsal else ahead, deadline)
-        return self.start(stage, [[*arguments, "--resume"]], deadline)[0] == 0
+        return self.start(stage, [*arguments, f"--json={self.folder / command.writes}", "--resume"], deadline) == 0
 
     def here(self, argument: str) -> str:
         return INSTEAD.get(argument, argument) if self.rehearsal else argument
@@ -193,25 +184,15 @@ class Campaign:
     def besides(self, command: Command) -> list[str]:
         return BESIDES[command.arguments[1]] + FEWER * ("--tune" in command.arguments) if self.rehearsal else []
 
-    def compile_ahead(self, stage: Stage, runs: list[list[str]], deadline: float) -> None:
-        """All at once; what they find is thrown away but for the caches. Whatever fails says so when it is measured."""
-        started = time.monotonic()
-        cores = len(os.sched_getaffinity(0))
-        self.start(stage, runs, deadline, {"TORCHINDUCTOR_COMPILE_THREADS": str(max(cores // len(runs), 1))})
-        print(f"  compiled ahead in {time.monotonic() - started:.0f} s", flush=True)
-
-    def start(self, stage: Stage, runs: list[list[str]], deadline: float, env: dict | None = None) -> list[int | None]:
-        """Exit codes of processes that run at once, each with a log of its own; then the ends of the logs."""
-        logs = [self.logs / f"log_{stage.name}_{number}.txt" for number in range(len(runs))]
-        with contextlib.ExitStack() as stack:
-            files = [stack.enter_context(open(log, "a")) for log in logs]
-            started = [processes.start(run, self.env | (env or {}), file) for run, file in zip(runs, files)]
-            codes = processes.wait(started, deadline - time.monotonic())
-        for run, log, code in zip(runs, logs, codes):
-            ended = "stopped: the stage's time is over" if code is None else f"exit code {code}"
-            tail = log.read_text(errors="replace").strip().splitlines()[-12 if code == 0 else -30 :]
-            print(f"  python {' '.join(run)}: {ended} ({log})", *tail, sep="\n    ", flush=True)
-        return codes
+    def start(self, stage: Stage, arguments: list[str], deadline: float) -> int | None:
+        """The exit code of `python ARGUMENTS`, whose output goes to the stage's log; then the log's end is printed."""
+        log = self.logs / f"log_{stage.name}.txt"
+        with open(log, "a") as file:
+            code = run_python(arguments, self.env, file, deadline - time.monotonic())
+        ended = "stopped: the stage's time is over" if code is None else f"exit code {code}"
+        tail = log.read_text(errors="replace").strip().splitlines()[-12 if code == 0 else -30 :]
+        print(f"  python {' '.join(arguments)}: {ended} ({log})", *tail, sep="\n    ", flush=True)
+        return code
 
     def test(self, stage: Stage, command: Command, deadline: float) -> bool:
         """Run a file of tests, unless it has passed on this chip with this code."""
@@ -221,9 +202,34 @@ class Campaign:
         if figures.find(tests=file, exit=0):
             return True
         began = time.monotonic()
-        [code] = self.start(stage, [[*command.arguments, *self.besides(command)]], deadline)
+        code = self.start(stage, [*command.arguments, *self.besides(command)], deadline)
         figures.add({"tests": file, "exit": code, "seconds": round(time.monotonic() - began)}, "tests")
         return code == 0
+
+
+def run_python(arguments: list[str], env: dict[str, str], log, seconds: float) -> int | None:
+    """Exit code of `python ARGUMENTS` in the repository's root; None: it took longer, and was ended with its children.
+
+    Its output goes to the file `log`.
+    """
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1", **env},
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        process_group=0,
+    )
+    try:
+        return process.wait(max(seconds, 0))
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        for number in (signal.SIGTERM, signal.SIGKILL) if process.returncode is None else ():
+            with contextlib.suppress(ProcessLookupError):  # all of the group have ended
+                os.killpg(process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
 
 
 def listing() -> str:

@@ -1,6 +1,4 @@
-"""A model that takes its turn in a measurement, and what is measured of it alone: memory and a profile."""
-
-from pathlib import Path
+"""A model that takes its turn in a measurement, and the memory it needs."""
 
 import torch
 
@@ -12,11 +10,11 @@ class Contender:
     shares, to run them compiled too.
     """
 
-    def __init__(self, name, model, batch, device, dtype, compiled, partner=None, one_graph=True):
+    def __init__(self, name, model, batch, device, dtype, compiled, partner=None):
         self.name, self.batch, self.device, self.dtype, self.compiled = name, batch, device, dtype, compiled
         self.model = partner.model if partner else model.to(device)
         self.adamw = partner.adamw if partner else adamw_of(self.model)
-        self.call = torch.compile(self.model, fullgraph=one_graph) if compiled else self.model
+        self.call = torch.compile(self.model, fullgraph=True) if compiled else self.model
 
     def loss(self):
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
@@ -34,18 +32,6 @@ class Contender:
 
 def adamw_of(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-
-
-def waiting(function, times: int, device: torch.device):
-    """A function that calls `function` so many times and returns when the device has done it all."""
-
-    def turn():
-        for _ in range(times):
-            function()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    return turn
 
 
 def saved_bytes(contender: Contender) -> int:
@@ -89,16 +75,3 @@ def memory(contender: Contender, tokens: int) -> dict:
     state = (t for values in contender.adamw.state.values() for t in values.values() if torch.is_tensor(t))
     resident = sum(t.nbytes for t in state) + 2 * sum(p.nbytes for p in contender.model.parameters())
     return {"activation_bytes_per_token": activations / tokens, "peak_memory_bytes": activations + resident}
-
-
-def profile(contender: Contender, path: Path) -> None:
-    """Store the trace of a training step, and print its ten most expensive operators."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if contender.device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as trace:
-        waiting(contender.train, 1, contender.device)()
-    trace.export_chrome_trace(str(path))
-    order = f"self_{contender.device.type}_time_total"
-    print(f"{contender.name}: one training step, {path}")
-    print(trace.key_averages().table(sort_by=order, row_limit=10, max_name_column_width=60), flush=True)

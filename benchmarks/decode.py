@@ -10,10 +10,9 @@ from functools import partial
 import torch
 
 import tables
-from benchmarks.contender import waiting
 from benchmarks.figures import Figures
 from benchmarks.suites import EVERY_STEM, QUICK, SIZE_KEYS, row_name, split_model
-from benchmarks.timing import compared, measure, spread
+from benchmarks.timing import compared, measure, spread, waiting
 from model import build, kernels
 from model.decoding import Decoder
 from training import distributed

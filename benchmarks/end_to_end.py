@@ -48,11 +48,11 @@ def options(args, folder: Path, config: str) -> list[str]:
 
 
 def train(arguments: list[str], log: Path) -> None:
-    """RuntimeError: the run failed."""
+    """`python ARGUMENTS`, train.py's. ValueError: it failed, with the last line of what it said."""
     with open(log, "w") as file:
         done = subprocess.run([sys.executable, *arguments], cwd=ROOT, stdout=file, stderr=file, check=False)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(arguments)}: {log.read_text().strip().rpartition(chr(10))[2]}")
+        raise ValueError(f"{' '.join(arguments)}: {log.read_text().strip().rpartition(chr(10))[2]}")
 
 
 def speed(args, corpus: Path, config: str, folder: Path) -> dict:
@@ -98,8 +98,7 @@ def run(args) -> None:
     if args.steps < 2:
         raise ValueError(f"--steps={args.steps}: give 2 or more, that there is a half to go on from")
     settings = {key: getattr(args, key) for key in ("steps", "dtype", "compile", "global_batch_size", *SIZE_KEYS)}
-    figures = Figures(args.json, device, settings, args.resume, digest(*CODE)[:12], ahead=args.ahead)
-    args.steps = 2 if args.ahead else args.steps
+    figures = Figures(args.json, device, settings, args.resume, digest(*CODE)[:12])
     wanted = [(config, what) for what in args.what.split(",") for config in args.configs.split(",")]
     if unknown := {what for _, what in wanted} - set(WHAT):
         raise ValueError(f"--what: {unknown.pop()} is none of {', '.join(WHAT)}")

@@ -14,29 +14,20 @@ class Figures:
     """Rows of one file, or of none (path None). Each says of which code and chip it is.
 
     With `resume` the rows that the file has count as measured where code, chip and settings are the same; others go.
-    `notes` are stored beside the settings, and may differ. With `ahead` nothing is stored.
+    `notes` are stored beside the settings, and may differ.
     """
 
     def __init__(
-        self,
-        path: Path | None,
-        device,
-        settings: dict,
-        resume: bool = False,
-        code: str = "",
-        notes: dict | None = None,
-        ahead: bool = False,
+        self, path: Path | None, device, settings: dict, resume=False, code: str = "", notes: dict | None = None
     ):
         self.path, self.settings, self.made = path, json.loads(json.dumps(settings)), chip(device)
         self.notes = notes or {}
         self.made["code"] = code or digest(*MODEL)[:12]
         self.rows: list[dict] = []
-        if path and (resume or ahead) and path.exists():
+        if path and resume and path.exists():
             self.keep(json.loads(path.read_text(encoding="utf-8")))
-        if ahead:
-            self.path = None
-        if self.path:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
 
     def keep(self, stored: dict) -> None:
         """Take over the rows that are worth as much as those to come."""

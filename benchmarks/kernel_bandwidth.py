@@ -162,8 +162,6 @@ def launches(args, d: int, name: str) -> tuple[str, list]:
     for warps, (stages, prefetch), resident in itertools.product(WARPS, AHEAD, RESIDENT):
         if resident >= warps:
             tried.append(Launch(warps, stages, resident // warps, prefetch, tried[0].reload))
-    if args.warps:
-        tried = [launch for launch in tried if str(launch.num_warps) in args.warps.split(",")]
     return name_of(kernel, columns, tokens), list(dict.fromkeys(tried))[: args.launches]
 
 
@@ -228,8 +226,7 @@ def run(args) -> None:
     settings |= {"rounds": args.rounds, "copied": args.copied}
     # Another table changes no launch that was timed; other kernels do.
     code = digest("model/kernels/*.py", leave_out=("launch.py",))[:12] if args.tune else ""
-    figures = Figures(args.json, device, settings, args.resume, code, ahead=args.ahead)
-    args.rounds = 1 if args.ahead else args.rounds
+    figures = Figures(args.json, device, settings, args.resume, code)
     (tune if args.tune else measure)(chosen, args, clock, lambda: target.copy_(source), figures)
     print(f"on {figures.on_what()}")
     if not args.tune:

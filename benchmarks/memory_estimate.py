@@ -1,8 +1,6 @@
 """`bench.py memory`: peak memory of training runs, each in a process of its own, against what train.py estimates."""
 
 import itertools
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -11,13 +9,13 @@ import torch
 
 import tables
 import train
+from benchmarks import end_to_end
 from data.shards import read_json, write_json
 from model import STEMS
 from training import distributed, metrics
 from training.memory import memory_needed
 from training.provenance import provenance
 
-ROOT = Path(__file__).parents[1]
 COMMON = {"dataset": "python_stdlib", "warmup_steps": 1, "max_steps": 3, "eval_full": False, "eval_batches": 1}
 # Width, blocks, tokens of a sequence and vocabulary; on a GPU the paper's sizes.
 SIZES = {
@@ -49,10 +47,7 @@ def measured(arguments: list[str]) -> int:
     """Bytes at the peak of a run's training steps. ValueError: it failed."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        command = [sys.executable, "train.py", *arguments, f"--out_dir={run}"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise ValueError(f"{' '.join(command)}: {done.stderr.strip().rpartition(chr(10))[2]}")
+        end_to_end.train(["train.py", *arguments, f"--out_dir={run}"], Path(folder) / "log")
         return max(record["memory"] for record in metrics.read(run / "metrics.jsonl") if "memory" in record)
 
 

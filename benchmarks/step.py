@@ -6,14 +6,17 @@ them comes from rounds in which both ran, and no more than one group's models ar
 
 import gc
 import statistics
+import sys
+from pathlib import Path
 
 import torch
 
-from benchmarks import peers, step_table, suites
-from benchmarks.contender import Contender, memory, profile, waiting
+import tables
+from benchmarks import suites
+from benchmarks.contender import Contender, memory
 from benchmarks.figures import Figures
 from benchmarks.suites import BASELINE, row_name
-from benchmarks.timing import compared, measure
+from benchmarks.timing import compared, measure, spread, waiting
 from model import STEMS, build, kernels
 from training import distributed
 from training.metrics import nominal_flops_per_token, peak_flops
@@ -50,12 +53,12 @@ class Bench:
         compiled = self.compiled if compiled is None else compiled
         return Contender(name, model, self.batch, self.device, self.dtype, compiled, **options)
 
-    def twice(self, name: str, model, **options) -> list[Contender]:
+    def twice(self, name: str, model) -> list[Contender]:
         """A peer eager and, with --compile=True, compiled too."""
         eager = self.contender(f"{name} (eager)", model, compiled=False)
         if not self.compiled:
             return [eager]
-        return [eager, self.contender(f"{name} (compiled)", None, partner=eager, **options)]
+        return [eager, self.contender(f"{name} (compiled)", None, partner=eager)]
 
     def group(self, model: str) -> tuple[list[Contender], list[Contender]]:
         """(the baseline and the model, their peers)."""
@@ -63,22 +66,10 @@ class Bench:
         if model != BASELINE:
             own.append(self.contender(row_name(model), self.build(model)))
         if "transcription" in self.args.peers and model in STEMS:
-            transcribed = peers.transcription(model, own[-1].model)
+            transcribed = transcription(model, own[-1].model)
             if transcribed is not None:
-                others += self.twice(f"{model} transcription", transcribed)
-        if "mhc" in self.args.peers and model == BASELINE:
-            others += self.hyper_connections()
+                others = self.twice(f"{model} transcription", transcribed)
         return own, others
-
-    def hyper_connections(self) -> list[Contender]:
-        version, name = peers.liger_version(), f"mHC n={peers.STREAMS}"
-        if version is None or self.device.type != "cuda":
-            reason = "needs liger-kernel: pip install liger-kernel" if version is None else "its kernels need a GPU"
-            self.leave_out(name, reason)
-            return []
-        torch.manual_seed(0)
-        model = peers.HyperConnectionsGPT(peers.GPTConfig(**self.size))
-        return self.twice(f"{name} liger-kernel {version}", model, one_graph=False)
 
     def leave_out(self, name: str, reason: str) -> None:
         self.left_out.append(f"{self.size_name}: {name}: {reason}")
@@ -143,16 +134,27 @@ class Bench:
         return row | {"parameters": contender.model.num_parameters(), "compiled": contender.compiled}
 
     def finish(self, contender: Contender, row: dict) -> None:
-        """What is measured outside of the rounds: memory, utilisation and a profile."""
+        """What is measured outside of the rounds: memory and utilisation."""
         if "activation_bytes_per_token" not in row:
             row |= memory(contender, self.tokens)
             base = self.rows[BASELINE]["activation_bytes_per_token"]
             row["activation_ratio"] = row["activation_bytes_per_token"] / base
-            if self.args.profile:
-                trace = f"{self.size_name}_{contender.name}.trace.json.gz"
-                profile(contender, step_table.beside(self.args.json, trace))
         if peak := peak_flops(self.device):
             row["mfu"] = nominal_flops_per_token(contender.model) * row["tokens_per_second"] / peak
+
+
+def transcription(stem: str, model) -> torch.nn.Module | None:
+    """tests/transcription.py's model of that stem with the weights of `model`; None where the stem has none."""
+    tests = str(Path(__file__).parents[1] / "tests")
+    if tests not in sys.path:
+        sys.path.append(tests)  # no package: pytest imports from the folder as well
+    from transcription import READS, Transcription
+
+    if stem != BASELINE and stem not in READS:
+        return None
+    result = Transcription(stem, model.config)
+    result.load_state_dict(model.state_dict())
+    return result
 
 
 def rows_of(train: dict, forward: dict, tokens: int) -> dict[str, dict]:
@@ -181,8 +183,47 @@ def settings_of(args, sizes: dict, device: torch.device) -> dict:
     settings = {"suite": args.suite, "sizes": sizes, "device": device.type, "dtype": args.dtype}
     settings |= {"threads": torch.get_num_threads(), "micro_batch_size": args.micro_batch_size}
     settings |= {"kernels": args.kernels, "state_interval": args.state_interval}
-    settings |= {"rounds": args.rounds, "steps_per_round": args.steps, "liger_kernel": peers.liger_version()}
+    settings |= {"rounds": args.rounds, "steps_per_round": args.steps}
     return settings | {"activations": PEAK if device.type == "cuda" else SAVED}
+
+
+def number(row: dict, key: str, form: str, scale: float = 1) -> str | None:
+    return format(row[key] / scale, form) if key in row else None
+
+
+COLUMNS = {
+    "model": lambda r: f"`{r['model']}`",
+    "parameters": lambda r: number(r, "parameters", ",.0f"),
+    "training tokens/s": lambda r: number(r, "tokens_per_second", ",.0f"),
+    "relative to additive (10th to 90th percentile)": lambda r: spread(r, "ratio", ".3f"),
+    "forward tokens/s": lambda r: number(r, "forward_tokens_per_second", ",.0f"),
+    "forward relative to additive": lambda r: spread(r, "forward_ratio", ".3f"),
+    "training speed over its transcription": lambda r: spread(r, "speedup", ".2f"),
+    "forward speed over its transcription": lambda r: spread(r, "forward_speedup", ".2f"),
+    "MFU": lambda r: number(r, "mfu", ".1%"),
+    "activations per token, KiB": lambda r: number(r, "activation_bytes_per_token", ",.0f", 2**10),
+    "activations relative to additive": lambda r: number(r, "activation_ratio", ".2f"),
+    "peak memory, GiB": lambda r: number(r, "peak_memory_bytes", ".1f", 2**30),
+}
+
+
+def markdown(rows: list[dict]) -> str:
+    """The rows as a table, without the columns in which no row has anything."""
+    cells = {title: [column(row) for row in rows] for title, column in COLUMNS.items()}
+    cells = {title: column for title, column in cells.items() if any(column)}
+    return tables.markdown(list(cells), zip(*cells.values()))
+
+
+def present(settings: dict, figures: Figures) -> None:
+    """Print a table for each size, and what could not be measured."""
+    sizes = dict.fromkeys(row["size"] for row in figures.rows)
+    for size in sizes:
+        where = f"{settings['dtype']} on {figures.on_what()}"
+        table = markdown([row for row in figures.rows if row["size"] == size])
+        print(f"\n{size}: {settings['sizes'][size]}, {where}\n\n{table}")
+    print(f"\nactivations: {settings['activations']}")
+    for line in settings["left_out"]:
+        print(f"left out: {line}")
 
 
 def run(args) -> None:
@@ -197,9 +238,7 @@ def run(args) -> None:
     # All models of a size share the code that is compiled: by default the ninth would run eagerly, unnoticed.
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1000
     settings = settings_of(args, sizes, device)
-    figures = Figures(args.json, device, settings, args.resume, notes={"left_out": []}, ahead=args.ahead)
-    if args.ahead:
-        args.rounds = args.warmup = 1
+    figures = Figures(args.json, device, settings, args.resume, notes={"left_out": []})
     for size_name, size in sizes.items():
         # A group is complete with the memory of its model.
         done = {row["model"] for row in figures.rows if row["size"] == size_name and "activation_ratio" in row}
@@ -212,4 +251,4 @@ def run(args) -> None:
         del bench
         torch.compiler.reset()
         release(device)
-    step_table.present(settings | figures.notes, figures)
+    present(settings | figures.notes, figures)

@@ -10,7 +10,7 @@ from training import distributed
 
 BASELINE = "gpt-mha-rope"
 PLAIN_BASELINE, CC_EC = f"{BASELINE}+kernels=off", "DDL-gpt-mha-rope-CC-EC"
-PEERS = ("transcription", "mhc")
+PEERS = ("transcription",)
 SIZE_KEYS = ("vocab_size", "block_size", "num_hidden_layers", "num_attention_heads", "head_dim", "hidden_size")
 QUICK = dict(zip(SIZE_KEYS, (1024, 256, 6, 4, 64, 256)))
 SMALL = dict(zip(SIZE_KEYS, (50304, 1024, 12, 6, 128, 768)), mup=True)
@@ -85,9 +85,7 @@ def check(args, device: torch.device, sizes: dict[str, dict]) -> None:
         raise ValueError("--compile=True needs a C++ compiler and Python's headers: install them, or --compile=False")
     for peer in args.peers:
         if peer not in PEERS:
-            raise ValueError(f"--peers: {peer} is none of {', '.join(PEERS)} or none")
-    if args.profile and not args.json:
-        raise ValueError("--profile stores its traces beside the JSON: give --json=PATH")
+            raise ValueError(f"--peers={peer}: give {', '.join(PEERS)} or none")
     for size in sizes.values():
         for model in args.models:
             stem, keys, fused = split_model(model)

@@ -35,6 +35,18 @@ def measure(steps: dict, warmup: int, rounds: int, what: str = "step") -> dict[s
     return seconds
 
 
+def waiting(function, times: int, device: torch.device):
+    """A function that calls `function` so many times and returns when the device has done it all."""
+
+    def turn():
+        for _ in range(times):
+            function()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    return turn
+
+
 def compared(key: str, base: list[float], own: list[float]) -> dict[str, float]:
     """Speed relative to base by the rounds' ratios: their median under `key`, 10th and 90th percentile beside it."""
     return percentiles(key, [b / o for b, o in zip(base, own)])

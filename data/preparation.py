@@ -4,8 +4,7 @@ Documents are read in order, tokenised by several threads (tiktoken leaves Pytho
 cut into shards. After each whole shard, `preparation.json` records where in the source the next one begins: killed at
 any moment and started again, a preparation goes on from there, and its bytes are those of an uninterrupted one,
 whatever the number of workers. `meta.json` is written last: a folder that has the first and not the second is not done.
-What is finished is removed by --overwrite alone: a complete corpus that grows keeps its shards and its meta.json, and
-what is made beside them is named `.bin.new`, until the larger one is whole.
+A corpus that grows is none from its first new shard to its last.
 """
 
 import errno
@@ -82,6 +81,7 @@ class Preparation:
     def __init__(self, args, name: str, plan: list[tuple], extra: dict):
         self.args, self.name, self.plan, self.extra, self.out = args, name, plan, extra, args.out
         self.stored = shards.read_json(self.out / "preparation.json")
+        self.reader = None
         limits = [tokens for split, _, tokens in plan if split == "val" and tokens]
         if args.max_tokens and limits and args.max_tokens <= limits[0]:
             raise ValueError(
@@ -113,7 +113,7 @@ class Preparation:
 
     def _shards_there(self) -> str:
         """How many shards the folder holds, and their size: what --overwrite removes with another preparation."""
-        files = [*self.out.glob("*.bin"), *self.out.glob("*.bin.new")]
+        files = list(self.out.glob("*.bin"))
         return f"{len(files)} shards ({shards.readable(sum(file.lstat().st_size for file in files))})"
 
     def _claim(self) -> None:
@@ -143,8 +143,10 @@ class Preparation:
                 f"{self.out} holds {present:,} tokens, more than --max_tokens={self.args.max_tokens}: give "
                 f"--max_tokens={present} or more to keep them, another --out, or --overwrite to remove those too many"
             )
-        listed = {self._staged(record) for record in self.stored.get("shards", []) if self._is_whole(record)}
-        for file in {*self.out.glob("*.bin*.tmp"), *self.out.glob("*.bin.new")} - listed:
+        unlisted = (
+            f"{self.name}_*_{len(self.stored.get('shards', [])):06d}.bin"  # whole, but killed before it was listed
+        )
+        for file in (*self.out.glob("*.bin.tmp"), *self.out.glob(unlisted)):
             file.unlink()
 
     def run(self) -> None:
@@ -168,6 +170,7 @@ class Preparation:
             full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
             raise ValueError(self._how_to_go_on(f"the disk of {self.out} is full" if full else str(error))) from error
         finally:
+            self._close_reader()
             self.progress.close()
         self._finish()
 
@@ -215,23 +218,21 @@ class Preparation:
         index = total = 0
         for stage, (split, source, tokens) in enumerate(self.plan):
             if stage == 0 or source is not self.plan[stage - 1][1]:
-                position, reader = START, None
+                position = START
+                self._close_reader()
             left = self._limit(tokens, total)
             while left > 0:
                 want = min(self.args.shard_tokens, left)
                 record = self.stored["shards"][index] if index < len(self.stored["shards"]) else None
                 if record and record["split"] == split and self._has(record, want):
-                    reader = None
+                    self._close_reader()
                     self.progress.found(record)
                 else:
-                    reader = reader or TokenReader(source, self.encoding, self.args.workers, position, self.progress)
-                    before, record = record, self._make_shard(index, split, want, reader)
-                    self._check_unchanged(before, record)
+                    record = self._make_shard(index, split, want, self._reader_at(source, position), record)
                     if record is None:
                         break
                     self.stored["shards"][index : index + 1] = [record]
                     self._save()
-                    self._put_in_place()
                     self.progress.shard(record)
                 position = record["next"]
                 index, total, left = index + 1, total + record["tokens"], left - record["tokens"]
@@ -240,23 +241,20 @@ class Preparation:
         if self.stored["shards"][index:]:
             (self.out / "meta.json").unlink(missing_ok=True)  # which names them
         for record in self.stored["shards"][index:]:
-            for path in (self._staged(record), self.out / record["file"]):
-                path.unlink(missing_ok=True)
+            (self.out / record["file"]).unlink(missing_ok=True)
         del self.stored["shards"][index:]
 
-    def _check_unchanged(self, before: dict | None, now: dict | None) -> None:
-        """Missing: a shard that was made again is not what the same source gives."""
-        if before is None:
-            return
-        same_length = now and before["tokens"] == now["tokens"]
-        shorter = now is None or (now["ended"] and now["tokens"] < before["tokens"])
-        longer = now and before["ended"] and now["tokens"] > before["tokens"]
-        if shorter or longer or (same_length and before["sha256"] != now["sha256"]):
-            self._staged(before).unlink(missing_ok=True)  # or the next run would find it
-            raise Missing(
-                f"{before['file']} was made again and is another one: the source has changed: give another --out to "
-                "prepare it as it is now"
-            )
+    def _reader_at(self, source, position: dict) -> TokenReader:
+        """The reader that has come there, or a new one."""
+        if self.reader is None:
+            self.reader = TokenReader(source, self.encoding, self.args.workers, position, self.progress)
+        return self.reader
+
+    def _close_reader(self) -> None:
+        """End its threads here, and not where the garbage collector happens to run, which may be one of them."""
+        if self.reader:
+            self.reader.batches.close()
+        self.reader = None
 
     def _limit(self, tokens: int | None, total: int) -> int:
         left = None if self.args.max_tokens is None else self.args.max_tokens - total
@@ -267,31 +265,30 @@ class Preparation:
         return (record["tokens"] == want or (record["ended"] and record["tokens"] < want)) and self._is_whole(record)
 
     def _is_whole(self, record: dict) -> bool:
-        path = self._path(record)
+        path = self.out / record["file"]
         return path.exists() and path.stat().st_size == shards.HEADER_BYTES + 2 * record["tokens"]
 
-    def _staged(self, record: dict) -> Path:
-        return self.out / f"{record['file']}.new"
+    def _make_shard(self, index: int, split: str, want: int, reader: TokenReader, before: dict | None) -> dict | None:
+        """The record of the shard that is written now; None where the source has ended.
 
-    def _path(self, record: dict) -> Path:
-        """Where a shard lies: beside a complete corpus, or in its place."""
-        staged = self._staged(record)
-        return staged if staged.exists() else self.out / record["file"]
-
-    def _put_in_place(self) -> None:
-        """Give shards their names, unless a complete corpus is there, which stays as it is to the end."""
-        if not (self.out / "meta.json").exists():
-            for file in self.out.glob("*.bin.new"):
-                file.replace(file.with_suffix(""))
-
-    def _make_shard(self, index: int, split: str, want: int, reader: "TokenReader") -> dict | None:
+        Missing: the shard was there `before`, and the same source gives another one.
+        """
         tokens, counts = reader.take(want)
+        ended = tokens.size < want
+        if before and (
+            (ended and tokens.size < before["tokens"]) or (before["ended"] and tokens.size > before["tokens"])
+        ):
+            raise another(before)
         if not tokens.size:
             return None
-        file = f"{self.name}_{split}_{index:06d}.bin"
-        record = {"file": file, "split": split, "tokens": tokens.size, **counts}
-        record["sha256"] = shards.write_shard(self._staged(record), tokens)
-        return {**record, "ended": tokens.size < want, "next": reader.position}
+        path = self.out / f"{self.name}_{split}_{index:06d}.bin"
+        (self.out / "meta.json").unlink(missing_ok=True)
+        digest = shards.write_shard(path, tokens)
+        if before and before["tokens"] == tokens.size and before["sha256"] != digest:
+            path.unlink()  # or the next run would take it for the one that was
+            raise another(before)
+        record = {"file": path.name, "split": split, "tokens": tokens.size, **counts, "sha256": digest}
+        return {**record, "ended": ended, "next": reader.position}
 
     def _save(self) -> None:
         shards.write_json(self.out / "preparation.json", self.stored)
@@ -315,13 +312,18 @@ class Preparation:
                 f"{tokens:,} tokens leave nothing for {'training' if 'val' in found else 'validation'}: give more "
                 f"text, or --val_tokens below {tokens} and --overwrite, which removes the {self._shards_there()}"
             )
-        (self.out / "meta.json").unlink(missing_ok=True)  # the new corpus is whole
-        self._put_in_place()
         self.stored["max_tokens"] = self.args.max_tokens
         self._save()
         source = {key: self.options["plan"][-1].get(key) for key in ("source", "name", "revision", "commit")}
         meta = {key: value for key, value in source.items() if value} | self.extra
         shards.write_meta(self.out, tokenizer.meta(self.encoding) | meta, records)
+
+
+def another(record: dict) -> Missing:
+    return Missing(
+        f"{record['file']} was made again and is another one: the source has changed: give another --out to prepare it "
+        "as it is now"
+    )
 
 
 class Progress:

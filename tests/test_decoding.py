@@ -6,7 +6,8 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import one_line_error, script, small_run
+from conftest import one_line_error, small_run
+from in_process import call
 from test_model import EXPANDED, PAPER, TINY, tiny
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -209,9 +210,9 @@ def test_what_does_not_fit_is_refused():
         with pytest.raises(ValueError, match=rf"a prompt of {T} tokens for a decoder of length=8: give 1 to that many"):
             decoder.prefill(ids[:, :T])
     check(decoder, model, ids[:, :8], 3)  # as if nothing had happened
-    for call, given in ((decoder.step, torch.zeros(3, dtype=torch.int64)), (decoder.prefill, tokens_of(3, 2))):
+    for action, given in ((decoder.step, torch.zeros(3, dtype=torch.int64)), (decoder.prefill, tokens_of(3, 2))):
         with pytest.raises(ValueError, match=r"3 sequences for a decoder of batch_size=2: give that many"):
-            call(given)
+            action(given)
     for length in (0, 17):
         with pytest.raises(ValueError, match=rf"length={length}: give 1 to block_size=16"):
             Decoder(model, 2, length)
@@ -234,26 +235,27 @@ def test_a_cached_pass_has_no_gradient_but_the_output_layers():
 @pytest.fixture(scope="module")
 def run(corpus, tmp_path_factory):
     out = tmp_path_factory.mktemp("runs") / "decoded"
-    assert script("train.py", *small_run(corpus, out, eval_full=False)).returncode == 0
+    assert call("train.py", *small_run(corpus, out, eval_full=False)).returncode == 0
     return out
 
 
 def test_the_script_says_its_speed_on_stderr(run):
-    result = script("sample.py", run, "--max_new_tokens=7", "--temperature=2")
+    result = call("sample.py", run, "--max_new_tokens=7", "--temperature=2")
     assert result.returncode == 0
     assert result.stderr.decode().endswith(" tokens/s\n")
     assert re.search(r"^[1-7] tokens in ", result.stderr.decode(), re.MULTILINE)  # fewer after an end-of-text
 
 
-def test_the_script_without_a_compiler(run):
-    line = one_line_error(script("sample.py", run, "--device=cpu", "--compile=True", env={"CXX": "none"}))
+def test_the_script_without_a_compiler(run, monkeypatch):
+    monkeypatch.setenv("CXX", "none")
+    line = one_line_error(call("sample.py", run, "--device=cpu", "--compile=True"))
     assert "--compile=True needs a C++ compiler and Python's headers: give --compile=False" in line
 
 
 @pytest.mark.slow
 def test_the_script_compiled_gives_the_same_text(run):
     keys = ["--max_new_tokens=40", "--prompt=def ", "--device=cpu"]
-    texts = [script("sample.py", run, *keys, f"--compile={compiled}").stdout for compiled in (False, True)]
+    texts = [call("sample.py", run, *keys, f"--compile={compiled}").stdout for compiled in (False, True)]
     assert texts[0] == texts[1] != b""
 
 
@@ -261,7 +263,7 @@ def test_decoding_is_measured(tmp_path):
     out = tmp_path / "decode.json"
     size = ["--vocab_size=64", "--block_size=16", "--num_hidden_layers=1", "--num_attention_heads=2", "--head_dim=8"]
     keys = [*size, "--hidden_size=16", "--device=cpu", "--compile=False", "--rounds=2", "--context=6", "--tokens=3"]
-    result = script("bench.py", "decode", *keys, f"--json={out}", "--note=a test")
+    result = call("bench.py", "decode", *keys, f"--json={out}", "--note=a test")
     assert result.returncode == 0, result.stderr.decode()
     stored = json.loads(out.read_text())
     assert stored.keys() >= {"command", "commit", "machine", "threads", "size", "context"}

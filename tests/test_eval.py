@@ -30,7 +30,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 import export
-from harness import batches, comparison, published, store, subjects, tasks
+from harness import batches, comparison, runner, subjects, tasks
 from harness.language_model import LanguageModel, generation_settings
 from training import checkpoint
 from training.checkpoint import load_model
@@ -494,12 +494,12 @@ def test_older_tables_stay_and_grow(run, folder, tmp_path):
 
 
 def test_evaluations_that_write_at_once_keep_each_others_results(tmp_path):
-    one, other = store.Store(tmp_path), store.Store(tmp_path)
+    one, other = runner.Store(tmp_path), runner.Store(tmp_path)
     entry = {"weights": "w", "task": "a", "shots": 0, "settings": {}}
     one.add(entry)
     other.add(entry | {"task": "b"})
     one.add(entry | {"value": 1})
-    assert store.Store(tmp_path).entries == [entry | {"task": "b"}, entry | {"value": 1}]
+    assert runner.Store(tmp_path).entries == [entry | {"task": "b"}, entry | {"value": 1}]
 
 
 def test_labels_and_places_of_results(run):
@@ -525,18 +525,18 @@ def test_a_row_belongs_to_the_configuration_that_the_paper_trained():
             keys = configurator.read_file(str(ROOT / f"config/{name}_{size}.py"))
             del keys["micro_batch_size"], keys["model"]
             config = model_class(stem).Config(**keys)
-            assert published.size_of(stem, config) == size
-            assert published.size_of(stem, dataclasses.replace(config, rope_base=5000.0)) is None
-            assert published.size_of("DDL-gpt-mha-rope-CC", config) is None
-    assert published.row("DDL-gpt-mha-rope-CC-EC", "medium", 1)["sciq"] == 90.5
-    assert published.row("DDL-gpt-mha-rope-CC-EC", "small", "")["val_ppl"] == 16.9947
-    assert published.row("gpt-mha-rope", None, 0) == {}
-    sizes = {(size, shots) for size, shots, _ in published.figures() if shots}
+            assert comparison.size_of(stem, config) == size
+            assert comparison.size_of(stem, dataclasses.replace(config, rope_base=5000.0)) is None
+            assert comparison.size_of("DDL-gpt-mha-rope-CC", config) is None
+    assert comparison.published_row("DDL-gpt-mha-rope-CC-EC", "medium", 1)["sciq"] == 90.5
+    assert comparison.published_row("DDL-gpt-mha-rope-CC-EC", "small", "")["val_ppl"] == 16.9947
+    assert comparison.published_row("gpt-mha-rope", None, 0) == {}
+    sizes = {(size, shots) for size, shots, _ in comparison.published() if shots}
     assert sizes == {("small", "0"), ("small", "1"), ("medium", "0"), ("medium", "1")}
 
 
 def test_every_published_average_is_that_of_its_row():
-    for (_, shots, _), row in published.figures().items():
+    for (_, shots, _), row in comparison.published().items():
         if shots:
             values = {task: (row[task], None) for task in tasks.PAPER_METRICS}
             assert comparison.average(values)["average"][0] == pytest.approx(row["average"], abs=0.0101)
@@ -547,7 +547,7 @@ def eight(value: float) -> dict:
 
 
 def test_tables_show_difference_and_error():
-    paper = published.row("gpt-mha-rope", "small", 1)
+    paper = comparison.published_row("gpt-mha-rope", "small", 1)
     models = [("ours_a", eight(30.0), paper), ("b", eight(40.0) | {"arc_easy": (1.5, None)}, {})]
     table = comparison.of_tasks("1-shot", dict(tasks.PAPER_METRICS), models)
     mean, error = 30 + 28 / 8, math.sqrt(sum(n * n for n in range(1, 9))) / 8

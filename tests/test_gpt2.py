@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tiktoken
-from conftest import ROOT, one_line_error, sign, small_run
+from conftest import ROOT, one_line_error, small_run
 from gpt2_oracle import FILES
 from in_process import call
 from test_tokenizer import ODD
@@ -196,23 +196,3 @@ def test_a_preparation_without_it_says_where_to_get_it(cache, tmp_path):
     with offline(cache, bare=True):
         assert ADVICE in one_line_error(call(*prepare))
     assert not (tmp_path / "corpus").exists() or not list((tmp_path / "corpus").iterdir())
-
-
-def test_runs_of_before_are_read_and_go_on(prepared, cache, tmp_path, oracle):
-    """Whose corpus and checkpoints name GPT-2 alone: with the package; without, one line says what to do."""
-    shutil.copytree(prepared[0], tmp_path / "corpus")
-    shutil.copytree(prepared[1], tmp_path / "run")
-    old = checkpoint.newest(tmp_path / "run")
-    for folder in (tmp_path / "corpus", old):
-        (folder / "tokenizer.json").write_text('{"name": "gpt2"}')
-    sign(old)
-    sample = ["sample.py", tmp_path / "run", "--max_new_tokens=3"]
-    with offline(cache, bare=True):
-        assert ADVICE in one_line_error(call(*sample))
-    keys = {**KEYS, "dataset": prepared[0], "max_steps": 3, "resume": "auto"}
-    with offline(cache):
-        succeeded(*sample)
-        succeeded("train.py", *small_run(tmp_path / "corpus", tmp_path / "run", **keys))
-    newest = checkpoint.newest(tmp_path / "run")
-    assert newest != old
-    assert json.loads((newest / "tokenizer.json").read_text()) == tokenizer.to_json(oracle)

@@ -319,19 +319,6 @@ def test_what_is_not_installed_is_named(tmp_path, monkeypatch):
     assert "that needs the datasets package: pip install datasets" in line
 
 
-@pytest.mark.slow
-def test_40_seconds_of_503_in_real_time(server, client, fineweb, undisturbed, tmp_path):
-    """With the real pauses, by the script itself."""
-    server.faults = [Fault("status", skip=3, seconds=40)]
-    arguments = [ROOT / FINEWEB, f"--out={tmp_path / 'out'}", f"--repository={fineweb.name}", *OPTIONS]
-    result = script(*arguments, env={"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "hf")})
-    assert result.returncode == 0, result.stderr.decode()
-    found = {name: content for name, content in contents(tmp_path / "out").items() if name != "preparation.json"}
-    assert found == {name: undisturbed[name] for name in found}  # that one notes places in larger batches
-    assert found.keys() == undisturbed.keys() - {"preparation.json"}
-    assert "the hub answers 503" in result.stderr.decode()
-
-
 def test_ctrl_c_in_a_pause_is_one_line(server, fineweb, tmp_path):
     server.faults = [Fault("status", RANGES, skip=2)]
     arguments = [sys.executable, ROOT / FINEWEB, f"--out={tmp_path / 'out'}", f"--repository={fineweb.name}", *OPTIONS]

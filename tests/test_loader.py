@@ -136,20 +136,6 @@ def test_order_and_offset_change_with_epoch_and_with_seed():
     assert offsets[0] != offsets[1]
 
 
-@pytest.mark.parametrize("pieces", [(8,), (4, 4), (2, 2, 2, 2), (1,) * 8, (3, 5)])
-def test_ranks_and_micro_batches_divide_the_global_batch(pieces):
-    stream, batches = train_batches(61, batch=8)
-    firsts = np.cumsum([0, *pieces[:-1]]).tolist()
-    for step in range(5):
-        whole = batches.get(step, 0, 8)
-        # every piece from an instance of its own, as every rank has, and in another order than that of the batch
-        parts = {f: train_batches(61, batch=8)[1].get(step, f, n) for f, n in reversed(list(zip(firsts, pieces)))}
-        for side in (0, 1):
-            assert torch.equal(torch.cat([parts[first][side] for first in firsts]), whole[side])
-    run = starts(stream, batches, 40, batch=8)
-    assert run == starts(stream, train_batches(61, batch=5)[1], 40, batch=5)  # sequence s * batch + i of one order
-
-
 @pytest.mark.parametrize("tokens", [0, 1, SEQ_LEN])
 def test_a_training_split_shorter_than_one_window_is_refused(tokens):
     with pytest.raises(ValueError, match=f"{tokens} tokens, block_size={SEQ_LEN} needs {SEQ_LEN + 1}"):
@@ -198,14 +184,14 @@ def test_spread_is_even_and_holds_both_ends(windows):
     assert len(batches.spread(1)) == 1
 
 
-def served(monkeypatch, world_size, micro, first_step=1, batch=24, tokens=2003, window=None, steps=40):
+def served(monkeypatch, world_size, micro, first_step=1, batch=24, tokens=2003, steps=40):
     """Batch by step, as all processes of a run together serve it: rows of ids with their last target."""
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
     config = train.TrainConfig(global_batch_size=batch, micro_batch_size=micro, max_steps=steps)
     parts = []
     for rank in range(world_size):
         shards = cut(distinct(tokens), (1, 700, 3, 0, 999))
-        batches = TrainBatches(shards, SEQ_LEN, batch, seed=5, window_tokens=window)
+        batches = TrainBatches(shards, SEQ_LEN, batch, seed=5)
         world = World(rank, world_size, torch.device("cpu"))
         parts.append([torch.cat([x, y[:, -1:]], 1) for x, y in train.micro_batches(config, batches, first_step, world)])
     per_step = batch // world_size // min(micro, batch // world_size)
@@ -222,24 +208,6 @@ def test_global_batches_are_the_same_for_any_world_and_after_resuming(monkeypatc
         assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
         resumed = served(monkeypatch, world_size, micro, first_step=18)
         assert all(torch.equal(a, b) for a, b in zip(whole[17:], resumed, strict=True))
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-@pytest.mark.parametrize("window", [None, SEQ_LEN + 1])
-def test_an_epoch_over_all_processes_is_every_window_once(monkeypatch, world_size, window):
-    tokens = 2003
-    position = {token: index for index, token in enumerate(distinct(tokens).tolist())}
-    stride = window or SEQ_LEN
-    windows = tokens // window if window else (tokens - 1) // SEQ_LEN - 1
-    rows = torch.cat(served(monkeypatch, world_size, 4, window=window, steps=3 * windows // 24 + 1))
-    starts = [position[row[0].item()] for row in rows]
-    whole = distinct(tokens)
-    assert all(row.tolist() == whole[at : at + SEQ_LEN + 1].tolist() for row, at in zip(rows, starts))
-    for epoch in range(3):
-        own = sorted(starts[epoch * windows : (epoch + 1) * windows])
-        offset = own[0]
-        assert offset == 0 or not window
-        assert own == list(range(offset, offset + stride * windows, stride))
 
 
 @pytest.mark.parametrize("tokens", LENGTHS)

@@ -14,7 +14,7 @@ import configurator
 import model
 import report
 import train
-from benchmarks import ceiling, step_table
+from benchmarks import ceiling, step
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, flags=re.S)
@@ -47,7 +47,7 @@ def test_the_table_of_ceilings_is_the_stored_result():
 
 def test_the_table_of_speeds_is_the_stored_result():
     stored = json.loads((ROOT / "results" / "bench_quick_cpu.json").read_text())
-    assert step_table.markdown(stored["rows"]) in (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+    assert step.markdown(stored["rows"]) in (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
 
 
 def test_the_speed_of_evaluation_is_the_stored_results():

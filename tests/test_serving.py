@@ -29,7 +29,7 @@ from model.generation import Sampling
 from model.gpt import Stream
 from serving import app as serving_app
 from serving.events import Pieces, events
-from serving.gates import gated_sites, recorded
+from serving.gates import gated_sites
 from serving.guard import host_fits
 from training.checkpoint import load_model
 
@@ -115,14 +115,6 @@ def test_fused_streams_step_aside_and_come_back():
     model.use_stream(Stream())
     gates = torch.tensor([token["gates"] for token in tokens])
     torch.testing.assert_close(gates, uncached_gates(model, [token["id"] for token in tokens]))
-
-
-def test_what_was_handed_out_is_kept_no_longer():
-    model = build(DELTA[0], **SMALL)
-    with recorded(model) as gates:
-        model(torch.tensor([[1, 2, 3]]))
-        assert len(gates.take(2)) == 2
-        assert list(gates.seen.values()) == [[]] * 4
 
 
 def test_a_model_without_gates_sends_none():

@@ -107,11 +107,6 @@ def test_every_learned_token_joins_two_earlier_ones(bpe):
     assert len(earlier) == 359
 
 
-@pytest.mark.parametrize("text", ODD)
-def test_byte_pairs_round_trip_on_odd_text(bpe, text):
-    assert bpe.decode_bytes(bpe.encode_ordinary(text)) == text.encode()
-
-
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(st.text())
 def test_byte_pairs_round_trip(bpe, text):

@@ -18,7 +18,7 @@ from hub_server import Fault
 from in_process import call
 from test_shards import shard_bytes
 
-from data import preparation, shards, tokenizer, verification
+from data import preparation, tokenizer, verification
 from data.shards import open_corpus
 from data.sources import Texts
 
@@ -209,15 +209,6 @@ def test_a_folder_in_use_is_refused(foreign, folder, tmp_path):
     assert "edu_fineweb_train_000001.bin is there already and another file" in one_line_error(adopt(out, foreign))
     assert (out / "edu_fineweb_train_000001.bin").read_bytes() == shard_bytes([1])
     assert not (out / "meta.json").exists()
-
-
-def test_two_at_once_are_refused(foreign, tmp_path):
-    out = tmp_path / "out"
-    out.mkdir()
-    with shards.only_one(out):
-        line = one_line_error(adopt(out, foreign))
-    assert f"{out} is being prepared by another process: wait for it" in line
-    assert not list(out.iterdir())
 
 
 @pytest.mark.parametrize("corpus", ["fineweb_edu", "openwebtext"])
