@@ -5,7 +5,8 @@ import random
 import signal
 
 import pytest
-from conftest import run_here, small_run
+from conftest import small_run
+from in_process import call
 
 import train
 from configurator import knobs
@@ -53,7 +54,7 @@ def mutated(draw: random.Random, base: list[str]) -> list[str]:
 
 def run_of(arguments: list[str]):
     """(exit code, lines of stderr) of train.py in this process."""
-    result = run_here(train, *arguments)
+    result = call("train.py", *arguments)
     return result.returncode, result.stderr.decode().splitlines()
 
 

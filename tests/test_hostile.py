@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import one_line_error, run_here, sign
+from conftest import one_line_error, sign
+from in_process import call
 from safetensors.torch import load_file, save_file
 from test_checkpoint import Trap
 from test_export import CC, exported, noisy, save_run
 
-import export
 from model import released
 from training import checkpoint
 
@@ -293,6 +293,6 @@ def test_code_in_a_folder_is_not_executed(whole, tmp_path):
         (folder / name).write_text(f"open({str(trap)!r}, 'w')")
     checkpoint.load_model(folder, "cpu")
     (folder / "model.safetensors").write_bytes(pickle.dumps(Trap(trap)))
-    line = one_line_error(run_here(export, folder, tmp_path / "out"))
+    line = one_line_error(call("export.py", folder, tmp_path / "out"))
     assert "model.safetensors is damaged or unreadable" in line
     assert sorted(os.listdir(tmp_path)) == ["e"]

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SMALL, one_line_error, run_here, small_run
+from conftest import SMALL, one_line_error, small_run
+from in_process import call
 from safetensors.torch import load_file, save_file
 from test_export import exported, save_run
 
@@ -43,7 +44,7 @@ def arguments(corpus, out: Path, **changes) -> list[str]:
 
 def run(argv: list[str], code: int = 0) -> str:
     """What train.py prints; `code`: the exit code that is expected."""
-    result = run_here(train, *argv)
+    result = call("train.py", *argv)
     assert result.returncode == code, result.stderr.decode()
     return result.stdout.decode() + result.stderr.decode()
 
@@ -163,6 +164,6 @@ def test_damaged_weights_end_with_one_line(corpus, folders, tmp_path):
     tensors = load_file(folder / "model.safetensors")
     tensors["ln_f.weight"][0] = float("nan")
     save_file(tensors, folder / "model.safetensors")
-    line = one_line_error(run_here(train, *arguments(corpus, tmp_path / "out", init_from=folder)))
+    line = one_line_error(call("train.py", *arguments(corpus, tmp_path / "out", init_from=folder)))
     assert "model.safetensors: ln_f.weight holds NaN or infinite numbers" in line
     assert not (tmp_path / "out").exists()

@@ -11,7 +11,8 @@ import types
 import broken_streams
 import pytest
 import torch
-from conftest import ROOT, SMALL, one_line_error, run_here, small_run
+from conftest import ROOT, SMALL, one_line_error, small_run
+from in_process import call
 from torch.profiler import ProfilerActivity, profile
 
 import train
@@ -143,7 +144,7 @@ def test_gradients_are_counted_once_where_micro_batches_accumulate_them(corpus, 
 
 
 def test_the_dry_run_shows_the_estimate(corpus, tmp_path):
-    found = run_here(train, *small_run(corpus, tmp_path / "run", dry_run=True)).stdout.decode()
+    found = call("train.py", *small_run(corpus, tmp_path / "run", dry_run=True)).stdout.decode()
     count = build("DDL-gpt-mha-rope", **SMALL).num_parameters()
     assert f"{metrics.size(16 * count)} for weights and optimizer" in found  # AdamW, gradients that add up
     assert "420 MiB for the process" in found
@@ -156,7 +157,7 @@ def test_a_model_that_looks_at_its_values_is_trained_without_an_estimate(corpus,
     monkeypatch.setattr(memory, "memory_of", lambda device: 2**28)  # so that it would be simulated
     arguments = small_run(corpus, tmp_path / "run", model="looking-gpt", hidden_size=300, max_steps=1)
     for more in (["--dry_run"], []):
-        errors = run_here(train, *arguments, *more).stderr.decode()
+        errors = call("train.py", *arguments, *more).stderr.decode()
         assert "whether the memory suffices is not known (DataDependentOutputException" in errors
     assert (tmp_path / "run" / "checkpoints").exists()
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, run_here, small_run
+from conftest import ROOT, small_run
+from in_process import call
 
 import configurator
 import report
@@ -152,7 +153,7 @@ def test_keys_have_one_owner():
 
 
 def test_help_lists_every_key():
-    printed = run_here(sweep, "--help").stdout.decode()
+    printed = call("sweep.py", "--help").stdout.decode()
     for key in (*configurator.knobs(sweep.SweepConfig), "learning_rate", "ddl_beta_init"):
         assert f"\n  --{key}=" in printed
     assert "comma is not supported" in printed

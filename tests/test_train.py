@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, SMALL, one_line_error, run_here, script, sign, small_run
+from conftest import ROOT, SMALL, one_line_error, script, sign, small_run
+from in_process import call
 
 import train
 from data import shards
@@ -34,13 +35,13 @@ def finished(corpus, tmp_path_factory):
 
 
 def trained(*arguments):
-    result = run_here(train, *arguments)
+    result = call("train.py", *arguments)
     assert result.returncode == 0, result.stderr.decode()
     return result
 
 
 def refusal(*arguments) -> str:
-    return one_line_error(run_here(train, *arguments))
+    return one_line_error(call("train.py", *arguments))
 
 
 def weights(run) -> dict:
@@ -173,7 +174,7 @@ def test_muon_trains_and_resumes(corpus, tmp_path):
 )
 def test_stops_before_the_step_on_what_is_not_finite(corpus, tmp_path, changes, message):
     out, step = tmp_path / "diverges", int(message[5])
-    result = run_here(train, *small_run(corpus, out, **{"checkpoint_interval": 1, **changes}))
+    result = call("train.py", *small_run(corpus, out, **{"checkpoint_interval": 1, **changes}))
     [line] = result.stderr.decode().splitlines()
     assert result.returncode == 1
     assert message in line
