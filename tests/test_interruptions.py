@@ -1,6 +1,7 @@
 """Runs that are killed, stopped, starved or spread over other processes end where an undisturbed run ends."""
 
 import collections
+import contextlib
 import json
 import math
 import multiprocessing
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from conftest import ROOT, SMALL, one_line_error, small_run, wait_for
 from in_process import call
 
+import train
 from model import build
 from training import checkpoint, distributed, metrics, stopping
 from training.checkpoint import load_tensors
@@ -38,11 +40,18 @@ def begin(arguments, processes=1, launcher=(), log=subprocess.DEVNULL) -> subpro
     return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=env)
 
 
-def forked(*arguments) -> multiprocessing.Process:
+def forked(*arguments, log=os.devnull) -> multiprocessing.Process:
     """train.py in a child of this process, which may be killed; Python and torch are there already."""
-    process = multiprocessing.get_context("fork").Process(target=call, args=("train.py", *arguments))
+    process = multiprocessing.get_context("fork").Process(target=train_into, args=(log, arguments))
     process.start()
     return process
+
+
+def train_into(log, arguments) -> None:
+    """train.py with its output in a file."""
+    sys.argv = ["train.py", *map(str, arguments)]
+    with open(log, "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        train.main()
 
 
 def one_of_two(rank: int, port: int, log: Path, arguments: list[str]) -> None:
@@ -290,15 +299,15 @@ def test_a_dead_process_ends_the_job_which_restarts_where_asked(corpus, tmp_path
 def test_a_full_disk_leaves_the_run_going_and_the_old_checkpoint(corpus, tmp_path):
     run, log = tmp_path / "run", tmp_path / "log"
     keys = {**CONSTANT, "checkpoint_interval": 20, "keep_last": 1, "max_steps": 100_000, "hidden_size": 64}
-    with open(log, "w") as file:
-        process = begin(small_run(corpus, run, **keys), log=file)
+    process = forked(*small_run(corpus, run, **keys), log=log)
     wait_for(lambda: checkpoint.all_of(run))
     # From now on no file of this process may grow beyond 100 kB: the kernel refuses the write as on a full disk.
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (100_000, 100_000))
     wait_for(lambda: log.read_text().count("no checkpoint (") >= 2)
     old = checkpoint.find(run)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=20) == 1
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(timeout=20)
+    assert process.exitcode == 1
     assert "is not saved: free disk space" in log.read_text()
     assert stopping.read_status(run)["ended"] == "failed"
     assert checkpoint.all_of(run) == [old]

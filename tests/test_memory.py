@@ -78,6 +78,14 @@ def test_the_estimates_agree_with_what_was_measured():
     assert len(rows) >= 70
 
 
+def test_the_estimate_counts_what_is_there(corpus, tmp_path):
+    for stem in STEMS:
+        config, model_config = train.configure(small_run(corpus, tmp_path / "run", model=stem, num_hidden_layers=5))
+        model = build(stem, **dataclasses.asdict(model_config))
+        assert memory.parameters_of(stem, model_config) == model.num_parameters()
+        assert memory.least_memory(config, model_config) > 16 * model.num_parameters()
+
+
 @pytest.fixture
 def machine(monkeypatch):
     """Sets the memory that the machine has."""
