@@ -491,21 +491,20 @@ def test_the_plot_has_a_line_for_each_setting_of_the_other_keys(partly_finished,
 
 
 @pytest.mark.parametrize(
-    ("swept", "x", "ticks", "scale"),
+    ("swept", "x", "scale"),
     [
-        ({"mup": "True,False"}, [0, 1], ["True", "False"], "linear"),
-        ({"seed": "0,1"}, [0], ["all"], "linear"),
-        ({"learning_rate": "1e-2,1e-4"}, [1e-4, 1e-2], None, "log"),
-        ({"optimizer": "muon,adamw", "ddl_beta_init": "0.5,1"}, [0.5, 1], None, "linear"),  # the first key of numbers
+        ({"mup": "True,False"}, ["True", "False"], "linear"),
+        ({"seed": "0,1"}, ["all"], "linear"),
+        ({"learning_rate": "1e-2,1e-4"}, [1e-4, 1e-2], "log"),
+        ({"optimizer": "muon,adamw", "ddl_beta_init": "0.5,1"}, [0.5, 1], "linear"),  # the first key of numbers
     ],
 )
-def test_the_plots_axis(corpus, tmp_path, monkeypatch, swept, x, ticks, scale):
+def test_the_plots_axis(corpus, tmp_path, monkeypatch, swept, x, scale):
     cells = cells_of(*grid(corpus, tmp_path, **swept, min_lr=0))
     for cell in cells:
         write_evaluation(cell.folder, val_loss=2.0 + cell.index)
     for positions, *_, axes in drawn(monkeypatch, cells, "val_loss", tmp_path / "plot.png"):
         assert (positions, axes.get_xscale()) == (x, scale)
-        assert ticks is None or [label.get_text() for label in axes.get_xticklabels()] == ticks
 
 
 def test_an_unknown_metric(partly_finished, run):

@@ -18,7 +18,7 @@ from training import checkpoint, distributed
 
 NANOGPT = {"scratch": "leave it out to start anew", "resume": "give --resume=auto to go on with a run"}
 # What a run without a checkpoint may have left in its folder.
-LEFT = {"metrics.jsonl", "metrics.jsonl.tmp", "status.json", "checkpoints", "wandb", "tensorboard", "nonfinite"}
+LEFT = {"metrics.jsonl", "status.json", "checkpoints", "wandb", "tensorboard", "nonfinite"}
 
 
 class RunLock:
@@ -90,7 +90,7 @@ def find_in(out: Path) -> Path | None:
     start = checkpoint.newest(out)
     if start is None and checkpoint.all_of(out):
         raise ValueError(f"out_dir={out} has no checkpoint that is whole: give another --out_dir, or empty it")
-    if start is None and out.exists() and any(file.name not in LEFT for file in out.iterdir()):
+    if start is None and out.exists() and any(file.name.removesuffix(".tmp") not in LEFT for file in out.iterdir()):
         raise ValueError(f"out_dir={out} holds other files and no checkpoint: give another --out_dir")
     return start
 
