@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import train
 from model import STEMS, build, model_class
-from training import memory, metrics
+from training import memory
 
 SIZE = {"vocab_size": 320, "block_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16}
 SIZE |= {"hidden_size": 32}
@@ -149,13 +149,6 @@ def test_gradients_are_counted_once_where_micro_batches_accumulate_them(corpus, 
     count = build("DDL-gpt-mha-rope", **dataclasses.asdict(one[1])).num_parameters()
     assert memory.memory_needed(*one, CPU).weights == 12 * count  # weights and AdamW's moments
     assert memory.memory_needed(*several, CPU).weights == 16 * count
-
-
-def test_the_dry_run_shows_the_estimate(corpus, tmp_path):
-    found = call("train.py", *small_run(corpus, tmp_path / "run", dry_run=True)).stdout.decode()
-    count = build("DDL-gpt-mha-rope", **SMALL).num_parameters()
-    assert f"{metrics.size(16 * count)} for weights and optimizer" in found  # AdamW, gradients that add up
-    assert "420 MiB for the process" in found
 
 
 def test_a_model_that_looks_at_its_values_is_trained_without_an_estimate(corpus, tmp_path, monkeypatch):
