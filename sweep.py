@@ -164,13 +164,9 @@ def check_saved(cell: Cell) -> None:
         raise ValueError(
             f"max_steps={cell.settings['max_steps']}, but {cell.folder} has {step} steps: give another --out"
         )
-    state = start.saved_state("auto", str(cell.folder))
-    before = {**train.defaults(state["model"]), **state["model_config"], **state["run_config"]} if state else {}
-    if state and (key := start.changed_key(before, cell.settings, keys_of(train.TrainConfig))):
-        raise ValueError(
-            f"{key}={cell.settings.get(key)!r}, but {cell.folder} was trained with {before.get(key)!r}: "
-            "give that value, or another --out"
-        )
+    if saved := start.saved_state("auto", str(cell.folder)):
+        before = {**train.defaults(saved["model"]), **saved["model_config"], **saved["run_config"]}
+        start.refuse_change(before, cell.settings, keys_of(train.TrainConfig), cell.folder, "another --out")
 
 
 def saved_step(cell: Cell) -> int:
