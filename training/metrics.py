@@ -122,7 +122,7 @@ def deviation(courses: dict, name: str, value: float) -> float | None:
     count, mean, variance = courses.get(name, (0, value, 0.0))
     distance = value - mean
     result = distance / math.sqrt(variance) if count >= 50 and variance > 0 else None
-    weight = max(0.02, 1 / (count + 1))
+    weight = max(1 - 0.98, 1 / (count + 1))
     variance = (1 - weight) * (variance + weight * distance * distance)
     courses[name] = [count + 1, mean + weight * distance, variance]
     return result
