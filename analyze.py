@@ -17,6 +17,7 @@ import configurator  # before all that is slow to import: it takes Ctrl+C
 import numpy as np
 import torch
 
+import tables
 from model import STEMS, build
 from report import pyplot
 from training import optimizer
@@ -100,9 +101,11 @@ def main():
         pyplot()  # a missing package should be known before the work
         args.out.parent.mkdir(parents=True, exist_ok=True)
     result = coordinate_check(args.model, widths, args.steps, args.learning_rate)
-    for (with_mup, quantity), (values, grade) in result.items():
-        sizes = "  ".join(f"{value:.4f}" for value in values)
-        print(f"{'muP' if with_mup else 'plain':5s}  {quantity:6s}  {sizes}  slope {grade:+.3f}")
+    rows = [
+        ("muP" if with_mup else "plain", quantity, *(f"{value:.4f}" for value in values), f"{grade:+.3f}")
+        for (with_mup, quantity), (values, grade) in result.items()
+    ]
+    print(tables.markdown(("", "", *widths, "slope"), rows))
     with configurator.one_line_errors():
         draw(result, widths, args.model, args.out)
     print(f"drew {args.out}")

@@ -70,13 +70,7 @@ class Knob:
     @property
     def kind(self) -> str:
         """What the key takes, in words."""
-        names = {
-            int: "a whole number",
-            float: "a number",
-            bool: "True or False",
-            str: "text",
-            type(None): "None",
-        }
+        names = {int: "a whole number", float: "a number", bool: "True or False", str: "text"}
         options = [repr(choice) for choice in self.choices] or [names[t] for t in self.types if t is not type(None)]
         return " or ".join(options + ["None"] * (type(None) in self.types))
 
@@ -223,6 +217,16 @@ def read_json(path: Path) -> dict:
     if not isinstance(content, dict):
         raise ValueError(f"{path} is damaged: it holds no JSON object")
     return content
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a text file that is whole at any moment, before, after a kill and after a power cut."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
 
 
 def optional(module: str, use: str):

@@ -164,13 +164,9 @@ def check_saved(cell: Cell) -> None:
         raise ValueError(
             f"max_steps={cell.settings['max_steps']}, but {cell.folder} has {step} steps: give another --out"
         )
-    state = start.saved_state("auto", str(cell.folder))
-    before = {**train.defaults(state["model"]), **state["model_config"], **state["run_config"]} if state else {}
-    if state and (key := start.changed_key(before, cell.settings, keys_of(train.TrainConfig))):
-        raise ValueError(
-            f"{key}={cell.settings.get(key)!r}, but {cell.folder} was trained with {before.get(key)!r}: "
-            "give that value, or another --out"
-        )
+    if saved := start.saved_state("auto", str(cell.folder)):
+        before = {**train.defaults(saved["model"]), **saved["model_config"], **saved["run_config"]}
+        start.refuse_change(before, cell.settings, keys_of(train.TrainConfig), cell.folder, "another --out")
 
 
 def saved_step(cell: Cell) -> int:
@@ -375,25 +371,21 @@ def draw(summary: dict, path: Path) -> None:
     """The metric against the first swept key of numbers, else the first key; a line for each setting of the others."""
     plt, metric = report.pyplot(), summary["metric"]
     rows = [row for row in summary["rows"] if metric in row["metrics"]]
-    keys = list(summary["rows"][0]["settings"])
-    values = {key: list(dict.fromkeys(row["settings"][key] for row in summary["rows"])) for key in keys}
-    numeric = [key for key in keys if all(map(is_number, values[key]))]
-    x_key = [*numeric, *keys, None][0]
+    values = {key: [row["settings"][key] for row in summary["rows"]] for key in summary["rows"][0]["settings"]}
+    numeric = [key for key in values if all(map(is_number, values[key]))]
+    x_key = [*numeric, *values, None][0]
     lines: dict[str, list] = {}
     for row in rows:
         others = " ".join(f"{key}={value}" for key, value in row["settings"].items() if key != x_key)
-        x = row["settings"][x_key] if numeric else values[x_key].index(row["settings"][x_key]) if keys else 0
-        figures = row["metrics"][metric]
-        lines.setdefault(others, []).append((x, figures["mean"], figures["ci95"] or math.nan))
+        x, figures = row["settings"].get(x_key, "all"), row["metrics"][metric]
+        lines.setdefault(others, []).append((x if numeric else str(x), figures["mean"], figures["ci95"] or math.nan))
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     for others, points in lines.items():
-        x, mean, half = zip(*sorted(points))
+        x, mean, half = zip(*(sorted(points) if numeric else points))
         axes.errorbar(x, mean, yerr=half, fmt="o-", capsize=4, label=others or "mean over seeds")
     axes.set(xlabel=x_key or "", ylabel=metric, title="error bars: 95% confidence interval of the mean")
     if numeric and min(values[x_key]) > 0 and max(values[x_key]) / min(values[x_key]) >= 20:
         axes.set_xscale("log")  # learning rates
-    elif not numeric:
-        axes.set_xticks(range(len(values[x_key]) if keys else 1), map(str, values[x_key] if keys else ["all"]))
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)

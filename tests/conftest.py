@@ -1,14 +1,12 @@
 """Shared fixtures: a small corpus of real text, and scripts run as a user runs them."""
 
-import contextlib
 import hashlib
 import importlib.util
-import io
 import json
 import os
-import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from hub_server import HubServer
+from in_process import signals_given_back
 
 import model
 from data import shards, tokenizer
@@ -44,14 +43,8 @@ def _seed():
 
 @pytest.fixture(autouse=True)
 def _signals():
-    """A run within a test takes over the signals: give them back."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)}
-    output = sys.stdout, sys.stderr
-    yield
-    sys.stdout, sys.stderr = output
-    signal.set_wakeup_fd(-1)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    with signals_given_back():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -99,19 +92,12 @@ def script(*arguments, stdin: bytes | None = None, env: dict | None = None) -> s
     )
 
 
-def run_here(module, *arguments) -> subprocess.CompletedProcess:
-    """What main() of a script does with these arguments, in this process: to start Python with torch takes seconds."""
-    output, errors, code = io.StringIO(), io.StringIO(), 0
-    argv = [f"{module.__name__}.py", *map(str, arguments)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", argv)
-        patch.setenv("WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-            try:
-                code = module.main() or 0
-            except SystemExit as end:
-                code = end.code or 0
-    return subprocess.CompletedProcess(argv, code, output.getvalue().encode(), errors.getvalue().encode())
+def wait_for(condition, seconds=60):
+    """Until something has happened; an assertion that it does in time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
 
 
 def one_line_error(result: subprocess.CompletedProcess) -> str:

@@ -60,24 +60,11 @@ def test_knobs_hold_what_the_dataclass_says(schema):
     assert schema["name"].choices == ()
 
 
-def test_a_key_belongs_to_the_class_that_defines_it_first(schema):
-    base = configurator.knobs(Base)
-    assert schema["steps"].group == schema["rate"].group == base["steps"].group
-    assert schema["fast"].group == schema["mode"].group != base["steps"].group
-
-
 def test_of_two_schemas_the_first_defines_a_shared_key():
     both = configurator.knobs(Base, Other)
     assert list(both) == ["steps", "rate", "depth"]
     assert both["steps"].default == 10
     assert both["depth"].group == configurator.knobs(Other)["depth"].group
-
-
-def test_kind_in_words(schema):
-    kinds = {"steps": "a whole number", "rate": "a number", "fast": "True or False", "name": "text"}
-    kinds |= {"kind": "'delta' or 'write_only'", "limit": "a whole number or None"}
-    kinds |= {"scale": "a number or None", "mode": "'slow' or 'quick' or None"}
-    assert {key: knob.kind for key, knob in schema.items()} == kinds
 
 
 RANGES = [
@@ -113,23 +100,6 @@ def test_every_config_checks_its_ranges():
                 config(**{name: low - 1})
 
 
-ACCEPTED = {"steps": -3, "rate": 1e-4, "fast": True, "name": "", "kind": "write_only", "limit": 5, "scale": 1.5}
-NONE = {"limit": None, "scale": None, "mode": None}
-
-
-@pytest.mark.parametrize("values", [{}, ACCEPTED, NONE, {"mode": "quick"}])
-def test_check_returns_good_values_unchanged(schema, values):
-    assert configurator.check(values, schema) == values
-
-
-@pytest.mark.parametrize("key", ["rate", "scale"])
-def test_check_makes_whole_numbers_floats_where_floats_are_due(schema, key):
-    value = configurator.check({key: 3}, schema)[key]
-    assert value == 3.0
-    assert type(value) is float
-    assert type(configurator.check({"steps": 3, "limit": 3}, schema)["limit"]) is int
-
-
 REFUSED = {"steps": [1.0, True, "1", None], "rate": [True, "0.1", None, float("nan"), float("inf")]}
 REFUSED |= {"scale": [float("-inf")], "fast": [1, "True"], "name": [1, None], "kind": ["Delta", None]}
 REFUSED |= {"limit": [1.5, False], "mode": ["fast", 1]}
@@ -139,14 +109,6 @@ REFUSED |= {"limit": [1.5, False], "mode": ["fast", 1]}
 def test_check_refuses_wrong_types_choices_and_numbers(schema, key, value):
     with pytest.raises(ValueError, match=f"^{key}=.*: give "):
         configurator.check({"steps": 1, key: value}, schema)
-
-
-def test_unknown_keys_are_refused_with_the_nearest(schema):
-    for call in (lambda key: configurator.check({key: 1}, schema), lambda key: configurator.parse(key, "1", schema)):
-        with pytest.raises(ValueError, match=r"unknown key (--)?stpes, did you mean steps\?$"):
-            call("stpes")
-        with pytest.raises(ValueError, match=r"unknown key (--)?zzzzzz$"):
-            call("zzzzzz")
 
 
 # The settings of nanoGPT's train.py, its configurator.py's examples and its sample.py.
@@ -168,14 +130,13 @@ def test_every_name_of_nanogpt_is_a_key_or_answered_with_ours():
         named = re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", answer.partition(": ")[2])
         assert set(named) <= schema.keys()
     assert "unknown key --lr: give learning_rate" in answers
-    small = configurator.knobs(Base)  # a schema that has none of them
-    with pytest.raises(ValueError, match=r"^unknown key n_layer$"):
-        configurator.check({"n_layer": 1}, small)
 
 
-def test_all_mistyped_keys_are_named_at_once(schema):
+def test_all_mistyped_keys_are_named_at_once_with_the_nearest(schema):
     with pytest.raises(ValueError, match=r"^unknown key stpes, did you mean steps\?; unknown key zzzzzz$"):
         configurator.check({"stpes": 1, "fast": True, "zzzzzz": 2}, schema)
+    with pytest.raises(ValueError, match=r"unknown key --stpes, did you mean steps\?$"):
+        configurator.parse("stpes", "1", schema)
 
 
 def test_a_single_dash_asks_for_help_or_is_refused():
@@ -188,8 +149,7 @@ def test_a_single_dash_asks_for_help_or_is_refused():
     ("argv", "message"),
     [
         (["run", "--top-k=3"], "run.py: error: unknown option --top-k, did you mean --top_k?; "),
-        (["run", "--top-k", "3"], "run.py: error: unknown option --top-k, did you mean --top_k?; "),
-        (["--topk=3"], "run.py: error: unknown option --topk, did you mean --top_k?; "),
+        (["--topk", "3"], "run.py: error: unknown option --topk, did you mean --top_k?; "),
         (["run", "-top_k=3"], "run.py: error: unknown option -top_k, did you mean --top_k?; "),
         (["run", "--top=3"], "run.py: error: unknown option --top, did you mean --top_k?; "),  # no abbreviations
         (["run", "--start=a"], "run.py: error: unknown option --start: give --prompt; "),
@@ -209,23 +169,13 @@ def test_a_mistyped_option_is_one_line_with_the_nearest(capsys, argv, message):
     assert capsys.readouterr() == ("", message + "--help lists the options\n")
 
 
-def test_dashes_make_no_option_near():
-    assert configurator.nearest("--lr", ["--help", "--out"]) == ""
-    assert configurator.nearest("--ou", ["--help", "--out"]) == ", did you mean --out?"
-
-
-def test_options_of_a_subcommand_and_values_that_look_like_options():
+def test_options_of_a_subcommand_and_values_that_look_like_options(capsys):
     parser = configurator.Parser(prog="run.py")
     draw = parser.add_subparsers(dest="command").add_parser("draw")
     draw.add_argument("--out")
     draw.add_argument("words", nargs="*")
     found = parser.parse_args(["draw", "--out=--x", "--", "--unknown"])
     assert (found.out, found.words) == ("--x", ["--unknown"])
-
-
-def test_a_subcommand_names_its_own_nearest_option(capsys):
-    parser = configurator.Parser(prog="run.py")
-    parser.add_subparsers(dest="command").add_parser("draw").add_argument("--out")
     with pytest.raises(SystemExit):
         parser.parse_args(["draw", "--ou=x"])
     assert capsys.readouterr().err.startswith("run.py draw: error: unknown option --ou, did you mean --out?")
@@ -277,7 +227,8 @@ _layers = 4
 def double(x):
     return 2 * x
 
-steps = double(_layers)
+width = 3
+steps = double(_layers) + sum(width for _ in range(4))
 rate = 1 / sqrt(4)
 name = "ä"
 """
@@ -286,24 +237,9 @@ name = "ä"
 def test_read_file_gives_the_assigned_names_only(tmp_path):
     path = tmp_path / "run.py"
     path.write_text(CONFIG_FILE, encoding="utf-8")
-    assert configurator.read_file(str(path)) == {"steps": 8, "rate": 0.5, "name": "ä"}
-
-
-def test_config_files_are_ordinary_modules(tmp_path):
-    """Functions and comprehensions see the file's own names."""
-    path = tmp_path / "run.py"
-    path.write_text("width = 3\nsteps = sum(width for _ in range(4))\nrate = (lambda: width / 2)()\n")
-    assert configurator.read_file(str(path)) == {"width": 3, "steps": 12, "rate": 1.5}
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("steps = 1 +", "SyntaxError"), ("steps = 1\nrate = 1 / 0", "ZeroDivisionError: division by zero")],
-)
-def test_read_file_reports_the_error_of_a_file_that_fails(tmp_path, text, message):
-    path = tmp_path / "broken.py"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=rf"broken\.py: {message}"):
+    assert configurator.read_file(str(path)) == {"width": 3, "steps": 20, "rate": 0.5, "name": "ä"}
+    path.write_text("steps = 1 / 0")
+    with pytest.raises(ValueError, match=r"run\.py: ZeroDivisionError: division by zero"):
         configurator.read_file(str(path))
 
 
@@ -315,8 +251,6 @@ def test_read_file_names_the_nearest_file(tmp_path, monkeypatch):
         configurator.read_file("config/ddl_smal.py")
     with pytest.raises(ValueError, match=r"no config file zzzz; config/ holds them"):
         configurator.read_file("zzzz")
-    with pytest.raises(ValueError, match="no config file config"):
-        configurator.read_file("config")  # a folder
 
 
 def test_split_arguments():
@@ -328,8 +262,9 @@ def test_split_arguments():
 
 def test_help_text_shows_every_key_with_its_default_help_and_choices():
     text = configurator.help_text("usage: run it", configurator.knobs(Run, Other))
-    assert text.startswith("usage: run it")
     lines = text.splitlines()
+    titles = [line for line in lines if line and not line.startswith(" ")]
+    assert titles == ["usage: run it", "Keys of every run", "Keys of one design", "Keys of something else"]
     for start, *words in [
         ("--steps=10 ", "how long to run (1 or more)"),
         ("--rate=0.25 ", "how fast to learn, here (a number from 0 to below 1)"),
@@ -365,10 +300,3 @@ def test_mistakes_end_the_script_with_one_line_and_code_2(monkeypatch, capsys, e
         raise error
     assert end.value.code == 2
     assert capsys.readouterr() == ("", line)
-
-
-def test_errors_of_ours_keep_their_traceback():
-    with pytest.raises(AssertionError, match="ours"), configurator.one_line_errors():
-        raise AssertionError("ours")
-    with configurator.one_line_errors():
-        pass

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import one_line_error, run_here, sign
+from conftest import sign
 from safetensors.torch import load_file, save_file
 from test_checkpoint import Trap
 from test_export import CC, exported, noisy, save_run
 
-import export
 from model import released
 from training import checkpoint
 
@@ -80,16 +79,16 @@ def test_whole_folders_load(folder):
     assert made.num_parameters() > 0
 
 
-def archive(trap: Path) -> bytes:
-    """A pickle that writes a file when it is loaded, as torch.save makes one."""
+def archive(trap: Trap) -> bytes:
+    """As torch.save pickles it."""
     content = io.BytesIO()
-    torch.save({"ln_f.weight": Trap(trap)}, content)
+    torch.save({"ln_f.weight": trap}, content)
     return content.getvalue()
 
 
-@pytest.mark.parametrize("kind", ["plain", "archive"])
+@pytest.mark.parametrize("packed", [pickle.dumps, archive])
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json", "pytorch_model.bin"])
-def test_pickles_are_not_executed(folder, name, kind, tmp_path):
+def test_pickles_are_not_executed(folder, name, packed, tmp_path):
     trap = tmp_path / "executed"
     pickle.loads(pickle.dumps(Trap(trap)))
     assert trap.exists()  # the payload works
@@ -97,7 +96,7 @@ def test_pickles_are_not_executed(folder, name, kind, tmp_path):
     name = config_of(folder).name if name == "config.json" else name
     if name == "pytorch_model.bin":
         (folder / "model.safetensors").unlink()
-    (folder / name).write_bytes(archive(trap) if kind == "archive" else pickle.dumps(Trap(trap)))
+    (folder / name).write_bytes(packed(Trap(trap)))
     if folder.name == "checkpoint" and name == "pytorch_model.bin":
         with pytest.raises(ValueError, match="is missing"):  # ours is safetensors or nothing
             checkpoint.load_model(folder, "cpu")
@@ -128,14 +127,8 @@ def test_non_finite_weights(folder, value):
         (lambda t: t.pop("transformer.h.0.ln_2.weight"), "transformer.h.0.ln_2.weight is missing"),
         (lambda t: t.update({"extra": torch.ones(1)}), "'extra' is not one of its weights"),
         (lambda t: t.update({"ln_f.weight": torch.ones(13)}), "ln_f.weight is (13,), needed (12,)"),
-        (
-            lambda t: t.update({"ln_f.weight": torch.ones(12, dtype=torch.int64)}),
-            "'ln_f.weight' is not a tensor of",
-        ),
-        (
-            lambda t: t.update({"lm_head.weight": torch.ones(260, 12)}),
-            "lm_head.weight differs from transformer.wte.weight",
-        ),
+        (lambda t: t.update({"ln_f.weight": torch.ones(12, dtype=torch.int64)}), "'ln_f.weight' is not a tensor of"),
+        (lambda t: t.update({"lm_head.weight": torch.ones(260, 12)}), "differs from transformer.wte.weight"),
     ],
 )
 def test_weights_of_another_model(folder, change, message):
@@ -162,14 +155,7 @@ def test_configs_that_cannot_be(folder, keys, message):
     assert message in refused(folder)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "no JSON"),
-        ("{", "no JSON"),
-        ("[1]", "no JSON object"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [("{", "no JSON"), ("[1]", "no JSON object")])
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
 def test_files_that_are_not_json(folder, text, message, name):
     name = config_of(folder).name if name == "config.json" else name
@@ -288,11 +274,7 @@ def test_a_pickled_state_dict_is_read(whole, tmp_path):
 
 def test_code_in_a_folder_is_not_executed(whole, tmp_path):
     folder = Path(shutil.copytree(whole / "exported", tmp_path / "e"))
-    trap = tmp_path / "executed"
     for name in ("stem.py", "modeling_ddl.py", "gpt.py"):
-        (folder / name).write_text(f"open({str(trap)!r}, 'w')")
+        (folder / name).write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
     checkpoint.load_model(folder, "cpu")
-    (folder / "model.safetensors").write_bytes(pickle.dumps(Trap(trap)))
-    line = one_line_error(run_here(export, folder, tmp_path / "out"))
-    assert "model.safetensors is damaged or unreadable" in line
-    assert sorted(os.listdir(tmp_path)) == ["e"]
+    assert os.listdir(tmp_path) == ["e"]

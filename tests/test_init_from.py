@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SMALL, one_line_error, run_here, small_run
+from conftest import SMALL, one_line_error, small_run
+from in_process import call
 from safetensors.torch import load_file, save_file
 from test_export import exported, save_run
 
@@ -43,7 +44,7 @@ def arguments(corpus, out: Path, **changes) -> list[str]:
 
 def run(argv: list[str], code: int = 0) -> str:
     """What train.py prints; `code`: the exit code that is expected."""
-    result = run_here(train, *argv)
+    result = call("train.py", *argv)
     assert result.returncode == code, result.stderr.decode()
     return result.stdout.decode() + result.stderr.decode()
 
@@ -149,20 +150,11 @@ def test_another_tokenizer_is_refused(corpus, folders, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_sizes_that_no_file_bears_out_are_refused_at_once(corpus, folders, tmp_path):
-    folder = Path(shutil.copytree(folders / "exported", tmp_path / "e"))
-    config = json.loads((folder / "config.json").read_text())
-    for key, value in (("num_hidden_layers", 10**6), ("block_size", 10**12)):
-        (folder / "config.json").write_text(json.dumps(config | {key: value}))
-        with pytest.raises(ValueError, match=f"{folder} does not fit {STEM}: "):
-            train.configure(arguments(corpus, tmp_path / "out", init_from=folder))
-
-
 def test_damaged_weights_end_with_one_line(corpus, folders, tmp_path):
     folder = Path(shutil.copytree(folders / "exported", tmp_path / "e"))
     tensors = load_file(folder / "model.safetensors")
     tensors["ln_f.weight"][0] = float("nan")
     save_file(tensors, folder / "model.safetensors")
-    line = one_line_error(run_here(train, *arguments(corpus, tmp_path / "out", init_from=folder)))
+    line = one_line_error(call("train.py", *arguments(corpus, tmp_path / "out", init_from=folder)))
     assert "model.safetensors: ln_f.weight holds NaN or infinite numbers" in line
     assert not (tmp_path / "out").exists()

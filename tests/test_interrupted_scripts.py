@@ -8,9 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, run_here, small_run
-
-import train
+from conftest import ROOT, small_run
+from in_process import call
 
 SLOW = """
 import time
@@ -63,7 +62,7 @@ def test_processes_of_one_run_say_it_once(tmp_path):
 @pytest.fixture(scope="module")
 def run(corpus, tmp_path_factory):
     out = tmp_path_factory.mktemp("runs") / "tiny"
-    assert run_here(train, *small_run(corpus, out, max_steps=3)).returncode == 0
+    assert call("train.py", *small_run(corpus, out, max_steps=3)).returncode == 0
     return out
 
 

@@ -11,12 +11,13 @@ import types
 import broken_streams
 import pytest
 import torch
-from conftest import ROOT, SMALL, one_line_error, run_here, small_run
+from conftest import ROOT, SMALL, one_line_error, small_run
+from in_process import call
 from torch.profiler import ProfilerActivity, profile
 
 import train
 from model import STEMS, build, model_class
-from training import memory, metrics
+from training import memory
 
 SIZE = {"vocab_size": 320, "block_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16}
 SIZE |= {"hidden_size": 32}
@@ -75,6 +76,14 @@ def test_the_estimates_agree_with_what_was_measured():
     for row in rows:
         assert row["estimated"] == pytest.approx(row["measured"], rel=0.2), row
     assert len(rows) >= 70
+
+
+def test_the_estimate_counts_what_is_there(corpus, tmp_path):
+    for stem in STEMS:
+        config, model_config = train.configure(small_run(corpus, tmp_path / "run", model=stem, num_hidden_layers=5))
+        model = build(stem, **dataclasses.asdict(model_config))
+        assert memory.parameters_of(stem, model_config) == model.num_parameters()
+        assert memory.least_memory(config, model_config) > 16 * model.num_parameters()
 
 
 @pytest.fixture
@@ -142,13 +151,6 @@ def test_gradients_are_counted_once_where_micro_batches_accumulate_them(corpus, 
     assert memory.memory_needed(*several, CPU).weights == 16 * count
 
 
-def test_the_dry_run_shows_the_estimate(corpus, tmp_path):
-    found = run_here(train, *small_run(corpus, tmp_path / "run", dry_run=True)).stdout.decode()
-    count = build("DDL-gpt-mha-rope", **SMALL).num_parameters()
-    assert f"{metrics.size(16 * count)} for weights and optimizer" in found  # AdamW, gradients that add up
-    assert "420 MiB for the process" in found
-
-
 def test_a_model_that_looks_at_its_values_is_trained_without_an_estimate(corpus, tmp_path, monkeypatch):
     looking = types.SimpleNamespace(Model=broken_streams.additive(write=broken_streams.Branching))
     monkeypatch.setitem(sys.modules, "model.looking-gpt", looking)
@@ -156,7 +158,7 @@ def test_a_model_that_looks_at_its_values_is_trained_without_an_estimate(corpus,
     monkeypatch.setattr(memory, "memory_of", lambda device: 2**28)  # so that it would be simulated
     arguments = small_run(corpus, tmp_path / "run", model="looking-gpt", hidden_size=300, max_steps=1)
     for more in (["--dry_run"], []):
-        errors = run_here(train, *arguments, *more).stderr.decode()
+        errors = call("train.py", *arguments, *more).stderr.decode()
         assert "whether the memory suffices is not known (DataDependentOutputException" in errors
     assert (tmp_path / "run" / "checkpoints").exists()
 

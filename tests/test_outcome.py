@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import SMALL, run_here, small_run
+from conftest import SMALL, small_run
+from in_process import call
 
-import train
 from model import build
 from training import checkpoint, metrics, optimizer, outcome
 from training.distributed import World
@@ -86,7 +86,7 @@ def test_the_device_s_decision_is_the_program_s(monkeypatch, corpus, tmp_path, c
     for name, on_device in (("program", False), ("device", True)):
         out = tmp_path / name
         monkeypatch.setattr(outcome, "decided_on", lambda *_, on_device=on_device: on_device)
-        result = run_here(train, *small_run(corpus, out, **{"eval_full": False, **changes}))
+        result = call("train.py", *small_run(corpus, out, **{"eval_full": False, **changes}))
         assert result.returncode == code
         said.append(result.stderr.decode().replace(str(out), "RUN"))
         diagnosis = out / "nonfinite" / "diagnosis.json"

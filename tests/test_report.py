@@ -4,7 +4,8 @@ import json
 import math
 
 import pytest
-from conftest import SMALL, one_line_error, run_here, sign
+from conftest import SMALL, one_line_error, sign
+from in_process import call
 
 import report
 
@@ -95,8 +96,8 @@ def test_labels_are_short_and_name_what_differs(tmp_path):
 
 def test_a_curve_goes_into_the_run_or_beside_the_runs(tmp_path):
     runs = [write_run(tmp_path / name, [4, 3, 2, 1]) for name in ("a", "b")]
-    assert run_here(report, "curves", runs[0]).stdout.decode() == f"drew {runs[0] / 'loss.png'}\n"
-    assert run_here(report, "curves", *runs).stdout.decode() == f"drew {tmp_path / 'loss.png'}\n"
+    assert call("report.py", "curves", runs[0]).stdout.decode() == f"drew {runs[0] / 'loss.png'}\n"
+    assert call("report.py", "curves", *runs).stdout.decode() == f"drew {tmp_path / 'loss.png'}\n"
     assert (runs[0] / "loss.png").is_file()
     assert (tmp_path / "loss.png").is_file()
 
@@ -108,7 +109,7 @@ def test_table(tmp_path):
     cells = report.markdown(rows).splitlines()[-1].split("|")[1:-1]
     assert [cell.strip() for cell in cells] == ["`gpt-mha-rope`", "7,052", "4", "2", "3.250", "1.172"]
     out = tmp_path / "rows.json"
-    assert run_here(report, "table", run, f"--json={out}").returncode == 0
+    assert call("report.py", "table", run, f"--json={out}").returncode == 0
     stored = json.loads(out.read_text())
     assert stored["rows"] == rows
     assert stored["command"] == f"python report.py table {run} --json={out}"
@@ -116,7 +117,7 @@ def test_table(tmp_path):
 
 
 def test_mistakes_end_in_one_line(tmp_path):
-    assert "holds no metrics.jsonl" in one_line_error(run_here(report, "curves", tmp_path))
+    assert "holds no metrics.jsonl" in one_line_error(call("report.py", "curves", tmp_path))
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match="has no step yet"):
         report.read_run(str(tmp_path))

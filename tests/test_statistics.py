@@ -10,7 +10,7 @@ from conftest import SMALL
 from test_model import PAPER
 
 from model import build
-from training.metrics import Spikes
+from training.metrics import SPIKE, deviation
 from training.residual_statistics import residual_statistics
 
 
@@ -83,11 +83,11 @@ def test_spikes_are_measured_against_the_recent_course():
     draw = np.random.default_rng(0)
     values = 3 + 0.1 * draw.standard_normal(400)
     values[300] = 4.0
-    state = {}
-    found = [Spikes(state).deviation("loss", float(value)) for value in values]  # the state is all there is
-    assert found[: Spikes.WARMUP] == [None] * Spikes.WARMUP
-    assert found[300] > Spikes.THRESHOLD
-    assert all(abs(x) < 5 for x in found[Spikes.WARMUP : 300])
+    courses = {}
+    found = [deviation(courses, "loss", float(value)) for value in values]
+    assert found[:50] == [None] * 50
+    assert found[300] > SPIKE
+    assert all(abs(x) < 5 for x in found[50:300])
     # A plain exponential mean and variance, with the whole history, of what came before the spike.
     mean, variance = float(values[0]), 0.0
     for n, value in enumerate(values[:300]):

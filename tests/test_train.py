@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, SMALL, one_line_error, run_here, script, sign, small_run
+from conftest import ROOT, SMALL, one_line_error, script, sign, small_run
+from in_process import call
 
 import train
 from data import shards
@@ -21,7 +22,7 @@ from data.loader import TrainBatches, ValidationBatches
 from model import build
 from model.gpt import GPTConfig
 from train import TrainConfig, check_run, configure, open_data
-from training import checkpoint, metrics, stopping
+from training import checkpoint, metrics, start, stopping
 from training.distributed import World
 from training.validation import evaluate
 
@@ -34,13 +35,13 @@ def finished(corpus, tmp_path_factory):
 
 
 def trained(*arguments):
-    result = run_here(train, *arguments)
+    result = call("train.py", *arguments)
     assert result.returncode == 0, result.stderr.decode()
     return result
 
 
 def refusal(*arguments) -> str:
-    return one_line_error(run_here(train, *arguments))
+    return one_line_error(call("train.py", *arguments))
 
 
 def weights(run) -> dict:
@@ -88,13 +89,8 @@ def test_losses_equal_a_plain_loop(finished, corpus):
         norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt()
         losses.append(loss.item())
         norms.append(norm.item())
-        lr = (
-            0.005
-            if step == 0
-            else 0.01
-            if step == 1
-            else 0.0005 + 0.0095 * (1 + math.cos(math.pi * (step - 2) / 4)) / 2
-        )
+        cosine = 0.0005 + 0.0095 * (1 + math.cos(math.pi * (step - 2) / 4)) / 2
+        lr = [0.005, 0.01, cosine][min(step, 2)]
         with torch.no_grad():
             for name, p in model.named_parameters():
                 g, (m, v) = p.grad * min(1.0, 1.0 / norm.item()), moments[name]
@@ -104,6 +100,7 @@ def test_losses_equal_a_plain_loop(finished, corpus):
                 hat = m / (1 - 0.9 ** (step + 1)) / ((v / (1 - 0.95 ** (step + 1))).sqrt() + 1e-8)
                 p.sub_(lr * hat)
     records = [r for r in metrics.read(out / "metrics.jsonl") if "loss" in r]
+    assert max(norms) > 1  # so that gradients are clipped
     assert [r["loss"] for r in records] == pytest.approx(losses, abs=2e-5)
     assert [r["grad_norm"] for r in records] == pytest.approx(norms, rel=1e-3)
     for name, value in weights(out).items():
@@ -117,8 +114,8 @@ def test_final_evaluation_covers_every_validation_token(finished, corpus):
     stream = torch.from_numpy(opened.val[0].astype("int64"))
     nats = 0.0
     with torch.no_grad():
-        for start in range(0, len(stream) - 1, 16):
-            window = stream[start : start + 17]
+        for first in range(0, len(stream) - 1, 16):
+            window = stream[first : first + 17]
             logits, _ = model(window[None, :-1])
             nats += F.cross_entropy(logits[0], window[1:], reduction="sum").item()
     last = metrics.read(out / "metrics.jsonl")[-1]
@@ -173,7 +170,7 @@ def test_muon_trains_and_resumes(corpus, tmp_path):
 )
 def test_stops_before_the_step_on_what_is_not_finite(corpus, tmp_path, changes, message):
     out, step = tmp_path / "diverges", int(message[5])
-    result = run_here(train, *small_run(corpus, out, **{"checkpoint_interval": 1, **changes}))
+    result = call("train.py", *small_run(corpus, out, **{"checkpoint_interval": 1, **changes}))
     [line] = result.stderr.decode().splitlines()
     assert result.returncode == 1
     assert message in line
@@ -197,7 +194,6 @@ MISTAKES = [
     ({"max_stepz": 5}, "unknown key --max_stepz, did you mean max_steps?"),
     ({"max_steps": "many"}, "--max_steps=many: give a whole number"),
     ({"learning_rate": "fast"}, "--learning_rate=fast: give a number"),
-    ({"micro_batch_size": 3}, "try --micro_batch_size=2"),
     ({"dataset": "nowhere"}, "nowhere holds no *train_*.bin"),
     ({"dataset": "fineweb_edu"}, "run `python data/fineweb_edu/prepare.py`"),
     ({"vocab_size": 256}, "has 257 tokens: give 257"),
@@ -222,6 +218,9 @@ def test_dry_run_prints_the_size_and_writes_nothing(corpus, tmp_path):
     assert f"{model.num_parameters():,} parameters" in printed
     assert "1,000 steps x 4 sequences x 16 tokens = 64,000 tokens, 2.00 epochs" in printed  # 2005 windows an epoch
     assert f"{64_000 * model.flops_per_token():.3g} FLOPs, 96 bytes" in printed
+    weights = metrics.size(16 * model.num_parameters())  # with AdamW's moments, and gradients that add up
+    assert f"{weights} for weights and optimizer" in printed
+    assert "420 MiB for the process" in printed
     assert not out.exists()
 
 
@@ -270,6 +269,13 @@ def test_used_run_folder_is_refused(finished, corpus):
     assert "learning_rate=0.02, but" in changed
     assert "was trained with 0.01" in changed
     assert sorted(path.stat().st_mtime_ns for path in out.rglob("*")) == before
+
+
+def test_a_folder_of_something_else_is_refused_and_what_a_killed_start_left_is_not(corpus, tmp_path):
+    (tmp_path / "status.json.tmp").touch()
+    assert start.find_in(tmp_path) is None
+    (tmp_path / "thesis.tex").touch()
+    assert "holds other files and no checkpoint" in refusal(*small_run(corpus, tmp_path, resume="auto"))
 
 
 def test_another_corpus_is_refused_when_resuming(finished, tmp_path, corpus):
@@ -330,19 +336,6 @@ def test_run_contradictions(monkeypatch, changes, message):
     monkeypatch.setenv("WORLD_SIZE", str(changes.pop("world", 1)))
     with pytest.raises(ValueError, match=message):
         check_run(TrainConfig(**changes))
-
-
-def test_a_warmup_longer_than_the_run_is_noted(corpus, tmp_path):
-    keys = {"warmup_steps": 50, "max_steps": 1, "eval_full": False}
-    result = trained(*small_run(corpus, tmp_path / "run", **keys))
-    assert b"note: warmup_steps=50 is longer than the run" in result.stdout
-    assert metrics.read(tmp_path / "run" / "metrics.jsonl")[0]["lr"] == pytest.approx(1e-2 / 50)
-
-
-def test_validation_windows_do_not_depend_on_the_batch(corpus):
-    opened = shards.open_corpus(str(corpus))
-    batches = ValidationBatches(opened.val, 16)
-    assert batches.spread(4) == [0, 50, 99, 149]
 
 
 def llm_c_shard(path, tokens):

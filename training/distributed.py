@@ -233,4 +233,4 @@ def non_finite_gradients(model, world) -> list[str]:
     parameters = {name: p for name, p in model.named_parameters() if p.grad is not None}
     locals_ = (p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters.values())
     bad = world.sum(*(float((~gradient.isfinite()).any()) for gradient in locals_))
-    return [name.removeprefix("module.").removeprefix("_orig_mod.") for name, count in zip(parameters, bad) if count]
+    return [name for name, count in zip(parameters, bad) if count]

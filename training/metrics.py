@@ -83,9 +83,8 @@ def last_evaluation(path: Path) -> dict | None:
 def optional_packages(config) -> tuple:
     """(wandb, TensorBoard's SummaryWriter), None where the run does not ask for it. ValueError: missing."""
     wandb = configurator.optional("wandb", "wandb_log=True") if config.wandb_log else None
-    if not config.tensorboard:
-        return wandb, None
-    return wandb, configurator.optional("torch.utils.tensorboard", "tensorboard=True").SummaryWriter
+    board = configurator.optional("torch.utils.tensorboard", "tensorboard=True") if config.tensorboard else None
+    return wandb, board and board.SummaryWriter
 
 
 def duration(seconds: float) -> str:
@@ -112,23 +111,21 @@ def size(count: float) -> str:
     return f"{count:,.3g} TiB"
 
 
-class Spikes:
-    """How far a loss or gradient norm lies from its recent course, in standard deviations."""
+SPIKE = 6.0  # standard deviations; what lies further off is noted
 
-    DECAY, WARMUP, THRESHOLD = 0.98, 50, 6.0
 
-    def __init__(self, series: dict):
-        self.series = series  # {name: [count, mean, variance]}, changed in place: part of the run's progress
+def deviation(courses: dict, name: str, value: float) -> float | None:
+    """How many standard deviations a loss or gradient norm lies from its recent course; None in the first 50 steps.
 
-    def deviation(self, name: str, value: float) -> float | None:
-        """The value's distance from the running mean, None while that is young; then the value joins the mean."""
-        count, mean, variance = self.series.get(name, (0, value, 0.0))
-        distance = value - mean
-        result = distance / math.sqrt(variance) if count >= self.WARMUP and variance > 0 else None
-        weight = max(1 - self.DECAY, 1 / (count + 1))
-        variance = (1 - weight) * (variance + weight * distance * distance)
-        self.series[name] = [count + 1, mean + weight * distance, variance]
-        return result
+    courses: {name: [count, mean, variance]}, a part of the run's progress; the value joins it.
+    """
+    count, mean, variance = courses.get(name, (0, value, 0.0))
+    distance = value - mean
+    result = distance / math.sqrt(variance) if count >= 50 and variance > 0 else None
+    weight = max(1 - 0.98, 1 / (count + 1))
+    variance = (1 - weight) * (variance + weight * distance * distance)
+    courses[name] = [count + 1, mean + weight * distance, variance]
+    return result
 
 
 def peak_memory(device: torch.device) -> int:
@@ -148,11 +145,8 @@ class LineFile:
     def write(self, record: dict) -> None:
         """Append a line; a file that somebody removed, perhaps with its folder, goes on as a new one."""
         if not self.path.exists():
-            print(
-                f"warning: {self.path} was removed while the run writes to it: it goes on in a new file, and the next "
-                "checkpoint holds all that is needed to continue",
-                file=sys.stderr,
-            )
+            lost = f"{self.path} was removed while the run writes to it"
+            print(f"warning: {lost}: it goes on in a new file; the next checkpoint has all it needs", file=sys.stderr)
         self.waiting += json.dumps(record).encode() + b"\n"
         self.flush()
 
@@ -181,7 +175,7 @@ class RunLog:
     def __init__(self, run: Path, config, settings: dict, progress: dict, model, world):
         """Lines past `progress["step"]` belong to steps that will be done again: they are dropped."""
         self.config, self.start, self.previous, self.last_progress = config, dict(progress), dict(progress), None
-        self.device, self.spikes = world.device, Spikes(progress["spikes"])
+        self.device = world.device
         self.tokens_per_step = config.global_batch_size * model.config.block_size
         self.flops_per_step = self.tokens_per_step * model.flops_per_token()
         peak = peak_flops(world.device)
@@ -207,15 +201,13 @@ class RunLog:
         rate, mfu = self.speed(self.previous, progress)
         self.previous = dict(progress)
         values = {"loss": loss, "grad_norm": grad_norm}
-        deviations = {f"{name}_deviation": self.spikes.deviation(name, value) for name, value in values.items()}
-        self.write(
-            progress, **values, **deviations, lr=lr, tokens_per_second=rate, mfu=mfu, memory=peak_memory(self.device)
-        )
-        step, steps = progress["step"], self.config.max_steps
-        for name, deviation in deviations.items():
-            if deviation is not None and deviation > Spikes.THRESHOLD:
-                what = name.removesuffix("_deviation")
-                print(f"note: step {step}: {what} {values[what]:.4g} is {deviation:.1f} deviations above the mean")
+        step, steps, memory = progress["step"], self.config.max_steps, peak_memory(self.device)
+        distances = {name: deviation(progress["spikes"], name, value) for name, value in values.items()}
+        values |= {f"{name}_deviation": distance for name, distance in distances.items()}
+        self.write(progress, **values, lr=lr, tokens_per_second=rate, mfu=mfu, memory=memory)
+        for name, distance in distances.items():
+            if distance is not None and distance > SPIKE:
+                print(f"note: step {step}: {name} {values[name]:.4g} is {distance:.1f} deviations above the mean")
         if self.last_progress is None:
             # The first step compiles and warms up: it gets its own line and stays out of the speed of the next.
             speed = f"first step {progress['seconds'] - self.start['seconds']:.1f} s"
@@ -237,10 +229,8 @@ class RunLog:
     ):
         record = validation_record(scores["loss"], bytes_per_token)
         answers = {f"val_{key}": value for key, value in scores.items() if key != "loss"}
-        best = min(
-            [x for x in (scores["loss"], progress["best_val_loss"]) if x is not None and math.isfinite(x)], default=None
-        )
-        progress["best_val_loss"] = best
+        known = [x for x in (scores["loss"], progress["best_val_loss"]) if x is not None and math.isfinite(x)]
+        best = progress["best_val_loss"] = min(known, default=None)
         self.write(progress, **record, **answers, val_sequences=sequences, best_val_loss=best)
         share = "all" if sequences == all_sequences else f"{sequences} of"
         more = f" | {record['val_bits_per_byte']:.4f} bits per byte" if bytes_per_token else ""
@@ -293,9 +283,4 @@ def drop_after(path: Path, step: int, evaluated: bool = True) -> None:
     """Keep the records of a metrics.jsonl up to step, its evaluation only if done; the file is replaced whole."""
     if path.exists():
         kept = [r for r in read(path) if r["step"] < step or (r["step"] == step and (evaluated or "val_loss" not in r))]
-        temporary = path.with_name(path.name + ".tmp")
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(record) + "\n" for record in kept)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        configurator.replace_text(path, "".join(json.dumps(record) + "\n" for record in kept))

@@ -18,7 +18,7 @@ from training import checkpoint, distributed
 
 NANOGPT = {"scratch": "leave it out to start anew", "resume": "give --resume=auto to go on with a run"}
 # What a run without a checkpoint may have left in its folder.
-LEFT = {"metrics.jsonl", "metrics.jsonl.tmp", "status.json", "checkpoints", "wandb", "tensorboard", "nonfinite"}
+LEFT = {"metrics.jsonl", "status.json", "checkpoints", "wandb", "tensorboard", "nonfinite"}
 
 
 class RunLock:
@@ -77,11 +77,7 @@ def find(config, settings: dict, corpus: dict, defaults) -> Path | None:
                 "prepare that one again, or give another --out_dir without --resume"
             )
         before = {**defaults(saved["model"]), **saved["model_config"], **saved["run_config"]}
-        if key := changed_key(before, settings, keys_of(type(config))):
-            raise ValueError(
-                f"{key}={settings.get(key)!r}, but {start} was trained with {before.get(key)!r}: "
-                "give that value, or another --out_dir without --resume"
-            )
+        refuse_change(before, settings, keys_of(type(config)), start, "another --out_dir without --resume")
     return start
 
 
@@ -90,7 +86,7 @@ def find_in(out: Path) -> Path | None:
     start = checkpoint.newest(out)
     if start is None and checkpoint.all_of(out):
         raise ValueError(f"out_dir={out} has no checkpoint that is whole: give another --out_dir, or empty it")
-    if start is None and out.exists() and any(file.name not in LEFT for file in out.iterdir()):
+    if start is None and out.exists() and any(file.name.removesuffix(".tmp") not in LEFT for file in out.iterdir()):
         raise ValueError(f"out_dir={out} holds other files and no checkpoint: give another --out_dir")
     return start
 
@@ -103,10 +99,13 @@ def find_elsewhere(resume: str, out: Path) -> Path:
     return start
 
 
-def changed_key(before: dict, settings: dict, keys: dict[str, Key]) -> str | None:
-    """The first key that differs and may not where a run goes on."""
+def refuse_change(before: dict, settings: dict, keys: dict[str, Key], where: Path, otherwise: str) -> None:
+    """ValueError: the run in `where` had another value `before` of a key that may not change where a run goes on."""
     fixed = {name for name in before.keys() | settings.keys() if name not in keys or not keys[name].changeable}
-    return next((name for name in sorted(fixed) if before.get(name) != settings.get(name)), None)
+    for name in sorted(fixed):
+        old, new = before.get(name), settings.get(name)
+        if old != new:
+            raise ValueError(f"{name}={new!r}, but {where} was trained with {old!r}: give that value, or {otherwise}")
 
 
 def saved_state(resume: str | None, out_dir: str | None) -> dict:

@@ -71,10 +71,8 @@ class Stop:
 def write_status(run: Path, step: int, of: int, ended: str | None, reason: str = "") -> None:
     """Say in status.json how far the run is and how it ended: finished, stopped or failed; None: it goes on."""
     status = {"step": step, "of": of, "ended": ended, "reason": reason}
-    temporary = run / "status.json.tmp"
     try:
-        temporary.write_text(json.dumps(status) + "\n", encoding="utf-8")
-        temporary.replace(run / "status.json")
+        configurator.replace_text(run / "status.json", json.dumps(status) + "\n")
     except OSError as error:
         print(f"warning: status.json cannot be written ({error.strerror})", file=sys.stderr)
 
