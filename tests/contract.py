@@ -203,7 +203,7 @@ def check_statistics(cls) -> None:
 def check_fused(cls) -> None:
     """Where the kernels say that they serve the stream, they compute it; else they say what they do not know."""
     pytest.importorskip("triton")
-    model, ids = tiny(cls, num_hidden_layers=2).float(), tokens(1, 4)
+    model, ids = tiny(cls, num_hidden_layers=2).float(), tokens(1, 3)
     wanted = loss_and_gradients(tiny(cls, num_hidden_layers=2), ids)
     if why := kernels.missing(model, "cpu"):
         with pytest.raises(ValueError, match="kernels=on: "):

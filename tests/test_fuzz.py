@@ -5,10 +5,11 @@ import random
 import pytest
 from conftest import one_line_error, small_run
 from in_process import call
+from test_model import PAPER
 
 import train
 from configurator import knobs
-from model import STEMS, model_class
+from model import model_class
 
 WILD = "0 -1 1 2 3 7 1000000007 10**6 -0.5 0.3 1e-9 1e30 nan inf -inf 1_0 None True False true auto cpu cuda".split()
 WILD += "adamw muon wsd fsdp float64 k v write c normal attention ../.. [1] 1,2 --seed=1 %s".split()
@@ -19,7 +20,7 @@ HELD = {"compile", "wandb_log", "wandb_project", "wandb_run_name", "max_seconds"
 
 def mutated(draw: random.Random, base: list[str]) -> list[str]:
     """Another variant, and one to three changes: a key with another value, one without a value, or a stray word."""
-    stem = draw.choice(STEMS)
+    stem = draw.choice(PAPER)
     schema = knobs(train.TrainConfig, model_class(stem).Config)
     arguments = [*base, f"--model={stem}"]
     for _ in range(draw.randint(1, 3)):

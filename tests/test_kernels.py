@@ -241,12 +241,11 @@ def test_tokens_are_shared_in_whole_waves(slots, sequences, tokens, halo):
 def test_chunks_change_no_bit_of_a_token(case, monkeypatch):
     """Where programs meet is the device's affair: only sums over tokens may depend on it."""
     wanted, expected = run(case)
-    for count in (2, 5):
-        programs(monkeypatch, count)
-        results, found = run(case)
-        for name, want in {**wanted, **{f"d{name}": expected[name] for name in ("state", "h", "y", "z")}}.items():
-            got = {**results, **{f"d{name}": gradient for name, gradient in found.items()}}[name]
-            assert torch.equal(got, want), name
+    programs(monkeypatch, 3)
+    results, found = run(case)
+    for name, want in {**wanted, **{f"d{name}": expected[name] for name in ("state", "h", "y", "z")}}.items():
+        got = {**results, **{f"d{name}": gradient for name, gradient in found.items()}}[name]
+        assert torch.equal(got, want), name
 
 
 def test_two_runs_give_the_same_bits():
@@ -256,7 +255,7 @@ def test_two_runs_give_the_same_bits():
     assert all(torch.equal(found[name], want) for name, want in expected.items())
 
 
-@pytest.mark.parametrize("cuts", [(7,), (1,) * 7, (2, 1, 4), (5, 2)])
+@pytest.mark.parametrize("cuts", [(1,) * 7, (2, 1, 4)])
 @pytest.mark.parametrize("case", [Step(K=4, v=2, B=2), Step(K=3, v=1)], ids=str)
 def test_generation_carries_the_reads_that_are_under_way(case, cuts):
     check_generation(case, cuts)
