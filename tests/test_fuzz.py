@@ -20,7 +20,7 @@ HELD = {"compile", "wandb_log", "wandb_project", "wandb_run_name", "max_seconds"
 
 def mutated(draw: random.Random, base: list[str]) -> list[str]:
     """Another variant, and one to three changes: a key with another value, one without a value, or a stray word."""
-    stem = draw.choice(PAPER)
+    stem = draw.choice(sorted(PAPER))
     schema = knobs(train.TrainConfig, model_class(stem).Config)
     arguments = [*base, f"--model={stem}"]
     for _ in range(draw.randint(1, 3)):
