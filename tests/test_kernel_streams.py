@@ -49,7 +49,10 @@ OPTIONS = {
 SLOW_OPTIONS = [(stem, keys) for stem in (TC, "DDL-gpt-mha-rope-EC") for _, keys in list(OPTIONS.values())[:8]]
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+RARE = ("constant", "from context", "large guard", "v-Map, one column", "one column, three tokens")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in RARE else []) for n in OPTIONS])
 def test_options(name):
     stem, keys = OPTIONS[name]
     fused.check_model(tiny(stem, num_hidden_layers=1, **keys))
@@ -110,6 +113,7 @@ def test_cached_generation(cuts):
     fused.check_cached(tiny("DDL-gpt-mha-rope-EC"), cuts)
 
 
+@pytest.mark.slow
 def test_two_processes():
     """DDP and FSDP2: gradients averaged over both equal those of the plain model in one process."""
     result = script(ROOT / "tests" / "two_processes.py", env={"PYTHONPATH": str(ROOT)})
