@@ -4,6 +4,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -23,6 +24,10 @@ from data import shards, tokenizer
 # not a test stays with the plain operations on a CPU, unless told `kernels=on`.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A shell lets what it starts in the background ignore Ctrl+C, which tests send to processes of their own.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parents[1]
 # A machine that is there for its GPU has few packages: what needs others is left out there, and `pytest -m gpu` runs.
