@@ -72,7 +72,7 @@ class TrainConfig:
     schedule: Annotated[Literal["cosine", "wsd"], "after warmup; wsd: stay, at the end fall linearly"] = "cosine"
     warmup_steps: Annotated[int, "steps of linear warmup", FROM_0] = 2000
     decay_steps: Annotated[int, "wsd: steps of the fall to min_lr", LATER_FROM_0] = 10_000
-    weight_decay: Annotated[float, "on parameters of two or more dimensions", FROM_0] = 0.1
+    weight_decay: Annotated[float, "on matrices, the embedding and convolutions", FROM_0] = 0.1
     beta1: Annotated[float, "AdamW: decay of the mean gradient", SHARE] = 0.9
     beta2: Annotated[float, "AdamW: decay of the mean squared gradient", SHARE] = 0.95
     grad_clip: Annotated[float, "largest norm of the whole gradient; 0: no clipping", FROM_0] = 1.0

@@ -21,13 +21,11 @@ class Key:
     @property
     def range(self) -> str:
         """The range in words; empty where every value will do."""
-        if self.above is not None:
-            return f"a number above {self.above}"
-        if self.low is None:
-            return ""
-        if self.high is not None:
-            return f"a number from {self.low} to {self.high}"
-        return f"{self.low} or more" if self.below is None else f"a number from {self.low} to below {self.below}"
+        if self.low is not None and self.above == self.high == self.below:  # all None
+            return f"{self.low} or more"
+        bounds = {"above": self.above, "from": self.low, "to": self.high, "to below": self.below}
+        words = [f"{word} {bound}" for word, bound in bounds.items() if bound is not None]
+        return f"a number {' '.join(words)}" if words else ""
 
     def allows(self, value: float) -> bool:
         return (

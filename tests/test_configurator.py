@@ -1,5 +1,6 @@
 """Keys from files and command lines: what is accepted, what is refused, and what the refusal says."""
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -300,3 +301,21 @@ def test_mistakes_end_the_script_with_one_line_and_code_2(monkeypatch, capsys, e
         raise error
     assert end.value.code == 2
     assert capsys.readouterr() == ("", line)
+
+
+@pytest.mark.parametrize(
+    ("key", "words", "allowed", "refused"),
+    [
+        (Key(low=1), "1 or more", (1, 2), (0, math.nan)),
+        (Key(above=0), "a number above 0", (0.1,), (0, -1)),
+        (Key(low=0, high=2), "a number from 0 to 2", (0, 2), (-1, 2.1)),
+        (Key(low=0, below=1), "a number from 0 to below 1", (0, 0.9), (1,)),
+        (Key(high=3), "a number to 3", (-9, 3), (4,)),
+        (Key(above=0, high=1), "a number above 0 to 1", (1,), (0, 2)),
+        (Key(), "", (-1e9,), ()),
+    ],
+)
+def test_a_range_is_said_as_it_is_checked(key, words, allowed, refused):
+    assert key.range == words
+    assert all(map(key.allows, allowed))
+    assert not any(map(key.allows, refused))
