@@ -46,8 +46,8 @@ def step_arguments(parser) -> None:
         help="sizes and models: quick; on a GPU the paper's, or only those with targets",
     )
     add("--sizes", help="some of the suite's sizes, as in --sizes=small")
-    add("--models", help="stems, or stem:d_v, or either+kernels=off, +state_interval=4, with commas between (default: "
-        "the suite's); the baseline is always there")  # fmt: skip
+    add("--models", help="stems, or stem:d_v, or either+kernels=off, +state_interval=4, +KEY=VALUE, with commas "
+        "between (default: the suite's); the baseline is always there")  # fmt: skip
     add("--kernels", choices=("auto", "on", "off"), default="auto", help="fused residual steps, as train.py's key")
     add("--state_interval", type=int, default=2, help="as train.py's key (default: %(default)s)")
     add("--peers", help=f"of {','.join(suites.PEERS)}, or none (default: the suite's)")

@@ -239,6 +239,8 @@ def set_up(argv: list[str]) -> Run | None:
         run.progress = start.progress_at(begin, run.out)
         if nothing_to_train(run, begin):
             return None
+        if begin and distributed.rank() == 0 and (note := start.new_rate(begin, config)):
+            print(note)
         run.model, not_fused = make_model(run, begin, device)
         if config.dry_run:
             print(memory.size_of_run(config, run.model, run.train_batches.windows, device))

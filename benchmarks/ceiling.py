@@ -259,6 +259,8 @@ def row_of(name: str, d: int, columns: int, kernel_size: int, writes: int, store
     constants |= {"PREFETCH": launch.prefetch, "RELOAD": launch.reload}
     if name.startswith("rope_norm"):
         constants |= {"H": d // HEAD, "HALF": HEAD // 2, "BLOCK": HEAD // 2, "ROWS": rope.ROWS}
+    if name == "add_norm backward":
+        constants |= {"grad_h": None}  # the state's gradient is h's, in one dtype
     if name == "step forward":
         constants |= {} if stored else {"new_state": None}
         constants |= {} if kernel_size > 1 else {"x_in": None}

@@ -50,7 +50,7 @@ def step_calls(sizes, d: int, columns: int, kernel_size: int, stored: bool):
 
     def forward():
         return kernel.residual_step(
-            base, base, hs, us, h, y, z, read, norm, *heads, 1e-5, 1e-5, *options, stored, False, None
+            base, base, hs, us, h, y, z, read, norm, *heads, 1e-5, 1e-5, *options, stored, False, None, dtype
         )
 
     state, context, x_in, gate_logit, value_logit, n, delta, u, rho, _ = made = forward()
@@ -75,10 +75,10 @@ def add_norm_calls(sizes, d: int):
     B, T, device, dtype = sizes
     x, h, grad_x, grad_context = (random(device, dtype, B, T, d) for _ in range(4))
     norm = torch.ones(d, device=device)
-    new_x, context, rho = kernel.add_norm(x, h, norm, 1e-5)
+    new_x, context, rho = kernel.add_norm(x, h, norm, 1e-5, dtype)
 
     def forward():
-        return kernel.add_norm(x, h, norm, 1e-5)
+        return kernel.add_norm(x, h, norm, 1e-5, dtype)
 
     def backward():
         return kernel.add_norm_backward(grad_x, grad_context, new_x, rho, norm)

@@ -49,26 +49,31 @@ ON_CPU = ("quick", "rehearsal")
 
 
 def split_model(text: str) -> tuple[str, dict, dict]:
-    """`stem`, `stem:d_v`, or either with `+kernels=off`, `+state_interval=4`: the stem, its keys, the kernels'."""
+    """`stem`, `stem:d_v`, or either with `+kernels=off`, `+state_interval=4`, or a key of the stem's as in
+    `+state_dtype=float32`: the stem, its keys, the kernels'.
+    """
     stem, *settings = text.split("+")
     stem, colon, columns = stem.partition(":")
     if colon and not columns.isdecimal():
         raise ValueError(f"--models: {text}: after the colon comes a number of columns, as in DDL-gpt-mha-rope-CC:2")
-    values = {}
+    keys, values, known = {}, {}, configurator.knobs(model_class(stem).Config)
     for setting in settings:
         key, _, value = setting.partition("=")
         if key == "kernels" and value in ("auto", "on", "off"):
             values["setting"] = value
         elif key == "state_interval" and value.isdecimal() and int(value):
             values["state_interval"] = int(value)
+        elif key in known:
+            keys |= configurator.given({}, {key: value}, known)
         else:
             raise ValueError(
-                f"--models: {text}: after a plus comes kernels=auto, on or off, or state_interval=1 or more"
+                f"--models: {text}: after a plus comes kernels=auto, on or off, state_interval=1 or more, "
+                f"or a key of {stem}"
             )
     key = model_class(stem).Config.columns_key
     if colon and key is None:
         raise ValueError(f"--models: {text}: {stem} has no columns: leave the colon out")
-    return stem, {key: int(columns)} if colon else {}, values
+    return stem, keys | ({key: int(columns)} if colon else {}), values
 
 
 def row_name(model: str) -> str:

@@ -7,7 +7,7 @@ A model is a subclass of `GPT` that names four classes: `Config`, `Expander`, `B
 import contextlib
 import math
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from model import cost
 from model.block import Block, Direct, Stream
 from model.decoding import NO_TOKEN, Cache
 from model.keys import Key, check_ranges
-from model.layers import Heads, Positions, RMSNorm, at_least_fp32, for_product, rope_tables
+from model.layers import Heads, Positions, RMSNorm, at_least_fp32, compute_dtype, for_product, rope_tables
 from model.loss import linear_cross_entropy, scaled
 from model.parameters import Rule, normal, refuse_unregistered, rules_of
 
@@ -44,6 +44,11 @@ class GPTConfig:
     head_dim: Annotated[int, "features per attention head", Key(low=1)] = 128
     rope_base: Annotated[float, "base of the rotary position embedding, usually 10000", Key(above=1)] = 10000.0
     rope_ratio: Annotated[float, "share of each head's features that is rotated", Key(low=0, high=1)] = 1.0
+    state_dtype: Annotated[
+        Literal["bfloat16", "float32"],
+        "what the residual state is kept in where the run computes in bfloat16",
+        Key(free=True),
+    ] = "bfloat16"
     use_qk_rmsnorm: Annotated[bool, "RMS-normalise queries and keys over each head"] = True
     embedding_init_std: Annotated[float, "initial standard deviation of the embedding", INITIAL] = 0.02
     hidden_init_std_factor: Annotated[float, "matrices start at N(0, factor / sqrt(hidden_size))", INITIAL] = 0.5
@@ -155,12 +160,10 @@ class GPT(nn.Module):
             raise ValueError(f"length={length}: give 1 to block_size={block_size}")
         return Cache(self.config.num_hidden_layers, length, self.rope_cos.device)
 
-    def compute_dtype(self) -> torch.dtype:
-        """The dtype of the residual state: autocast's where it is on, else the parameters'."""
-        weight = self.transformer.wte.weight
-        if torch.is_autocast_enabled(weight.device.type):
-            return torch.get_autocast_dtype(weight.device.type)
-        return weight.dtype
+    def state_dtype(self) -> torch.dtype:
+        """The dtype of the residual state: that of matrix products, or, with state_dtype=float32, at least float32."""
+        dtype = compute_dtype(self.transformer.wte.weight)
+        return at_least_fp32(dtype) if self.config.state_dtype == "float32" else dtype
 
     def positions(self, T: int, cache: Cache, seen: int) -> Positions:
         """Of the T tokens that follow those in the cache, and attend over the first `seen` of its positions."""
@@ -190,7 +193,7 @@ class GPT(nn.Module):
             # before a shorter sequence what it sees before a first token.
             x = self.transformer.wte(ids.clamp_min(0)) * (ids != NO_TOKEN).unsqueeze(-1)
             positions, caches = self.positions(T, cache, seen), cache.blocks
-        state = self.stream.begin(self, x.to(self.compute_dtype()), caches[-1])
+        state = self.stream.begin(self, x.to(self.state_dtype()), caches[-1])
         for block, block_cache in zip(self.transformer.h, caches):
             if self.activation_checkpointing and cache is None and torch.is_grad_enabled():
                 state, loss = checkpoint(block, state, positions, use_reentrant=False)
@@ -227,7 +230,7 @@ class GPT(nn.Module):
         if targets is not None and return_logits:
             loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
         elif targets is not None:
-            hidden = hidden.flatten(0, 1).to(self.compute_dtype())
+            hidden = hidden.flatten(0, 1).to(compute_dtype(self.lm_head.weight))
             loss = linear_cross_entropy(hidden, self.lm_head.weight, targets.flatten(), self.config.mup_scale)
         if loss is not None and extra is not None:
             loss = loss + (extra - extra.detach())

@@ -19,6 +19,12 @@ def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def compute_dtype(weight) -> torch.dtype:
+    """What products with the weight are computed in: autocast's dtype where it is on, else the weight's."""
+    device = weight.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+
+
 def for_product(x, weight):
     """x in the dtype of the weight that it meets; as it is under autocast, which rounds both at the product itself."""
     return x if torch.is_autocast_enabled(x.device.type) else x.to(weight.dtype)

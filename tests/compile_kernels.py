@@ -41,6 +41,11 @@ def forms():
     x_in = {"K": 1, "grad_x_in": "*bf16", "grad_context": "*fp16"}
     yield "step backward, x_in", step_kernels.backward_kernel, sizes | x_in, 8, 0
     yield "step forward, fp32", step_kernels.forward_kernel, sizes | {"K": 1, "base": "*fp32", "h": "*fp32"}, 4, 2
+    mixed = dict.fromkeys("base new_state x_in x new_x grad_state new_grad_state grad_x new_grad_x".split(), "*fp32")
+    for kernel in (step_kernels.forward_kernel, step_kernels.backward_kernel):
+        yield f"{kernel.__name__} of steps, fp32 state", kernel, sizes | {"K": 3, "STAGES": 2} | mixed, 4, 1
+    for kernel in (add_norm.forward_kernel, add_norm.backward_kernel):
+        yield f"{kernel.__name__} of add_norm, fp32 state", kernel, sizes | mixed, 1, 0
     for module, way in itertools.product((add_norm, expand), ("forward", "backward")):
         yield f"{module.__name__} {way}", getattr(module, f"{way}_kernel"), sizes | {"K": 3}, 2, 0
     heads = {"H": 3, "HALF": 16, "BLOCK": 16, "ROWS": 8}

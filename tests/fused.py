@@ -23,7 +23,8 @@ from model.kernels import rope as rope_module
 from model.residual import delta_rewrite, read_columns
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "mixed": torch.float32}  # of the state
+PRODUCTS = {**DTYPES, "mixed": torch.bfloat16}  # of h and the context, which matrix products make and take
 DEVICE = "cpu" if INTERPRETED else "cuda"
 K_EPS, NORM_EPS, SCALE, CONSTANT = 1e-5, 1e-5, 4.0, 1.5
 
@@ -67,7 +68,7 @@ class Step:
     def inputs(self) -> dict:
         """Leaves and constants in the dtypes of a model, on DEVICE."""
         generator = torch.Generator().manual_seed(1)
-        dtype, B, T, v, d = DTYPES[self.dtype], self.B, self.T, self.v, self.d
+        dtype, products, B, T, v, d = DTYPES[self.dtype], PRODUCTS[self.dtype], self.B, self.T, self.v, self.d
 
         def normal(*shape, dtype=torch.float32, scale=1.0):
             return (scale * torch.randn(*shape, generator=generator)).to(dtype).to(DEVICE)
@@ -80,10 +81,10 @@ class Step:
         if self.repeated:
             base = base[:, :, :1].contiguous().expand(B, T, v, d)
         result = {"base": base}
-        result["hs"] = [normal(B, T, d, dtype=dtype) for _ in range(self.pending)]
+        result["hs"] = [normal(B, T, d, dtype=products) for _ in range(self.pending)]
         result["us"] = [normal(B, T, v, scale=self.x_scale / math.sqrt(d)) for _ in range(self.pending)]
         if self.write:
-            result["h"] = normal(B, T, d, dtype=dtype, scale=self.h_scale)
+            result["h"] = normal(B, T, d, dtype=products, scale=self.h_scale)
             if self.zero_h:
                 result["h"][:, 1] = 0
             result["y"] = logits(B, T)
@@ -109,7 +110,7 @@ def arguments(case: Step, inputs: dict, state, carry=None) -> tuple:
     """The operator's arguments."""
     values = [inputs.get(name) for name in LEAVES]
     options = (K_EPS, NORM_EPS, case.form, SCALE, CONSTANT, case.value_input, case.erase, case.store, case.with_x_in)
-    return state, inputs["base"], inputs["hs"], inputs["us"], *values, *options, carry
+    return state, inputs["base"], inputs["hs"], inputs["us"], *values, *options, carry, PRODUCTS[case.dtype]
 
 
 def place(case: Step, inputs: dict):
@@ -176,7 +177,7 @@ def cotangents(case: Step) -> dict:
     """A gradient for every result that the loss sees, the same for the kernels and the oracle."""
     generator = torch.Generator().manual_seed(2)
     (B, T, v, d), dtype, fp32 = (case.B, case.T, case.v, case.d), DTYPES[case.dtype], torch.float32
-    sizes = {"state": ((B, T, v, d), dtype), "context": ((B, T, d), dtype), "x_in": ((B, T, d), dtype)}
+    sizes = {"state": ((B, T, v, d), dtype), "context": ((B, T, d), PRODUCTS[case.dtype]), "x_in": ((B, T, d), dtype)}
     sizes |= {"gate_logit": ((B, T), fp32), "value_logit": ((B, T, v), fp32)}
     weights = {name: torch.randn(*shape, generator=generator).to(kind) for name, (shape, kind) in sizes.items()}
     return {name: weights[name].to(DEVICE) for name in case.results() if name in case.used.split()}
@@ -201,8 +202,8 @@ def check_close(name: str, got, want, tolerance: float, scale=None) -> None:
 
 
 def tolerance_of(case: Step, tensor) -> float:
-    if case.dtype == "fp32":
-        return 1e-5
+    if case.dtype in ("fp32", "mixed"):
+        return 1e-5 if tensor.dtype == torch.float32 else 1e-2
     # A read over several tokens is kept for the backward pass, in the state's dtype.
     return 1e-3 if tensor.dtype == torch.float32 and case.K == 1 else 1e-2
 
@@ -253,18 +254,21 @@ def check_generation(case: Step, cuts: tuple[int, ...]) -> None:
 
 def check_add_norm(d: int, B: int, T: int, dtype: str, add: bool, used: str = "state context") -> None:
     generator, kind = torch.Generator().manual_seed(1), DTYPES[dtype]
-    x, h, *weights = (torch.randn(B, T, d, generator=generator).to(kind).to(DEVICE) for _ in range(4))
+    kinds = kind, *[PRODUCTS[dtype]] * 3  # a weight in fewer digits is the same in both dtypes
+    x, h, *weights = (torch.randn(B, T, d, generator=generator).to(each).to(DEVICE) for each in kinds)
     norm = 1 + 0.3 * torch.randn(d, generator=generator).to(DEVICE)
     leaves = [x.clone(), h.clone(), norm.clone()] if add else [x.clone(), norm.clone()]
     leaves = [leaf.requires_grad_() for leaf in leaves]
-    state, context, _ = add_norm_module.add_norm(leaves[0], leaves[1] if add else None, leaves[-1], NORM_EPS)
+    state, context, _ = add_norm_module.add_norm(
+        leaves[0], leaves[1] if add else None, leaves[-1], NORM_EPS, PRODUCTS[dtype]
+    )
     got = {"state": state, "context": context}
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     state = rounded(exact[0] + exact[1], kind) if add else exact[0]
     want = {"state": state, "context": F.rms_norm(state, (d,), eps=NORM_EPS) * exact[-1]}
     names = [name for name in want if name in used.split() and (add or name != "state")]
     for name in names:
-        check_close(name, got[name], want[name], 1e-5 if dtype == "fp32" else 1e-2)
+        check_close(name, got[name], want[name], 1e-5 if got[name].dtype == torch.float32 else 1e-2)
     found, wanted = (
         torch.autograd.grad(sum((r[n] * w.to(r[n].dtype)).sum() for n, w in zip(names, weights)), ls, allow_unused=True)
         for r, ls in ((got, leaves), (want, exact))

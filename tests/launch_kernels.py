@@ -70,7 +70,7 @@ def main():
         place = base.clone().requires_grad_()
         state, context, *_ = residual_step.residual_step(
             place, base, hs, us, h, y, z, number(K, v, d), number(d), *weights, 1e-5, 1e-5, form, 4.0, 2.0, "residual",
-            True, store, False, None,
+            True, store, False, None, dtype,
         )  # fmt: skip
         (state.sum() + context.sum()).backward()
 
@@ -79,11 +79,11 @@ def main():
             residual_step.residual_step(
                 random(1, T, 2, 64), random(1, T, 2, 64), [], [], random(1, T, 64), number(1, T), number(1, T, 2),
                 number(4, 2, 64), number(64), None, None, None, None, 1e-5, 1e-5, "sigmoid", 4.0, 2.0, "residual",
-                True, True, False, torch.zeros(1, 3, 64),
+                True, True, False, torch.zeros(1, 3, 64), torch.bfloat16,
             )  # fmt: skip
 
-    def addition(h):
-        new_x, context, _ = add_norm.add_norm(random(2, 9, 64), h, number(64), 1e-5)
+    def addition(h, dtype=torch.bfloat16):
+        new_x, context, _ = add_norm.add_norm(random(2, 9, 64, dtype=dtype), h, number(64), 1e-5, torch.bfloat16)
         (context.sum() + new_x.sum()).backward()
 
     cases = {
@@ -97,6 +97,7 @@ def main():
         "v=4 d=1024 K=4": (2, lambda T: step(1, T, 4, 1024, 4)),
         "carried": (1, generate),
         "add_norm": (2, lambda T: addition(random(2, 9, 64))),
+        "add_norm, fp32 state": (2, lambda T: addition(random(2, 9, 64, dtype=torch.bfloat16), torch.float32)),
         "add_norm without h": (2, lambda T: addition(None)),
         "expand": (2, lambda T: expand.expand(random(2, T, 300), number(4, 2, 300)).sum().backward()),
         "rope_norm": (2, lambda T: sum(part.sum() for part in rope.RotatedHeads.apply(

@@ -127,6 +127,8 @@ def test_a_model_may_bring_its_own_columns_and_kernels():
     stem = "DDL-gpt-mha-rope-CC"
     assert suites.split_model(f"{stem}:2+kernels=off") == (stem, {"ddl_value_channels": 2}, {"setting": "off"})
     assert suites.split_model(f"{stem}+state_interval=4") == (stem, {}, {"state_interval": 4})
+    changed = f"{stem}+state_dtype=float32+ddl_beta_init=0.5"
+    assert suites.split_model(changed) == (stem, {"state_dtype": "float32", "ddl_beta_init": 0.5}, {})
 
 
 def test_kernels_are_measured_against_a_copy(tmp_path):

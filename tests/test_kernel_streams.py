@@ -108,6 +108,14 @@ def test_autocast(stem):
     fused.check_autocast(tiny(stem), torch.bfloat16, T=3)
 
 
+@pytest.mark.parametrize("stem", [CC, "gpt-mha-rope", *(pytest.param(s, marks=pytest.mark.slow) for s in PAPER[1:])])
+def test_a_float32_state_under_autocast(stem):
+    """The products are in bfloat16 all the same, and how often the state is stored changes no bit."""
+    model = tiny(stem, state_dtype="float32")
+    fused.check_autocast(model, torch.bfloat16, T=3)
+    fused.check_intervals(model, torch.bfloat16, (1, 4), T=3)
+
+
 @pytest.mark.parametrize("cuts", [(2, 1, 2), pytest.param((1,) * 5, marks=pytest.mark.slow)])
 def test_cached_generation(cuts):
     fused.check_cached(tiny("DDL-gpt-mha-rope-EC"), cuts)

@@ -116,6 +116,7 @@ STORING += [Step(pending=n, store=store) for n, store in ((1, True), (2, False),
 EXTREMES = [Step(logits=40.0), Step(logits=40.0, form="raw"), Step(h_scale=1e-6), Step(h_scale=1e-20)]
 EXTREMES += [Step(zero_h=True), Step(x_scale=1e4), Step(h_scale=1e4), Step(x_scale=1e-4), Step(x_scale=1e-4, K=3, v=2)]
 HALVES = [Step(dtype="bf16"), Step(dtype="fp16"), Step(dtype="bf16", K=3, v=2, pending=1, store=False)]
+HALVES += [Step(dtype="mixed", pending=1), Step(dtype="mixed", K=3, v=2, store=False), Step(dtype="mixed", v=1, T=3)]
 HALVES += [Step(dtype="bf16", pending=3), Step(dtype="bf16", d=768, T=2), Step(dtype="fp16", v=1, erase=False)]
 USED = [Step(used=name) for name in ("state", "context", "x_in", "gate_logit", "value_logit")]
 USED += [Step(used="state", write=False, store=False), Step(used="state", K=3, v=2), Step(used="x_in", K=3, v=2)]
@@ -297,7 +298,7 @@ def test_expand_in_half_precision(dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "v", "K", "dtype"),
-    [*itertools.product([(37, 2, 9), (300, 1, 5), (768, 2, 3)], (1, 2, 4, 8), (1, 3, 4), DTYPES)],
+    [*itertools.product([(37, 2, 9), (300, 1, 5), (768, 2, 3)], (1, 2, 4, 8), (1, 3, 4), ("fp32", "bf16", "fp16"))],
 )
 def test_expand_over_the_grid(shape, v, K, dtype):
     d, B, T = shape

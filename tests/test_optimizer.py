@@ -60,7 +60,7 @@ def test_warmup_and_cosine():
     assert rates[59] == pytest.approx((1e-3 + 5e-5) / 2)
     assert rates[34] == pytest.approx(5e-5 + 9.5e-4 * (1 + math.cos(math.pi / 4)) / 2)
     assert rates[109] == pytest.approx(5e-5, rel=1e-12)
-    assert all(before > after for before, after in zip(rates[9:], rates[10:]))
+    assert rates[9:] == sorted(set(rates[9:]), reverse=True)
     assert optimizer.learning_rate_at(109, settings(min_lr=0.0)) == 0
     assert optimizer.learning_rate_at(4, settings(warmup_steps=0)) == pytest.approx(1e-3, rel=1e-2)
 

@@ -152,6 +152,22 @@ def test_resume_can_branch_into_another_folder(finished, corpus, tmp_path):
     assert "has step_00000006" in refusal(*small_run(corpus, whole, resume=source))
 
 
+def test_a_prolonged_schedule_is_said_before_the_first_step(finished, corpus, tmp_path):
+    whole, _ = finished  # six steps of a cosine from 0.01 to 0.0005, two of them warm-up
+    printed = trained(*small_run(corpus, whole, resume="auto", max_steps=8), "--dry_run").stdout.decode()
+    note = next(line for line in printed.splitlines() if line.startswith("note: "))
+    # Of eight steps, 6 / 8 are over: half of a cosine's way for each step of 6 from the third on.
+    rate = 5e-4 + 9.5e-3 * (1 + math.cos(math.pi * 5 / 6)) / 2
+    assert f"max_steps=8 (before: 6) the learning rate goes from 0.0005 to {rate:.3g} " in note
+    assert "--schedule=wsd" in note
+    assert "--init_from=" in note
+    keys, out = {"schedule": "wsd", "decay_steps": 1, "checkpoint_interval": 2}, tmp_path / "wsd"
+    trained(*small_run(corpus, out, **keys, max_steps=4))
+    shutil.rmtree(out / "checkpoints" / "step_00000004")
+    printed = trained(*small_run(corpus, out, **keys, resume="auto", max_steps=9), "--dry_run").stdout
+    assert b"note: " not in printed  # the fall had not begun
+
+
 def test_muon_trains_and_resumes(corpus, tmp_path):
     keys = {"optimizer": "muon", "eval_full": False}
     trained(*small_run(corpus, tmp_path / "whole", **keys))

@@ -53,13 +53,13 @@ class Memory:
 def size_of_run(config, model, windows: int, device: torch.device) -> str:
     """Parameters, memory, tokens and FLOPs of a whole run, and its time at 45% utilisation where the peak is known."""
     tokens = config.max_steps * config.global_batch_size * model.config.block_size
-    flops = tokens * model.flops_per_token()
+    flops, dtype = tokens * model.flops_per_token(), model.config.state_dtype
     lines = [
         f"{config.model}: {model.num_parameters():,} parameters",
         memory_line(config, model.config, device),
         f"{config.max_steps:,} steps x {config.global_batch_size} sequences x {model.config.block_size} tokens = "
         f"{tokens:,} tokens, {config.max_steps * config.global_batch_size / windows:.2f} epochs",
-        f"{flops:.3g} FLOPs, {model.state_bytes_per_token()} bytes of bfloat16 state per token",
+        f"{flops:.3g} FLOPs, {model.state_bytes_per_token(getattr(torch, dtype))} bytes of {dtype} state per token",
     ]
     if peak := peak_flops(device):
         # MFU counts nominal FLOPs, so the time at a given utilisation follows from them.

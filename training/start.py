@@ -10,11 +10,12 @@ import fcntl
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 from data import tokenizer
 from model import released, weights
 from model.keys import Key, keys_of
-from training import checkpoint, distributed
+from training import checkpoint, distributed, optimizer
 
 NANOGPT = {"scratch": "leave it out to start anew", "resume": "give --resume=auto to go on with a run"}
 # What a run without a checkpoint may have left in its folder.
@@ -106,6 +107,23 @@ def refuse_change(before: dict, settings: dict, keys: dict[str, Key], where: Pat
         old, new = before.get(name), settings.get(name)
         if old != new:
             raise ValueError(f"{name}={new!r}, but {where} was trained with {old!r}: give that value, or {otherwise}")
+
+
+def new_rate(begin: Path, config) -> str | None:
+    """A note where the run that goes on from a checkpoint has another learning rate there than it was to have."""
+    saved = checkpoint.read_state(begin)
+    step, before = saved["step"], SimpleNamespace(**{**vars(config), **saved["run_config"]})
+    old = optimizer.learning_rate_at(min(step, before.max_steps - 1), before)
+    new = optimizer.learning_rate_at(step, config)
+    if abs(new - old) <= 0.01 * old:
+        return None
+    changed = [key for key in ("max_steps", "decay_steps") if getattr(config, key) != getattr(before, key)]
+    keys = ", ".join(f"{key}={getattr(config, key)} (before: {getattr(before, key)})" for key in changed)
+    return (
+        f"note: with {keys} the learning rate goes from {old:.3g} to {new:.3g} in the middle of the run, after step "
+        f"{step}. A run that may be prolonged is one of --schedule=wsd, whose steps before the fall depend on neither "
+        f"key; new steps after a finished schedule are a new run: --init_from={begin} --out_dir=..."
+    )
 
 
 def saved_state(resume: str | None, out_dir: str | None) -> dict:

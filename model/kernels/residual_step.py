@@ -40,6 +40,7 @@ def residual_step(
     store: bool,
     with_x_in: bool,
     carry: torch.Tensor | None,
+    context_dtype: torch.dtype,
 ) -> list[torch.Tensor]:
     """One step; `step_kernels` has its equations.
 
@@ -48,11 +49,11 @@ def residual_step(
     or None (only a read). read (K, v, d); norm (d,); gate (d,), (1,), value (v, d), (v,): heads on what is read, or
     None. value_form "raw", "sigmoid" (scale * sigmoid(z)) or "constant"; value_input "residual" or "context".
 
-    Returns [state (no memory unless `store`), context (B, T, d) in base's dtype, x_in (B, T, d), gate logit (B, T),
+    Returns [state (no memory unless `store`), context (B, T, d) in context_dtype, x_in (B, T, d), gate logit (B, T),
     value logits (B, T, v), n (B, T), delta (B, T, v), u (B, T, v), rho (B, T), carry]; what was not asked for is empty.
     carry (B, K - 1, d) fp32: what the tokens before add to the reads of these, for generation; it has no gradient.
     """
-    results = results_of(base, h, read, gate, value, store, with_x_in, carry)
+    results = results_of(base, h, read, gate, value, store, with_x_in, carry, context_dtype)
     new_state, context, x_in, gate_logit, value_logit, n, delta, u, rho, new_carry = results
     v, d = base.shape[2:]
     sequences, (tokens, chunk, chunks), launch = runs("step forward", base, len(read))
@@ -84,7 +85,7 @@ def keeps_x_in(read, with_x_in: bool, carry) -> bool:
     return with_x_in or (len(read) > 1 and carry is None)
 
 
-def results_of(base, h, read, gate, value, store: bool, with_x_in: bool, carry) -> list[torch.Tensor]:
+def results_of(base, h, read, gate, value, store: bool, with_x_in: bool, carry, context_dtype) -> list[torch.Tensor]:
     """Tensors for what `residual_step` returns."""
     B, T, v, d = base.shape
 
@@ -92,7 +93,8 @@ def results_of(base, h, read, gate, value, store: bool, with_x_in: bool, carry) 
         return base.new_empty(shape if wanted else (0,), dtype=torch.float32)
 
     state = base.new_empty((B, T, v, d)) if store else no_memory(base)
-    context, x_in = base.new_empty((B, T, d)), base.new_empty((B, T, d) if keeps_x_in(read, with_x_in, carry) else (0,))
+    context = base.new_empty((B, T, d), dtype=context_dtype)
+    x_in = base.new_empty((B, T, d) if keeps_x_in(read, with_x_in, carry) else (0,))
     logits = fp32(gate is not None, B, T), fp32(value is not None, B, T, v)
     write = h is not None
     writes = fp32(write, B, T), fp32(write, B, T, v), fp32(write, B, T, v)
@@ -102,8 +104,8 @@ def results_of(base, h, read, gate, value, store: bool, with_x_in: bool, carry) 
 
 @residual_step.register_fake
 def _(state, base, hs, us, h, y, z, read, norm, gate, gate_bias, value, value_bias, k_eps, norm_eps,
-      value_form, value_scale, value_constant, value_input, erase, store, with_x_in, carry):  # fmt: skip
-    return results_of(base, h, read, gate, value, store, with_x_in, carry)
+      value_form, value_scale, value_constant, value_input, erase, store, with_x_in, carry, context_dtype):  # fmt: skip
+    return results_of(base, h, read, gate, value, store, with_x_in, carry, context_dtype)
 
 
 @torch.library.custom_op("ddl::residual_step_backward", mutates_args=())
@@ -166,7 +168,7 @@ def gradients_of(base, h, y, z, read, gate, value, value_form: str) -> list[torc
     """Tensors for what `residual_step_backward` returns."""
     grad_y = base.new_empty((0,) if y is None else y.shape, dtype=torch.float32)
     grad_z = base.new_empty((0,) if z is None or value_form == "constant" else z.shape, dtype=torch.float32)
-    grad_h = base.new_empty((0,) if h is None else h.shape)
+    grad_h = base.new_empty((0,)) if h is None else h.new_empty(h.shape)
     parameters = base.new_empty((sum(parameter_sizes(read, gate, value)),), dtype=torch.float32)
     return [base.new_empty(base.shape), grad_h, grad_y, grad_z, parameters]
 
@@ -180,8 +182,8 @@ def _(grad_state, grad_context, grad_x_in, grad_gate, grad_value, base, hs, us, 
 def setup_context(ctx, inputs, output):
     (_, base, hs, us, h, y, z, read, norm, gate, gate_bias, value, value_bias, _, _, *options) = inputs
     state, _, x_in, _, _, n, delta, u, rho, carry = output
-    options, store, ctx.with_x_in = options[:5], options[5], options[6]
-    if inputs[-1] is not None:
+    options, store, ctx.with_x_in, carried, ctx.context_dtype = options[:5], *options[5:]
+    if carried is not None:
         raise ValueError("a step that carries reads over is for generation, without gradients: call it under no_grad")
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(n, delta, u, rho, carry)
@@ -201,7 +203,7 @@ def backward(ctx, grads):
     h, y, z, n, delta, x_in, rho, read, norm, gate, value, base, *writes = ctx.saved_tensors
     count = len(writes) // 2
     if grad_context is None:
-        grad_context = base.new_zeros((*base.shape[:2], base.shape[3]))
+        grad_context = base.new_zeros((*base.shape[:2], base.shape[3]), dtype=ctx.context_dtype)
     if gate is not None and grad_gate is None:
         grad_gate = torch.zeros_like(rho)
     if value is not None and grad_value is None:
@@ -214,7 +216,7 @@ def backward(ctx, grads):
     parts = sums.split(parameter_sizes(read, gate, value))
     in_order = (parts[place] for place in (0, 1, 2, 5, 3, 4))
     parameters = [kind and part.view(kind[1]).to(kind[0]) for part, kind in zip(in_order, ctx.types)]
-    return state, None, [None] * ctx.count, [None] * ctx.count, h, y, z, *parameters, *[None] * 10
+    return state, None, [None] * ctx.count, [None] * ctx.count, h, y, z, *parameters, *[None] * 11
 
 
 residual_step.register_autograd(backward, setup_context=setup_context)

@@ -15,7 +15,7 @@ from model.kernels import form_of
 from model.kernels.expand import expand
 from model.kernels.residual_step import residual_step
 from model.kernels.tiles import DTYPES
-from model.layers import RMSNorm
+from model.layers import RMSNorm, compute_dtype
 from model.residual import linear_fp32
 
 
@@ -26,7 +26,10 @@ def check_dtype(x) -> None:
 
 
 class AdditiveState(NamedTuple):
-    """x (B, T, d) and the sublayer's output that is yet to be added, None at the start."""
+    """x (B, T, d) and the sublayer's output that is yet to be added, None at the start.
+
+    h is what the products are computed in, bfloat16 for example, whatever x is kept in.
+    """
 
     x: torch.Tensor
     h: torch.Tensor | None
@@ -40,8 +43,9 @@ class AdditiveStream(Stream):
         return AdditiveState(x.contiguous(), None)
 
     def norm(self, state: AdditiveState, norm: RMSNorm):
-        h = None if state.h is None else state.h.to(state.x.dtype).contiguous()
-        x, context, _ = additive.add_norm(state.x, h, norm.weight, norm.eps)
+        dtype = compute_dtype(norm.weight)
+        h = None if state.h is None else state.h.to(dtype).contiguous()
+        x, context, _ = additive.add_norm(state.x, h, norm.weight, norm.eps, dtype)
         return AdditiveState(state.x if h is None else x, None), context
 
     def read(self, site, state, cache):
@@ -131,6 +135,7 @@ class DeltaStream(Stream):
         new, context, x_in, gate_logit, value_logit, _, _, u, _, new_carry = residual_step(
             state.gradient, state.stored, list(state.hs), list(state.us), state.h, state.gate_logit, state.value_logit,
             weights, norm.weight, *heads, self.k_eps, norm.eps, *self.options, store, with_x_in, carry,
+            compute_dtype(norm.weight),
         )  # fmt: skip
         if carry is not None:
             carry.copy_(new_carry)
@@ -153,7 +158,7 @@ class DeltaStream(Stream):
         if not self.k_map:
             source = rewrite.direction_branch(c if x_in is None else x_in)
             value_logit = linear_fp32(rewrite.v_proj, h)
-        source = source.to(state.stored.dtype).contiguous()
+        source = source.to(compute_dtype(site.norm.weight)).contiguous()
         value_logit = None if self.constant else value_logit
         return state._replace(h=source, gate_logit=gate_logit, value_logit=value_logit), None
 
