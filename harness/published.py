@@ -24,7 +24,7 @@ SIZES = {  # table 4 of the January text, 6 of the July text; both train with mu
 }
 CODE, JANUARY, JULY = "the released code", "the January text", "the July text"
 # Of the keys that a run cannot change, these say nothing of its training, or the texts are silent on them.
-UNSAID = {"model", "eval_batches", "seed", "dtype", "state_dtype", "min_lr", "vocab_size", "ddl_v_bias"}
+UNSAID = {"model", "eval_batches", "seed", "dtype", "min_lr", "vocab_size", "ddl_v_bias"}
 MEANT_BY_NONE = {"ddl_state_shortconv_kernel_size": 4, "ddl_state_read_init": 1 / 4}  # with the paper's four columns
 REASONS_SHOWN = 3
 
@@ -81,7 +81,7 @@ def find(subject, stem: str, config) -> Published:
     elif there < tokens:
         reasons.append(f"{there:,} training tokens, seen more than once")
     reasons += compare_recipe(run) + compare_rates(run, records_of(subject.folder.resolve(), state["step"]))
-    notes += own + unsaid(run) + ([f"{state['skipped']} steps skipped"] if state.get("skipped") else [])
+    notes += own + unsaid(run, config) + ([f"{state['skipped']} steps skipped"] if state.get("skipped") else [])
     return Published(stem, size, text, (*reasons, *model_reasons), tuple(notes), state["corpus"])
 
 
@@ -117,12 +117,12 @@ def compare_rates(run, records: list[dict]) -> list[str]:
     return []
 
 
-def unsaid(run) -> list[str]:
+def unsaid(run, config) -> list[str]:
     """In what a run deviates where the texts are silent."""
     notes = []
     if run.dtype == "float32":
         notes.append("dtype=float32, the texts do not say theirs")
-    elif getattr(run, "state_dtype", "bfloat16") != "float32":
+    elif getattr(config, "state_dtype", "bfloat16") == "bfloat16":
         notes.append("its residual state is bfloat16, the released code's float32")
     if run.min_lr not in (None, run.learning_rate / 20):
         notes.append(f"min_lr={run.min_lr}, the texts do not say theirs")
@@ -162,7 +162,7 @@ def descriptions(stem: str) -> dict[str, dict]:
 def differences(config, size: str, keys: dict) -> dict:
     """{key: the published model's value} where the configuration computes or learns something else."""
     published = type(config)(**SIZES[size], **keys)
-    own, unused = dataclasses.asdict(config), without_effect(config)
+    own, unused = dataclasses.asdict(config), without_effect(config) | {"state_dtype"}  # which `unsaid` looks at
     if config.mup_scale == published.mup_scale:
         unused |= {"mup", "hidden_size_base"}
     theirs = {key: value for key, value in dataclasses.asdict(published).items() if key not in unused}
