@@ -10,7 +10,7 @@ from harness.tasks import PAPER_METRICS
 
 NOTE = "± is lm-eval's standard error over a task's items."
 AVERAGE_NOTE = "The average's takes the tasks as independent."
-PAPER_NOTE = "The paper gives no standard errors, and single runs: that of a difference is ours alone."
+PAPER_NOTE = "The paper gives single runs and no standard errors: that of a difference is ours alone."
 
 
 @dataclass

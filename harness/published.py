@@ -60,11 +60,11 @@ class Published:
 
     def beside_validation(self, label: str, entry: dict) -> tuple[dict[str, float], str]:
         """`beside` for an entry of the validation split."""
-        other = entry["settings"]["corpus"] != self.corpus
+        other = self.corpus and entry["settings"]["corpus"] != self.corpus
         count, notes = entry["tokens"], []
         if abs(count / VALIDATION_TOKENS - 1) > 0.05:
             notes = [f"{count:,} validation tokens, the texts' {VALIDATION_TOKENS:,}"]
-        return self.beside(label, "", *["validated on another corpus than its own"] * other, notes=notes)
+        return self.beside(label, "", *["validated on another corpus than its own"] * bool(other), notes=notes)
 
 
 def find(subject, stem: str, config) -> Published:
@@ -144,8 +144,8 @@ def compare_model(stem: str, config) -> tuple[str | None, str, list[str], list[s
     reasons = [f"{key}={own[key]!r}, not {value!r}" for key, value in found[text].items() if key not in UNSAID]
     notes = [f"{key}={own[key]!r}, not {value!r}" for key, value in found[text].items() if key in UNSAID]
     if len(found) > 1:
-        others = " and ".join(other for other in found if other != text)
-        notes.insert(0, f"the write value is that of {text}, {others} differ; which one was run is not known")
+        others = " or ".join(other for other in found if other != text)
+        notes.insert(0, f"its write value is that of {text}, not of {others} (which one was published is not known)")
     return size, text, reasons, notes
 
 

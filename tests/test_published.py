@@ -76,8 +76,8 @@ def test_a_run_of_the_papers_recipe_has_its_row(tmp_path, stem, size):
     assert f"| 18.2000 | {perplexity:.4f} | {18.2 - perplexity:+.4f} |" in result
     footnote = f"Published row beside {CONFIGS[stem]}_{size}, step 100,000:"
     if stem != "gpt-mha-rope":
-        footnote += " the write value is that of the released code, the January text and the July text differ; which "
-        footnote += "one was run is not known;"
+        footnote += " its write value is that of the released code, not of the January text or the July text "
+        footnote += "(which one was published is not known);"
     assert result.endswith(f"{footnote} its residual state is bfloat16, the released code's float32.")
 
 
@@ -165,7 +165,7 @@ def test_julys_own_settings_find_its_rows(tmp_path):
         assert rows[1]["sciq"] == published.figures()["medium", "1", stem]["sciq"][0]
         assert {shots for shots, row in rows.items() if row} == {0, 1, ""}
     found = published.find(*subject_of(tmp_path, "ddl_dv4_cc_ec_small", *JULY))
-    assert "the write value is that of the July text, the released code and the January text differ" in found.notes[0]
+    assert "its write value is that of the July text, not of the released code or the January text" in found.notes[0]
 
 
 def test_januarys_write_values_find_the_rows_that_it_has(tmp_path):
@@ -204,9 +204,10 @@ def test_tasks_stand_beside_the_same_number_of_examples(tmp_path):
 def test_a_folder_that_does_not_say_how_it_was_trained_has_no_row(tmp_path):
     _, stem, model = subject_of(tmp_path, "gpt_small")
     exported = subjects.Subject("exported", tmp_path, None, "")
-    row, line = published.find(exported, stem, model).beside("exported", 0)
-    assert row == {}
-    assert line == "No published row beside exported: the folder does not say how it was trained."
+    found = published.find(exported, stem, model)
+    line = "No published row beside exported: the folder does not say how it was trained."
+    assert found.beside("exported", 0) == ({}, line)
+    assert found.beside_validation("exported", {"tokens": 10**8, "settings": {"corpus": CORPUS}}) == ({}, line)
 
 
 def test_a_stream_that_no_text_has():
