@@ -80,8 +80,11 @@ def find(subject, stem: str, config) -> Published:
         reasons.append(f"{tokens:,} tokens seen, not {TOKENS:,}")
     elif there < tokens:
         reasons.append(f"{there:,} training tokens, seen more than once")
-    reasons += compare_recipe(run) + compare_rates(run, records_of(subject.folder.resolve(), state["step"]))
-    notes += own + unsaid(run, config) + ([f"{state['skipped']} steps skipped"] if state.get("skipped") else [])
+    rates = {r["step"]: r["lr"] for r in records_of(subject.folder.resolve(), state["step"]) if "lr" in r}
+    reasons += compare_recipe(run) + compare_rates(run, rates)
+    notes += own + unsaid(run, config)
+    notes += [f"{state['skipped']} steps skipped"] if state.get("skipped") else []
+    notes += [] if rates else ["no metrics.jsonl beside it to show that its rates were those of one schedule"]
     return Published(stem, size, text, (*reasons, *model_reasons), tuple(notes), state["corpus"])
 
 
@@ -109,11 +112,11 @@ def compare_recipe(run) -> list[str]:
     return [f"{name}={own!r}, not {paper!r}" for name, (own, paper) in values.items() if own != paper]
 
 
-def compare_rates(run, records: list[dict]) -> list[str]:
-    """Of lines of metrics.jsonl, the first whose learning rate is another: of a run that began with other max_steps."""
-    for record in records:
-        if "lr" in record and abs(record["lr"] - learning_rate_at(record["step"] - 1, run)) > run.learning_rate / 100:
-            return [f"step {record['step']:,} had the rate {record['lr']:.2e}, which is not the schedule's"]
+def compare_rates(run, rates: dict[int, float]) -> list[str]:
+    """The first of the learning rates by step that is not the schedule's: of a run that began with other max_steps."""
+    for step, rate in rates.items():
+        if abs(rate - learning_rate_at(step - 1, run)) > run.learning_rate / 100:
+            return [f"step {step:,} had the rate {rate:.2e}, which is not the schedule's"]
     return []
 
 

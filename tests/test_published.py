@@ -22,7 +22,7 @@ RESULT = {"val_loss": 2.9, "val_perplexity": 18.2}
 def subject_of(folder, config="ddl_dv4_small", *options, state=(), corpus=(), rates=None) -> tuple:
     """(the run folder's subject, stem, model configuration) of a finished run, as training leaves it; no weights.
 
-    rates: learning rates in metrics.jsonl, by step.
+    rates: learning rates in metrics.jsonl, by step; None: those of the run's schedule.
     """
     run, model = train.configure([f"config/{config}.py", *options])
     saved = {"model": run.model, "model_config": vars(model), "run_config": vars(run), "step": run.max_steps}
@@ -31,7 +31,9 @@ def subject_of(folder, config="ddl_dv4_small", *options, state=(), corpus=(), ra
     checkpoint.mkdir(parents=True)
     (checkpoint / "state.json").write_text(json.dumps(saved))
     sign(checkpoint)
-    lines = [{"step": step, "loss": 3.0, "lr": lr} for step, lr in (rates or {}).items()]
+    if rates is None:
+        rates = {step: learning_rate_at(step - 1, run) for step in (1, 2_000, 50_000, run.max_steps)}
+    lines = [{"step": step, "loss": 3.0, "lr": lr} for step, lr in rates.items()]
     (folder / config / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return subjects.find(str(folder / config)), run.model, model
 
@@ -127,6 +129,7 @@ def test_what_does_not_agree_leaves_the_row_out_with_the_reason(tmp_path, option
         (["--dtype=float32"], {}, "; dtype=float32, the texts do not say theirs."),
         (["--vocab_size=50257"], {}, "; vocab_size=50257, not 50304; "),
         ([], {"state": {"skipped": 2}}, "; 2 steps skipped."),
+        ([], {"rates": {}}, "; no metrics.jsonl beside it to show that its rates were those of one schedule."),
         ([], {"corpus": {"name": "sample-350BT"}}, "; trained on HuggingFaceFW/fineweb-edu sample-350BT; "),
         ([], {"corpus": {"source": "x/FineWeb_Edu-GPT2", "name": None}}, "; trained on x/FineWeb_Edu-GPT2; "),
         (["--micro_batch_size=4", "--kernels=off", "--compile=False", "--engine=fsdp", "--eval_batches=2"], {}, ""),
@@ -141,11 +144,8 @@ def test_small_deviations_are_named_under_the_row(tmp_path, options, changes, fo
     assert (result == plain) == (footnote == "")
 
 
-def test_a_schedule_that_was_kept_has_its_row_and_validation_must_be_of_its_own_corpus(tmp_path):
-    run, _ = train.configure(["config/ddl_dv4_small.py"])
-    rates = {step: learning_rate_at(step - 1, run) for step in (1, 2_000, 50_000, 100_000)}
-    found = subject_of(tmp_path, rates=rates)
-    assert "| published" in shown(*found)
+def test_validation_is_of_the_runs_own_corpus(tmp_path):
+    found = subject_of(tmp_path)
     assert "; 9,999 validation tokens, the texts' 100,000,000." in shown(*found, tokens=9_999)
     other = shown(*found, settings={"corpus": {**CORPUS, "sha256": "0"}})
     assert other.endswith(
