@@ -19,7 +19,7 @@ import configurator  # before all that is slow to import: it takes Ctrl+C
 
 # isort: split
 
-from harness import comparison, subjects, tasks
+from harness import comparison, published, subjects, tasks
 from harness.runner import Evaluation, open_corpus_of, write_text
 from model import kernels
 from model.decoding import round_matrices
@@ -79,18 +79,17 @@ def cell_of(entry: dict) -> tuple:
     return entry["weights"], entry["task"], "" if entry["task"] == "validation" else title_of(entry)
 
 
-def tables_of(entries: list[dict], papers: dict) -> list[comparison.Table]:
-    """A table for each title, and one of the validation split; papers: {weights: (stem, size)}."""
+def tables_of(entries: list[dict], papers: dict[str, published.Published]) -> list[comparison.Table]:
+    """A table for each title, and one of the validation split; papers: what is published of the models, by weights."""
     found = []
     of_tasks = [e for e in entries if e["task"] != "validation"]
     for title in dict.fromkeys(map(title_of, of_tasks)):
         models: dict[str, tuple] = {}
         shown_metrics = {}
         for entry in (e for e in of_tasks if title_of(e) == title):
-            settings, number = entry["settings"], entry["shots"]
-            comparable = settings["limit"] is None and not settings["add_bos_token"]
-            paper = comparison.published_row(*papers[entry["weights"]], number) if comparable else {}
-            values = models.setdefault(entry["weights"], (entry["label"], {}, paper))[1]
+            label, number = entry["label"], entry["shots"]
+            paper = papers[entry["weights"]].beside(label, number, *differences(entry["settings"]))
+            values = models.setdefault(entry["weights"], (label, {}, *paper))[1]
             for name, (metric, value, error) in entry["shown"].items():
                 own = entry["n-shot"].get(name, number)  # what a task's file fixes
                 shown_metrics[name] = metric if own == number else f"{metric}, {own}-shot"
@@ -98,17 +97,20 @@ def tables_of(entries: list[dict], papers: dict) -> list[comparison.Table]:
         found.append(comparison.of_tasks(title, shown_metrics, list(models.values())))
     validation = [e for e in entries if e["task"] == "validation"]
     if validation:
-        rows = [(e["label"], e["record"], comparison.published_row(*papers[e["weights"]], "")) for e in validation]
+        rows = [(e["label"], e["record"], *papers[e["weights"]].beside_validation(e["label"], e)) for e in validation]
         found.append(comparison.of_validation(rows))
     return found
 
 
+def differences(settings: dict) -> list[str]:
+    """What makes the numbers of tasks differ from the paper's; they go into the title."""
+    said = ["texts begin with end-of-text"] if settings["add_bos_token"] else []
+    return said + ([f"the first {settings['limit']} items alone"] if settings["limit"] else [])
+
+
 def title_of(entry: dict) -> str:
     """The number of examples, and what else makes numbers differ."""
-    settings = entry["settings"]
-    title = f"{entry['shots']}-shot, {settings['dtype']}"
-    title += ", texts begin with end-of-text" if settings["add_bos_token"] else ""
-    return title + (f", the first {settings['limit']} items alone" if settings["limit"] else "")
+    return ", ".join([f"{entry['shots']}-shot", entry["settings"]["dtype"], *differences(entry["settings"])])
 
 
 def write(found: list[comparison.Table], out: Path) -> None:
@@ -137,7 +139,7 @@ def main():
             kernels.use(model, "auto", device)
             if run.bf16:
                 round_matrices(model)
-            papers[subject.identity] = stem, comparison.size_of(stem, model.config)
+            papers[subject.identity] = published.find(subject, stem, model.config)
             if corpora:
                 entries.append(run.validation(subject, model, corpora[number]))
             if loaded:

@@ -1,31 +1,29 @@
 """Results beside the paper's (results/published.csv): for the screen and Markdown, for LaTeX (booktabs), and as CSV."""
 
 import csv
-import dataclasses
 import io
 import math
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
 
-import configurator
 import tables
 from harness.tasks import PAPER_METRICS
-from model import model_class
 
-ROOT = Path(__file__).parents[1]
 NOTE = "± is lm-eval's standard error over a task's items."
 AVERAGE_NOTE = "The average's takes the tasks as independent."
-PAPER_NOTE = "The paper gives no standard errors: that of a difference is ours alone."
+PAPER_NOTE = "The paper gives single runs and no standard errors: that of a difference is ours alone."
 
 
 @dataclass
 class Row:
-    """A model's results: values {column: (value, standard error or None)}, beside the paper's {column: value}."""
+    """A model's results: values {column: (value, standard error or None)}, beside the paper's {column: value}.
+
+    said: a line under the tables, in what they deviate from each other, or why there are none of the paper's.
+    """
 
     label: str
     values: dict[str, tuple[float, float | None]]
     paper: dict[str, float] = field(default_factory=dict)
+    said: str = ""
 
     def difference(self, column: str) -> tuple[float, float | None] | None:
         if column not in self.values or column not in self.paper:
@@ -70,34 +68,39 @@ def average(values: dict[str, tuple[float, float | None]]) -> dict[str, tuple[fl
     return {"average": (sum(means) / len(means), error)}
 
 
-def of_tasks(title: str, metrics: dict[str, str], models: list[tuple[str, dict, dict]]) -> Table:
-    """models: (label, {task: (value, standard error)}, the paper's row); metrics: the one shown of each task."""
-    rows = [Row(label, values | average(values), paper) for label, values, paper in models]
+def of_tasks(title: str, metrics: dict[str, str], models: list[tuple[str, dict, dict, str]]) -> Table:
+    """models: (label, {task: (value, standard error)}, the paper's row, what is said of it); metrics: the one shown of
+    each task."""
+    rows = []
+    for label, values, paper, said in models:
+        comparable = values.keys() & PAPER_METRICS.keys()
+        rows.append(Row(label, values | average(values), paper, said if comparable else ""))
     columns = {task: f"{task} ({metric})" for task, metric in metrics.items()}
     if set(PAPER_METRICS) <= columns.keys():
         columns["average"] = "average of the eight"
     return Table(title, columns, rows)
 
 
-def of_validation(models: list[tuple[str, dict, dict]]) -> Table:
-    """models: (label, record as in metrics.jsonl, the paper's row)."""
+def of_validation(models: list[tuple[str, dict, dict, str]]) -> Table:
+    """models: (label, record as in metrics.jsonl, the paper's row, what is said of it)."""
     columns = {"val_loss": "loss (nats/token)", "val_perplexity": "perplexity", "val_bits_per_byte": "bits per byte"}
     rows = []
-    for label, record, paper in models:
+    for label, record, paper, said in models:
         shown = {"val_loss": paper["val_loss"], "val_perplexity": paper["val_ppl"]} if paper else {}
-        rows.append(Row(label, {c: (record[c], None) for c in columns if c in record}, shown))
+        rows.append(Row(label, {c: (record[c], None) for c in columns if c in record}, shown, said))
     return Table("validation", columns, rows, 4)
 
 
-def note(results: list[Table]) -> str:
-    """What the numbers mean, as far as the tables have such."""
+def notes(results: list[Table]) -> list[str]:
+    """What the numbers mean, as far as the tables have such, and what is said of their rows: a paragraph each."""
     rows = [row for table in results for row in table.rows]
     said = {
         NOTE: any(error is not None for row in rows for _, error in row.values.values()),
         AVERAGE_NOTE: any("average" in row.values for row in rows),
         PAPER_NOTE: any(row.paper for row in rows),
     }
-    return " ".join(text for text, fits in said.items() if fits)
+    general = " ".join(text for text, fits in said.items() if fits)
+    return [text for text in dict.fromkeys([general, *(row.said for row in rows)]) if text]
 
 
 def markdown(results: list[Table]) -> str:
@@ -105,7 +108,7 @@ def markdown(results: list[Table]) -> str:
     for table in results:
         head, *body = table.lines()
         parts += [f"### {table.title}", "", tables.markdown(head, body), ""]
-    return "\n".join([*parts, note(results), ""])
+    return "\n".join([*parts, "\n\n".join(notes(results)), ""])
 
 
 def screen(results: list[Table]) -> str:
@@ -114,11 +117,11 @@ def screen(results: list[Table]) -> str:
     for table in results:
         head, *body = zip(*table.lines())
         parts += ["", table.title, tables.markdown(head, body)]
-    return "\n".join([*parts, "", note(results)])
+    return "\n".join([*parts, "", *notes(results)])
 
 
 def latex(results: list[Table]) -> str:
-    parts = ["% needs \\usepackage{booktabs}", f"% {note(results).replace('±', '+-')}"]
+    parts = ["% needs \\usepackage{booktabs}", *(f"% {text.replace('±', '+-')}" for text in notes(results))]
     for table in results:
         head, *body = [[escaped(cell or "-") for cell in cells] for cells in table.lines()]
         parts += ["", f"% {table.title}", f"\\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}", "\\toprule"]
@@ -150,40 +153,3 @@ def comma_separated(results: list[Table]) -> str:
                 cells = [value, error, paper, difference and difference[0]]
                 writer.writerow([row.label, table.title, column, *("" if cell is None else cell for cell in cells)])
     return text.getvalue()
-
-
-@cache
-def published() -> dict[tuple[str, str, str], dict[str, float]]:
-    """{(size, shots, stem): {metric or task: value}}; shots "0", "1", or "" for what has none."""
-    found: dict = {}
-    lines = (ROOT / "results/published.csv").read_text(encoding="utf-8").splitlines()
-    for row in csv.DictReader(line for line in lines if not line.startswith("#")):
-        key = row["size"], row["shots"], row["model"]
-        found.setdefault(key, {})[row["metric"]] = float(row["value"])
-    return found
-
-
-@cache
-def configurations() -> list[tuple[str, str, dict]]:
-    """(size, stem, model configuration) of the paper's models, from config/*_small.py and *_medium.py."""
-    found = []
-    for size in ("small", "medium"):
-        for path in sorted(ROOT.glob(f"config/*_{size}.py")):
-            keys = configurator.read_file(str(path))
-            stem = keys["model"]
-            config_class = model_class(stem).Config
-            fields = {field.name for field in dataclasses.fields(config_class)}
-            own = {key: value for key, value in keys.items() if key in fields}
-            found.append((size, stem, dataclasses.asdict(config_class(**own))))
-    return found
-
-
-def size_of(stem: str, config) -> str | None:
-    """small or medium, where the configuration is one of the paper's; a model with any other key has no row there."""
-    wanted = stem, dataclasses.asdict(config)
-    return next((size for size, *model in configurations() if tuple(model) == wanted), None)
-
-
-def published_row(stem: str, size: str | None, shots: int | str) -> dict[str, float]:
-    """The paper's values by task (in percent) and `average`; of shots "" val_loss, val_ppl and speeds. {}: no row."""
-    return published().get((size, str(shots), stem), {})

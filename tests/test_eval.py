@@ -13,14 +13,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, one_line_error, script, small_run
+from conftest import one_line_error, script, small_run
 from in_process import call
 from test_model import randomise
 
-import configurator
 from data import shards, tokenizer
 from data.shards import open_corpus
-from model import STEMS, build, model_class
+from model import STEMS, build
 
 pytest.importorskip("lm_eval")
 pytest.importorskip("transformers")
@@ -30,7 +29,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 import export
-from harness import batches, comparison, runner, subjects, tasks
+from harness import batches, comparison, published, runner, subjects, tasks
 from harness.language_model import LanguageModel, generation_settings
 from training import checkpoint
 from training.checkpoint import load_model
@@ -289,6 +288,8 @@ def test_the_whole_validation_split_as_training_measured_it(run, corpus, tmp_pat
     for key in ("val_loss", "val_perplexity", "val_bits_per_byte"):
         assert entry["record"][key] == pytest.approx(last[key], rel=1e-6)
         assert f"{entry['record'][key]:.4f}" in out
+    assert "\nNo published row beside tiny, step 6: tokens of bytes, not GPT-2's; trained on a corpus that" in out
+    assert "| published" not in out
     model, _, _ = load_model(run, "cpu")
     tokens = torch.from_numpy(open_corpus(str(corpus)).val[0].astype(np.int64))
     with torch.no_grad():
@@ -519,36 +520,13 @@ def test_an_unknown_run_is_one_line(tmp_path):
     assert "holds no checkpoint" in one_line_error(call("eval.py", tmp_path, "--val"))
 
 
-def test_a_row_belongs_to_the_configuration_that_the_paper_trained():
-    for size in ("small", "medium"):
-        for name, stem in (("gpt", "gpt-mha-rope"), ("ddl_dv4_cc_ec", "DDL-gpt-mha-rope-CC-EC")):
-            keys = configurator.read_file(str(ROOT / f"config/{name}_{size}.py"))
-            del keys["micro_batch_size"], keys["model"]
-            config = model_class(stem).Config(**keys)
-            assert comparison.size_of(stem, config) == size
-            assert comparison.size_of(stem, dataclasses.replace(config, rope_base=5000.0)) is None
-            assert comparison.size_of("DDL-gpt-mha-rope-CC", config) is None
-    assert comparison.published_row("DDL-gpt-mha-rope-CC-EC", "medium", 1)["sciq"] == 90.5
-    assert comparison.published_row("DDL-gpt-mha-rope-CC-EC", "small", "")["val_ppl"] == 16.9947
-    assert comparison.published_row("gpt-mha-rope", None, 0) == {}
-    sizes = {(size, shots) for size, shots, _ in comparison.published() if shots}
-    assert sizes == {("small", "0"), ("small", "1"), ("medium", "0"), ("medium", "1")}
-
-
-def test_every_published_average_is_that_of_its_row():
-    for (_, shots, _), row in comparison.published().items():
-        if shots:
-            values = {task: (row[task], None) for task in tasks.PAPER_METRICS}
-            assert comparison.average(values)["average"][0] == pytest.approx(row["average"], abs=0.0101)
-
-
 def eight(value: float) -> dict:
     return {task: (value + number, 1.0 + number) for number, task in enumerate(tasks.PAPER_METRICS)}
 
 
 def test_tables_show_difference_and_error():
-    paper = comparison.published_row("gpt-mha-rope", "small", 1)
-    models = [("ours_a", eight(30.0), paper), ("b", eight(40.0) | {"arc_easy": (1.5, None)}, {})]
+    paper = {task: value for task, (value, _) in published.figures()["small", "1", "gpt-mha-rope"].items()}
+    models = [("ours_a", eight(30.0), paper, "said of a"), ("b", eight(40.0) | {"arc_easy": (1.5, None)}, {}, "of b ±")]
     table = comparison.of_tasks("1-shot", dict(tasks.PAPER_METRICS), models)
     mean, error = 30 + 28 / 8, math.sqrt(sum(n * n for n in range(1, 9))) / 8
     text = " ".join(comparison.markdown([table]).split())
@@ -558,7 +536,7 @@ def test_tables_show_difference_and_error():
     assert "| difference | +0.99 ± 1.00 | -24.85 ± 2.00 |" in text
     assert f"{mean - 48.56:+.2f} ± {error:.2f} |" in text
     assert "| b | 40.00 ± 1.00 | 1.50 |" in text
-    assert comparison.PAPER_NOTE in text
+    assert text.endswith(f"{comparison.PAPER_NOTE} said of a of b ±")
     rows = list(csv.DictReader(io.StringIO(comparison.comma_separated([table]))))
     assert len(rows) == 2 * 9
     assert rows[0]["column"] == "arc_challenge"
@@ -568,9 +546,10 @@ def test_tables_show_difference_and_error():
     latex = comparison.latex([table])
     assert latex.count("\\toprule") == latex.count("\\bottomrule") == 1
     assert "ours\\_a & 30.00 $\\pm$ 1.00 & 31.00" in latex
+    assert "\n% said of a\n% of b +-\n" in latex
     assert all(line.count("&") == 9 for line in latex.splitlines() if line.endswith("\\\\"))
     assert "average" not in comparison.markdown(
-        [comparison.of_tasks("0-shot", {"piqa": "acc_norm"}, [("a", {"piqa": (1, 2)}, {})])]
+        [comparison.of_tasks("0-shot", {"piqa": "acc_norm"}, [("a", {"piqa": (1, 2)}, {}, "")])]
     )
 
 

@@ -15,6 +15,7 @@ import model
 import report
 import train
 from benchmarks import ceiling, step
+from model.keys import keys_of
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, flags=re.S)
@@ -174,3 +175,43 @@ def test_commands_of_the_pages_exist(page, monkeypatch):
     assert commands
     for command in commands:
         check_command(command, monkeypatch)
+
+
+def recipe_keys() -> dict[str, set]:
+    """{key: its defaults} of the run and of the paper's variants."""
+    found: dict[str, set] = {}
+    for schema in (train.TrainConfig, *(model.model_class(stem).Config for stem in PAPER)):
+        for name, knob in configurator.knobs(schema).items():
+            found.setdefault(name, set()).add(knob.default)
+    return found
+
+
+# Keys that the page describes ahead of the code.
+NEXT = {"state_dtype", "ddl_beta_input", "ddl_k_input", "ddl_k_norm", "ddl_v_bias"}
+
+
+def test_the_recipe_page_has_every_key_and_its_default():
+    page = (ROOT / "docs" / "recipe.md").read_text(encoding="utf-8")
+    schema = train.every_key()
+    for name, text in re.findall(r"`(\w+)=([^`]+)`", page):
+        if name in schema or name not in NEXT:
+            configurator.parse(name, text, schema)  # ValueError: no such key, or no such value
+    columns = [line.split(" | ")[-1] for line in page.splitlines() if line.startswith("| ")]
+    stated = dict(re.findall(r"`(\w+)=([^`]+)`", " ".join(columns)))
+    defaults = recipe_keys()
+    for name, text in stated.items():
+        if name in schema or name not in NEXT:
+            assert configurator.parse(name, text, schema) in defaults[name], name
+    of_run = {name for name, key in keys_of(train.TrainConfig).items() if not key.changeable}
+    of_model = defaults.keys() - configurator.knobs(train.TrainConfig).keys()
+    assert stated.keys() >= of_run | of_model | {"max_steps"}
+
+
+@pytest.mark.parametrize("page", ["recipe", "variants", "evaluation"])
+def test_links_between_pages_lead_to_headings(page):
+    folder = ROOT / "docs"
+    links = re.findall(r"\]\((\w+\.md)(?:#([\w-]+))?\)", (folder / f"{page}.md").read_text(encoding="utf-8"))
+    assert links
+    for target, heading in links:
+        headings = re.findall(r"^#+ (.*)$", (folder / target).read_text(encoding="utf-8"), flags=re.M)
+        assert not heading or heading in {re.sub(r"[^\w -]", "", each).lower().replace(" ", "-") for each in headings}
