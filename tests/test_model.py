@@ -7,9 +7,11 @@ from collections import OrderedDict
 import naive
 import pytest
 import torch
+from conftest import ROOT
 from contract import randomise
 from torch.utils.flop_counter import FlopCounterMode
 
+import train
 from model import build, cost, model_class
 from model.residual import DeltaRewrite, fold_column_conv, pooled, read_columns
 
@@ -127,6 +129,26 @@ def test_forward_and_backward_equal_the_naive_loops(stem, keys):
             assert "v_proj" in name
         else:
             torch.testing.assert_close(parameter.grad, weights[name].grad, rtol=1e-9, atol=1e-9, msg=name)
+
+
+# Config files that name a text, and the other stems that July's says with the same words.
+TEXTS = [("january_v1", naive.january_v1, None), ("january_v2", naive.january_v2, None)]
+TEXTS += [("january_v2_dv1", naive.january_v2, None), ("january_v2", naive.january_v2, "DDL-gpt-mha-rope-CC")]
+TEXTS += [("july", naive.july, stem) for stem in (None, DDL[0], "DDL-gpt-mha-rope-EC")]
+
+
+@pytest.mark.parametrize(("text", "rewrite", "stem"), TEXTS)
+def test_config_files_of_a_text_compute_its_equations(text, rewrite, stem):
+    options = [f"--{key}={value}" for key, value in TINY.items()] + [f"--model={stem}"] * (stem is not None)
+    run, config = train.configure([str(ROOT / "config" / f"ddl_{text}_small.py"), *options])
+    model = tiny(run.model, **dataclasses.asdict(config))
+    if text == "january_v1":  # it writes no output bias of the gate, which is learned from 0
+        for block in model.transformer.h:
+            for write in (block.ddl_attn, block.ddl_mlp):
+                torch.nn.init.zeros_(write.beta_out.bias)
+    ids = torch.randint(0, TINY["vocab_size"], (1, 7))
+    wanted = naive.logits(run.model, model.state_dict(), dataclasses.asdict(config), ids[0].tolist(), rewrite)
+    torch.testing.assert_close(model(ids)[0][0], wanted, rtol=1e-9, atol=1e-9)
 
 
 def test_forward_contract():
