@@ -33,7 +33,14 @@ class DeltaConfig(GPTConfig):
     ] = 1.0
     ddl_beta_single_linear: Annotated[bool, "gate by one linear layer; False: two with a tanh between"] = True
     ddl_beta_hidden_size: Annotated[int, "hidden width of the two-layer gate", Key(low=1)] = 128
-    ddl_k_eps: Annotated[float, "guard of the unit direction: k = k~ / sqrt(|k~|^2 + eps^2)", Key(low=0)] = 1e-5
+    ddl_beta_input: Annotated[
+        Literal["context", "residual", "mean", "flat"],
+        "gate from the normed context, or eq. 8's convolution (x_in), column mean or whole state",
+    ] = "context"
+    ddl_k_eps: Annotated[float, "guard of the unit direction k (eq. 3), see ddl_k_norm", Key(low=0)] = 1e-5
+    ddl_k_norm: Annotated[Literal["guarded", "shifted"], "k = k~ / sqrt(|k~|^2 + eps^2), or k = k~ / (|k~| + eps)"] = (
+        "guarded"
+    )
     ddl_v_sigmoid: Annotated[bool, "squash the write value: scale * sigmoid(value)"] = True
     ddl_v_sigmoid_scale: Annotated[float, "scale of the squashed write value"] = 4.0
     ddl_v_constant: Annotated[bool, "write a constant instead of a learned value"] = False
@@ -41,10 +48,15 @@ class DeltaConfig(GPTConfig):
     ddl_v_input: Annotated[Literal["residual", "context"], "write value from x_in or from the normed context"] = (
         "residual"
     )
+    ddl_v_bias: Annotated[bool, "bias of the write value's linear layer"] = True
     ddl_map: Annotated[Literal["k", "v"], "what the sublayer's output gives: k the direction, v the write value"] = "k"
     ddl_k_branch: Annotated[Literal["mlp", "attention"], "v-Map: direction by an MLP, or by attention over columns"] = (
         "mlp"
     )
+    ddl_k_input: Annotated[
+        Literal["read", "mean", "flat"],
+        "v-Map: its MLP looks at x_in (of one column: the normed context), the column mean or the whole state",
+    ] = "read"
     ddl_k_hidden_size: Annotated[int, "v-Map: hidden width of the direction's MLP", Key(low=1)] = 128
     ddl_update: Annotated[Literal["delta", "write_only"], "erase and write, or write alone (matched control)"] = "delta"
 
@@ -59,6 +71,13 @@ class DeltaConfig(GPTConfig):
                 "ddl_v_constant=True with ddl_map='v' leaves the sublayers' outputs unused: "
                 "take ddl_map=k, or leave ddl_v_constant out"
             )
+        if self.ddl_k_input != "read" and (self.ddl_map != "v" or self.ddl_k_branch != "mlp"):
+            raise ValueError(
+                f"ddl_k_input='{self.ddl_k_input}' is what the v-Map's MLP looks at: "
+                "add ddl_map=v, with ddl_k_branch=mlp, or leave it out"
+            )
+        if not self.ddl_v_bias and self.ddl_v_constant:
+            raise ValueError("ddl_v_bias=False has no effect with ddl_v_constant: leave one of them out")
         if self.ddl_v_input == "context" and (self.ddl_map == "v" or self.ddl_v_constant):
             other = "ddl_v_constant" if self.ddl_v_constant else "ddl_map=v"
             raise ValueError(f"ddl_v_input='context' has no effect with {other}: leave one of them out")
@@ -265,6 +284,15 @@ def read_columns(state, weights, past: Past | None = None):
     return sum(delay(tap, s, past) for s, tap in enumerate(taps))
 
 
+def pooled(state, form: str):
+    """Pool(X) of a state (B, T, v, d), in at least fp32 (eq. 8, appendix B.1).
+
+    form: "mean" over the columns, (B, T, d), or "flat", one column after the other, (B, T, v d).
+    """
+    x = state.to(at_least_fp32(state.dtype))
+    return x.mean(2) if form == "mean" else x.flatten(2)
+
+
 def delta_rewrite(state, khat, beta, value, erase: bool = True):
     """X' = X + beta k (t - k^T X)^T with k = khat / sqrt(d) (eq. 6); without `erase`, X' = X + beta k t^T.
 
@@ -289,7 +317,7 @@ class DeltaRewrite(nn.Module):
     """The write of one site and token: X' = X + beta (k t^T - k k^T X) (section 2.2).
 
     k-Map: the sublayer's output h gives the direction k, x_in or c the value t. v-Map: h gives the value, a branch of
-    its own the direction. The gate beta comes from c.
+    its own the direction (appendix B.1). The gate beta comes from c, or from the state (eq. 8).
     """
 
     fused = "delta_rewrite"
@@ -299,10 +327,12 @@ class DeltaRewrite(nn.Module):
         self.config, d = config, config.hidden_size
         start, probability = normal(config.hidden_init_std), min(max(config.ddl_beta_init / 2, 1e-6), 1 - 1e-6)
         output, beta_bias = Rule(start, OUTPUT, True), Rule(constant(math.log(probability) - math.log1p(-probability)))
+        whole = d * config.ddl_value_channels
+        seen = whole if config.ddl_beta_input == "flat" else d
         if config.ddl_beta_single_linear:
-            self.beta = linear(d, 1, output, beta_bias)
+            self.beta = linear(seen, 1, output, beta_bias)
         else:
-            self.beta_in = linear(d, config.ddl_beta_hidden_size, output)
+            self.beta_in = linear(seen, config.ddl_beta_hidden_size, output)
             self.beta_out = linear(config.ddl_beta_hidden_size, 1, Rule(start, FIXED, decay=True), beta_bias)
         if config.ddl_map == "v" and config.ddl_k_branch == "attention":
             self.k_query = nn.Parameter(torch.empty(d))
@@ -310,11 +340,11 @@ class DeltaRewrite(nn.Module):
             self.k_key = linear(d, d, Rule(start, HIDDEN, decay=True))
             self.k_out = linear(d, d, Rule(start, HIDDEN, decay=True))
         elif config.ddl_map == "v":
-            self.k_in = linear(d, config.ddl_k_hidden_size, output)
+            self.k_in = linear(whole if config.ddl_k_input == "flat" else d, config.ddl_k_hidden_size, output)
             self.k_out = linear(config.ddl_k_hidden_size, d, Rule(start, INPUT, decay=True))
         # With a constant write value v_proj keeps its place in the state dict but takes no part in training.
         value_bias = Rule(partial(nn.init.uniform_, a=-1 / math.sqrt(d), b=1 / math.sqrt(d)))
-        self.v_proj = linear(d, config.ddl_value_channels, output, value_bias)
+        self.v_proj = linear(d, config.ddl_value_channels, output, value_bias if config.ddl_v_bias else None)
         self.v_proj.requires_grad_(not config.ddl_v_constant)
 
     def direction_source(self, state, h, x_in, c):
@@ -323,6 +353,8 @@ class DeltaRewrite(nn.Module):
             return h
         if self.config.ddl_k_branch == "attention":
             return self.k_out(self.attended_column(state))
+        if self.config.ddl_k_input != "read":
+            return self.direction_branch(pooled(state, self.config.ddl_k_input))
         return self.direction_branch(c if self.config.ddl_value_channels == 1 else x_in)
 
     def direction_branch(self, x):
@@ -338,17 +370,27 @@ class DeltaRewrite(nn.Module):
         return (x * scores.softmax(-1).unsqueeze(-1)).sum(2).to(state.dtype)
 
     def direction(self, source):
-        """khat = sqrt(d) k (B, T, d), k = k~ / sqrt(|k~|^2 + eps^2) (eq. 3 with a guard)."""
+        """khat = sqrt(d) k (B, T, d), k = k~ / sqrt(|k~|^2 + eps^2), or k~ / (|k~| + eps) (eq. 3 with a guard)."""
         source = source.to(at_least_fp32(source.dtype))
         d = source.shape[-1]
+        if self.config.ddl_k_norm == "shifted":
+            norm = torch.linalg.vector_norm(source, dim=-1, keepdim=True)
+            return source * (math.sqrt(d) / (norm + self.config.k_guard))
         return F.rms_norm(source, (d,), eps=self.config.k_guard**2 / d)
 
-    def gate(self, c):
-        """beta in (0, 2), (B, T, 1) (eq. 8)."""
+    def gate_source(self, state, x_in, c):
+        """What the gate looks at: c, or G(X) of eq. 8, whose convolution is the one that the text has, the read."""
+        form = self.config.ddl_beta_input
+        if form == "context":
+            return c
+        return x_in if form == "residual" else pooled(state, form)
+
+    def gate(self, source):
+        """beta in (0, 2), (B, T, 1): 2 sigmoid(w . source + b), or 2 sigmoid(w . tanh(W source) + b) (eq. 8, B.2)."""
         if self.config.ddl_beta_single_linear:
-            logit = linear_fp32(self.beta, c)
+            logit = linear_fp32(self.beta, source)
         else:
-            logit = linear_fp32(self.beta_out, linear_fp32(self.beta_in, c).tanh())
+            logit = linear_fp32(self.beta_out, linear_fp32(self.beta_in, source).tanh())
         return 2 * logit.sigmoid()
 
     def write_value(self, h, x_in, c):
@@ -362,16 +404,18 @@ class DeltaRewrite(nn.Module):
         return config.ddl_v_sigmoid_scale * value.sigmoid() if config.ddl_v_sigmoid else value
 
     def elementwise_flops(self) -> int:
-        """The dot product k^T X (delta only), the rank-1 write, and what attends over columns."""
+        """The dot product k^T X (delta only), the rank-1 write, what attends over columns, and means over them."""
         config, size = self.config, self.config.hidden_size * self.config.ddl_value_channels
         write = (4 if config.ddl_update == "delta" else 2) * size
-        return write + (4 * size if config.ddl_k_branch == "attention" else 0)
+        means = (config.ddl_k_input, config.ddl_beta_input).count("mean")
+        return write + (4 * size if config.ddl_k_branch == "attention" else 0) + means * size
 
     def forward(self, state, h, x_in, c, past: Past | None = None):
         """state (B, T, v, d); sublayer output h, read x_in and context c (B, T, d) -> new state."""
         erase = self.config.ddl_update == "delta"
         khat = self.direction(self.direction_source(state, h, x_in, c))
-        return delta_rewrite(state, khat, self.gate(c), self.write_value(h, x_in, c), erase)
+        beta = self.gate(self.gate_source(state, x_in, c))
+        return delta_rewrite(state, khat, beta, self.write_value(h, x_in, c), erase)
 
     def statistics(self, state, h, x_in, c, written) -> dict:
         """Of each token (B, T): the gate, and the root mean square of t - k^T X before and after the write."""
@@ -383,7 +427,7 @@ class DeltaRewrite(nn.Module):
             return (value - read).square().mean(-1).sqrt()
 
         return {
-            "beta": self.gate(c).squeeze(-1),
+            "beta": self.gate(self.gate_source(state, x_in, c)).squeeze(-1),
             "discrepancy_before": discrepancy(state),
             "discrepancy_after": discrepancy(written),
         }

@@ -56,6 +56,12 @@ def sigmoid(x):
     return 1 / (1 + (-x).exp())
 
 
+def pool(X, form):
+    """The state as one vector: the mean of its columns, or all of them one after the other."""
+    columns = [X[:, j] for j in range(X.shape[1])]
+    return sum(columns) / len(columns) if form == "mean" else torch.cat(columns)
+
+
 def rewrite(w, X, h, x_in, c, cfg):
     """One token: X (d, v) -> A X + beta k t^T with the dense matrix A = I - beta k k^T."""
     d, v = X.shape
@@ -64,19 +70,26 @@ def rewrite(w, X, h, x_in, c, cfg):
     else:
         value_input = h
         branch = c if v == 1 else x_in
+        if cfg["ddl_k_input"] != "read":
+            branch = pool(X, cfg["ddl_k_input"])
         if cfg["ddl_k_branch"] == "mlp":
             hidden = w["k_in.weight"] @ branch
             source = w["k_out.weight"] @ (hidden * sigmoid(hidden))
         else:
             scores = torch.stack([w["k_query"] @ (w["k_key.weight"] @ X[:, j]) / math.sqrt(d) for j in range(v)]).exp()
             source = w["k_out.weight"] @ (X @ (scores / scores.sum()))
-    k = source / (source @ source + cfg["ddl_k_eps"] ** 2).sqrt()
-    if cfg["ddl_beta_single_linear"]:
-        logit = w["beta.weight"][0] @ c + w["beta.bias"][0]
+    if cfg["ddl_k_norm"] == "guarded":
+        k = source / (source @ source + cfg["ddl_k_eps"] ** 2).sqrt()
     else:
-        logit = w["beta_out.weight"][0] @ (w["beta_in.weight"] @ c).tanh() + w["beta_out.bias"][0]
+        k = source / ((source @ source).sqrt() + cfg["ddl_k_eps"])
+    seen = {"context": c, "residual": x_in}
+    seen = seen[cfg["ddl_beta_input"]] if cfg["ddl_beta_input"] in seen else pool(X, cfg["ddl_beta_input"])
+    if cfg["ddl_beta_single_linear"]:
+        logit = w["beta.weight"][0] @ seen + w["beta.bias"][0]
+    else:
+        logit = w["beta_out.weight"][0] @ (w["beta_in.weight"] @ seen).tanh() + w["beta_out.bias"][0]
     beta = 2 * sigmoid(logit)
-    value = w["v_proj.weight"] @ value_input + w["v_proj.bias"]
+    value = w["v_proj.weight"] @ value_input + (w["v_proj.bias"] if cfg["ddl_v_bias"] else 0)
     if cfg["ddl_v_sigmoid"]:
         value = cfg["ddl_v_sigmoid_scale"] * sigmoid(value)
     if cfg["ddl_v_constant"]:
@@ -85,6 +98,37 @@ def rewrite(w, X, h, x_in, c, cfg):
     if cfg["ddl_update"] == "delta":
         A = A - beta * torch.outer(k, k)
     return A @ X + beta * torch.outer(k, value)
+
+
+# What the papers' texts say of one token, key by key in config/ddl_january_*.py and ddl_july_*.py: X (d, v), the
+# sublayer's output h, the compressed x_in and c = RMSNorm(x_in). The output bias of the gate starts at beta = 1, at 0.
+
+
+def delta_rule(X, k, beta, value):
+    """X + beta k (v^T - k^T X): January's eq. 6, July's eq. 2.2."""
+    return X + beta * torch.outer(k, value - X.T @ k)
+
+
+def january_v1(w, X, h, x_in, c, cfg):
+    """First text: direction and gate over Pool(X), k~ / (|k~| + eps); the sublayer gives the value. No biases."""
+    mean = X.mean(dim=1)
+    hidden = w["k_in.weight"] @ mean
+    source = w["k_out.weight"] @ (hidden * sigmoid(hidden))
+    beta = 2 * sigmoid(w["beta_out.weight"][0] @ (w["beta_in.weight"] @ mean).tanh())
+    return delta_rule(X, source / (source.norm() + cfg["ddl_k_eps"]), beta, w["v_proj.weight"] @ h)
+
+
+def january_v2(w, X, h, x_in, c, cfg):
+    """Revised text, sections 4.1 and 4.2 (k-Map) and B.2: v = W_v x_in, with one column v = sigmoid(w_v^T x)."""
+    value = w["v_proj.weight"] @ x_in
+    beta = 2 * sigmoid(w["beta.weight"][0] @ c + w["beta.bias"][0])
+    return delta_rule(X, h / (h @ h + cfg["ddl_k_eps"] ** 2).sqrt(), beta, sigmoid(value) if len(value) == 1 else value)
+
+
+def july(w, X, h, x_in, c, cfg):
+    """July's text, appendix A.1: v = W_v c for any number of columns."""
+    beta = 2 * sigmoid(w["beta.weight"][0] @ c + w["beta.bias"][0])
+    return delta_rule(X, h / (h @ h + cfg["ddl_k_eps"] ** 2).sqrt(), beta, w["v_proj.weight"] @ c)
 
 
 def read(w, Xs, kind):
@@ -129,8 +173,8 @@ def select(weights, prefix):
 KINDS = {"gpt-mha-rope": "direct", "DDL-vdim1-gpt-mha-rope": "column"}
 
 
-def logits(stem, weights, cfg, ids):
-    """ids: list of T ints -> (T, vocab_size)."""
+def logits(stem, weights, cfg, ids, rewrite=rewrite):
+    """ids: list of T ints -> (T, vocab_size). rewrite: as the keys of cfg say, or as one of the texts does."""
     additive = stem == "gpt-mha-rope"
     kind = KINDS.get(stem, "channel" if "-CC" in stem else "token")
     xs = [weights["transformer.wte.weight"][i] for i in ids]

@@ -84,6 +84,34 @@ def test_projection_error_and_complement(size, seed, beta):
     close(P @ after, P @ X)
 
 
+@given(st.integers(1, 6), SEEDS, BETAS)
+@settings(deadline=None)
+def test_a_diagonal_state_couples(d, seed, beta):
+    """Section 3.4: entry (i, j) becomes -beta s_j k_i k_j, (i, i) s_i (1 - beta k_i^2); the write adds beta k_i t_j."""
+    X, k, t = case((d, d), seed)
+    s = X.diagonal()
+    after, written = (rewrite(s.diag(), k, beta, value) for value in (torch.zeros_like(t), t))
+    for i in range(d):
+        for j in range(d):
+            shortcut = s[i] * (1 - beta * k[i] ** 2) if i == j else -beta * s[j] * k[i] * k[j]
+            close(after[i, j], shortcut)
+            close(written[i, j], shortcut + beta * k[i] * t[j])
+
+
+@given(SIZES, SEEDS, BETAS, st.integers(0, 8))
+@settings(deadline=None)
+def test_a_one_hot_direction_overwrites_one_feature(size, seed, beta, feature):
+    """Section 3.5, k = e_i: row i goes from X_i to (1 - beta) X_i + beta t, and no other row changes by a bit."""
+    X, _, t = case(size, seed)
+    i, others = feature % size[0], torch.arange(size[0]) != feature % size[0]
+    one_hot = torch.eye(size[0], dtype=torch.float64)[i]
+    after = rewrite(X, one_hot, beta, t)
+    assert torch.equal(after[others], X[others])
+    close(after[i], (1 - beta) * X[i] + beta * t)
+    close(rewrite(X, one_hot, 1.0, t)[i], t)
+    close(operator(one_hot, beta), torch.diag(1 - beta * one_hot))  # a diagonal state stays one
+
+
 @given(SIZES, SEEDS, BETAS)
 @settings(deadline=None)
 def test_commutes_with_rotations_of_the_features(size, seed, beta):
@@ -126,6 +154,21 @@ def test_guarded_direction(scale, seed):
     k = rewrite_module.direction(source) / 6**0.5
     close(k, source / (source.square().sum() + 1e-10).sqrt())
     assert rewrite_module.direction(torch.zeros(6, dtype=torch.float64)).abs().max() == 0
+
+
+@given(st.floats(1e-12, 1e3), SEEDS)
+@settings(deadline=None)
+def test_shifted_direction(scale, seed):
+    """k = k~ / (|k~| + eps), shorter than the guarded one; zero gives zero, and a finite gradient."""
+    build_one = {"hidden_size": 6, "ddl_k_eps": 1e-5, "ddl_k_norm": "shifted", **TINY}
+    write = build("DDL-vdim1-gpt-mha-rope", **build_one).transformer.h[0].ddl_mlp
+    source = scale * torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    close(write.direction(source) / 6**0.5, source / (source.square().sum().sqrt() + 1e-5))
+    zero = torch.zeros(6, dtype=torch.float64, requires_grad=True)
+    k = write.direction(zero) / 6**0.5
+    assert k.abs().max() == 0
+    k.sum().backward()
+    close(zero.grad, torch.full((6,), 1e5, dtype=torch.float64))
 
 
 def config(stem, **keys):

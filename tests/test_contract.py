@@ -1,12 +1,14 @@
 """The contract of a residual stream, for every stem of model/ and the examples of tests/streams."""
 
 import sys
+from functools import partial
 
 import broken_streams
 import contract
 import pytest
 import torch
 from conftest import EXAMPLES, ROOT, script, small_run
+from test_model import INPUTS
 
 import export
 import train
@@ -24,6 +26,13 @@ pytestmark = pytest.mark.usefixtures("example_streams")
 @pytest.mark.parametrize("stem", ALL)
 def test_contract(stem, check):
     contract.CHECKS[check](model_class(stem))
+
+
+@pytest.mark.parametrize("check", contract.CHECKS)
+@pytest.mark.parametrize(("stem", "option"), [("DDL-gpt-mha-rope-EC", "mean"), ("DDL-gpt-mha-rope-CC", "flat")])
+def test_contract_of_the_papers_other_inputs(stem, option, check):
+    cls = model_class(stem)
+    contract.CHECKS[check](type(option, (cls,), {"Config": partial(cls.Config, **INPUTS[option])}))
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import one_line_error, small_run
 from in_process import call
-from test_model import EXPANDED, PAPER, TINY, tiny
+from test_model import EXPANDED, INPUTS, PAPER, TINY, tiny
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import bench
@@ -24,6 +24,7 @@ CASES += [(stem, {"ddl_map": "v", "ddl_k_branch": "attention"}) for stem in EXPA
 CASES += [("DDL-gpt-mha-rope", {"ddl_state_shortconv_kernel_size": k}) for k in (1, 2, 7)]
 CASES += [(EC, {"input_embed_shortconv_kernel_size": k, "ddl_value_channels": 2}) for k in (1, 2, 7)]
 CASES += [(CC, {"ddl_beta_single_linear": False, "ddl_beta_hidden_size": 5, "ddl_update": "write_only"})]
+CASES += [(stem, keys) for stem, keys in zip(("DDL-vdim1-gpt-mha-rope", EC, CC), INPUTS.values())]
 CASES += [("gpt-mha-rope", {"rope_ratio": 0.5, "mup": True, "use_qk_rmsnorm": False})]
 
 

@@ -40,16 +40,19 @@ OPTIONS = {
     "constant": (CC, {"ddl_v_constant": True, "ddl_v_constant_value": 1.5}),
     "write only": (CC, {"ddl_update": "write_only", "ddl_v_sigmoid_scale": 2.5}),
     "from context": (CC, {"ddl_v_sigmoid": False, "ddl_v_input": "context"}),
+    "value without bias": (CC, {"ddl_v_bias": False}),
+    "v-Map, value without bias": (CC, {"ddl_map": "v", "ddl_k_hidden_size": 3, "ddl_v_bias": False}),
     "large guard": (CC, {"ddl_k_eps": 0.5}),
     "two columns": (CC, {"ddl_value_channels": 2}),
     "eight columns": (CC, {"ddl_value_channels": 8}),
     "one column, three tokens": (TC, {"ddl_value_channels": 1, "ddl_state_shortconv_kernel_size": 3}),
     "two columns, embedding": ("DDL-gpt-mha-rope-CC-EC", {"ddl_value_channels": 2}),
 }
-SLOW_OPTIONS = [(stem, keys) for stem in (TC, "DDL-gpt-mha-rope-EC") for _, keys in list(OPTIONS.values())[:8]]
+SLOW_OPTIONS = [(stem, keys) for stem in (TC, "DDL-gpt-mha-rope-EC") for _, keys in list(OPTIONS.values())[:10]]
 
 
 RARE = ("constant", "from context", "large guard", "v-Map, one column", "one column, three tokens")
+RARE += ("v-Map, value without bias",)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in RARE else []) for n in OPTIONS])
@@ -131,7 +134,11 @@ def test_two_processes():
 def test_on_where_the_kernels_cannot_be(monkeypatch):
     for stem, keys, message in (
         (CC, {"ddl_value_channels": 3}, "they know 1, 2, 4 and 8 columns, ddl_value_channels is 3"),
-        (CC, {"ddl_map": "v", "ddl_k_branch": "attention"}, "ddl_k_branch=attention needs the whole state"),
+        (CC, {"ddl_map": "v", "ddl_k_branch": "attention"}, "there are none for ddl_k_branch=attention"),
+        (CC, {"ddl_map": "v", "ddl_k_input": "mean"}, "there are none for ddl_k_input=mean"),
+        (CC, {"ddl_k_norm": "shifted"}, "there are none for ddl_k_norm=shifted"),
+        (CC, {"ddl_beta_input": "residual"}, "there are none for ddl_beta_input=residual"),
+        (CC, {"ddl_beta_input": "flat"}, "there are none for ddl_beta_input=flat"),
     ):
         model = build(stem, **{**TINY, **keys})
         with pytest.raises(ValueError, match=rf"kernels=on: {message}; give kernels=off, or auto"):

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from test_model import PAPER, TINY
+from test_model import INPUTS, PAPER, TINY
 
 from model import build
 from training.residual_statistics import Watched
@@ -13,6 +13,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 BRANCHES = {"plain": {}, "vmap": {"ddl_map": "v"}, "gate": {"ddl_beta_single_linear": False}}
 BRANCHES |= {"columns": {"ddl_map": "v", "ddl_k_branch": "attention"}}
 CASES = [(stem, branch) for stem in PAPER for branch in BRANCHES if branch == "plain" or stem.startswith("DDL")]
+BRANCHES |= INPUTS
+CASES += [("DDL-gpt-mha-rope-CC", branch) for branch in INPUTS]
 CASES.remove(("DDL-vdim1-gpt-mha-rope", "columns"))
 
 

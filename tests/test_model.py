@@ -7,11 +7,13 @@ from collections import OrderedDict
 import naive
 import pytest
 import torch
+from conftest import ROOT
 from contract import randomise
 from torch.utils.flop_counter import FlopCounterMode
 
+import train
 from model import build, cost, model_class
-from model.residual import DeltaRewrite, fold_column_conv, read_columns
+from model.residual import DeltaRewrite, fold_column_conv, pooled, read_columns
 
 # The published facts: parameters of the small size.
 PARAMETER_COUNTS = {
@@ -81,8 +83,17 @@ PARAMETERISATIONS = OrderedDict(
     large_guard={"ddl_k_eps": 0.5},
     v_map={"ddl_map": "v", "ddl_k_hidden_size": 3},
 )
+# Inputs of direction and gate that the papers describe besides, each with what it is used with.
+INPUTS = OrderedDict(
+    read={"ddl_beta_input": "residual", "ddl_v_bias": False, "ddl_k_norm": "shifted", "ddl_k_eps": 0.5},
+    mean={"ddl_map": "v", "ddl_k_hidden_size": 3, "ddl_k_input": "mean", "ddl_beta_input": "mean"}
+    | {"ddl_beta_single_linear": False, "ddl_beta_hidden_size": 5},
+    flat={"ddl_map": "v", "ddl_k_hidden_size": 3, "ddl_k_input": "flat", "ddl_beta_input": "flat"}
+    | {"ddl_v_bias": False},
+)
 CASES = [("gpt-mha-rope", {}), ("gpt-mha-rope", {"rope_ratio": 0.5, "mup": True, "use_qk_rmsnorm": False})]
 CASES += [(stem, keys) for stem in DDL for keys in PARAMETERISATIONS.values()]
+CASES += [(stem, keys) for stem in (DDL[0], DDL[-1]) for keys in INPUTS.values()]
 CASES += [
     ("DDL-gpt-mha-rope", {"ddl_value_channels": v, "ddl_state_shortconv_kernel_size": k})
     for v, k in ((1, 3), (2, 1), (8, 2))
@@ -118,6 +129,26 @@ def test_forward_and_backward_equal_the_naive_loops(stem, keys):
             assert "v_proj" in name
         else:
             torch.testing.assert_close(parameter.grad, weights[name].grad, rtol=1e-9, atol=1e-9, msg=name)
+
+
+# Config files that name a text, and the other stems that July's says with the same words.
+TEXTS = [("january_v1", naive.january_v1, None), ("january_v2", naive.january_v2, None)]
+TEXTS += [("january_v2_dv1", naive.january_v2, None), ("january_v2", naive.january_v2, "DDL-gpt-mha-rope-CC")]
+TEXTS += [("july", naive.july, stem) for stem in (None, DDL[0], "DDL-gpt-mha-rope-EC")]
+
+
+@pytest.mark.parametrize(("text", "rewrite", "stem"), TEXTS)
+def test_config_files_of_a_text_compute_its_equations(text, rewrite, stem):
+    options = [f"--{key}={value}" for key, value in TINY.items()] + [f"--model={stem}"] * (stem is not None)
+    run, config = train.configure([str(ROOT / "config" / f"ddl_{text}_small.py"), *options])
+    model = tiny(run.model, **dataclasses.asdict(config))
+    if text == "january_v1":  # it writes no output bias of the gate, which is learned from 0
+        for block in model.transformer.h:
+            for write in (block.ddl_attn, block.ddl_mlp):
+                torch.nn.init.zeros_(write.beta_out.bias)
+    ids = torch.randint(0, TINY["vocab_size"], (1, 7))
+    wanted = naive.logits(run.model, model.state_dict(), dataclasses.asdict(config), ids[0].tolist(), rewrite)
+    torch.testing.assert_close(model(ids)[0][0], wanted, rtol=1e-9, atol=1e-9)
 
 
 def test_forward_contract():
@@ -283,6 +314,9 @@ def test_build_names_the_mistake():
         ({"ddl_v_input": "context", "ddl_map": "v"}, "has no effect with ddl_map=v"),
         ({"ddl_map": "v", "ddl_v_constant": True}, "leaves the sublayers' outputs unused"),
         ({"ddl_v_input": "context", "ddl_v_constant": True}, "has no effect with ddl_v_constant"),
+        ({"ddl_v_bias": False, "ddl_v_constant": True}, "has no effect with ddl_v_constant"),
+        ({"ddl_k_input": "mean"}, "add ddl_map=v, with ddl_k_branch=mlp"),
+        ({"ddl_k_input": "flat", "ddl_map": "v", "ddl_k_branch": "attention"}, "add ddl_map=v, with ddl_k_branch=mlp"),
     ):
         with pytest.raises(ValueError, match=message):
             build("DDL-gpt-mha-rope", **keys)
@@ -303,9 +337,25 @@ def test_defaults_are_the_specification():
     assert {name: getattr(config, name) for name in expected} == expected
     assert (config.ddl_state_shortconv_kernel_size, config.read_start) == (None, 0.25)
     assert (config.ddl_map, config.ddl_k_branch, config.ddl_k_hidden_size) == ("k", "mlp", 128)
+    assert (config.ddl_k_input, config.ddl_k_norm) == ("read", "guarded")
+    assert (config.ddl_beta_input, config.ddl_v_bias) == ("context", True)
     assert model_class("DDL-gpt-mha-rope-EC").Config().input_embed_shortconv_kernel_size == 4
     with torch.device("meta"):
         assert build("DDL-gpt-mha-rope", **TINY).readout.shortconv.weight.shape == (40, 4)
+
+
+@pytest.mark.parametrize("option", INPUTS)
+def test_inputs_and_norm_are_those_of_the_papers(option):
+    """Shapes of the layers; of one column, its mean and the flattened state are the state."""
+    for stem, columns in ((DDL[0], 1), (DDL[-1], 4)):
+        write = build(stem, **TINY, **INPUTS[option]).transformer.h[0].ddl_mlp
+        seen = 10 * columns if option == "flat" else 10
+        gate = write.beta_in if option == "mean" else write.beta
+        assert gate.in_features == seen
+        assert (write.v_proj.bias is None) == (option != "mean")
+        assert option == "read" or write.k_in.in_features == seen
+    state = torch.randn(2, 3, 1, 10)
+    assert all(torch.equal(pooled(state, form), state[:, :, 0]) for form in ("mean", "flat"))
 
 
 @pytest.mark.parametrize("stem", PAPER)
@@ -337,6 +387,9 @@ def test_flops_are_those_that_torch_counts(stem):
         ({"ddl_v_constant": True}, -2 * 40),
         ({"ddl_beta_single_linear": False, "ddl_beta_hidden_size": 3}, 2 * (30 + 3) - 20),
         ({"ddl_map": "v", "ddl_k_hidden_size": 3}, 4 * 30),
+        ({"ddl_map": "v", "ddl_k_hidden_size": 3, "ddl_k_input": "mean", "ddl_beta_input": "mean"}, 4 * 30 + 2 * 40),
+        ({"ddl_map": "v", "ddl_k_hidden_size": 3, "ddl_k_input": "flat"}, 2 * 3 * 40 + 2 * 30),
+        ({"ddl_beta_input": "flat"}, 2 * 30),
     ],
 )
 def test_flops_of_parameterisations(keys, change):

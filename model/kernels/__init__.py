@@ -15,6 +15,9 @@ from model.layers import Heads
 # The reads that the steps of each write know, by their classes' `fused`.
 READS = {"add": {"identity"}, "delta_rewrite": {"only_column", "column_conv", "token_conv"}}
 
+# Of keys of the delta rewrite, the values that its steps know; pooled inputs need the whole state.
+KNOWN = {"ddl_k_branch": "mlp", "ddl_k_input": "read", "ddl_k_norm": "guarded", "ddl_beta_input": "context"}
+
 
 def form_of(module) -> str | None:
     """The name of the module's fused form, None without. A subclass may compute something else: it names its own."""
@@ -36,11 +39,16 @@ def missing(model, device: torch.device | str) -> str | None:
         return why
     if unknown := without_form(model):
         return f"there are none for {unknown}"
-    config = model.config
-    if write_form(model) == "delta_rewrite" and config.ddl_value_channels not in (1, 2, 4, 8):
+    return unknown_option(model.config) if write_form(model) == "delta_rewrite" else None
+
+
+def unknown_option(config) -> str | None:
+    """The first key of a delta rewrite whose value the kernels do not compute, as a sentence; None: they know all."""
+    if config.ddl_value_channels not in (1, 2, 4, 8):
         return f"they know 1, 2, 4 and 8 columns, ddl_value_channels is {config.ddl_value_channels}"
-    if write_form(model) == "delta_rewrite" and config.ddl_k_branch == "attention":
-        return "ddl_k_branch=attention needs the whole state"
+    for key, known in KNOWN.items():
+        if (value := getattr(config, key)) != known:
+            return f"there are none for {key}={value}"
     return None
 
 

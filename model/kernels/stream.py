@@ -124,7 +124,8 @@ class DeltaStream(Stream):
         if rewrite is not None and self.gate_is_linear:
             heads[:2] = rewrite.beta.weight.view(-1), rewrite.beta.bias
         if rewrite is not None and self.k_map and not self.constant:
-            heads[2:] = rewrite.v_proj.weight, rewrite.v_proj.bias
+            bias = rewrite.v_proj.bias
+            heads[2:] = rewrite.v_proj.weight, weights.new_zeros(len(rewrite.v_proj.weight)) if bias is None else bias
         with_x_in = rewrite is not None and self.reads_x_in
         writes = state.h is not None
         store = writes and not last and len(state.hs) + 1 >= self.interval

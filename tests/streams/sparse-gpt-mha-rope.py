@@ -8,7 +8,7 @@ from model.residual import DeltaBlock, DeltaRewrite, OnlyColumn, Repeat, SingleC
 
 class SparseRewrite(DeltaRewrite):
     def extra_loss(self, state, h, x_in, c, written):
-        return 0.01 * self.gate(c).mean()
+        return 0.01 * self.gate(self.gate_source(state, x_in, c)).mean()
 
     def statistics(self, state, h, x_in, c, written):
         size = (written - state).float().square().mean((-1, -2)).sqrt()  # (B, T)

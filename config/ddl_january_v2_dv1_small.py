@@ -1,0 +1,20 @@
+"""Deep Delta Learning as the revised text says it (January 29, 2026), one column (d_v = 1), small (124M).
+
+Section 4.1, k-Map: k~ = h, v = sigmoid(w_v . x), with four columns no sigmoid (config/ddl_january_v2_small.py);
+B.2: beta = 2 sigmoid(w . c + b). The released code, and this code's default, has v = 4 sigmoid(w_v . x + b). What the
+text does not say is as in that file.
+
+    torchrun --nproc_per_node=4 train.py config/ddl_january_v2_dv1_small.py
+"""
+
+model = "DDL-vdim1-gpt-mha-rope"
+
+ddl_v_sigmoid_scale = 1.0
+ddl_v_bias = False
+num_hidden_layers = 12
+num_attention_heads = 6
+head_dim = 128
+hidden_size = 768
+mup = True
+
+micro_batch_size = 20  # divides the 480 sequences of a step over 1, 2, 4 or 8 GPUs; the result does not depend on it
