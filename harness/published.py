@@ -125,7 +125,7 @@ def unsaid(run, config) -> list[str]:
     notes = []
     if run.dtype == "float32":
         notes.append("dtype=float32, the texts do not say theirs")
-    elif getattr(config, "state_dtype", "bfloat16") == "bfloat16":
+    elif config.state_dtype == "bfloat16":
         notes.append("its residual state is bfloat16, the released code's float32")
     if run.min_lr not in (None, run.learning_rate / 20):
         notes.append(f"min_lr={run.min_lr}, the texts do not say theirs")

@@ -144,6 +144,17 @@ def test_small_deviations_are_named_under_the_row(tmp_path, options, changes, fo
     assert (result == plain) == (footnote == "")
 
 
+def test_a_state_as_the_authors_keep_it_is_no_deviation(tmp_path):
+    said = "its residual state is bfloat16, the released code's float32"
+    ours, theirs = (
+        shown(*subject_of(tmp_path / name, "ddl_dv4_small", f"--state_dtype={name}"))
+        for name in ("bfloat16", "float32")
+    )
+    assert said in ours
+    assert "| published | difference |" in theirs
+    assert said not in theirs
+
+
 def test_validation_is_of_the_runs_own_corpus(tmp_path):
     found = subject_of(tmp_path)
     assert "; 9,999 validation tokens, the texts' 100,000,000." in shown(*found, tokens=9_999)
