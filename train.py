@@ -338,6 +338,22 @@ def gradients(run: Run, batches) -> outcome.Outcome:
     return outcome.outcome(loss_sum, accumulation, grad_norm, bool(run.stop.reason()), run.world)
 
 
+def warm_up(run: Run) -> None:
+    """A step that counts for nothing, at every start of several processes with the engine `ddp`.
+
+    After its first backward pass DDP lays out its buckets anew, in the order in which gradients arrived, and where a
+    gradient lies decides in which order three or more processes sum it. torch.compile cuts the graph in the first
+    pass, if that is one of DDP's. With this step every step of a run, before and after a restart, finds the same.
+    """
+    if run.world.world_size == 1 or run.config.engine != "ddp":
+        return
+    begun = time.perf_counter()
+    with configurator.one_line_errors(DamagedShard):
+        gradients(run, micro_batches(run.config, run.train_batches, 1, run.world))
+    run.model.zero_grad(set_to_none=True)
+    run.progress["seconds"] += time.perf_counter() - begun
+
+
 def train_step(run: Run, batches, step: int) -> bool:
     """One optimizer step, or a skipped one; whether the run shall stop after it."""
     begun, progress, optimizers = time.perf_counter(), run.progress, run.optimizers
@@ -456,6 +472,7 @@ def main():
     config, progress = run.config, run.progress
     # A run that was stopped within an evaluation begins with that.
     first = progress["step"] + (1 if progress["evaluated"] else 0)
+    warm_up(run)
     batches = micro_batches(config, run.train_batches, progress["step"] + 1, run.world)
     saved = stopped = False
     for step in range(first, config.max_steps + 1):

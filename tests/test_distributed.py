@@ -1,9 +1,17 @@
-"""What a process sets up for itself."""
+"""What a process sets up for itself, and that runs of several end to the bit where an undisturbed one ends."""
 
+import os
+import signal
 import subprocess
 import sys
 
 import pytest
+from conftest import small_run, wait_for
+from test_interruptions import CONSTANT, begin, final, finish_together, phase_of, records, steps_done, workers
+from torch.multiprocessing import ProcessExitedException
+
+import train
+from training import checkpoint
 
 FAULTS = """
 import resource, torch
@@ -24,3 +32,71 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 def test_memory_of_a_step_is_kept_for_the_next():
     result = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
     assert int(result.stdout) < 200  # pages; the tensors have 6,000, and would be mapped anew in each of ten steps
+
+
+KEYS = {**CONSTANT, "global_batch_size": 12, "checkpoint_interval": 3, "eval_interval": 4, "statistics_interval": 4}
+MUON, RECOMPUTED = {"optimizer": "muon"}, {"activation_checkpointing": True}
+LARGE = {"hidden_size": 192, "num_hidden_layers": 3}  # 6 MB: several buckets, of which the first has 1 MB
+
+
+def dying(monkeypatch, victims: range, at: int):
+    """From now on processes of these ranks end by SIGKILL when they begin step `at`."""
+    begin_step = train.train_step
+
+    def train_step(run, batches, step):
+        if step == at and run.world.rank in victims:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return begin_step(run, batches, step)
+
+    monkeypatch.setattr(train, "train_step", train_step)
+
+
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+CASES = [(3, "ddp", (5,), {}), (3, "fsdp", (5,), {"num_hidden_layers": 1}), slow(4, "fsdp", (3, 7), {})]
+CASES += [slow(3, "fsdp", (3, 7), RECOMPUTED), slow(4, "ddp", (3, 7), {}), slow(4, "ddp", (5,), LARGE)]
+CASES += [slow(3, "ddp", (3, 7), changes) for changes in (MUON, RECOMPUTED, {"dtype": "bfloat16"})]
+
+
+@pytest.mark.parametrize(("processes", "engine", "deaths", "changes"), CASES)
+def test_killed_processes_end_bit_for_bit_as_undisturbed_ones(
+    corpus, tmp_path, monkeypatch, processes, engine, deaths, changes
+):
+    """All are killed first, one of them the second time: three or more sum in an order that must not change."""
+    keys = {**KEYS, "micro_batch_size": 6 // processes, "max_steps": 8, "engine": engine, **changes}
+    finish_together(processes, small_run(corpus, tmp_path / "whole", **keys), tmp_path / "log")
+    arguments = small_run(corpus, tmp_path / "run", **keys)
+    for step, victims in zip(deaths, (range(processes), range(1, 2))):
+        with monkeypatch.context() as patch:
+            dying(patch, victims, step)
+            with pytest.raises(ProcessExitedException):
+                finish_together(processes, arguments, tmp_path / "log")
+        assert steps_done(tmp_path / "run")[-1] == step - 1
+    finish_together(processes, arguments, tmp_path / "log")
+    assert final(tmp_path / "run") == final(tmp_path / "whole")
+    assert records(tmp_path / "run") == records(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", [False, True])
+def test_jobs_of_torchrun_end_bit_for_bit_as_undisturbed_ones(corpus, tmp_path, compiled):
+    """A process is killed and the job restarted by torchrun; then it is stopped within an evaluation and goes on.
+
+    A compiled model then meets the evaluation first, in which nothing would tell torch.compile where to cut.
+    """
+    keys = {**KEYS, "compile": compiled, "micro_batch_size": 2, "max_steps": 16, "eval_batches": 100}
+    keys |= {"num_hidden_layers": 1, "hidden_size": 384}  # 7 MB: the compiled graph is cut
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    assert begin(small_run(corpus, whole, **keys), processes=3).wait(timeout=400) == 0
+    job = begin(small_run(corpus, run, **keys), processes=3, launcher=["--max-restarts=1"])
+    wait_for(lambda: len(steps_done(run)) >= 7, 400)
+    os.kill(workers(job)[1], signal.SIGKILL)
+    wait_for(lambda: len(steps_done(run)) >= 12 and phase_of(run) == "evaluation", 400)
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(timeout=60) in (0, 1)
+    assert not checkpoint.read_state(checkpoint.find(run))["evaluated"]
+    assert begin(small_run(corpus, run, **keys), processes=3).wait(timeout=400) == 0
+    assert final(run) == final(whole)
+    assert records(run) == records(whole)

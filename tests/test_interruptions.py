@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import functools
 import json
 import math
 import multiprocessing
@@ -40,6 +41,12 @@ def begin(arguments, processes=1, launcher=(), log=subprocess.DEVNULL) -> subpro
     return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=env)
 
 
+def workers(torchrun: subprocess.Popen) -> list[int]:
+    """Numbers of the processes that it started."""
+    listed = subprocess.run(["pgrep", "-P", str(torchrun.pid), "-f", "train.py"], capture_output=True, check=True)
+    return [int(number) for number in listed.stdout.split()]
+
+
 def forked(*arguments, log=os.devnull) -> multiprocessing.Process:
     """train.py in a child of this process, which may be killed; Python and torch are there already."""
     process = multiprocessing.get_context("fork").Process(target=train_into, args=(log, arguments))
@@ -54,20 +61,21 @@ def train_into(log, arguments) -> None:
         train.main()
 
 
-def one_of_two(rank: int, port: int, log: Path, arguments: list[str]) -> None:
+def one_of(processes: int, rank: int, port: int, log: Path, arguments: list[str]) -> None:
     """train.py as torchrun would start it."""
-    job = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    job = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in job.items()})
     result = call("train.py", *arguments)
     log.with_name(f"{log.name}_{rank}").write_bytes(result.stdout + result.stderr)
     sys.exit(result.returncode)
 
 
-def finish_two(arguments: list[str], log: Path) -> str:
-    """What two processes print, in children of this one, to their end."""
+def finish_together(processes: int, arguments: list[str], log: Path) -> str:
+    """What several processes print, in children of this one, to their end."""
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
-    torch.multiprocessing.start_processes(one_of_two, (port, log, arguments), nprocs=2, start_method="fork")
+    work = functools.partial(one_of, processes)
+    torch.multiprocessing.start_processes(work, (port, log, arguments), nprocs=processes, start_method="fork")
     return "".join(path.read_text() for path in log.parent.glob(f"{log.name}_*"))
 
 
@@ -168,7 +176,7 @@ def test_processes_and_engines_change_within_a_run(corpus, tmp_path):
     run = tmp_path / "run"
     for steps, changes in ((5, {}), (10, {"engine": "fsdp", "activation_checkpointing": True})):
         arguments = small_run(corpus, run, **{**keys, "micro_batch_size": 1}, max_steps=steps, **changes)
-        assert "arning" not in finish_two(arguments, tmp_path / "log")
+        assert "arning" not in finish_together(2, arguments, tmp_path / "log")
     finish(*small_run(corpus, run, **keys, max_steps=15))
     ours, theirs = (records(path) for path in (run, tmp_path / "one"))
     assert [r["step"] for r in ours if "loss" in r] == list(range(1, 16))
@@ -273,15 +281,14 @@ def test_a_dead_process_ends_the_job_which_restarts_where_asked(corpus, tmp_path
     keys = {**CONSTANT, "checkpoint_interval": 5, "max_steps": 10_000}
     process = begin(small_run(corpus, run, **keys), processes=2, launcher=[f"--max-restarts={restarts}"])
     wait_for(lambda: len(steps_done(run)) > 12)
-    listed = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "train.py"], capture_output=True, check=True)
-    children = listed.stdout.split()
+    children = workers(process)
     assert len(children) == 2
-    os.kill(int(children[restarts]), signal.SIGKILL)
+    os.kill(children[restarts], signal.SIGKILL)
     if not restarts:
         assert process.wait(timeout=60) == 1
         assert checkpoint.find(run)
         return
-    wait_for(lambda: not any(Path(f"/proc/{int(child)}").exists() for child in children))
+    wait_for(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
     before = len(steps_done(run))
     wait_for(lambda: len(steps_done(run)) > before)
     process.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""bfloat16 against the model's own float64 evaluation, and the growth of activations with width."""
+"""bfloat16 against the model's own float64 evaluation, in units of how far its rounded weights alone move that."""
 
 import copy
 
@@ -8,34 +8,40 @@ from test_model import PAPER
 
 from model import build
 
-# At d = 64 this holds for all but the reads over tokens, whose gradient was off by 3.6 times the baseline's (bound 3).
-SIZE = {"vocab_size": 128, "block_size": 64, "num_hidden_layers": 12, "num_attention_heads": 4, "head_dim": 32}
-SIZE |= {"hidden_size": 128}
+SIZE = {"vocab_size": 128, "block_size": 64, "num_hidden_layers": 12, "head_dim": 32}
 
 
-def errors(stem):
-    """Relative error of logits and of the whole gradient vector, bf16 autocast against float64."""
-    torch.manual_seed(0)
-    model = build(stem, **SIZE)
-    exact = copy.deepcopy(model).double()
-    ids, targets = torch.randint(0, 128, (2, 4, 64))
-    with torch.autocast("cpu", torch.bfloat16):
+def outputs(model, ids, targets, autocast=False):
+    """(logits, the whole gradient as one vector), float64."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         logits, loss = model(ids, targets, return_logits=True)
-    loss.backward()
-    true_logits, true_loss = exact(ids, targets, return_logits=True)
-    true_loss.backward()
-    gradient, true_gradient = (torch.cat([p.grad.flatten().double() for p in m.parameters()]) for m in (model, exact))
-    pairs = (logits.double(), true_logits), (gradient, true_gradient)
-    return [((a - b).norm() / b.norm()).item() for a, b in pairs]
+    parameters = list(model.parameters())
+    gradient = torch.cat([g.flatten().double() for g in torch.autograd.grad(loss, parameters)])
+    return logits.detach().double(), gradient
 
 
-@pytest.fixture(scope="module")
-def baseline():
-    return errors("gpt-mha-rope")
+def rounded(model):
+    """A copy whose parameters are the nearest bfloat16 numbers, which is where autocast begins."""
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    return model
 
 
-@pytest.mark.parametrize("stem", [stem for stem in PAPER if stem.startswith("DDL")])
-def test_bfloat16_error_stays_near_the_baselines(stem, baseline):
-    logits, gradient = errors(stem)
-    assert 0 < logits < 2.5 * baseline[0]
-    assert 0 < gradient < 3 * baseline[1]
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("stem", PAPER)
+def test_bfloat16_adds_little_to_what_rounded_weights_do(stem, width):
+    """Measured over four seeds: 1.3 to 2.1 times as far, with this seed to 1.8; 2.2 without `at_least_fp32`.
+
+    A bound on the error itself would hold at one width alone. With its weights rounded and everything else exact, the
+    gradient of the stream read over tokens moves 5% at d = 64 and 2.7% at d = 128, the baseline's 1.2% at both: DDL's
+    function is that steep at the start, less so with fewer layers, and less so without the erase.
+    """
+    torch.manual_seed(0)
+    model = build(stem, **SIZE, hidden_size=width, num_attention_heads=width // 32)
+    exact = copy.deepcopy(model).double()
+    batch = torch.randint(0, 128, (2, 4, 64))
+    wanted, moved, found = outputs(exact, *batch), outputs(rounded(exact), *batch), outputs(model, *batch, True)
+    for true, unit, low in zip(wanted, moved, found):
+        assert 0 < (low - true).norm() < 2.1 * (unit - true).norm()
