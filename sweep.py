@@ -31,13 +31,11 @@ from urllib.parse import quote
 import configurator  # before all that is slow to import: it takes Ctrl+C
 
 # isort: split
-import numpy as np
-
 import report
 import tables
 import train
 from model.keys import Key, check_ranges, keys_of
-from training import checkpoint, metrics, start, stopping
+from training import checkpoint, metrics, start, statistics, stopping
 from training.provenance import provenance
 from training.stopping import EXIT_CODE as STOPPED
 
@@ -307,17 +305,11 @@ def write_array(cells: list[Cell], sweep: SweepConfig, argv: list[str]) -> None:
     print(f"{len(indices)} tasks; submit them with: sbatch {shlex.quote(str(Path(sweep.out) / 'array.sbatch'))}")
 
 
-def student_t():
-    """Student's distribution. ValueError: scipy is missing."""
-    return configurator.optional("scipy.stats", "an interval over seeds").t
-
-
 def describe(values: list[float]) -> dict:
     """Count, mean, and half the width of the 95% confidence interval of the mean, None for a single value."""
-    n, half = len(values), None
-    if n > 1:
-        half = float(student_t().ppf(0.975, n - 1) * np.std(values, ddof=1) / math.sqrt(n))
-    return {"n": n, "mean": float(np.mean(values)), "ci95": half, "values": values}
+    estimate = statistics.interval(values)
+    half = estimate.half if estimate.n > 1 else None
+    return {"n": estimate.n, "mean": estimate.mean, "ci95": half, "values": values}
 
 
 def summarise(cells: list[Cell], metric: str) -> dict:
@@ -415,7 +407,7 @@ def main() -> int:
     if sweep.mode == "table" and not Path(sweep.out).is_dir():
         raise ValueError(f"out={sweep.out} is not there: nothing has run")
     if sweep.mode in ("local", "table") and len(swept.get("seed", ())) > 1:
-        student_t()  # missing, it should not be found at the end
+        statistics.student()  # missing, it should not be found at the end
     if sweep.mode == "table":
         write_table(cells, sweep)
         return 0

@@ -6,8 +6,6 @@ them comes from rounds in which both ran, and no more than one group's models ar
 
 import gc
 import statistics
-import sys
-from pathlib import Path
 
 import torch
 
@@ -145,14 +143,10 @@ class Bench:
 
 def transcription(stem: str, model) -> torch.nn.Module | None:
     """tests/transcription.py's model of that stem with the weights of `model`; None where the stem has none."""
-    tests = str(Path(__file__).parents[1] / "tests")
-    if tests not in sys.path:
-        sys.path.append(tests)  # no package: pytest imports from the folder as well
-    from transcription import READS, Transcription
-
-    if stem != BASELINE and stem not in READS:
+    tests = suites.of_tests("transcription")
+    if stem != BASELINE and stem not in tests.READS:
         return None
-    result = Transcription(stem, model.config)
+    result = tests.Transcription(stem, model.config)
     result.load_state_dict(model.state_dict())
     return result
 
