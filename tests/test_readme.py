@@ -14,7 +14,7 @@ import configurator
 import model
 import report
 import train
-from benchmarks import ceiling, step
+from benchmarks import ceiling, step, timing
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, flags=re.S)
@@ -29,15 +29,16 @@ def squeezed(table: str) -> str:
 
 
 def test_the_tables_of_the_demo_are_the_stored_results():
-    stored = json.loads((ROOT / "results" / "demo.json").read_text())
-    assert squeezed(report.markdown(stored["rows"])) in squeezed(DEMO)
-    trained = json.loads((ROOT / "results" / "demo_variants.json").read_text())["rows"]
+    for name in ("demo", "demo_variants"):
+        stored = json.loads((ROOT / "results" / f"{name}.json").read_text())
+        groups = stored.get("groups") or [report.group_of([row]) for row in stored["rows"]]
+        assert squeezed(report.markdown(groups)) in squeezed(DEMO)
     measured = {row["model"]: row for row in json.loads((ROOT / "results" / "bench_step_cpu.json").read_text())["rows"]}
-    for row in trained:
-        speed = measured[row["model"]]
-        spread = f"{speed['ratio']:.2f} ({speed['ratio_p10']:.2f} to {speed['ratio_p90']:.2f})"
-        assert f"| `{row['model']}` | {row['parameters']:,} | {row['val_bits_per_byte']:.3f} | {spread} |" in DEMO
-        assert row["parameters"] == speed["parameters"]
+    assert {group["model"]: group["parameters"] for group in groups} == {
+        model: row["parameters"] for model, row in measured.items()
+    }
+    for row in measured.values():
+        assert f"| `{row['model']}` | {timing.spread(row, 'ratio', '.2f')} |" in DEMO
 
 
 def test_the_table_of_ceilings_is_the_stored_result():

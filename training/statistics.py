@@ -73,6 +73,13 @@ def interval(values: Sequence[float]) -> Estimate:
     return Estimate(float(np.mean(values)), error, n - 1, n)
 
 
+def summary(values: Sequence[float]) -> dict:
+    """The mean as it is stored: count, mean, half the width of its 95% interval (None of a single value), values."""
+    estimate = interval(values)
+    half = estimate.half if estimate.n > 1 else None
+    return {"n": estimate.n, "mean": estimate.mean, "ci95": half, "values": list(values)}
+
+
 def paired(own: Sequence[float], base: Sequence[float]) -> Estimate:
     """The mean of own - base, where values at one place share a seed. ValueError: not as many of one as of the other.
 
