@@ -32,6 +32,6 @@ def test_a_figure_of_a_changed_tree_says_so(tmp_path, capsys):
         for value in (1, 2):  # a file that is written after every figure is spoken of once
             provenance.store(figures, {"rows": [value]}, {"commit": commit, "date": "2026-01-02"})
         assert json.loads(figures.read_text()) == {"commit": commit, "date": "2026-01-02", "rows": [2]}
-        assert capsys.readouterr().out.count(f"note: {figures} is of {commit}, with changes") == notes
+        assert capsys.readouterr().err.count(f"note: {figures} is of {commit}, with changes") == notes
     provenance.store(figures, {"rows": []})
     assert json.loads(figures.read_text()) == {**provenance.provenance(), "rows": []}

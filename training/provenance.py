@@ -60,7 +60,8 @@ def store(path: Path, figures: dict, origin: dict | None = None) -> None:
 
 @functools.cache
 def note_dirty(path: Path, commit: str) -> None:
-    print(f"note: {path} is of {commit}, with changes that are not committed: commit and measure again", flush=True)
+    note = f"note: {path} is of {commit}, with changes that are not committed: commit and measure again"
+    print(note, file=sys.stderr, flush=True)  # a table may go elsewhere than the screen
 
 
 def triton_version() -> str | None:
