@@ -10,9 +10,9 @@
     python bench.py peers                              final loss beside GPT-2's by its own code, each at its best rate
 
 `step`, which needs no name, measures training steps (forward, backward, AdamW) and forward passes without gradients.
-Models take turns in groups: the baseline, one variant and its peers. A ratio is the baseline's time over the model's in
-the same round: the median over the rounds, with the 10th and 90th percentile. A peer is a straight transcription of
-the equations (tests/transcription.py), eager and compiled.
+Models take turns in groups: the baseline, one variant and its peers; on a CPU every group is visited twice. A ratio is
+the baseline's time over the model's in the same round: the median over the rounds, with the 10th and 90th percentile. A
+peer is a straight transcription of the equations (tests/transcription.py), eager and compiled.
 """
 
 import argparse
@@ -70,6 +70,7 @@ def step_arguments(parser) -> None:
     add("--compile", choices=("True", "False"), default="True")
     add("--warmup", type=int, default=3, help="turns of each model before measuring (default: %(default)s)")
     add("--rounds", type=int, default=20, help="measured turns of each model (default: %(default)s)")
+    add("--visits", type=int, help="in so many visits, all other models between them (default: 2, on a GPU 1)")
     add("--steps", type=int, help="steps in a turn; the device is waited for after the last (default: 1, on a GPU 4)")
     add_json(parser)
 
