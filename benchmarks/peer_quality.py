@@ -126,23 +126,39 @@ class Study:
                   f"{row['second']:.4f} | {metrics.duration(self.seconds[-1])} | ETA {eta}", flush=True)  # fmt: skip
 
 
-def markdown(rows: list[dict]) -> str:
-    """A row for each model: its best rate, its mean over seeds, and the baseline's paired difference to the peer."""
-    scores = {}
+def groups_of(rows: list[dict]) -> list[dict]:
+    """A group for each model: its best rate, its figures over the seeds that are reported, and "against", its paired
+    difference in "second" to the baseline where both have the seeds, and a word, corrected for the number of models."""
+    by_model: dict[str, dict[int, dict]] = {}
     for row in rows:
         if row["seed"] != SEARCH_SEED:
-            scores.setdefault(row["model"], {})[row["seed"]] = row
+            by_model.setdefault(row["model"], {})[row["seed"]] = row
+    groups, differences = [], {}
+    for model, runs in by_model.items():
+        group = {key: next(iter(runs.values()))[key] for key in ("model", "parameters", "learning_rate")}
+        figures = {key: [runs[seed][key] for seed in sorted(runs)] for key in ("second", "val_bits_per_byte")}
+        groups.append(group | {key: statistics.summary(values) for key, values in figures.items()})
+        base = by_model.get(BASELINE, {})
+        if model != BASELINE and runs.keys() == base.keys():
+            differences[model] = statistics.paired(figures["second"], [base[seed]["second"] for seed in sorted(base)])
+    words = dict(zip(differences, statistics.verdicts(list(differences.values()))))
+    for group in (group for group in groups if group["model"] in words):
+        estimate = differences[group["model"]]
+        group["against"] = {"mean": estimate.mean, "ci95": estimate.half, "text": estimate.text("+.3f")}
+        group["against"]["verdict"] = words[group["model"]]
+    return groups
+
+
+def markdown(groups: list[dict]) -> str:
+    header = ("model", "parameters", "learning rate", "loss on the second half", "bits per byte of all",
+              f"loss less that of `{BASELINE}`", "that is")  # fmt: skip
     cells = []
-    for model, by_seed in scores.items():
-        losses = [by_seed[seed]["second"] for seed in sorted(by_seed)]
-        [rate] = {row["learning_rate"] for row in by_seed.values()}
-        difference = word = None
-        if model != PEER and scores.get(PEER, {}).keys() == by_seed.keys():
-            estimate = statistics.paired(losses, [scores[PEER][seed]["second"] for seed in sorted(by_seed)])
-            difference, word = estimate.text("+.3f"), statistics.verdict(estimate)
-        size, mean = f"{by_seed[min(by_seed)]['parameters']:,}", statistics.interval(losses).text()
-        cells.append((f"`{model}`", size, f"{rate:g}", mean, difference, word))
-    header = ("model", "parameters", "learning rate", "loss (nats per token)", f"difference to {PEER}", "that is")
+    for group in groups:
+        means = (statistics.interval(group[key]["values"]).text() for key in ("second", "val_bits_per_byte"))
+        against = (group.get("against", {}).get(key) for key in ("text", "verdict"))
+        cells.append(
+            (f"`{group['model']}`", f"{group['parameters']:,}", f"{group['learning_rate']:g}", *means, *against)
+        )
     return tables.markdown(header, cells)
 
 
@@ -164,4 +180,4 @@ def run(args) -> None:
     for model in MODELS:
         if study.next_cell(model):
             study.run(Trainer(model, *parsed[model], device))
-    print(f"\n{markdown(figures.rows)}")
+    print(f"\n{markdown(groups_of(figures.rows))}")

@@ -115,8 +115,13 @@ def test_models_are_trained_as_train_py_trains_them(config, tmp_path):
         model: [row["second"] for seed in (0, 1) for row in rows if (row["model"], row["seed"]) == (model, seed)]
         for model in peer_quality.MODELS
     }
-    difference = statistics.paired(losses["gpt-mha-rope"], losses["GPT-2"])
-    assert f"| {difference.text('+.3f')} " in peer_quality.markdown(rows)
+    groups = {group["model"]: group for group in peer_quality.groups_of(rows)}
+    differences = [statistics.paired(losses[model], losses["gpt-mha-rope"]) for model in peer_quality.MODELS[1:]]
+    for model, difference, word in zip(peer_quality.MODELS[1:], differences, statistics.verdicts(differences)):
+        assert groups[model]["against"]["text"] == difference.text("+.3f")
+        assert f"| {word} " in printed.stdout.decode()
+        assert groups[model]["second"]["values"] == losses[model]
+    assert peer_quality.markdown(list(groups.values())) in printed.stdout.decode()
 
     # A second start trains what is missing, and only that.
     stored["rows"] = [each for each in rows if (each["model"], each["seed"]) != ("GPT-2", 1)]

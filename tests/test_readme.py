@@ -14,7 +14,7 @@ import configurator
 import model
 import report
 import train
-from benchmarks import ceiling, step, timing
+from benchmarks import ceiling, peer_quality, step, timing
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, flags=re.S)
@@ -102,11 +102,15 @@ DERIVED = {  # what a page computes from a stored row
 }
 
 
+SUMMARIES = {"peers_demo_cpu.json": peer_quality.groups_of}  # rows that a page shows together
+
+
 def values_for(cells: list[str], files: set[str]) -> list[float]:
     """Numbers of the stored rows, of each file, that have the most in common with the names in a row of a table."""
     values = []
     for name in files:
-        rows = json.loads((ROOT / "results" / name).read_text())["rows"]
+        stored = json.loads((ROOT / "results" / name).read_text())
+        rows = stored.get("groups") or SUMMARIES.get(name, list)(stored["rows"])
         alike = [sum(value in cells for value in row.values() if isinstance(value, str)) for row in rows]
         for row in (row for row, count in zip(rows, alike) if count == max(alike)):
             values += numbers_in(row) + DERIVED.get(name, numbers_in)(row)
