@@ -189,12 +189,14 @@ def compare(groups: list[dict], against: str) -> None:
 
 
 def markdown(groups: list[dict]) -> str:
-    """A row for each group; a single run's figures stand alone."""
-    header = ["model", "parameters", "steps", "seconds", "validation loss", "bits per byte"]
+    """A row for each group; a single run's figures stand alone. Seconds are shown where all runs are single: those of
+    a sweep may have shared their machine."""
+    timed = all(len(group["runs"]) == 1 for group in groups)
+    header = ["model", "parameters", "steps", *["seconds"] * timed, "validation loss", "bits per byte"]
     rows = []
     for group in groups:
-        size, seconds = f"{group['parameters']:,}", f"{group['seconds']:.0f}"
-        rows.append([f"`{group['model']}`", size, group["step"], seconds, *(shown(group, key) for key in FIGURES)])
+        about = [f"`{group['model']}`", f"{group['parameters']:,}", group["step"], *[f"{group['seconds']:.0f}"] * timed]
+        rows.append([*about, *(shown(group, key) for key in FIGURES)])
     if compared := [group["against"] for group in groups if "against" in group]:
         what = {"val_loss": "validation loss", "val_bits_per_byte": "bits per byte"}[compared[0]["metric"]]
         header += [f"{what} less that of `{compared[0]['baseline']}`", "that is"]

@@ -146,10 +146,10 @@ def test_runs_that_differ_in_their_seed_are_one_row(tmp_path):
     base, own = losses.values()
     difference = text([(x - y) / nats for x, y in zip(own, base)], 4.3026527, "+.3f")
     assert [row[0] for row in table[2:]] == ["`gpt-mha-rope`", "`DDL-vdim1-gpt-mha-rope`", *["`gpt-mha-rope`"] * 3]
-    assert table[2][4:] == [text(base, 3.1824463), text([x / nats for x in base], 3.1824463), "-", "-"]
-    assert table[3][4:] == [text(own, 4.3026527), text([x / nats for x in own], 4.3026527), difference, "better"]
-    assert table[4][4:] == ["5.000", f"{5 / nats:.3f}", f"{1.6 / nats:+.3f} (1)", "undecided"]
-    assert [row[4:] for row in table[5:]] == [["6.000", f"{6 / nats:.3f}", "-", "-"]] * 2  # no seed in common
+    assert table[2][3:] == [text(base, 3.1824463), text([x / nats for x in base], 3.1824463), "-", "-"]
+    assert table[3][3:] == [text(own, 4.3026527), text([x / nats for x in own], 4.3026527), difference, "better"]
+    assert table[4][3:] == ["5.000", f"{5 / nats:.3f}", f"{1.6 / nats:+.3f} (1)", "undecided"]
+    assert [row[3:] for row in table[5:]] == [["6.000", f"{6 / nats:.3f}", "-", "-"]] * 2  # no seed in common
     stored = json.loads(out.read_text())
     assert [row["run"] for row in stored["rows"]] == [run.name for run in runs]
     assert stored["groups"][0]["seeds"] == [0, 1, 2, 3]
