@@ -136,6 +136,17 @@ def test_every_table_of_figures_names_its_files_and_shows_their_numbers(path):
             assert [number for number in shown if not is_one_of(number, values)] == [], (row, files)
 
 
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_measured_figure_in_the_text_is_in_a_file_that_its_paragraph_names(path):
+    """Measured: three digits after the point, a share with one or more, or a speed."""
+    text = re.sub(r"```.*?```|^\|.*\n", "", path.read_text(encoding="utf-8"), flags=re.S | re.M)
+    for paragraph in text.split("\n\n"):
+        files = set(re.findall(r"results/(\w+\.json)", paragraph))
+        values = numbers_in([json.loads((ROOT / "results" / name).read_text()) for name in files])
+        shown = re.findall(r"(?<![\w./])\d+\.\d{3}\b|\d+\.\d+%|\d[\d,]*(?=\stokens/s)", paragraph)
+        assert [number for number in shown if not is_one_of(number, values)] == [], (paragraph, files)
+
+
 # Stored before a tree had to be clean; each is to be measured again, or to go, and none may be added.
 OF_UNCOMMITTED_CODE = {"bench_data_cpu", "bench_step_cpu", "ceiling_sm90_before"}
 OF_UNCOMMITTED_CODE |= {"lowering_small_before", "predicted_medium_h200", "predicted_small_h200"}
