@@ -55,23 +55,26 @@ def test_mup_scales_the_learning_rate_of_matrices():
 
 
 def test_warmup_and_cosine():
-    config = settings()
-    rates = [optimizer.learning_rate_at(step, config) for step in range(111)]
+    rates = [optimizer.learning_rate_at(step, settings()) for step in range(110)]
     assert rates[:10] == pytest.approx([1e-4 * (i + 1) for i in range(10)])
-    assert rates[10] == pytest.approx(1e-3)
-    assert rates[60] == pytest.approx((1e-3 + 5e-5) / 2)
-    assert rates[35] == pytest.approx(5e-5 + 9.5e-4 * (1 + math.cos(math.pi / 4)) / 2)
-    assert rates[110] == pytest.approx(5e-5)
-    assert optimizer.learning_rate_at(110, settings(min_lr=0.0)) == 0
+    assert rates[59] == pytest.approx((1e-3 + 5e-5) / 2)
+    assert rates[34] == pytest.approx(5e-5 + 9.5e-4 * (1 + math.cos(math.pi / 4)) / 2)
+    assert rates[109] == pytest.approx(5e-5, rel=1e-12)
+    assert all(before > after for before, after in zip(rates[9:], rates[10:]))
+    assert optimizer.learning_rate_at(109, settings(min_lr=0.0)) == 0
     assert optimizer.learning_rate_at(4, settings(warmup_steps=0)) == pytest.approx(1e-3, rel=1e-2)
 
 
 def test_warmup_stable_decay():
-    config = settings(schedule="wsd", min_lr=1e-4)
-    rates = [optimizer.learning_rate_at(step, config) for step in range(110)]
+    rates = [optimizer.learning_rate_at(step, settings(schedule="wsd", min_lr=1e-4)) for step in range(110)]
     assert rates[:10] == pytest.approx([1e-4 * (i + 1) for i in range(10)])
-    assert rates[10:71] == [1e-3] * 61
-    assert rates[70:] == pytest.approx([1e-3 - 9e-4 * i / 40 for i in range(40)])
+    assert rates[10:70] == [1e-3] * 60
+    assert rates[69:] == pytest.approx([1e-3 - 9e-4 * i / 40 for i in range(41)])
+    short = settings(schedule="wsd", min_lr=0.0, decay_steps=5)
+    assert [optimizer.learning_rate_at(step, short) for step in range(105, 110)] == pytest.approx(
+        [8e-4, 6e-4, 4e-4, 2e-4, 0], abs=1e-18
+    )
+    assert optimizer.learning_rate_at(109, settings(schedule="wsd", decay_steps=0)) == 1e-3
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])

@@ -45,16 +45,17 @@ def build_optimizers(model: nn.Module, config) -> list[torch.optim.Optimizer]:
 def learning_rate_at(step: int, config) -> float:
     """The learning rate of step `step`, counted from 0: linear warmup over warmup_steps, then the schedule.
 
-    `cosine` falls from learning_rate to min_lr at max_steps. `wsd` (warmup, stable, decay) stays at learning_rate and
-    falls linearly to min_lr over the last decay_steps.
+    `cosine` falls from learning_rate to min_lr. `wsd` (warmup, stable, decay) stays at learning_rate and falls linearly
+    to min_lr over the last decay_steps. Both reach learning_rate with the last step of warmup, and min_lr with the last
+    one of max_steps.
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     floor = config.learning_rate / 20 if config.min_lr is None else config.min_lr
     if config.schedule == "wsd":
-        left = (config.max_steps - step) / max(config.decay_steps, 1)
+        left = (config.max_steps - 1 - step) / config.decay_steps if config.decay_steps else 1.0
         return floor + (config.learning_rate - floor) * min(left, 1.0)
-    progress = min((step - config.warmup_steps) / max(config.max_steps - config.warmup_steps, 1), 1.0)
+    progress = min((step + 1 - config.warmup_steps) / max(config.max_steps - config.warmup_steps, 1), 1.0)
     return floor + (config.learning_rate - floor) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
