@@ -142,9 +142,7 @@ def peers_arguments(parser) -> None:
     add = parser.add_argument
     add("--device", choices=("auto", "cuda", "cpu"), default="cpu")
     add("--config", type=Path, default=Path("config/demo_cpu.py"), help="what is trained (default: %(default)s)")
-    add(
-        "--rates", type=rates, default="1e-3,2e-3,4e-3,8e-3", help="learning rates to begin with (default: %(default)s)"
-    )
+    add("--rates", type=rates, default="2e-3,4e-3", help="learning rates to begin with (default: %(default)s)")
     add("--seeds", type=int, default=3, help="seeds at the best rate, from 0 (default: %(default)s)")
     add_json(parser)
 

@@ -120,7 +120,12 @@ class Study:
             row = {"model": trainer.name, "learning_rate": cell[0], "seed": cell[1]}
             row |= {"parameters": trainer.model.num_parameters(), **trainer.train(*cell)}
             self.seconds.append(time.monotonic() - begun)
-            self.figures.add(row | {"seconds": self.seconds[-1]}, "model", "learning_rate", "seed")
+            self.figures.add(
+                row | {"seconds": self.seconds[-1], "threads": torch.get_num_threads()},
+                "model",
+                "learning_rate",
+                "seed",
+            )
             eta = metrics.duration(self.left() * sum(self.seconds) / len(self.seconds))
             print(f"{row['model']} | rate {cell[0]:.3g} | seed {cell[1]} | first half {row['first']:.4f} | second half "
                   f"{row['second']:.4f} | {metrics.duration(self.seconds[-1])} | ETA {eta}", flush=True)  # fmt: skip
@@ -174,7 +179,7 @@ def run(args) -> None:
     if config.rows != config.global_batch_size:
         raise ValueError(f"micro_batch_size={config.rows}: here a step is one micro-batch; give a config with one")
     settings = {key: getattr(config, key) for key in (*KEYS, "dtype", "compile", "dataset")}
-    settings |= {"size": dataclasses.asdict(model_config), "threads": torch.get_num_threads()}
+    settings["size"] = dataclasses.asdict(model_config)
     figures = Figures(args.json, device, settings, args.resume, code=digest(*CODE)[:12])
     study = Study(args, figures)
     for model in MODELS:
