@@ -120,12 +120,8 @@ class Study:
             row = {"model": trainer.name, "learning_rate": cell[0], "seed": cell[1]}
             row |= {"parameters": trainer.model.num_parameters(), **trainer.train(*cell)}
             self.seconds.append(time.monotonic() - begun)
-            self.figures.add(
-                row | {"seconds": self.seconds[-1], "threads": torch.get_num_threads()},
-                "model",
-                "learning_rate",
-                "seed",
-            )
+            row |= {"seconds": self.seconds[-1], "threads": torch.get_num_threads()}
+            self.figures.add(row, "model", "learning_rate", "seed")
             eta = metrics.duration(self.left() * sum(self.seconds) / len(self.seconds))
             print(f"{row['model']} | rate {cell[0]:.3g} | seed {cell[1]} | first half {row['first']:.4f} | second half "
                   f"{row['second']:.4f} | {metrics.duration(self.seconds[-1])} | ETA {eta}", flush=True)  # fmt: skip
