@@ -7,11 +7,12 @@
     python bench.py decode                             tokens/s of generation, with and without cache and compiler
     python bench.py train --device=cuda                train.py itself: tokens/s, utilisation, memory, bitwise resuming
     python bench.py memory                             peak memory of training against its estimate
+    python bench.py peers                              final loss beside GPT-2's by its own code, each at its best rate
 
 `step`, which needs no name, measures training steps (forward, backward, AdamW) and forward passes without gradients.
-Models take turns in groups: the baseline, one variant and its peers. A ratio is the baseline's time over the model's in
-the same round: the median over the rounds, with the 10th and 90th percentile. A peer is a straight transcription of
-the equations (tests/transcription.py), eager and compiled.
+Models take turns in groups: the baseline, one variant and its peers; on a CPU every group is visited twice. A ratio is
+the baseline's time over the model's in the same round: the median over the rounds, with the 10th and 90th percentile. A
+peer is a straight transcription of the equations (tests/transcription.py), eager and compiled.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import sys
 from pathlib import Path
 
 import configurator
-from benchmarks import ceiling, decode, end_to_end, kernel_bandwidth, memory_estimate, step, suites
+from benchmarks import ceiling, decode, end_to_end, kernel_bandwidth, memory_estimate, peer_quality, step, suites
 
 
 def widths(text: str) -> list[int]:
@@ -28,6 +29,17 @@ def widths(text: str) -> list[int]:
     if not all(part.isdecimal() and int(part) for part in parts):
         raise argparse.ArgumentTypeError(f"{text}: give whole numbers from 1 on with commas between, as in 768,1024")
     return [int(part) for part in parts]
+
+
+def rates(text: str) -> list[float]:
+    """Learning rates from 1e-3,2e-3."""
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or min(values) <= 0:
+        raise argparse.ArgumentTypeError(f"{text}: give numbers above 0 with commas between, as in 1e-3,2e-3")
+    return values
 
 
 def add_json(parser) -> None:
@@ -58,6 +70,7 @@ def step_arguments(parser) -> None:
     add("--compile", choices=("True", "False"), default="True")
     add("--warmup", type=int, default=3, help="turns of each model before measuring (default: %(default)s)")
     add("--rounds", type=int, default=20, help="measured turns of each model (default: %(default)s)")
+    add("--visits", type=int, help="in so many visits, all other models between them (default: 2, on a GPU 1)")
     add("--steps", type=int, help="steps in a turn; the device is waited for after the last (default: 1, on a GPU 4)")
     add_json(parser)
 
@@ -125,6 +138,15 @@ def memory_arguments(parser) -> None:
     add("--json", type=Path, help="write the figures there as well; what is there already is not measured again")
 
 
+def peers_arguments(parser) -> None:
+    add = parser.add_argument
+    add("--device", choices=("auto", "cuda", "cpu"), default="cpu")
+    add("--config", type=Path, default=Path("config/demo_cpu.py"), help="what is trained (default: %(default)s)")
+    add("--rates", type=rates, default="2e-3,4e-3", help="learning rates to begin with (default: %(default)s)")
+    add("--seeds", type=int, default=3, help="seeds at the best rate, from 0 (default: %(default)s)")
+    add_json(parser)
+
+
 # name: (what it measures, its arguments, what runs it)
 COMMANDS = {
     "step": ("training steps and forward passes; the default", step_arguments, step.run),
@@ -132,6 +154,7 @@ COMMANDS = {
     "decode": ("one-token decoding: uncached, cached, and by a step that is made once", decode_arguments, decode.run),
     "train": ("train.py itself: speed, memory and resuming to the bit", train_arguments, end_to_end.run),
     "memory": ("peak memory of training runs against train.py's estimate", memory_arguments, memory_estimate.run),
+    "peers": ("final loss beside GPT-2's, each at its best rate", peers_arguments, peer_quality.run),
     "ceiling": (
         "what the fused kernels' machine code for sm_90 allows of the copy bandwidth; needs no GPU",
         ceiling_arguments,

@@ -2,8 +2,10 @@
 
     python report.py curves runs/demo_cpu [RUN ...] [--x=seconds] [--y=bits_per_byte] [--out=FILE]
     python report.py table runs/demo_cpu [RUN ...] [--json=FILE]  the last evaluation of each run
+    python report.py table RUN RUN RUN ... --against=gpt-mha-rope means over seeds, and differences to a baseline
 
-RUN is a run folder made by train.py.
+RUN is a run folder made by train.py. Runs that differ in their seed alone are one row of a table: the mean, its 95%
+interval and how many they are. A difference is that of the same seeds.
 """
 
 import json
@@ -18,12 +20,13 @@ import torch
 
 import tables
 from model import build
-from training import checkpoint, metrics, start
-from training.provenance import provenance
+from training import checkpoint, metrics, start, statistics
+from training.provenance import store
 
 X_KEYS = {"steps": "step", "tokens": "tokens", "flops": "flops", "seconds": "seconds"}
 X_LABELS = {"steps": "optimizer step", "tokens": "tokens", "flops": "FLOPs", "seconds": "seconds of training"}
 Y_LABELS = {"loss": "loss (nats per token)", "bits_per_byte": "bits per byte"}
+FIGURES = "val_loss", "val_bits_per_byte"
 LONGEST_LABEL = 60  # characters
 
 
@@ -137,18 +140,75 @@ def table_rows(runs: list[str]) -> list[dict]:
         state = checkpoint.read_state(checkpoint.find(run))
         with torch.device("meta"):
             parameters = build(state["model"], **state["model_config"]).num_parameters()
-        rows.append({"run": Path(run).name, "model": state["model"], "parameters": parameters, **last})
+        about = {"run": Path(run).name, "model": state["model"], "parameters": parameters}
+        rows.append({**about, "seed": state["run_config"].get("seed"), **last})
     return rows
 
 
-def markdown(rows: list[dict]) -> str:
-    header = ("model", "parameters", "steps", "seconds", "validation loss", "bits per byte")
-    cells = []
-    for r in rows:
-        bpb = f"{r['val_bits_per_byte']:.3f}" if "val_bits_per_byte" in r else None
-        size, seconds, loss = f"{r['parameters']:,}", f"{r['seconds']:.0f}", f"{r['val_loss']:.3f}"
-        cells.append((f"`{r['model']}`", size, r["step"], seconds, loss, bpb))
-    return tables.markdown(header, cells)
+def groups_of(rows: list[dict], settings: list[dict]) -> list[dict]:
+    """Runs with the same steps and settings (`settings_of`, in the order of rows) but the seed, each seed once, as one
+    group; any other run as a group of its own."""
+    members: dict[str, list[dict]] = {}
+    for row, each in zip(rows, settings, strict=True):
+        same = {key: value for key, value in each.items() if key != "seed"}
+        members.setdefault(json.dumps([row["model"], row["step"], same], sort_keys=True), []).append(row)
+    result = []
+    for group in members.values():
+        several = len({row["seed"] for row in group}) == len(group)
+        result += [group_of(group)] if several else [group_of([row]) for row in group]
+    return result
+
+
+def group_of(rows: list[dict]) -> dict:
+    """One row of the table: what its runs share, the mean seconds, and every figure over its runs."""
+    group = {key: rows[0][key] for key in ("model", "parameters", "step")}
+    group |= {"seconds": float(np.mean([row["seconds"] for row in rows]))}
+    group |= {name: [row.get(key) for row in rows] for name, key in (("runs", "run"), ("seeds", "seed"))}
+    figures = [key for key in FIGURES if all(key in row for row in rows)]
+    return group | {key: statistics.summary([row[key] for row in rows]) for key in figures}
+
+
+def compare(groups: list[dict], against: str) -> None:
+    """Give every other group "against": its paired difference to the baseline, a stem or the name of one of its runs,
+    and a word for it, corrected for the number of comparisons. ValueError: no such group, or several."""
+    found = [group for group in groups if against in (group["model"], *group["runs"])]
+    if len(found) != 1:
+        names = ", ".join(name for group in found or groups for name in group["runs"])
+        raise ValueError(f"--against={against}: {len(found) or 'none'} of the rows: give one of the runs {names}")
+    baseline = found[0]
+    metric = next(key for key in reversed(FIGURES) if all(key in group for group in groups))
+    differences = {}
+    for number, group in enumerate(groups):
+        own, base = (dict(zip(each["seeds"], each[metric]["values"])) for each in (group, baseline))
+        if group is not baseline and (seeds := [seed for seed in own if seed in base]):
+            differences[number] = statistics.paired([own[seed] for seed in seeds], [base[seed] for seed in seeds])
+    for (number, difference), word in zip(differences.items(), statistics.verdicts(list(differences.values()))):
+        half = difference.half if difference.n > 1 else None
+        figures = {"baseline": against, "metric": metric, "n": difference.n, "mean": difference.mean, "ci95": half}
+        groups[number]["against"] = {**figures, "text": difference.text("+.3f"), "verdict": word}
+
+
+def markdown(groups: list[dict]) -> str:
+    """A row for each group; a single run's figures stand alone. Seconds are shown where all runs are single: those of
+    a sweep may have shared their machine."""
+    timed = all(len(group["runs"]) == 1 for group in groups)
+    header = ["model", "parameters", "steps", *["seconds"] * timed, "validation loss", "bits per byte"]
+    rows = []
+    for group in groups:
+        about = [f"`{group['model']}`", f"{group['parameters']:,}", group["step"], *[f"{group['seconds']:.0f}"] * timed]
+        rows.append([*about, *(shown(group, key) for key in FIGURES)])
+    if compared := [group["against"] for group in groups if "against" in group]:
+        what = {"val_loss": "validation loss", "val_bits_per_byte": "bits per byte"}[compared[0]["metric"]]
+        header += [f"{what} less that of `{compared[0]['baseline']}`", "that is"]
+        for row, group in zip(rows, groups):
+            row += [group.get("against", {}).get(key) for key in ("text", "verdict")]
+    return tables.markdown(header, rows)
+
+
+def shown(group: dict, key: str) -> str | None:
+    """Mean ± half the 95% interval (number of runs) of a figure; a single run's alone, None where there is none."""
+    values = group.get(key, {}).get("values", [])
+    return f"{values[0]:.3f}" if len(values) == 1 else statistics.interval(values).text() if values else None
 
 
 def main():
@@ -161,6 +221,7 @@ def main():
     command.add_argument("--out", type=Path, help="default: loss.png in the run, or in the folder of all runs")
     command = commands.add_parser("table", help="the last evaluation of each run, as Markdown")
     command.add_argument("runs", nargs="+", metavar="RUN")
+    command.add_argument("--against", help="a baseline among them, a stem or the name of a run: paired differences")
     command.add_argument("--json", type=Path, help="write the rows there as well, with commit, machine and date")
     args = parser.parse_args()
     with configurator.one_line_errors():
@@ -168,9 +229,12 @@ def main():
             curves(args.runs, args.x, args.y, args.out or beside(args.runs, "loss.png"))
         else:
             rows = table_rows(args.runs)
+            groups = groups_of(rows, [settings_of(run) for run in args.runs])
+            if args.against:
+                compare(groups, args.against)
             if args.json:
-                args.json.write_text(json.dumps({**provenance(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
-            print(markdown(rows))
+                store(args.json, {"rows": rows, "groups": groups})
+            print(markdown(groups))
 
 
 if __name__ == "__main__":

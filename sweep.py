@@ -14,7 +14,6 @@ command started again skips finished cells and continues the others. `<out>/<cel
 import contextlib
 import dataclasses
 import itertools
-import json
 import math
 import os
 import re
@@ -31,14 +30,12 @@ from urllib.parse import quote
 import configurator  # before all that is slow to import: it takes Ctrl+C
 
 # isort: split
-import numpy as np
-
 import report
 import tables
 import train
 from model.keys import Key, check_ranges, keys_of
-from training import checkpoint, metrics, start, stopping
-from training.provenance import provenance
+from training import checkpoint, metrics, start, statistics, stopping
+from training.provenance import store
 from training.stopping import EXIT_CODE as STOPPED
 
 TRAIN = Path(__file__).resolve().with_name("train.py")
@@ -307,19 +304,6 @@ def write_array(cells: list[Cell], sweep: SweepConfig, argv: list[str]) -> None:
     print(f"{len(indices)} tasks; submit them with: sbatch {shlex.quote(str(Path(sweep.out) / 'array.sbatch'))}")
 
 
-def student_t():
-    """Student's distribution. ValueError: scipy is missing."""
-    return configurator.optional("scipy.stats", "an interval over seeds").t
-
-
-def describe(values: list[float]) -> dict:
-    """Count, mean, and half the width of the 95% confidence interval of the mean, None for a single value."""
-    n, half = len(values), None
-    if n > 1:
-        half = float(student_t().ppf(0.975, n - 1) * np.std(values, ddof=1) / math.sqrt(n))
-    return {"n": n, "mean": float(np.mean(values)), "ci95": half, "values": values}
-
-
 def summarise(cells: list[Cell], metric: str) -> dict:
     """Rows of the table, one for each setting of the swept keys but the seed, and the cells that are not finished."""
     final = {cell.index: record for cell in cells if (record := final_evaluation(cell))}
@@ -336,7 +320,7 @@ def summarise(cells: list[Cell], metric: str) -> dict:
         records = [final[cell.index] for cell in members if cell.index in final]
         values = {key: [record[key] for record in records if key in record] for key in shown if key in numbers}
         finished = {"settings": dict(setting), "runs": len(members), "finished": len(records)}
-        rows.append({**finished, "metrics": {key: describe(each) for key, each in values.items() if each}})
+        rows.append({**finished, "metrics": {key: statistics.summary(each) for key, each in values.items() if each}})
     unfinished = [
         {"cell": cell.folder.name, "saved_step": saved_step(cell), "max_steps": cell.settings["max_steps"]}
         for cell in cells
@@ -394,8 +378,7 @@ def draw(summary: dict, path: Path) -> None:
 
 def write_table(cells: list[Cell], sweep: SweepConfig) -> None:
     summary, out = summarise(cells, sweep.metric), Path(sweep.out)
-    stored = {**provenance(), **summary}
-    (out / "table.json").write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+    store(out / "table.json", summary)
     (out / "table.md").write_text(markdown(summary), encoding="utf-8")
     print(markdown(summary), end="")
     if any(row["finished"] for row in summary["rows"]):
@@ -415,7 +398,7 @@ def main() -> int:
     if sweep.mode == "table" and not Path(sweep.out).is_dir():
         raise ValueError(f"out={sweep.out} is not there: nothing has run")
     if sweep.mode in ("local", "table") and len(swept.get("seed", ())) > 1:
-        student_t()  # missing, it should not be found at the end
+        statistics.student()  # missing, it should not be found at the end
     if sweep.mode == "table":
         write_table(cells, sweep)
         return 0

@@ -21,8 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import tables
-from data.shards import write_json
-from training.provenance import provenance
+from training.provenance import store
 
 # An H200. Copy bandwidth: measured ones reach about nine tenths of its 4.8 TB/s.
 PROCESSORS, SCHEDULERS, CLOCK, COPY = 132, 4, 1.8e9, 4.3e12
@@ -324,4 +323,4 @@ def run(args) -> None:
         raise ValueError(f"--match={args.match}: no kernel has that in its name; try step, add_norm or v=4")
     print(markdown(rows))
     if args.json:
-        write_json(args.json, {**provenance(), "target": "sm_90", "rows": rows})
+        store(args.json, {"target": "sm_90", "rows": rows})

@@ -3,9 +3,8 @@
 import json
 from pathlib import Path
 
-from data.shards import write_json
 from training.metrics import chip
-from training.provenance import digest, provenance
+from training.provenance import digest, provenance, store
 
 MODEL = ("model/*.py", "model/kernels/*.py")  # whose code the figures are of, the table of launches included
 
@@ -24,6 +23,7 @@ class Figures:
         self.notes = notes or {}
         self.made["code"] = code or digest(*MODEL)[:12]
         self.rows: list[dict] = []
+        self.origin = provenance()  # of the code that is about to be measured
         if path and resume and path.exists():
             self.keep(json.loads(path.read_text(encoding="utf-8")))
         if path:
@@ -56,7 +56,7 @@ class Figures:
     def store(self) -> None:
         """Write the file whole, or leave it as it was."""
         if self.path:
-            write_json(self.path, {**provenance(), **self.settings, **self.notes, "rows": self.rows})
+            store(self.path, {**self.settings, **self.notes, "rows": self.rows}, self.origin)
 
     def on_what(self) -> str:
         """The chip and its memory's class, for what is printed."""

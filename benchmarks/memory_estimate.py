@@ -10,11 +10,11 @@ import torch
 import tables
 import train
 from benchmarks import end_to_end
-from data.shards import read_json, write_json
+from data.shards import read_json
 from model import STEMS
 from training import distributed, metrics
 from training.memory import memory_needed
-from training.provenance import provenance
+from training.provenance import store
 
 COMMON = {"dataset": "python_stdlib", "warmup_steps": 1, "max_steps": 3, "eval_full": False, "eval_batches": 1}
 # Width, blocks, tokens of a sequence and vocabulary; on a GPU the paper's sizes.
@@ -89,7 +89,7 @@ def run(args) -> None:
             left = (time.monotonic() - started) / new * (len(wanted) - number)
             print(*row.values(), f"({number} of {len(wanted)}, ETA {metrics.duration(left)})", flush=True)
         if args.json:
-            write_json(args.json, {**provenance(), "sizes": SIZES[device.type], "rows": list(known.values())})
+            store(args.json, {"sizes": SIZES[device.type], "rows": list(known.values())})
     rows = [known[key] for key in wanted]
     print(markdown(rows))
     worst = max(rows, key=lambda row: abs(row["estimated"] / row["measured"] - 1))

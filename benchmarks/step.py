@@ -1,13 +1,12 @@
 """Speed and memory of the training step and the forward pass: every variant, and its peers, against the baseline.
 
 Models take turns in groups: the baseline, one variant and that variant's peers. Every figure that compares two of
-them comes from rounds in which both ran, and no more than one group's models are in memory.
+them comes from rounds in which both ran, and no more than one group's models are in memory. A group is visited several
+times, with all the others in between, so that percentiles hold what changes between visits as well.
 """
 
 import gc
 import statistics
-import sys
-from pathlib import Path
 
 import torch
 
@@ -16,7 +15,7 @@ from benchmarks import suites
 from benchmarks.contender import Contender, memory
 from benchmarks.figures import Figures
 from benchmarks.suites import BASELINE, row_name
-from benchmarks.timing import compared, measure, spread, waiting
+from benchmarks.timing import compared, measure, percentiles, spread, waiting
 from model import STEMS, build, kernels
 from training import distributed
 from training.metrics import nominal_flops_per_token, peak_flops
@@ -39,8 +38,7 @@ class Bench:
         self.batch = lambda: ids
         self.baseline = self.contender(BASELINE, self.build(BASELINE))
         self.rows = {row["model"]: row for row in figures.rows if row["size"] == size_name}
-        # The baseline runs in every group: its own speed is the median over all of them.
-        self.baseline_seconds = self.rows.get(BASELINE, {}).get("seconds", {"train": [], "forward": []})
+        self.rounds = -(-args.rounds // args.visits)  # of one visit
 
     def build(self, model: str):
         torch.manual_seed(0)
@@ -72,8 +70,10 @@ class Bench:
         return own, others
 
     def leave_out(self, name: str, reason: str) -> None:
-        self.left_out.append(f"{self.size_name}: {name}: {reason}")
-        print(f"left out: {self.left_out[-1]}", flush=True)
+        line = f"{self.size_name}: {name}: {reason}"
+        if line not in self.left_out:  # in an earlier visit
+            self.left_out.append(line)
+            print(f"left out: {line}", flush=True)
 
     def that_run(self, others: list[Contender]) -> list[Contender]:
         """The peers that can take a step here; why another cannot is said and stored. Our own models must run."""
@@ -90,40 +90,46 @@ class Bench:
         return able
 
     def times(self, contenders: list[Contender], what: str) -> dict[str, list[float]]:
-        """Seconds of one training step (`train`) or forward pass (`forward`) in every round."""
+        """Seconds of one training step (`train`) or forward pass (`forward`) in every round of a visit."""
         args, method = self.args, "train" if what == "train" else "evaluate"
         turns = {c.name: waiting(getattr(c, method), args.steps, self.device) for c in contenders}
-        seconds = measure(turns, args.warmup, args.rounds, f"{self.size_name}, {what}")
-        seconds = {name: [t / args.steps for t in times] for name, times in seconds.items()}
-        self.baseline_seconds[what] += seconds[BASELINE]
-        return seconds
+        seconds = measure(turns, args.warmup, self.rounds, f"{self.size_name}, {what}")
+        return {name: [t / args.steps for t in times] for name, times in seconds.items()}
+
+    def visits(self, model: str) -> int:
+        """How often the model's group has been measured to its end."""
+        return self.rows.get(row_name(model), {}).get("visits", 0)
 
     def measure_group(self, model: str) -> None:
-        """Measure one model and its peers, and add their rows."""
+        """Visit one model and its peers, and add what is measured to their rows."""
         own, others = self.group(model)
         others = self.that_run(others)
-        contenders = own + others
+        contenders, before = own + others, self.visits(model) * self.rounds
         for contender in contenders:
             self.rows.setdefault(contender.name, self.row(contender))
         for what, prefix in (("train", ""), ("forward", "forward_")):
-            seconds = self.times(contenders, what)
-            speeds = rows_of(*((seconds, {}) if what == "train" else ({}, seconds)), self.tokens)
+            self.add(contenders, what, prefix, self.times(contenders, what), before)
             peer = f"{model} transcription ({'compiled' if self.compiled else 'eager'})"
-            if peer in seconds:
-                speeds[own[-1].name] |= compared(f"{prefix}speedup", seconds[peer], seconds[own[-1].name])
-            self.add(contenders, speeds)
-        for contender in (self.baseline, *others, own[-1]):  # the model itself last: then its group is complete
+            if peer in (contender.name for contender in others):
+                row, beside = self.rows[own[-1].name], self.rows[peer]
+                seconds = beside["baseline_seconds"] if model == BASELINE else row["seconds"]
+                row |= compared(f"{prefix}speedup", beside["seconds"][what], seconds[what])
+            self.store(contenders)
+        for contender in (self.baseline, *others, own[-1]):
             self.finish(contender, self.rows[contender.name])
+        self.rows[own[-1].name]["visits"] = self.visits(model) + 1  # the group is complete
         self.store(contenders)
 
-    def add(self, contenders: list[Contender], speeds: dict) -> None:
-        """Put what was measured of a group into its rows, and store them."""
+    def add(self, contenders: list[Contender], what: str, prefix: str, seconds: dict, before: int) -> None:
+        """Put the seconds of a visit behind those of the `before` rounds of earlier ones, and compute from all."""
         for contender in contenders:
-            self.rows[contender.name] |= speeds[contender.name]
-        pooled = self.baseline_seconds
-        train, forward = ({BASELINE: pooled[what]} if pooled[what] else {} for what in ("train", "forward"))
-        self.rows[BASELINE] |= rows_of(train, forward, self.tokens)[BASELINE] | {"seconds": pooled}
-        self.store(contenders)
+            row = self.rows[contender.name]
+            kept = (row.setdefault(key, {"train": [], "forward": []}) for key in ("seconds", "baseline_seconds"))
+            own, base = (seconds_of[what] for seconds_of in kept)
+            # The baseline runs in every group: its own figures are of all of them.
+            first = len(own) if contender is self.baseline else before
+            own[first:], base[first:] = seconds[contender.name], seconds[BASELINE]
+            row |= figures_of(own, base, prefix, self.tokens)
 
     def store(self, contenders: list[Contender]) -> None:
         for contender in contenders:
@@ -145,27 +151,19 @@ class Bench:
 
 def transcription(stem: str, model) -> torch.nn.Module | None:
     """tests/transcription.py's model of that stem with the weights of `model`; None where the stem has none."""
-    tests = str(Path(__file__).parents[1] / "tests")
-    if tests not in sys.path:
-        sys.path.append(tests)  # no package: pytest imports from the folder as well
-    from transcription import READS, Transcription
-
-    if stem != BASELINE and stem not in READS:
+    tests = suites.of_tests("transcription")
+    if stem != BASELINE and stem not in tests.READS:
         return None
-    result = Transcription(stem, model.config)
+    result = tests.Transcription(stem, model.config)
     result.load_state_dict(model.state_dict())
     return result
 
 
-def rows_of(train: dict, forward: dict, tokens: int) -> dict[str, dict]:
-    """Median tokens/s of training steps and forward passes, and their ratios to the baseline, by name."""
-    rows = {}
-    for prefix, seconds in (("", train), ("forward_", forward)):
-        for name, times in seconds.items():
-            row = rows.setdefault(name, {})
-            row[f"{prefix}tokens_per_second"] = tokens / statistics.median(times)
-            row |= compared(f"{prefix}ratio", seconds[BASELINE], times)
-    return rows
+def figures_of(own: list[float], base: list[float], prefix: str, tokens: int) -> dict[str, float]:
+    """Tokens/s of a model's rounds, of the baseline's in the same rounds (seconds), and the ratio round by round."""
+    figures = percentiles(f"{prefix}tokens_per_second", [tokens / seconds for seconds in own])
+    figures[f"{prefix}baseline_tokens_per_second"] = statistics.median(tokens / seconds for seconds in base)
+    return figures | compared(f"{prefix}ratio", base, own)
 
 
 def first_line(error: Exception) -> str:
@@ -183,7 +181,7 @@ def settings_of(args, sizes: dict, device: torch.device) -> dict:
     settings = {"suite": args.suite, "sizes": sizes, "device": device.type, "dtype": args.dtype}
     settings |= {"threads": torch.get_num_threads(), "micro_batch_size": args.micro_batch_size}
     settings |= {"kernels": args.kernels, "state_interval": args.state_interval}
-    settings |= {"rounds": args.rounds, "steps_per_round": args.steps}
+    settings |= {"rounds": args.rounds, "visits": args.visits, "steps_per_round": args.steps}
     return settings | {"activations": PEAK if device.type == "cuda" else SAVED}
 
 
@@ -194,9 +192,11 @@ def number(row: dict, key: str, form: str, scale: float = 1) -> str | None:
 COLUMNS = {
     "model": lambda r: f"`{r['model']}`",
     "parameters": lambda r: number(r, "parameters", ",.0f"),
-    "training tokens/s": lambda r: number(r, "tokens_per_second", ",.0f"),
+    "training tokens/s": lambda r: spread(r, "tokens_per_second", ",.0f"),
+    "additive in the same rounds": lambda r: number(r, "baseline_tokens_per_second", ",.0f"),
     "relative to additive (10th to 90th percentile)": lambda r: spread(r, "ratio", ".3f"),
-    "forward tokens/s": lambda r: number(r, "forward_tokens_per_second", ",.0f"),
+    "forward tokens/s": lambda r: spread(r, "forward_tokens_per_second", ",.0f"),
+    "additive forward in the same rounds": lambda r: number(r, "forward_baseline_tokens_per_second", ",.0f"),
     "forward relative to additive": lambda r: spread(r, "forward_ratio", ".3f"),
     "training speed over its transcription": lambda r: spread(r, "speedup", ".2f"),
     "forward speed over its transcription": lambda r: spread(r, "forward_speedup", ".2f"),
@@ -240,12 +240,11 @@ def run(args) -> None:
     settings = settings_of(args, sizes, device)
     figures = Figures(args.json, device, settings, args.resume, notes={"left_out": []})
     for size_name, size in sizes.items():
-        # A group is complete with the memory of its model.
-        done = {row["model"] for row in figures.rows if row["size"] == size_name and "activation_ratio" in row}
-        wanted = [model for model in args.models if row_name(model) not in done]
-        bench = Bench(args, size_name, size, device, figures) if wanted else None
-        for number, model in enumerate(wanted, 1):
-            print(f"{size_name}, group {number}/{len(wanted)}: {row_name(model)}", flush=True)
+        done = {row["model"]: row.get("visits", 0) for row in figures.rows if row["size"] == size_name}
+        left = [(n, model) for n in range(args.visits) for model in args.models if done.get(row_name(model), 0) <= n]
+        bench = Bench(args, size_name, size, device, figures) if left else None
+        for number, (visit, model) in enumerate(left, 1):
+            print(f"{size_name}, group {number}/{len(left)}: {row_name(model)}, visit {visit + 1}", flush=True)
             bench.measure_group(model)
             release(device)
         del bench

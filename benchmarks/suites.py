@@ -1,6 +1,9 @@
 """What is measured: sizes and models by suite and command line."""
 
+import importlib
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -76,14 +79,22 @@ def split_model(text: str) -> tuple[str, dict, dict]:
     return stem, keys | ({key: int(columns)} if colon else {}), values
 
 
+def of_tests(module: str):
+    """A module of tests/, which is no package: pytest imports from the folder as well."""
+    tests = str(Path(__file__).parents[1] / "tests")
+    if tests not in sys.path:
+        sys.path.append(tests)
+    return importlib.import_module(module)
+
+
 def row_name(model: str) -> str:
     return model.replace(":", " d_v=").replace("+", " ")
 
 
 def check(args, device: torch.device, sizes: dict[str, dict]) -> None:
     """ValueError: what cannot be measured, said before anything is."""
-    if min(args.rounds, args.warmup, args.micro_batch_size, args.steps) < 1:
-        raise ValueError("--rounds, --warmup, --steps and --micro_batch_size: give 1 or more")
+    if min(args.rounds, args.visits, args.warmup, args.micro_batch_size, args.steps) < 1:
+        raise ValueError("--rounds, --visits, --warmup, --steps and --micro_batch_size: give 1 or more")
     if args.suite not in ON_CPU and device.type == "cpu":
         raise ValueError(f"--suite={args.suite} holds sizes for a GPU: give --suite=quick, or --device=cuda")
     if args.compile == "True" and not distributed.can_compile(device):
@@ -120,3 +131,5 @@ def complete(args, device: torch.device) -> None:
     args.micro_batch_size = suite.micro_batch_size if args.micro_batch_size is None else args.micro_batch_size
     if args.steps is None:
         args.steps = 4 if device.type == "cuda" else 1
+    if args.visits is None:
+        args.visits = 1 if device.type == "cuda" else 2  # a CPU's speed drifts with what else the machine does

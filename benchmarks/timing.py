@@ -62,8 +62,8 @@ def spread(row: dict, key: str, form: str) -> str | None:
     """The median and (10th to 90th percentile) that `percentiles` made, as text; None where the row has none."""
     if key not in row:
         return None
-    middle, low, high = (format(row[name], form) for name in (key, f"{key}_p10", f"{key}_p90"))
-    return f"{middle} ({low} to {high})"
+    middle, *ends = (format(row[name], form) for name in (key, f"{key}_p10", f"{key}_p90") if name in row)
+    return f"{middle} ({' to '.join(ends)})" if ends else middle  # older figures of speed have the median alone
 
 
 class Clock:

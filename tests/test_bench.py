@@ -24,17 +24,17 @@ TINY += ["--num_attention_heads=4", "--head_dim=8", "--compile=False", "--rounds
 CPU = torch.device("cpu")
 
 
-def test_rows_are_medians_of_ratios_of_one_round():
-    train = {"gpt-mha-rope": [1.0, 2.0, 4.0], "other": [2.0, 2.0, 16.0]}
-    forward = {"gpt-mha-rope": [1.0, 1.0, 1.0], "other": [4.0, 2.0, 1.0]}
-    base, other = step.rows_of(train, forward, tokens=8).values()
-    assert base["tokens_per_second"] == 4
-    assert (base["ratio"], base["ratio_p10"], base["ratio_p90"]) == (1, 1, 1)
-    assert other["tokens_per_second"] == 4
+def test_figures_are_medians_of_ratios_of_one_round():
+    base, own = [1.0, 2.0, 4.0], [2.0, 2.0, 16.0]
+    same = step.figures_of(base, base, "", tokens=8)
+    assert (same["tokens_per_second"], same["baseline_tokens_per_second"]) == (4, 4)
+    assert (same["ratio"], same["ratio_p10"], same["ratio_p90"]) == (1, 1, 1)
+    other = step.figures_of(own, base, "forward_", tokens=8)
+    assert (other["forward_tokens_per_second"], other["forward_baseline_tokens_per_second"]) == (4, 4)
     spread = pytest.approx((0.5, 0.3, 0.9))  # a fifth of the way from 0.25 to 0.5, and from 1 to 0.5
-    assert (other["ratio"], other["ratio_p10"], other["ratio_p90"]) == spread
     assert (other["forward_ratio"], other["forward_ratio_p10"], other["forward_ratio_p90"]) == spread
-    assert (base["forward_tokens_per_second"], other["forward_tokens_per_second"]) == (8, 4)
+    spread = pytest.approx((0.5 + 0.2 * 3.5, 4))
+    assert (other["forward_tokens_per_second_p10"], other["forward_tokens_per_second_p90"]) == spread
 
 
 def test_models_take_turns():
@@ -83,7 +83,7 @@ def test_models_by_choice(tmp_path, monkeypatch):
 
 
 MISTAKES = [
-    (["--rounds=0"], "--rounds, --warmup, --steps and --micro_batch_size: give 1 or more"),
+    (["--rounds=0"], "--rounds, --visits, --warmup, --steps and --micro_batch_size: give 1 or more"),
     (["--models=DDL-gpt-mha-rope-CX"], "did you mean DDL-gpt-mha-rope"),
     (["--models=DDL-gpt-mha-rope:four"], "number of columns"),
     (["--models=DDL-vdim1-gpt-mha-rope:2"], "ddl_value_channels=2"),
@@ -289,8 +289,9 @@ def test_a_benchmark_that_was_killed_goes_on(tmp_path, monkeypatch):
     after = {row["model"]: row for row in json.loads(out.read_text())["rows"]}
     assert "activation_ratio" in after["DDL-gpt-mha-rope-CC"]
     seconds = after["gpt-mha-rope"]["seconds"]["train"]
-    # Two rounds in each of three groups: the baseline's own, the killed one and the one that was measured again.
-    assert (len(seconds), seconds[:4]) == (6, before["gpt-mha-rope"]["seconds"]["train"])
+    # One round in each visit to two groups, of which two rounds are wanted, and one in the visit that was killed.
+    assert (len(seconds), seconds[:2]) == (5, before["gpt-mha-rope"]["seconds"]["train"])
+    assert len(after["DDL-gpt-mha-rope-CC"]["seconds"]["train"]) == 2
     monkeypatch.setattr(step, "Bench", None)  # nothing is left to measure
     step.run(bench.arguments(run))
     assert {row["model"]: row for row in json.loads(out.read_text())["rows"]} == after
@@ -346,8 +347,30 @@ def test_the_baselines_speed_is_the_median_over_all_groups(monkeypatch):
     )
     one.measure_group("gpt-mha-rope")
     one.measure_group("DDL-gpt-mha-rope-CC")
-    assert one.rows["gpt-mha-rope"]["tokens_per_second"] == pytest.approx(16 / 1.5)
-    assert one.rows["gpt-mha-rope"]["forward_tokens_per_second"] == pytest.approx(16 / 5.5)
+    assert one.rows["gpt-mha-rope"]["tokens_per_second"] == pytest.approx((16 / 1 + 16 / 2) / 2)
+    assert one.rows["gpt-mha-rope"]["forward_tokens_per_second"] == pytest.approx((16 / 5 + 16 / 6) / 2)
+
+
+def test_percentiles_hold_what_changes_between_visits(monkeypatch):
+    """The machine is half as fast in the second visit, and the variant loses more than the baseline by it."""
+    one, slow = small_bench("--peers=none"), 1
+
+    def measured(turns, warmup, rounds, what):
+        assert rounds == 1  # of two, in two visits
+        return {name: [slow * (0.5 if name == "gpt-mha-rope" else 0.5 + 0.25 * slow)] for name in turns}
+
+    monkeypatch.setattr(step, "measure", measured)
+    for slow in (1, 2):  # noqa: B007 (`measured` reads it)
+        for model in ("gpt-mha-rope", "DDL-gpt-mha-rope-CC"):
+            one.measure_group(model)
+    base, row = one.rows["gpt-mha-rope"], one.rows["DDL-gpt-mha-rope-CC"]
+    assert row["seconds"]["train"] == [0.75, 2.0]
+    assert row["baseline_seconds"]["train"] == [0.5, 1.0]
+    assert (row["ratio_p10"], row["ratio_p90"]) == pytest.approx((0.5 + 0.1 / 6, 0.5 + 0.9 / 6))
+    assert (row["tokens_per_second_p10"], row["tokens_per_second_p90"]) == pytest.approx((8 + 4 / 3, 16 + 4))
+    assert (base["tokens_per_second_p10"], base["tokens_per_second_p90"]) == pytest.approx((16, 32))
+    cells = [cell.strip() for cell in step.markdown([row]).splitlines()[-1].split("|")]
+    assert cells[3:6] == ["15 (9 to 20)", "24", "0.583 (0.517 to 0.650)"]
 
 
 def test_a_peer_that_does_not_fit_is_left_out_and_said(monkeypatch):

@@ -14,7 +14,7 @@ import configurator
 import model
 import report
 import train
-from benchmarks import ceiling, step
+from benchmarks import ceiling, peer_quality, step, timing
 from model.keys import keys_of
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -30,15 +30,16 @@ def squeezed(table: str) -> str:
 
 
 def test_the_tables_of_the_demo_are_the_stored_results():
-    stored = json.loads((ROOT / "results" / "demo.json").read_text())
-    assert squeezed(report.markdown(stored["rows"])) in squeezed(DEMO)
-    trained = json.loads((ROOT / "results" / "demo_variants.json").read_text())["rows"]
+    for name in ("demo", "demo_variants"):
+        stored = json.loads((ROOT / "results" / f"{name}.json").read_text())
+        groups = stored.get("groups") or [report.group_of([row]) for row in stored["rows"]]
+        assert squeezed(report.markdown(groups)) in squeezed(DEMO)
     measured = {row["model"]: row for row in json.loads((ROOT / "results" / "bench_step_cpu.json").read_text())["rows"]}
-    for row in trained:
-        speed = measured[row["model"]]
-        spread = f"{speed['ratio']:.2f} ({speed['ratio_p10']:.2f} to {speed['ratio_p90']:.2f})"
-        assert f"| `{row['model']}` | {row['parameters']:,} | {row['val_bits_per_byte']:.3f} | {spread} |" in DEMO
-        assert row["parameters"] == speed["parameters"]
+    assert {group["model"]: group["parameters"] for group in groups} == {
+        model: row["parameters"] for model, row in measured.items()
+    }
+    for row in measured.values():
+        assert f"| `{row['model']}` | {timing.spread(row, 'ratio', '.2f')} |" in DEMO
 
 
 def test_the_table_of_ceilings_is_the_stored_result():
@@ -49,6 +50,10 @@ def test_the_table_of_ceilings_is_the_stored_result():
 def test_the_table_of_speeds_is_the_stored_result():
     stored = json.loads((ROOT / "results" / "bench_quick_cpu.json").read_text())
     assert step.markdown(stored["rows"]) in (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+    for row in stored["rows"]:  # the columns agree: medians of the same rounds
+        if "baseline_tokens_per_second" in row:
+            ratio = row["tokens_per_second"] / row["baseline_tokens_per_second"]
+            assert 0.97 * row["ratio_p10"] < ratio < 1.03 * row["ratio_p90"], row["model"]
 
 
 def test_the_speed_of_evaluation_is_the_stored_results():
@@ -62,6 +67,103 @@ def test_the_speed_of_decoding_is_the_stored_result():
     stored = json.loads((ROOT / "results" / "bench_generation_cpu.json").read_text())
     ratios = [row["ratio"] for row in stored["rows"] if row["way"] == "cached"]
     assert f"{min(ratios):.0f} to {max(ratios):.0f} times as fast" in " ".join(README.split())
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?%?")
+SCALES = (1, 1e-9, 2**-10, 2**-20, 2**-30)  # as it is, GB, KiB, MiB, GiB
+
+
+def tables_of_figures(page: str):
+    """(section, rows of cells) of every table whose cells, the first column aside, are mostly numbers."""
+    for section in re.split(r"^(?=#)", page, flags=re.M):
+        for table in re.findall(r"(?:^\|.*\n)+", section, flags=re.M):
+            rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+            cells = [cell for row in rows for cell in row[1:]]
+            if 2 * sum(bool(NUMBER.match(cell)) for cell in cells) > len(cells):
+                yield section, rows
+
+
+def numbers_in(value) -> list[float]:
+    """Every number of a JSON value."""
+    if isinstance(value, dict | list):
+        return [x for each in (value.values() if isinstance(value, dict) else value) for x in numbers_in(each)]
+    return [float(value)] if isinstance(value, int | float) and not isinstance(value, bool) else []
+
+
+def bytes_moved(row: dict) -> list[float]:
+    """Of the model, forward and backward together."""
+    return [sum(part["bytes"] for way in ("forward", "backward") for part in row[way].values())]
+
+
+DERIVED = {  # what a page computes from a stored row
+    "memory_cpu.json": lambda row: [row["estimated"] / row["measured"]],
+    "lowering_small_before.json": bytes_moved,
+    "predicted_small_h200.json": bytes_moved,
+}
+
+
+SUMMARIES = {"peers_demo_cpu.json": peer_quality.groups_of}  # rows that a page shows together
+
+
+def values_for(cells: list[str], files: set[str]) -> list[float]:
+    """Numbers of the stored rows, of each file, that have the most in common with the names in a row of a table."""
+    values = []
+    for name in files:
+        stored = json.loads((ROOT / "results" / name).read_text())
+        rows = stored.get("groups") or SUMMARIES.get(name, list)(stored["rows"])
+        alike = [sum(value in cells for value in row.values() if isinstance(value, str)) for row in rows]
+        for row in (row for row, count in zip(rows, alike) if count == max(alike)):
+            values += numbers_in(row) + DERIVED.get(name, numbers_in)(row)
+    return values
+
+
+def is_one_of(shown: str, values: list[float]) -> bool:
+    """Whether some value, in some unit, is rounded to what is shown."""
+    digits, _, exponent = shown.replace(",", "").strip("%").partition("e")
+    number, last = float(digits) * 10.0 ** int(exponent or 0), len(digits.partition(".")[2]) - int(exponent or 0)
+    scales = (100,) if shown.endswith("%") else SCALES
+    return any(abs(value * scale - number) <= 0.501 * 10.0**-last for value in values for scale in scales)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_table_of_figures_names_its_files_and_shows_their_numbers(path):
+    for section, rows in tables_of_figures(path.read_text(encoding="utf-8")):
+        files = set(re.findall(r"results/(\w+\.json)", section))
+        assert files, f"this table names no file of results/: {rows[0]}"
+        for row in rows:
+            values = values_for(row, files)
+            shown = [number for cell in row[1:] for number in NUMBER.findall(cell)]
+            assert [number for number in shown if not is_one_of(number, values)] == [], (row, files)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_measured_figure_in_the_text_is_in_a_file_that_its_paragraph_names(path):
+    """Measured: three digits after the point, a share with one or more, or a speed."""
+    text = re.sub(r"```.*?```|^\|[^\n]*\n", "", path.read_text(encoding="utf-8"), flags=re.S | re.M)
+    for paragraph in text.split("\n\n"):
+        files = set(re.findall(r"results/(\w+\.json)", paragraph))
+        values = numbers_in([json.loads((ROOT / "results" / name).read_text()) for name in files])
+        shown = re.findall(r"(?<![\w./])\d+\.\d{3}\b|\d+\.\d+%|\d[\d,]*(?=\stokens/s)", paragraph)
+        assert [number for number in shown if not is_one_of(number, values)] == [], (paragraph, files)
+
+
+# Stored before a tree had to be clean; each is to be measured again, or to go, and none may be added.
+OF_UNCOMMITTED_CODE = {"bench_data_cpu", "bench_step_cpu", "ceiling_sm90_before"}
+OF_UNCOMMITTED_CODE |= {"lowering_small_before", "predicted_medium_h200", "predicted_small_h200"}
+
+
+def test_figures_are_of_committed_code():
+    commits = {path.stem: json.loads(path.read_text())["commit"] for path in (ROOT / "results").glob("*.json")}
+    assert {name for name, commit in commits.items() if commit.endswith("-dirty")} == OF_UNCOMMITTED_CODE
+    assert all(re.fullmatch(r"[0-9a-f]{12}(-dirty)?", commit) for commit in commits.values())
+
+
+def test_every_stored_figure_is_named_on_a_page():
+    pages = "".join(path.read_text(encoding="utf-8") for path in (*PAGES, *(ROOT / "results").glob("*.md")))
+    assert [
+        path.name for path in (ROOT / "results").glob("*.*") if path.suffix != ".md" and path.name not in pages
+    ] == []
 
 
 def test_the_pictures_are_there():

@@ -106,7 +106,7 @@ def test_table(tmp_path):
     run = write_run(tmp_path / "a", [4.0, 3.0, 2.0, 1.0], val=3.25)
     rows = report.table_rows([str(run)])
     assert rows[0]["run"] == "a"
-    cells = report.markdown(rows).splitlines()[-1].split("|")[1:-1]
+    cells = report.markdown(report.groups_of(rows, [{}])).splitlines()[-1].split("|")[1:-1]
     assert [cell.strip() for cell in cells] == ["`gpt-mha-rope`", "7,052", "4", "2", "3.250", "1.172"]
     out = tmp_path / "rows.json"
     assert call("report.py", "table", run, f"--json={out}").returncode == 0
@@ -114,6 +114,47 @@ def test_table(tmp_path):
     assert stored["rows"] == rows
     assert stored["command"] == f"python report.py table {run} --json={out}"
     assert stored.keys() >= {"commit", "machine", "date", "torch"}
+
+
+def test_runs_that_differ_in_their_seed_are_one_row(tmp_path):
+    """Beside a baseline with the same seeds and one more, a run of other settings, and two runs of the same seed."""
+    losses = {"gpt-mha-rope": [3.0, 3.4, 3.1, 9.0], "DDL-vdim1-gpt-mha-rope": [2.0, 2.5, 2.2]}
+    runs = []
+    for stem, values in losses.items():
+        for seed, val in sorted(enumerate(values), reverse=stem.startswith("DDL")):  # not the order of the baseline's
+            folder = tmp_path / f"{stem}-{seed}"
+            settings = {"seed": seed, "model": stem, "max_steps": 4, "out_dir": folder.name}
+            runs.append(write_run(folder, [4, 3, 2, 1], val=val, **settings))
+            path = folder / "checkpoints" / "step_00000004" / "state.json"
+            path.write_text(json.dumps({**json.loads(path.read_text()), "model": stem}))
+            sign(path.parent)
+    runs.append(write_run(tmp_path / "other", [4, 3, 2, 1], val=5.0, seed=1, learning_rate=1.0))
+    runs += [write_run(tmp_path / name, [4, 3, 2, 1], val=6.0, seed=7, warmup_steps=1) for name in ("same", "again")]
+    out = tmp_path / "rows.json"
+    printed = call("report.py", "table", *runs, f"--json={out}", "--against=gpt-mha-rope-0")
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.stdout.decode().strip().splitlines()]
+    assert table[0][-2:] == ["bits per byte less that of `gpt-mha-rope-0`", "that is"]
+    # By hand: values of two bytes a token; t of 2 degrees is 4.303, of 3 it is 3.182; s by the textbook's formula.
+    nats = 4 * math.log(2)
+
+    def text(values, t, form=".3f"):
+        mean = sum(values) / len(values)
+        s = math.sqrt(sum((x - mean) ** 2 for x in values) / (len(values) - 1))
+        return f"{mean:{form}} ± {t * s / math.sqrt(len(values)):.3f} ({len(values)})"
+
+    base, own = losses.values()
+    difference = text([(x - y) / nats for x, y in zip(own, base)], 4.3026527, "+.3f")
+    assert [row[0] for row in table[2:]] == ["`gpt-mha-rope`", "`DDL-vdim1-gpt-mha-rope`", *["`gpt-mha-rope`"] * 3]
+    assert table[2][3:] == [text(base, 3.1824463), text([x / nats for x in base], 3.1824463), "-", "-"]
+    assert table[3][3:] == [text(own, 4.3026527), text([x / nats for x in own], 4.3026527), difference, "better"]
+    assert table[4][3:] == ["5.000", f"{5 / nats:.3f}", f"{1.6 / nats:+.3f} (1)", "undecided"]
+    assert [row[3:] for row in table[5:]] == [["6.000", f"{6 / nats:.3f}", "-", "-"]] * 2  # no seed in common
+    stored = json.loads(out.read_text())
+    assert [row["run"] for row in stored["rows"]] == [run.name for run in runs]
+    assert stored["groups"][0]["seeds"] == [0, 1, 2, 3]
+    assert report.markdown(stored["groups"]) == printed.stdout.decode().rstrip("\n")
+    assert "4 of the rows" in one_line_error(call("report.py", "table", *runs, "--against=gpt-mha-rope"))
+    assert "none of the rows" in one_line_error(call("report.py", "table", *runs, "--against=gpt"))
 
 
 def test_mistakes_end_in_one_line(tmp_path):

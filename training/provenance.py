@@ -1,6 +1,7 @@
 """Where a stored figure comes from."""
 
 import datetime
+import functools
 import hashlib
 import importlib.metadata
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from data.shards import write_json
 from training.metrics import cpu_name
 
 ROOT = Path(__file__).parents[1]
@@ -19,19 +21,47 @@ ROOT = Path(__file__).parents[1]
 
 def provenance() -> dict:
     """What a stored figure must say of itself: command, commit, machine, versions and date."""
-    git = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        said = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-        commit = said.stdout.strip()
-    except OSError:  # no git on this machine
-        commit = ""
-    commit = commit or os.environ.get("COMMIT", "")  # of a copy without its history
+    commit = commit_of(ROOT) or os.environ.get("COMMIT", "")  # the latter for a copy without its history
     machine = f"{os.cpu_count()} x {cpu_name()}"
     if torch.cuda.is_available():
         machine = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     versions = {"python": platform.python_version(), "torch": torch.__version__, "triton": triton_version()}
     command, date = shlex.join(["python", *sys.argv]), datetime.date.today().isoformat()
     return {"command": command, "commit": commit, "machine": machine, **versions, "date": date}
+
+
+def commit_of(repository: Path) -> str:
+    """Its commit, with "-dirty" where a tracked file differs from it; "" where git or the history is missing.
+
+    Files of results/ may differ: a measurement writes its figures there, and nothing that is measured reads them.
+    """
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=repository, capture_output=True, text=True, check=False).stdout
+
+    try:
+        commit = git("describe", "--always", "--abbrev=12").strip()
+        changes = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!results")
+    except OSError:  # no git on this machine
+        return ""
+    return f"{commit}-dirty" if changes else commit
+
+
+def store(path: Path, figures: dict, origin: dict | None = None) -> None:
+    """Write figures to a JSON file with their provenance, that of now without `origin`; the file is replaced whole.
+
+    Figures of a tree that is not committed are nobody's to repeat: a note says so, once for each file.
+    """
+    origin = origin or provenance()
+    write_json(path, {**origin, **figures})
+    if origin["commit"].endswith("-dirty"):
+        note_dirty(path, origin["commit"])
+
+
+@functools.cache
+def note_dirty(path: Path, commit: str) -> None:
+    note = f"note: {path} is of {commit}, with changes that are not committed: commit and measure again"
+    print(note, file=sys.stderr, flush=True)  # a table may go elsewhere than the screen
 
 
 def triton_version() -> str | None:
