@@ -98,7 +98,6 @@ def bytes_moved(row: dict) -> list[float]:
 
 DERIVED = {  # what a page computes from a stored row
     "memory_cpu.json": lambda row: [row["estimated"] / row["measured"]],
-    "lowering_small_before.json": bytes_moved,
     "predicted_small_h200.json": bytes_moved,
 }
 
@@ -149,8 +148,7 @@ def test_every_measured_figure_in_the_text_is_in_a_file_that_its_paragraph_names
 
 
 # Stored before a tree had to be clean; each is to be measured again, or to go, and none may be added.
-OF_UNCOMMITTED_CODE = {"bench_data_cpu", "bench_step_cpu", "ceiling_sm90_before"}
-OF_UNCOMMITTED_CODE |= {"lowering_small_before", "predicted_medium_h200", "predicted_small_h200"}
+OF_UNCOMMITTED_CODE = {"bench_step_cpu", "predicted_medium_h200", "predicted_small_h200"}
 
 
 def test_figures_are_of_committed_code():
@@ -253,22 +251,6 @@ def test_parameter_formulas_of_the_variants_page():
     for stem in PAPER:
         assert f"| `{stem}` |" in page
         assert model.build(stem, **size).num_parameters() - baseline == extra[stem]
-
-
-def test_the_speed_of_the_data_is_the_stored_result():
-    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
-    [row] = json.loads((ROOT / "results" / "bench_data_cpu.json").read_text())["rows"]
-    for text in (
-        f"{row['prepare_tokens_per_second']:,.0f} tokens/s: {row['ratio']:.2f}",
-        f"{row['ratio_worst']:.2f}) of",
-    ):
-        assert text in page
-    for text in (
-        f"| {row['peak_memory_bytes'] / 2**20:.0f} MiB |",
-        f"| {row['loader_tokens_per_second']:,.0f} tokens/s |",
-    ):
-        assert text in page
-    assert f"| {row['waiting_share']:.3%}; {row['making_share']:.3%} of the step |" in page
 
 
 @pytest.mark.parametrize("page", ["data", "demo", "evaluation", "export", "runs", "serving", "sweeps"])
