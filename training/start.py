@@ -7,6 +7,7 @@ may be gone.
 
 import contextlib
 import fcntl
+import math
 import os
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 from data import tokenizer
 from model import released, weights
 from model.keys import Key, keys_of
-from training import checkpoint, distributed
+from training import checkpoint, distributed, optimizer
 
 NANOGPT = {"scratch": "leave it out to start anew", "resume": "give --resume=auto to go on with a run"}
 # What a run without a checkpoint may have left in its folder.
@@ -106,6 +107,20 @@ def refuse_change(before: dict, settings: dict, keys: dict[str, Key], where: Pat
         old, new = before.get(name), settings.get(name)
         if old != new:
             raise ValueError(f"{name}={new!r}, but {where} was trained with {old!r}: give that value, or {otherwise}")
+
+
+def refuse_other_scales(model, config, begin: Path) -> None:
+    """ValueError: muP would multiply learning rates by other factors than those the checkpoint was trained with."""
+    now = optimizer.lr_scales(model, config.optimizer == "muon")
+    before = checkpoint.read_state(begin).get("lr_scales", optimizer.lr_scales_before(model))
+    for name in sorted(before.keys() | now.keys()):
+        old, new = before.get(name, 1.0), now.get(name, 1.0)
+        if not math.isclose(old, new):
+            raise ValueError(
+                f"{begin} was trained with the learning rate of {name} times {old:g}, this code would take "
+                f"{new:g} (muP, optimizer={config.optimizer}): finish it with the code that began it, or begin a run "
+                f"with its weights and a fresh optimizer, --init_from={begin}"
+            )
 
 
 def saved_state(resume: str | None, out_dir: str | None) -> dict:
