@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 import tables
+from benchmarks import transfer
 from model import STEMS, build
 from report import pyplot
 from training import optimizer
@@ -84,6 +85,36 @@ def draw(result: dict, widths: list[int], title: str, out: Path) -> None:
     figure.savefig(out, dpi=120)
 
 
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def check_widths(widths: list[int]) -> None:
+    """ValueError: fewer than two, or not heads of 32 features."""
+    if len(widths) < 2 or any(width < 32 or width % 32 for width in widths) or sorted(set(widths)) != widths:
+        given = ",".join(map(str, widths))
+        raise ValueError(f"--widths={given}: give two or more multiples of 32, rising, separated by commas")
+
+
+def add_transfer(commands) -> None:
+    parser = commands.add_parser("transfer", help="best learning rate over widths", description=transfer.__doc__)
+    add = parser.add_argument
+    add("--model", choices=STEMS, default="DDL-gpt-mha-rope-CC")
+    add("--dataset", default="python_stdlib", help="folder of token shards (default: %(default)s)")
+    add("--widths", type=numbers, default="64,128,256,512", help="the first is muP's base (default: %(default)s)")
+    add("--optimizers", type=names, default="adamw,muon", help="(default: %(default)s)")
+    add("--steps", type=int, default=100, help="optimizer steps, the first fifth warm-up (default: %(default)s)")
+    add("--layers", type=int, default=2, help="(default: %(default)s)")
+    add("--block_size", type=int, default=64, help="tokens of a sequence (default: %(default)s)")
+    add("--batch_size", type=int, default=4, help="sequences of a step (default: %(default)s)")
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    add("--json", type=Path, default=Path("runs/mup_transfer.json"), help="goes on from there (default: %(default)s)")
+
+
 def main():
     parser = configurator.Parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -93,7 +124,13 @@ def main():
     mup.add_argument("--steps", type=int, default=5)
     mup.add_argument("--learning_rate", type=float, default=1e-2)
     mup.add_argument("--out", type=Path, default=Path("runs/mup.png"), help="(default: %(default)s)")
+    add_transfer(commands)
     args = parser.parse_args()
+    if args.command == "transfer":
+        with configurator.one_line_errors():
+            check_widths(args.widths)
+            transfer.run(args)
+        return
     with configurator.one_line_errors():
         widths = [int(width) for width in args.widths.split(",")]
         if len(widths) < 2 or any(width < 32 or width % 32 for width in widths):
