@@ -62,8 +62,13 @@ class Search:
 
     def lines(self) -> list[tuple[str, int, bool]]:
         """(optimizer, width, muP) of every grid; at the first width, the base, muP changes nothing: it has one."""
-        widths = self.widths
-        return [(o, w, m) for o in self.optimizers for w in widths for m in (True, False) if m or w != widths[0]]
+        return [
+            (name, width, mup)
+            for width in self.widths
+            for name in self.optimizers
+            for mup in (True, False)
+            if mup or width != self.widths[0]
+        ]
 
     def losses(self, name: str, width: int, mup: bool) -> dict[int, float]:
         """{log2 of the rate: loss} of what is known."""
@@ -87,12 +92,15 @@ class Search:
 
     def seconds_left(self) -> float:
         """An estimate; a width that was not measured takes three times as long as the one before."""
-        left, seconds = 0.0, 1.0
+        left, seconds = 0.0, dict.fromkeys(self.optimizers, 1.0)
         for name, width, mup in self.lines():
             key = {"optimizer": name, "width": width}
             known = [row["seconds"] for row in self.figures.rows if key.items() <= row.items()]
-            seconds = sum(known) / len(known) if known else seconds * (3 if mup else 1)
-            left += seconds * max(2 * AROUND + 1 - len(self.losses(name, width, mup)), 0)
+            if known:
+                seconds[name] = sum(known) / len(known)
+            elif mup:
+                seconds[name] = 3 * seconds[name] if width > self.widths[0] else max(seconds.values())
+            left += seconds[name] * max(2 * AROUND + 1 - len(self.losses(name, width, mup)), 0)
         return left
 
     def run(self) -> None:
