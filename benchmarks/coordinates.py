@@ -29,9 +29,9 @@ from training import optimizer
 from training.provenance import digest
 
 BOUND = 0.15  # largest slope of a change that counts as level
-# The same through a softmax over columns: what tells columns apart starts at v_proj's bias, 1/sqrt(d). With 25 steps
-# instead of 4 the slopes are within 0.15 as well.
-SOFTMAX_BOUND = 0.45
+# The same through a softmax over columns. What a query does there is as large as what tells columns apart, which is
+# part of the state: it starts at v_proj's bias, 1/sqrt(d), and is not level.
+SOFTMAX_BOUND = 0.5
 STEPS, LEARNING_RATE = 4, 2e-3
 PROBES, PROBE_RATE = 3, 1e-4  # steps whose contributions are measured
 PROBE_TOKENS = 2  # of which the last alone has a loss: how alike tokens are depends on width

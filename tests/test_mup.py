@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import one_line_error
+from conftest import ROOT, one_line_error
 from in_process import call
 from test_model import PAPER
 from torch import nn
@@ -18,7 +18,7 @@ from model import layers, residual
 from model.parameters import HIDDEN, INPUT, OUTPUT, Kind, Rule
 
 CASES = [*PAPER, *coordinates.VARIANTS]
-WIDTHS = [64, 256]
+WIDTHS = {"adamw": [64, 256], "muon": [64, 192]}  # a step of Muon takes three times as long
 
 
 def test_slope():
@@ -28,7 +28,7 @@ def test_slope():
 
 def checked(case: str, name: str = "adamw", seeds: int = 3) -> dict:
     stem, keys = coordinates.stem_and_keys(case)
-    return check(stem, {**keys, "mup": True}, name, WIDTHS, seeds)
+    return check(stem, {**keys, "mup": True}, name, WIDTHS[name], seeds)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -152,6 +152,12 @@ def test_the_check_as_a_command(tmp_path):
 def test_mistakes_are_one_line(arguments, message, tmp_path):
     assert message in one_line_error(call("analyze.py", *arguments, f"--json={tmp_path / 'x' / 'x.json'}"))
     assert not (tmp_path / "x").exists()
+
+
+def test_the_table_of_the_page_is_the_stored_result():
+    stored = json.loads((ROOT / "results" / "mup.json").read_text())
+    assert coordinates.markdown(stored["rows"]) in (ROOT / "docs" / "mup.md").read_text(encoding="utf-8")
+    assert all(not_level(row["changes"]) == {} for row in stored["rows"] if row["mup"])
 
 
 # ---- transfer ----

@@ -168,7 +168,7 @@ def test_the_speed_of_the_data_is_the_stored_result():
     assert f"| {row['waiting_share']:.3%}; {row['making_share']:.3%} of the step |" in page
 
 
-@pytest.mark.parametrize("page", ["data", "demo", "evaluation", "export", "runs", "serving", "sweeps"])
+@pytest.mark.parametrize("page", ["data", "demo", "evaluation", "export", "mup", "runs", "serving", "sweeps"])
 def test_commands_of_the_pages_exist(page, monkeypatch):
     commands = commands_of((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"))
     assert commands
