@@ -327,7 +327,7 @@ def draw(rows: list[dict], out) -> None:
         panel.grid(axis="x", alpha=0.3)
     axes[0][0].plot([], [], "D", color="C1", label="h, c, k, logits")
     axes[0][0].plot([], [], "o", color="C0", label="contribution of a parameter")
-    axes[0][0].legend(fontsize="small", loc="lower right")
+    axes[0][0].legend(fontsize="small", loc="center right")
     figure.savefig(out, dpi=100)
 
 

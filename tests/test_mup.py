@@ -169,6 +169,21 @@ def test_the_lowest_point_is_that_of_the_parabola():
     assert transfer.drift([64, 128, 256], [0.4, 0.2, 0.1]) == pytest.approx(-1)
 
 
+def test_the_table_of_best_rates_is_the_stored_result():
+    """Of the widths whose grids are complete, each with its best rate inside."""
+    file = ROOT / "results" / "mup_transfer_cpu.json"
+    stored = json.loads(file.read_text())
+    figures = Figures(None, torch.device("cpu"), {"base": stored["base"]})
+    figures.rows = stored["rows"]
+    widths = sorted({row["width"] for row in figures.rows})
+    search = transfer.Search(figures, torch.device("cpu"), widths, ["adamw", "muon"])
+    done = {width: True for width in widths}
+    for line in search.lines():
+        done[line[1]] &= search.next_power(*line) is None
+    search.widths = [width for width in widths if done[width]]
+    assert transfer.markdown(search) in (ROOT / "docs" / "mup.md").read_text(encoding="utf-8")
+
+
 def test_a_search_ends_with_the_best_rate_inside_its_grid(tmp_path, monkeypatch):
     """Losses made up as parabolas, whose best rates are known; what is stored is not measured again."""
     asked = []
