@@ -37,6 +37,7 @@ PROBES, PROBE_RATE = 3, 1e-4  # steps whose contributions are measured
 PROBE_TOKENS = 2  # of which the last alone has a loss: how alike tokens are depends on width
 LOSS_SCALE = 1e4  # leaves Adam's step as it is, but for its eps, which gradients of wide models would come near
 VOCABULARY = 64
+SMALLEST = 1e-30  # stands for no contribution at all
 LEVEL_START = {"ddl_state_conv_init": "identity"}  # where a stream has the key; "normal" starts c at 1/sqrt(d)
 # Streams with parameters that their defaults do not have; without a model named, these are checked beside every stem.
 VARIANTS = ["DDL-vdim1-gpt-mha-rope+ddl_map=v", "DDL-gpt-mha-rope-CC+ddl_map=v+ddl_k_branch=attention"]
@@ -132,7 +133,7 @@ class Contributions(TorchFunctionMode):
                 size = root_mean_square(last(out - before[name]))
                 if data and size:
                     doubled = self.again(call, weights, None, 2.0)[0] - self.again(call, weights, name, 2.0)[0]
-                    degree = round(math.log2(root_mean_square(last(doubled)) / size))
+                    degree = round(math.log2(max(root_mean_square(last(doubled)) / size, 1)))
                     unit *= root_mean_square(torch.cat([last(x).flatten() for x in data])) ** degree
                 found[name] = {"name": name, "meets": name_of(call), "unit": unit, "size": size / unit}
                 units[name] = unit
@@ -266,7 +267,8 @@ def check(stem: str, keys: dict, name: str, widths: list[int], seeds: int) -> di
     models = [[sizes(stem, keys, name, width, seed) for seed in range(seeds)] for width in widths]
     result = {}
     for what in models[0][0]:
-        values = [math.exp(np.mean([math.log(each[what]) for each in of_width])) for of_width in models]
+        logs = [np.log([max(each[what], SMALLEST) for each in of_width]) for of_width in models]
+        values = [math.exp(each.mean()) for each in logs]
         result[what] = {"values": values, "slope": slope(widths, values)}
     return result
 
