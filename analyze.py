@@ -1,114 +1,80 @@
 """Look inside models.
 
-    python analyze.py mup [--model=DDL-gpt-mha-rope-CC] [--widths=64,128,256,512] [--steps=5] [--out=FILE]
+    python analyze.py mup [--models=DDL-gpt-mha-rope-CC,...] [--widths=64,128,256,512] [--json=FILE]
+    python analyze.py transfer [--model=DDL-gpt-mha-rope-CC] [--widths=64,128,256,512] [--json=FILE]
 
-mup: the coordinate check. Models of several widths train a few steps; under muP the size of a sublayer's output h, of
-its normed input c and of the logits must not grow with width. The state X, the read x_in and the gate's logit are not
-width-flat by design and are left out.
+mup: the coordinate check, whether training changes as much in wide models as in narrow ones, parameter by parameter.
+transfer: whether the best learning rate of a narrow model stays that of wide ones, with muP and without. Both store
+each figure, and the same command goes on where it was stopped (docs/mup.md).
 """
 
-import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import configurator  # before all that is slow to import: it takes Ctrl+C
 
 # isort: split
-import numpy as np
-import torch
-
-import tables
-from model import STEMS, build
-from report import pyplot
-from training import optimizer
-from training.residual_statistics import Watched
-
-QUANTITIES = ("h", "c", "logits")
+from benchmarks import coordinates, transfer
+from model import STEMS
 
 
-def coordinate_sizes(stem: str, width: int, mup: bool, steps: int, learning_rate: float) -> dict[str, float]:
-    """Root mean square of h, c and logits after `steps` AdamW steps on one batch, at hidden_size `width`."""
-    torch.manual_seed(0)
-    size = {"vocab_size": 64, "block_size": 32, "num_hidden_layers": 2, "num_attention_heads": width // 32}
-    model = build(stem, **size, head_dim=32, hidden_size=width, mup=mup, hidden_size_base=64)
-    settings = SimpleNamespace(learning_rate=learning_rate, weight_decay=0.0, optimizer="adamw", beta1=0.9, beta2=0.95)
-    optimizers = optimizer.build_optimizers(model, settings)
-    optimizer.set_learning_rate(optimizers, learning_rate)
-    # A stream with something to learn: each token follows from the one before.
-    ids = torch.randint(0, 64, (8, 1)) + torch.arange(33) * 5
-    ids, targets = ids[:, :-1] % 64, ids[:, 1:] % 64
-    for _ in range(steps):
-        _, loss = model(ids, targets)
-        loss.backward()
-        optimizers[0].step()
-        optimizers[0].zero_grad()
-    squares: dict[str, list[float]] = {name: [] for name in QUANTITIES}
-
-    def seen(_site, quantities):
-        for name in ("h", "c"):
-            squares[name].append(quantities[name].square().mean().item())
-
-    with torch.no_grad(), model.through(Watched(seen)):
-        squares["logits"].append(model(ids)[0].square().mean().item())
-    return {name: math.sqrt(sum(values) / len(values)) for name, values in squares.items()}
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
 
 
-def slope(widths: list[int], sizes: list[float]) -> float:
-    """Least-squares slope of log size over log width."""
-    return float(np.polyfit(np.log(widths), np.log(sizes), 1)[0])
+def optimizers(text: str) -> list[str]:
+    names = text.split(",")
+    if not set(names) <= {"adamw", "muon"}:
+        raise ValueError(text)
+    return names
 
 
-def coordinate_check(stem: str, widths: list[int], steps: int, learning_rate: float) -> dict:
-    """{(mup, quantity): ([size at each width], slope)} with and without muP."""
-    result = {}
-    for mup in (True, False):
-        sizes = [coordinate_sizes(stem, width, mup, steps, learning_rate) for width in widths]
-        for quantity in QUANTITIES:
-            values = [s[quantity] for s in sizes]
-            result[mup, quantity] = values, slope(widths, values)
-    return result
+def check_positive(args, *names: str) -> None:
+    """ValueError: one is below 1."""
+    for name in names:
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name}={getattr(args, name)}: give 1 or more")
 
 
-def draw(result: dict, widths: list[int], title: str, out: Path) -> None:
-    plt = pyplot()
-    figure, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained", sharey=True)
-    for (mup, quantity), (values, grade) in result.items():
-        axes[0 if mup else 1].plot(widths, values, "o-", label=f"{quantity} (slope {grade:+.2f})")
-    for panel, name in zip(axes, ("with muP", "without")):
-        panel.set(title=f"{title}, {name}", xlabel="hidden_size", xscale="log", yscale="log", xticks=widths)
-        panel.minorticks_off()
-        panel.set_xticklabels(map(str, widths))
-        panel.grid(alpha=0.3)
-        panel.legend()
-    axes[0].set_ylabel("root mean square after training")
-    figure.savefig(out, dpi=120)
+def check_widths(widths: list[int]) -> None:
+    """ValueError: fewer than two, or not heads of 32 features."""
+    if len(widths) < 2 or any(width < 32 or width % 32 for width in widths) or sorted(set(widths)) != widths:
+        given = ",".join(map(str, widths))
+        raise ValueError(f"--widths={given}: give two or more multiples of 32, rising, separated by commas")
+
+
+def add_common(parser, name: str) -> None:
+    add, file = parser.add_argument, Path(f"runs/{name}.json")
+    add("--widths", type=numbers, default="64,128,256,512", help="multiples of 32 (default: %(default)s)")
+    add("--optimizers", type=optimizers, default="adamw,muon", help="(default: %(default)s)")
+    add("--json", type=Path, default=file, help="goes on from there; the figure is beside it (default: %(default)s)")
 
 
 def main():
     parser = configurator.Parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    mup = commands.add_parser("mup", help="coordinate check over widths")
-    mup.add_argument("--model", choices=STEMS, default="DDL-gpt-mha-rope-CC")
-    mup.add_argument("--widths", default="64,128,256,512", help="multiples of 32")
-    mup.add_argument("--steps", type=int, default=5)
-    mup.add_argument("--learning_rate", type=float, default=1e-2)
-    mup.add_argument("--out", type=Path, default=Path("runs/mup.png"), help="(default: %(default)s)")
+    mup = commands.add_parser("mup", help="coordinate check over widths", description=coordinates.__doc__)
+    add_common(mup, "mup")
+    mup.add_argument("--models", help="stems, or stem+key=value, with commas between (default: all, and the v-Map)")
+    mup.add_argument("--seeds", type=int, default=3, help="models of each width (default: %(default)s)")
+    moves = commands.add_parser("transfer", help="best learning rate over widths", description=transfer.__doc__)
+    add_common(moves, "mup_transfer")
+    add = moves.add_argument
+    add("--model", choices=STEMS, default="DDL-gpt-mha-rope-CC")
+    add("--dataset", default="python_stdlib", help="folder of token shards (default: %(default)s)")
+    add("--steps", type=int, default=100, help="optimizer steps, the first fifth warm-up (default: %(default)s)")
+    add("--layers", type=int, default=2, help="(default: %(default)s)")
+    add("--block_size", type=int, default=64, help="tokens of a sequence (default: %(default)s)")
+    add("--batch_size", type=int, default=4, help="sequences of a step (default: %(default)s)")
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
     args = parser.parse_args()
     with configurator.one_line_errors():
-        widths = [int(width) for width in args.widths.split(",")]
-        if len(widths) < 2 or any(width < 32 or width % 32 for width in widths):
-            raise ValueError(f"--widths={args.widths}: give two or more multiples of 32, separated by commas")
-        pyplot()  # a missing package should be known before the work
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-    result = coordinate_check(args.model, widths, args.steps, args.learning_rate)
-    rows = [
-        ("muP" if with_mup else "plain", quantity, *(f"{value:.4f}" for value in values), f"{grade:+.3f}")
-        for (with_mup, quantity), (values, grade) in result.items()
-    ]
-    print(tables.markdown(("", "", *widths, "slope"), rows))
-    with configurator.one_line_errors():
-        draw(result, widths, args.model, args.out)
-    print(f"drew {args.out}")
+        check_widths(args.widths)
+        if args.command == "mup":
+            check_positive(args, "seeds")
+            coordinates.run(args)
+        else:
+            check_positive(args, "steps", "layers", "block_size", "batch_size")
+            transfer.run(args)
 
 
 if __name__ == "__main__":

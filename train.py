@@ -308,6 +308,7 @@ def make_model(run: Run, begin: Path | None, device: torch.device):
     not_fused = kernels.use(model, config.kernels, device, config.state_interval)
     if begin:
         weights.fill(model, begin)
+        start.refuse_other_scales(model, config, begin)
     elif config.init_from is not None:
         start.load(model, config.init_from, run.corpus.path)
     return model, not_fused
@@ -430,6 +431,7 @@ def save(run: Run, subfolder: str = "") -> bool:
         return True
     state = {"model": config.model, "model_config": dataclasses.asdict(run.model_config), **run.progress}
     state |= {"run_config": dataclasses.asdict(config), "corpus": run.corpus.identity}
+    state["lr_scales"] = optimizer.lr_scales(run.model, config.optimizer == "muon")
     run.log.file.sync()
     try:
         path = checkpoint.save(run.out / subfolder, tensors, optimizer_state, state, run.tokenizer)

@@ -52,7 +52,7 @@ class GPTConfig:
     use_qk_rmsnorm: Annotated[bool, "RMS-normalise queries and keys over each head"] = True
     embedding_init_std: Annotated[float, "initial standard deviation of the embedding", INITIAL] = 0.02
     hidden_init_std_factor: Annotated[float, "matrices start at N(0, factor / sqrt(hidden_size))", INITIAL] = 0.5
-    mup: Annotated[bool, "muP: scale matrix learning rates and logits by hidden_size_base / hidden_size"] = False
+    mup: Annotated[bool, "muP: scale logits by hidden_size_base / hidden_size, matrices' rates by powers of it"] = False
     hidden_size_base: Annotated[int, "width at which muP changes nothing", Key(low=1)] = 1024
 
     def __post_init__(self):
@@ -64,7 +64,7 @@ class GPTConfig:
 
     @property
     def mup_scale(self) -> float:
-        """Factor on the logits and on the learning rates of matrices."""
+        """Factor on the logits; learning rates have that of their parameter's kind, a power of it."""
         return self.hidden_size_base / self.hidden_size if self.mup else 1.0
 
 

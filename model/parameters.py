@@ -18,9 +18,11 @@ class Kind(NamedTuple):
     muon: float
 
 
-HIDDEN = Kind(adam=1, muon=1)  # matrices d x O(d)
+# An entry of Adam's update is the rate, and d of them add up in a product with what they were learned from. Muon's has
+# entries as large (match_rms_adamw), spread over all directions alike: they add up as sqrt(d).
+HIDDEN = Kind(adam=1, muon=0.5)  # matrices d x O(d)
 OUTPUT = Kind(adam=1, muon=1)  # from d features to a fixed number
-INPUT = Kind(adam=1, muon=1)  # from a fixed number to d features, with the initialisation of hidden ones
+INPUT = Kind(adam=0.5, muon=0.5)  # from a fixed number to d features, with the initialisation of hidden ones
 FIXED = Kind(adam=0, muon=0)  # embeddings, norms, biases, convolutions, and what does not grow with d
 
 

@@ -165,7 +165,9 @@ def test_files_that_are_not_json(folder, text, message, name):
     assert name in line
 
 
-@pytest.mark.parametrize(("key", "value"), [("model", 5), ("step", "7"), ("corpus", None)])
+@pytest.mark.parametrize(
+    ("key", "value"), [("model", 5), ("step", "7"), ("corpus", None), ("lr_scales", {"ln_f.weight": "x"})]
+)
 def test_states_of_wrong_types(whole, tmp_path, key, value):
     folder = Path(shutil.copytree(whole / "checkpoint", tmp_path / "c"))
     state = json.loads((folder / "state.json").read_text())

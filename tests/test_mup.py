@@ -1,9 +1,24 @@
-"""muP's coordinate check: sizes that stay level with width under muP, and grow without it."""
+"""muP's coordinate check: training changes as much in wide models as in narrow ones, and wrong rates are seen."""
+
+import json
+import math
 
 import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT, one_line_error
+from in_process import call
 from test_model import PAPER
+from torch import nn
 
-from analyze import coordinate_check, slope
+from benchmarks import coordinates, transfer
+from benchmarks.coordinates import Contributions, check, not_level, slope
+from benchmarks.figures import Figures
+from model import layers, residual
+from model.parameters import HIDDEN, INPUT, OUTPUT, Kind, Rule
+
+CASES = [*PAPER, *coordinates.VARIANTS]
+WIDTHS = {"adamw": [64, 256], "muon": [64, 192]}  # a step of Muon takes three times as long
 
 
 def test_slope():
@@ -11,10 +26,203 @@ def test_slope():
     assert slope([64, 128], [5.0, 5.0]) == pytest.approx(0)
 
 
-@pytest.mark.parametrize("stem", PAPER)
-def test_coordinates_do_not_grow_with_width(stem):
-    result = coordinate_check(stem, [64, 128, 256], steps=4, learning_rate=1e-2)
-    for quantity in ("h", "c", "logits"):
-        assert result[True, quantity][1] < 0.1, quantity
-    assert result[False, "h"][1] > 0.3
-    assert result[False, "logits"][1] > 0.3
+def checked(case: str, name: str = "adamw", seeds: int = 3) -> dict:
+    stem, keys = coordinates.stem_and_keys(case)
+    return check(stem, {**keys, "mup": True}, name, WIDTHS[name], seeds)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("case", CASES)
+def test_changes_are_level(case, name):
+    result = checked(case, name)
+    assert not_level(result) == {}
+    stem, keys = coordinates.stem_and_keys(case)
+    model = coordinates.made(stem, keys, 64, {})
+    kinds = {".".join(parameter.split(".")[-2:]) for parameter, _ in model.named_parameters()}
+    assert kinds == {what.partition(":")[0] for what in result if not what.startswith("change")}
+
+
+def powers(kind: Kind, factor: float) -> Kind:
+    return Kind(kind.adam * factor, kind.muon * factor)
+
+
+def hidden_rule(start, kind=HIDDEN, *more, **facts):
+    """A Rule whose kind, unless given, is not FIXED."""
+    return Rule(start, kind, *more, **facts)
+
+
+MATRICES = {"c_q.weight", "c_k.weight", "c_v.weight", "c_proj.weight", "c_fc1.weight", "c_fc2.weight"}
+OUTPUTS = {"beta.weight", "k_in.weight", "v_proj.weight"}
+PLAIN, V_MAP, V_MAP_CC, _, TWO_LAYERS = "gpt-mha-rope", *coordinates.VARIANTS
+WRONG = [(V_MAP, "adamw", layers, "HIDDEN", powers(HIDDEN, factor), MATRICES) for factor in (0, 2, 4)]
+WRONG += [(PLAIN, "muon", layers, "HIDDEN", powers(HIDDEN, factor), MATRICES) for factor in (0, 2, 4)]
+WRONG += [(V_MAP, "adamw", residual, "OUTPUT", powers(OUTPUT, factor), OUTPUTS) for factor in (0, 2)]
+WRONG += [(V_MAP, "adamw", residual, "INPUT", powers(INPUT, factor), {"k_out.weight"}) for factor in (0, 2)]
+WRONG += [(V_MAP_CC, "adamw", residual, "HIDDEN", powers(HIDDEN, 0), {"k_key.weight", "k_out.weight"})]
+WRONG += [(V_MAP_CC, "adamw", residual, "Rule", hidden_rule, {"ddl_mlp.k_query", "compress.weight"})]
+WRONG += [(TWO_LAYERS, "adamw", residual, "FIXED", HIDDEN, {"beta_out.weight"})]
+
+
+@pytest.mark.parametrize(("case", "name", "module", "kind", "changed", "expected"), WRONG)
+def test_wrong_rates_are_seen_in_either_direction(monkeypatch, case, name, module, kind, changed, expected):
+    """Powers of 0, 2 and 4 of base/d, for the rate of one kind of parameter, are seen at all of that kind."""
+    monkeypatch.setattr(module, kind, changed)
+    found = {what.partition(":")[0] for what in not_level(checked(case, name, seeds=1))}
+    assert expected <= found
+
+
+@pytest.mark.usefixtures("example_streams")
+def test_a_stream_that_comes_later_is_checked_by_the_same_code():
+    result = checked("gated-gpt-mha-rope")
+    assert not_level(result) == {}
+    assert "0.gate: mul" in result
+
+
+class Parts(nn.Module):
+    """Ways in which parameters meet data."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrix, self.unit = nn.Linear(6, 5), nn.Linear(6, 5, bias=False)
+        self.query, self.key = nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(6, 6))
+        self.taps, self.read = nn.Parameter(torch.randn(6, 1)), nn.Parameter(torch.randn(3))
+
+    def forward(self, x):
+        """x (1, 1, 3, 6)."""
+        scores = ((x * (self.query @ self.key)).sum(-1) / 4).softmax(-1)
+        taps = (x * (self.taps * self.read).T).sum(2)
+        return self.matrix(x), F.rms_norm(self.unit(x), (5,)), scores, taps
+
+
+def test_contributions_are_those_of_the_change_alone():
+    torch.manual_seed(0)
+    parts, x = Parts().double(), 7 * torch.randn(1, 1, 3, 6).double()
+    old = {name: torch.randn_like(parameter) for name, parameter in parts.named_parameters()}
+    before = {name: (parameter, old[name]) for name, parameter in parts.named_parameters()}
+    with torch.no_grad(), Contributions(before) as watched:
+        parts(x)
+    found = {note["name"]: note["size"] for note in watched.found}
+    now = {name: parameter.detach() for name, parameter in parts.named_parameters()}
+
+    def rms(value):
+        return value.square().mean().sqrt().item()
+
+    def scores(query, key):
+        return torch.softmax(torch.einsum("btji,k,ki->btj", x, query, key) / 4, -1)
+
+    def direction(weight):
+        return F.normalize(x @ weight.T, dim=-1) * math.sqrt(5)
+
+    assert found["matrix.weight"] == pytest.approx(rms(x @ (now["matrix.weight"] - old["matrix.weight"]).T) / rms(x))
+    assert found["matrix.bias"] == pytest.approx(rms(now["matrix.bias"] - old["matrix.bias"]))
+    turned = direction(now["unit.weight"]) - direction(old["unit.weight"])
+    assert found["unit.weight"] == pytest.approx(rms(turned), rel=1e-6)
+    whole = scores(now["query"], now["key"])
+    assert found["query"] == pytest.approx(rms(whole - scores(old["query"], now["key"])))
+    assert found["key"] == pytest.approx(rms(whole - scores(now["query"], old["key"])))
+    read = torch.einsum("btji,i,j->bti", x, now["taps"][:, 0], now["read"] - old["read"])
+    assert found["read"] == pytest.approx(rms(read) / rms(x) / rms(now["taps"]))
+
+
+def test_the_check_as_a_command(tmp_path):
+    options = ["--widths=32,64", "--seeds=1", "--models=gpt-mha-rope", f"--json={tmp_path / 'mup.json'}"]
+    first = call("analyze.py", "mup", *options)
+    assert first.returncode == 0, first.stderr.decode()
+    assert (tmp_path / "mup.png").read_bytes().startswith(b"\x89PNG")
+    stored = json.loads((tmp_path / "mup.json").read_text())
+    assert [(row["optimizer"], row["mup"]) for row in stored["rows"]] == [
+        *(("adamw", True), ("adamw", False), ("muon", True), ("muon", False))
+    ]
+    assert stored["commit"]
+    again = call("analyze.py", "mup", *options)
+    assert again.stdout.decode().splitlines()[-8:] == first.stdout.decode().splitlines()[-8:]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["mup", "--widths=64"], "--widths=64: give two or more multiples of 32"),
+        (["mup", "--models=gpt-mha-rope+ddl_map=v"], "unknown key ddl_map"),
+        (["mup", "--models=gpt"], "--models=gpt: give one of"),
+        (["mup", "--seeds=0"], "--seeds=0: give 1 or more"),
+        (["transfer", "--dataset=nowhere"], "nowhere"),
+        (["transfer", "--optimizers=sgd"], "invalid optimizers value: 'sgd'"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, message, tmp_path):
+    assert message in one_line_error(call("analyze.py", *arguments, f"--json={tmp_path / 'x' / 'x.json'}"))
+    assert not (tmp_path / "x").exists()
+
+
+def test_the_table_of_the_page_is_the_stored_result():
+    stored = json.loads((ROOT / "results" / "mup.json").read_text())
+    assert coordinates.markdown(stored["rows"]) in (ROOT / "docs" / "mup.md").read_text(encoding="utf-8")
+    assert all(not_level(row["changes"]) == {} for row in stored["rows"] if row["mup"])
+
+
+# ---- transfer ----
+
+
+def test_the_lowest_point_is_that_of_the_parabola():
+    assert transfer.lowest({p: 3 + (p - 0.3) ** 2 for p in range(-2, 3)}) == pytest.approx(2**0.3)
+    assert transfer.lowest({0: 2.0, 1: 1.0, 2: math.inf}) == 2
+    assert transfer.drift([64, 128, 256], [0.4, 0.2, 0.1]) == pytest.approx(-1)
+
+
+def test_the_table_of_best_rates_is_the_stored_result():
+    """Of the widths whose grids are complete, each with its best rate inside."""
+    file = ROOT / "results" / "mup_transfer_cpu.json"
+    stored = json.loads(file.read_text())
+    figures = Figures(None, torch.device("cpu"), {"base": stored["base"]})
+    figures.rows = stored["rows"]
+    widths = sorted({row["width"] for row in figures.rows})
+    search = transfer.Search(figures, torch.device("cpu"), widths, ["adamw", "muon"])
+    done = {width: True for width in widths}
+    for line in search.lines():
+        done[line[1]] &= search.next_power(*line) is None
+    search.widths = [width for width in widths if done[width]]
+    assert transfer.markdown(search) in (ROOT / "docs" / "mup.md").read_text(encoding="utf-8")
+
+
+def test_a_search_ends_with_the_best_rate_inside_its_grid(tmp_path, monkeypatch):
+    """Losses made up as parabolas, whose best rates are known; what is stored is not measured again."""
+    asked = []
+
+    def loss(settings, row, device):
+        asked.append((row["width"], row["mup"], row["learning_rate"]))
+        best = 2.0**-3 if row["mup"] else 2.0**-3 * 64 / row["width"]
+        away = math.log2(row["learning_rate"] / best)
+        return None if away > 2 else 5 + away**2
+
+    monkeypatch.setattr(transfer, "trained_loss", loss)
+    file = tmp_path / "transfer.json"
+    widths = [64, 128, 1024]
+
+    def search():
+        figures = Figures(file, torch.device("cpu"), {"base": 64}, resume=True)
+        return transfer.Search(figures, torch.device("cpu"), widths, ["adamw"])
+
+    first = search()
+    first.run()
+    assert len(asked) == len(set(asked))
+    assert first.best("adamw", True) == pytest.approx([2**-3] * 3)
+    assert first.best("adamw", False) == pytest.approx([2**-3, 2**-4, 2**-7])
+    for width in widths:
+        for mup in (True, False):
+            losses = first.losses("adamw", width, mup)
+            assert min(losses) < min(losses, key=losses.get) < max(losses)
+    count = len(asked)
+    search().run()
+    assert len(asked) == count
+
+
+def test_transfer_trains_and_draws(tmp_path, corpus, monkeypatch):
+    monkeypatch.setattr(transfer, "AROUND", 1)
+    options = ["--widths=32,64", "--optimizers=muon", f"--dataset={corpus}", "--steps=2", "--layers=1", "--device=cpu"]
+    result = call("analyze.py", "transfer", *options, "--block_size=8", f"--json={tmp_path / 'transfer.json'}")
+    assert result.returncode == 0, result.stderr.decode()
+    assert "| muon | plain |" in result.stdout.decode()
+    rows = json.loads((tmp_path / "transfer.json").read_text())["rows"]
+    assert len(rows) >= 9
+    assert all(row["loss"] > 0 for row in rows)
+    assert (tmp_path / "transfer.png").stat().st_size > 10_000

@@ -54,6 +54,22 @@ def test_mup_scales_the_learning_rate_of_matrices():
         assert rate == (2.0 if hidden else 0.5), name
 
 
+@pytest.mark.parametrize(
+    ("keys", "with_muon", "scales"),
+    [
+        ({}, False, {"attn.c_q": 4, "mlp.c_proj": 4, "ddl_attn.v_proj": 4, "ln_1": 1, "compress.shortconv": 1}),
+        ({}, True, {"attn.c_q": 2, "mlp.c_proj": 2, "ddl_attn.v_proj": 4, "ln_1": 1, "compress.shortconv": 1}),
+        ({"ddl_map": "v"}, False, {"ddl_attn.k_in": 4, "ddl_attn.k_out": 2}),
+    ],
+)
+def test_mup_scales_by_the_kind_of_parameter(keys, with_muon, scales):
+    model = build("DDL-gpt-mha-rope", mup=True, hidden_size_base=40, **TINY, **keys)
+    found = optimizer.lr_scales(model, with_muon)
+    for name, scale in scales.items():
+        assert found.get(f"transformer.h.0.{name}.weight", 1) == scale, name
+    assert not optimizer.lr_scales(build("DDL-gpt-mha-rope", **TINY), with_muon)
+
+
 def test_warmup_and_cosine():
     rates = [optimizer.learning_rate_at(step, settings()) for step in range(110)]
     assert rates[:10] == pytest.approx([1e-4 * (i + 1) for i in range(10)])

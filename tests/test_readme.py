@@ -253,7 +253,7 @@ def test_parameter_formulas_of_the_variants_page():
         assert model.build(stem, **size).num_parameters() - baseline == extra[stem]
 
 
-@pytest.mark.parametrize("page", ["data", "demo", "evaluation", "export", "runs", "serving", "sweeps"])
+@pytest.mark.parametrize("page", ["data", "demo", "evaluation", "export", "mup", "runs", "serving", "sweeps"])
 def test_commands_of_the_pages_exist(page, monkeypatch):
     commands = commands_of((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"))
     assert commands

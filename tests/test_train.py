@@ -22,7 +22,7 @@ from data.loader import TrainBatches, ValidationBatches
 from model import build
 from model.gpt import GPTConfig
 from train import TrainConfig, check_run, configure, open_data
-from training import checkpoint, metrics, start, stopping
+from training import checkpoint, metrics, optimizer, start, stopping
 from training.distributed import World
 from training.validation import evaluate
 
@@ -311,6 +311,58 @@ def test_keys_newer_than_a_checkpoint_count_as_their_default(finished, corpus, t
     sign(file.parent)
     assert b"nothing to train" in trained(*small_run(corpus, out, resume="auto")).stdout
     assert "beta2=0.99, but" in refusal(*small_run(corpus, out, resume="auto", beta2=0.99))
+
+
+MUP = {"mup": True, "hidden_size_base": 48}  # m = 4 with SMALL
+
+
+def begun(corpus, out, forget: bool, **keys) -> dict:
+    """lr_scales of a run's checkpoint at step 3; `forget`: taken out of it, as of before they were saved."""
+    trained(*small_run(corpus, out, max_steps=3, **MUP, **keys))
+    file = checkpoint.find(out) / "state.json"
+    state = json.loads(file.read_text())
+    scales = state["lr_scales"]
+    if forget:
+        del state["lr_scales"]
+        file.write_text(json.dumps(state))
+        sign(file.parent)
+    return scales
+
+
+@pytest.mark.parametrize(
+    ("keys", "name", "old", "new"),
+    [
+        ({"optimizer": "muon"}, "transformer.h.0.attn.c_k.weight", 4, 2),
+        ({"ddl_map": "v"}, "transformer.h.0.ddl_attn.k_out.weight", 4, 2),
+        ({}, None, None, None),
+    ],
+)
+def test_learning_rate_scales_of_before_are_kept_or_refused(corpus, tmp_path, keys, name, old, new):
+    scales = begun(corpus, tmp_path, True, **keys)
+    more = small_run(corpus, tmp_path, resume="auto", max_steps=4, **MUP, **keys)
+    if name is None:
+        trained(*more)
+        return
+    assert scales[name] == new
+    line = refusal(*more)
+    assert f"with the learning rate of {name} times {old}, this code would take {new} (muP" in line
+    assert "finish it with the code that began it" in line
+    start_ = checkpoint.find(tmp_path)
+    trained(
+        *small_run(corpus, tmp_path / "anew", init_from=start_, max_steps=1, optimizer=keys.get("optimizer", "adamw"))
+    )
+
+
+def test_learning_rate_scales_that_the_code_has_changed_are_refused(corpus, tmp_path, monkeypatch):
+    scales = begun(corpus, tmp_path, False)
+    assert scales["transformer.h.1.mlp.c_proj.weight"] == scales["transformer.h.0.ddl_mlp.beta.weight"] == 4
+    assert not [name for name in scales if "ln_" in name or "shortconv" in name or "wte" in name]
+    more = small_run(corpus, tmp_path, resume="auto", max_steps=4, **MUP)
+    with monkeypatch.context() as patch:
+        other = {**scales, "ln_f.weight": 0.5}
+        patch.setattr(optimizer, "lr_scales", lambda *_: other)
+        assert "learning rate of ln_f.weight times 1, this code would take 0.5" in refusal(*more)
+    trained(*more)
 
 
 CONFIGS = sorted(path for path in (ROOT / "config").glob("*.py"))

@@ -182,6 +182,11 @@ def read_state(checkpoint: Path) -> dict:
         if not isinstance(state.get(key), kind):
             fault = f"{key} is {'gone' if key not in state else f'no {kind.__name__}'}"
             raise ValueError(f"{checkpoint}: state.json is damaged, {fault}; take another checkpoint")
+    scales = state.get("lr_scales", {})  # older ones have none
+    if not isinstance(scales, dict) or not all(isinstance(scale, Real) for scale in scales.values()):
+        raise ValueError(
+            f"{checkpoint}: state.json is damaged, lr_scales is no dict of numbers; take another checkpoint"
+        )
     return state
 
 

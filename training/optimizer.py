@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from model.parameters import rules_of
+from model.parameters import FIXED, rules_of
 from training.distributed import placed_like
 
 
@@ -27,6 +27,19 @@ def parameter_groups(model: nn.Module, weight_decay: float, with_muon: bool) -> 
             group["names"].append(name)
     adam, muon = ([group for key, group in groups.items() if key[0] == wanted] for wanted in (False, True))
     return adam, muon
+
+
+def lr_scales(model: nn.Module, with_muon: bool) -> dict[str, float]:
+    """What the learning rate of each parameter is multiplied by, without those where it is 1."""
+    adam, muon = parameter_groups(model, 0.0, with_muon)
+    return {name: group["lr_scale"] for group in adam + muon for name in group["names"] if group["lr_scale"] != 1}
+
+
+def lr_scales_before(model: nn.Module) -> dict[str, float]:
+    """`lr_scales` of checkpoints from before these were saved: every scaled matrix had the same, with any optimizer."""
+    parameters, scale = dict(model.named_parameters()), model.config.mup_scale
+    scaled = [name for name, rule in rules_of(model).items() if rule.kind != FIXED and parameters[name].ndim > 1]
+    return {name: scale for name in scaled if parameters[name].requires_grad and scale != 1}
 
 
 def build_optimizers(model: nn.Module, config) -> list[torch.optim.Optimizer]:

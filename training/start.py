@@ -7,6 +7,7 @@ may be gone.
 
 import contextlib
 import fcntl
+import math
 import os
 import sys
 from pathlib import Path
@@ -124,6 +125,20 @@ def new_rate(begin: Path, config) -> str | None:
         f"{step}. A run that may be prolonged is one of --schedule=wsd, whose steps before the fall depend on neither "
         f"key; new steps after a finished schedule are a new run: --init_from={begin} --out_dir=..."
     )
+
+
+def refuse_other_scales(model, config, begin: Path) -> None:
+    """ValueError: muP would multiply learning rates by other factors than those the checkpoint was trained with."""
+    now = optimizer.lr_scales(model, config.optimizer == "muon")
+    before = checkpoint.read_state(begin).get("lr_scales", optimizer.lr_scales_before(model))
+    for name in sorted(before.keys() | now.keys()):
+        old, new = before.get(name, 1.0), now.get(name, 1.0)
+        if not math.isclose(old, new):
+            raise ValueError(
+                f"{begin} was trained with the learning rate of {name} times {old:g}, this code would take "
+                f"{new:g} (muP, optimizer={config.optimizer}): finish it with the code that began it, or begin a run "
+                f"with its weights and a fresh optimizer, --init_from={begin}"
+            )
 
 
 def saved_state(resume: str | None, out_dir: str | None) -> dict:
