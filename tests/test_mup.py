@@ -169,6 +169,11 @@ def test_the_lowest_point_is_that_of_the_parabola():
     assert transfer.drift([64, 128, 256], [0.4, 0.2, 0.1]) == pytest.approx(-1)
 
 
+def test_the_table_of_slopes_is_the_stored_result():
+    rows = json.loads((ROOT / "results" / "mup.json").read_text())["rows"]
+    assert coordinates.markdown(rows) in (ROOT / "docs" / "mup.md").read_text(encoding="utf-8")
+
+
 def test_the_table_of_best_rates_is_the_stored_result():
     """Of the widths whose grids are complete, each with its best rate inside."""
     file = ROOT / "results" / "mup_transfer_cpu.json"
