@@ -30,10 +30,8 @@ def squeezed(table: str) -> str:
 
 
 def test_the_tables_of_the_demo_are_the_stored_results():
-    for name in ("demo", "demo_variants"):
-        stored = json.loads((ROOT / "results" / f"{name}.json").read_text())
-        groups = stored.get("groups") or [report.group_of([row]) for row in stored["rows"]]
-        assert squeezed(report.markdown(groups)) in squeezed(DEMO)
+    groups = json.loads((ROOT / "results" / "demo_variants.json").read_text())["groups"]
+    assert squeezed(report.markdown(groups)) in squeezed(DEMO)
     measured = {row["model"]: row for row in json.loads((ROOT / "results" / "bench_step_cpu.json").read_text())["rows"]}
     assert {group["model"]: group["parameters"] for group in groups} == {
         model: row["parameters"] for model, row in measured.items()
@@ -125,10 +123,8 @@ def is_one_of(shown: str, values: list[float]) -> bool:
     return any(abs(value * scale - number) <= 0.501 * 10.0**-last for value in values for scale in scales)
 
 
-COMPARED_WHOLE = {"mup.md"}  # in tests/test_mup.py
-
-
-@pytest.mark.parametrize("path", [path for path in PAGES if path.name not in COMPARED_WHOLE], ids=lambda path: path.name)
+# The tables of mup.md are compared whole in tests/test_mup.py.
+@pytest.mark.parametrize("path", [each for each in PAGES if each.name != "mup.md"], ids=lambda path: path.name)
 def test_every_table_of_figures_names_its_files_and_shows_their_numbers(path):
     for section, rows in tables_of_figures(path.read_text(encoding="utf-8")):
         files = set(re.findall(r"results/(\w+\.json)", section))
