@@ -149,9 +149,10 @@ def groups_of(rows: list[dict], settings: list[dict]) -> list[dict]:
     """Runs with the same steps and settings (`settings_of`, in the order of rows) but the seed, each seed once, as one
     group; any other run as a group of its own."""
     members: dict[str, list[dict]] = {}
-    for row, each in zip(rows, settings, strict=True):
+    for row, each, name in zip(rows, settings, names_of(rows, settings), strict=True):
         same = {key: value for key, value in each.items() if key != "seed"}
-        members.setdefault(json.dumps([row["model"], row["step"], same], sort_keys=True), []).append(row)
+        key = json.dumps([row["model"], row["step"], same], sort_keys=True)
+        members.setdefault(key, []).append({**row, "name": name})
     result = []
     for group in members.values():
         several = len({row["seed"] for row in group}) == len(group)
@@ -159,9 +160,21 @@ def groups_of(rows: list[dict], settings: list[dict]) -> list[dict]:
     return result
 
 
+def names_of(rows: list[dict], settings: list[dict]) -> list[str]:
+    """For each run its stem, and the settings in which runs of the same stem differ, the seed aside."""
+    names = []
+    for row, each in zip(rows, settings, strict=True):
+        alike = [other for other, of in zip(settings, rows) if of["model"] == row["model"]]
+        keys = [
+            key for key in each if key not in ("model", "seed") and any(key in o and o[key] != each[key] for o in alike)
+        ]
+        names.append(" ".join([row["model"], *(f"{key}={each[key]}" for key in keys)]))
+    return names
+
+
 def group_of(rows: list[dict]) -> dict:
     """One row of the table: what its runs share, the mean seconds, and every figure over its runs."""
-    group = {key: rows[0][key] for key in ("model", "parameters", "step")}
+    group = {key: rows[0][key] for key in ("name", "model", "parameters", "step")}
     group |= {"seconds": float(np.mean([row["seconds"] for row in rows]))}
     group |= {name: [row.get(key) for row in rows] for name, key in (("runs", "run"), ("seeds", "seed"))}
     figures = [key for key in FIGURES if all(key in row for row in rows)]
@@ -169,12 +182,13 @@ def group_of(rows: list[dict]) -> dict:
 
 
 def compare(groups: list[dict], against: str) -> None:
-    """Give every other group "against": its paired difference to the baseline, a stem or the name of one of its runs,
-    and a word for it, corrected for the number of comparisons. ValueError: no such group, or several."""
-    found = [group for group in groups if against in (group["model"], *group["runs"])]
+    """Give every other group "against": its paired difference to the baseline, a name, a stem or one of its runs, and a
+    word for it, corrected for the number of comparisons. ValueError: no such group, or several."""
+    found = [group for group in groups if against in (group["name"], group["model"])]
+    found = found or [group for group in groups if Path(against).name in group["runs"]]
     if len(found) != 1:
-        names = ", ".join(name for group in found or groups for name in group["runs"])
-        raise ValueError(f"--against={against}: {len(found) or 'none'} of the rows: give one of the runs {names}")
+        names = ", ".join(group["name"] for group in found or groups)
+        raise ValueError(f"--against={against}: {len(found) or 'none'} of the rows: give one of {names}, or one run")
     baseline = found[0]
     metric = next(key for key in reversed(FIGURES) if all(key in group for group in groups))
     differences = {}
@@ -184,7 +198,13 @@ def compare(groups: list[dict], against: str) -> None:
             differences[number] = statistics.paired([own[seed] for seed in seeds], [base[seed] for seed in seeds])
     for (number, difference), word in zip(differences.items(), statistics.verdicts(list(differences.values()))):
         half = difference.half if difference.n > 1 else None
-        figures = {"baseline": against, "metric": metric, "n": difference.n, "mean": difference.mean, "ci95": half}
+        figures = {
+            "baseline": baseline["name"],
+            "metric": metric,
+            "n": difference.n,
+            "mean": difference.mean,
+            "ci95": half,
+        }
         groups[number]["against"] = {**figures, "text": difference.text("+.3f"), "verdict": word}
 
 
@@ -195,7 +215,7 @@ def markdown(groups: list[dict]) -> str:
     header = ["model", "parameters", "steps", *["seconds"] * timed, "validation loss", "bits per byte"]
     rows = []
     for group in groups:
-        about = [f"`{group['model']}`", f"{group['parameters']:,}", group["step"], *[f"{group['seconds']:.0f}"] * timed]
+        about = [f"`{group['name']}`", f"{group['parameters']:,}", group["step"], *[f"{group['seconds']:.0f}"] * timed]
         rows.append([*about, *(shown(group, key) for key in FIGURES)])
     if compared := [group["against"] for group in groups if "against" in group]:
         what = {"val_loss": "validation loss", "val_bits_per_byte": "bits per byte"}[compared[0]["metric"]]
@@ -221,7 +241,7 @@ def main():
     command.add_argument("--out", type=Path, help="default: loss.png in the run, or in the folder of all runs")
     command = commands.add_parser("table", help="the last evaluation of each run, as Markdown")
     command.add_argument("runs", nargs="+", metavar="RUN")
-    command.add_argument("--against", help="a baseline among them, a stem or the name of a run: paired differences")
+    command.add_argument("--against", help="a baseline among the rows, its name or one of its runs: paired differences")
     command.add_argument("--json", type=Path, help="write the rows there as well, with commit, machine and date")
     args = parser.parse_args()
     with configurator.one_line_errors():

@@ -123,7 +123,7 @@ def test_runs_that_differ_in_their_seed_are_one_row(tmp_path):
     for stem, values in losses.items():
         for seed, val in sorted(enumerate(values), reverse=stem.startswith("DDL")):  # not the order of the baseline's
             folder = tmp_path / f"{stem}-{seed}"
-            settings = {"seed": seed, "model": stem, "max_steps": 4, "out_dir": folder.name}
+            settings = {"seed": seed, "model": stem, "max_steps": 4, "learning_rate": 0.5, "out_dir": folder.name}
             runs.append(write_run(folder, [4, 3, 2, 1], val=val, **settings))
             path = folder / "checkpoints" / "step_00000004" / "state.json"
             path.write_text(json.dumps({**json.loads(path.read_text()), "model": stem}))
@@ -131,9 +131,9 @@ def test_runs_that_differ_in_their_seed_are_one_row(tmp_path):
     runs.append(write_run(tmp_path / "other", [4, 3, 2, 1], val=5.0, seed=1, learning_rate=1.0))
     runs += [write_run(tmp_path / name, [4, 3, 2, 1], val=6.0, seed=7, warmup_steps=1) for name in ("same", "again")]
     out = tmp_path / "rows.json"
-    printed = call("report.py", "table", *runs, f"--json={out}", "--against=gpt-mha-rope-0")
+    printed = call("report.py", "table", *runs, f"--json={out}", f"--against={runs[0]}")
     table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.stdout.decode().strip().splitlines()]
-    assert table[0][-2:] == ["bits per byte less that of `gpt-mha-rope-0`", "that is"]
+    assert table[0][-2:] == ["bits per byte less that of `gpt-mha-rope learning_rate=0.5`", "that is"]
     # By hand: values of two bytes a token; t of 2 degrees is 4.303, of 3 it is 3.182; s by the textbook's formula.
     nats = 4 * math.log(2)
 
@@ -144,7 +144,9 @@ def test_runs_that_differ_in_their_seed_are_one_row(tmp_path):
 
     base, own = losses.values()
     difference = text([(x - y) / nats for x, y in zip(own, base)], 4.3026527, "+.3f")
-    assert [row[0] for row in table[2:]] == ["`gpt-mha-rope`", "`DDL-vdim1-gpt-mha-rope`", *["`gpt-mha-rope`"] * 3]
+    # A name says in what rows of one stem differ, where both have the key.
+    names = ["gpt-mha-rope learning_rate=0.5", "DDL-vdim1-gpt-mha-rope", "gpt-mha-rope learning_rate=1.0"]
+    assert [row[0] for row in table[2:]] == [f"`{name}`" for name in [*names, "gpt-mha-rope", "gpt-mha-rope"]]
     assert table[2][3:] == [text(base, 3.1824463), text([x / nats for x in base], 3.1824463), "-", "-"]
     assert table[3][3:] == [text(own, 4.3026527), text([x / nats for x in own], 4.3026527), difference, "better"]
     assert table[4][3:] == ["5.000", f"{5 / nats:.3f}", f"{1.6 / nats:+.3f} (1)", "undecided"]
@@ -154,6 +156,7 @@ def test_runs_that_differ_in_their_seed_are_one_row(tmp_path):
     assert stored["groups"][0]["seeds"] == [0, 1, 2, 3]
     assert report.markdown(stored["groups"]) == printed.stdout.decode().rstrip("\n")
     assert "4 of the rows" in one_line_error(call("report.py", "table", *runs, "--against=gpt-mha-rope"))
+    assert call("report.py", "table", *runs, f"--against={names[0]}").stdout == printed.stdout
     assert "none of the rows" in one_line_error(call("report.py", "table", *runs, "--against=gpt"))
 
 
