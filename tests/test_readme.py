@@ -14,7 +14,7 @@ import configurator
 import model
 import report
 import train
-from benchmarks import ceiling, peer_quality, step, timing
+from benchmarks import ceiling, peer_quality, step
 from model.keys import keys_of
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -32,12 +32,6 @@ def squeezed(table: str) -> str:
 def test_the_tables_of_the_demo_are_the_stored_results():
     groups = json.loads((ROOT / "results" / "demo_variants.json").read_text())["groups"]
     assert squeezed(report.markdown(groups)) in squeezed(DEMO)
-    measured = {row["model"]: row for row in json.loads((ROOT / "results" / "bench_step_cpu.json").read_text())["rows"]}
-    assert {group["model"]: group["parameters"] for group in groups} == {
-        model: row["parameters"] for model, row in measured.items()
-    }
-    for row in measured.values():
-        assert f"| `{row['model']}` | {timing.spread(row, 'ratio', '.2f')} |" in DEMO
 
 
 def test_the_table_of_ceilings_is_the_stored_result():
@@ -147,14 +141,9 @@ def test_every_measured_figure_in_the_text_is_in_a_file_that_its_paragraph_names
         assert [number for number in shown if not is_one_of(number, values)] == [], (paragraph, files)
 
 
-# Stored before a tree had to be clean; each is to be measured again, or to go, and none may be added.
-OF_UNCOMMITTED_CODE = {"bench_step_cpu", "predicted_medium_h200", "predicted_small_h200"}
-
-
 def test_figures_are_of_committed_code():
     commits = {path.stem: json.loads(path.read_text())["commit"] for path in (ROOT / "results").glob("*.json")}
-    assert {name for name, commit in commits.items() if commit.endswith("-dirty")} == OF_UNCOMMITTED_CODE
-    assert all(re.fullmatch(r"[0-9a-f]{12}(-dirty)?", commit) for commit in commits.values())
+    assert [name for name, commit in commits.items() if not re.fullmatch(r"[0-9a-f]{12}", commit)] == []
 
 
 def test_every_stored_figure_is_named_on_a_page():
