@@ -28,6 +28,8 @@ X_LABELS = {"steps": "optimizer step", "tokens": "tokens", "flops": "FLOPs", "se
 Y_LABELS = {"loss": "loss (nats per token)", "bits_per_byte": "bits per byte"}
 FIGURES = "val_loss", "val_bits_per_byte"
 LONGEST_LABEL = 60  # characters
+# Settings that tell no two runs apart.
+UNSHOWN = {"out_dir", "resume", "dry_run", "device", "wandb_log", "wandb_project", "wandb_run_name", "tensorboard"}
 
 
 def read_run(run: str) -> list[dict]:
@@ -65,7 +67,7 @@ def settings_of(run: str) -> dict:
     """What the run was trained with, by its newest checkpoint that can be read; nothing before its first one."""
     state = start.saved_state("auto", run)  # metrics.jsonl is enough for a curve
     settings = {**state.get("run_config", {}), **state.get("model_config", {})}
-    return {key: value for key, value in settings.items() if key not in ("out_dir", "resume", "dry_run", "device")}
+    return {key: value for key, value in settings.items() if key not in UNSHOWN}
 
 
 def labels_of(runs: list[str]) -> list[str]:
@@ -141,6 +143,7 @@ def table_rows(runs: list[str]) -> list[dict]:
         with torch.device("meta"):
             parameters = build(state["model"], **state["model_config"]).num_parameters()
         about = {"run": Path(run).name, "model": state["model"], "parameters": parameters}
+        about["trained_at"] = state.get("commit")  # None in checkpoints from before they said so
         rows.append({**about, "seed": state["run_config"].get("seed"), **last})
     return rows
 
@@ -194,7 +197,8 @@ def compare(groups: list[dict], against: str) -> None:
     differences = {}
     for number, group in enumerate(groups):
         own, base = (dict(zip(each["seeds"], each[metric]["values"])) for each in (group, baseline))
-        if group is not baseline and (seeds := [seed for seed in own if seed in base]):
+        alike = group is not baseline and group["step"] == baseline["step"]  # an unfinished run is no comparison
+        if alike and (seeds := [seed for seed in own if seed in base]):
             differences[number] = statistics.paired([own[seed] for seed in seeds], [base[seed] for seed in seeds])
     for (number, difference), word in zip(differences.items(), statistics.verdicts(list(differences.values()))):
         half = difference.half if difference.n > 1 else None

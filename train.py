@@ -30,7 +30,7 @@ from data.tokenizer import describe, size_of
 from model import STEMS, build, kernels, model_class, weights
 from model.keys import Key, check_ranges, keys_of
 from training import checkpoint, distributed, memory, metrics, optimizer, outcome, start, stopping
-from training.provenance import code_digest
+from training.provenance import code_digest, commit
 from training.residual_statistics import residual_statistics
 from training.validation import evaluate
 
@@ -220,6 +220,7 @@ class Run:
     autocast: Any
     log: metrics.RunLog | None = None  # of the main process, as is the lock
     lock: start.RunLock | None = None
+    commit: str = ""  # of the code, as far as the main process can tell
 
 
 def set_up(argv: list[str]) -> Run | None:
@@ -262,7 +263,7 @@ def set_up(argv: list[str]) -> Run | None:
         if begin:
             optimizer.load_named_state(run.optimizers, checkpoint.load_tensors(begin / "optimizer.safetensors"))
         if run.world.is_main:
-            run.lock = start.RunLock(run.out)
+            run.lock, run.commit = start.RunLock(run.out), commit()
             stopping.write_status(run.out, run.progress["step"], config.max_steps, ended=None)
             checkpoint.set_aside(run.out, begin)
             run.log = metrics.RunLog(run.out, config, settings, run.progress, run.model, run.world)
@@ -431,6 +432,7 @@ def save(run: Run, subfolder: str = "") -> bool:
         return True
     state = {"model": config.model, "model_config": dataclasses.asdict(run.model_config), **run.progress}
     state |= {"run_config": dataclasses.asdict(config), "corpus": run.corpus.identity}
+    state["commit"] = run.commit
     state["lr_scales"] = optimizer.lr_scales(run.model, config.optimizer == "muon")
     run.log.file.sync()
     try:

@@ -42,6 +42,8 @@ LEVEL_START = {"ddl_state_conv_init": "identity"}  # where a stream has the key;
 # Streams with parameters that their defaults do not have; without a model named, these are checked beside every stem.
 VARIANTS = ["DDL-vdim1-gpt-mha-rope+ddl_map=v", "DDL-gpt-mha-rope-CC+ddl_map=v+ddl_k_branch=attention"]
 VARIANTS += ["DDL-gpt-mha-rope+ddl_map=v", "DDL-gpt-mha-rope-CC+ddl_beta_single_linear=False"]
+VARIANTS += ["DDL-gpt-mha-rope-CC+ddl_map=v+ddl_k_norm=shifted+ddl_k_input=mean+ddl_beta_input=mean"]
+VARIANTS += ["DDL-gpt-mha-rope-CC+ddl_map=v+ddl_k_input=flat+ddl_beta_input=flat"]
 CONTRAST = ("gpt-mha-rope", "DDL-gpt-mha-rope-CC")  # shown without muP as well
 
 MATRICES, NORMS = ("linear", "matmul"), ("rms_norm",)

@@ -25,8 +25,10 @@ from training.validation import evaluate
 PEER = "GPT-2"
 MODELS = (BASELINE, PEER, "DDL-gpt-mha-rope")
 SEARCH_SEED = 1000
-CODE = ("benchmarks/peer_quality.py", "model/*.py", "tests/gpt2_peer.py", "training/optimizer.py")
-KEYS = ("max_steps", "global_batch_size", "warmup_steps", "schedule", "weight_decay", "beta1", "beta2", "grad_clip")
+CODE = ("benchmarks/peer_quality.py", "model/*.py", "tests/gpt2_peer.py", "training/*.py", "data/*.py")
+KEYS = ("max_steps", "global_batch_size", "warmup_steps", "schedule", "decay_steps", "min_lr", "weight_decay")
+KEYS += ("beta1", "beta2", "grad_clip")
+MOST_RATES = 12  # of one model
 
 
 class Trainer:
@@ -76,8 +78,12 @@ class Trainer:
 
 def next_rate(tried: dict[float, float], grid: list[float]) -> float | None:
     """The rate to try next, from {rate: loss}; None: the best of them has a worse one on either side."""
-    if left := [rate for rate in grid if rate not in tried]:
+    if left := [rate for rate in sorted(grid) if rate not in tried]:
         return left[0]
+    if len(tried) >= MOST_RATES or not any(map(math.isfinite, tried.values())):
+        raise ValueError(
+            f"--rates: none of {', '.join(f'{rate:g}' for rate in sorted(tried))} is between two worse ones"
+        )
     best, rates = best_rate(tried), sorted(tried)
     if best == rates[0]:
         return best / 2
@@ -105,9 +111,10 @@ class Study:
         """(learning rate, seed) of the model's next run; None: it has all of them."""
         if (rate := next_rate(self.tried(model), self.args.rates)) is not None:
             return rate, SEARCH_SEED
-        done = [row["seed"] for row in self.rows(model, searching=False)]
+        rate = best_rate(self.tried(model))
+        done = [row["seed"] for row in self.rows(model, searching=False) if row["learning_rate"] == rate]
         seed = next((seed for seed in range(self.args.seeds) if seed not in done), None)
-        return None if seed is None else (best_rate(self.tried(model)), seed)
+        return None if seed is None else (rate, seed)
 
     def left(self) -> int:
         """Runs to come, if no grid has to grow."""
@@ -130,14 +137,20 @@ class Study:
 def groups_of(rows: list[dict]) -> list[dict]:
     """A group for each model: its best rate, its figures over the seeds that are reported, and "against", its paired
     difference in "second" to the baseline where both have the seeds, and a word, corrected for the number of models."""
+    tried: dict[str, dict[float, float]] = {}
+    for row in rows:
+        if row["seed"] == SEARCH_SEED:
+            tried.setdefault(row["model"], {})[row["learning_rate"]] = row["first"]
     by_model: dict[str, dict[int, dict]] = {}
     for row in rows:
-        if row["seed"] != SEARCH_SEED:
+        if row["seed"] != SEARCH_SEED and row["learning_rate"] == best_rate(tried[row["model"]]):
             by_model.setdefault(row["model"], {})[row["seed"]] = row
     groups, differences = [], {}
     for model, runs in by_model.items():
         group = {key: next(iter(runs.values()))[key] for key in ("model", "parameters", "learning_rate")}
-        figures = {key: [runs[seed][key] for seed in sorted(runs)] for key in ("second", "val_bits_per_byte")}
+        own = [runs[seed] for seed in sorted(runs)]
+        figures = {"second": [row["second"] for row in own]}
+        figures["bits_per_byte"] = [row["second"] * row["val_bits_per_byte"] / row["val_loss"] for row in own]
         groups.append(group | {key: statistics.summary(values) for key, values in figures.items()})
         base = by_model.get(BASELINE, {})
         if model != BASELINE and runs.keys() == base.keys():
@@ -151,11 +164,11 @@ def groups_of(rows: list[dict]) -> list[dict]:
 
 
 def markdown(groups: list[dict]) -> str:
-    header = ("model", "parameters", "learning rate", "loss on the second half", "bits per byte of all",
+    header = ("model", "parameters", "learning rate", "loss on the second half", "bits per byte",
               f"loss less that of `{BASELINE}`", "that is")  # fmt: skip
     cells = []
     for group in groups:
-        means = (statistics.interval(group[key]["values"]).text() for key in ("second", "val_bits_per_byte"))
+        means = (statistics.interval(group[key]["values"]).text() for key in ("second", "bits_per_byte"))
         against = (group.get("against", {}).get(key) for key in ("text", "verdict"))
         cells.append(
             (f"`{group['model']}`", f"{group['parameters']:,}", f"{group['learning_rate']:g}", *means, *against)

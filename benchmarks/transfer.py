@@ -86,6 +86,8 @@ class Search:
             if power not in known:
                 return power
         best = min(known, key=known.get)
+        if len(known) >= MOST and best in (min(known), max(known)):
+            print(f"note: {name}, d={width}: the best of {MOST} rates is the last that was tried", flush=True)
         if len(known) >= MOST or min(known) < best < max(known):
             return None
         return best - 1 if best == min(known) else best + 1

@@ -15,15 +15,15 @@ class Kind(NamedTuple):
     """How a learning rate goes with width under muP: times (hidden_size_base / hidden_size) to this power."""
 
     adam: float
-    muon: float
+    muon: float | None = None  # None: Muon takes hidden matrices only
 
 
 # An entry of Adam's update is the rate, and d of them add up in a product with what they were learned from. Muon's has
 # entries as large (match_rms_adamw), spread over all directions alike: they add up as sqrt(d).
 HIDDEN = Kind(adam=1, muon=0.5)  # matrices d x O(d)
-OUTPUT = Kind(adam=1, muon=1)  # from d features to a fixed number
-INPUT = Kind(adam=0.5, muon=0.5)  # from a fixed number to d features, with the initialisation of hidden ones
-FIXED = Kind(adam=0, muon=0)  # embeddings, norms, biases, convolutions, and what does not grow with d
+OUTPUT = Kind(adam=1)  # from d features to a fixed number
+INPUT = Kind(adam=0.5)  # from a fixed number to d features, with the initialisation of hidden ones
+FIXED = Kind(adam=0)  # embeddings, norms, biases, convolutions, and what does not grow with d
 
 
 class Rule(NamedTuple):

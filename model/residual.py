@@ -375,7 +375,7 @@ class DeltaRewrite(nn.Module):
         d = source.shape[-1]
         if self.config.ddl_k_norm == "shifted":
             norm = torch.linalg.vector_norm(source, dim=-1, keepdim=True)
-            return source * (math.sqrt(d) / (norm + self.config.k_guard))
+            return F.rms_norm(source, (d,), eps=1e-30 / d) * (norm / (norm + self.config.k_guard))
         return F.rms_norm(source, (d,), eps=self.config.k_guard**2 / d)
 
     def gate_source(self, state, x_in, c):

@@ -34,7 +34,7 @@ def mutated(draw: random.Random, base: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("count", [15, pytest.param(300, marks=pytest.mark.slow)])
 def test_mutated_configurations_train_or_end_in_one_line(corpus, tmp_path, monkeypatch, count):
-    draw, trained, refused = random.Random(count), 0, []
+    draw, trained, refused = random.Random(count + 1), 0, []
     monkeypatch.chdir(tmp_path)
     short = {"max_steps": 2, "warmup_steps": 1, "checkpoint_interval": 2, "eval_interval": 2, "eval_full": False}
     for number in range(count):

@@ -160,7 +160,7 @@ def test_every_form_compiles():
     """For sm_90: the interpreter takes what the compiler refuses."""
     done = script("tests/compile_kernels.py", env={"TRITON_INTERPRET": ""})
     assert done.returncode == 0, done.stderr.decode()
-    assert len(done.stdout.splitlines()) == 42
+    assert len(done.stdout.splitlines()) == 46
 
 
 @pytest.mark.skipif(not shutil.which("cc") and not shutil.which("gcc"), reason="needs a C compiler")
@@ -350,8 +350,9 @@ def test_opcheck_of_the_others():
     x, h, norm, taps = torch.randn(1, 3, 37), torch.randn(1, 3, 37), torch.randn(37), torch.randn(2, 2, 37)
     rho = torch.rand(1, 3)
     grown = [tensor.clone().requires_grad_() for tensor in (x, h, norm, taps)]
-    torch.library.opcheck(torch.ops.ddl.add_norm, (*grown[:3], 1e-5))
-    torch.library.opcheck(torch.ops.ddl.add_norm, (grown[0], None, grown[2], 1e-5))
-    torch.library.opcheck(torch.ops.ddl.add_norm_backward, (x, h, x, rho, norm))
+    torch.library.opcheck(torch.ops.ddl.add_norm, (*grown[:3], 1e-5, torch.float32))
+    torch.library.opcheck(torch.ops.ddl.add_norm, (grown[0], None, grown[2], 1e-5, torch.bfloat16))
+    for dtype in (None, torch.bfloat16):
+        torch.library.opcheck(torch.ops.ddl.add_norm_backward, (x, h, x, rho, norm, dtype))
     torch.library.opcheck(torch.ops.ddl.expand, (grown[0], grown[3]))
     torch.library.opcheck(torch.ops.ddl.expand_backward, (torch.randn(1, 3, 2, 37), x, taps))

@@ -43,7 +43,7 @@ def test_changes_are_level(case, name):
 
 
 def powers(kind: Kind, factor: float) -> Kind:
-    return Kind(kind.adam * factor, kind.muon * factor)
+    return Kind(kind.adam * factor, None if kind.muon is None else kind.muon * factor)
 
 
 def hidden_rule(start, kind=HIDDEN, *more, **facts):
@@ -167,11 +167,6 @@ def test_the_lowest_point_is_that_of_the_parabola():
     assert transfer.lowest({p: 3 + (p - 0.3) ** 2 for p in range(-2, 3)}) == pytest.approx(2**0.3)
     assert transfer.lowest({0: 2.0, 1: 1.0, 2: math.inf}) == 2
     assert transfer.drift([64, 128, 256], [0.4, 0.2, 0.1]) == pytest.approx(-1)
-
-
-def test_the_table_of_slopes_is_the_stored_result():
-    rows = json.loads((ROOT / "results" / "mup.json").read_text())["rows"]
-    assert coordinates.markdown(rows) in (ROOT / "docs" / "mup.md").read_text(encoding="utf-8")
 
 
 def test_the_table_of_best_rates_is_the_stored_result():

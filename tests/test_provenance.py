@@ -21,8 +21,11 @@ def test_a_figure_of_a_changed_tree_says_so(tmp_path, capsys):
     git("commit", "-q", "-m", "one")
     clean = git("rev-parse", "HEAD")[:12]
     figures.write_text("[]")  # what a measurement writes
-    (tmp_path / "new.py").write_text("")
+    (tmp_path / "notes.txt").write_text("")
     assert provenance.commit_of(tmp_path) == clean
+    (tmp_path / "new.py").write_text("")  # a stream that is being tried
+    assert provenance.commit_of(tmp_path) == f"{clean}-dirty"
+    (tmp_path / "new.py").unlink()
     code.write_text("changed")
     assert provenance.commit_of(tmp_path) == f"{clean}-dirty"
     code.write_text("{}")

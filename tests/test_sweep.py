@@ -312,7 +312,9 @@ def test_torchrun_says_what_train_said(corpus, tmp_path, run, fake, capsys):
     assert int(group) != os.getpgrp()  # Ctrl-C must not reach torchrun beside our SIGTERM
     fake("sys.exit('train.py: boom')")  # after an attempt that was stopped, in the same folder
     assert run(*arguments, "--stop_on_failure") == 1
-    assert capsys.readouterr().err == f"failed: {tmp_path}/out/seed=0.log: train.py: boom\n"
+    [said, *notes] = capsys.readouterr().err.splitlines()
+    assert said == f"failed: {tmp_path}/out/seed=0.log: train.py: boom"
+    assert all("not committed" in note for note in notes)  # of the table, in a tree that is being changed
 
 
 def test_torchrun_is_stopped_with_its_processes(corpus, tmp_path, run, fake):

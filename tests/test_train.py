@@ -89,7 +89,7 @@ def test_losses_equal_a_plain_loop(finished, corpus):
         norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt()
         losses.append(loss.item())
         norms.append(norm.item())
-        cosine = 0.0005 + 0.0095 * (1 + math.cos(math.pi * (step - 2) / 4)) / 2
+        cosine = 0.0005 + 0.0095 * (1 + math.cos(math.pi * (step - 1) / 4)) / 2
         lr = [0.005, 0.01, cosine][min(step, 2)]
         with torch.no_grad():
             for name, p in model.named_parameters():
@@ -233,7 +233,7 @@ def test_dry_run_prints_the_size_and_writes_nothing(corpus, tmp_path):
     model = build("DDL-gpt-mha-rope", **SMALL)
     assert f"{model.num_parameters():,} parameters" in printed
     assert "1,000 steps x 4 sequences x 16 tokens = 64,000 tokens, 2.00 epochs" in printed  # 2005 windows an epoch
-    assert f"{64_000 * model.flops_per_token():.3g} FLOPs, 96 bytes" in printed
+    assert f"{64_000 * model.flops_per_token():.3g} FLOPs, 192 bytes of float32 state" in printed
     weights = metrics.size(16 * model.num_parameters())  # with AdamW's moments, and gradients that add up
     assert f"{weights} for weights and optimizer" in printed
     assert "420 MiB for the process" in printed

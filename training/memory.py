@@ -53,7 +53,8 @@ class Memory:
 def size_of_run(config, model, windows: int, device: torch.device) -> str:
     """Parameters, memory, tokens and FLOPs of a whole run, and its time at 45% utilisation where the peak is known."""
     tokens = config.max_steps * config.global_batch_size * model.config.block_size
-    flops, dtype = tokens * model.flops_per_token(), model.config.state_dtype
+    bf16 = config.dtype == "bfloat16" or (config.dtype == "auto" and device.type != "cpu")
+    flops, dtype = tokens * model.flops_per_token(), model.config.state_dtype if bf16 else "float32"
     lines = [
         f"{config.model}: {model.num_parameters():,} parameters",
         memory_line(config, model.config, device),

@@ -59,8 +59,8 @@ def learning_rate_at(step: int, config) -> float:
     """The learning rate of step `step`, counted from 0: linear warmup over warmup_steps, then the schedule.
 
     `cosine` falls from learning_rate to min_lr. `wsd` (warmup, stable, decay) stays at learning_rate and falls linearly
-    to min_lr over the last decay_steps. Both reach learning_rate with the last step of warmup, and min_lr with the last
-    one of max_steps.
+    to min_lr over the last decay_steps; with none of them it never falls. Warmup ends at learning_rate, and the last of
+    max_steps has min_lr.
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps

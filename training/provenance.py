@@ -21,17 +21,23 @@ ROOT = Path(__file__).parents[1]
 
 def provenance() -> dict:
     """What a stored figure must say of itself: command, commit, machine, versions and date."""
-    commit = commit_of(ROOT) or os.environ.get("COMMIT", "")  # the latter for a copy without its history
     machine = f"{os.cpu_count()} x {cpu_name()}"
     if torch.cuda.is_available():
         machine = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     versions = {"python": platform.python_version(), "torch": torch.__version__, "triton": triton_version()}
     command, date = shlex.join(["python", *sys.argv]), datetime.date.today().isoformat()
-    return {"command": command, "commit": commit, "machine": machine, **versions, "date": date}
+    return {"command": command, "commit": commit(), "machine": machine, **versions, "date": date}
+
+
+@functools.cache
+def commit() -> str:
+    """The commit of this code, when it was first asked for; COMMIT in the environment for a copy without history."""
+    return commit_of(ROOT) or os.environ.get("COMMIT", "")
 
 
 def commit_of(repository: Path) -> str:
-    """Its commit, with "-dirty" where a tracked file differs from it; "" where git or the history is missing.
+    """Its commit, with "-dirty" where a tracked file differs from it, or Python files are not tracked; "" where git or
+    the history is missing.
 
     Files of results/ may differ: a measurement writes its figures there, and nothing that is measured reads them.
     """
@@ -42,6 +48,7 @@ def commit_of(repository: Path) -> str:
     try:
         commit = git("describe", "--always", "--abbrev=12").strip()
         changes = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!results")
+        changes += git("ls-files", "--others", "--exclude-standard", "--", "*.py")
     except OSError:  # no git on this machine
         return ""
     return f"{commit}-dirty" if changes else commit

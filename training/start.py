@@ -118,12 +118,14 @@ def new_rate(begin: Path, config) -> str | None:
     new = optimizer.learning_rate_at(step, config)
     if abs(new - old) <= 0.01 * old:
         return None
+    advice = "a schedule that shall be prolonged is --schedule=wsd, whose steps before its fall depend on neither key"
+    if config.schedule == "wsd":
+        advice = "the fall had begun, or begins in its middle: go on from a checkpoint before it, --resume=CHECKPOINT"
     changed = [key for key in ("max_steps", "decay_steps") if getattr(config, key) != getattr(before, key)]
     keys = ", ".join(f"{key}={getattr(config, key)} (before: {getattr(before, key)})" for key in changed)
     return (
         f"note: with {keys} the learning rate goes from {old:.3g} to {new:.3g} in the middle of the run, after step "
-        f"{step}. A run that may be prolonged is one of --schedule=wsd, whose steps before the fall depend on neither "
-        f"key; new steps after a finished schedule are a new run: --init_from={begin} --out_dir=..."
+        f"{step}: {advice}; a fresh schedule is that of a new run, --init_from={begin} --out_dir=..."
     )
 
 
