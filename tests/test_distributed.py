@@ -56,7 +56,13 @@ def slow(*case):
 
 
 CASES = [(3, "ddp", (5,), {}), (3, "fsdp", (5,), {"num_hidden_layers": 1}), slow(4, "fsdp", (3, 7), {})]
-CASES += [slow(3, "fsdp", (3, 7), RECOMPUTED), slow(4, "ddp", (3, 7), {}), slow(4, "ddp", (5,), LARGE)]
+CASES += [
+    slow(2, "ddp", (3, 7), {}),
+    slow(2, "fsdp", (3, 7), {}),
+    slow(3, "fsdp", (3, 7), RECOMPUTED),
+    slow(4, "ddp", (3, 7), {}),
+    slow(4, "ddp", (5,), LARGE),
+]
 CASES += [slow(3, "ddp", (3, 7), changes) for changes in (MUON, RECOMPUTED, {"dtype": "bfloat16"})]
 
 
@@ -80,13 +86,13 @@ def test_killed_processes_end_bit_for_bit_as_undisturbed_ones(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compiled", [False, True])
-def test_jobs_of_torchrun_end_bit_for_bit_as_undisturbed_ones(corpus, tmp_path, compiled):
+@pytest.mark.parametrize(("engine", "compiled"), [("ddp", False), ("ddp", True), ("fsdp", False)])
+def test_jobs_of_torchrun_end_bit_for_bit_as_undisturbed_ones(corpus, tmp_path, engine, compiled):
     """A process is killed and the job restarted by torchrun; then it is stopped within an evaluation and goes on.
 
     A compiled model then meets the evaluation first, in which nothing would tell torch.compile where to cut.
     """
-    keys = {**KEYS, "compile": compiled, "micro_batch_size": 2, "max_steps": 16, "eval_batches": 100}
+    keys = {**KEYS, "engine": engine, "compile": compiled, "micro_batch_size": 2, "max_steps": 16, "eval_batches": 100}
     keys |= {"num_hidden_layers": 1, "hidden_size": 384}  # 7 MB: the compiled graph is cut
     run, whole = tmp_path / "run", tmp_path / "whole"
     assert begin(small_run(corpus, whole, **keys), processes=3).wait(timeout=400) == 0
