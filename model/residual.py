@@ -372,11 +372,12 @@ class DeltaRewrite(nn.Module):
     def direction(self, source):
         """khat = sqrt(d) k (B, T, d), k = k~ / sqrt(|k~|^2 + eps^2), or k~ / (|k~| + eps) (eq. 3 with a guard)."""
         source = source.to(at_least_fp32(source.dtype))
-        d = source.shape[-1]
+        d, guard = source.shape[-1], self.config.k_guard
+        khat = F.rms_norm(source, (d,), eps=guard**2 / d)
         if self.config.ddl_k_norm == "shifted":
             norm = torch.linalg.vector_norm(source, dim=-1, keepdim=True)
-            return F.rms_norm(source, (d,), eps=1e-30 / d) * (norm / (norm + self.config.k_guard))
-        return F.rms_norm(source, (d,), eps=self.config.k_guard**2 / d)
+            khat = khat * ((norm.square() + guard**2).sqrt() / (norm + guard))
+        return khat
 
     def gate_source(self, state, x_in, c):
         """What the gate looks at: c, or G(X) of eq. 8, whose convolution is the one that the text has, the read."""

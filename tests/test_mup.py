@@ -53,7 +53,7 @@ def hidden_rule(start, kind=HIDDEN, *more, **facts):
 
 MATRICES = {"c_q.weight", "c_k.weight", "c_v.weight", "c_proj.weight", "c_fc1.weight", "c_fc2.weight"}
 OUTPUTS = {"beta.weight", "k_in.weight", "v_proj.weight"}
-PLAIN, V_MAP, V_MAP_CC, _, TWO_LAYERS = "gpt-mha-rope", *coordinates.VARIANTS
+PLAIN, V_MAP, V_MAP_CC, _, TWO_LAYERS = "gpt-mha-rope", *coordinates.VARIANTS[:4]
 WRONG = [(V_MAP, "adamw", layers, "HIDDEN", powers(HIDDEN, factor), MATRICES) for factor in (0, 2, 4)]
 WRONG += [(PLAIN, "muon", layers, "HIDDEN", powers(HIDDEN, factor), MATRICES) for factor in (0, 2, 4)]
 WRONG += [(V_MAP, "adamw", residual, "OUTPUT", powers(OUTPUT, factor), OUTPUTS) for factor in (0, 2)]
