@@ -26,7 +26,7 @@ from model import kernels
 from model.decoding import Decoder, round_matrices
 from model.generation import Sampling, generate_text
 from training.checkpoint import load_model
-from training.distributed import can_compile, pick_device
+from training.distributed import can_compile, computes_in_bfloat16, pick_device
 
 RULE = "-" * 80
 
@@ -157,7 +157,7 @@ def main():
         texts = [read_prompt(argument) for argument in args.prompt or [""]]
         model, tokenizer, state = load_model(args.run, device)
         kernels.use(model, "auto", device)
-        bf16 = args.dtype == "bfloat16" or (args.dtype == "auto" and device.type == "cuda")
+        bf16 = computes_in_bfloat16(args.dtype, device)
         if bf16:
             round_matrices(model)
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):

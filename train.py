@@ -250,7 +250,7 @@ def set_up(argv: list[str]) -> Run | None:
     run.world, run.stop = distributed.start(device), stopping.Stop(config.max_seconds)
     stopping.tolerate_lost_output()
     torch.set_float32_matmul_precision("high")  # TF32 for what stays in float32 on a GPU
-    bf16 = config.dtype == "bfloat16" or (config.dtype == "auto" and device.type == "cuda")
+    bf16 = distributed.computes_in_bfloat16(config.dtype, device)
     run.autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
     with configurator.one_line_errors():
         facts = {"the configuration": settings, "the code": code_digest(), "the data": run.corpus.identity}

@@ -37,7 +37,7 @@ class Trainer:
     def __init__(self, name: str, config, model_config, device: torch.device):
         self.name, self.config, self.model_config = name, config, model_config
         self.world = distributed.start(device)
-        bf16 = config.dtype == "bfloat16" or (config.dtype == "auto" and device.type == "cuda")
+        bf16 = distributed.computes_in_bfloat16(config.dtype, device)
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
         self.model = self.fresh(SEARCH_SEED).to(device)
         self.call = torch.compile(self.model) if config.compile else self.model

@@ -15,6 +15,7 @@ from data.shards import open_corpus, read_json, write_json
 from harness import tasks
 from harness.tasks import Loaded
 from training import metrics
+from training.distributed import computes_in_bfloat16
 from training.provenance import provenance
 from training.validation import evaluate
 
@@ -36,7 +37,7 @@ class Evaluation:
 
     def __init__(self, args, world, out: Path):
         self.args, self.world, self.out, device = args, world, out, world.device
-        self.bf16 = args.dtype == "bfloat16" or (args.dtype == "auto" and device.type == "cuda")
+        self.bf16 = computes_in_bfloat16(args.dtype, device)
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=self.bf16)
         self.batch_size = args.batch_size or (512 if device.type == "cuda" else 64)
         self.settings = {"dtype": "bfloat16" if self.bf16 else "float32", "batch_size": self.batch_size}

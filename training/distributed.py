@@ -73,6 +73,11 @@ def can_compile(device: torch.device | str = "cpu") -> bool:
     return torch.device(device).type != "cpu" or bool(shutil.which(compiler) and headers.exists())
 
 
+def computes_in_bfloat16(dtype: str, device: torch.device) -> bool:
+    """Whether train.py's key `dtype` means bfloat16 on the device."""
+    return dtype == "bfloat16" or (dtype == "auto" and device.type != "cpu")
+
+
 def cpu_has_bfloat16() -> bool:
     """Whether the CPU multiplies bfloat16 in hardware; without, float32 is faster. torch < 2.13 cannot tell: no."""
     return getattr(torch.cpu, "get_capabilities", dict)().get("avx512_bf16", False)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from model import build, cost, kernels, model_class
-from training.distributed import KEPT_BLOCK, rank, world_size
+from training.distributed import KEPT_BLOCK, computes_in_bfloat16, rank, world_size
 from training.metrics import duration, nominal_flops_per_token, peak_flops, size
 
 # Measured on a CPU (results/memory_cpu.json). Freed memory does not fit later tensors exactly, least where blocks are
@@ -53,7 +53,7 @@ class Memory:
 def size_of_run(config, model, windows: int, device: torch.device) -> str:
     """Parameters, memory, tokens and FLOPs of a whole run, and its time at 45% utilisation where the peak is known."""
     tokens = config.max_steps * config.global_batch_size * model.config.block_size
-    bf16 = config.dtype == "bfloat16" or (config.dtype == "auto" and device.type != "cpu")
+    bf16 = computes_in_bfloat16(config.dtype, device)
     flops, dtype = tokens * model.flops_per_token(), model.config.state_dtype if bf16 else "float32"
     lines = [
         f"{config.model}: {model.num_parameters():,} parameters",
@@ -146,7 +146,7 @@ def activations_needed(config, model_config, device: torch.device) -> int:
 
 def eager_peak(config, model_config, layers: int, device: torch.device) -> int:
     """Most bytes alive during a forward and backward pass of a model of so many blocks."""
-    bf16 = config.dtype == "bfloat16" or (config.dtype == "auto" and device.type != "cpu")
+    bf16 = computes_in_bfloat16(config.dtype, device)
     with FakeTensorMode():
         with torch.device(device):
             model = build(config.model, **{**dataclasses.asdict(model_config), "num_hidden_layers": layers})
