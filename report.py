@@ -137,6 +137,8 @@ def table_rows(runs: list[str]) -> list[dict]:
     """The last evaluation of each run. ValueError: a run without one."""
     rows = []
     for run in runs:
+        if not Path(run).is_dir():
+            raise ValueError(f"{run} is not there: give a run folder made by train.py")
         if not (last := metrics.last_evaluation(Path(run) / "metrics.jsonl")):
             raise ValueError(f"{run} has no evaluation yet")
         state = checkpoint.read_state(checkpoint.find(run))

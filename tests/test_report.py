@@ -162,6 +162,7 @@ def test_runs_that_differ_in_their_seed_are_one_row(tmp_path):
 
 def test_mistakes_end_in_one_line(tmp_path):
     assert "holds no metrics.jsonl" in one_line_error(call("report.py", "curves", tmp_path))
+    assert "nothing is not there" in one_line_error(call("report.py", "table", tmp_path / "nothing"))
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match="has no step yet"):
         report.read_run(str(tmp_path))
