@@ -4,7 +4,7 @@ A variant gives its sites a read and a write of its own; the rest of the reposit
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -81,7 +81,7 @@ class Site:
         statistics(state, h, x_in, c, written) -> {name: (B, T)}   what metrics.jsonl and the page show of each token
         extra_loss(state, h, x_in, c, written) -> a scalar         what training minimises as well (GPT.forward)
 
-    and a read, write, expander or readout `elementwise_flops()`: operations a token that are no matrix products.
+    and a read, write, after, expander or readout `elementwise_flops()`: operations a token that are no matrix products.
     """
 
     name: str
@@ -150,6 +150,18 @@ class Block(nn.Module):
             state, loss = self.stream.write(site, state, site.sublayer(c, positions, cache), c, aux, cache)
             losses += [] if loss is None else [loss]
         return state, sum(losses) if losses else None
+
+
+class WritingBlock(Block):
+    """A block whose sites each have a write of their own, `Write(config)`, as write_attn and write_mlp."""
+
+    Write: Callable
+
+    def __init__(self, config, layer: int):
+        super().__init__(config, layer)
+        self.write_attn, self.write_mlp = self.Write(config), self.Write(config)
+        attn, mlp = self.sites
+        self.sites = replace(attn, write=self.write_attn), replace(mlp, write=self.write_mlp)
 
 
 def state_size(state) -> int:

@@ -38,7 +38,8 @@ def forward_flops(cls, config) -> int:
     """Operations of a forward pass over block_size tokens: matrix products, and what the stream's parts declare."""
     model, products, _ = counted_pass(cls, config, config.block_size)
     sites = [site for each in model.transformer.h for site in each.sites]
-    parts = [model.input_embed, model.readout, *(part for site in sites for part in (site.read, site.write))]
+    parts = [part for site in sites for part in (site.read, site.write, site.after)]
+    parts += [model.input_embed, model.readout]
     elementwise = sum(part.elementwise_flops() for part in parts if hasattr(part, "elementwise_flops"))
     return products + elementwise * config.block_size
 

@@ -1,7 +1,7 @@
 """The Transformer backbone shared by every variant; only the residual stream differs.
 
-A model is a subclass of `GPT` that names four classes: `Config`, `Expander`, `Block` and `Readout` (see the thin files
-`model/<stem>.py`). Notation in shapes: B batch, T tokens, d hidden_size.
+A model is a subclass of `GPT` that names its classes: `Config`, `Expander`, `Block`, `Readout` and, if it has another,
+`FinalNorm` (see the thin files `model/<stem>.py`). Notation in shapes: B batch, T tokens, d hidden_size.
 """
 
 import contextlib
@@ -68,13 +68,22 @@ class GPTConfig:
         return self.hidden_size_base / self.hidden_size if self.mup else 1.0
 
 
+class FinalNorm(RMSNorm):
+    """The norm of the readout, before the output layer."""
+
+    fused = "rms_norm"
+
+    def __init__(self, config: GPTConfig):
+        super().__init__(config.hidden_size)
+
+
 class GPT(nn.Module):
     """logits, loss = model(ids, targets): the whole language model.
 
     Sources: backbone of Deep Delta Learning (arXiv 2601.00417); the residual stream is the subclass's choice.
     """
 
-    Config, Expander, Block, Readout = GPTConfig, Direct, Block, Direct
+    Config, Expander, Block, Readout, FinalNorm = GPTConfig, Direct, Block, Direct, FinalNorm
     stream = Stream()
     activation_checkpointing = False  # keep the states between blocks alone and compute each block again backward
 
@@ -87,7 +96,7 @@ class GPT(nn.Module):
         self.transformer.h = nn.ModuleList(self.Block(config, layer) for layer in range(config.num_hidden_layers))
         self.input_embed = self.Expander(config)
         self.readout = self.Readout(config)
-        self.ln_f = RMSNorm(config.hidden_size)
+        self.ln_f = self.FinalNorm(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight
         for name in ("rope_cos", "rope_sin"):

@@ -46,6 +46,28 @@ class RMSNorm(nn.Module):
         return (y * self.weight).to(x.dtype)
 
 
+class LayerNorm(nn.Module):
+    """y = weight * (x - mean) / sqrt(variance + eps) + bias over the last axis; dtypes as RMSNorm's."""
+
+    def __init__(self, size: int, eps: float = 1e-5):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.empty(size)), nn.Parameter(torch.empty(size))
+        self.rules = {"weight": Rule(constant(1.0)), "bias": Rule(constant(0.0))}
+        self.eps = eps
+
+    def forward(self, x):
+        dtype = at_least_fp32(x.dtype)
+        y = F.layer_norm(x.to(dtype), self.weight.shape, self.weight.to(dtype), self.bias.to(dtype), self.eps)
+        return y.to(x.dtype)
+
+
+def linear_fp32(layer: nn.Linear, x):
+    """`layer(x)` in at least fp32, also under autocast: gates and values must not be rounded before their sigmoid."""
+    dtype = at_least_fp32(x.dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        return F.linear(x.to(dtype), layer.weight.to(dtype), None if layer.bias is None else layer.bias.to(dtype))
+
+
 def rope_tables(config, device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin of position times inverse frequency, each (block_size, rotary_dim / 2)."""
     rotary_dim = int(config.head_dim * config.rope_ratio) // 2 * 2

@@ -17,7 +17,7 @@ from torch import nn
 from model.block import Block, Past, delay
 from model.gpt import GPTConfig
 from model.keys import Key
-from model.layers import at_least_fp32, for_product
+from model.layers import at_least_fp32, for_product, linear_fp32
 from model.parameters import FIXED, HIDDEN, INPUT, OUTPUT, Rule, constant, linear, normal
 
 
@@ -102,8 +102,10 @@ class SingleColumnConfig(DeltaConfig):
 
 
 @dataclass
-class ExpandedConfig(DeltaConfig):
-    """Keys of models whose state has several columns."""
+class ColumnsConfig(GPTConfig):
+    """Keys of models whose state has several columns, and of how they are read."""
+
+    columns_key: ClassVar[str | None] = "ddl_value_channels"
 
     ddl_value_channels: Annotated[int, "columns v of the state X (d x v)", Key(low=1)] = 4
     ddl_state_shortconv_kernel_size: Annotated[
@@ -119,6 +121,11 @@ class ExpandedConfig(DeltaConfig):
     @property
     def read_start(self) -> float:
         return 1 / self.ddl_value_channels if self.ddl_state_read_init is None else self.ddl_state_read_init
+
+
+@dataclass
+class ExpandedConfig(ColumnsConfig, DeltaConfig):
+    """Keys of DDL models whose state has several columns."""
 
 
 @dataclass
@@ -139,14 +146,14 @@ def features_last(weights):
 
 
 class Repeat(nn.Module):
-    """Expander: the embedding (B, T, d) in each of the v columns, (B, T, v, d)."""
+    """Expander: the embedding (B, T, d) in each of the v columns (`columns_key`), (B, T, v, d)."""
 
-    def __init__(self, config: DeltaConfig):
+    def __init__(self, config: GPTConfig):
         super().__init__()
-        self.value_channels = config.ddl_value_channels
+        self.columns = getattr(config, config.columns_key)
 
     def forward(self, x, past: Past | None = None):
-        return x.unsqueeze(2).expand(-1, -1, self.value_channels, -1)
+        return x.unsqueeze(2).expand(-1, -1, self.columns, -1)
 
 
 class Taps(nn.Module):
@@ -206,7 +213,7 @@ class TokenConvRead(nn.Module):
 
     fused = "token_conv"
 
-    def __init__(self, config: ExpandedConfig):
+    def __init__(self, config: ColumnsConfig):
         super().__init__()
         kernel_size, identity = config.ddl_state_shortconv_kernel_size or 4, config.ddl_state_conv_init == "identity"
         start = last_tap if identity else normal(config.hidden_init_std)
@@ -231,7 +238,7 @@ class ColumnConvRead(nn.Module):
 
     fused = "column_conv"
 
-    def __init__(self, config: ExpandedConfig):
+    def __init__(self, config: ColumnsConfig):
         super().__init__()
         self.config = config
         columns, kernel_size = config.ddl_value_channels, config.ddl_state_shortconv_kernel_size
@@ -304,13 +311,6 @@ def delta_rewrite(state, khat, beta, value, erase: bool = True):
     if erase:
         value = value - (x * khat).sum(-1) * scale
     return (x + (beta * value * scale).unsqueeze(-1) * khat).to(state.dtype)
-
-
-def linear_fp32(layer: nn.Linear, x):
-    """`layer(x)` in at least fp32, also under autocast: gates and values must not be rounded before their sigmoid."""
-    dtype = at_least_fp32(x.dtype)
-    with torch.autocast(x.device.type, enabled=False):
-        return F.linear(x.to(dtype), layer.weight.to(dtype), None if layer.bias is None else layer.bias.to(dtype))
 
 
 class DeltaRewrite(nn.Module):

@@ -125,15 +125,20 @@ def check_compiled(cls, backend: str = "aot_eager") -> None:
 
 
 def check_autocast(cls) -> None:
-    """In bfloat16 close to float32, the loss in float32, and a state of one dtype from block to block."""
+    """In bfloat16 close to float32, the loss in float32, and states, which may grow, of the same dtypes from block to
+    block."""
     model, ids, dtypes = tiny(cls).float(), tokens(2, 8), []
     exact, _ = model(ids)
     with torch.autocast("cpu", torch.bfloat16), model.through(Watched(lambda _, q: dtypes.append(kinds(q["state"])))):
         logits, loss = model(ids, ids, return_logits=True)
     assert loss.dtype == torch.float32, f"under autocast the loss is {loss.dtype}"
-    assert len(set(dtypes)) == 1, f"under autocast the state changes its dtype: {sorted(set(map(str, dtypes)))}"
-    error = ((logits - exact).norm() / exact.norm()).item()
-    assert error < 0.1, f"under autocast the logits are off by {error:.2g} of their size"
+    longest = max(dtypes, key=len)
+    alike = all(each == longest[: len(each)] for each in dtypes)
+    assert alike, f"under autocast the state changes its dtype: {sorted(set(map(str, dtypes)))}"
+    for parameter in model.parameters():  # some streams, with weights as wild as these, magnify any rounding
+        parameter.data = parameter.data.bfloat16().float()
+    rounded, error = (((found - exact).norm() / exact.norm()).item() for found in (model(ids)[0], logits))
+    assert error < max(0.1, 2 * rounded), f"under autocast the logits are off by {error:.2g} of their size"
 
 
 def kinds(state) -> tuple:
@@ -157,7 +162,7 @@ def check_costs(cls) -> None:
     for hook in hooks:
         hook.remove()
     parts = [model.input_embed, model.readout]
-    parts += [part for b in model.transformer.h for site in b.sites for part in (site.read, site.write)]
+    parts += [part for b in model.transformer.h for site in b.sites for part in (site.read, site.write, site.after)]
     declared = sum(part.elementwise_flops() for part in parts if hasattr(part, "elementwise_flops"))
     flops = 3 * (counter.get_total_flops() // TINY["block_size"] + declared)
     assert model.flops_per_token() == flops, f"flops_per_token() is {model.flops_per_token()}, {flops} were counted"

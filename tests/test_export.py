@@ -189,9 +189,11 @@ def test_gradients_are_ours(case, ids):
     loss = ours(ids[:, :-1], targets)[1]
     loss.backward()
     close(found["loss"], loss.detach())
+    # A gate's bias has one number, a sum over tokens that may nearly cancel: it is as exact as what was summed.
+    largest = max(float(p.grad.abs().max()) for p in ours.parameters() if p.requires_grad)
     for name, parameter in ours.named_parameters():
         if parameter.requires_grad:
-            scale = 1e-5 * float(parameter.grad.abs().max())
+            scale = 1e-5 * float(parameter.grad.abs().max()) + 1e-7 * largest
             for prefix in ("gradient.", "checkpointed."):
                 torch.testing.assert_close(found[f"{prefix}{name}"], parameter.grad, rtol=1e-4, atol=scale)
         else:

@@ -15,8 +15,7 @@ from model.kernels import form_of
 from model.kernels.expand import expand
 from model.kernels.residual_step import residual_step
 from model.kernels.tiles import DTYPES
-from model.layers import RMSNorm, compute_dtype
-from model.residual import linear_fp32
+from model.layers import RMSNorm, compute_dtype, linear_fp32
 
 
 def check_dtype(x) -> None:

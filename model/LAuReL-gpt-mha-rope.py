@@ -1,0 +1,51 @@
+"""LAuReL (arXiv 2411.07501): X' = a h + b X (rw), or X' = h + X + (X A) B of low rank (lr)."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from torch import nn
+
+from model.block import Add, WritingBlock
+from model.gpt import GPT, GPTConfig
+from model.keys import Key
+from model.layers import at_least_fp32, linear_fp32
+from model.parameters import FIXED, OUTPUT, Rule, constant, linear, normal
+
+
+@dataclass
+class LAuReLConfig(GPTConfig):
+    """Keys of LAuReL."""
+
+    laurel_form: Annotated[Literal["rw", "lr"], "weights of h and X (residual weights), or a low-rank map of X"] = "lr"
+    laurel_rank: Annotated[int, "rank r of the low-rank form", Key(low=1)] = 16
+
+
+class LAuReLWrite(Add):
+    def __init__(self, config: LAuReLConfig):
+        super().__init__(config)
+        d, self.weighted = config.hidden_size, config.laurel_form == "rw"
+        if self.weighted:
+            self.logits = nn.Parameter(torch.empty(2))
+            self.rules = {"logits": Rule(constant(0.0))}
+        else:
+            self.down = linear(d, config.laurel_rank, Rule(normal(config.hidden_init_std), OUTPUT, decay=True))
+            self.up = linear(config.laurel_rank, d, Rule(constant(0.0), FIXED, decay=True))
+
+    def elementwise_flops(self) -> int:
+        return (3 if self.weighted else 2) * self.hidden_size
+
+    def forward(self, state, h, x_in, c, past=None):
+        x = state.to(at_least_fp32(state.dtype))
+        if self.weighted:
+            a, b = 2 * self.logits.softmax(0)
+            return (a * h + b * x).to(state.dtype)
+        return (x + h + linear_fp32(self.up, linear_fp32(self.down, x))).to(state.dtype)
+
+
+class LAuReLBlock(WritingBlock):
+    Write = LAuReLWrite
+
+
+class Model(GPT):
+    Config, Block = LAuReLConfig, LAuReLBlock

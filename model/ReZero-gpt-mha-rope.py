@@ -1,0 +1,29 @@
+"""ReZero (arXiv 2003.04887, eq. 1): X' = X + a h with a scalar a of each site that starts at 0."""
+
+import torch
+from torch import nn
+
+from model.block import Add, WritingBlock
+from model.gpt import GPT
+from model.parameters import Rule, constant
+
+
+class ScaledAdd(Add):
+    def __init__(self, config):
+        super().__init__(config)
+        self.scale = nn.Parameter(torch.empty(1))
+        self.rules = {"scale": Rule(constant(0.0))}
+
+    def elementwise_flops(self) -> int:
+        return 2 * self.hidden_size
+
+    def forward(self, state, h, x_in, c, past=None):
+        return (state + self.scale * h).to(state.dtype)
+
+
+class ReZeroBlock(WritingBlock):
+    Write = ScaledAdd
+
+
+class Model(GPT):
+    Block = ReZeroBlock

@@ -1,0 +1,110 @@
+"""Attention Residuals (arXiv 2603.15031): every read attends over what the depth before it has written.
+
+The state is the tuple of sources, each (B, T, d): the embedding, then the sublayers' outputs, or, by blocks, the sums
+of the outputs of each finished run of sites and of the present one.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import torch
+from torch import nn
+
+from model.block import Block, Past
+from model.gpt import GPTConfig
+from model.keys import Key
+from model.layers import at_least_fp32
+from model.parameters import OUTPUT, Rule, constant
+
+
+@dataclass
+class AttentionResidualsConfig(GPTConfig):
+    """Keys of Attention Residuals."""
+
+    attn_res_blocks: Annotated[
+        int | None, "runs of sites whose outputs are summed to one source; None: every output is one", Key(low=1)
+    ] = 8
+
+    @property
+    def run_length(self) -> int:
+        """Sites in a run; the last run may be shorter."""
+        sites = 2 * self.num_hidden_layers
+        return -(-sites // min(self.attn_res_blocks or sites, sites))
+
+
+class FirstSource(nn.Module):
+    """Expander: the embedding is the only source."""
+
+    def __init__(self, config: AttentionResidualsConfig):
+        super().__init__()
+
+    def forward(self, x, past: Past | None = None):
+        return (x,)
+
+
+class DepthAttention(nn.Module):
+    """x_in = sum_i a_i V_i with a = softmax_i(query . RMSNorm(V_i)), in at least fp32; the norm has no weight.
+
+    The query starts at zero, so that x_in starts as the mean of the sources. `site` sites have written before.
+    """
+
+    EPS = 1e-5
+
+    def __init__(self, config: AttentionResidualsConfig, site: int):
+        super().__init__()
+        self.query = nn.Parameter(torch.empty(config.hidden_size))
+        self.rules = {"query": Rule(constant(0.0), OUTPUT)}
+        self.sources = 1 + -(-site // config.run_length)
+
+    def elementwise_flops(self) -> int:
+        return 4 * self.sources * self.query.numel()  # a score and a share of x_in each
+
+    def forward(self, state, past: Past | None = None):
+        """state, a tuple of (B, T, d) -> x_in (B, T, d) and the weights a (B, T, sources)."""
+        sources = [each.to(at_least_fp32(each.dtype)) for each in state]
+        # The norm is a number for each token, and is taken out of the product: no normed copy of a source is kept.
+        norms = [(each.square().mean(-1) + self.EPS).rsqrt() for each in sources]
+        scores = [(each * self.query).sum(-1) * norm for each, norm in zip(sources, norms)]
+        weights = torch.stack(scores, dim=-1).softmax(-1)
+        return sum(weights[..., i, None] * each for i, each in enumerate(sources)), weights
+
+
+class LastAttention(DepthAttention):
+    """Readout: a query of its own over all sources."""
+
+    def __init__(self, config: AttentionResidualsConfig):
+        super().__init__(config, 2 * config.num_hidden_layers)
+
+    def forward(self, state, past: Past | None = None):
+        return super().forward(state, past)[0]
+
+
+class Append(nn.Module):
+    """The write of the site-th site of all: its output is a new source, or is added to that of the run it is in."""
+
+    def __init__(self, config: AttentionResidualsConfig, site: int):
+        super().__init__()
+        self.begins, self.hidden_size = site % config.run_length == 0, config.hidden_size
+
+    def elementwise_flops(self) -> int:
+        return 0 if self.begins else self.hidden_size
+
+    def forward(self, state, h, taken, c, past: Past | None = None):
+        h = h.to(state[0].dtype)
+        return (*state, h) if self.begins else (*state[:-1], state[-1] + h)
+
+    def statistics(self, state, h, taken, c, written) -> dict:
+        """Of each token (B, T): the weight of the embedding, and how many sources count, exp(entropy of weights)."""
+        weights = taken[1]
+        return {"embedding_weight": weights[..., 0], "effective_sources": torch.special.entr(weights).sum(-1).exp()}
+
+
+class AttentionResidualsBlock(Block):
+    """A query for each site; sites are counted through all blocks."""
+
+    def __init__(self, config: AttentionResidualsConfig, layer: int):
+        super().__init__(config, layer)
+        self.depth_attn, self.depth_mlp = (DepthAttention(config, 2 * layer + index) for index in range(2))
+        attn, mlp = self.sites
+        attn = replace(attn, read=self.depth_attn, write=Append(config, 2 * layer))
+        self.sites = attn, replace(mlp, read=self.depth_mlp, write=Append(config, 2 * layer + 1))

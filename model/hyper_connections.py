@@ -1,0 +1,230 @@
+"""Hyper-Connections (arXiv 2409.19606) and their manifold-constrained form, mHC (arXiv 2512.24880).
+
+The state is n streams of width d, H (B, T, n, d), which start as the embedding each. A site reads one mixture of them,
+x_in = sum_i read_i H_i, mixes them among themselves and adds the sublayer's output h to each with a weight,
+H'_j = sum_i mix_ij H_i + write_j h. The readout is their sum. The three weightings are a site's own; they are learned
+numbers (static), or functions of the token's state besides (dynamic). All of them are computed in at least fp32.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from model.block import Block, Past
+from model.gpt import GPTConfig
+from model.keys import Key
+from model.layers import LayerNorm, at_least_fp32, linear_fp32
+from model.parameters import OUTPUT, Rule, constant, linear, normal
+
+
+@dataclass
+class StreamsConfig(GPTConfig):
+    """Keys of every model with several streams."""
+
+    columns_key: ClassVar[str | None] = "hc_streams"
+
+    hc_streams: Annotated[int, "streams n of width d in the state", Key(low=1)] = 4
+
+
+@dataclass
+class HyperConfig(StreamsConfig):
+    """Keys of Hyper-Connections."""
+
+    hc_dynamic: Annotated[bool, "the streams' weights depend on the token (DHC); False: learned numbers (SHC)"] = True
+    hc_scale_outputs: Annotated[
+        bool, "sublayers' last matrices start smaller by sqrt(n), as the paper has it", Key(initial=True)
+    ] = False
+
+
+@dataclass
+class ManifoldConfig(StreamsConfig):
+    """Keys of mHC."""
+
+    mhc_iterations: Annotated[int, "Sinkhorn-Knopp's normalisations of columns, rows between", Key(low=1)] = 20
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.hc_streams == 1:
+            raise ValueError("hc_streams=1: mHC mixes streams, b_pre = -log(n - 1) is infinite; give 2 or more")
+
+
+def weighted_sum(weights, streams):
+    """sum_i weights_i H_i (B, T, d) of streams (B, T, n, d); weights (B, T, n) or (n,)."""
+    return sum(weights[..., i, None] * streams[:, :, i] for i in range(streams.shape[2]))
+
+
+class Connection(nn.Module):
+    """The read of one site, and the weights with which its write mixes the streams.
+
+    A subclass has weights(streams), streams (B, T, n, d) in at least fp32 -> read (B, T, n), write (B, T, n) and mix
+    (B, T, n, n), or the same without (B, T).
+    """
+
+    def __init__(self, config: StreamsConfig):
+        super().__init__()
+        self.streams, self.hidden_size = config.hc_streams, config.hidden_size
+
+    def elementwise_flops(self) -> int:
+        return 2 * self.streams * self.hidden_size
+
+    def forward(self, state, past: Past | None = None):
+        """state (B, T, n, d) -> x_in (B, T, d), write and mix."""
+        streams = state.to(at_least_fp32(state.dtype))
+        read, write, mix = self.weights(streams)
+        return weighted_sum(read, streams), write, mix
+
+
+class MixAndAdd(nn.Module):
+    """The write: H'_j = sum_i mix_ij H_i + write_j h."""
+
+    def __init__(self, config: StreamsConfig):
+        super().__init__()
+        self.streams, self.hidden_size = config.hc_streams, config.hidden_size
+
+    def elementwise_flops(self) -> int:
+        return 2 * self.streams * (self.streams + 1) * self.hidden_size
+
+    def forward(self, state, h, taken, c, past: Past | None = None):
+        _, write, mix = taken
+        streams = state.to(write.dtype)
+        mixed = sum(mix[..., i, :, None] * streams[:, :, i, None] for i in range(self.streams))
+        return (mixed + write[..., None] * h.unsqueeze(2)).to(state.dtype)
+
+    def statistics(self, state, h, taken, c, written) -> dict:
+        """Of each token (B, T): how much of itself a stream keeps, the mean of mix_ii, and how far the streams that mix
+        into one are from summing to 1, the largest |sum_i mix_ij - 1|."""
+        mix = taken[2].expand(*state.shape[:2], -1, -1)
+        kept = mix.diagonal(dim1=-2, dim2=-1).mean(-1)
+        return {"mix_kept": kept, "mix_error": (mix.sum(-2) - 1).abs().amax(-1)}
+
+
+class HyperConnection(Connection):
+    """HC's: learned weights, plus, where dynamic, s tanh of linear maps of each normed stream (eqs. 10 to 13).
+
+    `maps` has in its rows W_b, W_m and W_r: of stream i they give write_i, read_i and mix_i1 .. mix_in.
+    """
+
+    def __init__(self, config: HyperConfig, site: int):
+        super().__init__(config)
+        n = config.hc_streams
+        self.read, self.write = nn.Parameter(torch.empty(n)), nn.Parameter(torch.empty(n))
+        self.mix = nn.Parameter(torch.empty(n, n))
+        self.rules = {"read": Rule(partial(one_hot, at=site % n)), "write": Rule(constant(1.0))}
+        self.rules |= {"mix": Rule(nn.init.eye_)}
+        self.dynamic = config.hc_dynamic
+        if self.dynamic:
+            self.norm = LayerNorm(config.hidden_size)
+            self.maps = linear(config.hidden_size, 2 + n, Rule(constant(0.0), OUTPUT, decay=True))
+            self.write_scale, self.scale = nn.Parameter(torch.empty(1)), nn.Parameter(torch.empty(1))
+            self.rules |= {"write_scale": Rule(constant(0.01)), "scale": Rule(constant(0.01))}
+
+    def weights(self, streams):
+        if not self.dynamic:
+            return self.read, self.write, self.mix
+        maps = linear_fp32(self.maps, self.norm(streams)).tanh()  # (B, T, n, 2 + n)
+        write, read, mix = maps[..., 0], maps[..., 1], maps[..., 2:]
+        return self.read + self.scale * read, self.write + self.write_scale * write, self.mix + self.scale * mix
+
+
+def one_hot(parameter, at: int) -> None:
+    nn.init.zeros_(parameter)[at] = 1.0
+
+
+class ConnectedBlock(Block):
+    """A connection for each site; sites are counted through all blocks."""
+
+    Connection: type[Connection]
+
+    def __init__(self, config: StreamsConfig, layer: int):
+        super().__init__(config, layer)
+        self.hc_attn, self.hc_mlp = (self.Connection(config, 2 * layer + index) for index in range(2))
+        write, (attn, mlp) = MixAndAdd(config), self.sites
+        self.sites = replace(attn, read=self.hc_attn, write=write), replace(mlp, read=self.hc_mlp, write=write)
+
+
+class HyperBlock(ConnectedBlock):
+    Connection = HyperConnection
+
+    def __init__(self, config: HyperConfig, layer: int):
+        super().__init__(config, layer)
+        if config.hc_scale_outputs:
+            for last in (self.attn.c_proj, self.mlp.c_proj):
+                rule = last.rules["weight"]
+                start = partial(shrunk, start=rule.start, by=math.sqrt(config.hc_streams))
+                last.rules = {"weight": rule._replace(start=start)}
+
+
+def shrunk(parameter, start, by: float) -> None:
+    start(parameter)
+    parameter.div_(by)
+
+
+class SumOfStreams(nn.Module):
+    """Readout: the sum of the streams, in at least fp32."""
+
+    def __init__(self, config: StreamsConfig):
+        super().__init__()
+        self.size = config.hc_streams * config.hidden_size
+
+    def elementwise_flops(self) -> int:
+        return self.size
+
+    def forward(self, state, past: Past | None = None):
+        return state.to(at_least_fp32(state.dtype)).sum(2)
+
+
+class ManifoldConnection(Connection):
+    """mHC's: read in (0, 1), write in (0, 2) and a doubly stochastic mix, from the normed streams together (eqs. 7, 8).
+
+    With z = RMSNorm(vec(H)) (n d,): read = sigmoid(a z phi + b), write = 2 sigmoid(a z phi + b) and
+    mix^T = Sinkhorn-Knopp(a z phi + b), each with an a, a phi and a b of its own: in this order in `scales`, in the
+    rows of `maps.weight` and in `bias`.
+    """
+
+    fused = "mhc"
+    EPS = 1e-6  # of the norm, and of Sinkhorn-Knopp's sums
+
+    def __init__(self, config: ManifoldConfig, site: int):
+        super().__init__(config)
+        n = self.streams
+        self.sizes, self.iterations = (n, n, n * n), config.mhc_iterations
+        start = normal(config.hidden_init_std / math.sqrt(n))
+        self.maps = linear(n * config.hidden_size, sum(self.sizes), Rule(start, OUTPUT, decay=True))
+        self.bias = nn.Parameter(torch.empty(sum(self.sizes)))
+        self.scales = nn.Parameter(torch.empty(3))
+        self.rules = {"bias": Rule(self.start), "scales": Rule(constant(0.01))}
+
+    def start(self, bias) -> None:
+        """Close to the additive stream: read 1/n each, write 1 each, mix the identity but for exp(-8)."""
+        pre, post, res = bias.split(self.sizes)
+        pre.fill_(-math.log(self.streams - 1))
+        post.zero_()
+        res.copy_(8 * (torch.eye(self.streams, dtype=bias.dtype, device=bias.device) - 1).flatten())
+
+    def weights(self, streams):
+        n, z = self.streams, streams.flatten(2)
+        maps = linear_fp32(self.maps, F.rms_norm(z, z.shape[-1:], eps=self.EPS))  # (B, T, 2 n + n^2)
+        scales = torch.cat([scale.expand(size) for scale, size in zip(self.scales, self.sizes)])
+        pre, post, res = (scales * maps + self.bias).split(self.sizes, dim=-1)
+        mix = sinkhorn_knopp(res.unflatten(-1, (n, n)), self.iterations, self.EPS).mT
+        return pre.sigmoid(), 2 * post.sigmoid(), mix
+
+
+def sinkhorn_knopp(logits, iterations: int, eps: float):
+    """exp(logits) (..., n, n) made doubly stochastic: a softmax over rows, then columns and rows divided by their sums
+    in turn, columns last, as the public implementations do (the paper ends with rows)."""
+    matrix = logits.softmax(-1) + eps
+    for iteration in range(iterations):
+        if iteration:
+            matrix = matrix / (matrix.sum(-1, keepdim=True) + eps)
+        matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
+    return matrix
+
+
+class ManifoldBlock(ConnectedBlock):
+    Connection = ManifoldConnection

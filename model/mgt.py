@@ -1,0 +1,118 @@
+"""The Manifold-Geometric Transformer (MGT): a gated sublayer output, and a signed gate per feature on the update.
+
+Equations are those of the paper, sections 3.4 and 3.5; the state X is (B, T, d). Its "mHC" is a gate on the sublayer's
+output, not the streams of `hyper_connections.py`, and its "DDL" erases along X itself, not along a direction k.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+import torch
+from torch import nn
+
+from model.block import Past, WritingBlock
+from model.gpt import GPTConfig
+from model.keys import Key
+from model.layers import LayerNorm, at_least_fp32, for_product
+from model.parameters import HIDDEN, Rule, constant, linear, normal
+
+
+@dataclass
+class MGTConfig(GPTConfig):
+    """Keys of MGT and the arms that it is compared with."""
+
+    mgt_arm: Annotated[
+        Literal["full", "ddl", "mhc", "standard", "additive"],
+        "MGT; +DDL only; +mHC only and standard, both post-LN; pre-norm additive",
+    ] = "full"
+    mgt_lambda: Annotated[float, "lambda: range of the gate beta"] = 1.0
+    mgt_epsilon: Annotated[float, "epsilon: offset of the gate beta"] = 0.0
+    mgt_alpha_init: Annotated[float, "erasure alpha at initialisation", Key(initial=True)] = 0.0
+    mgt_beta_bias_init: Annotated[
+        float, "bias of beta's logits at initialisation: 1 is beta = 0.76", Key(initial=True)
+    ] = 1.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        for key in ("mgt_lambda", "mgt_epsilon", "mgt_alpha_init", "mgt_beta_bias_init"):
+            if not self.has_beta and getattr(self, key) != getattr(MGTConfig, key):
+                raise ValueError(f"{key} has no effect with mgt_arm={self.mgt_arm}: leave it out, or give full or ddl")
+
+    @property
+    def has_gate(self) -> bool:
+        return self.mgt_arm in ("full", "mhc")
+
+    @property
+    def has_beta(self) -> bool:
+        return self.mgt_arm in ("full", "ddl")
+
+    @property
+    def post_norm(self) -> bool:
+        return self.mgt_arm in ("standard", "mhc")
+
+
+class MGTWrite(nn.Module):
+    """X' = X + beta * (V - alpha X) (eq. 7), V = h * sigmoid(LN(X W_gate)) (5), beta = lambda tanh(X W + b) + eps (6).
+
+    Without the gate V = h; without beta X' = X + V.
+    """
+
+    def __init__(self, config: MGTConfig):
+        super().__init__()
+        d, self.config = config.hidden_size, config
+        matrix = Rule(normal(config.hidden_init_std), HIDDEN, decay=True, rounded=True)
+        if config.has_gate:
+            self.gate, self.gate_norm = linear(d, d, matrix), LayerNorm(d)
+        if config.has_beta:
+            self.beta = linear(d, d, matrix, Rule(constant(config.mgt_beta_bias_init)))
+            self.alpha = nn.Parameter(torch.empty(1))
+            self.rules = {"alpha": Rule(constant(config.mgt_alpha_init))}
+
+    def elementwise_flops(self) -> int:
+        return (1 + self.config.has_gate + 3 * self.config.has_beta) * self.config.hidden_size
+
+    def gates(self, state):
+        """sigmoid(LN(X W_gate)) and beta, each (B, T, d) in at least fp32, or 1."""
+        x, dtype, gate, beta = state, at_least_fp32(state.dtype), 1.0, 1.0
+        if self.config.has_gate:
+            gate = self.gate_norm(self.gate(for_product(x, self.gate.weight)).to(dtype)).sigmoid()
+        if self.config.has_beta:
+            logits = self.beta(for_product(x, self.beta.weight)).to(dtype)
+            beta = self.config.mgt_lambda * logits.tanh() + self.config.mgt_epsilon
+        return gate, beta
+
+    def forward(self, state, h, x_in, c, past: Past | None = None):
+        gate, beta = self.gates(state)
+        x = state.to(at_least_fp32(state.dtype))
+        value = gate * h.to(x.dtype)
+        if self.config.has_beta:
+            value = beta * (value - self.alpha * x)
+        return (x + value).to(state.dtype)
+
+    def statistics(self, state, h, x_in, c, written) -> dict:
+        """Of each token (B, T), over its features: the mean and the variance of beta, the share of negative ones, and
+        the mean of the gate."""
+        gate, beta = self.gates(state)
+        found = {}
+        if self.config.has_beta:
+            found |= {"beta": beta.mean(-1), "beta_variance": beta.var(-1, unbiased=False)}
+            found["beta_negative"] = (beta < 0).to(beta.dtype).mean(-1)
+        return found | ({"gate": gate.mean(-1)} if self.config.has_gate else {})
+
+
+class MGTBlock(WritingBlock):
+    """Norms before the sublayer, or, in the post-LN arms, after the write: X' = LN(X + V)."""
+
+    Write = MGTWrite
+
+    def __init__(self, config: MGTConfig, layer: int):
+        super().__init__(config, layer)
+        self.ln_1, self.ln_2 = LayerNorm(config.hidden_size), LayerNorm(config.hidden_size)
+        where, nowhere = ("after", "norm") if config.post_norm else ("norm", "after")
+        norms = zip(self.sites, (self.ln_1, self.ln_2))
+        self.sites = tuple(replace(site, **{where: norm, nowhere: None}) for site, norm in norms)
+
+
+def final_norm(config: MGTConfig) -> nn.Module:
+    """The norm before the output layer; none in the post-LN arms, whose last write has one."""
+    return nn.Identity() if config.post_norm else LayerNorm(config.hidden_size)

@@ -1,0 +1,50 @@
+"""A control for DDL: its v columns and its reads, written by addition, X' = X + h w^T. Does the width alone do it?"""
+
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+import torch
+from torch import nn
+
+from model.block import WritingBlock
+from model.gpt import GPT
+from model.parameters import Rule
+from model.residual import ColumnConvRead, ColumnsConfig, Repeat, TokenConvRead
+
+
+@dataclass
+class WideConfig(ColumnsConfig):
+    """Keys of the wide additive state."""
+
+    wide_read: Annotated[Literal["tc", "cc"], "read by a convolution over tokens, or over columns"] = "tc"
+
+
+def read(config: WideConfig):
+    return (TokenConvRead if config.wide_read == "tc" else ColumnConvRead)(config)
+
+
+class WideAdd(nn.Module):
+    def __init__(self, config: WideConfig):
+        super().__init__()
+        self.weights = nn.Parameter(torch.empty(config.ddl_value_channels))
+        self.rules = {"weights": Rule(lambda weights: nn.init.normal_(weights, mean=1.0, std=0.5))}
+        self.size = config.hidden_size * config.ddl_value_channels
+
+    def elementwise_flops(self) -> int:
+        return 2 * self.size
+
+    def forward(self, state, h, x_in, c, past=None):
+        return (state + h.unsqueeze(2) * self.weights[:, None]).to(state.dtype)
+
+
+class WideBlock(WritingBlock):
+    Write = WideAdd
+
+    def __init__(self, config: WideConfig, layer: int):
+        super().__init__(config, layer)
+        self.compress = read(config)
+        self.sites = tuple(replace(site, read=self.compress) for site in self.sites)
+
+
+class Model(GPT):
+    Config, Expander, Block, Readout = WideConfig, Repeat, WideBlock, staticmethod(read)
