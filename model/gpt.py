@@ -68,13 +68,9 @@ class GPTConfig:
         return self.hidden_size_base / self.hidden_size if self.mup else 1.0
 
 
-class FinalNorm(RMSNorm):
+def final_norm(config: GPTConfig) -> nn.Module:
     """The norm of the readout, before the output layer."""
-
-    fused = "rms_norm"
-
-    def __init__(self, config: GPTConfig):
-        super().__init__(config.hidden_size)
+    return RMSNorm(config.hidden_size)
 
 
 class GPT(nn.Module):
@@ -83,7 +79,7 @@ class GPT(nn.Module):
     Sources: backbone of Deep Delta Learning (arXiv 2601.00417); the residual stream is the subclass's choice.
     """
 
-    Config, Expander, Block, Readout, FinalNorm = GPTConfig, Direct, Block, Direct, FinalNorm
+    Config, Expander, Block, Readout, FinalNorm = GPTConfig, Direct, Block, Direct, staticmethod(final_norm)
     stream = Stream()
     activation_checkpointing = False  # keep the states between blocks alone and compute each block again backward
 

@@ -82,6 +82,8 @@ class Connection(nn.Module):
 class MixAndAdd(nn.Module):
     """The write: H'_j = sum_i mix_ij H_i + write_j h."""
 
+    fused = "mix_and_add"
+
     def __init__(self, config: StreamsConfig):
         super().__init__()
         self.streams, self.hidden_size = config.hc_streams, config.hidden_size
@@ -167,6 +169,8 @@ def shrunk(parameter, start, by: float) -> None:
 class SumOfStreams(nn.Module):
     """Readout: the sum of the streams, in at least fp32."""
 
+    fused = "sum_of_streams"
+
     def __init__(self, config: StreamsConfig):
         super().__init__()
         self.size = config.hc_streams * config.hidden_size
@@ -178,6 +182,67 @@ class SumOfStreams(nn.Module):
         return state.to(at_least_fp32(state.dtype)).sum(2)
 
 
+# Forty small steps in turn, which the compiler would copy into each other: to it they are one operation.
+@torch.library.custom_op("ddl::sinkhorn_knopp", mutates_args=())
+def sinkhorn_knopp(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
+    """exp(logits) (..., n, n) made doubly stochastic: a softmax over rows, then columns and rows divided by their sums
+    in turn, columns last, as the public implementations do (the paper ends with rows); eps is added to every sum."""
+    return tokens_first(normalisations(logits, iterations, eps)[-1][0], logits)
+
+
+@sinkhorn_knopp.register_fake
+def _(logits, iterations, eps):
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("ddl::sinkhorn_knopp_backward", mutates_args=())
+def sinkhorn_knopp_backward(gradient: torch.Tensor, logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
+    """With y = x / s, s = sum x + eps, the gradient by x is (g - sum(g y)) / s; the steps are made again."""
+    (start, _, _), *steps = normalisations(logits, iterations, eps)
+    g = tokens_last(gradient)
+    for y, total, axis in reversed(steps):
+        g = (g - (g * y).sum(axis, keepdim=True)) / total
+    softmax = start - eps
+    return tokens_first(softmax * (g - (g * softmax).sum(1, keepdim=True)), logits)
+
+
+@sinkhorn_knopp_backward.register_fake
+def _(gradient, logits, iterations, eps):
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+def normalisations(logits, iterations: int, eps: float) -> list[tuple]:
+    """The matrices (n, n, tokens) step by step, each with the sums it was divided by and their axis."""
+    matrix = tokens_last(logits).softmax(1) + eps
+    steps = [(matrix, None, None)]
+    for axis in [0, *[1, 0] * (iterations - 1)]:
+        total = matrix.sum(axis, keepdim=True) + eps
+        matrix = matrix / total
+        steps.append((matrix, total, axis))
+    return steps
+
+
+def tokens_last(matrices):
+    """(..., n, n) -> (n, n, tokens): a step then runs along tokens."""
+    return matrices.flatten(0, -3).permute(1, 2, 0).contiguous()
+
+
+def tokens_first(matrices, like):
+    return matrices.permute(2, 0, 1).reshape(like.shape).contiguous()
+
+
+def keep_logits(ctx, inputs, output) -> None:
+    logits, *ctx.settings = inputs
+    ctx.save_for_backward(logits)
+
+
+def gradient_by_logits(ctx, gradient):
+    return sinkhorn_knopp_backward(gradient, *ctx.saved_tensors, *ctx.settings), None, None
+
+
+sinkhorn_knopp.register_autograd(gradient_by_logits, setup_context=keep_logits)
+
+
 class ManifoldConnection(Connection):
     """mHC's: read in (0, 1), write in (0, 2) and a doubly stochastic mix, from the normed streams together (eqs. 7, 8).
 
@@ -186,8 +251,9 @@ class ManifoldConnection(Connection):
     rows of `maps.weight` and in `bias`.
     """
 
-    fused = "mhc"
+    fused = "manifold_connection"
     EPS = 1e-6  # of the norm, and of Sinkhorn-Knopp's sums
+    balance = staticmethod(sinkhorn_knopp)  # `model/kernels` has one in a single launch
 
     def __init__(self, config: ManifoldConfig, site: int):
         super().__init__(config)
@@ -211,19 +277,8 @@ class ManifoldConnection(Connection):
         maps = linear_fp32(self.maps, F.rms_norm(z, z.shape[-1:], eps=self.EPS))  # (B, T, 2 n + n^2)
         scales = torch.cat([scale.expand(size) for scale, size in zip(self.scales, self.sizes)])
         pre, post, res = (scales * maps + self.bias).split(self.sizes, dim=-1)
-        mix = sinkhorn_knopp(res.unflatten(-1, (n, n)), self.iterations, self.EPS).mT
+        mix = self.balance(res.unflatten(-1, (n, n)), self.iterations, self.EPS).mT
         return pre.sigmoid(), 2 * post.sigmoid(), mix
-
-
-def sinkhorn_knopp(logits, iterations: int, eps: float):
-    """exp(logits) (..., n, n) made doubly stochastic: a softmax over rows, then columns and rows divided by their sums
-    in turn, columns last, as the public implementations do (the paper ends with rows)."""
-    matrix = logits.softmax(-1) + eps
-    for iteration in range(iterations):
-        if iteration:
-            matrix = matrix / (matrix.sum(-1, keepdim=True) + eps)
-        matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
-    return matrix
 
 
 class ManifoldBlock(ConnectedBlock):

@@ -10,10 +10,13 @@ import os
 import torch
 
 from model.block import Block, Site, Stream
+from model.hyper_connections import sinkhorn_knopp
 from model.layers import Heads
 
 # The reads that the steps of each write know, by their classes' `fused`.
 READS = {"add": {"identity"}, "delta_rewrite": {"only_column", "column_conv", "token_conv"}}
+# Of these the compiler fuses the passes over the state; Sinkhorn-Knopp, which it cannot, is a kernel.
+READS |= {"mix_and_add": {"manifold_connection", "sum_of_streams"}}
 
 # Of keys of the delta rewrite, the values that its steps know; pooled inputs need the whole state.
 KNOWN = {"ddl_k_branch": "mlp", "ddl_k_input": "read", "ddl_k_norm": "guarded", "ddl_beta_input": "context"}
@@ -39,6 +42,8 @@ def missing(model, device: torch.device | str) -> str | None:
         return why
     if unknown := without_form(model):
         return f"there are none for {unknown}"
+    if write_form(model) == "mix_and_add" and importlib.util.find_spec("liger_kernel") is None:
+        return "liger-kernel is not installed (pip install liger-kernel)"
     return unknown_option(model.config) if write_form(model) == "delta_rewrite" else None
 
 
@@ -95,16 +100,26 @@ def use(model, setting: str = "auto", device: torch.device | str = "cuda", state
         why = "they need a CUDA device"  # interpreted ones only on request
     if why and setting == "on":
         raise ValueError(f"kernels=on: {why}; give kernels=off, or auto")
-    stream, heads = Stream(), Heads()
+    stream, heads, balance = Stream(), Heads(), sinkhorn_knopp
     if not why:
         from model.kernels import lowering, rope
-        from model.kernels import stream as fused
 
         lowering.register()
-        additive = write_form(model) == "add"
-        stream = fused.AdditiveStream() if additive else fused.DeltaStream(model.config, state_interval)
+        if write_form(model) == "mix_and_add":
+            from model.kernels.sinkhorn import sinkhorn_knopp as balance
+        else:
+            stream = fused_stream(model, state_interval)
         whole = all(rope.serves(block.attn, model.config) for block in model.transformer.h)
         heads = rope.FusedHeads() if whole else heads
     model.use_stream(stream)
     model.use_heads(heads)
+    for read in (site.read for block in model.transformer.h for site in block.sites):
+        if form_of(read) == "manifold_connection":
+            read.balance = balance
     return why
+
+
+def fused_stream(model, state_interval: int) -> Stream:
+    from model.kernels.stream import AdditiveStream, DeltaStream
+
+    return AdditiveStream() if write_form(model) == "add" else DeltaStream(model.config, state_interval)
