@@ -7,6 +7,7 @@
     python bench.py decode                             tokens/s of generation, with and without cache and compiler
     python bench.py train --device=cuda                train.py itself: tokens/s, utilisation, memory, bitwise resuming
     python bench.py memory                             peak memory of training against its estimate
+    python bench.py costs                              parameters, state and FLOPs of every model, counted
     python bench.py peers                              final loss beside GPT-2's by its own code, each at its best rate
 
 `step`, which needs no name, measures training steps (forward, backward, AdamW) and forward passes without gradients.
@@ -20,7 +21,7 @@ import sys
 from pathlib import Path
 
 import configurator
-from benchmarks import ceiling, decode, end_to_end, kernel_bandwidth, memory_estimate, peer_quality, step, suites
+from benchmarks import ceiling, costs, decode, end_to_end, kernel_bandwidth, memory_estimate, peer_quality, step, suites
 
 
 def widths(text: str) -> list[int]:
@@ -147,6 +148,13 @@ def peers_arguments(parser) -> None:
     add_json(parser)
 
 
+def costs_arguments(parser) -> None:
+    add = parser.add_argument
+    add("--models", help="stems, stem:d_v or either+KEY=VALUE, with commas between (default: every stem)")
+    add("--size", choices=("small", "medium"), default="small", help="the paper's (default: %(default)s)")
+    add("--json", type=Path, help="write the figures there as well")
+
+
 # name: (what it measures, its arguments, what runs it)
 COMMANDS = {
     "step": ("training steps and forward passes; the default", step_arguments, step.run),
@@ -155,6 +163,7 @@ COMMANDS = {
     "train": ("train.py itself: speed, memory and resuming to the bit", train_arguments, end_to_end.run),
     "memory": ("peak memory of training runs against train.py's estimate", memory_arguments, memory_estimate.run),
     "peers": ("final loss beside GPT-2's, each at its best rate", peers_arguments, peer_quality.run),
+    "costs": ("parameters, state and FLOPs of every model, counted, not measured", costs_arguments, costs.run),
     "ceiling": (
         "what the fused kernels' machine code for sm_90 allows of the copy bandwidth; needs no GPU",
         ceiling_arguments,
