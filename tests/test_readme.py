@@ -14,7 +14,7 @@ import configurator
 import model
 import report
 import train
-from benchmarks import ceiling, peer_quality, step
+from benchmarks import ceiling, costs, peer_quality, step, suites
 from model.keys import keys_of
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -166,10 +166,11 @@ def test_the_excerpt_is_from_the_stored_sample():
 
 
 def test_the_variant_table_names_files_that_fit():
-    rows = re.findall(r"^\|.*`([\w-]+)\.py` \| `(\w+)\.py`, `(\w+)\.py`", README, flags=re.M)
-    assert [stem for stem, _, _ in rows] == PAPER
-    for stem, *configs in rows:
-        for config in configs:
+    rows = re.findall(r"^\|.*`([\w-]+)\.py` \| (`[^|]*`)", README, flags=re.M)
+    assert [stem for stem, _ in rows][: len(PAPER)] == PAPER
+    assert sorted(stem for stem, _ in rows) == model.STEMS
+    for stem, configs in rows:
+        for config in re.findall(r"`(\w+)\.py`", configs):
             assert configurator.read_file(str(ROOT / "config" / f"{config}.py"))["model"] == stem
 
 
@@ -240,6 +241,14 @@ def test_parameter_formulas_of_the_variants_page():
     for stem in PAPER:
         assert f"| `{stem}` |" in page
         assert model.build(stem, **size).num_parameters() - baseline == extra[stem]
+
+
+def test_the_variants_page_has_every_stream_and_what_it_costs():
+    page = (ROOT / "docs" / "variants.md").read_text(encoding="utf-8")
+    assert all(f"| `{stem}` |" in page for stem in model.STEMS)
+    stored = json.loads((ROOT / "results" / "costs_small.json").read_text())
+    assert stored["rows"] == costs.rows_of(list(suites.EVERY_STEM), stored["size"])
+    assert costs.markdown(stored["rows"]) in page
 
 
 @pytest.mark.parametrize("page", ["data", "demo", "evaluation", "export", "mup", "runs", "serving", "sweeps"])
