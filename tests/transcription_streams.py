@@ -7,7 +7,7 @@ blocks aside.
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transcription import Block, MLP, Attention, RMSNorm, fp32, fp32_linear
+from transcription import MLP, Attention, Block, fp32, fp32_linear, nothing, rms_norm
 
 
 class Streams(nn.Module):
@@ -69,8 +69,8 @@ class HyperBlock(Block):
 
     Connection = HyperConnection
 
-    def __init__(self, config):
-        super().__init__(config)
+    def __init__(self, config, layer: int):
+        super().__init__(config, layer)
         self.hc_attn, self.hc_mlp = self.Connection(config), self.Connection(config)
 
     def forward(self, H, tables):
@@ -111,12 +111,11 @@ class Sources(nn.Module):
 
 
 class AttnResBlock(Block):
-    def __init__(self, config):
-        super().__init__(config)
+    def __init__(self, config, layer: int):
+        super().__init__(config, layer)
         self.depth_attn, self.depth_mlp = DepthAttention(config), DepthAttention(config)
         sites = 2 * config.num_hidden_layers
-        self.run = -(-sites // min(config.attn_res_blocks or sites, sites))
-        self.layer = None  # counted by who makes the blocks
+        self.run, self.layer = -(-sites // min(config.attn_res_blocks or sites, sites)), layer
 
     def forward(self, sources, tables):
         for m, norm, sublayer, attend in (
@@ -144,7 +143,7 @@ class MGTWrite(nn.Module):
 class MGTBlock(nn.Module):
     """The full arm: X' = X + beta * (F(LN(X)) * G - alpha X), twice."""
 
-    def __init__(self, config):
+    def __init__(self, config, layer: int):
         super().__init__()
         self.ln_1, self.ln_2 = nn.LayerNorm(config.hidden_size), nn.LayerNorm(config.hidden_size)
         self.attn, self.mlp = Attention(config), MLP(config)
@@ -159,18 +158,10 @@ def layer_norm(config):
     return nn.LayerNorm(config.hidden_size)
 
 
-def rms_norm(config):
-    return RMSNorm(config.hidden_size)
-
-
-def same(config):
-    return nn.Identity()
-
-
 # stem: what makes the state, a block, the readout and the final norm
 STREAMS = {
     "HC-gpt-mha-rope": (Streams, HyperBlock, Sum, rms_norm),
     "mHC-gpt-mha-rope": (Streams, ManifoldBlock, Sum, rms_norm),
     "AttnRes-gpt-mha-rope": (Sources, AttnResBlock, DepthAttention, rms_norm),
-    "MGT-gpt-mha": (same, MGTBlock, same, layer_norm),
+    "MGT-gpt-mha": (nothing, MGTBlock, nothing, layer_norm),
 }
