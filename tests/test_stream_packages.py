@@ -5,6 +5,7 @@ Not compared is mHC of hyper-connections 0.4.11: it maps every stream by itself,
 of a token together, and it mixes by the transpose of what it makes doubly stochastic.
 """
 
+import naive_streams
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from liger_kernel.transformers import functional as liger
 from torch.func import functional_call
 
 from model import build
+from model.kernels.sinkhorn import sinkhorn_knopp
 from model.layers import Positions
 
 # conftest.py turns the interpreter on where there is no GPU; on one, kernels may round what they multiply to 10 bits.
@@ -68,6 +70,21 @@ def test_manifold_connections_equal_those_of_liger_kernel(n, iterations):
         for own in (model.transformer.h[0].hc_attn, model.transformer.h[0].hc_mlp):
             own.bias.normal_()  # where they start nothing is mixed
     check(model, by_liger)
+
+
+@interpreted
+@pytest.mark.parametrize(("n", "iterations"), [(2, 5), (4, 1), (4, 3), (8, 2)])
+def test_sinkhorn_knopp_by_ligers_kernels_equals_the_naive_loops(n, iterations):
+    """Theirs alone, as kernels=on has them: value and gradient, from logits far apart."""
+    logits = (3 * torch.randn(2, 2, n, n)).requires_grad_()
+    exact = logits.detach().double().requires_grad_()
+    wanted = torch.stack([naive_streams.sinkhorn_knopp(each, iterations) for each in exact.flatten(0, 1)])
+    found = sinkhorn_knopp(logits, iterations, 1e-6)
+    torch.testing.assert_close(found.double(), wanted.view_as(exact), rtol=1e-5, atol=1e-6)
+    weights = torch.randn(2, 2, n, n)
+    (found * weights).sum().backward()
+    (wanted.view_as(exact) * weights).sum().backward()
+    torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=1e-5, atol=1e-5)
 
 
 def public_connection(own, m: int, n: int):
