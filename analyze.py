@@ -2,10 +2,12 @@
 
     python analyze.py mup [--models=DDL-gpt-mha-rope-CC,...] [--widths=64,128,256,512] [--json=FILE]
     python analyze.py transfer [--model=DDL-gpt-mha-rope-CC] [--widths=64,128,256,512] [--json=FILE]
+    python analyze.py rank RUN [RUN ...] [--windows=16] [--json=FILE]
 
 mup: the coordinate check, whether training changes as much in wide models as in narrow ones, parameter by parameter.
 transfer: whether the best learning rate of a narrow model stays that of wide ones, with muP and without. Both store
 each figure, and the same command goes on where it was stopped (docs/mup.md).
+rank: effective rank of the hidden states, their size, and gradient norms, over the depth of models (docs/mgt.md).
 """
 
 from pathlib import Path
@@ -14,6 +16,7 @@ import configurator  # before all that is slow to import: it takes Ctrl+C
 
 # isort: split
 from benchmarks import coordinates, transfer
+from harness import rank
 from model import STEMS
 
 
@@ -49,6 +52,17 @@ def add_common(parser, name: str) -> None:
     add("--json", type=Path, default=file, help="goes on from there; the figure is beside it (default: %(default)s)")
 
 
+def add_rank(commands) -> None:
+    over = commands.add_parser("rank", help="effective rank over depth", description=rank.__doc__)
+    add = over.add_argument
+    add("runs", nargs="+", metavar="RUN", help="run, checkpoint or exported folders")
+    add("--dataset", help="folder of token shards (default: the run's own)")
+    add("--windows", type=int, default=16, help="validation sequences (default: %(default)s)")
+    add("--rows", type=int, default=8, help="sequences at once (default: %(default)s)")
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    add("--json", type=Path, help="the figure is beside it (default: rank.json in the run, or beside the runs)")
+
+
 def main():
     parser = configurator.Parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -66,8 +80,13 @@ def main():
     add("--block_size", type=int, default=64, help="tokens of a sequence (default: %(default)s)")
     add("--batch_size", type=int, default=4, help="sequences of a step (default: %(default)s)")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    add_rank(commands)
     args = parser.parse_args()
     with configurator.one_line_errors():
+        if args.command == "rank":
+            check_positive(args, "windows", "rows")
+            rank.run(args)
+            return
         check_widths(args.widths)
         if args.command == "mup":
             check_positive(args, "seeds")

@@ -162,10 +162,10 @@ def one_length(from_file: dict, options: dict) -> dict:
     """
     keys = "max_steps", "max_epochs"
     for values, dashes in ((from_file, ""), (options, "--")):
-        if all(values.get(key) not in (None, "None") for key in keys):
-            both = " and ".join(f"{dashes}{key}={values[key]}" for key in keys)
-            raise ValueError(f"{both} both say how long the run is: leave one of them out")
-    return {key: value for key, value in from_file.items() if key not in keys or not options.keys() & set(keys)}
+        given = [f"{dashes}{key}={values[key]}" for key in keys if values.get(key) not in (None, "None")]
+        if len(given) == 2:
+            raise ValueError(f"{' and '.join(given)} both say how long the run is: leave one of them out")
+    return {key: value for key, value in from_file.items() if not (given and key in keys)}
 
 
 def steps_of_epochs(config: TrainConfig, model_config) -> int:
