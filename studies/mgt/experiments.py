@@ -76,12 +76,14 @@ def commands(experiment: str, preset: str, given: dict[str, str], runs: Path) ->
         keys |= {"checkpoint_interval": str(-(-run.max_steps // QUARTERS)), "keep_last": str(QUARTERS)}
     if experiment != "depth":
         return [[config, *sweep.as_options(keys), f"--out={out}"]]
-    target = int(keys.pop("parameters"))
+    size = keys.pop("parameters")
+    if not size.isdecimal():
+        raise ValueError(f"--parameters={size}: give a whole number")
     pairs = itertools.product(*(sweep.expand(key, keys.pop(key)) for key in ("num_hidden_layers", "mgt_arm")))
     result = []
     for depth, arm in pairs:
         own = keys | {"num_hidden_layers": depth, "mgt_arm": arm}
-        own |= width_for(target, config, own)
+        own |= width_for(int(size), config, own)
         result.append([config, *sweep.as_options(own), f"--out={out / f'{arm}_{depth}'}"])
     return result
 
