@@ -154,6 +154,23 @@ def test_counted_overhead_of_experiment_5():
     assert f"{(full - standard) / (standard - embedding):.1%}" == "33.4%"
 
 
+@pytest.mark.parametrize("experiment", experiments.EXPERIMENTS)
+def test_the_paper_s_sizes_are_ready(experiment, corpus, tmp_path):
+    given = {"dataset": str(corpus)} | ({"parameters": "2000000"} if experiment == "depth" else {})
+    given |= {"block_size": "256"} if experiment == "copy" else {}
+    commands = experiments.commands(experiment, "paper", given, tmp_path)
+    cells = [cell for command in commands for cell in experiments.cells_of(command)]
+    runs = {"rank": 36, "ablation": 15, "beta": 3, "depth": 24, "language": 6, "copy": 15}
+    assert len(cells) == runs[experiment]
+    for cell in cells:
+        a_step = 64 * 256
+        epochs = {"beta": 100, "language": 100, "copy": 5}.get(experiment, 50)
+        assert cell.settings["max_steps"] == -(-epochs * 32_111 // a_step)
+        assert (cell.settings["learning_rate"], cell.settings["global_batch_size"]) == (1e-3, 64)
+    if experiment == "beta":
+        assert cells[0].settings["checkpoint_interval"] * 4 >= cells[0].settings["max_steps"]
+
+
 TINY = {**SMALL, "max_steps": 4, "warmup_steps": 1, "global_batch_size": 2, "micro_batch_size": 2, "eval_batches": 2}
 
 

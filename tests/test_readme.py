@@ -121,7 +121,7 @@ def is_one_of(shown: str, values: list[float]) -> bool:
 @pytest.mark.parametrize("path", [each for each in PAGES if each.name != "mup.md"], ids=lambda path: path.name)
 def test_every_table_of_figures_names_its_files_and_shows_their_numbers(path):
     for section, rows in tables_of_figures(path.read_text(encoding="utf-8")):
-        files = set(re.findall(r"results/(\w+\.json)", section))
+        files = set(re.findall(r"results/((?:\w+/)?\w+\.json)", section))
         assert files, f"this table names no file of results/: {rows[0]}"
         for row in rows:
             values = values_for(row, files)
@@ -134,7 +134,7 @@ def test_every_measured_figure_in_the_text_is_in_a_file_that_its_paragraph_names
     """Measured: three digits after the point, a share with one or more, or a speed."""
     text = re.sub(r"```.*?```|^\|[^\n]*\n", "", path.read_text(encoding="utf-8"), flags=re.S | re.M)
     for paragraph in text.split("\n\n"):
-        files = set(re.findall(r"results/(\w+\.json)", paragraph))
+        files = set(re.findall(r"results/((?:\w+/)?\w+\.json)", paragraph))
         stored = [json.loads((ROOT / "results" / name).read_text()) for name in files]
         values = list(map(abs, numbers_in(stored)))  # a text says of signs what it likes
         shown = re.findall(r"(?<![\w./])\d+\.\d{3}\b|\d+\.\d+%|\d[\d,]*(?=\stokens/s)", paragraph)
@@ -142,14 +142,14 @@ def test_every_measured_figure_in_the_text_is_in_a_file_that_its_paragraph_names
 
 
 def test_figures_are_of_committed_code():
-    commits = {path.stem: json.loads(path.read_text())["commit"] for path in (ROOT / "results").glob("*.json")}
+    commits = {path.stem: json.loads(path.read_text())["commit"] for path in (ROOT / "results").rglob("*.json")}
     assert [name for name, commit in commits.items() if not re.fullmatch(r"[0-9a-f]{12}", commit)] == []
 
 
 def test_every_stored_figure_is_named_on_a_page():
-    pages = "".join(path.read_text(encoding="utf-8") for path in (*PAGES, *(ROOT / "results").glob("*.md")))
+    pages = "".join(path.read_text(encoding="utf-8") for path in (*PAGES, *(ROOT / "results").rglob("*.md")))
     assert [
-        path.name for path in (ROOT / "results").glob("*.*") if path.suffix != ".md" and path.name not in pages
+        path.name for path in (ROOT / "results").rglob("*.*") if path.suffix != ".md" and path.name not in pages
     ] == []
 
 

@@ -41,7 +41,7 @@ OF_PRESET = {
     },
     "paper": {
         "beta": {"max_epochs": "100"},
-        "depth": {"parameters": "20000000", "activation_checkpointing": "True"},
+        "depth": {"parameters": "20000000", "num_attention_heads": "4", "activation_checkpointing": "True"},
         "language": {
             **{"dataset": "wikitext", "max_epochs": "100", "eval_interval": "1000"},
             **{"hidden_size": "512", "num_attention_heads": "8", "head_dim": "64"},

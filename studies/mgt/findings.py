@@ -52,9 +52,10 @@ def less(own: dict, base: dict) -> list[float]:
 
 
 def about(cell: sweep.Cell) -> dict:
-    """What tells one row of a report from another."""
+    """What tells one row of a report from another, and the commit that trained it."""
     names = {"arm": "mgt_arm", "layers": "num_hidden_layers", "width": "hidden_size", "seed": "seed"}
-    return {name: cell.settings[key] for name, key in names.items()}
+    trained_at = checkpoint.read_state(checkpoint.find(cell.folder)).get("commit")
+    return {**{name: cell.settings[key] for name, key in names.items()}, "trained_at": trained_at}
 
 
 @dataclass(frozen=True)
