@@ -161,15 +161,11 @@ def whole_windows(batches: ValidationBatches, count: int) -> list[int]:
     return sorted(set(np.linspace(0, whole - 1, min(count, whole)).round().astype(int).tolist()))
 
 
-def measure_run(subject, dataset: str, count: int, rows: int, device) -> dict:
-    """`measure` of a subject's model over `count` validation sequences of its corpus, or of `dataset`, and what it
-    is of. ValueError: the corpus is not there, or has other tokens."""
-    corpus = open_corpus_of(subject, dataset)
-    model, _, stem = subject.load(device)
-    config = model.config
-    batches = ValidationBatches(
-        corpus.val, config.block_size, corpus.meta["vocab_size"], corpus.meta.get("window_tokens")
-    )
+def over_validation(model, corpus, count: int, rows: int, label: str) -> dict:
+    """`measure` over `count` validation sequences of the corpus, their number, and a line now and then."""
+    config, device = model.config, model.transformer.wte.weight.device
+    window = corpus.meta.get("window_tokens")
+    batches = ValidationBatches(corpus.val, config.block_size, corpus.meta["vocab_size"], window)
     windows = whole_windows(batches, count)
     said = time.monotonic()
 
@@ -177,13 +173,20 @@ def measure_run(subject, dataset: str, count: int, rows: int, device) -> dict:
         nonlocal said
         if time.monotonic() - said > SAY_AFTER:
             said = time.monotonic()
-            print(f"{subject.label}: {done} of {len(windows)} sequences", flush=True)
+            print(f"{label}: {done} of {len(windows)} sequences", flush=True)
 
-    found = measure(model, batches, windows, rows, device, progress)
+    return {"sequences": len(windows), **measure(model, batches, windows, rows, device, progress)}
+
+
+def measure_run(subject, dataset: str, count: int, rows: int, device) -> dict:
+    """`over_validation` of a subject's model on its own corpus, or `dataset`, and what it is of. ValueError: the corpus
+    is not there, or has other tokens."""
+    corpus = open_corpus_of(subject, dataset)
+    model, _, stem = subject.load(device)
     state = subject.state or {}
-    about = {"label": subject.label, "model": stem, "layers": config.num_hidden_layers}
-    about |= {"step": state.get("step"), "seed": state.get("run_config", {}).get("seed"), "sequences": len(windows)}
-    return about | found
+    about = {"label": subject.label, "model": stem, "layers": model.config.num_hidden_layers}
+    about |= {"step": state.get("step"), "seed": state.get("run_config", {}).get("seed")}
+    return about | over_validation(model, corpus, count, rows, subject.label)
 
 
 def markdown(rows: list[dict]) -> str:

@@ -4,6 +4,7 @@ import json
 import math
 import shlex
 
+import numpy as np
 import pytest
 import torch
 from conftest import SMALL, one_line_error
@@ -223,7 +224,24 @@ def test_every_experiment_is_reported_from_its_runs(experiment, corpus, tmp_path
 def check_rank(stored: dict, tmp_path) -> None:
     found = {(row["arm"], row["layers"], row["seed"]) for row in stored["rows"]}
     assert len(found) == len(stored["rows"]) == 12
-    assert all(len(row["rank"]) == row["layers"] + 1 for row in stored["rows"])
+    assert all(len(row["rank"]) == len(row["initial_rank"]) == row["layers"] + 1 for row in stored["rows"])
+    same = {(row["arm"], row["layers"], row["seed"]): row["initial_rank"] for row in stored["rows"]}
+    torch.manual_seed(1)
+    model = build("MGT-gpt-mha", **SMALL, mgt_arm="full")
+    assert same["full", 2, 1][0] == pytest.approx(embedding_rank(model, stored), rel=1e-5)
+
+
+def embedding_rank(model, stored: dict) -> float:
+    """Mean effective rank of 16 sequences' embeddings, by numpy."""
+    val = findings.open_corpus(stored["settings"]["dataset"]).val[0].astype("int64")
+    ranks = []
+    for window in [round(i * 148 / 15) for i in range(16)]:
+        share = np.linalg.svd(
+            model.transformer.wte(torch.from_numpy(val[16 * window :][:16])).detach().double(), False
+        )[1]
+        share = share[share > 1e-12] / share.sum()
+        ranks.append(math.exp(-(share * np.log(share)).sum()) / 12)
+    return float(np.mean(ranks))
 
 
 def check_beta(stored: dict, tmp_path) -> None:

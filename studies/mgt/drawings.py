@@ -41,6 +41,7 @@ def rank(rows: list[dict], out: Path) -> None:
         top, bottom = axes[:, depths.index(layers)]
         x = range(layers + 1)
         mean_and_range(top, x, [row["rank"] for row in group], label=arm, **style(arm))
+        top.plot(x, np.mean([row["initial_rank"] for row in group], axis=0), linewidth=0.7, **style(arm))
         mean_and_range(bottom, x, [row["gradient_state"] for row in group], label=arm, **style(arm))
         top.set(title=f"{layers} blocks", xlabel="depth (blocks)", ylabel="effective rank", ylim=(0, 1))
         bottom.set(xlabel="depth (blocks)", ylabel="gradient norm of the state", yscale="log")

@@ -89,23 +89,33 @@ def measure_rank(cells: list[sweep.Cell], figures: Figures) -> list[dict]:
         subject = subjects.find(str(cell.folder))
         wanted.append(subject.identity)
         if figures.find(weights=subject.identity) is None:
-            row = {**rank.measure_run(subject, "", WINDOWS, ROWS, device), **about(cell), "weights": subject.identity}
-            figures.add(row, "weights")
+            row = rank.measure_run(subject, "", WINDOWS, ROWS, device)
+            corpus = open_corpus(cell.settings["dataset"])
+            first = rank.over_validation(initial_model(cell), corpus, WINDOWS, ROWS, cell.title)
+            own = {"initial_rank": first["rank"], "weights": subject.identity}
+            figures.add({**row, **about(cell), **own}, "weights")
             print(f"{number} of {len(cells)}: {rank.line_of(row)}", flush=True)
     return [figures.find(weights=identity) for identity in wanted]
 
 
 def rank_findings(rows: list[dict]) -> Findings:
-    header = ["arm", "blocks", "rank at the end", "lowest", "preserved", "slope of log rank"]
+    header = ["arm", "blocks", "untrained", "rank at the end", "lowest", "preserved", "slope of log rank"]
     table = [
         [
             *(f"`{arm}`", layers),
-            *(mean_text([f(row) for row in group]) for f in (last_rank, lowest_rank, lambda row: row["preservation"])),
+            *(
+                mean_text([f(row) for row in group])
+                for f in (untrained_rank, last_rank, lowest_rank, lambda row: row["preservation"])
+            ),
             mean_text([row["slope"] for row in group], "+.4f"),
         ]
         for (arm, layers), group in groups(rows, "arm", "layers")
     ]
     return Findings(rows, header, table, rank_verdicts(rows))
+
+
+def untrained_rank(row: dict) -> float:
+    return row["initial_rank"][-1]
 
 
 def last_rank(row: dict) -> float:
@@ -257,12 +267,17 @@ def measure_beta(cells: list[sweep.Cell], figures: Figures) -> list[dict]:
     return wanted
 
 
+def initial_model(cell: sweep.Cell):
+    """The model before its first step, made again from the seed."""
+    state = checkpoint.read_state(checkpoint.find(cell.folder))
+    torch.manual_seed(cell.settings["seed"])
+    return build(state["model"], **state["model_config"]).to(distributed.pick_device("auto"))
+
+
 def model_at(cell: sweep.Cell, share: float):
-    """(the model after this share of training, its step); the first is made again from its seed."""
+    """(the model after this share of training, its step)."""
     if share == 0:
-        state = checkpoint.read_state(checkpoint.find(cell.folder))
-        torch.manual_seed(cell.settings["seed"])
-        return build(state["model"], **state["model_config"]), 0
+        return initial_model(cell), 0
     nearest = min(
         checkpoint.all_of(cell.folder),
         key=lambda path: abs(checkpoint.step_of(path) - share * cell.settings["max_steps"]),

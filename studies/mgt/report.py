@@ -43,8 +43,9 @@ KINDS = {
         findings.measure_rank,
         findings.rank_findings,
         drawings.rank,
-        f"Ranks are those of {findings.WINDOWS} validation sequences (eq. 8), by block; in the figure, bands go from "
-        "the lowest to the highest seed.",
+        f"Ranks are those of {findings.WINDOWS} validation sequences (eq. 8), after the last block "
+        "where nothing else is said; untrained: before the first step. In the figure, bands go from the lowest to the highest seed, and a "
+        "thin line is the untrained models'.",
     ),
     "ablation": Kind(
         "Experiment 2: ablation", of_cells(findings.final_rows), findings.ablation_findings, drawings.losses
