@@ -12,7 +12,7 @@ from in_process import call
 
 from model import build
 from model.layers import Positions
-from studies.mgt import experiments, findings
+from studies.mgt import experiments, findings, measures
 from training import checkpoint
 from training.memory import parameters_of
 
@@ -62,7 +62,11 @@ def test_a_single_seed_decides_nothing():
 
 
 def losses(**arms: list[float]) -> list[dict]:
-    each = [{"arm": arm, "seed": s, "val_loss": x, "parameters": 10} for arm in arms for s, x in enumerate(arms[arm])]
+    each = [
+        {"arm": arm, "seed": s, "val_loss": x, "val_perplexity": 1.0, "parameters": 10}
+        for arm in arms
+        for s, x in enumerate(arms[arm])
+    ]
     return [row | {"layers": 2} for row in each]
 
 
@@ -79,11 +83,11 @@ def test_synergy_is_the_gain_of_both_beyond_the_sum_of_gains():
 
 def beta_row(seed: int, share: float, mean: list[float], negative: list[float]) -> dict:
     row = {"seed": seed, "share": share, "mean": mean, "negative": negative, "variance": [0.1] * len(mean)}
-    return row | {"sign_changes": findings.sign_changes(mean)}
+    return row | {"sign_changes": measures.sign_changes(mean)}
 
 
 def test_hypotheses_on_gates():
-    assert findings.sign_changes([0.5, -0.1, -0.2, 0.3]) == [1, 3]
+    assert measures.sign_changes([0.5, -0.1, -0.2, 0.3]) == [1, 3]
     rows = [beta_row(seed, 1.0, [0.7, 0.7, 0.7, 0.6], [0.0, 0.0, 0.0, 0.05 + 0.001 * seed]) for seed in range(3)]
     found = findings.beta_findings(rows + [beta_row(seed, 0.25, [0.7] * 4, [0.0] * 4) for seed in range(3)])
     assert words(found.verdicts) == {"early": "supported", "deep": "refuted", "the": "refuted"}
@@ -110,8 +114,8 @@ def test_gates_are_those_of_the_sites(corpus):
     """Against tanh(X W + b) at the states of blocks run by hand."""
     torch.manual_seed(1)
     model = build("MGT-gpt-mha", **SMALL, mgt_beta_bias_init=0.1)
-    found = findings.gates(model, str(corpus))
-    val = torch.from_numpy(findings.open_corpus(str(corpus)).val[0].astype("int64"))
+    found = measures.gates(model, str(corpus))
+    val = torch.from_numpy(measures.open_corpus(str(corpus)).val[0].astype("int64"))
     windows = [round(i * 148 / 15) for i in range(16)]  # of the 149 whole ones, evenly
     states = model.transformer.wte(torch.stack([val[16 * window :][:16] for window in windows]))
     positions = Positions(model.rope_cos, model.rope_sin)
@@ -144,7 +148,7 @@ def test_widths_of_experiment_4_come_nearest_to_the_size(tmp_path, monkeypatch):
 def test_counted_overhead_of_experiment_5():
     """Of the paper's model with GPT-2's vocabulary: docs/mgt.md states these."""
     keys = {"vocab_size": 50304, "num_hidden_layers": 24, "hidden_size": 512, "num_attention_heads": 8, "head_dim": 64}
-    config = findings.model_class("MGT-gpt-mha").Config
+    config = measures.model_class("MGT-gpt-mha").Config
     standard, full = (parameters_of("MGT-gpt-mha", config(**keys, mgt_arm=arm)) for arm in ("standard", "full"))
     d, embedding = 512, 50304 * 512
     block = 4 * d * d + 2 * 64 + 3 * d * (8 * d // 3) + 2 * 2 * d
@@ -233,7 +237,7 @@ def check_rank(stored: dict, tmp_path) -> None:
 
 def embedding_rank(model, stored: dict) -> float:
     """Mean effective rank of 16 sequences' embeddings, by numpy."""
-    val = findings.open_corpus(stored["settings"]["dataset"]).val[0].astype("int64")
+    val = measures.open_corpus(stored["settings"]["dataset"]).val[0].astype("int64")
     ranks = []
     for window in [round(i * 148 / 15) for i in range(16)]:
         share = np.linalg.svd(
@@ -262,7 +266,7 @@ def check_depth(stored: dict, tmp_path) -> None:
 
 def check_ablation(stored: dict, tmp_path) -> None:
     folder = next((tmp_path / "runs" / "ablation_cpu").glob("mgt_arm=ddl,*seed=1"))
-    last = findings.metrics.last_evaluation(folder / "metrics.jsonl")
+    last = measures.metrics.last_evaluation(folder / "metrics.jsonl")
     row = next(row for row in stored["rows"] if (row["arm"], row["seed"]) == ("ddl", 1))
     assert row["val_loss"] == last["val_loss"]
     saved = checkpoint.load_model(folder, "cpu")[0]

@@ -6,7 +6,8 @@ import numpy as np
 
 from harness.rank import COLORS, STYLES
 from report import pyplot
-from studies.mgt.findings import SHARES, groups
+from studies.mgt.findings import groups
+from studies.mgt.measures import SHARES
 
 ARMS = "standard", "full", "additive", "mhc", "ddl"
 LOSS = "validation loss (nats per token)"

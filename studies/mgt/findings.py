@@ -4,26 +4,17 @@ A hypothesis is that a mean over seeds lies on one side of a number named in adv
 interval does, refuted where none of it does, else undecided. Where the paper names no number, the one here is ours.
 """
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-import sweep
-from benchmarks.figures import Figures
-from data.loader import ValidationBatches
-from data.shards import open_corpus
-from harness import rank, subjects
-from model import build, model_class
-from training import checkpoint, distributed, metrics, statistics
-from training.memory import parameters_of
-from training.residual_statistics import Watched
+from studies.mgt.measures import SHARES
+from training import statistics
 
 NO_RISE = 0.05  # "monotonic" (H1): rises over falls
 NEAR_ZERO = 0.1  # a rank "towards 0" (H1), and a "significant fraction" of negative gates
-WINDOWS, ROWS = 16, 8  # validation sequences that ranks and gates are measured over; at once
-SHARES = 0.0, 0.25, 0.5, 1.0  # of training, at which the gates are looked at
 
 
 def claim(text: str, values: list[float], bound: float, above: bool) -> dict:
@@ -51,25 +42,29 @@ def less(own: dict, base: dict) -> list[float]:
     return [own[seed] - base[seed] for seed in own if seed in base]
 
 
-def about(cell: sweep.Cell) -> dict:
-    """What tells one row of a report from another, and the commit that trained it."""
-    names = {"arm": "mgt_arm", "layers": "num_hidden_layers", "width": "hidden_size", "seed": "seed"}
-    trained_at = checkpoint.read_state(checkpoint.find(cell.folder)).get("commit")
-    return {**{name: cell.settings[key] for name, key in names.items()}, "trained_at": trained_at}
-
-
 @dataclass(frozen=True)
 class Findings:
-    """rows: a figure of each run. table: (header, rows of cells). verdicts: see `claim`."""
+    """rows: a figure of each run. groups: the same over seeds. header, table: their cells. verdicts: see `claim`."""
 
     rows: list[dict]
+    groups: list[dict]
     header: list[str]
     table: list[list]
     verdicts: list[dict]
 
 
-def mean_text(values: list[float], form: str = ".3f") -> str:
-    return statistics.interval(values).text(form) if values else "-"
+def over_seeds(rows: list[dict], *keys: str, **figures: Callable) -> list[dict]:
+    """A group for all rows with the same values of the keys: these, and the summary of each figure of a row."""
+    result = []
+    for values, group in groups(rows, *keys):
+        found = {name: statistics.summary([figure(row) for row in group]) for name, figure in figures.items()}
+        result.append({**dict(zip(keys, values)), **found})
+    return result
+
+
+def shown(summary: dict, form: str = ".3f") -> str:
+    """mean ± half its 95% interval (number of seeds)."""
+    return statistics.interval(summary["values"]).text(form)
 
 
 def groups(rows: list[dict], *keys: str) -> list[tuple[tuple, list[dict]]]:
@@ -83,35 +78,16 @@ def groups(rows: list[dict], *keys: str) -> list[tuple[tuple, list[dict]]]:
 # ---- 1: effective rank ----
 
 
-def measure_rank(cells: list[sweep.Cell], figures: Figures) -> list[dict]:
-    device, wanted = distributed.pick_device("auto"), []
-    for number, cell in enumerate(cells, 1):
-        subject = subjects.find(str(cell.folder))
-        wanted.append(subject.identity)
-        if figures.find(weights=subject.identity) is None:
-            row = rank.measure_run(subject, "", WINDOWS, ROWS, device)
-            corpus = open_corpus(cell.settings["dataset"])
-            first = rank.over_validation(initial_model(cell), corpus, WINDOWS, ROWS, cell.title)
-            own = {"initial_rank": first["rank"], "weights": subject.identity}
-            figures.add({**row, **about(cell), **own}, "weights")
-            print(f"{number} of {len(cells)}: {rank.line_of(row)}", flush=True)
-    return [figures.find(weights=identity) for identity in wanted]
-
-
 def rank_findings(rows: list[dict]) -> Findings:
+    figures = {"untrained": untrained_rank, "end": last_rank, "lowest": lowest_rank}
+    figures |= {name: operator.itemgetter(name) for name in ("preservation", "slope")}
+    found = over_seeds(rows, "arm", "layers", **figures)
     header = ["arm", "blocks", "untrained", "rank at the end", "lowest", "preserved", "slope of log rank"]
+    names = ("untrained", "end", "lowest", "preservation")
     table = [
-        [
-            *(f"`{arm}`", layers),
-            *(
-                mean_text([f(row) for row in group])
-                for f in (untrained_rank, last_rank, lowest_rank, lambda row: row["preservation"])
-            ),
-            mean_text([row["slope"] for row in group], "+.4f"),
-        ]
-        for (arm, layers), group in groups(rows, "arm", "layers")
+        [f"`{g['arm']}`", g["layers"], *(shown(g[name]) for name in names), shown(g["slope"], "+.4f")] for g in found
     ]
-    return Findings(rows, header, table, rank_verdicts(rows))
+    return Findings(rows, found, header, table, rank_verdicts(rows))
 
 
 def untrained_rank(row: dict) -> float:
@@ -166,21 +142,6 @@ def rank_verdicts(rows: list[dict]) -> list[dict]:
 # ---- 2: ablation, and the copy task ----
 
 
-def final_rows(cells: list[sweep.Cell]) -> list[dict]:
-    """The last evaluation of every cell, and its size."""
-    rows = []
-    for cell in cells:
-        final = sweep.final_evaluation(cell)
-        figures = {key: value for key, value in final.items() if key.startswith("val_")}
-        rows.append({**about(cell), "steps": final["step"], "parameters": parameters(cell), **figures})
-    return rows
-
-
-def parameters(cell: sweep.Cell) -> int:
-    state = checkpoint.read_state(checkpoint.find(cell.folder))
-    return parameters_of(state["model"], model_class(state["model"]).Config(**state["model_config"]))
-
-
 def synergy(rows: list[dict]) -> list[float]:
     """Eq. 9 for every seed that has all four arms: the gain of both parts beyond the sum of either's gain, in nats."""
     arms = [by_seed(rows, "val_loss", arm=arm) for arm in ("standard", "full", "mhc", "ddl")]
@@ -192,134 +153,51 @@ def synergy(rows: list[dict]) -> list[float]:
     return values
 
 
-def against_standard(rows: list[dict]) -> dict[str, tuple[statistics.Estimate, str]]:
-    """{arm: (validation loss less the standard arm's, a word for it)}, words corrected for their number."""
-    base = by_seed(rows, "val_loss", arm="standard")
-    differences = {}
-    for (arm,), group in groups(rows, "arm"):
-        if arm != "standard" and (values := less(by_seed(group, "val_loss"), base)):
-            differences[arm] = statistics.interval(values)
-    return dict(zip(differences, zip(differences.values(), statistics.verdicts([*differences.values()]))))
+def by_arm(rows: list[dict], **figures: Callable) -> list[dict]:
+    """A group for each arm, with its validation loss and that less the standard arm's, and a word for it, corrected for
+    the number of arms."""
+    found = over_seeds(rows, "arm", "parameters", val_loss=operator.itemgetter("val_loss"), **figures)
+    base, differences = by_seed(rows, "val_loss", arm="standard"), {}
+    for number, group in enumerate(found):
+        values = less(by_seed(rows, "val_loss", arm=group["arm"]), base)
+        if group["arm"] != "standard" and values:
+            differences[number] = statistics.interval(values)
+            group["less"] = statistics.summary(values)
+    for number, word in zip(differences, statistics.verdicts([*differences.values()])):
+        found[number]["word"] = word
+    return found
+
+
+def compared(group: dict) -> list:
+    """Its cells of the comparison with the standard arm."""
+    return [shown(group["less"], "+.3f"), group["word"]] if "less" in group else [None, None]
 
 
 def ablation_findings(rows: list[dict]) -> Findings:
+    found = by_arm(rows)
     header = ["arm", "parameters", "validation loss", "less that of `standard`", "that is"]
-    compared = against_standard(rows)
-    table = []
-    for (arm,), group in groups(rows, "arm"):
-        difference, word = compared.get(arm, (None, None))
-        loss = mean_text([row["val_loss"] for row in group])
-        table.append([f"`{arm}`", f"{group[0]['parameters']:,}", loss, difference and difference.text("+.3f"), word])
+    table = [[f"`{g['arm']}`", f"{g['parameters']:,}", shown(g["val_loss"]), *compared(g)] for g in found]
     values = synergy(rows)
     verdicts = [claim("synergy S (eq. 9, nats) is above 0", values, 0, True)] if values else []
-    return Findings(rows, header, table, verdicts)
-
-
-def copy_rows(cells: list[sweep.Cell]) -> list[dict]:
-    """With the first evaluation at which 99% of the answers were right in every character; None: none was."""
-    rows = final_rows(cells)
-    for row, cell in zip(rows, cells):
-        records = [record for record in metrics.read(cell.folder / "metrics.jsonl") if "val_loss" in record]
-        row["evaluations"] = [[r["step"], r["val_exact_match"], r["val_loss"]] for r in records]
-        row["solved_at"] = next((step for step, exact, _ in row["evaluations"] if exact >= 0.99), None)
-    return rows
+    return Findings(rows, found, header, table, verdicts)
 
 
 def copy_findings(rows: list[dict]) -> Findings:
-    header = [
-        "arm",
-        "parameters",
-        "validation loss",
-        "exact matches (%)",
-        "less than `standard`'s loss",
-        "that is",
-        "solved at step",
-    ]
-    compared = against_standard(rows)
+    found = by_arm(rows, exact=lambda row: 100 * row["val_exact_match"])
+    header = ["arm", "parameters", "validation loss", "less that of `standard`", "that is", "exact matches (%)"]
+    header.append("solved at step")
     table = []
-    for (arm,), group in groups(rows, "arm"):
-        difference, word = compared.get(arm, (None, None))
-        loss = mean_text([row["val_loss"] for row in group])
-        exact = mean_text([100 * row["val_exact_match"] for row in group], ".1f")
-        solved = ", ".join(str(row["solved_at"] or "-") for row in group)
-        size = f"{group[0]['parameters']:,}"
-        table.append([f"`{arm}`", size, loss, exact, difference and difference.text("+.3f"), word, solved])
+    for group in found:
+        group["solved_at"] = [row["solved_at"] for row in rows if row["arm"] == group["arm"]]
+        solved = ", ".join(str(step or "-") for step in group["solved_at"])
+        about = [f"`{group['arm']}`", f"{group['parameters']:,}", shown(group["val_loss"]), *compared(group)]
+        table.append([*about, shown(group["exact"], ".1f"), solved])
     change = less(by_seed(rows, "val_loss", arm="full"), by_seed(rows, "val_loss", arm="standard"))
     verdicts = [claim("the full arm's loss less the standard arm's is below 0", change, 0, False)] if change else []
-    return Findings(rows, header, table, verdicts)
+    return Findings(rows, found, header, table, verdicts)
 
 
 # ---- 3: the gate beta ----
-
-
-def measure_beta(cells: list[sweep.Cell], figures: Figures) -> list[dict]:
-    wanted = []
-    for cell in cells:
-        for share in SHARES:
-            key = {"seed": cell.settings["seed"], "share": share}
-            digest = subjects.find(str(cell.folder)).identity
-            if figures.find(**key, weights=digest) is None:
-                model, step = model_at(cell, share)
-                found = gates(model, cell.settings["dataset"])
-                figures.add({**about(cell), **key, "step": step, "weights": digest, **found}, "seed", "share")
-                print(f"{cell.title}: gates at step {step}", flush=True)
-            wanted.append(figures.find(**key, weights=digest))
-    return wanted
-
-
-def initial_model(cell: sweep.Cell):
-    """The model before its first step, made again from the seed."""
-    state = checkpoint.read_state(checkpoint.find(cell.folder))
-    torch.manual_seed(cell.settings["seed"])
-    return build(state["model"], **state["model_config"]).to(distributed.pick_device("auto"))
-
-
-def model_at(cell: sweep.Cell, share: float):
-    """(the model after this share of training, its step)."""
-    if share == 0:
-        return initial_model(cell), 0
-    nearest = min(
-        checkpoint.all_of(cell.folder),
-        key=lambda path: abs(checkpoint.step_of(path) - share * cell.settings["max_steps"]),
-    )
-    model, _, state = checkpoint.load_model(nearest, distributed.pick_device("auto"))
-    return model, state["step"]
-
-
-@torch.no_grad()
-def gates(model, dataset: str) -> dict:
-    """Of every block, over tokens, features and both sites: mean and variance of beta, and the share below 0; the mean
-    of each site alone."""
-    corpus, config = open_corpus(dataset), model.config
-    batches = ValidationBatches(corpus.val, config.block_size, config.vocab_size, corpus.meta.get("window_tokens"))
-    windows = rank.whole_windows(batches, WINDOWS)
-    sites: dict[tuple[str, int], list] = {}
-
-    def seen(site, quantities):
-        found = quantities["statistics"]
-        mean, variance = found["beta"].double(), found["beta_variance"].double()
-        moments = [mean.mean(), (variance + mean.square()).mean(), found["beta_negative"].double().mean()]
-        sites.setdefault((site.name, site.layer), []).append([float(x) for x in moments])
-
-    for first in range(0, len(windows), ROWS):
-        chunk = windows[first : first + ROWS]
-        ids, _ = batches.get(chunk, len(chunk))
-        with model.through(Watched(seen)):
-            model(ids.to(model.transformer.wte.weight.device))
-    moments = {
-        name: np.array([np.mean(sites[name, layer], axis=0) for layer in range(config.num_hidden_layers)])
-        for name in ("attn", "mlp")
-    }
-    mean, square, negative = ((moments["attn"] + moments["mlp"]) / 2).T
-    found = {"mean": mean, "variance": square - mean**2, "negative": negative}
-    found |= {f"mean_{name}": each[:, 0] for name, each in moments.items()}
-    result = {name: values.tolist() for name, values in found.items()}
-    return result | {"sign_changes": sign_changes(result["mean"])}
-
-
-def sign_changes(means: list[float]) -> list[int]:
-    """Blocks, from 0, whose mean has another sign than that of the block before."""
-    return [layer for layer in range(1, len(means)) if (means[layer] < 0) != (means[layer - 1] < 0)]
 
 
 def quarter(values: list[float], last: bool) -> float:
@@ -328,19 +206,29 @@ def quarter(values: list[float], last: bool) -> float:
     return float(np.mean(values[-count:] if last else values[:count]))
 
 
+BETA_FIGURES = {  # name: (what, of the last blocks or the first, in which unit)
+    "first quarter: mean": ("mean", False, 1),
+    "last quarter: mean": ("mean", True, 1),
+    "last quarter: variance": ("variance", True, 1),
+    "first quarter: below 0 (%)": ("negative", False, 100),
+    "last quarter: below 0 (%)": ("negative", True, 100),
+}
+
+
 def beta_findings(rows: list[dict]) -> Findings:
-    header = ["share of training", "first quarter: mean", "last quarter: mean", "last quarter: variance"]
-    header += ["first quarter: below 0 (%)", "last quarter: below 0 (%)", "blocks where the mean changes sign"]
+    figures = {
+        name: lambda row, key=key, last=last, unit=unit: unit * quarter(row[key], last)
+        for name, (key, last, unit) in BETA_FIGURES.items()
+    }
+    found = over_seeds(rows, "share", **figures)
     table = []
-    for (share,), group in groups(rows, "share"):
-        figures = [("mean", False, 1), ("mean", True, 1), ("variance", True, 1), ("negative", False, 100)]
-        texts = [
-            mean_text([scale * quarter(row[key], last) for row in group])
-            for key, last, scale in [*figures, ("negative", True, 100)]
-        ]
-        changes = "; ".join(", ".join(map(str, row["sign_changes"])) or "none" for row in group)
-        table.append([f"{share:.0%}", *texts, changes])
-    return Findings(rows, header, table, beta_verdicts(rows))
+    for group in found:
+        changes = [row["sign_changes"] for row in rows if row["share"] == group["share"]]
+        group["sign_changes"] = changes
+        said = "; ".join(", ".join(map(str, each)) or "none" for each in changes)
+        table.append([f"{group['share']:.0%}", *(shown(group[name]) for name in BETA_FIGURES), said])
+    header = ["share of training", *BETA_FIGURES, "blocks where the mean changes sign"]
+    return Findings(rows, found, header, table, beta_verdicts(rows))
 
 
 def beta_verdicts(rows: list[dict]) -> list[dict]:
@@ -387,31 +275,20 @@ def step_at_change(row: dict) -> float:
 # ---- 4: depth at one size; 5: language modelling ----
 
 
-def course_rows(cells: list[sweep.Cell]) -> list[dict]:
-    """Final rows with the course of the validation loss, and how many epochs each took to the target: the highest final
-    loss of any run of its depth, which all of them reach."""
-    rows = final_rows(cells)
-    for row, cell in zip(rows, cells):
-        records = metrics.read(cell.folder / "metrics.jsonl")
-        tokens = checkpoint.read_state(checkpoint.find(cell.folder))["corpus"]["train"]["tokens"]
-        row["evaluations"] = [[r["step"], r["tokens"] / tokens, r["val_loss"]] for r in records if "val_loss" in r]
-        row["training"] = [[r["step"], r["loss"]] for r in records if "loss" in r][:: max(len(records) // 500, 1)]
-    for row in rows:
-        row["target"] = max(other["val_loss"] for other in rows if other["layers"] == row["layers"])
-        row["epochs_to_target"] = next(epochs for _, epochs, loss in row["evaluations"] if loss <= row["target"])
-    return rows
+COURSE = {name: operator.itemgetter(name) for name in ("val_loss", "val_perplexity", "epochs_to_target")}
 
 
 def depth_findings(rows: list[dict]) -> Findings:
+    found = over_seeds(rows, "layers", "arm", "width", "parameters", **COURSE)
     header = ["blocks", "arm", "width", "parameters", "validation loss", "its deviation", "epochs to the target"]
     table = []
-    for (layers, arm), group in groups(rows, "layers", "arm"):
-        losses = [row["val_loss"] for row in group]
-        spread = f"{np.std(losses, ddof=1):.3f}" if len(losses) > 1 else None
-        epochs = mean_text([row["epochs_to_target"] for row in group])
-        size = f"{group[0]['parameters']:,}"
-        table.append([layers, f"`{arm}`", group[0]["width"], size, mean_text(losses), spread, epochs])
-    return Findings(rows, header, table, depth_verdicts(rows))
+    for group in found:
+        losses = group["val_loss"]["values"]
+        group["deviation"] = float(np.std(losses, ddof=1)) if len(losses) > 1 else None
+        spread = None if group["deviation"] is None else f"{group['deviation']:.3f}"
+        about = [group["layers"], f"`{group['arm']}`", group["width"], f"{group['parameters']:,}"]
+        table.append([*about, shown(group["val_loss"]), spread, shown(group["epochs_to_target"])])
+    return Findings(rows, found, header, table, depth_verdicts(rows))
 
 
 def gap(rows: list[dict], layers: int) -> dict:
@@ -435,15 +312,15 @@ def depth_verdicts(rows: list[dict]) -> list[dict]:
 
 
 def language_findings(rows: list[dict]) -> Findings:
+    found = over_seeds(rows, "arm", "parameters", **COURSE)
     header = ["arm", "parameters", "validation loss", "perplexity", "epochs to the target"]
-    table = []
-    for (arm,), group in groups(rows, "arm"):
-        loss, perplexity = (
-            mean_text([row[key] for row in group], form)
-            for key, form in (("val_loss", ".3f"), ("val_perplexity", ".1f"))
-        )
-        epochs = mean_text([row["epochs_to_target"] for row in group])
-        table.append([f"`{arm}`", f"{group[0]['parameters']:,}", loss, perplexity, epochs])
+    table = [
+        [
+            *(f"`{group['arm']}`", f"{group['parameters']:,}", shown(group["val_loss"])),
+            *(shown(group["val_perplexity"], ".1f"), shown(group["epochs_to_target"])),
+        ]
+        for group in found
+    ]
     values = [*gap(rows, rows[0]["layers"]).values()]
-    text = "the full arm's loss less the standard arm's is below 0"
-    return Findings(rows, header, table, [claim(text, values, 0, False)] if values else [])
+    named = "the full arm's loss less the standard arm's is below 0"
+    return Findings(rows, found, header, table, [claim(named, values, 0, False)] if values else [])

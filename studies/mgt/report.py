@@ -9,12 +9,12 @@ import sweep
 import tables
 from benchmarks.figures import Figures
 from report import pyplot
-from studies.mgt import drawings, findings
+from studies.mgt import drawings, findings, measures
 from training import distributed, statistics
 from training.provenance import digest
 
 # Whose code the figures of a run that is not trained again depend on.
-CODE = ("model/*.py", "harness/rank.py", "studies/mgt/findings.py", "data/loader.py")
+CODE = ("model/*.py", "harness/rank.py", "studies/mgt/measures.py", "data/loader.py")
 # What a page says that every run shares.
 SHOWN = ("dataset", "block_size", "hidden_size", "num_attention_heads", "num_hidden_layers", "max_epochs", "max_steps")
 SHOWN += ("global_batch_size", "optimizer", "learning_rate", "warmup_steps", "schedule", "weight_decay", "dtype")
@@ -40,34 +40,34 @@ SEEDS = "Figures are means over seeds ± half their 95% interval (number of seed
 KINDS = {
     "rank": Kind(
         "Experiment 1: effective rank over depth",
-        findings.measure_rank,
+        measures.measure_rank,
         findings.rank_findings,
         drawings.rank,
-        f"Ranks are those of {findings.WINDOWS} validation sequences (eq. 8), after the last block "
-        "where nothing else is said; untrained: before the first step. In the figure, bands go from the lowest to the highest seed, and a "
-        "thin line is the untrained models'.",
+        f"Ranks are those of {measures.WINDOWS} validation sequences (eq. 8), after the last block where nothing else "
+        "is said; untrained: before the first step. In the figure, bands go from the lowest to the highest seed, and "
+        "thin lines are untrained models.",
     ),
     "ablation": Kind(
-        "Experiment 2: ablation", of_cells(findings.final_rows), findings.ablation_findings, drawings.losses
+        "Experiment 2: ablation", of_cells(measures.final_rows), findings.ablation_findings, drawings.losses
     ),
     "beta": Kind(
         "Experiment 3: the gate beta over depth and training",
-        findings.measure_beta,
+        measures.measure_beta,
         findings.beta_findings,
         drawings.beta,
         "beta is taken over tokens, features and both sites of a block. At 0% its bias alone sets its mean.",
     ),
     "depth": Kind(
         "Experiment 4: depth at one size",
-        of_cells(findings.course_rows),
+        of_cells(measures.course_rows),
         findings.depth_findings,
         drawings.depth,
         "The target is the highest final loss of any run of that depth.",
     ),
     "language": Kind(
-        "Experiment 5: language modelling", of_cells(findings.course_rows), findings.language_findings, drawings.curves
+        "Experiment 5: language modelling", of_cells(measures.course_rows), findings.language_findings, drawings.curves
     ),
-    "copy": Kind("The copy task of section 4.1", of_cells(findings.copy_rows), findings.copy_findings, drawings.curves),
+    "copy": Kind("The copy task of section 4.1", of_cells(measures.copy_rows), findings.copy_findings, drawings.curves),
 }
 
 
@@ -89,7 +89,7 @@ def write(experiment: str, preset: str, cells: list[sweep.Cell], results: Path) 
     found = kind.find(kind.rows(done, figures))
     left = [cell.title for cell in cells if cell not in done]
     figures.rows = [{**row, **figures.made} for row in found.rows]
-    figures.notes = {"verdicts": found.verdicts, "unfinished": left}
+    figures.notes = {"groups": found.groups, "verdicts": found.verdicts, "unfinished": left}
     figures.store()
     kind.draw(found.rows, path.with_suffix(".png"))
     configurator.replace_text(path.with_suffix(".md"), page(kind, about, found, left, path))
