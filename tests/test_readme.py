@@ -251,7 +251,7 @@ def test_the_variants_page_has_every_stream_and_what_it_costs():
     assert costs.markdown(stored["rows"]) in page
 
 
-@pytest.mark.parametrize("page", ["data", "demo", "evaluation", "export", "mup", "runs", "serving", "sweeps"])
+@pytest.mark.parametrize("page", ["data", "demo", "evaluation", "export", "mgt", "mup", "runs", "serving", "sweeps"])
 def test_commands_of_the_pages_exist(page, monkeypatch):
     commands = commands_of((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"))
     assert commands

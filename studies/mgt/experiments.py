@@ -1,5 +1,6 @@
 """What each of the MGT paper's experiments trains, as commands of sweep.py."""
 
+import dataclasses
 import itertools
 import os
 from pathlib import Path
@@ -95,14 +96,13 @@ def one_value_each(keys: dict[str, str]) -> list[str]:
 
 def width_for(parameters: int, config: str, keys: dict[str, str]) -> dict[str, str]:
     """hidden_size and head_dim, with the heads that there are, of the model whose size is nearest to `parameters`."""
+    run, model = train.configure([config, *one_value_each(keys)], note=lambda line: None)
     nearest, found = None, {}
-    for multiple in itertools.count(1):
-        run, model = train.configure([config, *one_value_each(keys)], note=lambda line: None)
-        width = {"hidden_size": str(2 * multiple * model.num_attention_heads), "head_dim": str(2 * multiple)}
-        _, model = train.configure([config, *one_value_each(keys | width)], note=lambda line: None)
-        distance = parameters_of(run.model, model) - parameters
+    for multiple in itertools.count(1):  # RoPE takes features in pairs
+        width = {"hidden_size": 2 * multiple * model.num_attention_heads, "head_dim": 2 * multiple}
+        distance = parameters_of(run.model, dataclasses.replace(model, **width)) - parameters
         if nearest is None or abs(distance) < nearest:
-            nearest, found = abs(distance), width
+            nearest, found = abs(distance), {key: str(value) for key, value in width.items()}
         if distance > 0:
             return found
 
