@@ -49,3 +49,4 @@ class LAuReLBlock(WritingBlock):
 
 class Model(GPT):
     Config, Block = LAuReLConfig, LAuReLBlock
+    forms = ({"laurel_form": "rw"},)
