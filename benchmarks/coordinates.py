@@ -325,7 +325,7 @@ def markdown(rows: list[dict]) -> str:
         cells = [f"{min(part):+.2f} to {max(part):+.2f}" for part in parts]
         count = f"{len(not_level(row['changes']))} of {len(seen)}"
         lines.append((row["model"], row["optimizer"], "muP" if row["mup"] else "plain", *cells, count))
-    return tables.markdown(("model", "", "", "h, c, k, logits", "parameters", "not level"), lines)
+    return tables.markdown(("model", "", "", "h, c, k, x_in, logits", "parameters", "not level"), lines)
 
 
 def draw(rows: list[dict], out) -> None:
@@ -346,7 +346,7 @@ def draw(rows: list[dict], out) -> None:
         panel.set_yticks([-place for place in range(len(ours))], labels, fontsize="small")
         panel.set(title=name, xlabel="slope of a change over hidden_size, both logarithms")
         panel.grid(axis="x", alpha=0.3)
-    axes[0][0].plot([], [], "D", color="C1", label="h, c, k, logits")
+    axes[0][0].plot([], [], "D", color="C1", label="h, c, k, x_in, logits")
     axes[0][0].plot([], [], "o", color="C0", label="contribution of a parameter")
     axes[0][0].legend(fontsize="small", loc="center right")
     figure.savefig(out, dpi=100)
