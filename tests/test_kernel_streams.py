@@ -220,6 +220,16 @@ def test_heads_of_ones_own_are_left_alone():
     assert {type(block.attn.heads) for block in model.transformer.h} == {FusedHeads}
 
 
+def test_heads_are_fused_in_a_stream_that_is_not():
+    model = tiny("HC-gpt-mha-rope")
+    ids, targets, *_ = fused.tokens_of(model)
+    plain = model(ids, targets)[1]
+    assert "the read (HyperConnection)" in kernels.use(model, "auto", "cuda")
+    assert {type(block.attn.heads) for block in model.transformer.h} == {FusedHeads}
+    assert type(model.stream) is Stream
+    assert torch.allclose(model(ids, targets)[1], plain, rtol=1e-5)
+
+
 def test_auto_on_a_cpu_is_plain_and_off_takes_the_kernels_away():
     model = build(CC, **TINY)
     modules = [model, *model.transformer.h]

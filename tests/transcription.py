@@ -1,9 +1,10 @@
 """The models as one would write them from docs and papers: one torch call per equation, nothing fused, nothing tuned.
 
 A peer for speed (bench.py) and an oracle for values. It shares no code with `model/` and carries the same parameter
-names, so that either loads the other's state dict. It covers the keys of the six stems at their defaults, sizes, muP
-and RoPE aside. The state is X (B, T, d, v), in the order of the paper's indices and in the dtype of the activations,
-as the model's is. Statistics, gates and dot products are in at least fp32.
+names, so that either loads the other's state dict. It covers the keys of the stems at their defaults, sizes, muP and
+RoPE aside; other streams than the paper's are in transcription_streams.py. The state is X (B, T, d, v), in the order of
+the paper's indices and in the dtype of the activations, as the model's is. Statistics, gates and dot products are in at
+least fp32.
 """
 
 import math
@@ -172,7 +173,7 @@ class Rewrite(nn.Module):
 class Block(nn.Module):
     """X' = X + F(norm(X)), twice."""
 
-    def __init__(self, config):
+    def __init__(self, config, layer: int):
         super().__init__()
         self.ln_1, self.ln_2 = RMSNorm(config.hidden_size), RMSNorm(config.hidden_size)
         self.attn, self.mlp = Attention(config), MLP(config)
@@ -185,8 +186,8 @@ class Block(nn.Module):
 class DeltaBlock(Block):
     """Compress - Process - Rewrite, twice."""
 
-    def __init__(self, config, compressor):
-        super().__init__(config)
+    def __init__(self, config, layer: int, compressor):
+        super().__init__(config, layer)
         self.compress = compressor(config)
         self.ddl_attn, self.ddl_mlp = Rewrite(config), Rewrite(config)
 
@@ -201,9 +202,31 @@ class DeltaBlock(Block):
         return X
 
 
+def nothing(config):
+    return nn.Identity()
+
+
+def rms_norm(config):
+    return RMSNorm(config.hidden_size)
+
+
 READS = {"DDL-vdim1-gpt-mha-rope": OnlyColumn}
 READS |= {"DDL-gpt-mha-rope": TokenRead, "DDL-gpt-mha-rope-EC": TokenRead}
 READS |= {"DDL-gpt-mha-rope-CC": ColumnRead, "DDL-gpt-mha-rope-CC-EC": ColumnRead}
+
+
+def parts(stem: str):
+    """What makes the state, a block, the readout and the final norm. ValueError: there is no transcription of it."""
+    from transcription_streams import STREAMS
+
+    if stem == "gpt-mha-rope":
+        return nothing, Block, nothing, rms_norm
+    if stem in READS:
+        expand = EmbeddingConv if stem.endswith("-EC") else Repeat
+        return expand, partial(DeltaBlock, compressor=READS[stem]), READS[stem], rms_norm
+    if stem not in STREAMS:
+        raise ValueError(f"{stem} has no transcription")
+    return STREAMS[stem]
 
 
 class Transcription(nn.Module):
@@ -215,14 +238,9 @@ class Transcription(nn.Module):
         self.config = config
         self.transformer = nn.Module()
         self.transformer.wte = nn.Embedding(config.vocab_size, config.hidden_size)
-        if stem == "gpt-mha-rope":
-            blocks, self.input_embed, self.readout = Block, nn.Identity(), nn.Identity()
-        else:
-            read = READS[stem]
-            blocks, self.readout = partial(DeltaBlock, compressor=read), read(config)
-            self.input_embed = EmbeddingConv(config) if stem.endswith("-EC") else Repeat(config)
-        self.transformer.h = nn.ModuleList(blocks(config) for _ in range(config.num_hidden_layers))
-        self.ln_f = RMSNorm(config.hidden_size)
+        expand, block, readout, norm = parts(stem)
+        self.input_embed, self.readout, self.ln_f = expand(config), readout(config), norm(config)
+        self.transformer.h = nn.ModuleList(block(config, layer) for layer in range(config.num_hidden_layers))
         self.lm_head = linear(config.hidden_size, config.vocab_size)
         self.lm_head.weight = self.transformer.wte.weight
 

@@ -90,27 +90,29 @@ def known_write(write, config) -> bool:
 
 
 def use(model, setting: str = "auto", device: torch.device | str = "cuda", state_interval: int = 2) -> str | None:
-    """Give the model its fused stream, or take it away. Returns why not, or None where the kernels serve it.
+    """Give the model its fused stream and heads, or take them away. Returns why its stream is not fused, or None.
 
-    setting: "on", "off", or "auto" (on where they can be). state_interval: sublayers between states kept for the
-    backward pass; those between are made again. ValueError: "on" where they cannot be.
+    setting: "on", "off", or "auto" (what can be fused is). state_interval: sublayers between states kept for the
+    backward pass; those between are made again. ValueError: "on" where the stream cannot be.
     """
-    why = "kernels=off" if setting == "off" else missing(model, device)
+    nowhere = "kernels=off" if setting == "off" else unavailable(device)
     if setting == "auto" and torch.device(device).type != "cuda":
-        why = "they need a CUDA device"  # interpreted ones only on request
+        nowhere = "they need a CUDA device"  # interpreted ones only on request
+    why = nowhere or missing(model, device)
     if why and setting == "on":
         raise ValueError(f"kernels=on: {why}; give kernels=off, or auto")
     stream, heads, balance = Stream(), Heads(), sinkhorn_knopp
-    if not why:
+    if not nowhere:  # the heads are the same in every stream
         from model.kernels import lowering, rope
 
         lowering.register()
+        whole = all(rope.serves(block.attn, model.config) for block in model.transformer.h)
+        heads = rope.FusedHeads() if whole else heads
+    if not why:
         if write_form(model) == "mix_and_add":
             from model.kernels.sinkhorn import sinkhorn_knopp as balance
         else:
             stream = fused_stream(model, state_interval)
-        whole = all(rope.serves(block.attn, model.config) for block in model.transformer.h)
-        heads = rope.FusedHeads() if whole else heads
     model.use_stream(stream)
     model.use_heads(heads)
     for read in (site.read for block in model.transformer.h for site in block.sites):

@@ -1,0 +1,218 @@
+"""naive.py for the streams beside DDL's: plain loops over tokens, sites and streams, from their equations alone.
+
+It shares no code with `model/`. Backbone and norms are naive.py's; X, or H, is the state of one token.
+"""
+
+import math
+from types import SimpleNamespace
+
+import torch
+from naive import attention, expand, mlp, read, rms_norm, select, sigmoid
+
+
+def layer_norm(x, w, name):
+    deviation = x - x.mean()
+    return deviation / (deviation.pow(2).mean() + 1e-5).sqrt() * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+
+def sites(weights, cfg):
+    """The m-th site: weights of its block, names of its sublayer and norm; `process` makes every token's h of its c."""
+    for m in range(2 * cfg["num_hidden_layers"]):
+        block = select(weights, f"transformer.h.{m // 2}.")
+        name, norm, sublayer = (("attn", "ln_1", attention), ("mlp", "ln_2", mlp))[m % 2]
+        own = select(block, f"{name}.")
+        yield SimpleNamespace(
+            m=m, block=block, name=name, norm=norm, process=lambda cs, f=sublayer, own=own: f(own, cs, cfg)
+        )
+
+
+def sublayer(site, x_ins):
+    """h = F(RMSNorm(x_in)) of all tokens."""
+    return site.process([rms_norm(x, site.block[f"{site.norm}.weight"], 1e-5) for x in x_ins])
+
+
+# Hyper-Connections, of one token: H (n, d), the streams; B (1, n), A_m (n, 1), A_r (n, n).
+
+
+def hyper_weights(w, H, cfg):
+    B, A_m, A_r = w["write"][None, :], w["read"][:, None], w["mix"]
+    if cfg["hc_dynamic"]:
+        normed = torch.stack([layer_norm(stream, w, "norm") for stream in H])
+        maps = w["maps.weight"].T
+        W_b, W_m, W_r = maps[:, :1], maps[:, 1:2], maps[:, 2:]
+        B = B + w["write_scale"] * (normed @ W_b).tanh().T
+        A_m = A_m + w["scale"] * (normed @ W_m).tanh()
+        A_r = A_r + w["scale"] * (normed @ W_r).tanh()
+    return B, A_m, A_r
+
+
+def hyper_connections(weights, cfg, xs):
+    states = [torch.stack([x] * cfg["hc_streams"]) for x in xs]
+    for site in sites(weights, cfg):
+        own = select(site.block, f"hc_{site.name}.")
+        found = [hyper_weights(own, H, cfg) for H in states]
+        hs = sublayer(site, [(A_m.T @ H)[0] for H, (_, A_m, _) in zip(states, found)])
+        states = [A_r.T @ H + B.T @ h[None, :] for H, h, (B, _, A_r) in zip(states, hs, found)]
+    return [H.sum(0) for H in states]
+
+
+def sinkhorn_knopp(logits, iterations):
+    """A softmax of every row, then columns by their sums, and rows and columns again, 1e-6 added to each sum."""
+    matrix = torch.stack([row.exp() / row.exp().sum() for row in logits]) + 1e-6
+    for iteration in range(iterations):
+        if iteration > 0:
+            matrix = torch.stack([row / (row.sum() + 1e-6) for row in matrix])
+        matrix = torch.stack([column / (column.sum() + 1e-6) for column in matrix.T]).T
+    return matrix
+
+
+def manifold_weights(w, H, cfg):
+    """pre (n,), post (n,), res (n, n)."""
+    n = len(H)
+    z = rms_norm(torch.cat(list(H)), 1.0, 1e-6)
+    phi, b = w["maps.weight"].T, w["bias"]
+    a_pre, a_post, a_res = w["scales"]
+    pre = sigmoid(a_pre * (z @ phi[:, :n]) + b[:n])
+    post = 2 * sigmoid(a_post * (z @ phi[:, n : 2 * n]) + b[n : 2 * n])
+    logits = a_res * (z @ phi[:, 2 * n :]) + b[2 * n :]
+    return pre, post, sinkhorn_knopp(logits.reshape(n, n), cfg["mhc_iterations"])
+
+
+def manifold_connections(weights, cfg, xs):
+    states = [torch.stack([x] * cfg["hc_streams"]) for x in xs]
+    for site in sites(weights, cfg):
+        own = select(site.block, f"hc_{site.name}.")
+        found = [manifold_weights(own, H, cfg) for H in states]
+        hs = sublayer(site, [pre @ H for H, (pre, _, _) in zip(states, found)])
+        states = [res @ H + torch.outer(post, h) for H, h, (_, post, res) in zip(states, hs, found)]
+    return [H.sum(0) for H in states]
+
+
+# Attention Residuals, of one token: V, the list of its sources.
+
+
+def depth_weights(query, V):
+    scores = torch.stack([query @ rms_norm(source, 1.0, 1e-5) for source in V]).exp()
+    return scores / scores.sum()
+
+
+def depth_attention(query, V):
+    return sum(a * source for a, source in zip(depth_weights(query, V), V))
+
+
+def sources(x, hs, cfg):
+    """The embedding, and the outputs h so far, each by itself or summed by runs of equal length."""
+    length = 1
+    if cfg["attn_res_blocks"] is not None:
+        length = math.ceil(2 * cfg["num_hidden_layers"] / cfg["attn_res_blocks"])
+    return [x, *(sum(hs[i : i + length]) for i in range(0, len(hs), length))]
+
+
+def attention_residuals(weights, cfg, xs):
+    outputs = [[] for _ in xs]
+    for site in sites(weights, cfg):
+        query = site.block[f"depth_{site.name}.query"]
+        x_ins = [depth_attention(query, sources(x, hs, cfg)) for x, hs in zip(xs, outputs)]
+        for hs, h in zip(outputs, sublayer(site, x_ins)):
+            hs.append(h)
+    return [depth_attention(weights["readout.query"], sources(x, hs, cfg)) for x, hs in zip(xs, outputs)]
+
+
+# MGT, of one token: X (d,).
+
+
+def mgt_gate(w, X):
+    return sigmoid(layer_norm(w["gate.weight"] @ X, w, "gate_norm"))
+
+
+def mgt_beta(w, X, cfg):
+    return cfg["mgt_lambda"] * (w["beta.weight"] @ X + w["beta.bias"]).tanh() + cfg["mgt_epsilon"]
+
+
+def mgt_write(w, X, h, norm, cfg):
+    """norm: LN of the arms that have it after the sum."""
+    arm = cfg["mgt_arm"]
+    if arm == "additive":
+        return X + h
+    if arm == "standard":
+        return norm(X + h)
+    if arm == "mhc":
+        return norm(X + h * mgt_gate(w, X))
+    value = h * mgt_gate(w, X) if arm == "full" else h
+    return X + mgt_beta(w, X, cfg) * (value - w["alpha"] * X)
+
+
+def mgt(weights, cfg, xs):
+    """With the final norm of the arms that have one."""
+    after, states = cfg["mgt_arm"] in ("standard", "mhc"), xs
+    for site in sites(weights, cfg):
+        own = select(site.block, f"write_{site.name}.")
+        norm = lambda X, site=site: layer_norm(X, site.block, site.norm)  # noqa: E731
+        hs = site.process(states if after else [norm(X) for X in states])
+        states = [mgt_write(own, X, h, norm, cfg) for X, h in zip(states, hs)]
+    return states if after else [layer_norm(X, weights, "ln_f") for X in states]
+
+
+# The others, of one token: X (d,), in `wide` X (d, v).
+
+
+def rezero(weights, cfg, xs):
+    for site in sites(weights, cfg):
+        a = site.block[f"write_{site.name}.scale"]
+        xs = [X + a * h for X, h in zip(xs, sublayer(site, xs))]
+    return xs
+
+
+def laurel(weights, cfg, xs):
+    for site in sites(weights, cfg):
+        w, hs = select(site.block, f"write_{site.name}."), sublayer(site, xs)
+        if cfg["laurel_form"] == "rw":
+            one, other = w["logits"].exp()
+            a, b = 2 * one / (one + other), 2 * other / (one + other)
+            xs = [a * h + b * X for X, h in zip(xs, hs)]
+        else:
+            A, B = w["down.weight"].T, w["up.weight"].T
+            xs = [h + X + (X @ A) @ B for X, h in zip(xs, hs)]
+    return xs
+
+
+def dense_former(weights, cfg, xs):
+    outputs = [[x] for x in xs]  # Y_0, Y_1, ... of each token
+    for site in sites(weights, cfg):
+        xs = [X + h for X, h in zip(xs, sublayer(site, xs))]
+        if site.name == "mlp":
+            for ys, X in zip(outputs, xs):
+                ys.append(X)
+            A = site.block["average.weights"]
+            xs = [sum(A[i] * ys[i] for i in range(len(ys))) for ys in outputs]
+    return xs
+
+
+def conv(weights, cfg, xs):
+    for site in sites(weights, cfg):
+        x_ins = read(select(site.block, "compress."), [X[:, None] for X in xs], "token")
+        xs = [X + h for X, h in zip(xs, sublayer(site, x_ins))]
+    return read(select(weights, "readout."), [X[:, None] for X in xs], "token")
+
+
+def wide(weights, cfg, xs):
+    kind = {"tc": "token", "cc": "channel"}[cfg["wide_read"]]
+    states = expand(weights, xs, cfg["ddl_value_channels"], False)
+    for site in sites(weights, cfg):
+        hs = sublayer(site, read(select(site.block, "compress."), states, kind))
+        states = [X + torch.outer(h, site.block[f"write_{site.name}.weights"]) for X, h in zip(states, hs)]
+    return read(select(weights, "readout."), states, kind)
+
+
+STREAMS = {"HC": hyper_connections, "mHC": manifold_connections, "AttnRes": attention_residuals, "MGT": mgt}
+STREAMS |= {"ReZero": rezero, "LAuReL": laurel, "DenseFormer": dense_former, "conv": conv, "wide": wide}
+
+
+def logits(stem, weights, cfg, ids):
+    """ids: list of T ints -> (T, vocab_size), as naive.logits."""
+    name = stem.partition("-")[0]
+    finals = STREAMS[name](weights, cfg, [weights["transformer.wte.weight"][i] for i in ids])
+    if name != "MGT":
+        finals = [rms_norm(x, weights["ln_f.weight"], 1e-5) for x in finals]
+    scale = cfg["hidden_size_base"] / cfg["hidden_size"] if cfg["mup"] else 1.0
+    return torch.stack([weights["lm_head.weight"] @ x * scale for x in finals])

@@ -1,0 +1,151 @@
+"""HC, mHC and Attention Residuals against public packages that hold them: a whole model's loss and every gradient.
+
+The packages compute the residual stream, with our parameters in place of theirs; sublayers and norms are the model's.
+Not compared is mHC of hyper-connections 0.4.11: it maps every stream by itself, where the paper maps all n d features
+of a token together, and it mixes by the transpose of what it makes doubly stochastic.
+"""
+
+import naive_streams
+import pytest
+import torch
+import torch.nn.functional as F
+from attn_res import AttnResOperator
+from contract import TINY, randomise, tokens
+from hyper_connections import HyperConnections
+from liger_kernel.transformers import functional as liger
+from torch.func import functional_call
+
+from model import build
+from model.kernels.sinkhorn import sinkhorn_knopp
+from model.layers import Positions
+
+# conftest.py turns the interpreter on where there is no GPU; on one, kernels may round what they multiply to 10 bits.
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="liger's kernels run under Triton's interpreter")
+SIZE = {**TINY, "hidden_size": 16}
+
+
+def moved(stem, dtype=torch.float32, **keys):
+    return randomise(build(stem, **{**SIZE, **keys})).to(dtype)
+
+
+def sites(model, length):
+    """Every site's number, its own read, and F(norm(x_in))."""
+    positions = Positions(model.rope_cos[:length], model.rope_sin[:length])
+    parts = [site for block in model.transformer.h for site in block.sites]
+    for m, site in enumerate(parts):
+        yield m, site.read, lambda x_in, site=site: site.sublayer(site.norm(x_in), positions)
+
+
+def check(model, readout, tolerance=1e-5):
+    """readout(model, x): what the package makes of the embeddings x (B, T, d), before ln_f."""
+    ids = tokens(2, 3)
+    found = model(ids, ids.roll(-1, 1))[1]
+    logits = model.logits(model.ln_f(readout(model, model.transformer.wte(ids))))
+    wanted = F.cross_entropy(logits.flatten(0, 1), ids.roll(-1, 1).flatten())
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+    names, parameters = zip(*model.named_parameters())
+    gradients = [torch.autograd.grad(loss, parameters) for loss in (found, wanted)]
+    for name, got, want in zip(names, *gradients):
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def by_liger(model, x):
+    """Liger-Kernel 0.8.5: coefficients, read, and write are a kernel each, forward and backward."""
+    n = model.config.hc_streams
+    state, options = x.unsqueeze(2).repeat(1, 1, n, 1), {"rms_eps": 1e-6, "pre_eps": 0.0, "sinkhorn_eps": 1e-6}
+    for _, own, process in sites(model, x.shape[1]):
+        weights = own.maps.weight.T, own.bias, *own.scales
+        options |= {"allow_fp32": True, "tmax": model.config.mhc_iterations, "post_mult": 2.0}
+        pre, post, res = liger.liger_mhc_coeffs(state, *weights, **options)
+        state = liger.liger_mhc_post_res(state, process(liger.liger_mhc_pre(state, pre)), post, res)
+    return state.sum(2)
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # 0 / 0 where liger masks a block's tail
+@pytest.mark.parametrize(("n", "iterations"), [(2, 20), (4, 20), (4, 1)])
+def test_manifold_connections_equal_those_of_liger_kernel(n, iterations):
+    model = moved("mHC-gpt-mha-rope", hc_streams=n, mhc_iterations=iterations, num_hidden_layers=1)
+    with torch.no_grad():
+        for own in (model.transformer.h[0].hc_attn, model.transformer.h[0].hc_mlp):
+            own.bias.normal_()  # where they start nothing is mixed
+    check(model, by_liger)
+
+
+@interpreted
+@pytest.mark.parametrize(("n", "iterations"), [(2, 5), (4, 1), (4, 3), (8, 2)])
+def test_sinkhorn_knopp_by_ligers_kernels_equals_the_naive_loops(n, iterations):
+    """Theirs alone, as kernels=on has them: value and gradient, from logits far apart."""
+    logits = (3 * torch.randn(2, 2, n, n)).requires_grad_()
+    exact = logits.detach().double().requires_grad_()
+    wanted = torch.stack([naive_streams.sinkhorn_knopp(each, iterations) for each in exact.flatten(0, 1)])
+    found = sinkhorn_knopp(logits, iterations, 1e-6)
+    torch.testing.assert_close(found.double(), wanted.view_as(exact), rtol=1e-5, atol=1e-6)
+    weights = torch.randn(2, 2, n, n)
+    (found * weights).sum().backward()
+    (wanted.view_as(exact) * weights).sum().backward()
+    torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=1e-5, atol=1e-5)
+
+
+def public_connection(own, m: int, n: int):
+    """The site's connection in hyper-connections 0.4.11, with the paper's LayerNorm: it has an RMSNorm there."""
+    public = HyperConnections(n, dim=SIZE["hidden_size"], layer_index=m)
+    public.norm = torch.nn.LayerNorm(SIZE["hidden_size"])
+    weights = {"static_alpha": torch.cat((own.read[:, None], own.mix), dim=1), "static_beta": own.write}
+    if own.dynamic:
+        weights |= {"norm.weight": own.norm.weight, "norm.bias": own.norm.bias}
+        weights |= {"dynamic_alpha_fn": own.maps.weight[1:].T, "dynamic_beta_fn": own.maps.weight[0]}
+        weights |= {"dynamic_alpha_scale": own.scale[0], "dynamic_beta_scale": own.write_scale[0]}
+    return public.to(own.read), weights
+
+
+def by_hyper_connections(model, x):
+    n = model.config.hc_streams
+    expand, reduce = HyperConnections.get_expand_reduce_stream_functions(n)
+    state = expand(x)
+    for m, own, process in sites(model, x.shape[1]):
+        x_in, add = functional_call(*public_connection(own, m, n), state)
+        state = add(process(x_in))
+    return reduce(state)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_hyper_connections_equal_those_of_their_package(n, dynamic):
+    check(moved("HC-gpt-mha-rope", torch.float64, hc_streams=n, hc_dynamic=dynamic), by_hyper_connections, 1e-9)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_hyper_connections_start_as_those_of_their_package(n):
+    model = build("HC-gpt-mha-rope", hc_streams=n, **SIZE)
+    for m, own, _ in sites(model, 1):
+        public, weights = public_connection(own, m, n)
+        for name, parameter in public.named_parameters():
+            assert torch.equal(weights[name].detach(), parameter), name
+
+
+def by_attn_res(query, sources):
+    return functional_call(AttnResOperator(len(query), eps=1e-5), {"pseudo_query": query}, sources)
+
+
+def by_liger_attn_res(query, sources):
+    return liger.liger_attn_res(sources, query, torch.ones_like(query), eps=1e-5)
+
+
+OPERATORS = [(by_attn_res, None), (by_attn_res, 2), pytest.param(by_liger_attn_res, 2, marks=interpreted)]
+
+
+@pytest.mark.parametrize(("operator", "blocks"), OPERATORS)
+def test_attention_residuals_equal_those_of_packages(operator, blocks):
+    """attn_res 0.1.0 and Liger-Kernel 0.8.5. The readout attends as well; attn_res's own models sum there."""
+
+    def readout(model, x):
+        blocks, partial = [x], []
+        for m, own, process in sites(model, x.shape[1]):
+            h = process(operator(own.query, torch.stack([*blocks, *partial])))
+            partial = [partial[0] + h if partial else h]
+            if (m + 1) % model.config.run_length == 0:
+                blocks, partial = blocks + partial, []
+        return operator(model.readout.query, torch.stack([*blocks, *partial]))
+
+    check(moved("AttnRes-gpt-mha-rope", attn_res_blocks=blocks, num_hidden_layers=2), readout)

@@ -1,0 +1,413 @@
+"""The streams beside DDL's: against the loops of naive_streams.py, and at the start against what SPEC says of it."""
+
+import copy
+import math
+
+import naive
+import naive_streams
+import pytest
+import torch
+from conftest import one_line_error, small_run
+from contract import randomise
+from in_process import call
+from torch.utils._pytree import tree_leaves, tree_map
+
+from model import build
+from model.parameters import rules_of
+from training.residual_statistics import Watched, residual_statistics
+
+TINY = {"vocab_size": 29, "block_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 6}
+TINY |= {"hidden_size": 10}
+ROPE = "HC mHC AttnRes ReZero DenseFormer LAuReL conv wide".split()
+FULL_STEMS = {name: f"{name}-gpt-mha-rope" for name in ROPE} | {"MGT": "MGT-gpt-mha", "additive": "gpt-mha-rope"}
+
+
+def fresh(name, **keys):
+    """A tiny model of float64 as it starts."""
+    return build(FULL_STEMS[name], **{**TINY, **keys}).double()
+
+
+def moved(name, **keys):
+    """The same with every parameter somewhere else; mHC's biases, which start where nothing is mixed, all alike."""
+    model = randomise(fresh(name, **keys))
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if name == "mHC" and key.endswith(".bias"):
+                parameter.normal_()
+    return model
+
+
+def tokens(*shape):
+    return torch.randint(0, TINY["vocab_size"], shape)
+
+
+DEEP = {"num_hidden_layers": 3}
+CASES = [("HC", {"hc_dynamic": dynamic, "hc_streams": n} | DEEP) for dynamic in (False, True) for n in (1, 2, 4)]
+CASES += [("mHC", {"hc_streams": n, "mhc_iterations": k}) for n, k in ((2, 20), (4, 20), (2, 1), (4, 1), (4, 2))]
+CASES += [("AttnRes", {"attn_res_blocks": n}) for n in (None, 1, 2, 4, 8)]
+# Sites in runs of 3, 3, 2 and of 2, 2, 2: the last run is shorter, or there are fewer of them than asked for.
+CASES += [("AttnRes", {"attn_res_blocks": 3, "num_hidden_layers": 4}), ("AttnRes", {"attn_res_blocks": 4} | DEEP)]
+MGT_GATE = {"mgt_lambda": 1.7, "mgt_epsilon": -0.4, "mgt_alpha_init": 0.6, "mgt_beta_bias_init": -0.3}
+CASES += [("MGT", {"mgt_arm": arm} | MGT_GATE) for arm in ("full", "ddl")]
+CASES += [("MGT", {"mgt_arm": arm}) for arm in ("mhc", "standard", "additive")]
+CASES += [("ReZero", {}), ("DenseFormer", DEEP), ("LAuReL", {"laurel_form": "rw"}), ("LAuReL", {"laurel_rank": 3})]
+CASES += [("conv", {"conv_init": start}) for start in ("normal", "identity")]
+CASES += [("wide", {"wide_read": read, "ddl_value_channels": v}) for read in ("tc", "cc") for v in (1, 2, 4)]
+CASES += [("HC", {"mup": True, "rope_ratio": 0.5, "use_qk_rmsnorm": False})]
+
+
+def case_name(keys):
+    return keys if isinstance(keys, str) else ",".join(f"{key}={value}" for key, value in keys.items()) or "defaults"
+
+
+@pytest.mark.parametrize(("name", "keys"), CASES, ids=case_name)
+def test_loss_logits_and_gradients_equal_the_naive_loops(name, keys):
+    targets = tokens(2, 5)
+    targets[0, 3] = -1
+    unused = naive.check(FULL_STEMS[name], moved(name, **keys), tokens(2, 5), targets, naive_streams.logits)
+    assert not unused
+
+
+# What a model is before its first step: SPEC 7 and 8. Weights of the backbone are those of an additive model.
+
+
+def backbone_of(model, name="additive", **keys):
+    """Another model with the same backbone, whose own parameters start as they do."""
+    other = fresh(name, **keys)
+    missing, _ = other.load_state_dict(model.state_dict(), strict=False)
+    assert name != "additive" or not missing
+    return other
+
+
+def before_the_norm(model, ids):
+    """The readout (B, T, d), which ln_f takes."""
+    seen = []
+    hook = model.ln_f.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    with torch.no_grad():
+        model(ids)
+    hook.remove()
+    return seen[0]
+
+
+CLOSE = {"rtol": 0, "atol": 1e-12}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_hyper_connections_start_as_the_additive_stream(n, dynamic):
+    model, ids = fresh("HC", hc_streams=n, hc_dynamic=dynamic, **DEEP), tokens(2, 7)
+    wanted = before_the_norm(backbone_of(model, **DEEP), ids)
+    torch.testing.assert_close(before_the_norm(model, ids) / n, wanted, **CLOSE)
+
+
+def test_hyper_connections_read_their_streams_in_turn_at_the_start():
+    model = fresh("HC", **DEEP)
+    connections = [part for block in model.transformer.h for part in (block.hc_attn, block.hc_mlp)]
+    assert [part.read.tolist().index(1) for part in connections] == [0, 1, 2, 3, 0, 1]
+    assert all(part.read.sum() == 1 for part in connections)
+    for part in connections:
+        assert torch.equal(part.mix, torch.eye(4, dtype=torch.float64))
+        assert part.write.tolist() == [1.0] * 4
+        assert (part.scale.item(), part.write_scale.item()) == pytest.approx((0.01, 0.01))
+        assert not part.maps.weight.any()
+
+
+def test_manifold_connections_start_close_to_the_additive_stream():
+    """Doubly stochastic to 1e-3, reads of 1/n each, writes of 1 each; then z phi matters, by no more than a = 0.01."""
+    model, ids, n = fresh("mHC"), tokens(2, 7), 4
+    for block in model.transformer.h:
+        for connection in (block.hc_attn, block.hc_mlp):
+            _, read, write, mix = connected(connection, torch.randn(2, 7, n, 10, dtype=torch.float64))
+            for axis in (-1, -2):
+                torch.testing.assert_close(mix.sum(axis), torch.ones(2, 7, n).double(), rtol=0, atol=1e-3)
+            torch.testing.assert_close(mix, torch.eye(n).double().expand_as(mix), rtol=0, atol=2e-3)
+            torch.testing.assert_close(read, torch.full_like(read, 1 / n), rtol=0, atol=0.02)
+            torch.testing.assert_close(write, torch.ones_like(write), rtol=0, atol=0.05)
+    wanted = before_the_norm(backbone_of(model), ids)
+    error = (before_the_norm(model, ids) / n - wanted).norm() / wanted.norm()
+    assert 0 < error < 0.02
+
+
+def connected(connection, state):
+    """x_in, and the three weightings of a connection."""
+    x_in, write, mix = connection(state)
+    return x_in, connection.weights(state)[0], write, mix
+
+
+def test_manifold_connections_mix_doubly_stochastically_wherever_their_logits_are_moderate():
+    """20 iterations from logits of N(0, 1): far from the identity, both sums are 1 all the same."""
+    connection = moved("mHC").transformer.h[0].hc_attn
+    _, _, _, mix = connected(connection, torch.randn(2, 7, 4, 10, dtype=torch.float64))
+    assert (mix - torch.eye(4)).abs().max() > 0.5
+    assert mix.min() > 0
+    for axis in (-1, -2):
+        torch.testing.assert_close(mix.sum(axis), torch.ones(2, 7, 4).double(), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("blocks", [None, 2])
+def test_attention_residuals_start_at_the_mean_of_their_sources(blocks):
+    """Every norm's input, from what the sublayers gave: each output a source, or two of them."""
+    model, ids = fresh("AttnRes", attn_res_blocks=blocks), tokens(2, 7)
+    embedding, outputs, inputs = model.transformer.wte(ids), [], []
+    for block in model.transformer.h:
+        for norm, sublayer in ((block.ln_1, block.attn), (block.ln_2, block.mlp)):
+            norm.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
+            sublayer.register_forward_hook(lambda _, __, output: outputs.append(output))
+    final = before_the_norm(model, ids)
+    for m, x_in in enumerate([*inputs, final]):
+        h = outputs[:m]
+        runs = h if blocks is None else [sum(h[i : i + 2]) for i in range(0, m, 2)]
+        torch.testing.assert_close(x_in, torch.stack([embedding, *runs]).mean(0), **CLOSE)
+    assert len(inputs) == 4
+
+
+def test_rezero_starts_with_the_embedding_alone():
+    model, ids = fresh("ReZero"), tokens(2, 7)
+    x = model.transformer.wte.weight[ids]
+    normed = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    torch.testing.assert_close(model(ids)[0], normed @ model.transformer.wte.weight.T, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("DenseFormer", DEEP),
+        ("LAuReL", {"laurel_form": "rw"}),
+        ("LAuReL", {"laurel_form": "lr"}),
+        ("conv", {"conv_init": "identity"}),
+    ],
+    ids=case_name,
+)
+def test_starts_as_the_additive_model(name, keys):
+    model, ids = fresh(name, **keys), tokens(2, 7)
+    depth = {key: value for key, value in keys.items() if key in TINY}
+    torch.testing.assert_close(model(ids)[0], backbone_of(model, **depth)(ids)[0], **CLOSE)
+    assert (randomise(model)(ids)[0] - backbone_of(model, **depth)(ids)[0]).abs().max() > 1e-3
+
+
+def test_mgt_with_open_gates_is_its_additive_arm():
+    model, ids = fresh("MGT", mgt_arm="full"), tokens(2, 7)
+    with torch.no_grad():
+        for block in model.transformer.h:
+            for write in (block.write_attn, block.write_mlp):
+                write.gate_norm.weight.zero_()
+                write.gate_norm.bias.fill_(40)
+                write.beta.bias.fill_(40)
+    additive = backbone_of(model, "MGT", mgt_arm="additive")
+    torch.testing.assert_close(model(ids)[0], additive(ids)[0], **CLOSE)
+
+
+@pytest.mark.parametrize("read", ["tc", "cc"])
+def test_the_wide_state_with_equal_columns_is_the_additive_stream(read):
+    model, ids = fresh("wide", wide_read=read, ddl_state_conv_init="identity"), tokens(2, 7)
+    additive = backbone_of(model)(ids)[0]
+    assert (model(ids)[0] - additive).abs().max() > 1e-3  # its columns start apart
+    with torch.no_grad():
+        for block in model.transformer.h:
+            block.write_attn.weights.fill_(1)
+            block.write_mlp.weights.fill_(1)
+    torch.testing.assert_close(model(ids)[0], additive, **CLOSE)
+
+
+WIDE = {"hidden_size": 256, "num_attention_heads": 2, "head_dim": 128, "num_hidden_layers": 4, "vocab_size": 128}
+STARTS = [
+    ("mHC", {}, "hc_mlp.maps.weight", 0, 0.5 / math.sqrt(4 * 256)),
+    ("LAuReL", {}, "write_mlp.down.weight", 0, 0.5 / 16),
+    ("LAuReL", {}, "write_attn.up.weight", 0, 0),
+    ("conv", {}, "compress.shortconv.weight", 0, 0.5 / 16),
+    ("MGT", {}, "write_attn.gate.weight", 0, 0.5 / 16),
+    ("MGT", {}, "write_mlp.beta.weight", 0, 0.5 / 16),
+    ("HC", {"hc_scale_outputs": True}, "attn.c_proj.weight", 0, 0.5 / 16 / 2 / 2),
+    ("HC", {"hc_scale_outputs": True}, "mlp.c_proj.weight", 0, 0.5 / 16 / 2 / 2),
+    ("HC", {}, "mlp.c_proj.weight", 0, 0.5 / 16 / 2),
+    ("wide", {"ddl_value_channels": 4096}, "write_attn.weights", 1, 0.5),
+]
+
+
+@pytest.mark.parametrize(("name", "keys", "parameter", "mean", "std"), STARTS)
+def test_starting_values(name, keys, parameter, mean, std):
+    size = WIDE if name != "wide" else {"hidden_size": 2}
+    weight = build(FULL_STEMS[name], **{**TINY, **size, **keys}).state_dict()[f"transformer.h.1.{parameter}"]
+    assert weight.std().item() == pytest.approx(std, rel=0.05)
+    assert abs(weight.mean().item() - mean) <= 0.1 * std
+
+
+def test_biases_and_scales_of_manifold_connections_at_the_start():
+    connection = build("mHC-gpt-mha-rope", hc_streams=3, **TINY).transformer.h[1].hc_attn
+    assert connection.scales.tolist() == pytest.approx([0.01] * 3)
+    off = -8.0
+    wanted = [-math.log(2)] * 3 + [0] * 3 + [0, off, off, off, 0, off, off, off, 0]
+    assert connection.bias.tolist() == pytest.approx(wanted)
+
+
+def test_mgt_gates_start_as_specified():
+    write = build("MGT-gpt-mha", **TINY).transformer.h[1].write_mlp
+    assert write.alpha.item() == 0
+    assert write.beta.bias.tolist() == [1.0] * 10
+    assert write.gate.bias is None
+    config = build("MGT-gpt-mha", **TINY).config
+    assert (config.mgt_arm, config.mgt_lambda, config.mgt_epsilon) == ("full", 1.0, 0.0)
+
+
+# Weight decay falls on these alone, besides the backbone's matrices (SPEC 5 and 8).
+DECAYED = {"HC": {"maps.weight"}, "mHC": {"maps.weight"}, "AttnRes": set(), "ReZero": set(), "DenseFormer": set()}
+DECAYED |= {"LAuReL": {"down.weight", "up.weight"}, "conv": {"shortconv.weight"}, "wide": {"shortconv.weight"}}
+DECAYED |= {"MGT": {"gate.weight", "beta.weight"}}
+
+
+@pytest.mark.parametrize("name", DECAYED)
+def test_weight_decay_and_muon_of_the_streams_own_parameters(name):
+    model = fresh(name)
+    rules, plain = rules_of(model), rules_of(fresh("additive"))
+    own = {".".join(key.split(".")[-2:]) for key, rule in rules.items() if key not in plain and rule.decay}
+    assert own == DECAYED[name]
+    assert {key for key, rule in rules.items() if rule.muon} == {key for key, rule in plain.items() if rule.muon}
+    assert all(rules[key].decay == rule.decay for key, rule in plain.items())
+
+
+# Statistics of the writes, by hand.
+
+
+def statistics(model, ids):
+    return residual_statistics(model, ids, torch.no_grad())
+
+
+def test_statistics_of_the_mixing():
+    model = fresh("HC", hc_streams=2, hc_dynamic=False)
+    with torch.no_grad():
+        model.transformer.h[1].hc_mlp.mix.copy_(torch.tensor([[0.9, 0.2], [0.3, 0.5]]))
+    found = statistics(model, tokens(2, 6))
+    assert found["attn.mix_kept_mean"] == [1, 1]
+    assert found["mlp.mix_kept_mean"] == pytest.approx([1, (0.9 + 0.5) / 2])
+    assert found["mlp.mix_error_mean"] == pytest.approx([0, 0.3])  # into the first 0.9 + 0.3, the second 0.2 + 0.5
+    assert found["mlp.mix_error_std"] == pytest.approx([0, 0], abs=1e-7)
+
+
+def test_statistics_of_the_manifold_mixing():
+    """softmax [[3, 1], [1, 1]] / rows = [[3/4, 1/4], [1/2, 1/2]], by columns [[3/5, 1/3], [2/5, 2/3]]."""
+    model = fresh("mHC", hc_streams=2, mhc_iterations=1)
+    with torch.no_grad():
+        model.transformer.h[0].hc_attn.scales.zero_()
+        model.transformer.h[0].hc_attn.bias[4:] = torch.tensor([3.0, 1, 1, 1]).log()
+    found = statistics(model, tokens(2, 6))
+    assert found["attn.mix_kept_mean"][0] == pytest.approx((3 / 5 + 2 / 3) / 2, abs=1e-5)
+    assert found["attn.mix_error_mean"][0] == pytest.approx(1 / 15, abs=1e-5)
+
+
+def test_statistics_of_attention_over_depth():
+    """With queries of zero all of 1, 2, 3, ... sources count alike; one far along a source's direction has it all."""
+    model, ids = fresh("AttnRes", attn_res_blocks=None), torch.tensor([[5, 5]])
+    found = statistics(model, ids)
+    assert found["attn.embedding_weight_mean"] == pytest.approx([1, 1 / 3])
+    assert found["mlp.embedding_weight_mean"] == pytest.approx([1 / 2, 1 / 4])
+    assert found["mlp.effective_sources_mean"] == pytest.approx([2, 4])
+    with torch.no_grad():
+        model.transformer.h[0].depth_mlp.query.copy_(1e6 * model.transformer.wte.weight[5])
+    found = statistics(model, ids)
+    assert found["mlp.embedding_weight_mean"][0] == pytest.approx(1)
+    assert found["mlp.effective_sources_mean"][0] == pytest.approx(1)
+
+
+def test_statistics_of_unequal_weights_over_depth():
+    """Two sources, scores ln 3 apart: weights 3/4 and 1/4, of entropy 2 ln 2 - 3/4 ln 3."""
+    read = fresh("AttnRes").transformer.h[0].depth_mlp
+    write = fresh("AttnRes").transformer.h[0].sites[1].write
+    V = torch.eye(10, dtype=torch.float64)[:2, None, None]  # RMSNorm makes sqrt(10) of each 1, but for eps
+    with torch.no_grad():
+        read.query.zero_()[0] = math.log(3) * math.sqrt(1 / 10 + 1e-5)
+    state = tuple(V)
+    found = write.statistics(state, None, read(state), None, None)
+    assert found["embedding_weight"].item() == pytest.approx(3 / 4)
+    assert found["effective_sources"].item() == pytest.approx(math.exp(2 * math.log(2) - 0.75 * math.log(3)))
+
+
+def test_statistics_of_mgt():
+    """Eight features with beta = 2 tanh(1) - 0.1, two with 2 tanh(-1/2) - 0.1; gates of sigmoid(2)."""
+    model = fresh("MGT", mgt_lambda=2.0, mgt_epsilon=-0.1)
+    with torch.no_grad():
+        write = model.transformer.h[1].write_mlp
+        write.beta.weight.zero_()
+        write.beta.bias.copy_(torch.tensor([1.0] * 8 + [-0.5] * 2))
+        write.gate_norm.weight.zero_()
+        write.gate_norm.bias.fill_(2)
+    found = {name: values[1] for name, values in statistics(model, tokens(2, 6)).items() if name.startswith("mlp.")}
+    high, low = 2 * math.tanh(1) - 0.1, 2 * math.tanh(-0.5) - 0.1
+    assert found["mlp.beta_mean"] == pytest.approx(0.8 * high + 0.2 * low)
+    assert found["mlp.beta_variance_mean"] == pytest.approx(0.8 * 0.2 * (high - low) ** 2)
+    assert found["mlp.beta_negative_mean"] == pytest.approx(0.2)
+    assert found["mlp.gate_mean"] == pytest.approx(1 / (1 + math.exp(-2)))
+
+
+# Values that make no sense, or have no effect, are refused before anything is done.
+REFUSED = [
+    ("mHC", {"hc_streams": 1}, "hc_streams=1: mHC mixes streams"),
+    ("mHC", {"mhc_iterations": 0}, "mhc_iterations=0: give 1 or more"),
+    ("HC", {"hc_streams": 0}, "hc_streams=0: give 1 or more"),
+    ("HC", {"hc_stream": 2}, "unknown key --hc_stream, did you mean hc_streams"),
+    ("HC", {"mhc_iterations": 3}, "mhc_iterations"),
+    ("AttnRes", {"attn_res_blocks": 0}, "attn_res_blocks=0: give 1 or more"),
+    ("wide", {"wide_read": "ct"}, "wide_read"),
+    ("wide", {"wide_reed": "tc"}, "unknown key --wide_reed, did you mean wide_read"),
+    ("wide", {"wide_read": "cc", "ddl_state_shortconv_kernel_size": 3}, "leave the key out"),
+    ("conv", {"conv_init": "zero"}, "conv_init"),
+    ("LAuReL", {"laurel_form": "lo"}, "laurel_form"),
+    ("LAuReL", {"laurel_rank": 0}, "laurel_rank=0: give 1 or more"),
+    ("LAuReL", {"laurel_form": "rw", "laurel_rank": 4}, "laurel_rank=4 has no effect with laurel_form=rw"),
+    ("MGT", {"mgt_arm": "plain"}, "mgt_arm"),
+    ("MGT", {"mgt_arm": "additive", "mgt_epsilon": 0.1}, "mgt_epsilon has no effect with mgt_arm=additive"),
+    ("MGT", {"mgt_arm": "standard", "mgt_alpha_init": 0.1}, "mgt_alpha_init has no effect with mgt_arm=standard"),
+    ("MGT", {"mgt_arm": "mhc", "mgt_lambda": 2.0}, "mgt_lambda has no effect with mgt_arm=mhc"),
+]
+
+
+@pytest.mark.parametrize(("name", "keys", "message"), REFUSED, ids=case_name)
+def test_refusals_are_one_line_that_names_the_key(name, keys, message, corpus, tmp_path):
+    out = tmp_path / "run"
+    line = one_line_error(call("train.py", *small_run(corpus, out, model=FULL_STEMS[name], **keys)))
+    assert message in line
+    assert not out.exists()
+
+
+# With a state of bfloat16: reads are computed in float32, and what is written is rounded once.
+
+ROUNDED = [
+    ("HC", {}),
+    ("HC", {"hc_dynamic": False}),
+    ("mHC", {}),
+    ("AttnRes", {}),
+    ("ReZero", {}),
+    ("DenseFormer", DEEP),
+]
+ROUNDED += [("LAuReL", {"laurel_form": form}) for form in ("rw", "lr")]
+ROUNDED += [("conv", {}), ("wide", {}), ("wide", {"wide_read": "cc"}), ("MGT", {}), ("MGT", {"mgt_arm": "standard"})]
+
+
+def last_step(model):
+    """State and h of the last site, as it meets them, in bfloat16."""
+    seen = []
+    with torch.no_grad(), model.through(Watched(lambda _, quantities: seen.append(quantities))):
+        model(tokens(4, 8))
+    return tree_map(torch.Tensor.bfloat16, (seen[-2]["state"], seen[-1]["h"]))
+
+
+def close(found, exact, tolerance):
+    for got, wanted in zip(tree_leaves(found), tree_leaves(exact), strict=True):
+        torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "keys"), ROUNDED, ids=case_name)
+def test_a_state_in_bfloat16_is_computed_with_in_float32(name, keys):
+    exact = moved(name, **keys)
+    model = copy.deepcopy(exact).float()
+    state, h = last_step(exact)
+    (site, other), once = (each.transformer.h[-1].sites[1] for each in (model, exact)), 2**-8
+    double = tree_map(torch.Tensor.double, (state, h))
+    with torch.no_grad():
+        taken, wanted = site.read(state), other.read(double[0])
+        if not isinstance(taken, torch.Tensor) or taken.dtype == torch.float32:
+            close(taken, wanted, 1e-5)
+        written = site.write(state, h, taken, None)
+        close(written, other.write(*double, wanted, None), once)
+        assert {leaf.dtype for leaf in tree_leaves(written)} == {torch.bfloat16}
+        if site.after is not None:
+            close(site.after(written), other.after(tree_map(torch.Tensor.double, written)), once)
