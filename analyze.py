@@ -68,7 +68,7 @@ def main():
     commands = parser.add_subparsers(dest="command", required=True)
     mup = commands.add_parser("mup", help="coordinate check over widths", description=coordinates.__doc__)
     add_common(mup, "mup")
-    mup.add_argument("--models", help="stems, or stem+key=value, with commas between (default: all, and the v-Map)")
+    mup.add_argument("--models", help="stems, or stem+key=value, with commas between (default: all, and their forms)")
     mup.add_argument("--seeds", type=int, default=3, help="models of each width (default: %(default)s)")
     moves = commands.add_parser("transfer", help="best learning rate over widths", description=transfer.__doc__)
     add_common(moves, "mup_transfer")

@@ -5,9 +5,10 @@ normed input c, the direction k of a delta rewrite and the logits must have no s
 every parameter makes one more step by itself, a small one: the change of what its layer puts out is its contribution,
 with no slope either. So each parameter's learning rate is held to its own measure, from both sides.
 
-Left out, for they are not level with width by design: the state X and the read x_in, to which a write adds a vector of
-length 1, whatever the width, and the gate's logit. So that these do not count, a contribution is per unit of what its
-parameter is multiplied with, and c, h, k and logits are those of models whose reads start as the mean over columns.
+Left out in delta streams, for they are not level with width by design: the state X and the read x_in, to which a write
+adds a vector of length 1, whatever the width, and the gate's logit. So that these do not count, a contribution is per
+unit of what its parameter is multiplied with, and c, h, k and logits are those of models whose reads start as the mean
+over columns. Where no write has a direction, x_in must be level as well.
 """
 
 import math
@@ -37,13 +38,10 @@ PROBES, PROBE_RATE = 3, 1e-4  # steps whose contributions are measured
 PROBE_TOKENS = 2  # of which the last alone has a loss: how alike tokens are depends on width
 LOSS_SCALE = 1e4  # leaves Adam's step as it is, but for its eps, which gradients of wide models would come near
 VOCABULARY = 64
-SMALLEST = 1e-30  # stands for no contribution at all
-LEVEL_START = {"ddl_state_conv_init": "identity"}  # where a stream has the key; "normal" starts c at 1/sqrt(d)
-# Streams with parameters that their defaults do not have; without a model named, these are checked beside every stem.
-VARIANTS = ["DDL-vdim1-gpt-mha-rope+ddl_map=v", "DDL-gpt-mha-rope-CC+ddl_map=v+ddl_k_branch=attention"]
-VARIANTS += ["DDL-gpt-mha-rope+ddl_map=v", "DDL-gpt-mha-rope-CC+ddl_beta_single_linear=False"]
-VARIANTS += ["DDL-gpt-mha-rope-CC+ddl_map=v+ddl_k_norm=shifted+ddl_k_input=mean+ddl_beta_input=mean"]
-VARIANTS += ["DDL-gpt-mha-rope-CC+ddl_map=v+ddl_k_input=flat+ddl_beta_input=flat"]
+NOTHING = 1e-8  # what is smaller is rounding: nothing has been measured, which does not count as level
+SMALLEST = 1e-30  # has a logarithm where 0 has none
+# Where a stream has the key: "normal" starts c at 1/sqrt(d).
+LEVEL_START = {"ddl_state_conv_init": "identity", "conv_init": "identity"}
 CONTRAST = ("gpt-mha-rope", "DDL-gpt-mha-rope-CC")  # shown without muP as well
 
 MATRICES, NORMS = ("linear", "matmul"), ("rms_norm",)
@@ -154,6 +152,9 @@ class Contributions(TorchFunctionMode):
         for name, note in found.items() if function not in MOVES else ():
             if normalises:
                 note |= {"unit": 1.0, "meets": f"{note['meets']}, {function}"}
+            elif function in ("mul", "rmul"):
+                others = [twin.tensor for twin in products if name not in twin.before]
+                note["unit"] *= math.prod(root_mean_square(last(each)) for each in others) or 1.0
             note["size"] = root_mean_square(last(out - before[name])) / note["unit"]
         self.twins[id(out)] = Twin(out, before, {}, found)
 
@@ -172,7 +173,7 @@ def name_of(call) -> str:
 
 
 class Coordinates(Stream):
-    """Every step by itself; `seen` gets h, c and, where a write has a direction, k of every site."""
+    """Every step by itself; `seen` gets h, c and, where the write has a direction, k of every site, x_in elsewhere."""
 
     def __init__(self):
         self.seen: list[dict[str, torch.Tensor]] = []
@@ -181,6 +182,8 @@ class Coordinates(Stream):
         self.seen.append({"h": h, "c": c})
         if hasattr(site.write, "direction"):
             self.seen[-1]["k"] = site.write.direction(site.write.direction_source(state, h, x_in, c))
+        else:
+            self.seen[-1]["x_in"] = x_in[0] if isinstance(x_in, tuple) else x_in
         return super().write(site, state, h, c, x_in, cache)
 
     @classmethod
@@ -234,9 +237,16 @@ def sizes(stem: str, keys: dict, name: str, width: int, seed: int) -> dict[str, 
     for _ in range(PROBES):
         text = some_text(1, PROBE_TOKENS)
         for note in contributions(model, settings, text[:, :-1], text[:, 1:]):
-            kind = ".".join(note["name"].split(".")[-2:])
-            squares.setdefault(f"{kind}: {note['meets']}", []).append(note["size"] ** 2)
+            squares.setdefault(f"{kind_of(note['name'])}: {note['meets']}", []).append(note["size"] ** 2)
+    met = {what.partition(":")[0] for what in squares}
+    trained_kinds = {kind_of(name): None for name, parameter in model.named_parameters() if parameter.requires_grad}
+    squares |= {f"{kind}: meets no data": [0.0] for kind in trained_kinds if kind not in met}
     return {what: math.sqrt(sum(values) / len(values)) for what, values in squares.items()}
+
+
+def kind_of(name: str) -> str:
+    """What a parameter is noted under, of its full name: the same of every block."""
+    return ".".join(name.split(".")[-2:])
 
 
 def some_text(rows: int, length: int):
@@ -280,8 +290,15 @@ def bound(what: str) -> float:
 
 
 def not_level(result: dict[str, dict]) -> dict[str, float]:
-    """{what: slope} of what changes more or less in wide models than in narrow ones."""
-    return {what: each["slope"] for what, each in result.items() if not abs(each["slope"]) <= bound(what)}
+    """{what: slope} of what changes more or less in wide models than in narrow ones; nan: of what does not change."""
+    slopes = {what: each["slope"] if min(each["values"]) > NOTHING else math.nan for what, each in result.items()}
+    return {what: slope for what, slope in slopes.items() if not abs(slope) <= bound(what)}
+
+
+def all_cases() -> list[str]:
+    """Every stem, and every form of it (`GPT.forms`)."""
+    forms = ((stem, form) for stem in STEMS for form in ({}, *model_class(stem).forms))
+    return ["+".join((stem, *(f"{key}={value}" for key, value in form.items()))) for stem, form in forms]
 
 
 def stem_and_keys(case: str) -> tuple[str, dict]:
@@ -308,7 +325,7 @@ def markdown(rows: list[dict]) -> str:
         cells = [f"{min(part):+.2f} to {max(part):+.2f}" for part in parts]
         count = f"{len(not_level(row['changes']))} of {len(seen)}"
         lines.append((row["model"], row["optimizer"], "muP" if row["mup"] else "plain", *cells, count))
-    return tables.markdown(("model", "", "", "h, c, k, logits", "parameters", "not level"), lines)
+    return tables.markdown(("model", "", "", "h, c, k, x_in, logits", "parameters", "not level"), lines)
 
 
 def draw(rows: list[dict], out) -> None:
@@ -329,7 +346,7 @@ def draw(rows: list[dict], out) -> None:
         panel.set_yticks([-place for place in range(len(ours))], labels, fontsize="small")
         panel.set(title=name, xlabel="slope of a change over hidden_size, both logarithms")
         panel.grid(axis="x", alpha=0.3)
-    axes[0][0].plot([], [], "D", color="C1", label="h, c, k, logits")
+    axes[0][0].plot([], [], "D", color="C1", label="h, c, k, x_in, logits")
     axes[0][0].plot([], [], "o", color="C0", label="contribution of a parameter")
     axes[0][0].legend(fontsize="small", loc="center right")
     figure.savefig(out, dpi=100)
@@ -338,7 +355,7 @@ def draw(rows: list[dict], out) -> None:
 def run(args) -> None:
     """Check what the file of figures lacks, storing each; then the table and the figure beside it."""
     pyplot()  # a missing package should be known before the work
-    cases = args.models.split(",") if args.models else [*STEMS, *VARIANTS]
+    cases = args.models.split(",") if args.models else all_cases()
     parsed = {case: stem_and_keys(case) for case in cases}
     code = digest(*MODEL, "training/optimizer.py", "benchmarks/coordinates.py")[:12]
     settings = {"widths": args.widths, "seeds": args.seeds}

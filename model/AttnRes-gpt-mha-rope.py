@@ -6,3 +6,4 @@ from model.gpt import GPT
 
 class Model(GPT):
     Config, Expander, Block, Readout = AttentionResidualsConfig, FirstSource, AttentionResidualsBlock, LastAttention
+    forms = ({"attn_res_blocks": 2},)

@@ -10,3 +10,9 @@ class Block(DeltaBlock):
 
 class Model(GPT):
     Config, Expander, Block, Readout = ExpandedConfig, Repeat, Block, ColumnConvRead
+    forms = (
+        {"ddl_beta_single_linear": False},
+        {"ddl_map": "v", "ddl_k_branch": "attention"},
+        {"ddl_map": "v", "ddl_k_norm": "shifted", "ddl_k_input": "mean", "ddl_beta_input": "mean"},
+        {"ddl_map": "v", "ddl_k_input": "flat", "ddl_beta_input": "flat"},
+    )

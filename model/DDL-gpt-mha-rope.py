@@ -10,3 +10,4 @@ class Block(DeltaBlock):
 
 class Model(GPT):
     Config, Expander, Block, Readout = ExpandedConfig, Repeat, Block, TokenConvRead
+    forms = ({"ddl_map": "v"},)

@@ -10,3 +10,4 @@ class Block(DeltaBlock):
 
 class Model(GPT):
     Config, Expander, Block, Readout = SingleColumnConfig, Repeat, Block, OnlyColumn
+    forms = ({"ddl_map": "v"},)

@@ -7,3 +7,4 @@ from model.residual import Repeat
 
 class Model(GPT):
     Config, Expander, Block, Readout = HyperConfig, Repeat, HyperBlock, SumOfStreams
+    forms = ({"hc_dynamic": False},)

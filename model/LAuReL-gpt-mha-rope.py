@@ -54,3 +54,4 @@ class LAuReLBlock(WritingBlock):
 
 class Model(GPT):
     Config, Block = LAuReLConfig, LAuReLBlock
+    forms = ({"laurel_form": "rw"},)

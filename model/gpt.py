@@ -80,6 +80,8 @@ class GPT(nn.Module):
     """
 
     Config, Expander, Block, Readout, FinalNorm = GPTConfig, Direct, Block, Direct, staticmethod(final_norm)
+    # Choices of keys, {key: value}, that make other parameters or paths than the defaults: checks go through each.
+    forms: tuple[dict, ...] = ()
     stream = Stream()
     activation_checkpointing = False  # keep the states between blocks alone and compute each block again backward
 

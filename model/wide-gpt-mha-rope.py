@@ -48,3 +48,4 @@ class WideBlock(WritingBlock):
 
 class Model(GPT):
     Config, Expander, Block, Readout = WideConfig, Repeat, WideBlock, staticmethod(read)
+    forms = ({"wide_read": "cc"},)

@@ -8,7 +8,6 @@ import contract
 import pytest
 import torch
 from conftest import EXAMPLES, ROOT, script, small_run
-from test_model import INPUTS
 
 import export
 import train
@@ -28,11 +27,14 @@ def test_contract(stem, check):
     contract.CHECKS[check](model_class(stem))
 
 
+FORMS = [(stem, form) for stem in STEMS for form in model_class(stem).forms]
+
+
 @pytest.mark.parametrize("check", contract.CHECKS)
-@pytest.mark.parametrize(("stem", "option"), [("DDL-gpt-mha-rope-EC", "mean"), ("DDL-gpt-mha-rope-CC", "flat")])
-def test_contract_of_the_papers_other_inputs(stem, option, check):
+@pytest.mark.parametrize(("stem", "form"), FORMS, ids=str)
+def test_contract_of_every_form(stem, form, check):
     cls = model_class(stem)
-    contract.CHECKS[check](type(option, (cls,), {"Config": partial(cls.Config, **INPUTS[option])}))
+    contract.CHECKS[check](type(stem, (cls,), {"Config": partial(cls.Config, **form)}))
 
 
 @pytest.mark.slow

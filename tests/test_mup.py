@@ -8,16 +8,19 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT, one_line_error
 from in_process import call
-from test_model import PAPER
 from torch import nn
 
 from benchmarks import coordinates, transfer
-from benchmarks.coordinates import Contributions, check, not_level, slope
+from benchmarks.coordinates import Contributions, bound, check, not_level, slope
 from benchmarks.figures import Figures
-from model import layers, residual
-from model.parameters import HIDDEN, INPUT, OUTPUT, Kind, Rule
+from model import STEMS, model_class
+from model.parameters import Kind, rules_of
+from training import optimizer
 
-CASES = [*PAPER, *coordinates.VARIANTS]
+CASES = coordinates.all_cases()
+V_MAP, OVER_COLUMNS = "DDL-vdim1-gpt-mha-rope+ddl_map=v", "DDL-gpt-mha-rope-CC+ddl_map=v+ddl_k_branch=attention"
+# A form's Muon has the same matrices as its stem's.
+MUON = [pytest.param(case, "muon", marks=() if case in STEMS else pytest.mark.slow) for case in CASES]
 WIDTHS = {"adamw": [64, 256], "muon": [64, 192]}  # a step of Muon takes three times as long
 
 
@@ -31,44 +34,60 @@ def checked(case: str, name: str = "adamw", seeds: int = 3) -> dict:
     return check(stem, {**keys, "mup": True}, name, WIDTHS[name], seeds)
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "name"), [(case, "adamw") for case in CASES] + MUON)
 def test_changes_are_level(case, name):
-    result = checked(case, name)
-    assert not_level(result) == {}
-    stem, keys = coordinates.stem_and_keys(case)
-    model = coordinates.made(stem, keys, 64, {})
-    kinds = {".".join(parameter.split(".")[-2:]) for parameter, _ in model.named_parameters()}
-    assert kinds == {what.partition(":")[0] for what in result if not what.startswith("change")}
+    assert not_level(checked(case, name)) == {}
 
 
-def powers(kind: Kind, factor: float) -> Kind:
-    return Kind(kind.adam * factor, None if kind.muon is None else kind.muon * factor)
+def rates_off_by(power: float):
+    """`rules_of`, with all learning rates times the `power`th power of hidden_size_base / hidden_size."""
+
+    def changed(model):
+        rules = {}
+        for name, rule in rules_of(model).items():
+            adam, muon = rule.kind
+            rules[name] = rule._replace(kind=Kind(adam + power, None if muon is None else muon + power))
+        return rules
+
+    return changed
 
 
-def hidden_rule(start, kind=HIDDEN, *more, **facts):
-    """A Rule whose kind, unless given, is not FIXED."""
-    return Rule(start, kind, *more, **facts)
+WRONG = [(case, "adamw", power) for case in CASES for power in (-0.5, 0.5)]
+WRONG += [(case, "muon", power) for case in ("gpt-mha-rope", V_MAP) for power in (-0.5, 0.5)]
+WRONG += [(OVER_COLUMNS, "adamw", power) for power in (-1, 1)]
 
 
-MATRICES = {"c_q.weight", "c_k.weight", "c_v.weight", "c_proj.weight", "c_fc1.weight", "c_fc2.weight"}
-OUTPUTS = {"beta.weight", "k_in.weight", "v_proj.weight"}
-PLAIN, V_MAP, V_MAP_CC, _, TWO_LAYERS = "gpt-mha-rope", *coordinates.VARIANTS[:4]
-WRONG = [(V_MAP, "adamw", layers, "HIDDEN", powers(HIDDEN, factor), MATRICES) for factor in (0, 2, 4)]
-WRONG += [(PLAIN, "muon", layers, "HIDDEN", powers(HIDDEN, factor), MATRICES) for factor in (0, 2, 4)]
-WRONG += [(V_MAP, "adamw", residual, "OUTPUT", powers(OUTPUT, factor), OUTPUTS) for factor in (0, 2)]
-WRONG += [(V_MAP, "adamw", residual, "INPUT", powers(INPUT, factor), {"k_out.weight"}) for factor in (0, 2)]
-WRONG += [(V_MAP_CC, "adamw", residual, "HIDDEN", powers(HIDDEN, 0), {"k_key.weight", "k_out.weight"})]
-WRONG += [(V_MAP_CC, "adamw", residual, "Rule", hidden_rule, {"ddl_mlp.k_query", "compress.weight"})]
-WRONG += [(TWO_LAYERS, "adamw", residual, "FIXED", HIDDEN, {"beta_out.weight"})]
+@pytest.mark.parametrize(("case", "name", "power"), WRONG)
+def test_wrong_rates_are_seen_in_either_direction(monkeypatch, case, name, power):
+    """At every parameter; what goes through a softmax over columns is held to more, and seen from a whole power on."""
+    monkeypatch.setattr(optimizer, "rules_of", rates_off_by(power))
+    result = checked(case, name, seeds=1)
+    expected = {what for what in result if not what.startswith("change") and bound(what) < abs(power)}
+    assert {what.partition(":")[0] for what in expected} >= {"c_q.weight", "ln_1.weight"}
+    assert expected <= not_level(result).keys()
 
 
-@pytest.mark.parametrize(("case", "name", "module", "kind", "changed", "expected"), WRONG)
-def test_wrong_rates_are_seen_in_either_direction(monkeypatch, case, name, module, kind, changed, expected):
-    """Powers of 0, 2 and 4 of base/d, for the rate of one kind of parameter, are seen at all of that kind."""
-    monkeypatch.setattr(module, kind, changed)
-    found = {what.partition(":")[0] for what in not_level(checked(case, name, seeds=1))}
-    assert expected <= found
+def ignores_its_scale(write, state, h, *rest):
+    return state + h
+
+
+def never_learns_its_scale(write, state, h, *rest):
+    """It stays 0, and silences what is before it."""
+    return state + write.scale.detach() * h
+
+
+@pytest.mark.parametrize(
+    ("write", "seen"),
+    [
+        (ignores_its_scale, {"write_attn.scale: meets no data", "write_mlp.scale: meets no data"}),
+        (never_learns_its_scale, {"write_attn.scale: mul", "c_q.weight: linear"}),
+    ],
+)
+def test_what_does_nothing_is_not_level(monkeypatch, write, seen):
+    monkeypatch.setattr(model_class("ReZero-gpt-mha-rope").Block.Write, "forward", write)
+    found = not_level(checked("ReZero-gpt-mha-rope", seeds=1))
+    assert seen <= found.keys()
+    assert all(math.isnan(found[what]) for what in seen)
 
 
 @pytest.mark.usefixtures("example_streams")
@@ -86,12 +105,13 @@ class Parts(nn.Module):
         self.matrix, self.unit = nn.Linear(6, 5), nn.Linear(6, 5, bias=False)
         self.query, self.key = nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(6, 6))
         self.taps, self.read = nn.Parameter(torch.randn(6, 1)), nn.Parameter(torch.randn(3))
+        self.left, self.right = nn.Linear(6, 5, bias=False), nn.Linear(6, 5, bias=False)
 
     def forward(self, x):
         """x (1, 1, 3, 6)."""
         scores = ((x * (self.query @ self.key)).sum(-1) / 4).softmax(-1)
         taps = (x * (self.taps * self.read).T).sum(2)
-        return self.matrix(x), F.rms_norm(self.unit(x), (5,)), scores, taps
+        return self.matrix(x), F.rms_norm(self.unit(x), (5,)), scores, taps, self.left(x) * self.right(x)
 
 
 def test_contributions_are_those_of_the_change_alone():
@@ -122,6 +142,9 @@ def test_contributions_are_those_of_the_change_alone():
     assert found["key"] == pytest.approx(rms(whole - scores(now["query"], old["key"])))
     read = torch.einsum("btji,i,j->bti", x, now["taps"][:, 0], now["read"] - old["read"])
     assert found["read"] == pytest.approx(rms(read) / rms(x) / rms(now["taps"]))
+    right = x @ now["right.weight"].T
+    left = x @ (now["left.weight"] - old["left.weight"]).T * right
+    assert found["left.weight"] == pytest.approx(rms(left) / rms(x) / rms(right))
 
 
 def test_the_check_as_a_command(tmp_path):
