@@ -219,6 +219,7 @@ def draw(rows: list[dict], out: Path) -> None:
             style = {"color": COLORS[index % len(COLORS)], "linestyle": STYLES[index // len(COLORS) % len(STYLES)]}
             panel.plot(depths, values, label=row["label"], **style)
         panel.set(xlabel="depth (blocks)", ylabel=label, yscale=scale)
+        panel.xaxis.get_major_locator().set_params(integer=True)
         panel.grid(alpha=0.3)
     axes[0, 0].set_ylim(0, 1)
     last = axes.flat[len(PANELS)]
