@@ -16,6 +16,7 @@ import os
 import sys
 import time
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -63,6 +64,7 @@ class TrainConfig:
     deterministic: Annotated[bool, "on a GPU: operations that give the same bits every time", LATER] = False
 
     max_steps: Annotated[int, "optimizer steps", LATER_FROM_1] = 100_000
+    max_epochs: Annotated[float | None, "passes over the training tokens, in place of max_steps", LATER_ABOVE_0] = None
     max_seconds: Annotated[float | None, "save and exit (code 75) within this time", LATER_ABOVE_0] = None
     global_batch_size: Annotated[int, "sequences per step, over all processes", FROM_1] = 480
     micro_batch_size: Annotated[int, "most sequences of a process at once; smaller saves memory", LATER_FROM_1] = 20
@@ -120,6 +122,7 @@ def configure(argv: list[str], note=print):
         sys.exit(0)
     configurator.refuse_unknown(from_file, anywhere)
     configurator.refuse_unknown(options, anywhere, dashes="--")
+    from_file = one_length(from_file, options)
     options.update({"resume": "auto"} if options.get("resume") == "True" else {})
 
     given = configurator.given(from_file, options, run_keys)
@@ -146,7 +149,35 @@ def configure(argv: list[str], note=print):
 
     config = TrainConfig(**{key: value for key, value in given.items() if key in run_keys})
     check_run(config)
-    return config, config_class(**{key: value for key, value in given.items() if key not in run_keys})
+    model_config = config_class(**{key: value for key, value in given.items() if key not in run_keys})
+    if config.max_epochs is not None:
+        config = dataclasses.replace(config, max_steps=steps_of_epochs(config, model_config))
+    return config, model_config
+
+
+def one_length(from_file: dict, options: dict) -> dict:
+    """The config file's keys without the length of the run that the command line gives in another unit.
+
+    ValueError: both max_steps and max_epochs in one place.
+    """
+    keys = "max_steps", "max_epochs"
+    for values, dashes in ((from_file, ""), (options, "--")):
+        if all(values.get(key) not in (None, "None") for key in keys):
+            both = " and ".join(f"{dashes}{key}={values[key]}" for key in keys)
+            raise ValueError(f"{both} both say how long the run is: leave one of them out")
+    return {key: value for key, value in from_file.items() if key not in keys or not options.keys() & set(keys)}
+
+
+def steps_of_epochs(config: TrainConfig, model_config) -> int:
+    """The least number of steps that take max_epochs times the tokens of the training split.
+
+    A sequence takes block_size of them, or, of a corpus whose documents have one length, a document.
+    ValueError: the corpus is missing or damaged.
+    """
+    corpus = open_corpus(config.dataset)
+    tokens = sum(map(len, corpus.train))
+    a_step = config.global_batch_size * corpus.meta.get("window_tokens", model_config.block_size)
+    return math.ceil(Fraction(str(config.max_epochs)) * tokens / a_step)  # 0.1 is a tenth
 
 
 def vocabulary(given: dict, saved: dict) -> dict:
@@ -244,6 +275,8 @@ def set_up(argv: list[str]) -> Run | None:
             print(note)
         run.model, not_fused = make_model(run, begin, device)
         if config.dry_run:
+            if config.max_epochs is not None:
+                print(epochs_line(config))
             print(memory.size_of_run(config, run.model, run.train_batches.windows, device))
             return None
 
@@ -281,10 +314,16 @@ def announce(run: Run, dtype: str, not_fused: str | None) -> None:
     )
     if config.kernels != "off" and device.type == "cuda" and not_fused:
         print(f"note: no fused kernels: {not_fused}")
+    if config.max_epochs is not None:
+        print(epochs_line(config))
     if config.warmup_steps > config.max_steps:
         print(f"note: warmup_steps={config.warmup_steps} is longer than the run: it ends on the way up")
     if config.compile:
         print("compiling: the first step takes up to a minute or two", flush=True)
+
+
+def epochs_line(config: TrainConfig) -> str:
+    return f"max_epochs={config.max_epochs:g} is max_steps={config.max_steps}"
 
 
 def nothing_to_train(run: Run, begin: Path | None) -> bool:

@@ -1,0 +1,26 @@
+"""The MGT paper's experiments, small enough for one CPU core: a narrow model, short sequences, few tokens a step.
+
+The rate is the paper's; width, length, batch and number of steps are not. Depths are the experiments' own.
+"""
+
+model = "MGT-gpt-mha"
+dataset = "python_stdlib"
+device = "cpu"
+dtype = "float32"
+compile = False  # compiling 100 blocks takes longer than these runs
+block_size = 64
+num_attention_heads = 4
+head_dim = 8
+hidden_size = 32
+
+max_steps = 100
+global_batch_size = 4
+micro_batch_size = 4
+learning_rate = 1e-3
+warmup_steps = 10
+
+# One evaluation, the last, over the same 128 sequences in every run.
+eval_interval = 100_000
+eval_batches = 32
+eval_full = False
+log_interval = 50

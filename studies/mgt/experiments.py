@@ -1,0 +1,109 @@
+"""What each of the MGT paper's experiments trains, as commands of sweep.py."""
+
+import itertools
+import os
+from pathlib import Path
+
+import sweep
+import train
+from training.memory import parameters_of
+
+HERE = Path(os.path.relpath(Path(__file__).parent))
+PRESETS = "cpu", "paper"
+ALL_ARMS = "standard,mhc,ddl,full,additive"
+
+# Keys of train.py, over those of cpu.py or paper.py; what is typed goes over both. `parameters` is the size that the
+# widths of experiment 4 are chosen for.
+EXPERIMENTS = {
+    "rank": {"mgt_arm": "standard,full,additive", "num_hidden_layers": "12,24,48,100", "seed": "0..2"},
+    "ablation": {"mgt_arm": ALL_ARMS, "num_hidden_layers": "48", "seed": "0..2"},
+    "beta": {"mgt_arm": "full", "num_hidden_layers": "100", "seed": "0..2"},
+    "depth": {"mgt_arm": "standard,full", "num_hidden_layers": "24,48,100,200", "seed": "0..2"},
+    "language": {"mgt_arm": "standard,full", "num_hidden_layers": "24", "seed": "0..2"},
+    "copy": {"mgt_arm": ALL_ARMS, "num_hidden_layers": "12", "seed": "0..2"},
+}
+COPY_TASK = {"dataset": "copy_task", "block_size": "64"}
+OF_PRESET = {
+    "cpu": {
+        "ablation": {"max_steps": "200"},
+        "beta": {"max_steps": "400"},
+        "depth": {"parameters": "400000", "num_hidden_layers": "6,12,24", "max_steps": "30", "eval_interval": "5"},
+        "language": {
+            **{"num_hidden_layers": "4", "hidden_size": "64", "head_dim": "16"},
+            **{"max_steps": "100", "eval_interval": "20"},
+        },
+        "copy": {
+            **{**COPY_TASK, "num_hidden_layers": "4", "hidden_size": "64", "head_dim": "16"},
+            **{"global_batch_size": "32", "micro_batch_size": "32", "max_steps": "200", "eval_interval": "20"},
+            **{"optimizer": "muon", "learning_rate": "1e-2", "warmup_steps": "50", "eval_batches": "8"},
+        },
+    },
+    "paper": {
+        "beta": {"max_epochs": "100"},
+        "depth": {"parameters": "20000000", "activation_checkpointing": "True"},
+        "language": {
+            **{"dataset": "wikitext", "max_epochs": "100", "eval_interval": "1000"},
+            **{"hidden_size": "512", "num_attention_heads": "8", "head_dim": "64"},
+        },
+        "copy": {**COPY_TASK, "max_epochs": "5", "eval_interval": "100"},
+    },
+}
+QUARTERS = 4  # experiment 3 looks at the start and after each quarter of training
+
+
+def settings(experiment: str, preset: str, given: dict[str, str]) -> dict[str, str]:
+    """Keys of sweep.py and train.py, as text, by what overrides what. A length in one unit replaces that in the other.
+
+    ValueError: a key that the experiment has no use for.
+    """
+    if "parameters" in given and experiment != "depth":
+        raise ValueError(f"--parameters={given['parameters']} is the size of experiment depth's models: leave it out")
+    result = EXPERIMENTS[experiment] | OF_PRESET[preset].get(experiment, {})
+    if {"max_steps", "max_epochs"} & given.keys():
+        result = {key: value for key, value in result.items() if key not in ("max_steps", "max_epochs")}
+    return result | given
+
+
+def commands(experiment: str, preset: str, given: dict[str, str], runs: Path) -> list[list[str]]:
+    """Arguments of sweep.py for every grid of the experiment: one, or, where the width depends on arm and depth, many.
+
+    ValueError: train.py would refuse a key.
+    """
+    keys, config, out = settings(experiment, preset, given), str(HERE / f"{preset}.py"), runs / f"{experiment}_{preset}"
+    if experiment == "beta":
+        run, _ = train.configure([config, *one_value_each(keys)], note=lambda line: None)
+        keys |= {"checkpoint_interval": str(-(-run.max_steps // QUARTERS)), "keep_last": str(QUARTERS)}
+    if experiment != "depth":
+        return [[config, *sweep.as_options(keys), f"--out={out}"]]
+    target = int(keys.pop("parameters"))
+    pairs = itertools.product(*(sweep.expand(key, keys.pop(key)) for key in ("num_hidden_layers", "mgt_arm")))
+    result = []
+    for depth, arm in pairs:
+        own = keys | {"num_hidden_layers": depth, "mgt_arm": arm}
+        own |= width_for(target, config, own)
+        result.append([config, *sweep.as_options(own), f"--out={out / f'{arm}_{depth}'}"])
+    return result
+
+
+def one_value_each(keys: dict[str, str]) -> list[str]:
+    """Options of one run of the grid, the first of each key's values."""
+    return sweep.as_options({key: sweep.expand(key, value)[0] for key, value in keys.items()})
+
+
+def width_for(parameters: int, config: str, keys: dict[str, str]) -> dict[str, str]:
+    """hidden_size and head_dim, with the heads that there are, of the model whose size is nearest to `parameters`."""
+    nearest, found = None, {}
+    for multiple in itertools.count(1):
+        run, model = train.configure([config, *one_value_each(keys)], note=lambda line: None)
+        width = {"hidden_size": str(2 * multiple * model.num_attention_heads), "head_dim": str(2 * multiple)}
+        _, model = train.configure([config, *one_value_each(keys | width)], note=lambda line: None)
+        distance = parameters_of(run.model, model) - parameters
+        if nearest is None or abs(distance) < nearest:
+            nearest, found = abs(distance), width
+        if distance > 0:
+            return found
+
+
+def cells_of(command: list[str]) -> list[sweep.Cell]:
+    """The cells of a sweep. ValueError: a mistake in a key."""
+    return sweep.make_cells(*sweep.read_arguments(command))
