@@ -19,8 +19,8 @@ micro_batch_size = 4
 learning_rate = 1e-3
 warmup_steps = 10
 
-# One evaluation, the last, over the same 128 sequences in every run.
+# One evaluation, the last, over the same 64 sequences in every run.
 eval_interval = 100_000
-eval_batches = 32
+eval_batches = 16
 eval_full = False
 log_interval = 50

@@ -15,18 +15,19 @@ ALL_ARMS = "standard,mhc,ddl,full,additive"
 # Keys of train.py, over those of cpu.py or paper.py; what is typed goes over both. `parameters` is the size that the
 # widths of experiment 4 are chosen for.
 EXPERIMENTS = {
-    "rank": {"mgt_arm": "standard,full,additive", "num_hidden_layers": "12,24,48,100", "seed": "0..2"},
-    "ablation": {"mgt_arm": ALL_ARMS, "num_hidden_layers": "48", "seed": "0..2"},
-    "beta": {"mgt_arm": "full", "num_hidden_layers": "100", "seed": "0..2"},
-    "depth": {"mgt_arm": "standard,full", "num_hidden_layers": "24,48,100,200", "seed": "0..2"},
-    "language": {"mgt_arm": "standard,full", "num_hidden_layers": "24", "seed": "0..2"},
-    "copy": {"mgt_arm": ALL_ARMS, "num_hidden_layers": "12", "seed": "0..2"},
+    "rank": {"seed": "0..2", "mgt_arm": "standard,full,additive", "num_hidden_layers": "12,24,48,100"},
+    "ablation": {"seed": "0..2", "mgt_arm": ALL_ARMS, "num_hidden_layers": "48"},
+    "beta": {"seed": "0..2", "mgt_arm": "full", "num_hidden_layers": "100"},
+    "depth": {"seed": "0..2", "mgt_arm": "standard,full", "num_hidden_layers": "24,48,100,200"},
+    "language": {"seed": "0..2", "mgt_arm": "standard,full", "num_hidden_layers": "24"},
+    "copy": {"seed": "0..2", "mgt_arm": ALL_ARMS, "num_hidden_layers": "12"},
 }
 COPY_TASK = {"dataset": "copy_task", "block_size": "64"}
 OF_PRESET = {
     "cpu": {
-        "ablation": {"max_steps": "200"},
-        "beta": {"max_steps": "400"},
+        "rank": {"max_steps": "60"},
+        "ablation": {"max_steps": "100"},
+        "beta": {"max_steps": "160"},
         "depth": {"parameters": "400000", "num_hidden_layers": "6,12,24", "max_steps": "30", "eval_interval": "5"},
         "language": {
             **{"num_hidden_layers": "4", "hidden_size": "64", "head_dim": "16"},
@@ -34,8 +35,8 @@ OF_PRESET = {
         },
         "copy": {
             **{**COPY_TASK, "num_hidden_layers": "4", "hidden_size": "64", "head_dim": "16"},
-            **{"global_batch_size": "32", "micro_batch_size": "32", "max_steps": "200", "eval_interval": "20"},
-            **{"optimizer": "muon", "learning_rate": "1e-2", "warmup_steps": "50", "eval_batches": "8"},
+            **{"global_batch_size": "32", "micro_batch_size": "32", "max_steps": "150", "eval_interval": "25"},
+            **{"optimizer": "muon", "learning_rate": "1e-2", "warmup_steps": "30", "eval_batches": "8"},
         },
     },
     "paper": {
