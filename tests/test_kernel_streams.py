@@ -242,7 +242,7 @@ def test_auto_on_a_cpu_is_plain_and_off_takes_the_kernels_away():
     assert {type(module.stream) for module in modules} == {Stream}
 
 
-@pytest.mark.parametrize("stem", [CC, "gpt-mha-rope"])
+@pytest.mark.parametrize("stem", [CC, "gpt-mha-rope", "mHC-gpt-mha-rope"])
 def test_float64_is_refused(stem):
     model = fused.fuse(tiny(stem)).double()
     with pytest.raises(ValueError, match=r"the model is torch.float64: give kernels=off"):

@@ -7,6 +7,8 @@ time, and a run that goes on must give the bits that it would have given. What t
 import torch
 from liger_kernel.ops.mhc import mhc_sinkhorn_bwd, mhc_split_sinkhorn_fwd
 
+from model.kernels.stream import check_dtype
+
 
 @torch.library.custom_op("ddl::fused_sinkhorn_knopp", mutates_args=())
 def sinkhorn_knopp(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
@@ -17,7 +19,11 @@ def sinkhorn_knopp(logits: torch.Tensor, iterations: int, eps: float) -> torch.T
 
 
 def as_maps(logits):
-    """logits (..., n, n) as the last of the maps (tokens, 2 n + n^2) that the kernel takes; its bias and its scale."""
+    """logits (..., n, n) as the last of the maps (tokens, 2 n + n^2) that the kernel takes; its bias and its scale.
+
+    ValueError: they are float64.
+    """
+    check_dtype(logits)
     n = logits.shape[-1]
     maps = torch.nn.functional.pad(logits.float().reshape(-1, n * n), (2 * n, 0))
     return maps, maps.new_zeros(maps.shape[1]), maps.new_ones(1)
