@@ -22,7 +22,7 @@ class AttentionResidualsConfig(GPTConfig):
     """Keys of Attention Residuals."""
 
     attn_res_blocks: Annotated[
-        int | None, "runs of sites whose outputs are summed to one source; None: every output is one", Key(low=1)
+        int | None, "most runs of equal length whose outputs are summed to a source; None: each is one", Key(low=1)
     ] = 8
 
     @property

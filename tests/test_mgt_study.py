@@ -295,6 +295,10 @@ def test_the_copy_task_is_reported(tmp_path):
         (["rank", "--parameters=5"], "--parameters=5 is the size of experiment depth's models"),
         (["depth", "--parameters=many"], "--parameters=many: give a whole number"),
         (["rank", "--mode=report", "--runs=nowhere"], "no run of rank is finished"),
+        (["ablation", "--learning_rate=1e-3,1e-1"], "a report compares seed, mgt_arm, num_hidden_layers alone"),
+        (["beta", "--mgt_arm=standard"], "standard has no beta; give full or ddl"),
+        (["copy", "--dataset=python_stdlib"], "--dataset=python_stdlib: it has no answers to score"),
+        (["depth", "--parameters=0"], "give a whole number from 1 on"),
     ],
 )
 def test_mistakes_are_one_line(arguments, message, tmp_path):

@@ -45,7 +45,6 @@ def lively(stem, **changes):
     return model
 
 
-@torch.no_grad()
 def test_a_gate_of_another_stream_is_not_shown_as_one():
     """MGT's beta is a mean over features, of no such meaning."""
     sizes = {"vocab_size": 9, "num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 4, "hidden_size": 4}
@@ -53,6 +52,7 @@ def test_a_gate_of_another_stream_is_not_shown_as_one():
     assert gated_sites(build("DDL-vdim1-gpt-mha-rope", **sizes)) == ["0 attn", "0 mlp"]
 
 
+@torch.no_grad()
 def uncached_gates(model, ids):
     """Every token's gates (T, sites) by the equation, from the sublayers' inputs in one pass over ids."""
     contexts = []

@@ -173,6 +173,9 @@ def parallelise(model, engine: str, compiled: bool, world):
         from torch.distributed.fsdp import fully_shard
 
         mesh = init_device_mesh(world.device.type, (world.world_size,))
+        if compiled:  # blocks share their code, and may differ in their states: by default the ninth would run eagerly
+            limit = 8 * len(model.transformer.h)
+            torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = max(limit, 256)
         for block in model.transformer.h:
             if compiled:  # a block at a time: gathering its parameters breaks the graph anyway
                 block.compile()

@@ -82,13 +82,18 @@ def memory_line(config, model_config, device: torch.device) -> str:
 
 
 def parameters_of(stem: str, model_config) -> int:
-    """Parameters of a model that is not made: counted with one and two blocks on torch's meta device."""
+    """Parameters of a model that is not made: counted with one to three blocks on torch's meta device.
+
+    A block may have some more than the one before, the same number every time.
+    """
     counts = []
-    for layers in (1, 2):
+    for layers in (1, 2, 3):
         with torch.device("meta"):
             model = build(stem, **{**dataclasses.asdict(model_config), "num_hidden_layers": layers})
         counts.append(model.num_parameters())
-    return counts[0] + (model_config.num_hidden_layers - 1) * (counts[1] - counts[0])
+    one, two, three = counts
+    more = model_config.num_hidden_layers - 1
+    return one + more * (two - one) + more * (more - 1) // 2 * (three - 2 * two + one)
 
 
 def least_memory(config, model_config) -> int:
@@ -129,12 +134,13 @@ def memory_needed(config, model_config, device: torch.device) -> Memory:
 def activations_needed(config, model_config, device: torch.device) -> int:
     """Most bytes at once that an eager forward and backward pass needs beyond weights, its gradients among them.
 
-    Exact for up to four blocks; for more, along the line through two and four, as blocks are taken to be alike.
+    Exact for up to four blocks, and where the state grows with depth; for more, along the line through two and four,
+    as blocks are taken to be alike.
     Unknown: a model that looks at the values of its tensors, for example. ValueError: one that cannot be made.
     """
     layers = model_config.num_hidden_layers
     try:
-        if layers <= 4:
+        if layers <= 4 or state_grows(config.model, model_config):
             return eager_peak(config, model_config, layers, device)
         two, four = (eager_peak(config, model_config, n, device) for n in (2, 4))
         return two + (layers - 2) * (four - two) // 2
@@ -142,6 +148,12 @@ def activations_needed(config, model_config, device: torch.device) -> int:
         raise
     except Exception as error:  # torch raises many kinds; such a model can be trained all the same
         raise Unknown(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}") from error
+
+
+def state_grows(stem: str, model_config) -> bool:
+    """Whether a token's state has more numbers in a deeper model."""
+    sizes = (dataclasses.replace(model_config, num_hidden_layers=layers) for layers in (2, 4))
+    return len({cost.state_size(model_class(stem), each) for each in sizes}) > 1
 
 
 def eager_peak(config, model_config, layers: int, device: torch.device) -> int:

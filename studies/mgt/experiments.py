@@ -7,6 +7,7 @@ from pathlib import Path
 
 import sweep
 import train
+from data.shards import open_corpus
 from training.memory import parameters_of
 
 HERE = Path(os.path.relpath(Path(__file__).parent))
@@ -50,16 +51,22 @@ OF_PRESET = {
         "copy": {**COPY_TASK, "max_epochs": "5", "eval_interval": "100"},
     },
 }
+SWEPT = "seed", "mgt_arm", "num_hidden_layers"  # keys that may have several values
 QUARTERS = 4  # experiment 3 looks at the start and after each quarter of training
 
 
 def settings(experiment: str, preset: str, given: dict[str, str]) -> dict[str, str]:
     """Keys of sweep.py and train.py, as text, by what overrides what. A length in one unit replaces that in the other.
 
-    ValueError: a key that the experiment has no use for.
+    ValueError: a key that the experiment has no use for, or a value that its report has none for.
     """
     if "parameters" in given and experiment != "depth":
         raise ValueError(f"--parameters={given['parameters']} is the size of experiment depth's models: leave it out")
+    for key, value in given.items():
+        if key not in SWEPT and len(sweep.expand(key, value)) > 1:
+            raise ValueError(f"--{key}={value}: give one value; a report compares {', '.join(SWEPT)} alone")
+    if experiment == "beta" and (without := {*given.get("mgt_arm", "full").split(",")} - {"full", "ddl"}):
+        raise ValueError(f"--mgt_arm={given['mgt_arm']}: {', '.join(sorted(without))} has no beta; give full or ddl")
     result = EXPERIMENTS[experiment] | OF_PRESET[preset].get(experiment, {})
     if {"max_steps", "max_epochs"} & given.keys():
         result = {key: value for key, value in result.items() if key not in ("max_steps", "max_epochs")}
@@ -78,8 +85,8 @@ def commands(experiment: str, preset: str, given: dict[str, str], runs: Path) ->
     if experiment != "depth":
         return [[config, *sweep.as_options(keys), f"--out={out}"]]
     size = keys.pop("parameters")
-    if not size.isdecimal():
-        raise ValueError(f"--parameters={size}: give a whole number")
+    if not size.isdecimal() or not int(size):
+        raise ValueError(f"--parameters={size}: give a whole number from 1 on")
     pairs = itertools.product(*(sweep.expand(key, keys.pop(key)) for key in ("num_hidden_layers", "mgt_arm")))
     result = []
     for depth, arm in pairs:
@@ -105,6 +112,13 @@ def width_for(parameters: int, config: str, keys: dict[str, str]) -> dict[str, s
             nearest, found = abs(distance), {key: str(value) for key, value in width.items()}
         if distance > 0:
             return found
+
+
+def check_corpora(experiment: str, cells: list[sweep.Cell]) -> None:
+    """ValueError: the copy task's report needs a corpus whose answers are scored."""
+    for dataset in {cell.settings["dataset"] for cell in cells} if experiment == "copy" else ():
+        if "window_tokens" not in open_corpus(dataset).meta:
+            raise ValueError(f"--dataset={dataset}: it has no answers to score; give one of data/copy_task/prepare.py")
 
 
 def cells_of(command: list[str]) -> list[sweep.Cell]:

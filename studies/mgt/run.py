@@ -8,7 +8,7 @@
     python studies/mgt/run.py copy                     the copy task of section 4.1 (data/copy_task/prepare.py)
     python studies/mgt/run.py rank --preset=paper      the paper's sizes, for a GPU
     python studies/mgt/run.py rank --mode=report       from the runs that are there, train nothing
-    python studies/mgt/run.py rank --mode=show         print the commands of sweep.py, as for --mode=slurm
+    python studies/mgt/run.py rank --mode=show         print the commands of sweep.py, which has --mode=slurm
 
 Runs go to sweeps/mgt/, the report to results/mgt/ (--runs, --results: other folders): EXPERIMENT_PRESET.json, .md and
 .png. A run that is finished is not trained again; the same command goes on where it was stopped. Any other --key=value
@@ -60,6 +60,7 @@ def main():
         experiment, own, given = arguments(sys.argv[1:])
         commands = experiments.commands(experiment, own["preset"], given, Path(own["runs"]))
         cells = [cell for command in commands for cell in experiments.cells_of(command)]
+        experiments.check_corpora(experiment, cells)
         if own["mode"] == "show":
             print("\n".join(shlex.join(["python", "sweep.py", *command]) for command in commands))
             return

@@ -1,10 +1,10 @@
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated
 
 import torch
 from torch import nn
 
-from model.block import Block
+from model.block import WritingBlock
 from model.gpt import GPT, GPTConfig
 from model.keys import Key
 from model.parameters import Rule, constant
@@ -27,11 +27,8 @@ class GatedWrite(nn.Module):
         return state + (self.gate * h).to(state.dtype)
 
 
-class GatedBlock(Block):
-    def __init__(self, config: Config, layer: int):
-        super().__init__(config, layer)
-        self.writes = nn.ModuleList(GatedWrite(config) for _ in self.sites)
-        self.sites = tuple(replace(site, write=write) for site, write in zip(self.sites, self.writes))
+class GatedBlock(WritingBlock):
+    Write = GatedWrite
 
 
 class Model(GPT):
