@@ -42,7 +42,11 @@ def test_the_table_of_ceilings_is_the_stored_result():
 def test_the_table_of_speeds_is_the_stored_result():
     stored = json.loads((ROOT / "results" / "bench_quick_cpu.json").read_text())
     assert step.markdown(stored["rows"]) in (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
-    for row in stored["rows"]:  # the columns agree: medians of the same rounds
+    streams = json.loads((ROOT / "results" / "bench_streams_cpu.json").read_text())["rows"]
+    own = [row for row in streams if "transcription" not in row["model"]]
+    assert sorted(row["model"] for row in own) == model.STEMS
+    assert step.markdown(own) in (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+    for row in stored["rows"] + own:  # the columns agree: medians of the same rounds
         if "baseline_tokens_per_second" in row:
             ratio = row["tokens_per_second"] / row["baseline_tokens_per_second"]
             assert 0.97 * row["ratio_p10"] < ratio < 1.03 * row["ratio_p90"], row["model"]
