@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import ROOT, script
 from test_model import PAPER
+from transcription_streams import STREAMS
 
 import bench
 from benchmarks import ceiling, contender, kernel_bandwidth, step, suites, timing
@@ -56,11 +57,11 @@ def test_every_model_and_its_transcription_is_measured(tmp_path, monkeypatch, ca
     stored, printed = json.loads(out.read_text()), capsys.readouterr().out
     assert stored.keys() >= {"command", "commit", "machine", "torch", "triton", "date", "suite", "threads", "dtype"}
     assert stored["sizes"]["quick (changed)"]["hidden_size"] == 32
-    names = [row["model"] for row in stored["rows"]]
-    assert sorted(names) == sorted([*STEMS, *(f"{stem} transcription (eager)" for stem in PAPER)])
+    names, transcribed = [row["model"] for row in stored["rows"]], [*PAPER, *STREAMS]
+    assert sorted(names) == sorted([*STEMS, *(f"{stem} transcription (eager)" for stem in transcribed)])
     assert stored["rows"][0]["model"] == "gpt-mha-rope"
     assert stored["rows"][0]["ratio"] == stored["rows"][0]["forward_ratio"] == 1
-    assert [row["model"] for row in stored["rows"] if "speedup" in row] == [n for n in names if n in PAPER]
+    assert [row["model"] for row in stored["rows"] if "speedup" in row] == [n for n in names if n in transcribed]
     parameters = {row["model"]: row["parameters"] for row in stored["rows"]}
     for row in stored["rows"]:
         assert row["ratio_p10"] <= row["ratio"] <= row["ratio_p90"]
