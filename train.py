@@ -39,6 +39,7 @@ LATER = Key(changeable=True)  # may have another value when a run goes on
 FROM_0, FROM_1, SHARE = Key(low=0), Key(low=1), Key(low=0, below=1)
 LATER_FROM_0, LATER_FROM_1 = Key(low=0, changeable=True), Key(low=1, changeable=True)
 LATER_ABOVE_0 = Key(above=0, changeable=True)
+MOST_STEPS = 10**12  # a run of so many would outlast us
 
 
 @dataclass
@@ -172,12 +173,15 @@ def steps_of_epochs(config: TrainConfig, model_config) -> int:
     """The least number of steps that take max_epochs times the tokens of the training split.
 
     A sequence takes block_size of them, or, of a corpus whose documents have one length, a document.
-    ValueError: the corpus is missing or damaged.
+    ValueError: the corpus is missing or damaged, or no machine counts so many steps.
     """
     corpus = open_corpus(config.dataset)
     tokens = sum(map(len, corpus.train))
     a_step = config.global_batch_size * corpus.meta.get("window_tokens", model_config.block_size)
-    return math.ceil(Fraction(str(config.max_epochs)) * tokens / a_step)  # 0.1 is a tenth
+    steps = math.ceil(Fraction(str(config.max_epochs)) * tokens / a_step)  # 0.1 is a tenth
+    if steps > MOST_STEPS:
+        raise ValueError(f"max_epochs={config.max_epochs:g} is more than {MOST_STEPS:,} steps: give fewer")
+    return steps
 
 
 def vocabulary(given: dict, saved: dict) -> dict:

@@ -13,6 +13,7 @@ from in_process import call
 from torch.utils._pytree import tree_leaves, tree_map
 
 from model import build
+from model.hyper_connections import sinkhorn_knopp
 from model.parameters import rules_of
 from training.residual_statistics import Watched, residual_statistics
 
@@ -411,3 +412,20 @@ def test_a_state_in_bfloat16_is_computed_with_in_float32(name, keys):
         assert {leaf.dtype for leaf in tree_leaves(written)} == {torch.bfloat16}
         if site.after is not None:
             close(site.after(written), other.after(tree_map(torch.Tensor.double, written)), once)
+
+
+@pytest.mark.parametrize(("n", "iterations"), [(2, 1), (3, 7), (4, 20)])
+def test_the_gradient_of_sinkhorn_knopp_is_that_of_finite_differences(n, iterations):
+    logits = (2 * torch.randn(1, 3, n, n, dtype=torch.float64)).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: sinkhorn_knopp(x, iterations, 1e-6), (logits,))
+
+
+def test_sinkhorn_knopp_goes_to_the_matrix_of_sinkhorns_theorem():
+    """The one doubly stochastic D exp(logits) E: scaling rows and columns leaves every cross ratio as it was."""
+    logits = torch.randn(5, 1, 3, 3, dtype=torch.float64)
+    found, powers = sinkhorn_knopp(logits, 1000, 0.0), logits.exp()
+    for axis in (-1, -2):
+        torch.testing.assert_close(found.sum(axis), torch.ones(5, 1, 3, dtype=torch.float64))
+    for i, j in ((1, 1), (1, 2), (2, 1), (2, 2)):
+        ratios = [m[..., 0, 0] * m[..., i, j] / m[..., 0, j] / m[..., i, 0] for m in (found, powers)]
+        torch.testing.assert_close(*ratios)

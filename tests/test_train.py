@@ -213,6 +213,8 @@ def test_the_command_line_gives_the_length_in_its_own_unit(corpus, tmp_path):
     assert length("epochs", "--max_epochs=None") == (100_000, None)
     with pytest.raises(ValueError, match=r"^max_steps=1 and max_epochs=1 both say how long"):
         length("both")
+    with pytest.raises(ValueError, match=r"^max_epochs=1e\+300 is more than .* steps: give fewer"):
+        length("epochs", "--max_epochs=1e300")
 
 
 def test_epochs_are_counted_exactly_and_in_documents_where_these_have_one_length(tmp_path):

@@ -7,6 +7,7 @@ time, and a run that goes on must give the bits that it would have given. What t
 import torch
 from liger_kernel.ops.mhc import mhc_sinkhorn_bwd, mhc_split_sinkhorn_fwd
 
+from model.hyper_connections import keep_logits
 from model.kernels.stream import check_dtype
 
 
@@ -44,11 +45,6 @@ def sinkhorn_knopp_backward(gradient: torch.Tensor, logits: torch.Tensor, iterat
 @sinkhorn_knopp_backward.register_fake
 def _(gradient, logits, iterations, eps):
     return torch.empty_like(logits, dtype=torch.float32, memory_format=torch.contiguous_format)
-
-
-def keep_logits(ctx, inputs, output) -> None:
-    logits, *ctx.settings = inputs
-    ctx.save_for_backward(logits)
 
 
 def gradient_by_logits(ctx, gradient):
