@@ -25,28 +25,35 @@ def mean_and_range(panel, x, rows: list[list[float]], **how) -> None:
     panel.fill_between(x, values.min(axis=0), values.max(axis=0), color=how["color"], alpha=0.15, linewidth=0)
 
 
-def finished(figure, panels, out: Path) -> None:
+def finished(figure, panels, out: Path, legend: bool = True) -> None:
     for panel in panels:
         panel.grid(alpha=0.3)
-        if panel.get_legend_handles_labels()[0]:
+        if legend and panel.get_legend_handles_labels()[0]:
             panel.legend(fontsize="small")
     figure.savefig(out, dpi=100)
     pyplot().close(figure)
 
 
 def rank(rows: list[dict], out: Path) -> None:
-    """A panel for each depth, the rank over it; then the same of what the last blocks leave, and gradients."""
+    """A panel for each depth, the rank over it, trained and untrained; below, gradients. One legend beside them all."""
     depths = sorted({row["layers"] for row in rows})
     figure, axes = pyplot().subplots(2, max(len(depths), 2), figsize=(15, 7), layout="constrained", squeeze=False)
     for (layers, arm), group in groups(rows, "layers", "arm"):
         top, bottom = axes[:, depths.index(layers)]
         x = range(layers + 1)
         mean_and_range(top, x, [row["rank"] for row in group], label=arm, **style(arm))
-        top.plot(x, np.mean([row["initial_rank"] for row in group], axis=0), linewidth=0.7, **style(arm))
-        mean_and_range(bottom, x, [row["gradient_state"] for row in group], label=arm, **style(arm))
+        untrained = np.mean([row["initial_rank"] for row in group], axis=0)
+        top.plot(x, untrained, linewidth=0.7, label=f"{arm}, untrained", **style(arm))
+        mean_and_range(bottom, x, [row["gradient_state"] for row in group], **style(arm))
         top.set(title=f"{layers} blocks", xlabel="depth (blocks)", ylabel="effective rank", ylim=(0, 1))
         bottom.set(xlabel="depth (blocks)", ylabel="gradient norm of the state", yscale="log")
-    finished(figure, axes.flat, out)
+        for panel in (top, bottom):
+            panel.xaxis.get_major_locator().set_params(integer=True)
+    entries = zip(*axes[0, 0].get_legend_handles_labels())
+    handles, labels = zip(*sorted(entries, key=lambda entry: "untrained" in entry[1]))
+    title = "lines: mean over seeds\nbands: lowest to highest"
+    figure.legend(handles, labels, loc="outside right upper", fontsize="small", title=title, title_fontsize="small")
+    finished(figure, axes.flat, out, legend=False)
 
 
 def losses(rows: list[dict], out: Path) -> None:
