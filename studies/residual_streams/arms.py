@@ -1,5 +1,6 @@
 """What is compared, on what: the arms and the problems of PLAN.md, as keys of train.py."""
 
+import math
 from dataclasses import dataclass
 
 BASELINE = "additive"
@@ -47,23 +48,34 @@ ON_TASKS = (
 
 @dataclass(frozen=True)
 class Problem:
-    """config: a config file; keys: of train.py, over it; arms: those that are trained on it."""
+    """config: a config file; keys: of train.py, over it; metric: of an evaluation, what is compared; guess: that of a
+    uniform guess; arms: those that are trained on it."""
 
     config: str
     keys: dict[str, str]
+    metric: str
+    guess: float
     arms: tuple[str, ...] = ON_TASKS
+
+    @property
+    def lower_is_better(self) -> bool:
+        return self.metric == "val_loss"
 
 
 HERE = "studies/residual_streams"
 PRESETS: dict[str, dict[str, Problem]] = {
     "cpu": {
-        "language": Problem(f"{HERE}/cpu.py", {"max_steps": "500", "warmup_steps": "40"}, tuple(ARMS)),
+        "language": Problem(
+            f"{HERE}/cpu.py", {"max_steps": "400", "warmup_steps": "40"}, "val_loss", math.log(4096), tuple(ARMS)
+        ),
         "permutations": Problem(
             "config/permutations_cpu.py",
             {
                 **{"max_steps": "300", "warmup_steps": "30", "global_batch_size": "128", "micro_batch_size": "128"},
                 "eval_batches": "2",
             },
+            "val_accuracy",
+            1 / 24,
         ),
         "k_hop": Problem(
             "config/k_hop_cpu.py",
@@ -71,9 +83,14 @@ PRESETS: dict[str, dict[str, Problem]] = {
                 **{"max_steps": "150", "warmup_steps": "30", "global_batch_size": "48", "micro_batch_size": "48"},
                 "dataset": "data/k_hop_48",
             },
+            "val_accuracy",
+            1 / 4,
         ),
         "recall": Problem(
-            "config/recall_cpu.py", {"max_steps": "600", "warmup_steps": "30", "dataset": "data/recall_4"}
+            "config/recall_cpu.py",
+            {"max_steps": "600", "warmup_steps": "30", "dataset": "data/recall_4"},
+            "val_accuracy",
+            1 / 4,
         ),
     },
 }

@@ -17,17 +17,17 @@ num_attention_heads = 4
 head_dim = 32
 hidden_size = 128
 
-max_steps = 500
+max_steps = 400
 global_batch_size = 8
 micro_batch_size = 8
 optimizer = "muon"
 learning_rate = 2e-2
 warmup_steps = 40
 
-eval_interval = 250
+eval_interval = 200
 eval_batches = 64  # 512 sequences: the whole split would take longer than the training
 eval_full = False
 log_interval = 100
-checkpoint_interval = 500
+checkpoint_interval = 400
 dtype = "bfloat16" if _cpu_has_bfloat16() else "float32"
 compile = _can_compile()
