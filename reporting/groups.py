@@ -157,7 +157,7 @@ def names_of(runs: list[Run], by: Sequence[str] = ()) -> list[str]:
     where these do; or those of `by`.
     A run whose settings are not known has its own name."""
     if by:
-        return [" ".join(f"{key}={value_of(run, key)}".removeprefix("model=") for key in by) for run in runs]
+        return [" ".join(named(key, value_of(run, key)) for key in by) for run in runs]
     names = []
     for run in runs:
         alike = [other.settings for other in runs if other.stem == run.stem]
@@ -167,6 +167,11 @@ def names_of(runs: list[Run], by: Sequence[str] = ()) -> list[str]:
         shown += [f"corpus={corpus_of(run)}"] if len(corpora) > 1 and corpus_of(run) else []
         names.append(" ".join([run.stem or run.name, *shown]))
     return names
+
+
+def named(key: str, value) -> str:
+    """What says enough without the key stands alone."""
+    return str(value) if key in ("model", "run") else f"{key}={value}"
 
 
 def labels_of(runs: list[Run]) -> list[str]:

@@ -88,17 +88,17 @@ def test_comparisons_are_paired_by_seed_and_corrected_together():
     own = {seed: 3.0 + noise[seed] for seed in range(5)}
     differences = (-0.05, -0.01, -0.04, -0.02, -0.08)
     values = {"tokens": {"a": {seed: own[seed] + differences[seed] for seed in range(5)}, "b": own}}
-    [one, *_] = findings.compare("language", (Hypothesis("H", "", (("a", "b"),)),), values, range(5))
+    [one, *_] = findings.compare("language", (Hypothesis("H", "", (("a", "b"),)),), values, range(5), True)
     assert one.estimate.mean == pytest.approx(-0.04)
     assert one.word == "better"
-    assert {each.word for each in findings.compare("language", (hypothesis,), values, range(5))} == {"undecided"}
+    assert {each.word for each in findings.compare("language", (hypothesis,), values, range(5), True)} == {"undecided"}
     del values["tokens"]["a"][4]
-    assert findings.compare("language", (hypothesis,), values, range(5))[0].word == "pending"
+    assert findings.compare("language", (hypothesis,), values, range(5), True)[0].word == "pending"
 
 
 def test_more_right_answers_are_better_on_a_task():
     values = {"tokens": {"a": {seed: 0.9 + 0.01 * seed for seed in range(5)}, "b": dict.fromkeys(range(5), 0.5)}}
-    [found] = findings.compare("recall", (Hypothesis("H", "", (("a", "b"),)),), values, range(5))
+    [found] = findings.compare("recall", (Hypothesis("H", "", (("a", "b"),)),), values, range(5), lower=False)
     assert found.word == "better"
 
 

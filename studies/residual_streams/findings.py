@@ -11,7 +11,7 @@ from training import statistics
 from training.statistics import Estimate
 
 SMALLEST = 0.01  # nats per token, or share of right answers: within it two arms are level
-OTHERS = ("DDL", "HC"), ("DDL", "mHC"), ("DDL", "AttnRes")
+OTHERS = tuple(("DDL", other) for other in ("HC", "mHC", "AttnRes"))
 ERASE = tuple((arm, f"{arm}, no erase") for arm in ("DDL, 1 column", "DDL", "DDL-CC"))
 Values = dict[str, dict[int, float]]  # by arm and seed
 
@@ -42,12 +42,7 @@ OF_LANGUAGE = (
     Hypothesis("L6", "EC helps", (("DDL-EC", "DDL"), ("DDL-CC-EC", "DDL-CC"))),
     Hypothesis("L7", "CC helps", (("DDL-CC", "DDL"),)),
     Hypothesis("L8", "beta_init matters", (("DDL, beta 0.1", "DDL"),), differs=True),
-    Hypothesis(
-        "L9",
-        "DDL beats what the field would take",
-        tuple(("DDL", other) for other in ("HC", "mHC", "AttnRes")),
-        "seconds",
-    ),
+    Hypothesis("L9", "DDL beats what the field would take", OTHERS, "seconds"),
     Hypothesis("L10", "DDL beats additive", (("DDL", BASELINE), ("DDL, 1 column", BASELINE)), "seconds"),
 )
 OF_TASKS = (
@@ -77,19 +72,27 @@ def final_values(runs: Iterable[Run], metric: str, guess: float) -> Values:
     return found
 
 
-def compare(problem: str, hypotheses: tuple[Hypothesis, ...], values: dict[str, Values], seeds: Iterable[int]) -> list:
-    """A Finding for every pair of every hypothesis, corrected for their number; values: by what is equal."""
-    seeds, lower = list(seeds), problem == "language"
-    found = []
+def compare(
+    problem: str, hypotheses: tuple[Hypothesis, ...], values: dict[str, Values], seeds: Iterable[int], lower: bool
+) -> list[Finding]:
+    """One for every pair of every hypothesis, corrected for their number.
+
+    values: by what is equal; lower: whether lower ones are better.
+    """
+    seeds, found = list(seeds), []
     for hypothesis in hypotheses:
         by_arm = values.get(hypothesis.at, {})
         for arm, than in hypothesis.pairs:
-            own, base = ([by_arm.get(name, {}).get(seed) for seed in seeds] for name in (arm, than))
-            whole = None not in own + base
-            found.append(Finding(problem, hypothesis, arm, than, statistics.paired(own, base) if whole else None))
+            found.append(Finding(problem, hypothesis, arm, than, difference(by_arm, arm, than, seeds)))
     estimates = [each.estimate for each in found if each.estimate]
     words = iter(statistics.verdicts(estimates, 0.0, lower))
     return [replace(each, word=with_level(next(words), each.estimate)) if each.estimate else each for each in found]
+
+
+def difference(by_arm: Values, arm: str, than: str, seeds: Iterable[int]) -> Estimate | None:
+    """Of the same seeds; None where a run is missing."""
+    own, base = ([by_arm.get(name, {}).get(seed) for seed in seeds] for name in (arm, than))
+    return None if None in own + base else statistics.paired(own, base)
 
 
 def with_level(word: str, estimate: Estimate) -> str:

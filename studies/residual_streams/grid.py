@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -11,8 +12,9 @@ from reporting.runs import Run, load
 from studies.residual_streams.arms import ARMS, BASELINE, GRID, PRESETS, SEARCH_SEED, SEEDS
 from training import stopping
 
-STAGES = "rates", "tokens", "seconds"
+STAGES = "rates", "tokens", "seconds", "eager"
 MOST_RATES = 8  # tried of an arm before its grid ends, edge or not
+EAGER, EAGER_SEEDS = 0.12, SEEDS[:2]  # share of the steps, and seeds, of runs that are timed alone
 
 
 def cell(preset: str, stage: str, problem: str, arm: str, runs: Path, own: dict[str, str], **keys: str) -> sweep.Cell:
@@ -100,16 +102,35 @@ def second_cells(preset: str, problem: str, arm: str, runs: Path, results: Path)
     return [cell(preset, "seconds", problem, arm, runs, {"seed": str(seed)}, **keys) for seed in SEEDS]
 
 
-def relative_speed(results: Path, preset: str, problem: str, arm: str) -> float:
-    """Tokens per second over the baseline's: the median over seeds, whose runs of all arms came in turns.
+def eager_cells(preset: str, problem: str, arm: str, runs: Path, results: Path) -> list[sweep.Cell]:
+    """Short runs without compilation, of which the speed alone is of use."""
+    keys = {"learning_rate": chosen_rate(results, preset, problem, arm), "eval_part": "second", "compile": "False"}
+    keys |= scaled(preset, problem, EAGER)
+    return [cell(preset, "eager", problem, arm, runs, {"seed": str(seed)}, **keys) for seed in EAGER_SEEDS]
 
-    ValueError: a run of the stage tokens is missing.
-    """
-    speeds = {(arm_of(run), run.seed): run.tokens_per_second for run in kept(results, preset, "tokens", problem)}
-    missing = [seed for seed in SEEDS if not {(arm, seed), (BASELINE, seed)} <= speeds.keys()]
+
+def relative_speed(results: Path, preset: str, problem: str, arm: str) -> float:
+    """Tokens per second over the baseline's, from the stage tokens. ValueError: a run of it is missing."""
+    there = {(arm_of(run), run.seed) for run in kept(results, preset, "tokens", problem)}
+    missing = [seed for seed in SEEDS if not {(arm, seed), (BASELINE, seed)} <= there]
     if missing:
         raise ValueError(f"{arm} on {problem}: finish the stage tokens first, which has no run of seeds {missing}")
-    return median(speeds[arm, seed] / speeds[BASELINE, seed] for seed in SEEDS)
+    return speeds(results, preset, "tokens", problem)[arm]
+
+
+def speeds(results: Path, preset: str, stage: str, problem: str) -> dict[str, float]:
+    """{arm: tokens per second over the baseline's} of a stage whose runs of all arms came in turns; empty before it."""
+    return ratios(kept(results, preset, stage, problem), lambda run: run.tokens_per_second)
+
+
+def ratios(runs: list[Run], number: Callable) -> dict[str, float]:
+    """{arm: median over seeds of number(run) over the baseline's of the same seed}."""
+    found = {(arm_of(run), run.seed): value for run in runs if (value := number(run))}
+    by_arm: dict[str, list[float]] = {}
+    for (arm, seed), value in found.items():
+        if (BASELINE, seed) in found:
+            by_arm.setdefault(arm, []).append(value / found[BASELINE, seed])
+    return {arm: median(values) for arm, values in by_arm.items()}
 
 
 def packed_file(results: Path, preset: str, stage: str, problem: str) -> Path:

@@ -3,6 +3,7 @@
     python studies/residual_streams/run.py rates                  the learning rate of every arm, on a seed of its own
     python studies/residual_streams/run.py tokens                 every arm and seed, the same number of tokens
     python studies/residual_streams/run.py seconds                on the language: every arm and seed, the same seconds
+    python studies/residual_streams/run.py eager                  on the language: every arm's speed without compilation
     python studies/residual_streams/run.py tokens --problem=recall --arm=additive --arm=DDL --jobs=2
     python studies/residual_streams/run.py tokens --mode=show     which runs there are, and which are finished
 
@@ -10,6 +11,7 @@ Runs go to sweeps/residual_streams/ (--runs), what is kept of them to results/re
 rates, and every run's settings, curve and evaluations. --preset=gpu: the sizes for a GPU (gpu.sh).
 """
 
+import math
 import shlex
 import sys
 from dataclasses import replace
@@ -25,6 +27,7 @@ from studies.residual_streams import grid
 from studies.residual_streams.arms import ARMS, PRESETS
 from training.provenance import store
 
+FEW = 20  # points kept of the curve of a run that is no result
 Cells = dict[tuple[str, str], list[sweep.Cell]]  # by problem and arm
 
 
@@ -45,7 +48,7 @@ def arguments():
 def pairs(args) -> list[tuple[str, str]]:
     """(problem, arm) of the stage. ValueError: one is not there."""
     problems = PRESETS[args.preset]
-    if args.stage == "seconds":
+    if args.stage in ("seconds", "eager"):
         problems = {"language": problems["language"]}
     for name, given, known in (("problem", args.problem, problems), ("arm", args.arm, ARMS)):
         for each in given or ():
@@ -59,7 +62,7 @@ def all_cells(args) -> Cells:
     """The runs of the stage, as far as they are known. ValueError: a stage before is not finished."""
     if args.stage == "rates":
         return {pair: grid.rate_cells(args.preset, *pair, args.runs) for pair in pairs(args)}
-    cells_of = grid.token_cells if args.stage == "tokens" else grid.second_cells
+    cells_of = {"tokens": grid.token_cells, "seconds": grid.second_cells, "eager": grid.eager_cells}[args.stage]
     return {pair: cells_of(args.preset, *pair, args.runs, args.results) for pair in pairs(args)}
 
 
@@ -103,7 +106,8 @@ def keep(args) -> None:
         ]
         if done:
             path = grid.packed_file(args.results, args.preset, args.stage, problem)
-            packed.pack([grid.named(cell, arm) for arm, cell in done], path)
+            points = packed.POINTS if args.stage in ("tokens", "seconds") else FEW
+            packed.pack([grid.named(cell, arm) for arm, cell in done], path, points)
     if args.stage == "rates":
         keep_rates(args, cells)
 
@@ -112,7 +116,8 @@ def keep_rates(args, cells: Cells) -> None:
     chosen = grid.chosen_rates(args.results, args.preset)
     for (problem, arm), own in cells.items():
         if (best := grid.best_rate(own)) is not None:
-            tried = {f"{cell.values['learning_rate']:g}": grid.final_loss(cell) for cell in own}
+            losses = {f"{cell.values['learning_rate']:g}": grid.final_loss(cell) for cell in own}
+            tried = {rate: loss if math.isfinite(loss) else None for rate, loss in losses.items()}
             chosen.setdefault(problem, {})[arm] = {"learning_rate": best, "tried": tried}
     args.results.mkdir(parents=True, exist_ok=True)
     store(args.results / f"{args.preset}_rates.json", {"chosen": chosen})

@@ -1,0 +1,273 @@
+"""The study's report from the runs that are kept: tables and words by PLAN.md's rules, JSON, the picture.
+
+    python studies/residual_streams/report.py                     README.md beside this file; JSON and picture
+    python studies/residual_streams/report.py --pages=FOLDER      besides, a page with curves and tables of each problem
+
+What README.md says between the marks `<!-- NAME -->` and `<!-- end -->` is made here; the rest is written by hand and
+stays as it is. Runs that are missing are said to be pending. Nothing is trained.
+"""
+
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import configurator  # before all that is slow to import
+
+# isort: split
+import tables
+from reporting import paper
+from studies.residual_streams import equal, findings, grid, picture
+from studies.residual_streams.arms import ARMS, BASELINE, PRESETS, SEEDS
+from studies.residual_streams.findings import Finding, Values
+from training import statistics
+from training.provenance import store
+
+PAGE = Path(__file__).with_name("README.md")
+EQUAL = "tokens", "FLOPs", "seconds", "eager seconds"
+
+
+def arguments():
+    parser = configurator.Parser(description=__doc__)
+    add = parser.add_argument
+    add("--preset", choices=PRESETS, default="cpu")
+    add("--results", type=Path, default=Path("results/residual_streams"), help="folder of the kept runs")
+    add("--out", type=Path, help="folder of PRESET_report.json and PRESET_report.png (default: that of --results)")
+    add("--page", type=Path, default=PAGE, help="the page whose marked parts are made anew (default: README.md)")
+    add("--pages", type=Path, metavar="FOLDER", help="a report for each problem, by report.py paper")
+    return parser.parse_args()
+
+
+# ---- numbers ----
+
+
+def numbers(results: Path, preset: str) -> dict:
+    """All that the report says, as JSON: by problem its arms and the comparisons of its hypotheses."""
+    return {problem: of_problem(results, preset, problem) for problem in PRESETS[preset]}
+
+
+def of_problem(results: Path, preset: str, problem: str) -> dict:
+    of, values = PRESETS[preset][problem], equal.values(results, preset, problem)
+    hypotheses = findings.OF_LANGUAGE if problem == "language" else findings.OF_TASKS
+    found = findings.compare(problem, hypotheses, values, SEEDS, of.lower_is_better)
+    costs, chosen = equal.costs(results, preset, problem), grid.chosen_rates(results, preset).get(problem, {})
+    arms = {}
+    for arm in of.arms:
+        arms[arm] = {"rate": chosen.get(arm, {}).get("learning_rate"), "tried": chosen.get(arm, {}).get("tried")}
+        arms[arm] |= asdict(costs[arm]) if arm in costs else {}
+        arms[arm] |= {"equal": {name: of_values(values.get(name, {}), arm) for name in EQUAL}}
+    runs = {stage: grid.kept(results, preset, stage, problem) for stage in grid.STAGES}
+    return {
+        "metric": of.metric,
+        "guess": of.guess,
+        "arms": arms,
+        "steps": equal.shares_of_steps(results, preset, problem),
+        "hypotheses": [of_hypothesis(each, found) for each in hypotheses],
+        "runs": {stage: about(each) for stage, each in runs.items()},
+    }
+
+
+def of_values(by_arm: Values, arm: str) -> dict | None:
+    """The mean over seeds and the difference to the baseline, None where a seed is missing."""
+    if set(by_arm.get(arm, {})) != set(SEEDS):
+        return None
+    summary = statistics.summary([by_arm[arm][seed] for seed in SEEDS])
+    less = findings.difference(by_arm, arm, BASELINE, SEEDS)
+    return summary | {"difference": less and {"mean": less.mean, "ci95": less.half}}
+
+
+def of_hypothesis(hypothesis: findings.Hypothesis, found: list[Finding]) -> dict:
+    own = [each for each in found if each.hypothesis is hypothesis]
+    corrected = dict(zip(map(id, found), corrected_p(found)))
+    comparisons = []
+    for each in own:
+        row = {"arm": each.arm, "than": each.than, "word": each.word}
+        if each.estimate:
+            row |= {"mean": each.estimate.mean, "ci95": each.estimate.half, "p": corrected[id(each)]}
+        comparisons.append(row)
+    about = {"name": hypothesis.name, "text": hypothesis.text, "at": hypothesis.at}
+    return about | {"comparisons": comparisons, "outcome": findings.outcome(own)}
+
+
+def corrected_p(found: list[Finding]) -> list[float | None]:
+    """Holm's p-values, over all comparisons that there are."""
+    corrected = iter(statistics.holm([each.estimate.p() for each in found if each.estimate]))
+    return [next(corrected) if each.estimate else None for each in found]
+
+
+def about(runs: list) -> dict:
+    """How many runs, of which code and on what machine; those that diverged by name."""
+    return {
+        "count": len(runs),
+        "commits": sorted({run.commit for run in runs}),
+        "machines": sorted({f"{run.machine['machine']}, torch {run.machine['torch']}" for run in runs if run.machine}),
+        "corpora": sorted({str(run.corpus.get("sha256")) for run in runs}),
+        "diverged": sorted(f"{grid.arm_of(run)}, seed {run.seed}" for run in runs if not run.finished),
+    }
+
+
+# ---- text ----
+
+
+def signed(one: dict | None, digits: int = 3, factor: float = 1) -> str | None:
+    """Mean ± half its interval of a difference."""
+    return one and f"{factor * one['mean']:+.{digits}f} ± {factor * one['ci95']:.{digits}f}"
+
+
+def amount(one: dict | None, digits: int = 3, factor: float = 1) -> str | None:
+    return one and f"{factor * one['mean']:.{digits}f} ± {factor * one['ci95']:.{digits}f}"
+
+
+def scale(problem: dict) -> tuple[float, int, str]:
+    """(factor, digits, unit) in which its metric is shown."""
+    return (1, 3, "nats") if problem["metric"] == "val_loss" else (100, 1, "points")
+
+
+def verdicts(found: dict) -> str:
+    """A row for each comparison of each hypothesis."""
+    rows = []
+    for name, problem in found.items():
+        factor, digits, unit = scale(problem)
+        for each in problem["hypotheses"]:
+            for number, one in enumerate(each["comparisons"]):
+                said = signed(one, digits, factor) if "mean" in one else "pending"
+                first = [f"{each['name']}: {each['text']}", name] if number == 0 else ["", ""]
+                corrected = f"{one['p']:.3f}" if "p" in one else None
+                pair = f"{one['arm']} - {one['than']}"
+                rows.append([*first, pair, each["at"], f"{said} {unit}", corrected, one["word"]])
+    header = ["hypothesis", "problem", "difference", "at equal", "mean ± 95%", "p, corrected", "word"]
+    return tables.markdown(header, rows)
+
+
+def language(found: dict) -> str:
+    """Loss of every arm at equal cost, best first at equal tokens."""
+    problem = found["language"]
+    header = ["arm", "rate", "loss, equal tokens", "- additive", "equal FLOPs", "equal seconds", "- additive"]
+    header += ["equal eager seconds", "FLOPs", "speed", "eager", "parameters"]
+    rows = []
+    for arm, one in ordered(problem).items():
+        at = one["equal"]
+        tokens, seconds = at["tokens"], at["seconds"]
+        cells = [amount(tokens), less(arm, tokens), amount(at["FLOPs"]), amount(seconds), less(arm, seconds)]
+        cells.append(amount(at["eager seconds"]) or at_least(one, problem["steps"].get(arm), seconds))
+        cells += [one.get(key) and f"{one[key]:.2f}" for key in ("flops", "speed", "eager")]
+        count = one.get("parameters")
+        rows.append([arm, f"{one['rate']:g}" if one["rate"] else None, *cells, count and f"{count:,}"])
+    return tables.markdown(header, rows)
+
+
+def less(arm: str, at: dict | None, digits: int = 3, factor: float = 1) -> str | None:
+    return signed(at["difference"], digits, factor) if at and arm != BASELINE else None
+
+
+def at_least(one: dict, share: float | None, seconds: dict | None) -> str | None:
+    """Where the eager speed allows fewer steps than were run, a loss that more steps came to."""
+    if not seconds or not share or not one.get("eager") or one["eager"] >= share:
+        return None
+    return f"> {seconds['mean']:.3f}"
+
+
+def ordered(problem: dict) -> dict[str, dict]:
+    """The arms, best first; those that are not finished last."""
+    sign = 1 if problem["metric"] == "val_loss" else -1
+
+    def place(item):
+        tokens = item[1]["equal"]["tokens"]
+        return (tokens is None, sign * tokens["mean"] if tokens else 0)
+
+    return dict(sorted(problem["arms"].items(), key=place))
+
+
+def tasks(found: dict) -> str:
+    """Right answers of every arm on every task, in percent, and the difference to the baseline in points."""
+    names = [name for name in found if name != "language"]
+    header = ["arm", *(title for name in names for title in (f"{name} (%)", "- additive"))]
+    arms = [arm for arm in ARMS if any(arm in found[name]["arms"] for name in names)]
+    rows = []
+    for arm in arms:
+        cells = []
+        for name in names:
+            at = found[name]["arms"].get(arm, {}).get("equal", {}).get("tokens")
+            cells += [amount(at, 1, 100), less(arm, at, 1, 100)]
+        rows.append([arm, *cells])
+    return tables.markdown(header, rows)
+
+
+def rates(found: dict) -> str:
+    """The learning rate of every arm on every problem, and what was tried."""
+    header = ["problem", "arm", "chosen", "loss by rate"]
+    rows = []
+    for name, problem in found.items():
+        for arm, one in problem["arms"].items():
+            tried = sorted((one["tried"] or {}).items(), key=lambda item: float(item[0]))
+            said = ", ".join(f"{rate}: {'diverged' if loss is None else f'{loss:.3f}'}" for rate, loss in tried)
+            rows.append([name, arm, f"{one['rate']:g}" if one["rate"] else None, said or None])
+    return tables.markdown(header, rows)
+
+
+def runs(found: dict) -> str:
+    """How many runs there are, of which code, on what."""
+    rows = []
+    for name, problem in found.items():
+        for stage, one in problem["runs"].items():
+            if one["count"]:
+                made = [", ".join(one[key]) or None for key in ("commits", "machines")]
+                rows.append([name, stage, str(one["count"]), *made, "; ".join(one["diverged"]) or "none"])
+    return tables.markdown(["problem", "stage", "runs", "commit", "machine", "diverged"], rows)
+
+
+PARTS = {"verdicts": verdicts, "language": language, "tasks": tasks, "rates": rates, "runs": runs}
+
+
+def filled(page: str, parts: dict[str, str]) -> str:
+    """The page with its marked parts made anew. ValueError: a mark is missing."""
+    for name, text in parts.items():
+        before, mark, rest = page.partition(f"<!-- {name} -->\n")
+        _, end, after = rest.partition("<!-- end -->")
+        if not mark or not end:
+            raise ValueError(f"the page has no place for {name}: write <!-- {name} -->, and <!-- end --> below it")
+        page = f"{before}{mark}{text}\n{end}{after}"
+    return page
+
+
+# ---- files ----
+
+
+def write(args) -> None:
+    out, found = args.out or args.results, numbers(args.results, args.preset)
+    page = args.page.read_text(encoding="utf-8")
+    page = filled(page, {name: make(found) for name, make in PARTS.items()})
+    out.mkdir(parents=True, exist_ok=True)
+    picture.draw(found, out / f"{args.preset}_report.png")
+    store(out / f"{args.preset}_report.json", {"problems": found})
+    configurator.replace_text(args.page, page)
+    print(f"wrote {args.page}, {out / f'{args.preset}_report.json'} and its picture")
+
+
+def write_pages(args, problems: Iterable[str]) -> None:
+    """A report of `report.py paper` for each problem and stage that has runs."""
+    for problem in problems:
+        for stage in ("tokens", "seconds"):
+            own = grid.kept(args.results, args.preset, stage, problem)
+            if stage == "seconds" and own:  # the baseline's are those of equal tokens
+                whole = grid.kept(args.results, args.preset, "tokens", problem)
+                own = [run for run in whole if grid.arm_of(run) == BASELINE] + own
+            if own:
+                named = [replace(run, name=grid.arm_of(run)) for run in own]
+                out = args.pages / f"{problem}_{stage}"
+                paper.check(out)
+                paper.write(paper.make(named, [], ["run"], BASELINE, "tokens"), out)
+                print(f"wrote {out / 'report.html'}")
+
+
+def main():
+    with configurator.one_line_errors():
+        args = arguments()
+        write(args)
+        if args.pages:
+            write_pages(args, PRESETS[args.preset])
+
+
+if __name__ == "__main__":
+    main()
