@@ -23,6 +23,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -233,8 +234,13 @@ def last_line(printed: str) -> str:
     return next((line for line in reversed(lines) if line.startswith("train.py: ")), lines[-1])
 
 
-def run_cells(cells: list[Cell], sweep: SweepConfig, again: str) -> int:
-    """Run every unfinished cell, `jobs` at a time. The exit code: 0, 1 where one failed, that of a stop else."""
+def run_cells(
+    cells: list[Cell], sweep: SweepConfig, again: str, ended: Callable[[Cell], None] = lambda cell: None
+) -> int:
+    """Run every unfinished cell, `jobs` at a time; `ended` is told of each that has ended by itself.
+
+    The exit code: 0, 1 where one failed, that of a stop else.
+    """
     signals, codes, tally = catch_signals(), [], Tally(cells, sweep.jobs)
 
     def attempt(cell: Cell):
@@ -249,6 +255,7 @@ def run_cells(cells: list[Cell], sweep: SweepConfig, again: str) -> int:
         codes.append(code)
         if not signals and code != STOPPED:
             tally.ends(cell, code, line, time.monotonic() - begun)
+            ended(cell)
 
     with ThreadPoolExecutor(sweep.jobs) as pool:
         list(pool.map(attempt, cells))  # the first exception of any

@@ -1,13 +1,19 @@
 """The study of residual streams: its grid of runs, and the words that its rules give to made-up results."""
 
+import dataclasses
+import json
 import math
+import os
 import re
+import shutil
+import subprocess
+import sys
 
 import pytest
 from conftest import ROOT
 
 import train
-from studies.residual_streams import arms, findings, grid, run
+from studies.residual_streams import arms, equal, findings, grid, report, run
 from studies.residual_streams.findings import Finding, Hypothesis
 from training import statistics
 
@@ -62,22 +68,21 @@ def finding(word, hypothesis):
 
 
 @pytest.mark.parametrize(
-    ("words", "each", "differs", "said"),
+    ("words", "differs", "said"),
     [
-        (["better"], True, False, "supported"),
-        (["worse"], True, False, "refuted"),
-        (["level"], True, False, "refuted"),
-        (["undecided"], True, False, "undecided"),
-        (["worse"], True, True, "supported"),
-        (["better", "better"], False, False, "supported"),
-        (["better", "undecided"], False, False, "undecided"),
-        (["better", "worse"], False, False, "refuted"),
-        (["better", "worse"], True, False, "a: supported; a: refuted"),
-        (["better", "pending"], True, False, "pending"),
+        (["better"], False, "supported"),
+        (["worse"], False, "refuted"),
+        (["level"], False, "refuted"),
+        (["undecided"], False, "undecided"),
+        (["worse"], True, "supported"),
+        (["better", "better"], False, "supported"),
+        (["better", "undecided"], False, "undecided"),
+        (["better", "worse"], False, "refuted"),
+        (["better", "pending"], False, "pending"),
     ],
 )
-def test_what_words_make_of_a_hypothesis(words, each, differs, said):
-    hypothesis = Hypothesis("H", "", (("a", "b"),) * len(words), each=each, differs=differs)
+def test_what_words_make_of_a_hypothesis(words, differs, said):
+    hypothesis = Hypothesis("H", "", (("a", "b"),) * len(words), each=False, differs=differs)
     assert findings.outcome([finding(word, hypothesis) for word in words]) == said
 
 
@@ -107,3 +112,106 @@ def test_level_is_an_interval_within_the_smallest_difference():
     assert findings.with_level("undecided", within) == "level"
     assert findings.with_level("undecided", beyond) == "undecided"
     assert findings.with_level("better", within) == "better"
+
+
+def test_a_loss_between_two_lengths():
+    """Linear in the logarithm of the steps: 0.5 is half of the way from 1 to 0.25."""
+    assert equal.interpolated({0: 3.0, 1: 4.0}, {0: 3.2}, 0.25, 0.5) == {0: pytest.approx(3.1)}
+    assert equal.interpolated({0: 3.0}, {0: 3.2}, 0.25, 1.0) == {0: 3.0}
+    assert equal.interpolated({0: 3.0}, {0: 2.8}, 4.0, 2.0) == {0: pytest.approx(2.9)}  # an arm that is faster
+    assert equal.interpolated({0: 3.0}, {0: 3.2}, 0.25, 0.2) == {}
+    assert equal.interpolated({0: 3.0}, {0: 3.2}, 1.0, 1.0) == {0: 3.0}
+
+
+TINY = {"dataset": "data/here", "max_steps": "4", "warmup_steps": "1", "hidden_size": "32", "head_dim": "16"}
+TINY |= {"global_batch_size": "4", "micro_batch_size": "4", "eval_batches": "1"}
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """A study of two arms and two seeds, whose problem takes a moment; its Grid."""
+    prepare = [sys.executable, "data/k_hop/prepare.py", "--positions=16", "--hops=2", f"--out={tmp_path / 'data'}"]
+    subprocess.run([*prepare, "--sequences=200", "--val_sequences=40"], cwd=ROOT, check=True, capture_output=True)
+    keys = TINY | {"dataset": str(tmp_path / "data")}
+    problem = arms.Problem("config/k_hop_cpu.py", keys, "val_loss", math.log(4), ("additive", "DDL"), (1e-2,))
+    for module in (arms, grid, run, report):
+        monkeypatch.setitem(module.PRESETS, "cpu", {"language": problem})
+    for module in (grid, equal, report):
+        monkeypatch.setattr(module, "SEEDS", range(2), raising=False)
+    monkeypatch.setattr(grid, "MOST_RATES", 1)
+    return grid.Grid("cpu", tmp_path / "runs", tmp_path / "results")
+
+
+def stage(name, tiny, monkeypatch, capfd) -> str:
+    """What `run.py NAME` prints."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["run.py", name, f"--runs={tiny.runs}", f"--results={tiny.results}"])
+    run.main()
+    return capfd.readouterr().out
+
+
+def test_the_study_from_rates_to_report(tiny, monkeypatch, capfd, tmp_path):
+    with pytest.raises(ValueError, match="no learning rate was chosen for additive"):
+        tiny.cells("tokens", "language", "additive")
+    assert "rates: 2 runs, 2 to do" in stage("rates", tiny, monkeypatch, capfd)
+    assert tiny.chosen_rate("language", "DDL") == "0.01"
+    with pytest.raises(ValueError, match="finish the stage tokens first, which has no run of seeds"):
+        tiny.cells("seconds", "language", "DDL")
+    assert "tokens: 4 runs, 4 to do" in stage("tokens", tiny, monkeypatch, capfd)
+    shutil.rmtree(tiny.runs)  # another machine has only what was kept
+    again = stage("tokens", tiny, monkeypatch, capfd)
+    assert again.strip() == "tokens: 4 runs, 0 to do, 2 at a time"
+
+    page = tmp_path / "page.md"
+    page.write_text("before\n" + "".join(f"<!-- {name} -->\nold\n<!-- end -->\n" for name in report.PARTS) + "after")
+    report.write(tiny, tmp_path, page)
+    [pair] = json.loads((tmp_path / "cpu_report.json").read_text())["problems"]["language"]["hypotheses"][1][
+        "comparisons"
+    ]
+    losses = {(grid.arm_of(one), one.seed): one.final["val_loss"] for one in tiny.kept("tokens", "language")}
+    less = [losses["DDL", seed] - losses["additive", seed] for seed in range(2)]
+    assert pair["mean"] == pytest.approx(sum(less) / 2)
+    assert f"{sum(less) / 2:+.3f}" in page.read_text()
+    assert "old" not in page.read_text()
+    assert page.read_text().startswith("before\n")
+    assert page.read_text().endswith("after")
+
+    changed = dataclasses.replace(tiny.problem("language"), keys=tiny.problem("language").keys | {"beta2": "0.9"})
+    monkeypatch.setitem(grid.PRESETS["cpu"], "language", changed)
+    cells = tiny.cells("tokens", "language", "DDL")
+    assert tiny.losses("tokens", "language", "DDL", cells) == [None, None]  # what is kept had other settings
+
+
+def test_a_page_without_a_mark_is_refused():
+    with pytest.raises(ValueError, match="no place for verdicts: write <!-- verdicts -->"):
+        report.filled("<!-- verdicts -->\n", {"verdicts": "x"})
+
+
+FAKE = """#!/usr/bin/env bash
+echo "$*"
+[[ "$*" != *"$FAILS"* ]] || exit "$CODE"
+"""
+
+
+@pytest.mark.parametrize(
+    ("fails", "code", "exits", "says"),
+    [
+        ("nothing", 0, 0, "finished; now: "),
+        ("run.py alone", 130, 0, "alone is not finished; the same command goes on"),
+        ("run.py tokens", 1, 1, "studies/residual_streams/run.py tokens --preset=gpu"),
+    ],
+)
+def test_the_gpu_script_goes_from_stage_to_stage(tmp_path, fails, code, exits, says):
+    """Its Python is one that says what it was asked and fails where it is told to; the rest is the script."""
+    fake = tmp_path / "python"
+    fake.write_text(FAKE)
+    fake.chmod(0o755)
+    env = os.environ | {"PYTHON": str(fake), "FAILS": fails, "CODE": str(code)}
+    script = ROOT / "studies" / "residual_streams" / "gpu.sh"
+    result = subprocess.run([script, tmp_path / "out"], env=env, capture_output=True, text=True, timeout=60)
+    assert result.returncode == exits, result.stderr
+    assert result.stdout.strip().splitlines()[-1].startswith(says)
+    if exits == 0 and code == 0:
+        assert re.findall(r"run\.py (\w+) .*--jobs=(\d)", result.stdout) == [
+            ("rates", "4"), ("tokens", "4"), ("alone", "1"), ("seconds", "4"), ("eager", "1")
+        ]  # fmt: skip

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 BASELINE = "additive"
 SEEDS = range(5)
 SEARCH_SEED = 1000  # of the runs that choose learning rates; it is in no result
-GRID = 5e-3, 1e-2, 2e-2  # learning rates, which go on by factors of two where the best is at an edge
+MUON = 5e-3, 1e-2, 2e-2  # learning rates, which go on by factors of two where the best is at an edge
+ADAMW = 1e-3, 2e-3, 4e-3
 
 # Every arm is a stream with its defaults but for what stands here. Order: as in tables and figures.
 ARMS: dict[str, dict[str, str]] = {
@@ -49,13 +50,16 @@ ON_TASKS = (
 @dataclass(frozen=True)
 class Problem:
     """config: a config file; keys: of train.py, over it; metric: of an evaluation, what is compared; guess: that of a
-    uniform guess; arms: those that are trained on it."""
+    uniform guess; arms: those that are trained on it; rates: that every arm tries; timed: the stage whose runs tell
+    what an arm costs in seconds."""
 
     config: str
     keys: dict[str, str]
     metric: str
     guess: float
     arms: tuple[str, ...] = ON_TASKS
+    rates: tuple[float, ...] = MUON
+    timed: str = "tokens"
 
     @property
     def lower_is_better(self) -> bool:
@@ -91,6 +95,17 @@ PRESETS: dict[str, dict[str, Problem]] = {
             {"max_steps": "600", "warmup_steps": "30", "dataset": "data/recall_4"},
             "val_accuracy",
             1 / 4,
+        ),
+    },
+    "gpu": {
+        "language": Problem(
+            f"{HERE}/gpu.py",
+            {"max_steps": "1200", "warmup_steps": "100"},
+            "val_loss",
+            math.log(16384),
+            tuple(ARMS),
+            ADAMW,
+            timed="alone",  # runs that share a GPU do not slow each other alike
         ),
     },
 }

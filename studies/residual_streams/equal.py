@@ -2,20 +2,17 @@
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
-from studies.residual_streams import grid
-from studies.residual_streams.arms import BASELINE, PRESETS
+from studies.residual_streams.arms import BASELINE
 from studies.residual_streams.findings import Values, final_values
-from studies.residual_streams.grid import arm_of, kept
+from studies.residual_streams.grid import Grid, arm_of, ratios
 
 
 @dataclass(frozen=True)
 class Cost:
     """Of an arm on a problem; all but `parameters` over the baseline's, None where it was not measured.
 
-    flops: of training, per token; speed, eager: trained tokens per second, as the runs of the stage tokens were
-    compiled, and without compilation.
+    flops: of training, per token; speed, eager: trained tokens per second, compiled and not.
     """
 
     parameters: int
@@ -24,41 +21,37 @@ class Cost:
     eager: float | None
 
 
-def costs(results: Path, preset: str, problem: str) -> dict[str, Cost]:
+def costs(grid: Grid, problem: str) -> dict[str, Cost]:
     """Of every arm that has a run of the stage tokens."""
-    runs = kept(results, preset, "tokens", problem)
+    runs = grid.kept("tokens", problem)
     parameters = {arm_of(run): run.parameters for run in runs}
-    flops = grid.ratios(runs, lambda run: run.flops_per_token)
-    fast, eager = (grid.speeds(results, preset, stage, problem) for stage in ("tokens", "eager"))
+    flops = ratios(runs, lambda run: run.flops_per_token)
+    fast, eager = (grid.speeds(stage, problem) for stage in (grid.problem(problem).timed, "eager"))
     return {arm: Cost(count, flops.get(arm), fast.get(arm), eager.get(arm)) for arm, count in parameters.items()}
 
 
-def values(results: Path, preset: str, problem: str) -> dict[str, Values]:
+def values(grid: Grid, problem: str) -> dict[str, Values]:
     """The problem's metric after the last step, by what is equal: "tokens", and what the runs of two lengths allow of
     "seconds", "FLOPs" and "eager seconds"."""
-    of = PRESETS[preset][problem]
-    whole, shorter = (
-        final_values(kept(results, preset, stage, problem), of.metric, of.guess) for stage in ("tokens", "seconds")
-    )
+    of = grid.problem(problem)
+    whole, shorter = (final_values(grid.kept(stage, problem), of.metric, of.guess) for stage in ("tokens", "seconds"))
     if BASELINE not in whole:
         return {"tokens": whole}
-    found = {"tokens": whole, "seconds": {BASELINE: whole[BASELINE]} | shorter}
-    shares = shares_of_steps(results, preset, problem)
-    of_arms = costs(results, preset, problem)
-    for equal in ("FLOPs", "eager seconds"):
-        found[equal] = {BASELINE: whole[BASELINE]}
-        for arm, share in shares.items():
-            target = 1 / of_arms[arm].flops if equal == "FLOPs" else of_arms[arm].eager
+    base = {BASELINE: whole[BASELINE]}
+    found = {"tokens": whole, "seconds": base | shorter, "FLOPs": dict(base), "eager seconds": dict(base)}
+    shares, of_arms = shares_of_steps(grid, problem), costs(grid, problem)
+    for arm, share in shares.items():
+        flops, eager = of_arms[arm].flops, of_arms[arm].eager
+        for equal, target in (("FLOPs", flops and 1 / flops), ("eager seconds", eager)):
             if target and (between := interpolated(whole[arm], shorter[arm], share, target)):
                 found[equal][arm] = between
     return found
 
 
-def shares_of_steps(results: Path, preset: str, problem: str) -> dict[str, float]:
+def shares_of_steps(grid: Grid, problem: str) -> dict[str, float]:
     """{arm: steps of its equal-seconds runs over those of the others}."""
     whole, shorter = (
-        {arm_of(run): run.settings["max_steps"] for run in kept(results, preset, stage, problem)}
-        for stage in ("tokens", "seconds")
+        {arm_of(run): run.settings["max_steps"] for run in grid.kept(stage, problem)} for stage in ("tokens", "seconds")
     )
     return {arm: steps / whole[arm] for arm, steps in shorter.items() if arm in whole}
 

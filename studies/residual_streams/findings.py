@@ -102,7 +102,7 @@ def with_level(word: str, estimate: Estimate) -> str:
 
 
 def outcome(findings: list[Finding]) -> str:
-    """What the comparisons of one hypothesis on one problem say of it (PLAN.md)."""
+    """What comparisons that must all hold say of their hypothesis on one problem (PLAN.md)."""
     words, hypothesis = [each.word for each in findings], findings[0].hypothesis
     if "pending" in words:
         return "pending"
@@ -110,10 +110,4 @@ def outcome(findings: list[Finding]) -> str:
         words = ["better" if word == "worse" else word for word in words]
     if all(word == "better" for word in words):
         return "supported"
-    if not hypothesis.each or len(words) == 1:
-        return "refuted" if {"worse", "level"} & set(words) else "undecided"
-    return "; ".join(f"{each.arm}: {judged(word)}" for each, word in zip(findings, words))
-
-
-def judged(word: str) -> str:
-    return {"better": "supported", "undecided": "undecided"}.get(word, "refuted")
+    return "refuted" if {"worse", "level"} & set(words) else "undecided"

@@ -3,48 +3,136 @@
 import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
 import sweep
-from reporting.runs import Run, load
-from studies.residual_streams.arms import ARMS, BASELINE, GRID, PRESETS, SEARCH_SEED, SEEDS
+from reporting import packed
+from reporting.runs import UNSHOWN, Run, load
+from studies.residual_streams.arms import ARMS, BASELINE, PRESETS, SEARCH_SEED, SEEDS, Problem
 from training import stopping
 
-STAGES = "rates", "tokens", "seconds", "eager"
+STAGES = "rates", "tokens", "alone", "seconds", "eager"
+RESULTS = "tokens", "seconds"  # stages whose runs are results
+FEW = 20  # points kept of the curve of any other run
 MOST_RATES = 8  # tried of an arm before its grid ends, edge or not
-EAGER, EAGER_SEEDS = 0.12, SEEDS[:2]  # share of the steps, and seeds, of runs that are timed alone
+TIMED, TIMED_SEEDS = 0.12, SEEDS[:2]  # share of the steps, and seeds, of runs of which the speed alone is of use
 
 
-def cell(preset: str, stage: str, problem: str, arm: str, runs: Path, own: dict[str, str], **keys: str) -> sweep.Cell:
-    """One run; `own`: the keys that name its folder among those of its stage, problem and arm."""
-    of = PRESETS[preset][problem]
-    folder = runs / preset / stage / problem / arm.replace(", ", "_").replace(" ", "_")
-    made = sweep.make_cell(0, own, [of.config, *sweep.as_options(of.keys | ARMS[arm] | keys | own)], folder)
-    return replace(made, about=f"{problem}, {arm}")
+@dataclass(frozen=True)
+class Grid:
+    """runs: where they are trained; results: what is kept of them, so that a run counts as finished without its folder.
 
+    A kept run is that of a cell where arm, seed and all settings are the same.
+    """
 
-def scaled(preset: str, problem: str, share: float) -> dict[str, str]:
-    """The keys of the run's length, times a share."""
-    keys = PRESETS[preset][problem].keys
-    return {key: str(max(round(int(keys[key]) * share), 1)) for key in ("max_steps", "warmup_steps")}
+    preset: str
+    runs: Path
+    results: Path
 
+    def problem(self, name: str) -> Problem:
+        return PRESETS[self.preset][name]
 
-# ---- learning rates ----
+    def cell(self, stage: str, problem: str, arm: str, own: dict[str, str], **keys: str) -> sweep.Cell:
+        """One run; `own`: the keys that name its folder among those of its stage, problem and arm."""
+        of = self.problem(problem)
+        folder = self.runs / self.preset / stage / problem / arm.replace(", ", "_").replace(" ", "_")
+        made = sweep.make_cell(0, own, [of.config, *sweep.as_options(of.keys | ARMS[arm] | keys | own)], folder)
+        return replace(made, about=f"{problem}, {arm}")
 
+    def cells(self, stage: str, problem: str, arm: str) -> list[sweep.Cell]:
+        """The runs of a stage that are known to be needed so far. ValueError: a stage before is not finished."""
+        return getattr(self, f"_{stage}")(problem, arm)
 
-def rate_cells(preset: str, problem: str, arm: str, runs: Path) -> list[sweep.Cell]:
-    """The runs of an arm's learning rates that are known to be needed so far: half as long, on a seed and half of the
-    validation split that no result uses."""
-    keys = {"seed": str(SEARCH_SEED), "eval_part": "first", **scaled(preset, problem, 0.5)}
-    rates = list(GRID)
-    while True:
-        cells = [cell(preset, "rates", problem, arm, runs, {"learning_rate": f"{rate:g}"}, **keys) for rate in rates]
-        beyond = next_rate(rates, [final_loss(each) for each in cells])
-        if beyond is None:
-            return cells
-        rates = sorted([*rates, beyond])
+    def scaled(self, problem: str, share: float) -> dict[str, str]:
+        """The keys of the run's length, times a share."""
+        keys = self.problem(problem).keys
+        return {key: str(max(round(int(keys[key]) * share), 1)) for key in ("max_steps", "warmup_steps")}
+
+    def _rates(self, problem: str, arm: str) -> list[sweep.Cell]:
+        """Half as long, on a seed and half of the validation split that no result uses."""
+        keys = {"seed": str(SEARCH_SEED), "eval_part": "first", **self.scaled(problem, 0.5)}
+        rates = list(self.problem(problem).rates)
+        while True:
+            cells = [self.cell("rates", problem, arm, {"learning_rate": f"{rate:g}"}, **keys) for rate in rates]
+            beyond = next_rate(rates, self.losses("rates", problem, arm, cells))
+            if beyond is None:
+                return cells
+            rates = sorted([*rates, beyond])
+
+    def _tokens(self, problem: str, arm: str) -> list[sweep.Cell]:
+        """Every seed, with the length that all arms share."""
+        return self.seeds("tokens", problem, arm, SEEDS)
+
+    def _seconds(self, problem: str, arm: str) -> list[sweep.Cell]:
+        """Every seed, with as many steps as take the baseline's seconds; none of the baseline, whose runs are there."""
+        if arm == BASELINE:
+            return []
+        share = self.relative_speed(problem, arm)
+        return self.seeds("seconds", problem, arm, SEEDS, **self.scaled(problem, share))
+
+    def _alone(self, problem: str, arm: str) -> list[sweep.Cell]:
+        """Short runs, to be timed one at a time."""
+        return self.seeds("alone", problem, arm, TIMED_SEEDS, **self.scaled(problem, TIMED))
+
+    def _eager(self, problem: str, arm: str) -> list[sweep.Cell]:
+        """The same without compilation."""
+        return self.seeds("eager", problem, arm, TIMED_SEEDS, compile="False", **self.scaled(problem, TIMED))
+
+    def seeds(self, stage: str, problem: str, arm: str, seeds, **keys: str) -> list[sweep.Cell]:
+        keys = {"learning_rate": self.chosen_rate(problem, arm), "eval_part": "second", **keys}
+        return [self.cell(stage, problem, arm, {"seed": str(seed)}, **keys) for seed in seeds]
+
+    # ---- what is finished ----
+
+    def losses(self, stage: str, problem: str, arm: str, cells: list[sweep.Cell]) -> list[float | None]:
+        """Of each the validation loss after the last step; inf where it diverged, None of one that is not finished."""
+        kept = {run.name: run for run in self.kept(stage, problem)}
+        return [final_loss(cell, kept.get(name_of(cell, arm))) for cell in cells]
+
+    def kept(self, stage: str, problem: str) -> list[Run]:
+        """The runs that the results hold; none where there is no file."""
+        path = self.file(stage, problem)
+        return load([str(path)])[0] if path.is_file() else []
+
+    def file(self, stage: str, problem: str) -> Path:
+        return self.results / f"{self.preset}_{stage}_{problem}.jsonl"
+
+    def keep(self, stage: str, problem: str, arm: str, cell: sweep.Cell) -> None:
+        """Add a finished run to the results. ValueError: it cannot be read."""
+        runs, faults = load([str(cell.folder)])
+        if faults:
+            raise ValueError(faults[0])
+        points = packed.POINTS if stage in RESULTS else FEW
+        packed.pack([replace(runs[0], name=name_of(cell, arm))], self.file(stage, problem), points)
+
+    # ---- what the stages decide ----
+
+    def chosen(self) -> dict[str, dict[str, dict]]:
+        """{problem: {arm: what the stage rates has found}}; empty before it."""
+        path = self.results / f"{self.preset}_rates.json"
+        return json.loads(path.read_text(encoding="utf-8"))["chosen"] if path.is_file() else {}
+
+    def chosen_rate(self, problem: str, arm: str) -> str:
+        """ValueError: there is none yet."""
+        if arm not in (found := self.chosen().get(problem, {})):
+            raise ValueError(f"no learning rate was chosen for {arm} on {problem}: run the stage rates on it first")
+        return f"{found[arm]['learning_rate']:g}"
+
+    def relative_speed(self, problem: str, arm: str) -> float:
+        """Tokens per second over the baseline's. ValueError: a run that would tell it is missing."""
+        stage = self.problem(problem).timed
+        there = {(arm_of(run), run.seed) for run in self.kept(stage, problem)}
+        seeds = SEEDS if stage == "tokens" else TIMED_SEEDS
+        missing = [seed for seed in seeds if not {(arm, seed), (BASELINE, seed)} <= there]
+        if missing:
+            raise ValueError(f"{arm} on {problem}: finish the stage {stage} first, which has no run of seeds {missing}")
+        return self.speeds(stage, problem)[arm]
+
+    def speeds(self, stage: str, problem: str) -> dict[str, float]:
+        """{arm: tokens per second over the baseline's} of a stage whose runs come in turns; empty before it."""
+        return ratios(self.kept(stage, problem), lambda run: run.tokens_per_second)
 
 
 def next_rate(rates: list[float], losses: list[float | None]) -> float | None:
@@ -58,73 +146,29 @@ def next_rate(rates: list[float], losses: list[float | None]) -> float | None:
     return rates[-1] * 2 if best == len(rates) - 1 else None
 
 
-def final_loss(of: sweep.Cell) -> float | None:
-    """Validation loss after the last step; inf of a run that diverged, None of one that is not finished."""
+def final_loss(of: sweep.Cell, kept: Run | None = None) -> float | None:
+    """Validation loss after the last step, of the cell's folder or else of the kept run, if that is the same; inf of a
+    run that diverged, None of one that is not finished."""
     if (record := sweep.final_evaluation(of)) is not None:
-        return record["val_loss"] if math.isfinite(record["val_loss"]) else math.inf
-    return math.inf if stopping.read_status(of.folder)["ended"] == "failed" else None
+        return finite(record["val_loss"])
+    if stopping.read_status(of.folder)["ended"] == "failed":
+        return math.inf
+    if kept is None or not is_of(kept, of):
+        return None
+    return finite(kept.final["val_loss"]) if kept.finished else math.inf
 
 
-def best_rate(cells: list[sweep.Cell]) -> float | None:
-    """The learning rate of the lowest loss; None while a run is missing."""
-    losses = [final_loss(each) for each in cells]
-    return None if None in losses else cells[losses.index(min(losses))].values["learning_rate"]
+def finite(loss: float) -> float:
+    return loss if math.isfinite(loss) else math.inf
 
 
-def chosen_rates(results: Path, preset: str) -> dict[str, dict[str, dict]]:
-    """{problem: {arm: what the stage rates has found}}; empty before it."""
-    path = results / f"{preset}_rates.json"
-    return json.loads(path.read_text(encoding="utf-8"))["chosen"] if path.is_file() else {}
+def is_of(run: Run, cell: sweep.Cell) -> bool:
+    """Whether the run had all settings of the cell."""
+    return all(run.settings.get(key) == value for key, value in cell.settings.items() if key not in UNSHOWN)
 
 
-def chosen_rate(results: Path, preset: str, problem: str, arm: str) -> str:
-    """ValueError: there is none yet."""
-    if arm not in (found := chosen_rates(results, preset).get(problem, {})):
-        raise ValueError(f"no learning rate was chosen for {arm} on {problem}: run the stage rates on it first")
-    return f"{found[arm]['learning_rate']:g}"
-
-
-# ---- results ----
-
-
-def token_cells(preset: str, problem: str, arm: str, runs: Path, results: Path) -> list[sweep.Cell]:
-    """Every seed, with the length that all arms share."""
-    keys = {"learning_rate": chosen_rate(results, preset, problem, arm), "eval_part": "second"}
-    return [cell(preset, "tokens", problem, arm, runs, {"seed": str(seed)}, **keys) for seed in SEEDS]
-
-
-def second_cells(preset: str, problem: str, arm: str, runs: Path, results: Path) -> list[sweep.Cell]:
-    """Every seed, with as many steps as take the baseline's seconds; none of the baseline, whose runs are there."""
-    if arm == BASELINE:
-        return []
-    keys = {"learning_rate": chosen_rate(results, preset, problem, arm), "eval_part": "second"}
-    keys |= scaled(preset, problem, relative_speed(results, preset, problem, arm))
-    return [cell(preset, "seconds", problem, arm, runs, {"seed": str(seed)}, **keys) for seed in SEEDS]
-
-
-def eager_cells(preset: str, problem: str, arm: str, runs: Path, results: Path) -> list[sweep.Cell]:
-    """Short runs without compilation, of which the speed alone is of use."""
-    keys = {"learning_rate": chosen_rate(results, preset, problem, arm), "eval_part": "second", "compile": "False"}
-    keys |= scaled(preset, problem, EAGER)
-    return [cell(preset, "eager", problem, arm, runs, {"seed": str(seed)}, **keys) for seed in EAGER_SEEDS]
-
-
-def relative_speed(results: Path, preset: str, problem: str, arm: str) -> float:
-    """Tokens per second over the baseline's, from the stage tokens. ValueError: a run of it is missing."""
-    there = {(arm_of(run), run.seed) for run in kept(results, preset, "tokens", problem)}
-    missing = [seed for seed in SEEDS if not {(arm, seed), (BASELINE, seed)} <= there]
-    if missing:
-        raise ValueError(f"{arm} on {problem}: finish the stage tokens first, which has no run of seeds {missing}")
-    return speeds(results, preset, "tokens", problem)[arm]
-
-
-def speeds(results: Path, preset: str, stage: str, problem: str) -> dict[str, float]:
-    """{arm: tokens per second over the baseline's} of a stage whose runs of all arms came in turns; empty before it."""
-    return ratios(kept(results, preset, stage, problem), lambda run: run.tokens_per_second)
-
-
-def ratios(runs: list[Run], number: Callable) -> dict[str, float]:
-    """{arm: median over seeds of number(run) over the baseline's of the same seed}."""
+def ratios(runs: list[Run], number: Callable[[Run], float | None]) -> dict[str, float]:
+    """{arm: median over seeds of the run's number over that of the baseline's run of the same seed}."""
     found = {(arm_of(run), run.seed): value for run in runs if (value := number(run))}
     by_arm: dict[str, list[float]] = {}
     for (arm, seed), value in found.items():
@@ -133,22 +177,9 @@ def ratios(runs: list[Run], number: Callable) -> dict[str, float]:
     return {arm: median(values) for arm, values in by_arm.items()}
 
 
-def packed_file(results: Path, preset: str, stage: str, problem: str) -> Path:
-    return results / f"{preset}_{stage}_{problem}.jsonl"
-
-
-def kept(results: Path, preset: str, stage: str, problem: str) -> list[Run]:
-    """The runs that the results hold; none where there is no file."""
-    path = packed_file(results, preset, stage, problem)
-    return load([str(path)])[0] if path.is_file() else []
-
-
-def named(of: sweep.Cell, arm: str) -> Run:
-    """A finished cell as a run with the arm in its name. ValueError: it cannot be read."""
-    runs, faults = load([str(of.folder)])
-    if faults:
-        raise ValueError(faults[0])
-    return replace(runs[0], name=f"{arm} | {of.title}")
+def name_of(cell: sweep.Cell, arm: str) -> str:
+    """Of its run in the results."""
+    return f"{arm} | {cell.title}"
 
 
 def arm_of(run: Run) -> str:

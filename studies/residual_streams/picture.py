@@ -40,7 +40,7 @@ def draw(found: dict, out: Path) -> None:
     with printed():
         figure = figures.Figure(figsize=SIZE, layout="constrained")
         widths = [2.2] + [1.0] * (len(found) - 1)
-        axes = figure.subplots(1, len(found), sharey=True, width_ratios=widths)
+        axes = figure.subplots(1, len(found), sharey=True, width_ratios=widths, squeeze=False)[0]
         arms = list(found["language"]["arms"])
         places = {arm: -number for number, arm in enumerate(arms)}
         draw_differences(axes[0], found["language"], places)

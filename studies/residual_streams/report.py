@@ -1,14 +1,14 @@
 """The study's report from the runs that are kept: tables and words by PLAN.md's rules, JSON, the picture.
 
     python studies/residual_streams/report.py                     README.md beside this file; JSON and picture
+    python studies/residual_streams/report.py --preset=gpu        gpu.md, from the runs of gpu.sh
     python studies/residual_streams/report.py --pages=FOLDER      besides, a page with curves and tables of each problem
 
-What README.md says between the marks `<!-- NAME -->` and `<!-- end -->` is made here; the rest is written by hand and
+What the page says between the marks `<!-- NAME -->` and `<!-- end -->` is made here; the rest is written by hand and
 stays as it is. Runs that are missing are said to be pending. Nothing is trained.
 """
 
 import sys
-from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -18,13 +18,14 @@ import configurator  # before all that is slow to import
 # isort: split
 import tables
 from reporting import paper
-from studies.residual_streams import equal, findings, grid, picture
+from studies.residual_streams import equal, findings, picture
 from studies.residual_streams.arms import ARMS, BASELINE, PRESETS, SEEDS
 from studies.residual_streams.findings import Finding, Values
+from studies.residual_streams.grid import RESULTS, STAGES, Grid, arm_of
 from training import statistics
 from training.provenance import store
 
-PAGE = Path(__file__).with_name("README.md")
+PAGES = {"cpu": Path(__file__).with_name("README.md"), "gpu": Path(__file__).with_name("gpu.md")}
 EQUAL = "tokens", "FLOPs", "seconds", "eager seconds"
 
 
@@ -34,7 +35,7 @@ def arguments():
     add("--preset", choices=PRESETS, default="cpu")
     add("--results", type=Path, default=Path("results/residual_streams"), help="folder of the kept runs")
     add("--out", type=Path, help="folder of PRESET_report.json and PRESET_report.png (default: that of --results)")
-    add("--page", type=Path, default=PAGE, help="the page whose marked parts are made anew (default: README.md)")
+    add("--page", type=Path, help="the page whose marked parts are made anew (default: README.md, or gpu.md)")
     add("--pages", type=Path, metavar="FOLDER", help="a report for each problem, by report.py paper")
     return parser.parse_args()
 
@@ -42,27 +43,27 @@ def arguments():
 # ---- numbers ----
 
 
-def numbers(results: Path, preset: str) -> dict:
+def numbers(grid: Grid) -> dict:
     """All that the report says, as JSON: by problem its arms and the comparisons of its hypotheses."""
-    return {problem: of_problem(results, preset, problem) for problem in PRESETS[preset]}
+    return {problem: of_problem(grid, problem) for problem in PRESETS[grid.preset]}
 
 
-def of_problem(results: Path, preset: str, problem: str) -> dict:
-    of, values = PRESETS[preset][problem], equal.values(results, preset, problem)
+def of_problem(grid: Grid, problem: str) -> dict:
+    of, values = grid.problem(problem), equal.values(grid, problem)
     hypotheses = findings.OF_LANGUAGE if problem == "language" else findings.OF_TASKS
     found = findings.compare(problem, hypotheses, values, SEEDS, of.lower_is_better)
-    costs, chosen = equal.costs(results, preset, problem), grid.chosen_rates(results, preset).get(problem, {})
+    costs, chosen = equal.costs(grid, problem), grid.chosen().get(problem, {})
     arms = {}
     for arm in of.arms:
         arms[arm] = {"rate": chosen.get(arm, {}).get("learning_rate"), "tried": chosen.get(arm, {}).get("tried")}
         arms[arm] |= asdict(costs[arm]) if arm in costs else {}
         arms[arm] |= {"equal": {name: of_values(values.get(name, {}), arm) for name in EQUAL}}
-    runs = {stage: grid.kept(results, preset, stage, problem) for stage in grid.STAGES}
+    runs = {stage: grid.kept(stage, problem) for stage in STAGES}
     return {
         "metric": of.metric,
         "guess": of.guess,
         "arms": arms,
-        "steps": equal.shares_of_steps(results, preset, problem),
+        "steps": equal.shares_of_steps(grid, problem),
         "hypotheses": [of_hypothesis(each, found) for each in hypotheses],
         "runs": {stage: about(each) for stage, each in runs.items()},
     }
@@ -85,9 +86,14 @@ def of_hypothesis(hypothesis: findings.Hypothesis, found: list[Finding]) -> dict
         row = {"arm": each.arm, "than": each.than, "word": each.word}
         if each.estimate:
             row |= {"mean": each.estimate.mean, "ci95": each.estimate.half, "p": corrected[id(each)]}
-        comparisons.append(row)
+        comparisons.append(row | {"so": judged([each], own)})
     about = {"name": hypothesis.name, "text": hypothesis.text, "at": hypothesis.at}
     return about | {"comparisons": comparisons, "outcome": findings.outcome(own)}
+
+
+def judged(one: list[Finding], every: list[Finding]) -> str:
+    """What the hypothesis is: by this comparison, or by all of its comparisons where it asks for all of them."""
+    return findings.outcome(one if every[0].hypothesis.each else every)
 
 
 def corrected_p(found: list[Finding]) -> list[float | None]:
@@ -103,7 +109,7 @@ def about(runs: list) -> dict:
         "commits": sorted({run.commit for run in runs}),
         "machines": sorted({f"{run.machine['machine']}, torch {run.machine['torch']}" for run in runs if run.machine}),
         "corpora": sorted({str(run.corpus.get("sha256")) for run in runs}),
-        "diverged": sorted(f"{grid.arm_of(run)}, seed {run.seed}" for run in runs if not run.finished),
+        "diverged": sorted(f"{arm_of(run)}, seed {run.seed}" for run in runs if not run.finished),
     }
 
 
@@ -125,18 +131,20 @@ def scale(problem: dict) -> tuple[float, int, str]:
 
 
 def verdicts(found: dict) -> str:
-    """A row for each comparison of each hypothesis."""
+    """A table for the language and one for each task: a row for each comparison of each hypothesis."""
+    return "\n\n".join(f"**{name}**\n\n{of_one(problem)}" for name, problem in found.items())
+
+
+def of_one(problem: dict) -> str:
+    factor, digits, unit = scale(problem)
     rows = []
-    for name, problem in found.items():
-        factor, digits, unit = scale(problem)
-        for each in problem["hypotheses"]:
-            for number, one in enumerate(each["comparisons"]):
-                said = signed(one, digits, factor) if "mean" in one else "pending"
-                first = [f"{each['name']}: {each['text']}", name] if number == 0 else ["", ""]
-                corrected = f"{one['p']:.3f}" if "p" in one else None
-                pair = f"{one['arm']} - {one['than']}"
-                rows.append([*first, pair, each["at"], f"{said} {unit}", corrected, one["word"]])
-    header = ["hypothesis", "problem", "difference", "at equal", "mean ± 95%", "p, corrected", "word"]
+    for each in problem["hypotheses"]:
+        for number, one in enumerate(each["comparisons"]):
+            said = signed(one, digits, factor) if "mean" in one else "pending"
+            corrected = f"{one['p']:.3f}" if "p" in one else None
+            about = f"{each['name']} {each['text']}" if number == 0 else ""
+            rows.append([about, f"{one['arm']} - {one['than']}", each["at"], said, corrected, one["word"], one["so"]])
+    header = ["hypothesis", "difference", "at equal", f"mean ± 95% ({unit})", "p, corrected", "word", "hypothesis is"]
     return tables.markdown(header, rows)
 
 
@@ -181,7 +189,8 @@ def ordered(problem: dict) -> dict[str, dict]:
 
 def tasks(found: dict) -> str:
     """Right answers of every arm on every task, in percent, and the difference to the baseline in points."""
-    names = [name for name in found if name != "language"]
+    if not (names := [name for name in found if name != "language"]):
+        return "None at this size."
     header = ["arm", *(title for name in names for title in (f"{name} (%)", "- additive"))]
     arms = [arm for arm in ARMS if any(arm in found[name]["arms"] for name in names)]
     rows = []
@@ -234,28 +243,27 @@ def filled(page: str, parts: dict[str, str]) -> str:
 # ---- files ----
 
 
-def write(args) -> None:
-    out, found = args.out or args.results, numbers(args.results, args.preset)
-    page = args.page.read_text(encoding="utf-8")
+def write(grid: Grid, out: Path, at: Path) -> None:
+    """at: the page."""
+    found, page = numbers(grid), at.read_text(encoding="utf-8")
     page = filled(page, {name: make(found) for name, make in PARTS.items()})
     out.mkdir(parents=True, exist_ok=True)
-    picture.draw(found, out / f"{args.preset}_report.png")
-    store(out / f"{args.preset}_report.json", {"problems": found})
-    configurator.replace_text(args.page, page)
-    print(f"wrote {args.page}, {out / f'{args.preset}_report.json'} and its picture")
+    picture.draw(found, out / f"{grid.preset}_report.png")
+    store(out / f"{grid.preset}_report.json", {"problems": found})
+    configurator.replace_text(at, page)
+    print(f"wrote {at}, {out / f'{grid.preset}_report.json'} and its picture")
 
 
-def write_pages(args, problems: Iterable[str]) -> None:
+def write_pages(grid: Grid, folder: Path) -> None:
     """A report of `report.py paper` for each problem and stage that has runs."""
-    for problem in problems:
-        for stage in ("tokens", "seconds"):
-            own = grid.kept(args.results, args.preset, stage, problem)
+    for problem in PRESETS[grid.preset]:
+        for stage in RESULTS:
+            own = grid.kept(stage, problem)
             if stage == "seconds" and own:  # the baseline's are those of equal tokens
-                whole = grid.kept(args.results, args.preset, "tokens", problem)
-                own = [run for run in whole if grid.arm_of(run) == BASELINE] + own
+                own = [run for run in grid.kept("tokens", problem) if arm_of(run) == BASELINE] + own
             if own:
-                named = [replace(run, name=grid.arm_of(run)) for run in own]
-                out = args.pages / f"{problem}_{stage}"
+                named = [replace(run, name=arm_of(run)) for run in own]
+                out = folder / f"{problem}_{stage}"
                 paper.check(out)
                 paper.write(paper.make(named, [], ["run"], BASELINE, "tokens"), out)
                 print(f"wrote {out / 'report.html'}")
@@ -264,9 +272,10 @@ def write_pages(args, problems: Iterable[str]) -> None:
 def main():
     with configurator.one_line_errors():
         args = arguments()
-        write(args)
+        grid = Grid(args.preset, Path("sweeps/residual_streams"), args.results)
+        write(grid, args.out or args.results, args.page or PAGES[args.preset])
         if args.pages:
-            write_pages(args, PRESETS[args.preset])
+            write_pages(grid, args.pages)
 
 
 if __name__ == "__main__":

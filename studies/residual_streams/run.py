@@ -4,16 +4,19 @@
     python studies/residual_streams/run.py tokens                 every arm and seed, the same number of tokens
     python studies/residual_streams/run.py seconds                on the language: every arm and seed, the same seconds
     python studies/residual_streams/run.py eager                  on the language: every arm's speed without compilation
+    python studies/residual_streams/run.py alone --jobs=1         the same with it, where runs beside each other mislead
     python studies/residual_streams/run.py tokens --problem=recall --arm=additive --arm=DDL --jobs=2
     python studies/residual_streams/run.py tokens --mode=show     which runs there are, and which are finished
 
 Runs go to sweeps/residual_streams/ (--runs), what is kept of them to results/residual_streams/ (--results): the chosen
-rates, and every run's settings, curve and evaluations. --preset=gpu: the sizes for a GPU (gpu.sh).
+rates, and every run's settings, curve and evaluations as soon as it is finished. What is kept is not trained again,
+even where its folder is gone. --preset=gpu: the sizes for a GPU (gpu.sh).
 """
 
 import math
 import shlex
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,19 +25,17 @@ import configurator  # before all that is slow to import
 
 # isort: split
 import sweep
-from reporting import packed
-from studies.residual_streams import grid
 from studies.residual_streams.arms import ARMS, PRESETS
+from studies.residual_streams.grid import STAGES, Grid, final_loss, is_of, name_of
 from training.provenance import store
 
-FEW = 20  # points kept of the curve of a run that is no result
 Cells = dict[tuple[str, str], list[sweep.Cell]]  # by problem and arm
 
 
 def arguments():
     parser = configurator.Parser(description=__doc__)
     add = parser.add_argument
-    add("stage", choices=grid.STAGES)
+    add("stage", choices=STAGES)
     add("--preset", choices=PRESETS, default="cpu")
     add("--problem", action="append", help="only this one, or several (default: all)")
     add("--arm", action="append", help="only this one, or several (default: all)")
@@ -48,7 +49,7 @@ def arguments():
 def pairs(args) -> list[tuple[str, str]]:
     """(problem, arm) of the stage. ValueError: one is not there."""
     problems = PRESETS[args.preset]
-    if args.stage in ("seconds", "eager"):
+    if args.stage in ("seconds", "alone", "eager"):
         problems = {"language": problems["language"]}
     for name, given, known in (("problem", args.problem, problems), ("arm", args.arm, ARMS)):
         for each in given or ():
@@ -58,12 +59,17 @@ def pairs(args) -> list[tuple[str, str]]:
     return [(problem, arm) for problem, arms in chosen.items() for arm in arms if arm in (args.arm or ARMS)]
 
 
-def all_cells(args) -> Cells:
+def all_cells(args, grid: Grid) -> Cells:
     """The runs of the stage, as far as they are known. ValueError: a stage before is not finished."""
-    if args.stage == "rates":
-        return {pair: grid.rate_cells(args.preset, *pair, args.runs) for pair in pairs(args)}
-    cells_of = {"tokens": grid.token_cells, "seconds": grid.second_cells, "eager": grid.eager_cells}[args.stage]
-    return {pair: cells_of(args.preset, *pair, args.runs, args.results) for pair in pairs(args)}
+    return {pair: grid.cells(args.stage, *pair) for pair in pairs(args)}
+
+
+def losses(args, grid: Grid, cells: Cells) -> dict[Path, float | None]:
+    """Of every cell's folder, as `Grid.losses`."""
+    found = {}
+    for (problem, arm), own in cells.items():
+        found |= zip((cell.folder for cell in own), grid.losses(args.stage, problem, arm, own))
+    return found
 
 
 def in_turns(cells: Cells) -> list[sweep.Cell]:
@@ -77,50 +83,58 @@ def in_turns(cells: Cells) -> list[sweep.Cell]:
     return [replace(cell, index=index) for index, (*_, cell) in enumerate(ordered)]
 
 
-def train(args) -> None:
-    """Run what is left, until no further run is known to be needed; keep what is finished."""
-    again = shlex.join(["python", *sys.argv])
+def train(args, grid: Grid) -> None:
+    """Run what is left, until no further run is known to be needed; each is kept as soon as it is finished."""
+    again, lock = shlex.join(["python", *sys.argv]), threading.Lock()
     while True:
-        cells = in_turns(all_cells(args))
-        left = [cell for cell in cells if grid.final_loss(cell) is None]
-        print(f"{args.stage}: {len(cells)} runs, {len(left)} to do, {args.jobs} at a time", flush=True)
+        cells = all_cells(args, grid)
+        found = losses(args, grid, cells)
+        ordered = in_turns(cells)
+        left = [cell for cell in ordered if found[cell.folder] is None]
+        print(f"{args.stage}: {len(ordered)} runs, {len(left)} to do, {args.jobs} at a time", flush=True)
+        keep_finished(args, grid, cells)
+        if args.stage == "rates":
+            keep_rates(grid, cells)
         if not left:
-            return keep(args)
-        code = sweep.run_cells(cells, sweep.SweepConfig(jobs=args.jobs), again)
-        keep(args)
+            return
+        of = {cell.folder: pair for pair, own in cells.items() for cell in own}
+
+        def keep(cell: sweep.Cell, of=of) -> None:
+            if final_loss(cell) is None:
+                return  # it failed, and did not diverge
+            with lock:  # a file holds many runs
+                grid.keep(args.stage, *of[cell.folder], cell)
+
+        code = sweep.run_cells(left, sweep.SweepConfig(jobs=args.jobs), again, keep)
         if code not in (0, 1):
             sys.exit(code)
-        if code and any(grid.final_loss(cell) is None for cell in cells):
+        if code and any(final_loss(cell) is None for cell in left):
             sys.exit(code)  # a failure that is no divergence: trying again would find it again
 
 
-def keep(args) -> None:
-    """Pack the finished runs, a file for each problem, and store the rates that are settled."""
-    cells = all_cells(args)
-    for problem in dict.fromkeys(problem for problem, _ in cells):
-        done = [
-            (arm, cell)
-            for (of, arm), own in cells.items()
-            for cell in own
-            if of == problem and grid.final_loss(cell) is not None  # one that diverged is a result as well
-        ]
-        if done:
-            path = grid.packed_file(args.results, args.preset, args.stage, problem)
-            points = packed.POINTS if args.stage in ("tokens", "seconds") else FEW
-            packed.pack([grid.named(cell, arm) for arm, cell in done], path, points)
-    if args.stage == "rates":
-        keep_rates(args, cells)
-
-
-def keep_rates(args, cells: Cells) -> None:
-    chosen = grid.chosen_rates(args.results, args.preset)
+def keep_finished(args, grid: Grid, cells: Cells) -> None:
+    """Those whose folder is there and that are not kept yet: an earlier call was killed between the two."""
     for (problem, arm), own in cells.items():
-        if (best := grid.best_rate(own)) is not None:
-            losses = {f"{cell.values['learning_rate']:g}": grid.final_loss(cell) for cell in own}
-            tried = {rate: loss if math.isfinite(loss) else None for rate, loss in losses.items()}
+        kept = {run.name: run for run in grid.kept(args.stage, problem)}
+        for cell in own:
+            run = kept.get(name_of(cell, arm))
+            if final_loss(cell) is not None and (run is None or not is_of(run, cell)):
+                grid.keep(args.stage, problem, arm, cell)
+
+
+def keep_rates(grid: Grid, cells: Cells) -> None:
+    """Store the rate of every arm whose runs are all there."""
+    chosen = grid.chosen()
+    for (problem, arm), own in cells.items():
+        losses = grid.losses("rates", problem, arm, own)
+        if None not in losses:
+            rates = [cell.values["learning_rate"] for cell in own]
+            tried = {f"{rate:g}": loss if math.isfinite(loss) else None for rate, loss in zip(rates, losses)}
+            best = rates[losses.index(min(losses))]
             chosen.setdefault(problem, {})[arm] = {"learning_rate": best, "tried": tried}
-    args.results.mkdir(parents=True, exist_ok=True)
-    store(args.results / f"{args.preset}_rates.json", {"chosen": chosen})
+    if chosen != grid.chosen():
+        grid.results.mkdir(parents=True, exist_ok=True)
+        store(grid.results / f"{grid.preset}_rates.json", {"chosen": chosen})
 
 
 def main():
@@ -128,12 +142,15 @@ def main():
         args = arguments()
         if args.jobs < 1:
             raise ValueError(f"--jobs={args.jobs}: give 1 or more")
+        grid = Grid(args.preset, args.runs, args.results)
         if args.mode == "show":
-            for cell in in_turns(all_cells(args)):
-                loss = grid.final_loss(cell)
+            cells = all_cells(args, grid)
+            found = losses(args, grid, cells)
+            for cell in in_turns(cells):
+                loss = found[cell.folder]
                 print(f"{cell.folder} | {'to do' if loss is None else f'{loss:.4f}'}")
             return
-        train(args)
+        train(args, grid)
 
 
 if __name__ == "__main__":
