@@ -65,7 +65,7 @@ def lines_of(runs: list[Run], x: str, y: str, band: bool, first_step: bool) -> t
     cannot be drawn)."""
     runs = sorted(runs, key=sizes.order)
     drawn, notes = [], []
-    labels = groups.labels_of(runs) if len(runs) > 1 else [""]
+    labels = groups.labels_of(runs) if len(runs) > 1 else [runs[0].stem or ""]
     for run, label in zip(runs, labels):
         try:
             found = series(run, x, y, first_step)

@@ -65,7 +65,8 @@ def test_the_speed_of_decoding_is_the_stored_result():
     assert f"{min(ratios):.0f} to {max(ratios):.0f} times as fast" in " ".join(README.split())
 
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+STUDY = ROOT / "studies" / "residual_streams"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), STUDY / "README.md"]
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?%?")
 SCALES = (1, 1e-9, 2**-10, 2**-20, 2**-30)  # as it is, GB, KiB, MiB, GiB
 
@@ -127,8 +128,12 @@ def is_one_of(shown: str, values: list[float]) -> bool:
     return any(abs(value * scale - number) <= 0.501 * 10.0**-last for value in values for scale in scales)
 
 
-# The tables of mup.md are compared whole in tests/test_mup.py.
-@pytest.mark.parametrize("path", [each for each in PAGES if each.name != "mup.md"], ids=lambda path: path.name)
+def is_compared_whole(page) -> bool:
+    """By tests/test_mup.py and tests/test_residual_streams_study.py."""
+    return page.name == "mup.md" or page.parent == STUDY
+
+
+@pytest.mark.parametrize("path", [each for each in PAGES if not is_compared_whole(each)], ids=str)
 def test_every_table_of_figures_names_its_files_and_shows_their_numbers(path):
     for section, rows in tables_of_figures(path.read_text(encoding="utf-8")):
         files = set(re.findall(r"results/((?:\w+/)*\w+\.jsonl?)", section))
@@ -139,7 +144,7 @@ def test_every_table_of_figures_names_its_files_and_shows_their_numbers(path):
             assert [number for number in shown if not is_one_of(number, values)] == [], (row, files)
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", PAGES, ids=str)
 def test_every_measured_figure_in_the_text_is_in_a_file_that_its_paragraph_names(path):
     """Measured: three digits after the point, a share with one or more, or a speed."""
     text = re.sub(r"```.*?```|^\|[^\n]*\n", "", path.read_text(encoding="utf-8"), flags=re.S | re.M)
@@ -158,6 +163,7 @@ def test_figures_are_of_committed_code():
 
 def test_every_stored_figure_is_named_on_a_page():
     pages = "".join(path.read_text(encoding="utf-8") for path in (*PAGES, *(ROOT / "results").rglob("*.md")))
+    pages += (STUDY / "gpu.md").read_text(encoding="utf-8")
     kept = [path.name for path in (ROOT / "results").rglob("*.*") if path.suffix not in (".md", ".svg")]
     assert [name for name in kept if name not in pages] == []
 

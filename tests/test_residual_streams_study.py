@@ -35,10 +35,11 @@ def test_the_plan_names_every_arm_and_comparison():
     named = {name.strip() for row in re.findall(r"^\| ([^|]+) \|", table, flags=re.M) for name in row.split(";")}
     whole = {part for name in named for part in (name, *name.split(", "))}
     assert set(arms.ARMS) - whole == set()
-    rows = re.findall(r"^\| (L\d+|T\d) ([^|]*)\| (\w+) \|", PLAN, flags=re.M)
+    rows = re.findall(r"^\| ([LTX]\d+) ([^|]*)\| (\w+) \|", PLAN, flags=re.M)
     planned = {name: equal for name, _, equal in rows}
-    assert planned == {each.name: each.at for each in (*findings.OF_LANGUAGE, *findings.OF_TASKS)}
-    for hypothesis in (*findings.OF_LANGUAGE, *findings.OF_TASKS):
+    asked = (*findings.OF_LANGUAGE, *findings.EXPLORED, *findings.OF_TASKS)
+    assert planned == {each.name: each.at for each in asked}
+    for hypothesis in asked:
         assert {name for pair in hypothesis.pairs for name in pair} <= set(arms.ARMS)
 
 

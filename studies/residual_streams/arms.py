@@ -21,6 +21,12 @@ ARMS: dict[str, dict[str, str]] = {
     "DDL, 1 column, no erase": {"model": "DDL-vdim1-gpt-mha-rope", "ddl_update": "write_only"},
     "DDL": {"model": "DDL-gpt-mha-rope"},
     "DDL, no erase": {"model": "DDL-gpt-mha-rope", "ddl_update": "write_only"},
+    "DDL, identity": {"model": "DDL-gpt-mha-rope", "ddl_state_conv_init": "identity"},
+    "DDL, identity, no erase": {
+        "model": "DDL-gpt-mha-rope",
+        "ddl_state_conv_init": "identity",
+        "ddl_update": "write_only",
+    },
     "DDL, beta 0.1": {"model": "DDL-gpt-mha-rope", "ddl_beta_init": "0.1"},
     "DDL-EC": {"model": "DDL-gpt-mha-rope-EC"},
     "DDL-CC": {"model": "DDL-gpt-mha-rope-CC"},

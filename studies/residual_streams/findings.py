@@ -45,6 +45,13 @@ OF_LANGUAGE = (
     Hypothesis("L9", "DDL beats what the field would take", OTHERS, "seconds"),
     Hypothesis("L10", "DDL beats additive", (("DDL", BASELINE), ("DDL, 1 column", BASELINE)), "seconds"),
 )
+# Added after the stage rates had been seen, and corrected by themselves (PLAN.md, Changed since).
+EXPLORED = (
+    Hypothesis("X1", "the read's start matters", (("DDL, identity", "DDL"),), differs=True),
+    Hypothesis("X2", "from the identity, the expanded state beats additive", (("DDL, identity", BASELINE),)),
+    Hypothesis("X3", "... and the same width without erase", (("DDL, identity", "wide, identity"),)),
+    Hypothesis("X4", "... and erase matters", (("DDL, identity", "DDL, identity, no erase"),)),
+)
 OF_TASKS = (
     Hypothesis("T1", "erase is what the task needs", ERASE),
     Hypothesis("T2", "DDL beats additive", (("DDL", BASELINE),)),

@@ -17,6 +17,7 @@ import configurator  # before all that is slow to import
 
 # isort: split
 import tables
+from harness.published import SIZES, figures
 from reporting import paper
 from studies.residual_streams import equal, findings, picture
 from studies.residual_streams.arms import ARMS, BASELINE, PRESETS, SEEDS
@@ -50,8 +51,8 @@ def numbers(grid: Grid) -> dict:
 
 def of_problem(grid: Grid, problem: str) -> dict:
     of, values = grid.problem(problem), equal.values(grid, problem)
-    hypotheses = findings.OF_LANGUAGE if problem == "language" else findings.OF_TASKS
-    found = findings.compare(problem, hypotheses, values, SEEDS, of.lower_is_better)
+    families = (findings.OF_LANGUAGE, findings.EXPLORED) if problem == "language" else (findings.OF_TASKS,)
+    made = [findings.compare(problem, family, values, SEEDS, of.lower_is_better) for family in families]
     costs, chosen = equal.costs(grid, problem), grid.chosen().get(problem, {})
     arms = {}
     for arm in of.arms:
@@ -64,7 +65,7 @@ def of_problem(grid: Grid, problem: str) -> dict:
         "guess": of.guess,
         "arms": arms,
         "steps": equal.shares_of_steps(grid, problem),
-        "hypotheses": [of_hypothesis(each, found) for each in hypotheses],
+        "hypotheses": [of_hypothesis(each, found) for own, found in zip(families, made) for each in own],
         "runs": {stage: about(each) for stage, each in runs.items()},
     }
 
@@ -83,12 +84,23 @@ def of_hypothesis(hypothesis: findings.Hypothesis, found: list[Finding]) -> dict
     corrected = dict(zip(map(id, found), corrected_p(found)))
     comparisons = []
     for each in own:
-        row = {"arm": each.arm, "than": each.than, "word": each.word}
+        row = {"arm": each.arm, "than": each.than, "word": each.word, "published": published(each.arm, each.than)}
         if each.estimate:
             row |= {"mean": each.estimate.mean, "ci95": each.estimate.half, "p": corrected[id(each)]}
         comparisons.append(row | {"so": judged([each], own)})
     about = {"name": hypothesis.name, "text": hypothesis.text, "at": hypothesis.at}
     return about | {"comparisons": comparisons, "outcome": findings.outcome(own)}
+
+
+def published(arm: str, than: str) -> dict[str, float]:
+    """The difference of the validation losses in the paper by size, of a seed each; empty where it has not both."""
+    stems = [ARMS[name]["model"] if len(ARMS[name]) == 1 else None for name in (arm, than)]
+    found = {}
+    for size in SIZES:
+        one, other = (figures().get((size, "", stem), {}).get("val_loss") for stem in stems)
+        if one and other:
+            found[size] = one[0] - other[0]
+    return found
 
 
 def judged(one: list[Finding], every: list[Finding]) -> str:
@@ -137,14 +149,18 @@ def verdicts(found: dict) -> str:
 
 def of_one(problem: dict) -> str:
     factor, digits, unit = scale(problem)
-    rows = []
+    in_nats, rows = problem["metric"] == "val_loss", []
     for each in problem["hypotheses"]:
         for number, one in enumerate(each["comparisons"]):
             said = signed(one, digits, factor) if "mean" in one else "pending"
             corrected = f"{one['p']:.3f}" if "p" in one else None
             about = f"{each['name']} {each['text']}" if number == 0 else ""
-            rows.append([about, f"{one['arm']} - {one['than']}", each["at"], said, corrected, one["word"], one["so"]])
+            pair = f"{one['arm']} - {one['than']}"
+            row = [about, pair, each["at"], said, corrected, one["word"], one["so"]]
+            paper = ", ".join(f"{value:+.4f}" for value in one["published"].values()) or None
+            rows.append(row + [paper if each["at"] == "tokens" else None] * in_nats)
     header = ["hypothesis", "difference", "at equal", f"mean ± 95% ({unit})", "p, corrected", "word", "hypothesis is"]
+    header += [f"paper ({', '.join(SIZES)})"] * in_nats
     return tables.markdown(header, rows)
 
 
