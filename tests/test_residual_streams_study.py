@@ -154,22 +154,23 @@ def stage(name, tiny, monkeypatch, capfd) -> str:
 def test_the_study_from_rates_to_report(tiny, monkeypatch, capfd, tmp_path):
     with pytest.raises(ValueError, match="no learning rate was chosen for additive"):
         tiny.cells("tokens", "language", "additive")
-    assert "rates: 2 runs, 2 to do" in stage("rates", tiny, monkeypatch, capfd)
+    assert "rates: 2 runs in all, 2 to do" in stage("rates", tiny, monkeypatch, capfd)
     assert tiny.chosen_rate("language", "DDL") == "0.01"
     with pytest.raises(ValueError, match="finish the stage tokens first, which has no run of seeds"):
         tiny.cells("seconds", "language", "DDL")
-    assert "tokens: 4 runs, 4 to do" in stage("tokens", tiny, monkeypatch, capfd)
+    assert "tokens: 4 runs in all, 4 to do" in stage("tokens", tiny, monkeypatch, capfd)
     shutil.rmtree(tiny.runs)  # another machine has only what was kept
     again = stage("tokens", tiny, monkeypatch, capfd)
-    assert again.strip() == "tokens: 4 runs, 0 to do, 2 at a time"
+    assert again.strip() == "tokens: 4 runs in all, 0 to do, 2 at a time"
+    assert "again: 1 runs in all, 1 to do" in stage("again", tiny, monkeypatch, capfd)
 
     page = tmp_path / "page.md"
     page.write_text("before\n" + "".join(f"<!-- {name} -->\nold\n<!-- end -->\n" for name in report.PARTS) + "after")
     report.write(tiny, tmp_path, page)
-    [pair] = json.loads((tmp_path / "cpu_report.json").read_text())["problems"]["language"]["hypotheses"][1][
-        "comparisons"
-    ]
+    found = json.loads((tmp_path / "cpu_report.json").read_text())["problems"]["language"]
+    [pair] = found["hypotheses"][1]["comparisons"]
     losses = {(grid.arm_of(one), one.seed): one.final["val_loss"] for one in tiny.kept("tokens", "language")}
+    assert found["again"] == [{"arm": "DDL", "seed": 0, "losses": [losses["DDL", 0]] * 2, "same": True}]
     less = [losses["DDL", seed] - losses["additive", seed] for seed in range(2)]
     assert pair["mean"] == pytest.approx(sum(less) / 2)
     assert f"{sum(less) / 2:+.3f}" in page.read_text()
@@ -214,5 +215,5 @@ def test_the_gpu_script_goes_from_stage_to_stage(tmp_path, fails, code, exits, s
     assert result.stdout.strip().splitlines()[-1].startswith(says)
     if exits == 0 and code == 0:
         assert re.findall(r"run\.py (\w+) .*--jobs=(\d)", result.stdout) == [
-            ("rates", "4"), ("tokens", "4"), ("alone", "1"), ("seconds", "4"), ("eager", "1")
+            ("rates", "4"), ("tokens", "4"), ("again", "4"), ("alone", "1"), ("seconds", "4"), ("eager", "1")
         ]  # fmt: skip

@@ -53,6 +53,9 @@ ON_TASKS = (
 )
 
 
+AGAIN = {"language": "DDL", "k_hop": "DDL-CC"}  # arms whose first seed is trained twice
+
+
 @dataclass(frozen=True)
 class Problem:
     """config: a config file; keys: of train.py, over it; metric: of an evaluation, what is compared; guess: that of a

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The study on a GPU: studies/residual_streams/gpu.sh [FOLDER]. Every call goes on where the last one stopped, for at most
-# nine minutes (MINUTES), through rates, tokens, alone, seconds and eager; the same call again until it says "finished".
+# nine minutes (MINUTES), through rates, tokens, again, alone, seconds and eager; the same call again until it says "finished".
 # What is kept goes to FOLDER (default: results/residual_streams), which takes over what results/residual_streams has: on
 # a machine that begins bare, bring FOLDER's gpu_* back into results/residual_streams before the next call.
 # JOBS runs share the GPU (default: 4), but for those that are timed. PYTHON is the interpreter that has torch.
@@ -12,7 +12,7 @@ mkdir -p "$folder"
 if ! [ "$folder" -ef "$kept" ]; then cp -n "$kept"/gpu_* "$folder"/ 2>/dev/null || true; fi
 [ -e data/python_packages_16k/meta.json ] ||
     "$python" data/python_packages/prepare.py --vocab_size=16384 --out=data/python_packages_16k
-for stage in rates tokens alone seconds eager; do
+for stage in rates tokens again alone seconds eager; do
     jobs=${JOBS:-4}
     case $stage in alone | eager) jobs=1 ;; esac
     code=0

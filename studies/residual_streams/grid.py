@@ -13,7 +13,7 @@ from reporting.runs import UNSHOWN, Run, load
 from studies.residual_streams.arms import ARMS, BASELINE, PRESETS, SEARCH_SEED, SEEDS, Problem
 from training import stopping
 
-STAGES = "rates", "tokens", "alone", "seconds", "eager"
+STAGES = "rates", "tokens", "again", "alone", "seconds", "eager"
 RESULTS = "tokens", "seconds"  # stages whose runs are results
 FEW = 20  # points kept of the curve of any other run
 MOST_RATES = 8  # tried of an arm before its grid ends, edge or not
@@ -64,6 +64,10 @@ class Grid:
     def _tokens(self, problem: str, arm: str) -> list[sweep.Cell]:
         """Every seed, with the length that all arms share."""
         return self.seeds("tokens", problem, arm, SEEDS)
+
+    def _again(self, problem: str, arm: str) -> list[sweep.Cell]:
+        """The first of the stage tokens once more, to see that it ends with the same bits."""
+        return self.seeds("again", problem, arm, SEEDS[:1])
 
     def _seconds(self, problem: str, arm: str) -> list[sweep.Cell]:
         """Every seed, with as many steps as take the baseline's seconds; none of the baseline, whose runs are there."""

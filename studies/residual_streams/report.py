@@ -66,6 +66,7 @@ def of_problem(grid: Grid, problem: str) -> dict:
         "arms": arms,
         "steps": equal.shares_of_steps(grid, problem),
         "hypotheses": [of_hypothesis(each, found) for own, found in zip(families, made) for each in own],
+        "again": again(*(runs[stage] for stage in ("tokens", "again"))),
         "runs": {stage: about(each) for stage, each in runs.items()},
     }
 
@@ -123,6 +124,17 @@ def about(runs: list) -> dict:
         "corpora": sorted({str(run.corpus.get("sha256")) for run in runs}),
         "diverged": sorted(f"{arm_of(run)}, seed {run.seed}" for run in runs if not run.finished),
     }
+
+
+def again(first: list, second: list) -> list[dict]:
+    """Final losses, all digits, of runs that were trained twice."""
+    before = {(arm_of(run), run.seed): run.final for run in first}
+    found = []
+    for run in second:
+        if earlier := before.get((arm_of(run), run.seed)):
+            losses = earlier["val_loss"], run.final["val_loss"]
+            found.append({"arm": arm_of(run), "seed": run.seed, "losses": losses, "same": losses[0] == losses[1]})
+    return found
 
 
 # ---- text ----
@@ -239,7 +251,12 @@ def runs(found: dict) -> str:
             if one["count"]:
                 made = [", ".join(one[key]) or None for key in ("commits", "machines")]
                 rows.append([name, stage, str(one["count"]), *made, "; ".join(one["diverged"]) or "none"])
-    return tables.markdown(["problem", "stage", "runs", "commit", "machine", "diverged"], rows)
+    text = tables.markdown(["problem", "stage", "runs", "commit", "machine", "diverged"], rows)
+    for name, problem in found.items():
+        for one in problem["again"]:
+            twice = " and ".join(map(repr, one["losses"]))
+            text += f"\n\n{name}, {one['arm']}, seed {one['seed']}, trained twice: a validation loss of {twice}."
+    return text
 
 
 PARTS = {"verdicts": verdicts, "language": language, "tasks": tasks, "rates": rates, "runs": runs}

@@ -3,6 +3,7 @@
     python studies/residual_streams/run.py rates                  the learning rate of every arm, on a seed of its own
     python studies/residual_streams/run.py tokens                 every arm and seed, the same number of tokens
     python studies/residual_streams/run.py seconds                on the language: every arm and seed, the same seconds
+    python studies/residual_streams/run.py again                  one run of two problems once more: the same bits?
     python studies/residual_streams/run.py eager                  on the language: every arm's speed without compilation
     python studies/residual_streams/run.py alone --jobs=1         the same with it, where runs beside each other mislead
     python studies/residual_streams/run.py tokens --problem=recall --arm=additive --arm=DDL --jobs=2
@@ -25,7 +26,7 @@ import configurator  # before all that is slow to import
 
 # isort: split
 import sweep
-from studies.residual_streams.arms import ARMS, PRESETS
+from studies.residual_streams.arms import AGAIN, ARMS, PRESETS
 from studies.residual_streams.grid import STAGES, Grid, final_loss, is_of, name_of
 from training.provenance import store
 
@@ -51,6 +52,8 @@ def pairs(args) -> list[tuple[str, str]]:
     problems = PRESETS[args.preset]
     if args.stage in ("seconds", "alone", "eager"):
         problems = {"language": problems["language"]}
+    if args.stage == "again":
+        problems = {name: replace(problems[name], arms=(arm,)) for name, arm in AGAIN.items() if name in problems}
     for name, given, known in (("problem", args.problem, problems), ("arm", args.arm, ARMS)):
         for each in given or ():
             if each not in known:
@@ -91,7 +94,7 @@ def train(args, grid: Grid) -> None:
         found = losses(args, grid, cells)
         ordered = in_turns(cells)
         left = [cell for cell in ordered if found[cell.folder] is None]
-        print(f"{args.stage}: {len(ordered)} runs, {len(left)} to do, {args.jobs} at a time", flush=True)
+        print(f"{args.stage}: {len(ordered)} runs in all, {len(left)} to do, {args.jobs} at a time", flush=True)
         keep_finished(args, grid, cells)
         if args.stage == "rates":
             keep_rates(grid, cells)
