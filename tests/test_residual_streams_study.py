@@ -65,7 +65,7 @@ def test_arms_take_turns(monkeypatch):
 
 
 def finding(word, hypothesis):
-    return Finding("language", hypothesis, "a", "b", None, word)
+    return Finding("language", hypothesis, "a", "b", None, 1.0, word)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +98,8 @@ def test_comparisons_are_paired_by_seed_and_corrected_together():
     assert one.estimate.mean == pytest.approx(-0.04)
     assert one.word == "better"
     assert {each.word for each in findings.compare("language", (hypothesis,), values, range(5), True)} == {"undecided"}
+    missing = Hypothesis("H", "", (("a", "b"), *[("a", "e")] * 9))  # runs to come are counted
+    assert findings.compare("language", (missing,), values, range(5), True)[0].word == "undecided"
     del values["tokens"]["a"][4]
     assert findings.compare("language", (hypothesis,), values, range(5), True)[0].word == "pending"
 
@@ -108,11 +110,13 @@ def test_more_right_answers_are_better_on_a_task():
     assert found.word == "better"
 
 
-def test_level_is_an_interval_within_the_smallest_difference():
-    within, beyond = (statistics.interval([x + shift for x in (-0.002, 0.002, 0.001)]) for shift in (0.0, 0.008))
-    assert findings.with_level("undecided", within) == "level"
-    assert findings.with_level("undecided", beyond) == "undecided"
-    assert findings.with_level("better", within) == "better"
+@pytest.mark.parametrize(
+    ("shift", "p", "word"),
+    [(0.0, 0.9, "level"), (0.008, 0.9, "undecided"), (0.008, 0.04, "worse"), (-0.008, 0.04, "better")],
+)
+def test_level_is_an_interval_within_the_smallest_difference(shift, p, word):
+    estimate = statistics.interval([x + shift for x in (-0.002, 0.002, 0.001)])
+    assert findings.word_of(estimate, p, lower=True) == word
 
 
 def test_a_loss_between_two_lengths():

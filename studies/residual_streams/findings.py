@@ -60,13 +60,14 @@ OF_TASKS = (
 
 @dataclass(frozen=True)
 class Finding:
-    """One comparison; estimate: None where a run is missing. word: as `statistics.verdicts`, "pending" without one."""
+    """One comparison; estimate: None where a run is missing, the word then "pending"; p: corrected."""
 
     problem: str
     hypothesis: Hypothesis
     arm: str
     than: str
     estimate: Estimate | None
+    p: float = 1.0
     word: str = "pending"
 
 
@@ -82,7 +83,7 @@ def final_values(runs: Iterable[Run], metric: str, guess: float) -> Values:
 def compare(
     problem: str, hypotheses: tuple[Hypothesis, ...], values: dict[str, Values], seeds: Iterable[int], lower: bool
 ) -> list[Finding]:
-    """One for every pair of every hypothesis, corrected for their number.
+    """One for every pair of every hypothesis, corrected for their number, those to come included.
 
     values: by what is equal; lower: whether lower ones are better.
     """
@@ -91,9 +92,11 @@ def compare(
         by_arm = values.get(hypothesis.at, {})
         for arm, than in hypothesis.pairs:
             found.append(Finding(problem, hypothesis, arm, than, difference(by_arm, arm, than, seeds)))
-    estimates = [each.estimate for each in found if each.estimate]
-    words = iter(statistics.verdicts(estimates, 0.0, lower))
-    return [replace(each, word=with_level(next(words), each.estimate)) if each.estimate else each for each in found]
+    corrected = statistics.holm([each.estimate.p() if each.estimate else 1.0 for each in found])
+    return [
+        replace(each, p=p, word=word_of(each.estimate, p, lower)) if each.estimate else each
+        for each, p in zip(found, corrected)
+    ]
 
 
 def difference(by_arm: Values, arm: str, than: str, seeds: Iterable[int]) -> Estimate | None:
@@ -102,10 +105,12 @@ def difference(by_arm: Values, arm: str, than: str, seeds: Iterable[int]) -> Est
     return None if None in own + base else statistics.paired(own, base)
 
 
-def with_level(word: str, estimate: Estimate) -> str:
-    """ "level" for an undecided one whose whole interval lies within the smallest difference of interest."""
-    within = max(-estimate.low, estimate.high) < SMALLEST
-    return "level" if word == "undecided" and within else word
+def word_of(estimate: Estimate, p: float, lower: bool) -> str:
+    """ "better" or "worse" where the corrected p-value is below 0.05; else "level" where the whole interval lies within
+    the smallest difference of interest, else "undecided"."""
+    if p < statistics.ERROR:
+        return statistics.verdict(estimate, 0.0, lower)
+    return "level" if max(-estimate.low, estimate.high) < SMALLEST else "undecided"
 
 
 def outcome(findings: list[Finding]) -> str:

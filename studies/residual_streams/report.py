@@ -82,12 +82,11 @@ def of_values(by_arm: Values, arm: str) -> dict | None:
 
 def of_hypothesis(hypothesis: findings.Hypothesis, found: list[Finding]) -> dict:
     own = [each for each in found if each.hypothesis is hypothesis]
-    corrected = dict(zip(map(id, found), corrected_p(found)))
     comparisons = []
     for each in own:
         row = {"arm": each.arm, "than": each.than, "word": each.word, "published": published(each.arm, each.than)}
         if each.estimate:
-            row |= {"mean": each.estimate.mean, "ci95": each.estimate.half, "p": corrected[id(each)]}
+            row |= {"mean": each.estimate.mean, "ci95": each.estimate.half, "p": each.p}
         comparisons.append(row | {"so": judged([each], own)})
     about = {"name": hypothesis.name, "text": hypothesis.text, "at": hypothesis.at}
     return about | {"comparisons": comparisons, "outcome": findings.outcome(own)}
@@ -107,12 +106,6 @@ def published(arm: str, than: str) -> dict[str, float]:
 def judged(one: list[Finding], every: list[Finding]) -> str:
     """What the hypothesis is: by this comparison, or by all of its comparisons where it asks for all of them."""
     return findings.outcome(one if every[0].hypothesis.each else every)
-
-
-def corrected_p(found: list[Finding]) -> list[float | None]:
-    """Holm's p-values, over all comparisons that there are."""
-    corrected = iter(statistics.holm([each.estimate.p() for each in found if each.estimate]))
-    return [next(corrected) if each.estimate else None for each in found]
 
 
 def about(runs: list) -> dict:
