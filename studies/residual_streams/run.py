@@ -76,14 +76,14 @@ def losses(args, grid: Grid, cells: Cells) -> dict[Path, float | None]:
 
 
 def in_turns(cells: Cells) -> list[sweep.Cell]:
-    """Problem by problem, the first run of every arm, then the second of each, numbered: what else the machine does
-    falls on all arms alike."""
+    """Problem by problem, the first run of every arm, then the second of each: what else the machine does falls on all
+    arms alike."""
     problems = list(dict.fromkeys(problem for problem, _ in cells))
     ordered = [
         (problems.index(problem), turn, cell) for (problem, _), own in cells.items() for turn, cell in enumerate(own)
     ]
     ordered.sort(key=lambda item: item[:2])
-    return [replace(cell, index=index) for index, (*_, cell) in enumerate(ordered)]
+    return [cell for *_, cell in ordered]
 
 
 def train(args, grid: Grid) -> None:
@@ -94,6 +94,7 @@ def train(args, grid: Grid) -> None:
         found = losses(args, grid, cells)
         ordered = in_turns(cells)
         left = [cell for cell in ordered if found[cell.folder] is None]
+        left = [replace(cell, index=index) for index, cell in enumerate(left)]
         print(f"{args.stage}: {len(ordered)} runs in all, {len(left)} to do, {args.jobs} at a time", flush=True)
         keep_finished(args, grid, cells)
         if args.stage == "rates":
