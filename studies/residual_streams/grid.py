@@ -1,5 +1,6 @@
 """The runs of each stage of the study, as cells of sweep.py, by what the stages before have decided."""
 
+import functools
 import json
 import math
 from collections.abc import Callable
@@ -98,7 +99,7 @@ class Grid:
     def kept(self, stage: str, problem: str) -> list[Run]:
         """The runs that the results hold; none where there is no file."""
         path = self.file(stage, problem)
-        return load([str(path)])[0] if path.is_file() else []
+        return list(read(path, path.stat().st_mtime_ns)) if path.is_file() else []
 
     def file(self, stage: str, problem: str) -> Path:
         return self.results / f"{self.preset}_{stage}_{problem}.jsonl"
@@ -137,6 +138,12 @@ class Grid:
     def speeds(self, stage: str, problem: str) -> dict[str, float]:
         """{arm: tokens per second over the baseline's} of a stage whose runs come in turns; empty before it."""
         return ratios(self.kept(stage, problem), lambda run: run.tokens_per_second)
+
+
+@functools.lru_cache(maxsize=16)
+def read(path: Path, changed: int) -> tuple[Run, ...]:
+    """The runs of a packed file, which takes a while; changed: when it was."""
+    return tuple(load([str(path)])[0])
 
 
 def next_rate(rates: list[float], losses: list[float | None]) -> float | None:

@@ -57,15 +57,19 @@ def draw(found: dict, out: Path) -> None:
 
 
 def draw_differences(axis, problem: dict, places: dict) -> None:
-    """Means and 95% intervals: filled at equal tokens, open at equal seconds."""
+    """Means and 95% intervals, filled at equal tokens with a dot for each seed, open at equal seconds."""
     axis.axvline(0, color=BLACK, linewidth=0.8)
+    base = problem["arms"][BASELINE]["equal"]["tokens"]
     for arm, place in places.items():
-        for equal, shift, face in (("tokens", 0.15, color_of(arm)), ("seconds", -0.18, "white")):
+        for equal, shift, face in (("tokens", 0.15, color_of(arm)), ("seconds", -0.2, "white")):
             at = problem["arms"][arm]["equal"][equal]
             if at and arm != BASELINE:
                 less = at["difference"]
                 look = {"fmt": "o", "color": color_of(arm), "markerfacecolor": face, "capsize": 2, "elinewidth": 1}
                 axis.errorbar(less["mean"], place + shift, xerr=less["ci95"], **look)
+            if at and arm != BASELINE and equal == "tokens":
+                seeds = [own - other for own, other in zip(at["values"], base["values"])]
+                axis.plot(seeds, [place + shift] * len(seeds), "o", color=color_of(arm), alpha=0.4, markersize=2.5)
     axis.set_title("language: loss less that of additive")
     axis.set_xlabel("nats per token (left: better)")
 
