@@ -220,3 +220,40 @@ def test_the_gpu_script_goes_from_stage_to_stage(tmp_path, fails, code, exits, s
         assert re.findall(r"run\.py (\w+) .*--jobs=(\d)", result.stdout) == [
             ("rates", "4"), ("tokens", "4"), ("again", "4"), ("alone", "1"), ("seconds", "4"), ("eager", "1")
         ]  # fmt: skip
+
+
+RESULTS = ROOT / "results" / "residual_streams"
+STORED = json.loads((RESULTS / "cpu_report.json").read_text(encoding="utf-8"))["problems"]
+
+
+def test_the_page_is_made_from_the_runs_that_are_kept(tmp_path):
+    page = shutil.copy(ROOT / "studies" / "residual_streams" / "README.md", tmp_path)
+    command = [sys.executable, "studies/residual_streams/report.py", f"--out={tmp_path}", f"--page={page}"]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    kept = (ROOT / "studies" / "residual_streams" / "README.md").read_text(encoding="utf-8")
+    assert (tmp_path / "README.md").read_text(encoding="utf-8") == kept, "make the report again"
+    assert json.loads((tmp_path / "cpu_report.json").read_text())["problems"] == STORED
+    assert (tmp_path / "cpu_report.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("problem", STORED)
+def test_its_differences_are_those_of_a_paired_t_test(problem):
+    """By scipy, from the lines of the kept runs; every arm of the plan has a row, finished or not."""
+    stats = pytest.importorskip("scipy.stats")
+    assert list(STORED[problem]["arms"]) == list(arms.PRESETS["cpu"][problem].arms)
+    path = RESULTS / f"cpu_tokens_{problem}.jsonl"
+    final: dict[str, list] = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        run = json.loads(line)
+        values = run["evaluations"]["val_loss" if problem == "language" else "val_accuracy"]
+        final.setdefault(run["name"].split(" | ")[0], []).append((run["seed"], values[-1]))
+    values = {arm: [value for _, value in sorted(pairs)] for arm, pairs in final.items() if len(pairs) == 5}
+    asked = [(each, pair) for each in STORED[problem]["hypotheses"] for pair in each["comparisons"]]
+    for each, pair in asked:
+        if each["at"] != "tokens" or not {pair["arm"], pair["than"]} <= values.keys():
+            continue
+        found = stats.ttest_rel(values[pair["arm"]], values[pair["than"]])
+        interval = found.confidence_interval(0.95)
+        assert pair["mean"] == pytest.approx((interval.low + interval.high) / 2, abs=1e-9)
+        assert pair["ci95"] == pytest.approx((interval.high - interval.low) / 2)
+        assert pair["p"] >= found.pvalue * 0.999999
