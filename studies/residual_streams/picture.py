@@ -84,6 +84,8 @@ def draw_answers(axis, name: str, problem: dict, places: dict) -> None:
             axis.plot(100 * at["mean"], places[arm], "|", color=color_of(arm), markersize=11, markeredgewidth=1.8)
             if arm == BASELINE:
                 axis.axvline(100 * at["mean"], color=BLACK, linewidth=0.8)
+    if len(axis.lines) == 1:  # nothing has been run
+        axis.set_xlim(0, 100)
     axis.set_title(name.replace("_", "-"))
     axis.set_xlabel("right answers (%)")
 
