@@ -159,7 +159,7 @@ def test_the_study_from_rates_to_report(tiny, monkeypatch, capfd, tmp_path):
         tiny.cells("tokens", "language", "additive")
     assert "rates: 2 runs in all, 2 to do" in stage("rates", tiny, monkeypatch, capfd)
     assert tiny.chosen_rate("language", "DDL") == "0.01"
-    with pytest.raises(ValueError, match="finish the stage tokens first, which has no run of seeds"):
+    with pytest.raises(ValueError, match="finish the stage alone first, which has no run of seeds"):
         tiny.cells("seconds", "language", "DDL")
     assert "tokens: 4 runs in all, 4 to do" in stage("tokens", tiny, monkeypatch, capfd)
     shutil.rmtree(tiny.runs)  # another machine has only what was kept

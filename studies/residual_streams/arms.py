@@ -59,8 +59,7 @@ AGAIN = {"language": "DDL", "k_hop": "DDL-CC"}  # arms whose first seed is train
 @dataclass(frozen=True)
 class Problem:
     """config: a config file; keys: of train.py, over it; metric: of an evaluation, what is compared; guess: that of a
-    uniform guess; arms: those that are trained on it; rates: that every arm tries; timed: the stage whose runs tell
-    what an arm costs in seconds."""
+    uniform guess; arms: those that are trained on it; rates: that every arm tries."""
 
     config: str
     keys: dict[str, str]
@@ -68,7 +67,6 @@ class Problem:
     guess: float
     arms: tuple[str, ...] = ON_TASKS
     rates: tuple[float, ...] = MUON
-    timed: str = "tokens"
 
     @property
     def lower_is_better(self) -> bool:
@@ -114,7 +112,6 @@ PRESETS: dict[str, dict[str, Problem]] = {
             math.log(16384),
             tuple(ARMS),
             ADAMW,
-            timed="alone",  # runs that share a GPU do not slow each other alike
         ),
     },
 }

@@ -26,7 +26,7 @@ def costs(grid: Grid, problem: str) -> dict[str, Cost]:
     runs = grid.kept("tokens", problem)
     parameters = {arm_of(run): run.parameters for run in runs}
     flops = ratios(runs, lambda run: run.flops_per_token)
-    fast, eager = (grid.speeds(stage, problem) for stage in (grid.problem(problem).timed, "eager"))
+    fast, eager = (grid.speeds(stage, problem) for stage in ("alone", "eager"))
     return {arm: Cost(count, flops.get(arm), fast.get(arm), eager.get(arm)) for arm, count in parameters.items()}
 
 

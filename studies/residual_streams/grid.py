@@ -18,7 +18,8 @@ STAGES = "rates", "tokens", "again", "alone", "seconds", "eager"
 RESULTS = "tokens", "seconds"  # stages whose runs are results
 FEW = 20  # points kept of the curve of any other run
 MOST_RATES = 8  # tried of an arm before its grid ends, edge or not
-TIMED, TIMED_SEEDS = 0.12, SEEDS[:2]  # share of the steps, and seeds, of runs of which the speed alone is of use
+TIMED = 0.12  # share of the steps of runs of which the speed alone is of use
+ALONE, EAGER = SEEDS[:3], SEEDS[:2]  # their seeds, compiled and not
 
 
 @dataclass(frozen=True)
@@ -78,12 +79,15 @@ class Grid:
         return self.seeds("seconds", problem, arm, SEEDS, **self.scaled(problem, share))
 
     def _alone(self, problem: str, arm: str) -> list[sweep.Cell]:
-        """Short runs, to be timed one at a time."""
-        return self.seeds("alone", problem, arm, TIMED_SEEDS, **self.scaled(problem, TIMED))
+        """Short runs, to be timed one at a time: runs beside each other do not slow each other alike."""
+        return self.seeds("alone", problem, arm, ALONE, **self.timed(problem))
 
     def _eager(self, problem: str, arm: str) -> list[sweep.Cell]:
         """The same without compilation."""
-        return self.seeds("eager", problem, arm, TIMED_SEEDS, compile="False", **self.scaled(problem, TIMED))
+        return self.seeds("eager", problem, arm, EAGER, compile="False", **self.timed(problem))
+
+    def timed(self, problem: str) -> dict[str, str]:
+        return {"eval_batches": "1", **self.scaled(problem, TIMED)}
 
     def seeds(self, stage: str, problem: str, arm: str, seeds, **keys: str) -> list[sweep.Cell]:
         keys = {"learning_rate": self.chosen_rate(problem, arm), "eval_part": "second", **keys}
@@ -127,13 +131,11 @@ class Grid:
 
     def relative_speed(self, problem: str, arm: str) -> float:
         """Tokens per second over the baseline's. ValueError: a run that would tell it is missing."""
-        stage = self.problem(problem).timed
-        there = {(arm_of(run), run.seed) for run in self.kept(stage, problem)}
-        seeds = SEEDS if stage == "tokens" else TIMED_SEEDS
-        missing = [seed for seed in seeds if not {(arm, seed), (BASELINE, seed)} <= there]
+        there = {(arm_of(run), run.seed) for run in self.kept("alone", problem)}
+        missing = [seed for seed in ALONE if not {(arm, seed), (BASELINE, seed)} <= there]
         if missing:
-            raise ValueError(f"{arm} on {problem}: finish the stage {stage} first, which has no run of seeds {missing}")
-        return self.speeds(stage, problem)[arm]
+            raise ValueError(f"{arm} on {problem}: finish the stage alone first, which has no run of seeds {missing}")
+        return self.speeds("alone", problem)[arm]
 
     def speeds(self, stage: str, problem: str) -> dict[str, float]:
         """{arm: tokens per second over the baseline's} of a stage whose runs come in turns; empty before it."""

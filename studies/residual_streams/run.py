@@ -2,10 +2,10 @@
 
     python studies/residual_streams/run.py rates                  the learning rate of every arm, on a seed of its own
     python studies/residual_streams/run.py tokens                 every arm and seed, the same number of tokens
-    python studies/residual_streams/run.py seconds                on the language: every arm and seed, the same seconds
     python studies/residual_streams/run.py again                  one run of two problems once more: the same bits?
-    python studies/residual_streams/run.py eager                  on the language: every arm's speed without compilation
-    python studies/residual_streams/run.py alone --jobs=1         the same with it, where runs beside each other mislead
+    python studies/residual_streams/run.py alone --jobs=1         on the language: every arm's speed, on a quiet machine
+    python studies/residual_streams/run.py eager --jobs=1         the same without compilation
+    python studies/residual_streams/run.py seconds                on the language: every arm and seed, the same seconds
     python studies/residual_streams/run.py tokens --problem=recall --arm=additive --arm=DDL --jobs=2
     python studies/residual_streams/run.py tokens --mode=show     which runs there are, and which are finished
 
