@@ -143,6 +143,7 @@ def tiny(tmp_path, monkeypatch):
     for module in (grid, equal, report):
         monkeypatch.setattr(module, "SEEDS", range(2), raising=False)
     monkeypatch.setattr(grid, "MOST_RATES", 1)
+    monkeypatch.setattr(grid, "ALONE", range(1))
     return grid.Grid("cpu", tmp_path / "runs", tmp_path / "results")
 
 
@@ -167,6 +168,13 @@ def test_the_study_from_rates_to_report(tiny, monkeypatch, capfd, tmp_path):
     assert again.strip() == "tokens: 4 runs in all, 0 to do, 2 at a time"
     assert "again: 1 runs in all, 1 to do" in stage("again", tiny, monkeypatch, capfd)
 
+    assert "alone: 2 runs in all, 2 to do" in stage("alone", tiny, monkeypatch, capfd)
+    assert "seconds: 2 runs in all, 2 to do" in stage("seconds", tiny, monkeypatch, capfd)
+    speeds = {grid.arm_of(one): one.tokens_per_second for one in tiny.kept("alone", "language")}
+    share = speeds["DDL"] / speeds["additive"]
+    as_long = {one.seed: one for one in tiny.kept("seconds", "language")}
+    assert {one.settings["max_steps"] for one in as_long.values()} == {max(round(4 * share), 1)}
+
     page = tmp_path / "page.md"
     page.write_text("before\n" + "".join(f"<!-- {name} -->\nold\n<!-- end -->\n" for name in report.PARTS) + "after")
     report.write(tiny, tmp_path, page)
@@ -177,6 +185,10 @@ def test_the_study_from_rates_to_report(tiny, monkeypatch, capfd, tmp_path):
     less = [losses["DDL", seed] - losses["additive", seed] for seed in range(2)]
     assert pair["mean"] == pytest.approx(sum(less) / 2)
     assert f"{sum(less) / 2:+.3f}" in page.read_text()
+    assert found["arms"]["DDL"]["speed"] == pytest.approx(share)
+    [pair] = [one for each in found["hypotheses"] if each["name"] == "L10" for one in each["comparisons"][:1]]
+    less = [as_long[seed].final["val_loss"] - losses["additive", seed] for seed in range(2)]
+    assert (pair["arm"], pair["mean"]) == ("DDL", pytest.approx(sum(less) / 2))
     assert "old" not in page.read_text()
     assert page.read_text().startswith("before\n")
     assert page.read_text().endswith("after")

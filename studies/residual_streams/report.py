@@ -68,6 +68,7 @@ def of_problem(grid: Grid, problem: str) -> dict:
         "hypotheses": [of_hypothesis(each, found) for own, found in zip(families, made) for each in own],
         "again": again(*(runs[stage] for stage in ("tokens", "again"))),
         "runs": {stage: about(each) for stage, each in runs.items()},
+        "corpora": corpora([run for each in runs.values() for run in each]),
     }
 
 
@@ -114,9 +115,14 @@ def about(runs: list) -> dict:
         "count": len(runs),
         "commits": sorted({run.commit for run in runs}),
         "machines": sorted({f"{run.machine['machine']}, torch {run.machine['torch']}" for run in runs if run.machine}),
-        "corpora": sorted({str(run.corpus.get("sha256")) for run in runs}),
         "diverged": sorted(f"{arm_of(run)}, seed {run.seed}" for run in runs if not run.finished),
     }
+
+
+def corpora(runs: list) -> list[dict]:
+    """The data that runs were trained on, each once: one, unless their files differ."""
+    found = {run.corpus["sha256"]: run.corpus for run in runs}
+    return [found[sha256] for sha256 in sorted(found)]
 
 
 def again(first: list, second: list) -> list[dict]:
@@ -236,6 +242,19 @@ def rates(found: dict) -> str:
     return tables.markdown(header, rows)
 
 
+def data(found: dict) -> str:
+    """What every problem's runs were trained and scored on."""
+    rows = []
+    for name, problem in found.items():
+        for corpus in problem["corpora"]:
+            for split in ("train", "val"):
+                of, packages = corpus[split], corpus.get("packages", {}).get(split)
+                source = f"{len(packages)} Python packages" if packages else corpus["source"]
+                size = f"{of['bytes'] / 1e6:.1f} MB" if "bytes" in of else None
+                rows.append([name, split, source, f"{of['documents']:,}", size, f"{of['tokens']:,}", corpus["sha256"]])
+    return tables.markdown(["problem", "split", "source", "documents", "size", "tokens", "sha256 of all"], rows)
+
+
 def runs(found: dict) -> str:
     """How many runs there are, of which code, on what."""
     rows = []
@@ -252,7 +271,7 @@ def runs(found: dict) -> str:
     return text
 
 
-PARTS = {"verdicts": verdicts, "language": language, "tasks": tasks, "rates": rates, "runs": runs}
+PARTS = {"verdicts": verdicts, "language": language, "tasks": tasks, "rates": rates, "data": data, "runs": runs}
 
 
 def filled(page: str, parts: dict[str, str]) -> str:
