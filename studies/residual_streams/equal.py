@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from studies.residual_streams.arms import BASELINE
 from studies.residual_streams.findings import Values, final_values
-from studies.residual_streams.grid import Grid, arm_of, ratios
+from studies.residual_streams.grid import Grid, arm_of, over_baseline
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ def costs(grid: Grid, problem: str) -> dict[str, Cost]:
     """Of every arm that has a run of the stage tokens."""
     runs = grid.kept("tokens", problem)
     parameters = {arm_of(run): run.parameters for run in runs}
-    flops = ratios(runs, lambda run: run.flops_per_token)
+    flops = over_baseline({arm_of(run): run.flops_per_token for run in runs})
     fast, eager = (grid.speeds(stage, problem) for stage in ("alone", "eager"))
     return {arm: Cost(count, flops.get(arm), fast.get(arm), eager.get(arm)) for arm, count in parameters.items()}
 

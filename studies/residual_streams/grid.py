@@ -3,10 +3,10 @@
 import functools
 import json
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+
+import numpy as np
 
 import sweep
 from reporting import packed
@@ -16,10 +16,11 @@ from training import stopping
 
 STAGES = "rates", "tokens", "again", "alone", "seconds", "eager"
 RESULTS = "tokens", "seconds"  # stages whose runs are results
-FEW = 20  # points kept of the curve of any other run
+FEW = {"rates": 20, "again": 20}  # points kept of the curve of a run by stage; of others as many as a packed run has
 MOST_RATES = 8  # tried of an arm before its grid ends, edge or not
 TIMED = 0.12  # share of the steps of runs of which the speed alone is of use
 ALONE, EAGER = SEEDS[:3], SEEDS[:2]  # their seeds, compiled and not
+FASTEST = 0.95  # quantile of the speeds of an arm's steps that counts: what else a machine does can only slow a step
 
 
 @dataclass(frozen=True)
@@ -113,8 +114,8 @@ class Grid:
         runs, faults = load([str(cell.folder)])
         if faults:
             raise ValueError(faults[0])
-        points = packed.POINTS if stage in RESULTS else FEW
-        packed.pack([replace(runs[0], name=name_of(cell, arm))], self.file(stage, problem), points)
+        named = replace(runs[0], name=name_of(cell, arm))
+        packed.pack([named], self.file(stage, problem), FEW.get(stage, packed.POINTS))
 
     # ---- what the stages decide ----
 
@@ -138,8 +139,11 @@ class Grid:
         return self.speeds("alone", problem)[arm]
 
     def speeds(self, stage: str, problem: str) -> dict[str, float]:
-        """{arm: tokens per second over the baseline's} of a stage whose runs come in turns; empty before it."""
-        return ratios(self.kept(stage, problem), lambda run: run.tokens_per_second)
+        """{arm: tokens per second over the baseline's, each of its fastest steps}; empty before the stage."""
+        steps: dict[str, list[float]] = {}
+        for run in self.kept(stage, problem):
+            steps.setdefault(arm_of(run), []).extend(run.training["tokens_per_second"].drop_nulls())
+        return over_baseline({arm: float(np.quantile(own, FASTEST)) for arm, own in steps.items()})
 
 
 @functools.lru_cache(maxsize=16)
@@ -180,14 +184,10 @@ def is_of(run: Run, cell: sweep.Cell) -> bool:
     return all(run.settings.get(key) == value for key, value in cell.settings.items() if key not in UNSHOWN)
 
 
-def ratios(runs: list[Run], number: Callable[[Run], float | None]) -> dict[str, float]:
-    """{arm: median over seeds of the run's number over that of the baseline's run of the same seed}."""
-    found = {(arm_of(run), run.seed): value for run in runs if (value := number(run))}
-    by_arm: dict[str, list[float]] = {}
-    for (arm, seed), value in found.items():
-        if (BASELINE, seed) in found:
-            by_arm.setdefault(arm, []).append(value / found[BASELINE, seed])
-    return {arm: median(values) for arm, values in by_arm.items()}
+def over_baseline(numbers: dict[str, float]) -> dict[str, float]:
+    """Each arm's over the baseline's; empty without that."""
+    base = numbers.get(BASELINE)
+    return {arm: number / base for arm, number in numbers.items()} if base else {}
 
 
 def name_of(cell: sweep.Cell, arm: str) -> str:
