@@ -4,14 +4,18 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import small_run, wait_for
 from test_interruptions import CONSTANT, begin, final, finish_together, phase_of, records, steps_done, workers
+from torch._dynamo.utils import counters
 from torch.multiprocessing import ProcessExitedException
 
 import train
-from training import checkpoint
+from model import build
+from training import checkpoint, distributed
 
 FAULTS = """
 import resource, torch
@@ -32,6 +36,23 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 def test_memory_of_a_step_is_kept_for_the_next():
     result = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
     assert int(result.stdout) < 200  # pages; the tensors have 6,000, and would be mapped anew in each of ten steps
+
+
+@pytest.mark.skipif(not distributed.can_compile(torch.device("cpu")), reason="no C++ compiler")
+def test_a_later_process_finds_the_compiled_model():
+    """Also where the model turns autocast off for its gates."""
+    keys = {"vocab_size": 9, "block_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 4}
+    world, ids = SimpleNamespace(device=torch.device("cpu"), world_size=1), torch.zeros(1, 4, dtype=torch.long)
+    found = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        counters.clear()
+        model, _ = distributed.parallelise(build("DDL-gpt-mha-rope", hidden_size=4, **keys), "ddp", True, world)
+        with torch.autocast("cpu", torch.bfloat16):
+            model(ids, ids)[1].backward()
+        found.append({name: counters["aot_autograd"][f"autograd_cache_{name}"] for name in ("bypass", "miss", "hit")})
+    assert found[0]["bypass"] == 0
+    assert found[1] == {"bypass": 0, "miss": 0, "hit": 1}
 
 
 KEYS = {**CONSTANT, "global_batch_size": 12, "checkpoint_interval": 3, "eval_interval": 4, "statistics_interval": 4}

@@ -214,6 +214,16 @@ def test_a_page_without_a_mark_is_refused():
         report.filled("<!-- verdicts -->\n", {"verdicts": "x"})
 
 
+def test_no_results_leave_the_page_as_it_is(tmp_path, monkeypatch, capfd):
+    page = tmp_path / "page.md"
+    page.write_text("kept")
+    monkeypatch.setattr(sys, "argv", ["report.py", f"--results={tmp_path / 'none'}", f"--page={page}"])
+    with pytest.raises(SystemExit):
+        report.main()
+    assert "none: no such folder" in capfd.readouterr().err
+    assert page.read_text() == "kept"
+
+
 FAKE = """#!/usr/bin/env bash
 echo "$*"
 [[ "$*" != *"$FAILS"* ]] || exit "$CODE"

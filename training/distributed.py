@@ -168,6 +168,8 @@ def parallelise(model, engine: str, compiled: bool, world):
     With the engine `fsdp` each process keeps a part of every parameter, as a DTensor in `model` itself, which goes to
     the device a block at a time.
     """
+    if compiled:
+        keep_graphs_with_autocast()
     if engine == "fsdp" and world.world_size > 1:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -189,6 +191,16 @@ def parallelise(model, engine: str, compiled: bool, world):
     # Inside of its forward pass torch.compile knows the buckets and cuts the graph between them, so that a bucket is
     # summed over the processes while the backward pass goes on (tests/test_overlap.py, docs/runs.md).
     return DistributedDataParallel(run, gradient_as_bucket_view=True, **{BUFFERS: False}), run
+
+
+def keep_graphs_with_autocast() -> None:
+    """Let a later process find the compiled model again where it turns autocast off for a moment (`linear_fp32`).
+
+    torch.compile keeps no graph that enters autocast, though what it enters with is part of the graph and so of the key
+    under which it would be kept.
+    """
+    names = [f"torch.amp.autocast_mode.{name}" for name in ("_enter_autocast", "_exit_autocast")]
+    torch._inductor.config.unsafe_marked_cacheable_functions.update(dict.fromkeys(names, torch.__version__))
 
 
 @contextlib.contextmanager

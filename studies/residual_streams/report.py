@@ -317,6 +317,8 @@ def write_pages(grid: Grid, folder: Path) -> None:
 def main():
     with configurator.one_line_errors():
         args = arguments()
+        if not args.results.is_dir():
+            raise ValueError(f"--results={args.results}: no such folder; give the one that run.py keeps its runs in")
         grid = Grid(args.preset, Path("sweeps/residual_streams"), args.results)
         write(grid, args.out or args.results, args.page or PAGES[args.preset])
         if args.pages:
