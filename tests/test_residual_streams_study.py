@@ -109,6 +109,17 @@ def test_more_right_answers_are_better_on_a_task():
     assert found.word == "better"
 
 
+def test_two_arms_that_have_all_answers_were_not_compared():
+    values = {"tokens": {arm: dict.fromkeys(range(5), 1.0) for arm in "ab"}}
+    hypothesis = Hypothesis("H", "", (("a", "b"),))
+    [found] = findings.compare("recall", (hypothesis,), values, range(5), lower=False)
+    assert (found.word, findings.outcome([found])) == ("ceiling", "ceiling")
+    values["tokens"]["b"] = dict.fromkeys(range(5), 0.9)
+    assert findings.compare("recall", (hypothesis,), values, range(5), lower=False)[0].word == "better"
+    values["tokens"] = {arm: dict.fromkeys(range(5), 1.0) for arm in "ab"}  # nats
+    assert findings.compare("language", (hypothesis,), values, range(5), lower=True)[0].word == "level"
+
+
 @pytest.mark.parametrize(
     ("shift", "p", "word"),
     [(0.0, 0.9, "level"), (0.008, 0.9, "undecided"), (0.008, 0.04, "worse"), (-0.008, 0.04, "better")],

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from reporting.runs import Run
 from studies.residual_streams.arms import BASELINE
@@ -85,7 +86,8 @@ def compare(
 ) -> list[Finding]:
     """One for every pair of every hypothesis, corrected for their number, those to come included.
 
-    values: by what is equal; lower: whether lower ones are better.
+    values: by what is equal; lower: whether lower ones are better, else they are shares of right answers. Where both
+    arms have all answers the word is "ceiling": nothing was compared.
     """
     seeds, found = list(seeds), []
     for hypothesis in hypotheses:
@@ -93,10 +95,14 @@ def compare(
         for arm, than in hypothesis.pairs:
             found.append(Finding(problem, hypothesis, arm, than, difference(by_arm, arm, than, seeds)))
     corrected = statistics.holm([each.estimate.p() if each.estimate else 1.0 for each in found])
-    return [
-        replace(each, p=p, word=word_of(each.estimate, p, lower)) if each.estimate else each
-        for each, p in zip(found, corrected)
-    ]
+    judged = []
+    for each, p in zip(found, corrected):
+        if each.estimate:
+            arms = [values[each.hypothesis.at][name] for name in (each.arm, each.than)]
+            ceiling = not lower and all(fmean(own[seed] for seed in seeds) > 1 - SMALLEST for own in arms)
+            each = replace(each, p=p, word="ceiling" if ceiling else word_of(each.estimate, p, lower))
+        judged.append(each)
+    return judged
 
 
 def difference(by_arm: Values, arm: str, than: str, seeds: Iterable[int]) -> Estimate | None:
@@ -116,8 +122,9 @@ def word_of(estimate: Estimate, p: float, lower: bool) -> str:
 def outcome(findings: list[Finding]) -> str:
     """What comparisons that must all hold say of their hypothesis on one problem (PLAN.md)."""
     words, hypothesis = [each.word for each in findings], findings[0].hypothesis
-    if "pending" in words:
-        return "pending"
+    for word in ("pending", "ceiling"):
+        if word in words:
+            return word
     if hypothesis.differs:
         words = ["better" if word == "worse" else word for word in words]
     if all(word == "better" for word in words):
