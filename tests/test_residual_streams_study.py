@@ -86,6 +86,10 @@ def test_what_words_make_of_a_hypothesis(words, differs, said):
     assert findings.outcome([finding(word, hypothesis) for word in words]) == said
 
 
+def compare(hypotheses, values, problem="language"):
+    return findings.compare(problem, arms.PRESETS["cpu"][problem], hypotheses, values, range(5))
+
+
 def test_comparisons_are_paired_by_seed_and_corrected_together():
     """Ten comparisons of the same differences: alone each would be "better" (p = 0.031), together none is."""
     hypothesis = Hypothesis("H", "", (("a", "b"),) * 10)
@@ -93,31 +97,31 @@ def test_comparisons_are_paired_by_seed_and_corrected_together():
     own = {seed: 3.0 + noise[seed] for seed in range(5)}
     differences = (-0.05, -0.01, -0.04, -0.02, -0.08)
     values = {"tokens": {"a": {seed: own[seed] + differences[seed] for seed in range(5)}, "b": own}}
-    [one, *_] = findings.compare("language", (Hypothesis("H", "", (("a", "b"),)),), values, range(5), True)
+    [one, *_] = compare((Hypothesis("H", "", (("a", "b"),)),), values)
     assert one.estimate.mean == pytest.approx(-0.04)
     assert one.word == "better"
-    assert {each.word for each in findings.compare("language", (hypothesis,), values, range(5), True)} == {"undecided"}
+    assert {each.word for each in compare((hypothesis,), values)} == {"undecided"}
     missing = Hypothesis("H", "", (("a", "b"), *[("a", "e")] * 9))  # runs to come are counted
-    assert findings.compare("language", (missing,), values, range(5), True)[0].word == "undecided"
+    assert compare((missing,), values)[0].word == "undecided"
     del values["tokens"]["a"][4]
-    assert findings.compare("language", (hypothesis,), values, range(5), True)[0].word == "pending"
+    assert compare((hypothesis,), values)[0].word == "pending"
 
 
 def test_more_right_answers_are_better_on_a_task():
     values = {"tokens": {"a": {seed: 0.9 + 0.01 * seed for seed in range(5)}, "b": dict.fromkeys(range(5), 0.5)}}
-    [found] = findings.compare("recall", (Hypothesis("H", "", (("a", "b"),)),), values, range(5), lower=False)
+    [found] = compare((Hypothesis("H", "", (("a", "b"),)),), values, "recall")
     assert found.word == "better"
 
 
-def test_two_arms_that_have_all_answers_were_not_compared():
-    values = {"tokens": {arm: dict.fromkeys(range(5), 1.0) for arm in "ab"}}
+def test_two_arms_at_the_same_end_of_the_scale_were_not_compared():
     hypothesis = Hypothesis("H", "", (("a", "b"),))
-    [found] = findings.compare("recall", (hypothesis,), values, range(5), lower=False)
-    assert (found.word, findings.outcome([found])) == ("ceiling", "ceiling")
-    values["tokens"]["b"] = dict.fromkeys(range(5), 0.9)
-    assert findings.compare("recall", (hypothesis,), values, range(5), lower=False)[0].word == "better"
-    values["tokens"] = {arm: dict.fromkeys(range(5), 1.0) for arm in "ab"}  # nats
-    assert findings.compare("language", (hypothesis,), values, range(5), lower=True)[0].word == "level"
+    for a, b, word in ((1.0, 1.0, "ceiling"), (1.0, 0.9, "better"), (0.25, 0.255, "floor"), (0.25, 0.4, "worse")):
+        values = {"tokens": {"a": dict.fromkeys(range(5), a), "b": dict.fromkeys(range(5), b)}}
+        [found] = compare((hypothesis,), values, "recall")
+        assert found.word == word
+        assert findings.outcome([found]) == {"better": "supported", "worse": "refuted"}.get(word, word)
+    values = {"tokens": {arm: dict.fromkeys(range(5), 1.0) for arm in "ab"}}  # nats
+    assert compare((hypothesis,), values)[0].word == "level"
 
 
 @pytest.mark.parametrize(
@@ -162,6 +166,7 @@ def tiny(tmp_path, monkeypatch):
 def stage(name, tiny, monkeypatch, capfd) -> str:
     """What `run.py NAME` prints."""
     monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(sys, "argv", ["run.py", name, f"--runs={tiny.runs}", f"--results={tiny.results}"])
     run.main()
     return capfd.readouterr().out

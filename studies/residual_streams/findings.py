@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from reporting.runs import Run
-from studies.residual_streams.arms import BASELINE
+from studies.residual_streams.arms import BASELINE, Problem
 from studies.residual_streams.grid import arm_of
 from training import statistics
 from training.statistics import Estimate
@@ -82,27 +82,36 @@ def final_values(runs: Iterable[Run], metric: str, guess: float) -> Values:
 
 
 def compare(
-    problem: str, hypotheses: tuple[Hypothesis, ...], values: dict[str, Values], seeds: Iterable[int], lower: bool
+    name: str, problem: Problem, hypotheses: tuple[Hypothesis, ...], values: dict[str, Values], seeds: Iterable[int]
 ) -> list[Finding]:
     """One for every pair of every hypothesis, corrected for their number, those to come included.
 
-    values: by what is equal; lower: whether lower ones are better, else they are shares of right answers. Where both
-    arms have all answers the word is "ceiling": nothing was compared.
+    values: by what is equal.
     """
     seeds, found = list(seeds), []
     for hypothesis in hypotheses:
         by_arm = values.get(hypothesis.at, {})
         for arm, than in hypothesis.pairs:
-            found.append(Finding(problem, hypothesis, arm, than, difference(by_arm, arm, than, seeds)))
+            found.append(Finding(name, hypothesis, arm, than, difference(by_arm, arm, than, seeds)))
     corrected = statistics.holm([each.estimate.p() if each.estimate else 1.0 for each in found])
     judged = []
     for each, p in zip(found, corrected):
         if each.estimate:
             arms = [values[each.hypothesis.at][name] for name in (each.arm, each.than)]
-            ceiling = not lower and all(fmean(own[seed] for seed in seeds) > 1 - SMALLEST for own in arms)
-            each = replace(each, p=p, word="ceiling" if ceiling else word_of(each.estimate, p, lower))
+            means = [fmean(own[seed] for seed in seeds) for own in arms]
+            word = end_of_scale(problem, means) or word_of(each.estimate, p, problem.lower_is_better)
+            each = replace(each, p=p, word=word)
         judged.append(each)
     return judged
+
+
+def end_of_scale(problem: Problem, means: list[float]) -> str:
+    """Where two arms both have all answers, or both no more than a guess has: nothing was compared. "" elsewhere."""
+    if problem.lower_is_better:
+        return ""
+    if min(means) > 1 - SMALLEST:
+        return "ceiling"
+    return "floor" if max(means) < problem.guess + SMALLEST else ""
 
 
 def difference(by_arm: Values, arm: str, than: str, seeds: Iterable[int]) -> Estimate | None:
@@ -122,7 +131,7 @@ def word_of(estimate: Estimate, p: float, lower: bool) -> str:
 def outcome(findings: list[Finding]) -> str:
     """What comparisons that must all hold say of their hypothesis on one problem (PLAN.md)."""
     words, hypothesis = [each.word for each in findings], findings[0].hypothesis
-    for word in ("pending", "ceiling"):
+    for word in ("pending", "ceiling", "floor"):
         if word in words:
             return word
     if hypothesis.differs:

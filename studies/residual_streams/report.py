@@ -52,7 +52,7 @@ def numbers(grid: Grid) -> dict:
 def of_problem(grid: Grid, problem: str) -> dict:
     of, values = grid.problem(problem), equal.values(grid, problem)
     families = (findings.OF_LANGUAGE, findings.EXPLORED) if problem == "language" else (findings.OF_TASKS,)
-    made = [findings.compare(problem, family, values, SEEDS, of.lower_is_better) for family in families]
+    made = [findings.compare(problem, of, family, values, SEEDS) for family in families]
     costs, chosen = equal.costs(grid, problem), grid.chosen().get(problem, {})
     arms = {}
     for arm in of.arms:
@@ -179,13 +179,14 @@ def language(found: dict) -> str:
     """Loss of every arm at equal cost, best first at equal tokens."""
     problem = found["language"]
     header = ["arm", "rate", "loss, equal tokens", "- additive", "equal FLOPs", "equal seconds", "- additive"]
-    header += ["equal eager seconds", "FLOPs", "speed", "eager", "parameters"]
+    header += ["steps", "equal eager seconds", "FLOPs", "speed", "eager", "parameters"]
     rows = []
     for arm, one in ordered(problem).items():
         at = one["equal"]
         tokens, seconds = at["tokens"], at["seconds"]
         cells = [amount(tokens), less(arm, tokens), amount(at["FLOPs"]), amount(seconds), less(arm, seconds)]
-        cells.append(amount(at["eager seconds"]) or at_least(one, problem["steps"].get(arm), seconds))
+        share = problem["steps"].get(arm)
+        cells += [share and f"{share:.1%}", amount(at["eager seconds"]) or at_least(one, share, seconds)]
         cells += [one.get(key) and f"{one[key]:.2f}" for key in ("flops", "speed", "eager")]
         count = one.get("parameters")
         rows.append([arm, f"{one['rate']:g}" if one["rate"] else None, *cells, count and f"{count:,}"])

@@ -15,6 +15,7 @@ even where its folder is gone. --preset=gpu: the sizes for a GPU (gpu.sh).
 """
 
 import math
+import os
 import shlex
 import sys
 import threading
@@ -154,6 +155,8 @@ def main():
                 loss = found[cell.folder]
                 print(f"{cell.folder} | {'to do' if loss is None else f'{loss:.4f}'}")
             return
+        if args.preset == "cpu":
+            os.environ.setdefault("OMP_NUM_THREADS", "1")  # also of a run that has the machine to itself (PLAN.md)
         train(args, grid)
 
 
