@@ -58,6 +58,20 @@ OF_TASKS = (
     Hypothesis("T2", "DDL beats additive", (("DDL", BASELINE),)),
 )
 
+# Asked after the results of the language: (arm, than, at equal). They have intervals, not corrected, and no words.
+AFTERWARDS = (
+    ("DDL-CC", "wide, CC", "tokens"),
+    ("DDL, identity, no erase", "DDL-CC-EC", "tokens"),
+    ("DDL, identity", BASELINE, "seconds"),
+    ("DDL, identity", "wide, identity", "seconds"),
+    ("DDL, identity", "DDL, identity, no erase", "seconds"),
+    ("DDL, identity", "AttnRes", "seconds"),
+    ("HC", BASELINE, "seconds"),
+    ("AttnRes", BASELINE, "seconds"),
+    ("DDL-CC-EC", "AttnRes", "seconds"),
+    ("DDL, identity, no erase", "AttnRes", "seconds"),
+)
+
 
 @dataclass(frozen=True)
 class Finding:

@@ -54,7 +54,11 @@ def of_problem(grid: Grid, problem: str) -> dict:
     families = (findings.OF_LANGUAGE, findings.EXPLORED) if problem == "language" else (findings.OF_TASKS,)
     made = [findings.compare(problem, of, family, values, SEEDS) for family in families]
     costs, chosen = equal.costs(grid, problem), grid.chosen().get(problem, {})
-    arms = {}
+    arms, afterwards = {}, []
+    for arm, than, equal_in in findings.AFTERWARDS if problem == "language" else ():
+        if found := findings.difference(values.get(equal_in, {}), arm, than, SEEDS):
+            row = {"arm": arm, "than": than, "at": equal_in, "mean": found.mean, "ci95": found.half}
+            afterwards.append(row)
     for arm in of.arms:
         arms[arm] = {"rate": chosen.get(arm, {}).get("learning_rate"), "tried": chosen.get(arm, {}).get("tried")}
         arms[arm] |= asdict(costs[arm]) if arm in costs else {}
@@ -66,6 +70,7 @@ def of_problem(grid: Grid, problem: str) -> dict:
         "arms": arms,
         "steps": equal.shares_of_steps(grid, problem),
         "hypotheses": [of_hypothesis(each, found) for own, found in zip(families, made) for each in own],
+        "afterwards": afterwards,
         "again": again(*(runs[stage] for stage in ("tokens", "again"))),
         "runs": {stage: about(each) for stage, each in runs.items()},
         "corpora": corpora([run for each in runs.values() for run in each]),
@@ -175,6 +180,13 @@ def of_one(problem: dict) -> str:
     return tables.markdown(header, rows)
 
 
+def afterwards(found: dict) -> str:
+    """Comparisons that no plan had."""
+    asked = found["language"]["afterwards"]
+    rows = [[f"{one['arm']} - {one['than']}", one["at"], signed(one)] for one in asked]
+    return tables.markdown(["difference", "at equal", "mean ± 95% (nats), uncorrected"], rows)
+
+
 def language(found: dict) -> str:
     """Loss of every arm at equal cost, best first at equal tokens."""
     problem = found["language"]
@@ -272,7 +284,7 @@ def runs(found: dict) -> str:
     return text
 
 
-PARTS = {"verdicts": verdicts, "language": language, "tasks": tasks, "rates": rates, "data": data, "runs": runs}
+PARTS = {make.__name__: make for make in (verdicts, afterwards, language, tasks, rates, data, runs)}
 
 
 def filled(page: str, parts: dict[str, str]) -> str:
