@@ -160,7 +160,7 @@ def test_stop_and_busy(chromium, monkeypatch):
 
     model = build("DDL-gpt-mha-rope", **SMALL)
     torch.nn.init.zeros_(model.ln_f.weight)  # the likeliest token is always 0
-    model.ln_f.register_forward_hook(lambda *_: time.sleep(0.005))
+    model.ln_f.register_forward_hook(lambda *_: time.sleep(0.03))  # 2000 tokens outlast a slow page
     with browser.local(model, byte_tokenizer()) as address:
         chromium.get(address)
         for by_key in (False, True):
