@@ -314,3 +314,8 @@ def test_its_differences_are_those_of_a_paired_t_test(problem):
         assert pair["ci95"] == pytest.approx((interval.high - interval.low) / 2)
         same = values[pair["arm"]] == values[pair["than"]]  # then scipy has no p-value
         assert pair["p"] == 1 if same else pair["p"] >= found.pvalue * 0.999999
+    other_rate = {f"{arm}, other's rate": own for arm, own in last_values("swapped", problem).items()}
+    for row in STORED[problem]["afterwards"]:
+        values = by_stage[row["at"]] | other_rate
+        interval = stats.ttest_rel(values[row["arm"]], values[row["than"]]).confidence_interval(0.95)
+        assert (row["mean"] - row["ci95"], row["mean"] + row["ci95"]) == pytest.approx(tuple(interval))

@@ -54,6 +54,9 @@ ON_TASKS = (
 
 
 AGAIN = {"language": "DDL", "k_hop": "DDL-CC"}  # arms whose first seed is trained twice
+# Arms of tasks that are trained once more with the learning rate of the arm that they are compared with.
+SWAPPED = {"DDL": "DDL, no erase", "DDL, no erase": "DDL"}
+SWAPPED_ON = "permutations", "k_hop"
 
 
 @dataclass(frozen=True)

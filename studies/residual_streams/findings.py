@@ -58,8 +58,10 @@ OF_TASKS = (
     Hypothesis("T2", "DDL beats additive", (("DDL", BASELINE),)),
 )
 
-# Asked after the results of the language: (arm, than, at equal). They have intervals, not corrected, and no words.
-AFTERWARDS = (
+OTHER_RATE = ", other's rate"  # an arm of the stage swapped
+AT_ONE_RATE = ("DDL", f"DDL, no erase{OTHER_RATE}", "tokens"), (f"DDL{OTHER_RATE}", "DDL, no erase", "tokens")
+# Asked after results were seen, by problem: (arm, than, at equal). They have intervals, not corrected, and no words.
+OF_LANGUAGE_AFTERWARDS = (
     ("DDL-CC", "wide, CC", "tokens"),
     ("DDL, identity, no erase", "DDL-CC-EC", "tokens"),
     ("DDL, identity", BASELINE, "seconds"),
@@ -71,6 +73,7 @@ AFTERWARDS = (
     ("DDL-CC-EC", "AttnRes", "seconds"),
     ("DDL, identity, no erase", "AttnRes", "seconds"),
 )
+AFTERWARDS = {"language": OF_LANGUAGE_AFTERWARDS, "permutations": AT_ONE_RATE, "k_hop": AT_ONE_RATE}
 
 
 @dataclass(frozen=True)

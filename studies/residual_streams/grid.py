@@ -11,12 +11,13 @@ import numpy as np
 import sweep
 from reporting import packed
 from reporting.runs import UNSHOWN, Run, load
-from studies.residual_streams.arms import ARMS, BASELINE, PRESETS, SEARCH_SEED, SEEDS, Problem
+from studies.residual_streams.arms import ARMS, BASELINE, PRESETS, SEARCH_SEED, SEEDS, SWAPPED, Problem
 from training import stopping
 
-STAGES = "rates", "tokens", "again", "alone", "seconds", "eager"
+STAGES = "rates", "tokens", "again", "swapped", "alone", "seconds", "eager"
 RESULTS = "tokens", "seconds"  # stages whose runs are results
-FEW = {"rates": 20, "again": 20}  # points kept of the curve of a run by stage; of others as many as a packed run has
+# Points kept of the curve of a run by stage; of others as many as a packed run has.
+FEW = {"rates": 20, "again": 20, "swapped": 20}
 MOST_RATES = 8  # tried of an arm before its grid ends, edge or not
 TIMED = 0.12  # share of the steps of runs of which the speed alone is of use
 ALONE, EAGER = SEEDS[:3], SEEDS[:2]  # their seeds, compiled and not
@@ -71,6 +72,10 @@ class Grid:
     def _again(self, problem: str, arm: str) -> list[sweep.Cell]:
         """The first of the stage tokens once more, to see that it ends with the same bits."""
         return self.seeds("again", problem, arm, SEEDS[:1])
+
+    def _swapped(self, problem: str, arm: str) -> list[sweep.Cell]:
+        """Every seed once more, with the learning rate of the arm that it is compared with."""
+        return self.seeds("swapped", problem, arm, SEEDS, learning_rate=self.chosen_rate(problem, SWAPPED[arm]))
 
     def _seconds(self, problem: str, arm: str) -> list[sweep.Cell]:
         """Every seed, with as many steps as take the baseline's seconds; none of the baseline, whose runs are there."""

@@ -55,7 +55,9 @@ def of_problem(grid: Grid, problem: str) -> dict:
     made = [findings.compare(problem, of, family, values, SEEDS) for family in families]
     costs, chosen = equal.costs(grid, problem), grid.chosen().get(problem, {})
     arms, afterwards = {}, []
-    for arm, than, equal_in in findings.AFTERWARDS if problem == "language" else ():
+    swapped = findings.final_values(grid.kept("swapped", problem), of.metric, of.guess)
+    values["tokens"] |= {f"{arm}{findings.OTHER_RATE}": by_seed for arm, by_seed in swapped.items()}
+    for arm, than, equal_in in findings.AFTERWARDS.get(problem, ()):
         if found := findings.difference(values.get(equal_in, {}), arm, than, SEEDS):
             row = {"arm": arm, "than": than, "at": equal_in, "mean": found.mean, "ci95": found.half}
             afterwards.append(row)
@@ -182,9 +184,13 @@ def of_one(problem: dict) -> str:
 
 def afterwards(found: dict) -> str:
     """Comparisons that no plan had."""
-    asked = found["language"]["afterwards"]
-    rows = [[f"{one['arm']} - {one['than']}", one["at"], signed(one)] for one in asked]
-    return tables.markdown(["difference", "at equal", "mean ± 95% (nats), uncorrected"], rows)
+    rows = []
+    for name, problem in found.items():
+        factor, digits, unit = scale(problem)
+        for one in problem["afterwards"]:
+            difference = f"{one['arm']} - {one['than']}"
+            rows.append([name, difference, one["at"], f"{signed(one, digits, factor)} {unit}"])
+    return tables.markdown(["problem", "difference", "at equal", "mean ± 95%, uncorrected"], rows)
 
 
 def language(found: dict) -> str:

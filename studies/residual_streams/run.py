@@ -3,6 +3,7 @@
     python studies/residual_streams/run.py rates                  the learning rate of every arm, on a seed of its own
     python studies/residual_streams/run.py tokens                 every arm and seed, the same number of tokens
     python studies/residual_streams/run.py again                  one run of two problems once more: the same bits?
+    python studies/residual_streams/run.py swapped                on tasks: two arms, with each other's learning rate
     python studies/residual_streams/run.py alone --jobs=1         on the language: every arm's speed, on a quiet machine
     python studies/residual_streams/run.py eager --jobs=1         the same without compilation
     python studies/residual_streams/run.py seconds                on the language: every arm and seed, the same seconds
@@ -27,7 +28,7 @@ import configurator  # before all that is slow to import
 
 # isort: split
 import sweep
-from studies.residual_streams.arms import AGAIN, ARMS, PRESETS
+from studies.residual_streams.arms import AGAIN, ARMS, PRESETS, SWAPPED, SWAPPED_ON
 from studies.residual_streams.grid import STAGES, Grid, final_loss, is_of, name_of
 from training.provenance import store
 
@@ -53,6 +54,8 @@ def pairs(args) -> list[tuple[str, str]]:
     problems = PRESETS[args.preset]
     if args.stage in ("seconds", "alone", "eager"):
         problems = {"language": problems["language"]}
+    if args.stage == "swapped":
+        problems = {name: replace(problems[name], arms=tuple(SWAPPED)) for name in SWAPPED_ON if name in problems}
     if args.stage == "again":
         problems = {name: replace(problems[name], arms=(arm,)) for name, arm in AGAIN.items() if name in problems}
     for name, given, known in (("problem", args.problem, problems), ("arm", args.arm, ARMS)):
