@@ -55,6 +55,26 @@ def test_a_later_process_finds_the_compiled_model():
     assert found[1] == {"bypass": 0, "miss": 0, "hit": 1}
 
 
+@pytest.mark.skipif(not distributed.can_compile(torch.device("cpu")), reason="no C++ compiler")
+def test_a_kept_graph_is_of_one_autocast():
+    """Graphs that differ in nothing but what they enter autocast with are told apart."""
+    distributed.keep_graphs_with_autocast()
+
+    def product(x, weight, enabled, dtype):
+        with torch.autocast("cpu", dtype, enabled=enabled):
+            return torch.nn.functional.linear(x, weight)
+
+    x, weight = torch.randn(8, 8), torch.randn(8, 8, requires_grad=True)
+    cases = [(False, torch.bfloat16), (True, torch.bfloat16), (True, torch.float16)]
+    for case in cases * 2:  # the second time all three are kept
+        torch._dynamo.reset()
+        counters.clear()
+        compiled = torch.compile(product)(x, weight, *case)
+        compiled.sum().backward()
+        torch.testing.assert_close(compiled, product(x, weight, *case), rtol=0, atol=0)
+    assert counters["aot_autograd"]["autograd_cache_hit"] == 1
+
+
 KEYS = {**CONSTANT, "global_batch_size": 12, "checkpoint_interval": 3, "eval_interval": 4, "statistics_interval": 4}
 MUON, RECOMPUTED = {"optimizer": "muon"}, {"activation_checkpointing": True}
 LARGE = {"hidden_size": 192, "num_hidden_layers": 3}  # 6 MB: several buckets, of which the first has 1 MB

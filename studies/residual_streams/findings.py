@@ -114,8 +114,8 @@ def compare(
     judged = []
     for each, p in zip(found, corrected):
         if each.estimate:
-            arms = [values[each.hypothesis.at][name] for name in (each.arm, each.than)]
-            means = [fmean(own[seed] for seed in seeds) for own in arms]
+            by_arm = values[each.hypothesis.at]
+            means = [fmean(by_arm[arm][seed] for seed in seeds) for arm in (each.arm, each.than)]
             word = end_of_scale(problem, means) or word_of(each.estimate, p, problem.lower_is_better)
             each = replace(each, p=p, word=word)
         judged.append(each)

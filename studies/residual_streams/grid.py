@@ -148,7 +148,7 @@ class Grid:
         steps: dict[str, list[float]] = {}
         for run in self.kept(stage, problem):
             steps.setdefault(arm_of(run), []).extend(run.training["tokens_per_second"].drop_nulls())
-        return over_baseline({arm: float(np.quantile(own, FASTEST)) for arm, own in steps.items()})
+        return over_baseline({arm: float(np.quantile(own, FASTEST)) for arm, own in steps.items() if own})
 
 
 @functools.lru_cache(maxsize=16)
@@ -189,10 +189,10 @@ def is_of(run: Run, cell: sweep.Cell) -> bool:
     return all(run.settings.get(key) == value for key, value in cell.settings.items() if key not in UNSHOWN)
 
 
-def over_baseline(numbers: dict[str, float]) -> dict[str, float]:
-    """Each arm's over the baseline's; empty without that."""
+def over_baseline(numbers: dict[str, float | None]) -> dict[str, float]:
+    """Each arm's that is known over the baseline's; empty without that."""
     base = numbers.get(BASELINE)
-    return {arm: number / base for arm, number in numbers.items()} if base else {}
+    return {arm: number / base for arm, number in numbers.items() if number} if base else {}
 
 
 def name_of(cell: sweep.Cell, arm: str) -> str:
