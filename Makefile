@@ -1,5 +1,6 @@
 # make train   from a fresh clone to a trained model, its loss curve and a sample of what it writes
 # make test    the test-suite            make soak   every count in full (up to 40 minutes)
+# make golden  hold today's code to the runs and shards of an earlier version (tests/golden)
 # make lint    ruff, check and format    make clean  remove what the above made, .venv aside
 #
 # ARGS goes to train.py: make train ARGS="--max_steps=20". Runs with other ARGS get folders of their own, named after
@@ -19,7 +20,7 @@ digest = $(shell printf %s $(quoted) | sha256sum | cut -c1-8)
 given := $(lastword $(filter --out_dir=%,$(ARGS)))
 RUN := $(or $(patsubst --out_dir=%,%,$(given)),runs/$(basename $(notdir $(CONFIG)))$(if $(strip $(ARGS)),-$(settings)-$(digest)))
 
-.PHONY: train test soak lint format clean
+.PHONY: train test soak golden lint format clean
 
 # The dry run answers a mistake in ARGS with one line, which torchrun would bury.
 train: .venv/installed $(CORPUS)
@@ -32,7 +33,10 @@ test: .venv/installed $(CORPUS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 soak: .venv/installed $(CORPUS)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not golden"
+
+golden: .venv/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m golden
 
 lint: .venv/installed
 	$(BIN)/ruff check .

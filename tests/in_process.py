@@ -1,13 +1,18 @@
 """Scripts in the test's own process: starting Python with torch takes three seconds."""
 
 import contextlib
+import functools
 import importlib
 import io
+import os
 import signal
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 
 @contextlib.contextmanager
@@ -41,3 +46,21 @@ def call(path: str, *arguments, stdin: bytes = b"") -> subprocess.CompletedProce
         except SystemExit as end:
             code = end.code or 0
     return subprocess.CompletedProcess(argv, code, out.getvalue().encode(), err.getvalue().encode())
+
+
+def one_of(processes: int, rank: int, port: int, log: Path, arguments: list[str]) -> None:
+    """train.py as torchrun would start it."""
+    job = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in job.items()})
+    result = call("train.py", *arguments)
+    log.with_name(f"{log.name}_{rank}").write_bytes(result.stdout + result.stderr)
+    sys.exit(result.returncode)
+
+
+def finish_together(processes: int, arguments: list[str], log: Path) -> str:
+    """What several processes print, in children of this one, to their end."""
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    work = functools.partial(one_of, processes)
+    torch.multiprocessing.start_processes(work, (port, log, arguments), nprocs=processes, start_method="fork")
+    return "".join(path.read_text() for path in log.parent.glob(f"{log.name}_*"))

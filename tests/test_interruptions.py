@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import functools
 import json
 import math
 import multiprocessing
@@ -11,7 +10,6 @@ import random
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT, SMALL, one_line_error, small_run, wait_for
-from in_process import call
+from in_process import call, finish_together
 
 import train
 from model import build
@@ -59,24 +57,6 @@ def train_into(log, arguments) -> None:
     sys.argv = ["train.py", *map(str, arguments)]
     with open(log, "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
         train.main()
-
-
-def one_of(processes: int, rank: int, port: int, log: Path, arguments: list[str]) -> None:
-    """train.py as torchrun would start it."""
-    job = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in job.items()})
-    result = call("train.py", *arguments)
-    log.with_name(f"{log.name}_{rank}").write_bytes(result.stdout + result.stderr)
-    sys.exit(result.returncode)
-
-
-def finish_together(processes: int, arguments: list[str], log: Path) -> str:
-    """What several processes print, in children of this one, to their end."""
-    with socket.create_server(("localhost", 0)) as free:
-        port = free.getsockname()[1]
-    work = functools.partial(one_of, processes)
-    torch.multiprocessing.start_processes(work, (port, log, arguments), nprocs=processes, start_method="fork")
-    return "".join(path.read_text() for path in log.parent.glob(f"{log.name}_*"))
 
 
 def finish(*arguments) -> str:

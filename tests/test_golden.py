@@ -1,0 +1,245 @@
+"""Runs and shards that an earlier version of this code left, and that today's must go on from: `pytest -m golden`.
+
+`tests/golden/` holds, for every stem, the checkpoint of a tiny run at step 6 and, in golden.json, the settings, losses
+and gradient norms of its ten steps with a digest of all that it ended with; and the SHA-256 of the shards that each
+corpus's script made of the texts below. On the machine and torch that wrote them a run must end with the same bits;
+elsewhere, where products are summed in another order, its losses must be close.
+
+    PYTHONPATH=. python tests/test_golden.py NAME ...      writes anew what a change is meant to change
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from in_process import call, finish_together
+
+from data.shards import read_json, write_json, write_shard
+from model import STEMS, model_class
+from training import checkpoint, metrics
+
+ROOT = Path(__file__).parents[1]
+
+GOLDEN = ROOT / "tests" / "golden"
+RECORD = GOLDEN / "golden.json"
+STEPS, BEGIN = 10, 6
+# Relative losses on another machine. Muon's Newton-Schulz steps enlarge what rounding leaves.
+CLOSE = {"adamw": 1e-4, "muon": 1e-2}
+
+RUN = {"seed": 3, "device": "cpu", "dtype": "float32", "compile": False, "kernels": "off", "engine": "ddp"}
+RUN |= {"max_steps": STEPS, "global_batch_size": 4, "micro_batch_size": 2, "optimizer": "adamw", "grad_clip": 1.0}
+RUN |= {"learning_rate": 1e-2, "min_lr": 1e-3, "schedule": "cosine", "warmup_steps": 3, "weight_decay": 0.1}
+RUN |= {"beta1": 0.9, "beta2": 0.95, "eval_interval": 5, "eval_batches": 2, "eval_full": True, "eval_part": "all"}
+RUN |= {"checkpoint_interval": 3, "keep_last": 9}
+SIZE = {"vocab_size": 257, "block_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "hidden_size": 8}
+SIZE |= {"head_dim": 4}
+# Keys of a model that do nothing beside the values that these runs have; a run that uses one names it.
+IDLE = {"hidden_size_base", "ddl_beta_hidden_size", "ddl_k_branch", "ddl_k_input", "ddl_k_hidden_size"}
+IDLE |= {"ddl_v_constant_value"}
+ADDITIVE, CC, CC_EC = "gpt-mha-rope", "DDL-gpt-mha-rope-CC", "DDL-gpt-mha-rope-CC-EC"
+V_MAP = {"ddl_map": "v", "ddl_k_branch": "mlp", "ddl_k_input": "read", "ddl_k_hidden_size": 5}
+V_MAP |= {"ddl_beta_single_linear": False, "ddl_beta_hidden_size": 3}
+JULY = {"ddl_v_input": "context", "ddl_v_sigmoid": False}
+MUP = {"mup": True, "hidden_size_base": 32, "schedule": "wsd", "decay_steps": 4}
+# name: (processes, keys); all other keys of the model are given at what was their default.
+RUNS = {stem: (1, {"model": stem}) for stem in STEMS}
+RUNS |= {f"{stem}_muon": (1, {"model": stem, "optimizer": "muon"}) for stem in (ADDITIVE, CC)}
+RUNS |= {"v-Map": (1, {"model": "DDL-gpt-mha-rope", **V_MAP}), "July": (1, {"model": CC, **JULY})}
+RUNS |= {"muP": (1, {"model": CC_EC, **MUP})}
+for engine in ("ddp", "fsdp"):
+    RUNS |= {f"{stem}_{engine}": (2, {"model": stem, "engine": engine}) for stem in (ADDITIVE, CC_EC)}
+
+DOCUMENTS = [
+    "One document.\n",
+    "Ümlaute and 日本語: 👩‍👧\n\n",
+    "def f(x):\n    return x + 1\n",
+    "<|endoftext|> in a text ",
+]
+DOCUMENTS += [" ".join(str(i * i) for i in range(60)), "the cat sat on the mat, the dog on the log. " * 9]
+WIKI = ["", " = Robert <unk> = \n", "", " Robert is an actor . \n", " = = Career = = \n", "", " = Größe = \n", " x \n"]
+LIMITS = ["--shard_tokens=150", "--val_tokens=60"]
+DRAWN = ["--sequences=20", "--val_sequences=8", "--seed=1"]
+# name: the script of its corpus, and arguments; sources are the files that `sources` writes.
+CORPORA = {
+    "text": ["text", "--source", "files", "--tokenizer=bpe", "--vocab_size=300", *LIMITS],
+    "fineweb_edu": ["fineweb_edu", "--source", "rows.parquet", *LIMITS],
+    "pretokenized": ["fineweb_edu", "--pretokenized=shards"],
+    "openwebtext": ["openwebtext", "--source", "rows.jsonl", *LIMITS],
+    "wikitext": ["wikitext", "--repository=wikitext", "--version=2", "--tokenizer=bytes", "--shard_tokens=100"],
+    "python_stdlib": ["python_stdlib", "--tokenizer=bytes"],
+    "python_packages": ["python_packages", "--tokenizer=bytes", "--val_share=0.4"],
+    "copy_task": ["copy_task", "--half=5", "--symbols=7", *DRAWN],
+    "k_hop": ["k_hop", "--hops=2", "--positions=12", *DRAWN],
+    "permutations": ["permutations", "--length=4", *DRAWN],
+    "recall": ["recall", "--pairs=3", "--positions=16", "--symbols=10", *DRAWN],
+}
+
+
+@contextlib.contextmanager
+def alone():
+    """In the repository's root, with one thread: which decides the order in which products are summed."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with contextlib.chdir(ROOT):
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def settings_of(keys: dict) -> dict:
+    """Every key that decides what the run computes, so that another default changes nothing."""
+    config = vars(model_class(keys["model"]).Config(**SIZE))
+    return {**{key: value for key, value in config.items() if key not in IDLE}, **RUN, **keys}
+
+
+def train(processes: int, settings: dict, out: Path) -> None:
+    """train.py with these settings, or on from the checkpoint that `out` holds."""
+    given = {**settings, "dataset": "tests/golden/corpus", "out_dir": out}
+    arguments = ["--resume=auto", *(f"--{key}={value}" for key, value in given.items())]
+    if processes > 1:
+        finish_together(processes, arguments, out.parent / "log")
+    else:
+        result = call("train.py", *arguments)
+        assert result.returncode == 0, result.stderr.decode()
+
+
+def steps_of(out: Path) -> list[dict]:
+    """Loss and gradient norm of every step, and the validation loss where there was an evaluation."""
+    steps = {}
+    for record in metrics.read(out / "metrics.jsonl"):
+        kept = {key: record[key] for key in ("loss", "grad_norm", "val_loss") if key in record}
+        steps.setdefault(record["step"], {"step": record["step"]}).update(kept)
+    return list(steps.values())
+
+
+def digest_of(out: Path) -> str:
+    """SHA-256 over the names and bytes of the weights and the optimizer's state that the run ended with."""
+    result, last = hashlib.sha256(), checkpoint.find(out)
+    for kind in ("model", "optimizer"):
+        for name, tensor in sorted(checkpoint.load_tensors(last / f"{kind}.safetensors").items()):
+            result.update(f"{kind} {name} ".encode() + tensor.contiguous().numpy().tobytes())
+    return result.hexdigest()
+
+
+def here() -> dict:
+    """What decides the last bits: the processor, of which few words are too few, and torch."""
+    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    kind = dict(re.findall(r"^(model name|cpu family|model|stepping)\s*: (.*)$", text, re.MULTILINE))
+    return {**kind, "vectors": torch.backends.cpu.get_cpu_capability(), "torch": torch.__version__}
+
+
+def check_run(name: str, out: Path, begin: int) -> None:
+    """Train the run from step `begin` on, and hold it to what is kept of it."""
+    golden = read_json(RECORD)["runs"][name]
+    if begin:
+        shutil.copytree(GOLDEN / "runs" / name, out / "checkpoints" / f"step_{begin:08d}")
+    with alone():
+        train(RUNS[name][0], golden["settings"], out)
+    expected, found = [step for step in golden["steps"] if step["step"] > begin], steps_of(out)
+    assert [step["step"] for step in found] == [step["step"] for step in expected]
+    if golden["made"] == here():
+        assert found == expected
+        assert digest_of(out) == golden["digest"]
+    close = CLOSE[golden["settings"]["optimizer"]]
+    for step, wanted in zip(found, expected):
+        for key in wanted.keys() - {"grad_norm"}:
+            assert step[key] == pytest.approx(wanted[key], rel=close), f"{key} of step {step['step']}"
+
+
+def sources(folder: Path) -> None:
+    """The texts as every kind of file that corpora are made of."""
+    (folder / "files").mkdir()
+    for index, text in enumerate(DOCUMENTS):
+        (folder / "files" / f"{index}.txt").write_text(text, encoding="utf-8")
+    pq.write_table(pa.table({"text": DOCUMENTS}), folder / "rows.parquet", row_group_size=2)
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
+    (folder / "wikitext").mkdir()
+    parts = "\n".join(f"  - {{split: {part}, path: {part}.parquet}}" for part in ("train", "validation", "test"))
+    readme = f"---\nconfigs:\n- config_name: wikitext-2-raw-v1\n  data_files:\n{parts}\n---\n"
+    (folder / "wikitext" / "README.md").write_text(readme)
+    for index, part in enumerate(("train", "validation", "test")):
+        pq.write_table(pa.table({"text": WIKI[index:] * 3}), folder / "wikitext" / f"{part}.parquet")
+    (folder / "shards").mkdir()
+    for name, count in (("train_000001", 300), ("val_000000", 90)):
+        write_shard(folder / "shards" / f"fineweb_{name}.bin", np.arange(50256, 50256 - 7 * count, -7))
+    for library in ("stdlib", "packages"):
+        for index in range(6):
+            path = folder / library / f"p{index}" / "module.py"
+            path.parent.mkdir(parents=True)
+            path.write_text(f"# {library} {index}\n" + "".join(f"x{i} = {i * index}\n" for i in range(9 + index)))
+
+
+def shards_of(name: str, folder: Path) -> dict[str, str]:
+    """SHA-256 of the shards that the corpus's script makes there, by file."""
+    corpus, *arguments = CORPORA[name]
+    libraries = {"stdlib": str(folder / "stdlib"), "purelib": str(folder / "packages")}
+    with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sysconfig.get_path", libraries.__getitem__)
+        result = call(f"data/{corpus}/prepare.py", f"--out=made/{name}", "--workers=2", *arguments)
+        assert result.returncode == 0, result.stderr.decode()
+    files = sorted((folder / "made" / name).glob("*.bin"))
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+@pytest.fixture(scope="module")
+def source_files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sources")
+    sources(folder)
+    return folder
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("begin", [0, BEGIN])
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_begins_and_goes_on_as_it_did(name, begin, tmp_path):
+    check_run(name, tmp_path / "run", begin)
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("name", CORPORA)
+def test_a_corpus_has_the_same_shards(name, source_files):
+    assert shards_of(name, source_files) == read_json(RECORD)["corpora"][name]
+
+
+def write(names: list[str]) -> None:
+    """Write what is named anew: runs, corpora, or "corpus", which the runs are trained on."""
+    if "corpus" in names:
+        shutil.rmtree(GOLDEN / "corpus", ignore_errors=True)
+        limits = ["--tokenizer=bytes", "--val_tokens=400", "--max_tokens=4000", "--shard_tokens=2000"]
+        result = call("data/text/prepare.py", "--source=tests/corpus.txt", "--out=tests/golden/corpus", *limits)
+        assert result.returncode == 0, result.stderr.decode()
+        (GOLDEN / "corpus" / "preparation.json").unlink()
+    golden = read_json(RECORD) or {"runs": {}, "corpora": {}}
+    for name in (name for name in names if name in RUNS):
+        processes, keys = RUNS[name]
+        out = Path("runs") / "golden" / name  # relative: checkpoints keep it
+        shutil.rmtree(out, ignore_errors=True)
+        settings = settings_of(keys)
+        train(processes, settings, out)
+        run = {"settings": settings, "made": here(), "digest": digest_of(out), "steps": steps_of(out)}
+        golden["runs"][name] = run
+        shutil.rmtree(GOLDEN / "runs" / name, ignore_errors=True)
+        shutil.copytree(out / "checkpoints" / f"step_{BEGIN:08d}", GOLDEN / "runs" / name)
+        print(name, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        sources(Path(folder))
+        golden["corpora"] |= {name: shards_of(name, Path(folder)) for name in names if name in CORPORA}
+    write_json(RECORD, golden)
+
+
+if __name__ == "__main__":
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with alone():
+        write(sys.argv[1:])
