@@ -36,7 +36,7 @@ soak: .venv/installed $(CORPUS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not golden"
 
 golden: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m golden
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_golden.py -m golden
 
 lint: .venv/installed
 	$(BIN)/ruff check .

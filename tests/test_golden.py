@@ -144,7 +144,7 @@ def check_run(name: str, out: Path, begin: int) -> None:
     """Train the run from step `begin` on, and hold it to what is kept of it."""
     golden = read_json(RECORD)["runs"][name]
     if begin:
-        shutil.copytree(GOLDEN / "runs" / name, out / "checkpoints" / f"step_{begin:08d}")
+        shutil.copytree(GOLDEN / "checkpoints" / name, out / "checkpoints" / f"step_{begin:08d}")
     with alone():
         train(RUNS[name][0], golden["settings"], out)
     expected, found = [step for step in golden["steps"] if step["step"] > begin], steps_of(out)
@@ -230,8 +230,8 @@ def write(names: list[str]) -> None:
         train(processes, settings, out)
         run = {"settings": settings, "made": here(), "digest": digest_of(out), "steps": steps_of(out)}
         golden["runs"][name] = run
-        shutil.rmtree(GOLDEN / "runs" / name, ignore_errors=True)
-        shutil.copytree(out / "checkpoints" / f"step_{BEGIN:08d}", GOLDEN / "runs" / name)
+        shutil.rmtree(GOLDEN / "checkpoints" / name, ignore_errors=True)
+        shutil.copytree(out / "checkpoints" / f"step_{BEGIN:08d}", GOLDEN / "checkpoints" / name)
         print(name, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         sources(Path(folder))
