@@ -30,7 +30,7 @@ from data.shards import DamagedShard, folder_of, open_corpus, read_json, vocab_s
 from data.tokenizer import describe, size_of
 from data.windows import Windows
 from model import STEMS, build, kernels, model_class, weights
-from model.keys import Key, check_ranges, keys_of
+from model.keys import Key, check_ranges, keys_of, values_before
 from training import checkpoint, distributed, memory, metrics, optimizer, outcome, start, stopping
 from training.provenance import code_digest, commit, machine
 from training.residual_statistics import residual_statistics
@@ -152,6 +152,7 @@ def configure(argv: list[str], note=print):
         note(f"note: {', '.join(elsewhere)} of {files[0]} do not concern {stem}")
     given |= configurator.given(from_file, options, model_keys)
     given = {**of_corpus(given, saved), **start.merged(given, decided, keys_of(config_class))}
+    given = {**as_begun(saved, config_class), **given}
 
     config = TrainConfig(**{key: value for key, value in given.items() if key in run_keys})
     check_run(config)
@@ -187,6 +188,12 @@ def steps_of_epochs(config: TrainConfig, model_config) -> int:
     if steps > MOST_STEPS:
         raise ValueError(f"max_epochs={config.max_epochs:g} is more than {MOST_STEPS:,} steps: give fewer")
     return steps
+
+
+def as_begun(saved: dict, config_class: type) -> dict:
+    """Of a run that goes on, keys whose default is no longer what it was: unless told otherwise, it keeps its own."""
+    old = {**saved["run_config"], **saved["model_config"]} if saved else {}
+    return {key: old.get(key, before) for key, before in values_before(TrainConfig, config_class).items() if saved}
 
 
 def of_corpus(given: dict, saved: dict) -> dict:
@@ -225,8 +232,11 @@ def check_run(c: TrainConfig) -> None:
 
 
 def defaults(stem: str) -> dict:
-    """Every key of the run and of the stem's model, at its default."""
-    return {**dataclasses.asdict(TrainConfig()), **dataclasses.asdict(model_class(stem).Config())}
+    """Every key of the run and of the stem's model as it is where a checkpoint lacks it: at its default, or, if that
+    has changed since the key came in, at what it was before."""
+    schemas = TrainConfig, model_class(stem).Config
+    values = {key: value for schema in schemas for key, value in dataclasses.asdict(schema()).items()}
+    return {**values, **values_before(*schemas)}
 
 
 def open_data(config: TrainConfig, model_config):

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 from huggingface.card import records_of
 from model import model_class
-from model.keys import keys_of
+from model.keys import keys_of, values_before
 from train import TrainConfig
 from training.optimizer import learning_rate_at
 
@@ -76,7 +76,7 @@ def find(subject, stem: str, config, rates: dict[int, float] | None = None) -> P
     if subject.state is None:  # who knows what its weights have gone through since
         return Published(stem, size, text, ("the folder does not say how it was trained", *model_reasons), ())
     state = subject.state
-    run = SimpleNamespace(**{**dataclasses.asdict(TrainConfig()), **state["run_config"]})
+    run = SimpleNamespace(**{**dataclasses.asdict(TrainConfig()), **values_before(TrainConfig), **state["run_config"]})
     reasons, own = compare_corpus(state["corpus"])
     tokens, there = state["step"] * run.global_batch_size * config.block_size, trained_on(state["corpus"])
     if tokens != TOKENS:

@@ -17,6 +17,8 @@ class Key:
     changeable: bool = False  # may change when a run goes on
     initial: bool = False  # sets initial values: no effect with init_from, which brings weights
     free: bool = False  # no weight depends on it: may differ from the folder of init_from
+    # What a saved configuration that is older than the key meant; Ellipsis: the same as the key's default.
+    before: object = ...
 
     @property
     def range(self) -> str:
@@ -42,6 +44,12 @@ def keys_of(schema: type) -> dict[str, Key]:
     hints = typing.get_type_hints(schema, include_extras=True)
     facts = {field.name: getattr(hints[field.name], "__metadata__", ()) for field in dataclasses.fields(schema)}
     return {name: next((fact for fact in each if isinstance(fact, Key)), Key()) for name, each in facts.items()}
+
+
+def values_before(*schemas: type) -> dict:
+    """Values of the keys that declare what a saved configuration without them meant."""
+    keys = {name: key for schema in schemas for name, key in keys_of(schema).items()}
+    return {name: key.before for name, key in keys.items() if key.before is not ...}
 
 
 def check_ranges(config) -> None:

@@ -11,6 +11,7 @@ import torch
 
 import configurator
 from model import STEMS, model_class, weights
+from model.keys import values_before
 from model.residual import fold_column_conv
 
 RENAMED = {"ddl_v_dim1_constant": "ddl_v_constant", "ddl_v_dim1_constant_value": "ddl_v_constant_value"}
@@ -77,7 +78,7 @@ def describe(folder: Path) -> tuple[str, dict]:
     if not isinstance(stem, str):
         raise ValueError(f"{folder / 'config.json'}: {STEM}={weights.clipped(stem)}: needed the name of a variant")
     try:
-        return stem, read_config(config, stem)
+        return stem, {**values_before(model_class(stem).Config), **read_config(config, stem)}
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'}: {error}") from error
 

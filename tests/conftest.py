@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Annotated
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from in_process import signals_given_back
 
 import model
 from data import shards, tokenizer
+from model.keys import Key
 
 # Without a GPU the kernels' tests run under Triton's interpreter. It must be chosen before triton is imported; what is
 # not a test stays with the plain operations on a CPU, unless told `kernels=on`.
@@ -123,6 +126,12 @@ def sign(checkpoint: Path) -> None:
         (checkpoint / name).touch()
         lines.append(f"{hashlib.sha256((checkpoint / name).read_bytes()).hexdigest()}  {name}\n")
     (checkpoint / "SHA256SUMS").write_text("".join(lines))
+
+
+def newer_default(monkeypatch, cls, name: str, kind: type, default, key: Key) -> None:
+    """Let a key of a model's Config have another default, as a later version of this code might."""
+    fields = {"__annotations__": {name: Annotated[kind, "changed", key]}, name: default}
+    monkeypatch.setattr(cls, "Config", dataclass(type("Config", (cls.Config,), fields)))
 
 
 EXAMPLES = sorted((ROOT / "tests" / "streams").glob("*-*.py"))  # residual streams of one file each

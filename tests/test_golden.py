@@ -23,10 +23,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from conftest import newer_default, sign
 from in_process import call, finish_together
 
 from data.shards import read_json, write_json, write_shard
 from model import STEMS, model_class
+from model.keys import Key, values_before
+from train import TrainConfig
 from training import checkpoint, metrics
 
 ROOT = Path(__file__).parents[1]
@@ -105,8 +108,10 @@ def settings_of(keys: dict) -> dict:
 
 
 def train(processes: int, settings: dict, out: Path) -> None:
-    """train.py with these settings, or on from the checkpoint that `out` holds."""
-    given = {**settings, "dataset": "tests/golden/corpus", "out_dir": out}
+    """train.py with these settings, or on from the checkpoint that `out` holds. Keys that are newer than the settings
+    have the value that they then had."""
+    schemas = TrainConfig, model_class(settings["model"]).Config
+    given = {**values_before(*schemas), **settings, "dataset": "tests/golden/corpus", "out_dir": out}
     arguments = ["--resume=auto", *(f"--{key}={value}" for key, value in given.items())]
     if processes > 1:
         finish_together(processes, arguments, out.parent / "log")
@@ -211,6 +216,47 @@ def test_a_run_begins_and_goes_on_as_it_did(name, begin, tmp_path):
 @pytest.mark.parametrize("name", CORPORA)
 def test_a_corpus_has_the_same_shards(name, source_files):
     assert shards_of(name, source_files) == read_json(RECORD)["corpora"][name]
+
+
+@pytest.fixture
+def copied(tmp_path, monkeypatch):
+    """A copy of what is kept of the run CC, to be changed."""
+    record, folder = read_json(RECORD)["runs"][CC], tmp_path / "golden"
+    shutil.copytree(GOLDEN / "checkpoints" / CC, folder / "checkpoints" / CC)
+    monkeypatch.setattr(f"{__name__}.GOLDEN", folder)
+    monkeypatch.setattr(f"{__name__}.RECORD", folder / "golden.json")
+    return folder / "checkpoints" / CC, record
+
+
+@pytest.mark.golden
+def test_a_changed_bit_is_seen(copied, tmp_path):
+    folder, record = copied
+    if record["made"] != here():
+        pytest.skip("written on another machine: losses are only close")
+    write_json(RECORD, {"runs": {CC: record}})
+    weights = bytearray((folder / "model.safetensors").read_bytes())
+    weights[-100] ^= 1
+    (folder / "model.safetensors").write_bytes(weights)
+    sign(folder)
+    with pytest.raises(AssertionError):
+        check_run(CC, tmp_path / "run", BEGIN)
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("key", [Key(), Key(before=4.0)], ids=["undeclared", "declared"])
+def test_a_key_that_came_later_is_seen_unless_it_declares_what_was_before(copied, tmp_path, monkeypatch, key):
+    """As if this key were newer than the run, and not 4 by default, which the run has always computed with."""
+    folder, record = copied
+    settings = {name: value for name, value in record["settings"].items() if name != "ddl_v_sigmoid_scale"}
+    write_json(RECORD, {"runs": {CC: {**record, "settings": settings}}})
+    state = json.loads((folder / "state.json").read_text())
+    del state["model_config"]["ddl_v_sigmoid_scale"]
+    (folder / "state.json").write_text(json.dumps(state))
+    sign(folder)
+    newer_default(monkeypatch, model_class(CC), "ddl_v_sigmoid_scale", float, 1.0, key)
+    seen = pytest.raises(AssertionError) if key == Key() else contextlib.nullcontext()
+    with seen:
+        check_run(CC, tmp_path / "run", BEGIN)
 
 
 def write(names: list[str]) -> None:

@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SMALL, one_line_error, small_run
+from conftest import SMALL, newer_default, one_line_error, sign, small_run
 from in_process import call
 from safetensors.torch import load_file, save_file
 from test_export import exported, save_run
 
 import train
 from data import tokenizer
-from model import build, released
-from training import checkpoint
+from model import build, model_class, released
+from model.keys import Key
+from training import checkpoint, start
 
 STEM = "DDL-gpt-mha-rope-CC-EC"
 KEYS = {**SMALL, "ddl_value_channels": 2, "mup": True, "hidden_size_base": 24}
@@ -158,3 +159,42 @@ def test_damaged_weights_end_with_one_line(corpus, folders, tmp_path):
     line = one_line_error(call("train.py", *arguments(corpus, tmp_path / "out", init_from=folder)))
     assert "model.safetensors: ln_f.weight holds NaN or infinite numbers" in line
     assert not (tmp_path / "out").exists()
+
+
+SCALE, LATER = "ddl_v_sigmoid_scale", Key(before=4.0)  # as if it were newer than what is stored, and not 4 by default
+
+
+@pytest.mark.parametrize("kind", ["run", "exported", "released"])
+def test_a_folder_that_is_older_than_a_key_means_what_it_meant(folders, tmp_path, monkeypatch, kind):
+    shutil.copytree(folders / kind, tmp_path / kind)
+    [file] = [path for name in ("state", "config") for path in (tmp_path / kind).rglob(f"{name}.json")]
+    stored = json.loads(file.read_text())
+    del (stored["model_config"] if kind == "run" else stored)[SCALE]
+    file.write_text(json.dumps(stored))
+    if kind == "run":
+        sign(file.parent)
+    newer_default(monkeypatch, model_class(STEM), SCALE, float, 1.0, LATER)
+    assert start.model_of(str(tmp_path / kind))[SCALE] == 4.0
+    if kind != "released":  # those have no tokenizer
+        assert checkpoint.load_model(tmp_path / kind, "cpu")[0].config.ddl_v_sigmoid_scale == 4.0
+
+
+def test_a_run_keeps_what_a_key_meant_when_it_began(corpus, tmp_path, monkeypatch):
+    """Its first checkpoint does not know the key, its second does; what is typed still counts."""
+    keys = {"model": STEM, "resume": "auto", "eval_full": False, "schedule": "wsd", "decay_steps": 0}
+    for name, steps in (("whole", (9,)), ("parts", (3,))):
+        for last in steps:
+            run(small_run(corpus, tmp_path / name, **keys, max_steps=last))
+    folder = checkpoint.find(tmp_path / "parts")
+    state = json.loads((folder / "state.json").read_text())
+    del state["model_config"][SCALE]
+    (folder / "state.json").write_text(json.dumps(state))
+    sign(folder)
+    newer_default(monkeypatch, model_class(STEM), SCALE, float, 1.0, LATER)
+    for last in (6, 9):
+        run(small_run(corpus, tmp_path / "parts", **keys, max_steps=last))
+    whole, parts = (weights(tmp_path / name, 9) for name in ("whole", "parts"))
+    assert all(torch.equal(value, parts[name]) for name, value in whole.items())
+    said = run(small_run(corpus, tmp_path / "parts", **keys, max_steps=12, ddl_v_sigmoid_scale=1.0), code=2)
+    assert "ddl_v_sigmoid_scale=1.0, but" in said
+    assert "was trained with 4.0" in said

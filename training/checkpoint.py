@@ -21,8 +21,9 @@ from safetensors.torch import load_file, save_file
 
 import configurator
 from data import tokenizer
-from model import released
+from model import STEMS, model_class, released
 from model import weights as weight_files
+from model.keys import values_before
 
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.json")
 SUMS = "SHA256SUMS"
@@ -173,7 +174,7 @@ STATE = {"corpus": dict, "model": str, "model_config": dict, "run_config": dict,
 
 
 def read_state(checkpoint: Path) -> dict:
-    """state.json. ValueError: missing or damaged."""
+    """state.json; a model key that is newer than it has the value that it then had. ValueError: missing or damaged."""
     try:
         state = configurator.read_json(checkpoint / "state.json")
     except ValueError as error:
@@ -187,6 +188,8 @@ def read_state(checkpoint: Path) -> dict:
         raise ValueError(
             f"{checkpoint}: state.json is damaged, lr_scales is no dict of numbers; take another checkpoint"
         )
+    if (stem := state["model"]) in STEMS:
+        state["model_config"] = {**values_before(model_class(stem).Config), **state["model_config"]}
     return state
 
 

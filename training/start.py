@@ -63,7 +63,7 @@ def progress_at(start: Path | None, out: Path) -> dict:
 def find(config, settings: dict, corpus: dict, defaults) -> Path | None:
     """The checkpoint to continue from, None for a fresh run. ValueError: the run folder or checkpoint forbids it.
 
-    `defaults(stem)` are all keys of a run at their default: what a key that is newer than the checkpoint had then.
+    `defaults(stem)` are all keys of a run as they were where the checkpoint, which is older than some, lacks them.
     """
     out = Path(config.out_dir)
     if config.resume is None:
