@@ -6,6 +6,8 @@
     python bench.py ceiling                            what the fused kernels' machine code allows; needs no GPU
     python bench.py decode                             tokens/s of generation, with and without cache and compiler
     python bench.py train --device=cuda                train.py itself: tokens/s, utilisation, memory, bitwise resuming
+    python bench.py profile --device=cuda              the kernels that a training step spends its time on
+    python bench.py tests                              the tests that need a GPU
     python bench.py memory                             peak memory of training against its estimate
     python bench.py costs                              parameters, state and FLOPs of every model, counted
     python bench.py peers                              final loss beside GPT-2's by its own code, each at its best rate
@@ -27,9 +29,11 @@ from benchmarks import (
     costs,
     decode,
     end_to_end,
+    gpu_tests,
     kernel_bandwidth,
     memory_estimate,
     peer_quality,
+    profile,
     report_speed,
     step,
     suites,
@@ -61,7 +65,8 @@ def add_json(parser) -> None:
     parser.add_argument("--resume", action="store_true", help=resume)
 
 
-def step_arguments(parser) -> None:
+def of_suites(parser) -> None:
+    """Options that choose sizes and models."""
     add = parser.add_argument
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
     add(
@@ -75,16 +80,30 @@ def step_arguments(parser) -> None:
         "between (default: the suite's); the baseline is always there")  # fmt: skip
     add("--kernels", choices=("auto", "on", "off"), default="auto", help="fused residual steps, as train.py's key")
     add("--state_interval", type=int, default=2, help="as train.py's key (default: %(default)s)")
-    add("--peers", help=f"of {','.join(suites.PEERS)}, or none (default: the suite's)")
     for key in suites.SIZE_KEYS:
         add(f"--{key}", type=int, help="instead of the suite's")
     add("--micro_batch_size", type=int, help="sequences per step (default: the suite's)")
     add("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     add("--compile", choices=("True", "False"), default="True")
+
+
+def step_arguments(parser) -> None:
+    of_suites(parser)
+    add = parser.add_argument
+    add("--peers", help=f"of {','.join(suites.PEERS)}, or none (default: the suite's)")
     add("--warmup", type=int, default=3, help="turns of each model before measuring (default: %(default)s)")
     add("--rounds", type=int, default=20, help="measured turns of each model (default: %(default)s)")
     add("--visits", type=int, help="in so many visits, all other models between them (default: 2, on a GPU 1)")
     add("--steps", type=int, help="steps in a turn; the device is waited for after the last (default: 1, on a GPU 4)")
+    add("--limit", type=float, help="each model in a process of its own, which ends within so many seconds; one that "
+        "fails is measured without kernels, and the others all the same")  # fmt: skip
+    add_json(parser)
+
+
+def profile_arguments(parser) -> None:
+    of_suites(parser)
+    parser.add_argument("--steps", type=int, default=10, help="that are profiled (default: %(default)s)")
+    parser.set_defaults(peers="none", rounds=1, warmup=1, visits=1)
     add_json(parser)
 
 
@@ -141,6 +160,15 @@ def train_arguments(parser) -> None:
     add("--compile", choices=("True", "False"), default="True")
     add("--corpus_tokens", type=int, default=4_000_000, help="drawn at random (default: %(default)s)")
     add("--vocabulary", type=int, default=50257, help="of the tokens drawn (default: %(default)s)")
+    add("--limit", type=float, default=86400, help="seconds after which a run counts as failed (default: a day)")
+    add_json(parser)
+
+
+def tests_arguments(parser) -> None:
+    add = parser.add_argument
+    add("--device", choices=("auto", "cuda", "cpu"), default="cuda", help="cpu: to see that they are found")
+    add("--workers", type=int, default=8, help="processes, where pytest-xdist is installed (default: %(default)s)")
+    add("--limit", type=float, default=600, help="seconds for each file (default: %(default)s)")
     add_json(parser)
 
 
@@ -178,9 +206,11 @@ def report_arguments(parser) -> None:
 # name: (what it measures, its arguments, what runs it)
 COMMANDS = {
     "step": ("training steps and forward passes; the default", step_arguments, step.run),
+    "profile": ("what a step spends its time on, kernel by kernel", profile_arguments, profile.run),
     "kernels": ("bandwidth of the fused kernels against a copy", kernels_arguments, kernel_bandwidth.run),
     "decode": ("one-token decoding: uncached, cached, and by a step that is made once", decode_arguments, decode.run),
     "train": ("train.py itself: speed, memory and resuming to the bit", train_arguments, end_to_end.run),
+    "tests": ("whether the tests that need a GPU pass", tests_arguments, gpu_tests.run),
     "memory": ("peak memory of training runs against train.py's estimate", memory_arguments, memory_estimate.run),
     "peers": ("final loss beside GPT-2's, each at its best rate", peers_arguments, peer_quality.run),
     "costs": ("parameters, state and FLOPs of every model, counted, not measured", costs_arguments, costs.run),

@@ -3,8 +3,6 @@ against one that was never stopped, bit for bit: `bench.py train`.
 """
 
 import json
-import subprocess
-import sys
 import tempfile
 from base64 import b64encode
 from pathlib import Path
@@ -12,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 import tables
+from benchmarks.apart import run_python
 from benchmarks.figures import Figures
 from benchmarks.suites import SIZE_KEYS
 from benchmarks.timing import percentiles, spread
@@ -41,23 +40,22 @@ def make_corpus(folder: Path, tokens: int, vocabulary: int) -> None:
 def options(args, folder: Path, config: str) -> list[str]:
     """train.py's, for every run of a config."""
     keys = {"dataset": folder, "device": args.device, "dtype": args.dtype, "compile": args.compile, "warmup_steps": 10}
+    keys["kernels"] = args.kernels
     keys |= {key: getattr(args, key) for key in (*SIZE_KEYS, "global_batch_size", "micro_batch_size")}
     keys |= {"max_steps": args.steps, "eval_batches": 1, "eval_full": False, "log_interval": 10}
     given = (f"--{key}={value}" for key, value in keys.items() if value is not None)
     return ["train.py", f"config/{config}.py", *given]
 
 
-def train(arguments: list[str], log: Path) -> None:
-    """`python ARGUMENTS`, train.py's. ValueError: it failed, with the last line of what it said."""
-    with open(log, "w") as file:
-        done = subprocess.run([sys.executable, *arguments], cwd=ROOT, stdout=file, stderr=file, check=False)
-    if done.returncode:
-        raise ValueError(f"{' '.join(arguments)}: {log.read_text().strip().rpartition(chr(10))[2]}")
+def train(args, arguments: list[str]) -> None:
+    """`python ARGUMENTS`, train.py's. ValueError: it failed, or did not end within args.limit seconds."""
+    if why := run_python(arguments, args.limit):
+        raise ValueError(f"{' '.join(arguments[:2])}: {why}")
 
 
 def speed(args, corpus: Path, config: str, folder: Path) -> dict:
     """What metrics.jsonl says of the steps after the first fifth of the run: medians; memory is the peak."""
-    train([*options(args, corpus, config), f"--out_dir={folder / 'run'}"], folder / "log")
+    train(args, [*options(args, corpus, config), f"--out_dir={folder / 'run'}"])
     steps = [record for record in metrics.read(folder / "run" / "metrics.jsonl") if "loss" in record]
     row = {"memory_bytes": max(step["memory"] for step in steps), "first_step_seconds": steps[0]["seconds"]}
     for key in ("tokens_per_second", "mfu"):
@@ -70,25 +68,37 @@ def resume(args, corpus: Path, config: str, folder: Path) -> dict:
     """Whether half of a run and its continuation end with the same bits as the whole run."""
     half, whole, parts = args.steps // 2, folder / "whole", folder / "parts"
     common = [*options(args, corpus, config), "--deterministic=True", f"--checkpoint_interval={half}"]
-    train([*common, f"--out_dir={whole}"], folder / "log")
+    train(args, [*common, f"--out_dir={whole}"])
     start = whole / "checkpoints" / f"step_{half:08d}"
-    train([*common, f"--out_dir={parts}", f"--resume={start}"], folder / "log")
+    train(args, [*common, f"--out_dir={parts}", f"--resume={start}"])
     ends = [(checkpoint.find(run) / "SHA256SUMS").read_text().splitlines() for run in (whole, parts)]
     sums = [{line.split()[1]: line.split()[0] for line in lines} for lines in ends]
     return {"from_step": half, "same_bits": {file: sums[0][file] == sums[1][file] for file in FILES}}
+
+
+def measured(args, corpus: Path, place: dict, folder: Path) -> dict:
+    """Figures of one config, or why there are none."""
+    args.kernels = place["kernels"]
+    try:
+        return {"speed": speed, "resume": resume}[place["what"]](args, corpus, place["config"], folder)
+    except ValueError as error:
+        return {"failed": str(error)}
 
 
 def markdown(rows: list[dict]) -> str:
     header = ["config", "tokens/s (10th to 90th percentile)", "MFU", "peak memory", "first step", "resumed"]
     lines = []
     for row in rows:
-        if row["what"] == "resume":
+        if "failed" in row:
+            cells = [None] * 4 + [row["failed"]]
+        elif row["what"] == "resume":
             same = all(row["same_bits"].values())
             cells = [None] * 4 + ["the same bits" if same else f"differs: {row['same_bits']}"]
         else:
             cells = [spread(row, "tokens_per_second", ",.0f"), f"{row['mfu']:.1%}" if "mfu" in row else None]
             cells += [metrics.size(row["memory_bytes"]), f"{row['first_step_seconds']:.0f} s", None]
-        lines.append([f"`{row['config']}`", *cells])
+        name = f"`{row['config']}`" + (", kernels off" if row["kernels"] == "off" else "")
+        lines.append([name, *cells])
     return tables.markdown(header, lines)
 
 
@@ -102,15 +112,25 @@ def run(args) -> None:
     wanted = [(config, what) for what in args.what.split(",") for config in args.configs.split(",")]
     if unknown := {what for _, what in wanted} - set(WHAT):
         raise ValueError(f"--what: {unknown.pop()} is none of {', '.join(WHAT)}")
+    for config in args.configs.split(","):
+        if not (ROOT / "config" / f"{config}.py").is_file():
+            raise ValueError(f"--configs={config}: there is no config/{config}.py")
+
+    def stored(pair: tuple[str, str], kernels: str = "auto") -> dict:
+        return figures.find(config=pair[0], what=pair[1], kernels=kernels) or {}
+
     with tempfile.TemporaryDirectory() as scratch:
         corpus = Path(scratch) / "corpus"
         corpus.mkdir()
         make_corpus(corpus, args.corpus_tokens, args.vocabulary)
-        for config, what in wanted:
-            if figures.find(config=config, what=what):
-                continue
-            with tempfile.TemporaryDirectory() as folder:
-                found = {"speed": speed, "resume": resume}[what](args, corpus, config, Path(folder))
-            figures.add({"config": config, "what": what} | found, "config", "what")
-            print(f"{config}: {what}: {found}", flush=True)
+        for config, what in sorted(wanted, key=lambda pair: bool(stored(pair).get("failed"))):
+            for kernels in ("auto", "off"):  # off: where a run with them fails
+                found, place = stored((config, what), kernels), {"config": config, "what": what, "kernels": kernels}
+                if not found or "failed" in found:
+                    with tempfile.TemporaryDirectory() as folder:
+                        found = measured(args, corpus, place, Path(folder))
+                    figures.add(place | found, *place)
+                    print(f"{place}: {found}", flush=True)
+                if "failed" not in found:
+                    break
     print(f"on {figures.on_what()}\n\n{markdown(figures.rows)}")

@@ -1,12 +1,32 @@
 """Figures in a JSON file that is written after each of them: what is killed loses the figure in hand, no other."""
 
 import json
+import sys
 from pathlib import Path
 
 from training.metrics import chip
 from training.provenance import digest, provenance, store
 
-MODEL = ("model/*.py", "model/kernels/*.py")  # whose code the figures are of, the table of launches included
+MODEL = ("model/*.py", "model/kernels/*.py")  # whose code the figures are of
+TABLE = ("launch_table.py",)  # but for this: a row says which of the table's launches it is of
+
+
+def launches_used() -> dict[str, str]:
+    """For a row: the launches of the kernels that have run in this process since the last call; {} where none has."""
+    module = sys.modules.get("model.kernels.launch")
+    used = {kernel: str(launch) for kernel, launch in sorted(module.USED.items())} if module else {}
+    if used:
+        module.USED.clear()
+    return {"launched": used} if used else {}
+
+
+def launches_stand(row: dict) -> bool:
+    """Whether the table of launches still has those that a row was measured with."""
+    if not row.get("launched"):
+        return True
+    from model.kernels.launch import in_table
+
+    return all(str(in_table(kernel)) == launch for kernel, launch in row["launched"].items())
 
 
 class Figures:
@@ -21,7 +41,7 @@ class Figures:
     ):
         self.path, self.settings, self.made = path, json.loads(json.dumps(settings)), chip(device)
         self.notes = notes or {}
-        self.made["code"] = code or digest(*MODEL)[:12]
+        self.made["code"] = code or digest(*MODEL, leave_out=TABLE)[:12]
         self.rows: list[dict] = []
         self.origin = provenance()  # of the code that is about to be measured
         if path and resume and path.exists():
@@ -35,7 +55,7 @@ class Figures:
             print(f"{self.path}: measured with another {', '.join(changed)}: measuring all again", flush=True)
             return
         self.notes |= {name: stored[name] for name in self.notes if name in stored}
-        self.rows = [row for row in stored["rows"] if self.made.items() <= row.items()]
+        self.rows = [row for row in stored["rows"] if self.made.items() <= row.items() and launches_stand(row)]
         if left := len(stored["rows"]) - len(self.rows):
             print(f"{self.path}: {left} of {len(stored['rows'])} figures are of other code or another chip", flush=True)
 

@@ -225,7 +225,7 @@ def run(args) -> None:
     settings = {"micro_batch_size": args.micro_batch_size, "block_size": args.block_size, "dtype": args.dtype}
     settings |= {"rounds": args.rounds, "copied": args.copied}
     # Another table changes no launch that was timed; other kernels do.
-    code = digest("model/kernels/*.py", leave_out=("launch.py",))[:12] if args.tune else ""
+    code = digest("model/kernels/*.py", leave_out=("launch_table.py",))[:12] if args.tune else ""
     figures = Figures(args.json, device, settings, args.resume, code)
     (tune if args.tune else measure)(chosen, args, clock, lambda: target.copy_(source), figures)
     print(f"on {figures.on_what()}")

@@ -7,14 +7,16 @@ times, with all the others in between, so that percentiles hold what changes bet
 
 import gc
 import statistics
+from functools import partial
 
 import torch
 
 import tables
 from benchmarks import suites
+from benchmarks.apart import run_python
 from benchmarks.contender import Contender, memory
-from benchmarks.figures import Figures
-from benchmarks.suites import BASELINE, row_name
+from benchmarks.figures import Figures, launches_used
+from benchmarks.suites import BASELINE, PLAIN, row_name
 from benchmarks.timing import compared, measure, percentiles, spread, waiting
 from model import STEMS, build, kernels
 from training import distributed
@@ -37,7 +39,7 @@ class Bench:
         ids = torch.randint(0, size["vocab_size"], shape, generator=torch.Generator().manual_seed(0)).to(device)
         self.batch = lambda: ids
         self.baseline = self.contender(BASELINE, self.build(BASELINE))
-        self.rows = {row["model"]: row for row in figures.rows if row["size"] == size_name}
+        self.rows = {row["model"]: row for row in figures.rows if row["size"] == size_name and "failed" not in row}
         self.rounds = -(-args.rounds // args.visits)  # of one visit
 
     def build(self, model: str):
@@ -117,7 +119,7 @@ class Bench:
             self.store(contenders)
         for contender in (self.baseline, *others, own[-1]):
             self.finish(contender, self.rows[contender.name])
-        self.rows[own[-1].name]["visits"] = self.visits(model) + 1  # the group is complete
+        self.rows[own[-1].name] |= {"visits": self.visits(model) + 1, **launches_used()}  # the group is complete
         self.store(contenders)
 
     def add(self, contenders: list[Contender], what: str, prefix: str, seconds: dict, before: int) -> None:
@@ -205,6 +207,7 @@ COLUMNS = {
     "activations per token, KiB": lambda r: number(r, "activation_bytes_per_token", ",.0f", 2**10),
     "activations relative to additive": lambda r: number(r, "activation_ratio", ".2f"),
     "peak memory, GiB": lambda r: number(r, "peak_memory_bytes", ".1f", 2**30),
+    "failed": lambda r: r.get("failed"),
 }
 
 
@@ -227,19 +230,74 @@ def present(settings: dict, figures: Figures) -> None:
         print(f"left out: {line}")
 
 
+GIVEN_ANEW = ("command", "models", "peers", "limit", "resume")
+
+
+def measure_apart(args, sizes: dict, reopen) -> bool:
+    """Measure each model in a process of its own, which ends within args.limit seconds; `reopen()` reads the figures.
+
+    A model that failed gets a row that says so, and is measured without kernels; in a later call it comes last. False:
+    the baseline, with which all are compared, failed, so nothing can be measured with kernels.
+    """
+
+    def left(text: str) -> list[str]:
+        own = [row for row in reopen().rows if row["model"] == row_name(text)]
+        done = {row["size"] for row in own if row.get("visits", 0) >= args.visits}
+        return [size for size in sizes if size not in done]
+
+    def failed(text: str) -> bool:
+        return any("failed" in row and row["model"] == row_name(text) for row in reopen().rows)
+
+    given = {key: value for key, value in vars(args).items() if value is not None and key not in GIVEN_ANEW}
+    options = [f"--{key}={value}" for key, value in given.items()]
+    options += [f"--peers={','.join(args.peers) or 'none'}", "--resume"]
+    if failed(BASELINE):
+        return False
+    for model in sorted(args.models, key=failed):
+        for text in (model,) if model.endswith(PLAIN) else (model, model + PLAIN):
+            why = left(text) and run_python(["bench.py", "step", f"--models={text}", *options], args.limit)
+            if not why:
+                break
+            for size in left(text):
+                print(f"{size}: {row_name(text)} failed: {why}", flush=True)
+                reopen().add({"size": size, "model": row_name(text), "failed": why}, "size", "model")
+            if text == BASELINE:
+                return False
+    return True
+
+
 def run(args) -> None:
     """Print and store the figures of `bench.py step`."""
     device = distributed.pick_device(args.device)
     sizes = suites.sizes_of(args)
     suites.complete(args, device)
     suites.check(args, device, sizes)
+    if args.limit and not args.json:
+        raise ValueError("--limit: what processes of their own measure comes by a file: give --json=FILE")
     torch.set_float32_matmul_precision("high")  # as in training
     if device.type == "cpu":
         distributed.keep_freed_memory()  # likewise
+    settings = settings_of(args, sizes, device)
+    reopen = partial(Figures, args.json, device, settings, notes={"left_out": []})
+    if not args.limit:
+        figures = measure_here(args, sizes, device, reopen(resume=args.resume))
+    else:
+        if not args.resume:
+            args.json.unlink(missing_ok=True)
+        whole = measure_apart(args, sizes, partial(reopen, resume=True))
+        figures = reopen(resume=True)
+        if not whole and args.kernels != "off":
+            print("the baseline failed with kernels: everything without them", flush=True)
+            args.kernels, args.json = "off", args.json.with_stem(f"{args.json.stem}_kernels_off")
+            args.models, args.peers = ",".join(args.models), ",".join(args.peers)
+            run(args)
+    present(settings | figures.notes, figures)
+
+
+def measure_here(args, sizes: dict, device: torch.device, figures: Figures) -> Figures:
+    """Measure in this process all that the figures lack."""
     # All models of a size share the code that is compiled: by default the ninth would run eagerly, unnoticed.
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1000
-    settings = settings_of(args, sizes, device)
-    figures = Figures(args.json, device, settings, args.resume, notes={"left_out": []})
     for size_name, size in sizes.items():
         done = {row["model"]: row.get("visits", 0) for row in figures.rows if row["size"] == size_name}
         left = [(n, model) for n in range(args.visits) for model in args.models if done.get(row_name(model), 0) <= n]
@@ -251,4 +309,4 @@ def run(args) -> None:
         del bench
         torch.compiler.reset()
         release(device)
-    present(settings | figures.notes, figures)
+    return figures

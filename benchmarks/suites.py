@@ -12,13 +12,14 @@ from model import STEMS, build, kernels, model_class
 from training import distributed
 
 BASELINE = "gpt-mha-rope"
-PLAIN_BASELINE, CC_EC = f"{BASELINE}+kernels=off", "DDL-gpt-mha-rope-CC-EC"
+PLAIN = "+kernels=off"
+PLAIN_BASELINE, CC_EC = BASELINE + PLAIN, "DDL-gpt-mha-rope-CC-EC"
 PEERS = ("transcription",)
 SIZE_KEYS = ("vocab_size", "block_size", "num_hidden_layers", "num_attention_heads", "head_dim", "hidden_size")
 QUICK = dict(zip(SIZE_KEYS, (1024, 256, 6, 4, 64, 256)))
 SMALL = dict(zip(SIZE_KEYS, (50304, 1024, 12, 6, 128, 768)), mup=True)
 MEDIUM = dict(zip(SIZE_KEYS, (50304, 1024, 24, 8, 128, 1024)), mup=True)
-TINY = dict(zip(SIZE_KEYS, (64, 16, 1, 2, 8, 16)), mup=True)
+TINY = dict(zip(SIZE_KEYS, (64, 3, 1, 2, 8, 16)), mup=True)
 EVERY_STEM = (BASELINE, *(stem for stem in STEMS if stem != BASELINE))
 
 

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from model.kernels.launch import launch_of, share
+from model.kernels.launch import launch_of, options_of, share
 from model.kernels.tiles import (
     dense,
     fma,
@@ -89,7 +89,7 @@ def runs(kernel: str, x) -> tuple[tuple[int], tuple[int, int], dict]:
     """(grid, (rows, rows of a program), constants)."""
     launch, d = launch_of(kernel, x.shape[-1]), x.shape[-1]
     rows, chunk, programs = share(x.device, launch, 1, x.numel() // d, 1)
-    return (programs,), (rows, chunk), {"D": d, **launch.options(x)}
+    return (programs,), (rows, chunk), {"D": d, **options_of(launch, x)}
 
 
 @torch.library.custom_op("ddl::add_norm", mutates_args=())

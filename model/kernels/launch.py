@@ -7,95 +7,20 @@ measures it and the runners-up.
 
 import functools
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import triton
 
+from model.kernels.launch_table import KERNELS, Launch
 from model.kernels.tiles import block_of
 
 # TRITON_INTERPRET=1 (set before the first import of triton) runs kernels on a CPU, slowly: for tests.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-@dataclass(frozen=True)
-class Launch:
-    num_warps: int
-    stages: int  # tokens in flight to shared memory, the one that is computed included; 1: none
-    programs: int  # of each multiprocessor at a time
-    prefetch: int = 0  # tokens that the L2 cache is asked for ahead: costs no registers and no shared memory
-    reload: bool = False  # the parameters are loaded for each token again, from the L1 cache: they do not fit registers
-
-    def options(self, x: torch.Tensor) -> dict:
-        """What a kernel over the vectors of x is given."""
-        d = x.shape[-1]
-        # Bulk copies are of 16 bytes or a multiple; beside a float32 state lie vectors of two bytes a feature.
-        prefetch = self.prefetch if copies_in_bulk(x.device) and d * 2 % 16 == 0 else 0
-        return {"num_warps": self.num_warps, "STAGES": self.stages, "PREFETCH": prefetch, "BLOCK": block_of(d)}
-
-
-L2 = {"stages": 1, "prefetch": 2}
-
-# At widths of up to 768, and above: the best by `bench.py ceiling`, not yet by time, then two that --tune measures too.
-KERNELS = {
-    "add_norm forward": [(Launch(2, 3, 8), Launch(1, 3, 16), Launch(2, programs=8, **L2))] * 2,
-    "add_norm backward": [(Launch(2, 3, 8), Launch(1, 3, 16), Launch(2, programs=8, **L2))] * 2,
-    "expand forward": [(Launch(4, 2, 8), Launch(2, 2, 16), Launch(4, 1, 8))] * 2,
-    "expand backward": [(Launch(4, 2, 4), Launch(2, 2, 4), Launch(4, 1, 4))] * 2,
-    "step forward v=1": [(Launch(2, 3, 8), Launch(1, 3, 11), Launch(2, programs=8, **L2))] * 2,
-    "step forward v=2": [
-        (Launch(2, 2, 6), Launch(2, 3, 6), Launch(2, programs=6, **L2)),
-        (Launch(2, 2, 4), Launch(2, 3, 4), Launch(2, programs=4, **L2)),
-    ],
-    "step forward v=4": [
-        (Launch(2, 2, 4), Launch(2, 3, 4), Launch(2, programs=4, **L2)),
-        (Launch(4, 2, 3), Launch(4, 3, 2), Launch(4, programs=3, **L2)),
-    ],
-    "step forward v=8": [
-        (Launch(4, 2, 2), Launch(4, programs=2, **L2), Launch(4, 3, 2)),
-        (Launch(8, 2, 1), Launch(4, programs=2, reload=True, **L2), Launch(8, 3, 1)),
-    ],
-    "step backward v=1": [
-        (Launch(4, 3, 4), Launch(2, 3, 4), Launch(4, programs=4, **L2)),
-        (Launch(4, 3, 3), Launch(4, 2, 3), Launch(4, programs=3, **L2)),
-    ],
-    "step backward v=2": [
-        (Launch(4, 2, 3), Launch(4, 3, 3), Launch(4, programs=3, **L2)),
-        (Launch(4, 2, 2), Launch(4, 3, 2), Launch(4, programs=2, **L2)),
-    ],
-    "step backward v=4": [
-        (Launch(4, 2, 2), Launch(4, 3, 2), Launch(4, programs=2, **L2)),
-        (Launch(4, programs=2, reload=True, **L2), Launch(8, 2, 1), Launch(8, 3, 1)),
-    ],
-    "step backward v=8": [
-        (Launch(4, programs=2, reload=True, **L2), Launch(8, 2, 1), Launch(8, 2, 1, reload=True)),
-        (Launch(8, 2, 1, reload=True), Launch(8, programs=1, reload=True, **L2), Launch(8, 2, 1)),
-    ],
-    "step forward v=2 K>1": [
-        (Launch(4, 2, 3), Launch(2, 2, 4), Launch(4, programs=3, **L2)),
-        (Launch(4, 2, 2), Launch(4, 3, 2), Launch(4, programs=2, **L2)),
-    ],
-    "step forward v=4 K>1": [
-        (Launch(4, 2, 2), Launch(4, 3, 2), Launch(4, programs=2, **L2)),
-        (Launch(4, programs=2, reload=True, **L2), Launch(8, 2, 1), Launch(8, 3, 1)),
-    ],
-    "step forward v=8 K>1": [(Launch(8, 2, 1), Launch(8, programs=1, **L2), Launch(8, 3, 1))] * 2,
-    "step backward v=2 K>1": [
-        (Launch(4, programs=2, reload=True, **L2), Launch(4, 2, 2), Launch(4, 2, 2, reload=True)),
-        (Launch(4, programs=2, reload=True, **L2), Launch(8, 2, 1), Launch(8, 2, 1, reload=True)),
-    ],
-    "step backward v=4 K>1": [
-        (Launch(4, programs=2, reload=True, **L2), Launch(8, 2, 1), Launch(4, 2, 2, reload=True)),
-        (Launch(8, 2, 1, reload=True), Launch(8, 3, 1, reload=True), Launch(8, programs=1, reload=True, **L2)),
-    ],
-    "step backward v=8 K>1": [
-        (Launch(8, programs=1, reload=True, **L2), Launch(8, 2, 1, reload=True), Launch(8, 3, 1, reload=True)),
-    ]
-    * 2,
-}
-
-
-FORCED: dict[str, Launch] = {}  # by the same keys: launches that `bench.py kernels --tune` times
+FORCED: dict[str, Launch] = {}  # by the table's keys: launches that `bench.py kernels --tune` times
+USED: dict[str, Launch] = {}  # what was launched so far, by the table's key and width: figures say what they are of
 
 
 def name_of(kernel: str, columns: int, kernel_size: int) -> str:
@@ -111,7 +36,23 @@ def launches_of(kernel: str, d: int, columns: int = 1, kernel_size: int = 1) -> 
 
 
 def launch_of(kernel: str, d: int, columns: int = 1, kernel_size: int = 1) -> Launch:
-    return FORCED.get(name_of(kernel, columns, kernel_size)) or launches_of(kernel, d, columns, kernel_size)[0]
+    name = name_of(kernel, columns, kernel_size)
+    USED[f"{name} d={d}"] = launch = FORCED.get(name) or launches_of(kernel, d, columns, kernel_size)[0]
+    return launch
+
+
+def in_table(used: str) -> Launch:
+    """What the table has for a key of USED."""
+    name, _, d = used.rpartition(" d=")
+    return at_width(KERNELS[name][int(d) > 768][0], name, int(d))
+
+
+def options_of(launch: Launch, x: torch.Tensor) -> dict:
+    """What a kernel over the vectors of x is given."""
+    d = x.shape[-1]
+    # Bulk copies are of 16 bytes or a multiple; beside a float32 state lie vectors of two bytes a feature.
+    prefetch = launch.prefetch if copies_in_bulk(x.device) and d * 2 % 16 == 0 else 0
+    return {"num_warps": launch.num_warps, "STAGES": launch.stages, "PREFETCH": prefetch, "BLOCK": block_of(d)}
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 import torch
 
-from model.kernels.launch import Launch, launch_of, share
+from model.kernels.launch import Launch, launch_of, options_of, share
 from model.kernels.step_kernels import backward_kernel, forward_kernel
 from model.kernels.tiles import dense, rows_and_columns
 
@@ -64,7 +64,7 @@ def residual_step(
         context, gate_logit, value_logit, n, delta, u, rho,
         tokens, chunk, chunks, k_eps**2, norm_eps, value_scale, value_constant,
         D=d, V=v, K=len(read), VALUE=value_form, VALUE_INPUT=value_input, ERASE=erase, RELOAD=launch.reload,
-        **launch.options(base),
+        **options_of(launch, base),
     )  # fmt: skip
     return results
 
@@ -151,7 +151,7 @@ def residual_step_backward(
         *dense(read, norm, gate, value), *results[:4], sums,
         tokens, chunk, chunks, value_scale, value_constant,
         D=d, V=v, K=len(read), VALUE=value_form, VALUE_INPUT=value_input, ERASE=erase, TOTAL=sums.shape[1],
-        RELOAD=launch.reload, **launch.options(base),
+        RELOAD=launch.reload, **options_of(launch, base),
     )  # fmt: skip
     return [*results[:4], sums[:, :numbers].sum(0)]
 
