@@ -61,11 +61,53 @@ class LayerNorm(nn.Module):
         return y.to(x.dtype)
 
 
+# TF32, which training allows on a GPU, keeps 10 bits of what is multiplied. torch has one setting for all products, and
+# the compiler takes it at the time that it compiles: this one is an operation of its own, which asks for more.
+@torch.library.custom_op("ddl::exact_linear", mutates_args=())
+def exact_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """F.linear in the dtype of its arguments, whatever autocast and `set_float32_matmul_precision` would round.
+
+    So are the products of its derivatives, of any order.
+    """
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x, weight, bias)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@exact_linear.register_fake
+def _(x, weight, bias):
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def keep_factors(ctx, inputs, output) -> None:
+    x, weight, bias = inputs
+    ctx.save_for_backward(x, weight)
+    ctx.has_bias = bias is not None
+
+
+def gradients_of_linear(ctx, gradient):
+    x, weight = ctx.saved_tensors
+    of_x, of_weight, of_bias = ctx.needs_input_grad
+    rows = gradient.flatten(0, -2)
+    return (
+        exact_linear(gradient, weight.mT, None) if of_x else None,
+        exact_linear(rows.mT, x.flatten(0, -2).mT, None) if of_weight else None,
+        rows.sum(0) if of_bias and ctx.has_bias else None,
+    )
+
+
+exact_linear.register_autograd(gradients_of_linear, setup_context=keep_factors)
+
+
 def linear_fp32(layer: nn.Linear, x):
     """`layer(x)` in at least fp32, also under autocast: gates and values must not be rounded before their sigmoid."""
-    dtype = at_least_fp32(x.dtype)
+    dtype, product = at_least_fp32(x.dtype), exact_linear if x.device.type == "cuda" else F.linear
     with torch.autocast(x.device.type, enabled=False):
-        return F.linear(x.to(dtype), layer.weight.to(dtype), None if layer.bias is None else layer.bias.to(dtype))
+        return product(x.to(dtype), layer.weight.to(dtype), None if layer.bias is None else layer.bias.to(dtype))
 
 
 def rope_tables(config, device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
