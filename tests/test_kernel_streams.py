@@ -71,6 +71,18 @@ def test_intervals_change_no_bit():
     fused.check_intervals(tiny(CC, ddl_value_channels=2), torch.bfloat16, (1, 4), T=3)
 
 
+@pytest.mark.parametrize(
+    ("triton", "numpy", "works"), [("3.6.0", "2.5.2", False), ("3.6.0", "2.4.6", True), ("3.7.1", "2.10.0", True)]
+)
+def test_an_interpreter_that_its_numpy_breaks_is_said_in_one_line(monkeypatch, triton, numpy, works):
+    monkeypatch.setattr("triton.__version__", triton)
+    monkeypatch.setattr("numpy.__version__", numpy)
+    said = kernels.unavailable("cpu")
+    assert works if said is None else "pip install 'numpy<2.5'" in said and not works
+    monkeypatch.delenv("TRITON_INTERPRET")  # compiled kernels do without
+    assert kernels.unavailable("cuda") is None
+
+
 @pytest.mark.parametrize(("interval", "replayed"), [(1, [0, 0, 0, 0, 1]), (2, [0, 1, 0, 1, 2]), (4, [0, 1, 2, 3, 4])])
 def test_a_state_is_stored_once_an_interval(interval, replayed, monkeypatch):
     """Writes since the last stored state after each of the five reads; the last state of all is never stored."""

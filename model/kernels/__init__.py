@@ -4,6 +4,7 @@
 and on a CPU with TRITON_INTERPRET=1 in the environment: slowly, to be tested.
 """
 
+import importlib
 import importlib.util
 import os
 
@@ -31,8 +32,13 @@ def unavailable(device: torch.device | str) -> str | None:
     """Why kernels cannot run there, or None."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (pip install triton)"
-    if torch.device(device).type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return "they need a CUDA device"
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return None if torch.device(device).type == "cuda" else "they need a CUDA device"
+    triton, numpy = (
+        tuple(map(int, importlib.import_module(name).__version__.split(".")[:2])) for name in ("triton", "numpy")
+    )
+    if triton < (3, 7) and numpy >= (2, 5):
+        return "the interpreter of Triton before 3.7 does not work with numpy 2.5 (pip install 'numpy<2.5')"
     return None
 
 
