@@ -15,6 +15,7 @@ from functools import partial
 import torch
 
 import tables
+from benchmarks.ceiling import HEAD
 from benchmarks.figures import Figures
 from benchmarks.timing import Clock, compared, spread
 from training import distributed
@@ -104,11 +105,31 @@ def expand_calls(sizes, d: int, columns: int, kernel_size: int):
     }
 
 
+def rope_norm_calls(sizes, d: int):
+    from model.kernels import rope as kernel
+
+    B, T, device, dtype = sizes
+    size = min(d // 2 * 2, HEAD)
+    qkv = random(device, dtype, B, T, 3, d // size, size)
+    gradients = [random(device, dtype, B, T, d // size, size) for _ in range(3)]
+    angle = random(device, torch.float32, T, size // 2)
+    inputs = qkv, angle.cos(), angle.sin(), *torch.ones(2, size, device=device), 1e-5
+    return {
+        # The values are a part of the product, and stay where they are.
+        "rope_norm forward": (lambda: kernel.rope_norm(*inputs), [qkv[:, :, :2], qkv[:, :, :2], *inputs[1:3]]),
+        "rope_norm backward": (
+            lambda: kernel.rope_norm_backward(*gradients, *inputs),
+            [*gradients, qkv[:, :, :2], *inputs[1:3], qkv],
+        ),
+    }
+
+
 def families(sizes, widths: list[int]):
     """(name, width, a function that makes the calls of its forward and backward kernels)."""
     for d in widths:
         yield "add_norm", d, partial(add_norm_calls, sizes, d)
         yield "expand K=4 v=4", d, partial(expand_calls, sizes, d, 4, 4)
+        yield "rope_norm", d, partial(rope_norm_calls, sizes, d)
         for columns, kernel_size, stored in itertools.product((1, 2, 4, 8), (1, 4), (False, True)):
             name = f"step K={kernel_size} v={columns} {'stored' if stored else 'not stored'}"
             yield name, d, partial(step_calls, sizes, d, columns, kernel_size, stored)
@@ -218,8 +239,12 @@ def run(args) -> None:
         raise ValueError("--tune takes minutes a kernel: give --match, as in --match='K=1 v=4'")
     sizes = (args.micro_batch_size, args.block_size, device, getattr(torch, args.dtype))
     chosen = [family for family in families(sizes, args.widths) if args.match in family[0]]
+    if args.tune:  # it is launched in one way, without a table
+        chosen = [family for family in chosen if family[0] != "rope_norm"]
     if not chosen:
-        raise ValueError(f"--match={args.match}: no kernel has that in its name; try step, add_norm or expand")
+        which = "no kernel with launches to tune" if args.tune else "no kernel"
+        names = "step, add_norm or expand" if args.tune else "step, add_norm, expand or rope_norm"
+        raise ValueError(f"--match={args.match}: {which} has that in its name; try {names}")
     source = torch.ones(args.copied // 2, dtype=torch.uint8, device=device)
     target, clock = torch.empty_like(source), Clock(device)
     settings = {"micro_batch_size": args.micro_batch_size, "block_size": args.block_size, "dtype": args.dtype}

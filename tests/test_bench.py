@@ -149,6 +149,23 @@ def test_kernels_are_measured_against_a_copy(tmp_path):
     assert rows["expand forward K=4 v=4"]["bytes"] == state + vector
 
 
+def test_rotation_and_norm_are_measured_but_have_no_launches_to_tune(tmp_path):
+    pytest.importorskip("triton")
+    out = tmp_path / "kernels.json"
+    keys = ["kernels", "--device=cpu", "--widths=8,256", "--micro_batch_size=2", "--block_size=3", "--rounds=1"]
+    keys += ["--copied=4096", "--match=rope"]
+    kernel_bandwidth.run(bench.arguments([*keys, f"--json={out}"]))
+    found = {(row["kernel"], row["d"]): row["bytes"] for row in json.loads(out.read_text())["rows"]}
+    wanted = {}
+    for d, head in ((8, 8), (256, 128)):
+        vector, tables = 6 * d * 2, 2 * 3 * head // 2 * 4  # of six tokens in bf16; cos and sin of three in fp32
+        # Reads and writes queries and keys; reads three gradients, queries and keys, and writes the gradient of all.
+        wanted |= {("rope_norm forward", d): 4 * vector + tables, ("rope_norm backward", d): 8 * vector + tables}
+    assert found == wanted
+    with pytest.raises(ValueError, match="no kernel with launches to tune has that in its name; try step"):
+        kernel_bandwidth.run(bench.arguments([*keys, "--tune"]))
+
+
 LAUNCHES = ["kernels", "--device=cpu", "--tune", "--match=add_norm", "--widths=8", "--micro_batch_size=1"]
 LAUNCHES += ["--block_size=1", "--rounds=1", "--copied=4096"]
 
