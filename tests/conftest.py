@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,10 @@ from model.keys import Key
 # not a test stays with the plain operations on a CPU, unless told `kernels=on`.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# cuBLAS reads it at its first call in a process, which another test may make: what a test with deterministic=True sets
+# comes too late then. training/distributed.py sets the same.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 # A shell lets what it starts in the background ignore Ctrl+C, which tests send to processes of their own.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -48,6 +53,24 @@ def pytest_report_header():
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@contextmanager
+def precision(setting: str):
+    """torch.set_float32_matmul_precision(setting), which is as it was afterwards."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(setting)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.fixture(autouse=True)
+def _precision(request):
+    """Tests that need a GPU have the setting of train.py: TF32 where a product does not ask for more."""
+    with precision("high") if request.node.get_closest_marker("gpu") else nullcontext():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import one_line_error, small_run
+from conftest import one_line_error, precision, small_run
 from in_process import call
 from test_model import EXPANDED, INPUTS, PAPER, TINY, tiny
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -303,11 +303,15 @@ def test_a_cuda_graph_equals_the_eager_step(stem, setting):
     exacts = {prompt: exact(model, ids, prompt) for prompt in (6, 1)}
     model, ids = model.float().cuda(), ids.cuda()
     kernels.use(model, setting, "cuda")
-    graph = Decoder(model, 2, compiled=True)
-    for prompt, wanted in exacts.items():
-        found, eager = decoded(graph, ids, prompt), decoded(Decoder(model, 2), ids, prompt)
-        torch.testing.assert_close(found, eager, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(found.double().cpu(), wanted, rtol=1e-3, atol=1e-3)
+    with precision("highest"):  # as generation has it
+        graph = Decoder(model, 2, compiled=True)
+        for prompt, wanted in exacts.items():
+            found, eager = decoded(graph, ids, prompt), decoded(Decoder(model, 2), ids, prompt)
+            torch.testing.assert_close(found, eager, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(found.double().cpu(), wanted, rtol=1e-3, atol=1e-3)
+    for prompt, wanted in exacts.items():  # with TF32 emulated, by this measure: 1.9e-2 over three seeds
+        found = decoded(Decoder(model, 2), ids, prompt)
+        torch.testing.assert_close(found.double().cpu(), wanted, rtol=8e-2, atol=8e-2)
     for change in (model.float, partial(round_matrices, model)):
         change()
         with torch.autocast("cuda", torch.bfloat16):

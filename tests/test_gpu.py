@@ -1,14 +1,16 @@
 """What only a GPU can show; run with `pytest -m gpu`."""
 
+import copy
+
 import pytest
 import torch
-from conftest import small_run
+from conftest import precision, small_run
 from test_model import PAPER
 
 import train
 from benchmarks import timing
 from data.loader import prefetched
-from model import build
+from model import build, layers
 from training import checkpoint, metrics
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -26,13 +28,39 @@ def test_gradients_equal_the_cpus(stem, compiled):
     model.zero_grad()
     model.float().cuda()
     run = torch.compile(model, fullgraph=True) if compiled else model
-    for dtype, tolerance in ((torch.float32, 1e-3), (torch.bfloat16, 0.1)):
-        with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):
-            _, loss = run(ids.cuda(), targets.cuda())
-        loss.backward()
+    # With TF32 emulated: 3.0e-3.
+    cases = [("high", torch.float32, 1e-2), ("high", torch.bfloat16, 0.1)]
+    for setting, dtype, tolerance in cases + [("highest", torch.float32, 1e-3)] * (not compiled):
+        with precision(setting):
+            with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):
+                _, loss = run(ids.cuda(), targets.cuda())
+            loss.backward()
         gradient = torch.cat([p.grad.flatten().double().cpu() for p in model.parameters()])
         assert (gradient - expected).norm() < tolerance * expected.norm()
         model.zero_grad()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_product_that_asks_for_it_is_not_rounded(compiled):
+    """Nor are those of its gradients. The plain one is, to the 10 bits of TF32: the setting is on."""
+    layer, x = torch.nn.Linear(512, 64).cuda(), torch.randn(4096, 512, device="cuda")
+    weight = torch.randn(4096, 64, device="cuda")
+
+    def made(product, layer, x):
+        """The result, and the gradients of x and the layer's parameters."""
+        y = product(layer, x.requires_grad_())
+        return y.detach(), *torch.autograd.grad(y, (x, *layer.parameters()), weight.to(y.dtype))
+
+    exact = made(layers.linear_fp32, copy.deepcopy(layer).double(), x.detach().double())
+    for product, rounds in ((layers.linear_fp32, False), (lambda layer, x: layer(x), True)):
+        run = torch.compile(product, fullgraph=True) if compiled else product
+        found = made(run, layer, x.detach())
+        assert torch.get_float32_matmul_precision() == "high"
+        errors = [((got - want).norm() / want.norm()).item() for got, want in zip(found, exact)]
+        if rounds:
+            assert min(errors[:3]) > 1e-4, errors  # the bias's gradient is no product
+        else:
+            assert max(errors) < 1e-5, errors
 
 
 def test_a_run_trains_and_resumes(corpus, tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import copy
 
 import pytest
 import torch
+from conftest import precision
 from contract import randomise
 from test_model import PAPER, TINY
 
@@ -104,8 +105,11 @@ def test_model_of_joined_products(setting, monkeypatch):
         return
     ids, targets = fused.tokens_of(model)
     wanted = copy.deepcopy(model).double()(ids, targets)[1]
-    found = model.to("cuda")(ids.to("cuda"), targets.to("cuda"))[1]
-    torch.testing.assert_close(found.cpu().double(), wanted, rtol=1e-5, atol=1e-6)
+    model.to("cuda")
+    for name, rtol in (("high", 3e-3), ("highest", 1e-5)):  # with TF32 emulated: up to 1.0e-3 over twelve seeds
+        with precision(name):
+            found = model(ids.to("cuda"), targets.to("cuda"))[1]
+        torch.testing.assert_close(found.cpu().double(), wanted, rtol=rtol, atol=1e-6)
 
 
 def test_two_layer_gate_and_v_map():
@@ -119,7 +123,11 @@ def test_intervals_change_no_bit(stem):
 
 @pytest.mark.parametrize("stem", ["DDL-gpt-mha-rope-EC", "gpt-mha-rope"])
 def test_compiled_by_inductor(stem):
-    fused.check_compiled(tiny(stem, num_hidden_layers=1), "inductor", 1e-3)
+    """Its attention may round other numbers to TF32; with that emulated, a gradient is up to 1.9e-2 from float64."""
+    model = tiny(stem, num_hidden_layers=1)
+    fused.check_compiled(model, "inductor", 6e-2)
+    with precision("highest"):
+        fused.check_compiled(model, "inductor", 1e-3)
 
 
 def test_activation_checkpointing():
