@@ -314,7 +314,7 @@ def set_up(argv: list[str]) -> Run | None:
 
     run.world, run.stop = distributed.start(device), stopping.Stop(config.max_seconds)
     stopping.tolerate_lost_output()
-    torch.set_float32_matmul_precision("high")  # TF32 for what stays in float32 on a GPU
+    torch.set_float32_matmul_precision("high")  # TF32 for what stays in float32 on a GPU, but for linear_fp32
     bf16 = distributed.computes_in_bfloat16(config.dtype, device)
     run.autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
     with configurator.one_line_errors():
