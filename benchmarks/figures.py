@@ -12,7 +12,10 @@ TABLE = ("launch_table.py",)  # but for this: a row says which of the table's la
 
 
 def launches_used() -> dict[str, str]:
-    """For a row: the launches of the kernels that have run in this process since the last call; {} where none has."""
+    """For a row: the launches of the kernels that have run in this process since the last call; {} where none has.
+
+    So call it before a measurement as well.
+    """
     module = sys.modules.get("model.kernels.launch")
     used = {kernel: str(launch) for kernel, launch in sorted(module.USED.items())} if module else {}
     if used:

@@ -16,7 +16,7 @@ import torch
 
 import tables
 from benchmarks.ceiling import HEAD
-from benchmarks.figures import Figures
+from benchmarks.figures import Figures, launches_used
 from benchmarks.timing import Clock, compared, spread
 from training import distributed
 from training.metrics import duration, size
@@ -166,9 +166,10 @@ def measure(chosen: list, args, clock: Clock, copy, figures: Figures) -> None:
         if not all(figures.find(kernel=each, d=d) for each in wanted):
             calls = make()
             assert list(calls) == wanted
-            seconds = in_turns(calls, copy, args.rounds, clock)
+            launches_used()
+            seconds, launched = in_turns(calls, copy, args.rounds, clock), launches_used()
             for each, (_, tensors) in calls.items():
-                figures.add(row_of(d, each, tensors, seconds, args.copied), "kernel", "d")
+                figures.add(row_of(d, each, tensors, seconds, args.copied) | launched, "kernel", "d")
         left = duration((time.perf_counter() - started) / number * (len(chosen) - number))
         print(f"{number}/{len(chosen)} {name} d={d}, {left} left", flush=True)
 

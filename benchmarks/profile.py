@@ -90,6 +90,7 @@ def run(args) -> None:
         kernels.use(model, **{"setting": args.kernels} | fused, device=device)
         compiled = args.compile == "True"
         contender = Contender(text, model, lambda: ids, device, getattr(torch, args.dtype), compiled)
+        launches_used()
         found = profiled(contender, args.steps, device)
         figures.add({"model": suites.row_name(text), **found, **launches_used()}, "model")
         del model, contender

@@ -105,6 +105,7 @@ class Bench:
     def measure_group(self, model: str) -> None:
         """Visit one model and its peers, and add what is measured to their rows."""
         own, others = self.group(model)
+        launches_used()
         others = self.that_run(others)
         contenders, before = own + others, self.visits(model) * self.rounds
         for contender in contenders:
