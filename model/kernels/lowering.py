@@ -5,22 +5,17 @@ with the operations that made it: seconds that grow exponentially with depth (3,
 CC-EC, for a log that is off). The rule is the one that Inductor then makes for itself.
 """
 
-import functools
-
 import torch
 
 
-@functools.cache
 def register() -> None:
     """Give every operator of ours that is there by now its rule. Nothing from torch 2.13 on, which logs lazily.
 
+    Operators come with the modules that define them: call it when a model has its stream, and again with the next.
     ImportError: a torch that is older and has none of the names used here, which are private.
     """
-    if torch.__version__ < (2, 13):
-        register_all()
-
-
-def register_all() -> None:
+    if torch.__version__ >= (2, 13):
+        return
     from torch._inductor import lowering
 
     for name in torch.ops.ddl:
