@@ -1,9 +1,10 @@
-"""What Inductor makes of a training step on an H200, on a machine without one: CPU-seconds, and what it launches.
+"""What Inductor makes of a training step on an H200 that is not there: CPU-seconds, and what it calls.
 
     python -m benchmarks.lowering DDL-gpt-mha-rope-CC-EC
 
-For a Python whose torch is a CUDA build of the version in question (tried with 2.11.0), and a C compiler. Tensors are
-fake, so nothing runs: it shows that a deep model compiles, and no time of a GPU. What is patched is private to torch.
+For a Python whose torch is a CUDA build of the version in question (tried with 2.11.0), and gcc. Tensors
+are fake, so nothing runs: it shows that a deep model compiles, and no time of a GPU. What is patched is
+private to torch.
 """
 
 import argparse
@@ -32,10 +33,11 @@ from training.provenance import provenance
 DRIVER = "int absent_gpus; signed char _ZN3c104cuda12device_countEv(void) { return absent_gpus; }"
 DRIVER += "int cuDevicePrimaryCtxGetState(int d, unsigned *f, int *a) { *f = *a = 0; return 0; }"
 H200 = types.SimpleNamespace(
-    name="NVIDIA H200", type="cuda", index=0, cc=90, major=9, minor=0, multi_processor_count=132, warp_size=32,
-    total_memory=141 * 2**30, L2_cache_size=60 * 2**20, max_threads_per_multi_processor=2048,
-    max_threads_per_block=1024, regs_per_multiprocessor=65536, shared_memory_per_block=49152,
-    shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472, gcnArchName="sm_90", uuid="",
+    name="NVIDIA H200", type="cuda", index=0, uuid="", cc=90, major=9, minor=0, gcnArchName="sm_90",
+    multi_processor_count=132, warp_size=32, total_memory=141 * 2**30, L2_cache_size=60 * 2**20,
+    max_threads_per_multi_processor=2048, max_threads_per_block=1024, regs_per_multiprocessor=65536,
+    shared_memory_per_block=49152, shared_memory_per_block_optin=232448,
+    shared_memory_per_multiprocessor=233472,
 )  # fmt: skip
 CALL = re.compile(r"(\w+\.run|extern_kernels\.\w+|torch\.ops\.[\w.]+)\(")
 
@@ -59,7 +61,7 @@ def answer(target, **answers) -> None:
 
 
 def pretend() -> None:
-    """Have torch and Inductor take this machine for one with an H200, for the rest of the process."""
+    """Have torch and Inductor take this machine for one with an H200, from here on."""
     import triton
     from torch._dynamo.device_interface import CudaInterface
     from torch._inductor import config
@@ -69,8 +71,8 @@ def pretend() -> None:
 
     torch._C._ensureCUDADeviceGuardSet()  # it has 127 devices, and autograd goes through them all
     ctypes.c_int.in_dll(ctypes.CDLL(os.environ["LD_PRELOAD"]), "absent_gpus").value = 127
-    device = {"is_available": True, "is_bf16_supported": True, "device_count": 1, "current_device": 0}
-    device |= {"get_device_properties": H200}
+    device = {"is_available": True, "is_bf16_supported": True, "device_count": 1}
+    device |= {"current_device": 0, "get_device_properties": H200}
     answer(torch.cuda, **device, is_initialized=True, get_device_capability=(9, 0), _lazy_init=None)
     answer(torch.cuda, synchronize=None, get_rng_state=torch.zeros(16).byte(), set_rng_state=None)
     answer(CudaInterface, **device, is_triton_capable=True, get_compute_capability=90)
@@ -80,7 +82,7 @@ def pretend() -> None:
     torch.cuda.device = torch.cuda._DeviceGuard = CudaInterface.device = NoDevice
     target = types.SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32))
     triton.runtime.driver.set_active(target)
-    # What would be computed or measured on the device: constants, padding, and patterns that are traced on it.
+    # What would be done on the device: constants, the choice of padding, and tracing of patterns.
     config.joint_graph_constant_folding = config.shape_padding = config.fx_graph_cache = False
     answer(fuse_attention, _sfdp_init=None)
     answer(pad_mm, _pad_mm_init=None)
@@ -97,7 +99,7 @@ def stop(_):
 
 
 def row_of(stem: str, layers: int, limit: int) -> dict:
-    """Forward and backward of 16 sequences lowered once. limit: CPU-seconds after which the process is killed."""
+    """Forward and backward of 16 sequences lowered; killed after `limit` CPU-seconds."""
     from torch._functorch import config as functorch
     from torch._inductor.graph import GraphLowering
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -110,7 +112,8 @@ def row_of(stem: str, layers: int, limit: int) -> dict:
         calls = collections.Counter(CALL.findall(code[code.index("def call(") :]))
         way = "backward" if graph.is_backward else "forward"
         triton = {name: count for name, count in calls.items() if name.endswith(".run")}
-        row[f"triton_launches_{way}"], row[f"distinct_kernels_{way}"] = sum(triton.values()), len(triton)
+        row[f"triton_launches_{way}"] = sum(triton.values())
+        row[f"distinct_kernels_{way}"] = len(triton)
         row[f"calls_{way}"] = {name: calls[name] for name in sorted(calls.keys() - triton.keys())}
         graph.cache_key, graph.cache_path, graph.cache_linemap = "", "", []
         module = types.ModuleType("lowered")
@@ -137,14 +140,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("stem")
     parser.add_argument("--layers", type=int, default=12, help="of the paper's small size")
-    parser.add_argument("--limit", type=int, default=300, help="CPU-seconds after which lowering is killed")
+    parser.add_argument("--limit", type=int, default=300, help="CPU-seconds, then it is killed")
     args = parser.parse_args()
     if "absent_gpu" not in os.environ.get("LD_PRELOAD", ""):
         if torch.version.cuda is None or torch.cuda.is_available() or not shutil.which("gcc"):
-            parser.error("it pretends to have a GPU: that takes gcc, torch built for CUDA, and no GPU")
+            parser.error("to pretend a GPU takes gcc, torch built for CUDA, and that there is none")
         library = Path(tempfile.mkdtemp(prefix="absent_gpu")) / "libcuda.so.1"
-        command = ["gcc", "-shared", "-fPIC", "-x", "c", "-Wl,-soname,libcuda.so.1", "-o", library, "-"]
-        subprocess.run(command, input=DRIVER, text=True, check=True)
+        command = ["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library]
+        subprocess.run([*command, "-x", "c", "-"], input=DRIVER, text=True, check=True)
         env = os.environ | {"LD_PRELOAD": str(library), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         command = [sys.executable, "-m", "benchmarks.lowering", *sys.argv[1:]]
         os.execve(sys.executable, command, env)  # again, with that driver there before torch is

@@ -1,7 +1,9 @@
-"""Run by test_lowering.py: which operators Inductor has rules for after `kernels.use`, and what it makes of 12 layers.
+"""Run by test_lowering.py: for which operators Inductor has rules once kernels are in use, and what it
+makes of a deep model.
 
-All under a torch that says it is 2.11, and each in a process of its own, forked from this one, which has imported torch
-alone: what registered a rule, or imported an operator, for one model has not done so for the next. Prints JSON.
+All under a torch that says it is 2.11, and each in a process of its own, forked from this one, which
+has imported torch alone: what registered a rule, or imported an operator, for one model has not done
+so for the next. Prints JSON.
 """
 
 import collections
@@ -50,7 +52,7 @@ class Lowered(Exception):  # noqa: N818 (no error)
 
 
 def calls(stem: str, layers: int) -> dict:
-    """How often the code for the forward and the backward pass calls what, and operators that lacked a rule on the way.
+    """How often the code of each pass calls what, and operators that lacked a rule on the way.
 
     Nothing is run, or compiled by C++.
     """
@@ -92,9 +94,9 @@ def calls(stem: str, layers: int) -> dict:
 
 
 def main(tasks: dict) -> dict:
-    """tasks: names of what to ask for, each with (function, arguments). A process each, one after the other."""
+    """tasks: name -> function and its arguments. A process each, one after the other."""
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
-        return {name: pool.apply(globals()[task], arguments) for name, (task, *arguments) in tasks.items()}
+        return {name: pool.apply(globals()[task], args) for name, (task, *args) in tasks.items()}
 
 
 if __name__ == "__main__":
