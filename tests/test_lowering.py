@@ -1,21 +1,66 @@
-"""The rules by which Inductor lowers our operators."""
+"""Inductor of torch before 2.13 needs a rule for each of our operators, or may not end."""
 
 import importlib.util
+import json
 
 import pytest
 import torch
+from conftest import ROOT, script
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+
+# `kernels` and the models that are given it in turn, in a fresh process a line: what these call, as
+# does the backward pass.
+SEVERAL = "HC-gpt-mha-rope gpt-mha-rope DDL-gpt-mha-rope-CC-EC"
+OPERATORS = {
+    "auto gpt-mha-rope": "rope_norm add_norm",
+    "auto DDL-gpt-mha-rope": "rope_norm residual_step",
+    "auto DDL-gpt-mha-rope-CC-EC": "rope_norm residual_step expand",
+    "auto DDL-vdim1-gpt-mha-rope": "rope_norm residual_step",
+    "auto HC-gpt-mha-rope": "rope_norm",
+    f"auto {SEVERAL}": "rope_norm add_norm residual_step expand",
+    f"off {SEVERAL}": "sinkhorn_knopp",
+}
+if importlib.util.find_spec("liger_kernel"):
+    OPERATORS |= {"auto mHC-gpt-mha-rope": "rope_norm fused_sinkhorn_knopp"}
+LAYERS = 12
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-def test_every_operator_gets_a_rule():
-    import model.kernels.stream  # noqa: F401
-    from model.kernels import lowering, rope  # noqa: F401
+@pytest.fixture(scope="module")
+def fresh() -> dict:
+    """What `fresh_lowering.py` finds, for all tests from one start of Python."""
+    tasks = {name: ["rules", *name.split()] for name in OPERATORS}
+    tasks["calls"] = ["calls", "DDL-gpt-mha-rope-CC-EC", LAYERS]
+    env = {"PYTHONPATH": str(ROOT), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    result = script(ROOT / "tests" / "fresh_lowering.py", json.dumps(tasks), env=env)
+    assert result.returncode == 0, result.stderr.decode()
+    return json.loads(result.stdout)
 
-    lowering.register_all()
-    lowering.register_all()  # and once is enough
-    from torch._inductor.lowering import lowerings
 
-    names = {"residual_step", "add_norm", "expand", "rope_norm"}
-    names |= {f"{name}_backward" for name in names}
-    assert names <= set(torch.ops.ddl)
-    assert all(getattr(torch.ops.ddl, name).default in lowerings for name in names)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_every_operator_has_a_rule_once_the_kernels_are_in_use(name, fresh):
+    found = fresh[name]
+    assert not found["without"], f"without a rule: {', '.join(found['without'])}"
+    wanted = OPERATORS[name].split()
+    assert {*wanted, *(f"{each}_backward" for each in wanted)} <= set(found["operators"])
+
+
+def test_twelve_layers_are_lowered_kernel_by_kernel(fresh):
+    """Two steps of the stream a block, and the readout; what is between does not grow by layer."""
+    without = fresh["calls"]["without"]
+    assert not without, f"without a rule: {', '.join(without)}"
+    for way, suffix, products, fused in (("forward", "", 1, 4), ("backward", "_backward", 2, 6)):
+        counts = fresh["calls"][way]
+        ours = {name: count for name, count in counts.items() if ".ddl." in name}
+        wanted = {"residual_step": 2 * LAYERS + 1, "rope_norm": LAYERS, "expand": 1}
+        names = {name: f"torch.ops.ddl.{name}{suffix}.default" for name in wanted}
+        assert ours == {names[name]: count for name, count in wanted.items()}
+        # Of a block seven matrices: queries, keys, values, their output, and the MLP's three.
+        matrices = [count for name, count in counts.items() if name.startswith("extern_kernels.")]
+        assert sum(matrices) == products * (7 * LAYERS + 1)
+        assert counts["cpp_fused"] <= fused * LAYERS
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="imports it, for the rules")
+def test_inductor_is_not_imported_where_it_needs_no_rules(fresh):
+    assert not fresh["imports"]

@@ -12,6 +12,7 @@ import torch
 
 from model.block import Block, Site, Stream
 from model.hyper_connections import sinkhorn_knopp
+from model.kernels import lowering
 from model.layers import Heads
 
 # The reads that the steps of each write know, by their classes' `fused`.
@@ -109,9 +110,8 @@ def use(model, setting: str = "auto", device: torch.device | str = "cuda", state
         raise ValueError(f"kernels=on: {why}; give kernels=off, or auto")
     stream, heads, balance = Stream(), Heads(), sinkhorn_knopp
     if not nowhere:  # the heads are the same in every stream
-        from model.kernels import lowering, rope
+        from model.kernels import rope
 
-        lowering.register()
         whole = all(rope.serves(block.attn, model.config) for block in model.transformer.h)
         heads = rope.FusedHeads() if whole else heads
     if not why:
@@ -124,6 +124,7 @@ def use(model, setting: str = "auto", device: torch.device | str = "cuda", state
     for read in (site.read for block in model.transformer.h for site in block.sites):
         if form_of(read) == "manifold_connection":
             read.balance = balance
+    lowering.register()  # last: every operator that the model may call is there by now
     return why
 
 
