@@ -8,8 +8,8 @@
 #     DRY=1 benchmarks/gpu.sh tests small         print the commands
 #     DEVICE=cpu benchmarks/gpu.sh tests small    rehearse at sizes of seconds, without a GPU
 #
-# PYTHON is the interpreter that has torch (python3), LIMIT the seconds of one model (150), MODELS and KERNELS those of
-# small and medium (as `bench.py step` has them). Without git's history COMMIT says which commit it is. What is compiled
+# PYTHON is the interpreter that has torch (python3), LIMIT the seconds of one model (200), MODELS those of small and
+# medium, KERNELS as `bench.py step` has it. Without git's history COMMIT says which commit it is. What is compiled
 # stays in a folder beside other temporary files.
 #
 # stage      seconds  shows, and the file of its figures
@@ -19,7 +19,7 @@
 # train          220  train.py: tokens/s, MFU, memory, resuming to the bit: bench_train_cuda.json
 # profile        180  the 30 longest kernels of additive and CC-EC; versions: bench_profile_cuda.json
 # tune           170  launches of CC's kernels, d = 768, three each: bench_tune_768_K1_v4_cuda.json
-# streams        220  AttnRes, mHC and HC against additive: bench_streams_small_cuda.json
+# streams        540  AttnRes, mHC and HC against additive, minutes to compile: bench_streams_small_cuda.json
 # more           540  two columns, and the memory option: bench_targets_more_cuda.json
 # decode         540  generation with and without cache, graph and kernels: bench_decode_cuda.json
 # kernels        540  bandwidth of every kernel against a copy: bench_kernels_cuda.json
@@ -30,7 +30,7 @@
 set -uo pipefail
 case "${1:---help}" in -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 0 ;; esac
 cd "$(dirname "$0")/.." || exit 2
-PYTHON=${PYTHON:-python3} DEVICE=${DEVICE:-cuda} DRY=${DRY:-} LIMIT=${LIMIT:-150} KERNELS=${KERNELS:-auto}
+PYTHON=${PYTHON:-python3} DEVICE=${DEVICE:-cuda} DRY=${DRY:-} LIMIT=${LIMIT:-200} KERNELS=${KERNELS:-auto}
 FOLDER=${FOLDER:-$([ "$DEVICE" = cuda ] && echo results || mktemp -d)}
 ADDITIVE=gpt-mha-rope CC_EC=DDL-gpt-mha-rope-CC-EC TC=DDL-gpt-mha-rope ONE_COLUMN=DDL-vdim1-gpt-mha-rope
 MODELS=${MODELS:-$ADDITIVE,$CC_EC,$TC,$ONE_COLUMN}
@@ -99,8 +99,9 @@ else
     --hidden_size=768 --context=960)
 fi
 
-step() { # SECONDS FIGURES SIZE MODELS
-  run "$1" "$2" step "${SUITE[@]}" "${STEPS[@]}" --sizes="$3" --models="$4" --peers=none --limit="$LIMIT" "${@:5}"
+step() { # SECONDS FIGURES SIZE MODELS [LIMIT]
+  run "$1" "$2" step "${SUITE[@]}" "${STEPS[@]}" --sizes="$3" --models="$4" --peers=none --limit="${5:-$LIMIT}" \
+    --kernels="$KERNELS"
 }
 
 tune() { # SECONDS WIDTH NAME MATCH
@@ -112,15 +113,15 @@ tune() { # SECONDS WIDTH NAME MATCH
 stage() {
   case "$1" in
   tests) TORCHINDUCTOR_COMPILE_THREADS=2 run 240 gpu_tests.json tests "${TESTS[@]}" --limit=120 ;;
-  small) step 330 bench_targets_small_cuda.json small "$MODELS" --kernels="$KERNELS" ;;
-  medium) step 360 bench_targets_medium_cuda.json medium "$MODELS" --kernels="$KERNELS" ;;
-  train) run 130 bench_train_cuda.json train "${TRAIN[@]}" --what=speed --limit="$LIMIT"
-    run 90 bench_train_cuda.json train "${TRAIN[@]}" --what=resume --configs=ddl_dv4_cc_ec_small --limit="$LIMIT" ;;
+  small) step 330 bench_targets_small_cuda.json small "$MODELS" ;;
+  medium) step 360 bench_targets_medium_cuda.json medium "$MODELS" ;;
+  train) run 130 bench_train_cuda.json train "${TRAIN[@]}" --what=speed --limit=120
+    run 90 bench_train_cuda.json train "${TRAIN[@]}" --what=resume --configs=ddl_dv4_cc_ec_small --limit=80 ;;
   profile) for model in "$ADDITIVE" "$CC_EC"; do
     run 90 bench_profile_cuda.json profile "${SUITE[@]}" "${PROFILE[@]}" --sizes=small --models="$model"
   done ;;
   tune) tune 170 768 K1_v4 "K=1 v=4" --launches=3 ;;
-  streams) step 220 bench_streams_small_cuda.json small AttnRes-gpt-mha-rope,mHC-gpt-mha-rope,HC-gpt-mha-rope ;;
+  streams) step 540 bench_streams_small_cuda.json small AttnRes-gpt-mha-rope,mHC-gpt-mha-rope,HC-gpt-mha-rope 500 ;;
   more) step 540 bench_targets_more_cuda.json small "$CC_EC:2,$CC_EC+state_interval=4" ;;
   decode) for model in "$ADDITIVE" "$CC_EC"; do
     run 270 bench_decode_cuda.json decode "${DECODE[@]}" --models="$model"
@@ -131,7 +132,7 @@ stage() {
   tune_768) for name in K1_v1 K4_v4; do tune 180 768 "$name" "K=${name:1:1} v=${name:4}"; done
     tune 180 768 add_norm add_norm ;;
   tune_1024) for name in K1_v4 K1_v1 K4_v4; do tune 180 1024 "$name" "K=${name:1:1} v=${name:4}"; done ;;
-  paper) run 540 bench_paper_cuda.json step "${SUITE[@]/targets/paper}" "${STEPS[@]}" --limit=300 ;;
+  paper) run 540 bench_paper_cuda.json step "${SUITE[@]/targets/paper}" "${STEPS[@]}" --limit=500 ;;
   *) refuse "no stage $1: benchmarks/gpu.sh --help lists them" ;;
   esac
 }
