@@ -71,8 +71,13 @@ class Knob:
     def kind(self) -> str:
         """What the key takes, in words."""
         names = {int: "a whole number", float: "a number", bool: "True or False", str: "text"}
-        options = [repr(choice) for choice in self.choices] or [names[t] for t in self.types if t is not type(None)]
+        free = [names[t] for t in self.types if t is not type(None) and not self.chosen(t)]
+        options = free + [repr(choice) for choice in self.choices]
         return " or ".join(options + ["None"] * (type(None) in self.types))
+
+    def chosen(self, kind: type) -> bool:
+        """Whether values of the type are choices, beside which there may be free values of another."""
+        return kind in map(type, self.choices)
 
 
 def knobs(*schemas: type) -> dict[str, Knob]:
@@ -160,7 +165,7 @@ def _check_one(name, value, schema):
     knob = schema[name]
     if type(value) is int and float in knob.types:
         value = float(value)
-    if type(value) not in knob.types or (knob.choices and value is not None and value not in knob.choices):
+    if type(value) not in knob.types or (knob.chosen(type(value)) and value not in knob.choices):
         raise ValueError(f"{name}={value!r}: give {knob.kind}")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{name}={value!r}: give a finite number")

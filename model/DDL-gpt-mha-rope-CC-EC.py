@@ -1,7 +1,7 @@
 """Deep Delta Learning, read by a convolution over columns, embedding expanded by one over tokens (paper: CC-EC)."""
 
 from model.gpt import GPT
-from model.residual import ColumnConvRead, DeltaBlock, EmbeddingConv, EmbeddingConvConfig
+from model.residual import ColumnConvRead, DeltaBlock, EmbeddingColumnConvConfig, EmbeddingConv
 
 
 class Block(DeltaBlock):
@@ -9,4 +9,5 @@ class Block(DeltaBlock):
 
 
 class Model(GPT):
-    Config, Expander, Block, Readout = EmbeddingConvConfig, EmbeddingConv, Block, ColumnConvRead
+    Config, Expander, Block, Readout = EmbeddingColumnConvConfig, EmbeddingConv, Block, ColumnConvRead
+    forms = ({"ddl_cc_read": "pair", "ddl_state_dv_shortconv_causal": True, "ddl_state_shortconv_kernel_size": 3},)

@@ -1,7 +1,7 @@
 """Deep Delta Learning, read by a convolution over columns (paper: CC)."""
 
 from model.gpt import GPT
-from model.residual import ColumnConvRead, DeltaBlock, ExpandedConfig, Repeat
+from model.residual import ColumnConvConfig, ColumnConvRead, DeltaBlock, Repeat
 
 
 class Block(DeltaBlock):
@@ -9,8 +9,9 @@ class Block(DeltaBlock):
 
 
 class Model(GPT):
-    Config, Expander, Block, Readout = ExpandedConfig, Repeat, Block, ColumnConvRead
+    Config, Expander, Block, Readout = ColumnConvConfig, Repeat, Block, ColumnConvRead
     forms = (
+        {"ddl_cc_read": "pair"},
         {"ddl_beta_single_linear": False},
         {"ddl_map": "v", "ddl_k_branch": "attention"},
         {"ddl_map": "v", "ddl_k_norm": "shifted", "ddl_k_input": "mean", "ddl_beta_input": "mean"},

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from model.decoding import kept
-from model.layers import MLP, CausalSelfAttention, RMSNorm
+from model.layers import MLP, CausalSelfAttention, RMSNorm, at_least_fp32
 from model.shortcut import Diagonal, identity
 
 
@@ -59,16 +59,20 @@ class Add(nn.Module):
     """The additive write: X' = X + h."""
 
     fused = "add"
+    takes_branch_mult = True
 
     def __init__(self, config):
         super().__init__()
-        self.hidden_size = config.hidden_size
+        self.hidden_size, self.branch_mult = config.hidden_size, config.branch_mult
 
     def elementwise_flops(self) -> int:
         return self.hidden_size
 
     def forward(self, state, h, x_in, c, past: Past | None = None):
-        return state + h
+        if self.branch_mult == 1:
+            return state + h
+        dtype = at_least_fp32(state.dtype)
+        return (state.to(dtype) + self.branch_mult * h.to(dtype)).to(state.dtype)
 
     def shortcut(self, state, h, x_in, c) -> Diagonal:
         return identity(state)

@@ -20,7 +20,7 @@ class ConvConfig(GPTConfig):
     read_start: ClassVar[float] = 1.0
 
     @property
-    def ddl_state_conv_init(self) -> str:
+    def conv_start(self) -> str:
         return self.conv_init
 
 

@@ -4,4 +4,4 @@ from model.gpt import GPT
 
 
 class Model(GPT):
-    pass  # the backbone's own stream
+    forms = ({"residual_branch_mult": 0.5},)

@@ -20,7 +20,7 @@ from model.decoding import NO_TOKEN, Cache
 from model.keys import Key, check_ranges
 from model.layers import Heads, Positions, RMSNorm, at_least_fp32, compute_dtype, for_product, rope_tables
 from model.loss import linear_cross_entropy, scaled
-from model.parameters import Rule, normal, refuse_unregistered, rules_of
+from model.parameters import Rule, by_shape, normal, refuse_unregistered, rules_of
 
 INITIAL = Key(low=0, initial=True)
 
@@ -51,7 +51,18 @@ class GPTConfig:
     ] = "bfloat16"
     use_qk_rmsnorm: Annotated[bool, "RMS-normalise queries and keys over each head"] = True
     embedding_init_std: Annotated[float, "initial standard deviation of the embedding", INITIAL] = 0.02
-    hidden_init_std_factor: Annotated[float, "matrices start at N(0, factor / sqrt(hidden_size))", INITIAL] = 0.5
+    init: Annotated[
+        Literal["spectral", "normal"],
+        "matrices start by their own shape (the paper's current release), or by hidden_size",
+        Key(initial=True, before="normal"),
+    ] = "normal"
+    hidden_init_std_factor: Annotated[float, "of matrices' initial standard deviation, see init", INITIAL] = 0.5
+    num_hidden_layers_base: Annotated[
+        int | None, "depth at which depth scaling changes nothing: residual_branch_mult is base / layers", Key(low=1)
+    ] = None
+    residual_branch_mult: Annotated[
+        float | None, "factor on what a sublayer adds to its state; None: 1, or as the base has it", Key(above=0)
+    ] = None
     mup: Annotated[bool, "muP: scale logits by hidden_size_base / hidden_size, matrices' rates by powers of it"] = False
     hidden_size_base: Annotated[int, "width at which muP changes nothing", Key(low=1)] = 1024
 
@@ -61,6 +72,20 @@ class GPTConfig:
     @property
     def hidden_init_std(self) -> float:
         return self.hidden_init_std_factor / math.sqrt(self.hidden_size)
+
+    def matrix_start(self, last: bool = False):
+        """The start of a matrix; `last`: of the last one of a sublayer, whose outputs add up over the layers."""
+        layers = self.num_hidden_layers_base or self.num_hidden_layers
+        if self.init == "spectral":
+            return by_shape(self.hidden_init_std_factor / (layers if last else 1))
+        return normal(self.hidden_init_std / (math.sqrt(layers) if last else 1))
+
+    @property
+    def branch_mult(self) -> float:
+        """Factor on X' - X of every sublayer."""
+        if self.residual_branch_mult is not None:
+            return self.residual_branch_mult
+        return 1.0 if self.num_hidden_layers_base is None else self.num_hidden_layers_base / self.num_hidden_layers
 
     @property
     def mup_scale(self) -> float:
@@ -97,6 +122,13 @@ class GPT(nn.Module):
         self.ln_f = self.FinalNorm(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight
+        if config.branch_mult != 1:
+            for write in (site.write for block in self.transformer.h for site in block.sites):
+                if not getattr(write, "takes_branch_mult", False):
+                    raise ValueError(
+                        f"residual_branch_mult={config.branch_mult:g}: the write of this stream "
+                        f"({type(write).__name__}) has no such factor: leave it and num_hidden_layers_base out"
+                    )
         for name in ("rope_cos", "rope_sin"):
             self.register_buffer(name, torch.empty(0), persistent=False)
         self.reset_rope()

@@ -3,7 +3,6 @@
 Notation in shapes: B batch, T tokens, d hidden_size, H heads.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from model.decoding import kept
-from model.parameters import HIDDEN, Rule, constant, linear, normal
+from model.parameters import HIDDEN, Rule, constant, linear
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
@@ -179,9 +178,8 @@ class Heads:
 
 
 def sublayer_matrix(config, inputs: int, outputs: int, last: bool = False) -> nn.Linear:
-    """A matrix of attention or MLP; the last one starts smaller by sqrt(num_hidden_layers), as they add up."""
-    std = config.hidden_init_std / (math.sqrt(config.num_hidden_layers) if last else 1)
-    return linear(inputs, outputs, Rule(normal(std), HIDDEN, decay=True, muon=True, rounded=True))
+    """A matrix of attention or MLP; the last one starts smaller, as they add up over the layers."""
+    return linear(inputs, outputs, Rule(config.matrix_start(last), HIDDEN, decay=True, muon=True, rounded=True))
 
 
 class CausalSelfAttention(nn.Module):

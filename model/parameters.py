@@ -4,6 +4,7 @@ A module that makes a parameter has `rules`, a dict of its names to `Rule`s; `li
 `rules_of(model)` collects them and refuses a parameter that has none, or two.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -40,6 +41,20 @@ class Rule(NamedTuple):
 
 def normal(std: float):
     return partial(nn.init.normal_, std=std)
+
+
+def by_shape(factor: float):
+    """N(0, std) whose std follows from the parameter's own shape, so that its product neither grows nor shrinks what it
+    is given: factor / sqrt(inputs) * min(1, sqrt(outputs / inputs)). Outputs are the first axis, inputs the others.
+
+    The "spectral" start of the paper's current release.
+    """
+
+    def start(parameter):
+        outputs, inputs = len(parameter), parameter[0].numel()
+        return nn.init.normal_(parameter, std=factor / math.sqrt(inputs) * min(1, math.sqrt(outputs / inputs)))
+
+    return start
 
 
 def constant(value: float):

@@ -30,7 +30,9 @@ class DeltaConfig(GPTConfig):
 
     ddl_value_channels: Annotated[int, "columns v of the state X (d x v)", Key(low=1)] = 1
     ddl_beta_init: Annotated[
-        float, "gate beta at initialisation, 0 (identity) to 2 (reflection)", Key(low=0, high=2, initial=True)
+        float | Literal["1/L"],
+        "gate beta at initialisation, 0 (identity) to 2 (reflection); 1/L: one over the number of blocks",
+        Key(low=0, high=2, initial=True),
     ] = 1.0
     ddl_beta_single_linear: Annotated[bool, "gate by one linear layer; False: two with a tanh between"] = True
     ddl_beta_hidden_size: Annotated[int, "hidden width of the two-layer gate", Key(low=1)] = 128
@@ -84,6 +86,11 @@ class DeltaConfig(GPTConfig):
             raise ValueError(f"ddl_v_input='context' has no effect with {other}: leave one of them out")
 
     @property
+    def beta_start(self) -> float:
+        """beta at initialisation."""
+        return 1 / self.num_hidden_layers if self.ddl_beta_init == "1/L" else self.ddl_beta_init
+
+    @property
     def k_guard(self) -> float:
         """ddl_k_eps, or what changes no direction but makes that of the zero vector zero."""
         return max(self.ddl_k_eps, 1e-15)
@@ -116,8 +123,14 @@ class ColumnsConfig(GPTConfig):
         float | None, "start of the read vector over columns; None: 1/v", Key(initial=True)
     ] = None
     ddl_state_conv_init: Annotated[
-        Literal["normal", "identity"], "start of the read convolution", Key(initial=True)
-    ] = "normal"
+        Literal["mean", "normal", "identity"] | None,
+        "start of the read convolution; None: mean with init=spectral, normal with init=normal",
+        Key(initial=True),
+    ] = None
+
+    @property
+    def conv_start(self) -> str:
+        return self.ddl_state_conv_init or ("mean" if self.init == "spectral" else "normal")
 
     @property
     def read_start(self) -> float:
@@ -130,10 +143,32 @@ class ExpandedConfig(ColumnsConfig, DeltaConfig):
 
 
 @dataclass
+class ColumnConvConfig(ExpandedConfig):
+    """Keys of DDL models that are read by a convolution over columns (CC)."""
+
+    ddl_cc_read: Annotated[
+        Literal["pair", "folded"],
+        "that convolution and a vector over its results, or both as one weight",
+        Key(before="folded"),
+    ] = "folded"
+    ddl_state_dv_shortconv_causal: Annotated[bool, "it looks at the columns before alone"] = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.ddl_cc_read == "folded" and self.ddl_state_dv_shortconv_causal:
+            raise ValueError("ddl_state_dv_shortconv_causal=True is of a pair: give ddl_cc_read=pair as well")
+
+
+@dataclass
 class EmbeddingConvConfig(ExpandedConfig):
     """Keys of models that expand the embedding by a convolution (EC)."""
 
     input_embed_shortconv_kernel_size: Annotated[int, "tokens that the expanded embedding looks at", Key(low=1)] = 4
+
+
+@dataclass
+class EmbeddingColumnConvConfig(EmbeddingConvConfig, ColumnConvConfig):
+    """Keys of DDL models with both convolutions (CC-EC)."""
 
 
 def cosines(x):
@@ -193,11 +228,6 @@ class Taps(nn.Module):
         self.rules = {"weight": Rule(start, decay=True)}
 
 
-def last_tap(weight) -> None:
-    """The start of a convolution over tokens that is the identity: the current token's tap is 1, the others 0."""
-    nn.init.zeros_(weight)[..., -1] = 1.0
-
-
 class EmbeddingConv(nn.Module):
     """Expander (EC): a causal depthwise convolution over tokens, (B, T, d) -> (B, T, v, d).
 
@@ -210,7 +240,7 @@ class EmbeddingConv(nn.Module):
         super().__init__()
         self.value_channels = config.ddl_value_channels
         channels = config.hidden_size * config.ddl_value_channels
-        self.conv = Taps(channels, 1, config.input_embed_shortconv_kernel_size, start=last_tap)
+        self.conv = Taps(channels, 1, config.input_embed_shortconv_kernel_size, start=partial(one_tap, at=-1))
 
     def elementwise_flops(self) -> int:
         return 2 * self.conv.weight.numel()
@@ -243,8 +273,8 @@ class TokenConvRead(nn.Module):
 
     def __init__(self, config: ColumnsConfig):
         super().__init__()
-        kernel_size, identity = config.ddl_state_shortconv_kernel_size or 4, config.ddl_state_conv_init == "identity"
-        start = last_tap if identity else normal(config.hidden_init_std)
+        kernel_size = config.ddl_state_shortconv_kernel_size or 4
+        start = start_of_taps(config, kernel_size, last=True)
         self.shortconv = Taps(config.hidden_size * config.ddl_value_channels, kernel_size, start=start)
         self.read = nn.Parameter(torch.empty(config.ddl_value_channels))
         self.rules = {"read": Rule(constant(config.read_start))}
@@ -265,53 +295,77 @@ class TokenConvRead(nn.Module):
 
 
 class ColumnConvRead(nn.Module):
-    """Compressor (CC): a convolution over all columns, x_in[t, i] = sum_j weight[i, j] X[t, j, i]."""
+    """Compressor (CC): a convolution over the columns of each feature, x_in[t, i] = sum_j w[i, j] X[t, j, i].
+
+    w (d, v) is a parameter itself (`ddl_cc_read=folded`), or, as the paper's code has it, a convolution `weight` (d, K)
+    whose v results meet a vector `read` (v,): a linear map again, folded into w once where it is used.
+    """
 
     fused = "column_conv"
 
-    def __init__(self, config: ColumnsConfig):
+    def __init__(self, config: ColumnConvConfig):
         super().__init__()
-        self.config = config
-        columns, kernel_size = config.ddl_value_channels, config.ddl_state_shortconv_kernel_size
-        if kernel_size not in (None, columns):
+        self.config, columns = config, config.ddl_value_channels
+        self.pair, kernel_size = config.ddl_cc_read == "pair", config.ddl_state_shortconv_kernel_size or columns
+        if kernel_size > columns or (kernel_size != columns and not self.pair):
+            fix = "give no more" if self.pair else "leave the key out"
             raise ValueError(
                 f"ddl_state_shortconv_kernel_size={kernel_size}: this model's read covers its "
-                f"ddl_value_channels={columns} columns; leave the key out"
+                f"ddl_value_channels={columns} columns; {fix}"
             )
-        self.weight = nn.Parameter(torch.empty(config.hidden_size, columns))
-        self.rules = {"weight": Rule(self.start, decay=True)}
-
-    def start(self, weight) -> None:
-        config, read = self.config, weight.new_full((self.config.ddl_value_channels,), self.config.read_start)
-        if config.ddl_state_conv_init == "identity":
-            weight.copy_(read.expand_as(weight))
+        self.weight = nn.Parameter(torch.empty(config.hidden_size, kernel_size))
+        self.causal = config.ddl_state_dv_shortconv_causal
+        taps = start_of_taps(config, kernel_size, last=self.causal)
+        if self.pair:
+            self.read = nn.Parameter(torch.empty(columns))
+            self.rules = {"weight": Rule(taps, decay=True), "read": Rule(constant(config.read_start))}
         else:
-            weight.copy_(fold_column_conv(nn.init.normal_(weight, std=config.hidden_init_std), read))
+            self.rules = {"weight": Rule(partial(self.start_folded, taps=taps), decay=True)}
+
+    def start_folded(self, weight, taps) -> None:
+        taps(weight)
+        weight.copy_(fold_column_conv(weight, weight.new_full((weight.shape[1],), self.config.read_start)))
+
+    def weights(self, arranged=features_last):
+        """w as one (1, v, d) tensor."""
+        weight = fold_column_conv(self.weight, self.read, self.causal) if self.pair else self.weight
+        return arranged(weight.unsqueeze(2))
 
     def elementwise_flops(self) -> int:
-        return 2 * self.weight.numel()
+        return 2 * self.config.hidden_size * self.config.ddl_value_channels
 
     def forward(self, state, past: Past | None = None):
-        return read_columns(state, features_last(self.weight.unsqueeze(2)), past)
+        return read_columns(state, self.weights(), past)
 
     def details(self, state) -> dict:
-        return details_of_columns(state, features_last(self.weight.unsqueeze(2)))
+        return details_of_columns(state, self.weights())
 
 
-def fold_column_conv(weight, read):
-    """A width-v convolution over columns followed by a read vector, as one weight (d, v).
+def start_of_taps(config, taps: int, last: bool):
+    """The start of a read's convolution; as the identity it has a 1 at the last tap, or at the one in the middle."""
+    if config.conv_start == "mean":
+        return constant(1 / taps)
+    if config.conv_start == "normal":
+        return normal(config.hidden_init_std)
+    return partial(one_tap, at=taps - 1 if last else (taps - 1) // 2)
 
-    weight (d, v), read (v,): result[i, u] = sum_j read[j] * weight[i, u - j + (v-1)//2], zero outside 0..v-1. The
-    released model code keeps the pair; it is also what "normal" initialisation amounts to.
+
+def one_tap(weight, at: int) -> None:
+    """The tap `at`, along the last axis, is 1, the others 0."""
+    nn.init.zeros_(weight)[..., at] = 1.0
+
+
+def fold_column_conv(weight, read, causal: bool = False):
+    """A convolution over columns followed by a read vector, as one weight (d, v), in at least fp32.
+
+    weight (d, K), read (v,): w[i, u] = sum_j read[j] * weight[i, u - j + s], zero outside 0..K-1, with s = (K-1)//2, or
+    K-1 where it is causal. The paper's code keeps the pair; it is also what "normal" initialisation amounts to.
     """
-    columns = read.shape[0]
-    folded = torch.zeros_like(weight)
-    for j in range(columns):
-        for u in range(columns):
-            tap = u - j + (columns - 1) // 2
-            if 0 <= tap < columns:
-                folded[:, u] += read[j] * weight[:, tap]
-    return folded
+    dtype, (size, columns) = at_least_fp32(weight.dtype), (weight.shape[1], len(read))
+    shift, padded = size - 1 if causal else (size - 1) // 2, F.pad(read.to(dtype), (size, size))
+    # Along u, what tap t is multiplied with is read[u - t + shift].
+    rows = [padded[size + shift - t :][:columns] for t in range(size)]
+    return sum(weight[:, t, None].to(dtype) * rows[t] for t in reversed(range(size)))
 
 
 def read_columns(state, weights, past: Past | None = None):
@@ -360,6 +414,7 @@ class DeltaRewrite(nn.Module):
     """
 
     fused = "delta_rewrite"
+    takes_branch_mult = True
     # Where k^T X is kept, overwritten by t or reflected about it; 1 - beta is the eigenvalue of A = I - beta k k^T.
     shares: ClassVar[dict] = {
         "beta": {
@@ -374,7 +429,7 @@ class DeltaRewrite(nn.Module):
     def __init__(self, config: DeltaConfig):
         super().__init__()
         self.config, d = config, config.hidden_size
-        start, probability = normal(config.hidden_init_std), min(max(config.ddl_beta_init / 2, 1e-6), 1 - 1e-6)
+        start, probability = config.matrix_start(), min(max(config.beta_start / 2, 1e-6), 1 - 1e-6)
         output, beta_bias = Rule(start, OUTPUT, True), Rule(constant(math.log(probability) - math.log1p(-probability)))
         whole = d * config.ddl_value_channels
         seen = whole if config.ddl_beta_input == "flat" else d
@@ -469,7 +524,7 @@ class DeltaRewrite(nn.Module):
         beta = self.gate(self.gate_source(state, x_in, c))
         beta = beta if force is None else torch.full_like(beta, force)
         erase = erase and self.config.ddl_update == "delta"
-        return delta_rewrite(state, khat, beta, self.write_value(h, x_in, c), erase)
+        return delta_rewrite(state, khat, self.config.branch_mult * beta, self.write_value(h, x_in, c), erase)
 
     def along(self, state, h, x_in, c):
         """khat (B, T, d)."""
@@ -497,13 +552,14 @@ class DeltaRewrite(nn.Module):
         discrepancy's ratio, after to before, and |1 - beta|, which it should be (B, T); the value t (B, T, v)."""
         khat, value = self.along(state, h, x_in, c), self.write_value(h, x_in, c)
         said, norm = self.statistics(state, h, x_in, c, written), partial(torch.linalg.vector_norm, dim=-1)
-        step = said["beta"] * norm(khat) / math.sqrt(khat.shape[-1]) / norm(state.flatten(2).to(khat.dtype))
+        beta = self.config.branch_mult * said["beta"]
+        step = beta * norm(khat) / math.sqrt(khat.shape[-1]) / norm(state.flatten(2).to(khat.dtype))
         found = {"written": step * norm(value), "value": value}
         if self.config.ddl_update == "delta":
             found |= {"erased": step * norm(read_along(state, khat))}
             tiny = torch.finfo(khat.dtype).tiny
             found |= {"contraction": said["discrepancy_after"] / said["discrepancy_before"].clamp_min(tiny)}
-            found |= {"contraction_expected": (1 - said["beta"]).abs()}
+            found |= {"contraction_expected": (1 - beta).abs()}
         return found
 
     def shortcut(self, state, h, x_in, c) -> LowRank | Diagonal:
@@ -511,7 +567,8 @@ class DeltaRewrite(nn.Module):
         if self.config.ddl_update == "write_only":
             return identity(state)
         k = self.along(state, h, x_in, c) / math.sqrt(state.shape[-1])
-        return LowRank((-self.gate(self.gate_source(state, x_in, c)) * k).unsqueeze(2), k.unsqueeze(2))
+        beta = self.config.branch_mult * self.gate(self.gate_source(state, x_in, c))
+        return LowRank((-beta * k).unsqueeze(2), k.unsqueeze(2))
 
 
 class DeltaBlock(Block):

@@ -1,7 +1,7 @@
 """A control for DDL: its v columns and its reads, written by addition, X' = X + h w^T. Does the width alone do it?"""
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -18,6 +18,9 @@ class WideConfig(ColumnsConfig):
     """Keys of the wide additive state."""
 
     wide_read: Annotated[Literal["tc", "cc"], "read by a convolution over tokens, or over columns"] = "tc"
+
+    ddl_cc_read: ClassVar[str] = "folded"
+    ddl_state_dv_shortconv_causal: ClassVar[bool] = False
 
 
 def read(config: WideConfig):

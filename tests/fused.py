@@ -400,6 +400,7 @@ def within(name: str, wanted: dict, model, results: float, gradients: float) -> 
         scale = max(scale, weight.norm().item() / math.sqrt(weight.shape[-1]))
     elif name.endswith(".read"):
         taps = name.removesuffix("read") + "shortconv.weight"
+        taps = taps if taps in wanted else name.removesuffix("read") + "weight"  # a pair's
         terms = wanted[taps].cpu() * model.get_parameter(taps).cpu()
         scale = max(scale, (terms.abs().sum() / model.get_parameter(name).norm()).item())
     return results if name in ("logits", "loss") else gradients, scale

@@ -59,6 +59,14 @@ def sigmoid(x):
     return 1 / (1 + (-x).exp())
 
 
+def branch_mult(cfg):
+    """Factor on what a sublayer adds to its state."""
+    if cfg.get("residual_branch_mult") is not None:
+        return cfg["residual_branch_mult"]
+    base = cfg.get("num_hidden_layers_base")
+    return 1.0 if base is None else base / cfg["num_hidden_layers"]
+
+
 def pool(X, form):
     """The state as one vector: the mean of its columns, or all of them one after the other."""
     columns = [X[:, j] for j in range(X.shape[1])]
@@ -91,7 +99,7 @@ def rewrite(w, X, h, x_in, c, cfg):
         logit = w["beta.weight"][0] @ seen + w["beta.bias"][0]
     else:
         logit = w["beta_out.weight"][0] @ (w["beta_in.weight"] @ seen).tanh() + w["beta_out.bias"][0]
-    beta = 2 * sigmoid(logit)
+    beta = 2 * sigmoid(logit) * branch_mult(cfg)
     value = w["v_proj.weight"] @ value_input + (w["v_proj.bias"] if cfg["ddl_v_bias"] else 0)
     if cfg["ddl_v_sigmoid"]:
         value = cfg["ddl_v_sigmoid_scale"] * sigmoid(value)
@@ -134,8 +142,8 @@ def july(w, X, h, x_in, c, cfg):
     return delta_rule(X, h / (h @ h + cfg["ddl_k_eps"] ** 2).sqrt(), beta, w["v_proj.weight"] @ c)
 
 
-def read(w, Xs, kind):
-    """Xs: list of T states -> list of T vectors (d,)."""
+def read(w, Xs, kind, causal=False):
+    """Xs: list of T states -> list of T vectors (d,). causal: how a pair's convolution over columns looks at them."""
     d, v = Xs[0].shape if Xs[0].ndim == 2 else (Xs[0].shape[0], 1)
     result = []
     for t in range(len(Xs)):
@@ -143,6 +151,13 @@ def read(w, Xs, kind):
             result.append(Xs[t])
         elif kind == "column":
             result.append(Xs[t][:, 0])
+        elif kind == "channel" and "read" in w:  # each column's window of taps, then a sum over columns
+            size = w["weight"].shape[1]
+            before, total = size - 1 if causal else (size - 1) // 2, 0
+            for j in range(v):
+                near = [(tap, j + tap - before) for tap in range(size) if 0 <= j + tap - before < v]
+                total = total + w["read"][j] * sum(w["weight"][:, tap] * Xs[t][:, u] for tap, u in near)
+            result.append(total)
         elif kind == "channel":
             result.append(sum(w["weight"][:, j] * Xs[t][:, j] for j in range(v)))
         else:
@@ -185,15 +200,16 @@ def logits(stem, weights, cfg, ids, rewrite=rewrite):
     for layer in range(cfg["num_hidden_layers"]):
         w = select(weights, f"transformer.h.{layer}.")
         for norm, sublayer, name in (("ln_1.weight", attention, "attn"), ("ln_2.weight", mlp, "mlp")):
-            x_ins = read(select(w, "compress."), states, kind)
+            x_ins = read(select(w, "compress."), states, kind, cfg.get("ddl_state_dv_shortconv_causal", False))
             cs = [rms_norm(x, w[norm], 1e-5) for x in x_ins]
             hs = sublayer(select(w, f"{name}."), cs, cfg)
             if additive:
-                states = [X + h for X, h in zip(states, hs)]
+                states = [X + branch_mult(cfg) * h for X, h in zip(states, hs)]
             else:
                 site = select(w, f"ddl_{name}.")
                 states = [rewrite(site, X, h, x, c, cfg) for X, h, x, c in zip(states, hs, x_ins, cs)]
-    finals = [rms_norm(x, weights["ln_f.weight"], 1e-5) for x in read(select(weights, "readout."), states, kind)]
+    last = read(select(weights, "readout."), states, kind, cfg.get("ddl_state_dv_shortconv_causal", False))
+    finals = [rms_norm(x, weights["ln_f.weight"], 1e-5) for x in last]
     scale = cfg["hidden_size_base"] / cfg["hidden_size"] if cfg["mup"] else 1.0
     return torch.stack([weights["lm_head.weight"] @ x * scale for x in finals])
 

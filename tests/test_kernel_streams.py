@@ -46,6 +46,12 @@ OPTIONS = {
     "two columns": (CC, {"ddl_value_channels": 2}),
     "eight columns": (CC, {"ddl_value_channels": 8}),
     "one column, three tokens": (TC, {"ddl_value_channels": 1, "ddl_state_shortconv_kernel_size": 3}),
+    "causal pair of three taps": (
+        CC,
+        {"ddl_cc_read": "pair", "ddl_state_dv_shortconv_causal": True, "ddl_state_shortconv_kernel_size": 3},
+    ),
+    "factor on what is written": (CC, {"residual_branch_mult": 0.3}),
+    "factor on what is added": ("gpt-mha-rope", {"residual_branch_mult": 0.3}),
     "two columns, embedding": ("DDL-gpt-mha-rope-CC-EC", {"ddl_value_channels": 2}),
 }
 SLOW_OPTIONS = [(stem, keys) for stem in (TC, "DDL-gpt-mha-rope-EC") for _, keys in list(OPTIONS.values())[:10]]
@@ -59,6 +65,11 @@ RARE += ("v-Map, value without bias",)
 def test_options(name):
     stem, keys = OPTIONS[name]
     fused.check_model(tiny(stem, num_hidden_layers=1, **keys))
+
+
+def test_a_factor_above_1_is_not_fused():
+    model = tiny(CC, residual_branch_mult=1.5)
+    assert "residual_branch_mult of at most 1, it is 1.5" in kernels.use(model, "auto", "cuda")
 
 
 @pytest.mark.slow

@@ -101,6 +101,15 @@ CASES += [
 EXPANDED = [stem for stem in DDL if "vdim1" not in stem]
 CASES += [(stem, {"ddl_map": "v", "ddl_k_branch": "attention"}) for stem in EXPANDED]
 CASES += [(stem, {"ddl_value_channels": v}) for stem in EXPANDED[1:] for v in (1, 2, 8)]
+PAIR = {"ddl_cc_read": "pair"}
+CASES += [
+    ("DDL-gpt-mha-rope-CC", PAIR | keys)
+    for keys in ({}, {"ddl_value_channels": 8}, {"ddl_state_shortconv_kernel_size": 2})
+]
+CAUSAL = PAIR | {"ddl_state_dv_shortconv_causal": True}
+CASES += [("DDL-gpt-mha-rope-CC-EC", CAUSAL | {"ddl_state_shortconv_kernel_size": k}) for k in (1, 3, 4)]
+CASES += [(stem, {"residual_branch_mult": 0.3}) for stem in ("gpt-mha-rope", *DDL)]
+CASES += [(stem, {"num_hidden_layers_base": 1, "ddl_beta_init": "1/L"}) for stem in DDL[:2]]
 CASES += [("DDL-gpt-mha-rope-CC-EC", {"input_embed_shortconv_kernel_size": k}) for k in (1, 2)]
 CASES += [("DDL-gpt-mha-rope-EC", {"ddl_value_channels": 1, "ddl_map": "v", "ddl_k_hidden_size": 4})]
 
@@ -318,7 +327,7 @@ def test_defaults_are_the_specification():
     expected |= {"ddl_beta_hidden_size": 128, "ddl_v_sigmoid": True, "ddl_v_constant": False, "rope_base": 10000.0}
     expected |= {"hidden_init_std_factor": 0.5, "embedding_init_std": 0.02, "ddl_v_sigmoid_scale": 4.0}
     expected |= {"ddl_v_constant_value": 2.0, "ddl_v_input": "residual", "ddl_update": "delta"}
-    expected |= {"ddl_state_conv_init": "normal", "ddl_state_read_init": None, "hidden_size_base": 1024}
+    expected |= {"ddl_state_conv_init": None, "ddl_state_read_init": None, "hidden_size_base": 1024}
     assert {name: getattr(config, name) for name in expected} == expected
     assert (config.ddl_state_shortconv_kernel_size, config.read_start) == (None, 0.25)
     assert (config.ddl_map, config.ddl_k_branch, config.ddl_k_hidden_size) == ("k", "mlp", 128)

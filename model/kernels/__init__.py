@@ -58,6 +58,8 @@ def unknown_option(config) -> str | None:
     """The first key of a delta rewrite whose value the kernels do not compute, as a sentence; None: they know all."""
     if config.ddl_value_channels not in (1, 2, 4, 8):
         return f"they know 1, 2, 4 and 8 columns, ddl_value_channels is {config.ddl_value_channels}"
+    if config.branch_mult > 1:
+        return f"they know a residual_branch_mult of at most 1, it is {config.branch_mult:g}"
     for key, known in KNOWN.items():
         if (value := getattr(config, key)) != known:
             return f"there are none for {key}={value}"
@@ -131,4 +133,5 @@ def use(model, setting: str = "auto", device: torch.device | str = "cuda", state
 def fused_stream(model, state_interval: int) -> Stream:
     from model.kernels.stream import AdditiveStream, DeltaStream
 
-    return AdditiveStream() if write_form(model) == "add" else DeltaStream(model.config, state_interval)
+    config = model.config
+    return AdditiveStream(config) if write_form(model) == "add" else DeltaStream(config, state_interval)

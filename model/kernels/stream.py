@@ -4,9 +4,11 @@ A write waits until the next site reads: both are one pass over the state then. 
 before the write, and the write.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from model.block import Stream
 from model.decoding import kept
@@ -35,7 +37,10 @@ class AdditiveState(NamedTuple):
 
 
 class AdditiveStream(Stream):
-    """X' = X + h and the norm that follows in one kernel."""
+    """X' = X + h and the norm that follows in one kernel. h has its factor, if any, in fp32 before."""
+
+    def __init__(self, config):
+        self.mult = config.branch_mult
 
     def begin(self, model, x, cache):
         check_dtype(x)
@@ -43,7 +48,7 @@ class AdditiveStream(Stream):
 
     def norm(self, state: AdditiveState, norm: RMSNorm):
         dtype = compute_dtype(norm.weight)
-        h = None if state.h is None else state.h.to(dtype).contiguous()
+        h = None if state.h is None else state.h.to(dtype if self.mult == 1 else torch.float32).contiguous()
         x, context, _ = additive.add_norm(state.x, h, norm.weight, norm.eps, dtype)
         return AdditiveState(state.x if h is None else x, None), context
 
@@ -52,7 +57,7 @@ class AdditiveStream(Stream):
         return state, context, None
 
     def write(self, site, state, h, c, aux, cache):
-        return AdditiveState(state.x, h), None
+        return AdditiveState(state.x, h if self.mult == 1 else self.mult * h.float()), None
 
     def finish(self, model, state, cache):
         return self.norm(state, model.ln_f)[1]
@@ -82,11 +87,14 @@ def permuted(taps):
 
 def weights_of(read, state):
     """e (K, v, d) in fp32, x_in[t] = sum_s sum_j e[s, j] X[t - s, j]; its first entry weighs the current token."""
-    if form_of(read) == "token_conv":
+    if form_of(read) in ("token_conv", "column_conv"):
         return read.weights(permuted).float().contiguous()
-    if form_of(read) == "column_conv":
-        return read.weight.float().T[None].contiguous()
     return state.new_ones((1, 1, state.shape[-1]), dtype=torch.float32)
+
+
+def multiplied(logit, mult: float):
+    """The logit at which a gate is `mult`, at most 1, times what it is at this one: m sigmoid(y) = sigmoid(result)."""
+    return math.log(mult) + F.logsigmoid(logit) - torch.log1p(-mult * logit.sigmoid())
 
 
 class DeltaStream(Stream):
@@ -101,7 +109,7 @@ class DeltaStream(Stream):
         self.reads_x_in = not self.k_map and config.ddl_value_channels > 1
         self.constant = config.ddl_v_constant
         form = "constant" if self.constant else "sigmoid" if config.ddl_v_sigmoid else "raw"
-        self.k_eps = float(config.k_guard)
+        self.k_eps, self.mult = float(config.k_guard), config.branch_mult
         self.options = (
             form, float(config.ddl_v_sigmoid_scale), float(config.ddl_v_constant_value), config.ddl_v_input,
             config.ddl_update == "delta",
@@ -159,6 +167,8 @@ class DeltaStream(Stream):
             source = rewrite.direction_branch(c if x_in is None else x_in)
             value_logit = linear_fp32(rewrite.v_proj, h)
         source = source.to(compute_dtype(site.norm.weight)).contiguous()
+        if self.mult != 1:
+            gate_logit = multiplied(gate_logit, self.mult)
         value_logit = None if self.constant else value_logit
         return state._replace(h=source, gate_logit=gate_logit, value_logit=value_logit), None
 
