@@ -36,8 +36,7 @@ def checked(case: str, name: str = "adamw", seeds: int = 3) -> dict:
 
 @pytest.mark.parametrize(("case", "name"), [(case, "adamw") for case in CASES] + MUON)
 def test_changes_are_level(case, name):
-    # The vector of a pair has four numbers, whose signs chance decides: more seeds.
-    assert not_level(checked(case, name, seeds=8 if "=pair" in case else 3)) == {}
+    assert not_level(checked(case, name)) == {}
 
 
 def rates_off_by(power: float):
