@@ -76,7 +76,7 @@ class Sequences:
         return of_split(self.split, self.task.draw, rng, f"{self.task}", "give a greater difficulty")
 
 
-def of_split(split: str, draw: Callable, rng: np.random.Generator, task: str, fix: str) -> tuple[np.ndarray, ...]:
+def of_split(split: str, draw: Callable, rng, task: str, fix: str) -> tuple[np.ndarray, ...]:
     """ROWS windows, drawn by `draw(rng, ROWS)` until as many belong to the split by their hash.
 
     A draw gives arrays of which the first holds the ids. ValueError: hardly any window belongs to
