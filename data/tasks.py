@@ -5,7 +5,7 @@ begin at 1, end-of-text is the last. `data/windows.py` reads them.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,15 +72,25 @@ class Sequences:
 
     def block(self, first: int) -> tuple[np.ndarray, np.ndarray]:
         """ids and labels of ROWS sequences from `first` on, those whose hash belongs to the split."""
-        rng, found, missing = np.random.default_rng([self.seed, self.split == "val", first]), [], ROWS
-        for _ in range(MOST_ROUNDS):
-            ids, labels = self.task.draw(rng, ROWS)
-            own = for_validation(ids) == (self.split == "val")
-            found.append((ids[own], labels[own]))
-            missing -= own.sum()
-            if missing <= 0:
-                return tuple(np.concatenate(parts)[:ROWS] for parts in zip(*found))
-        raise ValueError(f"{self.task}: too few different windows for both splits: give a greater difficulty")
+        rng = np.random.default_rng([self.seed, self.split == "val", first])
+        return of_split(self.split, self.task.draw, rng, f"{self.task}", "give a greater difficulty")
+
+
+def of_split(split: str, draw: Callable, rng, task: str, fix: str) -> tuple[np.ndarray, ...]:
+    """ROWS windows, drawn by `draw(rng, ROWS)` until as many belong to the split by their hash.
+
+    A draw gives arrays of which the first holds the ids. ValueError: hardly any window belongs to
+    the split, as the task has too few different ones; it names the task and the fix.
+    """
+    found, missing = [], ROWS
+    for _ in range(MOST_ROUNDS):
+        arrays = draw(rng, ROWS)
+        own = for_validation(arrays[0]) == (split == "val")
+        found.append(tuple(array[own] for array in arrays))
+        missing -= own.sum()
+        if missing <= 0:
+            return tuple(np.concatenate(parts)[:ROWS] for parts in zip(*found))
+    raise ValueError(f"{task}: too few different windows for both splits: {fix}")
 
 
 def for_validation(ids: np.ndarray) -> np.ndarray:

@@ -46,7 +46,12 @@ class HyperConfig(StreamsConfig):
 class ManifoldConfig(StreamsConfig):
     """Keys of mHC."""
 
-    mhc_iterations: Annotated[int, "Sinkhorn-Knopp's normalisations of columns, rows between", Key(low=1)] = 20
+    mhc_iterations: Annotated[int, "Sinkhorn-Knopp's normalisations of either side of a mix", Key(low=1)] = 20
+    mhc_rows_last: Annotated[
+        bool,
+        "weights into a stream are normalised last, as in the paper; False: those out of one",
+        Key(before=False),
+    ] = True
 
     def __post_init__(self):
         super().__post_init__()
@@ -205,7 +210,8 @@ class SumOfStreams(nn.Module):
 @torch.library.custom_op("ddl::sinkhorn_knopp", mutates_args=())
 def sinkhorn_knopp(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
     """exp(logits) (..., n, n) made doubly stochastic: a softmax over rows, then columns and rows divided by their sums
-    in turn, columns last, as the public implementations do (the paper ends with rows); eps is added to every sum."""
+    in turn, columns last; eps is added to every sum. Columns sum to one to rounding, rows as nearly as `iterations`
+    allow: whether a stream's incoming weights are the columns or the rows is for the caller to say."""
     return tokens_first(normalisations(logits, iterations, eps)[-1][0], logits)
 
 
@@ -266,8 +272,9 @@ class ManifoldConnection(Connection):
     """mHC's: read in (0, 1), write in (0, 2) and a doubly stochastic mix, from the normed streams together (eqs. 7, 8).
 
     With z = RMSNorm(vec(H)) (n d,): read = sigmoid(a z phi + b), write = 2 sigmoid(a z phi + b) and
-    mix^T = Sinkhorn-Knopp(a z phi + b), each with an a, a phi and a b of its own: in this order in `scales`, in the
-    rows of `maps.weight` and in `bias`.
+    mix = Sinkhorn-Knopp(a z phi + b), each with an a, a phi and a b of its own: in this order in `scales`, in the
+    rows of `maps.weight` and in `bias`. A column of mix, the weights that come into one stream, sums to one; the paper
+    writes mix^T, whose rows do. With mhc_rows_last=False mix^T = Sinkhorn-Knopp(a z phi + b).
     """
 
     fused = "manifold_connection"
@@ -278,6 +285,7 @@ class ManifoldConnection(Connection):
         super().__init__(config)
         n = self.streams
         self.sizes, self.iterations = (n, n, n * n), config.mhc_iterations
+        self.rows_last = config.mhc_rows_last
         start = normal(config.hidden_init_std / math.sqrt(n))
         self.maps = linear(n * config.hidden_size, sum(self.sizes), Rule(start, OUTPUT, decay=True))
         self.bias = nn.Parameter(torch.empty(sum(self.sizes)))
@@ -296,8 +304,8 @@ class ManifoldConnection(Connection):
         maps = linear_fp32(self.maps, F.rms_norm(z, z.shape[-1:], eps=self.EPS))  # (B, T, 2 n + n^2)
         scales = torch.cat([scale.expand(size) for scale, size in zip(self.scales, self.sizes)])
         pre, post, res = (scales * maps + self.bias).split(self.sizes, dim=-1)
-        mix = self.balance(res.unflatten(-1, (n, n)), self.iterations, self.EPS).mT
-        return pre.sigmoid(), 2 * post.sigmoid(), mix
+        mix = self.balance(res.unflatten(-1, (n, n)), self.iterations, self.EPS)
+        return pre.sigmoid(), 2 * post.sigmoid(), mix if self.rows_last else mix.mT
 
 
 class ManifoldBlock(ConnectedBlock):

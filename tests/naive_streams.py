@@ -66,6 +66,21 @@ def sinkhorn_knopp(logits, iterations):
     return matrix
 
 
+def rows_last(logits, iterations):
+    """res, the matrix that meets H; logits[i, j] is that of what stream i gives to stream j, res[j, i].
+
+    A softmax of every column, then rows by their sums, and columns and rows again, 1e-6 added to each sum.
+    """
+    n = len(logits)
+    res = torch.stack([torch.stack([logits[i, j] for i in range(n)]) for j in range(n)])
+    res = torch.stack([column.exp() / column.exp().sum() for column in res.T]).T + 1e-6
+    for iteration in range(iterations):
+        if iteration > 0:
+            res = torch.stack([column / (column.sum() + 1e-6) for column in res.T]).T
+        res = torch.stack([row / (row.sum() + 1e-6) for row in res])
+    return res
+
+
 def manifold_weights(w, H, cfg):
     """pre (n,), post (n,), res (n, n)."""
     n = len(H)
@@ -74,8 +89,10 @@ def manifold_weights(w, H, cfg):
     a_pre, a_post, a_res = w["scales"]
     pre = sigmoid(a_pre * (z @ phi[:, :n]) + b[:n])
     post = 2 * sigmoid(a_post * (z @ phi[:, n : 2 * n]) + b[n : 2 * n])
-    logits = a_res * (z @ phi[:, 2 * n :]) + b[2 * n :]
-    return pre, post, sinkhorn_knopp(logits.reshape(n, n), cfg["mhc_iterations"])
+    logits = (a_res * (z @ phi[:, 2 * n :]) + b[2 * n :]).reshape(n, n)
+    if cfg["mhc_rows_last"]:
+        return pre, post, rows_last(logits, cfg["mhc_iterations"])
+    return pre, post, sinkhorn_knopp(logits, cfg["mhc_iterations"])
 
 
 def manifold_connections(weights, cfg, xs):

@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT, one_line_error
 from in_process import call
 
-from data import tokenizer
+from data import tasks, tokenizer
 from data.copy_task.prepare import Copies
 from data.loader import ValidationBatches
 from data.shards import open_corpus
@@ -274,6 +274,23 @@ def test_sequences_are_a_function_of_the_seed_and_the_split(tmp_path, monkeypatc
     # Sequence i does not depend on how many there are.
     few = [text for batch in Copies(300, 5, 16, 0, "train").read() for text in batch.texts]
     assert few == train[:300]
+
+
+def test_no_first_half_is_in_both_splits_where_there_are_few(tmp_path, monkeypatch):
+    """All 64 that there are of three letters of four."""
+    _, val, train = copies(monkeypatch, tmp_path / "out", "--half=3", "--symbols=4", "--sequences=3000")
+    assert not set(val) & set(train)
+    assert set(val) | set(train) == {"".join(half) * 2 for half in itertools.product("abcd", repeat=3)}
+    assert len(set(val)) == pytest.approx(64 / 8, rel=0.5)
+    ids = np.array([list(text[:3].encode()) for text in sorted(set(train))])
+    assert not tasks.for_validation(ids).any()
+
+
+def test_too_few_first_halves_for_two_splits(tmp_path):
+    result = call("data/copy_task/prepare.py", "--half=1", "--symbols=2", f"--out={tmp_path / 'out'}")
+    line = one_line_error(result)
+    assert "--half=1 --symbols=2: too few different windows for both splits: give a greater half" in line
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

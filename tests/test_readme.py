@@ -113,7 +113,8 @@ def values_for(cells: list[str], files: set[str]) -> list[float]:
     values = []
     for name in files:
         stored = stored_in(name)
-        rows = stored.get("groups") or SUMMARIES.get(name, list)(stored["rows"])
+        own = [each for each in stored.get("verdicts", []) if each["hypothesis"] in cells]
+        rows = own or stored.get("groups") or SUMMARIES.get(name, list)(stored["rows"])
         alike = [sum(value in cells for value in row.values() if isinstance(value, str)) for row in rows]
         for row in (row for row, count in zip(rows, alike) if count == max(alike)):
             values += numbers_in(row) + DERIVED.get(name, numbers_in)(row)

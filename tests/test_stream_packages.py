@@ -1,8 +1,9 @@
 """HC, mHC and Attention Residuals against public packages that hold them: a whole model's loss and every gradient.
 
 The packages compute the residual stream, with our parameters in place of theirs; sublayers and norms are the model's.
-Not compared is mHC of hyper-connections 0.4.11: it maps every stream by itself, where the paper maps all n d features
-of a token together, and it mixes by the transpose of what it makes doubly stochastic.
+mHC is held to transformers' DeepSeek-V4 and, with mhc_rows_last=False, to liger-kernel. Not compared is mHC of
+hyper-connections 0.4.11: it maps every stream by itself, where the paper maps all n d features of a token together, and
+it mixes by the transpose of what it makes doubly stochastic.
 """
 
 import naive_streams
@@ -14,6 +15,8 @@ from contract import TINY, randomise, tokens
 from hyper_connections import HyperConnections
 from liger_kernel.transformers import functional as liger
 from torch.func import functional_call
+from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperConnection
 
 from model import build
 from model.kernels.sinkhorn import sinkhorn_knopp
@@ -65,11 +68,62 @@ def by_liger(model, x):
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # 0 / 0 where liger masks a block's tail
 @pytest.mark.parametrize(("n", "iterations"), [(2, 20), (4, 20), (4, 1)])
 def test_manifold_connections_equal_those_of_liger_kernel(n, iterations):
-    model = moved("mHC-gpt-mha-rope", hc_streams=n, mhc_iterations=iterations, num_hidden_layers=1)
+    """Which normalise what goes out of a stream last."""
+    check(mixing(n, iterations, mhc_rows_last=False), by_liger)
+
+
+def mixing(n, iterations, **keys):
+    """mHC whose biases are somewhere else: where they start nothing is mixed."""
+    model = moved("mHC-gpt-mha-rope", hc_streams=n, mhc_iterations=iterations, num_hidden_layers=1, **keys)
     with torch.no_grad():
         for own in (model.transformer.h[0].hc_attn, model.transformer.h[0].hc_mlp):
-            own.bias.normal_()  # where they start nothing is mixed
-    check(model, by_liger)
+            own.bias.normal_()
+    return model
+
+
+def public_manifold(own, n: int, iterations: int):
+    """The site's connection in transformers' DeepSeek-V4, and our parameters under its names."""
+    options = {"hc_mult": n, "hc_sinkhorn_iters": iterations, "hc_eps": 1e-6, "rms_norm_eps": 1e-6}
+    public = DeepseekV4HyperConnection(DeepseekV4Config(hidden_size=SIZE["hidden_size"], **options))
+    return public, {"fn": own.maps.weight, "base": own.bias, "scale": own.scales}
+
+
+def by_deepseek(model, x):
+    """transformers 5: comb^T H + post h. Its reads have another 1e-6."""
+    n = model.config.hc_streams
+    state = x.unsqueeze(2).repeat(1, 1, n, 1)
+    for _, own, process in sites(model, x.shape[1]):
+        public, weights = public_manifold(own, n, model.config.mhc_iterations)
+        post, comb, x_in = functional_call(public, weights, state)
+        state = comb.mT @ state + post.unsqueeze(-1) * process(x_in).unsqueeze(2)
+    return state.sum(2)
+
+
+SIZES = [(2, 20), (4, 20), (4, 1), (3, 2)]
+
+
+@pytest.mark.parametrize(("n", "iterations"), SIZES)
+def test_manifold_connections_equal_those_of_deepseek_v4(n, iterations):
+    check(mixing(n, iterations), by_deepseek)
+
+
+@pytest.mark.parametrize(("n", "iterations"), SIZES)
+def test_the_weights_of_manifold_connections_are_those_of_deepseek_v4(n, iterations):
+    """Read, write and mix by themselves, from logits far apart; with the other order the mix is another."""
+    own = mixing(n, iterations).transformer.h[0].hc_attn
+    torch.nn.init.normal_(own.bias, std=3)
+    state = torch.randn(2, 5, n, SIZE["hidden_size"])
+    public, weights = public_manifold(own, n, iterations)
+    with torch.no_grad():
+        read, write, mix = own.weights(state)
+        post, comb, x_in = functional_call(public, weights, state)
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(mix, comb, **close)
+    torch.testing.assert_close(write, post, **close)
+    torch.testing.assert_close((read.unsqueeze(-1) * state).sum(2), x_in, **close)
+    own.rows_last = False
+    with torch.no_grad():
+        assert (own.weights(state)[2] - comb).abs().max() > 1e-3
 
 
 @interpreted

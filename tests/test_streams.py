@@ -45,6 +45,7 @@ def tokens(*shape):
 DEEP = {"num_hidden_layers": 3}
 CASES = [("HC", {"hc_dynamic": dynamic, "hc_streams": n} | DEEP) for dynamic in (False, True) for n in (1, 2, 4)]
 CASES += [("mHC", {"hc_streams": n, "mhc_iterations": k}) for n, k in ((2, 20), (4, 20), (2, 1), (4, 1), (4, 2))]
+CASES += [("mHC", {"hc_streams": 4, "mhc_iterations": k, "mhc_rows_last": False}) for k in (20, 2, 1)]
 CASES += [("AttnRes", {"attn_res_blocks": n}) for n in (None, 1, 2, 4, 8)]
 # Sites in runs of 3, 3, 2 and of 2, 2, 2: the last run is shorter, or there are fewer of them than asked for.
 CASES += [("AttnRes", {"attn_res_blocks": 3, "num_hidden_layers": 4}), ("AttnRes", {"attn_res_blocks": 4} | DEEP)]
@@ -143,6 +144,18 @@ def test_manifold_connections_mix_doubly_stochastically_wherever_their_logits_ar
     assert mix.min() > 0
     for axis in (-1, -2):
         torch.testing.assert_close(mix.sum(axis), torch.ones(2, 7, 4).double(), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("rows_last", [True, False])
+def test_what_comes_into_a_stream_sums_to_one_however_far_apart_the_logits_are(rows_last):
+    """Streams that are all alike stay as they are, to rounding; with mhc_rows_last=False they do not."""
+    connection = moved("mHC", mhc_rows_last=rows_last).transformer.h[0].hc_attn
+    torch.nn.init.normal_(connection.bias, std=6)
+    _, _, _, mix = connected(connection, torch.randn(2, 7, 4, 10, dtype=torch.float64))
+    into, out_of = ((mix.sum(axis) - 1).abs().amax().item() for axis in (-2, -1))
+    exact, other = (into, out_of) if rows_last else (out_of, into)
+    assert exact < 2e-6  # the guard of the sums
+    assert other > 1e-2
 
 
 @pytest.mark.parametrize("blocks", [None, 2])
@@ -284,15 +297,19 @@ def test_statistics_of_the_mixing():
     assert found["mlp.mix_error_std"] == pytest.approx([0, 0], abs=1e-7)
 
 
-def test_statistics_of_the_manifold_mixing():
-    """softmax [[3, 1], [1, 1]] / rows = [[3/4, 1/4], [1/2, 1/2]], by columns [[3/5, 1/3], [2/5, 2/3]]."""
-    model = fresh("mHC", hc_streams=2, mhc_iterations=1)
+@pytest.mark.parametrize(("rows_last", "error"), [(True, 0), (False, 1 / 15)])
+def test_statistics_of_the_manifold_mixing(rows_last, error):
+    """softmax [[3, 1], [1, 1]] / rows = [[3/4, 1/4], [1/2, 1/2]], by columns [[3/5, 1/3], [2/5, 2/3]].
+
+    What comes into a stream is a column of it, or, with mhc_rows_last=False, a row: 3/5 + 1/3.
+    """
+    model = fresh("mHC", hc_streams=2, mhc_iterations=1, mhc_rows_last=rows_last)
     with torch.no_grad():
         model.transformer.h[0].hc_attn.scales.zero_()
         model.transformer.h[0].hc_attn.bias[4:] = torch.tensor([3.0, 1, 1, 1]).log()
     found = statistics(model, tokens(2, 6))
     assert found["attn.mix_kept_mean"][0] == pytest.approx((3 / 5 + 2 / 3) / 2, abs=1e-5)
-    assert found["attn.mix_error_mean"][0] == pytest.approx(1 / 15, abs=1e-5)
+    assert found["attn.mix_error_mean"][0] == pytest.approx(error, abs=1e-5)
 
 
 def test_statistics_of_attention_over_depth():

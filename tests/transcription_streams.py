@@ -48,6 +48,7 @@ class ManifoldConnection(nn.Module):
         super().__init__()
         n = config.hc_streams
         self.n, self.iterations, size = n, config.mhc_iterations, n * config.hidden_size
+        self.rows_last = config.mhc_rows_last
         self.maps = nn.Linear(size, 2 * n + n * n, bias=False)
         self.bias, self.scales = nn.Parameter(torch.empty(2 * n + n * n)), nn.Parameter(torch.empty(3))
 
@@ -61,7 +62,7 @@ class ManifoldConnection(nn.Module):
             if iteration:
                 mix = mix / (mix.sum(-1, keepdim=True) + 1e-6)
             mix = mix / (mix.sum(-2, keepdim=True) + 1e-6)
-        return read.sigmoid(), 2 * write.sigmoid(), mix.mT
+        return read.sigmoid(), 2 * write.sigmoid(), mix if self.rows_last else mix.mT
 
 
 class HyperBlock(Block):

@@ -6,8 +6,9 @@
 
 A sequence is end-of-text, `half` characters, and the same again: a window of training holds exactly one. Evaluation
 then gives the share of second halves that are right in every character, each given what precedes it
-(`val_exact_match`), and of their characters (`val_accuracy`). Chance is 1 / symbols. The first half cannot be foreseen:
-the least loss is ln(symbols) / 2 where every position is trained on, and 0 with --trained=answers.
+(`val_exact_match`), and of their characters (`val_accuracy`). A hash decides which first halves are for validation,
+and these are never in training. Chance is 1 / symbols. The first half cannot be foreseen: the least loss is
+ln(symbols) / 2 where every position is trained on, and 0 with --trained=answers.
 """
 
 import math
@@ -26,10 +27,10 @@ if __name__ == "__main__":  # before the imports that take long
 import numpy as np
 
 import configurator
-from data import preparation
+from data import preparation, tasks
 from data.sources import ROWS, Batch
 
-ALPHABET = string.ascii_letters + string.digits + "+/"
+ALPHABET = np.frombuffer((string.ascii_letters + string.digits + "+/").encode(), dtype=np.uint8)
 
 
 @dataclass
@@ -44,7 +45,9 @@ class Copies:
     trained: str = "all"
 
     def identity(self) -> dict:
-        task = f"copy task, {self.half} of {self.symbols} symbols, seed {self.seed}"
+        # "split by a hash" keeps an unfinished preparation of before, split by its seed alone,
+        # from being continued.
+        task = f"copy task, {self.half} of {self.symbols} symbols, seed {self.seed}, split by a hash"
         task += ", trained on its answers" * (self.trained == "answers")
         return {"source": task, "count": self.count, "split": self.split}
 
@@ -52,11 +55,22 @@ class Copies:
         return self.count * (2 * self.half + 1)
 
     def read(self, cursor: dict | None = None) -> Iterator[Batch]:
-        alphabet = np.array(list(ALPHABET[: self.symbols]))
         for first in range(cursor["sequence"] if cursor else 0, self.count, ROWS):
-            draw = np.random.default_rng([self.seed, self.split == "val", first])
-            halves = draw.choice(alphabet, (min(ROWS, self.count - first), self.half))
-            yield Batch({"sequence": first}, ["".join(half) * 2 for half in halves])
+            halves = self.block(first)[: self.count - first]
+            yield Batch({"sequence": first}, [bytes(half).decode() * 2 for half in halves])
+
+    def block(self, first: int) -> np.ndarray:
+        """First halves of ROWS sequences from `first` on, as bytes (ROWS, half).
+
+        ValueError: there are too few for two splits.
+        """
+        rng = np.random.default_rng([self.seed, self.split == "val", first])
+        task, fix = f"--half={self.half} --symbols={self.symbols}", "give a greater half, or more symbols"
+        [halves] = tasks.of_split(self.split, self.draw, rng, task, fix)
+        return halves
+
+    def draw(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray]:
+        return (rng.choice(ALPHABET[: self.symbols], (count, self.half)),)
 
 
 def about(args) -> dict:
@@ -92,6 +106,8 @@ def main():
             Copies(count, args.half, args.symbols, args.seed, split, args.trained)
             for count, split in ((args.sequences, "train"), (args.val_sequences, "val"))
         )
+        for copies in (train, val):
+            copies.block(0)  # whether any can be drawn is known before anything is written
         preparation.prepare(args, "copy_task", [("val", val, None), ("train", train, None)], about(args))
 
 

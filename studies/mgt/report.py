@@ -1,7 +1,7 @@
 """Reports of the MGT experiments: JSON, a page and a figure of each, from the runs that are finished."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import configurator
@@ -18,6 +18,12 @@ CODE = ("model/*.py", "analysis/common.py", "analysis/rank.py", "studies/mgt/mea
 # What a page says that every run shares.
 SHOWN = ("dataset", "block_size", "hidden_size", "num_attention_heads", "num_hidden_layers", "max_epochs", "max_steps")
 SHOWN += ("global_batch_size", "optimizer", "learning_rate", "warmup_steps", "schedule", "weight_decay", "dtype")
+
+
+# The `cpu` models of text end above its unigram entropy: they have not even learned how frequent
+# its tokens are, so that they have nothing to say of a hypothesis about trained models.
+TOO_SHORT = {(name, "cpu") for name in ("rank", "ablation", "beta", "depth", "language")}
+NOT_JUDGED = "not judged"
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,7 @@ def write(experiment: str, preset: str, cells: list[sweep.Cell], results: Path) 
     kind, path = KINDS[experiment], results / f"{experiment}_{preset}.json"
     about = {"experiment": experiment, "preset": preset, "settings": shared(done)}
     figures = Figures(path, distributed.pick_device("auto"), about, resume=True, code=digest(*CODE)[:12])
-    found = kind.find(kind.rows(done, figures))
+    found = judged(kind.find(kind.rows(done, figures)), experiment, preset)
     left = [cell.title for cell in cells if cell not in done]
     figures.rows = [{**row, **figures.made} for row in found.rows]
     figures.notes = {"groups": found.groups, "verdicts": found.verdicts, "unfinished": left}
@@ -95,6 +101,13 @@ def write(experiment: str, preset: str, cells: list[sweep.Cell], results: Path) 
     configurator.replace_text(path.with_suffix(".md"), page(kind, about, found, left, path))
     print(path.with_suffix(".md").read_text(encoding="utf-8"))
     print(f"wrote {path}, {path.with_suffix('.md').name} and {path.with_suffix('.png').name}")
+
+
+def judged(found: findings.Findings, experiment: str, preset: str) -> findings.Findings:
+    """The findings, without words for the hypotheses where the models have learned too little."""
+    if (experiment, preset) not in TOO_SHORT:
+        return found
+    return replace(found, verdicts=[{**each, "verdict": NOT_JUDGED} for each in found.verdicts])
 
 
 def shared(cells: list[sweep.Cell]) -> dict:
@@ -109,12 +122,20 @@ def page(kind: Kind, about: dict, found: findings.Findings, left: list[str], pat
         f"# {kind.title}, preset `{about['preset']}`",
         f"{settings}. {SEEDS} {kind.note}".strip(),
         tables.markdown(found.header, found.table),
-        tables.markdown(("hypothesis", "mean ± 95% (seeds)", "verdict"), map(verdict_row, found.verdicts)),
+        verdict_table(found.verdicts),
         *([f"Not finished: {'; '.join(left)}."] if left else []),
         f"![{kind.title}]({path.with_suffix('.png').name})",
         f"Made by `studies/mgt/run.py {about['experiment']} --preset={about['preset']}`; figures: `{path.name}`.",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def verdict_table(verdicts: list[dict]) -> str:
+    """Without the column of words where nothing is judged; a part that is a word alone then goes."""
+    header, rows = ("hypothesis", "mean ± 95% (seeds)", "verdict"), list(map(verdict_row, verdicts))
+    if {each["verdict"] for each in verdicts} == {NOT_JUDGED}:
+        header, rows = header[:2], [row[:2] for row in rows if row[1]]
+    return tables.markdown(header, rows)
 
 
 def verdict_row(verdict: dict) -> list[str]:
