@@ -346,6 +346,8 @@ def announce(run: Run, dtype: str, not_fused: str | None) -> None:
     )
     if config.kernels != "off" and device.type == "cuda" and not_fused:
         print(f"note: no fused kernels: {not_fused}")
+    for note in run.model_config.notes():
+        print(f"note: {note}")
     if config.max_epochs is not None:
         print(epochs_line(config))
     if config.warmup_steps > config.max_steps:

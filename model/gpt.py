@@ -73,6 +73,10 @@ class GPTConfig:
     def hidden_init_std(self) -> float:
         return self.hidden_init_std_factor / math.sqrt(self.hidden_size)
 
+    def notes(self) -> list[str]:
+        """What a user should know before training this model."""
+        return []
+
     def matrix_start(self, last: bool = False):
         """The start of a matrix; `last`: of the last one of a sublayer, whose outputs add up over the layers."""
         layers = self.num_hidden_layers_base or self.num_hidden_layers

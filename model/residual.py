@@ -90,6 +90,18 @@ class DeltaConfig(GPTConfig):
         """beta at initialisation."""
         return 1 / self.num_hidden_layers if self.ddl_beta_init == "1/L" else self.ddl_beta_init
 
+    def notes(self) -> list[str]:
+        # Erase bounds the state, so every site changes it by a constant share, and what sites pass on multiplies: the
+        # first gradient was measured to grow about so (docs/variants.md).
+        sites, beta = 2 * self.num_hidden_layers, self.branch_mult * self.beta_start
+        growth = 0.4 * sites * beta / math.sqrt(self.hidden_size)
+        if growth <= 3 or self.ddl_update != "delta":
+            return []
+        return [
+            f"ddl_beta_init={self.ddl_beta_init} over {self.num_hidden_layers} blocks of width {self.hidden_size}: the "
+            f"first gradient may be about e^{growth:.0f} times too large to train: give --ddl_beta_init=1/L"
+        ]
+
     @property
     def k_guard(self) -> float:
         """ddl_k_eps, or what changes no direction but makes that of the zero vector zero."""

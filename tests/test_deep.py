@@ -5,6 +5,7 @@ import math
 import pytest
 from conftest import SMALL, script
 
+from model import model_class
 from training import metrics
 
 KEYS = {**SMALL, "num_hidden_layers": 200, "hidden_size": 32, "num_attention_heads": 4, "block_size": 32}
@@ -15,17 +16,33 @@ KEYS |= {"eval_batches": 1, "eval_full": False}
 
 # A delta write passes on its gradient larger than it came, the more the narrower the model and the wider the gate is
 # open: at ddl_beta_init=1 the first gradient of so narrow a model is about 4e11, and clipping leaves nothing of it.
-STREAMS = {
-    "MGT-gpt-mha": {},
-    "DDL-gpt-mha-rope-CC": {"ddl_beta_init": 0.1},
-    "AttnRes-gpt-mha-rope": {"attn_res_blocks": 8},
-}
+CC = "DDL-gpt-mha-rope-CC"
+STREAMS = [("MGT-gpt-mha", {}), ("AttnRes-gpt-mha-rope", {"attn_res_blocks": 8})]
+STREAMS += [(CC, {"ddl_beta_init": "1/L"}), (CC, {"num_hidden_layers_base": 12})]
+STREAMS += [(CC, {"ddl_beta_init": "1/L", "init": "spectral", "ddl_cc_read": "pair"})]
+
+
+@pytest.mark.parametrize(
+    ("keys", "noted"),
+    [
+        ({}, True),
+        ({"ddl_beta_init": "1/L"}, False),
+        ({"num_hidden_layers_base": 12}, False),
+        ({"num_hidden_layers": 12}, False),
+        ({"hidden_size": 768, "num_hidden_layers": 24}, False),
+        ({"ddl_update": "write_only"}, False),
+    ],
+)
+def test_a_depth_at_which_gradients_explode_is_noted(keys, noted):
+    config = model_class(CC).Config(**{"num_hidden_layers": 200, "hidden_size": 32, **keys})
+    assert [note for note in config.notes() if "--ddl_beta_init=1/L" in note] == config.notes()
+    assert bool(config.notes()) is noted
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stem", STREAMS)
-def test_200_blocks_train_without_warm_up(stem, corpus, tmp_path):
-    keys = {"model": stem, "dataset": corpus, "out_dir": tmp_path / "run", **KEYS, **STREAMS[stem]}
+@pytest.mark.parametrize(("stem", "more"), STREAMS, ids=lambda x: x if isinstance(x, str) else "-".join(x) or "plain")
+def test_200_blocks_train_without_warm_up(stem, more, corpus, tmp_path):
+    keys = {"model": stem, "dataset": corpus, "out_dir": tmp_path / "run", **KEYS, **more}
     result = script("train.py", *(f"--{key}={value}" for key, value in keys.items()))
     assert result.returncode == 0, result.stderr.decode()
     steps = [record for record in metrics.read(tmp_path / "run" / "metrics.jsonl") if "loss" in record]
