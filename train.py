@@ -71,12 +71,19 @@ class TrainConfig:
     global_batch_size: Annotated[int, "sequences per step, over all processes", FROM_1] = 480
     micro_batch_size: Annotated[int, "most sequences of a process at once; smaller saves memory", LATER_FROM_1] = 20
     optimizer: Annotated[Literal["adamw", "muon"], "muon: Muon on the sublayers' matrices, AdamW on the rest"] = "adamw"
-    learning_rate: Annotated[float, "peak learning rate", FROM_0] = 1e-3
+    learning_rate: Annotated[float, "peak learning rate, of AdamW", FROM_0] = 1e-3
+    muon_learning_rate: Annotated[float | None, "Muon's; None: learning_rate", FROM_0] = None
+    embedding_learning_rate: Annotated[
+        float | None, "the tied embedding's, which is AdamW's; None: learning_rate", FROM_0
+    ] = None
     min_lr: Annotated[float | None, "learning rate at the last step; None: learning_rate / 20", FROM_0] = None
     schedule: Annotated[Literal["cosine", "wsd"], "after warmup; wsd: stay, at the end fall linearly"] = "cosine"
     warmup_steps: Annotated[int, "steps of linear warmup", FROM_0] = 2000
     decay_steps: Annotated[int, "wsd: steps of the fall to min_lr", LATER_FROM_0] = 10_000
     weight_decay: Annotated[float, "on matrices, the embedding and convolutions", FROM_0] = 0.1
+    weight_decay_rate: Annotated[
+        float | None, "peak rate that weight_decay is multiplied by; None: each weight's own", FROM_0
+    ] = None
     beta1: Annotated[float, "AdamW: decay of the mean gradient", SHARE] = 0.9
     beta2: Annotated[float, "AdamW: decay of the mean squared gradient", SHARE] = 0.95
     grad_clip: Annotated[float, "largest norm of the whole gradient; 0: no clipping", FROM_0] = 1.0
@@ -215,6 +222,18 @@ def check_run(c: TrainConfig) -> None:
     """Contradictions between run keys. ValueError: names the key, the value and the fix."""
     if c.min_lr is not None and c.min_lr > c.learning_rate:
         raise ValueError(f"min_lr={c.min_lr}: give a number from 0 to learning_rate={c.learning_rate}")
+    if c.optimizer == "adamw" and c.muon_learning_rate is not None:
+        raise ValueError(
+            f"muon_learning_rate={c.muon_learning_rate} has no effect with optimizer=adamw: "
+            "leave it out, or give --optimizer=muon"
+        )
+    if c.weight_decay_rate is not None:
+        for key in ("learning_rate", *optimizer.OWN_RATES.values()):
+            if getattr(c, key) == 0:
+                raise ValueError(
+                    f"weight_decay_rate={c.weight_decay_rate} with {key}=0: weights at a rate of 0 do "
+                    f"not decay: leave weight_decay_rate out, or give a {key} above 0"
+                )
     if c.kernels == "off" and c.state_interval != TrainConfig.state_interval:
         raise ValueError(f"state_interval={c.state_interval} has no effect with kernels=off: leave one of them out")
     if c.engine == "fsdp" and c.optimizer == "muon":
@@ -432,8 +451,7 @@ def train_step(run: Run, batches, step: int) -> bool:
     begun, progress, optimizers = time.perf_counter(), run.progress, run.optimizers
     decide_on_device = outcome.decided_on(run.world.device, run.config)
     distributed.seed_step(run.config.seed, step, run.world)
-    lr = optimizer.learning_rate_at(step - 1, run.config)
-    optimizer.set_learning_rate(optimizers, lr)
+    rates = optimizer.set_rates(optimizers, step - 1, run.config)
     with configurator.one_line_errors(DamagedShard):
         result = gradients(run, batches)
     if decide_on_device:
@@ -453,7 +471,7 @@ def train_step(run: Run, batches, step: int) -> bool:
     progress["skipped"] += not finite
     run.stop.step_took(seconds)
     if run.log and finite:
-        run.log.training_step(progress, loss=loss, grad_norm=grad_norm, lr=lr)
+        run.log.training_step(progress, loss=loss, grad_norm=grad_norm, rates=rates)
     elif run.log:
         run.log.skipped_step(progress, loss, grad_norm)
     return stopped

@@ -254,6 +254,30 @@ def test_muon_trains_and_resumes(corpus, tmp_path):
     trained(*small_run(corpus, part, **keys, resume="auto"))
     assert losses(part) == losses(tmp_path / "whole")
     assert weights(part) == weights(tmp_path / "whole")
+    steps = [r for r in metrics.read(part / "metrics.jsonl") if "loss" in r]
+    assert not [key for r in steps for key in r if key.endswith("_lr")]  # lr is the rate of all
+
+
+def test_rates_apart_train_resume_and_are_said(corpus, tmp_path):
+    keys = {"optimizer": "muon", "eval_full": False, "muon_learning_rate": 2e-3, "embedding_learning_rate": 0.05}
+    keys |= {"weight_decay_rate": 0.03}
+    trained(*small_run(corpus, tmp_path / "whole", **keys))
+    steps = [r for r in metrics.read(tmp_path / "whole" / "metrics.jsonl") if "loss" in r]
+    for r in steps:
+        assert r["muon_lr"] == pytest.approx(r["lr"] / 5)
+        assert r["embedding_lr"] == pytest.approx(r["lr"] * 5)
+    assert [r["lr"] for r in steps][:2] == [0.005, 0.01]
+    part = without_last_checkpoint(tmp_path / "whole", tmp_path / "part")
+    trained(*small_run(corpus, part, **keys, resume="auto"))
+    assert losses(part) == losses(tmp_path / "whole")
+    assert weights(part) == weights(tmp_path / "whole")
+    for key in ("muon_learning_rate", "embedding_learning_rate", "weight_decay_rate"):
+        other = small_run(corpus, part, **{**keys, key: 0.04}, resume="auto", max_steps=9)
+        assert f"{key}=0.04, but" in refusal(*other)
+        assert f"was trained with {keys[key]}" in refusal(*other)
+    trained(*small_run(corpus, tmp_path / "one", optimizer="muon", eval_full=False))
+    assert losses(tmp_path / "one")[0] == losses(part)[0]  # before the first update
+    assert losses(tmp_path / "one")[-1] != losses(part)[-1]
 
 
 @pytest.mark.parametrize(
@@ -289,6 +313,7 @@ MISTAKES = [
     ({"max_stepz": 5}, "unknown key --max_stepz, did you mean max_steps?"),
     ({"max_steps": "many"}, "--max_steps=many: give a whole number"),
     ({"max_epochs": 2}, "--max_steps=6 and --max_epochs=2 both say how long the run is: leave one of them out"),
+    ({"muon_learning_rate": -1}, "muon_learning_rate=-1.0: give 0 or more"),
     ({"learning_rate": "fast"}, "--learning_rate=fast: give a number"),
     ({"dataset": "nowhere"}, "nowhere holds no *train_*.bin"),
     ({"dataset": "fineweb_edu"}, "run `python data/fineweb_edu/prepare.py`"),
@@ -478,6 +503,12 @@ def test_another_variant_over_a_config_file(capsys):
         ({"global_batch_size": 6, "world": 4}, "global_batch_size=6 does not divide over 4 processes"),
         ({"global_batch_size": 24, "micro_batch_size": 5, "world": 2}, "try --micro_batch_size=4"),
         ({"engine": "fsdp", "optimizer": "muon"}, "Muon needs whole matrices"),
+        ({"muon_learning_rate": 0.01}, "muon_learning_rate=0.01 has no effect with optimizer=adamw: leave it out"),
+        ({"learning_rate": 0.0, "weight_decay_rate": 0.1}, "weight_decay_rate=0.1 with learning_rate=0: "),
+        (
+            {"optimizer": "muon", "muon_learning_rate": 0.0, "weight_decay_rate": 0.1},
+            "with muon_learning_rate=0: weights at a rate of 0 do not decay",
+        ),
     ],
 )
 def test_run_contradictions(monkeypatch, changes, message):
