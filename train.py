@@ -79,7 +79,12 @@ class TrainConfig:
     min_lr: Annotated[float | None, "learning rate at the last step; None: learning_rate / 20", FROM_0] = None
     schedule: Annotated[Literal["cosine", "wsd"], "after warmup; wsd: stay, at the end fall linearly"] = "cosine"
     warmup_steps: Annotated[int, "steps of linear warmup", FROM_0] = 2000
-    decay_steps: Annotated[int, "wsd: steps of the fall to min_lr", LATER_FROM_0] = 10_000
+    # Before it was a share of the run it was 10,000, which a run begun then keeps.
+    decay_steps: Annotated[
+        int | None,
+        "wsd: steps of the fall to min_lr; None: a fifth of the run",
+        Key(low=0, changeable=True, before=10_000),
+    ] = None
     weight_decay: Annotated[float, "on matrices, the embedding and convolutions", FROM_0] = 0.1
     weight_decay_rate: Annotated[
         float | None, "peak rate that weight_decay is multiplied by; None: each weight's own", FROM_0
@@ -166,6 +171,7 @@ def configure(argv: list[str], note=print):
     model_config = config_class(**{key: value for key, value in given.items() if key not in run_keys})
     if config.max_epochs is not None:
         config = dataclasses.replace(config, max_steps=steps_of_epochs(config, model_config))
+    check_decay(config, saved)
     return config, model_config
 
 
@@ -247,6 +253,22 @@ def check_run(c: TrainConfig) -> None:
         raise ValueError(
             f"micro_batch_size={c.rows} does not divide the {share} sequences per process "
             f"(global_batch_size={c.global_batch_size} over {world}): try --micro_batch_size={fits}"
+        )
+
+
+def check_decay(c: TrainConfig, saved: dict) -> None:
+    """ValueError: the fall of `wsd` has more steps than there are after warm-up, so that it would begin with a cliff.
+
+    saved: state.json of a run that goes on. One that began with such a fall keeps it.
+    """
+    most = max(c.max_steps - c.warmup_steps, 0)
+    if c.schedule != "wsd" or c.decay_steps is None or c.decay_steps <= most:
+        return
+    before = saved["run_config"] if saved else {}
+    if any(getattr(c, key) != before.get(key) for key in ("decay_steps", "max_steps")):
+        raise ValueError(
+            f"decay_steps={c.decay_steps}, but max_steps={c.max_steps} has {most} steps after "
+            f"warmup_steps={c.warmup_steps}: give 0 to {most}, or leave it out for a fifth of the run"
         )
 
 

@@ -177,6 +177,15 @@ def test_warmup_stable_decay():
     assert optimizer.learning_rate_at(109, settings(schedule="wsd", decay_steps=0)) == 1e-3
 
 
+@pytest.mark.parametrize(("steps", "warmup", "decay"), [(12, 2, 2), (300, 100, 60), (10, 9, 1), (3, 5, 0), (4, 0, 0)])
+def test_a_fifth_of_the_run_decays(steps, warmup, decay):
+    config = settings(schedule="wsd", min_lr=0.0, decay_steps=None, max_steps=steps, warmup_steps=warmup)
+    rates = [optimizer.learning_rate_at(step, config) for step in range(steps)]
+    rise = [1e-3 * (step + 1) / warmup for step in range(min(warmup, steps))]
+    fall = [1e-3 * left / decay for left in reversed(range(decay))]
+    assert rates == pytest.approx(rise + [1e-3] * (steps - len(rise) - decay) + fall, abs=1e-18)
+
+
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_named_state_continues_the_optimizer(name):
     def train(model, optimizers, steps):

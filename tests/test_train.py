@@ -169,6 +169,43 @@ def test_a_prolonged_schedule_is_said_before_the_first_step(finished, corpus, tm
     assert b"note: " not in printed  # the fall had not begun
 
 
+WSD = {"schedule": "wsd", "min_lr": 0.001}
+
+
+def test_a_decay_longer_than_the_steps_after_warm_up_is_refused(corpus, tmp_path):
+    out = tmp_path / "run"
+    line = refusal(*small_run(corpus, out, **WSD, decay_steps=5))  # six steps, two of them warm-up
+    assert "decay_steps=5, but max_steps=6 has 4 steps after warmup_steps=2: give 0 to 4, or leave it out" in line
+    assert "has 0 steps after warmup_steps=9" in refusal(*small_run(corpus, out, **WSD, decay_steps=1, warmup_steps=9))
+    assert "decay_steps=9, but max_steps=8 " in refusal(*longer(corpus, out)[0], "--schedule=wsd", "--decay_steps=9")
+    assert not out.exists()
+    for keys in ({**WSD, "decay_steps": 4}, {"decay_steps": 5}):  # a cosine has no use for it
+        configure(small_run(corpus, out, **keys))
+    trained(*small_run(corpus, out, **WSD, max_steps=10))
+    rates = [r["lr"] for r in metrics.read(out / "metrics.jsonl") if "loss" in r]
+    assert rates == pytest.approx([0.005, *[0.01] * 7, 0.0055, 0.001])
+
+
+def test_a_run_begun_before_keeps_its_decay(corpus, tmp_path):
+    """Also one that was longer than the run, with its cliff; a fifth is of runs that begin now."""
+    out = tmp_path / "run"
+    trained(*small_run(corpus, out, **WSD, max_steps=3))
+    file = checkpoint.find(out) / "state.json"
+    state = json.loads(file.read_text())
+    assert state["run_config"]["decay_steps"] is None
+    state["run_config"] |= {"decay_steps": 10_000, "max_steps": 6}
+    file.write_text(json.dumps(state))
+    sign(file.parent)
+    more = small_run(corpus, out, **WSD, resume="auto")
+    assert "decay_steps=9000, but" in refusal(*more, "--decay_steps=9000")
+    trained(*more)
+    last = metrics.read(out / "metrics.jsonl")[-2]
+    assert (last["step"], last["lr"]) == (6, 0.001)
+    rates = [r["lr"] for r in metrics.read(out / "metrics.jsonl") if "loss" in r]
+    assert rates[3:] == pytest.approx([0.001 + 0.009 * left / 10_000 for left in (2, 1, 0)])
+    assert checkpoint.read_state(checkpoint.find(out))["run_config"]["decay_steps"] == 10_000
+
+
 def in_epochs(arguments: list[str], epochs: float) -> list[str]:
     return [a for a in arguments if not a.startswith("--max_steps=")] + [f"--max_epochs={epochs}"]
 

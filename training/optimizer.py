@@ -65,9 +65,9 @@ def build_optimizers(model: nn.Module, config) -> list[torch.optim.Optimizer]:
 def learning_rate_at(step: int, config, peak: float | None = None) -> float:
     """The learning rate of step `step`, counted from 0: linear warmup over warmup_steps, then the schedule.
 
-    `cosine` falls from the peak to the floor. `wsd` (warmup, stable, decay) stays at the peak and falls linearly to the
-    floor over the last decay_steps; with none of them it never falls. Warmup ends at the peak, and the last of
-    max_steps has the floor.
+    `cosine` falls from the peak to the floor. `wsd` (warmup, stable, decay) stays at the peak and
+    falls linearly to the floor over the last `decay_steps_of` the run; with none of them it never
+    falls. Warmup ends at the peak, and the last of max_steps has the floor.
     peak: learning_rate, unless given. Of any peak the floor is the same share, min_lr / learning_rate.
     """
     peak = config.learning_rate if peak is None else peak
@@ -77,10 +77,18 @@ def learning_rate_at(step: int, config, peak: float | None = None) -> float:
     if config.min_lr is not None:  # it is at most learning_rate, and 0 where that is 0
         floor = config.min_lr and config.min_lr * (peak / config.learning_rate)
     if config.schedule == "wsd":
-        left = (config.max_steps - 1 - step) / config.decay_steps if config.decay_steps else 1.0
+        decay_steps = decay_steps_of(config)
+        left = (config.max_steps - 1 - step) / decay_steps if decay_steps else 1.0
         return floor + (peak - floor) * min(left, 1.0)
     progress = min((step + 1 - config.warmup_steps) / max(config.max_steps - config.warmup_steps, 1), 1.0)
     return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def decay_steps_of(config) -> int:
+    """Steps of the fall of `wsd`: decay_steps, or a fifth of the run where warm-up leaves so many."""
+    if config.decay_steps is not None:
+        return config.decay_steps
+    return min(config.max_steps // 5, max(config.max_steps - config.warmup_steps, 0))
 
 
 def set_rates(optimizers: list[torch.optim.Optimizer], step: int, config) -> dict[str, float]:
