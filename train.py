@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal
 import configurator  # before all that is slow to import: it takes Ctrl+C
 
 # isort: split
+import numpy as np
 import torch
 
 from data.loader import TrainBatches, ValidationBatches, prefetched
@@ -34,7 +35,7 @@ from model.keys import Key, check_ranges, keys_of, values_before
 from training import checkpoint, distributed, memory, metrics, optimizer, outcome, start, stopping
 from training.provenance import code_digest, commit, machine
 from training.residual_statistics import residual_statistics
-from training.validation import evaluate
+from training.validation import evaluate, save_losses
 
 LATER = Key(changeable=True)  # may have another value when a run goes on
 FROM_0, FROM_1, SHARE = Key(low=0), Key(low=1), Key(low=0, below=1)
@@ -527,11 +528,22 @@ def validate(run: Run, final: bool) -> bool:
     windows = batches.spread(count, config.eval_part)
     where = (run.eval_model, batches, windows, config.rows, run.world, run.autocast)
     with configurator.one_line_errors(DamagedShard):
-        scores = evaluate(*where, run.stop.reason)
+        scores = evaluate(*where, run.stop.reason, each=final and config.eval_full)
     run.progress["evaluated"] = scores is not None
     if run.log and scores:
+        if (losses := scores.pop("losses", None)) is not None:
+            keep_losses(run, windows, losses)
         run.log.evaluation(run.progress, scores, run.corpus.bytes_per_token("val"), len(windows), batches.windows)
     return scores is not None
+
+
+def keep_losses(run: Run, windows: list[int], losses) -> None:
+    """Leave the loss of every validation window in the run folder, with the windows' numbers and the step."""
+    file, step = run.out / "losses.npz", run.progress["step"]
+    try:
+        save_losses(file, loss=losses, window=np.array(windows), step=np.array(step))
+    except OSError as error:
+        print(f"warning: step {step}: {file} is not written ({error})", file=sys.stderr)
 
 
 def save(run: Run, subfolder: str = "") -> bool:

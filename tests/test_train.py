@@ -1,6 +1,7 @@
 """train.py as a user runs it: metrics, resuming, several processes, and mistakes that end in one line."""
 
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -14,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, SMALL, one_line_error, script, sign, small_run
-from in_process import call
+from in_process import call, finish_together
 
 import train
 from data import shards
@@ -24,7 +25,7 @@ from model import build
 from model.gpt import GPTConfig
 from train import TrainConfig, check_run, configure, open_data
 from training import checkpoint, metrics, optimizer, start, stopping
-from training.distributed import World
+from training.distributed import World, can_compile
 from training.validation import evaluate
 
 
@@ -125,6 +126,60 @@ def test_final_evaluation_covers_every_validation_token(finished, corpus):
     assert last["val_perplexity"] == pytest.approx(math.exp(last["val_loss"]))
     assert state["step"] == 6
     assert encoding.decode(encoding.encode("ok")) == "ok"
+
+
+def test_the_last_evaluation_leaves_the_loss_of_every_sequence(finished, corpus, tmp_path):
+    out, _ = finished
+    model, *_ = checkpoint.load_model(out, "cpu")
+    stream = torch.from_numpy(shards.open_corpus(str(corpus)).val[0].astype("int64"))
+    wanted = []
+    with torch.no_grad():
+        for first in range(0, len(stream) - 1, 16):
+            window = stream[first : first + 17]
+            wanted.append(F.cross_entropy(model(window[None, :-1])[0][0], window[1:]).item())
+    stored = np.load(out / "losses.npz")
+    assert (stored["loss"].dtype, stored["loss"].shape, stored["step"].item()) == (np.float32, (150,), 6)
+    assert stored["window"].tolist() == list(range(150))
+    np.testing.assert_allclose(stored["loss"], wanted, rtol=1e-5)
+    last = metrics.read(out / "metrics.jsonl")[-1]["val_loss"]
+    assert np.average(stored["loss"], weights=[16] * 149 + [4]) == pytest.approx(last, rel=1e-6)
+    for part, windows in (("first", range(75)), ("second", range(75, 150))):
+        trained(*small_run(corpus, tmp_path / part, eval_part=part))
+        half = np.load(tmp_path / part / "losses.npz")
+        assert half["window"].tolist() == list(windows)
+        np.testing.assert_allclose(half["loss"], stored["loss"][list(windows)], rtol=1e-5)
+    trained(*small_run(corpus, tmp_path / "sample", eval_full=False, max_steps=1))
+    assert not (tmp_path / "sample" / "losses.npz").exists()
+
+
+@pytest.mark.parametrize("keys", [{"engine": "ddp"}, {"engine": "fsdp"}])
+def test_two_processes_gather_the_loss_of_every_sequence(finished, corpus, tmp_path, keys):
+    finish_together(2, small_run(corpus, tmp_path / "run", **keys), tmp_path / "log")
+    found, alone = (np.load(out / "losses.npz")["loss"] for out in (tmp_path / "run", finished[0]))
+    np.testing.assert_allclose(found, alone, rtol=1e-3)
+
+
+@pytest.mark.skipif(not can_compile(), reason="no C++ compiler")
+def test_losses_of_a_compiled_run_need_no_second_graph(corpus, tmp_path, monkeypatch):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    trained(*small_run(corpus, tmp_path / "run", compile=True, max_steps=2, eval_full=True))
+    assert len(np.load(tmp_path / "run" / "losses.npz")["loss"]) == 150
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_full_disk_leaves_no_part_of_the_losses(corpus, tmp_path, monkeypatch):
+    def full(stream, **arrays):
+        stream.write(b"PK")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "savez", full)
+    out = tmp_path / "run"
+    warned = trained(*small_run(corpus, out, max_steps=1, warmup_steps=0)).stderr.decode()
+    assert f"warning: step 1: {out / 'losses.npz'} is not written ([Errno 28]" in warned
+    assert not list(out.glob("losses*"))
+    assert stopping.read_status(out)["ended"] == "finished"
 
 
 def losses(out):

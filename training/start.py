@@ -21,6 +21,7 @@ from training import checkpoint, distributed, optimizer
 NANOGPT = {"scratch": "leave it out to start anew", "resume": "give --resume=auto to go on with a run"}
 # What a run without a checkpoint may have left in its folder.
 LEFT = {"metrics.jsonl", "status.json", "checkpoints", "wandb", "tensorboard", "nonfinite", "loss.png", "loss.html"}
+LEFT |= {"losses.npz"}
 
 
 class RunLock:
