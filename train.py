@@ -11,6 +11,7 @@ line overrides the file. The run folder receives metrics.jsonl and checkpoints; 
 """
 
 import dataclasses
+import functools
 import math
 import os
 import sys
@@ -26,7 +27,7 @@ import configurator  # before all that is slow to import: it takes Ctrl+C
 import numpy as np
 import torch
 
-from data.loader import TrainBatches, ValidationBatches, prefetched
+from data.loader import TrainBatches, ValidationBatches, has_targets, prefetched
 from data.shards import DamagedShard, folder_of, open_corpus, read_json, vocab_size_of
 from data.tokenizer import describe, size_of
 from data.windows import Windows
@@ -302,6 +303,17 @@ def open_data(config: TrainConfig, model_config):
             f"eval_part={config.eval_part}: the validation split of {corpus.path} has no two sequences of "
             f"block_size={length}; give a shorter one, or eval_part=all"
         )
+    if documents and documents.labels:
+        evaluated = validation.spread(config.eval_batches * config.global_batch_size, config.eval_part)
+        for split, read, windows in (
+            ("training", batches, range(batches.windows)),
+            ("validation", validation, evaluated),
+        ):
+            if not has_targets(read.tokens, documents, windows):
+                raise ValueError(
+                    f"the {split} split of {corpus.path} has no label in the {len(windows)} documents "
+                    "that are read of it: prepare it again"
+                )
     return corpus, batches, validation
 
 
@@ -429,11 +441,21 @@ def make_model(run: Run, begin: Path | None, device: torch.device):
 
 
 def micro_batches(config: TrainConfig, batches: TrainBatches, first_step: int, world):
-    """(ids, targets) of every micro-batch of this process from `first_step` (from 1) to the last, made in advance."""
+    """(ids, targets) of every micro-batch of this process from `first_step` (from 1) to the last, made in advance.
+
+    Where those of a step have unequal numbers of targets, also what its loss counts, a scalar (`TrainBatches.shares`).
+    """
     rows = config.rows
     firsts = range(world.rank * rows, config.global_batch_size, world.world_size * rows)
     positions = ((step - 1, first) for step in range(first_step, config.max_steps + 1) for first in firsts)
-    return prefetched(lambda position: batches.get(*position, rows), positions, world.device)
+    shares_of = functools.lru_cache(1)(lambda step: batches.shares(step, rows))
+
+    def made(position):
+        step, first = position
+        shares = shares_of(step)
+        return batches.get(step, first, rows) + (() if shares is None else (shares[first // rows],))
+
+    return prefetched(made, positions, world.device)
 
 
 def gradients(run: Run, batches) -> outcome.Outcome:
@@ -442,11 +464,13 @@ def gradients(run: Run, batches) -> outcome.Outcome:
     accumulation = run.config.global_batch_size // run.world.world_size // run.config.rows
     loss_sum = 0.0
     for micro in range(accumulation):
-        ids, targets = next(batches)
+        ids, targets, *share = next(batches)
         # Gradients are averaged over processes once, with the last micro-batch.
         with distributed.synchronising(run.train_model, micro == accumulation - 1):
             with run.autocast:
                 _, loss = run.train_model(ids, targets)
+            if share:  # without a target the loss is nan
+                loss = torch.where(share[0] > 0, loss, 0.0) * share[0]
             (loss / accumulation).backward()
         loss_sum += loss.detach()
     grad_norm = distributed.clip_gradients(run.model, run.config.grad_clip)

@@ -718,3 +718,82 @@ def test_the_copy_task_trains_and_is_scored(tmp_path):
     assert last["val_exact_match"] <= last["val_accuracy"] < 0.5
     message = refusal(*small_run(tmp_path, tmp_path / "run2", block_size=16))
     assert "block_size=16: the documents of this corpus have 9 tokens" in message
+
+
+def labelled_corpus(folder, labels_of) -> Path:
+    """Documents of 17 ids below 12 and as many labels, those of training window i for which labels_of(i) is true at
+    some positions (bool, 17)."""
+    folder.mkdir()
+    draw = np.random.default_rng(0)
+    for split, count in (("train", 64), ("val", 6)):
+        documents = draw.integers(1, 12, (count, 34))
+        for i, document in enumerate(documents):
+            document[17:][~(labels_of(i) if split == "train" else np.arange(17) > 8)] = 0
+        shards.write_shard(folder / f"x_{split}_000000.bin", documents.ravel())
+    meta = {"tokenizer": "ids", "vocab_size": 12, "eot_token": 11, "window_tokens": 34, "labels": True}
+    (folder / "meta.json").write_text(json.dumps(meta))
+    (folder / "tokenizer.json").write_text(json.dumps({"name": "ids", "vocab_size": 12}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def unequal(tmp_path_factory):
+    """Windows with 17, 5, 1 and no labels."""
+    last = (0, 12, 16, 17)
+    return labelled_corpus(tmp_path_factory.mktemp("labels") / "corpus", lambda i: np.arange(17) >= last[i % 4])
+
+
+LABELLED = {"block_size": 17, "global_batch_size": 8, "max_steps": 4, "grad_clip": 0.0, "eval_interval": 9}
+
+
+def courses(run) -> list[list[float]]:
+    return [
+        [r[key] for r in metrics.read(run / "metrics.jsonl") if key in r] for key in ("loss", "grad_norm", "val_loss")
+    ]
+
+
+def test_micro_batches_and_processes_do_not_change_what_is_minimised(unequal, tmp_path):
+    """Some micro-batches have one label, or none."""
+    for rows in (8, 4, 1):
+        trained(*small_run(unequal, tmp_path / f"{rows}", **LABELLED, micro_batch_size=rows))
+    for engine in ("ddp", "fsdp"):
+        arguments = small_run(unequal, tmp_path / engine, **LABELLED, micro_batch_size=2, engine=engine)
+        finish_together(2, arguments, tmp_path / "log")
+    whole = courses(tmp_path / "8")
+    assert len(whole[0]) == 4
+    assert len(set(whole[0])) == 4
+    for other in ("4", "1", "ddp", "fsdp"):
+        found = courses(tmp_path / other)
+        assert found[1][0] == pytest.approx(whole[1][0], rel=1e-5)
+        for ours, theirs, bound in zip(found, whole, (1e-4, 1e-3, 1e-4)):
+            assert ours == pytest.approx(theirs, rel=bound)
+
+
+def test_the_loss_of_a_step_is_the_mean_over_its_labels(unequal, tmp_path):
+    trained(*small_run(unequal, tmp_path / "run", **LABELLED, micro_batch_size=1))
+    torch.manual_seed(0)
+    model = build("DDL-gpt-mha-rope", **{**SMALL, "block_size": 17})
+    ids, targets = TrainBatches(shards.open_corpus(str(unequal)).train, 17, 8, 0, documents=Windows(34, True)).get(
+        0, 0, 8
+    )
+    loss = F.cross_entropy(model(ids)[0].flatten(0, 1), targets.flatten(), ignore_index=-1)
+    loss.backward()
+    norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt()
+    losses, norms, _ = courses(tmp_path / "run")
+    assert losses[0] == pytest.approx(loss.item(), rel=1e-5)
+    assert norms[0] == pytest.approx(norm.item(), rel=1e-5)
+
+
+def test_a_batch_without_labels_adds_nothing_and_a_corpus_without_is_refused(tmp_path):
+    one = labelled_corpus(tmp_path / "one", lambda i: np.full(17, i == 5))
+    trained(*small_run(one, tmp_path / "run", **{**LABELLED, "max_steps": 8}))  # an epoch
+    found, norms, _ = courses(tmp_path / "run")
+    assert [loss > 0 for loss in found].count(True) == 1
+    assert [norm > 0 for norm in norms] == [loss > 0 for loss in found]
+    none = labelled_corpus(tmp_path / "none", lambda i: np.zeros(17, dtype=bool))
+    line = refusal(*small_run(none, tmp_path / "refused", **LABELLED))
+    assert f"the training split of {none} has no label in the 64 documents" in line
+    shards.write_shard(one / "x_val_000000.bin", np.tile(np.repeat([1, 0], 17), 6))
+    line = refusal(*small_run(one, tmp_path / "refused", **LABELLED))
+    assert "the validation split of " in line
+    assert not (tmp_path / "refused").exists()

@@ -58,6 +58,34 @@ def test_batches_hold_whole_labelled_documents():
         TrainBatches(cuts, 9, 3, 0, documents=windows)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 6])
+def test_a_micro_batch_counts_by_its_targets(rows):
+    documents = LABELLED.copy()
+    documents[[1, 4], 5:] = 0
+    batches = TrainBatches([documents.ravel().astype(np.uint16)], 5, 6, 0, documents=Windows(10, labels=True))
+    for step in range(4):
+        counts = np.array([(batches.get(step, i, rows)[1] != -1).sum() for i in range(0, 6, rows)])
+        shares = batches.shares(step, rows)
+        if (counts == counts[0]).all() and counts[0]:
+            assert shares is None
+        else:
+            np.testing.assert_allclose(shares, counts / counts.mean(), rtol=1e-6)
+            assert shares.dtype == torch.float32
+
+
+def test_where_all_count_the_same_there_is_no_share():
+    for windows in (Windows(10), Windows(10, trained=[[2, 4]]), None):
+        batches = TrainBatches(
+            [LABELLED.ravel().astype(np.uint16)], windows.length if windows else 9, 4, 0, 2**16, windows
+        )
+        assert batches.shares(0, 2) is None
+    full = np.where(LABELLED == 0, 1, LABELLED).astype(np.uint16)
+    assert TrainBatches([full.ravel()], 5, 4, 0, documents=Windows(10, labels=True)).shares(0, 2) is None
+    none = TrainBatches([np.zeros(90, np.uint16)], 5, 4, 0, documents=Windows(10, labels=True))
+    assert none.shares(0, 2).tolist() == [0, 0]
+    assert none.shares(0, 4).tolist() == [0]
+
+
 class Alone(World):
     """One of several processes whose sums are its own."""
 
