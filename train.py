@@ -259,7 +259,8 @@ def check_run(c: TrainConfig) -> None:
 
 
 def check_decay(c: TrainConfig, saved: dict) -> None:
-    """ValueError: the fall of `wsd` has more steps than there are after warm-up, so that it would begin with a cliff.
+    """ValueError: the fall of `wsd` has more steps than there are after warm-up: it would begin
+    with a cliff, far below the peak.
 
     saved: state.json of a run that goes on. One that began with such a fall keeps it.
     """
@@ -443,7 +444,8 @@ def make_model(run: Run, begin: Path | None, device: torch.device):
 def micro_batches(config: TrainConfig, batches: TrainBatches, first_step: int, world):
     """(ids, targets) of every micro-batch of this process from `first_step` (from 1) to the last, made in advance.
 
-    Where those of a step have unequal numbers of targets, also what its loss counts, a scalar (`TrainBatches.shares`).
+    Where those of a step have unequal numbers of targets, also what its loss counts, a scalar
+    (`TrainBatches.shares`).
     """
     rows = config.rows
     firsts = range(world.rank * rows, config.global_batch_size, world.world_size * rows)
@@ -562,7 +564,7 @@ def validate(run: Run, final: bool) -> bool:
 
 
 def keep_losses(run: Run, windows: list[int], losses) -> None:
-    """Leave the loss of every validation window in the run folder, with the windows' numbers and the step."""
+    """Leave the loss of every validation window in the run folder, with its number and the step."""
     file, step = run.out / "losses.npz", run.progress["step"]
     try:
         save_losses(file, loss=losses, window=np.array(windows), step=np.array(step))

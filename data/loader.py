@@ -133,12 +133,12 @@ class TrainBatches:
         return ids_and_targets(self.tokens.read(starts, count), self.documents)
 
     def shares(self, step: int, rows: int) -> torch.Tensor | None:
-        """What the mean loss of each micro-batch of `rows` sequences counts in the global batch of `step`.
+        """What the loss of each micro-batch of `rows` sequences counts in the global batch of `step`.
 
-        float32 (global_batch_size / rows,): its targets over the mean number of them, so that the mean of
-        loss times share is the mean over all targets; all zero in a batch without any. None: all count
-        the same, as they do wherever targets are the next tokens. (A stream's extra loss, which knows
-        no targets, is weighted with the rest.)
+        float32 (global_batch_size / rows,): its targets over the mean number of them, so that the
+        mean of loss times share is the mean over all targets; all zero in a batch without any.
+        None: all count the same, as they do wherever targets are the next tokens. (A stream's extra
+        loss, which knows no targets, is weighted with the rest.)
         """
         if not (self.documents and self.documents.labels):
             return None
@@ -161,7 +161,7 @@ def _hash_key(seed: int, epoch: int) -> int:
 
 
 def has_targets(tokens: JoinedShards, documents: Windows, windows: Sequence[int]) -> bool:
-    """Whether one of these documents has a target; nothing is read past the first ones that have."""
+    """Whether one of these documents has a target; reading ends with the first that have."""
     for first in range(0, len(windows), 256):
         starts = np.array(windows[first : first + 256], dtype=np.int64) * documents.tokens
         _, targets = documents.ids_and_targets(tokens.read(starts, documents.tokens))

@@ -9,7 +9,7 @@ from model.parameters import FIXED, rules_of
 from model.weights import EMBEDDING
 from training.distributed import placed_like
 
-# What metrics.jsonl calls a rate of its own: the run key that gives its peak. All others have `lr`, AdamW's.
+# What metrics.jsonl calls a rate of its own: the run key that gives its peak. All others have `lr`.
 OWN_RATES = {"muon_lr": "muon_learning_rate", "embedding_lr": "embedding_learning_rate"}
 
 
@@ -115,7 +115,7 @@ def set_learning_rate(optimizers: list[torch.optim.Optimizer], lr: float, **own:
 
 
 def set_decay(optimizers: list[torch.optim.Optimizer], amount: float) -> None:
-    """Let the next step multiply every weight that decays by 1 - amount, whatever the rate of its group.
+    """Let the next step multiply every weight that decays by 1 - amount, whatever its group's rate.
 
     AdamW and Muon multiply by 1 - lr * weight_decay; a group whose rate is 0 stays as it is.
     """

@@ -64,7 +64,7 @@ def evaluate(
 
 @torch.no_grad()
 def losses_of_rows(model, ids, targets, logits, autocast) -> np.ndarray:
-    """The mean loss of each row in nats per counted token, float64 (rows,); nan for a row without any.
+    """The mean loss of each row in nats per counted token, float64 (rows,); nan without any.
 
     ids and targets (rows, seq_len), logits (rows, seq_len, vocab_size). Without logits (None) they
     are made again, of as many rows at a time as keep them within LOGITS_AT_ONCE. A compiled model
@@ -87,7 +87,10 @@ def losses_of_rows(model, ids, targets, logits, autocast) -> np.ndarray:
 
 
 def save_losses(file: Path, **arrays: np.ndarray) -> None:
-    """Write a .npz that is complete or absent. OSError: the disk is full, for example; an older one is kept."""
+    """Write a .npz that is complete or absent.
+
+    OSError: the disk is full, for example; an older file of that name is kept.
+    """
     temporary = file.with_name(file.name + ".tmp")
     try:
         with open(temporary, "wb") as stream:
