@@ -11,6 +11,7 @@ line overrides the file. The run folder receives metrics.jsonl and checkpoints; 
 """
 
 import dataclasses
+import functools
 import math
 import os
 import sys
@@ -23,9 +24,10 @@ from typing import Annotated, Any, Literal
 import configurator  # before all that is slow to import: it takes Ctrl+C
 
 # isort: split
+import numpy as np
 import torch
 
-from data.loader import TrainBatches, ValidationBatches, prefetched
+from data.loader import TrainBatches, ValidationBatches, has_targets, prefetched
 from data.shards import DamagedShard, folder_of, open_corpus, read_json, vocab_size_of
 from data.tokenizer import describe, size_of
 from data.windows import Windows
@@ -34,7 +36,7 @@ from model.keys import Key, check_ranges, keys_of, values_before
 from training import checkpoint, distributed, memory, metrics, optimizer, outcome, start, stopping
 from training.provenance import code_digest, commit, machine
 from training.residual_statistics import residual_statistics
-from training.validation import evaluate
+from training.validation import evaluate, save_losses
 
 LATER = Key(changeable=True)  # may have another value when a run goes on
 FROM_0, FROM_1, SHARE = Key(low=0), Key(low=1), Key(low=0, below=1)
@@ -71,12 +73,24 @@ class TrainConfig:
     global_batch_size: Annotated[int, "sequences per step, over all processes", FROM_1] = 480
     micro_batch_size: Annotated[int, "most sequences of a process at once; smaller saves memory", LATER_FROM_1] = 20
     optimizer: Annotated[Literal["adamw", "muon"], "muon: Muon on the sublayers' matrices, AdamW on the rest"] = "adamw"
-    learning_rate: Annotated[float, "peak learning rate", FROM_0] = 1e-3
+    learning_rate: Annotated[float, "peak learning rate, of AdamW", FROM_0] = 1e-3
+    muon_learning_rate: Annotated[float | None, "Muon's; None: learning_rate", FROM_0] = None
+    embedding_learning_rate: Annotated[
+        float | None, "the tied embedding's, which is AdamW's; None: learning_rate", FROM_0
+    ] = None
     min_lr: Annotated[float | None, "learning rate at the last step; None: learning_rate / 20", FROM_0] = None
     schedule: Annotated[Literal["cosine", "wsd"], "after warmup; wsd: stay, at the end fall linearly"] = "cosine"
     warmup_steps: Annotated[int, "steps of linear warmup", FROM_0] = 2000
-    decay_steps: Annotated[int, "wsd: steps of the fall to min_lr", LATER_FROM_0] = 10_000
+    # Before it was a share of the run it was 10,000, which a run begun then keeps.
+    decay_steps: Annotated[
+        int | None,
+        "wsd: steps of the fall to min_lr; None: a fifth of the run",
+        Key(low=0, changeable=True, before=10_000),
+    ] = None
     weight_decay: Annotated[float, "on matrices, the embedding and convolutions", FROM_0] = 0.1
+    weight_decay_rate: Annotated[
+        float | None, "peak rate that weight_decay is multiplied by; None: each weight's own", FROM_0
+    ] = None
     beta1: Annotated[float, "AdamW: decay of the mean gradient", SHARE] = 0.9
     beta2: Annotated[float, "AdamW: decay of the mean squared gradient", SHARE] = 0.95
     grad_clip: Annotated[float, "largest norm of the whole gradient; 0: no clipping", FROM_0] = 1.0
@@ -159,6 +173,7 @@ def configure(argv: list[str], note=print):
     model_config = config_class(**{key: value for key, value in given.items() if key not in run_keys})
     if config.max_epochs is not None:
         config = dataclasses.replace(config, max_steps=steps_of_epochs(config, model_config))
+    check_decay(config, saved)
     return config, model_config
 
 
@@ -215,6 +230,18 @@ def check_run(c: TrainConfig) -> None:
     """Contradictions between run keys. ValueError: names the key, the value and the fix."""
     if c.min_lr is not None and c.min_lr > c.learning_rate:
         raise ValueError(f"min_lr={c.min_lr}: give a number from 0 to learning_rate={c.learning_rate}")
+    if c.optimizer == "adamw" and c.muon_learning_rate is not None:
+        raise ValueError(
+            f"muon_learning_rate={c.muon_learning_rate} has no effect with optimizer=adamw: "
+            "leave it out, or give --optimizer=muon"
+        )
+    if c.weight_decay_rate is not None:
+        for key in ("learning_rate", *optimizer.OWN_RATES.values()):
+            if getattr(c, key) == 0:
+                raise ValueError(
+                    f"weight_decay_rate={c.weight_decay_rate} with {key}=0: weights at a rate of 0 do "
+                    f"not decay: leave weight_decay_rate out, or give a {key} above 0"
+                )
     if c.kernels == "off" and c.state_interval != TrainConfig.state_interval:
         raise ValueError(f"state_interval={c.state_interval} has no effect with kernels=off: leave one of them out")
     if c.engine == "fsdp" and c.optimizer == "muon":
@@ -228,6 +255,23 @@ def check_run(c: TrainConfig) -> None:
         raise ValueError(
             f"micro_batch_size={c.rows} does not divide the {share} sequences per process "
             f"(global_batch_size={c.global_batch_size} over {world}): try --micro_batch_size={fits}"
+        )
+
+
+def check_decay(c: TrainConfig, saved: dict) -> None:
+    """ValueError: the fall of `wsd` has more steps than there are after warm-up: it would begin
+    with a cliff, far below the peak.
+
+    saved: state.json of a run that goes on. One that began with such a fall keeps it.
+    """
+    most = max(c.max_steps - c.warmup_steps, 0)
+    if c.schedule != "wsd" or c.decay_steps is None or c.decay_steps <= most:
+        return
+    before = saved["run_config"] if saved else {}
+    if any(getattr(c, key) != before.get(key) for key in ("decay_steps", "max_steps")):
+        raise ValueError(
+            f"decay_steps={c.decay_steps}, but max_steps={c.max_steps} has {most} steps after "
+            f"warmup_steps={c.warmup_steps}: give 0 to {most}, or leave it out for a fifth of the run"
         )
 
 
@@ -260,6 +304,17 @@ def open_data(config: TrainConfig, model_config):
             f"eval_part={config.eval_part}: the validation split of {corpus.path} has no two sequences of "
             f"block_size={length}; give a shorter one, or eval_part=all"
         )
+    if documents and documents.labels:
+        evaluated = validation.spread(config.eval_batches * config.global_batch_size, config.eval_part)
+        for split, read, windows in (
+            ("training", batches, range(batches.windows)),
+            ("validation", validation, evaluated),
+        ):
+            if not has_targets(read.tokens, documents, windows):
+                raise ValueError(
+                    f"the {split} split of {corpus.path} has no label in the {len(windows)} documents "
+                    "that are read of it: prepare it again"
+                )
     return corpus, batches, validation
 
 
@@ -389,11 +444,22 @@ def make_model(run: Run, begin: Path | None, device: torch.device):
 
 
 def micro_batches(config: TrainConfig, batches: TrainBatches, first_step: int, world):
-    """(ids, targets) of every micro-batch of this process from `first_step` (from 1) to the last, made in advance."""
+    """(ids, targets) of every micro-batch of this process from `first_step` (from 1) to the last, made in advance.
+
+    Where those of a step have unequal numbers of targets, also what its loss counts, a scalar
+    (`TrainBatches.shares`).
+    """
     rows = config.rows
     firsts = range(world.rank * rows, config.global_batch_size, world.world_size * rows)
     positions = ((step - 1, first) for step in range(first_step, config.max_steps + 1) for first in firsts)
-    return prefetched(lambda position: batches.get(*position, rows), positions, world.device)
+    shares_of = functools.lru_cache(1)(lambda step: batches.shares(step, rows))
+
+    def made(position):
+        step, first = position
+        shares = shares_of(step)
+        return batches.get(step, first, rows) + (() if shares is None else (shares[first // rows],))
+
+    return prefetched(made, positions, world.device)
 
 
 def gradients(run: Run, batches) -> outcome.Outcome:
@@ -402,11 +468,13 @@ def gradients(run: Run, batches) -> outcome.Outcome:
     accumulation = run.config.global_batch_size // run.world.world_size // run.config.rows
     loss_sum = 0.0
     for micro in range(accumulation):
-        ids, targets = next(batches)
+        ids, targets, *share = next(batches)
         # Gradients are averaged over processes once, with the last micro-batch.
         with distributed.synchronising(run.train_model, micro == accumulation - 1):
             with run.autocast:
                 _, loss = run.train_model(ids, targets)
+            if share:  # without a target the loss is nan
+                loss = torch.where(share[0] > 0, loss, 0.0) * share[0]
             (loss / accumulation).backward()
         loss_sum += loss.detach()
     grad_norm = distributed.clip_gradients(run.model, run.config.grad_clip)
@@ -434,8 +502,7 @@ def train_step(run: Run, batches, step: int) -> bool:
     begun, progress, optimizers = time.perf_counter(), run.progress, run.optimizers
     decide_on_device = outcome.decided_on(run.world.device, run.config)
     distributed.seed_step(run.config.seed, step, run.world)
-    lr = optimizer.learning_rate_at(step - 1, run.config)
-    optimizer.set_learning_rate(optimizers, lr)
+    rates = optimizer.set_rates(optimizers, step - 1, run.config)
     with configurator.one_line_errors(DamagedShard):
         result = gradients(run, batches)
     if decide_on_device:
@@ -455,7 +522,7 @@ def train_step(run: Run, batches, step: int) -> bool:
     progress["skipped"] += not finite
     run.stop.step_took(seconds)
     if run.log and finite:
-        run.log.training_step(progress, loss=loss, grad_norm=grad_norm, lr=lr)
+        run.log.training_step(progress, loss=loss, grad_norm=grad_norm, rates=rates)
     elif run.log:
         run.log.skipped_step(progress, loss, grad_norm)
     return stopped
@@ -489,11 +556,22 @@ def validate(run: Run, final: bool) -> bool:
     windows = batches.spread(count, config.eval_part)
     where = (run.eval_model, batches, windows, config.rows, run.world, run.autocast)
     with configurator.one_line_errors(DamagedShard):
-        scores = evaluate(*where, run.stop.reason)
+        scores = evaluate(*where, run.stop.reason, each=final and config.eval_full)
     run.progress["evaluated"] = scores is not None
     if run.log and scores:
+        if (losses := scores.pop("losses", None)) is not None:
+            keep_losses(run, windows, losses)
         run.log.evaluation(run.progress, scores, run.corpus.bytes_per_token("val"), len(windows), batches.windows)
     return scores is not None
+
+
+def keep_losses(run: Run, windows: list[int], losses) -> None:
+    """Leave the loss of every validation window in the run folder, with its number and the step."""
+    file, step = run.out / "losses.npz", run.progress["step"]
+    try:
+        save_losses(file, loss=losses, window=np.array(windows), step=np.array(step))
+    except OSError as error:
+        print(f"warning: step {step}: {file} is not written ({error})", file=sys.stderr)
 
 
 def save(run: Run, subfolder: str = "") -> bool:

@@ -58,7 +58,7 @@ class Trainer:
         optimizers, rows = optimizer.build_optimizers(self.model, config), config.global_batch_size
         made = prefetched(lambda step: batches.get(step, 0, rows), range(config.max_steps), self.world.device)
         for step, (ids, targets) in enumerate(made):
-            optimizer.set_learning_rate(optimizers, optimizer.learning_rate_at(step, config))
+            optimizer.set_rates(optimizers, step, config)
             with self.autocast:
                 _, loss = self.call(ids, targets)
             loss.backward()

@@ -43,7 +43,7 @@ def trained_loss(settings: dict, row: dict, device: torch.device) -> float | Non
     known, documents = corpus.meta["vocab_size"], Windows.of(corpus.meta)
     batches = TrainBatches(corpus.train, size, config.global_batch_size, config.seed, known, documents)
     for step in range(config.max_steps):
-        optimizer.set_learning_rate(optimizers, optimizer.learning_rate_at(step, config))
+        optimizer.set_rates(optimizers, step, config)
         ids, targets = batches.get(step, 0, config.global_batch_size)
         model(ids.to(device), targets.to(device))[1].backward()
         distributed.clip_gradients(model, config.grad_clip)

@@ -6,7 +6,7 @@ memory. Sequence i of step s is number s * global_batch_size + i of the whole ru
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
@@ -132,6 +132,22 @@ class TrainBatches:
         count = self.documents.tokens if self.documents else self.seq_len + 1
         return ids_and_targets(self.tokens.read(starts, count), self.documents)
 
+    def shares(self, step: int, rows: int) -> torch.Tensor | None:
+        """What the loss of each micro-batch of `rows` sequences counts in the global batch of `step`.
+
+        float32 (global_batch_size / rows,): its targets over the mean number of them, so that the
+        mean of loss times share is the mean over all targets; all zero in a batch without any.
+        None: all count the same, as they do wherever targets are the next tokens. (A stream's extra
+        loss, which knows no targets, is weighted with the rest.)
+        """
+        if not (self.documents and self.documents.labels):
+            return None
+        _, targets = self.get(step, 0, self.global_batch_size)
+        counts = (targets != -1).view(-1, rows * self.seq_len).sum(1)
+        if counts[0] > 0 and (counts == counts[0]).all():
+            return None
+        return (counts / counts.double().mean().clamp_min(1e-9)).float()
+
 
 @lru_cache(8)
 def _offset(seed: int, epoch: int, largest: int) -> int:
@@ -142,6 +158,16 @@ def _offset(seed: int, epoch: int, largest: int) -> int:
 def _hash_key(seed: int, epoch: int) -> int:
     """A 64-bit key from two integers."""
     return int(np.random.SeedSequence([seed, epoch, 1]).generate_state(1, np.uint64)[0])
+
+
+def has_targets(tokens: JoinedShards, documents: Windows, windows: Sequence[int]) -> bool:
+    """Whether one of these documents has a target; reading ends with the first that have."""
+    for first in range(0, len(windows), 256):
+        starts = np.array(windows[first : first + 256], dtype=np.int64) * documents.tokens
+        _, targets = documents.ids_and_targets(tokens.read(starts, documents.tokens))
+        if (targets != -1).any():
+            return True
+    return False
 
 
 def check_window(tokens: int, split: str, seq_len: int, documents: Windows | None) -> None:

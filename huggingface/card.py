@@ -6,8 +6,8 @@ import tables
 from training import metrics
 
 OPTIMISER = (
-    "optimizer learning_rate min_lr schedule warmup_steps decay_steps weight_decay beta1 beta2 grad_clip "
-    "global_batch_size dtype seed init_from"
+    "optimizer learning_rate muon_learning_rate embedding_learning_rate min_lr schedule warmup_steps decay_steps "
+    "weight_decay weight_decay_rate beta1 beta2 grad_clip global_batch_size dtype seed init_from"
 ).split()
 HEAD = """---
 library_name: transformers

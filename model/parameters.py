@@ -30,6 +30,7 @@ FIXED = Kind(adam=0)  # embeddings, norms, biases, convolutions, and what does n
 class Rule(NamedTuple):
     """start: fills the parameter in place. kind: of its learning rate. decay: whether weight decay falls on it.
     muon: whether Muon may take it. rounded: whether autocast rounds it at every use, so that generation may keep it so.
+    rate: what its learning rate is multiplied by, at any width; muP's factor comes to it.
     """
 
     start: Callable[[nn.Parameter], object]
@@ -37,6 +38,7 @@ class Rule(NamedTuple):
     decay: bool = False
     muon: bool = False
     rounded: bool = False
+    rate: float = 1.0
 
 
 def normal(std: float):

@@ -1,5 +1,6 @@
 """Parameter groups, schedules and optimizer state by name."""
 
+import copy
 import math
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import torch
 from test_model import PAPER
 
 from model import build
+from model.weights import EMBEDDING
 from training import optimizer
 
 TINY = {"vocab_size": 29, "block_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 6}
@@ -17,6 +19,7 @@ TINY |= {"hidden_size": 10}
 def settings(**changes):
     values = {"optimizer": "adamw", "learning_rate": 1e-3, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95}
     values |= {"min_lr": None, "warmup_steps": 10, "max_steps": 110, "schedule": "cosine", "decay_steps": 40}
+    values |= {"muon_learning_rate": None, "embedding_learning_rate": None, "weight_decay_rate": None}
     return SimpleNamespace(**{**values, **changes})
 
 
@@ -70,6 +73,87 @@ def test_mup_scales_by_the_kind_of_parameter(keys, with_muon, scales):
     assert not optimizer.lr_scales(build("DDL-gpt-mha-rope", **TINY), with_muon)
 
 
+def rates_of(optimizers) -> dict[str, float]:
+    return {name: group["lr"] for each in optimizers for group in each.param_groups for name in group["names"]}
+
+
+def test_a_rule_s_factor_and_mup_s_multiply():
+    model = build("DDL-gpt-mha-rope", mup=True, hidden_size_base=40, **TINY)  # m = 4
+    for block in model.transformer.h:
+        for layer, factor in ((block.attn.c_q, 0.01), (block.ln_1, 0.5)):
+            layer.rules = {"weight": layer.rules["weight"]._replace(rate=factor)}
+    for name, mup in (("adamw", 4), ("muon", 2)):
+        optimizers = optimizer.build_optimizers(model, settings(optimizer=name))
+        optimizer.set_learning_rate(optimizers, 0.5)
+        rates = rates_of(optimizers)
+        assert rates["transformer.h.1.attn.c_q.weight"] == pytest.approx(0.5 * mup * 0.01)
+        assert rates["transformer.h.1.attn.c_k.weight"] == 0.5 * mup
+        assert rates["transformer.h.1.ln_1.weight"] == 0.25
+        assert rates["transformer.h.1.ln_2.weight"] == 0.5
+        scales = optimizer.lr_scales(model, name == "muon")
+        assert scales["transformer.h.1.ln_1.weight"] == 0.5  # so that a checkpoint knows it
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+@pytest.mark.parametrize("min_lr", [None, 1e-4, 0.0])
+def test_every_group_has_its_peak_and_the_same_schedule(schedule, min_lr):
+    model = build("gpt-mha-rope", **TINY)
+    keys = {"muon_learning_rate": 1e-2, "embedding_learning_rate": 4e-3, "schedule": schedule, "min_lr": min_lr}
+    config = settings(optimizer="muon", **keys)
+    optimizers = optimizer.build_optimizers(model, config)
+    muon = {name for group in optimizers[1].param_groups for name in group["names"]}
+    for step in range(110):
+        said = optimizer.set_rates(optimizers, step, config)
+        share = optimizer.learning_rate_at(step, settings(schedule=schedule, min_lr=min_lr)) / 1e-3
+        assert said == pytest.approx({"lr": 1e-3 * share, "muon_lr": 1e-2 * share, "embedding_lr": 4e-3 * share})
+        for name, rate in rates_of(optimizers).items():
+            own = "muon_lr" if name in muon else "embedding_lr" if name == EMBEDDING else "lr"
+            assert rate == said[own], name
+    assert share == pytest.approx({None: 0.05, 1e-4: 0.1, 0.0: 0.0}[min_lr], abs=1e-12)
+
+
+def test_without_peaks_of_their_own_all_have_the_one_rate():
+    for kind in ("adamw", "muon"):
+        config = settings(optimizer=kind)
+        optimizers = optimizer.build_optimizers(build("gpt-mha-rope", **TINY), config)
+        for step in (0, 50, 109):
+            rate = optimizer.learning_rate_at(step, config)
+            assert optimizer.set_rates(optimizers, step, config) == {"lr": rate}
+            assert set(rates_of(optimizers).values()) == {rate}
+
+
+def test_adamw_at_a_rate_of_0_leaves_muon_s():
+    config = settings(optimizer="muon", learning_rate=0.0, muon_learning_rate=1e-2, min_lr=0.0)
+    optimizers = optimizer.build_optimizers(build("gpt-mha-rope", **TINY), config)
+    rates = optimizer.set_rates(optimizers, 59, config)  # half of the cosine
+    assert rates == {"lr": 0.0, "muon_lr": pytest.approx(5e-3)}
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("step", [4, 10, 109])
+def test_decay_of_its_own_rate_is_the_same_for_every_weight(kind, step):
+    """Against the same step without decay: both update alike, so that they differ by what decays."""
+    keys = {"learning_rate": 3e-3, "embedding_learning_rate": 7e-3, "min_lr": 0.0 if step == 109 else None}
+    keys |= {"optimizer": kind, "muon_learning_rate": 2e-2 if kind == "muon" else None}
+    torch.manual_seed(0)
+    model = build("DDL-gpt-mha-rope", mup=True, hidden_size_base=40, **TINY)
+    plain = copy.deepcopy(model)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    share = optimizer.learning_rate_at(step, settings(**keys)) / 3e-3
+    for each, decay in ((model, {"weight_decay": 0.1, "weight_decay_rate": 0.5}), (plain, {"weight_decay": 0.0})):
+        config = settings(**keys, **decay)
+        optimizers = optimizer.build_optimizers(each, config)
+        optimizer.set_rates(optimizers, step, config)
+        ids = torch.arange(16).view(2, 8)
+        each(ids, ids)[1].backward()
+        for one in optimizers:
+            one.step()
+    for name, p in model.named_parameters():
+        lost = 0.1 * 0.5 * share * before[name] if p.ndim >= 2 else torch.zeros_like(p)
+        torch.testing.assert_close(plain.get_parameter(name) - p, lost, rtol=0, atol=3e-7)
+        assert p.ndim < 2 or step == 109 or lost.abs().max() > 1e-4, name
+
+
 def test_warmup_and_cosine():
     rates = [optimizer.learning_rate_at(step, settings()) for step in range(110)]
     assert rates[:10] == pytest.approx([1e-4 * (i + 1) for i in range(10)])
@@ -91,6 +175,15 @@ def test_warmup_stable_decay():
         [8e-4, 6e-4, 4e-4, 2e-4, 0], abs=1e-18
     )
     assert optimizer.learning_rate_at(109, settings(schedule="wsd", decay_steps=0)) == 1e-3
+
+
+@pytest.mark.parametrize(("steps", "warmup", "decay"), [(12, 2, 2), (300, 100, 60), (10, 9, 1), (3, 5, 0), (4, 0, 0)])
+def test_a_fifth_of_the_run_decays(steps, warmup, decay):
+    config = settings(schedule="wsd", min_lr=0.0, decay_steps=None, max_steps=steps, warmup_steps=warmup)
+    rates = [optimizer.learning_rate_at(step, config) for step in range(steps)]
+    rise = [1e-3 * (step + 1) / warmup for step in range(min(warmup, steps))]
+    fall = [1e-3 * left / decay for left in reversed(range(decay))]
+    assert rates == pytest.approx(rise + [1e-3] * (steps - len(rise) - decay) + fall, abs=1e-18)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])

@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from conftest import SMALL, one_line_error, sign
+from conftest import SMALL, one_line_error, sign, small_run
 from in_process import call
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -226,6 +226,18 @@ def test_table(tmp_path):
     assert stored["rows"] == rows
     assert stored["command"] == f"python report.py table {run} --json={out}"
     assert stored.keys() >= {"commit", "machine", "date", "torch"}
+
+
+def test_runs_whose_rates_are_apart_are_told_apart(corpus, tmp_path):
+    folders = [tmp_path / f"muon_{rate}" for rate in (0.01, 0.02)]
+    for folder, rate in zip(folders, (0.01, 0.02)):
+        keys = {"optimizer": "muon", "muon_learning_rate": rate, "max_steps": 3}
+        assert call("train.py", *small_run(corpus, folder, **keys)).returncode == 0
+    assert groups.labels_of(loaded(*folders)) == ["muon_learning_rate=0.01", "muon_learning_rate=0.02"]
+    printed = call("report.py", "table", *folders).stdout.decode()
+    assert "muon_learning_rate=0.01" in printed
+    assert "muon_learning_rate=0.02" in printed
+    assert call("report.py", "curves", *folders).returncode == 0
 
 
 def test_runs_that_differ_in_their_seed_are_one_row(tmp_path):

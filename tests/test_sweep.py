@@ -114,6 +114,17 @@ def test_the_grid_is_the_product(corpus, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_rates_apart_are_swept_as_any_key(corpus, tmp_path):
+    rates = {"muon_learning_rate": "None,0.01", "embedding_learning_rate": "0.02,0.08"}
+    cells = cells_of(*grid(corpus, tmp_path / "out", **rates, optimizer="muon"))
+    assert [tuple(cell.settings[key] for key in rates) for cell in cells] == [
+        (muon, embedding) for muon in (None, 0.01) for embedding in (0.02, 0.08)
+    ]
+    assert cells[2].title == "muon_learning_rate=0.01 embedding_learning_rate=0.02"
+    with pytest.raises(ValueError, match=r"cell 1 \(--muon_learning_rate=0.01\): .* no effect with optimizer=adamw"):
+        cells_of(*grid(corpus, tmp_path / "out", muon_learning_rate="None,0.01"))
+
+
 def test_values_and_ranges():
     assert sweep.expand("seed", "-2..1") == ["-2", "-1", "0", "1"]
     assert sweep.expand("seed", "0..2,9,20..21") == ["0", "1", "2", "9", "20", "21"]

@@ -1,6 +1,7 @@
 """train.py as a user runs it: metrics, resuming, several processes, and mistakes that end in one line."""
 
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -14,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, SMALL, one_line_error, script, sign, small_run
-from in_process import call
+from in_process import call, finish_together
 
 import train
 from data import shards
@@ -24,7 +25,7 @@ from model import build
 from model.gpt import GPTConfig
 from train import TrainConfig, check_run, configure, open_data
 from training import checkpoint, metrics, optimizer, start, stopping
-from training.distributed import World
+from training.distributed import World, can_compile
 from training.validation import evaluate
 
 
@@ -127,6 +128,60 @@ def test_final_evaluation_covers_every_validation_token(finished, corpus):
     assert encoding.decode(encoding.encode("ok")) == "ok"
 
 
+def test_the_last_evaluation_leaves_the_loss_of_every_sequence(finished, corpus, tmp_path):
+    out, _ = finished
+    model, *_ = checkpoint.load_model(out, "cpu")
+    stream = torch.from_numpy(shards.open_corpus(str(corpus)).val[0].astype("int64"))
+    wanted = []
+    with torch.no_grad():
+        for first in range(0, len(stream) - 1, 16):
+            window = stream[first : first + 17]
+            wanted.append(F.cross_entropy(model(window[None, :-1])[0][0], window[1:]).item())
+    stored = np.load(out / "losses.npz")
+    assert (stored["loss"].dtype, stored["loss"].shape, stored["step"].item()) == (np.float32, (150,), 6)
+    assert stored["window"].tolist() == list(range(150))
+    np.testing.assert_allclose(stored["loss"], wanted, rtol=1e-5)
+    last = metrics.read(out / "metrics.jsonl")[-1]["val_loss"]
+    assert np.average(stored["loss"], weights=[16] * 149 + [4]) == pytest.approx(last, rel=1e-6)
+    for part, windows in (("first", range(75)), ("second", range(75, 150))):
+        trained(*small_run(corpus, tmp_path / part, eval_part=part))
+        half = np.load(tmp_path / part / "losses.npz")
+        assert half["window"].tolist() == list(windows)
+        np.testing.assert_allclose(half["loss"], stored["loss"][list(windows)], rtol=1e-5)
+    trained(*small_run(corpus, tmp_path / "sample", eval_full=False, max_steps=1))
+    assert not (tmp_path / "sample" / "losses.npz").exists()
+
+
+@pytest.mark.parametrize("keys", [{"engine": "ddp"}, {"engine": "fsdp"}])
+def test_two_processes_gather_the_loss_of_every_sequence(finished, corpus, tmp_path, keys):
+    finish_together(2, small_run(corpus, tmp_path / "run", **keys), tmp_path / "log")
+    found, alone = (np.load(out / "losses.npz")["loss"] for out in (tmp_path / "run", finished[0]))
+    np.testing.assert_allclose(found, alone, rtol=1e-3)
+
+
+@pytest.mark.skipif(not can_compile(), reason="no C++ compiler")
+def test_losses_of_a_compiled_run_need_no_second_graph(corpus, tmp_path, monkeypatch):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    trained(*small_run(corpus, tmp_path / "run", compile=True, max_steps=2, eval_full=True))
+    assert len(np.load(tmp_path / "run" / "losses.npz")["loss"]) == 150
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_full_disk_leaves_no_part_of_the_losses(corpus, tmp_path, monkeypatch):
+    def full(stream, **arrays):
+        stream.write(b"PK")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "savez", full)
+    out = tmp_path / "run"
+    warned = trained(*small_run(corpus, out, max_steps=1, warmup_steps=0)).stderr.decode()
+    assert f"warning: step 1: {out / 'losses.npz'} is not written ([Errno 28]" in warned
+    assert not list(out.glob("losses*"))
+    assert stopping.read_status(out)["ended"] == "finished"
+
+
 def losses(out):
     return [(r["step"], r.get("loss"), r.get("val_loss")) for r in metrics.read(out / "metrics.jsonl")]
 
@@ -167,6 +222,43 @@ def test_a_prolonged_schedule_is_said_before_the_first_step(finished, corpus, tm
     shutil.rmtree(out / "checkpoints" / "step_00000004")
     printed = trained(*small_run(corpus, out, **keys, resume="auto", max_steps=9), "--dry_run").stdout
     assert b"note: " not in printed  # the fall had not begun
+
+
+WSD = {"schedule": "wsd", "min_lr": 0.001}
+
+
+def test_a_decay_longer_than_the_steps_after_warm_up_is_refused(corpus, tmp_path):
+    out = tmp_path / "run"
+    line = refusal(*small_run(corpus, out, **WSD, decay_steps=5))  # six steps, two of them warm-up
+    assert "decay_steps=5, but max_steps=6 has 4 steps after warmup_steps=2: give 0 to 4, or leave it out" in line
+    assert "has 0 steps after warmup_steps=9" in refusal(*small_run(corpus, out, **WSD, decay_steps=1, warmup_steps=9))
+    assert "decay_steps=9, but max_steps=8 " in refusal(*longer(corpus, out)[0], "--schedule=wsd", "--decay_steps=9")
+    assert not out.exists()
+    for keys in ({**WSD, "decay_steps": 4}, {"decay_steps": 5}):  # a cosine has no use for it
+        configure(small_run(corpus, out, **keys))
+    trained(*small_run(corpus, out, **WSD, max_steps=10))
+    rates = [r["lr"] for r in metrics.read(out / "metrics.jsonl") if "loss" in r]
+    assert rates == pytest.approx([0.005, *[0.01] * 7, 0.0055, 0.001])
+
+
+def test_a_run_begun_before_keeps_its_decay(corpus, tmp_path):
+    """Also one that was longer than the run, with its cliff; a fifth is of runs that begin now."""
+    out = tmp_path / "run"
+    trained(*small_run(corpus, out, **WSD, max_steps=3))
+    file = checkpoint.find(out) / "state.json"
+    state = json.loads(file.read_text())
+    assert state["run_config"]["decay_steps"] is None
+    state["run_config"] |= {"decay_steps": 10_000, "max_steps": 6}
+    file.write_text(json.dumps(state))
+    sign(file.parent)
+    more = small_run(corpus, out, **WSD, resume="auto")
+    assert "decay_steps=9000, but" in refusal(*more, "--decay_steps=9000")
+    trained(*more)
+    last = metrics.read(out / "metrics.jsonl")[-2]
+    assert (last["step"], last["lr"]) == (6, 0.001)
+    rates = [r["lr"] for r in metrics.read(out / "metrics.jsonl") if "loss" in r]
+    assert rates[3:] == pytest.approx([0.001 + 0.009 * left / 10_000 for left in (2, 1, 0)])
+    assert checkpoint.read_state(checkpoint.find(out))["run_config"]["decay_steps"] == 10_000
 
 
 def in_epochs(arguments: list[str], epochs: float) -> list[str]:
@@ -254,6 +346,30 @@ def test_muon_trains_and_resumes(corpus, tmp_path):
     trained(*small_run(corpus, part, **keys, resume="auto"))
     assert losses(part) == losses(tmp_path / "whole")
     assert weights(part) == weights(tmp_path / "whole")
+    steps = [r for r in metrics.read(part / "metrics.jsonl") if "loss" in r]
+    assert not [key for r in steps for key in r if key.endswith("_lr")]  # lr is the rate of all
+
+
+def test_rates_apart_train_resume_and_are_said(corpus, tmp_path):
+    keys = {"optimizer": "muon", "eval_full": False, "muon_learning_rate": 2e-3, "embedding_learning_rate": 0.05}
+    keys |= {"weight_decay_rate": 0.03}
+    trained(*small_run(corpus, tmp_path / "whole", **keys))
+    steps = [r for r in metrics.read(tmp_path / "whole" / "metrics.jsonl") if "loss" in r]
+    for r in steps:
+        assert r["muon_lr"] == pytest.approx(r["lr"] / 5)
+        assert r["embedding_lr"] == pytest.approx(r["lr"] * 5)
+    assert [r["lr"] for r in steps][:2] == [0.005, 0.01]
+    part = without_last_checkpoint(tmp_path / "whole", tmp_path / "part")
+    trained(*small_run(corpus, part, **keys, resume="auto"))
+    assert losses(part) == losses(tmp_path / "whole")
+    assert weights(part) == weights(tmp_path / "whole")
+    for key in ("muon_learning_rate", "embedding_learning_rate", "weight_decay_rate"):
+        other = small_run(corpus, part, **{**keys, key: 0.04}, resume="auto", max_steps=9)
+        assert f"{key}=0.04, but" in refusal(*other)
+        assert f"was trained with {keys[key]}" in refusal(*other)
+    trained(*small_run(corpus, tmp_path / "one", optimizer="muon", eval_full=False))
+    assert losses(tmp_path / "one")[0] == losses(part)[0]  # before the first update
+    assert losses(tmp_path / "one")[-1] != losses(part)[-1]
 
 
 @pytest.mark.parametrize(
@@ -289,6 +405,7 @@ MISTAKES = [
     ({"max_stepz": 5}, "unknown key --max_stepz, did you mean max_steps?"),
     ({"max_steps": "many"}, "--max_steps=many: give a whole number"),
     ({"max_epochs": 2}, "--max_steps=6 and --max_epochs=2 both say how long the run is: leave one of them out"),
+    ({"muon_learning_rate": -1}, "muon_learning_rate=-1.0: give 0 or more"),
     ({"learning_rate": "fast"}, "--learning_rate=fast: give a number"),
     ({"dataset": "nowhere"}, "nowhere holds no *train_*.bin"),
     ({"dataset": "fineweb_edu"}, "run `python data/fineweb_edu/prepare.py`"),
@@ -478,6 +595,12 @@ def test_another_variant_over_a_config_file(capsys):
         ({"global_batch_size": 6, "world": 4}, "global_batch_size=6 does not divide over 4 processes"),
         ({"global_batch_size": 24, "micro_batch_size": 5, "world": 2}, "try --micro_batch_size=4"),
         ({"engine": "fsdp", "optimizer": "muon"}, "Muon needs whole matrices"),
+        ({"muon_learning_rate": 0.01}, "muon_learning_rate=0.01 has no effect with optimizer=adamw: leave it out"),
+        ({"learning_rate": 0.0, "weight_decay_rate": 0.1}, "weight_decay_rate=0.1 with learning_rate=0: "),
+        (
+            {"optimizer": "muon", "muon_learning_rate": 0.0, "weight_decay_rate": 0.1},
+            "with muon_learning_rate=0: weights at a rate of 0 do not decay",
+        ),
     ],
 )
 def test_run_contradictions(monkeypatch, changes, message):
@@ -595,3 +718,82 @@ def test_the_copy_task_trains_and_is_scored(tmp_path):
     assert last["val_exact_match"] <= last["val_accuracy"] < 0.5
     message = refusal(*small_run(tmp_path, tmp_path / "run2", block_size=16))
     assert "block_size=16: the documents of this corpus have 9 tokens" in message
+
+
+def labelled_corpus(folder, labels_of) -> Path:
+    """Documents of 17 ids below 12 and as many labels, those of training window i for which labels_of(i) is true at
+    some positions (bool, 17)."""
+    folder.mkdir()
+    draw = np.random.default_rng(0)
+    for split, count in (("train", 64), ("val", 6)):
+        documents = draw.integers(1, 12, (count, 34))
+        for i, document in enumerate(documents):
+            document[17:][~(labels_of(i) if split == "train" else np.arange(17) > 8)] = 0
+        shards.write_shard(folder / f"x_{split}_000000.bin", documents.ravel())
+    meta = {"tokenizer": "ids", "vocab_size": 12, "eot_token": 11, "window_tokens": 34, "labels": True}
+    (folder / "meta.json").write_text(json.dumps(meta))
+    (folder / "tokenizer.json").write_text(json.dumps({"name": "ids", "vocab_size": 12}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def unequal(tmp_path_factory):
+    """Windows with 17, 5, 1 and no labels."""
+    last = (0, 12, 16, 17)
+    return labelled_corpus(tmp_path_factory.mktemp("labels") / "corpus", lambda i: np.arange(17) >= last[i % 4])
+
+
+LABELLED = {"block_size": 17, "global_batch_size": 8, "max_steps": 4, "grad_clip": 0.0, "eval_interval": 9}
+
+
+def courses(run) -> list[list[float]]:
+    return [
+        [r[key] for r in metrics.read(run / "metrics.jsonl") if key in r] for key in ("loss", "grad_norm", "val_loss")
+    ]
+
+
+def test_micro_batches_and_processes_do_not_change_what_is_minimised(unequal, tmp_path):
+    """Some micro-batches have one label, or none."""
+    for rows in (8, 4, 1):
+        trained(*small_run(unequal, tmp_path / f"{rows}", **LABELLED, micro_batch_size=rows))
+    for engine in ("ddp", "fsdp"):
+        arguments = small_run(unequal, tmp_path / engine, **LABELLED, micro_batch_size=2, engine=engine)
+        finish_together(2, arguments, tmp_path / "log")
+    whole = courses(tmp_path / "8")
+    assert len(whole[0]) == 4
+    assert len(set(whole[0])) == 4
+    for other in ("4", "1", "ddp", "fsdp"):
+        found = courses(tmp_path / other)
+        assert found[1][0] == pytest.approx(whole[1][0], rel=1e-5)
+        for ours, theirs, bound in zip(found, whole, (1e-4, 1e-3, 1e-4)):
+            assert ours == pytest.approx(theirs, rel=bound)
+
+
+def test_the_loss_of_a_step_is_the_mean_over_its_labels(unequal, tmp_path):
+    trained(*small_run(unequal, tmp_path / "run", **LABELLED, micro_batch_size=1))
+    torch.manual_seed(0)
+    model = build("DDL-gpt-mha-rope", **{**SMALL, "block_size": 17})
+    ids, targets = TrainBatches(shards.open_corpus(str(unequal)).train, 17, 8, 0, documents=Windows(34, True)).get(
+        0, 0, 8
+    )
+    loss = F.cross_entropy(model(ids)[0].flatten(0, 1), targets.flatten(), ignore_index=-1)
+    loss.backward()
+    norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt()
+    losses, norms, _ = courses(tmp_path / "run")
+    assert losses[0] == pytest.approx(loss.item(), rel=1e-5)
+    assert norms[0] == pytest.approx(norm.item(), rel=1e-5)
+
+
+def test_a_batch_without_labels_adds_nothing_and_a_corpus_without_is_refused(tmp_path):
+    one = labelled_corpus(tmp_path / "one", lambda i: np.full(17, i == 5))
+    trained(*small_run(one, tmp_path / "run", **{**LABELLED, "max_steps": 8}))  # an epoch
+    found, norms, _ = courses(tmp_path / "run")
+    assert [loss > 0 for loss in found].count(True) == 1
+    assert [norm > 0 for norm in norms] == [loss > 0 for loss in found]
+    none = labelled_corpus(tmp_path / "none", lambda i: np.zeros(17, dtype=bool))
+    line = refusal(*small_run(none, tmp_path / "refused", **LABELLED))
+    assert f"the training split of {none} has no label in the 64 documents" in line
+    shards.write_shard(one / "x_val_000000.bin", np.tile(np.repeat([1, 0], 17), 6))
+    line = refusal(*small_run(one, tmp_path / "refused", **LABELLED))
+    assert "the validation split of " in line
+    assert not (tmp_path / "refused").exists()

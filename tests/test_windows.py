@@ -1,6 +1,7 @@
 """Windows of documents of one length: which targets they have, which of them count, and which are scored."""
 
 import contextlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 
 from data.loader import TrainBatches, ValidationBatches
 from data.windows import Windows
+from model.loss import LOGITS_AT_ONCE
 from training.distributed import World
 from training.validation import evaluate
 
@@ -56,15 +58,53 @@ def test_batches_hold_whole_labelled_documents():
         TrainBatches(cuts, 9, 3, 0, documents=windows)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 6])
+def test_a_micro_batch_counts_by_its_targets(rows):
+    documents = LABELLED.copy()
+    documents[[1, 4], 5:] = 0
+    batches = TrainBatches([documents.ravel().astype(np.uint16)], 5, 6, 0, documents=Windows(10, labels=True))
+    for step in range(4):
+        counts = np.array([(batches.get(step, i, rows)[1] != -1).sum() for i in range(0, 6, rows)])
+        shares = batches.shares(step, rows)
+        if (counts == counts[0]).all() and counts[0]:
+            assert shares is None
+        else:
+            np.testing.assert_allclose(shares, counts / counts.mean(), rtol=1e-6)
+            assert shares.dtype == torch.float32
+
+
+def test_where_all_count_the_same_there_is_no_share():
+    for windows in (Windows(10), Windows(10, trained=[[2, 4]]), None):
+        batches = TrainBatches(
+            [LABELLED.ravel().astype(np.uint16)], windows.length if windows else 9, 4, 0, 2**16, windows
+        )
+        assert batches.shares(0, 2) is None
+    full = np.where(LABELLED == 0, 1, LABELLED).astype(np.uint16)
+    assert TrainBatches([full.ravel()], 5, 4, 0, documents=Windows(10, labels=True)).shares(0, 2) is None
+    none = TrainBatches([np.zeros(90, np.uint16)], 5, 4, 0, documents=Windows(10, labels=True))
+    assert none.shares(0, 2).tolist() == [0, 0]
+    assert none.shares(0, 4).tolist() == [0]
+
+
+class Alone(World):
+    """One of several processes whose sums are its own."""
+
+    def sum(self, *values):
+        return list(values)
+
+
 class Fixed(torch.nn.Module):
     """Logits that depend on the token alone."""
 
     def __init__(self):
         super().__init__()
         self.table = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+        self.config = SimpleNamespace(vocab_size=4)
 
-    def forward(self, ids, targets, return_logits=False):
+    def forward(self, ids, targets=None, return_logits=False):
         logits = self.table[ids]
+        if targets is None:
+            return logits, None
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
         return logits if return_logits else None, loss
 
@@ -90,6 +130,31 @@ def test_loss_is_over_trained_positions_and_answers_over_scored_ones(rows):
     assert scores["loss"] == pytest.approx(np.mean(nats), rel=1e-6)
     assert scores["accuracy"] == pytest.approx(np.mean(right))
     assert scores["exact_match"] == pytest.approx(np.mean(exact))
+
+
+@pytest.mark.parametrize("rows", [1, 4, 9])
+@pytest.mark.parametrize("scored", [None, ((1, 2), (3, 5))])
+@pytest.mark.parametrize("at_once", [1, 2**27])
+def test_every_window_has_its_loss(monkeypatch, rows, scored, at_once):
+    monkeypatch.setitem(LOGITS_AT_ONCE, "cpu", at_once)
+    documents = LABELLED.copy()
+    documents[3, 6:] = 0  # no label but at position 0
+    windows = Windows(10, labels=True, trained=((1, 5),), scored=scored)
+    batches = ValidationBatches([documents.ravel()], 5, documents=windows)
+    model, shown = Fixed(), [0, 2, 3, 5, 8]
+    found = [
+        evaluate(model, batches, shown, rows, Alone(rank, 2, torch.device("cpu")), contextlib.nullcontext(), each=True)
+        for rank in range(2)
+    ]
+    wanted = []
+    for document in documents[shown]:
+        p = torch.log_softmax(model.table[document[1:5]].double(), dim=1).numpy()
+        nats = [-p[i, label] for i, label in enumerate(document[6:]) if label]
+        wanted.append(np.mean(nats) if nats else np.nan)
+    total = found[0]["losses"] + found[1]["losses"]  # as the processes would sum them
+    assert total.dtype == np.float32
+    np.testing.assert_allclose(total, wanted, rtol=1e-6)
+    assert np.isnan(total).tolist() == [False, False, True, False, False]
 
 
 def test_what_meta_json_says():

@@ -197,14 +197,15 @@ class RunLog:
         if writer:
             self.tensorboard = writer(run / "tensorboard", purge_step=progress["step"] + 1)
 
-    def training_step(self, progress: dict, loss: float, grad_norm: float, lr: float) -> None:
+    def training_step(self, progress: dict, loss: float, grad_norm: float, rates: dict) -> None:
+        """rates: the learning rates by name, `lr` and perhaps others (`optimizer.set_rates`)."""
         rate, mfu = self.speed(self.previous, progress)
         self.previous = dict(progress)
         values = {"loss": loss, "grad_norm": grad_norm}
         step, steps, memory = progress["step"], self.config.max_steps, peak_memory(self.device)
         distances = {name: deviation(progress["spikes"], name, value) for name, value in values.items()}
         values |= {f"{name}_deviation": distance for name, distance in distances.items()}
-        self.write(progress, **values, lr=lr, tokens_per_second=rate, mfu=mfu, memory=memory)
+        self.write(progress, **values, **rates, tokens_per_second=rate, mfu=mfu, memory=memory)
         for name, distance in distances.items():
             if distance is not None and distance > SPIKE:
                 print(f"note: step {step}: {name} {values[name]:.4g} is {distance:.1f} deviations above the mean")
@@ -218,6 +219,7 @@ class RunLog:
         else:
             return
         self.last_progress = dict(progress)
+        lr = rates["lr"]
         print(f"step {step}/{steps} | loss {loss:.4f} | lr {lr:.2e} | grad {grad_norm:.2f} | {speed}", flush=True)
 
     def skipped_step(self, progress: dict, loss: float, grad_norm: float) -> None:

@@ -6,27 +6,34 @@ import torch
 from torch import nn
 
 from model.parameters import FIXED, rules_of
+from model.weights import EMBEDDING
 from training.distributed import placed_like
+
+# What metrics.jsonl calls a rate of its own: the run key that gives its peak. All others have `lr`.
+OWN_RATES = {"muon_lr": "muon_learning_rate", "embedding_lr": "embedding_learning_rate"}
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, with_muon: bool) -> tuple[list[dict], list[dict]]:
     """(AdamW's groups, Muon's) of all trainable parameters, each in exactly one, as their rules say.
 
-    A group is {"params", "names", "lr_scale", "weight_decay"}; under muP lr_scale is `mup_scale` to the power of the
-    parameter's kind.
+    A group is {"params", "names", "rate", "lr_scale", "weight_decay", "decays"}. rate: which of
+    the run's learning rates it has, by its name in metrics.jsonl. lr_scale: what that is multiplied
+    by, the factor of the parameter's rule and, under muP, `mup_scale` to the power of its kind.
     """
     groups: dict = {}
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for name, rule in rules_of(model).items():
         if name in parameters:
             muon = with_muon and rule.muon
-            scale = model.config.mup_scale ** (rule.kind.muon if muon else rule.kind.adam)
-            key = muon, scale, weight_decay if rule.decay else 0.0
-            group = groups.setdefault(key, {"params": [], "names": [], "lr_scale": scale, "weight_decay": key[2]})
+            scale = rule.rate * model.config.mup_scale ** (rule.kind.muon if muon else rule.kind.adam)
+            rate = "muon_lr" if muon else "embedding_lr" if name == EMBEDDING else "lr"
+            decay = weight_decay if rule.decay else 0.0
+            facts = {"rate": rate, "lr_scale": scale, "weight_decay": decay, "decays": rule.decay}
+            group = groups.setdefault(tuple(facts.values()), {"params": [], "names": [], **facts})
             group["params"].append(parameters[name])
             group["names"].append(name)
-    adam, muon = ([group for key, group in groups.items() if key[0] == wanted] for wanted in (False, True))
-    return adam, muon
+    muon = [group for group in groups.values() if group["rate"] == "muon_lr"]
+    return [group for group in groups.values() if group["rate"] != "muon_lr"], muon
 
 
 def lr_scales(model: nn.Module, with_muon: bool) -> dict[str, float]:
@@ -55,27 +62,67 @@ def build_optimizers(model: nn.Module, config) -> list[torch.optim.Optimizer]:
     return optimizers
 
 
-def learning_rate_at(step: int, config) -> float:
+def learning_rate_at(step: int, config, peak: float | None = None) -> float:
     """The learning rate of step `step`, counted from 0: linear warmup over warmup_steps, then the schedule.
 
-    `cosine` falls from learning_rate to min_lr. `wsd` (warmup, stable, decay) stays at learning_rate and falls linearly
-    to min_lr over the last decay_steps; with none of them it never falls. Warmup ends at learning_rate, and the last of
-    max_steps has min_lr.
+    `cosine` falls from the peak to the floor. `wsd` (warmup, stable, decay) stays at the peak and
+    falls linearly to the floor over the last `decay_steps_of` the run; with none of them it never
+    falls. Warmup ends at the peak, and the last of max_steps has the floor.
+    peak: learning_rate, unless given. Of any peak the floor is the same share, min_lr / learning_rate.
     """
+    peak = config.learning_rate if peak is None else peak
     if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
-    floor = config.learning_rate / 20 if config.min_lr is None else config.min_lr
+        return peak * (step + 1) / config.warmup_steps
+    floor = peak / 20
+    if config.min_lr is not None:  # it is at most learning_rate, and 0 where that is 0
+        floor = config.min_lr and config.min_lr * (peak / config.learning_rate)
     if config.schedule == "wsd":
-        left = (config.max_steps - 1 - step) / config.decay_steps if config.decay_steps else 1.0
-        return floor + (config.learning_rate - floor) * min(left, 1.0)
+        decay_steps = decay_steps_of(config)
+        left = (config.max_steps - 1 - step) / decay_steps if decay_steps else 1.0
+        return floor + (peak - floor) * min(left, 1.0)
     progress = min((step + 1 - config.warmup_steps) / max(config.max_steps - config.warmup_steps, 1), 1.0)
-    return floor + (config.learning_rate - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+    return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def set_learning_rate(optimizers: list[torch.optim.Optimizer], learning_rate: float) -> None:
+def decay_steps_of(config) -> int:
+    """Steps of the fall of `wsd`: decay_steps, or a fifth of the run where warm-up leaves so many."""
+    if config.decay_steps is not None:
+        return config.decay_steps
+    return min(config.max_steps // 5, max(config.max_steps - config.warmup_steps, 0))
+
+
+def set_rates(optimizers: list[torch.optim.Optimizer], step: int, config) -> dict[str, float]:
+    """Give all groups the learning rate, and the weight decay, of step `step`, counted from 0.
+
+    Returns {"lr": that of learning_rate}, and beside it those that have a peak of their own.
+    """
+    rates = {"lr": learning_rate_at(step, config)}
+    for name, key in OWN_RATES.items():
+        if (peak := getattr(config, key)) is not None:
+            rates[name] = learning_rate_at(step, config, peak)
+    set_learning_rate(optimizers, **rates)
+    if config.weight_decay_rate is not None:
+        share = learning_rate_at(step, config, 1.0)
+        set_decay(optimizers, config.weight_decay * config.weight_decay_rate * share)
+    return rates
+
+
+def set_learning_rate(optimizers: list[torch.optim.Optimizer], lr: float, **own: float) -> None:
+    """Of every group: its own rate where it is given, else `lr`, times the group's factor."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate * group["lr_scale"]
+            group["lr"] = own.get(group["rate"], lr) * group["lr_scale"]
+
+
+def set_decay(optimizers: list[torch.optim.Optimizer], amount: float) -> None:
+    """Let the next step multiply every weight that decays by 1 - amount, whatever its group's rate.
+
+    AdamW and Muon multiply by 1 - lr * weight_decay; a group whose rate is 0 stays as it is.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if group["decays"]:
+                group["weight_decay"] = amount / group["lr"] if group["lr"] else 0.0
 
 
 def step_where(wanted: torch.Tensor, optimizers: list[torch.optim.Optimizer]) -> None:

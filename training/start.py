@@ -21,6 +21,7 @@ from training import checkpoint, distributed, optimizer
 NANOGPT = {"scratch": "leave it out to start anew", "resume": "give --resume=auto to go on with a run"}
 # What a run without a checkpoint may have left in its folder.
 LEFT = {"metrics.jsonl", "status.json", "checkpoints", "wandb", "tensorboard", "nonfinite", "loss.png", "loss.html"}
+LEFT |= {"losses.npz"}
 
 
 class RunLock:
@@ -130,7 +131,7 @@ def new_rate(begin: Path, config) -> str | None:
 
 
 def refuse_other_scales(model, config, begin: Path) -> None:
-    """ValueError: muP would multiply learning rates by other factors than those the checkpoint was trained with."""
+    """ValueError: learning rates would be multiplied by other factors, of muP or a parameter's rule, than before."""
     now = optimizer.lr_scales(model, config.optimizer == "muon")
     before = checkpoint.read_state(begin).get("lr_scales", optimizer.lr_scales_before(model))
     for name in sorted(before.keys() | now.keys()):
@@ -138,8 +139,8 @@ def refuse_other_scales(model, config, begin: Path) -> None:
         if not math.isclose(old, new):
             raise ValueError(
                 f"{begin} was trained with the learning rate of {name} times {old:g}, this code would take "
-                f"{new:g} (muP, optimizer={config.optimizer}): finish it with the code that began it, or begin a run "
-                f"with its weights and a fresh optimizer, --init_from={begin}"
+                f"{new:g} (muP, its rule, optimizer={config.optimizer}): finish it with the code that began it, or "
+                f"begin a run with its weights and a fresh optimizer, --init_from={begin}"
             )
 
 
