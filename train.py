@@ -32,7 +32,7 @@ from data.shards import DamagedShard, folder_of, open_corpus, read_json, vocab_s
 from data.tokenizer import describe, size_of
 from data.windows import Windows
 from model import STEMS, build, kernels, model_class, weights
-from model.keys import Key, check_ranges, keys_of, values_before
+from model.keys import Key, check_ranges, keys_of, refuse_idle, values_before
 from training import checkpoint, distributed, memory, metrics, optimizer, outcome, start, stopping
 from training.provenance import code_digest, commit, machine
 from training.residual_statistics import residual_statistics
@@ -85,7 +85,7 @@ class TrainConfig:
     decay_steps: Annotated[
         int | None,
         "wsd: steps of the fall to min_lr; None: a fifth of the run",
-        Key(low=0, changeable=True, before=10_000),
+        Key(low=0, changeable=True, before=10_000, counts_with=("schedule", "wsd".__eq__)),
     ] = None
     weight_decay: Annotated[float, "on matrices, the embedding and convolutions", FROM_0] = 0.1
     weight_decay_rate: Annotated[
@@ -174,6 +174,8 @@ def configure(argv: list[str], note=print):
     if config.max_epochs is not None:
         config = dataclasses.replace(config, max_steps=steps_of_epochs(config, model_config))
     check_decay(config, saved)
+    keys = {**keys_of(TrainConfig), **keys_of(config_class)}
+    refuse_idle(options, {**vars(config), **vars(model_config)}, keys)
     return config, model_config
 
 
@@ -403,6 +405,8 @@ def announce(run: Run, dtype: str, not_fused: str | None) -> None:
         print(f"note: no fused kernels: {not_fused}")
     for note in run.model_config.notes():
         print(f"note: {note}")
+    if dtype == "float32" and run.model_config.state_dtype != "bfloat16":
+        print("note: state_dtype=float32 has no effect where all is float32")
     if config.max_epochs is not None:
         print(epochs_line(config))
     if config.warmup_steps > config.max_steps:

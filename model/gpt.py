@@ -42,7 +42,9 @@ class GPTConfig:
     num_attention_heads: Annotated[int, "attention heads per block", Key(low=1)] = 6
     hidden_size: Annotated[int, "width d of the residual stream", Key(low=1)] = 768
     head_dim: Annotated[int, "features per attention head", Key(low=1)] = 128
-    rope_base: Annotated[float, "base of the rotary position embedding, usually 10000", Key(above=1)] = 10000.0
+    rope_base: Annotated[
+        float, "base of the rotary position embedding, usually 10000", Key(above=1, counts_with=("rope_ratio", bool))
+    ] = 10000.0
     rope_ratio: Annotated[float, "share of each head's features that is rotated", Key(low=0, high=1)] = 1.0
     state_dtype: Annotated[
         Literal["bfloat16", "float32"],
@@ -64,7 +66,7 @@ class GPTConfig:
         float | None, "factor on what a sublayer adds to its state; None: 1, or as the base has it", Key(above=0)
     ] = None
     mup: Annotated[bool, "muP: scale logits by hidden_size_base / hidden_size, matrices' rates by powers of it"] = False
-    hidden_size_base: Annotated[int, "width at which muP changes nothing", Key(low=1)] = 1024
+    hidden_size_base: Annotated[int, "width at which muP changes nothing", Key(low=1, counts_with=("mup", bool))] = 1024
 
     def __post_init__(self):
         check_ranges(self)

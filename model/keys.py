@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import typing
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 
@@ -19,6 +20,8 @@ class Key:
     free: bool = False  # no weight depends on it: may differ from the folder of init_from
     # What a saved configuration that is older than the key meant; Ellipsis: the same as the key's default.
     before: object = ...
+    # (another key, whether this one has an effect beside its value): typed without an effect it is refused.
+    counts_with: tuple[str, Callable[[object], bool]] | None = None
 
     @property
     def range(self) -> str:
@@ -50,6 +53,16 @@ def values_before(*schemas: type) -> dict:
     """Values of the keys that declare what a saved configuration without them meant."""
     keys = {name: key for schema in schemas for name, key in keys_of(schema).items()}
     return {name: key.before for name, key in keys.items() if key.before is not ...}
+
+
+def refuse_idle(typed: Iterable[str], settings: dict, keys: dict[str, Key]) -> None:
+    """ValueError: a key that somebody typed has no effect beside the other settings."""
+    for name in sorted(name for name in typed if name in keys and keys[name].counts_with):
+        other, has_effect = keys[name].counts_with
+        if not has_effect(settings[other]):
+            raise ValueError(
+                f"{name}={settings[name]} has no effect with {other}={settings[other]}: leave one of them out"
+            )
 
 
 def check_ranges(config) -> None:

@@ -8,6 +8,7 @@ operation below runs along them. Readers and expanders are causal convolutions o
 import math
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import not_
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -35,7 +36,9 @@ class DeltaConfig(GPTConfig):
         Key(low=0, high=2, initial=True),
     ] = 1.0
     ddl_beta_single_linear: Annotated[bool, "gate by one linear layer; False: two with a tanh between"] = True
-    ddl_beta_hidden_size: Annotated[int, "hidden width of the two-layer gate", Key(low=1)] = 128
+    ddl_beta_hidden_size: Annotated[
+        int, "hidden width of the two-layer gate", Key(low=1, counts_with=("ddl_beta_single_linear", not_))
+    ] = 128
     ddl_beta_input: Annotated[
         Literal["context", "residual", "mean", "flat"],
         "gate from the normed context, or eq. 8's convolution (x_in), column mean or whole state",
@@ -45,9 +48,11 @@ class DeltaConfig(GPTConfig):
         "guarded"
     )
     ddl_v_sigmoid: Annotated[bool, "squash the write value: scale * sigmoid(value)"] = True
-    ddl_v_sigmoid_scale: Annotated[float, "scale of the squashed write value"] = 4.0
+    ddl_v_sigmoid_scale: Annotated[
+        float, "scale of the squashed write value", Key(counts_with=("ddl_v_sigmoid", bool))
+    ] = 4.0
     ddl_v_constant: Annotated[bool, "write a constant instead of a learned value"] = False
-    ddl_v_constant_value: Annotated[float, "that constant"] = 2.0
+    ddl_v_constant_value: Annotated[float, "that constant", Key(counts_with=("ddl_v_constant", bool))] = 2.0
     ddl_v_input: Annotated[Literal["residual", "context"], "write value from x_in or from the normed context"] = (
         "residual"
     )
@@ -60,7 +65,9 @@ class DeltaConfig(GPTConfig):
         Literal["read", "mean", "flat"],
         "v-Map: its MLP looks at x_in (of one column: the normed context), the column mean or the whole state",
     ] = "read"
-    ddl_k_hidden_size: Annotated[int, "v-Map: hidden width of the direction's MLP", Key(low=1)] = 128
+    ddl_k_hidden_size: Annotated[
+        int, "v-Map: hidden width of the direction's MLP", Key(low=1, counts_with=("ddl_map", "v".__eq__))
+    ] = 128
     ddl_update: Annotated[Literal["delta", "write_only"], "erase and write, or write alone (matched control)"] = "delta"
 
     def __post_init__(self):

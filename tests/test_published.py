@@ -133,7 +133,7 @@ def test_what_does_not_agree_leaves_the_row_out_with_the_reason(tmp_path, option
         ([], {"corpus": {"name": "sample-350BT"}}, "; trained on HuggingFaceFW/fineweb-edu sample-350BT; "),
         ([], {"corpus": {"source": "x/FineWeb_Edu-GPT2", "name": None}}, "; trained on x/FineWeb_Edu-GPT2; "),
         (["--micro_batch_size=4", "--kernels=off", "--compile=False", "--engine=fsdp", "--eval_batches=2"], {}, ""),
-        (["--ddl_state_shortconv_kernel_size=4", "--ddl_state_read_init=0.25", "--ddl_beta_hidden_size=9"], {}, ""),
+        (["--ddl_state_shortconv_kernel_size=4", "--ddl_state_read_init=0.25"], {}, ""),
     ],
 )
 def test_small_deviations_are_named_under_the_row(tmp_path, options, changes, footnote):

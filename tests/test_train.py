@@ -234,8 +234,7 @@ def test_a_decay_longer_than_the_steps_after_warm_up_is_refused(corpus, tmp_path
     assert "has 0 steps after warmup_steps=9" in refusal(*small_run(corpus, out, **WSD, decay_steps=1, warmup_steps=9))
     assert "decay_steps=9, but max_steps=8 " in refusal(*longer(corpus, out)[0], "--schedule=wsd", "--decay_steps=9")
     assert not out.exists()
-    for keys in ({**WSD, "decay_steps": 4}, {"decay_steps": 5}):  # a cosine has no use for it
-        configure(small_run(corpus, out, **keys))
+    configure(small_run(corpus, out, **WSD, decay_steps=4))
     trained(*small_run(corpus, out, **WSD, max_steps=10))
     rates = [r["lr"] for r in metrics.read(out / "metrics.jsonl") if "loss" in r]
     assert rates == pytest.approx([0.005, *[0.01] * 7, 0.0055, 0.001])
@@ -607,6 +606,29 @@ def test_run_contradictions(monkeypatch, changes, message):
     monkeypatch.setenv("WORLD_SIZE", str(changes.pop("world", 1)))
     with pytest.raises(ValueError, match=message):
         check_run(TrainConfig(**changes))
+
+
+IDLE = [
+    ("--ddl_v_constant_value=1.5", "--ddl_v_constant=True", "ddl_v_constant=False"),
+    ("--ddl_beta_hidden_size=7", "--ddl_beta_single_linear=False", "ddl_beta_single_linear=True"),
+    ("--ddl_v_sigmoid_scale=2.0", "--ddl_v_sigmoid=True", "ddl_v_sigmoid=False"),
+    ("--ddl_k_hidden_size=7", "--ddl_map=v", "ddl_map=k"),
+    ("--hidden_size_base=64", "--mup=True", "mup=False"),
+    ("--decay_steps=3", "--schedule=wsd", "schedule=cosine"),
+    ("--rope_base=500.0", "--rope_ratio=0.5", "rope_ratio=0.0"),
+]
+
+
+@pytest.mark.parametrize(("typed", "beside", "without"), IDLE)
+def test_a_key_that_is_typed_without_an_effect_is_refused(typed, beside, without, tmp_path):
+    """In a config file, which may serve several variants, it may stand."""
+    run = ["--model=DDL-gpt-mha-rope", "--max_steps=9", "--warmup_steps=0", f"--{without}"]
+    with pytest.raises(ValueError, match=f"{typed[2:]} has no effect with {without}: leave one of them out"):
+        configure([*run, typed])
+    key, _, value = typed[2:].partition("=")
+    assert str(vars(configure([*run[:3], typed, beside])[key != "decay_steps"])[key]) == value
+    (tmp_path / "file.py").write_text(f"{key} = {value}\n")
+    configure([str(tmp_path / "file.py"), *run])
 
 
 def llm_c_shard(path, tokens):
