@@ -6,7 +6,7 @@ of a released one, names and shapes of the weights tell it. No code in a folder 
 
 Both releases keep a CC read as a pair of a convolution over columns and a vector. A pair stays one
 (`ddl_cc_read=pair`), so that training goes on with what the authors train, and goes back as it
-came. It is folded into one weight where the config says `ddl_cc_read=folded`, as exported models do.
+came. It is folded into one weight where the config says `ddl_cc_read=folded`.
 """
 
 import re
@@ -16,7 +16,7 @@ import torch
 
 import configurator
 from model import STEMS, model_class, weights
-from model.keys import keys_of, values_before
+from model.keys import values_before
 from model.residual import fold_column_conv
 
 # The release's file names as our stems; `-accelerated` computes the same with kernels of its own.
@@ -50,12 +50,13 @@ LIBRARY = set(
 )
 # Our keys that the release has as well, and those that it has under other keys or in the weights.
 THEIRS = set(
-    "vocab_size block_size num_hidden_layers num_attention_heads hidden_size head_dim rope_base rope_ratio "
-    "use_qk_rmsnorm ddl_value_channels ddl_state_shortconv_kernel_size ddl_state_dv_shortconv_causal "
-    "input_embed_shortconv_kernel_size ddl_k_eps ddl_beta_hidden_size ddl_beta_single_linear ddl_v_sigmoid "
-    "ddl_v_sigmoid_scale ddl_v_constant ddl_v_constant_value".split()
+    "vocab_size block_size num_hidden_layers num_attention_heads hidden_size head_dim rope_base "
+    "rope_ratio use_qk_rmsnorm ddl_value_channels ddl_state_shortconv_kernel_size "
+    "ddl_state_dv_shortconv_causal input_embed_shortconv_kernel_size ddl_k_eps ddl_beta_hidden_size "
+    "ddl_beta_single_linear ddl_v_sigmoid ddl_v_sigmoid_scale ddl_v_constant "
+    "ddl_v_constant_value".split()
 )
-MAPPED = {"mup", "hidden_size_base", "num_hidden_layers_base", "residual_branch_mult", "ddl_cc_read"}
+MAPPED = set("mup hidden_size_base num_hidden_layers_base residual_branch_mult ddl_cc_read".split())
 STEM = "stem"  # the key by which an exported config.json names its variant
 OUTPUT = re.compile(r"(\.(?:attn|mlp)\.)(c_proj|o_proj)(\.weight)$")
 READ = re.compile(r"^(transformer\.h\.\d+\.compress|readout)\.(shortconv\.weight|weight)$")
@@ -77,18 +78,24 @@ def is_current(name: str, tensor) -> bool | None:
 
 
 def of_current(found) -> bool:
-    """Whether the weights found, {name: tensor}, are of the current release. ValueError: some are, some are not."""
+    """Whether the weights found, {name: tensor}, are of the current release.
+
+    ValueError: some are, others are of the older release.
+    """
     kinds = {is_current(name, tensor): name for name, tensor in sorted(found.items())}
     if True in kinds and False in kinds:
         raise ValueError(
-            f"{kinds[True]} is a weight of the authors' current release, {kinds[False]} of their older one: "
-            "a folder has the names of one"
+            f"{kinds[True]} is a weight of the authors' current release, "
+            f"{kinds[False]} of their older one: a folder has the names of one"
         )
     return True in kinds
 
 
 def stem_of(found) -> str:
-    """The variant that has weights of these names and shapes, {name: tensor}. ValueError: there is none."""
+    """The variant that has weights of these names and shapes, {name: tensor}.
+
+    ValueError: a read has neither the dimensions of CC nor of TC, or there are reads of both.
+    """
     if not any(".ddl_attn." in name for name in found):
         return "gpt-mha-rope"
     reads = {name: match for name in sorted(found) if (match := READ.match(name))}
@@ -96,7 +103,8 @@ def stem_of(found) -> str:
         return "DDL-vdim1-gpt-mha-rope"
     for name, match in reads.items():
         if match[2] == "weight" and found[name].ndim not in (2, 3):
-            raise ValueError(f"{name} is {tuple(found[name].shape)}: needed two dimensions (CC) or three (TC)")
+            shape = tuple(found[name].shape)
+            raise ValueError(f"{name} is {shape}: needed two dimensions (CC) or three (TC)")
     kinds = {match[2] == "weight" and found[name].ndim == 2: name for name, match in reads.items()}
     if len(kinds) > 1:
         raise ValueError(f"{kinds[True]} is a read over columns (CC), {kinds[False]} one over tokens (TC)")
@@ -110,10 +118,10 @@ def column_owners(names) -> list[str]:
 
 
 def ours(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The weights of either release under our names and in our shapes; those of other folders as they are.
+    """The weights of either release under our names and in our shapes.
 
-    ValueError: of both releases, or the sizes d, v of a convolution (d, v, K) are not those of the embedding and the
-    read vector: flattened, a transposed one would fit.
+    ValueError: they are of both releases, or the sizes d, v of a convolution (d, v, K) are not
+    those of the embedding and the read vector: flattened, a transposed one would fit.
     """
     if not of_current(found):
         return dict(found)
@@ -130,8 +138,8 @@ def ours(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
                 raise ValueError(f"{reader} is missing, {name} is there")
             if tensor.ndim != 3 or tensor.shape[:2] != (width, *found[reader].shape):
                 raise ValueError(
-                    f"{name} is {tuple(tensor.shape)}: needed (d, v, K) with d={width} as in {weights.EMBEDDING}, "
-                    f"v as in {reader}, which is {tuple(found[reader].shape)}"
+                    f"{name} is {tuple(tensor.shape)}: needed (d, v, K) with d={width} as in "
+                    f"{weights.EMBEDDING}, v as in {reader}, which is {tuple(found[reader].shape)}"
                 )
             short = f"{match[1]}.{'conv' if match[1] == 'input_embed' else 'shortconv'}.weight"
             tensor = tensor.flatten(0, 1)
@@ -141,7 +149,8 @@ def ours(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def fold(tensors: dict[str, torch.Tensor], model) -> dict[str, torch.Tensor]:
-    """A folder's tensors as the model keeps them: under our names, pairs folded where its reads are one weight.
+    """A folder's tensors as the model keeps them: under our names, each pair as it is, or folded
+    where the model's read is one weight.
 
     ValueError: the tensors are of two releases, or the halves of a pair do not fit each other.
     """
@@ -162,29 +171,31 @@ def fold(tensors: dict[str, torch.Tensor], model) -> dict[str, torch.Tensor]:
 
 
 def scaled_as(released: dict) -> dict:
-    """The config with `parameterization` as our keys. ValueError: not one that the release knows, or contradicted.
+    """The config with `parameterization` as our keys.
 
-    The release has depth scaling in completeP and spectralP alone; a base beside another does nothing there.
+    The release has depth scaling in completeP and spectralP alone; a base beside another
+    parameterization does nothing there, and is left out.
+    ValueError: a parameterization that the release does not know, or that another key contradicts.
     """
     config = dict(released)
     if "parameterization" in config:
         name = config.pop("parameterization")
         if name is not None and not (isinstance(name, str) and name in WIDTH):
             raise ValueError(
-                f"parameterization={weights.clipped(name)} in the released config: only None, 'widthmuP', "
-                "'completeP' and 'spectralP' are supported"
+                f"parameterization={weights.clipped(name)} in the released config: "
+                "only None, 'widthmuP', 'completeP' and 'spectralP' are supported"
             )
         if config.get("mup", name in WIDTH) != (name in WIDTH):
-            raise ValueError(
-                f"mup={weights.clipped(config['mup'])} in the released config contradicts parameterization={name!r}"
-            )
+            mup = weights.clipped(config["mup"])
+            raise ValueError(f"mup={mup} in the released config contradicts parameterization={name!r}")
         config["mup"] = name in WIDTH
         if not WIDTH.get(name):
             config.pop("num_hidden_layers_base", None)
     elif STEM not in config and config.get("num_hidden_layers_base") is not None:
+        base = weights.clipped(config["num_hidden_layers_base"])
         raise ValueError(
-            f"num_hidden_layers_base={weights.clipped(config['num_hidden_layers_base'])} in the released config, where "
-            "it has an effect with parameterization=completeP or spectralP alone: give one of them, or leave it out"
+            f"num_hidden_layers_base={base} in the released config, where it has an effect with "
+            "parameterization=completeP or spectralP alone: give one of them, or leave it out"
         )
     return config
 
@@ -210,20 +221,22 @@ def read_config(released: dict, stem: str) -> dict:
 
 
 def of_weights(found, stem: str, config: dict) -> dict:
-    """Keys of a released folder's model that its weights settle, beside the config's. ValueError: of two releases."""
+    """Keys of a released folder's model that its weights settle, beside the config's."""
     current = of_current(found)
     keys = {"init": "spectral"} if current and "init" not in config else {}
     if "-CC" in stem:
-        shapes = [tuple(found[name].shape) for name in ("readout.weight", "readout.read") if name in found]
-        form = config.get("ddl_cc_read") or ("pair" if current or len(shapes) == 2 else "folded")
+        halves = [found[f"readout.{name}"] for name in ("weight", "read") if f"readout.{name}" in found]
+        form = config.get("ddl_cc_read") or ("pair" if current or len(halves) == 2 else "folded")
+        keys |= {"ddl_cc_read": form, "ddl_state_shortconv_kernel_size": None}
         # Their kernel size has a default beside v, so that the weights are asked; None is v.
-        narrow = form == "pair" and [len(shape) for shape in shapes] == [2, 1] and shapes[0][1:] != shapes[1]
-        keys |= {"ddl_cc_read": form, "ddl_state_shortconv_kernel_size": shapes[0][1] if narrow else None}
+        if form == "pair" and [half.ndim for half in halves] == [2, 1]:
+            taps, columns = halves[0].shape[1], halves[1].shape[0]
+            keys["ddl_state_shortconv_kernel_size"] = None if taps == columns else taps
     return keys
 
 
 def named_stem(config: dict):
-    """What the config says its variant is; None: nothing. A file of the release stands for our stem."""
+    """What the config says its variant is, a file of the release by our stem; None: nothing."""
     for key in (STEM, "model_type", "architectures"):
         said = config.get(key)
         for name in said if isinstance(said, list) else [said]:
@@ -271,30 +284,38 @@ def config_of(model, older: bool = False) -> dict:
     Keys of an initialisation are left out: the weights make them idle.
     ValueError: the release lacks the variant, or what a key of it does.
     """
-    stem, config, keys = model.variant.__module__.removeprefix("model."), model.config, keys_of(type(model.config))
+    stem, config = model.variant.__module__.removeprefix("model."), model.config
     release = f"the authors' {'older' if older else 'current'} release"
     if stem not in VARIANTS:
         raise ValueError(f"model={stem!r}: {release} has no such variant")
-    written, defaults = {}, configurator.knobs(type(config))
+    written, knobs = {}, configurator.knobs(type(config))
     for name, value in vars(config).items():
+        idle = name in MAPPED or knobs[name].key.initial or knobs[name].key.free
         if name in THEIRS:
             written[name] = value
-        elif not (keys[name].initial or keys[name].free or name in MAPPED) and value != defaults[name].default:
+        elif not idle and value != knobs[name].default:
             raise ValueError(f"{name}={value!r}: {release} has no such key")
-    columns, kernel_size = written.get("ddl_value_channels", 1), "ddl_state_shortconv_kernel_size"
-    if kernel_size in written:
-        written[kernel_size] = written[kernel_size] or (columns if "-CC" in stem else 4)
-        lacks = {"ddl_value_channels": columns == 1}
-        if older and "-CC" in stem:
-            lacks[kernel_size] = written[kernel_size] != columns
-            lacks["ddl_state_dv_shortconv_causal"] = config.ddl_state_dv_shortconv_causal
-        for name in [name for name, lacking in lacks.items() if lacking]:
-            raise ValueError(f"{name}={written[name]!r}: {release} has no such read")
     written |= depth_and_width(config, older, release)
     if stem == FILES["DDL-vdim1-gpt-mha-rope-TC"]:
         del written["ddl_value_channels"]
-        written = {{new: old for old, new in RENAMED.items()}.get(name, name): v for name, v in written.items()}
+        for theirs, name in RENAMED.items():
+            written[theirs] = written.pop(name)
+    elif stem != "gpt-mha-rope":
+        written |= sizes_of_reads(config, "-CC" in stem, older, release)
     return written
+
+
+def sizes_of_reads(config, over_columns: bool, older: bool, release: str) -> dict:
+    """The release's key of the reads' kernel. ValueError: it has no such read."""
+    columns, name = config.ddl_value_channels, "ddl_state_shortconv_kernel_size"
+    kernel_size = getattr(config, name) or (columns if over_columns else 4)
+    if columns == 1:
+        raise ValueError(f"ddl_value_channels=1: {release} has no such read")
+    if older and over_columns and kernel_size != columns:
+        raise ValueError(f"{name}={kernel_size}: {release} has no such read")
+    if older and over_columns and config.ddl_state_dv_shortconv_causal:
+        raise ValueError(f"ddl_state_dv_shortconv_causal=True: {release} has no such read")
+    return {name: kernel_size}
 
 
 def depth_and_width(config, older: bool, release: str) -> dict:
@@ -309,7 +330,7 @@ def depth_and_width(config, older: bool, release: str) -> dict:
     if config.mup and base is not None:
         keys = {"parameterization": "completeP", **width, "num_hidden_layers_base": base}
         return keys if mult is None else {**keys, "residual_branch_mult": mult}
-    # Without muP's logits the factor stands by itself: of a base, the start of matrices is all that it leaves out.
+    # Without muP's logits the factor stands by itself: a base sets the start of matrices besides.
     keys = {"parameterization": "widthmuP", **width} if config.mup else {}
     return {**keys, "residual_branch_mult": config.branch_mult} if config.branch_mult != 1 else keys
 
@@ -325,7 +346,8 @@ def state_dict(model, older: bool = False) -> dict[str, torch.Tensor]:
     columns = getattr(model.config, "ddl_value_channels", 1)
     for owner in column_owners(tensors):
         if f"{owner}read" not in tensors:
-            tensors[f"{owner}read"] = torch.eye(columns)[(columns - 1) // 2].to(tensors[f"{owner}weight"])
+            one_hot = torch.eye(columns)[(columns - 1) // 2]
+            tensors[f"{owner}read"] = one_hot.to(tensors[f"{owner}weight"])
     if older:
         return tensors
     for name, tensor in tensors.items():

@@ -149,11 +149,12 @@ def converted(tensors: dict, model, fold, where: str) -> dict:
 def fill(model, folder: Path, what: str = "the model", fold=as_they_are) -> None:
     """Give the model the folder's weights. ValueError: damaged, or of another model.
 
-    fold(tensors, model): makes the model's tensors of the folder's; it is asked on the meta device first.
+    fold(tensors, model): makes the model's tensors of the folder's, on the meta device first.
     """
     where = f"{folder} does not fit {what}"
     compare(converted(header(folder), model, fold, where), model, where)
-    model.load_state_dict(fold(load(folder), model), strict=False)  # only the tied copy may be missing
+    tensors = fold(load(folder), model)
+    model.load_state_dict(tensors, strict=False)  # only the tied copy may be missing
 
 
 def examined(folder: Path, stem: str, config: dict, fold=as_they_are):
