@@ -1,10 +1,15 @@
 """Folders with a config.json, read by the names of their weights: of the paper's released code, and exported ones.
 
-Weights carry our names. The released CC variants keep a convolution over columns and a read vector, which fold into
-one weight; there the variant is known by the names of its weights, an exported folder (`export.py`) names it. No code
-in a folder is executed.
+The authors have two releases whose weights differ in names and shapes: the current one (commit
+d1f7621) and an older one, whose names are ours. A folder that `export.py` wrote names its variant;
+of a released one, names and shapes of the weights tell it. No code in a folder is executed.
+
+Both releases keep a CC read as a pair of a convolution over columns and a vector. A pair stays one
+(`ddl_cc_read=pair`), so that training goes on with what the authors train, and goes back as it
+came. It is folded into one weight where the config says `ddl_cc_read=folded`.
 """
 
+import re
 from pathlib import Path
 
 import torch
@@ -14,40 +19,192 @@ from model import STEMS, model_class, weights
 from model.keys import values_before
 from model.residual import fold_column_conv
 
+# The release's file names as our stems; `-accelerated` computes the same with kernels of its own.
+FILES = {
+    "DDL-vdim1-gpt-mha-rope-TC": "DDL-vdim1-gpt-mha-rope",
+    "DDL-gpt-mha-rope-TC": "DDL-gpt-mha-rope",
+    "DDL-gpt-mha-rope-TC-EC": "DDL-gpt-mha-rope-EC",
+    "DDL-gpt-mha-rope-CC": "DDL-gpt-mha-rope-CC",
+    "DDL-gpt-mha-rope-CC-EC": "DDL-gpt-mha-rope-CC-EC",
+}
+VARIANTS = ("gpt-mha-rope", *FILES.values())
 RENAMED = {"ddl_v_dim1_constant": "ddl_v_constant", "ddl_v_dim1_constant_value": "ddl_v_constant_value"}
+# `parameterization` of the release: whether it scales with depth, too. All scale logits by width.
+WIDTH = dict.fromkeys(("widthmuP", "widthmup"), False)
+WIDTH |= dict.fromkeys(("completeP", "completep", "spectralP", "SpectralP", "spectralp"), True)
 # Options of the released code that no published run used, with the values that mean "off".
 FIXED = {
     **dict.fromkeys(("use_k_shift", "use_v_shift", "use_output_gate", "using_groupnorm", "bias"), (False, None)),
     **dict.fromkeys(("q_activation", "k_activation", "v_activation"), (None, "none", "identity")),
-    **{"dropout": (0, None), "rms_norm_eps": (1e-5, None), "ddl_state_dv_shortconv_causal": (False, None)},
-    **{"mlp_hidden_mult": (None, 8 / 3)},
+    **dict.fromkeys(("scale_attn_by_inverse_layer_idx", "add_cross_attention"), (False, None)),
+    **{"dropout": (0, None), "rms_norm_eps": (1e-5, None), "mlp_hidden_mult": (None, 8 / 3)},
+    **{"ddl_sequence_reduction_version": (1,), "attention_dtype": ("auto",)},
+    **{"kv_cache_slot_size": (128, None), "validate_cached_position_ids": (False, None)},
 }
 # What the transformers library writes into any config.json.
 LIBRARY = set(
     "_name_or_path architectures auto_map model_type torch_dtype dtype transformers_version tie_word_embeddings "
     "use_cache bos_token_id eos_token_id pad_token_id is_decoder return_dict output_hidden_states "
     "output_attentions is_encoder_decoder chunk_size_feed_forward id2label label2id problem_type "
-    "_attn_implementation_autoset max_position_embeddings".split()
+    "_attn_implementation_autoset max_position_embeddings torchscript".split()
 )
+# Our keys that the release has as well, and those that it has under other keys or in the weights.
+THEIRS = set(
+    "vocab_size block_size num_hidden_layers num_attention_heads hidden_size head_dim rope_base "
+    "rope_ratio use_qk_rmsnorm ddl_value_channels ddl_state_shortconv_kernel_size "
+    "ddl_state_dv_shortconv_causal input_embed_shortconv_kernel_size ddl_k_eps ddl_beta_hidden_size "
+    "ddl_beta_single_linear ddl_v_sigmoid ddl_v_sigmoid_scale ddl_v_constant "
+    "ddl_v_constant_value".split()
+)
+MAPPED = set("mup hidden_size_base num_hidden_layers_base residual_branch_mult ddl_cc_read".split())
 STEM = "stem"  # the key by which an exported config.json names its variant
+OUTPUT = re.compile(r"(\.(?:attn|mlp)\.)(c_proj|o_proj)(\.weight)$")
+READ = re.compile(r"^(transformer\.h\.\d+\.compress|readout)\.(shortconv\.weight|weight)$")
+EXPANDER = re.compile(r"^(input_embed)\.(conv\.weight|weight)$")
 
 
-def stem_of(names) -> str:
-    """The variant that has weights of these names."""
-    names = set(names)
-    if not any(".ddl_attn." in name for name in names):
+# ---- names and shapes of the weights ----
+
+
+def is_current(name: str, tensor) -> bool | None:
+    """Whether a weight is as in the current release; None: both releases have it, or neither."""
+    if match := OUTPUT.search(name):
+        return match[2] == "o_proj"
+    if match := EXPANDER.match(name):
+        return match[2] == "weight"
+    if (match := READ.match(name)) and (match[2] != "weight" or tensor.ndim == 3):
+        return match[2] == "weight"
+    return None  # a CC read looks the same in both
+
+
+def of_current(found) -> bool:
+    """Whether the weights found, {name: tensor}, are of the current release.
+
+    ValueError: some are, others are of the older release.
+    """
+    kinds = {is_current(name, tensor): name for name, tensor in sorted(found.items())}
+    if True in kinds and False in kinds:
+        raise ValueError(
+            f"{kinds[True]} is a weight of the authors' current release, "
+            f"{kinds[False]} of their older one: a folder has the names of one"
+        )
+    return True in kinds
+
+
+def stem_of(found) -> str:
+    """The variant that has weights of these names and shapes, {name: tensor}.
+
+    ValueError: a read has neither the dimensions of CC nor of TC, or there are reads of both.
+    """
+    if not any(".ddl_attn." in name for name in found):
         return "gpt-mha-rope"
-    if not any(".compress." in name for name in names):
+    reads = {name: match for name in sorted(found) if (match := READ.match(name))}
+    if not reads:
         return "DDL-vdim1-gpt-mha-rope"
-    column = "" if any(name.endswith("compress.shortconv.weight") for name in names) else "-CC"
-    return f"DDL-gpt-mha-rope{column}{'-EC' if 'input_embed.conv.weight' in names else ''}"
+    for name, match in reads.items():
+        if match[2] == "weight" and found[name].ndim not in (2, 3):
+            shape = tuple(found[name].shape)
+            raise ValueError(f"{name} is {shape}: needed two dimensions (CC) or three (TC)")
+    kinds = {match[2] == "weight" and found[name].ndim == 2: name for name, match in reads.items()}
+    if len(kinds) > 1:
+        raise ValueError(f"{kinds[True]} is a read over columns (CC), {kinds[False]} one over tokens (TC)")
+    ending = "-EC" if any(EXPANDER.match(name) for name in found) else ""
+    return f"DDL-gpt-mha-rope{'-CC' if True in kinds else ''}{ending}"
+
+
+def column_owners(names) -> list[str]:
+    """Prefixes of the reads over columns: `transformer.h.0.compress.`, ..., `readout.`."""
+    return [n.removesuffix("weight") for n in names if n.endswith(("compress.weight", "readout.weight"))]
+
+
+def ours(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights of either release under our names and in our shapes.
+
+    ValueError: they are of both releases, or the sizes d, v of a convolution (d, v, K) are not
+    those of the embedding and the read vector: flattened, a transposed one would fit.
+    """
+    if not of_current(found):
+        return dict(found)
+    embedding, renamed = found.get(weights.EMBEDDING), {}
+    if embedding is None or embedding.ndim != 2:
+        raise ValueError(f"{weights.EMBEDDING} is missing, or has not two dimensions")
+    width = embedding.shape[1]
+    for name, tensor in found.items():
+        short = OUTPUT.sub(r"\1c_proj\3", name)
+        match = READ.match(name) or EXPANDER.match(name)
+        if match and is_current(name, tensor):
+            reader = "readout.read" if match[1] == "input_embed" else f"{match[1]}.read"
+            if reader not in found:
+                raise ValueError(f"{reader} is missing, {name} is there")
+            if tensor.ndim != 3 or tensor.shape[:2] != (width, *found[reader].shape):
+                raise ValueError(
+                    f"{name} is {tuple(tensor.shape)}: needed (d, v, K) with d={width} as in "
+                    f"{weights.EMBEDDING}, v as in {reader}, which is {tuple(found[reader].shape)}"
+                )
+            short = f"{match[1]}.{'conv' if match[1] == 'input_embed' else 'shortconv'}.weight"
+            tensor = tensor.flatten(0, 1)
+            tensor = tensor.unsqueeze(1) if match[1] == "input_embed" else tensor
+        renamed[short] = tensor
+    return renamed
+
+
+def fold(tensors: dict[str, torch.Tensor], model) -> dict[str, torch.Tensor]:
+    """A folder's tensors as the model keeps them: under our names, each pair as it is, or folded
+    where the model's read is one weight.
+
+    ValueError: the tensors are of two releases, or the halves of a pair do not fit each other.
+    """
+    folded, own = ours(tensors), model.state_dict()
+    for owner in column_owners(folded):
+        if f"{owner}read" in folded and f"{owner}weight" in own:
+            weight, read = folded[f"{owner}weight"], folded[f"{owner}read"]
+            whole = f"{owner}read" not in own  # the model's weight is what the pair folds into
+            columns = own[f"{owner}weight" if whole else f"{owner}read"].shape[-1]
+            if weight.ndim != 2 or read.shape != (columns,) or weight.shape[1] > columns:
+                raise ValueError(f"{owner}read is {tuple(read.shape)}, {owner}weight {tuple(weight.shape)}: no pair")
+            if whole:
+                folded[f"{owner}weight"] = fold_column_conv(weight, folded.pop(f"{owner}read"))
+    return folded
+
+
+# ---- keys of the config ----
+
+
+def scaled_as(released: dict) -> dict:
+    """The config with `parameterization` as our keys.
+
+    The release has depth scaling in completeP and spectralP alone; a base beside another
+    parameterization does nothing there, and is left out.
+    ValueError: a parameterization that the release does not know, or that another key contradicts.
+    """
+    config = dict(released)
+    if "parameterization" in config:
+        name = config.pop("parameterization")
+        if name is not None and not (isinstance(name, str) and name in WIDTH):
+            raise ValueError(
+                f"parameterization={weights.clipped(name)} in the released config: "
+                "only None, 'widthmuP', 'completeP' and 'spectralP' are supported"
+            )
+        if config.get("mup", name in WIDTH) != (name in WIDTH):
+            mup = weights.clipped(config["mup"])
+            raise ValueError(f"mup={mup} in the released config contradicts parameterization={name!r}")
+        config["mup"] = name in WIDTH
+        if not WIDTH.get(name):
+            config.pop("num_hidden_layers_base", None)
+    elif STEM not in config and config.get("num_hidden_layers_base") is not None:
+        base = weights.clipped(config["num_hidden_layers_base"])
+        raise ValueError(
+            f"num_hidden_layers_base={base} in the released config, where it has an effect with "
+            "parameterization=completeP or spectralP alone: give one of them, or leave it out"
+        )
+    return config
 
 
 def read_config(released: dict, stem: str) -> dict:
     """The folder's config keys as ours. ValueError: an option that this code does not have, or an unknown key."""
     schema = configurator.knobs(model_class(stem).Config)
     anywhere = configurator.knobs(*(model_class(other).Config for other in STEMS))  # a flat config holds all keys
-    renamed = {RENAMED.get(key, key): value for key, value in released.items()}
+    renamed = {RENAMED.get(key, key): value for key, value in scaled_as(released).items()}
     config = configurator.check({key: value for key, value in renamed.items() if key in schema}, schema)
     fixed = {**FIXED, "intermediate_size": (None, 8 * config.get("hidden_size", schema["hidden_size"].default) // 3)}
     for key in renamed.keys() - schema.keys():
@@ -60,10 +217,33 @@ def read_config(released: dict, stem: str) -> dict:
             raise ValueError(
                 f"unknown key {weights.clipped(key)[1:-1]} in the released config{configurator.nearest(key, schema)}"
             )
-    if "-CC" in stem and STEM not in released:
-        # There the key is the width over columns, which is v by definition.
-        config.pop("ddl_state_shortconv_kernel_size", None)
     return config
+
+
+def of_weights(found, stem: str, config: dict) -> dict:
+    """Keys of a released folder's model that its weights settle, beside the config's."""
+    current = of_current(found)
+    keys = {"init": "spectral"} if current and "init" not in config else {}
+    if "-CC" in stem:
+        halves = [found[f"readout.{name}"] for name in ("weight", "read") if f"readout.{name}" in found]
+        form = config.get("ddl_cc_read") or ("pair" if current or len(halves) == 2 else "folded")
+        keys |= {"ddl_cc_read": form, "ddl_state_shortconv_kernel_size": None}
+        # Their kernel size has a default beside v, so that the weights are asked; None is v.
+        if form == "pair" and [half.ndim for half in halves] == [2, 1]:
+            taps, columns = halves[0].shape[1], halves[1].shape[0]
+            keys["ddl_state_shortconv_kernel_size"] = None if taps == columns else taps
+    return keys
+
+
+def named_stem(config: dict):
+    """What the config says its variant is, a file of the release by our stem; None: nothing."""
+    for key in (STEM, "model_type", "architectures"):
+        said = config.get(key)
+        for name in said if isinstance(said, list) else [said]:
+            file = name.removesuffix("-accelerated") if isinstance(name, str) else None
+            if file in FILES:
+                return FILES[file]
+    return config.get(STEM)
 
 
 def describe(folder: Path) -> tuple[str, dict]:
@@ -71,16 +251,22 @@ def describe(folder: Path) -> tuple[str, dict]:
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} holds no config.json: give a folder of the released model code, or an exported one")
     config = configurator.read_json(folder / "config.json")
-    names = weights.header(folder).keys()
-    if weights.EMBEDDING not in names:
+    found = weights.header(folder)
+    if weights.EMBEDDING not in found:
         raise ValueError(f"{folder} has no {weights.EMBEDDING}: it is not of the released model code")
-    stem = config.get(STEM) or stem_of(names)
+    try:
+        stem, current = named_stem(config) or stem_of(found), of_current(found)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
     if not isinstance(stem, str):
         raise ValueError(f"{folder / 'config.json'}: {STEM}={weights.clipped(stem)}: needed the name of a variant")
     try:
-        return stem, {**values_before(model_class(stem).Config), **read_config(config, stem)}
+        keys = read_config(config, stem)
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'}: {error}") from error
+    if config.get(STEM) != stem or current:  # not as export.py writes it
+        keys |= of_weights(found, stem, keys)
+    return stem, {**values_before(model_class(stem).Config), **keys}
 
 
 def load(folder: str | Path):
@@ -89,30 +275,86 @@ def load(folder: str | Path):
     return weights.read_model(folder, *describe(folder), fold)
 
 
-def column_owners(names) -> list[str]:
-    """Prefixes of the reads over columns: `transformer.h.0.compress.`, ..., `readout.`."""
-    return [n.removesuffix("weight") for n in names if n.endswith(("compress.weight", "readout.weight"))]
+# ---- back to the authors' names ----
 
 
-def fold(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The pair of convolution and read vector of each CC read as one weight; other names as they are.
+def config_of(model, older: bool = False) -> dict:
+    """The model's config.json in the keys of the authors' current release, or of the older one.
 
-    ValueError: the two do not fit each other.
+    Keys of an initialisation are left out: the weights make them idle.
+    ValueError: the release lacks the variant, or what a key of it does.
     """
-    folded = dict(tensors)
-    for owner in column_owners(tensors):
-        if f"{owner}read" in folded:
-            weight, read = tensors[f"{owner}weight"], folded.pop(f"{owner}read")
-            if weight.ndim != 2 or read.shape != weight.shape[1:]:
-                raise ValueError(f"{owner}read is {tuple(read.shape)}, {owner}weight {tuple(weight.shape)}: no pair")
-            folded[f"{owner}weight"] = fold_column_conv(weight, read)
-    return folded
+    stem, config = model.variant.__module__.removeprefix("model."), model.config
+    release = f"the authors' {'older' if older else 'current'} release"
+    if stem not in VARIANTS:
+        raise ValueError(f"model={stem!r}: {release} has no such variant")
+    written, knobs = {}, configurator.knobs(type(config))
+    for name, value in vars(config).items():
+        idle = name in MAPPED or knobs[name].key.initial or knobs[name].key.free
+        if name in THEIRS:
+            written[name] = value
+        elif not idle and value != knobs[name].default:
+            raise ValueError(f"{name}={value!r}: {release} has no such key")
+    written |= depth_and_width(config, older, release)
+    if stem == FILES["DDL-vdim1-gpt-mha-rope-TC"]:
+        del written["ddl_value_channels"]
+        for theirs, name in RENAMED.items():
+            written[theirs] = written.pop(name)
+    elif stem != "gpt-mha-rope":
+        written |= sizes_of_reads(config, "-CC" in stem, older, release)
+    return written
 
 
-def state_dict(model) -> dict[str, torch.Tensor]:
-    """The weights under the released names: each CC read as weight and read = e_((v-1)//2), which folds to itself."""
-    tensors = dict(model.state_dict())
+def sizes_of_reads(config, over_columns: bool, older: bool, release: str) -> dict:
+    """The release's key of the reads' kernel. ValueError: it has no such read."""
+    columns, name = config.ddl_value_channels, "ddl_state_shortconv_kernel_size"
+    kernel_size = getattr(config, name) or (columns if over_columns else 4)
+    if columns == 1:
+        raise ValueError(f"ddl_value_channels=1: {release} has no such read")
+    if older and over_columns and kernel_size != columns:
+        raise ValueError(f"{name}={kernel_size}: {release} has no such read")
+    if older and over_columns and config.ddl_state_dv_shortconv_causal:
+        raise ValueError(f"ddl_state_dv_shortconv_causal=True: {release} has no such read")
+    return {name: kernel_size}
+
+
+def depth_and_width(config, older: bool, release: str) -> dict:
+    """The release's keys for muP and depth scaling. ValueError: it has no depth scaling."""
+    base, mult = config.num_hidden_layers_base, config.residual_branch_mult
+    if older and config.branch_mult != 1:
+        name = "num_hidden_layers_base" if mult is None else "residual_branch_mult"
+        raise ValueError(f"{name}={getattr(config, name)!r}: {release} has no such key")
+    width = {"hidden_size_base": config.hidden_size_base}
+    if older:
+        return {"mup": config.mup, **width}
+    if config.mup and base is not None:
+        keys = {"parameterization": "completeP", **width, "num_hidden_layers_base": base}
+        return keys if mult is None else {**keys, "residual_branch_mult": mult}
+    # Without muP's logits the factor stands by itself: a base sets the start of matrices besides.
+    keys = {"parameterization": "widthmuP", **width} if config.mup else {}
+    return {**keys, "residual_branch_mult": config.branch_mult} if config.branch_mult != 1 else keys
+
+
+def state_dict(model, older: bool = False) -> dict[str, torch.Tensor]:
+    """The weights under the names of the authors' current release, or of the older one.
+
+    A CC read that is one weight goes out as weight and read = e_((v-1)//2), which folds to itself.
+    ValueError: the release lacks the variant, or what a key of it does.
+    """
+    config_of(model, older)  # refuses
+    written, tensors = {}, dict(model.state_dict())
+    columns = getattr(model.config, "ddl_value_channels", 1)
     for owner in column_owners(tensors):
-        columns = tensors[f"{owner}weight"].shape[1]
-        tensors[f"{owner}read"] = torch.eye(columns)[(columns - 1) // 2].to(tensors[f"{owner}weight"])
-    return tensors
+        if f"{owner}read" not in tensors:
+            one_hot = torch.eye(columns)[(columns - 1) // 2]
+            tensors[f"{owner}read"] = one_hot.to(tensors[f"{owner}weight"])
+    if older:
+        return tensors
+    for name, tensor in tensors.items():
+        match = READ.match(name) or EXPANDER.match(name)
+        if match and match[2] != "weight":
+            taps = tensor.unflatten(0, (-1, columns))  # (d, v, K), of the expander (d, v, 1, K)
+            written[f"{match[1]}.weight"] = taps.flatten(2)
+        else:
+            written[OUTPUT.sub(r"\1o_proj\3", name)] = tensor
+    return written

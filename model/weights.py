@@ -127,29 +127,46 @@ def skeleton(stem: str, config: dict, found, where: str):
     try:
         with torch.device("meta"):
             return bare(checked)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
     except (RuntimeError, TypeError, OverflowError) as error:
         raise ValueError(f"{where}: its config has sizes that no model can have ({clipped(error)})") from error
 
 
-def fill(model, folder: Path, what: str = "the model", fold=dict) -> None:
+def as_they_are(tensors: dict, model) -> dict:
+    """The tensors of a folder whose names and shapes are the model's."""
+    return tensors
+
+
+def converted(tensors: dict, model, fold, where: str) -> dict:
+    """What `fold` makes of a folder's tensors for the model. ValueError: begins with `where`."""
+    try:
+        return fold(tensors, model)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def fill(model, folder: Path, what: str = "the model", fold=as_they_are) -> None:
     """Give the model the folder's weights. ValueError: damaged, or of another model.
 
-    fold: what makes our tensors of the folder's, by name; it is asked on the meta device first.
+    fold(tensors, model): makes the model's tensors of the folder's, on the meta device first.
     """
-    compare(fold(header(folder)), model, f"{folder} does not fit {what}")
-    model.load_state_dict(fold(load(folder)), strict=False)  # only the tied copy may be missing
+    where = f"{folder} does not fit {what}"
+    compare(converted(header(folder), model, fold, where), model, where)
+    tensors = fold(load(folder), model)
+    model.load_state_dict(tensors, strict=False)  # only the tied copy may be missing
 
 
-def examined(folder: Path, stem: str, config: dict, fold=dict):
+def examined(folder: Path, stem: str, config: dict, fold=as_they_are):
     """The model of this stem and config on the meta device, its config complete. ValueError: not of these weights."""
     where = f"{folder} does not fit {stem}"
-    found = fold(header(folder))
+    found = header(folder)
     bare = skeleton(stem, config, found, where)
-    compare(found, bare, where)
+    compare(converted(found, bare, fold, where), bare, where)
     return bare
 
 
-def read_model(folder: Path, stem: str, config: dict, fold=dict):
+def read_model(folder: Path, stem: str, config: dict, fold=as_they_are):
     """The model of this stem and config with the folder's weights, in evaluation mode. ValueError: it does not fit."""
     examined(folder, stem, config, fold)
     model = build(stem, **config)

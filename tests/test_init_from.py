@@ -69,6 +69,30 @@ def test_training_starts_from_the_weights(corpus, folders, tmp_path, kind):
         torch.testing.assert_close(value, same, rtol=0, atol=1e-6 if kind == "released" else 0)
 
 
+def test_a_pair_stays_one(corpus, tmp_path):
+    """Both of its parameters are trained, as in the authors' code, and leave under their names as they came."""
+    torch.manual_seed(4)
+    keys = {**KEYS, "ddl_value_channels": 3, "ddl_cc_read": "pair", "ddl_state_dv_shortconv_causal": True}
+    made = build(STEM, **keys, ddl_state_shortconv_kernel_size=2)
+    folder, written = tmp_path / "released", released.state_dict(made)
+    folder.mkdir()
+    save_file({name: value.clone() for name, value in written.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(released.config_of(made)))
+    for name, rate in (("still", 0), ("moved", 1e-3)):
+        changes = {"init_from": folder, "learning_rate": rate, "min_lr": rate, "max_steps": 1, "eval_full": False}
+        run(arguments(corpus, tmp_path / name, **changes))
+    still, moved = weights(tmp_path / "still", 1), weights(tmp_path / "moved", 1)
+    assert all(torch.equal(value, made.state_dict()[name]) for name, value in still.items())
+    assert all(not torch.equal(moved[name], still[name]) for name in ("readout.read", "readout.weight"))
+    state = json.loads((tmp_path / "still" / "checkpoints" / "step_00000001" / "state.json").read_text())
+    names = ("ddl_cc_read", "ddl_state_dv_shortconv_causal", "ddl_state_shortconv_kernel_size")
+    assert [state["model_config"][name] for name in names] == ["pair", True, 2]
+    back = released.state_dict(checkpoint.load_model(tmp_path / "still", "cpu")[0])
+    assert all(torch.equal(value, written[name]) for name, value in back.items())
+    with pytest.raises(ValueError, match=r"ddl_cc_read='folded', but init_from=.* has 'pair'"):
+        train.configure(arguments(corpus, tmp_path / "x", init_from=folder, ddl_cc_read="folded"))
+
+
 def test_the_optimizer_begins_afresh_and_learns(corpus, folders, tmp_path):
     run(arguments(corpus, tmp_path / "out", init_from=folders / "exported"))
     moments = load_file(tmp_path / "out" / "checkpoints" / "step_00000003" / "optimizer.safetensors")
