@@ -184,6 +184,9 @@ class Preparation:
         path = self.out / "tokenizer.json"
         if self.args.tokenizer == "ids":
             encoding = tokenizer.IdTokenizer(self.args.vocab_size)
+        elif self.args.tokenizer == "characters":
+            texts = (text for _, source, _ in self.plan for text in first_bytes(source, self.args.tokenizer_bytes))
+            encoding = tokenizer.characters_tokenizer(texts)
         elif self.args.tokenizer != "bpe":
             encoding = tokenizer.byte_tokenizer() if self.args.tokenizer == "bytes" else tokenizer.gpt2_tokenizer()
         elif self.stored and path.exists():
@@ -197,7 +200,7 @@ class Preparation:
 
     def _expected_tokens(self) -> int | None:
         """About how many tokens there will be, None where nobody knows."""
-        per_token, total = 1 if self.args.tokenizer in ("bytes", "ids") else 4, 0
+        per_token, total = 1 if self.args.tokenizer in ("bytes", "ids", "characters") else 4, 0
         for source in {id(source): source for _, source, _ in self.plan}.values():
             limits = [tokens for _, each, tokens in self.plan if each is source]
             whole = source.tokens if isinstance(source, Hub) else source.text_bytes() // per_token

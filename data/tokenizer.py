@@ -31,6 +31,13 @@ def byte_tokenizer() -> tiktoken.Encoding:
     return _encoding("bytes", r"[\s\S]", [bytes([value]) for value in range(256)])
 
 
+def characters_tokenizer(texts: Iterable[str]) -> tiktoken.Encoding:
+    """A token for each character of ASCII texts, in order, as nanoGPT has them; then the other bytes, end-of-text."""
+    used = sorted(set().union(*texts))
+    others = [bytes([value]) for value in range(256) if chr(value) not in used]
+    return _encoding("characters", r"[\s\S]", [character.encode("ascii") for character in used] + others)
+
+
 def train_byte_pairs(texts: Iterable[str], vocab_size: int, pattern: str = SPLIT_PATTERN) -> tiktoken.Encoding:
     """A byte-pair encoding of vocab_size tokens, end-of-text included, trained on texts. Needs `tokenizers`.
 

@@ -301,3 +301,28 @@ def test_copy_task_options_out_of_range(tmp_path, option):
     result = call("data/copy_task/prepare.py", f"--{option}", f"--out={tmp_path / 'out'}")
     assert f"--{option}: give" in one_line_error(result)
     assert not (tmp_path / "out").exists()
+
+
+# Shakespeare by characters
+
+
+def test_characters_have_nano_gpts_ids(tmp_path, monkeypatch):
+    """Of another text, whose hash is put in the place of Shakespeare's: ids by the order of characters."""
+    module = importlib.import_module("data.shakespeare_char.prepare")
+    text, file = "First Citizen:\nSpeak, speak.\n\nAll:\nWe know't, we know't!\n" * 3, tmp_path / "input.txt"
+    file.write_text(text)
+    refused = call("data/shakespeare_char/prepare.py", f"--source={file}", f"--out={tmp_path / 'out'}")
+    assert "is another text than nanoGPT's" in one_line_error(refused)
+    assert "cannot be read" in one_line_error(
+        call("data/shakespeare_char/prepare.py", "--source=none", f"--out={tmp_path / 'out'}")
+    )
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(module, "SHA256", hashlib.sha256(text.encode()).hexdigest())
+    corpus = run(monkeypatch, "shakespeare_char", tmp_path / "out", f"--source={file}")
+    ids = {character: number for number, character in enumerate(sorted(set(text)))}
+    cut = int(0.9 * len(text))
+    for split, part in (("train", text[:cut]), ("val", text[cut:])):
+        assert np.concatenate(getattr(corpus, split)).tolist() == [EOT, *(ids[character] for character in part)]
+    encoding = tokenizer.from_json(tokenizer.describe(corpus.path))
+    assert encoding.decode(list(ids.values())) == "".join(sorted(set(text)))
+    assert encoding.decode(encoding.encode("é~")) == "é~"
