@@ -103,7 +103,8 @@ def alone():
 def settings_of(keys: dict) -> dict:
     """Every key that decides what the run computes, so that another default changes nothing."""
     config = vars(model_class(keys["model"]).Config(**SIZE))
-    return {**{key: value for key, value in config.items() if key not in IDLE}, **RUN, **keys}
+    idle = IDLE if keys.get("ddl_v_sigmoid", True) else IDLE | {"ddl_v_sigmoid_scale"}
+    return {**{key: value for key, value in config.items() if key not in idle}, **RUN, **keys}
 
 
 def train(processes: int, settings: dict, out: Path) -> None:
