@@ -1,6 +1,7 @@
 """The memory that train.py expects to need: against what torch's allocators hand out, and what is refused with it."""
 
 import dataclasses
+import gc
 import json
 import os
 import resource
@@ -43,6 +44,7 @@ def allocated(stem: str, bf16: bool, checkpointing: bool) -> int:
     """Most bytes at once that the allocator hands out during a forward and backward pass."""
     model, ids = build(stem, **SIZE), torch.zeros(ROWS, 64, dtype=torch.int64)
     model.activation_checkpointing = checkpointing
+    gc.collect()  # what earlier tests left would be freed, and counted, while the model runs
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             _, loss = model(ids, ids)

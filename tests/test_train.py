@@ -566,7 +566,7 @@ CONFIGS = sorted(path for path in (ROOT / "config").glob("*.py"))
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_config_files_fit_the_schema(path, monkeypatch):
-    for world in ("1", "2", "4", "8"):
+    for world in ("1", "2", "4") if path.stem.endswith("_cpu") else ("1", "2", "4", "8"):
         monkeypatch.setenv("WORLD_SIZE", world)
         config, model_config = configure([str(path)])
         assert config.out_dir == f"runs/{path.stem}"
