@@ -75,6 +75,11 @@ class TrainConfig:
     optimizer: Annotated[Literal["adamw", "muon"], "muon: Muon on the sublayers' matrices, AdamW on the rest"] = "adamw"
     learning_rate: Annotated[float, "peak learning rate, of AdamW", FROM_0] = 1e-3
     muon_learning_rate: Annotated[float | None, "Muon's; None: learning_rate", FROM_0] = None
+    muon_dtype: Annotated[
+        Literal["bfloat16", "float32"] | None,
+        "type of Muon's iteration; None: the compute type",
+        Key(before="bfloat16", counts_with=("optimizer", "muon".__eq__)),
+    ] = None
     embedding_learning_rate: Annotated[
         float | None, "the tied embedding's, which is AdamW's; None: learning_rate", FROM_0
     ] = None
@@ -381,7 +386,9 @@ def set_up(argv: list[str]) -> Run | None:
         distributed.refuse_disagreement(run.world, {**facts, "the checkpoint": str(begin), "torch": torch.__version__})
         models = distributed.parallelise(run.model, config.engine, config.compile, run.world)
         run.train_model, run.eval_model = models
-        run.optimizers = optimizer.build_optimizers(run.model, config)
+        in_bf16 = bf16 if config.muon_dtype is None else config.muon_dtype == "bfloat16"
+        muon_dtype = torch.bfloat16 if in_bf16 else torch.float32
+        run.optimizers = optimizer.build_optimizers(run.model, config, muon_dtype)
         if begin:
             optimizer.load_named_state(run.optimizers, checkpoint.load_tensors(begin / "optimizer.safetensors"))
         if run.world.is_main:

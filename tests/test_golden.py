@@ -29,6 +29,7 @@ from in_process import call, finish_together
 from data.shards import read_json, write_json, write_shard
 from model import STEMS, model_class
 from model.keys import Key, values_before
+from train import TrainConfig
 from training import checkpoint, metrics
 
 ROOT = Path(__file__).parents[1]
@@ -111,6 +112,8 @@ def train(processes: int, settings: dict, out: Path) -> None:
     """train.py with these settings, or on from the checkpoint that `out` holds. Keys of the model that are
     newer than the settings have the value that they then had."""
     before = values_before(model_class(settings["model"]).Config)
+    if settings["optimizer"] == "muon":
+        before["muon_dtype"] = values_before(TrainConfig)["muon_dtype"]
     given = {**before, **settings, "dataset": "tests/golden/corpus", "out_dir": out}
     arguments = ["--resume=auto", *(f"--{key}={value}" for key, value in given.items())]
     if processes > 1:

@@ -47,6 +47,28 @@ def test_muon_takes_the_sublayers_matrices_only():
     assert not set(expected) & {n for g in adam.param_groups for n in g["names"]}
 
 
+def muon_steps(made, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Three matrices, high, wide and one that gets no gradient, after three steps of the optimizer that `made` makes."""
+    torch.manual_seed(0)
+    weights = [torch.nn.Parameter(torch.randn(*shape).to(dtype)) for shape in ((12, 5), (6, 20), (4, 4))]
+    optimizer = made([{"params": weights, "weight_decay": 0.1}])
+    for _ in range(3):
+        for weight in weights[:2]:
+            weight.grad = torch.randn(*weight.shape).to(dtype)
+        optimizer.step()
+    return [weight.detach() for weight in weights]
+
+
+def test_muon_steps_as_torch_does_and_in_float32_nearer_to_what_float64_gives():
+    given = {"lr": 0.03, "adjust_lr_fn": "match_rms_adamw"}
+    theirs = muon_steps(lambda groups: torch.optim.Muon(groups, **given))
+    assert all(map(torch.equal, muon_steps(lambda groups: optimizer.Muon(groups, 0.03, torch.bfloat16)), theirs))
+    exact = muon_steps(lambda groups: optimizer.Muon(groups, 0.03, torch.float64), torch.float64)
+    for one, other in zip(muon_steps(lambda groups: optimizer.Muon(groups, 0.03, torch.float32)), exact):
+        torch.testing.assert_close(one.double(), other, atol=3e-6, rtol=0)
+    assert max((one.double() - other).abs().max() for one, other in zip(theirs, exact)) > 1e-4
+
+
 def test_mup_scales_the_learning_rate_of_matrices():
     model = build("DDL-gpt-mha-rope", mup=True, hidden_size_base=40, ddl_beta_single_linear=False, **TINY)
     [adam] = optimizer.build_optimizers(model, settings())
