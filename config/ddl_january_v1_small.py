@@ -19,6 +19,7 @@ ddl_beta_input = "mean"
 ddl_beta_single_linear = False
 ddl_v_sigmoid = False
 ddl_v_bias = False
+init = "normal"  # of the code of that time
 num_hidden_layers = 12
 num_attention_heads = 6
 head_dim = 128

@@ -11,6 +11,7 @@ model = "DDL-vdim1-gpt-mha-rope"
 
 ddl_v_sigmoid_scale = 1.0
 ddl_v_bias = False
+init = "normal"  # of the code of that time
 num_hidden_layers = 12
 num_attention_heads = 6
 head_dim = 128

@@ -14,6 +14,7 @@ model = "DDL-gpt-mha-rope-CC-EC"
 ddl_v_input = "context"
 ddl_v_sigmoid = False
 ddl_v_bias = False
+init = "normal"  # of the code of that time
 num_hidden_layers = 12
 num_attention_heads = 6
 head_dim = 128

@@ -10,4 +10,4 @@ class Block(DeltaBlock):
 
 class Model(GPT):
     Config, Expander, Block, Readout = EmbeddingColumnConvConfig, EmbeddingConv, Block, ColumnConvRead
-    forms = ({"ddl_cc_read": "pair", "ddl_state_dv_shortconv_causal": True, "ddl_state_shortconv_kernel_size": 3},)
+    forms = ({"ddl_state_dv_shortconv_causal": True, "ddl_state_shortconv_kernel_size": 3},)

@@ -11,7 +11,7 @@ class Block(DeltaBlock):
 class Model(GPT):
     Config, Expander, Block, Readout = ColumnConvConfig, Repeat, Block, ColumnConvRead
     forms = (
-        {"ddl_cc_read": "pair"},
+        {"ddl_cc_read": "folded"},
         {"ddl_beta_single_linear": False},
         {"ddl_map": "v", "ddl_k_branch": "attention"},
         {"ddl_map": "v", "ddl_k_norm": "shifted", "ddl_k_input": "mean", "ddl_beta_input": "mean"},

@@ -57,7 +57,7 @@ class GPTConfig:
         Literal["spectral", "normal"],
         "matrices start by their own shape (the paper's current release), or by hidden_size",
         Key(initial=True, before="normal"),
-    ] = "normal"
+    ] = "spectral"
     hidden_init_std_factor: Annotated[float, "of matrices' initial standard deviation, see init", INITIAL] = 0.5
     num_hidden_layers_base: Annotated[
         int | None, "depth at which depth scaling changes nothing: residual_branch_mult is base / layers", Key(low=1)

@@ -169,7 +169,7 @@ class ColumnConvConfig(ExpandedConfig):
         Literal["pair", "folded"],
         "that convolution and a vector over its results, or both as one weight",
         Key(before="folded"),
-    ] = "folded"
+    ] = "pair"
     ddl_state_dv_shortconv_causal: Annotated[bool, "it looks at the columns before alone"] = False
 
     def __post_init__(self):

@@ -19,7 +19,7 @@ from training import optimizer
 
 CASES = coordinates.all_cases()
 V_MAP, OVER_COLUMNS = "DDL-vdim1-gpt-mha-rope+ddl_map=v", "DDL-gpt-mha-rope-CC+ddl_map=v+ddl_k_branch=attention"
-PAIR = "DDL-gpt-mha-rope-CC+ddl_cc_read=pair"
+PAIR = "DDL-gpt-mha-rope-CC"
 # A form's Muon has the same matrices as its stem's.
 MUON = [pytest.param(case, "muon", marks=() if case in STEMS else pytest.mark.slow) for case in CASES]
 WIDTHS = {"adamw": [64, 256], "muon": [64, 192]}  # a step of Muon takes three times as long

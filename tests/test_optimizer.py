@@ -48,7 +48,7 @@ def test_muon_takes_the_sublayers_matrices_only():
 
 
 def muon_steps(made, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Three matrices, high, wide and one that gets no gradient, after three steps of the optimizer that `made` makes."""
+    """Three matrices, one of them without gradients, after three steps of the optimizer that `made` makes."""
     torch.manual_seed(0)
     weights = [torch.nn.Parameter(torch.randn(*shape).to(dtype)) for shape in ((12, 5), (6, 20), (4, 4))]
     optimizer = made([{"params": weights, "weight_decay": 0.1}])

@@ -248,7 +248,7 @@ def test_parameter_formulas_of_the_variants_page():
     page = (ROOT / "docs" / "variants.md").read_text(encoding="utf-8")
     d, v, L, K, K_e = 10, 4, 2, 4, 4
     ddl = 2 * L * (d + 1 + d * v + v)
-    token, column = (L + 1) * (d * v * K + v), (L + 1) * d * v
+    token, column = (L + 1) * (d * v * K + v), (L + 1) * (d * v + v)
     extra = {"gpt-mha-rope": 0, "DDL-vdim1-gpt-mha-rope": 2 * L * (2 * d + 2), "DDL-gpt-mha-rope": ddl + token}
     extra |= {"DDL-gpt-mha-rope-EC": ddl + token + d * v * K_e, "DDL-gpt-mha-rope-CC": ddl + column}
     extra |= {"DDL-gpt-mha-rope-CC-EC": ddl + column + d * v * K_e}

@@ -231,9 +231,10 @@ STARTS = [
     ("conv", {}, "compress.shortconv.weight", 0, 0.5 / 16),
     ("MGT", {}, "write_attn.gate.weight", 0, 0.5 / 16),
     ("MGT", {}, "write_mlp.beta.weight", 0, 0.5 / 16),
-    ("HC", {"hc_scale_outputs": True}, "attn.c_proj.weight", 0, 0.5 / 16 / 2 / 2),
-    ("HC", {"hc_scale_outputs": True}, "mlp.c_proj.weight", 0, 0.5 / 16 / 2 / 2),
-    ("HC", {}, "mlp.c_proj.weight", 0, 0.5 / 16 / 2),
+    ("HC", {"hc_scale_outputs": True}, "attn.c_proj.weight", 0, 0.5 / 16 / 4 / 2),
+    ("HC", {"hc_scale_outputs": True, "init": "normal"}, "attn.c_proj.weight", 0, 0.5 / 16 / 2 / 2),
+    ("HC", {"hc_scale_outputs": True, "init": "normal"}, "mlp.c_proj.weight", 0, 0.5 / 16 / 2 / 2),
+    ("HC", {"init": "normal"}, "mlp.c_proj.weight", 0, 0.5 / 16 / 2),
     ("wide", {"ddl_value_channels": 4096}, "write_attn.weights", 1, 0.5),
 ]
 

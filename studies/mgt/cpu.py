@@ -12,6 +12,7 @@ block_size = 64
 num_attention_heads = 4
 head_dim = 8
 hidden_size = 32
+init = "normal"  # the runs were made before the other start was there
 
 max_steps = 100
 global_batch_size = 4

@@ -53,6 +53,16 @@ ON_TASKS = (
 )
 
 
+def keys_of(preset: str, arm: str) -> dict[str, str]:
+    """The arm's keys of train.py. The runs of the CPU tier were made when these keys' defaults were others."""
+    keys = dict(ARMS[arm])
+    if preset == "cpu":
+        keys |= {"init": "normal", "muon_dtype": "bfloat16"}
+        keys |= {"ddl_cc_read": "folded"} if keys["model"].startswith("DDL-gpt-mha-rope-CC") else {}
+        keys |= {"mhc_rows_last": "False"} if keys["model"].startswith("mHC") else {}
+    return keys
+
+
 AGAIN = {"language": "DDL", "k_hop": "DDL-CC"}  # arms whose first seed is trained twice
 # Arms of tasks that are trained once more with the learning rate of the arm that they are compared with.
 SWAPPED = {"DDL": "DDL, no erase", "DDL, no erase": "DDL"}

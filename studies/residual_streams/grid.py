@@ -11,7 +11,7 @@ import numpy as np
 import sweep
 from reporting import packed
 from reporting.runs import UNSHOWN, Run, load
-from studies.residual_streams.arms import ARMS, BASELINE, PRESETS, SEARCH_SEED, SEEDS, SWAPPED, Problem
+from studies.residual_streams.arms import BASELINE, PRESETS, SEARCH_SEED, SEEDS, SWAPPED, Problem, keys_of
 from training import stopping
 
 STAGES = "rates", "tokens", "again", "swapped", "alone", "seconds", "eager"
@@ -42,7 +42,9 @@ class Grid:
         """One run; `own`: the keys that name its folder among those of its stage, problem and arm."""
         of = self.problem(problem)
         folder = self.runs / self.preset / stage / problem / arm.replace(", ", "_").replace(" ", "_")
-        made = sweep.make_cell(0, own, [of.config, *sweep.as_options(of.keys | ARMS[arm] | keys | own)], folder)
+        made = sweep.make_cell(
+            0, own, [of.config, *sweep.as_options(of.keys | keys_of(self.preset, arm) | keys | own)], folder
+        )
         return replace(made, about=f"{problem}, {arm}")
 
     def cells(self, stage: str, problem: str, arm: str) -> list[sweep.Cell]:
