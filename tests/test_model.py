@@ -164,7 +164,7 @@ def test_rope_tables_survive_changes_of_dtype():
     assert model.bfloat16().rope_sin[3, 1].item() == pytest.approx(math.sin(angle), abs=1e-7)
 
 
-# The older start (init=normal; tests/test_starts.py has the other): standard deviation by parameter, at a width where 5% is far from chance.
+# The older start; tests/test_starts.py has the other. At this width 5% is far from chance.
 @pytest.fixture(scope="module")
 def initialised():
     torch.manual_seed(0)
