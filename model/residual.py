@@ -464,7 +464,9 @@ class DeltaRewrite(nn.Module):
             self.k_out = linear(d, d, Rule(start, HIDDEN, decay=True))
         elif config.ddl_map == "v":
             self.k_in = linear(whole if config.ddl_k_input == "flat" else d, config.ddl_k_hidden_size, output)
-            self.k_out = linear(config.ddl_k_hidden_size, d, Rule(start, INPUT, decay=True))
+            self.k_out = linear(
+                config.ddl_k_hidden_size, d, Rule(start, INPUT if config.init == "normal" else FIXED, decay=True)
+            )
         # With a constant write value v_proj keeps its place in the state dict but takes no part in training.
         value_bias = Rule(partial(nn.init.uniform_, a=-1 / math.sqrt(d), b=1 / math.sqrt(d)))
         self.v_proj = linear(d, config.ddl_value_channels, output, value_bias if config.ddl_v_bias else None)
