@@ -6,7 +6,6 @@ from training.distributed import cpu_has_bfloat16 as _cpu_has_bfloat16
 model = "DDL-gpt-mha-rope"
 dataset = "python_stdlib"
 device = "cpu"
-vocab_size = 4096
 block_size = 256
 num_hidden_layers = 4
 num_attention_heads = 4
