@@ -24,7 +24,8 @@ SIZES = {  # table 4 of the January text, 6 of the July text; both train with mu
 }
 CODE, JANUARY, JULY = "the released code", "the January text", "the July text"
 # Of the keys that a run cannot change, these say nothing of its training, or the texts are silent on them.
-UNSAID = {"model", "eval_batches", "seed", "dtype", "min_lr", "vocab_size", "ddl_v_bias"}
+UNSAID = {"model", "eval_batches", "seed", "dtype", "muon_dtype", "min_lr", "vocab_size", "ddl_v_bias"}
+UNSAID |= {"init", "ddl_cc_read"}
 MEANT_BY_NONE = {"ddl_state_shortconv_kernel_size": 4, "ddl_state_read_init": 1 / 4}  # with the paper's four columns
 REASONS_SHOWN = 3
 

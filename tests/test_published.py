@@ -128,6 +128,7 @@ def test_what_does_not_agree_leaves_the_row_out_with_the_reason(tmp_path, option
         (["--min_lr=5e-5"], {}, ""),
         (["--dtype=float32"], {}, "; dtype=float32, the texts do not say theirs."),
         (["--vocab_size=50257"], {}, "; vocab_size=50257, not 50304; "),
+        (["--init=normal"], {}, "; init='normal', not 'spectral'; "),
         ([], {"state": {"skipped": 2}}, "; 2 steps skipped."),
         ([], {"rates": {}}, "; no metrics.jsonl beside it to show that its rates were those of one schedule."),
         ([], {"corpus": {"name": "sample-350BT"}}, "; trained on HuggingFaceFW/fineweb-edu sample-350BT; "),
