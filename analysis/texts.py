@@ -33,4 +33,5 @@ def visible(label: str, most: int = 12) -> str:
     """A token in a table's cell: white space that is seen, at most `most` characters."""
     for space, sign in {"\n": "⏎", "\r": "␍", "\t": "⇥", " ": "·", "|": "\\|"}.items():
         label = label.replace(space, sign)
+    label = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in label)  # some of them end a line
     return label if len(label) <= most else f"{label[: most - 1]}…"

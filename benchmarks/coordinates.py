@@ -33,8 +33,8 @@ BOUND = 0.15  # largest slope of a change that counts as level
 # Through a softmax over columns: the middle, and how far from it. What a query does there is as large as what tells
 # columns apart, which is part of the state: it starts at v_proj's bias, 1/sqrt(d), and then grows.
 SOFTMAX, SOFTMAX_BOUND = -0.25, 0.5
-# A read's vector has a number a column. Whether their few changes have one sign is chance, and a norm takes away what is
-# common to them: they are not held to anything.
+# A read's vector has a number a column. Whether their few changes have one sign is chance, and a norm takes away what
+# is common to them: they are not held to anything.
 VECTORS = "compress.read: mul", "readout.read: mul"
 STEPS, LEARNING_RATE = 4, 2e-3
 PROBES, PROBE_RATE = 3, 1e-4  # steps whose contributions are measured
@@ -215,7 +215,7 @@ def made(stem: str, keys: dict, width: int, start: dict):
 
 def trained(model, settings: dict) -> tuple:
     """(ids, targets, coordinates before) of the first steps of training."""
-    optimizers = optimizer.build_optimizers(model, SimpleNamespace(**settings))
+    optimizers = optimizer.build_optimizers(model, SimpleNamespace(**settings), torch.float32)
     text = some_text(2, 8)
     ids, targets = text[:, :-1], text[:, 1:]
     before = Coordinates.of(model, ids, targets)
@@ -261,7 +261,7 @@ def some_text(rows: int, length: int):
 def contributions(model, settings: dict, ids, targets) -> list[dict]:
     """What a step of a new optimizer contributes, parameter by parameter; the step is undone."""
     before = {name: (parameter, parameter.detach().clone()) for name, parameter in model.named_parameters()}
-    optimizers = optimizer.build_optimizers(model, SimpleNamespace(**settings))
+    optimizers = optimizer.build_optimizers(model, SimpleNamespace(**settings), torch.float32)
     targets = targets.clone()
     targets[:, :-1] = -1
     step(model, optimizers, PROBE_RATE, ids, targets)

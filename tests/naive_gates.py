@@ -110,7 +110,8 @@ def column_shares(w, tokens, kind) -> list[np.ndarray]:
 def kernels(w, kind, columns: int) -> list[np.ndarray]:
     """Of each column every weight that it is read with."""
     if kind == "channel":
-        return [w["weight"][:, j].numpy() for j in range(columns)]
+        ones = torch.eye(columns, dtype=w["weight"].dtype).unsqueeze(1).expand(-1, w["weight"].shape[0], -1)
+        return [read(w, [column], kind)[0].numpy() for column in ones]
     d = w["shortconv.weight"].shape[0] // columns
     rows = [[w["shortconv.weight"][i * columns + j].flatten() * w["read"][j] for i in range(d)] for j in range(columns)]
     return [torch.cat(each).numpy() for each in rows]

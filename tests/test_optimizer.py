@@ -84,7 +84,8 @@ def test_mup_scales_the_learning_rate_of_matrices():
     [
         ({}, False, {"attn.c_q": 4, "mlp.c_proj": 4, "ddl_attn.v_proj": 4, "ln_1": 1, "compress.shortconv": 1}),
         ({}, True, {"attn.c_q": 2, "mlp.c_proj": 2, "ddl_attn.v_proj": 4, "ln_1": 1, "compress.shortconv": 1}),
-        ({"ddl_map": "v"}, False, {"ddl_attn.k_in": 4, "ddl_attn.k_out": 2}),
+        ({"ddl_map": "v"}, False, {"ddl_attn.k_in": 4, "ddl_attn.k_out": 1}),
+        ({"ddl_map": "v", "init": "normal"}, False, {"ddl_attn.k_in": 4, "ddl_attn.k_out": 2}),
     ],
 )
 def test_mup_scales_by_the_kind_of_parameter(keys, with_muon, scales):

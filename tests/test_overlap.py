@@ -21,5 +21,5 @@ def test_buckets_are_summed_between_the_pieces_of_the_backward_pass(fused):
     assert len(events) >= 4
     assert events == ["piece", "bucket"] * (len(events) // 2)
     assert measured["alone"]  # nothing is summed before the last pass of an accumulated batch
-    assert measured["worst"] < 1e-4  # of the largest gradient of the same parameter
+    assert measured["worst"] < 1e-4  # of the largest gradient of the same parameter, or of 0.01
     assert measured["losses"][0] == pytest.approx(measured["losses"][1], abs=1e-5)

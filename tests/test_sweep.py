@@ -20,6 +20,7 @@ from in_process import call
 import configurator
 import sweep
 import train
+from model.keys import keys_of
 from reporting.style import pyplot
 from training import checkpoint, metrics, stopping
 
@@ -405,7 +406,9 @@ def test_other_settings_in_the_folder_are_refused(corpus, tmp_path, run):
         folder = cell.folder / "checkpoints" / "step_00000006"
         folder.mkdir(parents=True)
         state = {"step": 6, "seconds": 1.0, "model": cell.settings["model"], "corpus": {}}
-        state |= {"run_config": cell.settings, "model_config": {}}
+        of_run = {key: value for key, value in cell.settings.items() if key in keys_of(train.TrainConfig)}
+        of_model = {key: value for key, value in cell.settings.items() if key not in of_run}
+        state |= {"run_config": of_run, "model_config": of_model}
         (folder / "state.json").write_text(json.dumps(state))
     assert len(cells_of(*arguments, "--log_interval=5")) == 2
     with pytest.raises(ValueError, match=r"learning_rate=0.5, but .*seed=0 was trained with 0.01: give that value"):

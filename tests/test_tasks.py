@@ -312,7 +312,7 @@ def test_a_run_is_evaluated_on_its_validation_split_alone(run):
     for key in ("val_accuracy", "val_exact_match"):
         assert entry["record"][key] == last[key]
     table = (out / "eval" / "table.csv").read_text()
-    assert f"{last['val_accuracy']:.4f}" in table
+    assert str(last["val_accuracy"]) in table
     assert "bits per byte" not in table
     line = one_line_error(call("eval.py", out, "--tasks=lambada_openai"))
     assert "its tokens are ids, not text, and --tasks are of text: give --val alone" in line

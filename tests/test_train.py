@@ -529,7 +529,7 @@ def begun(corpus, out, forget: bool, **keys) -> dict:
     ("keys", "name", "old", "new"),
     [
         ({"optimizer": "muon"}, "transformer.h.0.attn.c_k.weight", 4, 2),
-        ({"ddl_map": "v"}, "transformer.h.0.ddl_attn.k_out.weight", 4, 2),
+        ({"ddl_map": "v", "init": "normal"}, "transformer.h.0.ddl_attn.k_out.weight", 4, 2),
         ({}, None, None, None),
     ],
 )

@@ -92,14 +92,18 @@ class OnlyColumn(nn.Module):
 
 
 class ColumnRead(nn.Module):
-    """x_in[i] = sum_j weight[i, j] X[i, j]."""
+    """A convolution over the v columns of each feature, then a weighted sum of its v results."""
 
     def __init__(self, config):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.hidden_size, config.ddl_value_channels))
+        columns = config.ddl_value_channels
+        self.weight = nn.Parameter(torch.empty(config.hidden_size, columns))
+        self.read = nn.Parameter(torch.empty(columns))
 
     def forward(self, X):
-        return (fp32(X) * self.weight).sum(3)
+        before = (X.shape[3] - 1) // 2
+        windows = F.pad(fp32(X), (before, X.shape[3] - 1 - before)).unfold(3, X.shape[3], 1)  # (B, T, d, v, taps)
+        return ((windows * self.weight.unsqueeze(1)).sum(4) * self.read).sum(3)
 
 
 class CausalConv(nn.Module):
