@@ -19,7 +19,7 @@ KEYS |= {"eval_batches": 1, "eval_full": False}
 CC = "DDL-gpt-mha-rope-CC"
 STREAMS = [("MGT-gpt-mha", {}), ("AttnRes-gpt-mha-rope", {"attn_res_blocks": 8})]
 STREAMS += [(CC, {"ddl_beta_init": "1/L"}), (CC, {"num_hidden_layers_base": 12})]
-STREAMS += [(CC, {"ddl_beta_init": "1/L", "init": "spectral", "ddl_cc_read": "pair"})]
+STREAMS += [(CC, {"ddl_beta_init": "1/L", "init": "normal", "ddl_cc_read": "folded"})]
 
 
 @pytest.mark.parametrize(
