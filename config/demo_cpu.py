@@ -11,7 +11,7 @@ num_hidden_layers = 4
 num_attention_heads = 4
 head_dim = 32
 hidden_size = 128
-init = "normal"
+init = "normal"  # of the runs in docs/demo.md
 
 # Small batches: with so few tokens, more steps beat less noise. Muon learns about twice as fast as AdamW here.
 max_steps = 800

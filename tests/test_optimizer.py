@@ -69,6 +69,20 @@ def test_muon_steps_as_torch_does_and_in_float32_nearer_to_what_float64_gives():
     assert max((one.double() - other).abs().max() for one, other in zip(theirs, exact)) > 1e-4
 
 
+@pytest.mark.parametrize("shape", [(12, 5), (6, 20), (8, 8)])
+def test_muon_keeps_singular_vectors_and_brings_singular_values_near_1(shape):
+    matrix = torch.randn(*shape, dtype=torch.float64)
+    u, values, v = torch.linalg.svd(matrix, full_matrices=False)
+    [group] = torch.optim.Muon([torch.nn.Parameter(matrix)]).param_groups
+    found = optimizer.orthogonal(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
+    inner = u.T @ found @ v.T
+    torch.testing.assert_close(inner, torch.diag(inner.diagonal()), atol=1e-9, rtol=0)
+    torch.testing.assert_close(u @ inner @ v, found)
+    wanted = values > 0.05 * values.norm()  # five steps do not reach smaller ones
+    assert inner.diagonal()[wanted].min() > 0.5
+    assert inner.diagonal().max() < 1.3
+
+
 def test_mup_scales_the_learning_rate_of_matrices():
     model = build("DDL-gpt-mha-rope", mup=True, hidden_size_base=40, ddl_beta_single_linear=False, **TINY)
     [adam] = optimizer.build_optimizers(model, settings())

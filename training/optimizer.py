@@ -58,7 +58,7 @@ class Muon(torch.optim.Muon):
         self.dtype = dtype
 
     @torch.no_grad()
-    def step(self, closure=None) -> None:
+    def step(self) -> None:
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is None:
