@@ -4,7 +4,7 @@
 
 A schema is one or several dataclasses whose fields are `name: Annotated[type, "help", Key(...)] = default`, the type
 one of int, float, bool, str, Literal[...], or one of them `| None`. `Key` (model/keys.py) holds the range and other
-facts, and may be left out. A config file is Python that assigns such names.
+facts, and may be left out, as may the help: `name: type = default`. A config file is Python that assigns such names.
 """
 
 import argparse
@@ -86,8 +86,14 @@ def knobs(*schemas: type) -> dict[str, Knob]:
     for schema in schemas:
         hints, keys = typing.get_type_hints(schema, include_extras=True), keys_of(schema)
         for field in dataclasses.fields(schema):
-            annotated, help_text, *_ = typing.get_args(hints[field.name])
+            hint = hints[field.name]
+            annotated, help_text = typing.get_args(hint)[:2] if hasattr(hint, "__metadata__") else (hint, "")
             kinds, choices = kinds_and_choices(annotated)
+            if not {int, float, bool, str, type(None)}.issuperset(kinds):
+                raise ValueError(
+                    f"{schema.__module__}: the key {field.name} is {field.type}: a key is int, float, bool, str, "
+                    "Literal[...], or one of them | None"
+                )
             owner = [base for base in schema.__mro__ if field.name in base.__dict__.get("__annotations__", {})][-1]
             title = (owner.__doc__ or owner.__name__).partition("\n")[0]
             knob = Knob(field.name, kinds, choices, field.default, help_text, title, keys[field.name])

@@ -23,6 +23,7 @@ from data import tokenizer, tokenizer_json
 from huggingface import card
 from huggingface.flatten import modelling_files
 from model.gpt import GPT
+from model.parameters import aliases
 from training import checkpoint, metrics
 from training.provenance import provenance
 
@@ -51,7 +52,8 @@ def config_json(stem: str, model, encoding, dtype: str) -> dict:
     """config.json: the model's keys, and what transformers asks for."""
     classes = {"AutoConfig": "configuration_ddl.DDLConfig", "AutoModelForCausalLM": "modeling_ddl.DDLForCausalLM"}
     head = {"architectures": ["DDLForCausalLM"], "auto_map": classes, "model_type": "ddl", "stem": stem, "dtype": dtype}
-    return {**head, "tie_word_embeddings": True, **token_ids(encoding), **dataclasses.asdict(model.config)}
+    tied = bool(aliases(model))  # transformers asks it of all weights
+    return {**head, "tie_word_embeddings": tied, **token_ids(encoding), **dataclasses.asdict(model.config)}
 
 
 def token_ids(encoding) -> dict:

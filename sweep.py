@@ -90,10 +90,10 @@ def read_arguments(argv: list[str]):
     """(SweepConfig, config files, swept keys -> texts, other keys -> text). ValueError: a mistake in them."""
     files, options = configurator.split_arguments(argv)
     schema = configurator.knobs(SweepConfig)
-    everything = schema | train.every_key()
     if "help" in options:
-        print(configurator.help_text(f"{__doc__}\nKeys and defaults:", everything))
+        print(configurator.help_text(f"{__doc__}\nKeys and defaults:", schema | train.every_key()))
         sys.exit(0)
+    everything = schema | keys_of_cells(files, {key: text for key, text in options.items() if key not in schema})
     configurator.refuse_unknown(options, everything, dashes="--")
     sweep = SweepConfig(**configurator.given({}, options, schema))
     swept, fixed = {}, {}
@@ -110,6 +110,12 @@ def read_arguments(argv: list[str]):
         raise ValueError("--index=N and --mode=cell go together")
     stem = Path(files[0]).stem if files else fixed.get("model", "sweep")
     return dataclasses.replace(sweep, out=sweep.out or f"sweeps/{stem}"), files, swept, fixed
+
+
+def keys_of_cells(files: list[str], options: dict[str, str]) -> dict[str, configurator.Knob]:
+    """What train.py takes where it is given these. ValueError: the config file fails."""
+    from_file = configurator.read_file(files[0]) if files else {}
+    return train.known_keys({key: from_file[key] for key in ("model",) if key in from_file}, options)
 
 
 def expand(key: str, text: str) -> list[str]:
@@ -144,7 +150,7 @@ def as_options(values: dict) -> list[str]:
 
 def make_cell(index: int, chosen: dict[str, str], arguments: list[str], out: Path) -> Cell:
     try:
-        values = configurator.given({}, chosen, train.every_key())
+        values = configurator.given({}, chosen, keys_of_cells(*configurator.split_arguments(arguments)))
         folder = out / cell_name(values)
         arguments = [*arguments, f"--out_dir={folder}", "--resume=auto"]
         config, model_config = train.configure(arguments, note=lambda line: None)  # train.py's log has its notes

@@ -31,7 +31,7 @@ from data.loader import TrainBatches, ValidationBatches, has_targets, prefetched
 from data.shards import DamagedShard, folder_of, open_corpus, read_json, vocab_size_of
 from data.tokenizer import describe, size_of
 from data.windows import Windows
-from model import STEMS, build, kernels, model_class, weights
+from model import STEMS, build, every_config, faults_of, kernels, model_class, weights
 from model.keys import Key, check_ranges, keys_of, refuse_idle, values_before
 from training import checkpoint, distributed, memory, metrics, optimizer, outcome, start, stopping
 from training.provenance import code_digest, commit, machine
@@ -128,8 +128,15 @@ class TrainConfig:
 
 
 def every_key() -> dict[str, configurator.Knob]:
-    """The keys of the run and of all variants."""
-    return configurator.knobs(TrainConfig, *(model_class(stem).Config for stem in STEMS))
+    """The keys of the run and of all variants whose files can be read."""
+    return configurator.knobs(TrainConfig, *every_config())
+
+
+def known_keys(from_file: dict, options: dict) -> dict[str, configurator.Knob]:
+    """The keys of the run and of its variant, with commas between of several; of all, where one is none of theirs."""
+    words = str(options.get("model", from_file.get("model", TrainConfig.model))).split(",")
+    known = configurator.knobs(TrainConfig, *(model_class(word).Config for word in words if word in STEMS))
+    return known if known.keys() >= from_file.keys() | options.keys() else every_key()
 
 
 def configure(argv: list[str], note=print):
@@ -141,10 +148,11 @@ def configure(argv: list[str], note=print):
     if len(files) > 1:
         raise ValueError(f"one config file, then --key=value; got {' '.join(files)}")
     from_file = configurator.read_file(files[0]) if files else {}
-    run_keys, anywhere = configurator.knobs(TrainConfig), every_key()
+    run_keys = configurator.knobs(TrainConfig)
     if "help" in options:
-        print(configurator.help_text(f"{__doc__}\nKeys and defaults:", anywhere))
+        print(configurator.help_text(f"{__doc__}\nKeys and defaults:", every_key()))
         sys.exit(0)
+    anywhere = known_keys(from_file, options)
     configurator.refuse_unknown(from_file, anywhere)
     configurator.refuse_unknown(options, anywhere, dashes="--")
     from_file = one_length(from_file, options)
@@ -164,6 +172,8 @@ def configure(argv: list[str], note=print):
     # A file may carry keys of another variant, so that --model=... can be set over it; what is typed must count.
     config_class = model_class(stem).Config
     model_keys = configurator.knobs(config_class)
+    for key in sorted(run_keys.keys() & model_keys.keys()):
+        raise ValueError(f"model/{stem}.py: its key {key} is one of the run: give it another name")
     for key in sorted(options.keys() - run_keys.keys() - model_keys.keys()):
         raise ValueError(f"--{key} is not a key of {stem}: leave it out, or choose another --model")
     elsewhere = sorted(from_file.keys() - run_keys.keys() - model_keys.keys())
@@ -334,6 +344,7 @@ class Run:
     world: distributed.World
     stop: stopping.Stop
     corpus: Any
+    without_gradient: list[str]  # parameters that the loss does not depend on
     tokenizer: dict  # for every checkpoint, wherever the corpus is by then
     train_batches: TrainBatches
     val_batches: ValidationBatches
@@ -358,7 +369,8 @@ def set_up(argv: list[str]) -> Run | None:
         if config.compile and not distributed.can_compile(device):
             raise ValueError("compile=True needs a C++ compiler and Python's headers: install them, or --compile=False")
         metrics.optional_packages(config)
-        memory.check_memory(config, model_config, device)
+        with faults_of(config.model):
+            memory.check_memory(config, model_config, device)
         run.corpus, run.train_batches, run.val_batches = open_data(config, model_config)
         run.out, run.tokenizer = Path(config.out_dir), describe(run.corpus.path)
         begin = start.find(config, settings, run.corpus.identity, defaults)
@@ -384,13 +396,15 @@ def set_up(argv: list[str]) -> Run | None:
         if run.world.world_size > 1:
             facts["the weights they begin with"] = [p.double().sum().item() for p in run.model.parameters()]
         distributed.refuse_disagreement(run.world, {**facts, "the checkpoint": str(begin), "torch": torch.__version__})
-        models = distributed.parallelise(run.model, config.engine, config.compile, run.world)
+        some_without = bool(run.without_gradient)
+        models = distributed.parallelise(run.model, config.engine, config.compile, run.world, some_without)
         run.train_model, run.eval_model = models
         in_bf16 = bf16 if config.muon_dtype is None else config.muon_dtype == "bfloat16"
         muon_dtype = torch.bfloat16 if in_bf16 else torch.float32
         run.optimizers = optimizer.build_optimizers(run.model, config, muon_dtype)
         if begin:
-            optimizer.load_named_state(run.optimizers, checkpoint.load_tensors(begin / "optimizer.safetensors"))
+            state = checkpoint.load_tensors(begin / "optimizer.safetensors")
+            optimizer.load_named_state(run.optimizers, state, run.without_gradient)
         if run.world.is_main:
             run.lock, run.commit = start.RunLock(run.out), commit()
             stopping.write_status(run.out, run.progress["step"], config.max_steps, ended=None)
@@ -410,6 +424,8 @@ def announce(run: Run, dtype: str, not_fused: str | None) -> None:
     )
     if config.kernels != "off" and device.type == "cuda" and not_fused:
         print(f"note: no fused kernels: {not_fused}")
+    if run.without_gradient:
+        print(f"note: nothing of the loss depends on {', '.join(run.without_gradient)}: it will not be trained")
     for note in run.model_config.notes():
         print(f"note: {note}")
     if dtype == "float32" and run.model_config.state_dtype != "bfloat16":
@@ -444,6 +460,8 @@ def make_model(run: Run, begin: Path | None, device: torch.device):
     distributed.be_deterministic(config.deterministic)
     torch.manual_seed(config.seed)
     model = build(config.model, **dataclasses.asdict(run.model_config))
+    with faults_of(config.model):
+        run.without_gradient = optimizer.without_gradient(model)
     model.activation_checkpointing = config.activation_checkpointing
     not_fused = kernels.use(model, config.kernels, device, config.state_interval)
     if begin:

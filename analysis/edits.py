@@ -13,7 +13,6 @@ import torch.nn.functional as F
 
 from analysis import common
 from model.block import Site, Stream
-from model.layers import Positions
 from training import statistics
 
 PARTS = "read", "write", "after"  # of a site, those that may name edits
@@ -49,8 +48,8 @@ class Edited(Stream):
             return site
         return replace(site, **{edit.part: partial(getattr(site, edit.part), **edit.keywords)})
 
-    def read(self, site, state, cache):
-        return super().read(self.edited(site), state, cache)
+    def read(self, site, state, cache, positions):
+        return super().read(self.edited(site), state, cache, positions)
 
     def write(self, site, state, h, c, x_in, cache):
         edit = self.edits.get((site.layer, site.name))
@@ -59,32 +58,24 @@ class Edited(Stream):
         return super().write(self.edited(site), state, h, c, x_in, cache)
 
 
-class Kept(Stream):
-    """Every step by itself; `states` are those that each block was handed."""
-
-    def __init__(self):
-        self.states = []
-
-    def read(self, site, state, cache):
-        if site.layer == len(self.states):
-            self.states.append(state)
-        return super().read(site, state, cache)
-
-
 @torch.no_grad()
 def states_before(model, ids) -> list:
-    """The state that each block is handed, ids (B, T)."""
-    kept = Kept()
-    with model.through(kept):
+    """What each block is handed, ids (B, T): a state and the positions."""
+    handed = []
+    hooks = [
+        block.register_forward_pre_hook(lambda _, given: handed.append(given[:2])) for block in set(model.transformer.h)
+    ]
+    with model.through(Stream()):
         model.hidden(ids)
-    return kept.states
+    for hook in hooks:
+        hook.remove()
+    return handed
 
 
 @torch.no_grad()
-def losses_from(model, state, first: int, targets, edits: dict[tuple[int, str], Edit]) -> torch.Tensor:
-    """Nats per token of each sequence (B,), in float64, from the state before block `first` on; targets (B, T)."""
-    T = targets.shape[1]
-    positions = Positions(model.rope_cos[:T], model.rope_sin[:T])
+def losses_from(model, handed, first: int, targets, edits: dict[tuple[int, str], Edit]) -> torch.Tensor:
+    """Nats per token of each sequence (B,), in float64, from what block `first` is handed on; targets (B, T)."""
+    state, positions = handed
     with model.through(Edited(edits)):
         for block in model.transformer.h[first:]:
             state, _ = block(state, positions)

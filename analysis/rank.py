@@ -58,9 +58,9 @@ class Recorder(Stream):
         self.states.append(state)
         return state
 
-    def read(self, site, state, cache):
+    def read(self, site, state, cache, positions):
         first = site.name == "attn"
-        state, c, taken = super().read(site, self.keep(state) if first else state, cache)
+        state, c, taken = super().read(site, self.keep(state) if first else state, cache, positions)
         if first:
             self.reads.append(taken[0] if isinstance(taken, tuple) else taken)
         return state, c, taken

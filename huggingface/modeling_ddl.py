@@ -11,6 +11,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from .configuration_ddl import DDLConfig
 from .decoding import NO_TOKEN
 from .gpt import at_least_fp32
+from .parameters import aliases
 from .stem import Model
 
 NOT_OFFERED = "inputs_embeds position_ids output_attentions output_hidden_states token_type_ids".split()
@@ -48,7 +49,6 @@ class DDLForCausalLM(PreTrainedModel, GenerationMixin):
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
     _is_stateful = True  # the cache cannot go back, as assisted generation would have it
-    _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}  # noqa: RUF012 (transformers' own form)
 
     def __init__(self, config: DDLConfig):
         super().__init__(config)
@@ -57,6 +57,7 @@ class DDLForCausalLM(PreTrainedModel, GenerationMixin):
         for name, part in gpt.named_children():
             setattr(self, name, part)
         object.__setattr__(self, "gpt", gpt)
+        self._tied_weights_keys = aliases(gpt)
         self.gradient_checkpointing = False
         self._no_split_modules = [type(gpt.transformer.h[0]).__name__]
         self.post_init()
@@ -89,7 +90,7 @@ class DDLForCausalLM(PreTrainedModel, GenerationMixin):
         return self.lm_head
 
     def set_output_embeddings(self, new_embeddings):
-        raise ValueError("the output layer of this model is its embedding and cannot be replaced")
+        raise ValueError("the output layer of this model cannot be replaced")
 
     def resize_token_embeddings(self, *args, **kwargs):
         raise ValueError("the vocabulary of this model cannot be resized: unused ids follow the tokenizer's")

@@ -84,6 +84,9 @@ class Site:
 
     name: "attn" or "mlp", unique in its block, the layer-th from 0. norm, after: None for none.
     read(state, past) -> x_in (B, T, d), or a tuple that begins with it, which the write gets as it is, in x_in's place.
+    read_positions: the read gets the call's `Positions` (model/layers.py) as well, read(state, past, positions): which
+    tokens these are, and where. inputs(c, x_in, positions) -> what the sublayer gets in c's place, x_in as the write
+    gets it: `AttentionInputs`, for queries, keys and values of inputs apart, or other values. None for both: neither.
     write(state, h, x_in, c, past) -> the new state. A write may have, besides,
 
         statistics(state, h, x_in, c, written) -> {name: (B, T)}   what metrics.jsonl and the page show of each token
@@ -108,6 +111,12 @@ class Site:
     read: Callable
     write: Callable
     after: nn.Module | None = None
+    inputs: Callable | None = None
+    read_positions: bool = False
+
+    def given(self, c, x_in, positions):
+        """What the sublayer is called with for c."""
+        return c if self.inputs is None else self.inputs(c, x_in, positions)
 
 
 class Stream:
@@ -119,9 +128,10 @@ class Stream:
     def begin(self, model, x, cache: dict | None):
         return model.input_embed(x, past(cache, "input_embed"))
 
-    def read(self, site: Site, state, cache: dict | None):
+    def read(self, site: Site, state, cache: dict | None, positions):
         """(state, the sublayer's normed input c (B, T, d), what the write needs from before the sublayer)."""
-        taken = site.read(state, past(cache, f"{site.name}.read"))
+        where = {"positions": positions} if site.read_positions else {}
+        taken = site.read(state, past(cache, f"{site.name}.read"), **where)
         x_in = taken[0] if isinstance(taken, tuple) else taken
         return state, x_in if site.norm is None else site.norm(x_in), taken
 
@@ -163,8 +173,9 @@ class Block(nn.Module):
         """state -> (new state, the sum of the sites' extra losses, None without any)."""
         losses = []
         for site in self.sites:
-            state, c, aux = self.stream.read(site, state, cache)
-            state, loss = self.stream.write(site, state, site.sublayer(c, positions, cache), c, aux, cache)
+            state, c, taken = self.stream.read(site, state, cache, positions)
+            h = site.sublayer(site.given(c, taken, positions), positions, cache)
+            state, loss = self.stream.write(site, state, h, c, taken, cache)
             losses += [] if loss is None else [loss]
         return state, sum(losses) if losses else None
 

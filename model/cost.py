@@ -1,10 +1,17 @@
-"""What a model costs, counted from the model itself: it runs once, on fake tensors, which have no data."""
+"""What a model costs, counted from the model itself: it runs once, on fake tensors, which have no data.
+
+That is also the first time that a stream runs: what its parts give is looked at on the way.
+"""
+
+from dataclasses import replace
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from model import block
+from model.block import Stream
+from model.block import state_size as size_of
 
 
 def attention_flops(query, key, value, *_, **__) -> int:
@@ -29,9 +36,39 @@ def forward_pass(model, tokens: int):
     states = []
     for each in model.transformer.h:
         each.register_forward_hook(lambda _, __, output: states.append(output[0]))
-    with FlopCounterMode(display=False, custom_mapping=ATTENTION) as counter:
+    looking = Looking(tokens, model.config.hidden_size)
+    with FlopCounterMode(display=False, custom_mapping=ATTENTION) as counter, model.through(looking):
         model(torch.zeros(1, tokens, dtype=torch.int64))
     return model, counter.get_total_flops(), states
+
+
+class Looking(Stream):
+    """Every step by itself, of one sequence. ValueError: a read gives no x_in (B, T, d), or a write no state."""
+
+    def __init__(self, tokens: int, size: int):
+        self.shape, self.needed = (1, tokens), (1, tokens, size)
+
+    def read(self, site, state, cache, positions):
+        def looked_at(*arguments, **keywords):
+            taken = site.read(*arguments, **keywords)
+            x_in = taken[0] if isinstance(taken, tuple) else taken
+            if not torch.is_tensor(x_in) or x_in.shape != self.needed:
+                self.refuse(site, site.read, x_in, f"needed x_in (B, T, d), {self.needed}")
+            return taken
+
+        return super().read(replace(site, read=looked_at), state, cache, positions)
+
+    def write(self, site, state, h, c, x_in, cache):
+        written, loss = super().write(site, state, h, c, x_in, cache)
+        parts = tree_leaves(written)
+        if not parts or not all(torch.is_tensor(part) and part.shape[:2] == self.shape for part in parts):
+            self.refuse(site, site.write, written, "needed the new state, one or several tensors (B, T, ...)")
+        return written, loss
+
+    def refuse(self, site, part, given, needed: str):
+        shapes = [str(tuple(x.shape)) if torch.is_tensor(x) else repr(x) for x in tree_leaves(given)]
+        where = f"{type(part).__name__} of block {site.layer}, {site.name}"
+        raise ValueError(f"{where}, returns {', '.join(shapes) or given}: {needed}")
 
 
 def forward_flops(cls, config) -> int:
@@ -46,4 +83,4 @@ def forward_flops(cls, config) -> int:
 
 def state_size(cls, config) -> int:
     """Numbers in one token's state where it is largest."""
-    return max(map(block.state_size, counted_pass(cls, config, 1)[2]))
+    return max(map(size_of, counted_pass(cls, config, 1)[2]))

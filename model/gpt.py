@@ -16,11 +16,20 @@ from torch.utils.checkpoint import checkpoint
 
 from model import cost
 from model.block import Block, Direct, Stream
-from model.decoding import NO_TOKEN, Cache
+from model.decoding import Cache
 from model.keys import Key, check_ranges
-from model.layers import Heads, Positions, RMSNorm, at_least_fp32, compute_dtype, for_product, rope_tables
+from model.layers import (
+    CausalSelfAttention,
+    Heads,
+    Positions,
+    RMSNorm,
+    at_least_fp32,
+    compute_dtype,
+    for_product,
+    rope_tables,
+)
 from model.loss import linear_cross_entropy, scaled
-from model.parameters import Rule, by_shape, normal, refuse_unregistered, rules_of
+from model.parameters import Rule, by_shape, linear, normal, refuse_shared_memory, refuse_unregistered, rules_of
 
 INITIAL = Key(low=0, initial=True)
 
@@ -52,7 +61,10 @@ class GPTConfig:
         Key(free=True),
     ] = "bfloat16"
     use_qk_rmsnorm: Annotated[bool, "RMS-normalise queries and keys over each head"] = True
-    embedding_init_std: Annotated[float, "initial standard deviation of the embedding", INITIAL] = 0.02
+    tie_embeddings: Annotated[bool, "the output layer has the embedding's weight"] = True
+    embedding_init_std: Annotated[
+        float, "initial standard deviation of the embedding and of an output layer of its own", INITIAL
+    ] = 0.02
     init: Annotated[
         Literal["spectral", "normal"],
         "matrices start by their own shape (the paper's current release), or by hidden_size",
@@ -121,13 +133,15 @@ class GPT(nn.Module):
         self.config, self.variant = config, type(self)  # FSDP will make another class of it
         self.transformer = nn.Module()
         self.transformer.wte = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.transformer.wte.rules = {"weight": Rule(normal(config.embedding_init_std), decay=True, rounded=True)}
+        rule = Rule(normal(config.embedding_init_std), decay=True, rounded=True)
+        self.transformer.wte.rules = {"weight": rule}
         self.transformer.h = nn.ModuleList(self.Block(config, layer) for layer in range(config.num_hidden_layers))
         self.input_embed = self.Expander(config)
         self.readout = self.Readout(config)
         self.ln_f = self.FinalNorm(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.lm_head.weight = self.transformer.wte.weight
+        self.lm_head = linear(config.hidden_size, config.vocab_size, rule)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.transformer.wte.weight
         if config.branch_mult != 1:
             for write in (site.write for block in self.transformer.h for site in block.sites):
                 if not getattr(write, "takes_branch_mult", False):
@@ -153,8 +167,7 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self) -> None:
         """Start every parameter as its rule says. ValueError: one has no rule, or two."""
-        parts = [part for block in self.transformer.h for site in block.sites for part in vars(site).values()]
-        refuse_unregistered(self, [part for part in parts if isinstance(part, nn.Module)])
+        self.check_parameters()
         rules = rules_of(self)
         layers = {
             f"{name}.weight" for name, module in self.named_modules() if isinstance(module, nn.Linear | nn.Embedding)
@@ -163,13 +176,20 @@ class GPT(nn.Module):
         for name, parameter in sorted(self.named_parameters(), key=lambda item: item[0] in layers):
             rules[name].start(parameter)
 
+    def check_parameters(self) -> None:
+        """ValueError: a site uses a parameter that is none of the model's, or two are one piece of memory."""
+        parts = [part for block in self.transformer.h for site in block.sites for part in vars(site).values()]
+        refuse_shared_memory(self)
+        refuse_unregistered(self, [part for part in parts if isinstance(part, nn.Module)])
+
     def use_stream(self, stream: Stream) -> None:
         for module in (self, *self.transformer.h):
             module.stream = stream
 
     def use_heads(self, heads: Heads) -> None:
-        for block in self.transformer.h:
-            block.attn.heads = heads
+        for module in self.modules():
+            if isinstance(module, CausalSelfAttention):
+                module.heads = heads
 
     @contextlib.contextmanager
     def through(self, stream: Stream):
@@ -182,7 +202,7 @@ class GPT(nn.Module):
             self.use_stream(before)
 
     def num_parameters(self) -> int:
-        """All parameters; the tied embedding counts once."""
+        """All parameters; tied ones count once."""
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self) -> int:
@@ -210,8 +230,12 @@ class GPT(nn.Module):
         dtype = compute_dtype(self.transformer.wte.weight)
         return at_least_fp32(dtype) if self.config.state_dtype == "float32" else dtype
 
-    def positions(self, T: int, cache: Cache, seen: int) -> Positions:
-        """Of the T tokens that follow those in the cache, and attend over the first `seen` of its positions."""
+    def positions(self, ids, cache: Cache | None = None, seen: int = 0) -> Positions:
+        """Of the tokens ids (B, T), which follow those in the cache and attend over the first `seen` of its places."""
+        T = ids.shape[1]
+        if cache is None:
+            place = torch.arange(T, device=ids.device).unsqueeze(0)
+            return Positions(self.rope_cos[:T], self.rope_sin[:T], ids, place)
         index = cache.position + torch.arange(T, device=cache.position.device)
         since_start = (index - cache.start).clamp_min(0)  # (B, T): RoPE counts from a sequence's first token
         mask = None
@@ -219,7 +243,8 @@ class GPT(nn.Module):
             keys, queries = torch.arange(seen, device=index.device), index[:, None]
             # What stands for no token attends to itself alone: to nothing at all would be 0 / 0.
             mask = ((keys <= queries) & (keys >= cache.start[:, None]) | (keys == queries)).unsqueeze(1)
-        return Positions(self.rope_cos[since_start], self.rope_sin[since_start], index, mask, cache.length)
+        tables = self.rope_cos[since_start], self.rope_sin[since_start]
+        return Positions(*tables, ids, since_start, index, mask, cache.length)
 
     def hidden(self, ids, cache: Cache | None = None, seen: int = 0):
         """ids (B, T) -> the normed readout (B, T, d), which `logits` takes.
@@ -230,14 +255,9 @@ class GPT(nn.Module):
 
     def hidden_and_extra_loss(self, ids, cache: Cache | None = None, seen: int = 0):
         """(`hidden`, the sum of all sites' extra losses, None without any)."""
-        T, caches, losses = ids.shape[1], [None] * (len(self.transformer.h) + 1), []
-        if cache is None:
-            positions, x = Positions(self.rope_cos[:T], self.rope_sin[:T]), self.transformer.wte(ids)
-        else:
-            # From no token to the readout, every step of a stream maps zero to zero: a convolution over tokens sees
-            # before a shorter sequence what it sees before a first token.
-            x = self.transformer.wte(ids.clamp_min(0)) * (ids != NO_TOKEN).unsqueeze(-1)
-            positions, caches = self.positions(T, cache, seen), cache.blocks
+        caches = [None] * (len(self.transformer.h) + 1) if cache is None else cache.blocks
+        positions, losses = self.positions(ids, cache, seen), []
+        x = positions.embed(self.transformer.wte)
         state = self.stream.begin(self, x.to(self.state_dtype()), caches[-1])
         for block, block_cache in zip(self.transformer.h, caches):
             if self.activation_checkpointing and cache is None and torch.is_grad_enabled():
@@ -246,11 +266,18 @@ class GPT(nn.Module):
                 state, loss = block(state, positions, block_cache)
             losses += [] if loss is None else [loss]
         if cache is not None:
-            cache.position.add_(T)
+            cache.position.add_(ids.shape[1])
         return self.stream.finish(self, state, caches[-1]), sum(losses) if losses else None
 
     def logits(self, hidden):
+        """hidden (..., d) of `hidden` -> logits (..., vocab_size). The one place for a head of another kind: what it
+        computes is trained, evaluated, sampled from and exported."""
         return scaled(self.lm_head(for_product(hidden, self.lm_head.weight)), self.config.mup_scale)
+
+    def logits_are_a_product(self) -> bool:
+        """Whether no subclass has another head: then the loss is taken without all logits in memory."""
+        plain = type(self.lm_head) is nn.Linear and self.lm_head.bias is None
+        return plain and type(self).logits is GPT.logits
 
     def forward(self, ids, targets=None, cache: Cache | None = None, return_logits: bool = False):
         """ids, targets: int64 (B, T); targets of -1 do not count.
@@ -270,11 +297,14 @@ class GPT(nn.Module):
         else:
             hidden, extra = self.hidden_and_extra_loss(ids)
         logits, loss = None, None
-        if targets is None or return_logits:
+        in_chunks = targets is not None and not return_logits and self.logits_are_a_product()
+        if not in_chunks:
             logits = self.logits(hidden)
-        if targets is not None and return_logits:
-            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
-        elif targets is not None:
+        if targets is not None and not in_chunks:
+            every = logits.flatten(0, 1).to(at_least_fp32(logits.dtype))
+            loss = F.cross_entropy(every, targets.flatten(), ignore_index=-1)
+            logits = logits if return_logits else None
+        elif in_chunks:
             hidden = hidden.flatten(0, 1).to(compute_dtype(self.lm_head.weight))
             loss = linear_cross_entropy(hidden, self.lm_head.weight, targets.flatten(), self.config.mup_scale)
         if loss is not None and extra is not None:

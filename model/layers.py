@@ -3,13 +3,14 @@
 Notation in shapes: B batch, T tokens, d hidden_size, H heads.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model.decoding import kept
+from model.decoding import NO_TOKEN, kept
 from model.parameters import HIDDEN, Rule, constant, linear
 
 
@@ -128,17 +129,41 @@ def apply_rope(x, cos, sin):
 
 
 class Positions(NamedTuple):
-    """Where the T tokens of a call are: their rows of the RoPE tables and, with a cache, the rest.
+    """The T tokens of a call and where they are: their rows of the RoPE tables and, with a cache, the rest.
 
+    ids (B, T) int64: NO_TOKEN, -1, left of a shorter prompt. place (1 or B, T) int64: counted from a sequence's first.
     index (T,) int64: their positions among the cache's `length`. mask (B, 1, T, seen) bool: which of the cache's first
     positions each attends over; None: all of the call's own up to itself.
     """
 
     cos: torch.Tensor
     sin: torch.Tensor
+    ids: torch.Tensor
+    place: torch.Tensor
     index: torch.Tensor | None = None
     mask: torch.Tensor | None = None
     length: int = 0
+
+    def embed(self, table: nn.Embedding):
+        """The table's rows of the tokens (B, T, features), zeros where there is none."""
+        if self.index is None:
+            return table(self.ids)
+        # From no token to the readout, every step of a stream maps zero to zero: a convolution over tokens sees before
+        # a shorter sequence what it sees before a first token.
+        return table(self.ids.clamp_min(0)) * (self.ids != NO_TOKEN).unsqueeze(-1)
+
+
+class AttentionInputs(NamedTuple):
+    """What attention may be given for c (`Site.inputs`): queries, keys and values of inputs apart, or other values.
+
+    query, key, value (B, T, d): what each is made from. change(v) -> v' (B, T, H, head_dim): what attention sums, and
+    the cache keeps, in the values' place; None: these.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    change: Callable | None = None
 
 
 # On a GPU, layers that share their input are one product from so many tokens on: below, copying their weights side by
@@ -164,13 +189,18 @@ class Heads:
     """How attention makes its heads: every step by itself. `model/kernels` has one that fuses them."""
 
     def __call__(self, attention, x, positions: Positions):
-        """x (B, T, d) in the weights' dtype -> queries, keys, values (B, T, H, head_dim)."""
+        """x (B, T, d) in the weights' dtype, or AttentionInputs -> queries, keys, values (B, T, H, head_dim)."""
         layers = attention.c_q, attention.c_k, attention.c_v
-        if as_one_product(x):
+        apart = isinstance(x, AttentionInputs)
+        if apart:
+            parts = [layer(for_product(each, layer.weight)) for layer, each in zip(layers, x)]
+        elif as_one_product(x):
             parts = joined_product(x, *layers).chunk(3, dim=-1)
         else:
             parts = [layer(x) for layer in layers]
         q, k, v = (part.unflatten(-1, (attention.num_heads, attention.head_dim)) for part in parts)
+        if apart and x.change is not None:
+            v = x.change(v).to(v.dtype)
         # One rounding to the compute dtype, after rotation and norm.
         q = attention.q_rms(apply_rope(q, positions.cos, positions.sin)).to(v.dtype)
         k = attention.k_rms(apply_rope(k, positions.cos, positions.sin)).to(v.dtype)
@@ -183,7 +213,7 @@ def sublayer_matrix(config, inputs: int, outputs: int, last: bool = False) -> nn
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention with RoPE, then RMSNorm on queries and keys; x (B, T, d) -> (B, T, d)."""
+    """Multi-head attention with RoPE, then RMSNorm on queries and keys; x (B, T, d) or AttentionInputs -> (B, T, d)."""
 
     fused = "heads"
     heads = Heads()
@@ -200,7 +230,8 @@ class CausalSelfAttention(nn.Module):
         self.k_rms = RMSNorm(self.head_dim) if config.use_qk_rmsnorm else nn.Identity()
 
     def forward(self, x, positions: Positions, cache: dict | None = None):
-        x = for_product(x, self.c_q.weight)
+        if torch.is_tensor(x):
+            x = for_product(x, self.c_q.weight)
         q, k, v = (z.transpose(1, 2) for z in self.heads(self, x, positions))  # (B, H, T, head_dim)
         if cache is not None:
             shape = (*k.shape[:2], positions.length, k.shape[3])

@@ -70,8 +70,23 @@ def linear(inputs: int, outputs: int, weight: Rule, bias: Rule | None = None) ->
     return layer
 
 
+def aliases(model: nn.Module) -> dict[str, str]:
+    """{name: the first one} for what the model has under several names: tied weights, blocks that occur twice."""
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    first: dict[int, str] = {}
+    return {name: first[id(tensor)] for name, tensor in named if first.setdefault(id(tensor), name) != name}
+
+
+def refuse_shared_memory(model: nn.Module) -> None:
+    """ValueError: two parameters are one piece of memory, which would part when the model moves to a GPU."""
+    seen: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        if (other := seen.setdefault(parameter.untyped_storage()._cdata, name)) != name:
+            raise ValueError(f"{name} is a copy of {other} in the same memory: to tie them, assign {other} itself")
+
+
 def rules_of(model: nn.Module) -> dict[str, Rule]:
-    """The rule of every parameter by name; tied ones count once.
+    """The rule of every parameter by name; tied ones count once, with the rule of the first.
 
     ValueError: a parameter without a rule, or with two, or a rule for none; the message names it and the fix.
     """
@@ -83,6 +98,8 @@ def rules_of(model: nn.Module) -> dict[str, Rule]:
                 raise ValueError(f"{full} has two rules: {type(module).__name__} declares it, and a module around it")
             rules[full] = rule
     names = [name for name, _ in model.named_parameters()]
+    for name in aliases(model):
+        rules.pop(name, None)
     for name in names:
         if name not in rules:
             owner, _, last = name.rpartition(".")

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import configurator
-from model import STEMS, model_class, weights
+from model import every_config, model_class, weights
 from model.keys import values_before
 from model.residual import fold_column_conv
 
@@ -203,10 +203,11 @@ def scaled_as(released: dict) -> dict:
 def read_config(released: dict, stem: str) -> dict:
     """The folder's config keys as ours. ValueError: an option that this code does not have, or an unknown key."""
     schema = configurator.knobs(model_class(stem).Config)
-    anywhere = configurator.knobs(*(model_class(other).Config for other in STEMS))  # a flat config holds all keys
     renamed = {RENAMED.get(key, key): value for key, value in scaled_as(released).items()}
     config = configurator.check({key: value for key, value in renamed.items() if key in schema}, schema)
     fixed = {**FIXED, "intermediate_size": (None, 8 * config.get("hidden_size", schema["hidden_size"].default) // 3)}
+    others = renamed.keys() - schema.keys() - fixed.keys() - LIBRARY - {STEM}
+    anywhere = configurator.knobs(*every_config()) if others else {}  # a flat config holds all keys
     for key in renamed.keys() - schema.keys():
         if key in fixed:
             if renamed[key] not in fixed[key]:

@@ -13,11 +13,12 @@ from safetensors.torch import load_file
 import configurator
 from model import build, model_class
 from model.layers import at_least_fp32
+from model.parameters import aliases
 
-TIED = "lm_head.weight"  # the same tensor as the embedding; stored once, or twice by other codes
 EMBEDDING = "transformer.wte.weight"
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INDEX = "model.safetensors.index.json"
+DEEPEST = 1000  # blocks of a model whose blocks share weights, which are stored once
 LONGEST = 2**20  # tokens, at 128 features a head: no weight bears out block_size, for which RoPE tables are made
 
 
@@ -93,15 +94,13 @@ def load(folder: Path) -> dict[str, torch.Tensor]:
             if value.is_meta or not value.isfinite().all():
                 raise ValueError(f"{file}: {name} holds NaN or infinite numbers")
             loaded[name] = value.to(at_least_fp32(value.dtype))
-    if TIED in loaded and not torch.equal(loaded[TIED], loaded[EMBEDDING]):
-        raise ValueError(f"{folder}: {TIED} differs from {EMBEDDING}: these models tie them")
     return loaded
 
 
 def compare(found: dict, model, where: str) -> None:
     """ValueError: the tensors found are not the model's, by name and shape; the message begins with `where`."""
     expected = model.state_dict()
-    for name in sorted(expected.keys() - found.keys() - {TIED}):
+    for name in sorted(expected.keys() - found.keys() - aliases(model).keys()):
         raise ValueError(f"{where}: {name} is missing")
     for name in sorted(found.keys() - expected.keys()):
         raise ValueError(f"{where}: {clipped(name)} is not one of its weights")
@@ -118,7 +117,7 @@ def skeleton(stem: str, config: dict, found, where: str):
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     blocks = len({name.split(".")[2] for name in found if name.startswith("transformer.h.") and name.count(".") > 2})
-    if checked.num_hidden_layers > blocks:
+    if checked.num_hidden_layers > max(blocks, DEEPEST):
         layers = f"num_hidden_layers={checked.num_hidden_layers}"
         raise ValueError(f"{where}: transformer.h.{blocks} is missing, the config has {layers}")
     if checked.block_size * checked.head_dim > LONGEST * 128:
@@ -154,7 +153,11 @@ def fill(model, folder: Path, what: str = "the model", fold=as_they_are) -> None
     where = f"{folder} does not fit {what}"
     compare(converted(header(folder), model, fold, where), model, where)
     tensors = fold(load(folder), model)
-    model.load_state_dict(tensors, strict=False)  # only the tied copy may be missing
+    for name, first in aliases(model).items():  # stored once, or by other codes twice
+        again = tensors.pop(name, None)
+        if again is not None and not torch.equal(again, tensors[first]):
+            raise ValueError(f"{folder}: {name} differs from {first}: this model ties them")
+    model.load_state_dict(tensors, strict=False)
 
 
 def examined(folder: Path, stem: str, config: dict, fold=as_they_are):

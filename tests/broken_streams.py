@@ -136,6 +136,11 @@ class OfAllTokens(Add):
         return {"mean_h": h.mean(1)}
 
 
+class Widened(Add):
+    def forward(self, state, h, x_in, c, past=None):
+        return state.float() + h.float()
+
+
 class Halved(Add):
     """It says what Add says: that the state is kept."""
 
@@ -181,5 +186,6 @@ BROKEN = {
     "an edit that stays": (additive(write=LastingEdit), "edits", "after its edits the model has another loss"),
     "a detail of all tokens": (additive(write=OfAllTokens), "details", "mean_h is not of each token"),
     "a statistic of all tokens": (additive(write=Summed), "statistics", "is no number for each token"),
+    "a wider state": (additive(write=Widened), "autocast", r"attn, changes the state from \(torch.bfloat16"),
     "an inherited shortcut": (additive(write=Halved), "shortcut", "its shortcut is not what the write does"),
 }

@@ -15,7 +15,6 @@ from benchmarks.figures import Figures
 from data import shards
 from data.loader import ValidationBatches
 from model import build
-from model.layers import Positions
 
 LARGE = 1e4  # a logit whose sigmoid and tanh are 1 to the last bit
 EXACT = {"rtol": 1e-11, "atol": 1e-11}
@@ -157,7 +156,7 @@ def test_the_last_source_alone(ids):
     model, targets = moved("AttnRes-gpt-mha-rope", attn_res_blocks=None), ids.roll(-1, 1)
     every = {(0, "mlp"): "last source alone", (1, "attn"): "last source alone", (1, "mlp"): "last source alone"}
     found = edited_losses(model, ids, targets, every)
-    positions = Positions(model.rope_cos[:10], model.rope_sin[:10])
+    positions = model.positions(ids)
     with torch.no_grad():
         sources = [model.transformer.wte(ids)]
         for block in model.transformer.h:

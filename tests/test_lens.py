@@ -15,7 +15,6 @@ from data import shards
 from data.loader import ValidationBatches
 from model import STEMS, build
 from model.block import Stream
-from model.layers import Positions
 
 
 def ids_of(*shape):
@@ -28,7 +27,8 @@ def test_the_last_depth_is_the_model_and_depth_0_has_no_site(stem, example_strea
     with torch.no_grad(), model.through(lens.Lens(model, said.__setitem__)):
         last = model(ids)[0]
     wanted, _ = model(ids)
-    assert sorted(said) == list(range(len(lens.depths_of(model)))) == [0, 1, 2, 3, 4]
+    sites = sum(len(block.sites) for block in model.transformer.h)
+    assert sorted(said) == list(range(len(lens.depths_of(model)))) == list(range(1 + sites))
     assert torch.equal(said[max(said)], wanted)
     assert torch.equal(last, wanted)
     state = Stream().begin(model, model.transformer.wte(ids), None)
@@ -94,7 +94,7 @@ def test_a_text_is_a_table_of_what_changes():
 
     model, encoding = randomise(build("DDL-gpt-mha-rope", **SMALL)), byte_tokenizer()
     ids = torch.tensor([[256, *b"a| \n"]])
-    positions, state = Positions(model.rope_cos[:5], model.rope_sin[:5]), model.input_embed(model.transformer.wte(ids))
+    positions, state = model.positions(ids), model.input_embed(model.transformer.wte(ids))
     by_block = [state]
     for block in model.transformer.h:
         by_block.append(block(by_block[-1], positions)[0])

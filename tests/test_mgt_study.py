@@ -11,7 +11,6 @@ from conftest import SMALL, one_line_error
 from in_process import call
 
 from model import build
-from model.layers import Positions
 from studies.mgt import experiments, findings, measures
 from training import checkpoint
 from training.memory import parameters_of
@@ -117,8 +116,8 @@ def test_gates_are_those_of_the_sites(corpus):
     found = measures.gates(model, str(corpus))
     val = torch.from_numpy(measures.open_corpus(str(corpus)).val[0].astype("int64"))
     windows = [round(i * 148 / 15) for i in range(16)]  # of the 149 whole ones, evenly
-    states = model.transformer.wte(torch.stack([val[16 * window :][:16] for window in windows]))
-    positions = Positions(model.rope_cos, model.rope_sin)
+    ids = torch.stack([val[16 * window :][:16] for window in windows])
+    states, positions = model.transformer.wte(ids), model.positions(ids)
     for layer, block in enumerate(model.transformer.h):
         betas = []
         for site, norm, write in ((block.attn, block.ln_1, block.write_attn), (block.mlp, block.ln_2, block.write_mlp)):

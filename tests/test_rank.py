@@ -16,7 +16,6 @@ from analysis.common import whole_windows
 from data import shards
 from data.loader import ValidationBatches
 from model import STEMS, build
-from model.layers import Positions
 
 
 def test_effective_rank_of_matrices_whose_rank_is_known():
@@ -33,7 +32,7 @@ def test_effective_rank_of_matrices_whose_rank_is_known():
 
 def by_hand(model, ids, targets) -> dict:
     """The same of a stream (B, T, d): blocks one after the other, a sequence at a time, singular values by numpy."""
-    positions = Positions(model.rope_cos[: ids.shape[1]], model.rope_sin[: ids.shape[1]])
+    positions = model.positions(ids)
     states = [model.transformer.wte(ids)]
     for block in model.transformer.h:
         states.append(block(states[-1], positions)[0])

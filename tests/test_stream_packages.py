@@ -20,7 +20,6 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Hyper
 
 from model import build
 from model.kernels.sinkhorn import sinkhorn_knopp
-from model.layers import Positions
 
 # conftest.py turns the interpreter on where there is no GPU; on one, kernels may round what they multiply to 10 bits.
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="liger's kernels run under Triton's interpreter")
@@ -33,7 +32,7 @@ def moved(stem, dtype=torch.float32, **keys):
 
 def sites(model, length):
     """Every site's number, its own read, and F(norm(x_in))."""
-    positions = Positions(model.rope_cos[:length], model.rope_sin[:length])
+    positions = model.positions(torch.zeros(1, length, dtype=torch.int64))
     parts = [site for block in model.transformer.h for site in block.sites]
     for m, site in enumerate(parts):
         yield m, site.read, lambda x_in, site=site: site.sublayer(site.norm(x_in), positions)

@@ -24,6 +24,7 @@ from data import tokenizer
 from model import STEMS, model_class, released
 from model import weights as weight_files
 from model.keys import values_before
+from model.parameters import aliases
 
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.json")
 SUMS = "SHA256SUMS"
@@ -78,7 +79,8 @@ def write_tensors(file: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 def weights_of(model) -> dict[str, torch.Tensor]:
     """The model's tensors by name, each once."""
-    return {name: value for name, value in model.state_dict().items() if name != weight_files.TIED}
+    again = aliases(model)
+    return {name: value for name, value in model.state_dict().items() if name not in again}
 
 
 def sums_of(checkpoint: Path) -> str:

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from model.parameters import aliases
+
 # Processes compile at their own pace before their first collective; a process that dies is noticed at once.
 START_TIMEOUT, TIMEOUT = timedelta(minutes=10), timedelta(minutes=30)
 PATIENT_TIMEOUT = timedelta(days=7)
@@ -162,8 +164,10 @@ def rank() -> int:
 # ---- one model on all processes ----
 
 
-def parallelise(model, engine: str, compiled: bool, world):
+def parallelise(model, engine: str, compiled: bool, world, without_gradient: bool = False):
     """(model for training, model for evaluation) on the device, compiled where asked for, gradients averaged.
+
+    without_gradient: whether there are parameters that the loss does not depend on, which DDP has to look for.
 
     With the engine `fsdp` each process keeps a part of every parameter, as a DTensor in `model` itself, which goes to
     the device a block at a time.
@@ -174,6 +178,11 @@ def parallelise(model, engine: str, compiled: bool, world):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
+        for name, first in aliases(model).items():
+            if name.startswith("transformer.h."):
+                raise ValueError(
+                    f"engine=fsdp cannot share weights between blocks ({name} is {first}): give engine=ddp"
+                )
         mesh = init_device_mesh(world.device.type, (world.world_size,))
         if compiled:  # blocks share their code, and may differ in their states: by default the ninth would run eagerly
             limit = 8 * len(model.transformer.h)
@@ -190,7 +199,8 @@ def parallelise(model, engine: str, compiled: bool, world):
         return run, run
     # Inside of its forward pass torch.compile knows the buckets and cuts the graph between them, so that a bucket is
     # summed over the processes while the backward pass goes on (tests/test_overlap.py, docs/runs.md).
-    return DistributedDataParallel(run, gradient_as_bucket_view=True, **{BUFFERS: False}), run
+    looking = {"find_unused_parameters": without_gradient, BUFFERS: False}
+    return DistributedDataParallel(run, gradient_as_bucket_view=True, **looking), run
 
 
 def keep_graphs_with_autocast() -> None:

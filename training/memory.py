@@ -103,8 +103,10 @@ def least_memory(config, model_config) -> int:
         parameters = parameters_of(config.model, c)
         shallow = dataclasses.replace(c, num_hidden_layers=min(2, c.num_hidden_layers))
         state = cost.state_size(model_class(config.model), shallow)
-    except RuntimeError:  # a size that overflows
-        return 2**63
+    except RuntimeError as error:
+        if "overflow" in str(error):
+            return 2**63
+        raise
     states = config.rows * c.block_size * state * c.num_hidden_layers * 2
     per_weight = 12 if config.optimizer == "muon" else 16  # Muon has one moment
     return per_weight * parameters // (world_size() if config.engine == "fsdp" else 1) + states

@@ -36,6 +36,16 @@ def parameter_groups(model: nn.Module, weight_decay: float, with_muon: bool) -> 
     return [group for group in groups.values() if group["rate"] != "muon_lr"], muon
 
 
+def without_gradient(model: nn.Module) -> list[str]:
+    """Names of the trainable parameters that the loss does not depend on. The model is on the CPU, its streams as they
+    are without kernels."""
+    ids = torch.zeros(1, min(8, model.config.block_size), dtype=torch.int64)
+    model(ids, ids)[1].backward()
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None]
+    model.zero_grad(set_to_none=True)
+    return names
+
+
 def lr_scales(model: nn.Module, with_muon: bool) -> dict[str, float]:
     """What the learning rate of each parameter is multiplied by, without those where it is 1."""
     adam, muon = parameter_groups(model, 0.0, with_muon)
@@ -186,10 +196,13 @@ def named_state(optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tens
     }
 
 
-def load_named_state(optimizers: list[torch.optim.Optimizer], state: dict[str, torch.Tensor]) -> None:
+def load_named_state(
+    optimizers: list[torch.optim.Optimizer], state: dict[str, torch.Tensor], without: list[str] = ()
+) -> None:
     """Put `named_state` back; {}, of a run whose steps were all skipped, is that of new optimizers.
 
-    ValueError: a tensor of another model or optimizer.
+    without: names of the parameters that get no gradient, and so no state. ValueError: a tensor of another model or
+    optimizer.
     """
     if not state:
         return
@@ -198,6 +211,8 @@ def load_named_state(optimizers: list[torch.optim.Optimizer], state: dict[str, t
         for group in optimizer.param_groups:
             for name, parameter in zip(group["names"], group["params"]):
                 keys = [key for key in left if key.startswith(f"{name}:")]
+                if not keys and name in without:
+                    continue
                 if not keys:
                     raise ValueError(f"the checkpoint's optimizer has no state for {name}: take another checkpoint")
                 values = {key.partition(":")[2]: left.pop(key) for key in keys}

@@ -13,7 +13,7 @@ import torch
 from model.block import Block, Site, Stream
 from model.hyper_connections import sinkhorn_knopp
 from model.kernels import lowering
-from model.layers import Heads
+from model.layers import CausalSelfAttention, Heads
 
 # The reads that the steps of each write know, by their classes' `fused`.
 READS = {"add": {"identity"}, "delta_rewrite": {"only_column", "column_conv", "token_conv"}}
@@ -82,7 +82,7 @@ def without_form(model) -> str | None:
         for site in block.sites:
             alike = form_of(site.write) == write_form(model) and known_write(site.write, model.config)
             for what, part, known in (
-                ("site", site, type(site) is Site),
+                ("site", site, type(site) is Site and site.inputs is None and not site.read_positions),
                 ("write", site.write, alike),
                 ("read", site.read, form_of(site.read) in reads),
                 ("norm", site.norm, form_of(site.norm) == "rms_norm"),
@@ -114,8 +114,8 @@ def use(model, setting: str = "auto", device: torch.device | str = "cuda", state
     if not nowhere:  # the heads are the same in every stream
         from model.kernels import rope
 
-        whole = all(rope.serves(block.attn, model.config) for block in model.transformer.h)
-        heads = rope.FusedHeads() if whole else heads
+        attentions = [module for module in model.modules() if isinstance(module, CausalSelfAttention)]
+        heads = rope.FusedHeads() if all(rope.serves(each, model.config) for each in attentions) else heads
     if not why:
         if write_form(model) == "mix_and_add":
             from model.kernels.sinkhorn import sinkhorn_knopp as balance

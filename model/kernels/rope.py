@@ -193,6 +193,8 @@ class FusedHeads(Heads):
     """Queries, keys and values by one product, and rotation and norm by one kernel."""
 
     def __call__(self, attention, x, positions):
+        if not torch.is_tensor(x):
+            return super().__call__(attention, x, positions)
         qkv = joined_product(x, attention.c_q, attention.c_k, attention.c_v)
         qkv = qkv.unflatten(-1, (3, attention.num_heads, attention.head_dim))
         norms = attention.q_rms.weight, attention.k_rms.weight

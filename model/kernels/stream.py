@@ -52,7 +52,7 @@ class AdditiveStream(Stream):
         x, context, _ = additive.add_norm(state.x, h, norm.weight, norm.eps, dtype)
         return AdditiveState(state.x if h is None else x, None), context
 
-    def read(self, site, state, cache):
+    def read(self, site, state, cache, positions):
         state, context = self.norm(state, site.norm)
         return state, context, None
 
@@ -155,7 +155,7 @@ class DeltaStream(Stream):
             state = DeltaState(new, state.stored)
         return state, context, (x_in if with_x_in else None, gate_logit, value_logit)
 
-    def read(self, site, state, cache):
+    def read(self, site, state, cache, positions):
         return self.step(state, site.read, site.norm, site.write, cache, f"{site.name}.read")
 
     def write(self, site, state, h, c, aux, cache):

@@ -1,0 +1,33 @@
+"""No attention: a causal convolution over tokens stands at its site."""
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from model.block import Block, delay, past
+from model.gpt import GPT
+from model.parameters import Rule, normal
+
+
+class Mixer(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.taps = nn.Parameter(torch.empty(4, config.hidden_size))
+        self.rules = {"taps": Rule(normal(0.5), decay=True)}
+
+    def forward(self, c, positions, cache=None):
+        return sum(tap * delay(c, back, past(cache, "mixer")) for back, tap in enumerate(self.taps.to(c.dtype)))
+
+
+class MixerBlock(Block):
+    def __init__(self, config, layer: int):
+        super().__init__(config, layer)
+        del self.attn
+        self.mixer = Mixer(config)
+        attn, mlp = self.sites
+        self.sites = replace(attn, sublayer=self.mixer), mlp
+
+
+class Model(GPT):
+    Block = MixerBlock

@@ -1,0 +1,28 @@
+"""A third site between attention and MLP, whose sublayer looks at the token before."""
+
+from torch import nn
+
+from model.block import Add, Block, Direct, Site, delay, past
+from model.gpt import GPT
+from model.layers import RMSNorm, for_product, sublayer_matrix
+
+
+class Before(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.c_proj = sublayer_matrix(config, config.hidden_size, config.hidden_size, last=True)
+
+    def forward(self, c, positions, cache=None):
+        return self.c_proj(for_product(delay(c, 1, past(cache, "before")), self.c_proj.weight))
+
+
+class ThreeSites(Block):
+    def __init__(self, config, layer: int):
+        super().__init__(config, layer)
+        self.before, self.ln_3 = Before(config), RMSNorm(config.hidden_size)
+        attn, mlp = self.sites
+        self.sites = attn, Site("before", layer, self.before, self.ln_3, read=Direct(), write=Add(config)), mlp
+
+
+class Model(GPT):
+    Block = ThreeSites

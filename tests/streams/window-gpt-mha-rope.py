@@ -1,0 +1,34 @@
+"""Attention over the last four tokens alone."""
+
+from dataclasses import replace
+
+import torch
+
+from model.block import Block
+from model.gpt import GPT
+from model.layers import CausalSelfAttention
+
+WINDOW = 4
+
+
+class WindowAttention(CausalSelfAttention):
+    def forward(self, x, positions, cache=None):
+        if (mask := positions.mask) is None:
+            queries = torch.arange(x.shape[1], device=x.device)[:, None]
+            mask = (queries >= queries.T)[None, None]
+        else:
+            queries = positions.index[:, None]
+        keys = torch.arange(mask.shape[-1], device=x.device)
+        return super().forward(x, positions._replace(mask=mask & (queries - keys < WINDOW)), cache)
+
+
+class WindowBlock(Block):
+    def __init__(self, config, layer: int):
+        super().__init__(config, layer)
+        self.attn = WindowAttention(config)
+        attn, mlp = self.sites
+        self.sites = replace(attn, sublayer=self.attn), mlp
+
+
+class Model(GPT):
+    Block = WindowBlock

@@ -1,0 +1,193 @@
+"""A newcomer's stream does no silent harm: wrong files are one line each, and what is trained is what is kept."""
+
+import importlib
+import re
+import sys
+
+import pytest
+import torch
+from conftest import EXAMPLES, ROOT, one_line_error, script, small_run
+from in_process import call
+
+import model
+from model import build
+from model.block import Block
+from training import checkpoint, metrics
+
+GATED = (EXAMPLES[0].parent / "gated-gpt-mha-rope.py").read_text(encoding="utf-8")
+WRITE = "    def forward(self, state, h, x_in, c, past=None):\n        return state + (self.gate * h).to(state.dtype)\n"
+BLOCK = "from dataclasses import replace\nfrom model.block import Block, Direct\nfrom model.gpt import GPT\n"
+BLOCK += (
+    "class Own(Block):\n    def __init__(self, config, layer):\n        super().__init__(config, layer)\n        {}\n"
+)
+BLOCK += "class Model(GPT):\n    Block = Own\n"
+
+# {what is wrong: (the file, what the line says)}
+WRONG = {
+    "half a file": (GATED[: GATED.index("):")], "line 14: SyntaxError: '(' was never closed"),
+    "a missing package": ("import nowhere\n" + GATED, "line 1: ModuleNotFoundError: No module named 'nowhere'"),
+    "a misspelled name": (GATED.replace("WritingBlock)", "WritingBlok)"), "line 30: NameError: name 'WritingBlok'"),
+    "no Model": (GATED[: GATED.index("class Model")], "has no class Model(GPT)"),
+    "a Model of torch alone": (GATED.replace("Model(GPT)", "Model(nn.Module)"), "has no class Model(GPT)"),
+    "no dataclass": (GATED.replace("@dataclass\n", ""), "Config has keys, no @dataclass"),
+    "a key of the run": (GATED.replace("gate_init", "seed"), "its key seed is one of the run"),
+    "a key of a kind that there is not": (GATED.replace("Annotated[float", "Annotated[list"), "the key gate_init is"),
+    "a write that returns nothing": (
+        GATED.replace("        return state +", "        state +"),
+        "GatedWrite of block 0, attn, returns None: needed the new state",
+    ),
+    "a write with other arguments": (
+        GATED.replace("self, state, h, x_in, c, past=None", "self, state, h"),
+        "TypeError: GatedWrite.forward() takes 3 positional arguments but 6 were given",
+    ),
+    "a write with a mistake": (
+        GATED.replace("self.gate * h", "self.gate @ h.T.T.sum((0, 1, 2)).view(1, 1)"),
+        "line 27: RuntimeError: ",
+    ),
+    "a read of another width": (
+        BLOCK.format("self.sites = [replace(s, read=lambda x, past: x[..., 1:]) for s in self.sites]"),
+        "function of block 0, attn, returns (1, 1, 11): needed x_in (B, T, d), (1, 1, 12)",
+    ),
+    "no rule": (GATED.replace("Rule(constant(config.gate_init))", "None").replace('"gate": None', ""), "has no rule"),
+    "a sublayer outside": (
+        BLOCK.format(
+            "from model.layers import MLP; attn, _ = self.sites; self.sites = attn, replace(_, sublayer=MLP(config))"
+        ),
+        "MLP is used by a site, but no part of its block",
+    ),
+    "a weight in the same memory": (
+        BLOCK.format("self.ln_2.weight = type(self.ln_1.weight)(self.ln_1.weight.data)"),
+        "ln_2.weight is a copy of transformer.h.0.ln_1.weight in the same memory",
+    ),
+}
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """Saves a file as if it were in model/."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    monkeypatch.setattr(model, "__path__", [*model.__path__, str(folder)])
+    monkeypatch.setattr(model, "STEMS", [*model.STEMS])
+
+    def save(text: str, stem: str = "own-gpt") -> str:
+        (folder / f"{stem}.py").write_text(text, encoding="utf-8")
+        importlib.invalidate_caches()
+        model.STEMS.append(stem)
+        return stem
+
+    yield save
+    for name in [name for name in sys.modules if name.startswith("model.own-")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_wrong_file_is_one_line(fault, own, corpus, tmp_path):
+    text, said = WRONG[fault]
+    run = small_run(corpus, tmp_path / "run", model=own(text))
+    line = one_line_error(call("train.py", *run))
+    assert said in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_name_without_a_hyphen_is_told(tmp_path, corpus, monkeypatch):
+    (tmp_path / "gated.py").write_text(GATED)
+    monkeypatch.setattr(model, "__file__", str(tmp_path / "__init__.py"))
+    line = one_line_error(call("train.py", *small_run(corpus, tmp_path / "run", model="gated")))
+    assert "a variant's file has a hyphen in its name: gated-gpt-mha-rope.py" in line
+
+
+def test_a_wrong_file_breaks_no_other_run(own, corpus, tmp_path):
+    """Not its training, nor going on, a grid or a listing, which says what it leaves out."""
+    own(WRONG["half a file"][0])
+    run = small_run(corpus, tmp_path / "run", model="gpt-mha-rope", max_steps=2)
+    for more in ((), ("--max_steps=3", "--resume=auto"), ("--max_steps=4", "--resume=auto")):
+        done = call("train.py", *run, *more)
+        assert done.returncode == 0
+        assert b"own-gpt" not in done.stderr
+    grid = [key for key in run if not key.startswith("--out_dir")]
+    done = call("sweep.py", *grid, "--seed=0,1", f"--out={tmp_path / 'grid'}", "--mode=slurm")
+    assert done.returncode == 0
+    assert b"own-gpt" not in done.stderr
+    listed = call("train.py", "--help")
+    assert listed.returncode == 0
+    assert b"note: left out: model/own-gpt.py, line 14: SyntaxError" in listed.stderr
+    assert b"--ddl_value_channels" in listed.stdout
+    hint = call("train.py", *run, "--ddl_valu_channels=2").stderr.decode().splitlines()
+    assert "left out: model/own-gpt.py" in hint[0]
+    assert "did you mean ddl_value_channels?" in hint[-1]
+
+
+# Each block has a gate of the block after it, which the last one lacks: there the parameter takes part in nothing.
+UNUSED = BLOCK.replace(
+    "import GPT\n", "import GPT\nfrom model.parameters import Rule, constant\nfrom torch import nn\nimport torch\n"
+).format(
+    "self.gate = nn.Parameter(torch.empty(1)); self.rules = {'gate': Rule(constant(1.0))}\n"
+    "        if layer == 0: self.sites = [replace(s, read=lambda x, past: x * self.gate) for s in self.sites]"
+)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_parameter_without_a_gradient_is_said_and_goes_on(processes, own, corpus, tmp_path):
+    keys = {"model": own(UNUSED), "max_steps": 4, "checkpoint_interval": 2, "micro_batch_size": 2}
+    keys |= {"schedule": "wsd", "decay_steps": 0}
+    start = f"import model, train\nmodel.__path__.append({str(tmp_path / 'model')!r})\n"
+    (tmp_path / "start.py").write_text(f"{start}model.STEMS.append('own-gpt')\ntrain.main()\n")
+
+    def train(name, **changes):
+        run = small_run(corpus, tmp_path / name, **{**keys, **changes})
+        if processes == 1:
+            done = call("train.py", *run)
+        else:
+            torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", tmp_path / "start.py"]
+            done = script(*torchrun, *run, env={"PYTHONPATH": str(ROOT)})
+        assert done.returncode == 0, done.stderr.decode()
+        said = "note: nothing of the loss depends on transformer.h.1.gate: it will not be trained"
+        assert said in done.stdout.decode()
+        return checkpoint.find(tmp_path / name)
+
+    whole = train("whole")
+    train("parts", max_steps=2)
+    parts = train("parts", resume="auto")
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        assert (parts / file).read_bytes() == (whole / file).read_bytes()
+    assert float(checkpoint.load_tensors(whole / "model.safetensors")["transformer.h.1.gate"]) == 1.0
+
+
+@pytest.mark.usefixtures("example_streams")
+@pytest.mark.parametrize(
+    ("stem", "keys"),
+    [("untied-gpt-mha-rope", {}), ("gpt-mha-rope", {"tie_embeddings": False}), ("capped-gpt-mha-rope", {})],
+)
+def test_a_head_of_its_own_is_kept(stem, keys, corpus, tmp_path):
+    """What eval.py finds of a run, and of its exported folder, is what training said of the same tokens."""
+    run = small_run(corpus, tmp_path / "run", model=stem, **keys, max_steps=6, eval_full=True)
+    assert call("train.py", *run).returncode == 0
+    said = [record for record in metrics.read(tmp_path / "run/metrics.jsonl") if "val_loss" in record][-1]["val_loss"]
+    assert call("export.py", tmp_path / "run", tmp_path / "exported").returncode == 0
+    trained, *_ = checkpoint.load_model(tmp_path / "run", "cpu")
+    assert ("lm_head.weight" in checkpoint.weights_of(trained)) == (stem != "capped-gpt-mha-rope")
+    for folder in ("run", "exported"):
+        done = call("eval.py", tmp_path / folder, f"--val={corpus}", f"--out={tmp_path / 'eval'}", "--dtype=float32")
+        assert done.returncode == 0, done.stderr.decode()
+        found = float(re.search(r"loss.*?(\d\.\d{4})", done.stdout.decode(), re.S)[1])
+        assert found == pytest.approx(said, abs=6e-5), done.stdout.decode()
+
+
+def test_a_tied_weight_in_a_file_twice_must_be_the_same(tmp_path):
+    made = build("gpt-mha-rope", vocab_size=29, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, head_dim=8)
+    tensors = {**checkpoint.weights_of(made), "lm_head.weight": made.lm_head.weight.detach() + 1}
+    checkpoint.write_tensors(tmp_path / "model.safetensors", tensors)
+    with pytest.raises(ValueError, match=r"lm_head.weight differs from transformer.wte.weight: this model ties them"):
+        model.weights.fill(made, tmp_path)
+
+
+@pytest.mark.usefixtures("example_streams")
+def test_shared_blocks_are_stored_once_and_are_one_again():
+    made = build("shared-gpt-mha-rope", vocab_size=29, hidden_size=8, num_hidden_layers=4, num_attention_heads=1)
+    names = checkpoint.weights_of(made)
+    assert {name.split(".")[2] for name in names if name.startswith("transformer.h.")} == {"0", "2"}
+    assert "transformer.h.2.ln_1.weight" not in names
+    assert made.transformer.h[1] is made.transformer.h[0]
+    assert isinstance(made.transformer.h[2], Block)
+    assert made.num_parameters() == sum(map(torch.Tensor.numel, names.values()))
