@@ -81,7 +81,7 @@ class TrainConfig:
         Key(before="bfloat16", counts_with=("optimizer", "muon".__eq__)),
     ] = None
     embedding_learning_rate: Annotated[
-        float | None, "the tied embedding's, which is AdamW's; None: learning_rate", FROM_0
+        float | None, "the embedding's, which is AdamW's; None: learning_rate", FROM_0
     ] = None
     min_lr: Annotated[float | None, "learning rate at the last step; None: learning_rate / 20", FROM_0] = None
     schedule: Annotated[Literal["cosine", "wsd"], "after warmup; wsd: stay, at the end fall linearly"] = "cosine"

@@ -15,10 +15,6 @@ function element(tag, text, properties = {}) {
   return Object.assign(document.createElement(tag), { textContent: text }, properties);
 }
 
-function shown(value) {
-  return value === null ? "none" : Number(value.toPrecision(4)).toString();
-}
-
 // --- the statistic ---------------------------------------------------------------------------------------------------
 
 // A row for each site, and, of several, their mean before them.
@@ -31,7 +27,7 @@ function choose(name) {
     const values = rows.map((row) => row[i]);
     token.rows = sites.length > 1 ? [mean(i), ...values] : values;
   });
-  colours = scaleOf(statistic, rows.flat().filter((value) => value !== null));
+  colours = coloursOf(statistic, rows.flat().filter((value) => value !== null));
   map.colours = colours;
   map.setRows(rowNames.length);
   map.fit();
@@ -39,25 +35,10 @@ function choose(name) {
   setUpRows();
 }
 
-// The gate's colours are its regimes, 0 to 2; signed numbers have white at 0; others go from the least to the largest.
-function scaleOf({ scale }, values) {
-  if (scale === "gate") return new Colours();
-  const [low, high] = values.reduce(([a, b], x) => [Math.min(a, x), Math.max(b, x)], [Infinity, -Infinity]);
-  const size = Math.max(Math.abs(low), Math.abs(high));
-  if (scale === "signed") return new Colours("gate", -size, size);
-  return values.length ? new Colours("ramp", low, high) : new Colours("ramp", 0, 1);
-}
-
 function describe() {
-  const [low, high] = [shown(colours.lowest), shown(colours.highest)];
-  const gate = statistic.scale === "gate";
   $("map_title").replaceChildren(`${statistic.name} `, element("span", "of every token at every site", { className: "muted" }));
   if (statistic.name === "loss") $("map_title").lastChild.textContent = "of every token given those before it, in nats";
-  $("lowest").textContent = gate ? "0 keep" : low;
-  $("highest").textContent = gate ? "2 reflect" : high;
-  $("middle").textContent = gate ? "1 overwrite" : colours.name === "gate" ? "0" : "";
-  const stops = [0, 1, 2, 3, 4].map((i) => `var(--${colours.name}-${i})`);
-  $("scale").style.background = `linear-gradient(to right, ${stops.join(", ")})`;
+  describeColours(colours, statistic.gate);
 }
 
 function setUpRows() {

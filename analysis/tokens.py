@@ -25,11 +25,11 @@ DIGITS = 5  # significant ones of a number in the page
 
 @torch.no_grad()
 def statistics_of(model, ids: torch.Tensor) -> list[dict]:
-    """Of a text's ids (1, T): {"name", "scale", "rows": [[site, [a number for each token]]]} for each statistic.
+    """Of a text's ids (1, T): {"name", "gate", "range", "rows": [[site, [a number a token]]]} of each statistic.
 
     The first is that of most sites; the last is `loss`, of which the first token, which nothing precedes, has none.
-    `scale` is "gate" for the gate of a delta rewrite, whose colours are its regimes from 0 to 2, "signed" where numbers
-    below 0 are among them, else "ramp".
+    `gate`: whether it is that of a delta rewrite, whose colours are its regimes from 0 to 2. `range` is None: colours
+    go from the least number to the largest.
     """
     rows, gates = {}, set()
 
@@ -43,13 +43,7 @@ def statistics_of(model, ids: torch.Tensor) -> list[dict]:
         logits, _ = model(ids)
     losses = F.cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="none")
     rows["loss"] = [["model", [None, *losses.tolist()]]]
-    return [{"name": name, "scale": scale_of(name, each, gates), "rows": each} for name, each in rows.items()]
-
-
-def scale_of(name: str, rows: list, gates: set) -> str:
-    if name in gates:
-        return "gate"
-    return "signed" if any(value is not None and value < 0 for _, values in rows for value in values) else "ramp"
+    return [{"name": name, "gate": name in gates, "range": None, "rows": each} for name, each in rows.items()]
 
 
 def rounded(value):

@@ -5,7 +5,7 @@ of the outputs of each finished run of sites and of the present one.
 """
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -108,6 +108,8 @@ class Append(nn.Module):
     def forward(self, state, h, taken, c, past: Past | None = None):
         h = h.to(state[0].dtype)
         return (*state, h) if self.begins else (*state[:-1], state[-1] + h)
+
+    ranges: ClassVar = {"embedding_weight": (0.0, 1.0)}
 
     def statistics(self, state, h, taken, c, written) -> dict:
         """Of each token (B, T): the weight of the embedding, and how many sources count, exp(entropy of weights)."""

@@ -91,6 +91,7 @@ class Site:
 
         statistics(state, h, x_in, c, written) -> {name: (B, T)}   what metrics.jsonl and the page show of each token
         extra_loss(state, h, x_in, c, written) -> a scalar         what training minimises as well (GPT.forward)
+        ranges = {statistic: (low, high)}                          between which its numbers lie, for colours
         shortcut(state, h, x_in, c) -> a map of model/shortcut.py  what becomes of the state, gates and directions fixed
 
     and a read, write, after, expander or readout `elementwise_flops()`: operations a token that are no matrix products.

@@ -5,7 +5,7 @@ output, not the streams of `hyper_connections.py`, and its "DDL" erases along X 
 """
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -99,6 +99,8 @@ class MGTWrite(nn.Module):
     def details(self, state, h, x_in, c, written) -> dict:
         """Of each token (B, T, d): beta."""
         return {"beta_of_feature": self.gates(state)[1]} if self.config.has_beta else {}
+
+    ranges: ClassVar = {"beta_negative": (0.0, 1.0), "gate": (0.0, 1.0)}
 
     def statistics(self, state, h, x_in, c, written) -> dict:
         """Of each token (B, T), over its features: the mean and the variance of beta, the share of negative ones, and

@@ -555,6 +555,8 @@ class DeltaRewrite(nn.Module):
         edits = {f"beta={beta}": {"force": float(beta)} for beta in range(3)}
         return edits | ({"no erase": {"erase": False}} if self.config.ddl_update == "delta" else {})
 
+    ranges: ClassVar = {"beta": (0.0, 2.0)}
+
     def statistics(self, state, h, x_in, c, written) -> dict:
         """Of each token (B, T): the gate, and the root mean square of t - k^T X before and after the write."""
         khat, value = self.along(state, h, x_in, c), self.write_value(h, x_in, c)

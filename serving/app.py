@@ -1,7 +1,7 @@
 """The page of a trained model: `python sample.py RUN --serve`.
 
     GET  /          the page (page.html, page.css, page.js: no framework, nothing from elsewhere)
-    GET  /model     what the model is, its gated sites, and the limits of a request
+    GET  /model     what the model is, what its writes say of each token, and the limits of a request
     POST /generate  a `Request` as JSON -> lines of JSON as they are made: the events of serving/events.py
 
 docs/serving.md describes them. A mistake is answered with {"message": one line}, within a stream too. One generation
@@ -35,8 +35,8 @@ except ImportError as error:
 from data.tokenizer import encode_prompt
 from model.generation import Sampling
 from serving.events import each_under, events
-from serving.gates import gated_sites
 from serving.guard import EVERY_ADDRESS, Guard
+from serving.statistics import declared
 
 FILES = {"/": "page.html", "/page.css": "page.css", "/page.js": "page.js", "/heatmap.js": "heatmap.js"}
 FILES |= {"/icon.svg": "icon.svg"}
@@ -148,7 +148,7 @@ def facts_of(model, tokenizer, state: dict, defaults: dict) -> dict:
         "tokenizer": tokenizer.name,
         "end_of_text": tokenizer.eot_token,
         "block_size": model.config.block_size,
-        "sites": gated_sites(model),
+        "statistics": declared(model),
         "most_new_tokens": MOST_NEW_TOKENS,
         "defaults": defaults,
     }

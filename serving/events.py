@@ -1,11 +1,11 @@
-"""What the page is sent of a generation: events, each token with its text and its gates."""
+"""What the page is sent of a generation: events, each token with its text and statistics."""
 
 import time
 from collections.abc import Callable, Iterator
 
 from model.decoding import Decoder
 from model.generation import Generation, Sampling, Text
-from serving.gates import recorded
+from serving.statistics import recorded
 
 
 class Pieces:
@@ -25,12 +25,12 @@ class Pieces:
     def stopped(self) -> bool:
         return self.shown.stopped
 
-    def prompt(self, token: int, gates: list[float] | None) -> dict:
-        return self.piece(token, gates, prompt=True)
+    def prompt(self, token: int, statistics: dict) -> dict:
+        return self.piece(token, statistics, prompt=True)
 
-    def add(self, token: int, gates: list[float] | None) -> list[dict]:
+    def add(self, token: int, statistics: dict) -> list[dict]:
         """The generated tokens that can be shown with this one."""
-        self.held.append(self.piece(token, gates, prompt=False))
+        self.held.append(self.piece(token, statistics, prompt=False))
         self.characters += len(self.shown.add(token))
         return self.released()
 
@@ -41,9 +41,9 @@ class Pieces:
         self.characters += len(self.shown.end())
         return self.released()
 
-    def piece(self, token: int, gates: list[float] | None, prompt: bool) -> dict:
+    def piece(self, token: int, statistics: dict, prompt: bool) -> dict:
         text, label = self.whole.add(token), self.label(token)
-        return {"id": token, "text": text, "label": label, "gates": gates, "prompt": prompt}
+        return {"id": token, "text": text, "label": label, "statistics": statistics, "prompt": prompt}
 
     def label(self, token: int) -> str:
         """The token by itself: its text, or its bytes where those are not UTF-8."""
@@ -75,8 +75,8 @@ def events(
 ) -> Iterator[dict]:  # fmt: skip
     """Yield {"seed"}, then {"tokens": [...]} as they are read, then {"end": why, "new_tokens", "seconds"}.
 
-    A token is sent when the pass that reads it has been made, with the gates of that pass: a generated one when its
-    successor is drawn. So one more token is drawn than shown.
+    A token is sent when the pass that reads it has been made, with the statistics of that pass: a generated one when
+    its successor is drawn. So one more token is drawn than shown.
     """
     started, made, why = time.perf_counter(), 0, "all new tokens made"
     decoder = Decoder(model, 1, min(len(prompt) + max_new_tokens, model.config.block_size))
@@ -85,10 +85,10 @@ def events(
     )
     pieces = Pieces(tokenizer, stop)
     yield {"seed": seed}
-    with recorded(model) as gates:
+    with recorded(model) as recorder:
         unread = prompt
         for [token] in generation:
-            columns = gates.take(len(unread)) or [None] * len(unread)
+            columns = recorder.take(len(unread))
             if made:
                 shown = pieces.add(unread[0], columns[0])
             else:

@@ -34,6 +34,31 @@ export class Colours {
   }
 }
 
+// Of a statistic: the gate's colours are its regimes, 0 to 2; of numbers that lie on both sides of 0 that is white in the
+// middle; others go from the least to the largest. values: those to be coloured; range: where they can lie, or null.
+export function coloursOf({ gate, range }, values) {
+  if (gate) return new Colours();
+  const [low, high] = range ?? values.reduce(([a, b], x) => [Math.min(a, x), Math.max(b, x)], [Infinity, -Infinity]);
+  if (low > high) return new Colours("ramp", 0, 1);
+  const size = Math.max(Math.abs(low), Math.abs(high));
+  return low < 0 ? new Colours("gate", -size, size) : new Colours("ramp", low, high);
+}
+
+// A number as it is read: four digits.
+export function shown(value) {
+  return value === null ? "none" : Number(value.toPrecision(4)).toString();
+}
+
+// Fill the legend: #lowest, #middle, #highest and the stripe #scale.
+export function describeColours(colours, gate) {
+  const text = (id, value) => (document.getElementById(id).textContent = value);
+  text("lowest", gate ? "0 keep" : shown(colours.lowest));
+  text("highest", gate ? "2 reflect" : shown(colours.highest));
+  text("middle", gate ? "1 overwrite" : colours.name === "gate" ? "0" : "");
+  const stops = [0, 1, 2, 3, 4].map((i) => `var(--${colours.name}-${i})`);
+  document.getElementById("scale").style.background = `linear-gradient(to right, ${stops.join(", ")})`;
+}
+
 export class HeatMap {
   // tokens: the page's list, each with `label` and `rows` (a number or null for each row); shown: told of (token, row) or null.
   constructor(canvas, spacer, colours, tokens, shown) {

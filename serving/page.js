@@ -1,13 +1,13 @@
-// The page: sends the form to POST /generate, shows the tokens as they come, and their gates in text and heat map.
-// Everything from the server goes into the page as text, never as HTML.
+// The page: sends the form to POST /generate, shows the tokens as they come, and what the model's writes say of them, in
+// text and heat map. Everything from the server goes into the page as text, never as HTML.
 
-import { Colours, HeatMap, placeTip } from "./heatmap.js";
+import { Colours, HeatMap, coloursOf, describeColours, placeTip, shown } from "./heatmap.js";
 
 const $ = (id) => document.getElementById(id);
-const tokens = []; // as the server sends them, with `rows` (mean gate, then each site's) and `span`, their text
-const colours = new Colours();
-const map = new HeatMap($("heatmap"), $("spacer"), colours, tokens, (place) => show(place));
+const tokens = []; // as the server sends them, with `rows` (mean, then each site's number) and `span`, their text
+const map = new HeatMap($("heatmap"), $("spacer"), new Colours(), tokens, (cell) => show(cell));
 let model = null;
+let statistic = null; // of model.statistics: the one that is shown
 let rowNames = []; // of the heat map
 let tint = 0; // the row that colours the text
 let running = null; // an AbortController while text is generated
@@ -35,11 +35,12 @@ async function describe() {
   }
   document.title = `${model.model} · Deep Delta Learning`;
   fillForm();
-  if (model.sites.length) {
-    setUpRows();
+  if (model.statistics.length) {
+    model.statistics.forEach(({ name }) => $("statistic").append(element("option", name, { value: name })));
+    choose(model.statistics[0].name);
   } else {
-    $("no_gates").textContent = `${model.model} adds to its residual stream what each sublayer gives; it has no gates.`;
-    for (const id of ["no_gates", "map", "legend"]) $(id).hidden = id !== "no_gates";
+    $("no_statistics").textContent = `The writes of ${model.model} name no statistics.`;
+    for (const id of ["no_statistics", "map", "legend", "choice"]) $(id).hidden = id !== "no_statistics";
   }
 }
 
@@ -51,42 +52,74 @@ function fillForm() {
   $("stop_strings").value = stop.map((text) => text.replaceAll("\n", "\\n")).join("\n");
 }
 
-function setUpRows() {
-  rowNames = ["mean", ...model.sites];
+// --- the statistic -------------------------------------------------------------------------------------------------
+
+function choose(name) {
+  show(null);
+  statistic = model.statistics.find((each) => each.name === name);
+  rowNames = statistic.sites.length > 1 ? ["mean", ...statistic.sites] : statistic.sites;
+  tokens.forEach((token) => (token.rows = rowsOf(token)));
   map.setRows(rowNames.length);
+  $("map_title").replaceChildren(`${name} `, element("span", "of every token at every site", { className: "muted" }));
+  setUpRows();
+  colour();
+}
+
+// A number for each row, null where there is none: of the last token of a text, or one that is not finite.
+function rowsOf(token) {
+  const values = token.statistics[statistic.name] ?? statistic.sites.map(() => null);
+  const mean = values.includes(null) ? null : values.reduce((a, b) => a + b) / values.length;
+  return values.length > 1 ? [mean, ...values] : values;
+}
+
+// Where no range is declared, the colours follow the numbers so far.
+function colour() {
+  map.colours = coloursOf(statistic, tokens.flatMap((token) => token.rows).filter((value) => value !== null));
+  describeColours(map.colours, statistic.gate);
+  tokens.forEach(paint);
+  map.redraw();
+}
+
+function setUpRows() {
   $("sites").style.paddingTop = "64px";
-  rowNames.forEach((name, row) => {
-    const button = element("button", name, { type: "button", title: `tint the text by ${gateName(row)}` });
-    button.setAttribute("role", "radio");
-    button.style.height = `${map.height}px`;
-    button.addEventListener("click", () => setTint(row));
-    $("sites").append(button);
-  });
+  $("sites").replaceChildren(
+    ...rowNames.map((name, row) => {
+      const button = element("button", name, { type: "button", title: `tint the text by ${rowTitle(row)}` });
+      button.setAttribute("role", "radio");
+      button.style.height = `${map.height}px`;
+      button.addEventListener("click", () => setTint(row));
+      return button;
+    }),
+  );
   setTint(0);
 }
 
-function gateName(row) {
-  if (row === 0) return "the mean gate";
-  const [block, site] = rowNames[row].split(" ");
-  return `the ${site} gate of block ${block}`;
+function place(row) {
+  if (rowNames[row] === "mean") return "mean of all sites";
+  const [block, site, again] = rowNames[row].split(" ");
+  return `the ${site} site of block ${block}${again ? ` ${again}` : ""}`;
+}
+
+function rowTitle(row) {
+  return `${statistic.name}, ${place(row)}`;
 }
 
 function setTint(row) {
   tint = row;
   [...$("sites").children].forEach((button, i) => button.setAttribute("aria-checked", String(i === row)));
-  $("tint_name").textContent = `tinted by ${gateName(row)}`;
+  $("tint_name").textContent = `tinted by ${rowTitle(row)}`;
   tokens.forEach(paint);
 }
 
 // --- tokens --------------------------------------------------------------------------------------------------------
 
 function paint(token) {
-  if (token.rows.length) token.span.style.backgroundColor = colours.of(token.rows[tint], 0.6);
+  const value = token.rows[tint] ?? null;
+  token.span.style.backgroundColor = value === null ? "" : map.colours.of(value, 0.6);
 }
 
 function addToken(token) {
-  const mean = (gates) => gates.reduce((a, b) => a + b) / gates.length;
-  token.rows = token.gates ? [mean(token.gates), ...token.gates] : [];
+  token.rows = statistic ? rowsOf(token) : [];
   token.span = element("span", token.text);
   token.span.classList.toggle("prompt_token", token.prompt);
   token.span.classList.toggle("special", token.id === model.end_of_text);
@@ -100,6 +133,7 @@ function addTokens(added) {
   const box = $("text");
   const atEnd = box.scrollTop + box.clientHeight > box.scrollHeight - 40;
   added.forEach(addToken);
+  if (statistic && !statistic.gate && !statistic.range) colour();
   if (atEnd) box.scrollTop = box.scrollHeight;
   map.grow();
 }
@@ -111,19 +145,19 @@ function clear() {
   map.grow();
 }
 
-// Point out a token in text and heat map, with its gate: place is [token, row], or null for none.
-function show(place, corner = null) {
+// Point out a token in text and heat map, with its number: cell is [token, row], or null for none.
+function show(cell, corner = null) {
   document.querySelector("#text .lit")?.classList.remove("lit");
-  $("tip").hidden = place === null;
-  map.light(...(place ?? [null]));
-  if (place === null) return;
-  const [token, row] = [tokens[place[0]], place[1]];
+  $("tip").hidden = cell === null;
+  map.light(...(cell ?? [null]));
+  if (cell === null) return;
+  const [token, row] = [tokens[cell[0]], cell[1]];
   token.span.classList.add("lit");
-  $("tip").replaceChildren(`token ${place[0]} `, element("code", JSON.stringify(token.label)));
+  $("tip").replaceChildren(`token ${cell[0]} `, element("code", JSON.stringify(token.label)));
   if (token.rows.length) {
-    $("tip").prepend(element("b", `β = ${token.rows[row].toFixed(3)}`), ` ${gateName(row)}`, element("br", ""));
+    $("tip").prepend(element("b", `${statistic.name} = ${shown(token.rows[row])}`), ` ${place(row)}`, element("br", ""));
   }
-  placeTip($("tip"), corner ?? map.corner(...place));
+  placeTip($("tip"), corner ?? map.corner(...cell));
 }
 
 $("text").addEventListener("pointermove", (event) => {
@@ -133,6 +167,7 @@ $("text").addEventListener("pointermove", (event) => {
   show([Number(index), tint], [event.clientX, event.clientY + 10]);
 });
 $("text").addEventListener("pointerleave", () => show(null));
+$("statistic").addEventListener("change", () => choose($("statistic").value));
 
 // --- a generation --------------------------------------------------------------------------------------------------
 
@@ -234,7 +269,7 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") stop();
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
-  colours.refresh();
+  map.colours.refresh();
   tokens.forEach(paint);
   map.redraw();
 });

@@ -18,6 +18,7 @@ OPTIONS = (
 )
 
 COLUMN, ROW, LABELS = 14, 20, 64  # pixels of the heat map
+RAMP = ["#f3f3f1", "#d5e3d0", "#9cc7b0", "#4a9a8c", "#14595f"]
 LIGHT = ["#2166ac", "#92c5de", "#f3f3f1", "#f4a582", "#b2182b"]
 
 

@@ -7,7 +7,7 @@ import urllib.request
 import browser
 import pytest
 import torch
-from browser import COLUMN, cells, colour, point_at, text, until
+from browser import COLUMN, RAMP, cells, colour, point_at, text, until
 from conftest import SMALL, small_run
 from in_process import call
 
@@ -48,6 +48,15 @@ def page(chromium, address):
 def content(page):
     """All that is written in the box of the text, with its white space."""
     return page.execute_script("return text.textContent")
+
+
+def shown(value):
+    """A number as the page writes it: four digits."""
+    return f"{float(f'{value:.4g}'):.10g}"
+
+
+def tip_of(token, site, name="beta"):
+    return f"{name} = {shown(token['statistics'][name][site])}"
 
 
 def fill(page, **fields):
@@ -104,7 +113,8 @@ def test_text_streams_in_and_the_heat_map_shows_its_gates(page, address):
     time.sleep(0.2)  # a frame, in which it is drawn
     shown = cells(page, len(tokens), 5)
     for token, column in zip(tokens, shown):
-        for beta, cell in zip([sum(token["gates"]) / 4, *token["gates"]], column):
+        gates = token["statistics"]["beta"]
+        for beta, cell in zip([sum(gates) / 4, *gates], column):
             assert cell == pytest.approx(colour(beta), abs=1)
     assert len({tuple(cell) for column in shown for cell in column[1:]}) > 20
 
@@ -113,8 +123,8 @@ def test_pointing_and_tinting(page, address):
     run(page, prompt="ab", max_new_tokens="10", seed="1")
     tokens = sent(address, prompt="ab", max_new_tokens=10, seed=1)
     point_at(page, 4, 3)
-    assert f"β = {tokens[4]['gates'][2]:.3f}" in text(page, "tip")
-    assert "the attn gate of block 1" in text(page, "tip")
+    assert tip_of(tokens[4], 2) in text(page, "tip")
+    assert "the attn site of block 1" in text(page, "tip")
     assert "token 4" in text(page, "tip")
     lit = page.find_elements("css selector", "#text .lit")
     assert [e.get_attribute("data-token") for e in lit] == ["4"]
@@ -132,14 +142,14 @@ def test_pointing_and_tinting(page, address):
     for row in (0, 2):
         page.find_elements("css selector", "#sites button")[row].click()
         for token, tint in zip(tokens, tints()):
-            beta = sum(token["gates"]) / 4 if row == 0 else token["gates"][1]
+            beta = sum(token["statistics"]["beta"]) / 4 if row == 0 else token["statistics"]["beta"][1]
             assert tint[:3] == pytest.approx(colour(beta), abs=1)
-    assert "tinted by the mlp gate of block 0" in page.find_element("id", "text_title").text
+    assert "tinted by beta, the mlp site of block 0" in page.find_element("id", "text_title").text
     from selenium.webdriver import ActionChains
 
     ActionChains(page).move_to_element(page.find_elements("css selector", "#text span")[1]).perform()
     assert 'token 1 "a"' in text(page, "tip")
-    assert f"β = {tokens[1]['gates'][1]:.3f}" in text(page, "tip")
+    assert tip_of(tokens[1], 1) in text(page, "tip")
 
 
 def test_keys(page, address):
@@ -150,9 +160,9 @@ def test_keys(page, address):
     assert content(page) == "".join(token["text"] for token in tokens)
     canvas = page.find_element("id", "heatmap")
     canvas.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_DOWN, Keys.ARROW_UP, Keys.ARROW_DOWN)
-    assert f"β = {tokens[1]['gates'][0]:.3f}" in text(page, "tip")
+    assert tip_of(tokens[1], 0) in text(page, "tip")
     canvas.send_keys(*[Keys.ARROW_RIGHT] * 20, *[Keys.ARROW_DOWN] * 20)
-    assert f"β = {tokens[-1]['gates'][3]:.3f}" in text(page, "tip")
+    assert tip_of(tokens[-1], 3) in text(page, "tip")
 
 
 def test_stop_and_busy(chromium, monkeypatch):
@@ -254,11 +264,11 @@ def test_a_narrow_dark_screen(page, address):
         time.sleep(0.2)
         shown = cells(page, 5, 5, left)
         for token, column in zip(tokens[first:], shown):
-            for beta, cell in zip(token["gates"], column[1:]):
+            for beta, cell in zip(token["statistics"]["beta"], column[1:]):
                 assert cell == pytest.approx(colour(beta), abs=1)
         point_at(page, 2, 4, left)
         assert f"token {first + 2} " in text(page, "tip")
-        assert f"β = {tokens[first + 2]['gates'][3]:.3f}" in text(page, "tip")
+        assert tip_of(tokens[first + 2], 3) in text(page, "tip")
         page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": dark})
         until(lambda: cells(page, 2, 5, left) != shown[:2])
     finally:
@@ -266,10 +276,28 @@ def test_a_narrow_dark_screen(page, address):
         page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{**dark[0], "value": "light"}]})
 
 
-def test_a_model_without_gates_says_so(chromium):
+def test_another_statistic_is_chosen_and_coloured_by_its_own_numbers(page, address):
+    run(page, prompt="ab", max_new_tokens="10", seed="1")
+    tokens = sent(address, prompt="ab", max_new_tokens=10, seed=1)
+    names = [option.text for option in page.find_elements("css selector", "#statistic option")]
+    assert names == ["beta", "discrepancy_before", "discrepancy_after"]
+    page.find_elements("css selector", "#statistic option")[1].click()
+    rows = [token["statistics"]["discrepancy_before"] for token in tokens]
+    rows = [[sum(row) / 4, *row] for row in rows]
+    lowest, highest = min(map(min, rows)), max(map(max, rows))
+    assert text(page, "lowest") == shown(lowest)
+    time.sleep(0.2)
+    for row, column in zip(rows, cells(page, len(tokens), 5)):
+        for value, cell in zip(row, column):
+            assert cell == pytest.approx(colour(value, RAMP, lowest, highest), abs=1.5)
+    point_at(page, 4, 3)
+    assert tip_of(tokens[4], 2, "discrepancy_before") in text(page, "tip")
+
+
+def test_a_model_without_statistics_says_so(chromium):
     with browser.local(build("gpt-mha-rope", **SMALL), byte_tokenizer(), model="gpt-mha-rope") as address:
         chromium.get(address)
-        until(lambda: "it has no gates" in text(chromium, "no_gates"))
+        until(lambda: "The writes of gpt-mha-rope name no statistics." in text(chromium, "no_statistics"))
         run(chromium, prompt="ab", max_new_tokens="3")
         assert content(chromium).startswith("<|endoftext|>ab")
         assert not chromium.find_element("id", "map").is_displayed()

@@ -29,9 +29,10 @@ from model.generation import Sampling
 from model.gpt import Stream
 from serving import app as serving_app
 from serving.events import Pieces, events
-from serving.gates import gated_sites
 from serving.guard import host_fits
+from serving.statistics import declared
 from training.checkpoint import load_model
+from training.residual_statistics import Watched
 
 DELTA = [stem for stem in STEMS if stem.startswith("DDL")]
 TOKENIZER = byte_tokenizer()
@@ -45,11 +46,55 @@ def lively(stem, **changes):
     return model
 
 
-def test_a_gate_of_another_stream_is_not_shown_as_one():
-    """MGT's beta is a mean over features, of no such meaning."""
-    sizes = {"vocab_size": 9, "num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 4, "hidden_size": 4}
-    assert gated_sites(build("MGT-gpt-mha", **sizes)) == []
-    assert gated_sites(build("DDL-vdim1-gpt-mha-rope", **sizes)) == ["0 attn", "0 mlp"]
+SITES = ["0 attn", "0 mlp", "1 attn", "1 mlp"]
+
+
+@pytest.mark.parametrize(
+    ("stem", "wanted"),
+    [
+        ("DDL-vdim1-gpt-mha-rope", {"beta": (0, 2), "discrepancy_before": None, "discrepancy_after": None}),
+        ("MGT-gpt-mha", {"beta": None, "beta_variance": None, "beta_negative": (0, 1), "gate": (0, 1)}),
+        ("mHC-gpt-mha-rope", {"mix_kept": None, "mix_error": None}),
+        ("AttnRes-gpt-mha-rope", {"embedding_weight": (0, 1), "effective_sources": None}),
+        ("gpt-mha-rope", {}),
+    ],
+)
+def test_every_statistic_that_a_stream_names_is_shown(stem, wanted):
+    """With its range, where it declares one. The gate of DDL alone has regimes: MGT's beta is a mean over features."""
+    model = lively(stem)
+    found = declared(model)
+    assert {each["name"]: each["range"] for each in found} == wanted
+    assert [each["name"] for each in found if each["gate"]] == (["beta"] if stem.startswith("DDL") else [])
+    assert all(each["sites"] == SITES for each in found)
+    _, tokens = generated(model, [256, 1, 2], 4)
+    ids = torch.tensor([[token["id"] for token in tokens]])
+    rows = {}
+
+    def seen(site, quantities):
+        for name, values in quantities["statistics"].items():
+            rows.setdefault(name, []).append(values[0].tolist())
+
+    with torch.no_grad(), model.through(Watched(seen)):
+        model(ids)
+    for index, token in enumerate(tokens):
+        assert token["statistics"].keys() == wanted.keys()
+        for name, numbers in token["statistics"].items():
+            assert numbers == pytest.approx([row[index] for row in rows[name]], rel=1e-6, abs=1e-6), name
+
+
+def test_a_block_that_occurs_twice_has_two_rows():
+    model = lively("DDL-vdim1-gpt-mha-rope")
+    model.transformer.h[1] = model.transformer.h[0]
+    assert declared(model)[0]["sites"] == ["0 attn", "0 mlp", "0 attn (2)", "0 mlp (2)"]
+    _, tokens = generated(model, [256, 1, 2], 1)
+    assert all(len(token["statistics"]["beta"]) == 4 for token in tokens)
+
+
+def test_what_is_not_finite_is_sent_as_none():
+    model = lively("DDL-vdim1-gpt-mha-rope")
+    torch.nn.init.constant_(model.transformer.h[1].ddl_mlp.beta.bias, float("nan"))
+    _, tokens = generated(model, [256, 1, 2], 0)
+    assert [token["statistics"]["beta"][3] for token in tokens] == [None] * 3
 
 
 @torch.no_grad()
@@ -72,6 +117,10 @@ def uncached_gates(model, ids):
     return torch.stack(gates, dim=1)
 
 
+def gates_of(tokens):
+    return torch.tensor([token["statistics"]["beta"] for token in tokens])
+
+
 def generated(model, prompt, count, tokenizer=TOKENIZER, **changes):
     keys = {"sampling": Sampling(), "seed": 1, "stop": [], "cancelled": lambda: False, **changes}
     seen = list(events(model, tokenizer, prompt, count, **keys))
@@ -91,9 +140,8 @@ def test_gates_are_those_of_an_uncached_pass(stem, changes):
     assert [token["prompt"] for token in tokens] == [True] * 4 + [False] * 12
     expected = uncached_gates(model, ids)
     assert expected.std() > 0.1
-    torch.testing.assert_close(torch.tensor([token["gates"] for token in tokens]).double(), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(gates_of(tokens).double(), expected, rtol=0, atol=1e-6)
     assert seen[-1]["new_tokens"] == 12
-    assert gated_sites(model) == ["0 attn", "0 mlp", "1 attn", "1 mlp"]
 
 
 def test_past_block_size_each_gate_is_of_the_pass_that_made_the_tokens_logits():
@@ -106,7 +154,7 @@ def test_past_block_size_each_gate_is_of_the_pass_that_made_the_tokens_logits():
         if len(context) > 16:
             context = context[-8:]
         expected = uncached_gates(model, context)[-1].tolist()
-        assert token["gates"] == pytest.approx(expected, abs=1e-6)
+        assert token["statistics"]["beta"] == pytest.approx(expected, abs=1e-6)
 
 
 class Fused(Stream):
@@ -120,13 +168,7 @@ def test_fused_streams_step_aside_and_come_back():
     _, tokens = generated(model, [256, 1, 2], 1)
     assert all(module.stream is fused for module in (model, *model.transformer.h))
     model.use_stream(Stream())
-    gates = torch.tensor([token["gates"] for token in tokens])
-    torch.testing.assert_close(gates, uncached_gates(model, [token["id"] for token in tokens]))
-
-
-def test_a_model_without_gates_sends_none():
-    _, tokens = generated(build("gpt-mha-rope", **SMALL), [256, 1, 2], 5)
-    assert [token["gates"] for token in tokens] == [None] * 8
+    torch.testing.assert_close(gates_of(tokens), uncached_gates(model, [token["id"] for token in tokens]))
 
 
 # --- text ----------------------------------------------------------------------------------------------------
@@ -144,7 +186,7 @@ def test_pieces_are_the_text_up_to_the_first_stop_string():
         expected, pieces, shown = text[: min(found)] if found else text, Pieces(encoding, stop), []
         ids = encoding.encode_ordinary(text)
         for token in ids:
-            shown += pieces.add(token, None)
+            shown += pieces.add(token, {})
             sofar = "".join(piece["text"] for piece in shown)
             assert expected.startswith(sofar)
             if not found or len(sofar) < len(expected):
@@ -160,7 +202,7 @@ def test_pieces_are_the_text_up_to_the_first_stop_string():
 
 def test_half_a_character_at_the_end_and_bytes_that_are_none():
     pieces = Pieces(TOKENIZER, ["b"])
-    shown = [pieces.add(token, None) for token in (ord("a"), 0xC3, 0xA9, 0xC3)] + [pieces.end()]
+    shown = [pieces.add(token, {}) for token in (ord("a"), 0xC3, 0xA9, 0xC3)] + [pieces.end()]
     assert [[(piece["text"], piece["label"]) for piece in part] for part in shown] == [
         [("a", "a")],
         [],
@@ -247,7 +289,7 @@ def test_the_page_and_the_model(address):
     assert facts["model"] == "DDL-gpt-mha-rope"
     assert facts["step"] == 6
     assert facts["block_size"] == 16
-    assert facts["sites"] == ["0 attn", "0 mlp", "1 attn", "1 mlp"]
+    assert [each["sites"] for each in facts["statistics"]] == [SITES] * 3
     assert facts["parameters"] == build("DDL-gpt-mha-rope", **SMALL).num_parameters()
     assert facts["defaults"]["temperature"] == 0.9
     assert facts["defaults"]["stop"] == ["qq"]

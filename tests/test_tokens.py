@@ -9,7 +9,7 @@ import browser
 import naive
 import pytest
 import torch
-from browser import cells, colour, point_at, text, until
+from browser import RAMP, cells, colour, point_at, text, until
 from conftest import SMALL, one_line_error, small_run
 from contract import randomise
 from in_process import call
@@ -18,7 +18,6 @@ from analysis import texts, tokens
 from data.tokenizer import byte_tokenizer
 from model import STEMS, build
 
-RAMP = ["#f3f3f1", "#d5e3d0", "#9cc7b0", "#4a9a8c", "#14595f"]
 UNTRUSTED = "</script><script>window.bad=1</script>\n\t<img src=x onerror=window.bad=1>{{data}} &lt; 😀 é"
 in_chromium = pytest.mark.skipif(browser.missing() is not None, reason=str(browser.missing()))
 
@@ -52,7 +51,7 @@ def test_statistics_as_by_loops_over_tokens():
     wanted = by_hand(model, ids)
     found = {each["name"]: each for each in tokens.statistics_of(model, ids)}
     assert list(found) == ["beta", "discrepancy_before", "discrepancy_after", "loss"]
-    assert [each["scale"] for each in found.values()] == ["gate", "ramp", "ramp", "ramp"]
+    assert [each["gate"] for each in found.values()] == [True, False, False, False]
     for name in ("beta", "discrepancy_before", "discrepancy_after"):
         sites, values = zip(*found[name]["rows"])
         assert sites == ("0 attn", "0 mlp", "1 attn", "1 mlp")
@@ -69,9 +68,7 @@ def test_every_stream_has_a_page(stem):
     found = tokens.statistics_of(randomise(build(stem, **SMALL)), ids_of("abc"))
     assert found[-1]["name"] == "loss"
     assert all(len(row) == 4 for each in found for _, row in each["rows"])
-    scales = {each["name"]: each["scale"] for each in found}
-    assert (scales.get("beta") == "gate") == stem.startswith("DDL")
-    assert "gate" not in {scale for name, scale in scales.items() if name != "beta"}
+    assert {each["name"] for each in found if each["gate"]} == ({"beta"} if stem.startswith("DDL") else set())
     page = tokens.page_of("a", {"model": stem}, texts.pieces_of(ids_of("abc"), byte_tokenizer()), found)
     assert "{{" not in page.partition("<script")[0]
 
