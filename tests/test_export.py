@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, one_line_error
+from conftest import EXAMPLES, ROOT, one_line_error
 from in_process import call
 from safetensors.torch import load_file, save_file
 
@@ -37,6 +37,8 @@ CASES |= {"constant": ("DDL-vdim1-gpt-mha-rope", {"ddl_v_constant": True})}
 CAUSAL = {"ddl_state_dv_shortconv_causal": True, "ddl_state_shortconv_kernel_size": 3}
 CASES |= {"causal": (CC, CAUSAL), "folded": (CC, {"ddl_cc_read": "folded"})}
 CASES |= {"gated": ("gated-gpt-mha-rope", {})}  # the README's example
+CASES |= {"untied": (CC, {"tie_embeddings": False}), "capped": ("capped-gpt-mha-rope", {})}
+CASES |= {"shared": ("shared-gpt-mha-rope", {}), "by_id": ("value-embedding-gpt-mha-rope", {})}
 IN_BFLOAT16 = (CC, "convolution", "plain")
 TEXTS = ["def f(x):\n    return größe", "", " \n\t尺寸", "<|endoftext|>a<|endoftext|>"]
 PAIRS = [("def f(", "x):"), ("import", " os"), ("", "return"), ("class A", ":")]
@@ -69,8 +71,8 @@ def example_stem(tmp_path_factory):
     package.mkdir()
     (package / "gated-gpt-mha-rope.py").write_text(next(text for text in blocks if "class Model" in text))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model, "__path__", [*model.__path__, str(package)])
-        patch.setattr(model, "STEMS", [*STEMS, "gated-gpt-mha-rope"])
+        patch.setattr(model, "__path__", [*model.__path__, str(package), str(EXAMPLES[0].parent)])
+        patch.setattr(model, "STEMS", [*STEMS, *(path.stem for path in EXAMPLES)])
         yield
 
 
@@ -296,7 +298,7 @@ def test_our_scripts_read_every_folder(case, reloaded, again, ids):
     back, encoding, _ = checkpoint.load_model(reloaded[0] / f"{name}{again}", "cpu")
     assert torch.equal(back(ids)[0], ours(ids)[0])
     assert vars(back.config) == vars(ours.config)
-    assert back.lm_head.weight is back.transformer.wte.weight
+    assert (back.lm_head.weight is back.transformer.wte.weight) == back.config.tie_embeddings
     assert encoding.name == "bytes"
     assert not {module for module in set(sys.modules) - before if "ddl" in module or "stem" in module}
 
