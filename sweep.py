@@ -113,8 +113,9 @@ def read_arguments(argv: list[str]):
 
 
 def keys_of_cells(files: list[str], options: dict[str, str]) -> dict[str, configurator.Knob]:
-    """What train.py takes where it is given these. ValueError: the config file fails."""
-    from_file = configurator.read_file(files[0]) if files else {}
+    """What train.py takes where it is given these."""
+    there = files and Path(files[0]).is_file()  # train.py says that it is not
+    from_file = configurator.read_file(files[0]) if there else {}
     return train.known_keys({key: from_file[key] for key in ("model",) if key in from_file}, options)
 
 

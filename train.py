@@ -74,7 +74,9 @@ class TrainConfig:
     micro_batch_size: Annotated[int, "most sequences of a process at once; smaller saves memory", LATER_FROM_1] = 20
     optimizer: Annotated[Literal["adamw", "muon"], "muon: Muon on the sublayers' matrices, AdamW on the rest"] = "adamw"
     learning_rate: Annotated[float, "peak learning rate, of AdamW", FROM_0] = 1e-3
-    muon_learning_rate: Annotated[float | None, "Muon's; None: learning_rate", FROM_0] = None
+    muon_learning_rate: Annotated[
+        float | None, "Muon's; None: learning_rate", Key(low=0, counts_with=("optimizer", "muon".__eq__))
+    ] = None
     muon_dtype: Annotated[
         Literal["bfloat16", "float32"] | None,
         "type of Muon's iteration; None: the compute type",
@@ -247,11 +249,6 @@ def check_run(c: TrainConfig) -> None:
     """Contradictions between run keys. ValueError: names the key, the value and the fix."""
     if c.min_lr is not None and c.min_lr > c.learning_rate:
         raise ValueError(f"min_lr={c.min_lr}: give a number from 0 to learning_rate={c.learning_rate}")
-    if c.optimizer == "adamw" and c.muon_learning_rate is not None:
-        raise ValueError(
-            f"muon_learning_rate={c.muon_learning_rate} has no effect with optimizer=adamw: "
-            "leave it out, or give --optimizer=muon"
-        )
     if c.weight_decay_rate is not None:
         for key in ("learning_rate", *optimizer.OWN_RATES.values()):
             if getattr(c, key) == 0:

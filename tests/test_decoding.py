@@ -94,7 +94,7 @@ def test_what_is_no_token_attends_to_something():
     """The softmax over nothing is 0 / 0 in some backends."""
     model, ids = tiny("gpt-mha-rope"), padded([[1], [2, 3, 4]])
     cache = model.new_cache()
-    mask = model.positions(3, cache, cache.reserve(ids)).mask
+    mask = model.positions(ids, cache, cache.reserve(ids)).mask
     assert mask[0, 0].tolist() == [[True, False, False], [False, True, False], [False, False, True]]
     assert torch.equal(mask[1, 0], torch.ones(3, 3).tril().bool())
 

@@ -68,7 +68,7 @@ def own(tmp_path, monkeypatch):
     folder = tmp_path / "model"
     folder.mkdir()
     monkeypatch.setattr(model, "__path__", [*model.__path__, str(folder)])
-    monkeypatch.setattr(model, "STEMS", [*model.STEMS])
+    before = list(model.STEMS)
 
     def save(text: str, stem: str = "own-gpt") -> str:
         (folder / f"{stem}.py").write_text(text, encoding="utf-8")
@@ -77,6 +77,7 @@ def own(tmp_path, monkeypatch):
         return stem
 
     yield save
+    model.STEMS[:] = before
     for name in [name for name in sys.modules if name.startswith("model.own-")]:
         del sys.modules[name]
 

@@ -140,9 +140,9 @@ def set_rates(optimizers: list[torch.optim.Optimizer], step: int, config) -> dic
 
     Returns {"lr": that of learning_rate}, and beside it those that have a peak of their own.
     """
-    rates = {"lr": learning_rate_at(step, config)}
+    rates, taken = {"lr": learning_rate_at(step, config)}, {g["rate"] for each in optimizers for g in each.param_groups}
     for name, key in OWN_RATES.items():
-        if (peak := getattr(config, key)) is not None:
+        if name in taken and (peak := getattr(config, key)) is not None:
             rates[name] = learning_rate_at(step, config, peak)
     set_learning_rate(optimizers, **rates)
     if config.weight_decay_rate is not None:
