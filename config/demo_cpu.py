@@ -13,8 +13,8 @@ head_dim = 32
 hidden_size = 128
 init = "normal"  # the better one for this model, by little (docs/demo.md)
 
-# Small batches: with so few tokens, more steps beat less noise. Muon learns about twice as fast as AdamW here. Both rates
-# are the best of this model (docs/demo.md); another model has its own, additive 1e-2 and 8e-2.
+# Small batches: with so few tokens, more steps beat less noise. Muon learns about twice as fast as AdamW here.
+# The rates are this model's best (docs/demo.md); another has its own, additive 1e-2 (Muon) and 8e-2.
 max_steps = 800
 global_batch_size = 8
 micro_batch_size = 8
