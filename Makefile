@@ -1,5 +1,6 @@
 # make train   from a fresh clone to a trained model, its loss curve and a sample of what it writes
-# make test    the test-suite            make soak   every count in full (up to 40 minutes)
+# make test    the core's tests          make test-research   those of research/
+# make soak    every count in full (up to 40 minutes)
 # make golden  hold today's code to the runs and shards of an earlier version (tests/golden)
 # make lint    ruff, check and format    make clean  remove what the above made, .venv aside
 #
@@ -20,20 +21,23 @@ digest = $(shell printf %s $(quoted) | sha256sum | cut -c1-8)
 given := $(lastword $(filter --out_dir=%,$(ARGS)))
 RUN := $(or $(patsubst --out_dir=%,%,$(given)),runs/$(basename $(notdir $(CONFIG)))$(if $(strip $(ARGS)),-$(settings)-$(digest)))
 
-.PHONY: train test soak golden lint format clean
+.PHONY: train test test-research soak golden lint format clean
 
 # The dry run answers a mistake in ARGS with one line, which torchrun would bury.
 train: .venv/installed $(CORPUS)
 	@$(BIN)/python train.py $(CONFIG) --out_dir="$(RUN)" --resume=auto $(ARGS) --dry_run
 	$(BIN)/torchrun train.py $(CONFIG) --out_dir="$(RUN)" --resume=auto $(ARGS)
-	$(BIN)/python report.py curves "$(RUN)"
+	$(BIN)/python -m training.plot "$(RUN)"
 	$(BIN)/python sample.py "$(RUN)" --prompt="class" --num_samples=3 --max_new_tokens=150 | tee "$(RUN)/sample.txt"
 
 test: .venv/installed $(CORPUS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
+test-research: .venv/installed $(CORPUS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 research/tests
+
 soak: .venv/installed $(CORPUS)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not golden"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not golden" tests research/tests
 
 golden: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_golden.py -m golden

@@ -25,8 +25,6 @@ import typing
 from dataclasses import dataclass
 from pathlib import Path
 
-from model.keys import Key, keys_of
-
 ROOT = Path(__file__).resolve().parent
 INTERRUPTED = 130  # as a shell has it for a process that SIGINT has ended
 OTHERS_WAIT = 3.0  # seconds; torchrun looks at its processes ten times a second
@@ -47,7 +45,7 @@ def _end_at_once(*_) -> None:
 def _main_is_ours() -> bool:
     """Whether a script of this repository runs, and not a test, a notebook or a program that imports from it."""
     main = getattr(sys.modules["__main__"], "__file__", None)
-    return main is not None and Path(main).resolve().parent == ROOT
+    return main is not None and Path(main).resolve().parent in (ROOT, ROOT / "research")
 
 
 # Scripts import this module before all that takes time to import.
@@ -65,7 +63,7 @@ class Knob:
     default: object
     help: str
     group: str
-    key: Key
+    fact: object  # what the schema says of the key beside its help (model/keys.py), None: nothing
 
     @property
     def kind(self) -> str:
@@ -84,10 +82,10 @@ def knobs(*schemas: type) -> dict[str, Knob]:
     """Every field of the dataclasses by name, the first of a name; group is its class's first docstring line."""
     result: dict[str, Knob] = {}
     for schema in schemas:
-        hints, keys = typing.get_type_hints(schema, include_extras=True), keys_of(schema)
+        hints = typing.get_type_hints(schema, include_extras=True)
         for field in dataclasses.fields(schema):
             hint = hints[field.name]
-            annotated, help_text = typing.get_args(hint)[:2] if hasattr(hint, "__metadata__") else (hint, "")
+            annotated, help_text, *facts = typing.get_args(hint) if hasattr(hint, "__metadata__") else (hint, "")
             kinds, choices = kinds_and_choices(annotated)
             if not {int, float, bool, str, type(None)}.issuperset(kinds):
                 raise ValueError(
@@ -96,7 +94,7 @@ def knobs(*schemas: type) -> dict[str, Knob]:
                 )
             owner = [base for base in schema.__mro__ if field.name in base.__dict__.get("__annotations__", {})][-1]
             title = (owner.__doc__ or owner.__name__).partition("\n")[0]
-            knob = Knob(field.name, kinds, choices, field.default, help_text, title, keys[field.name])
+            knob = Knob(field.name, kinds, choices, field.default, help_text, title, facts[0] if facts else None)
             result.setdefault(field.name, knob)
     return result
 
@@ -264,7 +262,7 @@ def help_text(usage: str, schema: dict[str, Knob]) -> str:
     """The usage, then every key with its default, help, and choices or range, by the class that defines it."""
     groups: dict[str, list[str]] = {}
     for knob in schema.values():
-        values = " | ".join(map(str, knob.choices)) or knob.key.range
+        values = " | ".join(map(str, knob.choices)) or getattr(knob.fact, "range", "")
         line = f"  --{knob.name}={knob.default}".ljust(44) + f" {knob.help}{f' ({values})' if values else ''}"
         groups.setdefault(knob.group, []).append(line)
     return "\n".join([usage.strip(), *(line for title, lines in groups.items() for line in ["", title, *lines])])

@@ -19,8 +19,8 @@ import configurator  # before all that is slow to import: it takes Ctrl+C
 
 # isort: split
 
-from harness import comparison, published, subjects, tasks
-from harness.runner import Evaluation, open_corpus_of, write_text
+from evaluation import comparison, published, subjects, tasks
+from evaluation.runner import Evaluation, open_corpus_of, write_text
 from model import kernels
 from model.decoding import round_matrices
 from training import distributed

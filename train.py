@@ -6,7 +6,7 @@
     python train.py [CONFIG.py] --help                                    every key
 
 The defaults are the paper's recipe (Deep Delta Learning, arXiv 2601.00417); a config file overrides them, the command
-line overrides the file. The run folder receives metrics.jsonl and checkpoints; `report.py curves` draws it and
+line overrides the file. The run folder receives metrics.jsonl and checkpoints; `research/report.py curves` draws it and
 `sample.py` reads what it learned.
 """
 

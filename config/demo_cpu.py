@@ -11,10 +11,10 @@ num_hidden_layers = 4
 num_attention_heads = 4
 head_dim = 32
 hidden_size = 128
-init = "normal"  # the better one for this model, by little (docs/demo.md)
+init = "normal"  # the better one for this model, by little (research/docs/demo.md)
 
 # Small batches: with so few tokens, more steps beat less noise. Muon learns about twice as fast as AdamW here.
-# The rates are this model's best (docs/demo.md); another has its own, additive 1e-2 (Muon) and 8e-2.
+# The rates are this model's best (research/docs/demo.md); another has its own, additive 1e-2 (Muon) and 8e-2.
 max_steps = 800
 global_batch_size = 8
 micro_batch_size = 8

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-import tables
+from evaluation import tables
 from training import metrics
 
 OPTIMISER = (

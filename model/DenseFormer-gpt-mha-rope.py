@@ -25,8 +25,6 @@ class Current(Direct):
 
 
 class AddToCurrent(Add):
-    shortcut = None  # of a tuple there is none
-
     def forward(self, state, h, x_in, c, past=None):
         return *state[:-1], super().forward(state[-1], h, x_in, c, past)
 
@@ -39,9 +37,6 @@ class DepthAverage(nn.Module):
 
     def elementwise_flops(self) -> int:
         return 2 * self.weights.numel() * self.hidden_size
-
-    def edits(self) -> dict:
-        return {"A=I": {"averages": False}}
 
     def forward(self, outputs, averages: bool = True):
         if not averages:

@@ -11,7 +11,6 @@ from model.gpt import GPT, GPTConfig
 from model.keys import Key
 from model.layers import at_least_fp32, linear_fp32
 from model.parameters import FIXED, OUTPUT, Rule, constant, linear, normal
-from model.shortcut import Diagonal, LowRank
 
 
 @dataclass
@@ -41,9 +40,6 @@ class LAuReLWrite(Add):
     def elementwise_flops(self) -> int:
         return (3 if self.weighted else 2) * self.hidden_size
 
-    def edits(self) -> dict:
-        return {"a=b=1" if self.weighted else "no low rank": {"plain": True}}
-
     def forward(self, state, h, x_in, c, past=None, plain: bool = False):
         if plain:
             return super().forward(state, h, x_in, c, past)
@@ -52,11 +48,6 @@ class LAuReLWrite(Add):
             a, b = 2 * self.logits.softmax(0)
             return (a * h.to(x.dtype) + b * x).to(state.dtype)
         return (x + h + linear_fp32(self.up, linear_fp32(self.down, x))).to(state.dtype)
-
-    def shortcut(self, state, h, x_in, c) -> Diagonal | LowRank:
-        if self.weighted:
-            return Diagonal((2 * self.logits.softmax(0)[1]).expand(1, 1, self.hidden_size))
-        return LowRank(self.up.weight.mT[None, None], self.down.weight[None, None])
 
 
 class LAuReLBlock(WritingBlock):

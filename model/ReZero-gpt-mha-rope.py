@@ -20,9 +20,6 @@ class ScaledAdd(Add):
     def forward(self, state, h, x_in, c, past=None, scale: float | None = None):
         return (state + (self.scale if scale is None else scale) * h).to(state.dtype)
 
-    def edits(self) -> dict:
-        return {"a=0": {"scale": 0.0}, "a=1": {"scale": 1.0}}
-
 
 class ReZeroBlock(WritingBlock):
     Write = ScaledAdd

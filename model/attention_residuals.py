@@ -62,7 +62,7 @@ class DepthAttention(nn.Module):
     def forward(self, state, past: Past | None = None, force: Literal["uniform", "last"] | None = None):
         """state, a tuple of (B, T, d) -> x_in (B, T, d) and the weights a (B, T, sources).
 
-        force: weights in the place of the learned ones, 1/sources each, or those of the last source alone (`edits`).
+        force: weights in the place of the learned ones, 1/sources each, or those of the last source alone (for analyses).
         """
         sources = [each.to(at_least_fp32(each.dtype)) for each in state]
         # The norm is a number for each token, and is taken out of the product: no normed copy of a source is kept.
@@ -74,15 +74,6 @@ class DepthAttention(nn.Module):
         elif force == "last":
             weights = torch.cat([torch.zeros_like(weights[..., 1:]), torch.ones_like(weights[..., :1])], dim=-1)
         return sum(weights[..., i, None] * each for i, each in enumerate(sources)), weights
-
-    def edits(self) -> dict:
-        """None of the first site, which has one source."""
-        edits = {"uniform weights": {"force": "uniform"}, "last source alone": {"force": "last"}}
-        return edits if self.sources > 1 else {}
-
-    def details(self, state) -> dict:
-        """Of each token (B, T, sources): the weights a."""
-        return {"source_weight": self(state)[1]}
 
 
 class LastAttention(DepthAttention):

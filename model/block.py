@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 
 from model.decoding import kept
 from model.layers import MLP, CausalSelfAttention, RMSNorm, at_least_fp32
-from model.shortcut import Diagonal, identity
 
 
 class Past(NamedTuple):
@@ -74,9 +73,6 @@ class Add(nn.Module):
         dtype = at_least_fp32(state.dtype)
         return (state.to(dtype) + self.branch_mult * h.to(dtype)).to(state.dtype)
 
-    def shortcut(self, state, h, x_in, c) -> Diagonal:
-        return identity(state)
-
 
 @dataclass(frozen=True, eq=False)
 class Site:
@@ -92,17 +88,9 @@ class Site:
         statistics(state, h, x_in, c, written) -> {name: (B, T)}   what metrics.jsonl and the page show of each token
         extra_loss(state, h, x_in, c, written) -> a scalar         what training minimises as well (GPT.forward)
         ranges = {statistic: (low, high)}                          between which its numbers lie, for colours
-        shortcut(state, h, x_in, c) -> a map of model/shortcut.py  what becomes of the state, gates and directions fixed
 
     and a read, write, after, expander or readout `elementwise_flops()`: operations a token that are no matrix products.
-    What `analyze.py gates` looks at beside the statistics, each of which may be there or not:
-
-        details(state, h, x_in, c, written) -> {name: (B, T, ...)}   of a write, of a read details(state): more numbers,
-                                                                     vectors or matrices of each token
-        edits() -> {name: {keyword: value}}   of a read, write or after: arguments of its forward beside the usual ones,
-                                              with which it computes the same but for one piece
-        along(state, h, x_in, c) -> (B, T, d)   of a write: the direction that it writes along; without it, that of h
-        shares = {statistic: {label: (low, high)}}   of a write: intervals, ends left out, that tokens are counted in
+    What analyses look at beside the statistics is in research/analysis/parts.py.
     """
 
     name: str

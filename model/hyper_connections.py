@@ -20,7 +20,6 @@ from model.gpt import GPTConfig
 from model.keys import Key
 from model.layers import LayerNorm, at_least_fp32, linear_fp32
 from model.parameters import OUTPUT, Rule, constant, linear, normal
-from model.shortcut import Mix
 
 
 @dataclass
@@ -80,22 +79,12 @@ class Connection(nn.Module):
 
     def forward(self, state, past: Past | None = None, mixes: bool = True, weighs: bool = True):
         """state (B, T, n, d) -> x_in (B, T, d), write and mix; without `mixes` mix is the identity, without `weighs`
-        write is 1 (`edits`)."""
+        write is 1 (for analyses)."""
         streams = state.to(at_least_fp32(state.dtype))
         read, write, mix = self.weights(streams)
         if not mixes:
             mix = torch.eye(self.streams, dtype=mix.dtype, device=mix.device).expand_as(mix)
         return weighted_sum(read, streams), write if weighs else torch.ones_like(write), mix
-
-    def edits(self) -> dict:
-        return {"mix=I": {"mixes": False}, "write=1": {"weighs": False}}
-
-    def details(self, state) -> dict:
-        """Of each token: read and write (B, T, n), and mix (B, T, n, n)."""
-        streams = state.to(at_least_fp32(state.dtype))
-        found = zip(("read", "write", "mix"), self.weights(streams))
-        shapes = {"read": (-1,), "write": (-1,), "mix": (-1, -1)}
-        return {name: weights.expand(*state.shape[:2], *shapes[name]) for name, weights in found}
 
 
 class MixAndAdd(nn.Module):
@@ -122,11 +111,6 @@ class MixAndAdd(nn.Module):
         mix = taken[2].expand(*state.shape[:2], -1, -1)
         kept = mix.diagonal(dim1=-2, dim2=-1).mean(-1)
         return {"mix_kept": kept, "mix_error": (mix.sum(-2) - 1).abs().amax(-1)}
-
-    def shortcut(self, state, h, taken, c) -> Mix:
-        """mix^T, which is one for all tokens where it is learned numbers."""
-        mix = taken[2]
-        return Mix(mix.mT[(None,) * (4 - mix.ndim)])
 
 
 class HyperConnection(Connection):

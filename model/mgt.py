@@ -15,7 +15,6 @@ from model.gpt import GPTConfig
 from model.keys import Key
 from model.layers import LayerNorm, at_least_fp32, for_product
 from model.parameters import HIDDEN, Rule, constant, linear, normal
-from model.shortcut import Diagonal, identity
 
 
 @dataclass
@@ -83,7 +82,7 @@ class MGTWrite(nn.Module):
         return gate, beta
 
     def forward(self, state, h, x_in, c, past: Past | None = None, **forced: float):
-        """forced: numbers in the place of the learned gate, beta and alpha (`edits`)."""
+        """forced: numbers in the place of the learned gate, beta and alpha (for analyses)."""
         gate, beta = self.gates(state)
         gate, beta = forced.get("gate", gate), forced.get("beta", beta)
         x = state.to(at_least_fp32(state.dtype))
@@ -91,14 +90,6 @@ class MGTWrite(nn.Module):
         if self.config.has_beta:
             value = beta * (value - forced.get("alpha", self.alpha) * x)
         return (x + value).to(state.dtype)
-
-    def edits(self) -> dict:
-        edits = {"gate=1": {"gate": 1.0}} if self.config.has_gate else {}
-        return edits | ({"beta=1": {"beta": 1.0}, "alpha=0": {"alpha": 0.0}} if self.config.has_beta else {})
-
-    def details(self, state, h, x_in, c, written) -> dict:
-        """Of each token (B, T, d): beta."""
-        return {"beta_of_feature": self.gates(state)[1]} if self.config.has_beta else {}
 
     ranges: ClassVar = {"beta_negative": (0.0, 1.0), "gate": (0.0, 1.0)}
 
@@ -111,10 +102,6 @@ class MGTWrite(nn.Module):
             found |= {"beta": beta.mean(-1), "beta_variance": beta.var(-1, unbiased=False)}
             found["beta_negative"] = (beta < 0).to(beta.dtype).mean(-1)
         return found | ({"gate": gate.mean(-1)} if self.config.has_gate else {})
-
-    def shortcut(self, state, h, x_in, c) -> Diagonal:
-        """1 - beta alpha of every feature."""
-        return Diagonal(1 - self.gates(state)[1] * self.alpha) if self.config.has_beta else identity(state)
 
 
 class MGTBlock(WritingBlock):

@@ -16,7 +16,7 @@ import torch
 
 import configurator
 from model import every_config, model_class, weights
-from model.keys import values_before
+from model.keys import keys_of, values_before
 from model.residual import fold_column_conv
 
 # The release's file names as our stems; `-accelerated` computes the same with kernels of its own.
@@ -289,9 +289,9 @@ def config_of(model, older: bool = False) -> dict:
     release = f"the authors' {'older' if older else 'current'} release"
     if stem not in VARIANTS:
         raise ValueError(f"model={stem!r}: {release} has no such variant")
-    written, knobs = {}, configurator.knobs(type(config))
+    written, knobs, keys = {}, configurator.knobs(type(config)), keys_of(type(config))
     for name, value in vars(config).items():
-        idle = name in MAPPED or knobs[name].key.initial or knobs[name].key.free
+        idle = name in MAPPED or keys[name].initial or keys[name].free
         if name in THEIRS:
             written[name] = value
         elif not idle and value != knobs[name].default:

@@ -20,7 +20,6 @@ from model.gpt import GPTConfig
 from model.keys import Key
 from model.layers import at_least_fp32, for_product, linear_fp32
 from model.parameters import FIXED, HIDDEN, INPUT, OUTPUT, Rule, constant, linear, normal
-from model.shortcut import Diagonal, LowRank, identity
 
 
 @dataclass
@@ -190,33 +189,6 @@ class EmbeddingColumnConvConfig(EmbeddingConvConfig, ColumnConvConfig):
     """Keys of DDL models with both convolutions (CC-EC)."""
 
 
-def cosines(x):
-    """Between the rows of x (..., n, d), (..., n, n); 0 for rows of zeros."""
-    unit = F.normalize(x, dim=-1)
-    return unit @ unit.mT
-
-
-def details_of_columns(state, weights) -> dict:
-    """What a read of the state (B, T, v, d) by weights (K, v, d) makes of its columns; nothing of a single one.
-
-    `column_share` (B, T, v): the norm of a column's part of x_in over the sum of those of all. Of the kernels that
-    columns are read with, the same for every token: `kernel_norm` (B, T, v), `kernel_cosine` (B, T, v, v).
-    """
-    if weights.shape[1] == 1:
-        return {}
-    columns = range(weights.shape[1])
-    parts = torch.stack([read_columns(state[:, :, j, None], weights[:, j, None]) for j in columns], dim=2)
-    sizes = torch.linalg.vector_norm(parts, dim=-1)
-    share = sizes / sizes.sum(-1, keepdim=True).clamp_min(torch.finfo(sizes.dtype).tiny)
-    kernels = weights.transpose(0, 1).flatten(1)  # (v, K d)
-    tokens = state.shape[:2]
-    return {
-        "column_share": share,
-        "kernel_norm": torch.linalg.vector_norm(kernels, dim=-1).expand(*tokens, -1),
-        "kernel_cosine": cosines(kernels).expand(*tokens, -1, -1),
-    }
-
-
 def features_last(weights):
     """weights (d, v, K) as parameters keep them -> (K, v, d) in memory as well, the current token's tap first.
 
@@ -309,9 +281,6 @@ class TokenConvRead(nn.Module):
     def forward(self, state, past: Past | None = None):
         return read_columns(state, self.weights(), past)
 
-    def details(self, state) -> dict:
-        return details_of_columns(state, self.weights())
-
 
 class ColumnConvRead(nn.Module):
     """Compressor (CC): a convolution over the columns of each feature, x_in[t, i] = sum_j w[i, j] X[t, j, i].
@@ -355,9 +324,6 @@ class ColumnConvRead(nn.Module):
 
     def forward(self, state, past: Past | None = None):
         return read_columns(state, self.weights(), past)
-
-    def details(self, state) -> dict:
-        return details_of_columns(state, self.weights())
 
 
 def start_of_taps(config, taps: int, last: bool):
@@ -434,16 +400,6 @@ class DeltaRewrite(nn.Module):
 
     fused = "delta_rewrite"
     takes_branch_mult = True
-    # Where k^T X is kept, overwritten by t or reflected about it; 1 - beta is the eigenvalue of A = I - beta k k^T.
-    shares: ClassVar[dict] = {
-        "beta": {
-            "skip": (0, 0.5),
-            "match": (0.5, 1.5),
-            "over-relaxed": (1.5, 2),
-            "negative eigenvalue": (1, 2),
-            "skipped write": (0, 0.05),
-        }
-    }
 
     def __init__(self, config: DeltaConfig):
         super().__init__()
@@ -539,7 +495,7 @@ class DeltaRewrite(nn.Module):
     def forward(self, state, h, x_in, c, past: Past | None = None, force: float | None = None, erase: bool = True):
         """state (B, T, v, d); sublayer output h, read x_in and context c (B, T, d) -> new state.
 
-        force: a gate in the place of the learned one; erase: False leaves the erase out (`edits`).
+        force: a gate in the place of the learned one; erase: False leaves the erase out (for analyses).
         """
         khat = self.along(state, h, x_in, c)
         beta = self.gate(self.gate_source(state, x_in, c))
@@ -550,10 +506,6 @@ class DeltaRewrite(nn.Module):
     def along(self, state, h, x_in, c):
         """khat (B, T, d)."""
         return self.direction(self.direction_source(state, h, x_in, c))
-
-    def edits(self) -> dict:
-        edits = {f"beta={beta}": {"force": float(beta)} for beta in range(3)}
-        return edits | ({"no erase": {"erase": False}} if self.config.ddl_update == "delta" else {})
 
     ranges: ClassVar = {"beta": (0.0, 2.0)}
 
@@ -569,29 +521,6 @@ class DeltaRewrite(nn.Module):
             "discrepancy_before": discrepancy(state),
             "discrepancy_after": discrepancy(written),
         }
-
-    def details(self, state, h, x_in, c, written) -> dict:
-        """Of each token: the norms of what is erased, beta k k^T X, and written, beta k t^T, over that of X (B, T); the
-        discrepancy's ratio, after to before, and |1 - beta|, which it should be (B, T); the value t (B, T, v)."""
-        khat, value = self.along(state, h, x_in, c), self.write_value(h, x_in, c)
-        said, norm = self.statistics(state, h, x_in, c, written), partial(torch.linalg.vector_norm, dim=-1)
-        beta = self.config.branch_mult * said["beta"]
-        step = beta * norm(khat) / math.sqrt(khat.shape[-1]) / norm(state.flatten(2).to(khat.dtype))
-        found = {"written": step * norm(value), "value": value}
-        if self.config.ddl_update == "delta":
-            found |= {"erased": step * norm(read_along(state, khat))}
-            tiny = torch.finfo(khat.dtype).tiny
-            found |= {"contraction": said["discrepancy_after"] / said["discrepancy_before"].clamp_min(tiny)}
-            found |= {"contraction_expected": (1 - beta).abs()}
-        return found
-
-    def shortcut(self, state, h, x_in, c) -> LowRank | Diagonal:
-        """A = I - beta k k^T of every column; the identity without erase."""
-        if self.config.ddl_update == "write_only":
-            return identity(state)
-        k = self.along(state, h, x_in, c) / math.sqrt(state.shape[-1])
-        beta = self.config.branch_mult * self.gate(self.gate_source(state, x_in, c))
-        return LowRank((-beta * k).unsqueeze(2), k.unsqueeze(2))
 
 
 class DeltaBlock(Block):

@@ -10,7 +10,6 @@ from model.block import WritingBlock
 from model.gpt import GPT
 from model.parameters import Rule
 from model.residual import ColumnConvRead, ColumnsConfig, Repeat, TokenConvRead
-from model.shortcut import Diagonal, identity
 
 
 @dataclass
@@ -40,12 +39,6 @@ class WideAdd(nn.Module):
     def forward(self, state, h, x_in, c, past=None, alike: bool = False):
         weights = torch.ones_like(self.weights) if alike else self.weights
         return (state + h.unsqueeze(2) * weights[:, None]).to(state.dtype)
-
-    def edits(self) -> dict:
-        return {"w=1": {"alike": True}}
-
-    def shortcut(self, state, h, x_in, c) -> Diagonal:
-        return identity(state)
 
 
 class WideBlock(WritingBlock):

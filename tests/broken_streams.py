@@ -109,43 +109,9 @@ class Summed(Add):
         return {"h_rms": h.square().mean().sqrt()}
 
 
-class NoEdit(Add):
-    def forward(self, state, h, x_in, c, past=None, nothing=False):
-        return super().forward(state, h, x_in, c, past)
-
-    def edits(self):
-        return {"nothing": {"nothing": True}}
-
-
-class LastingEdit(Gated):
-    def __init__(self, config):
-        super().__init__(config)
-        self.rules = {"gate": Rule(constant(1.0))}
-
-    def forward(self, state, h, x_in, c, past=None, closed=False):
-        if closed:
-            self.gate.data.zero_()
-        return super().forward(state, h, x_in, c, past)
-
-    def edits(self):
-        return {"gate=0": {"closed": True}}
-
-
-class OfAllTokens(Add):
-    def details(self, state, h, x_in, c, written):
-        return {"mean_h": h.mean(1)}
-
-
 class Widened(Add):
     def forward(self, state, h, x_in, c, past=None):
         return state.float() + h.float()
-
-
-class Halved(Add):
-    """It says what Add says: that the state is kept."""
-
-    def forward(self, state, h, x_in, c, past=None):
-        return state / 2 + h
 
 
 class OneGate(Block):
@@ -182,10 +148,6 @@ BROKEN = {
         "cross-entropy of its logits",
     ),
     "breaks the graph": (additive(write=Branching), "compiled", "torch.compile must break the graph"),
-    "an edit of nothing": (additive(write=NoEdit), "edits", "nothing of block 0 attn changes nothing"),
-    "an edit that stays": (additive(write=LastingEdit), "edits", "after its edits the model has another loss"),
-    "a detail of all tokens": (additive(write=OfAllTokens), "details", "mean_h is not of each token"),
     "a statistic of all tokens": (additive(write=Summed), "statistics", "is no number for each token"),
     "a wider state": (additive(write=Widened), "autocast", r"attn, changes the state from \(torch.bfloat16"),
-    "an inherited shortcut": (additive(write=Halved), "shortcut", "its shortcut is not what the write does"),
 }

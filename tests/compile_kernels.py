@@ -4,18 +4,62 @@ The interpreter takes what the compiler refuses. Prints a line a form; a form th
 """
 
 import itertools
+import re
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.ceiling import arguments_of, compile_for
 from model.kernels import add_norm, expand, rope, step_kernels
 
 NO_WRITE = dict.fromkeys(("h", "y", "z", "inverse_norm", "discrepancy", "update", "new_state", "grad_h", "grad_y"))
 NO_GATE = dict.fromkeys(("gate", "gate_bias", "gate_logit", "grad_gate"))
 NO_VALUE = dict.fromkeys(("value", "value_bias", "value_logit", "grad_value"))
 CONSTANT = {"VALUE": "constant", "z": None, "grad_z": None}
+
+
+def compile_for(kernel, arguments: dict, num_warps: int, arch: int = 90):
+    """The compiled kernel. arguments: name -> a pointer type ("*bf16"), a type ("i32"), a tuple of them, or a constant.
+
+    Pointers are taken as aligned to 16 bytes, as torch allocates them.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature, constants, attributes = {}, {}, {}
+
+    def is_type(value):
+        return isinstance(value, str) and re.fullmatch(r"\*?(bf16|fp16|fp32|i32)", value)
+
+    for index, (name, value) in enumerate(arguments.items()):
+        if is_type(value) or isinstance(value, tuple):
+            signature[name] = value
+            for part, each in enumerate(value if isinstance(value, tuple) else (value,)):
+                if each.startswith("*"):
+                    where = (index, part) if isinstance(value, tuple) else (index,)
+                    attributes[where] = [["tt.divisibility", 16]]
+        else:
+            signature[name], constants[(index,)] = "constexpr", value
+        if name in ("row_stride", "column_stride"):
+            attributes[(index,)] = [["tt.divisibility", 16]]  # as at the widths that are used
+    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": num_warps})
+
+
+def arguments_of(kernel, constants: dict, columns: int, writes: int = 0) -> dict:
+    """The kernel's arguments in bf16 with all heads and results: states and vectors bf16, scalars and sums fp32."""
+    bf16 = (
+        "base h x_in new_state context grad_state grad_context new_grad_state grad_h x new_x grad_x new_grad_x state "
+    )
+    bf16 += "qkv qk grad_q grad_k grad_v grad_qkv"
+    integers = "row_stride column_stride tokens rows chunk chunks table_stride"
+    numbers = "k_eps_squared norm_eps eps value_scale value_constant"
+    types = dict.fromkeys(bf16.split(), "*bf16") | dict.fromkeys(integers.split(), "i32")
+    types |= dict.fromkeys(numbers.split(), "fp32") | dict.fromkeys("carry new_carry grad_x_in".split())
+    types |= {"hs": ("*bf16",) * writes, "us": ("*fp32",) * writes, "V": columns}
+    types |= {"VALUE": "sigmoid", "VALUE_INPUT": "residual", "ERASE": True, "TOTAL": 2**16, **constants}
+    return {name: types.get(name, "*fp32") for name in kernel.arg_names}
 
 
 def forms():

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from conftest import precision
+from helpers import precision
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model import kernels

@@ -8,7 +8,7 @@ import browser
 import pytest
 import torch
 from browser import COLUMN, RAMP, cells, colour, point_at, text, until
-from conftest import SMALL, small_run
+from helpers import SMALL, small_run
 from in_process import call
 
 from data.tokenizer import byte_tokenizer, train_byte_pairs

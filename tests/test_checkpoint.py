@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import sign
+from helpers import Trap, sign
 from safetensors.torch import load_file
 
 from data import tokenizer
@@ -103,16 +103,6 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_taken(tmp_pa
     (tmp_path / "checkpoints" / "step_00000001" / "state.json").write_text("{}")
     with pytest.raises(ValueError, match="holds no whole checkpoint"):
         checkpoint.find(tmp_path)
-
-
-class Trap:
-    """Pickled, it writes a file when it is loaded."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return Path.write_text, (self.path, "executed")
 
 
 def test_loading_executes_nothing(tmp_path):

@@ -7,7 +7,7 @@ import broken_streams
 import contract
 import pytest
 import torch
-from conftest import EXAMPLES, ROOT, script, small_run
+from helpers import EXAMPLES, ROOT, script, small_run
 
 import export
 import train

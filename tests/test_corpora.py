@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT, one_line_error
+from helpers import ROOT, one_line_error
 from in_process import call
 
 from data import tasks, tokenizer

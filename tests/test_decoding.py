@@ -1,31 +1,19 @@
 """A decoder's logits against the model without a cache, in float64; what it refuses; and that it stays in place."""
 
-import json
 import re
 from functools import partial
 
 import pytest
 import torch
-from conftest import one_line_error, precision, small_run
+from decoding_helpers import CASES, CC, EC
+from helpers import one_line_error, precision, small_run
 from in_process import call
-from test_model import EXPANDED, INPUTS, PAPER, TINY, tiny
+from models import PAPER, TINY, tiny
 from torch._dynamo.testing import CompileCounterWithBackend
 
-import bench
-from benchmarks import decode
-from model import STEMS, kernels
+from model import kernels
 from model.decoding import Decoder, padded, round_matrices
 from model.generation import Generation, Sampling
-
-CC, EC = "DDL-gpt-mha-rope-CC", "DDL-gpt-mha-rope-EC"
-CASES = [(stem, {}) for stem in PAPER]
-CASES += [(stem, {"ddl_map": "v", "ddl_k_hidden_size": 3}) for stem in PAPER if stem.startswith("DDL")]
-CASES += [(stem, {"ddl_map": "v", "ddl_k_branch": "attention"}) for stem in EXPANDED]
-CASES += [("DDL-gpt-mha-rope", {"ddl_state_shortconv_kernel_size": k}) for k in (1, 2, 7)]
-CASES += [(EC, {"input_embed_shortconv_kernel_size": k, "ddl_value_channels": 2}) for k in (1, 2, 7)]
-CASES += [(CC, {"ddl_beta_single_linear": False, "ddl_beta_hidden_size": 5, "ddl_update": "write_only"})]
-CASES += [(stem, keys) for stem, keys in zip(("DDL-vdim1-gpt-mha-rope", EC, CC), INPUTS.values())]
-CASES += [("gpt-mha-rope", {"rope_ratio": 0.5, "mup": True, "use_qk_rmsnorm": False})]
 
 
 def tokens_of(B: int, T: int):
@@ -258,37 +246,6 @@ def test_the_script_compiled_gives_the_same_text(run):
     keys = ["--max_new_tokens=40", "--prompt=def ", "--device=cpu"]
     texts = [call("sample.py", run, *keys, f"--compile={compiled}").stdout for compiled in (False, True)]
     assert texts[0] == texts[1] != b""
-
-
-def test_decoding_is_measured(tmp_path):
-    out = tmp_path / "decode.json"
-    size = ["--vocab_size=64", "--block_size=16", "--num_hidden_layers=1", "--num_attention_heads=2", "--head_dim=8"]
-    keys = [*size, "--hidden_size=16", "--device=cpu", "--compile=False", "--rounds=2", "--context=6", "--tokens=3"]
-    result = call("bench.py", "decode", *keys, f"--json={out}", "--note=a test")
-    assert result.returncode == 0, result.stderr.decode()
-    stored = json.loads(out.read_text())
-    assert stored.keys() >= {"command", "commit", "machine", "threads", "size", "context"}
-    assert stored["note"] == "a test"
-    rows = stored["rows"]
-    assert sorted({row["model"] for row in rows}) == STEMS
-    assert {row["way"]: row["ratio"] for row in rows}.keys() == {"uncached", "cached"}
-    assert all(row["tokens_per_second_p10"] <= row["tokens_per_second"] for row in rows)
-    assert all(row["ratio"] == 1 for row in rows if row["way"] == "uncached")
-    assert decode.markdown(rows) in result.stdout.decode()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--context=250"], "--context and --tokens: 282 together, --block_size=256: give fewer"),
-        (["--tokens=0"], "give 1 or more"),
-        (["--models=gpt-mha-rope+kernels=off"], "leave the plus out"),
-        (["--models=gpt-mha-rop"], "did you mean gpt-mha-rope"),
-    ],
-)
-def test_what_cannot_be_measured_is_said(arguments, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        decode.run(bench.arguments(["decode", "--device=cpu", "--compile=False", *arguments]))
 
 
 @pytest.mark.gpu

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from conftest import SMALL, script
+from helpers import SMALL, script
 
 from model import model_class
 from training import metrics

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import small_run, wait_for
+from helpers import small_run, wait_for
 from in_process import finish_together
-from test_interruptions import CONSTANT, begin, final, phase_of, records, steps_done, workers
+from interruptions_helpers import CONSTANT, begin, final, phase_of, records, steps_done, workers
 from torch._dynamo.utils import counters
 from torch.multiprocessing import ProcessExitedException
 

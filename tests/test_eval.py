@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import one_line_error, script, small_run
+from contract import randomise
+from helpers import one_line_error, script, small_run
 from in_process import call
-from test_model import randomise
 
 from data import shards, tokenizer
 from data.shards import open_corpus
@@ -29,8 +29,8 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 import export
-from harness import batches, comparison, published, runner, subjects, tasks
-from harness.language_model import LanguageModel, generation_settings
+from evaluation import batches, comparison, published, runner, subjects, tasks
+from evaluation.language_model import LanguageModel, generation_settings
 from training import checkpoint
 from training.checkpoint import load_model
 from training.distributed import World
@@ -134,7 +134,7 @@ def likeliest(model, context: list[int], count: int) -> list[int]:
 
 @pytest.mark.parametrize(("batch_size", "at_once"), [(1, 2**26), (3, 2**26), (100, 3 * 328)])
 def test_awkward_requests_equal_a_naive_loop(monkeypatch, batch_size, at_once):
-    monkeypatch.setattr("harness.language_model.LOGITS_AT_ONCE", at_once)  # numbers: here of three places
+    monkeypatch.setattr("evaluation.language_model.LOGITS_AT_ONCE", at_once)  # numbers: here of three places
     model = randomise(build("DDL-gpt-mha-rope-EC", **{**TINY, "block_size": 20})).double().eval()
     with torch.no_grad():
         greedy = likeliest(model, [5, 6, 7], 4)

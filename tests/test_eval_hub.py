@@ -6,10 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import script
+from contract import randomise
+from helpers import script
 from hub_server import Fault, HubServer
 from hub_tasks import repositories
-from test_model import randomise
 
 from data import patience, tokenizer
 from model import build
@@ -19,8 +19,8 @@ pytest.importorskip("lm_eval")
 pytest.importorskip("transformers")
 
 import export
-from harness import tasks
-from harness.tasks import PAPER_METRICS
+from evaluation import tasks
+from evaluation.tasks import PAPER_METRICS
 
 TINY = {"vocab_size": 328, "block_size": 512, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}
 TINY |= {"hidden_size": 12}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import precision
+from helpers import precision
 from torch import nn
 
 from model.layers import exact_linear

@@ -7,11 +7,11 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import EXAMPLES, ROOT, one_line_error
+from export_helpers import CC, TINY, exported, noisy, save_run
+from helpers import EXAMPLES, ROOT, one_line_error
 from in_process import call
 from safetensors.torch import load_file, save_file
 
@@ -22,9 +22,6 @@ from huggingface import flatten
 from model import STEMS, build
 from training import checkpoint
 
-TINY = {"vocab_size": 260, "block_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}
-TINY |= {"hidden_size": 12}
-CC = "DDL-gpt-mha-rope-CC"
 # Every variant and every kind of branch once.
 CASES = {CC: (CC, {}), "convolution": ("DDL-gpt-mha-rope", {})}
 CASES |= {"plain": ("gpt-mha-rope", {"rope_ratio": 0.5, "mup": True, "use_qk_rmsnorm": False, "rope_base": 500.0})}
@@ -44,25 +41,6 @@ TEXTS = ["def f(x):\n    return größe", "", " \n\t尺寸", "<|endoftext|>a<|en
 PAIRS = [("def f(", "x):"), ("import", " os"), ("", "return"), ("class A", ":")]
 
 
-def noisy(stem, keys):
-    """A model off its start, so that the likeliest token is not the one before."""
-    made = build(stem, **{**TINY, **keys})
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return made.eval()
-
-
-def save_run(folder: Path, made, stem: str, encoding=None) -> Path:
-    """A run folder with one checkpoint at step 7."""
-    config = vars(made.config)
-    run = {"dataset": "/some/where/stories", "global_batch_size": 4, "learning_rate": 0.01, "min_lr": None}
-    state = {"step": 7, "seconds": 12.0, "model": stem, "model_config": config, "run_config": run, "corpus": {}}
-    described = tokenizer.to_json(encoding or tokenizer.byte_tokenizer())
-    checkpoint.save(folder, checkpoint.weights_of(made), {"a:m": torch.ones(1)}, state, described)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def example_stem(tmp_path_factory):
     """The README's stem, which has `import model.gpt as gpt`, in the place of a user's file."""
@@ -74,12 +52,6 @@ def example_stem(tmp_path_factory):
         patch.setattr(model, "__path__", [*model.__path__, str(package), str(EXAMPLES[0].parent)])
         patch.setattr(model, "STEMS", [*STEMS, *(path.stem for path in EXAMPLES)])
         yield
-
-
-def exported(run: Path, out: Path, *arguments) -> Path:
-    result = call("export.py", run, out, *arguments)
-    assert result.returncode == 0, result.stderr.decode()
-    return out
 
 
 @pytest.fixture(scope="module")

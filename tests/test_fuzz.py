@@ -3,9 +3,9 @@
 import random
 
 import pytest
-from conftest import one_line_error, small_run
+from helpers import one_line_error, small_run
 from in_process import call
-from test_model import PAPER
+from models import PAPER
 
 import train
 from configurator import knobs

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from decoding_helpers import CASES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_decoding import CASES
-from test_model import TINY, tiny
+from models import TINY, tiny
 
 from data.tokenizer import byte_tokenizer
 from model import build

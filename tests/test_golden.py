@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import newer_default, sign
+from helpers import newer_default, sign
 from in_process import call, finish_together
 
 from data.shards import read_json, write_json, write_shard

@@ -17,11 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tiktoken
-from conftest import ROOT, one_line_error, small_run
 from gpt2_oracle import FILES
+from helpers import ODD, ROOT, llm_c_shard, one_line_error, small_run
 from in_process import call
-from test_tokenizer import ODD
-from test_train import llm_c_shard
 
 from data import tokenizer
 from training import checkpoint, metrics

@@ -4,11 +4,10 @@ import copy
 
 import pytest
 import torch
-from conftest import precision, small_run
-from test_model import PAPER
+from helpers import precision, small_run
+from models import PAPER
 
 import train
-from benchmarks import timing
 from data.loader import prefetched
 from model import build, layers
 from training import checkpoint, metrics
@@ -106,12 +105,3 @@ def test_a_step_that_is_no_number_leaves_the_state_before_it(corpus, tmp_path, m
     before, kept = checkpoint.find(run), checkpoint.find(run / "nonfinite")
     for file in ("model.safetensors", "optimizer.safetensors"):
         assert (before / file).read_bytes() == (kept / file).read_bytes()
-
-
-def test_calls_are_timed_on_the_gpu():
-    device = torch.device("cuda", torch.cuda.current_device())
-    clock, x = timing.Clock(device), torch.ones(2**20, device=device)
-    for _ in range(3):
-        seconds = clock.seconds({"once": lambda: x * 2, "twice": lambda: (x * 2, x * 2)})
-    assert seconds.keys() == {"once", "twice"}
-    assert min(seconds.values()) > 0

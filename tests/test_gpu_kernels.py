@@ -7,9 +7,9 @@ import copy
 
 import pytest
 import torch
-from conftest import precision
 from contract import randomise
-from test_model import PAPER, TINY
+from helpers import precision
+from models import PAPER, TINY
 
 pytest.importorskip("triton")
 

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import sign
+from export_helpers import CC, exported, noisy, save_run
+from helpers import Trap, sign
 from safetensors.torch import load_file, save_file
-from test_checkpoint import Trap
-from test_export import CC, exported, noisy, save_run
 
 from model import released
 from training import checkpoint

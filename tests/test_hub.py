@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT, one_line_error, script
+from helpers import ROOT, one_line_error, script
 from hub_server import Fault
 from in_process import call
 

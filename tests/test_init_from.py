@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SMALL, newer_default, one_line_error, sign, small_run
+from export_helpers import exported, save_run
+from helpers import SMALL, newer_default, one_line_error, sign, small_run
 from in_process import call
 from safetensors.torch import load_file, save_file
-from test_export import exported, save_run
 
 import train
 from data import tokenizer

@@ -19,30 +19,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, SMALL, one_line_error, small_run, wait_for
+from helpers import ROOT, SMALL, one_line_error, small_run, wait_for
 from in_process import call, finish_together
+from interruptions_helpers import CONSTANT, begin, final, phase_of, records, steps_done, workers
 
 import train
 from model import build
 from training import checkpoint, distributed, metrics, stopping
 from training.checkpoint import load_tensors
 from training.distributed import World
-
-TIMINGS = ("seconds", "tokens_per_second", "memory")
-
-
-def begin(arguments, processes=1, launcher=(), log=subprocess.DEVNULL) -> subprocess.Popen:
-    """train.py in a process of its own, or in several by torchrun."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", *launcher]
-    command = [sys.executable, *(torchrun if processes > 1 else []), "train.py", *arguments]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=env)
-
-
-def workers(torchrun: subprocess.Popen) -> list[int]:
-    """Numbers of the processes that it started."""
-    listed = subprocess.run(["pgrep", "-P", str(torchrun.pid), "-f", "train.py"], capture_output=True, check=True)
-    return [int(number) for number in listed.stdout.split()]
 
 
 def forked(*arguments, log=os.devnull) -> multiprocessing.Process:
@@ -86,31 +71,6 @@ def stopped(arguments, condition, number=signal.SIGTERM) -> str:
     return result.stdout.decode()
 
 
-def records(run):
-    """The run's metrics without what depends on the clock."""
-    return [{k: v for k, v in r.items() if k not in TIMINGS} for r in metrics.read(run / "metrics.jsonl")]
-
-
-def final(run):
-    """Every tensor of the newest checkpoint, as bytes."""
-    path = checkpoint.find(run)
-    tensors = load_tensors(path / "model.safetensors") | load_tensors(path / "optimizer.safetensors")
-    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
-
-
-def phase_of(run) -> str:
-    """What the run is doing, by what it has written."""
-    if list(run.glob("checkpoints/*.tmp")):
-        return "saving"
-    path = run / "metrics.jsonl"
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    if not lines:
-        return "starting"
-    last = lines[-1]
-    due = last.startswith(b'{"step": ') and int(last[9:].partition(b",")[0]) % 4 == 0
-    return "evaluation" if due and b"val_loss" not in last else "training"
-
-
 LONG = {"hidden_size": 96, "eval_interval": 4, "eval_batches": 30, "checkpoint_interval": 3, "max_steps": 40}
 
 
@@ -147,9 +107,6 @@ def metrics_size(run):
     return path.stat().st_size if path.exists() else 0
 
 
-CONSTANT = {"schedule": "wsd", "decay_steps": 0, "eval_full": False, "resume": "auto"}
-
-
 def test_processes_and_engines_change_within_a_run(corpus, tmp_path):
     keys = {**CONSTANT, "checkpoint_interval": 100, "statistics_interval": 5, "eval_interval": 5}
     finish(*small_run(corpus, tmp_path / "one", **keys, max_steps=15))
@@ -168,11 +125,6 @@ def test_processes_and_engines_change_within_a_run(corpus, tmp_path):
     weights = [load_tensors(checkpoint.find(path) / "model.safetensors") for path in (run, tmp_path / "one")]
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.allclose(value, weights[1][name], atol=1e-4) for name, value in weights[0].items())
-
-
-def steps_done(run):
-    path = run / "metrics.jsonl"
-    return [r["step"] for r in metrics.read(path) if "loss" in r] if path.exists() else []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -4,9 +4,9 @@ import re
 
 import pytest
 import torch
-from conftest import ROOT, script
 from contract import randomise
-from test_model import PAPER, TINY
+from helpers import ROOT, script
+from models import PAPER, TINY
 
 pytest.importorskip("triton")
 

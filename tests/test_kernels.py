@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import script
+from helpers import script
 
 pytest.importorskip("triton")
 

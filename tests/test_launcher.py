@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from conftest import ROOT, small_run
+from helpers import ROOT, small_run
 
 
 def test_a_mistake_is_said_once_and_stands_at_the_end_of_torchruns_report(corpus, tmp_path):

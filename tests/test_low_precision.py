@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from test_model import INPUTS, PAPER, TINY
+from models import INPUTS, PAPER, TINY
 
 from model import build
 from training.residual_statistics import Watched

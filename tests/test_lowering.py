@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from conftest import ROOT, script
+from helpers import ROOT, script
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 

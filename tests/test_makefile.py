@@ -4,7 +4,7 @@ import re
 import subprocess
 
 import pytest
-from conftest import ROOT
+from helpers import ROOT
 
 LONG = " ".join(f"--{key}={value}" for key in ("learning_rate", "weight_decay", "min_lr") for value in range(40))
 
@@ -13,7 +13,7 @@ def folder(args: str, *more: str) -> str:
     """The run folder of `make train ARGS=args`."""
     command = ["make", "--dry-run", "train", f"ARGS={args}", *more]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    [found] = re.findall(r'report.py curves "(.*)"', printed)
+    [found] = re.findall(r'training.plot "(.*)"', printed)
     assert printed.count(f'--out_dir="{found}" --resume=auto {args}'.rstrip()) == 2
     return found
 

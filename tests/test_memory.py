@@ -12,7 +12,7 @@ import types
 import broken_streams
 import pytest
 import torch
-from conftest import ROOT, SMALL, one_line_error, small_run
+from helpers import ROOT, SMALL, one_line_error, small_run
 from in_process import call
 from torch.profiler import ProfilerActivity, profile
 

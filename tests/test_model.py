@@ -7,33 +7,16 @@ from collections import OrderedDict
 import naive
 import pytest
 import torch
-from conftest import ROOT
-from contract import randomise
+from helpers import ROOT
+from models import DDL, EXPANDED, INPUTS, PAPER, PARAMETER_COUNTS, TINY, tiny
 from torch.utils.flop_counter import FlopCounterMode
 
 import train
 from model import build, cost, model_class
 from model.residual import DeltaRewrite, fold_column_conv, pooled, read_columns
 
-# The published facts: parameters of the small size.
-PARAMETER_COUNTS = {
-    "gpt-mha-rope": 123_590_400,
-    "DDL-vdim1-gpt-mha-rope": 123_627_312,
-    "DDL-gpt-mha-rope": 123_842_476,
-    "DDL-gpt-mha-rope-EC": 123_854_764,
-    "DDL-gpt-mha-rope-CC": 123_722_668,
-    "DDL-gpt-mha-rope-CC-EC": 123_734_956,
-}
-PAPER = list(PARAMETER_COUNTS)  # the paper's stems; test_contract.py has what holds for every stem
-DDL = PAPER[1:]
-TINY = {"vocab_size": 29, "block_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 6}
-TINY |= {"hidden_size": 10}
 SMALL = {"num_hidden_layers": 12, "num_attention_heads": 6, "head_dim": 128, "hidden_size": 768}
 MEDIUM = {"num_hidden_layers": 24, "num_attention_heads": 8, "head_dim": 128, "hidden_size": 1024}
-
-
-def tiny(stem, **changes):
-    return randomise(build(stem, **{**TINY, **changes}).double())
 
 
 @pytest.mark.parametrize("stem", PAPER)
@@ -83,14 +66,6 @@ PARAMETERISATIONS = OrderedDict(
     large_guard={"ddl_k_eps": 0.5},
     v_map={"ddl_map": "v", "ddl_k_hidden_size": 3},
 )
-# Inputs of direction and gate that the papers describe besides, each with what it is used with.
-INPUTS = OrderedDict(
-    read={"ddl_beta_input": "residual", "ddl_v_bias": False, "ddl_k_norm": "shifted", "ddl_k_eps": 0.5},
-    mean={"ddl_map": "v", "ddl_k_hidden_size": 3, "ddl_k_input": "mean", "ddl_beta_input": "mean"}
-    | {"ddl_beta_single_linear": False, "ddl_beta_hidden_size": 5},
-    flat={"ddl_map": "v", "ddl_k_hidden_size": 3, "ddl_k_input": "flat", "ddl_beta_input": "flat"}
-    | {"ddl_v_bias": False},
-)
 CASES = [("gpt-mha-rope", {}), ("gpt-mha-rope", {"rope_ratio": 0.5, "mup": True, "use_qk_rmsnorm": False})]
 CASES += [(stem, keys) for stem in DDL for keys in PARAMETERISATIONS.values()]
 CASES += [(stem, keys) for stem in (DDL[0], DDL[-1]) for keys in INPUTS.values()]
@@ -98,7 +73,6 @@ CASES += [
     ("DDL-gpt-mha-rope", {"ddl_value_channels": v, "ddl_state_shortconv_kernel_size": k})
     for v, k in ((1, 3), (2, 1), (8, 2))
 ]
-EXPANDED = [stem for stem in DDL if "vdim1" not in stem]
 CASES += [(stem, {"ddl_map": "v", "ddl_k_branch": "attention"}) for stem in EXPANDED]
 CASES += [(stem, {"ddl_value_channels": v}) for stem in EXPANDED[1:] for v in (1, 2, 8)]
 FOLDED, CAUSAL = {"ddl_cc_read": "folded"}, {"ddl_state_dv_shortconv_causal": True}

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from test_model import PAPER
+from models import PAPER
 
 from model import build
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_model import PAPER
+from models import PAPER
 
 from model import build
 from model.weights import EMBEDDING

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import SMALL, small_run
+from helpers import SMALL, small_run
 from in_process import call
 
 from model import build

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from helpers import ROOT
 
 
 @pytest.mark.parametrize("fused", ["off", pytest.param("on", marks=pytest.mark.slow)])

@@ -15,9 +15,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import ROOT, one_line_error, script
+from helpers import ROOT, one_line_error, script, write_parquet
 from in_process import call
-from test_sources import write_parquet
 
 from data import preparation, shards, sources, token_reader, tokenizer
 from data.shards import open_corpus

@@ -3,12 +3,12 @@
 import json
 
 import pytest
-from conftest import sign
-from test_model import PAPER
+from helpers import sign
+from models import PAPER
 
 import eval as eval_script
 import train
-from harness import comparison, published, subjects, tasks
+from evaluation import comparison, published, subjects, tasks
 from model import model_class
 from training.optimizer import learning_rate_at
 

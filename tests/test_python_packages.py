@@ -4,9 +4,9 @@ import random
 import sys
 
 import pytest
-from conftest import one_line_error
+from helpers import one_line_error
 from in_process import call
-from test_near_duplicates import changed, jaccard, written
+from near_duplicates_helpers import changed, jaccard, written
 
 from data import tokenizer
 from data.python_packages import prepare

@@ -1,184 +1,26 @@
-"""What the README shows is what the repository does."""
+"""What the README and the pages of docs/ show is what the repository does."""
 
-import importlib
-import json
 import re
-import shlex
-import sys
 
 import pytest
-from conftest import ROOT, SMALL
-from test_model import PAPER
+from helpers import ROOT, SMALL
+from models import PAPER
+from pages import check_command, commands_of
 
 import configurator
 import model
 import train
-from benchmarks import ceiling, costs, peer_quality, step, suites
 from model.keys import keys_of
-from reporting.table import markdown
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, flags=re.S)
-
-
-DEMO = (ROOT / "docs" / "demo.md").read_text(encoding="utf-8")
-
-
-def squeezed(table: str) -> str:
-    """Without what pads columns to equal widths."""
-    return re.sub(r" +\|", " |", re.sub(r"-{3,}", "---", table).replace(" | ", " |"))
-
-
-def test_the_tables_of_the_demo_are_the_stored_results():
-    groups = json.loads((ROOT / "results" / "demo_variants.json").read_text())["groups"]
-    assert squeezed(markdown(groups)) in squeezed(DEMO)
-
-
-def test_the_table_of_ceilings_is_the_stored_result():
-    stored = json.loads((ROOT / "results" / "ceiling_sm90.json").read_text())
-    assert ceiling.markdown(stored["rows"]) in (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
-
-
-def test_the_table_of_speeds_is_the_stored_result():
-    stored = json.loads((ROOT / "results" / "bench_quick_cpu.json").read_text())
-    assert step.markdown(stored["rows"]) in (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
-    streams = json.loads((ROOT / "results" / "bench_streams_cpu.json").read_text())["rows"]
-    own = [row for row in streams if "transcription" not in row["model"]]
-    assert sorted(row["model"] for row in own) == model.STEMS
-    assert step.markdown(own) in (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
-    for row in stored["rows"] + own:  # the columns agree: medians of the same rounds
-        if "baseline_tokens_per_second" in row:
-            ratio = row["tokens_per_second"] / row["baseline_tokens_per_second"]
-            assert 0.97 * row["ratio_p10"] < ratio < 1.03 * row["ratio_p90"], row["model"]
-
-
-def test_the_speed_of_evaluation_is_the_stored_results():
-    page = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
-    stored = [json.loads((ROOT / "results" / f"bench_eval_{name}.json").read_text()) for name in ("cpu", "cpu_gpt2")]
-    ratios = [row["ratio"] for each in stored for row in each["rows"] if row["format"] == "all"]
-    assert f"{min(ratios):.1f} to {max(ratios):.1f} times as fast" in " ".join(page.split())
-
-
-def test_the_speed_of_decoding_is_the_stored_result():
-    stored = json.loads((ROOT / "results" / "bench_generation_cpu.json").read_text())
-    ratios = [row["ratio"] for row in stored["rows"] if row["way"] == "cached"]
-    assert f"{min(ratios):.0f} to {max(ratios):.0f} times as fast" in " ".join(README.split())
-
-
-STUDY = ROOT / "studies" / "residual_streams"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), STUDY / "README.md"]
-NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?%?")
-SCALES = (1, 1e-9, 2**-10, 2**-20, 2**-30)  # as it is, GB, KiB, MiB, GiB
-
-
-def tables_of_figures(page: str):
-    """(section, rows of cells) of every table whose cells, the first column aside, are mostly numbers."""
-    for section in re.split(r"^(?=#)", page, flags=re.M):
-        for table in re.findall(r"(?:^\|.*\n)+", section, flags=re.M):
-            rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
-            cells = [cell for row in rows for cell in row[1:]]
-            if 2 * sum(bool(NUMBER.match(cell)) for cell in cells) > len(cells):
-                yield section, rows
-
-
-def numbers_in(value) -> list[float]:
-    """Every number of a JSON value."""
-    if isinstance(value, dict | list):
-        return [x for each in (value.values() if isinstance(value, dict) else value) for x in numbers_in(each)]
-    return [float(value)] if isinstance(value, int | float) and not isinstance(value, bool) else []
-
-
-def bytes_moved(row: dict) -> list[float]:
-    """Of the model, forward and backward together."""
-    return [sum(part["bytes"] for way in ("forward", "backward") for part in row[way].values())]
-
-
-DERIVED = {  # what a page computes from a stored row
-    "memory_cpu.json": lambda row: [row["estimated"] / row["measured"]],
-    "predicted_small_h200.json": bytes_moved,
-}
-
-
-SUMMARIES = {"peers_demo_cpu.json": peer_quality.groups_of}  # rows that a page shows together
-
-
-def stored_in(name: str) -> dict:
-    """A file of results/; of a packed file its runs as rows."""
-    text = (ROOT / "results" / name).read_text()
-    return {"rows": list(map(json.loads, text.splitlines()))} if name.endswith("l") else json.loads(text)
-
-
-def values_for(cells: list[str], files: set[str]) -> list[float]:
-    """Numbers of the stored rows, of each file, that have the most in common with the names in a row of a table."""
-    values = []
-    for name in files:
-        stored = stored_in(name)
-        own = [each for each in stored.get("verdicts", []) if each["hypothesis"] in cells]
-        rows = own or stored.get("groups") or SUMMARIES.get(name, list)(stored["rows"])
-        alike = [sum(value in cells for value in row.values() if isinstance(value, str)) for row in rows]
-        for row in (row for row, count in zip(rows, alike) if count == max(alike)):
-            values += numbers_in(row) + DERIVED.get(name, numbers_in)(row)
-    return values
-
-
-def is_one_of(shown: str, values: list[float]) -> bool:
-    """Whether some value, in some unit, is rounded to what is shown."""
-    digits, _, exponent = shown.replace(",", "").strip("%").partition("e")
-    number, last = float(digits) * 10.0 ** int(exponent or 0), len(digits.partition(".")[2]) - int(exponent or 0)
-    scales = (100,) if shown.endswith("%") else SCALES
-    return any(abs(value * scale - number) <= 0.501 * 10.0**-last for value in values for scale in scales)
-
-
-def is_compared_whole(page) -> bool:
-    """By tests/test_mup.py and tests/test_residual_streams_study.py."""
-    return page.name == "mup.md" or page.parent == STUDY
-
-
-@pytest.mark.parametrize("path", [each for each in PAGES if not is_compared_whole(each)], ids=str)
-def test_every_table_of_figures_names_its_files_and_shows_their_numbers(path):
-    for section, rows in tables_of_figures(path.read_text(encoding="utf-8")):
-        files = set(re.findall(r"results/((?:\w+/)*\w+\.jsonl?)", section))
-        assert files, f"this table names no file of results/: {rows[0]}"
-        for row in rows:
-            values = values_for(row, files)
-            shown = [number for cell in row[1:] for number in NUMBER.findall(cell)]
-            assert [number for number in shown if not is_one_of(number, values)] == [], (row, files)
-
-
-@pytest.mark.parametrize("path", PAGES, ids=str)
-def test_every_measured_figure_in_the_text_is_in_a_file_that_its_paragraph_names(path):
-    """Measured: three digits after the point, a share with one or more, or a speed."""
-    text = re.sub(r"```.*?```|^\|[^\n]*\n", "", path.read_text(encoding="utf-8"), flags=re.S | re.M)
-    for paragraph in text.split("\n\n"):
-        files = set(re.findall(r"results/((?:\w+/)*\w+\.jsonl?)", paragraph))
-        stored = [stored_in(name) for name in files]
-        values = list(map(abs, numbers_in(stored)))  # a text says of signs what it likes
-        shown = re.findall(r"(?<![\w./])\d+\.\d{3}\b|\d+\.\d+%|\d[\d,]*(?=\stokens/s)", paragraph)
-        assert [number for number in shown if not is_one_of(number, values)] == [], (paragraph, files)
-
-
-def test_figures_are_of_committed_code():
-    commits = {path.stem: json.loads(path.read_text())["commit"] for path in (ROOT / "results").rglob("*.json")}
-    assert [name for name, commit in commits.items() if not re.fullmatch(r"[0-9a-f]{12}", commit)] == []
-
-
-def test_every_stored_figure_is_named_on_a_page():
-    pages = "".join(path.read_text(encoding="utf-8") for path in (*PAGES, *(ROOT / "results").rglob("*.md")))
-    pages += (STUDY / "gpu.md").read_text(encoding="utf-8")
-    kept = [path.name for path in (ROOT / "results").rglob("*.*") if path.suffix not in (".md", ".svg")]
-    assert [name for name in kept if name not in pages] == []
 
 
 def test_the_pictures_are_there():
     pictures = re.findall(r"!\[.*?\]\((.*?)\)", README)
-    assert pictures
     assert all((ROOT / picture).read_bytes().startswith(b"\x89PNG") for picture in pictures)
-
-
-def test_the_excerpt_is_from_the_stored_sample():
-    stored = (ROOT / "results" / "demo_sample.txt").read_text(encoding="utf-8")
-    excerpt = next(text for language, text in BLOCKS if language == "python")
-    assert excerpt.strip() in stored
 
 
 def test_the_variant_table_names_files_that_fit():
@@ -190,38 +32,6 @@ def test_the_variant_table_names_files_that_fit():
             assert configurator.read_file(str(ROOT / "config" / f"{config}.py"))["model"] == stem
 
 
-def commands_of(text: str) -> list[str]:
-    """Lines of the shell blocks, comments cut off."""
-    blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.S)
-    lines = [line.partition(" #")[0].strip() for block in blocks for line in block.splitlines()]
-    return [line for line in lines if line and not line.startswith(("#", "pip "))]
-
-
-def check_command(command: str, monkeypatch) -> None:
-    """Fails if a file is not there or an option is unknown."""
-    words = shlex.split(command)
-    if words[0] == "make":
-        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), flags=re.M)
-        schema = configurator.knobs(train.TrainConfig, *(model.model_class(stem).Config for stem in model.STEMS))
-        assert set(re.findall(r"--(\w+)=", command)) <= schema.keys()
-        return
-    place = next(i for i, word in enumerate(words) if word.endswith((".py", ".sbatch")))
-    script, arguments = words[place], words[place + 1 :]
-    assert (ROOT / script).is_file()
-    configs = [word for word in arguments if word.startswith("config/")]
-    if script == "train.py":
-        for config in configs:
-            train.configure([config])
-        schema = configurator.knobs(train.TrainConfig, *(model.model_class(stem).Config for stem in model.STEMS))
-        options = [word[2:].partition("=")[0] for word in arguments if word.startswith("--")]
-        assert set(options) <= schema.keys()
-    elif script in ("eval.py", "sample.py", "export.py"):
-        monkeypatch.setattr(sys, "argv", [script, *arguments])
-        module = importlib.import_module(script.removesuffix(".py"))
-        args = module.arguments()
-        getattr(module, "check", vars)(args)
-
-
 @pytest.mark.usefixtures("example_streams")
 @pytest.mark.parametrize("command", commands_of(README))
 def test_commands_exist(command, monkeypatch):
@@ -230,7 +40,7 @@ def test_commands_exist(command, monkeypatch):
 
 def test_the_example_stream_is_that_of_the_contract():
     """tests/test_contract.py trains it, among much else."""
-    source = [text for language, text in BLOCKS if language == "python"][1]
+    source = next(text for language, text in BLOCKS if language == "python")
     assert source == (ROOT / "tests" / "streams" / "gated-gpt-mha-rope.py").read_text(encoding="utf-8")
 
 
@@ -259,15 +69,7 @@ def test_parameter_formulas_of_the_variants_page():
         assert model.build(stem, **size).num_parameters() - baseline == extra[stem]
 
 
-def test_the_variants_page_has_every_stream_and_what_it_costs():
-    page = (ROOT / "docs" / "variants.md").read_text(encoding="utf-8")
-    assert all(f"| `{stem}` |" in page for stem in model.STEMS)
-    stored = json.loads((ROOT / "results" / "costs_small.json").read_text())
-    assert stored["rows"] == costs.rows_of(list(suites.EVERY_STEM), stored["size"])
-    assert costs.markdown(stored["rows"]) in page
-
-
-@pytest.mark.parametrize("page", ["data", "demo", "evaluation", "export", "mgt", "mup", "runs", "serving", "sweeps"])
+@pytest.mark.parametrize("page", ["data", "evaluation", "export", "runs", "serving"])
 def test_commands_of_the_pages_exist(page, monkeypatch):
     commands = commands_of((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"))
     assert commands

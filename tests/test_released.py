@@ -7,8 +7,8 @@ import naive
 import pytest
 import torch
 import torch.nn.functional as F
+from models import PAPER
 from safetensors.torch import save_file
-from test_model import PAPER
 
 from model import build, released
 from model.residual import fold_column_conv

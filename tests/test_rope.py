@@ -3,7 +3,7 @@
 import pytest
 import torch
 from contract import randomise
-from test_model import TINY
+from models import TINY
 
 from model import build, kernels, layers
 

@@ -1,7 +1,7 @@
 """sample.py as a user runs it; tests/test_generation.py has how texts are made."""
 
 import pytest
-from conftest import one_line_error, script, small_run
+from helpers import one_line_error, script, small_run
 from in_process import call
 
 

@@ -19,7 +19,7 @@ import pytest
 import tiktoken
 import torch
 from browser import local, served
-from conftest import ROOT, SMALL, one_line_error, small_run
+from helpers import ROOT, SMALL, one_line_error, small_run
 from in_process import call
 
 from data.tokenizer import byte_tokenizer, train_byte_pairs

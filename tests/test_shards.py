@@ -7,16 +7,9 @@ import struct
 
 import numpy as np
 import pytest
+from helpers import MAGIC, VERSION, shard_bytes
 
 from data import shards
-
-MAGIC, VERSION = 20240520, 1
-
-
-def shard_bytes(tokens, magic=MAGIC, version=VERSION, count=None):
-    """256 little-endian int32 (magic, version, token count, zeros), then little-endian uint16 tokens."""
-    header = struct.pack("<256i", magic, version, len(tokens) if count is None else count, *[0] * 253)
-    return header + struct.pack(f"<{len(tokens)}H", *tokens)
 
 
 @pytest.mark.parametrize("tokens", [[], [7], [0, 1, 255, 256, 50256, 65535], list(range(0, 60_000, 7))])

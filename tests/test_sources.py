@@ -8,21 +8,13 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from helpers import write_parquet
 
 from data import sources
 from data.copy_task.prepare import Copies
 from data.sources import Files, Texts
 
 TEXTS = ["One document.", "Ümlaute and 日本語.\n", "", "x" * 700, "👩‍👩‍👧 last\n\n", "a\nb\n", " ", "<|endoftext|>"]
-
-
-def write_parquet(path, texts, row_group_size=1000, **keys):
-    """FineWeb-Edu's schema."""
-    count = len(texts)
-    columns = {"text": pa.array(texts, pa.string()), "id": [f"<urn:uuid:{i}>" for i in range(count)]}
-    columns |= {"score": [3.5] * count, "token_count": [len(text or "") for text in texts]}
-    pq.write_table(pa.table(columns), path, row_group_size=row_group_size, **keys)
-    return path
 
 
 def write_json_lines(path, rows):

@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL
-from test_model import PAPER
+from helpers import SMALL
+from models import PAPER
 
 from model import build
 from training.metrics import SPIKE, deviation

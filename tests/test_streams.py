@@ -7,8 +7,8 @@ import naive
 import naive_streams
 import pytest
 import torch
-from conftest import one_line_error, small_run
 from contract import randomise
+from helpers import one_line_error, small_run
 from in_process import call
 from torch.utils._pytree import tree_leaves, tree_map
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, one_line_error, small_run
+from helpers import ROOT, one_line_error, small_run
 from in_process import call
 from sympy.combinatorics import Permutation
 

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import tiktoken
+from helpers import ODD
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,18 +16,6 @@ CORPUS = [
     f"def {name}_{i}(self, value):\n    if value is None:\n\treturn self.{name}\n    return value + {i * 37}\n\n"
     for i in range(20)
     for name in ("size", "größe", "größenordnung", "width", "résumé")
-]
-ODD = [
-    "",
-    " ",
-    "a",
-    "\n",
-    "\t\t x\r\n  \n\n\ty  ",
-    "def f(x):\n    return x_1 + 12345\n",
-    "größe → 尺寸 👩‍👩‍👧 e\u0301 \u00a0\u2028\ufeff",
-    "\x00\x01\x1c\x85\ufffd\U0010ffff",
-    "<|endoftext|> <|other|>",
-    "__init__ != __new__;;; 1_000.5e-3",
 ]
 
 

@@ -4,10 +4,9 @@ import json
 import random
 
 import pytest
-from conftest import ROOT
+from helpers import ODD, ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_tokenizer import ODD
 
 from data import tokenizer, tokenizer_json
 

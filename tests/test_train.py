@@ -7,14 +7,13 @@ import json
 import math
 import random
 import shutil
-import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, SMALL, one_line_error, script, sign, small_run
+from helpers import ROOT, SMALL, llm_c_shard, one_line_error, script, sign, small_run
 from in_process import call, finish_together
 
 import train
@@ -630,13 +629,6 @@ def test_a_key_that_is_typed_without_an_effect_is_refused(typed, beside, without
     assert str({**vars(run_config), **vars(model_config)}[key]) == value
     (tmp_path / "file.py").write_text(f"{key} = {value}\n")
     configure([str(tmp_path / "file.py"), *run])
-
-
-def llm_c_shard(path, tokens):
-    """The format as llm.c describes it: 256 int32, of which the first three count, then uint16 tokens."""
-    path.write_bytes(
-        struct.pack("<256i", 20240520, 1, len(tokens), *[0] * 253) + struct.pack(f"<{len(tokens)}H", *tokens)
-    )
 
 
 def test_shards_of_llm_c_train_without_conversion(tmp_path):

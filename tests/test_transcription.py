@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_model import PAPER, TINY, tiny
+from models import PAPER, TINY, tiny
 from transcription import Transcription
 from transcription_streams import STREAMS
 

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, one_line_error
+from helpers import ROOT, one_line_error, shard_bytes
 from hub_server import Fault
 from in_process import call
-from test_shards import shard_bytes
 
 from data import preparation, tokenizer, verification
 from data.shards import open_corpus

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from conftest import EXAMPLES, ROOT, one_line_error, script, small_run
+from helpers import EXAMPLES, ROOT, one_line_error, script, small_run
 from in_process import call
 
 import model
@@ -99,17 +99,13 @@ def test_a_name_without_a_hyphen_is_told(tmp_path, corpus, monkeypatch):
 
 
 def test_a_wrong_file_breaks_no_other_run(own, corpus, tmp_path):
-    """Not its training, nor going on, a grid or a listing, which says what it leaves out."""
+    """Not its training, nor going on or a listing, which says what it leaves out."""
     own(WRONG["half a file"][0])
     run = small_run(corpus, tmp_path / "run", model="gpt-mha-rope", max_steps=2)
     for more in ((), ("--max_steps=3", "--resume=auto"), ("--max_steps=4", "--resume=auto")):
         done = call("train.py", *run, *more)
         assert done.returncode == 0
         assert b"own-gpt" not in done.stderr
-    grid = [key for key in run if not key.startswith("--out_dir")]
-    done = call("sweep.py", *grid, "--seed=0,1", f"--out={tmp_path / 'grid'}", "--mode=slurm")
-    assert done.returncode == 0
-    assert b"own-gpt" not in done.stderr
     listed = call("train.py", "--help")
     assert listed.returncode == 0
     assert b"note: left out: model/own-gpt.py, line 14: SyntaxError" in listed.stderr

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from contract import randomise
 from fused import check_close, programs
-from test_model import TINY
+from models import TINY
 
 from model import build, kernels
 from training.distributed import gathered, parallelise

@@ -1,0 +1,259 @@
+"""Bandwidth of every fused kernel against what this device copies: `bench.py kernels`.
+
+A kernel must read each of its inputs once and write each of its results once: those bytes over its time, as a share of
+the bandwidth of a large copy (bytes read and written over time) measured between the kernels. Sums over programs and
+the reduction of them are part of its time and not of its bytes. `--tune` times some kernels under other launches.
+"""
+
+import dataclasses
+import itertools
+import re
+import statistics
+import time
+from functools import partial
+
+import torch
+
+from evaluation import tables
+from research.benchmarks.ceiling import HEAD
+from research.benchmarks.figures import Figures, launches_used
+from research.benchmarks.timing import Clock, compared, spread
+from training import distributed
+from training.metrics import duration, size
+from training.provenance import digest
+
+WAYS = ("forward", "backward")
+# What --tune tries beside the table's launches and their runners-up: warps of a program, how loads run ahead (stages,
+# prefetch), warps of a multiprocessor.
+WARPS, AHEAD, RESIDENT = (1, 2, 4, 8, 16), ((2, 0), (3, 0), (1, 2)), (8, 16)
+
+
+def random(device, dtype, *shape):
+    return torch.randn(shape, device=device, dtype=torch.float32).to(dtype)
+
+
+def step_calls(sizes, d: int, columns: int, kernel_size: int, stored: bool):
+    """{name: (function, tensors that it must read or write)} of the residual step, forward and backward.
+
+    stored: the step after which the state is stored, with one write to replay; else the one before it.
+    """
+    from model.kernels import residual_step as kernel
+
+    B, T, device, dtype = sizes
+    vectors = [random(device, dtype, B, T, d) for _ in range(4)]
+    h, before, grad_context, _ = vectors
+    base, grad_state = (random(device, dtype, B, T, columns, d) for _ in range(2))
+    y, z = random(device, torch.float32, B, T), random(device, torch.float32, B, T, columns)
+    hs, us = ([before], [0.1 * z]) if stored else ([], [])
+    read = random(device, torch.float32, kernel_size, columns, d) / columns
+    heads = [random(device, torch.float32, *shape) for shape in ((d,), (1,), (columns, d), (columns,))]
+    norm, options = torch.ones(d, device=device), ("sigmoid", 4.0, 2.0, "residual", True)
+
+    def forward():
+        return kernel.residual_step(
+            base, base, hs, us, h, y, z, read, norm, *heads, 1e-5, 1e-5, *options, stored, False, None, dtype
+        )
+
+    state, context, x_in, gate_logit, value_logit, n, delta, u, rho, _ = made = forward()
+    after, writes = (state, ([], [])) if stored else (base, ([h], [u]))
+
+    def backward():
+        return kernel.residual_step_backward(
+            grad_state, grad_context, None, gate_logit, value_logit, after, *writes, h, y, z, n, delta, x_in, rho,
+            read, norm, heads[0], heads[2], *options,
+        )  # fmt: skip
+
+    moved = [base, *hs, *us, h, y, z, context, x_in, *made[3:9], *([state] if stored else [])]
+    moved_back = [grad_state, grad_context, gate_logit, value_logit, after, *writes[1], h, y, z, n, delta, x_in, rho]
+    moved_back += [base, h, y, z]  # the gradients of the state, h and both logits
+    suffix = f"K={kernel_size} v={columns} {'stored' if stored else 'not stored'}"
+    return {f"step forward {suffix}": (forward, moved), f"step backward {suffix}": (backward, moved_back)}
+
+
+def add_norm_calls(sizes, d: int):
+    from model.kernels import add_norm as kernel
+
+    B, T, device, dtype = sizes
+    x, h, grad_x, grad_context = (random(device, dtype, B, T, d) for _ in range(4))
+    norm = torch.ones(d, device=device)
+    new_x, context, rho = kernel.add_norm(x, h, norm, 1e-5, dtype)
+
+    def forward():
+        return kernel.add_norm(x, h, norm, 1e-5, dtype)
+
+    def backward():
+        return kernel.add_norm_backward(grad_x, grad_context, new_x, rho, norm)
+
+    return {
+        "add_norm forward": (forward, [x, h, new_x, context, rho]),
+        "add_norm backward": (backward, [grad_x, grad_context, new_x, rho, x]),
+    }
+
+
+def expand_calls(sizes, d: int, columns: int, kernel_size: int):
+    from model.kernels import expand as kernel
+
+    B, T, device, dtype = sizes
+    x, grad_state = random(device, dtype, B, T, d), random(device, dtype, B, T, columns, d)
+    weights = random(device, torch.float32, kernel_size, columns, d)
+    return {
+        f"expand forward K={kernel_size} v={columns}": (lambda: kernel.expand(x, weights), [x, grad_state]),
+        f"expand backward K={kernel_size} v={columns}": (
+            lambda: kernel.expand_backward(grad_state, x, weights),
+            [grad_state, x, x],
+        ),
+    }
+
+
+def rope_norm_calls(sizes, d: int):
+    from model.kernels import rope as kernel
+
+    B, T, device, dtype = sizes
+    size = min(d // 2 * 2, HEAD)
+    qkv = random(device, dtype, B, T, 3, d // size, size)
+    gradients = [random(device, dtype, B, T, d // size, size) for _ in range(3)]
+    angle = random(device, torch.float32, T, size // 2)
+    inputs = qkv, angle.cos(), angle.sin(), *torch.ones(2, size, device=device), 1e-5
+    return {
+        # The values are a part of the product, and stay where they are.
+        "rope_norm forward": (lambda: kernel.rope_norm(*inputs), [qkv[:, :, :2], qkv[:, :, :2], *inputs[1:3]]),
+        "rope_norm backward": (
+            lambda: kernel.rope_norm_backward(*gradients, *inputs),
+            [*gradients, qkv[:, :, :2], *inputs[1:3], qkv],
+        ),
+    }
+
+
+def families(sizes, widths: list[int]):
+    """(name, width, a function that makes the calls of its forward and backward kernels)."""
+    for d in widths:
+        yield "add_norm", d, partial(add_norm_calls, sizes, d)
+        yield "expand K=4 v=4", d, partial(expand_calls, sizes, d, 4, 4)
+        yield "rope_norm", d, partial(rope_norm_calls, sizes, d)
+        for columns, kernel_size, stored in itertools.product((1, 2, 4, 8), (1, 4), (False, True)):
+            name = f"step K={kernel_size} v={columns} {'stored' if stored else 'not stored'}"
+            yield name, d, partial(step_calls, sizes, d, columns, kernel_size, stored)
+
+
+def in_turns(calls: dict, copy, rounds: int, clock: Clock) -> dict[str, list[float]]:
+    """Seconds of each function and of `copy`, call by call in turns."""
+    functions = {"copy": copy, **{name: call for name, (call, _) in calls.items()}}
+    for _ in range(3 if clock.device.type == "cuda" else 0):  # the first calls compile
+        for function in functions.values():
+            function()
+    found = [clock.seconds(functions) for _ in range(rounds)]
+    return {name: [turn[name] for turn in found] for name in functions}
+
+
+def bytes_of(tensors) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def row_of(d: int, name: str, tensors, seconds: dict, copied: int) -> dict:
+    """Bytes, median time, bandwidth and its share of the copy's with percentiles."""
+    moved, middle = bytes_of(tensors), statistics.median(seconds[name])
+    row = {"kernel": name, "d": d, "bytes": moved, "microseconds": middle * 1e6, "gb_per_s": moved / middle / 1e9}
+    row["copy_gb_per_s"] = copied / statistics.median(seconds["copy"]) / 1e9
+    # The copy's time for as many bytes, over the kernel's own.
+    return row | compared("share", [t * moved / copied for t in seconds["copy"]], seconds[name])
+
+
+def measure(chosen: list, args, clock: Clock, copy, figures: Figures) -> None:
+    """A row for every kernel that has none yet."""
+    started = time.perf_counter()
+    for number, (name, d, make) in enumerate(chosen, 1):
+        wanted = [name.replace(" ", f" {way} ", 1) if " " in name else f"{name} {way}" for way in WAYS]
+        if not all(figures.find(kernel=each, d=d) for each in wanted):
+            calls = make()
+            assert list(calls) == wanted
+            launches_used()
+            seconds, launched = in_turns(calls, copy, args.rounds, clock), launches_used()
+            for each, (_, tensors) in calls.items():
+                figures.add(row_of(d, each, tensors, seconds, args.copied) | launched, "kernel", "d")
+        left = duration((time.perf_counter() - started) / number * (len(chosen) - number))
+        print(f"{number}/{len(chosen)} {name} d={d}, {left} left", flush=True)
+
+
+def launches(args, d: int, name: str) -> tuple[str, list]:
+    """(the kernel's key in the table of launches, those to try: the table's own, its runners-up, then the others)."""
+    from model.kernels.launch import Launch, launches_of, name_of
+
+    sizes = {key: int(value) for key, value in re.findall(r"([Kv])=(\d)", name)}
+    kernel, columns, tokens = " ".join(name.split()[:2]), sizes.get("v", 1), sizes.get("K", 1)
+    tried = launches_of(kernel, d, columns, tokens)
+    for warps, (stages, prefetch), resident in itertools.product(WARPS, AHEAD, RESIDENT):
+        if resident >= warps:
+            tried.append(Launch(warps, stages, resident // warps, prefetch, tried[0].reload))
+    return name_of(kernel, columns, tokens), list(dict.fromkeys(tried))[: args.launches]
+
+
+def tune(chosen: list, args, clock: Clock, copy, figures: Figures) -> None:
+    """Time each kernel under every launch worth trying; stored after each."""
+    from model.kernels.launch import FORCED, Launch
+
+    for _, d, make in chosen:
+        for each, (call, tensors) in make().items():
+            key, tried = launches(args, d, each)
+            moved = bytes_of(tensors)
+            row = figures.find(kernel=each, d=d) or {"kernel": each, "d": d, "bytes": moved, "launches": []}
+            for launch in map(dataclasses.asdict, tried):
+                if any(launch.items() <= old.items() for old in row["launches"]):
+                    continue
+                FORCED[key] = Launch(**launch)
+                try:
+                    row["launches"].append({**launch, **timed(call, moved, copy, args, clock)})
+                finally:
+                    del FORCED[key]
+                row["launches"].sort(key=lambda found: found.get("microseconds", float("inf")))
+                figures.add(row, "kernel", "d")
+            print(f"{each} d={d}: fastest {row['launches'][0]}", flush=True)
+
+
+def timed(call, moved: int, copy, args, clock: Clock) -> dict:
+    """Median time, bandwidth and share of the copy's bandwidth; or why the kernel does not run so."""
+    try:
+        seconds = in_turns({"kernel": (call, [])}, copy, args.rounds, clock)
+    except Exception as error:  # more registers or shared memory than there are
+        return {"error": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+    middle, of_copy = (statistics.median(seconds[name]) for name in ("kernel", "copy"))
+    speed = {"microseconds": middle * 1e6, "gb_per_s": moved / middle / 1e9}
+    return speed | {"share": of_copy * moved / args.copied / middle}
+
+
+def markdown(rows: list[dict]) -> str:
+    header = ["kernel", "d", "memory", "microseconds", "GB/s", "of copy (10th to 90th percentile)"]
+    lines = []
+    for row in rows:
+        speed = [f"{row['microseconds']:,.0f}", f"{row['gb_per_s']:,.0f}", spread(row, "share", ".2f")]
+        lines.append([row["kernel"], row["d"], size(row["bytes"]), *speed])
+    return tables.markdown(header, lines)
+
+
+def run(args) -> None:
+    """Print and store the figures of `bench.py kernels`."""
+    device = distributed.pick_device(args.device)
+    from model import kernels
+
+    if why := kernels.unavailable(device):
+        raise ValueError(f"no kernels to measure: {why}")
+    if args.tune and not args.match:
+        raise ValueError("--tune takes minutes a kernel: give --match, as in --match='K=1 v=4'")
+    sizes = (args.micro_batch_size, args.block_size, device, getattr(torch, args.dtype))
+    chosen = [family for family in families(sizes, args.widths) if args.match in family[0]]
+    if args.tune:  # it is launched in one way, without a table
+        chosen = [family for family in chosen if family[0] != "rope_norm"]
+    if not chosen:
+        which = "no kernel with launches to tune" if args.tune else "no kernel"
+        names = "step, add_norm or expand" if args.tune else "step, add_norm, expand or rope_norm"
+        raise ValueError(f"--match={args.match}: {which} has that in its name; try {names}")
+    source = torch.ones(args.copied // 2, dtype=torch.uint8, device=device)
+    target, clock = torch.empty_like(source), Clock(device)
+    settings = {"micro_batch_size": args.micro_batch_size, "block_size": args.block_size, "dtype": args.dtype}
+    settings |= {"rounds": args.rounds, "copied": args.copied}
+    # Another table changes no launch that was timed; other kernels do.
+    code = digest("model/kernels/*.py", leave_out=("launch_table.py",))[:12] if args.tune else ""
+    figures = Figures(args.json, device, settings, args.resume, code)
+    (tune if args.tune else measure)(chosen, args, clock, lambda: target.copy_(source), figures)
+    print(f"on {figures.on_what()}")
+    if not args.tune:
+        print(markdown(figures.rows))

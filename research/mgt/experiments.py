@@ -1,0 +1,126 @@
+"""What each of the MGT paper's experiments trains, as commands of sweep.py."""
+
+import dataclasses
+import itertools
+import os
+from pathlib import Path
+
+import train
+from data.shards import open_corpus
+from research import sweep
+from training.memory import parameters_of
+
+HERE = Path(os.path.relpath(Path(__file__).parent))
+PRESETS = "cpu", "paper"
+ALL_ARMS = "standard,mhc,ddl,full,additive"
+
+# Keys of train.py, over those of cpu.py or paper.py; what is typed goes over both. `parameters` is the size that the
+# widths of experiment 4 are chosen for.
+EXPERIMENTS = {
+    "rank": {"seed": "0..2", "mgt_arm": "standard,full,additive", "num_hidden_layers": "12,24,48,100"},
+    "ablation": {"seed": "0..2", "mgt_arm": ALL_ARMS, "num_hidden_layers": "48"},
+    "beta": {"seed": "0..2", "mgt_arm": "full", "num_hidden_layers": "100"},
+    "depth": {"seed": "0..2", "mgt_arm": "standard,full", "num_hidden_layers": "24,48,100,200"},
+    "language": {"seed": "0..2", "mgt_arm": "standard,full", "num_hidden_layers": "24"},
+    "copy": {"seed": "0..2", "mgt_arm": ALL_ARMS, "num_hidden_layers": "12"},
+}
+COPY_TASK = {"dataset": "copy_task", "block_size": "64"}
+OF_PRESET = {
+    "cpu": {
+        "rank": {"max_steps": "60"},
+        "ablation": {"max_steps": "100"},
+        "beta": {"max_steps": "160"},
+        "depth": {"parameters": "400000", "num_hidden_layers": "6,12,24", "max_steps": "30", "eval_interval": "5"},
+        "language": {
+            **{"num_hidden_layers": "4", "hidden_size": "64", "head_dim": "16"},
+            **{"max_steps": "100", "eval_interval": "20"},
+        },
+        "copy": {
+            **{**COPY_TASK, "num_hidden_layers": "4", "hidden_size": "64", "head_dim": "16"},
+            **{"global_batch_size": "32", "micro_batch_size": "32", "max_steps": "150", "eval_interval": "25"},
+            **{"optimizer": "muon", "learning_rate": "1e-2", "warmup_steps": "30", "eval_batches": "8"},
+        },
+    },
+    "paper": {
+        "beta": {"max_epochs": "100"},
+        "depth": {"parameters": "20000000", "num_attention_heads": "4", "activation_checkpointing": "True"},
+        "language": {
+            **{"dataset": "wikitext", "max_epochs": "100", "eval_interval": "1000"},
+            **{"hidden_size": "512", "num_attention_heads": "8", "head_dim": "64"},
+        },
+        "copy": {**COPY_TASK, "max_epochs": "5", "eval_interval": "100"},
+    },
+}
+SWEPT = "seed", "mgt_arm", "num_hidden_layers"  # keys that may have several values
+QUARTERS = 4  # experiment 3 looks at the start and after each quarter of training
+
+
+def settings(experiment: str, preset: str, given: dict[str, str]) -> dict[str, str]:
+    """Keys of sweep.py and train.py, as text, by what overrides what. A length in one unit replaces that in the other.
+
+    ValueError: a key that the experiment has no use for, or a value that its report has none for.
+    """
+    if "parameters" in given and experiment != "depth":
+        raise ValueError(f"--parameters={given['parameters']} is the size of experiment depth's models: leave it out")
+    for key, value in given.items():
+        if key not in SWEPT and len(sweep.expand(key, value)) > 1:
+            raise ValueError(f"--{key}={value}: give one value; a report compares {', '.join(SWEPT)} alone")
+    if experiment == "beta" and (without := {*given.get("mgt_arm", "full").split(",")} - {"full", "ddl"}):
+        raise ValueError(f"--mgt_arm={given['mgt_arm']}: {', '.join(sorted(without))} has no beta; give full or ddl")
+    result = EXPERIMENTS[experiment] | OF_PRESET[preset].get(experiment, {})
+    if {"max_steps", "max_epochs"} & given.keys():
+        result = {key: value for key, value in result.items() if key not in ("max_steps", "max_epochs")}
+    return result | given
+
+
+def commands(experiment: str, preset: str, given: dict[str, str], runs: Path) -> list[list[str]]:
+    """Arguments of sweep.py for every grid of the experiment: one, or, where the width depends on arm and depth, many.
+
+    ValueError: train.py would refuse a key.
+    """
+    keys, config, out = settings(experiment, preset, given), str(HERE / f"{preset}.py"), runs / f"{experiment}_{preset}"
+    if experiment == "beta":
+        run, _ = train.configure([config, *one_value_each(keys)], note=lambda line: None)
+        keys |= {"checkpoint_interval": str(-(-run.max_steps // QUARTERS)), "keep_last": str(QUARTERS)}
+    if experiment != "depth":
+        return [[config, *sweep.as_options(keys), f"--out={out}"]]
+    size = keys.pop("parameters")
+    if not size.isdecimal() or not int(size):
+        raise ValueError(f"--parameters={size}: give a whole number from 1 on")
+    pairs = itertools.product(*(sweep.expand(key, keys.pop(key)) for key in ("num_hidden_layers", "mgt_arm")))
+    result = []
+    for depth, arm in pairs:
+        own = keys | {"num_hidden_layers": depth, "mgt_arm": arm}
+        own |= width_for(int(size), config, own)
+        result.append([config, *sweep.as_options(own), f"--out={out / f'{arm}_{depth}'}"])
+    return result
+
+
+def one_value_each(keys: dict[str, str]) -> list[str]:
+    """Options of one run of the grid, the first of each key's values."""
+    return sweep.as_options({key: sweep.expand(key, value)[0] for key, value in keys.items()})
+
+
+def width_for(parameters: int, config: str, keys: dict[str, str]) -> dict[str, str]:
+    """hidden_size and head_dim, with the heads that there are, of the model whose size is nearest to `parameters`."""
+    run, model = train.configure([config, *one_value_each(keys)], note=lambda line: None)
+    nearest, found = None, {}
+    for multiple in itertools.count(1):  # RoPE takes features in pairs
+        width = {"hidden_size": 2 * multiple * model.num_attention_heads, "head_dim": 2 * multiple}
+        distance = parameters_of(run.model, dataclasses.replace(model, **width)) - parameters
+        if nearest is None or abs(distance) < nearest:
+            nearest, found = abs(distance), {key: str(value) for key, value in width.items()}
+        if distance > 0:
+            return found
+
+
+def check_corpora(experiment: str, cells: list[sweep.Cell]) -> None:
+    """ValueError: the copy task's report needs a corpus whose answers are scored."""
+    for dataset in {cell.settings["dataset"] for cell in cells} if experiment == "copy" else ():
+        if "window_tokens" not in open_corpus(dataset).meta:
+            raise ValueError(f"--dataset={dataset}: it has no answers to score; give one of data/copy_task/prepare.py")
+
+
+def cells_of(command: list[str]) -> list[sweep.Cell]:
+    """The cells of a sweep. ValueError: a mistake in a key."""
+    return sweep.make_cells(*sweep.read_arguments(command))

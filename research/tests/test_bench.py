@@ -1,0 +1,420 @@
+"""bench.py: what it computes from its timings, and that it runs. Timings themselves are not asserted."""
+
+import dataclasses
+import gc
+import json
+import sys
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import ROOT, script
+from models import PAPER
+from transcription_streams import STREAMS
+
+from model import STEMS, build
+from model.kernels.launch import launch_of, launches_of
+from research import bench
+from research.benchmarks import ceiling, contender, kernel_bandwidth, step, suites, timing
+from research.benchmarks.figures import Figures
+from training import metrics
+
+TINY = ["--vocab_size=64", "--block_size=16", "--num_hidden_layers=1", "--hidden_size=32", "--micro_batch_size=1"]
+TINY += ["--num_attention_heads=4", "--head_dim=8", "--compile=False", "--rounds=2", "--warmup=1", "--device=cpu"]
+CPU = torch.device("cpu")
+
+
+def test_figures_are_medians_of_ratios_of_one_round():
+    base, own = [1.0, 2.0, 4.0], [2.0, 2.0, 16.0]
+    same = step.figures_of(base, base, "", tokens=8)
+    assert (same["tokens_per_second"], same["baseline_tokens_per_second"]) == (4, 4)
+    assert (same["ratio"], same["ratio_p10"], same["ratio_p90"]) == (1, 1, 1)
+    other = step.figures_of(own, base, "forward_", tokens=8)
+    assert (other["forward_tokens_per_second"], other["forward_baseline_tokens_per_second"]) == (4, 4)
+    spread = pytest.approx((0.5, 0.3, 0.9))  # a fifth of the way from 0.25 to 0.5, and from 1 to 0.5
+    assert (other["forward_ratio"], other["forward_ratio_p10"], other["forward_ratio_p90"]) == spread
+    spread = pytest.approx((0.5 + 0.2 * 3.5, 4))
+    assert (other["forward_tokens_per_second_p10"], other["forward_tokens_per_second_p90"]) == spread
+
+
+def test_models_take_turns():
+    calls = []
+    steps = {name: lambda n=name: calls.append(n) for name in "ab"}
+    seconds = timing.measure(steps, warmup=2, rounds=3)
+    assert "".join(calls) == "aabb" + "ababab"
+    assert {name: len(times) for name, times in seconds.items()} == {"a": 3, "b": 3}
+
+
+def main(monkeypatch, *arguments) -> None:
+    monkeypatch.setattr(sys, "argv", ["research/bench.py", *map(str, arguments)])
+    bench.main()
+
+
+def test_every_model_and_its_transcription_is_measured(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "new" / "rows.json"
+    main(monkeypatch, *TINY, f"--json={out}")
+    stored, printed = json.loads(out.read_text()), capsys.readouterr().out
+    assert stored.keys() >= {"command", "commit", "machine", "torch", "triton", "date", "suite", "threads", "dtype"}
+    assert stored["sizes"]["quick (changed)"]["hidden_size"] == 32
+    names, transcribed = [row["model"] for row in stored["rows"]], [*PAPER, *STREAMS]
+    assert sorted(names) == sorted([*STEMS, *(f"{stem} transcription (eager)" for stem in transcribed)])
+    assert stored["rows"][0]["model"] == "gpt-mha-rope"
+    assert stored["rows"][0]["ratio"] == stored["rows"][0]["forward_ratio"] == 1
+    assert [row["model"] for row in stored["rows"] if "speedup" in row] == [n for n in names if n in transcribed]
+    parameters = {row["model"]: row["parameters"] for row in stored["rows"]}
+    for row in stored["rows"]:
+        assert row["ratio_p10"] <= row["ratio"] <= row["ratio_p90"]
+        assert row["forward_ratio_p10"] <= row["forward_ratio"] <= row["forward_ratio_p90"]
+        assert row["activation_bytes_per_token"] > 0
+        assert row["parameters"] == parameters[row["model"].split()[0]]
+        assert not row.keys() & {"mfu", "peak_memory_bytes"}
+    assert step.markdown(stored["rows"]) in printed
+
+
+def test_models_by_choice(tmp_path, monkeypatch):
+    out = tmp_path / "rows.json"
+    models = "--models=DDL-gpt-mha-rope-CC:2,DDL-gpt-mha-rope-CC:8"
+    main(monkeypatch, "step", *TINY, models, "--peers=none", f"--json={out}", "--dtype=float32")
+    base, two, eight = json.loads(out.read_text())["rows"]
+    names = ["gpt-mha-rope", "DDL-gpt-mha-rope-CC d_v=2", "DDL-gpt-mha-rope-CC d_v=8"]
+    assert [base["model"], two["model"], eight["model"]] == names
+    assert base["parameters"] < two["parameters"] < eight["parameters"]
+    assert base["activation_bytes_per_token"] < two["activation_bytes_per_token"] < eight["activation_bytes_per_token"]
+
+
+MISTAKES = [
+    (["--rounds=0"], "--rounds, --visits, --warmup, --steps and --micro_batch_size: give 1 or more"),
+    (["--models=DDL-gpt-mha-rope-CX"], "did you mean DDL-gpt-mha-rope"),
+    (["--models=DDL-gpt-mha-rope:four"], "number of columns"),
+    (["--models=DDL-vdim1-gpt-mha-rope:2"], "ddl_value_channels=2"),
+    (["--suite=paper"], "--suite=quick, or --device=cuda"),
+    (["--sizes=smal"], "the quick suite has no smal"),
+    (["--peers=transcriptions"], "--peers=transcriptions: give transcription or none"),
+    (["--models=DDL-gpt-mha-rope+kernels=maybe"], "kernels=auto, on or off"),
+    (["--models=DDL-gpt-mha-rope+state_interval=0"], "state_interval=1 or more"),
+    (["--head_dim=0"], "head_dim=0"),
+    (["--compile=True"], "--compile=False"),  # there is no compiler
+    (["kernels", "--tune"], "give --match"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES)
+def test_mistakes_end_in_one_line_before_anything_is_measured(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(step, "Bench", None)
+    monkeypatch.setenv("CXX", "none")
+    command = arguments if arguments[0] == "kernels" else ["step", "--compile=False", *arguments]
+    with pytest.raises(SystemExit) as stopped:
+        main(monkeypatch, *command, "--device=cpu")
+    assert stopped.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("bench.py: error:")
+    assert message in line
+
+
+def test_the_paper_suite_has_the_papers_sizes_and_columns():
+    args = bench.arguments(["--suite=paper", "--device=cuda", "--sizes=medium"])
+    [[name, medium]] = suites.sizes_of(args).items()
+    suites.complete(args, torch.device("cuda"))
+    with torch.device("meta"):
+        assert (name, build("gpt-mha-rope", **medium).num_parameters()) == ("medium", 353_508_352)
+        assert build("gpt-mha-rope", **suites.SMALL).num_parameters() == 123_590_400
+    forms = {f"DDL-gpt-mha-rope-CC-EC{form}" for form in (":2", ":8", "+state_interval=4", "+kernels=off")}
+    assert {*STEMS, *forms, "gpt-mha-rope+kernels=off"} == set(args.models)
+    assert (args.micro_batch_size, args.steps) == (16, 4)
+
+
+def test_a_model_may_bring_its_own_columns_and_kernels():
+    stem = "DDL-gpt-mha-rope-CC"
+    assert suites.split_model(f"{stem}:2+kernels=off") == (stem, {"ddl_value_channels": 2}, {"setting": "off"})
+    assert suites.split_model(f"{stem}+state_interval=4") == (stem, {}, {"state_interval": 4})
+    changed = f"{stem}+state_dtype=float32+ddl_beta_init=0.5"
+    assert suites.split_model(changed) == (stem, {"state_dtype": "float32", "ddl_beta_init": 0.5}, {})
+
+
+def test_kernels_are_measured_against_a_copy(tmp_path):
+    pytest.importorskip("triton")
+    out = tmp_path / "kernels.json"
+    size = ["--device=cpu", "--widths=8", "--micro_batch_size=1", "--block_size=2", "--rounds=1", "--copied=4096"]
+    size += ["--match=v=4"]
+    kernel_bandwidth.run(bench.arguments(["kernels", *size, f"--json={out}"]))
+    rows = {row["kernel"]: row for row in json.loads(out.read_text())["rows"]}
+    assert len(rows) == 10
+    state, vector, scalar = 2 * 4 * 8 * 2, 2 * 8 * 2, 2 * 4  # bytes of two tokens: 4 columns of 8 in bf16, fp32 numbers
+    # Reads X, h, y, z; writes c, the next y and z, n, delta, u, rho.
+    assert rows["step forward K=1 v=4 not stored"]["bytes"] == state + 2 * vector + scalar * (4 + 4 * 4)
+    # Besides, reads the write to replay and writes X'.
+    more = state + vector + 4 * scalar
+    assert rows["step forward K=1 v=4 stored"]["bytes"] == state + 2 * vector + scalar * (4 + 4 * 4) + more
+    assert rows["expand forward K=4 v=4"]["bytes"] == state + vector
+
+
+def test_rotation_and_norm_are_measured_but_have_no_launches_to_tune(tmp_path):
+    pytest.importorskip("triton")
+    out = tmp_path / "kernels.json"
+    keys = ["kernels", "--device=cpu", "--widths=8,256", "--micro_batch_size=2", "--block_size=3", "--rounds=1"]
+    keys += ["--copied=4096", "--match=rope"]
+    kernel_bandwidth.run(bench.arguments([*keys, f"--json={out}"]))
+    found = {(row["kernel"], row["d"]): row["bytes"] for row in json.loads(out.read_text())["rows"]}
+    wanted = {}
+    for d, head in ((8, 8), (256, 128)):
+        vector, tables = 6 * d * 2, 2 * 3 * head // 2 * 4  # of six tokens in bf16; cos and sin of three in fp32
+        # Reads and writes queries and keys; reads three gradients, queries and keys, and writes the gradient of all.
+        wanted |= {("rope_norm forward", d): 4 * vector + tables, ("rope_norm backward", d): 8 * vector + tables}
+    assert found == wanted
+    with pytest.raises(ValueError, match="no kernel with launches to tune has that in its name; try step"):
+        kernel_bandwidth.run(bench.arguments([*keys, "--tune"]))
+
+
+LAUNCHES = ["kernels", "--device=cpu", "--tune", "--match=add_norm", "--widths=8", "--micro_batch_size=1"]
+LAUNCHES += ["--block_size=1", "--rounds=1", "--copied=4096"]
+
+
+def test_launches_are_timed_one_by_one_and_kept(tmp_path, monkeypatch):
+    """The table's own launch first; what is stored is not timed again, and the table stays as it is."""
+    pytest.importorskip("triton")
+    from model.kernels.launch import FORCED
+
+    out = tmp_path / "tuned.json"
+
+    def launches(*more):
+        kernel_bandwidth.run(bench.arguments([*LAUNCHES, f"--json={out}", "--resume", *more]))
+        return {row["kernel"]: row["launches"] for row in json.loads(out.read_text())["rows"]}
+
+    first = launches("--launches=1")
+    assert first.keys() == {"add_norm forward", "add_norm backward"}
+    [own] = first["add_norm forward"]
+    assert dataclasses.asdict(launch_of("add_norm forward", 8)).items() <= own.items()
+    stored = []
+    monkeypatch.setattr(Figures, "store", lambda self, store=Figures.store: (stored.append(1), store(self)))
+    second = launches("--launches=3")
+    assert len(stored) == 4  # two launches more of two kernels
+    assert all(len(found) == 3 and own[0] in found for own, found in zip(first.values(), second.values()))
+    times = [launch["microseconds"] for launch in second["add_norm forward"]]
+    assert times == sorted(times)
+    assert not FORCED
+    monkeypatch.setattr(kernel_bandwidth, "timed", None)
+    assert launches("--launches=3") == second
+
+
+def test_runners_up_are_tried_first():
+    pytest.importorskip("triton")
+    args = bench.arguments([*LAUNCHES])
+    key, tried = kernel_bandwidth.launches(args, 768, "step forward K=4 v=2 not stored")
+    assert key == "step forward v=2 K>1"
+    assert tried[:3] == launches_of("step forward", 768, 2, 4)
+    assert {launch.num_warps for launch in tried} == {1, 2, 4, 8, 16}
+    assert len(set(tried)) == len(tried)
+
+
+def test_the_ceiling_of_a_launch_needs_no_device(tmp_path):
+    out = tmp_path / "ceiling.json"
+    chosen = ["--widths=64", "--match=add_norm", f"--json={out}"]
+    result = script("research/bench.py", "ceiling", *chosen, env={"TRITON_INTERPRET": ""})
+    assert result.returncode == 0, result.stderr.decode()
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["kernel"] for row in rows] == ["add_norm forward", "add_norm backward"]
+    assert all(8 < row["registers"] < 255 and row["spill_bytes"] == 0 for row in rows)
+    # Three loads of a vector or four, and a number, are stored or loaded a token; what is summed is, in a warp's lanes.
+    assert [row["bytes"] for row in rows] == [4 * 2 * 64 + 4] * 2
+    assert all(row["warps"] == 1 and row["shuffles"] == 5 and row["async_loads"] >= 2 for row in rows)
+
+
+LOOP = """
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+        /*0010*/                   LDG.E.64 R2, desc[UR4][R8.64] ;
+        /*0020*/                   FADD R4, R2, R3 ;
+        /*0030*/              @!P1 SHFL.BFLY PT, R5, R4, 0x1, 0x1f ;
+        /*0040*/                   FADD R6, R4, R5 ;
+        /*0050*/                   LDL.64 R10, [R1] ;
+        /*0060*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*0070*/                   STG.E desc[UR4][R8.64], R6 ;
+        /*0080*/               @P0 BRA 0x10 ;
+        /*0090*/                   EXIT ;
+        /*00a0*/                   BRA 0xa0 ;
+"""
+
+
+def test_the_machine_code_of_a_loop_is_read():
+    code = ceiling.parsed(LOOP)
+    body = ceiling.loop(code)
+    assert [ceiling.operation(each) for each in body] == "LDG FADD SHFL FADD LDL BAR STG BRA".split()
+    assert ceiling.operands(body[0]) == ({"R2", "R3"}, {"UR4", "R8", "R9"})
+    assert ceiling.operands(body[2]) == ({"R5"}, {"P1", "R4"})
+    assert ceiling.operands(body[6]) == (set(), {"UR4", "R8", "R9", "R6"})
+    assert ceiling.spilled_traffic(body) == 32 * 8
+    latencies = ceiling.LATENCY
+    chain = latencies["LDG"] + 5 + latencies["SHFL"] + 5 + latencies["BAR"]
+    # Besides the chain from load to store: the branch, and the second turn's load.
+    assert chain <= ceiling.latency(body) <= chain + len(body)
+
+
+def test_the_stored_ceilings_are_those_of_the_launches():
+    stored = json.loads((ROOT / "results" / "ceiling_sm90.json").read_text())["rows"]
+    assert {row["d"] for row in stored} == {768, 1024}
+    for row in stored:
+        if row["kernel"].startswith("rope_norm"):  # not in the table of launches
+            continue
+        launch = launch_of(row["kernel"], row["d"], row["columns"], row["tokens_of_read"])
+        found = (row["warps"], row["stages"], row["prefetch"], row["reload"], row["programs"])
+        assert found == (launch.num_warps, launch.stages, launch.prefetch, launch.reload, launch.programs), row
+        assert row["programs"] <= row["fits"], row  # else one wave would be two
+
+
+def test_figures_are_kept_for_the_same_code_chip_and_settings(tmp_path, capsys):
+    """Every row is in the file as soon as it is added; a row of other code, or all of other settings, is not kept."""
+
+    def opened(code="a", settings=None, resume=True):
+        return Figures(tmp_path / "f.json", CPU, settings or {"rounds": 2}, resume, code, notes={"left_out": []})
+
+    first = opened()
+    first.notes["left_out"].append("one")
+    first.add({"model": "m", "x": 1}, "model")
+    first.add({"model": "n", "x": 2}, "model")
+    first.add({"model": "m", "x": 3}, "model")
+    stored = json.loads((tmp_path / "f.json").read_text())
+    assert [(row["model"], row["x"], row["code"]) for row in stored["rows"]] == [("m", 3, "a"), ("n", 2, "a")]
+    assert all(row["chip"] == metrics.cpu_name() for row in stored["rows"])
+    assert stored.keys() >= {"command", "commit", "machine", "date", "rounds"}
+    second = opened()
+    assert second.rows == stored["rows"]
+    assert second.notes == {"left_out": ["one"]}
+    assert second.find(model="n")["x"] == 2
+    for other in (opened(code="b"), opened(settings={"rounds": 3}), opened(resume=False)):
+        assert other.rows == []
+    assert "2 of 2 figures are of other code" in (printed := capsys.readouterr().out)
+    assert "measured with another rounds" in printed
+
+
+def test_a_benchmark_that_was_killed_goes_on(tmp_path, monkeypatch):
+    """Stored rows stay to the bit; the group that was under way is measured again."""
+    out, models = tmp_path / "rows.json", "--models=DDL-gpt-mha-rope-CC"
+    run = [*TINY, models, "--peers=none", f"--json={out}", "--resume"]
+    memory = step.memory
+
+    def killed(contender, tokens):
+        if contender.name != "gpt-mha-rope":
+            raise KeyboardInterrupt
+        return memory(contender, tokens)
+
+    monkeypatch.setattr(step, "memory", killed)
+    with pytest.raises(KeyboardInterrupt):
+        step.run(bench.arguments(run))
+    before = {row["model"]: row for row in json.loads(out.read_text())["rows"]}
+    assert before["DDL-gpt-mha-rope-CC"]["forward_ratio"] > 0  # timed and stored, its memory not
+    monkeypatch.setattr(step, "memory", memory)
+    step.run(bench.arguments(run))
+    after = {row["model"]: row for row in json.loads(out.read_text())["rows"]}
+    assert "activation_ratio" in after["DDL-gpt-mha-rope-CC"]
+    seconds = after["gpt-mha-rope"]["seconds"]["train"]
+    # One round in each visit to two groups, of which two rounds are wanted, and one in the visit that was killed.
+    assert (len(seconds), seconds[:2]) == (5, before["gpt-mha-rope"]["seconds"]["train"])
+    assert len(after["DDL-gpt-mha-rope-CC"]["seconds"]["train"]) == 2
+    monkeypatch.setattr(step, "Bench", None)  # nothing is left to measure
+    step.run(bench.arguments(run))
+    assert {row["model"]: row for row in json.loads(out.read_text())["rows"]} == after
+
+
+def square(rows: int, d: int):
+    """A contender whose loss is the mean of (x W)^2, with x (rows, d) and W (d, d) of ones, and its parts."""
+    weight = torch.nn.Parameter(torch.ones(d, d))
+    model = torch.nn.Module()
+    model.weight, model.config = weight, SimpleNamespace(mup_scale=1.0)
+    model.forward = lambda x, _: (None, (x @ weight).square().mean())
+    x = torch.ones(rows, d)
+    return contender.Contender("square", model, lambda: (x, x), CPU, torch.float32, compiled=False)
+
+
+def test_saved_bytes_are_those_that_backward_needs():
+    # x for the product and its result for the square, both of 3 x 5 numbers of 4 bytes; the weight does not count.
+    assert contender.saved_bytes(square(3, 5)) == 2 * 3 * 5 * 4
+
+
+def test_a_turn_is_a_training_step_or_changes_nothing():
+    one = square(3, 5)
+    before = one.model.weight.detach().clone()
+    one.evaluate()
+    assert torch.equal(one.model.weight, before)
+    one.train()
+    assert (one.model.weight < before).all()
+    assert one.model.weight.grad is None
+
+
+def small_bench(*arguments):
+    args = bench.arguments([*TINY, *arguments])
+    suites.complete(args, CPU)
+    [[name, size]] = suites.sizes_of(args).items()
+    return step.Bench(args, name, size, CPU, Figures(None, CPU, {}, notes={"left_out": []}))
+
+
+def test_a_groups_models_go_when_it_is_measured(monkeypatch):
+    one, seen = small_bench(), []
+    built = one.build
+    monkeypatch.setattr(one, "build", lambda model: seen.append(weakref.ref(result := built(model))) or result)
+    one.measure_group("DDL-gpt-mha-rope-CC")
+    gc.collect()
+    assert [reference() for reference in seen] == [None]
+    assert list(one.rows) == ["gpt-mha-rope", *(f"DDL-gpt-mha-rope-CC{x}" for x in ("", " transcription (eager)"))]
+
+
+def test_the_baselines_speed_is_the_median_over_all_groups(monkeypatch):
+    one = small_bench("--peers=none")
+    seconds = iter([1.0, 5.0, 2.0, 6.0])  # training and forward of two groups
+    monkeypatch.setattr(
+        step, "measure", lambda turns, *_: dict.fromkeys(turns, [t := next(seconds)] * 2) | {"gpt-mha-rope": [t, t]}
+    )
+    one.measure_group("gpt-mha-rope")
+    one.measure_group("DDL-gpt-mha-rope-CC")
+    assert one.rows["gpt-mha-rope"]["tokens_per_second"] == pytest.approx((16 / 1 + 16 / 2) / 2)
+    assert one.rows["gpt-mha-rope"]["forward_tokens_per_second"] == pytest.approx((16 / 5 + 16 / 6) / 2)
+
+
+def test_percentiles_hold_what_changes_between_visits(monkeypatch):
+    """The machine is half as fast in the second visit, and the variant loses more than the baseline by it."""
+    one, slow = small_bench("--peers=none"), 1
+
+    def measured(turns, warmup, rounds, what):
+        assert rounds == 1  # of two, in two visits
+        return {name: [slow * (0.5 if name == "gpt-mha-rope" else 0.5 + 0.25 * slow)] for name in turns}
+
+    monkeypatch.setattr(step, "measure", measured)
+    for slow in (1, 2):  # noqa: B007 (`measured` reads it)
+        for model in ("gpt-mha-rope", "DDL-gpt-mha-rope-CC"):
+            one.measure_group(model)
+    base, row = one.rows["gpt-mha-rope"], one.rows["DDL-gpt-mha-rope-CC"]
+    assert row["seconds"]["train"] == [0.75, 2.0]
+    assert row["baseline_seconds"]["train"] == [0.5, 1.0]
+    assert (row["ratio_p10"], row["ratio_p90"]) == pytest.approx((0.5 + 0.1 / 6, 0.5 + 0.9 / 6))
+    assert (row["tokens_per_second_p10"], row["tokens_per_second_p90"]) == pytest.approx((8 + 4 / 3, 16 + 4))
+    assert (base["tokens_per_second_p10"], base["tokens_per_second_p90"]) == pytest.approx((16, 32))
+    cells = [cell.strip() for cell in step.markdown([row]).splitlines()[-1].split("|")]
+    assert cells[3:6] == ["15 (9 to 20)", "24", "0.583 (0.517 to 0.650)"]
+
+
+def test_a_peer_that_does_not_fit_is_left_out_and_said(monkeypatch):
+    one = small_bench()
+
+    def full(contender):
+        if "transcription" in contender.name:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
+
+    monkeypatch.setattr(contender.Contender, "train", full)
+    one.measure_group("gpt-mha-rope")
+    assert list(one.rows) == ["gpt-mha-rope"]
+    assert one.left_out == [
+        "quick (changed): gpt-mha-rope transcription (eager): OutOfMemoryError: CUDA out of memory."
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_memory_on_a_gpu_is_weights_gradients_moments_and_activations(tmp_path):
+    out = tmp_path / "rows.json"
+    arguments = [*TINY, "--device=cuda", "--hidden_size=256", "--block_size=128", "--peers=transcription"]
+    result = script("research/bench.py", *arguments, "--models=DDL-gpt-mha-rope-CC", f"--json={out}")
+    assert result.returncode == 0, result.stderr.decode()
+    for row in json.loads(out.read_text())["rows"]:
+        activations = 128 * row["activation_bytes_per_token"]
+        assert activations > 0
+        # AdamW's state: two moments, and a step counter for each parameter.
+        assert row["peak_memory_bytes"] - activations == pytest.approx(16 * row["parameters"], rel=0.01)

@@ -1,0 +1,42 @@
+"""Generation is measured, and what cannot be is refused."""
+
+import json
+import re
+
+import pytest
+from in_process import call
+
+from model import STEMS
+from research import bench
+from research.benchmarks import decode
+
+
+def test_decoding_is_measured(tmp_path):
+    out = tmp_path / "decode.json"
+    size = ["--vocab_size=64", "--block_size=16", "--num_hidden_layers=1", "--num_attention_heads=2", "--head_dim=8"]
+    keys = [*size, "--hidden_size=16", "--device=cpu", "--compile=False", "--rounds=2", "--context=6", "--tokens=3"]
+    result = call("research/bench.py", "decode", *keys, f"--json={out}", "--note=a test")
+    assert result.returncode == 0, result.stderr.decode()
+    stored = json.loads(out.read_text())
+    assert stored.keys() >= {"command", "commit", "machine", "threads", "size", "context"}
+    assert stored["note"] == "a test"
+    rows = stored["rows"]
+    assert sorted({row["model"] for row in rows}) == STEMS
+    assert {row["way"]: row["ratio"] for row in rows}.keys() == {"uncached", "cached"}
+    assert all(row["tokens_per_second_p10"] <= row["tokens_per_second"] for row in rows)
+    assert all(row["ratio"] == 1 for row in rows if row["way"] == "uncached")
+    assert decode.markdown(rows) in result.stdout.decode()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--context=250"], "--context and --tokens: 282 together, --block_size=256: give fewer"),
+        (["--tokens=0"], "give 1 or more"),
+        (["--models=gpt-mha-rope+kernels=off"], "leave the plus out"),
+        (["--models=gpt-mha-rop"], "did you mean gpt-mha-rope"),
+    ],
+)
+def test_what_cannot_be_measured_is_said(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        decode.run(bench.arguments(["decode", "--device=cpu", "--compile=False", *arguments]))

@@ -1,0 +1,59 @@
+"""What tests of interruptions and others share."""
+
+import os
+import subprocess
+import sys
+
+from helpers import ROOT
+
+from training import checkpoint, metrics
+from training.checkpoint import load_tensors
+
+TIMINGS = ("seconds", "tokens_per_second", "memory")
+
+
+def begin(arguments, processes=1, launcher=(), log=subprocess.DEVNULL) -> subprocess.Popen:
+    """train.py in a process of its own, or in several by torchrun."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", *launcher]
+    command = [sys.executable, *(torchrun if processes > 1 else []), "train.py", *arguments]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=env)
+
+
+def workers(torchrun: subprocess.Popen) -> list[int]:
+    """Numbers of the processes that it started."""
+    listed = subprocess.run(["pgrep", "-P", str(torchrun.pid), "-f", "train.py"], capture_output=True, check=True)
+    return [int(number) for number in listed.stdout.split()]
+
+
+def records(run):
+    """The run's metrics without what depends on the clock."""
+    return [{k: v for k, v in r.items() if k not in TIMINGS} for r in metrics.read(run / "metrics.jsonl")]
+
+
+def final(run):
+    """Every tensor of the newest checkpoint, as bytes."""
+    path = checkpoint.find(run)
+    tensors = load_tensors(path / "model.safetensors") | load_tensors(path / "optimizer.safetensors")
+    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+
+
+def phase_of(run) -> str:
+    """What the run is doing, by what it has written."""
+    if list(run.glob("checkpoints/*.tmp")):
+        return "saving"
+    path = run / "metrics.jsonl"
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    if not lines:
+        return "starting"
+    last = lines[-1]
+    due = last.startswith(b'{"step": ') and int(last[9:].partition(b",")[0]) % 4 == 0
+    return "evaluation" if due and b"val_loss" not in last else "training"
+
+
+CONSTANT = {"schedule": "wsd", "decay_steps": 0, "eval_full": False, "resume": "auto"}
+
+
+def steps_done(run):
+    path = run / "metrics.jsonl"
+    return [r["step"] for r in metrics.read(path) if "loss" in r] if path.exists() else []
