@@ -62,7 +62,7 @@ class DepthAttention(nn.Module):
     def forward(self, state, past: Past | None = None, force: Literal["uniform", "last"] | None = None):
         """state, a tuple of (B, T, d) -> x_in (B, T, d) and the weights a (B, T, sources).
 
-        force: weights in the place of the learned ones, 1/sources each, or those of the last source alone (for analyses).
+        force, for analyses: weights in the place of the learned ones, 1/sources each, or of the last source alone.
         """
         sources = [each.to(at_least_fp32(each.dtype)) for each in state]
         # The norm is a number for each token, and is taken out of the product: no normed copy of a source is kept.
