@@ -366,8 +366,7 @@ def set_up(argv: list[str]) -> Run | None:
         if config.compile and not distributed.can_compile(device):
             raise ValueError("compile=True needs a C++ compiler and Python's headers: install them, or --compile=False")
         metrics.optional_packages(config)
-        with faults_of(config.model):
-            memory.check_memory(config, model_config, device)
+        memory.check_memory(config, model_config, device)
         run.corpus, run.train_batches, run.val_batches = open_data(config, model_config)
         run.out, run.tokenizer = Path(config.out_dir), describe(run.corpus.path)
         begin = start.find(config, settings, run.corpus.identity, defaults)

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from model import build, cost, kernels, model_class
+from model import build, cost, faults_of, kernels, model_class
 from training.distributed import KEPT_BLOCK, computes_in_bfloat16, rank, world_size
 from training.metrics import duration, nominal_flops_per_token, peak_flops, size
 
@@ -100,11 +100,12 @@ def least_memory(config, model_config) -> int:
     """Bytes that one process cannot do without: weights, gradients, AdamW's moments, one micro-batch's states."""
     c = model_config
     try:
-        parameters = parameters_of(config.model, c)
-        shallow = dataclasses.replace(c, num_hidden_layers=min(2, c.num_hidden_layers))
-        state = cost.state_size(model_class(config.model), shallow)
-    except RuntimeError as error:
-        if "overflow" in str(error):
+        with faults_of(config.model):  # the first time that a model of a user's is made and runs
+            parameters = parameters_of(config.model, c)
+            shallow = dataclasses.replace(c, num_hidden_layers=min(2, c.num_hidden_layers))
+            state = cost.state_size(model_class(config.model), shallow)
+    except ValueError as error:
+        if "overflow" in str(error.__cause__):
             return 2**63
         raise
     states = config.rows * c.block_size * state * c.num_hidden_layers * 2
