@@ -16,7 +16,7 @@ def commands_of(text: str) -> list[str]:
     """Lines of the shell blocks, comments cut off."""
     blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.S)
     lines = [line.partition(" #")[0].strip() for block in blocks for line in block.splitlines()]
-    return [line for line in lines if line and not line.startswith(("#", "pip "))]
+    return [line for line in lines if line and not line.startswith(("#", "pip ", "source "))]
 
 
 def check_command(command: str, monkeypatch) -> None:
