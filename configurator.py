@@ -85,7 +85,10 @@ def knobs(*schemas: type) -> dict[str, Knob]:
         hints = typing.get_type_hints(schema, include_extras=True)
         for field in dataclasses.fields(schema):
             hint = hints[field.name]
-            annotated, help_text, *facts = typing.get_args(hint) if hasattr(hint, "__metadata__") else (hint, "")
+            said = getattr(hint, "__metadata__", ())
+            annotated = typing.get_args(hint)[0] if said else hint
+            help_text = next((each for each in said if isinstance(each, str)), "")
+            fact = next((each for each in said if not isinstance(each, str)), None)
             kinds, choices = kinds_and_choices(annotated)
             if not {int, float, bool, str, type(None)}.issuperset(kinds):
                 raise ValueError(
@@ -94,7 +97,7 @@ def knobs(*schemas: type) -> dict[str, Knob]:
                 )
             owner = [base for base in schema.__mro__ if field.name in base.__dict__.get("__annotations__", {})][-1]
             title = (owner.__doc__ or owner.__name__).partition("\n")[0]
-            knob = Knob(field.name, kinds, choices, field.default, help_text, title, facts[0] if facts else None)
+            knob = Knob(field.name, kinds, choices, field.default, help_text, title, fact)
             result.setdefault(field.name, knob)
     return result
 

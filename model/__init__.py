@@ -53,13 +53,15 @@ def every_config() -> list[type]:
 def faults_of(stem: str):
     """Whatever a stem's code raises inside as a ValueError of one line that names the file and, where known, the line.
 
-    A ValueError stays as it is: it says what to do.
+    A ValueError stays as it is: it says what to do. So does what memory that ran out raises, which is nobody's fault.
     """
     try:
         yield
     except ValueError:
         raise
     except Exception as error:
+        if configurator.out_of_memory(error):
+            raise
         file = importlib.util.find_spec(f"model.{stem}").origin
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
         if isinstance(error, SyntaxError) and error.filename:

@@ -61,6 +61,27 @@ def test_knobs_hold_what_the_dataclass_says(schema):
     assert schema["name"].choices == ()
 
 
+@dataclass
+class Terse:
+    """Keys with little said of them."""
+
+    bare: float = 0.5
+    ranged: Annotated[int, Key(low=1)] = 2
+    helped: Annotated[bool, "only help"] = True
+
+
+def test_help_and_facts_of_a_key_may_be_left_out():
+    knobs = configurator.knobs(Terse)
+    assert [(knob.types, knob.help) for knob in knobs.values()] == [
+        ((float,), ""),
+        ((int,), ""),
+        ((bool,), "only help"),
+    ]
+    assert knobs["ranged"].fact.range == "1 or more"
+    assert configurator.check({"bare": 1, "ranged": 3}, knobs) == {"bare": 1.0, "ranged": 3}
+    assert "--ranged=2" in configurator.help_text("", knobs)
+
+
 def test_of_two_schemas_the_first_defines_a_shared_key():
     both = configurator.knobs(Base, Other)
     assert list(both) == ["steps", "rate", "depth"]

@@ -12,6 +12,7 @@ from in_process import call
 import model
 from model import build
 from model.block import Block
+from model.layers import AttentionInputs, Heads
 from training import checkpoint, metrics
 
 GATED = (EXAMPLES[0].parent / "gated-gpt-mha-rope.py").read_text(encoding="utf-8")
@@ -169,6 +170,36 @@ def test_a_head_of_its_own_is_kept(stem, keys, corpus, tmp_path):
         assert done.returncode == 0, done.stderr.decode()
         found = float(re.search(r"loss.*?(\d\.\d{4})", done.stdout.decode(), re.S)[1])
         assert found == pytest.approx(said, abs=6e-5), done.stdout.decode()
+
+
+def test_what_is_no_fault_of_a_file_is_not_said_to_be_one():
+    lack = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+    with pytest.raises(RuntimeError, match="can't allocate"), model.faults_of("gpt-mha-rope"):
+        raise lack
+
+
+def test_a_cap_is_on_the_loss_that_is_trained(example_streams):
+    size = {"vocab_size": 29, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 8}
+    made, ids = build("capped-gpt-mha-rope", **size).double(), torch.arange(12).view(2, 6)
+    torch.nn.init.normal_(made.transformer.wte.weight, std=9)  # so that the cap is felt
+    plain = made.hidden(ids) @ made.transformer.wte.weight.T
+    capped = 15 * (2 / (1 + torch.exp(-2 * plain / 15)) - 1)  # tanh, written out
+    wanted = -(capped.log_softmax(-1).gather(-1, ids.roll(-1, 1).unsqueeze(-1))).mean()
+    assert plain.abs().max() > 30
+    assert abs(made(ids, ids.roll(-1, 1))[1] - wanted) < 1e-9
+
+
+def test_queries_keys_and_values_of_inputs_apart():
+    """Against heads made of each input by itself and a softmax written out; the values changed before it."""
+    size = {"vocab_size": 29, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 4}
+    made = build("gpt-mha-rope", **size).double()
+    attention, positions = made.transformer.h[0].attn, made.positions(torch.zeros(1, 5, dtype=torch.int64))
+    a, b, c = torch.randn(3, 1, 5, 8, dtype=torch.float64)
+    q, k, v = (Heads()(attention, x, positions)[place] for place, x in enumerate((a, b, c)))
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) / 2 + torch.full((5, 5), -torch.inf).triu(1)
+    mixed = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), 3 * v + 1).flatten(2)
+    found = attention(AttentionInputs(a, b, c, lambda values: 3 * values + 1), positions)
+    torch.testing.assert_close(found, mixed @ attention.c_proj.weight.T, rtol=0, atol=1e-12)
 
 
 def test_a_tied_weight_in_a_file_twice_must_be_the_same(tmp_path):
