@@ -116,6 +116,12 @@ def final_norm(config: GPTConfig) -> nn.Module:
     return RMSNorm(config.hidden_size)
 
 
+def takes_branch_mult(write: type) -> bool:
+    """Whether the class whose `forward` a write runs says so: a subclass with its own forward has to say it again."""
+    owner = next(each for each in write.__mro__ if "forward" in vars(each))
+    return vars(owner).get("takes_branch_mult", False)
+
+
 class GPT(nn.Module):
     """logits, loss = model(ids, targets): the whole language model.
 
@@ -144,7 +150,7 @@ class GPT(nn.Module):
             self.lm_head.weight = self.transformer.wte.weight
         if config.branch_mult != 1:
             for write in (site.write for block in self.transformer.h for site in block.sites):
-                if not getattr(write, "takes_branch_mult", False):
+                if not takes_branch_mult(type(write)):
                     raise ValueError(
                         f"residual_branch_mult={config.branch_mult:g}: the write of this stream "
                         f"({type(write).__name__}) has no such factor: leave it and num_hidden_layers_base out"

@@ -6,15 +6,13 @@
     python research/analyze.py gates RUN [RUN ...] [--windows=32] [--edits=all] [--json=FILE]
     python research/analyze.py spectrum RUN [RUN ...] [--windows=16] [--tokens=32] [--json=FILE]
     python research/analyze.py lens RUN [RUN ...] [--windows=16] [--text="a text"] [--json=FILE]
-    python research/analyze.py tokens RUN --text="a text" [--out=tokens.html]
 
 mup: the coordinate check, whether training changes as much in wide models as in narrow ones, parameter by parameter.
 transfer: whether the best learning rate of a narrow model stays that of wide ones, with muP and without. Both store
 each figure, and the same command goes on where it was stopped (docs/mup.md).
 rank: effective rank of the hidden states, their size, and gradient norms, over the depth of models (docs/mgt.md).
 gates: what every site writes and erases, and the loss where a piece of one is taken away (docs/gates.md).
-spectrum, lens, tokens: what becomes of a token's state end to end, what the model would say after each site, and a page
-of a text coloured by its gates (docs/analysis.md).
+spectrum, lens: what becomes of a token's state end to end, what the model would say after each site (docs/analysis.md).
 """
 
 import sys
@@ -25,7 +23,7 @@ import configurator  # before all that is slow to import: it takes Ctrl+C
 
 # isort: split
 from model import STEMS
-from research.analysis import common, gates, lens, rank, spectrum, tokens
+from research.analysis import common, gates, lens, rank, spectrum
 from research.benchmarks import coordinates, transfer
 
 OVER_RUNS = {"gates": gates, "lens": lens, "rank": rank, "spectrum": spectrum}
@@ -92,19 +90,11 @@ def main():
     common.add_arguments(logits, "lens")
     logits.set_defaults(rows=1)
     logits.add_argument("--text", help="a table of one text as well: text, FILE:path, or - for standard input")
-    page = commands.add_parser("tokens", help="a page of a text, coloured", description=tokens.__doc__)
-    page.add_argument("run", metavar="RUN", help="run, checkpoint or exported folder")
-    page.add_argument("--text", required=True, help="the text, FILE:path, or - for standard input")
-    page.add_argument("--out", type=Path, default=Path("tokens.html"), help="(default: %(default)s)")
-    page.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     args = parser.parse_args()
     with configurator.one_line_errors():
         if args.command in OVER_RUNS:
             check_positive(args, *(name for name in ("windows", "rows", "tokens") if hasattr(args, name)))
             OVER_RUNS[args.command].run(args)
-            return
-        if args.command == "tokens":
-            tokens.run(args)
             return
         check_widths(args.widths)
         if args.command == "mup":

@@ -3,7 +3,6 @@
     python research/bench.py --device=cpu                       every variant and its peers, a size for two CPU cores
     python research/bench.py --suite=paper --device=cuda        the paper's small and medium sizes
     python research/bench.py --models=DDL-gpt-mha-rope-CC:2 --hidden_size=128 --num_hidden_layers=4
-    python research/bench.py ceiling                           what the fused kernels' machine code allows; needs no GPU
     python research/bench.py decode                          tokens/s of generation, with and without cache and compiler
     python research/bench.py train --device=cuda        train.py itself: tokens/s, utilisation, memory, bitwise resuming
     python research/bench.py profile --device=cuda              the kernels that a training step spends its time on
@@ -11,7 +10,6 @@
     python research/bench.py memory                             peak memory of training against its estimate
     python research/bench.py costs                              parameters, state and FLOPs of every model, counted
     python research/bench.py peers                      final loss beside GPT-2's by its own code, each at its best rate
-    python research/bench.py report --runs=60 --lines=100000    time and peak memory of report.py over many long runs
 
 `step`, which needs no name, measures training steps (forward, backward, AdamW) and forward passes without gradients.
 Models take turns in groups: the baseline, one variant and its peers; on a CPU every group is visited twice. A ratio is
@@ -26,7 +24,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import configurator
 from research.benchmarks import (
-    ceiling,
     costs,
     decode,
     end_to_end,
@@ -35,7 +32,6 @@ from research.benchmarks import (
     memory_estimate,
     peer_quality,
     profile,
-    report_speed,
     step,
     suites,
 )
@@ -123,15 +119,6 @@ def kernels_arguments(parser) -> None:
     add_json(parser)
 
 
-def ceiling_arguments(parser) -> None:
-    parser.add_argument("--widths", type=widths, default="768,1024", help="hidden sizes d (default: %(default)s)")
-    parser.add_argument(
-        "--match", default="", help="only kernels with this in their name, as in --match='step forward v=4'"
-    )
-    parser.add_argument("--every", action="store_true", help="also the other launches that each kernel could have")
-    parser.add_argument("--json", type=Path, help="write the figures there as well")
-
-
 def decode_arguments(parser) -> None:
     add = parser.add_argument
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
@@ -196,14 +183,6 @@ def costs_arguments(parser) -> None:
     add("--json", type=Path, help="write the figures there as well")
 
 
-def report_arguments(parser) -> None:
-    add = parser.add_argument
-    add("--runs", type=int, default=10, help="run folders that are made up (default: %(default)s)")
-    add("--lines", type=int, default=100_000, help="training steps of each (default: %(default)s)")
-    add("--commands", default="curves", help="of curves,table,pack,paper (default: %(default)s)")
-    add("--json", type=Path, help="write the figures there as well")
-
-
 # name: (what it measures, its arguments, what runs it)
 COMMANDS = {
     "step": ("training steps and forward passes; the default", step_arguments, step.run),
@@ -215,12 +194,6 @@ COMMANDS = {
     "memory": ("peak memory of training runs against train.py's estimate", memory_arguments, memory_estimate.run),
     "peers": ("final loss beside GPT-2's, each at its best rate", peers_arguments, peer_quality.run),
     "costs": ("parameters, state and FLOPs of every model, counted, not measured", costs_arguments, costs.run),
-    "report": ("report.py over many long runs", report_arguments, report_speed.run),
-    "ceiling": (
-        "what the fused kernels' machine code for sm_90 allows of the copy bandwidth; needs no GPU",
-        ceiling_arguments,
-        ceiling.run,
-    ),
 }
 
 

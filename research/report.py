@@ -2,20 +2,16 @@
 
     python research/report.py curves runs/demo_cpu [RUN ...] [--x=seconds] [--y=bits_per_byte] [--out=FILE]
     python research/report.py curves RUN RUN RUN ... --band                mean and 95% interval over seeds
-    python research/report.py curves runs/demo_cpu --watch           drawn again while it trains, with a page to look at
     python research/report.py table runs/demo_cpu [RUN ...] [--json=FILE]  the last evaluation of each run
     python research/report.py table RUN RUN RUN ... --against=gpt-mha-rope  means over seeds, differences
-    python research/report.py paper RUN RUN RUN ... --out=report       tables and figures of a paper, and a page of them
-    python research/report.py pack RUN RUN RUN ... --out=runs.jsonl       finished runs in a small file, to be committed
+    python research/report.py paper RUN RUN RUN ... --out=report       tables and figures of a paper, in a folder
+    python research/report.py runs RUN RUN RUN ... --out=runs.csv         a row for each run, to be committed
 
-RUN is a run folder made by train.py, a folder that holds some, or a file made by `pack`. Runs that differ in their seed
+RUN is a run folder made by train.py, a folder that holds some, or a runs.csv. Runs that differ in their seed
 alone are one row of a table: the mean, its 95% interval and how many they are. A difference is that of the same seeds.
 What cannot be read is named and left out. research/docs/report.md says more.
 """
 
-import argparse
-import functools
-import math
 import sys
 from pathlib import Path
 
@@ -23,11 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import configurator  # before all that is slow to import: it takes Ctrl+C
 
 # isort: split
-from research.reporting import curves, groups, packed, paper, runs, style, table, watch
+from research.reporting import curves, groups, interactive, paper, runs, runs_csv, style, table
 from training.provenance import store
 
 NAMED = 3  # runs that an error names
-WATCH = 10.0  # seconds
 
 
 def read(args) -> list[runs.Run]:
@@ -58,9 +53,6 @@ def draw_curves(args) -> None:
         raise ValueError("--skip_first_step is of seconds: give --x=seconds with it")
     if args.out:
         curves.check_out(args.out)
-    if args.watch is not None:
-        watch_curves(args)
-        return
     found = read(args)
     out = args.out or curves.beside(found, "loss.png")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -75,19 +67,9 @@ def draw(args, out: Path, found: list[runs.Run]) -> list[str]:
     if args.x == "seconds" and args.skip_first_step:
         xlabel += ", without the first step"
     title = groups.shortened(found[0].name) if len(found) == 1 else ""
-    curves.draw(drawn, args.x, (xlabel, curves.Y_LABELS[args.y]), out, title)
+    draw_lines = interactive.draw if out.suffix == ".html" else curves.draw
+    draw_lines(drawn, args.x, (xlabel, curves.Y_LABELS[args.y]), out, title)
     return notes
-
-
-def watch_curves(args) -> None:
-    style.pyplot()
-    paths = [Path(path) for path in args.runs]
-    if args.where or any(path.is_file() for path in paths):
-        raise ValueError("--watch takes run folders, without --where")
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-    out = args.out or curves.folder_of(paths) / "loss.png"
-    watch.watch(args.runs, args.watch, out, functools.partial(draw, args, out))
 
 
 def print_table(args) -> None:
@@ -116,25 +98,12 @@ def make_paper(args) -> None:
     note([*notes, f"{len(found)} runs read"])
     by = [key for text in args.by for key in text.split(",")]
     paper.write(paper.make(found, notes, by, args.against, args.x), out)
-    print(f"wrote {out / 'report.html'}")
+    print(f"wrote {out / 'report.md'}")
 
 
-def pack(args) -> None:
-    if args.points < 1:
-        raise ValueError(f"--points={args.points}: give 1 or more")
-    found = read(args)
-    added, replaced = packed.pack(found, args.out, args.points)
+def store_runs(args) -> None:
+    added, replaced = runs_csv.write(read(args), args.out)
     print(f"{args.out}: {added} runs added, {replaced} replaced")
-
-
-def seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: give seconds above 0 as --watch=10, or --watch after the runs")
-    return value
 
 
 def add_runs(command) -> None:
@@ -154,9 +123,8 @@ def arguments():
     command.add_argument("--band", action="store_true", help="runs that differ in the seed alone: mean, 95%% interval")
     command.add_argument("--skip_first_step", action="store_true", help="seconds without the first, which compiles")
     command.add_argument(
-        "--watch", nargs="?", type=seconds, const=WATCH, metavar="SECONDS", help="draw again as often while they train"
+        "--out", type=Path, help="PNG, SVG, PDF or HTML (default: loss.png in the run, or beside the runs)"
     )
-    command.add_argument("--out", type=Path, help="PNG, SVG or PDF (default: loss.png in the run, or beside the runs)")
     command = commands.add_parser("table", help="the last evaluation of each run, as Markdown")
     command.set_defaults(run=print_table)
     add_runs(command)
@@ -173,11 +141,10 @@ def arguments():
     command.add_argument(
         "--out", type=Path, help="a new folder, or an earlier report's (default: report, beside the runs)"
     )
-    command = commands.add_parser("pack", help="runs in one small file, which the others read like the folders")
-    command.set_defaults(run=pack)
+    command = commands.add_parser("runs", help="a row for each run in one CSV file, which `table` and `paper` read")
+    command.set_defaults(run=store_runs)
     add_runs(command)
     command.add_argument("--out", type=Path, required=True, help="a file; of what it has, runs of the same name go")
-    command.add_argument("--points", type=int, default=packed.POINTS, help="of a curve (default: %(default)s)")
     return parser.parse_args()
 
 

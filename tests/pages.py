@@ -27,7 +27,7 @@ def check_command(command: str, monkeypatch) -> None:
         schema = configurator.knobs(train.TrainConfig, *(model.model_class(stem).Config for stem in model.STEMS))
         assert set(re.findall(r"--(\w+)=", command)) <= schema.keys()
         return
-    place = next(i for i, word in enumerate(words) if word.endswith((".py", ".sbatch")))
+    place = next(i for i, word in enumerate(words) if word.endswith((".py", ".sbatch", ".sh")))
     script, arguments = words[place], words[place + 1 :]
     if script.startswith("research/") and not (ROOT / "research").exists():
         return

@@ -12,7 +12,8 @@ from models import DDL, EXPANDED, INPUTS, PAPER, PARAMETER_COUNTS, TINY, tiny
 from torch.utils.flop_counter import FlopCounterMode
 
 import train
-from model import build, cost, model_class
+from model import STEMS, build, cost, model_class
+from model.gpt import takes_branch_mult
 from model.residual import DeltaRewrite, fold_column_conv, pooled, read_columns
 
 SMALL = {"num_hidden_layers": 12, "num_attention_heads": 6, "head_dim": 128, "hidden_size": 768}
@@ -367,3 +368,21 @@ def test_flops_of_parameterisations(keys, change):
     """By hand, relative to the default, per site (of four): d = 10, v = 4."""
     plain, other = (build("DDL-gpt-mha-rope", **TINY, **k).flops_per_token() for k in ({}, keys))
     assert other - plain == 3 * 4 * change
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_a_factor_on_branches_changes_the_model_or_is_refused(stem):
+    """With the same weights: a stream that would ignore `residual_branch_mult` must say so."""
+    plain, ids = tiny(stem), torch.arange(8)[None]
+    if not all(takes_branch_mult(type(site.write)) for block in plain.transformer.h for site in block.sites):
+        with pytest.raises(ValueError, match="has no such factor"):
+            tiny(stem, residual_branch_mult=0.5)
+        return
+    scaled = tiny(stem, residual_branch_mult=0.5)
+    generator = torch.Generator().manual_seed(0)
+    for own, other in zip(plain.parameters(), scaled.parameters(), strict=True):
+        values = 0.3 * torch.randn(own.shape, generator=generator)
+        own.data.copy_(values)
+        other.data.copy_(values)
+    with torch.no_grad():
+        assert not torch.equal(plain(ids)[0], scaled(ids)[0])

@@ -25,14 +25,14 @@ BLOCK += "class Model(GPT):\n    Block = Own\n"
 
 # {what is wrong: (the file, what the line says)}
 WRONG = {
-    "half a file": (GATED[: GATED.index("):")], "line 14: SyntaxError: '(' was never closed"),
+    "half a file": (GATED[: GATED.index("):")], "line 12: SyntaxError: '(' was never closed"),
     "a missing package": ("import nowhere\n" + GATED, "line 1: ModuleNotFoundError: No module named 'nowhere'"),
-    "a misspelled name": (GATED.replace("WritingBlock)", "WritingBlok)"), "line 30: NameError: name 'WritingBlok'"),
+    "a misspelled name": (GATED.replace("WritingBlock)", "WritingBlok)"), "line 26: NameError: name 'WritingBlok'"),
     "no Model": (GATED[: GATED.index("class Model")], "has no class Model(GPT)"),
     "a Model of torch alone": (GATED.replace("Model(GPT)", "Model(nn.Module)"), "has no class Model(GPT)"),
     "no dataclass": (GATED.replace("@dataclass\n", ""), "Config has keys, no @dataclass"),
     "a key of the run": (GATED.replace("gate_init", "seed"), "its key seed is one of the run"),
-    "a key of a kind that there is not": (GATED.replace("Annotated[float", "Annotated[list"), "the key gate_init is"),
+    "a key of a kind that there is not": (GATED.replace("gate_init: float", "gate_init: list"), "the key gate_init is"),
     "a write that returns nothing": (
         GATED.replace("        return state +", "        state +"),
         "GatedWrite of block 0, attn, returns None: needed the new state",
@@ -43,7 +43,7 @@ WRONG = {
     ),
     "a write with a mistake": (
         GATED.replace("self.gate * h", "self.gate @ h.T.T.sum((0, 1, 2)).view(1, 1)"),
-        "line 27: RuntimeError: ",
+        "line 23: RuntimeError: ",
     ),
     "a read of another width": (
         BLOCK.format("self.sites = [replace(s, read=lambda x, past: x[..., 1:]) for s in self.sites]"),
@@ -109,7 +109,7 @@ def test_a_wrong_file_breaks_no_other_run(own, corpus, tmp_path):
         assert b"own-gpt" not in done.stderr
     listed = call("train.py", "--help")
     assert listed.returncode == 0
-    assert b"note: left out: model/own-gpt.py, line 14: SyntaxError" in listed.stderr
+    assert b"note: left out: model/own-gpt.py, line 12: SyntaxError" in listed.stderr
     assert b"--ddl_value_channels" in listed.stdout
     hint = call("train.py", *run, "--ddl_valu_channels=2").stderr.decode().splitlines()
     assert "left out: model/own-gpt.py" in hint[0]

@@ -1,8 +1,7 @@
 """How kernels are launched: warps of a program, how its loads run ahead, and how many programs share the tokens.
 
 A table, not Triton's autotuner: another launch is another order of summation, and a run that goes on must give the
-bits that it would have given. `bench.py ceiling` says what each launch allows, without a GPU; `bench.py kernels --tune`
-measures it and the runners-up.
+bits that it would have given. `bench.py kernels --tune` measures each entry and the runners-up.
 """
 
 import functools

@@ -18,7 +18,7 @@ class Launch:
 
 L2 = {"stages": 1, "prefetch": 2}
 
-# At widths of up to 768, and above: the best by `bench.py ceiling`, not yet by time, then two that --tune measures too.
+# At widths of up to 768, and above: the best by registers and latency, not yet by time; then two that --tune measures.
 KERNELS = {
     "add_norm forward": [(Launch(2, 3, 8), Launch(1, 3, 16), Launch(2, programs=8, **L2))] * 2,
     "add_norm backward": [(Launch(2, 3, 8), Launch(1, 3, 16), Launch(2, programs=8, **L2))] * 2,

@@ -15,7 +15,6 @@ from functools import partial
 import torch
 
 from evaluation import tables
-from research.benchmarks.ceiling import HEAD
 from research.benchmarks.figures import Figures, launches_used
 from research.benchmarks.timing import Clock, compared, spread
 from training import distributed
@@ -25,6 +24,7 @@ from training.provenance import digest
 WAYS = ("forward", "backward")
 # What --tune tries beside the table's launches and their runners-up: warps of a program, how loads run ahead (stages,
 # prefetch), warps of a multiprocessor.
+HEAD = 128  # features of a head at the paper's sizes
 WARPS, AHEAD, RESIDENT = (1, 2, 4, 8, 16), ((2, 0), (3, 0), (1, 2)), (8, 16)
 
 

@@ -9,6 +9,7 @@ from evaluation import tables
 from research import intervals, sweep
 from research.benchmarks.figures import Figures
 from research.mgt import drawings, findings, measures
+from research.reporting import runs, runs_csv
 from research.reporting.style import pyplot
 from training import distributed
 from training.provenance import digest
@@ -90,7 +91,7 @@ def check() -> None:
 
 
 def write(experiment: str, preset: str, cells: list[sweep.Cell], results: Path) -> None:
-    """`<results>/<experiment>_<preset>.json`, .md and .png. ValueError: no run is finished."""
+    """`<results>/<experiment>_<preset>.json`, .md and .png, rows of runs.csv. ValueError: no run is finished."""
     done = [cell for cell in cells if sweep.final_evaluation(cell)]
     if not done:
         raise ValueError(f"no run of {experiment} is finished in {cells[0].folder.parent}: nothing to report")
@@ -103,10 +104,18 @@ def write(experiment: str, preset: str, cells: list[sweep.Cell], results: Path) 
     figures.rows = [{**row, **figures.made} for row in found.rows]
     figures.notes = {"groups": found.groups, "verdicts": found.verdicts, "unfinished": left}
     figures.store()
+    keep_rows(done, f"{experiment}/{preset}", results)
     kind.draw(found.rows, path.with_suffix(".png"))
     configurator.replace_text(path.with_suffix(".md"), page(kind, about, found, left, path))
     print(path.with_suffix(".md").read_text(encoding="utf-8"))
     print(f"wrote {path}, {path.with_suffix('.md').name} and {path.with_suffix('.png').name}")
+
+
+def keep_rows(cells: list[sweep.Cell], name: str, results: Path) -> None:
+    """A row of runs.csv for each run."""
+    found, _ = runs.load([str(cell.folder) for cell in cells])
+    titles = {cell.folder: cell.title for cell in cells}
+    runs_csv.write([replace(run, name=f"{name}/{titles[run.path]}") for run in found], results / "runs.csv")
 
 
 def judged(found: findings.Findings, experiment: str, preset: str) -> findings.Findings:

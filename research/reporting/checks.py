@@ -1,34 +1,10 @@
-"""What records from files must look like: statistics of the stream, accuracies, packed runs."""
+"""What records from files must look like: statistics of the stream, accuracies."""
 
 import math
 import sys
 
 NONE = type(None)
 NUMBER = int, float
-# Of a packed run: what each of its fields is.
-FIELDS = {
-    "packed": int,
-    "name": str,
-    "stem": (str, NONE),
-    "settings": dict,
-    "seed": (int, NONE),
-    "parameters": (int, NONE),
-    "corpus": dict,
-    "commit": (str, NONE),
-    "machine": (dict, NONE),
-    "processes": int,
-    "notes": list,
-    "accuracy": list,
-    "first_seconds": (*NUMBER, NONE),
-    "step": int,
-    "totals": dict,
-    "published": (dict, NONE),
-    "training": dict,
-    "evaluations": dict,
-    "residual": list,
-}
-CURVES = "step", "tokens", "flops", "seconds", "loss", "grad_norm", "tokens_per_second", "memory"
-EVALUATIONS = "step", "tokens", "flops", "seconds", "val_loss"
 # Of an accuracy of tasks, and of its settings.
 ENTRY = {"task": str, "shots": int, "settings": dict, "shown": dict}
 SETTINGS = {"dtype": str, "add_bos_token": (bool, int, NONE), "limit": (*NUMBER, NONE)}
@@ -74,26 +50,3 @@ def is_shown(row) -> bool:
         return False
     metric, value, error = row
     return isinstance(metric, str) and is_number(value) and (error is None or is_number(error))
-
-
-def fault_of_packed(record: dict) -> str:
-    """What is wrong with a packed run, "" for nothing; its curves' numbers are looked at by polars."""
-    if fault := fault_of(record, FIELDS):
-        return fault
-    if more := record.keys() - FIELDS.keys():
-        return f"unknown key {min(more)}"
-    corpus = record["corpus"]
-    faults = {
-        "corpus": not all(isinstance(corpus.get(split, {}), dict) for split in ("train", "val")),
-        "notes": not all(isinstance(note, str) for note in record["notes"]),
-        "accuracy": not all(map(is_accuracy, record["accuracy"])),
-        "totals": not all(map(is_number, record["totals"].values())),
-        "residual": not all(is_step(each) and is_residual(each.get("residual")) for each in record["residual"]),
-        "training": not all(name in record["training"] for name in CURVES),
-        "evaluations": not all(name in record["evaluations"] for name in EVALUATIONS),
-    }
-    return next((f"{key} has other things in it" for key, wrong in faults.items() if wrong), "")
-
-
-def is_step(record) -> bool:
-    return isinstance(record, dict) and type(record.get("step")) is int

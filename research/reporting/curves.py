@@ -16,7 +16,7 @@ Y_LABELS = {"loss": "loss (nats per token)", "bits_per_byte": "bits per byte"}
 VALIDATION = {"loss": "val_loss", "bits_per_byte": "val_bits_per_byte"}
 MOST_TRACES = 8  # curves; behind more of them the unsmoothed ones would hide them
 WIDEST_OF_TWO = 50  # characters of a label where the legend has two columns
-SUFFIXES = ".png", ".svg", ".pdf"
+SUFFIXES = ".png", ".svg", ".pdf", ".html"
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,9 @@ def lines_of(runs: list[Run], x: str, y: str, band: bool, first_step: bool) -> t
     drawn, notes = [], []
     labels = groups.labels_of(runs) if len(runs) > 1 else [runs[0].stem or ""]
     for run, label in zip(runs, labels):
+        if run.path.is_file():
+            notes.append(f"{run.name}: {run.path.name} has no curves: give its run folder (results/archive.csv)")
+            continue
         try:
             found = series(run, x, y, first_step)
         except ValueError as error:
@@ -111,7 +114,7 @@ def warnings(drawn: list[Line], runs: list[Run], y: str) -> list[str]:
 
 
 def check_out(out: Path) -> None:
-    """ValueError: matplotlib is missing, or writes no such file."""
+    """ValueError: a package is missing, or writes no such file."""
     if out.suffix not in SUFFIXES:
         raise ValueError(f"--out={out}: give a name that ends with {', '.join(SUFFIXES)}")
     style.pyplot()
@@ -173,7 +176,7 @@ def save(figure, out: Path) -> None:
 
 
 def beside(runs: list[Run], name: str) -> Path:
-    """A file in the run's folder or, of several runs or packed ones, in the folder that holds them."""
+    """A file in the run's folder or, of several runs, in the folder that holds them."""
     return folder_of([run.path for run in runs]) / name
 
 

@@ -33,11 +33,13 @@ def drawn(sizes: list[Size]) -> list[Drawn]:
 
 
 def curves_of(group: Group, compared: Comparison | None) -> dict[str, Curve]:
-    """Those that there is something of."""
+    """Those that there is something of; none where a run is a row of runs.csv."""
+    if not all(run.has_curve for run in group.runs):
+        return {}
     training = [series(run, run.training, "loss") for run in group.runs]
     evaluations = [series(run, run.evaluations, "val_loss") for run in group.runs]
     curves = {"training": training_curve(training), "validation": validation_curve(evaluations)}
-    if compared and compared.paired:
+    if compared and compared.paired and all(run.has_curve for run in compared.baseline.runs):
         curves["difference"] = validation_curve(differences(compared))
     return {kind: curve for kind, curve in curves.items() if curve}
 

@@ -4,7 +4,6 @@ import io
 import re
 import shutil
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 
 import configurator
@@ -13,15 +12,14 @@ from evaluation import tables
 from research.reporting import figures, results
 from research.reporting.drawing import drawn, unit_of
 from research.reporting.groups import shown
-from research.reporting.page import page
 from research.reporting.runs import Run
 from research.reporting.sizes import Size, sizes_of
-from training.provenance import provenance, store
+from training.provenance import store
 
 REPORT = "report.json"
 DRAWN = r"figures(/(curves|costs|differences|final|residual_\w*)\.(png|svg))?"
 MADE = re.compile(
-    rf"report\.(html|json|md)|tables\.tex|(curves|validation|differences|costs|accuracy_\w+|runs)\.csv|{DRAWN}"
+    rf"report\.(json|md)|tables\.tex|(curves|validation|differences|costs|accuracy_\w+|runs)\.csv|{DRAWN}"
 )
 TITLE = "Report of runs"
 LONGEST_KIND = 100  # characters in a file's name
@@ -171,8 +169,7 @@ def fill(report: Report, new: Path) -> None:
             (new / "figures" / f"{figure['name']}.{kind}").write_bytes(figure[kind])
     for name, text in texts(report).items():
         replace_text(new / name, text)
-    store(new / REPORT, numbers(report), origin := provenance())
-    replace_text(new / "report.html", html(report, origin))
+    store(new / REPORT, numbers(report))
 
 
 def texts(report: Report) -> dict[str, str]:
@@ -206,11 +203,3 @@ def markdown(report: Report) -> str:
 def numbers(report: Report) -> dict:
     found = {table.name: {"title": table.title, "rows": table.figures, "notes": table.notes} for table in report.tables}
     return {"summary": report.summary, "tables": found, "left_out": report.left_out}
-
-
-def html(report: Report, origin: dict) -> str:
-    left = "".join(f"<li>{escape(line)}</li>" for line in report.left_out) or "<li>nothing</li>"
-    made = "".join(f"<dt>{key}</dt><dd>{escape(str(value))}</dd>" for key, value in origin.items() if value)
-    notes = f"<h3>Left out</h3><ul>{left}</ul><h3>This report</h3><dl>{made}</dl>"
-    said = {"difference": report.difference, "x": report.x}
-    return page(TITLE, report.summary, report.tables, report.groups, report.figures, notes, **said)

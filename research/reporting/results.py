@@ -233,7 +233,7 @@ def factors_of(group, baseline) -> dict[str, float]:
 
 def cost_of(group) -> dict[str, float | None]:
     """Means over runs, None where one lacks the number; seconds of finished runs alone."""
-    runs = [run for run in group.runs if run.training.height]
+    runs = [run for run in group.runs if run.totals]
     unfinished = any(run.finished is False for run in group.runs)
     return {
         "parameters": mean([run.parameters for run in group.runs]),

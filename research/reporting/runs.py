@@ -1,8 +1,8 @@
-"""Runs as data: a run folder, a folder of them, or a file of packed ones (`reporting/packed.py`) -> `Run`."""
+"""Runs as data: a run folder, a folder of them, or a runs.csv (`reporting/runs_csv.py`) -> `Run`."""
 
 import hashlib
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ import configurator
 from evaluation.published import Published
 from evaluation.published import find as find_published
 from model import build, model_class
-from research.reporting import checks, packed, records
+from research.reporting import checks, records, runs_csv
 from training import checkpoint
 
 if TYPE_CHECKING:
@@ -44,10 +44,11 @@ ACCURACY = (
 class Run:
     """A run; what nothing is known of is None or empty.
 
-    path: its folder, or the packed file. settings: run and model keys. corpus: `Corpus.identity`. machine: what it was
+    path: its folder, or the runs.csv. settings: run and model keys. corpus: `Corpus.identity`. machine: what it was
     trained on at its last start; processes: how many, 1 where `machine` is None. training, evaluations, residual,
     first_seconds, step, totals, notes: as in `records.Metrics`. published: which published figures stand beside it.
-    accuracy: entries of eval.py of its newest checkpoint.
+    accuracy: entries of eval.py of its newest checkpoint. A row of runs.csv has no training curve,
+    and of the evaluations the last alone.
     """
 
     name: str
@@ -82,6 +83,10 @@ class Run:
         """Whether the last evaluation is that after the last step; None where nobody knows how many were to be done."""
         steps = self.settings.get("max_steps")
         return None if steps is None else bool(self.final) and self.final["step"] >= steps
+
+    @property
+    def has_curve(self) -> bool:
+        return self.training.height > 0
 
     def x(self, frame, axis: str, first_step: bool = True):
         """A frame's column of an axis of AXES, seconds as device-seconds: those of training times the processes.
@@ -125,7 +130,7 @@ class Run:
 def load(paths: list[str], points: int = POINTS) -> tuple[list[Run], list[str]]:
     """(the runs that can be read, each once, and a line for each that cannot: "NAME: why").
 
-    A path is a run folder, a folder that holds some at any depth, or a packed file.
+    A path is a run folder, a folder that holds some at any depth, or a runs.csv.
     """
     records.polars()  # a missing package is no fault of a run
     found, faults, seen = [], [], set()
@@ -145,9 +150,8 @@ def readers(path: Path, points: int, faults: list[str]):
     """(a function that makes the Run, what identifies it) of every run that a path names."""
     if path.is_file():
         try:
-            if not path.stat().st_size:
-                raise ValueError(f"{path} is empty: make it by report.py pack")
-            return [(lambda r=r: unpacked(r, path), (path.resolve(), str(r.get("name")))) for r in packed.read(path)]
+            rows = runs_csv.rows_of(path)
+            return [(lambda row=row: of_row(row, path), (path.resolve(), row["name"])) for row in rows]
         except ValueError as error:
             faults.append(f"{path.name}: {error}")
             return []
@@ -158,13 +162,19 @@ def readers(path: Path, points: int, faults: list[str]):
     return [(lambda folder=folder: read_run(folder, points), (folder.resolve(), None)) for folder in folders]
 
 
-def unpacked(record: dict, path: Path) -> Run:
-    """The Run of a line of a packed file. ValueError: it is damaged."""
-    fields = packed.unpacked(record)
+def of_row(row: dict, path: Path) -> Run:
+    """The Run of a row of runs.csv. ValueError: it is damaged."""
     try:
-        return Run(path=path, **fields)
-    except TypeError as error:
-        raise ValueError(f"damaged: pack it again ({error})") from error
+        run = Run(path=path, **runs_csv.fields_of(row))
+        if run.stem is None:
+            return run
+        of_model = {key.name for key in fields(model_class(run.stem).Config)}
+        state: dict = {"model": run.stem, "corpus": run.corpus, "step": run.step, "model_config": {}, "run_config": {}}
+        for key, value in run.settings.items():
+            state["model_config" if key in of_model else "run_config"][key] = value
+        return replace(run, published=published_of(path, state, {}))
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"damaged: make its row again by report.py runs ({error})") from error
 
 
 def is_run(folder: Path) -> bool:
@@ -270,7 +280,7 @@ def accuracy_of(folder: Path, saved: Path | None, notes: list[str]) -> list[dict
 
 def distinct(runs: list[Run]) -> list[Run]:
     """With names of their own: those that come twice have as many of their parents before them as tell them apart, of a
-    packed run the file's name first."""
+    row of runs.csv the file's name first."""
     names, above = [run.name for run in runs], [parents(run) for run in runs]
     while again := [i for i, name in enumerate(names) if names.count(name) > 1 and above[i]]:
         for index, parent in [(i, above[i].pop()) for i in again]:

@@ -9,15 +9,14 @@ from pathlib import Path
 import numpy as np
 
 from research import sweep
-from research.reporting import packed
+from research.reporting import runs_csv
 from research.reporting.runs import UNSHOWN, Run, load
 from research.residual_streams.arms import BASELINE, PRESETS, SEARCH_SEED, SEEDS, SWAPPED, Problem, keys_of
 from training import stopping
+from training.provenance import store
 
 STAGES = "rates", "tokens", "again", "swapped", "alone", "seconds", "eager"
-RESULTS = "tokens", "seconds"  # stages whose runs are results
-# Points kept of the curve of a run by stage; of others as many as a packed run has.
-FEW = {"rates": 20, "again": 20, "swapped": 20}
+TIMES = "alone", "eager"  # stages whose runs are timed
 MOST_RATES = 8  # tried of an arm before its grid ends, edge or not
 TIMED = 0.12  # share of the steps of runs of which the speed alone is of use
 ALONE, EAGER = SEEDS[:3], SEEDS[:2]  # their seeds, compiled and not
@@ -106,25 +105,42 @@ class Grid:
     def losses(self, stage: str, problem: str, arm: str, cells: list[sweep.Cell]) -> list[float | None]:
         """Of each the validation loss after the last step; inf where it diverged, None of one that is not finished."""
         kept = {run.name: run for run in self.kept(stage, problem)}
-        return [final_loss(cell, kept.get(name_of(cell, arm))) for cell in cells]
+        return [final_loss(cell, kept.get(name_of(stage, problem, arm, cell))) for cell in cells]
 
     def kept(self, stage: str, problem: str) -> list[Run]:
         """The runs that the results hold; none where there is no file."""
-        path = self.file(stage, problem)
-        return list(read(path, path.stat().st_mtime_ns)) if path.is_file() else []
+        if not self.file.is_file():
+            return []
+        every = read(self.file, self.file.stat().st_mtime_ns)
+        return [run for run in every if run.name.startswith(f"{stage}/{problem}/")]
 
-    def file(self, stage: str, problem: str) -> Path:
-        return self.results / f"{self.preset}_{stage}_{problem}.jsonl"
+    @property
+    def file(self) -> Path:
+        """A row for each run that is kept."""
+        return self.results / f"{self.preset}_runs.csv"
 
     def keep(self, stage: str, problem: str, arm: str, cell: sweep.Cell) -> None:
         """Add a finished run to the results. ValueError: it cannot be read."""
         runs, faults = load([str(cell.folder)])
         if faults:
             raise ValueError(faults[0])
-        named = replace(runs[0], name=name_of(cell, arm))
-        packed.pack([named], self.file(stage, problem), FEW.get(stage, packed.POINTS))
+        runs_csv.write([replace(runs[0], name=name_of(stage, problem, arm, cell))], self.file)
+        if stage in TIMES:
+            self.keep_speed(stage, problem, arm, runs[0])
 
     # ---- what the stages decide ----
+
+    def keep_speed(self, stage: str, problem: str, arm: str, run: Run) -> None:
+        """Add the speeds of its steps to those of the arm's other runs, of which `speeds` takes a quantile."""
+        stored = self.timed_steps()
+        of_arm = stored.setdefault(stage, {}).setdefault(problem, {}).setdefault(arm, {})
+        of_arm[str(run.seed)] = run.training["tokens_per_second"].drop_nulls().to_list()
+        store(self.results / f"{self.preset}_speeds.json", {"steps": stored})
+
+    def timed_steps(self) -> dict:
+        """{stage: {problem: {arm: {seed: tokens per second of each step}}}}; empty before a stage that measures."""
+        path = self.results / f"{self.preset}_speeds.json"
+        return json.loads(path.read_text(encoding="utf-8"))["steps"] if path.is_file() else {}
 
     def chosen(self) -> dict[str, dict[str, dict]]:
         """{problem: {arm: what the stage rates has found}}; empty before it."""
@@ -147,15 +163,14 @@ class Grid:
 
     def speeds(self, stage: str, problem: str) -> dict[str, float]:
         """{arm: tokens per second over the baseline's, each of its fastest steps}; empty before the stage."""
-        steps: dict[str, list[float]] = {}
-        for run in self.kept(stage, problem):
-            steps.setdefault(arm_of(run), []).extend(run.training["tokens_per_second"].drop_nulls())
+        of_arms = self.timed_steps().get(stage, {}).get(problem, {})
+        steps = {arm: [speed for own in seeds.values() for speed in own] for arm, seeds in of_arms.items()}
         return over_baseline({arm: float(np.quantile(own, FASTEST)) for arm, own in steps.items() if own})
 
 
 @functools.lru_cache(maxsize=16)
 def read(path: Path, changed: int) -> tuple[Run, ...]:
-    """The runs of a packed file, which takes a while; changed: when it was."""
+    """The runs of a file, which takes a while; changed: when it was."""
     return tuple(load([str(path)])[0])
 
 
@@ -197,10 +212,10 @@ def over_baseline(numbers: dict[str, float | None]) -> dict[str, float]:
     return {arm: number / base for arm, number in numbers.items() if number} if base else {}
 
 
-def name_of(cell: sweep.Cell, arm: str) -> str:
+def name_of(stage: str, problem: str, arm: str, cell: sweep.Cell) -> str:
     """Of its run in the results."""
-    return f"{arm} | {cell.title}"
+    return f"{stage}/{problem}/{arm}/{cell.title}"
 
 
 def arm_of(run: Run) -> str:
-    return run.name.partition(" | ")[0]
+    return run.name.split("/")[2]

@@ -1,15 +1,15 @@
 """The study's report from the runs that are kept: tables and words by PLAN.md's rules, JSON, the picture.
 
-    python research/residual_streams/report.py                     README.md beside this file; JSON and picture
-    python research/residual_streams/report.py --preset=gpu        gpu.md, from the runs of gpu.sh
-    python research/residual_streams/report.py --pages=FOLDER     besides, a page with curves and tables of each problem
+    python research/residual_streams/report.py                  cpu_report.md, .json and .png, beside runs that are kept
+    python research/residual_streams/report.py --preset=gpu     gpu_report.md, ..., from the runs of gpu.sh
 
-What the page says between the marks `<!-- NAME -->` and `<!-- end -->` is made here; the rest is written by hand and
-stays as it is. Runs that are missing are said to be pending. Nothing is trained.
+README.md beside this file shows some of the tables: what it has between the marks `<!-- NAME -->` and `<!-- end -->` is
+made here too; the rest of it is written by hand and stays as it is. Runs that are missing are said to be pending.
+Nothing is trained.
 """
 
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -19,14 +19,13 @@ import configurator  # before all that is slow to import
 from evaluation import tables
 from evaluation.published import SIZES, figures
 from research import intervals
-from research.reporting import paper
 from research.residual_streams import equal, findings, picture
 from research.residual_streams.arms import ARMS, BASELINE, PRESETS, SEEDS
 from research.residual_streams.findings import Finding, Values
-from research.residual_streams.grid import RESULTS, STAGES, Grid, arm_of
+from research.residual_streams.grid import STAGES, Grid, arm_of
 from training.provenance import store
 
-PAGES = {"cpu": Path(__file__).with_name("README.md"), "gpu": Path(__file__).with_name("gpu.md")}
+PAGE = Path(__file__).with_name("README.md")
 EQUAL = "tokens", "FLOPs", "seconds", "eager seconds"
 
 
@@ -35,9 +34,8 @@ def arguments():
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="cpu")
     add("--results", type=Path, default=Path("results/residual_streams"), help="folder of the kept runs")
-    add("--out", type=Path, help="folder of PRESET_report.json and PRESET_report.png (default: that of --results)")
-    add("--page", type=Path, help="the page whose marked parts are made anew (default: README.md, or gpu.md)")
-    add("--pages", type=Path, metavar="FOLDER", help="a report for each problem, by report.py paper")
+    add("--out", type=Path, help="folder of PRESET_report.md, .json and .png (default: that of --results)")
+    add("--page", type=Path, default=PAGE, help="whose marked parts are made anew (default: README.md)")
     return parser.parse_args()
 
 
@@ -267,10 +265,11 @@ def data(found: dict) -> str:
     for name, problem in found.items():
         for corpus in problem["corpora"]:
             for split in ("train", "val"):
-                of, packages = corpus[split], corpus.get("packages", {}).get(split)
-                source = f"{len(packages)} Python packages" if packages else corpus["source"]
+                of = corpus[split]
                 size = f"{of['bytes'] / 1e6:.1f} MB" if "bytes" in of else None
-                rows.append([name, split, source, f"{of['documents']:,}", size, f"{of['tokens']:,}", corpus["sha256"]])
+                rows.append(
+                    [name, split, corpus["source"], f"{of['documents']:,}", size, f"{of['tokens']:,}", corpus["sha256"]]
+                )
     return tables.markdown(["problem", "split", "source", "documents", "size", "tokens", "sha256 of all"], rows)
 
 
@@ -294,43 +293,31 @@ PARTS = {make.__name__: make for make in (verdicts, afterwards, language, tasks,
 
 
 def filled(page: str, parts: dict[str, str]) -> str:
-    """The page with its marked parts made anew. ValueError: a mark is missing."""
+    """The page with its marked parts made anew. ValueError: a part has no end."""
     for name, text in parts.items():
         before, mark, rest = page.partition(f"<!-- {name} -->\n")
         _, end, after = rest.partition("<!-- end -->")
-        if not mark or not end:
-            raise ValueError(f"the page has no place for {name}: write <!-- {name} -->, and <!-- end --> below it")
-        page = f"{before}{mark}{text}\n{end}{after}"
+        if mark and not end:
+            raise ValueError(f"the page has no end of {name}: write <!-- end --> below <!-- {name} -->")
+        page = f"{before}{mark}{text}\n{end}{after}" if mark else page
     return page
 
 
 # ---- files ----
 
 
-def write(grid: Grid, out: Path, at: Path) -> None:
-    """at: the page."""
-    found, page = numbers(grid), at.read_text(encoding="utf-8")
-    page = filled(page, {name: make(found) for name, make in PARTS.items()})
+def write(grid: Grid, out: Path, page: Path) -> None:
+    found = numbers(grid)
+    parts = {name: make(found) for name, make in PARTS.items()}
     out.mkdir(parents=True, exist_ok=True)
-    picture.draw(found, out / f"{grid.preset}_report.png")
-    store(out / f"{grid.preset}_report.json", {"problems": found})
-    configurator.replace_text(at, page)
-    print(f"wrote {at}, {out / f'{grid.preset}_report.json'} and its picture")
-
-
-def write_pages(grid: Grid, folder: Path) -> None:
-    """A report of `report.py paper` for each problem and stage that has runs."""
-    for problem in PRESETS[grid.preset]:
-        for stage in RESULTS:
-            own = grid.kept(stage, problem)
-            if stage == "seconds" and own:  # the baseline's are those of equal tokens
-                own = [run for run in grid.kept("tokens", problem) if arm_of(run) == BASELINE] + own
-            if own:
-                named = [replace(run, name=arm_of(run)) for run in own]
-                out = folder / f"{problem}_{stage}"
-                paper.check(out)
-                paper.write(paper.make(named, [], ["run"], BASELINE, "tokens"), out)
-                print(f"wrote {out / 'report.html'}")
+    path = out / f"{grid.preset}_report.json"
+    picture.draw(found, path.with_suffix(".png"))
+    store(path, {"problems": found})
+    text = "".join(f"## {name}\n\n{part}\n\n" for name, part in parts.items())
+    configurator.replace_text(path.with_suffix(".md"), f"# Residual streams compared: tables\n\n{text}")
+    if grid.preset == "cpu":
+        configurator.replace_text(page, filled(page.read_text(encoding="utf-8"), parts))
+    print(f"wrote {path}, and the same as .md and .png")
 
 
 def main():
@@ -339,9 +326,7 @@ def main():
         if not args.results.is_dir():
             raise ValueError(f"--results={args.results}: no such folder; give the one that run.py keeps its runs in")
         grid = Grid(args.preset, Path("sweeps/residual_streams"), args.results)
-        write(grid, args.out or args.results, args.page or PAGES[args.preset])
-        if args.pages:
-            write_pages(grid, args.pages)
+        write(grid, args.out or args.results, args.page)
 
 
 if __name__ == "__main__":

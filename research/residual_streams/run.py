@@ -125,7 +125,7 @@ def keep_finished(args, grid: Grid, cells: Cells) -> None:
     for (problem, arm), own in cells.items():
         kept = {run.name: run for run in grid.kept(args.stage, problem)}
         for cell in own:
-            run = kept.get(name_of(cell, arm))
+            run = kept.get(name_of(args.stage, problem, arm, cell))
             if final_loss(cell) is not None and (run is None or not is_of(run, cell)):
                 grid.keep(args.stage, problem, arm, cell)
 

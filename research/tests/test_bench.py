@@ -9,14 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT, script
+from helpers import script
 from models import PAPER
 from transcription_streams import STREAMS
 
 from model import STEMS, build
 from model.kernels.launch import launch_of, launches_of
 from research import bench
-from research.benchmarks import ceiling, contender, kernel_bandwidth, step, suites, timing
+from research.benchmarks import contender, kernel_bandwidth, step, suites, timing
 from research.benchmarks.figures import Figures
 from training import metrics
 
@@ -205,60 +205,6 @@ def test_runners_up_are_tried_first():
     assert tried[:3] == launches_of("step forward", 768, 2, 4)
     assert {launch.num_warps for launch in tried} == {1, 2, 4, 8, 16}
     assert len(set(tried)) == len(tried)
-
-
-def test_the_ceiling_of_a_launch_needs_no_device(tmp_path):
-    out = tmp_path / "ceiling.json"
-    chosen = ["--widths=64", "--match=add_norm", f"--json={out}"]
-    result = script("research/bench.py", "ceiling", *chosen, env={"TRITON_INTERPRET": ""})
-    assert result.returncode == 0, result.stderr.decode()
-    rows = json.loads(out.read_text())["rows"]
-    assert [row["kernel"] for row in rows] == ["add_norm forward", "add_norm backward"]
-    assert all(8 < row["registers"] < 255 and row["spill_bytes"] == 0 for row in rows)
-    # Three loads of a vector or four, and a number, are stored or loaded a token; what is summed is, in a warp's lanes.
-    assert [row["bytes"] for row in rows] == [4 * 2 * 64 + 4] * 2
-    assert all(row["warps"] == 1 and row["shuffles"] == 5 and row["async_loads"] >= 2 for row in rows)
-
-
-LOOP = """
-        /*0000*/                   MOV R1, c[0x0][0x28] ;
-        /*0010*/                   LDG.E.64 R2, desc[UR4][R8.64] ;
-        /*0020*/                   FADD R4, R2, R3 ;
-        /*0030*/              @!P1 SHFL.BFLY PT, R5, R4, 0x1, 0x1f ;
-        /*0040*/                   FADD R6, R4, R5 ;
-        /*0050*/                   LDL.64 R10, [R1] ;
-        /*0060*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
-        /*0070*/                   STG.E desc[UR4][R8.64], R6 ;
-        /*0080*/               @P0 BRA 0x10 ;
-        /*0090*/                   EXIT ;
-        /*00a0*/                   BRA 0xa0 ;
-"""
-
-
-def test_the_machine_code_of_a_loop_is_read():
-    code = ceiling.parsed(LOOP)
-    body = ceiling.loop(code)
-    assert [ceiling.operation(each) for each in body] == "LDG FADD SHFL FADD LDL BAR STG BRA".split()
-    assert ceiling.operands(body[0]) == ({"R2", "R3"}, {"UR4", "R8", "R9"})
-    assert ceiling.operands(body[2]) == ({"R5"}, {"P1", "R4"})
-    assert ceiling.operands(body[6]) == (set(), {"UR4", "R8", "R9", "R6"})
-    assert ceiling.spilled_traffic(body) == 32 * 8
-    latencies = ceiling.LATENCY
-    chain = latencies["LDG"] + 5 + latencies["SHFL"] + 5 + latencies["BAR"]
-    # Besides the chain from load to store: the branch, and the second turn's load.
-    assert chain <= ceiling.latency(body) <= chain + len(body)
-
-
-def test_the_stored_ceilings_are_those_of_the_launches():
-    stored = json.loads((ROOT / "results" / "ceiling_sm90.json").read_text())["rows"]
-    assert {row["d"] for row in stored} == {768, 1024}
-    for row in stored:
-        if row["kernel"].startswith("rope_norm"):  # not in the table of launches
-            continue
-        launch = launch_of(row["kernel"], row["d"], row["columns"], row["tokens_of_read"])
-        found = (row["warps"], row["stages"], row["prefetch"], row["reload"], row["programs"])
-        assert found == (launch.num_warps, launch.stages, launch.prefetch, launch.reload, launch.programs), row
-        assert row["programs"] <= row["fits"], row  # else one wave would be two
 
 
 def test_figures_are_kept_for_the_same_code_chip_and_settings(tmp_path, capsys):

@@ -1,44 +1,40 @@
-"""The demo's stored report is what its stored runs give, and its figures are what plain Python makes of them."""
+"""The demo's stored table is what its stored runs give, and its figures are what plain Python makes of them."""
 
+import csv
 import json
-import re
 
 import numpy as np
 import pytest
 from helpers import ROOT
 from in_process import call
 
-DEMO = ROOT / "results" / "demo"
+RUNS, BASELINE = ROOT / "results" / "demo" / "runs.csv", "gpt-mha-rope init=spectral"
 
 
-@pytest.fixture(scope="module")
-def runs() -> list[dict]:
-    return list(map(json.loads, (DEMO / "runs.jsonl").read_text(encoding="utf-8").splitlines()))
-
-
-def test_the_report_is_made_from_the_runs_that_are_kept(tmp_path):
-    keys = "--by=model,init", "--against=gpt-mha-rope init=spectral"
-    result = call("research/report.py", "paper", DEMO / "runs.jsonl", *keys, f"--out={tmp_path / 'report'}")
+def test_the_table_is_made_from_the_runs_that_are_kept(tmp_path):
+    keys = "--by=model,init", f"--against={BASELINE}", f"--json={tmp_path / 'table.json'}"
+    result = call("research/report.py", "table", RUNS, *keys)
     assert result.returncode == 0, result.stderr.decode()
-    for name in ("report.md", "tables.tex", "validation.csv", "differences.csv", "costs.csv", "runs.csv"):
-        kept = (DEMO / "report" / name).read_text(encoding="utf-8")
-        assert (tmp_path / "report" / name).read_text(encoding="utf-8") == kept, f"{name}: make the report again"
+    kept = json.loads((ROOT / "results" / "demo_variants.json").read_text(encoding="utf-8"))
+    assert json.loads((tmp_path / "table.json").read_text())["groups"] == kept["groups"], "make the table again"
 
 
-def test_its_means_and_differences(runs):
+def test_its_means_and_differences():
     """Half an interval of three values is 4.30265 standard errors (Student, two degrees of freedom)."""
-    report = (DEMO / "report" / "report.md").read_text(encoding="utf-8")
-    losses: dict[str, dict] = {}
-    for run in runs:
-        row = f"{run['stem']} init={run['settings']['init']}"
-        losses.setdefault(row, {})[run["seed"]] = run["evaluations"]["val_loss"][-1]
-    baseline = "gpt-mha-rope init=spectral"
-    base = np.array([losses[baseline][seed] for seed in range(3)])
-    for stem, by_seed in losses.items():
-        values = np.array([by_seed[seed] for seed in range(3)])
-        mean, half = values.mean(), 4.30265 * values.std(ddof=1) / np.sqrt(3)
-        assert re.search(rf"\| {stem} +\| 3 .*\| {mean:.4f} ± {half:.4f} \(3\)", report)
-        if stem != baseline:
-            mean, half = (values - base).mean(), 4.30265 * (values - base).std(ddof=1) / np.sqrt(3)
-            assert re.search(rf"\| {stem} +\| {baseline} \| {re.escape(f'{mean:+.4f}')} ± {half:.4f} ", report)
-    assert len(losses) == 6
+    groups = json.loads((ROOT / "results" / "demo_variants.json").read_text(encoding="utf-8"))["groups"]
+    bits: dict[str, dict] = {}
+    with open(RUNS, encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            by_seed = bits.setdefault(f"{row['model']} init={row['init']}", {})
+            by_seed[int(row["seed"])] = float(row["val_bits_per_byte"])
+    assert len(bits) == len(groups) == 6
+    base = np.array([bits[BASELINE][seed] for seed in range(3)])
+    for group in groups:
+        values = np.array([bits[group["name"]][seed] for seed in range(3)])
+        assert group["val_bits_per_byte"]["mean"] == pytest.approx(values.mean())
+        assert group["val_bits_per_byte"]["ci95"] == pytest.approx(4.30265 * values.std(ddof=1) / np.sqrt(3), rel=1e-5)
+        if group["name"] != BASELINE:
+            less = values - base
+            found = group["against"]
+            assert found["mean"] == pytest.approx(less.mean())
+            assert found["ci95"] == pytest.approx(4.30265 * less.std(ddof=1) / np.sqrt(3), rel=1e-5)

@@ -177,9 +177,8 @@ def test_mistakes_are_one_line(arguments, message, tmp_path):
     assert not (tmp_path / "x").exists()
 
 
-def test_the_table_of_the_page_is_the_stored_result():
+def test_with_mup_every_stored_change_is_level():
     stored = json.loads((ROOT / "results" / "mup.json").read_text())
-    assert coordinates.markdown(stored["rows"]) in (ROOT / "research/docs/mup.md").read_text(encoding="utf-8")
     assert all(not_level(row["changes"]) == {} for row in stored["rows"] if row["mup"])
 
 

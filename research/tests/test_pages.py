@@ -1,5 +1,6 @@
 """Figures on the pages, of the core and of research/, are those of the stored results."""
 
+import csv
 import json
 import re
 
@@ -8,7 +9,8 @@ from helpers import ROOT
 from pages import check_command, commands_of
 
 import model
-from research.benchmarks import ceiling, costs, peer_quality, step, suites
+from research.benchmarks import costs, peer_quality, step, suites
+from research.reporting.runs_csv import parsed
 from research.reporting.table import markdown
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -27,18 +29,13 @@ def test_the_tables_of_the_demo_are_the_stored_results():
     assert squeezed(markdown(groups)) in squeezed(DEMO)
 
 
-def test_the_table_of_ceilings_is_the_stored_result():
-    stored = json.loads((ROOT / "results" / "ceiling_sm90.json").read_text())
-    assert ceiling.markdown(stored["rows"]) in (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
-
-
 def test_the_table_of_speeds_is_the_stored_result():
     stored = json.loads((ROOT / "results" / "bench_quick_cpu.json").read_text())
-    assert step.markdown(stored["rows"]) in (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+    assert step.markdown(stored["rows"]) in (DOCS / "speed.md").read_text(encoding="utf-8")
     streams = json.loads((ROOT / "results" / "bench_streams_cpu.json").read_text())["rows"]
     own = [row for row in streams if "transcription" not in row["model"]]
     assert sorted(row["model"] for row in own) == model.STEMS
-    assert step.markdown(own) in (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+    assert step.markdown(own) in (DOCS / "speed.md").read_text(encoding="utf-8")
     for row in stored["rows"] + own:  # the columns agree: medians of the same rounds
         if "baseline_tokens_per_second" in row:
             ratio = row["tokens_per_second"] / row["baseline_tokens_per_second"]
@@ -108,10 +105,18 @@ DERIVED = {  # what a page computes from a stored row
 SUMMARIES = {"peers_demo_cpu.json": peer_quality.groups_of}  # rows that a page shows together
 
 
+def files_in(text: str) -> set[str]:
+    """Files of results/ with figures that a text names."""
+    return set(re.findall(r"results/((?:\w+/)*\w+\.(?:json|csv))\b", text)) - {"published.csv", "archive.csv"}
+
+
 def stored_in(name: str) -> dict:
-    """A file of results/; of a packed file its runs as rows."""
-    text = (ROOT / "results" / name).read_text()
-    return {"rows": list(map(json.loads, text.splitlines()))} if name.endswith("l") else json.loads(text)
+    """A file of results/; of a runs.csv its rows."""
+    path = ROOT / "results" / name
+    if path.suffix == ".json":
+        return json.loads(path.read_text())
+    with open(path, encoding="utf-8", newline="") as file:
+        return {"rows": [{key: parsed(text) for key, text in row.items()} for row in csv.DictReader(file)]}
 
 
 def values_for(cells: list[str], files: set[str]) -> list[float]:
@@ -142,8 +147,9 @@ def is_compared_whole(page) -> bool:
 
 @pytest.mark.parametrize("path", [each for each in PAGES if not is_compared_whole(each)], ids=str)
 def test_every_table_of_figures_names_its_files_and_shows_their_numbers(path):
-    for section, rows in tables_of_figures(path.read_text(encoding="utf-8")):
-        files = set(re.findall(r"results/((?:\w+/)*\w+\.jsonl?)", section))
+    page = path.read_text(encoding="utf-8")
+    for section, rows in tables_of_figures(page):
+        files = files_in(section) or files_in(page)
         assert files, f"this table names no file of results/: {rows[0]}"
         for row in rows:
             values = values_for(row, files)
@@ -152,15 +158,15 @@ def test_every_table_of_figures_names_its_files_and_shows_their_numbers(path):
 
 
 @pytest.mark.parametrize("path", PAGES, ids=str)
-def test_every_measured_figure_in_the_text_is_in_a_file_that_its_paragraph_names(path):
+def test_every_measured_figure_in_the_text_is_in_a_file_that_the_page_names(path):
     """Measured: three digits after the point, a share with one or more, or a speed."""
-    text = re.sub(r"```.*?```|^\|[^\n]*\n", "", path.read_text(encoding="utf-8"), flags=re.S | re.M)
-    for paragraph in text.split("\n\n"):
-        files = set(re.findall(r"results/((?:\w+/)*\w+\.jsonl?)", paragraph))
-        stored = [stored_in(name) for name in files]
-        values = list(map(abs, numbers_in(stored)))  # a text says of signs what it likes
-        shown = re.findall(r"(?<![\w./])\d+\.\d{3}\b|\d+\.\d+%|\d[\d,]*(?=\stokens/s)", paragraph)
-        assert [number for number in shown if not is_one_of(number, values)] == [], (paragraph, files)
+    page = path.read_text(encoding="utf-8")
+    text = re.sub(r"```.*?```|^\|[^\n]*\n", "", page, flags=re.S | re.M)
+    values = list(
+        map(abs, numbers_in([stored_in(name) for name in files_in(page)]))
+    )  # of signs a text says what it likes
+    shown = re.findall(r"(?<![\w./])\d+\.\d{3}\b|\d+\.\d+%|\d[\d,]*(?=\stokens/s)", text)
+    assert [number for number in shown if not is_one_of(number, values)] == []
 
 
 def test_figures_are_of_committed_code():
@@ -170,8 +176,7 @@ def test_figures_are_of_committed_code():
 
 def test_every_stored_figure_is_named_on_a_page():
     pages = "".join(path.read_text(encoding="utf-8") for path in (*PAGES, *(ROOT / "results").rglob("*.md")))
-    pages += (STUDY / "gpu.md").read_text(encoding="utf-8")
-    kept = [path.name for path in (ROOT / "results").rglob("*.*") if path.suffix not in (".md", ".svg")]
+    kept = [path.name for path in (ROOT / "results").rglob("*.*") if path.suffix != ".md"]
     assert [name for name in kept if name not in pages] == []
 
 

@@ -1,12 +1,10 @@
-"""report.py paper: the figures, whose legends hide nothing, the folder, LaTeX, and the page in chromium."""
+"""report.py paper: the figures, whose legends hide nothing, the folder, and LaTeX."""
 
 import json
 import re
 import shutil
-import time
 from itertools import pairwise
 
-import browser
 import matplotlib
 import numpy as np
 import pytest
@@ -17,7 +15,7 @@ from paper_helpers import BASE, DDL, loaded, write_run
 
 from evaluation import tables
 from research import intervals
-from research.reporting import bands, figures, paper, results
+from research.reporting import bands, figures, paper
 
 
 def drawn(number, name, size="small", stem=None, points=8, published=None):
@@ -169,7 +167,7 @@ def written(tmp_path_factory):
     for number, (stem, seed) in enumerate(((BASE, 0), (BASE, 1), (DDL, 0), (DDL, 1))):
         write_run(folder / f"runs/{number}", stem, seed, better=0.5 * number)
     ended = call("research/report.py", "paper", folder / "runs", f"--out={folder / 'out'}")
-    assert ended.stdout.decode() == f"wrote {folder / 'out' / 'report.html'}\n"
+    assert ended.stdout.decode() == f"wrote {folder / 'out' / 'report.md'}\n"
     return folder
 
 
@@ -181,7 +179,7 @@ def test_the_folder(written):
         for name in ("curves", "costs", "differences", "final", "residual_beta")
         for kind in ("png", "svg")
     }
-    assert names == drawings | {"report.html", "report.md", "report.json", "tables.tex", "curves.csv"} | {
+    assert names == drawings | {"report.md", "report.json", "tables.tex", "curves.csv"} | {
         f"{name}.csv" for name in ("validation", "differences", "costs", "runs")
     }
     stored = json.loads((out / "report.json").read_text())
@@ -245,7 +243,7 @@ def test_an_interrupted_report_leaves_the_earlier_one(written, tmp_path, monkeyp
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    for name in ("store", "html", "texts"):
+    for name in ("store", "texts"):
         with monkeypatch.context() as patch:
             patch.setattr(paper, name, interrupted)
             with pytest.raises(KeyboardInterrupt):
@@ -260,85 +258,3 @@ def test_an_interrupted_report_leaves_the_earlier_one(written, tmp_path, monkeyp
     assert {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()} == before
     paper.write(made, out)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def until(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it does not happen"
-        time.sleep(0.05)
-
-
-@pytest.mark.skipif(browser.missing() is not None, reason=str(browser.missing()))
-@pytest.mark.parametrize("dark", [False, True])
-def test_the_page_in_a_browser(written, dark):
-    with browser.browser(width=480 if dark else 1280, dark=dark) as page:
-        page.get((written / "out/report.html").as_uri())
-
-        def run(script):
-            return page.execute_script(f"return {script}")
-
-        def names(kind):
-            return run(f"document.getElementById('plot-{kind}').data.map(t => t.name).filter(Boolean)")
-
-        until(lambda: run("document.querySelectorAll('.js-plotly-plot .main-svg').length") >= 3)
-        assert names("training") == names("validation") == [BASE, DDL]
-        assert names("difference") == [DDL]
-        background = run("getComputedStyle(document.body).backgroundColor")
-        assert (max(map(int, re.findall(r"\d+", background)[:3])) < 60) == dark
-        assert run("document.documentElement.scrollWidth <= innerWidth")
-        own = run("document.getElementById('plot-validation').data.at(-1)")
-        assert re.fullmatch(r"[\d.]+ ± [\d.]+ \(2 runs\)", own["text"][0])
-        page.execute_script(
-            "unit.value = 'bits'; x.value = 'seconds'; unit.dispatchEvent(new Event('change', {bubbles: true}))"
-        )
-        bits = run("document.getElementById('plot-validation').data.at(-1)")
-        assert np.array(bits["y"]) == pytest.approx(np.array(own["y"]) / np.log(2) / 4, rel=1e-4)
-        assert bits["x"] != own["x"]
-        page.find_element("id", "group-0").click()
-        assert names("validation") == [DDL]
-        cells = "[...document.querySelectorAll('#table-validation ~ div tbody tr')].map(r => r.cells[3].textContent)"
-        for _ in range(2):
-            page.execute_script("document.querySelectorAll('#table-validation ~ div thead button')[3].click()")
-        values = [float(cell.split()[0]) for cell in run(cells)]
-        assert values == sorted(values, reverse=True)
-        assert run("performance.getEntriesByType('resource').filter(e => !e.name.startsWith('data:')).length") == 0
-        assert run("[...document.images].every(i => i.complete && i.naturalWidth > 0 && i.alt)")
-        assert page.get_log("browser") == []
-
-
-def test_text_of_runs_is_no_markup(written):
-    group = drawn(0, "<b>&model</b>")
-    table = results.Table("validation", "<i>", ["a"], [["<script>"]], ["<u>"])
-    from research.reporting.page import page
-
-    image = {"name": "<img>", "caption": "<q>", "svg": b""}
-    text = page("<t>", "</script>", [table, table], [group], [image], "", difference="</script>", x="tokens")
-    for tag in ("<img>", "<q>", "<b>", "<i>", "<u>", "<t>", "<script></", "<td><script>"):
-        assert tag not in text.partition("<script>")[0].replace("$", "")
-    assert text.count("</script>") == 3
-
-
-@pytest.mark.skipif(browser.missing() is not None, reason=str(browser.missing()))
-def test_names_of_runs_and_statistics_run_no_script(tmp_path):
-    image = "<img src=x onerror=document.title=`ran`>"
-    named = {f"{DDL}-EC": image, f"{DDL}-CC": "a/b", DDL: "a b", f"{DDL}-EC-CC": "$x^$"}
-    folder = tmp_path / f"runs/<!--<script>{image}"
-    write_run(folder, DDL, 0)
-    (folder / "checkpoints").rename(folder / "gone")  # a run without settings is called what its folder is
-    for number, (stem, name) in enumerate(named.items()):
-        metrics = write_run(tmp_path / f"runs/{number}", stem, 0) / "metrics.jsonl"
-        metrics.write_text(metrics.read_text().replace("beta_mean", json.dumps(f"{name}_mean")[1:-1]))
-    ended = call("research/report.py", "paper", tmp_path / "runs", f"--out={tmp_path / 'out'}")
-    assert ended.returncode == 0, ended.stderr.decode()
-    drawings = sorted(path.name for path in (tmp_path / "out/figures").glob("residual_*.svg"))
-    assert [name for name in drawings if re.fullmatch(r"residual_[A-Za-z0-9_]+\.svg", name)] == drawings
-    assert len(drawings) == 5
-    with browser.browser() as page:
-        page.get((tmp_path / "out/report.html").as_uri())
-        until(lambda: page.execute_script("return document.querySelectorAll('.js-plotly-plot .main-svg').length") >= 3)
-        assert page.title == paper.TITLE
-        assert page.execute_script("return [...document.images].every(i => i.src.startsWith('data:'))")
-        labels = [label.text for label in page.find_elements("css selector", "#groups label")]
-        assert any(folder.name in label for label in labels)
-        assert page.get_log("browser") == []

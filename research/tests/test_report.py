@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -271,13 +272,6 @@ def test_mistakes_end_in_one_line(tmp_path):
     (tmp_path / "metrics.jsonl").unlink()
     run = write_run(tmp_path / "a", [1.0], seed=0)
     assert "give --x=seconds" in one_line_error(call("research/report.py", "curves", run, "--skip_first_step"))
-    for points in (0, -5):
-        out = tmp_path / "packed.jsonl"
-        said = one_line_error(call("research/report.py", "pack", run, f"--out={out}", f"--points={points}"))
-        assert f"--points={points}: give 1 or more" in said
-        assert not out.exists()
-    (tmp_path / "empty.jsonl").write_text("")
-    assert "empty.jsonl is empty" in one_line_error(call("research/report.py", "table", tmp_path / "empty.jsonl"))
     assert "a has no evaluation yet" in one_line_error(call("research/report.py", "table", run))
     path = run / "checkpoints" / "step_00000004" / "state.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "corpus": {}}))
@@ -290,7 +284,20 @@ def test_mistakes_end_in_one_line(tmp_path):
         call("research/report.py", "curves", run, "--where=model=x")
     )
     assert "give key=value" in one_line_error(call("research/report.py", "table", run, "--where=seed"))
-    assert "after the runs" in one_line_error(call("research/report.py", "curves", "--watch", run, run))
-    assert "without --where" in one_line_error(
-        call("research/report.py", "curves", run, "--where=model=x", "--watch=1")
-    )
+
+
+def test_the_interactive_page_has_the_curves_and_needs_no_network(tmp_path):
+    """Its numbers are taken out of the page and compared with the runs' own lines."""
+    for seed in (0, 1):
+        write_run(tmp_path / f"<b>{seed}", [4.0, 3.0 + seed, 2.0], val=2.5 + seed, seed=seed)
+    out = tmp_path / "curves.html"
+    assert call("research/report.py", "curves", tmp_path, "--band", f"--out={out}").returncode == 0
+    page = out.read_text(encoding="utf-8")
+    traces = json.JSONDecoder().raw_decode(page, page.index("[", page.rindex("Plotly.newPlot(")))[0]
+    training, validation = traces
+    assert (training["mode"], validation["mode"]) == ("lines", "markers")
+    assert len(training["x"]) == len(training["y"]) > 1
+    assert validation["y"] == [3.0]
+    assert validation["error_y"]["array"] == pytest.approx([12.7062 * 0.5], rel=1e-4)  # Student, one degree
+    assert not re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=", page)
+    assert "<b>" not in json.dumps(traces)

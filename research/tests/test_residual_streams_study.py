@@ -1,5 +1,6 @@
 """The study of residual streams: its grid of runs, and the words that its rules give to made-up results."""
 
+import csv
 import dataclasses
 import json
 import math
@@ -225,8 +226,8 @@ def test_the_study_from_rates_to_report(tiny, monkeypatch, capfd, tmp_path):
     assert tiny.losses("tokens", "language", "DDL", cells) == [None, None]  # what is kept had other settings
 
 
-def test_a_page_without_a_mark_is_refused():
-    with pytest.raises(ValueError, match="no place for verdicts: write <!-- verdicts -->"):
+def test_a_mark_without_an_end_is_refused():
+    with pytest.raises(ValueError, match="no end of verdicts: write <!-- end -->"):
         report.filled("<!-- verdicts -->\n", {"verdicts": "x"})
 
 
@@ -281,17 +282,18 @@ def test_the_page_is_made_from_the_runs_that_are_kept(tmp_path):
     kept = (ROOT / "research" / "residual_streams" / "README.md").read_text(encoding="utf-8")
     assert (tmp_path / "README.md").read_text(encoding="utf-8") == kept, "make the report again"
     assert json.loads((tmp_path / "cpu_report.json").read_text())["problems"] == STORED
+    assert (tmp_path / "cpu_report.md").read_bytes() == (RESULTS / "cpu_report.md").read_bytes()
     assert (tmp_path / "cpu_report.png").read_bytes().startswith(b"\x89PNG")
 
 
 def last_values(stage, problem) -> dict[str, list[float]]:
     """By arm the metric after the last step, seed by seed; of arms with a run of every seed."""
-    path = RESULTS / f"cpu_{stage}_{problem}.jsonl"
     final: dict[str, list] = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        run = json.loads(line)
-        values = run["evaluations"]["val_loss" if problem == "language" else "val_accuracy"]
-        final.setdefault(run["name"].split(" | ")[0], []).append((run["seed"], values[-1]))
+    with open(RESULTS / "cpu_runs.csv", encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            if row["name"].startswith(f"{stage}/{problem}/"):
+                value = float(row["val_loss" if problem == "language" else "val_accuracy"])
+                final.setdefault(row["name"].split("/")[2], []).append((int(row["seed"]), value))
     return {arm: [value for _, value in sorted(pairs)] for arm, pairs in final.items() if len(pairs) == 5}
 
 

@@ -145,11 +145,11 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_reported(tmp_path):
         "garbage: metrics.jsonl has no step yet; no JSON: lines 1, 2, 3 and 2 more",
         "directory: metrics.jsonl is missing or unreadable",
         f"{missing} is not there",
-        f"notes.txt: line 1 of {other} is no JSON",
+        f"notes.txt: {other} is no file of report.py runs",
     }
     assert len(faults) == len(expected)
     assert all(any(fault.startswith(start) for fault in faults) for start in expected)
-    for command in (["curves", f"--out={tmp_path / 'x.png'}"], ["table"], ["pack", f"--out={tmp_path / 'x.jsonl'}"]):
+    for command in (["curves", f"--out={tmp_path / 'x.png'}"], ["table"], ["runs", f"--out={tmp_path / 'x.csv'}"]):
         printed = call("research/report.py", command[0], sweep, missing, *command[1:])
         assert printed.returncode == 0
         assert len(printed.stderr.decode().splitlines()) == 5

@@ -1,20 +1,16 @@
 from dataclasses import dataclass
-from typing import Annotated
 
 import torch
 from torch import nn
 
 from model.block import WritingBlock
 from model.gpt import GPT, GPTConfig
-from model.keys import Key
 from model.parameters import Rule, constant
 
 
 @dataclass
 class Config(GPTConfig):
-    """Keys of the gated stream."""
-
-    gate_init: Annotated[float, "gate of the update at initialisation", Key(initial=True)] = 1.0
+    gate_init: float = 1.0
 
 
 class GatedWrite(nn.Module):
