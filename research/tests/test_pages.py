@@ -75,13 +75,12 @@ SCALES = (1, 1e-9, 2**-10, 2**-20, 2**-30)  # as it is, GB, KiB, MiB, GiB
 
 
 def tables_of_figures(page: str):
-    """(section, rows of cells) of every table whose cells, the first column aside, are mostly numbers."""
-    for section in re.split(r"^(?=#)", page, flags=re.M):
-        for table in re.findall(r"(?:^\|.*\n)+", section, flags=re.M):
-            rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
-            cells = [cell for row in rows for cell in row[1:]]
-            if 2 * sum(bool(NUMBER.match(cell)) for cell in cells) > len(cells):
-                yield section, rows
+    """Rows of cells of every table whose cells, the first column aside, are mostly numbers."""
+    for table in re.findall(r"(?:^\|.*\n)+", page, flags=re.M):
+        rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+        cells = [cell for row in rows for cell in row[1:]]
+        if 2 * sum(bool(NUMBER.match(cell)) for cell in cells) > len(cells):
+            yield rows
 
 
 def numbers_in(value) -> list[float]:
@@ -148,8 +147,8 @@ def is_compared_whole(page) -> bool:
 @pytest.mark.parametrize("path", [each for each in PAGES if not is_compared_whole(each)], ids=str)
 def test_every_table_of_figures_names_its_files_and_shows_their_numbers(path):
     page = path.read_text(encoding="utf-8")
-    for section, rows in tables_of_figures(page):
-        files = files_in(section) or files_in(page)
+    for rows in tables_of_figures(page):
+        files = files_in(page)
         assert files, f"this table names no file of results/: {rows[0]}"
         for row in rows:
             values = values_for(row, files)
