@@ -37,8 +37,9 @@ ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests" / "golden"
 RECORD = GOLDEN / "golden.json"
 STEPS, BEGIN = 10, 6
-# Relative losses on another machine. Muon's Newton-Schulz steps enlarge what rounding leaves.
-CLOSE = {"adamw": 1e-4, "muon": 1e-2}
+# Relative losses on another machine. Rounding is enlarged by Muon's Newton-Schulz steps at once, and by AdamW, which
+# divides by small moments at first, after some steps.
+CLOSE, LATER, STAYS_CLOSE = {"adamw": 1e-4, "muon": 1e-2}, 1e-2, 4
 
 RUN = {"seed": 3, "device": "cpu", "dtype": "float32", "compile": False, "kernels": "off", "engine": "ddp"}
 RUN |= {"max_steps": STEPS, "global_batch_size": 4, "micro_batch_size": 2, "optimizer": "adamw", "grad_clip": 1.0}
@@ -157,13 +158,21 @@ def check_run(name: str, out: Path, begin: int) -> None:
         train(RUNS[name][0], golden["settings"], out)
     expected, found = [step for step in golden["steps"] if step["step"] > begin], steps_of(out)
     assert [step["step"] for step in found] == [step["step"] for step in expected]
-    if golden["made"] == here():
-        assert found == expected
-        assert digest_of(out) == golden["digest"]
-    close = CLOSE[golden["settings"]["optimizer"]]
+    if bits := bits_here(golden, begin):
+        assert found == [step for step in bits["steps"] if step["step"] > begin]
+        assert digest_of(out) == bits["digest"]
     for step, wanted in zip(found, expected):
+        close = CLOSE[golden["settings"]["optimizer"]] if step["step"] - begin <= STAYS_CLOSE else LATER
         for key in wanted.keys() - {"grad_norm"}:
             assert step[key] == pytest.approx(wanted[key], rel=close), f"{key} of step {step['step']}"
+
+
+def bits_here(golden: dict, begin: int) -> dict | None:
+    """Steps and digest of the run on a machine like this one; None where none was kept."""
+    if golden["made"] == here():
+        return golden
+    others = [each for each in golden.get("others", []) if each["made"] == here()]
+    return others[0]["begun"][str(begin)] if others else None
 
 
 def sources(folder: Path) -> None:
@@ -234,7 +243,7 @@ def copied(tmp_path, monkeypatch):
 @pytest.mark.golden
 def test_a_changed_bit_is_seen(copied, tmp_path):
     folder, record = copied
-    if record["made"] != here():
+    if not bits_here(record, BEGIN):
         pytest.skip("written on another machine: losses are only close")
     write_json(RECORD, {"runs": {CC: record}})
     weights = bytearray((folder / "model.safetensors").read_bytes())
@@ -263,7 +272,8 @@ def test_a_key_that_came_later_is_seen_unless_it_declares_what_was_before(copied
 
 
 def write(names: list[str]) -> None:
-    """Write what is named anew: runs, corpora, or "corpus", which the runs are trained on."""
+    """Write what is named anew: runs, corpora, or "corpus", which the runs are trained on; "here": besides, the bits
+    that this machine's kind of processor gives for every run, by code that is known to be right."""
     if "corpus" in names:
         shutil.rmtree(GOLDEN / "corpus", ignore_errors=True)
         limits = ["--tokenizer=bytes", "--val_tokens=400", "--max_tokens=4000", "--shard_tokens=2000"]
@@ -282,6 +292,18 @@ def write(names: list[str]) -> None:
         shutil.rmtree(GOLDEN / "checkpoints" / name, ignore_errors=True)
         shutil.copytree(out / "checkpoints" / f"step_{BEGIN:08d}", GOLDEN / "checkpoints" / name)
         print(name, flush=True)
+    for run_name, run in golden["runs"].items() if names == ["here"] else ():
+        begun = {}
+        for begin in (0, BEGIN):
+            with tempfile.TemporaryDirectory() as folder:
+                out = Path(folder) / "run"
+                if begin:
+                    shutil.copytree(GOLDEN / "checkpoints" / run_name, out / "checkpoints" / f"step_{begin:08d}")
+                train(RUNS[run_name][0], run["settings"], out)
+                begun[begin] = {"digest": digest_of(out), "steps": steps_of(out)}
+        others = [each for each in run.get("others", []) if each["made"] != here()]
+        run["others"] = [*others, {"made": here(), "begun": begun}]
+        print(run_name, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         sources(Path(folder))
         golden["corpora"] |= {name: shards_of(name, Path(folder)) for name in names if name in CORPORA}
