@@ -7,7 +7,6 @@
     python research/bench.py train --device=cuda        train.py itself: tokens/s, utilisation, memory, bitwise resuming
     python research/bench.py profile --device=cuda              the kernels that a training step spends its time on
     python research/bench.py tests                              the tests that need a GPU
-    python research/bench.py memory                             peak memory of training against its estimate
     python research/bench.py costs                              parameters, state and FLOPs of every model, counted
     python research/bench.py peers                      final loss beside GPT-2's by its own code, each at its best rate
 
@@ -29,7 +28,6 @@ from research.benchmarks import (
     end_to_end,
     gpu_tests,
     kernel_bandwidth,
-    memory_estimate,
     peer_quality,
     profile,
     step,
@@ -160,13 +158,6 @@ def tests_arguments(parser) -> None:
     add_json(parser)
 
 
-def memory_arguments(parser) -> None:
-    add = parser.add_argument
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    add("--models", help="stems with commas between (default: every stem)")
-    add("--json", type=Path, help="write the figures there as well; what is there already is not measured again")
-
-
 def peers_arguments(parser) -> None:
     add = parser.add_argument
     add("--device", choices=("auto", "cuda", "cpu"), default="cpu")
@@ -191,7 +182,6 @@ COMMANDS = {
     "decode": ("one-token decoding: uncached, cached, and by a step that is made once", decode_arguments, decode.run),
     "train": ("train.py itself: speed, memory and resuming to the bit", train_arguments, end_to_end.run),
     "tests": ("whether the tests that need a GPU pass", tests_arguments, gpu_tests.run),
-    "memory": ("peak memory of training runs against train.py's estimate", memory_arguments, memory_estimate.run),
     "peers": ("final loss beside GPT-2's, each at its best rate", peers_arguments, peer_quality.run),
     "costs": ("parameters, state and FLOPs of every model, counted, not measured", costs_arguments, costs.run),
 }

@@ -429,9 +429,7 @@ def test_dry_run_prints_the_size_and_writes_nothing(corpus, tmp_path):
     assert f"{model.num_parameters():,} parameters" in printed
     assert "1,000 steps x 4 sequences x 16 tokens = 64,000 tokens, 2.00 epochs" in printed  # 2005 windows an epoch
     assert f"{64_000 * model.flops_per_token():.3g} FLOPs, 192 bytes of float32 state" in printed
-    weights = metrics.size(16 * model.num_parameters())  # with AdamW's moments, and gradients that add up
-    assert f"{weights} for weights and optimizer" in printed
-    assert "420 MiB for the process" in printed
+    assert "at least 420 MiB of " in printed  # the process: so small a model adds next to nothing
     assert not out.exists()
 
 
