@@ -121,6 +121,8 @@ HABITS = {
         "batch_size": "give global_batch_size for a step's sequences, micro_batch_size for those of a forward pass",
         "gradient_accumulation_steps": "it is global_batch_size over micro_batch_size and the number of processes",
         "max_iters": "give max_steps",
+        "max_epochs": "give max_steps: an epoch is the training tokens over global_batch_size times block_size",
+        "tensorboard": "give wandb_log, or draw metrics.jsonl by research/report.py curves",
         "warmup_iters": "give warmup_steps",
         "lr_decay_iters": "the learning rate falls until max_steps",
         "decay_lr": "the learning rate falls to min_lr: for a constant one give min_lr the value of learning_rate",

@@ -17,7 +17,6 @@ import os
 import sys
 import time
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -42,7 +41,6 @@ LATER = Key(changeable=True)  # may have another value when a run goes on
 FROM_0, FROM_1, SHARE = Key(low=0), Key(low=1), Key(low=0, below=1)
 LATER_FROM_0, LATER_FROM_1 = Key(low=0, changeable=True), Key(low=1, changeable=True)
 LATER_ABOVE_0 = Key(above=0, changeable=True)
-MOST_STEPS = 10**12  # a run of so many would outlast us
 
 
 @dataclass
@@ -68,7 +66,6 @@ class TrainConfig:
     deterministic: Annotated[bool, "on a GPU: operations that give the same bits every time", LATER] = False
 
     max_steps: Annotated[int, "optimizer steps", LATER_FROM_1] = 100_000
-    max_epochs: Annotated[float | None, "passes over the training tokens, in place of max_steps", LATER_ABOVE_0] = None
     max_seconds: Annotated[float | None, "save and exit (code 75) within this time", LATER_ABOVE_0] = None
     global_batch_size: Annotated[int, "sequences per step, over all processes", FROM_1] = 480
     micro_batch_size: Annotated[int, "most sequences of a process at once; smaller saves memory", LATER_FROM_1] = 20
@@ -118,7 +115,6 @@ class TrainConfig:
     wandb_log: Annotated[bool, "log to Weights & Biases as well", LATER] = False
     wandb_project: Annotated[str, "its project", LATER] = "deep-delta-learning"
     wandb_run_name: Annotated[str | None, "its run name; None: wandb's choice", LATER] = None
-    tensorboard: Annotated[bool, "write TensorBoard's files to the run folder as well", LATER] = False
 
     def __post_init__(self):
         check_ranges(self)
@@ -157,7 +153,6 @@ def configure(argv: list[str], note=print):
     anywhere = known_keys(from_file, options)
     configurator.refuse_unknown(from_file, anywhere)
     configurator.refuse_unknown(options, anywhere, dashes="--")
-    from_file = one_length(from_file, options)
     options.update({"resume": "auto"} if options.get("resume") == "True" else {})
 
     given = configurator.given(from_file, options, run_keys)
@@ -188,40 +183,10 @@ def configure(argv: list[str], note=print):
     config = TrainConfig(**{key: value for key, value in given.items() if key in run_keys})
     check_run(config)
     model_config = config_class(**{key: value for key, value in given.items() if key not in run_keys})
-    if config.max_epochs is not None:
-        config = dataclasses.replace(config, max_steps=steps_of_epochs(config, model_config))
     check_decay(config, saved)
     keys = {**keys_of(TrainConfig), **keys_of(config_class)}
     refuse_idle(options, {**vars(config), **vars(model_config)}, keys)
     return config, model_config
-
-
-def one_length(from_file: dict, options: dict) -> dict:
-    """The config file's keys without the length of the run that the command line gives in another unit.
-
-    ValueError: both max_steps and max_epochs in one place.
-    """
-    keys = "max_steps", "max_epochs"
-    for values, dashes in ((from_file, ""), (options, "--")):
-        given = [f"{dashes}{key}={values[key]}" for key in keys if values.get(key) not in (None, "None")]
-        if len(given) == 2:
-            raise ValueError(f"{' and '.join(given)} both say how long the run is: leave one of them out")
-    return {key: value for key, value in from_file.items() if not (given and key in keys)}
-
-
-def steps_of_epochs(config: TrainConfig, model_config) -> int:
-    """The least number of steps that take max_epochs times the tokens of the training split.
-
-    A sequence takes block_size of them, or, of a corpus whose documents have one length, a document.
-    ValueError: the corpus is missing or damaged, or no machine counts so many steps.
-    """
-    corpus = open_corpus(config.dataset)
-    tokens = sum(map(len, corpus.train))
-    a_step = config.global_batch_size * corpus.meta.get("window_tokens", model_config.block_size)
-    steps = math.ceil(Fraction(str(config.max_epochs)) * tokens / a_step)  # 0.1 is a tenth
-    if steps > MOST_STEPS:
-        raise ValueError(f"max_epochs={config.max_epochs:g} is more than {MOST_STEPS:,} steps: give fewer")
-    return steps
 
 
 def as_begun(saved: dict, config_class: type) -> dict:
@@ -365,7 +330,7 @@ def set_up(argv: list[str]) -> Run | None:
         device = distributed.pick_device(config.device)
         if config.compile and not distributed.can_compile(device):
             raise ValueError("compile=True needs a C++ compiler and Python's headers: install them, or --compile=False")
-        metrics.optional_packages(config)
+        metrics.wandb_of(config)  # a missing package is said before anything is written
         memory.check_memory(config, model_config, device)
         run.corpus, run.train_batches, run.val_batches = open_data(config, model_config)
         run.out, run.tokenizer = Path(config.out_dir), describe(run.corpus.path)
@@ -377,8 +342,6 @@ def set_up(argv: list[str]) -> Run | None:
             print(note)
         run.model, not_fused = make_model(run, begin, device)
         if config.dry_run:
-            if config.max_epochs is not None:
-                print(epochs_line(config))
             print(memory.size_of_run(config, run.model, run.train_batches.windows, device))
             return None
 
@@ -426,16 +389,10 @@ def announce(run: Run, dtype: str, not_fused: str | None) -> None:
         print(f"note: {note}")
     if dtype == "float32" and run.model_config.state_dtype != "bfloat16":
         print("note: state_dtype=float32 has no effect where all is float32")
-    if config.max_epochs is not None:
-        print(epochs_line(config))
     if config.warmup_steps > config.max_steps:
         print(f"note: warmup_steps={config.warmup_steps} is longer than the run: it ends on the way up")
     if config.compile:
         print("compiling: the first step takes up to a minute or two", flush=True)
-
-
-def epochs_line(config: TrainConfig) -> str:
-    return f"max_epochs={config.max_epochs:g} is max_steps={config.max_steps}"
 
 
 def nothing_to_train(run: Run, begin: Path | None) -> bool:

@@ -319,14 +319,6 @@ def test_processes_that_differ_are_refused(tmp_path):
     assert len(list(tmp_path.glob("refused_*"))) == 2
 
 
-def test_a_missing_tensorboard_is_named(corpus, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
-    error = one_line_error(call("train.py", *small_run(corpus, tmp_path / "run", tensorboard=True)))
-    assert "tensorboard=True needs the tensorboard package: pip install tensorboard" in error
-    assert not (tmp_path / "run").exists()
-
-
 def test_output_that_nobody_takes_does_not_end_a_run(corpus, tmp_path):
     run = tmp_path / "full"
     with open("/dev/full", "w") as full:

@@ -231,7 +231,7 @@ def test_a_decay_longer_than_the_steps_after_warm_up_is_refused(corpus, tmp_path
     line = refusal(*small_run(corpus, out, **WSD, decay_steps=5))  # six steps, two of them warm-up
     assert "decay_steps=5, but max_steps=6 has 4 steps after warmup_steps=2: give 0 to 4, or leave it out" in line
     assert "has 0 steps after warmup_steps=9" in refusal(*small_run(corpus, out, **WSD, decay_steps=1, warmup_steps=9))
-    assert "decay_steps=9, but max_steps=8 " in refusal(*longer(corpus, out)[0], "--schedule=wsd", "--decay_steps=9")
+    assert "decay_steps=9, but max_steps=8 " in refusal(*small_run(corpus, out, **WSD, max_steps=8, decay_steps=9))
     assert not out.exists()
     configure(small_run(corpus, out, **WSD, decay_steps=4))
     trained(*small_run(corpus, out, **WSD, max_steps=10))
@@ -257,67 +257,6 @@ def test_a_run_begun_before_keeps_its_decay(corpus, tmp_path):
     rates = [r["lr"] for r in metrics.read(out / "metrics.jsonl") if "loss" in r]
     assert rates[3:] == pytest.approx([0.001 + 0.009 * left / 10_000 for left in (2, 1, 0)])
     assert checkpoint.read_state(checkpoint.find(out))["run_config"]["decay_steps"] == 10_000
-
-
-def in_epochs(arguments: list[str], epochs: float) -> list[str]:
-    return [a for a in arguments if not a.startswith("--max_steps=")] + [f"--max_epochs={epochs}"]
-
-
-def test_a_run_of_epochs_is_that_of_their_steps(finished, corpus, tmp_path):
-    """0.01 of 32,111 tokens are 5.02 steps of 64, so 6; 0.015 are 8."""
-    out, run = finished[0], tmp_path / "run"
-    arguments = in_epochs(small_run(corpus, run), 0.01)
-    assert "max_epochs=0.01 is max_steps=6\n" in trained(*arguments, "--dry_run").stdout.decode()
-    assert "max_epochs=0.01 is max_steps=6\n" in trained(*arguments).stdout.decode()
-    assert weights(run) == weights(out)
-    assert checkpoint.read_state(checkpoint.find(run))["run_config"]["max_steps"] == 6
-    assert "has its 6 of max_steps=6 steps" in trained(*arguments, "--resume=auto").stdout.decode()
-    more = [trained(*each, "--resume=auto", "--dry_run").stdout.decode() for each in longer(corpus, run)]
-    notes = [[line for line in printed.splitlines() if "learning rate goes from" in line] for printed in more]
-    assert notes[0] == notes[1]
-    assert "max_steps=8 (before: 6)" in notes[0][0]
-    trained(*longer(corpus, run)[0], "--resume=auto")
-    assert [r["step"] for r in metrics.read(run / "metrics.jsonl") if "loss" in r] == list(range(1, 9))
-
-
-def longer(corpus, run) -> tuple[list[str], list[str]]:
-    return in_epochs(small_run(corpus, run), 0.015), small_run(corpus, run, max_steps=8)
-
-
-def test_the_command_line_gives_the_length_in_its_own_unit(corpus, tmp_path):
-    for name, line in (
-        ("steps", "max_steps = 7"),
-        ("epochs", "max_epochs = 2"),
-        ("both", "max_steps = max_epochs = 1"),
-    ):
-        (tmp_path / f"{name}.py").write_text(f"dataset = {str(corpus)!r}\nblock_size = 64\n{line}\n")
-
-    def length(name, *options):
-        config, _ = configure([str(tmp_path / f"{name}.py"), "--global_batch_size=10", *options])
-        return config.max_steps, config.max_epochs
-
-    assert length("steps") == (7, None)
-    assert length("steps", "--max_epochs=1") == (51, 1.0)  # of 640 of 32,111 tokens
-    assert length("steps", "--max_epochs=None") == (7, None)
-    assert length("epochs") == (101, 2.0)
-    assert length("epochs", "--max_steps=3") == (3, None)
-    assert length("epochs", "--max_epochs=None") == (100_000, None)
-    with pytest.raises(ValueError, match=r"^max_steps=1 and max_epochs=1 both say how long"):
-        length("both")
-    with pytest.raises(ValueError, match=r"^max_epochs=1e\+300 is more than .* steps: give fewer"):
-        length("epochs", "--max_epochs=1e300")
-
-
-def test_epochs_are_counted_exactly_and_in_documents_where_these_have_one_length(tmp_path):
-    """1.1 times 10 steps are 11, which floating-point numbers would make 12."""
-    for split in ("train", "val"):
-        shards.write_shard(tmp_path / f"x_{split}_000000.bin", np.zeros(3 * 9 * 10, dtype=np.uint16))
-    meta = {"tokenizer": "bytes", "vocab_size": 257, "eot_token": 256}
-    config = TrainConfig(dataset=str(tmp_path), global_batch_size=3, max_epochs=1.1)
-    (tmp_path / "meta.json").write_text(json.dumps(meta))
-    assert train.steps_of_epochs(config, GPTConfig(block_size=9)) == 11
-    (tmp_path / "meta.json").write_text(json.dumps(meta | {"window_tokens": 9}))
-    assert train.steps_of_epochs(config, GPTConfig(block_size=8)) == 11
 
 
 def test_an_evaluation_keeps_to_its_half(corpus, tmp_path):
@@ -402,7 +341,6 @@ def test_stops_before_the_step_on_what_is_not_finite(corpus, tmp_path, changes, 
 MISTAKES = [
     ({"max_stepz": 5}, "unknown key --max_stepz, did you mean max_steps?"),
     ({"max_steps": "many"}, "--max_steps=many: give a whole number"),
-    ({"max_epochs": 2}, "--max_steps=6 and --max_epochs=2 both say how long the run is: leave one of them out"),
     ({"muon_learning_rate": -1}, "muon_learning_rate=-1.0: give 0 or more"),
     ({"learning_rate": "fast"}, "--learning_rate=fast: give a number"),
     ({"dataset": "nowhere"}, "nowhere holds no *train_*.bin"),

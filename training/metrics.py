@@ -80,11 +80,9 @@ def last_evaluation(path: Path) -> dict | None:
     return next((record for record in reversed(records) if "val_loss" in record), None)
 
 
-def optional_packages(config) -> tuple:
-    """(wandb, TensorBoard's SummaryWriter), None where the run does not ask for it. ValueError: missing."""
-    wandb = configurator.optional("wandb", "wandb_log=True") if config.wandb_log else None
-    board = configurator.optional("torch.utils.tensorboard", "tensorboard=True") if config.tensorboard else None
-    return wandb, board and board.SummaryWriter
+def wandb_of(config):
+    """The package wandb, None where the run does not ask for it. ValueError: missing."""
+    return configurator.optional("wandb", "wandb_log=True") if config.wandb_log else None
 
 
 def duration(seconds: float) -> str:
@@ -181,11 +179,11 @@ class RunLog:
         peak = peak_flops(world.device)
         nominal = self.tokens_per_step * nominal_flops_per_token(model)
         self.steps_per_second_at_peak = peak * world.world_size / nominal if peak else None
-        wandb, writer = optional_packages(config)
+        wandb = wandb_of(config)
         run.mkdir(parents=True, exist_ok=True)
         drop_after(run / "metrics.jsonl", progress["step"], progress["evaluated"])
         self.file = LineFile(run / "metrics.jsonl")
-        self.wandb_run = self.tensorboard = None
+        self.wandb_run = None
         if wandb:
             names = {"project": config.wandb_project, "name": config.wandb_run_name}
             try:
@@ -194,8 +192,6 @@ class RunLog:
                 reason = str(error).strip().partition("\n")[0]
                 raise ValueError(f"wandb_log=True: {reason}; WANDB_MODE=offline logs without a login") from error
             progress["wandb_id"] = self.wandb_run.id
-        if writer:
-            self.tensorboard = writer(run / "tensorboard", purge_step=progress["step"] + 1)
 
     def training_step(self, progress: dict, loss: float, grad_norm: float, rates: dict) -> None:
         """rates: the learning rates by name, `lr` and perhaps others (`optimizer.set_rates`)."""
@@ -256,16 +252,11 @@ class RunLog:
         self.file.write(record)
         if self.wandb_run is not None:
             self.wandb_run.log(flat(record), step=step)
-        if self.tensorboard is not None:
-            for key, value in flat(record).items():
-                self.tensorboard.add_scalar(key, value, step)
 
     def close(self) -> None:
         self.file.flush()
         if self.wandb_run is not None:
             self.wandb_run.finish()
-        if self.tensorboard is not None:
-            self.tensorboard.close()
 
 
 def flat(record: dict) -> dict:

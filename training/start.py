@@ -22,6 +22,7 @@ NANOGPT = {"scratch": "leave it out to start anew", "resume": "give --resume=aut
 # What a run without a checkpoint may have left in its folder.
 LEFT = {"metrics.jsonl", "status.json", "checkpoints", "wandb", "tensorboard", "nonfinite", "loss.png", "loss.html"}
 LEFT |= {"losses.npz"}
+GONE = {"max_epochs", "tensorboard"}  # keys that older runs had; none of them says how a step is computed
 
 
 class RunLock:
@@ -80,6 +81,7 @@ def find(config, settings: dict, corpus: dict, defaults) -> Path | None:
                 "prepare that one again, or give another --out_dir without --resume"
             )
         before = {**defaults(saved["model"]), **saved["model_config"], **saved["run_config"]}
+        before = {key: value for key, value in before.items() if key not in GONE}
         refuse_change(before, settings, keys_of(type(config)), start, "another --out_dir without --resume")
     return start
 

@@ -2,7 +2,9 @@
 
 import dataclasses
 import itertools
+import math
 import os
+from fractions import Fraction
 from pathlib import Path
 
 import train
@@ -15,7 +17,7 @@ PRESETS = "cpu", "paper"
 ALL_ARMS = "standard,mhc,ddl,full,additive"
 
 # Keys of train.py, over those of cpu.py or paper.py; what is typed goes over both. `parameters` is the size that the
-# widths of experiment 4 are chosen for.
+# widths of experiment 4 are chosen for; `epochs` become max_steps, as the corpus has it.
 EXPERIMENTS = {
     "rank": {"seed": "0..2", "mgt_arm": "standard,full,additive", "num_hidden_layers": "12,24,48,100"},
     "ablation": {"seed": "0..2", "mgt_arm": ALL_ARMS, "num_hidden_layers": "48"},
@@ -42,13 +44,13 @@ OF_PRESET = {
         },
     },
     "paper": {
-        "beta": {"max_epochs": "100"},
+        "beta": {"epochs": "100"},
         "depth": {"parameters": "20000000", "num_attention_heads": "4", "activation_checkpointing": "True"},
         "language": {
-            **{"dataset": "wikitext", "max_epochs": "100", "eval_interval": "1000"},
+            **{"dataset": "wikitext", "epochs": "100", "eval_interval": "1000"},
             **{"hidden_size": "512", "num_attention_heads": "8", "head_dim": "64"},
         },
-        "copy": {**COPY_TASK, "max_epochs": "5", "eval_interval": "100"},
+        "copy": {**COPY_TASK, "epochs": "5", "eval_interval": "100"},
     },
 }
 SWEPT = "seed", "mgt_arm", "num_hidden_layers"  # keys that may have several values
@@ -67,9 +69,10 @@ def settings(experiment: str, preset: str, given: dict[str, str]) -> dict[str, s
             raise ValueError(f"--{key}={value}: give one value; a report compares {', '.join(SWEPT)} alone")
     if experiment == "beta" and (without := {*given.get("mgt_arm", "full").split(",")} - {"full", "ddl"}):
         raise ValueError(f"--mgt_arm={given['mgt_arm']}: {', '.join(sorted(without))} has no beta; give full or ddl")
-    result = EXPERIMENTS[experiment] | OF_PRESET[preset].get(experiment, {})
-    if {"max_steps", "max_epochs"} & given.keys():
-        result = {key: value for key, value in result.items() if key not in ("max_steps", "max_epochs")}
+    length = {"epochs": "50"} if preset == "paper" else {}
+    result = length | EXPERIMENTS[experiment] | OF_PRESET[preset].get(experiment, {})
+    if {"max_steps", "epochs"} & given.keys():
+        result = {key: value for key, value in result.items() if key not in ("max_steps", "epochs")}
     return result | given
 
 
@@ -79,6 +82,8 @@ def commands(experiment: str, preset: str, given: dict[str, str], runs: Path) ->
     ValueError: train.py would refuse a key.
     """
     keys, config, out = settings(experiment, preset, given), str(HERE / f"{preset}.py"), runs / f"{experiment}_{preset}"
+    if "epochs" in keys:
+        keys["max_steps"] = str(steps_of(keys.pop("epochs"), config, keys))
     if experiment == "beta":
         run, _ = train.configure([config, *one_value_each(keys)], note=lambda line: None)
         keys |= {"checkpoint_interval": str(-(-run.max_steps // QUARTERS)), "keep_last": str(QUARTERS)}
@@ -99,6 +104,18 @@ def commands(experiment: str, preset: str, given: dict[str, str], runs: Path) ->
 def one_value_each(keys: dict[str, str]) -> list[str]:
     """Options of one run of the grid, the first of each key's values."""
     return sweep.as_options({key: sweep.expand(key, value)[0] for key, value in keys.items()})
+
+
+def steps_of(epochs: str, config: str, keys: dict[str, str]) -> int:
+    """The least number of steps that take so many times the tokens of the training split. ValueError: no corpus.
+
+    A sequence takes block_size of them, or, of a corpus whose documents have one length, a document.
+    """
+    own = {key: value for key, value in keys.items() if key != "parameters"}
+    run, model = train.configure([config, *one_value_each(own)], note=lambda line: None)
+    corpus = open_corpus(run.dataset)
+    a_step = run.global_batch_size * corpus.meta.get("window_tokens", model.block_size)
+    return math.ceil(Fraction(epochs) * sum(map(len, corpus.train)) / a_step)  # exactly: 0.1 is a tenth
 
 
 def width_for(parameters: int, config: str, keys: dict[str, str]) -> dict[str, str]:

@@ -12,7 +12,6 @@ num_attention_heads = 8
 head_dim = 32
 hidden_size = 256
 
-max_epochs = 50
 global_batch_size = 64
 micro_batch_size = 64
 learning_rate = 1e-3

@@ -23,7 +23,7 @@ CODE = (
     "data/loader.py",
 )
 # What a page says that every run shares.
-SHOWN = ("dataset", "block_size", "hidden_size", "num_attention_heads", "num_hidden_layers", "max_epochs", "max_steps")
+SHOWN = ("dataset", "block_size", "hidden_size", "num_attention_heads", "num_hidden_layers", "max_steps")
 SHOWN += ("global_batch_size", "optimizer", "learning_rate", "warmup_steps", "schedule", "weight_decay", "dtype")
 
 
