@@ -1,7 +1,7 @@
 """Weights from folders of any origin: compared with the model before anything is allocated, nothing in them executed.
 
-A folder holds model.safetensors, or several such files and an index, or pytorch_model.bin (read without running what
-a pickle asks for). Names, shapes and dtypes come from the files' headers and meet a model on torch's meta device.
+A folder holds model.safetensors, or several such files and an index. Names, shapes and dtypes come from the files'
+headers and meet a model on torch's meta device. Pickles (pytorch_model.bin) are not read: they can run anything.
 """
 
 from pathlib import Path
@@ -24,11 +24,11 @@ LONGEST = 2**20  # tokens, at 128 features a head: no weight bears out block_siz
 
 def files(folder: Path) -> list[Path]:
     """The files that hold the folder's weights. ValueError: none, or an index that names no file of the folder."""
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        if (folder / name).is_file():
-            return [folder / name]
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
     if not (folder / INDEX).is_file():
-        raise ValueError(f"{folder} holds neither model.safetensors nor pytorch_model.bin")
+        pickled = " (pytorch_model.bin is a pickle: save it as safetensors where it was made)"
+        raise ValueError(f"{folder} holds no model.safetensors{pickled if any(folder.glob('*.bin')) else ''}")
     parts = configurator.read_json(folder / INDEX).get("weight_map")
     names = list(parts.values()) if isinstance(parts, dict) else []
     for name in names or [parts]:
@@ -47,13 +47,11 @@ def header(folder: Path) -> dict[str, torch.Tensor]:
     """The folder's tensors on the meta device: names, shapes, dtypes. ValueError: damaged, or no floating-point."""
     found: dict[str, torch.Tensor] = {}
     for file in files(folder):
-        for name, tensor in pickled(file, "meta") if file.suffix == ".bin" else safe_header(file):
+        for name, tensor in safe_header(file):
             if name in found:
                 raise ValueError(f"{file}: {clipped(name)} is in another file as well")
-            if tensor is None or tensor.layout is not torch.strided or tensor.dtype not in FLOATS.values():
+            if tensor is None:
                 raise ValueError(f"{file}: {clipped(name)} is not a tensor of floating-point numbers")
-            if tensor.numel() * tensor.itemsize > file.stat().st_size:
-                raise ValueError(f"{file}: {clipped(name)} claims more numbers than the file has")
             found[name] = tensor
     return found
 
@@ -70,28 +68,16 @@ def safe_header(file: Path):
         raise ValueError(f"{file} is damaged or unreadable: {clipped(error)}") from error
 
 
-def pickled(file: Path, device: str):
-    """Pairs of a name and a tensor, None where a value is none. Only tensors and plain containers are unpickled."""
-    try:
-        found = torch.load(file, map_location=device, weights_only=True)
-    except Exception as error:  # a damaged or hostile pickle raises anything
-        reason = str(error).strip().partition("\n")[0]
-        raise ValueError(f"{file} is damaged, or holds more than tensors: {reason}") from error
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
-        raise ValueError(f"{file} holds no tensors by name")
-    return [(name, value if isinstance(value, torch.Tensor) else None) for name, value in found.items()]
-
-
 def load(folder: Path) -> dict[str, torch.Tensor]:
     """The folder's tensors, on the CPU in at least fp32. ValueError: damaged, or non-finite numbers."""
     loaded = {}
     for file in files(folder):
         try:
-            pairs = pickled(file, "cpu") if file.suffix == ".bin" else load_file(file).items()
+            pairs = load_file(file).items()
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{file} is damaged or unreadable: {error}") from error
         for name, value in pairs:
-            if value.is_meta or not value.isfinite().all():
+            if not value.isfinite().all():
                 raise ValueError(f"{file}: {name} holds NaN or infinite numbers")
             loaded[name] = value.to(at_least_fp32(value.dtype))
     return loaded

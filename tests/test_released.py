@@ -104,7 +104,7 @@ def test_damaged_weights_are_refused(tmp_path):
         released.load(folder)
     file.unlink()
     (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'echo executed'\ntR.")  # a pickle that runs a command
-    with pytest.raises(ValueError, match="is damaged"):
+    with pytest.raises(ValueError, match="is a pickle: save it as safetensors"):
         released.load(folder)
 
 
