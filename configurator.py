@@ -4,7 +4,8 @@
 
 A schema is one or several dataclasses whose fields are `name: Annotated[type, "help", Key(...)] = default`, the type
 one of int, float, bool, str, Literal[...], or one of them `| None`. `Key` (model/keys.py) holds the range and other
-facts, and may be left out, as may the help: `name: type = default`. A config file is Python that assigns such names.
+facts, and may be left out, as may the help: `name: type = default`. A config file is Python that assigns such names;
+`from config.gpt_small import *` begins from another.
 """
 
 import argparse

@@ -3,12 +3,6 @@
 torchrun --nproc_per_node=4 train.py config/ddl_dv1_small.py
 """
 
+from config.gpt_small import *
+
 model = "DDL-vdim1-gpt-mha-rope"
-
-num_hidden_layers = 12
-num_attention_heads = 6
-head_dim = 128
-hidden_size = 768
-mup = True
-
-micro_batch_size = 20  # divides the 480 sequences of a step over 1, 2, 4 or 8 GPUs; the result does not depend on it

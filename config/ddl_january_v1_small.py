@@ -9,6 +9,8 @@ The gate's output bias, which the text does not write, starts at 0 and is learne
     torchrun --nproc_per_node=4 train.py config/ddl_january_v1_small.py
 """
 
+from config.gpt_small import *
+
 model = "DDL-gpt-mha-rope"
 
 ddl_map = "v"
@@ -20,10 +22,3 @@ ddl_beta_single_linear = False
 ddl_v_sigmoid = False
 ddl_v_bias = False
 init = "normal"  # of the code of that time
-num_hidden_layers = 12
-num_attention_heads = 6
-head_dim = 128
-hidden_size = 768
-mup = True
-
-micro_batch_size = 20  # divides the 480 sequences of a step over 1, 2, 4 or 8 GPUs; the result does not depend on it

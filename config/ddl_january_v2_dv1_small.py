@@ -7,15 +7,10 @@ text does not say is as in that file.
     torchrun --nproc_per_node=4 train.py config/ddl_january_v2_dv1_small.py
 """
 
+from config.gpt_small import *
+
 model = "DDL-vdim1-gpt-mha-rope"
 
 ddl_v_sigmoid_scale = 1.0
 ddl_v_bias = False
 init = "normal"  # of the code of that time
-num_hidden_layers = 12
-num_attention_heads = 6
-head_dim = 128
-hidden_size = 768
-mup = True
-
-micro_batch_size = 20  # divides the 480 sequences of a step over 1, 2, 4 or 8 GPUs; the result does not depend on it

@@ -9,15 +9,10 @@ branch is like the backbone's sublayers, which is the v-Map (--ddl_map=v); the k
     ... --model=DDL-gpt-mha-rope-CC    -EC and -CC-EC alike: the other rows
 """
 
+from config.gpt_small import *
+
 model = "DDL-gpt-mha-rope"
 
 ddl_v_sigmoid = False
 ddl_v_bias = False
 init = "normal"  # of the code of that time
-num_hidden_layers = 12
-num_attention_heads = 6
-head_dim = 128
-hidden_size = 768
-mup = True
-
-micro_batch_size = 20  # divides the 480 sequences of a step over 1, 2, 4 or 8 GPUs; the result does not depend on it

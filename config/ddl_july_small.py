@@ -9,16 +9,11 @@ where beta and the read's convolution start, it does not say: those are train.py
     ... --model=DDL-vdim1-gpt-mha-rope     its DDL (d_v = 1)
 """
 
+from config.gpt_small import *
+
 model = "DDL-gpt-mha-rope-CC-EC"
 
 ddl_v_input = "context"
 ddl_v_sigmoid = False
 ddl_v_bias = False
 init = "normal"  # of the code of that time
-num_hidden_layers = 12
-num_attention_heads = 6
-head_dim = 128
-hidden_size = 768
-mup = True
-
-micro_batch_size = 20  # divides the 480 sequences of a step over 1, 2, 4 or 8 GPUs; the result does not depend on it

@@ -3,12 +3,9 @@
 torchrun --nproc_per_node=4 train.py config/gpt_medium.py
 """
 
-model = "gpt-mha-rope"
+from config.gpt_small import *
 
 num_hidden_layers = 24
 num_attention_heads = 8
-head_dim = 128
 hidden_size = 1024
-mup = True
-
 micro_batch_size = 10  # divides the 480 sequences of a step over 1, 2, 4 or 8 GPUs; the result does not depend on it

@@ -5,13 +5,8 @@ The rest is train.py's default, the recipe of the DDL paper.
     torchrun --nproc_per_node=4 train.py config/hc_small.py
 """
 
+from config.gpt_small import *
+
 model = "HC-gpt-mha-rope"
 
 hc_streams = 4
-num_hidden_layers = 12
-num_attention_heads = 6
-head_dim = 128
-hidden_size = 768
-mup = True
-
-micro_batch_size = 20  # divides the 480 sequences of a step over 1, 2, 4 or 8 GPUs; the result does not depend on it
