@@ -12,7 +12,8 @@
 
 Runs go to sweeps/mgt/, the report to results/mgt/ (--runs, --results: other folders): EXPERIMENT_PRESET.json, .md and
 .png. A run that is finished is not trained again; the same command goes on where it was stopped. Any other --key=value
-is sweep.py's or train.py's: --seed=0..9, --dataset=openwebtext, --num_hidden_layers=24,48.
+is sweep.py's or train.py's: --seed=0..9, --dataset=openwebtext, --num_hidden_layers=24,48. --epochs=1 sets max_steps to
+so many times the tokens of the training split.
 """
 
 import shlex
