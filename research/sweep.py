@@ -36,7 +36,7 @@ import configurator  # before all that is slow to import: it takes Ctrl+C
 # isort: split
 import train
 from evaluation import tables
-from model.keys import Key, check_ranges, keys_of
+from model.keys import Key, check_ranges
 from research import intervals
 from research.reporting.style import pyplot
 from training import checkpoint, metrics, start, stopping
@@ -176,8 +176,7 @@ def check_saved(cell: Cell) -> None:
             f"max_steps={cell.settings['max_steps']}, but {cell.folder} has {step} steps: give another --out"
         )
     if saved := start.saved_state("auto", str(cell.folder)):
-        before = {**train.defaults(saved["model"]), **saved["model_config"], **saved["run_config"]}
-        start.refuse_change(before, cell.settings, keys_of(train.TrainConfig), cell.folder, "another --out")
+        start.refuse_change(saved, cell.settings, train.TrainConfig, cell.folder, "another --out")
 
 
 def saved_step(cell: Cell) -> int:

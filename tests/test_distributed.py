@@ -14,7 +14,6 @@ from interruptions_helpers import CONSTANT, begin, final, phase_of, records, ste
 from torch._dynamo.utils import counters
 from torch.multiprocessing import ProcessExitedException
 
-import train
 from model import build
 from training import checkpoint, distributed
 
@@ -83,14 +82,14 @@ LARGE = {"hidden_size": 192, "num_hidden_layers": 3}  # 6 MB: several buckets, o
 
 def dying(monkeypatch, victims: range, at: int):
     """From now on processes of these ranks end by SIGKILL when they begin step `at`."""
-    begin_step = train.train_step
+    begin_step = distributed.seed_step
 
-    def train_step(run, batches, step):
-        if step == at and run.world.rank in victims:
+    def seed_step(seed, step, world):
+        if step == at and world.rank in victims:
             os.kill(os.getpid(), signal.SIGKILL)
-        return begin_step(run, batches, step)
+        begin_step(seed, step, world)
 
-    monkeypatch.setattr(train, "train_step", train_step)
+    monkeypatch.setattr(distributed, "seed_step", seed_step)
 
 
 def slow(*case):

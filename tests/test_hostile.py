@@ -165,13 +165,13 @@ def test_files_that_are_not_json(folder, text, message, name):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("model", 5), ("step", "7"), ("corpus", None), ("lr_scales", {"ln_f.weight": "x"})]
+    ("key", "value"), [("model", 5), ("step", "7"), ("corpus", None)]
 )
 def test_states_of_wrong_types(whole, tmp_path, key, value):
     folder = Path(shutil.copytree(whole / "checkpoint", tmp_path / "c"))
     state = json.loads((folder / "state.json").read_text())
     (folder / "state.json").write_text(json.dumps({**state, key: value}))
-    assert f"state.json is damaged, {key} is no" in refused(folder)
+    assert f"state.json is damaged: {key} is not" in refused(folder)
 
 
 @pytest.mark.parametrize("stem", [5, "../../evil-stem"])

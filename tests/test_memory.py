@@ -66,7 +66,7 @@ def test_no_measured_peak_lies_below_its_bound():
     run = {"global_batch_size": 16, "micro_batch_size": 16, "dtype": "bfloat16", "compile": False}
     model_config = model_class("gpt-mha-rope").Config(**keys, num_attention_heads=4)
     config = train.TrainConfig(model="gpt-mha-rope", **run)
-    assert memory.least_memory(config, model_config, CPU) == some["least"]
+    assert memory.least_memory(config, model_config) == some["least"]
 
 
 @pytest.mark.parametrize("stem", STEMS)
@@ -81,7 +81,7 @@ def test_weights_count_by_optimizer_and_engine(monkeypatch):
     count = memory.parameters_of("gpt-mha-rope", setting("gpt-mha-rope")[1])
 
     def least(**keys):
-        return memory.least_memory(*setting("gpt-mha-rope", **keys), CPU)
+        return memory.least_memory(*setting("gpt-mha-rope", **keys))
 
     assert least() - least(engine="fsdp") == 16 * count - 16 * count // 4  # weights, gradients, two moments
     assert least() - least(optimizer="muon") == 4 * count
@@ -91,7 +91,7 @@ def test_weights_count_by_optimizer_and_engine(monkeypatch):
 @pytest.fixture
 def machine(monkeypatch):
     """Sets the memory that the machine has."""
-    return lambda size: monkeypatch.setattr(memory, "memory_of", lambda device: int(size))
+    return lambda size: monkeypatch.setattr(memory, "memory_of_machine", lambda: int(size))
 
 
 WIDE = {**SMALL, "model": "gpt-mha-rope", "hidden_size": 192, "block_size": 256, "global_batch_size": 24}
@@ -101,7 +101,7 @@ def test_a_run_that_does_not_fit_is_told_what_may(corpus, tmp_path, machine):
     arguments = small_run(corpus, tmp_path / "run", **WIDE, micro_batch_size=24)
     config, model_config = train.configure(arguments)
     least = {
-        rows: memory.least_memory(dataclasses.replace(config, micro_batch_size=rows), model_config, CPU)
+        rows: memory.least_memory(dataclasses.replace(config, micro_batch_size=rows), model_config)
         for rows in (1, 8, 12, 24)
     }
     machine(least[12] - 1)
@@ -112,13 +112,13 @@ def test_a_run_that_does_not_fit_is_told_what_may(corpus, tmp_path, machine):
     machine(least[1] - 1)
     assert "give a smaller model, or --activation_checkpointing=True" in one_line_error(call("train.py", *arguments))
     machine(least[24])
-    memory.check_memory(config, model_config, CPU)
+    memory.refuse_too_large(config, model_config, CPU)
 
 
 def test_several_processes_of_a_machine_share_its_memory(monkeypatch):
-    whole = memory.memory_of(CPU)
+    whole = memory.memory_of_machine()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert memory.memory_of(CPU) == pytest.approx(whole / 4, rel=0.2)
+    assert memory.memory_of_machine() == pytest.approx(whole / 4, rel=0.2)
 
 
 def test_a_model_that_looks_at_its_values_is_trained_all_the_same(corpus, tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from helpers import SMALL, small_run
 from in_process import call
 
 from model import build
-from training import checkpoint, metrics, optimizer, outcome
+from training import checkpoint, distributed, metrics, optimizer
 from training.distributed import World
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -58,19 +58,12 @@ def test_a_step_that_is_not_wanted_leaves_no_trace(before):
     assert not hasattr(optimizers[0], "found_inf")
 
 
-@pytest.mark.parametrize("wrong", [None, "loss", "norm"])
-def test_what_is_read_and_whether_it_is_finite(wrong):
-    loss = torch.tensor(math.inf if wrong == "loss" else 3.0)
-    norm = torch.tensor(math.nan if wrong == "norm" else 2.5)
-    result = outcome.outcome(loss, 3, norm, stop=True, world=ALONE)
-    assert bool(result.finite) == (wrong is None)
-    loss, norm, stop = result.read()
-    assert stop is True
-    assert (loss, norm) == (1.0, 2.5) if wrong is None else not math.isfinite(loss + norm)
+def test_what_is_summed_is_read_later():
+    numbers = distributed.summed(torch.tensor(9.0), True, torch.tensor(2.5), ALONE)
+    assert distributed.read_later(numbers)() == [9.0, 1.0, 2.5]
 
 
 CASES = {
-    "trains": ({}, 0),
     "ends in the first step": ({"embedding_init_std": 1e30, "checkpoint_interval": 1}, 1),
     "ends later": ({"learning_rate": 1e30, "warmup_steps": 0, "grad_clip": 0.0, "checkpoint_interval": 1}, 1),
     "skips": ({"learning_rate": 1e30, "warmup_steps": 0, "grad_clip": 0.0, "skip_nonfinite": 2}, 1),
@@ -79,16 +72,16 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_device_s_decision_is_the_program_s(monkeypatch, corpus, tmp_path, case):
-    """Exit code, message, diagnosis, metrics and every tensor of every checkpoint."""
+def test_the_device_s_decision_is_the_program_s(corpus, tmp_path, case):
+    """Exit code, message, diagnosis, metrics and every tensor of every checkpoint: with `engine=fsdp` the program
+    decides."""
     changes, code = CASES[case]
-    said, found = [], []
-    for name, on_device in (("program", False), ("device", True)):
-        out = tmp_path / name
-        monkeypatch.setattr(outcome, "decided_on", lambda *_, on_device=on_device: on_device)
-        result = call("train.py", *small_run(corpus, out, **{"eval_full": False, **changes}))
+    messages, found = [], []
+    for engine in ("ddp", "fsdp"):
+        out = tmp_path / engine
+        result = call("train.py", *small_run(corpus, out, **{"eval_full": False, **changes}, engine=engine))
         assert result.returncode == code
-        said.append(result.stderr.decode().replace(str(out), "RUN"))
+        messages.append(result.stderr.decode().replace(str(out), "RUN"))
         diagnosis = out / "nonfinite" / "diagnosis.json"
         assert diagnosis.exists() == bool(code)
         lines = [{k: v for k, v in line.items() if k not in ("seconds", "tokens_per_second", "memory")}
@@ -99,5 +92,5 @@ def test_the_device_s_decision_is_the_program_s(monkeypatch, corpus, tmp_path, c
         found.append((json.loads(diagnosis.read_text()) if code else None, repr(lines), tensors))
         if code:
             assert checkpoint.find(out / "nonfinite").parent.parent == out / "nonfinite"
-    assert said[0] == said[1]
+    assert messages[0] == messages[1]
     assert found[0] == found[1]

@@ -1,16 +1,13 @@
 """Statistics of the residual stream, activation checkpointing and the watch over losses, against plain computations."""
 
 import contextlib
-import math
 
-import numpy as np
 import pytest
 import torch
 from helpers import SMALL
 from models import PAPER
 
 from model import build
-from training.metrics import SPIKE, deviation
 from training.residual_statistics import residual_statistics
 
 
@@ -77,20 +74,3 @@ def test_activation_checkpointing_changes_nothing_but_what_is_kept(stem):
     assert all(torch.equal(a, b) for a, b in zip(gradients, again, strict=True))
     with torch.no_grad():
         assert model(ids)[0].shape == (2, 12, 260)
-
-
-def test_spikes_are_measured_against_the_recent_course():
-    draw = np.random.default_rng(0)
-    values = 3 + 0.1 * draw.standard_normal(400)
-    values[300] = 4.0
-    courses = {}
-    found = [deviation(courses, "loss", float(value)) for value in values]
-    assert found[:50] == [None] * 50
-    assert found[300] > SPIKE
-    assert all(abs(x) < 5 for x in found[50:300])
-    # A plain exponential mean and variance, with the whole history, of what came before the spike.
-    mean, variance = float(values[0]), 0.0
-    for n, value in enumerate(values[:300]):
-        weight = max(0.02, 1 / (n + 1))
-        mean, variance = mean + weight * (value - mean), (1 - weight) * (variance + weight * (value - mean) ** 2)
-    assert found[300] == pytest.approx((4.0 - mean) / math.sqrt(variance))

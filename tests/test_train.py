@@ -23,7 +23,7 @@ from data.windows import Windows
 from model import build
 from model.gpt import GPTConfig
 from train import TrainConfig, check_run, configure, open_data
-from training import checkpoint, metrics, optimizer, start, stopping
+from training import checkpoint, metrics, optimizer, stopping
 from training.distributed import World, can_compile
 from training.validation import evaluate
 
@@ -416,13 +416,6 @@ def test_used_run_folder_is_refused(finished, corpus):
     assert "learning_rate=0.02, but" in changed
     assert "was trained with 0.01" in changed
     assert sorted(path.stat().st_mtime_ns for path in out.rglob("*")) == before
-
-
-def test_a_folder_of_something_else_is_refused_and_what_a_killed_start_left_is_not(corpus, tmp_path):
-    (tmp_path / "status.json.tmp").touch()
-    assert start.find_in(tmp_path) is None
-    (tmp_path / "thesis.tex").touch()
-    assert "holds other files and no checkpoint" in refusal(*small_run(corpus, tmp_path, resume="auto"))
 
 
 def test_another_corpus_is_refused_when_resuming(finished, tmp_path, corpus):

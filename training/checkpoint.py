@@ -1,9 +1,10 @@
 """Checkpoints without pickle: safetensors and JSON in a folder that is complete or absent.
 
-`<run>/checkpoints/step_00001000/` holds model.safetensors, optimizer.safetensors, state.json (step, configuration,
-counters), tokenizer.json, and SHA256SUMS of these, as `sha256sum -c` reads it. It is written under another name and
-renamed. Where a step is saved again, the older one stays as `step_00001000.old` until the new one is in its place.
-Tensors are whole, whatever the number of processes and the engine that made them.
+`<run>/checkpoints/step_00001000/` holds model.safetensors, optimizer.safetensors, state.json (step,
+configuration, counters), tokenizer.json, and SHA256SUMS of these, as `sha256sum -c` reads it. It is
+written under another name and renamed. Where a step is saved again, the older one stays as
+`step_00001000.old` until the new one is in its place. Tensors are whole, whatever the number of
+processes and the engine that made them.
 """
 
 import hashlib
@@ -12,7 +13,6 @@ import os
 import re
 import shutil
 import sys
-from numbers import Real
 from pathlib import Path
 
 import safetensors
@@ -30,25 +30,25 @@ FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.
 SUMS = "SHA256SUMS"
 
 
-def save(run: Path, weights: dict, optimizer_state: dict, state: dict, tokenizer_json: dict) -> Path:
+def save(run: Path, weights: dict, moments: dict, state: dict, tokenizer_json: dict) -> Path:
     """Write the checkpoint of `state["step"]` below the run folder and return its path.
 
-    OSError: the disk is full, for example; then nothing is left of it, and what was there before is untouched.
+    OSError: the disk is full, for example; then nothing is left of it, and what was there before is
+    untouched.
     """
     final = run / "checkpoints" / f"step_{state['step']:08d}"
     for left in run.glob("checkpoints/*.tmp"):  # of a save that was killed
         shutil.rmtree(left, ignore_errors=True)
-    temporary = final.with_name(final.name + ".tmp")
+    temporary, old = (final.with_name(final.name + end) for end in (".tmp", ".old"))
     try:
         temporary.mkdir(parents=True)
-        for name, tensors in (("model", weights), ("optimizer", optimizer_state)):
-            write_tensors(temporary / f"{name}.safetensors", tensors)
+        write_tensors(temporary / "model.safetensors", weights)
+        write_tensors(temporary / "optimizer.safetensors", moments)
         (temporary / "tokenizer.json").write_text(json.dumps(tokenizer_json), encoding="utf-8")
         (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
         (temporary / SUMS).write_text(sums_of(temporary), encoding="utf-8")
         for file in temporary.iterdir():
             sync(file)
-        old = final.with_name(final.name + ".old")
         if final.exists():
             shutil.rmtree(old, ignore_errors=True)
             final.replace(old)
@@ -61,20 +61,21 @@ def save(run: Path, weights: dict, optimizer_state: dict, state: dict, tokenizer
     return final
 
 
+def write_tensors(file: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write a safetensors file. OSError: it cannot be written."""
+    contiguous = {key: value.contiguous() for key, value in tensors.items()}
+    try:
+        save_file(contiguous, file, metadata={"format": "pt"})
+    except safetensors.SafetensorError as error:  # its name for what the system says of a write
+        raise OSError(str(error)) from error
+    file.chmod(permitted(0o666))  # the library keeps it from others' eyes
+
+
 def permitted(mode: int) -> int:
     """The mode of a new file or folder, less what the user's umask takes away."""
     mask = os.umask(0)
     os.umask(mask)
     return mode & ~mask
-
-
-def write_tensors(file: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write a safetensors file, which the library would keep from others' eyes. OSError: it cannot be written."""
-    try:
-        save_file({key: value.contiguous() for key, value in tensors.items()}, file, metadata={"format": "pt"})
-    except safetensors.SafetensorError as error:  # its name for what the system says of a write
-        raise OSError(str(error)) from error
-    file.chmod(permitted(0o666))
 
 
 def weights_of(model) -> dict[str, torch.Tensor]:
@@ -98,7 +99,9 @@ def verify(checkpoint: Path) -> None:
         stored, sums = (checkpoint / SUMS).read_bytes(), sums_of(checkpoint).encode()
     except OSError as error:
         name = Path(error.filename or "a file").name
-        raise ValueError(f"{checkpoint} is damaged: {name} is missing or unreadable ({error.strerror})") from error
+        raise ValueError(
+            f"{checkpoint} is damaged: {name} is missing or unreadable ({error.strerror})"
+        ) from error
     if stored != sums:
         lines = stored.split(b"\n")
         name = next((n for n, line in zip(FILES, sums.split(b"\n")) if line not in lines), SUMS)
@@ -115,9 +118,10 @@ def sync(path: Path) -> None:
 
 
 def all_of(run: Path) -> list[Path]:
-    """The run's checkpoints, oldest first; an `.old` one counts where the one that should replace it is missing."""
+    """The run's checkpoints, oldest first."""
     by_step = {}
-    for path in sorted(run.glob("checkpoints/step_*"), reverse=True):  # step_1.old before step_1, which replaces it
+    # step_1.old comes before step_1, and counts where that, which should replace it, is missing.
+    for path in sorted(run.glob("checkpoints/step_*"), reverse=True):
         if (match := re.fullmatch(r"step_(\d+)(\.old)?", path.name)) and path.is_dir():
             by_step[int(match[1])] = path
     return [by_step[step] for step in sorted(by_step)]
@@ -129,7 +133,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def newest(run: Path) -> Path | None:
-    """The newest checkpoint that is whole, None without any; damaged ones are reported on the way."""
+    """The newest checkpoint that is whole, None without any; damaged ones are reported."""
     for path in reversed(all_of(run)):
         try:
             verify(path)
@@ -140,10 +144,10 @@ def newest(run: Path) -> Path | None:
 
 
 def remove_old(run: Path, keep_last: int, keep_every: int = 0) -> None:
-    """Keep the last checkpoints, and those whose step is a multiple of keep_every; none is ever seen in part."""
+    """Keep the last checkpoints, and those whose step is a multiple of keep_every."""
     for path in all_of(run)[:-keep_last]:
         if not keep_every or step_of(path) % keep_every:
-            hidden = path.with_name(path.name + ".gone.tmp")
+            hidden = path.with_name(path.name + ".gone.tmp")  # none is ever seen in part
             try:
                 path.replace(hidden)
                 shutil.rmtree(hidden)
@@ -151,47 +155,47 @@ def remove_old(run: Path, keep_last: int, keep_every: int = 0) -> None:
                 print(f"warning: {path} cannot be removed ({error})", file=sys.stderr)
 
 
-def set_aside(run: Path, start: Path | None) -> None:
-    """Rename the damaged checkpoints past `start`, so that they do not count among those to keep."""
+def set_aside(run: Path, begin: Path | None) -> None:
+    """Rename damaged checkpoints past `begin`, so that they do not count among those to keep."""
     for path in reversed(all_of(run)):
-        if start is None or path.resolve() == start.resolve():
+        if begin is None or path.resolve() == begin.resolve():
             return
         path.replace(path.with_name(f"damaged_{path.name}"))
 
 
 def find(path: str | Path) -> Path:
-    """The checkpoint that a run folder (its newest whole one) or a checkpoint folder names. ValueError: none there."""
+    """The checkpoint that a run folder (its newest whole one) or a checkpoint folder names.
+
+    ValueError: there is none.
+    """
     path = Path(path)
     if (path / "state.json").is_file() or (path / SUMS).is_file():
         verify(path)
         return path
     if whole := newest(path):
         return whole
-    what = "no whole checkpoint" if all_of(path) else "no checkpoint"
-    where = "a run folder made by train.py, one of its checkpoints/step_*, or an exported folder"
-    raise ValueError(f"{path} holds {what}: give {where}")
-
-
-STATE = {"corpus": dict, "model": str, "model_config": dict, "run_config": dict, "seconds": Real, "step": int}
+    raise ValueError(
+        f"{path} holds no {'whole ' if all_of(path) else ''}checkpoint: give a run folder made by "
+        "train.py, one of its checkpoints/step_*, or an exported folder"
+    )
 
 
 def read_state(checkpoint: Path) -> dict:
-    """state.json; a model key that is newer than it has the value that it then had. ValueError: missing or damaged."""
-    try:
-        state = configurator.read_json(checkpoint / "state.json")
-    except ValueError as error:
-        raise ValueError(f"{error}; take another checkpoint") from error
-    for key, kind in STATE.items():
+    """state.json; a model key that is newer than it has the value that it then had.
+
+    ValueError: missing or damaged.
+    """
+    state = configurator.read_json(checkpoint / "state.json")
+    kinds = {"corpus": dict, "model": str, "model_config": dict, "run_config": dict, "step": int}
+    for key, kind in kinds.items():
         if not isinstance(state.get(key), kind):
-            fault = f"{key} is {'gone' if key not in state else f'no {kind.__name__}'}"
-            raise ValueError(f"{checkpoint}: state.json is damaged, {fault}; take another checkpoint")
-    scales = state.get("lr_scales", {})  # older ones have none
-    if not isinstance(scales, dict) or not all(isinstance(scale, Real) for scale in scales.values()):
-        raise ValueError(
-            f"{checkpoint}: state.json is damaged, lr_scales is no dict of numbers; take another checkpoint"
-        )
+            raise ValueError(
+                f"{checkpoint}: state.json is damaged: {key} is not {kind.__name__}; take another "
+                "checkpoint"
+            )
     if (stem := state["model"]) in STEMS:
-        state["model_config"] = {**values_before(model_class(stem).Config), **state["model_config"]}
+        before = values_before(model_class(stem).Config)
+        state["model_config"] = {**before, **state["model_config"]}
     return state
 
 
@@ -200,7 +204,9 @@ def load_tensors(file: Path) -> dict[str, torch.Tensor]:
     try:
         return load_file(file)
     except (OSError, safetensors.SafetensorError) as error:
-        raise ValueError(f"{file} is missing or damaged; take another checkpoint ({error})") from error
+        raise ValueError(
+            f"{file} is missing or damaged; take another checkpoint ({error})"
+        ) from error
 
 
 def is_folder_of_weights(path: Path) -> bool:
@@ -209,9 +215,9 @@ def is_folder_of_weights(path: Path) -> bool:
 
 
 def described(path: Path) -> tuple[Path, str, dict, dict]:
-    """(folder of the weights, stem, model keys, state.json or {}) of a run, checkpoint, exported or released folder.
+    """(folder of the weights, stem, model keys, state.json or {}).
 
-    ValueError: there is none, or it is damaged.
+    path: a run, checkpoint, exported or released folder. ValueError: it is none, or damaged.
     """
     if is_folder_of_weights(path):
         return path, *released.describe(path), {}
@@ -221,15 +227,18 @@ def described(path: Path) -> tuple[Path, str, dict, dict]:
 
 
 def load_model(path: str | Path, device: torch.device | str):
-    """(model in evaluation mode, tokenizer, state) of a run, checkpoint, exported or released folder.
+    """(model in evaluation mode, tokenizer, state) of any folder that `described` takes.
 
-    state: state.json; without one its `model` and `model_config` alone. ValueError: damaged, hostile, or not fitting.
+    state: state.json; without one its `model` and `model_config` alone. ValueError: damaged,
+    hostile, or not fitting.
     """
     folder, stem, config, state = described(Path(path))
     description = tokenizer.describe(folder)
     model = weight_files.read_model(folder, stem, config, released.fold)
-    if tokenizer.size_of(description) > model.config.vocab_size:
-        size = tokenizer.size_of(description)
-        raise ValueError(f"{folder}: its tokenizer has {size} tokens, its model vocab_size={model.config.vocab_size}")
-    encoding = tokenizer.from_json(description)
-    return model.to(device), encoding, {"model": stem, "model_config": config, **state}
+    if (size := tokenizer.size_of(description)) > model.config.vocab_size:
+        raise ValueError(
+            f"{folder}: its tokenizer has {size} tokens, its model "
+            f"vocab_size={model.config.vocab_size}"
+        )
+    state = {"model": stem, "model_config": config, **state}
+    return model.to(device), tokenizer.from_json(description), state

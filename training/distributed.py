@@ -1,4 +1,4 @@
-"""One process or several under torchrun: their device, sums over them, and one model on all of them (DDP or FSDP2)."""
+"""One process or several under torchrun: devices, sums over them, one model on all (DDP or FSDP2)."""
 
 import contextlib
 import ctypes
@@ -8,6 +8,7 @@ import shutil
 import sys
 import sysconfig
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -20,11 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from model.parameters import aliases
 
-# Processes compile at their own pace before their first collective; a process that dies is noticed at once.
+# Processes compile at their own pace before their first collective; one that dies is noticed at once.
 START_TIMEOUT, TIMEOUT = timedelta(minutes=10), timedelta(minutes=30)
 PATIENT_TIMEOUT = timedelta(days=7)
-KEPT_BLOCK = 2**25  # bytes, the most that the C library accepts
-# The buffers, RoPE's tables, are the same on every process. torch 2.13 gave the key that says so another name.
+# The buffers, RoPE's tables, are the same on every process. torch 2.13 renamed the key for that.
 BUFFERS = next(
     name
     for name in ("forward_sync_buffers", "broadcast_buffers")
@@ -63,13 +63,13 @@ def pick_device(name: str) -> torch.device:
             raise ValueError("device=cuda: torch sees no GPU; give --device=cpu")
         index, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
         if index >= count:
-            raise ValueError(f"process {index} of this machine has no GPU of its own, there are {count}: start fewer")
+            raise ValueError(f"process {index} of this machine has no GPU, of {count}: start fewer")
         return torch.device("cuda", index)
     return torch.device(name)
 
 
 def can_compile(device: torch.device | str = "cpu") -> bool:
-    """Whether torch.compile has what it needs: on a CPU a C++ compiler and Python's headers, on a GPU its Triton."""
+    """Whether torch.compile has what it needs: on a CPU a C++ compiler and Python's headers."""
     compiler = os.environ.get("CXX", "g++")
     headers = Path(sysconfig.get_path("include")) / "Python.h"
     return torch.device(device).type != "cpu" or bool(shutil.which(compiler) and headers.exists())
@@ -81,7 +81,7 @@ def computes_in_bfloat16(dtype: str, device: torch.device) -> bool:
 
 
 def cpu_has_bfloat16() -> bool:
-    """Whether the CPU multiplies bfloat16 in hardware; without, float32 is faster. torch < 2.13 cannot tell: no."""
+    """Whether the CPU multiplies bfloat16 in hardware; torch < 2.13 cannot tell: no."""
     return getattr(torch.cpu, "get_capabilities", dict)().get("avx512_bf16", False)
 
 
@@ -97,34 +97,43 @@ def start(device: torch.device) -> World:
     else:
         keep_freed_memory()
     if world_size() > 1:
-        # torchrun keeps its store over a restart (--max-restarts): without a prefix the new processes would look for
-        # the old ones at the addresses that these left there.
+        # torchrun keeps its store over a restart (--max-restarts): without a prefix the new
+        # processes would look for the old ones at the addresses that these left there.
         store, number, processes = next(dist.rendezvous("env://", timeout=START_TIMEOUT))
-        store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=number, world_size=processes, timeout=TIMEOUT)
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=dist.PrefixStore(f"attempt_{attempt}", store),
+            rank=number,
+            world_size=processes,
+            timeout=TIMEOUT,
+        )
     return World(int(os.environ.get("RANK", 0)), world_size(), device)
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep what a training step frees for the next one: handed back to the system, every page would
-    have to be cleared and mapped again, 5 to 8% of a step on a CPU (results/step_choices.md)."""
+    """Let the C library keep what a training step frees for the next one.
+
+    Handed back to the system, every page would have to be cleared and mapped again: 5 to 8% of a
+    step on a CPU (results/step_choices.md).
+    """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         mmap_threshold, trim_threshold = -3, -1
-        libc.mallopt(mmap_threshold, KEPT_BLOCK)  # larger tensors are still handed back
+        libc.mallopt(mmap_threshold, 2**25)  # the most it takes; larger tensors are handed back
         libc.mallopt(trim_threshold, 2**31 - 1)
 
 
 def be_deterministic(wanted: bool) -> None:
-    """Only operations that give the same bits every time, on GPUs too; to be called before the first of them."""
+    """Only operations that give the same bits every time; to be called before the first of them."""
     if wanted:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
 
 
 def seed_step(seed: int, step: int, world: World) -> None:
-    """Make what is random in a training step a function of (seed, step, process): there is no state to save."""
-    torch.manual_seed(int(np.random.SeedSequence([seed, step, world.rank]).generate_state(1, np.uint64)[0]))
+    """Let what is random in a step be a function of (seed, step, process): no state to save."""
+    sequence = np.random.SeedSequence([seed, step, world.rank])
+    torch.manual_seed(int(sequence.generate_state(1, np.uint64)[0]))
 
 
 def refuse_disagreement(world: World, facts: dict) -> None:
@@ -136,19 +145,22 @@ def refuse_disagreement(world: World, facts: dict) -> None:
     for number, theirs in enumerate(everyone):
         for name in facts:
             if theirs[name] != everyone[0][name]:
-                raise ValueError(f"process {number} and process 0 differ in {name}: start all of them alike")
+                raise ValueError(
+                    f"process {number} and process 0 differ in {name}: start all of them alike"
+                )
 
 
 def patient_group() -> dist.ProcessGroup:
-    """All processes, on the CPU, where one may work, or wait for a hub, for longer than the others' TIMEOUT."""
+    """All processes, on the CPU, where one may work, or wait for a hub, for longer than TIMEOUT."""
     return dist.new_group(backend="gloo", timeout=PATIENT_TIMEOUT)
 
 
 def stop(world: World) -> None:
     """Leave the process group, all together.
 
-    gloo's threads drop the last tensors a moment after the collective, for which they need the interpreter's lock. Its
-    destructor joins them while holding that lock: torn down at once, 1 run in 5 hung at its exit (torch 2.13).
+    gloo's threads drop the last tensors a moment after the collective, for which they need the
+    interpreter's lock. Its destructor joins them while holding that lock: torn down at once, 1 run
+    in 5 hung at its exit (torch 2.13).
     """
     if world.world_size > 1:
         dist.barrier()
@@ -165,52 +177,60 @@ def rank() -> int:
 
 
 def parallelise(model, engine: str, compiled: bool, world, without_gradient: bool = False):
-    """(model for training, model for evaluation) on the device, compiled where asked for, gradients averaged.
+    """(model for training, model for evaluation) on the device, compiled where asked for.
 
-    without_gradient: whether there are parameters that the loss does not depend on, which DDP has to look for.
-
-    With the engine `fsdp` each process keeps a part of every parameter, as a DTensor in `model` itself, which goes to
-    the device a block at a time.
+    DDP averages the gradients of whole copies. With the engine `fsdp` each process keeps a part of
+    every parameter, as a DTensor in `model` itself, which goes to the device a block at a time.
+    without_gradient: the loss does not depend on some parameters, which DDP has to look for.
+    ValueError: fsdp, and blocks share a weight.
     """
     if compiled:
         keep_graphs_with_autocast()
     if engine == "fsdp" and world.world_size > 1:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        for name, first in aliases(model).items():
-            if name.startswith("transformer.h."):
-                raise ValueError(
-                    f"engine=fsdp cannot share weights between blocks ({name} is {first}): give engine=ddp"
-                )
-        mesh = init_device_mesh(world.device.type, (world.world_size,))
-        if compiled:  # blocks share their code, and may differ in their states: by default the ninth would run eagerly
-            limit = 8 * len(model.transformer.h)
-            torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = max(limit, 256)
-        for block in model.transformer.h:
-            if compiled:  # a block at a time: gathering its parameters breaks the graph anyway
-                block.compile()
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        shard(model, compiled, world)
         return model, model
     model.to(world.device)
     run = torch.compile(model) if compiled else model
     if world.world_size == 1:
         return run, run
-    # Inside of its forward pass torch.compile knows the buckets and cuts the graph between them, so that a bucket is
-    # summed over the processes while the backward pass goes on (tests/test_overlap.py, docs/runs.md).
+    # Compiled inside of DDP's forward pass, the graph is cut between DDP's buckets, so that one is
+    # summed over the processes while the backward pass goes on (tests/test_overlap.py).
     looking = {"find_unused_parameters": without_gradient, BUFFERS: False}
     return DistributedDataParallel(run, gradient_as_bucket_view=True, **looking), run
 
 
-def keep_graphs_with_autocast() -> None:
-    """Let a later process find the compiled model again where it turns autocast off for a moment (`linear_fp32`).
+def shard(model, compiled: bool, world) -> None:
+    """FSDP2: each process keeps its part of every parameter, gathered a block at a time."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
 
-    torch.compile keeps no graph that enters autocast, though what it enters with is part of the graph and so of the key
-    under which it would be kept.
+    for name, first in aliases(model).items():
+        if name.startswith("transformer.h."):
+            raise ValueError(
+                f"engine=fsdp cannot share weights between blocks ({name} is {first}): give engine=ddp"
+            )
+    mesh = init_device_mesh(world.device.type, (world.world_size,))
+    if compiled:
+        # Blocks share their code and may differ in their states: by default the ninth runs eagerly.
+        limit = max(8 * len(model.transformer.h), 256)
+        torch._dynamo.config.recompile_limit = limit
+        torch._dynamo.config.accumulated_recompile_limit = limit
+    for block in model.transformer.h:
+        if compiled:  # a block at a time: gathering its parameters breaks the graph anyway
+            block.compile()
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def keep_graphs_with_autocast() -> None:
+    """Let a later process find the compiled model again where it leaves autocast (`linear_fp32`).
+
+    torch.compile keeps no graph that enters autocast, though what it enters with is part of the
+    graph and so of the key under which it would be kept.
     """
     names = [f"torch.amp.autocast_mode.{name}" for name in ("_enter_autocast", "_exit_autocast")]
-    torch._inductor.config.unsafe_marked_cacheable_functions.update(dict.fromkeys(names, torch.__version__))
+    cacheable = torch._inductor.config.unsafe_marked_cacheable_functions
+    cacheable.update(dict.fromkeys(names, torch.__version__))
 
 
 @contextlib.contextmanager
@@ -226,21 +246,23 @@ def synchronising(model, wanted: bool):
 
 
 def clip_gradients(model, largest: float) -> torch.Tensor:
-    """Scale the whole gradient down to norm `largest` (0: leave it) and return its norm before, without waiting for it.
+    """Scale the whole gradient down to norm `largest` (0: leave it) and return its norm before.
 
-    A gradient that is not finite stays as it is: scaled, it would be NaN everywhere, and hide where that began.
+    Nothing waits for the device. A gradient that is not finite stays as it is: scaled, it would be
+    NaN everywhere, and hide where that began.
     """
     parameters = [p for p in model.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     if largest:
-        # A norm of 0 is within the limit, and leaves the gradient: no need to ask the device which it is.
-        torch.nn.utils.clip_grads_with_norm_(parameters, largest, torch.where(norm.isfinite(), norm, 0.0))
+        # A norm of 0 is within the limit, and leaves the gradient: no need to ask the device.
+        finite = torch.where(norm.isfinite(), norm, 0.0)
+        torch.nn.utils.clip_grads_with_norm_(parameters, largest, finite)
     return norm
 
 
 def gathered(tensors: dict[str, torch.Tensor], world) -> dict[str, torch.Tensor]:
-    """Whole tensors on the main process's CPU, one after the other; {} on the others. All must call it."""
+    """Whole tensors on the main process's CPU; {} on the others. All must call it."""
     whole = {}
     for name, tensor in tensors.items():
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -254,13 +276,49 @@ def placed_like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     # Step counters stay where the optimizer keeps them, moments go with their parameter.
     tensor = tensor.to(parameter.device) if tensor.ndim or parameter.is_cuda else tensor
     if isinstance(parameter, DTensor) and tensor.ndim:
-        return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        mesh, placements = parameter.device_mesh, parameter.placements
+        return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
     return tensor
 
 
 def non_finite_gradients(model, world) -> list[str]:
     """Names of the parameters whose gradient, on any process, holds an inf or NaN."""
     parameters = {name: p for name, p in model.named_parameters() if p.grad is not None}
-    locals_ = (p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters.values())
+    locals_ = (
+        p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters.values()
+    )
     bad = world.sum(*(float((~gradient.isfinite()).any()) for gradient in locals_))
     return [name for name, count in zip(parameters, bad) if count]
+
+
+def summed(loss: torch.Tensor, stop: bool, norm: torch.Tensor, world) -> torch.Tensor:
+    """[the losses' sum over the processes, how many want to stop, norm], float64, on the device.
+
+    Nothing waits for the device.
+    """
+    wish = torch.tensor([float(stop)], dtype=torch.float64, pin_memory=world.device.type == "cuda")
+    wish = wish.to(world.device, non_blocking=True)
+    numbers = torch.cat((loss.double().reshape(1), wish))
+    if world.world_size > 1:
+        dist.all_reduce(numbers)
+    return torch.cat((numbers, norm.double().reshape(1)))
+
+
+def read_later(numbers: torch.Tensor) -> Callable[[], list[float]]:
+    """A function that returns the numbers.
+
+    On a GPU it waits for them, but for nothing that is queued after this call: the device works on
+    while the program reads.
+    """
+    if numbers.device.type != "cuda":
+        return numbers.tolist
+    host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    host.copy_(numbers, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+
+    def read():
+        arrived.synchronize()
+        return host.tolist()
+
+    return read

@@ -1,6 +1,5 @@
-"""What a run reports: metrics.jsonl (one JSON object a line), the progress line, wandb, FLOP utilisation."""
+"""What a run reports: metrics.jsonl (a JSON object a line), progress lines, wandb, FLOP utilisation."""
 
-import contextlib
 import json
 import math
 import os
@@ -13,7 +12,8 @@ import torch
 
 import configurator
 
-# Dense bf16 peak in FLOP/s by a word of the device name (vendor data sheets, no sparsity); the first that fits counts.
+# Dense bf16 peak in FLOP/s by a word of the device name (vendor data sheets, no sparsity); the
+# first that fits counts.
 PEAK_FLOPS = {
     "H200": 989e12,
     "H100 PCIe": 756e12,
@@ -22,21 +22,12 @@ PEAK_FLOPS = {
     "A100": 312e12,
     "L40S": 362e12,
 }
-# Memory bandwidth in TB/s by a word of the device name, from the same sheets; what is achieved is less.
-PEAK_BANDWIDTH = {"H200": 4.8, "H100 PCIe": 2.0, "H100 NVL": 3.9, "H100": 3.35, "B200": 8.0, "A100": 2.0, "L40S": 0.864}
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Peak of the device where it is known."""
+    """Peak of the device in FLOP/s, where it is known."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return next((peak for word, peak in PEAK_FLOPS.items() if word in name), None)
-
-
-def chip(device: torch.device) -> dict:
-    """{"chip": its name, "memory_tb_per_s": by its data sheet, where known}: a figure means little without them."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
-    bandwidth = next((peak for word, peak in PEAK_BANDWIDTH.items() if word in name), None)
-    return {"chip": name} | ({"memory_tb_per_s": bandwidth} if bandwidth and device.type == "cuda" else {})
 
 
 def cpu_name() -> str:
@@ -45,13 +36,16 @@ def cpu_name() -> str:
 
 
 def nominal_flops_per_token(model) -> float:
-    """6 N + 12 L d T, N all parameters, T tokens of context: by custom MFU counts these, whatever the residual does."""
+    """6 N + 12 L d T, N all parameters, T tokens of context.
+
+    By custom MFU counts these, whatever the residual does.
+    """
     c = model.config
     return 6 * model.num_parameters() + 12 * c.num_hidden_layers * c.hidden_size * c.block_size
 
 
 def validation_record(loss: float, bytes_per_token: float | None) -> dict:
-    """val_loss (nats per token), val_perplexity and, where the text's size is known, val_bits_per_byte."""
+    """val_loss (nats per token), val_perplexity, and val_bits_per_byte where the text has a size."""
     record = {"val_loss": loss, "val_perplexity": math.exp(min(loss, 700))}
     if bytes_per_token is not None:
         record["val_bits_per_byte"] = bits_per_byte(loss, bytes_per_token)
@@ -80,11 +74,6 @@ def last_evaluation(path: Path) -> dict | None:
     return next((record for record in reversed(records) if "val_loss" in record), None)
 
 
-def wandb_of(config):
-    """The package wandb, None where the run does not ask for it. ValueError: missing."""
-    return configurator.optional("wandb", "wandb_log=True") if config.wandb_log else None
-
-
 def duration(seconds: float) -> str:
     """1:05 or 2:03:09."""
     minutes, seconds = divmod(int(seconds), 60)
@@ -109,23 +98,6 @@ def size(count: float) -> str:
     return f"{count:,.3g} TiB"
 
 
-SPIKE = 6.0  # standard deviations; what lies further off is noted
-
-
-def deviation(courses: dict, name: str, value: float) -> float | None:
-    """How many standard deviations a loss or gradient norm lies from its recent course; None in the first 50 steps.
-
-    courses: {name: [count, mean, variance]}, a part of the run's progress; the value joins it.
-    """
-    count, mean, variance = courses.get(name, (0, value, 0.0))
-    distance = value - mean
-    result = distance / math.sqrt(variance) if count >= 50 and variance > 0 else None
-    weight = max(1 - 0.98, 1 / (count + 1))
-    variance = (1 - weight) * (variance + weight * distance * distance)
-    courses[name] = [count + 1, mean + weight * distance, variance]
-    return result
-
-
 def peak_memory(device: torch.device) -> int:
     """Most bytes in use so far: allocated on the GPU, or resident in this process."""
     if device.type == "cuda":
@@ -133,128 +105,122 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-class LineFile:
-    """A file of JSON lines that a full disk does not end: lines that cannot be written wait for the next ones."""
-
-    def __init__(self, path: Path):
-        self.path, self.waiting = path, b""
-        path.touch()
-
-    def write(self, record: dict) -> None:
-        """Append a line; a file that somebody removed, perhaps with its folder, goes on as a new one."""
-        if not self.path.exists():
-            lost = f"{self.path} was removed while the run writes to it"
-            print(f"warning: {lost}: it goes on in a new file; the next checkpoint has all it needs", file=sys.stderr)
-        self.waiting += json.dumps(record).encode() + b"\n"
-        self.flush()
-
-    def flush(self) -> None:
-        """Write what waits."""
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "ab", buffering=0) as file:
-                self.waiting = self.waiting[file.write(self.waiting) :]
-        except OSError as error:
-            print(f"warning: metrics.jsonl cannot be written ({error.strerror}); trying again", file=sys.stderr)
-
-    def sync(self) -> None:
-        """On the disk, as a checkpoint that follows will be."""
-        with contextlib.suppress(OSError), open(self.path, "rb") as file:
-            os.fsync(file.fileno())
-
-
 class RunLog:
-    """The main process's record of a run: metrics.jsonl, progress lines and, when asked for, wandb and TensorBoard.
+    """The main process's record of a run: metrics.jsonl, progress lines and, when asked for, wandb.
 
-    Every line of metrics.jsonl has `step`, `tokens`, `flops` and `seconds` since the run's first step (seconds of
-    training steps; evaluations and checkpoints aside), over all its restarts. docs/runs.md lists the others.
+    Every line of metrics.jsonl has `step`, `tokens`, `flops` and `seconds` since the run's first
+    step (of training steps; evaluations and checkpoints aside), over all its restarts. docs/runs.md
+    lists the others. Lines past `progress["step"]` belong to steps that will be done again: they
+    are dropped. ValueError: wandb cannot begin.
     """
 
     def __init__(self, run: Path, config, settings: dict, progress: dict, model, world):
-        """Lines past `progress["step"]` belong to steps that will be done again: they are dropped."""
-        self.config, self.start, self.previous, self.last_progress = config, dict(progress), dict(progress), None
-        self.device = world.device
-        self.tokens_per_step = config.global_batch_size * model.config.block_size
-        self.flops_per_step = self.tokens_per_step * model.flops_per_token()
+        self.path, self.waiting, self.config, self.progress = (
+            run / "metrics.jsonl",
+            b"",
+            config,
+            progress,
+        )
+        self.device, self.previous, self.shown = (
+            world.device,
+            (progress["step"], progress["seconds"]),
+            None,
+        )
+        self.tokens = config.global_batch_size * model.config.block_size  # per step
+        self.flops = self.tokens * model.flops_per_token()
         peak = peak_flops(world.device)
-        nominal = self.tokens_per_step * nominal_flops_per_token(model)
-        self.steps_per_second_at_peak = peak * world.world_size / nominal if peak else None
-        wandb = wandb_of(config)
-        run.mkdir(parents=True, exist_ok=True)
-        drop_after(run / "metrics.jsonl", progress["step"], progress["evaluated"])
-        self.file = LineFile(run / "metrics.jsonl")
+        self.share = (
+            self.tokens * nominal_flops_per_token(model) / peak / world.world_size if peak else None
+        )
+        drop_after(self.path, progress["step"], progress["evaluated"])
         self.wandb_run = None
-        if wandb:
-            names = {"project": config.wandb_project, "name": config.wandb_run_name}
+        if config.wandb_log:
+            wandb = configurator.optional("wandb", "wandb_log=True")
+            names = {"project": config.wandb_project, "name": config.wandb_run_name, "dir": run}
             try:
-                self.wandb_run = wandb.init(**names, id=progress["wandb_id"], resume="allow", config=settings, dir=run)
+                self.wandb_run = wandb.init(
+                    **names, id=progress["wandb_id"], resume="allow", config=settings
+                )
             except Exception as error:  # no login, no connection, a project that is not there
                 reason = str(error).strip().partition("\n")[0]
-                raise ValueError(f"wandb_log=True: {reason}; WANDB_MODE=offline logs without a login") from error
+                raise ValueError(
+                    f"wandb_log=True: {reason}; WANDB_MODE=offline logs without a login"
+                ) from error
             progress["wandb_id"] = self.wandb_run.id
 
-    def training_step(self, progress: dict, loss: float, grad_norm: float, rates: dict) -> None:
+    def training_step(self, loss: float, grad_norm: float, rates: dict) -> None:
         """rates: the learning rates by name, `lr` and perhaps others (`optimizer.set_rates`)."""
-        rate, mfu = self.speed(self.previous, progress)
-        self.previous = dict(progress)
-        values = {"loss": loss, "grad_norm": grad_norm}
-        step, steps, memory = progress["step"], self.config.max_steps, peak_memory(self.device)
-        distances = {name: deviation(progress["spikes"], name, value) for name, value in values.items()}
-        values |= {f"{name}_deviation": distance for name, distance in distances.items()}
-        self.write(progress, **values, **rates, tokens_per_second=rate, mfu=mfu, memory=memory)
-        for name, distance in distances.items():
-            if distance is not None and distance > SPIKE:
-                print(f"note: step {step}: {name} {values[name]:.4g} is {distance:.1f} deviations above the mean")
-        if self.last_progress is None:
-            # The first step compiles and warms up: it gets its own line and stays out of the speed of the next.
-            speed = f"first step {progress['seconds'] - self.start['seconds']:.1f} s"
-        elif step % self.config.log_interval == 0 or step == steps:
-            rate, mfu = self.speed(self.last_progress, progress)
-            speed = f"{short(rate)} tok/s{f' | MFU {mfu:.1%}' if mfu else ''}"
-            speed += f" | ETA {duration((steps - step) * self.tokens_per_step / rate)}"
+        now, steps = (self.progress["step"], self.progress["seconds"]), self.config.max_steps
+        speed, mfu = self.speed(self.previous, now)
+        values = {"loss": loss, "grad_norm": grad_norm, **rates, "tokens_per_second": speed}
+        self.write(**values, mfu=mfu, memory=peak_memory(self.device))
+        if self.shown is None:
+            # The first step compiles and warms up: it has its own line, and no part in the speed.
+            text = f"first step {now[1] - self.previous[1]:.1f} s"
+        elif now[0] % self.config.log_interval == 0 or now[0] == steps:
+            speed, mfu = self.speed(self.shown, now)
+            left = duration((steps - now[0]) * self.tokens / speed)
+            text = f"{short(speed)} tok/s{f' | MFU {mfu:.1%}' if mfu else ''} | ETA {left}"
         else:
-            return
-        self.last_progress = dict(progress)
-        lr = rates["lr"]
-        print(f"step {step}/{steps} | loss {loss:.4f} | lr {lr:.2e} | grad {grad_norm:.2f} | {speed}", flush=True)
+            text = ""
+        self.previous = now
+        if text:
+            self.shown = now
+            line = f"loss {loss:.4f} | lr {rates['lr']:.2e} | grad {grad_norm:.2f} | {text}"
+            print(f"step {now[0]}/{steps} | {line}", flush=True)
 
-    def skipped_step(self, progress: dict, loss: float, grad_norm: float) -> None:
-        self.write(progress, skipped=True)
-        print(f"note: step {progress['step']}: loss {loss}, gradient norm {grad_norm}: skipped", flush=True)
+    def skipped_step(self, loss: float, grad_norm: float) -> None:
+        step = self.progress["step"]
+        self.write(skipped=True)
+        print(f"note: step {step}: loss {loss}, gradient norm {grad_norm}: skipped", flush=True)
 
-    def evaluation(
-        self, progress: dict, scores: dict, bytes_per_token: float | None, sequences: int, all_sequences: int
-    ):
-        record = validation_record(scores["loss"], bytes_per_token)
-        answers = {f"val_{key}": value for key, value in scores.items() if key != "loss"}
-        known = [x for x in (scores["loss"], progress["best_val_loss"]) if x is not None and math.isfinite(x)]
+    def evaluation(self, scores: dict, bytes_per_token: float | None, count: int, of: int) -> None:
+        """scores: of `validation.evaluate`, over `count` of the `of` windows of the split."""
+        loss, progress = scores["loss"], self.progress
+        known = [x for x in (loss, progress["best_val_loss"]) if x is not None and math.isfinite(x)]
         best = progress["best_val_loss"] = min(known, default=None)
-        self.write(progress, **record, **answers, val_sequences=sequences, best_val_loss=best)
-        share = "all" if sequences == all_sequences else f"{sequences} of"
-        more = f" | {record['val_bits_per_byte']:.4f} bits per byte" if bytes_per_token else ""
-        more += "".join(f" | {name.removeprefix('val_').replace('_', ' ')} {x:.1%}" for name, x in answers.items())
-        print(
-            f"step {progress['step']} | {share} {all_sequences} validation sequences | loss {scores['loss']:.4f} | "
-            f"perplexity {record['val_perplexity']:.2f}{more}",
-            flush=True,
-        )
+        record = validation_record(loss, bytes_per_token)
+        answers = {f"val_{key}": value for key, value in scores.items() if key != "loss"}
+        self.write(**record, **answers, val_sequences=count, best_val_loss=best)
+        text = f"loss {loss:.4f} | perplexity {record['val_perplexity']:.2f}"
+        if bytes_per_token:
+            text += f" | {record['val_bits_per_byte']:.4f} bits per byte"
+        for name, share in answers.items():
+            text += f" | {name.removeprefix('val_').replace('_', ' ')} {share:.1%}"
+        share = "all" if count == of else f"{count} of"
+        print(f"step {progress['step']} | {share} {of} validation sequences | {text}", flush=True)
 
-    def speed(self, before: dict, now: dict) -> tuple[float, float | None]:
-        """(tokens/s, model FLOP utilisation where the peak is known) between two moments of the progress."""
-        steps_per_second = (now["step"] - before["step"]) / (now["seconds"] - before["seconds"])
-        best = self.steps_per_second_at_peak
-        return self.tokens_per_step * steps_per_second, steps_per_second / best if best else None
+    def speed(self, before: tuple, now: tuple) -> tuple[float, float | None]:
+        """(tokens/s, model FLOP utilisation where the peak is known) between two (step, seconds)."""
+        steps_per_second = (now[0] - before[0]) / (now[1] - before[1])
+        return self.tokens * steps_per_second, self.share and self.share * steps_per_second
 
-    def write(self, progress: dict, **values) -> None:
-        step = progress["step"]
-        record = {"step": step, "tokens": step * self.tokens_per_step, "flops": step * self.flops_per_step}
-        record |= {"seconds": progress["seconds"], **{key: value for key, value in values.items() if value is not None}}
-        self.file.write(record)
+    def write(self, **values) -> None:
+        """Append a line; on a full disk it waits for the next one, and the run goes on."""
+        step = self.progress["step"]
+        record = {"step": step, "tokens": step * self.tokens, "flops": step * self.flops}
+        record["seconds"] = self.progress["seconds"]
+        record |= {key: value for key, value in values.items() if value is not None}
+        self.waiting += json.dumps(record).encode() + b"\n"
+        self.flush()
         if self.wandb_run is not None:
             self.wandb_run.log(flat(record), step=step)
 
+    def flush(self, to_disk: bool = False) -> None:
+        """Write the lines that wait, and wait until the disk has them where asked for."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
+            with open(self.path, "ab", buffering=0) as file:
+                while self.waiting:
+                    self.waiting = self.waiting[file.write(self.waiting) :]
+                if to_disk:
+                    os.fsync(file.fileno())
+        except OSError as error:
+            line = f"warning: metrics.jsonl cannot be written ({error.strerror}); trying again"
+            print(line, file=sys.stderr)
+
     def close(self) -> None:
-        self.file.flush()
+        self.flush()
         if self.wandb_run is not None:
             self.wandb_run.finish()
 
@@ -273,7 +239,8 @@ def flat(record: dict) -> dict:
 
 
 def drop_after(path: Path, step: int, evaluated: bool = True) -> None:
-    """Keep the records of a metrics.jsonl up to step, its evaluation only if done; the file is replaced whole."""
+    """Keep the records of a metrics.jsonl up to `step`, and those of its evaluation if it is done."""
     if path.exists():
-        kept = [r for r in read(path) if r["step"] < step or (r["step"] == step and (evaluated or "val_loss" not in r))]
+        records = [r for r in read(path) if r["step"] <= step]
+        kept = [r for r in records if evaluated or r["step"] < step or "val_loss" not in r]
         configurator.replace_text(path, "".join(json.dumps(record) + "\n" for record in kept))

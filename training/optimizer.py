@@ -13,7 +13,9 @@ from training.distributed import placed_like
 OWN_RATES = {"muon_lr": "muon_learning_rate", "embedding_lr": "embedding_learning_rate"}
 
 
-def parameter_groups(model: nn.Module, weight_decay: float, with_muon: bool) -> tuple[list[dict], list[dict]]:
+def parameter_groups(
+    model: nn.Module, weight_decay: float, with_muon: bool
+) -> tuple[list[dict], list[dict]]:
     """(AdamW's groups, Muon's) of all trainable parameters, each in exactly one, as their rules say.
 
     A group is {"params", "names", "rate", "lr_scale", "weight_decay", "decays"}. rate: which of
@@ -21,11 +23,15 @@ def parameter_groups(model: nn.Module, weight_decay: float, with_muon: bool) -> 
     by, the factor of the parameter's rule and, under muP, `mup_scale` to the power of its kind.
     """
     groups: dict = {}
-    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    parameters = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
     for name, rule in rules_of(model).items():
         if name in parameters:
             muon = with_muon and rule.muon
-            scale = rule.rate * model.config.mup_scale ** (rule.kind.muon if muon else rule.kind.adam)
+            scale = rule.rate * model.config.mup_scale ** (
+                rule.kind.muon if muon else rule.kind.adam
+            )
             rate = "muon_lr" if muon else "embedding_lr" if name == EMBEDDING else "lr"
             decay = weight_decay if rule.decay else 0.0
             facts = {"rate": rate, "lr_scale": scale, "weight_decay": decay, "decays": rule.decay}
@@ -41,7 +47,11 @@ def without_gradient(model: nn.Module) -> list[str]:
     are without kernels."""
     ids = torch.zeros(1, min(8, model.config.block_size), dtype=torch.int64)
     model(ids, ids)[1].backward()
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None]
+    names = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.grad is None
+    ]
     model.zero_grad(set_to_none=True)
     return names
 
@@ -49,13 +59,22 @@ def without_gradient(model: nn.Module) -> list[str]:
 def lr_scales(model: nn.Module, with_muon: bool) -> dict[str, float]:
     """What the learning rate of each parameter is multiplied by, without those where it is 1."""
     adam, muon = parameter_groups(model, 0.0, with_muon)
-    return {name: group["lr_scale"] for group in adam + muon for name in group["names"] if group["lr_scale"] != 1}
+    return {
+        name: group["lr_scale"]
+        for group in adam + muon
+        for name in group["names"]
+        if group["lr_scale"] != 1
+    }
 
 
 def lr_scales_before(model: nn.Module) -> dict[str, float]:
     """`lr_scales` of checkpoints from before these were saved: every scaled matrix had the same, with any optimizer."""
     parameters, scale = dict(model.named_parameters()), model.config.mup_scale
-    scaled = [name for name, rule in rules_of(model).items() if rule.kind != FIXED and parameters[name].ndim > 1]
+    scaled = [
+        name
+        for name, rule in rules_of(model).items()
+        if rule.kind != FIXED and parameters[name].ndim > 1
+    ]
     return {name: scale for name in scaled if parameters[name].requires_grad and scale != 1}
 
 
@@ -77,7 +96,9 @@ class Muon(torch.optim.Muon):
                     state["momentum_buffer"] = torch.zeros_like(weight.grad)
                 momentum = state["momentum_buffer"].lerp_(weight.grad, 1 - group["momentum"])
                 update = weight.grad.lerp(momentum, group["momentum"]).to(self.dtype)  # Nesterov's
-                update = orthogonal(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                update = orthogonal(
+                    update, group["ns_coefficients"], group["ns_steps"], group["eps"]
+                )
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
                 weight.add_(update, alpha=-group["lr"] * (0.2 * math.sqrt(max(weight.shape))))
 
@@ -93,14 +114,18 @@ def orthogonal(matrix: torch.Tensor, coefficients, steps: int, eps: float) -> to
     return x if x.shape == matrix.shape else x.T
 
 
-def build_optimizers(model: nn.Module, config, muon_dtype=torch.bfloat16) -> list[torch.optim.Optimizer]:
+def build_optimizers(
+    model: nn.Module, config, muon_dtype=torch.bfloat16
+) -> list[torch.optim.Optimizer]:
     """AdamW over all, or Muon over what may take it and AdamW over the rest, for `config.optimizer`.
 
     One learning rate serves both, as their updates have one size. muon_dtype: of Muon's iteration.
     """
     adam, muon = parameter_groups(model, config.weight_decay, config.optimizer == "muon")
     betas = (config.beta1, config.beta2)
-    optimizers = [torch.optim.AdamW(adam, lr=config.learning_rate, betas=betas, eps=1e-8, fused=True)]
+    optimizers = [
+        torch.optim.AdamW(adam, lr=config.learning_rate, betas=betas, eps=1e-8, fused=True)
+    ]
     if muon:
         optimizers.append(Muon(muon, config.learning_rate, muon_dtype))
     return optimizers
@@ -124,7 +149,9 @@ def learning_rate_at(step: int, config, peak: float | None = None) -> float:
         decay_steps = decay_steps_of(config)
         left = (config.max_steps - 1 - step) / decay_steps if decay_steps else 1.0
         return floor + (peak - floor) * min(left, 1.0)
-    progress = min((step + 1 - config.warmup_steps) / max(config.max_steps - config.warmup_steps, 1), 1.0)
+    progress = min(
+        (step + 1 - config.warmup_steps) / max(config.max_steps - config.warmup_steps, 1), 1.0
+    )
     return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
@@ -140,7 +167,10 @@ def set_rates(optimizers: list[torch.optim.Optimizer], step: int, config) -> dic
 
     Returns {"lr": that of learning_rate}, and beside it those that have a peak of their own.
     """
-    rates, taken = {"lr": learning_rate_at(step, config)}, {g["rate"] for each in optimizers for g in each.param_groups}
+    rates, taken = (
+        {"lr": learning_rate_at(step, config)},
+        {g["rate"] for each in optimizers for g in each.param_groups},
+    )
     for name, key in OWN_RATES.items():
         if name in taken and (peak := getattr(config, key)) is not None:
             rates[name] = learning_rate_at(step, config, peak)
@@ -172,7 +202,9 @@ def set_decay(optimizers: list[torch.optim.Optimizer], amount: float) -> None:
 def step_where(wanted: torch.Tensor, optimizers: list[torch.optim.Optimizer]) -> None:
     """A step of fused AdamW if `wanted`, a bool on its device, else nothing. It decides itself: nobody waits for it."""
     for optimizer in optimizers:
-        optimizer.found_inf = (~wanted).float()  # as torch.amp tells an optimizer to leave everything as it is
+        optimizer.found_inf = (
+            ~wanted
+        ).float()  # as torch.amp tells an optimizer to leave everything as it is
         optimizer.step()
         del optimizer.found_inf
 
@@ -214,8 +246,14 @@ def load_named_state(
                 if not keys and name in without:
                     continue
                 if not keys:
-                    raise ValueError(f"the checkpoint's optimizer has no state for {name}: take another checkpoint")
+                    raise ValueError(
+                        f"the checkpoint's optimizer has no state for {name}: take another checkpoint"
+                    )
                 values = {key.partition(":")[2]: left.pop(key) for key in keys}
-                optimizer.state[parameter].update({key: placed_like(value, parameter) for key, value in values.items()})
+                optimizer.state[parameter].update(
+                    {key: placed_like(value, parameter) for key, value in values.items()}
+                )
     if left:
-        raise ValueError(f"the checkpoint's optimizer has state for {next(iter(left))}, this run's has not")
+        raise ValueError(
+            f"the checkpoint's optimizer has state for {next(iter(left))}, this run's has not"
+        )

@@ -30,7 +30,11 @@ def machine() -> dict:
     name = f"{os.cpu_count()} x {cpu_name()}"
     if torch.cuda.is_available():
         name = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "triton": triton_version()}
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton_version(),
+    }
     return {"machine": name, **versions}
 
 
@@ -48,7 +52,9 @@ def commit_of(repository: Path) -> str:
     """
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=repository, capture_output=True, text=True, check=False).stdout
+        return subprocess.run(
+            ["git", *words], cwd=repository, capture_output=True, text=True, check=False
+        ).stdout
 
     try:
         commit = git("describe", "--always", "--abbrev=12").strip()

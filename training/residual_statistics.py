@@ -21,7 +21,9 @@ class Watched(Stream):
         statistics = {}
         if hasattr(site.write, "statistics"):
             statistics = site.write.statistics(state, h, x_in, c, written)
-        self.seen(site, {"h": h, "c": c, "state": written, "extra_loss": loss, "statistics": statistics})
+        self.seen(
+            site, {"h": h, "c": c, "state": written, "extra_loss": loss, "statistics": statistics}
+        )
         return written, loss
 
 

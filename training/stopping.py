@@ -1,14 +1,10 @@
-"""When to stop before the last step: a signal (a preempted job, Ctrl-C) or the end of the granted time.
-
-How a run ended is left in its status.json, for programs that start runs.
-"""
+"""When to stop before the last step: a signal (a preempted job, Ctrl-C) or the end of the granted time."""
 
 import contextlib
 import json
 import os
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -19,7 +15,7 @@ SAME_EVENT = 1.0  # seconds in which a second signal is the same event, sent by 
 
 
 class Stop:
-    """`reason()` is None until the run shall end. The first signal asks for that, the next one ends the process.
+    """`reason()` is None until the run shall end; a first signal asks for that, a second one ends the process.
 
     Granted time ends earlier by what the last step and the last save took, so that both still fit in.
     """
@@ -27,49 +23,39 @@ class Stop:
     def __init__(self, max_seconds: float | None):
         self.started, self.max_seconds = time.monotonic(), max_seconds
         self.signal_name, self.signal_time = None, 0.0
-        self.steps, self.step_seconds, self.save_seconds = 0, 0.0, 0.0
-        # A thread takes the signals: Python's own handlers wait for a main thread that may hang in a collective.
-        reader, writer = os.pipe()
-        os.set_blocking(writer, False)
+        self.step_seconds, self.save_seconds = None, 0.0
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: None)
-        signal.set_wakeup_fd(writer)
-        threading.Thread(target=self._listen, args=(reader,), daemon=True).start()
+            signal.signal(number, self.on_signal)
 
-    def _listen(self, reader: int) -> None:
-        while number := os.read(reader, 1):
-            if number[0] in (signal.SIGTERM, signal.SIGINT):
-                self._on_signal(number[0])
-
-    def _on_signal(self, number: int) -> None:
+    def on_signal(self, number: int, frame) -> None:
         now = time.monotonic()
         if self.signal_name is None:
             self.signal_name, self.signal_time = signal.Signals(number).name, now
+            line = f"{self.signal_name}: stopping after this step; a second one ends at once, unsaved\n"
             with contextlib.suppress(OSError):
-                line = f"{self.signal_name}: stopping after this step; a second one ends at once, unsaved\n"
-                os.write(sys.__stderr__.fileno(), line.encode())
+                os.write(2, line.encode())  # print cannot be called within itself
         elif now - self.signal_time > SAME_EVENT:
             os._exit(128 + number)
 
     def step_took(self, seconds: float) -> None:
-        self.step_seconds = seconds if self.steps else 0.0  # the first step compiles: no measure of the next
-        self.steps += 1
-
-    def save_took(self, seconds: float) -> None:
-        self.save_seconds = seconds
+        # The first step compiles: it is no measure of the next.
+        self.step_seconds = 0.0 if self.step_seconds is None else seconds
 
     def reason(self) -> str | None:
         """Why to stop now, None to go on."""
         if self.signal_name:
             return self.signal_name
-        needed = time.monotonic() - self.started + self.step_seconds + self.save_seconds
+        needed = time.monotonic() - self.started + (self.step_seconds or 0.0) + self.save_seconds
         if self.max_seconds is not None and needed >= self.max_seconds:
             return f"max_seconds={self.max_seconds:g}"
         return None
 
 
 def write_status(run: Path, step: int, of: int, ended: str | None, reason: str = "") -> None:
-    """Say in status.json how far the run is and how it ended: finished, stopped or failed; None: it goes on."""
+    """Say in status.json, for programs that start runs, how far the run is and how it ended.
+
+    ended: "finished", "stopped" or "failed"; None while it goes on.
+    """
     status = {"step": step, "of": of, "ended": ended, "reason": reason}
     try:
         configurator.replace_text(run / "status.json", json.dumps(status) + "\n")
@@ -79,12 +65,12 @@ def write_status(run: Path, step: int, of: int, ended: str | None, reason: str =
 
 def read_status(run: Path) -> dict:
     """status.json of a run folder; one that is missing says nothing. ValueError: damaged."""
-    nothing = {"step": 0, "of": None, "ended": None, "reason": ""}
-    return nothing | (configurator.read_json(run / "status.json") if (run / "status.json").exists() else {})
+    file, nothing = run / "status.json", {"step": 0, "of": None, "ended": None, "reason": ""}
+    return nothing | (configurator.read_json(file) if file.exists() else {})
 
 
 class Tolerant:
-    """A text stream whose writing may fail (a pipe that nobody reads, a full disk): the run is worth more."""
+    """A text stream whose writing may fail: a pipe that nobody reads, a full disk."""
 
     def __init__(self, stream):
         self.stream = stream
@@ -100,8 +86,3 @@ class Tolerant:
 
     def __getattr__(self, name: str):
         return getattr(self.stream, name)
-
-
-def tolerate_lost_output() -> None:
-    """From now on what is printed may be lost without ending the run."""
-    sys.stdout, sys.stderr = Tolerant(sys.stdout), Tolerant(sys.stderr)

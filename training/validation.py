@@ -1,7 +1,7 @@
 """The loss over validation windows, and, where a corpus is a task, how many of its answers are right."""
 
 import math
-import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -59,7 +59,9 @@ def evaluate(
     result = {"loss": nats / tokens if tokens else math.nan}
     if each:
         result["losses"] = np.array(world.sum(*losses), dtype=np.float32)
-    return result | ({"accuracy": right / asked, "exact_match": exact / len(windows)} if asked else {})
+    return result | (
+        {"accuracy": right / asked, "exact_match": exact / len(windows)} if asked else {}
+    )
 
 
 @torch.no_grad()
@@ -86,18 +88,16 @@ def losses_of_rows(model, ids, targets, logits, autocast) -> np.ndarray:
     return (torch.cat(sums) / (targets != -1).sum(1)).cpu().numpy()
 
 
-def save_losses(file: Path, **arrays: np.ndarray) -> None:
-    """Write a .npz that is complete or absent.
+def save_losses(file: Path, step: int, windows: list[int], losses: np.ndarray) -> None:
+    """Write the loss of every window, with its number, to a .npz that is complete or absent.
 
-    OSError: the disk is full, for example; an older file of that name is kept.
+    A full disk costs a warning: the older file stays.
     """
     temporary = file.with_name(file.name + ".tmp")
     try:
         with open(temporary, "wb") as stream:
-            np.savez(stream, **arrays)
-            stream.flush()
-            os.fsync(stream.fileno())
+            np.savez(stream, loss=losses, window=np.array(windows), step=np.array(step))
         temporary.replace(file)
-    except OSError:
+    except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise
+        print(f"warning: step {step}: {file} is not written ({error})", file=sys.stderr)

@@ -4,11 +4,22 @@ import json
 import sys
 from pathlib import Path
 
-from training.metrics import chip
+import torch
+
+from training.metrics import cpu_name
 from training.provenance import digest, provenance, store
 
+# Memory bandwidth in TB/s by a word of the device name (vendor data sheets); what is achieved is less.
+PEAK_BANDWIDTH = {"H200": 4.8, "H100 PCIe": 2.0, "H100 NVL": 3.9, "H100": 3.35, "B200": 8.0, "A100": 2.0, "L40S": 0.864}
 MODEL = ("model/*.py", "model/kernels/*.py")  # whose code the figures are of
 TABLE = ("launch_table.py",)  # but for this: a row says which of the table's launches it is of
+
+
+def chip(device: torch.device) -> dict:
+    """{"chip": its name, "memory_tb_per_s": by its data sheet, where known}: a figure means little without them."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+    bandwidth = next((peak for word, peak in PEAK_BANDWIDTH.items() if word in name), None)
+    return {"chip": name} | ({"memory_tb_per_s": bandwidth} if bandwidth and device.type == "cuda" else {})
 
 
 def launches_used() -> dict[str, str]:
