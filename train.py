@@ -320,7 +320,8 @@ def make_model(config: TrainConfig, model_config, begin: Path | None, corpus: Pa
     distributed.be_deterministic(config.deterministic)
     torch.manual_seed(config.seed)
     model = build(config.model, **dataclasses.asdict(model_config))
-    with faults_of(config.model):
+    with faults_of(config.model):  # the first time that a model of a user's runs
+        model.state_bytes_per_token(torch.float32)  # asks each read and write for what it returns
         without_gradient = optimizer.without_gradient(model)
     model.activation_checkpointing = config.activation_checkpointing
     not_fused = kernels.use(model, config.kernels, device, config.state_interval)

@@ -1,4 +1,4 @@
-"""Facts about a key of a configuration, given where the key is defined: `Annotated[type, "help", Key(low=1)]`."""
+"""Facts about a key of a configuration: `Annotated[type, "help", Key(low=1)]`."""
 
 import dataclasses
 import functools
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Key:
-    """The range of a key's numbers, and what becomes of the key when a run goes on or starts from weights."""
+    """The range of a key's numbers, and what becomes of it in a run that goes on or has weights."""
 
     low: float | None = None  # the smallest value
     above: float | None = None  # values are greater
@@ -18,9 +18,9 @@ class Key:
     changeable: bool = False  # may change when a run goes on
     initial: bool = False  # sets initial values: no effect with init_from, which brings weights
     free: bool = False  # no weight depends on it: may differ from the folder of init_from
-    # What a saved configuration that is older than the key meant; Ellipsis: the same as the key's default.
+    # What a saved configuration that is older than the key meant; Ellipsis: the key's default.
     before: object = ...
-    # (another key, whether this one has an effect beside its value): typed without an effect it is refused.
+    # (another key, whether this one has an effect beside its value): typed without, it is refused.
     counts_with: tuple[str, Callable[[object], bool]] | None = None
 
     @property
@@ -43,10 +43,13 @@ class Key:
 
 @functools.cache
 def keys_of(schema: type) -> dict[str, Key]:
-    """The facts about every field of a dataclass; those of a field that gives none are the defaults."""
+    """The facts about every field of a dataclass; those of a field that gives none are defaults."""
     hints = typing.get_type_hints(schema, include_extras=True)
-    facts = {field.name: getattr(hints[field.name], "__metadata__", ()) for field in dataclasses.fields(schema)}
-    return {name: next((fact for fact in each if isinstance(fact, Key)), Key()) for name, each in facts.items()}
+    fields = {
+        field.name: getattr(hints[field.name], "__metadata__", ())
+        for field in dataclasses.fields(schema)
+    }
+    return {n: next((f for f in facts if isinstance(f, Key)), Key()) for n, facts in fields.items()}
 
 
 def values_before(*schemas: type) -> dict:
@@ -55,19 +58,20 @@ def values_before(*schemas: type) -> dict:
     return {name: key.before for name, key in keys.items() if key.before is not ...}
 
 
-def refuse_idle(typed: Iterable[str], settings: dict, keys: dict[str, Key]) -> None:
-    """ValueError: a key that somebody typed has no effect beside the other settings."""
-    for name in sorted(name for name in typed if name in keys and keys[name].counts_with):
-        other, has_effect = keys[name].counts_with
-        if settings[name] is not None and not has_effect(settings[other]):
-            raise ValueError(
-                f"{name}={settings[name]} has no effect with {other}={settings[other]}: leave one of them out"
-            )
-
-
 def check_ranges(config) -> None:
     """ValueError: a value of the dataclass is out of its key's range; None and words never are."""
     for name, key in keys_of(type(config)).items():
         value = getattr(config, name)
         if value is not None and not isinstance(value, str) and not key.allows(value):
             raise ValueError(f"{name}={value}: give {key.range}")
+
+
+def refuse_idle(typed: Iterable[str], settings: dict, keys: dict[str, Key]) -> None:
+    """ValueError: a key that somebody typed has no effect beside the other settings."""
+    for name in sorted(name for name in typed if name in keys and keys[name].counts_with):
+        other, has_effect = keys[name].counts_with
+        if settings[name] is not None and not has_effect(settings[other]):
+            raise ValueError(
+                f"{name}={settings[name]} has no effect with {other}={settings[other]}: "
+                "leave one of them out"
+            )

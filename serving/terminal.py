@@ -42,7 +42,9 @@ def changed(settings: Settings, command: str) -> Settings:
     key, equals, value = command.partition("=")
     if not equals:
         raise ValueError(f"/{command} is no command: /KEY=VALUE, /help and /quit are")
-    return dataclasses.replace(settings, **{key: configurator.parse(key, value, configurator.knobs(Settings))})
+    schema = configurator.knobs(Settings)
+    configurator.refuse_unknown([key], schema, dashes="/")
+    return dataclasses.replace(settings, **{key: schema[key].parse(key, value)})
 
 
 def read_line() -> str | None:

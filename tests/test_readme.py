@@ -90,12 +90,12 @@ def test_the_recipe_page_has_every_key_and_its_default():
     page = (ROOT / "docs" / "recipe.md").read_text(encoding="utf-8")
     schema = train.every_key()
     for name, text in re.findall(r"`(\w+)=([^`]+)`", page):
-        configurator.parse(name, text, schema)  # ValueError: no such key, or no such value
+        schema[name].parse(name, text)  # ValueError: no such value
     columns = [line.split(" | ")[-1] for line in page.splitlines() if line.startswith("| ")]
     stated = dict(re.findall(r"`(\w+)=([^`]+)`", " ".join(columns)))
     defaults = recipe_keys()
     for name, text in stated.items():
-        assert configurator.parse(name, text, schema) in defaults[name], name
+        assert schema[name].parse(name, text) in defaults[name], name
     of_run = {name for name, key in keys_of(train.TrainConfig).items() if not key.changeable}
     of_model = defaults.keys() - configurator.knobs(train.TrainConfig).keys()
     assert stated.keys() >= of_run | of_model | {"max_steps"}

@@ -98,7 +98,7 @@ def test_a_conversation(run):
         "error: top_k=0: give 1 or more",
         "error: an empty stop string would stop every text at once: /stop=None for none",
         "error: /stop is no command: /KEY=VALUE, /help and /quit are",
-        "error: unknown key --sead, did you mean seed?",
+        "error: unknown key /sead, did you mean seed?",
     ]
     assert result.stderr.decode().count(" tokens/s") == 4
 
