@@ -35,7 +35,8 @@ OTHERS_WAIT = 3.0  # seconds; torchrun looks at its processes ten times a second
 # Scripts import this module before all that is slow to import. Until `one_line_errors` Ctrl+C ends
 # them without a word: packages that are being imported make other errors of an exception.
 _MAIN = Path(getattr(sys.modules["__main__"], "__file__", None) or "/").resolve()
-_OURS = _MAIN.parent in (Path(__file__).parent, Path(__file__).parent / "research")
+_ROOT = Path(__file__).parent
+_OURS = _MAIN.parent in (_ROOT, _ROOT / "research") or _MAIN.name == "prepare.py"
 if _OURS and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 

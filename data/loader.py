@@ -21,7 +21,9 @@ class JoinedShards:
     """Shards (uint16, 1-D each) as one array. Reading raises DamagedShard where an id is not below vocab_size."""
 
     def __init__(self, shards: list[np.ndarray], vocab_size: int = 2**16):
-        self.names = [getattr(shard, "filename", f"shard {index}") for index, shard in enumerate(shards)]
+        self.names = [
+            getattr(shard, "filename", f"shard {index}") for index, shard in enumerate(shards)
+        ]
         self.shards = [np.asarray(shard) for shard in shards]  # slicing a memmap object is slow
         self.starts = np.concatenate([[0], np.cumsum([len(shard) for shard in shards])])
         self.vocab_size = vocab_size
@@ -51,11 +53,15 @@ class JoinedShards:
         return tokens
 
 
-def ids_and_targets(windows: np.ndarray, documents: Windows | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def ids_and_targets(
+    windows: np.ndarray, documents: Windows | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Windows of tokens as int64 tensors: all but the last, and all but the first, or what `documents` says."""
     if documents:
         return documents.ids_and_targets(windows)
-    return torch.from_numpy(windows[:, :-1].astype(np.int64)), torch.from_numpy(windows[:, 1:].astype(np.int64))
+    return torch.from_numpy(windows[:, :-1].astype(np.int64)), torch.from_numpy(
+        windows[:, 1:].astype(np.int64)
+    )
 
 
 def keyed_permutation(index: np.ndarray, size: int, key: int) -> np.ndarray:
@@ -108,7 +114,11 @@ class TrainBatches:
         tokens, self.documents = len(self.tokens), documents
         check_window(tokens, "training", seq_len, documents)
         if documents:
-            self.stride, self.windows, self.max_offset = documents.tokens, tokens // documents.tokens, 0
+            self.stride, self.windows, self.max_offset = (
+                documents.tokens,
+                tokens // documents.tokens,
+                0,
+            )
         else:
             # One window fewer than fit at offset 0, so that every offset up to a window and the tail holds as many.
             self.stride, self.windows = seq_len, max((tokens - 1) // seq_len - 1, 1)
@@ -179,7 +189,9 @@ def check_window(tokens: int, split: str, seq_len: int, documents: Windows | Non
         )
     needed = documents.tokens if documents else seq_len + 1
     if tokens < needed and (split == "training" or documents):
-        raise ValueError(f"the {split} split has {tokens} tokens, block_size={seq_len} needs {needed} or more")
+        raise ValueError(
+            f"the {split} split has {tokens} tokens, block_size={seq_len} needs {needed} or more"
+        )
 
 
 class ValidationBatches:
@@ -189,27 +201,45 @@ class ValidationBatches:
     """
 
     def __init__(
-        self, shards: list[np.ndarray], seq_len: int, vocab_size: int = 2**16, documents: Windows | None = None
+        self,
+        shards: list[np.ndarray],
+        seq_len: int,
+        vocab_size: int = 2**16,
+        documents: Windows | None = None,
     ):
-        self.tokens, self.seq_len, self.documents = JoinedShards(shards, vocab_size), seq_len, documents
+        self.tokens, self.seq_len, self.documents = (
+            JoinedShards(shards, vocab_size),
+            seq_len,
+            documents,
+        )
         if len(self.tokens) < 2:
-            raise ValueError(f"the validation split has {len(self.tokens)} tokens, it needs 2 or more")
+            raise ValueError(
+                f"the validation split has {len(self.tokens)} tokens, it needs 2 or more"
+            )
         check_window(len(self.tokens), "validation", seq_len, documents)
         self.stride = documents.tokens if documents else seq_len
-        self.windows = len(self.tokens) // self.stride if documents else -(-(len(self.tokens) - 1) // seq_len)
-        self.scored = documents.mask(documents.scored) if documents and documents.scored else None  # bool (seq_len,)
+        self.windows = (
+            len(self.tokens) // self.stride if documents else -(-(len(self.tokens) - 1) // seq_len)
+        )
+        self.scored = (
+            documents.mask(documents.scored) if documents and documents.scored else None
+        )  # bool (seq_len,)
 
     def spread(self, count: int | None = None, part: str = "all") -> list[int]:
         """`count` windows (all, where there are fewer) evenly over the split, or over its first or second half."""
         half = self.windows // 2
-        first, end = {"all": (0, self.windows), "first": (0, half), "second": (half, self.windows)}[part]
+        first, end = {"all": (0, self.windows), "first": (0, half), "second": (half, self.windows)}[
+            part
+        ]
         count = end - first if count is None else min(count, end - first)
         return sorted(set(np.linspace(first, end - 1, count).round().astype(int).tolist()))
 
     def get(self, windows: list[int], rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """ids and targets, int64 (rows, seq_len); rows and positions past the end hold id 0 and target -1."""
         starts = np.array(windows, dtype=np.int64) * self.stride
-        tokens = np.zeros((rows, self.documents.tokens if self.documents else self.seq_len + 1), dtype=np.uint16)
+        tokens = np.zeros(
+            (rows, self.documents.tokens if self.documents else self.seq_len + 1), dtype=np.uint16
+        )
         tokens[: len(windows)] = self.tokens.read(starts, tokens.shape[1])
         ids, targets = ids_and_targets(tokens, self.documents)
         lengths = np.zeros(rows, dtype=np.int64)
@@ -218,7 +248,9 @@ class ValidationBatches:
         return ids.masked_fill_(past, 0), targets.masked_fill_(past, -1)
 
 
-def prefetched(make: Callable, requests: Iterable, device: torch.device, ahead: int = 2) -> Iterator:
+def prefetched(
+    make: Callable, requests: Iterable, device: torch.device, ahead: int = 2
+) -> Iterator:
     """`make(request)`, a tuple of tensors, for each request in order, on `device`: a thread makes them `ahead`.
 
     For a GPU they lie in pinned memory, so that copying them does not stop the program.
@@ -228,7 +260,9 @@ def prefetched(make: Callable, requests: Iterable, device: torch.device, ahead: 
     def work(request):
         return tuple(tensor.pin_memory() for tensor in make(request)) if cuda else make(request)
 
-    with ThreadPoolExecutor(1, initializer=torch.cuda.set_device if cuda else None, initargs=(device,) * cuda) as pool:
+    with ThreadPoolExecutor(
+        1, initializer=torch.cuda.set_device if cuda else None, initargs=(device,) * cuda
+    ) as pool:
         pending = deque()
         while True:
             while len(pending) < ahead and (request := next(requests, None)) is not None:

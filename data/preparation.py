@@ -1,51 +1,61 @@
 """From documents to token shards: what every `data/<corpus>/prepare.py` shares.
 
-Documents are read in order, tokenised by several threads (tiktoken leaves Python's lock), preceded by end-of-text, and
-cut into shards. After each whole shard, `preparation.json` records where in the source the next one begins: killed at
-any moment and started again, a preparation goes on from there, and its bytes are those of an uninterrupted one,
-whatever the number of workers. `meta.json` is written last: a folder that has the first and not the second is not done.
-A corpus that grows is none from its first new shard to its last.
+Documents are read in order, tokenised by several threads (tiktoken leaves Python's lock), preceded
+by end-of-text, and cut into shards. After each whole shard, `preparation.json` records where in the
+source the next one begins: killed at any moment and started again, a preparation goes on from
+there, and its bytes are those of an uninterrupted one, whatever the number of workers. `meta.json`
+is written last: a folder that has the first and not the second is no corpus.
 """
 
 import errno
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import tiktoken
 from tqdm import tqdm
 
-from configurator import Parser
-from data import interruption, shards, tokenizer
-from data.hub import Hub
-from data.sources import Missing
-from data.token_reader import START, TokenReader, first_bytes
-from data.verification import verify
+import configurator
+from data import hub, shards, tokenizer
+from data.sources import Batch, Missing
+
+# tiktoken's regular expressions fail on a run of about a million blanks: longer ones are cut.
+LONGEST_BLANK = 500_000
+START = {"cursor": None, "skip": 0}
 
 
-def arguments(doc: str, out: Path, fixed: dict | None = None, **defaults) -> Parser:
-    """A parser with the options that corpora share: `defaults` replaces defaults, `fixed` options are not offered."""
-    parser = Parser(description=doc)
-    fixed = fixed or {}
+def arguments(doc: str, out: Path, fixed: dict | None = None, **defaults) -> configurator.Parser:
+    """A parser with the options that corpora share.
 
-    def add(option, **keys):
-        if option.removeprefix("--") not in fixed:
-            parser.add_argument(option, **keys)
+    defaults: other defaults of options. fixed: values of options that are not offered.
+    """
+    parser = configurator.Parser(description=doc)
+    fixed, threads = fixed or {}, len(os.sched_getaffinity(0))
 
-    add("--out", type=Path, default=out, help="folder for shards and meta.json (default: this script's)")
-    add("--workers", type=int, default=len(os.sched_getaffinity(0)), help="threads that tokenise (default: all cores)")
-    add("--tokenizer", choices=("gpt2", "bpe", "bytes"), default="gpt2", help="bpe: trained on the corpus")
-    add("--vocab_size", type=int, default=4096, help="tokens of a trained bpe, end-of-text included")
-    add("--tokenizer_bytes", type=int, default=100_000_000, help="bytes of text that a bpe is trained on, at most")
-    add("--shard_tokens", type=int, default=100_000_000, help="tokens per shard")
-    add("--val_tokens", type=int, default=100_000_000, help="the first so many tokens are for validation")
-    add("--max_tokens", type=int, help="stop after this many tokens, validation included; a later run may give more")
-    add("--overwrite", action="store_true", help="remove another preparation's shards in --out, or those too many")
-    add("--verify", action="store_true", help="prepare nothing; check every shard against its SHA-256")
+    def add(name, help, **keys):
+        if name not in fixed:
+            parser.add_argument(f"--{name}", help=help, **keys)
+
+    add("out", "folder for shards and meta.json (default: this script's)", type=Path, default=out)
+    add("workers", "threads that tokenise (default: all cores)", type=int, default=threads)
+    kinds = ("gpt2", "bpe", "bytes")
+    add("tokenizer", "bpe: trained on the corpus", choices=kinds, default="gpt2")
+    add("vocab_size", "tokens of a bpe, end-of-text included", type=int, default=4096)
+    add("tokenizer_bytes", "bytes a bpe is trained on, at most", type=int, default=100_000_000)
+    add("shard_tokens", "tokens per shard", type=int, default=100_000_000)
+    add("val_tokens", "the first so many are for validation", type=int, default=100_000_000)
+    add("max_tokens", "stop after so many, validation included; later more may follow", type=int)
+    add("overwrite", "remove another preparation's shards in --out", action="store_true")
+    add("verify", "prepare nothing; check every shard's SHA-256", action="store_true")
     parser.set_defaults(**defaults, **fixed)
     return parser
 
@@ -56,312 +66,378 @@ def check(args) -> None:
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name}={getattr(args, name)}: give 1 or more")
     if args.shard_tokens >= 2**31:
-        raise ValueError(f"--shard_tokens={args.shard_tokens}: give less than 2147483648, which a shard cannot count")
+        raise ValueError(f"--shard_tokens={args.shard_tokens}: give less than 2147483648")
     if args.tokenizer != "ids" and not 257 <= args.vocab_size <= 2**16:
-        raise ValueError(f"--vocab_size={args.vocab_size}: give 257 (bytes and end-of-text) to 65536")
+        raise ValueError(
+            f"--vocab_size={args.vocab_size}: give 257 (bytes and end-of-text) to 65536"
+        )
 
 
 def prepare(args, name: str, plan: list[tuple], extra: dict | None = None) -> None:
-    """Make the shards `<name>_<split>_<number>.bin` in args.out, as `plan` says, or go on making them.
+    """Make the shards `<name>_<split>_<number>.bin` in args.out, or go on making them.
 
-    `plan` holds (split, source, tokens or None for all); consecutive entries of one source share its documents. `extra`
-    goes into meta.json. ValueError: what a user can get wrong, and what ends the work early; whole shards are kept.
+    plan: (split, source, tokens or None for all); consecutive entries of one source share its
+    documents. extra goes into meta.json. ValueError: what a user can get wrong, and what ends the
+    work early; whole shards are kept.
     """
     check(args)
     if args.verify:
-        return verify(args.out, args.workers)
+        return shards.verify(args.out, args.workers)
     args.out.mkdir(parents=True, exist_ok=True)
     with shards.only_one(args.out):
         Preparation(args, name, plan, extra or {}).run()
 
 
 class Preparation:
-    """One preparation of one folder. `stored["shards"]` lists what is whole, each with the position after it."""
+    """One preparation of one folder. `records` lists the whole shards, each with what follows it."""
 
     def __init__(self, args, name: str, plan: list[tuple], extra: dict):
         self.args, self.name, self.plan, self.extra, self.out = args, name, plan, extra, args.out
         self.stored = shards.read_json(self.out / "preparation.json")
-        self.reader = None
         limits = [tokens for split, _, tokens in plan if split == "val" and tokens]
         if args.max_tokens and limits and args.max_tokens <= limits[0]:
             raise ValueError(
-                f"--max_tokens={args.max_tokens} leaves nothing for training after --val_tokens={limits[0]}: "
-                "give more, or a smaller --val_tokens"
+                f"--max_tokens={args.max_tokens} leaves nothing for training after "
+                f"--val_tokens={limits[0]}: give more, or a smaller --val_tokens"
             )
         before = self.stored.get("options", {})
-        self.options = self._options(before)
-        only_shrinks = args.max_tokens and self._present() > args.max_tokens and self.options == before
-        if args.overwrite and before and not only_shrinks:
-            self.options = self._options({})
-        self._claim()
+        options = self.options_at(before)
+        if before and before != options and args.overwrite:
+            options = self.options_at({})
+        self.claim(before, options)
+        self.stored["options"] = options
+        self.records = self.stored.setdefault("shards", [])
 
-    def _options(self, before: dict) -> dict:
-        """What the shards follow from, at the commits of the options `before`, where these have some, or the newest."""
-        commits = {id(source): old.get("commit") for (_, source, _), old in zip(self.plan, before.get("plan", []))}
-        for source in {id(source): source for _, source, _ in self.plan}.values():
-            if isinstance(source, Hub):
-                source.pin(commits.get(id(source)))
+    def options_at(self, before: dict) -> dict:
+        """What the shards follow from: at the commits of the options `before`, or the newest."""
+        commits = [stage.get("commit") for stage in before.get("plan", [])]
+        pinned = []
+        for number, (_, source, _) in enumerate(self.plan):
+            if isinstance(source, hub.Hub) and source not in pinned:
+                source.pin(commits[number] if number < len(commits) else None)
+                source.downloads, pinned = self.out / "downloads", [*pinned, source]
         kind = {"tokenizer": self.args.tokenizer, "shard_tokens": self.args.shard_tokens}
         if self.args.tokenizer == "bpe":
-            kind |= {"vocab_size": self.args.vocab_size, "tokenizer_bytes": self.args.tokenizer_bytes}
-        stages = [{"split": split, "tokens": tokens, **source.identity()} for split, source, tokens in self.plan]
+            of_bpe = ("vocab_size", "tokenizer_bytes")
+            kind |= {name: getattr(self.args, name) for name in of_bpe}
+        stages = [
+            {"split": s, "tokens": tokens, **source.identity()} for s, source, tokens in self.plan
+        ]
         return {"name": self.name, **kind, "plan": stages}
 
-    def _present(self) -> int:
-        """Tokens of the shards that were made."""
-        return sum(record["tokens"] for record in self.stored.get("shards", []))
-
-    def _shards_there(self) -> str:
-        """How many shards the folder holds, and their size: what --overwrite removes with another preparation."""
-        files = list(self.out.glob("*.bin"))
-        return f"{len(files)} shards ({shards.readable(sum(file.lstat().st_size for file in files))})"
-
-    def _claim(self) -> None:
+    def claim(self, before: dict, options: dict) -> None:
         """Refuse a folder that holds something else; with --overwrite, empty it."""
-        own = [self.out / "meta.json"]  # first: what is half removed is no corpus
-        own += [*self.out.glob("*.bin"), *self.out.glob("*.bin.*")]
-        own += [self.out / file for file in ("tokenizer.json", "fetched.json", "preparation.json")]
-        nothing_made = self.stored and not self.stored.get("shards") and not any(self.out.glob("*.bin"))
-        if (self.args.overwrite or nothing_made) and self.stored.get("options") != self.options:
-            for file in own:
+        files = list(self.out.glob("*.bin"))
+        size = shards.readable(sum(file.lstat().st_size for file in files))
+        removes = f"--overwrite to remove its {len(files)} shards ({size}) and begin anew"
+        if before != options and (self.args.overwrite or not files):
+            own = ("meta.json", "tokenizer.json", "fetched.json", "preparation.json")
+            for file in (*(self.out / name for name in own), *files, *self.out.glob("*.bin.*")):
                 file.unlink(missing_ok=True)
             self.stored = {}
-        if self.stored and self.stored.get("options") != self.options:
-            changed = first_difference(self.stored.get("options", {}), self.options)
+        elif before and before != options:
             raise ValueError(
-                f"{self.out} holds another preparation ({changed}): give that again to go on with it, another --out, "
-                f"or --overwrite to remove its {self._shards_there()} and begin anew"
+                f"{self.out} holds another preparation ({first_difference(before, options)}): give "
+                f"that again to go on with it, another --out, or {removes}"
             )
-        if not self.stored and any(self.out.glob("*.bin")):
+        elif not before and files:
             raise ValueError(
-                f"{self.out} holds shards of unknown making: give another --out, or --overwrite to remove its "
-                f"{self._shards_there()}"
+                f"{self.out} holds shards of unknown making: give another --out, or {removes}"
             )
-        present = self._present()
-        if self.args.max_tokens and present > self.args.max_tokens and not self.args.overwrite:
+        present = sum(record["tokens"] for record in self.stored.get("shards", []))
+        if self.args.max_tokens and present > self.args.max_tokens:
             raise ValueError(
-                f"{self.out} holds {present:,} tokens, more than --max_tokens={self.args.max_tokens}: give "
-                f"--max_tokens={present} or more to keep them, another --out, or --overwrite to remove those too many"
+                f"{self.out} holds {present:,} tokens, more than --max_tokens="
+                f"{self.args.max_tokens}: give --max_tokens={present} or more, or another --out"
             )
-        unlisted = (
-            f"{self.name}_*_{len(self.stored.get('shards', [])):06d}.bin"  # whole, but killed before it was listed
-        )
+        # Whole, but killed before it was listed.
+        unlisted = f"{self.name}_*_{len(self.stored.get('shards', [])):06d}.bin"
         for file in (*self.out.glob("*.bin.tmp"), *self.out.glob(unlisted)):
             file.unlink()
 
     def run(self) -> None:
-        if (self.out / "meta.json").exists() and self._complete():
-            print(f"{self.out} is complete: {sum(s['tokens'] for s in self.stored['shards']):,} tokens")
+        """Make what is missing; meta.json last."""
+        present = sum(record["tokens"] for record in self.records)
+        missing = [number for number, r in enumerate(self.records) if not self.is_whole(r)]
+        todo = [stage for stage in self.plan if self.left(*stage)]
+        if not missing and not todo and (self.out / "meta.json").exists():
+            print(f"{self.out} is complete: {present:,} tokens")
             return
-        self.encoding = self._tokenizer()
-        expected = self._expected_tokens()
-        self._check_disk(expected)
-        self.stored = {"options": self.options, "shards": self.stored.get("shards", [])}
-        self._save()
-        print(f"{self.name}: {self.args.workers} threads, {self.encoding.name} ({self.encoding.n_vocab:,} tokens)")
-        self.progress = Progress(expected)
-        interruption.advise(lambda: self._how_to_go_on("interrupted"))
+        self.encoding = self.make_tokenizer()
+        expected = self.expected_tokens()
+        self.check_disk(expected, present)
+        self.save()
+        kind = f"{self.encoding.name} ({self.encoding.n_vocab:,} tokens)"
+        print(f"{self.name}: {self.args.workers} threads, {kind}", flush=True)
+        self.progress = Progress(expected, present)
         try:
-            self._make_shards()
-        except Missing as error:
-            removes = f" (--overwrite removes the {self._shards_there()})" * ("--overwrite" in str(error))
-            raise ValueError(self._how_to_go_on(f"{error}{removes}", "")) from error
+            for number in missing:
+                self.make_again(number)
+            self.make_shards(todo)
+        except KeyboardInterrupt:
+            configurator.end(self.how_to_go_on("interrupted"), 130)
+        except Missing as error:  # the same command would meet it again
+            raise ValueError(self.how_to_go_on(str(error), again=False)) from error
         except (ValueError, OSError) as error:
             full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-            raise ValueError(self._how_to_go_on(f"the disk of {self.out} is full" if full else str(error))) from error
+            what = f"the disk of {self.out} is full" if full else str(error)
+            raise ValueError(self.how_to_go_on(what)) from error
         finally:
-            self._close_reader()
-            self.progress.close()
-        self._finish()
+            self.progress.bar.close()
+        self.finish()
 
-    def _complete(self) -> bool:
-        """Whether meta.json's shards are all there and what --max_tokens asks for."""
-        same = self.stored.get("max_tokens", "begun") == self.args.max_tokens
-        return same and all(self._is_whole(record) for record in self.stored["shards"])
+    def left(self, split: str, source, tokens: int | None) -> int:
+        """How many tokens the split may still get; 0 where its source has ended."""
+        own = [record for record in self.records if record["split"] == split]
+        if own and own[-1]["ended"]:
+            return 0
+        limits = [sys.maxsize]
+        if tokens:
+            limits.append(tokens - sum(record["tokens"] for record in own))
+        if self.args.max_tokens:
+            present = sum(record["tokens"] for record in self.records)
+            limits.append(self.args.max_tokens - present)
+        return min(limits)
 
-    def _tokenizer(self) -> tiktoken.Encoding:
+    def position(self, number: int, source) -> dict:
+        """Where shard `number` begins in the source: after the one before, if that is of it too."""
+        before = self.records[number - 1] if number else None
+        sources = {split: each for split, each, _ in self.plan}
+        return before["next"] if before and sources[before["split"]] is source else START
+
+    def make_shards(self, plan: list[tuple]) -> None:
+        reader = None
+        for split, source, tokens in plan:
+            if reader is None or reader.source is not source:
+                start = self.position(len(self.records), source)
+                reader = TokenReader(source, self.encoding, self.args.workers, start, self.progress)
+            while left := self.left(split, source, tokens):
+                want, number = min(self.args.shard_tokens, left), len(self.records)
+                found, counts = reader.take(want)
+                if not found.size:
+                    break
+                path = self.out / f"{self.name}_{split}_{number:06d}.bin"
+                (self.out / "meta.json").unlink(missing_ok=True)
+                record = {"file": path.name, "split": split, "tokens": found.size, **counts}
+                record["sha256"] = shards.write_shard(path, found)
+                record |= {"ended": found.size < want, "next": reader.position}
+                self.records.append(record)
+                self.save()
+                self.progress.shard(record)
+
+    def make_again(self, number: int) -> None:
+        """A shard that was deleted or cut. ValueError: the source gives another one now."""
+        record = self.records[number]
+        source = next(source for split, source, _ in self.plan if split == record["split"])
+        start = self.position(number, source)
+        reader = TokenReader(source, self.encoding, self.args.workers, start, self.progress)
+        tokens, _ = reader.take(record["tokens"])
+        path = self.out / record["file"]
+        if shards.write_shard(path, tokens) != record["sha256"]:
+            path.unlink()
+            raise Missing(
+                f"{path.name} was made again and is another one: the source has changed: give "
+                "another --out to prepare it as it is now"
+            )
+        tqdm.write(f"{path.name}: made again")
+
+    def is_whole(self, record: dict) -> bool:
+        path = self.out / record["file"]
+        size = shards.HEADER_BYTES + 2 * record["tokens"]
+        return path.exists() and path.stat().st_size == size
+
+    def make_tokenizer(self):
         """The chosen one; a trained one is kept beside the shards and not trained again."""
-        path = self.out / "tokenizer.json"
-        if self.args.tokenizer == "ids":
-            encoding = tokenizer.IdTokenizer(self.args.vocab_size)
-        elif self.args.tokenizer == "characters":
-            texts = (text for _, source, _ in self.plan for text in first_bytes(source, self.args.tokenizer_bytes))
+        path, kind, args = self.out / "tokenizer.json", self.args.tokenizer, self.args
+        if kind == "ids":
+            encoding = tokenizer.IdTokenizer(args.vocab_size)
+        elif kind == "characters":
+            sources = (source for _, source, _ in self.plan)
+            texts = (text for each in sources for text in first_bytes(each, args.tokenizer_bytes))
             encoding = tokenizer.characters_tokenizer(texts)
-        elif self.args.tokenizer != "bpe":
-            encoding = tokenizer.byte_tokenizer() if self.args.tokenizer == "bytes" else tokenizer.gpt2_tokenizer()
-        elif self.stored and path.exists():
+        elif kind != "bpe":
+            make = {"bytes": tokenizer.byte_tokenizer, "gpt2": tokenizer.gpt2_tokenizer}[kind]
+            encoding = make()
+        elif self.records and path.exists():
             return tokenizer.from_json(json.loads(path.read_text(encoding="utf-8")))
         else:
-            print(f"training a byte-pair tokenizer of {self.args.vocab_size:,} tokens", flush=True)
-            texts = first_bytes(self.plan[-1][1], self.args.tokenizer_bytes)
-            encoding = tokenizer.train_byte_pairs(texts, self.args.vocab_size)
+            print(f"training a byte-pair tokenizer of {args.vocab_size:,} tokens", flush=True)
+            texts = first_bytes(self.plan[-1][1], args.tokenizer_bytes)
+            encoding = tokenizer.train_byte_pairs(texts, args.vocab_size)
         shards.write_json(path, tokenizer.to_json(encoding))
         return encoding
 
-    def _expected_tokens(self) -> int | None:
+    def expected_tokens(self) -> int | None:
         """About how many tokens there will be, None where nobody knows."""
-        per_token, total = 1 if self.args.tokenizer in ("bytes", "ids", "characters") else 4, 0
+        per_token, total = 4 if self.args.tokenizer in ("gpt2", "bpe") else 1, 0.0
         for source in {id(source): source for _, source, _ in self.plan}.values():
             limits = [tokens for _, each, tokens in self.plan if each is source]
-            whole = source.tokens if isinstance(source, Hub) else source.text_bytes() // per_token
-            total += least(whole, None if None in limits else sum(limits), default=math.inf)
+            if isinstance(source, hub.Hub):
+                whole = source.tokens or math.inf
+            else:
+                whole = source.text_bytes() // per_token
+            total += min(whole, math.inf if None in limits else sum(limits))
         expected = min(total, self.args.max_tokens or math.inf)
-        return None if expected == math.inf else expected
+        return None if expected == math.inf else int(expected)
 
-    def _check_disk(self, expected: int | None) -> None:
-        present = self._present()
+    def check_disk(self, expected: int | None, present: int) -> None:
+        """ValueError: what is missing does not fit, two bytes a token."""
         free = shutil.disk_usage(self.out).free
         if expected is not None and 2 * (expected - present) > free:
-            fits = int(0.95 * (free // 2 + present))
             need, has = shards.readable(2 * expected), shards.readable(free)
             raise ValueError(
                 f"about {expected:,} tokens need {need}, {self.out} has {has} free: give "
-                f"--max_tokens={fits}, or --out on a larger disk"
+                f"--max_tokens={int(0.95 * (free // 2 + present))}, or --out on a larger disk"
             )
 
-    def _make_shards(self) -> None:
-        index = total = 0
-        for stage, (split, source, tokens) in enumerate(self.plan):
-            if stage == 0 or source is not self.plan[stage - 1][1]:
-                position = START
-                self._close_reader()
-            left = self._limit(tokens, total)
-            while left > 0:
-                want = min(self.args.shard_tokens, left)
-                record = self.stored["shards"][index] if index < len(self.stored["shards"]) else None
-                if record and record["split"] == split and self._has(record, want):
-                    self._close_reader()
-                    self.progress.found(record)
-                else:
-                    record = self._make_shard(index, split, want, self._reader_at(source, position), record)
-                    if record is None:
-                        break
-                    self.stored["shards"][index : index + 1] = [record]
-                    self._save()
-                    self.progress.shard(record)
-                position = record["next"]
-                index, total, left = index + 1, total + record["tokens"], left - record["tokens"]
-                if record["tokens"] < want:
-                    break  # the source has ended
-        if self.stored["shards"][index:]:
-            (self.out / "meta.json").unlink(missing_ok=True)  # which names them
-        for record in self.stored["shards"][index:]:
-            (self.out / record["file"]).unlink(missing_ok=True)
-        del self.stored["shards"][index:]
-
-    def _reader_at(self, source, position: dict) -> TokenReader:
-        """The reader that has come there, or a new one."""
-        if self.reader is None:
-            self.reader = TokenReader(source, self.encoding, self.args.workers, position, self.progress)
-        return self.reader
-
-    def _close_reader(self) -> None:
-        """End its threads here, and not where the garbage collector happens to run, which may be one of them."""
-        if self.reader:
-            self.reader.batches.close()
-        self.reader = None
-
-    def _limit(self, tokens: int | None, total: int) -> int:
-        left = None if self.args.max_tokens is None else self.args.max_tokens - total
-        return least(tokens, left, default=sys.maxsize)
-
-    def _has(self, record: dict, want: int) -> bool:
-        """Whether the shard is there and what a preparation with these limits would make."""
-        return (record["tokens"] == want or (record["ended"] and record["tokens"] < want)) and self._is_whole(record)
-
-    def _is_whole(self, record: dict) -> bool:
-        path = self.out / record["file"]
-        return path.exists() and path.stat().st_size == shards.HEADER_BYTES + 2 * record["tokens"]
-
-    def _make_shard(self, index: int, split: str, want: int, reader: TokenReader, before: dict | None) -> dict | None:
-        """The record of the shard that is written now; None where the source has ended.
-
-        Missing: the shard was there `before`, and the same source gives another one.
-        """
-        tokens, counts = reader.take(want)
-        ended = tokens.size < want
-        if before and (
-            (ended and tokens.size < before["tokens"]) or (before["ended"] and tokens.size > before["tokens"])
-        ):
-            raise another(before)
-        if not tokens.size:
-            return None
-        path = self.out / f"{self.name}_{split}_{index:06d}.bin"
-        (self.out / "meta.json").unlink(missing_ok=True)
-        digest = shards.write_shard(path, tokens)
-        if before and before["tokens"] == tokens.size and before["sha256"] != digest:
-            path.unlink()  # or the next run would take it for the one that was
-            raise another(before)
-        record = {"file": path.name, "split": split, "tokens": tokens.size, **counts, "sha256": digest}
-        return {**record, "ended": ended, "next": reader.position}
-
-    def _save(self) -> None:
+    def save(self) -> None:
         shards.write_json(self.out / "preparation.json", self.stored)
 
-    def _how_to_go_on(self, what: str, go_on="run the same command again to go on") -> str:
-        """What has happened, and what can be done; `go_on`: "" where doing the same again is no help."""
+    def how_to_go_on(self, what: str, again: bool = True) -> str:
+        """What has happened, and what can be done; again: the same command goes on."""
         # As the file has it: Ctrl+C may come between a shard and its record.
         listed = shards.read_json(self.out / "preparation.json").get("shards", [])
-        kept = [record for record in listed if self._is_whole(record)]
-        tokens = sum(record["tokens"] for record in kept)
-        ways = [go_on] if go_on else []
+        kept = [record for record in listed if self.is_whole(record)]
+        ways = ["run the same command again to go on"] if again else []
         if kept == listed and {"val", "train"} <= {record["split"] for record in kept}:
-            ways.append(f"{'or' if go_on else 'run it'} with --max_tokens={tokens} to end there")
-        return f"{what}; {len(kept)} whole shards are kept{': ' * bool(ways)}{', '.join(ways)}"
+            tokens = sum(record["tokens"] for record in kept)
+            ways.append(f"{'or' if again else 'run it'} with --max_tokens={tokens} to end there")
+        return f"{what}; {len(kept)} whole shards are kept{': ' if ways else ''}{', '.join(ways)}"
 
-    def _finish(self) -> None:
-        records = self.stored["shards"]
-        found = {record["split"] for record in records}
-        tokens = sum(record["tokens"] for record in records)
-        if "train" not in found or "val" not in found:
+    def finish(self) -> None:
+        shutil.rmtree(self.out / "downloads", ignore_errors=True)
+        splits = {record["split"] for record in self.records}
+        tokens = sum(record["tokens"] for record in self.records)
+        if not {"train", "val"} <= splits:
             raise ValueError(
-                f"{tokens:,} tokens leave nothing for {'training' if 'val' in found else 'validation'}: give more "
-                f"text, or --val_tokens below {tokens} and --overwrite, which removes the {self._shards_there()}"
+                f"{tokens:,} tokens leave nothing for {'training' if 'val' in splits else 'validation'}"
+                f": give more text, or --val_tokens below {tokens} and --overwrite"
             )
-        self.stored["max_tokens"] = self.args.max_tokens
-        self._save()
-        source = {key: self.options["plan"][-1].get(key) for key in ("source", "name", "revision", "commit")}
-        meta = {key: value for key, value in source.items() if value} | self.extra
-        shards.write_meta(self.out, tokenizer.meta(self.encoding) | meta, records)
+        source = self.options_source()
+        meta = {**tokenizer.meta(self.encoding), **source, **self.extra}
+        shards.write_meta(self.out, meta, self.records)
+
+    def options_source(self) -> dict:
+        """What meta.json says of the source."""
+        about = self.stored["options"]["plan"][-1]
+        keys = ("source", "name", "revision", "commit")
+        return {key: about[key] for key in keys if about.get(key)}
 
 
-def another(record: dict) -> Missing:
-    return Missing(
-        f"{record['file']} was made again and is another one: the source has changed: give another --out to prepare it "
-        "as it is now"
-    )
+class TokenReader:
+    """The tokens of a source as one stream from a position on.
+
+    A position is a cursor of the source, and how many tokens after it are taken already.
+    """
+
+    def __init__(self, source, encoding, workers: int, position: dict, progress=None):
+        self.source, self.encoding, self.progress = source, encoding, progress
+        self.cursor, self.used = position["cursor"], position["skip"]
+        self.batches = tokenised(source, self.cursor, encoding, workers)
+        self.lengths = tokenizer.bytes_by_token(encoding)
+        self.tokens = None
+
+    @property
+    def position(self) -> dict:
+        """Where the next token is."""
+        return {"cursor": self.cursor, "skip": self.used}
+
+    def take(self, count: int) -> tuple[np.ndarray, dict]:
+        """The next `count` tokens, uint16, fewer where the source ends.
+
+        With them how many documents begin there, and how many bytes of text they are.
+        """
+        result, filled = np.empty(count, dtype=np.uint16), 0
+        documents = size = 0
+        while filled < count:
+            if self.tokens is None or self.used >= len(self.tokens):
+                batch, tokens = next(self.batches, (None, None))
+                if batch is None:
+                    break
+                # At a resumed position the first batch, or more if they are smaller now, is taken.
+                self.used -= 0 if self.tokens is None else len(self.tokens)
+                self.cursor, self.tokens = batch.cursor, tokens
+                continue
+            part = self.tokens[self.used : self.used + count - filled]
+            result[filled : filled + len(part)] = part
+            filled, self.used = filled + len(part), self.used + len(part)
+            documents += int((part == self.encoding.eot_token).sum())
+            size += int(self.lengths[part].sum())
+            if self.progress:
+                self.progress.advance(len(part))
+        return result[:filled], {"documents": documents, "bytes": size}
+
+
+def tokenised(source, cursor, encoding, workers: int) -> Iterator[tuple[Batch, np.ndarray]]:
+    """Every batch with its tokens, in order; a bounded number of them is in work."""
+    pool, pending = ThreadPoolExecutor(workers), deque()
+    try:
+        for batch in source.read(cursor):
+            pending.append((batch, pool.submit(encode, encoding, batch)))
+            if len(pending) > 2 * workers:
+                batch, future = pending.popleft()
+                yield batch, future.result()
+        while pending:
+            batch, future = pending.popleft()
+            yield batch, future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def encode(encoding: tiktoken.Encoding, batch: Batch) -> np.ndarray:
+    """Tokens of a batch's texts, uint16, each document after end-of-text.
+
+    What looks like a special token is text.
+    """
+    parts = [np.zeros(0, dtype=np.uint32)]
+    eot = np.array([encoding.eot_token], dtype=np.uint32)
+    for text, start in zip(batch.texts, batch.starts or [True] * len(batch.texts)):
+        if start:
+            parts.append(eot)
+        for piece in [text] if len(text) < LONGEST_BLANK else without_long_blanks(text):
+            parts.append(encoding.encode_to_numpy(piece, disallowed_special=()))
+    return np.concatenate(parts).astype(np.uint16)
+
+
+def without_long_blanks(text: str) -> list[str]:
+    """The text in pieces, cut within runs of blanks that are too long."""
+    cuts = [0]
+    # Tried once a run, not at each of its blanks.
+    for run in re.finditer(rf"(?<!\s)\s{{{LONGEST_BLANK},}}", text):
+        cuts += range(run.start(), run.end() + 1, LONGEST_BLANK)
+    return [text[start:end] for start, end in zip(cuts, [*cuts[1:], len(text)])]
+
+
+def first_bytes(source, count: int) -> Iterator[str]:
+    """Texts of a source up to about `count` bytes."""
+    for batch in source.read():
+        for text in batch.texts:
+            if count <= 0:
+                return
+            yield text
+            count -= len(text.encode())
 
 
 class Progress:
     """A bar on a terminal, a line a shard everywhere: tokens, tokens/s and time left."""
 
-    def __init__(self, expected: int | None):
-        self.expected = expected
-        self.bar = tqdm(total=expected, unit="tok", unit_scale=True, smoothing=0.05, disable=None, dynamic_ncols=True)
-        self.started, self.made, self.present = time.monotonic(), 0, 0
+    def __init__(self, expected: int | None, present: int):
+        self.expected, self.present, self.made = expected, present, 0
+        self.started = time.monotonic()
+        keys = {"unit": "tok", "unit_scale": True, "smoothing": 0.05, "dynamic_ncols": True}
+        self.bar = tqdm(total=expected, initial=present, disable=None, **keys)
 
     def advance(self, tokens: int) -> None:
         self.made += tokens
         self.bar.update(tokens)
 
-    def found(self, record: dict) -> None:
-        self.present += record["tokens"]
-        self.bar.update(record["tokens"])
-
     def shard(self, record: dict) -> None:
         rate = self.made / max(time.monotonic() - self.started, 1e-9)
-        left = (self.expected or 0) - self.present - self.made
+        total = self.present + self.made
+        left = (self.expected or 0) - total
         eta = f", ETA {tqdm.format_interval(left / rate)}" if left > 0 else ""
-        tqdm.write(f"{record['file']}: {self.present + self.made:,} tokens in all, {rate:,.0f} tokens/s{eta}")
+        tqdm.write(f"{record['file']}: {total:,} tokens in all, {rate:,.0f} tokens/s{eta}")
         sys.stdout.flush()
-
-    def close(self) -> None:
-        self.bar.close()
-
-
-def least(*numbers, default):
-    """The smallest of those that are not None."""
-    return min((n for n in numbers if n is not None), default=default)
 
 
 def first_difference(before: dict, now: dict) -> str:
@@ -369,7 +445,59 @@ def first_difference(before: dict, now: dict) -> str:
     for key in [*now, *before]:
         old, new = before.get(key), now.get(key)
         if old != new and isinstance(old, list) and isinstance(new, list):
-            return next((first_difference(a, b) for a, b in zip(old, new) if a != b), f"{key} differ in number")
+            pairs = (first_difference(a, b) for a, b in zip(old, new) if a != b)
+            return next(pairs, f"{key} differ in number")
         if old != new:
             return f"{key} {old!r} there, {new!r} now"
     return "nothing"
+
+
+def adopt(args) -> None:
+    """Make GPT-2 shards in llm.c's format, from a folder or the hub, the corpus in args.out.
+
+    All are examined and summed up; a folder's are linked, not copied. ValueError: not such shards,
+    not all to be had, or a folder in use.
+    """
+    source, out, origin = args.pretokenized, args.out, Path(args.pretokenized)
+    if origin.is_dir():
+        hub.refuse_options(args, "a folder of shards")
+    out.mkdir(parents=True, exist_ok=True)
+    with shards.only_one(out):
+        if (out / "preparation.json").exists():
+            raise ValueError(f"{out} holds a preparation of its own: give another --out")
+        encoding, about, sums = tokenizer.gpt2_tokenizer(), {"source": source}, {}
+        if not origin.is_dir():
+            fetched = hub.fetch_shards(source, out, args.revision, args.retry_minutes)
+            origin, about["commit"], sums = out, fetched["commit"], fetched["sums"]
+        files = [
+            (split, file)
+            for split in ("val", "train")
+            for file in shards.shard_files(origin, split)
+        ]
+        if {split for split, _ in files} != {"val", "train"}:
+            raise ValueError(
+                f"{source} holds no *train_*.bin and *val_*.bin shards of the llm.c format"
+            )
+        records, lengths = [], tokenizer.bytes_by_token(encoding)
+        paths = [file for _, file in files]
+        for (split, file), found in zip(
+            files, shards.examined(paths, encoding.n_vocab, args.workers)
+        ):
+            if isinstance(found, ValueError):
+                raise found
+            if found["sha256"] != sums.get(file.name, found["sha256"]):
+                raise ValueError(
+                    f"{file} came with other bytes than the hub's SHA-256 says: delete it, and run "
+                    "the same command again"
+                )
+            counts = found.pop("counts")
+            records.append({"file": file.name, "split": split, **found})
+            records[-1]["bytes"] = int(counts @ lengths)
+            records[-1]["documents"] = int(counts[encoding.eot_token])
+            link = out / file.name
+            if not link.exists():
+                link.symlink_to(file.resolve())
+            elif link.resolve() != file.resolve():
+                raise ValueError(f"{link} is there already and another file: give another --out")
+        shards.write_json(out / "tokenizer.json", tokenizer.to_json(encoding))
+        shards.write_meta(out, {**tokenizer.meta(encoding), **about}, records)

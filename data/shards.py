@@ -9,10 +9,14 @@ import fcntl
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+
+import configurator
 
 MAGIC, VERSION, HEADER_INTS = 20240520, 1, 256
 HEADER_BYTES = 4 * HEADER_INTS
@@ -29,7 +33,9 @@ def write_shard(path: Path, tokens: np.ndarray) -> str:
     Returns the file's SHA-256 in hex.
     """
     if tokens.size and not 0 <= tokens.min() <= tokens.max() < 2**16:
-        raise ValueError(f"{path}: token ids must lie in 0..65535, got {tokens.min()}..{tokens.max()}")
+        raise ValueError(
+            f"{path}: token ids must lie in 0..65535, got {tokens.min()}..{tokens.max()}"
+        )
     header = np.zeros(HEADER_INTS, dtype="<i4")
     header[:3] = MAGIC, VERSION, tokens.size
     digest = hashlib.sha256()
@@ -53,7 +59,9 @@ def read_shard(path: Path) -> np.ndarray:
     size = path.stat().st_size
     header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
     if header.size < HEADER_INTS or header[0] != MAGIC:
-        raise DamagedShard(f"{path} is not a token shard (no magic {MAGIC}): prepare the corpus again")
+        raise DamagedShard(
+            f"{path} is not a token shard (no magic {MAGIC}): prepare the corpus again"
+        )
     if header[1] != VERSION:
         raise DamagedShard(f"{path} has shard version {header[1]}, this code reads {VERSION}")
     count = int(header[2])
@@ -76,26 +84,15 @@ def readable(size: int) -> str:
 
 def write_json(path: Path, value) -> None:
     """Complete on the disk under its name, or as it was."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    configurator.replace_text(path, json.dumps(value, indent=1) + "\n")
 
 
 def read_json(path: Path) -> dict:
     """The file's object, {} without a file. ValueError: it holds something else."""
-    if not path.exists():
-        return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return configurator.read_json(path) if path.exists() else {}
     except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}): prepare the corpus again") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} is damaged (no JSON object): prepare the corpus again")
-    return value
+        raise ValueError(f"{error}: prepare the corpus again") from error
 
 
 @contextlib.contextmanager
@@ -121,10 +118,21 @@ def write_meta(folder: Path, about: dict, records: list[dict]) -> None:
     meta = dict(about)
     for split in ("val", "train"):
         own = [record for record in records if record["split"] == split]
-        counts = ("documents", "tokens") if meta["tokenizer"] == "ids" else ("documents", "bytes", "tokens")
+        counts = (
+            ("documents", "tokens")
+            if meta["tokenizer"] == "ids"
+            else ("documents", "bytes", "tokens")
+        )
         meta[split] = {key: sum(record[key] for record in own) for key in counts}
         line = f"{split}: " + ", ".join(f"{meta[split][key]:,} {key}" for key in counts)
-        print(line + (f" ({meta[split]['bytes'] / meta[split]['tokens']:.2f} bytes each)" if "bytes" in counts else ""))
+        print(
+            line
+            + (
+                f" ({meta[split]['bytes'] / meta[split]['tokens']:.2f} bytes each)"
+                if "bytes" in counts
+                else ""
+            )
+        )
     keys = ("file", "split", "tokens", "sha256")
     meta["shards"] = [{key: record[key] for key in keys} for record in records]
     write_json(folder / "meta.json", meta)
@@ -181,8 +189,14 @@ def open_corpus(dataset: str) -> Corpus:
     meta = read_json(path / "meta.json")
     if begun := not meta and read_json(path / "preparation.json"):
         kept = sum(record["tokens"] for record in begun.get("shards", []))
-        end_here = f", or, to end with the whole shards that are there, with --max_tokens={kept}" if kept else ""
-        raise ValueError(f"{path} was not prepared to its end: run its prepare.py again to go on{end_here}")
+        end_here = (
+            f", or, to end with the whole shards that are there, with --max_tokens={kept}"
+            if kept
+            else ""
+        )
+        raise ValueError(
+            f"{path} was not prepared to its end: run its prepare.py again to go on{end_here}"
+        )
     if not all(files.values()):
         script = f"data/{dataset}/prepare.py"
         known = sorted(folder.parent.name for folder in Path(__file__).parent.glob("*/prepare.py"))
@@ -194,12 +208,18 @@ def open_corpus(dataset: str) -> Corpus:
         )
     meta = meta or GPT2_META
     if type(meta.get("vocab_size")) is not int:
-        raise ValueError(f"{path / 'meta.json'} has no vocab_size: add it, or prepare the corpus again")
+        raise ValueError(
+            f"{path / 'meta.json'} has no vocab_size: add it, or prepare the corpus again"
+        )
     tokens = {split: [read_shard(file) for file in files[split]] for split in files}
     listed = {record["file"] for record in meta.get("shards", [])}
-    for file in (file for split in files for file in files[split] if listed and file.name not in listed):
+    for file in (
+        file for split in files for file in files[split] if listed and file.name not in listed
+    ):
         raise ValueError(f"{file} is no shard that {path / 'meta.json'} lists: move it elsewhere")
-    lengths = {file.name: len(shard) for split in files for file, shard in zip(files[split], tokens[split])}
+    lengths = {
+        file.name: len(shard) for split in files for file, shard in zip(files[split], tokens[split])
+    }
     for record in meta.get("shards", []):
         if lengths.get(record["file"]) != record["tokens"]:
             raise ValueError(
@@ -207,3 +227,56 @@ def open_corpus(dataset: str) -> Corpus:
                 "delete it and run prepare.py again, which makes it again"
             )
     return Corpus(path, meta, **tokens)
+
+
+def verify(folder: Path, workers: int) -> None:
+    """Read every shard of a prepared folder, and compare its SHA-256 with the one in meta.json.
+
+    ValueError: names each that is missing, damaged or not as it was made.
+    """
+    meta = read_json(folder / "meta.json")
+    if "shards" not in meta:
+        raise ValueError(f"{folder} has no meta.json with SHA-256 sums: prepare the corpus first")
+    records, bad = meta["shards"], []
+    paths = [folder / record["file"] for record in records]
+    for record, found in zip(records, examined(paths, meta["vocab_size"], workers)):
+        if isinstance(found, ValueError):
+            bad.append(str(found))
+        elif found["sha256"] != record["sha256"]:
+            sha256 = found["sha256"][:12]
+            bad.append(f"{folder / record['file']} is not as it was made (SHA-256 {sha256}...)")
+    if bad:
+        raise ValueError(
+            f"{len(bad)} of {len(records)} shards are damaged: {'; '.join(bad)}: delete them and "
+            "run the same command without --verify, which makes them again"
+        )
+    tokens = sum(record["tokens"] for record in records)
+    print(f"{len(records)} shards, {tokens:,} tokens: all as they were made")
+
+
+def examined(paths: list[Path], vocab_size: int, workers: int) -> Iterator[dict | ValueError]:
+    """Of each shard: SHA-256 of its file, tokens, and how often each token occurs ("counts").
+
+    A ValueError in place of what failed: it is damaged, or holds ids beyond the vocabulary.
+    """
+    from tqdm import tqdm
+
+    def examine(path):
+        try:
+            tokens, counts = read_shard(path), np.zeros(2**16, dtype=np.int64)
+            for first in range(0, len(tokens), 4_000_000):
+                counts += np.bincount(tokens[first : first + 4_000_000], minlength=2**16)
+            if counts[vocab_size:].any():
+                largest = int(counts.nonzero()[0].max())
+                raise ValueError(
+                    f"{path} holds token id {largest}, the vocabulary has {vocab_size}"
+                )
+            with open(path, "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        except (ValueError, OSError) as error:
+            return ValueError(str(error))
+        return {"sha256": digest, "tokens": len(tokens), "counts": counts[:vocab_size]}
+
+    with ThreadPoolExecutor(workers) as pool:
+        results = pool.map(examine, paths)
+        yield from tqdm(results, total=len(paths), unit="shard", disable=None)

@@ -1,7 +1,7 @@
-"""Where a corpus's documents come from: local files here, texts in memory; data/hub.py has the Hugging Face hub.
+"""Where a corpus's documents come from: local files and texts; data/hub.py has the hub.
 
-A source yields batches from a cursor on. Cursors are JSON, so that an interrupted preparation opens its source where it
-stood; the texts that follow a cursor are the same however the source was opened.
+A source yields batches from a cursor on. Cursors are JSON, so that an interrupted preparation opens
+its source where it stood; the texts that follow a cursor are the same however it was opened.
 """
 
 import glob
@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import configurator
+
 BATCH_CHARACTERS = 1_000_000
-PIECE_BYTES = 8 << 20  # a text file is read in pieces of at most this, so that its size does not matter
+PIECE_BYTES = 8 << 20  # a text file is read in pieces of at most this: its size does not matter
 ROWS = 256
 
 
@@ -22,11 +24,11 @@ class Missing(ValueError):  # noqa: N818 (says what is wrong, as the message doe
 
 @dataclass(frozen=True)
 class Batch:
-    """Texts in order. `starts`: which of them begin a document (others continue the one before), None: all."""
+    """Texts in order. `starts`: which of them begin a document (others go on with the last one)."""
 
     cursor: dict
     texts: list[str]
-    starts: list[bool] | None = None
+    starts: list[bool] | None = None  # None: all
 
 
 @dataclass
@@ -51,44 +53,45 @@ class Texts:
 
 
 class Files:
-    """Parquet and JSON-lines files (one document a row, in `column`), and any other file as one UTF-8 document.
+    """Parquet and JSON-lines files (a document a row, in `column`); any other is one UTF-8 document.
 
-    `patterns` are files, patterns and folders; in a folder (all that is below it) hidden files and files that are not
-    text are left out, and `suffixes`, where given, chooses. Files come in name order, or `shuffled` by a hash of it.
-    `unique`: every document that repeats an earlier one exactly is left out; 16 bytes of each are remembered, 0.1 GB of
-    memory a million documents.
+    `patterns` are files, patterns and folders; in a folder (all that is below it) hidden files and
+    files that are not text are left out, and `suffixes`, where given, chooses. Files come in name
+    order, or `shuffled` by a hash of it. `unique`: every document that repeats an earlier one
+    exactly is left out; of each 16 bytes are remembered, 0.1 GB of memory a million documents.
     ValueError: nothing there, no such column, or, while reading, a damaged file.
     """
 
     def __init__(
-        self, patterns: list[str], column: str = "text", suffixes: tuple[str, ...] = (), shuffled=False, unique=False
+        self,
+        patterns: list[str],
+        column: str = "text",
+        suffixes: tuple[str, ...] = (),
+        shuffled: bool = False,
+        unique: bool = False,
     ):
         self.patterns, self.column, self.unique = patterns, column, unique
         named = {Path(file) for pattern in patterns for file in glob.glob(pattern, recursive=True)}
-        self.paths, self.optional = [], set()
+        paths, self.optional = [], set()  # optional: files of folders, which may be no text
         for path in sorted(named):
+            found = [path]
             if path.is_dir():
-                found = [file for file in path.rglob("*") if self._wanted(file, path, suffixes)]
-                self.paths += found
-                self.optional |= {file for file in found if file.suffix not in (".parquet", ".jsonl")}
-            else:
-                self.paths.append(path)
-        if not self.paths:
+                found = [file for file in path.rglob("*") if wanted(file, path, suffixes)]
+                self.optional |= {
+                    file for file in found if file.suffix not in (".parquet", ".jsonl")
+                }
+            paths += found
+        if not paths:
             which = f" with suffix {', '.join(suffixes)}" if suffixes else ""
             raise ValueError(f"--source={' '.join(patterns)}: no files{which} there")
-        self.paths = list(dict.fromkeys(self.paths))  # several patterns can name a file
-        self.paths.sort(key=(lambda p: hashlib.sha256(p.as_posix().encode()).digest()) if shuffled else None)
+        by_hash = (lambda p: hashlib.sha256(p.as_posix().encode()).digest()) if shuffled else None
+        self.paths = sorted(dict.fromkeys(paths), key=by_hash)  # several patterns can name a file
         self.sizes = [path.stat().st_size for path in self.paths]
         self.not_text = set()  # files of folders that turned out so
         self.copies = self.copied_bytes = 0  # documents that the last reading left out as such
 
-    @staticmethod
-    def _wanted(file: Path, root: Path, suffixes) -> bool:
-        hidden = any(part.startswith(".") or part == "__pycache__" for part in file.relative_to(root).parts)
-        return file.is_file() and not hidden and (not suffixes or file.suffix in suffixes)
-
     def identity(self) -> dict:
-        """The patterns, and a digest of names and sizes: what must not change while a preparation goes on."""
+        """The patterns, and a digest of names and sizes: what must not change on the way."""
         listing = "".join(f"{path}\t{size}\n" for path, size in zip(self.paths, self.sizes))
         digest = hashlib.sha256(listing.encode()).hexdigest()
         keys = {"source": " ".join(self.patterns), "column": self.column, "unique": self.unique}
@@ -96,14 +99,13 @@ class Files:
 
     def text_bytes(self) -> int:
         """About how much text there is, uncompressed."""
-        return sum(
-            _parquet_text_bytes(path, self.column) if path.suffix == ".parquet" else size
-            for path, size in zip(self.paths, self.sizes)
-        )
+        tables = {path for path in self.paths if path.suffix == ".parquet"}
+        sizes = (size for path, size in zip(self.paths, self.sizes) if path not in tables)
+        return sum(sizes) + sum(parquet_text_bytes(path, self.column) for path in tables)
 
     def read(self, cursor: dict | None = None) -> Iterator[Batch]:
         cursor = cursor or {"file": 0, "at": 0}
-        documents = self._unique_documents(cursor) if self.unique else self._documents(cursor)
+        documents = self.unique_documents(cursor) if self.unique else self.documents(cursor)
         texts, starts, characters, begin = [], [], 0, None
         for file, at, text, start in documents:
             begin = begin or {"file": file, "at": at}
@@ -116,69 +118,71 @@ class Files:
         if texts:
             yield Batch(begin, texts, starts)
 
-    def _unique_documents(self, cursor: dict):
-        """All is read from the beginning, to know what came before the cursor; what follows it is yielded."""
+    def unique_documents(self, cursor: dict):
+        """All is read from the beginning, to know what came before; what follows is yielded."""
         seen, copied = set(), False
         self.copies = self.copied_bytes = 0
-        for document in self._documents({"file": 0, "at": 0}):
+        for document in self.documents({"file": 0, "at": 0}):
             file, at, text, start = document
             if start:
-                whole = self.paths[file].suffix in (".parquet", ".jsonl") or self.sizes[file] < PIECE_BYTES
-                digest = _digest(text) if whole else _digest_file(self.paths[file])
+                path, size = self.paths[file], self.sizes[file]
+                whole = path.suffix in (".parquet", ".jsonl") or size < PIECE_BYTES
+                digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+                if not whole:  # the text is its first piece alone
+                    with open(path, "rb") as content:
+                        short = lambda: hashlib.blake2b(digest_size=16)  # noqa: E731
+                        digest = hashlib.file_digest(content, short).digest()
                 copied = digest in seen
                 seen.add(digest)
-                if copied:
-                    self.copies += 1
-                    self.copied_bytes += len(text.encode()) if whole else self.sizes[file]
+                self.copies += copied
+                self.copied_bytes += copied * (len(text.encode()) if whole else size)
             if not copied and (file, at) >= (cursor["file"], cursor["at"]):
                 yield document
 
-    def _documents(self, cursor: dict) -> Iterator[tuple[int, int, str, bool]]:
+    def documents(self, cursor: dict) -> Iterator[tuple[int, int, str, bool]]:
         """(file, position in it, text, whether a document starts there)."""
         at = cursor["at"]
         for file in range(cursor["file"], len(self.paths)):
             path = self.paths[file]
-            if path.suffix == ".parquet":
-                documents = _parquet(path, self.column, at)
-            elif path.suffix == ".jsonl":
-                documents = _json_lines(path, self.column, at)
-            else:
-                documents = self._text(path, at)
+            kind = {".parquet": parquet, ".jsonl": json_lines}.get(path.suffix)
+            documents = kind(path, self.column, at) if kind else self.text(path, at)
             for position, text, start in documents:
                 yield file, position, text, start
             at = 0
 
-    def _text(self, path: Path, at: int):
+    def text(self, path: Path, at: int):
         with open(path, "rb") as file:
             file.seek(at)
             while data := file.read(PIECE_BYTES):
                 if len(data) == PIECE_BYTES:
-                    data = data[: _cut(data)]
+                    data = data[: cut(data)]
                     file.seek(at + len(data))
                 try:
                     text = data.decode("utf-8")
                     if "\0" in text and path in self.optional:
-                        raise UnicodeDecodeError("utf-8", data, data.index(0), data.index(0) + 1, "a zero byte")
+                        zero = data.index(0)
+                        raise UnicodeDecodeError("utf-8", data, zero, zero + 1, "a zero byte")
                 except UnicodeDecodeError as error:
                     if at == 0 and path in self.optional:
                         self.not_text.add(path)
                         return
-                    raise ValueError(f"{path} is not UTF-8 text at byte {at + error.start}: leave it out") from error
+                    place = at + error.start
+                    raise ValueError(
+                        f"{path} is not UTF-8 text at byte {place}: leave it out"
+                    ) from error
                 yield at, text, at == 0
                 at += len(data)
 
 
-def _digest(text: str) -> bytes:
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+def wanted(file: Path, root: Path, suffixes) -> bool:
+    """Whether a file of a folder is read: not hidden, no bytecode, of one of the suffixes."""
+    parts = file.relative_to(root).parts
+    hidden = any(part.startswith(".") or part == "__pycache__" for part in parts)
+    return file.is_file() and not hidden and (not suffixes or file.suffix in suffixes)
 
 
-def _digest_file(path: Path) -> bytes:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest()
-
-
-def _cut(data: bytes) -> int:
-    """Where to end a piece of a text: after its last line break, or else before its last character."""
+def cut(data: bytes) -> int:
+    """Where to end a piece of a text: after its last line break, or before its last character."""
     if line := data.rfind(b"\n") + 1:
         return line
     last = len(data) - 1
@@ -187,40 +191,38 @@ def _cut(data: bytes) -> int:
     return last or len(data)
 
 
-def _import_parquet():
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ValueError("parquet files need the pyarrow package: pip install pyarrow") from error
-    return pyarrow
+def open_parquet(file, name, column: str):
+    """(pyarrow, the open file). ValueError: no parquet file, or no such column in it."""
+    configurator.optional("pyarrow.parquet", "reading parquet files")
+    import pyarrow
 
-
-def _open_parquet(file, name, column: str):
-    pyarrow = _import_parquet()
     try:
         opened = pyarrow.parquet.ParquetFile(file)
     except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{name} is no whole parquet file ({first_line(error)}): fetch it again") from error
+        raise ValueError(
+            f"{name} is no whole parquet file ({first_line(error)}): fetch it again"
+        ) from error
     if column not in opened.schema_arrow.names:
         columns = ", ".join(opened.schema_arrow.names)
         raise Missing(f"{name} has no column {column}, it has {columns}: give --column")
     return pyarrow, opened
 
 
-def _parquet_text_bytes(path: Path, column: str) -> int:
-    _, file = _open_parquet(path, path, column)
+def parquet_text_bytes(path: Path, column: str) -> int:
+    """Uncompressed bytes of a column."""
+    _, file = open_parquet(path, path, column)
     with file:
         index, groups = file.schema_arrow.names.index(column), range(file.metadata.num_row_groups)
-        return sum(file.metadata.row_group(g).column(index).total_uncompressed_size for g in groups)
+        columns = [file.metadata.row_group(group).column(index) for group in groups]
+        return sum(each.total_uncompressed_size for each in columns)
 
 
 def parquet_texts(file, name, column: str, at: int = 0) -> Iterator[tuple[int, list[str | None]]]:
     """(first row, texts or None) of up to ROWS rows, from those that hold row `at` on.
 
-    `file` is a path or an open file; of that only the end and the row groups from `at` on are read, one by one.
-    ValueError: damaged, no such column, or no text in it.
+    Row groups are read one by one. ValueError: damaged, no such column, or no text in it.
     """
-    pyarrow, opened = _open_parquet(file, name, column)
+    pyarrow, opened = open_parquet(file, name, column)
     with opened:
         first = 0
         for group in range(opened.metadata.num_row_groups):
@@ -238,21 +240,22 @@ def parquet_texts(file, name, column: str, at: int = 0) -> Iterator[tuple[int, l
                     raise ValueError(f"{cause}: fetch it again") from error
                 if texts is None:
                     break
-                if wrong := next((text for text in texts if not isinstance(text, str | None)), None):
-                    raise ValueError(f"{name}: column {column} holds {type(wrong).__name__}, not text: give --column")
+                if wrong := next((t for t in texts if not isinstance(t, str | None)), None):
+                    kind = type(wrong).__name__
+                    raise ValueError(f"{name}: column {column} holds {kind}, not text: give --column")
                 if first + len(texts) > at:
                     yield first, texts
                 first += len(texts)
 
 
-def _parquet(path: Path, column: str, at: int):
+def parquet(path: Path, column: str, at: int):
     for first, texts in parquet_texts(path, path, column, at):
         for row, text in enumerate(texts, first):
             if row >= at and text is not None:
                 yield row, text, True
 
 
-def _json_lines(path: Path, column: str, at: int):
+def json_lines(path: Path, column: str, at: int):
     with open(path, "rb") as file:
         file.seek(at)
         for line in file:
@@ -260,12 +263,18 @@ def _json_lines(path: Path, column: str, at: int):
                 try:
                     row = json.loads(line)
                 except ValueError as error:
-                    raise ValueError(f"{path} holds no JSON at byte {at} ({first_line(error)}): repair it") from error
+                    cause = f"{path} holds no JSON at byte {at} ({first_line(error)})"
+                    raise ValueError(f"{cause}: repair it") from error
                 if not isinstance(row, dict) or not isinstance(row.get(column), str):
-                    raise ValueError(f"{path} has no text under {column!r} in the line at byte {at}: give --column")
-                yield at, row[column].encode("utf-8", "replace").decode(), True  # JSON can hold half a surrogate pair
+                    raise ValueError(
+                        f"{path} has no text under {column!r} in the line at byte {at}: "
+                        "give --column"
+                    )
+                # JSON can hold half a surrogate pair.
+                yield at, row[column].encode("utf-8", "replace").decode(), True
             at += len(line)
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says."""
     return str(error).strip().partition("\n")[0][:200] or type(error).__name__

@@ -41,11 +41,17 @@ class Task(ABC):
     def check(self) -> None:
         """ValueError: keys that contradict each other, or more ids than a shard can hold."""
         if self.vocab_size > 2**16:
-            raise ValueError(f"{self} needs {self.vocab_size:,} ids, a shard holds 65536: give fewer")
+            raise ValueError(
+                f"{self} needs {self.vocab_size:,} ids, a shard holds 65536: give fewer"
+            )
 
     def about(self) -> dict:
         """What meta.json says of the task."""
-        windows = {"window_tokens": 2 * (self.positions + 1), "labels": True, "scored": [[1, self.positions + 1]]}
+        windows = {
+            "window_tokens": 2 * (self.positions + 1),
+            "labels": True,
+            "scored": [[1, self.positions + 1]],
+        }
         return {"difficulty": vars(self), **windows, **self.known()}
 
 
@@ -59,7 +65,11 @@ class Sequences:
     split: str
 
     def identity(self) -> dict:
-        return {"source": f"{self.task}, seed {self.seed}", "count": self.count, "split": self.split}
+        return {
+            "source": f"{self.task}, seed {self.seed}",
+            "count": self.count,
+            "split": self.split,
+        }
 
     def text_bytes(self) -> int:
         return self.count * 2 * (self.task.positions + 1)  # tokens, of which one counts as a byte
@@ -73,7 +83,9 @@ class Sequences:
     def block(self, first: int) -> tuple[np.ndarray, np.ndarray]:
         """ids and labels of ROWS sequences from `first` on, those whose hash belongs to the split."""
         rng = np.random.default_rng([self.seed, self.split == "val", first])
-        return of_split(self.split, self.task.draw, rng, f"{self.task}", "give a greater difficulty")
+        return of_split(
+            self.split, self.task.draw, rng, f"{self.task}", "give a greater difficulty"
+        )
 
 
 def of_split(split: str, draw: Callable, rng, task: str, fix: str) -> tuple[np.ndarray, ...]:
@@ -107,7 +119,12 @@ def arguments(doc: str, folder: Path) -> Parser:
     fixed = {"tokenizer": "ids", "tokenizer_bytes": 1, "val_tokens": None, "vocab_size": None}
     parser = preparation.arguments(doc, folder, fixed)
     parser.add_argument("--sequences", type=int, default=100_000, help="training windows")
-    parser.add_argument("--val_sequences", type=int, default=1000, help="validation windows, none of them in training")
+    parser.add_argument(
+        "--val_sequences",
+        type=int,
+        default=1000,
+        help="validation windows, none of them in training",
+    )
     parser.add_argument("--seed", type=int, default=0)
     return parser
 

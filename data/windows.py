@@ -38,9 +38,13 @@ class Windows:
 
     def __post_init__(self):
         if self.labels and self.tokens % 2:
-            raise ValueError(f"window_tokens={self.tokens} of a corpus with labels is odd: prepare it again")
+            raise ValueError(
+                f"window_tokens={self.tokens} of a corpus with labels is odd: prepare it again"
+            )
         if self.scored is not None and (self.mask(self.scored) & ~self.mask(self.trained)).any():
-            raise ValueError(f"scored={self.scored} has positions that trained={self.trained} lacks: prepare it again")
+            raise ValueError(
+                f"scored={self.scored} has positions that trained={self.trained} lacks: prepare it again"
+            )
 
     @property
     def length(self) -> int:
@@ -52,7 +56,9 @@ class Windows:
         chosen = torch.zeros(self.length, dtype=torch.bool)
         for first, end in [[0, self.length]] if ranges is None else ranges:
             if not 0 <= first < end <= self.length:
-                raise ValueError(f"positions {first} to {end} are not of a window of {self.length}: prepare it again")
+                raise ValueError(
+                    f"positions {first} to {end} are not of a window of {self.length}: prepare it again"
+                )
             chosen[first:end] = True
         return chosen
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import configurator
-from data.patience import OutOfPatience, Patience, chain, check_minutes, kinds
+from data.hub import OutOfPatience, check_minutes, kinds, retried
 from training import distributed
 
 # What the paper reports of each task, in its tables' order.
@@ -126,7 +126,7 @@ def load(names: list[str], manager, retry_minutes: float) -> tuple[list[Loaded],
     loaded, missing = [], []
     for name in names:
         try:
-            content = Patience(f"task {name}", retry_minutes).ask(lambda name=name: load_one(name, manager))
+            content = retried(lambda name=name: load_one(name, manager), f"task {name}", retry_minutes)
         except Exception as error:  # hub, network, file systems and data sets raise many kinds; the cause is named
             missing.append(line_about(name, manager, error))
             if isinstance(error, OutOfPatience):
@@ -150,7 +150,7 @@ def line_about(name: str, manager, error: Exception) -> str:
     data = " ".join(str(config[key]) for key in ("dataset_path", "dataset_name") if config.get(key))
     cause = " ".join(f"{type(error).__name__}: {error}".split())
     cause = cause if len(cause) < 160 else cause[:157] + "..."
-    found = {kind for each in chain(error) for kind in kinds(each)}
+    found = kinds(error)
     advice = "connect to the Hugging Face hub once, or set HF_HOME to a folder that has it"
     if isinstance(error, OutOfPatience):
         advice = "run the same command again later, which goes on with what is missing"

@@ -300,7 +300,7 @@ def test_damaged_pages_are_named_and_the_rows_before_them_come(tmp_path, compres
     path.write_bytes(content)
     found = []
     with pytest.raises(ValueError, match=r"a\.parquet is damaged near row 768 .*: fetch it again"):
-        found.extend(text for _, _, text, _ in Files([str(path)])._documents({"file": 0, "at": 0}))
+        found.extend(text for _, _, text, _ in Files([str(path)]).documents({"file": 0, "at": 0}))
     assert found == texts[:768]
     gc.collect()  # pyarrow's reader is done with the file
 

@@ -19,11 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from data import interruption
-
-if __name__ == "__main__":  # before the imports that take long
-    interruption.end_in_one_line()
-
 import numpy as np
 
 import configurator
@@ -47,7 +42,9 @@ class Copies:
     def identity(self) -> dict:
         # "split by a hash" keeps an unfinished preparation of before, split by its seed alone,
         # from being continued.
-        task = f"copy task, {self.half} of {self.symbols} symbols, seed {self.seed}, split by a hash"
+        task = (
+            f"copy task, {self.half} of {self.symbols} symbols, seed {self.seed}, split by a hash"
+        )
         task += ", trained on its answers" * (self.trained == "answers")
         return {"source": task, "count": self.count, "split": self.split}
 
@@ -65,7 +62,10 @@ class Copies:
         ValueError: there are too few for two splits.
         """
         rng = np.random.default_rng([self.seed, self.split == "val", first])
-        task, fix = f"--half={self.half} --symbols={self.symbols}", "give a greater half, or more symbols"
+        task, fix = (
+            f"--half={self.half} --symbols={self.symbols}",
+            "give a greater half, or more symbols",
+        )
         [halves] = tasks.of_split(self.split, self.draw, rng, task, fix)
         return halves
 
@@ -80,7 +80,10 @@ def about(args) -> dict:
     if args.trained == "answers":
         answers["trained"] = answers["scored"]
     least = blind / 2 if args.trained == "all" else 0.0
-    known = {"chance": {"loss": blind, "accuracy": 1 / args.symbols}, "optimum": {"loss": least, "accuracy": 1.0}}
+    known = {
+        "chance": {"loss": blind, "accuracy": 1 / args.symbols},
+        "optimum": {"loss": least, "accuracy": 1.0},
+    }
     return {**answers, **known}
 
 
@@ -93,7 +96,12 @@ def main():
     add("--sequences", type=int, default=100_000, help="training sequences")
     add("--val_sequences", type=int, default=1000, help="validation sequences")
     add("--seed", type=int, default=0)
-    add("--trained", choices=("all", "answers"), default="all", help="positions in the loss; answers: the second half")
+    add(
+        "--trained",
+        choices=("all", "answers"),
+        default="all",
+        help="positions in the loss; answers: the second half",
+    )
     args = parser.parse_args()
     with configurator.one_line_errors():
         for name, low, high in (
@@ -108,7 +116,9 @@ def main():
         )
         for copies in (train, val):
             copies.block(0)  # whether any can be drawn is known before anything is written
-        preparation.prepare(args, "copy_task", [("val", val, None), ("train", train, None)], about(args))
+        preparation.prepare(
+            args, "copy_task", [("val", val, None), ("train", train, None)], about(args)
+        )
 
 
 if __name__ == "__main__":

@@ -14,13 +14,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from data import interruption
-
-if __name__ == "__main__":  # before the imports that take long
-    interruption.end_in_one_line()
-
 import configurator
-from data import hub, preparation, verification
+from data import hub, preparation
 from data.sources import Files
 
 SAMPLES = {"sample-100BT": 100e9, "sample-10BT": 10e9, "sample-350BT": 350e9}
@@ -29,7 +24,12 @@ SAMPLES = {"sample-100BT": 100e9, "sample-10BT": 10e9, "sample-350BT": 350e9}
 def main():
     parser = preparation.arguments(__doc__, Path(__file__).parent)
     add = parser.add_argument
-    add("--sample", choices=SAMPLES, default="sample-100BT", help="which sample of the data set (default: 100BT)")
+    add(
+        "--sample",
+        choices=SAMPLES,
+        default="sample-100BT",
+        help="which sample of the data set (default: 100BT)",
+    )
     hub.add_options(parser, "HuggingFaceFW/fineweb-edu")
     add("--source", nargs="+", help="parquet or jsonl files instead: paths, patterns or folders")
     add("--column", default="text", help="the column or key that holds the text")
@@ -38,15 +38,19 @@ def main():
     with configurator.one_line_errors():
         preparation.check(args)
         if args.pretokenized and not args.verify:
-            return verification.adopt(args)
+            return preparation.adopt(args)
         if args.source:
             hub.refuse_options(args, "--source")
             source = Files(args.source, args.column)
         else:
             keys = {"revision": args.revision, "retry_minutes": args.retry_minutes}
             tokens = int(SAMPLES[args.sample])
-            source = hub.Hub(args.repository, args.sample, column=args.column, tokens=tokens, **keys)
-        preparation.prepare(args, "fineweb_edu", [("val", source, args.val_tokens), ("train", source, None)])
+            source = hub.Hub(
+                args.repository, args.sample, column=args.column, tokens=tokens, **keys
+            )
+        preparation.prepare(
+            args, "fineweb_edu", [("val", source, args.val_tokens), ("train", source, None)]
+        )
 
 
 if __name__ == "__main__":

@@ -25,11 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from data import interruption
-
-if __name__ == "__main__":  # before the imports that take long
-    interruption.end_in_one_line()
-
 import numpy as np
 
 import configurator
@@ -82,14 +77,18 @@ class Hops(tasks.Task):
         steps[:, 0] = 0
         ids = 1 + steps.cumsum(1) % self.symbols
         ids[:, 0] = self.symbols + hops
-        last = np.full((len(hops), self.vocab_size), NOWHERE)  # after each id's last occurrence so far
+        last = np.full(
+            (len(hops), self.vocab_size), NOWHERE
+        )  # after each id's last occurrence so far
         hop, rows = np.full_like(ids, NOWHERE), np.arange(len(hops))
         for position in range(self.positions):
             hop[:, position] = last[rows, ids[:, position]]
             last[rows, ids[:, position]] = position + 1
         ends = np.tile(np.arange(self.positions), (len(hops), 1))
         for done in range(self.hops):
-            further = np.where(ends == NOWHERE, NOWHERE, np.take_along_axis(hop, np.maximum(ends, 0), axis=1))
+            further = np.where(
+                ends == NOWHERE, NOWHERE, np.take_along_axis(hop, np.maximum(ends, 0), axis=1)
+            )
             ends = np.where(done < hops[:, None], further, ends)
         return ids, ends
 
@@ -103,8 +102,12 @@ def main():
     parser = tasks.arguments(__doc__, Path(__file__).parent)
     parser.add_argument("--hops", type=int, default=4, help="difficulty: most hops to follow")
     parser.add_argument("--fewest", type=int, default=1, help="fewest hops to follow")
-    parser.add_argument("--positions", type=int, default=64, help="of a window; the last half is scored")
-    parser.add_argument("--symbols", type=int, default=4, help="different symbols; a hop goes back about as far")
+    parser.add_argument(
+        "--positions", type=int, default=64, help="of a window; the last half is scored"
+    )
+    parser.add_argument(
+        "--symbols", type=int, default=4, help="different symbols; a hop goes back about as far"
+    )
     args = parser.parse_args()
     with configurator.one_line_errors():
         most = {"hops": (1, 64), "positions": (4, 2**15), "symbols": (3, 2**12)}

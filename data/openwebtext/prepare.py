@@ -11,11 +11,6 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from data import interruption
-
-if __name__ == "__main__":  # before the imports that take long
-    interruption.end_in_one_line()
-
 import configurator
 from data import hub, preparation
 from data.sources import Files
@@ -34,7 +29,9 @@ def main():
         else:
             keys = {"revision": args.revision, "retry_minutes": args.retry_minutes}
             source = hub.Hub(args.repository, None, tokens=9_040_000_000, **keys)
-        preparation.prepare(args, "openwebtext", [("val", source, args.val_tokens), ("train", source, None)])
+        preparation.prepare(
+            args, "openwebtext", [("val", source, args.val_tokens), ("train", source, None)]
+        )
 
 
 if __name__ == "__main__":

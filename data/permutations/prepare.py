@@ -29,11 +29,6 @@ from itertools import permutations
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from data import interruption
-
-if __name__ == "__main__":  # before the imports that take long
-    interruption.end_in_one_line()
-
 import numpy as np
 
 import configurator
@@ -73,14 +68,23 @@ class Words(tasks.Task):
         return 1 + factors, 1 + so_far
 
     def known(self) -> dict:
-        size, blind = math.factorial(self.degree), 1 - 1 / self.length  # the first label needs no composing
+        size, blind = (
+            math.factorial(self.degree),
+            1 - 1 / self.length,
+        )  # the first label needs no composing
         chance = {"loss": blind * math.log(size), "accuracy": 1 / size}
-        return {"scored": [[2, 1 + self.length]], "chance": chance, "optimum": {"loss": 0.0, "accuracy": 1.0}}
+        return {
+            "scored": [[2, 1 + self.length]],
+            "chance": chance,
+            "optimum": {"loss": 0.0, "accuracy": 1.0},
+        }
 
 
 def main():
     parser = tasks.arguments(__doc__, Path(__file__).parent)
-    parser.add_argument("--length", type=int, default=6, help="difficulty: permutations of a window")
+    parser.add_argument(
+        "--length", type=int, default=6, help="difficulty: permutations of a window"
+    )
     parser.add_argument("--degree", type=int, default=4, help="elements that they permute")
     args = parser.parse_args()
     with configurator.one_line_errors():

@@ -12,16 +12,20 @@ import sysconfig
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from data import interruption
-
-if __name__ == "__main__":  # before the imports that take long
-    interruption.end_in_one_line()
-
 import configurator
 from data import preparation
 from data.sources import Texts
 
-LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
+LEFT_OUT = {
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "turtledemo",
+}
 LEFT_OUT |= {"ensurepip", "pydoc_data", "encodings"}
 VALIDATION_SHARE = 0.04  # of the bytes, at least
 
@@ -56,15 +60,21 @@ def split_by_hash(texts: dict[str, str]) -> dict[str, dict[str, str]]:
 
 
 def main():
-    parser = preparation.arguments(__doc__, Path(__file__).parent, {"val_tokens": None}, tokenizer="bpe")
+    parser = preparation.arguments(
+        __doc__, Path(__file__).parent, {"val_tokens": None}, tokenizer="bpe"
+    )
     args = parser.parse_args()
     with configurator.one_line_errors():
         root = Path(sysconfig.get_path("stdlib"))
         splits = split_by_hash(source_files(root))
         if not splits["train"]:
-            raise ValueError(f"{root} holds no standard library source: run this with a full Python installation")
+            raise ValueError(
+                f"{root} holds no standard library source: run this with a full Python installation"
+            )
         name = f"standard library of Python {platform.python_version()}"
-        plan = [(split, Texts(list(splits[split].values()), name), None) for split in ("val", "train")]
+        plan = [
+            (split, Texts(list(splits[split].values()), name), None) for split in ("val", "train")
+        ]
         preparation.prepare(args, "python", plan)
 
 

@@ -23,11 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from data import interruption
-
-if __name__ == "__main__":  # before the imports that take long
-    interruption.end_in_one_line()
-
 import numpy as np
 
 import configurator
@@ -55,7 +50,9 @@ class Recall(tasks.Task):
                 f"--positions={self.positions}: {self.pairs} pairs and their queries need {4 * self.pairs} or more"
             )
         if 2 * self.pairs > self.symbols:
-            raise ValueError(f"--symbols={self.symbols}: {self.pairs} pairs need {2 * self.pairs} or more")
+            raise ValueError(
+                f"--symbols={self.symbols}: {self.pairs} pairs need {2 * self.pairs} or more"
+            )
 
     def draw(self, rng, count):
         half, context = self.symbols // 2, 2 * self.pairs
@@ -86,13 +83,19 @@ class Recall(tasks.Task):
 def main():
     parser = tasks.arguments(__doc__, Path(__file__).parent)
     parser.add_argument("--pairs", type=int, default=8, help="difficulty: pairs to remember")
-    parser.add_argument("--positions", type=int, default=48, help="of a window, four for each pair or more")
+    parser.add_argument(
+        "--positions", type=int, default=48, help="of a window, four for each pair or more"
+    )
     parser.add_argument("--symbols", type=int, default=32, help="half of them keys, half values")
     args = parser.parse_args()
     with configurator.one_line_errors():
-        tasks.check_ranges(args, {"pairs": (2, 2**12), "positions": (8, 2**15), "symbols": (4, 2**16 - 2)})
+        tasks.check_ranges(
+            args, {"pairs": (2, 2**12), "positions": (8, 2**15), "symbols": (4, 2**16 - 2)}
+        )
         if args.symbols % 2:
-            raise ValueError(f"--symbols={args.symbols}: give an even number, half of them are keys")
+            raise ValueError(
+                f"--symbols={args.symbols}: give an even number, half of them are keys"
+            )
         tasks.prepare(args, Recall(args.pairs, args.positions, args.symbols))
 
 

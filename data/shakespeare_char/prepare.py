@@ -13,16 +13,13 @@ import urllib.request
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from data import interruption
-
-if __name__ == "__main__":  # before the imports that take long
-    interruption.end_in_one_line()
-
 import configurator
 from data import preparation
 from data.sources import Texts
 
-ADDRESS = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+ADDRESS = (
+    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+)
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
 
@@ -35,14 +32,23 @@ def whole_text(source: Path | None) -> str:
             with urllib.request.urlopen(ADDRESS, timeout=30) as answer:
                 content = answer.read()
     except OSError as error:
-        raise ValueError(f"{source or ADDRESS} cannot be read ({error}): give --source=FILE, a copy of it") from error
+        raise ValueError(
+            f"{source or ADDRESS} cannot be read ({error}): give --source=FILE, a copy of it"
+        ) from error
     if hashlib.sha256(content).hexdigest() != SHA256:
-        raise ValueError(f"{source or ADDRESS} is another text than nanoGPT's (SHA-256 {SHA256[:12]}...)")
+        raise ValueError(
+            f"{source or ADDRESS} is another text than nanoGPT's (SHA-256 {SHA256[:12]}...)"
+        )
     return content.decode("ascii")
 
 
 def main():
-    fixed = {"tokenizer": "characters", "vocab_size": 257, "tokenizer_bytes": 2**21, "val_tokens": None}
+    fixed = {
+        "tokenizer": "characters",
+        "vocab_size": 257,
+        "tokenizer_bytes": 2**21,
+        "val_tokens": None,
+    }
     parser = preparation.arguments(__doc__, Path(__file__).parent, fixed)
     parser.add_argument("--source", type=Path, help="the text as a file, instead of a download")
     args = parser.parse_args()

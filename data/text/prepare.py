@@ -13,11 +13,6 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from data import interruption
-
-if __name__ == "__main__":  # before the imports that take long
-    interruption.end_in_one_line()
-
 import configurator
 from data import preparation, shards
 from data.sources import Files
@@ -28,9 +23,23 @@ def main():
     add = parser.add_argument
     add("--source", nargs="+", help="files, patterns, and folders with all that is below them")
     add("--suffixes", nargs="+", default=(), help="in folders, only files that end so: .py .c")
-    add("--column", default="text", help="the column or key of parquet and jsonl files that holds the text")
-    add("--duplicates", choices=("drop", "keep"), default="drop", help="documents that repeat an earlier one exactly")
-    add("--val_share", type=float, default=0.02, help="without --val_tokens: about this share is for validation")
+    add(
+        "--column",
+        default="text",
+        help="the column or key of parquet and jsonl files that holds the text",
+    )
+    add(
+        "--duplicates",
+        choices=("drop", "keep"),
+        default="drop",
+        help="documents that repeat an earlier one exactly",
+    )
+    add(
+        "--val_share",
+        type=float,
+        default=0.02,
+        help="without --val_tokens: about this share is for validation",
+    )
     args = parser.parse_args()
     with configurator.one_line_errors():
         preparation.check(args)
@@ -44,13 +53,19 @@ def main():
         unique = args.duplicates == "drop"
         source = Files(sources, args.column, tuple(args.suffixes), shuffled=True, unique=unique)
         per_token = 1 if args.tokenizer == "bytes" else 4
-        val_tokens = args.val_tokens or max(int(args.val_share * source.text_bytes() / per_token), 1)
+        val_tokens = args.val_tokens or max(
+            int(args.val_share * source.text_bytes() / per_token), 1
+        )
         preparation.prepare(args, "text", [("val", source, val_tokens), ("train", source, None)])
         if source.copies:
             size = shards.readable(source.copied_bytes)
-            print(f"{source.copies:,} documents ({size}) repeat earlier ones exactly and were left out")
+            print(
+                f"{source.copies:,} documents ({size}) repeat earlier ones exactly and were left out"
+            )
         if source.not_text:
-            print(f"{len(source.not_text)} files of the folders are no UTF-8 text and were left out")
+            print(
+                f"{len(source.not_text)} files of the folders are no UTF-8 text and were left out"
+            )
 
 
 if __name__ == "__main__":

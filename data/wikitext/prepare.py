@@ -13,11 +13,6 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from data import interruption
-
-if __name__ == "__main__":  # before the imports that take long
-    interruption.end_in_one_line()
-
 import configurator
 from data import hub, preparation
 
@@ -29,17 +24,27 @@ def main():
     parser = preparation.arguments(__doc__, Path(__file__).parent, val_tokens=None)
     add = parser.add_argument
     add("--version", choices=("2", "103"), default="103", help="which WikiText (default: 103)")
-    add("--val_split", choices=("validation", "test"), default="validation", help="what the validation shards hold")
+    add(
+        "--val_split",
+        choices=("validation", "test"),
+        default="validation",
+        help="what the validation shards hold",
+    )
     hub.add_options(parser, "Salesforce/wikitext")
     args = parser.parse_args()
     with configurator.one_line_errors():
         name = f"wikitext-{args.version}-raw-v1"
         tokens = {"2": 2_500_000, "103": 119_000_000}[args.version]
         keys = {"revision": args.revision, "retry_minutes": args.retry_minutes}
-        keys |= {"starts": lambda line: bool(TITLE.fullmatch(line)), "otherwise": "give a clone by --repository=FOLDER"}
+        keys |= {
+            "starts": lambda line: bool(TITLE.fullmatch(line)),
+            "otherwise": "give a clone by --repository=FOLDER",
+        }
         train = hub.Hub(args.repository, name, "train", tokens=tokens, **keys)
         val = hub.Hub(args.repository, name, args.val_split, tokens=300_000, **keys)
-        preparation.prepare(args, "wikitext", [("val", val, args.val_tokens), ("train", train, None)])
+        preparation.prepare(
+            args, "wikitext", [("val", val, args.val_tokens), ("train", train, None)]
+        )
 
 
 if __name__ == "__main__":
