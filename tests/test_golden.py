@@ -82,7 +82,6 @@ CORPORA = {
     "openwebtext": ["openwebtext", "--source", "rows.jsonl", *LIMITS],
     "wikitext": ["wikitext", "--repository=wikitext", "--version=2", "--tokenizer=bytes", "--shard_tokens=100"],
     "python_stdlib": ["python_stdlib", "--tokenizer=bytes"],
-    "python_packages": ["python_packages", "--tokenizer=bytes", "--val_share=0.4"],
     "copy_task": ["copy_task", "--half=5", "--symbols=7", *DRAWN],
     "k_hop": ["k_hop", "--hops=2", "--positions=12", *DRAWN],
     "permutations": ["permutations", "--length=4", *DRAWN],

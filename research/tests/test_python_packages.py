@@ -9,7 +9,7 @@ from in_process import call
 from near_duplicates_helpers import changed, jaccard, written
 
 from data import tokenizer
-from data.python_packages import prepare
+from research.residual_streams import python_packages as prepare
 from data.shards import open_corpus
 
 
@@ -26,6 +26,9 @@ def install(library, name, version, files):
         (library / path).parent.mkdir(parents=True, exist_ok=True)
         (library / path).write_bytes(text.encode())
     (info / "RECORD").write_text("".join(f"{path},,\n" for path in [*files, f"../../bin/{name}.py"]))
+
+
+EARLIER = ["1191923d669409ea", "42119e8c06bd9bf1"]  # SHA-256, its first half
 
 
 @pytest.fixture
@@ -63,7 +66,7 @@ def texts_of(corpus, split):
 
 def prepared(tmp_path, *arguments):
     arguments = (f"--out={tmp_path / 'out'}", "--val_share=0.2", "--vocab_size=300", "--workers=2", *arguments)
-    made = call("data/python_packages/prepare.py", *arguments)
+    made = call("research/residual_streams/python_packages.py", *arguments)
     assert made.returncode == 0, made.stderr.decode()
     return open_corpus(str(tmp_path / "out")), made.stdout.decode()
 
@@ -120,7 +123,7 @@ def test_it_goes_on_and_notices_another_environment(libraries, tmp_path):
     assert {file.name: file.read_bytes() for file in again.path.glob("*.bin")} == first
     install(packages, "later", "1.0", {"later/a.py": source(4)})
     options = [f"--out={tmp_path / 'out'}", "--val_share=0.2", "--vocab_size=300", "--shard_tokens=3000"]
-    line = one_line_error(call("data/python_packages/prepare.py", *options))
+    line = one_line_error(call("research/residual_streams/python_packages.py", *options))
     assert "holds another preparation" in line
     assert "--overwrite" in line
 
@@ -135,6 +138,16 @@ def test_it_goes_on_and_notices_another_environment(libraries, tmp_path):
     ],
 )
 def test_mistakes_end_in_one_line(libraries, tmp_path, option, message):
-    line = one_line_error(call("data/python_packages/prepare.py", option, f"--out={tmp_path / 'out'}"))
+    line = one_line_error(call("research/residual_streams/python_packages.py", option, f"--out={tmp_path / 'out'}"))
     assert message in line
     assert not (tmp_path / "out").exists()
+
+
+def test_the_shards_are_those_of_earlier_code(libraries, tmp_path):
+    out, libs = tmp_path / "out", libraries
+    assert len(libs[2]) == 11
+    options = ("--tokenizer=bytes", "--val_share=0.4", f"--out={out}")
+    assert call("research/residual_streams/python_packages.py", *options).returncode == 0
+    records = open_corpus(str(out)).meta["shards"]
+    found = [record["sha256"][:16] for record in records]
+    assert found == EARLIER

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from near_duplicates_helpers import changed, jaccard, runs, written
 
-from data.near_duplicates import BANDS, ROWS, NearDuplicates, band_keys, shingles, similarity
+from research.residual_streams.near_duplicates import BANDS, ROWS, NearDuplicates, band_keys, shingles, similarity
 
 
 def pairs(count, seed=0):
@@ -46,7 +46,7 @@ def test_signatures_agree_as_often_as_sets_are_similar():
 def test_a_long_text_is_hashed_in_parts(monkeypatch):
     text = " ".join(written(random.Random(3), 3000))
     whole = band_keys(shingles(text))
-    monkeypatch.setattr("data.near_duplicates.CHUNK", 7)
+    monkeypatch.setattr("research.residual_streams.near_duplicates.CHUNK", 7)
     assert band_keys(shingles(text)) == whole
     assert len(whole) == BANDS
 

@@ -1,11 +1,11 @@
 """All Python source of the running environment: its packages and the standard library. No network.
 
-    python data/python_packages/prepare.py                                       4,096 byte pairs, for CPUs
-    python data/python_packages/prepare.py --vocab_size=16384 --out=data/python_packages_16k
+    python research/residual_streams/python_packages.py                                       4,096 byte pairs, for CPUs
+    python research/residual_streams/python_packages.py --vocab_size=16384 --out=data/python_packages_16k
 
 Left out are files that are not UTF-8; those whose lines have more than 100 characters on average or 1000 at most, which
 are tables and generated code (the rule of Codex, arXiv 2107.03374); and those that repeat an earlier one exactly or
-nearly: 0.8 or more of the 5-word shingles that the two have together are in both (data/near_duplicates.py).
+nearly: 0.8 or more of the 5-word shingles that the two have together are in both (near_duplicates.py).
 
 Validation is of packages that training does not see: whole distributions, chosen by a hash of their names, up to
 --val_share of the bytes; the standard library is for training. Where a file of training repeats one of validation, as
@@ -29,9 +29,10 @@ from tqdm import tqdm
 
 import configurator
 from data import preparation, shards
-from data.near_duplicates import THRESHOLD, NearDuplicates
+from research.residual_streams.near_duplicates import THRESHOLD, NearDuplicates
 from data.sources import Texts
 
+OUT = Path(__file__).parents[2] / "data" / "python_packages"  # where --dataset=python_packages looks
 STANDARD_LIBRARY = f"Python=={platform.python_version()}"
 
 
@@ -130,7 +131,7 @@ def split(found: list[Document], share: float) -> tuple[dict[str, list[Document]
 def main():
     fixed = {"val_tokens": None, "tokenizer_bytes": 30_000_000, "max_tokens": None}
     parser = preparation.arguments(
-        __doc__, Path(__file__).parent, fixed, tokenizer="bpe", shard_tokens=10_000_000
+        __doc__, OUT, fixed, tokenizer="bpe", shard_tokens=10_000_000
     )
     parser.add_argument(
         "--val_share", type=float, default=0.04, help="of the bytes, at most, is for validation"
