@@ -29,8 +29,8 @@ from tqdm import tqdm
 
 import configurator
 from data import preparation, shards
-from research.residual_streams.near_duplicates import THRESHOLD, NearDuplicates
 from data.sources import Texts
+from research.residual_streams.near_duplicates import THRESHOLD, NearDuplicates
 
 OUT = Path(__file__).parents[2] / "data" / "python_packages"  # where --dataset=python_packages looks
 STANDARD_LIBRARY = f"Python=={platform.python_version()}"

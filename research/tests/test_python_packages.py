@@ -9,8 +9,8 @@ from in_process import call
 from near_duplicates_helpers import changed, jaccard, written
 
 from data import tokenizer
-from research.residual_streams import python_packages as prepare
 from data.shards import open_corpus
+from research.residual_streams import python_packages as prepare
 
 
 def source(seed, words=120):
