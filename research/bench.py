@@ -13,7 +13,7 @@
 `step`, which needs no name, measures training steps (forward, backward, AdamW) and forward passes without gradients.
 Models take turns in groups: the baseline, one variant and its peers; on a CPU every group is visited twice. A ratio is
 the baseline's time over the model's in the same round: the median over the rounds, with the 10th and 90th percentile. A
-peer is a straight transcription of the equations (tests/transcription.py), eager and compiled.
+peer is a straight transcription of the equations (research/benchmarks/transcription.py), eager and compiled.
 """
 
 import argparse

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from helpers import ROOT, SMALL, llm_c_shard, one_line_error, sign, small_run
 from in_process import call, finish_together
 
-import train
 from data import shards
 from data.loader import TrainBatches, ValidationBatches
 from data.windows import Windows

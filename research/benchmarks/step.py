@@ -19,6 +19,7 @@ from research.benchmarks.contender import Contender, memory
 from research.benchmarks.figures import Figures, launches_used
 from research.benchmarks.suites import BASELINE, PLAIN, row_name
 from research.benchmarks.timing import compared, measure, percentiles, spread, waiting
+from research.benchmarks.transcription import Transcription
 from training import distributed
 from training.metrics import nominal_flops_per_token, peak_flops
 
@@ -153,10 +154,9 @@ class Bench:
 
 
 def transcription(stem: str, model) -> torch.nn.Module | None:
-    """tests/transcription.py's model of that stem with the weights of `model`; None where the stem has none."""
-    tests = suites.of_tests("transcription")
+    """The straight transcription of that stem with the weights of `model`; None where the stem has none."""
     try:
-        result = tests.Transcription(stem, model.config)
+        result = Transcription(stem, model.config)
     except ValueError:
         return None
     result.load_state_dict(model.state_dict())

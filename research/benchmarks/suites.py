@@ -1,9 +1,6 @@
 """What is measured: sizes and models by suite and command line."""
 
-import importlib
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -78,14 +75,6 @@ def split_model(text: str) -> tuple[str, dict, dict]:
     if colon and key is None:
         raise ValueError(f"--models: {text}: {stem} has no columns: leave the colon out")
     return stem, keys | ({key: int(columns)} if colon else {}), values
-
-
-def of_tests(module: str):
-    """A module of tests/, which is no package: pytest imports from the folder as well."""
-    tests = str(Path(__file__).parents[2] / "tests")
-    if tests not in sys.path:
-        sys.path.append(tests)
-    return importlib.import_module(module)
 
 
 def row_name(model: str) -> str:

@@ -11,13 +11,13 @@ import pytest
 import torch
 from helpers import script
 from models import PAPER
-from transcription_streams import STREAMS
 
 from model import STEMS, build
 from model.kernels.launch import launch_of, launches_of
 from research import bench
 from research.benchmarks import contender, kernel_bandwidth, step, suites, timing
 from research.benchmarks.figures import Figures
+from research.benchmarks.transcription_streams import STREAMS
 from training import metrics
 
 TINY = ["--vocab_size=64", "--block_size=16", "--num_hidden_layers=1", "--hidden_size=32", "--micro_batch_size=1"]

@@ -7,7 +7,8 @@ blocks aside.
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transcription import MLP, Attention, Block, fp32, fp32_linear, nothing, rms_norm
+
+from research.benchmarks.transcription import MLP, Attention, Block, fp32, fp32_linear, nothing, rms_norm
 
 
 class Streams(nn.Module):

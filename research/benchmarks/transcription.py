@@ -221,7 +221,7 @@ READS |= {"DDL-gpt-mha-rope-CC": ColumnRead, "DDL-gpt-mha-rope-CC-EC": ColumnRea
 
 def parts(stem: str):
     """What makes the state, a block, the readout and the final norm. ValueError: there is no transcription of it."""
-    from transcription_streams import STREAMS
+    from research.benchmarks.transcription_streams import STREAMS
 
     if stem == "gpt-mha-rope":
         return nothing, Block, nothing, rms_norm

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from models import PAPER, TINY, tiny
-from transcription import Transcription
-from transcription_streams import STREAMS
+
+from research.benchmarks.transcription import Transcription
+from research.benchmarks.transcription_streams import STREAMS
 
 CASES = [(stem, {}) for stem in (*PAPER, *STREAMS)]
 CASES += [("DDL-gpt-mha-rope-CC-EC", {"ddl_value_channels": 2, "mup": True, "rope_ratio": 0.5})]
