@@ -24,11 +24,12 @@ def mutated(draw: random.Random, base: list[str]) -> list[str]:
     schema = knobs(train.TrainConfig, model_class(stem).Config)
     arguments = [*base, f"--model={stem}"]
     for _ in range(draw.randint(1, 3)):
-        knob = draw.choice([knob for name, knob in schema.items() if name not in HELD])
+        name = draw.choice([name for name in schema if name not in HELD])
+        knob = schema[name]
         near = ["True", "False"] if bool in knob.types else [knob.default, draw.randint(1, 40)]
         value = draw.choice([*(knob.choices or near)] if draw.random() < 0.8 else WILD)
-        odd = [f"--{knob.name}", f"--{knob.name}s={value}", draw.choice(["-", "stray", "--", "=1"])]
-        arguments.append(f"--{knob.name}={value}" if draw.random() < 0.85 else draw.choice(odd))
+        odd = [f"--{name}", f"--{name}s={value}", draw.choice(["-", "stray", "--", "=1"])]
+        arguments.append(f"--{name}={value}" if draw.random() < 0.85 else draw.choice(odd))
     return arguments
 
 

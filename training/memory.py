@@ -38,9 +38,17 @@ def size_of_run(config, model, windows: int, device: torch.device) -> str:
 
 
 def parameters_of(stem: str, model_config) -> int:
-    """Parameters of a model, without making it."""
-    with faults_of(stem), torch.device("meta"):
-        return build(stem, **dataclasses.asdict(model_config)).num_parameters()
+    """Parameters of a model, without making it: counted with one to three blocks.
+
+    A block may have some more than the one before, the same number every time.
+    """
+    counts, more = [], model_config.num_hidden_layers - 1
+    for layers in (1, 2, 3):
+        sized = dataclasses.replace(model_config, num_hidden_layers=layers)
+        with torch.device("meta"):
+            counts.append(build(stem, **dataclasses.asdict(sized)).num_parameters())
+    one, two, three = counts
+    return one + more * (two - one) + more * (more - 1) // 2 * (three - 2 * two + one)
 
 
 def least_memory(config, model_config) -> int:
@@ -49,7 +57,13 @@ def least_memory(config, model_config) -> int:
     Weights, gradients and the optimizer's moments, and what autograd saves of the sequences of one
     forward pass: that of one block for each. ValueError: the model cannot be made.
     """
-    parameters = parameters_of(config.model, model_config)
+    try:
+        with faults_of(config.model):  # the first time that a model of a user's is made
+            parameters = parameters_of(config.model, model_config)
+    except ValueError as error:
+        if "overflow" in str(error.__cause__):
+            return 2**63
+        raise
     per_weight = 12 if config.optimizer == "muon" else 16  # Muon has one moment
     weights = per_weight * parameters // (world_size() if config.engine == "fsdp" else 1)
     kept = 0
