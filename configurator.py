@@ -46,7 +46,9 @@ if _OURS and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
 
 @dataclass(frozen=True)
 class Knob:
-    """A key of a schema; choices empty: any value; group: the title of the class that defines it."""
+    """A key of a schema; choices empty: any value; group: the title of the class that defines
+    it.
+    """
 
     types: tuple[type, ...]
     choices: tuple

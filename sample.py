@@ -6,9 +6,9 @@
     python sample.py runs/demo_cpu --interactive
     python sample.py runs/demo_cpu --serve            # a page in the browser
 
-The run is a run folder (its newest checkpoint), one checkpoint folder, or a folder made by export.py. Several prompts
-and samples are generated together, up to --batch_size; a text is the same whatever it shares its batch with. The speed
-is printed at the end, on stderr.
+The run is a run folder (its newest checkpoint), one checkpoint folder, or a folder made by
+export.py. Several prompts and samples are generated together, up to --batch_size; a text is the
+same whatever it shares its batch with. The speed is printed at the end, on stderr.
 """
 
 import signal
@@ -30,7 +30,8 @@ from training.distributed import can_compile, computes_in_bfloat16, pick_device
 
 RULE = "-" * 80
 LABELLED = (
-    "note: this model was trained on labels: the first token that it writes is the answer at the prompt's last one, "
+    "note: this model was trained on labels: the first token that it writes is the answer at the "
+    "prompt's last one, "
     "what follows means nothing: give --max_new_tokens=1 --temperature=0"
 )
 
@@ -49,41 +50,79 @@ def read_prompt(argument: str) -> str:
 
 def arguments():
     parser = configurator.Parser(description=__doc__)
-    parser.add_argument("run", help="run folder (its newest checkpoint), checkpoint folder or exported folder")
-    parser.add_argument("--prompt", action="append", help="text, FILE:path, or - for standard input; may be repeated")
+    parser.add_argument(
+        "run", help="run folder (its newest checkpoint), checkpoint folder or exported folder"
+    )
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        help="text, FILE:path, or - for standard input; may be repeated",
+    )
     parser.add_argument("--num_samples", type=int, default=1, help="texts for each prompt")
     parser.add_argument("--max_new_tokens", type=int, default=300)
-    parser.add_argument("--temperature", type=float, default=1.0, help="0: always the likeliest token")
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, help="0: always the likeliest token"
+    )
     parser.add_argument("--top_k", type=int, help="draw from the k likeliest tokens")
-    parser.add_argument("--top_p", type=float, default=0.9, help="draw from the likeliest tokens of this total mass")
-    parser.add_argument("--min_p", type=float, default=0.0, help="and of this share of the likeliest one's probability")
-    parser.add_argument("--repetition_penalty", type=float, default=1.0, help="above 1: fewer repetitions")
+    parser.add_argument(
+        "--top_p", type=float, default=0.9, help="draw from the likeliest tokens of this total mass"
+    )
+    parser.add_argument(
+        "--min_p",
+        type=float,
+        default=0.0,
+        help="and of this share of the likeliest one's probability",
+    )
+    parser.add_argument(
+        "--repetition_penalty", type=float, default=1.0, help="above 1: fewer repetitions"
+    )
     parser.add_argument(
         "--stop",
         action="append",
         default=[],
         help=r"end a text before this string; \n is a line break; may be repeated",
     )
-    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text; sample i has seed + i")
-    parser.add_argument("--batch_size", type=int, default=16, help="most texts that are generated together")
-    parser.add_argument("--interactive", action="store_true", help="prompts from the terminal, one after the other")
-    parser.add_argument("--serve", action="store_true", help="a page in the browser instead (needs fastapi, uvicorn)")
-    parser.add_argument("--host", default="127.0.0.1", help="--serve: address to listen on; this machine alone")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="the same seed gives the same text; sample i has seed + i",
+    )
+    parser.add_argument(
+        "--batch_size", type=int, default=16, help="most texts that are generated together"
+    )
+    parser.add_argument(
+        "--interactive", action="store_true", help="prompts from the terminal, one after the other"
+    )
+    parser.add_argument(
+        "--serve",
+        action="store_true",
+        help="a page in the browser instead (needs fastapi, uvicorn)",
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="--serve: address to listen on; this machine alone"
+    )
     parser.add_argument("--port", type=int, default=8000, help="--serve: port to listen on")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     dtypes = ("auto", "float32", "bfloat16")
-    parser.add_argument("--dtype", choices=dtypes, default="auto", help="of computing; auto: bfloat16 on a GPU")
+    parser.add_argument(
+        "--dtype", choices=dtypes, default="auto", help="of computing; auto: bfloat16 on a GPU"
+    )
     parser.add_argument(
         "--compile",
         choices=("True", "False"),
-        help="make the step once for all tokens: on a GPU a CUDA graph (the default there), on a CPU by torch.compile, "
+        help="make the step once for all tokens: on a GPU a CUDA graph (the default there), on a "
+        "CPU by torch.compile, "
         "which takes seconds (default: False)",
     )
     return parser.parse_args()
 
 
 def check(args) -> Sampling:
-    """How tokens are drawn. ValueError: an option out of range, or options that contradict each other."""
+    """How tokens are drawn.
+
+    ValueError: an option out of range, or options that contradict each other.
+    """
     for name, fits, fix in (
         ("num_samples", args.num_samples >= 1, "1 or more"),
         ("batch_size", args.batch_size >= 1, "1 or more"),
@@ -97,28 +136,46 @@ def check(args) -> Sampling:
     if args.serve + args.interactive + bool(args.prompt) > 1:
         raise ValueError("--serve, --interactive and --prompt: give one of them")
     if (args.serve or args.interactive) and args.num_samples > 1:
-        raise ValueError(f"--num_samples={args.num_samples}: --serve and --interactive make one text at a time")
+        raise ValueError(
+            f"--num_samples={args.num_samples}: --serve and --interactive make one text at a time"
+        )
     if args.serve and args.compile == "True":
-        raise ValueError("--compile=True has no effect with --serve, which looks at every gate: leave it out")
+        raise ValueError(
+            "--compile=True has no effect with --serve, which looks at every gate: leave it out"
+        )
     if args.interactive and len(args.stop) > 1:
         raise ValueError("--interactive takes one --stop: leave the others out")
     args.stop = [text.replace("\\n", "\n") for text in args.stop]
     return Sampling(args.repetition_penalty, args.temperature, args.top_k, args.top_p, args.min_p)
 
 
-def make_decoder(model, device: torch.device, compiled: str | None, rows: int, length: int) -> Decoder:
-    """A decoder of texts of at most `length` tokens, as --compile says. ValueError: there is no compiler."""
+def make_decoder(
+    model, device: torch.device, compiled: str | None, rows: int, length: int
+) -> Decoder:
+    """A decoder of texts of at most `length` tokens, as --compile says.
+
+    ValueError: there is no compiler.
+    """
     if compiled == "True" and not can_compile(device):
-        raise ValueError("--compile=True needs a C++ compiler and Python's headers: give --compile=False")
+        raise ValueError(
+            "--compile=True needs a C++ compiler and Python's headers: give --compile=False"
+        )
     on = device.type == "cuda" if compiled is None else compiled == "True"
     return Decoder(model, rows, min(length, model.config.block_size), on)
 
 
-def stream(decoder: Decoder, tokenizer, texts: list[str], seeds: list[int], args, sampling: Sampling) -> int:
-    """Print texts and what follows them, in their order and as early as that allows. Returns how many tokens it was."""
+def stream(
+    decoder: Decoder, tokenizer, texts: list[str], seeds: list[int], args, sampling: Sampling
+) -> int:
+    """Print texts and what follows them, in their order and as early as that allows.
+
+    Returns how many tokens it was.
+    """
     prompts, made = [encode_prompt(tokenizer, text) for text in texts], 0
     waiting, ended, turn = [[text] for text in texts], set(), 0
-    for row, piece, new in generate_text(decoder, tokenizer, prompts, args.max_new_tokens, sampling, seeds, args.stop):
+    for row, piece, new in generate_text(
+        decoder, tokenizer, prompts, args.max_new_tokens, sampling, seeds, args.stop
+    ):
         made += new
         if piece is None:
             ended.add(row)
@@ -134,12 +191,16 @@ def stream(decoder: Decoder, tokenizer, texts: list[str], seeds: list[int], args
     return made
 
 
-def sample(model, tokenizer, texts: list[str], args, sampling: Sampling, device: torch.device) -> None:
+def sample(
+    model, tokenizer, texts: list[str], args, sampling: Sampling, device: torch.device
+) -> None:
     """Print args.num_samples texts for each prompt."""
     longest = max(len(encode_prompt(tokenizer, text)) for text in texts)
     if longest > model.config.block_size:
         print(
-            f"note: of a prompt's {longest} tokens the model reads the last {model.config.block_size}", file=sys.stderr
+            f"note: of a prompt's {longest} tokens the model reads the last "
+            f"{model.config.block_size}",
+            file=sys.stderr,
         )
     jobs = [(text, args.seed + index) for text in texts for index in range(args.num_samples)]
     rows = min(len(jobs), args.batch_size)
@@ -148,7 +209,9 @@ def sample(model, tokenizer, texts: list[str], args, sampling: Sampling, device:
     for first in range(0, len(jobs), rows):
         if first:
             print(RULE)
-        made += stream(decoder, tokenizer, *map(list, zip(*jobs[first : first + rows])), args, sampling)
+        made += stream(
+            decoder, tokenizer, *map(list, zip(*jobs[first : first + rows])), args, sampling
+        )
     seconds = time.perf_counter() - started
     print(f"{made} tokens in {seconds:.2f} s, {made / seconds:,.1f} tokens/s", file=sys.stderr)
 
@@ -161,7 +224,8 @@ def main():
         texts = [read_prompt(argument) for argument in args.prompt or [""]]
         model, tokenizer, state = load_model(args.run, device)
         if state.get("corpus", {}).get("labels"):
-            _ = [encode_prompt(tokenizer, text) for text in texts]  # a mistake in one comes first, and alone
+            # a mistake in one comes first, and alone
+            _ = [encode_prompt(tokenizer, text) for text in texts]
             print(LABELLED, file=sys.stderr)
         kernels.use(model, "auto", device)
         bf16 = computes_in_bfloat16(args.dtype, device)
@@ -176,8 +240,14 @@ def main():
                 from serving.terminal import Settings, converse
 
                 stop = args.stop[0] if args.stop else None
-                settings = Settings(**vars(sampling), max_new_tokens=args.max_new_tokens, seed=args.seed, stop=stop)
-                converse(make_decoder(model, device, args.compile, 1, model.config.block_size), tokenizer, settings)
+                settings = Settings(
+                    **vars(sampling), max_new_tokens=args.max_new_tokens, seed=args.seed, stop=stop
+                )
+                converse(
+                    make_decoder(model, device, args.compile, 1, model.config.block_size),
+                    tokenizer,
+                    settings,
+                )
             else:
                 sample(model, tokenizer, texts, args, sampling, device)
 

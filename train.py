@@ -245,7 +245,8 @@ def check_run(c: TrainConfig, saved: dict | None = None) -> None:
             )
     if c.kernels == "off" and c.state_interval != TrainConfig.state_interval:
         raise ValueError(
-            f"state_interval={c.state_interval} has no effect with kernels=off: leave one of them out"
+            f"state_interval={c.state_interval} has no effect with kernels=off: leave one of them "
+            "out"
         )
     if c.engine == "fsdp" and c.optimizer == "muon":
         raise ValueError(
@@ -266,7 +267,8 @@ def check_run(c: TrainConfig, saved: dict | None = None) -> None:
     if c.schedule == "wsd" and (c.decay_steps or 0) > most and not kept:
         raise ValueError(
             f"decay_steps={c.decay_steps}, but max_steps={c.max_steps} has {most} steps after "
-            f"warmup_steps={c.warmup_steps}: give 0 to {most}, or leave it out for a fifth of the run"
+            f"warmup_steps={c.warmup_steps}: give 0 to {most}, or leave it out for a fifth of the "
+            "run"
         )
 
 
@@ -279,11 +281,13 @@ def open_data(config: TrainConfig, model_config):
     known, length = corpus.meta["vocab_size"], model_config.block_size
     if known > model_config.vocab_size:
         raise ValueError(
-            f"vocab_size={model_config.vocab_size}, but {corpus.path} has {known} tokens: give {known}"
+            f"vocab_size={model_config.vocab_size}, but {corpus.path} has {known} tokens: give "
+            f"{known}"
         )
     if known != (size := size_of(describe(corpus.path))):
         raise ValueError(
-            f"{corpus.path}: meta.json has vocab_size {known}, its tokenizer {size}: prepare it again"
+            f"{corpus.path}: meta.json has vocab_size {known}, its tokenizer {size}: prepare it "
+            "again"
         )
     documents = Windows.of(corpus.meta)
     batches = TrainBatches(
@@ -291,8 +295,10 @@ def open_data(config: TrainConfig, model_config):
     )
     if batches.windows < config.global_batch_size:
         raise ValueError(
-            f"global_batch_size={config.global_batch_size}, but the training split of {corpus.path} "
-            f"has {batches.windows} sequences of block_size={length}: give a smaller batch, or more text"
+            f"global_batch_size={config.global_batch_size}, but the training split of "
+            f"{corpus.path} "
+            f"has {batches.windows} sequences of block_size={length}: give a smaller batch, or "
+            "more text"
         )
     validation = ValidationBatches(corpus.val, length, known, documents)
     if config.eval_part != "all" and validation.windows < 2:
@@ -418,6 +424,9 @@ def main():
         if config.wandb_log:
             configurator.optional("wandb", "wandb_log=True")
         memory.refuse_too_large(config, model_config, device)
+        # A run that goes on there writes and removes what is looked at from here on.
+        held = distributed.rank() == 0 and not config.dry_run and (out / "lock").exists()
+        lock = start.lock(out) if held else None
         corpus, train_batches, val_batches = open_data(config, model_config)
         tokenizer_json = describe(corpus.path)  # for every checkpoint, wherever the corpus is then
         begin = start.find(config, settings, corpus.identity)
@@ -467,7 +476,7 @@ def main():
             state = checkpoint.load_tensors(begin / "optimizer.safetensors")
             optimizer.load_named_state(optimizers, state, without_gradient)
         if world.is_main:
-            lock = start.lock(out)
+            lock = lock or start.lock(out)
             stopping.write_status(out, progress["step"], config.max_steps, ended=None)
             checkpoint.set_aside(out, begin)
             commit()  # of the code that runs, whatever becomes of the files: it is remembered
@@ -478,7 +487,8 @@ def main():
             )
             print(
                 f"{train_batches.windows:,} sequences an epoch; each leaves out "
-                f"{train_batches.skipped:,} of {len(train_batches.tokens):,} tokens, not always the same"
+                f"{train_batches.skipped:,} of {len(train_batches.tokens):,} tokens, not always "
+                "the same"
             )
             for note in notes:
                 print(f"note: {note}")

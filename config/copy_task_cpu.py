@@ -1,4 +1,6 @@
-"""The copy task (data/copy_task/prepare.py, its defaults) on two CPU cores: learned in a minute, loss ln(16) / 2."""
+"""The copy task (data/copy_task/prepare.py, its defaults) on two CPU cores: learned in a minute,
+loss ln(16) / 2.
+"""
 
 from training.distributed import can_compile as _can_compile
 from training.distributed import cpu_has_bfloat16 as _cpu_has_bfloat16

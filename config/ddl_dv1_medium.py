@@ -1,4 +1,6 @@
-"""Deep Delta Learning with one column (d_v = 1), medium (353M). The rest is train.py's default, the paper's recipe.
+"""Deep Delta Learning with one column (d_v = 1), medium (353M).
+
+The rest is train.py's default, the paper's recipe.
 
 torchrun --nproc_per_node=4 train.py config/ddl_dv1_medium.py
 """
@@ -8,4 +10,5 @@ from config.ddl_dv1_small import *
 num_hidden_layers = 24
 num_attention_heads = 8
 hidden_size = 1024
-micro_batch_size = 10  # divides the 480 sequences of a step over 1, 2, 4 or 8 GPUs; the result does not depend on it
+# divides the 480 sequences of a step over 1, 2, 4 or 8 GPUs; the result does not depend on it
+micro_batch_size = 10

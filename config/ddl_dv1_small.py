@@ -1,4 +1,6 @@
-"""Deep Delta Learning with one column (d_v = 1), small (124M). The rest is train.py's default, the paper's recipe.
+"""Deep Delta Learning with one column (d_v = 1), small (124M).
+
+The rest is train.py's default, the paper's recipe.
 
 torchrun --nproc_per_node=4 train.py config/ddl_dv1_small.py
 """

@@ -9,4 +9,5 @@ from config.gpt_small import *
 
 model = "DDL-gpt-mha-rope-CC-EC"
 
-ddl_value_channels = 4  # the kernel size follows by itself: a sweep over d_v changes this line alone
+# the kernel size follows by itself: a sweep over d_v changes this line alone
+ddl_value_channels = 4

@@ -10,4 +10,5 @@ from config.ddl_dv4_cc_small import *
 num_hidden_layers = 24
 num_attention_heads = 8
 hidden_size = 1024
-micro_batch_size = 10  # divides the 480 sequences of a step over 1, 2, 4 or 8 GPUs; the result does not depend on it
+# divides the 480 sequences of a step over 1, 2, 4 or 8 GPUs; the result does not depend on it
+micro_batch_size = 10

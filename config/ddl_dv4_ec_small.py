@@ -1,4 +1,5 @@
-"""Deep Delta Learning with four columns, the embedding expanded by a convolution (EC), small (124M).
+"""Deep Delta Learning with four columns, the embedding expanded by a convolution (EC), small
+(124M).
 
 The rest is train.py's default, the paper's recipe.
 
@@ -9,4 +10,5 @@ from config.gpt_small import *
 
 model = "DDL-gpt-mha-rope-EC"
 
-ddl_value_channels = 4  # the kernel size follows by itself: a sweep over d_v changes this line alone
+# the kernel size follows by itself: a sweep over d_v changes this line alone
+ddl_value_channels = 4

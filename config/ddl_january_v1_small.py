@@ -1,10 +1,12 @@
-"""Deep Delta Learning as the first text says it (arXiv 2601.00417v1, January 1, 2026), small (124M).
+"""Deep Delta Learning as the first text says it (arXiv 2601.00417v1, January 1, 2026), small
+(124M).
 
-    k~ = MLP(mean over the columns of X), k = k~ / (|k~| + eps)     beta = 2 sigmoid(w . tanh(W mean))     v from F
+    k~ = MLP(mean over the columns of X), k = k~ / (|k~| + eps)   beta = 2 sigmoid(w . tanh(W mean))   v from F
 
-The text trains no language model. Where it is silent this is what the later ones do: four columns, read by a
-convolution over tokens; v = W_v F(c), the v-Map without sigmoid and bias; eps, and 128 hidden features of either MLP.
-The gate's output bias, which the text does not write, starts at 0 and is learned. The rest is train.py's default.
+The text trains no language model. Where it is silent this is what the later ones do: four columns,
+read by a convolution over tokens; v = W_v F(c), the v-Map without sigmoid and bias; eps, and 128
+hidden features of either MLP. The gate's output bias, which the text does not write, starts at 0
+and is learned. The rest is train.py's default.
 
     torchrun --nproc_per_node=4 train.py config/ddl_january_v1_small.py
 """

@@ -1,4 +1,6 @@
-"""A small Deep Delta Learning model on the standard library's source: a few minutes on two CPU cores."""
+"""A small Deep Delta Learning model on the standard library's source: a few minutes on two CPU
+cores.
+"""
 
 from training.distributed import can_compile as _can_compile
 from training.distributed import cpu_has_bfloat16 as _cpu_has_bfloat16
@@ -13,8 +15,9 @@ head_dim = 32
 hidden_size = 128
 init = "normal"  # the better one for this model, by little (research/docs/demo.md)
 
-# Small batches: with so few tokens, more steps beat less noise. Muon learns about twice as fast as AdamW here.
-# The rates are this model's best (research/docs/demo.md); another has its own, additive 1e-2 (Muon) and 8e-2.
+# Small batches: with so few tokens, more steps beat less noise. Muon learns about twice as fast as
+# AdamW here. The rates are this model's best (research/docs/demo.md); another has its own, additive
+# 1e-2 (Muon) and 8e-2.
 max_steps = 800
 global_batch_size = 8
 micro_batch_size = 8
@@ -28,6 +31,7 @@ eval_batches = 8
 log_interval = 20
 checkpoint_interval = 200
 
-# bfloat16 where the CPU multiplies it in hardware; compiled where there are a compiler and Python headers.
+# bfloat16 where the CPU multiplies it in hardware; compiled where there are a compiler and Python
+# headers.
 dtype = "bfloat16" if _cpu_has_bfloat16() else "float32"
 compile = _can_compile()

@@ -11,4 +11,5 @@ head_dim = 128
 hidden_size = 768
 mup = True
 
-micro_batch_size = 20  # divides the 480 sequences of a step over 1, 2, 4 or 8 GPUs; the result does not depend on it
+# divides the 480 sequences of a step over 1, 2, 4 or 8 GPUs; the result does not depend on it
+micro_batch_size = 20

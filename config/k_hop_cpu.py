@@ -1,4 +1,6 @@
-"""k-hop induction heads (data/k_hop/prepare.py, its defaults) on a CPU core; nothing is compiled."""
+"""k-hop induction heads (data/k_hop/prepare.py, its defaults) on a CPU core; nothing is
+compiled.
+"""
 
 model = "DDL-gpt-mha-rope"
 dataset = "k_hop"

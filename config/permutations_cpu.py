@@ -1,4 +1,6 @@
-"""The word problem of S_4 (data/permutations/prepare.py, its defaults) on a CPU core; nothing is compiled."""
+"""The word problem of S_4 (data/permutations/prepare.py, its defaults) on a CPU core; nothing is
+compiled.
+"""
 
 model = "DDL-gpt-mha-rope"
 dataset = "permutations"

@@ -1,4 +1,6 @@
-"""Multi-query associative recall (data/recall/prepare.py, its defaults) on a CPU core; nothing is compiled."""
+"""Multi-query associative recall (data/recall/prepare.py, its defaults) on a CPU core; nothing is
+compiled.
+"""
 
 model = "DDL-gpt-mha-rope"
 dataset = "recall"

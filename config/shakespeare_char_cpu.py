@@ -1,5 +1,6 @@
-"""nanoGPT's example for a CPU, which ends at a validation loss of 1.88 there: python data/shakespeare_char/prepare.py,
-then train with --model=... for the others."""
+"""nanoGPT's example for a CPU, which ends at a validation loss of 1.88 there: python
+data/shakespeare_char/prepare.py, then train with --model=... for the others.
+"""
 
 model = "gpt-mha-rope"
 dataset = "shakespeare_char"

@@ -244,7 +244,9 @@ class Hub:
 
 
 def fetch_shards(repository: str, out: Path, revision: str | None, minutes: float | None) -> dict:
-    """Download a data set's .bin files to `out`. Returns {"commit": its name, "sums": {file: SHA-256}}.
+    """Download a data set's .bin files to `out`.
+
+    Returns {"commit": its name, "sums": {file: SHA-256}}.
 
     `fetched.json` notes the commit, so that a fetch that is begun again goes on with that one.
     ValueError: it cannot be read, or `out` has shards of another.

@@ -1,8 +1,10 @@
-"""Training and validation batches as pure functions of (seed, step, sequence index): nothing to save, nothing to lose.
+"""Training and validation batches as pure functions of (seed, step, sequence index): nothing to
+save, nothing to lose.
 
-The shards of a split are joined. An epoch cuts their tokens into windows of seq_len + 1 tokens with stride seq_len,
-from an offset that is drawn anew for each epoch, and visits every window once, in a keyed random order that needs no
-memory. Sequence i of step s is number s * global_batch_size + i of the whole run, whoever computes it.
+The shards of a split are joined. An epoch cuts their tokens into windows of seq_len + 1 tokens with
+stride seq_len, from an offset that is drawn anew for each epoch, and visits every window once, in a
+keyed random order that needs no memory. Sequence i of step s is number s * global_batch_size + i of
+the whole run, whoever computes it.
 """
 
 from collections import deque
@@ -18,7 +20,10 @@ from data.windows import Windows
 
 
 class JoinedShards:
-    """Shards (uint16, 1-D each) as one array. Reading raises DamagedShard where an id is not below vocab_size."""
+    """Shards (uint16, 1-D each) as one array.
+
+    Reading raises DamagedShard where an id is not below vocab_size.
+    """
 
     def __init__(self, shards: list[np.ndarray], vocab_size: int = 2**16):
         self.names = [
@@ -32,7 +37,9 @@ class JoinedShards:
         return int(self.starts[-1])
 
     def read(self, starts: np.ndarray, count: int) -> np.ndarray:
-        """Tokens [start, start + count) for each of `starts`, uint16 (len(starts), count); zeros past the end."""
+        """Tokens [start, start + count) for each of `starts`, uint16 (len(starts), count); zeros
+        past the end.
+        """
         tokens = np.zeros((len(starts), count), dtype=np.uint16)
         shards = np.searchsorted(self.starts, starts, side="right") - 1
         for row, start, shard in zip(tokens, starts.tolist(), shards.tolist()):
@@ -47,8 +54,10 @@ class JoinedShards:
             position = int(starts[row]) + column
             shard = int(np.searchsorted(self.starts, position, side="right")) - 1
             raise DamagedShard(
-                f"{self.names[shard]} holds token id {tokens[row, column]} at {position - self.starts[shard]}, its "
-                f"vocabulary has {self.vocab_size}: it is damaged, or its meta.json is another corpus's"
+                f"{self.names[shard]} holds token id {tokens[row, column]} at "
+                f"{position - self.starts[shard]}, its "
+                f"vocabulary has {self.vocab_size}: it is damaged, or its meta.json is another "
+                "corpus's"
             )
         return tokens
 
@@ -56,7 +65,9 @@ class JoinedShards:
 def ids_and_targets(
     windows: np.ndarray, documents: Windows | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Windows of tokens as int64 tensors: all but the last, and all but the first, or what `documents` says."""
+    """Windows of tokens as int64 tensors: all but the last, and all but the first, or what
+    `documents` says.
+    """
     if documents:
         return documents.ids_and_targets(windows)
     return torch.from_numpy(windows[:, :-1].astype(np.int64)), torch.from_numpy(
@@ -65,7 +76,9 @@ def ids_and_targets(
 
 
 def keyed_permutation(index: np.ndarray, size: int, key: int) -> np.ndarray:
-    """A bijection of 0..size-1 that depends on key: a four-round Feistel network, walked until it lands below size."""
+    """A bijection of 0..size-1 that depends on key: a four-round Feistel network, walked until it
+    lands below size.
+    """
     half_bits = max(((size - 1).bit_length() + 1) // 2, 1)
     mask = np.uint64((1 << half_bits) - 1)
     round_keys = _round_keys(key)
@@ -88,7 +101,10 @@ def _round_keys(key: int) -> np.ndarray:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64: every input bit reaches every output bit. uint64 arithmetic wraps by design."""
+    """The finaliser of splitmix64: every input bit reaches every output bit.
+
+    uint64 arithmetic wraps by design.
+    """
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -120,7 +136,8 @@ class TrainBatches:
                 0,
             )
         else:
-            # One window fewer than fit at offset 0, so that every offset up to a window and the tail holds as many.
+            # One window fewer than fit at offset 0, so that every offset up to a window and the
+            # tail holds as many.
             self.stride, self.windows = seq_len, max((tokens - 1) // seq_len - 1, 1)
             self.max_offset = tokens - 1 - self.windows * seq_len
         self.skipped = tokens - self.windows * self.stride - (0 if documents else 1)  # per epoch
@@ -136,14 +153,17 @@ class TrainBatches:
         return starts
 
     def get(self, step: int, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """ids and targets, int64 (count, seq_len), of sequences first..first+count-1 of the global batch of `step`."""
+        """ids and targets, int64 (count, seq_len), of sequences first..first+count-1 of the global
+        batch of `step`.
+        """
         begin = step * self.global_batch_size + first
         starts = self.starts(np.arange(begin, begin + count))
         count = self.documents.tokens if self.documents else self.seq_len + 1
         return ids_and_targets(self.tokens.read(starts, count), self.documents)
 
     def shares(self, step: int, rows: int) -> torch.Tensor | None:
-        """What the loss of each micro-batch of `rows` sequences counts in the global batch of `step`.
+        """What the loss of each micro-batch of `rows` sequences counts in the global batch of
+        `step`.
 
         float32 (global_batch_size / rows,): its targets over the mean number of them, so that the
         mean of loss times share is the mean over all targets; all zero in a batch without any.
@@ -184,7 +204,8 @@ def check_window(tokens: int, split: str, seq_len: int, documents: Windows | Non
     """ValueError: no window fits, or the corpus's documents have another length."""
     if documents and seq_len != documents.length:
         raise ValueError(
-            f"block_size={seq_len}: the documents of this corpus have {documents.tokens} tokens each, one a window: "
+            f"block_size={seq_len}: the documents of this corpus have {documents.tokens} tokens "
+            "each, one a window: "
             f"give --block_size={documents.length}"
         )
     needed = documents.tokens if documents else seq_len + 1
@@ -195,9 +216,11 @@ def check_window(tokens: int, split: str, seq_len: int, documents: Windows | Non
 
 
 class ValidationBatches:
-    """The validation split in order: window w predicts tokens w*seq_len+1 .. (w+1)*seq_len, the last one what is left.
+    """The validation split in order: window w predicts tokens w*seq_len+1 .. (w+1)*seq_len, the
+    last one what is left.
 
-    Every token but the first is a target exactly once. ValueError: fewer than two tokens. documents: as in training.
+    Every token but the first is a target exactly once. ValueError: fewer than two tokens.
+    documents: as in training.
     """
 
     def __init__(
@@ -226,7 +249,9 @@ class ValidationBatches:
         )  # bool (seq_len,)
 
     def spread(self, count: int | None = None, part: str = "all") -> list[int]:
-        """`count` windows (all, where there are fewer) evenly over the split, or over its first or second half."""
+        """`count` windows (all, where there are fewer) evenly over the split, or over its first or
+        second half.
+        """
         half = self.windows // 2
         first, end = {"all": (0, self.windows), "first": (0, half), "second": (half, self.windows)}[
             part
@@ -235,7 +260,9 @@ class ValidationBatches:
         return sorted(set(np.linspace(first, end - 1, count).round().astype(int).tolist()))
 
     def get(self, windows: list[int], rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """ids and targets, int64 (rows, seq_len); rows and positions past the end hold id 0 and target -1."""
+        """ids and targets, int64 (rows, seq_len); rows and positions past the end hold id 0 and
+        target -1.
+        """
         starts = np.array(windows, dtype=np.int64) * self.stride
         tokens = np.zeros(
             (rows, self.documents.tokens if self.documents else self.seq_len + 1), dtype=np.uint16
@@ -251,7 +278,8 @@ class ValidationBatches:
 def prefetched(
     make: Callable, requests: Iterable, device: torch.device, ahead: int = 2
 ) -> Iterator:
-    """`make(request)`, a tuple of tensors, for each request in order, on `device`: a thread makes them `ahead`.
+    """`make(request)`, a tuple of tensors, for each request in order, on `device`: a thread makes
+    them `ahead`.
 
     For a GPU they lie in pinned memory, so that copying them does not stop the program.
     """

@@ -89,7 +89,10 @@ def prepare(args, name: str, plan: list[tuple], extra: dict | None = None) -> No
 
 
 class Preparation:
-    """One preparation of one folder. `records` lists the whole shards, each with what follows it."""
+    """One preparation of one folder.
+
+    `records` lists the whole shards, each with what follows it.
+    """
 
     def __init__(self, args, name: str, plan: list[tuple], extra: dict):
         self.args, self.name, self.plan, self.extra, self.out = args, name, plan, extra, args.out
@@ -310,7 +313,8 @@ class Preparation:
         tokens = sum(record["tokens"] for record in self.records)
         if not {"train", "val"} <= splits:
             raise ValueError(
-                f"{tokens:,} tokens leave nothing for {'training' if 'val' in splits else 'validation'}"
+                f"{tokens:,} tokens leave nothing for "
+                f"{'training' if 'val' in splits else 'validation'}"
                 f": give more text, or --val_tokens below {tokens} and --overwrite"
             )
         source = self.options_source()

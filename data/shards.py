@@ -1,7 +1,8 @@
 """Token shards in the format of llm.c and modded-nanogpt, and the folder that holds them.
 
-A shard is 256 int32 (magic 20240520, version 1, token count, zeros), then uint16 token ids. Its name contains
-`train_` or `val_`, or ends so. `meta.json` beside the shards says which tokenizer made them; without one, GPT-2's.
+A shard is 256 int32 (magic 20240520, version 1, token count, zeros), then uint16 token ids. Its
+name contains `train_` or `val_`, or ends so. `meta.json` beside the shards says which tokenizer
+made them; without one, GPT-2's.
 """
 
 import contextlib
@@ -28,7 +29,8 @@ class DamagedShard(ValueError):  # noqa: N818 (says what is wrong, as the messag
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> str:
-    """Write tokens (1-D, ids below 65536) as one shard: complete on the disk under its name, or absent.
+    """Write tokens (1-D, ids below 65536) as one shard: complete on the disk under its name, or
+    absent.
 
     Returns the file's SHA-256 in hex.
     """
@@ -55,7 +57,10 @@ def write_shard(path: Path, tokens: np.ndarray) -> str:
 
 
 def read_shard(path: Path) -> np.ndarray:
-    """The shard's tokens, uint16 (count,), memory-mapped. DamagedShard: not a whole one of version 1."""
+    """The shard's tokens, uint16 (count,), memory-mapped.
+
+    DamagedShard: not a whole one of version 1.
+    """
     size = path.stat().st_size
     header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
     if header.size < HEADER_INTS or header[0] != MAGIC:
@@ -67,7 +72,8 @@ def read_shard(path: Path) -> np.ndarray:
     count = int(header[2])
     if size != HEADER_BYTES + 2 * count:
         raise DamagedShard(
-            f"{path} is damaged: {count} tokens need {HEADER_BYTES + 2 * count} bytes, it has {size}: prepare it again"
+            f"{path} is damaged: {count} tokens need {HEADER_BYTES + 2 * count} bytes, it has "
+            f"{size}: prepare it again"
         )
     if count == 0:
         return np.zeros(0, dtype="<u2")
@@ -111,7 +117,8 @@ def only_one(folder: Path):
 
 
 def write_meta(folder: Path, about: dict, records: list[dict]) -> None:
-    """meta.json: `about` (tokenizer, vocab_size, eot_token, source), sums by split, every shard with its SHA-256.
+    """meta.json: `about` (tokenizer, vocab_size, eot_token, source), sums by split, every shard
+    with its SHA-256.
 
     Tokens that are ids stand for no bytes, which are left out.
     """
@@ -149,7 +156,9 @@ class Corpus:
 
     @property
     def identity(self) -> dict:
-        """What tells this corpus from another: meta.json with one digest for all shards, and the token counts."""
+        """What tells this corpus from another: meta.json with one digest for all shards, and the
+        token counts.
+        """
         about = {key: value for key, value in self.meta.items() if key != "shards"}
         for split, shards in (("train", self.train), ("val", self.val)):
             about[split] = {**about.get(split, {}), "tokens": sum(map(len, shards))}
@@ -174,7 +183,9 @@ def folder_of(dataset: str) -> Path:
 
 
 def vocab_size_of(dataset: str) -> int | None:
-    """Tokens of the corpus's tokenizer, end-of-text included; None where the corpus does not say."""
+    """Tokens of the corpus's tokenizer, end-of-text included; None where the corpus does not
+    say.
+    """
     size = read_json(folder_of(dataset) / "meta.json").get("vocab_size")
     return size if type(size) is int else None
 
@@ -182,7 +193,8 @@ def vocab_size_of(dataset: str) -> int | None:
 def open_corpus(dataset: str) -> Corpus:
     """The corpus in `data/<dataset>` or in the folder `dataset`.
 
-    ValueError: no such folder or no shards in it (the message names the command that makes them), or a damaged one.
+    ValueError: no such folder or no shards in it (the message names the command that makes them),
+    or a damaged one.
     """
     path = folder_of(dataset)
     files = {split: shard_files(path, split) for split in ("train", "val")}
@@ -223,7 +235,8 @@ def open_corpus(dataset: str) -> Corpus:
     for record in meta.get("shards", []):
         if lengths.get(record["file"]) != record["tokens"]:
             raise ValueError(
-                f"{path / record['file']} is not the shard of {record['tokens']:,} tokens that meta.json lists: "
+                f"{path / record['file']} is not the shard of {record['tokens']:,} tokens that "
+                "meta.json lists: "
                 "delete it and run prepare.py again, which makes it again"
             )
     return Corpus(path, meta, **tokens)

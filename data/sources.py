@@ -53,7 +53,8 @@ class Texts:
 
 
 class Files:
-    """Parquet and JSON-lines files (a document a row, in `column`); any other is one UTF-8 document.
+    """Parquet and JSON-lines files (a document a row, in `column`); any other is one UTF-8
+    document.
 
     `patterns` are files, patterns and folders; in a folder (all that is below it) hidden files and
     files that are not text are left out, and `suffixes`, where given, chooses. Files come in name
@@ -242,7 +243,9 @@ def parquet_texts(file, name, column: str, at: int = 0) -> Iterator[tuple[int, l
                     break
                 if wrong := next((t for t in texts if not isinstance(t, str | None)), None):
                     kind = type(wrong).__name__
-                    raise ValueError(f"{name}: column {column} holds {kind}, not text: give --column")
+                    raise ValueError(
+                        f"{name}: column {column} holds {kind}, not text: give --column"
+                    )
                 if first + len(texts) > at:
                     yield first, texts
                 first += len(texts)

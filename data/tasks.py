@@ -1,7 +1,7 @@
 """What the synthetic tasks share: windows of ids with a label at some positions, drawn by a seed.
 
-A window of the shards is end-of-text and its ids, then as many labels: that of each of these tokens, 0 for none. Ids
-begin at 1, end-of-text is the last. `data/windows.py` reads them.
+A window of the shards is end-of-text and its ids, then as many labels: that of each of these
+tokens, 0 for none. Ids begin at 1, end-of-text is the last. `data/windows.py` reads them.
 """
 
 from abc import ABC, abstractmethod
@@ -22,8 +22,9 @@ RANGES = {"sequences": (1, 2**40), "val_sequences": (1, 2**40), "seed": (0, 2**6
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """One task at one difficulty: a subclass has `name`, that of its folder, its keys as fields, and among them
-    `positions`, the ids of a window, end-of-text aside."""
+    """One task at one difficulty: a subclass has `name`, that of its folder, its keys as fields,
+    and among them `positions`, the ids of a window, end-of-text aside.
+    """
 
     @property
     @abstractmethod
@@ -36,7 +37,9 @@ class Task(ABC):
 
     @abstractmethod
     def known(self) -> dict:
-        """For meta.json: chance, optimum, and which positions are scored (end-of-text is position 0)."""
+        """For meta.json: chance, optimum, and which positions are scored (end-of-text is position
+        0).
+        """
 
     def check(self) -> None:
         """ValueError: keys that contradict each other, or more ids than a shard can hold."""
@@ -57,7 +60,9 @@ class Task(ABC):
 
 @dataclass(frozen=True)
 class Sequences:
-    """`count` windows of a task as a source of documents; sequence i is a function of (task, seed, split, i)."""
+    """`count` windows of a task as a source of documents; sequence i is a function of (task, seed,
+    split, i).
+    """
 
     task: Task
     count: int
@@ -81,7 +86,9 @@ class Sequences:
             yield Batch({"sequence": first}, [" ".join(map(str, row)) for row in rows.tolist()])
 
     def block(self, first: int) -> tuple[np.ndarray, np.ndarray]:
-        """ids and labels of ROWS sequences from `first` on, those whose hash belongs to the split."""
+        """ids and labels of ROWS sequences from `first` on, those whose hash belongs to the
+        split.
+        """
         rng = np.random.default_rng([self.seed, self.split == "val", first])
         return of_split(
             self.split, self.task.draw, rng, f"{self.task}", "give a greater difficulty"
@@ -106,7 +113,9 @@ def of_split(split: str, draw: Callable, rng, task: str, fix: str) -> tuple[np.n
 
 
 def for_validation(ids: np.ndarray) -> np.ndarray:
-    """Which windows may be drawn for validation, and then not for training, bool (count,): a hash of all their ids."""
+    """Which windows may be drawn for validation, and then not for training, bool (count,): a hash
+    of all their ids.
+    """
     state = np.zeros(len(ids), dtype=np.uint64)
     for column in ids.T.astype(np.uint64):
         state = (state ^ column) * np.uint64(0x9E3779B97F4A7C15)

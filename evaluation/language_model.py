@@ -1,9 +1,11 @@
-"""A model as lm-evaluation-harness wants it: log-likelihoods and text, with the tokens of its own `hf` model.
+"""A model as lm-evaluation-harness wants it: log-likelihoods and text, with the tokens of its own
+`hf` model.
 
-Tokens, truncation and windows are those of `lm_eval.models.huggingface.HFLM` with a GPT-2-like tokenizer, so that the
-numbers are the same. What differs is how they are read: see `evaluation/batches.py`. With several processes, each reads
-its share of the batches, which are the same whatever their number. lm-eval itself is told of one process: it would
-deal out documents, and draw other few-shot examples for another number of processes.
+Tokens, truncation and windows are those of `lm_eval.models.huggingface.HFLM` with a GPT-2-like
+tokenizer, so that the numbers are the same. What differs is how they are read: see
+`evaluation/batches.py`. With several processes, each reads its share of the batches, which are the
+same whatever their number. lm-eval itself is told of one process: it would deal out documents, and
+draw other few-shot examples for another number of processes.
 """
 
 import dataclasses
@@ -29,10 +31,19 @@ LOGITS_AT_ONCE = 2**26  # numbers: 256 MiB in float32
 class LanguageModel(TemplateLM):
     """model: in evaluation mode, on world's device; encoding: a tiktoken encoding that fits it.
 
-    batch_size: requests read at once. add_bos_token: begin every text with end-of-text, as documents in training do.
+    batch_size: requests read at once. add_bos_token: begin every text with end-of-text, as
+    documents in training do.
     """
 
-    def __init__(self, model, encoding, world: World, batch_size: int, autocast=None, add_bos_token: bool = False):
+    def __init__(
+        self,
+        model,
+        encoding,
+        world: World,
+        batch_size: int,
+        autocast=None,
+        add_bos_token: bool = False,
+    ):
         super().__init__()
         self.model, self.encoding, self.world = model, encoding, world
         self.batch_size, self.add_bos_token = batch_size, add_bos_token
@@ -44,10 +55,14 @@ class LanguageModel(TemplateLM):
     def eot_token_id(self) -> int:
         return self.encoding.eot_token
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs
+    ) -> list[int]:
         """The text's tokens, `<|endoftext|>` in it being one."""
         wanted = self.add_bos_token if add_special_tokens is None else add_special_tokens
-        if add_special_tokens is None and string.startswith(self.encoding.decode([self.eot_token_id])):
+        if add_special_tokens is None and string.startswith(
+            self.encoding.decode([self.eot_token_id])
+        ):
             wanted = False
         return [self.eot_token_id] * wanted + self.encoding.encode(string, allowed_special="all")
 
@@ -55,8 +70,11 @@ class LanguageModel(TemplateLM):
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm or self.silent)
 
     @torch.no_grad()
-    def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **kwargs) -> list[tuple[float, bool]]:
-        """For each ((context, continuation), its tokens, its tokens): log-likelihood, and whether it is the greedy one.
+    def _loglikelihood_tokens(
+        self, requests, disable_tqdm: bool = False, **kwargs
+    ) -> list[tuple[float, bool]]:
+        """For each ((context, continuation), its tokens, its tokens): log-likelihood, and whether
+        it is the greedy one.
 
         ValueError: a continuation without tokens, or longer than block_size.
         """
@@ -69,7 +87,9 @@ class LanguageModel(TemplateLM):
             for turn in range(0, len(batches), self.world.world_size):
                 for batch in batches[turn:][self.world.rank :][:1]:
                     self.read(batch, sums)
-                done.update(sum(len(g.members) for b in batches[turn:][: self.world.world_size] for g in b))
+                done.update(
+                    sum(len(g.members) for b in batches[turn:][: self.world.world_size] for g in b)
+                )
         done.close()
         if self.world.world_size > 1:
             torch.distributed.all_reduce(sums)
@@ -80,10 +100,16 @@ class LanguageModel(TemplateLM):
         return answers
 
     def read(self, batch: list[Group], sums) -> None:
-        """Add each request's nats, and its tokens that are not the likeliest, to sums (2, requests)."""
+        """Add each request's nats, and its tokens that are not the likeliest, to sums (2,
+        requests).
+        """
         if batch[0].rest == 0:
             ids = self.filled([g.members[0].tokens[:-1] for g in batch])
-            self.score(self.model.hidden(ids), [(row, 0, m) for row, g in enumerate(batch) for m in g.members], sums)
+            self.score(
+                self.model.hidden(ids),
+                [(row, 0, m) for row, g in enumerate(batch) for m in g.members],
+                sums,
+            )
             return
         prefixes = [g.members[0].tokens[: g.prefix] for g in batch]
         length = max(map(len, prefixes))
@@ -92,21 +118,31 @@ class LanguageModel(TemplateLM):
         hidden = self.model.hidden(ids, cache, cache.reserve(ids))
         pairs = [(row, g.prefix - length, m) for row, g in enumerate(batch) for m in g.members]
         self.score(hidden, pairs, sums)
-        pairs = [(row, g.prefix, m) for row, g in enumerate(batch) for m in g.members if m.read > g.prefix]
+        pairs = [
+            (row, g.prefix, m)
+            for row, g in enumerate(batch)
+            for m in g.members
+            if m.read > g.prefix
+        ]
         cache = cache.select(torch.tensor([row for row, _, _ in pairs], device=self.world.device))
         ids = self.filled([m.tokens[shared:-1] for _, shared, m in pairs])
         hidden = self.model.hidden(ids, cache, cache.reserve(ids))
         self.score(hidden, [(row, shared, m) for row, (_, shared, m) in enumerate(pairs)], sums)
 
     def filled(self, rows: list[list[int]]):
-        """Token ids as int64 (rows, longest), 0 on the right of shorter ones: nothing that counts attends to it."""
+        """Token ids as int64 (rows, longest), 0 on the right of shorter ones: nothing that counts
+        attends to it.
+        """
         width = max(map(len, rows))
-        return torch.tensor([row + [0] * (width - len(row)) for row in rows], device=self.world.device)
+        return torch.tensor(
+            [row + [0] * (width - len(row)) for row in rows], device=self.world.device
+        )
 
     def score(self, hidden, pairs: list[tuple[int, int, Request]], sums) -> None:
         """Add to sums what the normed readouts hidden (B, T, d) say of the requests' scored tokens.
 
-        pairs: (row, first, request); column 0 of the row has read the request's token number `first`.
+        pairs: (row, first, request); column 0 of the row has read the request's token number
+        `first`.
         """
         T, positions, targets, numbers = hidden.shape[1], [], [], []
         for row, first, request in pairs:
@@ -126,7 +162,8 @@ class LanguageModel(TemplateLM):
         for start in range(0, len(positions), chunk):
             part = slice(*np.searchsorted(at, (start, start + chunk)))
             row, target, number = (
-                torch.from_numpy(a[part]).to(self.world.device) for a in (at - start, targets, numbers)
+                torch.from_numpy(a[part]).to(self.world.device)
+                for a in (at - start, targets, numbers)
             )
             logits = self.model.logits(hidden.flatten(0, 1)[positions[start : start + chunk]])
             nats = logits[row, target] - logits.logsumexp(-1)[row]
@@ -138,7 +175,9 @@ class LanguageModel(TemplateLM):
         windows, owners = [], []
         for number, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0])
-            for window in utils.get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1):
+            for window in utils.get_rolling_token_windows(
+                tokens, self.prefix_token_id, self.max_length, 1
+            ):
                 windows.append((None, *utils.make_disjoint_window(window)))
                 owners.append(number)
         totals = [0.0] * len(requests)
@@ -149,7 +188,8 @@ class LanguageModel(TemplateLM):
         return totals
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
-        """The text that follows each context, up to the first of its `until` strings; the likeliest tokens by default.
+        """The text that follows each context, up to the first of its `until` strings; the likeliest
+        tokens by default.
 
         ValueError: settings that this generation does not have, or no room for a context.
         """
@@ -157,14 +197,20 @@ class LanguageModel(TemplateLM):
         for settings, numbers in alike([request.args[1] for request in requests]):
             sampling, stop, new = generation_settings(settings)
             if new >= self.max_length:
-                raise ValueError(f"max_gen_toks={new} leaves no room for a context in block_size={self.max_length}")
+                raise ValueError(
+                    f"max_gen_toks={new} leaves no room for a context in "
+                    f"block_size={self.max_length}"
+                )
             texts = [
-                self.tok_encode(requests[n].args[0])[new - self.max_length :] or [self.eot_token_id] for n in numbers
+                self.tok_encode(requests[n].args[0])[new - self.max_length :] or [self.eot_token_id]
+                for n in numbers
             ]
             order = sorted(range(len(texts)), key=lambda i: len(texts[i]), reverse=True)
             for start in range(0, len(order), self.batch_size):
                 part = order[start : start + self.batch_size]
-                batches.append(([numbers[i] for i in part], [texts[i] for i in part], sampling, stop, new))
+                batches.append(
+                    ([numbers[i] for i in part], [texts[i] for i in part], sampling, stop, new)
+                )
         found: dict[int, str] = {}
         done = tqdm(total=len(requests), desc="texts", disable=disable_tqdm or self.silent)
         for turn, batch in enumerate(batches):
@@ -180,7 +226,9 @@ class LanguageModel(TemplateLM):
             self.cache_hook.add_partial("generate_until", request.args, found[number])
         return [found[number] for number in range(len(requests))]
 
-    def generated(self, numbers, prompts, sampling: Sampling, stop: list[str], new: int) -> dict[int, str]:
+    def generated(
+        self, numbers, prompts, sampling: Sampling, stop: list[str], new: int
+    ) -> dict[int, str]:
         """{number: text} of the prompts; a number is its text's seed."""
         texts = dict.fromkeys(numbers, "")
         with self.autocast:
@@ -200,14 +248,21 @@ def alike(settings: list[dict]) -> list[tuple[dict, list[int]]]:
 
 
 def generation_settings(settings: dict) -> tuple[Sampling, list[str], int]:
-    """(how to draw, stop strings, most new tokens) of a task's generation_kwargs. ValueError: one that is unknown."""
+    """(how to draw, stop strings, most new tokens) of a task's generation_kwargs.
+
+    ValueError: one that is unknown.
+    """
     left = dict(normalize_gen_kwargs(settings, MAX_GEN_TOKS))
     stop, new, do_sample = left.pop("until"), left.pop("max_gen_toks"), left.pop("do_sample")
-    if not left.get("top_k", 1) or left.get("top_k") == -1:  # lm-eval's other backends take these for "all"
+    # lm-eval's other backends take these for "all"
+    if not left.get("top_k", 1) or left.get("top_k") == -1:
         left["top_k"] = None
     known = {field.name for field in dataclasses.fields(Sampling)}
     if unknown := sorted(left.keys() - known):
-        raise ValueError(f"generation_kwargs: {unknown[0]} is not supported; there are {', '.join(sorted(known))}")
+        raise ValueError(
+            f"generation_kwargs: {unknown[0]} is not supported; there are "
+            f"{', '.join(sorted(known))}"
+        )
     if not do_sample:
         left = {**left, "temperature": 0.0}
     return Sampling(**left), [each for each in stop if each], new

@@ -29,7 +29,10 @@ class Subject:
 
 
 def find(path: str) -> Subject:
-    """The newest checkpoint of a run, a checkpoint folder, or a folder with a config.json. ValueError: none."""
+    """The newest checkpoint of a run, a checkpoint folder, or a folder with a config.json.
+
+    ValueError: none.
+    """
     folder = Path(path)
     if checkpoint.is_folder_of_weights(folder):
         digest = hashlib.sha256()
@@ -46,12 +49,17 @@ def find(path: str) -> Subject:
 
 
 def find_all(paths: list[str]) -> list[Subject]:
-    """Each path's subject; labels that would be the same have the folder before as well. ValueError: as `find`."""
+    """Each path's subject; labels that would be the same have the folder before as well.
+
+    ValueError: as `find`.
+    """
     found = [find(path) for path in paths]
     labels = [subject.label for subject in found]
     for index, (path, subject) in enumerate(zip(paths, found)):
         if labels.count(subject.label) > 1:
-            found[index] = replace(subject, label=f"{run_of(Path(path).resolve()).parent.name}/{subject.label}")
+            found[index] = replace(
+                subject, label=f"{run_of(Path(path).resolve()).parent.name}/{subject.label}"
+            )
     return found
 
 
@@ -61,9 +69,14 @@ def run_of(path: Path) -> Path:
 
 
 def home(paths: list[str]) -> Path:
-    """Where results go by default: in the run, or, of several, in the folder that holds them. ValueError: none does."""
+    """Where results go by default: in the run, or, of several, in the folder that holds them.
+
+    ValueError: none does.
+    """
     runs = [run_of(Path(path).resolve()) for path in paths]
-    shared = runs[0] if len(set(runs)) == 1 else Path(os.path.commonpath([run.parent for run in runs]))
+    shared = (
+        runs[0] if len(set(runs)) == 1 else Path(os.path.commonpath([run.parent for run in runs]))
+    )
     if shared == Path(shared.anchor):
         raise ValueError("the runs have no folder in common: give --out=FOLDER")
     return shared / "eval"

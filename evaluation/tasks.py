@@ -1,4 +1,6 @@
-"""The paper's eight tasks, any other of lm-evaluation-harness, and what to say of those whose data cannot be had."""
+"""The paper's eight tasks, any other of lm-evaluation-harness, and what to say of those whose data
+cannot be had.
+"""
 
 import functools
 import hashlib
@@ -21,7 +23,9 @@ from training import distributed
 
 # What the paper reports of each task, in its tables' order.
 PAPER_METRICS = {
-    **dict.fromkeys(("arc_challenge", "arc_easy", "hellaswag", "openbookqa", "piqa", "sciq"), "acc_norm"),
+    **dict.fromkeys(
+        ("arc_challenge", "arc_easy", "hellaswag", "openbookqa", "piqa", "sciq"), "acc_norm"
+    ),
     **dict.fromkeys(("social_iqa", "winogrande"), "acc"),
 }
 # Of other tasks the first of these that they have, else the first metric they report.
@@ -33,7 +37,9 @@ SEED = 1234  # of the few-shot examples: lm-eval's own default
 
 @dataclass(frozen=True)
 class Loaded:
-    """One name of --tasks: a task, or a group or tag of several; `own_shots`: what their files fix, by task."""
+    """One name of --tasks: a task, or a group or tag of several; `own_shots`: what their files fix,
+    by task.
+    """
 
     name: str
     content: dict
@@ -53,24 +59,31 @@ def import_lm_eval():
         import lm_eval.tasks
         from tqdm import tqdm
     except ImportError as error:
-        raise ValueError(f"evaluation on tasks needs lm-eval ({error}): pip install lm-eval") from error
+        raise ValueError(
+            f"evaluation on tasks needs lm-eval ({error}): pip install lm-eval"
+        ) from error
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    # Its bar over the contexts has no switch: only where a person looks at it, and not once for every process.
+    # Its bar over the contexts has no switch: only where a person looks at it, and not once for
+    # every process.
     lm_eval.api.task.tqdm = functools.partial(tqdm, disable=True if distributed.rank() else None)
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every default that a task file leaves out
+    # it warns of every default that a task file leaves out
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
     return lm_eval
 
 
 def go_offline_where_the_hub_is_out_of_reach() -> None:
-    """Ask once; what is not there is then known at once, instead of after 23 s of trying for every task.
+    """Ask once; what is not there is then known at once, instead of after 23 s of trying for every
+    task.
 
     To be called before `datasets` is imported, which reads the setting then.
     """
     if os.environ.get("HF_HUB_OFFLINE") or os.environ.get("HF_DATASETS_OFFLINE"):
         return
     try:
-        urllib.request.urlopen(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), timeout=5).close()
+        urllib.request.urlopen(
+            os.environ.get("HF_ENDPOINT", "https://huggingface.co"), timeout=5
+        ).close()
     except (urllib.error.HTTPError, ConnectionResetError):
         pass  # it answers, or somebody does
     except (OSError, ValueError):
@@ -80,10 +93,12 @@ def go_offline_where_the_hub_is_out_of_reach() -> None:
 def open_all(
     names: list[str], include_path: str | None, world, retry_minutes: float = RETRY_MINUTES
 ) -> tuple[list[Loaded], list[str]]:
-    """The tasks that can be had, and a line for each that cannot. ValueError: an unknown name or folder, no lm-eval.
+    """The tasks that can be had, and a line for each that cannot.
 
-    Process 0 comes first, so that a data set is fetched once; what it has the others load. What the hub refuses for a
-    while each asks for again.
+    ValueError: an unknown name or folder, no lm-eval.
+
+    Process 0 comes first, so that a data set is fetched once; what it has the others load. What the
+    hub refuses for a while each asks for again.
     """
     check_minutes(retry_minutes)
     go_offline_where_the_hub_is_out_of_reach()
@@ -105,7 +120,8 @@ def open_all(
 def find(names: list[str], include_path: str | None):
     """lm-eval's task manager, which knows all names. ValueError: an unknown one, or no such folder.
 
-    lm-eval's own files are read, which takes seconds, only where the folder does not have every name.
+    lm-eval's own files are read, which takes seconds, only where the folder does not have every
+    name.
     """
     if include_path is not None and not os.path.isdir(include_path):
         raise ValueError(f"--include_path={include_path}: there is no such folder")
@@ -117,7 +133,10 @@ def find(names: list[str], include_path: str | None):
     manager = new_manager(include_path=include_path)
     for name in names:
         if name not in manager.all_tasks:
-            raise ValueError(f"--tasks: lm-eval has no task {name}{configurator.nearest(name, manager.all_tasks)}")
+            raise ValueError(
+                "--tasks: lm-eval has no task "
+                f"{name}{configurator.nearest(name, manager.all_tasks)}"
+            )
     return manager
 
 
@@ -126,8 +145,11 @@ def load(names: list[str], manager, retry_minutes: float) -> tuple[list[Loaded],
     loaded, missing = [], []
     for name in names:
         try:
-            content = retried(lambda name=name: load_one(name, manager), f"task {name}", retry_minutes)
-        except Exception as error:  # hub, network, file systems and data sets raise many kinds; the cause is named
+            content = retried(
+                lambda name=name: load_one(name, manager), f"task {name}", retry_minutes
+            )
+        # hub, network, file systems and data sets raise many kinds; the cause is named
+        except Exception as error:
             missing.append(line_about(name, manager, error))
             if isinstance(error, OutOfPatience):
                 retry_minutes = 0  # not as long again for each of the others
@@ -159,8 +181,12 @@ def line_about(name: str, manager, error: Exception) -> str:
     return f"task {name} is left out: its data set {data or 'is not known and'} cannot be had ({cause}); {advice}"
 
 
-def evaluate(language_model, task: Loaded, shots: int, log_samples: bool, limit: int | None, bootstrap: bool):
-    """lm-eval's results of a task, its own few-shot number where its file says 0, as lm-eval has it."""
+def evaluate(
+    language_model, task: Loaded, shots: int, log_samples: bool, limit: int | None, bootstrap: bool
+):
+    """lm-eval's results of a task, its own few-shot number where its file says 0, as lm-eval has
+    it.
+    """
     prepare(task, shots)
     return import_lm_eval().evaluator.evaluate(
         lm=language_model,
@@ -179,7 +205,9 @@ def prepare(task: Loaded, shots: int) -> None:
 
 
 def described(value) -> str:
-    """What a setting is, the same in every process: of a function its code, of an object what it calls itself."""
+    """What a setting is, the same in every process: of a function its code, of an object what it
+    calls itself.
+    """
     if code := getattr(value, "__code__", None):
         constants = [each for each in code.co_consts if isinstance(each, str | int | float)]
         return f"{value.__qualname__} {code.co_code.hex()} {code.co_names} {constants}"
@@ -187,15 +215,18 @@ def described(value) -> str:
 
 
 def digest(task: Loaded) -> str:
-    """SHA-256 over what was asked and what is right: the tasks' settings (right answers, metrics, filters), the
-    requests that they have built, and their documents."""
+    """SHA-256 over what was asked and what is right: the tasks' settings (right answers, metrics,
+    filters), the requests that they have built, and their documents.
+    """
     total = hashlib.sha256()
     for name, each in sorted(task.tasks.items()):
         total.update(f"{name} {each.VERSION}".encode())
         settings = each.config.to_dict(keep_callable=True)
         total.update(json.dumps(settings, sort_keys=True, default=described).encode())
         for request in each.instances:
-            total.update(json.dumps([request.doc, request.args], sort_keys=True, default=str).encode())
+            total.update(
+                json.dumps([request.doc, request.args], sort_keys=True, default=str).encode()
+            )
     return total.hexdigest()
 
 
@@ -213,7 +244,11 @@ def summary(task: Loaded, results: dict) -> dict:
     A group shows its own figure, where it has one, and anything else those of its tasks.
     """
     metrics = results["results"]
-    names = [task.name] if numbers(metrics.get(task.name, {})) else [name for name in metrics if name in task.tasks]
+    names = (
+        [task.name]
+        if numbers(metrics.get(task.name, {}))
+        else [name for name in metrics if name in task.tasks]
+    )
     return {
         "shown": {name: metric_of(name, metrics[name]) for name in names if numbers(metrics[name])},
         "results": metrics,
@@ -224,7 +259,9 @@ def summary(task: Loaded, results: dict) -> dict:
 
 
 def numbers(values: dict) -> dict[str, tuple]:
-    """{metric: (value, standard error)} of a task's or group's results; of several filters the first."""
+    """{metric: (value, standard error)} of a task's or group's results; of several filters the
+    first.
+    """
     found: dict[str, tuple] = {}
     for key, value in values.items():
         metric, comma, _ = key.partition(",")
@@ -234,9 +271,12 @@ def numbers(values: dict) -> dict[str, tuple]:
 
 
 def metric_of(name: str, values: dict) -> tuple[str, float, float | None]:
-    """(metric, value, standard error or None) that a table shows of results with numbers, shares in percent."""
+    """(metric, value, standard error or None) that a table shows of results with numbers, shares in
+    percent.
+    """
     found = numbers(values)
     metric = next(m for m in (PAPER_METRICS.get(name), *PREFERRED, *found) if m in found)
     value, error = found[metric]
-    factor = 100 if metric in PERCENT and abs(value) <= 1 else 1  # some tasks give percent themselves
+    # some tasks give percent themselves
+    factor = 100 if metric in PERCENT and abs(value) <= 1 else 1
     return metric, value * factor, error * factor if isinstance(error, int | float) else None

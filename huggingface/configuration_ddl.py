@@ -1,4 +1,6 @@
-"""config.json of an exported model: the keys of its variant, all of them, beside those of transformers."""
+"""config.json of an exported model: the keys of its variant, all of them, beside those of
+transformers.
+"""
 
 import dataclasses
 
@@ -15,8 +17,12 @@ class DDLConfig(PreTrainedConfig):
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
 
     def __post_init__(self, **keys):
-        super().__post_init__(**{**dataclasses.asdict(Model.Config()), "tie_word_embeddings": True, **keys})
+        super().__post_init__(
+            **{**dataclasses.asdict(Model.Config()), "tie_word_embeddings": True, **keys}
+        )
 
     def model_config(self):
         """The model's own Config. ValueError: a value out of range."""
-        return Model.Config(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Model.Config)})
+        return Model.Config(
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(Model.Config)}
+        )

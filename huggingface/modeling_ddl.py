@@ -1,6 +1,8 @@
-"""The trained model as transformers knows models; what it computes is in gpt.py and stem.py beside this file.
+"""The trained model as transformers knows models; what it computes is in gpt.py and stem.py beside
+this file.
 
-from_pretrained(FOLDER, trust_remote_code=True), generate() with batches, sampling and beams, and fine-tuning.
+from_pretrained(FOLDER, trust_remote_code=True), generate() with batches, sampling and beams, and
+fine-tuning.
 """
 
 import torch
@@ -14,7 +16,9 @@ from .gpt import at_least_fp32
 from .parameters import aliases
 from .stem import Model
 
-NOT_OFFERED = "inputs_embeds position_ids output_attentions output_hidden_states token_type_ids".split()
+NOT_OFFERED = (
+    "inputs_embeds position_ids output_attentions output_hidden_states token_type_ids".split()
+)
 
 
 class GenerationCache:
@@ -53,7 +57,8 @@ class DDLForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: DDLConfig):
         super().__init__(config)
         gpt = Model(config.model_config())
-        # The parts become this module's own, so that weights keep their names; the whole stays out of registration.
+        # The parts become this module's own, so that weights keep their names; the whole stays out
+        # of registration.
         for name, part in gpt.named_children():
             setattr(self, name, part)
         object.__setattr__(self, "gpt", gpt)
@@ -63,9 +68,15 @@ class DDLForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _init_weights(self, module):
-        """The model has initialised itself; while a file is loaded, only what it lacks arrives here."""
+        """The model has initialised itself; while a file is loaded, only what it lacks arrives
+        here.
+        """
         weights = dict(self.named_parameters())
-        lacking = [name for name, weight in weights.items() if not getattr(weight, "_is_hf_initialized", False)]
+        lacking = [
+            name
+            for name, weight in weights.items()
+            if not getattr(weight, "_is_hf_initialized", False)
+        ]
         if len(lacking) < len(weights):
             own = {id(weight) for weight in module.parameters(recurse=False)}
             for name in lacking:
@@ -78,7 +89,9 @@ class DDLForCausalLM(PreTrainedModel, GenerationMixin):
         return self
 
     def place_rope(self) -> None:
-        """The tables are no weights: after loading, and where the weights have moved, they are computed anew."""
+        """The tables are no weights: after loading, and where the weights have moved, they are
+        computed anew.
+        """
         weight, cos = self.transformer.wte.weight, self.gpt.rope_cos
         if (cos.device, cos.dtype) != (weight.device, at_least_fp32(weight.dtype)):
             self.gpt.reset_rope()
@@ -93,7 +106,9 @@ class DDLForCausalLM(PreTrainedModel, GenerationMixin):
         raise ValueError("the output layer of this model cannot be replaced")
 
     def resize_token_embeddings(self, *args, **kwargs):
-        raise ValueError("the vocabulary of this model cannot be resized: unused ids follow the tokenizer's")
+        raise ValueError(
+            "the vocabulary of this model cannot be resized: unused ids follow the tokenizer's"
+        )
 
     def forward(
         self,
@@ -106,11 +121,12 @@ class DDLForCausalLM(PreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         **kwargs,
     ):
-        """input_ids int64 (B, T); attention_mask (B, tokens so far), 0 on the left of shorter rows (or, without a
-        cache, on the right); labels (B, T), -100 where nothing is to be learned.
+        """input_ids int64 (B, T); attention_mask (B, tokens so far), 0 on the left of shorter rows
+        (or, without a cache, on the right); labels (B, T), -100 where nothing is to be learned.
 
-        With `use_cache=True` or given past_key_values nothing but the output layer has a gradient. ValueError: more
-        tokens than block_size, a mask with gaps, or an argument that this model does not offer.
+        With `use_cache=True` or given past_key_values nothing but the output layer has a gradient.
+        ValueError: more tokens than block_size, a mask with gaps, or an argument that this model
+        does not offer.
         """
         for name in NOT_OFFERED:
             given = kwargs.pop(name, None)
@@ -130,18 +146,26 @@ class DDLForCausalLM(PreTrainedModel, GenerationMixin):
         logits = self.gpt.logits(hidden[:, kept])
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+            )
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
         return output if return_dict is not False else output.to_tuple()
 
     def hidden(self, ids, mask):
-        """The normed readout (B, T, d) without a cache. Padding on the left goes to the right, where nobody looks."""
+        """The normed readout (B, T, d) without a cache.
+
+        Padding on the left goes to the right, where nobody looks.
+        """
         if ids.shape[1] > self.config.block_size:
-            raise ValueError(f"{ids.shape[1]} tokens do not fit block_size={self.config.block_size}: give fewer")
+            raise ValueError(
+                f"{ids.shape[1]} tokens do not fit block_size={self.config.block_size}: give fewer"
+            )
         if mask is None:
             return self.gpt.hidden(ids)
         check_mask(mask, ids.shape[1])
-        positions, padding = torch.arange(ids.shape[1], device=ids.device), left_padding(mask)  # (T,), (B, 1)
+        # (T,), (B, 1)
+        positions, padding = torch.arange(ids.shape[1], device=ids.device), left_padding(mask)
         moved = ids.gather(1, (positions + padding) % ids.shape[1])
         back = (positions - padding) % ids.shape[1]
         return self.gpt.hidden(moved).take_along_dim(back.unsqueeze(-1), 1)
@@ -167,9 +191,13 @@ class DDLForCausalLM(PreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     ):
-        """generate() asks for its cache here: as long as this call needs, or as any if the caller gets it back."""
+        """generate() asks for its cache here: as long as this call needs, or as any if the caller
+        gets it back.
+        """
         if generation_config.cache_implementation is not None:
-            raise ValueError("cache_implementation: this model has a cache of its own, leave the key out")
+            raise ValueError(
+                "cache_implementation: this model has a cache of its own, leave the key out"
+            )
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache:
             returned = generation_config.return_dict_in_generate
             length = None if returned else min(max_cache_length, self.config.block_size)
@@ -184,7 +212,11 @@ def left_padding(mask):
 def check_mask(mask, tokens: int) -> None:
     """ValueError: not one number per token, or a row whose ones are not one run."""
     if mask.shape[1:] != (tokens,):
-        raise ValueError(f"attention_mask is {tuple(mask.shape)}: needed one number for each of {tokens} tokens")
+        raise ValueError(
+            f"attention_mask is {tuple(mask.shape)}: needed one number for each of {tokens} tokens"
+        )
     begins = F.pad(mask.long(), (1, 0)).diff(dim=1) > 0
     if bool((begins.sum(1) > 1).any()):
-        raise ValueError("attention_mask has a gap between a row's tokens: pad on the left or on the right")
+        raise ValueError(
+            "attention_mask has a gap between a row's tokens: pad on the left or on the right"
+        )

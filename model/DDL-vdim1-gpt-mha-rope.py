@@ -1,4 +1,6 @@
-"""Deep Delta Learning with one column (paper: DDL, d_v = 1): the state stays as wide as the baseline's."""
+"""Deep Delta Learning with one column (paper: DDL, d_v = 1): the state stays as wide as the
+baseline's.
+"""
 
 from model.gpt import GPT
 from model.residual import DeltaBlock, OnlyColumn, Repeat, SingleColumnConfig

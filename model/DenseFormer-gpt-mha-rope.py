@@ -1,4 +1,5 @@
-"""DenseFormer (arXiv 2402.02622): after block l, X = sum_(i <= l) A_li Y_i of the embedding Y_0 and block outputs Y_i.
+"""DenseFormer (arXiv 2402.02622): after block l, X = sum_(i <= l) A_li Y_i of the embedding Y_0 and
+block outputs Y_i.
 
 The state is the tuple (Y_0, Y_1, ..., X). A starts as the identity: X = Y_l, the additive stream.
 """
@@ -50,7 +51,9 @@ class DenseBlock(Block):
     def __init__(self, config, layer: int):
         super().__init__(config, layer)
         self.average = DepthAverage(config, layer)
-        attn, mlp = (replace(site, read=Current(), write=AddToCurrent(config)) for site in self.sites)
+        attn, mlp = (
+            replace(site, read=Current(), write=AddToCurrent(config)) for site in self.sites
+        )
         self.sites = attn, replace(mlp, after=self.average)
 
 

@@ -1,4 +1,6 @@
-"""Hyper-Connections: several streams, mixed and read by learned weights that may depend on the token."""
+"""Hyper-Connections: several streams, mixed and read by learned weights that may depend on the
+token.
+"""
 
 from model.gpt import GPT
 from model.hyper_connections import HyperBlock, HyperConfig, SumOfStreams

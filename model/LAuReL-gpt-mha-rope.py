@@ -17,13 +17,17 @@ from model.parameters import FIXED, OUTPUT, Rule, constant, linear, normal
 class LAuReLConfig(GPTConfig):
     """Keys of LAuReL."""
 
-    laurel_form: Annotated[Literal["rw", "lr"], "weights of h and X (residual weights), or a low-rank map of X"] = "lr"
+    laurel_form: Annotated[
+        Literal["rw", "lr"], "weights of h and X (residual weights), or a low-rank map of X"
+    ] = "lr"
     laurel_rank: Annotated[int, "rank r of the low-rank form", Key(low=1)] = 16
 
     def __post_init__(self):
         super().__post_init__()
         if self.laurel_form == "rw" and self.laurel_rank != LAuReLConfig.laurel_rank:
-            raise ValueError(f"laurel_rank={self.laurel_rank} has no effect with laurel_form=rw: leave it out")
+            raise ValueError(
+                f"laurel_rank={self.laurel_rank} has no effect with laurel_form=rw: leave it out"
+            )
 
 
 class LAuReLWrite(Add):
@@ -34,7 +38,9 @@ class LAuReLWrite(Add):
             self.logits = nn.Parameter(torch.empty(2))
             self.rules = {"logits": Rule(constant(0.0))}
         else:
-            self.down = linear(d, config.laurel_rank, Rule(normal(config.hidden_init_std), OUTPUT, decay=True))
+            self.down = linear(
+                d, config.laurel_rank, Rule(normal(config.hidden_init_std), OUTPUT, decay=True)
+            )
             self.up = linear(config.laurel_rank, d, Rule(constant(0.0), FIXED, decay=True))
 
     def elementwise_flops(self) -> int:

@@ -16,24 +16,34 @@ STEMS = sorted(path.stem for path in Path(__file__).parent.glob("*-*.py"))
 def model_class(stem: str):
     """The `Model` class of `model/<stem>.py`, whose other files stay unread.
 
-    ValueError: no such stem (the message names the nearest), or its file is wrong (the message names the line).
+    ValueError: no such stem (the message names the nearest), or its file is wrong (the message
+    names the line).
     """
     if stem not in STEMS:
         own = Path(__file__).parent / f"{stem}.py"
         if own.is_file() and "class Model" in own.read_text(encoding="utf-8"):
-            raise ValueError(f"model={stem!r}: a variant's file has a hyphen in its name: {stem}-gpt-mha-rope.py")
+            raise ValueError(
+                f"model={stem!r}: a variant's file has a hyphen in its name: {stem}-gpt-mha-rope.py"
+            )
         raise ValueError(
-            f"model={stem!r} is not a variant{configurator.nearest(stem, STEMS)}; there are {', '.join(STEMS)}"
+            f"model={stem!r} is not a variant{configurator.nearest(stem, STEMS)}; there are "
+            f"{', '.join(STEMS)}"
         )
     with faults_of(stem):
         cls = getattr(importlib.import_module(f"model.{stem}"), "Model", None)
         from model.gpt import GPT  # which a stem imports as well
 
         if not (isinstance(cls, type) and issubclass(cls, GPT)):
-            raise ValueError(f"model/{stem}.py has no class Model(GPT): its last lines name the classes of its stream")
+            raise ValueError(
+                f"model/{stem}.py has no class Model(GPT): its last lines name the classes of its "
+                "stream"
+            )
         for part in cls.Config.__mro__:
             if vars(part).get("__annotations__") and "__dataclass_fields__" not in vars(part):
-                raise ValueError(f"model/{stem}.py: {part.__name__} has keys, no @dataclass: put that line above it")
+                raise ValueError(
+                    f"model/{stem}.py: {part.__name__} has keys, no @dataclass: put that line "
+                    "above it"
+                )
         configurator.knobs(cls.Config)
     return cls
 
@@ -51,9 +61,11 @@ def every_config() -> list[type]:
 
 @contextlib.contextmanager
 def faults_of(stem: str):
-    """Whatever a stem's code raises inside as a ValueError of one line that names the file and, where known, the line.
+    """Whatever a stem's code raises inside as a ValueError of one line that names the file and,
+    where known, the line.
 
-    A ValueError stays as it is: it says what to do. So does what memory that ran out raises, which is nobody's fault.
+    A ValueError stays as it is: it says what to do. So does what memory that ran out raises, which
+    is nobody's fault.
     """
     try:
         yield
@@ -63,19 +75,25 @@ def faults_of(stem: str):
         if configurator.out_of_memory(error):
             raise
         file = importlib.util.find_spec(f"model.{stem}").origin
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        lines = [
+            frame.lineno
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename == file
+        ]
         if isinstance(error, SyntaxError) and error.filename:
             file, lines = error.filename, [error.lineno]
         where = f"model/{Path(file).name}{f', line {lines[-1]}' if lines else ''}"
-        what = error.msg if isinstance(error, SyntaxError) else str(error).strip().partition("\n")[0]
+        what = (
+            error.msg if isinstance(error, SyntaxError) else str(error).strip().partition("\n")[0]
+        )
         raise ValueError(f"{where}: {type(error).__name__}: {what}") from error
 
 
 def build(stem: str, **config):
     """The model of `model/<stem>.py`, freshly initialised from torch's global generator.
 
-    config: fields of the stem's `Model.Config`, the others at their defaults.
-    ValueError: unknown stem or key, wrong type, value out of range; the message names the key and the fix.
+    config: fields of the stem's `Model.Config`, the others at their defaults. ValueError: unknown
+    stem or key, wrong type, value out of range; the message names the key and the fix.
     """
     cls = model_class(stem)
     model = cls(cls.Config(**configurator.check(config, configurator.knobs(cls.Config))))

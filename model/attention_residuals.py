@@ -1,7 +1,8 @@
-"""Attention Residuals (arXiv 2603.15031): every read attends over what the depth before it has written.
+"""Attention Residuals (arXiv 2603.15031): every read attends over what the depth before it has
+written.
 
-The state is the tuple of sources, each (B, T, d): the embedding, then the sublayers' outputs, or, by blocks, the sums
-of the outputs of each finished run of sites and of the present one.
+The state is the tuple of sources, each (B, T, d): the embedding, then the sublayers' outputs, or,
+by blocks, the sums of the outputs of each finished run of sites and of the present one.
 """
 
 from dataclasses import dataclass, replace
@@ -22,7 +23,9 @@ class AttentionResidualsConfig(GPTConfig):
     """Keys of Attention Residuals."""
 
     attn_res_blocks: Annotated[
-        int | None, "most runs of equal length whose outputs are summed to a source; None: each is one", Key(low=1)
+        int | None,
+        "most runs of equal length whose outputs are summed to a source; None: each is one",
+        Key(low=1),
     ] = 8
 
     @property
@@ -43,9 +46,11 @@ class FirstSource(nn.Module):
 
 
 class DepthAttention(nn.Module):
-    """x_in = sum_i a_i V_i with a = softmax_i(query . RMSNorm(V_i)), in at least fp32; the norm has no weight.
+    """x_in = sum_i a_i V_i with a = softmax_i(query . RMSNorm(V_i)), in at least fp32; the norm has
+    no weight.
 
-    The query starts at zero, so that x_in starts as the mean of the sources. `site` sites have written before.
+    The query starts at zero, so that x_in starts as the mean of the sources. `site` sites have
+    written before.
     """
 
     EPS = 1e-5
@@ -59,20 +64,26 @@ class DepthAttention(nn.Module):
     def elementwise_flops(self) -> int:
         return 4 * self.sources * self.query.numel()  # a score and a share of x_in each
 
-    def forward(self, state, past: Past | None = None, force: Literal["uniform", "last"] | None = None):
+    def forward(
+        self, state, past: Past | None = None, force: Literal["uniform", "last"] | None = None
+    ):
         """state, a tuple of (B, T, d) -> x_in (B, T, d) and the weights a (B, T, sources).
 
-        force, for analyses: weights in the place of the learned ones, 1/sources each, or of the last source alone.
+        force, for analyses: weights in the place of the learned ones, 1/sources each, or of the
+        last source alone.
         """
         sources = [each.to(at_least_fp32(each.dtype)) for each in state]
-        # The norm is a number for each token, and is taken out of the product: no normed copy of a source is kept.
+        # The norm is a number for each token, and is taken out of the product: no normed copy of a
+        # source is kept.
         norms = [(each.square().mean(-1) + self.EPS).rsqrt() for each in sources]
         scores = [(each * self.query).sum(-1) * norm for each, norm in zip(sources, norms)]
         weights = torch.stack(scores, dim=-1).softmax(-1)
         if force == "uniform":
             weights = torch.full_like(weights, 1 / len(sources))
         elif force == "last":
-            weights = torch.cat([torch.zeros_like(weights[..., 1:]), torch.ones_like(weights[..., :1])], dim=-1)
+            weights = torch.cat(
+                [torch.zeros_like(weights[..., 1:]), torch.ones_like(weights[..., :1])], dim=-1
+            )
         return sum(weights[..., i, None] * each for i, each in enumerate(sources)), weights
 
 
@@ -87,7 +98,9 @@ class LastAttention(DepthAttention):
 
 
 class Append(nn.Module):
-    """The write of the site-th site of all: its output is a new source, or is added to that of the run it is in."""
+    """The write of the site-th site of all: its output is a new source, or is added to that of the
+    run it is in.
+    """
 
     def __init__(self, config: AttentionResidualsConfig, site: int):
         super().__init__()
@@ -103,9 +116,14 @@ class Append(nn.Module):
     ranges: ClassVar = {"embedding_weight": (0.0, 1.0)}
 
     def statistics(self, state, h, taken, c, written) -> dict:
-        """Of each token (B, T): the weight of the embedding, and how many sources count, exp(entropy of weights)."""
+        """Of each token (B, T): the weight of the embedding, and how many sources count,
+        exp(entropy of weights).
+        """
         weights = taken[1]
-        return {"embedding_weight": weights[..., 0], "effective_sources": torch.special.entr(weights).sum(-1).exp()}
+        return {
+            "embedding_weight": weights[..., 0],
+            "effective_sources": torch.special.entr(weights).sum(-1).exp(),
+        }
 
 
 class AttentionResidualsBlock(Block):
@@ -113,7 +131,9 @@ class AttentionResidualsBlock(Block):
 
     def __init__(self, config: AttentionResidualsConfig, layer: int):
         super().__init__(config, layer)
-        self.depth_attn, self.depth_mlp = (DepthAttention(config, 2 * layer + index) for index in range(2))
+        self.depth_attn, self.depth_mlp = (
+            DepthAttention(config, 2 * layer + index) for index in range(2)
+        )
         attn, mlp = self.sites
         attn = replace(attn, read=self.depth_attn, write=Append(config, 2 * layer))
         self.sites = attn, replace(mlp, read=self.depth_mlp, write=Append(config, 2 * layer + 1))

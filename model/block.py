@@ -1,6 +1,7 @@
 """A block and its two sites: how a sublayer reads from the residual stream and writes to it.
 
-A variant gives its sites a read and a write of its own; the rest of the repository meets sites, not variants.
+A variant gives its sites a read and a write of its own; the rest of the repository meets sites, not
+variants.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,9 @@ from model.layers import MLP, CausalSelfAttention, RMSNorm, at_least_fp32
 
 
 class Past(NamedTuple):
-    """Where one read, write, expander or readout keeps what it needs of earlier tokens from call to call."""
+    """Where one read, write, expander or readout keeps what it needs of earlier tokens from call to
+    call.
+    """
 
     cache: dict
     slot: str
@@ -28,14 +31,18 @@ def past(cache: dict | None, slot: str) -> Past | None:
 
 
 def delay(x, tokens: int, past: Past | None = None):
-    """x (B, T, ...) shifted `tokens` positions later: what enters on the left is zeros, or the tail of the call before.
+    """x (B, T, ...) shifted `tokens` positions later: what enters on the left is zeros, or the tail
+    of the call before.
 
-    The one way to look at earlier tokens. A module that calls it several times does so with different `tokens`.
+    The one way to look at earlier tokens. A module that calls it several times does so with
+    different `tokens`.
     """
     if tokens == 0:
         return x
     shape = (x.shape[0], tokens, *x.shape[2:])
-    tail = x.new_zeros(shape) if past is None else kept(past.cache, f"{past.slot}.{tokens}", shape, x)
+    tail = (
+        x.new_zeros(shape) if past is None else kept(past.cache, f"{past.slot}.{tokens}", shape, x)
+    )
     x = torch.cat((tail, x), dim=1)
     if past is not None:
         tail.copy_(x[:, -tokens:])
@@ -76,21 +83,24 @@ class Add(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """Where a sublayer F meets the stream: x_in = read(X), c = norm(x_in), h = F(c), X' = after(write(X, h, x_in, c)).
+    """Where a sublayer F meets the stream: x_in = read(X), c = norm(x_in), h = F(c), X' =
+    after(write(X, h, x_in, c)).
 
     name: "attn" or "mlp", unique in its block, the layer-th from 0. norm, after: None for none.
-    read(state, past) -> x_in (B, T, d), or a tuple that begins with it, which the write gets as it is, in x_in's place.
-    read_positions: the read gets the call's `Positions` (model/layers.py) as well, read(state, past, positions): which
-    tokens these are, and where. inputs(c, x_in, positions) -> what the sublayer gets in c's place, x_in as the write
-    gets it: `AttentionInputs`, for queries, keys and values of inputs apart, or other values. None for both: neither.
+    read(state, past) -> x_in (B, T, d), or a tuple that begins with it, which the write gets as it
+    is, in x_in's place. read_positions: the read gets the call's `Positions` (model/layers.py) as
+    well, read(state, past, positions): which tokens these are, and where. inputs(c, x_in,
+    positions) -> what the sublayer gets in c's place, x_in as the write gets it: `AttentionInputs`,
+    for queries, keys and values of inputs apart, or other values. None for both: neither.
     write(state, h, x_in, c, past) -> the new state. A write may have, besides,
 
         statistics(state, h, x_in, c, written) -> {name: (B, T)}   what metrics.jsonl and the page show of each token
-        extra_loss(state, h, x_in, c, written) -> a scalar         what training minimises as well (GPT.forward)
-        ranges = {statistic: (low, high)}                          between which its numbers lie, for colours
+        extra_loss(state, h, x_in, c, written) -> a scalar   what training minimises as well (GPT.forward)
+        ranges = {statistic: (low, high)}   between which its numbers lie, for colours
 
-    and a read, write, after, expander or readout `elementwise_flops()`: operations a token that are no matrix products.
-    What analyses look at beside the statistics is in research/analysis/parts.py.
+    and a read, write, after, expander or readout `elementwise_flops()`: operations a token that are
+    no matrix products. What analyses look at beside the statistics is in
+    research/analysis/parts.py.
     """
 
     name: str
@@ -109,16 +119,21 @@ class Site:
 
 
 class Stream:
-    """How a model meets its residual stream: every step by itself. `model/kernels` has one that fuses them.
+    """How a model meets its residual stream: every step by itself.
 
-    `begin` gives the state that the blocks hand on, which is this class's own affair; `finish` the normed readout.
+    `model/kernels` has one that fuses them.
+
+    `begin` gives the state that the blocks hand on, which is this class's own affair; `finish` the
+    normed readout.
     """
 
     def begin(self, model, x, cache: dict | None):
         return model.input_embed(x, past(cache, "input_embed"))
 
     def read(self, site: Site, state, cache: dict | None, positions):
-        """(state, the sublayer's normed input c (B, T, d), what the write needs from before the sublayer)."""
+        """(state, the sublayer's normed input c (B, T, d), what the write needs from before the
+        sublayer).
+        """
         where = {"positions": positions} if site.read_positions else {}
         taken = site.read(state, past(cache, f"{site.name}.read"), **where)
         x_in = taken[0] if isinstance(taken, tuple) else taken
@@ -127,7 +142,11 @@ class Stream:
     def write(self, site: Site, state, h, c, x_in, cache: dict | None):
         """(new state, the site's extra loss or None)."""
         written = site.write(state, h, x_in, c, past(cache, f"{site.name}.write"))
-        loss = site.write.extra_loss(state, h, x_in, c, written) if hasattr(site.write, "extra_loss") else None
+        loss = (
+            site.write.extra_loss(state, h, x_in, c, written)
+            if hasattr(site.write, "extra_loss")
+            else None
+        )
         return written if site.after is None else site.after(written), loss
 
     def finish(self, model, state, cache: dict | None):
@@ -137,8 +156,9 @@ class Stream:
 class Block(nn.Module):
     """An attention and an MLP site; here X' = X + F(norm(X)) over a state (B, T, d).
 
-    A variant gives `sites` other reads, writes or norms (`dataclasses.replace`), which it assigns to the block as well
-    where they have parameters; `layer` counts blocks from 0. For every read and write, expander and readout:
+    A variant gives `sites` other reads, writes or norms (`dataclasses.replace`), which it assigns
+    to the block as well where they have parameters; `layer` counts blocks from 0. For every read
+    and write, expander and readout:
 
     - A state is a tensor or a tuple of tensors, of batch and tokens first: (B, T, ...).
     - A token depends on itself and earlier ones, and on those by `delay` alone, which knows the cache.
@@ -170,7 +190,9 @@ class Block(nn.Module):
 
 
 class WritingBlock(Block):
-    """A block whose sites each have a write of their own, `Write(config)`, as write_attn and write_mlp."""
+    """A block whose sites each have a write of their own, `Write(config)`, as write_attn and
+    write_mlp.
+    """
 
     Write: Callable
 

@@ -1,4 +1,7 @@
-"""A control for DDL: additive, with the reads' convolution over tokens. Does the convolution alone explain the gain?"""
+"""A control for DDL: additive, with the reads' convolution over tokens.
+
+Does the convolution alone explain the gain?
+"""
 
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
@@ -11,9 +14,13 @@ from model.residual import TokenConvRead
 
 @dataclass
 class ConvConfig(GPTConfig):
-    """Keys of the additive model that reads by a convolution; the others are what `TokenConvRead` asks for."""
+    """Keys of the additive model that reads by a convolution; the others are what `TokenConvRead`
+    asks for.
+    """
 
-    conv_init: Annotated[Literal["normal", "identity"], "start of the read convolution", Key(initial=True)] = "normal"
+    conv_init: Annotated[
+        Literal["normal", "identity"], "start of the read convolution", Key(initial=True)
+    ] = "normal"
 
     ddl_value_channels: ClassVar[int] = 1
     ddl_state_shortconv_kernel_size: ClassVar[int] = 4

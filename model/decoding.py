@@ -1,7 +1,8 @@
-"""Text token by token: what a model keeps of the tokens so far, and a decoder that runs one step again and again.
+"""Text token by token: what a model keeps of the tokens so far, and a decoder that runs one step
+again and again.
 
-Everything a step touches has a fixed shape and address, and its position is a number on the device, so that a step
-compiled or captured once serves every position.
+Everything a step touches has a fixed shape and address, and its position is a number on the device,
+so that a step compiled or captured once serves every position.
 """
 
 import torch
@@ -12,21 +13,30 @@ NO_TOKEN = -1  # an id that stands for nothing, on the left of shorter sequences
 
 
 def padded(sequences: list[list[int]], device: torch.device | str = "cpu"):
-    """Token ids of unequal lengths as int64 (B, T), NO_TOKEN on the left of shorter ones. ValueError: an empty one."""
+    """Token ids of unequal lengths as int64 (B, T), NO_TOKEN on the left of shorter ones.
+
+    ValueError: an empty one.
+    """
     if not all(sequences):
-        raise ValueError("an empty sequence: give one token or more (end-of-text stands before a text)")
+        raise ValueError(
+            "an empty sequence: give one token or more (end-of-text stands before a text)"
+        )
     longest = max(map(len, sequences))
-    return torch.tensor([[NO_TOKEN] * (longest - len(ids)) + list(ids) for ids in sequences], device=device)
+    return torch.tensor(
+        [[NO_TOKEN] * (longest - len(ids)) + list(ids) for ids in sequences], device=device
+    )
 
 
 class Cache:
-    """What a model keeps of the `tokens` read so far, at most `length`: keys, values and token convolutions' contexts.
+    """What a model keeps of the `tokens` read so far, at most `length`: keys, values and token
+    convolutions' contexts.
 
-    `blocks` holds one dict of tensors per block, and a last one for the expander and the readout. The first call makes
-    the tensors, for its batch and dtypes; later calls write into them. `position` (1,) int64 is `tokens` on the device.
+    `blocks` holds one dict of tensors per block, and a last one for the expander and the readout.
+    The first call makes the tensors, for its batch and dtypes; later calls write into them.
+    `position` (1,) int64 is `tokens` on the device.
 
-    Sequences of unequal length end together: shorter ones have ids of -1, NO_TOKEN, on their left in the first call.
-    `start` (B, 1) int64 counts them; `padded` tells whether there are any.
+    Sequences of unequal length end together: shorter ones have ids of -1, NO_TOKEN, on their left
+    in the first call. `start` (B, 1) int64 counts them; `padded` tells whether there are any.
     """
 
     def __init__(self, blocks: int, length: int, device: torch.device):
@@ -36,15 +46,22 @@ class Cache:
         self.blocks: list[dict] = [{} for _ in range(blocks + 1)]
 
     def reserve(self, ids) -> int:
-        """Count the tokens ids (B, T), which are about to be read; returns how many there are with them.
+        """Count the tokens ids (B, T), which are about to be read; returns how many there are with
+        them.
 
         ValueError: they do not fit, or it is not the batch that the cache was begun with.
         """
         (batch_size, tokens), begun = ids.shape, self.start is not None
         if self.tokens + tokens > self.length:
-            raise ValueError(f"{self.tokens + tokens} tokens do not fit a cache of length={self.length}: give fewer")
+            raise ValueError(
+                f"{self.tokens + tokens} tokens do not fit a cache of length={self.length}: give "
+                "fewer"
+            )
         if begun and batch_size != len(self.start):
-            raise ValueError(f"batch_size={batch_size}: this cache is of {len(self.start)} sequences; make another")
+            raise ValueError(
+                f"batch_size={batch_size}: this cache is of {len(self.start)} sequences; make "
+                "another"
+            )
         if not begun:
             self.start = self.position.new_zeros(batch_size, 1)
         if self.tokens == 0:
@@ -61,16 +78,22 @@ class Cache:
             tensor.zero_()
 
     def select(self, rows) -> "Cache":
-        """A new cache of these rows, int64 (N,), of the batch: for beams, and for several continuations of a prefix."""
+        """A new cache of these rows, int64 (N,), of the batch: for beams, and for several
+        continuations of a prefix.
+        """
         other = Cache(len(self.blocks) - 1, self.length, self.position.device)
         other.tokens, other.padded, other.position = self.tokens, self.padded, self.position.clone()
         other.start = None if self.start is None else self.start[rows]
-        other.blocks = [{slot: tensor[rows] for slot, tensor in block.items()} for block in self.blocks]
+        other.blocks = [
+            {slot: tensor[rows] for slot, tensor in block.items()} for block in self.blocks
+        ]
         return other
 
 
 def kept(cache: dict, slot: str, shape: tuple, like, dtype: torch.dtype | None = None):
-    """The tensor in a slot of a block's cache, to be written in place; zeros at first, in `like`'s dtype by default."""
+    """The tensor in a slot of a block's cache, to be written in place; zeros at first, in `like`'s
+    dtype by default.
+    """
     if slot not in cache:
         cache[slot] = like.new_zeros(shape, dtype=dtype)
     return cache[slot]
@@ -79,7 +102,8 @@ def kept(cache: dict, slot: str, shape: tuple, like, dtype: torch.dtype | None =
 def round_matrices(model, dtype: torch.dtype = torch.bfloat16) -> None:
     """Keep in `dtype` what autocast rounds to it at every use, as the parameters' rules say.
 
-    Under autocast the results have the same bits, for half the memory. What is computed in fp32 stays as it is.
+    Under autocast the results have the same bits, for half the memory. What is computed in fp32
+    stays as it is.
     """
     for name, rule in rules_of(model).items():
         if rule.rounded:
@@ -88,30 +112,36 @@ def round_matrices(model, dtype: torch.dtype = torch.bfloat16) -> None:
 
 
 class Decoder:
-    """Logits of the next token for a batch of sequences of at most `length` tokens (by default block_size).
+    """Logits of the next token for a batch of sequences of at most `length` tokens (by default
+    block_size).
 
         decoder = Decoder(model, batch_size=2, compiled=True)
         logits = decoder.prefill(padded(prompts))  # (2, T) -> (2, vocab_size)
         logits = decoder.step(tokens)      # (2,) -> (2, vocab_size), again and again
 
-    compiled: the step is made once for all positions, on a CPU by torch.compile (seconds), on a GPU as a CUDA graph,
-    which one call launches. It attends over all `length` positions, masked, where an eager step reads only those that
-    are filled. The weights, `model.stream` and autocast must stay what they were when the decoder was made. For
-    bfloat16 take `round_matrices(model)` under autocast: weights of float32 would be rounded anew at every step.
+    compiled: the step is made once for all positions, on a CPU by torch.compile (seconds), on a GPU
+    as a CUDA graph, which one call launches. It attends over all `length` positions, masked, where
+    an eager step reads only those that are filled. The weights, `model.stream` and autocast must
+    stay what they were when the decoder was made. For bfloat16 take `round_matrices(model)` under
+    autocast: weights of float32 would be rounded anew at every step.
     """
 
     def __init__(self, model, batch_size: int, length: int | None = None, compiled: bool = False):
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: give 1 or more")
         self.model, self.cache = model, model.new_cache(length)
-        self.token = torch.zeros(batch_size, 1, dtype=torch.int64, device=self.cache.position.device)
+        self.token = torch.zeros(
+            batch_size, 1, dtype=torch.int64, device=self.cache.position.device
+        )
         self.fixed_step = None
         if compiled:
             with torch.no_grad():
                 self.fixed_step = self.captured() if self.token.is_cuda else self.compiled()
 
     def logits(self, ids, seen: int):
-        """ids (B, T) -> logits after the last (B, vocab_size); all attend over the first `seen` places."""
+        """ids (B, T) -> logits after the last (B, vocab_size); all attend over the first `seen`
+        places.
+        """
         return self.model.logits(self.model.hidden(ids, self.cache, seen)[:, -1])
 
     def warm_up(self, step) -> None:
@@ -129,13 +159,18 @@ class Decoder:
 
     def captured(self):
         """The step as a CUDA graph, which reads `token` and always writes the same logits."""
-        # Weights that autocast rounds must be rounded within the graph: the copies that it keeps go when it ends.
+        # Weights that autocast rounds must be rounded within the graph: the copies that it keeps go
+        # when it ends.
         rounding = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
-        with torch.cuda.device(self.token.device), torch.autocast("cuda", *rounding, cache_enabled=False):
+        with (
+            torch.cuda.device(self.token.device),
+            torch.autocast("cuda", *rounding, cache_enabled=False),
+        ):
             self.warm_up(self.logits)
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):  # libraries and kernels set themselves up where no capture is disturbed
+            # libraries and kernels set themselves up where no capture is disturbed
+            with torch.cuda.stream(side):
                 for _ in range(3):
                     self.warm_up(self.logits)
             torch.cuda.current_stream().wait_stream(side)
@@ -151,21 +186,26 @@ class Decoder:
 
     @torch.no_grad()
     def prefill(self, ids):
-        """Forget what was read and read ids (B, T), `padded` where lengths differ -> logits after the last token.
+        """Forget what was read and read ids (B, T), `padded` where lengths differ -> logits after
+        the last token.
 
         ValueError: they do not fit.
         """
         self.check_batch(ids)
         if not 1 <= ids.shape[1] <= self.cache.length:
             raise ValueError(
-                f"a prompt of {ids.shape[1]} tokens for a decoder of length={self.cache.length}: give 1 to that many"
+                f"a prompt of {ids.shape[1]} tokens for a decoder of length={self.cache.length}: "
+                "give 1 to that many"
             )
         self.cache.reset()
         return self.logits(ids, self.cache.reserve(ids))
 
     @torch.no_grad()
     def step(self, token):
-        """The next token of each sequence, (B,) -> logits after it (B, vocab_size). ValueError: `length` is reached."""
+        """The next token of each sequence, (B,) -> logits after it (B, vocab_size).
+
+        ValueError: `length` is reached.
+        """
         self.check_batch(token)
         self.token.copy_(token.unsqueeze(1))
         seen = self.cache.reserve(self.token)
@@ -173,4 +213,7 @@ class Decoder:
 
     def check_batch(self, ids) -> None:
         if len(ids) != len(self.token):
-            raise ValueError(f"{len(ids)} sequences for a decoder of batch_size={len(self.token)}: give that many")
+            raise ValueError(
+                f"{len(ids)} sequences for a decoder of batch_size={len(self.token)}: give that "
+                "many"
+            )

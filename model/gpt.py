@@ -1,7 +1,8 @@
 """The Transformer backbone shared by every variant; only the residual stream differs.
 
-A model is a subclass of `GPT` that names its classes: `Config`, `Expander`, `Block`, `Readout` and, if it has another,
-`FinalNorm` (see the thin files `model/<stem>.py`). Notation in shapes: B batch, T tokens, d hidden_size.
+A model is a subclass of `GPT` that names its classes: `Config`, `Expander`, `Block`, `Readout` and,
+if it has another, `FinalNorm` (see the thin files `model/<stem>.py`). Notation in shapes: B batch,
+T tokens, d hidden_size.
 """
 
 import contextlib
@@ -29,7 +30,15 @@ from model.layers import (
     rope_tables,
 )
 from model.loss import linear_cross_entropy, scaled
-from model.parameters import Rule, by_shape, linear, normal, refuse_shared_memory, refuse_unregistered, rules_of
+from model.parameters import (
+    Rule,
+    by_shape,
+    linear,
+    normal,
+    refuse_shared_memory,
+    refuse_unregistered,
+    rules_of,
+)
 
 INITIAL = Key(low=0, initial=True)
 
@@ -41,20 +50,27 @@ class GPTConfig:
     ValueError: a value out of range; the message names the key, the value and the fix.
     """
 
-    columns_key: ClassVar[str | None] = None  # which key says how many vectors of width d a state has, where one does
+    # which key says how many vectors of width d a state has, where one does
+    columns_key: ClassVar[str | None] = None
 
-    vocab_size: Annotated[int, "rows of the embedding; train.py's default: the corpus's, padded to 64s", Key(low=1)] = (
-        50304
-    )
+    vocab_size: Annotated[
+        int, "rows of the embedding; train.py's default: the corpus's, padded to 64s", Key(low=1)
+    ] = 50304
     block_size: Annotated[int, "tokens per sequence", Key(low=1, free=True)] = 1024
-    num_hidden_layers: Annotated[int, "blocks; each holds an attention and an MLP sublayer", Key(low=1)] = 12
+    num_hidden_layers: Annotated[
+        int, "blocks; each holds an attention and an MLP sublayer", Key(low=1)
+    ] = 12
     num_attention_heads: Annotated[int, "attention heads per block", Key(low=1)] = 6
     hidden_size: Annotated[int, "width d of the residual stream", Key(low=1)] = 768
     head_dim: Annotated[int, "features per attention head", Key(low=1)] = 128
     rope_base: Annotated[
-        float, "base of the rotary position embedding, usually 10000", Key(above=1, counts_with=("rope_ratio", bool))
+        float,
+        "base of the rotary position embedding, usually 10000",
+        Key(above=1, counts_with=("rope_ratio", bool)),
     ] = 10000.0
-    rope_ratio: Annotated[float, "share of each head's features that is rotated", Key(low=0, high=1)] = 1.0
+    rope_ratio: Annotated[
+        float, "share of each head's features that is rotated", Key(low=0, high=1)
+    ] = 1.0
     state_dtype: Annotated[
         Literal["bfloat16", "float32"],
         "what the residual state is kept in where the run computes in bfloat16",
@@ -63,22 +79,34 @@ class GPTConfig:
     use_qk_rmsnorm: Annotated[bool, "RMS-normalise queries and keys over each head"] = True
     tie_embeddings: Annotated[bool, "the output layer has the embedding's weight"] = True
     embedding_init_std: Annotated[
-        float, "initial standard deviation of the embedding and of an output layer of its own", INITIAL
+        float,
+        "initial standard deviation of the embedding and of an output layer of its own",
+        INITIAL,
     ] = 0.02
     init: Annotated[
         Literal["spectral", "normal"],
         "matrices start by their own shape (the paper's current release), or by hidden_size",
         Key(initial=True, before="normal"),
     ] = "spectral"
-    hidden_init_std_factor: Annotated[float, "of matrices' initial standard deviation, see init", INITIAL] = 0.5
+    hidden_init_std_factor: Annotated[
+        float, "of matrices' initial standard deviation, see init", INITIAL
+    ] = 0.5
     num_hidden_layers_base: Annotated[
-        int | None, "depth at which depth scaling changes nothing: residual_branch_mult is base / layers", Key(low=1)
+        int | None,
+        "depth at which depth scaling changes nothing: residual_branch_mult is base / layers",
+        Key(low=1),
     ] = None
     residual_branch_mult: Annotated[
-        float | None, "factor on what a sublayer adds to its state; None: 1, or as the base has it", Key(above=0)
+        float | None,
+        "factor on what a sublayer adds to its state; None: 1, or as the base has it",
+        Key(above=0),
     ] = None
-    mup: Annotated[bool, "muP: scale logits by hidden_size_base / hidden_size, matrices' rates by powers of it"] = False
-    hidden_size_base: Annotated[int, "width at which muP changes nothing", Key(low=1, counts_with=("mup", bool))] = 1024
+    mup: Annotated[
+        bool, "muP: scale logits by hidden_size_base / hidden_size, matrices' rates by powers of it"
+    ] = False
+    hidden_size_base: Annotated[
+        int, "width at which muP changes nothing", Key(low=1, counts_with=("mup", bool))
+    ] = 1024
 
     def __post_init__(self):
         check_ranges(self)
@@ -92,7 +120,9 @@ class GPTConfig:
         return []
 
     def matrix_start(self, last: bool = False):
-        """The start of a matrix; `last`: of the last one of a sublayer, whose outputs add up over the layers."""
+        """The start of a matrix; `last`: of the last one of a sublayer, whose outputs add up over
+        the layers.
+        """
         layers = self.num_hidden_layers_base or self.num_hidden_layers
         if self.init == "spectral":
             return by_shape(self.hidden_init_std_factor / (layers if last else 1))
@@ -103,11 +133,17 @@ class GPTConfig:
         """Factor on X' - X of every sublayer."""
         if self.residual_branch_mult is not None:
             return self.residual_branch_mult
-        return 1.0 if self.num_hidden_layers_base is None else self.num_hidden_layers_base / self.num_hidden_layers
+        return (
+            1.0
+            if self.num_hidden_layers_base is None
+            else self.num_hidden_layers_base / self.num_hidden_layers
+        )
 
     @property
     def mup_scale(self) -> float:
-        """Factor on the logits; learning rates have that of their parameter's kind, a power of it."""
+        """Factor on the logits; learning rates have that of their parameter's kind, a power of
+        it.
+        """
         return self.hidden_size_base / self.hidden_size if self.mup else 1.0
 
 
@@ -117,7 +153,9 @@ def final_norm(config: GPTConfig) -> nn.Module:
 
 
 def takes_branch_mult(write: type) -> bool:
-    """Whether the class whose `forward` a write runs says so: a subclass with its own forward has to say it again."""
+    """Whether the class whose `forward` a write runs says so: a subclass with its own forward has
+    to say it again.
+    """
     owner = next(each for each in write.__mro__ if "forward" in vars(each))
     return vars(owner).get("takes_branch_mult", False)
 
@@ -125,14 +163,23 @@ def takes_branch_mult(write: type) -> bool:
 class GPT(nn.Module):
     """logits, loss = model(ids, targets): the whole language model.
 
-    Sources: backbone of Deep Delta Learning (arXiv 2601.00417); the residual stream is the subclass's choice.
+    Sources: backbone of Deep Delta Learning (arXiv 2601.00417); the residual stream is the
+    subclass's choice.
     """
 
-    Config, Expander, Block, Readout, FinalNorm = GPTConfig, Direct, Block, Direct, staticmethod(final_norm)
-    # Choices of keys, {key: value}, that make other parameters or paths than the defaults: checks go through each.
+    Config, Expander, Block, Readout, FinalNorm = (
+        GPTConfig,
+        Direct,
+        Block,
+        Direct,
+        staticmethod(final_norm),
+    )
+    # Choices of keys, {key: value}, that make other parameters or paths than the defaults: checks
+    # go through each.
     forms: tuple[dict, ...] = ()
     stream = Stream()
-    activation_checkpointing = False  # keep the states between blocks alone and compute each block again backward
+    # keep the states between blocks alone and compute each block again backward
+    activation_checkpointing = False
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -141,7 +188,9 @@ class GPT(nn.Module):
         self.transformer.wte = nn.Embedding(config.vocab_size, config.hidden_size)
         rule = Rule(normal(config.embedding_init_std), decay=True, rounded=True)
         self.transformer.wte.rules = {"weight": rule}
-        self.transformer.h = nn.ModuleList(self.Block(config, layer) for layer in range(config.num_hidden_layers))
+        self.transformer.h = nn.ModuleList(
+            self.Block(config, layer) for layer in range(config.num_hidden_layers)
+        )
         self.input_embed = self.Expander(config)
         self.readout = self.Readout(config)
         self.ln_f = self.FinalNorm(config)
@@ -153,7 +202,8 @@ class GPT(nn.Module):
                 if not takes_branch_mult(type(write)):
                     raise ValueError(
                         f"residual_branch_mult={config.branch_mult:g}: the write of this stream "
-                        f"({type(write).__name__}) has no such factor: leave it and num_hidden_layers_base out"
+                        f"({type(write).__name__}) has no such factor: leave it and "
+                        "num_hidden_layers_base out"
                     )
         for name in ("rope_cos", "rope_sin"):
             self.register_buffer(name, torch.empty(0), persistent=False)
@@ -162,10 +212,13 @@ class GPT(nn.Module):
 
     def reset_rope(self) -> None:
         weight = self.transformer.wte.weight
-        self.rope_cos, self.rope_sin = rope_tables(self.config, weight.device, at_least_fp32(weight.dtype))
+        self.rope_cos, self.rope_sin = rope_tables(
+            self.config, weight.device, at_least_fp32(weight.dtype)
+        )
 
     def _apply(self, fn, recurse=True):
-        # .to(), .double(), .bfloat16(): the tables follow the device but are computed anew, never rounded down.
+        # .to(), .double(), .bfloat16(): the tables follow the device but are computed anew, never
+        # rounded down.
         super()._apply(fn, recurse)
         self.reset_rope()
         return self
@@ -176,15 +229,24 @@ class GPT(nn.Module):
         self.check_parameters()
         rules = rules_of(self)
         layers = {
-            f"{name}.weight" for name, module in self.named_modules() if isinstance(module, nn.Linear | nn.Embedding)
+            f"{name}.weight"
+            for name, module in self.named_modules()
+            if isinstance(module, nn.Linear | nn.Embedding)
         }
         # The weights of layers come last: the order in which a seed's numbers are drawn.
         for name, parameter in sorted(self.named_parameters(), key=lambda item: item[0] in layers):
             rules[name].start(parameter)
 
     def check_parameters(self) -> None:
-        """ValueError: a site uses a parameter that is none of the model's, or two are one piece of memory."""
-        parts = [part for block in self.transformer.h for site in block.sites for part in vars(site).values()]
+        """ValueError: a site uses a parameter that is none of the model's, or two are one piece of
+        memory.
+        """
+        parts = [
+            part
+            for block in self.transformer.h
+            for site in block.sites
+            for part in vars(site).values()
+        ]
         refuse_shared_memory(self)
         refuse_unregistered(self, [part for part in parts if isinstance(part, nn.Module)])
 
@@ -199,7 +261,9 @@ class GPT(nn.Module):
 
     @contextlib.contextmanager
     def through(self, stream: Stream):
-        """Meet the residual stream by this one inside; `Stream()` takes every step by itself, as hooks need it."""
+        """Meet the residual stream by this one inside; `Stream()` takes every step by itself, as
+        hooks need it.
+        """
         before = self.stream
         self.use_stream(stream)
         try:
@@ -212,10 +276,12 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self) -> int:
-        """Floating-point operations of a training step (forward and backward) per token, at block_size tokens.
+        """Floating-point operations of a training step (forward and backward) per token, at
+        block_size tokens.
 
-        A multiply-add counts two. Counted: matrix products, attention over the whole context, as is usual, and the
-        reads and writes of the residual stream; not norms, activations and the optimizer. Backward is twice forward.
+        A multiply-add counts two. Counted: matrix products, attention over the whole context, as is
+        usual, and the reads and writes of the residual stream; not norms, activations and the
+        optimizer. Backward is twice forward.
         """
         return 3 * cost.forward_flops(self.variant, self.config) // self.config.block_size
 
@@ -224,7 +290,10 @@ class GPT(nn.Module):
         return cost.state_size(self.variant, self.config) * dtype.itemsize
 
     def new_cache(self, length: int | None = None) -> Cache:
-        """An empty cache for `forward`, of at most `length` tokens. ValueError: more than block_size, the default."""
+        """An empty cache for `forward`, of at most `length` tokens.
+
+        ValueError: more than block_size, the default.
+        """
         block_size = self.config.block_size
         length = block_size if length is None else length
         if not 1 <= length <= block_size:
@@ -232,30 +301,38 @@ class GPT(nn.Module):
         return Cache(self.config.num_hidden_layers, length, self.rope_cos.device)
 
     def state_dtype(self) -> torch.dtype:
-        """The dtype of the residual state: that of matrix products, or, with state_dtype=float32, at least float32."""
+        """The dtype of the residual state: that of matrix products, or, with state_dtype=float32,
+        at least float32.
+        """
         dtype = compute_dtype(self.transformer.wte.weight)
         return at_least_fp32(dtype) if self.config.state_dtype == "float32" else dtype
 
     def positions(self, ids, cache: Cache | None = None, seen: int = 0) -> Positions:
-        """Of the tokens ids (B, T), which follow those in the cache and attend over the first `seen` of its places."""
+        """Of the tokens ids (B, T), which follow those in the cache and attend over the first
+        `seen` of its places.
+        """
         T = ids.shape[1]
         if cache is None:
             place = torch.arange(T, device=ids.device).unsqueeze(0)
             return Positions(self.rope_cos[:T], self.rope_sin[:T], ids, place)
         index = cache.position + torch.arange(T, device=cache.position.device)
-        since_start = (index - cache.start).clamp_min(0)  # (B, T): RoPE counts from a sequence's first token
+        # (B, T): RoPE counts from a sequence's first token
+        since_start = (index - cache.start).clamp_min(0)
         mask = None
         if seen != T or cache.padded:
             keys, queries = torch.arange(seen, device=index.device), index[:, None]
             # What stands for no token attends to itself alone: to nothing at all would be 0 / 0.
-            mask = ((keys <= queries) & (keys >= cache.start[:, None]) | (keys == queries)).unsqueeze(1)
+            mask = (
+                (keys <= queries) & (keys >= cache.start[:, None]) | (keys == queries)
+            ).unsqueeze(1)
         tables = self.rope_cos[since_start], self.rope_sin[since_start]
         return Positions(*tables, ids, since_start, index, mask, cache.length)
 
     def hidden(self, ids, cache: Cache | None = None, seen: int = 0):
         """ids (B, T) -> the normed readout (B, T, d), which `logits` takes.
 
-        With a cache, the tokens attend over the first `seen` of its positions; the caller has reserved theirs.
+        With a cache, the tokens attend over the first `seen` of its positions; the caller has
+        reserved theirs.
         """
         return self.hidden_and_extra_loss(ids, cache, seen)[0]
 
@@ -276,30 +353,37 @@ class GPT(nn.Module):
         return self.stream.finish(self, state, caches[-1]), sum(losses) if losses else None
 
     def logits(self, hidden):
-        """hidden (..., d) of `hidden` -> logits (..., vocab_size). The one place for a head of another kind: what it
-        computes is trained, evaluated, sampled from and exported."""
+        """hidden (..., d) of `hidden` -> logits (..., vocab_size).
+
+        The one place for a head of another kind: what it computes is trained, evaluated, sampled
+        from and exported.
+        """
         return scaled(self.lm_head(for_product(hidden, self.lm_head.weight)), self.config.mup_scale)
 
     def logits_are_a_product(self) -> bool:
-        """Whether no subclass has another head: then the loss is taken without all logits in memory."""
+        """Whether no subclass has another head: then the loss is taken without all logits in
+        memory.
+        """
         plain = type(self.lm_head) is nn.Linear and self.lm_head.bias is None
         return plain and type(self).logits is GPT.logits
 
     def forward(self, ids, targets=None, cache: Cache | None = None, return_logits: bool = False):
         """ids, targets: int64 (B, T); targets of -1 do not count.
 
-        Returns (logits, loss). With targets, loss is the mean cross-entropy in nats (a scalar, at least fp32) and
-        logits is None unless `return_logits`; without, logits is (B, T, vocab_size) and loss None. Where a stream has
-        an extra loss, the value of loss is the cross-entropy all the same, but its gradient that of both. With a
-        `cache` of `new_cache()`, ids continue the tokens of the calls before (the first may be `padded`), and only the
-        output layer has a gradient.
-        ValueError: more tokens than block_size, or than fit the cache.
+        Returns (logits, loss). With targets, loss is the mean cross-entropy in nats (a scalar, at
+        least fp32) and logits is None unless `return_logits`; without, logits is (B, T, vocab_size)
+        and loss None. Where a stream has an extra loss, the value of loss is the cross-entropy all
+        the same, but its gradient that of both. With a `cache` of `new_cache()`, ids continue the
+        tokens of the calls before (the first may be `padded`), and only the output layer has a
+        gradient. ValueError: more tokens than block_size, or than fit the cache.
         """
         if cache is not None:
             with torch.no_grad():
                 hidden, extra = self.hidden_and_extra_loss(ids, cache, cache.reserve(ids))
         elif ids.shape[1] > self.config.block_size:
-            raise ValueError(f"{ids.shape[1]} tokens do not fit block_size={self.config.block_size}: give fewer")
+            raise ValueError(
+                f"{ids.shape[1]} tokens do not fit block_size={self.config.block_size}: give fewer"
+            )
         else:
             hidden, extra = self.hidden_and_extra_loss(ids)
         logits, loss = None, None
@@ -312,7 +396,9 @@ class GPT(nn.Module):
             logits = logits if return_logits else None
         elif in_chunks:
             hidden = hidden.flatten(0, 1).to(compute_dtype(self.lm_head.weight))
-            loss = linear_cross_entropy(hidden, self.lm_head.weight, targets.flatten(), self.config.mup_scale)
+            loss = linear_cross_entropy(
+                hidden, self.lm_head.weight, targets.flatten(), self.config.mup_scale
+            )
         if loss is not None and extra is not None:
             loss = loss + (extra - extra.detach())
         return logits, loss

@@ -1,9 +1,10 @@
 """Hyper-Connections (arXiv 2409.19606) and their manifold-constrained form, mHC (arXiv 2512.24880).
 
-The state is n streams of width d, H (B, T, n, d), which start as the embedding each. A site reads one mixture of them,
-x_in = sum_i read_i H_i, mixes them among themselves and adds the sublayer's output h to each with a weight,
-H'_j = sum_i mix_ij H_i + write_j h. The readout is their sum. The three weightings are a site's own; they are learned
-numbers (static), or functions of the token's state besides (dynamic). All of them are computed in at least fp32.
+The state is n streams of width d, H (B, T, n, d), which start as the embedding each. A site reads
+one mixture of them, x_in = sum_i read_i H_i, mixes them among themselves and adds the sublayer's
+output h to each with a weight, H'_j = sum_i mix_ij H_i + write_j h. The readout is their sum. The
+three weightings are a site's own; they are learned numbers (static), or functions of the token's
+state besides (dynamic). All of them are computed in at least fp32.
 """
 
 import math
@@ -35,9 +36,13 @@ class StreamsConfig(GPTConfig):
 class HyperConfig(StreamsConfig):
     """Keys of Hyper-Connections."""
 
-    hc_dynamic: Annotated[bool, "the streams' weights depend on the token (DHC); False: learned numbers (SHC)"] = True
+    hc_dynamic: Annotated[
+        bool, "the streams' weights depend on the token (DHC); False: learned numbers (SHC)"
+    ] = True
     hc_scale_outputs: Annotated[
-        bool, "sublayers' last matrices start smaller by sqrt(n), as the paper has it", Key(initial=True)
+        bool,
+        "sublayers' last matrices start smaller by sqrt(n), as the paper has it",
+        Key(initial=True),
     ] = False
 
 
@@ -45,7 +50,9 @@ class HyperConfig(StreamsConfig):
 class ManifoldConfig(StreamsConfig):
     """Keys of mHC."""
 
-    mhc_iterations: Annotated[int, "Sinkhorn-Knopp's normalisations of either side of a mix", Key(low=1)] = 20
+    mhc_iterations: Annotated[
+        int, "Sinkhorn-Knopp's normalisations of either side of a mix", Key(low=1)
+    ] = 20
     mhc_rows_last: Annotated[
         bool,
         "weights into a stream are normalised last, as in the paper; False: those out of one",
@@ -55,7 +62,9 @@ class ManifoldConfig(StreamsConfig):
     def __post_init__(self):
         super().__post_init__()
         if self.hc_streams == 1:
-            raise ValueError("hc_streams=1: mHC mixes streams, b_pre = -log(n - 1) is infinite; give 2 or more")
+            raise ValueError(
+                "hc_streams=1: mHC mixes streams, b_pre = -log(n - 1) is infinite; give 2 or more"
+            )
 
 
 def weighted_sum(weights, streams):
@@ -66,8 +75,8 @@ def weighted_sum(weights, streams):
 class Connection(nn.Module):
     """The read of one site, and the weights with which its write mixes the streams.
 
-    A subclass has weights(streams), streams (B, T, n, d) in at least fp32 -> read (B, T, n), write (B, T, n) and mix
-    (B, T, n, n), or the same without (B, T).
+    A subclass has weights(streams), streams (B, T, n, d) in at least fp32 -> read (B, T, n), write
+    (B, T, n) and mix (B, T, n, n), or the same without (B, T).
     """
 
     def __init__(self, config: StreamsConfig):
@@ -78,8 +87,9 @@ class Connection(nn.Module):
         return 2 * self.streams * self.hidden_size
 
     def forward(self, state, past: Past | None = None, mixes: bool = True, weighs: bool = True):
-        """state (B, T, n, d) -> x_in (B, T, d), write and mix; without `mixes` mix is the identity, without `weighs`
-        write is 1 (for analyses)."""
+        """state (B, T, n, d) -> x_in (B, T, d), write and mix; without `mixes` mix is the identity,
+        without `weighs` write is 1 (for analyses).
+        """
         streams = state.to(at_least_fp32(state.dtype))
         read, write, mix = self.weights(streams)
         if not mixes:
@@ -106,17 +116,21 @@ class MixAndAdd(nn.Module):
         return (mixed + write[..., None] * h.unsqueeze(2)).to(state.dtype)
 
     def statistics(self, state, h, taken, c, written) -> dict:
-        """Of each token (B, T): how much of itself a stream keeps, the mean of mix_ii, and how far the streams that mix
-        into one are from summing to 1, the largest |sum_i mix_ij - 1|."""
+        """Of each token (B, T): how much of itself a stream keeps, the mean of mix_ii, and how far
+        the streams that mix into one are from summing to 1, the largest |sum_i mix_ij - 1|.
+        """
         mix = taken[2].expand(*state.shape[:2], -1, -1)
         kept = mix.diagonal(dim1=-2, dim2=-1).mean(-1)
         return {"mix_kept": kept, "mix_error": (mix.sum(-2) - 1).abs().amax(-1)}
 
 
 class HyperConnection(Connection):
-    """HC's: learned weights, plus, where dynamic, s tanh of linear maps of each normed stream (eqs. 10 to 13).
+    """HC's: learned weights, plus, where dynamic, s tanh of linear maps of each normed stream (eqs.
 
-    `maps` has in its rows W_b, W_m and W_r: of stream i they give write_i, read_i and mix_i1 .. mix_in.
+    10 to 13).
+
+    `maps` has in its rows W_b, W_m and W_r: of stream i they give write_i, read_i and mix_i1 ..
+    mix_in.
     """
 
     def __init__(self, config: HyperConfig, site: int):
@@ -130,7 +144,10 @@ class HyperConnection(Connection):
         if self.dynamic:
             self.norm = LayerNorm(config.hidden_size)
             self.maps = linear(config.hidden_size, 2 + n, Rule(constant(0.0), OUTPUT, decay=True))
-            self.write_scale, self.scale = nn.Parameter(torch.empty(1)), nn.Parameter(torch.empty(1))
+            self.write_scale, self.scale = (
+                nn.Parameter(torch.empty(1)),
+                nn.Parameter(torch.empty(1)),
+            )
             self.rules |= {"write_scale": Rule(constant(0.01)), "scale": Rule(constant(0.01))}
 
     def weights(self, streams):
@@ -138,7 +155,11 @@ class HyperConnection(Connection):
             return self.read, self.write, self.mix
         maps = linear_fp32(self.maps, self.norm(streams)).tanh()  # (B, T, n, 2 + n)
         write, read, mix = maps[..., 0], maps[..., 1], maps[..., 2:]
-        return self.read + self.scale * read, self.write + self.write_scale * write, self.mix + self.scale * mix
+        return (
+            self.read + self.scale * read,
+            self.write + self.write_scale * write,
+            self.mix + self.scale * mix,
+        )
 
 
 def one_hot(parameter, at: int) -> None:
@@ -152,9 +173,14 @@ class ConnectedBlock(Block):
 
     def __init__(self, config: StreamsConfig, layer: int):
         super().__init__(config, layer)
-        self.hc_attn, self.hc_mlp = (self.Connection(config, 2 * layer + index) for index in range(2))
+        self.hc_attn, self.hc_mlp = (
+            self.Connection(config, 2 * layer + index) for index in range(2)
+        )
         write, (attn, mlp) = MixAndAdd(config), self.sites
-        self.sites = replace(attn, read=self.hc_attn, write=write), replace(mlp, read=self.hc_mlp, write=write)
+        self.sites = (
+            replace(attn, read=self.hc_attn, write=write),
+            replace(mlp, read=self.hc_mlp, write=write),
+        )
 
 
 class HyperBlock(ConnectedBlock):
@@ -190,12 +216,15 @@ class SumOfStreams(nn.Module):
         return state.to(at_least_fp32(state.dtype)).sum(2)
 
 
-# Forty small steps in turn, which the compiler would copy into each other: to it they are one operation.
+# Forty small steps in turn, which the compiler would copy into each other: to it they are one
+# operation.
 @torch.library.custom_op("ddl::sinkhorn_knopp", mutates_args=())
 def sinkhorn_knopp(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
-    """exp(logits) (..., n, n) made doubly stochastic: a softmax over rows, then columns and rows divided by their sums
-    in turn, columns last; eps is added to every sum. Columns sum to one to rounding, rows as nearly as `iterations`
-    allow: whether a stream's incoming weights are the columns or the rows is for the caller to say."""
+    """exp(logits) (..., n, n) made doubly stochastic: a softmax over rows, then columns and rows
+    divided by their sums in turn, columns last; eps is added to every sum. Columns sum to one to
+    rounding, rows as nearly as `iterations` allow: whether a stream's incoming weights are the
+    columns or the rows is for the caller to say.
+    """
     return tokens_first(normalisations(logits, iterations, eps)[-1][0], logits)
 
 
@@ -205,8 +234,12 @@ def _(logits, iterations, eps):
 
 
 @torch.library.custom_op("ddl::sinkhorn_knopp_backward", mutates_args=())
-def sinkhorn_knopp_backward(gradient: torch.Tensor, logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
-    """With y = x / s, s = sum x + eps, the gradient by x is (g - sum(g y)) / s; the steps are made again."""
+def sinkhorn_knopp_backward(
+    gradient: torch.Tensor, logits: torch.Tensor, iterations: int, eps: float
+) -> torch.Tensor:
+    """With y = x / s, s = sum x + eps, the gradient by x is (g - sum(g y)) / s; the steps are made
+    again.
+    """
     (start, _, _), *steps = normalisations(logits, iterations, eps)
     g = tokens_last(gradient)
     for y, total, axis in reversed(steps):
@@ -221,7 +254,9 @@ def _(gradient, logits, iterations, eps):
 
 
 def normalisations(logits, iterations: int, eps: float) -> list[tuple]:
-    """The matrices (n, n, tokens) step by step, each with the sums it was divided by and their axis."""
+    """The matrices (n, n, tokens) step by step, each with the sums it was divided by and their
+    axis.
+    """
     matrix = tokens_last(logits).softmax(1) + eps
     steps = [(matrix, None, None)]
     for axis in [0, *[1, 0] * (iterations - 1)]:
@@ -253,12 +288,14 @@ sinkhorn_knopp.register_autograd(gradient_by_logits, setup_context=keep_logits)
 
 
 class ManifoldConnection(Connection):
-    """mHC's: read in (0, 1), write in (0, 2) and a doubly stochastic mix, from the normed streams together (eqs. 7, 8).
+    """mHC's: read in (0, 1), write in (0, 2) and a doubly stochastic mix, from the normed streams
+    together (eqs. 7, 8).
 
     With z = RMSNorm(vec(H)) (n d,): read = sigmoid(a z phi + b), write = 2 sigmoid(a z phi + b) and
-    mix = Sinkhorn-Knopp(a z phi + b), each with an a, a phi and a b of its own: in this order in `scales`, in the
-    rows of `maps.weight` and in `bias`. A column of mix, the weights that come into one stream, sums to one; the paper
-    writes mix^T, whose rows do. With mhc_rows_last=False mix^T = Sinkhorn-Knopp(a z phi + b).
+    mix = Sinkhorn-Knopp(a z phi + b), each with an a, a phi and a b of its own: in this order in
+    `scales`, in the rows of `maps.weight` and in `bias`. A column of mix, the weights that come
+    into one stream, sums to one; the paper writes mix^T, whose rows do. With mhc_rows_last=False
+    mix^T = Sinkhorn-Knopp(a z phi + b).
     """
 
     fused = "manifold_connection"
@@ -277,7 +314,9 @@ class ManifoldConnection(Connection):
         self.rules = {"bias": Rule(self.start), "scales": Rule(constant(0.01))}
 
     def start(self, bias) -> None:
-        """Close to the additive stream: read 1/n each, write 1 each, mix the identity but for exp(-8)."""
+        """Close to the additive stream: read 1/n each, write 1 each, mix the identity but for
+        exp(-8).
+        """
         pre, post, res = bias.split(self.sizes)
         pre.fill_(-math.log(self.streams - 1))
         post.zero_()
@@ -285,7 +324,8 @@ class ManifoldConnection(Connection):
 
     def weights(self, streams):
         n, z = self.streams, streams.flatten(2)
-        maps = linear_fp32(self.maps, F.rms_norm(z, z.shape[-1:], eps=self.EPS))  # (B, T, 2 n + n^2)
+        # (B, T, 2 n + n^2)
+        maps = linear_fp32(self.maps, F.rms_norm(z, z.shape[-1:], eps=self.EPS))
         scales = torch.cat([scale.expand(size) for scale, size in zip(self.scales, self.sizes)])
         pre, post, res = (scales * maps + self.bias).split(self.sizes, dim=-1)
         mix = self.balance(res.unflatten(-1, (n, n)), self.iterations, self.EPS)

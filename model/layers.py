@@ -15,23 +15,31 @@ from model.parameters import HIDDEN, Rule, constant, linear
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    """float32 for half precisions, float64 for float64: statistics, gates and dot products are computed in it."""
+    """float32 for half precisions, float64 for float64: statistics, gates and dot products are
+    computed in it.
+    """
     return torch.promote_types(dtype, torch.float32)
 
 
 def compute_dtype(weight) -> torch.dtype:
-    """What products with the weight are computed in: autocast's dtype where it is on, else the weight's."""
+    """What products with the weight are computed in: autocast's dtype where it is on, else the
+    weight's.
+    """
     device = weight.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
 
 
 def for_product(x, weight):
-    """x in the dtype of the weight that it meets; as it is under autocast, which rounds both at the product itself."""
+    """x in the dtype of the weight that it meets; as it is under autocast, which rounds both at the
+    product itself.
+    """
     return x if torch.is_autocast_enabled(x.device.type) else x.to(weight.dtype)
 
 
 class RMSNorm(nn.Module):
-    """y = weight * x / sqrt(mean(x^2) + eps) over the last axis; statistics in at least fp32, output in x's dtype."""
+    """y = weight * x / sqrt(mean(x^2) + eps) over the last axis; statistics in at least fp32,
+    output in x's dtype.
+    """
 
     fused = "rms_norm"
 
@@ -47,7 +55,9 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """y = weight * (x - mean) / sqrt(variance + eps) + bias over the last axis; dtypes as RMSNorm's."""
+    """y = weight * (x - mean) / sqrt(variance + eps) + bias over the last axis; dtypes as
+    RMSNorm's.
+    """
 
     def __init__(self, size: int, eps: float = 1e-5):
         super().__init__()
@@ -57,15 +67,19 @@ class LayerNorm(nn.Module):
 
     def forward(self, x):
         dtype = at_least_fp32(x.dtype)
-        y = F.layer_norm(x.to(dtype), self.weight.shape, self.weight.to(dtype), self.bias.to(dtype), self.eps)
+        y = F.layer_norm(
+            x.to(dtype), self.weight.shape, self.weight.to(dtype), self.bias.to(dtype), self.eps
+        )
         return y.to(x.dtype)
 
 
-# TF32, which training allows on a GPU, keeps 10 bits of what is multiplied. torch has one setting for all products, and
-# the compiler takes it at the time that it compiles: this one is an operation of its own, which asks for more.
+# TF32, which training allows on a GPU, keeps 10 bits of what is multiplied. torch has one setting
+# for all products, and the compiler takes it at the time that it compiles: this one is an operation
+# of its own, which asks for more.
 @torch.library.custom_op("ddl::exact_linear", mutates_args=())
 def exact_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """F.linear in the dtype of its arguments, whatever autocast and `set_float32_matmul_precision` would round.
+    """F.linear in the dtype of its arguments, whatever autocast and `set_float32_matmul_precision`
+    would round.
 
     So are the products of its derivatives, of any order.
     """
@@ -104,23 +118,33 @@ exact_linear.register_autograd(gradients_of_linear, setup_context=keep_factors)
 
 
 def linear_fp32(layer: nn.Linear, x):
-    """`layer(x)` in at least fp32, also under autocast: gates and values must not be rounded before their sigmoid."""
+    """`layer(x)` in at least fp32, also under autocast: gates and values must not be rounded before
+    their sigmoid.
+    """
     dtype, product = at_least_fp32(x.dtype), exact_linear if x.device.type == "cuda" else F.linear
     with torch.autocast(x.device.type, enabled=False):
-        return product(x.to(dtype), layer.weight.to(dtype), None if layer.bias is None else layer.bias.to(dtype))
+        return product(
+            x.to(dtype),
+            layer.weight.to(dtype),
+            None if layer.bias is None else layer.bias.to(dtype),
+        )
 
 
 def rope_tables(config, device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin of position times inverse frequency, each (block_size, rotary_dim / 2)."""
     rotary_dim = int(config.head_dim * config.rope_ratio) // 2 * 2
-    exponent = torch.arange(0, rotary_dim, 2, device=device, dtype=torch.float64) / max(rotary_dim, 1)
+    exponent = torch.arange(0, rotary_dim, 2, device=device, dtype=torch.float64) / max(
+        rotary_dim, 1
+    )
     position = torch.arange(config.block_size, device=device, dtype=torch.float64)
     angle = torch.outer(position, config.rope_base**-exponent)
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
 def apply_rope(x, cos, sin):
-    """Rotate the first features of x (B, T, H, head_dim) in half-split pairs; cos, sin ([B,] T, rotary_dim / 2)."""
+    """Rotate the first features of x (B, T, H, head_dim) in half-split pairs; cos, sin ([B,] T,
+    rotary_dim / 2).
+    """
     half = cos.shape[-1]
     x = x.to(cos.dtype)
     x1, x2, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
@@ -129,11 +153,13 @@ def apply_rope(x, cos, sin):
 
 
 class Positions(NamedTuple):
-    """The T tokens of a call and where they are: their rows of the RoPE tables and, with a cache, the rest.
+    """The T tokens of a call and where they are: their rows of the RoPE tables and, with a cache,
+    the rest.
 
-    ids (B, T) int64: NO_TOKEN, -1, left of a shorter prompt. place (1 or B, T) int64: counted from a sequence's first.
-    index (T,) int64: their positions among the cache's `length`. mask (B, 1, T, seen) bool: which of the cache's first
-    positions each attends over; None: all of the call's own up to itself.
+    ids (B, T) int64: NO_TOKEN, -1, left of a shorter prompt. place (1 or B, T) int64: counted from
+    a sequence's first. index (T,) int64: their positions among the cache's `length`. mask (B, 1, T,
+    seen) bool: which of the cache's first positions each attends over; None: all of the call's own
+    up to itself.
     """
 
     cos: torch.Tensor
@@ -148,16 +174,17 @@ class Positions(NamedTuple):
         """The table's rows of the tokens (B, T, features), zeros where there is none."""
         if self.index is None:
             return table(self.ids)
-        # From no token to the readout, every step of a stream maps zero to zero: a convolution over tokens sees before
-        # a shorter sequence what it sees before a first token.
+        # From no token to the readout, every step of a stream maps zero to zero: a convolution over
+        # tokens sees before a shorter sequence what it sees before a first token.
         return table(self.ids.clamp_min(0)) * (self.ids != NO_TOKEN).unsqueeze(-1)
 
 
 class AttentionInputs(NamedTuple):
-    """What attention may be given for c (`Site.inputs`): queries, keys and values of inputs apart, or other values.
+    """What attention may be given for c (`Site.inputs`): queries, keys and values of inputs apart,
+    or other values.
 
-    query, key, value (B, T, d): what each is made from. change(v) -> v' (B, T, H, head_dim): what attention sums, and
-    the cache keeps, in the values' place; None: these.
+    query, key, value (B, T, d): what each is made from. change(v) -> v' (B, T, H, head_dim): what
+    attention sums, and the cache keeps, in the values' place; None: these.
     """
 
     query: torch.Tensor
@@ -166,8 +193,9 @@ class AttentionInputs(NamedTuple):
     change: Callable | None = None
 
 
-# On a GPU, layers that share their input are one product from so many tokens on: below, copying their weights side by
-# side would cost more than it saves. On a CPU it was measured, and is not faster (results/step_choices.md).
+# On a GPU, layers that share their input are one product from so many tokens on: below, copying
+# their weights side by side would cost more than it saves. On a CPU it was measured, and is not
+# faster (results/step_choices.md).
 TOKENS_FOR_ONE_PRODUCT = 1024
 # GEMMs on a GPU want widths that are a multiple of this: others are filled up with zeros.
 WIDTH_MULTIPLE = 64
@@ -186,10 +214,15 @@ def joined_product(x, *layers: nn.Linear):
 
 
 class Heads:
-    """How attention makes its heads: every step by itself. `model/kernels` has one that fuses them."""
+    """How attention makes its heads: every step by itself.
+
+    `model/kernels` has one that fuses them.
+    """
 
     def __call__(self, attention, x, positions: Positions):
-        """x (B, T, d) in the weights' dtype, or AttentionInputs -> queries, keys, values (B, T, H, head_dim)."""
+        """x (B, T, d) in the weights' dtype, or AttentionInputs -> queries, keys, values (B, T, H,
+        head_dim).
+        """
         layers = attention.c_q, attention.c_k, attention.c_v
         apart = isinstance(x, AttentionInputs)
         if apart:
@@ -209,11 +242,17 @@ class Heads:
 
 def sublayer_matrix(config, inputs: int, outputs: int, last: bool = False) -> nn.Linear:
     """A matrix of attention or MLP; the last one starts smaller, as they add up over the layers."""
-    return linear(inputs, outputs, Rule(config.matrix_start(last), HIDDEN, decay=True, muon=True, rounded=True))
+    return linear(
+        inputs,
+        outputs,
+        Rule(config.matrix_start(last), HIDDEN, decay=True, muon=True, rounded=True),
+    )
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention with RoPE, then RMSNorm on queries and keys; x (B, T, d) or AttentionInputs -> (B, T, d)."""
+    """Multi-head attention with RoPE, then RMSNorm on queries and keys; x (B, T, d) or
+    AttentionInputs -> (B, T, d).
+    """
 
     fused = "heads"
     heads = Heads()
@@ -239,12 +278,16 @@ class CausalSelfAttention(nn.Module):
             values = kept(cache, "v", shape, v).index_copy_(2, positions.index, v)
             if positions.mask is not None:
                 k, v = (z[:, :, : positions.mask.shape[-1]] for z in (keys, values))
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=positions.mask, is_causal=positions.mask is None)
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=positions.mask, is_causal=positions.mask is None
+        )
         return self.c_proj(y.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
-    """SwiGLU: c_proj(silu(c_fc1 x) * c_fc2 x), inner width floor(8/3 d); it looks at no other token."""
+    """SwiGLU: c_proj(silu(c_fc1 x) * c_fc2 x), inner width floor(8/3 d); it looks at no other
+    token.
+    """
 
     def __init__(self, config):
         super().__init__()
@@ -259,6 +302,8 @@ class MLP(nn.Module):
             return self.c_proj(F.silu(self.c_fc1(x)) * self.c_fc2(x))
         # The same function: what is filled up is silu(0) * 0 = 0, and meets weights of zero.
         gap = -self.c_fc1.out_features % WIDTH_MULTIPLE
-        both = torch.cat([F.pad(layer.weight, (0, 0, 0, gap)) for layer in (self.c_fc1, self.c_fc2)])
+        both = torch.cat(
+            [F.pad(layer.weight, (0, 0, 0, gap)) for layer in (self.c_fc1, self.c_fc2)]
+        )
         gate, value = F.linear(x, both).chunk(2, dim=-1)
         return F.linear(F.silu(gate) * value, F.pad(self.c_proj.weight, (0, gap)))

@@ -1,7 +1,9 @@
-"""The Manifold-Geometric Transformer (MGT): a gated sublayer output, and a signed gate per feature on the update.
+"""The Manifold-Geometric Transformer (MGT): a gated sublayer output, and a signed gate per feature
+on the update.
 
-Equations are those of the paper, sections 3.4 and 3.5; the state X is (B, T, d). Its "mHC" is a gate on the sublayer's
-output, not the streams of `hyper_connections.py`, and its "DDL" erases along X itself, not along a direction k.
+Equations are those of the paper, sections 3.4 and 3.5; the state X is (B, T, d). Its "mHC" is a
+gate on the sublayer's output, not the streams of `hyper_connections.py`, and its "DDL" erases along
+X itself, not along a direction k.
 """
 
 from dataclasses import dataclass, replace
@@ -36,7 +38,10 @@ class MGTConfig(GPTConfig):
         super().__post_init__()
         for key in ("mgt_lambda", "mgt_epsilon", "mgt_alpha_init", "mgt_beta_bias_init"):
             if not self.has_beta and getattr(self, key) != getattr(MGTConfig, key):
-                raise ValueError(f"{key} has no effect with mgt_arm={self.mgt_arm}: leave it out, or give full or ddl")
+                raise ValueError(
+                    f"{key} has no effect with mgt_arm={self.mgt_arm}: leave it out, or give full "
+                    "or ddl"
+                )
 
     @property
     def has_gate(self) -> bool:
@@ -52,7 +57,9 @@ class MGTConfig(GPTConfig):
 
 
 class MGTWrite(nn.Module):
-    """X' = X + beta * (V - alpha X) (eq. 7), V = h * sigmoid(LN(X W_gate)) (5), beta = lambda tanh(X W + b) + eps (6).
+    """X' = X + beta * (V - alpha X) (eq.
+
+    7), V = h * sigmoid(LN(X W_gate)) (5), beta = lambda tanh(X W + b) + eps (6).
 
     Without the gate V = h; without beta X' = X + V.
     """
@@ -94,8 +101,9 @@ class MGTWrite(nn.Module):
     ranges: ClassVar = {"beta_negative": (0.0, 1.0), "gate": (0.0, 1.0)}
 
     def statistics(self, state, h, x_in, c, written) -> dict:
-        """Of each token (B, T), over its features: the mean and the variance of beta, the share of negative ones, and
-        the mean of the gate."""
+        """Of each token (B, T), over its features: the mean and the variance of beta, the share of
+        negative ones, and the mean of the gate.
+        """
         gate, beta = self.gates(state)
         found = {}
         if self.config.has_beta:

@@ -1,7 +1,8 @@
-"""What is done with each parameter, declared where it is made; whoever initialises, trains or rounds them reads that.
+"""What is done with each parameter, declared where it is made; whoever initialises, trains or
+rounds them reads that.
 
-A module that makes a parameter has `rules`, a dict of its names to `Rule`s; `linear` makes a layer with its rules.
-`rules_of(model)` collects them and refuses a parameter that has none, or two.
+A module that makes a parameter has `rules`, a dict of its names to `Rule`s; `linear` makes a layer
+with its rules. `rules_of(model)` collects them and refuses a parameter that has none, or two.
 """
 
 import math
@@ -13,14 +14,17 @@ from torch import nn
 
 
 class Kind(NamedTuple):
-    """How a learning rate goes with width under muP: times (hidden_size_base / hidden_size) to this power."""
+    """How a learning rate goes with width under muP: times (hidden_size_base / hidden_size) to this
+    power.
+    """
 
     adam: float
     muon: float | None = None  # None: Muon takes hidden matrices only
 
 
-# An entry of Adam's update is the rate, and d of them add up in a product with what they were learned from. Muon's has
-# entries as large (match_rms_adamw), spread over all directions alike: they add up as sqrt(d).
+# An entry of Adam's update is the rate, and d of them add up in a product with what they were
+# learned from. Muon's has entries as large (match_rms_adamw), spread over all directions alike:
+# they add up as sqrt(d).
 HIDDEN = Kind(adam=1, muon=0.5)  # matrices d x O(d)
 OUTPUT = Kind(adam=1)  # from d features to a fixed number
 INPUT = Kind(adam=0.5)  # from a fixed number to d features, with the initialisation of hidden ones
@@ -28,9 +32,11 @@ FIXED = Kind(adam=0)  # embeddings, norms, biases, convolutions, and what does n
 
 
 class Rule(NamedTuple):
-    """start: fills the parameter in place. kind: of its learning rate. decay: whether weight decay falls on it.
-    muon: whether Muon may take it. rounded: whether autocast rounds it at every use, so that generation may keep it so.
-    rate: what its learning rate is multiplied by, at any width; muP's factor comes to it.
+    """start: fills the parameter in place.
+
+    kind: of its learning rate. decay: whether weight decay falls on it. muon: whether Muon may take
+    it. rounded: whether autocast rounds it at every use, so that generation may keep it so. rate:
+    what its learning rate is multiplied by, at any width; muP's factor comes to it.
     """
 
     start: Callable[[nn.Parameter], object]
@@ -46,15 +52,18 @@ def normal(std: float):
 
 
 def by_shape(factor: float):
-    """N(0, std) whose std follows from the parameter's own shape, so that its product neither grows nor shrinks what it
-    is given: factor / sqrt(inputs) * min(1, sqrt(outputs / inputs)). Outputs are the first axis, inputs the others.
+    """N(0, std) whose std follows from the parameter's own shape, so that its product neither grows
+    nor shrinks what it is given: factor / sqrt(inputs) * min(1, sqrt(outputs / inputs)). Outputs
+    are the first axis, inputs the others.
 
     The "spectral" start of the paper's current release.
     """
 
     def start(parameter):
         outputs, inputs = len(parameter), parameter[0].numel()
-        return nn.init.normal_(parameter, std=factor / math.sqrt(inputs) * min(1, math.sqrt(outputs / inputs)))
+        return nn.init.normal_(
+            parameter, std=factor / math.sqrt(inputs) * min(1, math.sqrt(outputs / inputs))
+        )
 
     return start
 
@@ -71,31 +80,49 @@ def linear(inputs: int, outputs: int, weight: Rule, bias: Rule | None = None) ->
 
 
 def aliases(model: nn.Module) -> dict[str, str]:
-    """{name: the first one} for what the model has under several names: tied weights, blocks that occur twice."""
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    """{name: the first one} for what the model has under several names: tied weights, blocks that
+    occur twice.
+    """
+    named = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
     first: dict[int, str] = {}
-    return {name: first[id(tensor)] for name, tensor in named if first.setdefault(id(tensor), name) != name}
+    return {
+        name: first[id(tensor)]
+        for name, tensor in named
+        if first.setdefault(id(tensor), name) != name
+    }
 
 
 def refuse_shared_memory(model: nn.Module) -> None:
-    """ValueError: two parameters are one piece of memory, which would part when the model moves to a GPU."""
+    """ValueError: two parameters are one piece of memory, which would part when the model moves to
+    a GPU.
+    """
     seen: dict[int, str] = {}
     for name, parameter in model.named_parameters():
         if (other := seen.setdefault(parameter.untyped_storage()._cdata, name)) != name:
-            raise ValueError(f"{name} is a copy of {other} in the same memory: to tie them, assign {other} itself")
+            raise ValueError(
+                f"{name} is a copy of {other} in the same memory: to tie them, assign {other} "
+                "itself"
+            )
 
 
 def rules_of(model: nn.Module) -> dict[str, Rule]:
     """The rule of every parameter by name; tied ones count once, with the rule of the first.
 
-    ValueError: a parameter without a rule, or with two, or a rule for none; the message names it and the fix.
+    ValueError: a parameter without a rule, or with two, or a rule for none; the message names it
+    and the fix.
     """
     rules: dict[str, Rule] = {}
     for prefix, module in model.named_modules():
         for name, rule in getattr(module, "rules", {}).items():
             full = f"{prefix}.{name}".removeprefix(".")
             if full in rules:
-                raise ValueError(f"{full} has two rules: {type(module).__name__} declares it, and a module around it")
+                raise ValueError(
+                    f"{full} has two rules: {type(module).__name__} declares it, and a module "
+                    "around it"
+                )
             rules[full] = rule
     names = [name for name, _ in model.named_parameters()]
     for name in aliases(model):
@@ -104,16 +131,25 @@ def rules_of(model: nn.Module) -> dict[str, Rule]:
         if name not in rules:
             owner, _, last = name.rpartition(".")
             owner = type(model.get_submodule(owner)).__name__
-            raise ValueError(f"{name} has no rule: give its {owner} rules = {{{last!r}: Rule(...)}}")
+            raise ValueError(
+                f"{name} has no rule: give its {owner} rules = {{{last!r}: Rule(...)}}"
+            )
     if unknown := sorted(rules.keys() - set(names)):
-        raise ValueError(f"there is a rule for {unknown[0]}, which is no parameter of {type(model).__name__}")
+        raise ValueError(
+            f"there is a rule for {unknown[0]}, which is no parameter of {type(model).__name__}"
+        )
     return {name: rules[name] for name in names}
 
 
 def refuse_unregistered(model: nn.Module, parts: list[nn.Module]) -> None:
-    """ValueError: one of the parts has a parameter that is none of the model's, so that nobody would train it."""
+    """ValueError: one of the parts has a parameter that is none of the model's, so that nobody
+    would train it.
+    """
     known = set(map(id, model.parameters()))
     for part in parts:
         if not known.issuperset(map(id, part.parameters())):
             name = type(part).__name__
-            raise ValueError(f"{name} is used by a site, but no part of its block: assign it, self.part = {name}(...)")
+            raise ValueError(
+                f"{name} is used by a site, but no part of its block: assign it, self.part = "
+                f"{name}(...)"
+            )

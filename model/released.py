@@ -1,4 +1,5 @@
-"""Folders with a config.json, read by the names of their weights: of the paper's released code, and exported ones.
+"""Folders with a config.json, read by the names of their weights: of the paper's released code, and
+exported ones.
 
 The authors have two releases whose weights differ in names and shapes: the current one (commit
 d1f7621) and an older one, whose names are ours. A folder that `export.py` wrote names its variant;
@@ -28,13 +29,18 @@ FILES = {
     "DDL-gpt-mha-rope-CC-EC": "DDL-gpt-mha-rope-CC-EC",
 }
 VARIANTS = ("gpt-mha-rope", *FILES.values())
-RENAMED = {"ddl_v_dim1_constant": "ddl_v_constant", "ddl_v_dim1_constant_value": "ddl_v_constant_value"}
+RENAMED = {
+    "ddl_v_dim1_constant": "ddl_v_constant",
+    "ddl_v_dim1_constant_value": "ddl_v_constant_value",
+}
 # `parameterization` of the release: whether it scales with depth, too. All scale logits by width.
 WIDTH = dict.fromkeys(("widthmuP", "widthmup"), False)
 WIDTH |= dict.fromkeys(("completeP", "completep", "spectralP", "SpectralP", "spectralp"), True)
 # Options of the released code that no published run used, with the values that mean "off".
 FIXED = {
-    **dict.fromkeys(("use_k_shift", "use_v_shift", "use_output_gate", "using_groupnorm", "bias"), (False, None)),
+    **dict.fromkeys(
+        ("use_k_shift", "use_v_shift", "use_output_gate", "using_groupnorm", "bias"), (False, None)
+    ),
     **dict.fromkeys(("q_activation", "k_activation", "v_activation"), (None, "none", "identity")),
     **dict.fromkeys(("scale_attn_by_inverse_layer_idx", "add_cross_attention"), (False, None)),
     **{"dropout": (0, None), "rms_norm_eps": (1e-5, None), "mlp_hidden_mult": (None, 8 / 3)},
@@ -43,7 +49,8 @@ FIXED = {
 }
 # What the transformers library writes into any config.json.
 LIBRARY = set(
-    "_name_or_path architectures auto_map model_type torch_dtype dtype transformers_version tie_word_embeddings "
+    "_name_or_path architectures auto_map model_type torch_dtype dtype transformers_version "
+    "tie_word_embeddings "
     "use_cache bos_token_id eos_token_id pad_token_id is_decoder return_dict output_hidden_states "
     "output_attentions is_encoder_decoder chunk_size_feed_forward id2label label2id problem_type "
     "_attn_implementation_autoset max_position_embeddings torchscript".split()
@@ -52,7 +59,8 @@ LIBRARY = set(
 THEIRS = set(
     "vocab_size block_size num_hidden_layers num_attention_heads hidden_size head_dim rope_base "
     "rope_ratio use_qk_rmsnorm ddl_value_channels ddl_state_shortconv_kernel_size "
-    "ddl_state_dv_shortconv_causal input_embed_shortconv_kernel_size ddl_k_eps ddl_beta_hidden_size "
+    "ddl_state_dv_shortconv_causal input_embed_shortconv_kernel_size ddl_k_eps "
+    "ddl_beta_hidden_size "
     "ddl_beta_single_linear ddl_v_sigmoid ddl_v_sigmoid_scale ddl_v_constant "
     "ddl_v_constant_value".split()
 )
@@ -107,14 +115,18 @@ def stem_of(found) -> str:
             raise ValueError(f"{name} is {shape}: needed two dimensions (CC) or three (TC)")
     kinds = {match[2] == "weight" and found[name].ndim == 2: name for name, match in reads.items()}
     if len(kinds) > 1:
-        raise ValueError(f"{kinds[True]} is a read over columns (CC), {kinds[False]} one over tokens (TC)")
+        raise ValueError(
+            f"{kinds[True]} is a read over columns (CC), {kinds[False]} one over tokens (TC)"
+        )
     ending = "-EC" if any(EXPANDER.match(name) for name in found) else ""
     return f"DDL-gpt-mha-rope{'-CC' if True in kinds else ''}{ending}"
 
 
 def column_owners(names) -> list[str]:
     """Prefixes of the reads over columns: `transformer.h.0.compress.`, ..., `readout.`."""
-    return [n.removesuffix("weight") for n in names if n.endswith(("compress.weight", "readout.weight"))]
+    return [
+        n.removesuffix("weight") for n in names if n.endswith(("compress.weight", "readout.weight"))
+    ]
 
 
 def ours(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -161,7 +173,10 @@ def fold(tensors: dict[str, torch.Tensor], model) -> dict[str, torch.Tensor]:
             whole = f"{owner}read" not in own  # the model's weight is what the pair folds into
             columns = own[f"{owner}weight" if whole else f"{owner}read"].shape[-1]
             if weight.ndim != 2 or read.shape != (columns,) or weight.shape[1] > columns:
-                raise ValueError(f"{owner}read is {tuple(read.shape)}, {owner}weight {tuple(weight.shape)}: no pair")
+                raise ValueError(
+                    f"{owner}read is {tuple(read.shape)}, {owner}weight {tuple(weight.shape)}: no "
+                    "pair"
+                )
             if whole:
                 folded[f"{owner}weight"] = fold_column_conv(weight, folded.pop(f"{owner}read"))
     return folded
@@ -187,7 +202,9 @@ def scaled_as(released: dict) -> dict:
             )
         if config.get("mup", name in WIDTH) != (name in WIDTH):
             mup = weights.clipped(config["mup"])
-            raise ValueError(f"mup={mup} in the released config contradicts parameterization={name!r}")
+            raise ValueError(
+                f"mup={mup} in the released config contradicts parameterization={name!r}"
+            )
         config["mup"] = name in WIDTH
         if not WIDTH.get(name):
             config.pop("num_hidden_layers_base", None)
@@ -201,22 +218,35 @@ def scaled_as(released: dict) -> dict:
 
 
 def read_config(released: dict, stem: str) -> dict:
-    """The folder's config keys as ours. ValueError: an option that this code does not have, or an unknown key."""
+    """The folder's config keys as ours.
+
+    ValueError: an option that this code does not have, or an unknown key.
+    """
     schema = configurator.knobs(model_class(stem).Config)
     renamed = {RENAMED.get(key, key): value for key, value in scaled_as(released).items()}
-    config = configurator.check({key: value for key, value in renamed.items() if key in schema}, schema)
-    fixed = {**FIXED, "intermediate_size": (None, 8 * config.get("hidden_size", schema["hidden_size"].default) // 3)}
+    config = configurator.check(
+        {key: value for key, value in renamed.items() if key in schema}, schema
+    )
+    fixed = {
+        **FIXED,
+        "intermediate_size": (
+            None,
+            8 * config.get("hidden_size", schema["hidden_size"].default) // 3,
+        ),
+    }
     others = renamed.keys() - schema.keys() - fixed.keys() - LIBRARY - {STEM}
     anywhere = configurator.knobs(*every_config()) if others else {}  # a flat config holds all keys
     for key in renamed.keys() - schema.keys():
         if key in fixed:
             if renamed[key] not in fixed[key]:
                 raise ValueError(
-                    f"{key}={weights.clipped(renamed[key])} in the released config: only {fixed[key][0]!r} is supported"
+                    f"{key}={weights.clipped(renamed[key])} in the released config: only "
+                    f"{fixed[key][0]!r} is supported"
                 )
         elif key not in LIBRARY and key != STEM and key not in anywhere:
             raise ValueError(
-                f"unknown key {weights.clipped(key)[1:-1]} in the released config{configurator.nearest(key, schema)}"
+                f"unknown key {weights.clipped(key)[1:-1]} in the released "
+                f"config{configurator.nearest(key, schema)}"
             )
     return config
 
@@ -226,7 +256,9 @@ def of_weights(found, stem: str, config: dict) -> dict:
     current = of_current(found)
     keys = {"init": "spectral"} if current and "init" not in config else {}
     if "-CC" in stem:
-        halves = [found[f"readout.{name}"] for name in ("weight", "read") if f"readout.{name}" in found]
+        halves = [
+            found[f"readout.{name}"] for name in ("weight", "read") if f"readout.{name}" in found
+        ]
         form = config.get("ddl_cc_read") or ("pair" if current or len(halves) == 2 else "folded")
         keys |= {"ddl_cc_read": form, "ddl_state_shortconv_kernel_size": None}
         # Their kernel size has a default beside v, so that the weights are asked; None is v.
@@ -250,17 +282,25 @@ def named_stem(config: dict):
 def describe(folder: Path) -> tuple[str, dict]:
     """(stem, model keys) of a folder. ValueError: missing, damaged, or unsupported."""
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} holds no config.json: give a folder of the released model code, or an exported one")
+        raise ValueError(
+            f"{folder} holds no config.json: give a folder of the released model code, or an "
+            "exported one"
+        )
     config = configurator.read_json(folder / "config.json")
     found = weights.header(folder)
     if weights.EMBEDDING not in found:
-        raise ValueError(f"{folder} has no {weights.EMBEDDING}: it is not of the released model code")
+        raise ValueError(
+            f"{folder} has no {weights.EMBEDDING}: it is not of the released model code"
+        )
     try:
         stem, current = named_stem(config) or stem_of(found), of_current(found)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
     if not isinstance(stem, str):
-        raise ValueError(f"{folder / 'config.json'}: {STEM}={weights.clipped(stem)}: needed the name of a variant")
+        raise ValueError(
+            f"{folder / 'config.json'}: {STEM}={weights.clipped(stem)}: needed the name of a "
+            "variant"
+        )
     try:
         keys = read_config(config, stem)
     except ValueError as error:
@@ -271,7 +311,10 @@ def describe(folder: Path) -> tuple[str, dict]:
 
 
 def load(folder: str | Path):
-    """The model of a folder, in evaluation mode. ValueError: missing, damaged, unsupported, or not fitting."""
+    """The model of a folder, in evaluation mode.
+
+    ValueError: missing, damaged, unsupported, or not fitting.
+    """
     folder = Path(folder)
     return weights.read_model(folder, *describe(folder), fold)
 

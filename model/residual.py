@@ -1,8 +1,10 @@
-"""Delta residual streams: a state X of v columns of width d, read, processed and rewritten (arXiv 2601.00417).
+"""Delta residual streams: a state X of v columns of width d, read, processed and rewritten (arXiv
+2601.00417).
 
-The state is stored as (B, T, v, d), the transpose of the paper's (B, T, d, v): features stay contiguous, so that every
-operation below runs along them. Readers and expanders are causal convolutions over tokens with weights per channel;
-`delay` hands each of them its left context, from zeros in training and from the cache in generation.
+The state is stored as (B, T, v, d), the transpose of the paper's (B, T, d, v): features stay
+contiguous, so that every operation below runs along them. Readers and expanders are causal
+convolutions over tokens with weights per channel; `delay` hands each of them its left context, from
+zeros in training and from the cache in generation.
 """
 
 import math
@@ -31,50 +33,71 @@ class DeltaConfig(GPTConfig):
     ddl_value_channels: Annotated[int, "columns v of the state X (d x v)", Key(low=1)] = 1
     ddl_beta_init: Annotated[
         float | Literal["1/L"],
-        "gate beta at initialisation, 0 (identity) to 2 (reflection); 1/L: one over the number of blocks",
+        "gate beta at initialisation, 0 (identity) to 2 (reflection); 1/L: one over the number of "
+        "blocks",
         Key(low=0, high=2, initial=True),
     ] = 1.0
-    ddl_beta_single_linear: Annotated[bool, "gate by one linear layer; False: two with a tanh between"] = True
+    ddl_beta_single_linear: Annotated[
+        bool, "gate by one linear layer; False: two with a tanh between"
+    ] = True
     ddl_beta_hidden_size: Annotated[
-        int, "hidden width of the two-layer gate", Key(low=1, counts_with=("ddl_beta_single_linear", not_))
+        int,
+        "hidden width of the two-layer gate",
+        Key(low=1, counts_with=("ddl_beta_single_linear", not_)),
     ] = 128
     ddl_beta_input: Annotated[
         Literal["context", "residual", "mean", "flat"],
         "gate from the normed context, or eq. 8's convolution (x_in), column mean or whole state",
     ] = "context"
-    ddl_k_eps: Annotated[float, "guard of the unit direction k (eq. 3), see ddl_k_norm", Key(low=0)] = 1e-5
-    ddl_k_norm: Annotated[Literal["guarded", "shifted"], "k = k~ / sqrt(|k~|^2 + eps^2), or k = k~ / (|k~| + eps)"] = (
-        "guarded"
-    )
+    ddl_k_eps: Annotated[
+        float, "guard of the unit direction k (eq. 3), see ddl_k_norm", Key(low=0)
+    ] = 1e-5
+    ddl_k_norm: Annotated[
+        Literal["guarded", "shifted"], "k = k~ / sqrt(|k~|^2 + eps^2), or k = k~ / (|k~| + eps)"
+    ] = "guarded"
     ddl_v_sigmoid: Annotated[bool, "squash the write value: scale * sigmoid(value)"] = True
     ddl_v_sigmoid_scale: Annotated[
         float, "scale of the squashed write value", Key(counts_with=("ddl_v_sigmoid", bool))
     ] = 4.0
     ddl_v_constant: Annotated[bool, "write a constant instead of a learned value"] = False
-    ddl_v_constant_value: Annotated[float, "that constant", Key(counts_with=("ddl_v_constant", bool))] = 2.0
-    ddl_v_input: Annotated[Literal["residual", "context"], "write value from x_in or from the normed context"] = (
-        "residual"
-    )
+    ddl_v_constant_value: Annotated[
+        float, "that constant", Key(counts_with=("ddl_v_constant", bool))
+    ] = 2.0
+    ddl_v_input: Annotated[
+        Literal["residual", "context"], "write value from x_in or from the normed context"
+    ] = "residual"
     ddl_v_bias: Annotated[bool, "bias of the write value's linear layer"] = True
-    ddl_map: Annotated[Literal["k", "v"], "what the sublayer's output gives: k the direction, v the write value"] = "k"
-    ddl_k_branch: Annotated[Literal["mlp", "attention"], "v-Map: direction by an MLP, or by attention over columns"] = (
-        "mlp"
-    )
+    ddl_map: Annotated[
+        Literal["k", "v"], "what the sublayer's output gives: k the direction, v the write value"
+    ] = "k"
+    ddl_k_branch: Annotated[
+        Literal["mlp", "attention"], "v-Map: direction by an MLP, or by attention over columns"
+    ] = "mlp"
     ddl_k_input: Annotated[
         Literal["read", "mean", "flat"],
-        "v-Map: its MLP looks at x_in (of one column: the normed context), the column mean or the whole state",
+        "v-Map: its MLP looks at x_in (of one column: the normed context), the column mean or the "
+        "whole state",
     ] = "read"
     ddl_k_hidden_size: Annotated[
-        int, "v-Map: hidden width of the direction's MLP", Key(low=1, counts_with=("ddl_map", "v".__eq__))
+        int,
+        "v-Map: hidden width of the direction's MLP",
+        Key(low=1, counts_with=("ddl_map", "v".__eq__)),
     ] = 128
-    ddl_update: Annotated[Literal["delta", "write_only"], "erase and write, or write alone (matched control)"] = "delta"
+    ddl_update: Annotated[
+        Literal["delta", "write_only"], "erase and write, or write alone (matched control)"
+    ] = "delta"
 
     def __post_init__(self):
         super().__post_init__()
         if self.ddl_k_branch == "attention" and self.ddl_map != "v":
-            raise ValueError("ddl_k_branch='attention' is a branch of the v-Map: add ddl_map=v, or leave it out")
+            raise ValueError(
+                "ddl_k_branch='attention' is a branch of the v-Map: add ddl_map=v, or leave it out"
+            )
         if self.ddl_k_branch == "attention" and self.ddl_value_channels == 1:
-            raise ValueError("ddl_k_branch='attention' needs columns to attend over: ddl_value_channels is 1; use mlp")
+            raise ValueError(
+                "ddl_k_branch='attention' needs columns to attend over: ddl_value_channels is 1; "
+                "use mlp"
+            )
         if self.ddl_map == "v" and self.ddl_v_constant:
             raise ValueError(
                 "ddl_v_constant=True with ddl_map='v' leaves the sublayers' outputs unused: "
@@ -86,10 +109,14 @@ class DeltaConfig(GPTConfig):
                 "add ddl_map=v, with ddl_k_branch=mlp, or leave it out"
             )
         if not self.ddl_v_bias and self.ddl_v_constant:
-            raise ValueError("ddl_v_bias=False has no effect with ddl_v_constant: leave one of them out")
+            raise ValueError(
+                "ddl_v_bias=False has no effect with ddl_v_constant: leave one of them out"
+            )
         if self.ddl_v_input == "context" and (self.ddl_map == "v" or self.ddl_v_constant):
             other = "ddl_v_constant" if self.ddl_v_constant else "ddl_map=v"
-            raise ValueError(f"ddl_v_input='context' has no effect with {other}: leave one of them out")
+            raise ValueError(
+                f"ddl_v_input='context' has no effect with {other}: leave one of them out"
+            )
 
     @property
     def beta_start(self) -> float:
@@ -97,15 +124,17 @@ class DeltaConfig(GPTConfig):
         return 1 / self.num_hidden_layers if self.ddl_beta_init == "1/L" else self.ddl_beta_init
 
     def notes(self) -> list[str]:
-        # Erase bounds the state, so every site changes it by a constant share, and what sites pass on multiplies: the
-        # first gradient was measured to grow about so (docs/variants.md).
+        # Erase bounds the state, so every site changes it by a constant share, and what sites pass
+        # on multiplies: the first gradient was measured to grow about so (docs/variants.md).
         sites, beta = 2 * self.num_hidden_layers, self.branch_mult * self.beta_start
         growth = 0.4 * sites * beta / math.sqrt(self.hidden_size)
         if growth <= 3 or self.ddl_update != "delta":
             return []
         return [
-            f"ddl_beta_init={self.ddl_beta_init} over {self.num_hidden_layers} blocks of width {self.hidden_size}: the "
-            f"first gradient may be about e^{growth:.0f} times too large to train: give --ddl_beta_init=1/L"
+            f"ddl_beta_init={self.ddl_beta_init} over {self.num_hidden_layers} blocks of width "
+            f"{self.hidden_size}: the "
+            f"first gradient may be about e^{growth:.0f} times too large to train: give "
+            "--ddl_beta_init=1/L"
         ]
 
     @property
@@ -152,7 +181,11 @@ class ColumnsConfig(GPTConfig):
 
     @property
     def read_start(self) -> float:
-        return 1 / self.ddl_value_channels if self.ddl_state_read_init is None else self.ddl_state_read_init
+        return (
+            1 / self.ddl_value_channels
+            if self.ddl_state_read_init is None
+            else self.ddl_state_read_init
+        )
 
 
 @dataclass
@@ -174,14 +207,18 @@ class ColumnConvConfig(ExpandedConfig):
     def __post_init__(self):
         super().__post_init__()
         if self.ddl_cc_read == "folded" and self.ddl_state_dv_shortconv_causal:
-            raise ValueError("ddl_state_dv_shortconv_causal=True is of a pair: give ddl_cc_read=pair as well")
+            raise ValueError(
+                "ddl_state_dv_shortconv_causal=True is of a pair: give ddl_cc_read=pair as well"
+            )
 
 
 @dataclass
 class EmbeddingConvConfig(ExpandedConfig):
     """Keys of models that expand the embedding by a convolution (EC)."""
 
-    input_embed_shortconv_kernel_size: Annotated[int, "tokens that the expanded embedding looks at", Key(low=1)] = 4
+    input_embed_shortconv_kernel_size: Annotated[
+        int, "tokens that the expanded embedding looks at", Key(low=1)
+    ] = 4
 
 
 @dataclass
@@ -190,10 +227,12 @@ class EmbeddingColumnConvConfig(EmbeddingConvConfig, ColumnConvConfig):
 
 
 def features_last(weights):
-    """weights (d, v, K) as parameters keep them -> (K, v, d) in memory as well, the current token's tap first.
+    """weights (d, v, K) as parameters keep them -> (K, v, d) in memory as well, the current token's
+    tap first.
 
-    A permuted view would do, but torch.compile lays out what it multiplies with, the state, as the view is: features
-    would no longer be contiguous, and no loop vectorised. It sees through `contiguous`, not through `stack`.
+    A permuted view would do, but torch.compile lays out what it multiplies with, the state, as the
+    view is: features would no longer be contiguous, and no loop vectorised. It sees through
+    `contiguous`, not through `stack`.
     """
     rows = torch.stack(weights.flatten(1).unbind(1))  # (v * K, d)
     return rows.unflatten(0, weights.shape[1:]).transpose(0, 1).flip(0)
@@ -222,7 +261,8 @@ class Taps(nn.Module):
 class EmbeddingConv(nn.Module):
     """Expander (EC): a causal depthwise convolution over tokens, (B, T, d) -> (B, T, v, d).
 
-    X[t, j, i] = sum_s conv.weight[i*v + j, 0, K-1-s] x[t-s, i]; it starts as the identity, which is repetition.
+    X[t, j, i] = sum_s conv.weight[i*v + j, 0, K-1-s] x[t-s, i]; it starts as the identity, which is
+    repetition.
     """
 
     fused = "embedding_conv"
@@ -231,7 +271,9 @@ class EmbeddingConv(nn.Module):
         super().__init__()
         self.value_channels = config.ddl_value_channels
         channels = config.hidden_size * config.ddl_value_channels
-        self.conv = Taps(channels, 1, config.input_embed_shortconv_kernel_size, start=partial(one_tap, at=-1))
+        self.conv = Taps(
+            channels, 1, config.input_embed_shortconv_kernel_size, start=partial(one_tap, at=-1)
+        )
 
     def elementwise_flops(self) -> int:
         return 2 * self.conv.weight.numel()
@@ -257,7 +299,8 @@ class OnlyColumn(nn.Module):
 class TokenConvRead(nn.Module):
     """Compressor (TC): causal depthwise convolution over tokens, then a weighted sum over columns.
 
-    x_in[t, i] = sum_s sum_j e[s, j, i] X[t-s, j, i] with e[s, j, i] = read[j] * shortconv.weight[i*v + j, K-1-s].
+    x_in[t, i] = sum_s sum_j e[s, j, i] X[t-s, j, i] with e[s, j, i] = read[j] *
+    shortconv.weight[i*v + j, K-1-s].
     """
 
     fused = "token_conv"
@@ -266,12 +309,16 @@ class TokenConvRead(nn.Module):
         super().__init__()
         kernel_size = config.ddl_state_shortconv_kernel_size or 4
         start = start_of_taps(config, kernel_size, last=True)
-        self.shortconv = Taps(config.hidden_size * config.ddl_value_channels, kernel_size, start=start)
+        self.shortconv = Taps(
+            config.hidden_size * config.ddl_value_channels, kernel_size, start=start
+        )
         self.read = nn.Parameter(torch.empty(config.ddl_value_channels))
         self.rules = {"read": Rule(constant(config.read_start))}
 
     def weights(self, arranged=features_last):
-        """e, the whole read as one (K, v, d) tensor in at least fp32; its first entry weighs the current token."""
+        """e, the whole read as one (K, v, d) tensor in at least fp32; its first entry weighs the
+        current token.
+        """
         taps = self.shortconv.weight.unflatten(0, (-1, self.read.shape[0]))  # (d, v, K)
         return arranged(taps) * self.read.to(at_least_fp32(self.read.dtype))[:, None]
 
@@ -283,10 +330,12 @@ class TokenConvRead(nn.Module):
 
 
 class ColumnConvRead(nn.Module):
-    """Compressor (CC): a convolution over the columns of each feature, x_in[t, i] = sum_j w[i, j] X[t, j, i].
+    """Compressor (CC): a convolution over the columns of each feature, x_in[t, i] = sum_j w[i, j]
+    X[t, j, i].
 
-    w (d, v) is a parameter itself (`ddl_cc_read=folded`), or, as the paper's code has it, a convolution `weight` (d, K)
-    whose v results meet a vector `read` (v,): a linear map again, folded into w once where it is used.
+    w (d, v) is a parameter itself (`ddl_cc_read=folded`), or, as the paper's code has it, a
+    convolution `weight` (d, K) whose v results meet a vector `read` (v,): a linear map again,
+    folded into w once where it is used.
     """
 
     fused = "column_conv"
@@ -294,7 +343,10 @@ class ColumnConvRead(nn.Module):
     def __init__(self, config: ColumnConvConfig):
         super().__init__()
         self.config, columns = config, config.ddl_value_channels
-        self.pair, kernel_size = config.ddl_cc_read == "pair", config.ddl_state_shortconv_kernel_size or columns
+        self.pair, kernel_size = (
+            config.ddl_cc_read == "pair",
+            config.ddl_state_shortconv_kernel_size or columns,
+        )
         if kernel_size > columns or (kernel_size != columns and not self.pair):
             fix = "give no more" if self.pair else "leave the key out"
             raise ValueError(
@@ -306,13 +358,18 @@ class ColumnConvRead(nn.Module):
         taps = start_of_taps(config, kernel_size, last=self.causal)
         if self.pair:
             self.read = nn.Parameter(torch.empty(columns))
-            self.rules = {"weight": Rule(taps, decay=True), "read": Rule(constant(config.read_start))}
+            self.rules = {
+                "weight": Rule(taps, decay=True),
+                "read": Rule(constant(config.read_start)),
+            }
         else:
             self.rules = {"weight": Rule(partial(self.start_folded, taps=taps), decay=True)}
 
     def start_folded(self, weight, taps) -> None:
         taps(weight)
-        weight.copy_(fold_column_conv(weight, weight.new_full((weight.shape[1],), self.config.read_start)))
+        weight.copy_(
+            fold_column_conv(weight, weight.new_full((weight.shape[1],), self.config.read_start))
+        )
 
     def weights(self, arranged=features_last):
         """w as one (1, v, d) tensor."""
@@ -327,7 +384,9 @@ class ColumnConvRead(nn.Module):
 
 
 def start_of_taps(config, taps: int, last: bool):
-    """The start of a read's convolution; as the identity it has a 1 at the last tap, or at the one in the middle."""
+    """The start of a read's convolution; as the identity it has a 1 at the last tap, or at the one
+    in the middle.
+    """
     if config.conv_start == "mean":
         return constant(1 / taps)
     if config.conv_start == "normal":
@@ -343,8 +402,9 @@ def one_tap(weight, at: int) -> None:
 def fold_column_conv(weight, read, causal: bool = False):
     """A convolution over columns followed by a read vector, as one weight (d, v), in at least fp32.
 
-    weight (d, K), read (v,): w[i, u] = sum_j read[j] * weight[i, u - j + s], zero outside 0..K-1, with s = (K-1)//2, or
-    K-1 where it is causal. The paper's code keeps the pair; it is also what "normal" initialisation amounts to.
+    weight (d, K), read (v,): w[i, u] = sum_j read[j] * weight[i, u - j + s], zero outside 0..K-1,
+    with s = (K-1)//2, or K-1 where it is causal. The paper's code keeps the pair; it is also what
+    "normal" initialisation amounts to.
     """
     dtype, (size, columns) = at_least_fp32(weight.dtype), (weight.shape[1], len(read))
     shift, padded = size - 1 if causal else (size - 1) // 2, F.pad(read.to(dtype), (size, size))
@@ -354,9 +414,11 @@ def fold_column_conv(weight, read, causal: bool = False):
 
 
 def read_columns(state, weights, past: Past | None = None):
-    """state (B, T, v, d), weights (K, v, d) -> x_in (B, T, d) in at least fp32: only what enters a GEMM is rounded.
+    """state (B, T, v, d), weights (K, v, d) -> x_in (B, T, d) in at least fp32: only what enters a
+    GEMM is rounded.
 
-    Each tap contracts its columns first: only vectors of width d are then shifted over tokens and cached.
+    Each tap contracts its columns first: only vectors of width d are then shifted over tokens and
+    cached.
     """
     dtype = at_least_fp32(state.dtype)
     x = state.to(dtype)  # once, so that the taps' gradients meet in fp32
@@ -374,10 +436,12 @@ def pooled(state, form: str):
 
 
 def delta_rewrite(state, khat, beta, value, erase: bool = True):
-    """X' = X + beta k (t - k^T X)^T with k = khat / sqrt(d) (eq. 6); without `erase`, X' = X + beta k t^T.
+    """X' = X + beta k (t - k^T X)^T with k = khat / sqrt(d) (eq.
 
-    state (B, T, v, d); khat (B, T, d) of RMS 1; beta (B, T, 1); value t (B, T, v). Computed in at least fp32,
-    returned in state's dtype. The factor 1/sqrt(d) stays outside the dot products.
+    6); without `erase`, X' = X + beta k t^T.
+
+    state (B, T, v, d); khat (B, T, d) of RMS 1; beta (B, T, 1); value t (B, T, v). Computed in at
+    least fp32, returned in state's dtype. The factor 1/sqrt(d) stays outside the dot products.
     """
     x, khat = state.to(khat.dtype), khat.unsqueeze(2)
     scale = 1 / math.sqrt(khat.shape[-1])
@@ -394,8 +458,9 @@ def read_along(state, khat):
 class DeltaRewrite(nn.Module):
     """The write of one site and token: X' = X + beta (k t^T - k k^T X) (section 2.2).
 
-    k-Map: the sublayer's output h gives the direction k, x_in or c the value t. v-Map: h gives the value, a branch of
-    its own the direction (appendix B.1). The gate beta comes from c, or from the state (eq. 8).
+    k-Map: the sublayer's output h gives the direction k, x_in or c the value t. v-Map: h gives the
+    value, a branch of its own the direction (appendix B.1). The gate beta comes from c, or from the
+    state (eq. 8).
     """
 
     fused = "delta_rewrite"
@@ -405,27 +470,39 @@ class DeltaRewrite(nn.Module):
         super().__init__()
         self.config, d = config, config.hidden_size
         start, probability = config.matrix_start(), min(max(config.beta_start / 2, 1e-6), 1 - 1e-6)
-        output, beta_bias = Rule(start, OUTPUT, True), Rule(constant(math.log(probability) - math.log1p(-probability)))
+        output, beta_bias = (
+            Rule(start, OUTPUT, True),
+            Rule(constant(math.log(probability) - math.log1p(-probability))),
+        )
         whole = d * config.ddl_value_channels
         seen = whole if config.ddl_beta_input == "flat" else d
         if config.ddl_beta_single_linear:
             self.beta = linear(seen, 1, output, beta_bias)
         else:
             self.beta_in = linear(seen, config.ddl_beta_hidden_size, output)
-            self.beta_out = linear(config.ddl_beta_hidden_size, 1, Rule(start, FIXED, decay=True), beta_bias)
+            self.beta_out = linear(
+                config.ddl_beta_hidden_size, 1, Rule(start, FIXED, decay=True), beta_bias
+            )
         if config.ddl_map == "v" and config.ddl_k_branch == "attention":
             self.k_query = nn.Parameter(torch.empty(d))
             self.rules = {"k_query": Rule(constant(0.0))}
             self.k_key = linear(d, d, Rule(start, HIDDEN, decay=True))
             self.k_out = linear(d, d, Rule(start, HIDDEN, decay=True))
         elif config.ddl_map == "v":
-            self.k_in = linear(whole if config.ddl_k_input == "flat" else d, config.ddl_k_hidden_size, output)
-            self.k_out = linear(
-                config.ddl_k_hidden_size, d, Rule(start, INPUT if config.init == "normal" else FIXED, decay=True)
+            self.k_in = linear(
+                whole if config.ddl_k_input == "flat" else d, config.ddl_k_hidden_size, output
             )
-        # With a constant write value v_proj keeps its place in the state dict but takes no part in training.
+            self.k_out = linear(
+                config.ddl_k_hidden_size,
+                d,
+                Rule(start, INPUT if config.init == "normal" else FIXED, decay=True),
+            )
+        # With a constant write value v_proj keeps its place in the state dict but takes no part in
+        # training.
         value_bias = Rule(partial(nn.init.uniform_, a=-1 / math.sqrt(d), b=1 / math.sqrt(d)))
-        self.v_proj = linear(d, config.ddl_value_channels, output, value_bias if config.ddl_v_bias else None)
+        self.v_proj = linear(
+            d, config.ddl_value_channels, output, value_bias if config.ddl_v_bias else None
+        )
         self.v_proj.requires_grad_(not config.ddl_v_constant)
 
     def direction_source(self, state, h, x_in, c):
@@ -443,7 +520,9 @@ class DeltaRewrite(nn.Module):
         return self.k_out(F.silu(self.k_in(for_product(x, self.k_in.weight))))
 
     def attended_column(self, state):
-        """The columns of state (B, T, v, d) weighted by softmax_j(k_query . (k_key X[:, j]) / sqrt(d)), (B, T, d)."""
+        """The columns of state (B, T, v, d) weighted by softmax_j(k_query . (k_key X[:, j]) /
+        sqrt(d)), (B, T, d).
+        """
         x = state.to(at_least_fp32(state.dtype))
         # k_query . (k_key X) = (k_key^T k_query) . X: one vector meets the columns, not a matrix.
         query = self.k_query.to(x.dtype) @ self.k_key.weight.to(x.dtype)
@@ -451,7 +530,10 @@ class DeltaRewrite(nn.Module):
         return (x * scores.softmax(-1).unsqueeze(-1)).sum(2).to(state.dtype)
 
     def direction(self, source):
-        """khat = sqrt(d) k (B, T, d), k = k~ / sqrt(|k~|^2 + eps^2), or k~ / (|k~| + eps) (eq. 3 with a guard)."""
+        """khat = sqrt(d) k (B, T, d), k = k~ / sqrt(|k~|^2 + eps^2), or k~ / (|k~| + eps) (eq.
+
+        3 with a guard).
+        """
         source = source.to(at_least_fp32(source.dtype))
         d, guard = source.shape[-1], self.config.k_guard
         khat = F.rms_norm(source, (d,), eps=guard**2 / d)
@@ -461,14 +543,19 @@ class DeltaRewrite(nn.Module):
         return khat
 
     def gate_source(self, state, x_in, c):
-        """What the gate looks at: c, or G(X) of eq. 8, whose convolution is the one that the text has, the read."""
+        """What the gate looks at: c, or G(X) of eq.
+
+        8, whose convolution is the one that the text has, the read.
+        """
         form = self.config.ddl_beta_input
         if form == "context":
             return c
         return x_in if form == "residual" else pooled(state, form)
 
     def gate(self, source):
-        """beta in (0, 2), (B, T, 1): 2 sigmoid(w . source + b), or 2 sigmoid(w . tanh(W source) + b) (eq. 8, B.2)."""
+        """beta in (0, 2), (B, T, 1): 2 sigmoid(w . source + b), or 2 sigmoid(w . tanh(W source) +
+        b) (eq. 8, B.2).
+        """
         if self.config.ddl_beta_single_linear:
             logit = linear_fp32(self.beta, source)
         else:
@@ -476,32 +563,52 @@ class DeltaRewrite(nn.Module):
         return 2 * logit.sigmoid()
 
     def write_value(self, h, x_in, c):
-        """t (B, T, v) in at least fp32, from x_in or c (k-Map) or from the sublayer's output (v-Map)."""
+        """t (B, T, v) in at least fp32, from x_in or c (k-Map) or from the sublayer's output
+        (v-Map).
+        """
         config = self.config
         if config.ddl_v_constant:
             dtype = at_least_fp32(x_in.dtype)
-            return x_in.new_full((*x_in.shape[:2], config.ddl_value_channels), config.ddl_v_constant_value, dtype=dtype)
+            return x_in.new_full(
+                (*x_in.shape[:2], config.ddl_value_channels),
+                config.ddl_v_constant_value,
+                dtype=dtype,
+            )
         source = h if config.ddl_map == "v" else x_in if config.ddl_v_input == "residual" else c
         value = linear_fp32(self.v_proj, source)
         return config.ddl_v_sigmoid_scale * value.sigmoid() if config.ddl_v_sigmoid else value
 
     def elementwise_flops(self) -> int:
-        """The dot product k^T X (delta only), the rank-1 write, what attends over columns, and means over them."""
+        """The dot product k^T X (delta only), the rank-1 write, what attends over columns, and
+        means over them.
+        """
         config, size = self.config, self.config.hidden_size * self.config.ddl_value_channels
         write = (4 if config.ddl_update == "delta" else 2) * size
         means = (config.ddl_k_input, config.ddl_beta_input).count("mean")
         return write + (4 * size if config.ddl_k_branch == "attention" else 0) + means * size
 
-    def forward(self, state, h, x_in, c, past: Past | None = None, force: float | None = None, erase: bool = True):
+    def forward(
+        self,
+        state,
+        h,
+        x_in,
+        c,
+        past: Past | None = None,
+        force: float | None = None,
+        erase: bool = True,
+    ):
         """state (B, T, v, d); sublayer output h, read x_in and context c (B, T, d) -> new state.
 
-        force: a gate in the place of the learned one; erase: False leaves the erase out (for analyses).
+        force: a gate in the place of the learned one; erase: False leaves the erase out (for
+        analyses).
         """
         khat = self.along(state, h, x_in, c)
         beta = self.gate(self.gate_source(state, x_in, c))
         beta = beta if force is None else torch.full_like(beta, force)
         erase = erase and self.config.ddl_update == "delta"
-        return delta_rewrite(state, khat, self.config.branch_mult * beta, self.write_value(h, x_in, c), erase)
+        return delta_rewrite(
+            state, khat, self.config.branch_mult * beta, self.write_value(h, x_in, c), erase
+        )
 
     def along(self, state, h, x_in, c):
         """khat (B, T, d)."""
@@ -510,7 +617,9 @@ class DeltaRewrite(nn.Module):
     ranges: ClassVar = {"beta": (0.0, 2.0)}
 
     def statistics(self, state, h, x_in, c, written) -> dict:
-        """Of each token (B, T): the gate, and the root mean square of t - k^T X before and after the write."""
+        """Of each token (B, T): the gate, and the root mean square of t - k^T X before and after
+        the write.
+        """
         khat, value = self.along(state, h, x_in, c), self.write_value(h, x_in, c)
 
         def discrepancy(x):

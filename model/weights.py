@@ -1,7 +1,9 @@
-"""Weights from folders of any origin: compared with the model before anything is allocated, nothing in them executed.
+"""Weights from folders of any origin: compared with the model before anything is allocated, nothing
+in them executed.
 
-A folder holds model.safetensors, or several such files and an index. Names, shapes and dtypes come from the files'
-headers and meet a model on torch's meta device. Pickles (pytorch_model.bin) are not read: they can run anything.
+A folder holds model.safetensors, or several such files and an index. Names, shapes and dtypes come
+from the files' headers and meet a model on torch's meta device. Pickles (pytorch_model.bin) are not
+read: they can run anything.
 """
 
 from pathlib import Path
@@ -19,21 +21,34 @@ EMBEDDING = "transformer.wte.weight"
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INDEX = "model.safetensors.index.json"
 DEEPEST = 1000  # blocks of a model whose blocks share weights, which are stored once
-LONGEST = 2**20  # tokens, at 128 features a head: no weight bears out block_size, for which RoPE tables are made
+# tokens, at 128 features a head: no weight bears out block_size, for which RoPE tables are made
+LONGEST = 2**20
 
 
 def files(folder: Path) -> list[Path]:
-    """The files that hold the folder's weights. ValueError: none, or an index that names no file of the folder."""
+    """The files that hold the folder's weights.
+
+    ValueError: none, or an index that names no file of the folder.
+    """
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
     if not (folder / INDEX).is_file():
         pickled = " (pytorch_model.bin is a pickle: save it as safetensors where it was made)"
-        raise ValueError(f"{folder} holds no model.safetensors{pickled if any(folder.glob('*.bin')) else ''}")
+        raise ValueError(
+            f"{folder} holds no model.safetensors{pickled if any(folder.glob('*.bin')) else ''}"
+        )
     parts = configurator.read_json(folder / INDEX).get("weight_map")
     names = list(parts.values()) if isinstance(parts, dict) else []
     for name in names or [parts]:
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise ValueError(f"{folder / INDEX}: {clipped(name)} is not the name of a safetensors file in that folder")
+        if (
+            not isinstance(name, str)
+            or Path(name).name != name
+            or not name.endswith(".safetensors")
+        ):
+            raise ValueError(
+                f"{folder / INDEX}: {clipped(name)} is not the name of a safetensors file in that "
+                "folder"
+            )
     return [folder / name for name in sorted(set(names))]
 
 
@@ -44,14 +59,19 @@ def clipped(value) -> str:
 
 
 def header(folder: Path) -> dict[str, torch.Tensor]:
-    """The folder's tensors on the meta device: names, shapes, dtypes. ValueError: damaged, or no floating-point."""
+    """The folder's tensors on the meta device: names, shapes, dtypes.
+
+    ValueError: damaged, or no floating-point.
+    """
     found: dict[str, torch.Tensor] = {}
     for file in files(folder):
         for name, tensor in safe_header(file):
             if name in found:
                 raise ValueError(f"{file}: {clipped(name)} is in another file as well")
             if tensor is None:
-                raise ValueError(f"{file}: {clipped(name)} is not a tensor of floating-point numbers")
+                raise ValueError(
+                    f"{file}: {clipped(name)} is not a tensor of floating-point numbers"
+                )
             found[name] = tensor
     return found
 
@@ -69,7 +89,10 @@ def safe_header(file: Path):
 
 
 def load(folder: Path) -> dict[str, torch.Tensor]:
-    """The folder's tensors, on the CPU in at least fp32. ValueError: damaged, or non-finite numbers."""
+    """The folder's tensors, on the CPU in at least fp32.
+
+    ValueError: damaged, or non-finite numbers.
+    """
     loaded = {}
     for file in files(folder):
         try:
@@ -84,7 +107,9 @@ def load(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def compare(found: dict, model, where: str) -> None:
-    """ValueError: the tensors found are not the model's, by name and shape; the message begins with `where`."""
+    """ValueError: the tensors found are not the model's, by name and shape; the message begins with
+    `where`.
+    """
     expected = model.state_dict()
     for name in sorted(expected.keys() - found.keys() - aliases(model).keys()):
         raise ValueError(f"{where}: {name} is missing")
@@ -92,22 +117,35 @@ def compare(found: dict, model, where: str) -> None:
         raise ValueError(f"{where}: {clipped(name)} is not one of its weights")
     for name, tensor in sorted(found.items()):
         if tensor.shape != expected[name].shape:
-            raise ValueError(f"{where}: {name} is {tuple(tensor.shape)}, needed {tuple(expected[name].shape)}")
+            raise ValueError(
+                f"{where}: {name} is {tuple(tensor.shape)}, needed {tuple(expected[name].shape)}"
+            )
 
 
 def skeleton(stem: str, config: dict, found, where: str):
-    """The model on the meta device, uninitialised. ValueError: a config that the weights found cannot be of."""
+    """The model on the meta device, uninitialised.
+
+    ValueError: a config that the weights found cannot be of.
+    """
     cls = model_class(stem)
     try:
         checked = cls.Config(**configurator.check(config, configurator.knobs(cls.Config)))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-    blocks = len({name.split(".")[2] for name in found if name.startswith("transformer.h.") and name.count(".") > 2})
+    blocks = len(
+        {
+            name.split(".")[2]
+            for name in found
+            if name.startswith("transformer.h.") and name.count(".") > 2
+        }
+    )
     if checked.num_hidden_layers > max(blocks, DEEPEST):
         layers = f"num_hidden_layers={checked.num_hidden_layers}"
         raise ValueError(f"{where}: transformer.h.{blocks} is missing, the config has {layers}")
     if checked.block_size * checked.head_dim > LONGEST * 128:
-        raise ValueError(f"{where}: block_size={checked.block_size} is more than RoPE tables are made for here")
+        raise ValueError(
+            f"{where}: block_size={checked.block_size} is more than RoPE tables are made for here"
+        )
     bare = type("Skeleton", (cls,), {"init_weights": lambda self: None})
     try:
         with torch.device("meta"):
@@ -115,7 +153,9 @@ def skeleton(stem: str, config: dict, found, where: str):
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     except (RuntimeError, TypeError, OverflowError) as error:
-        raise ValueError(f"{where}: its config has sizes that no model can have ({clipped(error)})") from error
+        raise ValueError(
+            f"{where}: its config has sizes that no model can have ({clipped(error)})"
+        ) from error
 
 
 def as_they_are(tensors: dict, model) -> dict:
@@ -147,7 +187,10 @@ def fill(model, folder: Path, what: str = "the model", fold=as_they_are) -> None
 
 
 def examined(folder: Path, stem: str, config: dict, fold=as_they_are):
-    """The model of this stem and config on the meta device, its config complete. ValueError: not of these weights."""
+    """The model of this stem and config on the meta device, its config complete.
+
+    ValueError: not of these weights.
+    """
     where = f"{folder} does not fit {stem}"
     found = header(folder)
     bare = skeleton(stem, config, found, where)
@@ -156,7 +199,10 @@ def examined(folder: Path, stem: str, config: dict, fold=as_they_are):
 
 
 def read_model(folder: Path, stem: str, config: dict, fold=as_they_are):
-    """The model of this stem and config with the folder's weights, in evaluation mode. ValueError: it does not fit."""
+    """The model of this stem and config with the folder's weights, in evaluation mode.
+
+    ValueError: it does not fit.
+    """
     examined(folder, stem, config, fold)
     model = build(stem, **config)
     fill(model, folder, stem, fold)

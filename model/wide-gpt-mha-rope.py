@@ -1,4 +1,6 @@
-"""A control for DDL: its v columns and its reads, written by addition, X' = X + h w^T. Does the width alone do it?"""
+"""A control for DDL: its v columns and its reads, written by addition, X' = X + h w^T. Does the
+width alone do it?
+"""
 
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
@@ -16,7 +18,9 @@ from model.residual import ColumnConvRead, ColumnsConfig, Repeat, TokenConvRead
 class WideConfig(ColumnsConfig):
     """Keys of the wide additive state."""
 
-    wide_read: Annotated[Literal["tc", "cc"], "read by a convolution over tokens, or over columns"] = "tc"
+    wide_read: Annotated[
+        Literal["tc", "cc"], "read by a convolution over tokens, or over columns"
+    ] = "tc"
 
     ddl_cc_read: ClassVar[str] = "folded"
     ddl_state_dv_shortconv_causal: ClassVar[bool] = False

@@ -1,4 +1,6 @@
-"""`python report.py` and its like stood beside train.py until they moved here: say so, in one line, for one release."""
+"""`python report.py` and its like stood beside train.py until they moved here: say so, in one line,
+for one release.
+"""
 
 import shlex
 import sys

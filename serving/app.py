@@ -1,11 +1,11 @@
 """The page of a trained model: `python sample.py RUN --serve`.
 
     GET  /          the page (page.html, page.css, page.js: no framework, nothing from elsewhere)
-    GET  /model     what the model is, what its writes say of each token, and the limits of a request
+    GET  /model   what the model is, what its writes say of each token, and the limits of a request
     POST /generate  a `Request` as JSON -> lines of JSON as they are made: the events of serving/events.py
 
-docs/serving.md describes them. A mistake is answered with {"message": one line}, within a stream too. One generation
-runs at a time; it ends with its connection.
+docs/serving.md describes them. A mistake is answered with {"message": one line}, within a stream
+too. One generation runs at a time; it ends with its connection.
 """
 
 import contextlib
@@ -30,7 +30,9 @@ try:
     from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
     from pydantic import BaseModel, ConfigDict, Field
 except ImportError as error:
-    raise ValueError("the page needs the fastapi and uvicorn packages: pip install fastapi uvicorn") from error
+    raise ValueError(
+        "the page needs the fastapi and uvicorn packages: pip install fastapi uvicorn"
+    ) from error
 
 from data.tokenizer import encode_prompt
 from model.generation import Sampling
@@ -38,7 +40,12 @@ from serving.events import each_under, events
 from serving.guard import EVERY_ADDRESS, Guard
 from serving.statistics import declared
 
-FILES = {"/": "page.html", "/page.css": "page.css", "/page.js": "page.js", "/heatmap.js": "heatmap.js"}
+FILES = {
+    "/": "page.html",
+    "/page.css": "page.css",
+    "/page.js": "page.js",
+    "/heatmap.js": "heatmap.js",
+}
 FILES |= {"/icon.svg": "icon.svg"}
 MOST_NEW_TOKENS = 2048
 LONGEST_PROMPT = 2**16  # characters
@@ -46,7 +53,10 @@ PATIENCE = 2.0  # seconds that a request waits for one that is being stopped
 
 
 class Request(BaseModel):
-    """The body of POST /generate; what is left out is as on the command line. Ranges of sampling are `Sampling`'s."""
+    """The body of POST /generate; what is left out is as on the command line.
+
+    Ranges of sampling are `Sampling`'s.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -57,16 +67,24 @@ class Request(BaseModel):
     top_k: int | None = None
     top_p: float = 1.0
     min_p: float = 0.0
-    stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=100)]], Field(max_length=8)] = []
-    seed: Annotated[int, Field(ge=0, lt=2**53)] | None = None  # a number that JavaScript holds exactly
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=100)]], Field(max_length=8)
+    ] = []
+    # a number that JavaScript holds exactly
+    seed: Annotated[int, Field(ge=0, lt=2**53)] | None = None
 
 
 class JSONLines(StreamingResponse):
-    """A line for each event, as it comes. However the response ends, the events are closed, which ends their work."""
+    """A line for each event, as it comes.
+
+    However the response ends, the events are closed, which ends their work.
+    """
 
     def __init__(self, source):
         self.source = source
-        super().__init__((json.dumps(event) + "\n" for event in source), media_type="application/x-ndjson")
+        super().__init__(
+            (json.dumps(event) + "\n" for event in source), media_type="application/x-ndjson"
+        )
 
     async def __call__(self, scope, receive, send):
         try:
@@ -87,7 +105,9 @@ def one_at_a_time(lock: threading.Lock, source):
 
 
 def one_line(error: Exception) -> str:
-    """What is wrong with a request: `temperature=-1.0: give 0 or more`, or pydantic's first complaint in that form."""
+    """What is wrong with a request: `temperature=-1.0: give 0 or more`, or pydantic's first
+    complaint in that form.
+    """
     if isinstance(error, RequestValidationError):
         first = error.errors()[0]
         if first["type"] == "json_invalid":
@@ -99,16 +119,23 @@ def one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def create_app(model, tokenizer, facts: dict, host: str = "127.0.0.1", first_seed: int = 0) -> FastAPI:
-    """The application. facts: of `facts_of`; host: what the server is bound to. Autocast stays as it is at this call.
+def create_app(
+    model, tokenizer, facts: dict, host: str = "127.0.0.1", first_seed: int = 0
+) -> FastAPI:
+    """The application.
+
+    facts: of `facts_of`; host: what the server is bound to. Autocast stays as it is at this call.
 
     Requests without a seed have first_seed, first_seed + 1, ..., as the samples of sample.py.
     """
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)  # their pages load scripts from elsewhere
+    # their pages load scripts from elsewhere
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Guard, host=host)
     app.state.closing = lambda: False
     device = model.rope_cos.device.type
-    autocast = partial(torch.autocast, device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+    autocast = partial(
+        torch.autocast, device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+    )
     lock, seeds = threading.Lock(), itertools.count(first_seed)
 
     @app.exception_handler(RequestValidationError)
@@ -123,13 +150,19 @@ def create_app(model, tokenizer, facts: dict, host: str = "127.0.0.1", first_see
     @app.post("/generate")
     def generate(request: Request) -> JSONLines:
         asked = {**facts["defaults"], **request.model_dump(exclude_unset=True)}
-        sampling = Sampling(**{field.name: asked[field.name] for field in dataclasses.fields(Sampling)})
+        sampling = Sampling(
+            **{field.name: asked[field.name] for field in dataclasses.fields(Sampling)}
+        )
         prompt = encode_prompt(tokenizer, request.prompt)
         if len(prompt) > (longest := model.config.block_size):
-            raise ValueError(f"the prompt has {len(prompt)} tokens: give at most {longest}, end-of-text included")
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens: give at most {longest}, end-of-text included"
+            )
         seed = next(seeds) if request.seed is None else request.seed
         new, stop = asked["max_new_tokens"], asked["stop"]
-        source = events(model, tokenizer, prompt, new, sampling, seed, stop, cancelled=app.state.closing)
+        source = events(
+            model, tokenizer, prompt, new, sampling, seed, stop, cancelled=app.state.closing
+        )
         return JSONLines(one_at_a_time(lock, each_under(autocast, source)))
 
     for path, name in FILES.items():
@@ -139,7 +172,10 @@ def create_app(model, tokenizer, facts: dict, host: str = "127.0.0.1", first_see
 
 
 def facts_of(model, tokenizer, state: dict, defaults: dict) -> dict:
-    """What GET /model says. state: of `load_model`, without a step for an exported folder; defaults: of a request."""
+    """What GET /model says.
+
+    state: of `load_model`, without a step for an exported folder; defaults: of a request.
+    """
     return {
         "model": state["model"],
         "parameters": model.num_parameters(),
@@ -155,7 +191,10 @@ def facts_of(model, tokenizer, state: dict, defaults: dict) -> dict:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that takes connections already. ValueError: the address is taken or not this machine's."""
+    """A socket that takes connections already.
+
+    ValueError: the address is taken or not this machine's.
+    """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=128)
@@ -164,23 +203,33 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def serve(model, tokenizer, state: dict, args, sampling: Sampling) -> None:
-    """Serve the page at args.host and args.port until Ctrl+C; sample.py's other options are what its fields start with.
+    """Serve the page at args.host and args.port until Ctrl+C; sample.py's other options are what
+    its fields start with.
 
     ValueError: the address cannot be had, or args.max_new_tokens is more than the page allows.
     """
     if args.max_new_tokens > MOST_NEW_TOKENS:
-        raise ValueError(f"--max_new_tokens={args.max_new_tokens}: with --serve give at most {MOST_NEW_TOKENS}")
+        raise ValueError(
+            f"--max_new_tokens={args.max_new_tokens}: with --serve give at most {MOST_NEW_TOKENS}"
+        )
     defaults = {**vars(sampling), "max_new_tokens": args.max_new_tokens, "stop": args.stop}
     listening = listen(args.host, args.port)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a closed tab must not end the server
     address, port = listening.getsockname()[:2]
-    host = address if address in EVERY_ADDRESS else args.host  # also of --host=0, or of an empty one
+    # also of --host=0, or of an empty one
+    host = address if address in EVERY_ADDRESS else args.host
     app = create_app(model, tokenizer, facts_of(model, tokenizer, state, defaults), host, args.seed)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, server_header=False))
+    server = uvicorn.Server(
+        uvicorn.Config(app, log_level="warning", access_log=False, server_header=False)
+    )
     app.state.closing = lambda: server.should_exit
     print(f"http://{f'[{host}]' if ':' in host else host}:{port} (Ctrl+C ends it)", flush=True)
     if not ipaddress.ip_address(address).is_loopback:
-        where = "; from elsewhere, open it by this machine's numeric address" if host in EVERY_ADDRESS else ""
+        where = (
+            "; from elsewhere, open it by this machine's numeric address"
+            if host in EVERY_ADDRESS
+            else ""
+        )
         print(f"note: everyone who can reach this machine can use the page{where}", file=sys.stderr)
     with contextlib.suppress(KeyboardInterrupt):  # which the server hands on when it has ended
         server.run(sockets=[listening])

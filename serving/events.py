@@ -9,10 +9,11 @@ from serving.statistics import recorded
 
 
 class Pieces:
-    """Tokens with the text that each adds, generated ones held back while a stop string may begin in them.
+    """Tokens with the text that each adds, generated ones held back while a stop string may begin
+    in them.
 
-    A token that ends within a character adds nothing; the one that completes it adds the character, and they come
-    together.
+    A token that ends within a character adds nothing; the one that completes it adds the character,
+    and they come together.
     """
 
     def __init__(self, tokenizer, stop: list[str]):
@@ -43,7 +44,13 @@ class Pieces:
 
     def piece(self, token: int, statistics: dict, prompt: bool) -> dict:
         text, label = self.whole.add(token), self.label(token)
-        return {"id": token, "text": text, "label": label, "statistics": statistics, "prompt": prompt}
+        return {
+            "id": token,
+            "text": text,
+            "label": label,
+            "statistics": statistics,
+            "prompt": prompt,
+        }
 
     def label(self, token: int) -> str:
         """The token by itself: its text, or its bytes where those are not UTF-8."""
@@ -54,7 +61,9 @@ class Pieces:
             return f"bytes {data.hex(' ')}"
 
     def released(self) -> list[dict]:
-        """Take from `held` whole tokens with at most `characters` of text, up to one that ends a character."""
+        """Take from `held` whole tokens with at most `characters` of text, up to one that ends a
+        character.
+        """
         count, left = 0, self.characters
         for index, piece in enumerate(self.held):
             left -= len(piece["text"])
@@ -73,15 +82,22 @@ def events(
     model, tokenizer, prompt: list[int], max_new_tokens: int, sampling: Sampling, seed: int, stop: list[str],
     cancelled: Callable[[], bool],
 ) -> Iterator[dict]:  # fmt: skip
-    """Yield {"seed"}, then {"tokens": [...]} as they are read, then {"end": why, "new_tokens", "seconds"}.
+    """Yield {"seed"}, then {"tokens": [...]} as they are read, then {"end": why, "new_tokens",
+    "seconds"}.
 
-    A token is sent when the pass that reads it has been made, with the statistics of that pass: a generated one when
-    its successor is drawn. So one more token is drawn than shown.
+    A token is sent when the pass that reads it has been made, with the statistics of that pass: a
+    generated one when its successor is drawn. So one more token is drawn than shown.
     """
     started, made, why = time.perf_counter(), 0, "all new tokens made"
     decoder = Decoder(model, 1, min(len(prompt) + max_new_tokens, model.config.block_size))
     generation = Generation(
-        decoder, [prompt], max_new_tokens + 1, sampling, [seed], tokenizer.eot_token, tokenizer.n_vocab
+        decoder,
+        [prompt],
+        max_new_tokens + 1,
+        sampling,
+        [seed],
+        tokenizer.eot_token,
+        tokenizer.n_vocab,
     )
     pieces = Pieces(tokenizer, stop)
     yield {"seed": seed}
@@ -112,7 +128,8 @@ def events(
 def each_under(context: Callable, source: Iterator) -> Iterator:
     """The source's items, each made inside a new context().
 
-    For autocast: a thread has it for itself alone, and a server makes the items of one source in several threads.
+    For autocast: a thread has it for itself alone, and a server makes the items of one source in
+    several threads.
     """
     try:
         while True:

@@ -1,4 +1,6 @@
-"""What is refused before the page's own code sees it: other names for this machine, other sites, large bodies."""
+"""What is refused before the page's own code sees it: other names for this machine, other sites,
+large bodies.
+"""
 
 import ipaddress
 from urllib.parse import urlsplit
@@ -10,7 +12,8 @@ from training.metrics import size
 LARGEST_BODY = 2**19  # bytes
 EVERY_ADDRESS = ("0.0.0.0", "::")
 HEADERS = {
-    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-resource-policy": "same-origin",
@@ -28,8 +31,9 @@ def is_address(name: str) -> bool:
 def host_fits(header: str, bound: str) -> bool:
     """Whether a Host header names this server, which listens on `bound`.
 
-    Any website can let its own name point at this machine (DNS rebinding) and so reach the page from a visitor's
-    browser, but with that name in the header. Numeric addresses cannot be taken over so.
+    Any website can let its own name point at this machine (DNS rebinding) and so reach the page
+    from a visitor's browser, but with that name in the header. Numeric addresses cannot be taken
+    over so.
     """
     try:
         name = urlsplit(f"//{header}").hostname
@@ -41,7 +45,9 @@ def host_fits(header: str, bound: str) -> bool:
 
 
 class Guard:
-    """ASGI middleware: answers what must not pass with one line, and adds the security headers to every answer."""
+    """ASGI middleware: answers what must not pass with one line, and adds the security headers to
+    every answer.
+    """
 
     def __init__(self, app, host: str):
         self.app, self.host = app, host
@@ -49,7 +55,11 @@ class Guard:
     def refusal(self, method: str, headers: dict[str, str]) -> tuple[int, str] | None:
         host, length = headers.get("host", ""), headers.get("content-length", "")
         if not host_fits(host, self.host):
-            return 403, f"this page does not answer to the name {host!r}: open it under the address it printed"
+            return (
+                403,
+                f"this page does not answer to the name {host!r}: open it under the address it "
+                "printed",
+            )
         if "origin" in headers and urlsplit(headers["origin"]).netloc != host:
             return 403, "this page answers no other site"
         if method not in ("GET", "HEAD") and not length.isdecimal():
@@ -68,7 +78,9 @@ class Guard:
                 message = {**message, "headers": [*message["headers"], *added]}
             await send(message)
 
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        headers = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
+        }
         app = self.app
         if refused := self.refusal(scope["method"], headers):
             app = JSONResponse({"message": refused[1]}, status_code=refused[0])

@@ -1,4 +1,6 @@
-"""What the writes of a model say of every token, by the names of their statistics, as passes are made."""
+"""What the writes of a model say of every token, by the names of their statistics, as passes are
+made.
+"""
 
 import contextlib
 import math
@@ -16,7 +18,8 @@ class Recorder(Watched):
 
     def __init__(self):
         super().__init__(self.see)
-        self.passes: dict[str, dict[str, list[torch.Tensor]]] = {}  # statistic -> site -> (B, T) of each pass
+        # statistic -> site -> (B, T) of each pass
+        self.passes: dict[str, dict[str, list[torch.Tensor]]] = {}
         self.about: dict[
             str, list[tuple]
         ] = {}  # statistic -> of each site, its range and whether it is the gate of DDL
@@ -33,17 +36,22 @@ class Recorder(Watched):
         for name, values in quantities["statistics"].items():
             self.passes.setdefault(name, {}).setdefault(label, []).append(values)
             gate = name == "beta" and isinstance(site.write, DeltaRewrite)
-            self.about.setdefault(name, []).append((getattr(site.write, "ranges", {}).get(name), gate))
+            self.about.setdefault(name, []).append(
+                (getattr(site.write, "ranges", {}).get(name), gate)
+            )
 
     def take(self, tokens: int) -> list[dict[str, list[float | None]]]:
-        """Of each of the first sequence's newest `tokens` tokens: {statistic: a number of each site that has it}, None
-        for one that is not finite.
+        """Of each of the first sequence's newest `tokens` tokens: {statistic: a number of each site
+        that has it}, None for one that is not finite.
 
-        A pass that read older tokens anew is known by its length: what was handed out before is left out.
+        A pass that read older tokens anew is known by its length: what was handed out before is
+        left out.
         """
         found: list[dict] = [{} for _ in range(tokens)]
         for name, sites in self.passes.items():
-            rows = torch.stack([torch.cat(each, dim=1)[0, -tokens:] for each in sites.values()], dim=1).tolist()
+            rows = torch.stack(
+                [torch.cat(each, dim=1)[0, -tokens:] for each in sites.values()], dim=1
+            ).tolist()
             for token, row in zip(found, rows):
                 token[name] = [value if math.isfinite(value) else None for value in row]
             for each in sites.values():
@@ -61,14 +69,17 @@ def recorded(model: nn.Module):
 
 @torch.no_grad()
 def declared(model: nn.Module) -> list[dict]:
-    """The statistics of a model's writes: "name", "sites" in the order of a pass (`0 attn`, `0 mlp`, ...), "range" as
-    the writes declare it or None, and "gate": whether it is the beta of a delta rewrite, of which 0 keeps, 1 overwrites
-    and 2 reflects."""
+    """The statistics of a model's writes: "name", "sites" in the order of a pass (`0 attn`, `0
+    mlp`, ...), "range" as the writes declare it or None, and "gate": whether it is the beta of a
+    delta rewrite, of which 0 keeps, 1 overwrites and 2 reflects.
+    """
     with recorded(model) as recorder:
         model(torch.zeros(1, 1, dtype=torch.int64, device=model.rope_cos.device))
     found = []
     for name, sites in recorder.passes.items():
         limits, gates = map(set, zip(*recorder.about[name]))
         one_range = limits.pop() if len(limits) == 1 else None
-        found.append({"name": name, "sites": list(sites), "range": one_range, "gate": gates == {True}})
+        found.append(
+            {"name": name, "sites": list(sites), "range": one_range, "gate": gates == {True}}
+        )
     return found

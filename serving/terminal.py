@@ -28,13 +28,19 @@ class Settings(Sampling):
     def __post_init__(self):
         super().__post_init__()
         if self.stop == "":
-            raise ValueError("an empty stop string would stop every text at once: /stop=None for none")
+            raise ValueError(
+                "an empty stop string would stop every text at once: /stop=None for none"
+            )
         if self.max_new_tokens < 1 or not 0 <= self.seed < 2**62:
-            raise ValueError(f"max_new_tokens={self.max_new_tokens}, seed={self.seed}: give 1 or more, 0 or more")
+            raise ValueError(
+                f"max_new_tokens={self.max_new_tokens}, seed={self.seed}: give 1 or more, 0 or more"
+            )
 
     def lines(self) -> str:
         schema = configurator.knobs(Settings)
-        return "\n".join(f"  /{key}={value}".ljust(30) + schema[key].help for key, value in vars(self).items())
+        return "\n".join(
+            f"  /{key}={value}".ljust(30) + schema[key].help for key, value in vars(self).items()
+        )
 
 
 def changed(settings: Settings, command: str) -> Settings:
@@ -57,7 +63,10 @@ def read_line() -> str | None:
 
 
 def reply(decoder: Decoder, tokenizer, text: str, settings: Settings) -> str:
-    """Print what follows the text, as it is made, and the speed on stderr; returns it. Ctrl-C ends it."""
+    """Print what follows the text, as it is made, and the speed on stderr; returns it.
+
+    Ctrl-C ends it.
+    """
     pieces, made, started = [], 0, time.perf_counter()
     stop = [] if settings.stop is None else [settings.stop.replace("\\n", "\n")]
     prompt = encode_prompt(tokenizer, text)

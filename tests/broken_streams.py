@@ -1,4 +1,6 @@
-"""Streams with one fault each, the check of contract.py that finds it, and what its message says."""
+"""Streams with one fault each, the check of contract.py that finds it, and what its message
+says.
+"""
 
 from dataclasses import replace
 
@@ -17,8 +19,12 @@ def additive(read=Direct, write=Add, **members):
     class OtherBlock(Block):
         def __init__(self, config, layer):
             super().__init__(config, layer)
-            self.parts = nn.ModuleList(nn.ModuleList((read(config), write(config))) for _ in self.sites)
-            self.sites = tuple(replace(site, read=r, write=w) for site, (r, w) in zip(self.sites, self.parts))
+            self.parts = nn.ModuleList(
+                nn.ModuleList((read(config), write(config))) for _ in self.sites
+            )
+            self.sites = tuple(
+                replace(site, read=r, write=w) for site, (r, w) in zip(self.sites, self.parts)
+            )
 
     return type("Model", (GPT,), {"Block": OtherBlock, **members})
 
@@ -31,9 +37,16 @@ def delta(first, later):
             super().__init__(config, layer)
             self.ddl_attn, self.ddl_mlp = ((later if layer else first)(config) for _ in self.sites)
             writes = self.ddl_attn, self.ddl_mlp
-            self.sites = tuple(replace(site, write=write) for site, write in zip(self.sites, writes))
+            self.sites = tuple(
+                replace(site, write=write) for site, write in zip(self.sites, writes)
+            )
 
-    classes = {"Config": SingleColumnConfig, "Expander": Repeat, "Block": OtherBlock, "Readout": OnlyColumn}
+    classes = {
+        "Config": SingleColumnConfig,
+        "Expander": Repeat,
+        "Block": OtherBlock,
+        "Readout": OnlyColumn,
+    }
     return type("Model", (GPT,), classes)
 
 
@@ -124,8 +137,16 @@ class OneGate(Block):
 
 
 BROKEN = {
-    "forgets an initialisation": (additive(write=Gated), "rules", r"parts\.0\.1\.gate has no rule: give its Gated"),
-    "a rule that fills nothing": (additive(write=NeverFilled), "rules", r"rule of .*gate leaves numbers as they were"),
+    "forgets an initialisation": (
+        additive(write=Gated),
+        "rules",
+        r"parts\.0\.1\.gate has no rule: give its Gated",
+    ),
+    "a rule that fills nothing": (
+        additive(write=NeverFilled),
+        "rules",
+        r"rule of .*gate leaves numbers as they were",
+    ),
     "two rules": (additive(write=TwoRules), "rules", r"parts\.0\.1\.inner\.gate has two rules"),
     "no part of the block": (
         type("Model", (GPT,), {"Block": OneGate}),
@@ -133,10 +154,26 @@ BROKEN = {
         "but no part of its block",
     ),
     "sees the next token": (additive(read=Ahead), "causality", "a token sees later ones"),
-    "breaks the cache": (additive(read=WithoutCache), "cache", "with the cache it computes something else"),
-    "makes something of zeros": (additive(read=FromZero), "cache", "of the zeros before a shorter prompt"),
-    "wrong state bytes": (additive(state_bytes_per_token=wrong_state_bytes), "costs", r"is 80, the state has 40"),
-    "a fused write's subclass": (delta(Doubled, Doubled), "fused", "fused form of Doubled computes something else"),
+    "breaks the cache": (
+        additive(read=WithoutCache),
+        "cache",
+        "with the cache it computes something else",
+    ),
+    "makes something of zeros": (
+        additive(read=FromZero),
+        "cache",
+        "of the zeros before a shorter prompt",
+    ),
+    "wrong state bytes": (
+        additive(state_bytes_per_token=wrong_state_bytes),
+        "costs",
+        r"is 80, the state has 40",
+    ),
+    "a fused write's subclass": (
+        delta(Doubled, Doubled),
+        "fused",
+        "fused form of Doubled computes something else",
+    ),
     "differs in a later block": (
         delta(DeltaRewrite, Doubled),
         "fused",
@@ -147,7 +184,19 @@ BROKEN = {
         "losses",
         "cross-entropy of its logits",
     ),
-    "breaks the graph": (additive(write=Branching), "compiled", "torch.compile must break the graph"),
-    "a statistic of all tokens": (additive(write=Summed), "statistics", "is no number for each token"),
-    "a wider state": (additive(write=Widened), "autocast", r"attn, changes the state from \(torch.bfloat16"),
+    "breaks the graph": (
+        additive(write=Branching),
+        "compiled",
+        "torch.compile must break the graph",
+    ),
+    "a statistic of all tokens": (
+        additive(write=Summed),
+        "statistics",
+        "is no number for each token",
+    ),
+    "a wider state": (
+        additive(write=Widened),
+        "autocast",
+        r"attn, changes the state from \(torch.bfloat16",
+    ),
 }

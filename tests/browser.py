@@ -1,4 +1,6 @@
-"""The page as people have it: sample.py --serve in a process of its own, and chromium without a window."""
+"""The page as people have it: sample.py --serve in a process of its own, and chromium without a
+window.
+"""
 
 import contextlib
 import os
@@ -13,7 +15,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 OPTIONS = (
-    "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run "
+    "--disable-background-networking "
     "--disable-component-update --disable-sync --force-device-scale-factor=1"
 )
 
@@ -28,7 +31,12 @@ def served(run: Path, *options: str):
     command = [sys.executable, "sample.py", run, "--serve", "--port=0", "--device=cpu", *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command,
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     try:
         address = process.stdout.readline().split()
@@ -56,7 +64,9 @@ def local(model, tokenizer, /, **facts):
     defaults = {**vars(Sampling()), "max_new_tokens": 2000, "stop": []}
     known = facts_of(model, tokenizer, {"model": "a model"}, defaults)
     listening = listen("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(create_app(model, tokenizer, {**known, **facts}), log_level="warning"))
+    server = uvicorn.Server(
+        uvicorn.Config(create_app(model, tokenizer, {**known, **facts}), log_level="warning")
+    )
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
     try:
@@ -123,7 +133,9 @@ def colour(value, stops=LIGHT, lowest=0.0, highest=2.0):
 
 
 def cells(page, tokens, rows, left=0):
-    """The colours at the middles of the heat map's cells, [token][row] -> [r, g, b]; the first begins at `left`."""
+    """The colours at the middles of the heat map's cells, [token][row] -> [r, g, b]; the first
+    begins at `left`.
+    """
     return page.execute_script(
         """const [tokens, rows, left] = arguments, copy = document.createElement("canvas");
         [copy.width, copy.height] = [heatmap.width, heatmap.height];
@@ -141,5 +153,8 @@ def point_at(page, token, row, left=0):
     from selenium.webdriver import ActionChains
 
     canvas = page.find_element("id", "heatmap")
-    x, y = left + COLUMN * token + 6 - canvas.size["width"] / 2, LABELS + ROW * row + 9 - canvas.size["height"] / 2
+    x, y = (
+        left + COLUMN * token + 6 - canvas.size["width"] / 2,
+        LABELS + ROW * row + 9 - canvas.size["height"] / 2,
+    )
     ActionChains(page).move_to_element_with_offset(canvas, int(x), int(y)).perform()

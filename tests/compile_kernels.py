@@ -1,6 +1,7 @@
 """Compile every form of the kernels for sm_90, which needs no GPU: python tests/compile_kernels.py
 
-The interpreter takes what the compiler refuses. Prints a line a form; a form that does not compile ends it.
+The interpreter takes what the compiler refuses. Prints a line a form; a form that does not compile
+ends it.
 """
 
 import itertools
@@ -12,14 +13,18 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from model.kernels import add_norm, expand, rope, step_kernels
 
-NO_WRITE = dict.fromkeys(("h", "y", "z", "inverse_norm", "discrepancy", "update", "new_state", "grad_h", "grad_y"))
+NO_WRITE = dict.fromkeys(
+    ("h", "y", "z", "inverse_norm", "discrepancy", "update", "new_state", "grad_h", "grad_y")
+)
 NO_GATE = dict.fromkeys(("gate", "gate_bias", "gate_logit", "grad_gate"))
 NO_VALUE = dict.fromkeys(("value", "value_bias", "value_logit", "grad_value"))
 CONSTANT = {"VALUE": "constant", "z": None, "grad_z": None}
 
 
 def compile_for(kernel, arguments: dict, num_warps: int, arch: int = 90):
-    """The compiled kernel. arguments: name -> a pointer type ("*bf16"), a type ("i32"), a tuple of them, or a constant.
+    """The compiled kernel.
+
+    arguments: name -> a pointer type ("*bf16"), a type ("i32"), a tuple of them, or a constant.
 
     Pointers are taken as aligned to 16 bytes, as torch allocates them.
     """
@@ -44,21 +49,31 @@ def compile_for(kernel, arguments: dict, num_warps: int, arch: int = 90):
         if name in ("row_stride", "column_stride"):
             attributes[(index,)] = [["tt.divisibility", 16]]  # as at the widths that are used
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": num_warps})
+    return triton.compile(
+        source, target=GPUTarget("cuda", arch, 32), options={"num_warps": num_warps}
+    )
 
 
 def arguments_of(kernel, constants: dict, columns: int, writes: int = 0) -> dict:
-    """The kernel's arguments in bf16 with all heads and results: states and vectors bf16, scalars and sums fp32."""
-    bf16 = (
-        "base h x_in new_state context grad_state grad_context new_grad_state grad_h x new_x grad_x new_grad_x state "
-    )
-    bf16 += "qkv qk grad_q grad_k grad_v grad_qkv"
+    """The kernel's arguments in bf16 with all heads and results: states and vectors bf16, scalars
+    and sums fp32.
+    """
+    bf16 = "base h x_in new_state context grad_state grad_context new_grad_state grad_h x new_x grad_x new_grad_x "
+    bf16 += "state qkv qk grad_q grad_k grad_v grad_qkv"
     integers = "row_stride column_stride tokens rows chunk chunks table_stride"
     numbers = "k_eps_squared norm_eps eps value_scale value_constant"
     types = dict.fromkeys(bf16.split(), "*bf16") | dict.fromkeys(integers.split(), "i32")
-    types |= dict.fromkeys(numbers.split(), "fp32") | dict.fromkeys("carry new_carry grad_x_in".split())
+    types |= dict.fromkeys(numbers.split(), "fp32") | dict.fromkeys(
+        "carry new_carry grad_x_in".split()
+    )
     types |= {"hs": ("*bf16",) * writes, "us": ("*fp32",) * writes, "V": columns}
-    types |= {"VALUE": "sigmoid", "VALUE_INPUT": "residual", "ERASE": True, "TOTAL": 2**16, **constants}
+    types |= {
+        "VALUE": "sigmoid",
+        "VALUE_INPUT": "residual",
+        "ERASE": True,
+        "TOTAL": 2**16,
+        **constants,
+    }
     return {name: types.get(name, "*fp32") for name in kernel.arg_names}
 
 
@@ -75,7 +90,9 @@ def forms():
         "reload": {"RELOAD": True, "PREFETCH": 2, "STAGES": 1},
         "alone": {"grad_state": None, "new_state": None, "x_in": None},
     }
-    for (name, changes), K, way in itertools.product(options.items(), (1, 3), ("forward", "backward")):
+    for (name, changes), K, way in itertools.product(
+        options.items(), (1, 3), ("forward", "backward")
+    ):
         if name == "alone" and K > 1:
             changes = {"grad_state": None}
         kernel = getattr(step_kernels, f"{way}_kernel")
@@ -84,10 +101,24 @@ def forms():
     yield "step forward, carry", step_kernels.forward_kernel, sizes | carried, 1, 0
     x_in = {"K": 1, "grad_x_in": "*bf16", "grad_context": "*fp16"}
     yield "step backward, x_in", step_kernels.backward_kernel, sizes | x_in, 8, 0
-    yield "step forward, fp32", step_kernels.forward_kernel, sizes | {"K": 1, "base": "*fp32", "h": "*fp32"}, 4, 2
-    mixed = dict.fromkeys("base new_state x_in x new_x grad_state new_grad_state grad_x new_grad_x".split(), "*fp32")
+    yield (
+        "step forward, fp32",
+        step_kernels.forward_kernel,
+        sizes | {"K": 1, "base": "*fp32", "h": "*fp32"},
+        4,
+        2,
+    )
+    mixed = dict.fromkeys(
+        "base new_state x_in x new_x grad_state new_grad_state grad_x new_grad_x".split(), "*fp32"
+    )
     for kernel in (step_kernels.forward_kernel, step_kernels.backward_kernel):
-        yield f"{kernel.__name__} of steps, fp32 state", kernel, sizes | {"K": 3, "STAGES": 2} | mixed, 4, 1
+        yield (
+            f"{kernel.__name__} of steps, fp32 state",
+            kernel,
+            sizes | {"K": 3, "STAGES": 2} | mixed,
+            4,
+            1,
+        )
     for kernel in (add_norm.forward_kernel, add_norm.backward_kernel):
         yield f"{kernel.__name__} of add_norm, fp32 state", kernel, sizes | mixed, 1, 0
     for module, way in itertools.product((add_norm, expand), ("forward", "backward")):
@@ -95,7 +126,13 @@ def forms():
     heads = {"H": 3, "HALF": 16, "BLOCK": 16, "ROWS": 8}
     for way in ("forward", "backward"):
         yield f"rope_norm {way}", getattr(rope, f"{way}_kernel"), sizes | heads, 1, 0
-    yield "add_norm forward, no h", add_norm.forward_kernel, sizes | {"h": None, "PREFETCH": 2, "STAGES": 1}, 1, 0
+    yield (
+        "add_norm forward, no h",
+        add_norm.forward_kernel,
+        sizes | {"h": None, "PREFETCH": 2, "STAGES": 1},
+        1,
+        0,
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What every residual stream must keep: checks of a model class, each of which names what broke.
 
-test_contract.py runs them for every stem of model/ and for the streams of tests/streams; broken_streams.py has streams
-that each of them must catch.
+test_contract.py runs them for every stem of model/ and for the streams of tests/streams;
+broken_streams.py has streams that each of them must catch.
 """
 
 import contextlib
@@ -20,18 +20,28 @@ from model.parameters import rules_of
 from training import optimizer
 from training.residual_statistics import Watched, residual_statistics
 
-TINY = {"vocab_size": 29, "block_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "head_dim": 6}
+TINY = {
+    "vocab_size": 29,
+    "block_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "head_dim": 6,
+}
 TINY |= {"hidden_size": 10}
 SETTINGS = {"learning_rate": 1e-2, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95}
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 
 
 def randomise(model):
-    """Move every parameter off its initial value, so that ones, zeros and equal taps cannot hide an error."""
+    """Move every parameter off its initial value, so that ones, zeros and equal taps cannot hide an
+    error.
+    """
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+            parameter.add_(
+                0.3 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            )
     return model
 
 
@@ -54,22 +64,32 @@ def loss_and_gradients(model, ids, call=None) -> list[torch.Tensor]:
 
 
 def check_rules(cls) -> None:
-    """Every parameter has one rule, which fills all of it, and is in one group of every optimizer."""
+    """Every parameter has one rule, which fills all of it, and is in one group of every
+    optimizer.
+    """
     with filled_with_nan():
         model = cls(cls.Config(**TINY))
     rules = rules_of(model)
     for name, parameter in model.named_parameters():
-        assert parameter.isfinite().all(), f"the rule of {name} leaves numbers as they were in memory"
+        assert parameter.isfinite().all(), (
+            f"the rule of {name} leaves numbers as they were in memory"
+        )
     for kind in ("adamw", "muon"):
         optimizers = optimizer.build_optimizers(model, SimpleNamespace(optimizer=kind, **SETTINGS))
         groups = [(each, group) for each in optimizers for group in each.param_groups]
         names = sorted(name for _, group in groups for name in group["names"])
-        trained = sorted(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+        trained = sorted(
+            name for name, parameter in model.named_parameters() if parameter.requires_grad
+        )
         assert names == trained, f"{kind} has other parameters than the model"
         for each, group in groups:
             for name in group["names"]:
-                assert (group["weight_decay"] > 0) == rules[name].decay, f"{kind} decays {name} against its rule"
-                assert rules[name].muon or not isinstance(each, torch.optim.Muon), f"Muon has {name} against its rule"
+                assert (group["weight_decay"] > 0) == rules[name].decay, (
+                    f"{kind} decays {name} against its rule"
+                )
+                assert rules[name].muon or not isinstance(each, torch.optim.Muon), (
+                    f"Muon has {name} against its rule"
+                )
 
 
 @contextlib.contextmanager
@@ -99,16 +119,19 @@ def check_cache(cls) -> None:
     for cuts in ((1,) * 9, (2, 1, 6)):
         cache = model.new_cache()
         parts = torch.cat([model(part, cache=cache)[0] for part in ids.split(cuts, dim=1)], dim=1)
-        assert torch.allclose(parts, whole, **EXACT), "with the cache it computes something else than without"
+        assert torch.allclose(parts, whole, **EXACT), (
+            "with the cache it computes something else than without"
+        )
     rows = [ids[0, :2].tolist(), ids[1, :7].tolist()]
     cache = model.new_cache()
-    together = [model(padded(rows), cache=cache)[0][:, -1], model(ids[:, -1:], cache=cache)[0][:, -1]]
+    together = [
+        model(padded(rows), cache=cache)[0][:, -1],
+        model(ids[:, -1:], cache=cache)[0][:, -1],
+    ]
     for row, prompt in enumerate(rows):
         alone, _ = model(torch.tensor([[*prompt, ids[row, -1]]]))
         found = torch.stack([together[0][row], together[1][row]])
-        message = (
-            "a read, write or expansion makes something of the zeros before a shorter prompt: zero must go to zero"
-        )
+        message = "something is made of the zeros before a shorter prompt: zero must go to zero"
         assert torch.allclose(found, alone[0, -2:], **EXACT), message
 
 
@@ -116,16 +139,24 @@ def check_compiled(cls, backend: str = "aot_eager") -> None:
     model, ids = tiny(cls, num_hidden_layers=2), tokens(2, 8)
     wanted = loss_and_gradients(model, ids)
     try:
-        found = loss_and_gradients(model, ids, torch.compile(model, fullgraph=True, backend=backend))
+        found = loss_and_gradients(
+            model, ids, torch.compile(model, fullgraph=True, backend=backend)
+        )
     except torch._dynamo.exc.Unsupported as error:
-        raise AssertionError(f"torch.compile must break the graph: {str(error).partition(chr(10))[0]}") from error
+        raise AssertionError(
+            f"torch.compile must break the graph: {str(error).partition(chr(10))[0]}"
+        ) from error
     finally:
         torch._dynamo.reset()
-    torch.testing.assert_close(found, wanted, **EXACT, msg=lambda text: f"compiled it computes something else: {text}")
+    torch.testing.assert_close(
+        found, wanted, **EXACT, msg=lambda text: f"compiled it computes something else: {text}"
+    )
 
 
 def check_autocast(cls) -> None:
-    """In bfloat16 close to float32, the loss in float32, and states after every write of the dtypes before it."""
+    """In bfloat16 close to float32, the loss in float32, and states after every write of the dtypes
+    before it.
+    """
     model, ids, dtypes = tiny(cls).float(), tokens(2, 8), {}
     exact, _ = model(ids)
     with torch.autocast("cpu", torch.bfloat16), model.through(Dtypes(dtypes)):
@@ -133,7 +164,9 @@ def check_autocast(cls) -> None:
     assert loss.dtype == torch.float32, f"under autocast the loss is {loss.dtype}"
     for where, (before, after) in dtypes.items():
         both = min(len(before), len(after))  # a state may grow, or shrink
-        assert before[:both] == after[:both], f"under autocast {where} changes the state from {before} to {after}"
+        assert before[:both] == after[:both], (
+            f"under autocast {where} changes the state from {before} to {after}"
+        )
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16().float()
     # HC, with weights as wild as these, magnifies any rounding: that of the weights alone as well.
@@ -168,29 +201,47 @@ def check_checkpointing(cls) -> None:
     wanted = loss_and_gradients(model, ids)
     model.activation_checkpointing = True
     found = loss_and_gradients(model, ids)
-    torch.testing.assert_close(found, wanted, **EXACT, msg=lambda text: f"blocks computed again differ: {text}")
+    torch.testing.assert_close(
+        found, wanted, **EXACT, msg=lambda text: f"blocks computed again differ: {text}"
+    )
 
 
 def check_costs(cls) -> None:
-    """FLOPs are those that torch counts, with what the parts declare; state bytes those of the states in memory."""
+    """FLOPs are those that torch counts, with what the parts declare; state bytes those of the
+    states in memory.
+    """
     model, ids, states = cls(cls.Config(**TINY)), tokens(1, TINY["block_size"]), []
-    hooks = [b.register_forward_hook(lambda _, __, output: states.append(output[0])) for b in model.transformer.h]
+    hooks = [
+        b.register_forward_hook(lambda _, __, output: states.append(output[0]))
+        for b in model.transformer.h
+    ]
     with FlopCounterMode(display=False, custom_mapping=cost.ATTENTION) as counter, torch.no_grad():
         model(ids)
     for hook in hooks:
         hook.remove()
     parts = [model.input_embed, model.readout]
-    parts += [part for b in model.transformer.h for site in b.sites for part in (site.read, site.write, site.after)]
+    parts += [
+        part
+        for b in model.transformer.h
+        for site in b.sites
+        for part in (site.read, site.write, site.after)
+    ]
     declared = sum(part.elementwise_flops() for part in parts if hasattr(part, "elementwise_flops"))
     flops = 3 * (counter.get_total_flops() // TINY["block_size"] + declared)
-    assert model.flops_per_token() == flops, f"flops_per_token() is {model.flops_per_token()}, {flops} were counted"
+    assert model.flops_per_token() == flops, (
+        f"flops_per_token() is {model.flops_per_token()}, {flops} were counted"
+    )
     size = max(sum(part.nbytes for part in tree_leaves(state)) for state in states) // ids.numel()
     said = model.state_bytes_per_token(torch.float32)
-    assert said == size == 4 * max(map(state_size, states)), f"state_bytes_per_token() is {said}, the state has {size}"
+    assert said == size == 4 * max(map(state_size, states)), (
+        f"state_bytes_per_token() is {said}, the state has {size}"
+    )
 
 
 def check_losses(cls) -> None:
-    """The loss is the cross-entropy, in training and evaluation; extra losses reach the gradient alone."""
+    """The loss is the cross-entropy, in training and evaluation; extra losses reach the gradient
+    alone.
+    """
     model, ids, extra = tiny(cls), tokens(2, 8), []
     targets = ids.roll(-1, 1)
     for mode in (model.train, model.eval):
@@ -198,7 +249,9 @@ def check_losses(cls) -> None:
         logits, whole = model(ids, targets, return_logits=True)
         entropy = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         for loss in (whole, model(ids, targets)[1]):
-            assert abs(loss - entropy) < 1e-9, f"the loss is {loss:.6g}, the cross-entropy of its logits {entropy:.6g}"
+            assert abs(loss - entropy) < 1e-9, (
+                f"the loss is {loss:.6g}, the cross-entropy of its logits {entropy:.6g}"
+            )
     found = loss_and_gradients(model, ids)
     model.zero_grad()
     with model.through(Watched(lambda _, q: extra.append(q["extra_loss"]))):
@@ -206,21 +259,33 @@ def check_losses(cls) -> None:
     parts = [loss for loss in extra if loss is not None]
     (F.cross_entropy(logits.flatten(0, 1), targets.flatten()) + sum(parts)).backward()
     wanted = [p.grad for p in model.parameters() if p.grad is not None]
-    torch.testing.assert_close(found[1:], wanted, **EXACT, msg=lambda text: f"not the gradient of both losses: {text}")
+    torch.testing.assert_close(
+        found[1:], wanted, **EXACT, msg=lambda text: f"not the gradient of both losses: {text}"
+    )
 
 
 def check_statistics(cls) -> None:
-    """Every write's statistics are a number for each token, and none of them changes what the model computes."""
+    """Every write's statistics are a number for each token, and none of them changes what the model
+    computes.
+    """
     model, ids, shapes = tiny(cls), tokens(2, 8), []
     wanted = model(ids)[0]
-    with model.through(Watched(lambda _, q: shapes.extend(value.shape for value in q["statistics"].values()))):
+    with model.through(
+        Watched(lambda _, q: shapes.extend(value.shape for value in q["statistics"].values()))
+    ):
         assert torch.equal(model(ids)[0], wanted), "a statistic changes what the model computes"
-    assert set(shapes) <= {ids.shape}, f"a statistic is no number for each token: {set(shapes)}, not {ids.shape}"
+    assert set(shapes) <= {ids.shape}, (
+        f"a statistic is no number for each token: {set(shapes)}, not {ids.shape}"
+    )
     found = residual_statistics(model, ids, contextlib.nullcontext())
     lengths = {len(values) for values in found.values()}
-    assert all(torch.tensor(values).isfinite().all() for values in found.values()), "a statistic is not finite"
+    assert all(torch.tensor(values).isfinite().all() for values in found.values()), (
+        "a statistic is not finite"
+    )
     assert {"attn.state_rms", "mlp.state_rms"} <= found.keys(), "sites are named attn and mlp"
-    assert lengths <= set(range(1, TINY["num_hidden_layers"] + 1)), f"statistics of {lengths} blocks"
+    assert lengths <= set(range(1, TINY["num_hidden_layers"] + 1)), (
+        f"statistics of {lengths} blocks"
+    )
 
 
 def sites_of(model) -> list:
@@ -228,7 +293,9 @@ def sites_of(model) -> list:
 
 
 def check_fused(cls) -> None:
-    """Where the kernels say that they serve the stream, they compute it; else they say what they do not know."""
+    """Where the kernels say that they serve the stream, they compute it; else they say what they do
+    not know.
+    """
     pytest.importorskip("triton")
     model, ids = tiny(cls, num_hidden_layers=2).float(), tokens(1, 3)
     wanted = loss_and_gradients(tiny(cls, num_hidden_layers=2), ids)
@@ -243,9 +310,19 @@ def check_fused(cls) -> None:
     assert len(names) == len(wanted), "the kernels leave out a parameter"
     scale = torch.stack([gradient.norm() for gradient in wanted[1:]]).norm()
     for name, got, want in zip(names, found, wanted):
-        error = (got - want).norm() / (want.norm() if name == "loss" else max(want.norm(), 1e-2 * scale))
-        parts = sorted({type(site.write).__name__ for block in model.transformer.h for site in block.sites})
-        assert error < 1e-4, f"the fused form of {', '.join(parts)} computes something else: {name} by {error:.2g}"
+        error = (got - want).norm() / (
+            want.norm() if name == "loss" else max(want.norm(), 1e-2 * scale)
+        )
+        parts = sorted(
+            {type(site.write).__name__ for block in model.transformer.h for site in block.sites}
+        )
+        assert error < 1e-4, (
+            f"the fused form of {', '.join(parts)} computes something else: {name} by {error:.2g}"
+        )
 
 
-CHECKS = {name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")}
+CHECKS = {
+    name.removeprefix("check_"): check
+    for name, check in list(globals().items())
+    if name.startswith("check_")
+}

@@ -1,9 +1,9 @@
-"""Run by test_lowering.py: for which operators Inductor has rules once kernels are in use, and what it
-makes of a deep model.
+"""Run by test_lowering.py: for which operators Inductor has rules once kernels are in use, and what
+it makes of a deep model.
 
-All under a torch that says it is 2.11, and each in a process of its own, forked from this one, which
-has imported torch alone: what registered a rule, or imported an operator, for one model has not done
-so for the next. Prints JSON.
+All under a torch that says it is 2.11, and each in a process of its own, forked from this one,
+which has imported torch alone: what registered a rule, or imported an operator, for one model has
+not done so for the next. Prints JSON.
 """
 
 import collections

@@ -1,8 +1,9 @@
 """What tests of the fused kernels share, on a CPU (interpreted) and on a GPU (compiled).
 
-The oracle is model/residual.py's operations in float64, differentiated by autograd. Two things in it are the kernels'
-own: the state is rounded where they would store it (the gradient passes straight through), and sigmoids are written so
-that their derivatives survive saturation, which 1 - sigmoid(40) in float64 does not.
+The oracle is model/residual.py's operations in float64, differentiated by autograd. Two things in
+it are the kernels' own: the state is rounded where they would store it (the gradient passes
+straight through), and sigmoids are written so that their derivatives survive saturation, which 1 -
+sigmoid(40) in float64 does not.
 """
 
 import copy
@@ -24,8 +25,15 @@ from model.kernels import rope as rope_module
 from model.residual import delta_rewrite, read_columns
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "mixed": torch.float32}  # of the state
-PRODUCTS = {**DTYPES, "mixed": torch.bfloat16}  # of h and the context, which matrix products make and take
+# of the state
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "mixed": torch.float32,
+}
+# of h and the context, which matrix products make and take
+PRODUCTS = {**DTYPES, "mixed": torch.bfloat16}
 DEVICE = "cpu" if INTERPRETED else "cuda"
 K_EPS, NORM_EPS, SCALE, CONSTANT = 1e-5, 1e-5, 4.0, 1.5
 
@@ -63,13 +71,22 @@ class Step:
     used: str = "state context x_in gate_logit value_logit"  # results that reach the loss
 
     def __str__(self):
-        parts = [f"{name}={value}" for name, value in vars(self).items() if value != getattr(Step, name)]
+        parts = [
+            f"{name}={value}" for name, value in vars(self).items() if value != getattr(Step, name)
+        ]
         return ",".join(parts).replace("=True", "").replace("erase=False", "write_only") or "plain"
 
     def inputs(self) -> dict:
         """Leaves and constants in the dtypes of a model, on DEVICE."""
         generator = torch.Generator().manual_seed(1)
-        dtype, products, B, T, v, d = DTYPES[self.dtype], PRODUCTS[self.dtype], self.B, self.T, self.v, self.d
+        dtype, products, B, T, v, d = (
+            DTYPES[self.dtype],
+            PRODUCTS[self.dtype],
+            self.B,
+            self.T,
+            self.v,
+            self.d,
+        )
 
         def normal(*shape, dtype=torch.float32, scale=1.0):
             return (scale * torch.randn(*shape, generator=generator)).to(dtype).to(DEVICE)
@@ -83,7 +100,9 @@ class Step:
             base = base[:, :, :1].contiguous().expand(B, T, v, d)
         result = {"base": base}
         result["hs"] = [normal(B, T, d, dtype=products) for _ in range(self.pending)]
-        result["us"] = [normal(B, T, v, scale=self.x_scale / math.sqrt(d)) for _ in range(self.pending)]
+        result["us"] = [
+            normal(B, T, v, scale=self.x_scale / math.sqrt(d)) for _ in range(self.pending)
+        ]
         if self.write:
             result["h"] = normal(B, T, d, dtype=products, scale=self.h_scale)
             if self.zero_h:
@@ -101,7 +120,11 @@ class Step:
 
     def results(self) -> list[str]:
         names = ["state", "context"] + ["x_in"] * self.with_x_in
-        return names + ["gate_logit"] * ("gate" in self.heads) + ["value_logit"] * ("value" in self.heads)
+        return (
+            names
+            + ["gate_logit"] * ("gate" in self.heads)
+            + ["value_logit"] * ("value" in self.heads)
+        )
 
 
 LEAVES = ("h", "y", "z", "read", "norm", "gate", "gate_bias", "value", "value_bias")
@@ -110,8 +133,27 @@ LEAVES = ("h", "y", "z", "read", "norm", "gate", "gate_bias", "value", "value_bi
 def arguments(case: Step, inputs: dict, state, carry=None) -> tuple:
     """The operator's arguments."""
     values = [inputs.get(name) for name in LEAVES]
-    options = (K_EPS, NORM_EPS, case.form, SCALE, CONSTANT, case.value_input, case.erase, case.store, case.with_x_in)
-    return state, inputs["base"], inputs["hs"], inputs["us"], *values, *options, carry, PRODUCTS[case.dtype]
+    options = (
+        K_EPS,
+        NORM_EPS,
+        case.form,
+        SCALE,
+        CONSTANT,
+        case.value_input,
+        case.erase,
+        case.store,
+        case.with_x_in,
+    )
+    return (
+        state,
+        inputs["base"],
+        inputs["hs"],
+        inputs["us"],
+        *values,
+        *options,
+        carry,
+        PRODUCTS[case.dtype],
+    )
 
 
 def place(case: Step, inputs: dict):
@@ -123,7 +165,8 @@ def place(case: Step, inputs: dict):
 def rounded(x, dtype):
     """x as the kernels store it, in float64; the gradient passes straight through.
 
-    Triton's interpreter cuts the lower bits of a bfloat16 off where a GPU rounds to nearest. It rounds to float16.
+    Triton's interpreter cuts the lower bits of a bfloat16 off where a GPU rounds to nearest. It
+    rounds to float16.
     """
     if dtype == torch.bfloat16 and INTERPRETED:
         bits = x.detach().float().view(torch.int32) & -65536
@@ -148,9 +191,10 @@ def oracle(case: Step, inputs: dict) -> tuple[dict, dict]:
     leaves["state"] = state.detach().requires_grad_()
     state = leaves["state"]
     if case.write:
-        value = {"constant": lambda: state.new_full(state.shape[:3], CONSTANT), "raw": lambda: leaves["z"]}.get(
-            case.form, lambda: SCALE * sigmoid(leaves["z"])
-        )()
+        value = {
+            "constant": lambda: state.new_full(state.shape[:3], CONSTANT),
+            "raw": lambda: leaves["z"],
+        }.get(case.form, lambda: SCALE * sigmoid(leaves["z"]))()
         khat = F.rms_norm(leaves["h"], (case.d,), eps=K_EPS**2 / case.d)
         beta = 2 * sigmoid(leaves["y"]).unsqueeze(-1)
         state = rounded(delta_rewrite(state, khat, beta, value, case.erase), dtype)
@@ -169,7 +213,9 @@ def fused(case: Step, inputs: dict) -> tuple[dict, dict]:
     """(results, leaves) of the kernels."""
     leaves = {name: inputs[name].clone().requires_grad_() for name in LEAVES if name in inputs}
     leaves["state"] = place(case, inputs)
-    made = residual_step_module.residual_step(*arguments(case, {**inputs, **leaves}, leaves["state"]))
+    made = residual_step_module.residual_step(
+        *arguments(case, {**inputs, **leaves}, leaves["state"])
+    )
     found = dict(zip(("state", "context", "x_in", "gate_logit", "value_logit"), made))
     return {name: found[name] for name in case.results()}, leaves
 
@@ -178,9 +224,16 @@ def cotangents(case: Step) -> dict:
     """A gradient for every result that the loss sees, the same for the kernels and the oracle."""
     generator = torch.Generator().manual_seed(2)
     (B, T, v, d), dtype, fp32 = (case.B, case.T, case.v, case.d), DTYPES[case.dtype], torch.float32
-    sizes = {"state": ((B, T, v, d), dtype), "context": ((B, T, d), PRODUCTS[case.dtype]), "x_in": ((B, T, d), dtype)}
+    sizes = {
+        "state": ((B, T, v, d), dtype),
+        "context": ((B, T, d), PRODUCTS[case.dtype]),
+        "x_in": ((B, T, d), dtype),
+    }
     sizes |= {"gate_logit": ((B, T), fp32), "value_logit": ((B, T, v), fp32)}
-    weights = {name: torch.randn(*shape, generator=generator).to(kind) for name, (shape, kind) in sizes.items()}
+    weights = {
+        name: torch.randn(*shape, generator=generator).to(kind)
+        for name, (shape, kind) in sizes.items()
+    }
     return {name: weights[name].to(DEVICE) for name in case.results() if name in case.used.split()}
 
 
@@ -188,7 +241,9 @@ def run(case: Step, implementation=fused) -> tuple[dict, dict]:
     """(results, gradients) of `fused` or `oracle`."""
     results, leaves = implementation(case, case.inputs())
     weights = cotangents(case)
-    loss = sum((results[name] * weight.to(results[name].dtype)).sum() for name, weight in weights.items())
+    loss = sum(
+        (results[name] * weight.to(results[name].dtype)).sum() for name, weight in weights.items()
+    )
     found = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)))
     return {name: x.detach() for name, x in results.items()}, found
 
@@ -199,7 +254,9 @@ def check_close(name: str, got, want, tolerance: float, scale=None) -> None:
     assert got.isfinite().all(), name
     got, want = got.double(), want.double()
     error, scale = (got - want).norm().item(), want.norm().item() if scale is None else scale
-    assert error <= tolerance * scale, f"{name}: error {error:.3g} of {scale:.3g}, {error / (scale or 1):.2g}"
+    assert error <= tolerance * scale, (
+        f"{name}: error {error:.3g} of {scale:.3g}, {error / (scale or 1):.2g}"
+    )
 
 
 def tolerance_of(case: Step, tensor) -> float:
@@ -236,7 +293,9 @@ def check_step(case: Step) -> None:
             torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=0)
         if name in ("state", "h"):  # every token, of whatever size
             for t, (row, wanted_row) in enumerate(zip(got.flatten(0, 1), want.flatten(0, 1))):
-                check_close(f"gradient of {name}, token {t}", row, wanted_row, 10 * tolerance_of(case, got))
+                check_close(
+                    f"gradient of {name}, token {t}", row, wanted_row, 10 * tolerance_of(case, got)
+                )
 
 
 def check_generation(case: Step, cuts: tuple[int, ...]) -> None:
@@ -253,10 +312,14 @@ def check_generation(case: Step, cuts: tuple[int, ...]) -> None:
         check_close(name, torch.cat(got, dim=1), wanted[name], tolerance_of(case, got[0]))
 
 
-def check_add_norm(d: int, B: int, T: int, dtype: str, add: bool, used: str = "state context") -> None:
+def check_add_norm(
+    d: int, B: int, T: int, dtype: str, add: bool, used: str = "state context"
+) -> None:
     generator, kind = torch.Generator().manual_seed(1), DTYPES[dtype]
     kinds = kind, *[PRODUCTS[dtype]] * 3  # a weight in fewer digits is the same in both dtypes
-    x, h, *weights = (torch.randn(B, T, d, generator=generator).to(each).to(DEVICE) for each in kinds)
+    x, h, *weights = (
+        torch.randn(B, T, d, generator=generator).to(each).to(DEVICE) for each in kinds
+    )
     norm = 1 + 0.3 * torch.randn(d, generator=generator).to(DEVICE)
     leaves = [x.clone(), h.clone(), norm.clone()] if add else [x.clone(), norm.clone()]
     leaves = [leaf.requires_grad_() for leaf in leaves]
@@ -271,14 +334,23 @@ def check_add_norm(d: int, B: int, T: int, dtype: str, add: bool, used: str = "s
     for name in names:
         check_close(name, got[name], want[name], 1e-5 if got[name].dtype == torch.float32 else 1e-2)
     found, wanted = (
-        torch.autograd.grad(sum((r[n] * w.to(r[n].dtype)).sum() for n, w in zip(names, weights)), ls, allow_unused=True)
+        torch.autograd.grad(
+            sum((r[n] * w.to(r[n].dtype)).sum() for n, w in zip(names, weights)),
+            ls,
+            allow_unused=True,
+        )
         for r, ls in ((got, leaves), (want, exact))
     )
     for i, (gradient, expected) in enumerate(zip(found, wanted)):
         if expected is None:  # the norm's weight, where only the state is used
             assert gradient is None or not gradient.any()
         else:
-            check_close(f"gradient {i}", gradient, expected, 1e-5 if gradient.dtype == torch.float32 else 1e-2)
+            check_close(
+                f"gradient {i}",
+                gradient,
+                expected,
+                1e-5 if gradient.dtype == torch.float32 else 1e-2,
+            )
 
 
 def check_expand(d: int, v: int, K: int, B: int, T: int, dtype: str) -> None:
@@ -298,7 +370,9 @@ def check_expand(d: int, v: int, K: int, B: int, T: int, dtype: str) -> None:
 
 
 def heads_inputs(B: int, T: int, H: int, D: int, dtype: str, own_positions: bool):
-    """qkv (B, T, 3, H, D), angles ([B,] T, D / 2) in float64, both norms, and a gradient of each result."""
+    """qkv (B, T, 3, H, D), angles ([B,] T, D / 2) in float64, both norms, and a gradient of each
+    result.
+    """
     generator = torch.Generator().manual_seed(1)
     qkv = torch.randn(B, T, 3, H, D, generator=generator).to(DTYPES[dtype]).to(DEVICE)
     qkv[0, 0, 0, 0] *= 1e-3  # where eps counts
@@ -306,13 +380,17 @@ def heads_inputs(B: int, T: int, H: int, D: int, dtype: str, own_positions: bool
     angle = positions.double()[..., None] * 10000.0 ** (-torch.arange(0, D, 2).double() / D)
     norms = [1 + 0.3 * torch.randn(D, generator=generator).to(DEVICE) for _ in range(2)]
     # As attention leaves them: (B, H, T, D), seen from (B, T, H, D).
-    weights = [torch.randn(B, H, T, D, generator=generator).transpose(1, 2).to(DEVICE) for _ in range(3)]
+    weights = [
+        torch.randn(B, H, T, D, generator=generator).transpose(1, 2).to(DEVICE) for _ in range(3)
+    ]
     return qkv, angle.to(DEVICE), norms, weights
 
 
 def turned(x, angle, norm):
     """x (B, T, H, D) as complex numbers, turned by angle; then its RMSNorm."""
-    pairs = torch.complex(*x.chunk(2, dim=-1)) * torch.polar(torch.ones_like(angle), angle).unsqueeze(-2)
+    pairs = torch.complex(*x.chunk(2, dim=-1)) * torch.polar(
+        torch.ones_like(angle), angle
+    ).unsqueeze(-2)
     y = torch.cat((pairs.real, pairs.imag), dim=-1)
     return y / (y.square().mean(-1, keepdim=True) + NORM_EPS).sqrt() * norm
 
@@ -330,9 +408,20 @@ def check_heads(B: int, T: int, H: int, D: int, dtype: str, own_positions: bool 
     inputs = heads_inputs(B, T, H, D, dtype, own_positions)
     qkv, angle, norms, weights = inputs
     exact = [leaf.double().requires_grad_() for leaf in (qkv, *norms)]
-    wanted = [turned(exact[0][:, :, i], angle, exact[1 + i]) for i in range(2)] + [exact[0][:, :, 2]]
-    expected = torch.autograd.grad(sum((r * w.to(qkv.dtype).double()).sum() for r, w in zip(wanted, weights)), exact)
-    names = ("queries", "keys", "values", "gradient of qkv", "of the queries' norm", "of the keys' norm")
+    wanted = [turned(exact[0][:, :, i], angle, exact[1 + i]) for i in range(2)] + [
+        exact[0][:, :, 2]
+    ]
+    expected = torch.autograd.grad(
+        sum((r * w.to(qkv.dtype).double()).sum() for r, w in zip(wanted, weights)), exact
+    )
+    names = (
+        "queries",
+        "keys",
+        "values",
+        "gradient of qkv",
+        "of the queries' norm",
+        "of the keys' norm",
+    )
     for name, got, want in zip(names, heads(*inputs), (*wanted, *expected)):
         check_close(name, got, want, 1e-5 if dtype == "fp32" else 1e-2)
 
@@ -346,7 +435,9 @@ def fuse(model, interval: int = 2):
 
 def tokens_of(model, B: int = 2, T: int = 5):
     """(ids, targets), one of which does not count."""
-    ids, targets = torch.randint(0, model.config.vocab_size, (2, B, T), generator=torch.Generator().manual_seed(3))
+    ids, targets = torch.randint(
+        0, model.config.vocab_size, (2, B, T), generator=torch.Generator().manual_seed(3)
+    )
     targets[0, 1] = -1
     device = model.lm_head.weight.device
     return ids.to(device), targets.to(device)
@@ -366,16 +457,17 @@ def outcome(model, ids, targets, autocast: torch.dtype | None = None) -> dict:
 
 
 def check_model(model, interval: int = 2, T: int = 5) -> None:
-    """Logits, loss and every parameter's gradient against the plain model in float64; compiled, first at the setting
-    of training, against the plain model at the same."""
+    """Logits, loss and every parameter's gradient against the plain model in float64; compiled,
+    first at the setting of training, against the plain model at the same.
+    """
     got, exact = fuse(model, interval), copy.deepcopy(model).double()
     ids, targets = tokens_of(model, T=T)
     if not INTERPRETED:
         plain = outcome(copy.deepcopy(model).to(DEVICE), ids.to(DEVICE), targets.to(DEVICE))
         found = outcome(got, ids.to(DEVICE), targets.to(DEVICE))
         for name, want in plain.items():
-            # With TF32 emulated, four seeds: up to 2.3e-5 of logits and loss, 5.5e-4 of a gradient; from float64 both
-            # models are 2.7e-3 and 7e-2 away.
+            # With TF32 emulated, four seeds: up to 2.3e-5 of logits and loss, 5.5e-4 of a gradient;
+            # from float64 both models are 2.7e-3 and 7e-2 away.
             if want is not None:
                 check_close(name, found[name], want, *within(name, plain, model, 3e-4, 5e-3))
     with precision("highest"):
@@ -386,13 +478,15 @@ def check_model(model, interval: int = 2, T: int = 5) -> None:
         if want is None:
             assert found[name] is None, name
             continue
-        # The plain model in float32 is as far off: 1e-6 to 1.4e-5 over four seeds, whole models being less well
-        # conditioned than one step.
+        # The plain model in float32 is as far off: 1e-6 to 1.4e-5 over four seeds, whole models
+        # being less well conditioned than one step.
         check_close(name, found[name].cpu(), want, *within(name, wanted, exact, 1e-5, 1e-4))
 
 
 def within(name: str, wanted: dict, model, results: float, gradients: float) -> tuple[float, float]:
-    """(tolerance, scale) of what `outcome` gives by this name: one of the results, or a parameter's gradient."""
+    """(tolerance, scale) of what `outcome` gives by this name: one of the results, or a parameter's
+    gradient.
+    """
     scale = wanted[name].norm().item()
     # Sums whose terms may cancel are as exact as the terms, whose size another gradient shows.
     if name.endswith(".bias"):
@@ -406,7 +500,9 @@ def within(name: str, wanted: dict, model, results: float, gradients: float) -> 
     return results if name in ("logits", "loss") else gradients, scale
 
 
-def check_intervals(model, autocast: torch.dtype | None = None, intervals=(1, 2, 4), T: int = 5) -> None:
+def check_intervals(
+    model, autocast: torch.dtype | None = None, intervals=(1, 2, 4), T: int = 5
+) -> None:
     """How often the state is stored changes no bit."""
     runs = []
     for interval in intervals:
@@ -438,13 +534,18 @@ def check_compiled(model, backend: str, tolerance: float, **options) -> None:
     _, loss = torch.compile(other, fullgraph=True, backend=backend, **options)(ids, targets)
     loss.backward()
     found = {"loss": loss.detach()} | {name: p.grad for name, p in other.named_parameters()}
-    whole = torch.stack([p.grad.norm() for p in other.parameters() if p.grad is not None]).norm().item()
+    whole = (
+        torch.stack([p.grad.norm() for p in other.parameters() if p.grad is not None]).norm().item()
+    )
     for name, got in found.items():
         if wanted[name] is None:
             assert got is None, name
         else:
-            # A bias is a sum whose terms cancel: it is measured by the model's gradient, of which it is a small part.
-            check_close(name, got, wanted[name], tolerance, max(wanted[name].norm().item(), 1e-2 * whole))
+            # A bias is a sum whose terms cancel: it is measured by the model's gradient, of which
+            # it is a small part.
+            check_close(
+                name, got, wanted[name], tolerance, max(wanted[name].norm().item(), 1e-2 * whole)
+            )
 
 
 def check_checkpointing(model) -> None:
@@ -458,11 +559,15 @@ def check_checkpointing(model) -> None:
 
 def flat(found: dict):
     """The gradient of all parameters in one vector."""
-    return torch.cat([g.flatten().double().cpu() for n, g in found.items() if g is not None and n != "loss"])
+    return torch.cat(
+        [g.flatten().double().cpu() for n, g in found.items() if g is not None and n != "loss"]
+    )
 
 
 def check_autocast(model, dtype: torch.dtype, T: int = 5) -> None:
-    """No further from float64 than the plain model is in this dtype, but for what the interpreter cuts off."""
+    """No further from float64 than the plain model is in this dtype, but for what the interpreter
+    cuts off.
+    """
     got, plain, exact = fuse(model), copy.deepcopy(model).to(DEVICE), copy.deepcopy(model).double()
     ids, targets = tokens_of(model, T=T)
     wanted = flat(outcome(exact, ids, targets))

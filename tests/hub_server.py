@@ -1,11 +1,13 @@
-"""A small Hugging Face hub in a thread: what huggingface_hub and datasets ask for to read data sets, and faults.
+"""A small Hugging Face hub in a thread: what huggingface_hub and datasets ask for to read data
+sets, and faults.
 
     with HubServer() as hub:
         hub.commit("org/name", {"README.md": b"...", "train/0.parquet": b"..."})
         hub.faults = [Fault("status", status=503, seconds=2)]
         ...  a process with HF_ENDPOINT=hub.url
 
-As on the hub, Parquet files and shards are answered by a redirect to a signed address on another host.
+As on the hub, Parquet files and shards are answered by a redirect to a signed address on another
+host.
 """
 
 import contextlib
@@ -28,10 +30,12 @@ LARGE = (".parquet", ".bin")
 
 @dataclass
 class Fault:
-    """What spoils the answers to paths that `path` is found in, from the `skip`-th on, `times` or for some `seconds`.
+    """What spoils the answers to paths that `path` is found in, from the `skip`-th on, `times` or
+    for some `seconds`.
 
-    Kinds: status; cut and reset (half of the body, then the connection ends); short (half of the body with a length
-    that says so); slow (`delay` seconds before); whole (Range is ignored); flip (one bit); call (`action`).
+    Kinds: status; cut and reset (half of the body, then the connection ends); short (half of the
+    body with a length that says so); slow (`delay` seconds before); whole (Range is ignored); flip
+    (one bit); call (`action`).
     """
 
     kind: str
@@ -110,7 +114,9 @@ class Handler(BaseHTTPRequestHandler):
         if "json" in self.headers.get("Content-Type", ""):
             self.asked = json.loads(content)
         with self.server.lock:
-            self.fault = next((fault for fault in self.server.faults if fault.applies(self.path)), None)
+            self.fault = next(
+                (fault for fault in self.server.faults if fault.applies(self.path)), None
+            )
             self.number = len(self.server.log)
             self.server.log.append((self.command, self.path, self.fault and self.fault.kind, 0))
         kind = self.fault and self.fault.kind
@@ -132,30 +138,51 @@ class Handler(BaseHTTPRequestHandler):
     def info(self, repository, revision="main"):
         if files := self.files(repository, revision):
             siblings = [{"rfilename": path} for path in files[1]]
-            self.answer(200, {"id": repository, "sha": files[0], "siblings": siblings, "tags": [], "private": False})
+            self.answer(
+                200,
+                {
+                    "id": repository,
+                    "sha": files[0],
+                    "siblings": siblings,
+                    "tags": [],
+                    "private": False,
+                },
+            )
 
     def tree(self, repository, revision, path=""):
         if files := self.files(repository, revision):
-            below = [PurePosixPath(file) for file in files[1] if not path or file.startswith(f"{path}/")]
+            below = [
+                PurePosixPath(file) for file in files[1] if not path or file.startswith(f"{path}/")
+            ]
             if path and not below:
                 return self.refuse("EntryNotFound")
             depth = len(PurePosixPath(path).parts) + 1
             recursive = str(self.asked.get("recursive", ["false"])[0]).lower() == "true"
             found = {str(file) for file in below if recursive or len(file.parts) == depth}
-            found |= {str(PurePosixPath(*file.parts[:depth])) for file in below if len(file.parts) > depth}
+            found |= {
+                str(PurePosixPath(*file.parts[:depth])) for file in below if len(file.parts) > depth
+            }
             self.answer(200, [self.entry(files[1], each) for each in sorted(found)])
 
     def paths_info(self, repository, revision):
         if files := self.files(repository, revision):
-            known = {str(parent) for file in files[1] for parent in PurePosixPath(file).parents} | files[1].keys()
-            self.answer(200, [self.entry(files[1], path) for path in self.asked["paths"] if path in known])
+            known = {
+                str(parent) for file in files[1] for parent in PurePosixPath(file).parents
+            } | files[1].keys()
+            self.answer(
+                200, [self.entry(files[1], path) for path in self.asked["paths"] if path in known]
+            )
 
     def entry(self, files, path) -> dict:
         if path not in files:
             return {"type": "directory", "oid": "0" * 40, "size": 0, "path": path}
         size, digest = len(files[path]), hashlib.sha256(files[path]).hexdigest()
         entry = {"type": "file", "oid": digest[:40], "size": size, "path": path}
-        return entry | ({"lfs": {"oid": digest, "size": size, "pointerSize": 134}} if path.endswith(LARGE) else {})
+        return entry | (
+            {"lfs": {"oid": digest, "size": size, "pointerSize": 134}}
+            if path.endswith(LARGE)
+            else {}
+        )
 
     def resolve(self, repository, revision, path):
         if not (files := self.files(repository, revision)):
@@ -170,10 +197,14 @@ class Handler(BaseHTTPRequestHandler):
         about |= {"X-Linked-ETag": tag, "X-Linked-Size": len(content)}
         storage = self.server.url.replace("127.0.0.1", "localhost")
         place = urllib.parse.quote(f"/cdn/{repository}/{files[0]}/{path}")
-        return self.answer(302, {}, about | {"Location": f"{storage}{place}?Expires={time.time() + 60}"})
+        return self.answer(
+            302, {}, about | {"Location": f"{storage}{place}?Expires={time.time() + 60}"}
+        )
 
     def cdn(self, repository, revision, path):
-        self.send_content(self.server.commits[repository][revision][path], {"Accept-Ranges": "bytes"})
+        self.send_content(
+            self.server.commits[repository][revision][path], {"Accept-Ranges": "bytes"}
+        )
 
     def nothing(self):
         self.answer(200, {})
@@ -200,7 +231,9 @@ class Handler(BaseHTTPRequestHandler):
     # Answers
 
     def refuse(self, code, extra=(), status=404) -> None:
-        self.answer(status, {"error": code}, {"X-Error-Code": code, "X-Error-Message": code, **dict(extra)})
+        self.answer(
+            status, {"error": code}, {"X-Error-Code": code, "X-Error-Message": code, **dict(extra)}
+        )
 
     def answer(self, status, value, extra=()) -> None:
         body = json.dumps(value).encode()
@@ -227,7 +260,11 @@ class Handler(BaseHTTPRequestHandler):
             status, extra = 206, extra | {"Content-Range": f"bytes {first}-{last}/{len(content)}"}
         body = content[first : last + 1]
         if kind == "flip":
-            body = body[: len(body) // 2] + bytes([body[len(body) // 2] ^ 1]) + body[len(body) // 2 + 1 :]
+            body = (
+                body[: len(body) // 2]
+                + bytes([body[len(body) // 2] ^ 1])
+                + body[len(body) // 2 + 1 :]
+            )
         if kind == "short":
             body = body[: len(body) // 2]
         self.head(status, len(body), extra)

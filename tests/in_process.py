@@ -29,7 +29,9 @@ def signals_given_back():
 
 
 def call(path: str, *arguments, stdin: bytes = b"") -> subprocess.CompletedProcess:
-    """`python PATH ARGUMENTS` by its main(): exit code and what it printed, as `conftest.script` has them."""
+    """`python PATH ARGUMENTS` by its main(): exit code and what it printed, as `conftest.script`
+    has them.
+    """
     main = importlib.import_module(path.removesuffix(".py").replace("/", ".")).main
     out, err = io.StringIO(), io.StringIO()
     argv = [path, *map(str, arguments)]
@@ -50,7 +52,13 @@ def call(path: str, *arguments, stdin: bytes = b"") -> subprocess.CompletedProce
 
 def one_of(processes: int, rank: int, port: int, log: Path, arguments: list[str]) -> None:
     """train.py as torchrun would start it."""
-    job = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    job = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": processes,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": port,
+    }
     os.environ.update({name: str(value) for name, value in job.items()})
     result = call("train.py", *arguments)
     log.with_name(f"{log.name}_{rank}").write_bytes(result.stdout + result.stderr)
@@ -62,5 +70,7 @@ def finish_together(processes: int, arguments: list[str], log: Path) -> str:
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
     work = functools.partial(one_of, processes)
-    torch.multiprocessing.start_processes(work, (port, log, arguments), nprocs=processes, start_method="fork")
+    torch.multiprocessing.start_processes(
+        work, (port, log, arguments), nprocs=processes, start_method="fork"
+    )
     return "".join(path.read_text() for path in log.parent.glob(f"{log.name}_*"))

@@ -14,7 +14,13 @@ TIMINGS = ("seconds", "tokens_per_second", "memory")
 
 def begin(arguments, processes=1, launcher=(), log=subprocess.DEVNULL) -> subprocess.Popen:
     """train.py in a process of its own, or in several by torchrun."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", *launcher]
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={processes}",
+        *launcher,
+    ]
     command = [sys.executable, *(torchrun if processes > 1 else []), "train.py", *arguments]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=env)
@@ -22,19 +28,26 @@ def begin(arguments, processes=1, launcher=(), log=subprocess.DEVNULL) -> subpro
 
 def workers(torchrun: subprocess.Popen) -> list[int]:
     """Numbers of the processes that it started."""
-    listed = subprocess.run(["pgrep", "-P", str(torchrun.pid), "-f", "train.py"], capture_output=True, check=True)
+    listed = subprocess.run(
+        ["pgrep", "-P", str(torchrun.pid), "-f", "train.py"], capture_output=True, check=True
+    )
     return [int(number) for number in listed.stdout.split()]
 
 
 def records(run):
     """The run's metrics without what depends on the clock."""
-    return [{k: v for k, v in r.items() if k not in TIMINGS} for r in metrics.read(run / "metrics.jsonl")]
+    return [
+        {k: v for k, v in r.items() if k not in TIMINGS}
+        for r in metrics.read(run / "metrics.jsonl")
+    ]
 
 
 def final(run):
     """Every tensor of the newest checkpoint, as bytes."""
     path = checkpoint.find(run)
-    tensors = load_tensors(path / "model.safetensors") | load_tensors(path / "optimizer.safetensors")
+    tensors = load_tensors(path / "model.safetensors") | load_tensors(
+        path / "optimizer.safetensors"
+    )
     return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
 
 

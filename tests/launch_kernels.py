@@ -1,7 +1,9 @@
-"""Launch every operator's kernels by Triton's own launcher on a driver without a GPU: python tests/launch_kernels.py
+"""Launch every operator's kernels by Triton's own launcher on a driver without a GPU: python
+tests/launch_kernels.py
 
-What neither the interpreter nor compiling shows: arguments as the launcher takes them, grids, shared memory, and
-whether other numbers of tokens compile anew. Prints "ok" and a line a case; nothing is computed.
+What neither the interpreter nor compiling shows: arguments as the launcher takes them, grids,
+shared memory, and whether other numbers of tokens compile anew. Prints "ok" and a line a case;
+nothing is computed.
 """
 
 import ctypes
@@ -19,8 +21,15 @@ MOST_SHARED = 232448
 def start_again(folder: str) -> None:
     """In a process that finds the absent driver as libcuda.so.1."""
     compiler = shutil.which("cc") or shutil.which("gcc")
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", f"{folder}/libcuda.so.1", HERE / "absent_driver.c"], check=True)
-    env = os.environ | {"LD_LIBRARY_PATH": folder, "TRITON_LIBCUDA_PATH": folder, "ABSENT_DRIVER": folder}
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-o", f"{folder}/libcuda.so.1", HERE / "absent_driver.c"],
+        check=True,
+    )
+    env = os.environ | {
+        "LD_LIBRARY_PATH": folder,
+        "TRITON_LIBCUDA_PATH": folder,
+        "ABSENT_DRIVER": folder,
+    }
     env |= {"TRITON_CACHE_DIR": f"{folder}/cache", "CUDA_VISIBLE_DEVICES": ""}
     sys.exit(subprocess.run([sys.executable, __file__], env=env).returncode)
 
@@ -35,7 +44,10 @@ def use_absent_driver():
         def __init__(self):
             self.utils, self.launcher_cls = driver.CudaUtils(), driver.CudaLauncher
             self.get_current_device, self.set_current_device = lambda: 0, lambda device: None
-            self.get_current_stream, self.get_device_capability = lambda device: 0, lambda device=0: (9, 0)
+            self.get_current_stream, self.get_device_capability = (
+                lambda device: 0,
+                lambda device=0: (9, 0),
+            )
 
         def get_current_target(self):
             return GPUTarget("cuda", 90, 32)
@@ -61,9 +73,24 @@ def main():
     def number(*shape):
         return random(*shape, dtype=torch.float32)
 
-    def step(B, T, v, d, K, replayed=0, store=False, dtype=torch.bfloat16, form="sigmoid", heads=True, write=True):
+    def step(
+        B,
+        T,
+        v,
+        d,
+        K,
+        replayed=0,
+        store=False,
+        dtype=torch.bfloat16,
+        form="sigmoid",
+        heads=True,
+        write=True,
+    ):
         base = random(B, T, v, d, dtype=dtype).detach()
-        hs, us = [random(B, T, d, dtype=dtype).detach()] * replayed, [number(B, T, v).detach()] * replayed
+        hs, us = (
+            [random(B, T, d, dtype=dtype).detach()] * replayed,
+            [number(B, T, v).detach()] * replayed,
+        )
         h, y = (random(B, T, d, dtype=dtype), number(B, T)) if write else (None, None)
         z = number(B, T, v) if write and form != "constant" else None
         weights = [number(d), number(1), number(v, d), number(v)] if heads else [None] * 4
@@ -83,7 +110,9 @@ def main():
             )  # fmt: skip
 
     def addition(h, dtype=torch.bfloat16):
-        new_x, context, _ = add_norm.add_norm(random(2, 9, 64, dtype=dtype), h, number(64), 1e-5, torch.bfloat16)
+        new_x, context, _ = add_norm.add_norm(
+            random(2, 9, 64, dtype=dtype), h, number(64), 1e-5, torch.bfloat16
+        )
         (context.sum() + new_x.sum()).backward()
 
     cases = {
@@ -103,18 +132,28 @@ def main():
         "rope_norm": (2, lambda T: sum(part.sum() for part in rope.RotatedHeads.apply(
             random(2, T, 3, 2, 32), number(T, 16), number(T, 16), number(32), number(32), 1e-5)).backward()),
     }  # fmt: skip
-    count, last = ctypes.c_int.in_dll(library, "absent_launches"), (ctypes.c_uint * 7).in_dll(library, "absent_last")
+    count, last = (
+        ctypes.c_int.in_dll(library, "absent_launches"),
+        (ctypes.c_uint * 7).in_dll(library, "absent_last"),
+    )
     kernels = {module.__name__: [getattr(module, f"{way}_kernel") for way in ("forward", "backward")]
         for module in (add_norm, expand, residual_step, rope)}  # fmt: skip
 
     def compiled() -> int:
-        caches = [cache[0] for both in kernels.values() for kernel in both for cache in kernel.device_caches.values()]
+        caches = [
+            cache[0]
+            for both in kernels.values()
+            for kernel in both
+            for cache in kernel.device_caches.values()
+        ]
         return sum(map(len, caches))
 
     for name, (launches, case) in cases.items():
         before = count.value
         case(33)
-        assert count.value - before == launches, f"{name}: {count.value - before} launches, not {launches}"
+        assert count.value - before == launches, (
+            f"{name}: {count.value - before} launches, not {launches}"
+        )
         assert all(last[:6]), f"{name}: grid and block {list(last[:6])}"
         assert last[6] <= MOST_SHARED, f"{name}: {last[6]} bytes of shared memory"
         known = compiled()

@@ -1,4 +1,6 @@
-"""Local tasks for lm-eval from generated text: four formats of choices, a text to score and one to continue."""
+"""Local tasks for lm-eval from generated text: four formats of choices, a text to score and one to
+continue.
+"""
 
 import json
 import random
@@ -14,13 +16,17 @@ metric_list: [{metric: acc}, {metric: acc_norm}]
 """
 FORMATS = {
     # Questions with two to five answers, as ARC.
-    "questions": 'doc_to_text: "Question: {{question}}\\nAnswer:"\ndoc_to_target: label\ndoc_to_choice: choices\n',
+    "questions": 'doc_to_text: "Question: {{question}}\\nAnswer:"\ndoc_to_target: '
+    "label\ndoc_to_choice: choices\n",
     # How a text goes on, as HellaSwag; some texts are empty, which leaves no context.
-    "endings": 'doc_to_text: question\ndoc_to_target: label\ndoc_to_choice: choices\ntarget_delimiter: ""\n',
+    "endings": "doc_to_text: question\ndoc_to_target: label\ndoc_to_choice: "
+    'choices\ntarget_delimiter: ""\n',
     # Several contexts and one ending, as WinoGrande.
-    "gaps": "doc_to_text: label\ndoc_to_target: !function gaps.target\ndoc_to_choice: !function gaps.contexts\n",
+    "gaps": "doc_to_text: label\ndoc_to_target: !function gaps.target\ndoc_to_choice: !function "
+    "gaps.contexts\n",
     # Answers that are (nearly) one token; the prompt ends with a space.
-    "letters": 'doc_to_text: "{{question}} "\ndoc_to_target: label\ndoc_to_choice: ["A", "B", "no"]\n'
+    "letters": 'doc_to_text: "{{question}} "\ndoc_to_target: label\ndoc_to_choice: ["A", "B", '
+    '"no"]\n'
     'target_delimiter: ""\n',
 }
 GAPS = """
@@ -56,14 +62,21 @@ def document(draw: random.Random, task: str) -> dict:
     count = draw.randint(2, 5) if task != "gaps" else 2
     choices = [phrase(draw, 1, 5) for _ in range(count)]
     low, high = (20, 60) if task == "texts" else (0, 12) if task == "endings" else (1, 12)
-    found = {"question": phrase(draw, low, high).strip(), "choices": choices, "ending": " " + phrase(draw, 1, 4)}
+    found = {
+        "question": phrase(draw, low, high).strip(),
+        "choices": choices,
+        "ending": " " + phrase(draw, 1, 4),
+    }
     return found | {"label": draw.randrange(3 if task == "letters" else count)}
 
 
 def write(folder: Path, items: int) -> Path:
     """Task files of all formats, with `items` documents each, in folder."""
     draw = random.Random(0)
-    settings = {name: CHOICES + text for name, text in FORMATS.items()} | {"texts": ROLLING, "continued": CONTINUED}
+    settings = {name: CHOICES + text for name, text in FORMATS.items()} | {
+        "texts": ROLLING,
+        "continued": CONTINUED,
+    }
     (folder / "gaps.py").write_text(GAPS)
     for name, text in settings.items():
         files = {}
@@ -71,9 +84,10 @@ def write(folder: Path, items: int) -> Path:
             files[split] = str(folder / f"{name}_{split}.jsonl")
             lines = [json.dumps(document(draw, name)) for _ in range(count)]
             Path(files[split]).write_text("\n".join(lines) + "\n")
-        data = (
-            f"task: {name}\ndataset_kwargs: {json.dumps({'data_files': files, 'cache_dir': str(folder / 'cache')})}\n"
-        )
+        keys = {"data_files": files, "cache_dir": str(folder / "cache")}
+        data = f"task: {name}\ndataset_kwargs: {json.dumps(keys)}\n"
         (folder / f"{name}.yaml").write_text(data + text)
-    (folder / "absent.yaml").write_text("task: absent\ndataset_path: nobody/has_this\n" + CHOICES.partition("\n")[2])
+    (folder / "absent.yaml").write_text(
+        "task: absent\ndataset_path: nobody/has_this\n" + CHOICES.partition("\n")[2]
+    )
     return folder

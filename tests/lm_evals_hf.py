@@ -1,4 +1,6 @@
-"""lm-eval's own `hf` model on an exported folder: `lm_evals_hf.py FOLDER SHOTS TASK...` prints {task: samples}."""
+"""lm-eval's own `hf` model on an exported folder: `lm_evals_hf.py FOLDER SHOTS TASK...` prints
+{task: samples}.
+"""
 
 import json
 import sys
@@ -15,5 +17,12 @@ if __name__ == "__main__":
         model, tasks=names, num_fewshot=int(shots), task_manager=TaskManager(), bootstrap_iters=0
     )
     keys = ("doc_id", "filtered_resps", "acc")
-    samples = {name: [{key: each[key] for key in keys} for each in found["samples"][name]] for name in names}
-    print(json.dumps({"samples": samples, "results": {name: found["results"][name] for name in names}}))
+    samples = {
+        name: [{key: each[key] for key in keys} for each in found["samples"][name]]
+        for name in names
+    }
+    print(
+        json.dumps(
+            {"samples": samples, "results": {name: found["results"][name] for name in names}}
+        )
+    )

@@ -17,7 +17,13 @@ PARAMETER_COUNTS = {
 }
 PAPER = list(PARAMETER_COUNTS)  # the paper's stems; test_contract.py has what holds for every stem
 DDL = PAPER[1:]
-TINY = {"vocab_size": 29, "block_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 6}
+TINY = {
+    "vocab_size": 29,
+    "block_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "head_dim": 6,
+}
 TINY |= {"hidden_size": 10}
 
 
@@ -27,7 +33,12 @@ def tiny(stem, **changes):
 
 # Inputs of direction and gate that the papers describe besides, each with what it is used with.
 INPUTS = OrderedDict(
-    read={"ddl_beta_input": "residual", "ddl_v_bias": False, "ddl_k_norm": "shifted", "ddl_k_eps": 0.5},
+    read={
+        "ddl_beta_input": "residual",
+        "ddl_v_bias": False,
+        "ddl_k_norm": "shifted",
+        "ddl_k_eps": 0.5,
+    },
     mean={"ddl_map": "v", "ddl_k_hidden_size": 3, "ddl_k_input": "mean", "ddl_beta_input": "mean"}
     | {"ddl_beta_single_linear": False, "ddl_beta_hidden_size": 5},
     flat={"ddl_map": "v", "ddl_k_hidden_size": 3, "ddl_k_input": "flat", "ddl_beta_input": "flat"}

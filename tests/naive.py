@@ -1,6 +1,8 @@
-"""A second implementation of the models, from the equations of docs and papers alone: plain loops over tokens.
+"""A second implementation of the models, from the equations of docs and papers alone: plain loops
+over tokens.
 
-It takes a state dict and a configuration and shares no code with `model/`. Everything is float64. Slow on purpose.
+It takes a state dict and a configuration and shares no code with `model/`. Everything is float64.
+Slow on purpose.
 """
 
 import dataclasses
@@ -87,18 +89,26 @@ def rewrite(w, X, h, x_in, c, cfg):
             hidden = w["k_in.weight"] @ branch
             source = w["k_out.weight"] @ (hidden * sigmoid(hidden))
         else:
-            scores = torch.stack([w["k_query"] @ (w["k_key.weight"] @ X[:, j]) / math.sqrt(d) for j in range(v)]).exp()
+            scores = torch.stack(
+                [w["k_query"] @ (w["k_key.weight"] @ X[:, j]) / math.sqrt(d) for j in range(v)]
+            ).exp()
             source = w["k_out.weight"] @ (X @ (scores / scores.sum()))
     if cfg["ddl_k_norm"] == "guarded":
         k = source / (source @ source + cfg["ddl_k_eps"] ** 2).sqrt()
     else:
         k = source / ((source @ source).sqrt() + cfg["ddl_k_eps"])
     seen = {"context": c, "residual": x_in}
-    seen = seen[cfg["ddl_beta_input"]] if cfg["ddl_beta_input"] in seen else pool(X, cfg["ddl_beta_input"])
+    seen = (
+        seen[cfg["ddl_beta_input"]]
+        if cfg["ddl_beta_input"] in seen
+        else pool(X, cfg["ddl_beta_input"])
+    )
     if cfg["ddl_beta_single_linear"]:
         logit = w["beta.weight"][0] @ seen + w["beta.bias"][0]
     else:
-        logit = w["beta_out.weight"][0] @ (w["beta_in.weight"] @ seen).tanh() + w["beta_out.bias"][0]
+        logit = (
+            w["beta_out.weight"][0] @ (w["beta_in.weight"] @ seen).tanh() + w["beta_out.bias"][0]
+        )
     beta = 2 * sigmoid(logit) * branch_mult(cfg)
     value = w["v_proj.weight"] @ value_input + (w["v_proj.bias"] if cfg["ddl_v_bias"] else 0)
     if cfg["ddl_v_sigmoid"]:
@@ -111,8 +121,9 @@ def rewrite(w, X, h, x_in, c, cfg):
     return A @ X + beta * torch.outer(k, value)
 
 
-# What the papers' texts say of one token, key by key in config/ddl_january_*.py and ddl_july_*.py: X (d, v), the
-# sublayer's output h, the compressed x_in and c = RMSNorm(x_in). The output bias of the gate starts at beta = 1, at 0.
+# What the papers' texts say of one token, key by key in config/ddl_january_*.py and ddl_july_*.py:
+# X (d, v), the sublayer's output h, the compressed x_in and c = RMSNorm(x_in). The output bias of
+# the gate starts at beta = 1, at 0.
 
 
 def delta_rule(X, k, beta, value):
@@ -121,7 +132,10 @@ def delta_rule(X, k, beta, value):
 
 
 def january_v1(w, X, h, x_in, c, cfg):
-    """First text: direction and gate over Pool(X), k~ / (|k~| + eps); the sublayer gives the value. No biases."""
+    """First text: direction and gate over Pool(X), k~ / (|k~| + eps); the sublayer gives the value.
+
+    No biases.
+    """
     mean = X.mean(dim=1)
     hidden = w["k_in.weight"] @ mean
     source = w["k_out.weight"] @ (hidden * sigmoid(hidden))
@@ -130,10 +144,17 @@ def january_v1(w, X, h, x_in, c, cfg):
 
 
 def january_v2(w, X, h, x_in, c, cfg):
-    """Revised text, sections 4.1 and 4.2 (k-Map) and B.2: v = W_v x_in, with one column v = sigmoid(w_v^T x)."""
+    """Revised text, sections 4.1 and 4.2 (k-Map) and B.2: v = W_v x_in, with one column v =
+    sigmoid(w_v^T x).
+    """
     value = w["v_proj.weight"] @ x_in
     beta = 2 * sigmoid(w["beta.weight"][0] @ c + w["beta.bias"][0])
-    return delta_rule(X, h / (h @ h + cfg["ddl_k_eps"] ** 2).sqrt(), beta, sigmoid(value) if len(value) == 1 else value)
+    return delta_rule(
+        X,
+        h / (h @ h + cfg["ddl_k_eps"] ** 2).sqrt(),
+        beta,
+        sigmoid(value) if len(value) == 1 else value,
+    )
 
 
 def july(w, X, h, x_in, c, cfg):
@@ -143,7 +164,10 @@ def july(w, X, h, x_in, c, cfg):
 
 
 def read(w, Xs, kind, causal=False):
-    """Xs: list of T states -> list of T vectors (d,). causal: how a pair's convolution over columns looks at them."""
+    """Xs: list of T states -> list of T vectors (d,).
+
+    causal: how a pair's convolution over columns looks at them.
+    """
     d, v = Xs[0].shape if Xs[0].ndim == 2 else (Xs[0].shape[0], 1)
     result = []
     for t in range(len(Xs)):
@@ -151,12 +175,15 @@ def read(w, Xs, kind, causal=False):
             result.append(Xs[t])
         elif kind == "column":
             result.append(Xs[t][:, 0])
-        elif kind == "channel" and "read" in w:  # each column's window of taps, then a sum over columns
+        # each column's window of taps, then a sum over columns
+        elif kind == "channel" and "read" in w:
             size = w["weight"].shape[1]
             before, total = size - 1 if causal else (size - 1) // 2, 0
             for j in range(v):
                 near = [(tap, j + tap - before) for tap in range(size) if 0 <= j + tap - before < v]
-                total = total + w["read"][j] * sum(w["weight"][:, tap] * Xs[t][:, u] for tap, u in near)
+                total = total + w["read"][j] * sum(
+                    w["weight"][:, tap] * Xs[t][:, u] for tap, u in near
+                )
             result.append(total)
         elif kind == "channel":
             result.append(sum(w["weight"][:, j] * Xs[t][:, j] for j in range(v)))
@@ -185,30 +212,49 @@ def expand(w, xs, v, embedding_conv):
 
 
 def select(weights, prefix):
-    return {name[len(prefix) :]: value for name, value in weights.items() if name.startswith(prefix)}
+    return {
+        name[len(prefix) :]: value for name, value in weights.items() if name.startswith(prefix)
+    }
 
 
 KINDS = {"gpt-mha-rope": "direct", "DDL-vdim1-gpt-mha-rope": "column"}
 
 
 def logits(stem, weights, cfg, ids, rewrite=rewrite):
-    """ids: list of T ints -> (T, vocab_size). rewrite: as the keys of cfg say, or as one of the texts does."""
+    """ids: list of T ints -> (T, vocab_size).
+
+    rewrite: as the keys of cfg say, or as one of the texts does.
+    """
     additive = stem == "gpt-mha-rope"
     kind = KINDS.get(stem, "channel" if "-CC" in stem else "token")
     xs = [weights["transformer.wte.weight"][i] for i in ids]
-    states = xs if additive else expand(weights, xs, cfg["ddl_value_channels"], stem.endswith("-EC"))
+    states = (
+        xs if additive else expand(weights, xs, cfg["ddl_value_channels"], stem.endswith("-EC"))
+    )
     for layer in range(cfg["num_hidden_layers"]):
         w = select(weights, f"transformer.h.{layer}.")
-        for norm, sublayer, name in (("ln_1.weight", attention, "attn"), ("ln_2.weight", mlp, "mlp")):
-            x_ins = read(select(w, "compress."), states, kind, cfg.get("ddl_state_dv_shortconv_causal", False))
+        for norm, sublayer, name in (
+            ("ln_1.weight", attention, "attn"),
+            ("ln_2.weight", mlp, "mlp"),
+        ):
+            x_ins = read(
+                select(w, "compress."),
+                states,
+                kind,
+                cfg.get("ddl_state_dv_shortconv_causal", False),
+            )
             cs = [rms_norm(x, w[norm], 1e-5) for x in x_ins]
             hs = sublayer(select(w, f"{name}."), cs, cfg)
             if additive:
                 states = [X + branch_mult(cfg) * h for X, h in zip(states, hs)]
             else:
                 site = select(w, f"ddl_{name}.")
-                states = [rewrite(site, X, h, x, c, cfg) for X, h, x, c in zip(states, hs, x_ins, cs)]
-    last = read(select(weights, "readout."), states, kind, cfg.get("ddl_state_dv_shortconv_causal", False))
+                states = [
+                    rewrite(site, X, h, x, c, cfg) for X, h, x, c in zip(states, hs, x_ins, cs)
+                ]
+    last = read(
+        select(weights, "readout."), states, kind, cfg.get("ddl_state_dv_shortconv_causal", False)
+    )
     finals = [rms_norm(x, weights["ln_f.weight"], 1e-5) for x in last]
     scale = cfg["hidden_size_base"] / cfg["hidden_size"] if cfg["mup"] else 1.0
     return torch.stack([weights["lm_head.weight"] @ x * scale for x in finals])
@@ -225,11 +271,17 @@ def loss(stem, weights, cfg, ids, targets, logits=logits):
 
 
 def check(stem, model, ids, targets, logits=logits):
-    """A model of float64: its loss, logits and every gradient against these loops. Returns what has no gradient."""
+    """A model of float64: its loss, logits and every gradient against these loops.
+
+    Returns what has no gradient.
+    """
     found, found_loss = model(ids, targets, return_logits=True)
     found_loss.backward()
     weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-    named, cfg = {**weights, "lm_head.weight": weights["transformer.wte.weight"]}, dataclasses.asdict(model.config)
+    named, cfg = (
+        {**weights, "lm_head.weight": weights["transformer.wte.weight"]},
+        dataclasses.asdict(model.config),
+    )
     wanted = loss(stem, named, cfg, ids.tolist(), targets.tolist(), logits)
     wanted.backward()
     torch.testing.assert_close(found_loss, wanted, **EXACT)

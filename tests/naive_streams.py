@@ -1,6 +1,8 @@
-"""naive.py for the streams beside DDL's: plain loops over tokens, sites and streams, from their equations alone.
+"""naive.py for the streams beside DDL's: plain loops over tokens, sites and streams, from their
+equations alone.
 
-It shares no code with `model/`. Backbone and norms are naive.py's; X, or H, is the state of one token.
+It shares no code with `model/`. Backbone and norms are naive.py's; X, or H, is the state of one
+token.
 """
 
 import math
@@ -12,17 +14,26 @@ from naive import attention, expand, mlp, read, rms_norm, select, sigmoid
 
 def layer_norm(x, w, name):
     deviation = x - x.mean()
-    return deviation / (deviation.pow(2).mean() + 1e-5).sqrt() * w[f"{name}.weight"] + w[f"{name}.bias"]
+    return (
+        deviation / (deviation.pow(2).mean() + 1e-5).sqrt() * w[f"{name}.weight"]
+        + w[f"{name}.bias"]
+    )
 
 
 def sites(weights, cfg):
-    """The m-th site: weights of its block, names of its sublayer and norm; `process` makes every token's h of its c."""
+    """The m-th site: weights of its block, names of its sublayer and norm; `process` makes every
+    token's h of its c.
+    """
     for m in range(2 * cfg["num_hidden_layers"]):
         block = select(weights, f"transformer.h.{m // 2}.")
         name, norm, sublayer = (("attn", "ln_1", attention), ("mlp", "ln_2", mlp))[m % 2]
         own = select(block, f"{name}.")
         yield SimpleNamespace(
-            m=m, block=block, name=name, norm=norm, process=lambda cs, f=sublayer, own=own: f(own, cs, cfg)
+            m=m,
+            block=block,
+            name=name,
+            norm=norm,
+            process=lambda cs, f=sublayer, own=own: f(own, cs, cfg),
         )
 
 
@@ -57,7 +68,9 @@ def hyper_connections(weights, cfg, xs):
 
 
 def sinkhorn_knopp(logits, iterations):
-    """A softmax of every row, then columns by their sums, and rows and columns again, 1e-6 added to each sum."""
+    """A softmax of every row, then columns by their sums, and rows and columns again, 1e-6 added to
+    each sum.
+    """
     matrix = torch.stack([row.exp() / row.exp().sum() for row in logits]) + 1e-6
     for iteration in range(iterations):
         if iteration > 0:
@@ -67,9 +80,11 @@ def sinkhorn_knopp(logits, iterations):
 
 
 def rows_last(logits, iterations):
-    """res, the matrix that meets H; logits[i, j] is that of what stream i gives to stream j, res[j, i].
+    """res, the matrix that meets H; logits[i, j] is that of what stream i gives to stream j, res[j,
+    i].
 
-    A softmax of every column, then rows by their sums, and columns and rows again, 1e-6 added to each sum.
+    A softmax of every column, then rows by their sums, and columns and rows again, 1e-6 added to
+    each sum.
     """
     n = len(logits)
     res = torch.stack([torch.stack([logits[i, j] for i in range(n)]) for j in range(n)])
@@ -132,7 +147,9 @@ def attention_residuals(weights, cfg, xs):
         x_ins = [depth_attention(query, sources(x, hs, cfg)) for x, hs in zip(xs, outputs)]
         for hs, h in zip(outputs, sublayer(site, x_ins)):
             hs.append(h)
-    return [depth_attention(weights["readout.query"], sources(x, hs, cfg)) for x, hs in zip(xs, outputs)]
+    return [
+        depth_attention(weights["readout.query"], sources(x, hs, cfg)) for x, hs in zip(xs, outputs)
+    ]
 
 
 # MGT, of one token: X (d,).
@@ -217,12 +234,25 @@ def wide(weights, cfg, xs):
     states = expand(weights, xs, cfg["ddl_value_channels"], False)
     for site in sites(weights, cfg):
         hs = sublayer(site, read(select(site.block, "compress."), states, kind))
-        states = [X + torch.outer(h, site.block[f"write_{site.name}.weights"]) for X, h in zip(states, hs)]
+        states = [
+            X + torch.outer(h, site.block[f"write_{site.name}.weights"]) for X, h in zip(states, hs)
+        ]
     return read(select(weights, "readout."), states, kind)
 
 
-STREAMS = {"HC": hyper_connections, "mHC": manifold_connections, "AttnRes": attention_residuals, "MGT": mgt}
-STREAMS |= {"ReZero": rezero, "LAuReL": laurel, "DenseFormer": dense_former, "conv": conv, "wide": wide}
+STREAMS = {
+    "HC": hyper_connections,
+    "mHC": manifold_connections,
+    "AttnRes": attention_residuals,
+    "MGT": mgt,
+}
+STREAMS |= {
+    "ReZero": rezero,
+    "LAuReL": laurel,
+    "DenseFormer": dense_former,
+    "conv": conv,
+    "wide": wide,
+}
 
 
 def logits(stem, weights, cfg, ids):

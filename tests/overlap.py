@@ -1,5 +1,6 @@
-"""Run by test_overlap.py: in which order pieces of the compiled backward pass run and buckets are summed, on two
-gloo processes, and whether gradients and losses are those of the eager model."""
+"""Run by test_overlap.py: in which order pieces of the compiled backward pass run and buckets are
+summed, on two gloo processes, and whether gradients and losses are those of the eager model.
+"""
 
 import copy
 import functools
@@ -16,7 +17,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from model import build, kernels
 from training import distributed
 
-SIZE = {"vocab_size": 64, "block_size": 4, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 64}
+SIZE = {
+    "vocab_size": 64,
+    "block_size": 4,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "head_dim": 64,
+}
 SIZE |= {"hidden_size": 192}
 
 
@@ -32,7 +39,9 @@ def backend(log: list):
 
         return make_boxed_func(run)
 
-    return aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=backward)
+    return aot_autograd(
+        fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=backward
+    )
 
 
 def gradients(model, run, batches) -> dict:
@@ -65,11 +74,14 @@ def measure(rank: int, stem: str, fused: str) -> dict:
         log.clear()
         found, wanted = gradients(model, run, batches), gradients(plain, eager, batches)
     largest = {name: gradient.abs().max().clamp(min=1e-2) for name, gradient in wanted.items()}
-    worst = max(((found[name] - wanted[name]).abs().max() / largest[name]).item() for name in wanted)
+    worst = max(
+        ((found[name] - wanted[name]).abs().max() / largest[name]).item() for name in wanted
+    )
     with torch.no_grad():
         losses = [each(*batches[0])[1].item() for each in (evaluated, plain)]
     pieces = log.count("piece") // len(batches)
-    before = (len(batches) - 1) * pieces  # events of the passes before the last one, if they sum nothing
+    # events of the passes before the last one, if they sum nothing
+    before = (len(batches) - 1) * pieces
     alone = "bucket" not in log[:before]
     return {"events": log[before:], "alone": alone, "worst": worst, "losses": losses}
 
@@ -77,7 +89,8 @@ def measure(rank: int, stem: str, fused: str) -> dict:
 def work(rank: int, folder: str, stem: str, fused: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     torch.set_num_threads(1)
-    DDP.__init__ = functools.partialmethod(DDP.__init__, bucket_cap_mb=1)  # so that a small model has several buckets
+    # so that a small model has several buckets
+    DDP.__init__ = functools.partialmethod(DDP.__init__, bucket_cap_mb=1)
     measured = measure(rank, stem, fused)
     if rank == 0:
         print(json.dumps(measured))
@@ -89,4 +102,6 @@ COMPILE, DDP = torch.compile, distributed.DistributedDataParallel
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.start_processes(work, (folder, *sys.argv[1:]), nprocs=2, start_method="fork")
+        torch.multiprocessing.start_processes(
+            work, (folder, *sys.argv[1:]), nprocs=2, start_method="fork"
+        )

@@ -24,7 +24,9 @@ def check_command(command: str, monkeypatch) -> None:
     words = shlex.split(command)
     if words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), flags=re.M)
-        schema = configurator.knobs(train.TrainConfig, *(model.model_class(stem).Config for stem in model.STEMS))
+        schema = configurator.knobs(
+            train.TrainConfig, *(model.model_class(stem).Config for stem in model.STEMS)
+        )
         assert set(re.findall(r"--(\w+)=", command)) <= schema.keys()
         return
     place = next(i for i, word in enumerate(words) if word.endswith((".py", ".sbatch", ".sh")))
@@ -36,7 +38,9 @@ def check_command(command: str, monkeypatch) -> None:
     if script == "train.py":
         for config in configs:
             train.configure([config])
-        schema = configurator.knobs(train.TrainConfig, *(model.model_class(stem).Config for stem in model.STEMS))
+        schema = configurator.knobs(
+            train.TrainConfig, *(model.model_class(stem).Config for stem in model.STEMS)
+        )
         options = [word[2:].partition("=")[0] for word in arguments if word.startswith("--")]
         assert set(options) <= schema.keys()
     elif script in ("eval.py", "sample.py", "export.py"):

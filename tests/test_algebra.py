@@ -1,4 +1,6 @@
-"""The algebra of the delta rewrite as properties, in float64, against a dense A = I - beta k k^T (paper, section 3)."""
+"""The algebra of the delta rewrite as properties, in float64, against a dense A = I - beta k k^T
+(paper, section 3).
+"""
 
 import pytest
 import torch
@@ -9,7 +11,13 @@ from model import build
 from model.block import Past, delay
 from model.residual import ColumnConvRead, EmbeddingConv, TokenConvRead, delta_rewrite, read_columns
 
-TINY = {"vocab_size": 7, "block_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 4}
+TINY = {
+    "vocab_size": 7,
+    "block_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "head_dim": 4,
+}
 SIZES = st.tuples(st.integers(1, 9), st.integers(1, 5))  # d, v
 SEEDS = st.integers(0, 2**31)
 BETAS = st.floats(0, 2)
@@ -19,7 +27,10 @@ def case(size, seed):
     """X (d, v), unit k (d,), t (v,)."""
     d, v = size
     generator = torch.Generator().manual_seed(seed)
-    X, k, t = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((d, v), (d,), (v,)))
+    X, k, t = (
+        torch.randn(*shape, dtype=torch.float64, generator=generator)
+        for shape in ((d, v), (d,), (v,))
+    )
     return X, k / k.norm(), t
 
 
@@ -87,7 +98,9 @@ def test_projection_error_and_complement(size, seed, beta):
 @given(st.integers(1, 6), SEEDS, BETAS)
 @settings(deadline=None)
 def test_a_diagonal_state_couples(d, seed, beta):
-    """Section 3.4: entry (i, j) becomes -beta s_j k_i k_j, (i, i) s_i (1 - beta k_i^2); the write adds beta k_i t_j."""
+    """Section 3.4: entry (i, j) becomes -beta s_j k_i k_j, (i, i) s_i (1 - beta k_i^2); the write
+    adds beta k_i t_j.
+    """
     X, k, t = case((d, d), seed)
     s = X.diagonal()
     after, written = (rewrite(s.diag(), k, beta, value) for value in (torch.zeros_like(t), t))
@@ -101,7 +114,9 @@ def test_a_diagonal_state_couples(d, seed, beta):
 @given(SIZES, SEEDS, BETAS, st.integers(0, 8))
 @settings(deadline=None)
 def test_a_one_hot_direction_overwrites_one_feature(size, seed, beta, feature):
-    """Section 3.5, k = e_i: row i goes from X_i to (1 - beta) X_i + beta t, and no other row changes by a bit."""
+    """Section 3.5, k = e_i: row i goes from X_i to (1 - beta) X_i + beta t, and no other row
+    changes by a bit.
+    """
     X, _, t = case(size, seed)
     i, others = feature % size[0], torch.arange(size[0]) != feature % size[0]
     one_hot = torch.eye(size[0], dtype=torch.float64)[i]
@@ -131,7 +146,9 @@ def test_columns_are_independent(size, seed, beta):
 @given(SIZES, SEEDS, st.integers(1, 8))
 @settings(deadline=None, max_examples=40)
 def test_depth_as_time_is_the_delta_rule(size, seed, steps):
-    """S_t = S_{t-1} - beta_t k_t (k_t^T S_{t-1}) + beta_t k_t v_t^T, entry by entry (DeltaNet's recurrence)."""
+    """S_t = S_{t-1} - beta_t k_t (k_t^T S_{t-1}) + beta_t k_t v_t^T, entry by entry (DeltaNet's
+    recurrence).
+    """
     d, v = size
     generator = torch.Generator().manual_seed(seed)
     S = [[0.0] * v for _ in range(d)]
@@ -141,7 +158,10 @@ def test_depth_as_time_is_the_delta_rule(size, seed, steps):
         k, beta = k / k.norm(), torch.rand((), dtype=torch.float64, generator=generator).item() * 2
         X = rewrite(X, k, beta, t)
         read = [sum(k[i].item() * S[i][j] for i in range(d)) for j in range(v)]
-        S = [[S[i][j] + beta * k[i].item() * (t[j].item() - read[j]) for j in range(v)] for i in range(d)]
+        S = [
+            [S[i][j] + beta * k[i].item() * (t[j].item() - read[j]) for j in range(v)]
+            for i in range(d)
+        ]
     close(X, torch.tensor(S, dtype=torch.float64))
 
 
@@ -149,8 +169,14 @@ def test_depth_as_time_is_the_delta_rule(size, seed, steps):
 @settings(deadline=None)
 def test_guarded_direction(scale, seed):
     """k = k~ / sqrt(|k~|^2 + eps^2), for any size of k~; zero gives zero."""
-    rewrite_module = build("DDL-vdim1-gpt-mha-rope", hidden_size=6, ddl_k_eps=1e-5, **TINY).transformer.h[0].ddl_mlp
-    source = scale * torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    rewrite_module = (
+        build("DDL-vdim1-gpt-mha-rope", hidden_size=6, ddl_k_eps=1e-5, **TINY)
+        .transformer.h[0]
+        .ddl_mlp
+    )
+    source = scale * torch.randn(
+        6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
     k = rewrite_module.direction(source) / 6**0.5
     close(k, source / (source.square().sum() + 1e-10).sqrt())
     assert rewrite_module.direction(torch.zeros(6, dtype=torch.float64)).abs().max() == 0
@@ -159,10 +185,14 @@ def test_guarded_direction(scale, seed):
 @given(st.floats(1e-12, 1e3), SEEDS)
 @settings(deadline=None)
 def test_shifted_direction(scale, seed):
-    """k = k~ / (|k~| + eps), shorter than the guarded one; zero gives zero, and a finite gradient."""
+    """k = k~ / (|k~| + eps), shorter than the guarded one; zero gives zero, and a finite
+    gradient.
+    """
     build_one = {"hidden_size": 6, "ddl_k_eps": 1e-5, "ddl_k_norm": "shifted", **TINY}
     write = build("DDL-vdim1-gpt-mha-rope", **build_one).transformer.h[0].ddl_mlp
-    source = scale * torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    source = scale * torch.randn(
+        6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
     close(write.direction(source) / 6**0.5, source / (source.square().sum().sqrt() + 1e-5))
     zero = torch.zeros(6, dtype=torch.float64, requires_grad=True)
     k = write.direction(zero) / 6**0.5
@@ -193,7 +223,9 @@ def test_gradcheck_of_the_rewrite():
 )
 def test_gradcheck_of_reads_and_expander(module, stem, shape):
     part = module(config(stem)).double()
-    parameters = [torch.randn(p.shape, dtype=torch.float64, requires_grad=True) for p in part.parameters()]
+    parameters = [
+        torch.randn(p.shape, dtype=torch.float64, requires_grad=True) for p in part.parameters()
+    ]
     names = [name for name, _ in part.named_parameters()]
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
 

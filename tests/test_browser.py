@@ -26,7 +26,9 @@ def address(corpus, tmp_path_factory):
     assert call("train.py", *small_run(corpus, out, block_size=64, eval_full=False)).returncode == 0
     model, tokenizer, state = load_model(out, torch.device("cpu"))
     defaults = {**vars(Sampling(temperature=0.7, top_p=0.9)), "max_new_tokens": 30, "stop": []}
-    with browser.local(model, tokenizer, **app.facts_of(model, tokenizer, state, defaults)) as address:
+    with browser.local(
+        model, tokenizer, **app.facts_of(model, tokenizer, state, defaults)
+    ) as address:
         yield address
 
 
@@ -85,8 +87,17 @@ def sent(address, **body):
 
 
 def test_fields_start_as_on_the_command_line(page):
-    values = {e.get_attribute("name"): e.get_attribute("value") for e in page.find_elements("css selector", "input")}
-    expected = {"max_new_tokens": "30", "temperature": "0.7", "top_k": "", "top_p": "0.9", "min_p": "0"}
+    values = {
+        e.get_attribute("name"): e.get_attribute("value")
+        for e in page.find_elements("css selector", "input")
+    }
+    expected = {
+        "max_new_tokens": "30",
+        "temperature": "0.7",
+        "top_k": "",
+        "top_p": "0.9",
+        "min_p": "0",
+    }
     assert values == {**expected, "repetition_penalty": "1", "seed": ""}
     for field in page.find_elements("css selector", "input, textarea"):
         assert field.accessible_name
@@ -135,19 +146,25 @@ def test_pointing_and_tinting(page, address):
     def tints():
         spans = page.find_elements("css selector", "#text span")
         return [
-            json.loads(e.value_of_css_property("background-color").replace("rgba(", "[").replace(")", "]"))
+            json.loads(
+                e.value_of_css_property("background-color").replace("rgba(", "[").replace(")", "]")
+            )
             for e in spans
         ]
 
     for row in (0, 2):
         page.find_elements("css selector", "#sites button")[row].click()
         for token, tint in zip(tokens, tints()):
-            beta = sum(token["statistics"]["beta"]) / 4 if row == 0 else token["statistics"]["beta"][1]
+            beta = (
+                sum(token["statistics"]["beta"]) / 4 if row == 0 else token["statistics"]["beta"][1]
+            )
             assert tint[:3] == pytest.approx(colour(beta), abs=1)
     assert "tinted by beta, the mlp site of block 0" in page.find_element("id", "text_title").text
     from selenium.webdriver import ActionChains
 
-    ActionChains(page).move_to_element(page.find_elements("css selector", "#text span")[1]).perform()
+    ActionChains(page).move_to_element(
+        page.find_elements("css selector", "#text span")[1]
+    ).perform()
     assert 'token 1 "a"' in text(page, "tip")
     assert tip_of(tokens[1], 1) in text(page, "tip")
 
@@ -159,7 +176,9 @@ def test_keys(page, address):
     tokens = sent(address, prompt="ab", max_new_tokens=5, seed=1)
     assert content(page) == "".join(token["text"] for token in tokens)
     canvas = page.find_element("id", "heatmap")
-    canvas.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_DOWN, Keys.ARROW_UP, Keys.ARROW_DOWN)
+    canvas.send_keys(
+        Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_DOWN, Keys.ARROW_UP, Keys.ARROW_DOWN
+    )
     assert tip_of(tokens[1], 0) in text(page, "tip")
     canvas.send_keys(*[Keys.ARROW_RIGHT] * 20, *[Keys.ARROW_DOWN] * 20)
     assert tip_of(tokens[-1], 3) in text(page, "tip")
@@ -205,7 +224,10 @@ def test_mistakes_are_shown_and_go_away(page):
     for fields, message in (
         ({"temperature": "-1"}, "temperature=-1.0: give 0 or more"),
         ({"temperature": ""}, "temperature: input should be a valid number"),
-        ({"prompt": "a<|im_start|>b"}, "the prompt has the token <|im_start|>, which bytes does not know"),
+        (
+            {"prompt": "a<|im_start|>b"},
+            "the prompt has the token <|im_start|>, which bytes does not know",
+        ),
         ({"prompt": "a" * 70}, "the prompt has 71 tokens: give at most 64"),
         ({"max_new_tokens": "99999"}, "max_new_tokens: input should be less than or equal to 2048"),
     ):
@@ -223,14 +245,18 @@ def test_text_is_never_html(chromium):
     tag = "<img src=x onerror=window.bad=1>"
     encoding = train_byte_pairs([tag * 50], 260 + len(tag) - 4, pattern=r"[^>]*>|[^>]+")
     assert encoding.encode_ordinary(tag + "&lt;")[1:] == list(b"&lt;")  # the tag is one token
-    with browser.local(build("DDL-gpt-mha-rope", **{**SMALL, "vocab_size": 300}), encoding) as address:
+    with browser.local(
+        build("DDL-gpt-mha-rope", **{**SMALL, "vocab_size": 300}), encoding
+    ) as address:
         chromium.get(address)
         run(chromium, prompt=tag + "&lt;", max_new_tokens="3")
         assert content(chromium).startswith("<|endoftext|>" + tag + "&lt;")
         point_at(chromium, 1, 1)
         assert tag in text(chromium, "tip")
         run(chromium, prompt=f"<|{tag.replace(' ', '')}|>")
-        assert chromium.find_elements("css selector", "#text :not(span), #tip img, #error img") == []
+        assert (
+            chromium.find_elements("css selector", "#text :not(span), #tip img, #error img") == []
+        )
         assert chromium.execute_script("return window.bad") is None
 
 
@@ -254,11 +280,13 @@ def test_a_narrow_dark_screen(page, address):
     dark = [{"name": "prefers-color-scheme", "value": "dark"}]
     page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     try:
-        run(page, prompt="ab", max_new_tokens="30", temperature="0")  # the likeliest token is never the last
+        # the likeliest token is never the last
+        run(page, prompt="ab", max_new_tokens="30", temperature="0")
         assert page.execute_script("return document.documentElement.scrollWidth") <= 380
         tokens = sent(address, prompt="ab", max_new_tokens=30, temperature=0.0)
         at, width = page.execute_script("return [scroller.scrollLeft, scroller.clientWidth]")
-        assert at + width == pytest.approx(COLUMN * len(tokens), abs=1)  # it has followed the newest token
+        # it has followed the newest token
+        assert at + width == pytest.approx(COLUMN * len(tokens), abs=1)
         first = int(at // COLUMN) + 1  # that is seen whole
         left = COLUMN * first - int(at)
         time.sleep(0.2)
@@ -272,8 +300,12 @@ def test_a_narrow_dark_screen(page, address):
         page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": dark})
         until(lambda: cells(page, 2, 5, left) != shown[:2])
     finally:
-        page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {**size, "width": 1280, "height": 1000})
-        page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{**dark[0], "value": "light"}]})
+        page.execute_cdp_cmd(
+            "Emulation.setDeviceMetricsOverride", {**size, "width": 1280, "height": 1000}
+        )
+        page.execute_cdp_cmd(
+            "Emulation.setEmulatedMedia", {"features": [{**dark[0], "value": "light"}]}
+        )
 
 
 def test_another_statistic_is_chosen_and_coloured_by_its_own_numbers(page, address):
@@ -295,9 +327,14 @@ def test_another_statistic_is_chosen_and_coloured_by_its_own_numbers(page, addre
 
 
 def test_a_model_without_statistics_says_so(chromium):
-    with browser.local(build("gpt-mha-rope", **SMALL), byte_tokenizer(), model="gpt-mha-rope") as address:
+    with browser.local(
+        build("gpt-mha-rope", **SMALL), byte_tokenizer(), model="gpt-mha-rope"
+    ) as address:
         chromium.get(address)
-        until(lambda: "The writes of gpt-mha-rope name no statistics." in text(chromium, "no_statistics"))
+        until(
+            lambda: "The writes of gpt-mha-rope name no statistics."
+            in text(chromium, "no_statistics")
+        )
         run(chromium, prompt="ab", max_new_tokens="3")
         assert content(chromium).startswith("<|endoftext|>ab")
         assert not chromium.find_element("id", "map").is_displayed()

@@ -17,16 +17,31 @@ from data import tokenizer
 from model import build, weights
 from training import checkpoint
 
-TINY = {"vocab_size": 257, "block_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 4}
+TINY = {
+    "vocab_size": 257,
+    "block_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "head_dim": 4,
+}
 TINY |= {"hidden_size": 8}
 STEM = "DDL-gpt-mha-rope"
 
 
 def save(run, step):
     model = build(STEM, **TINY)
-    state = {"step": step, "seconds": 1.0, "model": STEM, "model_config": TINY, "run_config": {}, "corpus": {}}
+    state = {
+        "step": step,
+        "seconds": 1.0,
+        "model": STEM,
+        "model_config": TINY,
+        "run_config": {},
+        "corpus": {},
+    }
     weights, moments = checkpoint.weights_of(model), {"a:m": torch.arange(3.0)}
-    path = checkpoint.save(run, weights, moments, state, tokenizer.to_json(tokenizer.byte_tokenizer()))
+    path = checkpoint.save(
+        run, weights, moments, state, tokenizer.to_json(tokenizer.byte_tokenizer())
+    )
     return model, path
 
 
@@ -42,9 +57,20 @@ def test_round_trip(tmp_path):
     assert state["step"] == 7
     assert checkpoint.load_tensors(path / "optimizer.safetensors")["a:m"].tolist() == [0, 1, 2]
     assert sorted(file.name for file in path.iterdir()) == [
-        *("SHA256SUMS", "model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.json")
+        *(
+            "SHA256SUMS",
+            "model.safetensors",
+            "optimizer.safetensors",
+            "state.json",
+            "tokenizer.json",
+        )
     ]
-    assert subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=path, check=False, capture_output=True).returncode == 0
+    assert (
+        subprocess.run(
+            ["sha256sum", "-c", "SHA256SUMS"], cwd=path, check=False, capture_output=True
+        ).returncode
+        == 0
+    )
     assert "lm_head.weight" not in load_file(path / "model.safetensors")
 
 
@@ -59,7 +85,9 @@ def test_a_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
 
 
 def damaged_copies(path, tmp_path, count):
-    """Copies of a checkpoint, each with one file changed: a byte flipped, cut short, grown, removed or emptied."""
+    """Copies of a checkpoint, each with one file changed: a byte flipped, cut short, grown, removed
+    or emptied.
+    """
     draw = random.Random(0)
     for number in range(count):
         copy = tmp_path / f"copy_{number}"
@@ -134,9 +162,13 @@ def die_while_saving(run: Path, calls: int) -> None:
 
 @pytest.mark.parametrize("call", [1, 2, 3, 4])
 def test_saving_a_step_again_never_leaves_none(tmp_path, call):
-    """The process, a fork of this one, dies before each of the calls that rename or remove a folder."""
+    """The process, a fork of this one, dies before each of the calls that rename or remove a
+    folder.
+    """
     save(tmp_path, 1)
-    process = multiprocessing.get_context("fork").Process(target=die_while_saving, args=(tmp_path, call))
+    process = multiprocessing.get_context("fork").Process(
+        target=die_while_saving, args=(tmp_path, call)
+    )
     process.start()
     process.join()
     assert process.exitcode == 9
@@ -151,7 +183,10 @@ def test_the_newest_and_every_so_many_stay_and_other_things_are_let_be(tmp_path,
     for step in range(1, 10):
         save(tmp_path, step)
         checkpoint.remove_old(tmp_path, keep_last=2, keep_every=3)
-    others = [tmp_path / "checkpoints" / name for name in ("step_00000020", "step_00000021.bak", "step_00000022.tmp")]
+    others = [
+        tmp_path / "checkpoints" / name
+        for name in ("step_00000020", "step_00000021.bak", "step_00000022.tmp")
+    ]
     others[0].write_text("a file")
     for other in others[1:]:
         shutil.copytree(tmp_path / "checkpoints" / "step_00000003", other)

@@ -1,4 +1,6 @@
-"""Keys from files and command lines: what is accepted, what is refused, and what the refusal says."""
+"""Keys from files and command lines: what is accepted, what is refused, and what the refusal
+says.
+"""
 
 import math
 import re

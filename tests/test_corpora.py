@@ -35,7 +35,9 @@ def run(monkeypatch, corpus, out, *arguments):
 
 
 def documents(parts) -> list[str]:
-    """Texts of byte tokens: what lies between end-of-text tokens, the first of which opens the split."""
+    """Texts of byte tokens: what lies between end-of-text tokens, the first of which opens the
+    split.
+    """
     tokens = np.concatenate(parts).tolist()
     assert tokens[0] == EOT
     cuts = [i for i, token in enumerate(tokens) if token == EOT] + [len(tokens)]
@@ -57,10 +59,27 @@ configs:
   - {split: validation, path: wikitext-2-raw-v1/validation-*}
 ---
 """
-FIRST = [" = Robert <unk> = \n", "", " Robert is an actor . x = y and a = = b . \n", " = = Career = = \n", ""]
+FIRST = [
+    " = Robert <unk> = \n",
+    "",
+    " Robert is an actor . x = y and a = = b . \n",
+    " = = Career = = \n",
+    "",
+]
 FIRST += [" = = = 2000 — 2005 = = = \n", " In 2000 = = = he left . \n", ""]
-SECOND = [" = You 're = ( song ) = \n", "", " Größe = \n", " = no title\n", "= no title = \n", " = = Notes = = \n"]
-WIKI = {"train": ["", *FIRST, *SECOND, " = X = \n", ""], "validation": SECOND, "test": [" = T = \n", " t \n"]}
+SECOND = [
+    " = You 're = ( song ) = \n",
+    "",
+    " Größe = \n",
+    " = no title\n",
+    "= no title = \n",
+    " = = Notes = = \n",
+]
+WIKI = {
+    "train": ["", *FIRST, *SECOND, " = X = \n", ""],
+    "validation": SECOND,
+    "test": [" = T = \n", " t \n"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +126,9 @@ def test_wikitext_articles_are_documents(wikitext, tmp_path, monkeypatch):
     assert corpus.meta["name"] == "wikitext-2-raw-v1"
     with pytest.raises(SystemExit):
         run(monkeypatch, "wikitext", *arguments, "--val_split=test")
-    corpus = run(monkeypatch, "wikitext", *arguments, "--val_split=test", "--overwrite", "--shard_tokens=10")
+    corpus = run(
+        monkeypatch, "wikitext", *arguments, "--val_split=test", "--overwrite", "--shard_tokens=10"
+    )
     assert documents(corpus.val) == [" = T = \n t \n"]
     assert documents(corpus.train) == ["".join(FIRST), "".join(SECOND), " = X = \n"]
 
@@ -131,10 +152,20 @@ def test_openwebtext_from_a_clone_and_from_files(tmp_path, monkeypatch):
     (tmp_path / "clone").mkdir()
     for index in (0, 1):
         part = texts[25 * index :][:25]
-        pq.write_table(pa.table({"text": part}), tmp_path / "clone" / f"train-{index:05d}-of-00002.parquet")
+        pq.write_table(
+            pa.table({"text": part}), tmp_path / "clone" / f"train-{index:05d}-of-00002.parquet"
+        )
     options = ["--val_tokens=100", "--shard_tokens=70"]
-    clone = run(monkeypatch, "openwebtext", tmp_path / "a", f"--repository={tmp_path / 'clone'}", *options)
-    files = run(monkeypatch, "openwebtext", tmp_path / "b", f"--source={tmp_path / 'clone'}/*.parquet", *options)
+    clone = run(
+        monkeypatch, "openwebtext", tmp_path / "a", f"--repository={tmp_path / 'clone'}", *options
+    )
+    files = run(
+        monkeypatch,
+        "openwebtext",
+        tmp_path / "b",
+        f"--source={tmp_path / 'clone'}/*.parquet",
+        *options,
+    )
     for corpus in (clone, files):
         assert documents(corpus.val + corpus.train) == texts
         assert sum(map(len, corpus.val)) == 100
@@ -152,7 +183,12 @@ def notes(tmp_path):
     files = {f"{i % 4}/{i}.txt": f"note {i}: größe\n" * (1 + i % 6) for i in range(40)}
     files |= {"copy.txt": files["1/1.txt"], "2/copy.md": files["3/3.txt"], "code.py": "x = 1\n"}
     texts = dict(files)
-    files |= {".git/config": "hidden", "0/.hidden.txt": "hidden", "a/__pycache__/m.txt": "hidden", "empty.txt": ""}
+    files |= {
+        ".git/config": "hidden",
+        "0/.hidden.txt": "hidden",
+        "a/__pycache__/m.txt": "hidden",
+        "empty.txt": "",
+    }
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
@@ -165,13 +201,28 @@ def notes(tmp_path):
 
 def in_hash_order(root, texts, rows, keep=lambda name: True):
     """Documents in the order of the SHA-256 of the files' paths."""
-    names = sorted([*texts, "rows.jsonl"], key=lambda n: hashlib.sha256(f"{root}/{n}".encode()).hexdigest())
-    return [text for name in names if keep(name) for text in (rows if name == "rows.jsonl" else [texts[name]])]
+    names = sorted(
+        [*texts, "rows.jsonl"], key=lambda n: hashlib.sha256(f"{root}/{n}".encode()).hexdigest()
+    )
+    return [
+        text
+        for name in names
+        if keep(name)
+        for text in (rows if name == "rows.jsonl" else [texts[name]])
+    ]
 
 
 def test_text_drops_copies_and_what_is_no_text(notes, tmp_path, monkeypatch, capsys):
     root, texts, rows = notes
-    corpus = run(monkeypatch, "text", tmp_path / "out", "--tokenizer=bytes", "--source", root, "--val_tokens=300")
+    corpus = run(
+        monkeypatch,
+        "text",
+        tmp_path / "out",
+        "--tokenizer=bytes",
+        "--source",
+        root,
+        "--val_tokens=300",
+    )
     assert sum(map(len, corpus.val)) == 300
     everything = in_hash_order(root, texts, rows)
     assert documents(corpus.val + corpus.train) == list(dict.fromkeys(everything))
@@ -179,7 +230,9 @@ def test_text_drops_copies_and_what_is_no_text(notes, tmp_path, monkeypatch, cap
     assert "2 files of the folders are no UTF-8 text and were left out" in said
     copies, size = len(everything) - len(set(everything)), sum(len(t.encode()) for t in everything)
     size -= sum(len(text.encode()) for text in set(everything))
-    assert f"\n{copies} documents ({size} bytes) repeat earlier ones exactly and were left out" in said
+    assert (
+        f"\n{copies} documents ({size} bytes) repeat earlier ones exactly and were left out" in said
+    )
     options = ["--tokenizer=bytes", "--duplicates=keep", f"--source={root}", "--val_tokens=300"]
     corpus = run(monkeypatch, "text", tmp_path / "kept", *options)
     assert documents(corpus.val + corpus.train) == everything
@@ -192,7 +245,11 @@ def test_text_holds_out_a_share(notes, tmp_path, monkeypatch, share, kind):
     root, _, _ = notes
     options = [f"--tokenizer={kind}", "--vocab_size=257", "--source", root, f"--val_share={share}"]
     corpus = run(monkeypatch, "text", tmp_path / "out", *options)
-    files = [path for path in root.rglob("*") if path.is_file() and not {".git", "__pycache__"} & set(path.parts)]
+    files = [
+        path
+        for path in root.rglob("*")
+        if path.is_file() and not {".git", "__pycache__"} & set(path.parts)
+    ]
     size = sum(path.stat().st_size for path in files if not path.name.startswith("."))
     assert corpus.meta["val"]["tokens"] == int(share * size / (1 if kind == "bytes" else 4))
 
@@ -200,7 +257,15 @@ def test_text_holds_out_a_share(notes, tmp_path, monkeypatch, share, kind):
 def test_text_expands_home_and_trains_byte_pairs_by_default(notes, tmp_path, monkeypatch):
     root, _, _ = notes
     monkeypatch.setenv("HOME", str(root.parent))
-    corpus = run(monkeypatch, "text", tmp_path / "out", "--source", "~/notes/0", "~/notes/1", "--vocab_size=265")
+    corpus = run(
+        monkeypatch,
+        "text",
+        tmp_path / "out",
+        "--source",
+        "~/notes/0",
+        "~/notes/1",
+        "--vocab_size=265",
+    )
     assert corpus.meta["tokenizer"] == "bpe265"
     assert corpus.meta["val"]["documents"] + corpus.meta["train"]["documents"] == 20
 
@@ -209,9 +274,15 @@ def test_text_expands_home_and_trains_byte_pairs_by_default(notes, tmp_path, mon
     ("arguments", "message"),
     [
         ([], "give --source: files, patterns or folders of text"),
-        (["--source", "README.md", "--val_share=0"], "--val_share=0.0: give a number between 0 and 1"),
+        (
+            ["--source", "README.md", "--val_share=0"],
+            "--val_share=0.0: give a number between 0 and 1",
+        ),
         (["--source", "nowhere"], "--source=nowhere: no files there"),
-        (["--source", "docs", "--suffixes", ".none"], "--source=docs: no files with suffix .none there"),
+        (
+            ["--source", "docs", "--suffixes", ".none"],
+            "--source=docs: no files with suffix .none there",
+        ),
         (["--workers=0", "--source", "README.md"], "--workers=0: give 1 or more"),
         (["--source", "README.md", "--vocab_size=5"], "--vocab_size=5: give 257"),
     ],
@@ -227,14 +298,25 @@ def test_text_too_short_for_its_vocabulary(tmp_path, monkeypatch, capsys):
     (tmp_path / "a.txt").write_text("ab ab ab")
     with pytest.raises(SystemExit):
         run(monkeypatch, "text", tmp_path / "out", "--source", tmp_path / "a.txt")
-    assert "vocab_size=4096: the text yields 259 tokens only; give that or fewer" in capsys.readouterr().err
+    assert (
+        "vocab_size=4096: the text yields 259 tokens only; give that or fewer"
+        in capsys.readouterr().err
+    )
 
 
 # The copy task
 
 
 def copies(monkeypatch, out, *arguments):
-    corpus = run(monkeypatch, "copy_task", out, "--half=5", "--sequences=600", "--val_sequences=70", *arguments)
+    corpus = run(
+        monkeypatch,
+        "copy_task",
+        out,
+        "--half=5",
+        "--sequences=600",
+        "--val_sequences=70",
+        *arguments,
+    )
     return corpus, documents(corpus.val), documents(corpus.train)
 
 
@@ -260,7 +342,8 @@ def test_the_copy_task_trained_on_its_answers(tmp_path, monkeypatch):
         assert bytes(targets[row, 5:].tolist()).decode() == text[:5]
         assert bytes(ids[row, 1:].tolist()).decode() == text[:9]
     assert corpus.meta["optimum"] == {"loss": 0.0, "accuracy": 1.0}
-    with pytest.raises(SystemExit):  # the shards would be the same, but not what is learned from them
+    # the shards would be the same, but not what is learned from them
+    with pytest.raises(SystemExit):
         copies(monkeypatch, tmp_path / "out")
 
 
@@ -278,24 +361,41 @@ def test_sequences_are_a_function_of_the_seed_and_the_split(tmp_path, monkeypatc
 
 def test_no_first_half_is_in_both_splits_where_there_are_few(tmp_path, monkeypatch):
     """All 64 that there are of three letters of four."""
-    _, val, train = copies(monkeypatch, tmp_path / "out", "--half=3", "--symbols=4", "--sequences=3000")
+    _, val, train = copies(
+        monkeypatch, tmp_path / "out", "--half=3", "--symbols=4", "--sequences=3000"
+    )
     assert not set(val) & set(train)
-    assert set(val) | set(train) == {"".join(half) * 2 for half in itertools.product("abcd", repeat=3)}
+    assert set(val) | set(train) == {
+        "".join(half) * 2 for half in itertools.product("abcd", repeat=3)
+    }
     assert len(set(val)) == pytest.approx(64 / 8, rel=0.5)
     ids = np.array([list(text[:3].encode()) for text in sorted(set(train))])
     assert not tasks.for_validation(ids).any()
 
 
 def test_too_few_first_halves_for_two_splits(tmp_path):
-    result = call("data/copy_task/prepare.py", "--half=1", "--symbols=2", f"--out={tmp_path / 'out'}")
+    result = call(
+        "data/copy_task/prepare.py", "--half=1", "--symbols=2", f"--out={tmp_path / 'out'}"
+    )
     line = one_line_error(result)
-    assert "--half=1 --symbols=2: too few different windows for both splits: give a greater half" in line
+    assert (
+        "--half=1 --symbols=2: too few different windows for both splits: give a greater half"
+        in line
+    )
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
     "option",
-    ["half=0", "symbols=1", "symbols=65", "sequences=0", "val_sequences=0", "seed=-1", "shard_tokens=0"],
+    [
+        "half=0",
+        "symbols=1",
+        "symbols=65",
+        "sequences=0",
+        "val_sequences=0",
+        "seed=-1",
+        "shard_tokens=0",
+    ],
 )
 def test_copy_task_options_out_of_range(tmp_path, option):
     result = call("data/copy_task/prepare.py", f"--{option}", f"--out={tmp_path / 'out'}")
@@ -307,11 +407,18 @@ def test_copy_task_options_out_of_range(tmp_path, option):
 
 
 def test_characters_have_nano_gpts_ids(tmp_path, monkeypatch):
-    """Of another text, whose hash is put in the place of Shakespeare's: ids by the order of characters."""
+    """Of another text, whose hash is put in the place of Shakespeare's: ids by the order of
+    characters.
+    """
     module = importlib.import_module("data.shakespeare_char.prepare")
-    text, file = "First Citizen:\nSpeak, speak.\n\nAll:\nWe know't, we know't!\n" * 3, tmp_path / "input.txt"
+    text, file = (
+        "First Citizen:\nSpeak, speak.\n\nAll:\nWe know't, we know't!\n" * 3,
+        tmp_path / "input.txt",
+    )
     file.write_text(text)
-    refused = call("data/shakespeare_char/prepare.py", f"--source={file}", f"--out={tmp_path / 'out'}")
+    refused = call(
+        "data/shakespeare_char/prepare.py", f"--source={file}", f"--out={tmp_path / 'out'}"
+    )
     assert "is another text than nanoGPT's" in one_line_error(refused)
     assert "cannot be read" in one_line_error(
         call("data/shakespeare_char/prepare.py", "--source=none", f"--out={tmp_path / 'out'}")
@@ -322,7 +429,10 @@ def test_characters_have_nano_gpts_ids(tmp_path, monkeypatch):
     ids = {character: number for number, character in enumerate(sorted(set(text)))}
     cut = int(0.9 * len(text))
     for split, part in (("train", text[:cut]), ("val", text[cut:])):
-        assert np.concatenate(getattr(corpus, split)).tolist() == [EOT, *(ids[character] for character in part)]
+        assert np.concatenate(getattr(corpus, split)).tolist() == [
+            EOT,
+            *(ids[character] for character in part),
+        ]
     encoding = tokenizer.from_json(tokenizer.describe(corpus.path))
     assert encoding.decode(list(ids.values())) == "".join(sorted(set(text)))
     assert encoding.decode(encoding.encode("é~")) == "é~"

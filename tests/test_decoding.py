@@ -1,4 +1,6 @@
-"""A decoder's logits against the model without a cache, in float64; what it refuses; and that it stays in place."""
+"""A decoder's logits against the model without a cache, in float64; what it refuses; and that it
+stays in place.
+"""
 
 import re
 from functools import partial
@@ -21,9 +23,13 @@ def tokens_of(B: int, T: int):
 
 
 def decoded(decoder, ids, prompt: int):
-    """Logits after each token of ids (B, T) from the last of the prompt on, (B, T - prompt + 1, vocab_size)."""
+    """Logits after each token of ids (B, T) from the last of the prompt on, (B, T - prompt + 1,
+    vocab_size).
+    """
     first = decoder.prefill(ids[:, :prompt])
-    return torch.stack([first, *(decoder.step(token) for token in ids[:, prompt:].unbind(1))], dim=1)
+    return torch.stack(
+        [first, *(decoder.step(token) for token in ids[:, prompt:].unbind(1))], dim=1
+    )
 
 
 @torch.no_grad()
@@ -55,17 +61,25 @@ def test_every_step_equals_the_uncached_model(stem, keys):
     check(decoder, model, tokens_of(3, 9), 1)
 
 
-@pytest.mark.parametrize(("stem", "keys"), [*CASES, *((stem, {"ddl_k_eps": 0.0}) for stem in (EC, CC))])
+@pytest.mark.parametrize(
+    ("stem", "keys"), [*CASES, *((stem, {"ddl_k_eps": 0.0}) for stem in (EC, CC))]
+)
 def test_prompts_of_unequal_lengths_are_as_each_alone(stem, keys):
-    """Shorter than the kernels, and twenty times over; chunks of several tokens after them; a selection of rows."""
+    """Shorter than the kernels, and twenty times over; chunks of several tokens after them; a
+    selection of rows.
+    """
     model, lengths = tiny(stem, **keys), (1, 9, 2, 6)
-    torch.nn.init.normal_(model.transformer.h[0].attn.k_rms.weight) if model.config.use_qk_rmsnorm else None
+    torch.nn.init.normal_(
+        model.transformer.h[0].attn.k_rms.weight
+    ) if model.config.use_qk_rmsnorm else None
     ids = tokens_of(4, TINY["block_size"])
     prompts = [row[:length].tolist() for row, length in zip(ids, lengths)]
     decoder = Decoder(model, 4)
     decoder.prefill(tokens_of(4, 3))  # what was read before is forgotten
     found = [decoder.prefill(padded(prompts))]
-    found += [decoder.step(torch.stack([row[n + i] for row, n in zip(ids, lengths)])) for i in range(5)]
+    found += [
+        decoder.step(torch.stack([row[n + i] for row, n in zip(ids, lengths)])) for i in range(5)
+    ]
     chosen, cache = torch.tensor([2, 0, 2]), decoder.cache.select(torch.tensor([2, 0, 2]))
     more = torch.stack([ids[row, lengths[row] + 5 :][:2] for row in chosen])
     selected = model(more, cache=cache)[0]
@@ -110,12 +124,17 @@ def test_compiled_by_inductor(stem):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_tensors_stay_where_they_are(compiled, counter):
-    """A graph replays on addresses: neither steps nor another prompt may move or replace a tensor."""
+    """A graph replays on addresses: neither steps nor another prompt may move or replace a
+    tensor.
+    """
     model, ids = tiny(EC), tokens_of(2, 16)
     decoder = Decoder(model, 2, compiled=compiled)
 
     def addresses():
-        blocks = [{name: tensor.data_ptr() for name, tensor in block.items()} for block in decoder.cache.blocks]
+        blocks = [
+            {name: tensor.data_ptr() for name, tensor in block.items()}
+            for block in decoder.cache.blocks
+        ]
         return blocks, decoder.cache.position.data_ptr(), decoder.token.data_ptr()
 
     decoded(decoder, ids[:, :5], 4)
@@ -137,7 +156,10 @@ def test_bfloat16_is_the_uncached_models_to_its_rounding(stem, compiled, counter
         with torch.autocast("cpu", torch.bfloat16):
             errors = [
                 (got - wanted).norm() / wanted.norm()
-                for got in (exact(model, ids, 6), decoded(Decoder(model, 2, compiled=compiled), ids, 6))
+                for got in (
+                    exact(model, ids, 6),
+                    decoded(Decoder(model, 2, compiled=compiled), ids, 6),
+                )
             ]
         assert errors[1] < 1.5 * errors[0] + 1e-3, errors
         assert errors[1] < 0.1, errors
@@ -145,12 +167,17 @@ def test_bfloat16_is_the_uncached_models_to_its_rounding(stem, compiled, counter
 
 @pytest.mark.parametrize("stem", PAPER)
 def test_rounding_matrices_changes_no_bit_under_autocast(stem):
-    model, ids = tiny(stem, **({"ddl_map": "v"} if stem.endswith("CC") else {})).float(), tokens_of(2, 16)
+    model, ids = (
+        tiny(stem, **({"ddl_map": "v"} if stem.endswith("CC") else {})).float(),
+        tokens_of(2, 16),
+    )
     with torch.autocast("cpu", torch.bfloat16):
         before = exact(model, ids, 6)
         round_matrices(model)
         assert torch.equal(exact(model, ids, 6), before)
-        assert torch.equal(decoded(Decoder(model, 2), ids, 6), decoded(Decoder(model.float(), 2), ids, 6))
+        assert torch.equal(
+            decoded(Decoder(model, 2), ids, 6), decoded(Decoder(model.float(), 2), ids, 6)
+        )
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
@@ -170,7 +197,8 @@ def test_text_is_the_same_compiled(counter):
     prompts, texts = [[1, 2, 3], [4]], []
     for compiled in (False, True):
         decoder = Decoder(model, 2, compiled=compiled)
-        texts.append(list(Generation(decoder, prompts, 60, Sampling(), [0, 1], None, 29)))  # four times past 16
+        # four times past 16
+        texts.append(list(Generation(decoder, prompts, 60, Sampling(), [0, 1], None, 29)))
     assert texts[0] == texts[1]
     assert len({token for tokens in texts[0] for token in tokens}) > 10
 
@@ -196,11 +224,19 @@ def test_what_does_not_fit_is_refused():
     decoder = Decoder(model, 2, 8)
     decoder.prefill(ids[:, :3])
     for T in (9, 0):
-        with pytest.raises(ValueError, match=rf"a prompt of {T} tokens for a decoder of length=8: give 1 to that many"):
+        with pytest.raises(
+            ValueError,
+            match=rf"a prompt of {T} tokens for a decoder of length=8: give 1 to that many",
+        ):
             decoder.prefill(ids[:, :T])
     check(decoder, model, ids[:, :8], 3)  # as if nothing had happened
-    for action, given in ((decoder.step, torch.zeros(3, dtype=torch.int64)), (decoder.prefill, tokens_of(3, 2))):
-        with pytest.raises(ValueError, match=r"3 sequences for a decoder of batch_size=2: give that many"):
+    for action, given in (
+        (decoder.step, torch.zeros(3, dtype=torch.int64)),
+        (decoder.prefill, tokens_of(3, 2)),
+    ):
+        with pytest.raises(
+            ValueError, match=r"3 sequences for a decoder of batch_size=2: give that many"
+        ):
             action(given)
     for length in (0, 17):
         with pytest.raises(ValueError, match=rf"length={length}: give 1 to block_size=16"):
@@ -210,7 +246,9 @@ def test_what_does_not_fit_is_refused():
     cache = model.new_cache()
     model(ids, cache=cache)
     cache.reset()
-    with pytest.raises(ValueError, match=r"batch_size=1: this cache is of 2 sequences; make another"):
+    with pytest.raises(
+        ValueError, match=r"batch_size=1: this cache is of 2 sequences; make another"
+    ):
         model(ids[:1], cache=cache)
 
 
@@ -218,7 +256,9 @@ def test_a_cached_pass_has_no_gradient_but_the_output_layers():
     model = tiny(EC)
     logits, _ = model(tokens_of(2, 5), cache=model.new_cache())
     logits.sum().backward()
-    assert [name for name, p in model.named_parameters() if p.grad is not None] == ["transformer.wte.weight"]
+    assert [name for name, p in model.named_parameters() if p.grad is not None] == [
+        "transformer.wte.weight"
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +272,8 @@ def test_the_script_says_its_speed_on_stderr(run):
     result = call("sample.py", run, "--max_new_tokens=7", "--temperature=2")
     assert result.returncode == 0
     assert result.stderr.decode().endswith(" tokens/s\n")
-    assert re.search(r"^[1-7] tokens in ", result.stderr.decode(), re.MULTILINE)  # fewer after an end-of-text
+    # fewer after an end-of-text
+    assert re.search(r"^[1-7] tokens in ", result.stderr.decode(), re.MULTILINE)
 
 
 def test_the_script_without_a_compiler(run, monkeypatch):
@@ -244,7 +285,9 @@ def test_the_script_without_a_compiler(run, monkeypatch):
 @pytest.mark.slow
 def test_the_script_compiled_gives_the_same_text(run):
     keys = ["--max_new_tokens=40", "--prompt=def ", "--device=cpu"]
-    texts = [call("sample.py", run, *keys, f"--compile={compiled}").stdout for compiled in (False, True)]
+    texts = [
+        call("sample.py", run, *keys, f"--compile={compiled}").stdout for compiled in (False, True)
+    ]
     assert texts[0] == texts[1] != b""
 
 
@@ -253,7 +296,9 @@ def test_the_script_compiled_gives_the_same_text(run):
 @pytest.mark.parametrize("setting", ["off", "on"])
 @pytest.mark.parametrize("stem", PAPER)
 def test_a_cuda_graph_equals_the_eager_step(stem, setting):
-    """Over all positions and two prompts, and the plain model in float64 on a CPU; then under autocast."""
+    """Over all positions and two prompts, and the plain model in float64 on a CPU; then under
+    autocast.
+    """
     if setting == "on":
         pytest.importorskip("triton")
     model, ids = tiny(stem), tokens_of(2, 16)
@@ -266,7 +311,8 @@ def test_a_cuda_graph_equals_the_eager_step(stem, setting):
             found, eager = decoded(graph, ids, prompt), decoded(Decoder(model, 2), ids, prompt)
             torch.testing.assert_close(found, eager, rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(found.double().cpu(), wanted, rtol=1e-3, atol=1e-3)
-    for prompt, wanted in exacts.items():  # with TF32 emulated, by this measure: 1.9e-2 over three seeds
+    # with TF32 emulated, by this measure: 1.9e-2 over three seeds
+    for prompt, wanted in exacts.items():
         found = decoded(Decoder(model, 2), ids, prompt)
         torch.testing.assert_close(found.double().cpu(), wanted, rtol=8e-2, atol=8e-2)
     for change in (model.float, partial(round_matrices, model)):

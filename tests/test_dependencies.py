@@ -1,10 +1,13 @@
-"""Training, sampling and exporting run on a machine that has only torch, numpy, safetensors and tiktoken."""
+"""Training, sampling and exporting run on a machine that has only torch, numpy, safetensors and
+tiktoken.
+"""
 
 import json
 
 from helpers import ROOT, script, small_run
 
-# Stands for a bare machine: any other package of requirements.txt, and what they bring, cannot be imported.
+# Stands for a bare machine: any other package of requirements.txt, and what they bring, cannot be
+# imported.
 BARE = """
 import json, runpy, sys
 

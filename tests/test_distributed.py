@@ -1,4 +1,6 @@
-"""What a process sets up for itself, and that runs of several end to the bit where an undisturbed one ends."""
+"""What a process sets up for itself, and that runs of several end to the bit where an undisturbed
+one ends.
+"""
 
 import os
 import signal
@@ -34,23 +36,42 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the C library's settings are glibc's")
 def test_memory_of_a_step_is_kept_for_the_next():
-    result = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
-    assert int(result.stdout) < 200  # pages; the tensors have 6,000, and would be mapped anew in each of ten steps
+    result = subprocess.run(
+        [sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True
+    )
+    # pages; the tensors have 6,000, and would be mapped anew in each of ten steps
+    assert int(result.stdout) < 200
 
 
 @pytest.mark.skipif(not distributed.can_compile(torch.device("cpu")), reason="no C++ compiler")
 def test_a_later_process_finds_the_compiled_model():
     """Also where the model turns autocast off for its gates."""
-    keys = {"vocab_size": 9, "block_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 4}
-    world, ids = SimpleNamespace(device=torch.device("cpu"), world_size=1), torch.zeros(1, 4, dtype=torch.long)
+    keys = {
+        "vocab_size": 9,
+        "block_size": 4,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "head_dim": 4,
+    }
+    world, ids = (
+        SimpleNamespace(device=torch.device("cpu"), world_size=1),
+        torch.zeros(1, 4, dtype=torch.long),
+    )
     found = []
     for _ in range(2):
         torch._dynamo.reset()
         counters.clear()
-        model, _ = distributed.parallelise(build("DDL-gpt-mha-rope", hidden_size=4, **keys), "ddp", True, world)
+        model, _ = distributed.parallelise(
+            build("DDL-gpt-mha-rope", hidden_size=4, **keys), "ddp", True, world
+        )
         with torch.autocast("cpu", torch.bfloat16):
             model(ids, ids)[1].backward()
-        found.append({name: counters["aot_autograd"][f"autograd_cache_{name}"] for name in ("bypass", "miss", "hit")})
+        found.append(
+            {
+                name: counters["aot_autograd"][f"autograd_cache_{name}"]
+                for name in ("bypass", "miss", "hit")
+            }
+        )
     assert found[0]["bypass"] == 0
     assert found[1] == {"bypass": 0, "miss": 0, "hit": 1}
 
@@ -75,9 +96,16 @@ def test_a_kept_graph_is_of_one_autocast():
     assert counters["aot_autograd"]["autograd_cache_hit"] == 1
 
 
-KEYS = {**CONSTANT, "global_batch_size": 12, "checkpoint_interval": 3, "eval_interval": 4, "statistics_interval": 4}
+KEYS = {
+    **CONSTANT,
+    "global_batch_size": 12,
+    "checkpoint_interval": 3,
+    "eval_interval": 4,
+    "statistics_interval": 4,
+}
 MUON, RECOMPUTED = {"optimizer": "muon"}, {"activation_checkpointing": True}
-LARGE = {"hidden_size": 192, "num_hidden_layers": 3}  # 6 MB: several buckets, of which the first has 1 MB
+# 6 MB: several buckets, of which the first has 1 MB
+LARGE = {"hidden_size": 192, "num_hidden_layers": 3}
 
 
 def dying(monkeypatch, victims: range, at: int):
@@ -96,7 +124,11 @@ def slow(*case):
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
-CASES = [(3, "ddp", (5,), {}), (3, "fsdp", (5,), {"num_hidden_layers": 1}), slow(4, "fsdp", (3, 7), {})]
+CASES = [
+    (3, "ddp", (5,), {}),
+    (3, "fsdp", (5,), {"num_hidden_layers": 1}),
+    slow(4, "fsdp", (3, 7), {}),
+]
 CASES += [
     slow(2, "ddp", (3, 7), {}),
     slow(2, "fsdp", (3, 7), {}),
@@ -111,7 +143,9 @@ CASES += [slow(3, "ddp", (3, 7), changes) for changes in (MUON, RECOMPUTED, {"dt
 def test_killed_processes_end_bit_for_bit_as_undisturbed_ones(
     corpus, tmp_path, monkeypatch, processes, engine, deaths, changes
 ):
-    """All are killed first, one of them the second time: three or more sum in an order that must not change."""
+    """All are killed first, one of them the second time: three or more sum in an order that must
+    not change.
+    """
     keys = {**KEYS, "micro_batch_size": 6 // processes, "max_steps": 8, "engine": engine, **changes}
     finish_together(processes, small_run(corpus, tmp_path / "whole", **keys), tmp_path / "log")
     arguments = small_run(corpus, tmp_path / "run", **keys)
@@ -129,11 +163,20 @@ def test_killed_processes_end_bit_for_bit_as_undisturbed_ones(
 @pytest.mark.slow
 @pytest.mark.parametrize(("engine", "compiled"), [("ddp", False), ("ddp", True), ("fsdp", False)])
 def test_jobs_of_torchrun_end_bit_for_bit_as_undisturbed_ones(corpus, tmp_path, engine, compiled):
-    """A process is killed and the job restarted by torchrun; then it is stopped within an evaluation and goes on.
+    """A process is killed and the job restarted by torchrun; then it is stopped within an
+    evaluation and goes on.
 
-    A compiled model then meets the evaluation first, in which nothing would tell torch.compile where to cut.
+    A compiled model then meets the evaluation first, in which nothing would tell torch.compile
+    where to cut.
     """
-    keys = {**KEYS, "engine": engine, "compile": compiled, "micro_batch_size": 2, "max_steps": 16, "eval_batches": 100}
+    keys = {
+        **KEYS,
+        "engine": engine,
+        "compile": compiled,
+        "micro_batch_size": 2,
+        "max_steps": 16,
+        "eval_batches": 100,
+    }
     keys |= {"num_hidden_layers": 1, "hidden_size": 384}  # 7 MB: the compiled graph is cut
     run, whole = tmp_path / "run", tmp_path / "whole"
     assert begin(small_run(corpus, whole, **keys), processes=3).wait(timeout=400) == 0

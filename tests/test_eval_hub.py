@@ -23,7 +23,13 @@ import export
 from evaluation import tasks
 from evaluation.tasks import PAPER_METRICS
 
-TINY = {"vocab_size": 328, "block_size": 512, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}
+TINY = {
+    "vocab_size": 328,
+    "block_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "head_dim": 8,
+}
 TINY |= {"hidden_size": 12}
 OWN_TASK = """task: physical
 dataset_path: baber/piqa
@@ -54,7 +60,9 @@ def saved(tmp_path_factory):
     model = randomise(build("DDL-gpt-mha-rope-CC-EC", **TINY))
     state = {"step": 1, "seconds": 0.0, "model": "DDL-gpt-mha-rope-CC-EC"}
     state |= {"model_config": dataclasses.asdict(model.config), "run_config": {}, "corpus": {}}
-    found = checkpoint.save(root, checkpoint.weights_of(model), {}, state, tokenizer.to_json(encoding))
+    found = checkpoint.save(
+        root, checkpoint.weights_of(model), {}, state, tokenizer.to_json(encoding)
+    )
     (root / "exported").mkdir()
     export.write(root / "exported", "exported", found, "float32")
     return found, root / "exported"
@@ -62,7 +70,9 @@ def saved(tmp_path_factory):
 
 def evaluate(hub, saved, out, *arguments):
     env = {"HF_ENDPOINT": hub.url, "HF_HOME": str(out / "hf"), "HF_HUB_OFFLINE": ""}
-    return script("eval.py", saved, f"--out={out}", "--device=cpu", "--log_samples", *arguments, env=env)
+    return script(
+        "eval.py", saved, f"--out={out}", "--device=cpu", "--log_samples", *arguments, env=env
+    )
 
 
 def samples(out, task) -> list[dict]:
@@ -80,9 +90,15 @@ def test_a_task_is_tried_again_and_one_that_is_not_there_is_named(hub, saved, tm
     data_files = {}
     for split in ("train", "test"):
         data_files[split] = str(tmp_path / f"{split}.parquet")
-        (content,) = (c for p, c in next(iter(hub.commits["baber/piqa"].values())).items() if f"/{split}-" in p)
+        (content,) = (
+            c
+            for p, c in next(iter(hub.commits["baber/piqa"].values())).items()
+            if f"/{split}-" in p
+        )
         Path(data_files[split]).write_bytes(content)
-    (tmp_path / "local.yaml").write_text(f"{local}dataset_kwargs: {json.dumps({'data_files': data_files})}\n")
+    (tmp_path / "local.yaml").write_text(
+        f"{local}dataset_kwargs: {json.dumps({'data_files': data_files})}\n"
+    )
     hub.faults = [Fault("status", "/api/datasets/baber/piqa", 500, times=1)]
     arguments = ["--tasks=physical,local,absent", f"--include_path={tmp_path}", "--shots=2"]
     result = evaluate(hub, saved[0], tmp_path / "out", *arguments)
@@ -92,7 +108,8 @@ def test_a_task_is_tried_again_and_one_that_is_not_there_is_named(hub, saved, tm
     assert "task absent is left out: its data set nobody/has_this cannot be had" in absent
     assert "the hub knows no such data set, or it is private or gated" in absent
     mine, other = (
-        [each["filtered_resps"] for each in samples(tmp_path / "out", name)] for name in ("physical", "local")
+        [each["filtered_resps"] for each in samples(tmp_path / "out", name)]
+        for name in ("physical", "local")
     )
     assert len(mine) == 25
     assert mine == other
@@ -112,14 +129,20 @@ def test_patience_with_the_hub_ends_once_for_all_tasks(monkeypatch, capsys):
         return {"tasks": {}}
 
     now = [0.0]
-    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda pause: now.__setitem__(0, now[0] + pause))
+    clock = SimpleNamespace(
+        monotonic=lambda: now[0], sleep=lambda pause: now.__setitem__(0, now[0] + pause)
+    )
     monkeypatch.setattr(hub_module, "time", clock)
     loaded, missing = tasks.load(["a", "b", "here"], SimpleNamespace(load=load, task_index={}), 5)
     assert [task.name for task in loaded] == ["here"]
     assert now[0] == 300
-    assert "ConnectionError: down, for --retry_minutes=5 by now); run the same command" in missing[0]
+    assert (
+        "ConnectionError: down, for --retry_minutes=5 by now); run the same command" in missing[0]
+    )
     assert "task b is left out" in missing[1]
-    assert all(line.startswith("task a: ConnectionError") for line in capsys.readouterr().err.splitlines())
+    assert all(
+        line.startswith("task a: ConnectionError") for line in capsys.readouterr().err.splitlines()
+    )
 
 
 IMPATIENT = """import datetime, os, sys
@@ -140,13 +163,29 @@ def test_all_processes_are_patient(hub, saved, tmp_path):
     a machine of its own, with a 503 to its first question."""
     (tmp_path / "impatient.py").write_text(IMPATIENT)
     (tmp_path / "physical.yaml").write_text(OWN_TASK)
-    (tmp_path / "absent.yaml").write_text(OWN_TASK.replace("baber/piqa", "no/such").replace("physical", "absent"))
-    hub.faults = [Fault("status", "/api/datasets/baber/piqa", 500, seconds=6.5)]  # and 7 with the pauses
+    (tmp_path / "absent.yaml").write_text(
+        OWN_TASK.replace("baber/piqa", "no/such").replace("physical", "absent")
+    )
+    # and 7 with the pauses
+    hub.faults = [Fault("status", "/api/datasets/baber/piqa", 500, seconds=6.5)]
     with HubServer() as other:
         other.commits = hub.commits
         other.faults = [Fault("status", "/api/datasets/baber/piqa", times=1)]
-        several = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", tmp_path / "impatient.py"]
-        arguments = [hub.url, other.url, saved[0], f"--out={tmp_path / 'out'}", "--device=cpu", "--limit=3"]
+        several = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node=2",
+            tmp_path / "impatient.py",
+        ]
+        arguments = [
+            hub.url,
+            other.url,
+            saved[0],
+            f"--out={tmp_path / 'out'}",
+            "--device=cpu",
+            "--limit=3",
+        ]
         arguments += ["--tasks=absent,physical", f"--include_path={tmp_path}", "--retry_minutes=1"]
         env = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": ""}
         result = script(*several, *arguments, env=env)
@@ -171,17 +210,25 @@ def test_the_eight_tasks_equal_lm_evals_own_model(hub, saved, tmp_path):
     theirs = script("tests/lm_evals_hf.py", saved[1], 2, *PAPER_METRICS, env=env)
     assert theirs.returncode == 0, theirs.stderr.decode()
     wanted = json.loads(theirs.stdout.splitlines()[-1])
-    entries = {entry["task"]: entry for entry in json.loads((tmp_path / "results.json").read_text())["entries"]}
+    entries = {
+        entry["task"]: entry
+        for entry in json.loads((tmp_path / "results.json").read_text())["entries"]
+    }
     largest = 0.0
     for name in PAPER_METRICS:
         for mine, other in zip(samples(tmp_path, name), wanted["samples"][name], strict=True):
             assert mine["doc_id"] == other["doc_id"]
-            for (nats, greedy), (expected, also) in zip(mine["filtered_resps"], other["filtered_resps"], strict=True):
+            for (nats, greedy), (expected, also) in zip(
+                mine["filtered_resps"], other["filtered_resps"], strict=True
+            ):
                 largest = max(largest, abs(float(nats) - expected))
                 assert str(greedy) == str(also)
             assert mine["acc"] == other["acc"]
         for key, value in wanted["results"][name].items():
             if "," in key and "stderr" not in key:
-                assert entries[name]["results"][name][key] == pytest.approx(value, rel=1e-5), (name, key)
+                assert entries[name]["results"][name][key] == pytest.approx(value, rel=1e-5), (
+                    name,
+                    key,
+                )
     assert largest < 1e-4
     print(f"largest difference {largest:.2g} nats")

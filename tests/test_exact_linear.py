@@ -11,7 +11,11 @@ from model.layers import exact_linear
 
 def factors(dtype, bias: bool, *shape):
     """(x, weight, bias or None), leaves."""
-    made = [torch.randn(*shape, 12, dtype=dtype), torch.randn(3, 12, dtype=dtype), torch.randn(3, dtype=dtype)]
+    made = [
+        torch.randn(*shape, 12, dtype=dtype),
+        torch.randn(3, 12, dtype=dtype),
+        torch.randn(3, dtype=dtype),
+    ]
     return [leaf.requires_grad_() for leaf in made[: 2 + bias]] + [None] * (not bias)
 
 

@@ -1,4 +1,6 @@
-"""Exported folders: what transformers computes with them, in a process without this repository, is what we compute."""
+"""Exported folders: what transformers computes with them, in a process without this repository, is
+what we compute.
+"""
 
 import copy
 import json
@@ -24,12 +26,34 @@ from training import checkpoint
 
 # Every variant and every kind of branch once.
 CASES = {CC: (CC, {}), "convolution": ("DDL-gpt-mha-rope", {})}
-CASES |= {"plain": ("gpt-mha-rope", {"rope_ratio": 0.5, "mup": True, "use_qk_rmsnorm": False, "rope_base": 500.0})}
-CASES |= {"vmap": ("DDL-gpt-mha-rope-EC", {"ddl_map": "v", "ddl_k_hidden_size": 3, "ddl_value_channels": 3})}
+CASES |= {
+    "plain": (
+        "gpt-mha-rope",
+        {"rope_ratio": 0.5, "mup": True, "use_qk_rmsnorm": False, "rope_base": 500.0},
+    )
+}
+CASES |= {
+    "vmap": (
+        "DDL-gpt-mha-rope-EC",
+        {"ddl_map": "v", "ddl_k_hidden_size": 3, "ddl_value_channels": 3},
+    )
+}
 CASES |= {"attention": (f"{CC}-EC", {"ddl_map": "v", "ddl_k_branch": "attention"})}
-CASES |= {"gate": (CC, {"ddl_beta_single_linear": False, "ddl_beta_hidden_size": 5, "ddl_update": "write_only"})}
-CASES |= {"pooled": (CC, {"ddl_map": "v", "ddl_k_input": "flat", "ddl_k_norm": "shifted", "ddl_beta_input": "mean"})}
-CASES |= {"no_bias": ("DDL-vdim1-gpt-mha-rope", {"ddl_v_bias": False, "ddl_beta_input": "residual"})}
+CASES |= {
+    "gate": (
+        CC,
+        {"ddl_beta_single_linear": False, "ddl_beta_hidden_size": 5, "ddl_update": "write_only"},
+    )
+}
+CASES |= {
+    "pooled": (
+        CC,
+        {"ddl_map": "v", "ddl_k_input": "flat", "ddl_k_norm": "shifted", "ddl_beta_input": "mean"},
+    )
+}
+CASES |= {
+    "no_bias": ("DDL-vdim1-gpt-mha-rope", {"ddl_v_bias": False, "ddl_beta_input": "residual"})
+}
 CASES |= {"constant": ("DDL-vdim1-gpt-mha-rope", {"ddl_v_constant": True})}
 CAUSAL = {"ddl_state_dv_shortconv_causal": True, "ddl_state_shortconv_kernel_size": 3}
 CASES |= {"causal": (CC, CAUSAL), "folded": (CC, {"ddl_cc_read": "folded"})}
@@ -44,10 +68,14 @@ PAIRS = [("def f(", "x):"), ("import", " os"), ("", "return"), ("class A", ":")]
 @pytest.fixture(scope="module")
 def example_stem(tmp_path_factory):
     """The README's stem, which has `import model.gpt as gpt`, in the place of a user's file."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.S)
+    blocks = re.findall(
+        r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.S
+    )
     package = tmp_path_factory.mktemp("stems") / "model"
     package.mkdir()
-    (package / "gated-gpt-mha-rope.py").write_text(next(text for text in blocks if "class Model" in text))
+    (package / "gated-gpt-mha-rope.py").write_text(
+        next(text for text in blocks if "class Model" in text)
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model, "__path__", [*model.__path__, str(package), str(EXAMPLES[0].parent)])
         patch.setattr(model, "STEMS", [*STEMS, *(path.stem for path in EXAMPLES)])
@@ -61,7 +89,9 @@ def ids():
 
 @pytest.fixture(scope="module")
 def reloaded(tmp_path_factory, example_stem, ids):
-    """({case: (our model, transformers' tensors, facts)}, facts of all) of every case, by one process."""
+    """({case: (our model, transformers' tensors, facts)}, facts of all) of every case, by one
+    process.
+    """
     torch.manual_seed(1)
     folder, made = tmp_path_factory.mktemp("exported"), {}
     for case, (stem, keys) in CASES.items():
@@ -71,18 +101,41 @@ def reloaded(tmp_path_factory, example_stem, ids):
         exported(folder / f"{case}_run", folder / f"{case}_bfloat16", "--dtype=bfloat16")
     shutil.copytree(folder / CC, folder / "lacking")
     weights = load_file(folder / CC / "model.safetensors")
-    save_file({k: v for k, v in weights.items() if k != "ln_f.weight"}, folder / "lacking" / "model.safetensors")
-    job = {"ids": ids.tolist(), "folders": [str(folder / case) for case in CASES], "lacking": str(folder / "lacking")}
+    save_file(
+        {k: v for k, v in weights.items() if k != "ln_f.weight"},
+        folder / "lacking" / "model.safetensors",
+    )
+    job = {
+        "ids": ids.tolist(),
+        "folders": [str(folder / case) for case in CASES],
+        "lacking": str(folder / "lacking"),
+    }
     job |= {"text_folder": str(folder / CC), "texts": TEXTS, "pairs": PAIRS}
-    job["bfloat16"] = [str(folder / f"{case}{dtype}") for case in IN_BFLOAT16 for dtype in ("_bfloat16", "")]
+    job["bfloat16"] = [
+        str(folder / f"{case}{dtype}") for case in IN_BFLOAT16 for dtype in ("_bfloat16", "")
+    ]
     (folder / "job.json").write_text(json.dumps(job))
-    home = {"HF_HOME": str(folder / "home"), "HF_MODULES_CACHE": str(folder / "home" / "m"), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-I", str(ROOT / "tests" / "reload_exported.py"), str(folder / "job.json")]
+    home = {
+        "HF_HOME": str(folder / "home"),
+        "HF_MODULES_CACHE": str(folder / "home" / "m"),
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = [
+        sys.executable,
+        "-I",
+        str(ROOT / "tests" / "reload_exported.py"),
+        str(folder / "job.json"),
+    ]
     environment = {**os.environ, **home, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    result = subprocess.run(command, cwd=folder, capture_output=True, env=environment, timeout=300, check=False)
+    result = subprocess.run(
+        command, cwd=folder, capture_output=True, env=environment, timeout=300, check=False
+    )
     assert result.returncode == 0, result.stderr.decode()[-3000:]
     facts = json.loads((folder / "job.facts").read_text())
-    cases = {case: (made[case], torch.load(folder / f"{case}.pt"), facts[str(folder / case)]) for case in CASES}
+    cases = {
+        case: (made[case], torch.load(folder / f"{case}.pt"), facts[str(folder / case)])
+        for case in CASES
+    }
     return folder, cases, facts
 
 
@@ -92,7 +145,9 @@ def case(request, reloaded):
 
 
 def close(found, wanted, tolerance=1e-6):
-    torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance * max(1, float(wanted.abs().max())))
+    torch.testing.assert_close(
+        found, wanted, rtol=0, atol=tolerance * max(1, float(wanted.abs().max()))
+    )
 
 
 @torch.no_grad()
@@ -148,13 +203,17 @@ def test_greedy_text_is_ours(case, ids):
 
 
 def test_the_cache_changes_no_text(case):
-    """Beams, samples and several continuations, whole and padded batches, against passes over all tokens each time."""
+    """Beams, samples and several continuations, whole and padded batches, against passes over all
+    tokens each time.
+    """
     _, found, _ = case
     names = sorted(name.removesuffix("_True") for name in found if name.endswith("_True"))
     assert len(names) == 11
     for name in names:
         assert torch.equal(found[f"{name}_True"], found[f"{name}_False"]), name
-    assert all(tensor.max() < 257 for name, tensor in found.items() if name.endswith(("_True", "_False")))
+    assert all(
+        tensor.max() < 257 for name, tensor in found.items() if name.endswith(("_True", "_False"))
+    )
     assert found["returned_True"].shape == (6, 13)
 
 
@@ -165,13 +224,16 @@ def test_gradients_are_ours(case, ids):
     loss = ours(ids[:, :-1], targets)[1]
     loss.backward()
     close(found["loss"], loss.detach())
-    # A gate's bias has one number, a sum over tokens that may nearly cancel: it is as exact as what was summed.
+    # A gate's bias has one number, a sum over tokens that may nearly cancel: it is as exact as what
+    # was summed.
     largest = max(float(p.grad.abs().max()) for p in ours.parameters() if p.requires_grad)
     for name, parameter in ours.named_parameters():
         if parameter.requires_grad:
             scale = 1e-5 * float(parameter.grad.abs().max()) + 1e-7 * largest
             for prefix in ("gradient.", "checkpointed."):
-                torch.testing.assert_close(found[f"{prefix}{name}"], parameter.grad, rtol=1e-4, atol=scale)
+                torch.testing.assert_close(
+                    found[f"{prefix}{name}"], parameter.grad, rtol=1e-4, atol=scale
+                )
         else:
             assert f"gradient.{name}" not in found
     ours.zero_grad()
@@ -233,13 +295,19 @@ def near(found, wanted, rounding: float):
 @pytest.mark.parametrize("dtype", ["_bfloat16", ""], ids=["of_bfloat16", "of_float32"])
 @pytest.mark.parametrize("case", IN_BFLOAT16)
 def test_every_folder_runs_in_bfloat16(reloaded, ids, case, dtype):
-    """A pass, its gradients, text and lm-eval's scores are near those of the rounded weights in float32."""
+    """A pass, its gradients, text and lm-eval's scores are near those of the rounded weights in
+    float32.
+    """
     folder, cases, _ = reloaded
     found = torch.load(folder / f"{case}{dtype}.bfloat16.pt")
     exact = copy.deepcopy(cases[case][0]).bfloat16().float()
     logits, loss = exact(ids[:, :-1], ids[:, 1:], return_logits=True)
     loss.backward()
-    near(found["gradient"], torch.cat([p.grad.flatten() for p in exact.parameters() if p.grad is not None]), 0.08)
+    near(
+        found["gradient"],
+        torch.cat([p.grad.flatten() for p in exact.parameters() if p.grad is not None]),
+        0.08,
+    )
     near(found["loss"], loss.detach(), 0.02)
     with torch.no_grad():
         logits = exact(ids)[0]
@@ -247,11 +315,16 @@ def test_every_folder_runs_in_bfloat16(reloaded, ids, case, dtype):
         near(found["cached"], logits, 0.04)
         scores = torch.tensor([score_of(exact, *pair)[0] for pair in PAIRS])
         near(found["scores"], scores, 0.02)
-        for name, start, beside in (("text_True", 0, 0), ("text_False", 0, 0), ("padded_text", 4, 1)):
+        for name, start, beside in (
+            ("text_True", 0, 0),
+            ("text_False", 0, 0),
+            ("padded_text", 4, 1),
+        ):
             text = found[name][beside:, start:]
             made = exact(text[:, :-1])[0][:, -6:]
             lost = made.amax(-1) - made.gather(-1, text[:, -6:, None]).squeeze(-1)
-            assert lost.max() < 0.1 * made.abs().max(), name  # any other token would lose most of the range
+            # any other token would lose most of the range
+            assert lost.max() < 0.1 * made.abs().max(), name
 
 
 def score_of(ours, context: str, rest: str) -> tuple[float, bool]:
@@ -272,18 +345,36 @@ def test_our_scripts_read_every_folder(case, reloaded, again, ids):
     assert vars(back.config) == vars(ours.config)
     assert (back.lm_head.weight is back.transformer.wte.weight) == back.config.tie_embeddings
     assert encoding.name == "bytes"
-    assert not {module for module in set(sys.modules) - before if "ddl" in module or "stem" in module}
+    assert not {
+        module for module in set(sys.modules) - before if "ddl" in module or "stem" in module
+    }
 
 
 @pytest.mark.parametrize(
     ("text", "wanted", "needed"),
     [
         ("from model.gpt import GPT, Block as B\n", "from .gpt import GPT, Block as B\n", ["gpt"]),
-        ("import model.gpt as g  # x\n", "from .gpt import __name__ as _\nfrom . import gpt as g  # x\n", ["gpt"]),
-        ("from model import gpt\n", "from .gpt import __name__ as _\nfrom . import gpt as gpt\n", ["gpt"]),
-        ("from model.gpt import (\n    GPT,\n    Block,\n)\nx = 1\n", "from .gpt import GPT, Block\nx = 1\n", ["gpt"]),
+        (
+            "import model.gpt as g  # x\n",
+            "from .gpt import __name__ as _\nfrom . import gpt as g  # x\n",
+            ["gpt"],
+        ),
+        (
+            "from model import gpt\n",
+            "from .gpt import __name__ as _\nfrom . import gpt as gpt\n",
+            ["gpt"],
+        ),
+        (
+            "from model.gpt import (\n    GPT,\n    Block,\n)\nx = 1\n",
+            "from .gpt import GPT, Block\nx = 1\n",
+            ["gpt"],
+        ),
         ("import torch, math\n", "import torch, math\n", []),
-        ("def f():\n    from model.loss import scaled\n", "def f():\n    from .loss import scaled\n", ["loss"]),
+        (
+            "def f():\n    from model.loss import scaled\n",
+            "def f():\n    from .loss import scaled\n",
+            ["loss"],
+        ),
     ],
 )
 def test_imports_become_relative(text, wanted, needed):
@@ -314,7 +405,9 @@ def test_what_the_wrapper_would_leave_out_is_refused():
     made.transformer.h[0].register_buffer("scale", torch.ones(2))
     export.check_exportable(made)
     made.transformer.h[0].register_buffer("steps", torch.ones(2), persistent=False)
-    with pytest.raises(ValueError, match=r"transformer\.h\.0\.steps is a buffer that is not stored"):
+    with pytest.raises(
+        ValueError, match=r"transformer\.h\.0\.steps is a buffer that is not stored"
+    ):
         export.check_exportable(made)
     for name, attribute in (("out_gain", torch.nn.Parameter(torch.ones(2))), ("forward", None)):
         made = build(CC, **TINY)
@@ -331,7 +424,9 @@ def test_the_two_files_that_transformers_loads_name_all_others(reloaded):
     folder = reloaded[0] / next(iter(reloaded[1]))
     others = {path.stem for path in folder.glob("*.py")} - {"modeling_ddl", "configuration_ddl"}
     for name in ("modeling_ddl", "configuration_ddl"):
-        assert others <= set(re.findall(r"^from \.(\w+) import", (folder / f"{name}.py").read_text(), flags=re.M))
+        assert others <= set(
+            re.findall(r"^from \.(\w+) import", (folder / f"{name}.py").read_text(), flags=re.M)
+        )
 
 
 def test_others_can_read_what_is_written(reloaded):
@@ -344,13 +439,30 @@ def test_others_can_read_what_is_written(reloaded):
 def test_the_card_tells_what_is_known(tmp_path):
     run = save_run(tmp_path / "run", noisy(CC, {}), CC)
     lines = [{"step": step, "loss": float(step)} for step in range(1, 9)]
-    lines += [{"step": 7, "val_loss": 1.25, "val_perplexity": 3.49, "val_bits_per_byte": 1.8, "val_sequences": 33}]
-    lines += [{"step": 8, "val_loss": 9.0, "val_perplexity": 8103.0, "val_sequences": 33}]  # after the checkpoint
+    lines += [
+        {
+            "step": 7,
+            "val_loss": 1.25,
+            "val_perplexity": 3.49,
+            "val_bits_per_byte": 1.8,
+            "val_sequences": 33,
+        }
+    ]
+    # after the checkpoint
+    lines += [{"step": 8, "val_loss": 9.0, "val_perplexity": 8103.0, "val_sequences": 33}]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     text = re.sub(" +", " ", (exported(run, tmp_path / "out") / "README.md").read_text())
     assert text.startswith("---\nlibrary_name: transformers\n")
-    rows = ["| steps | 7 |", "| tokens | 672, in sequences of 24 |", "| corpus | stories |", "| `hidden_size` | `12` |"]
-    rows += ["| validation loss | 1.2500 (step 7, 33 sequences) |", "| validation bits per byte | 1.8000 (step 7"]
+    rows = [
+        "| steps | 7 |",
+        "| tokens | 672, in sequences of 24 |",
+        "| corpus | stories |",
+        "| `hidden_size` | `12` |",
+    ]
+    rows += [
+        "| validation loss | 1.2500 (step 7, 33 sequences) |",
+        "| validation bits per byte | 1.8000 (step 7",
+    ]
     for row in (*rows, "| `learning_rate` | `0.01` |"):
         assert row in text, row
     assert "min_lr" not in text
@@ -373,7 +485,9 @@ def test_nothing_is_half_written(tmp_path, monkeypatch):
     run = save_run(tmp_path / "run", noisy(CC, {}), CC)
     out = exported(run, tmp_path / "made" / "out")
     before = {path.name: path.read_bytes() for path in out.iterdir()}
-    monkeypatch.setattr(checkpoint, "save_file", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(
+        checkpoint, "save_file", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full"))
+    )
     for arguments in ([run, out, "--overwrite"], [run, tmp_path / "made" / "other"]):
         assert "disk full" in one_line_error(call("export.py", *arguments))
     assert [path.name for path in out.parent.iterdir()] == ["out"]

@@ -1,4 +1,6 @@
-"""Random mistakes in the configuration: a run trains, or ends with one clear line; never a traceback."""
+"""Random mistakes in the configuration: a run trains, or ends with one clear line; never a
+traceback.
+"""
 
 import random
 
@@ -19,7 +21,9 @@ HELD = {"compile", "wandb_log", "wandb_project", "wandb_run_name", "max_seconds"
 
 
 def mutated(draw: random.Random, base: list[str]) -> list[str]:
-    """Another variant, and one to three changes: a key with another value, one without a value, or a stray word."""
+    """Another variant, and one to three changes: a key with another value, one without a value, or
+    a stray word.
+    """
     stem = draw.choice(sorted(PAPER))
     schema = knobs(train.TrainConfig, model_class(stem).Config)
     arguments = [*base, f"--model={stem}"]
@@ -37,7 +41,13 @@ def mutated(draw: random.Random, base: list[str]) -> list[str]:
 def test_mutated_configurations_train_or_end_in_one_line(corpus, tmp_path, monkeypatch, count):
     draw, trained, refused = random.Random(count + 1), 0, []
     monkeypatch.chdir(tmp_path)
-    short = {"max_steps": 2, "warmup_steps": 1, "checkpoint_interval": 2, "eval_interval": 2, "eval_full": False}
+    short = {
+        "max_steps": 2,
+        "warmup_steps": 1,
+        "checkpoint_interval": 2,
+        "eval_interval": 2,
+        "eval_full": False,
+    }
     for number in range(count):
         out = tmp_path / f"run_{number}"
         arguments = mutated(draw, small_run(corpus, out, **short, max_seconds=10.0))
@@ -45,7 +55,11 @@ def test_mutated_configurations_train_or_end_in_one_line(corpus, tmp_path, monke
         result = call("train.py", *arguments)
         trained += (out / "metrics.jsonl").exists()
         if result.returncode not in (0, 75):
-            lines = [line for line in result.stderr.decode().splitlines() if not line.startswith("warning")]
+            lines = [
+                line
+                for line in result.stderr.decode().splitlines()
+                if not line.startswith("warning")
+            ]
             assert result.returncode in (1, 2)
             assert len(lines) == 1
             assert len(lines[0]) > 20

@@ -1,4 +1,6 @@
-"""model/generation.py: how a token is drawn, against transformers' own processors; batches; and stop strings."""
+"""model/generation.py: how a token is drawn, against transformers' own processors; batches; and
+stop strings.
+"""
 
 import pytest
 import torch
@@ -16,11 +18,15 @@ BYTES = byte_tokenizer()
 
 
 def reference(logits, sampling: Sampling, ids):
-    """Probabilities by the processors of the transformers library, in the order in which it applies them."""
+    """Probabilities by the processors of the transformers library, in the order in which it applies
+    them.
+    """
     transformers = pytest.importorskip("transformers")
     scores = logits.double()
     if sampling.repetition_penalty != 1:
-        scores = transformers.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(ids, scores)
+        scores = transformers.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(
+            ids, scores
+        )
     scores = transformers.TemperatureLogitsWarper(sampling.temperature)(ids, scores)
     if sampling.top_k:
         scores = transformers.TopKLogitsWarper(sampling.top_k)(ids, scores)
@@ -62,15 +68,21 @@ def test_temperature_zero_is_the_likeliest_after_the_penalty():
     logits = torch.tensor([[1.0, 3.0, 2.0], [-1.0, -3.0, -2.0]])
     present = torch.tensor([[False, True, False], [True, False, False]])
     assert draw(logits, Sampling(temperature=0), None).tolist() == [1, 0]
-    assert draw(logits, Sampling(temperature=0, repetition_penalty=2.5), None, present).tolist() == [2, 2]
+    assert draw(
+        logits, Sampling(temperature=0, repetition_penalty=2.5), None, present
+    ).tolist() == [2, 2]
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_p=0.9), Sampling(top_k=2), Sampling(min_p=0.5)])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(top_p=0.9), Sampling(top_k=2), Sampling(min_p=0.5)]
+)
 def test_extreme_uniform_numbers_draw_only_what_is_possible(sampling):
     logits = torch.full((2, 300), -1e9)
     logits[:, 100:103] = torch.tensor([1.0, 2.0, 3.0])
     for scale in torch.linspace(0.1, 3, 200):  # sums of probabilities that round in many ways
-        tokens = draw(logits * scale, sampling, torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64))
+        tokens = draw(
+            logits * scale, sampling, torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+        )
         assert all(100 <= token <= 102 for token in tokens.tolist())
 
 
@@ -96,7 +108,9 @@ GREEDY = Sampling(temperature=0)
 
 @torch.no_grad()
 def recomputed(model, prompt, count: int, length: int):
-    """The likeliest continuation by whole passes, and the smallest lead of a choice over the next best."""
+    """The likeliest continuation by whole passes, and the smallest lead of a choice over the next
+    best.
+    """
     context, made, lead = list(prompt), [], float("inf")
     for _ in range(count):
         if len(context) > length:
@@ -117,7 +131,9 @@ def lively(stem, **keys):
 
 
 def greedy(decoder, prompts, count):
-    steps = list(Generation(decoder, prompts, count, GREEDY, [0] * len(prompts), None, TINY["vocab_size"]))
+    steps = list(
+        Generation(decoder, prompts, count, GREEDY, [0] * len(prompts), None, TINY["vocab_size"])
+    )
     return [list(row) for row in zip(*steps)]
 
 
@@ -139,7 +155,9 @@ def test_the_penalty_lies_on_all_tokens_of_a_text():
     penalty = transformers.RepetitionPenaltyLogitsProcessor(3.0)
     model, prompts = lively("DDL-gpt-mha-rope"), [[5, 6, 7, 5], [1]]
     sampling = Sampling(temperature=0, repetition_penalty=3.0)
-    texts = zip(*Generation(Decoder(model, 2), prompts, 12, sampling, [0, 0], None, TINY["vocab_size"]))
+    texts = zip(
+        *Generation(Decoder(model, 2), prompts, 12, sampling, [0, 0], None, TINY["vocab_size"])
+    )
     for prompt, text in zip(prompts, texts):
         for token in text:
             ids = torch.tensor([prompt])
@@ -151,7 +169,9 @@ def test_a_text_does_not_depend_on_its_batch():
     model, sampling = lively("DDL-gpt-mha-rope-EC"), Sampling(top_p=0.95, repetition_penalty=1.2)
 
     def run(prompts, seeds, rows, length=16):
-        steps = Generation(Decoder(model, rows, length), prompts, 25, sampling, seeds, 3, TINY["vocab_size"])
+        steps = Generation(
+            Decoder(model, rows, length), prompts, 25, sampling, seeds, 3, TINY["vocab_size"]
+        )
         return [[token for token in row if token is not None] for row in zip(*steps)]
 
     prompts, seeds = [[1], [4, 4, 4, 4, 9], [8, 1]], [0, 1, 5]
@@ -167,13 +187,17 @@ def test_a_row_ends_alone():
     whole = greedy(Decoder(model, 2), [[1, 2], [7]], 12)
     stop = whole[0][4]
     first = whole[0].index(stop)
-    generation = Generation(Decoder(model, 2), [[1, 2], [7]], 12, GREEDY, [0, 0], stop, TINY["vocab_size"])
+    generation = Generation(
+        Decoder(model, 2), [[1, 2], [7]], 12, GREEDY, [0, 0], stop, TINY["vocab_size"]
+    )
     rows = [list(row) for row in zip(*generation)]
     assert rows[0][: first + 1] == [*whole[0][:first], None]
     assert set(rows[0][first:]) == {None}
     second = whole[1].index(stop) if stop in whole[1] else 12
     assert rows[1][:second] == whole[1][:second]
-    generation = Generation(Decoder(model, 2), [[1, 2], [7]], 12, GREEDY, [0, 0], None, TINY["vocab_size"])
+    generation = Generation(
+        Decoder(model, 2), [[1, 2], [7]], 12, GREEDY, [0, 0], None, TINY["vocab_size"]
+    )
     steps = []
     for tokens in generation:
         steps.append(tokens)
@@ -186,7 +210,9 @@ def test_a_row_ends_alone():
 def test_a_row_that_ended_full_does_not_stop_the_others():
     model, prompts = lively("DDL-gpt-mha-rope"), [list(range(16)), [7]]
     alone = greedy(Decoder(model, 1), prompts[1:], 20)[0]
-    generation = Generation(Decoder(model, 2), prompts, 20, GREEDY, [0, 0], None, TINY["vocab_size"])
+    generation = Generation(
+        Decoder(model, 2), prompts, 20, GREEDY, [0, 0], None, TINY["vocab_size"]
+    )
     found = []
     for tokens in generation:
         generation.stop(0)
@@ -201,19 +227,25 @@ def test_random_numbers_are_a_seeds_own(monkeypatch):
     found = torch.stack([generation.uniform(step) for step in range(10)], dim=1)
     for row, seed in enumerate((5, 6)):
         generator = torch.Generator().manual_seed(seed)
-        wanted = torch.cat([torch.rand(4, generator=generator, dtype=torch.float64) for _ in range(3)])
+        wanted = torch.cat(
+            [torch.rand(4, generator=generator, dtype=torch.float64) for _ in range(3)]
+        )
         assert torch.equal(found[row], wanted[:10])
 
 
 def test_what_the_decoder_has_no_row_for_is_refused():
     decoder = Decoder(build("gpt-mha-rope", **TINY), 2)
     for prompts in ([], [[1], [2], [3]], [[1], []]):
-        with pytest.raises(ValueError, match=r"prompts for 2 rows: give 1 to that many, each of 1 token or more"):
+        with pytest.raises(
+            ValueError, match=r"prompts for 2 rows: give 1 to that many, each of 1 token or more"
+        ):
             Generation(decoder, prompts, 1, GREEDY, [0] * len(prompts), None, 29)
 
 
 def shown(tokens: list[int], stop: list[str]):
-    """(text, how many tokens were taken) as `Text` shows it, which never takes back what it has shown."""
+    """(text, how many tokens were taken) as `Text` shows it, which never takes back what it has
+    shown.
+    """
     text, pieces = Text(BYTES, stop), []
     for count, token in enumerate(tokens, 1):
         pieces.append(text.add(token))
@@ -223,7 +255,9 @@ def shown(tokens: list[int], stop: list[str]):
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.text("abé🙂", max_size=30), st.lists(st.text("abé🙂", min_size=1, max_size=5), max_size=3))
+@given(
+    st.text("abé🙂", max_size=30), st.lists(st.text("abé🙂", min_size=1, max_size=5), max_size=3)
+)
 def test_text_ends_before_the_first_stop_string(text, stop):
     end = min((text.find(s) + len(s) for s in stop if s in text), default=len(text))
     wanted = text[: min((text[:end].find(s) for s in stop if s in text[:end]), default=end)]
@@ -249,9 +283,13 @@ def test_pieces_of_several_texts():
     steps = list(zip(*Generation(decoder, prompts, 40, sampling, seeds, 256, 257)))
     for row in range(2):
         tokens = [token for token in steps[row] if token is not None]
-        assert "".join(piece for r, piece, _ in pieces if r == row and piece) == bytes(tokens).decode(errors="replace")
+        assert "".join(piece for r, piece, _ in pieces if r == row and piece) == bytes(
+            tokens
+        ).decode(errors="replace")
         assert sum(new for r, _, new in pieces if r == row) == len(tokens)
-        assert [piece for r, piece, _ in pieces if r == row].index(None) == sum(r == row for r, _, _ in pieces) - 1
+        assert [piece for r, piece, _ in pieces if r == row].index(None) == sum(
+            r == row for r, _, _ in pieces
+        ) - 1
     stop = [bytes([row[5]]).decode(errors="replace") for row in steps]
     pieces = list(generate_text(decoder, BYTES, prompts, 10, sampling, seeds, stop))
     assert not any(text in "".join(piece for _, piece, _ in pieces if piece) for text in stop)

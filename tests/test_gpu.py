@@ -12,8 +12,17 @@ from data.loader import prefetched
 from model import build, layers
 from training import checkpoint, metrics
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-SIZE = {"vocab_size": 512, "block_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2, "head_dim": 64}
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SIZE = {
+    "vocab_size": 512,
+    "block_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "head_dim": 64,
+}
 SIZE |= {"hidden_size": 128}
 
 
@@ -41,7 +50,10 @@ def test_gradients_equal_the_cpus(stem, compiled):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_product_that_asks_for_it_is_not_rounded(compiled):
-    """Nor are those of its gradients. The plain one is, to the 10 bits of TF32: the setting is on."""
+    """Nor are those of its gradients.
+
+    The plain one is, to the 10 bits of TF32: the setting is on.
+    """
     layer, x = torch.nn.Linear(512, 64).cuda(), torch.randn(4096, 512, device="cuda")
     weight = torch.randn(4096, 64, device="cuda")
 
@@ -64,7 +76,13 @@ def test_a_product_that_asks_for_it_is_not_rounded(compiled):
 
 def test_a_run_trains_and_resumes(corpus, tmp_path, monkeypatch):
     for steps in (6, 12):
-        keys = {"device": "cuda", "dtype": "bfloat16", "compile": True, "max_steps": steps, "resume": "auto"}
+        keys = {
+            "device": "cuda",
+            "dtype": "bfloat16",
+            "compile": True,
+            "max_steps": steps,
+            "resume": "auto",
+        }
         monkeypatch.setattr("sys.argv", ["train.py", *small_run(corpus, tmp_path / "run", **keys)])
         train.main()
     records = [r for r in metrics.read(tmp_path / "run" / "metrics.jsonl") if "loss" in r]
@@ -81,11 +99,26 @@ def test_prefetched_batches_arrive_whole():
 
 
 def test_a_resumed_run_is_the_whole_one_bit_for_bit(corpus, tmp_path, monkeypatch):
-    constant = {"schedule": "wsd", "decay_steps": 0, "eval_full": False, "resume": "auto", "checkpoint_interval": 100}
-    keys = {"device": "cuda", "dtype": "bfloat16", "compile": True, "deterministic": True, **constant}
+    constant = {
+        "schedule": "wsd",
+        "decay_steps": 0,
+        "eval_full": False,
+        "resume": "auto",
+        "checkpoint_interval": 100,
+    }
+    keys = {
+        "device": "cuda",
+        "dtype": "bfloat16",
+        "compile": True,
+        "deterministic": True,
+        **constant,
+    }
     for name, ends in (("whole", [12]), ("parts", [5, 12])):
         for steps in ends:
-            monkeypatch.setattr("sys.argv", ["train.py", *small_run(corpus, tmp_path / name, **keys, max_steps=steps)])
+            monkeypatch.setattr(
+                "sys.argv",
+                ["train.py", *small_run(corpus, tmp_path / name, **keys, max_steps=steps)],
+            )
             train.main()
     whole, parts = (checkpoint.find(tmp_path / name) for name in ("whole", "parts"))
     for file in ("model.safetensors", "optimizer.safetensors"):
@@ -95,7 +128,13 @@ def test_a_resumed_run_is_the_whole_one_bit_for_bit(corpus, tmp_path, monkeypatc
 def test_a_step_that_is_no_number_leaves_the_state_before_it(corpus, tmp_path, monkeypatch, capsys):
     """The device leaves it out before the program knows."""
     run = tmp_path / "run"
-    keys = {"learning_rate": 1e30, "warmup_steps": 0, "grad_clip": 0.0, "checkpoint_interval": 1, "device": "cuda"}
+    keys = {
+        "learning_rate": 1e30,
+        "warmup_steps": 0,
+        "grad_clip": 0.0,
+        "checkpoint_interval": 1,
+        "device": "cuda",
+    }
     monkeypatch.setattr("sys.argv", ["train.py", *small_run(corpus, run, **keys)])
     with pytest.raises(SystemExit) as stopped:
         train.main()

@@ -1,6 +1,8 @@
-"""The fused kernels compiled, by the checks of test_kernels.py and test_kernel_streams.py; run with `pytest -m gpu`.
+"""The fused kernels compiled, by the checks of test_kernels.py and test_kernel_streams.py; run with
+`pytest -m gpu`.
 
-Few combinations, because each is another kernel to compile; test_kernels.py has them all, interpreted.
+Few combinations, because each is another kernel to compile; test_kernels.py has them all,
+interpreted.
 """
 
 import copy
@@ -26,13 +28,25 @@ pytestmark = [
 CC, TC = "DDL-gpt-mha-rope-CC", "DDL-gpt-mha-rope"
 # Two or three tokens a program, and a last program with fewer: 1,100 rows on 132 multiprocessors.
 STEPS = [Step(768, v, 1, 2, 550, "bf16", pending=v % 2) for v in (1, 2, 4, 8)]
-STEPS += [Step(768, 4, 4, 3, 60, "bf16", store=False), Step(1024, 4, T=5, dtype="bf16"), Step(37, 8, 4, 2, 60)]
-STEPS += [Step(96, 2, 3, 2, 40, "fp16", form="raw", value_input="context"), Step(T=1100), Step(logits=40.0)]
-STEPS += [Step(form="constant", heads="gate", erase=False, zero_h=True), Step(h_scale=1e-20, with_x_in=False, heads="")]
+STEPS += [
+    Step(768, 4, 4, 3, 60, "bf16", store=False),
+    Step(1024, 4, T=5, dtype="bf16"),
+    Step(37, 8, 4, 2, 60),
+]
+STEPS += [
+    Step(96, 2, 3, 2, 40, "fp16", form="raw", value_input="context"),
+    Step(T=1100),
+    Step(logits=40.0),
+]
+STEPS += [
+    Step(form="constant", heads="gate", erase=False, zero_h=True),
+    Step(h_scale=1e-20, with_x_in=False, heads=""),
+]
 STEPS += [Step(K=3, v=2, write=False, store=False, pending=1, repeated=True, T=40)]
 
 
-# Loads that run ahead, by every way of it, and vectors of several pieces, of which the last is not full.
+# Loads that run ahead, by every way of it, and vectors of several pieces, of which the last is not
+# full.
 LONG = [Step(768, v, 1, 2, 550, "bf16", pending=1, store=False) for v in (1, 4)]
 LONG += [
     Step(768, 4, 4, 2, 550, "bf16"),
@@ -88,7 +102,9 @@ def test_rotation_and_norm(shape, dtype):
 
 def test_rotation_gives_the_same_bits():
     inputs = fused.heads_inputs(2, 1024, 6, 128, "bf16", True)
-    assert all(torch.equal(one, other) for one, other in zip(fused.heads(*inputs), fused.heads(*inputs)))
+    assert all(
+        torch.equal(one, other) for one, other in zip(fused.heads(*inputs), fused.heads(*inputs))
+    )
 
 
 @pytest.mark.parametrize("stem", PAPER)
@@ -106,7 +122,8 @@ def test_model_of_joined_products(setting, monkeypatch):
     ids, targets = fused.tokens_of(model)
     wanted = copy.deepcopy(model).double()(ids, targets)[1]
     model.to("cuda")
-    for name, rtol in (("high", 3e-3), ("highest", 1e-5)):  # with TF32 emulated: up to 1.0e-3 over twelve seeds
+    # with TF32 emulated: up to 1.0e-3 over twelve seeds
+    for name, rtol in (("high", 3e-3), ("highest", 1e-5)):
         with precision(name):
             found = model(ids.to("cuda"), targets.to("cuda"))[1]
         torch.testing.assert_close(found.cpu().double(), wanted, rtol=rtol, atol=1e-6)
@@ -123,7 +140,9 @@ def test_intervals_change_no_bit(stem):
 
 @pytest.mark.parametrize("stem", ["DDL-gpt-mha-rope-EC", "gpt-mha-rope"])
 def test_compiled_by_inductor(stem):
-    """Its attention may round other numbers to TF32; with that emulated, a gradient is up to 1.9e-2 from float64."""
+    """Its attention may round other numbers to TF32; with that emulated, a gradient is up to 1.9e-2
+    from float64.
+    """
     model = tiny(stem, num_hidden_layers=1)
     fused.check_compiled(model, "inductor", 6e-2)
     with precision("highest"):

@@ -1,4 +1,6 @@
-"""Folders that are damaged, foreign or hostile: one line that names file and fault, and nothing in them executed."""
+"""Folders that are damaged, foreign or hostile: one line that names file and fault, and nothing in
+them executed.
+"""
 
 import io
 import json
@@ -86,7 +88,9 @@ def archive(trap: Trap) -> bytes:
 
 
 @pytest.mark.parametrize("packed", [pickle.dumps, archive])
-@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json", "pytorch_model.bin"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "tokenizer.json", "config.json", "pytorch_model.bin"]
+)
 def test_pickles_are_not_executed(folder, name, packed, tmp_path):
     trap = tmp_path / "executed"
     pickle.loads(pickle.dumps(Trap(trap)))
@@ -117,7 +121,10 @@ def test_non_finite_weights(folder, value):
         tensors["transformer.h.1.mlp.c_fc1.weight"][3, 2] = value
 
     change_weights(folder, spoil)
-    assert "model.safetensors: transformer.h.1.mlp.c_fc1.weight holds NaN or infinite numbers" in refused(folder)
+    assert (
+        "model.safetensors: transformer.h.1.mlp.c_fc1.weight holds NaN or infinite numbers"
+        in refused(folder)
+    )
 
 
 @pytest.mark.parametrize(
@@ -126,8 +133,14 @@ def test_non_finite_weights(folder, value):
         (lambda t: t.pop("transformer.h.0.ln_2.weight"), "transformer.h.0.ln_2.weight is missing"),
         (lambda t: t.update({"extra": torch.ones(1)}), "'extra' is not one of its weights"),
         (lambda t: t.update({"ln_f.weight": torch.ones(13)}), "ln_f.weight is (13,), needed (12,)"),
-        (lambda t: t.update({"ln_f.weight": torch.ones(12, dtype=torch.int64)}), "'ln_f.weight' is not a tensor of"),
-        (lambda t: t.update({"lm_head.weight": torch.ones(260, 12)}), "differs from transformer.wte.weight"),
+        (
+            lambda t: t.update({"ln_f.weight": torch.ones(12, dtype=torch.int64)}),
+            "'ln_f.weight' is not a tensor of",
+        ),
+        (
+            lambda t: t.update({"lm_head.weight": torch.ones(260, 12)}),
+            "differs from transformer.wte.weight",
+        ),
     ],
 )
 def test_weights_of_another_model(folder, change, message):
@@ -138,7 +151,10 @@ def test_weights_of_another_model(folder, change, message):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"num_hidden_layers": 10**9}, "transformer.h.2 is missing, the config has num_hidden_layers=1000000000"),
+        (
+            {"num_hidden_layers": 10**9},
+            "transformer.h.2 is missing, the config has num_hidden_layers=1000000000",
+        ),
         ({"num_hidden_layers": 1}, "is not one of its weights"),
         ({"hidden_size": 24}, "needed ("),
         ({"block_size": 10**12}, "block_size=1000000000000 is more than"),
@@ -164,9 +180,7 @@ def test_files_that_are_not_json(folder, text, message, name):
     assert name in line
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("model", 5), ("step", "7"), ("corpus", None)]
-)
+@pytest.mark.parametrize(("key", "value"), [("model", 5), ("step", "7"), ("corpus", None)])
 def test_states_of_wrong_types(whole, tmp_path, key, value):
     folder = Path(shutil.copytree(whole / "checkpoint", tmp_path / "c"))
     state = json.loads((folder / "state.json").read_text())
@@ -198,7 +212,10 @@ def vocabulary(change):
         (vocabulary(lambda v: v.update({"ab": v.pop("a")})), "it lacks bytes"),
         (lambda c: c.update(normalizer={"type": "NFC"}), "it changes text before it splits it"),
         (lambda c: c.update(pre_tokenizer=None), "no tokenizer that export.py writes"),
-        (lambda c: c["pre_tokenizer"]["pretokenizers"][0].update(behavior="Removed"), "splits text in another way"),
+        (
+            lambda c: c["pre_tokenizer"]["pretokenizers"][0].update(behavior="Removed"),
+            "splits text in another way",
+        ),
     ],
 )
 def test_tokenizers_of_another_form(whole, tmp_path, change, message):
@@ -224,7 +241,10 @@ def sharded(folder: Path) -> dict:
     """The weights as two files and an index, as transformers writes large models."""
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    names, parts = sorted(tensors), ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+    names, parts = (
+        sorted(tensors),
+        ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
+    )
     files = {name: parts[number % 2] for number, name in enumerate(names)}
     for part in parts:
         save_file({name: tensors[name] for name in names if files[name] == part}, folder / part)
@@ -236,7 +256,9 @@ def test_shards_are_read_by_their_index(whole, tmp_path, kind):
     folder = Path(shutil.copytree(whole / kind, tmp_path / kind))
     files, index = sharded(folder), folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {}, "weight_map": files}))
-    made, before = (checkpoint.load_model(path, "cpu")[0].state_dict() for path in (folder, whole / kind))
+    made, before = (
+        checkpoint.load_model(path, "cpu")[0].state_dict() for path in (folder, whole / kind)
+    )
     assert all(torch.equal(made[name], before[name]) for name in before)
     outside = tmp_path / "outside.safetensors"
     shutil.copy(folder / "model-00001-of-00002.safetensors", outside)
@@ -257,7 +279,9 @@ def test_shards_are_read_by_their_index(whole, tmp_path, kind):
 def test_pairs_that_do_not_fit(whole, tmp_path):
     folder = Path(shutil.copytree(whole / "released", tmp_path / "r"))
     change_weights(folder, lambda tensors: tensors.update({"readout.read": torch.ones(3)}))
-    with pytest.raises(ValueError, match=r"readout\.read is \(3,\), readout\.weight \(12, 4\): no pair"):
+    with pytest.raises(
+        ValueError, match=r"readout\.read is \(3,\), readout\.weight \(12, 4\): no pair"
+    ):
         checkpoint.load_model(folder, "cpu")
 
 

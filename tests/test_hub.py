@@ -39,7 +39,12 @@ configs:
 """
 DOCUMENTS = [f"document {i}: größe " + f"{i * i} " * (i % 150) for i in range(1000)]
 STREAM = [token for text in DOCUMENTS for token in (256, *text.encode())]
-OPTIONS = ["--sample=sample-10BT", "--tokenizer=bytes", "--val_tokens=30000", "--shard_tokens=20000"]
+OPTIONS = [
+    "--sample=sample-10BT",
+    "--tokenizer=bytes",
+    "--val_tokens=30000",
+    "--shard_tokens=20000",
+]
 
 
 def parquet_bytes(texts) -> bytes:
@@ -188,12 +193,24 @@ def test_the_commit_stays_the_one_it_was_begun_with(server, client, fineweb, und
 
 
 LASTING = {
-    "no data set": (["--repository=org/nothing"], [], "the hub knows no such data set, or hides it"),
+    "no data set": (
+        ["--repository=org/nothing"],
+        [],
+        "the hub knows no such data set, or hides it",
+    ),
     "no column": (["--column=body"], [], "has no column body, it has id, text, score: give --col"),
     "no configuration": (["--sample=sample-350BT", "--max_tokens=90000"], [], "'sample-350BT' not"),
     "no revision": (["--revision=v9"], [], "it has no revision v9: give another --revision"),
-    "no terms": ([], [Fault("status", "/resolve/", 403)], "`hf auth login` with an account that may"),
-    "no patience": (["--retry_minutes=0"], [Fault("status", FILES)], ", for --retry_minutes=0 by now"),
+    "no terms": (
+        [],
+        [Fault("status", "/resolve/", 403)],
+        "`hf auth login` with an account that may",
+    ),
+    "no patience": (
+        ["--retry_minutes=0"],
+        [Fault("status", FILES)],
+        ", for --retry_minutes=0 by now",
+    ),
     "no sense": (["--retry_minutes=-1"], [], "--retry_minutes=-1: give 0 or more"),
 }
 
@@ -274,7 +291,10 @@ def test_splits_and_files_that_cannot_be_read_are_named(clone, tmp_path):
 @pytest.fixture
 def shared(server, tmp_path):
     """Shards as a repository of the hub; its commit."""
-    draw, files = np.random.default_rng(0), {"sub/a_train_0.bin": b"no shard", "README.md": b"shards"}
+    draw, files = (
+        np.random.default_rng(0),
+        {"sub/a_train_0.bin": b"no shard", "README.md": b"shards"},
+    )
     for number, split in enumerate(("val", "train", "train", "train")):
         name = f"edu_fineweb_{split}_{number:06d}.bin"
         shards.write_shard(tmp_path / name, draw.integers(0, 257, 50_000 if number == 3 else 400))

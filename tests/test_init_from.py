@@ -1,4 +1,6 @@
-"""Training from the weights of a folder: what it settles, what it leaves to the run, and that it is read once."""
+"""Training from the weights of a folder: what it settles, what it leaves to the run, and that it is
+read once.
+"""
 
 import json
 import shutil
@@ -58,7 +60,11 @@ def weights(out: Path, step: int) -> dict:
 def test_training_starts_from_the_weights(corpus, folders, tmp_path, kind):
     """Nothing is learned at a rate of zero, so the first checkpoint holds the folder's weights."""
     out = tmp_path / "out"
-    run(arguments(corpus, out, init_from=folders / kind, learning_rate=0, max_steps=1, eval_full=False))
+    run(
+        arguments(
+            corpus, out, init_from=folders / kind, learning_rate=0, max_steps=1, eval_full=False
+        )
+    )
     state = json.loads((out / "checkpoints" / "step_00000001" / "state.json").read_text())
     assert (state["step"], state["model"]) == (1, STEM)
     assert state["model_config"] == vars(build(STEM, **KEYS).config)
@@ -70,21 +76,40 @@ def test_training_starts_from_the_weights(corpus, folders, tmp_path, kind):
 
 
 def test_a_pair_stays_one(corpus, tmp_path):
-    """Both of its parameters are trained, as in the authors' code, and leave under their names as they came."""
+    """Both of its parameters are trained, as in the authors' code, and leave under their names as
+    they came.
+    """
     torch.manual_seed(4)
-    keys = {**KEYS, "ddl_value_channels": 3, "ddl_cc_read": "pair", "ddl_state_dv_shortconv_causal": True}
+    keys = {
+        **KEYS,
+        "ddl_value_channels": 3,
+        "ddl_cc_read": "pair",
+        "ddl_state_dv_shortconv_causal": True,
+    }
     made = build(STEM, **keys, ddl_state_shortconv_kernel_size=2)
     folder, written = tmp_path / "released", released.state_dict(made)
     folder.mkdir()
-    save_file({name: value.clone() for name, value in written.items()}, folder / "model.safetensors")
+    save_file(
+        {name: value.clone() for name, value in written.items()}, folder / "model.safetensors"
+    )
     (folder / "config.json").write_text(json.dumps(released.config_of(made)))
     for name, rate in (("still", 0), ("moved", 1e-3)):
-        changes = {"init_from": folder, "learning_rate": rate, "min_lr": rate, "max_steps": 1, "eval_full": False}
+        changes = {
+            "init_from": folder,
+            "learning_rate": rate,
+            "min_lr": rate,
+            "max_steps": 1,
+            "eval_full": False,
+        }
         run(arguments(corpus, tmp_path / name, **changes))
     still, moved = weights(tmp_path / "still", 1), weights(tmp_path / "moved", 1)
     assert all(torch.equal(value, made.state_dict()[name]) for name, value in still.items())
-    assert all(not torch.equal(moved[name], still[name]) for name in ("readout.read", "readout.weight"))
-    state = json.loads((tmp_path / "still" / "checkpoints" / "step_00000001" / "state.json").read_text())
+    assert all(
+        not torch.equal(moved[name], still[name]) for name in ("readout.read", "readout.weight")
+    )
+    state = json.loads(
+        (tmp_path / "still" / "checkpoints" / "step_00000001" / "state.json").read_text()
+    )
     names = ("ddl_cc_read", "ddl_state_dv_shortconv_causal", "ddl_state_shortconv_kernel_size")
     assert [state["model_config"][name] for name in names] == ["pair", True, 2]
     back = released.state_dict(checkpoint.load_model(tmp_path / "still", "cpu")[0])
@@ -95,34 +120,48 @@ def test_a_pair_stays_one(corpus, tmp_path):
 
 def test_the_optimizer_begins_afresh_and_learns(corpus, folders, tmp_path):
     run(arguments(corpus, tmp_path / "out", init_from=folders / "exported"))
-    moments = load_file(tmp_path / "out" / "checkpoints" / "step_00000003" / "optimizer.safetensors")
+    moments = load_file(
+        tmp_path / "out" / "checkpoints" / "step_00000003" / "optimizer.safetensors"
+    )
     steps = {float(value) for name, value in moments.items() if name.endswith("step")}
     assert steps == {3.0}
     before = load_file(folders / "exported" / "model.safetensors")
-    assert all(not torch.equal(value, before[name]) for name, value in weights(tmp_path / "out", 6).items())
+    assert all(
+        not torch.equal(value, before[name]) for name, value in weights(tmp_path / "out", 6).items()
+    )
 
 
-def test_a_run_that_goes_on_is_bit_for_bit_the_whole_one_and_does_not_need_the_folder(corpus, folders, tmp_path):
+def test_a_run_that_goes_on_is_bit_for_bit_the_whole_one_and_does_not_need_the_folder(
+    corpus, folders, tmp_path
+):
     source = Path(shutil.copytree(folders / "exported", tmp_path / "source"))
     keys = {"init_from": source, "resume": "auto", "eval_full": False, "checkpoint_interval": 2}
     run(arguments(corpus, tmp_path / "out", **keys))
     wanted = weights(tmp_path / "out", 6)
     shutil.rmtree(source)
-    run(arguments(corpus, tmp_path / "fresh", **keys), code=2)  # nothing to go on from, and no folder
+    # nothing to go on from, and no folder
+    run(arguments(corpus, tmp_path / "fresh", **keys), code=2)
     assert not (tmp_path / "fresh").exists()
     another = {**keys, "init_from": folders / "run"}
     assert "init_from=" in run(arguments(corpus, tmp_path / "out", **another, max_steps=8), code=2)
     damaged = tmp_path / "out" / "checkpoints" / "step_00000006"  # the one before it counts
     (damaged / "state.json").write_text("")
     run(arguments(corpus, tmp_path / "out", **keys))
-    assert all(torch.equal(value, wanted[name]) for name, value in weights(tmp_path / "out", 6).items())
+    assert all(
+        torch.equal(value, wanted[name]) for name, value in weights(tmp_path / "out", 6).items()
+    )
 
 
 def test_a_longer_context_is_legal(corpus, folders, tmp_path):
     """RoPE tables are computed for it; the folder's length is the default."""
-    config, model_config = train.configure(arguments(corpus, tmp_path, init_from=folders / "released", block_size=40))
+    config, model_config = train.configure(
+        arguments(corpus, tmp_path, init_from=folders / "released", block_size=40)
+    )
     assert (config.model, model_config.block_size, model_config.ddl_value_channels) == (STEM, 40, 2)
-    assert train.configure(arguments(corpus, tmp_path, init_from=folders / "released"))[1].block_size == 16
+    assert (
+        train.configure(arguments(corpus, tmp_path, init_from=folders / "released"))[1].block_size
+        == 16
+    )
     argv = arguments(corpus, tmp_path / "x", init_from=folders / "run", block_size=40, dry_run=True)
     assert "parameters" in run(argv)
     assert not (tmp_path / "x").exists()
@@ -133,7 +172,10 @@ def test_a_longer_context_is_legal(corpus, folders, tmp_path):
     [
         ({"hidden_size": 24}, r"hidden_size=24, but init_from=.* has 12: leave the key out"),
         ({"mup": False}, r"mup=False, but init_from=.* has True"),
-        ({"model": "DDL-gpt-mha-rope"}, r"model='DDL-gpt-mha-rope', but init_from=.* has 'DDL-gpt-mha-rope-CC-EC'"),
+        (
+            {"model": "DDL-gpt-mha-rope"},
+            r"model='DDL-gpt-mha-rope', but init_from=.* has 'DDL-gpt-mha-rope-CC-EC'",
+        ),
         ({"init_from": "nowhere"}, "nowhere holds no checkpoint"),
         ({"init_from": "resume"}, "init_from=resume: give --resume=auto"),
         ({"init_from": "docs"}, "docs holds no checkpoint"),
@@ -146,9 +188,12 @@ def test_contradictions_are_refused_by_name(corpus, folders, tmp_path, keys, mes
 
 def test_a_config_file_counts_as_the_user(corpus, folders, tmp_path, capsys):
     file = tmp_path / "mine.py"
-    file.write_text(f"init_from = {str(folders / 'run')!r}\nhidden_size = 12\nddl_beta_init = 0.25\n")
+    file.write_text(
+        f"init_from = {str(folders / 'run')!r}\nhidden_size = 12\nddl_beta_init = 0.25\n"
+    )
     _, model_config = train.configure([str(file)])
-    assert vars(model_config) == vars(build(STEM, **KEYS).config)  # an initialisation that does not take place
+    # an initialisation that does not take place
+    assert vars(model_config) == vars(build(STEM, **KEYS).config)
     assert "note: ddl_beta_init: no effect with init_from" in capsys.readouterr().err
     file.write_text(f"init_from = {str(folders / 'run')!r}\nrope_base = 5e5\n")
     with pytest.raises(ValueError, match=r"rope_base=500000\.0, but init_from=.* has 10000\.0"):
@@ -163,7 +208,9 @@ def test_another_tokenizer_is_refused(corpus, folders, tmp_path):
     save_run(tmp_path / "run", made, "gpt-mha-rope", other)
     exported(tmp_path / "run", tmp_path / "exported")
     for name in ("run", "exported"):
-        line = run(arguments(corpus, tmp_path / "out", init_from=tmp_path / name, dry_run=True), code=2)
+        line = run(
+            arguments(corpus, tmp_path / "out", init_from=tmp_path / name, dry_run=True), code=2
+        )
         assert "reads tokens of bpe258" in line
         assert "has other ones, of bytes" in line
     small = build("gpt-mha-rope", **{**SMALL, "vocab_size": 200})
@@ -171,7 +218,9 @@ def test_another_tokenizer_is_refused(corpus, folders, tmp_path):
     save_file(checkpoint.weights_of(small), tmp_path / "released" / "model.safetensors")
     (tmp_path / "released" / "config.json").write_text(json.dumps(vars(small.config)))
     # Released folders have no tokenizer: its size must do.
-    assert "vocab_size=200, but" in run(arguments(corpus, tmp_path / "out", init_from=tmp_path / "released"), code=2)
+    assert "vocab_size=200, but" in run(
+        arguments(corpus, tmp_path / "out", init_from=tmp_path / "released"), code=2
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -185,13 +234,18 @@ def test_damaged_weights_end_with_one_line(corpus, folders, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-SCALE, LATER = "ddl_v_sigmoid_scale", Key(before=4.0)  # as if it were newer than what is stored, and not 4 by default
+# as if it were newer than what is stored, and not 4 by default
+SCALE, LATER = "ddl_v_sigmoid_scale", Key(before=4.0)
 
 
 @pytest.mark.parametrize("kind", ["run", "exported", "released"])
-def test_a_folder_that_is_older_than_a_key_means_what_it_meant(folders, tmp_path, monkeypatch, kind):
+def test_a_folder_that_is_older_than_a_key_means_what_it_meant(
+    folders, tmp_path, monkeypatch, kind
+):
     shutil.copytree(folders / kind, tmp_path / kind)
-    [file] = [path for name in ("state", "config") for path in (tmp_path / kind).rglob(f"{name}.json")]
+    [file] = [
+        path for name in ("state", "config") for path in (tmp_path / kind).rglob(f"{name}.json")
+    ]
     stored = json.loads(file.read_text())
     del (stored["model_config"] if kind == "run" else stored)[SCALE]
     file.write_text(json.dumps(stored))
@@ -205,7 +259,13 @@ def test_a_folder_that_is_older_than_a_key_means_what_it_meant(folders, tmp_path
 
 def test_a_run_keeps_what_a_key_meant_when_it_began(corpus, tmp_path, monkeypatch):
     """Its first checkpoint does not know the key, its second does; what is typed still counts."""
-    keys = {"model": STEM, "resume": "auto", "eval_full": False, "schedule": "wsd", "decay_steps": 0}
+    keys = {
+        "model": STEM,
+        "resume": "auto",
+        "eval_full": False,
+        "schedule": "wsd",
+        "decay_steps": 0,
+    }
     for name, steps in (("whole", (9,)), ("parts", (3,))):
         for last in steps:
             run(small_run(corpus, tmp_path / name, **keys, max_steps=last))
@@ -219,6 +279,8 @@ def test_a_run_keeps_what_a_key_meant_when_it_began(corpus, tmp_path, monkeypatc
         run(small_run(corpus, tmp_path / "parts", **keys, max_steps=last))
     whole, parts = (weights(tmp_path / name, 9) for name in ("whole", "parts"))
     assert all(torch.equal(value, parts[name]) for name, value in whole.items())
-    said = run(small_run(corpus, tmp_path / "parts", **keys, max_steps=12, ddl_v_sigmoid_scale=1.0), code=2)
+    said = run(
+        small_run(corpus, tmp_path / "parts", **keys, max_steps=12, ddl_v_sigmoid_scale=1.0), code=2
+    )
     assert "ddl_v_sigmoid_scale=1.0, but" in said
     assert "was trained with 4.0" in said

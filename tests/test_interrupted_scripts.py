@@ -65,7 +65,9 @@ def test_ctrl_c_while_text_is_written(run):
 
 
 def test_ctrl_c_while_a_folder_is_exported_leaves_nothing(run, tmp_path):
-    """Between its first and last file: `git`, which names the commit, is one that presses Ctrl+C."""
+    """Between its first and last file: `git`, which names the commit, is one that presses
+    Ctrl+C.
+    """
     (tmp_path / "git").write_text("#!/bin/sh\nkill -INT $PPID\nsleep 20\n")
     (tmp_path / "git").chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"

@@ -1,4 +1,6 @@
-"""Models on fused streams against the plain ones: training, compiled, checkpointed, cached, on two processes."""
+"""Models on fused streams against the plain ones: training, compiled, checkpointed, cached, on two
+processes.
+"""
 
 import re
 
@@ -41,27 +43,41 @@ OPTIONS = {
     "write only": (CC, {"ddl_update": "write_only", "ddl_v_sigmoid_scale": 2.5}),
     "from context": (CC, {"ddl_v_sigmoid": False, "ddl_v_input": "context"}),
     "value without bias": (CC, {"ddl_v_bias": False}),
-    "v-Map, value without bias": (CC, {"ddl_map": "v", "ddl_k_hidden_size": 3, "ddl_v_bias": False}),
+    "v-Map, value without bias": (
+        CC,
+        {"ddl_map": "v", "ddl_k_hidden_size": 3, "ddl_v_bias": False},
+    ),
     "large guard": (CC, {"ddl_k_eps": 0.5}),
     "two columns": (CC, {"ddl_value_channels": 2}),
     "eight columns": (CC, {"ddl_value_channels": 8}),
-    "one column, three tokens": (TC, {"ddl_value_channels": 1, "ddl_state_shortconv_kernel_size": 3}),
+    "one column, three tokens": (
+        TC,
+        {"ddl_value_channels": 1, "ddl_state_shortconv_kernel_size": 3},
+    ),
     "causal pair of three taps": (
         CC,
-        {"ddl_cc_read": "pair", "ddl_state_dv_shortconv_causal": True, "ddl_state_shortconv_kernel_size": 3},
+        {
+            "ddl_cc_read": "pair",
+            "ddl_state_dv_shortconv_causal": True,
+            "ddl_state_shortconv_kernel_size": 3,
+        },
     ),
     "factor on what is written": (CC, {"residual_branch_mult": 0.3}),
     "factor on what is added": ("gpt-mha-rope", {"residual_branch_mult": 0.3}),
     "two columns, embedding": ("DDL-gpt-mha-rope-CC-EC", {"ddl_value_channels": 2}),
 }
-SLOW_OPTIONS = [(stem, keys) for stem in (TC, "DDL-gpt-mha-rope-EC") for _, keys in list(OPTIONS.values())[:10]]
+SLOW_OPTIONS = [
+    (stem, keys) for stem in (TC, "DDL-gpt-mha-rope-EC") for _, keys in list(OPTIONS.values())[:10]
+]
 
 
 RARE = ("constant", "from context", "large guard", "v-Map, one column", "one column, three tokens")
 RARE += ("v-Map, value without bias",)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in RARE else []) for n in OPTIONS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in RARE else []) for n in OPTIONS]
+)
 def test_options(name):
     stem, keys = OPTIONS[name]
     fused.check_model(tiny(stem, num_hidden_layers=1, **keys))
@@ -73,7 +89,9 @@ def test_a_factor_above_1_is_not_fused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stem", "keys"), SLOW_OPTIONS, ids=lambda x: x if isinstance(x, str) else "-".join(x))
+@pytest.mark.parametrize(
+    ("stem", "keys"), SLOW_OPTIONS, ids=lambda x: x if isinstance(x, str) else "-".join(x)
+)
 def test_options_with_token_convolutions(stem, keys):
     fused.check_model(tiny(stem, **keys), interval=3, T=9)
 
@@ -83,9 +101,12 @@ def test_intervals_change_no_bit():
 
 
 @pytest.mark.parametrize(
-    ("triton", "numpy", "works"), [("3.6.0", "2.5.2", False), ("3.6.0", "2.4.6", True), ("3.7.1", "2.10.0", True)]
+    ("triton", "numpy", "works"),
+    [("3.6.0", "2.5.2", False), ("3.6.0", "2.4.6", True), ("3.7.1", "2.10.0", True)],
 )
-def test_an_interpreter_that_its_numpy_breaks_is_said_in_one_line(monkeypatch, triton, numpy, works):
+def test_an_interpreter_that_its_numpy_breaks_is_said_in_one_line(
+    monkeypatch, triton, numpy, works
+):
     monkeypatch.setattr("triton.__version__", triton)
     monkeypatch.setattr("numpy.__version__", numpy)
     said = kernels.unavailable("cpu")
@@ -94,9 +115,13 @@ def test_an_interpreter_that_its_numpy_breaks_is_said_in_one_line(monkeypatch, t
     assert kernels.unavailable("cuda") is None
 
 
-@pytest.mark.parametrize(("interval", "replayed"), [(1, [0, 0, 0, 0, 1]), (2, [0, 1, 0, 1, 2]), (4, [0, 1, 2, 3, 4])])
+@pytest.mark.parametrize(
+    ("interval", "replayed"), [(1, [0, 0, 0, 0, 1]), (2, [0, 1, 0, 1, 2]), (4, [0, 1, 2, 3, 4])]
+)
 def test_a_state_is_stored_once_an_interval(interval, replayed, monkeypatch):
-    """Writes since the last stored state after each of the five reads; the last state of all is never stored."""
+    """Writes since the last stored state after each of the five reads; the last state of all is
+    never stored.
+    """
     step, writes = DeltaStream.step, []
 
     def counted(*args, **options):
@@ -134,9 +159,13 @@ def test_autocast(stem):
     fused.check_autocast(tiny(stem), torch.bfloat16, T=3)
 
 
-@pytest.mark.parametrize("stem", [CC, "gpt-mha-rope", *(pytest.param(s, marks=pytest.mark.slow) for s in PAPER[1:])])
+@pytest.mark.parametrize(
+    "stem", [CC, "gpt-mha-rope", *(pytest.param(s, marks=pytest.mark.slow) for s in PAPER[1:])]
+)
 def test_a_float32_state_under_autocast(stem):
-    """The products are in bfloat16 all the same, and how often the state is stored changes no bit."""
+    """The products are in bfloat16 all the same, and how often the state is stored changes no
+    bit.
+    """
     model = tiny(stem, state_dtype="float32")
     fused.check_autocast(model, torch.bfloat16, T=3)
     fused.check_intervals(model, torch.bfloat16, (1, 4), T=3)
@@ -157,7 +186,11 @@ def test_two_processes():
 def test_on_where_the_kernels_cannot_be(monkeypatch):
     for stem, keys, message in (
         (CC, {"ddl_value_channels": 3}, "they know 1, 2, 4 and 8 columns, ddl_value_channels is 3"),
-        (CC, {"ddl_map": "v", "ddl_k_branch": "attention"}, "there are none for ddl_k_branch=attention"),
+        (
+            CC,
+            {"ddl_map": "v", "ddl_k_branch": "attention"},
+            "there are none for ddl_k_branch=attention",
+        ),
         (CC, {"ddl_map": "v", "ddl_k_input": "mean"}, "there are none for ddl_k_input=mean"),
         (CC, {"ddl_k_norm": "shifted"}, "there are none for ddl_k_norm=shifted"),
         (CC, {"ddl_beta_input": "residual"}, "there are none for ddl_beta_input=residual"),
@@ -197,12 +230,22 @@ class OtherNorm(RMSNorm):
     ("stem", "module", "other", "what"),
     [
         (CC, "transformer.h.0.ddl_mlp", OtherWrite, "the write (OtherWrite) of block 0, site mlp"),
-        (CC, "transformer.h.1.ddl_attn", OtherWrite, "the write (OtherWrite) of block 1, site attn"),
+        (
+            CC,
+            "transformer.h.1.ddl_attn",
+            OtherWrite,
+            "the write (OtherWrite) of block 1, site attn",
+        ),
         (CC, "transformer.h.1", OtherBlock, "the forward pass of OtherBlock, block 1"),
         (CC, "transformer.h.1.compress", OtherRead, "the read (OtherRead) of block 1, site attn"),
         (CC, "readout", OtherRead, "the readout (OtherRead, RMSNorm)"),
         (CC, "ln_f", OtherNorm, "the readout (ColumnConvRead, OtherNorm)"),
-        ("gpt-mha-rope", "transformer.h.1.ln_2", OtherNorm, "the norm (OtherNorm) of block 1, site mlp"),
+        (
+            "gpt-mha-rope",
+            "transformer.h.1.ln_2",
+            OtherNorm,
+            "the norm (OtherNorm) of block 1, site mlp",
+        ),
         ("gpt-mha-rope", "readout", OtherRead, "the readout (OtherRead, RMSNorm)"),
     ],
 )

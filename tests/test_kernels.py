@@ -1,6 +1,8 @@
-"""The fused kernels against the plain operations in float64: results and all gradients (see fused.py).
+"""The fused kernels against the plain operations in float64: results and all gradients (see
+fused.py).
 
-They run under Triton's interpreter here, which conftest.py turns on; test_gpu.py runs the same checks compiled.
+They run under Triton's interpreter here, which conftest.py turns on; test_gpu.py runs the same
+checks compiled.
 """
 
 import inspect
@@ -38,7 +40,8 @@ from model.kernels import tiles
 from model.kernels.launch import chunks
 from model.kernels.tiles import block_of, rows_and_columns
 
-LIMITS = []  # first address and the one past the end of each tensor that the kernel now running was given
+# first address and the one past the end of each tensor that the kernel now running was given
+LIMITS = []
 WRITERS = {}  # the program that wrote to an address
 
 
@@ -55,7 +58,8 @@ def within(pointers, mask, size: int):
 def _bounds(monkeypatch):
     """Kernels touch no memory but their tensors', and no two programs write to the same place.
 
-    What they read beyond would often do no visible harm, and the interpreter runs programs in order, a GPU does not.
+    What they read beyond would often do no visible harm, and the interpreter runs programs in
+    order, a GPU does not.
     """
     memory, convert = interpreter._interpreter, interpreter.GridExecutor._init_args_hst
 
@@ -64,7 +68,9 @@ def _bounds(monkeypatch):
         leaves = torch.utils._pytree.tree_leaves(converted)
         storages = [x.untyped_storage() for x in leaves if isinstance(x, torch.Tensor)]
         WRITERS.clear()
-        LIMITS[:] = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
+        LIMITS[:] = [
+            (storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages
+        ]
         return converted
 
     class Checked:
@@ -78,7 +84,9 @@ def _bounds(monkeypatch):
         def store(self, pointers, values, mask):
             program = interpreter.interpreter_builder.grid_idx
             for address in within(pointers, mask, np.asarray(values).dtype.itemsize).tolist():
-                assert WRITERS.setdefault(address, program) == program, "two programs write to the same place"
+                assert WRITERS.setdefault(address, program) == program, (
+                    "two programs write to the same place"
+                )
             return memory.store(pointers, values, mask)
 
     monkeypatch.setattr(interpreter.GridExecutor, "_init_args_hst", arguments)
@@ -94,10 +102,21 @@ def _programs(monkeypatch):
 
 
 SHAPES = [Step(v=v) for v in (1, 2, 4)] + [Step(v=8, T=5), Step(d=96, B=2, T=3), Step(d=768, T=3)]
-SHAPES += [Step(K=4), Step(K=3, v=2), Step(K=4, v=1, d=96, T=6), Step(K=3, v=8, T=4), Step(T=1), Step(K=4, T=2)]
+SHAPES += [
+    Step(K=4),
+    Step(K=3, v=2),
+    Step(K=4, v=1, d=96, T=6),
+    Step(K=3, v=8, T=4),
+    Step(T=1),
+    Step(K=4, T=2),
+]
 SHAPES += [Step(K=4, v=2, B=3, T=2), Step(K=4, v=2, B=2, T=5)]
 # Vectors of several pieces, the last not full, and more heads and columns than one reduction sums.
-SHAPES += [Step(d=600, K=3, v=2, T=4), Step(d=600, T=3, pending=1, value_input="context"), Step(d=600, v=8, K=2, T=3)]
+SHAPES += [
+    Step(d=600, K=3, v=2, T=4),
+    Step(d=600, T=3, pending=1, value_input="context"),
+    Step(d=600, v=8, K=2, T=3),
+]
 OPTIONS = [
     Step(form="raw", value_input="context"),
     Step(value_input="context", erase=False),
@@ -111,15 +130,46 @@ OPTIONS = [
     Step(write=False, store=False, heads="", with_x_in=False, pending=2),
     Step(write=False, store=False, pending=1, K=3, v=2),
 ]
-STORING = [Step(store=False), Step(repeated=True), Step(repeated=True, K=3, v=2, store=False, pending=1)]
+STORING = [
+    Step(store=False),
+    Step(repeated=True),
+    Step(repeated=True, K=3, v=2, store=False, pending=1),
+]
 STORING += [Step(pending=n, store=store) for n, store in ((1, True), (2, False), (3, True))]
-EXTREMES = [Step(logits=40.0), Step(logits=40.0, form="raw"), Step(h_scale=1e-6), Step(h_scale=1e-20)]
-EXTREMES += [Step(zero_h=True), Step(x_scale=1e4), Step(h_scale=1e4), Step(x_scale=1e-4), Step(x_scale=1e-4, K=3, v=2)]
-HALVES = [Step(dtype="bf16"), Step(dtype="fp16"), Step(dtype="bf16", K=3, v=2, pending=1, store=False)]
-HALVES += [Step(dtype="mixed", pending=1), Step(dtype="mixed", K=3, v=2, store=False), Step(dtype="mixed", v=1, T=3)]
-HALVES += [Step(dtype="bf16", pending=3), Step(dtype="bf16", d=768, T=2), Step(dtype="fp16", v=1, erase=False)]
+EXTREMES = [
+    Step(logits=40.0),
+    Step(logits=40.0, form="raw"),
+    Step(h_scale=1e-6),
+    Step(h_scale=1e-20),
+]
+EXTREMES += [
+    Step(zero_h=True),
+    Step(x_scale=1e4),
+    Step(h_scale=1e4),
+    Step(x_scale=1e-4),
+    Step(x_scale=1e-4, K=3, v=2),
+]
+HALVES = [
+    Step(dtype="bf16"),
+    Step(dtype="fp16"),
+    Step(dtype="bf16", K=3, v=2, pending=1, store=False),
+]
+HALVES += [
+    Step(dtype="mixed", pending=1),
+    Step(dtype="mixed", K=3, v=2, store=False),
+    Step(dtype="mixed", v=1, T=3),
+]
+HALVES += [
+    Step(dtype="bf16", pending=3),
+    Step(dtype="bf16", d=768, T=2),
+    Step(dtype="fp16", v=1, erase=False),
+]
 USED = [Step(used=name) for name in ("state", "context", "x_in", "gate_logit", "value_logit")]
-USED += [Step(used="state", write=False, store=False), Step(used="state", K=3, v=2), Step(used="x_in", K=3, v=2)]
+USED += [
+    Step(used="state", write=False, store=False),
+    Step(used="state", K=3, v=2),
+    Step(used="x_in", K=3, v=2),
+]
 
 
 @pytest.mark.parametrize("case", SHAPES + OPTIONS + STORING + EXTREMES + HALVES + USED, ids=str)
@@ -130,14 +180,27 @@ def test_step(case):
 def grid(seed: int):
     """Every shape and dtype, each with other options drawn at random."""
     draw = random.Random(seed)
-    for d, v, K, dtype in itertools.product((37, 96, 600, 768), (1, 2, 4, 8), (1, 3, 4), ("fp32", "bf16", "fp16")):
+    for d, v, K, dtype in itertools.product(
+        (37, 96, 600, 768), (1, 2, 4, 8), (1, 3, 4), ("fp32", "bf16", "fp16")
+    ):
         write = draw.random() < 0.9
-        case = Step(d, v, K, draw.choice((1, 1, 2, 3)), draw.choice((1, 2, 3, 5, 8)), dtype, write=write)
-        form, value_input = draw.choice(("raw", "sigmoid", "constant")), draw.choice(("residual", "context"))
+        case = Step(
+            d, v, K, draw.choice((1, 1, 2, 3)), draw.choice((1, 2, 3, 5, 8)), dtype, write=write
+        )
+        form, value_input = (
+            draw.choice(("raw", "sigmoid", "constant")),
+            draw.choice(("residual", "context")),
+        )
         heads = draw.choice(("", "gate", "value", "gate value", "gate value"))
         store, with_x_in = write and draw.random() < 0.5, draw.random() < 0.7
-        case = replace(case, form=form, value_input=value_input, heads=heads, store=store, with_x_in=with_x_in)
-        pending, repeated, erase = draw.choice((0, 0, 1, 2, 3)), draw.random() < 0.2, draw.random() < 0.8
+        case = replace(
+            case, form=form, value_input=value_input, heads=heads, store=store, with_x_in=with_x_in
+        )
+        pending, repeated, erase = (
+            draw.choice((0, 0, 1, 2, 3)),
+            draw.random() < 0.2,
+            draw.random() < 0.8,
+        )
         yield replace(case, pending=pending, repeated=repeated, erase=erase)
 
 
@@ -147,13 +210,17 @@ def test_step_over_the_grid(case):
     check_step(case)
 
 
-@pytest.mark.parametrize("d", [1, 37, 64, 96, 256, 300, 600, 640, 768, 1000, 1024, 1280, 1536, 2048, 5120])
+@pytest.mark.parametrize(
+    "d", [1, 37, 64, 96, 256, 300, 600, 640, 768, 1000, 1024, 1280, 1536, 2048, 5120]
+)
 def test_pieces_of_a_vector(d):
     block = block_of(d)
     assert block & (block - 1) == 0
     assert block <= 1024
     padded = {b: -(-d // b) * b for b in (256, 512, 1024)}
-    assert -(-d // block) * block == min([*padded.values(), *([1 << (d - 1).bit_length()] if d <= 1024 else [])])
+    assert -(-d // block) * block == min(
+        [*padded.values(), *([1 << (d - 1).bit_length()] if d <= 1024 else [])]
+    )
 
 
 def test_every_form_compiles():
@@ -165,7 +232,9 @@ def test_every_form_compiles():
 
 @pytest.mark.skipif(not shutil.which("cc") and not shutil.which("gcc"), reason="needs a C compiler")
 def test_every_operator_launches():
-    """On a driver without a GPU: the interpreter launches nothing, and compiling meets no arguments."""
+    """On a driver without a GPU: the interpreter launches nothing, and compiling meets no
+    arguments.
+    """
     done = script("tests/launch_kernels.py", env={"TRITON_INTERPRET": ""})
     assert done.returncode == 0, done.stderr.decode()
     assert done.stdout.decode().splitlines()[-1] == "ok rope_norm"
@@ -180,13 +249,21 @@ def as_bits(value) -> int:
 
 
 def executed(name: str, *inputs: int) -> list[int]:
-    """Result registers of the PTX in tiles.py's function, instruction by instruction as PTX's manual has them."""
-    code = re.search(rf"def {name}\(.*?\"\"\"\{{\n(.*?)\}}\"\"\"", inspect.getsource(tiles), flags=re.S)[1]
+    """Result registers of the PTX in tiles.py's function, instruction by instruction as PTX's
+    manual has them.
+    """
+    code = re.search(
+        rf"def {name}\(.*?\"\"\"\{{\n(.*?)\}}\"\"\"", inspect.getsource(tiles), flags=re.S
+    )[1]
     results = 1 if name == "sigmoid" else 2
     registers = {f"${results + i}": bits for i, bits in enumerate(inputs)}
 
     def value(word: str) -> int:
-        return registers[word] if word in registers else int(word.replace("0f", "0x") if word[:2] == "0f" else word, 0)
+        return (
+            registers[word]
+            if word in registers
+            else int(word.replace("0f", "0x") if word[:2] == "0f" else word, 0)
+        )
 
     def rounded_half(word: str) -> int:
         return int(as_float(value(word)).to(torch.bfloat16).view(torch.int16)) & 0xFFFF
@@ -195,13 +272,16 @@ def executed(name: str, *inputs: int) -> list[int]:
         "mov.b32": lambda a: value(a),
         "shl.b32": lambda a, b: value(a) << value(b) & 0xFFFFFFFF,
         "and.b32": lambda a, b: value(a) & value(b),
-        "cvt.rn.bf16x2.f32": lambda a, b: rounded_half(a) << 16 | rounded_half(b),  # a in the upper half
+        # a in the upper half
+        "cvt.rn.bf16x2.f32": lambda a, b: rounded_half(a) << 16 | rounded_half(b),
         "mul.f32": lambda a, b: as_bits(as_float(value(a)) * as_float(value(b))),
         "add.f32": lambda a, b: as_bits(as_float(value(a)) + as_float(value(b))),
         "ex2.approx.ftz.f32": lambda a: as_bits(as_float(value(a)).exp2()),
         "rcp.approx.ftz.f32": lambda a: as_bits(1 / as_float(value(a))),
     }
-    for line in filter(lambda line: line and not line.startswith(".reg"), map(str.strip, code.splitlines())):
+    for line in filter(
+        lambda line: line and not line.startswith(".reg"), map(str.strip, code.splitlines())
+    ):
         what, _, rest = line.rstrip(";").partition(" ")
         to, *arguments = rest.split(", ")
         registers[to] = does[what](*arguments)
@@ -211,8 +291,11 @@ def executed(name: str, *inputs: int) -> list[int]:
 def test_ptx_that_the_interpreter_skips():
     values = torch.tensor([1.0, -2.71828, 3e-5, 1.00390625, -1.0078125, 6e4, 0.0, -0.0])
     for one, other in itertools.permutations(values, 2):
-        halves = [x.to(torch.bfloat16).float() for x in (one, other)]  # the tie 1.00390625 goes to even
-        assert executed("rounded", as_bits(one), as_bits(other)) == [as_bits(half) for half in halves]
+        # the tie 1.00390625 goes to even
+        halves = [x.to(torch.bfloat16).float() for x in (one, other)]
+        assert executed("rounded", as_bits(one), as_bits(other)) == [
+            as_bits(half) for half in halves
+        ]
         # A pair lies with its first number in the lower half of a word.
         pair = as_bits(halves[0]) >> 16 | as_bits(halves[1]) & 0xFFFF0000
         assert executed("widened", pair) == [as_bits(half) for half in halves]
@@ -234,7 +317,11 @@ def test_tokens_are_shared_in_whole_waves(slots, sequences, tokens, halo):
 
     chunk, count = chunks(slots, sequences, tokens, halo)
     assert (count - 1) * chunk < tokens <= count * chunk
-    few = [other for other in range(1, tokens + 1) if math.ceil(tokens / other) <= max(4, 4 * slots // sequences)]
+    few = [
+        other
+        for other in range(1, tokens + 1)
+        if math.ceil(tokens / other) <= max(4, 4 * slots // sequences)
+    ]
     assert time(chunk) == min(map(time, few))
 
 
@@ -244,7 +331,10 @@ def test_chunks_change_no_bit_of_a_token(case, monkeypatch):
     wanted, expected = run(case)
     programs(monkeypatch, 3)
     results, found = run(case)
-    for name, want in {**wanted, **{f"d{name}": expected[name] for name in ("state", "h", "y", "z")}}.items():
+    for name, want in {
+        **wanted,
+        **{f"d{name}": expected[name] for name in ("state", "h", "y", "z")},
+    }.items():
         got = {**results, **{f"d{name}": gradient for name, gradient in found.items()}}[name]
         assert torch.equal(got, want), name
 
@@ -298,7 +388,14 @@ def test_expand_in_half_precision(dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "v", "K", "dtype"),
-    [*itertools.product([(37, 2, 9), (300, 1, 5), (768, 2, 3)], (1, 2, 4, 8), (1, 3, 4), ("fp32", "bf16", "fp16"))],
+    [
+        *itertools.product(
+            [(37, 2, 9), (300, 1, 5), (768, 2, 3)],
+            (1, 2, 4, 8),
+            (1, 3, 4),
+            ("fp32", "bf16", "fp16"),
+        )
+    ],
 )
 def test_expand_over_the_grid(shape, v, K, dtype):
     d, B, T = shape
@@ -320,34 +417,51 @@ def leaves(case: Step):
     return {**inputs, **grown}, place(case, inputs)
 
 
-OPERATORS = [Step(v=2, T=3), Step(v=2, T=3, store=False, pending=1, heads="gate", form="constant", with_x_in=False)]
+OPERATORS = [
+    Step(v=2, T=3),
+    Step(v=2, T=3, store=False, pending=1, heads="gate", form="constant", with_x_in=False),
+]
 OPERATORS += [Step(v=1, K=2, T=2, write=False, store=False, heads="")]
 
 
 @pytest.mark.parametrize("case", OPERATORS, ids=str)
 def test_opcheck_of_the_step(case):
     inputs, state = leaves(case)
-    torch.library.opcheck(torch.ops.ddl.residual_step, arguments(case, inputs, state.detach().zero_().requires_grad_()))
+    torch.library.opcheck(
+        torch.ops.ddl.residual_step,
+        arguments(case, inputs, state.detach().zero_().requires_grad_()),
+    )
 
 
 def test_opcheck_of_generation():
     case = Step(v=2, K=3, T=2)
     inputs = case.inputs()
     carry = torch.zeros(1, 2, case.d)
-    torch.library.opcheck(torch.ops.ddl.residual_step, arguments(case, inputs, inputs["base"], carry))
+    torch.library.opcheck(
+        torch.ops.ddl.residual_step, arguments(case, inputs, inputs["base"], carry)
+    )
 
 
-@pytest.mark.parametrize("case", [OPERATORS[0], Step(v=2, K=2, T=2, store=False, pending=1)], ids=str)
+@pytest.mark.parametrize(
+    "case", [OPERATORS[0], Step(v=2, K=2, T=2, store=False, pending=1)], ids=str
+)
 def test_opcheck_of_the_steps_backward(case, monkeypatch):
     operator, calls = residual_step_module.residual_step_backward, []
-    monkeypatch.setattr(residual_step_module, "residual_step_backward", lambda *a: calls.append(a) or operator(*a))
+    monkeypatch.setattr(
+        residual_step_module, "residual_step_backward", lambda *a: calls.append(a) or operator(*a)
+    )
     run(case)
     arguments = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, calls[0])
     torch.library.opcheck(operator, arguments)
 
 
 def test_opcheck_of_the_others():
-    x, h, norm, taps = torch.randn(1, 3, 37), torch.randn(1, 3, 37), torch.randn(37), torch.randn(2, 2, 37)
+    x, h, norm, taps = (
+        torch.randn(1, 3, 37),
+        torch.randn(1, 3, 37),
+        torch.randn(37),
+        torch.randn(2, 2, 37),
+    )
     rho = torch.rand(1, 3)
     grown = [tensor.clone().requires_grad_() for tensor in (x, h, norm, taps)]
     torch.library.opcheck(torch.ops.ddl.add_norm, (*grown[:3], 1e-5, torch.float32))

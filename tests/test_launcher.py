@@ -7,9 +7,18 @@ from helpers import ROOT, small_run
 
 
 def test_a_mistake_is_said_once_and_stands_at_the_end_of_torchruns_report(corpus, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "train.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        "--standalone",
+        "train.py",
+    ]
     command += small_run(corpus, tmp_path / "run", max_stepz=5)
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
     lines = result.stderr.rstrip().splitlines()
     assert result.returncode == 1
     line = "train.py: error: unknown key --max_stepz, did you mean max_steps?"

@@ -1,4 +1,7 @@
-"""Batches against plain slices of the concatenated stream. Tokens are distinct there, so a window shows its start."""
+"""Batches against plain slices of the concatenated stream.
+
+Tokens are distinct there, so a window shows its start.
+"""
 
 import threading
 from itertools import islice, pairwise
@@ -37,15 +40,21 @@ def test_stream_reads_what_the_concatenation_holds(sizes):
             assert tokens.dtype == np.uint16
     places = np.random.default_rng(0).integers(0, 31, 50)
     together = stream.read(places, 4)
-    assert [row.tolist() for row in together] == [stream.read(np.array([p]), 4)[0].tolist() for p in places]
+    assert [row.tolist() for row in together] == [
+        stream.read(np.array([p]), 4)[0].tolist() for p in places
+    ]
 
 
 def test_a_token_beyond_the_vocabulary_is_named(tmp_path):
     for name, tokens in (("a_train_0.bin", [1, 2, 3]), ("a_train_1.bin", [4, 300, 5])):
         write_shard(tmp_path / name, np.array(tokens))
-    stream = JoinedShards([read_shard(tmp_path / f"a_train_{i}.bin") for i in (0, 1)], vocab_size=300)
+    stream = JoinedShards(
+        [read_shard(tmp_path / f"a_train_{i}.bin") for i in (0, 1)], vocab_size=300
+    )
     assert stream.read(np.array([0]), 4).tolist() == [[1, 2, 3, 4]]
-    with pytest.raises(DamagedShard, match=r"a_train_1\.bin holds token id 300 at 1, its vocabulary has 300"):
+    with pytest.raises(
+        DamagedShard, match=r"a_train_1\.bin holds token id 300 at 1, its vocabulary has 300"
+    ):
         stream.read(np.array([0, 2]), 3)
 
 
@@ -62,7 +71,8 @@ def test_permutation_depends_on_the_key_and_the_index_alone():
     assert [keyed_permutation(np.array([i]), 1000, 5)[0] for i in range(40)] == image[:40].tolist()
     keys = [keyed_permutation(np.arange(20), 20, key).tolist() for key in range(200)]
     assert len({tuple(order) for order in keys}) == 200
-    # A first element that is uniform over 20 misses no value in 200 draws, and none holds a fifth of them.
+    # A first element that is uniform over 20 misses no value in 200 draws, and none holds a fifth
+    # of them.
     counts = np.bincount([order[0] for order in keys], minlength=20)
     assert 0 < counts.min() <= counts.max() < 40
 
@@ -72,11 +82,13 @@ def test_permutation_looks_random(size):
     image = keyed_permutation(np.arange(size), size, 3)
     assert abs(np.corrcoef(np.arange(size), image)[0, 1]) < 0.1  # standard deviation 0.03
     assert np.sum(image == np.arange(size)) < 10  # one on average
-    assert len(np.unique(np.diff(image) % size)) > size / 2  # 63% in a random order, 1 value for a rotation
+    # 63% in a random order, 1 value for a rotation
+    assert len(np.unique(np.diff(image) % size)) > size / 2
 
 
 SEQ_LEN = 4
-# One window, one more token, a stream of whole windows, one token past, and one short of another window.
+# One window, one more token, a stream of whole windows, one token past, and one short of another
+# window.
 LENGTHS = [5, 6, 8, 9, 12, 13, 40, 41, 43]
 
 
@@ -87,10 +99,14 @@ def train_batches(tokens, batch=3, seed=1, seq_len=SEQ_LEN):
 
 
 def starts(stream, batches, count, batch=3):
-    """Start of each of the first `count` sequences of the run, found by the window's first token."""
+    """Start of each of the first `count` sequences of the run, found by the window's first
+    token.
+    """
     position = {token: index for index, token in enumerate(stream.tolist())}
     steps = -(-count // batch)
-    return [position[ids[0].item()] for step in range(steps) for ids in batches.get(step, 0, batch)[0]][:count]
+    return [
+        position[ids[0].item()] for step in range(steps) for ids in batches.get(step, 0, batch)[0]
+    ][:count]
 
 
 @pytest.mark.parametrize("tokens", LENGTHS)
@@ -139,7 +155,9 @@ def test_order_and_offset_change_with_epoch_and_with_seed():
 
 @pytest.mark.parametrize("tokens", [0, 1, SEQ_LEN])
 def test_a_training_split_shorter_than_one_window_is_refused(tokens):
-    with pytest.raises(ValueError, match=f"{tokens} tokens, block_size={SEQ_LEN} needs {SEQ_LEN + 1}"):
+    with pytest.raises(
+        ValueError, match=f"{tokens} tokens, block_size={SEQ_LEN} needs {SEQ_LEN + 1}"
+    ):
         TrainBatches([distinct(tokens).astype("<u2")], SEQ_LEN, 2, 0)
 
 
@@ -196,7 +214,9 @@ def test_the_halves_of_a_validation_split_share_no_window(tokens, windows):
 
 
 def served(monkeypatch, world_size, micro, first_step=1, batch=24, tokens=2003, steps=40):
-    """Batch by step, as all processes of a run together serve it: rows of ids with their last target."""
+    """Batch by step, as all processes of a run together serve it: rows of ids with their last
+    target.
+    """
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
     config = train.TrainConfig(global_batch_size=batch, micro_batch_size=micro, max_steps=steps)
     parts = []
@@ -204,7 +224,12 @@ def served(monkeypatch, world_size, micro, first_step=1, batch=24, tokens=2003, 
         shards = cut(distinct(tokens), (1, 700, 3, 0, 999))
         batches = TrainBatches(shards, SEQ_LEN, batch, seed=5)
         world = World(rank, world_size, torch.device("cpu"))
-        parts.append([torch.cat([x, y[:, -1:]], 1) for x, y in train.micro_batches(config, batches, first_step, world)])
+        parts.append(
+            [
+                torch.cat([x, y[:, -1:]], 1)
+                for x, y in train.micro_batches(config, batches, first_step, world)
+            ]
+        )
     per_step = batch // world_size // min(micro, batch // world_size)
     assert {len(part) for part in parts} == {per_step * (steps + 1 - first_step)}
     # Micro-batch m of rank r holds the rows (m * world_size + r) * rows of the global batch.
@@ -233,12 +258,21 @@ def test_windows_of_documents_of_one_length_are_the_documents():
     documents = np.arange(35).reshape(7, 5)
     shards = cut(documents.ravel(), (12,))
     five = Windows(5)
-    for batches in (TrainBatches(shards, 4, 7, 0, documents=five), ValidationBatches(shards, 4, documents=five)):
+    for batches in (
+        TrainBatches(shards, 4, 7, 0, documents=five),
+        ValidationBatches(shards, 4, documents=five),
+    ):
         assert batches.windows == 7
-        ids, targets = batches.get(3, 0, 7) if isinstance(batches, TrainBatches) else batches.get(list(range(7)), 7)
+        ids, targets = (
+            batches.get(3, 0, 7)
+            if isinstance(batches, TrainBatches)
+            else batches.get(list(range(7)), 7)
+        )
         rows = torch.cat([ids, targets[:, -1:]], 1).numpy()
         assert (rows[rows[:, 0].argsort()] == documents).all()
-    with pytest.raises(ValueError, match=r"block_size=6: .* have 5 tokens each, .* give --block_size=4"):
+    with pytest.raises(
+        ValueError, match=r"block_size=6: .* have 5 tokens each, .* give --block_size=4"
+    ):
         TrainBatches(shards, 6, 7, 0, documents=five)
     with pytest.raises(ValueError, match="validation split has 4 tokens"):
         ValidationBatches([documents[0, :4]], 4, documents=five)

@@ -24,7 +24,8 @@ def whole(hidden, weight, targets, scale):
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.25])
-@pytest.mark.parametrize("chunk", [1, 3, 8, 22, 23, 100])  # of 8 tokens: the last has 7; of 3: one counts for nothing
+# of 8 tokens: the last has 7; of 3: one counts for nothing
+@pytest.mark.parametrize("chunk", [1, 3, 8, 22, 23, 100])
 def test_loss_and_gradients_equal_those_of_the_whole(chunk, scale):
     hidden, weight, targets = inputs()
     chunked = linear_cross_entropy(hidden, weight, targets, scale, chunk)
@@ -34,13 +35,17 @@ def test_loss_and_gradients_equal_those_of_the_whole(chunk, scale):
     torch.testing.assert_close(got, right, rtol=1e-12, atol=1e-12)
     with torch.no_grad():
         assert not linear_cross_entropy(hidden, weight, targets, scale, chunk).requires_grad
-        torch.testing.assert_close(linear_cross_entropy(hidden, weight, targets, scale, chunk), expected)
+        torch.testing.assert_close(
+            linear_cross_entropy(hidden, weight, targets, scale, chunk), expected
+        )
 
 
 def test_gradcheck():
     hidden, weight, targets = inputs(tokens=23, vocabulary=6, width=3)
     targets = targets.clamp_max(5)
-    assert torch.autograd.gradcheck(lambda h, w: LinearCrossEntropy.apply(h, w, targets, 0.5, 10), (hidden, weight))
+    assert torch.autograd.gradcheck(
+        lambda h, w: LinearCrossEntropy.apply(h, w, targets, 0.5, 10), (hidden, weight)
+    )
 
 
 @pytest.mark.parametrize("chunk", [4, 100])
@@ -62,11 +67,16 @@ def test_compiles_in_one_graph(backend):
 
 
 def test_half_precision_is_as_close_as_the_whole():
-    """Products in bfloat16, softmax and the weight's gradient in float32, though summed over eight chunks."""
+    """Products in bfloat16, softmax and the weight's gradient in float32, though summed over eight
+    chunks.
+    """
     hidden, weight, targets = inputs(tokens=512, vocabulary=300, width=64)
     exact = whole(hidden, weight, targets, 0.3)
     right = torch.autograd.grad(exact, (hidden, weight))
-    rounded, single = hidden.detach().bfloat16().requires_grad_(), weight.detach().float().requires_grad_()
+    rounded, single = (
+        hidden.detach().bfloat16().requires_grad_(),
+        weight.detach().float().requires_grad_(),
+    )
     with torch.autocast("cpu", torch.bfloat16):
         values = [linear_cross_entropy(rounded, single, targets, 0.3, chunk) for chunk in (512, 64)]
     errors = []
@@ -80,7 +90,9 @@ def test_half_precision_is_as_close_as_the_whole():
     assert all(chunked < 1.1 * once + 1e-5 for once, chunked in zip(*errors))
 
 
-@pytest.mark.parametrize(("tokens", "cpu", "cuda"), [(16384, 2560, 8192), (8192, 2560, 8192), (300, 2560, 512)])
+@pytest.mark.parametrize(
+    ("tokens", "cpu", "cuda"), [(16384, 2560, 8192), (8192, 2560, 8192), (300, 2560, 512)]
+)
 def test_few_chunks_on_a_gpu_and_of_one_size(tokens, cpu, cuda):
     for device, chunk in (("cpu", cpu), ("cuda", cuda)):
         weight = SimpleNamespace(shape=(50304, 768), device=torch.device(device))
@@ -91,7 +103,13 @@ def test_few_chunks_on_a_gpu_and_of_one_size(tokens, cpu, cuda):
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_model_gives_the_same_gradients_by_chunks(monkeypatch, checkpointing):
     """Through the tied weight, which learns from the embedding as well, and muP's factor."""
-    size = {"vocab_size": 29, "block_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 6}
+    size = {
+        "vocab_size": 29,
+        "block_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "head_dim": 6,
+    }
     model = build("DDL-gpt-mha-rope-CC-EC", hidden_size=10, mup=True, **size).double()
     ids, targets = torch.randint(0, 29, (2, 40, 16))  # 640 tokens: chunks of 256
     targets[:, 3] = -1

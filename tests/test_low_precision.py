@@ -1,4 +1,6 @@
-"""Models whose parameters are bfloat16 or float16: what autocast computes, as near to float32 as it comes."""
+"""Models whose parameters are bfloat16 or float16: what autocast computes, as near to float32 as it
+comes.
+"""
 
 import copy
 
@@ -12,14 +14,21 @@ from training.residual_statistics import Watched
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 BRANCHES = {"plain": {}, "vmap": {"ddl_map": "v"}, "gate": {"ddl_beta_single_linear": False}}
 BRANCHES |= {"columns": {"ddl_map": "v", "ddl_k_branch": "attention"}}
-CASES = [(stem, branch) for stem in PAPER for branch in BRANCHES if branch == "plain" or stem.startswith("DDL")]
+CASES = [
+    (stem, branch)
+    for stem in PAPER
+    for branch in BRANCHES
+    if branch == "plain" or stem.startswith("DDL")
+]
 BRANCHES |= INPUTS
 CASES += [("DDL-gpt-mha-rope-CC", branch) for branch in INPUTS]
 CASES.remove(("DDL-vdim1-gpt-mha-rope", "columns"))
 
 
 def lowered(stem: str, branch: str, dtype: torch.dtype):
-    """(a model in dtype, the same in float32): the weights are equal, for they are rounded in both."""
+    """(a model in dtype, the same in float32): the weights are equal, for they are rounded in
+    both.
+    """
     low = build(stem, **{**TINY, "hidden_size": 32, "head_dim": 16}, **BRANCHES[branch])
     with torch.no_grad():
         for parameter in low.parameters():
@@ -29,10 +38,14 @@ def lowered(stem: str, branch: str, dtype: torch.dtype):
 
 
 def passed(model, ids, targets):
-    """(logits, loss, all gradients as one vector) of a pass; the loss in chunks is the other one, of `targets`."""
+    """(logits, loss, all gradients as one vector) of a pass; the loss in chunks is the other one,
+    of `targets`.
+    """
     logits, loss = model(ids, targets, return_logits=True)
     loss.backward()
-    gradient = torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None])
+    gradient = torch.cat(
+        [p.grad.float().flatten() for p in model.parameters() if p.grad is not None]
+    )
     assert torch.equal(model(ids, targets)[1], loss)
     return logits.detach(), loss.detach(), gradient
 
@@ -44,7 +57,9 @@ def relative(found, wanted) -> float:
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize(("stem", "branch"), CASES)
 def test_forward_and_backward_are_near_float32(stem, branch, name):
-    """One unit of rounding is 2^-8 (bfloat16) or 2^-11 (float16); measured are 3 of them, 6 for gradients."""
+    """One unit of rounding is 2^-8 (bfloat16) or 2^-11 (float16); measured are 3 of them, 6 for
+    gradients.
+    """
     dtype = DTYPES[name]
     low, exact = lowered(stem, branch, dtype)
     ids, targets = torch.randint(0, 29, (2, 3, 12))
@@ -102,7 +117,10 @@ def autocast_pass(model, ids):
 
 def at_state_dtype(plain, name: str):
     """The model with the same weights and this state_dtype."""
-    model = build(plain.variant.__module__.removeprefix("model."), **{**vars(plain.config), "state_dtype": name})
+    model = build(
+        plain.variant.__module__.removeprefix("model."),
+        **{**vars(plain.config), "state_dtype": name},
+    )
     model.load_state_dict(plain.state_dict())
     return model
 
@@ -113,7 +131,8 @@ def test_the_state_may_stay_in_float32_under_autocast(stem):
     ids, plain = torch.randint(0, 29, (2, 12)), build(stem, **{**TINY, "num_hidden_layers": 3})
     for name in ("bfloat16", "float32"):
         model = at_state_dtype(plain, name)
-        assert torch.equal(model(ids)[0], plain(ids)[0])  # without autocast there is nothing to choose
+        # without autocast there is nothing to choose
+        assert torch.equal(model(ids)[0], plain(ids)[0])
         logits, dtypes = autocast_pass(model, ids)
         assert dtypes == {getattr(torch, name)}
         cache = model.new_cache()
@@ -125,7 +144,9 @@ def test_the_state_may_stay_in_float32_under_autocast(stem):
 @torch.no_grad()
 @pytest.mark.parametrize("stem", ["gpt-mha-rope", "DDL-gpt-mha-rope"])
 def test_a_float32_state_loses_less(stem):
-    """Over four models of 12 blocks: the products' own rounding, in bfloat16 in both, is most of the rest."""
+    """Over four models of 12 blocks: the products' own rounding, in bfloat16 in both, is most of
+    the rest.
+    """
     errors = {"bfloat16": 0.0, "float32": 0.0}
     for seed in range(4):
         torch.manual_seed(seed)

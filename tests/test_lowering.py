@@ -13,11 +13,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 # does the backward pass.
 SEVERAL = "HC-gpt-mha-rope gpt-mha-rope DDL-gpt-mha-rope-CC-EC"
 OPERATORS = {
-    "auto gpt-mha-rope": "rope_norm add_norm",
-    "auto DDL-gpt-mha-rope": "rope_norm residual_step",
     "auto DDL-gpt-mha-rope-CC-EC": "rope_norm residual_step expand",
-    "auto DDL-vdim1-gpt-mha-rope": "rope_norm residual_step",
-    "auto HC-gpt-mha-rope": "rope_norm",
     f"auto {SEVERAL}": "rope_norm add_norm residual_step expand",
     f"off {SEVERAL}": "sinkhorn_knopp",
 }

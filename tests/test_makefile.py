@@ -6,7 +6,9 @@ import subprocess
 import pytest
 from helpers import ROOT
 
-LONG = " ".join(f"--{key}={value}" for key in ("learning_rate", "weight_decay", "min_lr") for value in range(40))
+LONG = " ".join(
+    f"--{key}={value}" for key in ("learning_rate", "weight_decay", "min_lr") for value in range(40)
+)
 
 
 def folder(args: str, *more: str) -> str:
@@ -22,8 +24,19 @@ def test_run_folders_have_short_names_that_tell_arguments_apart():
     assert folder("") == "runs/demo_cpu"
     assert re.fullmatch(r"runs/demo_cpu-max_steps=20-[0-9a-f]{8}", folder("--max_steps=20"))
     same_start = "--model=gpt-mha-rope --max_steps=940"
-    variants = ["--dataset=a/b", "--dataset=a_b", same_start, f"{same_start} --seed=1", f"{same_start} --seed=2"]
-    variants += [LONG, f"{LONG} --seed=1", "--wandb_run_name='two words'", f"--wandb_run_name={'x' * 300}"]
+    variants = [
+        "--dataset=a/b",
+        "--dataset=a_b",
+        same_start,
+        f"{same_start} --seed=1",
+        f"{same_start} --seed=2",
+    ]
+    variants += [
+        LONG,
+        f"{LONG} --seed=1",
+        "--wandb_run_name='two words'",
+        f"--wandb_run_name={'x' * 300}",
+    ]
     names = [folder(args) for args in variants]
     assert len(set(names)) == len(names)
     assert all(re.fullmatch(r"runs/[A-Za-z0-9_=,.-]{1,60}", name) for name in names)
@@ -36,7 +49,20 @@ def test_run_folders_have_short_names_that_tell_arguments_apart():
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a clone")
 def test_what_scripts_write_is_no_change_of_the_clone():
-    places = ["runs/loss.png", "runs/mup.png", "runs/bench_quick_cpu.json", "exported/demo/gpt.py", "loss.png"]
-    places += ["sweeps/demo_cpu/table.md", "wandb/run", "data/copy_task/meta.json", "data/text/text_train_000001.bin"]
-    found = subprocess.run(["git", "check-ignore", *places], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    places = [
+        "runs/loss.png",
+        "runs/mup.png",
+        "runs/bench_quick_cpu.json",
+        "exported/demo/gpt.py",
+        "loss.png",
+    ]
+    places += [
+        "sweeps/demo_cpu/table.md",
+        "wandb/run",
+        "data/copy_task/meta.json",
+        "data/text/text_train_000001.bin",
+    ]
+    found = subprocess.run(
+        ["git", "check-ignore", *places], cwd=ROOT, capture_output=True, text=True
+    ).stdout.split()
     assert found == places

@@ -1,4 +1,6 @@
-"""The bound of a run's memory: against torch's allocator and measured peaks, and what is refused with it."""
+"""The bound of a run's memory: against torch's allocator and measured peaks, and what is refused
+with it.
+"""
 
 import dataclasses
 import gc
@@ -20,19 +22,33 @@ import train
 from model import STEMS, build, model_class
 from training import memory
 
-SIZE = {"vocab_size": 320, "block_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16}
+SIZE = {
+    "vocab_size": 320,
+    "block_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "head_dim": 16,
+}
 SIZE |= {"hidden_size": 32}
 ROWS, CPU = 4, torch.device("cpu")
 
 
 def setting(stem: str, **keys):
     """(run keys, model keys) of a small model."""
-    run = {"model": stem, "compile": False, "global_batch_size": ROWS, "micro_batch_size": ROWS, "dtype": "float32"}
+    run = {
+        "model": stem,
+        "compile": False,
+        "global_batch_size": ROWS,
+        "micro_batch_size": ROWS,
+        "dtype": "float32",
+    }
     return train.TrainConfig(**{**run, **keys}), model_class(stem).Config(**SIZE)
 
 
 def allocated(stem: str, bf16: bool) -> int:
-    """Most bytes at once that the allocator hands out during a forward and backward pass, gradients among them."""
+    """Most bytes at once that the allocator hands out during a forward and backward pass, gradients
+    among them.
+    """
     model, ids = build(stem, **SIZE), torch.zeros(ROWS, 64, dtype=torch.int64)
     gc.collect()  # what earlier tests left would be freed, and counted, while the model runs
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
@@ -40,7 +56,9 @@ def allocated(stem: str, bf16: bool) -> int:
             _, loss = model(ids, ids)
         loss.backward()
     now = most = 0
-    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     for event in sorted(events, key=lambda event: event.start_ns()):
         now += event.nbytes()
         most = max(most, now)
@@ -56,13 +74,21 @@ def test_an_eager_step_keeps_no_less_than_the_bound_and_not_much_more(stem):
 
 
 def test_no_measured_peak_lies_below_its_bound():
-    """Of whole processes on a CPU, as stored: with and without compiling and checkpointing, several sizes."""
+    """Of whole processes on a CPU, as stored: with and without compiling and checkpointing, several
+    sizes.
+    """
     rows = json.loads((ROOT / "results" / "memory_cpu.json").read_text())["rows"]
     assert len(rows) >= 70
     for row in rows:
         assert 0.2 < row["least"] / row["measured"] < 1, row
     some = next(row for row in rows if row["model"] == "gpt-mha-rope" and not row["compile"])
-    keys = {"hidden_size": 128, "num_hidden_layers": 4, "block_size": 256, "vocab_size": 4096, "head_dim": 32}
+    keys = {
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "block_size": 256,
+        "vocab_size": 4096,
+        "head_dim": 32,
+    }
     run = {"global_batch_size": 16, "micro_batch_size": 16, "dtype": "bfloat16", "compile": False}
     model_config = model_class("gpt-mha-rope").Config(**keys, num_attention_heads=4)
     config = train.TrainConfig(model="gpt-mha-rope", **run)
@@ -73,7 +99,9 @@ def test_no_measured_peak_lies_below_its_bound():
 def test_parameters_are_counted_without_the_model(stem):
     _, model_config = setting(stem)
     deep = dataclasses.replace(model_config, num_hidden_layers=5)
-    assert memory.parameters_of(stem, deep) == build(stem, **dataclasses.asdict(deep)).num_parameters()
+    assert (
+        memory.parameters_of(stem, deep) == build(stem, **dataclasses.asdict(deep)).num_parameters()
+    )
 
 
 def test_weights_count_by_optimizer_and_engine(monkeypatch):
@@ -83,7 +111,8 @@ def test_weights_count_by_optimizer_and_engine(monkeypatch):
     def least(**keys):
         return memory.least_memory(*setting("gpt-mha-rope", **keys))
 
-    assert least() - least(engine="fsdp") == 16 * count - 16 * count // 4  # weights, gradients, two moments
+    # weights, gradients, two moments
+    assert least() - least(engine="fsdp") == 16 * count - 16 * count // 4
     assert least() - least(optimizer="muon") == 4 * count
     assert least() > least(compile=True) > least(activation_checkpointing=True)
 
@@ -94,7 +123,13 @@ def machine(monkeypatch):
     return lambda size: monkeypatch.setattr(memory, "memory_of_machine", lambda: int(size))
 
 
-WIDE = {**SMALL, "model": "gpt-mha-rope", "hidden_size": 192, "block_size": 256, "global_batch_size": 24}
+WIDE = {
+    **SMALL,
+    "model": "gpt-mha-rope",
+    "hidden_size": 192,
+    "block_size": 256,
+    "global_batch_size": 24,
+}
 
 
 def test_a_run_that_does_not_fit_is_told_what_may(corpus, tmp_path, machine):
@@ -110,7 +145,9 @@ def test_a_run_that_does_not_fit_is_told_what_may(corpus, tmp_path, machine):
     assert "give --micro_batch_size=8 or less, or --activation_checkpointing=True" in line
     assert not (tmp_path / "run").exists()
     machine(least[1] - 1)
-    assert "give a smaller model, or --activation_checkpointing=True" in one_line_error(call("train.py", *arguments))
+    assert "give a smaller model, or --activation_checkpointing=True" in one_line_error(
+        call("train.py", *arguments)
+    )
     machine(least[24])
     memory.refuse_too_large(config, model_config, CPU)
 
@@ -134,7 +171,12 @@ def test_a_model_that_looks_at_its_values_is_trained_all_the_same(corpus, tmp_pa
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of address space")
 def test_an_allocation_that_fails_ends_in_one_line(corpus, tmp_path):
     """A limit that the bound does not see, as other processes' memory would be."""
-    keys = {"block_size": 512, "hidden_size": 128, "ddl_value_channels": 16, "global_batch_size": 32}
+    keys = {
+        "block_size": 512,
+        "hidden_size": 128,
+        "ddl_value_channels": 16,
+        "global_batch_size": 32,
+    }
     arguments = small_run(corpus, tmp_path / "run", **keys, micro_batch_size=32)
     result = subprocess.run(
         [sys.executable, "train.py", *arguments],

@@ -1,4 +1,6 @@
-"""The models against SPEC's counts and names, and against the plain-loop implementation of naive.py."""
+"""The models against SPEC's counts and names, and against the plain-loop implementation of
+naive.py.
+"""
 
 import dataclasses
 import math
@@ -31,7 +33,10 @@ def test_parameter_count_of_the_medium_baseline():
         assert build("gpt-mha-rope", **MEDIUM).num_parameters() == 353_508_352
 
 
-TOKEN_READ, COLUMN_READ = ["compress.shortconv.weight", "compress.read"], ["compress.weight", "compress.read"]
+TOKEN_READ, COLUMN_READ = (
+    ["compress.shortconv.weight", "compress.read"],
+    ["compress.weight", "compress.read"],
+)
 READ_NAMES = {"DDL-gpt-mha-rope": TOKEN_READ, "DDL-gpt-mha-rope-EC": TOKEN_READ}
 READ_NAMES |= {"DDL-gpt-mha-rope-CC": COLUMN_READ, "DDL-gpt-mha-rope-CC-EC": COLUMN_READ}
 
@@ -40,11 +45,18 @@ def expected_names(stem, layers):
     names = ["transformer.wte.weight", "lm_head.weight", "ln_f.weight"]
     for i in range(layers):
         block = f"transformer.h.{i}."
-        names += [f"{block}{n}.weight" for n in ("ln_1", "ln_2", "mlp.c_fc1", "mlp.c_fc2", "mlp.c_proj")]
-        names += [f"{block}attn.{n}.weight" for n in ("c_q", "c_k", "c_v", "c_proj", "q_rms", "k_rms")]
+        names += [
+            f"{block}{n}.weight" for n in ("ln_1", "ln_2", "mlp.c_fc1", "mlp.c_fc2", "mlp.c_proj")
+        ]
+        names += [
+            f"{block}attn.{n}.weight" for n in ("c_q", "c_k", "c_v", "c_proj", "q_rms", "k_rms")
+        ]
         if stem.startswith("DDL"):
             for site in ("ddl_attn", "ddl_mlp"):
-                names += [f"{block}{site}.{n}" for n in ("beta.weight", "beta.bias", "v_proj.weight", "v_proj.bias")]
+                names += [
+                    f"{block}{site}.{n}"
+                    for n in ("beta.weight", "beta.bias", "v_proj.weight", "v_proj.bias")
+                ]
         names += [f"{block}{name}" for name in READ_NAMES.get(stem, [])]
     names += [name.replace("compress", "readout") for name in READ_NAMES.get(stem, [])]
     names += ["input_embed.conv.weight"] * stem.endswith("-EC")
@@ -67,7 +79,10 @@ PARAMETERISATIONS = OrderedDict(
     large_guard={"ddl_k_eps": 0.5},
     v_map={"ddl_map": "v", "ddl_k_hidden_size": 3},
 )
-CASES = [("gpt-mha-rope", {}), ("gpt-mha-rope", {"rope_ratio": 0.5, "mup": True, "use_qk_rmsnorm": False})]
+CASES = [
+    ("gpt-mha-rope", {}),
+    ("gpt-mha-rope", {"rope_ratio": 0.5, "mup": True, "use_qk_rmsnorm": False}),
+]
 CASES += [(stem, keys) for stem in DDL for keys in PARAMETERISATIONS.values()]
 CASES += [(stem, keys) for stem in (DDL[0], DDL[-1]) for keys in INPUTS.values()]
 CASES += [
@@ -77,16 +92,24 @@ CASES += [
 CASES += [(stem, {"ddl_map": "v", "ddl_k_branch": "attention"}) for stem in EXPANDED]
 CASES += [(stem, {"ddl_value_channels": v}) for stem in EXPANDED[1:] for v in (1, 2, 8)]
 FOLDED, CAUSAL = {"ddl_cc_read": "folded"}, {"ddl_state_dv_shortconv_causal": True}
-CASES += [("DDL-gpt-mha-rope-CC", keys) for keys in (FOLDED, {"ddl_state_shortconv_kernel_size": 2})]
+CASES += [
+    ("DDL-gpt-mha-rope-CC", keys) for keys in (FOLDED, {"ddl_state_shortconv_kernel_size": 2})
+]
 CASES += [("DDL-gpt-mha-rope-CC", FOLDED | {"ddl_value_channels": v}) for v in (1, 8)]
-CASES += [("DDL-gpt-mha-rope-CC-EC", CAUSAL | {"ddl_state_shortconv_kernel_size": k}) for k in (1, 3, 4)]
+CASES += [
+    ("DDL-gpt-mha-rope-CC-EC", CAUSAL | {"ddl_state_shortconv_kernel_size": k}) for k in (1, 3, 4)
+]
 CASES += [(stem, {"residual_branch_mult": 0.3}) for stem in ("gpt-mha-rope", *DDL)]
 CASES += [(stem, {"num_hidden_layers_base": 1, "ddl_beta_init": "1/L"}) for stem in DDL[:2]]
 CASES += [("DDL-gpt-mha-rope-CC-EC", {"input_embed_shortconv_kernel_size": k}) for k in (1, 2)]
-CASES += [("DDL-gpt-mha-rope-EC", {"ddl_value_channels": 1, "ddl_map": "v", "ddl_k_hidden_size": 4})]
+CASES += [
+    ("DDL-gpt-mha-rope-EC", {"ddl_value_channels": 1, "ddl_map": "v", "ddl_k_hidden_size": 4})
+]
 
 
-@pytest.mark.parametrize(("stem", "keys"), CASES, ids=lambda x: x if isinstance(x, str) else "-".join(x) or "plain")
+@pytest.mark.parametrize(
+    ("stem", "keys"), CASES, ids=lambda x: x if isinstance(x, str) else "-".join(x) or "plain"
+)
 def test_forward_and_backward_equal_the_naive_loops(stem, keys):
     model = tiny(stem, **keys)
     ids = torch.randint(0, TINY["vocab_size"], (2, 7))
@@ -99,13 +122,18 @@ def test_forward_and_backward_equal_the_naive_loops(stem, keys):
 
 # Config files that name a text, and the other stems that July's says with the same words.
 TEXTS = [("january_v1", naive.january_v1, None), ("january_v2", naive.january_v2, None)]
-TEXTS += [("january_v2_dv1", naive.january_v2, None), ("january_v2", naive.january_v2, "DDL-gpt-mha-rope-CC")]
+TEXTS += [
+    ("january_v2_dv1", naive.january_v2, None),
+    ("january_v2", naive.january_v2, "DDL-gpt-mha-rope-CC"),
+]
 TEXTS += [("july", naive.july, stem) for stem in (None, DDL[0], "DDL-gpt-mha-rope-EC")]
 
 
 @pytest.mark.parametrize(("text", "rewrite", "stem"), TEXTS)
 def test_config_files_of_a_text_compute_its_equations(text, rewrite, stem):
-    options = [f"--{key}={value}" for key, value in TINY.items()] + [f"--model={stem}"] * (stem is not None)
+    options = [f"--{key}={value}" for key, value in TINY.items()] + [f"--model={stem}"] * (
+        stem is not None
+    )
     run, config = train.configure([str(ROOT / "config" / f"ddl_{text}_small.py"), *options])
     model = tiny(run.model, **dataclasses.asdict(config))
     if text == "january_v1":  # it writes no output bias of the gate, which is learned from 0
@@ -113,7 +141,9 @@ def test_config_files_of_a_text_compute_its_equations(text, rewrite, stem):
             for write in (block.ddl_attn, block.ddl_mlp):
                 torch.nn.init.zeros_(write.beta_out.bias)
     ids = torch.randint(0, TINY["vocab_size"], (1, 7))
-    wanted = naive.logits(run.model, model.state_dict(), dataclasses.asdict(config), ids[0].tolist(), rewrite)
+    wanted = naive.logits(
+        run.model, model.state_dict(), dataclasses.asdict(config), ids[0].tolist(), rewrite
+    )
     torch.testing.assert_close(model(ids)[0][0], wanted, rtol=1e-9, atol=1e-9)
 
 
@@ -143,7 +173,13 @@ def test_rope_tables_survive_changes_of_dtype():
 @pytest.fixture(scope="module")
 def initialised():
     torch.manual_seed(0)
-    size = {"hidden_size": 256, "num_attention_heads": 2, "head_dim": 128, "num_hidden_layers": 4, "vocab_size": 512}
+    size = {
+        "hidden_size": 256,
+        "num_attention_heads": 2,
+        "head_dim": 128,
+        "num_hidden_layers": 4,
+        "vocab_size": 512,
+    }
     return build("DDL-gpt-mha-rope", ddl_beta_init=0.5, init="normal", **size)
 
 
@@ -175,7 +211,9 @@ def test_vectors_start_as_specified(initialised):
         assert bias.unique().numel() == 4
     assert state["transformer.h.0.compress.read"].tolist() == [0.25] * 4
     ones = [
-        value for name, value in state.items() if name.rsplit(".", 2)[-2] in ("ln_1", "ln_2", "ln_f", "q_rms", "k_rms")
+        value
+        for name, value in state.items()
+        if name.rsplit(".", 2)[-2] in ("ln_1", "ln_2", "ln_f", "q_rms", "k_rms")
     ]
     assert len(ones) == 4 * 4 + 1
     assert all((value == 1).all() for value in ones)
@@ -184,7 +222,9 @@ def test_vectors_start_as_specified(initialised):
 @pytest.mark.parametrize(("beta", "probability"), [(0.0, 1e-6), (2.0, 1 - 1e-6), (1.5, 0.75)])
 @pytest.mark.parametrize("single", [True, False])
 def test_gate_starts_at_beta_init_clamped(beta, probability, single):
-    model = build("DDL-vdim1-gpt-mha-rope", ddl_beta_init=beta, ddl_beta_single_linear=single, **TINY)
+    model = build(
+        "DDL-vdim1-gpt-mha-rope", ddl_beta_init=beta, ddl_beta_single_linear=single, **TINY
+    )
     rewrite = model.transformer.h[1].ddl_mlp
     bias = (rewrite.beta if single else rewrite.beta_out).bias.double()
     assert torch.sigmoid(bias).item() == pytest.approx(probability, rel=1e-6)
@@ -194,7 +234,9 @@ def test_identity_convolution_reads_the_channel_mean():
     model = build("DDL-gpt-mha-rope", ddl_state_conv_init="identity", **TINY)
     state = torch.randn(2, 5, 4, 10)
     torch.testing.assert_close(model.readout(state), state.mean(2))
-    other = build("DDL-gpt-mha-rope", ddl_state_conv_init="identity", ddl_state_read_init=0.5, **TINY)
+    other = build(
+        "DDL-gpt-mha-rope", ddl_state_conv_init="identity", ddl_state_read_init=0.5, **TINY
+    )
     torch.testing.assert_close(other.readout(state), state.sum(2) / 2)
 
 
@@ -208,7 +250,9 @@ def test_state_and_gate_dtypes_under_autocast(stem):
         for rewrite in (m for m in block.modules() if isinstance(m, DeltaRewrite)):
             gate, value = rewrite.gate, rewrite.write_value
             rewrite.gate = lambda c, f=gate: seen["fp32"].add(f(c).dtype) or f(c)
-            rewrite.write_value = lambda *args, f=value: seen["fp32"].add(f(*args).dtype) or f(*args)
+            rewrite.write_value = lambda *args, f=value: seen["fp32"].add(f(*args).dtype) or f(
+                *args
+            )
     with torch.autocast("cpu", torch.bfloat16):
         _, loss = model(*torch.randint(0, 29, (2, 2, 8)))
     assert seen["state"] == {torch.bfloat16}
@@ -227,14 +271,18 @@ def test_half_precision_reads_accumulate_in_fp32():
 
 
 def test_identity_column_convolution_reads_the_channel_mean():
-    model = build("DDL-gpt-mha-rope-CC", ddl_state_conv_init="identity", ddl_value_channels=3, **TINY)
+    model = build(
+        "DDL-gpt-mha-rope-CC", ddl_state_conv_init="identity", ddl_value_channels=3, **TINY
+    )
     state = torch.randn(2, 5, 3, 10)
     torch.testing.assert_close(model.transformer.h[1].compress(state), state.mean(2))
 
 
 @pytest.mark.parametrize("v", [1, 2, 3, 4, 8])
 def test_folding_is_the_convolution_then_the_read_vector(v):
-    """Against conv1d over columns with (v-1)//2 zeros on the left, then the read vector: the released computation."""
+    """Against conv1d over columns with (v-1)//2 zeros on the left, then the read vector: the
+    released computation.
+    """
     weight, read = torch.randn(6, v, dtype=torch.float64), torch.randn(v, dtype=torch.float64)
     state = torch.randn(5, 6, v, dtype=torch.float64)  # (tokens, d, v)
     padded = torch.nn.functional.pad(state, ((v - 1) // 2, v - 1 - (v - 1) // 2))
@@ -257,11 +305,19 @@ def test_embedding_convolution_starts_as_repetition(stem):
 
 def test_normal_column_convolution_is_a_folded_pair():
     """Its columns differ in variance: column u collects one tap for every j that reaches it."""
-    keys = {**TINY, "hidden_size": 4096, "num_hidden_layers": 1, "init": "normal", "ddl_cc_read": "folded"}
+    keys = {
+        **TINY,
+        "hidden_size": 4096,
+        "num_hidden_layers": 1,
+        "init": "normal",
+        "ddl_cc_read": "folded",
+    }
     model = build("DDL-gpt-mha-rope-CC", **keys)
     std = 0.5 / 64 / 4
     taps = [sum(0 <= u - j + 1 < 4 for j in range(4)) for u in range(4)]
-    assert model.readout.weight.std(0).tolist() == pytest.approx([std * math.sqrt(n) for n in taps], rel=0.06)
+    assert model.readout.weight.std(0).tolist() == pytest.approx(
+        [std * math.sqrt(n) for n in taps], rel=0.06
+    )
 
 
 def test_build_names_the_mistake():
@@ -277,18 +333,28 @@ def test_build_names_the_mistake():
         build("DDL-gpt-mha-rope", ddl_update="add")
     for keys, message in (
         ({"ddl_k_branch": "attention"}, "add ddl_map=v"),
-        ({"ddl_k_branch": "attention", "ddl_map": "v", "ddl_value_channels": 1}, "ddl_value_channels is 1; use mlp"),
+        (
+            {"ddl_k_branch": "attention", "ddl_map": "v", "ddl_value_channels": 1},
+            "ddl_value_channels is 1; use mlp",
+        ),
         ({"ddl_v_input": "context", "ddl_map": "v"}, "has no effect with ddl_map=v"),
         ({"ddl_map": "v", "ddl_v_constant": True}, "leaves the sublayers' outputs unused"),
         ({"ddl_v_input": "context", "ddl_v_constant": True}, "has no effect with ddl_v_constant"),
         ({"ddl_v_bias": False, "ddl_v_constant": True}, "has no effect with ddl_v_constant"),
         ({"ddl_k_input": "mean"}, "add ddl_map=v, with ddl_k_branch=mlp"),
-        ({"ddl_k_input": "flat", "ddl_map": "v", "ddl_k_branch": "attention"}, "add ddl_map=v, with ddl_k_branch=mlp"),
+        (
+            {"ddl_k_input": "flat", "ddl_map": "v", "ddl_k_branch": "attention"},
+            "add ddl_map=v, with ddl_k_branch=mlp",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             build("DDL-gpt-mha-rope", **keys)
-    with pytest.raises(ValueError, match="covers its ddl_value_channels=4 columns; leave the key out"):
-        build("DDL-gpt-mha-rope-CC", ddl_state_shortconv_kernel_size=3, ddl_cc_read="folded", **TINY)
+    with pytest.raises(
+        ValueError, match="covers its ddl_value_channels=4 columns; leave the key out"
+    ):
+        build(
+            "DDL-gpt-mha-rope-CC", ddl_state_shortconv_kernel_size=3, ddl_cc_read="folded", **TINY
+        )
     with pytest.raises(ValueError, match="covers its ddl_value_channels=4 columns; give no more"):
         build("DDL-gpt-mha-rope-CC", ddl_state_shortconv_kernel_size=5, **TINY)
     with pytest.raises(ValueError, match=r"ddl_value_channels=4: this model has one column"):
@@ -297,10 +363,30 @@ def test_build_names_the_mistake():
 
 def test_defaults_are_the_specification():
     config = model_class("DDL-gpt-mha-rope").Config()
-    expected = {"block_size": 1024, "vocab_size": 50304, "rope_ratio": 1.0, "use_qk_rmsnorm": True, "mup": False}
-    expected |= {"ddl_value_channels": 4, "ddl_beta_init": 1.0, "ddl_beta_single_linear": True, "ddl_k_eps": 1e-5}
-    expected |= {"ddl_beta_hidden_size": 128, "ddl_v_sigmoid": True, "ddl_v_constant": False, "rope_base": 10000.0}
-    expected |= {"hidden_init_std_factor": 0.5, "embedding_init_std": 0.02, "ddl_v_sigmoid_scale": 4.0}
+    expected = {
+        "block_size": 1024,
+        "vocab_size": 50304,
+        "rope_ratio": 1.0,
+        "use_qk_rmsnorm": True,
+        "mup": False,
+    }
+    expected |= {
+        "ddl_value_channels": 4,
+        "ddl_beta_init": 1.0,
+        "ddl_beta_single_linear": True,
+        "ddl_k_eps": 1e-5,
+    }
+    expected |= {
+        "ddl_beta_hidden_size": 128,
+        "ddl_v_sigmoid": True,
+        "ddl_v_constant": False,
+        "rope_base": 10000.0,
+    }
+    expected |= {
+        "hidden_init_std_factor": 0.5,
+        "embedding_init_std": 0.02,
+        "ddl_v_sigmoid_scale": 4.0,
+    }
     expected |= {"ddl_v_constant_value": 2.0, "ddl_v_input": "residual", "ddl_update": "delta"}
     expected |= {"init": "spectral", "num_hidden_layers_base": None, "residual_branch_mult": None}
     expected |= {"ddl_state_conv_init": None, "ddl_state_read_init": None, "hidden_size_base": 1024}
@@ -332,7 +418,9 @@ def test_inputs_and_norm_are_those_of_the_papers(option):
 
 @pytest.mark.parametrize("stem", PAPER)
 def test_flops_are_those_that_torch_counts(stem):
-    """The counter sees matrix products alone: attention on the CPU and the residual's elementwise work are added."""
+    """The counter sees matrix products alone: attention on the CPU and the residual's elementwise
+    work are added.
+    """
     model = build(stem, **TINY)
     ids = torch.randint(0, 29, (2, 16))
     with FlopCounterMode(display=False) as counter:
@@ -359,7 +447,15 @@ def test_flops_are_those_that_torch_counts(stem):
         ({"ddl_v_constant": True}, -2 * 40),
         ({"ddl_beta_single_linear": False, "ddl_beta_hidden_size": 3}, 2 * (30 + 3) - 20),
         ({"ddl_map": "v", "ddl_k_hidden_size": 3}, 4 * 30),
-        ({"ddl_map": "v", "ddl_k_hidden_size": 3, "ddl_k_input": "mean", "ddl_beta_input": "mean"}, 4 * 30 + 2 * 40),
+        (
+            {
+                "ddl_map": "v",
+                "ddl_k_hidden_size": 3,
+                "ddl_k_input": "mean",
+                "ddl_beta_input": "mean",
+            },
+            4 * 30 + 2 * 40,
+        ),
         ({"ddl_map": "v", "ddl_k_hidden_size": 3, "ddl_k_input": "flat"}, 2 * 3 * 40 + 2 * 30),
         ({"ddl_beta_input": "flat"}, 2 * 30),
     ],
@@ -374,7 +470,9 @@ def test_flops_of_parameterisations(keys, change):
 def test_a_factor_on_branches_changes_the_model_or_is_refused(stem):
     """With the same weights: a stream that would ignore `residual_branch_mult` must say so."""
     plain, ids = tiny(stem), torch.arange(8)[None]
-    if not all(takes_branch_mult(type(site.write)) for block in plain.transformer.h for site in block.sites):
+    if not all(
+        takes_branch_mult(type(site.write)) for block in plain.transformer.h for site in block.sites
+    ):
         with pytest.raises(ValueError, match="has no such factor"):
             tiny(stem, residual_branch_mult=0.5)
         return

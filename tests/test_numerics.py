@@ -1,4 +1,6 @@
-"""bfloat16 against the model's own float64 evaluation, in units of how far its rounded weights alone move that."""
+"""bfloat16 against the model's own float64 evaluation, in units of how far its rounded weights
+alone move that.
+"""
 
 import copy
 
@@ -32,16 +34,22 @@ def rounded(model):
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("stem", PAPER)
 def test_bfloat16_adds_little_to_what_rounded_weights_do(stem, width):
-    """Measured over four seeds: 1.3 to 2.1 times as far, with this seed to 1.8; 2.2 without `at_least_fp32`.
+    """Measured over four seeds: 1.3 to 2.1 times as far, with this seed to 1.8; 2.2 without
+    `at_least_fp32`.
 
-    A bound on the error itself would hold at one width alone. With its weights rounded and everything else exact, the
-    gradient of the stream read over tokens moves 5% at d = 64 and 2.7% at d = 128, the baseline's 1.2% at both: DDL's
-    function is that steep at the start, less so with fewer layers, and less so without the erase.
+    A bound on the error itself would hold at one width alone. With its weights rounded and
+    everything else exact, the gradient of the stream read over tokens moves 5% at d = 64 and 2.7%
+    at d = 128, the baseline's 1.2% at both: DDL's function is that steep at the start, less so with
+    fewer layers, and less so without the erase.
     """
     torch.manual_seed(0)
     model = build(stem, **SIZE, hidden_size=width, num_attention_heads=width // 32)
     exact = copy.deepcopy(model).double()
     batch = torch.randint(0, 128, (2, 4, 64))
-    wanted, moved, found = outputs(exact, *batch), outputs(rounded(exact), *batch), outputs(model, *batch, True)
+    wanted, moved, found = (
+        outputs(exact, *batch),
+        outputs(rounded(exact), *batch),
+        outputs(model, *batch, True),
+    )
     for true, unit, low in zip(wanted, moved, found):
         assert 0 < (low - true).norm() < 2.1 * (unit - true).norm()

@@ -12,14 +12,36 @@ from model import build
 from model.weights import EMBEDDING
 from training import optimizer
 
-TINY = {"vocab_size": 29, "block_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 6}
+TINY = {
+    "vocab_size": 29,
+    "block_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "head_dim": 6,
+}
 TINY |= {"hidden_size": 10}
 
 
 def settings(**changes):
-    values = {"optimizer": "adamw", "learning_rate": 1e-3, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95}
-    values |= {"min_lr": None, "warmup_steps": 10, "max_steps": 110, "schedule": "cosine", "decay_steps": 40}
-    values |= {"muon_learning_rate": None, "embedding_learning_rate": None, "weight_decay_rate": None}
+    values = {
+        "optimizer": "adamw",
+        "learning_rate": 1e-3,
+        "weight_decay": 0.1,
+        "beta1": 0.9,
+        "beta2": 0.95,
+    }
+    values |= {
+        "min_lr": None,
+        "warmup_steps": 10,
+        "max_steps": 110,
+        "schedule": "cosine",
+        "decay_steps": 40,
+    }
+    values |= {
+        "muon_learning_rate": None,
+        "embedding_learning_rate": None,
+        "weight_decay_rate": None,
+    }
     return SimpleNamespace(**{**values, **changes})
 
 
@@ -41,16 +63,28 @@ def test_muon_takes_the_sublayers_matrices_only():
     model = build("DDL-gpt-mha-rope", **TINY)
     adam, muon = optimizer.build_optimizers(model, settings(optimizer="muon"))
     assert isinstance(muon, torch.optim.Muon)
-    parts = ("attn.c_q", "attn.c_k", "attn.c_v", "attn.c_proj", "mlp.c_fc1", "mlp.c_fc2", "mlp.c_proj")
+    parts = (
+        "attn.c_q",
+        "attn.c_k",
+        "attn.c_v",
+        "attn.c_proj",
+        "mlp.c_fc1",
+        "mlp.c_fc2",
+        "mlp.c_proj",
+    )
     expected = sorted(f"transformer.h.{i}.{part}.weight" for i in range(2) for part in parts)
     assert sorted(n for g in muon.param_groups for n in g["names"]) == expected
     assert not set(expected) & {n for g in adam.param_groups for n in g["names"]}
 
 
 def muon_steps(made, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Three matrices, one of them without gradients, after three steps of the optimizer that `made` makes."""
+    """Three matrices, one of them without gradients, after three steps of the optimizer that `made`
+    makes.
+    """
     torch.manual_seed(0)
-    weights = [torch.nn.Parameter(torch.randn(*shape).to(dtype)) for shape in ((12, 5), (6, 20), (4, 4))]
+    weights = [
+        torch.nn.Parameter(torch.randn(*shape).to(dtype)) for shape in ((12, 5), (6, 20), (4, 4))
+    ]
     optimizer = made([{"params": weights, "weight_decay": 0.1}])
     for _ in range(3):
         for weight in weights[:2]:
@@ -62,9 +96,17 @@ def muon_steps(made, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 def test_muon_steps_as_torch_does_and_in_float32_nearer_to_what_float64_gives():
     given = {"lr": 0.03, "adjust_lr_fn": "match_rms_adamw"}
     theirs = muon_steps(lambda groups: torch.optim.Muon(groups, **given))
-    assert all(map(torch.equal, muon_steps(lambda groups: optimizer.Muon(groups, 0.03, torch.bfloat16)), theirs))
+    assert all(
+        map(
+            torch.equal,
+            muon_steps(lambda groups: optimizer.Muon(groups, 0.03, torch.bfloat16)),
+            theirs,
+        )
+    )
     exact = muon_steps(lambda groups: optimizer.Muon(groups, 0.03, torch.float64), torch.float64)
-    for one, other in zip(muon_steps(lambda groups: optimizer.Muon(groups, 0.03, torch.float32)), exact):
+    for one, other in zip(
+        muon_steps(lambda groups: optimizer.Muon(groups, 0.03, torch.float32)), exact
+    ):
         torch.testing.assert_close(one.double(), other, atol=3e-6, rtol=0)
     assert max((one.double() - other).abs().max() for one, other in zip(theirs, exact)) > 1e-4
 
@@ -84,20 +126,44 @@ def test_muon_keeps_singular_vectors_and_brings_singular_values_near_1(shape):
 
 
 def test_mup_scales_the_learning_rate_of_matrices():
-    model = build("DDL-gpt-mha-rope", mup=True, hidden_size_base=40, ddl_beta_single_linear=False, **TINY)
+    model = build(
+        "DDL-gpt-mha-rope", mup=True, hidden_size_base=40, ddl_beta_single_linear=False, **TINY
+    )
     [adam] = optimizer.build_optimizers(model, settings())
     optimizer.set_learning_rate([adam], 0.5)
     rates = {n: g["lr"] for g in adam.param_groups for n in g["names"]}
     for name, rate in rates.items():
-        hidden = any(part in name for part in (".attn.c_", ".mlp.c_", ".beta_in.weight", ".v_proj.weight"))
+        hidden = any(
+            part in name for part in (".attn.c_", ".mlp.c_", ".beta_in.weight", ".v_proj.weight")
+        )
         assert rate == (2.0 if hidden else 0.5), name
 
 
 @pytest.mark.parametrize(
     ("keys", "with_muon", "scales"),
     [
-        ({}, False, {"attn.c_q": 4, "mlp.c_proj": 4, "ddl_attn.v_proj": 4, "ln_1": 1, "compress.shortconv": 1}),
-        ({}, True, {"attn.c_q": 2, "mlp.c_proj": 2, "ddl_attn.v_proj": 4, "ln_1": 1, "compress.shortconv": 1}),
+        (
+            {},
+            False,
+            {
+                "attn.c_q": 4,
+                "mlp.c_proj": 4,
+                "ddl_attn.v_proj": 4,
+                "ln_1": 1,
+                "compress.shortconv": 1,
+            },
+        ),
+        (
+            {},
+            True,
+            {
+                "attn.c_q": 2,
+                "mlp.c_proj": 2,
+                "ddl_attn.v_proj": 4,
+                "ln_1": 1,
+                "compress.shortconv": 1,
+            },
+        ),
         ({"ddl_map": "v"}, False, {"ddl_attn.k_in": 4, "ddl_attn.k_out": 1}),
         ({"ddl_map": "v", "init": "normal"}, False, {"ddl_attn.k_in": 4, "ddl_attn.k_out": 2}),
     ],
@@ -111,7 +177,12 @@ def test_mup_scales_by_the_kind_of_parameter(keys, with_muon, scales):
 
 
 def rates_of(optimizers) -> dict[str, float]:
-    return {name: group["lr"] for each in optimizers for group in each.param_groups for name in group["names"]}
+    return {
+        name: group["lr"]
+        for each in optimizers
+        for group in each.param_groups
+        for name in group["names"]
+    }
 
 
 def test_a_rule_s_factor_and_mup_s_multiply():
@@ -135,14 +206,21 @@ def test_a_rule_s_factor_and_mup_s_multiply():
 @pytest.mark.parametrize("min_lr", [None, 1e-4, 0.0])
 def test_every_group_has_its_peak_and_the_same_schedule(schedule, min_lr):
     model = build("gpt-mha-rope", **TINY)
-    keys = {"muon_learning_rate": 1e-2, "embedding_learning_rate": 4e-3, "schedule": schedule, "min_lr": min_lr}
+    keys = {
+        "muon_learning_rate": 1e-2,
+        "embedding_learning_rate": 4e-3,
+        "schedule": schedule,
+        "min_lr": min_lr,
+    }
     config = settings(optimizer="muon", **keys)
     optimizers = optimizer.build_optimizers(model, config)
     muon = {name for group in optimizers[1].param_groups for name in group["names"]}
     for step in range(110):
         said = optimizer.set_rates(optimizers, step, config)
         share = optimizer.learning_rate_at(step, settings(schedule=schedule, min_lr=min_lr)) / 1e-3
-        assert said == pytest.approx({"lr": 1e-3 * share, "muon_lr": 1e-2 * share, "embedding_lr": 4e-3 * share})
+        assert said == pytest.approx(
+            {"lr": 1e-3 * share, "muon_lr": 1e-2 * share, "embedding_lr": 4e-3 * share}
+        )
         for name, rate in rates_of(optimizers).items():
             own = "muon_lr" if name in muon else "embedding_lr" if name == EMBEDDING else "lr"
             assert rate == said[own], name
@@ -169,15 +247,24 @@ def test_adamw_at_a_rate_of_0_leaves_muon_s():
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 @pytest.mark.parametrize("step", [4, 10, 109])
 def test_decay_of_its_own_rate_is_the_same_for_every_weight(kind, step):
-    """Against the same step without decay: both update alike, so that they differ by what decays."""
-    keys = {"learning_rate": 3e-3, "embedding_learning_rate": 7e-3, "min_lr": 0.0 if step == 109 else None}
+    """Against the same step without decay: both update alike, so that they differ by what
+    decays.
+    """
+    keys = {
+        "learning_rate": 3e-3,
+        "embedding_learning_rate": 7e-3,
+        "min_lr": 0.0 if step == 109 else None,
+    }
     keys |= {"optimizer": kind, "muon_learning_rate": 2e-2 if kind == "muon" else None}
     torch.manual_seed(0)
     model = build("DDL-gpt-mha-rope", mup=True, hidden_size_base=40, **TINY)
     plain = copy.deepcopy(model)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     share = optimizer.learning_rate_at(step, settings(**keys)) / 3e-3
-    for each, decay in ((model, {"weight_decay": 0.1, "weight_decay_rate": 0.5}), (plain, {"weight_decay": 0.0})):
+    for each, decay in (
+        (model, {"weight_decay": 0.1, "weight_decay_rate": 0.5}),
+        (plain, {"weight_decay": 0.0}),
+    ):
         config = settings(**keys, **decay)
         optimizers = optimizer.build_optimizers(each, config)
         optimizer.set_rates(optimizers, step, config)
@@ -203,7 +290,10 @@ def test_warmup_and_cosine():
 
 
 def test_warmup_stable_decay():
-    rates = [optimizer.learning_rate_at(step, settings(schedule="wsd", min_lr=1e-4)) for step in range(110)]
+    rates = [
+        optimizer.learning_rate_at(step, settings(schedule="wsd", min_lr=1e-4))
+        for step in range(110)
+    ]
     assert rates[:10] == pytest.approx([1e-4 * (i + 1) for i in range(10)])
     assert rates[10:70] == [1e-3] * 60
     assert rates[69:] == pytest.approx([1e-3 - 9e-4 * i / 40 for i in range(41)])
@@ -214,9 +304,13 @@ def test_warmup_stable_decay():
     assert optimizer.learning_rate_at(109, settings(schedule="wsd", decay_steps=0)) == 1e-3
 
 
-@pytest.mark.parametrize(("steps", "warmup", "decay"), [(12, 2, 2), (300, 100, 60), (10, 9, 1), (3, 5, 0), (4, 0, 0)])
+@pytest.mark.parametrize(
+    ("steps", "warmup", "decay"), [(12, 2, 2), (300, 100, 60), (10, 9, 1), (3, 5, 0), (4, 0, 0)]
+)
 def test_a_fifth_of_the_run_decays(steps, warmup, decay):
-    config = settings(schedule="wsd", min_lr=0.0, decay_steps=None, max_steps=steps, warmup_steps=warmup)
+    config = settings(
+        schedule="wsd", min_lr=0.0, decay_steps=None, max_steps=steps, warmup_steps=warmup
+    )
     rates = [optimizer.learning_rate_at(step, config) for step in range(steps)]
     rise = [1e-3 * (step + 1) / warmup for step in range(min(warmup, steps))]
     fall = [1e-3 * left / decay for left in reversed(range(decay))]

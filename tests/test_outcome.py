@@ -1,4 +1,6 @@
-"""A step whose loss or gradient is not finite, left out by the device as on a GPU, and by the program; on a CPU."""
+"""A step whose loss or gradient is not finite, left out by the device as on a GPU, and by the
+program; on a CPU.
+"""
 
 import json
 import math
@@ -14,7 +16,13 @@ from training import checkpoint, distributed, metrics, optimizer
 from training.distributed import World
 
 ALONE = World(0, 1, torch.device("cpu"))
-KEYS = {"optimizer": "adamw", "learning_rate": 1e-2, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95}
+KEYS = {
+    "optimizer": "adamw",
+    "learning_rate": 1e-2,
+    "weight_decay": 0.1,
+    "beta1": 0.9,
+    "beta2": 0.95,
+}
 
 
 def made():
@@ -65,7 +73,10 @@ def test_what_is_summed_is_read_later():
 
 CASES = {
     "ends in the first step": ({"embedding_init_std": 1e30, "checkpoint_interval": 1}, 1),
-    "ends later": ({"learning_rate": 1e30, "warmup_steps": 0, "grad_clip": 0.0, "checkpoint_interval": 1}, 1),
+    "ends later": (
+        {"learning_rate": 1e30, "warmup_steps": 0, "grad_clip": 0.0, "checkpoint_interval": 1},
+        1,
+    ),
     "skips": ({"learning_rate": 1e30, "warmup_steps": 0, "grad_clip": 0.0, "skip_nonfinite": 2}, 1),
     "skips the first steps": ({"embedding_init_std": 1e30, "skip_nonfinite": 9, "max_steps": 3}, 0),
 }
@@ -73,13 +84,16 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_device_s_decision_is_the_program_s(corpus, tmp_path, case):
-    """Exit code, message, diagnosis, metrics and every tensor of every checkpoint: with `engine=fsdp` the program
-    decides."""
+    """Exit code, message, diagnosis, metrics and every tensor of every checkpoint: with
+    `engine=fsdp` the program decides.
+    """
     changes, code = CASES[case]
     messages, found = [], []
     for engine in ("ddp", "fsdp"):
         out = tmp_path / engine
-        result = call("train.py", *small_run(corpus, out, **{"eval_full": False, **changes}, engine=engine))
+        result = call(
+            "train.py", *small_run(corpus, out, **{"eval_full": False, **changes}, engine=engine)
+        )
         assert result.returncode == code
         messages.append(result.stderr.decode().replace(str(out), "RUN"))
         diagnosis = out / "nonfinite" / "diagnosis.json"

@@ -1,4 +1,6 @@
-"""Gradients are summed over processes while the compiled backward pass goes on, and are the eager ones."""
+"""Gradients are summed over processes while the compiled backward pass goes on, and are the eager
+ones.
+"""
 
 import json
 import os
@@ -14,7 +16,9 @@ def test_buckets_are_summed_between_the_pieces_of_the_backward_pass(fused):
     """One after each piece, with the plain operations and with the fused kernels, interpreted."""
     command = [sys.executable, "tests/overlap.py", "DDL-gpt-mha-rope-CC-EC", fused]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False, env=env)
+    result = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False, env=env
+    )
     assert result.returncode == 0, result.stderr
     measured = json.loads(result.stdout)
     events = measured["events"]

@@ -12,9 +12,13 @@ def test_the_curve_of_a_run(tmp_path, monkeypatch):
     """Two hundred steps in fifty means of four each, and two evaluations, are what is drawn."""
     records = [{"step": step, "loss": float(step)} for step in range(1, 201)]
     records += [{"step": 100, "val_loss": 2.0}, {"step": 200, "val_loss": 1.0}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in records)
+    )
     figures = []
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, file, **_: figures.append((self, file)))
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig", lambda self, file, **_: figures.append((self, file))
+    )
     assert plot.draw(tmp_path) == tmp_path / "loss.png"
     [(figure, file)] = figures
     assert file == tmp_path / "loss.png"

@@ -34,7 +34,9 @@ def stream(texts) -> list[int]:
 def some_texts(count=200, seed=0):
     """Documents of very different lengths, some empty, some with characters of several bytes."""
     draw, letters = np.random.default_rng(seed), list("abc é日👧\n")
-    return ["".join(draw.choice(letters, int(draw.integers(0, 60)) ** 2 // 20)) for _ in range(count)]
+    return [
+        "".join(draw.choice(letters, int(draw.integers(0, 60)) ** 2 // 20)) for _ in range(count)
+    ]
 
 
 TEXTS = some_texts()
@@ -186,7 +188,9 @@ def test_a_trained_tokenizer_is_kept(folder, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("written", range(0, 30, 3))
-def test_killed_after_any_file_it_goes_on_with_the_same_bytes(folder, tmp_path, monkeypatch, written):
+def test_killed_after_any_file_it_goes_on_with_the_same_bytes(
+    folder, tmp_path, monkeypatch, written
+):
     run(tmp_path / "whole", files_plan(folder), "--shard_tokens=700")
     out, writes, replace = tmp_path / "out", iter(range(999)), Path.replace
 
@@ -207,13 +211,18 @@ def test_killed_after_any_file_it_goes_on_with_the_same_bytes(folder, tmp_path, 
 
 def listed(out) -> list[str]:
     """Files of the shards that preparation.json calls whole."""
-    return [record["file"] for record in shards.read_json(out / "preparation.json").get("shards", [])]
+    return [
+        record["file"] for record in shards.read_json(out / "preparation.json").get("shards", [])
+    ]
 
 
 @pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_killed_process_leaves_what_the_next_goes_on_with(folder, tmp_path, kills):
     """SIGKILL at random moments of real processes, half of them with another number of threads."""
-    options, draw = [f"--source={folder}", "--val_tokens=1000", "--shard_tokens=40"], np.random.default_rng(kills)
+    options, draw = (
+        [f"--source={folder}", "--val_tokens=1000", "--shard_tokens=40"],
+        np.random.default_rng(kills),
+    )
     options += ["--tokenizer=bytes"]
     assert call(FINEWEB, *options, f"--out={tmp_path / 'whole'}").returncode == 0
     out, during = tmp_path / "out", 0
@@ -237,7 +246,9 @@ def test_max_tokens_may_grow_and_a_smaller_one_removes_nothing(folder, tmp_path)
     out = tmp_path / "out"
     for limit in (1001, 1300, 2000, 4444):
         made = set(listed(out)) if out.exists() else set()
-        before = {name: stamp for name, stamp in stamps(out).items() if name in made} if made else {}
+        before = (
+            {name: stamp for name, stamp in stamps(out).items() if name in made} if made else {}
+        )
         assert tokens_of(run(out, files_plan(folder), f"--max_tokens={limit}")) == STREAM[:limit]
         assert stamps(out).items() >= before.items()
         run(out, files_plan(folder), f"--max_tokens={limit}")
@@ -252,7 +263,9 @@ def test_max_tokens_may_grow_and_a_smaller_one_removes_nothing(folder, tmp_path)
     text = Texts(["x" * 99] * 20, "x")  # it ends with a shard
     plan = [("val", text, 200), ("train", text, None)]
     for limit in ([], ["--max_tokens=2001"], []):
-        assert tokens_of(run(tmp_path / "even", plan, "--shard_tokens=100", *limit)) == stream(text.texts)
+        assert tokens_of(run(tmp_path / "even", plan, "--shard_tokens=100", *limit)) == stream(
+            text.texts
+        )
 
 
 @pytest.mark.parametrize("damage", ["deleted", "cut", "longer", "two", "last"])
@@ -334,7 +347,9 @@ def test_a_folder_of_another_use_is_refused(folder, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     shards.write_shard(out / "foreign_train_000000.bin", np.arange(9))
-    message = rf"{out} holds shards of unknown making: .* --overwrite to remove its 1 shards \(1\.0 KB"
+    message = (
+        rf"{out} holds shards of unknown making: .* --overwrite to remove its 1 shards \(1\.0 KB"
+    )
     with pytest.raises(ValueError, match=message):
         run(out, files_plan(folder))
     assert list(contents(out)) == ["foreign_train_000000.bin"]
@@ -490,7 +505,9 @@ def test_verify_names_every_damaged_shard(folder, tmp_path, damage, what):
     out = tmp_path / "out"
     run(out, files_plan(folder), "--shard_tokens=1000")
     words = (FINEWEB, "--verify", f"--out={out}")
-    assert f"{len(listed(out))} shards, {len(STREAM):,} tokens: all as" in call(*words).stdout.decode()
+    assert (
+        f"{len(listed(out))} shards, {len(STREAM):,} tokens: all as" in call(*words).stdout.decode()
+    )
     names = ["x_val_000000.bin", "x_train_000003.bin"]
     for name in names:
         damage(out / name)
@@ -502,10 +519,14 @@ def test_verify_names_every_damaged_shard(folder, tmp_path, damage, what):
     assert "prepare the corpus" in one_line_error(call(*words))
 
 
-@pytest.mark.parametrize("script", sorted(ROOT.glob("data/*/prepare.py")), ids=lambda p: p.parent.name)
+@pytest.mark.parametrize(
+    "script", sorted(ROOT.glob("data/*/prepare.py")), ids=lambda p: p.parent.name
+)
 def test_every_script_verifies(corpus, tmp_path, script):
     path = script.relative_to(ROOT).as_posix()
-    assert "has no meta.json with SHA-256" in one_line_error(call(path, "--verify", f"--out={corpus}"))
+    assert "has no meta.json with SHA-256" in one_line_error(
+        call(path, "--verify", f"--out={corpus}")
+    )
 
 
 FOREIGN = {
@@ -527,7 +548,12 @@ def foreign(tmp_path, monkeypatch):
 
 def test_shards_of_a_folder_are_linked_and_counted(foreign, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for out, source in (("new/out", foreign), ("new/out", foreign), ("rel", "foreign"), (foreign, foreign)):
+    for out, source in (
+        ("new/out", foreign),
+        ("new/out", foreign),
+        ("rel", "foreign"),
+        (foreign, foreign),
+    ):
         assert call(FINEWEB, f"--out={out}", f"--pretokenized={source}").returncode == 0
         corpus = open_corpus(str(out))
         assert tokens_of(corpus) == [token for tokens in FOREIGN.values() for token in tokens]

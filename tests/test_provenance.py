@@ -9,7 +9,9 @@ from training import provenance
 def test_a_figure_of_a_changed_tree_says_so(tmp_path, capsys):
     def git(*words):
         who = ("-c", "user.name=x", "-c", "user.email=x@example.org")
-        return subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+        return subprocess.run(
+            ["git", *who, *words], cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout
 
     assert provenance.commit_of(tmp_path) == ""  # no repository
     git("init", "-q")
@@ -34,7 +36,13 @@ def test_a_figure_of_a_changed_tree_says_so(tmp_path, capsys):
     for commit, notes in ((clean, 0), (f"{clean}-dirty", 1)):
         for value in (1, 2):  # a file that is written after every figure is spoken of once
             provenance.store(figures, {"rows": [value]}, {"commit": commit, "date": "2026-01-02"})
-        assert json.loads(figures.read_text()) == {"commit": commit, "date": "2026-01-02", "rows": [2]}
-        assert capsys.readouterr().err.count(f"note: {figures} is of {commit}, with changes") == notes
+        assert json.loads(figures.read_text()) == {
+            "commit": commit,
+            "date": "2026-01-02",
+            "rows": [2],
+        }
+        assert (
+            capsys.readouterr().err.count(f"note: {figures} is of {commit}, with changes") == notes
+        )
     provenance.store(figures, {"rows": []})
     assert json.loads(figures.read_text()) == {**provenance.provenance(), "rows": []}

@@ -27,7 +27,15 @@ def tree(tmp_path):
         "a/notes.txt": "no source\n",
         "a/module.pyi": "x: int\n",
     }
-    folders = ["test", "a/tests", "site-packages", "dist-packages", "__pycache__", "idlelib/deep", "lib2to3"]
+    folders = [
+        "test",
+        "a/tests",
+        "site-packages",
+        "dist-packages",
+        "__pycache__",
+        "idlelib/deep",
+        "lib2to3",
+    ]
     folders += ["turtledemo", "ensurepip", "pydoc_data", "encodings"]
     files |= {f"{folder}/m.py": f"# {folder}\n" for folder in folders}
     for name, text in files.items():
@@ -50,7 +58,10 @@ def test_source_files_leave_out_what_is_no_source_of_its_own(tree):
 def sources(count, seed=0):
     """Files of very different sizes; every third is mostly two-byte characters."""
     sizes = np.random.default_rng(seed).integers(10, 3000, count)
-    return {f"pkg{i % 7}/module_{i}.py": ("é" if i % 3 == 0 else "x") * int(size) for i, size in enumerate(sizes)}
+    return {
+        f"pkg{i % 7}/module_{i}.py": ("é" if i % 3 == 0 else "x") * int(size)
+        for i, size in enumerate(sizes)
+    }
 
 
 def size(texts):
@@ -104,9 +115,16 @@ def test_main_makes_shards_that_decode_to_the_sources(tree, tmp_path, monkeypatc
         tokens = np.frombuffer((out / name).read_bytes()[1024:], dtype="<u2").tolist()
         assert tokens[0] == meta["eot_token"]
         documents = len(splits[split])
-        assert tokens.count(meta["eot_token"]) == documents  # those spelled out in special.py are plain text
-        assert rebuilt.decode(tokens) == "".join("<|endoftext|>" + text for text in splits[split].values())
-        assert meta[split] == {"documents": documents, "bytes": size(splits[split]), "tokens": len(tokens)}
+        # those spelled out in special.py are plain text
+        assert tokens.count(meta["eot_token"]) == documents
+        assert rebuilt.decode(tokens) == "".join(
+            "<|endoftext|>" + text for text in splits[split].values()
+        )
+        assert meta[split] == {
+            "documents": documents,
+            "bytes": size(splits[split]),
+            "tokens": len(tokens),
+        }
     assert len(list(out.iterdir())) == 5  # with meta.json, tokenizer.json and preparation.json
 
 

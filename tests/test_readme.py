@@ -41,7 +41,9 @@ def test_commands_exist(command, monkeypatch):
 def test_the_example_stream_is_that_of_the_contract():
     """tests/test_contract.py trains it, among much else."""
     source = next(text for language, text in BLOCKS if language == "python")
-    assert source == (ROOT / "tests" / "streams" / "gated-gpt-mha-rope.py").read_text(encoding="utf-8")
+    assert source == (ROOT / "tests" / "streams" / "gated-gpt-mha-rope.py").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_the_code_on_the_variants_page_is_the_models():
@@ -59,7 +61,11 @@ def test_parameter_formulas_of_the_variants_page():
     d, v, L, K, K_e = 10, 4, 2, 4, 4
     ddl = 2 * L * (d + 1 + d * v + v)
     token, column = (L + 1) * (d * v * K + v), (L + 1) * (d * v + v)
-    extra = {"gpt-mha-rope": 0, "DDL-vdim1-gpt-mha-rope": 2 * L * (2 * d + 2), "DDL-gpt-mha-rope": ddl + token}
+    extra = {
+        "gpt-mha-rope": 0,
+        "DDL-vdim1-gpt-mha-rope": 2 * L * (2 * d + 2),
+        "DDL-gpt-mha-rope": ddl + token,
+    }
     extra |= {"DDL-gpt-mha-rope-EC": ddl + token + d * v * K_e, "DDL-gpt-mha-rope-CC": ddl + column}
     extra |= {"DDL-gpt-mha-rope-CC-EC": ddl + column + d * v * K_e}
     size = {**SMALL, "hidden_size": d, "num_hidden_layers": L}
@@ -104,8 +110,14 @@ def test_the_recipe_page_has_every_key_and_its_default():
 @pytest.mark.parametrize("page", ["recipe", "variants", "evaluation"])
 def test_links_between_pages_lead_to_headings(page):
     folder = ROOT / "docs"
-    links = re.findall(r"\]\((\w+\.md)(?:#([\w-]+))?\)", (folder / f"{page}.md").read_text(encoding="utf-8"))
+    links = re.findall(
+        r"\]\((\w+\.md)(?:#([\w-]+))?\)", (folder / f"{page}.md").read_text(encoding="utf-8")
+    )
     assert links
     for target, heading in links:
-        headings = re.findall(r"^#+ (.*)$", (folder / target).read_text(encoding="utf-8"), flags=re.M)
-        assert not heading or heading in {re.sub(r"[^\w -]", "", each).lower().replace(" ", "-") for each in headings}
+        headings = re.findall(
+            r"^#+ (.*)$", (folder / target).read_text(encoding="utf-8"), flags=re.M
+        )
+        assert not heading or heading in {
+            re.sub(r"[^\w -]", "", each).lower().replace(" ", "-") for each in headings
+        }

@@ -1,4 +1,6 @@
-"""Folders of the authors' releases: by name and shape, there and back, refused where this code lacks the option."""
+"""Folders of the authors' releases: by name and shape, there and back, refused where this code
+lacks the option.
+"""
 
 import json
 from dataclasses import asdict
@@ -13,15 +15,29 @@ from safetensors.torch import save_file
 from model import build, released
 from model.residual import fold_column_conv
 
-TINY = {"vocab_size": 29, "block_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 6}
+TINY = {
+    "vocab_size": 29,
+    "block_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "head_dim": 6,
+}
 TINY |= {"hidden_size": 10}
-LIBRARY = {"architectures": ["X"], "model_type": "x", "transformers_version": "4.40", "torch_dtype": "float32"}
+LIBRARY = {
+    "architectures": ["X"],
+    "model_type": "x",
+    "transformers_version": "4.40",
+    "torch_dtype": "float32",
+}
 
 
 def write(folder, weights, **config):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**LIBRARY, **TINY, **config}))
-    save_file({name: value.clone().contiguous() for name, value in weights.items()}, folder / "model.safetensors")
+    save_file(
+        {name: value.clone().contiguous() for name, value in weights.items()},
+        folder / "model.safetensors",
+    )
     return folder
 
 
@@ -37,9 +53,16 @@ def noisy(stem, **keys):
 def test_round_trip_through_the_older_names(stem, tmp_path):
     model = noisy(stem)
     written = released.state_dict(model, older=True)
-    assert any(name.endswith("compress.read") for name in written) == ("vdim1" not in stem and stem != "gpt-mha-rope")
+    assert any(name.endswith("compress.read") for name in written) == (
+        "vdim1" not in stem and stem != "gpt-mha-rope"
+    )
     assert any(name.endswith("attn.c_proj.weight") for name in written)
-    extra = {"ddl_v_dim1_constant": False, "use_k_shift": False, "dropout": 0.0, "intermediate_size": 26}
+    extra = {
+        "ddl_v_dim1_constant": False,
+        "use_k_shift": False,
+        "dropout": 0.0,
+        "intermediate_size": 26,
+    }
     loaded = released.load(write(tmp_path / "r", written, **extra))
     assert type(loaded).__module__ == f"model.{stem}"
     ids = torch.randint(0, 29, (2, 9))
@@ -48,7 +71,9 @@ def test_round_trip_through_the_older_names(stem, tmp_path):
 
 @pytest.mark.parametrize("v", [2, 3, 4])
 def test_a_pair_computes_its_convolution(v, tmp_path):
-    """x_in of the loaded model against conv1d over columns and the read vector, on the model's own state."""
+    """x_in of the loaded model against conv1d over columns and the read vector, on the model's own
+    state.
+    """
     weights = released.state_dict(noisy("DDL-gpt-mha-rope-CC", ddl_value_channels=v))
     for name in list(weights):
         if name.endswith(("compress.read", "readout.read", "compress.weight", "readout.weight")):
@@ -56,7 +81,10 @@ def test_a_pair_computes_its_convolution(v, tmp_path):
     keys = {"ddl_value_channels": v, "ddl_state_shortconv_kernel_size": v}
     model = released.load(write(tmp_path / "r", weights, **keys))
     state = torch.randn(7, 10, v)  # (tokens, d, v)
-    kernel, read = weights["transformer.h.1.compress.weight"], weights["transformer.h.1.compress.read"]
+    kernel, read = (
+        weights["transformer.h.1.compress.weight"],
+        weights["transformer.h.1.compress.read"],
+    )
     padded = F.pad(state, ((v - 1) // 2, v - 1 - (v - 1) // 2))
     expected = F.conv1d(padded, kernel[:, None], groups=10) @ read
     torch.testing.assert_close(model.transformer.h[1].compress(state.mT[None])[0], expected)
@@ -75,8 +103,14 @@ def test_constant_value_is_renamed(tmp_path):
         ({"use_k_shift": True}, "use_k_shift=True in the released config: only False"),
         ({"intermediate_size": 40}, "intermediate_size=40"),
         ({"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06"),
-        ({"hidden_sizes": 10}, "unknown key hidden_sizes in the released config, did you mean hidden_size"),
-        ({"ddl_beta_intt": 0.3}, "unknown key ddl_beta_intt in the released config, did you mean ddl_beta_init"),
+        (
+            {"hidden_sizes": 10},
+            "unknown key hidden_sizes in the released config, did you mean hidden_size",
+        ),
+        (
+            {"ddl_beta_intt": 0.3},
+            "unknown key ddl_beta_intt in the released config, did you mean ddl_beta_init",
+        ),
         ({"num_hidden_layers": 3}, "does not fit DDL-gpt-mha-rope-CC: transformer.h.2"),
     ],
 )
@@ -103,7 +137,8 @@ def test_damaged_weights_are_refused(tmp_path):
     with pytest.raises(ValueError, match="is damaged"):
         released.load(folder)
     file.unlink()
-    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'echo executed'\ntR.")  # a pickle that runs a command
+    # a pickle that runs a command
+    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'echo executed'\ntR.")
     with pytest.raises(ValueError, match="is a pickle: save it as safetensors"):
         released.load(folder)
 
@@ -120,7 +155,9 @@ EXPANDED = [stem for stem in PAPER if stem.startswith("DDL-gpt")]
 
 
 def weights_of_the_release(stem: str, taps: int = V) -> tuple[dict, dict]:
-    """Random weights by the names and in the shapes of the current release, and the same as `naive` calls them."""
+    """Random weights by the names and in the shapes of the current release, and the same as `naive`
+    calls them.
+    """
     theirs, ours = {}, {}
 
     def add(name: str, *shape: int, as_ours: str | None = None, flat: tuple | None = None):
@@ -132,7 +169,14 @@ def weights_of_the_release(stem: str, taps: int = V) -> tuple[dict, dict]:
         if "-CC" in stem:
             add(f"{owner}.weight", 10, taps)
         else:
-            add(f"{owner}.weight", 10, V, KERNEL, as_ours=f"{owner}.shortconv.weight", flat=(10 * V, KERNEL))
+            add(
+                f"{owner}.weight",
+                10,
+                V,
+                KERNEL,
+                as_ours=f"{owner}.shortconv.weight",
+                flat=(10 * V, KERNEL),
+            )
 
     add("transformer.wte.weight", 29, 10)
     add("ln_f.weight", 10)
@@ -164,18 +208,36 @@ def weights_of_the_release(stem: str, taps: int = V) -> tuple[dict, dict]:
 
 
 def keys_of_the_release(stem: str) -> dict:
-    """What the authors' code writes into config.json, as far as it bears on the forward pass or on loading."""
-    keys = {"ddl_sequence_reduction_version": 1, "attention_dtype": "auto", "scale_attn_by_inverse_layer_idx": False}
-    keys |= {"q_activation": None, "using_groupnorm": False, "rope_ratio": 0.5, "hidden_init_std_factor": 0.5}
+    """What the authors' code writes into config.json, as far as it bears on the forward pass or on
+    loading.
+    """
+    keys = {
+        "ddl_sequence_reduction_version": 1,
+        "attention_dtype": "auto",
+        "scale_attn_by_inverse_layer_idx": False,
+    }
+    keys |= {
+        "q_activation": None,
+        "using_groupnorm": False,
+        "rope_ratio": 0.5,
+        "hidden_init_std_factor": 0.5,
+    }
     if stem in EXPANDED:
         kernel_size = 4 if "-CC" in stem else KERNEL
-        keys |= {"ddl_value_channels": V, "ddl_state_shortconv_kernel_size": kernel_size, "ddl_v_sigmoid": False}
+        keys |= {
+            "ddl_value_channels": V,
+            "ddl_state_shortconv_kernel_size": kernel_size,
+            "ddl_v_sigmoid": False,
+        }
     return keys
 
 
 FORMS = [(stem, V, False) for stem in PAPER]
 FORMS += [
-    (stem, taps, causal) for stem in PAPER if "-CC" in stem for taps, causal in ((2, False), (2, True), (3, True))
+    (stem, taps, causal)
+    for stem in PAPER
+    if "-CC" in stem
+    for taps, causal in ((2, False), (2, True), (3, True))
 ]
 
 
@@ -183,7 +245,9 @@ FORMS += [
 def test_the_current_release_computes_its_equations(stem, taps, causal, tmp_path):
     theirs, weights = weights_of_the_release(stem, taps)
     keys = keys_of_the_release(stem) | {"parameterization": "completeP", "hidden_size_base": 5}
-    keys |= {"num_hidden_layers_base": 1} | ({"ddl_state_dv_shortconv_causal": causal} if "-CC" in stem else {})
+    keys |= {"num_hidden_layers_base": 1} | (
+        {"ddl_state_dv_shortconv_causal": causal} if "-CC" in stem else {}
+    )
     loaded = released.load(write(tmp_path / "r", theirs, **keys))
     assert type(loaded).__module__ == f"model.{stem}"
     assert loaded.config.init == "spectral"
@@ -199,7 +263,10 @@ def test_the_current_release_computes_its_equations(stem, taps, causal, tmp_path
     assert all(torch.equal(back[name], value) for name, value in theirs.items())
 
 
-OURS = [("gpt-mha-rope", {}), ("DDL-vdim1-gpt-mha-rope", {"ddl_v_constant": True, "ddl_v_constant_value": 3.0})]
+OURS = [
+    ("gpt-mha-rope", {}),
+    ("DDL-vdim1-gpt-mha-rope", {"ddl_v_constant": True, "ddl_v_constant_value": 3.0}),
+]
 OURS += [(stem, {"ddl_value_channels": V}) for stem in ("DDL-gpt-mha-rope", "DDL-gpt-mha-rope-EC")]
 for ending in ("CC", "CC-EC"):
     forms = [{"ddl_cc_read": "folded"}, {"ddl_cc_read": "pair"}]
@@ -229,7 +296,10 @@ def test_round_trip_through_the_current_names(stem, keys, tmp_path):
         ids = torch.randint(0, 29, (2, 9))
         assert torch.equal(loaded(ids)[0], model(ids)[0])
         if keys.get("ddl_cc_read") != "folded":
-            assert all(torch.equal(value, model.state_dict()[name]) for name, value in loaded.state_dict().items())
+            assert all(
+                torch.equal(value, model.state_dict()[name])
+                for name, value in loaded.state_dict().items()
+            )
         again = released.state_dict(loaded)
         assert all(torch.equal(value, again[name]) for name, value in written.items())
 
@@ -238,8 +308,12 @@ def test_round_trip_through_the_current_names(stem, keys, tmp_path):
 def test_a_config_may_name_a_file_of_the_release(file, tmp_path):
     stem = released.FILES[file]
     theirs, _ = weights_of_the_release(stem)
-    for number, said in enumerate(({"stem": file}, {"model_type": f"{file}-accelerated"}, {"architectures": [file]})):
-        loaded = released.load(write(tmp_path / str(number), theirs, **keys_of_the_release(stem), **said))
+    for number, said in enumerate(
+        ({"stem": file}, {"model_type": f"{file}-accelerated"}, {"architectures": [file]})
+    ):
+        loaded = released.load(
+            write(tmp_path / str(number), theirs, **keys_of_the_release(stem), **said)
+        )
         assert type(loaded).__module__ == f"model.{stem}"
 
 
@@ -250,34 +324,63 @@ def test_a_config_may_name_a_file_of_the_release(file, tmp_path):
         ({"parameterization": "widthmuP", "num_hidden_layers_base": 1}, (True, None, 1.0)),
         ({"parameterization": "widthmup", "residual_branch_mult": 3}, (True, None, 3.0)),
         ({"parameterization": "spectralP"}, (True, None, 1.0)),
-        ({"parameterization": "completep", "num_hidden_layers_base": 4, "mup": True}, (True, 4, 2.0)),
-        ({"parameterization": "SpectralP", "num_hidden_layers_base": 4, "residual_branch_mult": 0.3}, (True, 4, 0.3)),
+        (
+            {"parameterization": "completep", "num_hidden_layers_base": 4, "mup": True},
+            (True, 4, 2.0),
+        ),
+        (
+            {
+                "parameterization": "SpectralP",
+                "num_hidden_layers_base": 4,
+                "residual_branch_mult": 0.3,
+            },
+            (True, 4, 0.3),
+        ),
     ],
 )
 def test_parameterization_is_mapped(keys, wanted, tmp_path):
-    config = released.load(write(tmp_path / "r", weights_of_the_release("gpt-mha-rope")[0], **keys)).config
+    config = released.load(
+        write(tmp_path / "r", weights_of_the_release("gpt-mha-rope")[0], **keys)
+    ).config
     assert (config.mup, config.num_hidden_layers_base, config.branch_mult) == wanted
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"parameterization": "x"}, "parameterization='x' in the released config: only None, 'widthmuP'"),
+        (
+            {"parameterization": "x"},
+            "parameterization='x' in the released config: only None, 'widthmuP'",
+        ),
         ({"parameterization": "muP"}, "parameterization='muP'"),
         ({"parameterization": []}, r"parameterization=\[\]"),
-        ({"parameterization": "widthmuP", "mup": False}, "mup=False in the released config contradicts"),
-        ({"num_hidden_layers_base": 6}, "num_hidden_layers_base=6 .* with parameterization=completeP"),
+        (
+            {"parameterization": "widthmuP", "mup": False},
+            "mup=False in the released config contradicts",
+        ),
+        (
+            {"num_hidden_layers_base": 6},
+            "num_hidden_layers_base=6 .* with parameterization=completeP",
+        ),
         ({"residual_branch_mult": 0}, "residual_branch_mult=0.0: give"),
-        ({"ddl_sequence_reduction_version": 2}, "ddl_sequence_reduction_version=2 .*: only 1 is supported"),
+        (
+            {"ddl_sequence_reduction_version": 2},
+            "ddl_sequence_reduction_version=2 .*: only 1 is supported",
+        ),
         ({"attention_dtype": "fp8"}, "attention_dtype='fp8' .*: only 'auto' is supported"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
-        ({"ddl_cc_read": "folded", "ddl_state_dv_shortconv_causal": True}, "ddl_state_dv_shortconv_causal=True"),
+        (
+            {"ddl_cc_read": "folded", "ddl_state_dv_shortconv_causal": True},
+            "ddl_state_dv_shortconv_causal=True",
+        ),
         ({"stem": "DDL-gpt-mha-rope-TC"}, "does not fit DDL-gpt-mha-rope: "),
     ],
 )
 def test_keys_that_cannot_be_are_refused(keys, message, tmp_path):
     stem = "DDL-gpt-mha-rope-CC"
-    folder = write(tmp_path / "r", weights_of_the_release(stem)[0], **{**keys_of_the_release(stem), **keys})
+    folder = write(
+        tmp_path / "r", weights_of_the_release(stem)[0], **{**keys_of_the_release(stem), **keys}
+    )
     with pytest.raises(ValueError, match=message) as error:
         released.load(folder)
     assert str(folder) in str(error.value)
@@ -296,20 +399,51 @@ def swapped(tensors, name):
             lambda t: t.update({"readout.weight": t["readout.weight"][None]}),
             r"readout.weight is \(1, 10, 3, 2\)",
         ),
-        ("-EC", lambda t: t.update({"readout.weight": t["readout.weight"][0, 0]}), r"readout.weight is \(2,\)"),
-        ("-EC", lambda t: t.update({"readout.weight": t["readout.weight"][0]}), "over columns .CC., .* over tokens"),
-        ("-EC", lambda t: swapped(t, "readout.weight"), r"readout.weight is \(3, 10, 2\): needed \(d, v, K\)"),
-        ("-EC", lambda t: swapped(t, "input_embed.weight"), r"input_embed.weight is \(3, 10, 4\): needed"),
-        ("-EC", lambda t: t.update({"input_embed.weight": torch.ones(30, 4)}), r"input_embed.weight is \(30, 4\)"),
+        (
+            "-EC",
+            lambda t: t.update({"readout.weight": t["readout.weight"][0, 0]}),
+            r"readout.weight is \(2,\)",
+        ),
+        (
+            "-EC",
+            lambda t: t.update({"readout.weight": t["readout.weight"][0]}),
+            "over columns .CC., .* over tokens",
+        ),
+        (
+            "-EC",
+            lambda t: swapped(t, "readout.weight"),
+            r"readout.weight is \(3, 10, 2\): needed \(d, v, K\)",
+        ),
+        (
+            "-EC",
+            lambda t: swapped(t, "input_embed.weight"),
+            r"input_embed.weight is \(3, 10, 4\): needed",
+        ),
+        (
+            "-EC",
+            lambda t: t.update({"input_embed.weight": torch.ones(30, 4)}),
+            r"input_embed.weight is \(30, 4\)",
+        ),
         ("-EC", lambda t: t.pop("readout.read"), "readout.read is missing"),
         ("-CC", lambda t: t.pop("readout.read"), "readout.read is missing"),
         ("-CC", lambda t: t.update({"readout.weight": torch.ones(10, 4)}), "no pair|kernel_size=4"),
-        ("-CC", lambda t: t.update({"transformer.h.0.compress.weight": torch.ones(10, 2)}), "needed .10, 3."),
-        ("-CC", lambda t: t.update({"transformer.wte.weight": torch.ones(29)}), "transformer.wte.weight"),
+        (
+            "-CC",
+            lambda t: t.update({"transformer.h.0.compress.weight": torch.ones(10, 2)}),
+            "needed .10, 3.",
+        ),
+        (
+            "-CC",
+            lambda t: t.update({"transformer.wte.weight": torch.ones(29)}),
+            "transformer.wte.weight",
+        ),
         (
             "",
-            lambda t: t.update({"transformer.h.1.mlp.c_proj.weight": t.pop("transformer.h.1.mlp.o_proj.weight")}),
-            "is a weight of the authors' current release, transformer.h.1.mlp.c_proj.weight of their older one",
+            lambda t: t.update(
+                {"transformer.h.1.mlp.c_proj.weight": t.pop("transformer.h.1.mlp.o_proj.weight")}
+            ),
+            "is a weight of the authors' current release, transformer.h.1.mlp.c_proj.weight of "
+            "their older one",
         ),
         (
             "",
@@ -318,7 +452,9 @@ def swapped(tensors, name):
         ),
         (
             "-CC-EC",
-            lambda t: t.update({"input_embed.conv.weight": t.pop("input_embed.weight").reshape(30, 1, 4)}),
+            lambda t: t.update(
+                {"input_embed.conv.weight": t.pop("input_embed.weight").reshape(30, 1, 4)}
+            ),
             "current release, input_embed.conv.weight of their older",
         ),
     ],
@@ -337,15 +473,50 @@ def test_weights_that_cannot_be_are_refused(stem, change, message, tmp_path):
 @pytest.mark.parametrize(
     ("stem", "keys", "older", "message"),
     [
-        ("HC-gpt-mha-rope", {}, False, "model='HC-gpt-mha-rope': the authors' current release has no such variant"),
-        ("DDL-gpt-mha-rope", {"ddl_map": "v"}, False, "ddl_map='v': the authors' current release has no such key"),
-        ("DDL-gpt-mha-rope", {"ddl_v_input": "context"}, True, "ddl_v_input='context': the authors' older release"),
+        (
+            "HC-gpt-mha-rope",
+            {},
+            False,
+            "model='HC-gpt-mha-rope': the authors' current release has no such variant",
+        ),
+        (
+            "DDL-gpt-mha-rope",
+            {"ddl_map": "v"},
+            False,
+            "ddl_map='v': the authors' current release has no such key",
+        ),
+        (
+            "DDL-gpt-mha-rope",
+            {"ddl_v_input": "context"},
+            True,
+            "ddl_v_input='context': the authors' older release",
+        ),
         ("DDL-gpt-mha-rope-CC", {"ddl_update": "write_only"}, False, "ddl_update='write_only'"),
         ("DDL-gpt-mha-rope", {"ddl_value_channels": 1}, False, "ddl_value_channels=1"),
-        ("gpt-mha-rope", {"residual_branch_mult": 0.5}, True, "residual_branch_mult=0.5: the authors' older release"),
-        ("gpt-mha-rope", {"num_hidden_layers_base": 1}, True, "num_hidden_layers_base=1: the authors' older release"),
-        ("DDL-gpt-mha-rope-CC", {"ddl_state_dv_shortconv_causal": True}, True, "ddl_state_dv_shortconv_causal=True"),
-        ("DDL-gpt-mha-rope-CC", {"ddl_state_shortconv_kernel_size": 3}, True, "ddl_state_shortconv_kernel_size=3"),
+        (
+            "gpt-mha-rope",
+            {"residual_branch_mult": 0.5},
+            True,
+            "residual_branch_mult=0.5: the authors' older release",
+        ),
+        (
+            "gpt-mha-rope",
+            {"num_hidden_layers_base": 1},
+            True,
+            "num_hidden_layers_base=1: the authors' older release",
+        ),
+        (
+            "DDL-gpt-mha-rope-CC",
+            {"ddl_state_dv_shortconv_causal": True},
+            True,
+            "ddl_state_dv_shortconv_causal=True",
+        ),
+        (
+            "DDL-gpt-mha-rope-CC",
+            {"ddl_state_shortconv_kernel_size": 3},
+            True,
+            "ddl_state_shortconv_kernel_size=3",
+        ),
     ],
 )
 def test_what_a_release_lacks_is_not_written(stem, keys, older, message):

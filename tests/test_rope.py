@@ -1,4 +1,6 @@
-"""The kernel that rotates and norms queries and keys, interpreted, against complex numbers in float64."""
+"""The kernel that rotates and norms queries and keys, interpreted, against complex numbers in
+float64.
+"""
 
 import pytest
 import torch
@@ -14,7 +16,9 @@ from fused import INTERPRETED
 
 from model.kernels import rope
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="compiled kernels are tested by test_gpu_kernels.py")
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED, reason="compiled kernels are tested by test_gpu_kernels.py"
+)
 SHAPES = [(2, 9, 3, 6), (1, 1, 1, 2), (1, 5, 2, 16), (2, 3, 6, 128), (3, 4, 1, 10)]
 
 
@@ -38,7 +42,9 @@ def test_programs_share_the_rows(count, monkeypatch):
 
 def test_two_runs_give_the_same_bits():
     inputs = fused.heads_inputs(2, 9, 3, 6, "bf16", False)
-    assert all(torch.equal(one, other) for one, other in zip(fused.heads(*inputs), fused.heads(*inputs)))
+    assert all(
+        torch.equal(one, other) for one, other in zip(fused.heads(*inputs), fused.heads(*inputs))
+    )
 
 
 def test_opcheck():

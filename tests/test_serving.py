@@ -52,19 +52,30 @@ SITES = ["0 attn", "0 mlp", "1 attn", "1 mlp"]
 @pytest.mark.parametrize(
     ("stem", "wanted"),
     [
-        ("DDL-vdim1-gpt-mha-rope", {"beta": (0, 2), "discrepancy_before": None, "discrepancy_after": None}),
-        ("MGT-gpt-mha", {"beta": None, "beta_variance": None, "beta_negative": (0, 1), "gate": (0, 1)}),
+        (
+            "DDL-vdim1-gpt-mha-rope",
+            {"beta": (0, 2), "discrepancy_before": None, "discrepancy_after": None},
+        ),
+        (
+            "MGT-gpt-mha",
+            {"beta": None, "beta_variance": None, "beta_negative": (0, 1), "gate": (0, 1)},
+        ),
         ("mHC-gpt-mha-rope", {"mix_kept": None, "mix_error": None}),
         ("AttnRes-gpt-mha-rope", {"embedding_weight": (0, 1), "effective_sources": None}),
         ("gpt-mha-rope", {}),
     ],
 )
 def test_every_statistic_that_a_stream_names_is_shown(stem, wanted):
-    """With its range, where it declares one. The gate of DDL alone has regimes: MGT's beta is a mean over features."""
+    """With its range, where it declares one.
+
+    The gate of DDL alone has regimes: MGT's beta is a mean over features.
+    """
     model = lively(stem)
     found = declared(model)
     assert {each["name"]: each["range"] for each in found} == wanted
-    assert [each["name"] for each in found if each["gate"]] == (["beta"] if stem.startswith("DDL") else [])
+    assert [each["name"] for each in found if each["gate"]] == (
+        ["beta"] if stem.startswith("DDL") else []
+    )
     assert all(each["sites"] == SITES for each in found)
     _, tokens = generated(model, [256, 1, 2], 4)
     ids = torch.tensor([[token["id"] for token in tokens]])
@@ -79,7 +90,9 @@ def test_every_statistic_that_a_stream_names_is_shown(stem, wanted):
     for index, token in enumerate(tokens):
         assert token["statistics"].keys() == wanted.keys()
         for name, numbers in token["statistics"].items():
-            assert numbers == pytest.approx([row[index] for row in rows[name]], rel=1e-6, abs=1e-6), name
+            assert numbers == pytest.approx(
+                [row[index] for row in rows[name]], rel=1e-6, abs=1e-6
+            ), name
 
 
 def test_a_block_that_occurs_twice_has_two_rows():
@@ -99,10 +112,15 @@ def test_what_is_not_finite_is_sent_as_none():
 
 @torch.no_grad()
 def uncached_gates(model, ids):
-    """Every token's gates (T, sites) by the equation, from the sublayers' inputs in one pass over ids."""
+    """Every token's gates (T, sites) by the equation, from the sublayers' inputs in one pass over
+    ids.
+    """
     contexts = []
     sublayers = [layer for block in model.transformer.h for layer in (block.attn, block.mlp)]
-    hooks = [layer.register_forward_pre_hook(lambda _, inputs: contexts.append(inputs[0][0])) for layer in sublayers]
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, inputs: contexts.append(inputs[0][0]))
+        for layer in sublayers
+    ]
     model(torch.tensor([ids]))
     for hook in hooks:
         hook.remove()
@@ -112,7 +130,10 @@ def uncached_gates(model, ids):
         if hasattr(write, "beta"):
             logit = c @ write.beta.weight[0] + write.beta.bias
         else:
-            logit = torch.tanh(c @ write.beta_in.weight.T) @ write.beta_out.weight[0] + write.beta_out.bias
+            logit = (
+                torch.tanh(c @ write.beta_in.weight.T) @ write.beta_out.weight[0]
+                + write.beta_out.bias
+            )
         gates.append(2 / (1 + torch.exp(-logit)))
     return torch.stack(gates, dim=1)
 
@@ -128,7 +149,8 @@ def generated(model, prompt, count, tokenizer=TOKENIZER, **changes):
 
 
 @pytest.mark.parametrize(
-    ("stem", "changes"), [(stem, {}) for stem in DELTA] + [(DELTA[0], {"ddl_beta_single_linear": False})]
+    ("stem", "changes"),
+    [(stem, {}) for stem in DELTA] + [(DELTA[0], {"ddl_beta_single_linear": False})],
 )
 def test_gates_are_those_of_an_uncached_pass(stem, changes):
     model = lively(stem, **changes)
@@ -168,20 +190,27 @@ def test_fused_streams_step_aside_and_come_back():
     _, tokens = generated(model, [256, 1, 2], 1)
     assert all(module.stream is fused for module in (model, *model.transformer.h))
     model.use_stream(Stream())
-    torch.testing.assert_close(gates_of(tokens), uncached_gates(model, [token["id"] for token in tokens]))
+    torch.testing.assert_close(
+        gates_of(tokens), uncached_gates(model, [token["id"] for token in tokens])
+    )
 
 
-# --- text ----------------------------------------------------------------------------------------------------
+# --- text
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_pieces_are_the_text_up_to_the_first_stop_string():
-    """Random pieces of text in multi-byte characters, cut into tokens; against str.find on the whole."""
+    """Random pieces of text in multi-byte characters, cut into tokens; against str.find on the
+    whole.
+    """
     draw = random.Random(0)
     alphabet = ["a", "b", "ab", "é", "日", "🙂", "\n"]
     encoding = train_byte_pairs(["".join(draw.choices(alphabet, k=2000))], 300)
     for _ in range(300):
         text = "".join(draw.choices(alphabet, k=draw.randint(0, 12)))
-        stop = ["".join(draw.choices(alphabet, k=draw.randint(1, 3))) for _ in range(draw.randint(0, 2))]
+        stop = [
+            "".join(draw.choices(alphabet, k=draw.randint(1, 3))) for _ in range(draw.randint(0, 2))
+        ]
         found = [text.find(s) for s in stop if s in text]
         expected, pieces, shown = text[: min(found)] if found else text, Pieces(encoding, stop), []
         ids = encoding.encode_ordinary(text)
@@ -232,7 +261,8 @@ def test_why_a_text_ends():
     assert [token["id"] for token in tokens] == [1]
 
 
-# --- HTTP ----------------------------------------------------------------------------------------------------
+# --- HTTP
+# ----------------------------------------------------------------------------------------------------
 
 
 def ask(address, method="GET", path="/", body=None, **headers):
@@ -249,7 +279,11 @@ def ask(address, method="GET", path="/", body=None, **headers):
 def generate(address, **body):
     """The events of a generation, or the message that refuses it."""
     status, _, text = ask(address, "POST", "/generate", body)
-    return [json.loads(line) for line in text.splitlines()] if status == 200 else json.loads(text)["message"]
+    return (
+        [json.loads(line) for line in text.splitlines()]
+        if status == 200
+        else json.loads(text)["message"]
+    )
 
 
 def text_of(seen):
@@ -265,7 +299,10 @@ def run(corpus, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def address(run):
-    with served(run, "--temperature=0.9", "--stop=qq", "--seed=5", "--max_new_tokens=25") as (address, process):
+    with served(run, "--temperature=0.9", "--stop=qq", "--seed=5", "--max_new_tokens=25") as (
+        address,
+        process,
+    ):
         yield address
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=20)
@@ -275,7 +312,12 @@ def address(run):
 
 def test_the_page_and_the_model(address):
     assert address.startswith("http://127.0.0.1:")
-    for path, kind in (("/", "text/html"), ("/page.js", "javascript"), ("/page.css", "css"), ("/icon.svg", "svg")):
+    for path, kind in (
+        ("/", "text/html"),
+        ("/page.js", "javascript"),
+        ("/page.css", "css"),
+        ("/icon.svg", "svg"),
+    ):
         status, headers, body = ask(address, path=path)
         assert status == 200
         assert kind in headers["content-type"]
@@ -307,7 +349,9 @@ def test_the_text_is_that_of_the_command_line(address, run):
     keys = {"max_new_tokens": 30, "temperature": 1.3, "top_k": 200, "top_p": 0.95, "min_p": 0.001}
     keys |= {"repetition_penalty": 1.2, "seed": 11}
     seen = generate(address, prompt="def ü", stop=["z"], **keys)
-    printed = call("sample.py", run, "--prompt=def ü", "--stop=z", *(f"--{k}={v}" for k, v in keys.items()))
+    printed = call(
+        "sample.py", run, "--prompt=def ü", "--stop=z", *(f"--{k}={v}" for k, v in keys.items())
+    )
     assert text_of(seen).removeprefix("<|endoftext|>") == printed.stdout.decode().removesuffix("\n")
     assert seen[0] == {"seed": 11}
     assert generate(address, prompt="def ü", stop=["z"], **keys)[:-1] == seen[:-1]
@@ -318,7 +362,9 @@ def test_a_model_in_bfloat16_is_computed_in_it_in_every_thread(run):
     round_matrices(model)
     with torch.autocast("cpu", torch.bfloat16), local(model, tokenizer) as address:
         text = text_of(generate(address, prompt="def", max_new_tokens=30, seed=7, top_p=0.9))
-    printed = call("sample.py", run, "--prompt=def", "--dtype=bfloat16", "--max_new_tokens=30", "--seed=7")
+    printed = call(
+        "sample.py", run, "--prompt=def", "--dtype=bfloat16", "--max_new_tokens=30", "--seed=7"
+    )
     assert text.removeprefix("<|endoftext|>") == printed.stdout.decode().removesuffix("\n")
 
 
@@ -327,7 +373,9 @@ def test_what_is_left_out_is_as_on_the_command_line(address):
     assert second[0]["seed"] == first[0]["seed"] + 1
     assert first[0]["seed"] >= 5
     assert first[-1]["new_tokens"] <= 25
-    again = generate(address, prompt="a", seed=first[0]["seed"], temperature=0.9, stop=["qq"], top_p=0.9)
+    again = generate(
+        address, prompt="a", seed=first[0]["seed"], temperature=0.9, stop=["qq"], top_p=0.9
+    )
     assert again[:-1] == first[:-1]
 
 
@@ -340,7 +388,10 @@ MISTAKES = [
     ({"max_new_tokens": "5"}, "max_new_tokens: input should be a valid integer"),
     ({"stop": [""]}, "stop.0: string should have at least 1 character"),
     ({"temprature": 1.0}, "temprature: extra inputs are not permitted"),
-    ({"prompt": "a<|im_start|>b"}, "the prompt has the token <|im_start|>, which bytes does not know"),
+    (
+        {"prompt": "a<|im_start|>b"},
+        "the prompt has the token <|im_start|>, which bytes does not know",
+    ),
     ({"prompt": "a" * 16}, "the prompt has 17 tokens: give at most 16, end-of-text included"),
     ({"prompt": "a" * 600_000}, "a request of 586 KiB: give at most 512 KiB"),
 ]
@@ -358,7 +409,17 @@ def test_requests_that_are_not_the_pages(address):
     port = urlsplit(address).port
     ok = {"prompt": "a", "max_new_tokens": 1}
     assert ask(address, "POST", "/generate", ok, origin=address)[0] == 200
-    assert ask(address, "POST", "/generate", ok, host=f"localhost:{port}", origin=f"http://localhost:{port}")[0] == 200
+    assert (
+        ask(
+            address,
+            "POST",
+            "/generate",
+            ok,
+            host=f"localhost:{port}",
+            origin=f"http://localhost:{port}",
+        )[0]
+        == 200
+    )
     for headers in (
         {"host": "evil.example"},
         {"host": ""},
@@ -373,7 +434,10 @@ def test_requests_that_are_not_the_pages(address):
         assert "content-security-policy" in answer_headers
     assert ask(address, host="evil.example")[0] == 403
     assert ask(address, "POST", "/generate", b"{", **{"content-type": "application/json"})[0] == 400
-    assert ask(address, "POST", "/generate", json.dumps(ok), **{"content-type": "text/plain"})[0] == 400
+    assert (
+        ask(address, "POST", "/generate", json.dumps(ok), **{"content-type": "text/plain"})[0]
+        == 400
+    )
     assert ask(address, "POST", "/generate", iter([b"{}"]))[0] == 411
 
 
@@ -391,7 +455,10 @@ def test_names_of_the_server():
 
 
 class Slow:
-    """A server in this process whose model takes 5 ms a pass; `passes` counts them. Its likeliest token is always 0."""
+    """A server in this process whose model takes 5 ms a pass; `passes` counts them.
+
+    Its likeliest token is always 0.
+    """
 
     def __init__(self):
         self.model, self.passes, self.address = build(DELTA[0], **SMALL), 0, None
@@ -436,7 +503,10 @@ def test_a_closed_connection_ends_the_computation(slow):
     connection.close()
     assert slow.settled() < 2001
     assert type(slow.model.stream) is Stream
-    assert generate(slow.address, prompt="a", temperature=0, max_new_tokens=100)[-1]["new_tokens"] == 100
+    assert (
+        generate(slow.address, prompt="a", temperature=0, max_new_tokens=100)[-1]["new_tokens"]
+        == 100
+    )
 
 
 def test_one_generation_at_a_time(slow, monkeypatch):
@@ -447,7 +517,9 @@ def test_one_generation_at_a_time(slow, monkeypatch):
     assert "tokens" in json.loads(response.readline())  # the first goes on
     monkeypatch.setattr(serving_app, "PATIENCE", 10.0)
     waiting = []
-    second = threading.Thread(target=lambda: waiting.extend(generate(slow.address, max_new_tokens=3)))
+    second = threading.Thread(
+        target=lambda: waiting.extend(generate(slow.address, max_new_tokens=3))
+    )
     second.start()
     time.sleep(0.2)
     assert waiting == []
@@ -477,15 +549,22 @@ def test_interrupting_the_server_ends_a_stream(run):
 def test_the_request_of_the_page_about_it_gets_the_answer_there(run):
     page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
     command = re.search(r"```sh\n(.*?)```", page, flags=re.S)[1]
-    documented = [json.loads(line) for line in re.search(r"```json\n(.*?)```", page, flags=re.S)[1].splitlines()]
+    documented = [
+        json.loads(line)
+        for line in re.search(r"```json\n(.*?)```", page, flags=re.S)[1].splitlines()
+    ]
     model, tokenizer, _ = load_model(run, torch.device("cpu"))
     with local(model, tokenizer) as address:
         here = command.replace("http://127.0.0.1:8000", address)
         answer = subprocess.run(here, shell=True, capture_output=True, timeout=30, check=True)
         found = [json.loads(line) for line in answer.stdout.splitlines()]
-        plain = subprocess.run(here.replace("-H 'content-type: application/json'", ""), shell=True, capture_output=True)
+        plain = subprocess.run(
+            here.replace("-H 'content-type: application/json'", ""), shell=True, capture_output=True
+        )
     assert here != command
-    tokens, wanted = ([t for event in events for t in event.get("tokens", [])] for events in (found, documented))
+    tokens, wanted = (
+        [t for event in events for t in event.get("tokens", [])] for events in (found, documented)
+    )
     assert found[0] == documented[0] == {"seed": 0}
     assert all(token.keys() == wanted[0].keys() for token in [*tokens, *wanted])
     assert [token["prompt"] for token in tokens] == [True] * (1 + len("class")) + [False] * 2
@@ -493,7 +572,9 @@ def test_the_request_of_the_page_about_it_gets_the_answer_there(run):
     assert found[-1].keys() == documented[-1].keys()
     assert found[-1]["end"] == documented[-1]["end"]
     assert f"`{found[-1]['end']}`" in page
-    assert json.loads(plain.stdout)["message"].endswith("with the header content-type: application/json")
+    assert json.loads(plain.stdout)["message"].endswith(
+        "with the header content-type: application/json"
+    )
 
 
 def test_an_address_that_cannot_be_had_ends_in_one_line(run):

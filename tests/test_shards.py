@@ -12,7 +12,9 @@ from helpers import MAGIC, VERSION, shard_bytes
 from data import shards
 
 
-@pytest.mark.parametrize("tokens", [[], [7], [0, 1, 255, 256, 50256, 65535], list(range(0, 60_000, 7))])
+@pytest.mark.parametrize(
+    "tokens", [[], [7], [0, 1, 255, 256, 50256, 65535], list(range(0, 60_000, 7))]
+)
 def test_write_and_read_follow_the_format(tmp_path, tokens):
     written = tmp_path / "written_train.bin"
     shards.write_shard(written, np.array(tokens, dtype=np.int64))
@@ -151,20 +153,26 @@ def test_meta_comes_from_the_folder_or_is_gpt2(tmp_path):
 def test_shards_that_meta_lists_must_be_there_and_whole(tmp_path):
     fill(tmp_path, **PARTS)
     meta = {"tokenizer": "bytes", "vocab_size": 257, "eot_token": 256}
-    files = [(split, file) for split in ("train", "val") for file in shards.shard_files(tmp_path, split)]
+    files = [
+        (split, file) for split in ("train", "val") for file in shards.shard_files(tmp_path, split)
+    ]
     listed = [
-        {"file": f.name, "split": split, "tokens": len(shards.read_shard(f)), "sha256": "0"} for split, f in files
+        {"file": f.name, "split": split, "tokens": len(shards.read_shard(f)), "sha256": "0"}
+        for split, f in files
     ]
     (tmp_path / "meta.json").write_text(json.dumps({**meta, "shards": listed}))
     assert_corpus(shards.open_corpus(str(tmp_path)), tmp_path)
     (tmp_path / "y_train_000009.bin").write_bytes(shard_bytes([1]))
-    with pytest.raises(ValueError, match=r"y_train_000009\.bin is no shard that .*meta\.json lists"):
+    with pytest.raises(
+        ValueError, match=r"y_train_000009\.bin is no shard that .*meta\.json lists"
+    ):
         shards.open_corpus(str(tmp_path))
     (tmp_path / "y_train_000009.bin").unlink()
     name = listed[0]["file"]
     (tmp_path / name).write_bytes(shard_bytes([1, 2, 3, 4, 5, 6, 7]))
     with pytest.raises(
-        ValueError, match=f"{name} is not the shard of {listed[0]['tokens']} tokens that meta.json lists"
+        ValueError,
+        match=f"{name} is not the shard of {listed[0]['tokens']} tokens that meta.json lists",
     ):
         shards.open_corpus(str(tmp_path))
     (tmp_path / name).unlink()
@@ -174,7 +182,9 @@ def test_shards_that_meta_lists_must_be_there_and_whole(tmp_path):
 
 def test_a_preparation_that_has_not_ended_is_no_corpus(tmp_path):
     fill(tmp_path, **PARTS)
-    (tmp_path / "preparation.json").write_text(json.dumps({"shards": [{"tokens": 5}, {"tokens": 7}]}))
+    (tmp_path / "preparation.json").write_text(
+        json.dumps({"shards": [{"tokens": 5}, {"tokens": 7}]})
+    )
     with pytest.raises(ValueError, match=r"not prepared to its end: .* with --max_tokens=12"):
         shards.open_corpus(str(tmp_path))
 
@@ -185,9 +195,19 @@ def test_identity_changes_with_any_shard_and_holds_no_list(tmp_path):
 
     def identity(*sums):
         meta["shards"] = [
-            {"file": file.name, "split": split, "tokens": len(shards.read_shard(file)), "sha256": digest}
+            {
+                "file": file.name,
+                "split": split,
+                "tokens": len(shards.read_shard(file)),
+                "sha256": digest,
+            }
             for (split, file), digest in zip(
-                [(split, file) for split in ("train", "val") for file in shards.shard_files(tmp_path, split)], sums
+                [
+                    (split, file)
+                    for split in ("train", "val")
+                    for file in shards.shard_files(tmp_path, split)
+                ],
+                sums,
             )
         ]
         (tmp_path / "meta.json").write_text(json.dumps(meta))

@@ -1,4 +1,6 @@
-"""Documents of local files: what is read, in which order, and that every cursor is a place to go on from."""
+"""Documents of local files: what is read, in which order, and that every cursor is a place to go on
+from.
+"""
 
 import gc
 import hashlib
@@ -14,11 +16,23 @@ from data import sources
 from data.copy_task.prepare import Copies
 from data.sources import Files, Texts
 
-TEXTS = ["One document.", "Ümlaute and 日本語.\n", "", "x" * 700, "👩‍👩‍👧 last\n\n", "a\nb\n", " ", "<|endoftext|>"]
+TEXTS = [
+    "One document.",
+    "Ümlaute and 日本語.\n",
+    "",
+    "x" * 700,
+    "👩‍👩‍👧 last\n\n",
+    "a\nb\n",
+    " ",
+    "<|endoftext|>",
+]
 
 
 def write_json_lines(path, rows):
-    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    path.write_text(
+        "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows),
+        encoding="utf-8",
+    )
     return path
 
 
@@ -125,10 +139,16 @@ def mixed_folder(folder):
     folder.mkdir(exist_ok=True)
     many = [f"{i % 17} " * (i % 29) for i in range(120)]
     write_parquet(folder / "a.parquet", [*many, None, *TEXTS], row_group_size=7)
-    write_json_lines(folder / "b.jsonl", [{"text": text} for text in [*TEXTS, *many[::-1], LONG[0]]])
+    write_json_lines(
+        folder / "b.jsonl", [{"text": text} for text in [*TEXTS, *many[::-1], LONG[0]]]
+    )
     for index, text in enumerate([*LONG, "short\n", LONG[2]]):
         (folder / f"c_{index:02d}.txt").write_bytes(text.encode())
-    write_parquet(folder / "d.parquet", [*TEXTS, "short\n", "new at the end", LONG[1], LONG[1]], row_group_size=2)
+    write_parquet(
+        folder / "d.parquet",
+        [*TEXTS, "short\n", "new at the end", LONG[1], LONG[1]],
+        row_group_size=2,
+    )
     ends = [*TEXTS, "short\n", "new at the end", LONG[1], LONG[1]]
     return [*many, *TEXTS, *TEXTS, *many[::-1], LONG[0], *LONG, "short\n", LONG[2], *ends]
 
@@ -136,10 +156,14 @@ def mixed_folder(folder):
 @pytest.mark.parametrize("unique", [False, True])
 def test_files_are_read_in_name_order_each_document_once_if_asked(tmp_path, small, unique):
     expected = mixed_folder(tmp_path / "in")
-    assert read(tmp_path / "in", unique=unique) == (list(dict.fromkeys(expected)) if unique else expected)
+    assert read(tmp_path / "in", unique=unique) == (
+        list(dict.fromkeys(expected)) if unique else expected
+    )
 
 
-@pytest.mark.parametrize("keys", [{}, {"unique": True}, {"shuffled": True}, {"unique": True, "shuffled": True}])
+@pytest.mark.parametrize(
+    "keys", [{}, {"unique": True}, {"shuffled": True}, {"unique": True, "shuffled": True}]
+)
 def test_reading_goes_on_from_every_cursor(tmp_path, small, keys):
     mixed_folder(tmp_path / "in")
     assert_resumes_everywhere(Files([str(tmp_path / "in")], **keys))
@@ -154,7 +178,15 @@ def test_texts_in_memory_and_copies_go_on_from_every_cursor():
 
 
 def tree(root):
-    files = ["b.txt", "a/z.txt", "a/code.py", "a/.hidden.txt", ".git/config", "a/__pycache__/m.txt", "c"]
+    files = [
+        "b.txt",
+        "a/z.txt",
+        "a/code.py",
+        "a/.hidden.txt",
+        ".git/config",
+        "a/__pycache__/m.txt",
+        "c",
+    ]
     for name in files:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(name)
@@ -176,7 +208,9 @@ def test_hidden_and_binary_files_of_folders_are_left_out(tmp_path):
 @pytest.mark.parametrize("content", [b"ok\n\xff\xfe", "größe".encode("latin-1")])
 def test_a_file_given_by_name_must_be_text(tmp_path, content):
     (tmp_path / "a.txt").write_bytes(content)
-    with pytest.raises(ValueError, match=rf"a\.txt is not UTF-8 text at byte {content.index(max(content))}: leave"):
+    with pytest.raises(
+        ValueError, match=rf"a\.txt is not UTF-8 text at byte {content.index(max(content))}: leave"
+    ):
         read(tmp_path / "*.txt")
 
 
@@ -193,7 +227,10 @@ def test_order_does_not_depend_on_the_listing(tmp_path, monkeypatch):
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(str(tmp_path / name))
-    by_hash = sorted((str(tmp_path / name) for name in names), key=lambda n: hashlib.sha256(n.encode()).hexdigest())
+    by_hash = sorted(
+        (str(tmp_path / name) for name in names),
+        key=lambda n: hashlib.sha256(n.encode()).hexdigest(),
+    )
     by_name = sorted(str(tmp_path / name) for name in names)
     listing = Path.rglob
     for reverse in (False, True):
@@ -276,17 +313,25 @@ def test_a_truncated_parquet_file_is_named(tmp_path, cut):
     path = write_parquet(tmp_path / "a.parquet", TEXTS * 50)
     path.write_bytes(path.read_bytes()[:cut])
     for use in (lambda source: list(source.read()), Files.text_bytes):
-        with pytest.raises(ValueError, match=r"a\.parquet is no whole parquet file .*: fetch it again"):
+        with pytest.raises(
+            ValueError, match=r"a\.parquet is no whole parquet file .*: fetch it again"
+        ):
             use(Files([str(tmp_path)]))
 
 
 @pytest.mark.parametrize("compression", ["snappy", "none"])
 @pytest.mark.parametrize("where", ["page header", "text"])
 def test_damaged_pages_are_named_and_the_rows_before_them_come(tmp_path, compression, where):
-    """Bytes overwritten in the last of four groups; in text that is stored plainly, what remains is no UTF-8."""
+    """Bytes overwritten in the last of four groups; in text that is stored plainly, what remains is
+    no UTF-8.
+    """
     texts = [f"größe {i} {hashlib.sha256(bytes([i % 256])).hexdigest()}" for i in range(1000)]
     path = write_parquet(
-        tmp_path / "a.parquet", texts, row_group_size=256, compression=compression, use_dictionary=False
+        tmp_path / "a.parquet",
+        texts,
+        row_group_size=256,
+        compression=compression,
+        use_dictionary=False,
     )
     column = pq.ParquetFile(path).metadata.row_group(3).column(0)
     content = bytearray(path.read_bytes())
@@ -307,14 +352,26 @@ def test_damaged_pages_are_named_and_the_rows_before_them_come(tmp_path, compres
 
 def test_no_such_column_or_one_that_is_no_text(tmp_path):
     path = tmp_path / "a.parquet"
-    table = pa.table({"number": [1, 2], "raw": [b"x", b"\xff"], "list": [["a"], ["b"]], "row": [{"text": "a"}] * 2})
+    table = pa.table(
+        {
+            "number": [1, 2],
+            "raw": [b"x", b"\xff"],
+            "list": [["a"], ["b"]],
+            "row": [{"text": "a"}] * 2,
+        }
+    )
     pq.write_table(table, path)
     for use in (lambda source: list(source.read()), Files.text_bytes):
-        with pytest.raises(ValueError, match=r"a\.parquet has no column text, it has number, raw, list, row: give --c"):
+        with pytest.raises(
+            ValueError,
+            match=r"a\.parquet has no column text, it has number, raw, list, row: give --c",
+        ):
             use(Files([str(path)]))
     for column, kind in (("number", "int"), ("raw", "bytes"), ("list", "list"), ("row", "dict")):
         assert Files([str(path)], column).text_bytes() > 0
-        with pytest.raises(ValueError, match=rf"a\.parquet: column {column} holds {kind}, not text: give --column"):
+        with pytest.raises(
+            ValueError, match=rf"a\.parquet: column {column} holds {kind}, not text: give --column"
+        ):
             read(path, column=column)
 
 
@@ -322,6 +379,8 @@ def test_no_such_column_or_one_that_is_no_text(tmp_path):
 def test_nothing_there_is_refused(tmp_path, suffixes):
     (tmp_path / "in").mkdir()
     for pattern in ("in", "in/*", "nowhere/**/*.txt"):
-        with pytest.raises(ValueError, match=rf"{pattern.replace('*', '.')}: no files.* there") as error:
+        with pytest.raises(
+            ValueError, match=rf"{pattern.replace('*', '.')}: no files.* there"
+        ) as error:
             Files([str(tmp_path / pattern)], suffixes=suffixes)
         assert ("with suffix .py, .c" in str(error.value)) is bool(suffixes)

@@ -1,4 +1,6 @@
-"""Where parameters start: each standard deviation against the formula of the paper's current release, written anew."""
+"""Where parameters start: each standard deviation against the formula of the paper's current
+release, written anew.
+"""
 
 import math
 
@@ -10,8 +12,18 @@ from model import build
 from model.residual import fold_column_conv
 
 SIZES = {
-    "small": {"hidden_size": 768, "num_attention_heads": 6, "head_dim": 128, "num_hidden_layers": 12},
-    "medium": {"hidden_size": 1024, "num_attention_heads": 8, "head_dim": 128, "num_hidden_layers": 24},
+    "small": {
+        "hidden_size": 768,
+        "num_attention_heads": 6,
+        "head_dim": 128,
+        "num_hidden_layers": 12,
+    },
+    "medium": {
+        "hidden_size": 1024,
+        "num_attention_heads": 8,
+        "head_dim": 128,
+        "num_hidden_layers": 24,
+    },
 }
 COLUMNS = [f"DDL-gpt-mha-rope{kind}" for kind in ("", "-EC", "-CC", "-CC-EC")]
 STEMS = ["gpt-mha-rope", "DDL-vdim1-gpt-mha-rope", *COLUMNS]
@@ -20,7 +32,9 @@ WHOLE = [pytest.param(size, None, marks=pytest.mark.slow) for size in SIZES]
 
 
 def wanted(name: str, shape: torch.Size, d: int, layers: int) -> tuple[float, float]:
-    """(mean, standard deviation) of a parameter's start with init=spectral; a read starts as a mean."""
+    """(mean, standard deviation) of a parameter's start with init=spectral; a read starts as a
+    mean.
+    """
     if name.endswith("wte.weight"):
         return 0.0, 0.02
     if name.endswith("v_proj.bias"):
@@ -51,7 +65,9 @@ def test_every_parameter_starts_as_the_release_has_it(stem, size, layers):
 
 
 def test_a_few_starts_are_the_figures_of_the_release():
-    """d = 768, 12 layers: gate, write value, and the outputs of attention and MLP, of all layers together."""
+    """d = 768, 12 layers: gate, write value, and the outputs of attention and MLP, of all layers
+    together.
+    """
     model = build("DDL-gpt-mha-rope", init="spectral", **SIZES["small"], **FEW)
     figures = {"ddl_attn.beta.weight": 0.00065, "ddl_mlp.v_proj.weight": 0.0013}
     figures |= {"attn.c_proj.weight": 0.0015, "mlp.c_proj.weight": 0.00056}
@@ -76,13 +92,22 @@ def test_a_folded_read_starts_as_the_pair_folds(start):
     for form in ("pair", "folded"):
         torch.manual_seed(1)
         keys = {"ddl_cc_read": form, "ddl_state_conv_init": start, "num_hidden_layers": 1}
-        made.append(build("DDL-gpt-mha-rope-CC", **keys, hidden_size=64, head_dim=16, **FEW).readout.weights())
+        made.append(
+            build(
+                "DDL-gpt-mha-rope-CC", **keys, hidden_size=64, head_dim=16, **FEW
+            ).readout.weights()
+        )
     torch.testing.assert_close(*made)
 
 
-@pytest.mark.parametrize(("size", "causal"), [(1, False), (2, False), (3, True), (4, False), (4, True)])
+@pytest.mark.parametrize(
+    ("size", "causal"), [(1, False), (2, False), (3, True), (4, False), (4, True)]
+)
 def test_folding_and_its_gradients_are_those_of_the_two_steps(size, causal):
-    """A convolution over columns, zeros beyond them, by torch's own; then the vector. In float32."""
+    """A convolution over columns, zeros beyond them, by torch's own; then the vector.
+
+    In float32.
+    """
     weight, read = torch.randn(7, size, requires_grad=True), torch.randn(4, requires_grad=True)
     state, before = torch.randn(5, 7, 4), size - 1 if causal else (size - 1) // 2
     padded = F.pad(state, (before, size - 1 - before))
@@ -90,7 +115,9 @@ def test_folding_and_its_gradients_are_those_of_the_two_steps(size, causal):
     outcomes.append((state * fold_column_conv(weight, read, causal)).sum(-1))
     torch.testing.assert_close(*outcomes, rtol=1e-6, atol=1e-6)
     toward = torch.randn(5, 7)
-    theirs, ours = (torch.autograd.grad((outcome * toward).sum(), (weight, read)) for outcome in outcomes)
+    theirs, ours = (
+        torch.autograd.grad((outcome * toward).sum(), (weight, read)) for outcome in outcomes
+    )
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
@@ -105,7 +132,9 @@ def test_a_depth_base_divides_by_itself(init, divisor):
 
 @pytest.mark.parametrize("stem", ["HC-gpt-mha-rope", "AttnRes-gpt-mha-rope", "MGT-gpt-mha"])
 def test_streams_without_a_factor_refuse_it(stem):
-    with pytest.raises(ValueError, match=r"residual_branch_mult=0.5: the write of this stream \(\w+\) has no such"):
+    with pytest.raises(
+        ValueError, match=r"residual_branch_mult=0.5: the write of this stream \(\w+\) has no such"
+    ):
         build(stem, num_hidden_layers_base=6, hidden_size=16, head_dim=4, **FEW)
 
 
@@ -113,7 +142,9 @@ def contexts(model) -> list[float]:
     """RMS of what each sublayer is given, after its norm, site by site."""
     found, hooks = [], []
     for norm in (norm for block in model.transformer.h for norm in (block.ln_1, block.ln_2)):
-        note = norm.register_forward_hook(lambda *given: found.append(given[-1].square().mean().sqrt().item()))
+        note = norm.register_forward_hook(
+            lambda *given: found.append(given[-1].square().mean().sqrt().item())
+        )
         hooks.append(note)
     with torch.no_grad():
         model(torch.randint(0, FEW["vocab_size"], (2, 16)))
@@ -123,9 +154,13 @@ def contexts(model) -> list[float]:
 
 
 def test_what_sublayers_are_given_is_normed_from_the_first_step_on():
-    """With the older start four columns were read so small that ln_1's eps decided what came of it."""
+    """With the older start four columns were read so small that ln_1's eps decided what came of
+    it.
+    """
     keys = SIZES["small"] | {"num_hidden_layers": 2} | FEW
-    now, before = (contexts(build("DDL-gpt-mha-rope", init=init, **keys)) for init in ("spectral", "normal"))
+    now, before = (
+        contexts(build("DDL-gpt-mha-rope", init=init, **keys)) for init in ("spectral", "normal")
+    )
     assert len(now) == len(before) == 4
     assert min(now) > 0.9
     assert before[0] < 0.2

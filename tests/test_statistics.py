@@ -1,4 +1,6 @@
-"""Statistics of the residual stream, activation checkpointing and the watch over losses, against plain computations."""
+"""Statistics of the residual stream, activation checkpointing and the watch over losses, against
+plain computations.
+"""
 
 import contextlib
 
@@ -28,11 +30,17 @@ def test_statistics_are_those_of_the_equations(stem):
             expect(f"{site.name}.state_rms", written.square().mean().sqrt())
             if not hasattr(write, "v_proj"):
                 return
-            k = h / (h.square().sum(-1, keepdim=True) + write.config.ddl_k_eps**2).sqrt()  # (B, T, d), the k-Map
+            # (B, T, d), the k-Map
+            k = h / (h.square().sum(-1, keepdim=True) + write.config.ddl_k_eps**2).sqrt()
             t = 4 * (x_in @ write.v_proj.weight.T + write.v_proj.bias).sigmoid()
             beta = 2 * (c @ write.beta.weight.T + write.beta.bias).sigmoid()
-            gaps = [(t - torch.einsum("btd,btvd->btv", k, x)).square().mean(-1).sqrt() for x in (state, written)]
-            for name, value in zip(("beta", "discrepancy_before", "discrepancy_after"), (beta, *gaps)):
+            gaps = [
+                (t - torch.einsum("btd,btvd->btv", k, x)).square().mean(-1).sqrt()
+                for x in (state, written)
+            ]
+            for name, value in zip(
+                ("beta", "discrepancy_before", "discrepancy_after"), (beta, *gaps)
+            ):
                 expect(f"{site.name}.{name}_mean", value.mean())
                 expect(f"{site.name}.{name}_std", value.std())
 

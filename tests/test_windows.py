@@ -1,4 +1,6 @@
-"""Windows of documents of one length: which targets they have, which of them count, and which are scored."""
+"""Windows of documents of one length: which targets they have, which of them count, and which are
+scored.
+"""
 
 import contextlib
 from types import SimpleNamespace
@@ -14,7 +16,8 @@ from model.loss import LOGITS_AT_ONCE
 from training.distributed import World
 from training.validation import evaluate
 
-LABELLED = np.random.default_rng(0).integers(0, 4, (9, 10))  # five tokens and their labels, 0 for none
+# five tokens and their labels, 0 for none
+LABELLED = np.random.default_rng(0).integers(0, 4, (9, 10))
 
 
 def expected(document) -> tuple[list, list]:
@@ -36,25 +39,36 @@ def test_only_trained_positions_have_targets(trained):
     kept = [any(first <= i < end for first, end in trained or [[0, 5]]) for i in range(5)]
     _, targets = Windows(10, labels=True, trained=trained).ids_and_targets(LABELLED)
     for row, document in enumerate(LABELLED):
-        assert targets[row].tolist() == [t if k else -1 for t, k in zip(expected(document)[1], kept)]
+        assert targets[row].tolist() == [
+            t if k else -1 for t, k in zip(expected(document)[1], kept)
+        ]
     ids, targets = Windows(6, trained=trained).ids_and_targets(LABELLED[:, :6])
     assert (ids.numpy() == LABELLED[:, :5]).all()
     for row, document in enumerate(LABELLED):
-        assert targets[row].tolist() == [t if k else -1 for t, k in zip(document[1:6].tolist(), kept)]
+        assert targets[row].tolist() == [
+            t if k else -1 for t, k in zip(document[1:6].tolist(), kept)
+        ]
 
 
 def test_batches_hold_whole_labelled_documents():
     cuts = [part.astype(np.uint16) for part in np.split(LABELLED.ravel(), [37])]
     windows = Windows(10, labels=True)
-    train, val = TrainBatches(cuts, 5, 3, 0, documents=windows), ValidationBatches(cuts, 5, documents=windows)
+    train, val = (
+        TrainBatches(cuts, 5, 3, 0, documents=windows),
+        ValidationBatches(cuts, 5, documents=windows),
+    )
     assert (train.windows, train.skipped, val.windows) == (9, 0, 9)
     epoch = [train.get(step, 0, 3) for step in range(3)]
     rows = [(ids.tolist(), targets.tolist()) for batch in epoch for ids, targets in zip(*batch)]
     assert sorted(rows) == sorted(expected(document) for document in LABELLED)
     ids, targets = val.get([8, 2], 3)
-    assert [(i.tolist(), t.tolist()) for i, t in zip(ids, targets)][:2] == [expected(LABELLED[w]) for w in (8, 2)]
+    assert [(i.tolist(), t.tolist()) for i, t in zip(ids, targets)][:2] == [
+        expected(LABELLED[w]) for w in (8, 2)
+    ]
     assert targets[2].tolist() == [-1] * 5
-    with pytest.raises(ValueError, match=r"block_size=9: .* 10 tokens each, .* give --block_size=5"):
+    with pytest.raises(
+        ValueError, match=r"block_size=9: .* 10 tokens each, .* give --block_size=5"
+    ):
         TrainBatches(cuts, 9, 3, 0, documents=windows)
 
 
@@ -62,7 +76,9 @@ def test_batches_hold_whole_labelled_documents():
 def test_a_micro_batch_counts_by_its_targets(rows):
     documents = LABELLED.copy()
     documents[[1, 4], 5:] = 0
-    batches = TrainBatches([documents.ravel().astype(np.uint16)], 5, 6, 0, documents=Windows(10, labels=True))
+    batches = TrainBatches(
+        [documents.ravel().astype(np.uint16)], 5, 6, 0, documents=Windows(10, labels=True)
+    )
     for step in range(4):
         counts = np.array([(batches.get(step, i, rows)[1] != -1).sum() for i in range(0, 6, rows)])
         shares = batches.shares(step, rows)
@@ -76,11 +92,19 @@ def test_a_micro_batch_counts_by_its_targets(rows):
 def test_where_all_count_the_same_there_is_no_share():
     for windows in (Windows(10), Windows(10, trained=[[2, 4]]), None):
         batches = TrainBatches(
-            [LABELLED.ravel().astype(np.uint16)], windows.length if windows else 9, 4, 0, 2**16, windows
+            [LABELLED.ravel().astype(np.uint16)],
+            windows.length if windows else 9,
+            4,
+            0,
+            2**16,
+            windows,
         )
         assert batches.shares(0, 2) is None
     full = np.where(LABELLED == 0, 1, LABELLED).astype(np.uint16)
-    assert TrainBatches([full.ravel()], 5, 4, 0, documents=Windows(10, labels=True)).shares(0, 2) is None
+    assert (
+        TrainBatches([full.ravel()], 5, 4, 0, documents=Windows(10, labels=True)).shares(0, 2)
+        is None
+    )
     none = TrainBatches([np.zeros(90, np.uint16)], 5, 4, 0, documents=Windows(10, labels=True))
     assert none.shares(0, 2).tolist() == [0, 0]
     assert none.shares(0, 4).tolist() == [0]
@@ -143,7 +167,15 @@ def test_every_window_has_its_loss(monkeypatch, rows, scored, at_once):
     batches = ValidationBatches([documents.ravel()], 5, documents=windows)
     model, shown = Fixed(), [0, 2, 3, 5, 8]
     found = [
-        evaluate(model, batches, shown, rows, Alone(rank, 2, torch.device("cpu")), contextlib.nullcontext(), each=True)
+        evaluate(
+            model,
+            batches,
+            shown,
+            rows,
+            Alone(rank, 2, torch.device("cpu")),
+            contextlib.nullcontext(),
+            each=True,
+        )
         for rank in range(2)
     ]
     wanted = []
@@ -159,7 +191,8 @@ def test_every_window_has_its_loss(monkeypatch, rows, scored, at_once):
 
 def test_what_meta_json_says():
     assert Windows.of({"vocab_size": 9}) is None
-    assert Windows.of({"window_tokens": 11, "scored_from": 5}) == Windows(11, scored=[[5, 10]])  # as it was once
+    # as it was once
+    assert Windows.of({"window_tokens": 11, "scored_from": 5}) == Windows(11, scored=[[5, 10]])
     meta = {"window_tokens": 10, "labels": True, "trained": [[1, 5]], "scored": [[2, 5]]}
     assert Windows.of(meta) == Windows(10, True, [[1, 5]], [[2, 5]])
 
@@ -170,7 +203,10 @@ def test_what_meta_json_says():
         ({"window_tokens": 11, "labels": True}, "window_tokens=11 of a corpus with labels is odd"),
         ({"window_tokens": 10, "scored": [[3, 10]]}, "positions 3 to 10 are not of a window of 9"),
         ({"window_tokens": 10, "scored": [[4, 4]]}, "positions 4 to 4"),
-        ({"window_tokens": 10, "trained": [[4, 9]], "scored": [[3, 9]]}, r"scored=\[\[3, 9\]\] has positions that"),
+        (
+            {"window_tokens": 10, "trained": [[4, 9]], "scored": [[3, 9]]},
+            r"scored=\[\[3, 9\]\] has positions that",
+        ),
     ],
 )
 def test_a_meta_json_that_contradicts_itself(meta, message):

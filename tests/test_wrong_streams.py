@@ -1,4 +1,6 @@
-"""A newcomer's stream does no silent harm: wrong files are one line each, and what is trained is what is kept."""
+"""A newcomer's stream does no silent harm: wrong files are one line each, and what is trained is
+what is kept.
+"""
 
 import importlib
 import re
@@ -6,8 +8,8 @@ import sys
 
 import pytest
 import torch
-from helpers import EXAMPLES, ROOT, one_line_error, script, small_run
-from in_process import call
+from helpers import EXAMPLES, one_line_error, small_run
+from in_process import call, finish_together
 
 import model
 from model import build
@@ -18,21 +20,32 @@ from training import checkpoint, metrics
 GATED = (EXAMPLES[0].parent / "gated-gpt-mha-rope.py").read_text(encoding="utf-8")
 WRITE = "    def forward(self, state, h, x_in, c, past=None):\n        return state + (self.gate * h).to(state.dtype)\n"
 BLOCK = "from dataclasses import replace\nfrom model.block import Block, Direct\nfrom model.gpt import GPT\n"
-BLOCK += (
-    "class Own(Block):\n    def __init__(self, config, layer):\n        super().__init__(config, layer)\n        {}\n"
-)
+BLOCK += "class Own(Block):\n    def __init__(self, config, layer):\n"
+BLOCK += "        super().__init__(config, layer)\n        {}\n"
 BLOCK += "class Model(GPT):\n    Block = Own\n"
 
 # {what is wrong: (the file, what the line says)}
 WRONG = {
     "half a file": (GATED[: GATED.index("):")], "line 12: SyntaxError: '(' was never closed"),
-    "a missing package": ("import nowhere\n" + GATED, "line 1: ModuleNotFoundError: No module named 'nowhere'"),
-    "a misspelled name": (GATED.replace("WritingBlock)", "WritingBlok)"), "line 26: NameError: name 'WritingBlok'"),
+    "a missing package": (
+        "import nowhere\n" + GATED,
+        "line 1: ModuleNotFoundError: No module named 'nowhere'",
+    ),
+    "a misspelled name": (
+        GATED.replace("WritingBlock)", "WritingBlok)"),
+        "line 26: NameError: name 'WritingBlok'",
+    ),
     "no Model": (GATED[: GATED.index("class Model")], "has no class Model(GPT)"),
-    "a Model of torch alone": (GATED.replace("Model(GPT)", "Model(nn.Module)"), "has no class Model(GPT)"),
+    "a Model of torch alone": (
+        GATED.replace("Model(GPT)", "Model(nn.Module)"),
+        "has no class Model(GPT)",
+    ),
     "no dataclass": (GATED.replace("@dataclass\n", ""), "Config has keys, no @dataclass"),
     "a key of the run": (GATED.replace("gate_init", "seed"), "its key seed is one of the run"),
-    "a key of a kind that there is not": (GATED.replace("gate_init: float", "gate_init: list"), "the key gate_init is"),
+    "a key of a kind that there is not": (
+        GATED.replace("gate_init: float", "gate_init: list"),
+        "the key gate_init is",
+    ),
     "a write that returns nothing": (
         GATED.replace("        return state +", "        state +"),
         "GatedWrite of block 0, attn, returns None: needed the new state",
@@ -46,13 +59,19 @@ WRONG = {
         "line 23: RuntimeError: ",
     ),
     "a read of another width": (
-        BLOCK.format("self.sites = [replace(s, read=lambda x, past: x[..., 1:]) for s in self.sites]"),
+        BLOCK.format(
+            "self.sites = [replace(s, read=lambda x, past: x[..., 1:]) for s in self.sites]"
+        ),
         "function of block 0, attn, returns (1, 1, 11): needed x_in (B, T, d), (1, 1, 12)",
     ),
-    "no rule": (GATED.replace("Rule(constant(config.gate_init))", "None").replace('"gate": None', ""), "has no rule"),
+    "no rule": (
+        GATED.replace("Rule(constant(config.gate_init))", "None").replace('"gate": None', ""),
+        "has no rule",
+    ),
     "a sublayer outside": (
         BLOCK.format(
-            "from model.layers import MLP; attn, _ = self.sites; self.sites = attn, replace(_, sublayer=MLP(config))"
+            "from model.layers import MLP; attn, _ = self.sites; self.sites = attn, replace(_, "
+            "sublayer=MLP(config))"
         ),
         "MLP is used by a site, but no part of its block",
     ),
@@ -116,32 +135,36 @@ def test_a_wrong_file_breaks_no_other_run(own, corpus, tmp_path):
     assert "did you mean ddl_value_channels?" in hint[-1]
 
 
-# Each block has a gate of the block after it, which the last one lacks: there the parameter takes part in nothing.
+# Each block has a gate of the block after it, which the last one lacks: there the parameter takes
+# part in nothing.
 UNUSED = BLOCK.replace(
-    "import GPT\n", "import GPT\nfrom model.parameters import Rule, constant\nfrom torch import nn\nimport torch\n"
+    "import GPT\n",
+    "import GPT\nfrom model.parameters import Rule, constant\nfrom torch import nn\nimport torch\n",
 ).format(
     "self.gate = nn.Parameter(torch.empty(1)); self.rules = {'gate': Rule(constant(1.0))}\n"
-    "        if layer == 0: self.sites = [replace(s, read=lambda x, past: x * self.gate) for s in self.sites]"
+    "        if layer == 0: self.sites = [replace(s, read=lambda x, past: x * self.gate) for s in "
+    "self.sites]"
 )
+
+
+def finish(arguments) -> str:
+    done = call("train.py", *arguments)
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout.decode()
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_parameter_without_a_gradient_is_said_and_goes_on(processes, own, corpus, tmp_path):
     keys = {"model": own(UNUSED), "max_steps": 4, "checkpoint_interval": 2, "micro_batch_size": 2}
     keys |= {"schedule": "wsd", "decay_steps": 0}
-    start = f"import model, train\nmodel.__path__.append({str(tmp_path / 'model')!r})\n"
-    (tmp_path / "start.py").write_text(f"{start}model.STEMS.append('own-gpt')\ntrain.main()\n")
 
     def train(name, **changes):
         run = small_run(corpus, tmp_path / name, **{**keys, **changes})
-        if processes == 1:
-            done = call("train.py", *run)
-        else:
-            torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", tmp_path / "start.py"]
-            done = script(*torchrun, *run, env={"PYTHONPATH": str(ROOT)})
-        assert done.returncode == 0, done.stderr.decode()
+        printed = (
+            finish_together(processes, run, tmp_path / "log") if processes > 1 else finish(run)
+        )
         said = "note: nothing of the loss depends on transformer.h.1.gate: it will not be trained"
-        assert said in done.stdout.decode()
+        assert said in printed
         return checkpoint.find(tmp_path / name)
 
     whole = train("whole")
@@ -149,37 +172,61 @@ def test_a_parameter_without_a_gradient_is_said_and_goes_on(processes, own, corp
     parts = train("parts", resume="auto")
     for file in ("model.safetensors", "optimizer.safetensors"):
         assert (parts / file).read_bytes() == (whole / file).read_bytes()
-    assert float(checkpoint.load_tensors(whole / "model.safetensors")["transformer.h.1.gate"]) == 1.0
+    assert (
+        float(checkpoint.load_tensors(whole / "model.safetensors")["transformer.h.1.gate"]) == 1.0
+    )
 
 
 @pytest.mark.usefixtures("example_streams")
 @pytest.mark.parametrize(
     ("stem", "keys"),
-    [("untied-gpt-mha-rope", {}), ("gpt-mha-rope", {"tie_embeddings": False}), ("capped-gpt-mha-rope", {})],
+    [
+        ("untied-gpt-mha-rope", {}),
+        ("gpt-mha-rope", {"tie_embeddings": False}),
+        ("capped-gpt-mha-rope", {}),
+    ],
 )
 def test_a_head_of_its_own_is_kept(stem, keys, corpus, tmp_path):
-    """What eval.py finds of a run, and of its exported folder, is what training said of the same tokens."""
+    """What eval.py finds of a run, and of its exported folder, is what training said of the same
+    tokens.
+    """
     run = small_run(corpus, tmp_path / "run", model=stem, **keys, max_steps=6, eval_full=True)
     assert call("train.py", *run).returncode == 0
-    said = [record for record in metrics.read(tmp_path / "run/metrics.jsonl") if "val_loss" in record][-1]["val_loss"]
+    said = [
+        record for record in metrics.read(tmp_path / "run/metrics.jsonl") if "val_loss" in record
+    ][-1]["val_loss"]
     assert call("export.py", tmp_path / "run", tmp_path / "exported").returncode == 0
     trained, *_ = checkpoint.load_model(tmp_path / "run", "cpu")
     assert ("lm_head.weight" in checkpoint.weights_of(trained)) == (stem != "capped-gpt-mha-rope")
     for folder in ("run", "exported"):
-        done = call("eval.py", tmp_path / folder, f"--val={corpus}", f"--out={tmp_path / 'eval'}", "--dtype=float32")
+        done = call(
+            "eval.py",
+            tmp_path / folder,
+            f"--val={corpus}",
+            f"--out={tmp_path / 'eval'}",
+            "--dtype=float32",
+        )
         assert done.returncode == 0, done.stderr.decode()
         found = float(re.search(r"loss.*?(\d\.\d{4})", done.stdout.decode(), re.S)[1])
         assert found == pytest.approx(said, abs=6e-5), done.stdout.decode()
 
 
 def test_what_is_no_fault_of_a_file_is_not_said_to_be_one():
-    lack = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+    lack = RuntimeError(
+        "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
+    )
     with pytest.raises(RuntimeError, match="can't allocate"), model.faults_of("gpt-mha-rope"):
         raise lack
 
 
 def test_a_cap_is_on_the_loss_that_is_trained(example_streams):
-    size = {"vocab_size": 29, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 8}
+    size = {
+        "vocab_size": 29,
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "head_dim": 8,
+    }
     made, ids = build("capped-gpt-mha-rope", **size).double(), torch.arange(12).view(2, 6)
     torch.nn.init.normal_(made.transformer.wte.weight, std=9)  # so that the cap is felt
     plain = made.hidden(ids) @ made.transformer.wte.weight.T
@@ -190,10 +237,21 @@ def test_a_cap_is_on_the_loss_that_is_trained(example_streams):
 
 
 def test_queries_keys_and_values_of_inputs_apart():
-    """Against heads made of each input by itself and a softmax written out; the values changed before it."""
-    size = {"vocab_size": 29, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 4}
+    """Against heads made of each input by itself and a softmax written out; the values changed
+    before it.
+    """
+    size = {
+        "vocab_size": 29,
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 4,
+    }
     made = build("gpt-mha-rope", **size).double()
-    attention, positions = made.transformer.h[0].attn, made.positions(torch.zeros(1, 5, dtype=torch.int64))
+    attention, positions = (
+        made.transformer.h[0].attn,
+        made.positions(torch.zeros(1, 5, dtype=torch.int64)),
+    )
     a, b, c = torch.randn(3, 1, 5, 8, dtype=torch.float64)
     q, k, v = (Heads()(attention, x, positions)[place] for place, x in enumerate((a, b, c)))
     scores = torch.einsum("bihd,bjhd->bhij", q, k) / 2 + torch.full((5, 5), -torch.inf).triu(1)
@@ -203,16 +261,32 @@ def test_queries_keys_and_values_of_inputs_apart():
 
 
 def test_a_tied_weight_in_a_file_twice_must_be_the_same(tmp_path):
-    made = build("gpt-mha-rope", vocab_size=29, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, head_dim=8)
+    made = build(
+        "gpt-mha-rope",
+        vocab_size=29,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        head_dim=8,
+    )
     tensors = {**checkpoint.weights_of(made), "lm_head.weight": made.lm_head.weight.detach() + 1}
     checkpoint.write_tensors(tmp_path / "model.safetensors", tensors)
-    with pytest.raises(ValueError, match=r"lm_head.weight differs from transformer.wte.weight: this model ties them"):
+    with pytest.raises(
+        ValueError,
+        match=r"lm_head.weight differs from transformer.wte.weight: this model ties them",
+    ):
         model.weights.fill(made, tmp_path)
 
 
 @pytest.mark.usefixtures("example_streams")
 def test_shared_blocks_are_stored_once_and_are_one_again():
-    made = build("shared-gpt-mha-rope", vocab_size=29, hidden_size=8, num_hidden_layers=4, num_attention_heads=1)
+    made = build(
+        "shared-gpt-mha-rope",
+        vocab_size=29,
+        hidden_size=8,
+        num_hidden_layers=4,
+        num_attention_heads=1,
+    )
     names = checkpoint.weights_of(made)
     assert {name.split(".")[2] for name in names if name.startswith("transformer.h.")} == {"0", "2"}
     assert "transformer.h.2.ln_1.weight" not in names

@@ -1,4 +1,6 @@
-"""Run by test_kernel_streams.py: a fused model under DDP and FSDP2 on two processes, against the plain one on one."""
+"""Run by test_kernel_streams.py: a fused model under DDP and FSDP2 on two processes, against the
+plain one on one.
+"""
 
 import copy
 import tempfile

@@ -1,4 +1,6 @@
-"""One process or several under torchrun: devices, sums over them, one model on all (DDP or FSDP2)."""
+"""One process or several under torchrun: devices, sums over them, one model on all (DDP or
+FSDP2).
+"""
 
 import contextlib
 import ctypes
@@ -21,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from model.parameters import aliases
 
-# Processes compile at their own pace before their first collective; one that dies is noticed at once.
+# Processes compile at their own pace before their first collective; one that dies is noticed at
+# once.
 START_TIMEOUT, TIMEOUT = timedelta(minutes=10), timedelta(minutes=30)
 PATIENT_TIMEOUT = timedelta(days=7)
 # The buffers, RoPE's tables, are the same on every process. torch 2.13 renamed the key for that.
@@ -91,7 +94,9 @@ def world_size() -> int:
 
 
 def start(device: torch.device) -> World:
-    """Join the process group (nccl on GPUs, gloo on the CPU) where torchrun started several processes."""
+    """Join the process group (nccl on GPUs, gloo on the CPU) where torchrun started several
+    processes.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
@@ -207,7 +212,8 @@ def shard(model, compiled: bool, world) -> None:
     for name, first in aliases(model).items():
         if name.startswith("transformer.h."):
             raise ValueError(
-                f"engine=fsdp cannot share weights between blocks ({name} is {first}): give engine=ddp"
+                f"engine=fsdp cannot share weights between blocks ({name} is {first}): give "
+                "engine=ddp"
             )
     mesh = init_device_mesh(world.device.type, (world.world_size,))
     if compiled:
@@ -235,7 +241,9 @@ def keep_graphs_with_autocast() -> None:
 
 @contextlib.contextmanager
 def synchronising(model, wanted: bool):
-    """Average gradients over the processes in the backward passes inside, or leave it to a later one."""
+    """Average gradients over the processes in the backward passes inside, or leave it to a later
+    one.
+    """
     if isinstance(model, DistributedDataParallel) and not wanted:
         with model.no_sync():
             yield
@@ -272,7 +280,9 @@ def gathered(tensors: dict[str, torch.Tensor], world) -> dict[str, torch.Tensor]
 
 
 def placed_like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A whole tensor where the parameter is, sharded as it is; scalars (step counters) stay whole."""
+    """A whole tensor where the parameter is, sharded as it is; scalars (step counters) stay
+    whole.
+    """
     # Step counters stay where the optimizer keeps them, moments go with their parameter.
     tensor = tensor.to(parameter.device) if tensor.ndim or parameter.is_cuda else tensor
     if isinstance(parameter, DTensor) and tensor.ndim:

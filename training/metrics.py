@@ -1,4 +1,6 @@
-"""What a run reports: metrics.jsonl (a JSON object a line), progress lines, wandb, FLOP utilisation."""
+"""What a run reports: metrics.jsonl (a JSON object a line), progress lines, wandb, FLOP
+utilisation.
+"""
 
 import json
 import math
@@ -45,7 +47,9 @@ def nominal_flops_per_token(model) -> float:
 
 
 def validation_record(loss: float, bytes_per_token: float | None) -> dict:
-    """val_loss (nats per token), val_perplexity, and val_bits_per_byte where the text has a size."""
+    """val_loss (nats per token), val_perplexity, and val_bits_per_byte where the text has a
+    size.
+    """
     record = {"val_loss": loss, "val_perplexity": math.exp(min(loss, 700))}
     if bytes_per_token is not None:
         record["val_bits_per_byte"] = bits_per_byte(loss, bytes_per_token)
@@ -191,7 +195,9 @@ class RunLog:
         print(f"step {progress['step']} | {share} {of} validation sequences | {text}", flush=True)
 
     def speed(self, before: tuple, now: tuple) -> tuple[float, float | None]:
-        """(tokens/s, model FLOP utilisation where the peak is known) between two (step, seconds)."""
+        """(tokens/s, model FLOP utilisation where the peak is known) between two (step,
+        seconds).
+        """
         steps_per_second = (now[0] - before[0]) / (now[1] - before[1])
         return self.tokens * steps_per_second, self.share and self.share * steps_per_second
 
@@ -239,7 +245,9 @@ def flat(record: dict) -> dict:
 
 
 def drop_after(path: Path, step: int, evaluated: bool = True) -> None:
-    """Keep the records of a metrics.jsonl up to `step`, and those of its evaluation if it is done."""
+    """Keep the records of a metrics.jsonl up to `step`, and those of its evaluation if it is
+    done.
+    """
     if path.exists():
         records = [r for r in read(path) if r["step"] <= step]
         kept = [r for r in records if evaluated or r["step"] < step or "val_loss" not in r]

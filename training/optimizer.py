@@ -16,7 +16,8 @@ OWN_RATES = {"muon_lr": "muon_learning_rate", "embedding_lr": "embedding_learnin
 def parameter_groups(
     model: nn.Module, weight_decay: float, with_muon: bool
 ) -> tuple[list[dict], list[dict]]:
-    """(AdamW's groups, Muon's) of all trainable parameters, each in exactly one, as their rules say.
+    """(AdamW's groups, Muon's) of all trainable parameters, each in exactly one, as their rules
+    say.
 
     A group is {"params", "names", "rate", "lr_scale", "weight_decay", "decays"}. rate: which of
     the run's learning rates it has, by its name in metrics.jsonl. lr_scale: what that is multiplied
@@ -43,8 +44,10 @@ def parameter_groups(
 
 
 def without_gradient(model: nn.Module) -> list[str]:
-    """Names of the trainable parameters that the loss does not depend on. The model is on the CPU, its streams as they
-    are without kernels."""
+    """Names of the trainable parameters that the loss does not depend on.
+
+    The model is on the CPU, its streams as they are without kernels.
+    """
     ids = torch.zeros(1, min(8, model.config.block_size), dtype=torch.int64)
     model(ids, ids)[1].backward()
     names = [
@@ -68,7 +71,9 @@ def lr_scales(model: nn.Module, with_muon: bool) -> dict[str, float]:
 
 
 def lr_scales_before(model: nn.Module) -> dict[str, float]:
-    """`lr_scales` of checkpoints from before these were saved: every scaled matrix had the same, with any optimizer."""
+    """`lr_scales` of checkpoints from before these were saved: every scaled matrix had the same,
+    with any optimizer.
+    """
     parameters, scale = dict(model.named_parameters()), model.config.mup_scale
     scaled = [
         name
@@ -79,8 +84,10 @@ def lr_scales_before(model: nn.Module) -> dict[str, float]:
 
 
 class Muon(torch.optim.Muon):
-    """torch's, with the type of its Newton-Schulz iteration a choice: without instructions for it, a CPU takes ten
-    times as long for bfloat16 as for float32. Updates have the size of AdamW's (`match_rms_adamw`)."""
+    """torch's, with the type of its Newton-Schulz iteration a choice: without instructions for it,
+    a CPU takes ten times as long for bfloat16 as for float32. Updates have the size of AdamW's
+    (`match_rms_adamw`).
+    """
 
     def __init__(self, groups: list[dict], lr: float, dtype: torch.dtype):
         super().__init__(groups, lr=lr, adjust_lr_fn="match_rms_adamw")
@@ -117,7 +124,8 @@ def orthogonal(matrix: torch.Tensor, coefficients, steps: int, eps: float) -> to
 def build_optimizers(
     model: nn.Module, config, muon_dtype=torch.bfloat16
 ) -> list[torch.optim.Optimizer]:
-    """AdamW over all, or Muon over what may take it and AdamW over the rest, for `config.optimizer`.
+    """AdamW over all, or Muon over what may take it and AdamW over the rest, for
+    `config.optimizer`.
 
     One learning rate serves both, as their updates have one size. muon_dtype: of Muon's iteration.
     """
@@ -132,12 +140,13 @@ def build_optimizers(
 
 
 def learning_rate_at(step: int, config, peak: float | None = None) -> float:
-    """The learning rate of step `step`, counted from 0: linear warmup over warmup_steps, then the schedule.
+    """The learning rate of step `step`, counted from 0: linear warmup over warmup_steps, then the
+    schedule.
 
     `cosine` falls from the peak to the floor. `wsd` (warmup, stable, decay) stays at the peak and
     falls linearly to the floor over the last `decay_steps_of` the run; with none of them it never
-    falls. Warmup ends at the peak, and the last of max_steps has the floor.
-    peak: learning_rate, unless given. Of any peak the floor is the same share, min_lr / learning_rate.
+    falls. Warmup ends at the peak, and the last of max_steps has the floor. peak: learning_rate,
+    unless given. Of any peak the floor is the same share, min_lr / learning_rate.
     """
     peak = config.learning_rate if peak is None else peak
     if step < config.warmup_steps:
@@ -156,7 +165,9 @@ def learning_rate_at(step: int, config, peak: float | None = None) -> float:
 
 
 def decay_steps_of(config) -> int:
-    """Steps of the fall of `wsd`: decay_steps, or a fifth of the run where warm-up leaves so many."""
+    """Steps of the fall of `wsd`: decay_steps, or a fifth of the run where warm-up leaves so
+    many.
+    """
     if config.decay_steps is not None:
         return config.decay_steps
     return min(config.max_steps // 5, max(config.max_steps - config.warmup_steps, 0))
@@ -200,7 +211,10 @@ def set_decay(optimizers: list[torch.optim.Optimizer], amount: float) -> None:
 
 
 def step_where(wanted: torch.Tensor, optimizers: list[torch.optim.Optimizer]) -> None:
-    """A step of fused AdamW if `wanted`, a bool on its device, else nothing. It decides itself: nobody waits for it."""
+    """A step of fused AdamW if `wanted`, a bool on its device, else nothing.
+
+    It decides itself: nobody waits for it.
+    """
     for optimizer in optimizers:
         optimizer.found_inf = (
             ~wanted
@@ -210,7 +224,9 @@ def step_where(wanted: torch.Tensor, optimizers: list[torch.optim.Optimizer]) ->
 
 
 def forget_unstepped(optimizers: list[torch.optim.Optimizer]) -> None:
-    """Drop the zeros that a step which was not wanted has made for parameters without a step before it."""
+    """Drop the zeros that a step which was not wanted has made for parameters without a step before
+    it.
+    """
     for optimizer in optimizers:
         for parameter, state in list(optimizer.state.items()):
             if state["step"] == 0:
@@ -218,7 +234,9 @@ def forget_unstepped(optimizers: list[torch.optim.Optimizer]) -> None:
 
 
 def named_state(optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
-    """Every optimizer tensor as `<parameter>:<state>`, so that a checkpoint does not depend on grouping or order."""
+    """Every optimizer tensor as `<parameter>:<state>`, so that a checkpoint does not depend on
+    grouping or order.
+    """
     return {
         f"{name}:{key}": value
         for optimizer in optimizers
@@ -233,8 +251,8 @@ def load_named_state(
 ) -> None:
     """Put `named_state` back; {}, of a run whose steps were all skipped, is that of new optimizers.
 
-    without: names of the parameters that get no gradient, and so no state. ValueError: a tensor of another model or
-    optimizer.
+    without: names of the parameters that get no gradient, and so no state. ValueError: a tensor of
+    another model or optimizer.
     """
     if not state:
         return
@@ -247,7 +265,8 @@ def load_named_state(
                     continue
                 if not keys:
                     raise ValueError(
-                        f"the checkpoint's optimizer has no state for {name}: take another checkpoint"
+                        f"the checkpoint's optimizer has no state for {name}: take another "
+                        "checkpoint"
                     )
                 values = {key.partition(":")[2]: left.pop(key) for key in keys}
                 optimizer.state[parameter].update(

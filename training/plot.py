@@ -1,4 +1,5 @@
-"""The curve of a run: training loss, smoothed, and validation loss over steps, as loss.png in the run folder.
+"""The curve of a run: training loss, smoothed, and validation loss over steps, as loss.png in the
+run folder.
 
     python -m training.plot runs/demo_cpu
 
@@ -15,7 +16,10 @@ SMOOTHED = 0.02  # share of the run that a point of the training loss is the mea
 
 
 def draw(run: Path) -> Path:
-    """Draw the run's loss.png and return its path. ValueError: no metrics.jsonl, no step in it, or no matplotlib."""
+    """Draw the run's loss.png and return its path.
+
+    ValueError: no metrics.jsonl, no step in it, or no matplotlib.
+    """
     matplotlib = configurator.optional("matplotlib.figure", "the curve")
     if not (run / "metrics.jsonl").is_file():
         raise ValueError(f"{run} holds no metrics.jsonl: give a run folder made by train.py")

@@ -40,15 +40,18 @@ def machine() -> dict:
 
 @functools.cache
 def commit() -> str:
-    """The commit of this code, when it was first asked for; COMMIT in the environment for a copy without history."""
+    """The commit of this code, when it was first asked for; COMMIT in the environment for a copy
+    without history.
+    """
     return commit_of(ROOT) or os.environ.get("COMMIT", "")
 
 
 def commit_of(repository: Path) -> str:
-    """Its commit, with "-dirty" where a tracked file differs from it, or Python files are not tracked; "" where git or
-    the history is missing.
+    """Its commit, with "-dirty" where a tracked file differs from it, or Python files are not
+    tracked; "" where git or the history is missing.
 
-    Files of results/ may differ: a measurement writes its figures there, and nothing that is measured reads them.
+    Files of results/ may differ: a measurement writes its figures there, and nothing that is
+    measured reads them.
     """
 
     def git(*words: str) -> str:
@@ -66,9 +69,11 @@ def commit_of(repository: Path) -> str:
 
 
 def store(path: Path, figures: dict, origin: dict | None = None) -> None:
-    """Write figures to a JSON file with their provenance, that of now without `origin`; the file is replaced whole.
+    """Write figures to a JSON file with their provenance, that of now without `origin`; the file is
+    replaced whole.
 
-    Figures of a tree that is not committed are nobody's to repeat: a note says so, once for each file.
+    Figures of a tree that is not committed are nobody's to repeat: a note says so, once for each
+    file.
     """
     origin = origin or provenance()
     write_json(path, {**origin, **figures})
@@ -96,7 +101,9 @@ def code_digest() -> str:
 
 
 def digest(*patterns: str, leave_out: tuple[str, ...] = ()) -> str:
-    """SHA-256 over the names and contents of the repository's files that fit any of the patterns."""
+    """SHA-256 over the names and contents of the repository's files that fit any of the
+    patterns.
+    """
     files = {path for pattern in patterns for path in ROOT.glob(pattern)}
     result = hashlib.sha256()
     for path in sorted(path for path in files if path.name not in leave_out):

@@ -1,4 +1,6 @@
-"""What the residual stream of a model does, token by token: what its sites say of themselves, as passes are made."""
+"""What the residual stream of a model does, token by token: what its sites say of themselves, as
+passes are made.
+"""
 
 import torch
 from torch import nn
@@ -9,8 +11,8 @@ from model.block import Stream
 class Watched(Stream):
     """Every step by itself; `seen(site, quantities)` is told of each write.
 
-    quantities: h and c (B, T, d), `state` as written, `extra_loss` where the site has one, and under `statistics` what
-    the write says of every token, by name (B, T).
+    quantities: h and c (B, T, d), `state` as written, `extra_loss` where the site has one, and
+    under `statistics` what the write says of every token, by name (B, T).
     """
 
     def __init__(self, seen):
@@ -31,8 +33,8 @@ class Watched(Stream):
 def residual_statistics(model: nn.Module, ids: torch.Tensor, autocast) -> dict[str, list[float]]:
     """{`<site>.<statistic>`: a number per block, first block first}, over all tokens of ids (B, T).
 
-    `state_rms` is the root mean square of the state after the site's write, `extra_loss` the site's own; each of the
-    write's statistics has a `_mean` and a `_std` over tokens.
+    `state_rms` is the root mean square of the state after the site's write, `extra_loss` the site's
+    own; each of the write's statistics has a `_mean` and a `_std` over tokens.
     """
     result: dict[str, list[float]] = {}
 

@@ -1,4 +1,5 @@
-"""Where a run begins: afresh, at a checkpoint of its own, or with the weights of a folder (`init_from`).
+"""Where a run begins: afresh, at a checkpoint of its own, or with the weights of a folder
+(`init_from`).
 
 Such a folder is a run of ours, an exported one, or the paper's released code. It decides the
 variant and its keys; the optimizer, the step and the data begin afresh. A run that goes on takes
@@ -32,7 +33,7 @@ def lock(out: Path) -> TextIO:
     ValueError: another process trains there.
     """
     out.mkdir(parents=True, exist_ok=True)
-    file = open(out / "lock", "w")  # noqa: SIM115
+    file = open(out / "lock", "a")  # noqa: SIM115
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -115,7 +116,8 @@ def refuse_change(saved: dict, settings: dict, run: type, where: Path, otherwise
         old, new = before.get(name), settings.get(name)
         if old != new and not (name in keys and keys[name].changeable):
             raise ValueError(
-                f"{name}={new!r}, but {where} was trained with {old!r}: give that value, or {otherwise}"
+                f"{name}={new!r}, but {where} was trained with {old!r}: give that value, or "
+                f"{otherwise}"
             )
 
 

@@ -1,4 +1,6 @@
-"""When to stop before the last step: a signal (a preempted job, Ctrl-C) or the end of the granted time."""
+"""When to stop before the last step: a signal (a preempted job, Ctrl-C) or the end of the granted
+time.
+"""
 
 import contextlib
 import json
@@ -15,9 +17,11 @@ SAME_EVENT = 1.0  # seconds in which a second signal is the same event, sent by 
 
 
 class Stop:
-    """`reason()` is None until the run shall end; a first signal asks for that, a second one ends the process.
+    """`reason()` is None until the run shall end; a first signal asks for that, a second one ends
+    the process.
 
-    Granted time ends earlier by what the last step and the last save took, so that both still fit in.
+    Granted time ends earlier by what the last step and the last save took, so that both still fit
+    in.
     """
 
     def __init__(self, max_seconds: float | None):

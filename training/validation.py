@@ -1,4 +1,6 @@
-"""The loss over validation windows, and, where a corpus is a task, how many of its answers are right."""
+"""The loss over validation windows, and, where a corpus is a task, how many of its answers are
+right.
+"""
 
 import math
 import sys
@@ -22,16 +24,19 @@ def evaluate(
     stop=None,
     each: bool = False,
 ) -> dict | None:
-    """{"loss": mean cross-entropy in nats per token} over the windows, each read by one process; every process gets it.
+    """{"loss": mean cross-entropy in nats per token} over the windows, each read by one process;
+    every process gets it.
 
-    With `batches.scored`, positions in the window: "accuracy", the share of the targets there that are the model's
-    first choice, and "exact_match", the share of windows in which all of them are. None: `stop()` became true.
-    each: also "losses", the loss of every window by itself (`losses_of_rows`), float32 (windows,).
-    Gradients stay enabled and the shape is that of training: a compiled model is not compiled a second time.
+    With `batches.scored`, positions in the window: "accuracy", the share of the targets there that
+    are the model's first choice, and "exact_match", the share of windows in which all of them are.
+    None: `stop()` became true. each: also "losses", the loss of every window by itself
+    (`losses_of_rows`), float32 (windows,). Gradients stay enabled and the shape is that of
+    training: a compiled model is not compiled a second time.
     """
     scored = None if batches.scored is None else batches.scored.to(world.device)
     sums = [0.0] * 5  # nats, tokens, right answers, answers, windows that are all right
-    # Every process makes as many passes, the last one perhaps with nothing to count: their collectives must match.
+    # Every process makes as many passes, the last one perhaps with nothing to count: their
+    # collectives must match.
     passes = -(-len(windows) // (rows * world.world_size))
     chunks = [windows[(i * world.world_size + world.rank) * rows :][:rows] for i in range(passes)]
     losses = np.zeros(len(windows))

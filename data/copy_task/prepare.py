@@ -1,14 +1,16 @@
-"""The synthetic copy task of the Manifold-Geometric Transformer (section 4.1): the second half repeats the first.
+"""The synthetic copy task of the Manifold-Geometric Transformer (section 4.1): the second half
+repeats the first.
 
-    python data/copy_task/prepare.py                                          sequences of 2 x 32 random letters
+    python data/copy_task/prepare.py   sequences of 2 x 32 random letters
     python data/copy_task/prepare.py --half=128 --symbols=64 --out=data/copy_task_128
     python train.py config/copy_task_cpu.py                                   block_size is 2 x half
 
-A sequence is end-of-text, `half` characters, and the same again: a window of training holds exactly one. Evaluation
-then gives the share of second halves that are right in every character, each given what precedes it
-(`val_exact_match`), and of their characters (`val_accuracy`). A hash decides which first halves are for validation,
-and these are never in training. Chance is 1 / symbols. The first half cannot be foreseen: the least loss is
-ln(symbols) / 2 where every position is trained on, and 0 with --trained=answers.
+A sequence is end-of-text, `half` characters, and the same again: a window of training holds exactly
+one. Evaluation then gives the share of second halves that are right in every character, each given
+what precedes it (`val_exact_match`), and of their characters (`val_accuracy`). A hash decides which
+first halves are for validation, and these are never in training. Chance is 1 / symbols. The first
+half cannot be foreseen: the least loss is ln(symbols) / 2 where every position is trained on, and 0
+with --trained=answers.
 """
 
 import math

@@ -1,13 +1,13 @@
 """FineWeb-Edu as GPT-2 token shards: the first 100M tokens for validation, the others for training.
 
-    python data/fineweb_edu/prepare.py                                        the 100B-token sample, 200 GB of shards
+    python data/fineweb_edu/prepare.py   the 100B-token sample, 200 GB of shards
     python data/fineweb_edu/prepare.py --sample=sample-10BT --max_tokens=1000000000
-    python data/fineweb_edu/prepare.py --source='fineweb/*.parquet'           from files with a column `text`
-    python data/fineweb_edu/prepare.py --pretokenized=FOLDER_OR_REPOSITORY    GPT-2 shards that others have made
+    python data/fineweb_edu/prepare.py --source='fineweb/*.parquet'   from files with a column `text`
+    python data/fineweb_edu/prepare.py --pretokenized=FOLDER_OR_REPOSITORY   GPT-2 shards that others have made
     python data/fineweb_edu/prepare.py --verify                               check every shard
 
-Documents come in the order of the source, each after an end-of-text token. Killed at any moment, the same command goes
-on after the last whole shard.
+Documents come in the order of the source, each after an end-of-text token. Killed at any moment,
+the same command goes on after the last whole shard.
 """
 
 import sys

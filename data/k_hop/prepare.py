@@ -1,22 +1,25 @@
-"""k-hop induction heads (Sanford, Hsu, Telgarsky, arXiv 2402.09268, section 4): pointers to follow, hop after hop.
+"""k-hop induction heads (Sanford, Hsu, Telgarsky, arXiv 2402.09268, section 4): pointers to follow,
+hop after hop.
 
-    python data/k_hop/prepare.py                                                 1 to 4 hops, 4 symbols
+    python data/k_hop/prepare.py   1 to 4 hops, 4 symbols
     python data/k_hop/prepare.py --hops=8 --positions=128 --out=data/k_hop_8
-    python train.py config/k_hop_cpu.py                                          block_size is positions + 1
+    python train.py config/k_hop_cpu.py   block_size is positions + 1
 
-From a token, one hop goes to the token after the last earlier occurrence of its symbol; the label is the symbol where
-so many hops end as the window's first token names: to compute it in layers, each replaces "where I am" by "where I go
-next". That number is as likely each from --fewest to --hops.
+From a token, one hop goes to the token after the last earlier occurrence of its symbol; the label
+is the symbol where so many hops end as the window's first token names: to compute it in layers,
+each replaces "where I am" by "where I go next". That number is as likely each from --fewest to
+--hops.
 
-From the authors' code (chsanford/hop-induction-heads, tasks.py): the number of hops, drawn for each window and named by
-its first token; four symbols, uniform, but none follows itself; every position has its own label. Different: only the
-last half of a window is trained on and scored, and windows are drawn anew until all of that has its hops (theirs has a
-label for "there is no such token"); 1 to 4 hops and 64 positions, not 0 to 16 and 100.
+From the authors' code (chsanford/hop-induction-heads, tasks.py): the number of hops, drawn for each
+window and named by its first token; four symbols, uniform, but none follows itself; every position
+has its own label. Different: only the last half of a window is trained on and scored, and windows
+are drawn anew until all of that has its hops (theirs has a label for "there is no such token"); 1
+to 4 hops and 64 positions, not 0 to 16 and 100.
 
-Known: symbols are interchangeable, so without looking at any of them every label is as likely: chance is accuracy
-1 / symbols, loss ln(symbols). The last token alone tells more: one hop never ends on its own symbol, accuracy
-1 / (symbols - 1); of two hops, in a long window, 2 / symbols do; of 1 to 4 hops and 4 symbols together it has 0.37. The
-optimum is loss 0, accuracy 1.
+Known: symbols are interchangeable, so without looking at any of them every label is as likely:
+chance is accuracy 1 / symbols, loss ln(symbols). The last token alone tells more: one hop never
+ends on its own symbol, accuracy 1 / (symbols - 1); of two hops, in a long window, 2 / symbols do;
+of 1 to 4 hops and 4 symbols together it has 0.37. The optimum is loss 0, accuracy 1.
 """
 
 import math
@@ -60,7 +63,8 @@ class Hops(tasks.Task):
             ids[lost], ends[lost] = self.draw_any(rng, hops[lost])
         else:
             raise ValueError(
-                f"--hops={self.hops}: windows of --positions={self.positions} with --symbols={self.symbols} hardly "
+                f"--hops={self.hops}: windows of --positions={self.positions} with "
+                f"--symbols={self.symbols} hardly "
                 "ever have so many hops: give more positions, fewer symbols or hops"
             )
         labels = np.take_along_axis(ids, np.maximum(ends, 0), axis=1)

@@ -1,10 +1,12 @@
-"""OpenWebText, the open copy of GPT-2's training text, as GPT-2 token shards: about 9B tokens, 18 GB.
+"""OpenWebText, the open copy of GPT-2's training text, as GPT-2 token shards: about 9B tokens, 18
+GB.
 
     python data/openwebtext/prepare.py
-    python data/openwebtext/prepare.py --source='openwebtext/*.parquet'       from files with a column `text`
+    python data/openwebtext/prepare.py --source='openwebtext/*.parquet'   from files with a column `text`
     python data/openwebtext/prepare.py --verify                               check every shard
 
-The first 5M tokens are for validation. Killed at any moment, the same command goes on after the last whole shard.
+The first 5M tokens are for validation. Killed at any moment, the same command goes on after the
+last whole shard.
 """
 
 import sys

@@ -31,7 +31,9 @@ VALIDATION_SHARE = 0.04  # of the bytes, at least
 
 
 def source_files(root: Path) -> dict[str, str]:
-    """Text by relative path, in path order: every UTF-8 .py file below root, the folders left out and copies aside."""
+    """Text by relative path, in path order: every UTF-8 .py file below root, the folders left out
+    and copies aside.
+    """
     texts, seen = {}, set()
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
@@ -48,7 +50,9 @@ def source_files(root: Path) -> dict[str, str]:
 
 
 def split_by_hash(texts: dict[str, str]) -> dict[str, dict[str, str]]:
-    """Files in the order of their path's hash: the first, up to the validation share of all bytes, are validation."""
+    """Files in the order of their path's hash: the first, up to the validation share of all bytes,
+    are validation.
+    """
     order = sorted(texts, key=lambda path: hashlib.sha256(path.encode()).digest())
     total = sum(len(text.encode()) for text in texts.values())
     splits, taken = {"val": {}, "train": {}}, 0

@@ -1,20 +1,23 @@
-"""Multi-query associative recall (MQAR; Arora et al., arXiv 2312.04927, section 4): the capacity of a narrow state.
+"""Multi-query associative recall (MQAR; Arora et al., arXiv 2312.04927, section 4): the capacity of
+a narrow state.
 
-    python data/recall/prepare.py                                                8 pairs in 48 positions
+    python data/recall/prepare.py   8 pairs in 48 positions
     python data/recall/prepare.py --pairs=16 --positions=96 --out=data/recall_16
-    python train.py config/recall_cpu.py                                         block_size is positions + 1
+    python train.py config/recall_cpu.py   block_size is positions + 1
 
-A window is key value key value ..., then every key once more, at gaps that follow a power law; the label of such a
-query is the value that followed its key. Only queries are trained on and scored.
+A window is key value key value ..., then every key once more, at gaps that follow a power law; the
+label of such a query is the value that followed its key. Only queries are trained on and scored.
 
-From the authors' generator (HazyResearch/zoology, multiquery_ar.py): keys of one half of the vocabulary and values of
-the other, each window's drawn without replacement; queries in slots of two positions, slot g (from 1) with weight
-g^(0.01 - 1), without replacement; labels at queries alone. Different: keys come again in any order (theirs in the order
-of the draws, earlier ones nearer, which positions give away); between queries stands id 0 and not random ids (their
+From the authors' generator (HazyResearch/zoology, multiquery_ar.py): keys of one half of the
+vocabulary and values of the other, each window's drawn without replacement; queries in slots of two
+positions, slot g (from 1) with weight g^(0.01 - 1), without replacement; labels at queries alone.
+Different: keys come again in any order (theirs in the order of the draws, earlier ones nearer,
+which positions give away); between queries stands id 0 and not random ids (their
 random_non_queries=False); the vocabulary is 32 and not 8192.
 
-Known: whoever sees which values a window holds, and not whose they are, is right once in `pairs` (chance: accuracy
-1 / pairs, loss ln(pairs)); whoever sees nothing, once in symbols / 2. The optimum is loss 0, accuracy 1.
+Known: whoever sees which values a window holds, and not whose they are, is right once in `pairs`
+(chance: accuracy 1 / pairs, loss ln(pairs)); whoever sees nothing, once in symbols / 2. The optimum
+is loss 0, accuracy 1.
 """
 
 import math
@@ -47,7 +50,8 @@ class Recall(tasks.Task):
         super().check()
         if 4 * self.pairs > self.positions:
             raise ValueError(
-                f"--positions={self.positions}: {self.pairs} pairs and their queries need {4 * self.pairs} or more"
+                f"--positions={self.positions}: {self.pairs} pairs and their queries need "
+                f"{4 * self.pairs} or more"
             )
         if 2 * self.pairs > self.symbols:
             raise ValueError(
@@ -67,7 +71,8 @@ class Recall(tasks.Task):
         return ids, labels
 
     def slots(self, rng, count: int) -> np.ndarray:
-        """The slot of each key's query, from 0, (count, pairs): drawn by weight without replacement, in any order.
+        """The slot of each key's query, from 0, (count, pairs): drawn by weight without
+        replacement, in any order.
 
         The slots of the largest log(weight) + Gumbel noise are such draws.
         """

@@ -1,10 +1,11 @@
-"""nanoGPT's Shakespeare, a token a character: the first 90% of the text for training, the rest for validation.
+"""nanoGPT's Shakespeare, a token a character: the first 90% of the text for training, the rest for
+validation.
 
     python data/shakespeare_char/prepare.py                        downloads the text, one megabyte
     python data/shakespeare_char/prepare.py --source=input.txt     a copy of it
 
-The 65 characters of the text have the ids that nanoGPT gives them; the bytes that are not in it follow, so that any
-prompt can be read. Before each of the two parts stands end-of-text.
+The 65 characters of the text have the ids that nanoGPT gives them; the bytes that are not in it
+follow, so that any prompt can be read. Before each of the two parts stands end-of-text.
 """
 
 import hashlib

@@ -1,12 +1,14 @@
-"""Any local text as token shards: .parquet and .jsonl files, and every other UTF-8 file as one document.
+"""Any local text as token shards: .parquet and .jsonl files, and every other UTF-8 file as one
+document.
 
     python data/text/prepare.py --source notes.txt essays/ --out=data/mine
     python data/text/prepare.py --source ~/src --suffixes .py .c --out=data/code --vocab_size=16384
     python data/text/prepare.py --source 'dump/*.jsonl' --column=body --tokenizer=gpt2 --out=data/dump
     python data/text/prepare.py --out=data/mine --verify
 
-Documents that repeat an earlier one exactly are left out. Files come in an order that is drawn by their names, so that
-the validation tokens, the first of all, are of no one folder. Then train with --dataset=FOLDER.
+Documents that repeat an earlier one exactly are left out. Files come in an order that is drawn by
+their names, so that the validation tokens, the first of all, are of no one folder. Then train with
+--dataset=FOLDER.
 """
 
 import sys
@@ -60,7 +62,8 @@ def main():
         if source.copies:
             size = shards.readable(source.copied_bytes)
             print(
-                f"{source.copies:,} documents ({size}) repeat earlier ones exactly and were left out"
+                f"{source.copies:,} documents ({size}) repeat earlier ones exactly and were left "
+                "out"
             )
         if source.not_text:
             print(

@@ -1,11 +1,13 @@
-"""WikiText-2 or -103, raw, as token shards: their own training and validation splits, an article a document.
+"""WikiText-2 or -103, raw, as token shards: their own training and validation splits, an article a
+document.
 
-    python data/wikitext/prepare.py                                           WikiText-103, GPT-2 tokens
+    python data/wikitext/prepare.py   WikiText-103, GPT-2 tokens
     python data/wikitext/prepare.py --version=2 --out=data/wikitext2 --tokenizer=bpe --vocab_size=8192
-    python data/wikitext/prepare.py --val_split=test                          to evaluate on the test split
+    python data/wikitext/prepare.py --val_split=test   to evaluate on the test split
     python data/wikitext/prepare.py --verify                                  check every shard
 
-The data set has a row for every line; a line ` = Title = ` begins an article. Lines are tokenised one by one.
+The data set has a row for every line; a line ` = Title = ` begins an article. Lines are tokenised
+one by one.
 """
 
 import re

@@ -1,7 +1,9 @@
-"""Fused residual steps for GPUs (Triton). `model/residual.py` and `model/block.py` define what they compute.
+"""Fused residual steps for GPUs (Triton).
 
-`use(model)` puts them into a model, which knows nothing of them but its `stream`. They run compiled on CUDA devices,
-and on a CPU with TRITON_INTERPRET=1 in the environment: slowly, to be tested.
+`model/residual.py` and `model/block.py` define what they compute.
+
+`use(model)` puts them into a model, which knows nothing of them but its `stream`. They run compiled
+on CUDA devices, and on a CPU with TRITON_INTERPRET=1 in the environment: slowly, to be tested.
 """
 
 import importlib
@@ -17,15 +19,24 @@ from model.layers import CausalSelfAttention, Heads
 
 # The reads that the steps of each write know, by their classes' `fused`.
 READS = {"add": {"identity"}, "delta_rewrite": {"only_column", "column_conv", "token_conv"}}
-# Of these the compiler fuses the passes over the state; Sinkhorn-Knopp, which it cannot, is a kernel.
+# Of these the compiler fuses the passes over the state; Sinkhorn-Knopp, which it cannot, is a
+# kernel.
 READS |= {"mix_and_add": {"manifold_connection", "sum_of_streams"}}
 
 # Of keys of the delta rewrite, the values that its steps know; pooled inputs need the whole state.
-KNOWN = {"ddl_k_branch": "mlp", "ddl_k_input": "read", "ddl_k_norm": "guarded", "ddl_beta_input": "context"}
+KNOWN = {
+    "ddl_k_branch": "mlp",
+    "ddl_k_input": "read",
+    "ddl_k_norm": "guarded",
+    "ddl_beta_input": "context",
+}
 
 
 def form_of(module) -> str | None:
-    """The name of the module's fused form, None without. A subclass may compute something else: it names its own."""
+    """The name of the module's fused form, None without.
+
+    A subclass may compute something else: it names its own.
+    """
     return vars(type(module)).get("fused")
 
 
@@ -36,7 +47,8 @@ def unavailable(device: torch.device | str) -> str | None:
     if os.environ.get("TRITON_INTERPRET") != "1":
         return None if torch.device(device).type == "cuda" else "they need a CUDA device"
     triton, numpy = (
-        tuple(map(int, importlib.import_module(name).__version__.split(".")[:2])) for name in ("triton", "numpy")
+        tuple(map(int, importlib.import_module(name).__version__.split(".")[:2]))
+        for name in ("triton", "numpy")
     )
     if triton < (3, 7) and numpy >= (2, 5):
         return "the interpreter of Triton before 3.7 does not work with numpy 2.5 (pip install 'numpy<2.5')"
@@ -55,7 +67,9 @@ def missing(model, device: torch.device | str) -> str | None:
 
 
 def unknown_option(config) -> str | None:
-    """The first key of a delta rewrite whose value the kernels do not compute, as a sentence; None: they know all."""
+    """The first key of a delta rewrite whose value the kernels do not compute, as a sentence; None:
+    they know all.
+    """
     if config.ddl_value_channels not in (1, 2, 4, 8):
         return f"they know 1, 2, 4 and 8 columns, ddl_value_channels is {config.ddl_value_channels}"
     if config.branch_mult > 1:
@@ -72,7 +86,9 @@ def write_form(model) -> str | None:
 
 
 def without_form(model) -> str | None:
-    """The first part of the model's stream that the kernels do not compute, None: they compute all of it."""
+    """The first part of the model's stream that the kernels do not compute, None: they compute all
+    of it.
+    """
     reads = READS.get(write_form(model), set())
     if form_of(model.ln_f) != "rms_norm" or form_of(model.readout) not in reads:
         return f"the readout ({type(model.readout).__name__}, {type(model.ln_f).__name__}) of this model"
@@ -80,9 +96,15 @@ def without_form(model) -> str | None:
         if type(block).forward is not Block.forward:
             return f"the forward pass of {type(block).__name__}, block {block.layer}"
         for site in block.sites:
-            alike = form_of(site.write) == write_form(model) and known_write(site.write, model.config)
+            alike = form_of(site.write) == write_form(model) and known_write(
+                site.write, model.config
+            )
             for what, part, known in (
-                ("site", site, type(site) is Site and site.inputs is None and not site.read_positions),
+                (
+                    "site",
+                    site,
+                    type(site) is Site and site.inputs is None and not site.read_positions,
+                ),
                 ("write", site.write, alike),
                 ("read", site.read, form_of(site.read) in reads),
                 ("norm", site.norm, form_of(site.norm) == "rms_norm"),
@@ -94,15 +116,22 @@ def without_form(model) -> str | None:
 
 
 def known_write(write, config) -> bool:
-    """Delta rewrites share the model's options; one with an extra loss needs the states, which the kernels skip."""
+    """Delta rewrites share the model's options; one with an extra loss needs the states, which the
+    kernels skip.
+    """
     return getattr(write, "config", config) == config and not hasattr(write, "extra_loss")
 
 
-def use(model, setting: str = "auto", device: torch.device | str = "cuda", state_interval: int = 2) -> str | None:
-    """Give the model its fused stream and heads, or take them away. Returns why its stream is not fused, or None.
+def use(
+    model, setting: str = "auto", device: torch.device | str = "cuda", state_interval: int = 2
+) -> str | None:
+    """Give the model its fused stream and heads, or take them away.
 
-    setting: "on", "off", or "auto" (what can be fused is). state_interval: sublayers between states kept for the
-    backward pass; those between are made again. ValueError: "on" where the stream cannot be.
+    Returns why its stream is not fused, or None.
+
+    setting: "on", "off", or "auto" (what can be fused is). state_interval: sublayers between states
+    kept for the backward pass; those between are made again. ValueError: "on" where the stream
+    cannot be.
     """
     nowhere = "kernels=off" if setting == "off" else unavailable(device)
     if setting == "auto" and torch.device(device).type != "cuda":
@@ -114,8 +143,14 @@ def use(model, setting: str = "auto", device: torch.device | str = "cuda", state
     if not nowhere:  # the heads are the same in every stream
         from model.kernels import rope
 
-        attentions = [module for module in model.modules() if isinstance(module, CausalSelfAttention)]
-        heads = rope.FusedHeads() if all(rope.serves(each, model.config) for each in attentions) else heads
+        attentions = [
+            module for module in model.modules() if isinstance(module, CausalSelfAttention)
+        ]
+        heads = (
+            rope.FusedHeads()
+            if all(rope.serves(each, model.config) for each in attentions)
+            else heads
+        )
     if not why:
         if write_form(model) == "mix_and_add":
             from model.kernels.sinkhorn import sinkhorn_knopp as balance
@@ -134,4 +169,8 @@ def fused_stream(model, state_interval: int) -> Stream:
     from model.kernels.stream import AdditiveStream, DeltaStream
 
     config = model.config
-    return AdditiveStream(config) if write_form(model) == "add" else DeltaStream(config, state_interval)
+    return (
+        AdditiveStream(config)
+        if write_form(model) == "add"
+        else DeltaStream(config, state_interval)
+    )

@@ -1,8 +1,9 @@
-"""The additive stream's step between two sublayers in one pass: X' = X + h, then RMSNorm of X' (Triton).
+"""The additive stream's step between two sublayers in one pass: X' = X + h, then RMSNorm of X'
+(Triton).
 
-It is there so that Delta streams are compared with a baseline that is fused as well as they are. Backward, with
-chat = rho X' and q = gc g: gX = gh = G' + rho (q - mean(q chat) chat). X may be float32 beside h and the normed context
-in bfloat16.
+It is there so that Delta streams are compared with a baseline that is fused as well as they are.
+Backward, with chat = rho X' and q = gc g: gX = gh = G' + rho (q - mean(q chat) chat). X may be
+float32 beside h and the normed context in bfloat16.
 """
 
 import torch
@@ -73,7 +74,10 @@ def backward_kernel(
             if grad_x is not None:
                 prefetch(grad_x + (row + PREFETCH) * D, t + PREFETCH < last, D)
         rho_t = load_numbers(rho + row, 1)[0]
-        chat, gc = scaled(load(x + row * D, None, D, BLOCK), rho_t), load(grad_context + row * D, None, D, BLOCK)
+        chat, gc = (
+            scaled(load(x + row * D, None, D, BLOCK), rho_t),
+            load(grad_context + row * D, None, D, BLOCK),
+        )
         sum_g, q = fma(sum_g, gc, chat), times(gc, g)
         mean = totals(products(q, chat))[0] * (1 / D)
         total = scaled(plus(q, -mean, chat), rho_t)
@@ -94,9 +98,14 @@ def runs(kernel: str, x) -> tuple[tuple[int], tuple[int, int], dict]:
 
 @torch.library.custom_op("ddl::add_norm", mutates_args=())
 def add_norm(
-    x: torch.Tensor, h: torch.Tensor | None, norm: torch.Tensor, eps: float, context_dtype: torch.dtype
+    x: torch.Tensor,
+    h: torch.Tensor | None,
+    norm: torch.Tensor,
+    eps: float,
+    context_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x, h (B, T, d); norm (d,) -> (x + h in x's dtype, its RMSNorm times norm in context_dtype, rho (B, T) fp32).
+    """x, h (B, T, d); norm (d,) -> (x + h in x's dtype, its RMSNorm times norm in context_dtype,
+    rho (B, T) fp32).
 
     Without h the first result is empty: the state is still x.
     """
@@ -108,7 +117,11 @@ def add_norm(
 
 def results_of(x, h, context_dtype):
     new_x = x.new_empty((0,) if h is None else x.shape)
-    return new_x, x.new_empty(x.shape, dtype=context_dtype), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    return (
+        new_x,
+        x.new_empty(x.shape, dtype=context_dtype),
+        x.new_empty(x.shape[:-1], dtype=torch.float32),
+    )
 
 
 @add_norm.register_fake
@@ -125,7 +138,10 @@ def add_norm_backward(
     norm: torch.Tensor,
     h_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x: the state after the addition. Gradients of it, the same in h_dtype (empty where that is x's), norm."""
+    """x: the state after the addition.
+
+    Gradients of it, the same in h_dtype (empty where that is x's), norm.
+    """
     new_grad_x, grad_h = gradients_of(x, h_dtype)
     grid, sizes, constants = runs("add_norm backward", x)
     grad_norm = x.new_empty((*grid, x.shape[-1]), dtype=torch.float32)
@@ -158,7 +174,9 @@ def setup_context(ctx, inputs, output):
 def backward(ctx, grad_x, grad_context, _):
     x, rho, norm = ctx.saved_tensors
     grad_x = grad_x if ctx.added else None
-    grad_context = torch.zeros_like(x, dtype=ctx.context_dtype) if grad_context is None else grad_context
+    grad_context = (
+        torch.zeros_like(x, dtype=ctx.context_dtype) if grad_context is None else grad_context
+    )
     gradient, grad_h, grad_norm = add_norm_backward(grad_x, grad_context, x, rho, norm, ctx.h_dtype)
     grad_h = grad_h if grad_h.numel() else gradient
     return gradient, grad_h if ctx.added else None, grad_norm.to(norm.dtype), None, None

@@ -1,8 +1,9 @@
-"""The embedding's expansion by a causal depthwise convolution over tokens (EC) in one pass (Triton).
+"""The embedding's expansion by a causal depthwise convolution over tokens (EC) in one pass
+(Triton).
 
-For every feature, X[t, j] = sum_s w[s, j] x[t - s]; backward, gx[t] = sum_s sum_j w[s, j] G[t + s, j] and
-gw[s, j] = sum_t G[t, j] x[t - s].
-Nothing is summed over features, so programs share them as well as the tokens.
+For every feature, X[t, j] = sum_s w[s, j] x[t - s]; backward, gx[t] = sum_s sum_j w[s, j] G[t + s,
+j] and gw[s, j] = sum_t G[t, j] x[t - s]. Nothing is summed over features, so programs share them as
+well as the tokens.
 """
 
 import torch
@@ -29,7 +30,9 @@ def forward_kernel(
         columns = zeros(V, BLOCK, BLOCK)
         for s in tl.static_range(K):
             columns = outer(
-                columns, w[s * V : (s + 1) * V], load(x + (row - s) * D + start, inside & (t >= s), BLOCK, BLOCK)
+                columns,
+                w[s * V : (s + 1) * V],
+                load(x + (row - s) * D + start, inside & (t >= s), BLOCK, BLOCK),
             )
         for j in tl.static_range(V):
             store(state + (row * V + j) * D + start, columns[j : j + 1], inside, BLOCK, BLOCK)
@@ -44,7 +47,10 @@ def backward_kernel(
     inside = start + tl.arange(0, BLOCK) < D
     sequence, first = tl.program_id(0) // chunks, tl.program_id(0) % chunks * chunk
     last = tl.minimum(first + chunk, tokens)
-    w, sums = load_columns(weights + start, D, inside, K * V, BLOCK, BLOCK), zeros(K * V, BLOCK, BLOCK)
+    w, sums = (
+        load_columns(weights + start, D, inside, K * V, BLOCK, BLOCK),
+        zeros(K * V, BLOCK, BLOCK),
+    )
     for t in tl.range(first, last, num_stages=STAGES):
         row = (sequence * tokens + t).to(tl.int64)
         gradient = load_columns(grad_state + row * V * D + start, D, inside, V, BLOCK, BLOCK)
@@ -54,12 +60,20 @@ def backward_kernel(
             added = added + outer(sums[s * V : (s + 1) * V], gradient, before)
             if s > 0:
                 there = inside & (t + s < tokens)
-                after = load_columns(grad_state + (row + s) * V * D + start, D, there, V, BLOCK, BLOCK)
+                after = load_columns(
+                    grad_state + (row + s) * V * D + start, D, there, V, BLOCK, BLOCK
+                )
                 total = plus(total, 1.0, combined(after, w[s * V : (s + 1) * V], 1))
         sums = added
         store(grad_x + row * D + start, total, inside, BLOCK, BLOCK)
     for i in tl.static_range(K * V):
-        store(grad_weights + (tl.program_id(0) * K * V + i) * D + start, sums[i : i + 1], inside, BLOCK, BLOCK)
+        store(
+            grad_weights + (tl.program_id(0) * K * V + i) * D + start,
+            sums[i : i + 1],
+            inside,
+            BLOCK,
+            BLOCK,
+        )
 
 
 def runs(kernel: str, x, weights) -> tuple[tuple[int, int], tuple[int, int, int], dict]:
@@ -67,13 +81,22 @@ def runs(kernel: str, x, weights) -> tuple[tuple[int, int], tuple[int, int, int]
     (B, T, d), (K, v, _) = x.shape, weights.shape
     launch = launch_of(kernel, d, v, K)
     blocks, sizes = -(-d // BLOCK), share(x.device, launch, B * -(-d // BLOCK), T, K)
-    constants = {"D": d, "BLOCK": BLOCK, "V": v, "K": K, "STAGES": launch.stages, "num_warps": launch.num_warps}
+    constants = {
+        "D": d,
+        "BLOCK": BLOCK,
+        "V": v,
+        "K": K,
+        "STAGES": launch.stages,
+        "num_warps": launch.num_warps,
+    }
     return (B * sizes[2], blocks), sizes, constants
 
 
 @torch.library.custom_op("ddl::expand", mutates_args=())
 def expand(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """x (B, T, d) contiguous, weights (K, v, d), the current token's first -> state (B, T, v, d) in x's dtype."""
+    """x (B, T, d) contiguous, weights (K, v, d), the current token's first -> state (B, T, v, d) in
+    x's dtype.
+    """
     state = x.new_empty((*x.shape[:2], *weights.shape[1:]))
     grid, sizes, constants = runs("expand forward", x, weights)
     forward_kernel[grid](*dense(x, weights), state, *sizes, **constants)

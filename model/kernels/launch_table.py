@@ -1,7 +1,7 @@
 """The table of launches, which `launch.py` reads.
 
-It is a file of its own so that stored figures can tell another launch, which concerns its own kernel, from other code,
-which concerns every kernel.
+It is a file of its own so that stored figures can tell another launch, which concerns its own
+kernel, from other code, which concerns every kernel.
 """
 
 from dataclasses import dataclass
@@ -12,13 +12,16 @@ class Launch:
     num_warps: int
     stages: int  # tokens in flight to shared memory, the one that is computed included; 1: none
     programs: int  # of each multiprocessor at a time
-    prefetch: int = 0  # tokens that the L2 cache is asked for ahead: costs no registers and no shared memory
-    reload: bool = False  # the parameters are loaded for each token again, from the L1 cache: they do not fit registers
+    # tokens that the L2 cache is asked for ahead: costs no registers and no shared memory
+    prefetch: int = 0
+    # the parameters are loaded for each token again, from the L1 cache: they do not fit registers
+    reload: bool = False
 
 
 L2 = {"stages": 1, "prefetch": 2}
 
-# At widths of up to 768, and above: the best by registers and latency, not yet by time; then two that --tune measures.
+# At widths of up to 768, and above: the best by registers and latency, not yet by time; then two
+# that --tune measures.
 KERNELS = {
     "add_norm forward": [(Launch(2, 3, 8), Launch(1, 3, 16), Launch(2, programs=8, **L2))] * 2,
     "add_norm backward": [(Launch(2, 3, 8), Launch(1, 3, 16), Launch(2, programs=8, **L2))] * 2,
@@ -68,10 +71,18 @@ KERNELS = {
     ],
     "step backward v=4 K>1": [
         (Launch(4, programs=2, reload=True, **L2), Launch(8, 2, 1), Launch(4, 2, 2, reload=True)),
-        (Launch(8, 2, 1, reload=True), Launch(8, 3, 1, reload=True), Launch(8, programs=1, reload=True, **L2)),
+        (
+            Launch(8, 2, 1, reload=True),
+            Launch(8, 3, 1, reload=True),
+            Launch(8, programs=1, reload=True, **L2),
+        ),
     ],
     "step backward v=8 K>1": [
-        (Launch(8, programs=1, reload=True, **L2), Launch(8, 2, 1, reload=True), Launch(8, 3, 1, reload=True)),
+        (
+            Launch(8, programs=1, reload=True, **L2),
+            Launch(8, 2, 1, reload=True),
+            Launch(8, 3, 1, reload=True),
+        ),
     ]
     * 2,
 }

@@ -1,10 +1,11 @@
-"""Inductor told beforehand that our operators are kernels of their own, so that deep models compile.
+"""Inductor told beforehand that our operators are kernels of their own, so that deep models
+compile.
 
-At the first call of an operator that it has no rule for, torch before 2.13 writes all arguments out,
-each with the operations that made it, for a log that is off. That grows exponentially with what came
-before: with `expand_backward`, which comes last, CC-EC of width 64 took 8, 77 and more than 300
-CPU-seconds at 2, 3 and 4 layers, and 7, 8 and 11 with the rules (`results/lowering_torch211.json`).
-The rule is the one that Inductor then makes for itself.
+At the first call of an operator that it has no rule for, torch before 2.13 writes all arguments
+out, each with the operations that made it, for a log that is off. That grows exponentially with
+what came before: with `expand_backward`, which comes last, CC-EC of width 64 took 8, 77 and more
+than 300 CPU-seconds at 2, 3 and 4 layers, and 7, 8 and 11 with the rules
+(`results/lowering_torch211.json`). The rule is the one that Inductor then makes for itself.
 """
 
 import torch

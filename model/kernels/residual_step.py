@@ -1,4 +1,6 @@
-"""The step between two sublayers (see `step_kernels`) as operators that torch can compile and differentiate."""
+"""The step between two sublayers (see `step_kernels`) as operators that torch can compile and
+differentiate.
+"""
 
 import torch
 
@@ -44,14 +46,16 @@ def residual_step(
 ) -> list[torch.Tensor]:
     """One step; `step_kernels` has its equations.
 
-    state (B, T, v, d): carries the gradient, its memory is not read. base (B, T, v, d) with hs (B, T, d) and us
-    (B, T, v) fp32: the last stored state and the writes since. h (B, T, d), y (B, T) and z (B, T, v) fp32: the write,
-    or None (only a read). read (K, v, d); norm (d,); gate (d,), (1,), value (v, d), (v,): heads on what is read, or
-    None. value_form "raw", "sigmoid" (scale * sigmoid(z)) or "constant"; value_input "residual" or "context".
+    state (B, T, v, d): carries the gradient, its memory is not read. base (B, T, v, d) with hs (B,
+    T, d) and us (B, T, v) fp32: the last stored state and the writes since. h (B, T, d), y (B, T)
+    and z (B, T, v) fp32: the write, or None (only a read). read (K, v, d); norm (d,); gate (d,),
+    (1,), value (v, d), (v,): heads on what is read, or None. value_form "raw", "sigmoid" (scale *
+    sigmoid(z)) or "constant"; value_input "residual" or "context".
 
-    Returns [state (no memory unless `store`), context (B, T, d) in context_dtype, x_in (B, T, d), gate logit (B, T),
-    value logits (B, T, v), n (B, T), delta (B, T, v), u (B, T, v), rho (B, T), carry]; what was not asked for is empty.
-    carry (B, K - 1, d) fp32: what the tokens before add to the reads of these, for generation; it has no gradient.
+    Returns [state (no memory unless `store`), context (B, T, d) in context_dtype, x_in (B, T, d),
+    gate logit (B, T), value logits (B, T, v), n (B, T), delta (B, T, v), u (B, T, v), rho (B, T),
+    carry]; what was not asked for is empty. carry (B, K - 1, d) fp32: what the tokens before add to
+    the reads of these, for generation; it has no gradient.
     """
     results = results_of(base, h, read, gate, value, store, with_x_in, carry, context_dtype)
     new_state, context, x_in, gate_logit, value_logit, n, delta, u, rho, new_carry = results
@@ -70,7 +74,8 @@ def residual_step(
 
 
 def no_memory(state):
-    """A state that is not stored still has a place in the graph, for its gradient: one number, seen from everywhere.
+    """A state that is not stored still has a place in the graph, for its gradient: one number, seen
+    from everywhere.
 
     Nobody reads it. On a GPU it is not even written: that would be a launch.
     """
@@ -85,7 +90,9 @@ def keeps_x_in(read, with_x_in: bool, carry) -> bool:
     return with_x_in or (len(read) > 1 and carry is None)
 
 
-def results_of(base, h, read, gate, value, store: bool, with_x_in: bool, carry, context_dtype) -> list[torch.Tensor]:
+def results_of(
+    base, h, read, gate, value, store: bool, with_x_in: bool, carry, context_dtype
+) -> list[torch.Tensor]:
     """Tensors for what `residual_step` returns."""
     B, T, v, d = base.shape
 
@@ -157,7 +164,9 @@ def residual_step_backward(
 
 
 def parameter_sizes(read, gate, value) -> list[int]:
-    """Numbers in the gradients of read, norm, gate, value and the biases of value and gate, one after the other."""
+    """Numbers in the gradients of read, norm, gate, value and the biases of value and gate, one
+    after the other.
+    """
     columns, d = read.shape[1:]
     sizes = [read.numel(), d, d if gate is not None else 0]
     sizes += [columns * d, columns] if value is not None else [0, 0]
@@ -167,7 +176,9 @@ def parameter_sizes(read, gate, value) -> list[int]:
 def gradients_of(base, h, y, z, read, gate, value, value_form: str) -> list[torch.Tensor]:
     """Tensors for what `residual_step_backward` returns."""
     grad_y = base.new_empty((0,) if y is None else y.shape, dtype=torch.float32)
-    grad_z = base.new_empty((0,) if z is None or value_form == "constant" else z.shape, dtype=torch.float32)
+    grad_z = base.new_empty(
+        (0,) if z is None or value_form == "constant" else z.shape, dtype=torch.float32
+    )
     grad_h = base.new_empty((0,)) if h is None else h.new_empty(h.shape)
     parameters = base.new_empty((sum(parameter_sizes(read, gate, value)),), dtype=torch.float32)
     return [base.new_empty(base.shape), grad_h, grad_y, grad_z, parameters]
@@ -180,15 +191,23 @@ def _(grad_state, grad_context, grad_x_in, grad_gate, grad_value, base, hs, us, 
 
 
 def setup_context(ctx, inputs, output):
-    (_, base, hs, us, h, y, z, read, norm, gate, gate_bias, value, value_bias, _, _, *options) = inputs
+    (_, base, hs, us, h, y, z, read, norm, gate, gate_bias, value, value_bias, _, _, *options) = (
+        inputs
+    )
     state, _, x_in, _, _, n, delta, u, rho, carry = output
     options, store, ctx.with_x_in, carried, ctx.context_dtype = options[:5], *options[5:]
     if carried is not None:
-        raise ValueError("a step that carries reads over is for generation, without gradients: call it under no_grad")
+        raise ValueError(
+            "a step that carries reads over is for generation, without gradients: call it under "
+            "no_grad"
+        )
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(n, delta, u, rho, carry)
     ctx.options, ctx.count = options, len(hs)
-    ctx.types = [None if p is None else (p.dtype, p.shape) for p in (read, norm, gate, gate_bias, value, value_bias)]
+    ctx.types = [
+        None if p is None else (p.dtype, p.shape)
+        for p in (read, norm, gate, gate_bias, value, value_bias)
+    ]
     if store:
         after = [state]
     elif h is not None:
@@ -215,7 +234,9 @@ def backward(ctx, grads):
     state, h, y, z, sums = (gradient if gradient.numel() else None for gradient in found)
     parts = sums.split(parameter_sizes(read, gate, value))
     in_order = (parts[place] for place in (0, 1, 2, 5, 3, 4))
-    parameters = [kind and part.view(kind[1]).to(kind[0]) for part, kind in zip(in_order, ctx.types)]
+    parameters = [
+        kind and part.view(kind[1]).to(kind[0]) for part, kind in zip(in_order, ctx.types)
+    ]
     return state, None, [None] * ctx.count, [None] * ctx.count, h, y, z, *parameters, *[None] * 11
 
 

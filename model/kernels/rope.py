@@ -1,13 +1,14 @@
-"""Rotation (RoPE) and RMSNorm of queries and keys in one pass, from the one product that holds them (Triton).
+"""Rotation (RoPE) and RMSNorm of queries and keys in one pass, from the one product that holds them
+(Triton).
 
 Per token and head, with the halves x1, x2 of the projection and the norm's weight g:
 
     y1 = x1 cos - x2 sin    y2 = x1 sin + x2 cos    rho = 1 / sqrt(mean(x^2) + eps)    q = rho y g
 
-(the rotation changes no length). Backward, with yhat = rho y and p = gq g: gy = rho (p - mean(p yhat) yhat), turned
-back by the same angle, and gg = sum gq yhat. Everything in fp32, rounded once; backward makes it again from x, so that
-only the product is kept. The gradient of the values is copied along, so that the product's gradient is whole without
-another pass.
+(the rotation changes no length). Backward, with yhat = rho y and p = gq g: gy = rho (p - mean(p
+yhat) yhat), turned back by the same angle, and gg = sum gq yhat. Everything in fp32, rounded once;
+backward makes it again from x, so that only the product is kept. The gradient of the values is
+copied along, so that the product's gradient is whole without another pass.
 """
 
 import torch
@@ -20,14 +21,17 @@ from model.kernels.tiles import dense
 from model.layers import Heads, joined_product
 
 ROWS = 32  # pairs of a token and a head in a tile
-WARPS, STAGES, PROGRAMS = 4, 2, 1  # programs of a multiprocessor for each of queries, keys and values, backward
+# programs of a multiprocessor for each of queries, keys and values, backward
+WARPS, STAGES, PROGRAMS = 4, 2, 1
 
 
 @triton.jit
 def halves(ptr, place, features, inside, HALF: tl.constexpr):
     """Both halves of the heads at `place`, (rows, BLOCK) each in fp32."""
     at = ptr + place[:, None] + features[None, :]
-    return tl.load(at, inside, other=0.0).to(tl.float32), tl.load(at + HALF, inside, other=0.0).to(tl.float32)
+    return tl.load(at, inside, other=0.0).to(tl.float32), tl.load(at + HALF, inside, other=0.0).to(
+        tl.float32
+    )
 
 
 @triton.jit
@@ -38,12 +42,19 @@ def store_halves(ptr, place, features, inside, first, second, HALF: tl.constexpr
 
 
 @triton.jit
-def angles(cos, sin, row, tokens, table_stride, features, inside, H: tl.constexpr, HALF: tl.constexpr):
-    """cos and sin of each row's token, (rows, BLOCK). Sequences have own tables, table_stride apart, or share one."""
+def angles(
+    cos, sin, row, tokens, table_stride, features, inside, H: tl.constexpr, HALF: tl.constexpr
+):
+    """cos and sin of each row's token, (rows, BLOCK).
+
+    Sequences have own tables, table_stride apart, or share one.
+    """
     token = row // H
     place = (token // tokens) * table_stride + (token % tokens) * HALF
     at = place[:, None] + features[None, :]
-    return tl.load(cos + at, inside, other=0.0).to(tl.float32), tl.load(sin + at, inside, other=0.0).to(tl.float32)
+    return tl.load(cos + at, inside, other=0.0).to(tl.float32), tl.load(
+        sin + at, inside, other=0.0
+    ).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["rows", "tokens", "table_stride"])
@@ -115,15 +126,28 @@ def backward_kernel(
 def sizes_of(qkv, cos) -> tuple[int, tuple[int, int], dict]:
     """(rows, (tokens of a sequence, how far apart the tables of two sequences are), constants)."""
     B, T, _, H, D = qkv.shape
-    constants = {"H": H, "HALF": D // 2, "BLOCK": triton.next_power_of_2(D // 2), "ROWS": ROWS, "num_warps": WARPS}
+    constants = {
+        "H": H,
+        "HALF": D // 2,
+        "BLOCK": triton.next_power_of_2(D // 2),
+        "ROWS": ROWS,
+        "num_warps": WARPS,
+    }
     return B * T * H, (T, cos[0].numel() if cos.ndim == 3 else 0), constants
 
 
 @torch.library.custom_op("ddl::rope_norm", mutates_args=())
 def rope_norm(
-    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor, eps: float
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    q_norm: torch.Tensor,
+    k_norm: torch.Tensor,
+    eps: float,
 ) -> torch.Tensor:
-    """qkv (B, T, 3, H, D), cos, sin ([B,] T, D / 2), norms (D,) -> queries and keys (2, B, T, H, D) in qkv's dtype."""
+    """qkv (B, T, 3, H, D), cos, sin ([B,] T, D / 2), norms (D,) -> queries and keys (2, B, T, H, D)
+    in qkv's dtype.
+    """
     qkv, cos, sin, q_norm, k_norm = dense(qkv, cos, sin, q_norm, k_norm)
     result = results_of(qkv)
     rows, sizes, constants = sizes_of(qkv, cos)
@@ -170,9 +194,11 @@ def _(grad_q, grad_k, grad_v, qkv, cos, sin, q_norm, k_norm, eps):
 
 
 class RotatedHeads(torch.autograd.Function):
-    """qkv (B, T, 3, H, D) -> queries, keys, values (B, T, H, D); the values are a part of qkv itself.
+    """qkv (B, T, 3, H, D) -> queries, keys, values (B, T, H, D); the values are a part of qkv
+    itself.
 
-    A function around the operators, not the operators' own derivative: it takes the gradients of all three at once.
+    A function around the operators, not the operators' own derivative: it takes the gradients of
+    all three at once.
     """
 
     @staticmethod
@@ -185,7 +211,9 @@ class RotatedHeads(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_q, grad_k, grad_v):
         qkv, cos, sin, q_norm, k_norm = ctx.saved_tensors
-        gradient, norms = rope_norm_backward(grad_q, grad_k, grad_v, qkv, cos, sin, q_norm, k_norm, ctx.eps)
+        gradient, norms = rope_norm_backward(
+            grad_q, grad_k, grad_v, qkv, cos, sin, q_norm, k_norm, ctx.eps
+        )
         return gradient, None, None, norms[0].to(q_norm.dtype), norms[1].to(k_norm.dtype), None
 
 
@@ -203,7 +231,9 @@ class FusedHeads(Heads):
 
 def serves(attention, config) -> bool:
     """Whether the kernel computes this attention's heads: rotated as a whole, and normed."""
-    if form_of(attention) != "heads" or {form_of(attention.q_rms), form_of(attention.k_rms)} != {"rms_norm"}:
+    if form_of(attention) != "heads" or {form_of(attention.q_rms), form_of(attention.k_rms)} != {
+        "rms_norm"
+    }:
         return False
     whole = int(config.head_dim * config.rope_ratio) == config.head_dim and config.head_dim % 2 == 0
     return whole and attention.q_rms.eps == attention.k_rms.eps

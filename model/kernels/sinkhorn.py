@@ -1,7 +1,9 @@
-"""Sinkhorn-Knopp of mHC in one kernel launch, forward and backward: those of liger-kernel, as one operation each.
+"""Sinkhorn-Knopp of mHC in one kernel launch, forward and backward: those of liger-kernel, as one
+operation each.
 
-Of liger-kernel's mHC these two alone are used: the others sum gradients by atomic additions, in another order each
-time, and a run that goes on must give the bits that it would have given. What they compute, torch.compile fuses too.
+Of liger-kernel's mHC these two alone are used: the others sum gradients by atomic additions, in
+another order each time, and a run that goes on must give the bits that it would have given. What
+they compute, torch.compile fuses too.
 """
 
 import torch
@@ -20,7 +22,8 @@ def sinkhorn_knopp(logits: torch.Tensor, iterations: int, eps: float) -> torch.T
 
 
 def as_maps(logits):
-    """logits (..., n, n) as the last of the maps (tokens, 2 n + n^2) that the kernel takes; its bias and its scale.
+    """logits (..., n, n) as the last of the maps (tokens, 2 n + n^2) that the kernel takes; its
+    bias and its scale.
 
     ValueError: they are float64.
     """
@@ -36,10 +39,14 @@ def _(logits, iterations, eps):
 
 
 @torch.library.custom_op("ddl::fused_sinkhorn_knopp_backward", mutates_args=())
-def sinkhorn_knopp_backward(gradient: torch.Tensor, logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
+def sinkhorn_knopp_backward(
+    gradient: torch.Tensor, logits: torch.Tensor, iterations: int, eps: float
+) -> torch.Tensor:
     gradient = gradient.float().reshape(-1, *logits.shape[-2:]).contiguous()
     maps, bias, one = as_maps(logits)
-    return mhc_sinkhorn_bwd(maps, bias, one, gradient, tmax=iterations, sinkhorn_eps=eps).view(logits.shape)
+    return mhc_sinkhorn_bwd(maps, bias, one, gradient, tmax=iterations, sinkhorn_eps=eps).view(
+        logits.shape
+    )
 
 
 @sinkhorn_knopp_backward.register_fake

@@ -1,28 +1,32 @@
-"""The residual stream's step between two sublayers in one pass over the state, forward and backward (Triton).
+"""The residual stream's step between two sublayers in one pass over the state, forward and backward
+(Triton).
 
-A step is the delta rewrite of one site, then the next site's read, RMSNorm, gate head and value head. Per token, with
-the state X (v columns of width d), k~ = h the sublayer's output, and e the read's weights over s = 0..K-1 tokens back:
+A step is the delta rewrite of one site, then the next site's read, RMSNorm, gate head and value
+head. Per token, with the state X (v columns of width d), k~ = h the sublayer's output, and e the
+read's weights over s = 0..K-1 tokens back:
 
     n = 1 / sqrt(|h|^2 + eps^2)    k = n h    delta = t - k^T X    r = beta delta    X' = X + k r^T
-    x_in = sum_s sum_j e[s, j] X'[t - s, j]    chat = rho x_in    c = g chat    y = w.c + b    z = W x_in + b
+    x_in = sum_s sum_j e[s, j] X'[t - s, j]   chat = rho x_in   c = g chat   y = w.c + b   z = W x_in + b
 
-`model/residual.py` defines the same in plain operations and is its oracle. Everything is computed in fp32; the state
-is rounded to its dtype where it would be stored, and that rounded state enters the read.
+`model/residual.py` defines the same in plain operations and is its oracle. Everything is computed
+in fp32; the state is rounded to its dtype where it would be stored, and that rounded state enters
+the read.
 
-State that is not stored. A step may leave X' in memory or not. If not, what makes it again is kept instead: h and
-u = n r of each write since the last stored state, `base`. A later step replays these writes, X = round(X + h u^T),
-which needs no reduction and gives the same bits. The gradient still flows from step to step: `state` carries it, a
-tensor of the state's shape that has no memory where the state is not stored.
+State that is not stored. A step may leave X' in memory or not. If not, what makes it again is kept
+instead: h and u = n r of each write since the last stored state, `base`. A later step replays these
+writes, X = round(X + h u^T), which needs no reduction and gives the same bits. The gradient still
+flows from step to step: `state` carries it, a tensor of the state's shape that has no memory where
+the state is not stored.
 
 Backward, given G' = dL/dX', gc, gy, gz, with a = dL/dx_in:
 
-    gamma = gc + gy w    q = gamma g    a = rho (q - mean(q chat) chat) + W^T gz    M[t] = G' + sum_s e_s a[t + s]
+    gamma = gc + gy w   q = gamma g   a = rho (q - mean(q chat) chat) + W^T gz   M[t] = G' + sum_s e_s a[t + s]
     psi = k^T M    gX = M - beta k psi^T    gt = beta psi    gbeta = psi.delta
     gh = n (M r - beta X' psi - k kappa),  kappa = psi.(r - beta p) - beta r.psi,  p = t - delta
 
-It needs X' only, never X, and x_in, which is made again from X' where the read looks at one token, and kept where it
-looks at several. Parameter gradients are summed by each program over its own run of tokens in fp32 and then over
-programs in a fixed order: the same bits every time.
+It needs X' only, never X, and x_in, which is made again from X' where the read looks at one token,
+and kept where it looks at several. Parameter gradients are summed by each program over its own run
+of tokens in fp32 and then over programs in a fixed order: the same bits every time.
 """
 
 import triton
@@ -54,8 +58,20 @@ from model.kernels.tiles import (
 
 
 @triton.jit
-def state_at(base, row_stride, column_stride, hs, us, row, V: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
-    """The state of one token: `base` and the writes since, each rounded as if it had been stored."""
+def state_at(
+    base,
+    row_stride,
+    column_stride,
+    hs,
+    us,
+    row,
+    V: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The state of one token: `base` and the writes since, each rounded as if it had been
+    stored.
+    """
     state = load_columns(base + row * row_stride, column_stride, None, V, D, BLOCK)
     for i in tl.static_range(len(hs)):
         u = tl.load(us[i] + row * V + tl.arange(0, V))
@@ -64,8 +80,13 @@ def state_at(base, row_stride, column_stride, hs, us, row, V: tl.constexpr, D: t
 
 
 @triton.jit
-def prefetch_state(base, row_stride, column_stride, hs, row, there, V: tl.constexpr, D: tl.constexpr):
-    """Of what `state_at` will load. A repeated embedding, columns at stride 0, is left to the cache."""
+def prefetch_state(
+    base, row_stride, column_stride, hs, row, there, V: tl.constexpr, D: tl.constexpr
+):
+    """Of what `state_at` will load.
+
+    A repeated embedding, columns at stride 0, is left to the cache.
+    """
     prefetch(base + row * row_stride, there & (column_stride == D), V * D)
     for i in tl.static_range(len(hs)):
         prefetch(hs[i] + row * D, there, D)
@@ -102,7 +123,9 @@ def write_value(z, row, scale, constant, VALUE: tl.constexpr, V: tl.constexpr):
 
 
 @triton.jit
-def write(state, source, y, z, row, base, k_eps_squared, scale, constant, VALUE, ERASE, V: tl.constexpr):
+def write(
+    state, source, y, z, row, base, k_eps_squared, scale, constant, VALUE, ERASE, V: tl.constexpr
+):
     """(the state after the write of `source`, n, delta, u): the last two of V numbers."""
     value, _ = write_value(z, row, scale, constant, VALUE, V)
     beta = 2 * sigmoid(tl.load(y + row + tl.arange(0, 1)))
@@ -117,7 +140,9 @@ def write(state, source, y, z, row, base, k_eps_squared, scale, constant, VALUE,
 
 @triton.jit
 def reads(state, coming, e, V: tl.constexpr, K: tl.constexpr):
-    """(x_in of the state's token, which `coming` is a part of; what comes to the next K - 1 tokens by then)."""
+    """(x_in of the state's token, which `coming` is a part of; what comes to the next K - 1 tokens
+    by then).
+    """
     P: tl.constexpr = len(state) // V
     x, later = combined(state, e[: V * P], P), ()
     for s in tl.static_range(1, K):
@@ -129,8 +154,12 @@ def reads(state, coming, e, V: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def weights(source, turn, N: tl.constexpr, RELOAD: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Pieces of N parameter vectors: `source` itself, or, where registers do not hold them, loaded again each turn."""
+def weights(
+    source, turn, N: tl.constexpr, RELOAD: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Pieces of N parameter vectors: `source` itself, or, where registers do not hold them, loaded
+    again each turn.
+    """
     if RELOAD:
         return load_again(source, turn, N, D, BLOCK)
     else:
@@ -140,11 +169,15 @@ def weights(source, turn, N: tl.constexpr, RELOAD: tl.constexpr, D: tl.constexpr
 @triton.jit(do_not_specialize=["tokens", "chunk", "chunks"])
 def forward_kernel(
     base, row_stride, column_stride, hs, us,  # the state before the write
-    h, y, z,  # the write: k~ (rows, D), logits of gate (rows,) and value (rows, V); h None: no write
-    read, norm, gate, gate_bias, value, value_bias,  # e (K, V, D), g (D); heads of the next write, None: made elsewhere
-    carry, new_carry,  # (sequences, K - 1, D) fp32: what earlier tokens add to the coming reads; None: zeros
+    # the write: k~ (rows, D), logits of gate (rows,) and value (rows, V); h None: no write
+    h, y, z,
+    # e (K, V, D), g (D); heads of the next write, None: made elsewhere
+    read, norm, gate, gate_bias, value, value_bias,
+    # (sequences, K - 1, D) fp32: what earlier tokens add to the coming reads; None: zeros
+    carry, new_carry,
     new_state, x_in, context, gate_logit, value_logit,  # results; None: not wanted
-    inverse_norm, discrepancy, update, rho,  # n (rows,), delta (rows, V), u = n r (rows, V), rho (rows,)
+    # n (rows,), delta (rows, V), u = n r (rows, V), rho (rows,)
+    inverse_norm, discrepancy, update, rho,
     tokens, chunk, chunks,  # of a sequence; of a program; programs of a sequence
     k_eps_squared, norm_eps, value_scale, value_constant,
     D: tl.constexpr, BLOCK: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
@@ -165,7 +198,11 @@ def forward_kernel(
     if value is not None:
         W = load_columns(value, D, None, V, D, BLOCK)
         for j in tl.static_range(V):
-            heads = heads + (times(g, W[j * P : (j + 1) * P]) if VALUE_INPUT == "context" else W[j * P : (j + 1) * P])
+            heads = heads + (
+                times(g, W[j * P : (j + 1) * P])
+                if VALUE_INPUT == "context"
+                else W[j * P : (j + 1) * P]
+            )
         b_z = numbers(tl.load(value_bias + tl.arange(0, V)).to(tl.float32), V)
 
     coming = ()  # what the tokens so far add to the next K - 1 reads
@@ -175,28 +212,53 @@ def forward_kernel(
             coming = zeros(K - 1, D, BLOCK)
         else:
             coming = load_columns(carry + sequence * (K - 1) * D, D, start == 0, K - 1, D, BLOCK)
-        # The K - 1 tokens before the chunk are computed again: their states are part of its first reads.
+        # The K - 1 tokens before the chunk are computed again: their states are part of its first
+        # reads.
         for t in tl.range(start, first):
             row = (sequence * tokens + t).to(tl.int64)
             state = state_at(base, row_stride, column_stride, hs, us, row, V, D, BLOCK)
             if h is not None:
                 source = load(h + row * D, None, D, BLOCK)
                 state, _, _, _ = write(
-                    state, source, y, z, row, base, k_eps_squared, value_scale, value_constant, VALUE, ERASE, V
+                    state,
+                    source,
+                    y,
+                    z,
+                    row,
+                    base,
+                    k_eps_squared,
+                    value_scale,
+                    value_constant,
+                    VALUE,
+                    ERASE,
+                    V,
                 )
             _, coming = reads(state, coming, weights(e, t, K * V, RELOAD, D, BLOCK), V, K)
 
     for t in tl.range(first, last, num_stages=STAGES):
         row = (sequence * tokens + t).to(tl.int64)
         if PREFETCH > 0:
-            prefetch_state(base, row_stride, column_stride, hs, row + PREFETCH, t + PREFETCH < last, V, D)
+            prefetch_state(
+                base, row_stride, column_stride, hs, row + PREFETCH, t + PREFETCH < last, V, D
+            )
             if h is not None:
                 prefetch(h + (row + PREFETCH) * D, t + PREFETCH < last, D)
         state = state_at(base, row_stride, column_stride, hs, us, row, V, D, BLOCK)
         if h is not None:
             source = load(h + row * D, None, D, BLOCK)
             state, n, delta, u = write(
-                state, source, y, z, row, base, k_eps_squared, value_scale, value_constant, VALUE, ERASE, V
+                state,
+                source,
+                y,
+                z,
+                row,
+                base,
+                k_eps_squared,
+                value_scale,
+                value_constant,
+                VALUE,
+                ERASE,
+                V,
             )
             tl.store(inverse_norm + row, n)
             store_numbers(discrepancy + row * V, delta)
@@ -263,7 +325,8 @@ def backward_kernel(
     h, y, z, inverse_norm, discrepancy, x_in, rho,
     read, norm, gate, value,
     new_grad_state, grad_h, grad_y, grad_z,  # results
-    sums,  # (programs, TOTAL) fp32: of the parameters' gradients, as `parameter_sizes` lays them out
+    # (programs, TOTAL) fp32: of the parameters' gradients, as `parameter_sizes` lays them out
+    sums,
     tokens, chunk, chunks,
     value_scale, value_constant,
     D: tl.constexpr, BLOCK: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
@@ -295,7 +358,8 @@ def backward_kernel(
     # Time runs backwards: a token's state is in the reads of those after it.
     later = zeros(K - 1, D, BLOCK)  # a of the tokens after this one
     if K > 1:
-        end = tl.minimum(last + K - 1, tokens)  # the reads of the K - 1 tokens after the chunk saw its states
+        # the reads of the K - 1 tokens after the chunk saw its states
+        end = tl.minimum(last + K - 1, tokens)
         for turn in tl.range(0, end - last):
             row = (sequence * tokens + end - 1 - turn).to(tl.int64)
             a, _, _, _, _ = through_norm(
@@ -340,11 +404,18 @@ def backward_kernel(
         if grad_state is not None:
             M = load_columns(grad_state + row * V * D, D, None, V, D, BLOCK)
         for s in tl.static_range(K):
-            e_s = e[s * V * P : (s + 1) * V * P] if not RELOAD else load_again(read + s * V * D, turn, V, D, BLOCK)
+            e_s = (
+                e[s * V * P : (s + 1) * V * P]
+                if not RELOAD
+                else load_again(read + s * V * D, turn, V, D, BLOCK)
+            )
             M = outer(M, e_s, seen_by[s * P : (s + 1) * P])
-            added = added + outer(sum_e[s * V * P : (s + 1) * V * P], state, seen_by[s * P : (s + 1) * P])
+            added = added + outer(
+                sum_e[s * V * P : (s + 1) * V * P], state, seen_by[s * P : (s + 1) * P]
+            )
         sum_e = added
-        # Sums, though of nothing: Triton does not pipeline a loop that only hands values on from turn to turn.
+        # Sums, though of nothing: Triton does not pipeline a loop that only hands values on from
+        # turn to turn.
         later = shifted(seen_by[: (K - 1) * P])
 
         if h is not None:

@@ -1,7 +1,7 @@
 """Residual streams whose steps are fused kernels; `model.kernels.use` puts them into a model.
 
-A write waits until the next site reads: both are one pass over the state then. So what blocks hand on is the state
-before the write, and the write.
+A write waits until the next site reads: both are one pass over the state then. So what blocks hand
+on is the state before the write, and the write.
 """
 
 import math
@@ -37,7 +37,10 @@ class AdditiveState(NamedTuple):
 
 
 class AdditiveStream(Stream):
-    """X' = X + h and the norm that follows in one kernel. h has its factor, if any, in fp32 before."""
+    """X' = X + h and the norm that follows in one kernel.
+
+    h has its factor, if any, in fp32 before.
+    """
 
     def __init__(self, config):
         self.mult = config.branch_mult
@@ -48,7 +51,11 @@ class AdditiveStream(Stream):
 
     def norm(self, state: AdditiveState, norm: RMSNorm):
         dtype = compute_dtype(norm.weight)
-        h = None if state.h is None else state.h.to(dtype if self.mult == 1 else torch.float32).contiguous()
+        h = (
+            None
+            if state.h is None
+            else state.h.to(dtype if self.mult == 1 else torch.float32).contiguous()
+        )
         x, context, _ = additive.add_norm(state.x, h, norm.weight, norm.eps, dtype)
         return AdditiveState(state.x if h is None else x, None), context
 
@@ -64,11 +71,13 @@ class AdditiveStream(Stream):
 
 
 class DeltaState(NamedTuple):
-    """A state (B, T, v, d) as it is kept: the last stored one, the writes since, and the write that waits.
+    """A state (B, T, v, d) as it is kept: the last stored one, the writes since, and the write that
+    waits.
 
-    gradient: has the shape of the state and takes its gradient; its memory is that of `stored`, or none.
-    stored: the last state in memory. hs (B, T, d), us (B, T, v): the writes since then, state + h u^T each.
-    h, gate_logit (B, T), value_logit (B, T, v): the write that waits; None: none does.
+    gradient: has the shape of the state and takes its gradient; its memory is that of `stored`, or
+    none. stored: the last state in memory. hs (B, T, d), us (B, T, v): the writes since then, state
+    + h u^T each. h, gate_logit (B, T), value_logit (B, T, v): the write that waits; None: none
+    does.
     """
 
     gradient: torch.Tensor
@@ -81,26 +90,33 @@ class DeltaState(NamedTuple):
 
 
 def permuted(taps):
-    """taps (d, v, K) -> (K, v, d), the current token's first, as a view: copied once, with what follows, on a GPU."""
+    """taps (d, v, K) -> (K, v, d), the current token's first, as a view: copied once, with what
+    follows, on a GPU.
+    """
     return taps.flip(-1).permute(2, 1, 0)
 
 
 def weights_of(read, state):
-    """e (K, v, d) in fp32, x_in[t] = sum_s sum_j e[s, j] X[t - s, j]; its first entry weighs the current token."""
+    """e (K, v, d) in fp32, x_in[t] = sum_s sum_j e[s, j] X[t - s, j]; its first entry weighs the
+    current token.
+    """
     if form_of(read) in ("token_conv", "column_conv"):
         return read.weights(permuted).float().contiguous()
     return state.new_ones((1, 1, state.shape[-1]), dtype=torch.float32)
 
 
 def multiplied(logit, mult: float):
-    """The logit at which a gate is `mult`, at most 1, times what it is at this one: m sigmoid(y) = sigmoid(result)."""
+    """The logit at which a gate is `mult`, at most 1, times what it is at this one: m sigmoid(y) =
+    sigmoid(result).
+    """
     return math.log(mult) + F.logsigmoid(logit) - torch.log1p(-mult * logit.sigmoid())
 
 
 class DeltaStream(Stream):
     """Each write, the next read, its norm and its heads in one kernel (see step_kernels).
 
-    interval: sublayers between states that are kept for the backward pass; those between are made again.
+    interval: sublayers between states that are kept for the backward pass; those between are made
+    again.
     """
 
     def __init__(self, config, interval: int):
@@ -118,21 +134,29 @@ class DeltaStream(Stream):
     def begin(self, model, x, cache):
         check_dtype(x)
         if form_of(model.input_embed) == "embedding_conv" and cache is None:
-            taps = model.input_embed.conv.weight.squeeze(1).unflatten(0, (x.shape[-1], -1))  # (d, v, K)
+            # (d, v, K)
+            taps = model.input_embed.conv.weight.squeeze(1).unflatten(0, (x.shape[-1], -1))
             state = expand(x.contiguous(), permuted(taps).float().contiguous())
         else:
             state = super().begin(model, x, cache)
         return DeltaState(state, state.detach())
 
-    def step(self, state: DeltaState, read, norm: RMSNorm, rewrite, cache, slot: str, last: bool = False):
-        """(new state, context, (x_in, gate logit, value logit)); each of the three None where it is made elsewhere."""
+    def step(
+        self, state: DeltaState, read, norm: RMSNorm, rewrite, cache, slot: str, last: bool = False
+    ):
+        """(new state, context, (x_in, gate logit, value logit)); each of the three None where it is
+        made elsewhere.
+        """
         weights = weights_of(read, state.stored)
         heads = [None, None, None, None]
         if rewrite is not None and self.gate_is_linear:
             heads[:2] = rewrite.beta.weight.view(-1), rewrite.beta.bias
         if rewrite is not None and self.k_map and not self.constant:
             bias = rewrite.v_proj.bias
-            heads[2:] = rewrite.v_proj.weight, weights.new_zeros(len(rewrite.v_proj.weight)) if bias is None else bias
+            heads[2:] = (
+                rewrite.v_proj.weight,
+                weights.new_zeros(len(rewrite.v_proj.weight)) if bias is None else bias,
+            )
         with_x_in = rewrite is not None and self.reads_x_in
         writes = state.h is not None
         store = writes and not last and len(state.hs) + 1 >= self.interval
@@ -161,7 +185,9 @@ class DeltaStream(Stream):
     def write(self, site, state, h, c, aux, cache):
         rewrite, (x_in, gate_logit, value_logit) = site.write, aux
         if not self.gate_is_linear:
-            gate_logit = linear_fp32(rewrite.beta_out, linear_fp32(rewrite.beta_in, c).tanh()).squeeze(-1)
+            gate_logit = linear_fp32(
+                rewrite.beta_out, linear_fp32(rewrite.beta_in, c).tanh()
+            ).squeeze(-1)
         source = h
         if not self.k_map:
             source = rewrite.direction_branch(c if x_in is None else x_in)
@@ -173,5 +199,7 @@ class DeltaStream(Stream):
         return state._replace(h=source, gate_logit=gate_logit, value_logit=value_logit), None
 
     def finish(self, model, state, cache):
-        _, context, _ = self.step(state, model.readout, model.ln_f, None, cache, "readout", last=True)
+        _, context, _ = self.step(
+            state, model.readout, model.ln_f, None, cache, "readout", last=True
+        )
         return context

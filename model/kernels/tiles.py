@@ -1,7 +1,8 @@
 """What the kernels share: vectors of the state's width, held in pieces.
 
-Triton's blocks are powers of two, and few widths are: a vector of width D is a tuple of blocks, 768 = 3 x 256, and no
-lane is idle. Several vectors, the columns of a state, are one tuple, a column's pieces after the other's.
+Triton's blocks are powers of two, and few widths are: a vector of width D is a tuple of blocks, 768
+= 3 x 256, and no lane is idle. Several vectors, the columns of a state, are one tuple, a column's
+pieces after the other's.
 """
 
 import os
@@ -11,28 +12,41 @@ import triton
 import triton.language as tl
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# PTX, where it is fewer instructions than what Triton makes: the kernels' limit is issue as much as memory.
+# PTX, where it is fewer instructions than what Triton makes: the kernels' limit is issue as much as
+# memory.
 PTX = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
 BLOCKS = (1024, 512, 256)
 
 
 def block_of(d: int) -> int:
     """Features of a piece: the largest block that leaves the fewest lanes idle at width d."""
-    return min((*BLOCKS, min(triton.next_power_of_2(d), BLOCKS[0])), key=lambda block: (-(-d // block) * block, -block))
+    return min(
+        (*BLOCKS, min(triton.next_power_of_2(d), BLOCKS[0])),
+        key=lambda block: (-(-d // block) * block, -block),
+    )
 
 
 def dense(*tensors):
-    """Each as the kernels read it. Inside an operator: what a compiler took to be contiguous may not be."""
+    """Each as the kernels read it.
+
+    Inside an operator: what a compiler took to be contiguous may not be.
+    """
     return [t if t is None else t.contiguous() for t in tensors]
 
 
 def rows_and_columns(state) -> tuple[int, int]:
     """Strides of state (B, T, v, d) from token to token and from column to column.
 
-    An expanded embedding has columns at stride 0. ValueError: features are not contiguous, or sequences have gaps.
+    An expanded embedding has columns at stride 0. ValueError: features are not contiguous, or
+    sequences have gaps.
     """
-    if state.stride(3) != 1 or (state.shape[0] > 1 and state.stride(0) != state.shape[1] * state.stride(1)):
-        raise ValueError(f"a state of shape {tuple(state.shape)} and strides {state.stride()}: make it contiguous")
+    if state.stride(3) != 1 or (
+        state.shape[0] > 1 and state.stride(0) != state.shape[1] * state.stride(1)
+    ):
+        raise ValueError(
+            f"a state of shape {tuple(state.shape)} and strides {state.stride()}: make it "
+            "contiguous"
+        )
     return state.stride(1), state.stride(2)
 
 
@@ -62,7 +76,9 @@ def rounded(x, dtype: tl.constexpr):
             shl.b32 $0, both, 16;
             and.b32 $1, both, 0xffff0000;
         }"""
-        return tl.inline_asm_elementwise(through, "=r,=r,r,r", [x], tl.float32, is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(
+            through, "=r,=r,r,r", [x], tl.float32, is_pure=True, pack=2
+        )
     else:
         return x.to(dtype).to(tl.float32)
 
@@ -84,7 +100,9 @@ def sigmoid(x):
 
 @triton.jit
 def prefetch(ptr, here, COUNT: tl.constexpr):
-    """Begin to bring COUNT values at ptr into the L2 cache, if `here`: one instruction of one thread, on sm_90."""
+    """Begin to bring COUNT values at ptr into the L2 cache, if `here`: one instruction of one
+    thread, on sm_90.
+    """
     if PTX:
         bulk: tl.constexpr = """{
             .reg .pred chosen;
@@ -95,12 +113,17 @@ def prefetch(ptr, here, COUNT: tl.constexpr):
             mov.b32 $0, 0;
         }"""
         size: tl.constexpr = COUNT * ptr.dtype.element_ty.primitive_bitwidth // 8
-        tl.inline_asm_elementwise(bulk, "=r,l,r,r", [ptr, here.to(tl.int32), size], tl.int32, is_pure=False, pack=1)
+        tl.inline_asm_elementwise(
+            bulk, "=r,l,r,r", [ptr, here.to(tl.int32), size], tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit
 def load(ptr, own, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Pieces in fp32 of the vector at ptr. own: whether to load it at all, zeros if not; None: it is."""
+    """Pieces in fp32 of the vector at ptr.
+
+    own: whether to load it at all, zeros if not; None: it is.
+    """
     pieces = ()
     for p in tl.static_range((D + BLOCK - 1) // BLOCK):
         features = p * BLOCK + tl.arange(0, BLOCK)
@@ -297,7 +320,8 @@ def weighted(columns, factors, P: tl.constexpr):
 
 @triton.jit
 def load_again(ptr, turn, N: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Pieces of N vectors, one after the other, loaded where they are used: neither kept in registers nor prefetched.
+    """Pieces of N vectors, one after the other, loaded where they are used: neither kept in
+    registers nor prefetched.
 
     turn: of the loop, 0 or more. That it is asked is what keeps the loads where they are.
     """

@@ -1,6 +1,7 @@
 """The tables of accuracy: what eval.py stored of the runs, a row a group, beside the published rows."""
 
 from eval import differences, title_of
+
 from evaluation import comparison
 from research import intervals
 from research.reporting.results import Table, beside

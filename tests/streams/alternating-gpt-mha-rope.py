@@ -1,4 +1,6 @@
-"""Blocks differ: even ones norm before the sublayer, odd ones after the write, and read a mean over two tokens."""
+"""Blocks differ: even ones norm before the sublayer, odd ones after the write, and read a mean over
+two tokens.
+"""
 
 from dataclasses import replace
 
@@ -17,7 +19,9 @@ class AlternatingBlock(Block):
     def __init__(self, config, layer: int):
         super().__init__(config, layer)
         if layer % 2:
-            self.sites = tuple(replace(site, norm=None, read=MeanRead(), after=site.norm) for site in self.sites)
+            self.sites = tuple(
+                replace(site, norm=None, read=MeanRead(), after=site.norm) for site in self.sites
+            )
 
 
 class Model(GPT):

@@ -17,7 +17,10 @@ class Mixer(nn.Module):
         self.rules = {"taps": Rule(normal(0.5), decay=True)}
 
     def forward(self, c, positions, cache=None):
-        return sum(tap * delay(c, back, past(cache, "mixer")) for back, tap in enumerate(self.taps.to(c.dtype)))
+        return sum(
+            tap * delay(c, back, past(cache, "mixer"))
+            for back, tap in enumerate(self.taps.to(c.dtype))
+        )
 
 
 class MixerBlock(Block):

@@ -31,7 +31,9 @@ class MomentumWrite(nn.Module):
 class MomentumBlock(Block):
     def __init__(self, config, layer: int):
         super().__init__(config, layer)
-        self.sites = tuple(replace(site, read=First(), write=MomentumWrite()) for site in self.sites)
+        self.sites = tuple(
+            replace(site, read=First(), write=MomentumWrite()) for site in self.sites
+        )
 
 
 class Model(GPT):

@@ -1,4 +1,6 @@
-"""Attention and MLP read the same state: what attention gives waits beside it until the MLP writes."""
+"""Attention and MLP read the same state: what attention gives waits beside it until the MLP
+writes.
+"""
 
 from dataclasses import replace
 
@@ -29,7 +31,10 @@ class ParallelBlock(Block):
     def __init__(self, config, layer: int):
         super().__init__(config, layer)
         attn, mlp = self.sites
-        self.sites = replace(attn, read=First(), write=wait), replace(mlp, read=First(), write=add_both)
+        self.sites = (
+            replace(attn, read=First(), write=wait),
+            replace(mlp, read=First(), write=add_both),
+        )
 
 
 class Model(GPT):

@@ -1,4 +1,6 @@
-"""Two halves of the state in turn: attention reads the second and writes to the first, the MLP the other way."""
+"""Two halves of the state in turn: attention reads the second and writes to the first, the MLP the
+other way.
+"""
 
 from dataclasses import replace
 
@@ -37,7 +39,10 @@ class ReversibleBlock(Block):
     def __init__(self, config, layer: int):
         super().__init__(config, layer)
         attn, mlp = self.sites
-        self.sites = replace(attn, read=Half(1), write=to_first), replace(mlp, read=Half(0), write=to_second)
+        self.sites = (
+            replace(attn, read=Half(1), write=to_first),
+            replace(mlp, read=Half(0), write=to_second),
+        )
 
 
 class Model(GPT):

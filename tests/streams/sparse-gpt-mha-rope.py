@@ -1,4 +1,6 @@
-"""One column of DDL whose gate is trained to be small: an extra loss of each site, and a statistic for it."""
+"""One column of DDL whose gate is trained to be small: an extra loss of each site, and a statistic
+for it.
+"""
 
 from dataclasses import replace
 

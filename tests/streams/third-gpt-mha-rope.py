@@ -21,7 +21,11 @@ class ThreeSites(Block):
         super().__init__(config, layer)
         self.before, self.ln_3 = Before(config), RMSNorm(config.hidden_size)
         attn, mlp = self.sites
-        self.sites = attn, Site("before", layer, self.before, self.ln_3, read=Direct(), write=Add(config)), mlp
+        self.sites = (
+            attn,
+            Site("before", layer, self.before, self.ln_3, read=Direct(), write=Add(config)),
+            mlp,
+        )
 
 
 class Model(GPT):

@@ -1,4 +1,6 @@
-"""The first half of the blocks leave their states behind, the second half take them up in the other order."""
+"""The first half of the blocks leave their states behind, the second half take them up in the other
+order.
+"""
 
 from dataclasses import replace
 
@@ -23,12 +25,18 @@ class First(Direct):
 class UBlock(Block):
     def __init__(self, config, layer: int):
         super().__init__(config, layer)
-        half, at_end = config.num_hidden_layers // 2, self.push if layer < config.num_hidden_layers // 2 else self.add
+        half, at_end = (
+            config.num_hidden_layers // 2,
+            self.push if layer < config.num_hidden_layers // 2 else self.add,
+        )
         if layer >= config.num_hidden_layers - half:
             self.skip, at_end = nn.Parameter(torch.empty(1)), self.pop
             self.rules = {"skip": Rule(constant(0.5))}
         attn, mlp = self.sites
-        self.sites = replace(attn, read=First(), write=self.add), replace(mlp, read=First(), write=at_end)
+        self.sites = (
+            replace(attn, read=First(), write=self.add),
+            replace(mlp, read=First(), write=at_end),
+        )
 
     def add(self, state, h, x_in, c, past=None):
         return state[0] + h.to(state[0].dtype), *state[1:]

@@ -32,7 +32,9 @@ class ValueBlock(Block):
         self.sites = attn, mlp
 
     def inputs(self, c, state, positions):
-        return AttentionInputs(c, c, c, lambda v: torch.lerp(v, state[1].view_as(v).to(v.dtype), self.mix.to(v.dtype)))
+        return AttentionInputs(
+            c, c, c, lambda v: torch.lerp(v, state[1].view_as(v).to(v.dtype), self.mix.to(v.dtype))
+        )
 
     def write(self, state, h, x_in, c, past=None):
         x, *values = state
