@@ -31,10 +31,10 @@ train: .venv/installed $(CORPUS)
 	$(BIN)/python sample.py "$(RUN)" --prompt="class" --num_samples=3 --max_new_tokens=150 | tee "$(RUN)/sample.txt"
 
 test: .venv/installed $(CORPUS)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist=loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist=worksteal
 
 test-research: .venv/installed $(CORPUS)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist=loadfile research/tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist=worksteal research/tests
 
 soak: .venv/installed $(CORPUS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not golden" tests research/tests

@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -274,6 +275,25 @@ def test_pauses_grow_up_to_the_limit(monkeypatch, capsys):
     assert lines[1] == "it: ConnectionError: down; again in 2 s"
     assert len(lines) == len(slept)
     assert hub.passing_cause(OSError("no such file")) is None
+    for status, passes in ((429, True), (408, True), (500, True), (404, False), (403, False)):
+        error = OSError("refused")
+        error.response = SimpleNamespace(status_code=status)
+        assert hub.passing_cause(error) == (f"the hub answers {status}" if passes else None)
+
+
+def test_a_file_that_was_read_is_removed(clone, tmp_path, monkeypatch):
+    """A preparation needs the room of one file of the data set."""
+    files = sorted(clone.glob("sample/10BT/*.parquet"))
+    source = Hub("org/name", downloads=tmp_path)
+    source.files = [f"hf://datasets/org/name@commit/{file.name}" for file in files]
+
+    def download(name):
+        assert not list(tmp_path.iterdir())
+        return str(shutil.copy(clone / "sample" / "10BT" / name, tmp_path))
+
+    monkeypatch.setattr(source, "download", download)
+    assert [text for batch in source.read() for text in batch.texts] == DOCUMENTS
+    assert not list(tmp_path.iterdir())
 
 
 def test_splits_and_files_that_cannot_be_read_are_named(clone, tmp_path):
