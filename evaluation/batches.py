@@ -1,15 +1,13 @@
-"""Requests that share their first tokens, and batches of them: what is read together when
-continuations are scored.
+"""What is read together when continuations are scored: requests that begin alike, in batches.
 
-A request is a list of tokens of which the last `scored` count. A model reads all but the last
-token. Requests of one question mostly begin alike: a group's common prefix is read once, then what
+The choices of one question mostly share its text: a group's common prefix is read once, then what
 each request has after it.
 """
 
 from dataclasses import dataclass
 from itertools import takewhile
 
-# A request joins a group where this saves so much of reading it alone; a second pass has its price.
+# A request joins a group where this share of reading it alone is saved: a second pass has a price.
 WORTH_SHARING = 0.25
 # Token positions of a batch, padding included, so that many long rows do not outgrow the memory.
 TOKENS_AT_ONCE = 2**16
@@ -17,7 +15,7 @@ TOKENS_AT_ONCE = 2**16
 
 @dataclass(frozen=True)
 class Request:
-    """tokens, the last `scored` of which count; number: its index among the requests."""
+    """Tokens, the last `scored` of which count; number: its index among the requests."""
 
     number: int
     tokens: list[int]
@@ -25,7 +23,7 @@ class Request:
 
     @property
     def read(self) -> int:
-        """Tokens that the model reads: all but the last."""
+        """Number of tokens that the model reads: all but the last, which it only predicts."""
         return len(self.tokens) - 1
 
 
@@ -57,39 +55,38 @@ def truncated(number: int, context: list[int], continuation: list[int], length: 
 
 def shared_prefix(a: list[int], b: list[int]) -> int:
     """Number of first tokens in which a and b agree."""
-    if a == b[: len(a)]:
+    if a == b[: len(a)]:  # the usual case, at C's speed
         return len(a)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b)))
 
 
 def grouped(requests: list[Request], rows: int) -> list[Group]:
-    """Neighbours with a common beginning, together where that saves reading: at most `rows`, and
-    TOKENS_AT_ONCE.
+    """Neighbours with a common beginning in groups, where that saves reading.
+
+    A group has at most `rows` requests, and TOKENS_AT_ONCE.
     """
-    groups: list[Group] = []
-    for request in requests:
-        if groups and len(groups[-1].members) < rows:
-            group = groups[-1]
-            prefix = shared_prefix(group.members[0].tokens[: group.prefix], request.tokens[:-1])
-            # Read once instead of by each member; but the others read what they no longer share.
-            saved = prefix * len(group.members) - group.prefix * (len(group.members) - 1)
-            longest = max(request.read, *(member.read for member in group.members))
-            fits = (len(group.members) + 1) * longest <= TOKENS_AT_ONCE
-            if fits and saved >= WORTH_SHARING * request.read:
-                group.prefix = prefix
-                group.members.append(request)
-                continue
-        groups.append(Group(request.read, [request]))
+    groups = [Group(requests[0].read, requests[:1])] if requests else []
+    for request in requests[1:]:
+        group = groups[-1]
+        prefix = shared_prefix(group.members[0].tokens[: group.prefix], request.tokens[:-1])
+        # Read once instead of by each member; but the others read what they no longer share.
+        saved = prefix * len(group.members) - group.prefix * (len(group.members) - 1)
+        count = len(group.members) + 1
+        fits = count * max(request.read, group.prefix + group.rest) <= TOKENS_AT_ONCE
+        if count <= rows and fits and saved >= WORTH_SHARING * request.read:
+            group.prefix = prefix
+            group.members.append(request)
+        else:
+            groups.append(Group(request.read, [request]))
     return groups
 
 
 def batched(groups: list[Group], rows: int, length: int) -> list[list[Group]]:
-    """Groups of similar lengths, at most `rows` requests and TOKENS_AT_ONCE at once, or a group by
-    itself.
+    """Groups of similar lengths in batches, longest first: at most `rows` requests and
+    TOKENS_AT_ONCE in each, or a group by itself.
 
     In a batch the prefixes end at one place and the rests begin there: both together fit in
-    `length`. Groups without a rest are read in one pass, and are in batches of their own. Longest
-    first.
+    `length`. Groups without a rest are read in one pass, and are in batches of their own.
     """
     batches: list[list[Group]] = []
     requests = prefix = rest = 0

@@ -1,4 +1,4 @@
-"""The evaluations of one call: each result is stored as soon as it is there, and a stored one is
+"""The evaluations of one call. Each result is stored as soon as it is there, and a stored one is
 not made again.
 """
 
@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from data import tokenizer
+import configurator
 from data.loader import ValidationBatches
-from data.shards import open_corpus, read_json, write_json
+from data.shards import write_json
 from data.windows import Windows
 from evaluation import tasks
 from evaluation.tasks import Loaded
@@ -23,81 +23,59 @@ from training.provenance import provenance
 from training.validation import evaluate
 
 VALIDATION_TOKENS = 2**14  # read at once
-
-
-def open_corpus_of(subject, dataset: str):
-    """The corpus for --val: `dataset`, or the run's own.
-
-    ValueError: there is none, or it has other tokens.
-    """
-    if not dataset and subject.state is None:
-        raise ValueError(f"{subject.folder} does not know its corpus: give --val=DATASET")
-    corpus = open_corpus(dataset or subject.state["run_config"]["dataset"])
-    if not tokenizer.same_tokens(tokenizer.describe(corpus.path), subject.tokenizer()):
-        raise ValueError(
-            f"{corpus.path} has other tokens than {subject.folder}: give its own corpus, "
-            "--val=DATASET"
-        )
-    return corpus
+KEY = ("weights", "task", "shots", "settings")  # a stored result with all of these is taken
 
 
 class Evaluation:
-    """What all evaluations of a call share."""
+    """What all evaluations of a call share; args: those of eval.py, results go to `out`.
+
+    entries: the content of results.json; failures: a line about each task that failed.
+    """
 
     def __init__(self, args, world, out: Path):
-        self.args, self.world, self.out, device = args, world, out, world.device
-        self.bf16 = computes_in_bfloat16(args.dtype, device)
-        self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=self.bf16)
-        self.batch_size = args.batch_size or (512 if device.type == "cuda" else 64)
-        self.settings = {
-            "dtype": "bfloat16" if self.bf16 else "float32",
-            "batch_size": self.batch_size,
-        }
-        self.store, self.failures = Store(out), []
+        self.args, self.world, self.out = args, world, out
+        self.bf16 = computes_in_bfloat16(args.dtype, world.device)
+        self.autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=self.bf16)
+        self.batch_size = args.batch_size or (512 if world.device.type == "cuda" else 64)
+        self.entries, self.failures = stored(out), []
         if world.world_size > 1:  # what process 0 knows, so that all of them do the same
-            everyone = [self.store.entries]
+            everyone = [self.entries]
             torch.distributed.broadcast_object_list(everyone)
-            self.store.entries = everyone[0]
+            self.entries = everyone[0]
 
-    def entry(self, subject, task: str, shots: int | None, **settings) -> dict:
-        key = {
-            "weights": subject.identity,
-            "task": task,
-            "shots": shots,
-            "settings": {**self.settings, **settings},
-        }
-        return key | {"label": subject.label, "folder": str(subject.folder)}
+    def entry(self, subject, task: str, shots: int | None, **settings) -> tuple[dict, dict | None]:
+        """(what an entry says before its evaluation, the stored entry of the same key)."""
+        dtype = "bfloat16" if self.bf16 else "float32"
+        settings = {"dtype": dtype, "batch_size": self.batch_size, **settings}
+        entry = dict(zip(KEY, (subject.identity, task, shots, settings)))
+        match = next((old for old in self.entries if same_key(old, entry)), None)
+        return entry | {"label": subject.label, "folder": str(subject.folder)}, match
 
-    def keep(self, entry: dict, started: float, line: str) -> dict:
+    def store(self, entry: dict, started: float, line: str) -> dict:
+        """The finished entry, written and told about by process 0."""
         entry |= {"seconds": time.perf_counter() - started, **provenance()}
         if self.world.is_main:
-            self.store.add(entry)
+            self.entries = add(self.out, entry)
             print(f"{entry['label']}: {line} in {metrics.duration(entry['seconds'])}", flush=True)
         return entry
 
     def validation(self, subject, model, corpus) -> dict:
         """The entry of the whole validation split."""
-        entry = self.entry(subject, "validation", None, corpus=corpus.identity)
-        if found := self.store.find(entry):
-            return found
+        entry, match = self.entry(subject, "validation", None, corpus=corpus.identity)
+        if match:
+            return match
         started, length = time.perf_counter(), model.config.block_size
         documents = Windows.of(corpus.meta)
         batches = ValidationBatches(corpus.val, length, corpus.meta["vocab_size"], documents)
-        rows = max(min(self.batch_size, VALIDATION_TOKENS // length), 1)
+        rows, windows = max(min(self.batch_size, VALIDATION_TOKENS // length), 1), batches.windows
         with torch.no_grad():
-            scores = evaluate(
-                model, batches, list(range(batches.windows)), rows, self.world, self.autocast
-            )
-        entry["tokens"] = batches.windows * length if documents else len(batches.tokens) - 1
-        entry["record"] = metrics.validation_record(
-            scores.pop("loss"), corpus.bytes_per_token("val")
-        )
-        entry["record"] |= {f"val_{key}": value for key, value in scores.items()}
-        return self.keep(
-            entry,
-            started,
-            ", ".join(f"{key} {value:.4f}" for key, value in entry["record"].items()),
-        )
+            scores = evaluate(model, batches, list(range(windows)), rows, self.world, self.autocast)
+        record = metrics.validation_record(scores.pop("loss"), corpus.bytes_per_token("val"))
+        record |= {f"val_{key}": value for key, value in scores.items()}
+        entry["tokens"] = windows * length if documents else len(batches.tokens) - 1
+        entry["record"] = record
+        line = ", ".join(f"{key} {value:.4f}" for key, value in record.items())
+        return self.store(entry, started, line)
 
     def tasks(self, subject, model, encoding, loaded: list[Loaded]) -> list[dict]:
         """The entries of all tasks with every number of shots."""
@@ -107,100 +85,80 @@ class Evaluation:
             model, encoding, self.world, self.batch_size, self.autocast, self.args.add_bos_token
         )
         entries = []
-        for shots in self.args.shots:
-            for task in loaded:
-                try:
-                    entries.append(self.task(subject, language_model, task, shots))
-                except ValueError as error:  # of this task: the others have their results
-                    self.failures.append(
-                        f"task {task.name}, {shots}-shot, of {subject.label} failed: {error}"
-                    )
+        for shots, task in [(shots, task) for shots in self.args.shots for task in loaded]:
+            try:
+                entries.append(self.task(subject, language_model, task, shots))
+            except ValueError as error:  # of this task: the others have their results
+                what = f"task {task.name}, {shots}-shot, of {subject.label}"
+                self.failures.append(f"{what} failed: {error}")
         return entries
 
+    def task(self, subject, language_model, task: Loaded, shots: int) -> dict:
+        """The entry of one task; the stored one where its prompts and answers are as they were."""
+        args, version = self.args, importlib.metadata.version("lm_eval")
+        settings = {"add_bos_token": args.add_bos_token, "limit": args.limit, "lm_eval": version}
+        entry, match = self.entry(subject, task.name, shots, **settings)
+        if match and (not args.log_samples or self.has_samples(match)):
+            tasks.prepare(task, shots)
+            for each in task.tasks.values():
+                each.build_all_requests(limit=args.limit)
+            if match["digest"] == tasks.digest(task):
+                return match | {key: entry[key] for key in ("label", "folder")}
+        started, main = time.perf_counter(), self.world.is_main
+        results = tasks.evaluate(language_model, task, shots, args.log_samples, args.limit, main)
+        entry |= {"samples": None, "digest": tasks.digest(task), **tasks.summary(task, results)}
+        if args.log_samples and main:
+            date = datetime.datetime.now().isoformat().replace(":", "-")  # as lm-eval has it
+            entry["samples"] = f"samples_TASK_{date}.jsonl"
+            for name, samples in results["samples"].items():
+                write_samples(self.out / entry["samples"].replace("TASK", name), samples)
+        shown = [f"{name} {m} {value:.2f}" for name, (m, value, _) in entry["shown"].items()]
+        return self.store(entry, started, f"{shots}-shot {'; '.join(shown)}")
+
     def has_samples(self, entry: dict) -> bool:
-        """Whether the records of an entry's items are there."""
+        """Whether the files of an entry's items are there."""
         pattern = entry["samples"]
         return bool(pattern) and all(
             (self.out / pattern.replace("TASK", name)).exists() for name in entry["n-samples"]
         )
 
-    def task(self, subject, language_model, task: Loaded, shots: int) -> dict:
-        """The entry of one task; a stored one where the items are as they were."""
-        args, version = self.args, importlib.metadata.version("lm_eval")
-        settings = {"add_bos_token": args.add_bos_token, "limit": args.limit, "lm_eval": version}
-        entry = self.entry(subject, task.name, shots, **settings)
-        found = self.store.find(entry)
-        complete = found and (not args.log_samples or self.has_samples(found))
-        if complete and found["digest"] == tasks.digest_of_prepared(task, shots, args.limit):
-            return found | {key: entry[key] for key in ("label", "folder")}
-        started = time.perf_counter()
-        results = tasks.evaluate(
-            language_model, task, shots, args.log_samples, args.limit, self.world.is_main
-        )
-        entry |= {"samples": None, "digest": tasks.digest(task), **tasks.summary(task, results)}
-        if args.log_samples and self.world.is_main:
-            date = datetime.datetime.now().isoformat().replace(":", "-")  # as lm-eval has it
-            entry["samples"] = f"samples_TASK_{date}.jsonl"
-            for name, samples in results["samples"].items():
-                write_samples(self.out / entry["samples"].replace("TASK", name), samples)
-        shown = "; ".join(
-            f"{name} {m} {value:.2f}" for name, (m, value, _) in entry["shown"].items()
-        )
-        return self.keep(entry, started, f"{shots}-shot {shown}")
+
+def stored(out: Path) -> list[dict]:
+    """The entries of a folder's results.json. ValueError: the file is damaged."""
+    path = out / "results.json"
+    return configurator.read_json(path).get("entries", []) if path.exists() else []
 
 
-class Store:
-    """A folder's results.json: an entry for every checkpoint, task and setting, reused where all of
-    `KEY` is as it was.
+def same_key(one: dict, other: dict) -> bool:
+    return all(one[key] == other[key] for key in KEY)
 
-    ValueError: the file is damaged.
+
+def add(out: Path, entry: dict) -> list[dict]:
+    """The entries of results.json after this one has taken the place of any of the same key.
+
+    Another call may be writing to the same file: entries of both stay.
     """
-
-    KEY = ("weights", "task", "shots", "settings")
-
-    def __init__(self, folder: Path):
-        self.folder, self.path = folder, folder / "results.json"
-        self.entries: list[dict] = read_json(self.path).get("entries", [])
-
-    def find(self, wanted: dict) -> dict | None:
-        return next(
-            (e for e in self.entries if all(e[key] == wanted[key] for key in self.KEY)), None
-        )
-
-    def add(self, entry: dict) -> None:
-        """Write the entry, in the place of one of the same key, beside what other processes have
-        written meanwhile.
-        """
-        with open(self.folder / ".lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            entries = read_json(self.path).get("entries", [])
-            self.entries = [e for e in entries if any(e[key] != entry[key] for key in self.KEY)] + [
-                entry
-            ]
-            write_json(self.path, {"entries": self.entries})
-
-
-def write_text(path: Path, text: str) -> None:
-    """Complete under its name, or as it was."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    with open(out / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        entries = [old for old in stored(out) if not same_key(old, entry)] + [entry]
+        write_json(out / "results.json", {"entries": entries})
+    return entries
 
 
 def write_samples(path: Path, samples: list[dict]) -> None:
-    """Every item, one JSON object a line: the file that lm-eval's EvaluationTracker makes of
-    them.
+    """Every item, one JSON object a line: the bytes of lm-eval's EvaluationTracker.
+
+    That one takes a full disk for success.
     """
     from lm_eval.utils import handle_non_serializable, sanitize_list
 
     lines = []
     for sample in samples:
-        requests = enumerate(sample["arguments"])
         arguments = {
             f"gen_args_{i}": {f"arg_{j}": each for j, each in enumerate(args)}
-            for i, args in requests
+            for i, args in enumerate(sample["arguments"])
         }
         texts = {key: sanitize_list(sample[key]) for key in ("resps", "filtered_resps")}
         record = sample | texts | {"arguments": arguments, "target": str(sample["target"])}
         lines.append(json.dumps(record, default=handle_non_serializable, ensure_ascii=False) + "\n")
-    write_text(path, "".join(lines))
+    configurator.replace_text(path, "".join(lines))

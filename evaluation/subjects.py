@@ -1,4 +1,4 @@
-"""What is evaluated: a checkpoint of ours, or an exported or released folder."""
+"""What is evaluated: a checkpoint of a run, or an exported or released folder; and its corpus."""
 
 import hashlib
 import os
@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data import tokenizer
+from data.shards import open_corpus
 from model import weights
 from training import checkpoint
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A checkpoint that was found whole; `state` is its state.json, None for an exported folder."""
+    """A model on disk; `state` is its state.json, None for an exported folder."""
 
     label: str
     folder: Path
@@ -24,43 +25,35 @@ class Subject:
         model, encoding, state = checkpoint.load_model(self.folder, device)
         return model, encoding, state["model"]
 
-    def tokenizer(self) -> dict:
-        return tokenizer.describe(self.folder)
-
 
 def find(path: str) -> Subject:
     """The newest checkpoint of a run, a checkpoint folder, or a folder with a config.json.
 
-    ValueError: none.
+    ValueError: it is none of these, or damaged.
     """
     folder = Path(path)
     if checkpoint.is_folder_of_weights(folder):
-        digest = hashlib.sha256()
-        for path in (folder / "config.json", folder / "tokenizer.json", *weights.files(folder)):
-            if path.is_file():
-                with open(path, "rb") as file:
-                    digest.update(hashlib.file_digest(file, "sha256").digest())
-        return Subject(folder.resolve().name, folder, None, digest.hexdigest())
-    found = checkpoint.find(folder)
-    digest = hashlib.sha256((found / checkpoint.SUMS).read_bytes()).hexdigest()
-    state = checkpoint.read_state(found)
-    run = run_of(found.resolve())
-    return Subject(f"{run.name}, step {state['step']:,}", found, state, digest)
+        files = (folder / "config.json", folder / "tokenizer.json", *weights.files(folder))
+        digests = [hashlib.sha256(file.read_bytes()).digest() for file in files if file.is_file()]
+        return Subject(
+            folder.resolve().name, folder, None, hashlib.sha256(b"".join(digests)).hexdigest()
+        )
+    folder = checkpoint.find(folder)
+    state = checkpoint.read_state(folder)
+    label = f"{run_of(folder.resolve()).name}, step {state['step']:,}"
+    digest = hashlib.sha256((folder / checkpoint.SUMS).read_bytes()).hexdigest()
+    return Subject(label, folder, state, digest)
 
 
 def find_all(paths: list[str]) -> list[Subject]:
-    """Each path's subject; labels that would be the same have the folder before as well.
-
-    ValueError: as `find`.
-    """
-    found = [find(path) for path in paths]
-    labels = [subject.label for subject in found]
-    for index, (path, subject) in enumerate(zip(paths, found)):
-        if labels.count(subject.label) > 1:
-            found[index] = replace(
-                subject, label=f"{run_of(Path(path).resolve()).parent.name}/{subject.label}"
-            )
-    return found
+    """Each path's subject. Equal labels have the name of the folder above in front."""
+    subjects = [find(path) for path in paths]
+    labels = [subject.label for subject in subjects]
+    for i, path in enumerate(paths):
+        if labels.count(labels[i]) > 1:
+            above = run_of(Path(path).resolve()).parent.name
+            subjects[i] = replace(subjects[i], label=f"{above}/{labels[i]}")
+    return subjects
 
 
 def run_of(path: Path) -> Path:
@@ -69,14 +62,38 @@ def run_of(path: Path) -> Path:
 
 
 def home(paths: list[str]) -> Path:
-    """Where results go by default: in the run, or, of several, in the folder that holds them.
+    """Where results go by default: into the run, or, of several, into the folder above them all.
 
-    ValueError: none does.
+    ValueError: they have none in common.
     """
-    runs = [run_of(Path(path).resolve()) for path in paths]
-    shared = (
-        runs[0] if len(set(runs)) == 1 else Path(os.path.commonpath([run.parent for run in runs]))
-    )
+    runs = {run_of(Path(path).resolve()) for path in paths}
+    shared = runs.pop() if len(runs) == 1 else Path(os.path.commonpath([r.parent for r in runs]))
     if shared == Path(shared.anchor):
         raise ValueError("the runs have no folder in common: give --out=FOLDER")
     return shared / "eval"
+
+
+def refuse_ids(subject: Subject) -> None:
+    """ValueError: its tokens are ids of a synthetic corpus, for which no task has a text."""
+    if tokenizer.describe(subject.folder)["name"] == "ids":
+        raise ValueError(
+            f"{subject.folder}: its tokens are ids, not text, and --tasks are of text: give "
+            "--val alone"
+        )
+
+
+def open_corpus_of(subject: Subject, dataset: str):
+    """The corpus `dataset`, or, where that is empty, the one that the run was trained on.
+
+    ValueError: there is none, or its tokens are not the model's.
+    """
+    if not dataset and subject.state is None:
+        raise ValueError(f"{subject.folder} does not know its corpus: give --val=DATASET")
+    corpus = open_corpus(dataset or subject.state["run_config"]["dataset"])
+    described = tokenizer.describe(corpus.path), tokenizer.describe(subject.folder)
+    if not tokenizer.same_tokens(*described):
+        raise ValueError(
+            f"{corpus.path} has other tokens than {subject.folder}: give its own corpus, "
+            "--val=DATASET"
+        )
+    return corpus

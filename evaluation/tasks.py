@@ -1,6 +1,4 @@
-"""The paper's eight tasks, any other of lm-evaluation-harness, and what to say of those whose data
-cannot be had.
-"""
+"""The paper's eight tasks and any other of lm-evaluation-harness: finding, loading, evaluating."""
 
 import functools
 import hashlib
@@ -22,23 +20,22 @@ from data.hub import OutOfPatience, check_minutes, kinds, retried
 from training import distributed
 
 # What the paper reports of each task, in its tables' order.
-PAPER_METRICS = {
-    **dict.fromkeys(
-        ("arc_challenge", "arc_easy", "hellaswag", "openbookqa", "piqa", "sciq"), "acc_norm"
-    ),
-    **dict.fromkeys(("social_iqa", "winogrande"), "acc"),
-}
+_ACC_NORM = ("arc_challenge", "arc_easy", "hellaswag", "openbookqa", "piqa", "sciq")
+PAPER_METRICS = dict.fromkeys(_ACC_NORM, "acc_norm")
+PAPER_METRICS |= dict.fromkeys(("social_iqa", "winogrande"), "acc")
 # Of other tasks the first of these that they have, else the first metric they report.
 PREFERRED = ("acc_norm", "acc", "exact_match", "f1")
 PERCENT = (*PREFERRED, "acc_bytes", "acc_mutual_info", "em", "mcc")
 RETRY_MINUTES = 10.0
 SEED = 1234  # of the few-shot examples: lm-eval's own default
+UNKNOWN_DATA = {"RepositoryNotFoundError", "DatasetNotFoundError", "GatedRepoError"}
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """One name of --tasks: a task, or a group or tag of several; `own_shots`: what their files fix,
-    by task.
+    """One name of --tasks with its data: a task, or a group or tag of several.
+
+    tasks: lm-eval's, by name; own_shots: the number of examples that a task's file fixes.
     """
 
     name: str
@@ -51,41 +48,34 @@ class Loaded:
 
 
 def import_lm_eval():
-    """The package. ValueError: not installed."""
-    try:
-        import datasets
-        import lm_eval.api.task
-        import lm_eval.evaluator
-        import lm_eval.tasks
-        from tqdm import tqdm
-    except ImportError as error:
-        raise ValueError(
-            f"evaluation on tasks needs lm-eval ({error}): pip install lm-eval"
-        ) from error
+    """The package, kept quiet. ValueError: it is not installed."""
+    for module in ("api.task", "evaluator", "tasks"):
+        configurator.optional(f"lm_eval.{module}", "evaluation on tasks")
+    import datasets
+    import lm_eval
+    from tqdm import tqdm
+
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    # Its bar over the contexts has no switch: only where a person looks at it, and not once for
-    # every process.
+    # Its bar over the contexts has no switch: a terminal alone gets one, and from one process.
     lm_eval.api.task.tqdm = functools.partial(tqdm, disable=True if distributed.rank() else None)
-    # it warns of every default that a task file leaves out
+    # It warns of every default that a task file leaves out.
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     return lm_eval
 
 
-def go_offline_where_the_hub_is_out_of_reach() -> None:
-    """Ask once; what is not there is then known at once, instead of after 23 s of trying for every
-    task.
+def go_offline_without_a_hub() -> None:
+    """Ask the hub once. Where it is out of reach, `datasets` then looks at its cache alone.
 
-    To be called before `datasets` is imported, which reads the setting then.
+    Otherwise it would try for 23 seconds for each task. It reads the setting when it is imported.
     """
     if os.environ.get("HF_HUB_OFFLINE") or os.environ.get("HF_DATASETS_OFFLINE"):
         return
+    hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:
-        urllib.request.urlopen(
-            os.environ.get("HF_ENDPOINT", "https://huggingface.co"), timeout=5
-        ).close()
+        urllib.request.urlopen(hub, timeout=5).close()
     except (urllib.error.HTTPError, ConnectionResetError):
-        pass  # it answers, or somebody does
+        pass  # it is there, and has troubles that may pass
     except (OSError, ValueError):
         os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -93,62 +83,58 @@ def go_offline_where_the_hub_is_out_of_reach() -> None:
 def open_all(
     names: list[str], include_path: str | None, world, retry_minutes: float = RETRY_MINUTES
 ) -> tuple[list[Loaded], list[str]]:
-    """The tasks that can be had, and a line for each that cannot.
+    """The tasks that can be had, and a line about each that cannot.
 
+    Process 0 comes first, so that data are fetched once; the others load what it has.
     ValueError: an unknown name or folder, no lm-eval.
-
-    Process 0 comes first, so that a data set is fetched once; what it has the others load. What the
-    hub refuses for a while each asks for again.
     """
     check_minutes(retry_minutes)
-    go_offline_where_the_hub_is_out_of_reach()
-    if world.world_size == 1:
-        return load(names, find(names, include_path), retry_minutes)
-    waiting = distributed.patient_group()
+    go_offline_without_a_hub()
+    waiting = distributed.patient_group() if world.world_size > 1 else None
+    loaded, missing = [], []
     if world.is_main:
         loaded, missing = load(names, find(names, include_path), retry_minutes)
-    had = [([task.name for task in loaded], missing) if world.is_main else None]
-    torch.distributed.broadcast_object_list(had, group=waiting)
-    if not world.is_main:
-        names, missing = had[0]
-        loaded, lacking = load(names, find(names, include_path), retry_minutes)
-        missing = missing + lacking
-    torch.distributed.barrier(waiting)
+    if waiting:
+        names_had = [[task.name for task in loaded]]
+        torch.distributed.broadcast_object_list(names_had, group=waiting)
+        if not world.is_main:
+            loaded, missing = load(names_had[0], find(names, include_path), retry_minutes)
+        torch.distributed.barrier(waiting)
     return loaded, missing
 
 
 def find(names: list[str], include_path: str | None):
-    """lm-eval's task manager, which knows all names. ValueError: an unknown one, or no such folder.
+    """lm-eval's task manager, which knows all names.
 
-    lm-eval's own files are read, which takes seconds, only where the folder does not have every
-    name.
+    ValueError: an unknown name, or no such folder.
     """
     if include_path is not None and not os.path.isdir(include_path):
         raise ValueError(f"--include_path={include_path}: there is no such folder")
     new_manager = import_lm_eval().tasks.TaskManager
-    if include_path is not None:
+    if include_path is not None:  # lm-eval's own files take seconds to read: only where needed
         manager = new_manager(include_path=include_path, include_defaults=False)
         if set(names) <= set(manager.all_tasks):
             return manager
     manager = new_manager(include_path=include_path)
     for name in names:
         if name not in manager.all_tasks:
-            raise ValueError(
-                "--tasks: lm-eval has no task "
-                f"{name}{configurator.nearest(name, manager.all_tasks)}"
-            )
+            near = configurator.nearest(name, manager.all_tasks)
+            raise ValueError(f"--tasks: lm-eval has no task {name}{near}")
     return manager
 
 
 def load(names: list[str], manager, retry_minutes: float) -> tuple[list[Loaded], list[str]]:
-    """The tasks that can be had, and one line for each that cannot."""
+    """The tasks that can be had, and one line about each that cannot."""
     loaded, missing = [], []
     for name in names:
+        # Tasks may shuffle; lm-eval's command line sets the same seeds.
+        random.seed(0)
+        np.random.seed(SEED)
+        torch.manual_seed(SEED)
         try:
-            content = retried(
-                lambda name=name: load_one(name, manager), f"task {name}", retry_minutes
-            )
-        # hub, network, file systems and data sets raise many kinds; the cause is named
+            load_it = functools.partial(manager.load, [name])
+            content = retried(load_it, f"task {name}", retry_minutes)
+        # The hub, the network, the disk and the data set raise many kinds; the cause is named.
         except Exception as error:
             missing.append(line_about(name, manager, error))
             if isinstance(error, OutOfPatience):
@@ -159,83 +145,67 @@ def load(names: list[str], manager, retry_minutes: float) -> tuple[list[Loaded],
     return loaded, missing
 
 
-def load_one(name: str, manager) -> dict:
-    random.seed(0)  # tasks may shuffle; lm-eval's command line sets the same seeds
-    np.random.seed(SEED)
-    torch.manual_seed(SEED)
-    return manager.load([name])
-
-
 def line_about(name: str, manager, error: Exception) -> str:
     """What cannot be had, why, and what to do about that."""
     config = getattr(manager.task_index.get(name), "cfg", None) or {}
     data = " ".join(str(config[key]) for key in ("dataset_path", "dataset_name") if config.get(key))
     cause = " ".join(f"{type(error).__name__}: {error}".split())
     cause = cause if len(cause) < 160 else cause[:157] + "..."
-    found = kinds(error)
     advice = "connect to the Hugging Face hub once, or set HF_HOME to a folder that has it"
     if isinstance(error, OutOfPatience):
         advice = "run the same command again later, which goes on with what is missing"
-    elif found & {"RepositoryNotFoundError", "DatasetNotFoundError", "GatedRepoError"}:
-        advice = "the hub knows no such data set, or it is private or gated: accept its terms, then `hf auth login`"
-    return f"task {name} is left out: its data set {data or 'is not known and'} cannot be had ({cause}); {advice}"
-
-
-def evaluate(
-    language_model, task: Loaded, shots: int, log_samples: bool, limit: int | None, bootstrap: bool
-):
-    """lm-eval's results of a task, its own few-shot number where its file says 0, as lm-eval has
-    it.
-    """
-    prepare(task, shots)
-    return import_lm_eval().evaluator.evaluate(
-        lm=language_model,
-        task_dict=task.content,
-        log_samples=log_samples,
-        limit=limit,
-        bootstrap_iters=100_000 if bootstrap else 0,
-    )
+    elif kinds(error) & UNKNOWN_DATA:
+        advice = (
+            "the hub knows no such data set, or it is private or gated: accept its terms, then "
+            "`hf auth login`"
+        )
+    data = f"its data set {data or 'is not known and'} cannot be had ({cause})"
+    return f"task {name} is left out: {data}; {advice}"
 
 
 def prepare(task: Loaded, shots: int) -> None:
-    """Set the number of few-shot examples and the seed that draws them."""
+    """Set the number of few-shot examples, and the seed that draws them.
+
+    A 0 in a task's file stays 0, as lm-eval has it; other numbers there are defaults.
+    """
     for name, each in task.tasks.items():
         each.set_config(key="num_fewshot", value=0 if task.own_shots[name] == 0 else shots)
         each.set_fewshot_seed(seed=SEED)
 
 
-def described(value) -> str:
-    """What a setting is, the same in every process: of a function its code, of an object what it
-    calls itself.
-    """
-    if code := getattr(value, "__code__", None):
-        constants = [each for each in code.co_consts if isinstance(each, str | int | float)]
-        return f"{value.__qualname__} {code.co_code.hex()} {code.co_names} {constants}"
-    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
+def evaluate(
+    language_model, task: Loaded, shots: int, samples: bool, limit: int | None, bootstrap: bool
+) -> dict:
+    """lm-eval's results of a task; samples: also every item's; bootstrap: with standard errors."""
+    prepare(task, shots)
+    return import_lm_eval().evaluator.evaluate(
+        lm=language_model,
+        task_dict=task.content,
+        log_samples=samples,
+        limit=limit,
+        bootstrap_iters=100_000 if bootstrap else 0,
+    )
 
 
 def digest(task: Loaded) -> str:
-    """SHA-256 over what was asked and what is right: the tasks' settings (right answers, metrics,
-    filters), the requests that they have built, and their documents.
-    """
+    """SHA-256 over what is asked and what is right: the tasks' settings, and requests as built."""
     total = hashlib.sha256()
     for name, each in sorted(task.tasks.items()):
         total.update(f"{name} {each.VERSION}".encode())
         settings = each.config.to_dict(keep_callable=True)
         total.update(json.dumps(settings, sort_keys=True, default=described).encode())
         for request in each.instances:
-            total.update(
-                json.dumps([request.doc, request.args], sort_keys=True, default=str).encode()
-            )
+            content = [request.doc, request.args]
+            total.update(json.dumps(content, sort_keys=True, default=str).encode())
     return total.hexdigest()
 
 
-def digest_of_prepared(task: Loaded, shots: int, limit: int | None) -> str:
-    """The same before an evaluation."""
-    prepare(task, shots)
-    for each in task.tasks.values():
-        each.build_all_requests(limit=limit)
-    return digest(task)
+def described(value) -> str:
+    """A setting as text that is the same in every process: of a function its code."""
+    if code := getattr(value, "__code__", None):
+        constants = [each for each in code.co_consts if isinstance(each, str | int | float)]
+        return f"{value.__qualname__} {code.co_code.hex()} {code.co_names} {constants}"
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
 def summary(task: Loaded, results: dict) -> dict:
@@ -244,39 +214,29 @@ def summary(task: Loaded, results: dict) -> dict:
     A group shows its own figure, where it has one, and anything else those of its tasks.
     """
     metrics = results["results"]
-    names = (
-        [task.name]
-        if numbers(metrics.get(task.name, {}))
-        else [name for name in metrics if name in task.tasks]
-    )
-    return {
-        "shown": {name: metric_of(name, metrics[name]) for name in names if numbers(metrics[name])},
-        "results": metrics,
-        "versions": results["versions"],
-        "n-shot": results["n-shot"],
-        "n-samples": results["n-samples"],
-    }
+    names = [name for name in metrics if name in task.tasks]
+    if numbers(metrics.get(task.name, {})):
+        names = [task.name]
+    shown = {name: metric_of(name, metrics[name]) for name in names if numbers(metrics[name])}
+    same = {key: results[key] for key in ("versions", "n-shot", "n-samples")}
+    return {"shown": shown, "results": metrics, **same}
 
 
 def numbers(values: dict) -> dict[str, tuple]:
-    """{metric: (value, standard error)} of a task's or group's results; of several filters the
-    first.
-    """
-    found: dict[str, tuple] = {}
+    """{metric: (value, standard error)} of a task's results; of several filters the first's."""
+    result: dict[str, tuple] = {}
     for key, value in values.items():
         metric, comma, _ = key.partition(",")
         if comma and not metric.endswith("_stderr") and isinstance(value, int | float):
-            found.setdefault(metric, (value, values.get(key.replace(",", "_stderr,", 1))))
-    return found
+            result.setdefault(metric, (value, values.get(key.replace(",", "_stderr,", 1))))
+    return result
 
 
 def metric_of(name: str, values: dict) -> tuple[str, float, float | None]:
-    """(metric, value, standard error or None) that a table shows of results with numbers, shares in
-    percent.
-    """
-    found = numbers(values)
-    metric = next(m for m in (PAPER_METRICS.get(name), *PREFERRED, *found) if m in found)
-    value, error = found[metric]
-    # some tasks give percent themselves
-    factor = 100 if metric in PERCENT and abs(value) <= 1 else 1
+    """(metric, value, standard error or None) that a table shows, shares in percent."""
+    by_metric = numbers(values)
+    wanted = (PAPER_METRICS.get(name), *PREFERRED, *by_metric)
+    metric = next(each for each in wanted if each in by_metric)
+    value, error = by_metric[metric]
+    factor = 100 if metric in PERCENT and abs(value) <= 1 else 1  # some tasks give percent
     return metric, value * factor, error * factor if isinstance(error, int | float) else None

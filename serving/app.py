@@ -1,15 +1,14 @@
 """The page of a trained model: `python sample.py RUN --serve`.
 
     GET  /          the page (page.html, page.css, page.js: no framework, nothing from elsewhere)
-    GET  /model   what the model is, what its writes say of each token, and the limits of a request
-    POST /generate  a `Request` as JSON -> lines of JSON as they are made: the events of serving/events.py
+    GET  /model     what the model is, what its writes say of each token, and the limits of a request
+    POST /generate  a `Request` as JSON -> lines of JSON as they are made: the events of events.py
 
 docs/serving.md describes them. A mistake is answered with {"message": one line}, within a stream
 too. One generation runs at a time; it ends with its connection.
 """
 
 import contextlib
-import dataclasses
 import ipaddress
 import itertools
 import json
@@ -30,26 +29,21 @@ try:
     from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
     from pydantic import BaseModel, ConfigDict, Field
 except ImportError as error:
-    raise ValueError(
-        "the page needs the fastapi and uvicorn packages: pip install fastapi uvicorn"
-    ) from error
+    advice = "the page needs the fastapi and uvicorn packages: pip install fastapi uvicorn"
+    raise ValueError(advice) from error
 
 from data.tokenizer import encode_prompt
 from model.generation import Sampling
-from serving.events import each_under, events
+from serving.events import declared, each_under, events
 from serving.guard import EVERY_ADDRESS, Guard
-from serving.statistics import declared
 
-FILES = {
-    "/": "page.html",
-    "/page.css": "page.css",
-    "/page.js": "page.js",
-    "/heatmap.js": "heatmap.js",
-}
-FILES |= {"/icon.svg": "icon.svg"}
+FILES = {"/": "page.html"}
+FILES |= {f"/{name}": name for name in ("page.css", "page.js", "heatmap.js", "icon.svg")}
 MOST_NEW_TOKENS = 2048
 LONGEST_PROMPT = 2**16  # characters
 PATIENCE = 2.0  # seconds that a request waits for one that is being stopped
+
+Stop = Annotated[str, Field(min_length=1, max_length=100)]
 
 
 class Request(BaseModel):
@@ -67,24 +61,17 @@ class Request(BaseModel):
     top_k: int | None = None
     top_p: float = 1.0
     min_p: float = 0.0
-    stop: Annotated[
-        list[Annotated[str, Field(min_length=1, max_length=100)]], Field(max_length=8)
-    ] = []
-    # a number that JavaScript holds exactly
-    seed: Annotated[int, Field(ge=0, lt=2**53)] | None = None
+    stop: Annotated[list[Stop], Field(max_length=8)] = []
+    seed: Annotated[int, Field(ge=0, lt=2**53)] | None = None  # JavaScript holds it exactly
 
 
 class JSONLines(StreamingResponse):
-    """A line for each event, as it comes.
-
-    However the response ends, the events are closed, which ends their work.
-    """
+    """A line for each event, as it comes. However it ends, the events are closed: so is their work."""
 
     def __init__(self, source):
         self.source = source
-        super().__init__(
-            (json.dumps(event) + "\n" for event in source), media_type="application/x-ndjson"
-        )
+        lines = (json.dumps(event) + "\n" for event in source)
+        super().__init__(lines, media_type="application/x-ndjson")
 
     async def __call__(self, scope, receive, send):
         try:
@@ -105,37 +92,31 @@ def one_at_a_time(lock: threading.Lock, source):
 
 
 def one_line(error: Exception) -> str:
-    """What is wrong with a request: `temperature=-1.0: give 0 or more`, or pydantic's first
-    complaint in that form.
+    """What is wrong with a request: `temperature=-1.0: give 0 or more`, or pydantic's complaint."""
+    if not isinstance(error, RequestValidationError):
+        return " ".join(str(error).split())
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return "the request is not JSON"
+    if first["type"] == "model_attributes_type":
+        fix = "send one, with the header content-type: application/json"
+        return f"the request is no JSON object: {fix}"
+    key = ".".join(str(part) for part in first["loc"] if part != "body") or "the request"
+    return f"{key}: {first['msg'][0].lower()}{first['msg'][1:]}"
+
+
+def create_app(model, tokenizer, facts: dict, host="127.0.0.1", first_seed=0) -> FastAPI:
+    """The application. Autocast stays as it is at this call.
+
+    facts: of `facts_of`; host: what the server is bound to. Requests without a seed have
+    first_seed, first_seed + 1, ..., as the samples of sample.py.
     """
-    if isinstance(error, RequestValidationError):
-        first = error.errors()[0]
-        if first["type"] == "json_invalid":
-            return "the request is not JSON"
-        if first["type"] == "model_attributes_type":
-            return "the request is no JSON object: send one, with the header content-type: application/json"
-        key = ".".join(str(part) for part in first["loc"] if part != "body") or "the request"
-        return f"{key}: {first['msg'][0].lower()}{first['msg'][1:]}"
-    return " ".join(str(error).split())
-
-
-def create_app(
-    model, tokenizer, facts: dict, host: str = "127.0.0.1", first_seed: int = 0
-) -> FastAPI:
-    """The application.
-
-    facts: of `facts_of`; host: what the server is bound to. Autocast stays as it is at this call.
-
-    Requests without a seed have first_seed, first_seed + 1, ..., as the samples of sample.py.
-    """
-    # their pages load scripts from elsewhere
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)  # those load from elsewhere
     app.add_middleware(Guard, host=host)
     app.state.closing = lambda: False
-    device = model.rope_cos.device.type
-    autocast = partial(
-        torch.autocast, device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-    )
+    device, longest = model.rope_cos.device.type, model.config.block_size
+    enabled = torch.is_autocast_enabled(device)
+    autocast = partial(torch.autocast, device, torch.get_autocast_dtype(device), enabled)
     lock, seeds = threading.Lock(), itertools.count(first_seed)
 
     @app.exception_handler(RequestValidationError)
@@ -150,20 +131,14 @@ def create_app(
     @app.post("/generate")
     def generate(request: Request) -> JSONLines:
         asked = {**facts["defaults"], **request.model_dump(exclude_unset=True)}
-        sampling = Sampling(
-            **{field.name: asked[field.name] for field in dataclasses.fields(Sampling)}
-        )
+        sampling = Sampling(**{name: asked[name] for name in Sampling.__dataclass_fields__})
         prompt = encode_prompt(tokenizer, request.prompt)
-        if len(prompt) > (longest := model.config.block_size):
-            raise ValueError(
-                f"the prompt has {len(prompt)} tokens: give at most {longest}, end-of-text included"
-            )
+        if len(prompt) > longest:
+            fix = f"give at most {longest}, end-of-text included"
+            raise ValueError(f"the prompt has {len(prompt)} tokens: {fix}")
         seed = next(seeds) if request.seed is None else request.seed
-        new, stop = asked["max_new_tokens"], asked["stop"]
-        source = events(
-            model, tokenizer, prompt, new, sampling, seed, stop, cancelled=app.state.closing
-        )
-        return JSONLines(one_at_a_time(lock, each_under(autocast, source)))
+        keys = prompt, asked["max_new_tokens"], sampling, seed, asked["stop"], app.state.closing
+        return JSONLines(one_at_a_time(lock, each_under(autocast, events(model, tokenizer, *keys))))
 
     for path, name in FILES.items():
         file = Path(__file__).with_name(name)
@@ -191,10 +166,7 @@ def facts_of(model, tokenizer, state: dict, defaults: dict) -> dict:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that takes connections already.
-
-    ValueError: the address is taken or not this machine's.
-    """
+    """A socket that takes connections. ValueError: the address is taken or not this machine's."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=128)
@@ -209,27 +181,22 @@ def serve(model, tokenizer, state: dict, args, sampling: Sampling) -> None:
     ValueError: the address cannot be had, or args.max_new_tokens is more than the page allows.
     """
     if args.max_new_tokens > MOST_NEW_TOKENS:
-        raise ValueError(
-            f"--max_new_tokens={args.max_new_tokens}: with --serve give at most {MOST_NEW_TOKENS}"
-        )
+        fix = f"with --serve give at most {MOST_NEW_TOKENS}"
+        raise ValueError(f"--max_new_tokens={args.max_new_tokens}: {fix}")
     defaults = {**vars(sampling), "max_new_tokens": args.max_new_tokens, "stop": args.stop}
     listening = listen(args.host, args.port)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a closed tab must not end the server
     address, port = listening.getsockname()[:2]
-    # also of --host=0, or of an empty one
-    host = address if address in EVERY_ADDRESS else args.host
+    host = address if address in EVERY_ADDRESS else args.host  # also of --host=0, or an empty one
     app = create_app(model, tokenizer, facts_of(model, tokenizer, state, defaults), host, args.seed)
-    server = uvicorn.Server(
-        uvicorn.Config(app, log_level="warning", access_log=False, server_header=False)
-    )
+    settings = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False)
+    server = uvicorn.Server(settings)
     app.state.closing = lambda: server.should_exit
     print(f"http://{f'[{host}]' if ':' in host else host}:{port} (Ctrl+C ends it)", flush=True)
     if not ipaddress.ip_address(address).is_loopback:
-        where = (
-            "; from elsewhere, open it by this machine's numeric address"
-            if host in EVERY_ADDRESS
-            else ""
-        )
-        print(f"note: everyone who can reach this machine can use the page{where}", file=sys.stderr)
+        note = "everyone who can reach this machine can use the page"
+        if host in EVERY_ADDRESS:
+            note += "; from elsewhere, open it by this machine's numeric address"
+        print(f"note: {note}", file=sys.stderr)
     with contextlib.suppress(KeyboardInterrupt):  # which the server hands on when it has ended
         server.run(sockets=[listening])

@@ -1,11 +1,76 @@
-"""What the page is sent of a generation: events, each token with its text and statistics."""
+"""What the page is sent of a generation: events, each token with its text and with what the model's
+writes say of it.
+"""
 
+import contextlib
+import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
 
 from model.decoding import Decoder
 from model.generation import Generation, Sampling, Text
-from serving.statistics import recorded
+from model.residual import DeltaRewrite
+from training.residual_statistics import Watched
+
+
+class Recorder(Watched):
+    """The statistics of the writes by name, as passes are made; `take` hands out the newest."""
+
+    def __init__(self):
+        super().__init__(self.see)
+        self.passes: dict[str, dict[str, list]] = {}  # statistic -> site -> (B, T) of each pass
+        self.about: dict[str, set] = {}  # statistic -> (its range, whether it is the gate of DDL)
+
+    def begin(self, model, x, cache):
+        self.met = Counter()
+        return super().begin(model, x, cache)
+
+    def see(self, site, quantities: dict) -> None:
+        label = f"{site.layer} {site.name}"
+        self.met[label] += 1
+        if self.met[label] > 1:  # a block that occurs several times in a model
+            label += f" ({self.met[label]})"
+        for name, values in quantities["statistics"].items():
+            self.passes.setdefault(name, {}).setdefault(label, []).append(values)
+            gate = name == "beta" and isinstance(site.write, DeltaRewrite)
+            limits = getattr(site.write, "ranges", {}).get(name)
+            self.about.setdefault(name, set()).add((limits, gate))
+
+    def take(self, tokens: int) -> list[dict[str, list[float | None]]]:
+        """Of each of the first sequence's newest `tokens` tokens: {statistic: a number of each site
+        that has it}, None for one that is not finite.
+
+        A pass that read older tokens anew is known by its length: what was handed out before is
+        left out.
+        """
+        found: list[dict] = [{} for _ in range(tokens)]
+        for name, sites in self.passes.items():
+            columns = [torch.cat(each, dim=1)[0, -tokens:] for each in sites.values()]
+            for token, row in zip(found, torch.stack(columns, dim=1).tolist()):
+                token[name] = [value if math.isfinite(value) else None for value in row]
+            for each in sites.values():
+                each.clear()
+        return found
+
+
+@torch.no_grad()
+def declared(model: nn.Module) -> list[dict]:
+    """The statistics of a model's writes: "name", "sites" in the order of a pass (`0 attn`, `0
+    mlp`, ...), "range" as the writes declare it or None, and "gate": whether it is the beta of a
+    delta rewrite, of which 0 keeps, 1 overwrites and 2 reflects.
+    """
+    recorder, found = Recorder(), []
+    with model.through(recorder):
+        model(torch.zeros(1, 1, dtype=torch.int64, device=model.rope_cos.device))
+    for name, sites in recorder.passes.items():
+        limits, gates = map(set, zip(*recorder.about[name]))
+        limit = limits.pop() if len(limits) == 1 else None
+        found.append({"name": name, "sites": list(sites), "range": limit, "gate": gates == {True}})
+    return found
 
 
 class Pieces:
@@ -26,8 +91,15 @@ class Pieces:
     def stopped(self) -> bool:
         return self.shown.stopped
 
-    def prompt(self, token: int, statistics: dict) -> dict:
-        return self.piece(token, statistics, prompt=True)
+    def piece(self, token: int, statistics: dict, prompt: bool = True) -> dict:
+        """What is sent of a token. `label`: its text by itself, or its bytes if not UTF-8."""
+        data = self.tokenizer.decode_single_token_bytes(token)
+        try:
+            label = data.decode("utf-8")
+        except UnicodeDecodeError:
+            label = f"bytes {data.hex(' ')}"
+        about = {"id": token, "text": self.whole.add(token), "label": label}
+        return about | {"statistics": statistics, "prompt": prompt}
 
     def add(self, token: int, statistics: dict) -> list[dict]:
         """The generated tokens that can be shown with this one."""
@@ -41,24 +113,6 @@ class Pieces:
             self.held[-1]["text"] += self.whole.end()
         self.characters += len(self.shown.end())
         return self.released()
-
-    def piece(self, token: int, statistics: dict, prompt: bool) -> dict:
-        text, label = self.whole.add(token), self.label(token)
-        return {
-            "id": token,
-            "text": text,
-            "label": label,
-            "statistics": statistics,
-            "prompt": prompt,
-        }
-
-    def label(self, token: int) -> str:
-        """The token by itself: its text, or its bytes where those are not UTF-8."""
-        data = self.tokenizer.decode_single_token_bytes(token)
-        try:
-            return data.decode("utf-8")
-        except UnicodeDecodeError:
-            return f"bytes {data.hex(' ')}"
 
     def released(self) -> list[dict]:
         """Take from `held` whole tokens with at most `characters` of text, up to one that ends a
@@ -88,27 +142,19 @@ def events(
     A token is sent when the pass that reads it has been made, with the statistics of that pass: a
     generated one when its successor is drawn. So one more token is drawn than shown.
     """
-    started, made, why = time.perf_counter(), 0, "all new tokens made"
+    started, made, why, recorder = time.perf_counter(), 0, "all new tokens made", Recorder()
     decoder = Decoder(model, 1, min(len(prompt) + max_new_tokens, model.config.block_size))
-    generation = Generation(
-        decoder,
-        [prompt],
-        max_new_tokens + 1,
-        sampling,
-        [seed],
-        tokenizer.eot_token,
-        tokenizer.n_vocab,
-    )
-    pieces = Pieces(tokenizer, stop)
+    ends = tokenizer.eot_token, tokenizer.n_vocab
+    generation = Generation(decoder, [prompt], max_new_tokens + 1, sampling, [seed], *ends)
+    pieces, unread = Pieces(tokenizer, stop), prompt
     yield {"seed": seed}
-    with recorded(model) as recorder:
-        unread = prompt
+    with model.through(recorder):
         for [token] in generation:
             columns = recorder.take(len(unread))
             if made:
                 shown = pieces.add(unread[0], columns[0])
             else:
-                shown = [pieces.prompt(*pair) for pair in zip(prompt, columns)]
+                shown = list(map(pieces.piece, prompt, columns))
             if shown:
                 yield {"tokens": shown}
             if pieces.stopped or token is None:
@@ -131,12 +177,10 @@ def each_under(context: Callable, source: Iterator) -> Iterator:
     For autocast: a thread has it for itself alone, and a server makes the items of one source in
     several threads.
     """
-    try:
+    with contextlib.closing(source):
         while True:
             with context():
                 item = next(source, None)
             if item is None:
                 return
             yield item
-    finally:
-        source.close()

@@ -5,27 +5,26 @@ large bodies.
 import ipaddress
 from urllib.parse import urlsplit
 
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 
 from training.metrics import size
 
 LARGEST_BODY = 2**19  # bytes
 EVERY_ADDRESS = ("0.0.0.0", "::")
-HEADERS = {
-    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
+OWN_ALONE = (
+    "default-src 'self'",
+    "base-uri 'none'",
+    "form-action 'none'",
     "frame-ancestors 'none'",
+)
+HEADERS = {
+    "content-security-policy": "; ".join(OWN_ALONE),
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
-
-
-def is_address(name: str) -> bool:
-    try:
-        return bool(ipaddress.ip_address(name))
-    except ValueError:
-        return False
 
 
 def host_fits(header: str, bound: str) -> bool:
@@ -37,11 +36,11 @@ def host_fits(header: str, bound: str) -> bool:
     """
     try:
         name = urlsplit(f"//{header}").hostname
-    except ValueError:
+        if name in ("localhost", "127.0.0.1", "::1", bound.lower()):
+            return True
+        return bound in EVERY_ADDRESS and bool(ipaddress.ip_address(name or ""))
+    except ValueError:  # not even a name, or one that is no numeric address
         return False
-    if name in ("localhost", "127.0.0.1", "::1", bound.lower()):
-        return True
-    return bound in EVERY_ADDRESS and name is not None and is_address(name)
 
 
 class Guard:
@@ -52,14 +51,11 @@ class Guard:
     def __init__(self, app, host: str):
         self.app, self.host = app, host
 
-    def refusal(self, method: str, headers: dict[str, str]) -> tuple[int, str] | None:
+    def refusal(self, method: str, headers: Headers) -> tuple[int, str] | None:
         host, length = headers.get("host", ""), headers.get("content-length", "")
         if not host_fits(host, self.host):
-            return (
-                403,
-                f"this page does not answer to the name {host!r}: open it under the address it "
-                "printed",
-            )
+            fix = "open it under the address it printed"
+            return 403, f"this page does not answer to the name {host!r}: {fix}"
         if "origin" in headers and urlsplit(headers["origin"]).netloc != host:
             return 403, "this page answers no other site"
         if method not in ("GET", "HEAD") and not length.isdecimal():
@@ -74,14 +70,10 @@ class Guard:
 
         async def send_with_headers(message):
             if message["type"] == "http.response.start":
-                added = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
-                message = {**message, "headers": [*message["headers"], *added]}
+                MutableHeaders(scope=message).update(HEADERS)
             await send(message)
 
-        headers = {
-            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
-        }
         app = self.app
-        if refused := self.refusal(scope["method"], headers):
+        if refused := self.refusal(scope["method"], Headers(scope=scope)):
             app = JSONResponse({"message": refused[1]}, status_code=refused[0])
         await app(scope, receive, send_with_headers)

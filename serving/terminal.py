@@ -28,29 +28,25 @@ class Settings(Sampling):
     def __post_init__(self):
         super().__post_init__()
         if self.stop == "":
-            raise ValueError(
-                "an empty stop string would stop every text at once: /stop=None for none"
-            )
+            what = "an empty stop string would stop every text at once"
+            raise ValueError(f"{what}: /stop=None for none")
         if self.max_new_tokens < 1 or not 0 <= self.seed < 2**62:
-            raise ValueError(
-                f"max_new_tokens={self.max_new_tokens}, seed={self.seed}: give 1 or more, 0 or more"
-            )
+            what = f"max_new_tokens={self.max_new_tokens}, seed={self.seed}"
+            raise ValueError(f"{what}: give 1 or more, 0 or more")
 
-    def lines(self) -> str:
+    def help(self) -> str:
         schema = configurator.knobs(Settings)
-        return "\n".join(
-            f"  /{key}={value}".ljust(30) + schema[key].help for key, value in vars(self).items()
-        )
+        lines = [f"  /{k}={value}".ljust(30) + schema[k].help for k, value in vars(self).items()]
+        return "\n".join([HELP, *lines])
 
-
-def changed(settings: Settings, command: str) -> Settings:
-    """The settings after /KEY=VALUE. ValueError: unknown key, or a value that does not fit."""
-    key, equals, value = command.partition("=")
-    if not equals:
-        raise ValueError(f"/{command} is no command: /KEY=VALUE, /help and /quit are")
-    schema = configurator.knobs(Settings)
-    configurator.refuse_unknown([key], schema, dashes="/")
-    return dataclasses.replace(settings, **{key: schema[key].parse(key, value)})
+    def changed(self, command: str) -> "Settings":
+        """After /KEY=VALUE. ValueError: an unknown key, or a value that does not fit."""
+        key, equals, value = command.partition("=")
+        if not equals:
+            raise ValueError(f"/{command} is no command: /KEY=VALUE, /help and /quit are")
+        schema = configurator.knobs(Settings)
+        configurator.refuse_unknown([key], schema, dashes="/")
+        return dataclasses.replace(self, **{key: schema[key].parse(key, value)})
 
 
 def read_line() -> str | None:
@@ -67,37 +63,38 @@ def reply(decoder: Decoder, tokenizer, text: str, settings: Settings) -> str:
 
     Ctrl-C ends it.
     """
-    pieces, made, started = [], 0, time.perf_counter()
+    reply, made, started = "", 0, time.perf_counter()
     stop = [] if settings.stop is None else [settings.stop.replace("\\n", "\n")]
-    prompt = encode_prompt(tokenizer, text)
+    options = settings.max_new_tokens, settings, [settings.seed], stop
+    prompts = [encode_prompt(tokenizer, text)]
     with contextlib.suppress(KeyboardInterrupt):
-        options = settings.max_new_tokens, settings, [settings.seed], stop
-        for _, piece, new in generate_text(decoder, tokenizer, [prompt], *options):
-            pieces.append(piece or "")
+        for _, piece, new in generate_text(decoder, tokenizer, prompts, *options):
+            reply += piece or ""
             made += new
-            print(pieces[-1], end="", flush=True)
+            print(piece or "", end="", flush=True)
     seconds = time.perf_counter() - started
     print(flush=True)
     print(f"{made} tokens, {made / seconds:,.1f} tokens/s", file=sys.stderr, flush=True)
-    return "".join(pieces)
+    return reply
 
 
-def converse(decoder: Decoder, tokenizer, settings: Settings) -> None:
-    """Answer prompts until the input ends."""
+def converse(decoder: Decoder, tokenizer, args, sampling: Sampling) -> None:
+    """Answer prompts until the input ends; args: sample.py's."""
+    rest = args.max_new_tokens, args.seed, args.stop[0] if args.stop else None
+    settings, text = Settings(*vars(sampling).values(), *rest), ""
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 (input() then has a history and arrow keys)
-        print(HELP, settings.lines(), sep="\n")
-    text = ""
+        print(settings.help())
     while True:
         try:
             line = read_line()
             if line in (None, "/quit"):
                 return
             if line == "/help":
-                print(HELP, settings.lines(), sep="\n")
+                print(settings.help())
             elif line.startswith("/") and not line.startswith("//"):
-                settings = changed(settings, line[1:])
+                settings = settings.changed(line[1:])
             else:
                 text = line or text
                 print(text, end="", flush=True)

@@ -683,12 +683,10 @@ def test_older_tables_stay_and_grow(run, folder, tmp_path):
 
 
 def test_evaluations_that_write_at_once_keep_each_others_results(tmp_path):
-    one, other = runner.Store(tmp_path), runner.Store(tmp_path)
     entry = {"weights": "w", "task": "a", "shots": 0, "settings": {}}
-    one.add(entry)
-    other.add(entry | {"task": "b"})
-    one.add(entry | {"value": 1})
-    assert runner.Store(tmp_path).entries == [entry | {"task": "b"}, entry | {"value": 1}]
+    for each in (entry, entry | {"task": "b"}, entry | {"value": 1}):
+        runner.add(tmp_path, each)
+    assert runner.stored(tmp_path) == [entry | {"task": "b"}, entry | {"value": 1}]
 
 
 def test_labels_and_places_of_results(run):

@@ -28,9 +28,8 @@ from model.decoding import round_matrices
 from model.generation import Sampling
 from model.gpt import Stream
 from serving import app as serving_app
-from serving.events import Pieces, events
+from serving.events import Pieces, declared, events
 from serving.guard import host_fits
-from serving.statistics import declared
 from training.checkpoint import load_model
 from training.residual_statistics import Watched
 

@@ -10,7 +10,7 @@ import torch
 from data.loader import ValidationBatches
 from data.windows import Windows
 from evaluation import subjects
-from evaluation.runner import open_corpus_of
+from evaluation.subjects import open_corpus_of
 from training.metrics import duration
 
 SAY_AFTER = 20.0  # seconds without a line

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves
 
 import configurator
-from evaluation.runner import open_corpus_of
+from evaluation.subjects import open_corpus_of
 from model.block import Stream
 from research.analysis import common, edits, gates_figures, gates_summary
 from research.analysis.parts import ALONG, DETAILS, SHARES, cosines, entry

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from evaluation import tables
-from evaluation.runner import open_corpus_of
+from evaluation.subjects import open_corpus_of
 from model.block import Stream
 from model.layers import at_least_fp32
 from research.analysis import common, texts

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from data.loader import ValidationBatches
 from evaluation import tables
-from evaluation.runner import open_corpus_of
+from evaluation.subjects import open_corpus_of
 from model.block import Stream, past
 from research.analysis import common
 from research.reporting.style import line, numbers, pyplot

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from evaluation import tables
-from evaluation.runner import open_corpus_of
+from evaluation.subjects import open_corpus_of
 from model.block import Stream
 from research.analysis import common
 from research.analysis.parts import SHORTCUTS, entry

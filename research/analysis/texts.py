@@ -24,7 +24,7 @@ def ids_of(argument: str, model, encoding) -> torch.Tensor:
 def pieces_of(ids: torch.Tensor, encoding) -> list[dict]:
     """Of each token of ids (1, T): `text`, which joined are the whole, and `label`, the token by itself."""
     pieces = Pieces(encoding, [])
-    found = [pieces.prompt(token, None) for token in ids[0].tolist()]
+    found = [pieces.piece(token, None) for token in ids[0].tolist()]
     found[-1]["text"] += pieces.whole.end()
     return [{key: each[key] for key in ("text", "label")} for each in found]
 
