@@ -30,16 +30,11 @@ from training.provenance import provenance
 
 def arguments():
     parser = configurator.Parser(description=__doc__)
-    parser.add_argument(
-        "run", help="run folder (its newest checkpoint), checkpoint folder, or released folder"
-    )
-    parser.add_argument("out_dir", help="folder to make; empty or absent")
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights"
-    )
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace a folder that was exported before"
-    )
+    add = parser.add_argument
+    add("run", help="run folder (its newest checkpoint), checkpoint folder, or released folder")
+    add("out_dir", help="folder to make; empty or absent")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
+    add("--overwrite", action="store_true", help="replace a folder that was exported before")
     return parser.parse_args()
 
 
@@ -51,88 +46,51 @@ def check_out(out: Path, overwrite: bool) -> None:
         if not overwrite:
             raise ValueError(f"{out} is not empty: give another OUT_DIR, or --overwrite")
         if not (out / "modeling_ddl.py").is_file():
-            raise ValueError(
-                f"{out} holds something else than an exported model: give another OUT_DIR"
-            )
-
-
-def config_json(stem: str, model, encoding, dtype: str) -> dict:
-    """config.json: the model's keys, and what transformers asks for."""
-    classes = {
-        "AutoConfig": "configuration_ddl.DDLConfig",
-        "AutoModelForCausalLM": "modeling_ddl.DDLForCausalLM",
-    }
-    head = {
-        "architectures": ["DDLForCausalLM"],
-        "auto_map": classes,
-        "model_type": "ddl",
-        "stem": stem,
-        "dtype": dtype,
-    }
-    tied = bool(aliases(model))  # transformers asks it of all weights
-    return {
-        **head,
-        "tie_word_embeddings": tied,
-        **token_ids(encoding),
-        **dataclasses.asdict(model.config),
-    }
-
-
-def token_ids(encoding) -> dict:
-    return dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), encoding.eot_token)
-
-
-def generation_json(model, encoding) -> dict:
-    """generation_config.json: rows of the embedding beyond the tokenizer's tokens are never
-    drawn.
-    """
-    unused = list(range(encoding.n_vocab, model.config.vocab_size))
-    return {**token_ids(encoding), **({"suppress_tokens": unused} if unused else {})}
-
-
-def tokenizer_files(model, encoding) -> dict[str, dict]:
-    """tokenizer.json and tokenizer_config.json of transformers.
-
-    ValueError: a vocabulary that it cannot express.
-    """
-    tokens = [
-        token for token, _ in sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1])
-    ]
-    special = dict.fromkeys(
-        ("bos_token", "eos_token", "pad_token", "unk_token"), tokenizer.END_OF_TEXT
-    )
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **special, "padding_side": "left"}
-    settings |= {"model_max_length": model.config.block_size, "clean_up_tokenization_spaces": False}
-    return {
-        "tokenizer.json": tokenizer_json.write(encoding._pat_str, tokens, tokenizer.END_OF_TEXT),
-        "tokenizer_config.json": settings,
-    }
+            what = "something else than an exported model"
+            raise ValueError(f"{out} holds {what}: give another OUT_DIR")
 
 
 def check_exportable(model) -> None:
     """ValueError: something of the model that the wrapper for transformers would leave out."""
+    rope = {"rope_cos", "rope_sin"}  # the wrapper computes these anew
     if type(model).forward is not GPT.forward:
-        raise ValueError(
-            "the variant has a forward of its own, which cannot be exported: put it into hidden or "
-            "logits"
-        )
-    for name in [
-        name
-        for name, _ in (*model.named_parameters(recurse=False), *model.named_buffers(recurse=False))
-    ]:
-        if name not in ("rope_cos", "rope_sin"):
-            raise ValueError(
-                f"{name} belongs to the model itself: put it into a module of the model to export "
-                "it"
-            )
+        what = "the variant has a forward of its own, which cannot be exported"
+        raise ValueError(f"{what}: put it into hidden or logits")
+    own = *model.named_parameters(recurse=False), *model.named_buffers(recurse=False)
+    for name in [name for name, _ in own if name not in rope]:
+        fix = "put it into a module of the model to export it"
+        raise ValueError(f"{name} belongs to the model itself: {fix}")
     # transformers builds models without values: a buffer that is not stored would be lost.
-    stored = model.state_dict().keys()
-    for name, _ in model.named_buffers():
-        if name not in stored and name not in ("rope_cos", "rope_sin"):
-            raise ValueError(
-                f"{name} is a buffer that is not stored: register it with persistent=True to "
-                "export it"
-            )
+    for name in dict(model.named_buffers()).keys() - model.state_dict().keys() - rope:
+        fix = "register it with persistent=True to export it"
+        raise ValueError(f"{name} is a buffer that is not stored: {fix}")
+
+
+def json_files(stem: str, model, encoding, dtype: str) -> dict[str, dict]:
+    """The JSON files of an exported folder. ValueError: a vocabulary that they cannot express."""
+    end = encoding.eot_token
+    ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
+    code = {
+        "AutoConfig": "configuration_ddl.DDLConfig",
+        "AutoModelForCausalLM": "modeling_ddl.DDLForCausalLM",
+    }
+    config = {"architectures": ["DDLForCausalLM"], "auto_map": code, "model_type": "ddl"}
+    # transformers asks whether weights are tied of all of them
+    config |= {"stem": stem, "dtype": dtype, "tie_word_embeddings": bool(aliases(model)), **ids}
+    # rows of the embedding beyond the tokenizer's tokens are never drawn
+    unused = list(range(encoding.n_vocab, model.config.vocab_size))
+    ranks = encoding._mergeable_ranks
+    tokens = sorted(ranks, key=ranks.get)
+    names = ("bos_token", "eos_token", "pad_token", "unk_token")
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    settings |= dict.fromkeys(names, tokenizer.END_OF_TEXT) | {"padding_side": "left"}
+    settings |= {"model_max_length": model.config.block_size, "clean_up_tokenization_spaces": False}
+    return {
+        "config.json": config | dataclasses.asdict(model.config),
+        "tokenizer.json": tokenizer_json.write(encoding._pat_str, tokens, tokenizer.END_OF_TEXT),
+        "tokenizer_config.json": settings,
+        "generation_config.json": ids | ({"suppress_tokens": unused} if unused else {}),
+    }
 
 
 def write(folder: Path, name: str, source: Path, dtype: str) -> None:
@@ -141,39 +99,21 @@ def write(folder: Path, name: str, source: Path, dtype: str) -> None:
     ValueError: damaged, or code that cannot stand alone.
     """
     model, encoding, state = checkpoint.load_model(source, "cpu")
+    stem = state["model"]
     if encoding.name == "ids":
-        raise ValueError(
-            f"{source}: its tokens are ids, not text, for which transformers has no tokenizer file"
-        )
+        why = "its tokens are ids, not text, for which transformers has no tokenizer file"
+        raise ValueError(f"{source}: {why}")
     check_exportable(model)
-    texts = modelling_files(state["model"])
-    jsons = {
-        "config.json": config_json(state["model"], model, encoding, dtype),
-        **tokenizer_files(model, encoding),
-    }
-    jsons["generation_config.json"] = generation_json(model, encoding)
-    texts |= {
-        file: json.dumps(content, indent=1, ensure_ascii=False) for file, content in jsons.items()
-    }
+    texts = modelling_files(stem)
+    for file, content in json_files(stem, model, encoding, dtype).items():
+        texts[file] = json.dumps(content, indent=1, ensure_ascii=False)
     records = card.records_of(source, state["step"]) if "step" in state else []
-    texts["README.md"] = card.card(
-        name, state["model"], model, dtype, provenance()["commit"], state, records
-    )
+    commit = provenance()["commit"]
+    texts["README.md"] = card.card(name, stem, model, dtype, commit, state, records)
     for file, text in texts.items():
         (folder / file).write_text(text, encoding="utf-8")
     weights = checkpoint.weights_of(model.to(getattr(torch, dtype)))
     checkpoint.write_tensors(folder / "model.safetensors", weights)
-
-
-def replace(out: Path, new: Path) -> None:
-    """Put the folder `new` in the place of `out`, which may hold an older one."""
-    if out.exists():
-        old = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-        out.replace(old)
-        new.replace(out)
-        shutil.rmtree(old)
-    else:
-        new.replace(out)
 
 
 def main():
@@ -183,13 +123,17 @@ def main():
         check_out(out, args.overwrite)
         source = run if checkpoint.is_folder_of_weights(run) else checkpoint.find(run)
         out.parent.mkdir(parents=True, exist_ok=True)
-        new = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        beside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
         try:
-            new.chmod(checkpoint.permitted(0o777))
-            write(new, out.name, source, args.dtype)
-            replace(out, new)
-        finally:
-            shutil.rmtree(new, ignore_errors=True)  # nothing is left there unless it failed
+            (beside / "new").mkdir()
+            write(beside / "new", out.name, source, args.dtype)
+        except BaseException:
+            shutil.rmtree(beside)
+            raise
+        if out.exists():
+            out.replace(beside / "old")
+        (beside / "new").replace(out)
+        shutil.rmtree(beside)
     sizes = [f"{file.name} ({metrics.size(file.stat().st_size)})" for file in sorted(out.iterdir())]
     print(f"{args.out_dir}: {', '.join(sizes)}\n{card.LOAD.format(folder=args.out_dir)}")
 

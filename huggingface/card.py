@@ -1,6 +1,4 @@
-"""The model card of an exported folder: what the run says of itself, and nothing that it does
-not.
-"""
+"""The model card of an exported folder: what the run says of itself, and nothing else."""
 
 from pathlib import Path
 
@@ -9,27 +7,44 @@ from training import metrics
 
 OPTIMISER = (
     "optimizer learning_rate muon_learning_rate embedding_learning_rate min_lr schedule "
-    "warmup_steps decay_steps "
-    "weight_decay weight_decay_rate beta1 beta2 grad_clip global_batch_size dtype seed init_from"
+    "warmup_steps decay_steps weight_decay weight_decay_rate beta1 beta2 grad_clip "
+    "global_batch_size dtype seed init_from"
 ).split()
-HEAD = """---
+SCORES = {"val_loss": "loss", "val_perplexity": "perplexity", "val_bits_per_byte": "bits per byte"}
+LOAD = """from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained({folder!r}, trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained({folder!r}, trust_remote_code=True)"""
+CARD = """---
 library_name: transformers
 pipeline_tag: text-generation
 tags:
 - deep-delta-learning
 - {stem}
----"""
-LOAD = """from transformers import AutoModelForCausalLM, AutoTokenizer
-model = AutoModelForCausalLM.from_pretrained({folder!r}, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained({folder!r}, trust_remote_code=True)"""
-GENERATE = """ids = tokenizer(tokenizer.bos_token + "The", return_tensors="pt")  # every document began with this token
-print(tokenizer.decode(model.generate(**ids, do_sample=True, top_p=0.9, max_new_tokens=100)[0]))"""
+---
+
+# {name}
+
+A language model of {parameters:,} parameters (the tied embedding counts once), weights in \
+{dtype}, variant `{stem}` of [Deep Delta Learning](https://arxiv.org/abs/2601.00417): see its \
+text, and `stem.py`. A base model: it continues text, and follows no instructions.
+
+## Use
+
+With transformers 5:
+
+```python
+{load}
+ids = tokenizer(tokenizer.bos_token + "The", return_tensors="pt")  # every document began with this token
+print(tokenizer.decode(model.generate(**ids, do_sample=True, top_p=0.9, max_new_tokens=100)[0]))
+```
+
+It reads at most {block_size:,} tokens. `trust_remote_code` runs the Python files of this folder: \
+read them first.
+"""
 
 
 def records_of(checkpoint: Path, step: int) -> list[dict]:
-    """The lines of the run's metrics.jsonl up to a checkpoint's step; none where there is no such
-    file.
-    """
+    """The lines of the run's metrics.jsonl up to a checkpoint's step, none without that file."""
     path = checkpoint.parent.parent / "metrics.jsonl"
     if checkpoint.parent.name != "checkpoints" or not path.is_file():
         return []
@@ -37,57 +52,35 @@ def records_of(checkpoint: Path, step: int) -> list[dict]:
 
 
 def training_rows(state: dict, records: list[dict]) -> list[tuple[str, str]]:
-    """(what, figure) of the training that state.json and metrics.jsonl tell of; none of a folder
-    without state.json.
-    """
+    """(what, figure) of the training, from state.json and metrics.jsonl; none without the first."""
     if not (run := state.get("run_config")):
         return []
-    block_size = state["model_config"]["block_size"]
-    tokens = state["step"] * run["global_batch_size"] * block_size
-    rows = [
-        ("steps", f"{state['step']:,}"),
-        ("tokens", f"{tokens:,}, in sequences of {block_size:,}"),
-    ]
+    step, block_size = state["step"], state["model_config"]["block_size"]
+    tokens = step * run["global_batch_size"] * block_size
+    rows = [("steps", f"{step:,}"), ("tokens", f"{tokens:,}, in sequences of {block_size:,}")]
     rows.append(("corpus", Path(run["dataset"]).name))
-    if scores := [record for record in records if "val_loss" in record]:
-        last, names = (
-            scores[-1],
-            {"val_loss": "validation loss", "val_perplexity": "validation perplexity"},
-        )
-        names["val_bits_per_byte"] = "validation bits per byte"
+    for last in [record for record in records if "val_loss" in record][-1:]:
         share = f"step {last['step']:,}, {last['val_sequences']:,} sequences"
-        rows += [(name, f"{last[key]:.4f} ({share})") for key, name in names.items() if key in last]
-    for key in OPTIMISER:
-        if run.get(key) is not None:
-            rows.append(
-                (f"`{key}`", f"`{Path(run[key]).name if key == 'init_from' else run[key]}`")
-            )
-    return rows
+        scores = {name: last[key] for key, name in SCORES.items() if key in last}
+        rows += [(f"validation {k}", f"{value:.4f} ({share})") for k, value in scores.items()]
+    values = {key: run[key] for key in OPTIMISER if run.get(key) is not None}
+    if "init_from" in values:
+        values["init_from"] = Path(values["init_from"]).name
+    return rows + [(f"`{key}`", f"`{value}`") for key, value in values.items()]
 
 
-def card(
-    name: str, stem: str, model, dtype: str, commit: str, state: dict, records: list[dict]
-) -> str:
-    """README.md: a YAML head, the model and its keys, its training, how to use it."""
-    training = training_rows(state, records)
+def card(name, stem, model, dtype: str, commit: str, state: dict, records: list[dict]) -> str:
+    """README.md: a YAML head, how to use the model, its training, and its keys."""
+    text = CARD.format(
+        name=name,
+        stem=stem,
+        dtype=dtype,
+        parameters=model.num_parameters(),
+        block_size=model.config.block_size,
+        load=LOAD.format(folder=name),
+    )
+    if training := training_rows(state, records):
+        text += f"\n## Training\n\n{tables.markdown(('figure', 'value'), training)}\n"
     keys = [(f"`{key}`", f"`{value}`") for key, value in vars(model.config).items()]
-    parts = [
-        HEAD.format(stem=stem),
-        f"# {name}",
-        f"A language model of {model.num_parameters():,} parameters (the tied embedding counts "
-        "once), weights in "
-        f"{dtype}, variant `{stem}` of [Deep Delta Learning](https://arxiv.org/abs/2601.00417): "
-        "see its text, and "
-        "`stem.py`. A base model: it continues text, and follows no instructions.",
-        "## Use",
-        f"With transformers 5:\n\n```python\n{LOAD.format(folder=name)}\n{GENERATE}\n```",
-        f"It reads at most {model.config.block_size:,} tokens. `trust_remote_code` runs the Python "
-        "files of this "
-        "folder: read them first.",
-    ]
-    if training:
-        parts += ["## Training", tables.markdown(("figure", "value"), training)]
-    parts += ["## Model", tables.markdown(("key", "value"), keys)]
-    if commit:
-        parts.append(f"Exported by the training code at commit `{commit}`.")
-    return "\n\n".join(parts) + "\n"
+    text += f"\n## Model\n\n{tables.markdown(('key', 'value'), keys)}\n"
+    return text + (f"\nExported by the training code at commit `{commit}`.\n" if commit else "")

@@ -8,23 +8,17 @@ import importlib.util
 from pathlib import Path
 
 HERE = Path(__file__).parent
-OWN = {path.stem for path in HERE.parent.glob("*.py")} | {
-    path.parent.name for path in HERE.parent.glob("*/*.py")
-}
+OWN = {path.stem for path in HERE.parent.glob("*.py")}
+OWN |= {path.parent.name for path in HERE.parent.glob("*/*.py")}
 ADDED = ("configuration_ddl", "modeling_ddl")
 
 
 def source_of(module: str) -> str:
-    """The text of a module by its dotted name.
-
-    ValueError: there is no such file, or it is a package.
-    """
+    """The text of a module by its dotted name. ValueError: no such file, or a package."""
     spec = importlib.util.find_spec(module)
     if spec is None or spec.submodule_search_locations is not None:
-        raise ValueError(
-            f"{module} is not one file: an exported folder is flat, so import from files of model/ "
-            "alone"
-        )
+        fix = "an exported folder is flat, so import from files of model/ alone"
+        raise ValueError(f"{module} is not one file: {fix}")
     return Path(spec.origin).read_text(encoding="utf-8")
 
 
@@ -45,46 +39,40 @@ def relative(node: ast.stmt, where: str) -> tuple[str, list[str]]:
             whole = [(name, asname or name) for name, asname in whole]
         if all(name.isidentifier() and name != "model" and asname for name, asname in whole):
             # The first line is for transformers, which does not follow the second.
-            pairs = [
-                f"from .{name} import __name__ as _\n{indent}from . import {name} as {to}"
-                for name, to in whole
-            ]
-            return f"\n{indent}".join(pairs), [name for name, _ in whole]
-    raise ValueError(
-        f"{where} has `{ast.unparse(node)}`, which cannot be exported: write `from model.FILE "
-        "import NAME`"
-    )
+            lines = [f"from .{name} import __name__ as _" for name, _ in whole]
+            lines += [f"from . import {name} as {asname}" for name, asname in whole]
+            return f"\n{indent}".join(lines), [name for name, _ in whole]
+    fix = "write `from model.FILE import NAME`"
+    raise ValueError(f"{where} has `{ast.unparse(node)}`, which cannot be exported: {fix}")
 
 
-def imports(tree: ast.AST):
-    """(statement, top-level names it imports) of every import but relative ones."""
-    for node in ast.walk(tree):
+def own_imports(text: str) -> list[ast.stmt]:
+    """The imports of this repository in a text, last first."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            yield node, {alias.name.partition(".")[0] for alias in node.names}
+            names = {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            yield node, {node.module.partition(".")[0]}
+            names = {node.module.partition(".")[0]}
+        else:
+            continue
+        if names & OWN:
+            found.append(node)
+    return sorted(found, key=lambda node: (-node.lineno, -node.col_offset))
 
 
 def rewritten(text: str, where: str) -> tuple[str, list[str]]:
     """(the text with relative imports for those of this repository, the modules of model/ that they
-    name).
-
-    ValueError: it imports something else of this repository.
+    name). ValueError: it imports something else of this repository.
     """
-    # as ast counts lines
-    lines, needed, tree = [line + "\n" for line in text.split("\n")], [], ast.parse(text)
-    for node, tops in sorted(
-        imports(tree), key=lambda found: (-found[0].lineno, -found[0].col_offset)
-    ):
-        if not tops & OWN:
-            continue
+    lines, needed = text.split("\n"), []  # as ast counts lines
+    for node in own_imports(text):
         replacement, modules = relative(node, where)
         needed += modules
-        first, last = node.lineno - 1, node.end_lineno
-        lines[first:last] = [
-            lines[first][: node.col_offset] + replacement + lines[last - 1][node.end_col_offset :]
-        ]
-    return "".join(lines).removesuffix("\n"), needed
+        first, last = node.lineno - 1, node.end_lineno - 1
+        before, after = lines[first][: node.col_offset], lines[last][node.end_col_offset :]
+        lines[first : last + 1] = [before + replacement + after]
+    return "\n".join(lines), needed
 
 
 def modelling_files(stem: str) -> dict[str, str]:
@@ -93,20 +81,16 @@ def modelling_files(stem: str) -> dict[str, str]:
 
     ValueError: code that does not work outside this repository.
     """
-    files = {f"{name}.py": (HERE / f"{name}.py").read_text(encoding="utf-8") for name in ADDED}
-    files["stem.py"], waiting = rewritten(source_of(f"model.{stem}"), f"model/{stem}.py")
+    texts = {}
+    texts["stem"], waiting = rewritten(source_of(f"model.{stem}"), f"model/{stem}.py")
     waiting += ["gpt", "decoding"]  # the wrapper's own
     while waiting:
         name = waiting.pop()
-        if f"{name}.py" not in files:
-            files[f"{name}.py"], more = rewritten(source_of(f"model.{name}"), f"model/{name}.py")
+        if name not in texts:
+            texts[name], more = rewritten(source_of(f"model.{name}"), f"model/{name}.py")
             waiting += more
     # Before 5.10, transformers copies what these two files import themselves, and no further.
-    others = sorted(
-        file.removesuffix(".py") for file in files if file.removesuffix(".py") not in ADDED
-    )
+    follow = "".join(f"\nfrom .{name} import __name__ as _  # noqa" for name in sorted(texts))
     for name in ADDED:
-        files[f"{name}.py"] += (
-            "".join(f"\nfrom .{other} import __name__ as _  # noqa" for other in others) + "\n"
-        )
-    return dict(sorted(files.items()))
+        texts[name] = (HERE / f"{name}.py").read_text(encoding="utf-8") + follow + "\n"
+    return {f"{name}.py": text for name, text in sorted(texts.items())}

@@ -68,14 +68,9 @@ def write_tensors(file: Path, tensors: dict[str, torch.Tensor]) -> None:
         save_file(contiguous, file, metadata={"format": "pt"})
     except safetensors.SafetensorError as error:  # its name for what the system says of a write
         raise OSError(str(error)) from error
-    file.chmod(permitted(0o666))  # the library keeps it from others' eyes
-
-
-def permitted(mode: int) -> int:
-    """The mode of a new file or folder, less what the user's umask takes away."""
-    mask = os.umask(0)
+    mask = os.umask(0)  # it can be read by setting it alone
     os.umask(mask)
-    return mode & ~mask
+    file.chmod(0o666 & ~mask)  # the library keeps it from others' eyes
 
 
 def weights_of(model) -> dict[str, torch.Tensor]:
