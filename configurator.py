@@ -294,7 +294,7 @@ def optional(module: str, use: str):
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        package = module.partition(".")[0].replace("_", "-")
+        package = module.partition(".")[0]
         raise ValueError(f"{use} needs the {package} package: pip install {package}") from error
 
 

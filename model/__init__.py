@@ -22,28 +22,21 @@ def model_class(stem: str):
     if stem not in STEMS:
         own = Path(__file__).parent / f"{stem}.py"
         if own.is_file() and "class Model" in own.read_text(encoding="utf-8"):
-            raise ValueError(
-                f"model={stem!r}: a variant's file has a hyphen in its name: {stem}-gpt-mha-rope.py"
-            )
-        raise ValueError(
-            f"model={stem!r} is not a variant{configurator.nearest(stem, STEMS)}; there are "
-            f"{', '.join(STEMS)}"
-        )
+            fix = f"a variant's file has a hyphen in its name: {stem}-gpt-mha-rope.py"
+            raise ValueError(f"model={stem!r}: {fix}")
+        what = f"is not a variant{configurator.nearest(stem, STEMS)}"
+        raise ValueError(f"model={stem!r} {what}; there are {', '.join(STEMS)}")
     with faults_of(stem):
         cls = getattr(importlib.import_module(f"model.{stem}"), "Model", None)
         from model.gpt import GPT  # which a stem imports as well
 
         if not (isinstance(cls, type) and issubclass(cls, GPT)):
-            raise ValueError(
-                f"model/{stem}.py has no class Model(GPT): its last lines name the classes of its "
-                "stream"
-            )
+            fix = "its last lines name the classes of its stream"
+            raise ValueError(f"model/{stem}.py has no class Model(GPT): {fix}")
         for part in cls.Config.__mro__:
             if vars(part).get("__annotations__") and "__dataclass_fields__" not in vars(part):
-                raise ValueError(
-                    f"model/{stem}.py: {part.__name__} has keys, no @dataclass: put that line "
-                    "above it"
-                )
+                what = f"{part.__name__} has keys, no @dataclass"
+                raise ValueError(f"model/{stem}.py: {what}: put that line above it")
         configurator.knobs(cls.Config)
     return cls
 
@@ -75,17 +68,13 @@ def faults_of(stem: str):
         if configurator.out_of_memory(error):
             raise
         file = importlib.util.find_spec(f"model.{stem}").origin
-        lines = [
-            frame.lineno
-            for frame in traceback.extract_tb(error.__traceback__)
-            if frame.filename == file
-        ]
-        if isinstance(error, SyntaxError) and error.filename:
-            file, lines = error.filename, [error.lineno]
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == file]
+        what = str(error).strip().partition("\n")[0]
+        if isinstance(error, SyntaxError):
+            what = error.msg
+            file, lines = (error.filename, [error.lineno]) if error.filename else (file, lines)
         where = f"model/{Path(file).name}{f', line {lines[-1]}' if lines else ''}"
-        what = (
-            error.msg if isinstance(error, SyntaxError) else str(error).strip().partition("\n")[0]
-        )
         raise ValueError(f"{where}: {type(error).__name__}: {what}") from error
 
 

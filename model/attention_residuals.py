@@ -81,8 +81,8 @@ class DepthAttention(nn.Module):
         if force == "uniform":
             weights = torch.full_like(weights, 1 / len(sources))
         elif force == "last":
-            weights = torch.cat(
-                [torch.zeros_like(weights[..., 1:]), torch.ones_like(weights[..., :1])], dim=-1
+            weights = (
+                (torch.arange(len(sources)) == len(sources) - 1).to(weights).expand_as(weights)
             )
         return sum(weights[..., i, None] * each for i, each in enumerate(sources)), weights
 
@@ -98,9 +98,7 @@ class LastAttention(DepthAttention):
 
 
 class Append(nn.Module):
-    """The write of the site-th site of all: its output is a new source, or is added to that of the
-    run it is in.
-    """
+    """The write of the site-th site of all: its output is a new source, or added to its run's."""
 
     def __init__(self, config: AttentionResidualsConfig, site: int):
         super().__init__()
@@ -116,14 +114,10 @@ class Append(nn.Module):
     ranges: ClassVar = {"embedding_weight": (0.0, 1.0)}
 
     def statistics(self, state, h, taken, c, written) -> dict:
-        """Of each token (B, T): the weight of the embedding, and how many sources count,
-        exp(entropy of weights).
-        """
+        """Of each token (B, T): the embedding's weight, and how many sources count: exp(entropy)."""
         weights = taken[1]
-        return {
-            "embedding_weight": weights[..., 0],
-            "effective_sources": torch.special.entr(weights).sum(-1).exp(),
-        }
+        count = torch.special.entr(weights).sum(-1).exp()
+        return {"embedding_weight": weights[..., 0], "effective_sources": count}
 
 
 class AttentionResidualsBlock(Block):
@@ -131,9 +125,8 @@ class AttentionResidualsBlock(Block):
 
     def __init__(self, config: AttentionResidualsConfig, layer: int):
         super().__init__(config, layer)
-        self.depth_attn, self.depth_mlp = (
-            DepthAttention(config, 2 * layer + index) for index in range(2)
-        )
+        self.depth_attn = DepthAttention(config, 2 * layer)
+        self.depth_mlp = DepthAttention(config, 2 * layer + 1)
         attn, mlp = self.sites
         attn = replace(attn, read=self.depth_attn, write=Append(config, 2 * layer))
         self.sites = attn, replace(mlp, read=self.depth_mlp, write=Append(config, 2 * layer + 1))

@@ -17,9 +17,7 @@ from model.layers import MLP, CausalSelfAttention, RMSNorm, at_least_fp32
 
 
 class Past(NamedTuple):
-    """Where one read, write, expander or readout keeps what it needs of earlier tokens from call to
-    call.
-    """
+    """Where a read, write, expander or readout keeps what it needs of earlier tokens."""
 
     cache: dict
     slot: str
@@ -31,8 +29,7 @@ def past(cache: dict | None, slot: str) -> Past | None:
 
 
 def delay(x, tokens: int, past: Past | None = None):
-    """x (B, T, ...) shifted `tokens` positions later: what enters on the left is zeros, or the tail
-    of the call before.
+    """x (B, T, ...) shifted `tokens` later; zeros, or the call before's tail, enter on the left.
 
     The one way to look at earlier tokens. A module that calls it several times does so with
     different `tokens`.
@@ -40,9 +37,10 @@ def delay(x, tokens: int, past: Past | None = None):
     if tokens == 0:
         return x
     shape = (x.shape[0], tokens, *x.shape[2:])
-    tail = (
-        x.new_zeros(shape) if past is None else kept(past.cache, f"{past.slot}.{tokens}", shape, x)
-    )
+    if past is None:
+        tail = x.new_zeros(shape)
+    else:
+        tail = kept(past.cache, f"{past.slot}.{tokens}", shape, x)
     x = torch.cat((tail, x), dim=1)
     if past is not None:
         tail.copy_(x[:, -tokens:])
@@ -119,21 +117,16 @@ class Site:
 
 
 class Stream:
-    """How a model meets its residual stream: every step by itself.
+    """How a model meets its residual stream: every step by itself (model/kernels fuses them).
 
-    `model/kernels` has one that fuses them.
-
-    `begin` gives the state that the blocks hand on, which is this class's own affair; `finish` the
-    normed readout.
+    `begin` gives the state that the blocks hand on, `finish` the normed readout.
     """
 
     def begin(self, model, x, cache: dict | None):
         return model.input_embed(x, past(cache, "input_embed"))
 
     def read(self, site: Site, state, cache: dict | None, positions):
-        """(state, the sublayer's normed input c (B, T, d), what the write needs from before the
-        sublayer).
-        """
+        """(state, the sublayer's normed input c (B, T, d), what the write needs of the read)."""
         where = {"positions": positions} if site.read_positions else {}
         taken = site.read(state, past(cache, f"{site.name}.read"), **where)
         x_in = taken[0] if isinstance(taken, tuple) else taken
@@ -141,12 +134,9 @@ class Stream:
 
     def write(self, site: Site, state, h, c, x_in, cache: dict | None):
         """(new state, the site's extra loss or None)."""
-        written = site.write(state, h, x_in, c, past(cache, f"{site.name}.write"))
-        loss = (
-            site.write.extra_loss(state, h, x_in, c, written)
-            if hasattr(site.write, "extra_loss")
-            else None
-        )
+        written, loss = site.write(state, h, x_in, c, past(cache, f"{site.name}.write")), None
+        if hasattr(site.write, "extra_loss"):
+            loss = site.write.extra_loss(state, h, x_in, c, written)
         return written if site.after is None else site.after(written), loss
 
     def finish(self, model, state, cache: dict | None):
@@ -190,9 +180,7 @@ class Block(nn.Module):
 
 
 class WritingBlock(Block):
-    """A block whose sites each have a write of their own, `Write(config)`, as write_attn and
-    write_mlp.
-    """
+    """A block whose sites have writes of their own, `Write(config)`: write_attn and write_mlp."""
 
     Write: Callable
 

@@ -120,9 +120,7 @@ class GPTConfig:
         return []
 
     def matrix_start(self, last: bool = False):
-        """The start of a matrix; `last`: of the last one of a sublayer, whose outputs add up over
-        the layers.
-        """
+        """The start of a matrix; `last`: of a sublayer's last, as those add up over the layers."""
         layers = self.num_hidden_layers_base or self.num_hidden_layers
         if self.init == "spectral":
             return by_shape(self.hidden_init_std_factor / (layers if last else 1))
@@ -133,17 +131,12 @@ class GPTConfig:
         """Factor on X' - X of every sublayer."""
         if self.residual_branch_mult is not None:
             return self.residual_branch_mult
-        return (
-            1.0
-            if self.num_hidden_layers_base is None
-            else self.num_hidden_layers_base / self.num_hidden_layers
-        )
+        base = self.num_hidden_layers_base
+        return 1.0 if base is None else base / self.num_hidden_layers
 
     @property
     def mup_scale(self) -> float:
-        """Factor on the logits; learning rates have that of their parameter's kind, a power of
-        it.
-        """
+        """Factor on the logits; rates have that of their parameter's kind, a power of it."""
         return self.hidden_size_base / self.hidden_size if self.mup else 1.0
 
 
@@ -153,9 +146,8 @@ def final_norm(config: GPTConfig) -> nn.Module:
 
 
 def takes_branch_mult(write: type) -> bool:
-    """Whether the class whose `forward` a write runs says so: a subclass with its own forward has
-    to say it again.
-    """
+    """Whether the class whose `forward` a write runs says that it applies config.branch_mult."""
+    # A subclass with a forward of its own has to say it again.
     owner = next(each for each in write.__mro__ if "forward" in vars(each))
     return vars(owner).get("takes_branch_mult", False)
 
@@ -167,15 +159,9 @@ class GPT(nn.Module):
     subclass's choice.
     """
 
-    Config, Expander, Block, Readout, FinalNorm = (
-        GPTConfig,
-        Direct,
-        Block,
-        Direct,
-        staticmethod(final_norm),
-    )
-    # Choices of keys, {key: value}, that make other parameters or paths than the defaults: checks
-    # go through each.
+    Config, Block, Expander, Readout = GPTConfig, Block, Direct, Direct
+    FinalNorm = staticmethod(final_norm)
+    # Keys, {key: value}, that make other parameters or paths than the defaults: checks try each.
     forms: tuple[dict, ...] = ()
     stream = Stream()
     # keep the states between blocks alone and compute each block again backward
@@ -200,11 +186,9 @@ class GPT(nn.Module):
         if config.branch_mult != 1:
             for write in (site.write for block in self.transformer.h for site in block.sites):
                 if not takes_branch_mult(type(write)):
-                    raise ValueError(
-                        f"residual_branch_mult={config.branch_mult:g}: the write of this stream "
-                        f"({type(write).__name__}) has no such factor: leave it and "
-                        "num_hidden_layers_base out"
-                    )
+                    key = f"residual_branch_mult={config.branch_mult:g}"
+                    why = f"the write of this stream ({type(write).__name__}) has no such factor"
+                    raise ValueError(f"{key}: {why}: leave it and num_hidden_layers_base out")
         for name in ("rope_cos", "rope_sin"):
             self.register_buffer(name, torch.empty(0), persistent=False)
         self.reset_rope()
@@ -212,13 +196,11 @@ class GPT(nn.Module):
 
     def reset_rope(self) -> None:
         weight = self.transformer.wte.weight
-        self.rope_cos, self.rope_sin = rope_tables(
-            self.config, weight.device, at_least_fp32(weight.dtype)
-        )
+        dtype = at_least_fp32(weight.dtype)
+        self.rope_cos, self.rope_sin = rope_tables(self.config, weight.device, dtype)
 
     def _apply(self, fn, recurse=True):
-        # .to(), .double(), .bfloat16(): the tables follow the device but are computed anew, never
-        # rounded down.
+        # .to(), .double(), .bfloat16(): the tables follow, but computed anew, never rounded down.
         super()._apply(fn, recurse)
         self.reset_rope()
         return self
@@ -227,26 +209,16 @@ class GPT(nn.Module):
     def init_weights(self) -> None:
         """Start every parameter as its rule says. ValueError: one has no rule, or two."""
         self.check_parameters()
-        rules = rules_of(self)
-        layers = {
-            f"{name}.weight"
-            for name, module in self.named_modules()
-            if isinstance(module, nn.Linear | nn.Embedding)
-        }
+        rules, layer = rules_of(self), nn.Linear | nn.Embedding
+        layers = {f"{name}.weight" for name, m in self.named_modules() if isinstance(m, layer)}
         # The weights of layers come last: the order in which a seed's numbers are drawn.
         for name, parameter in sorted(self.named_parameters(), key=lambda item: item[0] in layers):
             rules[name].start(parameter)
 
     def check_parameters(self) -> None:
-        """ValueError: a site uses a parameter that is none of the model's, or two are one piece of
-        memory.
-        """
-        parts = [
-            part
-            for block in self.transformer.h
-            for site in block.sites
-            for part in vars(site).values()
-        ]
+        """ValueError: a site uses a parameter that is not registered, or two share memory."""
+        sites = [site for block in self.transformer.h for site in block.sites]
+        parts = [part for site in sites for part in vars(site).values()]
         refuse_shared_memory(self)
         refuse_unregistered(self, [part for part in parts if isinstance(part, nn.Module)])
 
@@ -261,9 +233,7 @@ class GPT(nn.Module):
 
     @contextlib.contextmanager
     def through(self, stream: Stream):
-        """Meet the residual stream by this one inside; `Stream()` takes every step by itself, as
-        hooks need it.
-        """
+        """Meet the residual stream by this one inside; `Stream()` takes every step by itself."""
         before = self.stream
         self.use_stream(stream)
         try:
@@ -276,8 +246,7 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self) -> int:
-        """Floating-point operations of a training step (forward and backward) per token, at
-        block_size tokens.
+        """Floating-point operations of a training step per token, at block_size tokens.
 
         A multiply-add counts two. Counted: matrix products, attention over the whole context, as is
         usual, and the reads and writes of the residual stream; not norms, activations and the
@@ -301,30 +270,24 @@ class GPT(nn.Module):
         return Cache(self.config.num_hidden_layers, length, self.rope_cos.device)
 
     def state_dtype(self) -> torch.dtype:
-        """The dtype of the residual state: that of matrix products, or, with state_dtype=float32,
-        at least float32.
-        """
+        """The dtype of the residual state: that of products; state_dtype=float32: at least fp32."""
         dtype = compute_dtype(self.transformer.wte.weight)
         return at_least_fp32(dtype) if self.config.state_dtype == "float32" else dtype
 
     def positions(self, ids, cache: Cache | None = None, seen: int = 0) -> Positions:
-        """Of the tokens ids (B, T), which follow those in the cache and attend over the first
-        `seen` of its places.
-        """
+        """Of ids (B, T), which follow the cache's tokens and attend over its first `seen`."""
         T = ids.shape[1]
         if cache is None:
             place = torch.arange(T, device=ids.device).unsqueeze(0)
             return Positions(self.rope_cos[:T], self.rope_sin[:T], ids, place)
         index = cache.position + torch.arange(T, device=cache.position.device)
-        # (B, T): RoPE counts from a sequence's first token
-        since_start = (index - cache.start).clamp_min(0)
+        since_start = (index - cache.start).clamp_min(0)  # (B, T): RoPE counts from the first token
         mask = None
         if seen != T or cache.padded:
             keys, queries = torch.arange(seen, device=index.device), index[:, None]
+            mask = (keys <= queries) & (keys >= cache.start[:, None])
             # What stands for no token attends to itself alone: to nothing at all would be 0 / 0.
-            mask = (
-                (keys <= queries) & (keys >= cache.start[:, None]) | (keys == queries)
-            ).unsqueeze(1)
+            mask = (mask | (keys == queries)).unsqueeze(1)
         tables = self.rope_cos[since_start], self.rope_sin[since_start]
         return Positions(*tables, ids, since_start, index, mask, cache.length)
 
@@ -361,9 +324,7 @@ class GPT(nn.Module):
         return scaled(self.lm_head(for_product(hidden, self.lm_head.weight)), self.config.mup_scale)
 
     def logits_are_a_product(self) -> bool:
-        """Whether no subclass has another head: then the loss is taken without all logits in
-        memory.
-        """
+        """Whether no subclass has another head: then the loss needs no memory for all logits."""
         plain = type(self.lm_head) is nn.Linear and self.lm_head.bias is None
         return plain and type(self).logits is GPT.logits
 
@@ -381,8 +342,9 @@ class GPT(nn.Module):
             with torch.no_grad():
                 hidden, extra = self.hidden_and_extra_loss(ids, cache, cache.reserve(ids))
         elif ids.shape[1] > self.config.block_size:
+            block_size = self.config.block_size
             raise ValueError(
-                f"{ids.shape[1]} tokens do not fit block_size={self.config.block_size}: give fewer"
+                f"{ids.shape[1]} tokens do not fit block_size={block_size}: give fewer"
             )
         else:
             hidden, extra = self.hidden_and_extra_loss(ids)
@@ -395,10 +357,10 @@ class GPT(nn.Module):
             loss = F.cross_entropy(every, targets.flatten(), ignore_index=-1)
             logits = logits if return_logits else None
         elif in_chunks:
-            hidden = hidden.flatten(0, 1).to(compute_dtype(self.lm_head.weight))
-            loss = linear_cross_entropy(
-                hidden, self.lm_head.weight, targets.flatten(), self.config.mup_scale
-            )
+            weight, scale = self.lm_head.weight, self.config.mup_scale
+            hidden = hidden.flatten(0, 1).to(compute_dtype(weight))
+            loss = linear_cross_entropy(hidden, weight, targets.flatten(), scale)
+        # The value stays the cross-entropy, which runs are compared by; the gradient is of both.
         if loss is not None and extra is not None:
             loss = loss + (extra - extra.detach())
         return logits, loss

@@ -62,9 +62,8 @@ class ManifoldConfig(StreamsConfig):
     def __post_init__(self):
         super().__post_init__()
         if self.hc_streams == 1:
-            raise ValueError(
-                "hc_streams=1: mHC mixes streams, b_pre = -log(n - 1) is infinite; give 2 or more"
-            )
+            why = "mHC mixes streams, b_pre = -log(n - 1) is infinite"
+            raise ValueError(f"hc_streams=1: {why}; give 2 or more")
 
 
 def weighted_sum(weights, streams):
@@ -125,12 +124,10 @@ class MixAndAdd(nn.Module):
 
 
 class HyperConnection(Connection):
-    """HC's: learned weights, plus, where dynamic, s tanh of linear maps of each normed stream (eqs.
+    """HC's: learned weights, plus, where dynamic, s tanh of linear maps of each normed stream.
 
-    10 to 13).
-
-    `maps` has in its rows W_b, W_m and W_r: of stream i they give write_i, read_i and mix_i1 ..
-    mix_in.
+    Equations 10 to 13. `maps` has in its rows W_b, W_m and W_r: of stream i they give write_i,
+    read_i and mix_i1 .. mix_in.
     """
 
     def __init__(self, config: HyperConfig, site: int):
@@ -144,22 +141,17 @@ class HyperConnection(Connection):
         if self.dynamic:
             self.norm = LayerNorm(config.hidden_size)
             self.maps = linear(config.hidden_size, 2 + n, Rule(constant(0.0), OUTPUT, decay=True))
-            self.write_scale, self.scale = (
-                nn.Parameter(torch.empty(1)),
-                nn.Parameter(torch.empty(1)),
-            )
-            self.rules |= {"write_scale": Rule(constant(0.01)), "scale": Rule(constant(0.01))}
+            for name in ("write_scale", "scale"):
+                self.register_parameter(name, nn.Parameter(torch.empty(1)))
+                self.rules[name] = Rule(constant(0.01))
 
     def weights(self, streams):
         if not self.dynamic:
             return self.read, self.write, self.mix
         maps = linear_fp32(self.maps, self.norm(streams)).tanh()  # (B, T, n, 2 + n)
-        write, read, mix = maps[..., 0], maps[..., 1], maps[..., 2:]
-        return (
-            self.read + self.scale * read,
-            self.write + self.write_scale * write,
-            self.mix + self.scale * mix,
-        )
+        read, mix = self.scale * maps[..., 1], self.scale * maps[..., 2:]
+        write = self.write_scale * maps[..., 0]
+        return self.read + read, self.write + write, self.mix + mix
 
 
 def one_hot(parameter, at: int) -> None:
@@ -173,14 +165,11 @@ class ConnectedBlock(Block):
 
     def __init__(self, config: StreamsConfig, layer: int):
         super().__init__(config, layer)
-        self.hc_attn, self.hc_mlp = (
-            self.Connection(config, 2 * layer + index) for index in range(2)
-        )
+        self.hc_attn = self.Connection(config, 2 * layer)
+        self.hc_mlp = self.Connection(config, 2 * layer + 1)
         write, (attn, mlp) = MixAndAdd(config), self.sites
-        self.sites = (
-            replace(attn, read=self.hc_attn, write=write),
-            replace(mlp, read=self.hc_mlp, write=write),
-        )
+        attn = replace(attn, read=self.hc_attn, write=write)
+        self.sites = attn, replace(mlp, read=self.hc_mlp, write=write)
 
 
 class HyperBlock(ConnectedBlock):
@@ -237,9 +226,8 @@ def _(logits, iterations, eps):
 def sinkhorn_knopp_backward(
     gradient: torch.Tensor, logits: torch.Tensor, iterations: int, eps: float
 ) -> torch.Tensor:
-    """With y = x / s, s = sum x + eps, the gradient by x is (g - sum(g y)) / s; the steps are made
-    again.
-    """
+    """With y = x / s, s = sum x + eps, the gradient by x is (g - sum(g y)) / s."""
+    # The steps are made again: to keep forty of them would cost what this operation saves.
     (start, _, _), *steps = normalisations(logits, iterations, eps)
     g = tokens_last(gradient)
     for y, total, axis in reversed(steps):
@@ -254,9 +242,7 @@ def _(gradient, logits, iterations, eps):
 
 
 def normalisations(logits, iterations: int, eps: float) -> list[tuple]:
-    """The matrices (n, n, tokens) step by step, each with the sums it was divided by and their
-    axis.
-    """
+    """The matrices (n, n, tokens) step by step, with the sums that divided each, and their axis."""
     matrix = tokens_last(logits).softmax(1) + eps
     steps = [(matrix, None, None)]
     for axis in [0, *[1, 0] * (iterations - 1)]:
@@ -314,9 +300,7 @@ class ManifoldConnection(Connection):
         self.rules = {"bias": Rule(self.start), "scales": Rule(constant(0.01))}
 
     def start(self, bias) -> None:
-        """Close to the additive stream: read 1/n each, write 1 each, mix the identity but for
-        exp(-8).
-        """
+        """Close to the additive stream: read 1/n and write 1 each, mix the identity but exp(-8)."""
         pre, post, res = bias.split(self.sizes)
         pre.fill_(-math.log(self.streams - 1))
         post.zero_()
@@ -324,8 +308,7 @@ class ManifoldConnection(Connection):
 
     def weights(self, streams):
         n, z = self.streams, streams.flatten(2)
-        # (B, T, 2 n + n^2)
-        maps = linear_fp32(self.maps, F.rms_norm(z, z.shape[-1:], eps=self.EPS))
+        maps = linear_fp32(self.maps, F.rms_norm(z, z.shape[-1:], eps=self.EPS))  # (B, T, 2n + n^2)
         scales = torch.cat([scale.expand(size) for scale, size in zip(self.scales, self.sizes)])
         pre, post, res = (scales * maps + self.bias).split(self.sizes, dim=-1)
         mix = self.balance(res.unflatten(-1, (n, n)), self.iterations, self.EPS)

@@ -71,7 +71,5 @@ def refuse_idle(typed: Iterable[str], settings: dict, keys: dict[str, Key]) -> N
     for name in sorted(name for name in typed if name in keys and keys[name].counts_with):
         other, has_effect = keys[name].counts_with
         if settings[name] is not None and not has_effect(settings[other]):
-            raise ValueError(
-                f"{name}={settings[name]} has no effect with {other}={settings[other]}: "
-                "leave one of them out"
-            )
+            what = f"{name}={settings[name]} has no effect with {other}={settings[other]}"
+            raise ValueError(f"{what}: leave one of them out")

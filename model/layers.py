@@ -15,31 +15,23 @@ from model.parameters import HIDDEN, Rule, constant, linear
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    """float32 for half precisions, float64 for float64: statistics, gates and dot products are
-    computed in it.
-    """
+    """What statistics, gates and dot products are computed in: float32, of float64 float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def compute_dtype(weight) -> torch.dtype:
-    """What products with the weight are computed in: autocast's dtype where it is on, else the
-    weight's.
-    """
+    """What products with the weight are computed in: autocast's dtype, if on, or the weight's."""
     device = weight.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
 
 
 def for_product(x, weight):
-    """x in the dtype of the weight that it meets; as it is under autocast, which rounds both at the
-    product itself.
-    """
+    """x in the dtype of the weight that it meets; as it is under autocast, which rounds both."""
     return x if torch.is_autocast_enabled(x.device.type) else x.to(weight.dtype)
 
 
 class RMSNorm(nn.Module):
-    """y = weight * x / sqrt(mean(x^2) + eps) over the last axis; statistics in at least fp32,
-    output in x's dtype.
-    """
+    """y = weight * x / sqrt(mean(x^2) + eps) over the last axis, computed in at least fp32."""
 
     fused = "rms_norm"
 
@@ -55,9 +47,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """y = weight * (x - mean) / sqrt(variance + eps) + bias over the last axis; dtypes as
-    RMSNorm's.
-    """
+    """y = weight * (x - mean) / sqrt(var + eps) + bias over the last axis, in at least fp32."""
 
     def __init__(self, size: int, eps: float = 1e-5):
         super().__init__()
@@ -67,10 +57,8 @@ class LayerNorm(nn.Module):
 
     def forward(self, x):
         dtype = at_least_fp32(x.dtype)
-        y = F.layer_norm(
-            x.to(dtype), self.weight.shape, self.weight.to(dtype), self.bias.to(dtype), self.eps
-        )
-        return y.to(x.dtype)
+        weight, bias = self.weight.to(dtype), self.bias.to(dtype)
+        return F.layer_norm(x.to(dtype), weight.shape, weight, bias, self.eps).to(x.dtype)
 
 
 # TF32, which training allows on a GPU, keeps 10 bits of what is multiplied. torch has one setting
@@ -78,11 +66,7 @@ class LayerNorm(nn.Module):
 # of its own, which asks for more.
 @torch.library.custom_op("ddl::exact_linear", mutates_args=())
 def exact_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """F.linear in the dtype of its arguments, whatever autocast and `set_float32_matmul_precision`
-    would round.
-
-    So are the products of its derivatives, of any order.
-    """
+    """F.linear, rounded by neither autocast nor TF32; so are its derivatives, of any order."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -118,33 +102,25 @@ exact_linear.register_autograd(gradients_of_linear, setup_context=keep_factors)
 
 
 def linear_fp32(layer: nn.Linear, x):
-    """`layer(x)` in at least fp32, also under autocast: gates and values must not be rounded before
-    their sigmoid.
-    """
+    """`layer(x)` in at least fp32, also under autocast."""
+    # For gates and values, which must not be rounded before their sigmoid.
     dtype, product = at_least_fp32(x.dtype), exact_linear if x.device.type == "cuda" else F.linear
     with torch.autocast(x.device.type, enabled=False):
-        return product(
-            x.to(dtype),
-            layer.weight.to(dtype),
-            None if layer.bias is None else layer.bias.to(dtype),
-        )
+        bias = None if layer.bias is None else layer.bias.to(dtype)
+        return product(x.to(dtype), layer.weight.to(dtype), bias)
 
 
 def rope_tables(config, device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin of position times inverse frequency, each (block_size, rotary_dim / 2)."""
     rotary_dim = int(config.head_dim * config.rope_ratio) // 2 * 2
-    exponent = torch.arange(0, rotary_dim, 2, device=device, dtype=torch.float64) / max(
-        rotary_dim, 1
-    )
+    pair = torch.arange(0, rotary_dim, 2, device=device, dtype=torch.float64)
     position = torch.arange(config.block_size, device=device, dtype=torch.float64)
-    angle = torch.outer(position, config.rope_base**-exponent)
+    angle = torch.outer(position, config.rope_base ** -(pair / max(rotary_dim, 1)))
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
 def apply_rope(x, cos, sin):
-    """Rotate the first features of x (B, T, H, head_dim) in half-split pairs; cos, sin ([B,] T,
-    rotary_dim / 2).
-    """
+    """x (B, T, H, head_dim), rotated in half-split pairs; cos, sin ([B,] T, rotary_dim / 2)."""
     half = cos.shape[-1]
     x = x.to(cos.dtype)
     x1, x2, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
@@ -153,8 +129,7 @@ def apply_rope(x, cos, sin):
 
 
 class Positions(NamedTuple):
-    """The T tokens of a call and where they are: their rows of the RoPE tables and, with a cache,
-    the rest.
+    """The T tokens of a call and where they are: rows of the RoPE tables; with a cache, the rest.
 
     ids (B, T) int64: NO_TOKEN, -1, left of a shorter prompt. place (1 or B, T) int64: counted from
     a sequence's first. index (T,) int64: their positions among the cache's `length`. mask (B, 1, T,
@@ -180,8 +155,7 @@ class Positions(NamedTuple):
 
 
 class AttentionInputs(NamedTuple):
-    """What attention may be given for c (`Site.inputs`): queries, keys and values of inputs apart,
-    or other values.
+    """What attention may be given for c (`Site.inputs`): inputs apart, or other values.
 
     query, key, value (B, T, d): what each is made from. change(v) -> v' (B, T, H, head_dim): what
     attention sums, and the cache keeps, in the values' place; None: these.
@@ -220,9 +194,7 @@ class Heads:
     """
 
     def __call__(self, attention, x, positions: Positions):
-        """x (B, T, d) in the weights' dtype, or AttentionInputs -> queries, keys, values (B, T, H,
-        head_dim).
-        """
+        """x (B, T, d) in the weights' dtype, or AttentionInputs -> q, k, v (B, T, H, head_dim)."""
         layers = attention.c_q, attention.c_k, attention.c_v
         apart = isinstance(x, AttentionInputs)
         if apart:
@@ -242,17 +214,12 @@ class Heads:
 
 def sublayer_matrix(config, inputs: int, outputs: int, last: bool = False) -> nn.Linear:
     """A matrix of attention or MLP; the last one starts smaller, as they add up over the layers."""
-    return linear(
-        inputs,
-        outputs,
-        Rule(config.matrix_start(last), HIDDEN, decay=True, muon=True, rounded=True),
-    )
+    rule = Rule(config.matrix_start(last), HIDDEN, decay=True, muon=True, rounded=True)
+    return linear(inputs, outputs, rule)
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention with RoPE, then RMSNorm on queries and keys; x (B, T, d) or
-    AttentionInputs -> (B, T, d).
-    """
+    """Attention with RoPE, then RMSNorm on q and k; x (B, T, d) or AttentionInputs -> (B, T, d)."""
 
     fused = "heads"
     heads = Heads()
@@ -278,16 +245,13 @@ class CausalSelfAttention(nn.Module):
             values = kept(cache, "v", shape, v).index_copy_(2, positions.index, v)
             if positions.mask is not None:
                 k, v = (z[:, :, : positions.mask.shape[-1]] for z in (keys, values))
-        y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=positions.mask, is_causal=positions.mask is None
-        )
+        mask = positions.mask
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         return self.c_proj(y.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
-    """SwiGLU: c_proj(silu(c_fc1 x) * c_fc2 x), inner width floor(8/3 d); it looks at no other
-    token.
-    """
+    """SwiGLU: c_proj(silu(c_fc1 x) * c_fc2 x), inner width floor(8/3 d)."""
 
     def __init__(self, config):
         super().__init__()
@@ -302,8 +266,7 @@ class MLP(nn.Module):
             return self.c_proj(F.silu(self.c_fc1(x)) * self.c_fc2(x))
         # The same function: what is filled up is silu(0) * 0 = 0, and meets weights of zero.
         gap = -self.c_fc1.out_features % WIDTH_MULTIPLE
-        both = torch.cat(
-            [F.pad(layer.weight, (0, 0, 0, gap)) for layer in (self.c_fc1, self.c_fc2)]
-        )
+        layers = self.c_fc1, self.c_fc2
+        both = torch.cat([F.pad(layer.weight, (0, 0, 0, gap)) for layer in layers])
         gate, value = F.linear(x, both).chunk(2, dim=-1)
         return F.linear(F.silu(gate) * value, F.pad(self.c_proj.weight, (0, gap)))

@@ -38,10 +38,8 @@ class MGTConfig(GPTConfig):
         super().__post_init__()
         for key in ("mgt_lambda", "mgt_epsilon", "mgt_alpha_init", "mgt_beta_bias_init"):
             if not self.has_beta and getattr(self, key) != getattr(MGTConfig, key):
-                raise ValueError(
-                    f"{key} has no effect with mgt_arm={self.mgt_arm}: leave it out, or give full "
-                    "or ddl"
-                )
+                fix = "leave it out, or give full or ddl"
+                raise ValueError(f"{key} has no effect with mgt_arm={self.mgt_arm}: {fix}")
 
     @property
     def has_gate(self) -> bool:
@@ -57,10 +55,9 @@ class MGTConfig(GPTConfig):
 
 
 class MGTWrite(nn.Module):
-    """X' = X + beta * (V - alpha X) (eq.
+    """X' = X + beta * (V - alpha X).
 
-    7), V = h * sigmoid(LN(X W_gate)) (5), beta = lambda tanh(X W + b) + eps (6).
-
+    V = h * sigmoid(LN(X W_gate)), beta = lambda tanh(X W + b) + eps: equations 7, 5, 6.
     Without the gate V = h; without beta X' = X + V.
     """
 

@@ -89,34 +89,24 @@ class DeltaConfig(GPTConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.ddl_k_branch == "attention" and self.ddl_map != "v":
-            raise ValueError(
-                "ddl_k_branch='attention' is a branch of the v-Map: add ddl_map=v, or leave it out"
-            )
-        if self.ddl_k_branch == "attention" and self.ddl_value_channels == 1:
-            raise ValueError(
-                "ddl_k_branch='attention' needs columns to attend over: ddl_value_channels is 1; "
-                "use mlp"
-            )
-        if self.ddl_map == "v" and self.ddl_v_constant:
-            raise ValueError(
-                "ddl_v_constant=True with ddl_map='v' leaves the sublayers' outputs unused: "
-                "take ddl_map=k, or leave ddl_v_constant out"
-            )
-        if self.ddl_k_input != "read" and (self.ddl_map != "v" or self.ddl_k_branch != "mlp"):
-            raise ValueError(
-                f"ddl_k_input='{self.ddl_k_input}' is what the v-Map's MLP looks at: "
-                "add ddl_map=v, with ddl_k_branch=mlp, or leave it out"
-            )
-        if not self.ddl_v_bias and self.ddl_v_constant:
-            raise ValueError(
-                "ddl_v_bias=False has no effect with ddl_v_constant: leave one of them out"
-            )
-        if self.ddl_v_input == "context" and (self.ddl_map == "v" or self.ddl_v_constant):
+        v_map, attends = self.ddl_map == "v", self.ddl_k_branch == "attention"
+        if attends and not v_map:
+            raise ValueError("ddl_k_branch='attention' is of the v-Map alone: add ddl_map=v")
+        if attends and self.ddl_value_channels == 1:
+            raise ValueError("ddl_k_branch='attention': ddl_value_channels is 1; use mlp")
+        if v_map and self.ddl_v_constant:
+            why = "leaves the sublayers' outputs unused: leave one of them out"
+            raise ValueError(f"ddl_v_constant=True with ddl_map='v' {why}")
+        if self.ddl_k_input != "read" and (attends or not v_map):
+            fix = "add ddl_map=v, with ddl_k_branch=mlp, or leave it out"
+            raise ValueError(f"ddl_k_input={self.ddl_k_input!r} is of the v-Map's MLP: {fix}")
+        idle = {"ddl_v_bias=False": not self.ddl_v_bias and self.ddl_v_constant}
+        idle["ddl_v_input='context'"] = self.ddl_v_input == "context" and (
+            v_map or self.ddl_v_constant
+        )
+        for key in [key for key, has_no_effect in idle.items() if has_no_effect]:
             other = "ddl_v_constant" if self.ddl_v_constant else "ddl_map=v"
-            raise ValueError(
-                f"ddl_v_input='context' has no effect with {other}: leave one of them out"
-            )
+            raise ValueError(f"{key} has no effect with {other}: leave one of them out")
 
     @property
     def beta_start(self) -> float:
@@ -130,11 +120,10 @@ class DeltaConfig(GPTConfig):
         growth = 0.4 * sites * beta / math.sqrt(self.hidden_size)
         if growth <= 3 or self.ddl_update != "delta":
             return []
+        where = f"{self.num_hidden_layers} blocks of width {self.hidden_size}"
+        what = f"the first gradient may be about e^{growth:.0f} times too large to train"
         return [
-            f"ddl_beta_init={self.ddl_beta_init} over {self.num_hidden_layers} blocks of width "
-            f"{self.hidden_size}: the "
-            f"first gradient may be about e^{growth:.0f} times too large to train: give "
-            "--ddl_beta_init=1/L"
+            f"ddl_beta_init={self.ddl_beta_init} over {where}: {what}: give --ddl_beta_init=1/L"
         ]
 
     @property
@@ -150,10 +139,8 @@ class SingleColumnConfig(DeltaConfig):
     def __post_init__(self):
         super().__post_init__()
         if self.ddl_value_channels != 1:
-            raise ValueError(
-                f"ddl_value_channels={self.ddl_value_channels}: this model has one column; "
-                "take --model=DDL-gpt-mha-rope for more"
-            )
+            fix = "this model has one column; take --model=DDL-gpt-mha-rope for more"
+            raise ValueError(f"ddl_value_channels={self.ddl_value_channels}: {fix}")
 
 
 @dataclass
@@ -181,11 +168,8 @@ class ColumnsConfig(GPTConfig):
 
     @property
     def read_start(self) -> float:
-        return (
-            1 / self.ddl_value_channels
-            if self.ddl_state_read_init is None
-            else self.ddl_state_read_init
-        )
+        start = self.ddl_state_read_init
+        return 1 / self.ddl_value_channels if start is None else start
 
 
 @dataclass
@@ -207,9 +191,8 @@ class ColumnConvConfig(ExpandedConfig):
     def __post_init__(self):
         super().__post_init__()
         if self.ddl_cc_read == "folded" and self.ddl_state_dv_shortconv_causal:
-            raise ValueError(
-                "ddl_state_dv_shortconv_causal=True is of a pair: give ddl_cc_read=pair as well"
-            )
+            key = "ddl_state_dv_shortconv_causal=True"
+            raise ValueError(f"{key} is of a pair: give ddl_cc_read=pair as well")
 
 
 @dataclass
@@ -227,13 +210,10 @@ class EmbeddingColumnConvConfig(EmbeddingConvConfig, ColumnConvConfig):
 
 
 def features_last(weights):
-    """weights (d, v, K) as parameters keep them -> (K, v, d) in memory as well, the current token's
-    tap first.
-
-    A permuted view would do, but torch.compile lays out what it multiplies with, the state, as the
-    view is: features would no longer be contiguous, and no loop vectorised. It sees through
-    `contiguous`, not through `stack`.
-    """
+    """weights (d, v, K) as parameters keep them -> (K, v, d), the current token's tap first."""
+    # A permuted view would do, but torch.compile lays out what it multiplies with, the state, as
+    # the view is: features would no longer be contiguous, and no loop vectorised. It sees through
+    # `contiguous`, not through `stack`.
     rows = torch.stack(weights.flatten(1).unbind(1))  # (v * K, d)
     return rows.unflatten(0, weights.shape[1:]).transpose(0, 1).flip(0)
 
@@ -270,10 +250,11 @@ class EmbeddingConv(nn.Module):
     def __init__(self, config: EmbeddingConvConfig):
         super().__init__()
         self.value_channels = config.ddl_value_channels
-        channels = config.hidden_size * config.ddl_value_channels
-        self.conv = Taps(
-            channels, 1, config.input_embed_shortconv_kernel_size, start=partial(one_tap, at=-1)
+        channels, K = (
+            config.hidden_size * self.value_channels,
+            config.input_embed_shortconv_kernel_size,
         )
+        self.conv = Taps(channels, 1, K, start=partial(one_tap, at=-1))
 
     def elementwise_flops(self) -> int:
         return 2 * self.conv.weight.numel()
@@ -307,11 +288,9 @@ class TokenConvRead(nn.Module):
 
     def __init__(self, config: ColumnsConfig):
         super().__init__()
-        kernel_size = config.ddl_state_shortconv_kernel_size or 4
-        start = start_of_taps(config, kernel_size, last=True)
-        self.shortconv = Taps(
-            config.hidden_size * config.ddl_value_channels, kernel_size, start=start
-        )
+        channels = config.hidden_size * config.ddl_value_channels
+        K = config.ddl_state_shortconv_kernel_size or 4
+        self.shortconv = Taps(channels, K, start=start_of_taps(config, K, last=True))
         self.read = nn.Parameter(torch.empty(config.ddl_value_channels))
         self.rules = {"read": Rule(constant(config.read_start))}
 
@@ -330,46 +309,39 @@ class TokenConvRead(nn.Module):
 
 
 class ColumnConvRead(nn.Module):
-    """Compressor (CC): a convolution over the columns of each feature, x_in[t, i] = sum_j w[i, j]
-    X[t, j, i].
+    """Compressor (CC): a weighted sum over columns, x_in[t, i] = sum_j w[i, j] X[t, j, i].
 
     w (d, v) is a parameter itself (`ddl_cc_read=folded`), or, as the paper's code has it, a
-    convolution `weight` (d, K) whose v results meet a vector `read` (v,): a linear map again,
-    folded into w once where it is used.
+    convolution over columns `weight` (d, K) whose v results meet a vector `read` (v,).
     """
+
+    # Convolution and vector make a linear map again, folded into w once where it is used.
 
     fused = "column_conv"
 
     def __init__(self, config: ColumnConvConfig):
         super().__init__()
         self.config, columns = config, config.ddl_value_channels
-        self.pair, kernel_size = (
-            config.ddl_cc_read == "pair",
-            config.ddl_state_shortconv_kernel_size or columns,
-        )
+        self.pair = config.ddl_cc_read == "pair"
+        kernel_size = config.ddl_state_shortconv_kernel_size or columns
         if kernel_size > columns or (kernel_size != columns and not self.pair):
+            what = f"this model's read covers its ddl_value_channels={columns} columns"
             fix = "give no more" if self.pair else "leave the key out"
-            raise ValueError(
-                f"ddl_state_shortconv_kernel_size={kernel_size}: this model's read covers its "
-                f"ddl_value_channels={columns} columns; {fix}"
-            )
+            raise ValueError(f"ddl_state_shortconv_kernel_size={kernel_size}: {what}; {fix}")
         self.weight = nn.Parameter(torch.empty(config.hidden_size, kernel_size))
         self.causal = config.ddl_state_dv_shortconv_causal
         taps = start_of_taps(config, kernel_size, last=self.causal)
         if self.pair:
             self.read = nn.Parameter(torch.empty(columns))
-            self.rules = {
-                "weight": Rule(taps, decay=True),
-                "read": Rule(constant(config.read_start)),
-            }
+            read = Rule(constant(config.read_start))
+            self.rules = {"weight": Rule(taps, decay=True), "read": read}
         else:
             self.rules = {"weight": Rule(partial(self.start_folded, taps=taps), decay=True)}
 
     def start_folded(self, weight, taps) -> None:
         taps(weight)
-        weight.copy_(
-            fold_column_conv(weight, weight.new_full((weight.shape[1],), self.config.read_start))
-        )
+        read = weight.new_full((weight.shape[1],), self.config.read_start)
+        weight.copy_(fold_column_conv(weight, read))
 
     def weights(self, arranged=features_last):
         """w as one (1, v, d) tensor."""
@@ -384,9 +356,7 @@ class ColumnConvRead(nn.Module):
 
 
 def start_of_taps(config, taps: int, last: bool):
-    """The start of a read's convolution; as the identity it has a 1 at the last tap, or at the one
-    in the middle.
-    """
+    """The start of a read's convolution; the identity's 1 is at the last tap, or in the middle."""
     if config.conv_start == "mean":
         return constant(1 / taps)
     if config.conv_start == "normal":
@@ -403,8 +373,7 @@ def fold_column_conv(weight, read, causal: bool = False):
     """A convolution over columns followed by a read vector, as one weight (d, v), in at least fp32.
 
     weight (d, K), read (v,): w[i, u] = sum_j read[j] * weight[i, u - j + s], zero outside 0..K-1,
-    with s = (K-1)//2, or K-1 where it is causal. The paper's code keeps the pair; it is also what
-    "normal" initialisation amounts to.
+    with s = (K-1)//2, or K-1 where it is causal.
     """
     dtype, (size, columns) = at_least_fp32(weight.dtype), (weight.shape[1], len(read))
     shift, padded = size - 1 if causal else (size - 1) // 2, F.pad(read.to(dtype), (size, size))
@@ -414,14 +383,10 @@ def fold_column_conv(weight, read, causal: bool = False):
 
 
 def read_columns(state, weights, past: Past | None = None):
-    """state (B, T, v, d), weights (K, v, d) -> x_in (B, T, d) in at least fp32: only what enters a
-    GEMM is rounded.
-
-    Each tap contracts its columns first: only vectors of width d are then shifted over tokens and
-    cached.
-    """
-    dtype = at_least_fp32(state.dtype)
+    """state (B, T, v, d), weights (K, v, d) -> x_in (B, T, d) in at least fp32."""
+    dtype = at_least_fp32(state.dtype)  # only what enters a GEMM is rounded
     x = state.to(dtype)  # once, so that the taps' gradients meet in fp32
+    # Each tap contracts its columns first: only vectors of width d are shifted over tokens, cached.
     taps = [(x * w).sum(2) for w in weights.to(dtype)]
     return sum(delay(tap, s, past) for s, tap in enumerate(taps))
 
@@ -436,15 +401,13 @@ def pooled(state, form: str):
 
 
 def delta_rewrite(state, khat, beta, value, erase: bool = True):
-    """X' = X + beta k (t - k^T X)^T with k = khat / sqrt(d) (eq.
+    """Equation 6: X' = X + beta k (t - k^T X)^T; without `erase`, X' = X + beta k t^T.
 
-    6); without `erase`, X' = X + beta k t^T.
-
-    state (B, T, v, d); khat (B, T, d) of RMS 1; beta (B, T, 1); value t (B, T, v). Computed in at
-    least fp32, returned in state's dtype. The factor 1/sqrt(d) stays outside the dot products.
+    state (B, T, v, d); khat (B, T, d) of RMS 1, k = khat / sqrt(d); beta (B, T, 1); value t
+    (B, T, v). Computed in at least fp32, returned in state's dtype.
     """
     x, khat = state.to(khat.dtype), khat.unsqueeze(2)
-    scale = 1 / math.sqrt(khat.shape[-1])
+    scale = 1 / math.sqrt(khat.shape[-1])  # outside the dot products, as in the paper's code
     if erase:
         value = value - (x * khat).sum(-1) * scale
     return (x + (beta * value * scale).unsqueeze(-1) * khat).to(state.dtype)
@@ -470,39 +433,29 @@ class DeltaRewrite(nn.Module):
         super().__init__()
         self.config, d = config, config.hidden_size
         start, probability = config.matrix_start(), min(max(config.beta_start / 2, 1e-6), 1 - 1e-6)
-        output, beta_bias = (
-            Rule(start, OUTPUT, True),
-            Rule(constant(math.log(probability) - math.log1p(-probability))),
-        )
+        output = Rule(start, OUTPUT, decay=True)
+        beta_bias = Rule(constant(math.log(probability) - math.log1p(-probability)))
         whole = d * config.ddl_value_channels
         seen = whole if config.ddl_beta_input == "flat" else d
         if config.ddl_beta_single_linear:
             self.beta = linear(seen, 1, output, beta_bias)
         else:
-            self.beta_in = linear(seen, config.ddl_beta_hidden_size, output)
-            self.beta_out = linear(
-                config.ddl_beta_hidden_size, 1, Rule(start, FIXED, decay=True), beta_bias
-            )
+            between = config.ddl_beta_hidden_size
+            self.beta_in = linear(seen, between, output)
+            self.beta_out = linear(between, 1, Rule(start, FIXED, decay=True), beta_bias)
         if config.ddl_map == "v" and config.ddl_k_branch == "attention":
             self.k_query = nn.Parameter(torch.empty(d))
             self.rules = {"k_query": Rule(constant(0.0))}
             self.k_key = linear(d, d, Rule(start, HIDDEN, decay=True))
             self.k_out = linear(d, d, Rule(start, HIDDEN, decay=True))
         elif config.ddl_map == "v":
-            self.k_in = linear(
-                whole if config.ddl_k_input == "flat" else d, config.ddl_k_hidden_size, output
-            )
-            self.k_out = linear(
-                config.ddl_k_hidden_size,
-                d,
-                Rule(start, INPUT if config.init == "normal" else FIXED, decay=True),
-            )
-        # With a constant write value v_proj keeps its place in the state dict but takes no part in
-        # training.
-        value_bias = Rule(partial(nn.init.uniform_, a=-1 / math.sqrt(d), b=1 / math.sqrt(d)))
-        self.v_proj = linear(
-            d, config.ddl_value_channels, output, value_bias if config.ddl_v_bias else None
-        )
+            between, kind = config.ddl_k_hidden_size, INPUT if config.init == "normal" else FIXED
+            self.k_in = linear(whole if config.ddl_k_input == "flat" else d, between, output)
+            self.k_out = linear(between, d, Rule(start, kind, decay=True))
+        bound = 1 / math.sqrt(d)
+        bias = Rule(partial(nn.init.uniform_, a=-bound, b=bound)) if config.ddl_v_bias else None
+        self.v_proj = linear(d, config.ddl_value_channels, output, bias)
+        # Beside a constant value it keeps its place in the state dict, but is not trained.
         self.v_proj.requires_grad_(not config.ddl_v_constant)
 
     def direction_source(self, state, h, x_in, c):
@@ -520,9 +473,7 @@ class DeltaRewrite(nn.Module):
         return self.k_out(F.silu(self.k_in(for_product(x, self.k_in.weight))))
 
     def attended_column(self, state):
-        """The columns of state (B, T, v, d) weighted by softmax_j(k_query . (k_key X[:, j]) /
-        sqrt(d)), (B, T, d).
-        """
+        """sum_j a_j X[:, j], a = softmax_j(k_query . (k_key X[:, j]) / sqrt(d)), (B, T, d)."""
         x = state.to(at_least_fp32(state.dtype))
         # k_query . (k_key X) = (k_key^T k_query) . X: one vector meets the columns, not a matrix.
         query = self.k_query.to(x.dtype) @ self.k_key.weight.to(x.dtype)
@@ -530,9 +481,9 @@ class DeltaRewrite(nn.Module):
         return (x * scores.softmax(-1).unsqueeze(-1)).sum(2).to(state.dtype)
 
     def direction(self, source):
-        """khat = sqrt(d) k (B, T, d), k = k~ / sqrt(|k~|^2 + eps^2), or k~ / (|k~| + eps) (eq.
+        """khat = sqrt(d) k (B, T, d), k = k~ / sqrt(|k~|^2 + eps^2), or k~ / (|k~| + eps).
 
-        3 with a guard).
+        Equation 3, with a guard.
         """
         source = source.to(at_least_fp32(source.dtype))
         d, guard = source.shape[-1], self.config.k_guard
@@ -543,19 +494,15 @@ class DeltaRewrite(nn.Module):
         return khat
 
     def gate_source(self, state, x_in, c):
-        """What the gate looks at: c, or G(X) of eq.
-
-        8, whose convolution is the one that the text has, the read.
-        """
+        """What the gate looks at: c, or G(X) of equation 8."""
         form = self.config.ddl_beta_input
         if form == "context":
             return c
+        # Its convolution is the only one that the text has: the read.
         return x_in if form == "residual" else pooled(state, form)
 
     def gate(self, source):
-        """beta in (0, 2), (B, T, 1): 2 sigmoid(w . source + b), or 2 sigmoid(w . tanh(W source) +
-        b) (eq. 8, B.2).
-        """
+        """beta (B, T, 1): 2 sigmoid(w . source + b), or of tanh(W source) (eq. 8, appendix B.2)."""
         if self.config.ddl_beta_single_linear:
             logit = linear_fp32(self.beta, source)
         else:
@@ -563,40 +510,23 @@ class DeltaRewrite(nn.Module):
         return 2 * logit.sigmoid()
 
     def write_value(self, h, x_in, c):
-        """t (B, T, v) in at least fp32, from x_in or c (k-Map) or from the sublayer's output
-        (v-Map).
-        """
+        """t (B, T, v) in at least fp32, of x_in or c (k-Map), or the sublayer's output (v-Map)."""
         config = self.config
         if config.ddl_v_constant:
-            dtype = at_least_fp32(x_in.dtype)
-            return x_in.new_full(
-                (*x_in.shape[:2], config.ddl_value_channels),
-                config.ddl_v_constant_value,
-                dtype=dtype,
-            )
+            shape, dtype = (*x_in.shape[:2], config.ddl_value_channels), at_least_fp32(x_in.dtype)
+            return x_in.new_full(shape, config.ddl_v_constant_value, dtype=dtype)
         source = h if config.ddl_map == "v" else x_in if config.ddl_v_input == "residual" else c
         value = linear_fp32(self.v_proj, source)
         return config.ddl_v_sigmoid_scale * value.sigmoid() if config.ddl_v_sigmoid else value
 
     def elementwise_flops(self) -> int:
-        """The dot product k^T X (delta only), the rank-1 write, what attends over columns, and
-        means over them.
-        """
+        """Of k^T X (delta only), the rank-1 write, attention over columns, and means over them."""
         config, size = self.config, self.config.hidden_size * self.config.ddl_value_channels
         write = (4 if config.ddl_update == "delta" else 2) * size
         means = (config.ddl_k_input, config.ddl_beta_input).count("mean")
         return write + (4 * size if config.ddl_k_branch == "attention" else 0) + means * size
 
-    def forward(
-        self,
-        state,
-        h,
-        x_in,
-        c,
-        past: Past | None = None,
-        force: float | None = None,
-        erase: bool = True,
-    ):
+    def forward(self, state, h, x_in, c, past=None, force: float | None = None, erase=True):
         """state (B, T, v, d); sublayer output h, read x_in and context c (B, T, d) -> new state.
 
         force: a gate in the place of the learned one; erase: False leaves the erase out (for
@@ -605,10 +535,8 @@ class DeltaRewrite(nn.Module):
         khat = self.along(state, h, x_in, c)
         beta = self.gate(self.gate_source(state, x_in, c))
         beta = beta if force is None else torch.full_like(beta, force)
-        erase = erase and self.config.ddl_update == "delta"
-        return delta_rewrite(
-            state, khat, self.config.branch_mult * beta, self.write_value(h, x_in, c), erase
-        )
+        erase, value = erase and self.config.ddl_update == "delta", self.write_value(h, x_in, c)
+        return delta_rewrite(state, khat, self.config.branch_mult * beta, value, erase)
 
     def along(self, state, h, x_in, c):
         """khat (B, T, d)."""

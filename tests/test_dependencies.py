@@ -39,7 +39,7 @@ def test_a_bare_machine_trains_samples_and_exports_and_names_what_is_missing(cor
     ]
     misses = {
         "pip install fastapi uvicorn": ["sample.py", run, "--serve"],
-        "pip install lm-eval": ["eval.py", run, f"--out={tmp_path / 'eval'}"],
+        "pip install lm_eval": ["eval.py", run, f"--out={tmp_path / 'eval'}"],
         "pip install wandb": ["train.py", *small_run(corpus, tmp_path / "new", wandb_log=True)],
     }
     if (ROOT / "research").exists():
