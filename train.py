@@ -221,9 +221,8 @@ def of_corpus(given: dict, saved: dict) -> dict:
     result = {"block_size": documents.length} if documents else {}
     if saved:
         stem = model_class(saved["model"])
-        return result | {
-            "vocab_size": saved["model_config"].get("vocab_size", stem.Config.vocab_size)
-        }
+        size = saved["model_config"].get("vocab_size", stem.Config.vocab_size)
+        return result | {"vocab_size": size}
     size = vocab_size_of(dataset)
     return result | ({"vocab_size": -(-size // 64) * 64} if size else {})
 
@@ -234,42 +233,34 @@ def check_run(c: TrainConfig, saved: dict | None = None) -> None:
     saved: state.json of a run that goes on.
     """
     if c.min_lr is not None and c.min_lr > c.learning_rate:
-        raise ValueError(
-            f"min_lr={c.min_lr}: give a number from 0 to learning_rate={c.learning_rate}"
-        )
+        most = f"learning_rate={c.learning_rate}"
+        raise ValueError(f"min_lr={c.min_lr}: give a number from 0 to {most}")
     for key in ("learning_rate", *optimizer.OWN_RATES.values()):
         if c.weight_decay_rate is not None and getattr(c, key) == 0:
-            raise ValueError(
-                f"weight_decay_rate={c.weight_decay_rate} with {key}=0: weights at a rate of 0 do "
-                f"not decay: leave weight_decay_rate out, or give a {key} above 0"
-            )
+            what = f"weight_decay_rate={c.weight_decay_rate} with {key}=0"
+            fix = f"leave weight_decay_rate out, or give a {key} above 0"
+            raise ValueError(f"{what}: weights at a rate of 0 do not decay: {fix}")
     if c.kernels == "off" and c.state_interval != TrainConfig.state_interval:
-        raise ValueError(
-            f"state_interval={c.state_interval} has no effect with kernels=off: leave one of them "
-            "out"
-        )
+        what = f"state_interval={c.state_interval} has no effect with kernels=off"
+        raise ValueError(f"{what}: leave one of them out")
     if c.engine == "fsdp" and c.optimizer == "muon":
-        raise ValueError(
-            "optimizer=muon with engine=fsdp: Muon needs whole matrices: give engine=ddp, or adamw"
-        )
+        fix = "Muon needs whole matrices: give engine=ddp, or adamw"
+        raise ValueError(f"optimizer=muon with engine=fsdp: {fix}")
     world, batch = distributed.world_size(), f"global_batch_size={c.global_batch_size}"
     if c.global_batch_size % world:
         raise ValueError(f"{batch} does not divide over {world} processes")
     if c.share % c.rows:
         fits = max(size for size in range(1, c.rows) if c.share % size == 0)
-        raise ValueError(
-            f"micro_batch_size={c.rows} does not divide the {c.share} sequences per process "
-            f"({batch} over {world}): try --micro_batch_size={fits}"
-        )
+        whole = f"the {c.share} sequences per process ({batch} over {world})"
+        what = f"micro_batch_size={c.rows} does not divide {whole}"
+        raise ValueError(f"{what}: try --micro_batch_size={fits}")
     # A longer fall would begin with a cliff, far below the peak. A run that began so goes on so.
     most, before = max(c.max_steps - c.warmup_steps, 0), saved["run_config"] if saved else {}
     kept = all(getattr(c, key) == before.get(key) for key in ("decay_steps", "max_steps"))
     if c.schedule == "wsd" and (c.decay_steps or 0) > most and not kept:
-        raise ValueError(
-            f"decay_steps={c.decay_steps}, but max_steps={c.max_steps} has {most} steps after "
-            f"warmup_steps={c.warmup_steps}: give 0 to {most}, or leave it out for a fifth of the "
-            "run"
-        )
+        what = f"max_steps={c.max_steps} has {most} steps after warmup_steps={c.warmup_steps}"
+        fix = f"give 0 to {most}, or leave it out for a fifth of the run"
+        raise ValueError(f"decay_steps={c.decay_steps}, but {what}: {fix}")
 
 
 def open_data(config: TrainConfig, model_config):
@@ -280,41 +271,30 @@ def open_data(config: TrainConfig, model_config):
     corpus = open_corpus(config.dataset)
     known, length = corpus.meta["vocab_size"], model_config.block_size
     if known > model_config.vocab_size:
-        raise ValueError(
-            f"vocab_size={model_config.vocab_size}, but {corpus.path} has {known} tokens: give "
-            f"{known}"
-        )
+        what = f"{corpus.path} has {known} tokens"
+        raise ValueError(f"vocab_size={model_config.vocab_size}, but {what}: give {known}")
     if known != (size := size_of(describe(corpus.path))):
-        raise ValueError(
-            f"{corpus.path}: meta.json has vocab_size {known}, its tokenizer {size}: prepare it "
-            "again"
-        )
-    documents = Windows.of(corpus.meta)
-    batches = TrainBatches(
-        corpus.train, length, config.global_batch_size, config.seed, known, documents
-    )
-    if batches.windows < config.global_batch_size:
-        raise ValueError(
-            f"global_batch_size={config.global_batch_size}, but the training split of "
-            f"{corpus.path} "
-            f"has {batches.windows} sequences of block_size={length}: give a smaller batch, or "
-            "more text"
-        )
+        what = f"meta.json has vocab_size {known}, its tokenizer {size}"
+        raise ValueError(f"{corpus.path}: {what}: prepare it again")
+    documents, batch_size = Windows.of(corpus.meta), config.global_batch_size
+    batches = TrainBatches(corpus.train, length, batch_size, config.seed, known, documents)
+    of_length = f"sequences of block_size={length}"
+    if batches.windows < batch_size:
+        what = f"the training split of {corpus.path} has {batches.windows} {of_length}"
+        fix = "give a smaller batch, or more text"
+        raise ValueError(f"global_batch_size={batch_size}, but {what}: {fix}")
     validation = ValidationBatches(corpus.val, length, known, documents)
     if config.eval_part != "all" and validation.windows < 2:
-        raise ValueError(
-            f"eval_part={config.eval_part}: the validation split of {corpus.path} has no two "
-            f"sequences of block_size={length}; give a shorter one, or eval_part=all"
-        )
+        what = f"the validation split of {corpus.path} has no two {of_length}"
+        fix = "give a shorter one, or eval_part=all"
+        raise ValueError(f"eval_part={config.eval_part}: {what}; {fix}")
     if documents and documents.labels:
         spread = validation.spread(config.eval_batches * config.global_batch_size, config.eval_part)
         splits = {"training": (batches, range(batches.windows)), "validation": (validation, spread)}
         for split, (read, windows) in splits.items():
             if not has_targets(read.tokens, documents, windows):
-                raise ValueError(
-                    f"the {split} split of {corpus.path} has no label in the {len(windows)} "
-                    "documents that are read of it: prepare it again"
-                )
+                what = f"no label in the {len(windows)} documents that are read of it"
+                raise ValueError(f"the {split} split of {corpus.path} has {what}: prepare it again")
     return corpus, batches, validation
 
 
@@ -375,16 +355,11 @@ def diagnose(model, optimizers, batches, world, step: int, loss: float, grad_nor
     """
     bad, size = set(distributed.non_finite_gradients(model, world)), batches.global_batch_size
     numbers = np.arange((step - 1) * size, step * size)
-    groups = [
-        {
-            "weight_decay": group["weight_decay"],
-            "lr": group["lr"],
-            "parameters": [name for name in group["names"] if name in bad],
-            "of": len(group["names"]),
-        }
-        for each in optimizers
-        for group in each.param_groups
-    ]
+    groups = []
+    for group in [group for each in optimizers for group in each.param_groups]:
+        facts = {"weight_decay": group["weight_decay"], "lr": group["lr"]}
+        facts["parameters"] = [name for name in group["names"] if name in bad]
+        groups.append(facts | {"of": len(group["names"])})
     result = {"step": step, "loss": str(loss), "grad_norm": str(grad_norm), "groups": groups}
     starts = batches.starts(numbers).tolist()
     return {**result, "sequences": numbers[[0, -1]].tolist(), "starts": starts}
@@ -402,12 +377,10 @@ def write_diagnosis(folder: Path, diagnosis: dict, saved: bool) -> str:
     where = "gradients are finite"
     if names:
         where = f"the gradients of {len(names)} parameters are not finite, first {names[0]}"
-    first, last = diagnosis["sequences"]
-    return (
-        f"step {diagnosis['step']}: loss {diagnosis['loss']}, gradient norm "
-        f"{diagnosis['grad_norm']}: stopped before the optimizer step; {where}; batch: sequences "
-        f"{first} to {last} of the run; {kept}; try a lower learning_rate or a longer warmup_steps"
-    )
+    what = "step {step}: loss {loss}, gradient norm {grad_norm}".format(**diagnosis)
+    batch = "sequences {} to {} of the run".format(*diagnosis["sequences"])
+    fix = "try a lower learning_rate or a longer warmup_steps"
+    return f"{what}: stopped before the optimizer step; {where}; batch: {batch}; {kept}; {fix}"
 
 
 def main():
@@ -417,10 +390,8 @@ def main():
         settings = {**dataclasses.asdict(config), **dataclasses.asdict(model_config)}
         device, out = distributed.pick_device(config.device), Path(config.out_dir)
         if config.compile and not distributed.can_compile(device):
-            raise ValueError(
-                "compile=True needs a C++ compiler and Python's headers: install them, or "
-                "--compile=False"
-            )
+            needed = "a C++ compiler and Python's headers: install them, or --compile=False"
+            raise ValueError(f"compile=True needs {needed}")
         if config.wandb_log:
             configurator.optional("wandb", "wandb_log=True")
         memory.refuse_too_large(config, model_config, device)
@@ -441,9 +412,8 @@ def main():
             return
         if begin and distributed.rank() == 0 and (note := start.rate_jump(begin, config)):
             print(note)
-        model, without_gradient, notes = make_model(
-            config, model_config, begin, corpus.path, device
-        )
+        made = make_model(config, model_config, begin, corpus.path, device)
+        model, without_gradient, notes = made
         if config.dry_run:
             print(memory.size_of_run(config, model, train_batches.windows, device))
             return
@@ -456,19 +426,15 @@ def main():
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
     log = None  # the main process's
     with configurator.one_line_errors():
-        facts = {
-            "the configuration": settings,
-            "the code": code_digest(),
-            "the checkpoint": str(begin),
-        }
-        facts |= {"the data": corpus.identity, "torch": torch.__version__}
+        facts = {"the configuration": settings, "the code": code_digest()}
+        facts |= {"the checkpoint": str(begin), "the data": corpus.identity}
+        facts["torch"] = torch.__version__
         if world.world_size > 1:
             sums = [parameter.double().sum().item() for parameter in model.parameters()]
             facts["the weights they begin with"] = sums
         distributed.refuse_disagreement(world, facts)
-        train_model, eval_model = distributed.parallelise(
-            model, config.engine, config.compile, world, bool(without_gradient)
-        )
+        how = config.engine, config.compile, world, bool(without_gradient)
+        train_model, eval_model = distributed.parallelise(model, *how)
         in_bf16 = bf16 if config.muon_dtype is None else config.muon_dtype == "bfloat16"
         muon_dtype = torch.bfloat16 if in_bf16 else torch.float32
         optimizers = optimizer.build_optimizers(model, config, muon_dtype)
@@ -482,14 +448,11 @@ def main():
             commit()  # of the code that runs, whatever becomes of the files: it is remembered
             log = metrics.RunLog(out, config, settings, progress, model, world)
             where = f"{'bfloat16' if bf16 else 'float32'} on {world.world_size} x {device.type}"
-            print(
-                f"{config.model}: {model.num_parameters():,} parameters, {where}; run folder {out}"
-            )
-            print(
-                f"{train_batches.windows:,} sequences an epoch; each leaves out "
-                f"{train_batches.skipped:,} of {len(train_batches.tokens):,} tokens, not always "
-                "the same"
-            )
+            parameters = f"{model.num_parameters():,} parameters"
+            print(f"{config.model}: {parameters}, {where}; run folder {out}")
+            left_out = f"{train_batches.skipped:,} of {len(train_batches.tokens):,} tokens"
+            epoch = f"{train_batches.windows:,} sequences an epoch"
+            print(f"{epoch}; each leaves out {left_out}, not always the same")
             for note in notes:
                 print(f"note: {note}")
             if config.compile:
@@ -525,19 +488,15 @@ def main():
             return True
         state = {"model": config.model, "model_config": dataclasses.asdict(model_config)}
         state |= {**progress, "run_config": dataclasses.asdict(config), "corpus": corpus.identity}
-        state |= {
-            "commit": commit(),
-            "lr_scales": optimizer.lr_scales(model, config.optimizer == "muon"),
-        }
+        scales = optimizer.lr_scales(model, config.optimizer == "muon")
+        state |= {"commit": commit(), "lr_scales": scales}
         state["trained_on"] = {**machine(), "device": device.type, "processes": world.world_size}
         log.flush(to_disk=True)
         try:
             path = checkpoint.save(folder, tensors, moments, state, tokenizer_json)
         except OSError as error:
-            print(
-                f"warning: step {progress['step']}: no checkpoint ({error}); the one before is kept",
-                file=sys.stderr,
-            )
+            what = f"warning: step {progress['step']}: no checkpoint ({error})"
+            print(f"{what}; the one before is kept", file=sys.stderr)
             return False
         print(f"saved {path}", flush=True)
         checkpoint.remove_old(out, config.keep_last, config.keep_every)
@@ -580,9 +539,9 @@ def main():
                 where = model, optimizers, train_batches, world
                 diagnosis = diagnose(*where, step, loss, grad_norm)
                 kept = save(out / "nonfinite")  # the state before the step
-                failure = (
-                    write_diagnosis(out / "nonfinite", diagnosis, kept) if world.is_main else "-"
-                )
+                failure = "-"
+                if world.is_main:
+                    failure = write_diagnosis(out / "nonfinite", diagnosis, kept)
                 break
             for each in optimizers:
                 if finite and not decided_on_device:
@@ -603,31 +562,19 @@ def main():
                 if log:
                     log.write(residual=statistics)
         if final or step % config.eval_interval == 0:
-            count = (
-                None
-                if final and config.eval_full
-                else config.eval_batches * config.global_batch_size
-            )
+            whole = final and config.eval_full
+            count = None if whole else config.eval_batches * config.global_batch_size
             windows = val_batches.spread(count, config.eval_part)
+            what = eval_model, val_batches, windows, config.rows, world, autocast
             with configurator.one_line_errors(DamagedShard):
-                scores = evaluate(
-                    eval_model,
-                    val_batches,
-                    windows,
-                    config.rows,
-                    world,
-                    autocast,
-                    stop.reason,
-                    each=final and config.eval_full,
-                )
+                scores = evaluate(*what, stop.reason, each=whole)
             progress["evaluated"] = scores is not None  # else it was stopped, and is to be redone
             stopped = stopped or scores is None
             if log and scores:
                 if (losses := scores.pop("losses", None)) is not None:
                     save_losses(out / "losses.npz", step, windows, losses)
-                log.evaluation(
-                    scores, corpus.bytes_per_token("val"), len(windows), val_batches.windows
-                )
+                share = len(windows), val_batches.windows
+                log.evaluation(scores, corpus.bytes_per_token("val"), *share)
         if final or stopped or step % config.checkpoint_interval == 0:
             saved = save(out)
         if stopped and not (final and progress["evaluated"]):
@@ -638,10 +585,8 @@ def main():
         log.close()
         lock.close()
     distributed.stop(world)
-    done, complete = (
-        progress["step"],
-        progress["step"] == config.max_steps and progress["evaluated"],
-    )
+    done = progress["step"]
+    complete = done == config.max_steps and progress["evaluated"]
     if not failure and not saved:
         failure = f"step {done} is not saved: free disk space and start again with --resume=auto"
     reason = failure or (not complete and (stop.reason() or "another process was told to")) or ""

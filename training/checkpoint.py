@@ -33,8 +33,7 @@ SUMS = "SHA256SUMS"
 def save(run: Path, weights: dict, moments: dict, state: dict, tokenizer_json: dict) -> Path:
     """Write the checkpoint of `state["step"]` below the run folder and return its path.
 
-    OSError: the disk is full, for example; then nothing is left of it, and what was there before is
-    untouched.
+    OSError: the disk is full, for example; then nothing of it is left, and what was there stays.
     """
     final = run / "checkpoints" / f"step_{state['step']:08d}"
     for left in run.glob("checkpoints/*.tmp"):  # of a save that was killed
@@ -94,9 +93,8 @@ def verify(checkpoint: Path) -> None:
         stored, sums = (checkpoint / SUMS).read_bytes(), sums_of(checkpoint).encode()
     except OSError as error:
         name = Path(error.filename or "a file").name
-        raise ValueError(
-            f"{checkpoint} is damaged: {name} is missing or unreadable ({error.strerror})"
-        ) from error
+        what = f"{name} is missing or unreadable ({error.strerror})"
+        raise ValueError(f"{checkpoint} is damaged: {what}") from error
     if stored != sums:
         lines = stored.split(b"\n")
         name = next((n for n, line in zip(FILES, sums.split(b"\n")) if line not in lines), SUMS)
@@ -169,10 +167,9 @@ def find(path: str | Path) -> Path:
         return path
     if whole := newest(path):
         return whole
-    raise ValueError(
-        f"{path} holds no {'whole ' if all_of(path) else ''}checkpoint: give a run folder made by "
-        "train.py, one of its checkpoints/step_*, or an exported folder"
-    )
+    whole = "whole " if all_of(path) else ""
+    fix = "give a run folder made by train.py, one of its checkpoints/step_*, or an exported folder"
+    raise ValueError(f"{path} holds no {whole}checkpoint: {fix}")
 
 
 def read_state(checkpoint: Path) -> dict:
@@ -184,10 +181,8 @@ def read_state(checkpoint: Path) -> dict:
     kinds = {"corpus": dict, "model": str, "model_config": dict, "run_config": dict, "step": int}
     for key, kind in kinds.items():
         if not isinstance(state.get(key), kind):
-            raise ValueError(
-                f"{checkpoint}: state.json is damaged: {key} is not {kind.__name__}; take another "
-                "checkpoint"
-            )
+            what = f"state.json is damaged: {key} is not {kind.__name__}"
+            raise ValueError(f"{checkpoint}: {what}; take another checkpoint")
     if (stem := state["model"]) in STEMS:
         before = values_before(model_class(stem).Config)
         state["model_config"] = {**before, **state["model_config"]}
@@ -199,9 +194,8 @@ def load_tensors(file: Path) -> dict[str, torch.Tensor]:
     try:
         return load_file(file)
     except (OSError, safetensors.SafetensorError) as error:
-        raise ValueError(
-            f"{file} is missing or damaged; take another checkpoint ({error})"
-        ) from error
+        fix = "take another checkpoint"
+        raise ValueError(f"{file} is missing or damaged; {fix} ({error})") from error
 
 
 def is_folder_of_weights(path: Path) -> bool:
@@ -231,9 +225,7 @@ def load_model(path: str | Path, device: torch.device | str):
     description = tokenizer.describe(folder)
     model = weight_files.read_model(folder, stem, config, released.fold)
     if (size := tokenizer.size_of(description)) > model.config.vocab_size:
-        raise ValueError(
-            f"{folder}: its tokenizer has {size} tokens, its model "
-            f"vocab_size={model.config.vocab_size}"
-        )
+        vocab_size = f"its model vocab_size={model.config.vocab_size}"
+        raise ValueError(f"{folder}: its tokenizer has {size} tokens, {vocab_size}")
     state = {"model": stem, "model_config": config, **state}
     return model.to(device), tokenizer.from_json(description), state

@@ -1,6 +1,4 @@
-"""One process or several under torchrun: devices, sums over them, one model on all (DDP or
-FSDP2).
-"""
+"""One process or several under torchrun: devices, sums, one model on all (DDP or FSDP2)."""
 
 import contextlib
 import ctypes
@@ -28,11 +26,8 @@ from model.parameters import aliases
 START_TIMEOUT, TIMEOUT = timedelta(minutes=10), timedelta(minutes=30)
 PATIENT_TIMEOUT = timedelta(days=7)
 # The buffers, RoPE's tables, are the same on every process. torch 2.13 renamed the key for that.
-BUFFERS = next(
-    name
-    for name in ("forward_sync_buffers", "broadcast_buffers")
-    if name in inspect.signature(DistributedDataParallel).parameters
-)
+KEYS_OF_DDP = inspect.signature(DistributedDataParallel).parameters
+BUFFERS = ("broadcast_buffers", "forward_sync_buffers")["forward_sync_buffers" in KEYS_OF_DDP]
 
 
 @dataclass(frozen=True)
@@ -94,9 +89,7 @@ def world_size() -> int:
 
 
 def start(device: torch.device) -> World:
-    """Join the process group (nccl on GPUs, gloo on the CPU) where torchrun started several
-    processes.
-    """
+    """Join the process group (nccl on GPUs, gloo on the CPU) where torchrun started several."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
@@ -117,11 +110,9 @@ def start(device: torch.device) -> World:
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep what a training step frees for the next one.
-
-    Handed back to the system, every page would have to be cleared and mapped again: 5 to 8% of a
-    step on a CPU (results/step_choices.md).
-    """
+    """Let the C library keep what a training step frees for the next one."""
+    # Handed back to the system, every page would have to be cleared and mapped again: 5 to 8% of
+    # a step on a CPU (results/step_choices.md).
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         mmap_threshold, trim_threshold = -3, -1
         libc.mallopt(mmap_threshold, 2**25)  # the most it takes; larger tensors are handed back
@@ -150,9 +141,8 @@ def refuse_disagreement(world: World, facts: dict) -> None:
     for number, theirs in enumerate(everyone):
         for name in facts:
             if theirs[name] != everyone[0][name]:
-                raise ValueError(
-                    f"process {number} and process 0 differ in {name}: start all of them alike"
-                )
+                what = f"process {number} and process 0 differ in {name}"
+                raise ValueError(f"{what}: start all of them alike")
 
 
 def patient_group() -> dist.ProcessGroup:
@@ -161,12 +151,10 @@ def patient_group() -> dist.ProcessGroup:
 
 
 def stop(world: World) -> None:
-    """Leave the process group, all together.
-
-    gloo's threads drop the last tensors a moment after the collective, for which they need the
-    interpreter's lock. Its destructor joins them while holding that lock: torn down at once, 1 run
-    in 5 hung at its exit (torch 2.13).
-    """
+    """Leave the process group, all together."""
+    # gloo's threads drop the last tensors a moment after the collective, for which they need the
+    # interpreter's lock. Its destructor joins them while holding that lock: torn down at once, 1
+    # run in 5 hung at its exit (torch 2.13).
     if world.world_size > 1:
         dist.barrier()
         time.sleep(0.5)  # releases the lock
@@ -211,10 +199,8 @@ def shard(model, compiled: bool, world) -> None:
 
     for name, first in aliases(model).items():
         if name.startswith("transformer.h."):
-            raise ValueError(
-                f"engine=fsdp cannot share weights between blocks ({name} is {first}): give "
-                "engine=ddp"
-            )
+            what = f"engine=fsdp cannot share weights between blocks ({name} is {first})"
+            raise ValueError(f"{what}: give engine=ddp")
     mesh = init_device_mesh(world.device.type, (world.world_size,))
     if compiled:
         # Blocks share their code and may differ in their states: by default the ninth runs eagerly.
@@ -229,11 +215,9 @@ def shard(model, compiled: bool, world) -> None:
 
 
 def keep_graphs_with_autocast() -> None:
-    """Let a later process find the compiled model again where it leaves autocast (`linear_fp32`).
-
-    torch.compile keeps no graph that enters autocast, though what it enters with is part of the
-    graph and so of the key under which it would be kept.
-    """
+    """Let a later process find the compiled model again where it leaves autocast (`linear_fp32`)."""
+    # torch.compile keeps no graph that enters autocast, though what it enters with is part of the
+    # graph and so of the key under which it would be kept.
     names = [f"torch.amp.autocast_mode.{name}" for name in ("_enter_autocast", "_exit_autocast")]
     cacheable = torch._inductor.config.unsafe_marked_cacheable_functions
     cacheable.update(dict.fromkeys(names, torch.__version__))
@@ -241,9 +225,7 @@ def keep_graphs_with_autocast() -> None:
 
 @contextlib.contextmanager
 def synchronising(model, wanted: bool):
-    """Average gradients over the processes in the backward passes inside, or leave it to a later
-    one.
-    """
+    """Average gradients over the processes in the backward passes inside, or in a later one."""
     if isinstance(model, DistributedDataParallel) and not wanted:
         with model.no_sync():
             yield
@@ -256,14 +238,14 @@ def synchronising(model, wanted: bool):
 def clip_gradients(model, largest: float) -> torch.Tensor:
     """Scale the whole gradient down to norm `largest` (0: leave it) and return its norm before.
 
-    Nothing waits for the device. A gradient that is not finite stays as it is: scaled, it would be
-    NaN everywhere, and hide where that began.
+    Nothing waits for the device. A gradient that is not finite stays as it is.
     """
     parameters = [p for p in model.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     if largest:
-        # A norm of 0 is within the limit, and leaves the gradient: no need to ask the device.
+        # What is not finite would be NaN everywhere after scaling, and hide where that began. A
+        # norm of 0 is within the limit, and leaves the gradient: no need to ask the device.
         finite = torch.where(norm.isfinite(), norm, 0.0)
         torch.nn.utils.clip_grads_with_norm_(parameters, largest, finite)
     return norm
@@ -280,9 +262,7 @@ def gathered(tensors: dict[str, torch.Tensor], world) -> dict[str, torch.Tensor]
 
 
 def placed_like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A whole tensor where the parameter is, sharded as it is; scalars (step counters) stay
-    whole.
-    """
+    """A whole tensor where the parameter is, sharded as it is; step counters stay whole."""
     # Step counters stay where the optimizer keeps them, moments go with their parameter.
     tensor = tensor.to(parameter.device) if tensor.ndim or parameter.is_cuda else tensor
     if isinstance(parameter, DTensor) and tensor.ndim:
@@ -294,10 +274,9 @@ def placed_like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 def non_finite_gradients(model, world) -> list[str]:
     """Names of the parameters whose gradient, on any process, holds an inf or NaN."""
     parameters = {name: p for name, p in model.named_parameters() if p.grad is not None}
-    locals_ = (
-        p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters.values()
-    )
-    bad = world.sum(*(float((~gradient.isfinite()).any()) for gradient in locals_))
+    grads = [p.grad for p in parameters.values()]
+    own = (grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads)
+    bad = world.sum(*(float((~gradient.isfinite()).any()) for gradient in own))
     return [name for name, count in zip(parameters, bad) if count]
 
 
@@ -315,11 +294,8 @@ def summed(loss: torch.Tensor, stop: bool, norm: torch.Tensor, world) -> torch.T
 
 
 def read_later(numbers: torch.Tensor) -> Callable[[], list[float]]:
-    """A function that returns the numbers.
-
-    On a GPU it waits for them, but for nothing that is queued after this call: the device works on
-    while the program reads.
-    """
+    """A function that returns the numbers; on a GPU it waits for them, not for what comes after."""
+    # The device works on while the program reads.
     if numbers.device.type != "cuda":
         return numbers.tolist
     host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)

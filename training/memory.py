@@ -126,7 +126,5 @@ def refuse_too_large(config, model_config, device: torch.device) -> None:
     advice = f"give --micro_batch_size={smaller} or less" if smaller else "give a smaller model"
     if not config.activation_checkpointing:
         advice += ", or --activation_checkpointing=True"
-    raise ValueError(
-        f"micro_batch_size={config.rows} needs more than {size(least)}, "
-        f"and {device} has {size(there)}: {advice}"
-    )
+    what = f"micro_batch_size={config.rows} needs more than {size(least)}"
+    raise ValueError(f"{what}, and {device} has {size(there)}: {advice}")

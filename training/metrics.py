@@ -1,6 +1,4 @@
-"""What a run reports: metrics.jsonl (a JSON object a line), progress lines, wandb, FLOP
-utilisation.
-"""
+"""What a run reports: metrics.jsonl (a JSON object a line), progress lines, wandb, utilisation."""
 
 import json
 import math
@@ -16,14 +14,8 @@ import configurator
 
 # Dense bf16 peak in FLOP/s by a word of the device name (vendor data sheets, no sparsity); the
 # first that fits counts.
-PEAK_FLOPS = {
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "B200": 2250e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-}
+PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "B200": 2250e12}
+PEAK_FLOPS |= {"A100": 312e12, "L40S": 362e12}
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -47,9 +39,7 @@ def nominal_flops_per_token(model) -> float:
 
 
 def validation_record(loss: float, bytes_per_token: float | None) -> dict:
-    """val_loss (nats per token), val_perplexity, and val_bits_per_byte where the text has a
-    size.
-    """
+    """val_loss (nats per token), val_perplexity, and val_bits_per_byte if the text has a size."""
     record = {"val_loss": loss, "val_perplexity": math.exp(min(loss, 700))}
     if bytes_per_token is not None:
         record["val_bits_per_byte"] = bits_per_byte(loss, bytes_per_token)
@@ -119,37 +109,26 @@ class RunLog:
     """
 
     def __init__(self, run: Path, config, settings: dict, progress: dict, model, world):
-        self.path, self.waiting, self.config, self.progress = (
-            run / "metrics.jsonl",
-            b"",
-            config,
-            progress,
-        )
-        self.device, self.previous, self.shown = (
-            world.device,
-            (progress["step"], progress["seconds"]),
-            None,
-        )
+        self.path, self.waiting = run / "metrics.jsonl", b""
+        self.config, self.progress, self.device = config, progress, world.device
+        self.previous, self.shown = (progress["step"], progress["seconds"]), None
         self.tokens = config.global_batch_size * model.config.block_size  # per step
         self.flops = self.tokens * model.flops_per_token()
-        peak = peak_flops(world.device)
-        self.share = (
-            self.tokens * nominal_flops_per_token(model) / peak / world.world_size if peak else None
-        )
+        self.share = None  # of the GPUs' peak that one step a second would take
+        if peak := peak_flops(world.device):
+            self.share = self.tokens * nominal_flops_per_token(model) / peak / world.world_size
         drop_after(self.path, progress["step"], progress["evaluated"])
         self.wandb_run = None
         if config.wandb_log:
             wandb = configurator.optional("wandb", "wandb_log=True")
             names = {"project": config.wandb_project, "name": config.wandb_run_name, "dir": run}
+            names |= {"id": progress["wandb_id"], "resume": "allow"}
             try:
-                self.wandb_run = wandb.init(
-                    **names, id=progress["wandb_id"], resume="allow", config=settings
-                )
+                self.wandb_run = wandb.init(**names, config=settings)
             except Exception as error:  # no login, no connection, a project that is not there
                 reason = str(error).strip().partition("\n")[0]
-                raise ValueError(
-                    f"wandb_log=True: {reason}; WANDB_MODE=offline logs without a login"
-                ) from error
+                fix = "WANDB_MODE=offline logs without a login"
+                raise ValueError(f"wandb_log=True: {reason}; {fix}") from error
             progress["wandb_id"] = self.wandb_run.id
 
     def training_step(self, loss: float, grad_norm: float, rates: dict) -> None:
@@ -195,9 +174,7 @@ class RunLog:
         print(f"step {progress['step']} | {share} {of} validation sequences | {text}", flush=True)
 
     def speed(self, before: tuple, now: tuple) -> tuple[float, float | None]:
-        """(tokens/s, model FLOP utilisation where the peak is known) between two (step,
-        seconds).
-        """
+        """(tokens/s, model FLOP utilisation or None) between two (step, seconds)."""
         steps_per_second = (now[0] - before[0]) / (now[1] - before[1])
         return self.tokens * steps_per_second, self.share and self.share * steps_per_second
 
@@ -245,9 +222,7 @@ def flat(record: dict) -> dict:
 
 
 def drop_after(path: Path, step: int, evaluated: bool = True) -> None:
-    """Keep the records of a metrics.jsonl up to `step`, and those of its evaluation if it is
-    done.
-    """
+    """Keep the records of a metrics.jsonl up to `step`, of its evaluation only if it is done."""
     if path.exists():
         records = [r for r in read(path) if r["step"] <= step]
         kept = [r for r in records if evaluated or r["step"] < step or "val_loss" not in r]

@@ -16,23 +16,19 @@ OWN_RATES = {"muon_lr": "muon_learning_rate", "embedding_lr": "embedding_learnin
 def parameter_groups(
     model: nn.Module, weight_decay: float, with_muon: bool
 ) -> tuple[list[dict], list[dict]]:
-    """(AdamW's groups, Muon's) of all trainable parameters, each in exactly one, as their rules
-    say.
+    """(AdamW's groups, Muon's) of all trainable parameters, each in one, as their rules say.
 
     A group is {"params", "names", "rate", "lr_scale", "weight_decay", "decays"}. rate: which of
     the run's learning rates it has, by its name in metrics.jsonl. lr_scale: what that is multiplied
     by, the factor of the parameter's rule and, under muP, `mup_scale` to the power of its kind.
     """
     groups: dict = {}
-    parameters = {
-        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
-    }
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for name, rule in rules_of(model).items():
         if name in parameters:
             muon = with_muon and rule.muon
-            scale = rule.rate * model.config.mup_scale ** (
-                rule.kind.muon if muon else rule.kind.adam
-            )
+            power = rule.kind.muon if muon else rule.kind.adam
+            scale = rule.rate * model.config.mup_scale**power
             rate = "muon_lr" if muon else "embedding_lr" if name == EMBEDDING else "lr"
             decay = weight_decay if rule.decay else 0.0
             facts = {"rate": rate, "lr_scale": scale, "weight_decay": decay, "decays": rule.decay}
@@ -50,11 +46,8 @@ def without_gradient(model: nn.Module) -> list[str]:
     """
     ids = torch.zeros(1, min(8, model.config.block_size), dtype=torch.int64)
     model(ids, ids)[1].backward()
-    names = [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and parameter.grad is None
-    ]
+    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    names = [name for name, parameter in parameters if parameter.grad is None]
     model.zero_grad(set_to_none=True)
     return names
 
@@ -62,32 +55,22 @@ def without_gradient(model: nn.Module) -> list[str]:
 def lr_scales(model: nn.Module, with_muon: bool) -> dict[str, float]:
     """What the learning rate of each parameter is multiplied by, without those where it is 1."""
     adam, muon = parameter_groups(model, 0.0, with_muon)
-    return {
-        name: group["lr_scale"]
-        for group in adam + muon
-        for name in group["names"]
-        if group["lr_scale"] != 1
-    }
+    scaled = [group for group in adam + muon if group["lr_scale"] != 1]
+    return {name: group["lr_scale"] for group in scaled for name in group["names"]}
 
 
 def lr_scales_before(model: nn.Module) -> dict[str, float]:
-    """`lr_scales` of checkpoints from before these were saved: every scaled matrix had the same,
-    with any optimizer.
-    """
-    parameters, scale = dict(model.named_parameters()), model.config.mup_scale
-    scaled = [
-        name
-        for name, rule in rules_of(model).items()
-        if rule.kind != FIXED and parameters[name].ndim > 1
-    ]
-    return {name: scale for name in scaled if parameters[name].requires_grad and scale != 1}
+    """`lr_scales` of checkpoints from before these were saved."""
+    # Every scaled matrix had the same then, with any optimizer.
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and p.ndim > 1}
+    scale, rules = model.config.mup_scale, rules_of(model)
+    return {name: scale for name in parameters if scale != 1 and rules[name].kind != FIXED}
 
 
 class Muon(torch.optim.Muon):
-    """torch's, with the type of its Newton-Schulz iteration a choice: without instructions for it,
-    a CPU takes ten times as long for bfloat16 as for float32. Updates have the size of AdamW's
-    (`match_rms_adamw`).
-    """
+    """torch's, with a choice of the type of its iteration; updates of the size of AdamW's."""
+
+    # Without instructions for it a CPU takes ten times as long for bfloat16 as for float32.
 
     def __init__(self, groups: list[dict], lr: float, dtype: torch.dtype):
         super().__init__(groups, lr=lr, adjust_lr_fn="match_rms_adamw")
@@ -103,9 +86,8 @@ class Muon(torch.optim.Muon):
                     state["momentum_buffer"] = torch.zeros_like(weight.grad)
                 momentum = state["momentum_buffer"].lerp_(weight.grad, 1 - group["momentum"])
                 update = weight.grad.lerp(momentum, group["momentum"]).to(self.dtype)  # Nesterov's
-                update = orthogonal(
-                    update, group["ns_coefficients"], group["ns_steps"], group["eps"]
-                )
+                how = group["ns_coefficients"], group["ns_steps"], group["eps"]
+                update = orthogonal(update, *how)
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
                 weight.add_(update, alpha=-group["lr"] * (0.2 * math.sqrt(max(weight.shape))))
 
@@ -121,27 +103,19 @@ def orthogonal(matrix: torch.Tensor, coefficients, steps: int, eps: float) -> to
     return x if x.shape == matrix.shape else x.T
 
 
-def build_optimizers(
-    model: nn.Module, config, muon_dtype=torch.bfloat16
-) -> list[torch.optim.Optimizer]:
-    """AdamW over all, or Muon over what may take it and AdamW over the rest, for
-    `config.optimizer`.
+def build_optimizers(model: nn.Module, config, muon_dtype=torch.bfloat16) -> list:
+    """[AdamW over all], or [AdamW, Muon over what may take it], as config.optimizer says.
 
-    One learning rate serves both, as their updates have one size. muon_dtype: of Muon's iteration.
+    muon_dtype: of Muon's iteration.
     """
     adam, muon = parameter_groups(model, config.weight_decay, config.optimizer == "muon")
-    betas = (config.beta1, config.beta2)
-    optimizers = [
-        torch.optim.AdamW(adam, lr=config.learning_rate, betas=betas, eps=1e-8, fused=True)
-    ]
-    if muon:
-        optimizers.append(Muon(muon, config.learning_rate, muon_dtype))
-    return optimizers
+    betas, lr = (config.beta1, config.beta2), config.learning_rate
+    adamw = torch.optim.AdamW(adam, lr=lr, betas=betas, eps=1e-8, fused=True)
+    return [adamw, Muon(muon, lr, muon_dtype)] if muon else [adamw]
 
 
 def learning_rate_at(step: int, config, peak: float | None = None) -> float:
-    """The learning rate of step `step`, counted from 0: linear warmup over warmup_steps, then the
-    schedule.
+    """The rate of step `step`, counted from 0: linear warmup over warmup_steps, then the schedule.
 
     `cosine` falls from the peak to the floor. `wsd` (warmup, stable, decay) stays at the peak and
     falls linearly to the floor over the last `decay_steps_of` the run; with none of them it never
@@ -158,16 +132,13 @@ def learning_rate_at(step: int, config, peak: float | None = None) -> float:
         decay_steps = decay_steps_of(config)
         left = (config.max_steps - 1 - step) / decay_steps if decay_steps else 1.0
         return floor + (peak - floor) * min(left, 1.0)
-    progress = min(
-        (step + 1 - config.warmup_steps) / max(config.max_steps - config.warmup_steps, 1), 1.0
-    )
+    after_warmup = max(config.max_steps - config.warmup_steps, 1)
+    progress = min((step + 1 - config.warmup_steps) / after_warmup, 1.0)
     return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def decay_steps_of(config) -> int:
-    """Steps of the fall of `wsd`: decay_steps, or a fifth of the run where warm-up leaves so
-    many.
-    """
+    """Steps of the fall of `wsd`: decay_steps, or a fifth of the run if warm-up leaves so many."""
     if config.decay_steps is not None:
         return config.decay_steps
     return min(config.max_steps // 5, max(config.max_steps - config.warmup_steps, 0))
@@ -178,10 +149,8 @@ def set_rates(optimizers: list[torch.optim.Optimizer], step: int, config) -> dic
 
     Returns {"lr": that of learning_rate}, and beside it those that have a peak of their own.
     """
-    rates, taken = (
-        {"lr": learning_rate_at(step, config)},
-        {g["rate"] for each in optimizers for g in each.param_groups},
-    )
+    rates = {"lr": learning_rate_at(step, config)}
+    taken = {group["rate"] for each in optimizers for group in each.param_groups}
     for name, key in OWN_RATES.items():
         if name in taken and (peak := getattr(config, key)) is not None:
             rates[name] = learning_rate_at(step, config, peak)
@@ -211,22 +180,16 @@ def set_decay(optimizers: list[torch.optim.Optimizer], amount: float) -> None:
 
 
 def step_where(wanted: torch.Tensor, optimizers: list[torch.optim.Optimizer]) -> None:
-    """A step of fused AdamW if `wanted`, a bool on its device, else nothing.
-
-    It decides itself: nobody waits for it.
-    """
+    """A step of fused AdamW if `wanted`, a bool on its device, else nothing."""
+    # The device decides by itself, and nobody waits for it: as torch.amp's scaler has it.
     for optimizer in optimizers:
-        optimizer.found_inf = (
-            ~wanted
-        ).float()  # as torch.amp tells an optimizer to leave everything as it is
+        optimizer.found_inf = (~wanted).float()
         optimizer.step()
         del optimizer.found_inf
 
 
 def forget_unstepped(optimizers: list[torch.optim.Optimizer]) -> None:
-    """Drop the zeros that a step which was not wanted has made for parameters without a step before
-    it.
-    """
+    """Drop the zeros that an unwanted first step has made for a parameter."""
     for optimizer in optimizers:
         for parameter, state in list(optimizer.state.items()):
             if state["step"] == 0:
@@ -234,16 +197,19 @@ def forget_unstepped(optimizers: list[torch.optim.Optimizer]) -> None:
 
 
 def named_state(optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
-    """Every optimizer tensor as `<parameter>:<state>`, so that a checkpoint does not depend on
-    grouping or order.
-    """
-    return {
-        f"{name}:{key}": value
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for name, parameter in zip(group["names"], group["params"])
-        for key, value in optimizer.state[parameter].items()
-    }
+    """Every optimizer tensor as `<parameter>:<state>`, whatever the grouping and the order."""
+    named = {}
+    for optimizer, name, parameter in owners(optimizers):
+        named |= {f"{name}:{key}": value for key, value in optimizer.state[parameter].items()}
+    return named
+
+
+def owners(optimizers):
+    """(optimizer, name, parameter) of every parameter."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for name, parameter in zip(group["names"], group["params"]):
+                yield optimizer, name, parameter
 
 
 def load_named_state(
@@ -256,22 +222,15 @@ def load_named_state(
     """
     if not state:
         return
-    left = dict(state)
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for name, parameter in zip(group["names"], group["params"]):
-                keys = [key for key in left if key.startswith(f"{name}:")]
-                if not keys and name in without:
-                    continue
-                if not keys:
-                    raise ValueError(
-                        f"the checkpoint's optimizer has no state for {name}: take another "
-                        "checkpoint"
-                    )
-                values = {key.partition(":")[2]: left.pop(key) for key in keys}
-                optimizer.state[parameter].update(
-                    {key: placed_like(value, parameter) for key, value in values.items()}
-                )
+    left, fix = dict(state), "take another checkpoint"
+    for optimizer, name, parameter in owners(optimizers):
+        keys = [key for key in left if key.startswith(f"{name}:")]
+        if not keys and name not in without:
+            raise ValueError(f"the checkpoint's optimizer has no state for {name}: {fix}")
+        if keys:
+            values = {key.partition(":")[2]: left.pop(key) for key in keys}
+            moments = {key: placed_like(value, parameter) for key, value in values.items()}
+            optimizer.state[parameter].update(moments)
     if left:
         raise ValueError(
             f"the checkpoint's optimizer has state for {next(iter(left))}, this run's has not"

@@ -1,6 +1,4 @@
-"""What the residual stream of a model does, token by token: what its sites say of themselves, as
-passes are made.
-"""
+"""What the residual stream of a model does, token by token, as its sites say it in a pass."""
 
 import torch
 from torch import nn
@@ -20,12 +18,10 @@ class Watched(Stream):
 
     def write(self, site, state, h, c, x_in, cache):
         written, loss = super().write(site, state, h, c, x_in, cache)
-        statistics = {}
+        quantities = {"h": h, "c": c, "state": written, "extra_loss": loss, "statistics": {}}
         if hasattr(site.write, "statistics"):
-            statistics = site.write.statistics(state, h, x_in, c, written)
-        self.seen(
-            site, {"h": h, "c": c, "state": written, "extra_loss": loss, "statistics": statistics}
-        )
+            quantities["statistics"] = site.write.statistics(state, h, x_in, c, written)
+        self.seen(site, quantities)
         return written, loss
 
 

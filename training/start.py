@@ -24,6 +24,7 @@ NANOGPT = {
     "scratch": "leave it out to start anew",
     "resume": "give --resume=auto to go on with a run",
 }
+SCHEDULE = ("max_steps", "decay_steps")  # what of it may change when a run goes on
 GONE = {"max_epochs", "tensorboard"}  # older runs have them; neither says how a step is computed
 
 
@@ -37,9 +38,8 @@ def lock(out: Path) -> TextIO:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise ValueError(
-            f"out_dir={out}: another process trains there: end it, or give another --out_dir"
-        ) from error
+        fix = "another process trains there: end it, or give another --out_dir"
+        raise ValueError(f"out_dir={out}: {fix}") from error
     except OSError:
         pass  # a file system without locks
     return file
@@ -76,29 +76,24 @@ def find(config, settings: dict, corpus: dict) -> Path | None:
     out = Path(config.out_dir)
     if config.resume is None:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise ValueError(
-                f"out_dir={out} is not empty: continue it with --resume=auto, or give another "
-                "--out_dir"
-            )
+            fix = "continue it with --resume=auto, or give another --out_dir"
+            raise ValueError(f"out_dir={out} is not empty: {fix}")
         return None
     newest = checkpoint.newest(out)
     begin = newest if config.resume == "auto" else checkpoint.find(config.resume)
     if begin is None and checkpoint.all_of(out):
-        raise ValueError(
-            f"out_dir={out} has no checkpoint that is whole: give another --out_dir, or empty it"
-        )
+        fix = "give another --out_dir, or empty it"
+        raise ValueError(f"out_dir={out} has no checkpoint that is whole: {fix}")
     if newest and newest.resolve() != begin.resolve():
-        raise ValueError(
-            f"out_dir={out} has {newest.name}, not {begin}, as its newest: give another --out_dir"
-        )
+        what = f"out_dir={out} has {newest.name}, not {begin}, as its newest"
+        raise ValueError(f"{what}: give another --out_dir")
     if begin is None:
         return None
     saved = checkpoint.read_state(begin)
     if saved["corpus"] != corpus:
-        raise ValueError(
-            f"dataset={config.dataset} is not the corpus that {begin} was trained on (shards or "
-            "meta.json differ): prepare that one again, or give another --out_dir without --resume"
-        )
+        what = f"is not the corpus that {begin} was trained on (shards or meta.json differ)"
+        fix = "prepare that one again, or give another --out_dir without --resume"
+        raise ValueError(f"dataset={config.dataset} {what}: {fix}")
     refuse_change(saved, settings, type(config), begin, "another --out_dir without --resume")
     return begin
 
@@ -115,10 +110,8 @@ def refuse_change(saved: dict, settings: dict, run: type, where: Path, otherwise
     for name in sorted((before.keys() | settings.keys()) - GONE):
         old, new = before.get(name), settings.get(name)
         if old != new and not (name in keys and keys[name].changeable):
-            raise ValueError(
-                f"{name}={new!r}, but {where} was trained with {old!r}: give that value, or "
-                f"{otherwise}"
-            )
+            what = f"{name}={new!r}, but {where} was trained with {old!r}"
+            raise ValueError(f"{what}: give that value, or {otherwise}")
 
 
 def rate_jump(begin: Path, config) -> str | None:
@@ -132,15 +125,11 @@ def rate_jump(begin: Path, config) -> str | None:
     advice = "go on from a checkpoint before the fall began, --resume=CHECKPOINT"
     if config.schedule != "wsd":
         advice = "a schedule that shall be prolonged is --schedule=wsd, before its fall"
-    keys = [
-        key for key in ("max_steps", "decay_steps") if getattr(config, key) != getattr(before, key)
-    ]
-    changed = ", ".join(f"{k}={getattr(config, k)} (before: {getattr(before, k)})" for k in keys)
-    return (
-        f"note: with {changed} the learning rate goes from {old:.3g} to {new:.3g} in the middle of "
-        f"the run, after step {step}: {advice}; a fresh schedule is that of a new run, "
-        f"--init_from={begin} --out_dir=..."
-    )
+    values = {key: (getattr(config, key), getattr(before, key)) for key in SCHEDULE}
+    pairs = [f"{key}={a} (before: {b})" for key, (a, b) in values.items() if a != b]
+    jump = f"with {', '.join(pairs)} the learning rate goes from {old:.3g} to {new:.3g}"
+    fresh = f"a fresh schedule is that of a new run, --init_from={begin} --out_dir=..."
+    return f"note: {jump} in the middle of the run, after step {step}: {advice}; {fresh}"
 
 
 def refuse_other_scales(model, config, begin: Path) -> None:
@@ -150,12 +139,10 @@ def refuse_other_scales(model, config, begin: Path) -> None:
     for name in sorted(before.keys() | now.keys()):
         old, new = before.get(name, 1.0), now.get(name, 1.0)
         if not math.isclose(old, new):
-            raise ValueError(
-                f"{begin} was trained with the learning rate of {name} times {old:g}, this code "
-                f"would take {new:g} (muP, its rule, optimizer={config.optimizer}): finish it with "
-                "the code that began it, or begin a run with its weights and a fresh optimizer, "
-                f"--init_from={begin}"
-            )
+            was = f"{begin} was trained with the learning rate of {name} times {old:g}"
+            now = f"this code would take {new:g} (muP, its rule, optimizer={config.optimizer})"
+            fix = f"begin a run with its weights and a fresh optimizer, --init_from={begin}"
+            raise ValueError(f"{was}, {now}: finish it with the code that began it, or {fix}")
 
 
 # ---- the weights of a folder ----
@@ -175,10 +162,8 @@ def merged(given: dict, decided: dict, keys: dict[str, Key]) -> dict:
     free = {name for name in different if keys.get(name, Key()).free}
     initial = {name for name in different if keys.get(name, Key()).initial}
     for name in sorted(different - free - initial):
-        raise ValueError(
-            f"{name}={given[name]!r}, but init_from={given['init_from']} has {decided[name]!r}: "
-            "leave the key out"
-        )
+        theirs = f"init_from={given['init_from']} has {decided[name]!r}"
+        raise ValueError(f"{name}={given[name]!r}, but {theirs}: leave the key out")
     if initial and distributed.rank() == 0:
         names = ", ".join(sorted(initial))
         print(f"note: {names}: no effect with init_from, which brings weights", file=sys.stderr)
@@ -194,8 +179,7 @@ def load(model, folder: str, corpus: Path) -> None:
     if (path / "tokenizer.json").exists():  # released folders have none
         theirs, ours = tokenizer.describe(path), tokenizer.describe(corpus)
         if not tokenizer.same_tokens(theirs, ours):
-            raise ValueError(
-                f"init_from={folder} reads tokens of {theirs['name']}, {corpus} has other ones, of "
-                f"{ours['name']}: prepare the corpus with that tokenizer"
-            )
+            what = f"init_from={folder} reads tokens of {theirs['name']}, {corpus} has other ones"
+            fix = "prepare the corpus with that tokenizer"
+            raise ValueError(f"{what}, of {ours['name']}: {fix}")
     weights.fill(model, path, fold=released.fold)

@@ -1,6 +1,4 @@
-"""The loss over validation windows, and, where a corpus is a task, how many of its answers are
-right.
-"""
+"""The loss over validation windows, and, where a corpus is a task, how many answers are right."""
 
 import math
 import sys
@@ -15,15 +13,9 @@ from model.loss import LOGITS_AT_ONCE
 
 
 def evaluate(
-    model,
-    batches: ValidationBatches,
-    windows: list[int],
-    rows: int,
-    world,
-    autocast,
-    stop=None,
+    model, batches: ValidationBatches, windows: list[int], rows: int, world, autocast, stop=None,
     each: bool = False,
-) -> dict | None:
+) -> dict | None:  # fmt: skip
     """{"loss": mean cross-entropy in nats per token} over the windows, each read by one process;
     every process gets it.
 
@@ -64,9 +56,9 @@ def evaluate(
     result = {"loss": nats / tokens if tokens else math.nan}
     if each:
         result["losses"] = np.array(world.sum(*losses), dtype=np.float32)
-    return result | (
-        {"accuracy": right / asked, "exact_match": exact / len(windows)} if asked else {}
-    )
+    if asked:
+        result |= {"accuracy": right / asked, "exact_match": exact / len(windows)}
+    return result
 
 
 @torch.no_grad()
