@@ -17,6 +17,7 @@ from data import tasks, tokenizer
 from data.copy_task.prepare import Copies
 from data.loader import ValidationBatches
 from data.shards import open_corpus
+from data.tasks import Sequences
 from data.wikitext.prepare import TITLE
 from data.windows import Windows
 
@@ -355,7 +356,7 @@ def test_sequences_are_a_function_of_the_seed_and_the_split(tmp_path, monkeypatc
     assert not set(val) & set(other_val)
     assert not set(val) & set(train)
     # Sequence i does not depend on how many there are.
-    few = [text for batch in Copies(300, 5, 16, 0, "train").read() for text in batch.texts]
+    few = [text for batch in Sequences(Copies(5), 300, 0, "train").read() for text in batch.texts]
     assert few == train[:300]
 
 

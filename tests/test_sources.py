@@ -15,6 +15,7 @@ from helpers import write_parquet
 from data import sources
 from data.copy_task.prepare import Copies
 from data.sources import Files, Texts
+from data.tasks import Sequences
 
 TEXTS = [
     "One document.",
@@ -174,7 +175,7 @@ def test_texts_in_memory_and_copies_go_on_from_every_cursor():
     source = Texts(texts, "numbers")
     assert documents(source.read()) == texts
     assert_resumes_everywhere(source)
-    assert_resumes_everywhere(Copies(1300, 5, 16, 7, "train"))
+    assert_resumes_everywhere(Sequences(Copies(5), 1300, 7, "train"))
 
 
 def tree(root):
