@@ -80,5 +80,9 @@ class Copies(tasks.Task):
         return math.log(self.symbols) / 2 if self.trained == "all" else 0.0
 
 
-if __name__ == "__main__":
+def main():
     tasks.main(__doc__, __file__, Copies)
+
+
+if __name__ == "__main__":
+    main()

@@ -99,5 +99,9 @@ class Hops(tasks.Task):
         return math.log(self.symbols), 1 / self.symbols
 
 
-if __name__ == "__main__":
+def main():
     tasks.main(__doc__, __file__, Hops)
+
+
+if __name__ == "__main__":
+    main()

@@ -81,5 +81,9 @@ class Words(tasks.Task):
         return (1 - 1 / self.length) * math.log(size), 1 / size
 
 
-if __name__ == "__main__":
+def main():
     tasks.main(__doc__, __file__, Words)
+
+
+if __name__ == "__main__":
+    main()

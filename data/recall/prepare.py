@@ -85,5 +85,9 @@ class Recall(tasks.Task):
         return math.log(self.pairs), 1 / self.pairs
 
 
-if __name__ == "__main__":
+def main():
     tasks.main(__doc__, __file__, Recall)
+
+
+if __name__ == "__main__":
+    main()
