@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 import configurator
 from data import shards
-from data.sources import Batch, Missing, first_line, parquet_texts
+from data.sources import Batch, Files, Missing, first_line, parquet_texts
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds
 MINUTES = 60.0
@@ -101,9 +101,12 @@ def check_minutes(minutes: float | None) -> None:
         raise ValueError(f"--retry_minutes={minutes:g}: give 0 or more")
 
 
-def add_options(parser, repository: str) -> None:
-    """The options of a corpus that comes from a hub."""
+def add_options(parser, repository: str, or_files: bool = True) -> None:
+    """The options of a corpus that comes from a hub, or else from files."""
     add = parser.add_argument
+    if or_files:
+        help_ = "parquet or jsonl files instead: paths, patterns or folders"
+        add("--source", nargs="+", help=help_)
     add("--repository", default=repository, help="the data set on the hub, or a clone of it")
     add("--revision", help="its commit, tag or branch (default: the newest, noted in meta.json)")
     help_ = f"how long to ask a hub again that does not answer (default: {MINUTES:g})"
@@ -115,6 +118,16 @@ def refuse_options(args, given: str) -> None:
     for name in ("revision", "retry_minutes"):
         if getattr(args, name) is not None:
             raise ValueError(f"--{name} has no effect on {given}: leave it out")
+
+
+def source_of(args, name: str | None = None, **keys) -> "Files | Hub":
+    """What the options name: files, or one configuration of the data set."""
+    column = getattr(args, "column", "text")
+    if getattr(args, "source", None):
+        refuse_options(args, "--source")
+        return Files(args.source, column)
+    keys |= {"revision": args.revision, "retry_minutes": args.retry_minutes}
+    return Hub(args.repository, name, column=column, **keys)
 
 
 @dataclass

@@ -60,6 +60,11 @@ def arguments(doc: str, out: Path, fixed: dict | None = None, **defaults) -> con
     return parser
 
 
+def one_stream(source, val_tokens: int) -> list[tuple]:
+    """A plan: the first tokens of a source are for validation, the others for training."""
+    return [("val", source, val_tokens), ("train", source, None)]
+
+
 def check(args) -> None:
     """ValueError: an option out of range."""
     for name in ("workers", "tokenizer_bytes", "shard_tokens", "val_tokens", "max_tokens"):
