@@ -38,9 +38,14 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
+def names_of(error: BaseException) -> set[str]:
+    """The error's class and those that it inherits from."""
+    return {kind.__name__ for kind in type(error).__mro__}
+
+
 def kinds(error: BaseException) -> set[str]:
     """Names of the error's classes, and of those that it was raised from."""
-    return {kind.__name__ for each in chain(error) for kind in type(each).__mro__}
+    return set().union(*map(names_of, chain(error)))
 
 
 def is_offline(error: BaseException) -> bool:
@@ -63,8 +68,7 @@ def passing_cause(error: BaseException) -> str | None:
         if status := status_of(each):
             passes = status in (408, 425, 429) or status >= 500
             return f"the hub answers {status}" if passes else None
-        names = {kind.__name__ for kind in type(each).__mro__}
-        if names & PASSING or "onsistency check failed" in str(each):
+        if names_of(each) & PASSING or "onsistency check failed" in str(each):
             return f"{type(each).__name__}: {first_line(each)}"
     return None
 
@@ -87,9 +91,8 @@ def retried(action: Callable, what: str, minutes: float | None = None):
             if cause is None:
                 raise
             if left <= 0:
-                raise OutOfPatience(
-                    f"{what} cannot be read: {cause}, for --retry_minutes={minutes:g} by now"
-                ) from error
+                lasting = f"{cause}, for --retry_minutes={minutes:g} by now"
+                raise OutOfPatience(f"{what} cannot be read: {lasting}") from error
         tqdm.write(f"{what}: {cause}; again in {min(pause, left):.3g} s", file=sys.stderr)
         time.sleep(min(pause, left))
         pause = min(2 * pause, LONGEST_PAUSE)
@@ -167,8 +170,8 @@ class Hub:
     def pin(self, commit: str | None = None) -> str | None:
         """Fix the commit: to this one, or to what the hub has now. A clone has none."""
         if not Path(self.repository).is_dir():
-            newest = lambda: self.api.dataset_info(self.repository, revision=self.revision).sha  # noqa: E731
-            self.commit = commit or self.ask(newest)
+            info = lambda: self.api.dataset_info(self.repository, revision=self.revision)  # noqa: E731
+            self.commit = commit or self.ask(info).sha
         return self.commit
 
     def identity(self) -> dict:
@@ -187,10 +190,9 @@ class Hub:
         if self.files is None:
             self.files = self.ask(self.list_files)
         for number in range(cursor["file"], len(self.files)):
-            file = self.files[number]
-            local = (
-                self.download(file.partition("@")[2].partition("/")[2]) if "://" in file else file
-            )
+            file = local = self.files[number]
+            if "://" in file:  # hf://datasets/REPOSITORY@COMMIT/PATH
+                local = self.download(file.partition("@")[2].partition("/")[2])
             first = cursor["row"] if number == cursor["file"] else 0
             for row, rows in parquet_texts(local, file, self.column, first):
                 texts = [text for text in rows if text is not None]
@@ -210,15 +212,13 @@ class Hub:
             raise Missing(f"{self.where} has no split {self.split}, it has {there}")
         files = list(map(str, splits[self.split]))
         if other := next((file for file in files if not file.endswith(".parquet")), None):
-            raise Missing(
-                f"{self.where} is read from parquet files, {other} is none: give "
-                "--revision=refs/convert/parquet, where the hub keeps public data sets as parquet; "
-                f"or {self.otherwise}"
-            )
+            parquet = "--revision=refs/convert/parquet, where the hub keeps public data sets so"
+            what = f"{self.where} is read from parquet files, {other} is none"
+            raise Missing(f"{what}: give {parquet}; or {self.otherwise}")
         return files
 
     def download(self, path: str) -> str:
-        """The local copy of a file of the commit, gone on with where it was cut."""
+        """The local copy of a file of the commit."""
         hub = configurator.optional("huggingface_hub", "the hub")
         hub.utils.disable_progress_bars()
         keys = {"repo_type": "dataset", "revision": self.commit, "local_dir": self.downloads}
@@ -249,17 +249,14 @@ class Hub:
             return f"it has no {wanted}"
         statuses = {status_of(each) for each in chain(error)}
         if found & {"RepositoryNotFoundError", "DatasetNotFoundError"} or statuses & {401, 403}:
-            return (
-                "the hub knows no such data set, or hides it: check the name; a private or gated "
-                "one needs `hf auth login` with an account that may read it"
-            )
+            login = "`hf auth login` with an account that may read it"
+            unknown = "the hub knows no such data set, or hides it: check the name"
+            return f"{unknown}; a private or gated one needs {login}"
         return self.otherwise
 
 
 def fetch_shards(repository: str, out: Path, revision: str | None, minutes: float | None) -> dict:
-    """Download a data set's .bin files to `out`.
-
-    Returns {"commit": its name, "sums": {file: SHA-256}}.
+    """Download a data set's .bin files to `out`: {"commit": its name, "sums": {file: SHA-256}}.
 
     `fetched.json` notes the commit, so that a fetch that is begun again goes on with that one.
     ValueError: it cannot be read, or `out` has shards of another.
@@ -267,10 +264,8 @@ def fetch_shards(repository: str, out: Path, revision: str | None, minutes: floa
     otherwise = "--pretokenized takes the folder of such shards too"
     keys = {"revision": revision, "retry_minutes": minutes, "otherwise": otherwise}
     hub = Hub(repository, downloads=out, **keys)
-    asked, before = (
-        {"source": repository, "revision": revision},
-        shards.read_json(out / "fetched.json"),
-    )
+    asked = {"source": repository, "revision": revision}
+    before = shards.read_json(out / "fetched.json")
     if before and {key: before.get(key) for key in asked} != asked:
         holds = f"{before.get('source')}, revision {before.get('revision')}"
         raise ValueError(f"{out} holds shards of {holds}: give another --out")
