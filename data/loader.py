@@ -1,5 +1,4 @@
-"""Training and validation batches as pure functions of (seed, step, sequence index): nothing to
-save, nothing to lose.
+"""Training and validation batches as pure functions of (seed, step, sequence index).
 
 The shards of a split are joined. An epoch cuts their tokens into windows of seq_len + 1 tokens with
 stride seq_len, from an offset that is drawn anew for each epoch, and visits every window once, in a
@@ -26,9 +25,7 @@ class JoinedShards:
     """
 
     def __init__(self, shards: list[np.ndarray], vocab_size: int = 2**16):
-        self.names = [
-            getattr(shard, "filename", f"shard {index}") for index, shard in enumerate(shards)
-        ]
+        self.names = [getattr(part, "filename", f"shard {i}") for i, part in enumerate(shards)]
         self.shards = [np.asarray(shard) for shard in shards]  # slicing a memmap object is slow
         self.starts = np.concatenate([[0], np.cumsum([len(shard) for shard in shards])])
         self.vocab_size = vocab_size
@@ -53,31 +50,16 @@ class JoinedShards:
             row, column = np.argwhere(tokens >= self.vocab_size)[0].tolist()
             position = int(starts[row]) + column
             shard = int(np.searchsorted(self.starts, position, side="right")) - 1
-            raise DamagedShard(
-                f"{self.names[shard]} holds token id {tokens[row, column]} at "
-                f"{position - self.starts[shard]}, its "
-                f"vocabulary has {self.vocab_size}: it is damaged, or its meta.json is another "
-                "corpus's"
-            )
+            found = f"token id {tokens[row, column]} at {position - self.starts[shard]}"
+            beyond = f"{self.names[shard]} holds {found}, its vocabulary has {self.vocab_size}"
+            raise DamagedShard(f"{beyond}: it is damaged, or its meta.json is another corpus's")
         return tokens
 
 
-def ids_and_targets(
-    windows: np.ndarray, documents: Windows | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Windows of tokens as int64 tensors: all but the last, and all but the first, or what
-    `documents` says.
-    """
-    if documents:
-        return documents.ids_and_targets(windows)
-    return torch.from_numpy(windows[:, :-1].astype(np.int64)), torch.from_numpy(
-        windows[:, 1:].astype(np.int64)
-    )
-
-
 def keyed_permutation(index: np.ndarray, size: int, key: int) -> np.ndarray:
-    """A bijection of 0..size-1 that depends on key: a four-round Feistel network, walked until it
-    lands below size.
+    """A bijection of 0..size-1 that depends on key: a four-round Feistel network.
+
+    The network permutes a power of four; walking on until below size keeps it a bijection.
     """
     half_bits = max(((size - 1).bit_length() + 1) // 2, 1)
     mask = np.uint64((1 << half_bits) - 1)
@@ -101,20 +83,53 @@ def _round_keys(key: int) -> np.ndarray:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64: every input bit reaches every output bit.
-
-    uint64 arithmetic wraps by design.
-    """
+    """The finaliser of splitmix64: every input bit reaches every output bit. uint64 wraps."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
-class TrainBatches:
+class Batches:
+    """One split in windows. ValueError: its documents have another length than seq_len wants."""
+
+    split: str
+
+    def __init__(
+        self, shards: list[np.ndarray], seq_len: int, vocab_size: int, documents: Windows | None
+    ):
+        self.tokens, self.seq_len = JoinedShards(shards, vocab_size), seq_len
+        self.documents = documents
+        if documents and seq_len != documents.length:
+            have = f"the documents of this corpus have {documents.tokens} tokens each, one a window"
+            raise ValueError(f"block_size={seq_len}: {have}: give --block_size={documents.length}")
+        # The last target of a window is the first id of the next, where it is no document.
+        self.overlap = 0 if documents else 1
+        self.stride = documents.tokens if documents else seq_len
+        self.whole = (len(self.tokens) - self.overlap) // self.stride  # windows
+
+    def check_whole(self) -> None:
+        """ValueError: no window fits."""
+        if self.whole < 1:
+            has = f"the {self.split} split has {len(self.tokens)} tokens"
+            needs = f"block_size={self.seq_len} needs {self.stride + self.overlap} or more"
+            raise ValueError(f"{has}, {needs}")
+
+    def read(self, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """ids and targets, int64 (len(starts), seq_len), of the windows that begin there."""
+        tokens = self.tokens.read(starts, self.stride + self.overlap)
+        if self.documents:
+            return self.documents.ids_and_targets(tokens)
+        ids, targets = tokens[:, :-1].astype(np.int64), tokens[:, 1:].astype(np.int64)
+        return torch.from_numpy(ids), torch.from_numpy(targets)
+
+
+class TrainBatches(Batches):
     """Random windows of the training split. ValueError: it is shorter than one window.
 
     documents, of a corpus whose documents have one length: a window is a document, none is cut.
     """
+
+    split = "training"
 
     def __init__(
         self,
@@ -125,22 +140,14 @@ class TrainBatches:
         vocab_size: int = 2**16,
         documents: Windows | None = None,
     ):
-        self.tokens, self.seq_len = JoinedShards(shards, vocab_size), seq_len
+        super().__init__(shards, seq_len, vocab_size, documents)
+        self.check_whole()
         self.global_batch_size, self.seed = global_batch_size, seed
-        tokens, self.documents = len(self.tokens), documents
-        check_window(tokens, "training", seq_len, documents)
-        if documents:
-            self.stride, self.windows, self.max_offset = (
-                documents.tokens,
-                tokens // documents.tokens,
-                0,
-            )
-        else:
-            # One window fewer than fit at offset 0, so that every offset up to a window and the
-            # tail holds as many.
-            self.stride, self.windows = seq_len, max((tokens - 1) // seq_len - 1, 1)
-            self.max_offset = tokens - 1 - self.windows * seq_len
-        self.skipped = tokens - self.windows * self.stride - (0 if documents else 1)  # per epoch
+        # Where documents have any length, one window fewer than fit at offset 0, so that every
+        # offset up to a window and the tail holds as many.
+        self.windows = self.whole if documents else max(self.whole - 1, 1)
+        self.skipped = len(self.tokens) - self.overlap - self.windows * self.stride  # per epoch
+        self.max_offset = 0 if documents else self.skipped
 
     def starts(self, numbers: np.ndarray) -> np.ndarray:
         """First tokens of the sequences `numbers` of the run, int64."""
@@ -157,13 +164,10 @@ class TrainBatches:
         batch of `step`.
         """
         begin = step * self.global_batch_size + first
-        starts = self.starts(np.arange(begin, begin + count))
-        count = self.documents.tokens if self.documents else self.seq_len + 1
-        return ids_and_targets(self.tokens.read(starts, count), self.documents)
+        return self.read(self.starts(np.arange(begin, begin + count)))
 
     def shares(self, step: int, rows: int) -> torch.Tensor | None:
-        """What the loss of each micro-batch of `rows` sequences counts in the global batch of
-        `step`.
+        """What the loss of each micro-batch of `rows` sequences counts in the batch of `step`.
 
         float32 (global_batch_size / rows,): its targets over the mean number of them, so that the
         mean of loss times share is the mean over all targets; all zero in a batch without any.
@@ -200,28 +204,15 @@ def has_targets(tokens: JoinedShards, documents: Windows, windows: Sequence[int]
     return False
 
 
-def check_window(tokens: int, split: str, seq_len: int, documents: Windows | None) -> None:
-    """ValueError: no window fits, or the corpus's documents have another length."""
-    if documents and seq_len != documents.length:
-        raise ValueError(
-            f"block_size={seq_len}: the documents of this corpus have {documents.tokens} tokens "
-            "each, one a window: "
-            f"give --block_size={documents.length}"
-        )
-    needed = documents.tokens if documents else seq_len + 1
-    if tokens < needed and (split == "training" or documents):
-        raise ValueError(
-            f"the {split} split has {tokens} tokens, block_size={seq_len} needs {needed} or more"
-        )
-
-
-class ValidationBatches:
+class ValidationBatches(Batches):
     """The validation split in order: window w predicts tokens w*seq_len+1 .. (w+1)*seq_len, the
     last one what is left.
 
     Every token but the first is a target exactly once. ValueError: fewer than two tokens.
-    documents: as in training.
+    documents: as in training. scored: bool (seq_len,), or None.
     """
+
+    split = "validation"
 
     def __init__(
         self,
@@ -230,32 +221,23 @@ class ValidationBatches:
         vocab_size: int = 2**16,
         documents: Windows | None = None,
     ):
-        self.tokens, self.seq_len, self.documents = (
-            JoinedShards(shards, vocab_size),
-            seq_len,
-            documents,
-        )
-        if len(self.tokens) < 2:
-            raise ValueError(
-                f"the validation split has {len(self.tokens)} tokens, it needs 2 or more"
-            )
-        check_window(len(self.tokens), "validation", seq_len, documents)
-        self.stride = documents.tokens if documents else seq_len
-        self.windows = (
-            len(self.tokens) // self.stride if documents else -(-(len(self.tokens) - 1) // seq_len)
-        )
-        self.scored = (
-            documents.mask(documents.scored) if documents and documents.scored else None
-        )  # bool (seq_len,)
+        super().__init__(shards, seq_len, vocab_size, documents)
+        tokens = len(self.tokens)
+        if tokens < 2:
+            raise ValueError(f"the validation split has {tokens} tokens, it needs 2 or more")
+        if documents:
+            self.check_whole()
+        self.windows = self.whole if documents else -(-(tokens - 1) // seq_len)
+        has_scored = documents and documents.scored
+        self.scored = documents.mask(documents.scored) if has_scored else None
 
     def spread(self, count: int | None = None, part: str = "all") -> list[int]:
         """`count` windows (all, where there are fewer) evenly over the split, or over its first or
         second half.
         """
         half = self.windows // 2
-        first, end = {"all": (0, self.windows), "first": (0, half), "second": (half, self.windows)}[
-            part
-        ]
+        parts = {"all": (0, self.windows), "first": (0, half), "second": (half, self.windows)}
+        first, end = parts[part]
         count = end - first if count is None else min(count, end - first)
         return sorted(set(np.linspace(first, end - 1, count).round().astype(int).tolist()))
 
@@ -263,15 +245,11 @@ class ValidationBatches:
         """ids and targets, int64 (rows, seq_len); rows and positions past the end hold id 0 and
         target -1.
         """
-        starts = np.array(windows, dtype=np.int64) * self.stride
-        tokens = np.zeros(
-            (rows, self.documents.tokens if self.documents else self.seq_len + 1), dtype=np.uint16
-        )
-        tokens[: len(windows)] = self.tokens.read(starts, tokens.shape[1])
-        ids, targets = ids_and_targets(tokens, self.documents)
-        lengths = np.zeros(rows, dtype=np.int64)
-        lengths[: len(windows)] = np.minimum(len(self.tokens) - 1 - starts, self.seq_len)
-        past = torch.arange(self.seq_len) >= torch.from_numpy(lengths)[:, None]
+        starts = np.full(rows, len(self.tokens))  # of no window: past the end
+        starts[: len(windows)] = np.array(windows, dtype=np.int64) * self.stride
+        ids, targets = self.read(starts)
+        left = torch.from_numpy(len(self.tokens) - 1 - starts)
+        past = torch.arange(self.seq_len) >= left[:, None]
         return ids.masked_fill_(past, 0), targets.masked_fill_(past, -1)
 
 
@@ -280,17 +258,15 @@ def prefetched(
 ) -> Iterator:
     """`make(request)`, a tuple of tensors, for each request in order, on `device`: a thread makes
     them `ahead`.
-
-    For a GPU they lie in pinned memory, so that copying them does not stop the program.
     """
     cuda, requests = device.type == "cuda", iter(requests)
 
     def work(request):
+        # Pinned memory is copied to a GPU while the program goes on.
         return tuple(tensor.pin_memory() for tensor in make(request)) if cuda else make(request)
 
-    with ThreadPoolExecutor(
-        1, initializer=torch.cuda.set_device if cuda else None, initargs=(device,) * cuda
-    ) as pool:
+    keys = {"initializer": torch.cuda.set_device, "initargs": (device,)} if cuda else {}
+    with ThreadPoolExecutor(1, **keys) as pool:
         pending = deque()
         while True:
             while len(pending) < ahead and (request := next(requests, None)) is not None:
