@@ -1,7 +1,4 @@
-"""Tokens that are ids and not text: those of synthetic tasks.
-
-Their text is numbers with blanks between.
-"""
+"""Tokens that are ids: those of synthetic tasks. Their text is numbers with blanks between."""
 
 from dataclasses import dataclass
 
@@ -24,19 +21,13 @@ class IdTokenizer:
         return self.n_vocab - 1
 
     def encode(self, text: str, **_) -> list[int]:
-        """Ids of numbers; end-of-text by its name.
-
-        ValueError: something else, or an id that there is not.
-        """
+        """Ids of numbers, end-of-text by its name. ValueError: something else, or no such id."""
         found = []
         for word in text.split():
             is_id = word.isascii() and word.isdecimal() and int(word) < self.eot_token
             if not is_id and word != END_OF_TEXT:
-                raise ValueError(
-                    f"{word[:40]!r} is no token: they are ids here, give numbers from 0 to "
-                    f"{self.n_vocab - 2} with "
-                    "blanks between"
-                )
+                give = f"give numbers from 0 to {self.n_vocab - 2} with blanks between"
+                raise ValueError(f"{word[:40]!r} is no token: they are ids here, {give}")
             found.append(int(word) if is_id else self.eot_token)
         return found
 
