@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub, file by file; what the hub refuses for a while is asked again.
+"""Data sets of the Hugging Face hub, file by file; what it refuses for a while is asked again.
 
 huggingface_hub downloads a file, goes on where it was cut and checks its size.
 """
@@ -76,8 +76,7 @@ def passing_cause(error: BaseException) -> str | None:
 def retried(action: Callable, what: str, minutes: float | None = None):
     """The action's result, tried for up to so many minutes (60), with growing pauses.
 
-    what: which data it is about, for the lines on stderr. What does not pass by itself is raised at
-    once, as it is; OutOfPatience: it did not pass in time.
+    What does not pass by itself is raised at once, as it is; OutOfPatience: it did not pass in time.
     """
     minutes = MINUTES if minutes is None else minutes
     began, pause = time.monotonic(), FIRST_PAUSE
@@ -135,11 +134,9 @@ def source_of(args, name: str | None = None, **keys) -> "Files | Hub":
 
 @dataclass
 class Hub:
-    """One split of a data set of the Hugging Face hub, or of a local clone of one: parquet files.
+    """One split of a data set of the Hugging Face hub, or of a local clone of one: parquet files,
+    which `datasets` knows from the data set's card.
 
-    Which files those are `datasets` knows from the data set's card. `starts(text)`, where given,
-    tells which rows begin a document. `pin` fixes the commit, so that what is resumed is what was
-    begun. `otherwise` says what one can do without the hub.
     ValueError: it cannot be read, with the way out; Missing: nor later.
     """
 
@@ -148,12 +145,12 @@ class Hub:
     split: str = "train"
     column: str = "text"
     revision: str | None = None
-    starts: Callable[[str], bool] | None = None
+    starts: Callable[[str], bool] | None = None  # which rows begin a document; None: all
     tokens: int | None = None  # how many it has, about
     retry_minutes: float | None = None
     otherwise: str = "give local files by --source, or a local clone by --repository=FOLDER"
-    downloads: Path | None = None  # where a file is kept while it is read; the hub's cache
-    commit: str | None = None
+    downloads: Path | None = None  # where a file is kept while it is read; None: the hub's cache
+    commit: str | None = None  # fixed by `pin`, so that what is resumed is what was begun
 
     def __post_init__(self):
         check_minutes(self.retry_minutes)
@@ -219,10 +216,9 @@ class Hub:
 
     def download(self, path: str) -> str:
         """The local copy of a file of the commit."""
-        hub = configurator.optional("huggingface_hub", "the hub")
-        hub.utils.disable_progress_bars()
+        configurator.optional("huggingface_hub", "the hub").utils.disable_progress_bars()
         keys = {"repo_type": "dataset", "revision": self.commit, "local_dir": self.downloads}
-        return self.ask(lambda: hub.hf_hub_download(self.repository, path, **keys))
+        return self.ask(lambda: self.api.hf_hub_download(self.repository, path, **keys))
 
     def ask(self, action):
         """The action's result; what the hub refuses becomes one line that says what to do."""
@@ -242,11 +238,12 @@ class Hub:
             return f"HF_HUB_OFFLINE forbids it: unset it, or {self.otherwise}"
         if "GatedRepoError" in found or re.search(r"\bgated dataset\b", str(error)):
             return "accept its terms on its page, then `hf auth login`"
+        if "RevisionNotFoundError" in found and self.commit:
+            return (
+                f"it has no commit {self.commit} any more: --overwrite begins anew with the newest"
+            )
         if "RevisionNotFoundError" in found:
-            wanted = f"revision {self.revision}: give another --revision"
-            if self.commit:
-                wanted = f"commit {self.commit} any more: --overwrite begins anew with the newest"
-            return f"it has no {wanted}"
+            return f"it has no revision {self.revision}: give another --revision"
         statuses = {status_of(each) for each in chain(error)}
         if found & {"RepositoryNotFoundError", "DatasetNotFoundError"} or statuses & {401, 403}:
             login = "`hf auth login` with an account that may read it"
@@ -258,25 +255,21 @@ class Hub:
 def fetch_shards(repository: str, out: Path, revision: str | None, minutes: float | None) -> dict:
     """Download a data set's .bin files to `out`: {"commit": its name, "sums": {file: SHA-256}}.
 
-    `fetched.json` notes the commit, so that a fetch that is begun again goes on with that one.
     ValueError: it cannot be read, or `out` has shards of another.
     """
-    otherwise = "--pretokenized takes the folder of such shards too"
-    keys = {"revision": revision, "retry_minutes": minutes, "otherwise": otherwise}
-    hub = Hub(repository, downloads=out, **keys)
+    keys = {"revision": revision, "retry_minutes": minutes, "downloads": out}
+    hub = Hub(repository, otherwise="--pretokenized takes the folder of such shards too", **keys)
     asked = {"source": repository, "revision": revision}
     before = shards.read_json(out / "fetched.json")
     if before and {key: before.get(key) for key in asked} != asked:
         holds = f"{before.get('source')}, revision {before.get('revision')}"
         raise ValueError(f"{out} holds shards of {holds}: give another --out")
-    commit = hub.pin(before.get("commit"))
+    commit = hub.pin(before.get("commit"))  # a fetch that is begun again goes on with that one
     shards.write_json(out / "fetched.json", {**asked, "commit": commit})
 
-    def listing():
-        tree = hub.api.list_repo_tree(repository, repo_type="dataset", revision=commit)
-        return [entry for entry in tree if entry.path.endswith(".bin")]
-
-    files = hub.ask(listing)
+    keys = {"repo_type": "dataset", "revision": commit}
+    tree = hub.ask(lambda: list(hub.api.list_repo_tree(repository, **keys)))
+    files = [entry for entry in tree if entry.path.endswith(".bin")]
     with ThreadPoolExecutor(8) as pool, tqdm(total=len(files), unit="shard", disable=None) as bar:
         try:
             for _ in pool.map(lambda file: hub.download(file.path), files):
