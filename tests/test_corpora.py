@@ -1,4 +1,4 @@
-"""The scripts of wikitext, openwebtext, text and copy_task, each on a small source."""
+"""The scripts of wikitext, openwebtext, text and shakespeare_char, each on a small source."""
 
 import hashlib
 import importlib
@@ -13,13 +13,9 @@ import pytest
 from helpers import ROOT, one_line_error
 from in_process import call
 
-from data import tasks, tokenizer
-from data.copy_task.prepare import Copies
-from data.loader import ValidationBatches
+from data import tokenizer
 from data.shards import open_corpus
-from data.tasks import Sequences
 from data.wikitext.prepare import TITLE
-from data.windows import Windows
 
 EOT = 256
 
@@ -303,105 +299,6 @@ def test_text_too_short_for_its_vocabulary(tmp_path, monkeypatch, capsys):
         "vocab_size=4096: the text yields 259 tokens only; give that or fewer"
         in capsys.readouterr().err
     )
-
-
-# The copy task
-
-
-def copies(monkeypatch, out, *arguments):
-    corpus = run(
-        monkeypatch,
-        "copy_task",
-        out,
-        "--half=5",
-        "--sequences=600",
-        "--val_sequences=70",
-        *arguments,
-    )
-    return corpus, documents(corpus.val), documents(corpus.train)
-
-
-def test_second_halves_repeat_the_first(tmp_path, monkeypatch):
-    corpus, val, train = copies(monkeypatch, tmp_path / "out", "--shard_tokens=1000")
-    assert (len(val), len(train)) == (70, 600)
-    assert all(len(text) == 10 and text[:5] == text[5:] for text in val + train)
-    assert set("".join(val + train)) == set("abcdefghijklmnop")  # 16 symbols
-    assert len({text[:5] for text in val + train}) > 660  # of a million
-    assert (corpus.meta["window_tokens"], corpus.meta["scored"]) == (11, [[5, 10]])
-    assert corpus.meta["optimum"]["loss"] == pytest.approx(np.log(16) / 2)
-    assert corpus.meta["chance"] == {"loss": pytest.approx(np.log(16)), "accuracy": 1 / 16}
-    assert corpus.meta["train"]["tokens"] == 600 * 11
-    counts = np.unique(list("".join(text[:5] for text in train)), return_counts=True)[1]
-    assert abs(counts - 3000 / 16).max() < 5 * np.sqrt(3000 / 16)
-
-
-def test_the_copy_task_trained_on_its_answers(tmp_path, monkeypatch):
-    corpus, val, _ = copies(monkeypatch, tmp_path / "out", "--trained=answers")
-    ids, targets = ValidationBatches(corpus.val, 10, 257, Windows.of(corpus.meta)).get([0, 69], 2)
-    assert targets[:, :5].eq(-1).all()
-    for row, text in zip((0, 1), (val[0], val[69])):
-        assert bytes(targets[row, 5:].tolist()).decode() == text[:5]
-        assert bytes(ids[row, 1:].tolist()).decode() == text[:9]
-    assert corpus.meta["optimum"] == {"loss": 0.0, "accuracy": 1.0}
-    # the shards would be the same, but not what is learned from them
-    with pytest.raises(SystemExit):
-        copies(monkeypatch, tmp_path / "out")
-
-
-def test_sequences_are_a_function_of_the_seed_and_the_split(tmp_path, monkeypatch):
-    _, val, train = copies(monkeypatch, tmp_path / "a")
-    assert copies(monkeypatch, tmp_path / "b", "--workers=1")[1:] == (val, train)
-    _, other_val, other_train = copies(monkeypatch, tmp_path / "c", "--seed=1")
-    assert not set(train) & set(other_train)
-    assert not set(val) & set(other_val)
-    assert not set(val) & set(train)
-    # Sequence i does not depend on how many there are.
-    few = [text for batch in Sequences(Copies(5), 300, 0, "train").read() for text in batch.texts]
-    assert few == train[:300]
-
-
-def test_no_first_half_is_in_both_splits_where_there_are_few(tmp_path, monkeypatch):
-    """All 64 that there are of three letters of four."""
-    _, val, train = copies(
-        monkeypatch, tmp_path / "out", "--half=3", "--symbols=4", "--sequences=3000"
-    )
-    assert not set(val) & set(train)
-    assert set(val) | set(train) == {
-        "".join(half) * 2 for half in itertools.product("abcd", repeat=3)
-    }
-    assert len(set(val)) == pytest.approx(64 / 8, rel=0.5)
-    ids = np.array([list(text[:3].encode()) for text in sorted(set(train))])
-    assert not tasks.for_validation(ids).any()
-
-
-def test_too_few_first_halves_for_two_splits(tmp_path):
-    result = call(
-        "data/copy_task/prepare.py", "--half=1", "--symbols=2", f"--out={tmp_path / 'out'}"
-    )
-    line = one_line_error(result)
-    assert (
-        "--half=1 --symbols=2: too few different windows for both splits: give a greater half"
-        in line
-    )
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    "option",
-    [
-        "half=0",
-        "symbols=1",
-        "symbols=65",
-        "sequences=0",
-        "val_sequences=0",
-        "seed=-1",
-        "shard_tokens=0",
-    ],
-)
-def test_copy_task_options_out_of_range(tmp_path, option):
-    result = call("data/copy_task/prepare.py", f"--{option}", f"--out={tmp_path / 'out'}")
-    assert f"--{option}: give" in one_line_error(result)
-    assert not (tmp_path / "out").exists()
 
 
 # Shakespeare by characters
