@@ -1,9 +1,8 @@
 """Training and validation batches as pure functions of (seed, step, sequence index).
 
-The shards of a split are joined. An epoch cuts their tokens into windows of seq_len + 1 tokens with
-stride seq_len, from an offset that is drawn anew for each epoch, and visits every window once, in a
-keyed random order that needs no memory. Sequence i of step s is number s * global_batch_size + i of
-the whole run, whoever computes it.
+The shards of a split are joined. An epoch cuts them into windows of seq_len + 1 tokens with stride
+seq_len, from an offset of its own, and visits every window once, in a keyed random order that needs
+no memory. Sequence i of step s is number s * global_batch_size + i of the run, whoever computes it.
 """
 
 from collections import deque
@@ -19,10 +18,7 @@ from data.windows import Windows
 
 
 class JoinedShards:
-    """Shards (uint16, 1-D each) as one array.
-
-    Reading raises DamagedShard where an id is not below vocab_size.
-    """
+    """Shards (uint16, 1-D each) as one array. DamagedShard: what is read is beyond vocab_size."""
 
     def __init__(self, shards: list[np.ndarray], vocab_size: int = 2**16):
         self.names = [getattr(part, "filename", f"shard {i}") for i, part in enumerate(shards)]
@@ -34,9 +30,7 @@ class JoinedShards:
         return int(self.starts[-1])
 
     def read(self, starts: np.ndarray, count: int) -> np.ndarray:
-        """Tokens [start, start + count) for each of `starts`, uint16 (len(starts), count); zeros
-        past the end.
-        """
+        """count tokens from each of `starts`, uint16 (len(starts), count); zeros past the end."""
         tokens = np.zeros((len(starts), count), dtype=np.uint16)
         shards = np.searchsorted(self.starts, starts, side="right") - 1
         for row, start, shard in zip(tokens, starts.tolist(), shards.tolist()):
@@ -57,9 +51,8 @@ class JoinedShards:
 
 
 def keyed_permutation(index: np.ndarray, size: int, key: int) -> np.ndarray:
-    """A bijection of 0..size-1 that depends on key: a four-round Feistel network.
-
-    The network permutes a power of four; walking on until below size keeps it a bijection.
+    """A bijection of 0..size-1 that depends on key: a four-round Feistel network, which permutes a
+    power of four, walked on until it lands below size.
     """
     half_bits = max(((size - 1).bit_length() + 1) // 2, 1)
     mask = np.uint64((1 << half_bits) - 1)
@@ -160,9 +153,7 @@ class TrainBatches(Batches):
         return starts
 
     def get(self, step: int, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """ids and targets, int64 (count, seq_len), of sequences first..first+count-1 of the global
-        batch of `step`.
-        """
+        """ids and targets, int64 (count, seq_len), of sequences first.. of the batch of `step`."""
         begin = step * self.global_batch_size + first
         return self.read(self.starts(np.arange(begin, begin + count)))
 
@@ -190,7 +181,6 @@ def _offset(seed: int, epoch: int, largest: int) -> int:
 
 @lru_cache(8)
 def _hash_key(seed: int, epoch: int) -> int:
-    """A 64-bit key from two integers."""
     return int(np.random.SeedSequence([seed, epoch, 1]).generate_state(1, np.uint64)[0])
 
 
@@ -232,9 +222,7 @@ class ValidationBatches(Batches):
         self.scored = documents.mask(documents.scored) if has_scored else None
 
     def spread(self, count: int | None = None, part: str = "all") -> list[int]:
-        """`count` windows (all, where there are fewer) evenly over the split, or over its first or
-        second half.
-        """
+        """`count` windows, or all, evenly over the split, or over its first or second half."""
         half = self.windows // 2
         parts = {"all": (0, self.windows), "first": (0, half), "second": (half, self.windows)}
         first, end = parts[part]
@@ -242,9 +230,7 @@ class ValidationBatches(Batches):
         return sorted(set(np.linspace(first, end - 1, count).round().astype(int).tolist()))
 
     def get(self, windows: list[int], rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """ids and targets, int64 (rows, seq_len); rows and positions past the end hold id 0 and
-        target -1.
-        """
+        """ids and targets, int64 (rows, seq_len); 0 and -1 in rows and positions past the end."""
         starts = np.full(rows, len(self.tokens))  # of no window: past the end
         starts[: len(windows)] = np.array(windows, dtype=np.int64) * self.stride
         ids, targets = self.read(starts)
@@ -256,9 +242,7 @@ class ValidationBatches(Batches):
 def prefetched(
     make: Callable, requests: Iterable, device: torch.device, ahead: int = 2
 ) -> Iterator:
-    """`make(request)`, a tuple of tensors, for each request in order, on `device`: a thread makes
-    them `ahead`.
-    """
+    """`make(request)`, tensors, for each request in order, on `device`; a thread works `ahead`."""
     cuda, requests = device.type == "cuda", iter(requests)
 
     def work(request):

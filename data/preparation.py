@@ -77,8 +77,7 @@ def prepare(args, name: str, plan: list[tuple], extra: dict | None = None) -> No
     """Make the shards `<name>_<split>_<number>.bin` in args.out, or go on making them.
 
     plan: (split, source, tokens or None for all); consecutive entries of one source share its
-    documents. extra goes into meta.json. ValueError: what a user can get wrong, and what ends the
-    work early; whole shards are kept.
+    documents. extra goes into meta.json. ValueError: what ends the work; whole shards are kept.
     """
     check(args)
     if args.verify:

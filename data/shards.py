@@ -1,8 +1,7 @@
 """Token shards in the format of llm.c and modded-nanogpt, and the folder that holds them.
 
 A shard is 256 int32 (magic 20240520, version 1, token count, zeros), then uint16 token ids. Its
-name contains `train_` or `val_`, or ends so. `meta.json` beside the shards says which tokenizer
-made them; without one, GPT-2's.
+name contains `train_` or `val_`, or ends so. `meta.json` beside them names the tokenizer, or GPT-2.
 """
 
 import contextlib
@@ -54,10 +53,7 @@ def write_shard(path: Path, tokens: np.ndarray) -> str:
 
 
 def read_shard(path: Path) -> np.ndarray:
-    """The shard's tokens, uint16 (count,), memory-mapped.
-
-    DamagedShard: not a whole one of version 1.
-    """
+    """The shard's tokens, uint16 (count,), memory-mapped. DamagedShard: no whole one."""
     size = path.stat().st_size
     header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
     if header.size < HEADER_INTS or header[0] != MAGIC:
@@ -228,9 +224,8 @@ def verify(folder: Path, workers: int) -> None:
 
 
 def examined(paths: list[Path], vocab_size: int, workers: int) -> Iterator[dict | ValueError]:
-    """Of each shard: SHA-256 of its file, tokens, and how often each token occurs ("counts").
-
-    A ValueError in place of what failed: it is damaged, or holds ids beyond the vocabulary.
+    """Of each shard: SHA-256 of its file, tokens, and how often each token occurs ("counts"); or a
+    ValueError: it is damaged, or holds ids beyond the vocabulary.
     """
     from tqdm import tqdm
 

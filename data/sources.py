@@ -116,7 +116,7 @@ class Files:
             yield batch
 
     def unique_documents(self, cursor: dict):
-        """All is read from the beginning, to know what came before; what follows is yielded."""
+        """As `documents`; all is read from the beginning, to know what came before."""
         seen, copied, short = set(), False, partial(hashlib.blake2b, digest_size=16)
         self.copies = self.copied_bytes = 0
         for document in self.documents({"file": 0, "at": 0}):

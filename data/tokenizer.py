@@ -8,6 +8,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,8 @@ import tiktoken
 
 import configurator
 from data import tokenizer_json
-from data.id_tokenizer import END_OF_TEXT, IdTokenizer
+
+END_OF_TEXT = "<|endoftext|>"
 
 # Words with their leading space, up to three digits, runs of punctuation, and a line break with the
 # indentation after it: one token each at best, which suits source code.
@@ -25,6 +27,44 @@ GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s
 # SHA-256 of OpenAI's vocab.bpe
 GPT2_MERGES = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 BYTES = [bytes([value]) for value in range(256)]
+
+
+@dataclass(frozen=True)
+class IdTokenizer:
+    """Ids 0 to n_vocab - 2 of a synthetic task, then end-of-text, with the part of tiktoken.Encoding
+    that is used here. Their text is numbers with blanks between.
+    """
+
+    n_vocab: int
+
+    name = "ids"
+    special_tokens_set = frozenset({END_OF_TEXT})
+
+    @property
+    def eot_token(self) -> int:
+        return self.n_vocab - 1
+
+    def encode(self, text: str, **_) -> list[int]:
+        """Ids of numbers, end-of-text by its name. ValueError: something else, or no such id."""
+        found = []
+        for word in text.split():
+            is_id = word.isascii() and word.isdecimal() and int(word) < self.eot_token
+            if not is_id and word != END_OF_TEXT:
+                give = f"give numbers from 0 to {self.n_vocab - 2} with blanks between"
+                raise ValueError(f"{word[:40]!r} is no token: they are ids here, {give}")
+            found.append(int(word) if is_id else self.eot_token)
+        return found
+
+    def encode_to_numpy(self, text: str, **_) -> np.ndarray:
+        """Ids of numbers alone, as a prepare.py writes them, uint32."""
+        return np.array(text.split(), dtype=np.uint32)
+
+    def decode(self, tokens: list[int]) -> str:
+        return b"".join(map(self.decode_single_token_bytes, tokens)).decode().strip()
+
+    def decode_single_token_bytes(self, token: int) -> bytes:
+        """With the blank before it, so that tokens can be joined."""
+        return f" {END_OF_TEXT if token == self.eot_token else token}".encode()
 
 
 def byte_tokenizer() -> tiktoken.Encoding:
@@ -113,9 +153,7 @@ def packaged_merges() -> str | None:
 
 
 def tokens_of_merges(vocab_bpe: str) -> list[bytes]:
-    """Tokens in rank order: the bytes, printable ones first, then the union that each line writes
-    as two parts.
-    """
+    """Tokens in rank order: the bytes, printable ones first, then a line's two parts together."""
     to_byte = tokenizer_json.printable_bytes()
     _version, *lines = vocab_bpe.splitlines()
     merges = [line.replace(" ", "") for line in lines]
@@ -123,9 +161,7 @@ def tokens_of_merges(vocab_bpe: str) -> list[bytes]:
 
 
 def to_json(encoding: tiktoken.Encoding | IdTokenizer) -> dict:
-    """What `from_json` needs: the pattern and every token in rank order, base64; of ids how many
-    there are.
-    """
+    """What `from_json` needs: the pattern and every token in rank order, base64; or ids' number."""
     if isinstance(encoding, IdTokenizer):
         return {"name": "ids", "vocab_size": encoding.n_vocab}
     return _described(encoding.name, encoding._pat_str, _tokens(encoding))
@@ -165,10 +201,8 @@ def bytes_by_token(encoding: tiktoken.Encoding) -> np.ndarray:
 
 
 def describe(folder: Path) -> dict:
-    """The tokenizer of a corpus, checkpoint or exported folder, whole; GPT-2's where there is none,
-    or its name alone.
-
-    ValueError: damaged, or GPT-2's that is not in the folder cannot be had.
+    """The tokenizer of a corpus, checkpoint or exported folder; GPT-2's where there is none, or its
+    name alone. ValueError: damaged, or GPT-2's cannot be had.
     """
     path = folder / "tokenizer.json"
     there = os.path.lexists(path)  # a dead link is an error
@@ -196,10 +230,8 @@ def size_of(description: dict) -> int:
 
 
 def same_tokens(one: dict, other: dict) -> bool:
-    """Whether two described tokenizers make the same tokens; GPT-2's pattern is written in more
-    ways than one.
-    """
-    if one["name"] == other["name"] == "gpt2":
+    """Whether two described tokenizers make the same tokens."""
+    if one["name"] == other["name"] == "gpt2":  # its pattern is written in more ways than one
         return True
     if "ids" in (one["name"], other["name"]):
         return one == other

@@ -1,5 +1,4 @@
-"""The tokenizer.json of the `tokenizers` library, written for and read back as a byte-pair encoding
-of tiktoken's kind.
+"""The tokenizer.json of the `tokenizers` library, written for a byte-pair encoding and read back.
 
 tiktoken merges the neighbours whose union has the lowest rank; `tokenizers` goes through a list of
 merges. Each token longer than a byte is therefore one merge: of the two parts that the earlier

@@ -1,11 +1,10 @@
-"""Documents of one length, one a window: what a model is to say at each position, and where that is
-trained and scored.
+"""Documents of one length, one a window: the targets, and which are trained and scored.
 
 A synthetic task's meta.json says it:
 
     window_tokens   tokens of a document; a window of training or evaluation is one document
-    labels   true: the second half of a document holds the target of each token of the first, 0 for none.
-                    Without it targets are the next tokens.
+    labels          true: the second half of a document holds the targets of the first, 0 for none;
+                    without it targets are the next tokens
     trained         [[first, end], ...]: positions whose targets count in the loss; without it all
     scored          the same, of the positions whose answers are counted; all of them are trained on
 """
