@@ -239,9 +239,8 @@ class Hub:
         if "GatedRepoError" in found or re.search(r"\bgated dataset\b", str(error)):
             return "accept its terms on its page, then `hf auth login`"
         if "RevisionNotFoundError" in found and self.commit:
-            return (
-                f"it has no commit {self.commit} any more: --overwrite begins anew with the newest"
-            )
+            gone = f"it has no commit {self.commit} any more"
+            return f"{gone}: --overwrite begins anew with the newest"
         if "RevisionNotFoundError" in found:
             return f"it has no revision {self.revision}: give another --revision"
         statuses = {status_of(each) for each in chain(error)}
@@ -270,11 +269,11 @@ def fetch_shards(repository: str, out: Path, revision: str | None, minutes: floa
     keys = {"repo_type": "dataset", "revision": commit}
     tree = hub.ask(lambda: list(hub.api.list_repo_tree(repository, **keys)))
     files = [entry for entry in tree if entry.path.endswith(".bin")]
-    with ThreadPoolExecutor(8) as pool, tqdm(total=len(files), unit="shard", disable=None) as bar:
+    with ThreadPoolExecutor(8) as pool:
+        fetched = pool.map(lambda file: hub.download(file.path), files)
         try:
-            for _ in pool.map(lambda file: hub.download(file.path), files):
-                bar.update()
-        except BaseException:
+            list(tqdm(fetched, total=len(files), unit="shard", disable=None))
+        except BaseException:  # also Ctrl+C: do not begin the others
             pool.shutdown(cancel_futures=True, wait=False)
             raise
     shutil.rmtree(out / ".cache", ignore_errors=True)  # huggingface_hub's notes of the downloads

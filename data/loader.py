@@ -83,12 +83,19 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 class Batches:
-    """One split in windows. ValueError: its documents have another length than seq_len wants."""
+    """One split in windows; `documents`, of a corpus whose documents have one length: each is one.
+
+    ValueError: their length is not that of seq_len.
+    """
 
     split: str
 
     def __init__(
-        self, shards: list[np.ndarray], seq_len: int, vocab_size: int, documents: Windows | None
+        self,
+        shards: list[np.ndarray],
+        seq_len: int,
+        vocab_size: int = 2**16,
+        documents: Windows | None = None,
     ):
         self.tokens, self.seq_len = JoinedShards(shards, vocab_size), seq_len
         self.documents = documents
@@ -117,30 +124,19 @@ class Batches:
 
 
 class TrainBatches(Batches):
-    """Random windows of the training split. ValueError: it is shorter than one window.
-
-    documents, of a corpus whose documents have one length: a window is a document, none is cut.
-    """
+    """Random windows of the training split. ValueError: it is shorter than one window."""
 
     split = "training"
 
-    def __init__(
-        self,
-        shards: list[np.ndarray],
-        seq_len: int,
-        global_batch_size: int,
-        seed: int,
-        vocab_size: int = 2**16,
-        documents: Windows | None = None,
-    ):
-        super().__init__(shards, seq_len, vocab_size, documents)
+    def __init__(self, shards, seq_len: int, global_batch_size: int, seed: int, *rest, **keys):
+        super().__init__(shards, seq_len, *rest, **keys)
         self.check_whole()
         self.global_batch_size, self.seed = global_batch_size, seed
         # Where documents have any length, one window fewer than fit at offset 0, so that every
         # offset up to a window and the tail holds as many.
-        self.windows = self.whole if documents else max(self.whole - 1, 1)
+        self.windows = self.whole if self.documents else max(self.whole - 1, 1)
         self.skipped = len(self.tokens) - self.overlap - self.windows * self.stride  # per epoch
-        self.max_offset = 0 if documents else self.skipped
+        self.max_offset = 0 if self.documents else self.skipped
 
     def starts(self, numbers: np.ndarray) -> np.ndarray:
         """First tokens of the sequences `numbers` of the run, int64."""
@@ -198,26 +194,20 @@ class ValidationBatches(Batches):
     """The validation split in order: window w predicts tokens w*seq_len+1 .. (w+1)*seq_len, the
     last one what is left.
 
-    Every token but the first is a target exactly once. ValueError: fewer than two tokens.
-    documents: as in training. scored: bool (seq_len,), or None.
+    Every token but the first is a target exactly once. `scored`: bool (seq_len,), or None.
+    ValueError: fewer than two tokens.
     """
 
     split = "validation"
 
-    def __init__(
-        self,
-        shards: list[np.ndarray],
-        seq_len: int,
-        vocab_size: int = 2**16,
-        documents: Windows | None = None,
-    ):
-        super().__init__(shards, seq_len, vocab_size, documents)
-        tokens = len(self.tokens)
+    def __init__(self, *arguments, **keys):
+        super().__init__(*arguments, **keys)
+        tokens, documents = len(self.tokens), self.documents
         if tokens < 2:
             raise ValueError(f"the validation split has {tokens} tokens, it needs 2 or more")
         if documents:
             self.check_whole()
-        self.windows = self.whole if documents else -(-(tokens - 1) // seq_len)
+        self.windows = self.whole if documents else -(-(tokens - 1) // self.seq_len)
         has_scored = documents and documents.scored
         self.scored = documents.mask(documents.scored) if has_scored else None
 

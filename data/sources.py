@@ -95,10 +95,9 @@ class Files:
 
     def text_bytes(self) -> int:
         """About how much text there is, uncompressed."""
-        return sum(
-            parquet_text_bytes(path, self.column) if path.suffix == ".parquet" else size
-            for path, size in zip(self.paths, self.sizes)
-        )
+        tables = {path for path in self.paths if path.suffix == ".parquet"}
+        sizes = (size for path, size in zip(self.paths, self.sizes) if path not in tables)
+        return sum(sizes) + sum(parquet_text_bytes(path, self.column) for path in tables)
 
     def read(self, cursor: dict | None = None) -> Iterator[Batch]:
         cursor = cursor or {"file": 0, "at": 0}

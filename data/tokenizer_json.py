@@ -52,12 +52,10 @@ def write(pattern: str, tokens: list[bytes], end_of_text: str) -> dict:
     model |= {"end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False}
     model["ignore_merges"] = True
     model |= {"vocab": {text[token]: rank for token, rank in ranks.items()}, "merges": merges}
-    return {
-        "version": "1.0",
-        **{"truncation": None, "padding": None, "added_tokens": [special], "normalizer": None},
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
-        **{"post_processor": None, "decoder": byte_level, "model": model},
-    }
+    pre_tokenizer = {"type": "Sequence", "pretokenizers": [split, byte_level]}
+    whole = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [special]}
+    whole |= {"normalizer": None, "pre_tokenizer": pre_tokenizer, "post_processor": None}
+    return {**whole, "decoder": byte_level, "model": model}
 
 
 def read(description: dict, end_of_text: str) -> tuple[str, str, list[bytes]]:
