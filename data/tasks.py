@@ -4,6 +4,7 @@ A window of the shards is end-of-text and its ids, then as many labels: that of 
 tokens, 0 for none. Ids begin at 1, end-of-text is the last. `data/windows.py` reads them.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
@@ -43,7 +44,6 @@ class Task(ABC):
     """
 
     tokenizer = "ids"
-    least_loss = 0.0  # of whoever knows the task
     fix = "give a greater difficulty"  # where there are too few different windows
 
     @property
@@ -55,15 +55,9 @@ class Task(ABC):
     def draw(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, ...]:
         """ids and labels, int64 (count, positions)."""
 
-    @property
     @abstractmethod
-    def chance(self) -> tuple[float, float]:
-        """Loss in nats and accuracy of whoever guesses."""
-
-    @property
-    def scored(self) -> list[list[int]]:
-        """Ranges of the positions that are scored; end-of-text is position 0."""
-        return [[1, self.positions + 1]]
+    def about(self) -> dict:
+        """What meta.json says of the task: see data/windows.py; chance, optimum."""
 
     @property
     def window_tokens(self) -> int:
@@ -86,16 +80,16 @@ class Task(ABC):
         rows = np.hstack([ids, np.zeros_like(ids[:, :1]), labels])  # 0: the label of end-of-text
         return [" ".join(map(str, row)) for row in rows.tolist()]
 
-    def windows(self) -> dict:
-        """What meta.json says of the windows' form."""
-        form = {"window_tokens": self.window_tokens, "labels": True, "scored": self.scored}
-        return {"difficulty": vars(self), **form}
+    def labelled(self, chance: dict, first: int = 1) -> dict:
+        """`about`, of a task with labels that is scored from a position on; end-of-text is 0."""
+        form = {"difficulty": vars(self), "window_tokens": self.window_tokens, "labels": True}
+        known = {"chance": chance, "optimum": {"loss": 0.0, "accuracy": 1.0}}
+        return {**form, "scored": [[first, self.positions + 1]], **known}
 
-    def about(self) -> dict:
-        """What meta.json says of the task."""
-        chance = dict(zip(("loss", "accuracy"), self.chance))
-        optimum = {"loss": self.least_loss, "accuracy": 1.0}
-        return {**self.windows(), "chance": chance, "optimum": optimum}
+
+def uniform(count: int) -> dict:
+    """Loss in nats and accuracy of whoever takes so many answers for as likely."""
+    return {"loss": math.log(count), "accuracy": 1 / count}
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ half cannot be foreseen: the least loss is ln(symbols) / 2 where every position 
 with --trained=answers.
 """
 
-import math
 import string
 import sys
 from dataclasses import dataclass
@@ -63,21 +62,12 @@ class Copies(tasks.Task):
     def window_tokens(self) -> int:
         return 2 * self.half + 1
 
-    @property
-    def scored(self):
-        return [[self.half, 2 * self.half]]
-
-    def windows(self):
-        trained = {"trained": self.scored} if self.trained == "answers" else {}
-        return {"window_tokens": self.window_tokens, "scored": self.scored, **trained}
-
-    @property
-    def chance(self):
-        return math.log(self.symbols), 1 / self.symbols
-
-    @property
-    def least_loss(self) -> float:
-        return math.log(self.symbols) / 2 if self.trained == "all" else 0.0
+    def about(self):
+        answers, chance = [[self.half, 2 * self.half]], tasks.uniform(self.symbols)
+        about = {"window_tokens": self.window_tokens, "scored": answers}
+        about |= {"trained": answers} if self.trained == "answers" else {}
+        least = chance["loss"] / 2 if self.trained == "all" else 0.0  # half of it is no answer
+        return {**about, "chance": chance, "optimum": {"loss": least, "accuracy": 1.0}}
 
 
 def main():

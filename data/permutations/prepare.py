@@ -70,15 +70,10 @@ class Words(tasks.Task):
             so_far[:, position] = table[so_far[:, position - 1], factors[:, position]]
         return 1 + factors, 1 + so_far
 
-    @property
-    def scored(self):
-        return [[2, 1 + self.length]]
-
-    @property
-    def chance(self):
-        size = math.factorial(self.degree)
-        # Of the mean over `length` labels, the first needs no composing.
-        return (1 - 1 / self.length) * math.log(size), 1 / size
+    def about(self):
+        chance = tasks.uniform(math.factorial(self.degree))
+        chance["loss"] *= 1 - 1 / self.length  # a mean over labels: the first needs no composing
+        return self.labelled(chance, first=2)
 
 
 def main():

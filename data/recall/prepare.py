@@ -20,7 +20,6 @@ Known: whoever sees which values a window holds, and not whose they are, is righ
 is loss 0, accuracy 1.
 """
 
-import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,9 +79,8 @@ class Recall(tasks.Task):
         noisy = (POWER - 1) * np.log(slots) + rng.gumbel(size=(count, len(slots)))
         return rng.permuted(np.argsort(-noisy, axis=1)[:, : self.pairs], axis=1)
 
-    @property
-    def chance(self):
-        return math.log(self.pairs), 1 / self.pairs
+    def about(self):
+        return self.labelled(tasks.uniform(self.pairs))
 
 
 def main():
