@@ -13,7 +13,6 @@ import torch
 import train
 from data.loader import JoinedShards, TrainBatches, ValidationBatches, keyed_permutation, prefetched
 from data.shards import DamagedShard, read_shard, write_shard
-from data.windows import Windows
 from training.distributed import World
 
 
@@ -221,23 +220,6 @@ def test_global_batches_are_the_same_for_any_world_and_after_resuming(monkeypatc
         assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
         resumed = served(monkeypatch, world_size, micro, first_step=18)
         assert all(torch.equal(a, b) for a, b in zip(whole[17:], resumed, strict=True))
-
-
-def test_windows_of_documents_of_one_length_are_the_documents():
-    documents, five = np.arange(35).reshape(7, 5), Windows(5)
-    shards = cut(documents.ravel(), (12,))
-    train, val = (
-        TrainBatches(shards, 4, 7, 0, documents=five),
-        ValidationBatches(shards, 4, documents=five),
-    )
-    assert (train.windows, train.skipped, val.windows) == (7, 0, 7)
-    for ids, targets in (train.get(3, 0, 7), val.get(list(range(7)), 7)):
-        rows = torch.cat([ids, targets[:, -1:]], 1).numpy()
-        assert (rows[rows[:, 0].argsort()] == documents).all()
-    with pytest.raises(ValueError, match=r"block_size=6: .* have 5 tokens each, .* give --block_"):
-        TrainBatches(shards, 6, 7, 0, documents=five)
-    with pytest.raises(ValueError, match="validation split has 4 tokens"):
-        ValidationBatches([documents[0, :4]], 4, documents=five)
 
 
 def test_prefetching_keeps_the_order_and_works_ahead():

@@ -14,9 +14,7 @@ import pytest
 from helpers import write_parquet
 
 from data import sources
-from data.copy_task.prepare import Copies
 from data.sources import Files, Texts
-from data.tasks import Sequences
 
 TEXTS = ["One document.", "Ümlaute and 日本語.\n", "", "x" * 700, "👩‍👩‍👧 last\n\n", "a\nb\n"]
 TEXTS += [" ", "<|endoftext|>"]
@@ -142,12 +140,11 @@ def test_files_are_read_in_name_order_each_document_once_if_asked(tmp_path, smal
         assert_resumes_everywhere(Files([str(tmp_path / "in")], **keys))
 
 
-def test_texts_in_memory_and_copies_go_on_from_every_cursor():
+def test_texts_in_memory_go_on_from_every_cursor():
     texts = [f"text {i}" for i in range(1300)]
     source = Texts(texts, "numbers")
     assert documents(source.read()) == texts
     assert_resumes_everywhere(source)
-    assert_resumes_everywhere(Sequences(Copies(5), 1300, 7, "train"))
 
 
 TREE = "b.txt a/z.txt a/code.py a/.hidden.txt .git/config a/__pycache__/m.txt c".split()

@@ -39,21 +39,26 @@ def test_labels_are_the_second_half_and_only_trained_positions_have_targets(trai
         assert [part[0].tolist() for part in found] == [ids, targets]
 
 
-def test_batches_hold_whole_labelled_documents():
+@pytest.mark.parametrize("labels", [True, False])
+def test_batches_hold_whole_documents(labels):
     cuts = [part.astype(np.uint16) for part in np.split(LABELLED.ravel(), [37])]
-    windows = Windows(10, labels=True)
-    train = TrainBatches(cuts, 5, 3, 0, documents=windows)
-    val = ValidationBatches(cuts, 5, documents=windows)
+    windows, length = Windows(10, labels), 5 if labels else 9
+    wanted = [expected(document) for document in LABELLED]
+    if not labels:
+        wanted = [(row[:-1], row[1:]) for row in LABELLED.tolist()]
+    train = TrainBatches(cuts, length, 3, 0, documents=windows)
+    val = ValidationBatches(cuts, length, documents=windows)
     assert (train.windows, train.skipped, val.windows) == (9, 0, 9)
     epoch = [train.get(step, 0, 3) for step in range(3)]
     rows = [(ids.tolist(), targets.tolist()) for batch in epoch for ids, targets in zip(*batch)]
-    assert sorted(rows) == sorted(expected(document) for document in LABELLED)
-    ids, targets = val.get([8, 2], 3)
-    rows = [(i.tolist(), t.tolist()) for i, t in zip(ids, targets)]
-    assert rows == [*(expected(LABELLED[w]) for w in (8, 2)), ([0] * 5, [-1] * 5)]
-    message = r"block_size=9: .* 10 tokens each, .* give --block_size=5"
+    assert sorted(rows) == sorted(wanted)
+    rows = [(i.tolist(), t.tolist()) for i, t in zip(*val.get([8, 2], 3))]
+    assert rows == [wanted[8], wanted[2], ([0] * length, [-1] * length)]
+    message = rf"block_size=6: .* 10 tokens each, .* give --block_size={length}"
     with pytest.raises(ValueError, match=message):
-        TrainBatches(cuts, 9, 3, 0, documents=windows)
+        TrainBatches(cuts, 6, 3, 0, documents=windows)
+    with pytest.raises(ValueError, match="validation split has 4 tokens"):
+        ValidationBatches([cuts[0][:4]], length, documents=windows)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 6])
