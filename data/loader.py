@@ -85,7 +85,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 class Batches:
     """One split in windows; `documents`, of a corpus whose documents have one length: each is one.
 
-    ValueError: their length is not that of seq_len.
+    ValueError: their length is not that of seq_len, or no window fits.
     """
 
     split: str
@@ -106,10 +106,7 @@ class Batches:
         self.overlap = 0 if documents else 1
         self.stride = documents.tokens if documents else seq_len
         self.whole = (len(self.tokens) - self.overlap) // self.stride  # windows
-
-    def check_whole(self) -> None:
-        """ValueError: no window fits."""
-        if self.whole < 1:
+        if self.whole < 1 and (documents or self.split == "training"):
             has = f"the {self.split} split has {len(self.tokens)} tokens"
             needs = f"block_size={self.seq_len} needs {self.stride + self.overlap} or more"
             raise ValueError(f"{has}, {needs}")
@@ -130,7 +127,6 @@ class TrainBatches(Batches):
 
     def __init__(self, shards, seq_len: int, global_batch_size: int, seed: int, *rest, **keys):
         super().__init__(shards, seq_len, *rest, **keys)
-        self.check_whole()
         self.global_batch_size, self.seed = global_batch_size, seed
         # Where documents have any length, one window fewer than fit at offset 0, so that every
         # offset up to a window and the tail holds as many.
@@ -144,8 +140,10 @@ class TrainBatches(Batches):
         starts = np.empty_like(numbers)
         for epoch in np.unique(epochs).tolist():
             here = epochs == epoch
-            order = keyed_permutation(indices[here], self.windows, _hash_key(self.seed, epoch))
-            starts[here] = _offset(self.seed, epoch, self.max_offset) + order * self.stride
+            offset, key = _epoch(self.seed, epoch, self.max_offset)
+            starts[here] = (
+                offset + keyed_permutation(indices[here], self.windows, key) * self.stride
+            )
         return starts
 
     def get(self, step: int, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -171,13 +169,11 @@ class TrainBatches(Batches):
 
 
 @lru_cache(8)
-def _offset(seed: int, epoch: int, largest: int) -> int:
-    return int(np.random.Generator(np.random.PCG64([seed, epoch])).integers(0, largest + 1))
-
-
-@lru_cache(8)
-def _hash_key(seed: int, epoch: int) -> int:
-    return int(np.random.SeedSequence([seed, epoch, 1]).generate_state(1, np.uint64)[0])
+def _epoch(seed: int, epoch: int, largest: int) -> tuple[int, int]:
+    """Its offset, 0 to the largest, and the 64-bit key of its order."""
+    offset = np.random.Generator(np.random.PCG64([seed, epoch])).integers(0, largest + 1)
+    [key] = np.random.SeedSequence([seed, epoch, 1]).generate_state(1, np.uint64)
+    return int(offset), int(key)
 
 
 def has_targets(tokens: JoinedShards, documents: Windows, windows: Sequence[int]) -> bool:
@@ -205,8 +201,6 @@ class ValidationBatches(Batches):
         tokens, documents = len(self.tokens), self.documents
         if tokens < 2:
             raise ValueError(f"the validation split has {tokens} tokens, it needs 2 or more")
-        if documents:
-            self.check_whole()
         self.windows = self.whole if documents else -(-(tokens - 1) // self.seq_len)
         has_scored = documents and documents.scored
         self.scored = documents.mask(documents.scored) if has_scored else None

@@ -219,22 +219,18 @@ def parquet_texts(file, name, column: str, at: int = 0) -> Iterator[tuple[int, l
             if first + size <= at:
                 first += size
                 continue
-            batches = opened.iter_batches(ROWS, row_groups=[group], columns=[column])
-            while True:
-                try:
-                    batch = next(batches, None)
-                    texts = batch.column(0).to_pylist() if batch is not None else None
-                except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-                    cause = f"{name} is damaged near row {first} ({first_line(error)})"
-                    raise ValueError(f"{cause}: fetch it again") from error
-                if texts is None:
-                    break
-                if wrong := next((t for t in texts if not isinstance(t, str | None)), None):
-                    holds = f"column {column} holds {type(wrong).__name__}, not text"
-                    raise ValueError(f"{name}: {holds}: give --column")
-                if first + len(texts) > at:
-                    yield first, texts
-                first += len(texts)
+            try:
+                for batch in opened.iter_batches(ROWS, row_groups=[group], columns=[column]):
+                    texts = batch.column(0).to_pylist()
+                    if wrong := next((t for t in texts if not isinstance(t, str | None)), None):
+                        holds = f"column {column} holds {type(wrong).__name__}, not text"
+                        raise ValueError(f"{name}: {holds}: give --column")
+                    if first + len(texts) > at:
+                        yield first, texts
+                    first += len(texts)
+            except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+                cause = f"{name} is damaged near row {first} ({first_line(error)})"
+                raise ValueError(f"{cause}: fetch it again") from error
 
 
 def parquet(path: Path, column: str, at: int):
