@@ -92,6 +92,7 @@ class Preparation:
 
     def __init__(self, args, name: str, plan: list[tuple], extra: dict):
         self.args, self.name, self.plan, self.extra, self.out = args, name, plan, extra, args.out
+        self.sources = {split: source for split, source, _ in plan}
         self.stored = shards.read_json(self.out / "preparation.json")
         limits = [tokens for split, _, tokens in plan if split == "val" and tokens]
         if args.max_tokens and limits and args.max_tokens <= limits[0]:
@@ -191,9 +192,8 @@ class Preparation:
 
     def reader(self, number: int, source) -> "TokenReader":
         """The source from where shard `number` begins: after the one before, if of it too."""
-        sources = {split: each for split, each, _ in self.plan}
         before = self.records[number - 1] if number else None
-        start = before["next"] if before and sources[before["split"]] is source else START
+        start = before["next"] if before and self.sources[before["split"]] is source else START
         return TokenReader(source, self.encoding, self.args.workers, start, self.progress)
 
     def make_shards(self, plan: list[tuple]) -> None:
@@ -218,8 +218,7 @@ class Preparation:
     def make_again(self, number: int) -> None:
         """A shard that was deleted or cut. ValueError: the source gives another one now."""
         record = self.records[number]
-        source = next(source for split, source, _ in self.plan if split == record["split"])
-        tokens, _ = self.reader(number, source).take(record["tokens"])
+        tokens, _ = self.reader(number, self.sources[record["split"]]).take(record["tokens"])
         path = self.out / record["file"]
         if shards.write_shard(path, tokens) != record["sha256"]:
             path.unlink()
@@ -238,8 +237,8 @@ class Preparation:
         if kind == "ids":
             encoding = tokenizer.IdTokenizer(args.vocab_size)
         elif kind == "characters":
-            sources = (source for _, source, _ in self.plan)
-            texts = (text for each in sources for text in first_bytes(each, args.tokenizer_bytes))
+            sources, most = self.sources.values(), args.tokenizer_bytes
+            texts = (text for source in sources for text in first_bytes(source, most))
             encoding = tokenizer.characters_tokenizer(texts)
         elif kind == "bytes":
             encoding = tokenizer.byte_tokenizer()
@@ -257,7 +256,7 @@ class Preparation:
     def expected_tokens(self) -> int | None:
         """About how many tokens there will be, None where nobody knows."""
         per_token, total = 4 if self.args.tokenizer in ("gpt2", "bpe") else 1, 0.0
-        for source in {id(source): source for _, source, _ in self.plan}.values():
+        for source in {id(source): source for source in self.sources.values()}.values():
             limits = [tokens for _, each, tokens in self.plan if each is source]
             of_hub = isinstance(source, hub.Hub)
             whole = source.tokens or math.inf if of_hub else source.text_bytes() // per_token

@@ -66,8 +66,7 @@ def run(out, plan, *options, name="x", extra=None):
 
 
 def files_plan(folder, val_tokens=1000):
-    source = Files([str(folder)])
-    return [("val", source, val_tokens), ("train", source, None)]
+    return preparation.one_stream(Files([str(folder)]), val_tokens)
 
 
 def tokens_of(corpus) -> list[int]:
@@ -258,7 +257,7 @@ def test_max_tokens_may_grow_and_a_smaller_one_removes_nothing(folder, tmp_path)
         assert stamps(out) == before
     assert tokens_of(run(out, files_plan(folder), "--max_tokens=1000000000")) == STREAM
     text = Texts(["x" * 99] * 20, "x")  # it ends with a shard
-    plan = [("val", text, 200), ("train", text, None)]
+    plan = preparation.one_stream(text, 200)
     for limit in ([], ["--max_tokens=2001"], []):
         even = run(tmp_path / "even", plan, "--shard_tokens=100", *limit)
         assert tokens_of(even) == stream(text.texts)
@@ -304,17 +303,17 @@ def test_a_changed_source_is_refused_when_a_shard_is_made_again(tmp_path):
 # ---- what ends it early ----
 
 
-@pytest.mark.parametrize(
-    ("options", "changes", "difference"),
-    [
-        (["--shard_tokens=3001"], {}, "shard_tokens 300 there, 3001 now"),
-        (["--tokenizer=bpe", "--vocab_size=300"], {}, "tokenizer 'bytes' there, 'bpe' now"),
-        ([], {"val_tokens": 999}, "tokens 1000 there, 999 now"),
-        ([], {"name": "y"}, "name 'x' there, 'y' now"),
-        ([], {"folder": "other"}, "source '.*/in' there, '.*/other' now"),
-    ],
-)
-def test_another_preparation_is_refused_and_overwritten_if_asked(
+ANOTHER = [
+    (["--shard_tokens=3001"], {}, "shard_tokens 300 there, 3001 now"),
+    (["--tokenizer=bpe", "--vocab_size=300"], {}, "tokenizer 'bytes' there, 'bpe' now"),
+    ([], {"val_tokens": 999}, "tokens 1000 there, 999 now"),
+    ([], {"name": "y"}, "name 'x' there, 'y' now"),
+    ([], {"folder": "other"}, "source '.*/in' there, '.*/other' now"),
+]
+
+
+@pytest.mark.parametrize(("options", "changes", "difference"), ANOTHER)
+def test_another_preparation_is_refused_or_overwritten(
     folder, tmp_path, options, changes, difference
 ):
     shutil.copytree(folder, tmp_path / "other")
@@ -359,7 +358,7 @@ def test_a_folder_of_another_use_is_refused(folder, tmp_path):
 
 def test_a_disk_that_is_too_small_is_known_before(tmp_path, monkeypatch):
     out, source, size = tmp_path / "out", Texts(["x" * 9999] * 10, "x"), 99_990
-    plan = [("val", source, 1000), ("train", source, None)]
+    plan = preparation.one_stream(source, 1000)
     free = 2 * size - 2
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     message = rf"about {size:,} tokens need 200\.0 KB, {out} has .* --max_tokens=(\d+)"
@@ -493,11 +492,11 @@ DAMAGE = [
 
 def test_verify_names_every_damaged_shard(folder, tmp_path):
     out, names = tmp_path / "out", ["x_val_000000.bin", "x_train_000003.bin"]
+    run(out, files_plan(folder), "--shard_tokens=1000")
+    before, count = contents(out), len(listed(out))
+    said = call(FINEWEB, "--verify", f"--out={out}").stdout.decode()
+    assert f"{count} shards, {len(STREAM):,} tokens: all as" in said
     for damage, what in DAMAGE:
-        run(out, files_plan(folder), "--shard_tokens=1000", "--overwrite")
-        before, count = contents(out), len(listed(out))
-        said = call(FINEWEB, "--verify", f"--out={out}").stdout.decode()
-        assert f"{count} shards, {len(STREAM):,} tokens: all as" in said
         for name in names:
             damage(out / name)
         line = one_refusal(out, "--verify")
