@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub, file by file; what the hub refuses for a while is asked again.
+"""Data sets of the Hugging Face hub, file by file; what it refuses for a while is asked again.
 
 huggingface_hub downloads a file, goes on where it was cut and checks its size.
 """
@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 import configurator
 from data import shards
-from data.sources import Batch, Missing, first_line, parquet_texts
+from data.sources import Batch, Files, Missing, first_line, parquet_texts
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds
 MINUTES = 60.0
@@ -38,9 +38,14 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
+def names_of(error: BaseException) -> set[str]:
+    """The error's class and those that it inherits from."""
+    return {kind.__name__ for kind in type(error).__mro__}
+
+
 def kinds(error: BaseException) -> set[str]:
     """Names of the error's classes, and of those that it was raised from."""
-    return {kind.__name__ for each in chain(error) for kind in type(each).__mro__}
+    return set().union(*map(names_of, chain(error)))
 
 
 def is_offline(error: BaseException) -> bool:
@@ -63,8 +68,7 @@ def passing_cause(error: BaseException) -> str | None:
         if status := status_of(each):
             passes = status in (408, 425, 429) or status >= 500
             return f"the hub answers {status}" if passes else None
-        names = {kind.__name__ for kind in type(each).__mro__}
-        if names & PASSING or "onsistency check failed" in str(each):
+        if names_of(each) & PASSING or "onsistency check failed" in str(each):
             return f"{type(each).__name__}: {first_line(each)}"
     return None
 
@@ -72,8 +76,7 @@ def passing_cause(error: BaseException) -> str | None:
 def retried(action: Callable, what: str, minutes: float | None = None):
     """The action's result, tried for up to so many minutes (60), with growing pauses.
 
-    what: which data it is about, for the lines on stderr. What does not pass by itself is raised at
-    once, as it is; OutOfPatience: it did not pass in time.
+    What does not pass by itself is raised at once, as it is; OutOfPatience: it did not pass in time.
     """
     minutes = MINUTES if minutes is None else minutes
     began, pause = time.monotonic(), FIRST_PAUSE
@@ -87,9 +90,8 @@ def retried(action: Callable, what: str, minutes: float | None = None):
             if cause is None:
                 raise
             if left <= 0:
-                raise OutOfPatience(
-                    f"{what} cannot be read: {cause}, for --retry_minutes={minutes:g} by now"
-                ) from error
+                lasting = f"{cause}, for --retry_minutes={minutes:g} by now"
+                raise OutOfPatience(f"{what} cannot be read: {lasting}") from error
         tqdm.write(f"{what}: {cause}; again in {min(pause, left):.3g} s", file=sys.stderr)
         time.sleep(min(pause, left))
         pause = min(2 * pause, LONGEST_PAUSE)
@@ -101,9 +103,12 @@ def check_minutes(minutes: float | None) -> None:
         raise ValueError(f"--retry_minutes={minutes:g}: give 0 or more")
 
 
-def add_options(parser, repository: str) -> None:
-    """The options of a corpus that comes from a hub."""
+def add_options(parser, repository: str, or_files: bool = True) -> None:
+    """The options of a corpus that comes from a hub, or else from files."""
     add = parser.add_argument
+    if or_files:
+        help_ = "parquet or jsonl files instead: paths, patterns or folders"
+        add("--source", nargs="+", help=help_)
     add("--repository", default=repository, help="the data set on the hub, or a clone of it")
     add("--revision", help="its commit, tag or branch (default: the newest, noted in meta.json)")
     help_ = f"how long to ask a hub again that does not answer (default: {MINUTES:g})"
@@ -117,13 +122,21 @@ def refuse_options(args, given: str) -> None:
             raise ValueError(f"--{name} has no effect on {given}: leave it out")
 
 
+def source_of(args, name: str | None = None, **keys) -> "Files | Hub":
+    """What the options name: files, or one configuration of the data set."""
+    column = getattr(args, "column", "text")
+    if getattr(args, "source", None):
+        refuse_options(args, "--source")
+        return Files(args.source, column)
+    keys |= {"revision": args.revision, "retry_minutes": args.retry_minutes}
+    return Hub(args.repository, name, column=column, **keys)
+
+
 @dataclass
 class Hub:
-    """One split of a data set of the Hugging Face hub, or of a local clone of one: parquet files.
+    """One split of a data set of the Hugging Face hub, or of a local clone of one: parquet files,
+    which `datasets` knows from the data set's card.
 
-    Which files those are `datasets` knows from the data set's card. `starts(text)`, where given,
-    tells which rows begin a document. `pin` fixes the commit, so that what is resumed is what was
-    begun. `otherwise` says what one can do without the hub.
     ValueError: it cannot be read, with the way out; Missing: nor later.
     """
 
@@ -132,12 +145,12 @@ class Hub:
     split: str = "train"
     column: str = "text"
     revision: str | None = None
-    starts: Callable[[str], bool] | None = None
+    starts: Callable[[str], bool] | None = None  # which rows begin a document; None: all
     tokens: int | None = None  # how many it has, about
     retry_minutes: float | None = None
     otherwise: str = "give local files by --source, or a local clone by --repository=FOLDER"
-    downloads: Path | None = None  # where a file is kept while it is read; the hub's cache
-    commit: str | None = None
+    downloads: Path | None = None  # where a file is kept while it is read; None: the hub's cache
+    commit: str | None = None  # fixed by `pin`, so that what is resumed is what was begun
 
     def __post_init__(self):
         check_minutes(self.retry_minutes)
@@ -154,8 +167,8 @@ class Hub:
     def pin(self, commit: str | None = None) -> str | None:
         """Fix the commit: to this one, or to what the hub has now. A clone has none."""
         if not Path(self.repository).is_dir():
-            newest = lambda: self.api.dataset_info(self.repository, revision=self.revision).sha  # noqa: E731
-            self.commit = commit or self.ask(newest)
+            info = lambda: self.api.dataset_info(self.repository, revision=self.revision)  # noqa: E731
+            self.commit = commit or self.ask(info).sha
         return self.commit
 
     def identity(self) -> dict:
@@ -174,10 +187,9 @@ class Hub:
         if self.files is None:
             self.files = self.ask(self.list_files)
         for number in range(cursor["file"], len(self.files)):
-            file = self.files[number]
-            local = (
-                self.download(file.partition("@")[2].partition("/")[2]) if "://" in file else file
-            )
+            file = local = self.files[number]
+            if "://" in file:  # hf://datasets/REPOSITORY@COMMIT/PATH
+                local = self.download(file.partition("@")[2].partition("/")[2])
             first = cursor["row"] if number == cursor["file"] else 0
             for row, rows in parquet_texts(local, file, self.column, first):
                 texts = [text for text in rows if text is not None]
@@ -197,19 +209,16 @@ class Hub:
             raise Missing(f"{self.where} has no split {self.split}, it has {there}")
         files = list(map(str, splits[self.split]))
         if other := next((file for file in files if not file.endswith(".parquet")), None):
-            raise Missing(
-                f"{self.where} is read from parquet files, {other} is none: give "
-                "--revision=refs/convert/parquet, where the hub keeps public data sets as parquet; "
-                f"or {self.otherwise}"
-            )
+            parquet = "--revision=refs/convert/parquet, where the hub keeps public data sets so"
+            what = f"{self.where} is read from parquet files, {other} is none"
+            raise Missing(f"{what}: give {parquet}; or {self.otherwise}")
         return files
 
     def download(self, path: str) -> str:
-        """The local copy of a file of the commit, gone on with where it was cut."""
-        hub = configurator.optional("huggingface_hub", "the hub")
-        hub.utils.disable_progress_bars()
+        """The local copy of a file of the commit."""
+        configurator.optional("huggingface_hub", "the hub").utils.disable_progress_bars()
         keys = {"repo_type": "dataset", "revision": self.commit, "local_dir": self.downloads}
-        return self.ask(lambda: hub.hf_hub_download(self.repository, path, **keys))
+        return self.ask(lambda: self.api.hf_hub_download(self.repository, path, **keys))
 
     def ask(self, action):
         """The action's result; what the hub refuses becomes one line that says what to do."""
@@ -229,51 +238,42 @@ class Hub:
             return f"HF_HUB_OFFLINE forbids it: unset it, or {self.otherwise}"
         if "GatedRepoError" in found or re.search(r"\bgated dataset\b", str(error)):
             return "accept its terms on its page, then `hf auth login`"
+        if "RevisionNotFoundError" in found and self.commit:
+            gone = f"it has no commit {self.commit} any more"
+            return f"{gone}: --overwrite begins anew with the newest"
         if "RevisionNotFoundError" in found:
-            wanted = f"revision {self.revision}: give another --revision"
-            if self.commit:
-                wanted = f"commit {self.commit} any more: --overwrite begins anew with the newest"
-            return f"it has no {wanted}"
+            return f"it has no revision {self.revision}: give another --revision"
         statuses = {status_of(each) for each in chain(error)}
         if found & {"RepositoryNotFoundError", "DatasetNotFoundError"} or statuses & {401, 403}:
-            return (
-                "the hub knows no such data set, or hides it: check the name; a private or gated "
-                "one needs `hf auth login` with an account that may read it"
-            )
+            login = "`hf auth login` with an account that may read it"
+            unknown = "the hub knows no such data set, or hides it: check the name"
+            return f"{unknown}; a private or gated one needs {login}"
         return self.otherwise
 
 
 def fetch_shards(repository: str, out: Path, revision: str | None, minutes: float | None) -> dict:
-    """Download a data set's .bin files to `out`.
+    """Download a data set's .bin files to `out`: {"commit": its name, "sums": {file: SHA-256}}.
 
-    Returns {"commit": its name, "sums": {file: SHA-256}}.
-
-    `fetched.json` notes the commit, so that a fetch that is begun again goes on with that one.
     ValueError: it cannot be read, or `out` has shards of another.
     """
-    otherwise = "--pretokenized takes the folder of such shards too"
-    keys = {"revision": revision, "retry_minutes": minutes, "otherwise": otherwise}
-    hub = Hub(repository, downloads=out, **keys)
-    asked, before = (
-        {"source": repository, "revision": revision},
-        shards.read_json(out / "fetched.json"),
-    )
+    keys = {"revision": revision, "retry_minutes": minutes, "downloads": out}
+    hub = Hub(repository, otherwise="--pretokenized takes the folder of such shards too", **keys)
+    asked = {"source": repository, "revision": revision}
+    before = shards.read_json(out / "fetched.json")
     if before and {key: before.get(key) for key in asked} != asked:
         holds = f"{before.get('source')}, revision {before.get('revision')}"
         raise ValueError(f"{out} holds shards of {holds}: give another --out")
-    commit = hub.pin(before.get("commit"))
+    commit = hub.pin(before.get("commit"))  # a fetch that is begun again goes on with that one
     shards.write_json(out / "fetched.json", {**asked, "commit": commit})
 
-    def listing():
-        tree = hub.api.list_repo_tree(repository, repo_type="dataset", revision=commit)
-        return [entry for entry in tree if entry.path.endswith(".bin")]
-
-    files = hub.ask(listing)
-    with ThreadPoolExecutor(8) as pool, tqdm(total=len(files), unit="shard", disable=None) as bar:
+    keys = {"repo_type": "dataset", "revision": commit}
+    tree = hub.ask(lambda: list(hub.api.list_repo_tree(repository, **keys)))
+    files = [entry for entry in tree if entry.path.endswith(".bin")]
+    with ThreadPoolExecutor(8) as pool:
+        fetched = pool.map(lambda file: hub.download(file.path), files)
         try:
-            for _ in pool.map(lambda file: hub.download(file.path), files):
-                bar.update()
-        except BaseException:
+            list(tqdm(fetched, total=len(files), unit="shard", disable=None))
+        except BaseException:  # also Ctrl+C: do not begin the others
             pool.shutdown(cancel_futures=True, wait=False)
             raise
     shutil.rmtree(out / ".cache", ignore_errors=True)  # huggingface_hub's notes of the downloads

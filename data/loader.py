@@ -1,10 +1,8 @@
-"""Training and validation batches as pure functions of (seed, step, sequence index): nothing to
-save, nothing to lose.
+"""Training and validation batches as pure functions of (seed, step, sequence index).
 
-The shards of a split are joined. An epoch cuts their tokens into windows of seq_len + 1 tokens with
-stride seq_len, from an offset that is drawn anew for each epoch, and visits every window once, in a
-keyed random order that needs no memory. Sequence i of step s is number s * global_batch_size + i of
-the whole run, whoever computes it.
+The shards of a split are joined. An epoch cuts them into windows of seq_len + 1 tokens with stride
+seq_len, from an offset of its own, and visits every window once, in a keyed random order that needs
+no memory. Sequence i of step s is number s * global_batch_size + i of the run, whoever computes it.
 """
 
 from collections import deque
@@ -20,15 +18,10 @@ from data.windows import Windows
 
 
 class JoinedShards:
-    """Shards (uint16, 1-D each) as one array.
-
-    Reading raises DamagedShard where an id is not below vocab_size.
-    """
+    """Shards (uint16, 1-D each) as one array. DamagedShard: what is read is beyond vocab_size."""
 
     def __init__(self, shards: list[np.ndarray], vocab_size: int = 2**16):
-        self.names = [
-            getattr(shard, "filename", f"shard {index}") for index, shard in enumerate(shards)
-        ]
+        self.names = [getattr(part, "filename", f"shard {i}") for i, part in enumerate(shards)]
         self.shards = [np.asarray(shard) for shard in shards]  # slicing a memmap object is slow
         self.starts = np.concatenate([[0], np.cumsum([len(shard) for shard in shards])])
         self.vocab_size = vocab_size
@@ -37,9 +30,7 @@ class JoinedShards:
         return int(self.starts[-1])
 
     def read(self, starts: np.ndarray, count: int) -> np.ndarray:
-        """Tokens [start, start + count) for each of `starts`, uint16 (len(starts), count); zeros
-        past the end.
-        """
+        """count tokens from each of `starts`, uint16 (len(starts), count); zeros past the end."""
         tokens = np.zeros((len(starts), count), dtype=np.uint16)
         shards = np.searchsorted(self.starts, starts, side="right") - 1
         for row, start, shard in zip(tokens, starts.tolist(), shards.tolist()):
@@ -53,31 +44,15 @@ class JoinedShards:
             row, column = np.argwhere(tokens >= self.vocab_size)[0].tolist()
             position = int(starts[row]) + column
             shard = int(np.searchsorted(self.starts, position, side="right")) - 1
-            raise DamagedShard(
-                f"{self.names[shard]} holds token id {tokens[row, column]} at "
-                f"{position - self.starts[shard]}, its "
-                f"vocabulary has {self.vocab_size}: it is damaged, or its meta.json is another "
-                "corpus's"
-            )
+            found = f"token id {tokens[row, column]} at {position - self.starts[shard]}"
+            beyond = f"{self.names[shard]} holds {found}, its vocabulary has {self.vocab_size}"
+            raise DamagedShard(f"{beyond}: it is damaged, or its meta.json is another corpus's")
         return tokens
 
 
-def ids_and_targets(
-    windows: np.ndarray, documents: Windows | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Windows of tokens as int64 tensors: all but the last, and all but the first, or what
-    `documents` says.
-    """
-    if documents:
-        return documents.ids_and_targets(windows)
-    return torch.from_numpy(windows[:, :-1].astype(np.int64)), torch.from_numpy(
-        windows[:, 1:].astype(np.int64)
-    )
-
-
 def keyed_permutation(index: np.ndarray, size: int, key: int) -> np.ndarray:
-    """A bijection of 0..size-1 that depends on key: a four-round Feistel network, walked until it
-    lands below size.
+    """A bijection of 0..size-1 that depends on key: a four-round Feistel network, which permutes a
+    power of four, walked on until it lands below size.
     """
     half_bits = max(((size - 1).bit_length() + 1) // 2, 1)
     mask = np.uint64((1 << half_bits) - 1)
@@ -101,46 +76,63 @@ def _round_keys(key: int) -> np.ndarray:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64: every input bit reaches every output bit.
-
-    uint64 arithmetic wraps by design.
-    """
+    """The finaliser of splitmix64: every input bit reaches every output bit. uint64 wraps."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
-class TrainBatches:
-    """Random windows of the training split. ValueError: it is shorter than one window.
+class Batches:
+    """One split in windows; `documents`, of a corpus whose documents have one length: each is one.
 
-    documents, of a corpus whose documents have one length: a window is a document, none is cut.
+    ValueError: their length is not that of seq_len, or no window fits.
     """
+
+    split: str
 
     def __init__(
         self,
         shards: list[np.ndarray],
         seq_len: int,
-        global_batch_size: int,
-        seed: int,
         vocab_size: int = 2**16,
         documents: Windows | None = None,
     ):
         self.tokens, self.seq_len = JoinedShards(shards, vocab_size), seq_len
+        self.documents = documents
+        if documents and seq_len != documents.length:
+            have = f"the documents of this corpus have {documents.tokens} tokens each, one a window"
+            raise ValueError(f"block_size={seq_len}: {have}: give --block_size={documents.length}")
+        # The last target of a window is the first id of the next, where it is no document.
+        self.overlap = 0 if documents else 1
+        self.stride = documents.tokens if documents else seq_len
+        self.whole = (len(self.tokens) - self.overlap) // self.stride  # windows
+        if self.whole < 1 and (documents or self.split == "training"):
+            has = f"the {self.split} split has {len(self.tokens)} tokens"
+            needs = f"block_size={self.seq_len} needs {self.stride + self.overlap} or more"
+            raise ValueError(f"{has}, {needs}")
+
+    def read(self, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """ids and targets, int64 (len(starts), seq_len), of the windows that begin there."""
+        tokens = self.tokens.read(starts, self.stride + self.overlap)
+        if self.documents:
+            return self.documents.ids_and_targets(tokens)
+        ids, targets = tokens[:, :-1].astype(np.int64), tokens[:, 1:].astype(np.int64)
+        return torch.from_numpy(ids), torch.from_numpy(targets)
+
+
+class TrainBatches(Batches):
+    """Random windows of the training split. ValueError: it is shorter than one window."""
+
+    split = "training"
+
+    def __init__(self, shards, seq_len: int, global_batch_size: int, seed: int, *rest, **keys):
+        super().__init__(shards, seq_len, *rest, **keys)
         self.global_batch_size, self.seed = global_batch_size, seed
-        tokens, self.documents = len(self.tokens), documents
-        check_window(tokens, "training", seq_len, documents)
-        if documents:
-            self.stride, self.windows, self.max_offset = (
-                documents.tokens,
-                tokens // documents.tokens,
-                0,
-            )
-        else:
-            # One window fewer than fit at offset 0, so that every offset up to a window and the
-            # tail holds as many.
-            self.stride, self.windows = seq_len, max((tokens - 1) // seq_len - 1, 1)
-            self.max_offset = tokens - 1 - self.windows * seq_len
-        self.skipped = tokens - self.windows * self.stride - (0 if documents else 1)  # per epoch
+        # Where documents have any length, one window fewer than fit at offset 0, so that every
+        # offset up to a window and the tail holds as many.
+        self.windows = self.whole if self.documents else max(self.whole - 1, 1)
+        self.skipped = len(self.tokens) - self.overlap - self.windows * self.stride  # per epoch
+        self.max_offset = 0 if self.documents else self.skipped
 
     def starts(self, numbers: np.ndarray) -> np.ndarray:
         """First tokens of the sequences `numbers` of the run, int64."""
@@ -148,22 +140,19 @@ class TrainBatches:
         starts = np.empty_like(numbers)
         for epoch in np.unique(epochs).tolist():
             here = epochs == epoch
-            order = keyed_permutation(indices[here], self.windows, _hash_key(self.seed, epoch))
-            starts[here] = _offset(self.seed, epoch, self.max_offset) + order * self.stride
+            offset, key = _epoch(self.seed, epoch, self.max_offset)
+            starts[here] = (
+                offset + keyed_permutation(indices[here], self.windows, key) * self.stride
+            )
         return starts
 
     def get(self, step: int, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """ids and targets, int64 (count, seq_len), of sequences first..first+count-1 of the global
-        batch of `step`.
-        """
+        """ids and targets, int64 (count, seq_len), of sequences first.. of the batch of `step`."""
         begin = step * self.global_batch_size + first
-        starts = self.starts(np.arange(begin, begin + count))
-        count = self.documents.tokens if self.documents else self.seq_len + 1
-        return ids_and_targets(self.tokens.read(starts, count), self.documents)
+        return self.read(self.starts(np.arange(begin, begin + count)))
 
     def shares(self, step: int, rows: int) -> torch.Tensor | None:
-        """What the loss of each micro-batch of `rows` sequences counts in the global batch of
-        `step`.
+        """What the loss of each micro-batch of `rows` sequences counts in the batch of `step`.
 
         float32 (global_batch_size / rows,): its targets over the mean number of them, so that the
         mean of loss times share is the mean over all targets; all zero in a batch without any.
@@ -180,14 +169,11 @@ class TrainBatches:
 
 
 @lru_cache(8)
-def _offset(seed: int, epoch: int, largest: int) -> int:
-    return int(np.random.Generator(np.random.PCG64([seed, epoch])).integers(0, largest + 1))
-
-
-@lru_cache(8)
-def _hash_key(seed: int, epoch: int) -> int:
-    """A 64-bit key from two integers."""
-    return int(np.random.SeedSequence([seed, epoch, 1]).generate_state(1, np.uint64)[0])
+def _epoch(seed: int, epoch: int, largest: int) -> tuple[int, int]:
+    """Its offset, 0 to the largest, and the 64-bit key of its order."""
+    offset = np.random.Generator(np.random.PCG64([seed, epoch])).integers(0, largest + 1)
+    [key] = np.random.SeedSequence([seed, epoch, 1]).generate_state(1, np.uint64)
+    return int(offset), int(key)
 
 
 def has_targets(tokens: JoinedShards, documents: Windows, windows: Sequence[int]) -> bool:
@@ -200,97 +186,55 @@ def has_targets(tokens: JoinedShards, documents: Windows, windows: Sequence[int]
     return False
 
 
-def check_window(tokens: int, split: str, seq_len: int, documents: Windows | None) -> None:
-    """ValueError: no window fits, or the corpus's documents have another length."""
-    if documents and seq_len != documents.length:
-        raise ValueError(
-            f"block_size={seq_len}: the documents of this corpus have {documents.tokens} tokens "
-            "each, one a window: "
-            f"give --block_size={documents.length}"
-        )
-    needed = documents.tokens if documents else seq_len + 1
-    if tokens < needed and (split == "training" or documents):
-        raise ValueError(
-            f"the {split} split has {tokens} tokens, block_size={seq_len} needs {needed} or more"
-        )
-
-
-class ValidationBatches:
+class ValidationBatches(Batches):
     """The validation split in order: window w predicts tokens w*seq_len+1 .. (w+1)*seq_len, the
     last one what is left.
 
-    Every token but the first is a target exactly once. ValueError: fewer than two tokens.
-    documents: as in training.
+    Every token but the first is a target exactly once. `scored`: bool (seq_len,), or None.
+    ValueError: fewer than two tokens.
     """
 
-    def __init__(
-        self,
-        shards: list[np.ndarray],
-        seq_len: int,
-        vocab_size: int = 2**16,
-        documents: Windows | None = None,
-    ):
-        self.tokens, self.seq_len, self.documents = (
-            JoinedShards(shards, vocab_size),
-            seq_len,
-            documents,
-        )
-        if len(self.tokens) < 2:
-            raise ValueError(
-                f"the validation split has {len(self.tokens)} tokens, it needs 2 or more"
-            )
-        check_window(len(self.tokens), "validation", seq_len, documents)
-        self.stride = documents.tokens if documents else seq_len
-        self.windows = (
-            len(self.tokens) // self.stride if documents else -(-(len(self.tokens) - 1) // seq_len)
-        )
-        self.scored = (
-            documents.mask(documents.scored) if documents and documents.scored else None
-        )  # bool (seq_len,)
+    split = "validation"
+
+    def __init__(self, *arguments, **keys):
+        super().__init__(*arguments, **keys)
+        tokens, documents = len(self.tokens), self.documents
+        if tokens < 2:
+            raise ValueError(f"the validation split has {tokens} tokens, it needs 2 or more")
+        self.windows = self.whole if documents else -(-(tokens - 1) // self.seq_len)
+        has_scored = documents and documents.scored
+        self.scored = documents.mask(documents.scored) if has_scored else None
 
     def spread(self, count: int | None = None, part: str = "all") -> list[int]:
-        """`count` windows (all, where there are fewer) evenly over the split, or over its first or
-        second half.
-        """
+        """`count` windows, or all, evenly over the split, or over its first or second half."""
         half = self.windows // 2
-        first, end = {"all": (0, self.windows), "first": (0, half), "second": (half, self.windows)}[
-            part
-        ]
+        parts = {"all": (0, self.windows), "first": (0, half), "second": (half, self.windows)}
+        first, end = parts[part]
         count = end - first if count is None else min(count, end - first)
         return sorted(set(np.linspace(first, end - 1, count).round().astype(int).tolist()))
 
     def get(self, windows: list[int], rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """ids and targets, int64 (rows, seq_len); rows and positions past the end hold id 0 and
-        target -1.
-        """
-        starts = np.array(windows, dtype=np.int64) * self.stride
-        tokens = np.zeros(
-            (rows, self.documents.tokens if self.documents else self.seq_len + 1), dtype=np.uint16
-        )
-        tokens[: len(windows)] = self.tokens.read(starts, tokens.shape[1])
-        ids, targets = ids_and_targets(tokens, self.documents)
-        lengths = np.zeros(rows, dtype=np.int64)
-        lengths[: len(windows)] = np.minimum(len(self.tokens) - 1 - starts, self.seq_len)
-        past = torch.arange(self.seq_len) >= torch.from_numpy(lengths)[:, None]
+        """ids and targets, int64 (rows, seq_len); 0 and -1 in rows and positions past the end."""
+        starts = np.full(rows, len(self.tokens))  # of no window: past the end
+        starts[: len(windows)] = np.array(windows, dtype=np.int64) * self.stride
+        ids, targets = self.read(starts)
+        left = torch.from_numpy(len(self.tokens) - 1 - starts)
+        past = torch.arange(self.seq_len) >= left[:, None]
         return ids.masked_fill_(past, 0), targets.masked_fill_(past, -1)
 
 
 def prefetched(
     make: Callable, requests: Iterable, device: torch.device, ahead: int = 2
 ) -> Iterator:
-    """`make(request)`, a tuple of tensors, for each request in order, on `device`: a thread makes
-    them `ahead`.
-
-    For a GPU they lie in pinned memory, so that copying them does not stop the program.
-    """
+    """`make(request)`, tensors, for each request in order, on `device`; a thread works `ahead`."""
     cuda, requests = device.type == "cuda", iter(requests)
 
     def work(request):
+        # Pinned memory is copied to a GPU while the program goes on.
         return tuple(tensor.pin_memory() for tensor in make(request)) if cuda else make(request)
 
-    with ThreadPoolExecutor(
-        1, initializer=torch.cuda.set_device if cuda else None, initargs=(device,) * cuda
-    ) as pool:
+    keys = {"initializer": torch.cuda.set_device, "initargs": (device,)} if cuda else {}
+    with ThreadPoolExecutor(1, **keys) as pool:
         pending = deque()
         while True:
             while len(pending) < ahead and (request := next(requests, None)) is not None:

@@ -28,16 +28,12 @@ import configurator
 from data import hub, shards, tokenizer
 from data.sources import Batch, Missing
 
-# tiktoken's regular expressions fail on a run of about a million blanks: longer ones are cut.
-LONGEST_BLANK = 500_000
+LONGEST_BLANK = 500_000  # tiktoken's regular expressions fail on a run of about a million
 START = {"cursor": None, "skip": 0}
 
 
 def arguments(doc: str, out: Path, fixed: dict | None = None, **defaults) -> configurator.Parser:
-    """A parser with the options that corpora share.
-
-    defaults: other defaults of options. fixed: values of options that are not offered.
-    """
+    """A parser with the options that corpora share, but for those with a `fixed` value."""
     parser = configurator.Parser(description=doc)
     fixed, threads = fixed or {}, len(os.sched_getaffinity(0))
 
@@ -60,6 +56,11 @@ def arguments(doc: str, out: Path, fixed: dict | None = None, **defaults) -> con
     return parser
 
 
+def one_stream(source, val_tokens: int) -> list[tuple]:
+    """A plan: the first tokens of a source are for validation, the others for training."""
+    return [("val", source, val_tokens), ("train", source, None)]
+
+
 def check(args) -> None:
     """ValueError: an option out of range."""
     for name in ("workers", "tokenizer_bytes", "shard_tokens", "val_tokens", "max_tokens"):
@@ -68,17 +69,15 @@ def check(args) -> None:
     if args.shard_tokens >= 2**31:
         raise ValueError(f"--shard_tokens={args.shard_tokens}: give less than 2147483648")
     if args.tokenizer != "ids" and not 257 <= args.vocab_size <= 2**16:
-        raise ValueError(
-            f"--vocab_size={args.vocab_size}: give 257 (bytes and end-of-text) to 65536"
-        )
+        give = "give 257 (bytes and end-of-text) to 65536"
+        raise ValueError(f"--vocab_size={args.vocab_size}: {give}")
 
 
 def prepare(args, name: str, plan: list[tuple], extra: dict | None = None) -> None:
     """Make the shards `<name>_<split>_<number>.bin` in args.out, or go on making them.
 
     plan: (split, source, tokens or None for all); consecutive entries of one source share its
-    documents. extra goes into meta.json. ValueError: what a user can get wrong, and what ends the
-    work early; whole shards are kept.
+    documents. extra goes into meta.json. ValueError: what ends the work; whole shards are kept.
     """
     check(args)
     if args.verify:
@@ -89,27 +88,22 @@ def prepare(args, name: str, plan: list[tuple], extra: dict | None = None) -> No
 
 
 class Preparation:
-    """One preparation of one folder.
-
-    `records` lists the whole shards, each with what follows it.
-    """
+    """One preparation of one folder; `records` lists the whole shards, each with what follows."""
 
     def __init__(self, args, name: str, plan: list[tuple], extra: dict):
         self.args, self.name, self.plan, self.extra, self.out = args, name, plan, extra, args.out
+        self.sources = {split: source for split, source, _ in plan}
         self.stored = shards.read_json(self.out / "preparation.json")
         limits = [tokens for split, _, tokens in plan if split == "val" and tokens]
         if args.max_tokens and limits and args.max_tokens <= limits[0]:
-            raise ValueError(
-                f"--max_tokens={args.max_tokens} leaves nothing for training after "
-                f"--val_tokens={limits[0]}: give more, or a smaller --val_tokens"
-            )
+            nothing = f"leaves nothing for training after --val_tokens={limits[0]}"
+            give = "give more, or a smaller --val_tokens"
+            raise ValueError(f"--max_tokens={args.max_tokens} {nothing}: {give}")
         before = self.stored.get("options", {})
         options = self.options_at(before)
         if before and before != options and args.overwrite:
             options = self.options_at({})
         self.claim(before, options)
-        self.stored["options"] = options
-        self.records = self.stored.setdefault("shards", [])
 
     def options_at(self, before: dict) -> dict:
         """What the shards follow from: at the commits of the options `before`, or the newest."""
@@ -119,14 +113,11 @@ class Preparation:
             if isinstance(source, hub.Hub) and source not in pinned:
                 source.pin(commits[number] if number < len(commits) else None)
                 source.downloads, pinned = self.out / "downloads", [*pinned, source]
-        kind = {"tokenizer": self.args.tokenizer, "shard_tokens": self.args.shard_tokens}
-        if self.args.tokenizer == "bpe":
-            of_bpe = ("vocab_size", "tokenizer_bytes")
-            kind |= {name: getattr(self.args, name) for name in of_bpe}
-        stages = [
-            {"split": s, "tokens": tokens, **source.identity()} for s, source, tokens in self.plan
-        ]
-        return {"name": self.name, **kind, "plan": stages}
+        names = ["tokenizer", "shard_tokens"]
+        names += ["vocab_size", "tokenizer_bytes"] * (self.args.tokenizer == "bpe")
+        kind = {name: getattr(self.args, name) for name in names}
+        plan = [{"split": split, "tokens": n, **of.identity()} for split, of, n in self.plan]
+        return {"name": self.name, **kind, "plan": plan}
 
     def claim(self, before: dict, options: dict) -> None:
         """Refuse a folder that holds something else; with --overwrite, empty it."""
@@ -139,35 +130,33 @@ class Preparation:
                 file.unlink(missing_ok=True)
             self.stored = {}
         elif before and before != options:
-            raise ValueError(
-                f"{self.out} holds another preparation ({first_difference(before, options)}): give "
-                f"that again to go on with it, another --out, or {removes}"
-            )
+            another = f"another preparation ({first_difference(before, options)})"
+            ways = f"give that again to go on with it, another --out, or {removes}"
+            raise ValueError(f"{self.out} holds {another}: {ways}")
         elif not before and files:
-            raise ValueError(
-                f"{self.out} holds shards of unknown making: give another --out, or {removes}"
-            )
-        present = sum(record["tokens"] for record in self.stored.get("shards", []))
-        if self.args.max_tokens and present > self.args.max_tokens:
-            raise ValueError(
-                f"{self.out} holds {present:,} tokens, more than --max_tokens="
-                f"{self.args.max_tokens}: give --max_tokens={present} or more, or another --out"
-            )
-        # Whole, but killed before it was listed.
-        unlisted = f"{self.name}_*_{len(self.stored.get('shards', [])):06d}.bin"
+            ways = f"give another --out, or {removes}"
+            raise ValueError(f"{self.out} holds shards of unknown making: {ways}")
+        self.stored["options"] = options
+        self.records = self.stored.setdefault("shards", [])
+        present, most = tokens_of(self.records), self.args.max_tokens
+        if most and present > most:
+            more = f"{present:,} tokens, more than --max_tokens={most}"
+            ways = f"give --max_tokens={present} or more, or another --out"
+            raise ValueError(f"{self.out} holds {more}: {ways}")
+        # A kill may come between a whole shard and its record.
+        unlisted = f"{self.name}_*_{len(self.records):06d}.bin"
         for file in (*self.out.glob("*.bin.tmp"), *self.out.glob(unlisted)):
             file.unlink()
 
     def run(self) -> None:
         """Make what is missing; meta.json last."""
-        present = sum(record["tokens"] for record in self.records)
+        present = tokens_of(self.records)
         missing = [number for number, r in enumerate(self.records) if not self.is_whole(r)]
         todo = [stage for stage in self.plan if self.left(*stage)]
         if not missing and not todo and (self.out / "meta.json").exists():
             print(f"{self.out} is complete: {present:,} tokens")
             return
-        self.encoding = self.make_tokenizer()
-        expected = self.expected_tokens()
+        self.encoding, expected = self.make_tokenizer(), self.expected_tokens()
         self.check_disk(expected, present)
         self.save()
         kind = f"{self.encoding.name} ({self.encoding.n_vocab:,} tokens)"
@@ -196,24 +185,22 @@ class Preparation:
             return 0
         limits = [sys.maxsize]
         if tokens:
-            limits.append(tokens - sum(record["tokens"] for record in own))
+            limits.append(tokens - tokens_of(own))
         if self.args.max_tokens:
-            present = sum(record["tokens"] for record in self.records)
-            limits.append(self.args.max_tokens - present)
+            limits.append(self.args.max_tokens - tokens_of(self.records))
         return min(limits)
 
-    def position(self, number: int, source) -> dict:
-        """Where shard `number` begins in the source: after the one before, if that is of it too."""
+    def reader(self, number: int, source) -> "TokenReader":
+        """The source from where shard `number` begins: after the one before, if of it too."""
         before = self.records[number - 1] if number else None
-        sources = {split: each for split, each, _ in self.plan}
-        return before["next"] if before and sources[before["split"]] is source else START
+        start = before["next"] if before and self.sources[before["split"]] is source else START
+        return TokenReader(source, self.encoding, self.args.workers, start, self.progress)
 
     def make_shards(self, plan: list[tuple]) -> None:
         reader = None
         for split, source, tokens in plan:
             if reader is None or reader.source is not source:
-                start = self.position(len(self.records), source)
-                reader = TokenReader(source, self.encoding, self.args.workers, start, self.progress)
+                reader = self.reader(len(self.records), source)
             while left := self.left(split, source, tokens):
                 want, number = min(self.args.shard_tokens, left), len(self.records)
                 found, counts = reader.take(want)
@@ -231,17 +218,12 @@ class Preparation:
     def make_again(self, number: int) -> None:
         """A shard that was deleted or cut. ValueError: the source gives another one now."""
         record = self.records[number]
-        source = next(source for split, source, _ in self.plan if split == record["split"])
-        start = self.position(number, source)
-        reader = TokenReader(source, self.encoding, self.args.workers, start, self.progress)
-        tokens, _ = reader.take(record["tokens"])
+        tokens, _ = self.reader(number, self.sources[record["split"]]).take(record["tokens"])
         path = self.out / record["file"]
         if shards.write_shard(path, tokens) != record["sha256"]:
             path.unlink()
-            raise Missing(
-                f"{path.name} was made again and is another one: the source has changed: give "
-                "another --out to prepare it as it is now"
-            )
+            changed = f"{path.name} was made again and is another one: the source has changed"
+            raise Missing(f"{changed}: give another --out to prepare it as it is now")
         tqdm.write(f"{path.name}: made again")
 
     def is_whole(self, record: dict) -> bool:
@@ -255,12 +237,13 @@ class Preparation:
         if kind == "ids":
             encoding = tokenizer.IdTokenizer(args.vocab_size)
         elif kind == "characters":
-            sources = (source for _, source, _ in self.plan)
-            texts = (text for each in sources for text in first_bytes(each, args.tokenizer_bytes))
+            sources, most = self.sources.values(), args.tokenizer_bytes
+            texts = (text for source in sources for text in first_bytes(source, most))
             encoding = tokenizer.characters_tokenizer(texts)
-        elif kind != "bpe":
-            make = {"bytes": tokenizer.byte_tokenizer, "gpt2": tokenizer.gpt2_tokenizer}[kind]
-            encoding = make()
+        elif kind == "bytes":
+            encoding = tokenizer.byte_tokenizer()
+        elif kind == "gpt2":
+            encoding = tokenizer.gpt2_tokenizer()
         elif self.records and path.exists():
             return tokenizer.from_json(json.loads(path.read_text(encoding="utf-8")))
         else:
@@ -273,12 +256,10 @@ class Preparation:
     def expected_tokens(self) -> int | None:
         """About how many tokens there will be, None where nobody knows."""
         per_token, total = 4 if self.args.tokenizer in ("gpt2", "bpe") else 1, 0.0
-        for source in {id(source): source for _, source, _ in self.plan}.values():
+        for source in {id(source): source for source in self.sources.values()}.values():
             limits = [tokens for _, each, tokens in self.plan if each is source]
-            if isinstance(source, hub.Hub):
-                whole = source.tokens or math.inf
-            else:
-                whole = source.text_bytes() // per_token
+            of_hub = isinstance(source, hub.Hub)
+            whole = source.tokens or math.inf if of_hub else source.text_bytes() // per_token
             total += min(whole, math.inf if None in limits else sum(limits))
         expected = min(total, self.args.max_tokens or math.inf)
         return None if expected == math.inf else int(expected)
@@ -287,11 +268,10 @@ class Preparation:
         """ValueError: what is missing does not fit, two bytes a token."""
         free = shutil.disk_usage(self.out).free
         if expected is not None and 2 * (expected - present) > free:
-            need, has = shards.readable(2 * expected), shards.readable(free)
-            raise ValueError(
-                f"about {expected:,} tokens need {need}, {self.out} has {has} free: give "
-                f"--max_tokens={int(0.95 * (free // 2 + present))}, or --out on a larger disk"
-            )
+            need = f"about {expected:,} tokens need {shards.readable(2 * expected)}"
+            has = f"{self.out} has {shards.readable(free)} free"
+            fits = int(0.95 * (free // 2 + present))
+            raise ValueError(f"{need}, {has}: give --max_tokens={fits}, or --out on a larger disk")
 
     def save(self) -> None:
         shards.write_json(self.out / "preparation.json", self.stored)
@@ -303,35 +283,31 @@ class Preparation:
         kept = [record for record in listed if self.is_whole(record)]
         ways = ["run the same command again to go on"] if again else []
         if kept == listed and {"val", "train"} <= {record["split"] for record in kept}:
-            tokens = sum(record["tokens"] for record in kept)
-            ways.append(f"{'or' if again else 'run it'} with --max_tokens={tokens} to end there")
+            run = "or" if again else "run it"
+            ways.append(f"{run} with --max_tokens={tokens_of(kept)} to end there")
         return f"{what}; {len(kept)} whole shards are kept{': ' if ways else ''}{', '.join(ways)}"
 
     def finish(self) -> None:
         shutil.rmtree(self.out / "downloads", ignore_errors=True)
-        splits = {record["split"] for record in self.records}
-        tokens = sum(record["tokens"] for record in self.records)
+        splits, tokens = {record["split"] for record in self.records}, tokens_of(self.records)
         if not {"train", "val"} <= splits:
-            raise ValueError(
-                f"{tokens:,} tokens leave nothing for "
-                f"{'training' if 'val' in splits else 'validation'}"
-                f": give more text, or --val_tokens below {tokens} and --overwrite"
-            )
-        source = self.options_source()
+            nothing = f"leave nothing for {'training' if 'val' in splits else 'validation'}"
+            ways = f"give more text, or --val_tokens below {tokens} and --overwrite"
+            raise ValueError(f"{tokens:,} tokens {nothing}: {ways}")
+        about, keys = self.stored["options"]["plan"][-1], ("source", "name", "revision", "commit")
+        source = {key: about[key] for key in keys if about.get(key)}
         meta = {**tokenizer.meta(self.encoding), **source, **self.extra}
         shards.write_meta(self.out, meta, self.records)
 
-    def options_source(self) -> dict:
-        """What meta.json says of the source."""
-        about = self.stored["options"]["plan"][-1]
-        keys = ("source", "name", "revision", "commit")
-        return {key: about[key] for key in keys if about.get(key)}
+
+def tokens_of(records: list[dict]) -> int:
+    """Tokens of shards together."""
+    return sum(record["tokens"] for record in records)
 
 
 class TokenReader:
-    """The tokens of a source as one stream from a position on.
-
-    A position is a cursor of the source, and how many tokens after it are taken already.
+    """The tokens of a source as one stream from a position on: a cursor of the source, and how
+    many tokens after it are taken already.
     """
 
     def __init__(self, source, encoding, workers: int, position: dict, progress=None):
@@ -343,13 +319,11 @@ class TokenReader:
 
     @property
     def position(self) -> dict:
-        """Where the next token is."""
         return {"cursor": self.cursor, "skip": self.used}
 
     def take(self, count: int) -> tuple[np.ndarray, dict]:
-        """The next `count` tokens, uint16, fewer where the source ends.
-
-        With them how many documents begin there, and how many bytes of text they are.
+        """The next `count` tokens, uint16, fewer where the source ends; how many documents begin
+        among them, and how many bytes of text they are.
         """
         result, filled = np.empty(count, dtype=np.uint16), 0
         documents = size = 0
@@ -389,16 +363,14 @@ def tokenised(source, cursor, encoding, workers: int) -> Iterator[tuple[Batch, n
 
 
 def encode(encoding: tiktoken.Encoding, batch: Batch) -> np.ndarray:
-    """Tokens of a batch's texts, uint16, each document after end-of-text.
-
-    What looks like a special token is text.
-    """
+    """Tokens of a batch's texts, uint16, each document after end-of-text."""
     parts = [np.zeros(0, dtype=np.uint32)]
     eot = np.array([encoding.eot_token], dtype=np.uint32)
     for text, start in zip(batch.texts, batch.starts or [True] * len(batch.texts)):
         if start:
             parts.append(eot)
         for piece in [text] if len(text) < LONGEST_BLANK else without_long_blanks(text):
+            # disallowed_special: what looks like a special token is text.
             parts.append(encoding.encode_to_numpy(piece, disallowed_special=()))
     return np.concatenate(parts).astype(np.uint16)
 
@@ -459,8 +431,7 @@ def first_difference(before: dict, now: dict) -> str:
 def adopt(args) -> None:
     """Make GPT-2 shards in llm.c's format, from a folder or the hub, the corpus in args.out.
 
-    All are examined and summed up; a folder's are linked, not copied. ValueError: not such shards,
-    not all to be had, or a folder in use.
+    A folder's are linked, not copied. ValueError: not such shards, or a folder in use.
     """
     source, out, origin = args.pretokenized, args.out, Path(args.pretokenized)
     if origin.is_dir():
@@ -473,31 +444,23 @@ def adopt(args) -> None:
         if not origin.is_dir():
             fetched = hub.fetch_shards(source, out, args.revision, args.retry_minutes)
             origin, about["commit"], sums = out, fetched["commit"], fetched["sums"]
-        files = [
-            (split, file)
-            for split in ("val", "train")
-            for file in shards.shard_files(origin, split)
-        ]
-        if {split for split, _ in files} != {"val", "train"}:
-            raise ValueError(
-                f"{source} holds no *train_*.bin and *val_*.bin shards of the llm.c format"
-            )
+        files = {split: shards.shard_files(origin, split) for split in ("val", "train")}
+        if not all(files.values()):
+            lack = "holds no *train_*.bin and *val_*.bin shards of the llm.c format"
+            raise ValueError(f"{source} {lack}")
         records, lengths = [], tokenizer.bytes_by_token(encoding)
-        paths = [file for _, file in files]
-        for (split, file), found in zip(
-            files, shards.examined(paths, encoding.n_vocab, args.workers)
-        ):
+        splits = [(file, split) for split in files for file in files[split]]
+        paths = [file for file, _ in splits]
+        examined = shards.examined(paths, encoding.n_vocab, args.workers)
+        for (file, split), found in zip(splits, examined):
             if isinstance(found, ValueError):
                 raise found
             if found["sha256"] != sums.get(file.name, found["sha256"]):
-                raise ValueError(
-                    f"{file} came with other bytes than the hub's SHA-256 says: delete it, and run "
-                    "the same command again"
-                )
+                other = f"{file} came with other bytes than the hub's SHA-256 says"
+                raise ValueError(f"{other}: delete it, and run the same command again")
             counts = found.pop("counts")
-            records.append({"file": file.name, "split": split, **found})
-            records[-1]["bytes"] = int(counts @ lengths)
-            records[-1]["documents"] = int(counts[encoding.eot_token])
+            sizes = {"bytes": int(counts @ lengths), "documents": int(counts[encoding.eot_token])}
+            records.append({"file": file.name, "split": split, **found, **sizes})
             link = out / file.name
             if not link.exists():
                 link.symlink_to(file.resolve())

@@ -1,8 +1,7 @@
 """Token shards in the format of llm.c and modded-nanogpt, and the folder that holds them.
 
 A shard is 256 int32 (magic 20240520, version 1, token count, zeros), then uint16 token ids. Its
-name contains `train_` or `val_`, or ends so. `meta.json` beside the shards says which tokenizer
-made them; without one, GPT-2's.
+name contains `train_` or `val_`, or ends so. `meta.json` beside them names the tokenizer, or GPT-2.
 """
 
 import contextlib
@@ -29,15 +28,12 @@ class DamagedShard(ValueError):  # noqa: N818 (says what is wrong, as the messag
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> str:
-    """Write tokens (1-D, ids below 65536) as one shard: complete on the disk under its name, or
-    absent.
-
-    Returns the file's SHA-256 in hex.
+    """Write tokens (1-D, ids below 65536) as one shard, whole under its name or absent; the file's
+    SHA-256 in hex.
     """
     if tokens.size and not 0 <= tokens.min() <= tokens.max() < 2**16:
-        raise ValueError(
-            f"{path}: token ids must lie in 0..65535, got {tokens.min()}..{tokens.max()}"
-        )
+        got = f"got {tokens.min()}..{tokens.max()}"
+        raise ValueError(f"{path}: token ids must lie in 0..65535, {got}")
     header = np.zeros(HEADER_INTS, dtype="<i4")
     header[:3] = MAGIC, VERSION, tokens.size
     digest = hashlib.sha256()
@@ -57,25 +53,20 @@ def write_shard(path: Path, tokens: np.ndarray) -> str:
 
 
 def read_shard(path: Path) -> np.ndarray:
-    """The shard's tokens, uint16 (count,), memory-mapped.
-
-    DamagedShard: not a whole one of version 1.
-    """
+    """The shard's tokens, uint16 (count,), memory-mapped. DamagedShard: no whole one."""
     size = path.stat().st_size
     header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
     if header.size < HEADER_INTS or header[0] != MAGIC:
-        raise DamagedShard(
-            f"{path} is not a token shard (no magic {MAGIC}): prepare the corpus again"
-        )
+        what = f"{path} is not a token shard (no magic {MAGIC})"
+        raise DamagedShard(f"{what}: prepare the corpus again")
     if header[1] != VERSION:
         raise DamagedShard(f"{path} has shard version {header[1]}, this code reads {VERSION}")
     count = int(header[2])
-    if size != HEADER_BYTES + 2 * count:
-        raise DamagedShard(
-            f"{path} is damaged: {count} tokens need {HEADER_BYTES + 2 * count} bytes, it has "
-            f"{size}: prepare it again"
-        )
-    if count == 0:
+    needed = HEADER_BYTES + 2 * count
+    if size != needed:
+        what = f"{count} tokens need {needed} bytes, it has {size}"
+        raise DamagedShard(f"{path} is damaged: {what}: prepare it again")
+    if count == 0:  # nothing that could be mapped
         return np.zeros(0, dtype="<u2")
     return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(count,))
 
@@ -109,9 +100,8 @@ def only_one(folder: Path):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     except BlockingIOError as error:
-        raise ValueError(
-            f"{folder} is being prepared by another process: wait for it, or give another --out"
-        ) from error
+        other = f"{folder} is being prepared by another process"
+        raise ValueError(f"{other}: wait for it, or give another --out") from error
     finally:
         os.close(descriptor)
 
@@ -119,27 +109,15 @@ def only_one(folder: Path):
 def write_meta(folder: Path, about: dict, records: list[dict]) -> None:
     """meta.json: `about` (tokenizer, vocab_size, eot_token, source), sums by split, every shard
     with its SHA-256.
-
-    Tokens that are ids stand for no bytes, which are left out.
     """
-    meta = dict(about)
+    meta, counted = dict(about), ("documents", "bytes", "tokens")
+    if meta["tokenizer"] == "ids":  # which stand for no bytes
+        counted = ("documents", "tokens")
     for split in ("val", "train"):
         own = [record for record in records if record["split"] == split]
-        counts = (
-            ("documents", "tokens")
-            if meta["tokenizer"] == "ids"
-            else ("documents", "bytes", "tokens")
-        )
-        meta[split] = {key: sum(record[key] for record in own) for key in counts}
-        line = f"{split}: " + ", ".join(f"{meta[split][key]:,} {key}" for key in counts)
-        print(
-            line
-            + (
-                f" ({meta[split]['bytes'] / meta[split]['tokens']:.2f} bytes each)"
-                if "bytes" in counts
-                else ""
-            )
-        )
+        sums = meta[split] = {key: sum(record[key] for record in own) for key in counted}
+        each = f" ({sums['bytes'] / sums['tokens']:.2f} bytes each)" if "bytes" in sums else ""
+        print(f"{split}: {', '.join(f'{value:,} {key}' for key, value in sums.items())}{each}")
     keys = ("file", "split", "tokens", "sha256")
     meta["shards"] = [{key: record[key] for key in keys} for record in records]
     write_json(folder / "meta.json", meta)
@@ -156,9 +134,7 @@ class Corpus:
 
     @property
     def identity(self) -> dict:
-        """What tells this corpus from another: meta.json with one digest for all shards, and the
-        token counts.
-        """
+        """What tells this corpus from another: meta.json, its list of shards as one digest."""
         about = {key: value for key, value in self.meta.items() if key != "shards"}
         for split, shards in (("train", self.train), ("val", self.val)):
             about[split] = {**about.get(split, {}), "tokens": sum(map(len, shards))}
@@ -183,69 +159,50 @@ def folder_of(dataset: str) -> Path:
 
 
 def vocab_size_of(dataset: str) -> int | None:
-    """Tokens of the corpus's tokenizer, end-of-text included; None where the corpus does not
-    say.
-    """
+    """Tokens of the corpus's tokenizer, end-of-text included; None: the corpus does not say."""
     size = read_json(folder_of(dataset) / "meta.json").get("vocab_size")
     return size if type(size) is int else None
 
 
 def open_corpus(dataset: str) -> Corpus:
-    """The corpus in `data/<dataset>` or in the folder `dataset`.
-
-    ValueError: no such folder or no shards in it (the message names the command that makes them),
-    or a damaged one.
+    """The corpus in `data/<dataset>` or in the folder `dataset`. ValueError: not there, and which
+    command makes it, or not whole.
     """
     path = folder_of(dataset)
     files = {split: shard_files(path, split) for split in ("train", "val")}
     meta = read_json(path / "meta.json")
     if begun := not meta and read_json(path / "preparation.json"):
         kept = sum(record["tokens"] for record in begun.get("shards", []))
-        end_here = (
-            f", or, to end with the whole shards that are there, with --max_tokens={kept}"
-            if kept
-            else ""
-        )
-        raise ValueError(
-            f"{path} was not prepared to its end: run its prepare.py again to go on{end_here}"
-        )
+        end_here = ", or, to end with the whole shards that are there, with --max_tokens="
+        what = f"{path} was not prepared to its end: run its prepare.py again to go on"
+        raise ValueError(what + f"{end_here}{kept}" * bool(kept))
     if not all(files.values()):
-        script = f"data/{dataset}/prepare.py"
         known = sorted(folder.parent.name for folder in Path(__file__).parent.glob("*/prepare.py"))
         if dataset in known:
-            raise ValueError(f"dataset={dataset} has no token shards yet: run `python {script}`")
-        raise ValueError(
-            f"dataset={dataset}: {path} holds no *train_*.bin and *val_*.bin shards; "
-            f"give a folder that does, or one of {', '.join(known)}"
-        )
+            run = f"run `python data/{dataset}/prepare.py`"
+            raise ValueError(f"dataset={dataset} has no token shards yet: {run}")
+        lack = f"{path} holds no *train_*.bin and *val_*.bin shards"
+        ways = f"give a folder that does, or one of {', '.join(known)}"
+        raise ValueError(f"dataset={dataset}: {lack}; {ways}")
     meta = meta or GPT2_META
     if type(meta.get("vocab_size")) is not int:
-        raise ValueError(
-            f"{path / 'meta.json'} has no vocab_size: add it, or prepare the corpus again"
-        )
-    tokens = {split: [read_shard(file) for file in files[split]] for split in files}
-    listed = {record["file"] for record in meta.get("shards", [])}
-    for file in (
-        file for split in files for file in files[split] if listed and file.name not in listed
-    ):
-        raise ValueError(f"{file} is no shard that {path / 'meta.json'} lists: move it elsewhere")
-    lengths = {
-        file.name: len(shard) for split in files for file, shard in zip(files[split], tokens[split])
-    }
-    for record in meta.get("shards", []):
-        if lengths.get(record["file"]) != record["tokens"]:
-            raise ValueError(
-                f"{path / record['file']} is not the shard of {record['tokens']:,} tokens that "
-                "meta.json lists: "
-                "delete it and run prepare.py again, which makes it again"
-            )
-    return Corpus(path, meta, **tokens)
+        lack = f"{path / 'meta.json'} has no vocab_size"
+        raise ValueError(f"{lack}: add it, or prepare the corpus again")
+    opened = {file: read_shard(file) for split in files for file in files[split]}
+    listed = {path / record["file"]: record["tokens"] for record in meta.get("shards", [])}
+    if listed and (others := [file for file in opened if file not in listed]):
+        what = f"{others[0]} is no shard that {path / 'meta.json'} lists"
+        raise ValueError(f"{what}: move it elsewhere")
+    for file, tokens in listed.items():
+        if file not in opened or len(opened[file]) != tokens:
+            what = f"{file} is not the shard of {tokens:,} tokens that meta.json lists"
+            raise ValueError(f"{what}: delete it and run prepare.py again, which makes it again")
+    return Corpus(path, meta, *([opened[file] for file in files[split]] for split in files))
 
 
 def verify(folder: Path, workers: int) -> None:
-    """Read every shard of a prepared folder, and compare its SHA-256 with the one in meta.json.
-
-    ValueError: names each that is missing, damaged or not as it was made.
+    """Compare every shard's SHA-256 with the one in meta.json. ValueError: names each that is
+    missing, damaged or not as it was made.
     """
     meta = read_json(folder / "meta.json")
     if "shards" not in meta:
@@ -259,18 +216,16 @@ def verify(folder: Path, workers: int) -> None:
             sha256 = found["sha256"][:12]
             bad.append(f"{folder / record['file']} is not as it was made (SHA-256 {sha256}...)")
     if bad:
-        raise ValueError(
-            f"{len(bad)} of {len(records)} shards are damaged: {'; '.join(bad)}: delete them and "
-            "run the same command without --verify, which makes them again"
-        )
+        what = f"{len(bad)} of {len(records)} shards are damaged: {'; '.join(bad)}"
+        again = "run the same command without --verify, which makes them again"
+        raise ValueError(f"{what}: delete them and {again}")
     tokens = sum(record["tokens"] for record in records)
     print(f"{len(records)} shards, {tokens:,} tokens: all as they were made")
 
 
 def examined(paths: list[Path], vocab_size: int, workers: int) -> Iterator[dict | ValueError]:
-    """Of each shard: SHA-256 of its file, tokens, and how often each token occurs ("counts").
-
-    A ValueError in place of what failed: it is damaged, or holds ids beyond the vocabulary.
+    """Of each shard: SHA-256 of its file, tokens, and how often each token occurs ("counts"); or a
+    ValueError: it is damaged, or holds ids beyond the vocabulary.
     """
     from tqdm import tqdm
 
@@ -281,9 +236,8 @@ def examined(paths: list[Path], vocab_size: int, workers: int) -> Iterator[dict 
                 counts += np.bincount(tokens[first : first + 4_000_000], minlength=2**16)
             if counts[vocab_size:].any():
                 largest = int(counts.nonzero()[0].max())
-                raise ValueError(
-                    f"{path} holds token id {largest}, the vocabulary has {vocab_size}"
-                )
+                beyond = f"holds token id {largest}, the vocabulary has {vocab_size}"
+                raise ValueError(f"{path} {beyond}")
             with open(path, "rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
         except (ValueError, OSError) as error:

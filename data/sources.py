@@ -1,14 +1,16 @@
 """Where a corpus's documents come from: local files and texts; data/hub.py has the hub.
 
-A source yields batches from a cursor on. Cursors are JSON, so that an interrupted preparation opens
-its source where it stood; the texts that follow a cursor are the same however it was opened.
+A source yields batches from a cursor on, which is JSON: an interrupted preparation opens its source
+where it stood. The texts that follow a cursor are the same however it was opened.
 """
 
 import glob
 import hashlib
+import io
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import configurator
@@ -16,6 +18,7 @@ import configurator
 BATCH_CHARACTERS = 1_000_000
 PIECE_BYTES = 8 << 20  # a text file is read in pieces of at most this: its size does not matter
 ROWS = 256
+TABLES = (".parquet", ".jsonl")  # a document a row
 
 
 class Missing(ValueError):  # noqa: N818 (says what is wrong, as the message does)
@@ -53,23 +56,17 @@ class Texts:
 
 
 class Files:
-    """Parquet and JSON-lines files (a document a row, in `column`); any other is one UTF-8
-    document.
+    """Parquet and JSON-lines files (a document a row, in `column`); any other is one document.
 
     `patterns` are files, patterns and folders; in a folder (all that is below it) hidden files and
     files that are not text are left out, and `suffixes`, where given, chooses. Files come in name
-    order, or `shuffled` by a hash of it. `unique`: every document that repeats an earlier one
-    exactly is left out; of each 16 bytes are remembered, 0.1 GB of memory a million documents.
-    ValueError: nothing there, no such column, or, while reading, a damaged file.
+    order, or `shuffled` by a hash of it. `unique`: documents that repeat an earlier one exactly are
+    left out, for 0.1 GB of memory a million documents. ValueError: nothing there, no such column,
+    or, while reading, a damaged file.
     """
 
     def __init__(
-        self,
-        patterns: list[str],
-        column: str = "text",
-        suffixes: tuple[str, ...] = (),
-        shuffled: bool = False,
-        unique: bool = False,
+        self, patterns: list[str], column="text", suffixes=(), shuffled=False, unique=False
     ):
         self.patterns, self.column, self.unique = patterns, column, unique
         named = {Path(file) for pattern in patterns for file in glob.glob(pattern, recursive=True)}
@@ -78,9 +75,7 @@ class Files:
             found = [path]
             if path.is_dir():
                 found = [file for file in path.rglob("*") if wanted(file, path, suffixes)]
-                self.optional |= {
-                    file for file in found if file.suffix not in (".parquet", ".jsonl")
-                }
+                self.optional |= {file for file in found if file.suffix not in TABLES}
             paths += found
         if not paths:
             which = f" with suffix {', '.join(suffixes)}" if suffixes else ""
@@ -107,32 +102,29 @@ class Files:
     def read(self, cursor: dict | None = None) -> Iterator[Batch]:
         cursor = cursor or {"file": 0, "at": 0}
         documents = self.unique_documents(cursor) if self.unique else self.documents(cursor)
-        texts, starts, characters, begin = [], [], 0, None
+        batch, characters = None, 0
         for file, at, text, start in documents:
-            begin = begin or {"file": file, "at": at}
-            texts.append(text)
-            starts.append(start)
+            batch = batch or Batch({"file": file, "at": at}, [], [])
+            batch.texts.append(text)
+            batch.starts.append(start)
             characters += len(text)
             if characters >= BATCH_CHARACTERS:
-                yield Batch(begin, texts, starts)
-                texts, starts, characters, begin = [], [], 0, None
-        if texts:
-            yield Batch(begin, texts, starts)
+                yield batch
+                batch, characters = None, 0
+        if batch:
+            yield batch
 
     def unique_documents(self, cursor: dict):
-        """All is read from the beginning, to know what came before; what follows is yielded."""
-        seen, copied = set(), False
+        """As `documents`; all is read from the beginning, to know what came before."""
+        seen, copied, short = set(), False, partial(hashlib.blake2b, digest_size=16)
         self.copies = self.copied_bytes = 0
         for document in self.documents({"file": 0, "at": 0}):
             file, at, text, start = document
             if start:
                 path, size = self.paths[file], self.sizes[file]
-                whole = path.suffix in (".parquet", ".jsonl") or size < PIECE_BYTES
-                digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
-                if not whole:  # the text is its first piece alone
-                    with open(path, "rb") as content:
-                        short = lambda: hashlib.blake2b(digest_size=16)  # noqa: E731
-                        digest = hashlib.file_digest(content, short).digest()
+                whole = path.suffix in TABLES or size < PIECE_BYTES  # else its first piece alone
+                with io.BytesIO(text.encode()) if whole else open(path, "rb") as content:
+                    digest = hashlib.file_digest(content, short).digest()
                 copied = digest in seen
                 seen.add(digest)
                 self.copies += copied
@@ -147,8 +139,7 @@ class Files:
             path = self.paths[file]
             kind = {".parquet": parquet, ".jsonl": json_lines}.get(path.suffix)
             documents = kind(path, self.column, at) if kind else self.text(path, at)
-            for position, text, start in documents:
-                yield file, position, text, start
+            yield from ((file, *document) for document in documents)
             at = 0
 
     def text(self, path: Path, at: int):
@@ -167,10 +158,8 @@ class Files:
                     if at == 0 and path in self.optional:
                         self.not_text.add(path)
                         return
-                    place = at + error.start
-                    raise ValueError(
-                        f"{path} is not UTF-8 text at byte {place}: leave it out"
-                    ) from error
+                    what = f"{path} is not UTF-8 text at byte {at + error.start}"
+                    raise ValueError(f"{what}: leave it out") from error
                 yield at, text, at == 0
                 at += len(data)
 
@@ -200,9 +189,8 @@ def open_parquet(file, name, column: str):
     try:
         opened = pyarrow.parquet.ParquetFile(file)
     except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(
-            f"{name} is no whole parquet file ({first_line(error)}): fetch it again"
-        ) from error
+        what = f"{name} is no whole parquet file ({first_line(error)})"
+        raise ValueError(f"{what}: fetch it again") from error
     if column not in opened.schema_arrow.names:
         columns = ", ".join(opened.schema_arrow.names)
         raise Missing(f"{name} has no column {column}, it has {columns}: give --column")
@@ -213,8 +201,8 @@ def parquet_text_bytes(path: Path, column: str) -> int:
     """Uncompressed bytes of a column."""
     _, file = open_parquet(path, path, column)
     with file:
-        index, groups = file.schema_arrow.names.index(column), range(file.metadata.num_row_groups)
-        columns = [file.metadata.row_group(group).column(index) for group in groups]
+        about, index = file.metadata, file.schema_arrow.names.index(column)
+        columns = (about.row_group(i).column(index) for i in range(about.num_row_groups))
         return sum(each.total_uncompressed_size for each in columns)
 
 
@@ -231,24 +219,18 @@ def parquet_texts(file, name, column: str, at: int = 0) -> Iterator[tuple[int, l
             if first + size <= at:
                 first += size
                 continue
-            batches = opened.iter_batches(ROWS, row_groups=[group], columns=[column])
-            while True:
-                try:
-                    batch = next(batches, None)
-                    texts = batch.column(0).to_pylist() if batch is not None else None
-                except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-                    cause = f"{name} is damaged near row {first} ({first_line(error)})"
-                    raise ValueError(f"{cause}: fetch it again") from error
-                if texts is None:
-                    break
-                if wrong := next((t for t in texts if not isinstance(t, str | None)), None):
-                    kind = type(wrong).__name__
-                    raise ValueError(
-                        f"{name}: column {column} holds {kind}, not text: give --column"
-                    )
-                if first + len(texts) > at:
-                    yield first, texts
-                first += len(texts)
+            try:
+                for batch in opened.iter_batches(ROWS, row_groups=[group], columns=[column]):
+                    texts = batch.column(0).to_pylist()
+                    if wrong := next((t for t in texts if not isinstance(t, str | None)), None):
+                        holds = f"column {column} holds {type(wrong).__name__}, not text"
+                        raise ValueError(f"{name}: {holds}: give --column")
+                    if first + len(texts) > at:
+                        yield first, texts
+                    first += len(texts)
+            except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+                cause = f"{name} is damaged near row {first} ({first_line(error)})"
+                raise ValueError(f"{cause}: fetch it again") from error
 
 
 def parquet(path: Path, column: str, at: int):
@@ -269,10 +251,8 @@ def json_lines(path: Path, column: str, at: int):
                     cause = f"{path} holds no JSON at byte {at} ({first_line(error)})"
                     raise ValueError(f"{cause}: repair it") from error
                 if not isinstance(row, dict) or not isinstance(row.get(column), str):
-                    raise ValueError(
-                        f"{path} has no text under {column!r} in the line at byte {at}: "
-                        "give --column"
-                    )
+                    lack = f"{path} has no text under {column!r} in the line at byte {at}"
+                    raise ValueError(f"{lack}: give --column")
                 # JSON can hold half a surrogate pair.
                 yield at, row[column].encode("utf-8", "replace").decode(), True
             at += len(line)

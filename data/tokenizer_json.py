@@ -1,5 +1,4 @@
-"""The tokenizer.json of the `tokenizers` library, written for and read back as a byte-pair encoding
-of tiktoken's kind.
+"""The tokenizer.json of the `tokenizers` library, written for a byte-pair encoding and read back.
 
 tiktoken merges the neighbours whose union has the lowest rank; `tokenizers` goes through a list of
 merges. Each token longer than a byte is therefore one merge: of the two parts that the earlier
@@ -17,9 +16,8 @@ def printable_bytes() -> dict[str, int]:
     """The byte that each character of GPT-2's printable byte alphabet stands for."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [value for value in range(256) if value not in printable]
-    return {chr(value): value for value in printable} | {
-        chr(256 + i): value for i, value in enumerate(others)
-    }
+    own = {chr(value): value for value in printable}
+    return own | {chr(256 + i): value for i, value in enumerate(others)}
 
 
 def merge_of(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
@@ -28,10 +26,8 @@ def merge_of(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
     while len(parts) > 2:
         rank, at = min((ranks.get(a + b, limit), at) for at, (a, b) in enumerate(pairwise(parts)))
         if rank >= limit:
-            raise ValueError(
-                f"the token {token!r} is no union of two earlier ones: it cannot be written as a "
-                "merge"
-            )
+            what = f"the token {token!r} is no union of two earlier ones"
+            raise ValueError(f"{what}: it cannot be written as a merge")
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
     return parts[0], parts[1]
 
@@ -47,50 +43,31 @@ def write(pattern: str, tokens: list[bytes], end_of_text: str) -> dict:
     merges = [[text[part] for part in merge_of(token, ranks)] for token in tokens if len(token) > 1]
     special = {"id": len(tokens), "content": end_of_text, "special": True}
     special |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    byte_level = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": False,
-    }
-    split = {
-        "type": "Split",
-        "pattern": {"Regex": pattern},
-        "behavior": "Isolated",
-        "invert": False,
-    }
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    byte_level["use_regex"] = False
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
+    split["invert"] = False
     # ignore_merges: as tiktoken, take a piece of text that is a token at once.
     model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None}
-    model |= {
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": True,
-    }
+    model |= {"end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False}
+    model["ignore_merges"] = True
     model |= {"vocab": {text[token]: rank for token, rank in ranks.items()}, "merges": merges}
-    return {
-        "version": "1.0",
-        **{"truncation": None, "padding": None, "added_tokens": [special], "normalizer": None},
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
-        **{"post_processor": None, "decoder": byte_level, "model": model},
-    }
+    pre_tokenizer = {"type": "Sequence", "pretokenizers": [split, byte_level]}
+    whole = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [special]}
+    whole |= {"normalizer": None, "pre_tokenizer": pre_tokenizer, "post_processor": None}
+    return {**whole, "decoder": byte_level, "model": model}
 
 
 def read(description: dict, end_of_text: str) -> tuple[str, str, list[bytes]]:
-    """(name, pattern, tokens in rank order) of a tokenizer.json that `write` made, perhaps saved
-    again since.
+    """(name, pattern, tokens in rank order) of what `write` made, perhaps saved again since.
 
-    ValueError, or the KeyError, TypeError or AttributeError of a description that is built
-    otherwise.
+    ValueError, KeyError, TypeError or AttributeError: it is built otherwise.
     """
     split, byte_level = description["pre_tokenizer"]["pretokenizers"]
     if (split["type"], split["behavior"], byte_level["type"]) != ("Split", "Isolated", "ByteLevel"):
         raise ValueError("it splits text in another way")
-    if (
-        byte_level["use_regex"]
-        or byte_level["add_prefix_space"]
-        or description["normalizer"] is not None
-    ):
+    changes = byte_level["use_regex"] or byte_level["add_prefix_space"]
+    if changes or description["normalizer"] is not None:
         raise ValueError("it changes text before it splits it")
     pattern, vocabulary = split["pattern"]["Regex"], dict(description["model"]["vocab"])
     vocabulary.pop(end_of_text, None)
@@ -99,9 +76,8 @@ def read(description: dict, end_of_text: str) -> tuple[str, str, list[bytes]]:
         raise ValueError("its pattern is no text, or an id no number")
     added = {entry["content"]: entry["id"] for entry in description["added_tokens"]}
     if added != {end_of_text: size}:
-        raise ValueError(
-            f"its added tokens are {str(added)[:80]}, not {end_of_text} alone after the others"
-        )
+        wanted = f"not {end_of_text} alone after the others"
+        raise ValueError(f"its added tokens are {str(added)[:80]}, {wanted}")
     if set(vocabulary.values()) != set(range(size)):
         raise ValueError("its ids have gaps")
     to_byte = printable_bytes()

@@ -1,11 +1,10 @@
-"""Documents of one length, one a window: what a model is to say at each position, and where that is
-trained and scored.
+"""Documents of one length, one a window: the targets, and which are trained and scored.
 
 A synthetic task's meta.json says it:
 
     window_tokens   tokens of a document; a window of training or evaluation is one document
-    labels   true: the second half of a document holds the target of each token of the first, 0 for none.
-                    Without it targets are the next tokens.
+    labels          true: the second half of a document holds the targets of the first, 0 for none;
+                    without it targets are the next tokens
     trained         [[first, end], ...]: positions whose targets count in the loss; without it all
     scored          the same, of the positions whose answers are counted; all of them are trained on
 """
@@ -39,14 +38,11 @@ class Windows:
 
     def __post_init__(self):
         if self.labels and self.tokens % 2:
-            raise ValueError(
-                f"window_tokens={self.tokens} of a corpus with labels is odd: prepare it again"
-            )
+            odd = f"window_tokens={self.tokens} of a corpus with labels is odd"
+            raise ValueError(f"{odd}: prepare it again")
         if self.scored is not None and (self.mask(self.scored) & ~self.mask(self.trained)).any():
-            raise ValueError(
-                f"scored={self.scored} has positions that trained={self.trained} lacks: prepare it "
-                "again"
-            )
+            lacks = f"scored={self.scored} has positions that trained={self.trained} lacks"
+            raise ValueError(f"{lacks}: prepare it again")
 
     @property
     def length(self) -> int:
@@ -54,17 +50,12 @@ class Windows:
         return self.tokens // 2 if self.labels else self.tokens - 1
 
     def mask(self, ranges) -> torch.Tensor:
-        """Which positions the ranges hold, bool (length,); None: all.
-
-        ValueError: beyond the window.
-        """
+        """Which positions the ranges hold, bool (length,); None: all. ValueError: beyond."""
         chosen = torch.zeros(self.length, dtype=torch.bool)
         for first, end in [[0, self.length]] if ranges is None else ranges:
             if not 0 <= first < end <= self.length:
-                raise ValueError(
-                    f"positions {first} to {end} are not of a window of {self.length}: prepare it "
-                    "again"
-                )
+                beyond = f"positions {first} to {end} are not of a window of {self.length}"
+                raise ValueError(f"{beyond}: prepare it again")
             chosen[first:end] = True
         return chosen
 

@@ -13,7 +13,6 @@ import torch
 import train
 from data.loader import JoinedShards, TrainBatches, ValidationBatches, keyed_permutation, prefetched
 from data.shards import DamagedShard, read_shard, write_shard
-from data.windows import Windows
 from training.distributed import World
 
 
@@ -32,29 +31,21 @@ def test_stream_reads_what_the_concatenation_holds(sizes):
     shards = cut(whole, sizes)
     stream = JoinedShards(shards)
     assert len(stream) == 30
-    for start in range(31):
-        for count in range(33):
-            [tokens] = stream.read(np.array([start]), count)
-            here = whole[start : start + count].tolist()
-            assert tokens.tolist() == here + [0] * (count - len(here))
-            assert tokens.dtype == np.uint16
-    places = np.random.default_rng(0).integers(0, 31, 50)
-    together = stream.read(places, 4)
-    assert [row.tolist() for row in together] == [
-        stream.read(np.array([p]), 4)[0].tolist() for p in places
-    ]
+    places = np.random.default_rng(0).permutation(31)
+    for count in range(33):
+        tokens = stream.read(places, count)
+        assert tokens.dtype == np.uint16
+        here = [whole[start : start + count].tolist() for start in places]
+        assert tokens.tolist() == [part + [0] * (count - len(part)) for part in here]
 
 
 def test_a_token_beyond_the_vocabulary_is_named(tmp_path):
     for name, tokens in (("a_train_0.bin", [1, 2, 3]), ("a_train_1.bin", [4, 300, 5])):
         write_shard(tmp_path / name, np.array(tokens))
-    stream = JoinedShards(
-        [read_shard(tmp_path / f"a_train_{i}.bin") for i in (0, 1)], vocab_size=300
-    )
+    stream = JoinedShards([read_shard(path) for path in sorted(tmp_path.iterdir())], 300)
     assert stream.read(np.array([0]), 4).tolist() == [[1, 2, 3, 4]]
-    with pytest.raises(
-        DamagedShard, match=r"a_train_1\.bin holds token id 300 at 1, its vocabulary has 300"
-    ):
+    message = r"a_train_1\.bin holds token id 300 at 1, its vocabulary has 300"
+    with pytest.raises(DamagedShard, match=message):
         stream.read(np.array([0, 2]), 3)
 
 
@@ -63,7 +54,7 @@ def test_permutation_is_a_bijection(key):
     for size in [*range(1, 71), 65_536, 65_537, 100_003]:
         image = keyed_permutation(np.arange(size), size, key)
         assert image.dtype == np.int64
-        np.testing.assert_array_equal(np.sort(image), np.arange(size), err_msg=f"size {size}")
+        assert (np.sort(image) == np.arange(size)).all(), size
 
 
 def test_permutation_depends_on_the_key_and_the_index_alone():
@@ -87,8 +78,7 @@ def test_permutation_looks_random(size):
 
 
 SEQ_LEN = 4
-# One window, one more token, a stream of whole windows, one token past, and one short of another
-# window.
+# One window, one more token, whole windows, one token past, and one short of another window.
 LENGTHS = [5, 6, 8, 9, 12, 13, 40, 41, 43]
 
 
@@ -99,14 +89,10 @@ def train_batches(tokens, batch=3, seed=1, seq_len=SEQ_LEN):
 
 
 def starts(stream, batches, count, batch=3):
-    """Start of each of the first `count` sequences of the run, found by the window's first
-    token.
-    """
+    """Starts of the first `count` sequences of the run, found by their first tokens."""
     position = {token: index for index, token in enumerate(stream.tolist())}
-    steps = -(-count // batch)
-    return [
-        position[ids[0].item()] for step in range(steps) for ids in batches.get(step, 0, batch)[0]
-    ][:count]
+    first = torch.cat([batches.get(step, 0, batch)[0][:, 0] for step in range(-(-count // batch))])
+    return [position[token] for token in first.tolist()][:count]
 
 
 @pytest.mark.parametrize("tokens", LENGTHS)
@@ -131,17 +117,17 @@ def epochs_of(tokens, number, seed=1):
 
 
 @pytest.mark.parametrize("tokens", LENGTHS)
-def test_every_epoch_serves_every_window_once(tokens):
-    for epoch in epochs_of(tokens, 12):
+def test_every_epoch_serves_every_window_once_at_any_offset_that_fits(tokens):
+    epochs = epochs_of(tokens, 80)
+    for epoch in epochs:
         offset = epoch.min()
         assert sorted(epoch) == list(range(offset, offset + SEQ_LEN * len(epoch), SEQ_LEN))
-
-
-@pytest.mark.parametrize("tokens", LENGTHS)
-def test_every_offset_that_fits_is_drawn(tokens):
-    epochs = epochs_of(tokens, 80)
     last = tokens - 1 - SEQ_LEN * epochs.shape[1]
     assert set(epochs.min(axis=1)) == set(range(last + 1))
+    _, batches = train_batches(tokens)
+    begin = batches.starts(np.arange(batches.windows))
+    touched = {token for start in begin for token in range(start, start + SEQ_LEN + 1)}
+    assert batches.skipped == tokens - len(touched)
 
 
 def test_order_and_offset_change_with_epoch_and_with_seed():
@@ -153,12 +139,14 @@ def test_order_and_offset_change_with_epoch_and_with_seed():
     assert offsets[0] != offsets[1]
 
 
-@pytest.mark.parametrize("tokens", [0, 1, SEQ_LEN])
-def test_a_training_split_shorter_than_one_window_is_refused(tokens):
-    with pytest.raises(
-        ValueError, match=f"{tokens} tokens, block_size={SEQ_LEN} needs {SEQ_LEN + 1}"
-    ):
-        TrainBatches([distinct(tokens).astype("<u2")], SEQ_LEN, 2, 0)
+def test_a_split_without_a_window_or_a_target_is_refused():
+    for tokens in (0, 1, SEQ_LEN):
+        message = f"training split has {tokens} tokens, block_size={SEQ_LEN} needs {SEQ_LEN + 1}"
+        with pytest.raises(ValueError, match=message):
+            TrainBatches([distinct(tokens).astype("<u2")], SEQ_LEN, 2, 0)
+    for tokens in (0, 1):
+        with pytest.raises(ValueError, match=f"validation split has {tokens} tokens, it needs 2"):
+            ValidationBatches([distinct(tokens).astype("<u2")], SEQ_LEN)
 
 
 @pytest.mark.parametrize("tokens", [2, 4, 5, 6, 8, 9, 10, 41, 42, 45])
@@ -181,12 +169,6 @@ def test_validation_predicts_every_token_but_the_first_once(tokens, rows):
             predicted += [target for _, target in here]
         assert (targets[len(chunk) :] == -1).all()
     assert predicted == stream[1:].tolist()
-
-
-@pytest.mark.parametrize("tokens", [0, 1])
-def test_a_validation_split_without_a_target_is_refused(tokens):
-    with pytest.raises(ValueError, match=f"{tokens} tokens, it needs 2"):
-        ValidationBatches([distinct(tokens).astype("<u2")], SEQ_LEN)
 
 
 @pytest.mark.parametrize("windows", [1, 2, 3, 10, 37])
@@ -214,9 +196,7 @@ def test_the_halves_of_a_validation_split_share_no_window(tokens, windows):
 
 
 def served(monkeypatch, world_size, micro, first_step=1, batch=24, tokens=2003, steps=40):
-    """Batch by step, as all processes of a run together serve it: rows of ids with their last
-    target.
-    """
+    """Batch by step, as all processes of a run serve it: rows of ids with their last target."""
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
     config = train.TrainConfig(global_batch_size=batch, micro_batch_size=micro, max_steps=steps)
     parts = []
@@ -224,12 +204,8 @@ def served(monkeypatch, world_size, micro, first_step=1, batch=24, tokens=2003, 
         shards = cut(distinct(tokens), (1, 700, 3, 0, 999))
         batches = TrainBatches(shards, SEQ_LEN, batch, seed=5)
         world = World(rank, world_size, torch.device("cpu"))
-        parts.append(
-            [
-                torch.cat([x, y[:, -1:]], 1)
-                for x, y in train.micro_batches(config, batches, first_step, world)
-            ]
-        )
+        made = train.micro_batches(config, batches, first_step, world)
+        parts.append([torch.cat([x, y[:, -1:]], 1) for x, y in made])
     per_step = batch // world_size // min(micro, batch // world_size)
     assert {len(part) for part in parts} == {per_step * (steps + 1 - first_step)}
     # Micro-batch m of rank r holds the rows (m * world_size + r) * rows of the global batch.
@@ -244,38 +220,6 @@ def test_global_batches_are_the_same_for_any_world_and_after_resuming(monkeypatc
         assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
         resumed = served(monkeypatch, world_size, micro, first_step=18)
         assert all(torch.equal(a, b) for a, b in zip(whole[17:], resumed, strict=True))
-
-
-@pytest.mark.parametrize("tokens", LENGTHS)
-def test_skipped_tokens_are_those_that_no_window_of_an_epoch_touches(tokens):
-    _, batches = train_batches(tokens)
-    begin = batches.starts(np.arange(batches.windows))
-    touched = {token for start in begin for token in range(start, start + SEQ_LEN + 1)}
-    assert batches.skipped == tokens - len(touched)
-
-
-def test_windows_of_documents_of_one_length_are_the_documents():
-    documents = np.arange(35).reshape(7, 5)
-    shards = cut(documents.ravel(), (12,))
-    five = Windows(5)
-    for batches in (
-        TrainBatches(shards, 4, 7, 0, documents=five),
-        ValidationBatches(shards, 4, documents=five),
-    ):
-        assert batches.windows == 7
-        ids, targets = (
-            batches.get(3, 0, 7)
-            if isinstance(batches, TrainBatches)
-            else batches.get(list(range(7)), 7)
-        )
-        rows = torch.cat([ids, targets[:, -1:]], 1).numpy()
-        assert (rows[rows[:, 0].argsort()] == documents).all()
-    with pytest.raises(
-        ValueError, match=r"block_size=6: .* have 5 tokens each, .* give --block_size=4"
-    ):
-        TrainBatches(shards, 6, 7, 0, documents=five)
-    with pytest.raises(ValueError, match="validation split has 4 tokens"):
-        ValidationBatches([documents[0, :4]], 4, documents=five)
 
 
 def test_prefetching_keeps_the_order_and_works_ahead():

@@ -15,28 +15,12 @@ from data.python_stdlib import prepare
 def tree(tmp_path):
     """Sources under a folder whose own path holds a name that is left out below it."""
     root = tmp_path / "test" / "lib"
-    files = {
-        "b.py": "b = 1\n",
-        "a/z.py": "z = 'größe'\n",
-        "a.py": "a = 1\n",
-        "test.py": "keep = 'a file, not a folder'\n",
-        "a/copy_of_b.py": "b = 1\n",
-        "c_copy_of_b.py": "b = 1\n",
-        "empty.py": "",
-        "a/blank.py": " \n\t\n",
-        "a/notes.txt": "no source\n",
-        "a/module.pyi": "x: int\n",
-    }
-    folders = [
-        "test",
-        "a/tests",
-        "site-packages",
-        "dist-packages",
-        "__pycache__",
-        "idlelib/deep",
-        "lib2to3",
-    ]
-    folders += ["turtledemo", "ensurepip", "pydoc_data", "encodings"]
+    files = {"b.py": "b = 1\n", "a/z.py": "z = 'größe'\n", "a.py": "a = 1\n"}
+    files |= {"test.py": "keep = 'a file, not a folder'\n", "a/copy_of_b.py": "b = 1\n"}
+    files |= {"c_copy_of_b.py": "b = 1\n", "empty.py": "", "a/blank.py": " \n\t\n"}
+    files |= {"a/notes.txt": "no source\n", "a/module.pyi": "x: int\n"}
+    folders = "test a/tests site-packages dist-packages __pycache__ idlelib/deep lib2to3 turtledemo"
+    folders = [*folders.split(), "ensurepip", "pydoc_data", "encodings"]
     files |= {f"{folder}/m.py": f"# {folder}\n" for folder in folders}
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -50,47 +34,32 @@ def test_source_files_leave_out_what_is_no_source_of_its_own(tree):
     # The first of several copies stays: a/copy_of_b.py comes before b.py.
     expected = {"a.py": "a = 1\n", "a/copy_of_b.py": "b = 1\n", "a/z.py": "z = 'größe'\n"}
     expected["test.py"] = "keep = 'a file, not a folder'\n"
-    found = prepare.source_files(tree)
-    assert found == expected
-    assert set(found) == set(expected)
+    assert prepare.source_files(tree) == expected
 
 
 def sources(count, seed=0):
     """Files of very different sizes; every third is mostly two-byte characters."""
     sizes = np.random.default_rng(seed).integers(10, 3000, count)
-    return {
-        f"pkg{i % 7}/module_{i}.py": ("é" if i % 3 == 0 else "x") * int(size)
-        for i, size in enumerate(sizes)
-    }
+    texts = ["é" * size if i % 3 == 0 else "x" * size for i, size in enumerate(sizes.tolist())]
+    return {f"pkg{i % 7}/module_{i}.py": text for i, text in enumerate(texts)}
 
 
 def size(texts):
     return sum(len(text.encode()) for text in texts.values())
 
 
-def test_split_is_a_partition_in_hash_order():
-    texts = sources(300)
+@pytest.mark.parametrize("seed", range(3))
+def test_the_first_by_hash_are_validation_up_to_four_percent_of_the_bytes(seed):
+    texts = sources(300, seed)
     splits = prepare.split_by_hash(texts)
-    assert not splits["val"].keys() & splits["train"].keys()
     assert splits["val"] | splits["train"] == texts
     by_hash = sorted(texts, key=lambda path: hashlib.sha256(path.encode()).hexdigest())
     assert [*splits["val"], *splits["train"]] == by_hash
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_validation_is_four_percent_of_the_bytes_and_at_most_one_file_more(seed):
-    texts = sources(300, seed)
-    validation = prepare.split_by_hash(texts)["val"]
-    last = len(validation[list(validation)[-1]].encode())
-    assert size(validation) >= 0.04 * size(texts) > size(validation) - last
-
-
-def test_a_new_file_moves_few_others():
-    texts = sources(300)
-    before = set(prepare.split_by_hash(texts)["val"])
-    for name in ("a.py", "pkg3/zzz.py", "middle/m.py"):
-        after = set(prepare.split_by_hash({name: "y" * 2000, **texts})["val"])
-        assert len((before ^ after) - {name}) <= 2
+    last = len(list(splits["val"].values())[-1].encode())
+    assert size(splits["val"]) >= 0.04 * size(texts) > size(splits["val"]) - last
+    for name in ("a.py", "pkg3/zzz.py", "middle/m.py"):  # a new file moves few others
+        after = prepare.split_by_hash({name: "y" * 2000, **texts})["val"]
+        assert len((splits["val"].keys() ^ after.keys()) - {name}) <= 2
 
 
 def run_main(monkeypatch, root, *arguments):
@@ -114,17 +83,12 @@ def test_main_makes_shards_that_decode_to_the_sources(tree, tmp_path, monkeypatc
     for split, name in (("val", "python_val_000000.bin"), ("train", "python_train_000001.bin")):
         tokens = np.frombuffer((out / name).read_bytes()[1024:], dtype="<u2").tolist()
         assert tokens[0] == meta["eot_token"]
-        documents = len(splits[split])
+        documents = splits[split].values()
         # those spelled out in special.py are plain text
-        assert tokens.count(meta["eot_token"]) == documents
-        assert rebuilt.decode(tokens) == "".join(
-            "<|endoftext|>" + text for text in splits[split].values()
-        )
-        assert meta[split] == {
-            "documents": documents,
-            "bytes": size(splits[split]),
-            "tokens": len(tokens),
-        }
+        assert tokens.count(meta["eot_token"]) == len(documents)
+        assert rebuilt.decode(tokens) == "".join("<|endoftext|>" + text for text in documents)
+        counts = {"documents": len(documents), "bytes": size(splits[split])}
+        assert meta[split] == {**counts, "tokens": len(tokens)}
     assert len(list(out.iterdir())) == 5  # with meta.json, tokenizer.json and preparation.json
 
 

@@ -11,10 +11,10 @@ from helpers import MAGIC, VERSION, shard_bytes
 
 from data import shards
 
+SHARDS = [[], [7], [0, 1, 255, 256, 50256, 65535], list(range(0, 60_000, 7))]
 
-@pytest.mark.parametrize(
-    "tokens", [[], [7], [0, 1, 255, 256, 50256, 65535], list(range(0, 60_000, 7))]
-)
+
+@pytest.mark.parametrize("tokens", SHARDS)
 def test_write_and_read_follow_the_format(tmp_path, tokens):
     written = tmp_path / "written_train.bin"
     shards.write_shard(written, np.array(tokens, dtype=np.int64))
@@ -28,19 +28,15 @@ def test_write_and_read_follow_the_format(tmp_path, tokens):
     assert read.tolist() == tokens
 
 
-@pytest.mark.parametrize("tokens", [[1, 65536], [-1, 5], [70_000], [2**32]])
-def test_ids_that_do_not_fit_are_refused_and_nothing_is_written(tmp_path, tokens):
-    with pytest.raises(ValueError, match=r"a_train\.bin: token ids must lie in 0\.\.65535"):
-        shards.write_shard(tmp_path / "a_train.bin", np.array(tokens))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_failed_write_leaves_the_old_shard_whole(tmp_path, monkeypatch):
     def full(_descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     path = tmp_path / "a_train.bin"
     path.write_bytes(shard_bytes([1, 2, 3]))
+    for tokens in ([1, 65536], [-1, 5], [70_000], [2**32]):
+        with pytest.raises(ValueError, match=r"a_train\.bin: token ids must lie in 0\.\.65535"):
+            shards.write_shard(path, np.array(tokens))
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         shards.write_shard(path, np.arange(9))
@@ -96,13 +92,29 @@ def data_folder(tmp_path, monkeypatch):
     return folder
 
 
+PARTS = {"train": [[1, 2], [3], [4, 5]], "val": [[6], [7, 8]]}
+
+
 def assert_corpus(corpus, folder):
     assert corpus.path == folder
-    assert [part.tolist() for part in corpus.train] == [[1, 2], [3], [4, 5]]
-    assert [part.tolist() for part in corpus.val] == [[6], [7, 8]]
+    found = {"train": corpus.train, "val": corpus.val}
+    assert {split: [part.tolist() for part in found[split]] for split in found} == PARTS
 
 
-PARTS = {"train": [[1, 2], [3], [4, 5]], "val": [[6], [7, 8]]}
+def refused(folder, message):
+    with pytest.raises(ValueError, match=message):
+        shards.open_corpus(str(folder))
+
+
+META = {"tokenizer": "bytes", "vocab_size": 257, "eot_token": 256}
+
+
+def write_meta(folder, sums="abcde", **more):
+    """meta.json with the folder's shards and these in place of their SHA-256 sums."""
+    files = [(split, file) for split in PARTS for file in shards.shard_files(folder, split)]
+    sizes = [{"file": f.name, "split": s, "tokens": len(shards.read_shard(f))} for s, f in files]
+    listed = [{**record, "sha256": digest} for record, digest in zip(sizes, sums)]
+    (folder / "meta.json").write_text(json.dumps({**META, "shards": listed, **more}))
 
 
 def test_open_by_path_and_by_name_in_name_order(data_folder, tmp_path):
@@ -113,23 +125,11 @@ def test_open_by_path_and_by_name_in_name_order(data_folder, tmp_path):
 
 
 @pytest.mark.parametrize("present", [{}, {"train": [[1]]}, {"val": [[1]]}])
-def test_missing_shards_name_the_command_that_makes_them(data_folder, present):
+def test_missing_shards_name_the_command_that_makes_them_or_known_names(data_folder, present):
     fill(data_folder / "beta", **present)
-    with pytest.raises(ValueError, match=r"dataset=beta .*python data/beta/prepare\.py"):
-        shards.open_corpus("beta")
-
-
-def test_an_unknown_name_lists_the_known_ones(data_folder, tmp_path):
-    for unknown in ("gamma", str(fill(tmp_path / "half", train=[[1]]))):
-        with pytest.raises(ValueError, match=f"dataset={unknown}: .*one of alpha, beta"):
-            shards.open_corpus(unknown)
-
-
-def test_a_damaged_shard_stops_the_corpus(tmp_path):
-    fill(tmp_path, **PARTS)
-    (tmp_path / "x_val_000001.bin").write_bytes(WHOLE[:-2])
-    with pytest.raises(ValueError, match=r"x_val_000001\.bin is damaged"):
-        shards.open_corpus(str(tmp_path))
+    refused("beta", r"dataset=beta .*python data/beta/prepare\.py")
+    for unknown in ("gamma", str(fill(data_folder / "half", **present))):
+        refused(unknown, f"dataset={unknown}: .*one of alpha, beta")
 
 
 def test_meta_comes_from_the_folder_or_is_gpt2(tmp_path):
@@ -138,8 +138,7 @@ def test_meta_comes_from_the_folder_or_is_gpt2(tmp_path):
     assert corpus.meta == {"tokenizer": "gpt2", "vocab_size": 50257, "eot_token": 50256}
     assert corpus.bytes_per_token("train") is None
 
-    meta = {"tokenizer": "bytes", "vocab_size": 257, "eot_token": 256}
-    meta |= {"train": {"tokens": 8, "bytes": 20}, "val": {"tokens": 3, "bytes": 12}}
+    meta = META | {"train": {"tokens": 8, "bytes": 20}, "val": {"tokens": 3, "bytes": 12}}
     (tmp_path / "meta.json").write_text(json.dumps(meta))
     corpus = shards.open_corpus(str(tmp_path))
     assert corpus.meta == meta
@@ -152,70 +151,36 @@ def test_meta_comes_from_the_folder_or_is_gpt2(tmp_path):
 
 def test_shards_that_meta_lists_must_be_there_and_whole(tmp_path):
     fill(tmp_path, **PARTS)
-    meta = {"tokenizer": "bytes", "vocab_size": 257, "eot_token": 256}
-    files = [
-        (split, file) for split in ("train", "val") for file in shards.shard_files(tmp_path, split)
-    ]
-    listed = [
-        {"file": f.name, "split": split, "tokens": len(shards.read_shard(f)), "sha256": "0"}
-        for split, f in files
-    ]
-    (tmp_path / "meta.json").write_text(json.dumps({**meta, "shards": listed}))
+    write_meta(tmp_path)
     assert_corpus(shards.open_corpus(str(tmp_path)), tmp_path)
     (tmp_path / "y_train_000009.bin").write_bytes(shard_bytes([1]))
-    with pytest.raises(
-        ValueError, match=r"y_train_000009\.bin is no shard that .*meta\.json lists"
-    ):
-        shards.open_corpus(str(tmp_path))
+    refused(tmp_path, r"y_train_000009\.bin is no shard that .*meta\.json lists")
     (tmp_path / "y_train_000009.bin").unlink()
-    name = listed[0]["file"]
-    (tmp_path / name).write_bytes(shard_bytes([1, 2, 3, 4, 5, 6, 7]))
-    with pytest.raises(
-        ValueError,
-        match=f"{name} is not the shard of {listed[0]['tokens']} tokens that meta.json lists",
-    ):
-        shards.open_corpus(str(tmp_path))
-    (tmp_path / name).unlink()
-    with pytest.raises(ValueError, match=name if len(files) > 2 else "holds no"):
-        shards.open_corpus(str(tmp_path))
+    shard = tmp_path / "x_train_000000.bin"
+    shard.write_bytes(shard_bytes([1, 2, 3, 4, 5, 6, 7]))
+    refused(tmp_path, f"{shard.name} is not the shard of 2 tokens that meta.json lists")
+    shard.write_bytes(WHOLE[:-2])
+    refused(tmp_path, f"{shard.name} is damaged")
+    shard.unlink()
+    refused(tmp_path, f"{shard.name} is not the shard of 2 tokens")
 
 
 def test_a_preparation_that_has_not_ended_is_no_corpus(tmp_path):
     fill(tmp_path, **PARTS)
-    (tmp_path / "preparation.json").write_text(
-        json.dumps({"shards": [{"tokens": 5}, {"tokens": 7}]})
-    )
-    with pytest.raises(ValueError, match=r"not prepared to its end: .* with --max_tokens=12"):
-        shards.open_corpus(str(tmp_path))
+    begun = {"shards": [{"tokens": 5}, {"tokens": 7}]}
+    (tmp_path / "preparation.json").write_text(json.dumps(begun))
+    refused(tmp_path, r"not prepared to its end: .* with --max_tokens=12")
 
 
 def test_identity_changes_with_any_shard_and_holds_no_list(tmp_path):
     fill(tmp_path, **PARTS)
-    meta = {"tokenizer": "bytes", "vocab_size": 257, "eot_token": 256, "shards": []}
 
-    def identity(*sums):
-        meta["shards"] = [
-            {
-                "file": file.name,
-                "split": split,
-                "tokens": len(shards.read_shard(file)),
-                "sha256": digest,
-            }
-            for (split, file), digest in zip(
-                [
-                    (split, file)
-                    for split in ("train", "val")
-                    for file in shards.shard_files(tmp_path, split)
-                ],
-                sums,
-            )
-        ]
-        (tmp_path / "meta.json").write_text(json.dumps(meta))
+    def identity(sums):
+        write_meta(tmp_path, sums)
         return shards.open_corpus(str(tmp_path)).identity
 
-    one, two = identity(*"abcde"), identity(*"abcdf")
-    assert one != two
-    assert one == identity(*"abcde")
+    one = identity("abcde")
+    assert identity("abcdf") != one == identity("abcde")
     assert "shards" not in one
     (tmp_path / "meta.json").unlink()
     plain = shards.open_corpus(str(tmp_path)).identity

@@ -1,9 +1,9 @@
 """The synthetic tasks, each answered anew from the tokens of its windows by plain Python."""
 
 import contextlib
+import itertools
 import json
 import shutil
-from itertools import permutations
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from in_process import call
 from sympy.combinatorics import Permutation
 
 from data import tasks
+from data.copy_task.prepare import Copies
 from data.k_hop.prepare import Hops
 from data.loader import ValidationBatches
 from data.permutations.prepare import Words, products
@@ -52,7 +53,7 @@ def answers_of_hops(ids: list[int], task: Hops) -> list[int]:
 
 def answers_of_words(ids: list[int], task: Words) -> list[int]:
     """Products of tuples; the later one acts first."""
-    elements = sorted(permutations(range(task.degree)))
+    elements = sorted(itertools.permutations(range(task.degree)))
     product, answers = elements[0], []
     for token in ids:
         product = tuple(product[i] for i in elements[token - 1])
@@ -60,14 +61,9 @@ def answers_of_words(ids: list[int], task: Words) -> list[int]:
     return answers
 
 
-SOLVED = [(Recall(2, 8, 8), answers_of_recall), (Recall(7, 61, 30), answers_of_recall)]
-SOLVED += [(Hops(1, 1, 20, 3), answers_of_hops), (Hops(3, 1, 51, 4), answers_of_hops)]
-SOLVED += [(Hops(2, 2, 64, 5), answers_of_hops)]
-SOLVED += [
-    (Words(6, 2), answers_of_words),
-    (Words(5, 3), answers_of_words),
-    (Words(8, 5), answers_of_words),
-]
+SOLVED = [(Recall(*keys), answers_of_recall) for keys in ((2, 8, 8), (7, 61, 30))]
+SOLVED += [(Hops(*k), answers_of_hops) for k in ((1, 1, 20, 3), (3, 1, 51, 4), (2, 2, 64, 5))]
+SOLVED += [(Words(*keys), answers_of_words) for keys in ((6, 2), (5, 3), (8, 5))]
 IDS = [str(task) for task, _ in SOLVED]
 
 
@@ -77,18 +73,15 @@ def prepared(out, task, *arguments):
     made = call(f"data/{task.name}/prepare.py", f"--out={out}", *keys, *arguments)
     assert made.returncode == 0, made.stderr.decode()
     corpus = open_corpus(str(out))
+    parts = {"val": corpus.val, "train": corpus.train}
     size = corpus.meta["window_tokens"]
-    return corpus, {
-        split: np.concatenate(getattr(corpus, split)).reshape(-1, size)
-        for split in ("val", "train")
-    }
+    return corpus, {name: np.concatenate(part).reshape(-1, size) for name, part in parts.items()}
 
 
 @pytest.mark.parametrize(("task", "solve"), SOLVED, ids=IDS)
 def test_every_label_is_the_answer(tmp_path, task, solve):
-    corpus, documents = prepared(
-        tmp_path, task, "--sequences=60", "--val_sequences=30", "--shard_tokens=777"
-    )
+    options = ("--sequences=60", "--val_sequences=30", "--shard_tokens=777")
+    corpus, documents = prepared(tmp_path, task, *options)
     eot, half = corpus.meta["eot_token"], corpus.meta["window_tokens"] // 2
     assert (eot, half) == (task.vocab_size - 1, task.positions + 1)
     for document in [*documents["val"].tolist(), *documents["train"].tolist()]:
@@ -100,11 +93,8 @@ def test_every_label_is_the_answer(tmp_path, task, solve):
     assert corpus.bytes_per_token("val") is None
     windows, size = Windows.of(corpus.meta), task.positions
     _, targets = windows.ids_and_targets(documents["train"])
-    trained, scored = {
-        "recall": lambda: (task.pairs, task.pairs),
-        "k_hop": lambda: (size // 2, size // 2),
-        "permutations": lambda: (size, size - 1),  # the first product is the first token
-    }[task.name]()
+    trained = {"k_hop": size // 2, "permutations": size}.get(task.name) or task.pairs
+    scored = trained - (task.name == "permutations")  # whose first product is the first token
     assert (targets != -1).sum(1).eq(trained).all()  # of every window as many
     assert ((targets != -1) & windows.mask(windows.scored)).sum(1).eq(scored).all()
     assert corpus.meta["difficulty"] == vars(task)
@@ -137,7 +127,7 @@ def test_windows_of_recall_are_as_its_authors_draw_them():
     # the three.
     weights = np.arange(1.0, 13) ** -0.99
     shares = np.zeros(12)
-    for draws in permutations(range(12), 3):
+    for draws in itertools.permutations(range(12), 3):
         left, chance = weights.sum(), 1.0
         for slot in draws:
             chance, left = chance * weights[slot] / left, left - weights[slot]
@@ -182,24 +172,51 @@ def test_every_label_is_as_likely(task):
 
 
 def test_products_are_those_of_a_library():
-    elements = sorted(permutations(range(4)))
+    elements = sorted(itertools.permutations(range(4)))
     table = products(4)
     for p, first in enumerate(elements):
         for q, second in enumerate(elements):  # sympy's product lets the left one act first
             assert table[p, q] == (Permutation(second) * Permutation(first)).rank()
 
 
+def test_second_halves_repeat_the_first(tmp_path):
+    options = ("--sequences=600", "--val_sequences=70", "--shard_tokens=1000")
+    corpus, documents = prepared(tmp_path, Copies(5), *options)
+    both = np.concatenate([documents["val"], documents["train"]])
+    assert (len(documents["val"]), len(documents["train"])) == (70, 600)
+    assert (both[:, 0] == corpus.meta["eot_token"]).all()
+    assert (both[:, 1:6] == both[:, 6:]).all()
+    assert set(both[:, 1:].ravel().tolist()) == set(b"abcdefghijklmnop")  # 16 symbols
+    assert len(np.unique(both, axis=0)) > 660  # of a million
+    assert_as_likely(np.bincount(documents["train"][:, 1:6].ravel())[ord("a") :])
+    known = {"chance": {"loss": np.log(16), "accuracy": 1 / 16}}
+    known["optimum"] = {"loss": np.log(16) / 2, "accuracy": 1.0}
+    form = {"window_tokens": 11, "scored": [[5, 10]]}
+    assert {**form, **known}.items() <= corpus.meta.items()
+    assert corpus.meta["train"]["tokens"] == 600 * 11
+    out, options = tmp_path / "answers", options[:2]
+    corpus, documents = prepared(out, Copies(5, trained="answers"), *options)
+    ids, targets = ValidationBatches(corpus.val, 10, 257, Windows.of(corpus.meta)).get([0, 69], 2)
+    assert targets[:, :5].eq(-1).all()
+    assert (targets[:, 5:].numpy() == documents["val"][[0, 69], 6:]).all()
+    assert (ids.numpy() == documents["val"][[0, 69], :-1]).all()
+    assert corpus.meta["optimum"] == {"loss": 0.0, "accuracy": 1.0}
+    # the shards would be the same, but not what is learned from them
+    again = call("data/copy_task/prepare.py", f"--out={out}", "--half=5", *options)
+    assert "holds another preparation" in one_line_error(again)
+
+
 # Seeds and splits
 
 
-@pytest.mark.parametrize("task", [task for task, _ in SOLVED[1::3]], ids=IDS[1::3])
+DRAWN = [task for task, _ in SOLVED[1::3]] + [Copies(5)]
+
+
+@pytest.mark.parametrize("task", DRAWN, ids=str)
 def test_sequences_are_a_function_of_the_seed_and_the_split(task):
     def texts(count, seed, split, cursor=None):
-        return [
-            text
-            for batch in tasks.Sequences(task, count, seed, split).read(cursor)
-            for text in batch.texts
-        ]
+        batches = tasks.Sequences(task, count, seed, split).read(cursor)
+        return [text for batch in batches for text in batch.texts]
 
     train = texts(600, 0, "train")
     assert train == texts(600, 0, "train")
@@ -210,24 +227,15 @@ def test_sequences_are_a_function_of_the_seed_and_the_split(task):
     assert not set(train) & set(texts(600, 0, "val"))
 
 
-def test_no_validation_window_is_in_training_where_there_are_few():
-    windows = {}
-    for split in ("train", "val"):
-        batches = tasks.Sequences(Words(3, 3), 3000, 0, split).read()
-        windows[split] = {text for batch in batches for text in batch.texts}
-    assert not windows["train"] & windows["val"]
-    assert len(windows["train"] | windows["val"]) == 6**3
-    assert len(windows["val"]) == pytest.approx(6**3 / 8, rel=0.5)
-
-
-def test_too_few_windows_for_two_splits(tmp_path, monkeypatch):
-    monkeypatch.setattr(tasks, "VAL_SHARE", 2**40)
-    line = one_line_error(
-        call(
-            "data/permutations/prepare.py", f"--out={tmp_path / 'out'}", "--degree=2", "--length=2"
-        )
+@pytest.mark.parametrize(("task", "count"), [(Words(3, 3), 6**3), (Copies(3, 4), 4**3)], ids=str)
+def test_no_validation_window_is_in_training_where_there_are_few(task, count):
+    val, train = (
+        {text for batch in tasks.Sequences(task, 3000, 0, split).read() for text in batch.texts}
+        for split in ("val", "train")
     )
-    assert "too few different windows for both splits" in line
+    assert not train & val
+    assert len(train | val) == count
+    assert len(val) == pytest.approx(count / 8, rel=0.5)
 
 
 # What is known: chance and optimum
@@ -265,9 +273,8 @@ def values_of_the_window(ids):
 )
 def test_chance_and_optimum_are_those_of_meta_json(tmp_path, task, solve, blind):
     corpus, _ = prepared(tmp_path, task, "--sequences=10", "--val_sequences=40")
-    batches = ValidationBatches(
-        corpus.val, task.positions + 1, task.vocab_size, Windows.of(corpus.meta)
-    )
+    windows = Windows.of(corpus.meta)
+    batches = ValidationBatches(corpus.val, task.positions + 1, task.vocab_size, windows)
     world = World(0, 1, torch.device("cpu"))
 
     def scores(candidates):
@@ -278,41 +285,38 @@ def test_chance_and_optimum_are_those_of_meta_json(tmp_path, task, solve, blind)
     assert best.pop("loss") == pytest.approx(corpus.meta["optimum"]["loss"], abs=1e-6)
     assert best == {"accuracy": 1.0, "exact_match": 1.0}
     assert scores(blind)["loss"] == pytest.approx(corpus.meta["chance"]["loss"], rel=1e-5)
-    assert corpus.meta["chance"]["accuracy"] == pytest.approx(
-        1 / len(blind([1] * task.positions)[-1])
-    )
+    share = 1 / len(blind([1] * task.positions)[-1])
+    assert corpus.meta["chance"]["accuracy"] == pytest.approx(share)
 
 
 # Mistakes
 
+BOUNDS = {
+    "recall": "pairs=1 positions=7 symbols=2 sequences=0 val_sequences=0 seed=-1",
+    "k_hop": "hops=0 fewest=5 positions=3 symbols=2",
+    "permutations": "length=1 degree=7 degree=1 shard_tokens=0",
+    "copy_task": "half=0 symbols=1 symbols=65 sequences=0 seed=-1 shard_tokens=0",
+}
+WRONG = [(name, f"--{w}", f"--{w}: give") for name in BOUNDS for w in BOUNDS[name].split()]
+WRONG += [
+    ("recall", "--pairs=17", "--positions=48: 17 pairs and their queries need 68 or more"),
+    ("recall", "--symbols=14", "--symbols=14: 8 pairs need 16 or more"),
+    ("recall", "--symbols=33", "--symbols=33: give an even number"),
+    ("k_hop", "--hops=20", "hardly ever have so many hops"),
+    ("recall", "--tokenizer=bytes", "unknown option --tokenizer"),
+    ("permutations", "--degree=2 --length=2", "too few different windows for both splits"),
+    ("copy_task", "--half=1 --symbols=2", "for both splits: give a greater half"),
+]
 
-@pytest.mark.parametrize(
-    ("task", "option", "message"),
-    [
-        *(
-            ("recall", f"--{key}", "give")
-            for key in ("pairs=1", "positions=7", "symbols=2", "sequences=0", "seed=-1")
-        ),
-        *(
-            ("k_hop", f"--{key}", "give")
-            for key in ("hops=0", "fewest=5", "positions=3", "symbols=2")
-        ),
-        *(
-            ("permutations", f"--{key}", "give")
-            for key in ("length=1", "degree=7", "degree=1", "shard_tokens=0")
-        ),
-        ("recall", "--pairs=17", "--positions=48: 17 pairs and their queries need 68 or more"),
-        ("recall", "--symbols=14", "--symbols=14: 8 pairs need 16 or more"),
-        ("recall", "--symbols=33", "--symbols=33: give an even number"),
-        ("k_hop", "--hops=20", "hardly ever have so many hops"),
-        ("recall", "--tokenizer=bytes", "unknown option --tokenizer"),
-    ],
-)
-def test_options_out_of_range(tmp_path, monkeypatch, task, option, message):
+
+@pytest.mark.parametrize(("task", "options", "message"), WRONG)
+def test_options_that_make_no_corpus(tmp_path, monkeypatch, task, options, message):
     monkeypatch.setattr(tasks, "MOST_ROUNDS", 20)
-    line = one_line_error(call(f"data/{task}/prepare.py", option, f"--out={tmp_path / 'out'}"))
+    monkeypatch.setattr(tasks, "VAL_SHARE", 2**40 if "splits" in message else 8)
+    out = tmp_path / "out"
+    line = one_line_error(call(f"data/{task}/prepare.py", *options.split(), f"--out={out}"))
     assert message in line
-    assert not list(tmp_path.glob("out/*.bin"))
+    assert not out.exists()
 
 
 # From shards to a run, its evaluation and what it says
@@ -337,17 +341,14 @@ def test_a_run_is_scored_and_resumed(run, tmp_path):
     assert "val_bits_per_byte" not in last
     shutil.copytree(out, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000006")
-    keys = [
-        key
-        for key in small_run(data, tmp_path / "run")
-        if not key.startswith(("--block_size", "--vocab_size"))
-    ]
+    saved = ("--block_size", "--vocab_size")
+    keys = [key for key in small_run(data, tmp_path / "run") if not key.startswith(saved)]
     again = call("train.py", *keys, "--resume=auto")
     assert again.returncode == 0, again.stderr.decode()
     assert metrics.read(tmp_path / "run" / "metrics.jsonl")[-1]["val_loss"] == last["val_loss"]
 
 
-def test_a_run_is_evaluated_on_its_validation_split_alone(run):
+def test_a_run_is_evaluated_on_its_validation_split_alone(run, tmp_path):
     out, _ = run
     result = call("eval.py", out, "--val", "--dtype=float32", "--device=cpu")
     assert result.returncode == 0, result.stderr.decode()
@@ -361,6 +362,8 @@ def test_a_run_is_evaluated_on_its_validation_split_alone(run):
     assert "bits per byte" not in table
     line = one_line_error(call("eval.py", out, "--tasks=lambada_openai"))
     assert "its tokens are ids, not text, and --tasks are of text: give --val alone" in line
+    assert "its tokens are ids, not text" in one_line_error(call("export.py", out, tmp_path / "x"))
+    assert not (tmp_path / "x").exists()
 
 
 def test_samples_are_numbers(run):
@@ -377,40 +380,20 @@ def test_samples_are_numbers(run):
         assert "is no token: they are ids here, give numbers from 0 to 20" in line
 
 
-def test_ids_are_not_exported(run, tmp_path):
-    line = one_line_error(call("export.py", run[0], tmp_path / "out"))
-    assert "its tokens are ids, not text" in line
-    assert not (tmp_path / "out").exists()
+DIFFICULTY = {"recall": "positions=40", "k_hop": "positions=50", "permutations": "length=3"}
 
 
-@pytest.mark.parametrize("name", ["recall", "k_hop", "permutations"])
+@pytest.mark.parametrize("name", DIFFICULTY)
 def test_the_config_fits_every_difficulty(name, tmp_path):
-    difficulty = {"recall": "positions=40", "k_hop": "positions=50", "permutations": "length=3"}[
-        name
-    ]
-    for option in (), (f"--{difficulty}", "--overwrite"):
-        result = call(
-            f"data/{name}/prepare.py",
-            f"--out={tmp_path}",
-            "--sequences=300",
-            "--val_sequences=5",
-            *option,
-        )
+    options = [f"--out={tmp_path}", "--sequences=300", "--val_sequences=5"]
+    keys = [str(ROOT / "config" / f"{name}_cpu.py"), f"--dataset={tmp_path}"]
+    for more in (), (f"--{DIFFICULTY[name]}", "--overwrite"):
+        result = call(f"data/{name}/prepare.py", *options, *more)
         assert result.returncode == 0, result.stderr.decode()
-        run, model = configure([str(ROOT / "config" / f"{name}_cpu.py"), f"--dataset={tmp_path}"])
+        run, model = configure(keys)
         open_data(run, model)
         meta = open_corpus(str(tmp_path)).meta
-        assert (model.block_size, model.vocab_size) == (
-            meta["window_tokens"] // 2,
-            -(-meta["vocab_size"] // 64) * 64,
-        )
+        assert model.block_size == meta["window_tokens"] // 2
+        assert model.vocab_size == -(-meta["vocab_size"] // 64) * 64
     with pytest.raises(ValueError, match="block_size=99: the documents"):
-        open_data(
-            *configure(
-                [
-                    str(ROOT / "config" / f"{name}_cpu.py"),
-                    f"--dataset={tmp_path}",
-                    "--block_size=99",
-                ]
-            )
-        )
+        open_data(*configure([*keys, "--block_size=99"]))

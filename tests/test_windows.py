@@ -1,6 +1,4 @@
-"""Windows of documents of one length: which targets they have, which of them count, and which are
-scored.
-"""
+"""Windows of documents of one length: which targets they have, and which count and are scored."""
 
 import contextlib
 from types import SimpleNamespace
@@ -25,60 +23,49 @@ def expected(document) -> tuple[list, list]:
     return ids, [label if label else -1 for label in labels]
 
 
-def test_labels_are_the_second_half_of_a_document():
-    windows = Windows(10, labels=True)
-    assert windows.length == 5
-    ids, targets = windows.ids_and_targets(LABELLED.astype(np.uint16))
-    assert (ids.dtype, targets.dtype) == (torch.int64, torch.int64)
-    for row, document in enumerate(LABELLED):
-        assert (ids[row].tolist(), targets[row].tolist()) == expected(document)
-
-
 @pytest.mark.parametrize("trained", [[[0, 5]], [[2, 4]], [[0, 1], [4, 5]], None])
-def test_only_trained_positions_have_targets(trained):
+def test_labels_are_the_second_half_and_only_trained_positions_have_targets(trained):
     kept = [any(first <= i < end for first, end in trained or [[0, 5]]) for i in range(5)]
-    _, targets = Windows(10, labels=True, trained=trained).ids_and_targets(LABELLED)
-    for row, document in enumerate(LABELLED):
-        assert targets[row].tolist() == [
-            t if k else -1 for t, k in zip(expected(document)[1], kept)
-        ]
-    ids, targets = Windows(6, trained=trained).ids_and_targets(LABELLED[:, :6])
-    assert (ids.numpy() == LABELLED[:, :5]).all()
-    for row, document in enumerate(LABELLED):
-        assert targets[row].tolist() == [
-            t if k else -1 for t, k in zip(document[1:6].tolist(), kept)
-        ]
+    windows, plain = Windows(10, labels=True, trained=trained), Windows(6, trained=trained)
+    assert windows.length == plain.length == 5
+    for document in LABELLED:
+        found = windows.ids_and_targets(document[None].astype(np.uint16))
+        assert {part.dtype for part in found} == {torch.int64}
+        ids, labels = expected(document)
+        targets = [label if keep else -1 for label, keep in zip(labels, kept)]
+        assert [part[0].tolist() for part in found] == [ids, targets]
+        targets = [token if keep else -1 for token, keep in zip(document[1:6].tolist(), kept)]
+        found = plain.ids_and_targets(document[None, :6])
+        assert [part[0].tolist() for part in found] == [ids, targets]
 
 
-def test_batches_hold_whole_labelled_documents():
+@pytest.mark.parametrize("labels", [True, False])
+def test_batches_hold_whole_documents(labels):
     cuts = [part.astype(np.uint16) for part in np.split(LABELLED.ravel(), [37])]
-    windows = Windows(10, labels=True)
-    train, val = (
-        TrainBatches(cuts, 5, 3, 0, documents=windows),
-        ValidationBatches(cuts, 5, documents=windows),
-    )
+    windows, length = Windows(10, labels), 5 if labels else 9
+    wanted = [expected(document) for document in LABELLED]
+    if not labels:
+        wanted = [(row[:-1], row[1:]) for row in LABELLED.tolist()]
+    train = TrainBatches(cuts, length, 3, 0, documents=windows)
+    val = ValidationBatches(cuts, length, documents=windows)
     assert (train.windows, train.skipped, val.windows) == (9, 0, 9)
     epoch = [train.get(step, 0, 3) for step in range(3)]
     rows = [(ids.tolist(), targets.tolist()) for batch in epoch for ids, targets in zip(*batch)]
-    assert sorted(rows) == sorted(expected(document) for document in LABELLED)
-    ids, targets = val.get([8, 2], 3)
-    assert [(i.tolist(), t.tolist()) for i, t in zip(ids, targets)][:2] == [
-        expected(LABELLED[w]) for w in (8, 2)
-    ]
-    assert targets[2].tolist() == [-1] * 5
-    with pytest.raises(
-        ValueError, match=r"block_size=9: .* 10 tokens each, .* give --block_size=5"
-    ):
-        TrainBatches(cuts, 9, 3, 0, documents=windows)
+    assert sorted(rows) == sorted(wanted)
+    rows = [(i.tolist(), t.tolist()) for i, t in zip(*val.get([8, 2], 3))]
+    assert rows == [wanted[8], wanted[2], ([0] * length, [-1] * length)]
+    message = rf"block_size=6: .* 10 tokens each, .* give --block_size={length}"
+    with pytest.raises(ValueError, match=message):
+        TrainBatches(cuts, 6, 3, 0, documents=windows)
+    with pytest.raises(ValueError, match="validation split has 4 tokens"):
+        ValidationBatches([cuts[0][:4]], length, documents=windows)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 6])
 def test_a_micro_batch_counts_by_its_targets(rows):
-    documents = LABELLED.copy()
+    documents = LABELLED.astype(np.uint16)
     documents[[1, 4], 5:] = 0
-    batches = TrainBatches(
-        [documents.ravel().astype(np.uint16)], 5, 6, 0, documents=Windows(10, labels=True)
-    )
+    batches = TrainBatches([documents.ravel()], 5, 6, 0, documents=Windows(10, labels=True))
     for step in range(4):
         counts = np.array([(batches.get(step, i, rows)[1] != -1).sum() for i in range(0, 6, rows)])
         shares = batches.shares(step, rows)
@@ -90,21 +77,11 @@ def test_a_micro_batch_counts_by_its_targets(rows):
 
 
 def test_where_all_count_the_same_there_is_no_share():
+    tokens = LABELLED.astype(np.uint16).ravel()  # 0 is a target where it is no label
     for windows in (Windows(10), Windows(10, trained=[[2, 4]]), None):
-        batches = TrainBatches(
-            [LABELLED.ravel().astype(np.uint16)],
-            windows.length if windows else 9,
-            4,
-            0,
-            2**16,
-            windows,
-        )
-        assert batches.shares(0, 2) is None
-    full = np.where(LABELLED == 0, 1, LABELLED).astype(np.uint16)
-    assert (
-        TrainBatches([full.ravel()], 5, 4, 0, documents=Windows(10, labels=True)).shares(0, 2)
-        is None
-    )
+        assert TrainBatches([tokens], 9, 4, 0, 2**16, windows).shares(0, 2) is None
+    full = [np.maximum(tokens, 1)]
+    assert TrainBatches(full, 5, 4, 0, documents=Windows(10, labels=True)).shares(0, 2) is None
     none = TrainBatches([np.zeros(90, np.uint16)], 5, 4, 0, documents=Windows(10, labels=True))
     assert none.shares(0, 2).tolist() == [0, 0]
     assert none.shares(0, 4).tolist() == [0]
@@ -165,19 +142,10 @@ def test_every_window_has_its_loss(monkeypatch, rows, scored, at_once):
     documents[3, 6:] = 0  # no label but at position 0
     windows = Windows(10, labels=True, trained=((1, 5),), scored=scored)
     batches = ValidationBatches([documents.ravel()], 5, documents=windows)
-    model, shown = Fixed(), [0, 2, 3, 5, 8]
-    found = [
-        evaluate(
-            model,
-            batches,
-            shown,
-            rows,
-            Alone(rank, 2, torch.device("cpu")),
-            contextlib.nullcontext(),
-            each=True,
-        )
-        for rank in range(2)
-    ]
+    model, shown, found = Fixed(), [0, 2, 3, 5, 8], []
+    for rank in range(2):
+        world, cast = Alone(rank, 2, torch.device("cpu")), contextlib.nullcontext()
+        found.append(evaluate(model, batches, shown, rows, world, cast, each=True))
     wanted = []
     for document in documents[shown]:
         p = torch.log_softmax(model.table[document[1:5]].double(), dim=1).numpy()
@@ -197,18 +165,15 @@ def test_what_meta_json_says():
     assert Windows.of(meta) == Windows(10, True, [[1, 5]], [[2, 5]])
 
 
-@pytest.mark.parametrize(
-    ("meta", "message"),
-    [
-        ({"window_tokens": 11, "labels": True}, "window_tokens=11 of a corpus with labels is odd"),
-        ({"window_tokens": 10, "scored": [[3, 10]]}, "positions 3 to 10 are not of a window of 9"),
-        ({"window_tokens": 10, "scored": [[4, 4]]}, "positions 4 to 4"),
-        (
-            {"window_tokens": 10, "trained": [[4, 9]], "scored": [[3, 9]]},
-            r"scored=\[\[3, 9\]\] has positions that",
-        ),
-    ],
-)
-def test_a_meta_json_that_contradicts_itself(meta, message):
+CONTRADICTIONS = [
+    (11, {"labels": True}, "window_tokens=11 of a corpus with labels is odd"),
+    (10, {"scored": [[3, 10]]}, "positions 3 to 10 are not of a window of 9"),
+    (10, {"scored": [[4, 4]]}, "positions 4 to 4"),
+    (10, {"trained": [[4, 9]], "scored": [[3, 9]]}, r"scored=\[\[3, 9\]\] has positions that"),
+]
+
+
+@pytest.mark.parametrize(("tokens", "meta", "message"), CONTRADICTIONS)
+def test_a_meta_json_that_contradicts_itself(tokens, meta, message):
     with pytest.raises(ValueError, match=message):
-        Windows.of(meta)
+        Windows.of({"window_tokens": tokens, **meta})

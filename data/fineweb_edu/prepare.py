@@ -16,22 +16,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import configurator
 from data import hub, preparation
-from data.sources import Files
 
-SAMPLES = {"sample-100BT": 100e9, "sample-10BT": 10e9, "sample-350BT": 350e9}
+SAMPLES = {"sample-100BT": 100e9, "sample-10BT": 10e9, "sample-350BT": 350e9}  # tokens, about
 
 
 def main():
     parser = preparation.arguments(__doc__, Path(__file__).parent)
     add = parser.add_argument
-    add(
-        "--sample",
-        choices=SAMPLES,
-        default="sample-100BT",
-        help="which sample of the data set (default: 100BT)",
-    )
+    which = "which sample of the data set (default: 100BT)"
+    add("--sample", choices=SAMPLES, default="sample-100BT", help=which)
     hub.add_options(parser, "HuggingFaceFW/fineweb-edu")
-    add("--source", nargs="+", help="parquet or jsonl files instead: paths, patterns or folders")
     add("--column", default="text", help="the column or key that holds the text")
     add("--pretokenized", help="folder or hub repository of GPT-2 shards in llm.c's format")
     args = parser.parse_args()
@@ -39,18 +33,9 @@ def main():
         preparation.check(args)
         if args.pretokenized and not args.verify:
             return preparation.adopt(args)
-        if args.source:
-            hub.refuse_options(args, "--source")
-            source = Files(args.source, args.column)
-        else:
-            keys = {"revision": args.revision, "retry_minutes": args.retry_minutes}
-            tokens = int(SAMPLES[args.sample])
-            source = hub.Hub(
-                args.repository, args.sample, column=args.column, tokens=tokens, **keys
-            )
-        preparation.prepare(
-            args, "fineweb_edu", [("val", source, args.val_tokens), ("train", source, None)]
-        )
+        source = hub.source_of(args, args.sample, tokens=int(SAMPLES[args.sample]))
+        plan = preparation.one_stream(source, args.val_tokens)
+        preparation.prepare(args, "fineweb_edu", plan)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ ends on its own symbol, accuracy 1 / (symbols - 1); of two hops, in a long windo
 of 1 to 4 hops and 4 symbols together it has 0.37. The optimum is loss 0, accuracy 1.
 """
 
-import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,18 +29,18 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import numpy as np
 
-import configurator
 from data import tasks
+from data.tasks import option
 
 NOWHERE = -1
 
 
 @dataclass(frozen=True)
 class Hops(tasks.Task):
-    hops: int
-    fewest: int
-    positions: int
-    symbols: int
+    hops: int = option(4, "difficulty: most hops to follow", 1, 64)
+    fewest: int = option(1, "fewest hops to follow", 1, "hops")
+    positions: int = option(64, "of a window; the last half is scored", 4, 2**15)
+    symbols: int = option(4, "different symbols; a hop goes back about as far", 3, 2**12)
 
     name = "k_hop"
 
@@ -62,11 +61,9 @@ class Hops(tasks.Task):
                 break
             ids[lost], ends[lost] = self.draw_any(rng, hops[lost])
         else:
-            raise ValueError(
-                f"--hops={self.hops}: windows of --positions={self.positions} with "
-                f"--symbols={self.symbols} hardly "
-                "ever have so many hops: give more positions, fewer symbols or hops"
-            )
+            windows = f"windows of --positions={self.positions} with --symbols={self.symbols}"
+            fix = "give more positions, fewer symbols or hops"
+            raise ValueError(f"--hops={self.hops}: {windows} hardly ever have so many hops: {fix}")
         labels = np.take_along_axis(ids, np.maximum(ends, 0), axis=1)
         labels[:, : self.first_scored] = 0
         return ids, labels
@@ -81,42 +78,23 @@ class Hops(tasks.Task):
         steps[:, 0] = 0
         ids = 1 + steps.cumsum(1) % self.symbols
         ids[:, 0] = self.symbols + hops
-        last = np.full(
-            (len(hops), self.vocab_size), NOWHERE
-        )  # after each id's last occurrence so far
+        after = np.full((len(hops), self.vocab_size), NOWHERE)  # each id's last occurrence so far
         hop, rows = np.full_like(ids, NOWHERE), np.arange(len(hops))
         for position in range(self.positions):
-            hop[:, position] = last[rows, ids[:, position]]
-            last[rows, ids[:, position]] = position + 1
+            hop[:, position] = after[rows, ids[:, position]]
+            after[rows, ids[:, position]] = position + 1
         ends = np.tile(np.arange(self.positions), (len(hops), 1))
         for done in range(self.hops):
-            further = np.where(
-                ends == NOWHERE, NOWHERE, np.take_along_axis(hop, np.maximum(ends, 0), axis=1)
-            )
-            ends = np.where(done < hops[:, None], further, ends)
+            further = np.take_along_axis(hop, np.maximum(ends, 0), axis=1)
+            ends = np.where((done < hops[:, None]) & (ends != NOWHERE), further, ends)
         return ids, ends
 
-    def known(self) -> dict:
-        scored = {"scored": [[1 + self.first_scored, 1 + self.positions]]}
-        chance = {"loss": math.log(self.symbols), "accuracy": 1 / self.symbols}
-        return {**scored, "chance": chance, "optimum": {"loss": 0.0, "accuracy": 1.0}}
+    def about(self):
+        return self.labelled(tasks.uniform(self.symbols), 1 + self.first_scored)
 
 
 def main():
-    parser = tasks.arguments(__doc__, Path(__file__).parent)
-    parser.add_argument("--hops", type=int, default=4, help="difficulty: most hops to follow")
-    parser.add_argument("--fewest", type=int, default=1, help="fewest hops to follow")
-    parser.add_argument(
-        "--positions", type=int, default=64, help="of a window; the last half is scored"
-    )
-    parser.add_argument(
-        "--symbols", type=int, default=4, help="different symbols; a hop goes back about as far"
-    )
-    args = parser.parse_args()
-    with configurator.one_line_errors():
-        most = {"hops": (1, 64), "positions": (4, 2**15), "symbols": (3, 2**12)}
-        tasks.check_ranges(args, most | {"fewest": (1, args.hops)})
-        tasks.prepare(args, Hops(args.hops, args.fewest, args.positions, args.symbols))
+    tasks.main(__doc__, __file__, Hops)
 
 
 if __name__ == "__main__":

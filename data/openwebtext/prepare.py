@@ -15,25 +15,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import configurator
 from data import hub, preparation
-from data.sources import Files
 
 
 def main():
     parser = preparation.arguments(__doc__, Path(__file__).parent, val_tokens=5_000_000)
-    add = parser.add_argument
     hub.add_options(parser, "Skylion007/openwebtext")
-    add("--source", nargs="+", help="parquet or jsonl files instead: paths, patterns or folders")
     args = parser.parse_args()
     with configurator.one_line_errors():
-        if args.source:
-            hub.refuse_options(args, "--source")
-            source = Files(args.source)
-        else:
-            keys = {"revision": args.revision, "retry_minutes": args.retry_minutes}
-            source = hub.Hub(args.repository, None, tokens=9_040_000_000, **keys)
-        preparation.prepare(
-            args, "openwebtext", [("val", source, args.val_tokens), ("train", source, None)]
-        )
+        source = hub.source_of(args, tokens=9_040_000_000)
+        plan = preparation.one_stream(source, args.val_tokens)
+        preparation.prepare(args, "openwebtext", plan)
 
 
 if __name__ == "__main__":

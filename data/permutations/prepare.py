@@ -34,8 +34,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import numpy as np
 
-import configurator
 from data import tasks
+from data.tasks import option
 
 
 @lru_cache
@@ -49,8 +49,8 @@ def products(degree: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Words(tasks.Task):
-    length: int
-    degree: int
+    length: int = option(6, "difficulty: permutations of a window", 2, 2**15)
+    degree: int = option(4, "elements that they permute", 2, 6)
 
     name = "permutations"
 
@@ -70,29 +70,14 @@ class Words(tasks.Task):
             so_far[:, position] = table[so_far[:, position - 1], factors[:, position]]
         return 1 + factors, 1 + so_far
 
-    def known(self) -> dict:
-        size, blind = (
-            math.factorial(self.degree),
-            1 - 1 / self.length,
-        )  # the first label needs no composing
-        chance = {"loss": blind * math.log(size), "accuracy": 1 / size}
-        return {
-            "scored": [[2, 1 + self.length]],
-            "chance": chance,
-            "optimum": {"loss": 0.0, "accuracy": 1.0},
-        }
+    def about(self):
+        chance = tasks.uniform(math.factorial(self.degree))
+        chance["loss"] *= 1 - 1 / self.length  # a mean over labels: the first needs no composing
+        return self.labelled(chance, first=2)
 
 
 def main():
-    parser = tasks.arguments(__doc__, Path(__file__).parent)
-    parser.add_argument(
-        "--length", type=int, default=6, help="difficulty: permutations of a window"
-    )
-    parser.add_argument("--degree", type=int, default=4, help="elements that they permute")
-    args = parser.parse_args()
-    with configurator.one_line_errors():
-        tasks.check_ranges(args, {"length": (2, 2**15), "degree": (2, 6)})
-        tasks.prepare(args, Words(args.length, args.degree))
+    tasks.main(__doc__, __file__, Words)
 
 
 if __name__ == "__main__":

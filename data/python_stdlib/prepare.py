@@ -16,17 +16,8 @@ import configurator
 from data import preparation
 from data.sources import Texts
 
-LEFT_OUT = {
-    "site-packages",
-    "dist-packages",
-    "__pycache__",
-    "test",
-    "tests",
-    "idlelib",
-    "lib2to3",
-    "turtledemo",
-}
-LEFT_OUT |= {"ensurepip", "pydoc_data", "encodings"}
+LEFT_OUT = set("site-packages dist-packages __pycache__ test tests idlelib lib2to3".split())
+LEFT_OUT |= {"turtledemo", "ensurepip", "pydoc_data", "encodings"}
 VALIDATION_SHARE = 0.04  # of the bytes, at least
 
 
@@ -64,21 +55,16 @@ def split_by_hash(texts: dict[str, str]) -> dict[str, dict[str, str]]:
 
 
 def main():
-    parser = preparation.arguments(
-        __doc__, Path(__file__).parent, {"val_tokens": None}, tokenizer="bpe"
-    )
-    args = parser.parse_args()
+    fixed, here = {"val_tokens": None}, Path(__file__).parent
+    args = preparation.arguments(__doc__, here, fixed, tokenizer="bpe").parse_args()
     with configurator.one_line_errors():
         root = Path(sysconfig.get_path("stdlib"))
         splits = split_by_hash(source_files(root))
         if not splits["train"]:
-            raise ValueError(
-                f"{root} holds no standard library source: run this with a full Python installation"
-            )
+            lack = f"{root} holds no standard library source"
+            raise ValueError(f"{lack}: run this with a full Python installation")
         name = f"standard library of Python {platform.python_version()}"
-        plan = [
-            (split, Texts(list(splits[split].values()), name), None) for split in ("val", "train")
-        ]
+        plan = [(split, Texts(list(texts.values()), name), None) for split, texts in splits.items()]
         preparation.prepare(args, "python", plan)
 
 

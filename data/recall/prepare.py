@@ -20,7 +20,6 @@ Known: whoever sees which values a window holds, and not whose they are, is righ
 is loss 0, accuracy 1.
 """
 
-import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,17 +27,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import numpy as np
 
-import configurator
 from data import tasks
+from data.tasks import option
 
 POWER = 0.01  # of the law of gaps, as in the paper
 
 
 @dataclass(frozen=True)
 class Recall(tasks.Task):
-    pairs: int
-    positions: int
-    symbols: int  # half of them keys, half values
+    pairs: int = option(8, "difficulty: pairs to remember", 2, 2**12)
+    positions: int = option(48, "of a window, four for each pair or more", 8, 2**15)
+    symbols: int = option(32, "half of them keys, half values", 4, 2**16 - 2)
 
     name = "recall"
 
@@ -47,16 +46,16 @@ class Recall(tasks.Task):
         return self.symbols + 2
 
     def check(self) -> None:
-        super().check()
+        if self.symbols % 2:
+            even = "give an even number, half of them are keys"
+            raise ValueError(f"--symbols={self.symbols}: {even}")
+        pairs = f"{self.pairs} pairs"
         if 4 * self.pairs > self.positions:
-            raise ValueError(
-                f"--positions={self.positions}: {self.pairs} pairs and their queries need "
-                f"{4 * self.pairs} or more"
-            )
+            need = f"{pairs} and their queries need {4 * self.pairs} or more"
+            raise ValueError(f"--positions={self.positions}: {need}")
         if 2 * self.pairs > self.symbols:
-            raise ValueError(
-                f"--symbols={self.symbols}: {self.pairs} pairs need {2 * self.pairs} or more"
-            )
+            raise ValueError(f"--symbols={self.symbols}: {pairs} need {2 * self.pairs} or more")
+        super().check()
 
     def draw(self, rng, count):
         half, context = self.symbols // 2, 2 * self.pairs
@@ -80,28 +79,12 @@ class Recall(tasks.Task):
         noisy = (POWER - 1) * np.log(slots) + rng.gumbel(size=(count, len(slots)))
         return rng.permuted(np.argsort(-noisy, axis=1)[:, : self.pairs], axis=1)
 
-    def known(self) -> dict:
-        chance = {"loss": math.log(self.pairs), "accuracy": 1 / self.pairs}
-        return {"chance": chance, "optimum": {"loss": 0.0, "accuracy": 1.0}}
+    def about(self):
+        return self.labelled(tasks.uniform(self.pairs))
 
 
 def main():
-    parser = tasks.arguments(__doc__, Path(__file__).parent)
-    parser.add_argument("--pairs", type=int, default=8, help="difficulty: pairs to remember")
-    parser.add_argument(
-        "--positions", type=int, default=48, help="of a window, four for each pair or more"
-    )
-    parser.add_argument("--symbols", type=int, default=32, help="half of them keys, half values")
-    args = parser.parse_args()
-    with configurator.one_line_errors():
-        tasks.check_ranges(
-            args, {"pairs": (2, 2**12), "positions": (8, 2**15), "symbols": (4, 2**16 - 2)}
-        )
-        if args.symbols % 2:
-            raise ValueError(
-                f"--symbols={args.symbols}: give an even number, half of them are keys"
-            )
-        tasks.prepare(args, Recall(args.pairs, args.positions, args.symbols))
+    tasks.main(__doc__, __file__, Recall)
 
 
 if __name__ == "__main__":

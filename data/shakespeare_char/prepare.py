@@ -33,24 +33,17 @@ def whole_text(source: Path | None) -> str:
             with urllib.request.urlopen(ADDRESS, timeout=30) as answer:
                 content = answer.read()
     except OSError as error:
-        raise ValueError(
-            f"{source or ADDRESS} cannot be read ({error}): give --source=FILE, a copy of it"
-        ) from error
+        cannot = f"{source or ADDRESS} cannot be read ({error})"
+        raise ValueError(f"{cannot}: give --source=FILE, a copy of it") from error
     if hashlib.sha256(content).hexdigest() != SHA256:
-        raise ValueError(
-            f"{source or ADDRESS} is another text than nanoGPT's (SHA-256 {SHA256[:12]}...)"
-        )
+        another = f"is another text than nanoGPT's (SHA-256 {SHA256[:12]}...)"
+        raise ValueError(f"{source or ADDRESS} {another}")
     return content.decode("ascii")
 
 
 def main():
-    fixed = {
-        "tokenizer": "characters",
-        "vocab_size": 257,
-        "tokenizer_bytes": 2**21,
-        "val_tokens": None,
-    }
-    parser = preparation.arguments(__doc__, Path(__file__).parent, fixed)
+    fixed = {"tokenizer": "characters", "vocab_size": 257, "tokenizer_bytes": 2**21}
+    parser = preparation.arguments(__doc__, Path(__file__).parent, {**fixed, "val_tokens": None})
     parser.add_argument("--source", type=Path, help="the text as a file, instead of a download")
     args = parser.parse_args()
     with configurator.one_line_errors():

@@ -25,23 +25,12 @@ def main():
     add = parser.add_argument
     add("--source", nargs="+", help="files, patterns, and folders with all that is below them")
     add("--suffixes", nargs="+", default=(), help="in folders, only files that end so: .py .c")
-    add(
-        "--column",
-        default="text",
-        help="the column or key of parquet and jsonl files that holds the text",
-    )
-    add(
-        "--duplicates",
-        choices=("drop", "keep"),
-        default="drop",
-        help="documents that repeat an earlier one exactly",
-    )
-    add(
-        "--val_share",
-        type=float,
-        default=0.02,
-        help="without --val_tokens: about this share is for validation",
-    )
+    which = "the column or key of parquet and jsonl files that holds the text"
+    add("--column", default="text", help=which)
+    copies = "documents that repeat an earlier one exactly"
+    add("--duplicates", choices=("drop", "keep"), default="drop", help=copies)
+    share = "without --val_tokens: about this share is for validation"
+    add("--val_share", type=float, default=0.02, help=share)
     args = parser.parse_args()
     with configurator.one_line_errors():
         preparation.check(args)
@@ -55,20 +44,15 @@ def main():
         unique = args.duplicates == "drop"
         source = Files(sources, args.column, tuple(args.suffixes), shuffled=True, unique=unique)
         per_token = 1 if args.tokenizer == "bytes" else 4
-        val_tokens = args.val_tokens or max(
-            int(args.val_share * source.text_bytes() / per_token), 1
-        )
-        preparation.prepare(args, "text", [("val", source, val_tokens), ("train", source, None)])
+        share = int(args.val_share * source.text_bytes() / per_token)
+        plan = preparation.one_stream(source, args.val_tokens or max(share, 1))
+        preparation.prepare(args, "text", plan)
         if source.copies:
-            size = shards.readable(source.copied_bytes)
-            print(
-                f"{source.copies:,} documents ({size}) repeat earlier ones exactly and were left "
-                "out"
-            )
+            copies = f"{source.copies:,} documents ({shards.readable(source.copied_bytes)})"
+            print(f"{copies} repeat earlier ones exactly and were left out")
         if source.not_text:
-            print(
-                f"{len(source.not_text)} files of the folders are no UTF-8 text and were left out"
-            )
+            files = f"{len(source.not_text)} files of the folders"
+            print(f"{files} are no UTF-8 text and were left out")
 
 
 if __name__ == "__main__":

@@ -26,27 +26,19 @@ def main():
     parser = preparation.arguments(__doc__, Path(__file__).parent, val_tokens=None)
     add = parser.add_argument
     add("--version", choices=("2", "103"), default="103", help="which WikiText (default: 103)")
-    add(
-        "--val_split",
-        choices=("validation", "test"),
-        default="validation",
-        help="what the validation shards hold",
-    )
-    hub.add_options(parser, "Salesforce/wikitext")
+    splits, holds = ("validation", "test"), "what the validation shards hold"
+    add("--val_split", choices=splits, default="validation", help=holds)
+    hub.add_options(parser, "Salesforce/wikitext", or_files=False)
     args = parser.parse_args()
     with configurator.one_line_errors():
         name = f"wikitext-{args.version}-raw-v1"
         tokens = {"2": 2_500_000, "103": 119_000_000}[args.version]
-        keys = {"revision": args.revision, "retry_minutes": args.retry_minutes}
-        keys |= {
-            "starts": lambda line: bool(TITLE.fullmatch(line)),
-            "otherwise": "give a clone by --repository=FOLDER",
-        }
-        train = hub.Hub(args.repository, name, "train", tokens=tokens, **keys)
-        val = hub.Hub(args.repository, name, args.val_split, tokens=300_000, **keys)
-        preparation.prepare(
-            args, "wikitext", [("val", val, args.val_tokens), ("train", train, None)]
-        )
+        keys = {"starts": lambda line: bool(TITLE.fullmatch(line))}
+        keys |= {"otherwise": "give a clone by --repository=FOLDER"}
+        train = hub.source_of(args, name, split="train", tokens=tokens, **keys)
+        val = hub.source_of(args, name, split=args.val_split, tokens=300_000, **keys)
+        plan = [("val", val, args.val_tokens), ("train", train, None)]
+        preparation.prepare(args, "wikitext", plan)
 
 
 if __name__ == "__main__":
