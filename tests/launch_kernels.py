@@ -29,8 +29,8 @@ def start_again(folder: str) -> None:
         "LD_LIBRARY_PATH": folder,
         "TRITON_LIBCUDA_PATH": folder,
         "ABSENT_DRIVER": folder,
+        "CUDA_VISIBLE_DEVICES": "",
     }
-    env |= {"TRITON_CACHE_DIR": f"{folder}/cache", "CUDA_VISIBLE_DEVICES": ""}
     sys.exit(subprocess.run([sys.executable, __file__], env=env).returncode)
 
 
