@@ -16,9 +16,7 @@ from model.block import state_size as size_of
 
 
 def attention_flops(query, key, value, *_, **__) -> int:
-    """Of the CPU's attention, for which torch has no formula; it counts the whole context, as for
-    the others.
-    """
+    """Of the CPU's attention, which torch has no formula for; the whole context, as for others."""
     return sdpa_flop_count(query, key, value)
 
 
@@ -26,14 +24,11 @@ ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attenti
 
 
 def counted_pass(cls, config, tokens: int):
-    """(the model on the CPU, the operations of its matrix products in a forward pass, its states
-    after each block).
-    """
+    """(the model on the CPU, operations of a pass's matrix products, the state after each block)."""
+    bare = type(cls.__name__, (cls,), {"init_weights": lambda self: None})
     try:
         with FakeTensorMode():
-            return forward_pass(
-                type(cls.__name__, (cls,), {"init_weights": lambda self: None})(config), tokens
-            )
+            return forward_pass(bare(config), tokens)
     except DataDependentOutputException:  # it looks at the values of its tensors
         return forward_pass(cls(config), tokens)
 
@@ -44,19 +39,14 @@ def forward_pass(model, tokens: int):
     for each in model.transformer.h:
         each.register_forward_hook(lambda _, __, output: states.append(output[0]))
     looking = Looking(tokens, model.config.hidden_size)
-    with (
-        FlopCounterMode(display=False, custom_mapping=ATTENTION) as counter,
-        model.through(looking),
-    ):
+    counter = FlopCounterMode(display=False, custom_mapping=ATTENTION)
+    with counter, model.through(looking):
         model(torch.zeros(1, tokens, dtype=torch.int64))
     return model, counter.get_total_flops(), states
 
 
 class Looking(Stream):
-    """Every step by itself, of one sequence.
-
-    ValueError: a read gives no x_in (B, T, d), or a write no state.
-    """
+    """One sequence's steps. ValueError: a read gives no x_in (B, T, d), or a write no state."""
 
     def __init__(self, tokens: int, size: int):
         self.shape, self.needed = (1, tokens), (1, tokens, size)
@@ -73,37 +63,27 @@ class Looking(Stream):
 
     def write(self, site, state, h, c, x_in, cache):
         written, loss = super().write(site, state, h, c, x_in, cache)
-        parts = tree_leaves(written)
-        if not parts or not all(
-            torch.is_tensor(part) and part.shape[:2] == self.shape for part in parts
-        ):
-            self.refuse(
-                site,
-                site.write,
-                written,
-                "needed the new state, one or several tensors (B, T, ...)",
-            )
+        fit = [torch.is_tensor(x) and x.shape[:2] == self.shape for x in tree_leaves(written)]
+        if not fit or not all(fit):
+            needed = "needed the new state, one or several tensors (B, T, ...)"
+            self.refuse(site, site.write, written, needed)
         return written, loss
 
     def refuse(self, site, part, given, needed: str):
-        shapes = [
-            str(tuple(x.shape)) if torch.is_tensor(x) else repr(x) for x in tree_leaves(given)
-        ]
+        parts = tree_leaves(given)
+        shapes = [str(tuple(x.shape)) if torch.is_tensor(x) else repr(x) for x in parts]
         where = f"{type(part).__name__} of block {site.layer}, {site.name}"
         raise ValueError(f"{where}, returns {', '.join(shapes) or given}: {needed}")
 
 
 def forward_flops(cls, config) -> int:
-    """Operations of a forward pass over block_size tokens: matrix products, and what the stream's
-    parts declare.
-    """
+    """Operations of a pass over block_size tokens: matrix products, and what parts declare."""
     model, products, _ = counted_pass(cls, config, config.block_size)
     sites = [site for each in model.transformer.h for site in each.sites]
     parts = [part for site in sites for part in (site.read, site.write, site.after)]
     parts += [model.input_embed, model.readout]
-    elementwise = sum(
-        part.elementwise_flops() for part in parts if hasattr(part, "elementwise_flops")
-    )
+    declared = [part for part in parts if hasattr(part, "elementwise_flops")]
+    elementwise = sum(part.elementwise_flops() for part in declared)
     return products + elementwise * config.block_size
 
 

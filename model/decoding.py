@@ -13,18 +13,13 @@ NO_TOKEN = -1  # an id that stands for nothing, on the left of shorter sequences
 
 
 def padded(sequences: list[list[int]], device: torch.device | str = "cpu"):
-    """Token ids of unequal lengths as int64 (B, T), NO_TOKEN on the left of shorter ones.
-
-    ValueError: an empty one.
-    """
+    """Token ids as int64 (B, T), NO_TOKEN on the left of shorter ones. ValueError: an empty one."""
     if not all(sequences):
-        raise ValueError(
-            "an empty sequence: give one token or more (end-of-text stands before a text)"
-        )
+        fix = "give one token or more (end-of-text stands before a text)"
+        raise ValueError(f"an empty sequence: {fix}")
     longest = max(map(len, sequences))
-    return torch.tensor(
-        [[NO_TOKEN] * (longest - len(ids)) + list(ids) for ids in sequences], device=device
-    )
+    rows = [[NO_TOKEN] * (longest - len(ids)) + list(ids) for ids in sequences]
+    return torch.tensor(rows, device=device)
 
 
 class Cache:
@@ -46,22 +41,17 @@ class Cache:
         self.blocks: list[dict] = [{} for _ in range(blocks + 1)]
 
     def reserve(self, ids) -> int:
-        """Count the tokens ids (B, T), which are about to be read; returns how many there are with
-        them.
+        """Count the tokens ids (B, T), which are about to be read, and return how many there are.
 
         ValueError: they do not fit, or it is not the batch that the cache was begun with.
         """
         (batch_size, tokens), begun = ids.shape, self.start is not None
         if self.tokens + tokens > self.length:
-            raise ValueError(
-                f"{self.tokens + tokens} tokens do not fit a cache of length={self.length}: give "
-                "fewer"
-            )
+            size = f"a cache of length={self.length}"
+            raise ValueError(f"{self.tokens + tokens} tokens do not fit {size}: give fewer")
         if begun and batch_size != len(self.start):
-            raise ValueError(
-                f"batch_size={batch_size}: this cache is of {len(self.start)} sequences; make "
-                "another"
-            )
+            reason = f"this cache is of {len(self.start)} sequences; make another"
+            raise ValueError(f"batch_size={batch_size}: {reason}")
         if not begun:
             self.start = self.position.new_zeros(batch_size, 1)
         if self.tokens == 0:
@@ -73,27 +63,23 @@ class Cache:
     def reset(self) -> None:
         """Forget all tokens; the tensors stay where they are."""
         self.tokens = 0
-        kept_tensors = (tensor for block in self.blocks for tensor in block.values())
-        for tensor in (self.position, *kept_tensors, *([] if self.start is None else [self.start])):
-            tensor.zero_()
+        kept_tensors = [tensor for block in self.blocks for tensor in block.values()]
+        for tensor in (self.position, self.start, *kept_tensors):
+            if tensor is not None:
+                tensor.zero_()
 
     def select(self, rows) -> "Cache":
-        """A new cache of these rows, int64 (N,), of the batch: for beams, and for several
-        continuations of a prefix.
-        """
+        """A new cache of these rows (N,) int64: for beams, and continuations of one prefix."""
         other = Cache(len(self.blocks) - 1, self.length, self.position.device)
         other.tokens, other.padded, other.position = self.tokens, self.padded, self.position.clone()
         other.start = None if self.start is None else self.start[rows]
-        other.blocks = [
-            {slot: tensor[rows] for slot, tensor in block.items()} for block in self.blocks
-        ]
+        for mine, block in zip(other.blocks, self.blocks):
+            mine.update({slot: tensor[rows] for slot, tensor in block.items()})
         return other
 
 
 def kept(cache: dict, slot: str, shape: tuple, like, dtype: torch.dtype | None = None):
-    """The tensor in a slot of a block's cache, to be written in place; zeros at first, in `like`'s
-    dtype by default.
-    """
+    """The tensor in a slot of a block's cache, to be written in place; zeros, as `like`, at first."""
     if slot not in cache:
         cache[slot] = like.new_zeros(shape, dtype=dtype)
     return cache[slot]
@@ -130,18 +116,14 @@ class Decoder:
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: give 1 or more")
         self.model, self.cache = model, model.new_cache(length)
-        self.token = torch.zeros(
-            batch_size, 1, dtype=torch.int64, device=self.cache.position.device
-        )
+        self.token = self.cache.position.new_zeros(batch_size, 1)  # int64
         self.fixed_step = None
         if compiled:
             with torch.no_grad():
                 self.fixed_step = self.captured() if self.token.is_cuda else self.compiled()
 
     def logits(self, ids, seen: int):
-        """ids (B, T) -> logits after the last (B, vocab_size); all attend over the first `seen`
-        places.
-        """
+        """ids (B, T), which attend over the first `seen` places -> logits after the last (B, V)."""
         return self.model.logits(self.model.hidden(ids, self.cache, seen)[:, -1])
 
     def warm_up(self, step) -> None:
@@ -162,10 +144,8 @@ class Decoder:
         # Weights that autocast rounds must be rounded within the graph: the copies that it keeps go
         # when it ends.
         rounding = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
-        with (
-            torch.cuda.device(self.token.device),
-            torch.autocast("cuda", *rounding, cache_enabled=False),
-        ):
+        autocast = torch.autocast("cuda", *rounding, cache_enabled=False)
+        with torch.cuda.device(self.token.device), autocast:
             self.warm_up(self.logits)
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
@@ -186,26 +166,20 @@ class Decoder:
 
     @torch.no_grad()
     def prefill(self, ids):
-        """Forget what was read and read ids (B, T), `padded` where lengths differ -> logits after
-        the last token.
+        """Forget what was read; ids (B, T), `padded` where lengths differ -> logits after the last.
 
         ValueError: they do not fit.
         """
         self.check_batch(ids)
         if not 1 <= ids.shape[1] <= self.cache.length:
-            raise ValueError(
-                f"a prompt of {ids.shape[1]} tokens for a decoder of length={self.cache.length}: "
-                "give 1 to that many"
-            )
+            size = f"a decoder of length={self.cache.length}"
+            raise ValueError(f"a prompt of {ids.shape[1]} tokens for {size}: give 1 to that many")
         self.cache.reset()
         return self.logits(ids, self.cache.reserve(ids))
 
     @torch.no_grad()
     def step(self, token):
-        """The next token of each sequence, (B,) -> logits after it (B, vocab_size).
-
-        ValueError: `length` is reached.
-        """
+        """Next tokens (B,) -> logits after them (B, V). ValueError: `length` is reached."""
         self.check_batch(token)
         self.token.copy_(token.unsqueeze(1))
         seen = self.cache.reserve(self.token)
@@ -213,7 +187,5 @@ class Decoder:
 
     def check_batch(self, ids) -> None:
         if len(ids) != len(self.token):
-            raise ValueError(
-                f"{len(ids)} sequences for a decoder of batch_size={len(self.token)}: give that "
-                "many"
-            )
+            size = f"a decoder of batch_size={len(self.token)}"
+            raise ValueError(f"{len(ids)} sequences for {size}: give that many")

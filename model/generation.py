@@ -3,6 +3,7 @@ stop strings.
 """
 
 import codecs
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
@@ -16,10 +17,7 @@ UNIFORMS = 1024  # random numbers that a sequence draws at a time
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn, in this order; temperature 0 takes the likeliest.
-
-    ValueError: a value out of range.
-    """
+    """How a token is drawn, in this order. ValueError: a value out of range."""
 
     repetition_penalty: Annotated[
         float, "logits of tokens that are there already: divided by it, below 0 times it"
@@ -34,25 +32,20 @@ class Sampling:
     )
 
     def __post_init__(self):
+        penalty = self.repetition_penalty
         for name, fits, fix in (
-            ("temperature", 0 <= self.temperature < float("inf"), "0 or more"),
+            ("temperature", 0 <= self.temperature < math.inf, "0 or more"),
             ("top_k", self.top_k is None or self.top_k >= 1, "1 or more"),
             ("top_p", 0 < self.top_p <= 1, "a number above 0, at most 1"),
             ("min_p", 0 <= self.min_p <= 1, "a number from 0 to 1"),
-            (
-                "repetition_penalty",
-                0 < self.repetition_penalty < float("inf"),
-                "a number above 0 (1: no penalty)",
-            ),
+            ("repetition_penalty", 0 < penalty < math.inf, "a number above 0 (1: no penalty)"),
         ):
             if not fits:
                 raise ValueError(f"{name}={getattr(self, name)}: give {fix}")
 
 
 def probabilities(logits, sampling: Sampling):
-    """logits (B, V) -> (probabilities float64 (B, n), not normalised, and their tokens (B, n),
-    None: in order).
-    """
+    """logits (B, V) -> float64 (B, n), not normalised, and their tokens (B, n); None: in order."""
     logits, tokens = logits.double() / sampling.temperature, None
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
         logits, tokens = logits.topk(sampling.top_k)
@@ -73,9 +66,8 @@ def draw(logits, sampling: Sampling, uniform, present=None):
     """
     if sampling.repetition_penalty != 1:
         penalty = sampling.repetition_penalty
-        logits = torch.where(
-            present, torch.where(logits > 0, logits / penalty, logits * penalty), logits
-        )
+        penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
+        logits = torch.where(present, penalised, logits)
     if sampling.temperature == 0:
         return logits.argmax(-1)
     p, tokens = probabilities(logits, sampling)
@@ -88,8 +80,7 @@ def draw(logits, sampling: Sampling, uniform, present=None):
 
 
 class Generation:
-    """New tokens for at most as many prompts as the decoder has rows; iterating yields them step by
-    step.
+    """New tokens, step by step, for at most as many prompts as the decoder has rows.
 
     Each step is a list: a token id for every prompt, None for one that has ended: by stop_token,
     which is not yielded, by max_new_tokens, or by `stop(row)`. A prompt's tokens depend on it and
@@ -104,22 +95,17 @@ class Generation:
     ):  # fmt: skip
         rows, self.length = len(decoder.token), decoder.cache.length
         if not 0 < len(prompts) <= rows or not all(prompts):
-            raise ValueError(
-                f"{len(prompts)} prompts for {rows} rows: give 1 to that many, each of 1 token or "
-                "more"
-            )
+            fix = "give 1 to that many, each of 1 token or more"
+            raise ValueError(f"{len(prompts)} prompts for {rows} rows: {fix}")
         self.decoder, self.sampling, self.max_new_tokens = decoder, sampling, max_new_tokens
         self.stop_token, self.vocabulary, self.count = stop_token, vocabulary, len(prompts)
-        self.contexts = [list(prompt)[-self.length :] for prompt in prompts] + [[0]] * (
-            rows - len(prompts)
-        )
+        self.contexts = [list(prompt)[-self.length :] for prompt in prompts]
+        self.contexts += [[0]] * (rows - len(prompts))
         self.ended = [row >= len(prompts) for row in range(rows)]
         self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         self.present = None
         if sampling.repetition_penalty != 1:
-            self.present = torch.zeros(
-                rows, vocabulary, dtype=torch.bool, device=decoder.token.device
-            )
+            self.present = decoder.token.new_zeros(rows, vocabulary, dtype=torch.bool)
             for row, prompt in enumerate(prompts):
                 self.present[row, prompt] = True
 
@@ -144,14 +130,11 @@ class Generation:
                 self.stop(row)
             elif not self.ended[row]:
                 self.contexts[row].append(token)
-        return [
-            None if self.ended[row] else token for row, token in enumerate(tokens[: self.count])
-        ]
+        counted = zip(tokens[: self.count], self.ended)
+        return [None if ended else token for token, ended in counted]
 
     def logits(self, tokens):
-        """Logits (B, vocabulary) after the texts so far, whose last tokens (B,) are; None: nothing
-        was read yet.
-        """
+        """Logits (B, vocabulary) after the texts so far; tokens (B,): their last, None at first."""
         if tokens is not None and self.decoder.cache.tokens < self.length:
             return self.decoder.step(tokens)[:, : self.vocabulary]
         for row, context in enumerate(self.contexts):
@@ -163,36 +146,29 @@ class Generation:
         return self.decoder.prefill(ids)[:, : self.vocabulary]
 
     def uniform(self, step: int):
-        """A number in [0, 1) for each row, float64 (B,); the same for a seed whatever
-        max_new_tokens is.
-        """
+        """A number in [0, 1) for each row, float64 (B,), which its seed and the step settle."""
         if self.sampling.temperature == 0:
             return None
         if step % UNIFORMS == 0:
-            drawn = [
-                torch.rand(UNIFORMS, generator=g, dtype=torch.float64) for g in self.generators
-            ]
-            drawn += [torch.zeros(UNIFORMS, dtype=torch.float64)] * (len(self.ended) - len(drawn))
-            self.uniforms = torch.stack(drawn, dim=1).to(self.decoder.token.device)
+            # drawn on the CPU: a GPU's generators give other numbers; rows without a prompt keep 0
+            drawn = torch.zeros(len(self.ended), UNIFORMS, dtype=torch.float64)
+            for row, generator in zip(drawn, self.generators):
+                row.uniform_(generator=generator)
+            self.uniforms = drawn.mT.to(self.decoder.token.device)
         return self.uniforms[step % UNIFORMS]
 
 
 class Text:
-    """The text of a sequence of tokens as it comes: whole characters, up to the first of the stop
-    strings.
-    """
+    """A sequence's text as it comes: whole characters, up to the first of the stop strings."""
 
     def __init__(self, tokenizer, stop: list[str]):
         self.tokenizer, self.stop, self.held, self.stopped = tokenizer, stop, "", False
         self.characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def add(self, token: int) -> str:
-        """What can be shown with this token: not the beginning of what may become a character or a
-        stop string.
-        """
-        return self.cut(
-            self.characters.decode(self.tokenizer.decode_single_token_bytes(token)), final=False
-        )
+        """What can be shown with this token: not what may become a character or a stop string."""
+        content = self.tokenizer.decode_single_token_bytes(token)
+        return self.cut(self.characters.decode(content), final=False)
 
     def end(self) -> str:
         """What was held back, when no token follows."""
@@ -204,31 +180,23 @@ class Text:
         if found:
             self.stopped, self.held = True, ""
             return text[: min(found)]
-        keep = (
-            0 if final else max((beginning_at_the_end(text, stop) for stop in self.stop), default=0)
-        )
-        self.held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        kept = [] if final else [beginning_at_the_end(text, stop) for stop in self.stop]
+        shown = len(text) - max(kept, default=0)
+        self.held = text[shown:]
+        return text[:shown]
 
 
 def beginning_at_the_end(text: str, stop: str) -> int:
     """Length of the longest beginning of `stop`, not all of it, that text ends with."""
-    return next(
-        (n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0
-    )
+    longest = min(len(stop) - 1, len(text))
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def generate_text(
-    decoder: Decoder,
-    tokenizer,
-    prompts: list[list[int]],
-    max_new_tokens: int,
-    sampling: Sampling,
-    seeds: list[int],
-    stop: list[str],
-) -> Iterator[tuple[int, str | None, int]]:
-    """Yield (row, the next piece of its text, 1 for a new token), and once for each row (row, None,
-    0): it has ended.
+    decoder: Decoder, tokenizer, prompts: list[list[int]], max_new_tokens: int, sampling: Sampling,
+    seeds: list[int], stop: list[str],
+) -> Iterator[tuple[int, str | None, int]]:  # fmt: skip
+    """Yield (row, the next piece of its text, 1 for a new token); (row, None, 0): it has ended.
 
     End-of-text ends a row, and so do the stop strings, which are cut off. tokenizer: a tiktoken
     encoding. ValueError: an empty stop string.

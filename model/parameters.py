@@ -14,9 +14,7 @@ from torch import nn
 
 
 class Kind(NamedTuple):
-    """How a learning rate goes with width under muP: times (hidden_size_base / hidden_size) to this
-    power.
-    """
+    """Of a learning rate under muP: it goes with this power of hidden_size_base / hidden_size."""
 
     adam: float
     muon: float | None = None  # None: Muon takes hidden matrices only
@@ -61,9 +59,8 @@ def by_shape(factor: float):
 
     def start(parameter):
         outputs, inputs = len(parameter), parameter[0].numel()
-        return nn.init.normal_(
-            parameter, std=factor / math.sqrt(inputs) * min(1, math.sqrt(outputs / inputs))
-        )
+        std = factor / math.sqrt(inputs) * min(1, math.sqrt(outputs / inputs))
+        return nn.init.normal_(parameter, std=std)
 
     return start
 
@@ -80,32 +77,21 @@ def linear(inputs: int, outputs: int, weight: Rule, bias: Rule | None = None) ->
 
 
 def aliases(model: nn.Module) -> dict[str, str]:
-    """{name: the first one} for what the model has under several names: tied weights, blocks that
-    occur twice.
-    """
-    named = (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    )
+    """{name: the first one} of what has several names: tied weights, blocks that occur twice."""
+    named = [*model.named_parameters(remove_duplicate=False)]
+    named += model.named_buffers(remove_duplicate=False)
     first: dict[int, str] = {}
-    return {
-        name: first[id(tensor)]
-        for name, tensor in named
-        if first.setdefault(id(tensor), name) != name
-    }
+    firsts = {name: first.setdefault(id(tensor), name) for name, tensor in named}
+    return {name: other for name, other in firsts.items() if other != name}
 
 
 def refuse_shared_memory(model: nn.Module) -> None:
-    """ValueError: two parameters are one piece of memory, which would part when the model moves to
-    a GPU.
-    """
+    """ValueError: two parameters are one piece of memory, which would part on the way to a GPU."""
     seen: dict[int, str] = {}
     for name, parameter in model.named_parameters():
         if (other := seen.setdefault(parameter.untyped_storage()._cdata, name)) != name:
-            raise ValueError(
-                f"{name} is a copy of {other} in the same memory: to tie them, assign {other} "
-                "itself"
-            )
+            fix = f"to tie them, assign {other} itself"
+            raise ValueError(f"{name} is a copy of {other} in the same memory: {fix}")
 
 
 def rules_of(model: nn.Module) -> dict[str, Rule]:
@@ -119,10 +105,8 @@ def rules_of(model: nn.Module) -> dict[str, Rule]:
         for name, rule in getattr(module, "rules", {}).items():
             full = f"{prefix}.{name}".removeprefix(".")
             if full in rules:
-                raise ValueError(
-                    f"{full} has two rules: {type(module).__name__} declares it, and a module "
-                    "around it"
-                )
+                places = f"{type(module).__name__} declares it, and a module around it"
+                raise ValueError(f"{full} has two rules: {places}")
             rules[full] = rule
     names = [name for name, _ in model.named_parameters()]
     for name in aliases(model):
@@ -131,25 +115,19 @@ def rules_of(model: nn.Module) -> dict[str, Rule]:
         if name not in rules:
             owner, _, last = name.rpartition(".")
             owner = type(model.get_submodule(owner)).__name__
-            raise ValueError(
-                f"{name} has no rule: give its {owner} rules = {{{last!r}: Rule(...)}}"
-            )
+            fix = f"give its {owner} rules = {{{last!r}: Rule(...)}}"
+            raise ValueError(f"{name} has no rule: {fix}")
     if unknown := sorted(rules.keys() - set(names)):
-        raise ValueError(
-            f"there is a rule for {unknown[0]}, which is no parameter of {type(model).__name__}"
-        )
+        reason = f"which is no parameter of {type(model).__name__}"
+        raise ValueError(f"there is a rule for {unknown[0]}, {reason}")
     return {name: rules[name] for name in names}
 
 
 def refuse_unregistered(model: nn.Module, parts: list[nn.Module]) -> None:
-    """ValueError: one of the parts has a parameter that is none of the model's, so that nobody
-    would train it.
-    """
+    """ValueError: a part has a parameter that is none of the model's: nobody would train it."""
     known = set(map(id, model.parameters()))
     for part in parts:
         if not known.issuperset(map(id, part.parameters())):
             name = type(part).__name__
-            raise ValueError(
-                f"{name} is used by a site, but no part of its block: assign it, self.part = "
-                f"{name}(...)"
-            )
+            fix = f"assign it, self.part = {name}(...)"
+            raise ValueError(f"{name} is used by a site, but no part of its block: {fix}")

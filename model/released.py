@@ -38,20 +38,18 @@ WIDTH = dict.fromkeys(("widthmuP", "widthmup"), False)
 WIDTH |= dict.fromkeys(("completeP", "completep", "spectralP", "SpectralP", "spectralp"), True)
 # Options of the released code that no published run used, with the values that mean "off".
 FIXED = {
-    **dict.fromkeys(
-        ("use_k_shift", "use_v_shift", "use_output_gate", "using_groupnorm", "bias"), (False, None)
-    ),
+    **dict.fromkeys(("use_k_shift", "use_v_shift", "use_output_gate"), (False, None)),
+    **dict.fromkeys(("using_groupnorm", "bias", "add_cross_attention"), (False, None)),
     **dict.fromkeys(("q_activation", "k_activation", "v_activation"), (None, "none", "identity")),
-    **dict.fromkeys(("scale_attn_by_inverse_layer_idx", "add_cross_attention"), (False, None)),
     **{"dropout": (0, None), "rms_norm_eps": (1e-5, None), "mlp_hidden_mult": (None, 8 / 3)},
     **{"ddl_sequence_reduction_version": (1,), "attention_dtype": ("auto",)},
     **{"kv_cache_slot_size": (128, None), "validate_cached_position_ids": (False, None)},
+    "scale_attn_by_inverse_layer_idx": (False, None),
 }
 # What the transformers library writes into any config.json.
 LIBRARY = set(
     "_name_or_path architectures auto_map model_type torch_dtype dtype transformers_version "
-    "tie_word_embeddings "
-    "use_cache bos_token_id eos_token_id pad_token_id is_decoder return_dict output_hidden_states "
+    "tie_word_embeddings use_cache bos_token_id eos_token_id pad_token_id is_decoder return_dict output_hidden_states "
     "output_attentions is_encoder_decoder chunk_size_feed_forward id2label label2id problem_type "
     "_attn_implementation_autoset max_position_embeddings torchscript".split()
 )
@@ -60,9 +58,8 @@ THEIRS = set(
     "vocab_size block_size num_hidden_layers num_attention_heads hidden_size head_dim rope_base "
     "rope_ratio use_qk_rmsnorm ddl_value_channels ddl_state_shortconv_kernel_size "
     "ddl_state_dv_shortconv_causal input_embed_shortconv_kernel_size ddl_k_eps "
-    "ddl_beta_hidden_size "
-    "ddl_beta_single_linear ddl_v_sigmoid ddl_v_sigmoid_scale ddl_v_constant "
-    "ddl_v_constant_value".split()
+    "ddl_beta_hidden_size ddl_beta_single_linear ddl_v_sigmoid ddl_v_sigmoid_scale "
+    "ddl_v_constant ddl_v_constant_value".split()
 )
 MAPPED = set("mup hidden_size_base num_hidden_layers_base residual_branch_mult ddl_cc_read".split())
 STEM = "stem"  # the key by which an exported config.json names its variant
@@ -92,10 +89,8 @@ def of_current(found) -> bool:
     """
     kinds = {is_current(name, tensor): name for name, tensor in sorted(found.items())}
     if True in kinds and False in kinds:
-        raise ValueError(
-            f"{kinds[True]} is a weight of the authors' current release, "
-            f"{kinds[False]} of their older one: a folder has the names of one"
-        )
+        current = f"{kinds[True]} is a weight of the authors' current release"
+        raise ValueError(f"{current}, {kinds[False]} of their older one: give the names of one")
     return True in kinds
 
 
@@ -115,18 +110,16 @@ def stem_of(found) -> str:
             raise ValueError(f"{name} is {shape}: needed two dimensions (CC) or three (TC)")
     kinds = {match[2] == "weight" and found[name].ndim == 2: name for name, match in reads.items()}
     if len(kinds) > 1:
-        raise ValueError(
-            f"{kinds[True]} is a read over columns (CC), {kinds[False]} one over tokens (TC)"
-        )
+        columns = f"{kinds[True]} is a read over columns (CC)"
+        raise ValueError(f"{columns}, {kinds[False]} one over tokens (TC)")
     ending = "-EC" if any(EXPANDER.match(name) for name in found) else ""
     return f"DDL-gpt-mha-rope{'-CC' if True in kinds else ''}{ending}"
 
 
 def column_owners(names) -> list[str]:
     """Prefixes of the reads over columns: `transformer.h.0.compress.`, ..., `readout.`."""
-    return [
-        n.removesuffix("weight") for n in names if n.endswith(("compress.weight", "readout.weight"))
-    ]
+    reads = ("compress.weight", "readout.weight")
+    return [name.removesuffix("weight") for name in names if name.endswith(reads)]
 
 
 def ours(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -149,13 +142,14 @@ def ours(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             if reader not in found:
                 raise ValueError(f"{reader} is missing, {name} is there")
             if tensor.ndim != 3 or tensor.shape[:2] != (width, *found[reader].shape):
-                raise ValueError(
-                    f"{name} is {tuple(tensor.shape)}: needed (d, v, K) with d={width} as in "
-                    f"{weights.EMBEDDING}, v as in {reader}, which is {tuple(found[reader].shape)}"
-                )
-            short = f"{match[1]}.{'conv' if match[1] == 'input_embed' else 'shortconv'}.weight"
-            tensor = tensor.flatten(0, 1)
-            tensor = tensor.unsqueeze(1) if match[1] == "input_embed" else tensor
+                needed = f"(d, v, K) with d={width} as in {weights.EMBEDDING}, v as in {reader}"
+                shapes = f"{tuple(tensor.shape)}: needed {needed}"
+                raise ValueError(f"{name} is {shapes}, which is {tuple(found[reader].shape)}")
+            # torch's depthwise convolution (d*v, 1, K) in the expander; the read's lacks the axis
+            if match[1] == "input_embed":
+                short, tensor = "input_embed.conv.weight", tensor.flatten(0, 1).unsqueeze(1)
+            else:
+                short, tensor = f"{match[1]}.shortconv.weight", tensor.flatten(0, 1)
         renamed[short] = tensor
     return renamed
 
@@ -173,10 +167,8 @@ def fold(tensors: dict[str, torch.Tensor], model) -> dict[str, torch.Tensor]:
             whole = f"{owner}read" not in own  # the model's weight is what the pair folds into
             columns = own[f"{owner}weight" if whole else f"{owner}read"].shape[-1]
             if weight.ndim != 2 or read.shape != (columns,) or weight.shape[1] > columns:
-                raise ValueError(
-                    f"{owner}read is {tuple(read.shape)}, {owner}weight {tuple(weight.shape)}: no "
-                    "pair"
-                )
+                halves = f"{owner}read is {tuple(read.shape)}, {owner}weight {tuple(weight.shape)}"
+                raise ValueError(f"{halves}: no pair")
             if whole:
                 folded[f"{owner}weight"] = fold_column_conv(weight, folded.pop(f"{owner}read"))
     return folded
@@ -193,27 +185,25 @@ def scaled_as(released: dict) -> dict:
     ValueError: a parameterization that the release does not know, or that another key contradicts.
     """
     config = dict(released)
-    if "parameterization" in config:
-        name = config.pop("parameterization")
-        if name is not None and not (isinstance(name, str) and name in WIDTH):
-            raise ValueError(
-                f"parameterization={weights.clipped(name)} in the released config: "
-                "only None, 'widthmuP', 'completeP' and 'spectralP' are supported"
-            )
-        if config.get("mup", name in WIDTH) != (name in WIDTH):
-            mup = weights.clipped(config["mup"])
-            raise ValueError(
-                f"mup={mup} in the released config contradicts parameterization={name!r}"
-            )
-        config["mup"] = name in WIDTH
-        if not WIDTH.get(name):
-            config.pop("num_hidden_layers_base", None)
-    elif STEM not in config and config.get("num_hidden_layers_base") is not None:
-        base = weights.clipped(config["num_hidden_layers_base"])
-        raise ValueError(
-            f"num_hidden_layers_base={base} in the released config, where it has an effect with "
-            "parameterization=completeP or spectralP alone: give one of them, or leave it out"
-        )
+    base = config.get("num_hidden_layers_base")
+    if "parameterization" not in config:
+        if STEM not in config and base is not None:
+            given = f"num_hidden_layers_base={weights.clipped(base)} in the released config"
+            fix = "parameterization=completeP or spectralP alone: give one of them, or leave it out"
+            raise ValueError(f"{given}, where it has an effect with {fix}")
+        return config
+    name = config.pop("parameterization")
+    if name is not None and not (isinstance(name, str) and name in WIDTH):
+        given = f"parameterization={weights.clipped(name)} in the released config"
+        known = "None, 'widthmuP', 'completeP' and 'spectralP'"
+        raise ValueError(f"{given}: only {known} are supported")
+    mup = config.setdefault("mup", name in WIDTH)
+    if mup != (name in WIDTH):
+        given = f"mup={weights.clipped(mup)} in the released config"
+        raise ValueError(f"{given} contradicts parameterization={name!r}")
+    config["mup"] = name in WIDTH
+    if not WIDTH.get(name):
+        config.pop("num_hidden_layers_base", None)
     return config
 
 
@@ -224,30 +214,20 @@ def read_config(released: dict, stem: str) -> dict:
     """
     schema = configurator.knobs(model_class(stem).Config)
     renamed = {RENAMED.get(key, key): value for key, value in scaled_as(released).items()}
-    config = configurator.check(
-        {key: value for key, value in renamed.items() if key in schema}, schema
-    )
-    fixed = {
-        **FIXED,
-        "intermediate_size": (
-            None,
-            8 * config.get("hidden_size", schema["hidden_size"].default) // 3,
-        ),
-    }
+    known = {key: value for key, value in renamed.items() if key in schema}
+    config = configurator.check(known, schema)
+    inner = 8 * config.get("hidden_size", schema["hidden_size"].default) // 3
+    fixed = {**FIXED, "intermediate_size": (None, inner)}
+    for key in sorted((renamed.keys() - schema.keys()) & fixed.keys()):
+        if renamed[key] not in fixed[key]:
+            given = f"{key}={weights.clipped(renamed[key])} in the released config"
+            raise ValueError(f"{given}: only {fixed[key][0]!r} is supported")
     others = renamed.keys() - schema.keys() - fixed.keys() - LIBRARY - {STEM}
-    anywhere = configurator.knobs(*every_config()) if others else {}  # a flat config holds all keys
-    for key in renamed.keys() - schema.keys():
-        if key in fixed:
-            if renamed[key] not in fixed[key]:
-                raise ValueError(
-                    f"{key}={weights.clipped(renamed[key])} in the released config: only "
-                    f"{fixed[key][0]!r} is supported"
-                )
-        elif key not in LIBRARY and key != STEM and key not in anywhere:
-            raise ValueError(
-                f"unknown key {weights.clipped(key)[1:-1]} in the released "
-                f"config{configurator.nearest(key, schema)}"
-            )
+    if others:  # a flat config holds the keys of all variants, which are looked up where needed
+        others -= configurator.knobs(*every_config()).keys()
+    for key in sorted(others):
+        given, nearest = weights.clipped(key)[1:-1], configurator.nearest(key, schema)
+        raise ValueError(f"unknown key {given} in the released config{nearest}")
     return config
 
 
@@ -256,9 +236,8 @@ def of_weights(found, stem: str, config: dict) -> dict:
     current = of_current(found)
     keys = {"init": "spectral"} if current and "init" not in config else {}
     if "-CC" in stem:
-        halves = [
-            found[f"readout.{name}"] for name in ("weight", "read") if f"readout.{name}" in found
-        ]
+        names = ("readout.weight", "readout.read")
+        halves = [found[name] for name in names if name in found]
         form = config.get("ddl_cc_read") or ("pair" if current or len(halves) == 2 else "folded")
         keys |= {"ddl_cc_read": form, "ddl_state_shortconv_kernel_size": None}
         # Their kernel size has a default beside v, so that the weights are asked; None is v.
@@ -281,40 +260,32 @@ def named_stem(config: dict):
 
 def describe(folder: Path) -> tuple[str, dict]:
     """(stem, model keys) of a folder. ValueError: missing, damaged, or unsupported."""
-    if not (folder / "config.json").is_file():
-        raise ValueError(
-            f"{folder} holds no config.json: give a folder of the released model code, or an "
-            "exported one"
-        )
-    config = configurator.read_json(folder / "config.json")
-    found = weights.header(folder)
+    file = folder / "config.json"
+    if not file.is_file():
+        needed = "a folder of the released model code, or an exported one"
+        raise ValueError(f"{folder} holds no config.json: give {needed}")
+    config, found = configurator.read_json(file), weights.header(folder)
     if weights.EMBEDDING not in found:
-        raise ValueError(
-            f"{folder} has no {weights.EMBEDDING}: it is not of the released model code"
-        )
+        reason = f"has no {weights.EMBEDDING}: it is not of the released model code"
+        raise ValueError(f"{folder} {reason}")
     try:
         stem, current = named_stem(config) or stem_of(found), of_current(found)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
     if not isinstance(stem, str):
-        raise ValueError(
-            f"{folder / 'config.json'}: {STEM}={weights.clipped(stem)}: needed the name of a "
-            "variant"
-        )
+        given = f"{STEM}={weights.clipped(stem)}"
+        raise ValueError(f"{file}: {given}: needed the name of a variant")
     try:
         keys = read_config(config, stem)
     except ValueError as error:
-        raise ValueError(f"{folder / 'config.json'}: {error}") from error
+        raise ValueError(f"{file}: {error}") from error
     if config.get(STEM) != stem or current:  # not as export.py writes it
         keys |= of_weights(found, stem, keys)
     return stem, {**values_before(model_class(stem).Config), **keys}
 
 
 def load(folder: str | Path):
-    """The model of a folder, in evaluation mode.
-
-    ValueError: missing, damaged, unsupported, or not fitting.
-    """
+    """A folder's model in evaluation mode. ValueError: missing, damaged, unsupported, or misfit."""
     folder = Path(folder)
     return weights.read_model(folder, *describe(folder), fold)
 
@@ -355,10 +326,11 @@ def sizes_of_reads(config, over_columns: bool, older: bool, release: str) -> dic
     kernel_size = getattr(config, name) or (columns if over_columns else 4)
     if columns == 1:
         raise ValueError(f"ddl_value_channels=1: {release} has no such read")
-    if older and over_columns and kernel_size != columns:
-        raise ValueError(f"{name}={kernel_size}: {release} has no such read")
-    if older and over_columns and config.ddl_state_dv_shortconv_causal:
-        raise ValueError(f"ddl_state_dv_shortconv_causal=True: {release} has no such read")
+    if older and over_columns:
+        if kernel_size != columns:
+            raise ValueError(f"{name}={kernel_size}: {release} has no such read")
+        if config.ddl_state_dv_shortconv_causal:
+            raise ValueError(f"ddl_state_dv_shortconv_causal=True: {release} has no such read")
     return {name: kernel_size}
 
 
@@ -390,8 +362,8 @@ def state_dict(model, older: bool = False) -> dict[str, torch.Tensor]:
     columns = getattr(model.config, "ddl_value_channels", 1)
     for owner in column_owners(tensors):
         if f"{owner}read" not in tensors:
-            one_hot = torch.eye(columns)[(columns - 1) // 2]
-            tensors[f"{owner}read"] = one_hot.to(tensors[f"{owner}weight"])
+            middle = torch.eye(columns)[(columns - 1) // 2]
+            tensors[f"{owner}read"] = middle.to(tensors[f"{owner}weight"])
     if older:
         return tensors
     for name, tensor in tensors.items():

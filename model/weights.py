@@ -26,29 +26,20 @@ LONGEST = 2**20
 
 
 def files(folder: Path) -> list[Path]:
-    """The files that hold the folder's weights.
-
-    ValueError: none, or an index that names no file of the folder.
-    """
+    """The files that hold the folder's weights. ValueError: none, or an index that names others."""
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
     if not (folder / INDEX).is_file():
-        pickled = " (pytorch_model.bin is a pickle: save it as safetensors where it was made)"
-        raise ValueError(
-            f"{folder} holds no model.safetensors{pickled if any(folder.glob('*.bin')) else ''}"
-        )
+        fix = " (pytorch_model.bin is a pickle: save it as safetensors where it was made)"
+        fix = fix if any(folder.glob("*.bin")) else ""
+        raise ValueError(f"{folder} holds no model.safetensors{fix}")
     parts = configurator.read_json(folder / INDEX).get("weight_map")
     names = list(parts.values()) if isinstance(parts, dict) else []
     for name in names or [parts]:
-        if (
-            not isinstance(name, str)
-            or Path(name).name != name
-            or not name.endswith(".safetensors")
-        ):
-            raise ValueError(
-                f"{folder / INDEX}: {clipped(name)} is not the name of a safetensors file in that "
-                "folder"
-            )
+        inside = isinstance(name, str) and Path(name).name == name  # no path that leads elsewhere
+        if not inside or not name.endswith(".safetensors"):
+            reason = f"{clipped(name)} is not the name of a safetensors file in that folder"
+            raise ValueError(f"{folder / INDEX}: {reason}")
     return [folder / name for name in sorted(set(names))]
 
 
@@ -59,19 +50,15 @@ def clipped(value) -> str:
 
 
 def header(folder: Path) -> dict[str, torch.Tensor]:
-    """The folder's tensors on the meta device: names, shapes, dtypes.
-
-    ValueError: damaged, or no floating-point.
-    """
+    """The folder's tensors on the meta device. ValueError: damaged, or no floating-point."""
     found: dict[str, torch.Tensor] = {}
     for file in files(folder):
         for name, tensor in safe_header(file):
             if name in found:
                 raise ValueError(f"{file}: {clipped(name)} is in another file as well")
             if tensor is None:
-                raise ValueError(
-                    f"{file}: {clipped(name)} is not a tensor of floating-point numbers"
-                )
+                reason = "is not a tensor of floating-point numbers"
+                raise ValueError(f"{file}: {clipped(name)} {reason}")
             found[name] = tensor
     return found
 
@@ -89,10 +76,7 @@ def safe_header(file: Path):
 
 
 def load(folder: Path) -> dict[str, torch.Tensor]:
-    """The folder's tensors, on the CPU in at least fp32.
-
-    ValueError: damaged, or non-finite numbers.
-    """
+    """The folder's tensors, on the CPU in at least fp32. ValueError: damaged, or not finite."""
     loaded = {}
     for file in files(folder):
         try:
@@ -107,9 +91,7 @@ def load(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def compare(found: dict, model, where: str) -> None:
-    """ValueError: the tensors found are not the model's, by name and shape; the message begins with
-    `where`.
-    """
+    """ValueError, after `where`: the tensors found are not the model's, by name and shape."""
     expected = model.state_dict()
     for name in sorted(expected.keys() - found.keys() - aliases(model).keys()):
         raise ValueError(f"{where}: {name} is missing")
@@ -117,35 +99,28 @@ def compare(found: dict, model, where: str) -> None:
         raise ValueError(f"{where}: {clipped(name)} is not one of its weights")
     for name, tensor in sorted(found.items()):
         if tensor.shape != expected[name].shape:
-            raise ValueError(
-                f"{where}: {name} is {tuple(tensor.shape)}, needed {tuple(expected[name].shape)}"
-            )
+            needed = tuple(expected[name].shape)
+            raise ValueError(f"{where}: {name} is {tuple(tensor.shape)}, needed {needed}")
 
 
 def skeleton(stem: str, config: dict, found, where: str):
-    """The model on the meta device, uninitialised.
+    """The model on the meta device, uninitialised. ValueError: the weights found refute the config.
 
-    ValueError: a config that the weights found cannot be of.
+    A model's size is checked before it is built: modules take time and memory on that device, too.
     """
     cls = model_class(stem)
     try:
         checked = cls.Config(**configurator.check(config, configurator.knobs(cls.Config)))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-    blocks = len(
-        {
-            name.split(".")[2]
-            for name in found
-            if name.startswith("transformer.h.") and name.count(".") > 2
-        }
-    )
+    places = [name.split(".") for name in found if name.startswith("transformer.h.")]
+    blocks = len({place[2] for place in places if len(place) > 3})
     if checked.num_hidden_layers > max(blocks, DEEPEST):
         layers = f"num_hidden_layers={checked.num_hidden_layers}"
         raise ValueError(f"{where}: transformer.h.{blocks} is missing, the config has {layers}")
     if checked.block_size * checked.head_dim > LONGEST * 128:
-        raise ValueError(
-            f"{where}: block_size={checked.block_size} is more than RoPE tables are made for here"
-        )
+        reason = f"block_size={checked.block_size} is more than RoPE tables are made for here"
+        raise ValueError(f"{where}: {reason}")
     bare = type("Skeleton", (cls,), {"init_weights": lambda self: None})
     try:
         with torch.device("meta"):
@@ -153,9 +128,8 @@ def skeleton(stem: str, config: dict, found, where: str):
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     except (RuntimeError, TypeError, OverflowError) as error:
-        raise ValueError(
-            f"{where}: its config has sizes that no model can have ({clipped(error)})"
-        ) from error
+        reason = f"its config has sizes that no model can have ({clipped(error)})"
+        raise ValueError(f"{where}: {reason}") from error
 
 
 def as_they_are(tensors: dict, model) -> dict:
@@ -187,10 +161,7 @@ def fill(model, folder: Path, what: str = "the model", fold=as_they_are) -> None
 
 
 def examined(folder: Path, stem: str, config: dict, fold=as_they_are):
-    """The model of this stem and config on the meta device, its config complete.
-
-    ValueError: not of these weights.
-    """
+    """The model on the meta device, its config complete. ValueError: not of these weights."""
     where = f"{folder} does not fit {stem}"
     found = header(folder)
     bare = skeleton(stem, config, found, where)
@@ -199,10 +170,7 @@ def examined(folder: Path, stem: str, config: dict, fold=as_they_are):
 
 
 def read_model(folder: Path, stem: str, config: dict, fold=as_they_are):
-    """The model of this stem and config with the folder's weights, in evaluation mode.
-
-    ValueError: it does not fit.
-    """
+    """The model with the folder's weights, in evaluation mode. ValueError: they do not fit."""
     examined(folder, stem, config, fold)
     model = build(stem, **config)
     fill(model, folder, stem, fold)

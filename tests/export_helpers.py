@@ -9,14 +9,8 @@ from data import tokenizer
 from model import build
 from training import checkpoint
 
-TINY = {
-    "vocab_size": 260,
-    "block_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "head_dim": 8,
-}
-TINY |= {"hidden_size": 12}
+TINY = {"vocab_size": 260, "block_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+TINY |= {"head_dim": 8, "hidden_size": 12}
 CC = "DDL-gpt-mha-rope-CC"
 
 
@@ -31,21 +25,10 @@ def noisy(stem, keys):
 
 def save_run(folder: Path, made, stem: str, encoding=None) -> Path:
     """A run folder with one checkpoint at step 7."""
-    config = vars(made.config)
-    run = {
-        "dataset": "/some/where/stories",
-        "global_batch_size": 4,
-        "learning_rate": 0.01,
-        "min_lr": None,
-    }
-    state = {
-        "step": 7,
-        "seconds": 12.0,
-        "model": stem,
-        "model_config": config,
-        "run_config": run,
-        "corpus": {},
-    }
+    run = {"dataset": "/some/where/stories", "global_batch_size": 4}
+    run |= {"learning_rate": 0.01, "min_lr": None}
+    state = {"step": 7, "seconds": 12.0, "model": stem, "model_config": vars(made.config)}
+    state |= {"run_config": run, "corpus": {}}
     described = tokenizer.to_json(encoding or tokenizer.byte_tokenizer())
     checkpoint.save(folder, checkpoint.weights_of(made), {"a:m": torch.ones(1)}, state, described)
     return folder

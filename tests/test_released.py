@@ -15,29 +15,17 @@ from safetensors.torch import save_file
 from model import build, released
 from model.residual import fold_column_conv
 
-TINY = {
-    "vocab_size": 29,
-    "block_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "head_dim": 6,
-}
-TINY |= {"hidden_size": 10}
-LIBRARY = {
-    "architectures": ["X"],
-    "model_type": "x",
-    "transformers_version": "4.40",
-    "torch_dtype": "float32",
-}
+TINY = {"vocab_size": 29, "block_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+TINY |= {"head_dim": 6, "hidden_size": 10}
+LIBRARY = {"architectures": ["X"], "model_type": "x", "transformers_version": "4.40"}
+LIBRARY |= {"torch_dtype": "float32"}
 
 
 def write(folder, weights, **config):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**LIBRARY, **TINY, **config}))
-    save_file(
-        {name: value.clone().contiguous() for name, value in weights.items()},
-        folder / "model.safetensors",
-    )
+    copies = {name: value.clone().contiguous() for name, value in weights.items()}
+    save_file(copies, folder / "model.safetensors")
     return folder
 
 
@@ -53,16 +41,11 @@ def noisy(stem, **keys):
 def test_round_trip_through_the_older_names(stem, tmp_path):
     model = noisy(stem)
     written = released.state_dict(model, older=True)
-    assert any(name.endswith("compress.read") for name in written) == (
-        "vdim1" not in stem and stem != "gpt-mha-rope"
-    )
+    pairs = any(name.endswith("compress.read") for name in written)
+    assert pairs == ("vdim1" not in stem and stem != "gpt-mha-rope")
     assert any(name.endswith("attn.c_proj.weight") for name in written)
-    extra = {
-        "ddl_v_dim1_constant": False,
-        "use_k_shift": False,
-        "dropout": 0.0,
-        "intermediate_size": 26,
-    }
+    extra = {"ddl_v_dim1_constant": False, "use_k_shift": False, "dropout": 0.0}
+    extra["intermediate_size"] = 26
     loaded = released.load(write(tmp_path / "r", written, **extra))
     assert type(loaded).__module__ == f"model.{stem}"
     ids = torch.randint(0, 29, (2, 9))
@@ -71,9 +54,7 @@ def test_round_trip_through_the_older_names(stem, tmp_path):
 
 @pytest.mark.parametrize("v", [2, 3, 4])
 def test_a_pair_computes_its_convolution(v, tmp_path):
-    """x_in of the loaded model against conv1d over columns and the read vector, on the model's own
-    state.
-    """
+    """x_in of the loaded model against conv1d over columns and the read vector."""
     weights = released.state_dict(noisy("DDL-gpt-mha-rope-CC", ddl_value_channels=v))
     for name in list(weights):
         if name.endswith(("compress.read", "readout.read", "compress.weight", "readout.weight")):
@@ -81,10 +62,7 @@ def test_a_pair_computes_its_convolution(v, tmp_path):
     keys = {"ddl_value_channels": v, "ddl_state_shortconv_kernel_size": v}
     model = released.load(write(tmp_path / "r", weights, **keys))
     state = torch.randn(7, 10, v)  # (tokens, d, v)
-    kernel, read = (
-        weights["transformer.h.1.compress.weight"],
-        weights["transformer.h.1.compress.read"],
-    )
+    kernel, read = (weights[f"transformer.h.1.compress.{name}"] for name in ("weight", "read"))
     padded = F.pad(state, ((v - 1) // 2, v - 1 - (v - 1) // 2))
     expected = F.conv1d(padded, kernel[:, None], groups=10) @ read
     torch.testing.assert_close(model.transformer.h[1].compress(state.mT[None])[0], expected)
@@ -103,14 +81,8 @@ def test_constant_value_is_renamed(tmp_path):
         ({"use_k_shift": True}, "use_k_shift=True in the released config: only False"),
         ({"intermediate_size": 40}, "intermediate_size=40"),
         ({"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06"),
-        (
-            {"hidden_sizes": 10},
-            "unknown key hidden_sizes in the released config, did you mean hidden_size",
-        ),
-        (
-            {"ddl_beta_intt": 0.3},
-            "unknown key ddl_beta_intt in the released config, did you mean ddl_beta_init",
-        ),
+        ({"hidden_sizes": 10}, "key hidden_sizes in the released config, did you mean hidden_size"),
+        ({"ddl_beta_intt": 0.3}, "unknown key ddl_beta_intt .*, did you mean ddl_beta_init"),
         ({"num_hidden_layers": 3}, "does not fit DDL-gpt-mha-rope-CC: transformer.h.2"),
     ],
 )
@@ -155,9 +127,7 @@ EXPANDED = [stem for stem in PAPER if stem.startswith("DDL-gpt")]
 
 
 def weights_of_the_release(stem: str, taps: int = V) -> tuple[dict, dict]:
-    """Random weights by the names and in the shapes of the current release, and the same as `naive`
-    calls them.
-    """
+    """Random weights as the current release names and shapes them, and as `naive` calls them."""
     theirs, ours = {}, {}
 
     def add(name: str, *shape: int, as_ours: str | None = None, flat: tuple | None = None):
@@ -169,14 +139,8 @@ def weights_of_the_release(stem: str, taps: int = V) -> tuple[dict, dict]:
         if "-CC" in stem:
             add(f"{owner}.weight", 10, taps)
         else:
-            add(
-                f"{owner}.weight",
-                10,
-                V,
-                KERNEL,
-                as_ours=f"{owner}.shortconv.weight",
-                flat=(10 * V, KERNEL),
-            )
+            short, flat = f"{owner}.shortconv.weight", (10 * V, KERNEL)
+            add(f"{owner}.weight", 10, V, KERNEL, as_ours=short, flat=flat)
 
     add("transformer.wte.weight", 29, 10)
     add("ln_f.weight", 10)
@@ -208,46 +172,28 @@ def weights_of_the_release(stem: str, taps: int = V) -> tuple[dict, dict]:
 
 
 def keys_of_the_release(stem: str) -> dict:
-    """What the authors' code writes into config.json, as far as it bears on the forward pass or on
-    loading.
-    """
-    keys = {
-        "ddl_sequence_reduction_version": 1,
-        "attention_dtype": "auto",
-        "scale_attn_by_inverse_layer_idx": False,
-    }
-    keys |= {
-        "q_activation": None,
-        "using_groupnorm": False,
-        "rope_ratio": 0.5,
-        "hidden_init_std_factor": 0.5,
-    }
+    """What the authors' code writes into config.json, as far as it bears on what is loaded."""
+    keys = {"ddl_sequence_reduction_version": 1, "attention_dtype": "auto", "rope_ratio": 0.5}
+    keys |= {"scale_attn_by_inverse_layer_idx": False, "q_activation": None}
+    keys |= {"using_groupnorm": False, "hidden_init_std_factor": 0.5}
     if stem in EXPANDED:
-        kernel_size = 4 if "-CC" in stem else KERNEL
-        keys |= {
-            "ddl_value_channels": V,
-            "ddl_state_shortconv_kernel_size": kernel_size,
-            "ddl_v_sigmoid": False,
-        }
+        keys["ddl_state_shortconv_kernel_size"] = 4 if "-CC" in stem else KERNEL
+        keys |= {"ddl_value_channels": V, "ddl_v_sigmoid": False}
     return keys
 
 
 FORMS = [(stem, V, False) for stem in PAPER]
-FORMS += [
-    (stem, taps, causal)
-    for stem in PAPER
-    if "-CC" in stem
-    for taps, causal in ((2, False), (2, True), (3, True))
-]
+for stem in (stem for stem in PAPER if "-CC" in stem):
+    FORMS += [(stem, 2, False), (stem, 2, True), (stem, 3, True)]
 
 
 @pytest.mark.parametrize(("stem", "taps", "causal"), FORMS)
 def test_the_current_release_computes_its_equations(stem, taps, causal, tmp_path):
     theirs, weights = weights_of_the_release(stem, taps)
     keys = keys_of_the_release(stem) | {"parameterization": "completeP", "hidden_size_base": 5}
-    keys |= {"num_hidden_layers_base": 1} | (
-        {"ddl_state_dv_shortconv_causal": causal} if "-CC" in stem else {}
-    )
+    keys["num_hidden_layers_base"] = 1
+    if "-CC" in stem:
+        keys["ddl_state_dv_shortconv_causal"] = causal
     loaded = released.load(write(tmp_path / "r", theirs, **keys))
     assert type(loaded).__module__ == f"model.{stem}"
     assert loaded.config.init == "spectral"
@@ -263,10 +209,8 @@ def test_the_current_release_computes_its_equations(stem, taps, causal, tmp_path
     assert all(torch.equal(back[name], value) for name, value in theirs.items())
 
 
-OURS = [
-    ("gpt-mha-rope", {}),
-    ("DDL-vdim1-gpt-mha-rope", {"ddl_v_constant": True, "ddl_v_constant_value": 3.0}),
-]
+CONSTANT = {"ddl_v_constant": True, "ddl_v_constant_value": 3.0}
+OURS = [("gpt-mha-rope", {}), ("DDL-vdim1-gpt-mha-rope", CONSTANT)]
 OURS += [(stem, {"ddl_value_channels": V}) for stem in ("DDL-gpt-mha-rope", "DDL-gpt-mha-rope-EC")]
 for ending in ("CC", "CC-EC"):
     forms = [{"ddl_cc_read": "folded"}, {"ddl_cc_read": "pair"}]
@@ -296,10 +240,8 @@ def test_round_trip_through_the_current_names(stem, keys, tmp_path):
         ids = torch.randint(0, 29, (2, 9))
         assert torch.equal(loaded(ids)[0], model(ids)[0])
         if keys.get("ddl_cc_read") != "folded":
-            assert all(
-                torch.equal(value, model.state_dict()[name])
-                for name, value in loaded.state_dict().items()
-            )
+            own = model.state_dict()
+            assert all(torch.equal(x, own[name]) for name, x in loaded.state_dict().items())
         again = released.state_dict(loaded)
         assert all(torch.equal(value, again[name]) for name, value in written.items())
 
@@ -307,72 +249,49 @@ def test_round_trip_through_the_current_names(stem, keys, tmp_path):
 @pytest.mark.parametrize("file", released.FILES)
 def test_a_config_may_name_a_file_of_the_release(file, tmp_path):
     stem = released.FILES[file]
-    theirs, _ = weights_of_the_release(stem)
-    for number, said in enumerate(
-        ({"stem": file}, {"model_type": f"{file}-accelerated"}, {"architectures": [file]})
-    ):
-        loaded = released.load(
-            write(tmp_path / str(number), theirs, **keys_of_the_release(stem), **said)
-        )
+    theirs, keys = weights_of_the_release(stem)[0], keys_of_the_release(stem)
+    names = ({"stem": file}, {"model_type": f"{file}-accelerated"}, {"architectures": [file]})
+    for number, said in enumerate(names):
+        loaded = released.load(write(tmp_path / str(number), theirs, **keys, **said))
         assert type(loaded).__module__ == f"model.{stem}"
 
 
+BASE = "num_hidden_layers_base"
+
+
 @pytest.mark.parametrize(
-    ("keys", "wanted"),
+    ("name", "keys", "wanted"),
     [
-        ({"parameterization": None, "num_hidden_layers_base": 1}, (False, None, 1.0)),
-        ({"parameterization": "widthmuP", "num_hidden_layers_base": 1}, (True, None, 1.0)),
-        ({"parameterization": "widthmup", "residual_branch_mult": 3}, (True, None, 3.0)),
-        ({"parameterization": "spectralP"}, (True, None, 1.0)),
-        (
-            {"parameterization": "completep", "num_hidden_layers_base": 4, "mup": True},
-            (True, 4, 2.0),
-        ),
-        (
-            {
-                "parameterization": "SpectralP",
-                "num_hidden_layers_base": 4,
-                "residual_branch_mult": 0.3,
-            },
-            (True, 4, 0.3),
-        ),
+        (None, {BASE: 1}, (False, None, 1.0)),
+        ("widthmuP", {BASE: 1}, (True, None, 1.0)),
+        ("widthmup", {"residual_branch_mult": 3}, (True, None, 3.0)),
+        ("spectralP", {}, (True, None, 1.0)),
+        ("completep", {BASE: 4, "mup": True}, (True, 4, 2.0)),
+        ("SpectralP", {BASE: 4, "residual_branch_mult": 0.3}, (True, 4, 0.3)),
     ],
 )
-def test_parameterization_is_mapped(keys, wanted, tmp_path):
-    config = released.load(
-        write(tmp_path / "r", weights_of_the_release("gpt-mha-rope")[0], **keys)
-    ).config
+def test_parameterization_is_mapped(name, keys, wanted, tmp_path):
+    theirs, _ = weights_of_the_release("gpt-mha-rope")
+    config = released.load(write(tmp_path / "r", theirs, parameterization=name, **keys)).config
     assert (config.mup, config.num_hidden_layers_base, config.branch_mult) == wanted
+
+
+CAUSAL, TAPS = "ddl_state_dv_shortconv_causal", "ddl_state_shortconv_kernel_size"
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (
-            {"parameterization": "x"},
-            "parameterization='x' in the released config: only None, 'widthmuP'",
-        ),
+        ({"parameterization": "x"}, "='x' in the released config: only None, 'widthmuP'"),
         ({"parameterization": "muP"}, "parameterization='muP'"),
         ({"parameterization": []}, r"parameterization=\[\]"),
-        (
-            {"parameterization": "widthmuP", "mup": False},
-            "mup=False in the released config contradicts",
-        ),
-        (
-            {"num_hidden_layers_base": 6},
-            "num_hidden_layers_base=6 .* with parameterization=completeP",
-        ),
+        ({"parameterization": "widthmuP", "mup": False}, "mup=False in .* config contradicts"),
+        ({BASE: 6}, f"{BASE}=6 .* with parameterization=completeP"),
         ({"residual_branch_mult": 0}, "residual_branch_mult=0.0: give"),
-        (
-            {"ddl_sequence_reduction_version": 2},
-            "ddl_sequence_reduction_version=2 .*: only 1 is supported",
-        ),
+        ({"ddl_sequence_reduction_version": 2}, "_version=2 .*: only 1 is supported"),
         ({"attention_dtype": "fp8"}, "attention_dtype='fp8' .*: only 'auto' is supported"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
-        (
-            {"ddl_cc_read": "folded", "ddl_state_dv_shortconv_causal": True},
-            "ddl_state_dv_shortconv_causal=True",
-        ),
+        ({"ddl_cc_read": "folded", CAUSAL: True}, f"{CAUSAL}=True"),
         ({"stem": "DDL-gpt-mha-rope-TC"}, "does not fit DDL-gpt-mha-rope: "),
     ],
 )
@@ -387,82 +306,32 @@ def test_keys_that_cannot_be_are_refused(keys, message, tmp_path):
     assert "\n" not in str(error.value)
 
 
-def swapped(tensors, name):
-    tensors[name] = tensors[name].transpose(0, 1)
+READOUT, EXPANDER = "readout.weight", "input_embed.weight"
+BLOCK = "transformer.h.1.mlp"
 
 
 @pytest.mark.parametrize(
-    ("stem", "change", "message"),
+    ("stem", "name", "change", "message"),
     [
-        (
-            "-EC",
-            lambda t: t.update({"readout.weight": t["readout.weight"][None]}),
-            r"readout.weight is \(1, 10, 3, 2\)",
-        ),
-        (
-            "-EC",
-            lambda t: t.update({"readout.weight": t["readout.weight"][0, 0]}),
-            r"readout.weight is \(2,\)",
-        ),
-        (
-            "-EC",
-            lambda t: t.update({"readout.weight": t["readout.weight"][0]}),
-            "over columns .CC., .* over tokens",
-        ),
-        (
-            "-EC",
-            lambda t: swapped(t, "readout.weight"),
-            r"readout.weight is \(3, 10, 2\): needed \(d, v, K\)",
-        ),
-        (
-            "-EC",
-            lambda t: swapped(t, "input_embed.weight"),
-            r"input_embed.weight is \(3, 10, 4\): needed",
-        ),
-        (
-            "-EC",
-            lambda t: t.update({"input_embed.weight": torch.ones(30, 4)}),
-            r"input_embed.weight is \(30, 4\)",
-        ),
-        ("-EC", lambda t: t.pop("readout.read"), "readout.read is missing"),
-        ("-CC", lambda t: t.pop("readout.read"), "readout.read is missing"),
-        ("-CC", lambda t: t.update({"readout.weight": torch.ones(10, 4)}), "no pair|kernel_size=4"),
-        (
-            "-CC",
-            lambda t: t.update({"transformer.h.0.compress.weight": torch.ones(10, 2)}),
-            "needed .10, 3.",
-        ),
-        (
-            "-CC",
-            lambda t: t.update({"transformer.wte.weight": torch.ones(29)}),
-            "transformer.wte.weight",
-        ),
-        (
-            "",
-            lambda t: t.update(
-                {"transformer.h.1.mlp.c_proj.weight": t.pop("transformer.h.1.mlp.o_proj.weight")}
-            ),
-            "is a weight of the authors' current release, transformer.h.1.mlp.c_proj.weight of "
-            "their older one",
-        ),
-        (
-            "",
-            lambda t: t.update({"readout.shortconv.weight": t.pop("readout.weight").flatten(0, 1)}),
-            "current release, readout.shortconv.weight of their older",
-        ),
-        (
-            "-CC-EC",
-            lambda t: t.update(
-                {"input_embed.conv.weight": t.pop("input_embed.weight").reshape(30, 1, 4)}
-            ),
-            "current release, input_embed.conv.weight of their older",
-        ),
+        ("-EC", READOUT, lambda x: x[None], r"readout.weight is \(1, 10, 3, 2\)"),
+        ("-EC", READOUT, lambda x: x[0, 0], r"readout.weight is \(2,\)"),
+        ("-EC", READOUT, lambda x: x[0], "over columns .CC., .* over tokens"),
+        ("-EC", READOUT, lambda x: x.transpose(0, 1), r"is \(3, 10, 2\): needed \(d, v, K\)"),
+        ("-EC", EXPANDER, lambda x: x.transpose(0, 1), r"embed.weight is \(3, 10, 4\): needed"),
+        ("-EC", EXPANDER, lambda x: x.flatten(0, 1), r"input_embed.weight is \(30, 4\)"),
+        ("-EC", "readout.read", None, "readout.read is missing"),
+        ("-CC", "readout.read", None, "readout.read is missing"),
+        ("-CC", READOUT, lambda x: torch.ones(10, 4), "no pair|kernel_size=4"),
+        ("-CC", "transformer.h.0.compress.weight", lambda x: x[:, :2], "needed .10, 3."),
+        ("-CC", "transformer.wte.weight", lambda x: x[:, 0], "transformer.wte.weight"),
     ],
 )
-def test_weights_that_cannot_be_are_refused(stem, change, message, tmp_path):
+def test_weights_that_cannot_be_are_refused(stem, name, change, message, tmp_path):
     stem = f"DDL-gpt-mha-rope{stem}"
     theirs, _ = weights_of_the_release(stem)
-    change(theirs)
+    tensor = theirs.pop(name)
+    if change:
+        theirs[name] = change(tensor)
     folder = write(tmp_path / "r", theirs, **keys_of_the_release(stem))
     with pytest.raises(ValueError, match=message) as error:
         released.load(folder)
@@ -471,52 +340,38 @@ def test_weights_that_cannot_be_are_refused(stem, change, message, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("stem", "current", "older", "shape"),
+    [
+        ("", f"{BLOCK}.o_proj.weight", f"{BLOCK}.c_proj.weight", (10, INNER)),
+        ("", READOUT, "readout.shortconv.weight", (10 * V, KERNEL)),
+        ("-CC-EC", EXPANDER, "input_embed.conv.weight", (10 * V, 1, 4)),
+    ],
+)
+def test_weights_of_both_releases_are_refused(stem, current, older, shape, tmp_path):
+    stem = f"DDL-gpt-mha-rope{stem}"
+    theirs, _ = weights_of_the_release(stem)
+    theirs[older] = theirs.pop(current).reshape(shape)
+    folder = write(tmp_path / "r", theirs, **keys_of_the_release(stem))
+    message = f"{folder}.* is a weight of the authors' current release, {older} of their older one"
+    with pytest.raises(ValueError, match=message):
+        released.load(folder)
+
+
+CURRENT, OLDER = "the authors' current release has no such", "the authors' older release"
+
+
+@pytest.mark.parametrize(
     ("stem", "keys", "older", "message"),
     [
-        (
-            "HC-gpt-mha-rope",
-            {},
-            False,
-            "model='HC-gpt-mha-rope': the authors' current release has no such variant",
-        ),
-        (
-            "DDL-gpt-mha-rope",
-            {"ddl_map": "v"},
-            False,
-            "ddl_map='v': the authors' current release has no such key",
-        ),
-        (
-            "DDL-gpt-mha-rope",
-            {"ddl_v_input": "context"},
-            True,
-            "ddl_v_input='context': the authors' older release",
-        ),
+        ("HC-gpt-mha-rope", {}, False, f"model='HC-gpt-mha-rope': {CURRENT} variant"),
+        ("DDL-gpt-mha-rope", {"ddl_map": "v"}, False, f"ddl_map='v': {CURRENT} key"),
+        ("DDL-gpt-mha-rope", {"ddl_v_input": "context"}, True, f"ddl_v_input='context': {OLDER}"),
         ("DDL-gpt-mha-rope-CC", {"ddl_update": "write_only"}, False, "ddl_update='write_only'"),
         ("DDL-gpt-mha-rope", {"ddl_value_channels": 1}, False, "ddl_value_channels=1"),
-        (
-            "gpt-mha-rope",
-            {"residual_branch_mult": 0.5},
-            True,
-            "residual_branch_mult=0.5: the authors' older release",
-        ),
-        (
-            "gpt-mha-rope",
-            {"num_hidden_layers_base": 1},
-            True,
-            "num_hidden_layers_base=1: the authors' older release",
-        ),
-        (
-            "DDL-gpt-mha-rope-CC",
-            {"ddl_state_dv_shortconv_causal": True},
-            True,
-            "ddl_state_dv_shortconv_causal=True",
-        ),
-        (
-            "DDL-gpt-mha-rope-CC",
-            {"ddl_state_shortconv_kernel_size": 3},
-            True,
-            "ddl_state_shortconv_kernel_size=3",
-        ),
+        ("gpt-mha-rope", {"residual_branch_mult": 0.5}, True, f"branch_mult=0.5: {OLDER}"),
+        ("gpt-mha-rope", {BASE: 1}, True, f"{BASE}=1: {OLDER}"),
+        ("DDL-gpt-mha-rope-CC", {CAUSAL: True}, True, f"{CAUSAL}=True"),
+        ("DDL-gpt-mha-rope-CC", {TAPS: 3}, True, f"{TAPS}=3"),
     ],
 )
 def test_what_a_release_lacks_is_not_written(stem, keys, older, message):
