@@ -34,11 +34,8 @@ def generation(model, ids) -> dict:
     masks = torch.ones_like(prompts)
     padded = prompts.clone()
     masks[1, :4], padded[1, :4] = 0, model.config.pad_token_id
-    ways = {
-        "greedy": {"do_sample": False},
-        "beams": {"num_beams": 3},
-        "sampled": {"do_sample": True},
-    }
+    ways = {"greedy": {"do_sample": False}, "beams": {"num_beams": 3}}
+    ways |= {"sampled": {"do_sample": True}}
     ways["returned"] = {"do_sample": True, "num_return_sequences": 3}
     ways["several_beams"] = {"num_beams": 4, "num_return_sequences": 2, "length_penalty": 0.5}
     for way, keys in ways.items():
@@ -50,9 +47,8 @@ def generation(model, ids) -> dict:
     longer = torch.cat((first.sequences, ids[:2, :2]), dim=1)
     mask = torch.cat((masks, masks.new_ones(2, 8)), dim=1)
     rest = {"attention_mask": mask, "do_sample": False}
-    found["continued_True"] = generated(
-        model, longer, past_key_values=first.past_key_values, **rest
-    )
+    kept = first.past_key_values
+    found["continued_True"] = generated(model, longer, past_key_values=kept, **rest)
     found["continued_False"] = generated(model, longer, use_cache=False, **rest)
     return found
 
@@ -67,9 +63,7 @@ def cached_logits(model, ids):
 
 
 def gradients(model, ids) -> dict:
-    """Loss and gradients of one pass, with and without gradient checkpointing; then a step that
-    must change weights.
-    """
+    """Loss and gradients of a pass, checkpointed as well; then a step that must change weights."""
     model.train()
     labels = ids.clone()
     labels[0, :3] = -100
@@ -78,11 +72,8 @@ def gradients(model, ids) -> dict:
         model.zero_grad()
         out = model(ids, labels=labels)
         out.loss.backward()
-        found |= {
-            f"{prefix}{name}": p.grad.clone()
-            for name, p in model.named_parameters()
-            if p.grad is not None
-        }
+        trained = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
+        found |= {f"{prefix}{name}": p.grad.clone() for name, p in trained}
         model.gradient_checkpointing_enable()
     before = model.transformer.wte.weight.detach().clone()
     torch.optim.AdamW(model.parameters(), lr=1e-2).step()
@@ -91,9 +82,7 @@ def gradients(model, ids) -> dict:
 
 
 def padded_logits(model, ids):
-    """One row whole, one padded on the left, one on the right; without a cache, and the first two
-    with one.
-    """
+    """A whole row, one padded on the left, one on the right (without a cache only)."""
     mask = torch.ones_like(ids[:3])
     mask[1, :4], mask[2, -4:] = 0, 0
     rows = ids[:3].masked_fill(mask == 0, model.config.pad_token_id)
@@ -107,25 +96,18 @@ def examine(folder: str, ids) -> tuple[dict, dict]:
     text = pipeline("text-generation", model=folder, trust_remote_code=True)
     text = text("def f", max_new_tokens=3, do_sample=False)[0]["generated_text"]
     model = load(folder)
-    facts = {
-        "tied": model.lm_head.weight is model.transformer.wte.weight,
-        "dtype": str(model.dtype),
-        "text": text,
-    }
+    tied = model.lm_head.weight is model.transformer.wte.weight
+    facts = {"tied": tied, "dtype": str(model.dtype), "text": text}
     facts["names"] = sorted(model.state_dict())
     with torch.no_grad():
-        found = {
-            "logits": model(ids).logits,
-            "cached": cached_logits(model, ids),
-            **padded_logits(model, ids),
-        }
+        found = {"logits": model(ids).logits, "cached": cached_logits(model, ids)}
+        found |= padded_logits(model, ids)
         found["last"] = model(ids, logits_to_keep=1).logits
         found |= {"cos": model.gpt.rope_cos, "sin": model.gpt.rope_sin}
         found |= generation(model, ids)
         model.save_pretrained(f"{folder}_again")
-        AutoTokenizer.from_pretrained(folder, trust_remote_code=True).save_pretrained(
-            f"{folder}_again"
-        )
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+        tokenizer.save_pretrained(f"{folder}_again")
         found["again"] = load(f"{folder}_again")(ids).logits
         found["double"] = load(folder, dtype=torch.float64)(ids).logits
     return found | gradients(model, ids), facts
@@ -167,14 +149,8 @@ def tokenizers(folder: str, texts: list[str]) -> dict:
     batch = tokenizer(["a", "bcd"], padding=True)
     special = [tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token]
     ids = [tokenizer(text)["input_ids"] for text in texts]
-    decoded = [tokenizer.decode(each) for each in ids]
-    return {
-        "batch": dict(batch),
-        "special": special,
-        "ids": ids,
-        "decoded": decoded,
-        "size": len(tokenizer),
-    }
+    found = {"ids": ids, "decoded": [tokenizer.decode(each) for each in ids], "special": special}
+    return found | {"batch": dict(batch), "size": len(tokenizer)}
 
 
 def rounded(folder: str, ids, pairs) -> dict:
@@ -185,22 +161,19 @@ def rounded(folder: str, ids, pairs) -> dict:
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     out = model(ids, labels=ids)
     out.loss.backward()
-    gradient = torch.cat(
-        [p.grad.float().flatten() for p in model.parameters() if p.grad is not None]
-    )
+    given = [p.grad for p in model.parameters() if p.grad is not None]
+    gradient = torch.cat([each.float().flatten() for each in given])
     found = {"logits": out.logits.detach(), "loss": out.loss.detach(), "gradient": gradient}
     masks, padded = torch.ones_like(ids[:2]), ids[:2].clone()
     masks[1, :4], padded[1, :4] = 0, model.config.pad_token_id
     with torch.no_grad():
         found["cached"] = cached_logits(model, ids)
         for use_cache in (True, False):
-            found[f"text_{use_cache}"] = generated(
-                model, ids[:2], do_sample=False, use_cache=use_cache
-            )
+            keys = {"do_sample": False, "use_cache": use_cache}
+            found[f"text_{use_cache}"] = generated(model, ids[:2], **keys)
         found["padded_text"] = generated(model, padded, attention_mask=masks, do_sample=False)
-    return found | {
-        "scores": torch.tensor([score for score, _ in evaluated(folder, pairs, "bfloat16")])
-    }
+    found["scores"] = torch.tensor([score for score, _ in evaluated(folder, pairs, "bfloat16")])
+    return found
 
 
 def evaluated(folder: str, pairs, dtype: str = "float32") -> list:
@@ -209,13 +182,9 @@ def evaluated(folder: str, pairs, dtype: str = "float32") -> list:
     from lm_eval.models.huggingface import HFLM
 
     model = HFLM(pretrained=folder, trust_remote_code=True, device="cpu", batch_size=2, dtype=dtype)
-    requests = [
-        Instance("loglikelihood", {}, tuple(pair), index) for index, pair in enumerate(pairs)
-    ]
-    return [
-        [float(score), bool(greedy)]
-        for score, greedy in model.loglikelihood(requests, disable_tqdm=True)
-    ]
+    given = [Instance("loglikelihood", {}, tuple(pair), i) for i, pair in enumerate(pairs)]
+    said = model.loglikelihood(given, disable_tqdm=True)
+    return [[float(score), bool(greedy)] for score, greedy in said]
 
 
 def main():

@@ -24,42 +24,29 @@ from huggingface import flatten
 from model import STEMS, build
 from training import checkpoint
 
-# Every variant and every kind of branch once.
-CASES = {CC: (CC, {}), "convolution": ("DDL-gpt-mha-rope", {})}
-CASES |= {
-    "plain": (
-        "gpt-mha-rope",
-        {"rope_ratio": 0.5, "mup": True, "use_qk_rmsnorm": False, "rope_base": 500.0},
-    )
-}
-CASES |= {
-    "vmap": (
-        "DDL-gpt-mha-rope-EC",
-        {"ddl_map": "v", "ddl_k_hidden_size": 3, "ddl_value_channels": 3},
-    )
-}
-CASES |= {"attention": (f"{CC}-EC", {"ddl_map": "v", "ddl_k_branch": "attention"})}
-CASES |= {
-    "gate": (
-        CC,
-        {"ddl_beta_single_linear": False, "ddl_beta_hidden_size": 5, "ddl_update": "write_only"},
-    )
-}
-CASES |= {
-    "pooled": (
-        CC,
-        {"ddl_map": "v", "ddl_k_input": "flat", "ddl_k_norm": "shifted", "ddl_beta_input": "mean"},
-    )
-}
-CASES |= {
-    "no_bias": ("DDL-vdim1-gpt-mha-rope", {"ddl_v_bias": False, "ddl_beta_input": "residual"})
-}
-CASES |= {"constant": ("DDL-vdim1-gpt-mha-rope", {"ddl_v_constant": True})}
+# Every variant and every kind of branch once; keys of parts that do not meet share a case.
+PLAIN = {"rope_ratio": 0.5, "mup": True, "use_qk_rmsnorm": False, "rope_base": 500.0}
+VMAP = {"ddl_map": "v", "ddl_k_hidden_size": 3, "ddl_value_channels": 3}
+GATE = {"ddl_beta_single_linear": False, "ddl_beta_hidden_size": 5, "ddl_update": "write_only"}
+POOLED = {"ddl_map": "v", "ddl_k_input": "flat", "ddl_k_norm": "shifted", "ddl_beta_input": "mean"}
+NO_BIAS = {"ddl_v_bias": False, "ddl_beta_input": "residual"}
 CAUSAL = {"ddl_state_dv_shortconv_causal": True, "ddl_state_shortconv_kernel_size": 3}
-CASES |= {"causal": (CC, CAUSAL), "folded": (CC, {"ddl_cc_read": "folded"})}
-CASES |= {"gated": ("gated-gpt-mha-rope", {})}  # the README's example
-CASES |= {"untied": (CC, {"tie_embeddings": False}), "capped": ("capped-gpt-mha-rope", {})}
-CASES |= {"shared": ("shared-gpt-mha-rope", {}), "by_id": ("value-embedding-gpt-mha-rope", {})}
+CASES = {
+    CC: (CC, {}),
+    "convolution": ("DDL-gpt-mha-rope", {}),
+    "plain": ("gpt-mha-rope", PLAIN),
+    "vmap": ("DDL-gpt-mha-rope-EC", VMAP),
+    "attention": (f"{CC}-EC", {"ddl_map": "v", "ddl_k_branch": "attention"}),
+    "pooled": (CC, POOLED),
+    "no_bias": ("DDL-vdim1-gpt-mha-rope", NO_BIAS),
+    "constant": ("DDL-vdim1-gpt-mha-rope", {"ddl_v_constant": True}),
+    "causal_gate": (CC, {**CAUSAL, **GATE}),
+    "folded_untied": (CC, {"ddl_cc_read": "folded", "tie_embeddings": False}),
+    "gated": ("gated-gpt-mha-rope", {}),  # the README's example
+    "capped": ("capped-gpt-mha-rope", {}),
+    "shared": ("shared-gpt-mha-rope", {}),
+    "by_id": ("value-embedding-gpt-mha-rope", {}),
+}
 IN_BFLOAT16 = (CC, "convolution", "plain")
 TEXTS = ["def f(x):\n    return größe", "", " \n\t尺寸", "<|endoftext|>a<|endoftext|>"]
 PAIRS = [("def f(", "x):"), ("import", " os"), ("", "return"), ("class A", ":")]
@@ -68,14 +55,12 @@ PAIRS = [("def f(", "x):"), ("import", " os"), ("", "return"), ("class A", ":")]
 @pytest.fixture(scope="module")
 def example_stem(tmp_path_factory):
     """The README's stem, which has `import model.gpt as gpt`, in the place of a user's file."""
-    blocks = re.findall(
-        r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.S
-    )
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.S)
     package = tmp_path_factory.mktemp("stems") / "model"
     package.mkdir()
-    (package / "gated-gpt-mha-rope.py").write_text(
-        next(text for text in blocks if "class Model" in text)
-    )
+    example = next(block for block in blocks if "class Model" in block)
+    (package / "gated-gpt-mha-rope.py").write_text(example)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model, "__path__", [*model.__path__, str(package), str(EXAMPLES[0].parent)])
         patch.setattr(model, "STEMS", [*STEMS, *(path.stem for path in EXAMPLES)])
@@ -89,9 +74,7 @@ def ids():
 
 @pytest.fixture(scope="module")
 def reloaded(tmp_path_factory, example_stem, ids):
-    """({case: (our model, transformers' tensors, facts)}, facts of all) of every case, by one
-    process.
-    """
+    """(folder, {case: (our model, transformers' tensors, facts)}, facts of all), by one process."""
     torch.manual_seed(1)
     folder, made = tmp_path_factory.mktemp("exported"), {}
     for case, (stem, keys) in CASES.items():
@@ -101,35 +84,18 @@ def reloaded(tmp_path_factory, example_stem, ids):
         exported(folder / f"{case}_run", folder / f"{case}_bfloat16", "--dtype=bfloat16")
     shutil.copytree(folder / CC, folder / "lacking")
     weights = load_file(folder / CC / "model.safetensors")
-    save_file(
-        {k: v for k, v in weights.items() if k != "ln_f.weight"},
-        folder / "lacking" / "model.safetensors",
-    )
-    job = {
-        "ids": ids.tolist(),
-        "folders": [str(folder / case) for case in CASES],
-        "lacking": str(folder / "lacking"),
-    }
-    job |= {"text_folder": str(folder / CC), "texts": TEXTS, "pairs": PAIRS}
-    job["bfloat16"] = [
-        str(folder / f"{case}{dtype}") for case in IN_BFLOAT16 for dtype in ("_bfloat16", "")
-    ]
+    del weights["ln_f.weight"]
+    save_file(weights, folder / "lacking" / "model.safetensors")
+    job = {"ids": ids.tolist(), "folders": [str(folder / case) for case in CASES]}
+    job |= {"lacking": str(folder / "lacking"), "text_folder": str(folder / CC)}
+    job |= {"texts": TEXTS, "pairs": PAIRS}
+    job["bfloat16"] = [str(folder / f"{x}{y}") for x in IN_BFLOAT16 for y in ("_bfloat16", "")]
     (folder / "job.json").write_text(json.dumps(job))
-    home = {
-        "HF_HOME": str(folder / "home"),
-        "HF_MODULES_CACHE": str(folder / "home" / "m"),
-        "HF_HUB_OFFLINE": "1",
-    }
-    command = [
-        sys.executable,
-        "-I",
-        str(ROOT / "tests" / "reload_exported.py"),
-        str(folder / "job.json"),
-    ]
-    environment = {**os.environ, **home, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    result = subprocess.run(
-        command, cwd=folder, capture_output=True, env=environment, timeout=300, check=False
-    )
+    home = {"HF_HOME": str(folder / "home"), "HF_MODULES_CACHE": str(folder / "home" / "m")}
+    home |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, "-I", ROOT / "tests" / "reload_exported.py", folder / "job.json"]
+    environment = {**os.environ, **home}
+    result = subprocess.run(command, cwd=folder, capture_output=True, env=environment, timeout=300)
     assert result.returncode == 0, result.stderr.decode()[-3000:]
     facts = json.loads((folder / "job.facts").read_text())
     cases = {
@@ -350,31 +316,18 @@ def test_our_scripts_read_every_folder(case, reloaded, again, ids):
     }
 
 
+NAMED = "from .gpt import __name__ as _\nfrom . import gpt as"
+
+
 @pytest.mark.parametrize(
     ("text", "wanted", "needed"),
     [
         ("from model.gpt import GPT, Block as B\n", "from .gpt import GPT, Block as B\n", ["gpt"]),
-        (
-            "import model.gpt as g  # x\n",
-            "from .gpt import __name__ as _\nfrom . import gpt as g  # x\n",
-            ["gpt"],
-        ),
-        (
-            "from model import gpt\n",
-            "from .gpt import __name__ as _\nfrom . import gpt as gpt\n",
-            ["gpt"],
-        ),
-        (
-            "from model.gpt import (\n    GPT,\n    Block,\n)\nx = 1\n",
-            "from .gpt import GPT, Block\nx = 1\n",
-            ["gpt"],
-        ),
+        ("import model.gpt as g  # x\n", f"{NAMED} g  # x\n", ["gpt"]),
+        ("from model import gpt\n", f"{NAMED} gpt\n", ["gpt"]),
+        ("from model.gpt import (\n    GPT,\n)\nx = 1\n", "from .gpt import GPT\nx = 1\n", ["gpt"]),
         ("import torch, math\n", "import torch, math\n", []),
-        (
-            "def f():\n    from model.loss import scaled\n",
-            "def f():\n    from .loss import scaled\n",
-            ["loss"],
-        ),
+        ("if x:\n    from model.loss import y\n", "if x:\n    from .loss import y\n", ["loss"]),
     ],
 )
 def test_imports_become_relative(text, wanted, needed):
@@ -439,30 +392,15 @@ def test_others_can_read_what_is_written(reloaded):
 def test_the_card_tells_what_is_known(tmp_path):
     run = save_run(tmp_path / "run", noisy(CC, {}), CC)
     lines = [{"step": step, "loss": float(step)} for step in range(1, 9)]
-    lines += [
-        {
-            "step": 7,
-            "val_loss": 1.25,
-            "val_perplexity": 3.49,
-            "val_bits_per_byte": 1.8,
-            "val_sequences": 33,
-        }
-    ]
-    # after the checkpoint
-    lines += [{"step": 8, "val_loss": 9.0, "val_perplexity": 8103.0, "val_sequences": 33}]
+    validation = {"step": 7, "val_loss": 1.25, "val_perplexity": 3.49, "val_sequences": 33}
+    lines += [{**validation, "val_bits_per_byte": 1.8}]
+    lines += [{**validation, "step": 8, "val_loss": 9.0}]  # after the checkpoint
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     text = re.sub(" +", " ", (exported(run, tmp_path / "out") / "README.md").read_text())
     assert text.startswith("---\nlibrary_name: transformers\n")
-    rows = [
-        "| steps | 7 |",
-        "| tokens | 672, in sequences of 24 |",
-        "| corpus | stories |",
-        "| `hidden_size` | `12` |",
-    ]
-    rows += [
-        "| validation loss | 1.2500 (step 7, 33 sequences) |",
-        "| validation bits per byte | 1.8000 (step 7",
-    ]
+    rows = ["| steps | 7 |", "| tokens | 672, in sequences of 24 |", "| corpus | stories |"]
+    rows += ["| `hidden_size` | `12` |", "| validation loss | 1.2500 (step 7, 33 sequences) |"]
+    rows += ["| validation bits per byte | 1.8000 (step 7"]
     for row in (*rows, "| `learning_rate` | `0.01` |"):
         assert row in text, row
     assert "min_lr" not in text
