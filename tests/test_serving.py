@@ -48,36 +48,29 @@ def lively(stem, **changes):
 SITES = ["0 attn", "0 mlp", "1 attn", "1 mlp"]
 
 
+BETA = {"beta": (0, 2), "discrepancy_before": None, "discrepancy_after": None}
+MGT = {"beta": None, "beta_variance": None, "beta_negative": (0, 1), "gate": (0, 1)}
+
+
 @pytest.mark.parametrize(
     ("stem", "wanted"),
     [
-        (
-            "DDL-vdim1-gpt-mha-rope",
-            {"beta": (0, 2), "discrepancy_before": None, "discrepancy_after": None},
-        ),
-        (
-            "MGT-gpt-mha",
-            {"beta": None, "beta_variance": None, "beta_negative": (0, 1), "gate": (0, 1)},
-        ),
+        ("DDL-vdim1-gpt-mha-rope", BETA),
+        ("MGT-gpt-mha", MGT),
         ("mHC-gpt-mha-rope", {"mix_kept": None, "mix_error": None}),
         ("AttnRes-gpt-mha-rope", {"embedding_weight": (0, 1), "effective_sources": None}),
         ("gpt-mha-rope", {}),
     ],
 )
 def test_every_statistic_that_a_stream_names_is_shown(stem, wanted):
-    """With its range, where it declares one.
-
-    The gate of DDL alone has regimes: MGT's beta is a mean over features.
-    """
+    """With its range, where it declares one. DDL's gate alone has regimes, MGT's is a mean."""
     model = lively(stem)
     found = declared(model)
     assert {each["name"]: each["range"] for each in found} == wanted
-    assert [each["name"] for each in found if each["gate"]] == (
-        ["beta"] if stem.startswith("DDL") else []
-    )
+    gates = [each["name"] for each in found if each["gate"]]
+    assert gates == ["beta"] * stem.startswith("DDL")
     assert all(each["sites"] == SITES for each in found)
     _, tokens = generated(model, [256, 1, 2], 4)
-    ids = torch.tensor([[token["id"] for token in tokens]])
     rows = {}
 
     def seen(site, quantities):
@@ -85,13 +78,12 @@ def test_every_statistic_that_a_stream_names_is_shown(stem, wanted):
             rows.setdefault(name, []).append(values[0].tolist())
 
     with torch.no_grad(), model.through(Watched(seen)):
-        model(ids)
+        model(torch.tensor([[token["id"] for token in tokens]]))
     for index, token in enumerate(tokens):
         assert token["statistics"].keys() == wanted.keys()
         for name, numbers in token["statistics"].items():
-            assert numbers == pytest.approx(
-                [row[index] for row in rows[name]], rel=1e-6, abs=1e-6
-            ), name
+            own = [row[index] for row in rows[name]]
+            assert numbers == pytest.approx(own, rel=1e-6, abs=1e-6), name
 
 
 def test_a_block_that_occurs_twice_has_two_rows():
@@ -111,28 +103,21 @@ def test_what_is_not_finite_is_sent_as_none():
 
 @torch.no_grad()
 def uncached_gates(model, ids):
-    """Every token's gates (T, sites) by the equation, from the sublayers' inputs in one pass over
-    ids.
-    """
-    contexts = []
-    sublayers = [layer for block in model.transformer.h for layer in (block.attn, block.mlp)]
-    hooks = [
-        layer.register_forward_pre_hook(lambda _, inputs: contexts.append(inputs[0][0]))
-        for layer in sublayers
-    ]
+    """Every token's gates (T, sites) by the equation, from the sublayers' inputs of one pass."""
+    contexts, blocks = [], model.transformer.h
+    sublayers = [layer for block in blocks for layer in (block.attn, block.mlp)]
+    note = lambda _, inputs: contexts.append(inputs[0][0])  # noqa: E731
+    hooks = [layer.register_forward_pre_hook(note) for layer in sublayers]
     model(torch.tensor([ids]))
     for hook in hooks:
         hook.remove()
-    writes = [write for block in model.transformer.h for write in (block.ddl_attn, block.ddl_mlp)]
     gates = []
-    for c, write in zip(contexts, writes):
+    for c, write in zip(contexts, [w for block in blocks for w in (block.ddl_attn, block.ddl_mlp)]):
         if hasattr(write, "beta"):
             logit = c @ write.beta.weight[0] + write.beta.bias
         else:
-            logit = (
-                torch.tanh(c @ write.beta_in.weight.T) @ write.beta_out.weight[0]
-                + write.beta_out.bias
-            )
+            hidden = torch.tanh(c @ write.beta_in.weight.T)
+            logit = hidden @ write.beta_out.weight[0] + write.beta_out.bias
         gates.append(2 / (1 + torch.exp(-logit)))
     return torch.stack(gates, dim=1)
 
@@ -147,10 +132,10 @@ def generated(model, prompt, count, tokenizer=TOKENIZER, **changes):
     return seen, [token for event in seen for token in event.get("tokens", ())]
 
 
-@pytest.mark.parametrize(
-    ("stem", "changes"),
-    [(stem, {}) for stem in DELTA] + [(DELTA[0], {"ddl_beta_single_linear": False})],
-)
+TWO_LAYERS = (DELTA[0], {"ddl_beta_single_linear": False})
+
+
+@pytest.mark.parametrize(("stem", "changes"), [*((stem, {}) for stem in DELTA), TWO_LAYERS])
 def test_gates_are_those_of_an_uncached_pass(stem, changes):
     model = lively(stem, **changes)
     prompt = [256, 3, 1, 4]
@@ -189,27 +174,22 @@ def test_fused_streams_step_aside_and_come_back():
     _, tokens = generated(model, [256, 1, 2], 1)
     assert all(module.stream is fused for module in (model, *model.transformer.h))
     model.use_stream(Stream())
-    torch.testing.assert_close(
-        gates_of(tokens), uncached_gates(model, [token["id"] for token in tokens])
-    )
+    expected = uncached_gates(model, [token["id"] for token in tokens])
+    torch.testing.assert_close(gates_of(tokens), expected)
 
 
-# --- text
-# ----------------------------------------------------------------------------------------------------
+# ---- text ----
 
 
 def test_pieces_are_the_text_up_to_the_first_stop_string():
-    """Random pieces of text in multi-byte characters, cut into tokens; against str.find on the
-    whole.
-    """
+    """Random text of multi-byte characters, cut into tokens; against str.find on the whole."""
     draw = random.Random(0)
     alphabet = ["a", "b", "ab", "é", "日", "🙂", "\n"]
     encoding = train_byte_pairs(["".join(draw.choices(alphabet, k=2000))], 300)
     for _ in range(300):
         text = "".join(draw.choices(alphabet, k=draw.randint(0, 12)))
-        stop = [
-            "".join(draw.choices(alphabet, k=draw.randint(1, 3))) for _ in range(draw.randint(0, 2))
-        ]
+        lengths = [draw.randint(1, 3) for _ in range(draw.randint(0, 2))]
+        stop = ["".join(draw.choices(alphabet, k=length)) for length in lengths]
         found = [text.find(s) for s in stop if s in text]
         expected, pieces, shown = text[: min(found)] if found else text, Pieces(encoding, stop), []
         ids = encoding.encode_ordinary(text)
@@ -231,13 +211,9 @@ def test_pieces_are_the_text_up_to_the_first_stop_string():
 def test_half_a_character_at_the_end_and_bytes_that_are_none():
     pieces = Pieces(TOKENIZER, ["b"])
     shown = [pieces.add(token, {}) for token in (ord("a"), 0xC3, 0xA9, 0xC3)] + [pieces.end()]
-    assert [[(piece["text"], piece["label"]) for piece in part] for part in shown] == [
-        [("a", "a")],
-        [],
-        [("", "bytes c3"), ("é", "bytes a9")],
-        [],
-        [("\ufffd", "bytes c3")],
-    ]
+    found = [[(piece["text"], piece["label"]) for piece in part] for part in shown]
+    whole, half = [("", "bytes c3"), ("é", "bytes a9")], [("\ufffd", "bytes c3")]
+    assert found == [[("a", "a")], [], whole, [], half]
 
 
 def test_why_a_text_ends():
@@ -260,8 +236,7 @@ def test_why_a_text_ends():
     assert [token["id"] for token in tokens] == [1]
 
 
-# --- HTTP
-# ----------------------------------------------------------------------------------------------------
+# ---- HTTP ----
 
 
 def ask(address, method="GET", path="/", body=None, **headers):
@@ -278,11 +253,9 @@ def ask(address, method="GET", path="/", body=None, **headers):
 def generate(address, **body):
     """The events of a generation, or the message that refuses it."""
     status, _, text = ask(address, "POST", "/generate", body)
-    return (
-        [json.loads(line) for line in text.splitlines()]
-        if status == 200
-        else json.loads(text)["message"]
-    )
+    if status != 200:
+        return json.loads(text)["message"]
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def text_of(seen):
@@ -298,10 +271,8 @@ def run(corpus, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def address(run):
-    with served(run, "--temperature=0.9", "--stop=qq", "--seed=5", "--max_new_tokens=25") as (
-        address,
-        process,
-    ):
+    options = ("--temperature=0.9", "--stop=qq", "--seed=5", "--max_new_tokens=25")
+    with served(run, *options) as (address, process):
         yield address
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=20)
@@ -311,12 +282,8 @@ def address(run):
 
 def test_the_page_and_the_model(address):
     assert address.startswith("http://127.0.0.1:")
-    for path, kind in (
-        ("/", "text/html"),
-        ("/page.js", "javascript"),
-        ("/page.css", "css"),
-        ("/icon.svg", "svg"),
-    ):
+    kinds = {"/": "text/html", "/page.js": "javascript", "/page.css": "css", "/icon.svg": "svg"}
+    for path, kind in kinds.items():
         status, headers, body = ask(address, path=path)
         assert status == 200
         assert kind in headers["content-type"]
@@ -348,9 +315,8 @@ def test_the_text_is_that_of_the_command_line(address, run):
     keys = {"max_new_tokens": 30, "temperature": 1.3, "top_k": 200, "top_p": 0.95, "min_p": 0.001}
     keys |= {"repetition_penalty": 1.2, "seed": 11}
     seen = generate(address, prompt="def ü", stop=["z"], **keys)
-    printed = call(
-        "sample.py", run, "--prompt=def ü", "--stop=z", *(f"--{k}={v}" for k, v in keys.items())
-    )
+    options = [f"--{key}={value}" for key, value in keys.items()]
+    printed = call("sample.py", run, "--prompt=def ü", "--stop=z", *options)
     assert text_of(seen).removeprefix("<|endoftext|>") == printed.stdout.decode().removesuffix("\n")
     assert seen[0] == {"seed": 11}
     assert generate(address, prompt="def ü", stop=["z"], **keys)[:-1] == seen[:-1]
@@ -361,9 +327,8 @@ def test_a_model_in_bfloat16_is_computed_in_it_in_every_thread(run):
     round_matrices(model)
     with torch.autocast("cpu", torch.bfloat16), local(model, tokenizer) as address:
         text = text_of(generate(address, prompt="def", max_new_tokens=30, seed=7, top_p=0.9))
-    printed = call(
-        "sample.py", run, "--prompt=def", "--dtype=bfloat16", "--max_new_tokens=30", "--seed=7"
-    )
+    options = ("--prompt=def", "--dtype=bfloat16", "--max_new_tokens=30", "--seed=7")
+    printed = call("sample.py", run, *options)
     assert text.removeprefix("<|endoftext|>") == printed.stdout.decode().removesuffix("\n")
 
 
@@ -372,9 +337,8 @@ def test_what_is_left_out_is_as_on_the_command_line(address):
     assert second[0]["seed"] == first[0]["seed"] + 1
     assert first[0]["seed"] >= 5
     assert first[-1]["new_tokens"] <= 25
-    again = generate(
-        address, prompt="a", seed=first[0]["seed"], temperature=0.9, stop=["qq"], top_p=0.9
-    )
+    said = {"seed": first[0]["seed"], "temperature": 0.9, "stop": ["qq"], "top_p": 0.9}
+    again = generate(address, prompt="a", **said)
     assert again[:-1] == first[:-1]
 
 
@@ -387,10 +351,7 @@ MISTAKES = [
     ({"max_new_tokens": "5"}, "max_new_tokens: input should be a valid integer"),
     ({"stop": [""]}, "stop.0: string should have at least 1 character"),
     ({"temprature": 1.0}, "temprature: extra inputs are not permitted"),
-    (
-        {"prompt": "a<|im_start|>b"},
-        "the prompt has the token <|im_start|>, which bytes does not know",
-    ),
+    ({"prompt": "a<|im_start|>b"}, "the prompt has the token <|im_start|>, which bytes does not"),
     ({"prompt": "a" * 16}, "the prompt has 17 tokens: give at most 16, end-of-text included"),
     ({"prompt": "a" * 600_000}, "a request of 586 KiB: give at most 512 KiB"),
 ]
@@ -406,38 +367,29 @@ def test_a_mistake_is_answered_with_one_line(address, body, message):
 
 def test_requests_that_are_not_the_pages(address):
     port = urlsplit(address).port
-    ok = {"prompt": "a", "max_new_tokens": 1}
-    assert ask(address, "POST", "/generate", ok, origin=address)[0] == 200
-    assert (
-        ask(
-            address,
-            "POST",
-            "/generate",
-            ok,
-            host=f"localhost:{port}",
-            origin=f"http://localhost:{port}",
-        )[0]
-        == 200
-    )
+    ok, here = {"prompt": "a", "max_new_tokens": 1}, f"localhost:{port}"
+
+    def post(body=ok, **headers):
+        return ask(address, "POST", "/generate", body, **headers)
+
+    assert post(origin=address)[0] == 200
+    assert post(host=here, origin=f"http://{here}")[0] == 200
     for headers in (
         {"host": "evil.example"},
         {"host": ""},
         {"host": "127.0.0.1.evil.example"},
-        {"host": f"localhost:{port}", "origin": f"http://evil.example:{port}"},
+        {"host": here, "origin": f"http://evil.example:{port}"},
         {"origin": "null"},
         {"origin": f"http://127.0.0.1:{port + 1}"},
     ):
-        status, answer_headers, body = ask(address, "POST", "/generate", ok, **headers)
+        status, answer_headers, body = post(**headers)
         assert status == 403, headers
         assert set(json.loads(body)) == {"message"}
         assert "content-security-policy" in answer_headers
     assert ask(address, host="evil.example")[0] == 403
-    assert ask(address, "POST", "/generate", b"{", **{"content-type": "application/json"})[0] == 400
-    assert (
-        ask(address, "POST", "/generate", json.dumps(ok), **{"content-type": "text/plain"})[0]
-        == 400
-    )
-    assert ask(address, "POST", "/generate", iter([b"{}"]))[0] == 411
+    assert post(b"{", **{"content-type": "application/json"})[0] == 400
+    assert post(json.dumps(ok), **{"content-type": "text/plain"})[0] == 400
+    assert post(iter([b"{}"]))[0] == 411
 
 
 def test_names_of_the_server():
@@ -454,10 +406,7 @@ def test_names_of_the_server():
 
 
 class Slow:
-    """A server in this process whose model takes 5 ms a pass; `passes` counts them.
-
-    Its likeliest token is always 0.
-    """
+    """A server here whose model takes 5 ms a pass, which `passes` counts; it says 0 always."""
 
     def __init__(self):
         self.model, self.passes, self.address = build(DELTA[0], **SMALL), 0, None
@@ -502,10 +451,8 @@ def test_a_closed_connection_ends_the_computation(slow):
     connection.close()
     assert slow.settled() < 2001
     assert type(slow.model.stream) is Stream
-    assert (
-        generate(slow.address, prompt="a", temperature=0, max_new_tokens=100)[-1]["new_tokens"]
-        == 100
-    )
+    last = generate(slow.address, prompt="a", temperature=0, max_new_tokens=100)[-1]
+    assert last["new_tokens"] == 100
 
 
 def test_one_generation_at_a_time(slow, monkeypatch):
@@ -516,9 +463,8 @@ def test_one_generation_at_a_time(slow, monkeypatch):
     assert "tokens" in json.loads(response.readline())  # the first goes on
     monkeypatch.setattr(serving_app, "PATIENCE", 10.0)
     waiting = []
-    second = threading.Thread(
-        target=lambda: waiting.extend(generate(slow.address, max_new_tokens=3))
-    )
+    wait = lambda: waiting.extend(generate(slow.address, max_new_tokens=3))  # noqa: E731
+    second = threading.Thread(target=wait)
     second.start()
     time.sleep(0.2)
     assert waiting == []
@@ -548,21 +494,18 @@ def test_interrupting_the_server_ends_a_stream(run):
 def test_the_request_of_the_page_about_it_gets_the_answer_there(run):
     page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
     command = re.search(r"```sh\n(.*?)```", page, flags=re.S)[1]
-    documented = [
-        json.loads(line)
-        for line in re.search(r"```json\n(.*?)```", page, flags=re.S)[1].splitlines()
-    ]
+    lines = re.search(r"```json\n(.*?)```", page, flags=re.S)[1].splitlines()
+    documented = [json.loads(line) for line in lines]
     model, tokenizer, _ = load_model(run, torch.device("cpu"))
     with local(model, tokenizer) as address:
         here = command.replace("http://127.0.0.1:8000", address)
         answer = subprocess.run(here, shell=True, capture_output=True, timeout=30, check=True)
         found = [json.loads(line) for line in answer.stdout.splitlines()]
-        plain = subprocess.run(
-            here.replace("-H 'content-type: application/json'", ""), shell=True, capture_output=True
-        )
+        bare = here.replace("-H 'content-type: application/json'", "")
+        plain = subprocess.run(bare, shell=True, capture_output=True, check=False)
     assert here != command
     tokens, wanted = (
-        [t for event in events for t in event.get("tokens", [])] for events in (found, documented)
+        [t for e in each for t in e.get("tokens", [])] for each in (found, documented)
     )
     assert found[0] == documented[0] == {"seed": 0}
     assert all(token.keys() == wanted[0].keys() for token in [*tokens, *wanted])
@@ -571,9 +514,8 @@ def test_the_request_of_the_page_about_it_gets_the_answer_there(run):
     assert found[-1].keys() == documented[-1].keys()
     assert found[-1]["end"] == documented[-1]["end"]
     assert f"`{found[-1]['end']}`" in page
-    assert json.loads(plain.stdout)["message"].endswith(
-        "with the header content-type: application/json"
-    )
+    message = json.loads(plain.stdout)["message"]
+    assert message.endswith("with the header content-type: application/json")
 
 
 def test_an_address_that_cannot_be_had_ends_in_one_line(run):
