@@ -3,14 +3,12 @@
 huggingface_hub downloads a file, goes on where it was cut and checks its size.
 """
 
-import hashlib
 import logging
 import re
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from tqdm import tqdm
 
 import configurator
 from data import shards
-from data.sources import Batch, Files, Missing, first_line, parquet_texts
+from data.sources import Batch, Files, Missing, first_line, listing_digest, parquet_texts
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds
 MINUTES = 60.0
@@ -38,14 +36,9 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def names_of(error: BaseException) -> set[str]:
-    """The error's class and those that it inherits from."""
-    return {kind.__name__ for kind in type(error).__mro__}
-
-
 def kinds(error: BaseException) -> set[str]:
     """Names of the error's classes, and of those that it was raised from."""
-    return set().union(*map(names_of, chain(error)))
+    return {kind.__name__ for each in chain(error) for kind in type(each).__mro__}
 
 
 def is_offline(error: BaseException) -> bool:
@@ -64,11 +57,14 @@ def passing_cause(error: BaseException) -> str | None:
     """In words what is wrong, where it may pass by itself, else None."""
     if is_offline(error):
         return None
+    # The outermost error that says something decides: libraries wrap each other's.
     for each in chain(error):
         if status := status_of(each):
             passes = status in (408, 425, 429) or status >= 500
             return f"the hub answers {status}" if passes else None
-        if names_of(each) & PASSING or "onsistency check failed" in str(each):
+        if PASSING & {
+            kind.__name__ for kind in type(each).__mro__
+        } or "onsistency check failed" in str(each):
             return f"{type(each).__name__}: {first_line(each)}"
     return None
 
@@ -106,13 +102,13 @@ def check_minutes(minutes: float | None) -> None:
 def add_options(parser, repository: str, or_files: bool = True) -> None:
     """The options of a corpus that comes from a hub, or else from files."""
     add = parser.add_argument
+    files = "parquet or jsonl files instead: paths, patterns or folders"
     if or_files:
-        help_ = "parquet or jsonl files instead: paths, patterns or folders"
-        add("--source", nargs="+", help=help_)
+        add("--source", nargs="+", help=files)
     add("--repository", default=repository, help="the data set on the hub, or a clone of it")
     add("--revision", help="its commit, tag or branch (default: the newest, noted in meta.json)")
-    help_ = f"how long to ask a hub again that does not answer (default: {MINUTES:g})"
-    add("--retry_minutes", type=float, help=help_)
+    patience = f"how long to ask a hub again that does not answer (default: {MINUTES:g})"
+    add("--retry_minutes", type=float, help=patience)
 
 
 def refuse_options(args, given: str) -> None:
@@ -141,12 +137,12 @@ class Hub:
     """
 
     repository: str
-    name: str | None = None
+    name: str | None = None  # of one configuration
     split: str = "train"
     column: str = "text"
     revision: str | None = None
     starts: Callable[[str], bool] | None = None  # which rows begin a document; None: all
-    tokens: int | None = None  # how many it has, about
+    tokens: int = 0  # how many it has, about
     retry_minutes: float | None = None
     otherwise: str = "give local files by --source, or a local clone by --repository=FOLDER"
     downloads: Path | None = None  # where a file is kept while it is read; None: the hub's cache
@@ -155,10 +151,7 @@ class Hub:
     def __post_init__(self):
         check_minutes(self.retry_minutes)
         self.files = None
-
-    @property
-    def where(self) -> str:
-        return f"{self.repository}{f' ({self.name})' if self.name else ''}"
+        self.where = f"{self.repository}{f' ({self.name})' if self.name else ''}"
 
     @property
     def api(self):
@@ -168,6 +161,7 @@ class Hub:
         """Fix the commit: to this one, or to what the hub has now. A clone has none."""
         if not Path(self.repository).is_dir():
             info = lambda: self.api.dataset_info(self.repository, revision=self.revision)  # noqa: E731
+            # A branch may move between two runs, a commit does not.
             self.commit = commit or self.ask(info).sha
         return self.commit
 
@@ -177,8 +171,7 @@ class Hub:
         where |= {"column": self.column, "revision": self.revision, "commit": self.commit}
         if (clone := Path(self.repository)).is_dir():  # no commit tells its states apart
             files = [file for file in sorted(clone.rglob("*")) if file.is_file()]
-            listing = "".join(f"{file}\t{file.stat().st_size}\n" for file in files)
-            where["sha256"] = hashlib.sha256(listing.encode()).hexdigest()
+            where["sha256"] = listing_digest(files)
         return where
 
     def read(self, cursor: dict | None = None) -> Iterator[Batch]:
@@ -195,6 +188,7 @@ class Hub:
                 texts = [text for text in rows if text is not None]
                 starts = [self.starts(text) for text in texts] if self.starts else None
                 yield Batch({"file": number, "row": row}, texts, starts)
+            # The room of one file is enough for a data set of any size.
             if self.downloads and local != file:
                 Path(local).unlink()
 
@@ -266,15 +260,11 @@ def fetch_shards(repository: str, out: Path, revision: str | None, minutes: floa
     commit = hub.pin(before.get("commit"))  # a fetch that is begun again goes on with that one
     shards.write_json(out / "fetched.json", {**asked, "commit": commit})
 
+    # The hub keeps the SHA-256 of large files, which tells a download with flipped bits.
     keys = {"repo_type": "dataset", "revision": commit}
     tree = hub.ask(lambda: list(hub.api.list_repo_tree(repository, **keys)))
     files = [entry for entry in tree if entry.path.endswith(".bin")]
-    with ThreadPoolExecutor(8) as pool:
-        fetched = pool.map(lambda file: hub.download(file.path), files)
-        try:
-            list(tqdm(fetched, total=len(files), unit="shard", disable=None))
-        except BaseException:  # also Ctrl+C: do not begin the others
-            pool.shutdown(cancel_futures=True, wait=False)
-            raise
+    for file in tqdm(files, unit="shard", disable=None):
+        hub.download(file.path)
     shutil.rmtree(out / ".cache", ignore_errors=True)  # huggingface_hub's notes of the downloads
     return {"commit": commit, "sums": {file.path: file.lfs.sha256 for file in files if file.lfs}}

@@ -8,7 +8,6 @@ no memory. Sequence i of step s is number s * global_batch_size + i of the run, 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -40,6 +39,7 @@ class JoinedShards:
                 part = self.shards[shard][begin : begin + count - filled]
                 row[filled : filled + len(part)] = part
                 filled, shard = filled + len(part), shard + 1
+        # An id beyond the embedding would be a CUDA assertion without a name.
         if tokens.size and tokens.max() >= self.vocab_size:
             row, column = np.argwhere(tokens >= self.vocab_size)[0].tolist()
             position = int(starts[row]) + column
@@ -56,7 +56,7 @@ def keyed_permutation(index: np.ndarray, size: int, key: int) -> np.ndarray:
     """
     half_bits = max(((size - 1).bit_length() + 1) // 2, 1)
     mask = np.uint64((1 << half_bits) - 1)
-    round_keys = _round_keys(key)
+    round_keys = np.random.Generator(np.random.PCG64(key)).integers(0, 2**64, 4, dtype=np.uint64)
 
     def encrypt(x):
         left, right = x >> np.uint64(half_bits), x & mask
@@ -64,15 +64,11 @@ def keyed_permutation(index: np.ndarray, size: int, key: int) -> np.ndarray:
             left, right = right, left ^ (_mix(right ^ round_key) & mask)
         return (left << np.uint64(half_bits)) | right
 
+    # At most three in four values lie outside, so that few rounds are needed.
     result = encrypt(index.astype(np.uint64))
     while (outside := result >= size).any():
         result[outside] = encrypt(result[outside])
     return result.astype(np.int64)
-
-
-@lru_cache(8)
-def _round_keys(key: int) -> np.ndarray:
-    return np.random.Generator(np.random.PCG64(key)).integers(0, 2**64, 4, dtype=np.uint64)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -90,13 +86,7 @@ class Batches:
 
     split: str
 
-    def __init__(
-        self,
-        shards: list[np.ndarray],
-        seq_len: int,
-        vocab_size: int = 2**16,
-        documents: Windows | None = None,
-    ):
+    def __init__(self, shards, seq_len: int, vocab_size=2**16, documents: Windows | None = None):
         self.tokens, self.seq_len = JoinedShards(shards, vocab_size), seq_len
         self.documents = documents
         if documents and seq_len != documents.length:
@@ -139,11 +129,12 @@ class TrainBatches(Batches):
         epochs, indices = np.divmod(numbers, self.windows)
         starts = np.empty_like(numbers)
         for epoch in np.unique(epochs).tolist():
-            here = epochs == epoch
-            offset, key = _epoch(self.seed, epoch, self.max_offset)
-            starts[here] = (
-                offset + keyed_permutation(indices[here], self.windows, key) * self.stride
-            )
+            here, draw = epochs == epoch, np.random.Generator(np.random.PCG64([self.seed, epoch]))
+            # With an offset of its own, each epoch cuts the text at other places.
+            offset = draw.integers(0, self.max_offset + 1)
+            [key] = np.random.SeedSequence([self.seed, epoch, 1]).generate_state(1, np.uint64)
+            windows = keyed_permutation(indices[here], self.windows, int(key))
+            starts[here] = offset + windows * self.stride
         return starts
 
     def get(self, step: int, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,14 +157,6 @@ class TrainBatches(Batches):
         if counts[0] > 0 and (counts == counts[0]).all():
             return None
         return (counts / counts.double().mean().clamp_min(1e-9)).float()
-
-
-@lru_cache(8)
-def _epoch(seed: int, epoch: int, largest: int) -> tuple[int, int]:
-    """Its offset, 0 to the largest, and the 64-bit key of its order."""
-    offset = np.random.Generator(np.random.PCG64([seed, epoch])).integers(0, largest + 1)
-    [key] = np.random.SeedSequence([seed, epoch, 1]).generate_state(1, np.uint64)
-    return int(offset), int(key)
 
 
 def has_targets(tokens: JoinedShards, documents: Windows, windows: Sequence[int]) -> bool:
@@ -208,8 +191,8 @@ class ValidationBatches(Batches):
     def spread(self, count: int | None = None, part: str = "all") -> list[int]:
         """`count` windows, or all, evenly over the split, or over its first or second half."""
         half = self.windows // 2
-        parts = {"all": (0, self.windows), "first": (0, half), "second": (half, self.windows)}
-        first, end = parts[part]
+        first = half if part == "second" else 0
+        end = half if part == "first" else self.windows
         count = end - first if count is None else min(count, end - first)
         return sorted(set(np.linspace(first, end - 1, count).round().astype(int).tolist()))
 
@@ -219,6 +202,7 @@ class ValidationBatches(Batches):
         starts[: len(windows)] = np.array(windows, dtype=np.int64) * self.stride
         ids, targets = self.read(starts)
         left = torch.from_numpy(len(self.tokens) - 1 - starts)
+        # The last window is shorter, and a batch of the last ones has empty rows.
         past = torch.arange(self.seq_len) >= left[:, None]
         return ids.masked_fill_(past, 0), targets.masked_fill_(past, -1)
 

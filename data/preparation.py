@@ -8,8 +8,6 @@ is written last: a folder that has the first and not the second is no corpus.
 """
 
 import errno
-import json
-import math
 import os
 import re
 import shutil
@@ -17,7 +15,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -94,9 +93,9 @@ class Preparation:
         self.args, self.name, self.plan, self.extra, self.out = args, name, plan, extra, args.out
         self.sources = {split: source for split, source, _ in plan}
         self.stored = shards.read_json(self.out / "preparation.json")
-        limits = [tokens for split, _, tokens in plan if split == "val" and tokens]
-        if args.max_tokens and limits and args.max_tokens <= limits[0]:
-            nothing = f"leaves nothing for training after --val_tokens={limits[0]}"
+        _, _, val_tokens = plan[0]
+        if val_tokens and args.max_tokens and args.max_tokens <= val_tokens:
+            nothing = f"leaves nothing for training after --val_tokens={val_tokens}"
             give = "give more, or a smaller --val_tokens"
             raise ValueError(f"--max_tokens={args.max_tokens} {nothing}: {give}")
         before = self.stored.get("options", {})
@@ -107,11 +106,11 @@ class Preparation:
 
     def options_at(self, before: dict) -> dict:
         """What the shards follow from: at the commits of the options `before`, or the newest."""
-        commits = [stage.get("commit") for stage in before.get("plan", [])]
-        pinned = []
-        for number, (_, source, _) in enumerate(self.plan):
+        recorded, pinned = before.get("plan") or [{} for _ in self.plan], []
+        for stage, (_, source, _) in zip(recorded, self.plan):
+            # Both splits may share one source. A begun preparation stays at its commit.
             if isinstance(source, hub.Hub) and source not in pinned:
-                source.pin(commits[number] if number < len(commits) else None)
+                source.pin(stage.get("commit"))
                 source.downloads, pinned = self.out / "downloads", [*pinned, source]
         names = ["tokenizer", "shard_tokens"]
         names += ["vocab_size", "tokenizer_bytes"] * (self.args.tokenizer == "bpe")
@@ -122,26 +121,26 @@ class Preparation:
     def claim(self, before: dict, options: dict) -> None:
         """Refuse a folder that holds something else; with --overwrite, empty it."""
         files = list(self.out.glob("*.bin"))
-        size = shards.readable(sum(file.lstat().st_size for file in files))
-        removes = f"--overwrite to remove its {len(files)} shards ({size}) and begin anew"
         if before != options and (self.args.overwrite or not files):
             own = ("meta.json", "tokenizer.json", "fetched.json", "preparation.json")
             for file in (*(self.out / name for name in own), *files, *self.out.glob("*.bin.*")):
                 file.unlink(missing_ok=True)
             self.stored = {}
-        elif before and before != options:
-            another = f"another preparation ({first_difference(before, options)})"
-            ways = f"give that again to go on with it, another --out, or {removes}"
-            raise ValueError(f"{self.out} holds {another}: {ways}")
-        elif not before and files:
-            ways = f"give another --out, or {removes}"
-            raise ValueError(f"{self.out} holds shards of unknown making: {ways}")
+        elif before != options:
+            what, ways = "shards of unknown making", "give another --out"
+            if before:
+                what = f"another preparation ({first_difference(before, options)})"
+                ways = "give that again to go on with it, another --out"
+            # lstat: shards that others have made are links.
+            size = shards.readable(sum(file.lstat().st_size for file in files))
+            removes = f"--overwrite to remove its {len(files)} shards ({size}) and begin anew"
+            raise ValueError(f"{self.out} holds {what}: {ways}, or {removes}")
         self.stored["options"] = options
         self.records = self.stored.setdefault("shards", [])
-        present, most = tokens_of(self.records), self.args.max_tokens
-        if most and present > most:
-            more = f"{present:,} tokens, more than --max_tokens={most}"
-            ways = f"give --max_tokens={present} or more, or another --out"
+        self.present, most = tokens_of(self.records), self.args.max_tokens
+        if most and self.present > most:
+            more = f"{self.present:,} tokens, more than --max_tokens={most}"
+            ways = f"give --max_tokens={self.present} or more, or another --out"
             raise ValueError(f"{self.out} holds {more}: {ways}")
         # A kill may come between a whole shard and its record.
         unlisted = f"{self.name}_*_{len(self.records):06d}.bin"
@@ -150,32 +149,33 @@ class Preparation:
 
     def run(self) -> None:
         """Make what is missing; meta.json last."""
-        present = tokens_of(self.records)
         missing = [number for number, r in enumerate(self.records) if not self.is_whole(r)]
         todo = [stage for stage in self.plan if self.left(*stage)]
         if not missing and not todo and (self.out / "meta.json").exists():
-            print(f"{self.out} is complete: {present:,} tokens")
+            print(f"{self.out} is complete: {self.present:,} tokens")
             return
-        self.encoding, expected = self.make_tokenizer(), self.expected_tokens()
-        self.check_disk(expected, present)
+        self.encoding = self.make_tokenizer()
+        self.expected = self.expected_tokens()
+        self.check_disk()
         self.save()
         kind = f"{self.encoding.name} ({self.encoding.n_vocab:,} tokens)"
         print(f"{self.name}: {self.args.workers} threads, {kind}", flush=True)
-        self.progress = Progress(expected, present)
+        keys = {"unit": "tok", "unit_scale": True, "smoothing": 0.05, "dynamic_ncols": True}
+        self.bar = tqdm(total=self.expected, initial=self.present, disable=None, **keys)
+        self.started = time.monotonic()
         try:
             for number in missing:
                 self.make_again(number)
             self.make_shards(todo)
         except KeyboardInterrupt:
             configurator.end(self.how_to_go_on("interrupted"), 130)
-        except Missing as error:  # the same command would meet it again
-            raise ValueError(self.how_to_go_on(str(error), again=False)) from error
         except (ValueError, OSError) as error:
-            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+            full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
             what = f"the disk of {self.out} is full" if full else str(error)
-            raise ValueError(self.how_to_go_on(what)) from error
+            again = not isinstance(error, Missing)  # else the same command would meet it again
+            raise ValueError(self.how_to_go_on(what, again)) from error
         finally:
-            self.progress.bar.close()
+            self.bar.close()
         self.finish()
 
     def left(self, split: str, source, tokens: int | None) -> int:
@@ -183,18 +183,15 @@ class Preparation:
         own = [record for record in self.records if record["split"] == split]
         if own and own[-1]["ended"]:
             return 0
-        limits = [sys.maxsize]
-        if tokens:
-            limits.append(tokens - tokens_of(own))
-        if self.args.max_tokens:
-            limits.append(self.args.max_tokens - tokens_of(self.records))
-        return min(limits)
+        limits = ((tokens, own), (self.args.max_tokens, self.records))
+        rests = (most - tokens_of(records) for most, records in limits if most)
+        return min(rests, default=sys.maxsize)
 
     def reader(self, number: int, source) -> "TokenReader":
         """The source from where shard `number` begins: after the one before, if of it too."""
         before = self.records[number - 1] if number else None
         start = before["next"] if before and self.sources[before["split"]] is source else START
-        return TokenReader(source, self.encoding, self.args.workers, start, self.progress)
+        return TokenReader(source, self.encoding, self.args.workers, start, self.bar)
 
     def make_shards(self, plan: list[tuple]) -> None:
         reader = None
@@ -202,38 +199,52 @@ class Preparation:
             if reader is None or reader.source is not source:
                 reader = self.reader(len(self.records), source)
             while left := self.left(split, source, tokens):
-                want, number = min(self.args.shard_tokens, left), len(self.records)
-                found, counts = reader.take(want)
-                if not found.size:
+                want = min(self.args.shard_tokens, left)
+                taken = reader.take(want)
+                if not taken.size:
                     break
-                path = self.out / f"{self.name}_{split}_{number:06d}.bin"
+                path = self.out / f"{self.name}_{split}_{len(self.records):06d}.bin"
+                # While it grows, the folder is no corpus.
                 (self.out / "meta.json").unlink(missing_ok=True)
-                record = {"file": path.name, "split": split, "tokens": found.size, **counts}
-                record["sha256"] = shards.write_shard(path, found)
-                record |= {"ended": found.size < want, "next": reader.position}
+                record = {"file": path.name, "split": split, "tokens": taken.size}
+                record |= text_of(shards.token_counts(taken), self.encoding)
+                record["sha256"] = shards.write_shard(path, taken)
+                # Fewer than wanted: the source has ended. `next` is where another run goes on.
+                record |= {"ended": taken.size < want, "next": reader.position}
                 self.records.append(record)
                 self.save()
-                self.progress.shard(record)
+                self.show(record)
 
     def make_again(self, number: int) -> None:
         """A shard that was deleted or cut. ValueError: the source gives another one now."""
         record = self.records[number]
-        tokens, _ = self.reader(number, self.sources[record["split"]]).take(record["tokens"])
+        tokens = self.reader(number, self.sources[record["split"]]).take(record["tokens"])
         path = self.out / record["file"]
+        # Source files may have changed and kept names and sizes: the content alone shows it.
         if shards.write_shard(path, tokens) != record["sha256"]:
             path.unlink()
             changed = f"{path.name} was made again and is another one: the source has changed"
             raise Missing(f"{changed}: give another --out to prepare it as it is now")
         tqdm.write(f"{path.name}: made again")
 
+    def show(self, record: dict) -> None:
+        """A line about a shard: tokens so far, speed and time left."""
+        total = tokens_of(self.records)
+        rate = (total - self.present) / max(time.monotonic() - self.started, 1e-9)
+        left = self.expected - total
+        eta = f", ETA {tqdm.format_interval(left / rate)}" if left > 0 else ""
+        tqdm.write(f"{record['file']}: {total:,} tokens in all, {rate:,.0f} tokens/s{eta}")
+        sys.stdout.flush()
+
     def is_whole(self, record: dict) -> bool:
         path = self.out / record["file"]
-        size = shards.HEADER_BYTES + 2 * record["tokens"]
-        return path.exists() and path.stat().st_size == size
+        return path.exists() and path.stat().st_size == shards.size_of(record["tokens"])
 
     def make_tokenizer(self):
-        """The chosen one; a trained one is kept beside the shards and not trained again."""
+        """The chosen one, which is kept beside the shards: training it can take minutes."""
         path, kind, args = self.out / "tokenizer.json", self.args.tokenizer, self.args
+        if path.exists():
+            return tokenizer.from_json(configurator.read_json(path))
         if kind == "ids":
             encoding = tokenizer.IdTokenizer(args.vocab_size)
         elif kind == "characters":
@@ -244,8 +255,6 @@ class Preparation:
             encoding = tokenizer.byte_tokenizer()
         elif kind == "gpt2":
             encoding = tokenizer.gpt2_tokenizer()
-        elif self.records and path.exists():
-            return tokenizer.from_json(json.loads(path.read_text(encoding="utf-8")))
         else:
             print(f"training a byte-pair tokenizer of {args.vocab_size:,} tokens", flush=True)
             texts = first_bytes(self.plan[-1][1], args.tokenizer_bytes)
@@ -253,24 +262,23 @@ class Preparation:
         shards.write_json(path, tokenizer.to_json(encoding))
         return encoding
 
-    def expected_tokens(self) -> int | None:
-        """About how many tokens there will be, None where nobody knows."""
-        per_token, total = 4 if self.args.tokenizer in ("gpt2", "bpe") else 1, 0.0
+    def expected_tokens(self) -> int:
+        """About how many tokens there will be: a token of byte pairs is taken for four bytes."""
+        per_token, total = 4 if self.args.tokenizer in ("gpt2", "bpe") else 1, 0
         for source in {id(source): source for source in self.sources.values()}.values():
             limits = [tokens for _, each, tokens in self.plan if each is source]
             of_hub = isinstance(source, hub.Hub)
-            whole = source.tokens or math.inf if of_hub else source.text_bytes() // per_token
-            total += min(whole, math.inf if None in limits else sum(limits))
-        expected = min(total, self.args.max_tokens or math.inf)
-        return None if expected == math.inf else int(expected)
+            whole = source.tokens if of_hub else source.text_bytes() // per_token
+            total += whole if None in limits else min(whole, sum(limits))
+        return min(total, self.args.max_tokens or total)
 
-    def check_disk(self, expected: int | None, present: int) -> None:
+    def check_disk(self) -> None:
         """ValueError: what is missing does not fit, two bytes a token."""
         free = shutil.disk_usage(self.out).free
-        if expected is not None and 2 * (expected - present) > free:
-            need = f"about {expected:,} tokens need {shards.readable(2 * expected)}"
+        if 2 * (self.expected - self.present) > free:
+            need = f"about {self.expected:,} tokens need {shards.readable(2 * self.expected)}"
             has = f"{self.out} has {shards.readable(free)} free"
-            fits = int(0.95 * (free // 2 + present))
+            fits = int(0.95 * (free // 2 + self.present))
             raise ValueError(f"{need}, {has}: give --max_tokens={fits}, or --out on a larger disk")
 
     def save(self) -> None:
@@ -280,12 +288,12 @@ class Preparation:
         """What has happened, and what can be done; again: the same command goes on."""
         # As the file has it: Ctrl+C may come between a shard and its record.
         listed = shards.read_json(self.out / "preparation.json").get("shards", [])
-        kept = [record for record in listed if self.is_whole(record)]
+        whole = [record for record in listed if self.is_whole(record)]
         ways = ["run the same command again to go on"] if again else []
-        if kept == listed and {"val", "train"} <= {record["split"] for record in kept}:
+        if whole == listed and {"val", "train"} <= {record["split"] for record in whole}:
             run = "or" if again else "run it"
-            ways.append(f"{run} with --max_tokens={tokens_of(kept)} to end there")
-        return f"{what}; {len(kept)} whole shards are kept{': ' if ways else ''}{', '.join(ways)}"
+            ways.append(f"{run} with --max_tokens={tokens_of(whole)} to end there")
+        return f"{what}; {len(whole)} whole shards are kept{': ' if ways else ''}{', '.join(ways)}"
 
     def finish(self) -> None:
         shutil.rmtree(self.out / "downloads", ignore_errors=True)
@@ -305,61 +313,57 @@ def tokens_of(records: list[dict]) -> int:
     return sum(record["tokens"] for record in records)
 
 
+def text_of(counts: np.ndarray, encoding) -> dict:
+    """Documents and bytes of text in a shard that holds each token so often, int64 (n_vocab,)."""
+    size = int(counts[: encoding.n_vocab] @ tokenizer.bytes_by_token(encoding))
+    return {"documents": int(counts[encoding.eot_token]), "bytes": size}
+
+
 class TokenReader:
     """The tokens of a source as one stream from a position on: a cursor of the source, and how
     many tokens after it are taken already.
     """
 
-    def __init__(self, source, encoding, workers: int, position: dict, progress=None):
-        self.source, self.encoding, self.progress = source, encoding, progress
+    def __init__(self, source, encoding, workers: int, position: dict, bar=None):
+        self.source, self.bar = source, bar
         self.cursor, self.used = position["cursor"], position["skip"]
         self.batches = tokenised(source, self.cursor, encoding, workers)
-        self.lengths = tokenizer.bytes_by_token(encoding)
-        self.tokens = None
+        self.tokens = np.zeros(0, dtype=np.uint16)  # of the batch at the cursor
 
     @property
     def position(self) -> dict:
         return {"cursor": self.cursor, "skip": self.used}
 
-    def take(self, count: int) -> tuple[np.ndarray, dict]:
-        """The next `count` tokens, uint16, fewer where the source ends; how many documents begin
-        among them, and how many bytes of text they are.
-        """
+    def take(self, count: int) -> np.ndarray:
+        """The next `count` tokens, uint16, fewer where the source ends."""
         result, filled = np.empty(count, dtype=np.uint16), 0
-        documents = size = 0
         while filled < count:
-            if self.tokens is None or self.used >= len(self.tokens):
-                batch, tokens = next(self.batches, (None, None))
-                if batch is None:
+            if self.used >= len(self.tokens):
+                cursor, future = next(self.batches, (None, None))
+                if future is None:
                     break
                 # At a resumed position the first batch, or more if they are smaller now, is taken.
-                self.used -= 0 if self.tokens is None else len(self.tokens)
-                self.cursor, self.tokens = batch.cursor, tokens
+                self.used -= len(self.tokens)
+                self.cursor, self.tokens = cursor, future.result()
                 continue
             part = self.tokens[self.used : self.used + count - filled]
             result[filled : filled + len(part)] = part
             filled, self.used = filled + len(part), self.used + len(part)
-            documents += int((part == self.encoding.eot_token).sum())
-            size += int(self.lengths[part].sum())
-            if self.progress:
-                self.progress.advance(len(part))
-        return result[:filled], {"documents": documents, "bytes": size}
+            if self.bar is not None:
+                self.bar.update(len(part))
+        return result[:filled]
 
 
-def tokenised(source, cursor, encoding, workers: int) -> Iterator[tuple[Batch, np.ndarray]]:
-    """Every batch with its tokens, in order; a bounded number of them is in work."""
-    pool, pending = ThreadPoolExecutor(workers), deque()
-    try:
+def tokenised(source, cursor, encoding, workers: int) -> Iterator[tuple[dict, Future]]:
+    """Every batch's cursor and its tokens to come, in order; a bounded number is in work."""
+    # Two batches a thread keep all busy; more would only take memory.
+    with ThreadPoolExecutor(workers) as pool:
+        pending = deque()
         for batch in source.read(cursor):
-            pending.append((batch, pool.submit(encode, encoding, batch)))
+            pending.append((batch.cursor, pool.submit(encode, encoding, batch)))
             if len(pending) > 2 * workers:
-                batch, future = pending.popleft()
-                yield batch, future.result()
-        while pending:
-            batch, future = pending.popleft()
-            yield batch, future.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+                yield pending.popleft()
+        yield from pending
 
 
 def encode(encoding: tiktoken.Encoding, batch: Batch) -> np.ndarray:
@@ -381,7 +385,7 @@ def without_long_blanks(text: str) -> list[str]:
     # Tried once a run, not at each of its blanks.
     for run in re.finditer(rf"(?<!\s)\s{{{LONGEST_BLANK},}}", text):
         cuts += range(run.start(), run.end() + 1, LONGEST_BLANK)
-    return [text[start:end] for start, end in zip(cuts, [*cuts[1:], len(text)])]
+    return [text[start:end] for start, end in pairwise([*cuts, len(text)])]
 
 
 def first_bytes(source, count: int) -> Iterator[str]:
@@ -392,28 +396,6 @@ def first_bytes(source, count: int) -> Iterator[str]:
                 return
             yield text
             count -= len(text.encode())
-
-
-class Progress:
-    """A bar on a terminal, a line a shard everywhere: tokens, tokens/s and time left."""
-
-    def __init__(self, expected: int | None, present: int):
-        self.expected, self.present, self.made = expected, present, 0
-        self.started = time.monotonic()
-        keys = {"unit": "tok", "unit_scale": True, "smoothing": 0.05, "dynamic_ncols": True}
-        self.bar = tqdm(total=expected, initial=present, disable=None, **keys)
-
-    def advance(self, tokens: int) -> None:
-        self.made += tokens
-        self.bar.update(tokens)
-
-    def shard(self, record: dict) -> None:
-        rate = self.made / max(time.monotonic() - self.started, 1e-9)
-        total = self.present + self.made
-        left = (self.expected or 0) - total
-        eta = f", ETA {tqdm.format_interval(left / rate)}" if left > 0 else ""
-        tqdm.write(f"{record['file']}: {total:,} tokens in all, {rate:,.0f} tokens/s{eta}")
-        sys.stdout.flush()
 
 
 def first_difference(before: dict, now: dict) -> str:
@@ -448,19 +430,17 @@ def adopt(args) -> None:
         if not all(files.values()):
             lack = "holds no *train_*.bin and *val_*.bin shards of the llm.c format"
             raise ValueError(f"{source} {lack}")
-        records, lengths = [], tokenizer.bytes_by_token(encoding)
-        splits = [(file, split) for split in files for file in files[split]]
-        paths = [file for file, _ in splits]
-        examined = shards.examined(paths, encoding.n_vocab, args.workers)
-        for (file, split), found in zip(splits, examined):
-            if isinstance(found, ValueError):
-                raise found
-            if found["sha256"] != sums.get(file.name, found["sha256"]):
+        records, splits = [], [(file, split) for split in files for file in files[split]]
+        examined = shards.examined([file for file, _ in splits], encoding.n_vocab, args.workers)
+        for (file, split), shard in zip(splits, examined):
+            if isinstance(shard, ValueError):
+                raise shard
+            if shard["sha256"] != sums.get(file.name, shard["sha256"]):
                 other = f"{file} came with other bytes than the hub's SHA-256 says"
                 raise ValueError(f"{other}: delete it, and run the same command again")
-            counts = found.pop("counts")
-            sizes = {"bytes": int(counts @ lengths), "documents": int(counts[encoding.eot_token])}
-            records.append({"file": file.name, "split": split, **found, **sizes})
+            text = text_of(shard.pop("counts"), encoding)
+            records.append({"file": file.name, "split": split, **shard, **text})
+            # Linked and not copied: shards are tens of gigabytes.
             link = out / file.name
             if not link.exists():
                 link.symlink_to(file.resolve())

@@ -19,7 +19,6 @@ import numpy as np
 import configurator
 
 MAGIC, VERSION, HEADER_INTS = 20240520, 1, 256
-HEADER_BYTES = 4 * HEADER_INTS
 GPT2_META = {"tokenizer": "gpt2", "vocab_size": 50257, "eot_token": 50256}
 
 
@@ -43,6 +42,7 @@ def write_shard(path: Path, tokens: np.ndarray) -> str:
             for part in (header, np.ascontiguousarray(tokens, dtype="<u2")):
                 file.write(part.data)
                 digest.update(part.data)
+            # On the disk before it has its name, also when power fails.
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -50,6 +50,11 @@ def write_shard(path: Path, tokens: np.ndarray) -> str:
         temporary.unlink(missing_ok=True)
         raise
     return digest.hexdigest()
+
+
+def size_of(tokens: int) -> int:
+    """Bytes of a shard of so many tokens."""
+    return 4 * HEADER_INTS + 2 * tokens
 
 
 def read_shard(path: Path) -> np.ndarray:
@@ -62,13 +67,20 @@ def read_shard(path: Path) -> np.ndarray:
     if header[1] != VERSION:
         raise DamagedShard(f"{path} has shard version {header[1]}, this code reads {VERSION}")
     count = int(header[2])
-    needed = HEADER_BYTES + 2 * count
-    if size != needed:
-        what = f"{count} tokens need {needed} bytes, it has {size}"
+    if size != size_of(count):
+        what = f"{count} tokens need {size_of(count)} bytes, it has {size}"
         raise DamagedShard(f"{path} is damaged: {what}: prepare it again")
     if count == 0:  # nothing that could be mapped
         return np.zeros(0, dtype="<u2")
-    return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(count,))
+    return np.memmap(path, dtype="<u2", mode="r", offset=size_of(0), shape=(count,))
+
+
+def token_counts(tokens: np.ndarray) -> np.ndarray:
+    """How often each id occurs, int64 (65536,)."""
+    counts = np.zeros(2**16, dtype=np.int64)
+    for first in range(0, len(tokens), 4_000_000):  # bincount makes int64 of them
+        counts += np.bincount(tokens[first : first + 4_000_000], minlength=2**16)
+    return counts
 
 
 def readable(size: int) -> str:
@@ -97,6 +109,7 @@ def only_one(folder: Path):
     """Hold the folder's lock, which ends with the process. ValueError: another process holds it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
+        # The system frees the lock when the process ends, however that happens.
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     except BlockingIOError as error:
@@ -231,18 +244,17 @@ def examined(paths: list[Path], vocab_size: int, workers: int) -> Iterator[dict 
 
     def examine(path):
         try:
-            tokens, counts = read_shard(path), np.zeros(2**16, dtype=np.int64)
-            for first in range(0, len(tokens), 4_000_000):
-                counts += np.bincount(tokens[first : first + 4_000_000], minlength=2**16)
-            if counts[vocab_size:].any():
-                largest = int(counts.nonzero()[0].max())
+            tokens = read_shard(path)
+            counts = token_counts(tokens)
+            if (largest := int(counts.nonzero()[0].max(initial=0))) >= vocab_size:
                 beyond = f"holds token id {largest}, the vocabulary has {vocab_size}"
                 raise ValueError(f"{path} {beyond}")
             with open(path, "rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
+        # Returned and not raised: the other shards are examined as well.
         except (ValueError, OSError) as error:
             return ValueError(str(error))
-        return {"sha256": digest, "tokens": len(tokens), "counts": counts[:vocab_size]}
+        return {"sha256": digest, "tokens": len(tokens), "counts": counts}
 
     with ThreadPoolExecutor(workers) as pool:
         results = pool.map(examine, paths)

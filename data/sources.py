@@ -72,11 +72,11 @@ class Files:
         named = {Path(file) for pattern in patterns for file in glob.glob(pattern, recursive=True)}
         paths, self.optional = [], set()  # optional: files of folders, which may be no text
         for path in sorted(named):
-            found = [path]
+            below = [path]
             if path.is_dir():
-                found = [file for file in path.rglob("*") if wanted(file, path, suffixes)]
-                self.optional |= {file for file in found if file.suffix not in TABLES}
-            paths += found
+                below = [file for file in path.rglob("*") if wanted(file, path, suffixes)]
+                self.optional |= {file for file in below if file.suffix not in TABLES}
+            paths += below
         if not paths:
             which = f" with suffix {', '.join(suffixes)}" if suffixes else ""
             raise ValueError(f"--source={' '.join(patterns)}: no files{which} there")
@@ -88,10 +88,8 @@ class Files:
 
     def identity(self) -> dict:
         """The patterns, and a digest of names and sizes: what must not change on the way."""
-        listing = "".join(f"{path}\t{size}\n" for path, size in zip(self.paths, self.sizes))
-        digest = hashlib.sha256(listing.encode()).hexdigest()
         keys = {"source": " ".join(self.patterns), "column": self.column, "unique": self.unique}
-        return {**keys, "files": len(self.paths), "sha256": digest}
+        return {**keys, "files": len(self.paths), "sha256": listing_digest(self.paths)}
 
     def text_bytes(self) -> int:
         """About how much text there is, uncompressed."""
@@ -101,6 +99,7 @@ class Files:
 
     def read(self, cursor: dict | None = None) -> Iterator[Batch]:
         cursor = cursor or {"file": 0, "at": 0}
+        # A batch's cursor is the place of its first text: what follows it is read again from there.
         documents = self.unique_documents(cursor) if self.unique else self.documents(cursor)
         batch, characters = None, 0
         for file, at, text, start in documents:
@@ -147,6 +146,7 @@ class Files:
             file.seek(at)
             while data := file.read(PIECE_BYTES):
                 if len(data) == PIECE_BYTES:
+                    # The next piece begins where this one was cut.
                     data = data[: cut(data)]
                     file.seek(at + len(data))
                 try:
@@ -162,6 +162,12 @@ class Files:
                     raise ValueError(f"{what}: leave it out") from error
                 yield at, text, at == 0
                 at += len(data)
+
+
+def listing_digest(paths: list[Path]) -> str:
+    """SHA-256 of the names and sizes of files."""
+    listing = "".join(f"{path}\t{path.stat().st_size}\n" for path in paths)
+    return hashlib.sha256(listing.encode()).hexdigest()
 
 
 def wanted(file: Path, root: Path, suffixes) -> bool:
@@ -182,61 +188,64 @@ def cut(data: bytes) -> int:
 
 
 def open_parquet(file, name, column: str):
-    """(pyarrow, the open file). ValueError: no parquet file, or no such column in it."""
-    configurator.optional("pyarrow.parquet", "reading parquet files")
-    import pyarrow
-
+    """The open file. ValueError: no parquet file, or no such column in it."""
+    parquet = configurator.optional("pyarrow.parquet", "reading parquet files")
     try:
-        opened = pyarrow.parquet.ParquetFile(file)
-    except (pyarrow.ArrowException, OSError) as error:
+        opened = parquet.ParquetFile(file)
+    except (ValueError, OSError) as error:  # pyarrow.ArrowInvalid is a ValueError
         what = f"{name} is no whole parquet file ({first_line(error)})"
         raise ValueError(f"{what}: fetch it again") from error
     if column not in opened.schema_arrow.names:
         columns = ", ".join(opened.schema_arrow.names)
         raise Missing(f"{name} has no column {column}, it has {columns}: give --column")
-    return pyarrow, opened
+    return opened
 
 
 def parquet_text_bytes(path: Path, column: str) -> int:
     """Uncompressed bytes of a column."""
-    _, file = open_parquet(path, path, column)
-    with file:
+    with open_parquet(path, path, column) as file:
         about, index = file.metadata, file.schema_arrow.names.index(column)
         columns = (about.row_group(i).column(index) for i in range(about.num_row_groups))
         return sum(each.total_uncompressed_size for each in columns)
 
 
 def parquet_texts(file, name, column: str, at: int = 0) -> Iterator[tuple[int, list[str | None]]]:
-    """(first row, texts or None) of up to ROWS rows, from those that hold row `at` on.
+    """(first row, texts or None) of up to ROWS rows, from row `at` on.
 
     Row groups are read one by one. ValueError: damaged, no such column, or no text in it.
     """
-    pyarrow, opened = open_parquet(file, name, column)
-    with opened:
+    with open_parquet(file, name, column) as opened:
         first = 0
-        for group in range(opened.metadata.num_row_groups):
+        # By row groups, so that those before `at` are not decoded again.
+        for group in range(opened.num_row_groups):
             size = opened.metadata.row_group(group).num_rows
             if first + size <= at:
                 first += size
                 continue
-            try:
-                for batch in opened.iter_batches(ROWS, row_groups=[group], columns=[column]):
-                    texts = batch.column(0).to_pylist()
-                    if wrong := next((t for t in texts if not isinstance(t, str | None)), None):
-                        holds = f"column {column} holds {type(wrong).__name__}, not text"
-                        raise ValueError(f"{name}: {holds}: give --column")
-                    if first + len(texts) > at:
-                        yield first, texts
-                    first += len(texts)
-            except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-                cause = f"{name} is damaged near row {first} ({first_line(error)})"
-                raise ValueError(f"{cause}: fetch it again") from error
+            batches = opened.iter_batches(ROWS, row_groups=[group], columns=[column])
+            while texts := next_texts(batches, name, first):
+                if wrong := next((t for t in texts if not isinstance(t, str | None)), None):
+                    holds = f"column {column} holds {type(wrong).__name__}, not text"
+                    raise ValueError(f"{name}: {holds}: give --column")
+                if first + len(texts) > at:
+                    yield max(first, at), texts[max(at - first, 0) :]
+                first += len(texts)
+
+
+def next_texts(batches, name, row: int) -> list[str | None]:
+    """Those of the next batch, [] after the last. ValueError: the file is damaged there."""
+    try:
+        batch = next(batches, None)
+        return [] if batch is None else batch.column(0).to_pylist()
+    except (ValueError, OSError, RuntimeError) as error:  # pyarrow, or text that is no UTF-8
+        cause = f"{name} is damaged near row {row} ({first_line(error)})"
+        raise ValueError(f"{cause}: fetch it again") from error
 
 
 def parquet(path: Path, column: str, at: int):
     for first, texts in parquet_texts(path, path, column, at):
         for row, text in enumerate(texts, first):
-            if row >= at and text is not None:
+            if text is not None:
                 yield row, text, True
 
 

@@ -5,7 +5,6 @@ tokens, 0 for none. Ids begin at 1, end-of-text is the last. `data/windows.py` r
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -38,26 +37,18 @@ class Draws:
 
 
 @dataclass(frozen=True)
-class Task(ABC):
-    """One task at one difficulty: a subclass has `name`, that of its folder, its options as fields,
-    and among them `positions`, the ids of a window, end-of-text aside.
+class Task:
+    """One task at one difficulty. A subclass has its options as fields, and
+
+    name             that of its folder
+    positions        ids of a window, end-of-text aside
+    vocab_size       ids with 0 and end-of-text
+    draw(rng, count) ids and labels, int64 (count, positions) each
+    about()          what meta.json says of the task: see data/windows.py; chance, optimum
     """
 
     tokenizer = "ids"
     fix = "give a greater difficulty"  # where there are too few different windows
-
-    @property
-    @abstractmethod
-    def vocab_size(self) -> int:
-        """Ids with 0 and end-of-text."""
-
-    @abstractmethod
-    def draw(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, ...]:
-        """ids and labels, int64 (count, positions)."""
-
-    @abstractmethod
-    def about(self) -> dict:
-        """What meta.json says of the task: see data/windows.py; chance, optimum."""
 
     @property
     def window_tokens(self) -> int:
@@ -125,6 +116,7 @@ class Sequences:
         found, missing = [], ROWS
         for _ in range(MOST_ROUNDS):
             arrays = self.task.draw(rng, ROWS)
+            # Rejection: each split is uniform over the windows that are its own.
             own = for_validation(arrays[0]) == (self.split == "val")
             found.append([array[own] for array in arrays])
             missing -= own.sum()

@@ -79,18 +79,14 @@ def characters_tokenizer(texts: Iterable[str]) -> tiktoken.Encoding:
     return _encoding("characters", r"[\s\S]", used + others)
 
 
-def train_byte_pairs(
-    texts: Iterable[str], vocab_size: int, pattern: str = SPLIT_PATTERN
-) -> tiktoken.Encoding:
+def train_byte_pairs(texts: Iterable[str], vocab_size: int, pattern=SPLIT_PATTERN):
     """A byte-pair encoding of vocab_size tokens, end-of-text included, trained on texts.
 
-    No token crosses the borders that `pattern` draws.
+    No token crosses the borders that `pattern` draws. ValueError: the text yields fewer tokens.
     """
     configurator.optional("tokenizers", "training a tokenizer")
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
-    if not 257 <= vocab_size <= 2**16:
-        raise ValueError(f"vocab_size={vocab_size}: give 257 (bytes and end-of-text) to 65536")
     tokenizer = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -180,7 +176,7 @@ def from_json(description: dict) -> tiktoken.Encoding | IdTokenizer:
         return IdTokenizer(size)
     tokens = [base64.b64decode(token) for token in description["tokens"]]
     if len({token for token in tokens if len(token) == 1}) != 256:
-        raise ValueError("a tokenizer without a token for every byte")
+        raise ValueError("it lacks bytes")
     if description["name"] == "gpt2" and tokenizer_json.name_of(tokens) != "gpt2":
         raise ValueError("a tokenizer named gpt2 with other tokens")
     return _encoding(description["name"], description["pattern"], tokens)
@@ -204,22 +200,18 @@ def describe(folder: Path) -> dict:
     """The tokenizer of a corpus, checkpoint or exported folder; GPT-2's where there is none, or its
     name alone. ValueError: damaged, or GPT-2's cannot be had.
     """
-    path = folder / "tokenizer.json"
+    path, wrong = folder / "tokenizer.json", "is damaged: it describes no tokenizer"
     there = os.path.lexists(path)  # a dead link is an error
     description = configurator.read_json(path) if there else {"name": "gpt2"}
     if description == {"name": "gpt2"}:
         return to_json(gpt2_tokenizer())
-    if "model" in description:  # written by export.py, or the tokenizers library
-        try:
-            name, pattern, tokens = tokenizer_json.read(description, END_OF_TEXT)
-            _encoding(name, pattern, tokens)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is no tokenizer that export.py writes ({error})") from error
-        return _described(name, pattern, tokens)
     try:
+        if "model" in description:  # written by export.py, or the tokenizers library
+            wrong = "is no tokenizer that export.py writes"
+            description = _described(*tokenizer_json.read(description, END_OF_TEXT))
         from_json(description)
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged: it describes no tokenizer") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} {wrong} ({error})") from error
     return description
 
 
@@ -233,9 +225,7 @@ def same_tokens(one: dict, other: dict) -> bool:
     """Whether two described tokenizers make the same tokens."""
     if one["name"] == other["name"] == "gpt2":  # its pattern is written in more ways than one
         return True
-    if "ids" in (one["name"], other["name"]):
-        return one == other
-    return all(one[key] == other[key] for key in ("pattern", "tokens"))
+    return all(one.get(key) == other.get(key) for key in ("vocab_size", "pattern", "tokens"))
 
 
 def encode_prompt(encoding: tiktoken.Encoding, text: str) -> list[int]:

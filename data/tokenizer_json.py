@@ -82,8 +82,6 @@ def read(description: dict, end_of_text: str) -> tuple[str, str, list[bytes]]:
         raise ValueError("its ids have gaps")
     to_byte = printable_bytes()
     tokens = [bytes(to_byte[c] for c in text) for text in sorted(vocabulary, key=vocabulary.get)]
-    if len({token for token in tokens if len(token) == 1}) != 256:
-        raise ValueError("it lacks bytes")
     return name_of(tokens), pattern, tokens
 
 

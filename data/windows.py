@@ -64,6 +64,7 @@ class Windows:
         documents = torch.from_numpy(documents.astype(np.int64))
         if self.labels:
             ids, targets = documents[:, : self.length].clone(), documents[:, self.length :].clone()
+            # -1 is what the loss leaves out, but a shard's ids are not negative.
             targets.masked_fill_(targets == NO_TARGET, -1)
         else:
             ids, targets = documents[:, :-1].clone(), documents[:, 1:].clone()

@@ -5,41 +5,26 @@ A line of JSON in, {"script": path, "arguments": [...]}; one out: {"code": exit 
 one call to the next.
 """
 
-import contextlib
-import io
 import json
 import os
-import runpy
 import shutil
 import sys
-import traceback
+from pathlib import Path
 
 import huggingface_hub
-import huggingface_hub.constants
+from in_process import call
 
 from data import hub, sources, tokenizer
 
 hub.FIRST_PAUSE, hub.LONGEST_PAUSE = 0.02, 0.3
 sources.ROWS = 16
+tokenizer.gpt2_tokenizer = tokenizer.byte_tokenizer
 
-
-def call(script: str, arguments: list[str]) -> dict:
+for line in sys.stdin:
+    asked = json.loads(line)
     shutil.rmtree(os.environ["HF_HOME"], ignore_errors=True)
     huggingface_hub.HfFileSystem.clear_instance_cache()
-    if "fineweb" in script:
-        tokenizer.gpt2_tokenizer = tokenizer.byte_tokenizer
-    out, err, code = io.StringIO(), io.StringIO(), 0
-    sys.argv = [script, *arguments]
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            runpy.run_path(script, run_name="__hub__")["main"]()
-        except SystemExit as end:
-            code = end.code
-        except Exception:  # told to the test
-            code = traceback.format_exc()
-    return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
-
-
-if __name__ == "__main__":
-    for line in sys.stdin:
-        print(json.dumps(call(**json.loads(line))), flush=True)
+    script = Path(asked["script"]).relative_to(Path.cwd())
+    found = call(str(script), *asked["arguments"])
+    texts = {"out": found.stdout.decode(), "err": found.stderr.decode()}
+    print(json.dumps({"code": found.returncode, **texts}), flush=True)

@@ -6,21 +6,16 @@ sets, and faults.
         hub.faults = [Fault("status", status=503, seconds=2)]
         ...  a process with HF_ENDPOINT=hub.url
 
-As on the hub, Parquet files and shards are answered by a redirect to a signed address on another
-host.
+As on the hub, Parquet files and shards are answered by a redirect to an address on another host.
 """
 
-import contextlib
 import hashlib
 import json
 import re
-import socket
-import struct
 import sys
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import PurePosixPath
@@ -33,9 +28,8 @@ class Fault:
     """What spoils the answers to paths that `path` is found in, from the `skip`-th on, `times` or
     for some `seconds`.
 
-    Kinds: status; cut and reset (half of the body, then the connection ends); short (half of the
-    body with a length that says so); slow (`delay` seconds before); whole (Range is ignored); flip
-    (one bit); call (`action`).
+    Kinds: status; cut (half of the body, then the connection ends); short (half of the body with a
+    length that says so); flip (one bit).
     """
 
     kind: str
@@ -44,8 +38,6 @@ class Fault:
     skip: int = 0
     times: int = sys.maxsize
     seconds: float = sys.maxsize
-    delay: float = 0
-    action: Callable[[], None] = lambda: None
     seen: int = 0
     first: float | None = None
 
@@ -60,7 +52,7 @@ class Fault:
 
 
 class HubServer(ThreadingHTTPServer):
-    """`log` holds (method, path, kind of fault or None, bytes of the body sent)."""
+    """`log` holds (path, kind of fault or None)."""
 
     daemon_threads = True
 
@@ -70,6 +62,7 @@ class HubServer(ThreadingHTTPServer):
         self.faults: list[Fault] = []
         self.log: list[tuple] = []
         self.lock = threading.Lock()
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
     def __enter__(self):
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -82,14 +75,6 @@ class HubServer(ThreadingHTTPServer):
     def handle_error(self, request, client_address):
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-    @property
-    def sent(self) -> int:
-        return sum(size for *_, size in self.log)
 
     def commit(self, repository: str, files: dict[str, bytes]) -> str:
         """Make the files the newest commit; returns its name."""
@@ -109,26 +94,19 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         url = urllib.parse.urlsplit(self.path)
-        place = urllib.parse.unquote(url.path)
         self.asked = urllib.parse.parse_qs(content.decode() or url.query)
         if "json" in self.headers.get("Content-Type", ""):
             self.asked = json.loads(content)
         with self.server.lock:
-            self.fault = next(
-                (fault for fault in self.server.faults if fault.applies(self.path)), None
-            )
-            self.number = len(self.server.log)
-            self.server.log.append((self.command, self.path, self.fault and self.fault.kind, 0))
-        kind = self.fault and self.fault.kind
-        if kind == "call":
-            self.fault.action()
-        if kind == "slow":
-            time.sleep(self.fault.delay)
-        if kind == "status":
-            return self.answer(self.fault.status, {})
+            faults = (fault for fault in self.server.faults if fault.applies(self.path))
+            fault = next(faults, None)
+            self.kind = fault and fault.kind
+            self.server.log.append((self.path, self.kind))
+        if self.kind == "status":
+            return self.answer(fault.status, {})
         for pattern, route in self.ROUTES:
-            if found := re.fullmatch(pattern, place):
-                return route(self, **found.groupdict())
+            if asked := re.fullmatch(pattern, urllib.parse.unquote(url.path)):
+                return route(self, **asked.groupdict())
         return self.refuse("EntryNotFound")
 
     do_HEAD = do_POST = do_GET  # noqa: N815
@@ -137,85 +115,51 @@ class Handler(BaseHTTPRequestHandler):
 
     def info(self, repository, revision="main"):
         if files := self.files(repository, revision):
-            siblings = [{"rfilename": path} for path in files[1]]
-            self.answer(
-                200,
-                {
-                    "id": repository,
-                    "sha": files[0],
-                    "siblings": siblings,
-                    "tags": [],
-                    "private": False,
-                },
-            )
+            names = [{"rfilename": path} for path in files[1]]
+            self.answer(200, {"id": repository, "sha": files[0], "siblings": names, "tags": []})
 
     def tree(self, repository, revision, path=""):
-        if files := self.files(repository, revision):
-            below = [
-                PurePosixPath(file) for file in files[1] if not path or file.startswith(f"{path}/")
-            ]
-            if path and not below:
-                return self.refuse("EntryNotFound")
-            depth = len(PurePosixPath(path).parts) + 1
-            recursive = str(self.asked.get("recursive", ["false"])[0]).lower() == "true"
-            found = {str(file) for file in below if recursive or len(file.parts) == depth}
-            found |= {
-                str(PurePosixPath(*file.parts[:depth])) for file in below if len(file.parts) > depth
-            }
-            self.answer(200, [self.entry(files[1], each) for each in sorted(found)])
-
-    def paths_info(self, repository, revision):
-        if files := self.files(repository, revision):
-            known = {
-                str(parent) for file in files[1] for parent in PurePosixPath(file).parents
-            } | files[1].keys()
-            self.answer(
-                200, [self.entry(files[1], path) for path in self.asked["paths"] if path in known]
-            )
+        if not (files := self.files(repository, revision)):
+            return
+        below = [PurePosixPath(file) for file in files[1] if file.startswith(path)]
+        depth = len(PurePosixPath(path).parts) + 1
+        recursive = str(self.asked.get("recursive", ["false"])[0]).lower() == "true"
+        cuts = [file.parts if recursive else file.parts[:depth] for file in below]
+        there = sorted({str(PurePosixPath(*parts)) for parts in cuts})
+        self.answer(200, [self.entry(files[1], each) for each in there])
 
     def entry(self, files, path) -> dict:
         if path not in files:
             return {"type": "directory", "oid": "0" * 40, "size": 0, "path": path}
         size, digest = len(files[path]), hashlib.sha256(files[path]).hexdigest()
         entry = {"type": "file", "oid": digest[:40], "size": size, "path": path}
-        return entry | (
-            {"lfs": {"oid": digest, "size": size, "pointerSize": 134}}
-            if path.endswith(LARGE)
-            else {}
-        )
+        large = {"lfs": {"oid": digest, "size": size, "pointerSize": 134}}
+        return entry | (large if path.endswith(LARGE) else {})
 
     def resolve(self, repository, revision, path):
         if not (files := self.files(repository, revision)):
-            return None
+            return
         if path not in files[1]:
-            return self.refuse("EntryNotFound", {"X-Repo-Commit": files[0]})
+            return self.refuse("EntryNotFound")
         content = files[1][path]
         tag = f'"{hashlib.sha256(content).hexdigest()}"'
         about = {"X-Repo-Commit": files[0], "ETag": tag, "Accept-Ranges": "bytes"}
         if not path.endswith(LARGE):
             return self.send_content(content, about)
-        about |= {"X-Linked-ETag": tag, "X-Linked-Size": len(content)}
-        storage = self.server.url.replace("127.0.0.1", "localhost")
         place = urllib.parse.quote(f"/cdn/{repository}/{files[0]}/{path}")
-        return self.answer(
-            302, {}, about | {"Location": f"{storage}{place}?Expires={time.time() + 60}"}
-        )
+        storage = self.server.url.replace("127.0.0.1", "localhost")
+        about |= {"X-Linked-ETag": tag, "X-Linked-Size": len(content)}
+        self.answer(302, {}, {**about, "Location": f"{storage}{place}"})
 
     def cdn(self, repository, revision, path):
-        self.send_content(
-            self.server.commits[repository][revision][path], {"Accept-Ranges": "bytes"}
-        )
-
-    def nothing(self):
-        self.answer(200, {})
+        content = self.server.commits[repository][revision][path]
+        self.send_content(content, {"Accept-Ranges": "bytes"})
 
     REPOSITORY = r"(?P<repository>[^/]+/[^/]+)"
     ROUTES = (
-        ("/", nothing),
         (f"/api/datasets/{REPOSITORY}", info),
         (f"/api/datasets/{REPOSITORY}/revision/(?P<revision>.+)", info),
         (f"/api/datasets/{REPOSITORY}/tree/(?P<revision>[^/]+)/?(?P<path>.*)", tree),
-        (f"/api/datasets/{REPOSITORY}/paths-info/(?P<revision>[^/]+)", paths_info),
         (f"/datasets/{REPOSITORY}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", resolve),
         (f"/cdn/{REPOSITORY}/(?P<revision>[^/]+)/(?P<path>.+)", cdn),
     )
@@ -230,56 +174,32 @@ class Handler(BaseHTTPRequestHandler):
 
     # Answers
 
-    def refuse(self, code, extra=(), status=404) -> None:
-        self.answer(
-            status, {"error": code}, {"X-Error-Code": code, "X-Error-Message": code, **dict(extra)}
-        )
+    def refuse(self, code, status=404) -> None:
+        self.answer(status, {"error": code}, {"X-Error-Code": code, "X-Error-Message": code})
 
     def answer(self, status, value, extra=()) -> None:
-        body = json.dumps(value).encode()
-        self.head(status, len(body), {"Content-Type": "application/json", **dict(extra)})
-        self.body(body)
+        self.send(
+            status, json.dumps(value).encode(), {"Content-Type": "application/json", **dict(extra)}
+        )
 
-    def head(self, status, size, extra) -> None:
+    def send(self, status, body: bytes, extra: dict) -> None:
         self.send_response(status)
-        for key, value in {"Content-Length": size, **extra}.items():
+        for key, value in {"Content-Length": len(body), **extra}.items():
             self.send_header(key, str(value))
         self.end_headers()
-
-    def body(self, body: bytes) -> None:
         if self.command != "HEAD":
             self.wfile.write(body)
-            self.server.log[self.number] = (*self.server.log[self.number][:3], len(body))
 
     def send_content(self, content: bytes, extra: dict) -> None:
-        kind = self.fault and self.fault.kind
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         first, last, status = 0, len(content) - 1, 200
-        if asked and kind != "whole":
+        if asked:
             first, last = int(asked[1]), min(int(asked[2] or last), last)
             status, extra = 206, extra | {"Content-Range": f"bytes {first}-{last}/{len(content)}"}
-        body = content[first : last + 1]
-        if kind == "flip":
-            body = (
-                body[: len(body) // 2]
-                + bytes([body[len(body) // 2] ^ 1])
-                + body[len(body) // 2 + 1 :]
-            )
-        if kind == "short":
-            body = body[: len(body) // 2]
-        self.head(status, len(body), extra)
-        if kind in ("cut", "reset"):
-            self.body(body[: len(body) // 2])
-            self.end_connection(kind == "reset")
-        else:
-            self.body(body)
-
-    def end_connection(self, reset: bool) -> None:
-        self.wfile.flush()
-        self.close_connection = True
-        if reset:
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self.connection.close()
-        else:
-            with contextlib.suppress(OSError):
-                self.connection.shutdown(socket.SHUT_RDWR)
+        body = bytearray(content[first : last + 1])
+        if self.kind == "flip":
+            body[len(body) // 2] ^= 1
+        if self.kind == "cut":
+            extra |= {"Content-Length": len(body)}
+            self.close_connection = True
+        self.send(status, body[: len(body) // 2] if self.kind in ("cut", "short") else body, extra)

@@ -1,9 +1,12 @@
-"""The scripts of wikitext, openwebtext, text and shakespeare_char, each on a small source."""
+"""The scripts of wikitext, openwebtext, text, shakespeare_char and python_stdlib, each on a small
+source.
+"""
 
 import hashlib
 import importlib
 import itertools
 import json
+import platform
 import sys
 
 import numpy as np
@@ -14,6 +17,7 @@ from helpers import one_line_error
 from in_process import call
 
 from data import tokenizer
+from data.python_stdlib.prepare import LEFT_OUT, source_files, split_by_hash
 from data.shards import open_corpus
 from data.wikitext.prepare import TITLE
 
@@ -50,20 +54,10 @@ configs:
   - {split: train, path: wikitext-2-raw-v1/train-*}
   - {split: validation, path: wikitext-2-raw-v1/validation-*}
   - {split: test, path: wikitext-2-raw-v1/test-*}
-- config_name: wikitext-103-raw-v1
-  data_files:
-  - {split: train, path: wikitext-2-raw-v1/test-*}
-  - {split: validation, path: wikitext-2-raw-v1/validation-*}
 ---
 """
 FIRST = [" = Robert <unk> = \n", "", " Robert is an actor . x = y and a = = b . \n"]
-FIRST += [
-    " = = Career = = \n",
-    "",
-    " = = = 2000 — 2005 = = = \n",
-    " In 2000 = = = he left . \n",
-    "",
-]
+FIRST += [" = = Career = = \n", "", " = = = 2000 — 2005 = = = \n", " In 2000 = = = he left . \n"]
 SECOND = [" = You 're = ( song ) = \n", "", " Größe = \n", " = no title\n", "= no title = \n"]
 SECOND += [" = = Notes = = \n"]
 WIKI = {"train": ["", *FIRST, *SECOND, " = X = \n", ""], "validation": SECOND}
@@ -82,13 +76,20 @@ def wikitext(tmp_path_factory):
     return root
 
 
-OTHERS = [" = = Section = = \n", " = = = Sub = = = \n", " = = = \n", " = Title = = \n", ""]
-OTHERS += [" = = Title = \n", " = Title= \n", " = Title = ", " = Title \n", "= Title = \n"]
+OTHERS = [
+    " = = Section = = \n",
+    " = = = \n",
+    " = Title = = \n",
+    "",
+    " = = Title = \n",
+    " = Title= \n",
+]
+OTHERS += [" = Title = ", " = Title \n", "= Title = \n", " = a = \n = b = \n"]
 
 
 def test_titles():
     assert all(map(TITLE.fullmatch, (" = Title = \n", " = A = B = \n")))
-    assert not any(map(TITLE.fullmatch, [*OTHERS, " = a = \n = b = \n"]))
+    assert not any(map(TITLE.fullmatch, OTHERS))
 
 
 def test_wikitext_articles_are_documents(wikitext, tmp_path, monkeypatch):
@@ -99,12 +100,8 @@ def test_wikitext_articles_are_documents(wikitext, tmp_path, monkeypatch):
     assert documents(corpus.val) == ["".join(SECOND)]
     assert corpus.meta["train"]["documents"] == 3
     assert corpus.meta["name"] == "wikitext-2-raw-v1"
-    arguments += ["--val_split=test"]
-    with pytest.raises(SystemExit):
-        run(monkeypatch, "wikitext", *arguments)
-    corpus = run(monkeypatch, "wikitext", *arguments, "--overwrite", "--shard_tokens=10")
-    assert documents(corpus.val) == [" = T = \n t \n"]
-    assert documents(corpus.train) == ["".join(FIRST), "".join(SECOND), " = X = \n"]
+    arguments += ["--val_split=test", "--overwrite", "--shard_tokens=10"]
+    assert documents(run(monkeypatch, "wikitext", *arguments).val) == [" = T = \n t \n"]
 
 
 def test_wikitext_lines_are_tokenised_one_by_one(wikitext, tmp_path, monkeypatch):
@@ -167,17 +164,17 @@ def test_text_drops_copies_and_what_is_no_text(notes, tmp_path, monkeypatch, cap
     by_hash = lambda name: hashlib.sha256(f"{root}/{name}".encode()).hexdigest()  # noqa: E731
     everything = [text for name in sorted(of_files, key=by_hash) for text in of_files[name]]
     assert documents(corpus.val + corpus.train) == list(dict.fromkeys(everything))
-    said = capsys.readouterr().out
-    assert "2 files of the folders are no UTF-8 text and were left out" in said
+    printed = capsys.readouterr().out
+    assert "2 files of the folders are no UTF-8 text and were left out" in printed
     copies, whole = len(everything) - len(set(everything)), "".join(everything)
     size = len(whole.encode()) - len("".join(set(everything)).encode())
-    assert f"\n{copies} documents ({size} bytes) repeat earlier ones exactly and were l" in said
+    assert f"\n{copies} documents ({size} bytes) repeat earlier ones exactly and were l" in printed
     assert copies
     corpus = run(monkeypatch, "text", tmp_path / "kept", *options, "--duplicates=keep")
     assert documents(corpus.val + corpus.train) == everything
 
 
-@pytest.mark.parametrize(("share", "kind"), [(0.02, "bytes"), (0.3, "bytes"), (0.3, "bpe")])
+@pytest.mark.parametrize(("share", "kind"), [(0.02, "bytes"), (0.3, "bpe")])
 def test_text_holds_out_a_share(notes, tmp_path, monkeypatch, share, kind):
     """Of the files' bytes, which for byte pairs are taken for four times the tokens."""
     root, _, _ = notes
@@ -203,8 +200,8 @@ MISTAKES = [
     ("--source a.txt --val_share=0", "--val_share=0.0: give a number between 0 and 1"),
     ("--source nowhere", "--source=nowhere: no files there"),
     ("--source . --suffixes .none", "--source=.: no files with suffix .none there"),
-    ("--source a.txt --workers=0", "--workers=0: give 1 or more"),
     ("--source a.txt --vocab_size=5", "--vocab_size=5: give 257"),
+    ("--source a.txt --val_tokens=0", "--val_tokens=0: give 1 or more"),
     ("--source a.txt", "vocab_size=4096: the text yields 259 tokens only; give that or fewer"),
 ]
 
@@ -241,3 +238,63 @@ def test_characters_have_nano_gpts_ids(tmp_path, monkeypatch):
     encoding = tokenizer.from_json(tokenizer.describe(corpus.path))
     assert encoding.decode(list(ids.values())) == "".join(sorted(set(text)))
     assert encoding.decode(encoding.encode("é~")) == "é~"
+
+
+# The standard library
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    """Sources under a folder whose own path holds a name that is left out below it."""
+    root = tmp_path / "test" / "lib"
+    files = {"b.py": "b = 1\n", "a/z.py": "z = 'größe'\n", "a.py": "a = 1\n"}
+    files |= {"test.py": "keep = 'a file, not a folder'\n", "a/copy_of_b.py": "b = 1\n"}
+    files |= {"c_copy_of_b.py": "b = 1\n", "empty.py": "", "a/blank.py": " \n\t\n"}
+    files |= {"a/notes.txt": "no source\n", "../outside.py": "outside = 1\n"}
+    folders = ("test", "a/tests", "idlelib/deep", *LEFT_OUT)
+    files |= {f"{folder}/m.py": f"# {folder}\n" for folder in folders}
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(text.encode())
+    (root / "latin.py").write_bytes("größe = 1\n".encode("latin-1"))
+    monkeypatch.setattr("sysconfig.get_path", {"stdlib": str(root)}.__getitem__)
+    return root
+
+
+def test_source_files_leave_out_what_is_no_source_of_its_own(tree):
+    # The first of several copies stays: a/copy_of_b.py comes before b.py.
+    expected = {"a.py": "a = 1\n", "a/copy_of_b.py": "b = 1\n", "a/z.py": "z = 'größe'\n"}
+    expected["test.py"] = "keep = 'a file, not a folder'\n"
+    assert source_files(tree) == expected
+
+
+def test_the_first_by_hash_are_validation_up_to_four_percent_of_the_bytes():
+    sizes = np.random.default_rng(0).integers(10, 3000, 300).tolist()
+    texts = {f"pkg{i % 7}/m{i}.py": "xé"[i % 3 == 0] * size for i, size in enumerate(sizes)}
+    splits = split_by_hash(texts)
+    assert splits["val"] | splits["train"] == texts
+    by_hash = sorted(texts, key=lambda path: hashlib.sha256(path.encode()).hexdigest())
+    assert [*splits["val"], *splits["train"]] == by_hash
+    taken = np.cumsum([len(text.encode()) for text in splits["val"].values()])
+    whole = sum(len(text.encode()) for text in texts.values())
+    assert taken[-1] >= 0.04 * whole > taken[-2]
+    after = split_by_hash({"a.py": "y" * 2000, **texts})["val"]
+    assert len((splits["val"].keys() ^ after.keys()) - {"a.py"}) <= 2  # a new file moves few others
+
+
+def test_shards_of_the_standard_library_decode_to_its_sources(tree, tmp_path, monkeypatch):
+    (tree / "special.py").write_text("x = '<|endoftext|>'\n" * 9)  # which is plain text
+    corpus = run(monkeypatch, "python_stdlib", tmp_path / "new" / "out", "--vocab_size=260")
+    encoding = tokenizer.from_json(tokenizer.describe(corpus.path))
+    assert encoding.name == corpus.meta["tokenizer"] == "bpe260"
+    assert corpus.meta["source"] == f"standard library of Python {platform.python_version()}"
+    for split, texts in split_by_hash(source_files(tree)).items():
+        [tokens] = getattr(corpus, split)
+        assert tokens.tolist().count(encoding.eot_token) == len(texts)
+        joined = "".join("<|endoftext|>" + text for text in texts.values())
+        assert encoding.decode(tokens.tolist()) == joined
+    for file in tree.rglob("*.py"):
+        file.unlink()
+    refused = call("data/python_stdlib/prepare.py", f"--out={tmp_path / 'none'}")
+    assert "holds no standard library source" in one_line_error(refused)
+    assert not (tmp_path / "none").exists()

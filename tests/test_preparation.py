@@ -1,24 +1,25 @@
 """Preparing token shards, against tokens computed document by document; kills, damage, refusals."""
 
-import errno
 import fcntl
-import hashlib
+import itertools
 import json
-import multiprocessing
 import os
+import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers import ROOT, one_line_error, write_parquet
+from helpers import ROOT, one_line_error, wait_for, write_parquet
 from in_process import call
 
 from data import preparation, shards, sources, tokenizer
-from data.preparation import START, TokenReader, encode, tokenised
+from data.preparation import encode, tokenised
 from data.shards import open_corpus
 from data.sources import Batch, Files, Texts
 
@@ -31,9 +32,9 @@ def stream(texts) -> list[int]:
     return [token for text in texts for token in (EOT, *text.encode())]
 
 
-def some_texts(count=200, seed=0):
+def some_texts(count=200):
     """Documents of very different lengths, some empty, some with characters of several bytes."""
-    draw, letters = np.random.default_rng(seed), list("abc é日👧\n")
+    draw, letters = np.random.default_rng(0), list("abc é日👧\n")
     sizes = lambda: int(draw.integers(0, 60)) ** 2 // 20  # noqa: E731
     return ["".join(draw.choice(letters, sizes())) for _ in range(count)]
 
@@ -89,6 +90,10 @@ def listed(out) -> list[str]:
     return [record["file"] for record in records]
 
 
+def write(path, content):
+    path.write_bytes(content)
+
+
 # ---- tokens ----
 
 
@@ -96,10 +101,7 @@ def test_tokens_of_what_looks_special_and_of_texts_that_go_on():
     bpe = tokenizer.train_byte_pairs(["the cat sat on the mat. " * 9], 265)
     texts = ["the <|endoftext|> mat", "👧", ""]
     expected = [token for text in texts for token in (bpe.eot_token, *bpe.encode_ordinary(text))]
-    tokens = encode(bpe, Batch({}, texts))
-    assert tokens.dtype == np.uint16
-    assert tokens.tolist() == expected
-    assert encode(bpe, Batch({}, [])).size == 0
+    assert encode(bpe, Batch({}, texts)).tolist() == expected
     going_on = Batch({}, ["ab", "cd", "", "e"], [True, False, True, False])
     tokens = encode(tokenizer.byte_tokenizer(), going_on)
     assert tokens.tolist() == [EOT, *b"abcd", EOT, *b"e"]
@@ -110,31 +112,10 @@ def test_a_run_of_blanks_that_tiktoken_cannot_split(blanks):
     """GPT-2's regular expression runs out of stack on about a million blanks and panics."""
     encoding, text = tokenizer.gpt2_tokenizer(), "before" + blanks + "after"
     tokens = encode(encoding, Batch({}, [text]))
-    assert tokens[0] == encoding.eot_token
     assert encoding.decode(tokens[1:].tolist()) == text
     # The last of several blanks belongs to the next word: a cut within a run would show.
     text = "word" + " " * 300_000 + "word" * 60_000 + " " * 100_000 + "word"
     assert encode(encoding, Batch({}, [text])).tolist()[1:] == encoding.encode_ordinary(text)
-
-
-@pytest.mark.parametrize("workers", [1, 3])
-def test_the_stream_can_be_taken_up_at_any_token(workers):
-    encoding, draw = tokenizer.byte_tokenizer(), np.random.default_rng(0)
-    source, expected = Texts(TEXTS[:40], "x"), stream(TEXTS[:40])
-    for _ in range(4):
-        position, taken = START, 0
-        while taken < len(expected):
-            reader = TokenReader(source, encoding, workers, json.loads(json.dumps(position)))
-            for _ in range(draw.integers(1, 4)):
-                count = int(draw.integers(1, 2500))
-                tokens, counts = reader.take(count)
-                part = expected[taken : taken + count]
-                assert tokens.tolist() == part
-                documents = part.count(EOT)
-                assert counts == {"documents": documents, "bytes": len(part) - documents}
-                taken += len(part)
-            position = reader.position
-        assert reader.take(5)[0].size == 0
 
 
 def test_few_batches_are_read_ahead():
@@ -147,24 +128,17 @@ def test_few_batches_are_read_ahead():
                 yield Batch({"index": index}, [f"{index}"])
 
     source = Counting()
-    made = tokenised(source, None, tokenizer.byte_tokenizer(), 2)
-    for index, (batch, tokens) in enumerate(made):
+    for index, made in enumerate(tokenised(source, None, tokenizer.byte_tokenizer(), 2)):
         assert source.read_so_far <= index + 2 * 2 + 1
-        assert (batch.cursor["index"], tokens.tolist()) == (index, stream([str(index)]))
+        assert (made[0]["index"], made[1].result().tolist()) == (index, stream([str(index)]))
 
 
 # ---- whole preparations ----
 
 
-def one_refusal(out, *options) -> str:
-    """What fineweb_edu says of a mistake."""
-    return one_line_error(call(FINEWEB, *options, f"--out={out}"))
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_shards_hold_every_document_after_end_of_text(folder, tmp_path, workers, capsys):
-    out, extra = tmp_path / "out", {"note": "kept"}
-    corpus = run(out, files_plan(folder), f"--workers={workers}", extra=extra)
+def test_shards_hold_every_document_after_end_of_text(folder, tmp_path, capsys):
+    out = tmp_path / "out"
+    corpus = run(out, files_plan(folder), extra={"note": "for you"})
     assert [len(shard) for shard in corpus.val] == [300, 300, 300, 100]
     rest = len(STREAM) - 1000
     assert [len(shard) for shard in corpus.train] == [300] * (rest // 300) + [rest % 300]
@@ -178,72 +152,84 @@ def test_shards_hold_every_document_after_end_of_text(folder, tmp_path, workers,
         counts = {"documents": part.count(EOT), "bytes": len(part) - part.count(EOT)}
         assert corpus.meta[split] == {**counts, "tokens": len(part)}
     about = {"tokenizer": "bytes", "vocab_size": 257, "eot_token": 256, "source": str(folder)}
-    assert {**about, "note": "kept"}.items() <= corpus.meta.items()
+    assert {**about, "note": "for you"}.items() <= corpus.meta.items()
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(
+        r"x_val_000001\.bin: 600 tokens in all, [\d,]+ tokens/s, ETA 00:.*", lines[2]
+    )
     before = stamps(out)
-    capsys.readouterr()
     run(out, files_plan(folder), "--workers=1")  # complete: it says so and touches nothing
     assert stamps(out) == before
     assert capsys.readouterr().out == f"{out} is complete: {len(STREAM):,} tokens\n"
 
 
-def test_a_trained_tokenizer_is_kept(folder, tmp_path, monkeypatch):
-    options = ("--tokenizer=bpe", "--vocab_size=290", "--tokenizer_bytes=3000")
-    run(tmp_path / "out", files_plan(folder), *options, "--max_tokens=2000")
-    stored = (tmp_path / "out" / "tokenizer.json").read_bytes()
-    encoding = tokenizer.from_json(json.loads(stored))
-    expected = [token for text in TEXTS for token in (289, *encoding.encode_ordinary(text))]
-    first = [text for i, text in enumerate(TEXTS) if len("".join(TEXTS[:i]).encode()) < 3000]
-    assert tokenizer.to_json(tokenizer.train_byte_pairs(first, 290)) == json.loads(stored)
-    monkeypatch.setattr(tokenizer, "train_byte_pairs", None)  # minutes on a large corpus
-    assert tokens_of(run(tmp_path / "out", files_plan(folder), *options)) == expected
+@pytest.mark.parametrize("seed", range(6))
+def test_killed_after_any_file_it_goes_on_with_the_same(folder, tmp_path, monkeypatch, seed):
+    """With other threads and other batches each time, until it ends."""
+    draw, replace = np.random.default_rng(seed), Path.replace
+    plan, size = files_plan(folder, int(draw.integers(1, 3000))), int(draw.integers(90, 900))
+    monkeypatch.setattr(sources, "BATCH_CHARACTERS", int(draw.integers(1, 900)))
+    assert tokens_of(run(tmp_path / "whole", plan, f"--shard_tokens={size}")) == STREAM
+    out, ended, before = tmp_path / "out", False, {}
+    while not ended:
+        writes, last = itertools.count(), draw.integers(0, 12)
 
+        def killed(path, target, writes=writes, last=last):
+            replace(path, target)
+            if next(writes) == last:
+                raise MemoryError("killed")
 
-@pytest.mark.parametrize("written", range(0, 30, 3))
-def test_killed_after_any_file_it_goes_on_with_the_same(folder, tmp_path, monkeypatch, written):
-    run(tmp_path / "whole", files_plan(folder), "--shard_tokens=700")
-    out, writes, replace = tmp_path / "out", iter(range(999)), Path.replace
-
-    def killed(path, target):
-        replace(path, target)
-        if next(writes) == written:
-            raise MemoryError("killed")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", killed)
-        with pytest.raises(MemoryError):
-            run(out, files_plan(folder), "--shard_tokens=700")
-    before = stamps(out, listed(out))
-    run(out, files_plan(folder), "--shard_tokens=700", "--workers=1")
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "replace", killed)
+            try:
+                workers = f"--workers={draw.integers(1, 4)}"
+                ended = bool(run(out, plan, f"--shard_tokens={size}", workers))
+            except MemoryError:
+                (out / "x_train_000000.bin.tmp").write_bytes(b"left by a kill")
+        made = stamps(out, listed(out))
+        assert made.items() >= before.items()  # what was whole has not been made again
+        before = made
     assert contents(out) == contents(tmp_path / "whole")
-    assert stamps(out).items() >= before.items()  # what was whole has not been made again
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.slow)])
-def test_a_killed_process_leaves_what_the_next_goes_on_with(folder, tmp_path, kills):
-    """SIGKILL at random moments of real processes, half of them with another number of threads."""
-    options = [f"--source={folder}", "--val_tokens=1000", "--shard_tokens=40", "--tokenizer=bytes"]
-    draw = np.random.default_rng(kills)
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_killed_process_leaves_what_the_next_goes_on_with(folder, tmp_path, monkeypatch, kills):
+    """SIGKILL at random moments, half of them with another number of threads."""
+    monkeypatch.undo()  # batches are as large as those of other processes
+    options = [f"--source={folder}", "--val_tokens=1000", "--shard_tokens=80", "--tokenizer=bytes"]
     assert call(FINEWEB, *options, f"--out={tmp_path / 'whole'}").returncode == 0
-    out, during = tmp_path / "out", 0
+    out, draw, during = tmp_path / "out", np.random.default_rng(kills), 0
+    out.mkdir()
     for kill in range(kills):
-        words = (*options, f"--workers={1 + kill % 2}", f"--out={out}")
-        process = multiprocessing.get_context("fork").Process(target=call, args=(FINEWEB, *words))
-        before = len(listed(out)) if out.exists() else 0
-        process.start()
-        while process.is_alive() and (not out.exists() or len(listed(out)) < before + 8):
-            time.sleep(0.002)
+        # No fork: a child that is killed would keep the lock that tqdm shares with it.
+        words = [sys.executable, ROOT / FINEWEB, *options, f"--workers={1 + kill % 2}"]
+        process = subprocess.Popen([*words, f"--out={out}"], stdout=subprocess.DEVNULL)
+        before = len(listed(out))
+        wait_for(lambda p=process, n=before: p.poll() is not None or len(listed(out)) >= n + 8)
         time.sleep(draw.random() * 0.05)
-        during += process.is_alive()
+        during += process.poll() is None
         process.kill()
-        process.join()
-    assert during >= kills // 2
+        process.wait(timeout=20)
+    assert during >= 2
     assert call(FINEWEB, *options, f"--out={out}").returncode == 0
     assert contents(out) == contents(tmp_path / "whole")  # no .tmp, and preparation.json too
 
 
-def test_max_tokens_may_grow_and_a_smaller_one_removes_nothing(folder, tmp_path):
+def test_a_trained_tokenizer_is_kept(folder, tmp_path, monkeypatch):
+    options = ("--tokenizer=bpe", "--vocab_size=290", "--tokenizer_bytes=3000")
+    run(tmp_path / "out", files_plan(folder), *options, "--max_tokens=2000")
+    stored = json.loads((tmp_path / "out" / "tokenizer.json").read_bytes())
+    encoding = tokenizer.from_json(stored)
+    expected = [token for text in TEXTS for token in (289, *encoding.encode_ordinary(text))]
+    first = [text for i, text in enumerate(TEXTS) if len("".join(TEXTS[:i]).encode()) < 3000]
+    assert tokenizer.to_json(tokenizer.train_byte_pairs(first, 290)) == stored
+    monkeypatch.setattr(tokenizer, "train_byte_pairs", None)  # minutes on a large corpus
+    assert tokens_of(run(tmp_path / "out", files_plan(folder), *options)) == expected
+
+
+def test_max_tokens_may_grow_and_a_smaller_one_removes_nothing(folder, tmp_path, monkeypatch):
     out = tmp_path / "out"
-    for limit in (1001, 1300, 2000, 4444):
+    for limit in (1001, 1300, 4444):
         before = stamps(out, listed(out))
         assert tokens_of(run(out, files_plan(folder), f"--max_tokens={limit}")) == STREAM[:limit]
         assert stamps(out).items() >= before.items()
@@ -251,37 +237,22 @@ def test_max_tokens_may_grow_and_a_smaller_one_removes_nothing(folder, tmp_path)
         shutil.copy(out / made[-1], out / f"x_train_{len(made):06d}.bin")
         run(out, files_plan(folder), f"--max_tokens={limit}")
     before = stamps(out)
-    for limit in (1500, 4443):
-        message = rf"holds 4,444 tokens, more than --max_tokens={limit}: give --max_tokens=4444 or"
-        for more in ([], ["--overwrite"]):
-            with pytest.raises(ValueError, match=message):
-                run(out, files_plan(folder), f"--max_tokens={limit}", *more)
-        assert stamps(out) == before
+    message = r"holds 4,444 tokens, more than --max_tokens=4443: give --max_tokens=4444 or"
+    for more in ([], ["--overwrite"]):
+        with pytest.raises(ValueError, match=message):
+            run(out, files_plan(folder), "--max_tokens=4443", *more)
+    assert stamps(out) == before
+    with monkeypatch.context() as patch:
+        patch.setattr(preparation.Preparation, "show", None)  # it ends after the first new shard
+        with pytest.raises(TypeError):
+            run(out, files_plan(folder))
+    with pytest.raises(ValueError, match="was not prepared to its end"):
+        open_corpus(str(out))
     assert tokens_of(run(out, files_plan(folder), "--max_tokens=1000000000")) == STREAM
-    text = Texts(["x" * 99] * 20, "x")  # it ends with a shard
-    plan = preparation.one_stream(text, 200)
+    plan = preparation.one_stream(Texts(["x" * 99] * 20, "x"), 200)  # it ends with a shard
     for limit in ([], ["--max_tokens=2001"], []):
         even = run(tmp_path / "even", plan, "--shard_tokens=100", *limit)
-        assert tokens_of(even) == stream(text.texts)
-
-
-def test_damaged_shards_alone_are_made_again(folder, tmp_path):
-    out = tmp_path / "out"
-    run(out, files_plan(folder))
-    before, names = contents(out), listed(out)
-    lose = Path.unlink
-    cases = [(lose, names[2:3]), (lose, [names[1], names[-2]]), (lose, names[-1:])]
-    cases += [(lambda path: os.truncate(path, 1024 + 200), names[2:3])]
-    cases += [(lambda path: write(path, path.read_bytes() + b"\0\0"), names[2:3])]
-    for damage, damaged in cases:
-        others = set(names) - set(damaged)
-        for name in damaged:
-            damage(out / name)
-        (out / "x_train_000009.bin.tmp").write_bytes(b"left by a kill")
-        when = stamps(out, others)
-        run(out, files_plan(folder))
-        assert contents(out) == before
-        assert stamps(out, others) == when
+        assert tokens_of(even) == stream(["x" * 99] * 20)
 
 
 def test_a_changed_source_is_refused_when_a_shard_is_made_again(tmp_path):
@@ -306,36 +277,33 @@ def test_a_changed_source_is_refused_when_a_shard_is_made_again(tmp_path):
 
 
 ANOTHER = [
-    (["--shard_tokens=3001"], {}, "shard_tokens 300 there, 3001 now"),
     (["--tokenizer=bpe", "--vocab_size=300"], {}, "tokenizer 'bytes' there, 'bpe' now"),
     ([], {"val_tokens": 999}, "tokens 1000 there, 999 now"),
-    ([], {"name": "y"}, "name 'x' there, 'y' now"),
     ([], {"folder": "other"}, "source '.*/in' there, '.*/other' now"),
 ]
 
 
-@pytest.mark.parametrize(("options", "changes", "difference"), ANOTHER)
-def test_another_preparation_is_refused_or_overwritten(
-    folder, tmp_path, options, changes, difference
-):
+def test_another_preparation_is_refused_or_overwritten(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "other")
-    out, name = tmp_path / "out", changes.get("name", "x")
+    out = tmp_path / "out"
     run(out, files_plan(folder))
     before, made = stamps(out), listed(out)
-    plan = files_plan(tmp_path / changes.get("folder", "in"), changes.get("val_tokens", 1000))
     size = shards.readable(sum((out / file).stat().st_size for file in made))
     there = rf"--overwrite to remove its {len(made)} shards \({size}\) and begin anew$"
-    message = rf"{out} holds another preparation \({difference}\): .*{there}"
-    with pytest.raises(ValueError, match=message):
-        run(out, plan, *options, name=name)
-    assert stamps(out) == before
-    run(out, plan, *options, "--overwrite", name=name)
-    run(tmp_path / "fresh", plan, *options, name=name)
-    assert contents(out) == contents(tmp_path / "fresh")
+    for options, changes, difference in ANOTHER:
+        val_tokens = changes.get("val_tokens", 1000)
+        plan = files_plan(tmp_path / changes.get("folder", "in"), val_tokens)
+        message = rf"{out} holds another preparation \({difference}\): .*{there}"
+        with pytest.raises(ValueError, match=message):
+            run(out, plan, *options)
+        assert stamps(out) == before
     (out / "meta.json").unlink()
-    before = stamps(out, listed(out))
-    run(out, plan, *options, "--overwrite", name=name)  # the same preparation: it goes on
+    before = stamps(out, made)
+    run(out, files_plan(folder), "--overwrite")  # the same preparation: it goes on
     assert stamps(out).items() >= before.items()
+    run(out, plan, "--overwrite")
+    run(tmp_path / "fresh", plan)
+    assert contents(out) == contents(tmp_path / "fresh")
 
 
 def test_a_folder_of_another_use_is_refused(folder, tmp_path):
@@ -359,154 +327,115 @@ def test_a_folder_of_another_use_is_refused(folder, tmp_path):
 
 
 def test_a_disk_that_is_too_small_is_known_before(tmp_path, monkeypatch):
-    out, source, size = tmp_path / "out", Texts(["x" * 9999] * 10, "x"), 99_990
-    plan = preparation.one_stream(source, 1000)
-    free = 2 * size - 2
+    out, size, free = tmp_path / "out", 99_990, 2 * 99_990 - 2
+    plan = preparation.one_stream(Texts(["x" * 9999] * 10, "x"), 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     message = rf"about {size:,} tokens need 200\.0 KB, {out} has .* --max_tokens=(\d+)"
     with pytest.raises(ValueError, match=message) as error:
-        run(out, plan, "--shard_tokens=3000")
+        run(out, plan)
     assert not list(out.glob("*.bin"))
-    limit = int(str(error.value).split("--max_tokens=")[1].split(",")[0])
+    limit = int(re.search(r"--max_tokens=(\d+)", str(error.value))[1])
     assert 0.9 * size < limit < size
-    run(out, plan, "--shard_tokens=3000", f"--max_tokens={limit}")
+    run(out, plan, f"--max_tokens={limit}")
     free = 2 * (size - limit) - 2
     with pytest.raises(ValueError, match=rf"about {size:,} tokens need"):
-        run(out, plan, "--shard_tokens=3000")
+        run(out, plan)
     assert len(tokens_of(open_corpus(str(out)))) == limit  # the refusal left it as it was
     free = 2 * (size - limit)  # what is there needs no room again
-    assert len(tokens_of(run(out, plan, "--shard_tokens=3000"))) == size + 10
+    assert len(tokens_of(run(out, plan))) == size + 10
 
 
-def test_a_full_disk_keeps_whole_shards_and_the_run_goes_on_after(folder, tmp_path, monkeypatch):
+def pressed(self, record):
+    """Ctrl+C at the seventh shard."""
+    if record["file"].endswith("000006.bin"):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def full(path, *arguments, **keys):
     """/dev/full answers as a full disk does, when the buffer is flushed."""
-    run(tmp_path / "once", files_plan(folder))
-    out = tmp_path / "out"
+    return open("/dev/full" if "train_000007" in str(path) else path, *arguments, **keys)
 
-    def full(path, *arguments, **keys):
-        return open("/dev/full" if "train_000007" in str(path) else path, *arguments, **keys)
 
-    message = f"^the disk of {out} is full; 7 whole shards are kept: run the same command"
+EARLY = [
+    (preparation.Preparation, "show", pressed, 130, "prepare.py: interrupted"),
+    (shards, "open", full, 2, "prepare.py: error: the disk of {out} is full"),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "fault", "code", "message"), EARLY)
+def test_what_ends_it_early_keeps_whole_shards_and_says_how_to_go_on(
+    folder, tmp_path, monkeypatch, owner, name, fault, code, message
+):
+    out, options = tmp_path / "out", [f"--source={folder}", "--tokenizer=bytes"]
+    options += ["--shard_tokens=300", "--val_tokens=1000", f"--out={out}"]
     with monkeypatch.context() as patch:
-        patch.setattr(shards, "open", full, raising=False)
-        with pytest.raises(ValueError, match=message) as error:
-            run(out, files_plan(folder))
-    assert error.value.__cause__.errno == errno.ENOSPC
-    assert str(error.value).endswith("to go on, or with --max_tokens=1900 to end there")
-    with pytest.raises(ValueError, match="was not prepared to its end"):
+        patch.setattr(owner, name, fault, raising=False)
+        result = call(FINEWEB, *options)
+    assert result.returncode == code
+    ways = "run the same command again to go on, or with --max_tokens=1900 to end there"
+    line = f"{message.format(out=out)}; 7 whole shards are kept: {ways}\n"
+    assert result.stderr.decode() == line
+    with pytest.raises(ValueError, match=r"was not prepared to its end: .* --max_tokens=1900$"):
         open_corpus(str(out))
-    run(out, files_plan(folder))
-    assert contents(out) == contents(tmp_path / "once")
-
-
-def test_ctrl_c_says_how_to_go_on(folder, tmp_path, monkeypatch):
-    out = tmp_path / "out"
-
-    def pressed(progress, record):
-        if record["file"].endswith("000006.bin"):
-            os.kill(os.getpid(), signal.SIGINT)
-
-    options = [f"--source={folder}", "--tokenizer=bytes", "--shard_tokens=300", "--val_tokens=1000"]
-    with monkeypatch.context() as patch:
-        patch.setattr(preparation.Progress, "shard", pressed)
-        result = call(FINEWEB, *options, f"--out={out}")
-    assert result.returncode == 130
-    [line] = result.stderr.decode().splitlines()
-    assert line.startswith("prepare.py: interrupted; 7 whole shards are kept: run the same command")
-    assert line.endswith("again to go on, or with --max_tokens=1900 to end there")
-    assert call(FINEWEB, *options, f"--out={out}", "--max_tokens=1900").returncode == 0
-    assert tokens_of(open_corpus(str(out))) == STREAM[:1900]
-
-
-def damaged_rows(folder, suffix):
-    """Documents of a file with a fault in its 71st row; what is wrong with it."""
-    texts = [f"row {i} größe {'x' * 50}" for i in range(100)]
-    path = folder / f"a{suffix}"
-    if suffix == ".parquet":
-        keys = {"row_group_size": 20, "compression": "none", "use_dictionary": False}
-        content = write_parquet(path, texts, **keys).read_bytes()
-        path.write_bytes(content.replace("row 70 größe".encode(), b"row 70 gr\xff\xffe"))
-    elif suffix == ".jsonl":
-        lines = [json.dumps({"text": text}) for text in texts]
-        path.write_text("\n".join([*lines[:70], '{"text": "row 70', *lines[71:]]))
-    else:
-        text = "".join(text + "\n" for text in texts).encode()
-        path.write_bytes(text + b"\xff" + text)
-        texts = [text.decode() * 2]
-    return stream(texts)
-
-
-@pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".txt"])
-def test_a_damaged_source_leaves_whole_shards_and_a_way_to_end(tmp_path, monkeypatch, suffix):
-    monkeypatch.setattr(sources, "PIECE_BYTES", 500)
-    (tmp_path / "in").mkdir()
-    expected, out = damaged_rows(tmp_path / "in", suffix), tmp_path / "out"
-    message = r"/a\.\w+ (is damaged|holds no JSON|is not UTF-8).* whole shards"
-    for _ in range(2):  # the second time finds what the first one left
-        with pytest.raises(ValueError, match=message) as error:
-            run(out, files_plan(tmp_path / "in"))
-    end = int(str(error.value).split("--max_tokens=")[1].split()[0])
-    assert end >= 2700  # and the damage begins after 4600 or 6800
-    with pytest.raises(ValueError, match=f"--max_tokens={end}"):
-        open_corpus(str(out))
-    corpus = run(out, files_plan(tmp_path / "in"), f"--max_tokens={end}")
-    assert tokens_of(corpus) == expected[:end]
+    for limit in (1900, len(STREAM)):
+        assert call(FINEWEB, *options, f"--max_tokens={limit}").returncode == 0
+        assert tokens_of(open_corpus(str(out))) == STREAM[:limit]
 
 
 REFUSED = [
-    (["--val_tokens=500", "--max_tokens=500"], "--max_tokens=500 leaves nothing for training"),
-    (["--val_tokens=99999"], f"{len(STREAM):,} tokens leave nothing for training: give more text"),
-    (["--workers=0"], "--workers=0: give 1 or more"),
-    (["--shard_tokens=2147483648"], "--shard_tokens=2147483648: give less than 2147483648"),
-    (["--tokenizer=bpe", "--vocab_size=256"], "--vocab_size=256: give 257 (bytes and end-of-text)"),
-    (["--max_tokens=0"], "--max_tokens=0: give 1 or more"),
-    (["--tokenizer=words"], "argument --tokenizer: invalid choice: 'words'"),
-    (["--source=nowhere"], "--source=nowhere: no files there"),
-    (["--column=body"], "has no column body, it has text, id"),
-    (["--revision=v2"], "--revision has no effect on --source: leave it out"),
-    (["--retry_minutes=5"], "--retry_minutes has no effect on --source: leave it out"),
-    (["--max_token=5"], "unknown option --max_token, did you mean --max_tokens?"),
+    ("--val_tokens=500 --max_tokens=500", "--max_tokens=500 leaves nothing for training"),
+    ("--val_tokens=99999", f"{len(STREAM):,} tokens leave nothing for training: give more text"),
+    ("--workers=0", "--workers=0: give 1 or more"),
+    ("--shard_tokens=2147483648", "--shard_tokens=2147483648: give less than 2147483648"),
+    ("--tokenizer=bpe --vocab_size=256", "--vocab_size=256: give 257 (bytes and end-of-text)"),
+    ("--tokenizer=bpe --vocab_size=65537", "--vocab_size=65537: give 257"),
+    ("--tokenizer=words", "argument --tokenizer: invalid choice: 'words'"),
+    ("--column=body", "has no column body, it has text, id"),
+    ("--revision=v2", "--revision has no effect on --source: leave it out"),
+    ("--max_token=5", "unknown option --max_token, did you mean --max_tokens?"),
 ]
 
 
 @pytest.mark.parametrize(("options", "message"), REFUSED)
 def test_mistakes_end_in_one_line_without_a_corpus(folder, tmp_path, options, message):
-    words = [f"--source={folder}", "--tokenizer=bytes", "--val_tokens=1000", *options]
-    assert message in one_refusal(tmp_path / "out", *words)
+    words = [f"--source={folder}", "--tokenizer=bytes", "--val_tokens=1000", *options.split()]
+    assert message in one_line_error(call(FINEWEB, *words, f"--out={tmp_path / 'out'}"))
     assert not (tmp_path / "out" / "meta.json").exists()
 
 
 # ---- shards that are there ----
 
 
-def write(path, content):
-    path.write_bytes(content)
-
-
 DAMAGE = [
-    (lambda path: path.unlink(), "No such file"),
+    (Path.unlink, "No such file"),
     (lambda path: os.truncate(path, 1100), "is damaged"),
+    (lambda path: write(path, path.read_bytes() + b"\0\0"), "is damaged"),
     (lambda path: write(path, path.read_bytes()[:-2] + b"\1\0"), "is not as it was made (SHA-256"),
     (lambda path: write(path, path.read_bytes()[:-2] + b"\xff\xff"), "holds token id 65535"),
-    (lambda path: write(path, b"x" * 2000), "is not a token shard"),
 ]
 
 
-def test_verify_names_every_damaged_shard(folder, tmp_path):
-    out, names = tmp_path / "out", ["x_val_000000.bin", "x_train_000003.bin"]
-    run(out, files_plan(folder), "--shard_tokens=1000")
-    before, count = contents(out), len(listed(out))
-    said = call(FINEWEB, "--verify", f"--out={out}").stdout.decode()
-    assert f"{count} shards, {len(STREAM):,} tokens: all as" in said
+def test_verify_names_every_damaged_shard_and_these_alone_are_made_again(folder, tmp_path):
+    out = tmp_path / "out"
+    run(out, files_plan(folder))
+    before, names = contents(out), listed(out)
+    printed = call(FINEWEB, "--verify", f"--out={out}").stdout.decode()
+    assert f"{len(names)} shards, {len(STREAM):,} tokens: all as" in printed
     for damage, what in DAMAGE:
-        for name in names:
+        damaged = [names[1], names[-1]]
+        for name in damaged:
             damage(out / name)
-        line = one_refusal(out, "--verify")
-        assert f"error: 2 of {count} shards are damaged: " in line
+        line = one_line_error(call(FINEWEB, "--verify", f"--out={out}"))
+        assert f"error: 2 of {len(names)} shards are damaged: " in line
         assert line.count(what) == 2
-        assert all(name in line for name in names)
-        for name in names:
-            (out / name).write_bytes(before[name])
+        assert all(name in line for name in damaged)
+        if what != "is damaged":  # a wrong size is seen without being told
+            for name in damaged:
+                (out / name).unlink(missing_ok=True)
+        when = stamps(out, set(names) - set(damaged))
+        run(out, files_plan(folder))
+        assert contents(out) == before
+        assert stamps(out).items() >= when.items()
 
 
 @pytest.mark.parametrize("script", [path.parent.name for path in ROOT.glob("data/*/prepare.py")])
@@ -543,17 +472,14 @@ def test_shards_of_a_folder_are_linked_and_counted(foreign, tmp_path, monkeypatc
         about["val"] = {"documents": 2, "bytes": 12, "tokens": 14}
         about["train"] = {"documents": 2, "bytes": 509, "tokens": 511}
         assert about.items() <= corpus.meta.items()
-        for record in corpus.meta["shards"]:
-            content = (foreign / record["file"]).read_bytes()
-            assert record["sha256"] == hashlib.sha256(content).hexdigest()
-            assert record["tokens"] == len(FOREIGN[record["file"]])
-            assert (tmp_path / out / record["file"]).is_symlink() is (out != foreign)
+        assert [record["file"] for record in corpus.meta["shards"]] == list(FOREIGN)
+        linked = [(tmp_path / out / name).is_symlink() for name in FOREIGN]
+        assert linked == [out != foreign] * 3
     assert call(FINEWEB, "--out=rel", "--verify").returncode == 0
 
 
 BAD_SHARDS = [
     (lambda f: shards.write_shard(f / "x_train_2.bin", np.array([0, 257])), "holds token id 257"),
-    (lambda f: os.truncate(f / "edu_fineweb_train_000001.bin", 1100), "000001.bin is damaged"),
     (lambda f: write(f / "x_train_0.bin", b"no shard"), "x_train_0.bin is not a token shard"),
     (lambda f: (f / "edu_fineweb_val_000000.bin").unlink(), "holds no *train_*.bin and *val_*.bin"),
     (lambda f: (f / "preparation.json").write_text("{}"), "holds a preparation of its own"),
@@ -564,9 +490,12 @@ BAD_SHARDS = [
 def test_what_is_not_gpt2_shards_is_refused(foreign, tmp_path, damage, message):
     out = foreign if "preparation" in message else tmp_path / "out"
     damage(foreign)
-    assert message in one_refusal(out, f"--pretokenized={foreign}")
+    for more, what in (([], message), (["--revision=v2"], "no effect on a folder of shards")):
+        assert what in one_line_error(
+            call(FINEWEB, f"--out={out}", f"--pretokenized={foreign}", *more)
+        )
     assert not (out / "meta.json").exists()
     if out != foreign:
         write(out / "edu_fineweb_train_000001.bin", b"mine")
-        one_refusal(out, f"--pretokenized={foreign}")
+        one_line_error(call(FINEWEB, f"--out={out}", f"--pretokenized={foreign}"))
         assert (out / "edu_fineweb_train_000001.bin").read_bytes() == b"mine"

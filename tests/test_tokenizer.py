@@ -2,6 +2,7 @@
 
 import json
 import sys
+from itertools import pairwise
 
 import pytest
 import tiktoken
@@ -13,12 +14,9 @@ from data import tokenizer
 
 # Python's grammar of indentation, repeated with variations, so that merges over words, spaces and
 # lines are learned.
-CORPUS = [
-    f"def {name}_{i}(self, value):\n    if value is None:\n\treturn self.{name}\n    return value "
-    f"+ {i * 37}\n\n"
-    for i in range(20)
-    for name in ("size", "größe", "größenordnung", "width", "résumé")
-]
+NAMES = ("size", "größe", "größenordnung", "width", "résumé")
+CODE = "def {0}_{1}(self, value):\n    if value is None:\n\treturn self.{0}\n    return value + {2}\n\n"
+CORPUS = [CODE.format(name, i, i * 37) for i in range(20) for name in NAMES]
 
 
 @pytest.fixture(scope="module")
@@ -56,15 +54,6 @@ def test_training_merges_the_commonest_pairs_first():
         assert vocabulary == merges[: size - 1]
 
 
-def test_learned_tokens_hold_the_bytes_of_their_text():
-    """Every second byte of two-byte characters, and every first one."""
-    characters = {chr(0x400 + i) for i in range(64)} | {chr(i) for i in range(0x80, 0x800, 64)}
-    texts = [f"{c}\n" * 3 for c in sorted(characters)]
-    encoding = tokenizer.train_byte_pairs(texts, 257 + len(characters))
-    learned = {encoding.decode_single_token_bytes(i) for i in range(256, encoding.eot_token)}
-    assert learned == {c.encode() for c in characters}
-
-
 def merge_by_rank(encoding, piece):
     """Byte pairs of one piece of the split text: join the neighbours that make the earliest token,
     until none do.
@@ -72,9 +61,8 @@ def merge_by_rank(encoding, piece):
     ranks = {encoding.decode_single_token_bytes(i): i for i in range(encoding.eot_token)}
     parts = [bytes([value]) for value in piece.encode()]
     while len(parts) > 1:
-        rank, at = min(
-            (ranks.get(parts[i] + parts[i + 1], 2**16), i) for i in range(len(parts) - 1)
-        )
+        unions = (ranks.get(a + b, 2**16) for a, b in pairwise(parts))
+        rank, at = min((rank, at) for at, rank in enumerate(unions))
         if rank == 2**16:
             break
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
@@ -94,28 +82,10 @@ def test_encoding_splits_source_code_and_merges_by_rank(bpe, pieces):
     assert bpe.encode_ordinary("".join(pieces)) == merged
 
 
-def test_every_learned_token_joins_two_earlier_ones(bpe):
-    assert bpe.n_vocab == 360
-    assert bpe.eot_token == 359
-    earlier = {bytes([i]) for i in range(256)}
-    for i in range(256, 359):
-        token = bpe.decode_single_token_bytes(i)
-        parts = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
-        assert any({*pair} <= earlier for pair in parts)
-        earlier.add(token)
-    assert len(earlier) == 359
-
-
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(st.text())
 def test_byte_pairs_round_trip(bpe, text):
     assert bpe.decode_bytes(bpe.encode_ordinary(text)) == text.encode()
-
-
-@pytest.mark.parametrize("size", [0, 256, 2**16 + 1])
-def test_vocabulary_sizes_that_cannot_be_are_refused(size):
-    with pytest.raises(ValueError, match=f"vocab_size={size}: give 257 "):
-        tokenizer.train_byte_pairs(CORPUS, size)
 
 
 @pytest.fixture(scope="module")
@@ -173,19 +143,24 @@ def test_prompts_follow_end_of_text(byte_level):
 # Ids
 
 
-@pytest.mark.parametrize("size", [3, 130, 2**16])
-def test_ids_are_numbers(size):
-    ids = tokenizer.IdTokenizer(size)
-    assert (ids.n_vocab, ids.eot_token) == (size, size - 1)
-    assert ids.encode(f" 0\n{size - 2} 1") == [0, size - 2, 1]
-    assert ids.encode("1 <|endoftext|>", allowed_special="all") == [1, size - 1]
-    assert tokenizer.encode_prompt(ids, "") == [size - 1]
-    found = ids.encode_to_numpy(f"0 {size - 2} 1", disallowed_special=())
-    assert found.tolist() == [0, size - 2, 1]
-    assert ids.decode([1, size - 1, 0]) == "1 <|endoftext|> 0"
-    assert ids.encode(ids.decode([0, 1, size - 1, size - 2])) == [0, 1, size - 1, size - 2]
-    assert tokenizer.bytes_by_token(ids).tolist() == [0] * size
-    assert tokenizer.meta(ids) == {"tokenizer": "ids", "vocab_size": size, "eot_token": size - 1}
+def test_ids_are_numbers(tmp_path, bpe):
+    ids = tokenizer.IdTokenizer(130)
+    assert (ids.n_vocab, ids.eot_token) == (130, 129)
+    assert ids.encode(" 0\n128 <|endoftext|>", allowed_special="all") == [0, 128, 129]
+    assert tokenizer.encode_prompt(ids, "") == [129]
+    assert ids.encode_to_numpy("0 128 1", disallowed_special=()).tolist() == [0, 128, 1]
+    assert ids.decode([1, 129, 0]) == "1 <|endoftext|> 0"
+    assert tokenizer.bytes_by_token(ids).tolist() == [0] * 130
+    assert tokenizer.meta(ids) == {"tokenizer": "ids", "vocab_size": 130, "eot_token": 129}
+    one, other = (tokenizer.to_json(tokenizer.IdTokenizer(size)) for size in (130, 131))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(one))
+    assert tokenizer.describe(tmp_path) == one
+    assert tokenizer.from_json(one) == ids
+    assert tokenizer.size_of(one) == 130
+    assert tokenizer.same_tokens(one, dict(one))
+    for different in (other, tokenizer.to_json(bpe)):
+        assert not tokenizer.same_tokens(one, different)
+        assert not tokenizer.same_tokens(different, one)
 
 
 @pytest.mark.parametrize("text", ["x", "1.0", "-1", "129", "1,2", "²", "٣", "<|other|>"])
@@ -194,19 +169,7 @@ def test_what_is_no_id(text):
         tokenizer.encode_prompt(tokenizer.IdTokenizer(130), f"1 {text}")
 
 
-def test_ids_are_described_and_compared(tmp_path, bpe):
-    one, other = (tokenizer.to_json(tokenizer.IdTokenizer(size)) for size in (130, 131))
-    (tmp_path / "tokenizer.json").write_text(json.dumps(one))
-    assert tokenizer.describe(tmp_path) == one
-    assert tokenizer.from_json(one) == tokenizer.IdTokenizer(130)
-    assert tokenizer.size_of(one) == 130
-    assert tokenizer.same_tokens(one, dict(one))
-    assert not tokenizer.same_tokens(one, other)
-    assert not tokenizer.same_tokens(one, tokenizer.to_json(bpe))
-    assert not tokenizer.same_tokens(tokenizer.to_json(bpe), one)
-
-
-@pytest.mark.parametrize("size", [1, 2**16 + 1, "130", None, True])
+@pytest.mark.parametrize("size", [1, 2**16 + 1, "130", True])
 def test_damaged_descriptions_of_ids(tmp_path, size):
     (tmp_path / "tokenizer.json").write_text(json.dumps({"name": "ids", "vocab_size": size}))
     with pytest.raises(ValueError, match="is damaged"):

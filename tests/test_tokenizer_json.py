@@ -40,16 +40,9 @@ def test_odd_text(pair):
     for text in [*TEXTS, *ODD]:
         check(pair, text)
     draw = random.Random(0)
-    pieces = [
-        *" \n\t\r\v\x1c\x85\u00a0\u2028\u200b\u0301\ufeffé²_!尺",
-        "ab",
-        "'s",
-        "'ll",
-        "12",
-        "def",
-    ]
+    pieces = [*" \n\t\r\v\x1c\x85\u00a0\u2028\u200b\u0301\ufeffé²_!尺", "<|endoftext|>"]
     for _ in range(300):
-        check(pair, "".join(draw.choices([*pieces, "<|", "<|endoftext|>"], k=20)))
+        check(pair, "".join(draw.choices([*pieces, *"ab 's 'll 12 def <|".split()], k=20)))
     # Between letters, digits, spaces and line breaks: both regular expression engines must class a
     # character of every block alike.
     for code in (*range(0, 0xD800, 31), *range(0xE000, 0x110000, 397)):
@@ -83,6 +76,32 @@ def test_gpt2_is_known_by_its_tokens_and_merges():
     assert tokenizer_json.name_of([*tokens, b"more"]) == "bpe50258"
     tokens[262:264] = tokens[263], tokens[262]
     assert tokenizer_json.name_of(tokens) == "bpe50257"
+
+
+OTHERWISE = [
+    (
+        lambda d: d["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True),
+        "changes text",
+    ),
+    (lambda d: d["pre_tokenizer"]["pretokenizers"][1].update(use_regex=True), "changes text"),
+    (lambda d: d.update(normalizer={"type": "NFC"}), "changes text"),
+    (lambda d: d["pre_tokenizer"]["pretokenizers"][0].update(behavior="Removed"), "in another way"),
+    (lambda d: d["added_tokens"].append({"content": "<|other|>", "id": 257}), "its added tokens"),
+    (lambda d: d["added_tokens"][0].update(id=300), "its added tokens are"),
+    (lambda d: d["model"]["vocab"].update(a=300), "its ids have gaps"),
+    (lambda d: d["model"]["vocab"].update(a="97"), "an id no number"),
+    (lambda d: d["model"]["vocab"].update({"": d["model"]["vocab"].pop("a")}), "it lacks bytes"),
+    (lambda d: d.pop("model") and d.update(model={}), "'vocab'"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), OTHERWISE)
+def test_a_library_tokenizer_that_makes_other_tokens_is_refused(tmp_path, change, message):
+    description = written(tokenizer.byte_tokenizer())
+    change(description)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(description))
+    with pytest.raises(ValueError, match=rf"is no tokenizer that export\.py writes \(.*{message}"):
+        tokenizer.describe(tmp_path)
 
 
 def test_a_token_without_its_parts_is_refused():

@@ -30,7 +30,6 @@ def main():
     add("--pretokenized", help="folder or hub repository of GPT-2 shards in llm.c's format")
     args = parser.parse_args()
     with configurator.one_line_errors():
-        preparation.check(args)
         if args.pretokenized and not args.verify:
             return preparation.adopt(args)
         source = hub.source_of(args, args.sample, tokens=int(SAMPLES[args.sample]))

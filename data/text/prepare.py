@@ -33,7 +33,6 @@ def main():
     add("--val_share", type=float, default=0.02, help=share)
     args = parser.parse_args()
     with configurator.one_line_errors():
-        preparation.check(args)
         if args.verify:
             return preparation.prepare(args, "text", [])
         if not args.source:
@@ -43,10 +42,10 @@ def main():
         sources = [str(Path(pattern).expanduser()) for pattern in args.source]
         unique = args.duplicates == "drop"
         source = Files(sources, args.column, tuple(args.suffixes), shuffled=True, unique=unique)
-        per_token = 1 if args.tokenizer == "bytes" else 4
-        share = int(args.val_share * source.text_bytes() / per_token)
-        plan = preparation.one_stream(source, args.val_tokens or max(share, 1))
-        preparation.prepare(args, "text", plan)
+        if args.val_tokens is None:
+            per_token = 1 if args.tokenizer == "bytes" else 4
+            args.val_tokens = max(int(args.val_share * source.text_bytes() / per_token), 1)
+        preparation.prepare(args, "text", preparation.one_stream(source, args.val_tokens))
         if source.copies:
             copies = f"{source.copies:,} documents ({shards.readable(source.copied_bytes)})"
             print(f"{copies} repeat earlier ones exactly and were left out")
