@@ -37,8 +37,8 @@ import configurator  # before all that is slow to import: it takes Ctrl+C
 import train
 from evaluation import tables
 from model.keys import Key, check_ranges
-from research import intervals
-from research.reporting.style import pyplot
+from research import compare
+from research.plots import pyplot
 from training import checkpoint, metrics, start, stopping
 from training.provenance import store
 from training.stopping import EXIT_CODE as STOPPED
@@ -57,10 +57,16 @@ class SweepConfig:
         "run all cells here; write a Slurm array; run cell --index; tabulate",
     ] = "local"
     out: Annotated[str | None, "folder of the sweep; None: sweeps/<name of the config file>"] = None
-    metric: Annotated[str, "what is drawn and comes first in the table: a key of an evaluation"] = "val_loss"
+    metric: Annotated[str, "what is drawn and comes first in the table: a key of an evaluation"] = (
+        "val_loss"
+    )
     jobs: Annotated[int, "local: cells at a time, each with its share of the cores", Key(low=1)] = 1
-    nproc_per_node: Annotated[int, "processes of each cell, by torchrun; 1: plain python", Key(low=1)] = 1
-    gpus_per_node: Annotated[int | None, "slurm: GPUs of each task; None: nproc_per_node; 0: none"] = None
+    nproc_per_node: Annotated[
+        int, "processes of each cell, by torchrun; 1: plain python", Key(low=1)
+    ] = 1
+    gpus_per_node: Annotated[
+        int | None, "slurm: GPUs of each task; None: nproc_per_node; 0: none"
+    ] = None
     stop_on_failure: Annotated[bool, "local: start no further cell after one that failed"] = False
     index: Annotated[int | None, "cell: which one, from 0, counted over the full grid"] = None
 
@@ -95,12 +101,16 @@ def read_arguments(argv: list[str]):
     if "help" in options:
         print(configurator.help_text(f"{__doc__}\nKeys and defaults:", schema | train.every_key()))
         sys.exit(0)
-    everything = schema | keys_of_cells(files, {key: text for key, text in options.items() if key not in schema})
+    everything = schema | keys_of_cells(
+        files, {key: text for key, text in options.items() if key not in schema}
+    )
     configurator.refuse_unknown(options, everything, dashes="--")
     sweep = SweepConfig(**configurator.given({}, options, schema))
     swept, fixed = {}, {}
     for key in options.keys() & set(OWN_KEYS):
-        raise ValueError(f"--{key} is set by sweep.py for every cell: leave it out; --out=FOLDER is the sweep's folder")
+        raise ValueError(
+            f"--{key} is set by sweep.py for every cell: leave it out; --out=FOLDER is the sweep's folder"
+        )
     for key, text in options.items():
         if key not in schema and ("," in text or RANGE.fullmatch(text)):
             swept[key] = expand(key, text)
@@ -118,7 +128,9 @@ def keys_of_cells(files: list[str], options: dict[str, str]) -> dict[str, config
     """What train.py takes where it is given these."""
     there = files and Path(files[0]).is_file()  # train.py says that it is not
     from_file = configurator.read_file(files[0]) if there else {}
-    return train.known_keys({key: from_file[key] for key in ("model",) if key in from_file}, options)
+    return train.known_keys(
+        {key: from_file[key] for key in ("model",) if key in from_file}, options
+    )
 
 
 def expand(key: str, text: str) -> list[str]:
@@ -127,7 +139,9 @@ def expand(key: str, text: str) -> list[str]:
     for item in text.split(","):
         low, high = map(int, bounds.groups()) if (bounds := RANGE.fullmatch(item)) else (0, 0)
         if not item or high < low:
-            raise ValueError(f"--{key}={text}: {item or 'nothing between two commas'} gives no value")
+            raise ValueError(
+                f"--{key}={text}: {item or 'nothing between two commas'} gives no value"
+            )
         values += map(str, range(low, high + 1)) if bounds else [item]
     return values
 
@@ -140,7 +154,9 @@ def make_cells(sweep: SweepConfig, files: list[str], swept: dict, fixed: dict) -
         cell = make_cell(index, chosen, [*files, *as_options(fixed | chosen)], Path(sweep.out))
         same = tuple(sorted(cell.settings.items()))
         if same in seen:
-            raise ValueError(f"cells {seen[same]} and {index} are both {cell.title}: give every value once")
+            raise ValueError(
+                f"cells {seen[same]} and {index} are both {cell.title}: give every value once"
+            )
         seen[same] = index
         check_saved(cell)
         cells.append(cell)
@@ -153,20 +169,28 @@ def as_options(values: dict) -> list[str]:
 
 def make_cell(index: int, chosen: dict[str, str], arguments: list[str], out: Path) -> Cell:
     try:
-        values = configurator.given({}, chosen, keys_of_cells(*configurator.split_arguments(arguments)))
+        values = configurator.given(
+            {}, chosen, keys_of_cells(*configurator.split_arguments(arguments))
+        )
         folder = out / cell_name(values)
         arguments = [*arguments, f"--out_dir={folder}", "--resume=auto"]
-        config, model_config = train.configure(arguments, note=lambda line: None)  # train.py's log has its notes
+        config, model_config = train.configure(
+            arguments, note=lambda line: None
+        )  # train.py's log has its notes
     except ValueError as error:
         raise ValueError(f"cell {index} ({' '.join(as_options(chosen))}): {error}") from error
     settings = {**dataclasses.asdict(config), **dataclasses.asdict(model_config)}
-    return Cell(index, values, {k: v for k, v in settings.items() if k not in OWN_KEYS}, arguments, folder)
+    return Cell(
+        index, values, {k: v for k, v in settings.items() if k not in OWN_KEYS}, arguments, folder
+    )
 
 
 def cell_name(values: dict) -> str:
     """`key=value,...`: the same however the keys are ordered and the values spelt."""
     keys = sorted(values, key=lambda key: (key == "seed", key))
-    return ",".join(f"{key}={quote(str(values[key]), safe='')}" for key in keys)  # % codes: no two values alike
+    return ",".join(
+        f"{key}={quote(str(values[key]), safe='')}" for key in keys
+    )  # % codes: no two values alike
 
 
 def check_saved(cell: Cell) -> None:
@@ -202,7 +226,11 @@ def catch_signals() -> list[signal.Signals]:
 
 def run_cell(cell: Cell, nproc: int, signals: list, env: dict[str, str]) -> tuple[int, str]:
     """(exit code, last line printed) of train.py for this cell; STOPPED: saved before the end, to be started again."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"] if nproc > 1 else []
+    torchrun = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+        if nproc > 1
+        else []
+    )
     command = [sys.executable, *torchrun, str(TRAIN), *cell.arguments]
     cell.log.parent.mkdir(parents=True, exist_ok=True)
     with open(cell.log, "a+b") as log:
@@ -243,7 +271,10 @@ def last_line(printed: str) -> str:
 
 
 def run_cells(
-    cells: list[Cell], sweep: SweepConfig, again: str, ended: Callable[[Cell], None] = lambda cell: None
+    cells: list[Cell],
+    sweep: SweepConfig,
+    again: str,
+    ended: Callable[[Cell], None] = lambda cell: None,
 ) -> int:
     """Run every unfinished cell, `jobs` at a time; `ended` is told of each that has ended by itself.
 
@@ -268,7 +299,9 @@ def run_cells(
     with ThreadPoolExecutor(sweep.jobs) as pool:
         list(pool.map(attempt, cells))  # the first exception of any
     if signals or STOPPED in codes:
-        print(f"stopped{f' by {signals[-1].name}' if signals else ''}; to go on: {again}", flush=True)
+        print(
+            f"stopped{f' by {signals[-1].name}' if signals else ''}; to go on: {again}", flush=True
+        )
         return 128 + signals[-1] if signals else STOPPED
     for log, line in tally.failed.items():
         print(f"failed: {log}: {line}", file=sys.stderr)
@@ -292,7 +325,11 @@ class Tally:
 
     def ends(self, cell: Cell, code: int = 0, line: str = "", elapsed: float | None = None) -> None:
         """elapsed: None for a cell that was finished before."""
-        result = f"FAILED (exit code {code})" if code else f"val_loss {final_evaluation(cell)['val_loss']:.4f}"
+        result = (
+            f"FAILED (exit code {code})"
+            if code
+            else f"val_loss {final_evaluation(cell)['val_loss']:.4f}"
+        )
         if code:
             self.failed[cell.log] = line
         if elapsed is None:
@@ -343,7 +380,11 @@ def write_array(cells: list[Cell], sweep: SweepConfig, argv: list[str]) -> None:
         return
     out = Path(sweep.out).absolute()
     gpus = sweep.nproc_per_node if sweep.gpus_per_node is None else sweep.gpus_per_node
-    same = [argument for argument in argv if argument.partition("=")[0] not in ("--mode", "--gpus_per_node")]
+    same = [
+        argument
+        for argument in argv
+        if argument.partition("=")[0] not in ("--mode", "--gpus_per_node")
+    ]
     text = ARRAY.format(
         name=quote(out.name),
         indices=",".join(map(str, indices)),
@@ -355,15 +396,24 @@ def write_array(cells: list[Cell], sweep: SweepConfig, argv: list[str]) -> None:
     )
     out.mkdir(parents=True, exist_ok=True)
     (out / "array.sbatch").write_text(text, encoding="utf-8")
-    print(f"{len(indices)} tasks; submit them with: sbatch {shlex.quote(str(Path(sweep.out) / 'array.sbatch'))}")
+    print(
+        f"{len(indices)} tasks; submit them with: sbatch {shlex.quote(str(Path(sweep.out) / 'array.sbatch'))}"
+    )
 
 
 def summarise(cells: list[Cell], metric: str) -> dict:
     """Rows of the table, one for each setting of the swept keys but the seed, and the cells that are not finished."""
     final = {cell.index: record for cell in cells if (record := final_evaluation(cell))}
-    numbers = {key for record in final.values() for key, value in record.items() if isinstance(value, int | float)}
+    numbers = {
+        key
+        for record in final.values()
+        for key, value in record.items()
+        if isinstance(value, int | float)
+    }
     if final and metric not in numbers:
-        raise ValueError(f"metric={metric} is in no final evaluation, which have {', '.join(sorted(numbers))}")
+        raise ValueError(
+            f"metric={metric} is in no final evaluation, which have {', '.join(sorted(numbers))}"
+        )
     shown = dict.fromkeys([metric, "val_loss", "val_bits_per_byte", "val_perplexity"])
     groups: dict[tuple, list[Cell]] = {}
     for cell in cells:
@@ -372,11 +422,24 @@ def summarise(cells: list[Cell], metric: str) -> dict:
     rows = []
     for setting, members in groups.items():
         records = [final[cell.index] for cell in members if cell.index in final]
-        values = {key: [record[key] for record in records if key in record] for key in shown if key in numbers}
+        values = {
+            key: [record[key] for record in records if key in record]
+            for key in shown
+            if key in numbers
+        }
         finished = {"settings": dict(setting), "runs": len(members), "finished": len(records)}
-        rows.append({**finished, "metrics": {key: intervals.summary(each) for key, each in values.items() if each}})
+        rows.append(
+            {
+                **finished,
+                "metrics": {key: compare.summary(each) for key, each in values.items() if each},
+            }
+        )
     unfinished = [
-        {"cell": cell.folder.name, "saved_step": saved_step(cell), "max_steps": cell.settings["max_steps"]}
+        {
+            "cell": cell.folder.name,
+            "saved_step": saved_step(cell),
+            "max_steps": cell.settings["max_steps"],
+        }
         for cell in cells
         if cell.index not in final
     ]
@@ -409,19 +472,28 @@ def draw(summary: dict, path: Path) -> None:
     """The metric against the first swept key of numbers, else the first key; a line for each setting of the others."""
     plt, metric = pyplot(), summary["metric"]
     rows = [row for row in summary["rows"] if metric in row["metrics"]]
-    values = {key: [row["settings"][key] for row in summary["rows"]] for key in summary["rows"][0]["settings"]}
+    values = {
+        key: [row["settings"][key] for row in summary["rows"]]
+        for key in summary["rows"][0]["settings"]
+    }
     numeric = [key for key in values if all(map(is_number, values[key]))]
     x_key = [*numeric, *values, None][0]
     lines: dict[str, list] = {}
     for row in rows:
-        others = " ".join(f"{key}={value}" for key, value in row["settings"].items() if key != x_key)
+        others = " ".join(
+            f"{key}={value}" for key, value in row["settings"].items() if key != x_key
+        )
         x, figures = row["settings"].get(x_key, "all"), row["metrics"][metric]
-        lines.setdefault(others, []).append((x if numeric else str(x), figures["mean"], figures["ci95"] or math.nan))
+        lines.setdefault(others, []).append(
+            (x if numeric else str(x), figures["mean"], figures["ci95"] or math.nan)
+        )
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     for others, points in lines.items():
         x, mean, half = zip(*(sorted(points) if numeric else points))
         axes.errorbar(x, mean, yerr=half, fmt="o-", capsize=4, label=others or "mean over seeds")
-    axes.set(xlabel=x_key or "", ylabel=metric, title="error bars: 95% confidence interval of the mean")
+    axes.set(
+        xlabel=x_key or "", ylabel=metric, title="error bars: 95% confidence interval of the mean"
+    )
     if numeric and min(values[x_key]) > 0 and max(values[x_key]) / min(values[x_key]) >= 20:
         axes.set_xscale("log")  # learning rates
     axes.grid(alpha=0.3)
@@ -445,14 +517,18 @@ def write_table(cells: list[Cell], sweep: SweepConfig) -> None:
 def main() -> int:
     argv = sys.argv[1:]
     sweep, files, swept, fixed = read_arguments(argv)
-    os.environ["WORLD_SIZE"] = str(sweep.nproc_per_node)  # as torchrun will set it: train.configure divides the batch
+    os.environ["WORLD_SIZE"] = str(
+        sweep.nproc_per_node
+    )  # as torchrun will set it: train.configure divides the batch
     cells = make_cells(sweep, files, swept, fixed)
     if sweep.index is not None and not 0 <= sweep.index < len(cells):
-        raise ValueError(f"index={sweep.index}: there are {len(cells)} cells, give 0 to {len(cells) - 1}")
+        raise ValueError(
+            f"index={sweep.index}: there are {len(cells)} cells, give 0 to {len(cells) - 1}"
+        )
     if sweep.mode == "table" and not Path(sweep.out).is_dir():
         raise ValueError(f"out={sweep.out} is not there: nothing has run")
     if sweep.mode in ("local", "table") and len(swept.get("seed", ())) > 1:
-        intervals.student()  # missing, it should not be found at the end
+        compare.student()  # missing, it should not be found at the end
     if sweep.mode == "table":
         write_table(cells, sweep)
         return 0
@@ -467,7 +543,10 @@ def main() -> int:
         return code
     done = sum(final_evaluation(cell) is not None for cell in cells)
     sizes = " x ".join(f"{len(values)} {key}" for key, values in swept.items())
-    print(f"{len(cells)} cells ({sizes}), {done} finished: {len(cells) - done} runs to do in {sweep.out}", flush=True)
+    print(
+        f"{len(cells)} cells ({sizes}), {done} finished: {len(cells) - done} runs to do in {sweep.out}",
+        flush=True,
+    )
     if sweep.mode == "slurm":
         write_array(cells, sweep, argv)
         return 0

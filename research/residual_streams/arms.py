@@ -6,7 +6,11 @@ from dataclasses import dataclass
 BASELINE = "additive"
 SEEDS = range(5)
 SEARCH_SEED = 1000  # of the runs that choose learning rates; it is in no result
-MUON = 5e-3, 1e-2, 2e-2  # learning rates, which go on by factors of two where the best is at an edge
+MUON = (
+    5e-3,
+    1e-2,
+    2e-2,
+)  # learning rates, which go on by factors of two where the best is at an edge
 ADAMW = 1e-3, 2e-3, 4e-3
 
 # Every arm is a stream with its defaults but for what stands here. Order: as in tables and figures.
@@ -90,12 +94,21 @@ HERE = "research/residual_streams"
 PRESETS: dict[str, dict[str, Problem]] = {
     "cpu": {
         "language": Problem(
-            f"{HERE}/cpu.py", {"max_steps": "400", "warmup_steps": "40"}, "val_loss", math.log(4096), tuple(ARMS)
+            f"{HERE}/cpu.py",
+            {"max_steps": "400", "warmup_steps": "40"},
+            "val_loss",
+            math.log(4096),
+            tuple(ARMS),
         ),
         "permutations": Problem(
             "config/permutations_cpu.py",
             {
-                **{"max_steps": "300", "warmup_steps": "30", "global_batch_size": "128", "micro_batch_size": "128"},
+                **{
+                    "max_steps": "300",
+                    "warmup_steps": "30",
+                    "global_batch_size": "128",
+                    "micro_batch_size": "128",
+                },
                 "eval_batches": "2",
             },
             "val_accuracy",
@@ -104,7 +117,12 @@ PRESETS: dict[str, dict[str, Problem]] = {
         "k_hop": Problem(
             "config/k_hop_cpu.py",
             {
-                **{"max_steps": "150", "warmup_steps": "30", "global_batch_size": "48", "micro_batch_size": "48"},
+                **{
+                    "max_steps": "150",
+                    "warmup_steps": "30",
+                    "global_batch_size": "48",
+                    "micro_batch_size": "48",
+                },
                 "dataset": "data/k_hop_48",
             },
             "val_accuracy",

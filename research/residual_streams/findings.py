@@ -5,11 +5,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from research import intervals
-from research.intervals import Estimate
-from research.reporting.runs import Run
+from research.compare import ERROR, Estimate, holm, paired, verdict
 from research.residual_streams.arms import BASELINE, Problem
 from research.residual_streams.grid import arm_of
+from research.runs import Run
 
 SMALLEST = 0.01  # nats per token, or share of right answers: within it two arms are level
 OTHERS = tuple(("DDL", other) for other in ("HC", "mHC", "AttnRes"))
@@ -37,20 +36,33 @@ def of_both_starts(control: str) -> tuple[tuple[str, str], ...]:
 OF_LANGUAGE = (
     Hypothesis("L1", "scalar DDL beats additive", (("DDL, 1 column", BASELINE),)),
     Hypothesis("L2", "the expanded state beats additive", (("DDL", BASELINE),)),
-    Hypothesis("L3", "the expanded state beats the same width without erase", of_both_starts("wide"), each=False),
-    Hypothesis("L4", "DDL beats additive with the same convolution", of_both_starts("conv"), each=False),
+    Hypothesis(
+        "L3",
+        "the expanded state beats the same width without erase",
+        of_both_starts("wide"),
+        each=False,
+    ),
+    Hypothesis(
+        "L4", "DDL beats additive with the same convolution", of_both_starts("conv"), each=False
+    ),
     Hypothesis("L5", "erase matters beyond write-only", ERASE),
     Hypothesis("L6", "EC helps", (("DDL-EC", "DDL"), ("DDL-CC-EC", "DDL-CC"))),
     Hypothesis("L7", "CC helps", (("DDL-CC", "DDL"),)),
     Hypothesis("L8", "beta_init matters", (("DDL, beta 0.1", "DDL"),), differs=True),
     Hypothesis("L9", "DDL beats what the field would take", OTHERS, "seconds"),
-    Hypothesis("L10", "DDL beats additive", (("DDL", BASELINE), ("DDL, 1 column", BASELINE)), "seconds"),
+    Hypothesis(
+        "L10", "DDL beats additive", (("DDL", BASELINE), ("DDL, 1 column", BASELINE)), "seconds"
+    ),
 )
 # Added after the stage rates had been seen, and corrected by themselves (PLAN.md, Changed since).
 EXPLORED = (
     Hypothesis("X1", "the read's start matters", (("DDL, identity", "DDL"),), differs=True),
-    Hypothesis("X2", "from the identity, the expanded state beats additive", (("DDL, identity", BASELINE),)),
-    Hypothesis("X3", "... and the same width without erase", (("DDL, identity", "wide, identity"),)),
+    Hypothesis(
+        "X2", "from the identity, the expanded state beats additive", (("DDL, identity", BASELINE),)
+    ),
+    Hypothesis(
+        "X3", "... and the same width without erase", (("DDL, identity", "wide, identity"),)
+    ),
     Hypothesis("X4", "... and erase matters", (("DDL, identity", "DDL, identity, no erase"),)),
 )
 OF_TASKS = (
@@ -59,7 +71,10 @@ OF_TASKS = (
 )
 
 OTHER_RATE = ", other's rate"  # an arm of the stage swapped
-AT_ONE_RATE = ("DDL", f"DDL, no erase{OTHER_RATE}", "tokens"), (f"DDL{OTHER_RATE}", "DDL, no erase", "tokens")
+AT_ONE_RATE = (
+    ("DDL", f"DDL, no erase{OTHER_RATE}", "tokens"),
+    (f"DDL{OTHER_RATE}", "DDL, no erase", "tokens"),
+)
 # Asked after results were seen, by problem: (arm, than, at equal). They have intervals, not corrected, and no words.
 OF_LANGUAGE_AFTERWARDS = (
     ("DDL-CC", "wide, CC", "tokens"),
@@ -99,7 +114,11 @@ def final_values(runs: Iterable[Run], metric: str, guess: float) -> Values:
 
 
 def compare(
-    name: str, problem: Problem, hypotheses: tuple[Hypothesis, ...], values: dict[str, Values], seeds: Iterable[int]
+    name: str,
+    problem: Problem,
+    hypotheses: tuple[Hypothesis, ...],
+    values: dict[str, Values],
+    seeds: Iterable[int],
 ) -> list[Finding]:
     """One for every pair of every hypothesis, corrected for their number, those to come included.
 
@@ -110,13 +129,15 @@ def compare(
         by_arm = values.get(hypothesis.at, {})
         for arm, than in hypothesis.pairs:
             found.append(Finding(name, hypothesis, arm, than, difference(by_arm, arm, than, seeds)))
-    corrected = intervals.holm([each.estimate.p() if each.estimate else 1.0 for each in found])
+    corrected = holm([each.estimate.p() if each.estimate else 1.0 for each in found])
     judged = []
     for each, p in zip(found, corrected):
         if each.estimate:
             by_arm = values[each.hypothesis.at]
             means = [fmean(by_arm[arm][seed] for seed in seeds) for arm in (each.arm, each.than)]
-            word = end_of_scale(problem, means) or word_of(each.estimate, p, problem.lower_is_better)
+            word = end_of_scale(problem, means) or word_of(
+                each.estimate, p, problem.lower_is_better
+            )
             each = replace(each, p=p, word=word)
         judged.append(each)
     return judged
@@ -134,14 +155,14 @@ def end_of_scale(problem: Problem, means: list[float]) -> str:
 def difference(by_arm: Values, arm: str, than: str, seeds: Iterable[int]) -> Estimate | None:
     """Of the same seeds; None where a run is missing."""
     own, base = ([by_arm.get(name, {}).get(seed) for seed in seeds] for name in (arm, than))
-    return None if None in own + base else intervals.paired(own, base)
+    return None if None in own + base else paired(own, base)
 
 
 def word_of(estimate: Estimate, p: float, lower: bool) -> str:
     """ "better" or "worse" where the corrected p-value is below 0.05; else "level" where the whole interval lies within
     the smallest difference of interest, else "undecided"."""
-    if p < intervals.ERROR:
-        return intervals.verdict(estimate, 0.0, lower)
+    if p < ERROR:
+        return verdict(estimate, 0.0, lower)
     return "level" if max(-estimate.low, estimate.high) < SMALLEST else "undecided"
 
 

@@ -9,9 +9,16 @@ from pathlib import Path
 import numpy as np
 
 from research import sweep
-from research.reporting import runs_csv
-from research.reporting.runs import UNSHOWN, Run, load
-from research.residual_streams.arms import BASELINE, PRESETS, SEARCH_SEED, SEEDS, SWAPPED, Problem, keys_of
+from research.residual_streams.arms import (
+    BASELINE,
+    PRESETS,
+    SEARCH_SEED,
+    SEEDS,
+    SWAPPED,
+    Problem,
+    keys_of,
+)
+from research.runs import UNSHOWN, Run, load, write_csv
 from training import stopping
 from training.provenance import store
 
@@ -37,12 +44,19 @@ class Grid:
     def problem(self, name: str) -> Problem:
         return PRESETS[self.preset][name]
 
-    def cell(self, stage: str, problem: str, arm: str, own: dict[str, str], **keys: str) -> sweep.Cell:
+    def cell(
+        self, stage: str, problem: str, arm: str, own: dict[str, str], **keys: str
+    ) -> sweep.Cell:
         """One run; `own`: the keys that name its folder among those of its stage, problem and arm."""
         of = self.problem(problem)
-        folder = self.runs / self.preset / stage / problem / arm.replace(", ", "_").replace(" ", "_")
+        folder = (
+            self.runs / self.preset / stage / problem / arm.replace(", ", "_").replace(" ", "_")
+        )
         made = sweep.make_cell(
-            0, own, [of.config, *sweep.as_options(of.keys | keys_of(self.preset, arm) | keys | own)], folder
+            0,
+            own,
+            [of.config, *sweep.as_options(of.keys | keys_of(self.preset, arm) | keys | own)],
+            folder,
         )
         return replace(made, about=f"{problem}, {arm}")
 
@@ -53,14 +67,19 @@ class Grid:
     def scaled(self, problem: str, share: float) -> dict[str, str]:
         """The keys of the run's length, times a share."""
         keys = self.problem(problem).keys
-        return {key: str(max(round(int(keys[key]) * share), 1)) for key in ("max_steps", "warmup_steps")}
+        return {
+            key: str(max(round(int(keys[key]) * share), 1)) for key in ("max_steps", "warmup_steps")
+        }
 
     def _rates(self, problem: str, arm: str) -> list[sweep.Cell]:
         """Half as long, on a seed and half of the validation split that no result uses."""
         keys = {"seed": str(SEARCH_SEED), "eval_part": "first", **self.scaled(problem, 0.5)}
         rates = list(self.problem(problem).rates)
         while True:
-            cells = [self.cell("rates", problem, arm, {"learning_rate": f"{rate:g}"}, **keys) for rate in rates]
+            cells = [
+                self.cell("rates", problem, arm, {"learning_rate": f"{rate:g}"}, **keys)
+                for rate in rates
+            ]
             beyond = next_rate(rates, self.losses("rates", problem, arm, cells))
             if beyond is None:
                 return cells
@@ -76,7 +95,9 @@ class Grid:
 
     def _swapped(self, problem: str, arm: str) -> list[sweep.Cell]:
         """Every seed once more, with the learning rate of the arm that it is compared with."""
-        return self.seeds("swapped", problem, arm, SEEDS, learning_rate=self.chosen_rate(problem, SWAPPED[arm]))
+        return self.seeds(
+            "swapped", problem, arm, SEEDS, learning_rate=self.chosen_rate(problem, SWAPPED[arm])
+        )
 
     def _seconds(self, problem: str, arm: str) -> list[sweep.Cell]:
         """Every seed, with as many steps as take the baseline's seconds; none of the baseline, whose runs are there."""
@@ -102,7 +123,9 @@ class Grid:
 
     # ---- what is finished ----
 
-    def losses(self, stage: str, problem: str, arm: str, cells: list[sweep.Cell]) -> list[float | None]:
+    def losses(
+        self, stage: str, problem: str, arm: str, cells: list[sweep.Cell]
+    ) -> list[float | None]:
         """Of each the validation loss after the last step; inf where it diverged, None of one that is not finished."""
         kept = {run.name: run for run in self.kept(stage, problem)}
         return [final_loss(cell, kept.get(name_of(stage, problem, arm, cell))) for cell in cells]
@@ -124,7 +147,7 @@ class Grid:
         runs, faults = load([str(cell.folder)])
         if faults:
             raise ValueError(faults[0])
-        runs_csv.write([replace(runs[0], name=name_of(stage, problem, arm, cell))], self.file)
+        write_csv([replace(runs[0], name=name_of(stage, problem, arm, cell))], self.file)
         if stage in TIMES:
             self.keep_speed(stage, problem, arm, runs[0])
 
@@ -150,7 +173,9 @@ class Grid:
     def chosen_rate(self, problem: str, arm: str) -> str:
         """ValueError: there is none yet."""
         if arm not in (found := self.chosen().get(problem, {})):
-            raise ValueError(f"no learning rate was chosen for {arm} on {problem}: run the stage rates on it first")
+            raise ValueError(
+                f"no learning rate was chosen for {arm} on {problem}: run the stage rates on it first"
+            )
         return f"{found[arm]['learning_rate']:g}"
 
     def relative_speed(self, problem: str, arm: str) -> float:
@@ -158,14 +183,21 @@ class Grid:
         there = {(arm_of(run), run.seed) for run in self.kept("alone", problem)}
         missing = [seed for seed in ALONE if not {(arm, seed), (BASELINE, seed)} <= there]
         if missing:
-            raise ValueError(f"{arm} on {problem}: finish the stage alone first, which has no run of seeds {missing}")
+            raise ValueError(
+                f"{arm} on {problem}: finish the stage alone first, which has no run of seeds {missing}"
+            )
         return self.speeds("alone", problem)[arm]
 
     def speeds(self, stage: str, problem: str) -> dict[str, float]:
         """{arm: tokens per second over the baseline's, each of its fastest steps}; empty before the stage."""
         of_arms = self.timed_steps().get(stage, {}).get(problem, {})
-        steps = {arm: [speed for own in seeds.values() for speed in own] for arm, seeds in of_arms.items()}
-        return over_baseline({arm: float(np.quantile(own, FASTEST)) for arm, own in steps.items() if own})
+        steps = {
+            arm: [speed for own in seeds.values() for speed in own]
+            for arm, seeds in of_arms.items()
+        }
+        return over_baseline(
+            {arm: float(np.quantile(own, FASTEST)) for arm, own in steps.items() if own}
+        )
 
 
 @functools.lru_cache(maxsize=16)
@@ -203,7 +235,9 @@ def finite(loss: float) -> float:
 
 def is_of(run: Run, cell: sweep.Cell) -> bool:
     """Whether the run had all settings of the cell."""
-    return all(run.settings.get(key) == value for key, value in cell.settings.items() if key not in UNSHOWN)
+    return all(
+        run.settings.get(key) == value for key, value in cell.settings.items() if key not in UNSHOWN
+    )
 
 
 def over_baseline(numbers: dict[str, float | None]) -> dict[str, float]:

@@ -3,9 +3,8 @@
 from pathlib import Path
 
 import configurator
-from research.reporting.figures import printed
-from research.reporting.style import BASELINE as BLACK
-from research.reporting.style import COLORS
+from research.plots import BASELINE_COLOR as BLACK
+from research.plots import COLORS, printing
 from research.residual_streams.arms import BASELINE
 
 BLUE, VERMILION, GREEN, GREY = COLORS[0], COLORS[1], COLORS[2], "#7F7F7F"
@@ -37,7 +36,7 @@ def draw(found: dict, out: Path) -> None:
     """found: `report.numbers`. A panel for the language, differences to the baseline at equal tokens and seconds, and
     one for each task, right answers of every seed."""
     figures = configurator.optional("matplotlib.figure", "a figure")
-    with printed():
+    with printing():
         figure = figures.Figure(figsize=SIZE, layout="constrained")
         widths = [2.2] + [1.0] * (len(found) - 1)
         axes = figure.subplots(1, len(found), sharey=True, width_ratios=widths, squeeze=False)[0]
@@ -65,11 +64,24 @@ def draw_differences(axis, problem: dict, places: dict) -> None:
             at = problem["arms"][arm]["equal"][equal]
             if at and arm != BASELINE:
                 less = at["difference"]
-                look = {"fmt": "o", "color": color_of(arm), "markerfacecolor": face, "capsize": 2, "elinewidth": 1}
+                look = {
+                    "fmt": "o",
+                    "color": color_of(arm),
+                    "markerfacecolor": face,
+                    "capsize": 2,
+                    "elinewidth": 1,
+                }
                 axis.errorbar(less["mean"], place + shift, xerr=less["ci95"], **look)
             if at and arm != BASELINE and equal == "tokens":
                 seeds = [own - other for own, other in zip(at["values"], base["values"])]
-                axis.plot(seeds, [place + shift] * len(seeds), "o", color=color_of(arm), alpha=0.4, markersize=2.5)
+                axis.plot(
+                    seeds,
+                    [place + shift] * len(seeds),
+                    "o",
+                    color=color_of(arm),
+                    alpha=0.4,
+                    markersize=2.5,
+                )
     axis.set_title("language: loss less that of additive")
     axis.set_xlabel("nats per token (left: better)")
 
@@ -80,8 +92,22 @@ def draw_answers(axis, name: str, problem: dict, places: dict) -> None:
     for arm, one in problem["arms"].items():
         if at := one["equal"]["tokens"]:
             shares = [100 * value for value in at["values"]]
-            axis.plot(shares, [places[arm]] * len(shares), "o", color=color_of(arm), alpha=0.5, markersize=3)
-            axis.plot(100 * at["mean"], places[arm], "|", color=color_of(arm), markersize=11, markeredgewidth=1.8)
+            axis.plot(
+                shares,
+                [places[arm]] * len(shares),
+                "o",
+                color=color_of(arm),
+                alpha=0.5,
+                markersize=3,
+            )
+            axis.plot(
+                100 * at["mean"],
+                places[arm],
+                "|",
+                color=color_of(arm),
+                markersize=11,
+                markeredgewidth=1.8,
+            )
             if arm == BASELINE:
                 axis.axvline(100 * at["mean"], color=BLACK, linewidth=0.8)
     if len(axis.lines) == 1:  # nothing has been run
@@ -92,7 +118,10 @@ def draw_answers(axis, name: str, problem: dict, places: dict) -> None:
 
 def legend(figure) -> None:
     line = configurator.optional("matplotlib.lines", "a figure").Line2D
-    entries = [line([], [], marker="o", linestyle="none", color=color, label=kind) for kind, color in KINDS.items()]
+    entries = [
+        line([], [], marker="o", linestyle="none", color=color, label=kind)
+        for kind, color in KINDS.items()
+    ]
     look = {"marker": "o", "linestyle": "none", "color": GREY, "markerfacecolor": "white"}
     entries.append(line([], [], label="open: equal seconds", **look))
     figure.legend(handles=entries, loc="outside lower center", ncols=3, frameon=False)

@@ -18,7 +18,7 @@ import configurator  # before all that is slow to import
 # isort: split
 from evaluation import tables
 from evaluation.published import SIZES, figures
-from research import intervals
+from research import compare
 from research.residual_streams import equal, findings, picture
 from research.residual_streams.arms import ARMS, BASELINE, PRESETS, SEEDS
 from research.residual_streams.findings import Finding, Values
@@ -33,9 +33,23 @@ def arguments():
     parser = configurator.Parser(description=__doc__)
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="cpu")
-    add("--results", type=Path, default=Path("results/residual_streams"), help="folder of the kept runs")
-    add("--out", type=Path, help="folder of PRESET_report.md, .json and .png (default: that of --results)")
-    add("--page", type=Path, default=PAGE, help="whose marked parts are made anew (default: README.md)")
+    add(
+        "--results",
+        type=Path,
+        default=Path("results/residual_streams"),
+        help="folder of the kept runs",
+    )
+    add(
+        "--out",
+        type=Path,
+        help="folder of PRESET_report.md, .json and .png (default: that of --results)",
+    )
+    add(
+        "--page",
+        type=Path,
+        default=PAGE,
+        help="whose marked parts are made anew (default: README.md)",
+    )
     return parser.parse_args()
 
 
@@ -49,7 +63,9 @@ def numbers(grid: Grid) -> dict:
 
 def of_problem(grid: Grid, problem: str) -> dict:
     of, values = grid.problem(problem), equal.values(grid, problem)
-    families = (findings.OF_LANGUAGE, findings.EXPLORED) if problem == "language" else (findings.OF_TASKS,)
+    families = (
+        (findings.OF_LANGUAGE, findings.EXPLORED) if problem == "language" else (findings.OF_TASKS,)
+    )
     made = [findings.compare(problem, of, family, values, SEEDS) for family in families]
     costs, chosen = equal.costs(grid, problem), grid.chosen().get(problem, {})
     arms, afterwards = {}, []
@@ -60,7 +76,10 @@ def of_problem(grid: Grid, problem: str) -> dict:
             row = {"arm": arm, "than": than, "at": equal_in, "mean": found.mean, "ci95": found.half}
             afterwards.append(row)
     for arm in of.arms:
-        arms[arm] = {"rate": chosen.get(arm, {}).get("learning_rate"), "tried": chosen.get(arm, {}).get("tried")}
+        arms[arm] = {
+            "rate": chosen.get(arm, {}).get("learning_rate"),
+            "tried": chosen.get(arm, {}).get("tried"),
+        }
         arms[arm] |= asdict(costs[arm]) if arm in costs else {}
         arms[arm] |= {"equal": {name: of_values(values.get(name, {}), arm) for name in EQUAL}}
     runs = {stage: grid.kept(stage, problem) for stage in STAGES}
@@ -69,7 +88,9 @@ def of_problem(grid: Grid, problem: str) -> dict:
         "guess": of.guess,
         "arms": arms,
         "steps": equal.shares_of_steps(grid, problem),
-        "hypotheses": [of_hypothesis(each, found) for own, found in zip(families, made) for each in own],
+        "hypotheses": [
+            of_hypothesis(each, found) for own, found in zip(families, made) for each in own
+        ],
         "afterwards": afterwards,
         "again": again(*(runs[stage] for stage in ("tokens", "again"))),
         "runs": {stage: about(each) for stage, each in runs.items()},
@@ -81,7 +102,7 @@ def of_values(by_arm: Values, arm: str) -> dict | None:
     """The mean over seeds and the difference to the baseline, None where a seed is missing."""
     if set(by_arm.get(arm, {})) != set(SEEDS):
         return None
-    summary = intervals.summary([by_arm[arm][seed] for seed in SEEDS])
+    summary = compare.summary([by_arm[arm][seed] for seed in SEEDS])
     less = findings.difference(by_arm, arm, BASELINE, SEEDS)
     return summary | {"difference": less and {"mean": less.mean, "ci95": less.half}}
 
@@ -90,7 +111,12 @@ def of_hypothesis(hypothesis: findings.Hypothesis, found: list[Finding]) -> dict
     own = [each for each in found if each.hypothesis is hypothesis]
     comparisons = []
     for each in own:
-        row = {"arm": each.arm, "than": each.than, "word": each.word, "published": published(each.arm, each.than)}
+        row = {
+            "arm": each.arm,
+            "than": each.than,
+            "word": each.word,
+            "published": published(each.arm, each.than),
+        }
         if each.estimate:
             row |= {"mean": each.estimate.mean, "ci95": each.estimate.half, "p": each.p}
         comparisons.append(row | {"so": judged([each], own)})
@@ -119,7 +145,13 @@ def about(runs: list) -> dict:
     return {
         "count": len(runs),
         "commits": sorted({run.commit for run in runs}),
-        "machines": sorted({f"{run.machine['machine']}, torch {run.machine['torch']}" for run in runs if run.machine}),
+        "machines": sorted(
+            {
+                f"{run.machine['machine']}, torch {run.machine['torch']}"
+                for run in runs
+                if run.machine
+            }
+        ),
         "diverged": sorted(f"{arm_of(run)}, seed {run.seed}" for run in runs if not run.finished),
     }
 
@@ -137,7 +169,14 @@ def again(first: list, second: list) -> list[dict]:
     for run in second:
         if earlier := before.get((arm_of(run), run.seed)):
             losses = earlier["val_loss"], run.final["val_loss"]
-            found.append({"arm": arm_of(run), "seed": run.seed, "losses": losses, "same": losses[0] == losses[1]})
+            found.append(
+                {
+                    "arm": arm_of(run),
+                    "seed": run.seed,
+                    "losses": losses,
+                    "same": losses[0] == losses[1],
+                }
+            )
     return found
 
 
@@ -175,7 +214,15 @@ def of_one(problem: dict) -> str:
             row = [about, pair, each["at"], said, corrected, one["word"], one["so"]]
             paper = ", ".join(f"{value:+.4f}" for value in one["published"].values()) or None
             rows.append(row + [paper if each["at"] == "tokens" else None] * in_nats)
-    header = ["hypothesis", "difference", "at equal", f"mean ± 95% ({unit})", "p, corrected", "word", "hypothesis is"]
+    header = [
+        "hypothesis",
+        "difference",
+        "at equal",
+        f"mean ± 95% ({unit})",
+        "p, corrected",
+        "word",
+        "hypothesis is",
+    ]
     header += [f"paper ({', '.join(SIZES)})"] * in_nats
     return tables.markdown(header, rows)
 
@@ -194,18 +241,37 @@ def afterwards(found: dict) -> str:
 def language(found: dict) -> str:
     """Loss of every arm at equal cost, best first at equal tokens."""
     problem = found["language"]
-    header = ["arm", "rate", "loss, equal tokens", "- additive", "equal FLOPs", "equal seconds", "- additive"]
+    header = [
+        "arm",
+        "rate",
+        "loss, equal tokens",
+        "- additive",
+        "equal FLOPs",
+        "equal seconds",
+        "- additive",
+    ]
     header += ["steps", "equal eager seconds", "FLOPs", "speed", "eager", "parameters"]
     rows = []
     for arm, one in ordered(problem).items():
         at = one["equal"]
         tokens, seconds = at["tokens"], at["seconds"]
-        cells = [amount(tokens), less(arm, tokens), amount(at["FLOPs"]), amount(seconds), less(arm, seconds)]
+        cells = [
+            amount(tokens),
+            less(arm, tokens),
+            amount(at["FLOPs"]),
+            amount(seconds),
+            less(arm, seconds),
+        ]
         share = problem["steps"].get(arm)
-        cells += [share and f"{share:.1%}", amount(at["eager seconds"]) or at_least(one, share, seconds)]
+        cells += [
+            share and f"{share:.1%}",
+            amount(at["eager seconds"]) or at_least(one, share, seconds),
+        ]
         cells += [one.get(key) and f"{one[key]:.2f}" for key in ("flops", "speed", "eager")]
         count = one.get("parameters")
-        rows.append([arm, f"{one['rate']:g}" if one["rate"] else None, *cells, count and f"{count:,}"])
+        rows.append(
+            [arm, f"{one['rate']:g}" if one["rate"] else None, *cells, count and f"{count:,}"]
+        )
     return tables.markdown(header, rows)
 
 
@@ -254,7 +320,9 @@ def rates(found: dict) -> str:
     for name, problem in found.items():
         for arm, one in problem["arms"].items():
             tried = sorted((one["tried"] or {}).items(), key=lambda item: float(item[0]))
-            said = ", ".join(f"{rate}: {'diverged' if loss is None else f'{loss:.3f}'}" for rate, loss in tried)
+            said = ", ".join(
+                f"{rate}: {'diverged' if loss is None else f'{loss:.3f}'}" for rate, loss in tried
+            )
             rows.append([name, arm, f"{one['rate']:g}" if one["rate"] else None, said or None])
     return tables.markdown(header, rows)
 
@@ -268,9 +336,19 @@ def data(found: dict) -> str:
                 of = corpus[split]
                 size = f"{of['bytes'] / 1e6:.1f} MB" if "bytes" in of else None
                 rows.append(
-                    [name, split, corpus["source"], f"{of['documents']:,}", size, f"{of['tokens']:,}", corpus["sha256"]]
+                    [
+                        name,
+                        split,
+                        corpus["source"],
+                        f"{of['documents']:,}",
+                        size,
+                        f"{of['tokens']:,}",
+                        corpus["sha256"],
+                    ]
                 )
-    return tables.markdown(["problem", "split", "source", "documents", "size", "tokens", "sha256 of all"], rows)
+    return tables.markdown(
+        ["problem", "split", "source", "documents", "size", "tokens", "sha256 of all"], rows
+    )
 
 
 def runs(found: dict) -> str:
@@ -280,7 +358,9 @@ def runs(found: dict) -> str:
         for stage, one in problem["runs"].items():
             if one["count"]:
                 made = [", ".join(one[key]) or None for key in ("commits", "machines")]
-                rows.append([name, stage, str(one["count"]), *made, "; ".join(one["diverged"]) or "none"])
+                rows.append(
+                    [name, stage, str(one["count"]), *made, "; ".join(one["diverged"]) or "none"]
+                )
     text = tables.markdown(["problem", "stage", "runs", "commit", "machine", "diverged"], rows)
     for name, problem in found.items():
         for one in problem["again"]:
@@ -298,7 +378,9 @@ def filled(page: str, parts: dict[str, str]) -> str:
         before, mark, rest = page.partition(f"<!-- {name} -->\n")
         _, end, after = rest.partition("<!-- end -->")
         if mark and not end:
-            raise ValueError(f"the page has no end of {name}: write <!-- end --> below <!-- {name} -->")
+            raise ValueError(
+                f"the page has no end of {name}: write <!-- end --> below <!-- {name} -->"
+            )
         page = f"{before}{mark}{text}\n{end}{after}" if mark else page
     return page
 
@@ -314,7 +396,9 @@ def write(grid: Grid, out: Path, page: Path) -> None:
     picture.draw(found, path.with_suffix(".png"))
     store(path, {"problems": found})
     text = "".join(f"## {name}\n\n{part}\n\n" for name, part in parts.items())
-    configurator.replace_text(path.with_suffix(".md"), f"# Residual streams compared: tables\n\n{text}")
+    configurator.replace_text(
+        path.with_suffix(".md"), f"# Residual streams compared: tables\n\n{text}"
+    )
     if grid.preset == "cpu":
         configurator.replace_text(page, filled(page.read_text(encoding="utf-8"), parts))
     print(f"wrote {path}, and the same as .md and .png")
@@ -324,7 +408,9 @@ def main():
     with configurator.one_line_errors():
         args = arguments()
         if not args.results.is_dir():
-            raise ValueError(f"--results={args.results}: no such folder; give the one that run.py keeps its runs in")
+            raise ValueError(
+                f"--results={args.results}: no such folder; give the one that run.py keeps its runs in"
+            )
         grid = Grid(args.preset, Path("sweeps/residual_streams"), args.results)
         write(grid, args.out or args.results, args.page)
 

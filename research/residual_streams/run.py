@@ -42,7 +42,12 @@ def arguments():
     add("--preset", choices=PRESETS, default="cpu")
     add("--problem", action="append", help="only this one, or several (default: all)")
     add("--arm", action="append", help="only this one, or several (default: all)")
-    add("--jobs", type=int, default=2, help="runs at a time, which share the machine (default: %(default)s)")
+    add(
+        "--jobs",
+        type=int,
+        default=2,
+        help="runs at a time, which share the machine (default: %(default)s)",
+    )
     add("--runs", type=Path, default=Path("sweeps/residual_streams"))
     add("--results", type=Path, default=Path("results/residual_streams"))
     add("--mode", choices=("run", "show"), default="run")
@@ -55,15 +60,28 @@ def pairs(args) -> list[tuple[str, str]]:
     if args.stage in ("seconds", "alone", "eager"):
         problems = {"language": problems["language"]}
     if args.stage == "swapped":
-        problems = {name: replace(problems[name], arms=tuple(SWAPPED)) for name in SWAPPED_ON if name in problems}
+        problems = {
+            name: replace(problems[name], arms=tuple(SWAPPED))
+            for name in SWAPPED_ON
+            if name in problems
+        }
     if args.stage == "again":
-        problems = {name: replace(problems[name], arms=(arm,)) for name, arm in AGAIN.items() if name in problems}
+        problems = {
+            name: replace(problems[name], arms=(arm,))
+            for name, arm in AGAIN.items()
+            if name in problems
+        }
     for name, given, known in (("problem", args.problem, problems), ("arm", args.arm, ARMS)):
         for each in given or ():
             if each not in known:
                 raise ValueError(f"--{name}={each}: give one of {'; '.join(known)}")
     chosen = {problem: problems[problem].arms for problem in args.problem or problems}
-    return [(problem, arm) for problem, arms in chosen.items() for arm in arms if arm in (args.arm or ARMS)]
+    return [
+        (problem, arm)
+        for problem, arms in chosen.items()
+        for arm in arms
+        if arm in (args.arm or ARMS)
+    ]
 
 
 def all_cells(args, grid: Grid) -> Cells:
@@ -84,7 +102,9 @@ def in_turns(cells: Cells) -> list[sweep.Cell]:
     arms alike."""
     problems = list(dict.fromkeys(problem for problem, _ in cells))
     ordered = [
-        (problems.index(problem), turn, cell) for (problem, _), own in cells.items() for turn, cell in enumerate(own)
+        (problems.index(problem), turn, cell)
+        for (problem, _), own in cells.items()
+        for turn, cell in enumerate(own)
     ]
     ordered.sort(key=lambda item: item[:2])
     return [cell for *_, cell in ordered]
@@ -99,7 +119,10 @@ def train(args, grid: Grid) -> None:
         ordered = in_turns(cells)
         left = [cell for cell in ordered if found[cell.folder] is None]
         left = [replace(cell, index=index) for index, cell in enumerate(left)]
-        print(f"{args.stage}: {len(ordered)} runs in all, {len(left)} to do, {args.jobs} at a time", flush=True)
+        print(
+            f"{args.stage}: {len(ordered)} runs in all, {len(left)} to do, {args.jobs} at a time",
+            flush=True,
+        )
         keep_finished(args, grid, cells)
         if args.stage == "rates":
             keep_rates(grid, cells)
@@ -137,7 +160,10 @@ def keep_rates(grid: Grid, cells: Cells) -> None:
         losses = grid.losses("rates", problem, arm, own)
         if None not in losses:
             rates = [cell.values["learning_rate"] for cell in own]
-            tried = {f"{rate:g}": loss if math.isfinite(loss) else None for rate, loss in zip(rates, losses)}
+            tried = {
+                f"{rate:g}": loss if math.isfinite(loss) else None
+                for rate, loss in zip(rates, losses)
+            }
             best = rates[losses.index(min(losses))]
             chosen.setdefault(problem, {})[arm] = {"learning_rate": best, "tried": tried}
     if chosen != grid.chosen():
@@ -159,7 +185,9 @@ def main():
                 print(f"{cell.folder} | {'to do' if loss is None else f'{loss:.4f}'}")
             return
         if args.preset == "cpu":
-            os.environ.setdefault("OMP_NUM_THREADS", "1")  # also of a run that has the machine to itself (PLAN.md)
+            os.environ.setdefault(
+                "OMP_NUM_THREADS", "1"
+            )  # also of a run that has the machine to itself (PLAN.md)
         train(args, grid)
 
 

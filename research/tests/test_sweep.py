@@ -21,7 +21,7 @@ import configurator
 import train
 from model.keys import keys_of
 from research import sweep
-from research.reporting.style import pyplot
+from research.plots import pyplot
 from training import checkpoint, metrics, stopping
 
 # Two-sided 95% points of Student's t for n - 1 degrees of freedom (Abramowitz & Stegun, table 26.10).
@@ -31,7 +31,9 @@ T = {2: 12.70620, 3: 4.30265}
 def grid(corpus, out, **changes) -> list[str]:
     """Arguments of a sweep of tiny runs."""
     run = [
-        argument for argument in small_run(corpus, out) if argument.partition("=")[0][2:] not in ("out_dir", *changes)
+        argument
+        for argument in small_run(corpus, out)
+        if argument.partition("=")[0][2:] not in ("out_dir", *changes)
     ]
     return [*run, *(f"--{key}={value}" for key, value in {"out": out, **changes}.items())]
 
@@ -103,7 +105,9 @@ def test_the_grid_is_the_product(corpus, tmp_path):
     lists = {"ddl_value_channels": (1, 2), "ddl_beta_init": (0.5, 1.0), "seed": (3, 4, 5)}
     texts = {"ddl_value_channels": "1,2", "ddl_beta_init": "0.5,1", "seed": "3..5"}
     cells = cells_of(*grid(corpus, tmp_path / "out", **texts, learning_rate=0.02))
-    assert [cell.values for cell in cells] == [dict(zip(lists, each)) for each in itertools.product(*lists.values())]
+    assert [cell.values for cell in cells] == [
+        dict(zip(lists, each)) for each in itertools.product(*lists.values())
+    ]
     assert [cell.index for cell in cells] == list(range(12))
     for cell in cells:
         config, model_config = train.configure(cell.arguments)
@@ -122,7 +126,9 @@ def test_rates_apart_are_swept_as_any_key(corpus, tmp_path):
         (muon, embedding) for muon in (None, 0.01) for embedding in (0.02, 0.08)
     ]
     assert cells[2].title == "muon_learning_rate=0.01 embedding_learning_rate=0.02"
-    with pytest.raises(ValueError, match=r"cell 1 \(--muon_learning_rate=0.01\): .* no effect with optimizer=adamw"):
+    with pytest.raises(
+        ValueError, match=r"cell 1 \(--muon_learning_rate=0.01\): .* no effect with optimizer=adamw"
+    ):
         cells_of(*grid(corpus, tmp_path / "out", muon_learning_rate="None,0.01"))
 
 
@@ -136,7 +142,9 @@ def test_values_and_ranges():
 
 
 def test_one_value_is_passed_on_as_it_is():
-    _, files, swept, fixed = sweep.read_arguments(["a.py", "--dataset=../shards", "--compile", "--seed=0,1", "--out=x"])
+    _, files, swept, fixed = sweep.read_arguments(
+        ["a.py", "--dataset=../shards", "--compile", "--seed=0,1", "--out=x"]
+    )
     assert files == ["a.py"]
     assert swept == {"seed": ["0", "1"]}
     assert fixed == {"dataset": "../shards", "compile": "True"}
@@ -144,12 +152,17 @@ def test_one_value_is_passed_on_as_it_is():
 
 def test_names_are_stable_safe_and_distinct():
     assert sweep.cell_name({"ddl_beta_init": 0.5, "seed": 3}) == "ddl_beta_init=0.5,seed=3"
-    assert sweep.cell_name({"seed": 3, "b": 1, "a": None}) == sweep.cell_name({"b": 1, "a": None, "seed": 3})
+    assert sweep.cell_name({"seed": 3, "b": 1, "a": None}) == sweep.cell_name(
+        {"b": 1, "a": None, "seed": 3}
+    )
     assert sweep.cell_name({"seed": 3, "z": 1}) == "z=1,seed=3"
     odd = ["a/b", "a b", "a%2Fb", "..", "a,b=c", "ä", "a\nb"]
     names = [sweep.cell_name({"dataset": value}) for value in odd]
     assert len(set(names)) == len(odd)
-    assert all(name.isascii() and not set(name) & set("/ \n\\*?") and name not in (".", "..") for name in names)
+    assert all(
+        name.isascii() and not set(name) & set("/ \n\\*?") and name not in (".", "..")
+        for name in names
+    )
 
 
 def test_help_lists_every_key():
@@ -165,7 +178,10 @@ def test_help_lists_every_key():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"seed": "0,1", "learning_rat": 1}, "unknown key --learning_rat, did you mean learning_rate"),
+        (
+            {"seed": "0,1", "learning_rat": 1},
+            "unknown key --learning_rat, did you mean learning_rate",
+        ),
         ({"seed": "0,x"}, r"cell 1 \(--seed=x\): --seed=x: give a whole number"),
         ({"seed": "0,1", "min_lr": "0.001,5"}, r"cell 1 \(--seed=0 --min_lr=5\): min_lr=5"),
         ({"seed": "0,1,0"}, "cells 0 and 2 are both seed=0"),
@@ -177,7 +193,10 @@ def test_help_lists_every_key():
         ({"seed": "0,1", "index": 1}, "--index=N and --mode=cell go together"),
         ({"seed": "0,1", "mode": "cell", "index": 2}, "index=2: there are 2 cells, give 0 to 1"),
         ({"seed": "0,1", "nproc_per_node": 0}, "nproc_per_node=0"),
-        ({"seed": "0,1", "nproc_per_node": 3}, "global_batch_size=4 does not divide over 3 processes"),
+        (
+            {"seed": "0,1", "nproc_per_node": 3},
+            "global_batch_size=4 does not divide over 3 processes",
+        ),
         ({"seed": "0,1", "mode": "table"}, "nothing has run"),
     ],
 )
@@ -189,7 +208,13 @@ def test_mistakes_are_found_before_anything_is_written(corpus, tmp_path, run, ch
 
 # Real runs.
 
-LONGER = {"seed": "0..1", "max_steps": 80, "checkpoint_interval": 10, "eval_interval": 80, "eval_full": False}
+LONGER = {
+    "seed": "0..1",
+    "max_steps": 80,
+    "checkpoint_interval": 10,
+    "eval_interval": 80,
+    "eval_full": False,
+}
 
 
 def in_a_group(arguments) -> None:
@@ -237,13 +262,26 @@ def run_array(tmp_path, index: str, srun: str) -> subprocess.CompletedProcess:
     """The batch script as Slurm's batch step runs it, from another folder, with a shell line for srun."""
     tools = tmp_path / "tools"
     tools.mkdir(exist_ok=True)
-    for name, line in (("srun", srun), ("scontrol", f'echo "$@" > {shlex.quote(str(tmp_path / "requeued"))}')):
+    for name, line in (
+        ("srun", srun),
+        ("scontrol", f'echo "$@" > {shlex.quote(str(tmp_path / "requeued"))}'),
+    ):
         (tools / name).write_text(f"#!/bin/sh\n{line}\n")
         (tools / name).chmod(0o755)
-    slurm = {"SLURM_ARRAY_TASK_ID": index, "SLURM_JOB_ID": "77", "PATH": f"{tools}:{os.environ['PATH']}"}
+    slurm = {
+        "SLURM_ARRAY_TASK_ID": index,
+        "SLURM_JOB_ID": "77",
+        "PATH": f"{tools}:{os.environ['PATH']}",
+    }
     command = ["bash", str(next(tmp_path.glob("*/array.sbatch")))]
     return subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, **slurm}, capture_output=True, text=True, check=False, timeout=120
+        command,
+        cwd=tmp_path,
+        env={**os.environ, **slurm},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
 
 
@@ -251,7 +289,9 @@ def run_array(tmp_path, index: str, srun: str) -> subprocess.CompletedProcess:
 
 
 def test_a_failed_cell_is_reported_and_the_others_run(corpus, tmp_path, run, fake, capsys):
-    fake("print('train.py: seed', keys['seed']); finish() if keys['seed'] != '1' else sys.exit('boom')")
+    fake(
+        "print('train.py: seed', keys['seed']); finish() if keys['seed'] != '1' else sys.exit('boom')"
+    )
     arguments = grid(corpus, tmp_path / "out", seed="0..2")
     assert run(*arguments, "--stop_on_failure") == 1
     assert finished(cells_of(*arguments)) == [True, False, False]
@@ -263,7 +303,9 @@ def test_a_failed_cell_is_reported_and_the_others_run(corpus, tmp_path, run, fak
     assert printed.out.count("finished before") == 1
     assert "| FAILED (exit code 1) |" in printed.out
     assert "not finished: `seed=1`, 0 of 6 steps saved" in printed.out
-    assert len((tmp_path / "out" / "seed=0.log").read_text().split("$ ")) == 2  # no process for a finished cell
+    assert (
+        len((tmp_path / "out" / "seed=0.log").read_text().split("$ ")) == 2
+    )  # no process for a finished cell
     fake("finish(3.0)")
     assert run(*arguments) == 0
     assert sweep.final_evaluation(cells_of(*arguments)[0])["val_loss"] == 2.0
@@ -306,7 +348,10 @@ def test_cells_at_a_time_are_all_told_to_stop(corpus, tmp_path, run, fake, capsy
         "time.sleep(60)\n"
     )
     assert run(*grid(corpus, tmp_path / "out", seed="0..3"), "--jobs=2") == 143
-    assert sorted(path.name for path in (tmp_path / "out").glob("*.saved")) == ["seed=0.saved", "seed=1.saved"]
+    assert sorted(path.name for path in (tmp_path / "out").glob("*.saved")) == [
+        "seed=0.saved",
+        "seed=1.saved",
+    ]
     assert len(list((tmp_path / "out").glob("*.log"))) == 2
     assert capsys.readouterr().out.count("stopped by SIGTERM; to go on: ") == 1
 
@@ -368,7 +413,9 @@ def test_torchrun_says_what_train_said(corpus, tmp_path, run, fake, capsys):
     assert run(*arguments, "--stop_on_failure") == 1
     [said, *notes] = capsys.readouterr().err.splitlines()
     assert said == f"failed: {tmp_path}/out/seed=0.log: train.py: boom"
-    assert all("not committed" in note for note in notes)  # of the table, in a tree that is being changed
+    assert all(
+        "not committed" in note for note in notes
+    )  # of the table, in a tree that is being changed
 
 
 def test_torchrun_is_stopped_with_its_processes(corpus, tmp_path, run, fake):
@@ -380,7 +427,10 @@ def test_torchrun_is_stopped_with_its_processes(corpus, tmp_path, run, fake):
         f"os.kill({os.getpid()}, signal.SIGTERM) if os.environ['RANK'] == '0' else None\n"
         "time.sleep(60)\n"
     )
-    assert run(*grid(corpus, tmp_path / "out", seed="0,1", nproc_per_node=2, mode="cell", index=0)) == 75
+    assert (
+        run(*grid(corpus, tmp_path / "out", seed="0,1", nproc_per_node=2, mode="cell", index=0))
+        == 75
+    )
     assert (tmp_path / "train.py.saved").exists()
 
 
@@ -406,12 +456,16 @@ def test_other_settings_in_the_folder_are_refused(corpus, tmp_path, run):
         folder = cell.folder / "checkpoints" / "step_00000006"
         folder.mkdir(parents=True)
         state = {"step": 6, "seconds": 1.0, "model": cell.settings["model"], "corpus": {}}
-        of_run = {key: value for key, value in cell.settings.items() if key in keys_of(train.TrainConfig)}
+        of_run = {
+            key: value for key, value in cell.settings.items() if key in keys_of(train.TrainConfig)
+        }
         of_model = {key: value for key, value in cell.settings.items() if key not in of_run}
         state |= {"run_config": of_run, "model_config": of_model}
         (folder / "state.json").write_text(json.dumps(state))
     assert len(cells_of(*arguments, "--log_interval=5")) == 2
-    with pytest.raises(ValueError, match=r"learning_rate=0.5, but .*seed=0 was trained with 0.01: give that value"):
+    with pytest.raises(
+        ValueError, match=r"learning_rate=0.5, but .*seed=0 was trained with 0.01: give that value"
+    ):
         run(*arguments, "--learning_rate=0.5")
     with pytest.raises(ValueError, match=r"max_steps=3, but .*seed=0 has 6 steps"):
         run(*arguments, "--max_steps=3", "--mode=table")
@@ -433,7 +487,9 @@ def test_the_array_has_a_task_per_unfinished_cell(corpus, tmp_path, run, capsys)
     text = path.read_text()
     assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
     options = dict(
-        line.removeprefix("#SBATCH --").partition("=")[::2] for line in text.splitlines() if "#SBATCH" in line
+        line.removeprefix("#SBATCH --").partition("=")[::2]
+        for line in text.splitlines()
+        if "#SBATCH" in line
     )
     assert options["array"] == "1,2,5"
     assert options["gpus-per-node"] == "2"
@@ -445,7 +501,9 @@ def test_the_array_has_a_task_per_unfinished_cell(corpus, tmp_path, run, capsys)
     assert "gpus" not in path.read_text()
 
     # What a task runs is the cell of that number in the full grid.
-    result = run_array(tmp_path, "2", f'printf "%s\\n" "$@" > {shlex.quote(str(tmp_path / "argv"))}')
+    result = run_array(
+        tmp_path, "2", f'printf "%s\\n" "$@" > {shlex.quote(str(tmp_path / "argv"))}'
+    )
     assert (result.returncode, result.stderr) == (0, "")
     python, file, *argv = (tmp_path / "argv").read_text().splitlines()
     assert (python, file) == (sys.executable, str(ROOT / "research/sweep.py"))
@@ -471,13 +529,25 @@ def test_the_array_has_a_task_per_unfinished_cell(corpus, tmp_path, run, capsys)
 @pytest.fixture
 def partly_finished(corpus, tmp_path):
     """A grid of 2 x 2 settings and three seeds: three, two, one and no seed finished. (arguments, losses)."""
-    arguments = grid(corpus, tmp_path, ddl_value_channels="4,1", optimizer="adamw,muon", seed="0..2")
-    losses = {(4, "adamw"): [3.1, 3.25, 3.02], (4, "muon"): [2.5, 2.75], (1, "adamw"): [4.125], (1, "muon"): []}
+    arguments = grid(
+        corpus, tmp_path, ddl_value_channels="4,1", optimizer="adamw,muon", seed="0..2"
+    )
+    losses = {
+        (4, "adamw"): [3.1, 3.25, 3.02],
+        (4, "muon"): [2.5, 2.75],
+        (1, "adamw"): [4.125],
+        (1, "muon"): [],
+    }
     for cell in cells_of(*arguments):
         values = losses[cell.values["ddl_value_channels"], cell.values["optimizer"]]
         if cell.values["seed"] < len(values):
             loss = values[cell.values["seed"]]
-            write_evaluation(cell.folder, val_loss=loss, val_perplexity=math.exp(loss), val_bits_per_byte=loss / 2)
+            write_evaluation(
+                cell.folder,
+                val_loss=loss,
+                val_perplexity=math.exp(loss),
+                val_bits_per_byte=loss / 2,
+            )
     return arguments, losses
 
 
@@ -486,7 +556,10 @@ def test_means_and_intervals(partly_finished, tmp_path, run, capsys):
     assert run(*arguments, "--mode=table", "--metric=val_bits_per_byte") == 0
     stored = json.loads((tmp_path / "table.json").read_text())
     assert stored.keys() >= {"command", "commit", "date", "metric"}
-    rows = {(row["settings"]["ddl_value_channels"], row["settings"]["optimizer"]): row for row in stored["rows"]}
+    rows = {
+        (row["settings"]["ddl_value_channels"], row["settings"]["optimizer"]): row
+        for row in stored["rows"]
+    }
     assert list(rows) == list(losses)
     for setting, values in losses.items():
         row, n = rows[setting], len(values)
@@ -505,7 +578,12 @@ def test_means_and_intervals(partly_finished, tmp_path, run, capsys):
             assert row["metrics"]["val_loss"]["ci95"] is None
         if n == 0:
             assert row["metrics"] == {}
-    cells = [(4, "muon", 2), (1, "adamw", 1), (1, "adamw", 2), *((1, "muon", seed) for seed in (0, 1, 2))]
+    cells = [
+        (4, "muon", 2),
+        (1, "adamw", 1),
+        (1, "adamw", 2),
+        *((1, "muon", seed) for seed in (0, 1, 2)),
+    ]
     names = [f"ddl_value_channels={v},optimizer={name},seed={seed}" for v, name, seed in cells]
     assert [cell["cell"] for cell in stored["unfinished"]] == names
     text = (tmp_path / "table.md").read_text()
@@ -537,13 +615,17 @@ def drawn(monkeypatch, cells, metric, path):
     return calls
 
 
-def test_the_plot_has_a_line_for_each_setting_of_the_other_keys(partly_finished, tmp_path, monkeypatch):
+def test_the_plot_has_a_line_for_each_setting_of_the_other_keys(
+    partly_finished, tmp_path, monkeypatch
+):
     arguments, losses = partly_finished
     first, second = drawn(monkeypatch, cells_of(*arguments), "val_loss", tmp_path / "plot.png")
     assert (first[0], second[0]) == ([1, 4], [4])
     assert first[1] == pytest.approx([4.125, np.mean(losses[4, "adamw"])])
     assert math.isnan(first[2][0])
-    assert first[2][1] == pytest.approx(T[3] * np.std(losses[4, "adamw"], ddof=1) / 3**0.5, rel=1e-5)
+    assert first[2][1] == pytest.approx(
+        T[3] * np.std(losses[4, "adamw"], ddof=1) / 3**0.5, rel=1e-5
+    )
     assert (first[3], second[3]) == ("optimizer=adamw", "optimizer=muon")
     assert first[4].get_xlabel() == "ddl_value_channels"
 
@@ -554,7 +636,11 @@ def test_the_plot_has_a_line_for_each_setting_of_the_other_keys(partly_finished,
         ({"mup": "True,False"}, ["True", "False"], "linear"),
         ({"seed": "0,1"}, ["all"], "linear"),
         ({"learning_rate": "1e-2,1e-4"}, [1e-4, 1e-2], "log"),
-        ({"optimizer": "muon,adamw", "ddl_beta_init": "0.5,1"}, [0.5, 1], "linear"),  # the first key of numbers
+        (
+            {"optimizer": "muon,adamw", "ddl_beta_init": "0.5,1"},
+            [0.5, 1],
+            "linear",
+        ),  # the first key of numbers
     ],
 )
 def test_the_plots_axis(corpus, tmp_path, monkeypatch, swept, x, scale):
@@ -567,7 +653,9 @@ def test_the_plots_axis(corpus, tmp_path, monkeypatch, swept, x, scale):
 
 def test_an_unknown_metric(partly_finished, run):
     arguments, _ = partly_finished
-    with pytest.raises(ValueError, match=r"metric=val_los is in no final evaluation, which have .*val_loss"):
+    with pytest.raises(
+        ValueError, match=r"metric=val_los is in no final evaluation, which have .*val_loss"
+    ):
         run(*arguments, "--mode=table", "--metric=val_los")
 
 
@@ -575,5 +663,8 @@ def test_a_table_without_matplotlib(partly_finished, tmp_path, run, monkeypatch,
     arguments, _ = partly_finished
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert run(*arguments, "--mode=table") == 0
-    assert "no plot: a figure needs the matplotlib package: pip install matplotlib" in capsys.readouterr().out
+    assert (
+        "no plot: a figure needs the matplotlib package: pip install matplotlib"
+        in capsys.readouterr().out
+    )
     assert (tmp_path / "table.md").exists()
