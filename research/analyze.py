@@ -49,51 +49,95 @@ def check_positive(args, *names: str) -> None:
 
 def check_widths(widths: list[int]) -> None:
     """ValueError: fewer than two, or not heads of 32 features."""
-    if len(widths) < 2 or any(width < 32 or width % 32 for width in widths) or sorted(set(widths)) != widths:
+    if (
+        len(widths) < 2
+        or any(width < 32 or width % 32 for width in widths)
+        or sorted(set(widths)) != widths
+    ):
         given = ",".join(map(str, widths))
-        raise ValueError(f"--widths={given}: give two or more multiples of 32, rising, separated by commas")
+        raise ValueError(
+            f"--widths={given}: give two or more multiples of 32, rising, separated by commas"
+        )
 
 
 def add_common(parser, name: str) -> None:
     add, file = parser.add_argument, Path(f"runs/{name}.json")
-    add("--widths", type=numbers, default="64,128,256,512", help="multiples of 32 (default: %(default)s)")
+    add(
+        "--widths",
+        type=numbers,
+        default="64,128,256,512",
+        help="multiples of 32 (default: %(default)s)",
+    )
     add("--optimizers", type=optimizers, default="adamw,muon", help="(default: %(default)s)")
-    add("--json", type=Path, default=file, help="goes on from there; the figure is beside it (default: %(default)s)")
+    add(
+        "--json",
+        type=Path,
+        default=file,
+        help="goes on from there; the figure is beside it (default: %(default)s)",
+    )
 
 
 def main():
     parser = configurator.Parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    mup = commands.add_parser("mup", help="coordinate check over widths", description=coordinates.__doc__)
+    mup = commands.add_parser(
+        "mup", help="coordinate check over widths", description=coordinates.__doc__
+    )
     add_common(mup, "mup")
-    mup.add_argument("--models", help="stems, or stem+key=value, with commas between (default: all, and their forms)")
-    mup.add_argument("--seeds", type=int, default=3, help="models of each width (default: %(default)s)")
-    moves = commands.add_parser("transfer", help="best learning rate over widths", description=transfer.__doc__)
+    mup.add_argument(
+        "--models",
+        help="stems, or stem+key=value, with commas between (default: all, and their forms)",
+    )
+    mup.add_argument(
+        "--seeds", type=int, default=3, help="models of each width (default: %(default)s)"
+    )
+    moves = commands.add_parser(
+        "transfer", help="best learning rate over widths", description=transfer.__doc__
+    )
     add_common(moves, "mup_transfer")
     add = moves.add_argument
     add("--model", choices=STEMS, default="DDL-gpt-mha-rope-CC")
     add("--dataset", default="python_stdlib", help="folder of token shards (default: %(default)s)")
-    add("--steps", type=int, default=100, help="optimizer steps, the first fifth warm-up (default: %(default)s)")
+    add(
+        "--steps",
+        type=int,
+        default=100,
+        help="optimizer steps, the first fifth warm-up (default: %(default)s)",
+    )
     add("--layers", type=int, default=2, help="(default: %(default)s)")
     add("--block_size", type=int, default=64, help="tokens of a sequence (default: %(default)s)")
     add("--batch_size", type=int, default=4, help="sequences of a step (default: %(default)s)")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
     over = commands.add_parser("rank", help="effective rank over depth", description=rank.__doc__)
     common.add_arguments(over, "rank")
-    audit = commands.add_parser("gates", help="gates, writes and what they are worth", description=gates.__doc__)
+    audit = commands.add_parser(
+        "gates", help="gates, writes and what they are worth", description=gates.__doc__
+    )
     common.add_arguments(audit, "gates", windows=32)
-    audit.add_argument("--edits", default="all", help="all, none, or names with commas between (default: %(default)s)")
-    shortcut = commands.add_parser("spectrum", help="spectra of end-to-end shortcuts", description=spectrum.__doc__)
+    audit.add_argument(
+        "--edits",
+        default="all",
+        help="all, none, or names with commas between (default: %(default)s)",
+    )
+    shortcut = commands.add_parser(
+        "spectrum", help="spectra of end-to-end shortcuts", description=spectrum.__doc__
+    )
     common.add_arguments(shortcut, "spectrum")
-    shortcut.add_argument("--tokens", type=int, default=32, help="tokens of each sequence (default: %(default)s)")
+    shortcut.add_argument(
+        "--tokens", type=int, default=32, help="tokens of each sequence (default: %(default)s)"
+    )
     logits = commands.add_parser("lens", help="logit lens over depth", description=lens.__doc__)
     common.add_arguments(logits, "lens")
     logits.set_defaults(rows=1)
-    logits.add_argument("--text", help="a table of one text as well: text, FILE:path, or - for standard input")
+    logits.add_argument(
+        "--text", help="a table of one text as well: text, FILE:path, or - for standard input"
+    )
     args = parser.parse_args()
     with configurator.one_line_errors():
         if args.command in OVER_RUNS:
-            check_positive(args, *(name for name in ("windows", "rows", "tokens") if hasattr(args, name)))
+            check_positive(
+                args, *(name for name in ("windows", "rows", "tokens") if hasattr(args, name))
+            )
             OVER_RUNS[args.command].run(args)
             return
         check_widths(args.widths)

@@ -38,11 +38,18 @@ def rows_of(manifest: Path = MANIFEST) -> dict[str, dict]:
 
 
 def row_of(path: str, data: bytes, source: str) -> dict:
-    return {"path": path, "bytes": str(len(data)), "sha256": hashlib.sha256(data).hexdigest(), "from": source}
+    return {
+        "path": path,
+        "bytes": str(len(data)),
+        "sha256": hashlib.sha256(data).hexdigest(),
+        "from": source,
+    }
 
 
 def store(rows: dict[str, dict], manifest: Path = MANIFEST) -> None:
-    text = tables.comma_separated(list(COLUMNS), [[row[key] for key in COLUMNS] for _, row in sorted(rows.items())])
+    text = tables.comma_separated(
+        list(COLUMNS), [[row[key] for key in COLUMNS] for _, row in sorted(rows.items())]
+    )
     configurator.replace_text(manifest, text)
 
 
@@ -50,7 +57,9 @@ def files_of(paths: list[Path]) -> list[Path]:
     """The files, and all below the folders, without weights. ValueError: one is not there."""
     if missing := [path for path in paths if not path.exists()]:
         raise ValueError(f"{missing[0]} is not there")
-    below = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
+    below = [
+        file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])
+    ]
     return [file for file in below if file.is_file() and file.suffix != WEIGHTS]
 
 
@@ -80,28 +89,38 @@ def check(args) -> None:
     """ValueError: the archive lacks a file of the manifest, or has another one under its name."""
     wanted = {path: row for path, row in rows_of().items() if row["from"] == args.archive.name}
     if not wanted:
-        raise ValueError(f"{args.archive.name} is not in {MANIFEST.relative_to(ROOT)}: pack it there")
+        raise ValueError(
+            f"{args.archive.name} is not in {MANIFEST.relative_to(ROOT)}: pack it there"
+        )
     found = {}
     with tarfile.open(args.archive) as archive:
         for each in archive:
-            found[each.name] = row_of(each.name, archive.extractfile(each).read(), args.archive.name)
+            found[each.name] = row_of(
+                each.name, archive.extractfile(each).read(), args.archive.name
+            )
     wrong = [path for path in wanted if found.get(path) != wanted[path]]
     if wrong:
-        raise ValueError(f"{args.archive}: {wrong[0]} is missing or another file; {len(wrong)} in all")
+        raise ValueError(
+            f"{args.archive}: {wrong[0]} is missing or another file; {len(wrong)} in all"
+        )
     print(f"{args.archive}: all {len(wanted)} files are those of the manifest")
 
 
 def get(args) -> None:
     """Files that a commit of this repository had, into a folder. ValueError: one is unknown, or not in the history."""
     rows = rows_of()
-    chosen = [path for path in rows if any(fnmatch.fnmatch(path, pattern) for pattern in args.paths)]
+    chosen = [
+        path for path in rows if any(fnmatch.fnmatch(path, pattern) for pattern in args.paths)
+    ]
     if not chosen:
         raise ValueError(f"{args.paths[0]}: no such path in {MANIFEST.relative_to(ROOT)}")
     for path in chosen:
         source = f"{rows[path]['from']}:{path}"
         shown = subprocess.run(["git", "show", source], cwd=ROOT, capture_output=True, check=False)
         if row_of(path, shown.stdout, rows[path]["from"]) != rows[path]:
-            raise ValueError(f"git show {source} has no such file: git fetch --unshallow, or unpack the archive")
+            raise ValueError(
+                f"git show {source} has no such file: git fetch --unshallow, or unpack the archive"
+            )
         (args.out / path).parent.mkdir(parents=True, exist_ok=True)
         (args.out / path).write_bytes(shown.stdout)
     print(f"{len(chosen)} files, as they were, are in {args.out}")
@@ -110,7 +129,9 @@ def get(args) -> None:
 def main():
     parser = configurator.Parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("pack", help="files and folders into an archive; their rows into the manifest")
+    command = commands.add_parser(
+        "pack", help="files and folders into an archive; their rows into the manifest"
+    )
     command.add_argument("paths", nargs="+", type=Path, help="as the manifest will name them")
     command.add_argument("--out", type=Path, required=True, help="a .tar.gz")
     command.set_defaults(run=pack)

@@ -39,7 +39,9 @@ def widths(text: str) -> list[int]:
     """Hidden sizes from 768,1024."""
     parts = text.split(",")
     if not all(part.isdecimal() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"{text}: give whole numbers from 1 on with commas between, as in 768,1024")
+        raise argparse.ArgumentTypeError(
+            f"{text}: give whole numbers from 1 on with commas between, as in 768,1024"
+        )
     return [int(part) for part in parts]
 
 
@@ -50,12 +52,16 @@ def rates(text: str) -> list[float]:
     except ValueError:
         values = []
     if not values or min(values) <= 0:
-        raise argparse.ArgumentTypeError(f"{text}: give numbers above 0 with commas between, as in 1e-3,2e-3")
+        raise argparse.ArgumentTypeError(
+            f"{text}: give numbers above 0 with commas between, as in 1e-3,2e-3"
+        )
     return values
 
 
 def add_json(parser) -> None:
-    parser.add_argument("--json", type=Path, help="write the figures there as well, after each of them")
+    parser.add_argument(
+        "--json", type=Path, help="write the figures there as well, after each of them"
+    )
     resume = "keep what the file has of the same code, chip and settings"
     parser.add_argument("--resume", action="store_true", help=resume)
 
@@ -73,7 +79,12 @@ def of_suites(parser) -> None:
     add("--sizes", help="some of the suite's sizes, as in --sizes=small")
     add("--models", help="stems, or stem:d_v, or either+kernels=off, +state_interval=4, +KEY=VALUE, with commas "
         "between (default: the suite's); the baseline is always there")  # fmt: skip
-    add("--kernels", choices=("auto", "on", "off"), default="auto", help="fused residual steps, as train.py's key")
+    add(
+        "--kernels",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="fused residual steps, as train.py's key",
+    )
     add("--state_interval", type=int, default=2, help="as train.py's key (default: %(default)s)")
     for key in suites.SIZE_KEYS:
         add(f"--{key}", type=int, help="instead of the suite's")
@@ -86,10 +97,25 @@ def step_arguments(parser) -> None:
     of_suites(parser)
     add = parser.add_argument
     add("--peers", help=f"of {','.join(suites.PEERS)}, or none (default: the suite's)")
-    add("--warmup", type=int, default=3, help="turns of each model before measuring (default: %(default)s)")
-    add("--rounds", type=int, default=20, help="measured turns of each model (default: %(default)s)")
-    add("--visits", type=int, help="in so many visits, all other models between them (default: 2, on a GPU 1)")
-    add("--steps", type=int, help="steps in a turn; the device is waited for after the last (default: 1, on a GPU 4)")
+    add(
+        "--warmup",
+        type=int,
+        default=3,
+        help="turns of each model before measuring (default: %(default)s)",
+    )
+    add(
+        "--rounds", type=int, default=20, help="measured turns of each model (default: %(default)s)"
+    )
+    add(
+        "--visits",
+        type=int,
+        help="in so many visits, all other models between them (default: 2, on a GPU 1)",
+    )
+    add(
+        "--steps",
+        type=int,
+        help="steps in a turn; the device is waited for after the last (default: 1, on a GPU 4)",
+    )
     add("--limit", type=float, help="each model in a process of its own, which ends within so many seconds; one that "
         "fails is measured without kernels, and the others all the same")  # fmt: skip
     add_json(parser)
@@ -97,22 +123,47 @@ def step_arguments(parser) -> None:
 
 def profile_arguments(parser) -> None:
     of_suites(parser)
-    parser.add_argument("--steps", type=int, default=10, help="that are profiled (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=10, help="that are profiled (default: %(default)s)"
+    )
     parser.set_defaults(peers="none", rounds=1, warmup=1, visits=1)
     add_json(parser)
 
 
 def kernels_arguments(parser) -> None:
     add = parser.add_argument
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="cpu: only with TRITON_INTERPRET=1, to test")
+    add(
+        "--device",
+        choices=("auto", "cuda", "cpu"),
+        default="auto",
+        help="cpu: only with TRITON_INTERPRET=1, to test",
+    )
     add("--widths", type=widths, default="768,1024", help="hidden sizes d (default: %(default)s)")
-    add("--match", default="", help="only kernels with this in their name, as in --match='step K=1 v=4'")
+    add(
+        "--match",
+        default="",
+        help="only kernels with this in their name, as in --match='step K=1 v=4'",
+    )
     add("--micro_batch_size", type=int, default=16, help="sequences (default: %(default)s)")
     add("--block_size", type=int, default=1024, help="tokens of a sequence (default: %(default)s)")
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    add("--rounds", type=int, default=20, help="measured calls of each kernel (default: %(default)s)")
-    add("--copied", type=int, default=2**30, help="bytes of the copy to compare with (default: %(default)s)")
-    add("--tune", action="store_true", help="instead the launches (model/kernels/launch.py) of the kernels of --match")
+    add(
+        "--rounds",
+        type=int,
+        default=20,
+        help="measured calls of each kernel (default: %(default)s)",
+    )
+    add(
+        "--copied",
+        type=int,
+        default=2**30,
+        help="bytes of the copy to compare with (default: %(default)s)",
+    )
+    add(
+        "--tune",
+        action="store_true",
+        help="instead the launches (model/kernels/launch.py) of the kernels of --match",
+    )
     add("--launches", type=int, help="of --tune: at most so many for each kernel")
     add_json(parser)
 
@@ -124,9 +175,19 @@ def decode_arguments(parser) -> None:
     for key in suites.SIZE_KEYS:
         add(f"--{key}", type=int, help=f"(default: {suites.QUICK[key]})")
     add("--batch_size", type=int, default=1, help="sequences (default: %(default)s)")
-    add("--context", type=int, default=128, help="tokens that are there before (default: %(default)s)")
+    add(
+        "--context",
+        type=int,
+        default=128,
+        help="tokens that are there before (default: %(default)s)",
+    )
     add("--tokens", type=int, default=32, help="decoded in a turn (default: %(default)s)")
-    add("--compile", choices=("True", "False"), default="True", help="also the step compiled, or as a CUDA graph")
+    add(
+        "--compile",
+        choices=("True", "False"),
+        default="True",
+        help="also the step compiled, or as a CUDA graph",
+    )
     add("--rounds", type=int, default=10, help="measured turns of each (default: %(default)s)")
     add("--note", default="", help="stored with the figures: what else the machine was doing")
     add_json(parser)
@@ -135,25 +196,68 @@ def decode_arguments(parser) -> None:
 def train_arguments(parser) -> None:
     add = parser.add_argument
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    add("--configs", default="gpt_small,ddl_dv4_cc_ec_small,ddl_dv1_small", help="of config/ (default: %(default)s)")
-    add("--what", default="speed,resume", help="speed of a run's steps, and whether a resumed run has the same bits")
-    add("--steps", type=int, default=50, help="of a run; it is resumed from the middle (default: %(default)s)")
+    add(
+        "--configs",
+        default="gpt_small,ddl_dv4_cc_ec_small,ddl_dv1_small",
+        help="of config/ (default: %(default)s)",
+    )
+    add(
+        "--what",
+        default="speed,resume",
+        help="speed of a run's steps, and whether a resumed run has the same bits",
+    )
+    add(
+        "--steps",
+        type=int,
+        default=50,
+        help="of a run; it is resumed from the middle (default: %(default)s)",
+    )
     for key in suites.SIZE_KEYS:
         add(f"--{key}", type=int, help="instead of the config's")
-    add("--global_batch_size", type=int, default=32, help="sequences per step (default: %(default)s)")
-    add("--micro_batch_size", type=int, default=16, help="sequences per forward pass (default: %(default)s)")
+    add(
+        "--global_batch_size",
+        type=int,
+        default=32,
+        help="sequences per step (default: %(default)s)",
+    )
+    add(
+        "--micro_batch_size",
+        type=int,
+        default=16,
+        help="sequences per forward pass (default: %(default)s)",
+    )
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     add("--compile", choices=("True", "False"), default="True")
-    add("--corpus_tokens", type=int, default=4_000_000, help="drawn at random (default: %(default)s)")
+    add(
+        "--corpus_tokens",
+        type=int,
+        default=4_000_000,
+        help="drawn at random (default: %(default)s)",
+    )
     add("--vocabulary", type=int, default=50257, help="of the tokens drawn (default: %(default)s)")
-    add("--limit", type=float, default=86400, help="seconds after which a run counts as failed (default: a day)")
+    add(
+        "--limit",
+        type=float,
+        default=86400,
+        help="seconds after which a run counts as failed (default: a day)",
+    )
     add_json(parser)
 
 
 def tests_arguments(parser) -> None:
     add = parser.add_argument
-    add("--device", choices=("auto", "cuda", "cpu"), default="cuda", help="cpu: to see that they are found")
-    add("--workers", type=int, default=8, help="processes, where pytest-xdist is installed (default: %(default)s)")
+    add(
+        "--device",
+        choices=("auto", "cuda", "cpu"),
+        default="cuda",
+        help="cpu: to see that they are found",
+    )
+    add(
+        "--workers",
+        type=int,
+        default=8,
+        help="processes, where pytest-xdist is installed (default: %(default)s)",
+    )
     add("--limit", type=float, default=600, help="seconds for each file (default: %(default)s)")
     add_json(parser)
 
@@ -161,16 +265,36 @@ def tests_arguments(parser) -> None:
 def peers_arguments(parser) -> None:
     add = parser.add_argument
     add("--device", choices=("auto", "cuda", "cpu"), default="cpu")
-    add("--config", type=Path, default=Path("config/demo_cpu.py"), help="what is trained (default: %(default)s)")
-    add("--rates", type=rates, default="2e-3,4e-3", help="learning rates to begin with (default: %(default)s)")
-    add("--seeds", type=int, default=3, help="seeds at the best rate, from 0 (default: %(default)s)")
+    add(
+        "--config",
+        type=Path,
+        default=Path("config/demo_cpu.py"),
+        help="what is trained (default: %(default)s)",
+    )
+    add(
+        "--rates",
+        type=rates,
+        default="2e-3,4e-3",
+        help="learning rates to begin with (default: %(default)s)",
+    )
+    add(
+        "--seeds", type=int, default=3, help="seeds at the best rate, from 0 (default: %(default)s)"
+    )
     add_json(parser)
 
 
 def costs_arguments(parser) -> None:
     add = parser.add_argument
-    add("--models", help="stems, stem:d_v or either+KEY=VALUE, with commas between (default: every stem)")
-    add("--size", choices=("small", "medium"), default="small", help="the paper's (default: %(default)s)")
+    add(
+        "--models",
+        help="stems, stem:d_v or either+KEY=VALUE, with commas between (default: every stem)",
+    )
+    add(
+        "--size",
+        choices=("small", "medium"),
+        default="small",
+        help="the paper's (default: %(default)s)",
+    )
     add("--json", type=Path, help="write the figures there as well")
 
 
@@ -178,12 +302,32 @@ def costs_arguments(parser) -> None:
 COMMANDS = {
     "step": ("training steps and forward passes; the default", step_arguments, step.run),
     "profile": ("what a step spends its time on, kernel by kernel", profile_arguments, profile.run),
-    "kernels": ("bandwidth of the fused kernels against a copy", kernels_arguments, kernel_bandwidth.run),
-    "decode": ("one-token decoding: uncached, cached, and by a step that is made once", decode_arguments, decode.run),
-    "train": ("train.py itself: speed, memory and resuming to the bit", train_arguments, end_to_end.run),
+    "kernels": (
+        "bandwidth of the fused kernels against a copy",
+        kernels_arguments,
+        kernel_bandwidth.run,
+    ),
+    "decode": (
+        "one-token decoding: uncached, cached, and by a step that is made once",
+        decode_arguments,
+        decode.run,
+    ),
+    "train": (
+        "train.py itself: speed, memory and resuming to the bit",
+        train_arguments,
+        end_to_end.run,
+    ),
     "tests": ("whether the tests that need a GPU pass", tests_arguments, gpu_tests.run),
-    "peers": ("final loss beside GPT-2's, each at its best rate", peers_arguments, peer_quality.run),
-    "costs": ("parameters, state and FLOPs of every model, counted, not measured", costs_arguments, costs.run),
+    "peers": (
+        "final loss beside GPT-2's, each at its best rate",
+        peers_arguments,
+        peer_quality.run,
+    ),
+    "costs": (
+        "parameters, state and FLOPs of every model, counted, not measured",
+        costs_arguments,
+        costs.run,
+    ),
 }
 
 

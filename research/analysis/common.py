@@ -24,7 +24,11 @@ def add_arguments(parser, name: str, windows: int = 16) -> None:
     add("--windows", type=int, default=windows, help="validation sequences (default: %(default)s)")
     add("--rows", type=int, default=8, help="sequences at once (default: %(default)s)")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    add("--json", type=Path, help=f"figures are beside it (default: {name}.json in the run, or beside the runs)")
+    add(
+        "--json",
+        type=Path,
+        help=f"figures are beside it (default: {name}.json in the run, or beside the runs)",
+    )
 
 
 def chosen(args) -> list[subjects.Subject]:
@@ -52,18 +56,28 @@ def about(subject, model, stem: str) -> dict:
 def validation_batches(model, corpus) -> ValidationBatches:
     """The corpus's validation split, in sequences of the model's length."""
     documents = Windows.of(corpus.meta)
-    return ValidationBatches(corpus.val, model.config.block_size, corpus.meta["vocab_size"], documents)
+    return ValidationBatches(
+        corpus.val, model.config.block_size, corpus.meta["vocab_size"], documents
+    )
 
 
 def whole_windows(batches: ValidationBatches, count: int) -> list[int]:
     """`count` windows, or all, evenly over the split; the last one is left out where it is short."""
-    whole = (len(batches.tokens) - 1) // batches.seq_len if batches.stride == batches.seq_len else batches.windows
+    whole = (
+        (len(batches.tokens) - 1) // batches.seq_len
+        if batches.stride == batches.seq_len
+        else batches.windows
+    )
     if whole < 1:
-        raise ValueError(f"the validation split has no whole sequence of block_size={batches.seq_len} tokens")
+        raise ValueError(
+            f"the validation split has no whole sequence of block_size={batches.seq_len} tokens"
+        )
     return sorted(set(np.linspace(0, whole - 1, min(count, whole)).round().astype(int).tolist()))
 
 
-def in_batches(batches: ValidationBatches, windows: list[int], rows: int, device, progress=None) -> Iterator[tuple]:
+def in_batches(
+    batches: ValidationBatches, windows: list[int], rows: int, device, progress=None
+) -> Iterator[tuple]:
     """ids and targets, int64 (rows or fewer, seq_len), of all windows in turn; progress(done) is told of every batch
     that its receiver is finished with."""
     for first in range(0, len(windows), rows):

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from model.block import Site, Stream
-from research import intervals
+from research import compare
 from research.analysis import common
 from research.analysis.parts import EDITS, entry
 
@@ -64,7 +64,8 @@ def states_before(model, ids) -> list:
     """What each block is handed, ids (B, T): a state and the positions."""
     handed = []
     hooks = [
-        block.register_forward_pre_hook(lambda _, given: handed.append(given[:2])) for block in set(model.transformer.h)
+        block.register_forward_pre_hook(lambda _, given: handed.append(given[:2]))
+        for block in set(model.transformer.h)
     ]
     with model.through(Stream()):
         model.hidden(ids)
@@ -74,7 +75,9 @@ def states_before(model, ids) -> list:
 
 
 @torch.no_grad()
-def losses_from(model, handed, first: int, targets, edits: dict[tuple[int, str], Edit]) -> torch.Tensor:
+def losses_from(
+    model, handed, first: int, targets, edits: dict[tuple[int, str], Edit]
+) -> torch.Tensor:
     """Nats per token of each sequence (B,), in float64, from what block `first` is handed on; targets (B, T)."""
     state, positions = handed
     with model.through(Edited(edits)):
@@ -82,7 +85,9 @@ def losses_from(model, handed, first: int, targets, edits: dict[tuple[int, str],
             state, _ = block(state, positions)
         hidden = model.stream.finish(model, state, None)
     rows = zip(hidden, targets)  # one after the other: logits are large
-    return torch.stack([F.cross_entropy(model.logits(h), t, reduction="none").double().mean() for h, t in rows])
+    return torch.stack(
+        [F.cross_entropy(model.logits(h), t, reduction="none").double().mean() for h, t in rows]
+    )
 
 
 class Plan:
@@ -91,15 +96,28 @@ class Plan:
 
     def __init__(self, model, names: list[str] | None = None):
         """names: only these. ValueError: no site has one of them."""
-        found = {(site.layer, site.name): edits_of(site) for block in model.transformer.h for site in block.sites}
+        found = {
+            (site.layer, site.name): edits_of(site)
+            for block in model.transformer.h
+            for site in block.sites
+        }
         known = list(dict.fromkeys(edit.name for edits in found.values() for edit in edits))
         if unknown := set(names or []) - set(known):
-            raise ValueError(f"--edits={','.join(sorted(unknown))}: this model has {', '.join(known)}")
+            raise ValueError(
+                f"--edits={','.join(sorted(unknown))}: this model has {', '.join(known)}"
+            )
         self.names = [name for name in known if names is None or name in names]
-        self.sites = {key: [edit for edit in edits if edit.name in self.names] for key, edits in found.items()}
+        self.sites = {
+            key: [edit for edit in edits if edit.name in self.names] for key, edits in found.items()
+        }
         self.everywhere = {}
         for name in self.names:
-            at = {key: edit for key, edits in self.sites.items() for edit in edits if edit.name == name}
+            at = {
+                key: edit
+                for key, edits in self.sites.items()
+                for edit in edits
+                if edit.name == name
+            }
             if len(at) > 1:
                 self.everywhere[name] = at
 
@@ -108,10 +126,15 @@ class Plan:
         if layer is None:
             return {"all": {UNEDITED: {}, **self.everywhere}}
         here = {name: edits for (of, name), edits in self.sites.items() if of == layer}
-        return {name: {edit.name: {(layer, name): edit} for edit in edits} for name, edits in here.items()}
+        return {
+            name: {edit.name: {(layer, name): edit} for edit in edits}
+            for name, edits in here.items()
+        }
 
 
-def measure(model, batches, windows: list[int], rows: int, plan: Plan, figures, key: dict, label: str) -> None:
+def measure(
+    model, batches, windows: list[int], rows: int, plan: Plan, figures, key: dict, label: str
+) -> None:
     """A row in `figures` for each batch of windows and each layer (None: all at once) that has none under `key` yet:
     "losses" {site: {edit: nats per token of each window}}."""
     device, layers = common.device_of(model), [None, *range(len(model.transformer.h))]
@@ -124,7 +147,10 @@ def measure(model, batches, windows: list[int], rows: int, plan: Plan, figures, 
         for layer in [layer for start, layer in missing if start == first]:
             begin, losses = layer or 0, {}
             for site, edits in plan.of_layer(layer).items():
-                found = {name: losses_from(model, states[begin], begin, targets, edit) for name, edit in edits.items()}
+                found = {
+                    name: losses_from(model, states[begin], begin, targets, edit)
+                    for name, edit in edits.items()
+                }
                 losses[site] = {name: values.tolist() for name, values in found.items()}
             figures.add({**key, "first": first, "layer": layer, "losses": losses})
             done += 1
@@ -141,8 +167,10 @@ def effects(rows: list[dict]) -> list[dict]:
     base = losses.pop((None, "all", UNEDITED))
     result = []
     for (layer, site, name), values in losses.items():
-        difference = intervals.paired(values, base)
-        half, error = (difference.half, difference.standard_error) if difference.n > 1 else (None, None)
+        difference = compare.paired(values, base)
+        half, error = (
+            (difference.half, difference.standard_error) if difference.n > 1 else (None, None)
+        )
         about = {"layer": layer, "site": site, "edit": name, "loss": sum(values) / len(values)}
         spread = {"ci95": half, "standard_error": error, "windows": difference.n}
         result.append({**about, "difference": difference.mean, **spread})

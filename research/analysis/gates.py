@@ -18,11 +18,14 @@ from research.analysis import common, edits, gates_figures, gates_summary
 from research.analysis.parts import ALONG, DETAILS, SHARES, cosines, entry
 from research.analysis.rank import effective_rank, side_by_side
 from research.benchmarks.figures import Figures
-from research.reporting.style import pyplot
+from research.plots import pyplot
 from training import distributed
 from training.provenance import digest
 
-CODE = "model/*.py", *(f"research/analysis/{name}.py" for name in ("common", "rank", "parts", "edits", "gates"))
+CODE = (
+    "model/*.py",
+    *(f"research/analysis/{name}.py" for name in ("common", "rank", "parts", "edits", "gates")),
+)
 BINS = 40
 QUANTILES = 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99
 LARGEST = 2**14  # numbers of a detail that is stored
@@ -57,7 +60,10 @@ class Collected:
         found = {name: described(self.all(name), edges[name]) for name in self.numbers}
         for name, intervals in self.shares.items():
             values = self.all(name)
-            counted = {label: float(((values > a) & (values < b)).mean()) for label, (a, b) in intervals.items()}
+            counted = {
+                label: float(((values > a) & (values < b)).mean())
+                for label, (a, b) in intervals.items()
+            }
             found[name] |= {"shares": counted, "intervals": intervals}
         details = {}
         for name, (count, (total, squares)) in self.moments.items():
@@ -69,7 +75,12 @@ class Collected:
 
 
 def described(values: np.ndarray, edges: np.ndarray) -> dict:
-    found = {"count": len(values), "mean": values.mean(), "std": values.std(), "mean_abs": np.abs(values).mean()}
+    found = {
+        "count": len(values),
+        "mean": values.mean(),
+        "std": values.std(),
+        "mean_abs": np.abs(values).mean(),
+    }
     found |= {"min": values.min(), "max": values.max()}
     result = {key: float(value) for key, value in found.items()}
     result["quantiles"] = dict(zip(map(str, QUANTILES), np.quantile(values, QUANTILES).tolist()))
@@ -92,7 +103,9 @@ class Audit(Stream):
 
     def write(self, site, state, h, c, x_in, cache):
         written, loss = super().write(site, state, h, c, x_in, cache)
-        found = self.found.setdefault((site.layer, site.name), Collected(entry(SHARES, site.write) or {}))
+        found = self.found.setdefault(
+            (site.layer, site.name), Collected(entry(SHARES, site.write) or {})
+        )
         direction = direction_of(site, state, h, x_in, c)
         numbers = said(site, state, h, x_in, c, written) | changed(state, written)
         for name, values in (numbers | turned(direction, self.before, self.embedded)).items():
@@ -134,9 +147,13 @@ def changed(state, written) -> dict:
     between its columns, where it has several."""
     found = {}
     pairs = list(zip(tree_leaves(state), tree_leaves(written)))
-    if len(tree_leaves(state)) == len(tree_leaves(written)) and all(a.shape == b.shape for a, b in pairs):
+    if len(tree_leaves(state)) == len(tree_leaves(written)) and all(
+        a.shape == b.shape for a, b in pairs
+    ):
         old, new = side_by_side(state), side_by_side(written)
-        found["write_size"] = (new - old).norm(dim=-1) / old.norm(dim=-1).clamp_min(torch.finfo(old.dtype).tiny)
+        found["write_size"] = (new - old).norm(dim=-1) / old.norm(dim=-1).clamp_min(
+            torch.finfo(old.dtype).tiny
+        )
     found["rank_state"] = effective_rank(side_by_side(written))
     if torch.is_tensor(written) and written.ndim == 4 and written.shape[2] > 1:
         found["column_cosine"] = cosines(written)
@@ -155,9 +172,17 @@ def measure(model, batches, windows: list[int], rows: int, device, progress=None
         with model.through(Audit(found, model.transformer.wte(ids))):
             model.hidden(ids)
     edges = edges_of(found.values())
-    sites = [{"layer": layer, "site": name, **each.summary(edges)} for (layer, name), each in found.items()]
+    sites = [
+        {"layer": layer, "site": name, **each.summary(edges)}
+        for (layer, name), each in found.items()
+    ]
     listed = {name: bins.tolist() for name, bins in edges.items()}
-    return {"sequences": len(windows), "tokens": len(windows) * batches.seq_len, "sites": sites, "edges": listed}
+    return {
+        "sequences": len(windows),
+        "tokens": len(windows) * batches.seq_len,
+        "sites": sites,
+        "edges": listed,
+    }
 
 
 def edges_of(sites) -> dict[str, np.ndarray]:
@@ -169,7 +194,10 @@ def edges_of(sites) -> dict[str, np.ndarray]:
             values = values or site.all(name)
             low, high = ranges.get(name, (np.inf, -np.inf))
             ranges[name] = min(low, np.min(values)), max(high, np.max(values))
-    return {name: np.linspace(low, high if high > low else low + 1, BINS + 1) for name, (low, high) in ranges.items()}
+    return {
+        name: np.linspace(low, high if high > low else low + 1, BINS + 1)
+        for name, (low, high) in ranges.items()
+    }
 
 
 def measure_run(subject, args, device, figures: Figures) -> dict:
@@ -192,7 +220,9 @@ def measure_run(subject, args, device, figures: Figures) -> dict:
     return row | {"effects": effects_of(model, batches, windows, args, figures, key, subject.label)}
 
 
-def effects_of(model, batches, windows, args, figures: Figures, key: dict, label: str) -> list[dict]:
+def effects_of(
+    model, batches, windows, args, figures: Figures, key: dict, label: str
+) -> list[dict]:
     """What the edits that args.edits names change; none are tried with "none"."""
     if args.edits == "none":
         return []
@@ -206,12 +236,18 @@ def effects_of(model, batches, windows, args, figures: Figures, key: dict, label
 def run(args) -> None:
     """Measure every run, store what is found, draw it and say it in words. ValueError: a run or corpus is not there."""
     pyplot()  # a missing package should be known before the work
-    device, chosen, out = distributed.pick_device(args.device), common.chosen(args), common.output(args, "gates")
+    device, chosen, out = (
+        distributed.pick_device(args.device),
+        common.chosen(args),
+        common.output(args, "gates"),
+    )
     for subject in chosen:
         if args.edits not in ("all", "none"):
             edits.Plan(subject.load("cpu")[0], args.edits.split(","))
     settings = {"windows": args.windows, "at_once": args.rows}
-    figures = Figures(out, device, settings, resume=True, code=digest(*CODE)[:12], notes={"summary": {}})
+    figures = Figures(
+        out, device, settings, resume=True, code=digest(*CODE)[:12], notes={"summary": {}}
+    )
     rows = [measure_run(subject, args, device, figures) for subject in chosen]
     groups = gates_summary.groups(rows, chosen)
     figures.notes["summary"] = {group.label: group.stored() for group in groups}

@@ -7,17 +7,28 @@ import numpy as np
 
 import configurator
 from research.analysis.gates_summary import Group
-from research.reporting.style import COLORS, STYLES, pyplot
+from research.plots import COLORS, STYLES, pyplot
 
 MARKERS = "o", "s", "^", "D"
-THIN = {"linewidth": 0.7, "alpha": 0.6, "marker": "", "label": None}  # a run beside the mean over runs
+THIN = {
+    "linewidth": 0.7,
+    "alpha": 0.6,
+    "marker": "",
+    "label": None,
+}  # a run beside the mean over runs
 SHOWN = 3  # statistics in the heat maps of a stream whose statistics have no shares
 
 
 def draw(group: Group, out: Path, several: bool) -> list[Path]:
     """The files, named after `out` and, among `several` groups, the group."""
     name = f"{out.stem}_{group.label.replace('/', '_').replace(' ', '_')}" if several else out.stem
-    kinds = {"histograms": histograms, "shares": shares, "course": course, "edits": edits, "details": details}
+    kinds = {
+        "histograms": histograms,
+        "shares": shares,
+        "course": course,
+        "edits": edits,
+        "details": details,
+    }
     paths = []
     for kind, make in kinds.items():
         figure = make(group)
@@ -48,7 +59,10 @@ def histograms(group: Group):
     figure, axes = grid(len(names), len(group.kinds), 5.5, 3.2)
     for row, name in zip(axes, names):
         for panel, kind in zip(row, group.kinds):
-            found = {layer: group.found((layer, kind), "statistics", name) for layer in layers_of(group, kind)}
+            found = {
+                layer: group.found((layer, kind), "statistics", name)
+                for layer in layers_of(group, kind)
+            }
             found = {layer: runs for layer, runs in found.items() if runs}
             if found:
                 heat_map_of_values(figure, panel, group, name, kind, found)
@@ -58,14 +72,20 @@ def histograms(group: Group):
     return figure
 
 
-def heat_map_of_values(figure, panel, group: Group, name: str, kind: str, found: dict[int, list[dict]]) -> None:
+def heat_map_of_values(
+    figure, panel, group: Group, name: str, kind: str, found: dict[int, list[dict]]
+) -> None:
     """found: of each layer the statistic of each run; all runs have the same bins where shares give them, else the
     first run is shown. The colours' scale is a square root's: a spike leaves the rest visible."""
     runs = len(group.rows) if name in group.intervals else 1
-    counts = np.array([np.sum([each["histogram"] for each in of[:runs]], axis=0) for of in found.values()])
+    counts = np.array(
+        [np.sum([each["histogram"] for each in of[:runs]], axis=0) for of in found.values()]
+    )
     share, edges = counts / counts.sum(1, keepdims=True), group.rows[0]["edges"][name]
     norm = colors().PowerNorm(0.5, vmin=0, vmax=share.max())
-    mesh = panel.pcolormesh(edges, np.arange(len(found) + 1) - 0.5, share, cmap="cividis", norm=norm)
+    mesh = panel.pcolormesh(
+        edges, np.arange(len(found) + 1) - 0.5, share, cmap="cividis", norm=norm
+    )
     means = [np.mean([each["mean"] for each in of[:runs]]) for of in found.values()]
     panel.plot(means, range(len(found)), "o", color="white", markeredgecolor="black", markersize=6)
     panel.set(title=kind, xlabel=f"{name} (dot: mean)", ylabel="block")
@@ -91,17 +111,34 @@ def shares(group: Group):
         bars = stacked(intervals)
         marks = [label for label in intervals if label not in bars]
         for panel, kind in zip(row, group.kinds):
-            layers = [layer for layer in layers_of(group, kind) if group.found((layer, kind), "statistics", name)]
-            value = {b: [group.field((n, kind), name, "shares", b) for n in layers] for b in intervals}
+            layers = [
+                layer
+                for layer in layers_of(group, kind)
+                if group.found((layer, kind), "statistics", name)
+            ]
+            value = {
+                b: [group.field((n, kind), name, "shares", b) for n in layers] for b in intervals
+            }
             bottom = np.zeros(len(layers))
             for label, color in zip(bars, COLORS):
-                panel.bar(layers, value[label], bottom=bottom, color=color, alpha=0.75, label=text_of(label, intervals))
+                panel.bar(
+                    layers,
+                    value[label],
+                    bottom=bottom,
+                    color=color,
+                    alpha=0.75,
+                    label=text_of(label, intervals),
+                )
                 bottom += value[label]
             for label, marker in zip(marks, MARKERS):
                 style = {"markerfacecolor": "white", "markeredgecolor": "black", "markersize": 8}
                 panel.plot(layers, value[label], marker, label=text_of(label, intervals), **style)
             panel.set(
-                title=f"{kind}: {name}", xlabel="block", ylabel="share of tokens", ylim=(-0.03, 1.03), xticks=layers
+                title=f"{kind}: {name}",
+                xlabel="block",
+                ylabel="share of tokens",
+                ylim=(-0.03, 1.03),
+                xticks=layers,
             )
         row[-1].legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.02, 1))
     return figure
@@ -128,9 +165,17 @@ def course(group: Group):
         for index, (kind, name) in enumerate(lines):
             color = COLORS[group.kinds.index(kind) % len(COLORS)]
             style = {"color": color, "linestyle": STYLES[names.index(name) % len(STYLES)]}
-            label = kind if len(names) == 1 else f"{kind} {name.removeprefix(base).strip('_') or 'measured'}"
+            label = (
+                kind
+                if len(names) == 1
+                else f"{kind} {name.removeprefix(base).strip('_') or 'measured'}"
+            )
             line_over_layers(
-                panel, group, kind, name, style | {"marker": MARKERS[index % len(MARKERS)], "label": label}
+                panel,
+                group,
+                kind,
+                name,
+                style | {"marker": MARKERS[index % len(MARKERS)], "label": label},
             )
         panel.set(title=base.replace("_", " "), xlabel="block")
         panel.xaxis.get_major_locator().set_params(integer=True)
@@ -143,12 +188,16 @@ def course(group: Group):
 
 def legend_below(panel) -> None:
     """Where it hides nothing."""
-    panel.legend(fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, frameon=False)
+    panel.legend(
+        fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, frameon=False
+    )
 
 
 def line_over_layers(panel, group: Group, kind: str, name: str, style: dict) -> None:
     """The mean; of one run also between which values 90% of its tokens lie, of several each run's mean, thin."""
-    layers = [layer for layer in layers_of(group, kind) if group.found((layer, kind), "statistics", name)]
+    layers = [
+        layer for layer in layers_of(group, kind) if group.found((layer, kind), "statistics", name)
+    ]
 
     def values(*which):
         return [group.field((layer, kind), name, *which) for layer in layers]
@@ -173,13 +222,23 @@ def edits(group: Group):
         for index, kind in enumerate(group.kinds):
             at = {layer: change for (layer, name), (change, _) in found.items() if name == kind}
             halves = [change.half if np.isfinite(change.half) else 0 for change in at.values()]
-            style = {"color": COLORS[index], "marker": MARKERS[index], "linestyle": "none", "capsize": 3, "label": kind}
+            style = {
+                "color": COLORS[index],
+                "marker": MARKERS[index],
+                "linestyle": "none",
+                "capsize": 3,
+                "label": kind,
+            }
             shift = 0.12 * (2 * index - len(group.kinds) + 1)
-            panel.errorbar([layer + shift for layer in at], [c.mean for c in at.values()], halves, **style)
+            panel.errorbar(
+                [layer + shift for layer in at], [c.mean for c in at.values()], halves, **style
+            )
         every = group.effect(None, "all", edit)
         all_sites = f"\nat all sites: {every.text('+.3f').rpartition(' ')[0]}" if every else ""
         panel.axhline(0, color="black", linewidth=0.8)
-        panel.set(title=f"{edit}{all_sites}", xlabel="block", ylabel="change of loss (nats a token)")
+        panel.set(
+            title=f"{edit}{all_sites}", xlabel="block", ylabel="change of loss (nats a token)"
+        )
         panel.xaxis.get_major_locator().set_params(integer=True)
         panel.grid(alpha=0.3)
         legend_below(panel)
@@ -199,7 +258,9 @@ def details(group: Group):
     layers = list(dict.fromkeys(layer for layer, _ in group.sites))
     shown = {name: means_of(group, name) for name in names}
     vectors = [name for name in names if next(iter(shown[name].values())).ndim == 1]
-    matrices = [name for name in names if name not in vectors and next(iter(shown[name].values())).ndim == 2]
+    matrices = [
+        name for name in names if name not in vectors and next(iter(shown[name].values())).ndim == 2
+    ]
     plt, width = pyplot(), max(len(layers), 2 * len(group.kinds))
     rows = len(vectors) + len(matrices) * len(group.kinds)
     figure = plt.figure(figsize=(min(2.2 * width, 24), 2.6 * rows), layout="constrained")
@@ -209,7 +270,9 @@ def details(group: Group):
         draw_vectors(part, group, name, shown[name])
     pairs = [(name, kind) for name in matrices for kind in group.kinds]
     for part, (name, kind) in zip(parts[len(vectors) :], pairs):
-        draw_matrices(part, name, kind, {n: shown[name][n, kind] for n in layers if (n, kind) in shown[name]})
+        draw_matrices(
+            part, name, kind, {n: shown[name][n, kind] for n in layers if (n, kind) in shown[name]}
+        )
     return figure
 
 
@@ -248,6 +311,8 @@ def draw_matrices(part, name: str, kind: str, means: dict[int, np.ndarray]) -> N
     scale = colours(list(means.values()))
     for panel, (layer, matrix) in zip(panels, means.items()):
         image = panel.imshow(matrix, interpolation="nearest", **scale)
-        panel.set(title=f"block {layer}", xticks=range(matrix.shape[1]), yticks=range(matrix.shape[0]))
+        panel.set(
+            title=f"block {layer}", xticks=range(matrix.shape[1]), yticks=range(matrix.shape[0])
+        )
     part.suptitle(f"{kind}: {name.replace('_', ' ')}", fontsize="medium")
     part.colorbar(image, ax=panels)

@@ -12,13 +12,20 @@ from pathlib import Path
 import numpy as np
 
 from evaluation import tables
-from research import intervals
-from research.intervals import Estimate
-from research.reporting.runs import UNSHOWN
+from research import compare
+from research.compare import Estimate
+from research.runs import UNSHOWN
 
 WORDS = {"worse": "the loss rises", "better": "the loss falls", "undecided": "no difference seen"}
 
-GENERIC = {"write_size", "rank_state", "rank_direction", "cosine_tokens", "cosine_sites", "cosine_embedding"}
+GENERIC = {
+    "write_size",
+    "rank_state",
+    "rank_direction",
+    "cosine_tokens",
+    "cosine_sites",
+    "cosine_embedding",
+}
 
 
 @dataclass(frozen=True)
@@ -40,27 +47,39 @@ class Group:
     @cached_property
     def names(self) -> list[str]:
         """Of all statistics; those of the first sites come first."""
-        return list(dict.fromkeys(name for site in self.rows[0]["sites"] for name in site["statistics"]))
+        return list(
+            dict.fromkeys(name for site in self.rows[0]["sites"] for name in site["statistics"])
+        )
 
     @cached_property
     def intervals(self) -> dict[str, dict[str, tuple[float, float]]]:
         """Of the statistics that have shares: {statistic: {label: (low, high)}}."""
         sites = self.rows[0]["sites"]
-        return {n: each["intervals"] for s in sites for n, each in s["statistics"].items() if "intervals" in each}
+        return {
+            n: each["intervals"]
+            for s in sites
+            for n, each in s["statistics"].items()
+            if "intervals" in each
+        }
 
     def found(self, key: tuple[int, str], part: str, name: str) -> list[dict]:
         """Of each run, what `part`, statistics or details, has of this name at the site; nothing where it lacks it."""
         at = [next(s for s in row["sites"] if (s["layer"], s["site"]) == key) for row in self.rows]
         return [site[part][name] for site in at if name in site[part]]
 
-    def field(self, key: tuple[int, str], name: str, field: str = "mean", inner: str = "") -> float | None:
+    def field(
+        self, key: tuple[int, str], name: str, field: str = "mean", inner: str = ""
+    ) -> float | None:
         """The mean over runs of one number of a statistic at a site, None where it is not there."""
-        values = [each[field][inner] if inner else each[field] for each in self.found(key, "statistics", name)]
+        values = [
+            each[field][inner] if inner else each[field]
+            for each in self.found(key, "statistics", name)
+        ]
         return float(np.mean(values)) if values else None
 
     def over_sites(self, name: str, field: str = "mean", inner: str = "") -> Estimate:
         """The mean over sites of each run, and over runs."""
-        return intervals.interval(self.per_run(name, field, inner))
+        return compare.interval(self.per_run(name, field, inner))
 
     @cached_property
     def edits(self) -> list[str]:
@@ -69,11 +88,16 @@ class Group:
     def effect(self, layer: int | None, site: str, edit: str) -> Estimate | None:
         """The change in loss: over the windows of one run, or the means of several; None where it was not tried."""
         key = {"layer": layer, "site": site, "edit": edit}
-        found = [effect for row in self.rows for effect in row["effects"] if key.items() <= effect.items()]
+        found = [
+            effect
+            for row in self.rows
+            for effect in row["effects"]
+            if key.items() <= effect.items()
+        ]
         if not found:
             return None
         if len(self.rows) > 1:
-            return intervals.interval([effect["difference"] for effect in found])
+            return compare.interval([effect["difference"] for effect in found])
         n = found[0]["windows"]
         error = np.inf if found[0]["standard_error"] is None else found[0]["standard_error"]
         return Estimate(found[0]["difference"], error, n - 1, n)
@@ -89,16 +113,22 @@ class Group:
 
     @property
     def over(self) -> str:
-        return f"{len(self.rows)} seeds" if len(self.rows) > 1 else f"{self.rows[0]['sequences']} sequences"
+        return (
+            f"{len(self.rows)} seeds"
+            if len(self.rows) > 1
+            else f"{self.rows[0]['sequences']} sequences"
+        )
 
     def stored(self) -> dict:
         """Means over sites and runs, and effects, as they go to the JSON file."""
-        means = {name: intervals.summary(self.per_run(name)) for name in self.names}
+        means = {name: compare.summary(self.per_run(name)) for name in self.names}
         effects = []
         for edit in self.edits:
             every = self.effect(None, "all", edit)
             found = {("all", None): every} if every else {}
-            found |= {(site, layer): change for (layer, site), (change, _) in self.verdicts(edit).items()}
+            found |= {
+                (site, layer): change for (layer, site), (change, _) in self.verdicts(edit).items()
+            }
             for (site, layer), change in found.items():
                 half = change.half if np.isfinite(change.half) else None
                 about = {"edit": edit, "layer": layer, "site": site, "difference": change.mean}
@@ -110,7 +140,11 @@ class Group:
         """Means over the sites that have the statistic."""
         runs = []
         for row in self.rows:
-            at = [site["statistics"][name][field] for site in row["sites"] if name in site["statistics"]]
+            at = [
+                site["statistics"][name][field]
+                for site in row["sites"]
+                if name in site["statistics"]
+            ]
             runs.append(float(np.mean([each[inner] for each in at] if inner else at)))
         return runs
 
@@ -118,7 +152,7 @@ class Group:
 def worded(changes: dict) -> dict:
     """{key: (change, its word)} of the changes that there are, corrected for their number (Holm)."""
     changes = {key: change for key, change in changes.items() if change is not None}
-    return dict(zip(changes, zip(changes.values(), intervals.verdicts(list(changes.values())))))
+    return dict(zip(changes, zip(changes.values(), compare.verdicts(list(changes.values())))))
 
 
 def groups(rows: list[dict], subjects: list) -> list[Group]:
@@ -140,7 +174,11 @@ def groups(rows: list[dict], subjects: list) -> list[Group]:
 
 def by_seed(members: list[dict]) -> list[list[dict]]:
     """All together where each has a seed of its own, else each by itself: only seeds are independent."""
-    return [members] if len({row["seed"] for row in members}) == len(members) else [[row] for row in members]
+    return (
+        [members]
+        if len({row["seed"] for row in members}) == len(members)
+        else [[row] for row in members]
+    )
 
 
 def setting_of(subject) -> str:
@@ -149,7 +187,11 @@ def setting_of(subject) -> str:
         return subject.identity
     state = subject.state
     settings = {**state["run_config"], **state["model_config"]}
-    same = {key: value for key, value in settings.items() if key not in UNSHOWN and key not in ("model", "seed")}
+    same = {
+        key: value
+        for key, value in settings.items()
+        if key not in UNSHOWN and key not in ("model", "seed")
+    }
     return json.dumps([state["model"], state["step"], same], sort_keys=True)
 
 
@@ -180,24 +222,34 @@ def apart(group: Group, name: str, form: str = ".3g") -> str:
     """
     if len(group.rows) == 1:
         return ""
-    means = {key: [each["mean"] for each in group.found(key, "statistics", name)] for key in group.sites}
-    most = max((key for key in means if means[key]), key=lambda key: max(means[key]) - min(means[key]))
+    means = {
+        key: [each["mean"] for each in group.found(key, "statistics", name)] for key in group.sites
+    }
+    most = max(
+        (key for key in means if means[key]), key=lambda key: max(means[key]) - min(means[key])
+    )
     return f"{min(means[most]):{form}} to {max(means[most]):{form}} ({place(most)})"
 
 
 def by_site(group: Group, name: str) -> str:
     """In words `extremes` and, of several runs, `apart`."""
     differ = apart(group, name)
-    return f"by site {extremes(group, name)}" + (f", and runs differ by as much as {differ}" if differ else "")
+    return f"by site {extremes(group, name)}" + (
+        f", and runs differ by as much as {differ}" if differ else ""
+    )
 
 
 def about_shares(group: Group) -> list[str]:
     """A sentence for every statistic with shares."""
     sentences = []
     for name, parts in group.intervals.items():
-        shares = [f"{label} {percent(group.over_sites(name, 'shares', label).mean)}" for label in parts]
+        shares = [
+            f"{label} {percent(group.over_sites(name, 'shares', label).mean)}" for label in parts
+        ]
         mean = f"`{name}` is {group.over_sites(name).text()} on average"
-        sentences.append(f"{mean}, {by_site(group, name)}; of tokens and sites: {', '.join(shares)}.")
+        sentences.append(
+            f"{mean}, {by_site(group, name)}; of tokens and sites: {', '.join(shares)}."
+        )
     return sentences
 
 
@@ -231,7 +283,9 @@ def about_edits(group: Group) -> list[str]:
         if found:
             words = [word for _, word in found.values()]
             most = max(found, key=lambda key: abs(found[key][0].mean))
-            counts = ", ".join(f"{text} at {words.count(word)}" for word, text in WORDS.items() if word in words)
+            counts = ", ".join(
+                f"{text} at {words.count(word)}" for word, text in WORDS.items() if word in words
+            )
             largest = f"the largest change is that of {place(most)}, {signed(found[most][0])}"
             parts.append(f"at one of {len(words)} sites at a time {counts}; {largest}")
         sentences.append(f"`{edit}`: {'; '.join(parts)}.")
@@ -260,15 +314,29 @@ def about_directions(group: Group) -> list[str]:
 
 def about_columns(group: Group) -> list[str]:
     """Of states with columns: how alike they are, and how they are read."""
-    parts, matrices = [], {"column_cosine": "the state's columns", "kernel_cosine": "the kernels that read them"}
+    parts, matrices = (
+        [],
+        {"column_cosine": "the state's columns", "kernel_cosine": "the kernels that read them"},
+    )
     for name, what in matrices.items():
-        found = [np.array(each["mean"]) for key in group.sites for each in group.found(key, "details", name)]
+        found = [
+            np.array(each["mean"])
+            for key in group.sites
+            for each in group.found(key, "details", name)
+        ]
         if found:
             others = np.mean([matrix[~np.eye(len(matrix), dtype=bool)].mean() for matrix in found])
             parts.append(f"{what} have a mean cosine of {others:+.2f}")
-    shares = [np.array(each["mean"]) for key in group.sites for each in group.found(key, "details", "column_share")]
+    shares = [
+        np.array(each["mean"])
+        for key in group.sites
+        for each in group.found(key, "details", "column_share")
+    ]
     if shares:
-        most, least = np.mean([share.max() for share in shares]), np.mean([share.min() for share in shares])
+        most, least = (
+            np.mean([share.max() for share in shares]),
+            np.mean([share.min() for share in shares]),
+        )
         parts.append(
             f"the column that is read most gives {percent(most)} of the read at a site, the least {percent(least)}"
         )
@@ -279,14 +347,20 @@ def sentences(group: Group) -> list[str]:
     parts = about_shares, about_writes, about_edits, about_directions, about_columns
     found = [sentence for part in parts for sentence in part(group)]
     if not set(group.names) - GENERIC:
-        found.insert(0, "Its writes and reads name no statistics of their own: what follows every stream has.")
+        found.insert(
+            0,
+            "Its writes and reads name no statistics of their own: what follows every stream has.",
+        )
     return found
 
 
 def table_of_statistics(group: Group) -> str:
     """Of several runs the last column says how far they are apart at the site where they are farthest."""
     header = ["statistic", "mean over sites (runs)", "lowest to highest site"]
-    rows = [[name, group.over_sites(name).text(".4g"), extremes(group, name, ".4g")] for name in group.names]
+    rows = [
+        [name, group.over_sites(name).text(".4g"), extremes(group, name, ".4g")]
+        for name in group.names
+    ]
     if len(group.rows) > 1:
         header.append("lowest to highest run, at the site where runs differ most")
         rows = [[*row, apart(group, row[0], ".4g")] for row in rows]
@@ -317,7 +391,9 @@ def markdown(groups: list[Group], drawn: list[Path]) -> str:
     for group in groups:
         parts.append(f"## {group.label}\n")
         runs, first = "; ".join(row["label"] for row in group.rows), group.rows[0]
-        parts.append(f"{runs}; {first['sequences']} validation sequences, {first['tokens']:,} tokens.\n")
+        parts.append(
+            f"{runs}; {first['sequences']} validation sequences, {first['tokens']:,} tokens.\n"
+        )
         parts += [f"- {sentence}" for sentence in sentences(group)]
         parts.append("\n" + table_of_statistics(group) + "\n")
         if group.edits:

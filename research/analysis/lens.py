@@ -17,7 +17,7 @@ from evaluation.subjects import open_corpus_of
 from model.block import Stream
 from model.layers import at_least_fp32
 from research.analysis import common, texts
-from research.reporting.style import line, numbers, pyplot
+from research.plots import look, look_numbers, pyplot
 from training import distributed
 from training.provenance import provenance, store
 
@@ -45,7 +45,10 @@ class Lens(Stream):
 
 def depths_of(model) -> list[str]:
     """Names of the depths: the embedding, and each site."""
-    return ["embedding", *(f"{site.layer} {site.name}" for block in model.transformer.h for site in block.sites)]
+    return [
+        "embedding",
+        *(f"{site.layer} {site.name}" for block in model.transformer.h for site in block.sites),
+    ]
 
 
 @torch.no_grad()
@@ -81,11 +84,15 @@ def measure(model, batches, windows: list[int], rows: int, progress=None) -> dic
     names, count = ("loss", "kl", "agrees", "right", "overwritten", "settles"), 0
     depths = len(depths_of(model))
     sums = {name: torch.zeros(depths, dtype=torch.float64) for name in names}
-    for ids, targets in common.in_batches(batches, windows, rows, common.device_of(model), progress):
+    for ids, targets in common.in_batches(
+        batches, windows, rows, common.device_of(model), progress
+    ):
         found = by_token(model, ids, targets)
         top = found["top"]
         found |= {"agrees": top == top[-1], "right": top == targets}
-        found["overwritten"] = torch.cat([torch.zeros_like(top[:1], dtype=torch.bool), top[1:] != top[:-1]])
+        found["overwritten"] = torch.cat(
+            [torch.zeros_like(top[:1], dtype=torch.bool), top[1:] != top[:-1]]
+        )
         found["settles"] = F.one_hot(settled(top), depths).movedim(-1, 0)
         for name in names:
             sums[name] += found[name].double().sum((1, 2)).cpu()
@@ -139,12 +146,31 @@ def name(encoding, token: int) -> str:
 
 
 def markdown(rows: list[dict]) -> str:
-    header = ("run", "depth", "loss (nats)", "KL to the end", "agrees", "right", "overwritten", "settles")
+    header = (
+        "run",
+        "depth",
+        "loss (nats)",
+        "KL to the end",
+        "agrees",
+        "right",
+        "overwritten",
+        "settles",
+    )
     cells = []
     for row in rows:
         for depth, label in enumerate(row["depths"]):
-            shares = [f"{row[key][depth]:.1%}" for key in ("agrees", "right", "overwritten", "settles")]
-            cells.append([row["label"], label, f"{row['loss'][depth]:.3f}", f"{row['kl'][depth]:.3f}", *shares])
+            shares = [
+                f"{row[key][depth]:.1%}" for key in ("agrees", "right", "overwritten", "settles")
+            ]
+            cells.append(
+                [
+                    row["label"],
+                    label,
+                    f"{row['loss'][depth]:.3f}",
+                    f"{row['kl'][depth]:.3f}",
+                    *shares,
+                ]
+            )
     return tables.markdown(header, cells)
 
 
@@ -162,11 +188,11 @@ def draw(rows: list[dict], out: Path) -> None:
     plt = pyplot()
     figure, axes = plt.subplots(2, 3, figsize=(14, 8), layout="constrained")
     for panel, (key, label, scale) in zip(axes.flat, PANELS):
-        for number, row in zip(numbers([row["model"] for row in rows]), rows):
+        for number, row in zip(look_numbers([row["model"] for row in rows]), rows):
             values = np.cumsum(row["settles"]) if key == "settled" else row[key]
             first = 1 if key == "overwritten" else 0
-            look = {"marker": "o", "markersize": 3, "label": row["label"], **line(number)}
-            panel.plot(range(first, len(values)), values[first:], **look)
+            style = {"marker": "o", "markersize": 3, "label": row["label"], **look(number)}
+            panel.plot(range(first, len(values)), values[first:], **style)
         panel.set(xlabel="depth (sites; 0: embedding)", ylabel=label, yscale=scale)
         panel.xaxis.get_major_locator().set_params(integer=True)
         if scale != "log":
@@ -182,10 +208,17 @@ def draw(rows: list[dict], out: Path) -> None:
 def measure_run(subject, args, device) -> dict:
     """The row of a run, with the table of --text."""
     model, encoding, stem = subject.load(device)
-    table = table_of(model, encoding, texts.ids_of(args.text, model, encoding)) if args.text is not None else None
+    table = (
+        table_of(model, encoding, texts.ids_of(args.text, model, encoding))
+        if args.text is not None
+        else None
+    )
     batches = common.validation_batches(model, open_corpus_of(subject, args.dataset or ""))
     windows = common.whole_windows(batches, args.windows)
-    row = common.about(subject, model, stem) | {"depths": depths_of(model), "sequences": len(windows)}
+    row = common.about(subject, model, stem) | {
+        "depths": depths_of(model),
+        "sequences": len(windows),
+    }
     row |= measure(model, batches, windows, args.rows, common.Progress(subject.label, len(windows)))
     return row | ({"table": table} if table else {})
 

@@ -45,7 +45,9 @@ def details_of_columns(read, state) -> dict:
     if weights.shape[1] == 1:
         return {}
     columns = range(weights.shape[1])
-    parts = torch.stack([read_columns(state[:, :, j, None], weights[:, j, None]) for j in columns], dim=2)
+    parts = torch.stack(
+        [read_columns(state[:, :, j, None], weights[:, j, None]) for j in columns], dim=2
+    )
     sizes = torch.linalg.vector_norm(parts, dim=-1)
     share = sizes / sizes.sum(-1, keepdim=True).clamp_min(torch.finfo(sizes.dtype).tiny)
     kernels = weights.transpose(0, 1).flatten(1)  # (v, K d)
@@ -104,7 +106,9 @@ def shortcut_of_mix_and_add(write, state, h, taken, c) -> Mix:
 
 def edits_of_mgt(part) -> dict:
     edits = {"gate=1": {"gate": 1.0}} if part.config.has_gate else {}
-    return edits | ({"beta=1": {"beta": 1.0}, "alpha=0": {"alpha": 0.0}} if part.config.has_beta else {})
+    return edits | (
+        {"beta=1": {"beta": 1.0}, "alpha=0": {"alpha": 0.0}} if part.config.has_beta else {}
+    )
 
 
 def details_of_mgt(part, state, h, x_in, c, written) -> dict:
@@ -114,7 +118,11 @@ def details_of_mgt(part, state, h, x_in, c, written) -> dict:
 
 def shortcut_of_mgt(write, state, h, x_in, c) -> Diagonal:
     """1 - beta alpha of every feature."""
-    return Diagonal(1 - write.gates(state)[1] * write.alpha) if write.config.has_beta else identity(state)
+    return (
+        Diagonal(1 - write.gates(state)[1] * write.alpha)
+        if write.config.has_beta
+        else identity(state)
+    )
 
 
 def edits_of_delta_rewrite(part) -> dict:
@@ -126,14 +134,19 @@ def details_of_delta_rewrite(part, state, h, x_in, c, written) -> dict:
     """Of each token: the norms of what is erased, beta k k^T X, and written, beta k t^T, over that of X (B, T); the
     discrepancy's ratio, after to before, and |1 - beta|, which it should be (B, T); the value t (B, T, v)."""
     khat, value = part.along(state, h, x_in, c), part.write_value(h, x_in, c)
-    said, norm = part.statistics(state, h, x_in, c, written), partial(torch.linalg.vector_norm, dim=-1)
+    said, norm = (
+        part.statistics(state, h, x_in, c, written),
+        partial(torch.linalg.vector_norm, dim=-1),
+    )
     beta = part.config.branch_mult * said["beta"]
     step = beta * norm(khat) / math.sqrt(khat.shape[-1]) / norm(state.flatten(2).to(khat.dtype))
     found = {"written": step * norm(value), "value": value}
     if part.config.ddl_update == "delta":
         found |= {"erased": step * norm(read_along(state, khat))}
         tiny = torch.finfo(khat.dtype).tiny
-        found |= {"contraction": said["discrepancy_after"] / said["discrepancy_before"].clamp_min(tiny)}
+        found |= {
+            "contraction": said["discrepancy_after"] / said["discrepancy_before"].clamp_min(tiny)
+        }
         found |= {"contraction_expected": (1 - beta).abs()}
     return found
 
@@ -149,10 +162,16 @@ def shortcut_of_delta_rewrite(write, state, h, x_in, c) -> LowRank | Diagonal:
 
 EDITS = {
     "model.residual.DeltaRewrite": edits_of_delta_rewrite,
-    "model.hyper_connections.Connection": lambda part: {"mix=I": {"mixes": False}, "write=1": {"weighs": False}},
+    "model.hyper_connections.Connection": lambda part: {
+        "mix=I": {"mixes": False},
+        "write=1": {"weighs": False},
+    },
     "model.attention_residuals.DepthAttention": edits_of_depth_attention,
     "model.mgt.MGTWrite": edits_of_mgt,
-    "model.ReZero-gpt-mha-rope.ScaledAdd": lambda part: {"a=0": {"scale": 0.0}, "a=1": {"scale": 1.0}},
+    "model.ReZero-gpt-mha-rope.ScaledAdd": lambda part: {
+        "a=0": {"scale": 0.0},
+        "a=1": {"scale": 1.0},
+    },
     "model.DenseFormer-gpt-mha-rope.DepthAverage": lambda part: {"A=I": {"averages": False}},
     "model.LAuReL-gpt-mha-rope.LAuReLWrite": edits_of_laurel,
     "model.wide-gpt-mha-rope.WideAdd": lambda part: {"w=1": {"alike": True}},

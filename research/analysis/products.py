@@ -48,7 +48,9 @@ def spectra(maps: list) -> Spectra:
     kinds = {type(each) for each in maps}
     if len(kinds) > 1:
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
-        raise ValueError(f"its sites' shortcuts are of several kinds ({names}): there is no product of those")
+        raise ValueError(
+            f"its sites' shortcuts are of several kinds ({names}): there is no product of those"
+        )
     if not all(part.isfinite().all() for each in maps for part in vars(each).values()):
         raise ValueError("a shortcut is not finite: the model has diverged")
     if kinds == {Diagonal}:
@@ -84,7 +86,9 @@ def of_matrices(maps: list) -> Spectra:
         product = matrix if product is None else matrix @ product
         size = product.shape[-1]
         change = product - torch.eye(size, dtype=product.dtype)
-        rows.append(row_of(torch.linalg.svdvals(product), torch.linalg.svdvals(change), matrix, size))
+        rows.append(
+            row_of(torch.linalg.svdvals(product), torch.linalg.svdvals(change), matrix, size)
+        )
     return assembled(size, torch.linalg.eigvals(product), rows)
 
 

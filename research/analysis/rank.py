@@ -18,7 +18,7 @@ from evaluation import tables
 from evaluation.subjects import open_corpus_of
 from model.block import Stream, past
 from research.analysis import common
-from research.reporting.style import line, numbers, pyplot
+from research.plots import look, look_numbers, pyplot
 from training import distributed
 from training.provenance import provenance, store
 
@@ -82,12 +82,24 @@ class Sums:
         own = torch.is_tensor(states[0]) and states[0].ndim == 3
         self.of = "state" if own else "read"
         hidden = [state if own else read for state, read in zip(states, reads)]
-        rows = {name: [] for name in ("rank_state", "rank_read", "rank_difference", "squares", "count", "gradient")}
+        rows = {
+            name: []
+            for name in (
+                "rank_state",
+                "rank_read",
+                "rank_difference",
+                "squares",
+                "count",
+                "gradient",
+            )
+        }
         for depth, (state, read) in enumerate(zip(states, reads)):
             flat = side_by_side(state)
             rows["rank_state"].append(effective_rank(flat).sum().item())
             same = read is state
-            rows["rank_read"].append(rows["rank_state"][-1] if same else effective_rank(read).sum().item())
+            rows["rank_read"].append(
+                rows["rank_state"][-1] if same else effective_rank(read).sum().item()
+            )
             change = hidden[depth] - hidden[depth - 1] if depth else torch.zeros_like(hidden[0])
             rows["rank_difference"].append(effective_rank(change).sum().item())
             rows["squares"].append(flat.double().square().sum().item())
@@ -100,13 +112,24 @@ class Sums:
 
     def result(self) -> dict:
         states, reads, differences, squares, count, gradient = self.numbers
-        found = {"rank_of": self.of, "rank_state": states / self.sequences, "rank_read": reads / self.sequences}
-        found |= {"rank_difference": differences[1:] / self.sequences, "state_rms": np.sqrt(squares / count)}
+        found = {
+            "rank_of": self.of,
+            "rank_state": states / self.sequences,
+            "rank_read": reads / self.sequences,
+        }
+        found |= {
+            "rank_difference": differences[1:] / self.sequences,
+            "state_rms": np.sqrt(squares / count),
+        }
         found["gradient_state"] = np.sqrt(gradient)
-        return {key: value if isinstance(value, str) else value.tolist() for key, value in found.items()}
+        return {
+            key: value if isinstance(value, str) else value.tolist() for key, value in found.items()
+        }
 
 
-def measure(model, batches: ValidationBatches, windows: list[int], rows: int, device, progress=None) -> dict:
+def measure(
+    model, batches: ValidationBatches, windows: list[int], rows: int, device, progress=None
+) -> dict:
     """By depth, over the windows, which are whole: rank_state, rank_read, rank_difference (of the change that each
     block makes), state_rms, and the norms of the gradient of the mean loss with respect to the state (gradient_state)
     and to the parameters of each block (gradient_parameters). progress(done) is told of every batch.
@@ -122,13 +145,17 @@ def measure(model, batches: ValidationBatches, windows: list[int], rows: int, de
         (loss * (len(ids) / len(windows))).backward()
         with torch.no_grad():
             sums.add(recorder)
-    found = sums.result() | {"gradient_parameters": [norm_of_gradient(block) for block in model.transformer.h]}
+    found = sums.result() | {
+        "gradient_parameters": [norm_of_gradient(block) for block in model.transformer.h]
+    }
     model.zero_grad(set_to_none=True)
     return found | summary_of(found)
 
 
 def norm_of_gradient(module) -> float:
-    squares = [p.grad.double().square().sum().item() for p in module.parameters() if p.grad is not None]
+    squares = [
+        p.grad.double().square().sum().item() for p in module.parameters() if p.grad is not None
+    ]
     return float(np.sqrt(sum(squares)))
 
 
@@ -148,7 +175,10 @@ def over_validation(model, corpus, count: int, rows: int, label: str) -> dict:
     batches = common.validation_batches(model, corpus)
     windows = common.whole_windows(batches, count)
     progress = common.Progress(label, len(windows))
-    return {"sequences": len(windows), **measure(model, batches, windows, rows, common.device_of(model), progress)}
+    return {
+        "sequences": len(windows),
+        **measure(model, batches, windows, rows, common.device_of(model), progress),
+    }
 
 
 def measure_run(subject, dataset: str, count: int, rows: int, device) -> dict:
@@ -156,7 +186,9 @@ def measure_run(subject, dataset: str, count: int, rows: int, device) -> dict:
     is not there, or has other tokens."""
     corpus = open_corpus_of(subject, dataset)
     model, _, stem = subject.load(device)
-    return common.about(subject, model, stem) | over_validation(model, corpus, count, rows, subject.label)
+    return common.about(subject, model, stem) | over_validation(
+        model, corpus, count, rows, subject.label
+    )
 
 
 def markdown(rows: list[dict]) -> str:
@@ -165,7 +197,15 @@ def markdown(rows: list[dict]) -> str:
     for row in rows:
         figures = [row["rank"][0], row["rank"][-1], row["preservation"], row["slope"]]
         shown = [None if x is None else f"{x:.3f}" for x in figures[:3]]
-        cells.append([row["label"], row["layers"], row["rank_of"], *shown, figures[3] and f"{figures[3]:+.4f}"])
+        cells.append(
+            [
+                row["label"],
+                row["layers"],
+                row["rank_of"],
+                *shown,
+                figures[3] and f"{figures[3]:+.4f}",
+            ]
+        )
     return tables.markdown(header, cells)
 
 
@@ -183,10 +223,10 @@ def draw(rows: list[dict], out: Path) -> None:
     plt = pyplot()
     figure, axes = plt.subplots(2, 3, figsize=(14, 8), layout="constrained")
     for panel, (key, label, scale) in zip(axes.flat, PANELS):
-        for number, row in zip(numbers([row["model"] for row in rows]), rows):
+        for number, row in zip(look_numbers([row["model"] for row in rows]), rows):
             values = row[key]
             depths = range(row["layers"] + 1 - len(values), row["layers"] + 1)
-            panel.plot(depths, values, label=row["label"], **line(number))
+            panel.plot(depths, values, label=row["label"], **look(number))
         panel.set(xlabel="depth (blocks)", ylabel=label, yscale=scale)
         panel.xaxis.get_major_locator().set_params(integer=True)
         panel.grid(alpha=0.3)

@@ -19,7 +19,7 @@ from research.analysis import common
 from research.analysis.parts import SHORTCUTS, entry
 from research.analysis.products import Spectra, spectra
 from research.analysis.shortcut import Diagonal, LowRank, Mix
-from research.reporting.style import COLORS, pyplot
+from research.plots import COLORS, pyplot
 from training import distributed
 from training.provenance import provenance, store
 
@@ -36,7 +36,9 @@ def undeclared(model) -> str | None:
     """Which part of the model says no linear shortcut, as the end of a message; None: all do."""
     for site in sites_of(model):
         if entry(SHORTCUTS, site.write) is None:
-            return f"{type(site.write).__name__} has no linear shortcut (research/analysis/parts.py)"
+            return (
+                f"{type(site.write).__name__} has no linear shortcut (research/analysis/parts.py)"
+            )
         if site.after is not None:
             return f"{type(site.after).__name__} after its writes has no linear shortcut"
     return None
@@ -91,7 +93,10 @@ def joined(parts: list[Spectra], name: str) -> np.ndarray:
 
 
 def summary_of(parts: list[Spectra], kind: type) -> dict:
-    by_site = {name: joined(parts, name) for name in ("largest", "smallest", "untouched", "energy", "reflections")}
+    by_site = {
+        name: joined(parts, name)
+        for name in ("largest", "smallest", "untouched", "energy", "reflections")
+    }
     with np.errstate(divide="ignore"):
         by_site["condition"] = by_site["largest"] / by_site["smallest"]
     by_site["log10_det"] = joined(parts, "log_det") / math.log(10)
@@ -112,9 +117,13 @@ def summary_of(parts: list[Spectra], kind: type) -> dict:
 def over_tokens(values: np.ndarray) -> dict:
     """(S, N) -> by site the mean and quantiles over tokens; None where it is not finite."""
     found = {"mean": values.mean(1)} | {
-        name: np.quantile(values, share, axis=1, method="lower") for name, share in QUANTILES.items()
+        name: np.quantile(values, share, axis=1, method="lower")
+        for name, share in QUANTILES.items()
     }
-    return {name: [x if math.isfinite(x) else None for x in each.tolist()] for name, each in found.items()}
+    return {
+        name: [x if math.isfinite(x) else None for x in each.tolist()]
+        for name, each in found.items()
+    }
 
 
 def shares_of(eigenvalues: np.ndarray) -> dict:
@@ -134,7 +143,9 @@ def density(eigenvalues: np.ndarray) -> dict:
     """Counts of eigenvalues in squares of the complex plane, [imaginary][real], from -limit to limit along each."""
     limit = max(1.25, 1.05 * float(np.abs(eigenvalues).max()))
     edges = np.linspace(-limit, limit, BINS + 1)
-    counts, _, _ = np.histogram2d(eigenvalues.imag.ravel(), eigenvalues.real.ravel(), bins=(edges, edges))
+    counts, _, _ = np.histogram2d(
+        eigenvalues.imag.ravel(), eigenvalues.real.ravel(), bins=(edges, edges)
+    )
     return {"limit": limit, "counts": counts.astype(int).tolist()}
 
 
@@ -155,13 +166,18 @@ def gains(maps: list[Mix]) -> dict:
 
 def sentences(row: dict) -> list[str]:
     """What the figures of a row say, in words."""
-    sites, last = len(row["sites"]), {name: each["median"][-1] for name, each in row["by_site"].items()}
+    sites, last = (
+        len(row["sites"]),
+        {name: each["median"][-1] for name, each in row["by_site"].items()},
+    )
     low, high = (row["by_site"]["reflections_so_far"][name][-1] for name in ("5%", "95%"))
     what = {LowRank: f"{row['size']} features", Diagonal: f"{row['size']} features, each by itself"}
     what[Mix] = f"{row['size']} streams"
     of = next(text for kind, text in what.items() if kind.__name__ == row["kind"])
     tokens = "the same for every token" if row["tokens"] == 1 else f"of {row['tokens']:,} tokens"
-    said = [f"The shortcut through {sites} sites is a linear map of {of}, {tokens}; below: medians over tokens."]
+    said = [
+        f"The shortcut through {sites} sites is a linear map of {of}, {tokens}; below: medians over tokens."
+    ]
     if row["by_site"]["untouched"]["5%"][-1] == 1:
         return [*said, "It is the identity: what was written stays as it was."]
     said.append(
@@ -197,17 +213,39 @@ def figure(value: float | None) -> str:
 
 
 def power(exponent: float | None) -> str:
-    return "0" if exponent is None else f"{10**exponent:.3g}" if abs(exponent) < 3 else f"10^{exponent:.1f}"
+    return (
+        "0"
+        if exponent is None
+        else f"{10**exponent:.3g}"
+        if abs(exponent) < 3
+        else f"10^{exponent:.1f}"
+    )
 
 
 def markdown(rows: list[dict]) -> str:
-    header = ("run", "sites", "reflections", "|det|", "largest", "smallest", "condition", "untouched", "energy")
+    header = (
+        "run",
+        "sites",
+        "reflections",
+        "|det|",
+        "largest",
+        "smallest",
+        "condition",
+        "untouched",
+        "energy",
+    )
     cells = []
     for row in rows:
         last = {name: each["median"][-1] for name, each in row["by_site"].items()}
         figures = [figure(last[name]) for name in header[4:]]
         cells.append(
-            [row["label"], len(row["sites"]), f"{last['reflections_so_far']:.0f}", power(last["log10_det"]), *figures]
+            [
+                row["label"],
+                len(row["sites"]),
+                f"{last['reflections_so_far']:.0f}",
+                power(last["log10_det"]),
+                *figures,
+            ]
         )
     return tables.markdown(header, cells)
 
@@ -223,7 +261,9 @@ def draw(rows: list[dict], out: Path) -> None:
     """A row of panels for each run: eigenvalues, then quantities of the products up to each site; alike for all."""
     plt = pyplot()
     size = (16, 3.6 * len(rows))
-    figure, axes = plt.subplots(len(rows), 4, figsize=size, layout="constrained", squeeze=False, sharey="col")
+    figure, axes = plt.subplots(
+        len(rows), 4, figsize=size, layout="constrained", squeeze=False, sharey="col"
+    )
     densities = [np.ma.masked_equal(row["density"]["counts"], 0) / row["tokens"] for row in rows]
     lowest, highest = min(each.min() for each in densities), max(each.max() for each in densities)
     for row, each, panels in zip(rows, densities, axes):
@@ -252,8 +292,23 @@ def draw_course(panel, row: dict, name: str, label: str, scale: str) -> None:
     """Over sites: the median over tokens, and between which values nine tenths of them are; gaps where infinite."""
     sites = np.arange(1, len(row["sites"]) + 1)
     values = {key: np.array(row["by_site"][name][key], dtype=float) for key in QUANTILES}
-    panel.fill_between(sites, values["5%"], values["95%"], color=COLORS[0], alpha=0.25, linewidth=0, label="5% to 95%")
-    panel.plot(sites, values["median"], color=COLORS[0], marker="o", markersize=3, label="median over tokens")
+    panel.fill_between(
+        sites,
+        values["5%"],
+        values["95%"],
+        color=COLORS[0],
+        alpha=0.25,
+        linewidth=0,
+        label="5% to 95%",
+    )
+    panel.plot(
+        sites,
+        values["median"],
+        color=COLORS[0],
+        marker="o",
+        markersize=3,
+        label="median over tokens",
+    )
     panel.set(xlabel="sites so far", ylabel=label, yscale=scale)
     for axis in (panel.xaxis, *([panel.yaxis] if name == "reflections_so_far" else [])):
         axis.get_major_locator().set_params(integer=True)
@@ -266,8 +321,14 @@ def measure_run(subject, args, device) -> dict:
     batches = common.validation_batches(model, open_corpus_of(subject, args.dataset or ""))
     windows = common.whole_windows(batches, args.windows)
     progress = common.Progress(subject.label, len(windows))
-    row = common.about(subject, model, stem) | {"sites": [f"{site.layer} {site.name}" for site in sites_of(model)]}
-    return row | {"sequences": len(windows)} | measure(model, batches, windows, args.rows, args.tokens, progress)
+    row = common.about(subject, model, stem) | {
+        "sites": [f"{site.layer} {site.name}" for site in sites_of(model)]
+    }
+    return (
+        row
+        | {"sequences": len(windows)}
+        | measure(model, batches, windows, args.rows, args.tokens, progress)
+    )
 
 
 def run(args) -> None:

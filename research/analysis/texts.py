@@ -17,7 +17,9 @@ def ids_of(argument: str, model, encoding) -> torch.Tensor:
         raise ValueError("--text is empty: give a text, FILE:path, or - for standard input")
     ids, longest = encode_prompt(encoding, text), model.config.block_size
     if len(ids) > longest:
-        raise ValueError(f"the text has {len(ids)} tokens: give at most block_size={longest}, end-of-text included")
+        raise ValueError(
+            f"the text has {len(ids)} tokens: give at most block_size={longest}, end-of-text included"
+        )
     return torch.tensor([ids], device=model.transformer.wte.weight.device)
 
 
@@ -33,5 +35,7 @@ def visible(label: str, most: int = 12) -> str:
     """A token in a table's cell: white space that is seen, at most `most` characters."""
     for space, sign in {"\n": "⏎", "\r": "␍", "\t": "⇥", " ": "·", "|": "\\|"}.items():
         label = label.replace(space, sign)
-    label = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in label)  # some of them end a line
+    label = "".join(
+        c if c.isprintable() else f"\\x{ord(c):02x}" for c in label
+    )  # some of them end a line
     return label if len(label) <= most else f"{label[: most - 1]}…"

@@ -11,7 +11,13 @@ class Contender:
     """
 
     def __init__(self, name, model, batch, device, dtype, compiled, partner=None):
-        self.name, self.batch, self.device, self.dtype, self.compiled = name, batch, device, dtype, compiled
+        self.name, self.batch, self.device, self.dtype, self.compiled = (
+            name,
+            batch,
+            device,
+            dtype,
+            compiled,
+        )
         self.model = partner.model if partner else model.to(device)
         self.adamw = partner.adamw if partner else adamw_of(self.model)
         self.call = torch.compile(self.model, fullgraph=True) if compiled else self.model
@@ -31,7 +37,9 @@ class Contender:
 
 
 def adamw_of(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    return torch.optim.AdamW(
+        model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
 
 
 def saved_bytes(contender: Contender) -> int:
@@ -72,6 +80,16 @@ def memory(contender: Contender, tokens: int) -> dict:
     if contender.device.type != "cuda":
         return {"activation_bytes_per_token": saved_bytes(contender) / tokens}
     activations = peak_bytes(contender)
-    state = (t for values in contender.adamw.state.values() for t in values.values() if torch.is_tensor(t))
-    resident = sum(t.nbytes for t in state) + 2 * sum(p.nbytes for p in contender.model.parameters())
-    return {"activation_bytes_per_token": activations / tokens, "peak_memory_bytes": activations + resident}
+    state = (
+        t
+        for values in contender.adamw.state.values()
+        for t in values.values()
+        if torch.is_tensor(t)
+    )
+    resident = sum(t.nbytes for t in state) + 2 * sum(
+        p.nbytes for p in contender.model.parameters()
+    )
+    return {
+        "activation_bytes_per_token": activations / tokens,
+        "peak_memory_bytes": activations + resident,
+    }

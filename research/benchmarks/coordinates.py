@@ -25,7 +25,7 @@ from evaluation import tables
 from model import STEMS, build, model_class
 from model.block import Stream
 from research.benchmarks.figures import MODEL, Figures
-from research.reporting.style import pyplot
+from research.plots import pyplot
 from training import optimizer
 from training.provenance import digest
 
@@ -41,9 +41,13 @@ PROBES, PROBE_RATE = 3, 1e-4  # steps whose contributions are measured
 PROBE_TOKENS = 2  # of which the last alone has a loss: how alike tokens are depends on width
 LOSS_SCALE = 1e4  # leaves Adam's step as it is, but for its eps, which gradients of wide models would come near
 VOCABULARY = 64
-NOTHING = 1e-8  # what is smaller is rounding: nothing has been measured, which does not count as level
+NOTHING = (
+    1e-8  # what is smaller is rounding: nothing has been measured, which does not count as level
+)
 SMALLEST = 1e-30  # has a logarithm where 0 has none
-LEVEL_START = {"conv_init": "identity"}  # where a stream has the key: "normal" starts c at 1/sqrt(d)
+LEVEL_START = {
+    "conv_init": "identity"
+}  # where a stream has the key: "normal" starts c at 1/sqrt(d)
 # Layers between a fixed number of features and d are not so before they are the narrower ones.
 NARROW = {"ddl_k_hidden_size": 64, "ddl_beta_hidden_size": 64}
 CONTRAST = ("gpt-mha-rope", "DDL-gpt-mha-rope-CC")  # shown without muP as well
@@ -51,7 +55,17 @@ CONTRAST = ("gpt-mha-rope", "DDL-gpt-mha-rope-CC")  # shown without muP as well
 MATRICES, NORMS = ("linear", "matmul"), ("rms_norm",)
 # Functions that a contribution is followed through: after a sum or a scaling it is what the layer puts out.
 SUMS = {"add", "radd", "sub", "neg", "mul", "rmul", "div", "truediv", "sum", "mean"}
-MOVES = {"to", "float", "flatten", "unflatten", "reshape", "view", "unsqueeze", "squeeze", "transpose"}
+MOVES = {
+    "to",
+    "float",
+    "flatten",
+    "unflatten",
+    "reshape",
+    "view",
+    "unsqueeze",
+    "squeeze",
+    "transpose",
+}
 MOVES |= {"cat", "getitem", "new_zeros"}
 
 
@@ -102,7 +116,9 @@ class Contributions(TorchFunctionMode):
             self.follow(call, out, known)
         return out
 
-    def again(self, call, replaced: list[Twin], name: str | None, scale: float = 1.0) -> list[torch.Tensor]:
+    def again(
+        self, call, replaced: list[Twin], name: str | None, scale: float = 1.0
+    ) -> list[torch.Tensor]:
         """The call's floating-point results with the parameter `name` as before, and data times `scale`."""
         old = {id(twin.tensor): twin.before.get(name, twin.tensor) for twin in replaced}
 
@@ -120,9 +136,13 @@ class Contributions(TorchFunctionMode):
         units = {name: max(twin.units.get(name, 0.0) for twin in weights) for name in before}
         if name_of(call) in ("mul", "rmul"):
             for name in units:
-                units[name] *= math.prod(root_mean_square(t.tensor) for t in weights if name not in t.before)
+                units[name] *= math.prod(
+                    root_mean_square(t.tensor) for t in weights if name not in t.before
+                )
         for index, tensor in enumerate(floats(out)):
-            self.twins[id(tensor)] = Twin(tensor, {name: each[index] for name, each in before.items()}, units)
+            self.twins[id(tensor)] = Twin(
+                tensor, {name: each[index] for name, each in before.items()}, units
+            )
 
     def meet(self, call, out, weights: list[Twin]) -> None:
         """Parameters meet data."""
@@ -136,10 +156,18 @@ class Contributions(TorchFunctionMode):
                 [before[name]] = self.again(call, weights, name)
                 size = root_mean_square(last(out - before[name]))
                 if data and size:
-                    doubled = self.again(call, weights, None, 2.0)[0] - self.again(call, weights, name, 2.0)[0]
+                    doubled = (
+                        self.again(call, weights, None, 2.0)[0]
+                        - self.again(call, weights, name, 2.0)[0]
+                    )
                     degree = round(math.log2(max(root_mean_square(last(doubled)) / size, 1)))
                     unit *= root_mean_square(torch.cat([last(x).flatten() for x in data])) ** degree
-                found[name] = {"name": name, "meets": name_of(call), "unit": unit, "size": size / unit}
+                found[name] = {
+                    "name": name,
+                    "meets": name_of(call),
+                    "unit": unit,
+                    "size": size / unit,
+                }
                 units[name] = unit
         self.found.extend(found.values())
         self.twins[id(out)] = Twin(out, before, units, found)
@@ -185,7 +213,9 @@ class Coordinates(Stream):
     def write(self, site, state, h, c, x_in, cache):
         self.seen.append({"h": h, "c": c})
         if hasattr(site.write, "direction"):
-            self.seen[-1]["k"] = site.write.direction(site.write.direction_source(state, h, x_in, c))
+            self.seen[-1]["k"] = site.write.direction(
+                site.write.direction_source(state, h, x_in, c)
+            )
         else:
             self.seen[-1]["x_in"] = x_in[0] if isinstance(x_in, tuple) else x_in
         return super().write(site, state, h, c, x_in, cache)
@@ -207,9 +237,18 @@ def step(model, optimizers, rate: float, ids, targets) -> None:
 
 
 def made(stem: str, keys: dict, width: int, start: dict):
-    shape = {"num_hidden_layers": 2, "num_attention_heads": width // 32, "head_dim": 32, "hidden_size": width}
+    shape = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": width // 32,
+        "head_dim": 32,
+        "hidden_size": width,
+    }
     shape |= {"vocab_size": VOCABULARY, "block_size": 8, "hidden_size_base": 64}
-    start = {key: value for key, value in {**NARROW, **start}.items() if key in vars(model_class(stem).Config())}
+    start = {
+        key: value
+        for key, value in {**NARROW, **start}.items()
+        if key in vars(model_class(stem).Config())
+    }
     return build(stem, **shape, **start, **keys)
 
 
@@ -227,13 +266,21 @@ def trained(model, settings: dict) -> tuple:
 def sizes(stem: str, keys: dict, name: str, width: int, seed: int) -> dict[str, float]:
     """Root mean squares of all changes and contributions in models of this width, trained by the optimizer `name`."""
     torch.manual_seed(seed)
-    settings = {"optimizer": name, "learning_rate": 1.0, "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.95}
+    settings = {
+        "optimizer": name,
+        "learning_rate": 1.0,
+        "weight_decay": 0.0,
+        "beta1": 0.9,
+        "beta2": 0.95,
+    }
     squares: dict[str, list[float]] = {}
     model = made(stem, keys, width, LEVEL_START)
     ids, targets, before = trained(model, settings)
     for old, new in zip(before, Coordinates.of(model, ids, targets)):
         for what in new:
-            squares.setdefault(f"change of {what}", []).append(root_mean_square(new[what] - old[what]) ** 2)
+            squares.setdefault(f"change of {what}", []).append(
+                root_mean_square(new[what] - old[what]) ** 2
+            )
     if vars(model.config) != vars((plain := made(stem, keys, width, {})).config):
         model = plain
         trained(model, settings)
@@ -241,9 +288,15 @@ def sizes(stem: str, keys: dict, name: str, width: int, seed: int) -> dict[str, 
     for _ in range(PROBES):
         text = some_text(1, PROBE_TOKENS)
         for note in contributions(model, settings, text[:, :-1], text[:, 1:]):
-            squares.setdefault(f"{kind_of(note['name'])}: {note['meets']}", []).append(note["size"] ** 2)
+            squares.setdefault(f"{kind_of(note['name'])}: {note['meets']}", []).append(
+                note["size"] ** 2
+            )
     met = {what.partition(":")[0] for what in squares}
-    trained_kinds = {kind_of(name): None for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trained_kinds = {
+        kind_of(name): None
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
     squares |= {f"{kind}: meets no data": [0.0] for kind in trained_kinds if kind not in met}
     return {what: math.sqrt(sum(values) / len(values)) for what, values in squares.items()}
 
@@ -260,7 +313,10 @@ def some_text(rows: int, length: int):
 
 def contributions(model, settings: dict, ids, targets) -> list[dict]:
     """What a step of a new optimizer contributes, parameter by parameter; the step is undone."""
-    before = {name: (parameter, parameter.detach().clone()) for name, parameter in model.named_parameters()}
+    before = {
+        name: (parameter, parameter.detach().clone())
+        for name, parameter in model.named_parameters()
+    }
     optimizers = optimizer.build_optimizers(model, SimpleNamespace(**settings), torch.float32)
     targets = targets.clone()
     targets[:, :-1] = -1
@@ -297,22 +353,33 @@ def bound(what: str) -> float:
 
 def not_level(result: dict[str, dict]) -> dict[str, float]:
     """{what: slope} of what changes more or less in wide models than in narrow ones; nan: of what does not change."""
-    slopes = {what: each["slope"] if min(each["values"]) > NOTHING else math.nan for what, each in result.items()}
+    slopes = {
+        what: each["slope"] if min(each["values"]) > NOTHING else math.nan
+        for what, each in result.items()
+    }
     middle = {what: SOFTMAX if "softmax" in what else 0.0 for what in slopes}
-    return {what: slope for what, slope in slopes.items() if not abs(slope - middle[what]) <= bound(what)}
+    return {
+        what: slope
+        for what, slope in slopes.items()
+        if not abs(slope - middle[what]) <= bound(what)
+    }
 
 
 def all_cases() -> list[str]:
     """Every stem, and every form of it (`GPT.forms`)."""
     forms = ((stem, form) for stem in STEMS for form in ({}, *model_class(stem).forms))
-    return ["+".join((stem, *(f"{key}={value}" for key, value in form.items()))) for stem, form in forms]
+    return [
+        "+".join((stem, *(f"{key}={value}" for key, value in form.items()))) for stem, form in forms
+    ]
 
 
 def stem_and_keys(case: str) -> tuple[str, dict]:
     """ "stem+key=value+..." as (stem, {key: value}). ValueError: there is no such stem, key or value."""
     stem, *options = case.split("+")
     if stem not in STEMS:
-        raise ValueError(f"--models={case}: give one of {', '.join(STEMS)}, with +key=value for keys of the model")
+        raise ValueError(
+            f"--models={case}: give one of {', '.join(STEMS)}, with +key=value for keys of the model"
+        )
     knobs = configurator.knobs(model_class(stem).Config)
     options = dict(option.partition("=")[::2] for option in options)
     configurator.refuse_unknown(options, knobs)
@@ -327,12 +394,17 @@ def markdown(rows: list[dict]) -> str:
     for row in rows:
         seen = {what: each["slope"] for what, each in row["changes"].items()}
         parts = [
-            [slope for what, slope in seen.items() if what.startswith("change") == first] for first in (True, False)
+            [slope for what, slope in seen.items() if what.startswith("change") == first]
+            for first in (True, False)
         ]
         cells = [f"{min(part):+.2f} to {max(part):+.2f}" for part in parts]
         count = f"{len(not_level(row['changes']))} of {len(seen)}"
-        lines.append((row["model"], row["optimizer"], "muP" if row["mup"] else "plain", *cells, count))
-    return tables.markdown(("model", "", "", "h, c, k, x_in, logits", "parameters", "not level"), lines)
+        lines.append(
+            (row["model"], row["optimizer"], "muP" if row["mup"] else "plain", *cells, count)
+        )
+    return tables.markdown(
+        ("model", "", "", "h, c, k, x_in, logits", "parameters", "not level"), lines
+    )
 
 
 def draw(rows: list[dict], out) -> None:
@@ -340,16 +412,25 @@ def draw(rows: list[dict], out) -> None:
     plt = pyplot()
     names = list(dict.fromkeys(row["optimizer"] for row in rows))
     size = 14, 1.5 + 0.35 * len(rows) / len(names)
-    figure, axes = plt.subplots(1, len(names), figsize=size, layout="constrained", sharey=True, squeeze=False)
+    figure, axes = plt.subplots(
+        1, len(names), figsize=size, layout="constrained", sharey=True, squeeze=False
+    )
     for panel, name in zip(axes[0], names):
         ours = [row for row in rows if row["optimizer"] == name]
         panel.axvspan(-BOUND, BOUND, color="C2", alpha=0.15)
         for place, row in enumerate(ours):
             for what, each in row["changes"].items():
                 change = what.startswith("change")
-                style = {"marker": "D" if change else "o", "color": "C1" if change else "C0", "alpha": 0.6}
+                style = {
+                    "marker": "D" if change else "o",
+                    "color": "C1" if change else "C0",
+                    "alpha": 0.6,
+                }
                 panel.plot(each["slope"], -place, linestyle="", markersize=5, **style)
-        labels = [f"{row['model'].replace('+', ' ')}, {'muP' if row['mup'] else 'without'}" for row in ours]
+        labels = [
+            f"{row['model'].replace('+', ' ')}, {'muP' if row['mup'] else 'without'}"
+            for row in ours
+        ]
         panel.set_yticks([-place for place in range(len(ours))], labels, fontsize="small")
         panel.set(title=name, xlabel="slope of a change over hidden_size, both logarithms")
         panel.grid(axis="x", alpha=0.3)
@@ -368,13 +449,21 @@ def run(args) -> None:
     settings = {"widths": args.widths, "seeds": args.seeds}
     figures, rows = Figures(args.json, torch.device("cpu"), settings, resume=True, code=code), []
     for name in args.optimizers:
-        for mup, case in [(True, case) for case in cases] + [(False, case) for case in cases if case in CONTRAST]:
+        for mup, case in [(True, case) for case in cases] + [
+            (False, case) for case in cases if case in CONTRAST
+        ]:
             key = {"model": case, "optimizer": name, "mup": mup}
             if (row := figures.find(**key)) is None:
                 stem, keys = parsed[case]
-                row = {**key, "changes": check(stem, {**keys, "mup": mup}, name, args.widths, args.seeds)}
+                row = {
+                    **key,
+                    "changes": check(stem, {**keys, "mup": mup}, name, args.widths, args.seeds),
+                }
                 figures.add(row)
-            print(f"{case}, {name}, {'muP' if mup else 'plain'}: not level: {not_level(row['changes'])}", flush=True)
+            print(
+                f"{case}, {name}, {'muP' if mup else 'plain'}: not level: {not_level(row['changes'])}",
+                flush=True,
+            )
             rows.append(row)
     print(markdown(rows))
     out = args.json.with_suffix(".png")

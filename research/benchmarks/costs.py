@@ -30,7 +30,13 @@ def rows_of(models: list[str], size: dict) -> list[dict]:
 
 
 def markdown(rows: list[dict]) -> str:
-    header = ("model", "parameters", "beyond the baseline", "state, of the baseline's", "FLOPs, of the baseline's")
+    header = (
+        "model",
+        "parameters",
+        "beyond the baseline",
+        "state, of the baseline's",
+        "FLOPs, of the baseline's",
+    )
     cells = [
         (f"`{r['model']}`", f"{r['parameters']:,}", f"{r['added_parameters']:,}", f"{r['state_ratio']:.0f}",
          f"{r['flops_ratio']:.3f}")
@@ -42,7 +48,10 @@ def markdown(rows: list[dict]) -> str:
 def run(args) -> None:
     """Print and store the figures of `bench.py costs`."""
     size = suites.SUITES["paper"].sizes[args.size]
-    models, origin = args.models.split(",") if args.models else list(suites.EVERY_STEM), provenance()
+    models, origin = (
+        args.models.split(",") if args.models else list(suites.EVERY_STEM),
+        provenance(),
+    )
     rows = rows_of(models, size)
     print(markdown(rows))
     if args.json:

@@ -64,7 +64,9 @@ def models_of(args, size: dict, device: torch.device):
     for text in args.models:
         stem, keys, given = split_model(text)
         if given:
-            raise ValueError(f"--models: {text}: decoding is measured with and without kernels: leave the plus out")
+            raise ValueError(
+                f"--models: {text}: decoding is measured with and without kernels: leave the plus out"
+            )
         for setting in ("off", "on") if device.type == "cuda" else ("off",):
             name = row_name(text) + (", fused kernels" if setting == "on" else "")
             yield name, partial(make, stem, keys, setting)
@@ -74,7 +76,9 @@ def rows_of(seconds: dict, tokens: int) -> list[dict]:
     """Tokens/s, and the speed relative to the same model without a cache: medians and 10th and 90th percentiles."""
     rows = []
     for (name, way), times in seconds.items():
-        row = {"model": name, "way": way} | compared("tokens_per_second", [tokens] * len(times), times)
+        row = {"model": name, "way": way} | compared(
+            "tokens_per_second", [tokens] * len(times), times
+        )
         rows.append(row | compared("ratio", seconds[name, "uncached"], times))
     return rows
 
@@ -82,7 +86,12 @@ def rows_of(seconds: dict, tokens: int) -> list[dict]:
 def markdown(rows: list[dict]) -> str:
     header = ["model", "decoding", "tokens/s (10th to 90th percentile)", "relative to uncached"]
     lines = [
-        [f"`{row['model']}`", row["way"], spread(row, "tokens_per_second", ",.0f"), spread(row, "ratio", ".2f")]
+        [
+            f"`{row['model']}`",
+            row["way"],
+            spread(row, "tokens_per_second", ",.0f"),
+            spread(row, "ratio", ".2f"),
+        ]
         for row in rows
     ]
     return tables.markdown(header, lines)
@@ -92,9 +101,13 @@ def check(args, size: dict, device: torch.device) -> None:
     if min(args.rounds, args.batch_size, args.context, args.tokens) < 1:
         raise ValueError("--rounds, --batch_size, --context and --tokens: give 1 or more")
     if (wanted := args.context + args.tokens) > size["block_size"]:
-        raise ValueError(f"--context and --tokens: {wanted} together, --block_size={size['block_size']}: give fewer")
+        raise ValueError(
+            f"--context and --tokens: {wanted} together, --block_size={size['block_size']}: give fewer"
+        )
     if args.compile == "True" and not distributed.can_compile(device):
-        raise ValueError("--compile=True needs a C++ compiler and Python's headers: install them, or --compile=False")
+        raise ValueError(
+            "--compile=True needs a C++ compiler and Python's headers: install them, or --compile=False"
+        )
 
 
 def run(args) -> None:
@@ -106,14 +119,25 @@ def run(args) -> None:
     # All models share the code that is compiled: by default the ninth would be refused.
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1000
     shape = (args.batch_size, args.context + args.tokens)
-    ids = torch.randint(size["vocab_size"], shape, generator=torch.Generator().manual_seed(0)).to(device)
-    settings = {"size": size, "device": str(device), "threads": torch.get_num_threads(), "note": args.note}
-    settings |= {key: getattr(args, key) for key in ("batch_size", "context", "tokens", "rounds", "compile")}
+    ids = torch.randint(size["vocab_size"], shape, generator=torch.Generator().manual_seed(0)).to(
+        device
+    )
+    settings = {
+        "size": size,
+        "device": str(device),
+        "threads": torch.get_num_threads(),
+        "note": args.note,
+    }
+    settings |= {
+        key: getattr(args, key) for key in ("batch_size", "context", "tokens", "rounds", "compile")
+    }
     figures = Figures(args.json, device, settings, args.resume)
     for name, make in models_of(args, size, device):
         if figures.find(model=name):
             continue
-        turns = {key: waiting(turn, 1, device) for key, turn in turns_of(name, make(), ids, args).items()}
+        turns = {
+            key: waiting(turn, 1, device) for key, turn in turns_of(name, make(), ids, args).items()
+        }
         seconds = measure(turns, 1, args.rounds, f"decode, {name}")
         seconds = {key: times for key, times in seconds.items() if key[-1] != "context"}
         for row in rows_of(seconds, args.batch_size * args.tokens):

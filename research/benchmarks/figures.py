@@ -10,7 +10,15 @@ from training.metrics import cpu_name
 from training.provenance import digest, provenance, store
 
 # Memory bandwidth in TB/s by a word of the device name (vendor data sheets); what is achieved is less.
-PEAK_BANDWIDTH = {"H200": 4.8, "H100 PCIe": 2.0, "H100 NVL": 3.9, "H100": 3.35, "B200": 8.0, "A100": 2.0, "L40S": 0.864}
+PEAK_BANDWIDTH = {
+    "H200": 4.8,
+    "H100 PCIe": 2.0,
+    "H100 NVL": 3.9,
+    "H100": 3.35,
+    "B200": 8.0,
+    "A100": 2.0,
+    "L40S": 0.864,
+}
 MODEL = ("model/*.py", "model/kernels/*.py")  # whose code the figures are of
 TABLE = ("launch_table.py",)  # but for this: a row says which of the table's launches it is of
 
@@ -19,7 +27,9 @@ def chip(device: torch.device) -> dict:
     """{"chip": its name, "memory_tb_per_s": by its data sheet, where known}: a figure means little without them."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     bandwidth = next((peak for word, peak in PEAK_BANDWIDTH.items() if word in name), None)
-    return {"chip": name} | ({"memory_tb_per_s": bandwidth} if bandwidth and device.type == "cuda" else {})
+    return {"chip": name} | (
+        {"memory_tb_per_s": bandwidth} if bandwidth and device.type == "cuda" else {}
+    )
 
 
 def launches_used() -> dict[str, str]:
@@ -51,7 +61,13 @@ class Figures:
     """
 
     def __init__(
-        self, path: Path | None, device, settings: dict, resume=False, code: str = "", notes: dict | None = None
+        self,
+        path: Path | None,
+        device,
+        settings: dict,
+        resume=False,
+        code: str = "",
+        notes: dict | None = None,
     ):
         self.path, self.settings, self.made = path, json.loads(json.dumps(settings)), chip(device)
         self.notes = notes or {}
@@ -66,12 +82,22 @@ class Figures:
     def keep(self, stored: dict) -> None:
         """Take over the rows that are worth as much as those to come."""
         if changed := [key for key, value in self.settings.items() if stored.get(key) != value]:
-            print(f"{self.path}: measured with another {', '.join(changed)}: measuring all again", flush=True)
+            print(
+                f"{self.path}: measured with another {', '.join(changed)}: measuring all again",
+                flush=True,
+            )
             return
         self.notes |= {name: stored[name] for name in self.notes if name in stored}
-        self.rows = [row for row in stored["rows"] if self.made.items() <= row.items() and launches_stand(row)]
+        self.rows = [
+            row
+            for row in stored["rows"]
+            if self.made.items() <= row.items() and launches_stand(row)
+        ]
         if left := len(stored["rows"]) - len(self.rows):
-            print(f"{self.path}: {left} of {len(stored['rows'])} figures are of other code or another chip", flush=True)
+            print(
+                f"{self.path}: {left} of {len(stored['rows'])} figures are of other code or another chip",
+                flush=True,
+            )
 
     def find(self, **key) -> dict | None:
         return next((row for row in self.rows if key.items() <= row.items()), None)
@@ -95,4 +121,6 @@ class Figures:
     def on_what(self) -> str:
         """The chip and its memory's class, for what is printed."""
         bandwidth = self.made.get("memory_tb_per_s")
-        return self.made["chip"] + (f" (memory {bandwidth:g} TB/s by its data sheet)" if bandwidth else "")
+        return self.made["chip"] + (
+            f" (memory {bandwidth:g} TB/s by its data sheet)" if bandwidth else ""
+        )

@@ -22,7 +22,10 @@ CODE = (
 
 def files() -> list[str]:
     """Those with a test that is marked `gpu`; the kernels' own first."""
-    every = [*sorted((ROOT / "tests").glob("test_*.py")), *sorted((ROOT / "research/tests").glob("test_*.py"))]
+    every = [
+        *sorted((ROOT / "tests").glob("test_*.py")),
+        *sorted((ROOT / "research/tests").glob("test_*.py")),
+    ]
     marked = [path for path in every if "mark.gpu" in path.read_text()]
     names = [path.relative_to(ROOT).as_posix() for path in marked]
     return sorted(names, key=lambda name: "kernels" not in name)
@@ -30,8 +33,12 @@ def files() -> list[str]:
 
 def run(args) -> None:
     """Run what has not passed on this chip with this code, what failed in an earlier call last; store each result."""
-    figures = Figures(args.json, distributed.pick_device(args.device), {}, args.resume, code=digest(*CODE)[:12])
-    workers = ["-n", str(args.workers)] if args.workers > 1 and importlib.util.find_spec("xdist") else []
+    figures = Figures(
+        args.json, distributed.pick_device(args.device), {}, args.resume, code=digest(*CODE)[:12]
+    )
+    workers = (
+        ["-n", str(args.workers)] if args.workers > 1 and importlib.util.find_spec("xdist") else []
+    )
     for name in sorted(files(), key=lambda name: figures.find(tests=name) is not None):
         if figures.find(tests=name, failed=""):
             continue

@@ -46,12 +46,30 @@ def step_calls(sizes, d: int, columns: int, kernel_size: int, stored: bool):
     y, z = random(device, torch.float32, B, T), random(device, torch.float32, B, T, columns)
     hs, us = ([before], [0.1 * z]) if stored else ([], [])
     read = random(device, torch.float32, kernel_size, columns, d) / columns
-    heads = [random(device, torch.float32, *shape) for shape in ((d,), (1,), (columns, d), (columns,))]
+    heads = [
+        random(device, torch.float32, *shape) for shape in ((d,), (1,), (columns, d), (columns,))
+    ]
     norm, options = torch.ones(d, device=device), ("sigmoid", 4.0, 2.0, "residual", True)
 
     def forward():
         return kernel.residual_step(
-            base, base, hs, us, h, y, z, read, norm, *heads, 1e-5, 1e-5, *options, stored, False, None, dtype
+            base,
+            base,
+            hs,
+            us,
+            h,
+            y,
+            z,
+            read,
+            norm,
+            *heads,
+            1e-5,
+            1e-5,
+            *options,
+            stored,
+            False,
+            None,
+            dtype,
         )
 
     state, context, x_in, gate_logit, value_logit, n, delta, u, rho, _ = made = forward()
@@ -64,10 +82,27 @@ def step_calls(sizes, d: int, columns: int, kernel_size: int, stored: bool):
         )  # fmt: skip
 
     moved = [base, *hs, *us, h, y, z, context, x_in, *made[3:9], *([state] if stored else [])]
-    moved_back = [grad_state, grad_context, gate_logit, value_logit, after, *writes[1], h, y, z, n, delta, x_in, rho]
+    moved_back = [
+        grad_state,
+        grad_context,
+        gate_logit,
+        value_logit,
+        after,
+        *writes[1],
+        h,
+        y,
+        z,
+        n,
+        delta,
+        x_in,
+        rho,
+    ]
     moved_back += [base, h, y, z]  # the gradients of the state, h and both logits
     suffix = f"K={kernel_size} v={columns} {'stored' if stored else 'not stored'}"
-    return {f"step forward {suffix}": (forward, moved), f"step backward {suffix}": (backward, moved_back)}
+    return {
+        f"step forward {suffix}": (forward, moved),
+        f"step backward {suffix}": (backward, moved_back),
+    }
 
 
 def add_norm_calls(sizes, d: int):
@@ -97,7 +132,10 @@ def expand_calls(sizes, d: int, columns: int, kernel_size: int):
     x, grad_state = random(device, dtype, B, T, d), random(device, dtype, B, T, columns, d)
     weights = random(device, torch.float32, kernel_size, columns, d)
     return {
-        f"expand forward K={kernel_size} v={columns}": (lambda: kernel.expand(x, weights), [x, grad_state]),
+        f"expand forward K={kernel_size} v={columns}": (
+            lambda: kernel.expand(x, weights),
+            [x, grad_state],
+        ),
         f"expand backward K={kernel_size} v={columns}": (
             lambda: kernel.expand_backward(grad_state, x, weights),
             [grad_state, x, x],
@@ -116,7 +154,10 @@ def rope_norm_calls(sizes, d: int):
     inputs = qkv, angle.cos(), angle.sin(), *torch.ones(2, size, device=device), 1e-5
     return {
         # The values are a part of the product, and stay where they are.
-        "rope_norm forward": (lambda: kernel.rope_norm(*inputs), [qkv[:, :, :2], qkv[:, :, :2], *inputs[1:3]]),
+        "rope_norm forward": (
+            lambda: kernel.rope_norm(*inputs),
+            [qkv[:, :, :2], qkv[:, :, :2], *inputs[1:3]],
+        ),
         "rope_norm backward": (
             lambda: kernel.rope_norm_backward(*gradients, *inputs),
             [*gradients, qkv[:, :, :2], *inputs[1:3], qkv],
@@ -152,7 +193,13 @@ def bytes_of(tensors) -> int:
 def row_of(d: int, name: str, tensors, seconds: dict, copied: int) -> dict:
     """Bytes, median time, bandwidth and its share of the copy's with percentiles."""
     moved, middle = bytes_of(tensors), statistics.median(seconds[name])
-    row = {"kernel": name, "d": d, "bytes": moved, "microseconds": middle * 1e6, "gb_per_s": moved / middle / 1e9}
+    row = {
+        "kernel": name,
+        "d": d,
+        "bytes": moved,
+        "microseconds": middle * 1e6,
+        "gb_per_s": moved / middle / 1e9,
+    }
     row["copy_gb_per_s"] = copied / statistics.median(seconds["copy"]) / 1e9
     # The copy's time for as many bytes, over the kernel's own.
     return row | compared("share", [t * moved / copied for t in seconds["copy"]], seconds[name])
@@ -162,14 +209,18 @@ def measure(chosen: list, args, clock: Clock, copy, figures: Figures) -> None:
     """A row for every kernel that has none yet."""
     started = time.perf_counter()
     for number, (name, d, make) in enumerate(chosen, 1):
-        wanted = [name.replace(" ", f" {way} ", 1) if " " in name else f"{name} {way}" for way in WAYS]
+        wanted = [
+            name.replace(" ", f" {way} ", 1) if " " in name else f"{name} {way}" for way in WAYS
+        ]
         if not all(figures.find(kernel=each, d=d) for each in wanted):
             calls = make()
             assert list(calls) == wanted
             launches_used()
             seconds, launched = in_turns(calls, copy, args.rounds, clock), launches_used()
             for each, (_, tensors) in calls.items():
-                figures.add(row_of(d, each, tensors, seconds, args.copied) | launched, "kernel", "d")
+                figures.add(
+                    row_of(d, each, tensors, seconds, args.copied) | launched, "kernel", "d"
+                )
         left = duration((time.perf_counter() - started) / number * (len(chosen) - number))
         print(f"{number}/{len(chosen)} {name} d={d}, {left} left", flush=True)
 
@@ -195,7 +246,12 @@ def tune(chosen: list, args, clock: Clock, copy, figures: Figures) -> None:
         for each, (call, tensors) in make().items():
             key, tried = launches(args, d, each)
             moved = bytes_of(tensors)
-            row = figures.find(kernel=each, d=d) or {"kernel": each, "d": d, "bytes": moved, "launches": []}
+            row = figures.find(kernel=each, d=d) or {
+                "kernel": each,
+                "d": d,
+                "bytes": moved,
+                "launches": [],
+            }
             for launch in map(dataclasses.asdict, tried):
                 if any(launch.items() <= old.items() for old in row["launches"]):
                     continue
@@ -224,7 +280,11 @@ def markdown(rows: list[dict]) -> str:
     header = ["kernel", "d", "memory", "microseconds", "GB/s", "of copy (10th to 90th percentile)"]
     lines = []
     for row in rows:
-        speed = [f"{row['microseconds']:,.0f}", f"{row['gb_per_s']:,.0f}", spread(row, "share", ".2f")]
+        speed = [
+            f"{row['microseconds']:,.0f}",
+            f"{row['gb_per_s']:,.0f}",
+            spread(row, "share", ".2f"),
+        ]
         lines.append([row["kernel"], row["d"], size(row["bytes"]), *speed])
     return tables.markdown(header, lines)
 
@@ -248,7 +308,11 @@ def run(args) -> None:
         raise ValueError(f"--match={args.match}: {which} has that in its name; try {names}")
     source = torch.ones(args.copied // 2, dtype=torch.uint8, device=device)
     target, clock = torch.empty_like(source), Clock(device)
-    settings = {"micro_batch_size": args.micro_batch_size, "block_size": args.block_size, "dtype": args.dtype}
+    settings = {
+        "micro_batch_size": args.micro_batch_size,
+        "block_size": args.block_size,
+        "dtype": args.dtype,
+    }
     settings |= {"rounds": args.rounds, "copied": args.copied}
     # Another table changes no launch that was timed; other kernels do.
     code = digest("model/kernels/*.py", leave_out=("launch_table.py",))[:12] if args.tune else ""

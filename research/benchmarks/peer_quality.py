@@ -15,7 +15,7 @@ import train
 from data.loader import prefetched
 from evaluation import tables
 from model import build
-from research import intervals
+from research import compare
 from research.benchmarks import gpt2_peer
 from research.benchmarks.figures import Figures
 from research.benchmarks.suites import BASELINE
@@ -33,7 +33,15 @@ CODE = (
     "training/*.py",
     "data/*.py",
 )
-KEYS = ("max_steps", "global_batch_size", "warmup_steps", "schedule", "decay_steps", "min_lr", "weight_decay")
+KEYS = (
+    "max_steps",
+    "global_batch_size",
+    "warmup_steps",
+    "schedule",
+    "decay_steps",
+    "min_lr",
+    "weight_decay",
+)
 KEYS += ("beta1", "beta2", "grad_clip")
 MOST_RATES = 12  # of one model
 
@@ -63,7 +71,9 @@ class Trainer:
         corpus, batches, validation = train.open_data(config, self.model_config)
         self.model.load_state_dict(self.fresh(seed).state_dict())
         optimizers, rows = optimizer.build_optimizers(self.model, config), config.global_batch_size
-        made = prefetched(lambda step: batches.get(step, 0, rows), range(config.max_steps), self.world.device)
+        made = prefetched(
+            lambda step: batches.get(step, 0, rows), range(config.max_steps), self.world.device
+        )
         for step, (ids, targets) in enumerate(made):
             optimizer.set_rates(optimizers, step, config)
             with self.autocast:
@@ -78,8 +88,12 @@ class Trainer:
             evaluate(self.call, validation, part, rows, self.world, self.autocast)["loss"]
             for part in (windows[:half], windows[half:])
         )
-        share = half * validation.seq_len / (len(validation.tokens) - 1)  # only the last window may be shorter
-        both = metrics.validation_record(share * first + (1 - share) * second, corpus.bytes_per_token("val"))
+        share = (
+            half * validation.seq_len / (len(validation.tokens) - 1)
+        )  # only the last window may be shorter
+        both = metrics.validation_record(
+            share * first + (1 - share) * second, corpus.bytes_per_token("val")
+        )
         return {"first": first, "second": second, **both}
 
 
@@ -109,7 +123,11 @@ class Study:
         self.seconds: list[float] = []
 
     def rows(self, model: str, searching: bool) -> list[dict]:
-        return [row for row in self.figures.rows if row["model"] == model and (row["seed"] == SEARCH_SEED) == searching]
+        return [
+            row
+            for row in self.figures.rows
+            if row["model"] == model and (row["seed"] == SEARCH_SEED) == searching
+        ]
 
     def tried(self, model: str) -> dict[float, float]:
         return {row["learning_rate"]: row["first"] for row in self.rows(model, searching=True)}
@@ -119,14 +137,20 @@ class Study:
         if (rate := next_rate(self.tried(model), self.args.rates)) is not None:
             return rate, SEARCH_SEED
         rate = best_rate(self.tried(model))
-        done = [row["seed"] for row in self.rows(model, searching=False) if row["learning_rate"] == rate]
+        done = [
+            row["seed"] for row in self.rows(model, searching=False) if row["learning_rate"] == rate
+        ]
         seed = next((seed for seed in range(self.args.seeds) if seed not in done), None)
         return None if seed is None else (rate, seed)
 
     def left(self) -> int:
         """Runs to come, if no grid has to grow."""
-        rates = [rate for model in MODELS for rate in self.args.rates if rate not in self.tried(model)]
-        return len(rates) + sum(self.args.seeds - len(self.rows(model, searching=False)) for model in MODELS)
+        rates = [
+            rate for model in MODELS for rate in self.args.rates if rate not in self.tried(model)
+        ]
+        return len(rates) + sum(
+            self.args.seeds - len(self.rows(model, searching=False)) for model in MODELS
+        )
 
     def run(self, trainer: Trainer) -> None:
         while cell := self.next_cell(trainer.name):
@@ -154,18 +178,28 @@ def groups_of(rows: list[dict]) -> list[dict]:
             by_model.setdefault(row["model"], {})[row["seed"]] = row
     groups, differences = [], {}
     for model, runs in by_model.items():
-        group = {key: next(iter(runs.values()))[key] for key in ("model", "parameters", "learning_rate")}
+        group = {
+            key: next(iter(runs.values()))[key] for key in ("model", "parameters", "learning_rate")
+        }
         own = [runs[seed] for seed in sorted(runs)]
         figures = {"second": [row["second"] for row in own]}
-        figures["bits_per_byte"] = [row["second"] * row["val_bits_per_byte"] / row["val_loss"] for row in own]
-        groups.append(group | {key: intervals.summary(values) for key, values in figures.items()})
+        figures["bits_per_byte"] = [
+            row["second"] * row["val_bits_per_byte"] / row["val_loss"] for row in own
+        ]
+        groups.append(group | {key: compare.summary(values) for key, values in figures.items()})
         base = by_model.get(BASELINE, {})
         if model != BASELINE and runs.keys() == base.keys():
-            differences[model] = intervals.paired(figures["second"], [base[seed]["second"] for seed in sorted(base)])
-    words = dict(zip(differences, intervals.verdicts(list(differences.values()))))
+            differences[model] = compare.paired(
+                figures["second"], [base[seed]["second"] for seed in sorted(base)]
+            )
+    words = dict(zip(differences, compare.verdicts(list(differences.values()))))
     for group in (group for group in groups if group["model"] in words):
         estimate = differences[group["model"]]
-        group["against"] = {"mean": estimate.mean, "ci95": estimate.half, "text": estimate.text("+.3f")}
+        group["against"] = {
+            "mean": estimate.mean,
+            "ci95": estimate.half,
+            "text": estimate.text("+.3f"),
+        }
         group["against"]["verdict"] = words[group["model"]]
     return groups
 
@@ -175,25 +209,37 @@ def markdown(groups: list[dict]) -> str:
               f"loss less that of `{BASELINE}`", "that is")  # fmt: skip
     cells = []
     for group in groups:
-        means = (intervals.interval(group[key]["values"]).text() for key in ("second", "bits_per_byte"))
+        means = (
+            compare.interval(group[key]["values"]).text() for key in ("second", "bits_per_byte")
+        )
         against = (group.get("against", {}).get(key) for key in ("text", "verdict"))
         cells.append(
-            (f"`{group['model']}`", f"{group['parameters']:,}", f"{group['learning_rate']:g}", *means, *against)
+            (
+                f"`{group['model']}`",
+                f"{group['parameters']:,}",
+                f"{group['learning_rate']:g}",
+                *means,
+                *against,
+            )
         )
     return tables.markdown(header, cells)
 
 
 def run(args) -> None:
     """Print and store the figures of `bench.py peers`."""
-    intervals.student()  # missing, it should not be found at the end
+    compare.student()  # missing, it should not be found at the end
     device = distributed.pick_device(args.device)
     parsed = {}
     for model in MODELS:  # GPT-2 has the sizes and the settings of the baseline
         stem = BASELINE if model == PEER else model
-        parsed[model] = train.configure([str(args.config), f"--model={stem}", "--optimizer=adamw"], note=lambda _: None)
+        parsed[model] = train.configure(
+            [str(args.config), f"--model={stem}", "--optimizer=adamw"], note=lambda _: None
+        )
     config, model_config = parsed[BASELINE]
     if config.rows != config.global_batch_size:
-        raise ValueError(f"micro_batch_size={config.rows}: here a step is one micro-batch; give a config with one")
+        raise ValueError(
+            f"micro_batch_size={config.rows}: here a step is one micro-batch; give a config with one"
+        )
     settings = {key: getattr(config, key) for key in (*KEYS, "dtype", "compile", "dataset")}
     settings["size"] = dataclasses.asdict(model_config)
     figures = Figures(args.json, device, settings, args.resume, code=digest(*CODE)[:12])

@@ -28,7 +28,9 @@ def version_of(command: list[str], pattern: str) -> str | None:
 
 def versions() -> dict:
     """Of what lies below torch; torch's and Triton's own are stored with every figure."""
-    driver = version_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], r"[\d.]+")
+    driver = version_of(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], r"[\d.]+"
+    )
     known = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "driver": driver}
     return known | {"gcc": version_of(["gcc", "--version"], r"\d+\.\d+\.\d+")}
 
@@ -54,7 +56,11 @@ def profiled(contender: Contender, steps: int, device: torch.device) -> dict:
     events = profile.key_averages()
     on_gpu = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
     # On a CPU, operators: there are no kernels to tell.
-    time_of = (lambda event: event.self_device_time_total) if on_gpu else (lambda event: event.self_cpu_time_total)
+    time_of = (
+        (lambda event: event.self_device_time_total)
+        if on_gpu
+        else (lambda event: event.self_cpu_time_total)
+    )
     timed = sorted(on_gpu or events, key=time_of, reverse=True)
     total = sum(map(time_of, timed))
     rows = [
@@ -62,7 +68,9 @@ def profiled(contender: Contender, steps: int, device: torch.device) -> dict:
          "share": time_of(event) / total}
         for event in timed[:MOST]
     ]  # fmt: skip
-    attention = {event.key: event.count / steps for event in events if "scaled_dot_product" in event.key}
+    attention = {
+        event.key: event.count / steps for event in events if "scaled_dot_product" in event.key
+    }
     # Between these two lies what the GPU waits: profiling itself slows the host down a little.
     busy = {"step_microseconds": seconds / steps * 1e6, "kernel_microseconds": total / steps}
     return {**busy, "attention": attention, "kernels": rows}
@@ -78,9 +86,16 @@ def run(args) -> None:
     suites.check(args, device, sizes)
     [size] = sizes.values()
     torch.set_float32_matmul_precision("high")  # as in training
-    settings = {"size": size, "micro_batch_size": args.micro_batch_size, "steps": args.steps, "dtype": args.dtype}
+    settings = {
+        "size": size,
+        "micro_batch_size": args.micro_batch_size,
+        "steps": args.steps,
+        "dtype": args.dtype,
+    }
     figures = Figures(args.json, device, settings | versions(), args.resume)
-    ids = torch.randint(0, size["vocab_size"], (2, args.micro_batch_size, size["block_size"])).to(device)
+    ids = torch.randint(0, size["vocab_size"], (2, args.micro_batch_size, size["block_size"])).to(
+        device
+    )
     for text in args.models:
         if figures.find(model=suites.row_name(text)):
             continue
@@ -89,7 +104,9 @@ def run(args) -> None:
         model = build(stem, **size, **keys)
         kernels.use(model, **{"setting": args.kernels} | fused, device=device)
         compiled = args.compile == "True"
-        contender = Contender(text, model, lambda: ids, device, getattr(torch, args.dtype), compiled)
+        contender = Contender(
+            text, model, lambda: ids, device, getattr(torch, args.dtype), compiled
+        )
         launches_used()
         found = profiled(contender, args.steps, device)
         figures.add({"model": suites.row_name(text), **found, **launches_used()}, "model")
@@ -99,6 +116,8 @@ def run(args) -> None:
         lines = [[k["kernel"][:70], f"{k['calls']:g}", f"{k['microseconds']:,.0f}", f"{k['share']:.1%}"]
                  for k in row["kernels"]]  # fmt: skip
         step, busy = f"{row['step_microseconds']:,.0f}", f"{row['kernel_microseconds']:,.0f}"
-        print(f"\n{row['model']}: {step} microseconds a step, kernels {busy}, on {figures.on_what()}")
+        print(
+            f"\n{row['model']}: {step} microseconds a step, kernels {busy}, on {figures.on_what()}"
+        )
         print(f"attention: {row['attention']}\n")
         print(tables.markdown(["kernel", "calls a step", "microseconds", "share"], lines))

@@ -37,17 +37,27 @@ class Bench:
         self.dtype, self.compiled = getattr(torch, args.dtype), args.compile == "True"
         self.tokens = args.micro_batch_size * size["block_size"]
         shape = (2, args.micro_batch_size, size["block_size"])
-        ids = torch.randint(0, size["vocab_size"], shape, generator=torch.Generator().manual_seed(0)).to(device)
+        ids = torch.randint(
+            0, size["vocab_size"], shape, generator=torch.Generator().manual_seed(0)
+        ).to(device)
         self.batch = lambda: ids
         self.baseline = self.contender(BASELINE, self.build(BASELINE))
-        self.rows = {row["model"]: row for row in figures.rows if row["size"] == size_name and "failed" not in row}
+        self.rows = {
+            row["model"]: row
+            for row in figures.rows
+            if row["size"] == size_name and "failed" not in row
+        }
         self.rounds = -(-args.rounds // args.visits)  # of one visit
 
     def build(self, model: str):
         torch.manual_seed(0)
         stem, keys, fused = suites.split_model(model)
         made, default = build(stem, **self.size, **keys), {"setting": self.args.kernels}
-        kernels.use(made, **default | {"state_interval": self.args.state_interval} | fused, device=self.device)
+        kernels.use(
+            made,
+            **default | {"state_interval": self.args.state_interval} | fused,
+            device=self.device,
+        )
         return made
 
     def contender(self, name: str, model, compiled: bool | None = None, **options) -> Contender:
@@ -121,14 +131,22 @@ class Bench:
             self.store(contenders)
         for contender in (self.baseline, *others, own[-1]):
             self.finish(contender, self.rows[contender.name])
-        self.rows[own[-1].name] |= {"visits": self.visits(model) + 1, **launches_used()}  # the group is complete
+        self.rows[own[-1].name] |= {
+            "visits": self.visits(model) + 1,
+            **launches_used(),
+        }  # the group is complete
         self.store(contenders)
 
-    def add(self, contenders: list[Contender], what: str, prefix: str, seconds: dict, before: int) -> None:
+    def add(
+        self, contenders: list[Contender], what: str, prefix: str, seconds: dict, before: int
+    ) -> None:
         """Put the seconds of a visit behind those of the `before` rounds of earlier ones, and compute from all."""
         for contender in contenders:
             row = self.rows[contender.name]
-            kept = (row.setdefault(key, {"train": [], "forward": []}) for key in ("seconds", "baseline_seconds"))
+            kept = (
+                row.setdefault(key, {"train": [], "forward": []})
+                for key in ("seconds", "baseline_seconds")
+            )
             own, base = (seconds_of[what] for seconds_of in kept)
             # The baseline runs in every group: its own figures are of all of them.
             first = len(own) if contender is self.baseline else before
@@ -141,7 +159,10 @@ class Bench:
 
     def row(self, contender: Contender) -> dict:
         row = {"size": self.size_name, "model": contender.name}
-        return row | {"parameters": contender.model.num_parameters(), "compiled": contender.compiled}
+        return row | {
+            "parameters": contender.model.num_parameters(),
+            "compiled": contender.compiled,
+        }
 
     def finish(self, contender: Contender, row: dict) -> None:
         """What is measured outside of the rounds: memory and utilisation."""
@@ -166,7 +187,9 @@ def transcription(stem: str, model) -> torch.nn.Module | None:
 def figures_of(own: list[float], base: list[float], prefix: str, tokens: int) -> dict[str, float]:
     """Tokens/s of a model's rounds, of the baseline's in the same rounds (seconds), and the ratio round by round."""
     figures = percentiles(f"{prefix}tokens_per_second", [tokens / seconds for seconds in own])
-    figures[f"{prefix}baseline_tokens_per_second"] = statistics.median(tokens / seconds for seconds in base)
+    figures[f"{prefix}baseline_tokens_per_second"] = statistics.median(
+        tokens / seconds for seconds in base
+    )
     return figures | compared(f"{prefix}ratio", base, own)
 
 
@@ -200,7 +223,9 @@ COLUMNS = {
     "additive in the same rounds": lambda r: number(r, "baseline_tokens_per_second", ",.0f"),
     "relative to additive (10th to 90th percentile)": lambda r: spread(r, "ratio", ".3f"),
     "forward tokens/s": lambda r: spread(r, "forward_tokens_per_second", ",.0f"),
-    "additive forward in the same rounds": lambda r: number(r, "forward_baseline_tokens_per_second", ",.0f"),
+    "additive forward in the same rounds": lambda r: number(
+        r, "forward_baseline_tokens_per_second", ",.0f"
+    ),
     "forward relative to additive": lambda r: spread(r, "forward_ratio", ".3f"),
     "training speed over its transcription": lambda r: spread(r, "speedup", ".2f"),
     "forward speed over its transcription": lambda r: spread(r, "forward_speedup", ".2f"),
@@ -249,19 +274,27 @@ def measure_apart(args, sizes: dict, reopen) -> bool:
     def failed(text: str) -> bool:
         return any("failed" in row and row["model"] == row_name(text) for row in reopen().rows)
 
-    given = {key: value for key, value in vars(args).items() if value is not None and key not in GIVEN_ANEW}
+    given = {
+        key: value
+        for key, value in vars(args).items()
+        if value is not None and key not in GIVEN_ANEW
+    }
     options = [f"--{key}={value}" for key, value in given.items()]
     options += [f"--peers={','.join(args.peers) or 'none'}", "--resume"]
     if failed(BASELINE):
         return False
     for model in sorted(args.models, key=failed):
         for text in (model,) if model.endswith(PLAIN) else (model, model + PLAIN):
-            why = left(text) and run_python(["research/bench.py", "step", f"--models={text}", *options], args.limit)
+            why = left(text) and run_python(
+                ["research/bench.py", "step", f"--models={text}", *options], args.limit
+            )
             if not why:
                 break
             for size in left(text):
                 print(f"{size}: {row_name(text)} failed: {why}", flush=True)
-                reopen().add({"size": size, "model": row_name(text), "failed": why}, "size", "model")
+                reopen().add(
+                    {"size": size, "model": row_name(text), "failed": why}, "size", "model"
+                )
             if text == BASELINE:
                 return False
     return True
@@ -274,7 +307,9 @@ def run(args) -> None:
     suites.complete(args, device)
     suites.check(args, device, sizes)
     if args.limit and not args.json:
-        raise ValueError("--limit: what processes of their own measure comes by a file: give --json=FILE")
+        raise ValueError(
+            "--limit: what processes of their own measure comes by a file: give --json=FILE"
+        )
     torch.set_float32_matmul_precision("high")  # as in training
     if device.type == "cpu":
         distributed.keep_freed_memory()  # likewise
@@ -300,11 +335,21 @@ def measure_here(args, sizes: dict, device: torch.device, figures: Figures) -> F
     # All models of a size share the code that is compiled: by default the ninth would run eagerly, unnoticed.
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1000
     for size_name, size in sizes.items():
-        done = {row["model"]: row.get("visits", 0) for row in figures.rows if row["size"] == size_name}
-        left = [(n, model) for n in range(args.visits) for model in args.models if done.get(row_name(model), 0) <= n]
+        done = {
+            row["model"]: row.get("visits", 0) for row in figures.rows if row["size"] == size_name
+        }
+        left = [
+            (n, model)
+            for n in range(args.visits)
+            for model in args.models
+            if done.get(row_name(model), 0) <= n
+        ]
         bench = Bench(args, size_name, size, device, figures) if left else None
         for number, (visit, model) in enumerate(left, 1):
-            print(f"{size_name}, group {number}/{len(left)}: {row_name(model)}, visit {visit + 1}", flush=True)
+            print(
+                f"{size_name}, group {number}/{len(left)}: {row_name(model)}, visit {visit + 1}",
+                flush=True,
+            )
             bench.measure_group(model)
             release(device)
         del bench

@@ -12,7 +12,14 @@ BASELINE = "gpt-mha-rope"
 PLAIN = "+kernels=off"
 PLAIN_BASELINE, CC_EC = BASELINE + PLAIN, "DDL-gpt-mha-rope-CC-EC"
 PEERS = ("transcription",)
-SIZE_KEYS = ("vocab_size", "block_size", "num_hidden_layers", "num_attention_heads", "head_dim", "hidden_size")
+SIZE_KEYS = (
+    "vocab_size",
+    "block_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "head_dim",
+    "hidden_size",
+)
 QUICK = dict(zip(SIZE_KEYS, (1024, 256, 6, 4, 64, 256)))
 SMALL = dict(zip(SIZE_KEYS, (50304, 1024, 12, 6, 128, 768)), mup=True)
 MEDIUM = dict(zip(SIZE_KEYS, (50304, 1024, 24, 8, 128, 1024)), mup=True)
@@ -33,14 +40,28 @@ SUITES = {
     # Without peers and what else takes time to compile.
     "targets": Suite(
         {"small": SMALL, "medium": MEDIUM},
-        (BASELINE, CC_EC, "DDL-gpt-mha-rope", "DDL-vdim1-gpt-mha-rope", f"{CC_EC}:2", f"{CC_EC}+state_interval=4"),
+        (
+            BASELINE,
+            CC_EC,
+            "DDL-gpt-mha-rope",
+            "DDL-vdim1-gpt-mha-rope",
+            f"{CC_EC}:2",
+            f"{CC_EC}+state_interval=4",
+        ),
         16,
         (),
     ),
     # The paper's d_v: 1 is a stem of its own, 4 the default. And what the fused kernels and the memory option bring.
     "paper": Suite(
         {"small": SMALL, "medium": MEDIUM},
-        (*EVERY_STEM, f"{CC_EC}:2", f"{CC_EC}:8", f"{CC_EC}+state_interval=4", f"{CC_EC}+kernels=off", PLAIN_BASELINE),
+        (
+            *EVERY_STEM,
+            f"{CC_EC}:2",
+            f"{CC_EC}:8",
+            f"{CC_EC}+state_interval=4",
+            f"{CC_EC}+kernels=off",
+            PLAIN_BASELINE,
+        ),
         16,
     ),
     # What the others do at sizes of seconds, to see that it can be done.
@@ -56,7 +77,9 @@ def split_model(text: str) -> tuple[str, dict, dict]:
     stem, *settings = text.split("+")
     stem, colon, columns = stem.partition(":")
     if colon and not columns.isdecimal():
-        raise ValueError(f"--models: {text}: after the colon comes a number of columns, as in DDL-gpt-mha-rope-CC:2")
+        raise ValueError(
+            f"--models: {text}: after the colon comes a number of columns, as in DDL-gpt-mha-rope-CC:2"
+        )
     keys, values, known = {}, {}, configurator.knobs(model_class(stem).Config)
     for setting in settings:
         key, _, value = setting.partition("=")
@@ -84,11 +107,17 @@ def row_name(model: str) -> str:
 def check(args, device: torch.device, sizes: dict[str, dict]) -> None:
     """ValueError: what cannot be measured, said before anything is."""
     if min(args.rounds, args.visits, args.warmup, args.micro_batch_size, args.steps) < 1:
-        raise ValueError("--rounds, --visits, --warmup, --steps and --micro_batch_size: give 1 or more")
+        raise ValueError(
+            "--rounds, --visits, --warmup, --steps and --micro_batch_size: give 1 or more"
+        )
     if args.suite not in ON_CPU and device.type == "cpu":
-        raise ValueError(f"--suite={args.suite} holds sizes for a GPU: give --suite=quick, or --device=cuda")
+        raise ValueError(
+            f"--suite={args.suite} holds sizes for a GPU: give --suite=quick, or --device=cuda"
+        )
     if args.compile == "True" and not distributed.can_compile(device):
-        raise ValueError("--compile=True needs a C++ compiler and Python's headers: install them, or --compile=False")
+        raise ValueError(
+            "--compile=True needs a C++ compiler and Python's headers: install them, or --compile=False"
+        )
     for peer in args.peers:
         if peer not in PEERS:
             raise ValueError(f"--peers={peer}: give {', '.join(PEERS)} or none")
@@ -97,7 +126,11 @@ def check(args, device: torch.device, sizes: dict[str, dict]) -> None:
             stem, keys, fused = split_model(model)
             with torch.device("meta"):
                 made = build(stem, **size, **keys)
-            kernels.use(made, **{"setting": args.kernels, "state_interval": args.state_interval} | fused, device=device)
+            kernels.use(
+                made,
+                **{"setting": args.kernels, "state_interval": args.state_interval} | fused,
+                device=device,
+            )
 
 
 def sizes_of(args) -> dict[str, dict]:
@@ -108,7 +141,9 @@ def sizes_of(args) -> dict[str, dict]:
     for name in names:
         if name not in known:
             near = configurator.nearest(name, known)
-            raise ValueError(f"--sizes: the {args.suite} suite has no {name}{near}; it has {', '.join(known)}")
+            raise ValueError(
+                f"--sizes: the {args.suite} suite has no {name}{near}; it has {', '.join(known)}"
+            )
     return {f"{name} (changed)" if changes else name: known[name] | changes for name in names}
 
 
@@ -116,10 +151,20 @@ def complete(args, device: torch.device) -> None:
     """Fill in what follows from suite and device."""
     suite = SUITES[args.suite]
     args.models = args.models.split(",") if args.models else list(suite.models)
-    args.models = list(dict.fromkeys([BASELINE, *args.models]))  # each once, the baseline with its peers first
-    args.peers = suite.peers if args.peers is None else [p for p in args.peers.split(",") if p not in ("", "none")]
-    args.micro_batch_size = suite.micro_batch_size if args.micro_batch_size is None else args.micro_batch_size
+    args.models = list(
+        dict.fromkeys([BASELINE, *args.models])
+    )  # each once, the baseline with its peers first
+    args.peers = (
+        suite.peers
+        if args.peers is None
+        else [p for p in args.peers.split(",") if p not in ("", "none")]
+    )
+    args.micro_batch_size = (
+        suite.micro_batch_size if args.micro_batch_size is None else args.micro_batch_size
+    )
     if args.steps is None:
         args.steps = 4 if device.type == "cuda" else 1
     if args.visits is None:
-        args.visits = 1 if device.type == "cuda" else 2  # a CPU's speed drifts with what else the machine does
+        args.visits = (
+            1 if device.type == "cuda" else 2
+        )  # a CPU's speed drifts with what else the machine does

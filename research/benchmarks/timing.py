@@ -20,7 +20,9 @@ def measure(steps: dict, warmup: int, rounds: int, what: str = "step") -> dict[s
         for _ in range(warmup):
             step()
         if (elapsed := time.perf_counter() - started) > 1:
-            print(f"  {what}: warmed up {name} ({number}/{len(steps)}) in {elapsed:.0f} s", flush=True)
+            print(
+                f"  {what}: warmed up {name} ({number}/{len(steps)}) in {elapsed:.0f} s", flush=True
+            )
     started = shown = time.perf_counter()
     for done in range(1, rounds + 1):
         for name, step in steps.items():
@@ -62,8 +64,12 @@ def spread(row: dict, key: str, form: str) -> str | None:
     """The median and (10th to 90th percentile) that `percentiles` made, as text; None where the row has none."""
     if key not in row:
         return None
-    middle, *ends = (format(row[name], form) for name in (key, f"{key}_p10", f"{key}_p90") if name in row)
-    return f"{middle} ({' to '.join(ends)})" if ends else middle  # older figures of speed have the median alone
+    middle, *ends = (
+        format(row[name], form) for name in (key, f"{key}_p10", f"{key}_p90") if name in row
+    )
+    return (
+        f"{middle} ({' to '.join(ends)})" if ends else middle
+    )  # older figures of speed have the median alone
 
 
 class Clock:
@@ -91,10 +97,14 @@ class Clock:
             asleep, events = self._queue(functions)
             torch.cuda.synchronize(self.device)
             if asleep:
-                return {name: start.elapsed_time(end) / 1000 for name, (start, end) in events.items()}
+                return {
+                    name: start.elapsed_time(end) / 1000 for name, (start, end) in events.items()
+                }
             self.cycles *= 2  # it awoke before the last call was queued
             if self.cycles > self.MOST_CYCLES:
-                raise RuntimeError(f"{', '.join(functions)} cannot be queued: one of them waits for the GPU")
+                raise RuntimeError(
+                    f"{', '.join(functions)} cannot be queued: one of them waits for the GPU"
+                )
 
     def _queue(self, functions: dict) -> tuple[bool, dict]:
         """(whether the GPU still slept when the last call was queued, {name: (event before, event after)})."""

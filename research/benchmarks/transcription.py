@@ -40,7 +40,9 @@ class RMSNorm(nn.Module):
 def rotary_tables(config, tokens: int, like):
     """cos and sin, (T, 1, rotary_dim / 2) each."""
     half = int(config.head_dim * config.rope_ratio) // 2
-    frequency = config.rope_base ** (-torch.arange(half, device=like.device, dtype=fp32(like).dtype) / max(half, 1))
+    frequency = config.rope_base ** (
+        -torch.arange(half, device=like.device, dtype=fp32(like).dtype) / max(half, 1)
+    )
     angle = torch.arange(tokens, device=like.device)[:, None, None] * frequency
     return angle.cos(), angle.sin()
 
@@ -63,7 +65,9 @@ class Attention(nn.Module):
         )
 
     def forward(self, c, tables):
-        q, k, v = (layer(c).unflatten(-1, (self.heads, -1)) for layer in (self.c_q, self.c_k, self.c_v))
+        q, k, v = (
+            layer(c).unflatten(-1, (self.heads, -1)) for layer in (self.c_q, self.c_k, self.c_v)
+        )
         q = self.q_rms(rotate(q, *tables)).to(v.dtype)
         k = self.k_rms(rotate(k, *tables)).to(v.dtype)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, head_dim)
@@ -102,7 +106,9 @@ class ColumnRead(nn.Module):
 
     def forward(self, X):
         before = (X.shape[3] - 1) // 2
-        windows = F.pad(fp32(X), (before, X.shape[3] - 1 - before)).unfold(3, X.shape[3], 1)  # (B, T, d, v, taps)
+        windows = F.pad(fp32(X), (before, X.shape[3] - 1 - before)).unfold(
+            3, X.shape[3], 1
+        )  # (B, T, d, v, taps)
         return ((windows * self.weight.unsqueeze(1)).sum(4) * self.read).sum(3)
 
 
@@ -244,7 +250,9 @@ class Transcription(nn.Module):
         self.transformer.wte = nn.Embedding(config.vocab_size, config.hidden_size)
         expand, block, readout, norm = parts(stem)
         self.input_embed, self.readout, self.ln_f = expand(config), readout(config), norm(config)
-        self.transformer.h = nn.ModuleList(block(config, layer) for layer in range(config.num_hidden_layers))
+        self.transformer.h = nn.ModuleList(
+            block(config, layer) for layer in range(config.num_hidden_layers)
+        )
         self.lm_head = linear(config.hidden_size, config.vocab_size)
         self.lm_head.weight = self.transformer.wte.weight
 

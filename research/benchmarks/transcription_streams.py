@@ -8,7 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from research.benchmarks.transcription import MLP, Attention, Block, fp32, fp32_linear, nothing, rms_norm
+from research.benchmarks.transcription import (
+    MLP,
+    Attention,
+    Block,
+    fp32,
+    fp32_linear,
+    nothing,
+    rms_norm,
+)
 
 
 class Streams(nn.Module):
@@ -34,14 +42,23 @@ class HyperConnection(nn.Module):
     def __init__(self, config):
         super().__init__()
         n = config.hc_streams
-        self.read, self.write, self.mix = (nn.Parameter(torch.empty(*shape)) for shape in ((n,), (n,), (n, n)))
-        self.norm, self.maps = nn.LayerNorm(config.hidden_size), nn.Linear(config.hidden_size, 2 + n, bias=False)
+        self.read, self.write, self.mix = (
+            nn.Parameter(torch.empty(*shape)) for shape in ((n,), (n,), (n, n))
+        )
+        self.norm, self.maps = (
+            nn.LayerNorm(config.hidden_size),
+            nn.Linear(config.hidden_size, 2 + n, bias=False),
+        )
         self.write_scale, self.scale = nn.Parameter(torch.empty(1)), nn.Parameter(torch.empty(1))
 
     def forward(self, H):
         dynamic = fp32_linear(self.maps, self.norm(fp32(H))).tanh()
         write = self.write + self.write_scale * dynamic[..., 0]
-        return self.read + self.scale * dynamic[..., 1], write, self.mix + self.scale * dynamic[..., 2:]
+        return (
+            self.read + self.scale * dynamic[..., 1],
+            write,
+            self.mix + self.scale * dynamic[..., 2:],
+        )
 
 
 class ManifoldConnection(nn.Module):
@@ -51,12 +68,17 @@ class ManifoldConnection(nn.Module):
         self.n, self.iterations, size = n, config.mhc_iterations, n * config.hidden_size
         self.rows_last = config.mhc_rows_last
         self.maps = nn.Linear(size, 2 * n + n * n, bias=False)
-        self.bias, self.scales = nn.Parameter(torch.empty(2 * n + n * n)), nn.Parameter(torch.empty(3))
+        self.bias, self.scales = (
+            nn.Parameter(torch.empty(2 * n + n * n)),
+            nn.Parameter(torch.empty(3)),
+        )
 
     def forward(self, H):
         z = fp32(H).flatten(2)
         maps = fp32_linear(self.maps, F.rms_norm(z, z.shape[-1:], eps=1e-6))
-        parts = zip(self.scales, *(x.split((self.n, self.n, self.n**2), -1) for x in (maps, self.bias)))
+        parts = zip(
+            self.scales, *(x.split((self.n, self.n, self.n**2), -1) for x in (maps, self.bias))
+        )
         read, write, mix = (scale * logits + bias for scale, logits, bias in parts)
         mix = mix.unflatten(-1, (self.n, self.n)).softmax(-1) + 1e-6
         for iteration in range(self.iterations):

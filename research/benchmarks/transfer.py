@@ -17,14 +17,19 @@ from data.windows import Windows
 from evaluation import tables
 from model import build
 from research.benchmarks.figures import Figures
-from research.reporting.style import pyplot
+from research.plots import pyplot
 from train import TrainConfig
 from training import distributed, optimizer
 from training.metrics import duration
 from training.provenance import digest
 from training.validation import evaluate
 
-CODE = ("model/*.py", "data/loader.py", "data/windows.py", "training/optimizer.py")  # what a loss depends on
+CODE = (
+    "model/*.py",
+    "data/loader.py",
+    "data/windows.py",
+    "training/optimizer.py",
+)  # what a loss depends on
 FIRST = -6  # log2 of the rate in the middle of the first grid
 AROUND, MOST = 2, 14  # rates on either side of the middle; rates of a width, at most
 VALIDATION_WINDOWS = 64
@@ -33,15 +38,29 @@ VALIDATION_WINDOWS = 64
 def trained_loss(settings: dict, row: dict, device: torch.device) -> float | None:
     """Validation loss in nats per token of the model of `row` after training; None: it is not finite."""
     corpus, size = open_corpus(settings["dataset"]), settings["block_size"]
-    keys = {"optimizer": row["optimizer"], "learning_rate": row["learning_rate"], "max_steps": settings["steps"]}
-    config = TrainConfig(**keys, warmup_steps=settings["steps"] // 5, global_batch_size=settings["batch_size"])
+    keys = {
+        "optimizer": row["optimizer"],
+        "learning_rate": row["learning_rate"],
+        "max_steps": settings["steps"],
+    }
+    config = TrainConfig(
+        **keys, warmup_steps=settings["steps"] // 5, global_batch_size=settings["batch_size"]
+    )
     torch.manual_seed(config.seed)
     shape = {"hidden_size": row["width"], "num_attention_heads": row["width"] // 32, "head_dim": 32}
-    shape |= {"num_hidden_layers": settings["layers"], "block_size": size, "vocab_size": corpus.meta["vocab_size"]}
-    model = build(settings["model"], **shape, mup=row["mup"], hidden_size_base=settings["base"]).to(device)
+    shape |= {
+        "num_hidden_layers": settings["layers"],
+        "block_size": size,
+        "vocab_size": corpus.meta["vocab_size"],
+    }
+    model = build(settings["model"], **shape, mup=row["mup"], hidden_size_base=settings["base"]).to(
+        device
+    )
     optimizers = optimizer.build_optimizers(model, config)
     known, documents = corpus.meta["vocab_size"], Windows.of(corpus.meta)
-    batches = TrainBatches(corpus.train, size, config.global_batch_size, config.seed, known, documents)
+    batches = TrainBatches(
+        corpus.train, size, config.global_batch_size, config.seed, known, documents
+    )
     for step in range(config.max_steps):
         optimizer.set_rates(optimizers, step, config)
         ids, targets = batches.get(step, 0, config.global_batch_size)
@@ -52,15 +71,24 @@ def trained_loss(settings: dict, row: dict, device: torch.device) -> float | Non
             each.zero_grad()
     validation = ValidationBatches(corpus.val, size, known, documents)
     windows, world = validation.spread(VALIDATION_WINDOWS), distributed.start(device)
-    loss = evaluate(model, validation, windows, config.global_batch_size, world, contextlib.nullcontext())["loss"]
+    loss = evaluate(
+        model, validation, windows, config.global_batch_size, world, contextlib.nullcontext()
+    )["loss"]
     return loss if math.isfinite(loss) else None
 
 
 class Search:
     """The searches of all optimizers and widths, with what the file of figures has of them."""
 
-    def __init__(self, figures: Figures, device: torch.device, widths: list[int], optimizers: list[str]):
-        self.figures, self.device, self.widths, self.optimizers = figures, device, widths, optimizers
+    def __init__(
+        self, figures: Figures, device: torch.device, widths: list[int], optimizers: list[str]
+    ):
+        self.figures, self.device, self.widths, self.optimizers = (
+            figures,
+            device,
+            widths,
+            optimizers,
+        )
 
     def lines(self) -> list[tuple[str, int, bool]]:
         """(optimizer, width, muP) of every grid; at the first width, the base, muP changes nothing: it has one."""
@@ -77,7 +105,9 @@ class Search:
         key = {"optimizer": name, "width": width, "mup": mup or width == self.widths[0]}
         rows = [row for row in self.figures.rows if key.items() <= row.items()]
         found = {round(math.log2(row["learning_rate"])): row["loss"] for row in rows}
-        return {power: math.inf if found[power] is None else found[power] for power in sorted(found)}
+        return {
+            power: math.inf if found[power] is None else found[power] for power in sorted(found)
+        }
 
     def next_power(self, name: str, width: int, mup: bool) -> int | None:
         """log2 of the rate to try next, None where the best one has a worse one on either side."""
@@ -89,7 +119,10 @@ class Search:
                 return power
         best = min(known, key=known.get)
         if len(known) >= MOST and best in (min(known), max(known)):
-            print(f"note: {name}, d={width}: the best of {MOST} rates is the last that was tried", flush=True)
+            print(
+                f"note: {name}, d={width}: the best of {MOST} rates is the last that was tried",
+                flush=True,
+            )
         if len(known) >= MOST or min(known) < best < max(known):
             return None
         return best - 1 if best == min(known) else best + 1
@@ -103,7 +136,9 @@ class Search:
             if known:
                 seconds[name] = sum(known) / len(known)
             elif mup:
-                seconds[name] = 3 * seconds[name] if width > self.widths[0] else max(seconds.values())
+                seconds[name] = (
+                    3 * seconds[name] if width > self.widths[0] else max(seconds.values())
+                )
             left += seconds[name] * max(2 * AROUND + 1 - len(self.losses(name, width, mup)), 0)
         return left
 
@@ -113,7 +148,9 @@ class Search:
                 row = {"optimizer": name, "width": width, "mup": mup, "learning_rate": 2.0**power}
                 started = time.monotonic()
                 loss = trained_loss(self.figures.settings, row, self.device)
-                self.figures.add({**row, "loss": loss, "seconds": round(time.monotonic() - started, 1)})
+                self.figures.add(
+                    {**row, "loss": loss, "seconds": round(time.monotonic() - started, 1)}
+                )
                 said = f"{name} {'muP' if mup else 'plain'} d={width} rate 2^{power}: loss {loss}"
                 print(f"{said}; about {duration(self.seconds_left())} left", flush=True)
 
@@ -142,28 +179,52 @@ def markdown(search: Search) -> str:
         for mup in (True, False):
             rates = search.best(name, mup)
             cells = [f"{rate:.2g}" for rate in rates]
-            rows.append((name, "muP" if mup else "plain", *cells, f"{drift(search.widths, rates):+.2f}"))
+            rows.append(
+                (name, "muP" if mup else "plain", *cells, f"{drift(search.widths, rates):+.2f}")
+            )
     return tables.markdown(("", "", *(f"d={width}" for width in search.widths), "slope"), rows)
 
 
 def draw(search: Search, out) -> None:
     """A row an optimizer: loss over rate with muP and without, a line a width; the best rate over width."""
     plt, names, widths = pyplot(), search.optimizers, search.widths
-    figure, axes = plt.subplots(len(names), 3, figsize=(13, 4 * len(names)), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(
+        len(names), 3, figsize=(13, 4 * len(names)), layout="constrained", squeeze=False
+    )
     for row, name in zip(axes, names):
         for panel, mup in zip(row, (True, False)):
             for index, width in enumerate(widths):
-                losses = {p: loss for p, loss in search.losses(name, width, mup).items() if math.isfinite(loss)}
+                losses = {
+                    p: loss
+                    for p, loss in search.losses(name, width, mup).items()
+                    if math.isfinite(loss)
+                }
                 color = f"C{index}"
-                panel.plot([2.0**p for p in losses], list(losses.values()), "o-", color=color, label=f"d = {width}")
+                panel.plot(
+                    [2.0**p for p in losses],
+                    list(losses.values()),
+                    "o-",
+                    color=color,
+                    label=f"d = {width}",
+                )
                 panel.axvline(lowest(losses), color=color, linestyle=":", alpha=0.6)
-            panel.set(title=f"{name}, {'with muP' if mup else 'without'}", xlabel="learning rate", xscale="log")
+            panel.set(
+                title=f"{name}, {'with muP' if mup else 'without'}",
+                xlabel="learning rate",
+                xscale="log",
+            )
             rates = search.best(name, mup)
             label = f"{'muP' if mup else 'plain'} (slope {drift(widths, rates):+.2f})"
             row[2].plot(widths, rates, "o-", label=label)
         row[1].sharey(row[0])
         row[0].set(ylabel="validation loss (nats per token)")
-        row[2].set(title=f"{name}: best learning rate", xlabel="hidden_size", xscale="log", yscale="log", xticks=widths)
+        row[2].set(
+            title=f"{name}: best learning rate",
+            xlabel="hidden_size",
+            xscale="log",
+            yscale="log",
+            xticks=widths,
+        )
         row[2].minorticks_off()
         row[2].set_xticklabels(map(str, widths))
         for panel in row:
@@ -178,9 +239,16 @@ def run(args) -> None:
     device = distributed.pick_device(args.device)
     open_corpus(args.dataset)
     settings = {
-        name: getattr(args, name) for name in ("model", "dataset", "steps", "layers", "block_size", "batch_size")
+        name: getattr(args, name)
+        for name in ("model", "dataset", "steps", "layers", "block_size", "batch_size")
     }
-    figures = Figures(args.json, device, {**settings, "base": args.widths[0]}, resume=True, code=digest(*CODE)[:12])
+    figures = Figures(
+        args.json,
+        device,
+        {**settings, "base": args.widths[0]},
+        resume=True,
+        code=digest(*CODE)[:12],
+    )
     search = Search(figures, device, args.widths, args.optimizers)
     search.run()
     print(markdown(search))

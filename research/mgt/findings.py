@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from research import intervals
+from research import compare
 from research.mgt.measures import SHARES
 
 NO_RISE = 0.05  # "monotonic" (H1): rises over falls
@@ -20,15 +20,21 @@ NEAR_ZERO = 0.1  # a rank "towards 0" (H1), and a "significant fraction" of nega
 def claim(text: str, values: list[float], bound: float, above: bool) -> dict:
     """A hypothesis about the mean of `values`, one a seed: that it is above, or below, `bound`."""
     sign = -1 if above else 1
-    word = intervals.hypothesis(intervals.interval([sign * value for value in values]), sign * bound)
-    return {"hypothesis": text, **intervals.summary(values), "verdict": word}
+    word = compare.hypothesis(compare.interval([sign * value for value in values]), sign * bound)
+    return {"hypothesis": text, **compare.summary(values), "verdict": word}
 
 
 def together(text: str, claims: list[dict]) -> dict:
     """A hypothesis that holds where all of its parts do."""
     words = [each["verdict"] for each in claims]
     word = next((word for word in ("refuted", "undecided") if word in words), "supported")
-    return {"hypothesis": text, "n": min(each["n"] for each in claims), "mean": None, "ci95": None, "verdict": word}
+    return {
+        "hypothesis": text,
+        "n": min(each["n"] for each in claims),
+        "mean": None,
+        "ci95": None,
+        "verdict": word,
+    }
 
 
 def by_seed(rows: list[dict], value: str | Callable, **where) -> dict:
@@ -57,14 +63,17 @@ def over_seeds(rows: list[dict], *keys: str, **figures: Callable) -> list[dict]:
     """A group for all rows with the same values of the keys: these, and the summary of each figure of a row."""
     result = []
     for values, group in groups(rows, *keys):
-        found = {name: intervals.summary([figure(row) for row in group]) for name, figure in figures.items()}
+        found = {
+            name: compare.summary([figure(row) for row in group])
+            for name, figure in figures.items()
+        }
         result.append({**dict(zip(keys, values)), **found})
     return result
 
 
 def shown(summary: dict, form: str = ".3f") -> str:
     """mean ± half its 95% interval (number of seeds)."""
-    return intervals.interval(summary["values"]).text(form)
+    return compare.interval(summary["values"]).text(form)
 
 
 def groups(rows: list[dict], *keys: str) -> list[tuple[tuple, list[dict]]]:
@@ -82,10 +91,24 @@ def rank_findings(rows: list[dict]) -> Findings:
     figures = {"untrained": untrained_rank, "end": last_rank, "lowest": lowest_rank}
     figures |= {name: operator.itemgetter(name) for name in ("preservation", "slope")}
     found = over_seeds(rows, "arm", "layers", **figures)
-    header = ["arm", "blocks", "untrained", "rank at the end", "lowest", "preserved", "slope of log rank"]
+    header = [
+        "arm",
+        "blocks",
+        "untrained",
+        "rank at the end",
+        "lowest",
+        "preserved",
+        "slope of log rank",
+    ]
     names = ("untrained", "end", "lowest", "preservation")
     table = [
-        [f"`{g['arm']}`", g["layers"], *(shown(g[name]) for name in names), shown(g["slope"], "+.4f")] for g in found
+        [
+            f"`{g['arm']}`",
+            g["layers"],
+            *(shown(g[name]) for name in names),
+            shown(g["slope"], "+.4f"),
+        ]
+        for g in found
     ]
     return Findings(rows, found, header, table, rank_verdicts(rows))
 
@@ -110,13 +133,21 @@ def rises_over_falls(row: dict) -> float:
 
 def rank_verdicts(rows: list[dict]) -> list[dict]:
     deep, shallow = (pick(row["layers"] for row in rows) for pick in (max, min))
-    ends = {arm: by_seed(rows, last_rank, arm=arm, layers=deep) for arm in ("standard", "full", "additive")}
+    ends = {
+        arm: by_seed(rows, last_rank, arm=arm, layers=deep)
+        for arm in ("standard", "full", "additive")
+    }
     verdicts = []
     if standard := ends["standard"]:
-        slopes, risen = (by_seed(rows, key, arm="standard", layers=deep) for key in ("slope", rises_over_falls))
+        slopes, risen = (
+            by_seed(rows, key, arm="standard", layers=deep) for key in ("slope", rises_over_falls)
+        )
         parts = [
             claim(
-                f"H1a: slope of the standard arm's log rank over {deep} blocks is below 0", [*slopes.values()], 0, False
+                f"H1a: slope of the standard arm's log rank over {deep} blocks is below 0",
+                [*slopes.values()],
+                0,
+                False,
             ),
             claim(
                 f"H1b: all rises of that rank are below {NO_RISE:.0%} (ours) of all falls",
@@ -124,12 +155,24 @@ def rank_verdicts(rows: list[dict]) -> list[dict]:
                 NO_RISE,
                 False,
             ),
-            claim(f"H1c: its rank at the end is below {NEAR_ZERO} (ours)", [*standard.values()], NEAR_ZERO, False),
+            claim(
+                f"H1c: its rank at the end is below {NEAR_ZERO} (ours)",
+                [*standard.values()],
+                NEAR_ZERO,
+                False,
+            ),
         ]
         if deep > shallow:
             change = less(standard, by_seed(rows, last_rank, arm="standard", layers=shallow))
-            parts.append(claim(f"H1d: it is lower than after {shallow} blocks, by", change, 0, False))
-        verdicts = [*parts, together("H1: the standard arm's rank decays monotonically towards 0 (H1a to H1d)", parts)]
+            parts.append(
+                claim(f"H1d: it is lower than after {shallow} blocks, by", change, 0, False)
+            )
+        verdicts = [
+            *parts,
+            together(
+                "H1: the standard arm's rank decays monotonically towards 0 (H1a to H1d)", parts
+            ),
+        ]
     for name, arm in (("H2: the full arm's", "full"), ("the additive arm's", "additive")):
         if ends[arm]:
             lowest = by_seed(rows, lowest_rank, arm=arm, layers=deep)
@@ -156,14 +199,16 @@ def synergy(rows: list[dict]) -> list[float]:
 def by_arm(rows: list[dict], **figures: Callable) -> list[dict]:
     """A group for each arm, with its validation loss and that less the standard arm's, and a word for it, corrected for
     the number of arms."""
-    found = over_seeds(rows, "arm", "parameters", val_loss=operator.itemgetter("val_loss"), **figures)
+    found = over_seeds(
+        rows, "arm", "parameters", val_loss=operator.itemgetter("val_loss"), **figures
+    )
     base, differences = by_seed(rows, "val_loss", arm="standard"), {}
     for number, group in enumerate(found):
         values = less(by_seed(rows, "val_loss", arm=group["arm"]), base)
         if group["arm"] != "standard" and values:
-            differences[number] = intervals.interval(values)
-            group["less"] = intervals.summary(values)
-    for number, word in zip(differences, intervals.verdicts([*differences.values()])):
+            differences[number] = compare.interval(values)
+            group["less"] = compare.summary(values)
+    for number, word in zip(differences, compare.verdicts([*differences.values()])):
         found[number]["word"] = word
     return found
 
@@ -176,7 +221,9 @@ def compared(group: dict) -> list:
 def ablation_findings(rows: list[dict]) -> Findings:
     found = by_arm(rows)
     header = ["arm", "parameters", "validation loss", "less that of `standard`", "that is"]
-    table = [[f"`{g['arm']}`", f"{g['parameters']:,}", shown(g["val_loss"]), *compared(g)] for g in found]
+    table = [
+        [f"`{g['arm']}`", f"{g['parameters']:,}", shown(g["val_loss"]), *compared(g)] for g in found
+    ]
     values = synergy(rows)
     verdicts = [claim("synergy S (eq. 9, nats) is above 0", values, 0, True)] if values else []
     return Findings(rows, found, header, table, verdicts)
@@ -184,16 +231,32 @@ def ablation_findings(rows: list[dict]) -> Findings:
 
 def copy_findings(rows: list[dict]) -> Findings:
     found = by_arm(rows, exact=lambda row: 100 * row["val_exact_match"])
-    header = ["arm", "parameters", "validation loss", "less that of `standard`", "that is", "exact matches (%)"]
+    header = [
+        "arm",
+        "parameters",
+        "validation loss",
+        "less that of `standard`",
+        "that is",
+        "exact matches (%)",
+    ]
     header.append("solved at step")
     table = []
     for group in found:
         group["solved_at"] = [row["solved_at"] for row in rows if row["arm"] == group["arm"]]
         solved = ", ".join(str(step or "-") for step in group["solved_at"])
-        about = [f"`{group['arm']}`", f"{group['parameters']:,}", shown(group["val_loss"]), *compared(group)]
+        about = [
+            f"`{group['arm']}`",
+            f"{group['parameters']:,}",
+            shown(group["val_loss"]),
+            *compared(group),
+        ]
         table.append([*about, shown(group["exact"], ".1f"), solved])
     change = less(by_seed(rows, "val_loss", arm="full"), by_seed(rows, "val_loss", arm="standard"))
-    verdicts = [claim("the full arm's loss less the standard arm's is below 0", change, 0, False)] if change else []
+    verdicts = (
+        [claim("the full arm's loss less the standard arm's is below 0", change, 0, False)]
+        if change
+        else []
+    )
     return Findings(rows, found, header, table, verdicts)
 
 
@@ -226,14 +289,19 @@ def beta_findings(rows: list[dict]) -> Findings:
         changes = [row["sign_changes"] for row in rows if row["share"] == group["share"]]
         group["sign_changes"] = changes
         said = "; ".join(", ".join(map(str, each)) or "none" for each in changes)
-        table.append([f"{group['share']:.0%}", *(shown(group[name]) for name in BETA_FIGURES), said])
+        table.append(
+            [f"{group['share']:.0%}", *(shown(group[name]) for name in BETA_FIGURES), said]
+        )
     header = ["share of training", *BETA_FIGURES, "blocks where the mean changes sign"]
     return Findings(rows, found, header, table, beta_verdicts(rows))
 
 
 def beta_verdicts(rows: list[dict]) -> list[dict]:
     end = [row for row in rows if row["share"] == SHARES[-1]]
-    early, deep = [quarter(row["mean"], False) for row in end], [quarter(row["negative"], True) for row in end]
+    early, deep = (
+        [quarter(row["mean"], False) for row in end],
+        [quarter(row["negative"], True) for row in end],
+    )
     return [
         claim("early blocks (the first quarter): E[beta] is above 0 at the end", early, 0, True),
         claim(
@@ -252,7 +320,9 @@ def sharpening(rows: list[dict]) -> dict:
     Refuted where no run's sign changes at the end: there is nothing that could sharpen.
     """
     text = "the step of E[beta] where its sign changes grows from 25% to 100% of training"
-    quarter_of, end = ({r["seed"]: r for r in rows if r["share"] == share} for share in (SHARES[1], SHARES[-1]))
+    quarter_of, end = (
+        {r["seed"]: r for r in rows if r["share"] == share} for share in (SHARES[1], SHARES[-1])
+    )
     if not any(row["sign_changes"] for row in end.values()):
         return {
             "hypothesis": f"{text}: it changes nowhere",
@@ -261,10 +331,25 @@ def sharpening(rows: list[dict]) -> dict:
             "ci95": None,
             "verdict": "refuted",
         }
-    both = [seed for seed in end if end[seed]["sign_changes"] and quarter_of.get(seed, {}).get("sign_changes")]
+    both = [
+        seed
+        for seed in end
+        if end[seed]["sign_changes"] and quarter_of.get(seed, {}).get("sign_changes")
+    ]
     if len(both) < len(end):
-        return {"hypothesis": text, "n": len(both), "mean": None, "ci95": None, "verdict": "undecided"}
-    return claim(text, [step_at_change(end[seed]) - step_at_change(quarter_of[seed]) for seed in both], 0, True)
+        return {
+            "hypothesis": text,
+            "n": len(both),
+            "mean": None,
+            "ci95": None,
+            "verdict": "undecided",
+        }
+    return claim(
+        text,
+        [step_at_change(end[seed]) - step_at_change(quarter_of[seed]) for seed in both],
+        0,
+        True,
+    )
 
 
 def step_at_change(row: dict) -> float:
@@ -275,12 +360,22 @@ def step_at_change(row: dict) -> float:
 # ---- 4: depth at one size; 5: language modelling ----
 
 
-COURSE = {name: operator.itemgetter(name) for name in ("val_loss", "val_perplexity", "epochs_to_target")}
+COURSE = {
+    name: operator.itemgetter(name) for name in ("val_loss", "val_perplexity", "epochs_to_target")
+}
 
 
 def depth_findings(rows: list[dict]) -> Findings:
     found = over_seeds(rows, "layers", "arm", "width", "parameters", **COURSE)
-    header = ["blocks", "arm", "width", "parameters", "validation loss", "its deviation", "epochs to the target"]
+    header = [
+        "blocks",
+        "arm",
+        "width",
+        "parameters",
+        "validation loss",
+        "its deviation",
+        "epochs to the target",
+    ]
     table = []
     for group in found:
         losses = group["val_loss"]["values"]
@@ -293,7 +388,9 @@ def depth_findings(rows: list[dict]) -> Findings:
 
 def gap(rows: list[dict], layers: int) -> dict:
     """{seed: loss of the full arm less that of the standard arm}."""
-    full, standard = (by_seed(rows, "val_loss", arm=arm, layers=layers) for arm in ("full", "standard"))
+    full, standard = (
+        by_seed(rows, "val_loss", arm=arm, layers=layers) for arm in ("full", "standard")
+    )
     return {seed: full[seed] - standard[seed] for seed in full if seed in standard}
 
 
@@ -303,11 +400,18 @@ def depth_verdicts(rows: list[dict]) -> list[dict]:
     if not gaps:
         return []
     text = "the full arm's loss less the standard arm's is below 0"
-    parts = [claim(f"{layers} blocks: {text}", [*values.values()], 0, False) for layers, values in gaps.items()]
+    parts = [
+        claim(f"{layers} blocks: {text}", [*values.values()], 0, False)
+        for layers, values in gaps.items()
+    ]
     deepest, shallowest = gaps[max(gaps)], gaps[min(gaps)]
     if len(gaps) > 1 and (change := less(deepest, shallowest)):
-        parts.append(claim(f"it falls from {min(gaps)} to {max(gaps)} blocks, by", change, 0, False))
-        parts.append(together("MGT scales better with depth: better at the deepest, by more", parts[-2:]))
+        parts.append(
+            claim(f"it falls from {min(gaps)} to {max(gaps)} blocks, by", change, 0, False)
+        )
+        parts.append(
+            together("MGT scales better with depth: better at the deepest, by more", parts[-2:])
+        )
     return parts
 
 

@@ -22,7 +22,12 @@ SHARES = 0.0, 0.25, 0.5, 1.0  # of training, at which the gates are looked at
 
 def about(cell: sweep.Cell) -> dict:
     """What tells one row of a report from another, and the commit that trained it."""
-    names = {"arm": "mgt_arm", "layers": "num_hidden_layers", "width": "hidden_size", "seed": "seed"}
+    names = {
+        "arm": "mgt_arm",
+        "layers": "num_hidden_layers",
+        "width": "hidden_size",
+        "seed": "seed",
+    }
     trained_at = checkpoint.read_state(checkpoint.find(cell.folder)).get("commit")
     return {**{name: cell.settings[key] for name, key in names.items()}, "trained_at": trained_at}
 
@@ -34,7 +39,10 @@ def measure_rank(cells: list[sweep.Cell], figures: Figures) -> list[dict]:
         wanted.append(subject.identity)
         if figures.find(weights=subject.identity) is None:
             row = rank.measure_run(subject, "", WINDOWS, ROWS, device)
-            del row["rank_state"], row["rank_read"]  # both are "rank": every arm reads its state as it is
+            del (
+                row["rank_state"],
+                row["rank_read"],
+            )  # both are "rank": every arm reads its state as it is
             corpus = open_corpus(cell.settings["dataset"])
             first = rank.over_validation(initial_model(cell), corpus, WINDOWS, ROWS, cell.title)
             own = {"initial_rank": first["rank"], "weights": subject.identity}
@@ -52,7 +60,11 @@ def measure_beta(cells: list[sweep.Cell], figures: Figures) -> list[dict]:
             if figures.find(**key, weights=digest) is None:
                 model, step = model_at(cell, share)
                 found = gates(model, cell.settings["dataset"])
-                figures.add({**about(cell), **key, "step": step, "weights": digest, **found}, "seed", "share")
+                figures.add(
+                    {**about(cell), **key, "step": step, "weights": digest, **found},
+                    "seed",
+                    "share",
+                )
                 print(f"{cell.title}: gates at step {step}", flush=True)
             wanted.append(figures.find(**key, weights=digest))
     return wanted
@@ -82,14 +94,20 @@ def gates(model, dataset: str) -> dict:
     """Of every block, over tokens, features and both sites: mean and variance of beta, and the share below 0; the mean
     of each site alone."""
     corpus, config = open_corpus(dataset), model.config
-    batches = ValidationBatches(corpus.val, config.block_size, config.vocab_size, Windows.of(corpus.meta))
+    batches = ValidationBatches(
+        corpus.val, config.block_size, config.vocab_size, Windows.of(corpus.meta)
+    )
     windows = whole_windows(batches, WINDOWS)
     sites: dict[tuple[str, int], list] = {}
 
     def seen(site, quantities):
         found = quantities["statistics"]
         mean, variance = found["beta"].double(), found["beta_variance"].double()
-        moments = [mean.mean(), (variance + mean.square()).mean(), found["beta_negative"].double().mean()]
+        moments = [
+            mean.mean(),
+            (variance + mean.square()).mean(),
+            found["beta_negative"].double().mean(),
+        ]
         sites.setdefault((site.name, site.layer), []).append([float(x) for x in moments])
 
     for first in range(0, len(windows), ROWS):
@@ -98,7 +116,9 @@ def gates(model, dataset: str) -> dict:
         with model.through(Watched(seen)):
             model(ids.to(model.transformer.wte.weight.device))
     moments = {
-        name: np.array([np.mean(sites[name, layer], axis=0) for layer in range(config.num_hidden_layers)])
+        name: np.array(
+            [np.mean(sites[name, layer], axis=0) for layer in range(config.num_hidden_layers)]
+        )
         for name in ("attn", "mlp")
     }
     mean, square, negative = ((moments["attn"] + moments["mlp"]) / 2).T
@@ -119,22 +139,30 @@ def final_rows(cells: list[sweep.Cell]) -> list[dict]:
     for cell in cells:
         final = sweep.final_evaluation(cell)
         figures = {key: value for key, value in final.items() if key.startswith("val_")}
-        rows.append({**about(cell), "steps": final["step"], "parameters": parameters(cell), **figures})
+        rows.append(
+            {**about(cell), "steps": final["step"], "parameters": parameters(cell), **figures}
+        )
     return rows
 
 
 def parameters(cell: sweep.Cell) -> int:
     state = checkpoint.read_state(checkpoint.find(cell.folder))
-    return parameters_of(state["model"], model_class(state["model"]).Config(**state["model_config"]))
+    return parameters_of(
+        state["model"], model_class(state["model"]).Config(**state["model_config"])
+    )
 
 
 def copy_rows(cells: list[sweep.Cell]) -> list[dict]:
     """With the first evaluation at which 99% of the answers were right in every character; None: none was."""
     rows = final_rows(cells)
     for row, cell in zip(rows, cells):
-        records = [record for record in metrics.read(cell.folder / "metrics.jsonl") if "val_loss" in record]
+        records = [
+            record for record in metrics.read(cell.folder / "metrics.jsonl") if "val_loss" in record
+        ]
         row["evaluations"] = [[r["step"], r["val_exact_match"], r["val_loss"]] for r in records]
-        row["solved_at"] = next((step for step, exact, _ in row["evaluations"] if exact >= 0.99), None)
+        row["solved_at"] = next(
+            (step for step, exact, _ in row["evaluations"] if exact >= 0.99), None
+        )
     return rows
 
 
@@ -145,9 +173,15 @@ def course_rows(cells: list[sweep.Cell]) -> list[dict]:
     for row, cell in zip(rows, cells):
         records = metrics.read(cell.folder / "metrics.jsonl")
         tokens = checkpoint.read_state(checkpoint.find(cell.folder))["corpus"]["train"]["tokens"]
-        row["evaluations"] = [[r["step"], r["tokens"] / tokens, r["val_loss"]] for r in records if "val_loss" in r]
-        row["training"] = [[r["step"], r["loss"]] for r in records if "loss" in r][:: max(len(records) // 500, 1)]
+        row["evaluations"] = [
+            [r["step"], r["tokens"] / tokens, r["val_loss"]] for r in records if "val_loss" in r
+        ]
+        row["training"] = [[r["step"], r["loss"]] for r in records if "loss" in r][
+            :: max(len(records) // 500, 1)
+        ]
     for row in rows:
         row["target"] = max(other["val_loss"] for other in rows if other["layers"] == row["layers"])
-        row["epochs_to_target"] = next(epochs for _, epochs, loss in row["evaluations"] if loss <= row["target"])
+        row["epochs_to_target"] = next(
+            epochs for _, epochs, loss in row["evaluations"] if loss <= row["target"]
+        )
     return rows

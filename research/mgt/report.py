@@ -6,11 +6,10 @@ from pathlib import Path
 
 import configurator
 from evaluation import tables
-from research import intervals, sweep
+from research import compare, runs, sweep
 from research.benchmarks.figures import Figures
 from research.mgt import drawings, findings, measures
-from research.reporting import runs, runs_csv
-from research.reporting.style import pyplot
+from research.plots import pyplot
 from training import distributed
 from training.provenance import digest
 
@@ -23,8 +22,23 @@ CODE = (
     "data/loader.py",
 )
 # What a page says that every run shares.
-SHOWN = ("dataset", "block_size", "hidden_size", "num_attention_heads", "num_hidden_layers", "max_steps")
-SHOWN += ("global_batch_size", "optimizer", "learning_rate", "warmup_steps", "schedule", "weight_decay", "dtype")
+SHOWN = (
+    "dataset",
+    "block_size",
+    "hidden_size",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "max_steps",
+)
+SHOWN += (
+    "global_batch_size",
+    "optimizer",
+    "learning_rate",
+    "warmup_steps",
+    "schedule",
+    "weight_decay",
+    "dtype",
+)
 
 
 # The `cpu` models of text end above its unigram entropy: they have not even learned how frequent
@@ -61,7 +75,10 @@ KINDS = {
         "thin lines are untrained models.",
     ),
     "ablation": Kind(
-        "Experiment 2: ablation", of_cells(measures.final_rows), findings.ablation_findings, drawings.losses
+        "Experiment 2: ablation",
+        of_cells(measures.final_rows),
+        findings.ablation_findings,
+        drawings.losses,
     ),
     "beta": Kind(
         "Experiment 3: the gate beta over depth and training",
@@ -78,27 +95,39 @@ KINDS = {
         "The target is the highest final loss of any run of that depth.",
     ),
     "language": Kind(
-        "Experiment 5: language modelling", of_cells(measures.course_rows), findings.language_findings, drawings.curves
+        "Experiment 5: language modelling",
+        of_cells(measures.course_rows),
+        findings.language_findings,
+        drawings.curves,
     ),
-    "copy": Kind("The copy task of section 4.1", of_cells(measures.copy_rows), findings.copy_findings, drawings.curves),
+    "copy": Kind(
+        "The copy task of section 4.1",
+        of_cells(measures.copy_rows),
+        findings.copy_findings,
+        drawings.curves,
+    ),
 }
 
 
 def check() -> None:
     """ValueError: a package that a report needs is missing, which should not be found after the training."""
     pyplot()
-    intervals.student()
+    compare.student()
 
 
 def write(experiment: str, preset: str, cells: list[sweep.Cell], results: Path) -> None:
     """`<results>/<experiment>_<preset>.json`, .md and .png, rows of runs.csv. ValueError: no run is finished."""
     done = [cell for cell in cells if sweep.final_evaluation(cell)]
     if not done:
-        raise ValueError(f"no run of {experiment} is finished in {cells[0].folder.parent}: nothing to report")
+        raise ValueError(
+            f"no run of {experiment} is finished in {cells[0].folder.parent}: nothing to report"
+        )
     results.mkdir(parents=True, exist_ok=True)
     kind, path = KINDS[experiment], results / f"{experiment}_{preset}.json"
     about = {"experiment": experiment, "preset": preset, "settings": shared(done)}
-    figures = Figures(path, distributed.pick_device("auto"), about, resume=True, code=digest(*CODE)[:12])
+    figures = Figures(
+        path, distributed.pick_device("auto"), about, resume=True, code=digest(*CODE)[:12]
+    )
     found = judged(kind.find(kind.rows(done, figures)), experiment, preset)
     left = [cell.title for cell in cells if cell not in done]
     figures.rows = [{**row, **figures.made} for row in found.rows]
@@ -115,7 +144,9 @@ def keep_rows(cells: list[sweep.Cell], name: str, results: Path) -> None:
     """A row of runs.csv for each run."""
     found, _ = runs.load([str(cell.folder) for cell in cells])
     titles = {cell.folder: cell.title for cell in cells}
-    runs_csv.write([replace(run, name=f"{name}/{titles[run.path]}") for run in found], results / "runs.csv")
+    runs.write_csv(
+        [replace(run, name=f"{name}/{titles[run.path]}") for run in found], results / "runs.csv"
+    )
 
 
 def judged(found: findings.Findings, experiment: str, preset: str) -> findings.Findings:
@@ -128,11 +159,15 @@ def judged(found: findings.Findings, experiment: str, preset: str) -> findings.F
 def shared(cells: list[sweep.Cell]) -> dict:
     """The settings that a page names, where they are the same in every run."""
     first = cells[0].settings
-    return {key: first[key] for key in SHOWN if all(cell.settings[key] == first[key] for cell in cells)}
+    return {
+        key: first[key] for key in SHOWN if all(cell.settings[key] == first[key] for cell in cells)
+    }
 
 
 def page(kind: Kind, about: dict, found: findings.Findings, left: list[str], path: Path) -> str:
-    settings = ", ".join(f"{key} {value}" for key, value in about["settings"].items() if value is not None)
+    settings = ", ".join(
+        f"{key} {value}" for key, value in about["settings"].items() if value is not None
+    )
     parts = [
         f"# {kind.title}, preset `{about['preset']}`",
         f"{settings}. {SEEDS} {kind.note}".strip(),
@@ -155,5 +190,9 @@ def verdict_table(verdicts: list[dict]) -> str:
 
 def verdict_row(verdict: dict) -> list[str]:
     mean, half = verdict["mean"], verdict["ci95"]
-    text = None if mean is None else f"{mean:.4f}{'' if half is None else f' ± {half:.4f}'} ({verdict['n']})"
+    text = (
+        None
+        if mean is None
+        else f"{mean:.4f}{'' if half is None else f' ± {half:.4f}'} ({verdict['n']})"
+    )
     return [verdict["hypothesis"], text, f"**{verdict['verdict']}**"]

@@ -11,7 +11,7 @@ deadline=$((SECONDS + 60 * ${MINUTES:-9}))
 mkdir -p "$folder"
 if ! [ "$folder" -ef "$kept" ]; then cp -n "$kept"/gpu_* "$folder"/ 2>/dev/null || true; fi
 [ -e data/python_packages_16k/meta.json ] ||
-    "$python" data/python_packages/prepare.py --vocab_size=16384 --out=data/python_packages_16k
+    "$python" research/residual_streams/python_packages.py --vocab_size=16384 --out=data/python_packages_16k
 for stage in rates tokens again alone seconds eager; do
     jobs=${JOBS:-4}
     case $stage in alone | eager) jobs=1 ;; esac

@@ -25,7 +25,9 @@ def shingles(text: str) -> np.ndarray:
     """The document as a set: hashes of its runs of WORDS words, sorted, each once, uint64; one for a shorter text."""
     words = np.fromiter(map(crc32, text.encode().split()), dtype=np.uint64)
     words = np.pad(words, (0, max(WORDS - len(words), 0)))
-    return np.unique(mixed([words[first : len(words) - WORDS + 1 + first] for first in range(WORDS)]))
+    return np.unique(
+        mixed([words[first : len(words) - WORDS + 1 + first] for first in range(WORDS)])
+    )
 
 
 def mixed(parts) -> np.ndarray:

@@ -32,7 +32,9 @@ from data import preparation, shards
 from data.sources import Texts
 from research.residual_streams.near_duplicates import THRESHOLD, NearDuplicates
 
-OUT = Path(__file__).parents[2] / "data" / "python_packages"  # where --dataset=python_packages looks
+OUT = (
+    Path(__file__).parents[2] / "data" / "python_packages"
+)  # where --dataset=python_packages looks
 STANDARD_LIBRARY = f"Python=={platform.python_version()}"
 
 
@@ -73,7 +75,9 @@ def documents(library: Path, packages: dict[Path, str] | None) -> list[Document]
         except (UnicodeDecodeError, OSError):
             continue
         if text.strip() and written_by_hand(text):
-            of_folder = STANDARD_LIBRARY if packages is None else packages.get(path, inside.parts[0])
+            of_folder = (
+                STANDARD_LIBRARY if packages is None else packages.get(path, inside.parts[0])
+            )
             found.append(Document(of_folder, inside.as_posix(), text))
     return found
 
@@ -108,10 +112,14 @@ def split(found: list[Document], share: float) -> tuple[dict[str, list[Document]
     """Documents without duplicates by split, in the order of their paths' hashes, and what was left out as such."""
     chosen = validation_packages(bytes_by_package(found), share)
     # Validation comes first, and what came first is kept.
-    order = sorted(found, key=lambda document: (document.package not in chosen, by_hash(document.path)))
+    order = sorted(
+        found, key=lambda document: (document.package not in chosen, by_hash(document.path))
+    )
     splits, seen, near = {"val": [], "train": []}, set(), NearDuplicates()
     left_out = {kind: {"documents": 0, "bytes": 0} for kind in ("exact", "near")}
-    for document in tqdm(order, "looking for duplicates", unit="file", disable=None, dynamic_ncols=True):
+    for document in tqdm(
+        order, "looking for duplicates", unit="file", disable=None, dynamic_ncols=True
+    ):
         kind = "exact" if document.text in seen else "near" if near.repeats(document.text) else None
         seen.add(document.text)
         if kind:
@@ -125,7 +133,9 @@ def split(found: list[Document], share: float) -> tuple[dict[str, list[Document]
 def main():
     fixed = {"val_tokens": None, "tokenizer_bytes": 30_000_000, "max_tokens": None}
     parser = preparation.arguments(__doc__, OUT, fixed, tokenizer="bpe", shard_tokens=10_000_000)
-    parser.add_argument("--val_share", type=float, default=0.04, help="of the bytes, at most, is for validation")
+    parser.add_argument(
+        "--val_share", type=float, default=0.04, help="of the bytes, at most, is for validation"
+    )
     args = parser.parse_args()
     with configurator.one_line_errors():
         preparation.check(args)
@@ -142,12 +152,21 @@ def main():
         splits, duplicates = split(found, args.val_share)
         for name, of_split in splits.items():
             if not of_split:
-                raise ValueError(f"{packages} has no packages for {name}: run this with those of requirements.txt")
+                raise ValueError(
+                    f"{packages} has no packages for {name}: run this with those of requirements.txt"
+                )
         for kind in ("exact", "near"):
             count, size = duplicates[kind]["documents"], shards.readable(duplicates[kind]["bytes"])
-            print(f"{count:,} files ({size}) repeat others {'exactly' if kind == 'exact' else kind + 'ly'}: left out")
-        about = {"packages": {name: bytes_by_package(of_split) for name, of_split in splits.items()}}
-        plan = [(name, Texts([each.text for each in splits[name]], "Python packages"), None) for name in splits]
+            print(
+                f"{count:,} files ({size}) repeat others {'exactly' if kind == 'exact' else kind + 'ly'}: left out"
+            )
+        about = {
+            "packages": {name: bytes_by_package(of_split) for name, of_split in splits.items()}
+        }
+        plan = [
+            (name, Texts([each.text for each in splits[name]], "Python packages"), None)
+            for name in splits
+        ]
         preparation.prepare(args, "packages", plan, {**about, "duplicates": duplicates})
 
 

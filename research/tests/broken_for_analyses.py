@@ -50,7 +50,11 @@ BROKEN = {
     ),
     "a detail of all tokens": (
         additive(write=OfAllTokens),
-        (parts.DETAILS, f"{HERE}OfAllTokens", lambda write, state, h, x_in, c, written: {"mean_h": h.mean(1)}),
+        (
+            parts.DETAILS,
+            f"{HERE}OfAllTokens",
+            lambda write, state, h, x_in, c, written: {"mean_h": h.mean(1)},
+        ),
         "details",
         "mean_h is not of each token",
     ),

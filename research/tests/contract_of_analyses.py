@@ -15,8 +15,12 @@ def check_details(cls) -> None:
         assert torch.equal(model(ids)[0], wanted), "a detail changes what the model computes"
     for site in sites_of(model):
         intervals = parts.entry(parts.SHARES, site.write) or {}
-        assert set(intervals) <= found[site.layer, site.name].numbers.keys(), f"shares of no statistic: {intervals}"
-        assert all(low < high for each in intervals.values() for low, high in each.values()), f"empty: {intervals}"
+        assert set(intervals) <= found[site.layer, site.name].numbers.keys(), (
+            f"shares of no statistic: {intervals}"
+        )
+        assert all(low < high for each in intervals.values() for low, high in each.values()), (
+            f"empty: {intervals}"
+        )
     with model.through(Shapes()), torch.no_grad():
         model(ids)
 
@@ -27,7 +31,9 @@ class Shapes(Stream):
     def write(self, site, state, h, c, x_in, cache):
         written, loss = super().write(site, state, h, c, x_in, cache)
         for name, value in gates.said(site, state, h, x_in, c, written).items():
-            assert value.shape[:2] == h.shape[:2], f"{name} is not of each token: {tuple(value.shape)}"
+            assert value.shape[:2] == h.shape[:2], (
+                f"{name} is not of each token: {tuple(value.shape)}"
+            )
             assert value.isfinite().all(), f"{name} is not finite"
         shape = gates.direction_of(site, state, h, x_in, c).shape
         assert shape == h.shape, f"along() is no direction for each token: {tuple(shape)}"
@@ -48,7 +54,9 @@ def check_edits(cls) -> None:
             chosen = {(site.layer, site.name): edit}
             found = edits.losses_from(model, states[site.layer], site.layer, ids, chosen)
             assert found.isfinite().all(), f"{edit.name} gives a loss that is not finite"
-            assert (found - base).abs().max() > 1e-12, f"{edit.name} of block {site.layer} {site.name} changes nothing"
+            assert (found - base).abs().max() > 1e-12, (
+                f"{edit.name} of block {site.layer} {site.name} changes nothing"
+            )
     assert torch.equal(model(ids, ids)[1], before), "after its edits the model has another loss"
     assert all(map(torch.equal, parameters, model.parameters())), "an edit changes a parameter"
 
@@ -63,10 +71,20 @@ class Shortcuts(Stream):
     def write(self, site, state, h, c, x_in, cache):
         if (shortcut := parts.entry(parts.SHORTCUTS, site.write)) and site.after is None:
             assert torch.is_tensor(state), "a tuple of tensors has no shortcut"
-            change = torch.randn(state.shape, generator=torch.Generator().manual_seed(3), dtype=state.dtype)
+            change = torch.randn(
+                state.shape, generator=torch.Generator().manual_seed(3), dtype=state.dtype
+            )
             written = [site.write(state + times * change, h, x_in, c) for times in range(3)]
             found = shortcut(site.write, state, h, x_in, c)
-            self.found.append((found.axis, found.dense(), change, written[1] - written[0], written[2] - written[1]))
+            self.found.append(
+                (
+                    found.axis,
+                    found.dense(),
+                    change,
+                    written[1] - written[0],
+                    written[2] - written[1],
+                )
+            )
         return super().write(site, state, h, c, x_in, cache)
 
 
@@ -79,10 +97,16 @@ def check_shortcut(cls) -> None:
     for axis, matrix, change, first, second in stream.found:
         assert matrix.isfinite().all(), "a shortcut is not finite"
         if torch.allclose(first, second, **EXACT):  # the write is affine in the state
-            columns = change.movedim(axis, -1).flatten(2, -2) if change.ndim > 3 else change.unsqueeze(2)
+            columns = (
+                change.movedim(axis, -1).flatten(2, -2) if change.ndim > 3 else change.unsqueeze(2)
+            )
             expected = first.movedim(axis, -1).reshape(columns.shape)
             message = "its shortcut is not what the write does to the state"
             assert torch.allclose(columns @ matrix.mT, expected, **EXACT), message
 
 
-CHECKS = {name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")}
+CHECKS = {
+    name.removeprefix("check_"): check
+    for name, check in list(globals().items())
+    if name.startswith("check_")
+}

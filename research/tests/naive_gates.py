@@ -24,7 +24,10 @@ def forward(weights, cfg, ids, kind, embedding_conv=False, edits=None):
     states, record = expand(weights, xs, cfg["ddl_value_channels"], embedding_conv), {}
     for layer in range(cfg["num_hidden_layers"]):
         w = select(weights, f"transformer.h.{layer}.")
-        for norm, sublayer, name in (("ln_1.weight", attention, "attn"), ("ln_2.weight", mlp, "mlp")):
+        for norm, sublayer, name in (
+            ("ln_1.weight", attention, "attn"),
+            ("ln_2.weight", mlp, "mlp"),
+        ):
             edit = (edits or {}).get((layer, name), {})
             x_ins = read(select(w, "compress."), states, kind)
             cs = [rms_norm(x, w[norm], 1e-5) for x in x_ins]
@@ -36,21 +39,36 @@ def forward(weights, cfg, ids, kind, embedding_conv=False, edits=None):
                 A = torch.eye(len(k), dtype=X.dtype)
                 if edit.get("erase", True):
                     A = A - beta * torch.outer(k, k)
-                tokens.append({"X": X, "after": A @ X + beta * torch.outer(k, value), "k": k, "beta": beta, "t": value})
+                tokens.append(
+                    {
+                        "X": X,
+                        "after": A @ X + beta * torch.outer(k, value),
+                        "k": k,
+                        "beta": beta,
+                        "t": value,
+                    }
+                )
             record[layer, name] = tokens
             states = [token["after"] for token in tokens]
-    finals = [rms_norm(x, weights["ln_f.weight"], 1e-5) for x in read(select(weights, "readout."), states, kind)]
+    finals = [
+        rms_norm(x, weights["ln_f.weight"], 1e-5)
+        for x in read(select(weights, "readout."), states, kind)
+    ]
     return torch.stack([weights["lm_head.weight"] @ x for x in finals]), record
 
 
 def loss(weights, cfg, ids, targets, kind, **options) -> float:
     """Mean nats per token of one sequence."""
     scores, _ = forward(weights, cfg, ids, kind, **options)
-    return sum((row.exp().sum().log() - row[t]).item() for row, t in zip(scores, targets)) / len(targets)
+    return sum((row.exp().sum().log() - row[t]).item() for row, t in zip(scores, targets)) / len(
+        targets
+    )
 
 
 def cosine(a, b) -> float:
-    return float(sum(x * y for x, y in zip(a, b)) / math.sqrt(sum(x * x for x in a) * sum(y * y for y in b)))
+    return float(
+        sum(x * y for x, y in zip(a, b)) / math.sqrt(sum(x * x for x in a) * sum(y * y for y in b))
+    )
 
 
 def gap(X, k, t) -> float:
@@ -95,14 +113,20 @@ def rank(matrix) -> float:
 def column_cosines(tokens) -> list[np.ndarray]:
     """Of each token the matrix of cosines between the columns of the new state."""
     columns = range(tokens[0]["X"].shape[1])
-    return [np.array([[cosine(t["after"][:, i], t["after"][:, j]) for j in columns] for i in columns]) for t in tokens]
+    return [
+        np.array([[cosine(t["after"][:, i], t["after"][:, j]) for j in columns] for i in columns])
+        for t in tokens
+    ]
 
 
 def column_shares(w, tokens, kind) -> list[np.ndarray]:
     """Of each token the norm of what the read makes of one column alone, over the sum of those norms."""
     parts = []
     for j in range(tokens[0]["X"].shape[1]):
-        alone = [token["X"] * torch.nn.functional.one_hot(torch.tensor(j), token["X"].shape[1]) for token in tokens]
+        alone = [
+            token["X"] * torch.nn.functional.one_hot(torch.tensor(j), token["X"].shape[1])
+            for token in tokens
+        ]
         parts.append([math.sqrt((x**2).sum()) for x in read(w, alone, kind)])
     return [np.array(each) / sum(each) for each in zip(*parts)]
 
@@ -110,8 +134,15 @@ def column_shares(w, tokens, kind) -> list[np.ndarray]:
 def kernels(w, kind, columns: int) -> list[np.ndarray]:
     """Of each column every weight that it is read with."""
     if kind == "channel":
-        ones = torch.eye(columns, dtype=w["weight"].dtype).unsqueeze(1).expand(-1, w["weight"].shape[0], -1)
+        ones = (
+            torch.eye(columns, dtype=w["weight"].dtype)
+            .unsqueeze(1)
+            .expand(-1, w["weight"].shape[0], -1)
+        )
         return [read(w, [column], kind)[0].numpy() for column in ones]
     d = w["shortconv.weight"].shape[0] // columns
-    rows = [[w["shortconv.weight"][i * columns + j].flatten() * w["read"][j] for i in range(d)] for j in range(columns)]
+    rows = [
+        [w["shortconv.weight"][i * columns + j].flatten() * w["read"][j] for i in range(d)]
+        for j in range(columns)
+    ]
     return [torch.cat(each).numpy() for each in rows]

@@ -20,8 +20,21 @@ from research.benchmarks.figures import Figures
 from research.benchmarks.transcription_streams import STREAMS
 from training import metrics
 
-TINY = ["--vocab_size=64", "--block_size=16", "--num_hidden_layers=1", "--hidden_size=32", "--micro_batch_size=1"]
-TINY += ["--num_attention_heads=4", "--head_dim=8", "--compile=False", "--rounds=2", "--warmup=1", "--device=cpu"]
+TINY = [
+    "--vocab_size=64",
+    "--block_size=16",
+    "--num_hidden_layers=1",
+    "--hidden_size=32",
+    "--micro_batch_size=1",
+]
+TINY += [
+    "--num_attention_heads=4",
+    "--head_dim=8",
+    "--compile=False",
+    "--rounds=2",
+    "--warmup=1",
+    "--device=cpu",
+]
 CPU = torch.device("cpu")
 
 
@@ -31,11 +44,23 @@ def test_figures_are_medians_of_ratios_of_one_round():
     assert (same["tokens_per_second"], same["baseline_tokens_per_second"]) == (4, 4)
     assert (same["ratio"], same["ratio_p10"], same["ratio_p90"]) == (1, 1, 1)
     other = step.figures_of(own, base, "forward_", tokens=8)
-    assert (other["forward_tokens_per_second"], other["forward_baseline_tokens_per_second"]) == (4, 4)
-    spread = pytest.approx((0.5, 0.3, 0.9))  # a fifth of the way from 0.25 to 0.5, and from 1 to 0.5
-    assert (other["forward_ratio"], other["forward_ratio_p10"], other["forward_ratio_p90"]) == spread
+    assert (other["forward_tokens_per_second"], other["forward_baseline_tokens_per_second"]) == (
+        4,
+        4,
+    )
+    spread = pytest.approx(
+        (0.5, 0.3, 0.9)
+    )  # a fifth of the way from 0.25 to 0.5, and from 1 to 0.5
+    assert (
+        other["forward_ratio"],
+        other["forward_ratio_p10"],
+        other["forward_ratio_p90"],
+    ) == spread
     spread = pytest.approx((0.5 + 0.2 * 3.5, 4))
-    assert (other["forward_tokens_per_second_p10"], other["forward_tokens_per_second_p90"]) == spread
+    assert (
+        other["forward_tokens_per_second_p10"],
+        other["forward_tokens_per_second_p90"],
+    ) == spread
 
 
 def test_models_take_turns():
@@ -55,13 +80,27 @@ def test_every_model_and_its_transcription_is_measured(tmp_path, monkeypatch, ca
     out = tmp_path / "new" / "rows.json"
     main(monkeypatch, *TINY, f"--json={out}")
     stored, printed = json.loads(out.read_text()), capsys.readouterr().out
-    assert stored.keys() >= {"command", "commit", "machine", "torch", "triton", "date", "suite", "threads", "dtype"}
+    assert stored.keys() >= {
+        "command",
+        "commit",
+        "machine",
+        "torch",
+        "triton",
+        "date",
+        "suite",
+        "threads",
+        "dtype",
+    }
     assert stored["sizes"]["quick (changed)"]["hidden_size"] == 32
     names, transcribed = [row["model"] for row in stored["rows"]], [*PAPER, *STREAMS]
-    assert sorted(names) == sorted([*STEMS, *(f"{stem} transcription (eager)" for stem in transcribed)])
+    assert sorted(names) == sorted(
+        [*STEMS, *(f"{stem} transcription (eager)" for stem in transcribed)]
+    )
     assert stored["rows"][0]["model"] == "gpt-mha-rope"
     assert stored["rows"][0]["ratio"] == stored["rows"][0]["forward_ratio"] == 1
-    assert [row["model"] for row in stored["rows"] if "speedup" in row] == [n for n in names if n in transcribed]
+    assert [row["model"] for row in stored["rows"] if "speedup" in row] == [
+        n for n in names if n in transcribed
+    ]
     parameters = {row["model"]: row["parameters"] for row in stored["rows"]}
     for row in stored["rows"]:
         assert row["ratio_p10"] <= row["ratio"] <= row["ratio_p90"]
@@ -80,11 +119,18 @@ def test_models_by_choice(tmp_path, monkeypatch):
     names = ["gpt-mha-rope", "DDL-gpt-mha-rope-CC d_v=2", "DDL-gpt-mha-rope-CC d_v=8"]
     assert [base["model"], two["model"], eight["model"]] == names
     assert base["parameters"] < two["parameters"] < eight["parameters"]
-    assert base["activation_bytes_per_token"] < two["activation_bytes_per_token"] < eight["activation_bytes_per_token"]
+    assert (
+        base["activation_bytes_per_token"]
+        < two["activation_bytes_per_token"]
+        < eight["activation_bytes_per_token"]
+    )
 
 
 MISTAKES = [
-    (["--rounds=0"], "--rounds, --visits, --warmup, --steps and --micro_batch_size: give 1 or more"),
+    (
+        ["--rounds=0"],
+        "--rounds, --visits, --warmup, --steps and --micro_batch_size: give 1 or more",
+    ),
     (["--models=DDL-gpt-mha-rope-CX"], "did you mean DDL-gpt-mha-rope"),
     (["--models=DDL-gpt-mha-rope:four"], "number of columns"),
     (["--models=DDL-vdim1-gpt-mha-rope:2"], "ddl_value_channels=2"),
@@ -100,7 +146,9 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), MISTAKES)
-def test_mistakes_end_in_one_line_before_anything_is_measured(arguments, message, monkeypatch, capsys):
+def test_mistakes_end_in_one_line_before_anything_is_measured(
+    arguments, message, monkeypatch, capsys
+):
     monkeypatch.setattr(step, "Bench", None)
     monkeypatch.setenv("CXX", "none")
     command = arguments if arguments[0] == "kernels" else ["step", "--compile=False", *arguments]
@@ -119,54 +167,103 @@ def test_the_paper_suite_has_the_papers_sizes_and_columns():
     with torch.device("meta"):
         assert (name, build("gpt-mha-rope", **medium).num_parameters()) == ("medium", 353_508_352)
         assert build("gpt-mha-rope", **suites.SMALL).num_parameters() == 123_590_400
-    forms = {f"DDL-gpt-mha-rope-CC-EC{form}" for form in (":2", ":8", "+state_interval=4", "+kernels=off")}
+    forms = {
+        f"DDL-gpt-mha-rope-CC-EC{form}"
+        for form in (":2", ":8", "+state_interval=4", "+kernels=off")
+    }
     assert {*STEMS, *forms, "gpt-mha-rope+kernels=off"} == set(args.models)
     assert (args.micro_batch_size, args.steps) == (16, 4)
 
 
 def test_a_model_may_bring_its_own_columns_and_kernels():
     stem = "DDL-gpt-mha-rope-CC"
-    assert suites.split_model(f"{stem}:2+kernels=off") == (stem, {"ddl_value_channels": 2}, {"setting": "off"})
+    assert suites.split_model(f"{stem}:2+kernels=off") == (
+        stem,
+        {"ddl_value_channels": 2},
+        {"setting": "off"},
+    )
     assert suites.split_model(f"{stem}+state_interval=4") == (stem, {}, {"state_interval": 4})
     changed = f"{stem}+state_dtype=float32+ddl_beta_init=0.5"
-    assert suites.split_model(changed) == (stem, {"state_dtype": "float32", "ddl_beta_init": 0.5}, {})
+    assert suites.split_model(changed) == (
+        stem,
+        {"state_dtype": "float32", "ddl_beta_init": 0.5},
+        {},
+    )
 
 
 def test_kernels_are_measured_against_a_copy(tmp_path):
     pytest.importorskip("triton")
     out = tmp_path / "kernels.json"
-    size = ["--device=cpu", "--widths=8", "--micro_batch_size=1", "--block_size=2", "--rounds=1", "--copied=4096"]
+    size = [
+        "--device=cpu",
+        "--widths=8",
+        "--micro_batch_size=1",
+        "--block_size=2",
+        "--rounds=1",
+        "--copied=4096",
+    ]
     size += ["--match=v=4"]
     kernel_bandwidth.run(bench.arguments(["kernels", *size, f"--json={out}"]))
     rows = {row["kernel"]: row for row in json.loads(out.read_text())["rows"]}
     assert len(rows) == 10
-    state, vector, scalar = 2 * 4 * 8 * 2, 2 * 8 * 2, 2 * 4  # bytes of two tokens: 4 columns of 8 in bf16, fp32 numbers
+    state, vector, scalar = (
+        2 * 4 * 8 * 2,
+        2 * 8 * 2,
+        2 * 4,
+    )  # bytes of two tokens: 4 columns of 8 in bf16, fp32 numbers
     # Reads X, h, y, z; writes c, the next y and z, n, delta, u, rho.
-    assert rows["step forward K=1 v=4 not stored"]["bytes"] == state + 2 * vector + scalar * (4 + 4 * 4)
+    assert rows["step forward K=1 v=4 not stored"]["bytes"] == state + 2 * vector + scalar * (
+        4 + 4 * 4
+    )
     # Besides, reads the write to replay and writes X'.
     more = state + vector + 4 * scalar
-    assert rows["step forward K=1 v=4 stored"]["bytes"] == state + 2 * vector + scalar * (4 + 4 * 4) + more
+    assert (
+        rows["step forward K=1 v=4 stored"]["bytes"]
+        == state + 2 * vector + scalar * (4 + 4 * 4) + more
+    )
     assert rows["expand forward K=4 v=4"]["bytes"] == state + vector
 
 
 def test_rotation_and_norm_are_measured_but_have_no_launches_to_tune(tmp_path):
     pytest.importorskip("triton")
     out = tmp_path / "kernels.json"
-    keys = ["kernels", "--device=cpu", "--widths=8,256", "--micro_batch_size=2", "--block_size=3", "--rounds=1"]
+    keys = [
+        "kernels",
+        "--device=cpu",
+        "--widths=8,256",
+        "--micro_batch_size=2",
+        "--block_size=3",
+        "--rounds=1",
+    ]
     keys += ["--copied=4096", "--match=rope"]
     kernel_bandwidth.run(bench.arguments([*keys, f"--json={out}"]))
     found = {(row["kernel"], row["d"]): row["bytes"] for row in json.loads(out.read_text())["rows"]}
     wanted = {}
     for d, head in ((8, 8), (256, 128)):
-        vector, tables = 6 * d * 2, 2 * 3 * head // 2 * 4  # of six tokens in bf16; cos and sin of three in fp32
+        vector, tables = (
+            6 * d * 2,
+            2 * 3 * head // 2 * 4,
+        )  # of six tokens in bf16; cos and sin of three in fp32
         # Reads and writes queries and keys; reads three gradients, queries and keys, and writes the gradient of all.
-        wanted |= {("rope_norm forward", d): 4 * vector + tables, ("rope_norm backward", d): 8 * vector + tables}
+        wanted |= {
+            ("rope_norm forward", d): 4 * vector + tables,
+            ("rope_norm backward", d): 8 * vector + tables,
+        }
     assert found == wanted
-    with pytest.raises(ValueError, match="no kernel with launches to tune has that in its name; try step"):
+    with pytest.raises(
+        ValueError, match="no kernel with launches to tune has that in its name; try step"
+    ):
         kernel_bandwidth.run(bench.arguments([*keys, "--tune"]))
 
 
-LAUNCHES = ["kernels", "--device=cpu", "--tune", "--match=add_norm", "--widths=8", "--micro_batch_size=1"]
+LAUNCHES = [
+    "kernels",
+    "--device=cpu",
+    "--tune",
+    "--match=add_norm",
+    "--widths=8",
+    "--micro_batch_size=1",
+]
 LAUNCHES += ["--block_size=1", "--rounds=1", "--copied=4096"]
 
 
@@ -186,10 +283,14 @@ def test_launches_are_timed_one_by_one_and_kept(tmp_path, monkeypatch):
     [own] = first["add_norm forward"]
     assert dataclasses.asdict(launch_of("add_norm forward", 8)).items() <= own.items()
     stored = []
-    monkeypatch.setattr(Figures, "store", lambda self, store=Figures.store: (stored.append(1), store(self)))
+    monkeypatch.setattr(
+        Figures, "store", lambda self, store=Figures.store: (stored.append(1), store(self))
+    )
     second = launches("--launches=3")
     assert len(stored) == 4  # two launches more of two kernels
-    assert all(len(found) == 3 and own[0] in found for own, found in zip(first.values(), second.values()))
+    assert all(
+        len(found) == 3 and own[0] in found for own, found in zip(first.values(), second.values())
+    )
     times = [launch["microseconds"] for launch in second["add_norm forward"]]
     assert times == sorted(times)
     assert not FORCED
@@ -211,7 +312,14 @@ def test_figures_are_kept_for_the_same_code_chip_and_settings(tmp_path, capsys):
     """Every row is in the file as soon as it is added; a row of other code, or all of other settings, is not kept."""
 
     def opened(code="a", settings=None, resume=True):
-        return Figures(tmp_path / "f.json", CPU, settings or {"rounds": 2}, resume, code, notes={"left_out": []})
+        return Figures(
+            tmp_path / "f.json",
+            CPU,
+            settings or {"rounds": 2},
+            resume,
+            code,
+            notes={"left_out": []},
+        )
 
     first = opened()
     first.notes["left_out"].append("one")
@@ -219,7 +327,10 @@ def test_figures_are_kept_for_the_same_code_chip_and_settings(tmp_path, capsys):
     first.add({"model": "n", "x": 2}, "model")
     first.add({"model": "m", "x": 3}, "model")
     stored = json.loads((tmp_path / "f.json").read_text())
-    assert [(row["model"], row["x"], row["code"]) for row in stored["rows"]] == [("m", 3, "a"), ("n", 2, "a")]
+    assert [(row["model"], row["x"], row["code"]) for row in stored["rows"]] == [
+        ("m", 3, "a"),
+        ("n", 2, "a"),
+    ]
     assert all(row["chip"] == metrics.cpu_name() for row in stored["rows"])
     assert stored.keys() >= {"command", "commit", "machine", "date", "rounds"}
     second = opened()
@@ -296,23 +407,32 @@ def small_bench(*arguments):
 def test_a_groups_models_go_when_it_is_measured(monkeypatch):
     one, seen = small_bench(), []
     built = one.build
-    monkeypatch.setattr(one, "build", lambda model: seen.append(weakref.ref(result := built(model))) or result)
+    monkeypatch.setattr(
+        one, "build", lambda model: seen.append(weakref.ref(result := built(model))) or result
+    )
     one.measure_group("DDL-gpt-mha-rope-CC")
     gc.collect()
     assert [reference() for reference in seen] == [None]
-    assert list(one.rows) == ["gpt-mha-rope", *(f"DDL-gpt-mha-rope-CC{x}" for x in ("", " transcription (eager)"))]
+    assert list(one.rows) == [
+        "gpt-mha-rope",
+        *(f"DDL-gpt-mha-rope-CC{x}" for x in ("", " transcription (eager)")),
+    ]
 
 
 def test_the_baselines_speed_is_the_median_over_all_groups(monkeypatch):
     one = small_bench("--peers=none")
     seconds = iter([1.0, 5.0, 2.0, 6.0])  # training and forward of two groups
     monkeypatch.setattr(
-        step, "measure", lambda turns, *_: dict.fromkeys(turns, [t := next(seconds)] * 2) | {"gpt-mha-rope": [t, t]}
+        step,
+        "measure",
+        lambda turns, *_: dict.fromkeys(turns, [t := next(seconds)] * 2) | {"gpt-mha-rope": [t, t]},
     )
     one.measure_group("gpt-mha-rope")
     one.measure_group("DDL-gpt-mha-rope-CC")
     assert one.rows["gpt-mha-rope"]["tokens_per_second"] == pytest.approx((16 / 1 + 16 / 2) / 2)
-    assert one.rows["gpt-mha-rope"]["forward_tokens_per_second"] == pytest.approx((16 / 5 + 16 / 6) / 2)
+    assert one.rows["gpt-mha-rope"]["forward_tokens_per_second"] == pytest.approx(
+        (16 / 5 + 16 / 6) / 2
+    )
 
 
 def test_percentiles_hold_what_changes_between_visits(monkeypatch):
@@ -321,7 +441,9 @@ def test_percentiles_hold_what_changes_between_visits(monkeypatch):
 
     def measured(turns, warmup, rounds, what):
         assert rounds == 1  # of two, in two visits
-        return {name: [slow * (0.5 if name == "gpt-mha-rope" else 0.5 + 0.25 * slow)] for name in turns}
+        return {
+            name: [slow * (0.5 if name == "gpt-mha-rope" else 0.5 + 0.25 * slow)] for name in turns
+        }
 
     monkeypatch.setattr(step, "measure", measured)
     for slow in (1, 2):  # noqa: B007 (`measured` reads it)
@@ -331,7 +453,9 @@ def test_percentiles_hold_what_changes_between_visits(monkeypatch):
     assert row["seconds"]["train"] == [0.75, 2.0]
     assert row["baseline_seconds"]["train"] == [0.5, 1.0]
     assert (row["ratio_p10"], row["ratio_p90"]) == pytest.approx((0.5 + 0.1 / 6, 0.5 + 0.9 / 6))
-    assert (row["tokens_per_second_p10"], row["tokens_per_second_p90"]) == pytest.approx((8 + 4 / 3, 16 + 4))
+    assert (row["tokens_per_second_p10"], row["tokens_per_second_p90"]) == pytest.approx(
+        (8 + 4 / 3, 16 + 4)
+    )
     assert (base["tokens_per_second_p10"], base["tokens_per_second_p90"]) == pytest.approx((16, 32))
     cells = [cell.strip() for cell in step.markdown([row]).splitlines()[-1].split("|")]
     assert cells[3:6] == ["15 (9 to 20)", "24", "0.583 (0.517 to 0.650)"]
@@ -356,11 +480,21 @@ def test_a_peer_that_does_not_fit_is_left_out_and_said(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_memory_on_a_gpu_is_weights_gradients_moments_and_activations(tmp_path):
     out = tmp_path / "rows.json"
-    arguments = [*TINY, "--device=cuda", "--hidden_size=256", "--block_size=128", "--peers=transcription"]
-    result = script("research/bench.py", *arguments, "--models=DDL-gpt-mha-rope-CC", f"--json={out}")
+    arguments = [
+        *TINY,
+        "--device=cuda",
+        "--hidden_size=256",
+        "--block_size=128",
+        "--peers=transcription",
+    ]
+    result = script(
+        "research/bench.py", *arguments, "--models=DDL-gpt-mha-rope-CC", f"--json={out}"
+    )
     assert result.returncode == 0, result.stderr.decode()
     for row in json.loads(out.read_text())["rows"]:
         activations = 128 * row["activation_bytes_per_token"]
         assert activations > 0
         # AdamW's state: two moments, and a step counter for each parameter.
-        assert row["peak_memory_bytes"] - activations == pytest.approx(16 * row["parameters"], rel=0.01)
+        assert row["peak_memory_bytes"] - activations == pytest.approx(
+            16 * row["parameters"], rel=0.01
+        )

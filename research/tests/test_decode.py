@@ -13,8 +13,22 @@ from research.benchmarks import decode
 
 def test_decoding_is_measured(tmp_path):
     out = tmp_path / "decode.json"
-    size = ["--vocab_size=64", "--block_size=16", "--num_hidden_layers=1", "--num_attention_heads=2", "--head_dim=8"]
-    keys = [*size, "--hidden_size=16", "--device=cpu", "--compile=False", "--rounds=2", "--context=6", "--tokens=3"]
+    size = [
+        "--vocab_size=64",
+        "--block_size=16",
+        "--num_hidden_layers=1",
+        "--num_attention_heads=2",
+        "--head_dim=8",
+    ]
+    keys = [
+        *size,
+        "--hidden_size=16",
+        "--device=cpu",
+        "--compile=False",
+        "--rounds=2",
+        "--context=6",
+        "--tokens=3",
+    ]
     result = call("research/bench.py", "decode", *keys, f"--json={out}", "--note=a test")
     assert result.returncode == 0, result.stderr.decode()
     stored = json.loads(out.read_text())

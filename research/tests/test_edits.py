@@ -35,7 +35,10 @@ def own_losses(model, ids, targets):
 def edited_losses(model, ids, targets, wanted: dict):
     """wanted {(layer, site): the edit's name}: from the first of these layers on."""
     sites = {(site.layer, site.name): site for block in model.transformer.h for site in block.sites}
-    chosen = {key: next(e for e in edits.edits_of(sites[key]) if e.name == name) for key, name in wanted.items()}
+    chosen = {
+        key: next(e for e in edits.edits_of(sites[key]) if e.name == name)
+        for key, name in wanted.items()
+    }
     first = min(layer for layer, _ in wanted)
     return edits.losses_from(model, edits.states_before(model, ids)[first], first, targets, chosen)
 
@@ -85,7 +88,10 @@ def mgt_gate(block):
 
 
 def only_the_last(block):
-    set_to(block.average.weights, F.one_hot(torch.tensor(len(block.average.weights) - 1), len(block.average.weights)))
+    set_to(
+        block.average.weights,
+        F.one_hot(torch.tensor(len(block.average.weights) - 1), len(block.average.weights)),
+    )
 
 
 BY_HAND = [
@@ -97,15 +103,30 @@ BY_HAND = [
     ("HC-gpt-mha-rope", {}, "mix=I", dynamic_mix),
     ("HC-gpt-mha-rope", {}, "write=1", dynamic_write),
     ("mHC-gpt-mha-rope", {}, "write=1", manifold_write),
-    ("AttnRes-gpt-mha-rope", {"attn_res_blocks": 2}, "uniform weights", lambda block: set_to(block.depth_mlp.query, 0)),
+    (
+        "AttnRes-gpt-mha-rope",
+        {"attn_res_blocks": 2},
+        "uniform weights",
+        lambda block: set_to(block.depth_mlp.query, 0),
+    ),
     ("MGT-gpt-mha", {}, "beta=1", mgt_beta),
     ("MGT-gpt-mha", {}, "alpha=0", lambda block: set_to(block.write_mlp.alpha, 0.0)),
     ("MGT-gpt-mha", {"mgt_arm": "mhc"}, "gate=1", mgt_gate),
     ("ReZero-gpt-mha-rope", {}, "a=0", lambda block: set_to(block.write_mlp.scale, 0.0)),
     ("ReZero-gpt-mha-rope", {}, "a=1", lambda block: set_to(block.write_mlp.scale, 1.0)),
     ("DenseFormer-gpt-mha-rope", {}, "A=I", only_the_last),
-    ("LAuReL-gpt-mha-rope", {}, "no low rank", lambda block: set_to(block.write_mlp.up.weight, 0.0)),
-    ("LAuReL-gpt-mha-rope", {"laurel_form": "rw"}, "a=b=1", lambda block: set_to(block.write_mlp.logits, 0.0)),
+    (
+        "LAuReL-gpt-mha-rope",
+        {},
+        "no low rank",
+        lambda block: set_to(block.write_mlp.up.weight, 0.0),
+    ),
+    (
+        "LAuReL-gpt-mha-rope",
+        {"laurel_form": "rw"},
+        "a=b=1",
+        lambda block: set_to(block.write_mlp.logits, 0.0),
+    ),
     ("wide-gpt-mha-rope", {}, "w=1", lambda block: set_to(block.write_mlp.weights, 1.0)),
     ("gpt-mha-rope", {}, "h=0", lambda block: set_to(block.mlp.c_proj.weight, 0.0)),
 ]
@@ -127,18 +148,24 @@ def test_an_edit_is_that_of_the_parameters_by_hand(stem, keys, name, hand, ids):
         torch.testing.assert_close(found, wanted, **EXACT)
 
 
-@pytest.mark.parametrize("stem", ["DDL-gpt-mha-rope", "DDL-gpt-mha-rope-CC-EC", "DDL-vdim1-gpt-mha-rope"])
+@pytest.mark.parametrize(
+    "stem", ["DDL-gpt-mha-rope", "DDL-gpt-mha-rope-CC-EC", "DDL-vdim1-gpt-mha-rope"]
+)
 def test_without_erase_everywhere_is_the_write_only_model(stem, ids):
     model, targets = moved(stem), ids.roll(-1, 1)
     other = build(stem, **{**dataclasses.asdict(model.config), "ddl_update": "write_only"}).double()
     other.load_state_dict(model.state_dict())
     plan = edits.Plan(model, ["no erase"])
-    found = edits.losses_from(model, edits.states_before(model, ids)[0], 0, targets, plan.everywhere["no erase"])
+    found = edits.losses_from(
+        model, edits.states_before(model, ids)[0], 0, targets, plan.everywhere["no erase"]
+    )
     torch.testing.assert_close(found, own_losses(other, ids, targets), **EXACT)
 
 
 @pytest.mark.parametrize("stem", KINDS)
-@pytest.mark.parametrize(("name", "naive"), [("no erase", {"erase": False}), ("beta=2", {"beta": 2.0})])
+@pytest.mark.parametrize(
+    ("name", "naive"), [("no erase", {"erase": False}), ("beta=2", {"beta": 2.0})]
+)
 def test_one_edited_site_against_loops_over_tokens(stem, name, naive, ids):
     model, targets = moved(stem), ids.roll(-1, 1)
     weights = {key: p.detach() for key, p in model.named_parameters()}
@@ -147,14 +174,21 @@ def test_one_edited_site_against_loops_over_tokens(stem, name, naive, ids):
     for key in ((0, "mlp"), (1, "attn")):
         found = edited_losses(model, ids, targets, {key: name})
         pairs = zip(ids.tolist(), targets.tolist())
-        wanted = [naive_gates.loss(weights, cfg, i, t, KINDS[stem], edits={key: naive}, **options) for i, t in pairs]
+        wanted = [
+            naive_gates.loss(weights, cfg, i, t, KINDS[stem], edits={key: naive}, **options)
+            for i, t in pairs
+        ]
         assert found.tolist() == pytest.approx(wanted, abs=1e-9)
 
 
 def test_the_last_source_alone(ids):
     """By hand: the second site reads the first one's output, the third site that of the second."""
     model, targets = moved("AttnRes-gpt-mha-rope", attn_res_blocks=None), ids.roll(-1, 1)
-    every = {(0, "mlp"): "last source alone", (1, "attn"): "last source alone", (1, "mlp"): "last source alone"}
+    every = {
+        (0, "mlp"): "last source alone",
+        (1, "attn"): "last source alone",
+        (1, "mlp"): "last source alone",
+    }
     found = edited_losses(model, ids, targets, every)
     positions = model.positions(ids)
     with torch.no_grad():
@@ -200,7 +234,9 @@ def test_differences_are_paired_over_windows_and_stored_batch_by_batch(corpus, t
         difference = edited_losses(model, ids, targets, wanted).numpy() - base
         assert each["difference"] == pytest.approx(difference.mean(), abs=1e-10)
         # Student's 97.5% quantile at four degrees of freedom.
-        assert each["ci95"] == pytest.approx(2.776445 * difference.std(ddof=1) / np.sqrt(5), rel=1e-6)
+        assert each["ci95"] == pytest.approx(
+            2.776445 * difference.std(ddof=1) / np.sqrt(5), rel=1e-6
+        )
     # What was interrupted goes on: only the rows that are missing are measured.
     again = Figures(tmp_path / "f.json", device, {}, resume=True, code="c")
     again.rows = again.rows[:4]

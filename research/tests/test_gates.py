@@ -17,7 +17,7 @@ from naive_streams import depth_weights, hyper_weights, manifold_weights
 from data import shards
 from data.loader import ValidationBatches
 from model import STEMS
-from research import intervals
+from research import compare
 from research.analysis import gates, gates_figures, gates_summary
 from research.analysis.common import whole_windows
 
@@ -37,7 +37,10 @@ def naive_run(stem, model, ids):
     weights = {name: p.detach() for name, p in model.named_parameters()}
     weights["lm_head.weight"] = weights["transformer.wte.weight"]
     cfg = dataclasses.asdict(model.config)
-    found = [naive_gates.forward(weights, cfg, row, KINDS[stem], stem.endswith("EC")) for row in ids.tolist()]
+    found = [
+        naive_gates.forward(weights, cfg, row, KINDS[stem], stem.endswith("EC"))
+        for row in ids.tolist()
+    ]
     return weights, found
 
 
@@ -59,19 +62,36 @@ def test_statistics_are_those_of_loops_over_tokens(stem, corpus):
         for name, values in expected.items():
             got, edges = site["statistics"][name], np.array(found["edges"][name])
             assert got["count"] == len(values), name
-            wanted = {"mean": np.mean(values), "std": np.std(values), "mean_abs": np.mean(np.abs(values))}
+            wanted = {
+                "mean": np.mean(values),
+                "std": np.std(values),
+                "mean_abs": np.mean(np.abs(values)),
+            }
             wanted |= {"min": min(values), "max": max(values)}
-            assert {field: got[field] for field in wanted} == pytest.approx(wanted, **CLOSE), (key, name)
-            quantiles = {str(q): np.quantile(values, q) for q in (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)}
+            assert {field: got[field] for field in wanted} == pytest.approx(wanted, **CLOSE), (
+                key,
+                name,
+            )
+            quantiles = {
+                str(q): np.quantile(values, q) for q in (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
+            }
             assert got["quantiles"] == pytest.approx(quantiles, **CLOSE), (key, name)
             assert len(edges) == 41
             edges[[0, -1]] += -1e-9, 1e-9  # the ends are values, but for rounding
             assert got["histogram"] == np.histogram(values, edges)[0].tolist(), (key, name)
             assert sum(got["histogram"]) == len(values), name
         beta = expected["beta"]
-        ends = {"skip": (-1, 0.5), "match": (0.5, 1.5), "over-relaxed": (1.5, 3), "negative eigenvalue": (1, 3)}
+        ends = {
+            "skip": (-1, 0.5),
+            "match": (0.5, 1.5),
+            "over-relaxed": (1.5, 3),
+            "negative eigenvalue": (1, 3),
+        }
         ends["skipped write"] = (-1, 0.05)
-        shares = {label: sum(low < b < high for b in beta) / len(beta) for label, (low, high) in ends.items()}
+        shares = {
+            label: sum(low < b < high for b in beta) / len(beta)
+            for label, (low, high) in ends.items()
+        }
         assert site["statistics"]["beta"]["shares"] == pytest.approx(shares, abs=1e-12)
 
 
@@ -89,21 +109,29 @@ def test_columns_are_those_of_loops_over_tokens(stem, corpus):
         if columns > 1:
             kernels = naive_gates.kernels(w, KINDS[stem], columns)
             cosines = [[naive_gates.cosine(a, b) for b in kernels] for a in kernels]
-            wanted["column_cosine"] = np.array([m for row in tokens for m in naive_gates.column_cosines(row)])
+            wanted["column_cosine"] = np.array(
+                [m for row in tokens for m in naive_gates.column_cosines(row)]
+            )
             shares = [naive_gates.column_shares(w, row, KINDS[stem]) for row in tokens]
             wanted["column_share"] = np.array([share for row in shares for share in row])
             wanted["kernel_cosine"] = np.array([cosines])
             wanted["kernel_norm"] = np.array([[math.sqrt((kernel**2).sum()) for kernel in kernels]])
         assert site["details"].keys() == wanted.keys()
         for name, each in wanted.items():
-            assert np.allclose(site["details"][name]["mean"], each.mean(0), rtol=1e-6, atol=1e-6), name
-            assert np.allclose(site["details"][name]["std"], each.std(0), rtol=1e-6, atol=1e-6), name
+            assert np.allclose(site["details"][name]["mean"], each.mean(0), rtol=1e-6, atol=1e-6), (
+                name
+            )
+            assert np.allclose(site["details"][name]["std"], each.std(0), rtol=1e-6, atol=1e-6), (
+                name
+            )
 
 
 def first_read(stem, model, ids, weights_of):
     """`weights_of(own parameters, embedding)` of every token at the first site, whose streams are the embedding."""
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    return [weights_of(weights, weights["transformer.wte.weight"][i]) for i in ids.flatten().tolist()]
+    return [
+        weights_of(weights, weights["transformer.wte.weight"][i]) for i in ids.flatten().tolist()
+    ]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +155,9 @@ def test_mixing_matrices_at_the_first_site(stem, keys, corpus):
     wanted = first_read(stem, model, ids, weights_of)
     for name in ("read", "write", "mix"):
         each = np.array([one[name].numpy() for one in wanted])
-        assert np.allclose(found["sites"][0]["details"][name]["mean"], each.mean(0), atol=1e-6), name
+        assert np.allclose(found["sites"][0]["details"][name]["mean"], each.mean(0), atol=1e-6), (
+            name
+        )
         assert np.allclose(found["sites"][0]["details"][name]["std"], each.std(0), atol=1e-6), name
 
 
@@ -135,14 +165,23 @@ def test_weights_over_depth_at_the_second_site(corpus):
     model = moved("AttnRes-gpt-mha-rope", attn_res_blocks=None)
     found, ids, _ = measured(model, corpus)
     outputs = []
-    handle = model.transformer.h[0].attn.register_forward_hook(lambda *call: outputs.append(call[2].detach()))
+    handle = model.transformer.h[0].attn.register_forward_hook(
+        lambda *call: outputs.append(call[2].detach())
+    )
     model(ids)
     handle.remove()
     query = model.transformer.h[0].depth_mlp.query.detach()
     pairs = zip(model.transformer.wte(ids).detach().flatten(0, 1), outputs[0].flatten(0, 1))
     wanted = np.array([depth_weights(query, list(pair)).numpy() for pair in pairs])
-    assert [len(site["details"]["source_weight"]["mean"]) for site in found["sites"]] == [1, 2, 3, 4]
-    assert np.allclose(found["sites"][1]["details"]["source_weight"]["mean"], wanted.mean(0), atol=1e-6)
+    assert [len(site["details"]["source_weight"]["mean"]) for site in found["sites"]] == [
+        1,
+        2,
+        3,
+        4,
+    ]
+    assert np.allclose(
+        found["sites"][1]["details"]["source_weight"]["mean"], wanted.mean(0), atol=1e-6
+    )
 
 
 def test_beta_of_every_feature_at_the_first_site(corpus):
@@ -150,7 +189,10 @@ def test_beta_of_every_feature_at_the_first_site(corpus):
     found, ids, _ = measured(model, corpus)
     write = model.transformer.h[0].write_attn
     x = model.transformer.wte(ids).detach().flatten(0, 1).numpy()
-    beta = 0.7 * np.tanh(x @ write.beta.weight.detach().numpy().T + write.beta.bias.detach().numpy()) + 0.1
+    beta = (
+        0.7 * np.tanh(x @ write.beta.weight.detach().numpy().T + write.beta.bias.detach().numpy())
+        + 0.1
+    )
     got = found["sites"][0]
     assert np.allclose(got["details"]["beta_of_feature"]["mean"], beta.mean(0), atol=1e-6)
     assert got["statistics"]["beta_negative"]["mean"] == pytest.approx((beta < 0).mean(), abs=1e-9)
@@ -165,12 +207,16 @@ def audited(stem, corpus) -> dict:
     [("gpt-mha-rope", "histograms course"), ("AttnRes-gpt-mha-rope", "histograms course details")],
 )
 def test_what_a_stream_names_is_drawn(stem, kinds, corpus, tmp_path):
-    drawn = gates_figures.draw(gates_summary.Group(stem, [audited(stem, corpus)]), tmp_path / "gates.json", False)
+    drawn = gates_figures.draw(
+        gates_summary.Group(stem, [audited(stem, corpus)]), tmp_path / "gates.json", False
+    )
     assert [path.name for path in drawn] == [f"gates_{kind}.png" for kind in kinds.split()]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
 
 
-@pytest.mark.parametrize("stem", [*STEMS, "gated-gpt-mha-rope", "momentum-gpt-mha-rope", "sparse-gpt-mha-rope"])
+@pytest.mark.parametrize(
+    "stem", [*STEMS, "gated-gpt-mha-rope", "momentum-gpt-mha-rope", "sparse-gpt-mha-rope"]
+)
 def test_every_stream_is_audited_and_said(stem, corpus, example_streams):
     group = gates_summary.Group(stem, [audited(stem, corpus)])
     for site in group.rows[0]["sites"]:
@@ -191,25 +237,47 @@ def test_numbers_that_are_not_finite_stop_the_audit(corpus):
 
 
 def effect(difference, error, windows, edit="beta=0", layer=0, site="attn"):
-    half = intervals.Estimate(difference, error, windows - 1, windows).half
+    half = compare.Estimate(difference, error, windows - 1, windows).half
     key = {"layer": layer, "site": site, "edit": edit}
-    return {**key, "difference": difference, "standard_error": error, "ci95": half, "windows": windows}
+    return {
+        **key,
+        "difference": difference,
+        "standard_error": error,
+        "ci95": half,
+        "windows": windows,
+    }
 
 
 def test_several_runs_give_intervals_over_their_means():
     site = {"layer": 0, "site": "attn", "details": {}}
     rows = []
     for value in (1.0, 2.0, 6.0):
-        about = {"mean": value, "mean_abs": value, "shares": {"low": value / 10}, "intervals": {"low": (0, 1)}}
+        about = {
+            "mean": value,
+            "mean_abs": value,
+            "shares": {"low": value / 10},
+            "intervals": {"low": (0, 1)},
+        }
         sites = [site | {"statistics": {"beta": about}}]
-        rows.append({"label": f"run {value}", "sites": sites, "sequences": 4, "effects": [effect(value, 1e-3, 4)]})
+        rows.append(
+            {
+                "label": f"run {value}",
+                "sites": sites,
+                "sequences": 4,
+                "effects": [effect(value, 1e-3, 4)],
+            }
+        )
     group = gates_summary.Group("runs", rows)
     # Three values with mean 3 and standard deviation sqrt(7); Student's 97.5% quantile at two degrees is 4.302653.
     half = 4.302653 * math.sqrt(7 / 3)
     assert group.over_sites("beta").half == pytest.approx(half, rel=1e-6)
     assert group.over_sites("beta", "shares", "low").mean == pytest.approx(0.3)
     change = group.effect(0, "attn", "beta=0")
-    assert (change.mean, change.half, change.n) == (pytest.approx(3), pytest.approx(half, rel=1e-6), 3)
+    assert (change.mean, change.half, change.n) == (
+        pytest.approx(3),
+        pytest.approx(half, rel=1e-6),
+        3,
+    )
     assert group.verdicts("beta=0")[0, "attn"][1] == "undecided"
     alone = gates_summary.Group("run", rows[:1])
     assert alone.effect(0, "attn", "beta=0").half == pytest.approx(3.182446 * 1e-3, rel=1e-6)
@@ -227,8 +295,13 @@ def test_the_command_measures_once_stores_and_says_what_it_found(corpus, tmp_pat
     result = call(*wanted)
     assert result.returncode == 0, result.stderr.decode()
     stored = json.loads((tmp_path / "gates.json").read_text())
-    assert [row["label"] for row in stored["rows"] if row["kind"] == "statistics"] == ["a, step 2", "b, step 2"]
-    assert len([row for row in stored["rows"] if row["kind"] == "losses"]) == 2 * 2 * 3  # runs, batches, layers and all
+    assert [row["label"] for row in stored["rows"] if row["kind"] == "statistics"] == [
+        "a, step 2",
+        "b, step 2",
+    ]
+    assert (
+        len([row for row in stored["rows"] if row["kind"] == "losses"]) == 2 * 2 * 3
+    )  # runs, batches, layers and all
     [group] = stored["summary"].values()
     assert group["runs"] == ["a, step 2", "b, step 2"]
     assert group["interval_over"] == "2 seeds"
@@ -237,7 +310,9 @@ def test_the_command_measures_once_stores_and_says_what_it_found(corpus, tmp_pat
     assert text in result.stdout.decode()
     assert "`no erase`: at all sites at once" in text
     names = {path.name for path in tmp_path.glob("gates_*.png")}
-    assert names == {f"gates_{kind}.png" for kind in ("histograms", "shares", "course", "edits", "details")}
+    assert names == {
+        f"gates_{kind}.png" for kind in ("histograms", "shares", "course", "edits", "details")
+    }
     # What is stored is not measured again; other edits are.
     again = call(*wanted[:3], *wanted[4:], f"--json={tmp_path / 'gates.json'}", "--edits=no erase")
     assert "sites over" not in again.stdout.decode()
@@ -247,9 +322,14 @@ def test_the_command_measures_once_stores_and_says_what_it_found(corpus, tmp_pat
 
 
 def test_mistakes_are_one_line(corpus, tmp_path):
-    assert call("train.py", *small_run(corpus, tmp_path / "a", max_steps=1, warmup_steps=0)).returncode == 0
+    assert (
+        call("train.py", *small_run(corpus, tmp_path / "a", max_steps=1, warmup_steps=0)).returncode
+        == 0
+    )
     wrong = call("research/analyze.py", "gates", tmp_path / "a", "--edits=beta=3,no erase")
-    assert "--edits=beta=3: this model has beta=0, beta=1, beta=2, no erase" in one_line_error(wrong)
+    assert "--edits=beta=3: this model has beta=0, beta=1, beta=2, no erase" in one_line_error(
+        wrong
+    )
     assert not (tmp_path / "a" / "gates.json").exists()
     assert "no checkpoint" in one_line_error(call("research/analyze.py", "gates", tmp_path))
     assert "--rows=0" in one_line_error(call("research/analyze.py", "gates", tmp_path, "--rows=0"))

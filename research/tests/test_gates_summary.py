@@ -21,13 +21,22 @@ def subject(identity, seed, step=8, **settings):
 
 def grouped(*subjects):
     """Labels of the runs of each group."""
-    rows = [{"label": "stored", "model": "m", "seed": each.state["run_config"]["seed"]} for each in subjects]
-    return [[row["label"] for row in group.rows] for group in gates_summary.groups(rows, list(subjects))]
+    rows = [
+        {"label": "stored", "model": "m", "seed": each.state["run_config"]["seed"]}
+        for each in subjects
+    ]
+    return [
+        [row["label"] for row in group.rows] for group in gates_summary.groups(rows, list(subjects))
+    ]
 
 
 def test_runs_of_one_setting_and_step_are_one_group():
     """Where they write and on what device is no setting; a rate is."""
-    runs = subject("a", 0), subject("b", 1, out_dir="elsewhere", device="cuda"), subject("c", 2, learning_rate=2e-3)
+    runs = (
+        subject("a", 0),
+        subject("b", 1, out_dir="elsewhere", device="cuda"),
+        subject("c", 2, learning_rate=2e-3),
+    )
     assert grouped(*runs) == [["run a, step 8", "run b, step 8"], ["run c, step 8"]]
 
 
@@ -44,18 +53,28 @@ def test_a_seed_that_comes_twice_gives_no_interval(capsys):
 
 
 def test_the_same_weights_are_counted_once(capsys):
-    assert grouped(subject("a", 0), subject("a", 0), subject("b", 1)) == [["run a, step 8", "run b, step 8"]]
+    assert grouped(subject("a", 0), subject("a", 0), subject("b", 1)) == [
+        ["run a, step 8", "run b, step 8"]
+    ]
     assert "run a, step 8: these weights are there already: counted once" in capsys.readouterr().out
 
 
 def test_the_command_keeps_checkpoints_of_a_run_apart(corpus, tmp_path):
     keys = {"max_steps": 2, "warmup_steps": 1, "checkpoint_interval": 1, "keep_last": 2}
     assert call("train.py", *small_run(corpus, tmp_path / "a", **keys)).returncode == 0
-    folders = sorted(folder for folder in (tmp_path / "a" / "checkpoints").iterdir() if folder.is_dir())
+    folders = sorted(
+        folder for folder in (tmp_path / "a" / "checkpoints").iterdir() if folder.is_dir()
+    )
     assert len(folders) == 2
     out = tmp_path / "gates.json"
     result = call(
-        "research/analyze.py", "gates", *folders, folders[0], "--windows=3", "--edits=no erase", f"--json={out}"
+        "research/analyze.py",
+        "gates",
+        *folders,
+        folders[0],
+        "--windows=3",
+        "--edits=no erase",
+        f"--json={out}",
     )
     assert result.returncode == 0, result.stderr.decode()
     first, last = json.loads(out.read_text())["summary"].values()
@@ -75,12 +94,19 @@ def three_runs(effects: dict[str, list[float]], betas=((1.0, 1.0), (1.0, 1.0), (
             for edit, changes in effects.items()
             for layer, site in ((None, "all"), (0, "attn"))
         ]
-        rows.append({"label": f"run {run}", "sites": sites, "sequences": 4, "tokens": 40, "effects": tried})
+        rows.append(
+            {"label": f"run {run}", "sites": sites, "sequences": 4, "tokens": 40, "effects": tried}
+        )
     return gates_summary.Group("m", rows)
 
 
 # Changes in three runs; Student's t at two degrees has p = 1 - t / sqrt(t^2 + 2): .0001 and three of .035.
-CHANGES = {"beta=0": [5.0, 5.1, 5.2], "beta=1": [0.3, 0.4, 0.2], "beta=2": [0.6, 0.4, 0.8], "no erase": [0.9, 0.6, 1.2]}
+CHANGES = {
+    "beta=0": [5.0, 5.1, 5.2],
+    "beta=1": [0.3, 0.4, 0.2],
+    "beta=2": [0.6, 0.4, 0.8],
+    "no erase": [0.9, 0.6, 1.2],
+}
 
 
 def p_value(changes):
@@ -97,9 +123,19 @@ def test_edits_at_all_sites_at_once_are_corrected_for_their_number():
     assert {edit: word for edit, (_, word) in group.at_once.items()} == {
         "beta=0": "worse", "beta=1": "undecided", "beta=2": "undecided", "no erase": "undecided"}  # fmt: skip
     said = gates_summary.about_edits(group)
-    assert ["at all sites at once the loss rises" in each for each in said] == [True, False, False, False]
-    assert "`beta=1`: at all sites at once no difference seen (+0.3000 ± 0.2484 nats a token)" in said[1]
-    first = next(line for line in gates_summary.table_of_edits(group).splitlines() if "all at once" in line)
+    assert ["at all sites at once the loss rises" in each for each in said] == [
+        True,
+        False,
+        False,
+        False,
+    ]
+    assert (
+        "`beta=1`: at all sites at once no difference seen (+0.3000 ± 0.2484 nats a token)"
+        in said[1]
+    )
+    first = next(
+        line for line in gates_summary.table_of_edits(group).splitlines() if "all at once" in line
+    )
     cells = [cell.strip() for cell in first.strip("|").split("|")][1:]
     assert [cell.startswith("(") for cell in cells] == [False, True, True, True]
     alone = three_runs({"beta=1": CHANGES["beta=1"]})
@@ -119,7 +155,9 @@ def test_where_runs_differ_most_is_said():
     row = gates_summary.table_of_statistics(group).splitlines()[2]
     assert row.strip("| ").endswith("0.035 to 1.278 (block 1 attn)")
     alone = gates_summary.Group("m", group.rows[:1])
-    assert "runs differ" not in gates_summary.by_site(alone, "beta") + gates_summary.table_of_statistics(alone)
+    assert "runs differ" not in gates_summary.by_site(
+        alone, "beta"
+    ) + gates_summary.table_of_statistics(alone)
 
 
 def test_a_course_shows_every_run_beside_the_mean():

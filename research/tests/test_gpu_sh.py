@@ -37,9 +37,15 @@ CALLS = (["tests", "small"], ["medium", "train"], ["profile", "tune", "streams"]
 
 
 def gpu_sh(*stages, root=ROOT, **env) -> subprocess.CompletedProcess:
-    env = {**os.environ, "PYTHON": sys.executable, **{name: str(value) for name, value in env.items()}}
+    env = {
+        **os.environ,
+        "PYTHON": sys.executable,
+        **{name: str(value) for name, value in env.items()},
+    }
     command = ["bash", "research/benchmarks/gpu.sh", *stages]
-    return subprocess.run(command, cwd=root, capture_output=True, text=True, check=False, timeout=1200, env=env)
+    return subprocess.run(
+        command, cwd=root, capture_output=True, text=True, check=False, timeout=1200, env=env
+    )
 
 
 def pending() -> list[str]:
@@ -98,7 +104,13 @@ def test_help_lists_every_stage_and_its_figures():
 
 
 def test_the_files_of_tests_for_a_gpu_are_found():
-    names = {"test_gpu.py", "test_gpu_kernels.py", "test_decoding.py", "test_bench.py", "test_gpu_timing.py"}
+    names = {
+        "test_gpu.py",
+        "test_gpu_kernels.py",
+        "test_decoding.py",
+        "test_bench.py",
+        "test_gpu_timing.py",
+    }
     assert {Path(name).name for name in gpu_tests.files()} == names
     assert "kernels" in gpu_tests.files()[0]
 
@@ -109,7 +121,9 @@ def interpreter(tmp_path):
 
     def made(text: str) -> Path:
         path = tmp_path / "python"
-        path.write_text(f'#!/bin/bash\n[ "$1" = - ] && cat >/dev/null && exit 0\necho "$@" >>{tmp_path}/log\n{text}\n')
+        path.write_text(
+            f'#!/bin/bash\n[ "$1" = - ] && cat >/dev/null && exit 0\necho "$@" >>{tmp_path}/log\n{text}\n'
+        )
         path.chmod(0o755)
         return path
 
@@ -121,11 +135,17 @@ def test_a_command_that_fails_or_hangs_does_not_keep_the_next_from_running(inter
     script = (ROOT / "research/benchmarks/gpu.sh").read_text().replace("step 360", "step 1")
     (tmp_path / "research/benchmarks").mkdir(parents=True)
     (tmp_path / "research/benchmarks/gpu.sh").write_text(script)
-    result = gpu_sh("small", "medium", "tune", root=tmp_path, PYTHON=python, FOLDER=tmp_path / "out")
+    result = gpu_sh(
+        "small", "medium", "tune", root=tmp_path, PYTHON=python, FOLDER=tmp_path / "out"
+    )
     assert result.returncode == 1
     ends = re.findall(r"^- (.*) after", result.stdout, re.MULTILINE)
     assert ends == ["exit code 3", "stopped: its time is over", "exit code 0"]
-    assert [line.split()[1] for line in (tmp_path / "log").read_text().splitlines()] == ["step", "step", "kernels"]
+    assert [line.split()[1] for line in (tmp_path / "log").read_text().splitlines()] == [
+        "step",
+        "step",
+        "kernels",
+    ]
 
 
 def test_a_folder_goes_on_from_the_figures_in_results(interpreter, tmp_path):
@@ -135,7 +155,9 @@ def test_a_folder_goes_on_from_the_figures_in_results(interpreter, tmp_path):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "bench_train_cuda.json").write_text(text)
     (tmp_path / "results" / "gpu_tests.json").write_text("earlier")
-    result = gpu_sh("tests", "train", root=tmp_path, PYTHON=interpreter(""), FOLDER=tmp_path / "out")
+    result = gpu_sh(
+        "tests", "train", root=tmp_path, PYTHON=interpreter(""), FOLDER=tmp_path / "out"
+    )
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "out" / "gpu_tests.json").read_text() == "earlier"
     assert (tmp_path / "out" / "bench_train_cuda.json").read_text() == "newer"
@@ -165,14 +187,18 @@ def test_a_machine_without_a_package_is_told_so(tmp_path, package):
     assert result.returncode == 2
     wanted = f"gpu.sh: error: no {package} for {sys.executable}: set PYTHON to the interpreter that has it\n"
     assert result.stderr == wanted
-    assert gpu_sh("tests", PYTHON="no_such_python").stderr.startswith("gpu.sh: error: PYTHON=no_such_python: there is")
+    assert gpu_sh("tests", PYTHON="no_such_python").stderr.startswith(
+        "gpu.sh: error: PYTHON=no_such_python: there is"
+    )
     assert gpu_sh("tests", "tets").stderr.startswith("gpu.sh: error: no stage tets: ")
 
 
 # Processes of their own
 
 
-def test_a_process_that_hangs_is_ended_with_what_it_started_and_says_where_it_stood(tmp_path, capfd):
+def test_a_process_that_hangs_is_ended_with_what_it_started_and_says_where_it_stood(
+    tmp_path, capfd
+):
     code = "import subprocess, sys, time\none = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
     code += f"\nopen('{tmp_path}/pid', 'w').write(str(one.pid))\ndef stand():\n    time.sleep(60)\nstand()\n"
     (tmp_path / "hang.py").write_text(code)
@@ -190,18 +216,30 @@ def test_a_process_that_ends_says_how(capfd):
     assert apart.run_python(["-c", "print(6 * 7)"], seconds=60) == ""
     assert capfd.readouterr().out == "42\n"
     fault = "import sys; sys.stderr.write('first\\nCUDA error: an illegal memory access\\n'); sys.exit(3)"
-    assert apart.run_python(["-c", fault], 60) == "exit code 3: CUDA error: an illegal memory access"
+    assert (
+        apart.run_python(["-c", fault], 60) == "exit code 3: CUDA error: an illegal memory access"
+    )
     crash = apart.run_python(["-c", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"], 60)
     assert crash.startswith("exit code -11: ")
     assert "CUDA error" in capfd.readouterr().err
 
 
-REHEARSAL = ["step", "--device=cpu", "--suite=rehearsal", "--sizes=small", "--compile=False", "--rounds=1", "--steps=1"]
+REHEARSAL = [
+    "step",
+    "--device=cpu",
+    "--suite=rehearsal",
+    "--sizes=small",
+    "--compile=False",
+    "--rounds=1",
+    "--steps=1",
+]
 REHEARSAL += ["--warmup=1", "--visits=1", "--peers=none", "--limit=60", "--resume"]
 HANGS, FAULTS, GOOD = "DDL-gpt-mha-rope", "DDL-vdim1-gpt-mha-rope", "DDL-gpt-mha-rope-CC"
 
 
-def measured(monkeypatch, file: Path, models: tuple[str, ...], wrong: dict[str, str], *more) -> tuple[list, dict]:
+def measured(
+    monkeypatch, file: Path, models: tuple[str, ...], wrong: dict[str, str], *more
+) -> tuple[list, dict]:
     """(what was begun in its order, rows by model); children run in this process, `wrong` ones do not end well."""
     begun = []
 
@@ -215,12 +253,16 @@ def measured(monkeypatch, file: Path, models: tuple[str, ...], wrong: dict[str, 
         return "" if call(*arguments).returncode == 0 else "exit code 1"
 
     monkeypatch.setattr(step, "run_python", child)
-    result = call("research/bench.py", *REHEARSAL, f"--models={','.join(models)}", f"--json={file}", *more)
+    result = call(
+        "research/bench.py", *REHEARSAL, f"--models={','.join(models)}", f"--json={file}", *more
+    )
     assert result.returncode == 0, result.stderr.decode()
     return begun, {row["model"]: row for row in json.loads(file.read_text())["rows"]}
 
 
-def test_a_model_that_fails_is_measured_without_kernels_and_comes_last_in_the_next_call(monkeypatch, tmp_path):
+def test_a_model_that_fails_is_measured_without_kernels_and_comes_last_in_the_next_call(
+    monkeypatch, tmp_path
+):
     file, models = tmp_path / "figures.json", (HANGS, FAULTS, GOOD)
     wrong = {HANGS: "no end within 60 s", FAULTS: "exit code 1: CUDA error"}
     begun, rows = measured(monkeypatch, file, models, wrong)
@@ -270,12 +312,19 @@ def test_another_launch_makes_only_what_it_touches_stale(monkeypatch, tmp_path):
 def test_a_row_says_which_launches_it_is_of(tmp_path):
     file = tmp_path / "figures.json"
     options = [word for word in REHEARSAL if not word.startswith("--limit")]
-    assert call("research/bench.py", *options, "--kernels=on", f"--models={GOOD}", f"--json={file}").returncode == 0
+    assert (
+        call(
+            "research/bench.py", *options, "--kernels=on", f"--models={GOOD}", f"--json={file}"
+        ).returncode
+        == 0
+    )
     rows = {row["model"]: row for row in json.loads(file.read_text())["rows"]}
     additive, delta = (set(rows[model]["launched"]) for model in (suites.BASELINE, GOOD))
     assert additive == {"add_norm forward d=16", "add_norm backward d=16"}
     assert delta == additive | {"step forward v=4 d=16", "step backward v=4 d=16"}
-    assert rows[GOOD]["launched"]["step forward v=4 d=16"] == str(launch.launch_of("step forward", 16, 4))
+    assert rows[GOOD]["launched"]["step forward v=4 d=16"] == str(
+        launch.launch_of("step forward", 16, 4)
+    )
 
 
 # End to end
@@ -297,13 +346,23 @@ class Model(import_module("model.DDL-gpt-mha-rope-CC").Model):
 @pytest.mark.slow
 def test_a_stage_with_a_model_that_hangs_and_one_that_faults_goes_on(tmp_path):
     """In a copy, with those models in model/; its processes are real ones."""
-    left_out = shutil.ignore_patterns(".*", "results", "runs", "tests", "docs", "exported", "sweeps")
+    left_out = shutil.ignore_patterns(
+        ".*", "results", "runs", "tests", "docs", "exported", "sweeps"
+    )
     shutil.copytree(ROOT, tmp_path / "copy", ignore=left_out)
     (tmp_path / "copy" / "results").mkdir()
     does = {"hang": "time.sleep(3600)", "fault": "os.abort()"}
     for what, code in does.items():
-        (tmp_path / "copy" / "model" / f"{what}-DDL.py").write_text(FAULTY.format(what=what, does=code))
-    keys = {"DEVICE": "cpu", "KERNELS": "on", "LIMIT": 25, "FOLDER": tmp_path / "out", "root": tmp_path / "copy"}
+        (tmp_path / "copy" / "model" / f"{what}-DDL.py").write_text(
+            FAULTY.format(what=what, does=code)
+        )
+    keys = {
+        "DEVICE": "cpu",
+        "KERNELS": "on",
+        "LIMIT": 25,
+        "FOLDER": tmp_path / "out",
+        "root": tmp_path / "copy",
+    }
     result = gpu_sh("small", MODELS=f"hang-DDL,fault-DDL,{GOOD}", **keys)
     assert result.returncode == 0, result.stdout + result.stderr
     stored = json.loads((tmp_path / "out" / "bench_targets_small_cuda.json").read_text())["rows"]
@@ -327,12 +386,17 @@ def test_a_stage_with_a_model_that_hangs_and_one_that_faults_goes_on(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", CALLS, ids="-".join)
-def test_the_calls_that_come_first_are_rehearsed_without_what_a_bare_machine_lacks(tmp_path, stages):
+def test_the_calls_that_come_first_are_rehearsed_without_what_a_bare_machine_lacks(
+    tmp_path, stages
+):
     (tmp_path / "sitecustomize.py").write_text(BLOCKED)
     env = {"PYTHONPATH": tmp_path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": 1}
     result = gpu_sh(*stages, DEVICE="cpu", FOLDER=tmp_path / "out", **env)
     assert result.returncode == 0, result.stdout + result.stderr
-    stored = {file.name: json.loads(file.read_text())["rows"] for file in (tmp_path / "out").glob("*.json")}
+    stored = {
+        file.name: json.loads(file.read_text())["rows"]
+        for file in (tmp_path / "out").glob("*.json")
+    }
     assert len(stored) == len(stages)
     assert all({"chip", "code"} <= row.keys() for rows in stored.values() for row in rows)
     assert not [row for rows in stored.values() for row in rows if row.get("failed")]

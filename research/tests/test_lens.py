@@ -43,14 +43,22 @@ def naive_depths(model, ids) -> list[list[torch.Tensor]]:
     depths = [xs]
     for layer in range(cfg["num_hidden_layers"]):
         w = naive.select(weights, f"transformer.h.{layer}.")
-        for norm, sublayer, name in (("ln_1.weight", naive.attention, "attn"), ("ln_2.weight", naive.mlp, "mlp")):
+        for norm, sublayer, name in (
+            ("ln_1.weight", naive.attention, "attn"),
+            ("ln_2.weight", naive.mlp, "mlp"),
+        ):
             cs = [naive.rms_norm(x, w[norm], 1e-5) for x in xs]
             hs = sublayer(naive.select(w, f"{name}."), cs, cfg)
             site = naive.select(w, f"ddl_{name}.")
-            xs = [naive.rewrite(site, x[:, None], h, x, c, cfg)[:, 0] for x, h, c in zip(xs, hs, cs)]
+            xs = [
+                naive.rewrite(site, x[:, None], h, x, c, cfg)[:, 0] for x, h, c in zip(xs, hs, cs)
+            ]
             depths.append(xs)
     table = weights["transformer.wte.weight"]
-    return [[table @ naive.rms_norm(x, weights["ln_f.weight"], 1e-5) for x in states] for states in depths]
+    return [
+        [table @ naive.rms_norm(x, weights["ln_f.weight"], 1e-5) for x in states]
+        for states in depths
+    ]
 
 
 def test_measured_as_by_loops_over_tokens(corpus):
@@ -79,7 +87,9 @@ def test_measured_as_by_loops_over_tokens(corpus):
             sums["settles"][last_change] += 1
     assert found["tokens"] == 18
     for name, values in sums.items():
-        assert found[name] == pytest.approx([value / 18 for value in values], rel=1e-6, abs=1e-9), name
+        assert found[name] == pytest.approx([value / 18 for value in values], rel=1e-6, abs=1e-9), (
+            name
+        )
     assert found["kl"][-1] == pytest.approx(0, abs=1e-12)
     assert 0 < found["overwritten"][1] < 1 or found["overwritten"][2] > 0
 
@@ -98,9 +108,16 @@ def test_a_text_is_a_table_of_what_changes():
     by_block = [state]
     for block in model.transformer.h:
         by_block.append(block(by_block[-1], positions)[0])
-    likeliest = [model.logits(model.ln_f(model.readout(each))).argmax(-1)[0].tolist() for each in by_block]
+    likeliest = [
+        model.logits(model.ln_f(model.readout(each))).argmax(-1)[0].tolist() for each in by_block
+    ]
     lines = lens.table_of(model, encoding, ids).splitlines()
-    assert [cell.strip() for cell in lines[0].split("|")[1:-1]][1:5] == ["token", "next", "embedding", "0 attn"]
+    assert [cell.strip() for cell in lines[0].split("|")[1:-1]][1:5] == [
+        "token",
+        "next",
+        "embedding",
+        "0 attn",
+    ]
     assert len(lines) == 7
     for t, line in enumerate(lines[2:]):
         cells = [cell.strip() for cell in line.replace("\\|", "¦").split("|")[1:-1]]
@@ -118,7 +135,9 @@ def test_the_command_stores_rows_and_draws_them(corpus, tmp_path):
     for name, keys in {"a": {}, "b": {"model": "AttnRes-gpt-mha-rope"}}.items():
         run = small_run(corpus, tmp_path / name, max_steps=2, warmup_steps=1, **keys)
         assert call("train.py", *run).returncode == 0
-    result = call("research/analyze.py", "lens", tmp_path / "a", tmp_path / "b", "--windows=2", "--text=ab")
+    result = call(
+        "research/analyze.py", "lens", tmp_path / "a", tmp_path / "b", "--windows=2", "--text=ab"
+    )
     assert result.returncode == 0, result.stderr.decode()
     assert "a, step 2: Read after the embedding" in result.stdout.decode()
     rows = json.loads((tmp_path / "lens.json").read_text())["rows"]
@@ -130,6 +149,8 @@ def test_the_command_stores_rows_and_draws_them(corpus, tmp_path):
     before = (tmp_path / "lens.json").read_bytes()
     said = one_line_error(call("research/analyze.py", "lens", tmp_path / "a", f"--text={'a' * 99}"))
     assert "the text has 100 tokens: give at most block_size=16" in said
-    assert "--text is empty" in one_line_error(call("research/analyze.py", "lens", tmp_path / "a", "--text="))
+    assert "--text is empty" in one_line_error(
+        call("research/analyze.py", "lens", tmp_path / "a", "--text=")
+    )
     assert "no checkpoint" in one_line_error(call("research/analyze.py", "lens", tmp_path))
     assert (tmp_path / "lens.json").read_bytes() == before

@@ -33,16 +33,33 @@ def rank_row(arm: str, layers: int, seed: int, ranks: list[float], slope: float)
 
 def test_hypotheses_on_ranks():
     rows = [rank_row("standard", 2, seed, [0.9, 0.5, 0.2 + 0.01 * seed], -0.7) for seed in range(3)]
-    rows += [rank_row("standard", 4, s, [0.9, 0.4, 0.2, 0.1, 0.04 + 0.01 * s], -0.8 - 0.01 * s) for s in range(3)]
-    rows += [rank_row("full", 4, seed, [0.9, 0.4, 0.5, 0.6, 0.7 + 0.01 * seed], -0.1) for seed in range(3)]
-    rows += [rank_row("additive", 4, seed, [0.9, 0.8, 0.7, 0.6, 0.5 + 0.2 * seed], -0.1) for seed in (-1, 1)]
+    rows += [
+        rank_row("standard", 4, s, [0.9, 0.4, 0.2, 0.1, 0.04 + 0.01 * s], -0.8 - 0.01 * s)
+        for s in range(3)
+    ]
+    rows += [
+        rank_row("full", 4, seed, [0.9, 0.4, 0.5, 0.6, 0.7 + 0.01 * seed], -0.1)
+        for seed in range(3)
+    ]
+    rows += [
+        rank_row("additive", 4, seed, [0.9, 0.8, 0.7, 0.6, 0.5 + 0.2 * seed], -0.1)
+        for seed in (-1, 1)
+    ]
     verdicts = findings.rank_verdicts(rows)
     assert words(verdicts) == {
-        **{"H1a": "supported", "H1b": "supported", "H1c": "supported", "H1d": "supported", "H1": "supported"},
+        **{
+            "H1a": "supported",
+            "H1b": "supported",
+            "H1c": "supported",
+            "H1d": "supported",
+            "H1": "supported",
+        },
         **{"H2": "supported", "the": "undecided"},
     }
     everywhere = next(
-        each for each in verdicts if each["hypothesis"].startswith("H2") and "every" in each["hypothesis"]
+        each
+        for each in verdicts
+        if each["hypothesis"].startswith("H2") and "every" in each["hypothesis"]
     )
     assert (everywhere["mean"], everywhere["verdict"]) == (pytest.approx(0.4), "refuted")
     fall = next(each for each in verdicts if each["hypothesis"].startswith("H1d"))
@@ -73,7 +90,9 @@ def test_synergy_is_the_gain_of_both_beyond_the_sum_of_gains():
     rows = losses(standard=[5.0, 5.5], mhc=[4.5, 5.4], ddl=[4.0, 5.0], full=[3.0, 4.8])
     assert findings.synergy(rows) == pytest.approx([2.0 - 0.5 - 1.0, 0.7 - 0.1 - 0.5])
     assert findings.ablation_findings(rows).verdicts[0]["verdict"] == "undecided"  # 0.3 +- 2.5
-    several = losses(standard=[5.0, 5.1, 5.2], mhc=[4.9, 5.0, 5.1], ddl=[4.8, 4.9, 5.0], full=[4.9, 5.01, 5.1])
+    several = losses(
+        standard=[5.0, 5.1, 5.2], mhc=[4.9, 5.0, 5.1], ddl=[4.8, 4.9, 5.0], full=[4.9, 5.01, 5.1]
+    )
     found = findings.ablation_findings(several)
     assert found.verdicts[0]["verdict"] == "refuted"  # (0.1 - 0.1 - 0.2) and the like
     assert [row[0] for row in found.table] == ["`standard`", "`mhc`", "`ddl`", "`full`"]
@@ -81,17 +100,31 @@ def test_synergy_is_the_gain_of_both_beyond_the_sum_of_gains():
 
 
 def beta_row(seed: int, share: float, mean: list[float], negative: list[float]) -> dict:
-    row = {"seed": seed, "share": share, "mean": mean, "negative": negative, "variance": [0.1] * len(mean)}
+    row = {
+        "seed": seed,
+        "share": share,
+        "mean": mean,
+        "negative": negative,
+        "variance": [0.1] * len(mean),
+    }
     return row | {"sign_changes": measures.sign_changes(mean)}
 
 
 def test_hypotheses_on_gates():
     assert measures.sign_changes([0.5, -0.1, -0.2, 0.3]) == [1, 3]
-    rows = [beta_row(seed, 1.0, [0.7, 0.7, 0.7, 0.6], [0.0, 0.0, 0.0, 0.05 + 0.001 * seed]) for seed in range(3)]
-    found = findings.beta_findings(rows + [beta_row(seed, 0.25, [0.7] * 4, [0.0] * 4) for seed in range(3)])
+    rows = [
+        beta_row(seed, 1.0, [0.7, 0.7, 0.7, 0.6], [0.0, 0.0, 0.0, 0.05 + 0.001 * seed])
+        for seed in range(3)
+    ]
+    found = findings.beta_findings(
+        rows + [beta_row(seed, 0.25, [0.7] * 4, [0.0] * 4) for seed in range(3)]
+    )
     assert words(found.verdicts) == {"early": "supported", "deep": "refuted", "the": "refuted"}
     rows = [beta_row(seed, 0.25, [0.7, 0.1, -0.1, -0.2], [0, 0, 0.6, 0.6]) for seed in range(3)]
-    rows += [beta_row(seed, 1.0, [0.7, 0.5, -0.5 - 0.01 * seed, -0.6], [0, 0, 0.9, 0.9]) for seed in range(3)]
+    rows += [
+        beta_row(seed, 1.0, [0.7, 0.5, -0.5 - 0.01 * seed, -0.6], [0, 0, 0.9, 0.9])
+        for seed in range(3)
+    ]
     found = findings.beta_findings(rows)
     assert words(found.verdicts) == {"early": "supported", "deep": "supported", "the": "supported"}
     assert found.verdicts[-1]["values"] == pytest.approx([0.8, 0.81, 0.82])
@@ -105,7 +138,12 @@ def test_hypotheses_on_depth():
         each = losses(standard=[5.0, 5.1, 5.2], full=[5.0 - gain, 5.1 - gain, 5.21 - gain])
         rows += [row | {"layers": layers, "width": 8, "epochs_to_target": 1.0} for row in each]
     found = findings.depth_findings(rows)
-    assert [each["verdict"] for each in found.verdicts] == ["supported", "supported", "supported", "supported"]
+    assert [each["verdict"] for each in found.verdicts] == [
+        "supported",
+        "supported",
+        "supported",
+        "supported",
+    ]
     assert [row[4] for row in found.table][:2] == ["5.100 ± 0.248 (3)", "5.003 ± 0.261 (3)"]
 
 
@@ -120,18 +158,25 @@ def test_gates_are_those_of_the_sites(corpus):
     states, positions = model.transformer.wte(ids), model.positions(ids)
     for layer, block in enumerate(model.transformer.h):
         betas = []
-        for site, norm, write in ((block.attn, block.ln_1, block.write_attn), (block.mlp, block.ln_2, block.write_mlp)):
+        for site, norm, write in (
+            (block.attn, block.ln_1, block.write_attn),
+            (block.mlp, block.ln_2, block.write_mlp),
+        ):
             betas.append((states @ write.beta.weight.T + write.beta.bias).tanh())
             states = write(states, site(norm(states), positions), states, None)
         both = torch.stack(betas).detach().double()
         assert found["mean"][layer] == pytest.approx(both.mean().item(), rel=1e-4)
         assert found["mean_mlp"][layer] == pytest.approx(both[1].mean().item(), rel=1e-4)
         assert found["variance"][layer] == pytest.approx(both.var(unbiased=False).item(), rel=1e-4)
-        assert found["negative"][layer] == pytest.approx((both < 0).double().mean().item(), abs=1e-6)
+        assert found["negative"][layer] == pytest.approx(
+            (both < 0).double().mean().item(), abs=1e-6
+        )
 
 
 def test_widths_of_experiment_4_come_nearest_to_the_size(tmp_path, monkeypatch):
-    commands = experiments.commands("depth", "cpu", {"num_hidden_layers": "3,9", "parameters": "300000"}, tmp_path)
+    commands = experiments.commands(
+        "depth", "cpu", {"num_hidden_layers": "3,9", "parameters": "300000"}, tmp_path
+    )
     assert len(commands) == 4
     for command in commands:
         cell = experiments.cells_of(command)[0]
@@ -146,9 +191,17 @@ def test_widths_of_experiment_4_come_nearest_to_the_size(tmp_path, monkeypatch):
 
 def test_counted_overhead_of_experiment_5():
     """Of the paper's model with GPT-2's vocabulary: research/docs/mgt.md states these."""
-    keys = {"vocab_size": 50304, "num_hidden_layers": 24, "hidden_size": 512, "num_attention_heads": 8, "head_dim": 64}
+    keys = {
+        "vocab_size": 50304,
+        "num_hidden_layers": 24,
+        "hidden_size": 512,
+        "num_attention_heads": 8,
+        "head_dim": 64,
+    }
     config = measures.model_class("MGT-gpt-mha").Config
-    standard, full = (parameters_of("MGT-gpt-mha", config(**keys, mgt_arm=arm)) for arm in ("standard", "full"))
+    standard, full = (
+        parameters_of("MGT-gpt-mha", config(**keys, mgt_arm=arm)) for arm in ("standard", "full")
+    )
     d, embedding = 512, 50304 * 512
     block = 4 * d * d + 2 * 64 + 3 * d * (8 * d // 3) + 2 * 2 * d
     write = 2 * d * d + d + 2 * d + 1  # W_gate, W_beta, b_beta, the norm in the gate, alpha
@@ -175,11 +228,25 @@ def test_the_paper_s_sizes_are_ready(experiment, corpus, tmp_path):
         assert cells[0].settings["checkpoint_interval"] * 4 >= cells[0].settings["max_steps"]
 
 
-TINY = {**SMALL, "max_steps": 4, "warmup_steps": 1, "global_batch_size": 2, "micro_batch_size": 2, "eval_batches": 2}
+TINY = {
+    **SMALL,
+    "max_steps": 4,
+    "warmup_steps": 1,
+    "global_batch_size": 2,
+    "micro_batch_size": 2,
+    "eval_batches": 2,
+}
 
 
 def options(corpus, tmp_path, **changes) -> list[str]:
-    keys = {"dataset": corpus, **TINY, "seed": "0..1", "runs": tmp_path / "runs", "results": tmp_path, **changes}
+    keys = {
+        "dataset": corpus,
+        **TINY,
+        "seed": "0..1",
+        "runs": tmp_path / "runs",
+        "results": tmp_path,
+        **changes,
+    }
     return [f"--{key}={value}" for key, value in keys.items()]
 
 
@@ -214,12 +281,16 @@ def test_every_experiment_is_reported_from_its_runs(experiment, corpus, tmp_path
     assert stored["unfinished"] == []
     assert {each["verdict"] for each in stored["verdicts"]} == {"not judged"}
     assert "verdict" not in page
-    assert all(each["hypothesis"] in page for each in stored["verdicts"] if each["mean"] is not None)
+    assert all(
+        each["hypothesis"] in page for each in stored["verdicts"] if each["mean"] is not None
+    )
     assert (tmp_path / f"{experiment}_cpu.png").read_bytes().startswith(b"\x89PNG")
     check = globals().get(f"check_{experiment}")
     if check:
         check(stored, tmp_path)
-    again = call(RUN, experiment, *options(corpus, tmp_path, mode="report", **changes)).stdout.decode()
+    again = call(
+        RUN, experiment, *options(corpus, tmp_path, mode="report", **changes)
+    ).stdout.decode()
     assert "of 12:" not in again  # ranks are not measured twice
     assert "gates at step" not in again
     assert page in again
@@ -228,7 +299,9 @@ def test_every_experiment_is_reported_from_its_runs(experiment, corpus, tmp_path
 def check_rank(stored: dict, tmp_path) -> None:
     found = {(row["arm"], row["layers"], row["seed"]) for row in stored["rows"]}
     assert len(found) == len(stored["rows"]) == 12
-    assert all(len(row["rank"]) == len(row["initial_rank"]) == row["layers"] + 1 for row in stored["rows"])
+    assert all(
+        len(row["rank"]) == len(row["initial_rank"]) == row["layers"] + 1 for row in stored["rows"]
+    )
     same = {(row["arm"], row["layers"], row["seed"]): row["initial_rank"] for row in stored["rows"]}
     torch.manual_seed(1)
     model = build("MGT-gpt-mha", **SMALL, mgt_arm="full")
@@ -241,7 +314,8 @@ def embedding_rank(model, stored: dict) -> float:
     ranks = []
     for window in [round(i * 148 / 15) for i in range(16)]:
         share = np.linalg.svd(
-            model.transformer.wte(torch.from_numpy(val[16 * window :][:16])).detach().double(), False
+            model.transformer.wte(torch.from_numpy(val[16 * window :][:16])).detach().double(),
+            False,
         )[1]
         share = share[share > 1e-12] / share.sum()
         ranks.append(math.exp(-(share * np.log(share)).sum()) / 12)
@@ -257,7 +331,9 @@ def check_beta(stored: dict, tmp_path) -> None:
 
 def check_depth(stored: dict, tmp_path) -> None:
     for row in stored["rows"]:
-        of_depth = [other["val_loss"] for other in stored["rows"] if other["layers"] == row["layers"]]
+        of_depth = [
+            other["val_loss"] for other in stored["rows"] if other["layers"] == row["layers"]
+        ]
         assert row["target"] == max(of_depth)
         reached = [point for point in row["evaluations"] if point[1] == row["epochs_to_target"]]
         assert reached[0][2] <= row["target"]
@@ -297,9 +373,15 @@ def test_the_copy_task_is_reported(tmp_path):
         (["rank", "--parameters=5"], "--parameters=5 is the size of experiment depth's models"),
         (["depth", "--parameters=many"], "--parameters=many: give a whole number"),
         (["rank", "--mode=report", "--runs=nowhere"], "no run of rank is finished"),
-        (["ablation", "--learning_rate=1e-3,1e-1"], "a report compares seed, mgt_arm, num_hidden_layers alone"),
+        (
+            ["ablation", "--learning_rate=1e-3,1e-1"],
+            "a report compares seed, mgt_arm, num_hidden_layers alone",
+        ),
         (["beta", "--mgt_arm=standard"], "standard has no beta; give full or ddl"),
-        (["copy", "--dataset=python_stdlib"], "--dataset=python_stdlib: it has no answers to score"),
+        (
+            ["copy", "--dataset=python_stdlib"],
+            "--dataset=python_stdlib: it has no answers to score",
+        ),
         (["depth", "--parameters=0"], "give a whole number from 1 on"),
     ],
 )

@@ -18,9 +18,14 @@ from research.benchmarks.figures import Figures
 from training import optimizer
 
 CASES = coordinates.all_cases()
-V_MAP, OVER_COLUMNS = "DDL-vdim1-gpt-mha-rope+ddl_map=v", "DDL-gpt-mha-rope-CC+ddl_map=v+ddl_k_branch=attention"
+V_MAP, OVER_COLUMNS = (
+    "DDL-vdim1-gpt-mha-rope+ddl_map=v",
+    "DDL-gpt-mha-rope-CC+ddl_map=v+ddl_k_branch=attention",
+)
 # A form's Muon has the same matrices as its stem's.
-MUON = [pytest.param(case, "muon", marks=() if case in STEMS else pytest.mark.slow) for case in CASES]
+MUON = [
+    pytest.param(case, "muon", marks=() if case in STEMS else pytest.mark.slow) for case in CASES
+]
 WIDTHS = {"adamw": [64, 256], "muon": [64, 192]}  # a step of Muon takes three times as long
 
 
@@ -46,7 +51,9 @@ def rates_off_by(power: float):
         rules = {}
         for name, rule in rules_of(model).items():
             adam, muon = rule.kind
-            rules[name] = rule._replace(kind=Kind(adam + power, None if muon is None else muon + power))
+            rules[name] = rule._replace(
+                kind=Kind(adam + power, None if muon is None else muon + power)
+            )
         return rules
 
     return changed
@@ -62,7 +69,9 @@ def test_wrong_rates_are_seen_in_either_direction(monkeypatch, case, name, power
     """At every parameter; what goes through a softmax over columns is held to more, and seen from a whole power on."""
     monkeypatch.setattr(optimizer, "rules_of", rates_off_by(power))
     result = checked(case, name, seeds=1)
-    expected = {what for what in result if not what.startswith("change") and bound(what) < abs(power)}
+    expected = {
+        what for what in result if not what.startswith("change") and bound(what) < abs(power)
+    }
     assert {what.partition(":")[0] for what in expected} >= {"c_q.weight", "ln_1.weight"}
     assert expected <= not_level(result).keys()
 
@@ -111,7 +120,13 @@ class Parts(nn.Module):
         """x (1, 1, 3, 6)."""
         scores = ((x * (self.query @ self.key)).sum(-1) / 4).softmax(-1)
         taps = (x * (self.taps * self.read).T).sum(2)
-        return self.matrix(x), F.rms_norm(self.unit(x), (5,)), scores, taps, self.left(x) * self.right(x)
+        return (
+            self.matrix(x),
+            F.rms_norm(self.unit(x), (5,)),
+            scores,
+            taps,
+            self.left(x) * self.right(x),
+        )
 
 
 def test_contributions_are_those_of_the_change_alone():
@@ -133,7 +148,9 @@ def test_contributions_are_those_of_the_change_alone():
     def direction(weight):
         return F.normalize(x @ weight.T, dim=-1) * math.sqrt(5)
 
-    assert found["matrix.weight"] == pytest.approx(rms(x @ (now["matrix.weight"] - old["matrix.weight"]).T) / rms(x))
+    assert found["matrix.weight"] == pytest.approx(
+        rms(x @ (now["matrix.weight"] - old["matrix.weight"]).T) / rms(x)
+    )
     assert found["matrix.bias"] == pytest.approx(rms(now["matrix.bias"] - old["matrix.bias"]))
     turned = direction(now["unit.weight"]) - direction(old["unit.weight"])
     assert found["unit.weight"] == pytest.approx(rms(turned), rel=1e-6)
@@ -148,7 +165,12 @@ def test_contributions_are_those_of_the_change_alone():
 
 
 def test_the_check_as_a_command(tmp_path):
-    options = ["--widths=32,64", "--seeds=1", "--models=gpt-mha-rope", f"--json={tmp_path / 'mup.json'}"]
+    options = [
+        "--widths=32,64",
+        "--seeds=1",
+        "--models=gpt-mha-rope",
+        f"--json={tmp_path / 'mup.json'}",
+    ]
     first = call("research/analyze.py", "mup", *options)
     assert first.returncode == 0, first.stderr.decode()
     assert (tmp_path / "mup.png").read_bytes().startswith(b"\x89PNG")
@@ -173,7 +195,9 @@ def test_the_check_as_a_command(tmp_path):
     ],
 )
 def test_mistakes_are_one_line(arguments, message, tmp_path):
-    assert message in one_line_error(call("research/analyze.py", *arguments, f"--json={tmp_path / 'x' / 'x.json'}"))
+    assert message in one_line_error(
+        call("research/analyze.py", *arguments, f"--json={tmp_path / 'x' / 'x.json'}")
+    )
     assert not (tmp_path / "x").exists()
 
 
@@ -240,8 +264,21 @@ def test_a_search_ends_with_the_best_rate_inside_its_grid(tmp_path, monkeypatch)
 
 def test_transfer_trains_and_draws(tmp_path, corpus, monkeypatch):
     monkeypatch.setattr(transfer, "AROUND", 1)
-    options = ["--widths=32,64", "--optimizers=muon", f"--dataset={corpus}", "--steps=2", "--layers=1", "--device=cpu"]
-    result = call("research/analyze.py", "transfer", *options, "--block_size=8", f"--json={tmp_path / 'transfer.json'}")
+    options = [
+        "--widths=32,64",
+        "--optimizers=muon",
+        f"--dataset={corpus}",
+        "--steps=2",
+        "--layers=1",
+        "--device=cpu",
+    ]
+    result = call(
+        "research/analyze.py",
+        "transfer",
+        *options,
+        "--block_size=8",
+        f"--json={tmp_path / 'transfer.json'}",
+    )
     assert result.returncode == 0, result.stderr.decode()
     assert "| muon | plain |" in result.stdout.decode()
     rows = json.loads((tmp_path / "transfer.json").read_text())["rows"]

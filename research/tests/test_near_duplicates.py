@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 from near_duplicates_helpers import changed, jaccard, runs, written
 
-from research.residual_streams.near_duplicates import BANDS, ROWS, NearDuplicates, band_keys, shingles, similarity
+from research.residual_streams.near_duplicates import (
+    BANDS,
+    ROWS,
+    NearDuplicates,
+    band_keys,
+    shingles,
+    similarity,
+)
 
 
 def pairs(count, seed=0):
@@ -22,10 +29,14 @@ def pairs(count, seed=0):
 def test_similarity_is_jaccards():
     for one, other in pairs(200):
         assert len(shingles(one)) == len(runs(one))
-        assert similarity(shingles(one), shingles(other)) == pytest.approx(jaccard(one, other), abs=1e-12)
+        assert similarity(shingles(one), shingles(other)) == pytest.approx(
+            jaccard(one, other), abs=1e-12
+        )
 
 
-@pytest.mark.parametrize("text", ["a", "a b", "a b c d", "a b c d e", "größe\t\n= 尺寸", "x " * 500])
+@pytest.mark.parametrize(
+    "text", ["a", "a b", "a b c d", "a b c d e", "größe\t\n= 尺寸", "x " * 500]
+)
 def test_short_texts_and_repetitions_are_sets_too(text):
     assert len(shingles(text)) == len(runs(text))
     assert similarity(shingles(text), shingles(f"  {text}\n")) == 1
@@ -36,7 +47,9 @@ def test_signatures_agree_as_often_as_sets_are_similar():
     """A band's key is that of ROWS least hashes: it agrees with probability s^ROWS."""
     observed, expected = [], []
     for one, other in pairs(400, seed=1):
-        shared = np.mean([a == b for a, b in zip(band_keys(shingles(one)), band_keys(shingles(other)))])
+        shared = np.mean(
+            [a == b for a, b in zip(band_keys(shingles(one)), band_keys(shingles(other)))]
+        )
         observed.append(shared)
         expected.append(jaccard(one, other) ** ROWS)
     assert np.mean(observed) == pytest.approx(np.mean(expected), abs=0.02)

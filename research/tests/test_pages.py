@@ -6,12 +6,12 @@ import re
 
 import pytest
 from helpers import ROOT
+from in_process import call
 from pages import check_command, commands_of
 
 import model
 from research.benchmarks import costs, peer_quality, step, suites
-from research.reporting.runs_csv import parsed
-from research.reporting.table import markdown
+from research.runs import parsed
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, flags=re.S)
@@ -25,8 +25,9 @@ def squeezed(table: str) -> str:
 
 
 def test_the_tables_of_the_demo_are_the_stored_results():
-    groups = json.loads((ROOT / "results" / "demo_variants.json").read_text())["groups"]
-    assert squeezed(markdown(groups)) in squeezed(DEMO)
+    options = ("--by=model,init", "--against=gpt-mha-rope init=spectral")
+    made = call("research/report.py", "table", ROOT / "results/demo/runs.csv", *options)
+    assert squeezed(made.stdout.decode().strip()) in squeezed(DEMO)
 
 
 def test_the_table_of_speeds_is_the_stored_result():
@@ -44,7 +45,10 @@ def test_the_table_of_speeds_is_the_stored_result():
 
 def test_the_speed_of_evaluation_is_the_stored_results():
     page = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
-    stored = [json.loads((ROOT / "results" / f"bench_eval_{name}.json").read_text()) for name in ("cpu", "cpu_gpt2")]
+    stored = [
+        json.loads((ROOT / "results" / f"bench_eval_{name}.json").read_text())
+        for name in ("cpu", "cpu_gpt2")
+    ]
     ratios = [row["ratio"] for each in stored for row in each["rows"] if row["format"] == "all"]
     assert f"{min(ratios):.1f} to {max(ratios):.1f} times as fast" in " ".join(page.split())
 
@@ -77,7 +81,9 @@ SCALES = (1, 1e-9, 2**-10, 2**-20, 2**-30)  # as it is, GB, KiB, MiB, GiB
 def tables_of_figures(page: str):
     """Rows of cells of every table whose cells, the first column aside, are mostly numbers."""
     for table in re.findall(r"(?:^\|.*\n)+", page, flags=re.M):
-        rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+        rows = [
+            [cell.strip(" `") for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]
+        ]
         cells = [cell for row in rows for cell in row[1:]]
         if 2 * sum(bool(NUMBER.match(cell)) for cell in cells) > len(cells):
             yield rows
@@ -86,7 +92,11 @@ def tables_of_figures(page: str):
 def numbers_in(value) -> list[float]:
     """Every number of a JSON value."""
     if isinstance(value, dict | list):
-        return [x for each in (value.values() if isinstance(value, dict) else value) for x in numbers_in(each)]
+        return [
+            x
+            for each in (value.values() if isinstance(value, dict) else value)
+            for x in numbers_in(each)
+        ]
     return [float(value)] if isinstance(value, int | float) and not isinstance(value, bool) else []
 
 
@@ -106,7 +116,10 @@ SUMMARIES = {"peers_demo_cpu.json": peer_quality.groups_of}  # rows that a page 
 
 def files_in(text: str) -> set[str]:
     """Files of results/ with figures that a text names."""
-    return set(re.findall(r"results/((?:\w+/)*\w+\.(?:json|csv))\b", text)) - {"published.csv", "archive.csv"}
+    return set(re.findall(r"results/((?:\w+/)*\w+\.(?:json|csv))\b", text)) - {
+        "published.csv",
+        "archive.csv",
+    }
 
 
 def stored_in(name: str) -> dict:
@@ -115,7 +128,11 @@ def stored_in(name: str) -> dict:
     if path.suffix == ".json":
         return json.loads(path.read_text())
     with open(path, encoding="utf-8", newline="") as file:
-        return {"rows": [{key: parsed(text) for key, text in row.items()} for row in csv.DictReader(file)]}
+        return {
+            "rows": [
+                {key: parsed(text) for key, text in row.items()} for row in csv.DictReader(file)
+            ]
+        }
 
 
 def values_for(cells: list[str], files: set[str]) -> list[float]:
@@ -125,7 +142,9 @@ def values_for(cells: list[str], files: set[str]) -> list[float]:
         stored = stored_in(name)
         own = [each for each in stored.get("verdicts", []) if each["hypothesis"] in cells]
         rows = own or stored.get("groups") or SUMMARIES.get(name, list)(stored["rows"])
-        alike = [sum(value in cells for value in row.values() if isinstance(value, str)) for row in rows]
+        alike = [
+            sum(value in cells for value in row.values() if isinstance(value, str)) for row in rows
+        ]
         for row in (row for row, count in zip(rows, alike) if count == max(alike)):
             values += numbers_in(row) + DERIVED.get(name, numbers_in)(row)
     return values
@@ -134,9 +153,14 @@ def values_for(cells: list[str], files: set[str]) -> list[float]:
 def is_one_of(shown: str, values: list[float]) -> bool:
     """Whether some value, in some unit, is rounded to what is shown."""
     digits, _, exponent = shown.replace(",", "").strip("%").partition("e")
-    number, last = float(digits) * 10.0 ** int(exponent or 0), len(digits.partition(".")[2]) - int(exponent or 0)
+    number, last = (
+        float(digits) * 10.0 ** int(exponent or 0),
+        len(digits.partition(".")[2]) - int(exponent or 0),
+    )
     scales = (100,) if shown.endswith("%") else SCALES
-    return any(abs(value * scale - number) <= 0.501 * 10.0**-last for value in values for scale in scales)
+    return any(
+        abs(value * scale - number) <= 0.501 * 10.0**-last for value in values for scale in scales
+    )
 
 
 def is_compared_whole(page) -> bool:
@@ -169,12 +193,19 @@ def test_every_measured_figure_in_the_text_is_in_a_file_that_the_page_names(path
 
 
 def test_figures_are_of_committed_code():
-    commits = {path.stem: json.loads(path.read_text())["commit"] for path in (ROOT / "results").rglob("*.json")}
-    assert [name for name, commit in commits.items() if not re.fullmatch(r"[0-9a-f]{12}", commit)] == []
+    commits = {
+        path.stem: json.loads(path.read_text())["commit"]
+        for path in (ROOT / "results").rglob("*.json")
+    }
+    assert [
+        name for name, commit in commits.items() if not re.fullmatch(r"[0-9a-f]{12}", commit)
+    ] == []
 
 
 def test_every_stored_figure_is_named_on_a_page():
-    pages = "".join(path.read_text(encoding="utf-8") for path in (*PAGES, *(ROOT / "results").rglob("*.md")))
+    pages = "".join(
+        path.read_text(encoding="utf-8") for path in (*PAGES, *(ROOT / "results").rglob("*.md"))
+    )
     kept = [path.name for path in (ROOT / "results").rglob("*.*") if path.suffix != ".md"]
     assert [name for name in kept if name not in pages] == []
 

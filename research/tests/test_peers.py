@@ -8,7 +8,7 @@ from helpers import SMALL
 from in_process import call
 
 from model import model_class
-from research import intervals
+from research import compare
 from research.benchmarks import peer_quality
 from research.benchmarks.gpt2_peer import GPT2
 from training import optimizer
@@ -18,16 +18,27 @@ CONFIG = model_class("gpt-mha-rope").Config(**{**SMALL, "hidden_size": 16})
 
 def transformers_weights(peer: GPT2) -> dict:
     """The peer's weights by the names of `transformers`, whose layers hold theirs transposed and three in one."""
-    result = {"transformer.wte.weight": peer.tokens.weight, "transformer.wpe.weight": peer.places.weight}
+    result = {
+        "transformer.wte.weight": peer.tokens.weight,
+        "transformer.wpe.weight": peer.places.weight,
+    }
     result |= {f"transformer.ln_f.{name}": value for name, value in peer.norm.named_parameters()}
     for number, block in enumerate(peer.blocks):
         at, attention = f"transformer.h.{number}.", block.attention
         parts = {"ln_1": block.norm_1, "ln_2": block.norm_2}
-        result |= {f"{at}{name}.{key}": value for name, part in parts.items() for key, value in part.named_parameters()}
+        result |= {
+            f"{at}{name}.{key}": value
+            for name, part in parts.items()
+            for key, value in part.named_parameters()
+        }
         three = attention.query, attention.key, attention.value
         result |= {f"{at}attn.c_attn.weight": torch.cat([layer.weight for layer in three]).T}
         result |= {f"{at}attn.c_attn.bias": torch.cat([layer.bias for layer in three])}
-        for name, layer in (("attn.c_proj", attention.out), ("mlp.c_fc", block.up), ("mlp.c_proj", block.down)):
+        for name, layer in (
+            ("attn.c_proj", attention.out),
+            ("mlp.c_fc", block.up),
+            ("mlp.c_proj", block.down),
+        ):
             result |= {f"{at}{name}.weight": layer.weight.T, f"{at}{name}.bias": layer.bias}
     return {**result, "lm_head.weight": peer.tokens.weight}
 
@@ -38,7 +49,11 @@ def test_the_peer_is_gpt2():
     with torch.no_grad():
         for parameter in peer.parameters():
             parameter.normal_(std=0.3)
-    names = {"n_positions": CONFIG.block_size, "n_embd": CONFIG.hidden_size, "n_layer": CONFIG.num_hidden_layers}
+    names = {
+        "n_positions": CONFIG.block_size,
+        "n_embd": CONFIG.hidden_size,
+        "n_layer": CONFIG.num_hidden_layers,
+    }
     names |= {"n_head": CONFIG.num_attention_heads, "vocab_size": CONFIG.vocab_size}
     oracle = transformers.GPT2LMHeadModel(transformers.GPT2Config(**names)).double().eval()
     oracle.load_state_dict(transformers_weights(peer))
@@ -48,12 +63,19 @@ def test_the_peer_is_gpt2():
         logits, loss = peer(ids[:, :-1], ids[:, 1:], return_logits=True)
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-9)
     targets = ids[:, 1:].reshape(-1, 1)
-    assert loss.item() == pytest.approx(-expected.log_softmax(-1).flatten(0, 1).gather(1, targets).mean().item())
-    assert len(list(peer.parameters())) == len(list(oracle.parameters())) + 4 * CONFIG.num_hidden_layers
+    assert loss.item() == pytest.approx(
+        -expected.log_softmax(-1).flatten(0, 1).gather(1, targets).mean().item()
+    )
+    assert (
+        len(list(peer.parameters()))
+        == len(list(oracle.parameters())) + 4 * CONFIG.num_hidden_layers
+    )
 
 
 def test_the_peer_starts_and_decays_as_gpt2():
-    config = model_class("gpt-mha-rope").Config(**{**SMALL, "hidden_size": 64, "num_hidden_layers": 8})
+    config = model_class("gpt-mha-rope").Config(
+        **{**SMALL, "hidden_size": 64, "num_hidden_layers": 8}
+    )
     peer = GPT2(config)
     for name, parameter in peer.named_parameters():
         if parameter.ndim == 1:
@@ -82,7 +104,14 @@ def test_the_grid_grows_until_its_best_is_inside():
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory, corpus):
-    keys = {"dataset": str(corpus), "device": "cpu", **SMALL, "dtype": "float32", "compile": False, "max_steps": 6}
+    keys = {
+        "dataset": str(corpus),
+        "device": "cpu",
+        **SMALL,
+        "dtype": "float32",
+        "compile": False,
+        "max_steps": 6,
+    }
     keys |= {"global_batch_size": 4, "micro_batch_size": 4, "warmup_steps": 2, "eval_batches": 1000}
     path = tmp_path_factory.mktemp("config") / "tiny.py"
     path.write_text("".join(f"{key} = {value!r}\n" for key, value in keys.items()))
@@ -113,19 +142,36 @@ def test_models_are_trained_as_train_py_trains_them(config, tmp_path):
         assert sorted(row["seed"] for row in own if row["seed"] != 1000) == [0, 1]
     # In tokens: half the windows are full, the last one is not.
     row = next(row for row in rows if row["model"] == "gpt-mha-rope" and row["seed"] == 1)
-    arguments = [str(config), "--model=gpt-mha-rope", "--optimizer=adamw", "--seed=1", f"--out_dir={tmp_path / 'run'}"]
+    arguments = [
+        str(config),
+        "--model=gpt-mha-rope",
+        "--optimizer=adamw",
+        "--seed=1",
+        f"--out_dir={tmp_path / 'run'}",
+    ]
     assert call("train.py", *arguments, f"--learning_rate={row['learning_rate']}").returncode == 0
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert row["val_loss"] == pytest.approx(records[-1]["val_loss"], rel=1e-7)
     assert row["val_bits_per_byte"] == pytest.approx(records[-1]["val_bits_per_byte"], rel=1e-7)
 
     losses = {
-        model: [row["second"] for seed in (0, 1) for row in rows if (row["model"], row["seed"]) == (model, seed)]
+        model: [
+            row["second"]
+            for seed in (0, 1)
+            for row in rows
+            if (row["model"], row["seed"]) == (model, seed)
+        ]
         for model in peer_quality.MODELS
     }
     groups = {group["model"]: group for group in peer_quality.groups_of(rows)}
-    differences = [intervals.paired(losses[model], losses["gpt-mha-rope"]) for model in peer_quality.MODELS[1:]]
-    for model, difference, word in zip(peer_quality.MODELS[1:], differences, intervals.verdicts(differences)):
+    differences = [
+        compare.paired(losses[model], losses["gpt-mha-rope"]) for model in peer_quality.MODELS[1:]
+    ]
+    for model, difference, word in zip(
+        peer_quality.MODELS[1:], differences, compare.verdicts(differences)
+    ):
         assert groups[model]["against"]["text"] == difference.text("+.3f")
         assert f"| {word} " in printed.stdout.decode()
         assert groups[model]["second"]["values"] == losses[model]
@@ -137,13 +183,21 @@ def test_models_are_trained_as_train_py_trains_them(config, tmp_path):
     again = call(*command, "--resume").stdout.decode()
     assert again.count("| seed ") == 1
     assert "GPT-2 | rate" in again
-    lost = next(row for row in json.loads(out.read_text())["rows"] if (row["model"], row["seed"]) == ("GPT-2", 1))
-    assert lost["second"] == next(row["second"] for row in rows if (row["model"], row["seed"]) == ("GPT-2", 1))
+    lost = next(
+        row
+        for row in json.loads(out.read_text())["rows"]
+        if (row["model"], row["seed"]) == ("GPT-2", 1)
+    )
+    assert lost["second"] == next(
+        row["second"] for row in rows if (row["model"], row["seed"]) == ("GPT-2", 1)
+    )
 
 
 def test_mistakes(config, tmp_path):
     text = config.read_text().replace("micro_batch_size = 4", "micro_batch_size = 2")
-    (tmp_path / "small.py").write_text(text.replace("global_batch_size = 2", "global_batch_size = 4"))
+    (tmp_path / "small.py").write_text(
+        text.replace("global_batch_size = 2", "global_batch_size = 4")
+    )
     failed = call("research/bench.py", "peers", f"--config={tmp_path / 'small.py'}")
     assert failed.returncode == 2
     assert b"micro_batch_size=2: here a step is one micro-batch" in failed.stderr

@@ -18,10 +18,14 @@ def one_product(monkeypatch) -> None:
 
 def outcome(model, run=None):
     """The loss, and the gradient of every parameter by its name."""
-    ids, targets = torch.randint(0, TINY["vocab_size"], (2, 2, 9), generator=torch.Generator().manual_seed(1))
+    ids, targets = torch.randint(
+        0, TINY["vocab_size"], (2, 2, 9), generator=torch.Generator().manual_seed(1)
+    )
     _, loss = (model if run is None else run)(ids, targets)
     loss.backward()
-    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), {
+        name: p.grad for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def check_same(stem, monkeypatch, dtype, compiled=None, **config):
@@ -31,7 +35,9 @@ def check_same(stem, monkeypatch, dtype, compiled=None, **config):
     one_product(monkeypatch)
     run = torch.compile(joined, fullgraph=True, backend=compiled) if compiled else joined
     other_loss, others = outcome(joined, run)
-    tolerance = {"rtol": 1e-9, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-6}
+    tolerance = (
+        {"rtol": 1e-9, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-6}
+    )
     torch.testing.assert_close(other_loss, loss, **tolerance)
     torch.testing.assert_close(others, gradients, **tolerance)
     assert joined.state_dict().keys() == plain.state_dict().keys()
@@ -42,7 +48,9 @@ def test_one_product_computes_the_same(stem, monkeypatch):
     check_same(stem, monkeypatch, torch.float64)
 
 
-@pytest.mark.parametrize("config", [{"rope_ratio": 0.4}, {"use_qk_rmsnorm": False}, {"hidden_size": 24}])
+@pytest.mark.parametrize(
+    "config", [{"rope_ratio": 0.4}, {"use_qk_rmsnorm": False}, {"hidden_size": 24}]
+)
 def test_one_product_of_other_models(config, monkeypatch):
     """The last has an inner width, 64, that nothing is to be added to."""
     check_same("gpt-mha-rope", monkeypatch, torch.float64, **config)
@@ -66,7 +74,9 @@ def test_products_have_wide_sides(monkeypatch):
     """The width of the MLP is filled up in the products alone, and a gradient has its parameter's shape."""
     one_product(monkeypatch)
     seen, linear = [], torch.nn.functional.linear
-    monkeypatch.setattr(layers.F, "linear", lambda x, w, *args: seen.append(tuple(w.shape)) or linear(x, w, *args))
+    monkeypatch.setattr(
+        layers.F, "linear", lambda x, w, *args: seen.append(tuple(w.shape)) or linear(x, w, *args)
+    )
     model = build("gpt-mha-rope", **TINY)
     model(torch.zeros(1, 3, dtype=torch.int64))
     assert (128, 10) in seen

@@ -25,7 +25,9 @@ def install(library, name, version, files):
     for path, text in files.items():
         (library / path).parent.mkdir(parents=True, exist_ok=True)
         (library / path).write_bytes(text.encode())
-    (info / "RECORD").write_text("".join(f"{path},,\n" for path in [*files, f"../../bin/{name}.py"]))
+    (info / "RECORD").write_text(
+        "".join(f"{path},,\n" for path in [*files, f"../../bin/{name}.py"])
+    )
 
 
 EARLIER = ["1191923d669409ea", "42119e8c06bd9bf1"]  # SHA-256, its first half
@@ -44,7 +46,11 @@ def libraries(tmp_path, monkeypatch):
         copies[f"vendors/near/{name}.py"] = "\n".join(changed(rng, texts[1].split(), 2))
     install(packages, "vendors", "3.1", {**copies, "vendors/own.py": source(7777)})
     extra = {"loose.py": source(8001), "loose_too/a.py": source(8002)}
-    extra |= {"p0/table.py": "x = [" + "1, " * 400 + "]\n", "p0/lines.py": ("y" * 101 + "\n") * 9, "p0/empty.py": " \n"}
+    extra |= {
+        "p0/table.py": "x = [" + "1, " * 400 + "]\n",
+        "p0/lines.py": ("y" * 101 + "\n") * 9,
+        "p0/empty.py": " \n",
+    }
     for path, text in extra.items():
         (packages / path).parent.mkdir(parents=True, exist_ok=True)
         (packages / path).write_text(text)
@@ -54,7 +60,9 @@ def libraries(tmp_path, monkeypatch):
     (stdlib / "abc.py").write_text(source(9001))
     (stdlib / "site-packages").mkdir()
     (stdlib / "site-packages" / "none.py").write_text(source(9002))
-    monkeypatch.setattr("sysconfig.get_path", lambda name: str({"purelib": packages, "stdlib": stdlib}[name]))
+    monkeypatch.setattr(
+        "sysconfig.get_path", lambda name: str({"purelib": packages, "stdlib": stdlib}[name])
+    )
     return packages, stdlib, modules
 
 
@@ -65,7 +73,13 @@ def texts_of(corpus, split):
 
 
 def prepared(tmp_path, *arguments):
-    arguments = (f"--out={tmp_path / 'out'}", "--val_share=0.2", "--vocab_size=300", "--workers=2", *arguments)
+    arguments = (
+        f"--out={tmp_path / 'out'}",
+        "--val_share=0.2",
+        "--vocab_size=300",
+        "--workers=2",
+        *arguments,
+    )
     made = call("research/residual_streams/python_packages.py", *arguments)
     assert made.returncode == 0, made.stderr.decode()
     return open_corpus(str(tmp_path / "out")), made.stdout.decode()
@@ -87,17 +101,28 @@ def test_validation_packages_are_unseen_in_training(libraries, tmp_path):
     for text in val:
         assert all(jaccard(text, other) < 0.8 for other in train)
     everything = val + train
-    assert len(everything) == len(set(everything)) == 11 * 3 + 1 + 2 + 1  # modules, own.py, the loose ones, abc.py
+    assert (
+        len(everything) == len(set(everything)) == 11 * 3 + 1 + 2 + 1
+    )  # modules, own.py, the loose ones, abc.py
     assert corpus.meta["duplicates"]["threshold"] == 0.8
-    assert corpus.meta["duplicates"]["exact"]["documents"] == corpus.meta["duplicates"]["near"]["documents"] == 11
+    assert (
+        corpus.meta["duplicates"]["exact"]["documents"]
+        == corpus.meta["duplicates"]["near"]["documents"]
+        == 11
+    )
     assert "11 files (" in printed
-    sizes = {split: sum(len(text.encode()) for text in texts) for split, texts in (("val", val), ("train", train))}
+    sizes = {
+        split: sum(len(text.encode()) for text in texts)
+        for split, texts in (("val", val), ("train", train))
+    }
     for split, texts in (("val", val), ("train", train)):
         assert sum(packages[split].values()) == sizes[split]
         assert corpus.meta[split]["bytes"] == sizes[split]
         assert corpus.meta[split]["documents"] == len(texts)
     assert (packages["train"] | packages["val"])["loose_too"] == len(source(8002))
-    assert {f"p{i}=={i}.0" for i in range(11)} | {"vendors==3.1"} <= (packages["train"] | packages["val"]).keys()
+    assert {f"p{i}=={i}.0" for i in range(11)} | {"vendors==3.1"} <= (
+        packages["train"] | packages["val"]
+    ).keys()
     assert corpus.meta["source"] == "Python packages"
 
 
@@ -109,8 +134,12 @@ def test_the_share_is_of_whole_packages_and_never_more():
         assert share * sum(sizes.values()) - 60 < size <= share * sum(sizes.values())
         assert not chosen & {"big==2", prepare.STANDARD_LIBRARY}
     renewed = {package.replace("==1", "==3"): size for package, size in sizes.items()}
-    before = prepare.validation_packages(sizes, 0.1)  # another version of a package stays where that was
-    assert prepare.validation_packages(renewed, 0.1) == {package.replace("==1", "==3") for package in before}
+    before = prepare.validation_packages(
+        sizes, 0.1
+    )  # another version of a package stays where that was
+    assert prepare.validation_packages(renewed, 0.1) == {
+        package.replace("==1", "==3") for package in before
+    }
 
 
 def test_it_goes_on_and_notices_another_environment(libraries, tmp_path):
@@ -122,7 +151,12 @@ def test_it_goes_on_and_notices_another_environment(libraries, tmp_path):
     again, _ = prepared(tmp_path, "--shard_tokens=3000")
     assert {file.name: file.read_bytes() for file in again.path.glob("*.bin")} == first
     install(packages, "later", "1.0", {"later/a.py": source(4)})
-    options = [f"--out={tmp_path / 'out'}", "--val_share=0.2", "--vocab_size=300", "--shard_tokens=3000"]
+    options = [
+        f"--out={tmp_path / 'out'}",
+        "--val_share=0.2",
+        "--vocab_size=300",
+        "--shard_tokens=3000",
+    ]
     line = one_line_error(call("research/residual_streams/python_packages.py", *options))
     assert "holds another preparation" in line
     assert "--overwrite" in line
@@ -138,7 +172,9 @@ def test_it_goes_on_and_notices_another_environment(libraries, tmp_path):
     ],
 )
 def test_mistakes_end_in_one_line(libraries, tmp_path, option, message):
-    line = one_line_error(call("research/residual_streams/python_packages.py", option, f"--out={tmp_path / 'out'}"))
+    line = one_line_error(
+        call("research/residual_streams/python_packages.py", option, f"--out={tmp_path / 'out'}")
+    )
     assert message in line
     assert not (tmp_path / "out").exists()
 

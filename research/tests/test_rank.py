@@ -25,7 +25,9 @@ def test_effective_rank_of_matrices_whose_rank_is_known():
     cases = {(1, 1, 1, 1, 1): 1.0, (2, 0, 0, 0, 0): 0.2, (1, 1, 0, 0, 0): 0.4, (0, 0, 0, 0, 0): 0.0}
     cases[(3, 1, 0, 0, 0)] = math.exp(-0.75 * math.log(0.75) - 0.25 * math.log(0.25)) / 5
     matrices = np.stack([left @ np.diag(np.array(values, dtype=float)) @ right for values in cases])
-    assert rank.effective_rank(torch.tensor(matrices)).tolist() == pytest.approx(list(cases.values()), abs=1e-9)
+    assert rank.effective_rank(torch.tensor(matrices)).tolist() == pytest.approx(
+        list(cases.values()), abs=1e-9
+    )
     with pytest.raises(ValueError, match="diverged"):
         rank.effective_rank(torch.full((2, 3, 3), math.nan))
 
@@ -39,7 +41,10 @@ def by_hand(model, ids, targets) -> dict:
     logits = model.ln_f(states[-1]) @ model.transformer.wte.weight.T
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
     grads = torch.autograd.grad(loss, states, retain_graph=True)
-    weights = [torch.autograd.grad(loss, list(block.parameters()), retain_graph=True) for block in model.transformer.h]
+    weights = [
+        torch.autograd.grad(loss, list(block.parameters()), retain_graph=True)
+        for block in model.transformer.h
+    ]
 
     def mean_rank(matrices):
         found = []
@@ -53,16 +58,22 @@ def by_hand(model, ids, targets) -> dict:
     slope = np.linalg.lstsq(np.vander(np.arange(len(ranks)), 2), np.log(ranks), rcond=None)[0][0]
     return {
         "rank": ranks,
-        "rank_difference": [mean_rank(after - before) for before, after in itertools.pairwise(states)],
+        "rank_difference": [
+            mean_rank(after - before) for before, after in itertools.pairwise(states)
+        ],
         "preservation": ranks[-1] / ranks[0],
         "slope": slope,
         "state_rms": [state.detach().square().mean().sqrt().item() for state in states],
         "gradient_state": [grad.norm().item() for grad in grads],
-        "gradient_parameters": [math.sqrt(sum(g.square().sum().item() for g in each)) for each in weights],
+        "gradient_parameters": [
+            math.sqrt(sum(g.square().sum().item() for g in each)) for each in weights
+        ],
     }
 
 
-@pytest.mark.parametrize("keys", [{"mgt_arm": "standard"}, {"mgt_arm": "full", "mgt_alpha_init": 0.3}])
+@pytest.mark.parametrize(
+    "keys", [{"mgt_arm": "standard"}, {"mgt_arm": "full", "mgt_alpha_init": 0.3}]
+)
 def test_measured_over_depth_as_by_hand(keys, corpus):
     model = build("MGT-gpt-mha", **{**SMALL, "num_hidden_layers": 3, "block_size": 10, **keys})
     batches = ValidationBatches(shards.open_corpus(str(corpus)).val, 10)
@@ -121,10 +132,15 @@ def test_the_command_stores_a_row_for_each_run_and_draws_them(corpus, tmp_path):
     assert result.returncode == 0, result.stderr.decode()
     assert "a, step 2: effective rank 0." in result.stdout.decode()
     rows = json.loads((tmp_path / "rank.json").read_text())["rows"]
-    assert [(row["layers"], row["seed"], row["sequences"]) for row in rows] == [(2, 0, 3), (3, 1, 3)]
+    assert [(row["layers"], row["seed"], row["sequences"]) for row in rows] == [
+        (2, 0, 3),
+        (3, 1, 3),
+    ]
     assert (tmp_path / "rank.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_mistakes_are_one_line(tmp_path):
     assert "no checkpoint" in one_line_error(call("research/analyze.py", "rank", tmp_path))
-    assert "--windows=0" in one_line_error(call("research/analyze.py", "rank", tmp_path, "--windows=0"))
+    assert "--windows=0" in one_line_error(
+        call("research/analyze.py", "rank", tmp_path, "--windows=0")
+    )

@@ -1,303 +1,617 @@
-"""report.py: the series behind a figure, the figure itself, and tables."""
+"""report.py: its numbers against plain Python on the lines of metrics.jsonl; figures; the folder."""
 
+import csv
+import io
 import json
 import math
 import re
 from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
 
+import matplotlib
+import numpy as np
 import pytest
-from helpers import one_line_error, sign, small_run
+from helpers import SMALL, one_line_error
 from in_process import call
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from report_helpers import write_run
+from report_helpers import (
+    BASE,
+    CORPUS,
+    DDL,
+    by_hand,
+    load,
+    smoothed_by_hand,
+    write_lines,
+    write_run,
+)
 
-from research.reporting import bands, curves, drawing, groups, runs, sizes, style, table
+from evaluation import published
+from evaluation import tables as texts
+from research import compare, paper, plots, tables
 
-
-def loaded(*folders):
-    found, faults = runs.load([str(folder) for folder in folders])
-    assert not faults
-    return found
-
-
-def series_of(run, x, y, **keys):
-    """((x, y) of training, (x, y) of validation) as lists."""
-    return [(each.x[x].tolist(), each.values.tolist()) for each in curves.series(run, x, y, **keys)]
-
-
-def test_series(tmp_path):
-    [run] = loaded(write_run(tmp_path / "a", [4.0, 3.0, 2.0, 1.0]))
-    training, validation = series_of(run, "tokens", "loss")
-    assert training == ([10, 20, 30, 40], [4.0, 3.0, 2.0, 1.0])
-    assert validation == ([20, 40], [2.0, 2.0])
-    (x, y), (val_x, val_y) = series_of(run, "seconds", "bits_per_byte")
-    assert x == [0.5, 1.0, 1.5, 2.0]
-    assert y == pytest.approx([2 / math.log(2), 1.5 / math.log(2), 1 / math.log(2), 0.5 / math.log(2)])
-    assert val_x == [1.0, 2.0]
-    assert val_y == pytest.approx([0.5 / math.log(2)] * 2)
-    (x, _), (val_x, _) = series_of(run, "seconds", "loss", first_step=False)
-    assert (x, val_x) == ([0.0, 0.5, 1.0, 1.5], [0.5, 1.5])
-    (x, _), (val_x, _) = series_of(replace(run, processes=3), "seconds", "loss", first_step=False)
-    assert (x, val_x) == ([0.0, 1.5, 3.0, 4.5], [1.5, 4.5])
+STEPS = 40
 
 
-def test_smooth_is_a_centred_mean():
-    values = [1.0, 2.0, 6.0, 4.0, 8.0]
-    assert bands.smooth(values, 2) == pytest.approx([1.5, 3.0, 4.0, 6.0, 6.0])
-    assert bands.smooth(values, 1).tolist() == values
-    assert bands.smooth([], 2).tolist() == []
+def write_long(folder, stem, seed, better=0.0, steps=STEPS, config=SMALL, **keys):
+    """Forty steps, an evaluation and statistics at every tenth; the loss is lower by `better`."""
+    write_run(folder, stem, seed, max_steps=STEPS, steps=steps, config=config, **keys)
+    rng, lines = np.random.default_rng([seed, len(stem)]), []
+    for step in range(1, steps + 1):
+        common = {"step": step, "tokens": 50 * step, "flops": 1.5e5 * step}
+        common["seconds"] = 7.0 + 0.5 * step
+        loss = 3.0 + 2.0 / step - better + 0.1 * rng.standard_normal()
+        speed = {"tokens_per_second": 90.0 + rng.random(), "memory": 1000 + step}
+        lines.append({**common, "loss": loss, **speed})
+        if step % 10 == 0:
+            val = {"val_loss": loss, "val_perplexity": math.exp(loss), "val_sequences": 4}
+            lines.append({**common, **val, "val_bits_per_byte": loss / math.log(2) / 4})
+            values = {"attn.beta_mean": [rng.random(), 1.0], "mlp.beta_mean": [0.5, rng.random()]}
+            lines += [{**common, "residual": values}] if stem.startswith("DDL") else []
+    return write_lines(folder, lines)
 
 
-def lines_of(monkeypatch):
-    """(x, y, label) of every line that is drawn from now on."""
-    drawn, plt = [], style.pyplot()
-    original = plt.Axes.plot
-
-    def plot(axes, *args, **kwargs):
-        drawn.append((list(args[0]), list(args[1]), kwargs.get("label")))
-        return original(axes, *args, **kwargs)
-
-    monkeypatch.setattr(plt.Axes, "plot", plot)
-    return drawn
+def lines_with(folder, key):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if key in line]
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_curves_draw_every_run(tmp_path, monkeypatch, suffix):
-    folders = [write_run(tmp_path / name, losses) for name, losses in (("a", [4, 3, 2, 1]), ("b", [5, 4, 4, 3]))]
-    drawn, out = lines_of(monkeypatch), tmp_path / "figures" / f"loss.{suffix}"
-    assert call("research/report.py", "curves", *folders, "--x=flops", f"--out={out}").returncode == 0
-    assert [label for *_, label in drawn if label][:2] == ["a, validation 2.000", "b, validation 2.000"]
-    assert drawn[0][:2] == ([1e6, 2e6, 3e6, 4e6], [4, 3, 2, 1])
-    if suffix == "png":
-        assert style.pyplot().imread(out).std() > 0.05  # something is on the canvas
-    else:
-        assert "</svg>" in out.read_text()
-    assert [path.name for path in out.parent.iterdir()] == [out.name]
-    assert "ends with .png, .svg" in one_line_error(call("research/report.py", "curves", *folders, f"--out={out}x"))
+def last(folder, key="val_loss"):
+    return lines_with(folder, key)[-1][key]
 
 
-def test_a_band_is_the_mean_of_seeds_with_students_interval(tmp_path, monkeypatch):
-    """Of runs that are not equally far, as far as all of them are."""
-    losses = [[4.0, 3.0, 2.0, 1.0], [5.0, 3.5, 2.5], [4.5, 2.5, 3.0, 2.0]]
-    for seed, values in enumerate(losses):
-        write_run(tmp_path / f"seed={seed}", values, val=2.0 + seed, seed=seed, max_steps=4)
-    drawn, filled = lines_of(monkeypatch), []
-    monkeypatch.setattr(style.pyplot().Axes, "fill_between", lambda self, x, low, high, **_: filled.append((low, high)))
-    monkeypatch.setattr(bands, "smooth", lambda values, window: values)
-    assert call("research/report.py", "curves", tmp_path, "--band").returncode == 0
-    x, mean, label = drawn[0]
-    means = [sum(step) / 3 for step in zip(*losses)]
-    assert (x, label) == ([1, 2, 3], "gpt-mha-rope, 3 runs, validation 3.000")
-    assert mean == pytest.approx(means)
-    low, high = filled[0]
-    for step, values in enumerate(zip(*losses)):
-        deviation = math.sqrt(sum((value - means[step]) ** 2 for value in values) / 2)
-        half = 4.3026527 * deviation / math.sqrt(3)  # Student's t of 2 degrees
-        assert (low[step], high[step]) == pytest.approx((means[step] - half, means[step] + half), rel=1e-6)
+def rows_of(table):
+    """What its CSV says, by model."""
+    return {row["model"]: row for row in csv.DictReader(io.StringIO(table.comma_separated()))}
 
 
-def test_a_band_over_seconds_is_of_the_same_steps(tmp_path, monkeypatch):
-    """Runs of unequal speed: both axes are means at a step, and the last validation is the last one's."""
-    values = {0: [4.0, 3.0, 2.0, 1.0], 1: [5.0, 4.0, 3.0, 2.0]}
-    for seed, losses in values.items():
-        folder = write_run(tmp_path / f"seed={seed}", losses, seed=seed, max_steps=4)
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    """Three seeds of the baseline, two of DDL, a single run of a variant."""
+    folder = tmp_path_factory.mktemp("sweep")
+    made = {BASE: [write_long(folder / f"a{seed}", BASE, seed) for seed in range(3)]}
+    made[DDL] = [write_long(folder / f"b{seed}", DDL, seed, better=0.5) for seed in (2, 0)]
+    made[f"{DDL}-EC"] = [write_long(folder / "c", f"{DDL}-EC", 1)]
+    return made
+
+
+@pytest.fixture(scope="module")
+def made(sweep):
+    """Sizes, tables by name and lines by name of all of them, in another order than the paper's."""
+    sizes = paper.sizes_of(load(*sweep[DDL], *sweep[f"{DDL}-EC"], *sweep[BASE]), [], None)
+    by_name = {table.name: table for table in paper.tables_of(sizes)}
+    lines = {line.name: line for line in paper.lines_of(sizes)}
+    return SimpleNamespace(sizes=sizes, tables=by_name, lines=lines)
+
+
+# ---- tables ----
+
+
+def test_validation_is_that_of_the_last_lines(sweep, made):
+    table = made.tables["validation"]
+    stored = rows_of(table)
+    assert list(stored) == [BASE, DDL, f"{DDL}-EC"]  # the paper's order, the baseline first
+    for (stem, folders), row in zip(sweep.items(), table.rows):
+        for key, digits in (("val_loss", 4), ("val_perplexity", 3), ("val_bits_per_byte", 4)):
+            values = [last(folder, key) for folder in folders]
+            mean, half = by_hand(values) if len(values) > 1 else (values[0], None)
+            assert float(stored[stem][key]) == pytest.approx(mean)
+            text, ci95 = f"{mean:.{digits}f}", stored[stem][f"{key}_ci95"]
+            if half is None:
+                assert (ci95, text in row) == ("", True)
+            else:
+                assert float(ci95) == pytest.approx(half, rel=1e-5)
+                assert f"{text} ± {half:.{digits}f} ({len(values)})" in row
+
+
+def test_differences_are_those_of_the_same_seeds(sweep, made):
+    base = [last(folder) for folder in sweep[BASE]]
+    mean, half = by_hand([last(sweep[DDL][0]) - base[2], last(sweep[DDL][1]) - base[0]])
+    own, cells = rows_of(made.tables["differences"])[DDL], made.tables["differences"].rows
+    assert (own["baseline"], own["n"], own["paired"]) == (BASE, "2", "True")
+    assert float(own["val_loss"]) == pytest.approx(mean)
+    assert float(own["val_loss_ci95"]) == pytest.approx(half, rel=1e-5)
+    assert float(own["difference"]) == pytest.approx(mean / math.log(2) / 4)
+    word = "better" if mean + half < 0 else "undecided"  # of two comparisons one has no interval
+    assert cells[0][2:] == [f"{mean:+.4f} ± {half:.4f}", cells[0][3], word, "2 pairs"]
+    assert cells[1][-1] == "1 pair"
+    assert "±" not in cells[1][2]
+
+
+def test_costs_are_measured_ones_beside_the_baselines(sweep, made):
+    stored, speeds = rows_of(made.tables["costs"]), {}
+    for stem, folders in sweep.items():
+        lines = [lines_with(folder, "loss") for folder in folders]
+        medians = [np.median([line["tokens_per_second"] for line in each]) for each in lines]
+        speeds[stem], row = np.mean(medians), stored[stem]
+        assert float(row["tokens_per_second"]) == pytest.approx(speeds[stem])
+        assert float(row["memory"]) == max(line["memory"] for line in lines[0])
+        assert float(row["device_seconds"]) == pytest.approx(0.5 * (STEPS - 1))  # the first: 7.5
+        assert float(row["flops_per_token"]) == pytest.approx(3e3)
+    factor = float(stored[DDL]["tokens_per_second_factor"])
+    assert factor == pytest.approx(speeds[DDL] / speeds[BASE])
+    more = int(float(stored[DDL]["parameters"])) / int(float(stored[BASE]["parameters"]))
+    assert f"({more:.2f}\N{MULTIPLICATION SIGN})" in made.tables["costs"].rows[1][1]
+
+
+def test_costs_of_different_machines_have_no_factors(sweep):
+    """As checkpoints store it: training.provenance.machine."""
+    one, other = load(sweep[BASE][0], sweep[DDL][0])
+    one = replace(one, machine={"machine": "2 x H200"}, processes=2)
+    other = replace(other, machine={"machine": "4 x Xeon"})
+    table = tables.table_of_costs(paper.sizes_of([one, other], [], None))
+    assert f"(2 x H200, 2 processes: {BASE}; 4 x Xeon, 1 process: {DDL})" in table.notes[-1]
+    factors = {key for key in table.figures[1] if key.endswith("_factor")}
+    assert factors == {"parameters_factor", "flops_per_token_factor"}
+    assert table.figures[0]["device_seconds"] == pytest.approx(2 * 0.5 * (STEPS - 1))
+
+
+def test_published_figures_stand_beside_comparable_runs_alone(sweep):
+    one, other = load(sweep[BASE][0], sweep[DDL][0])
+    one = replace(one, published=published.Published(BASE, "small", published.CODE, (), ()))
+    sizes = paper.sizes_of([one, other], [], None)
+    table = tables.table_of_losses(sizes[0].groups)
+    assert table.rows[0][-2:] == ["2.8543", f"{last(sweep[BASE][0]) - 2.85426:+.4f}"]
+    assert table.rows[1][-2:] == [None] * 2
+    assert any(f"No published row beside {DDL}: " in note for note in table.notes)
+    assert any(f"Published row beside {BASE}: 64 validation tokens" in n for n in table.notes)
+    lines = paper.lines_of(sizes)
+    assert [line.published for line in lines] == [2.85426, None]
+    with plots.printing():
+        axes = plots.plot_paper_curves(lines, "tokens").axes
+    stars = [line for axis in axes for line in axis.lines if line.get_marker() == "*"]
+    points = [(star.get_xdata()[0], star.get_ydata()[0]) for star in stars]
+    assert points == [(50 * STEPS, 2.85426)]
+
+
+def test_accuracies_are_means_over_seeds_beside_the_published(sweep):
+    def evaluated(run, value):
+        settings = {"dtype": "float32", "add_bos_token": False, "limit": None}
+        shown = {"piqa": ["acc_norm", value, 1.5], "sciq": ["acc_norm", value + 5, 2.5]}
+        entry = {"task": "piqa", "shots": 1, "settings": settings, "shown": shown}
+        row = published.Published(BASE, "small", published.CODE, (), ())
+        return replace(run, accuracy=[entry], published=row)
+
+    one, two, ddl, without = load(*sweep[BASE][:2], sweep[DDL][0], sweep[f"{DDL}-EC"][0])
+    runs = [evaluated(one, 60.0), evaluated(two, 62.0), evaluated(ddl, 70.0), without]
+    [table] = tables.tables_of_accuracy(compare.groups_of(runs))
+    assert (table.name, table.title) == (
+        "accuracy_1_shot_float32",
+        "Accuracy in %, 1-shot, float32",
+    )
+    mean, half = by_hand([60.0, 62.0])
+    assert table.rows == [
+        [f"{BASE} (2)", f"{mean:.2f} ± {half:.2f}", f"{mean + 5:.2f} ± {half:.2f}"],
+        ["published", "65.94", "80.60"],
+        ["difference", f"{mean - 65.94:+.2f} ± {half:.2f}", f"{mean + 5 - 80.6:+.2f} ± {half:.2f}"],
+        [f"{DDL} (1)", "70.00 ± 1.50", "75.00 ± 2.50"],
+        *table.rows[4:-1],
+        [f"{DDL}-EC (1)", "not evaluated", None],
+    ]
+
+
+ACCURACY = {BASE: [0.50, 0.53, 0.51], DDL: [0.70, 0.74, 0.69]}  # by seed
+
+
+def test_synthetic_tasks_are_compared_by_their_accuracy(tmp_path):
+    for stem, values in ACCURACY.items():
+        for seed, value in enumerate(values):
+            scores = {"val_accuracy": value, "val_exact_match": value / 2}
+            write_run(tmp_path / f"{stem}-{seed}", stem, seed, scores=scores)
+    [size] = paper.sizes_of(load(tmp_path), [], None)
+    assert size.metric == "val_accuracy"
+    gains = [own - base for own, base in zip(ACCURACY[DDL], ACCURACY[BASE])]
+    mean, half = by_hand([100 * gain for gain in gains])
+    [row] = tables.table_of_differences([size]).rows
+    exact = f"{mean / 2:+.2f} ± {half / 2:.2f}"
+    assert row[3:] == [f"{mean:+.2f} ± {half:.2f}", exact, "better", "3 pairs"]
+    line = next(line for line in paper.lines_of([size]) if line.name == DDL)
+    assert line.curves["difference"].mean == pytest.approx([mean, mean])
+    out = tmp_path / "rows.json"
+    options = (f"--against={BASE}", f"--json={out}")
+    printed = call("research/report.py", "table", tmp_path, *options).stdout.decode()
+    assert f"{mean:+.2f} ± {half:.2f}" in printed
+    stored = json.loads(out.read_text())
+    found = next(each for each in stored["groups"] if each["model"] == DDL)
+    assert found["difference"] == pytest.approx(sum(gains) / 3)  # as it was measured, a share
+    assert stored.keys() >= {"commit", "machine", "date", "torch", "rows"}
+
+
+def test_every_size_has_its_baseline(tmp_path):
+    shapes = (SMALL, SMALL | {"num_hidden_layers": 3})
+    for stem in (BASE, DDL):
+        for index, config in enumerate(shapes):
+            write_long(tmp_path / f"{stem}{index}", stem, 0, config=config)
+    sizes = paper.sizes_of(load(tmp_path), [], None)
+    names = ["2 layers, width 12", "3 layers, width 12"]
+    assert {size.name for size in sizes} == set(names)
+    for size in sizes:
+        groups = [group.name for group in size.groups]
+        assert groups == [f"{stem}, {size.name}" for stem in (BASE, DDL)]
+        assert [each.baseline for each in size.comparisons] == [size.baseline]
+        folders = [tmp_path / f"{stem}{names.index(size.name)}" for stem in (DDL, BASE)]
+        difference = size.differences["val_loss"][0].estimate.mean
+        assert difference == pytest.approx(last(folders[0]) - last(folders[1]))
+    looks = [line.look for line in paper.lines_of(sizes)]
+    assert looks[:2] == looks[2:]
+    assert looks[0]["color"] == "#000000"
+
+
+# ---- curves ----
+
+
+def test_curves_are_means_over_seeds_with_their_interval(sweep, made):
+    curve = made.lines[BASE].curves["validation"]
+    by_run = [lines_with(folder, "val_loss") for folder in sweep[BASE]]
+    for index, lines in enumerate(zip(*by_run)):
+        mean, half = by_hand([line["val_loss"] for line in lines])
+        assert (curve.steps[index], curve.mean[index]) == pytest.approx((lines[0]["step"], mean))
+        assert curve.half[index] == pytest.approx(half, rel=1e-5)
+        assert curve.x["seconds"][index] == pytest.approx(lines[0]["seconds"] - 7.5)
+    curve, key = made.lines[DDL].curves["difference"], "val_bits_per_byte"
+    own = [[line[key] for line in lines_with(folder, key)] for folder in sweep[DDL]]
+    base = [[line[key] for line in lines_with(sweep[BASE][seed], key)] for seed in (2, 0)]
+    for index, values in enumerate(zip(*own, *base)):
+        mean, half = by_hand([values[0] - values[2], values[1] - values[3]])
+        assert curve.mean[index] == pytest.approx(mean)
+        assert curve.half[index] == pytest.approx(half, rel=1e-5)
+    steps, values = made.lines[DDL].residual["attn"]["beta"]
+    records = [lines_with(folder, "residual") for folder in sweep[DDL]]
+    means = np.mean([[e["residual"]["attn.beta_mean"] for e in each] for each in records], axis=0)
+    assert steps.tolist() == [10, 20, 30, 40]
+    assert values == pytest.approx(means)
+    assert made.lines[BASE].residual == {}
+
+
+def test_training_is_smoothed_over_the_steps_that_all_have():
+    steps, losses = np.arange(1.0, 1001), np.random.default_rng(0).standard_normal(1000)
+    one = plots.Series(steps, {"tokens": 3 * steps}, losses)
+    shorter = plots.Series(steps[99:], {"tokens": 3 * steps[99:]}, losses[99:])
+    curve = plots.training_curve([one, shorter])
+    assert (len(curve.steps), curve.steps[0], curve.steps[-1]) == (plots.POINTS, 100, 1000)
+    step = int(curve.steps[150])
+    expected = smoothed_by_hand(losses)[step - 1], smoothed_by_hand(losses[99:])[step - 100]
+    assert curve.mean[150] == pytest.approx(np.mean(expected))
+    assert curve.x["tokens"][150] == 3 * step
+    later = plots.Series(steps + 2000, {"tokens": steps}, losses)
+    assert plots.training_curve([one, later]) is None
+    between = plots.Series(steps + 0.5, {"tokens": steps}, losses)
+    assert plots.validation_curve([one, between]) is None
+    assert np.isnan(plots.training_curve([one]).half).all()
+
+
+def drawn_lines(monkeypatch, *arguments):
+    """(the lines that report.py curves draws, the axis, where to)."""
+    found = []
+    for name in ("plot_losses", "write_page"):
+        monkeypatch.setattr(plots, name, lambda lines, x, *rest: found.append((lines, x, *rest)))
+    ended = call("research/report.py", "curves", *arguments)
+    assert ended.returncode == 0, ended.stderr
+    return found[0]
+
+
+def test_curves_of_every_axis(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "a")
+    nats = {"tokens": [10, 20, 30, 40], "flops": [1e6, 2e6, 3e6, 4e6], "seconds": [0, 0.5, 1, 1.5]}
+    nats["steps"] = [1, 2, 3, 4]
+    for x, at in nats.items():
+        [line], axis, _, out, title = drawn_lines(monkeypatch, run, f"--x={x}")
+        training, validation = line.curves["training"], line.curves["validation"]
+        assert training.x[axis].tolist() == at
+        assert training.mean.tolist() == smoothed_by_hand([4.0, 3.0, 2.0, 1.0])
+        assert (validation.x[axis].tolist(), validation.mean.tolist()) == ([at[1], at[3]], [2, 2])
+        assert (out, title) == (run / "loss.png", "a")
+    [line], *_ = drawn_lines(monkeypatch, run, "--y=bits_per_byte")
+    bits = 1 / math.log(2) / 4  # four bytes a token
+    expected = [value * bits for value in smoothed_by_hand([4.0, 3.0, 2.0, 1.0])]
+    assert line.curves["training"].mean == pytest.approx(expected)
+    assert line.curves["validation"].mean == pytest.approx([2 * bits] * 2)
+
+
+def test_a_band_is_the_mean_of_seeds_as_far_as_all_of_them_are(tmp_path, monkeypatch):
+    """Also where runs were not equally fast: both axes are means at a step."""
+    for seed, steps in enumerate((4, 3, 4)):
+        folder = write_run(tmp_path / f"seed={seed}", seed=seed, val=2.0 + seed, steps=steps)
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         for line in lines:
-            line["seconds"] *= 1 + 3 * seed  # 0.5 a step, and 2.0
-            if "val_loss" in line:
-                line["val_loss"] = 9.0 - line["step"] - seed
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    drawn, points = lines_of(monkeypatch), []
-    monkeypatch.setattr(bands, "smooth", lambda values, window: values)
-    monkeypatch.setattr(style.pyplot().Axes, "errorbar", lambda self, x, y, **_: points.append((list(x), list(y))))
-    assert call("research/report.py", "curves", tmp_path, "--band", "--x=seconds").returncode == 0
-    assert drawn[0] == ([1.25, 2.5, 3.75, 5.0], [4.5, 3.5, 2.5, 1.5], "gpt-mha-rope, 2 runs, validation 4.500")
-    assert points == [([2.5, 5.0], [6.5, 4.5])]
+            line["seconds"] = line["step"] * (1 + seed)
+            line |= {"loss": line["loss"] * (1 + seed)} if "loss" in line else {}
+        write_lines(folder, lines)
+    [line], *_ = drawn_lines(monkeypatch, tmp_path, "--band", "--x=seconds")
+    curve = line.curves["training"]
+    assert (line.runs, curve.steps.tolist(), curve.x["seconds"].tolist()) == (
+        3,
+        [1, 2, 3],
+        [0, 2, 4],
+    )
+    for index in range(3):
+        longer, shorter = (smoothed_by_hand(np.arange(4, 4 - n, -1.0)) for n in (4, 3))
+        mean, half = by_hand([longer[index], 2 * shorter[index], 3 * longer[index]])
+        assert (curve.mean[index], curve.half[index]) == pytest.approx((mean, half), rel=1e-6)
+    assert line.curves["validation"].mean.tolist() == [3.0]
 
 
 def test_a_model_has_one_look_in_curves_and_in_a_paper(tmp_path, monkeypatch):
     """Whatever the order of the runs: the baseline black, the others in the paper's order."""
-    stems = "DDL-gpt-mha-rope", "DDL-vdim1-gpt-mha-rope", "gpt-mha-rope", "DDL-gpt-mha-rope-EC"
+    stems = (DDL, "DDL-vdim1-gpt-mha-rope", BASE, f"{DDL}-EC")
     for index, stem in enumerate(stems):
-        path = write_run(tmp_path / f"{index}", [4, 3, 2, 1], max_steps=4, model=stem) / "checkpoints/step_00000004"
-        state = json.loads((path / "state.json").read_text())
-        (path / "state.json").write_text(json.dumps({**state, "model": stem}))
-        sign(path)
-    found = loaded(tmp_path)
-    expected = {each.stem: each.look for each in drawing.drawn(sizes.sizes_of(found, [], None))}
-    assert expected["gpt-mha-rope"]["color"] == "#000000"
+        write_run(tmp_path / f"{index}", stem)
+    lines = paper.lines_of(paper.sizes_of(load(tmp_path), [], None))
+    expected = {line.stem: line.look for line in lines}
+    assert expected[BASE]["color"] == "#000000"
     assert len({look["color"] for look in expected.values()}) == len(stems)
-    looks = []
-    monkeypatch.setattr(curves, "draw_one", lambda axes, line, x, look, trace: looks.append((line.stem, look)))
     for words in ([], ["--band"]):
-        looks.clear()
-        assert call("research/report.py", "curves", tmp_path, *words).returncode == 0
-        assert dict(looks) == expected
-
-
-def test_looks_are_distinct_and_one_baseline_is_black():
-    looks = [tuple(style.line(number).values()) for number in range(style.DISTINCT + 1)]
+        lines, *_ = drawn_lines(monkeypatch, tmp_path, *words)
+        assert {line.stem: line.look for line in lines} == expected
+    looks = [tuple(plots.look(number).values()) for number in range(29)]
     assert len(set(looks)) == len(looks)
-    assert [look for look in looks if look[0] == "#000000"] == [("#000000", "-")]
-    base = "gpt-mha-rope"
-    assert style.numbers(["a", base, None]) == [1, 0, 2]
-    assert style.numbers([base, base, "a"]) == [1, 2, 3]
+    assert plots.look_numbers([BASE, BASE, "a"]) == [1, 2, 3]  # none is the baseline
 
 
-def test_a_legend_hides_no_curve(tmp_path, monkeypatch):
-    """It lies below the axes, whatever its length."""
-    folders = [write_run(tmp_path / f"{i}", [4, 3, 2, 1], name="n" * 40 + str(i)) for i in range(12)]
-    figures = []
-    monkeypatch.setattr(curves, "save", lambda figure, out: figures.append(figure))
-    assert call("research/report.py", "curves", *folders).returncode == 0
-    [figure] = figures
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    renderer = canvas.get_renderer()
-    legend, axes = (box.get_window_extent(renderer) for box in (figure.legends[0], figure.axes[0]))
-    assert legend.y1 < figure.axes[0].xaxis.label.get_window_extent(renderer).y0
-    assert legend.x0 >= 0
-    assert legend.x1 <= figure.bbox.x1
-    assert axes.height > 0.4 * figure.bbox.height
-    styles = [(line.get_color(), line.get_linestyle()) for line in figure.axes[0].lines if ":" not in line.get_label()]
-    assert len({each for each in styles if each[1] != "None"}) >= 12
-
-
-def test_labels_are_short_and_name_what_differs(tmp_path):
-    def labels(**runs):
-        folders = [tmp_path / key for key in runs]
-        for folder, settings in zip(folders, runs.values()):
-            write_run(folder, [1.0], **settings)
-        return groups.labels_of(loaded(*folders))
-
-    same = {"out_dir": "x", "warmup_steps": 5}
-    one, two = {"model": "a", "seed": 1, "max_steps": 9}, {"model": "b", "seed": 1, "max_steps": 10}
-    assert labels(a=same | one, b=same | two | {"out_dir": "y"}) == ["a, max_steps=9", "b, max_steps=10"]
-    assert labels(c=one | {"own": 1}, d=one | {"seed": 2}) == ["seed=1", "seed=2"]
-    assert labels(e=one, f=one) == ["e", "f"]  # nothing differs
-    long = {"name": "n" * 80}
-    assert labels(g=one | long, h=two | {"name": "m"}) == ["a, max_steps=9", "b, max_steps=10"]
-    assert labels(**{"i" * 90: one, "j": one}) == ["i" * 30 + "..." + "i" * 30, "j"]
-    (tmp_path / "e/checkpoints").rename(tmp_path / "e/gone")  # a run before its first checkpoint
-    assert groups.labels_of(loaded(tmp_path / "e", tmp_path / "d")) == ["e", "d"]
-
-
-def test_a_curve_goes_into_the_run_or_beside_the_runs(tmp_path):
-    folders = [write_run(tmp_path / name, [4, 3, 2, 1]) for name in ("a", "b")]
-    assert call("research/report.py", "curves", folders[0]).stdout.decode() == f"drew {folders[0] / 'loss.png'}\n"
-    assert call("research/report.py", "curves", *folders).stdout.decode() == f"drew {tmp_path / 'loss.png'}\n"
-    assert (folders[0] / "loss.png").is_file()
-    assert (tmp_path / "loss.png").is_file()
-
-
-def test_table(tmp_path):
-    run = write_run(tmp_path / "a", [4.0, 3.0, 2.0, 1.0], val=3.25)
-    found = loaded(run)
-    rows = [table.row_of(each) for each in found]
-    assert rows[0]["run"] == "a"
-    cells = table.markdown(table.rows_of(groups.groups_of(found), [])).splitlines()[-1].split("|")[1:-1]
-    assert [cell.strip() for cell in cells] == ["`gpt-mha-rope`", "7,052", "4", "2", "3.250", "1.172"]
-    out = tmp_path / "rows.json"
-    assert call("research/report.py", "table", run, f"--json={out}").returncode == 0
-    stored = json.loads(out.read_text())
-    assert stored["rows"] == rows
-    assert stored["command"] == f"python research/report.py table {run} --json={out}"
-    assert stored.keys() >= {"commit", "machine", "date", "torch"}
-
-
-def test_runs_whose_rates_are_apart_are_told_apart(corpus, tmp_path):
-    folders = [tmp_path / f"muon_{rate}" for rate in (0.01, 0.02)]
-    for folder, rate in zip(folders, (0.01, 0.02)):
-        keys = {"optimizer": "muon", "muon_learning_rate": rate, "max_steps": 3}
-        assert call("train.py", *small_run(corpus, folder, **keys)).returncode == 0
-    assert groups.labels_of(loaded(*folders)) == ["muon_learning_rate=0.01", "muon_learning_rate=0.02"]
-    printed = call("research/report.py", "table", *folders).stdout.decode()
-    assert "muon_learning_rate=0.01" in printed
-    assert "muon_learning_rate=0.02" in printed
-    assert call("research/report.py", "curves", *folders).returncode == 0
-
-
-def test_runs_that_differ_in_their_seed_are_one_row(tmp_path):
-    """Beside a baseline with the same seeds and one more, a run of other settings, and two runs of the same seed."""
-    losses = {"gpt-mha-rope": [3.0, 3.4, 3.1, 9.0], "DDL-vdim1-gpt-mha-rope": [2.0, 2.5, 2.2]}
-    folders = []
-    for stem, values in losses.items():
-        for seed, val in sorted(enumerate(values), reverse=stem.startswith("DDL")):  # not the order of the baseline's
-            folder = tmp_path / f"{stem}-{seed}"
-            settings = {"seed": seed, "model": stem, "max_steps": 4, "learning_rate": 0.5, "out_dir": folder.name}
-            folders.append(write_run(folder, [4, 3, 2, 1], val=val, **settings))
-            path = folder / "checkpoints" / "step_00000004" / "state.json"
-            path.write_text(json.dumps({**json.loads(path.read_text()), "model": stem}))
-            sign(path.parent)
-    folders.append(write_run(tmp_path / "other", [4, 3, 2, 1], val=5.0, seed=1, learning_rate=1.0))
-    folders += [write_run(tmp_path / name, [4, 3, 2, 1], val=6.0, seed=7, warmup_steps=1) for name in ("same", "again")]
-    out = tmp_path / "rows.json"
-    printed = call("research/report.py", "table", *folders, f"--json={out}", f"--against={folders[0]}")
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.stdout.decode().strip().splitlines()]
-    assert cells[0][-2:] == ["bits per byte less that of `gpt-mha-rope learning_rate=0.5`", "that is"]
-    # By hand: values of two bytes a token; t of 2 degrees is 4.303, of 3 it is 3.182; s by the textbook's formula.
-    nats = 4 * math.log(2)
-
-    def text(values, t, form=".3f"):
-        mean = sum(values) / len(values)
-        s = math.sqrt(sum((x - mean) ** 2 for x in values) / (len(values) - 1))
-        return f"{mean:{form}} ± {t * s / math.sqrt(len(values)):.3f} ({len(values)})"
-
-    base, own = losses.values()
-    difference = text([(x - y) / nats for x, y in zip(own, base)], 4.3026527, "+.3f")
-    # A name says in what rows of one stem differ, where both have the key.
-    names = ["gpt-mha-rope learning_rate=0.5", "DDL-vdim1-gpt-mha-rope", "gpt-mha-rope learning_rate=1.0"]
-    assert [row[0] for row in cells[2:]] == [f"`{name}`" for name in [*names, "gpt-mha-rope", "gpt-mha-rope"]]
-    assert cells[2][3:] == [text(base, 3.1824463), text([x / nats for x in base], 3.1824463), "-", "-"]
-    assert cells[3][3:] == [text(own, 4.3026527), text([x / nats for x in own], 4.3026527), difference, "better"]
-    assert cells[4][3:] == ["5.000", f"{5 / nats:.3f}", f"{1.6 / nats:+.3f} (1)", "undecided"]
-    half = 3.1824463 * math.sqrt(sum((x - sum(base) / 4) ** 2 for x in base) / 3) / 2 / nats
-    assert half > 0  # of the baseline; the other's is not known from one run
-    unpaired = f"{(6 - sum(base) / 4) / nats:+.3f} (1) unpaired"
-    assert [row[3:] for row in cells[5:]] == [["6.000", f"{6 / nats:.3f}", unpaired, "undecided"]] * 2
-    stored = json.loads(out.read_text())
-    assert [row["run"] for row in stored["rows"]] == [folder.name for folder in folders]
-    assert stored["groups"][0]["seeds"] == [0, 1, 2, 3]
-    assert table.markdown(stored["groups"]) == printed.stdout.decode().rstrip("\n")
-    assert "4 of the rows" in one_line_error(call("research/report.py", "table", *folders, "--against=gpt-mha-rope"))
-    assert call("research/report.py", "table", *folders, f"--against={names[0]}").stdout == printed.stdout
-    assert "none of the rows" in one_line_error(call("research/report.py", "table", *folders, "--against=gpt"))
-
-
-def test_mistakes_end_in_one_line(tmp_path):
-    assert "holds no metrics.jsonl" in one_line_error(call("research/report.py", "curves", tmp_path))
-    assert "nothing is not there" in one_line_error(call("research/report.py", "table", tmp_path / "nothing"))
-    (tmp_path / "metrics.jsonl").write_text("")
-    assert "has no step yet" in one_line_error(call("research/report.py", "curves", tmp_path))
-    (tmp_path / "metrics.jsonl").unlink()
-    run = write_run(tmp_path / "a", [1.0], seed=0)
-    assert "give --x=seconds" in one_line_error(call("research/report.py", "curves", run, "--skip_first_step"))
-    assert "a has no evaluation yet" in one_line_error(call("research/report.py", "table", run))
-    path = run / "checkpoints" / "step_00000004" / "state.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "corpus": {}}))
-    sign(path.parent)
-    assert "text size is unknown" in one_line_error(call("research/report.py", "curves", run, "--y=bits_per_byte"))
-    assert "no run has a key 'sead', did you mean" in one_line_error(
-        call("research/report.py", "curves", run, "--where=sead=1")
-    )
-    assert "--where=model=x: no run; they have gpt-mha-rope" in one_line_error(
-        call("research/report.py", "curves", run, "--where=model=x")
-    )
-    assert "give key=value" in one_line_error(call("research/report.py", "table", run, "--where=seed"))
+@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+def test_curves_are_files_beside_the_runs_or_where_they_were_asked_for(tmp_path, suffix):
+    folders = [write_run(tmp_path / name) for name in ("a", "b")]
+    ended = call("research/report.py", "curves", *folders)
+    assert ended.stdout.decode() == f"drew {tmp_path / 'loss.png'}\n"
+    out = tmp_path / "figures" / f"loss.{suffix}"
+    assert call("research/report.py", "curves", *folders, f"--out={out}").returncode == 0
+    assert [path.name for path in out.parent.iterdir()] == [out.name]
+    if suffix == "png":
+        assert plots.pyplot().imread(out).std() > 0.05  # something is on the canvas
 
 
 def test_the_interactive_page_has_the_curves_and_needs_no_network(tmp_path):
-    """Its numbers are taken out of the page and compared with the runs' own lines."""
     for seed in (0, 1):
-        write_run(tmp_path / f"<b>{seed}", [4.0, 3.0 + seed, 2.0], val=2.5 + seed, seed=seed)
+        write_run(tmp_path / f"<b>{seed}", seed=seed, val=2.5 + seed)
     out = tmp_path / "curves.html"
-    assert call("research/report.py", "curves", tmp_path, "--band", f"--out={out}").returncode == 0
+    ended = call("research/report.py", "curves", tmp_path, "--band", f"--out={out}")
+    assert ended.returncode == 0
     page = out.read_text(encoding="utf-8")
-    traces = json.JSONDecoder().raw_decode(page, page.index("[", page.rindex("Plotly.newPlot(")))[0]
-    training, validation = traces
+    traces = json.JSONDecoder().raw_decode(page, page.index("[", page.rindex("Plotly.newPlot(")))
+    training, validation = traces[0]
     assert (training["mode"], validation["mode"]) == ("lines", "markers")
-    assert len(training["x"]) == len(training["y"]) > 1
-    assert validation["y"] == [3.0]
-    assert validation["error_y"]["array"] == pytest.approx([12.7062 * 0.5], rel=1e-4)  # Student, one degree
+    assert (training["x"], validation["y"]) == ([1, 2, 3, 4], [3.0, 3.0])
+    assert validation["error_y"]["array"] == pytest.approx([12.7062 * 0.5] * 2, rel=1e-4)
     assert not re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=", page)
-    assert "<b>" not in json.dumps(traces)
+    assert "<b>" not in json.dumps(traces[0])
+
+
+# ---- figures ----
+
+
+def a_line(number, name, size="small", stem=None, points=8, published=None):
+    """Of two runs whose loss falls; the curves of different lines are apart."""
+    steps = np.linspace(100, 800, points)
+    x = {"steps": steps, "tokens": 2048 * steps, "flops": 1e10 * steps, "seconds": 0.2 * steps}
+    curve = plots.Curve(steps, x, 3 + 200 / steps - 0.05 * number, np.full(points, 0.02))
+    curves = {"training": curve, "validation": curve} | ({"difference": curve} if number else {})
+    values = np.stack([np.linspace(0, 1, points), np.linspace(1, 0, points)], axis=1)
+    residual = {s: {"beta": (steps, values)} for s in ("attn", "mlp")} if number else {}
+    return plots.Line(name, stem or name, number, 2, size, curves, None, published, residual)
+
+
+def figures_of(lines):
+    rows = [(e, compare.Estimate(-0.1, 0.03, 1, 2), "undecided") for e in lines if e.number]
+    [members] = plots.residual_figures(lines).values()
+    with plots.printing():
+        return {
+            "curves": plots.plot_paper_curves(lines, "tokens"),
+            "costs": plots.plot_costs(lines),
+            "differences": plots.plot_differences(lines, BASE, "bits per byte"),
+            "final": plots.plot_final(rows, BASE, "bits per byte"),
+            "residual": plots.plot_residual(members),
+        }
+
+
+def many(count):
+    return [a_line(n, f"{BASE} learning_rate={0.001 * n:.3f} beta2=0.95") for n in range(count)]
+
+
+def three_sizes():
+    """The last with a run that was not evaluated."""
+    names = ("12 layers, width 768", "24 layers, width 1024", "100 layers, width 10240")
+    lines = [a_line(n, f"{DDL}-{n}, {s}", s, f"{DDL}-{n}") for s in names for n in range(2)][:-1]
+    del lines[-1].curves["validation"]
+    return lines
+
+
+@pytest.mark.parametrize("lines", [many(2), many(20), three_sizes()], ids=["2", "20", "sizes"])
+def test_nothing_in_a_figure_covers_anything(lines):
+    for name, figure in figures_of(lines).items():
+        with plots.printing():
+            renderer = FigureCanvasAgg(figure).get_renderer()
+            figure.draw(renderer)
+        legends = [each.get_window_extent(renderer) for each in figure.legends]
+        boxes = [axis.get_tightbbox(renderer) for axis in figure.axes if axis.get_visible()]
+        inside = figure.bbox.padded(1)
+        assert len(legends) == (name in ("curves", "costs", "differences")), name
+        for index, box in enumerate([*boxes, *legends]):
+            assert inside.x0 <= box.x0 <= box.x1 <= inside.x1, name
+            assert inside.y0 <= box.y0 <= box.y1 <= inside.y1, name
+            others = [*boxes, *legends][:index]
+            assert not any(box.padded(-1).overlaps(other) for other in others), name
+        for axis in figure.axes:
+            labels = [
+                each.get_window_extent() for each in axis.get_xticklabels() if each.get_text()
+            ]
+            low, high = axis.get_xlim()
+            shown = [b for b, tick in zip(labels, axis.get_xticks()) if low <= tick <= high]
+            assert not any(one.overlaps(two) for one, two in pairwise(shown)), name
+        texts = [each for each in figure.findobj(matplotlib.text.Text) if each.get_text()]
+        assert min(each.get_fontsize() for each in texts) >= 8
+
+
+def test_a_legend_of_many_runs_hides_no_curve(tmp_path, monkeypatch):
+    folders = [write_run(tmp_path / f"{i}", name="n" * 40 + str(i)) for i in range(12)]
+    figures = []
+    monkeypatch.setattr(plots, "save", lambda figure, out: figures.append(figure))
+    assert call("research/report.py", "curves", *folders).returncode == 0
+    renderer = FigureCanvasAgg(figures[0]).get_renderer()
+    figures[0].draw(renderer)
+    [legend], [axis] = figures[0].legends, figures[0].axes
+    assert legend.get_window_extent().y1 < axis.xaxis.label.get_window_extent().y0
+    assert axis.get_window_extent().height > 0.4 * figures[0].bbox.height
+    looks = {
+        (line.get_color(), line.get_linestyle()) for line in axis.lines if line.get_alpha() is None
+    }
+    assert len(looks) >= 12
+
+
+def test_the_papers_six_panels():
+    stems = (BASE, "DDL-vdim1-gpt-mha-rope", DDL)
+    sizes = ("small", "medium")
+    lines = [a_line(n, f"{s}, {size}", size, s) for size in sizes for n, s in enumerate(stems)]
+    ways = [f"{DDL}-{way}" for way in ("EC", "CC")]
+    lines += [a_line(n, f"{stem}, small", "small", stem) for n, stem in enumerate(ways, 3)]
+    with plots.printing():
+        top, bottom = np.reshape(plots.plot_paper_curves(lines, "tokens").axes, (2, 3))
+    assert [axis.get_title() for axis in top] == ["small", "medium", "small,\nDDL variants"]
+    assert {axis.get_xlabel() for axis in bottom} == {"tokens"}
+    colors = {line.name: line.look["color"] for line in lines}
+    members = [[f"{s}, small" for s in stems], [f"{s}, medium" for s in stems]]
+    members.append([f"{stem}, small" for stem in (BASE, DDL, *ways)])
+    for axes in (top, bottom):
+        drawn = [[each.get_color() for each in axis.lines] for axis in axes]
+        assert drawn == [[colors[name] for name in names] for names in members]
+    curve = lines[0].curves["validation"]
+    assert bottom[0].lines[0].get_ydata().tolist() == curve.mean.tolist()
+    assert bottom[0].lines[0].get_xdata().tolist() == curve.x["tokens"].tolist()
+    band = bottom[0].collections[0].get_paths()[0].get_extents()
+    low, high = min(curve.mean - curve.half), max(curve.mean + curve.half)
+    assert (band.y0, band.y1) == pytest.approx((low, high))
+
+
+def test_an_interval_is_drawn_as_it_is():
+    rows = [(a_line(1, "a"), compare.interval([1.0, 2.0]), "undecided")]
+    rows.append((a_line(2, "b"), compare.interval([3.0]), "x"))
+    with plots.printing():
+        axis = plots.plot_final(rows, BASE, "loss").axes[0]
+    (bars,) = axis.containers[0][2]
+    ends = sorted(bars.get_segments()[0][:, 0])
+    assert ends == pytest.approx([1.5 - 6.3531, 1.5 + 6.3531], rel=1e-4)
+    words = ["+1.5000 ± 6.3531 (2)  undecided", "+3.0000 (1)  x"]
+    assert [text.get_text() for text in axis.texts] == words
+
+
+def test_numbers_on_axes_are_short():
+    for value, text in ((0, "0"), (1500, "1.5K"), (4.9e10, "49B"), (0.5, "0.5"), (3e21, "3e+09T")):
+        assert plots.short_number(value, "KMBT") == text
+
+
+def test_latex_is_whole():
+    header, rows = (
+        ["model & co", "a_b"],
+        [["x % y", "1 ± 2"], ["{z}", None], ["published", "#~^\\"]],
+    )
+    text = texts.latex(header, rows, below=("published",))
+    plain = re.sub(r"\\[&%$#_{}]", "", text)
+    assert plain.count("{") == plain.count("}")
+    lines = [line for line in plain.splitlines() if line.endswith("\\\\")]
+    assert [line.count("&") for line in lines] == [1] * 4
+    assert not set("#%_^~") & set(plain)
+    assert [plain.count(r) for r in (r"\toprule", r"\midrule", r"\bottomrule")] == [1, 2, 1]
+    assert r"x \% y & 1 $\pm$ 2 \\" in text
+    assert r"\{z\} & - \\" in text
+
+
+# ---- the folder ----
+
+
+def test_the_folder_and_what_is_missing_in_it(tmp_path):
+    """Whole runs, one that did not finish, another vocabulary, a damaged run, one without state."""
+    write_long(tmp_path / "runs/a", BASE, 0)
+    write_long(tmp_path / "runs/b", DDL, 0, steps=25)
+    other = {**CORPUS, "tokenizer": "bytes", "val": {"bytes": 800, "tokens": 800}}
+    write_long(tmp_path / "runs/c", f"{DDL}-EC", 0, corpus=other)
+    early = write_long(tmp_path / "runs/d", f"{DDL}-CC", 0, steps=5)
+    text = (early / "metrics.jsonl").read_text() + '{"step": 6, "loss": NaN}\n{"step"'
+    (early / "metrics.jsonl").write_text(text)
+    write_lines(tmp_path / "runs/e", [])
+    alone = write_long(tmp_path / "runs/f_&_g", BASE, 1)
+    (alone / "checkpoints").rename(alone / "gone")
+    out = tmp_path / "a report"
+    ended = call("research/report.py", "paper", tmp_path / "runs", f"--out={out}")
+    assert ended.stdout.decode() == f"wrote {out / 'report.md'}\n"
+    drawn = {p.name for p in (out / "figures").iterdir()}
+    names = ("curves", "costs", "final", "residual_beta")
+    assert drawn == {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
+    files = {path.name for path in out.iterdir() if path.is_file()}
+    assert files == {"report.md", "report.json", "tables.tex", "curves.csv"} | {
+        f"{name}.csv" for name in ("validation", "differences", "costs", "runs")
+    }
+    text = (out / "report.md").read_text()
+    cells = [[c.strip() for c in row.split("|")[1:-1]] for row in text.splitlines() if "|" in row]
+    rows = {row[0]: row for row in reversed(cells)}
+    assert rows[DDL][3] == f"25 of {STEPS}"
+    assert rows[f"{DDL}-CC"][3:5] == [f"6 of {STEPS}", "not evaluated"]
+    assert rows["f_&_g"][2:4] == ["1", str(STEPS)]
+    assert "other tokens (gpt2, bytes" in text
+    left = json.loads((out / "report.json").read_text())["left_out"]
+    assert [line.partition(":")[0] for line in left] == ["e", "d", "d", "f_&_g"]
+    assert all(f"- {line}" in text for line in left)
+    assert all(f"note: {line}" in ended.stderr.decode() for line in left)
+    assert all((out / name).is_file() for name in re.findall(r"\]\((.*?)\)", text))
+    latex = (out / "tables.tex").read_text()
+    assert latex.count("\\begin{tabular}") == latex.count("\\end{tabular}") == 4
+
+
+def test_one_run_is_a_report(sweep, tmp_path):
+    out = tmp_path / "out"
+    ended = call("research/report.py", "paper", sweep[DDL][0], f"--out={out}", "--x=steps")
+    assert ended.returncode == 0
+    stored = json.loads((out / "report.json").read_text())
+    assert list(stored["tables"]) == ["validation", "costs", "runs"]
+    assert "No comparison" in stored["tables"]["validation"]["notes"][-1]
+
+
+def test_an_interrupted_report_leaves_the_earlier_one(sweep, tmp_path, monkeypatch):
+    found, out = load(sweep[BASE][0]), tmp_path / "out"
+    arguments = (found, [], [], None, "tokens", out)
+    paper.write(*arguments)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    for name in ("store", "curves_csv"):
+        with monkeypatch.context() as patch:
+            patch.setattr(paper, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                paper.write(*arguments)
+        assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    (out / "figures/mine.png").write_text("mine")
+    error = one_line_error(call("research/report.py", "paper", sweep[BASE][0], f"--out={out}"))
+    assert "figures/mine.png" in error
+    assert (out / "figures/mine.png").read_text() == "mine"
+
+
+def test_mistakes_end_in_one_line(tmp_path):
+    run, out = write_run(tmp_path / "a"), tmp_path / "new"
+    empty = write_lines(tmp_path / "empty", [])
+    early = write_run(tmp_path / "early", steps=1)
+    unknown = write_run(tmp_path / "unknown", corpus={})
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "notes.txt").write_text("mine")
+    for message, *words in (
+        ("holds no metrics.jsonl", "curves", mine),
+        ("nothing is not there", "table", tmp_path / "nothing"),
+        ("has no step yet", "curves", empty),
+        ("ends with .png", "curves", run, f"--out={out}"),
+        ("early has no evaluation yet", "table", early),
+        ("text size is unknown", "curves", unknown, "--y=bits_per_byte"),
+        ("no run has a key 'sead', did you mean", "curves", run, "--where=sead=1"),
+        ("--where=model=x: no run; they have gpt-mha-rope", "table", run, "--where=model=x"),
+        ("give key=value", "table", run, "--where=seed"),
+        ("none of the rows", "table", run, "--against=nobody"),
+        ("--by_sequence needs --against", "table", run, "--by_sequence"),
+        ("it is there, and no report", "paper", run, f"--out={mine}"),
+        ("none of the rows", "paper", run, f"--out={out}", "--against=nobody"),
+        ("sead", "paper", run, f"--out={out}", "--by=sead"),
+    ):
+        ended = call("research/report.py", *words)
+        assert ended.returncode == 2, words
+        assert message in ended.stderr.decode().strip().splitlines()[-1], words
+    assert not out.exists()
+    assert [path.name for path in mine.iterdir()] == ["notes.txt"]

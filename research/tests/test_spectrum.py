@@ -20,8 +20,12 @@ from research.analysis.shortcut import Diagonal, LowRank, Mix
 
 T = 5
 DELTAS = [("DDL-vdim1-gpt-mha-rope", {}), ("DDL-gpt-mha-rope", {}), ("DDL-gpt-mha-rope-CC-EC", {})]
-DELTAS += [("DDL-gpt-mha-rope-CC", {"ddl_map": "v", "ddl_k_input": "mean", "ddl_beta_input": "flat"})]
-DELTAS += [("DDL-gpt-mha-rope", {"ddl_k_norm": "shifted", "ddl_k_eps": 0.1, "hidden_size": 6})]  # too narrow: dense
+DELTAS += [
+    ("DDL-gpt-mha-rope-CC", {"ddl_map": "v", "ddl_k_input": "mean", "ddl_beta_input": "flat"})
+]
+DELTAS += [
+    ("DDL-gpt-mha-rope", {"ddl_k_norm": "shifted", "ddl_k_eps": 0.1, "hidden_size": 6})
+]  # too narrow: dense
 
 
 def double(stem, **keys):
@@ -36,7 +40,9 @@ def tokens():
 
 def weights_of(model) -> tuple[dict, dict]:
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    return {**weights, "lm_head.weight": weights["transformer.wte.weight"]}, dataclasses.asdict(model.config)
+    return {**weights, "lm_head.weight": weights["transformer.wte.weight"]}, dataclasses.asdict(
+        model.config
+    )
 
 
 def dense_delta(stem, model, ids):
@@ -64,7 +70,9 @@ def direction_and_gate(w, X, h, x_in, c, cfg):
         source = w["k_out.weight"] @ (hidden * naive.sigmoid(hidden))
     squared = float(source @ source)
     eps = cfg["ddl_k_eps"]
-    k = source.numpy() / (np.sqrt(squared + eps**2) if cfg["ddl_k_norm"] == "guarded" else np.sqrt(squared) + eps)
+    k = source.numpy() / (
+        np.sqrt(squared + eps**2) if cfg["ddl_k_norm"] == "guarded" else np.sqrt(squared) + eps
+    )
     seen = c if cfg["ddl_beta_input"] == "context" else naive.pool(X, cfg["ddl_beta_input"])
     return k, float(2 * naive.sigmoid(w["beta.weight"][0] @ seen + w["beta.bias"][0]))
 
@@ -92,7 +100,9 @@ def compare(found: products.Spectra, matrices) -> None:
                 "reflections": ((own.real < 0) & (abs(own.imag) < 1e-12)).sum(),
             }
             for name, value in expected.items():
-                assert getattr(found, name)[s, t].item() == pytest.approx(value, rel=1e-6, abs=1e-9), (name, s, t)
+                assert getattr(found, name)[s, t].item() == pytest.approx(
+                    value, rel=1e-6, abs=1e-9
+                ), (name, s, t)
         check_eigenvalues(found.eigenvalues[t].numpy(), np.linalg.eigvals(product))
 
 
@@ -131,7 +141,9 @@ class Kept(Stream):
         return super().write(site, state, h, c, x_in, cache)
 
 
-@pytest.mark.parametrize("stem", ["DDL-gpt-mha-rope", "HC-gpt-mha-rope", "mHC-gpt-mha-rope", "LAuReL-gpt-mha-rope"])
+@pytest.mark.parametrize(
+    "stem", ["DDL-gpt-mha-rope", "HC-gpt-mha-rope", "mHC-gpt-mha-rope", "LAuReL-gpt-mha-rope"]
+)
 def test_is_the_jacobian_of_the_state_path(stem):
     """d state_S / d state_0 of one token, everything else that the writes are given held fast."""
     model, ids, kept = double(stem), tokens(), Kept()
@@ -153,7 +165,9 @@ def test_is_the_jacobian_of_the_state_path(stem):
     found = recorded(model, ids)
     values = torch.linalg.svdvals(matrix)
     at = min(T - 1, found.log_det.shape[1] - 1)
-    assert found.log_det[-1, at].item() == pytest.approx(torch.linalg.slogdet(matrix).logabsdet.item(), rel=1e-6)
+    assert found.log_det[-1, at].item() == pytest.approx(
+        torch.linalg.slogdet(matrix).logabsdet.item(), rel=1e-6
+    )
     assert found.largest[-1, at].item() == pytest.approx(values[0].item(), rel=1e-6)
     assert found.smallest[-1, at].item() == pytest.approx(values[-1].item(), rel=1e-6)
     check_eigenvalues(found.eigenvalues[at].numpy(), torch.linalg.eigvals(matrix).numpy())
@@ -209,7 +223,11 @@ def test_of_mgt_feature_by_feature():
 def test_of_a_chain_of_reflections_and_projections():
     """Gates of 0, 1 and 2 exactly, directions that repeat: ranks, a determinant of 0, eigenvalues of -1."""
     d, basis = 12, torch.eye(12, dtype=torch.float64)
-    chains = {"reflect": ((2.0, 0), (2.0, 1)), "twice": ((2.0, 0), (2.0, 0)), "erase": ((1.0, 0), (0.0, 1))}
+    chains = {
+        "reflect": ((2.0, 0), (2.0, 1)),
+        "twice": ((2.0, 0), (2.0, 0)),
+        "erase": ((1.0, 0), (0.0, 1)),
+    }
     expected = {  # eigenvalues beside ones, sign, untouched, energy
         "reflect": ([-1, -1], 1, 10 / 12, 1.0),
         "twice": ([1, 1], 1, 1.0, 1.0),
@@ -219,7 +237,9 @@ def test_of_a_chain_of_reflections_and_projections():
         maps = [LowRank(-beta * basis[None, [i]], basis[None, [i]]) for beta, i in chain]
         found = products.spectra(maps)
         values, sign, untouched, energy = expected[name]
-        assert sorted(found.eigenvalues[0].real.tolist()) == pytest.approx(sorted(values), abs=1e-12)
+        assert sorted(found.eigenvalues[0].real.tolist()) == pytest.approx(
+            sorted(values), abs=1e-12
+        )
         last = {key: getattr(found, key)[-1, 0].item() for key in products.BY_SITE}
         assert last["sign"] == sign
         assert last["untouched"] == pytest.approx(untouched)
@@ -242,16 +262,17 @@ def test_every_stream_has_a_spectrum_or_says_why_not(stem, corpus, example_strea
     model = build(stem, **SMALL)
     batches = common.validation_batches(model, shards.open_corpus(str(corpus)))
     why = spectrum.undeclared(model)
-    without = (
-        "AttnRes DenseFormer alternating momentum gated by-position earlier highway parallel reversible unet value-r"
-    )
+    without = "AttnRes DenseFormer alternating momentum gated by-position earlier highway parallel"
+    without += " reversible unet value-r"
     assert bool(why) == stem.startswith(tuple(without.split())), why
     if why:
         assert "has no linear shortcut" in why
         return
     found = spectrum.measure(model, batches, [0, 3], 2, 3)
     assert found["tokens"] in (1, 6)
-    assert len(found["by_site"]["largest"]["median"]) == sum(len(block.sites) for block in model.transformer.h)
+    assert len(found["by_site"]["largest"]["median"]) == sum(
+        len(block.sites) for block in model.transformer.h
+    )
     assert sum(map(sum, found["density"]["counts"])) > 0
     if stem.startswith("mHC"):
         assert found["by_site"]["largest"]["95%"] == pytest.approx([1.0] * 4, abs=1e-4)
@@ -260,14 +281,28 @@ def test_every_stream_has_a_spectrum_or_says_why_not(stem, corpus, example_strea
 
 
 def test_the_command_stores_rows_and_draws_them(corpus, tmp_path):
-    for name, keys in {"a": {}, "b": {"model": "mHC-gpt-mha-rope"}, "c": {"model": "AttnRes-gpt-mha-rope"}}.items():
+    for name, keys in {
+        "a": {},
+        "b": {"model": "mHC-gpt-mha-rope"},
+        "c": {"model": "AttnRes-gpt-mha-rope"},
+    }.items():
         run = small_run(corpus, tmp_path / name, max_steps=2, warmup_steps=1, **keys)
         assert call("train.py", *run).returncode == 0
-    result = call("research/analyze.py", "spectrum", tmp_path / "a", tmp_path / "b", "--windows=2", "--tokens=4")
+    result = call(
+        "research/analyze.py",
+        "spectrum",
+        tmp_path / "a",
+        tmp_path / "b",
+        "--windows=2",
+        "--tokens=4",
+    )
     assert result.returncode == 0, result.stderr.decode()
     assert "a, step 2: " in result.stdout.decode()
     rows = json.loads((tmp_path / "spectrum.json").read_text())["rows"]
-    assert [(row["kind"], row["tokens"], row["size"]) for row in rows] == [("LowRank", 8, 12), ("Mix", 8, 4)]
+    assert [(row["kind"], row["tokens"], row["size"]) for row in rows] == [
+        ("LowRank", 8, 12),
+        ("Mix", 8, 4),
+    ]
     assert rows[0]["sites"] == ["0 attn", "0 mlp", "1 attn", "1 mlp"]
     assert (tmp_path / "spectrum.png").read_bytes().startswith(b"\x89PNG")
     said = one_line_error(call("research/analyze.py", "spectrum", tmp_path / "a", tmp_path / "c"))
@@ -276,4 +311,6 @@ def test_the_command_stores_rows_and_draws_them(corpus, tmp_path):
 
 def test_mistakes_are_one_line(tmp_path):
     assert "no checkpoint" in one_line_error(call("research/analyze.py", "spectrum", tmp_path))
-    assert "--tokens=0" in one_line_error(call("research/analyze.py", "spectrum", tmp_path, "--tokens=0"))
+    assert "--tokens=0" in one_line_error(
+        call("research/analyze.py", "spectrum", tmp_path, "--tokens=0")
+    )

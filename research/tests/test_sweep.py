@@ -1,4 +1,4 @@
-"""sweep.py: the grid, killed and continued sweeps of real runs, failures, Slurm arrays, and the table's statistics."""
+"""sweep.py: the grid, killed and continued sweeps of real runs, failures, Slurm, the table."""
 
 import itertools
 import json
@@ -12,28 +12,23 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from helpers import ROOT, small_run, wait_for
 from in_process import call
+from report_helpers import by_hand, write_checkpoint
 
 import configurator
 import train
 from model.keys import keys_of
-from research import sweep
-from research.reporting.style import pyplot
+from research import plots, sweep
 from training import checkpoint, metrics, stopping
-
-# Two-sided 95% points of Student's t for n - 1 degrees of freedom (Abramowitz & Stegun, table 26.10).
-T = {2: 12.70620, 3: 4.30265}
 
 
 def grid(corpus, out, **changes) -> list[str]:
     """Arguments of a sweep of tiny runs."""
-    run = [
-        argument for argument in small_run(corpus, out) if argument.partition("=")[0][2:] not in ("out_dir", *changes)
-    ]
-    return [*run, *(f"--{key}={value}" for key, value in {"out": out, **changes}.items())]
+    arguments = small_run(corpus, out)
+    own = [a for a in arguments if a.partition("=")[0][2:] not in ("out_dir", *changes)]
+    return [*own, *(f"--{key}={value}" for key, value in {"out": out, **changes}.items())]
 
 
 @pytest.fixture
@@ -52,24 +47,24 @@ def run(monkeypatch):
 FAKE = """
 import json, os, signal, sys, time
 keys = dict(argument[2:].split("=", 1) for argument in sys.argv[1:])
-steps = int(keys["max_steps"])
+steps, out = int(keys["max_steps"]), keys["out_dir"]
+os.makedirs(out, exist_ok=True)
 
 def end(ended, code=0):
-    os.makedirs(keys["out_dir"], exist_ok=True)
-    status = {"step": steps if ended == "finished" else 1, "of": steps, "ended": ended, "reason": ""}
-    open(keys["out_dir"] + "/status.json", "w").write(json.dumps(status))
+    step = steps if ended == "finished" else 1
+    status = {"step": step, "of": steps, "ended": ended, "reason": ""}
+    open(out + "/status.json", "w").write(json.dumps(status))
     sys.exit(code)
 
 def finish(loss=2.0):
-    os.makedirs(keys["out_dir"], exist_ok=True)
-    open(keys["out_dir"] + "/metrics.jsonl", "w").write(json.dumps({"step": steps, "val_loss": loss}) + "\\n")
+    open(out + "/metrics.jsonl", "w").write(json.dumps({"step": steps, "val_loss": loss}) + "\\n")
     end("finished")
 """
 
 
 @pytest.fixture
 def fake(monkeypatch, tmp_path):
-    """Puts a few lines of Python in the place of train.py; `keys` holds its arguments, `finish()` ends the run."""
+    """Puts a few lines in the place of train.py; `keys` are its arguments, `finish()` ends it."""
 
     def put(source: str) -> None:
         (tmp_path / "train.py").write_text(FAKE + source)
@@ -87,23 +82,26 @@ def finished(cells) -> list[bool]:
     return [sweep.final_evaluation(cell) is not None for cell in cells]
 
 
-def write_evaluation(folder: Path, step: int = 6, **values) -> None:
-    """What train.py leaves of a run that finished after this step."""
-    folder.mkdir(parents=True)
-    records = [{"step": 3, "val_loss": 9.0, "val_perplexity": 99.0}, {"step": step, "loss": 1.0}]
-    records += [{"step": step, "seconds": 1.5, **values}]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    stopping.write_status(folder, step, step, "finished")
+def finish(cell, step=6, **values) -> None:
+    """What train.py leaves of a cell that finished after this step."""
+    of_run = {k: v for k, v in cell.settings.items() if k in keys_of(train.TrainConfig)}
+    of_model = {k: v for k, v in cell.settings.items() if k not in of_run}
+    state = {"model": cell.settings["model"], "corpus": {}, "seconds": 1.0}
+    write_checkpoint(cell.folder, step, **state, run_config=of_run, model_config=of_model)
+    records = [{"step": 3, "val_loss": 9.0}, {"step": step, "loss": 1.0}, {"step": step, **values}]
+    (cell.folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    stopping.write_status(cell.folder, step, step, "finished")
 
 
-# The grid.
+# ---- the grid ----
 
 
 def test_the_grid_is_the_product(corpus, tmp_path):
     lists = {"ddl_value_channels": (1, 2), "ddl_beta_init": (0.5, 1.0), "seed": (3, 4, 5)}
     texts = {"ddl_value_channels": "1,2", "ddl_beta_init": "0.5,1", "seed": "3..5"}
     cells = cells_of(*grid(corpus, tmp_path / "out", **texts, learning_rate=0.02))
-    assert [cell.values for cell in cells] == [dict(zip(lists, each)) for each in itertools.product(*lists.values())]
+    product = [dict(zip(lists, each)) for each in itertools.product(*lists.values())]
+    assert [cell.values for cell in cells] == product
     assert [cell.index for cell in cells] == list(range(12))
     for cell in cells:
         config, model_config = train.configure(cell.arguments)
@@ -115,41 +113,23 @@ def test_the_grid_is_the_product(corpus, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_rates_apart_are_swept_as_any_key(corpus, tmp_path):
-    rates = {"muon_learning_rate": "None,0.01", "embedding_learning_rate": "0.02,0.08"}
-    cells = cells_of(*grid(corpus, tmp_path / "out", **rates, optimizer="muon"))
-    assert [tuple(cell.settings[key] for key in rates) for cell in cells] == [
-        (muon, embedding) for muon in (None, 0.01) for embedding in (0.02, 0.08)
-    ]
-    assert cells[2].title == "muon_learning_rate=0.01 embedding_learning_rate=0.02"
-    with pytest.raises(ValueError, match=r"cell 1 \(--muon_learning_rate=0.01\): .* no effect with optimizer=adamw"):
-        cells_of(*grid(corpus, tmp_path / "out", muon_learning_rate="None,0.01"))
-
-
 def test_values_and_ranges():
     assert sweep.expand("seed", "-2..1") == ["-2", "-1", "0", "1"]
     assert sweep.expand("seed", "0..2,9,20..21") == ["0", "1", "2", "9", "20", "21"]
     assert sweep.expand("x", "1e-3,None") == ["1e-3", "None"]
-    for text, message in (("4..0", "gives no value"), ("0,,1", "nothing between")):
-        with pytest.raises(ValueError, match=message):
-            sweep.expand("seed", text)
-
-
-def test_one_value_is_passed_on_as_it_is():
-    _, files, swept, fixed = sweep.read_arguments(["a.py", "--dataset=../shards", "--compile", "--seed=0,1", "--out=x"])
-    assert files == ["a.py"]
-    assert swept == {"seed": ["0", "1"]}
+    _, files, swept, fixed = sweep.read_arguments(
+        ["a.py", "--dataset=../shards", "--compile", "--seed=0,1", "--out=x"]
+    )
+    assert (files, swept) == (["a.py"], {"seed": ["0", "1"]})
     assert fixed == {"dataset": "../shards", "compile": "True"}
 
 
 def test_names_are_stable_safe_and_distinct():
-    assert sweep.cell_name({"ddl_beta_init": 0.5, "seed": 3}) == "ddl_beta_init=0.5,seed=3"
-    assert sweep.cell_name({"seed": 3, "b": 1, "a": None}) == sweep.cell_name({"b": 1, "a": None, "seed": 3})
-    assert sweep.cell_name({"seed": 3, "z": 1}) == "z=1,seed=3"
+    assert sweep.cell_name({"seed": 3, "b": 1, "a": None}) == "a=None,b=1,seed=3"
     odd = ["a/b", "a b", "a%2Fb", "..", "a,b=c", "ä", "a\nb"]
     names = [sweep.cell_name({"dataset": value}) for value in odd]
     assert len(set(names)) == len(odd)
-    assert all(name.isascii() and not set(name) & set("/ \n\\*?") and name not in (".", "..") for name in names)
+    assert all(name.isascii() and not set(name) & set("/ \n\\*?") for name in names)
 
 
 def test_help_lists_every_key():
@@ -159,37 +139,41 @@ def test_help_lists_every_key():
     assert "comma is not supported" in printed
 
 
-# Mistakes.
+BEYOND = r"cell 1 \(--seed=0 --min_lr=5\): min_lr=5"
+IDLE = r"cell 1 \(--muon_learning_rate=0.01\): .* no effect with optimizer=adamw"
+MISTAKES = [
+    ({"seed": "0,1", "learning_rat": 1}, "unknown key --learning_rat, did you mean learning_rate"),
+    ({"seed": "0,x"}, r"cell 1 \(--seed=x\): --seed=x: give a whole number"),
+    ({"seed": "4..0"}, "gives no value"),
+    ({"seed": "0,,1"}, "nothing between"),
+    ({"seed": "0..999999999999"}, "at most 10,000 values"),
+    ({"seed": "0..199", "warmup_steps": "0..99"}, "20,000 cells: give fewer values"),
+    ({"seed": "0,1", "min_lr": "0.001,5"}, BEYOND),
+    ({"muon_learning_rate": "None,0.01"}, IDLE),
+    ({"seed": "0,1,0"}, "cells 0 and 2 are both seed=0"),
+    ({"ddl_beta_init": "1,2,1.0"}, "cells 0 and 2 are both ddl_beta_init=1.0"),
+    ({"seed": "0"}, "nothing to sweep"),
+    ({"seed": "0,1", "out_dir": "runs/a"}, "--out_dir is set by sweep.py"),
+    ({"seed": "0,1", "mode": "remote"}, "mode='remote': give"),
+    ({"seed": "0,1", "index": 1}, "--index=N and --mode=cell go together"),
+    ({"seed": "0,1", "mode": "cell", "index": 2}, "index=2: there are 2 cells, give 0 to 1"),
+    ({"seed": "0,1", "nproc_per_node": 0}, "nproc_per_node=0"),
+    ({"seed": "0,1", "nproc_per_node": 3}, "does not divide over 3 processes"),
+    ({"seed": "0,1", "mode": "table"}, "nothing has run"),
+]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"seed": "0,1", "learning_rat": 1}, "unknown key --learning_rat, did you mean learning_rate"),
-        ({"seed": "0,x"}, r"cell 1 \(--seed=x\): --seed=x: give a whole number"),
-        ({"seed": "0,1", "min_lr": "0.001,5"}, r"cell 1 \(--seed=0 --min_lr=5\): min_lr=5"),
-        ({"seed": "0,1,0"}, "cells 0 and 2 are both seed=0"),
-        ({"ddl_beta_init": "1,2,1.0"}, "cells 0 and 2 are both ddl_beta_init=1.0"),
-        ({"seed": "0"}, "nothing to sweep"),
-        ({"seed": "0,1", "out_dir": "runs/a"}, "--out_dir is set by sweep.py"),
-        ({"seed": "0,1", "dry_run": True}, "--dry_run is set by sweep.py"),
-        ({"seed": "0,1", "mode": "remote"}, "mode='remote': give"),
-        ({"seed": "0,1", "index": 1}, "--index=N and --mode=cell go together"),
-        ({"seed": "0,1", "mode": "cell", "index": 2}, "index=2: there are 2 cells, give 0 to 1"),
-        ({"seed": "0,1", "nproc_per_node": 0}, "nproc_per_node=0"),
-        ({"seed": "0,1", "nproc_per_node": 3}, "global_batch_size=4 does not divide over 3 processes"),
-        ({"seed": "0,1", "mode": "table"}, "nothing has run"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), MISTAKES, ids=str)
 def test_mistakes_are_found_before_anything_is_written(corpus, tmp_path, run, changes, message):
     with pytest.raises(ValueError, match=message):
         run(*grid(corpus, tmp_path / "out", **changes))
     assert not list(tmp_path.iterdir())
 
 
-# Real runs.
+# ---- real runs ----
 
-LONGER = {"seed": "0..1", "max_steps": 80, "checkpoint_interval": 10, "eval_interval": 80, "eval_full": False}
+LONGER = {"seed": "0..1", "max_steps": 80, "checkpoint_interval": 10, "eval_interval": 80}
+LONGER["eval_full"] = False
 
 
 def in_a_group(arguments) -> None:
@@ -201,15 +185,18 @@ def in_a_group(arguments) -> None:
 def test_a_killed_sweep_goes_on(corpus, tmp_path, run, capsys):
     out, arguments = tmp_path / "out", grid(corpus, tmp_path / "out", **LONGER)
     cells = cells_of(*arguments)
-    write_evaluation(cells[0].folder, step=80, val_loss=2.0)
+    finish(cells[0], step=80, val_loss=2.0)
     process = multiprocessing.get_context("fork").Process(target=in_a_group, args=(arguments,))
     process.start()
     wait_for(lambda: checkpoint.all_of(cells[1].folder))
+    with pytest.raises(ValueError, match=r"cells still run, .* \(seed=1\): wait for them, or end"):
+        run(*arguments)  # as after a kill of the sweep alone
     os.killpg(process.pid, signal.SIGKILL)
     process.join()
     assert 10 <= sweep.saved_step(cells[1]) < 80
     assert finished(cells) == [True, False]
-
+    capsys.readouterr()
+    wait_for(lambda: not still_running(cells))
     assert run(*arguments) == 0
     printed = capsys.readouterr().out
     assert "2 cells (2 seed), 1 finished: 1 runs to do" in printed
@@ -219,54 +206,40 @@ def test_a_killed_sweep_goes_on(corpus, tmp_path, run, capsys):
     records = metrics.read(cells[1].folder / "metrics.jsonl")
     assert [r["step"] for r in records if "loss" in r] == list(range(1, 81))
     assert f"val_loss {records[-1]['val_loss']:.4f}" in printed
-    state = checkpoint.read_state(checkpoint.find(cells[1].folder))
-    assert {**state["model_config"], **state["run_config"]}.items() >= cells[1].values.items()
     attempts = cells[1].log.read_text().split("$ ")[1:]
-    assert len(attempts) == 2
-    assert "step 10/80" in attempts[0]
-    assert "step 10/80" not in attempts[1]  # continued, not begun again
-    assert "step 80/80" in attempts[1]
-    stored = json.loads((out / "table.json").read_text())
-    assert [(row["settings"], row["finished"]) for row in stored["rows"]] == [({}, 2)]
-    assert stored["unfinished"] == []
+    steps = [("step 10/80" in text, "step 80/80" in text) for text in attempts]
+    assert steps == [(True, False), (False, True)]  # continued, not begun again
     assert (out / "table.md").read_text() in printed
     assert (out / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-def run_array(tmp_path, index: str, srun: str) -> subprocess.CompletedProcess:
-    """The batch script as Slurm's batch step runs it, from another folder, with a shell line for srun."""
-    tools = tmp_path / "tools"
-    tools.mkdir(exist_ok=True)
-    for name, line in (("srun", srun), ("scontrol", f'echo "$@" > {shlex.quote(str(tmp_path / "requeued"))}')):
-        (tools / name).write_text(f"#!/bin/sh\n{line}\n")
-        (tools / name).chmod(0o755)
-    slurm = {"SLURM_ARRAY_TASK_ID": index, "SLURM_JOB_ID": "77", "PATH": f"{tools}:{os.environ['PATH']}"}
-    command = ["bash", str(next(tmp_path.glob("*/array.sbatch")))]
-    return subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, **slurm}, capture_output=True, text=True, check=False, timeout=120
-    )
+def still_running(cells) -> bool:
+    try:
+        sweep.refuse_still_running(cells)
+    except ValueError:
+        return True
+    return False
 
 
-# What train.py may answer, by a script in its place.
+# ---- what train.py may answer, by a script in its place ----
 
 
 def test_a_failed_cell_is_reported_and_the_others_run(corpus, tmp_path, run, fake, capsys):
-    fake("print('train.py: seed', keys['seed']); finish() if keys['seed'] != '1' else sys.exit('boom')")
+    fake("finish() if keys['seed'] != '1' else sys.exit('train.py: seed 1')")
     arguments = grid(corpus, tmp_path / "out", seed="0..2")
-    assert run(*arguments, "--stop_on_failure") == 1
-    assert finished(cells_of(*arguments)) == [True, False, False]
-    capsys.readouterr()
     assert run(*arguments) == 1
     assert finished(cells_of(*arguments)) == [True, False, True]
     printed = capsys.readouterr()
-    assert printed.err.splitlines() == [f"failed: {tmp_path}/out/seed=1.log: train.py: seed 1"]
-    assert printed.out.count("finished before") == 1
+    failed = f"failed: {tmp_path}/out/seed=1.log: train.py: seed 1"
+    assert printed.err.splitlines()[0] == failed
     assert "| FAILED (exit code 1) |" in printed.out
     assert "not finished: `seed=1`, 0 of 6 steps saved" in printed.out
-    assert len((tmp_path / "out" / "seed=0.log").read_text().split("$ ")) == 2  # no process for a finished cell
     fake("finish(3.0)")
     assert run(*arguments) == 0
+    assert capsys.readouterr().out.count("finished before") == 2
     assert sweep.final_evaluation(cells_of(*arguments)[0])["val_loss"] == 2.0
+    log = (tmp_path / "out" / "seed=0.log").read_text()
+    assert len(log.split("$ ")) == 2  # no process for a finished cell
 
 
 def test_cells_at_a_time(corpus, tmp_path, run, fake, capsys, monkeypatch):
@@ -282,117 +255,94 @@ def test_cells_at_a_time(corpus, tmp_path, run, fake, capsys, monkeypatch):
     )
     arguments = grid(corpus, tmp_path / "out", seed="0..2")
     assert run(*arguments, "--jobs=2") == 0
-    assert finished(cells_of(*arguments)) == [True] * 3
     share = str(max(len(os.sched_getaffinity(0)) // 2, 1))
     assert {(tmp_path / f"began_{seed}").read_text() for seed in range(3)} == {share}
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("cell ")]
-    assert sorted(line.split(" | ")[:3] for line in lines) == [
-        [f"cell {seed + 1} of 3", f"seed={seed}", f"val_loss {seed}.0000"] for seed in range(3)
-    ]
+    expected = [[f"cell {s + 1} of 3", f"seed={s}", f"val_loss {s}.0000"] for s in range(3)]
+    assert sorted(line.split(" | ")[:3] for line in lines) == expected
+
+
+STOP = """
+def stop(number, frame):
+    open(out + '.saved', 'w').write(str(number))
+    end('stopped', 75)
+signal.signal(signal.SIGTERM, stop)
+"""
 
 
 def test_cells_at_a_time_are_all_told_to_stop(corpus, tmp_path, run, fake, capsys):
     fake(
-        "def stop(number, frame):\n"
-        "    open(keys['out_dir'] + '.saved', 'w').close()\n"
-        "    end('stopped', 75)\n"
-        "signal.signal(signal.SIGTERM, stop)\n"
-        "folder = os.path.dirname(keys['out_dir'])\n"
-        "open(keys['out_dir'] + '.began', 'w').close()\n"
+        f"{STOP}open(out + '.began', 'w').close()\n"
         "if keys['seed'] == '1':\n"
-        "    while not os.path.exists(f'{folder}/seed=0.began'):\n"
+        "    while not os.path.exists(os.path.dirname(out) + '/seed=0.began'):\n"
         "        time.sleep(0.01)\n"
         "    os.kill(os.getppid(), signal.SIGTERM)\n"
         "time.sleep(60)\n"
     )
     assert run(*grid(corpus, tmp_path / "out", seed="0..3"), "--jobs=2") == 143
-    assert sorted(path.name for path in (tmp_path / "out").glob("*.saved")) == ["seed=0.saved", "seed=1.saved"]
+    saved = sorted(path.name for path in (tmp_path / "out").glob("*.saved"))
+    assert saved == ["seed=0.saved", "seed=1.saved"]
     assert len(list((tmp_path / "out").glob("*.log"))) == 2
     assert capsys.readouterr().out.count("stopped by SIGTERM; to go on: ") == 1
 
 
-def test_code_75_stops_the_sweep(corpus, tmp_path, run, fake, capsys):
+def test_exit_codes(corpus, tmp_path, run, fake, capsys):
     fake("end('stopped', 75) if keys['seed'] == '1' else finish()")
     arguments = grid(corpus, tmp_path / "out", seed="0..2")
     assert run(*arguments) == 75
     assert "| stopped; to go on: python research/sweep.py --model=" in capsys.readouterr().out
     assert not (tmp_path / "out" / "seed=2.log").exists()
-    assert run(*arguments, "--mode=cell", "--index=1") == 75
-    assert run(*arguments, "--mode=cell", "--index=0") == 0
-    assert run(*arguments, "--mode=cell", "--index=2") == 0
-    assert (tmp_path / "out" / "seed=2" / "metrics.jsonl").exists()
-
-
-def test_exit_codes_of_a_cell(corpus, tmp_path, run, fake, capsys):
-    arguments = grid(corpus, tmp_path / "out", seed="0,1", mode="cell", index=1)
-    fake("sys.exit(7)")
-    assert run(*arguments) == 7
-    fake("os.kill(os.getpid(), signal.SIGKILL)")
-    assert run(*arguments) == 137
-    fake("pass")  # success without a result is none
-    assert run(*arguments) == 1
+    assert [run(*arguments, "--mode=cell", f"--index={i}") for i in (1, 0, 2)] == [75, 0, 0]
+    one = [*arguments, "--mode=cell", "--index=1"]
+    for source, code in (
+        ("sys.exit(7)", 7),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 128 + signal.SIGKILL),
+        ("pass", 1),
+    ):
+        fake(source)
+        assert run(*one) == code
     assert "without the final evaluation" in capsys.readouterr().out
-    assert not (tmp_path / "out" / "seed=0.log").exists()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_is_passed_on_and_waited_for(corpus, tmp_path, run, fake, capsys, number, code):
-    fake(
-        "def stop(number, frame):\n"
-        "    time.sleep(0.5)\n"  # saving takes a while
-        "    open(sys.argv[0] + '.saved', 'w').write(str(number))\n"
-        "    end('stopped', 75)\n"
-        "signal.signal(signal.SIGTERM, stop)\n"
-        f"os.kill(os.getppid(), {int(number)})\n"
-        "time.sleep(60)\n"
-    )
+def test_a_signal_is_passed_on_as_sigterm(corpus, tmp_path, run, fake, capsys, number, code):
+    fake(f"{STOP}os.kill(os.getppid(), {int(number)})\ntime.sleep(60)\n")
     assert run(*grid(corpus, tmp_path / "out", seed="0..2")) == code
-    assert (tmp_path / "train.py.saved").read_text() == str(int(signal.SIGTERM))
+    assert (tmp_path / "out/seed=0.saved").read_text() == str(int(signal.SIGTERM))
     assert f"stopped by {number.name}; to go on: " in capsys.readouterr().out
     assert not (tmp_path / "out" / "seed=1.log").exists()
 
 
-def test_torchrun_says_what_train_said(corpus, tmp_path, run, fake, capsys):
+def test_torchrun_says_what_train_said_and_is_stopped_with_it(corpus, tmp_path, run, fake, capsys):
     arguments = grid(corpus, tmp_path / "out", seed="0,1", nproc_per_node=2)
     fake(
-        "place = [os.environ['WORLD_SIZE'], str(os.getpgid(os.getppid()))]\n"
+        f"{STOP}place = [os.environ['WORLD_SIZE'], str(os.getpgid(os.getppid()))]\n"
         "open(sys.argv[0] + '.place', 'w').write(' '.join(place))\n"
-        "end('stopped')\n"  # with exit code 0, as torchrun would begin again at any other
-    )
-    assert run(*arguments) == 75
-    assert "stopped" in capsys.readouterr().out
-    processes, group = (tmp_path / "train.py.place").read_text().split()
-    assert processes == "2"
-    assert int(group) != os.getpgrp()  # Ctrl-C must not reach torchrun beside our SIGTERM
-    fake("sys.exit('train.py: boom')")  # after an attempt that was stopped, in the same folder
-    assert run(*arguments, "--stop_on_failure") == 1
-    [said, *notes] = capsys.readouterr().err.splitlines()
-    assert said == f"failed: {tmp_path}/out/seed=0.log: train.py: boom"
-    assert all("not committed" in note for note in notes)  # of the table, in a tree that is being changed
-
-
-def test_torchrun_is_stopped_with_its_processes(corpus, tmp_path, run, fake):
-    fake(
-        "def stop(number, frame):\n"
-        "    open(sys.argv[0] + '.saved', 'w')\n"
-        "    sys.exit(0)\n"
-        "signal.signal(signal.SIGTERM, stop)\n"
         f"os.kill({os.getpid()}, signal.SIGTERM) if os.environ['RANK'] == '0' else None\n"
         "time.sleep(60)\n"
     )
-    assert run(*grid(corpus, tmp_path / "out", seed="0,1", nproc_per_node=2, mode="cell", index=0)) == 75
-    assert (tmp_path / "train.py.saved").exists()
+    assert run(*arguments) == 143
+    assert (tmp_path / "out/seed=0.saved").exists()
+    processes, group = (tmp_path / "train.py.place").read_text().split()
+    assert processes == "2"
+    assert int(group) != os.getpgrp()  # Ctrl-C must not reach torchrun beside our SIGTERM
+    fake("end('stopped')\n")  # with exit code 0, as torchrun would begin again at any other
+    assert run(*arguments) == 75
+    capsys.readouterr()
+    fake("sys.exit('train.py: boom')")  # after an attempt that was stopped, in the same folder
+    assert run(*arguments, "--mode=cell", "--index=0") == 1
+    assert "exit code 1: train.py: boom" in capsys.readouterr().out
 
 
-# Finished or not.
+# ---- finished or not ----
 
 
 def test_finished_is_what_train_says(corpus, tmp_path):
     cell, other = cells_of(*grid(corpus, tmp_path, seed="0,1"))
     assert finished([cell]) == [False]
-    write_evaluation(cell.folder, step=5, val_loss=2.0)  # of a sweep with fewer steps
+    finish(cell, step=5, val_loss=2.0)  # of a sweep with fewer steps
     assert finished([cell]) == [False]
-    write_evaluation(other.folder, val_loss=2.5)
+    finish(other, val_loss=2.5)
     assert sweep.final_evaluation(other)["val_loss"] == 2.5
     for ended in ("stopped", "failed", None):
         stopping.write_status(other.folder, 6, 6, ended)
@@ -402,22 +352,30 @@ def test_finished_is_what_train_says(corpus, tmp_path):
 def test_other_settings_in_the_folder_are_refused(corpus, tmp_path, run):
     arguments = grid(corpus, tmp_path / "out", seed="0,1")
     for cell in cells_of(*arguments):
-        write_evaluation(cell.folder, val_loss=2.0)
-        folder = cell.folder / "checkpoints" / "step_00000006"
-        folder.mkdir(parents=True)
-        state = {"step": 6, "seconds": 1.0, "model": cell.settings["model"], "corpus": {}}
-        of_run = {key: value for key, value in cell.settings.items() if key in keys_of(train.TrainConfig)}
-        of_model = {key: value for key, value in cell.settings.items() if key not in of_run}
-        state |= {"run_config": of_run, "model_config": of_model}
-        (folder / "state.json").write_text(json.dumps(state))
+        finish(cell, val_loss=2.0)
     assert len(cells_of(*arguments, "--log_interval=5")) == 2
-    with pytest.raises(ValueError, match=r"learning_rate=0.5, but .*seed=0 was trained with 0.01: give that value"):
+    other = r"learning_rate=0.5, but .*seed=0 was trained with 0.01: give that value"
+    with pytest.raises(ValueError, match=other):
         run(*arguments, "--learning_rate=0.5")
     with pytest.raises(ValueError, match=r"max_steps=3, but .*seed=0 has 6 steps"):
         run(*arguments, "--max_steps=3", "--mode=table")
 
 
-# Slurm.
+# ---- Slurm ----
+
+
+def run_array(tmp_path, index: str, srun: str) -> subprocess.CompletedProcess:
+    """The script as Slurm's batch step runs it, from another folder, with a shell line for srun."""
+    tools, requeued = tmp_path / "tools", shlex.quote(str(tmp_path / "requeued"))
+    tools.mkdir(exist_ok=True)
+    for name, line in (("srun", srun), ("scontrol", f'echo "$@" > {requeued}')):
+        (tools / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tools / name).chmod(0o755)
+    environment = {**os.environ, "SLURM_ARRAY_TASK_ID": index, "SLURM_JOB_ID": "77"}
+    environment["PATH"] = f"{tools}:{os.environ['PATH']}"
+    command = ["bash", str(next(tmp_path.glob("*/array.sbatch")))]
+    keys = {"capture_output": True, "text": True, "timeout": 120}
+    return subprocess.run(command, cwd=tmp_path, env=environment, check=False, **keys)
 
 
 def test_the_array_has_a_task_per_unfinished_cell(corpus, tmp_path, run, capsys):
@@ -425,127 +383,98 @@ def test_the_array_has_a_task_per_unfinished_cell(corpus, tmp_path, run, capsys)
     arguments = grid(corpus, out, ddl_value_channels="1,2,4", seed="0..1")
     cells = cells_of(*arguments)
     for index in (0, 3, 4):
-        write_evaluation(cells[index].folder, val_loss=2.0)
+        finish(cells[index], val_loss=2.0)
     assert run(*arguments, "--mode=slurm", "--nproc_per_node=2") == 0
     printed = capsys.readouterr().out
     path = Path(shlex.split(printed.partition("sbatch ")[2])[0])
     assert path == out / "array.sbatch"
-    text = path.read_text()
     assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
-    options = dict(
-        line.removeprefix("#SBATCH --").partition("=")[::2] for line in text.splitlines() if "#SBATCH" in line
-    )
-    assert options["array"] == "1,2,5"
-    assert options["gpus-per-node"] == "2"
+    lines = [
+        line[len("#SBATCH --") :] for line in path.read_text().splitlines() if "SBATCH" in line
+    ]
+    options = dict(line.partition("=")[::2] for line in lines)
+    assert (options["array"], options["gpus-per-node"]) == ("1,2,5", "2")
     assert options["signal"] == "TERM@120"
     assert "requeue" in options
-    assert run(*arguments, "--mode=slurm", "--gpus_per_node=8") == 0
-    assert "#SBATCH --gpus-per-node=8\n" in path.read_text()
-    assert run(*arguments, "--mode=slurm", "--gpus_per_node=0") == 0
+    for gpus, line in (("8", "#SBATCH --gpus-per-node=8\n"), ("0", "#SBATCH --requeue\n")):
+        assert run(*arguments, "--mode=slurm", f"--gpus_per_node={gpus}") == 0
+        assert line in path.read_text()
     assert "gpus" not in path.read_text()
 
     # What a task runs is the cell of that number in the full grid.
-    result = run_array(tmp_path, "2", f'printf "%s\\n" "$@" > {shlex.quote(str(tmp_path / "argv"))}')
+    given = shlex.quote(str(tmp_path / "argv"))
+    result = run_array(tmp_path, "2", f'printf "%s\\n" "$@" > {given}')
     assert (result.returncode, result.stderr) == (0, "")
     python, file, *argv = (tmp_path / "argv").read_text().splitlines()
     assert (python, file) == (sys.executable, str(ROOT / "research/sweep.py"))
     config, files, swept, fixed = sweep.read_arguments(argv)
     assert (config.mode, config.index) == ("cell", 2)
     assert sweep.make_cells(config, files, swept, fixed)[2] == cells[2]
-
     for code, requeued in (("7", None), ("75", "requeue 77\n")):
-        result = run_array(tmp_path, "2", f"exit {code}")
-        assert result.returncode == int(code)
+        assert run_array(tmp_path, "2", f"exit {code}").returncode == int(code)
         note = tmp_path / "requeued"
         assert (note.read_text() if note.exists() else None) == requeued
     for cell in cells:
         shutil.rmtree(cell.folder, ignore_errors=True)
-        write_evaluation(cell.folder, val_loss=2.0)
+        finish(cell, val_loss=2.0)
     assert run(*arguments, "--mode=slurm") == 0
     assert "nothing to submit" in capsys.readouterr().out
 
 
-# The table.
+# ---- the table ----
+
+LOSSES = {(4, "adamw"): [3.1, 3.25, 3.02], (4, "muon"): [2.5, 2.75], (1, "adamw"): [4.125]}
 
 
 @pytest.fixture
 def partly_finished(corpus, tmp_path):
-    """A grid of 2 x 2 settings and three seeds: three, two, one and no seed finished. (arguments, losses)."""
-    arguments = grid(corpus, tmp_path, ddl_value_channels="4,1", optimizer="adamw,muon", seed="0..2")
-    losses = {(4, "adamw"): [3.1, 3.25, 3.02], (4, "muon"): [2.5, 2.75], (1, "adamw"): [4.125], (1, "muon"): []}
+    """A grid of 2 x 2 settings and three seeds: three, two, one and no seed finished."""
+    keys = {"ddl_value_channels": "4,1", "optimizer": "adamw,muon", "seed": "0..2"}
+    arguments = grid(corpus, tmp_path, **keys)
     for cell in cells_of(*arguments):
-        values = losses[cell.values["ddl_value_channels"], cell.values["optimizer"]]
-        if cell.values["seed"] < len(values):
-            loss = values[cell.values["seed"]]
-            write_evaluation(cell.folder, val_loss=loss, val_perplexity=math.exp(loss), val_bits_per_byte=loss / 2)
-    return arguments, losses
+        columns, optimizer, seed = (cell.values[key] for key in keys)
+        if seed < len(losses := LOSSES.get((columns, optimizer), ())):
+            finish(cell, val_loss=losses[seed], val_bits_per_byte=losses[seed] / 2)
+    return arguments
 
 
 def test_means_and_intervals(partly_finished, tmp_path, run, capsys):
-    arguments, losses = partly_finished
-    assert run(*arguments, "--mode=table", "--metric=val_bits_per_byte") == 0
+    assert run(*partly_finished, "--mode=table") == 0
     stored = json.loads((tmp_path / "table.json").read_text())
-    assert stored.keys() >= {"command", "commit", "date", "metric"}
-    rows = {(row["settings"]["ddl_value_channels"], row["settings"]["optimizer"]): row for row in stored["rows"]}
-    assert list(rows) == list(losses)
-    for setting, values in losses.items():
-        row, n = rows[setting], len(values)
-        assert (row["runs"], row["finished"]) == (3, n)
-        for key, scores in (
-            ("val_loss", values),
-            ("val_bits_per_byte", np.array(values) / 2),
-            ("val_perplexity", np.exp(values)),
-        ):
-            if n:
-                assert row["metrics"][key]["mean"] == pytest.approx(np.mean(scores))
-            if n > 1:
-                half = T[n] * np.std(scores, ddof=1) / np.sqrt(n)
-                assert row["metrics"][key]["ci95"] == pytest.approx(half, rel=1e-5)
-        if n == 1:
-            assert row["metrics"]["val_loss"]["ci95"] is None
-        if n == 0:
-            assert row["metrics"] == {}
-    cells = [(4, "muon", 2), (1, "adamw", 1), (1, "adamw", 2), *((1, "muon", seed) for seed in (0, 1, 2))]
-    names = [f"ddl_value_channels={v},optimizer={name},seed={seed}" for v, name, seed in cells]
-    assert [cell["cell"] for cell in stored["unfinished"]] == names
+    assert stored.keys() >= {"command", "commit", "date"}
+    for group, values in zip(stored["groups"], LOSSES.values(), strict=True):
+        mean, half = by_hand(values) if len(values) > 1 else (values[0], None)
+        assert group["val_loss"] == pytest.approx(mean)
+        assert group["val_bits_per_byte_ci95"] == (half and pytest.approx(half / 2, rel=1e-5))
+        assert group["seeds"] == list(range(len(values)))
     text = (tmp_path / "table.md").read_text()
     assert capsys.readouterr().out == text
-    for name in names:
-        assert f"not finished: `{name}`, 0 of 6 steps saved" in text
-    lines = text.splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    header = "ddl_value_channels optimizer finished val_bits_per_byte ± 95% val_loss ± 95% val_perplexity ± 95%"
-    assert " ".join(cells[0]) == header
-    assert cells[2][:4] == ["4", "adamw", "3 of 3", "1.5617"]
-    assert cells[4][:7] == ["1", "adamw", "1 of 3", "2.0625", "-", "4.1250", "-"]
-    assert cells[5] == ["1", "muon", "0 of 3", *["-"] * 6]
+    assert text.count("not finished: `ddl_value_channels=1,optimizer=muon,seed=") == 3
+    assert "`ddl_value_channels=4,optimizer=muon,seed=2`, 0 of 6 steps saved" in text
+    with pytest.raises(ValueError, match=r"metric=val_los is in no last evaluation: .*val_loss"):
+        run(*partly_finished, "--mode=table", "--metric=val_los")
 
 
-def drawn(monkeypatch, cells, metric, path):
-    """(x, means, half intervals, label) of every line, and the axes."""
-    plt, calls = pyplot(), []
-    original = plt.Axes.errorbar
-
-    def errorbar(axes, x, y, yerr, **keywords):
-        calls.append((list(x), list(y), list(yerr), keywords["label"], axes))
-        return original(axes, x, y, yerr=yerr, **keywords)
-
-    monkeypatch.setattr(plt.Axes, "errorbar", errorbar)
-    sweep.draw(sweep.summarise(cells, metric), path)
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert plt.imread(path).std() > 0.05
-    return calls
+def drawn(monkeypatch, run, arguments):
+    """(the axis, the errorbars drawn in it)."""
+    figures = []
+    monkeypatch.setattr(plots, "save", lambda figure, out: figures.append(figure))
+    assert run(*arguments, "--mode=table") == 0
+    [axis] = figures[0].axes
+    return axis, [(bars[0].get_xdata(), bars[0].get_ydata(), bars) for bars in axis.containers]
 
 
-def test_the_plot_has_a_line_for_each_setting_of_the_other_keys(partly_finished, tmp_path, monkeypatch):
-    arguments, losses = partly_finished
-    first, second = drawn(monkeypatch, cells_of(*arguments), "val_loss", tmp_path / "plot.png")
-    assert (first[0], second[0]) == ([1, 4], [4])
-    assert first[1] == pytest.approx([4.125, np.mean(losses[4, "adamw"])])
-    assert math.isnan(first[2][0])
-    assert first[2][1] == pytest.approx(T[3] * np.std(losses[4, "adamw"], ddof=1) / 3**0.5, rel=1e-5)
-    assert (first[3], second[3]) == ("optimizer=adamw", "optimizer=muon")
-    assert first[4].get_xlabel() == "ddl_value_channels"
+def test_the_plot_has_a_line_for_each_setting_of_the_other_keys(
+    partly_finished, run, monkeypatch, tmp_path
+):
+    axis, [first, second] = drawn(monkeypatch, run, partly_finished)
+    assert (list(first[0]), list(second[0])) == ([1, 4], [4])
+    mean, half = by_hand(LOSSES[4, "adamw"])
+    assert list(first[1]) == pytest.approx([4.125, mean])
+    ends = first[2][2][0].get_segments()
+    assert not [point for point in ends[0].flat if math.isfinite(point) and point not in (1, 4.125)]
+    assert sorted(ends[1][:, 1]) == pytest.approx([mean - half, mean + half], rel=1e-5)
+    assert axis.get_xlabel() == "ddl_value_channels"
 
 
 @pytest.mark.parametrize(
@@ -554,26 +483,13 @@ def test_the_plot_has_a_line_for_each_setting_of_the_other_keys(partly_finished,
         ({"mup": "True,False"}, ["True", "False"], "linear"),
         ({"seed": "0,1"}, ["all"], "linear"),
         ({"learning_rate": "1e-2,1e-4"}, [1e-4, 1e-2], "log"),
-        ({"optimizer": "muon,adamw", "ddl_beta_init": "0.5,1"}, [0.5, 1], "linear"),  # the first key of numbers
+        ({"optimizer": "muon,adamw", "ddl_beta_init": "0.5,1"}, [0.5, 1], "linear"),
     ],
 )
-def test_the_plots_axis(corpus, tmp_path, monkeypatch, swept, x, scale):
-    cells = cells_of(*grid(corpus, tmp_path, **swept, min_lr=0))
-    for cell in cells:
-        write_evaluation(cell.folder, val_loss=2.0 + cell.index)
-    for positions, *_, axes in drawn(monkeypatch, cells, "val_loss", tmp_path / "plot.png"):
-        assert (positions, axes.get_xscale()) == (x, scale)
-
-
-def test_an_unknown_metric(partly_finished, run):
-    arguments, _ = partly_finished
-    with pytest.raises(ValueError, match=r"metric=val_los is in no final evaluation, which have .*val_loss"):
-        run(*arguments, "--mode=table", "--metric=val_los")
-
-
-def test_a_table_without_matplotlib(partly_finished, tmp_path, run, monkeypatch, capsys):
-    arguments, _ = partly_finished
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert run(*arguments, "--mode=table") == 0
-    assert "no plot: a figure needs the matplotlib package: pip install matplotlib" in capsys.readouterr().out
-    assert (tmp_path / "table.md").exists()
+def test_the_plots_axis(corpus, tmp_path, run, monkeypatch, swept, x, scale):
+    arguments = grid(corpus, tmp_path, **swept, min_lr=0)
+    for cell in cells_of(*arguments):
+        finish(cell, val_loss=2.0 + cell.index)
+    axis, lines = drawn(monkeypatch, run, arguments)
+    for positions, *_ in lines:
+        assert (list(positions), axis.get_xscale()) == (x, scale)
