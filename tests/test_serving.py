@@ -380,6 +380,7 @@ def test_requests_that_are_not_the_pages(address):
         {"host": "127.0.0.1.evil.example"},
         {"host": here, "origin": f"http://evil.example:{port}"},
         {"origin": "null"},
+        {"origin": "http://["},
         {"origin": f"http://127.0.0.1:{port + 1}"},
     ):
         status, answer_headers, body = post(**headers)
