@@ -108,3 +108,10 @@ def test_the_device_s_decision_is_the_program_s(corpus, tmp_path, case):
             assert checkpoint.find(out / "nonfinite").parent.parent == out / "nonfinite"
     assert messages[0] == messages[1]
     assert found[0] == found[1]
+
+
+def test_utilisation_counts_six_flops_a_parameter_and_attention():
+    """6 N + 12 L d T (arXiv 2204.02311, appendix B), of two blocks of width 12 over 16 tokens."""
+    model = build("gpt-mha-rope", **SMALL)
+    assert (SMALL["num_hidden_layers"], SMALL["hidden_size"], SMALL["block_size"]) == (2, 12, 16)
+    assert metrics.nominal_flops_per_token(model) == 6 * model.num_parameters() + 12 * 2 * 12 * 16
