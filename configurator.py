@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import errno
 import functools
 import importlib
 import itertools
@@ -39,6 +40,8 @@ _ROOT = Path(__file__).parent
 _OURS = _MAIN.parent in (_ROOT, _ROOT / "research") or _MAIN.name == "prepare.py"
 if _OURS and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+if _OURS and "--help" in sys.argv:  # `--help | head` closes the pipe: no traceback for that
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
 # ---- what a schema says of its keys ----
@@ -318,8 +321,17 @@ def one_line_errors(*kinds: type[Exception], memory: str = ""):
         if memory and (lack := out_of_memory(error)):
             end(f"error: {lack}: {memory}")
         if isinstance(error, kinds or (ValueError, OSError)):
-            end(f"error: {error}")
+            end(f"error: {text_of(error)}")
         raise
+
+
+def text_of(error: Exception) -> str:
+    """The error's message; of the system's errors the file and the reason, without a number."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    where = f"{error.filename}: " if error.filename else ""
+    full = "; free disk space and run the same command again" * (error.errno == errno.ENOSPC)
+    return f"{where}{error.strerror}{full}"
 
 
 def end(text: str, code: int = 2, program: str | None = None):

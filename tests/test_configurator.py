@@ -3,11 +3,16 @@ says.
 """
 
 import math
+import os
 import re
+import signal
+import subprocess
+import sys
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import pytest
+from helpers import ROOT
 
 import configurator
 import train
@@ -274,7 +279,12 @@ def test_help_text_shows_every_key_with_its_default_help_and_choices():
         (ValueError("steps=0:\n  give 1 or more"), None, "steps=0: give 1 or more"),
         (ValueError("bad"), "0", "bad"),
         (ValueError("bad"), "3", "[rank 3] bad"),
-        (FileNotFoundError(2, "No such file", "x.bin"), None, "[Errno 2] No such file: 'x.bin'"),
+        (FileNotFoundError(2, "No such file", "x.bin"), None, "x.bin: No such file"),
+        (
+            OSError(28, "No space left"),
+            None,
+            "No space left; free disk space and run the same command again",
+        ),
     ],
 )
 def test_mistakes_end_the_script_with_one_line_and_code_2(monkeypatch, capsys, error, rank, line):
@@ -288,3 +298,13 @@ def test_mistakes_end_the_script_with_one_line_and_code_2(monkeypatch, capsys, e
         raise error
     assert end.value.code == 2
     assert capsys.readouterr() == ("", f"run.py: error: {line}\n")
+
+
+def test_help_that_nobody_reads_to_its_end_is_no_error():
+    """As in `--help | head`: the pipe's other end is closed."""
+    other_end, pipe = os.pipe()
+    os.close(other_end)
+    command = [sys.executable, "data/text/prepare.py", "--help"]
+    done = subprocess.run(command, cwd=ROOT, stdout=pipe, stderr=subprocess.PIPE, check=False)
+    os.close(pipe)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
