@@ -101,78 +101,38 @@ def _programs(monkeypatch):
     programs(monkeypatch, 1)  # 2 to 8 programs
 
 
-SHAPES = [Step(v=v) for v in (1, 2, 4)] + [Step(v=8, T=5), Step(d=96, B=2, T=3), Step(d=768, T=3)]
-SHAPES += [
-    Step(K=4),
-    Step(K=3, v=2),
-    Step(K=4, v=1, d=96, T=6),
-    Step(K=3, v=8, T=4),
-    Step(T=1),
-    Step(K=4, T=2),
-]
+# Every shape, option and dtype with others beside it: what a case does not name is as in `Step`.
+SHAPES = [Step(), Step(v=1, T=1), Step(v=2, K=3), Step(v=8, T=5), Step(d=96, B=2, T=3)]
+SHAPES += [Step(d=768, T=3), Step(K=4, T=2), Step(K=4, v=1, d=96, T=6), Step(K=3, v=8, T=4)]
 SHAPES += [Step(K=4, v=2, B=3, T=2), Step(K=4, v=2, B=2, T=5)]
 # Vectors of several pieces, the last not full, and more heads and columns than one reduction sums.
-SHAPES += [
-    Step(d=600, K=3, v=2, T=4),
-    Step(d=600, T=3, pending=1, value_input="context"),
-    Step(d=600, v=8, K=2, T=3),
-]
+SHAPES += [Step(d=600, K=3, v=2, T=4), Step(d=600, v=8, K=2, T=3)]
+SHAPES += [Step(d=600, T=3, pending=1, value_input="context")]
 OPTIONS = [
-    Step(form="raw", value_input="context"),
-    Step(value_input="context", erase=False),
-    Step(form="constant", heads="gate"),
+    Step(form="raw", value_input="context", pending=2, store=False),
+    Step(value_input="context", erase=False, repeated=True),
+    Step(form="constant", heads="gate", pending=3),
     Step(form="constant", heads="gate", erase=False, v=1),
-    Step(form="raw", heads="", erase=False),
-    Step(heads="value", with_x_in=False),
+    Step(form="raw", heads="", erase=False, store=False),
+    Step(heads="value", with_x_in=False, pending=1),
     Step(heads="", with_x_in=False, K=3, v=2),
     Step(heads="gate", with_x_in=False, K=2, v=1),
     Step(write=False, store=False, repeated=True),
     Step(write=False, store=False, heads="", with_x_in=False, pending=2),
     Step(write=False, store=False, pending=1, K=3, v=2),
-]
-STORING = [
-    Step(store=False),
-    Step(repeated=True),
     Step(repeated=True, K=3, v=2, store=False, pending=1),
 ]
-STORING += [Step(pending=n, store=store) for n, store in ((1, True), (2, False), (3, True))]
-EXTREMES = [
-    Step(logits=40.0),
-    Step(logits=40.0, form="raw"),
-    Step(h_scale=1e-6),
-    Step(h_scale=1e-20),
-]
-EXTREMES += [
-    Step(zero_h=True),
-    Step(x_scale=1e4),
-    Step(h_scale=1e4),
-    Step(x_scale=1e-4),
-    Step(x_scale=1e-4, K=3, v=2),
-]
-HALVES = [
-    Step(dtype="bf16"),
-    Step(dtype="fp16"),
-    Step(dtype="bf16", K=3, v=2, pending=1, store=False),
-]
-HALVES += [
-    Step(dtype="mixed", pending=1),
-    Step(dtype="mixed", K=3, v=2, store=False),
-    Step(dtype="mixed", v=1, T=3),
-]
-HALVES += [
-    Step(dtype="bf16", pending=3),
-    Step(dtype="bf16", d=768, T=2),
-    Step(dtype="fp16", v=1, erase=False),
-]
+EXTREMES = [Step(logits=40.0), Step(logits=40.0, form="raw"), Step(h_scale=1e-20)]
+EXTREMES += [Step(zero_h=True, h_scale=1e4), Step(x_scale=1e4), Step(x_scale=1e-4, K=3, v=2)]
+HALVES = [Step(dtype="bf16", pending=3), Step(dtype="fp16"), Step(dtype="bf16", d=768, T=2)]
+HALVES += [Step(dtype="bf16", K=3, v=2, pending=1, store=False), Step(dtype="mixed", pending=1)]
+HALVES += [Step(dtype="mixed", K=3, v=2, store=False), Step(dtype="fp16", v=1, erase=False)]
 USED = [Step(used=name) for name in ("state", "context", "x_in", "gate_logit", "value_logit")]
-USED += [
-    Step(used="state", write=False, store=False),
-    Step(used="state", K=3, v=2),
-    Step(used="x_in", K=3, v=2),
-]
+USED += [Step(used=name, K=3, v=2) for name in ("state", "x_in")]
+CASES = SHAPES + OPTIONS + EXTREMES + HALVES + USED
 
 
-@pytest.mark.parametrize("case", SHAPES + OPTIONS + STORING + EXTREMES + HALVES + USED, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_step(case):
     check_step(case)
 
