@@ -277,6 +277,18 @@ def save(figure, out: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def plain_numbers(axis, minor: bool = True) -> None:
+    """Of an axis of logarithms: 0.01, 20, 3e-5; minor: 2 and 5 as well where decades are few."""
+    ticker = configurator.optional("matplotlib.ticker", "a figure")
+    for which, subs in ((axis.set_major_locator, (1.0,)), (axis.set_minor_locator, (2.0, 5.0))):
+        if axis.get_scale() == "log":
+            which(ticker.LogLocator(subs=subs, numticks=8))
+    low, high = axis.get_view_interval()
+    few = minor and axis.get_scale() == "log" and high < 100 * low
+    axis.set_major_formatter(lambda value, _: f"{value:.4g}")
+    axis.set_minor_formatter(lambda value, _: f"{value:.4g}" if few else "")
+
+
 def draw_curve(axis, line: Line, kind: str, x: str, entries: dict) -> None:
     """A line's curve with its band; its entry of the legend goes into `entries`."""
     curve = line.curves.get(kind)
@@ -334,6 +346,37 @@ def short_number(value: float, letters: str) -> str:
     """1.5M, 20K."""
     power = min(int(math.log10(abs(value)) // 3), len(letters)) if abs(value) >= 1000 else 0
     return f"{value / 1000**power:g}{letters[power - 1] if power else ''}"
+
+
+def plot_over_depth(rows: list[dict], shown: dict[str, tuple[str, str]], label: str):
+    """A panel for each quantity {its key in a row: (label, scale)}, a line for each run: of one
+    model all in one colour. Returns the figure and its axes.
+
+    rows: "label", "model", and lists that end at the last depth.
+    """
+    models = [row["model"] for row in rows]
+    numbers = dict(zip(dict.fromkeys(models), look_numbers(list(dict.fromkeys(models)))))
+    styles = [look(numbers[model]) for model in models]
+    for index, model in enumerate(models):
+        if models.count(model) > 1:
+            styles[index]["linestyle"] = STYLES[models[:index].count(model) % len(STYLES)]
+    ticker = configurator.optional("matplotlib.ticker", "a figure")
+    figure, axes = panels(math.ceil(len(shown) / 2), 2, 1.9, [row["label"] for row in rows])
+    entries, axes = {}, axes.flatten()
+    for axis, (key, (name, scale)) in zip(axes, shown.items()):
+        for style, row in zip(styles, rows):
+            last = max(len(row[each]) for each in shown) - 1
+            depths = range(last + 1 - len(row[key]), last + 1)
+            (entries[row["label"]],) = axis.plot(depths, row[key], **style)
+        axis.set(xlabel=label, yscale=scale)
+        axis.set_title(name, loc="left")
+        axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+        if scale != "linear":
+            plain_numbers(axis.yaxis)
+    for axis in axes[len(shown) :]:
+        axis.axis("off")
+    add_legend(figure, entries)
+    return figure, axes
 
 
 # ---- report.py curves ----

@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_leaves
 import configurator
 from evaluation.subjects import open_corpus_of
 from model.block import Stream
-from research.analysis import common, edits, gates_figures, gates_summary
+from research import plots
+from research.analysis import common, edits, gates_page
 from research.analysis.parts import ALONG, DETAILS, SHARES, cosines, entry
 from research.analysis.rank import effective_rank, side_by_side
 from research.benchmarks.figures import Figures
-from research.plots import pyplot
 from training import distributed
 from training.provenance import digest
 
@@ -60,11 +60,9 @@ class Collected:
         found = {name: described(self.all(name), edges[name]) for name in self.numbers}
         for name, intervals in self.shares.items():
             values = self.all(name)
-            counted = {
-                label: float(((values > a) & (values < b)).mean())
-                for label, (a, b) in intervals.items()
-            }
-            found[name] |= {"shares": counted, "intervals": intervals}
+            inside = {each: (values > a) & (values < b) for each, (a, b) in intervals.items()}
+            shares = {each: float(where.mean()) for each, where in inside.items()}
+            found[name] |= {"shares": shares, "intervals": intervals}
         details = {}
         for name, (count, (total, squares)) in self.moments.items():
             if total.numel() <= LARGEST:
@@ -75,16 +73,16 @@ class Collected:
 
 
 def described(values: np.ndarray, edges: np.ndarray) -> dict:
-    found = {
-        "count": len(values),
-        "mean": values.mean(),
-        "std": values.std(),
-        "mean_abs": np.abs(values).mean(),
-    }
+    found = {"mean": values.mean(), "std": values.std(), "mean_abs": np.abs(values).mean()}
     found |= {"min": values.min(), "max": values.max()}
-    result = {key: float(value) for key, value in found.items()}
-    result["quantiles"] = dict(zip(map(str, QUANTILES), np.quantile(values, QUANTILES).tolist()))
-    return result | {"histogram": np.histogram(values, edges)[0].tolist()}
+    quantiles = dict(zip(map(str, QUANTILES), np.quantile(values, QUANTILES).tolist()))
+    histogram = np.histogram(values, edges)[0].tolist()
+    return {
+        "count": len(values),
+        **{key: float(value) for key, value in found.items()},
+        "quantiles": quantiles,
+        "histogram": histogram,
+    }
 
 
 def cosine(x, y):
@@ -145,15 +143,11 @@ def turned(direction, before, embedded) -> dict:
 def changed(state, written) -> dict:
     """|X' - X| / |X| of each token, unless the write makes the state grow; effective rank of the new state; cosines
     between its columns, where it has several."""
-    found = {}
-    pairs = list(zip(tree_leaves(state), tree_leaves(written)))
-    if len(tree_leaves(state)) == len(tree_leaves(written)) and all(
-        a.shape == b.shape for a, b in pairs
-    ):
+    found, shapes = {}, [[part.shape for part in tree_leaves(each)] for each in (state, written)]
+    if shapes[0] == shapes[1]:
         old, new = side_by_side(state), side_by_side(written)
-        found["write_size"] = (new - old).norm(dim=-1) / old.norm(dim=-1).clamp_min(
-            torch.finfo(old.dtype).tiny
-        )
+        norm = old.norm(dim=-1).clamp_min(torch.finfo(old.dtype).tiny)
+        found["write_size"] = (new - old).norm(dim=-1) / norm
     found["rank_state"] = effective_rank(side_by_side(written))
     if torch.is_tensor(written) and written.ndim == 4 and written.shape[2] > 1:
         found["column_cosine"] = cosines(written)
@@ -171,18 +165,10 @@ def measure(model, batches, windows: list[int], rows: int, device, progress=None
     for ids, _ in common.in_batches(batches, windows, rows, device, progress):
         with model.through(Audit(found, model.transformer.wte(ids))):
             model.hidden(ids)
-    edges = edges_of(found.values())
-    sites = [
-        {"layer": layer, "site": name, **each.summary(edges)}
-        for (layer, name), each in found.items()
-    ]
+    edges, tokens = edges_of(found.values()), len(windows) * batches.seq_len
+    sites = [{"layer": n, "site": name, **e.summary(edges)} for (n, name), e in found.items()]
     listed = {name: bins.tolist() for name, bins in edges.items()}
-    return {
-        "sequences": len(windows),
-        "tokens": len(windows) * batches.seq_len,
-        "sites": sites,
-        "edges": listed,
-    }
+    return {"sequences": len(windows), "tokens": tokens, "sites": sites, "edges": listed}
 
 
 def edges_of(sites) -> dict[str, np.ndarray]:
@@ -201,59 +187,44 @@ def edges_of(sites) -> dict[str, np.ndarray]:
 
 
 def measure_run(subject, args, device, figures: Figures) -> dict:
-    """The row of a subject's statistics and that of its edits; each is taken from `figures` where it is there.
-
-    ValueError: the corpus is not there, or has other tokens; an edit that the model does not have.
-    """
+    """The row of a subject's statistics with what its edits change (`effects`); each is taken from
+    `figures` where it is there. ValueError: an edit that the model does not have."""
     corpus = open_corpus_of(subject, args.dataset or "")
     model, _, stem = subject.load(device)
     batches = common.validation_batches(model, corpus)
     windows = common.whole_windows(batches, args.windows)
     key = {"weights": subject.identity, "corpus": corpus.identity}
-    row = figures.find(kind="statistics", **key)
-    if row is None:
+    if figures.find(kind="statistics", **key) is None:
         progress = common.Progress(subject.label, len(windows))
         found = measure(model, batches, windows, args.rows, device, progress)
         figures.add({"kind": "statistics", **key, **common.about(subject, model, stem), **found})
-        row = figures.rows[-1]
-        print(gates_summary.line_of(row), flush=True)
-    return row | {"effects": effects_of(model, batches, windows, args, figures, key, subject.label)}
-
-
-def effects_of(
-    model, batches, windows, args, figures: Figures, key: dict, label: str
-) -> list[dict]:
-    """What the edits that args.edits names change; none are tried with "none"."""
-    if args.edits == "none":
-        return []
-    names = None if args.edits == "all" else args.edits.split(",")
-    plan = edits.Plan(model, names)
-    key = {"kind": "losses", **key, "names": plan.names}
-    edits.measure(model, batches, windows, args.rows, plan, figures, key, f"{label}, edits")
-    return edits.effects([row for row in figures.rows if key.items() <= row.items()])
+        counts = f"{len(found['sites'])} sites over {found['tokens']:,} tokens"
+        print(f"{subject.label}: {counts}", flush=True)
+    row = figures.find(kind="statistics", **key) | {"effects": []}
+    if args.edits != "none":
+        plan = edits.Plan(model, None if args.edits == "all" else args.edits.split(","))
+        key = {"kind": "losses", **key, "names": plan.names}
+        label = f"{subject.label}, edits"
+        edits.measure(model, batches, windows, args.rows, plan, figures, key, label)
+        row["effects"] = edits.effects([r for r in figures.rows if key.items() <= r.items()])
+    return row
 
 
 def run(args) -> None:
-    """Measure every run, store what is found, draw it and say it in words. ValueError: a run or corpus is not there."""
-    pyplot()  # a missing package should be known before the work
-    device, chosen, out = (
-        distributed.pick_device(args.device),
-        common.chosen(args),
-        common.output(args, "gates"),
-    )
-    for subject in chosen:
-        if args.edits not in ("all", "none"):
-            edits.Plan(subject.load("cpu")[0], args.edits.split(","))
-    settings = {"windows": args.windows, "at_once": args.rows}
-    figures = Figures(
-        out, device, settings, resume=True, code=digest(*CODE)[:12], notes={"summary": {}}
-    )
+    """Measure every run, store what is found, draw it and write its page."""
+    plots.printing()  # a missing package is known before the work
+    device, out = distributed.pick_device(args.device), common.output(args, "gates")
+    chosen, settings = common.chosen(args), {"windows": args.windows, "at_once": args.rows}
+    for subject in chosen if args.edits not in ("all", "none") else ():
+        edits.Plan(subject.load("cpu")[0], args.edits.split(","))
+    code, notes = digest(*CODE)[:12], {"summary": {}}
+    figures = Figures(out, device, settings, resume=True, code=code, notes=notes)
     rows = [measure_run(subject, args, device, figures) for subject in chosen]
-    groups = gates_summary.groups(rows, chosen)
+    groups = gates_page.groups(rows, chosen)
     figures.notes["summary"] = {group.label: group.stored() for group in groups}
     figures.store()
-    drawn = [path for group in groups for path in gates_figures.draw(group, out, len(groups) > 1)]
-    text = gates_summary.markdown(groups, drawn)
+    drawn = [path for group in groups for path in gates_page.draw(group, out, len(groups) > 1)]
+    text = gates_page.markdown(groups, drawn)
     configurator.replace_text(out.with_suffix(".md"), text)
     print(text)
     print(f"wrote {out} and {out.with_suffix('.md')}, drew {len(drawn)} figures beside them")

@@ -1,25 +1,25 @@
 """`analyze.py lens`: what a model would predict if it ended after each of its sites (the logit lens).
 
-At depth 0, the embedding, and after each site, the readout, final norm and output layer are applied to the state as it
-is, that of several columns, streams or sources included. The last depth is the model itself. They were trained for the
-last depth alone: a poor prediction early on does not mean that the state knows no better.
+At depth 0, the embedding, and after each site, the readout, final norm and output layer are applied
+to the state as it is, that of several columns, streams or sources included. The last depth is the
+model itself. They were trained for the last depth alone: a poor prediction early on does not mean
+that the state knows no better.
 """
 
 import itertools
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from data.tokenizer import encode_prompt
 from evaluation import tables
-from evaluation.subjects import open_corpus_of
 from model.block import Stream
 from model.layers import at_least_fp32
-from research.analysis import common, texts
-from research.plots import look, look_numbers, pyplot
-from training import distributed
-from training.provenance import provenance, store
+from research import plots
+from research.analysis import common
+from sample import read_prompt
+from serving.events import Pieces
 
 
 class Lens(Stream):
@@ -44,11 +44,7 @@ class Lens(Stream):
 
 
 def depths_of(model) -> list[str]:
-    """Names of the depths: the embedding, and each site."""
-    return [
-        "embedding",
-        *(f"{site.layer} {site.name}" for block in model.transformer.h for site in block.sites),
-    ]
+    return ["embedding", *common.site_names(model)]
 
 
 @torch.no_grad()
@@ -102,36 +98,28 @@ def measure(model, batches, windows: list[int], rows: int, progress=None) -> dic
     return {"tokens": count} | {name: (each / count).tolist() for name, each in sums.items()}
 
 
-def sentences(row: dict) -> list[str]:
-    """What a row says, in words."""
-    depths, loss, changed = row["depths"], row["loss"], row["overwritten"]
-    steps = np.diff(loss)
-    best, sites = int(steps.argmin()) + 1, len(depths) - 1
-    half = int(np.searchsorted(np.cumsum(row["settles"]), 0.5)) if sites else 0
-    most = int(np.argmax(changed[1:])) + 1
-    return [
-        f"Read after the embedding the loss is {loss[0]:.3f} nats, at the end {loss[-1]:.3f}; it falls most at "
-        f"{depths[best]}, by {-steps[best - 1]:.3f}.",
-        f"Half of the predictions are settled by depth {half} of {sites} ({depths[half]}); the last site still changes "
-        f"{changed[-1]:.1%} of them.",
-        f"{depths[most]} overwrites most predictions, {changed[most]:.1%}; a token's likeliest one changes "
-        f"{sum(changed):.1f} times on its way.",
-    ]
+def ids_of(argument: str, model, encoding) -> torch.Tensor:
+    """--text, FILE:path, or - for standard input, as ids (1, T) after end-of-text.
+
+    ValueError: it is empty, longer than block_size, or the encoding lacks some of it.
+    """
+    text = read_prompt(argument)
+    if not text:
+        raise ValueError("--text is empty: give a text, FILE:path, or - for standard input")
+    ids, longest = encode_prompt(encoding, text), model.config.block_size
+    if len(ids) > longest:
+        given = f"the text has {len(ids)} tokens"
+        raise ValueError(f"{given}: give at most block_size={longest}, end-of-text included")
+    return torch.tensor([ids], device=common.device_of(model))
 
 
-def table_of(model, encoding, ids) -> str:
-    """A row for each token of a text (1, T), a column for each depth: the likeliest next token where it changes."""
-    targets = ids.roll(-1, 1)
-    top = by_token(model, ids, targets)["top"][:, 0]  # (D, T)
-    pieces = texts.pieces_of(ids, encoding)
-    rows = []
-    for t, piece in enumerate(pieces):
-        course = top[:, t].tolist()
-        new = [True, *(a != b for a, b in itertools.pairwise(course))]
-        cells = [name(encoding, token) if each else "" for token, each in zip(course, new)]
-        following = texts.visible(pieces[t + 1]["label"]) if t + 1 < len(pieces) else None
-        rows.append([t, texts.visible(piece["label"]), following, *cells])
-    return tables.markdown(("", "token", "next", *depths_of(model)), rows)
+def visible(label: str, most: int = 12) -> str:
+    """A token in a table's cell: white space that is seen, at most `most` characters."""
+    for space, sign in {"\n": "⏎", "\r": "␍", "\t": "⇥", " ": "·", "|": "\\|"}.items():
+        label = label.replace(space, sign)
+    # Some that cannot be printed would end the line.
+    label = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in label)
+    return label if len(label) <= most else f"{label[: most - 1]}…"
 
 
 def name(encoding, token: int) -> str:
@@ -140,102 +128,79 @@ def name(encoding, token: int) -> str:
         return f"id {token}"
     data = encoding.decode_single_token_bytes(token)
     try:
-        return texts.visible(data.decode("utf-8"))
+        return visible(data.decode("utf-8"))
     except UnicodeDecodeError:
         return f"bytes {data.hex(' ')}"
 
 
-def markdown(rows: list[dict]) -> str:
-    header = (
-        "run",
-        "depth",
-        "loss (nats)",
-        "KL to the end",
-        "agrees",
-        "right",
-        "overwritten",
-        "settles",
+def table_of(model, encoding, ids) -> str:
+    """A row for each token of a text (1, T), a column for each depth: the likeliest next token
+    where it changes."""
+    top = by_token(model, ids, ids.roll(-1, 1))["top"][:, 0]  # (D, T)
+    pieces = Pieces(encoding, [])
+    labels = [visible(pieces.piece(token, None)["label"]) for token in ids[0].tolist()]
+    rows = []
+    for t, (label, following) in enumerate(zip(labels, [*labels[1:], None])):
+        course = top[:, t].tolist()
+        new = [True, *(a != b for a, b in itertools.pairwise(course))]
+        cells = [name(encoding, token) if each else "" for token, each in zip(course, new)]
+        rows.append([t, label, following, *cells])
+    return tables.markdown(("", "token", "next", *depths_of(model)), rows)
+
+
+def say(row: dict) -> str:
+    depths, loss, changed = row["depths"], row["loss"], row["overwritten"]
+    half = int(np.searchsorted(np.cumsum(row["settles"]), 0.5))
+    return (
+        f"loss {loss[0]:.3f} after the embedding, {loss[-1]:.3f} at the end; half of the "
+        f"predictions settled by depth {half} of {len(depths) - 1} ({depths[half]}), the last "
+        f"site changes {changed[-1]:.1%}"
     )
+
+
+COLUMNS = ("agrees", "right", "overwritten", "settles")
+
+
+def table(rows: list[dict]) -> str:
     cells = []
     for row in rows:
         for depth, label in enumerate(row["depths"]):
-            shares = [
-                f"{row[key][depth]:.1%}" for key in ("agrees", "right", "overwritten", "settles")
-            ]
-            cells.append(
-                [
-                    row["label"],
-                    label,
-                    f"{row['loss'][depth]:.3f}",
-                    f"{row['kl'][depth]:.3f}",
-                    *shares,
-                ]
-            )
-    return tables.markdown(header, cells)
+            nats = [f"{row[key][depth]:.3f}" for key in ("loss", "kl")]
+            shares = [f"{row[key][depth]:.1%}" for key in COLUMNS]
+            cells.append([row["label"], label, *nats, *shares])
+    return tables.markdown(("run", "depth", "loss (nats)", "KL to the end", *COLUMNS), cells)
 
 
-PANELS = (
-    ("loss", "loss (nats)", "log"),
-    ("kl", "KL of the final distribution (nats)", "symlog"),
-    ("agrees", "share whose likeliest token is the final one", "linear"),
-    ("overwritten", "share whose likeliest token changes", "linear"),
-    ("settled", "share that is settled", "linear"),
-)
+PANELS = {
+    "loss": ("loss (nats)", "log"),
+    "kl": ("KL of the final distribution (nats)", "symlog"),
+    "agrees": ("share that agrees with the end", "linear"),
+    "overwritten": ("share that a site changes", "linear"),
+    "settled": ("share that is settled", "linear"),
+}
 
 
-def draw(rows: list[dict], out: Path) -> None:
-    """A panel for each quantity, a line for each run, over depth."""
-    plt = pyplot()
-    figure, axes = plt.subplots(2, 3, figsize=(14, 8), layout="constrained")
-    for panel, (key, label, scale) in zip(axes.flat, PANELS):
-        for number, row in zip(look_numbers([row["model"] for row in rows]), rows):
-            values = np.cumsum(row["settles"]) if key == "settled" else row[key]
-            first = 1 if key == "overwritten" else 0
-            style = {"marker": "o", "markersize": 3, "label": row["label"], **look(number)}
-            panel.plot(range(first, len(values)), values[first:], **style)
-        panel.set(xlabel="depth (sites; 0: embedding)", ylabel=label, yscale=scale)
-        panel.xaxis.get_major_locator().set_params(integer=True)
-        if scale != "log":
-            panel.set_ylim(bottom=0)
-        panel.grid(alpha=0.3)
-    last = axes.flat[len(PANELS)]
-    last.axis("off")
-    last.legend(*axes[0, 0].get_legend_handles_labels(), loc="upper left", fontsize="small")
-    figure.savefig(out, dpi=100)
-    plt.close(figure)
+def draw(rows: list[dict]):
+    def course(row):
+        settled = np.cumsum(row["settles"]).tolist()
+        return row | {"overwritten": row["overwritten"][1:], "settled": settled}
+
+    label = "depth (sites; 0: embedding)"
+    figure, axes = plots.plot_over_depth([course(row) for row in rows], PANELS, label)
+    for axis in axes[1 : len(PANELS)]:
+        axis.set_ylim(bottom=0)
+    return figure
 
 
-def measure_run(subject, args, device) -> dict:
-    """The row of a run, with the table of --text."""
-    model, encoding, stem = subject.load(device)
-    table = (
-        table_of(model, encoding, texts.ids_of(args.text, model, encoding))
-        if args.text is not None
-        else None
-    )
-    batches = common.validation_batches(model, open_corpus_of(subject, args.dataset or ""))
-    windows = common.whole_windows(batches, args.windows)
-    row = common.about(subject, model, stem) | {
-        "depths": depths_of(model),
-        "sequences": len(windows),
-    }
-    row |= measure(model, batches, windows, args.rows, common.Progress(subject.label, len(windows)))
-    return row | ({"table": table} if table else {})
+def of_run(model, encoding, batches, windows: list[int], args, progress) -> dict:
+    """The figures of `measure`, and the table of --text, which is printed."""
+    found = {"depths": depths_of(model)}
+    if args.text is not None:
+        found["table"] = table_of(model, encoding, ids_of(args.text, model, encoding))
+        print(found["table"])
+    return found | measure(model, batches, windows, args.rows, progress)
 
 
 def run(args) -> None:
-    """Measure every run, store the rows and draw them. ValueError: a run or its corpus is not there, or a text is too
-    long for a model."""
-    pyplot()  # a missing package should be known before the work
-    origin, device = provenance(), distributed.pick_device(args.device)
-    chosen, rows = common.chosen(args), []
-    out = common.output(args, "lens")
-    for subject in chosen:
-        rows.append(measure_run(subject, args, device))
-        if "table" in rows[-1]:
-            print(rows[-1]["table"])
-        print(f"{subject.label}: {' '.join(sentences(rows[-1]))}", flush=True)
-        store(out, {"rows": rows}, origin)
-    print(markdown(rows))
-    draw(rows, out.with_suffix(".png"))
-    print(f"wrote {out}, drew {out.with_suffix('.png')}")
+    """Measure, store and draw every run. ValueError: a text is too long for a model."""
+    common.over_runs(args, "lens", of_run, say, table, draw)

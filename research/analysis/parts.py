@@ -10,7 +10,7 @@ it keeps the parent's forward; else it computes something else.
                numbers, vectors or matrices of each token
     ALONG      along(write, state, h, x_in, c) -> (B, T, d): the direction that a write writes along
     SHARES     {statistic: {label: (low, high)}} of a write: intervals, ends left out, that tokens are counted in
-    SHORTCUTS  shortcut(write, state, h, x_in, c) -> a map of research/analysis/shortcut.py: what becomes of the state,
+    SHORTCUTS  shortcut(write, state, h, x_in, c) -> a map of products.py: what becomes of the state,
                gates and directions as they are
 """
 
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from model.layers import at_least_fp32
 from model.residual import read_along, read_columns
-from research.analysis.shortcut import Diagonal, LowRank, Mix, identity
+from research.analysis.products import Diagonal, LowRank, Mix, identity
 
 
 def entry(table: dict, part):

@@ -1,4 +1,8 @@
-"""Products of the linear maps by which a model's writes change a state (model/shortcut.py), and their spectra.
+"""Products of the linear maps by which a model's writes change a state, and their spectra.
+
+A write is taken as a map of the state that it finds, its gates and directions as they are (the table SHORTCUTS of
+parts.py). Tensors have batch and tokens first, or (1, 1) where the map is the same for every token. `axis` is the
+dimension of the state on which a map acts, m its size there; along the others it acts alike.
 
 The map of the s-th site is A_s, that of a token through the first s sites P_s = A_s ... A_1, over a space of m features
 or streams. Everything is float64. A product of maps I + U_s V_s^T is itself I + W Y^T, W = [U_1 .. U_s] and
@@ -7,12 +11,54 @@ Y = [V_1, P_1^T V_2, ..]: of R columns together, its eigenvalues are 1 and those
 """
 
 from dataclasses import dataclass, fields
+from typing import ClassVar
 
 import torch
 
-from research.analysis.shortcut import Diagonal, LowRank, Mix
-
 MOVED = 1e-6  # a direction counts as moved where P - I has a singular value above this
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """x -> x + sum_r left_r (right_r . x) on the features: I + left^T right; left, right (B, T, r, d)."""
+
+    axis: ClassVar[int] = -1
+    left: torch.Tensor
+    right: torch.Tensor
+
+    def dense(self) -> torch.Tensor:
+        """The matrix (B, T, d, d)."""
+        identity = torch.eye(self.left.shape[-1], dtype=self.left.dtype, device=self.left.device)
+        return identity + self.left.mT @ self.right
+
+
+@dataclass(frozen=True)
+class Diagonal:
+    """x -> values * x on the features; values (B, T, d)."""
+
+    axis: ClassVar[int] = -1
+    values: torch.Tensor
+
+    def dense(self) -> torch.Tensor:
+        """The matrix (B, T, d, d)."""
+        return self.values.diag_embed()
+
+
+@dataclass(frozen=True)
+class Mix:
+    """H -> matrix H on the n streams of a state (B, T, n, d); matrix (B, T, n, n)."""
+
+    axis: ClassVar[int] = 2
+    matrix: torch.Tensor
+
+    def dense(self) -> torch.Tensor:
+        """The matrix (B, T, n, n)."""
+        return self.matrix
+
+
+def identity(state) -> Diagonal:
+    """Of a write that adds alone to a state (B, T, ..., d)."""
+    return Diagonal(state.new_ones(1, 1, state.shape[-1]))
 
 
 @dataclass

@@ -7,20 +7,16 @@ next site reads of it (`read`: the readout's, after the last block); the rank of
 (`state`) is stored as well. Computed in float32, the singular values in float64.
 """
 
-from pathlib import Path
+import itertools
 
 import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from data.loader import ValidationBatches
 from evaluation import tables
-from evaluation.subjects import open_corpus_of
 from model.block import Stream, past
+from research import plots
 from research.analysis import common
-from research.plots import look, look_numbers, pyplot
-from training import distributed
-from training.provenance import provenance, store
 
 
 def effective_rank(x: torch.Tensor) -> torch.Tensor:
@@ -70,188 +66,112 @@ class Recorder(Stream):
         return model.ln_f(self.reads[-1])
 
 
-class Sums:
-    """What is added up over batches, by depth; `of`: whether state or read counts as the hidden state."""
-
-    def __init__(self):
-        self.sequences, self.numbers, self.of = 0, None, "state"
-
-    def add(self, recorder: Recorder) -> None:
-        """Count a batch, after its backward pass."""
-        states, reads = recorder.states, recorder.reads
-        own = torch.is_tensor(states[0]) and states[0].ndim == 3
-        self.of = "state" if own else "read"
-        hidden = [state if own else read for state, read in zip(states, reads)]
-        rows = {
-            name: []
-            for name in (
-                "rank_state",
-                "rank_read",
-                "rank_difference",
-                "squares",
-                "count",
-                "gradient",
-            )
-        }
-        for depth, (state, read) in enumerate(zip(states, reads)):
-            flat = side_by_side(state)
-            rows["rank_state"].append(effective_rank(flat).sum().item())
-            same = read is state
-            rows["rank_read"].append(
-                rows["rank_state"][-1] if same else effective_rank(read).sum().item()
-            )
-            change = hidden[depth] - hidden[depth - 1] if depth else torch.zeros_like(hidden[0])
-            rows["rank_difference"].append(effective_rank(change).sum().item())
-            rows["squares"].append(flat.double().square().sum().item())
-            rows["count"].append(flat.numel())
-            grads = [part.grad for part in tree_leaves(state) if part.grad is not None]
-            rows["gradient"].append(sum(grad.double().square().sum().item() for grad in grads))
-        numbers = np.array(list(rows.values()))
-        self.numbers = numbers if self.numbers is None else self.numbers + numbers
-        self.sequences += len(hidden[0])
-
-    def result(self) -> dict:
-        states, reads, differences, squares, count, gradient = self.numbers
-        found = {
-            "rank_of": self.of,
-            "rank_state": states / self.sequences,
-            "rank_read": reads / self.sequences,
-        }
-        found |= {
-            "rank_difference": differences[1:] / self.sequences,
-            "state_rms": np.sqrt(squares / count),
-        }
-        found["gradient_state"] = np.sqrt(gradient)
-        return {
-            key: value if isinstance(value, str) else value.tolist() for key, value in found.items()
-        }
+@torch.no_grad()
+def by_depth(recorder: Recorder) -> tuple[str, dict[str, list[float]]]:
+    """After the backward pass of a batch: which of state and read counts, and sums by depth."""
+    states, reads = recorder.states, recorder.reads
+    own = torch.is_tensor(states[0]) and states[0].ndim == 3
+    hidden = [state if own else read for state, read in zip(states, reads)]
+    flat = [side_by_side(state) for state in states]
+    gradients = [[p.grad for p in tree_leaves(s) if p.grad is not None] for s in states]
+    changes = [after - before for before, after in itertools.pairwise(hidden)]
+    ranks = [effective_rank(x).sum().item() for x in flat]
+    same = [read is state for state, read in zip(states, reads)]
+    of_reads = [r if s else effective_rank(x).sum().item() for r, s, x in zip(ranks, same, reads)]
+    return "state" if own else "read", {
+        "rank_state": ranks,
+        "rank_read": of_reads,
+        "rank_difference": [effective_rank(x).sum().item() for x in changes],
+        "state_rms": [x.double().square().sum().item() for x in flat],
+        "gradient_state": [sum(squares_of(g) for g in each) for each in gradients],
+        "numbers": [x.numel() for x in flat],
+    }
 
 
-def measure(
-    model, batches: ValidationBatches, windows: list[int], rows: int, device, progress=None
-) -> dict:
-    """By depth, over the windows, which are whole: rank_state, rank_read, rank_difference (of the change that each
-    block makes), state_rms, and the norms of the gradient of the mean loss with respect to the state (gradient_state)
-    and to the parameters of each block (gradient_parameters). progress(done) is told of every batch.
+def squares_of(x: torch.Tensor) -> float:
+    return x.double().square().sum().item()
+
+
+def measure(model, batches, windows: list[int], rows: int, progress=None) -> dict:
+    """By depth, over the windows, which are whole: rank_state, rank_read, rank_difference (of the
+    change that each block makes), state_rms, and the norms of the gradient of the mean loss with
+    respect to the state (gradient_state) and to the parameters of each block
+    (gradient_parameters). Of the rank that counts (`rank`) `preservation`, the last depth's over
+    that at depth 0, and `slope`, least squares, of its logarithm over depth; None where it is 0.
 
     ValueError: a state is not finite.
     """
-    sums = Sums()
+    total: dict[str, np.ndarray] = {}
     model.zero_grad(set_to_none=True)
+    device = common.device_of(model)
     for ids, targets in common.in_batches(batches, windows, rows, device, progress):
         recorder = Recorder()
         with model.through(recorder):
             _, loss = model(ids, targets)
         (loss * (len(ids) / len(windows))).backward()
-        with torch.no_grad():
-            sums.add(recorder)
-    found = sums.result() | {
-        "gradient_parameters": [norm_of_gradient(block) for block in model.transformer.h]
-    }
-    model.zero_grad(set_to_none=True)
-    return found | summary_of(found)
-
-
-def norm_of_gradient(module) -> float:
+        counts, sums = by_depth(recorder)
+        total = {name: total.get(name, 0) + np.array(each) for name, each in sums.items()}
+    ranks = {name: total[name] / len(windows) for name in total if name.startswith("rank")}
+    found = {name: values.tolist() for name, values in ranks.items()}
+    found["state_rms"] = np.sqrt(total["state_rms"] / total["numbers"]).tolist()
+    found["gradient_state"] = np.sqrt(total["gradient_state"]).tolist()
     squares = [
-        p.grad.double().square().sum().item() for p in module.parameters() if p.grad is not None
+        sum(squares_of(p.grad) for p in block.parameters() if p.grad is not None)
+        for block in model.transformer.h
     ]
-    return float(np.sqrt(sum(squares)))
-
-
-def summary_of(found: dict) -> dict:
-    """What a course of ranks comes to: `rank` (that which counts), `preservation`, rank at the last depth over that at
-    depth 0, and `slope`, least squares, of the logarithm of the rank over depth; None where a rank is 0."""
-    rank = found[f"rank_{found['rank_of']}"]
-    result = {"rank": rank, "preservation": None, "slope": None}
+    found["gradient_parameters"] = np.sqrt(squares).tolist()
+    model.zero_grad(set_to_none=True)
+    rank = found[f"rank_{counts}"]
+    found |= {"rank_of": counts, "rank": rank, "preservation": None, "slope": None}
     if min(rank) > 0:
         slope = np.polyfit(np.arange(len(rank)), np.log(rank), 1)[0]
-        result |= {"preservation": rank[-1] / rank[0], "slope": float(slope)}
-    return result
+        found |= {"preservation": rank[-1] / rank[0], "slope": float(slope)}
+    return found
 
 
 def over_validation(model, corpus, count: int, rows: int, label: str) -> dict:
-    """`measure` over `count` validation sequences of the corpus, their number, and a line now and then."""
+    """`measure` over `count` validation sequences of a corpus, and their number."""
     batches = common.validation_batches(model, corpus)
     windows = common.whole_windows(batches, count)
     progress = common.Progress(label, len(windows))
-    return {
-        "sequences": len(windows),
-        **measure(model, batches, windows, rows, common.device_of(model), progress),
-    }
-
-
-def measure_run(subject, dataset: str, count: int, rows: int, device) -> dict:
-    """`over_validation` of a subject's model on its own corpus, or `dataset`, and what it is of. ValueError: the corpus
-    is not there, or has other tokens."""
-    corpus = open_corpus_of(subject, dataset)
-    model, _, stem = subject.load(device)
-    return common.about(subject, model, stem) | over_validation(
-        model, corpus, count, rows, subject.label
-    )
-
-
-def markdown(rows: list[dict]) -> str:
-    header = ("run", "blocks", "taken", "rank at 0", "at the end", "preserved", "slope of log rank")
-    cells = []
-    for row in rows:
-        figures = [row["rank"][0], row["rank"][-1], row["preservation"], row["slope"]]
-        shown = [None if x is None else f"{x:.3f}" for x in figures[:3]]
-        cells.append(
-            [
-                row["label"],
-                row["layers"],
-                row["rank_of"],
-                *shown,
-                figures[3] and f"{figures[3]:+.4f}",
-            ]
-        )
-    return tables.markdown(header, cells)
-
-
-PANELS = (
-    ("rank", "effective rank of the hidden state", "linear"),
-    ("rank_difference", "effective rank of a block's change", "linear"),
-    ("state_rms", "root mean square of the state", "log"),
-    ("gradient_state", "gradient norm, with respect to the state", "log"),
-    ("gradient_parameters", "gradient norm, of the block's parameters", "log"),
-)
-
-
-def draw(rows: list[dict], out: Path) -> None:
-    """A panel for each quantity, a line for each run, over depth."""
-    plt = pyplot()
-    figure, axes = plt.subplots(2, 3, figsize=(14, 8), layout="constrained")
-    for panel, (key, label, scale) in zip(axes.flat, PANELS):
-        for number, row in zip(look_numbers([row["model"] for row in rows]), rows):
-            values = row[key]
-            depths = range(row["layers"] + 1 - len(values), row["layers"] + 1)
-            panel.plot(depths, values, label=row["label"], **look(number))
-        panel.set(xlabel="depth (blocks)", ylabel=label, yscale=scale)
-        panel.xaxis.get_major_locator().set_params(integer=True)
-        panel.grid(alpha=0.3)
-    axes[0, 0].set_ylim(0, 1)
-    last = axes.flat[len(PANELS)]
-    last.axis("off")
-    last.legend(*axes[0, 0].get_legend_handles_labels(), loc="upper left", fontsize="small")
-    figure.savefig(out, dpi=100)
-    plt.close(figure)
-
-
-def run(args) -> None:
-    """Measure every run, store the rows and draw them. ValueError: a run or its corpus is not there."""
-    pyplot()  # a missing package should be known before the work
-    origin, device = provenance(), distributed.pick_device(args.device)
-    chosen, rows = common.chosen(args), []
-    out = common.output(args, "rank")
-    for subject in chosen:
-        rows.append(measure_run(subject, args.dataset or "", args.windows, args.rows, device))
-        print(line_of(rows[-1]), flush=True)
-        store(out, {"rows": rows}, origin)
-    print(markdown(rows))
-    draw(rows, out.with_suffix(".png"))
-    print(f"wrote {out}, drew {out.with_suffix('.png')}")
+    return {"sequences": len(windows), **measure(model, batches, windows, rows, progress)}
 
 
 def line_of(row: dict) -> str:
-    return f"{row['label']}: effective rank {row['rank'][0]:.3f} to {row['rank'][-1]:.3f} over {row['layers']} blocks"
+    ends = f"{row['rank'][0]:.3f} to {row['rank'][-1]:.3f}"
+    return f"effective rank {ends} over {row['layers']} blocks"
+
+
+def table(rows: list[dict]) -> str:
+    header = ("run", "blocks", "taken", "rank at 0", "at the end", "preserved", "slope of log rank")
+    cells = []
+    for row in rows:
+        figures = [row["rank"][0], row["rank"][-1], row["preservation"]]
+        shown = [None if x is None else f"{x:.3f}" for x in figures]
+        slope = row["slope"] and f"{row['slope']:+.4f}"
+        cells.append([row["label"], row["layers"], row["rank_of"], *shown, slope])
+    return tables.markdown(header, cells)
+
+
+PANELS = {
+    "rank": ("effective rank, hidden state", "linear"),
+    "rank_difference": ("effective rank, block's change", "linear"),
+    "state_rms": ("RMS of the state", "log"),
+    "gradient_state": ("gradient norm, state", "log"),
+    "gradient_parameters": ("gradient norm, parameters", "log"),
+}
+
+
+def draw(rows: list[dict]):
+    figure, axes = plots.plot_over_depth(rows, PANELS, "depth (blocks)")
+    axes[0].set_ylim(0, 1)
+    return figure
+
+
+def run(args) -> None:
+    """Measure, store and draw every run."""
+
+    def of_run(model, encoding, batches, windows, args, progress):
+        return measure(model, batches, windows, args.rows, progress)
+
+    common.over_runs(args, "rank", of_run, line_of, table, draw)

@@ -1,46 +1,36 @@
 """`analyze.py spectrum`: what is left of a token's state on its way through the model, the writes' additions aside.
 
-The shortcut of a token is the product over all sites, in order, of what each write does to the state that it finds,
-with gates and directions as they are for that token of the validation split. A delta rewrite does A = I - beta k k^T
-to every column; the streams of HC and mHC are mixed; MGT scales features; an additive write does nothing. Computed in
-float64 from maps in the precision of the model (analysis/products.py).
+The shortcut of a token is the product over all sites, in order, of what each write does to the
+state that it finds, with gates and directions as they are for that token of the validation split. A
+delta rewrite does A = I - beta k k^T to every column; the streams of HC and mHC are mixed; MGT
+scales features; an additive write does nothing. Computed in float64 from maps in the precision of
+the model (analysis/products.py).
 """
 
 import math
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from evaluation import tables
-from evaluation.subjects import open_corpus_of
 from model.block import Stream
+from research import plots
 from research.analysis import common
 from research.analysis.parts import SHORTCUTS, entry
-from research.analysis.products import Spectra, spectra
-from research.analysis.shortcut import Diagonal, LowRank, Mix
-from research.plots import COLORS, pyplot
-from training import distributed
-from training.provenance import provenance, store
+from research.analysis.products import Mix, Spectra, spectra
 
 QUANTILES = {"5%": 0.05, "median": 0.5, "95%": 0.95}
 BINS = 61  # of the eigenvalues' density, along each axis
 NEAR = 0.1  # an eigenvalue smaller than this is called erased
 
 
-def sites_of(model) -> list:
-    return [site for block in model.transformer.h for site in block.sites]
-
-
 def undeclared(model) -> str | None:
     """Which part of the model says no linear shortcut, as the end of a message; None: all do."""
-    for site in sites_of(model):
-        if entry(SHORTCUTS, site.write) is None:
-            return (
-                f"{type(site.write).__name__} has no linear shortcut (research/analysis/parts.py)"
-            )
-        if site.after is not None:
-            return f"{type(site.after).__name__} after its writes has no linear shortcut"
+    for site in (site for block in model.transformer.h for site in block.sites):
+        for part in filter(None, (site.write, site.after)):
+            if entry(SHORTCUTS, part) is None:
+                name = type(part).__name__
+                return f"{name} has no linear shortcut (research/analysis/parts.py)"
     return None
 
 
@@ -164,186 +154,102 @@ def gains(maps: list[Mix]) -> dict:
     }
 
 
-def sentences(row: dict) -> list[str]:
-    """What the figures of a row say, in words."""
-    sites, last = (
-        len(row["sites"]),
-        {name: each["median"][-1] for name, each in row["by_site"].items()},
-    )
-    low, high = (row["by_site"]["reflections_so_far"][name][-1] for name in ("5%", "95%"))
-    what = {LowRank: f"{row['size']} features", Diagonal: f"{row['size']} features, each by itself"}
-    what[Mix] = f"{row['size']} streams"
-    of = next(text for kind, text in what.items() if kind.__name__ == row["kind"])
-    tokens = "the same for every token" if row["tokens"] == 1 else f"of {row['tokens']:,} tokens"
-    said = [
-        f"The shortcut through {sites} sites is a linear map of {of}, {tokens}; below: medians over tokens."
-    ]
+def say(row: dict) -> str:
+    last = {name: each["median"][-1] for name, each in row["by_site"].items()}
+    eigenvalues, tokens = row["eigenvalues"], row["tokens"]
     if row["by_site"]["untouched"]["5%"][-1] == 1:
-        return [*said, "It is the identity: what was written stays as it was."]
-    said.append(
-        f"It leaves {last['untouched']:.0%} of the dimensions untouched and {last['energy']:.0%} of the squared "
-        f"length of a random state; its singular values go from {figure(last['smallest'])} to "
-        f"{figure(last['largest'])} (condition number {figure(last['condition'])}) and |det| is "
-        f"{power(last['log10_det'])}."
-    )
-    count = f"{last['reflections_so_far']:.0f}"
-    said.append(
-        f"The {sites} maps have {count} negative eigenvalues, which reflect (5% to 95% of tokens: {low:.0f} to "
-        f"{high:.0f}); det is negative for "
-        f"{row['det_negative']:.0%} of tokens."
-    )
-    shares = row["eigenvalues"]
-    said.append(
-        f"Of the {shares['each']} eigenvalues that can differ from 1, {shares['erased']:.0%} are below {NEAR} in size "
-        f"(erased), {shares['flipped']:.0%} real and negative (flipped), {shares['turned']:.0%} not real (turned) and "
-        f"{shares['grown']:.0%} above 1."
+        return "the shortcut is the identity: what was written stays as it was"
+    said = (
+        f"shortcut through {len(row['sites'])} sites, medians of {tokens:,} tokens: "
+        f"{last['reflections_so_far']:.0f} reflections, det negative for "
+        f"{row['det_negative']:.0%}; of {eigenvalues['each']} eigenvalues that can differ from 1 "
+        f"{eigenvalues['erased']:.0%} erased (below {NEAR}), {eigenvalues['flipped']:.0%} flipped, "
+        f"{eigenvalues['turned']:.0%} not real, {eigenvalues['grown']:.0%} above 1"
     )
     if "row_gain" in row:
-        said.append(
-            f"Sums of a row of the product are at most {row['row_gain']:.4g} in size, those of a column "
-            f"{row['column_gain']:.4g}; none is further than {row['sum_error']:.1g} from 1. Were all mixes doubly "
-            f"stochastic, every sum and the spectral norm would be 1; for 95% of tokens this norm is at most "
-            f"{row['by_site']['largest']['95%'][-1]:.6g}."
+        said += (
+            f"; sums of a row of the product at most {row['row_gain']:.4g}, of a column "
+            f"{row['column_gain']:.4g}, none further than {row['sum_error']:.1g} from 1"
         )
     return said
 
 
-def figure(value: float | None) -> str:
-    return "infinite" if value is None else f"{value:.3g}"
-
-
 def power(exponent: float | None) -> str:
-    return (
-        "0"
-        if exponent is None
-        else f"{10**exponent:.3g}"
-        if abs(exponent) < 3
-        else f"10^{exponent:.1f}"
-    )
+    """10 to the exponent; None: 0."""
+    if exponent is None:
+        return "0"
+    return f"{10**exponent:.3g}" if abs(exponent) < 3 else f"10^{exponent:.1f}"
 
 
-def markdown(rows: list[dict]) -> str:
-    header = (
-        "run",
-        "sites",
-        "reflections",
-        "|det|",
-        "largest",
-        "smallest",
-        "condition",
-        "untouched",
-        "energy",
-    )
+COLUMNS = ("largest", "smallest", "condition", "untouched", "energy")
+
+
+def table(rows: list[dict]) -> str:
     cells = []
     for row in rows:
         last = {name: each["median"][-1] for name, each in row["by_site"].items()}
-        figures = [figure(last[name]) for name in header[4:]]
-        cells.append(
-            [
-                row["label"],
-                len(row["sites"]),
-                f"{last['reflections_so_far']:.0f}",
-                power(last["log10_det"]),
-                *figures,
-            ]
-        )
-    return tables.markdown(header, cells)
+        figures = ["infinite" if last[n] is None else f"{last[n]:.3g}" for n in COLUMNS]
+        reflections = f"{last['reflections_so_far']:.0f}"
+        det = power(last["log10_det"])
+        cells.append([row["label"], len(row["sites"]), reflections, det, *figures])
+    return tables.markdown(("run", "sites", "reflections", "size of det", *COLUMNS), cells)
 
 
-PANELS = (
-    ("log10_det", "log10 |det|", "linear"),
-    ("condition", "condition number", "log"),
-    ("reflections_so_far", "reflections so far", "linear"),
-)
+PANELS = {
+    "log10_det": ("log10 |det|", "linear"),
+    "condition": ("condition number", "log"),
+    "reflections_so_far": ("reflections so far", "linear"),
+}
 
 
-def draw(rows: list[dict], out: Path) -> None:
-    """A row of panels for each run: eigenvalues, then quantities of the products up to each site; alike for all."""
-    plt = pyplot()
-    size = (16, 3.6 * len(rows))
-    figure, axes = plt.subplots(
-        len(rows), 4, figsize=size, layout="constrained", squeeze=False, sharey="col"
-    )
+def draw(rows: list[dict]):
+    """A row of panels for each run: eigenvalues, then the products up to each site: the median over
+    tokens and between which values 90% of them lie; gaps where they are infinite."""
+    figure, axes = plots.panels(len(rows), 4, 1.6, ["median over tokens, 5% to 95%"], sharey="col")
     densities = [np.ma.masked_equal(row["density"]["counts"], 0) / row["tokens"] for row in rows]
-    lowest, highest = min(each.min() for each in densities), max(each.max() for each in densities)
-    for row, each, panels in zip(rows, densities, axes):
-        image = draw_eigenvalues(panels[0], row, each, min(lowest, highest / 10), highest)
-        for panel, (name, label, scale) in zip(panels[1:], PANELS):
-            draw_course(panel, row, name, label, scale)
-        figure.colorbar(image, ax=panels[0], label="eigenvalues of a token", shrink=0.85)
-    axes[0, 1].legend(fontsize="small", loc="lower left")  # |det| begins at 1 and falls
+    highest = max(each.max() for each in densities)
+    lowest = min(*(each.min() for each in densities), highest / 10)
+    limit, color = max(row["density"]["limit"] for row in rows), plots.COLORS[0]
+    angle, entries = np.linspace(0, 2 * np.pi, 200), {}
+    for row, counts, panels in zip(rows, densities, axes):
+        panels[0].plot(np.cos(angle), np.sin(angle), color="0.5", linewidth=0.8)
+        extent = (-row["density"]["limit"], row["density"]["limit"]) * 2
+        scale = {"norm": "log", "cmap": "viridis_r", "clim": (lowest, highest)}
+        image = panels[0].imshow(counts, extent=extent, origin="lower", **scale)
+        panels[0].set(xlim=(-limit, limit), ylim=(-limit, limit), aspect="equal")
+        panels[0].set_ylabel(plots.wrapped(row["label"]))
+        sites = np.arange(1, len(row["sites"]) + 1)
+        for panel, (name, (_, scale)) in zip(panels[1:], PANELS.items()):
+            values = {key: np.array(row["by_site"][name][key], dtype=float) for key in QUANTILES}
+            between = {"color": color, "alpha": 0.25, "linewidth": 0}
+            band = panel.fill_between(sites, values["5%"], values["95%"], **between)
+            (line,) = panel.plot(sites, values["median"], color=color, marker="o")
+            entries |= {"median over tokens": line, "5% to 95%": band}
+            panel.set_yscale(scale)
+    titles = ["eigenvalues", *(title for title, _ in PANELS.values())]
+    for panel, title in zip(axes[0], titles):
+        panel.set_title(title)
+    plots.plain_numbers(axes[0, 2].yaxis)
     axes[0, 3].set_ylim(0, max(axes[0, 3].get_ylim()[1], 1.0))
-    axes[0, 0].set_ylim(*(max(row["density"]["limit"] for row in rows) * np.array([-1, 1])))
-    figure.savefig(out, dpi=100)
-    plt.close(figure)
-
-
-def draw_eigenvalues(panel, row: dict, counts, lowest: float, highest: float):
-    """Their density in the complex plane, with the unit circle."""
-    limit, angle = row["density"]["limit"], np.linspace(0, 2 * np.pi, 200)
-    panel.plot(np.cos(angle), np.sin(angle), color="0.5", linewidth=0.8)
-    panel.set(xlabel="real part", ylabel="imaginary part")
-    panel.set_title(row["label"], fontsize="medium", loc="left")
-    colours = {"norm": "log", "cmap": "viridis_r", "clim": (lowest, highest)}
-    return panel.imshow(counts, extent=(-limit, limit) * 2, origin="lower", **colours)
-
-
-def draw_course(panel, row: dict, name: str, label: str, scale: str) -> None:
-    """Over sites: the median over tokens, and between which values nine tenths of them are; gaps where infinite."""
-    sites = np.arange(1, len(row["sites"]) + 1)
-    values = {key: np.array(row["by_site"][name][key], dtype=float) for key in QUANTILES}
-    panel.fill_between(
-        sites,
-        values["5%"],
-        values["95%"],
-        color=COLORS[0],
-        alpha=0.25,
-        linewidth=0,
-        label="5% to 95%",
-    )
-    panel.plot(
-        sites,
-        values["median"],
-        color=COLORS[0],
-        marker="o",
-        markersize=3,
-        label="median over tokens",
-    )
-    panel.set(xlabel="sites so far", ylabel=label, yscale=scale)
-    for axis in (panel.xaxis, *([panel.yaxis] if name == "reflections_so_far" else [])):
+    for axis in (axes[0, 3].yaxis, *(panel.xaxis for panel in axes[:, 1:].flat)):
         axis.get_major_locator().set_params(integer=True)
-    panel.grid(alpha=0.3)
-
-
-def measure_run(subject, args, device) -> dict:
-    """The row of a run."""
-    model, _, stem = subject.load(device)
-    batches = common.validation_batches(model, open_corpus_of(subject, args.dataset or ""))
-    windows = common.whole_windows(batches, args.windows)
-    progress = common.Progress(subject.label, len(windows))
-    row = common.about(subject, model, stem) | {
-        "sites": [f"{site.layer} {site.name}" for site in sites_of(model)]
-    }
-    return (
-        row
-        | {"sequences": len(windows)}
-        | measure(model, batches, windows, args.rows, args.tokens, progress)
-    )
+    for panel in axes[-1, 1:]:
+        panel.set_xlabel("sites so far")
+    bar = figure.colorbar(image, ax=axes[:, 0], location="left", shrink=0.8)
+    bar.set_label("eigenvalues of a token")
+    plots.plain_numbers(bar.ax.yaxis)
+    plots.add_legend(figure, entries)
+    return figure
 
 
 def run(args) -> None:
-    """Measure every run, store the rows and draw them. ValueError: a run or its corpus is not there, or has none."""
-    pyplot()  # a missing package should be known before the work
-    origin, device = provenance(), distributed.pick_device(args.device)
-    chosen, rows = common.chosen(args), []
-    for subject in chosen:  # before any of them is measured
+    """Measure, store and draw every run. ValueError: one has no linear shortcut."""
+    for subject in common.chosen(args):  # before any of them is measured
         if why := undeclared(subject.load("cpu")[0]):
             raise ValueError(f"{subject.label}: {why}")
-    out = common.output(args, "spectrum")
-    for subject in chosen:
-        rows.append(measure_run(subject, args, device))
-        print(f"{subject.label}: {' '.join(sentences(rows[-1]))}", flush=True)
-        store(out, {"rows": rows}, origin)
-    print(markdown(rows))
-    draw(rows, out.with_suffix(".png"))
-    print(f"wrote {out}, drew {out.with_suffix('.png')}")
+
+    def of_run(model, encoding, batches, windows, args, progress):
+        sites = {"sites": common.site_names(model)}
+        return sites | measure(model, batches, windows, args.rows, args.tokens, progress)
+
+    common.over_runs(args, "spectrum", of_run, say, table, draw)

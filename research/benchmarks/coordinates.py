@@ -24,8 +24,8 @@ import configurator
 from evaluation import tables
 from model import STEMS, build, model_class
 from model.block import Stream
+from research import plots
 from research.benchmarks.figures import MODEL, Figures
-from research.plots import pyplot
 from training import optimizer
 from training.provenance import digest
 
@@ -407,42 +407,38 @@ def markdown(rows: list[dict]) -> str:
     )
 
 
-def draw(rows: list[dict], out) -> None:
+def draw(rows: list[dict]):
     """Every slope as a point; a panel an optimizer, a line a model."""
-    plt = pyplot()
     names = list(dict.fromkeys(row["optimizer"] for row in rows))
-    size = 14, 1.5 + 0.35 * len(rows) / len(names)
-    figure, axes = plt.subplots(
-        1, len(names), figsize=size, layout="constrained", sharey=True, squeeze=False
-    )
+    looks = {"h, c, k, x_in, logits": ("D", 1), "contribution of a parameter": ("o", 0)}
+    height = 0.6 + 0.16 * len(rows) / len(names)
+    figure, axes = plots.panels(1, len(names), height, list(looks), sharey=True)
+    entries = {}
     for panel, name in zip(axes[0], names):
         ours = [row for row in rows if row["optimizer"] == name]
-        panel.axvspan(-BOUND, BOUND, color="C2", alpha=0.15)
-        for place, row in enumerate(ours):
-            for what, each in row["changes"].items():
-                change = what.startswith("change")
-                style = {
-                    "marker": "D" if change else "o",
-                    "color": "C1" if change else "C0",
-                    "alpha": 0.6,
-                }
-                panel.plot(each["slope"], -place, linestyle="", markersize=5, **style)
-        labels = [
-            f"{row['model'].replace('+', ' ')}, {'muP' if row['mup'] else 'without'}"
-            for row in ours
-        ]
-        panel.set_yticks([-place for place in range(len(ours))], labels, fontsize="small")
-        panel.set(title=name, xlabel="slope of a change over hidden_size, both logarithms")
-        panel.grid(axis="x", alpha=0.3)
-    axes[0][0].plot([], [], "D", color="C1", label="h, c, k, x_in, logits")
-    axes[0][0].plot([], [], "o", color="C0", label="contribution of a parameter")
-    axes[0][0].legend(fontsize="small", loc="center right")
-    figure.savefig(out, dpi=100)
+        entries["counts as level"] = panel.axvspan(-BOUND, BOUND, color="0.9")
+        for label, (marker, color) in looks.items():
+            points = [
+                (each["slope"], -place)
+                for place, row in enumerate(ours)
+                for what, each in row["changes"].items()
+                if what.startswith("change") == (marker == "D")
+            ]
+            style = {"linestyle": "", "color": plots.COLORS[color], "alpha": 0.6}
+            (entries[label],) = panel.plot(*zip(*points), marker, **style)
+        labels = [row["model"] + ("" if row["mup"] else ", without muP") for row in ours]
+        for common, short in (("-gpt-mha-rope", ""), ("-gpt-mha", ""), ("+ddl_", " "), ("+", " ")):
+            labels = [label.replace(common, short) for label in labels]
+        panel.set_yticks([-place for place in range(len(ours))], labels, fontsize=6)
+        panel.set(title=name, xlabel="slope")
+        panel.grid(visible=False, axis="y")
+    plots.add_legend(figure, entries)
+    return figure
 
 
 def run(args) -> None:
     """Check what the file of figures lacks, storing each; then the table and the figure beside it."""
-    pyplot()  # a missing package should be known before the work
+    plots.printing()  # a missing package is known before the work
     cases = args.models.split(",") if args.models else all_cases()
     parsed = {case: stem_and_keys(case) for case in cases}
     code = digest(*MODEL, "training/optimizer.py", "research/benchmarks/coordinates.py")[:12]
@@ -467,5 +463,6 @@ def run(args) -> None:
             rows.append(row)
     print(markdown(rows))
     out = args.json.with_suffix(".png")
-    draw(rows, out)
+    with plots.printing():
+        plots.save(draw(rows), out)
     print(f"wrote {args.json}, drew {out}")

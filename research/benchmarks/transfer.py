@@ -16,8 +16,8 @@ from data.shards import open_corpus
 from data.windows import Windows
 from evaluation import tables
 from model import build
+from research import plots
 from research.benchmarks.figures import Figures
-from research.plots import pyplot
 from train import TrainConfig
 from training import distributed, optimizer
 from training.metrics import duration
@@ -185,57 +185,41 @@ def markdown(search: Search) -> str:
     return tables.markdown(("", "", *(f"d={width}" for width in search.widths), "slope"), rows)
 
 
-def draw(search: Search, out) -> None:
-    """A row an optimizer: loss over rate with muP and without, a line a width; the best rate over width."""
-    plt, names, widths = pyplot(), search.optimizers, search.widths
-    figure, axes = plt.subplots(
-        len(names), 3, figsize=(13, 4 * len(names)), layout="constrained", squeeze=False
-    )
+def draw(search: Search):
+    """A row an optimizer: loss over rate with muP and without, a line a width; the best rate over
+    width."""
+    names, widths, entries = search.optimizers, search.widths, {}
+    labels = [f"d = {width}" for width in widths] + ["best rate, muP", "plain"]
+    figure, axes = plots.panels(len(names), 3, 2.1, labels)
     for row, name in zip(axes, names):
         for panel, mup in zip(row, (True, False)):
-            for index, width in enumerate(widths):
-                losses = {
-                    p: loss
-                    for p, loss in search.losses(name, width, mup).items()
-                    if math.isfinite(loss)
-                }
-                color = f"C{index}"
-                panel.plot(
-                    [2.0**p for p in losses],
-                    list(losses.values()),
-                    "o-",
-                    color=color,
-                    label=f"d = {width}",
-                )
+            for color, (width, label) in zip(plots.COLORS, zip(widths, labels)):
+                losses = search.losses(name, width, mup)
+                at = {2.0**p: loss for p, loss in losses.items() if math.isfinite(loss)}
+                (entries[label],) = panel.plot(list(at), list(at.values()), "o-", color=color)
                 panel.axvline(lowest(losses), color=color, linestyle=":", alpha=0.6)
-            panel.set(
-                title=f"{name}, {'with muP' if mup else 'without'}",
-                xlabel="learning rate",
-                xscale="log",
-            )
-            rates = search.best(name, mup)
-            label = f"{'muP' if mup else 'plain'} (slope {drift(widths, rates):+.2f})"
-            row[2].plot(widths, rates, "o-", label=label)
+            panel.set_title(f"{name}, {'with muP' if mup else 'without'}", loc="left")
+            panel.set(xlabel="learning rate", xscale="log")
+            plots.plain_numbers(panel.xaxis, minor=False)
+            rates, label = search.best(name, mup), labels[-2 if mup else -1]
+            style = {"color": "black", "linestyle": "-" if mup else "--", "marker": "s"}
+            (entries[label],) = row[2].plot(widths, rates, **style)
         row[1].sharey(row[0])
-        row[0].set(ylabel="validation loss (nats per token)")
-        row[2].set(
-            title=f"{name}: best learning rate",
-            xlabel="hidden_size",
-            xscale="log",
-            yscale="log",
-            xticks=widths,
-        )
-        row[2].minorticks_off()
-        row[2].set_xticklabels(map(str, widths))
-        for panel in row:
-            panel.grid(alpha=0.3)
-            panel.legend(fontsize="small")
-    figure.savefig(out, dpi=100)
+        row[0].set(ylabel="validation loss (nats)")
+        slopes = [drift(widths, search.best(name, mup)) for mup in (True, False)]
+        row[2].set_title("best rate: slopes {:+.2f}, {:+.2f}".format(*slopes), loc="left")
+        row[2].set(xlabel="hidden_size", xscale="log", yscale="log")
+        for axis in (row[2].xaxis, row[2].yaxis):
+            plots.plain_numbers(axis)
+        row[2].set_xticks(widths, map(str, widths))
+        row[2].set_xticks([], minor=True)
+    plots.add_legend(figure, entries)
+    return figure
 
 
 def run(args) -> None:
     """Measure what the file of figures lacks, storing each; then the table and the figure beside it."""
-    pyplot()  # a missing package should be known before the work
+    plots.printing()  # a missing package is known before the work
     device = distributed.pick_device(args.device)
     open_corpus(args.dataset)
     settings = {
@@ -253,5 +237,6 @@ def run(args) -> None:
     search.run()
     print(markdown(search))
     out = args.json.with_suffix(".png")
-    draw(search, out)
+    with plots.printing():
+        plots.save(draw(search), out)
     print(f"wrote {args.json}, drew {out}")

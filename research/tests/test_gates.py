@@ -18,7 +18,7 @@ from data import shards
 from data.loader import ValidationBatches
 from model import STEMS
 from research import compare
-from research.analysis import gates, gates_figures, gates_summary
+from research.analysis import gates, gates_page
 from research.analysis.common import whole_windows
 
 CLOSE = {"rel": 1e-6, "abs": 1e-6}
@@ -204,11 +204,11 @@ def audited(stem, corpus) -> dict:
 
 @pytest.mark.parametrize(
     ("stem", "kinds"),
-    [("gpt-mha-rope", "histograms course"), ("AttnRes-gpt-mha-rope", "histograms course details")],
+    [("gpt-mha-rope", "course histograms"), ("AttnRes-gpt-mha-rope", "course histograms details")],
 )
 def test_what_a_stream_names_is_drawn(stem, kinds, corpus, tmp_path):
-    drawn = gates_figures.draw(
-        gates_summary.Group(stem, [audited(stem, corpus)]), tmp_path / "gates.json", False
+    drawn = gates_page.draw(
+        gates_page.Group(stem, [audited(stem, corpus)]), tmp_path / "gates.json", False
     )
     assert [path.name for path in drawn] == [f"gates_{kind}.png" for kind in kinds.split()]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
@@ -218,14 +218,11 @@ def test_what_a_stream_names_is_drawn(stem, kinds, corpus, tmp_path):
     "stem", [*STEMS, "gated-gpt-mha-rope", "momentum-gpt-mha-rope", "sparse-gpt-mha-rope"]
 )
 def test_every_stream_is_audited_and_said(stem, corpus, example_streams):
-    group = gates_summary.Group(stem, [audited(stem, corpus)])
-    for site in group.rows[0]["sites"]:
-        assert site["statistics"].keys() >= gates_summary.GENERIC - {"cosine_sites", "write_size"}
-    text = gates_summary.markdown([group], [])
-    nothing = "name no statistics of their own" in text
-    assert nothing == (stem in ("gpt-mha-rope", "conv-gpt-mha-rope", "gated-gpt-mha-rope", "momentum-gpt-mha-rope",
-                                "ReZero-gpt-mha-rope", "DenseFormer-gpt-mha-rope", "LAuReL-gpt-mha-rope",
-                                "wide-gpt-mha-rope"))  # fmt: skip
+    group = gates_page.Group(stem, [audited(stem, corpus)])
+    every = {"rank_state", "rank_direction", "cosine_tokens", "cosine_embedding"}
+    assert all(site["statistics"].keys() >= every for site in group.rows[0]["sites"])
+    text = gates_page.markdown([group], [])
+    assert all(f"| {name} " in text for name in group.names)
     assert "nan" not in text
 
 
@@ -267,11 +264,11 @@ def test_several_runs_give_intervals_over_their_means():
                 "effects": [effect(value, 1e-3, 4)],
             }
         )
-    group = gates_summary.Group("runs", rows)
+    group = gates_page.Group("runs", rows)
     # Three values with mean 3 and standard deviation sqrt(7); Student's 97.5% quantile at two degrees is 4.302653.
     half = 4.302653 * math.sqrt(7 / 3)
-    assert group.over_sites("beta").half == pytest.approx(half, rel=1e-6)
-    assert group.over_sites("beta", "shares", "low").mean == pytest.approx(0.3)
+    assert compare.interval(group.per_run("beta")).half == pytest.approx(half, rel=1e-6)
+    assert np.mean(group.per_run("beta", "low")) == pytest.approx(0.3)
     change = group.effect(0, "attn", "beta=0")
     assert (change.mean, change.half, change.n) == (
         pytest.approx(3),
@@ -279,11 +276,11 @@ def test_several_runs_give_intervals_over_their_means():
         3,
     )
     assert group.verdicts("beta=0")[0, "attn"][1] == "undecided"
-    alone = gates_summary.Group("run", rows[:1])
+    alone = gates_page.Group("run", rows[:1])
     assert alone.effect(0, "attn", "beta=0").half == pytest.approx(3.182446 * 1e-3, rel=1e-6)
     assert alone.verdicts("beta=0")[0, "attn"][1] == "worse"
-    assert "the loss rises at 1" in gates_summary.about_edits(alone)[0]
-    assert "no difference seen at 1" in gates_summary.about_edits(group)[0]
+    assert "| +1.0000 ± 0.0032 |" in gates_page.table_of_edits(alone)
+    assert "| (+3.0000 ± 6.5724) |" in gates_page.table_of_edits(group)
 
 
 def test_the_command_measures_once_stores_and_says_what_it_found(corpus, tmp_path, capsys):
@@ -308,11 +305,8 @@ def test_the_command_measures_once_stores_and_says_what_it_found(corpus, tmp_pat
     assert len(group["effects"]) == 4 * (1 + 4)  # edits, at all sites and at each
     text = (tmp_path / "gates.md").read_text()
     assert text in result.stdout.decode()
-    assert "`no erase`: at all sites at once" in text
     names = {path.name for path in tmp_path.glob("gates_*.png")}
-    assert names == {
-        f"gates_{kind}.png" for kind in ("histograms", "shares", "course", "edits", "details")
-    }
+    assert names == {f"gates_{kind}.png" for kind in ("course", "histograms", "edits", "details")}
     # What is stored is not measured again; other edits are.
     again = call(*wanted[:3], *wanted[4:], f"--json={tmp_path / 'gates.json'}", "--edits=no erase")
     assert "sites over" not in again.stdout.decode()

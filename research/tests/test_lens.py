@@ -139,7 +139,7 @@ def test_the_command_stores_rows_and_draws_them(corpus, tmp_path):
         "research/analyze.py", "lens", tmp_path / "a", tmp_path / "b", "--windows=2", "--text=ab"
     )
     assert result.returncode == 0, result.stderr.decode()
-    assert "a, step 2: Read after the embedding" in result.stdout.decode()
+    assert "a, step 2: loss " in result.stdout.decode()
     rows = json.loads((tmp_path / "lens.json").read_text())["rows"]
     assert [(row["model"], row["tokens"]) for row in rows] == [
         ("DDL-gpt-mha-rope", 32), ("AttnRes-gpt-mha-rope", 32),

@@ -79,7 +79,7 @@ def test_measured_over_depth_as_by_hand(keys, corpus):
     batches = ValidationBatches(shards.open_corpus(str(corpus)).val, 10)
     windows = whole_windows(batches, 5)
     told = []
-    found = rank.measure(model, batches, windows, 2, torch.device("cpu"), told.append)
+    found = rank.measure(model, batches, windows, 2, told.append)
     assert told == [2, 4, 5]
     expected = by_hand(model, *batches.get(windows, 5))
     assert found["rank_of"] == "state"
@@ -93,7 +93,7 @@ def test_measured_over_depth_as_by_hand(keys, corpus):
 def test_every_stream_has_a_course_of_ranks(stem, corpus):
     model = build(stem, **{**SMALL, "num_hidden_layers": 3})
     batches = ValidationBatches(shards.open_corpus(str(corpus)).val, 16)
-    found = rank.measure(model, batches, [0, 3], 2, torch.device("cpu"))
+    found = rank.measure(model, batches, [0, 3], 2)
     for name in ("rank", "rank_state", "rank_read", "state_rms", "gradient_state"):
         assert len(found[name]) == 4
         assert min(found[name]) > 0
@@ -106,7 +106,7 @@ def test_what_is_read_counts_where_a_state_has_columns(corpus):
     """The embedding is repeated: its columns side by side have the rank of one, over another smaller side."""
     model = build("DDL-gpt-mha-rope", **SMALL, ddl_state_conv_init="identity")
     batches = ValidationBatches(shards.open_corpus(str(corpus)).val, 16)
-    found = rank.measure(model, batches, [0], 1, torch.device("cpu"))
+    found = rank.measure(model, batches, [0], 1)
     ids, _ = batches.get([0], 1)
     embedded = model.transformer.wte(ids)
     assert found["rank_of"] == "read"

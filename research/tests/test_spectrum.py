@@ -16,7 +16,7 @@ from data import shards
 from model import STEMS, build
 from model.block import Stream
 from research.analysis import common, products, spectrum
-from research.analysis.shortcut import Diagonal, LowRank, Mix
+from research.analysis.products import Diagonal, LowRank, Mix
 
 T = 5
 DELTAS = [("DDL-vdim1-gpt-mha-rope", {}), ("DDL-gpt-mha-rope", {}), ("DDL-gpt-mha-rope-CC-EC", {})]

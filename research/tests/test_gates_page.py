@@ -8,7 +8,7 @@ from helpers import small_run
 from in_process import call
 
 from evaluation.subjects import Subject
-from research.analysis import gates_figures, gates_summary
+from research.analysis import gates_page
 
 SETTINGS = {"learning_rate": 1e-3, "model": "m", "out_dir": "somewhere"}
 
@@ -26,7 +26,7 @@ def grouped(*subjects):
         for each in subjects
     ]
     return [
-        [row["label"] for row in group.rows] for group in gates_summary.groups(rows, list(subjects))
+        [row["label"] for row in group.rows] for group in gates_page.groups(rows, list(subjects))
     ]
 
 
@@ -97,7 +97,7 @@ def three_runs(effects: dict[str, list[float]], betas=((1.0, 1.0), (1.0, 1.0), (
         rows.append(
             {"label": f"run {run}", "sites": sites, "sequences": 4, "tokens": 40, "effects": tried}
         )
-    return gates_summary.Group("m", rows)
+    return gates_page.Group("m", rows)
 
 
 # Changes in three runs; Student's t at two degrees has p = 1 - t / sqrt(t^2 + 2): .0001 and three of .035.
@@ -122,19 +122,8 @@ def test_edits_at_all_sites_at_once_are_corrected_for_their_number():
     group = three_runs(CHANGES)
     assert {edit: word for edit, (_, word) in group.at_once.items()} == {
         "beta=0": "worse", "beta=1": "undecided", "beta=2": "undecided", "no erase": "undecided"}  # fmt: skip
-    said = gates_summary.about_edits(group)
-    assert ["at all sites at once the loss rises" in each for each in said] == [
-        True,
-        False,
-        False,
-        False,
-    ]
-    assert (
-        "`beta=1`: at all sites at once no difference seen (+0.3000 ± 0.2484 nats a token)"
-        in said[1]
-    )
     first = next(
-        line for line in gates_summary.table_of_edits(group).splitlines() if "all at once" in line
+        line for line in gates_page.table_of_edits(group).splitlines() if "all at once" in line
     )
     cells = [cell.strip() for cell in first.strip("|").split("|")][1:]
     assert [cell.startswith("(") for cell in cells] == [False, True, True, True]
@@ -149,24 +138,20 @@ BETAS = (1.57, 0.035), (1.62, 0.1), (1.73, 1.278)
 
 def test_where_runs_differ_most_is_said():
     group = three_runs({}, BETAS)
-    said = gates_summary.by_site(group, "beta")
-    assert said.startswith("by site 0.471 (block 1 attn) to 1.64 (block 0 attn), ")
-    assert said.endswith(", and runs differ by as much as 0.035 to 1.28 (block 1 attn)")
-    row = gates_summary.table_of_statistics(group).splitlines()[2]
+    assert gates_page.extremes(group, "beta") == "0.471 (block 1 attn) to 1.64 (block 0 attn)"
+    row = gates_page.table_of_statistics(group).splitlines()[2]
     assert row.strip("| ").endswith("0.035 to 1.278 (block 1 attn)")
-    alone = gates_summary.Group("m", group.rows[:1])
-    assert "runs differ" not in gates_summary.by_site(
-        alone, "beta"
-    ) + gates_summary.table_of_statistics(alone)
+    alone = gates_page.Group("m", group.rows[:1])
+    assert "runs differ" not in gates_page.table_of_statistics(alone)
 
 
 def test_a_course_shows_every_run_beside_the_mean():
-    figure = gates_figures.course(three_runs({}, BETAS))
+    figure = gates_page.course(three_runs({}, BETAS))
     lines = sorted((line.get_linewidth(), list(line.get_ydata())) for line in figure.axes[0].lines)
     assert [values for _, values in lines[:3]] == [list(means) for means in BETAS]
     assert lines[3][1] == pytest.approx([(1.57 + 1.62 + 1.73) / 3, (0.035 + 0.1 + 1.278) / 3])
     assert lines[3][0] > lines[2][0]
     assert not figure.axes[0].collections  # no band over tokens
-    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert labels == ["attn"]
-    assert gates_figures.course(three_runs({}, BETAS[:1])).axes[0].collections
+    assert gates_page.course(three_runs({}, BETAS[:1])).axes[0].collections
