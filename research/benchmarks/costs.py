@@ -47,7 +47,7 @@ def markdown(rows: list[dict]) -> str:
 
 def run(args) -> None:
     """Print and store the figures of `bench.py costs`."""
-    size = suites.SUITES["paper"].sizes[args.size]
+    size = suites.PAPER[args.size]
     models, origin = (
         args.models.split(",") if args.models else list(suites.EVERY_STEM),
         provenance(),

@@ -13,7 +13,7 @@ from evaluation import tables
 from model import build, kernels
 from model.decoding import Decoder
 from research.benchmarks.figures import Figures
-from research.benchmarks.suites import EVERY_STEM, QUICK, SIZE_KEYS, row_name, split_model
+from research.benchmarks.suites import EVERY_STEM, SIZE_KEYS, row_name, split_model
 from research.benchmarks.timing import compared, measure, spread, waiting
 from training import distributed
 
@@ -98,8 +98,6 @@ def markdown(rows: list[dict]) -> str:
 
 
 def check(args, size: dict, device: torch.device) -> None:
-    if min(args.rounds, args.batch_size, args.context, args.tokens) < 1:
-        raise ValueError("--rounds, --batch_size, --context and --tokens: give 1 or more")
     if (wanted := args.context + args.tokens) > size["block_size"]:
         raise ValueError(
             f"--context and --tokens: {wanted} together, --block_size={size['block_size']}: give fewer"
@@ -113,7 +111,7 @@ def check(args, size: dict, device: torch.device) -> None:
 def run(args) -> None:
     """Print and store the figures of `bench.py decode`."""
     device = distributed.pick_device(args.device)
-    size = QUICK | {key: getattr(args, key) for key in SIZE_KEYS if getattr(args, key) is not None}
+    size = {key: getattr(args, key) for key in SIZE_KEYS}
     args.models = args.models.split(",") if args.models else list(EVERY_STEM)
     check(args, size, device)
     # All models share the code that is compiled: by default the ninth would be refused.

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# What only a GPU can show, in stages. Every command has a limit, stores each figure as it has it, and does what is
-# left when it is given again: the same line goes on where it was stopped. A model that hangs or faults is noted as
-# failed, measured without kernels, and comes last in the next call.
+# What only a GPU can show, in stages of commands that store each figure as they have it. The same line again does what
+# is left. A model that hangs or faults is ended after LIMIT seconds, and measured without kernels.
 #
 #     research/benchmarks/gpu.sh tests small               stages, in this order; figures go to results/
 #     FOLDER=figures research/benchmarks/gpu.sh medium     ... to a folder, and go on from those in results/
@@ -9,24 +8,26 @@
 #     DEVICE=cpu research/benchmarks/gpu.sh tests small    rehearse at sizes of seconds, without a GPU
 #
 # PYTHON is the interpreter that has torch (python3), LIMIT the seconds of one model (200), MODELS those of small and
-# medium, KERNELS as `research/bench.py step` has it. Without git's history COMMIT says which commit it is. What is compiled
-# stays in a folder beside other temporary files.
+# medium, KERNELS as `research/bench.py step` has it. Without git's history COMMIT says which commit it is. What is
+# compiled stays in a folder beside other temporary files.
 #
-# stage      seconds  shows, and the file of its figures
-# tests          240  whether kernels, training and decoding are right on a GPU: gpu_tests.json
-# small          330  CC-EC, TC and d_v = 1 against additive, small: bench_targets_small_cuda.json
-# medium         360  the same, medium: bench_targets_medium_cuda.json
-# train          220  train.py: tokens/s, MFU, memory, resuming to the bit: bench_train_cuda.json
-# profile        180  the 30 longest kernels of additive and CC-EC; versions: bench_profile_cuda.json
-# tune           170  launches of CC's kernels, d = 768, three each: bench_tune_768_K1_v4_cuda.json
-# streams        540  AttnRes, mHC and HC against additive, minutes to compile: bench_streams_small_cuda.json
-# more           540  two columns, and the memory option: bench_targets_more_cuda.json
-# decode         540  generation with and without cache, graph and kernels: bench_decode_cuda.json
-# kernels        540  bandwidth of every kernel against a copy: bench_kernels_cuda.json
-# peers          540  CC-EC against its transcription, compiled: bench_peers_small_cuda.json
-# tune_768       540  launches of the other kernels, d = 768: bench_tune_768_*_cuda.json
-# tune_1024      540  launches of all kernels, d = 1024: bench_tune_1024_*_cuda.json
-# paper          540  every variant and its peers at both sizes: bench_paper_cuda.json
+# stage      shows, and the file of its figures
+# tests      whether kernels, training and decoding are right on a GPU: gpu_tests.txt
+# small      CC-EC, TC and d_v = 1 against additive, small: bench_targets_small_cuda.json
+# medium     the same, medium: bench_targets_medium_cuda.json
+# train      train.py: tokens/s, MFU, memory (metrics.jsonl), resuming to the bit: train_cuda.txt
+# profile    the 30 longest kernels of additive and CC-EC; versions: bench_profile_cuda.json
+# tune       launches of CC's kernels, d = 768, three each: bench_tune_768_K1_v4_cuda.json
+# streams    AttnRes, mHC and HC against additive, minutes to compile: bench_streams_small_cuda.json
+# more       two columns, and the memory option: bench_targets_more_cuda.json
+# float32    what a residual state in float32 costs: bench_state_dtype_cuda.json
+# decode     generation with and without cache, graph and kernels: bench_decode_cuda.json
+# kernels    bandwidth of every kernel against a copy: bench_kernels_cuda.json
+# peers      CC-EC against its transcription, compiled: bench_peers_small_cuda.json
+# others     the other streams, and mHC without liger-kernel's Sinkhorn-Knopp: bench_streams_more_cuda.json
+# tune_768   launches of the other kernels, d = 768: bench_tune_768_*_cuda.json
+# tune_1024  launches of all kernels, d = 1024: bench_tune_1024_*_cuda.json
+# paper      every variant and its peers at both sizes: bench_paper_cuda.json
 set -uo pipefail
 case "${1:---help}" in -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 0 ;; esac
 cd "$(dirname "$0")/../.." || exit 2
@@ -35,7 +36,7 @@ FOLDER=${FOLDER:-$([ "$DEVICE" = cuda ] && echo results || mktemp -d)}
 ADDITIVE=gpt-mha-rope CC_EC=DDL-gpt-mha-rope-CC-EC TC=DDL-gpt-mha-rope ONE_COLUMN=DDL-vdim1-gpt-mha-rope
 MODELS=${MODELS:-$ADDITIVE,$CC_EC,$TC,$ONE_COLUMN}
 COMPILED=${TMPDIR:-/tmp}/deep_delta_learning_compiled
-export PYTHONUNBUFFERED=1 TORCHINDUCTOR_CACHE_DIR=$COMPILED TRITON_CACHE_DIR=$COMPILED/triton
+export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 TORCHINDUCTOR_CACHE_DIR=$COMPILED TRITON_CACHE_DIR=$COMPILED/triton
 export CUBLAS_WORKSPACE_CONFIG=:4096:8 # without it the products of deterministic runs are refused
 failed=0
 
@@ -67,72 +68,110 @@ print(f"torch {torch.__version__} on {where}", flush=True)
 END
 }
 
-# run SECONDS FIGURES ARGUMENTS: `python research/bench.py ARGUMENTS` into that file, ended after so many seconds.
-run() {
-  local seconds=$1 file=$FOLDER/$2 began=$SECONDS code=0
-  shift 2
-  set -- research/bench.py "$@" --device="$DEVICE" --json="$file" --resume
-  printf '+ timeout %s %s' "$seconds" "$PYTHON"
-  printf ' %q' "$@"
-  echo
+# limited SECONDS COMMAND...: the command, ended after so many seconds (SIGABRT first: it says where it stood).
+limited() {
+  local began=$SECONDS code=0
+  printf '+ timeout %s' "$1"; printf ' %q' "${@:2}"; echo
   [ -n "$DRY" ] && return
-  [ "$DEVICE" = cpu ] || [ -e "$file" ] || cp "results/${file##*/}" "$file" 2>/dev/null
-  timeout --kill-after=20 "$seconds" "$PYTHON" "$@" || code=$?
+  timeout --signal=ABRT --kill-after=20 "$@" || code=$?
   [ $code = 0 ] || failed=1
   echo "- $([ $code = 124 ] && echo "stopped: its time is over" || echo "exit code $code") after $((SECONDS - began)) s"
+  return $code
+}
+
+# bench SECONDS FIGURES ARGUMENTS: `python research/bench.py ARGUMENTS` into that file.
+bench() {
+  local file=$FOLDER/$2
+  [ -n "$DRY$(ls "$file" 2>/dev/null)" ] || [ "$DEVICE" = cpu ] || cp "results/$2" "$file" 2>/dev/null
+  limited "$1" "$PYTHON" research/bench.py "${@:3}" --device="$DEVICE" --json="$file" --resume
 }
 
 if [ "$DEVICE" = cpu ]; then # sizes of seconds
   export TRITON_INTERPRET=1 OMP_NUM_THREADS=1
-  TINY=(--vocab_size=320 --block_size=16 --num_hidden_layers=1 --num_attention_heads=2 --head_dim=8 --hidden_size=16)
-  SUITE=(--suite=rehearsal --compile=False)
-  STEPS=(--rounds=1 --warmup=1 --steps=1 --visits=1)
-  TRAIN=("${TINY[@]}" --compile=False --steps=2 --global_batch_size=2 --micro_batch_size=1 --corpus_tokens=2000
-    --vocabulary=300)
-  DECODE=("${TINY[@]}" --compile=False --rounds=1 --context=4 --tokens=2)
+  TINY=(--num_hidden_layers=1 --num_attention_heads=2 --head_dim=8 --hidden_size=16)
+  SUITE=(--suite=rehearsal --compile=False) STEPS=(--rounds=1 --warmup=1 --steps=1)
+  TRAIN=("${TINY[@]}" --block_size=16 --compile=False --global_batch_size=2 --micro_batch_size=1)
+  DECODE=("${TINY[@]}" --vocab_size=320 --block_size=16 --compile=False --rounds=1 --context=4 --tokens=2)
   BANDWIDTH=(--micro_batch_size=1 --block_size=1 --rounds=1 --copied=4096 --widths=8)
-  PROFILE=(--steps=2) TUNE=(--launches=1) TESTS=(--workers=1)
+  PROFILE=(--steps=2) TUNE=(--launches=1) LAST=4
 else
-  SUITE=(--suite=targets) STEPS=(--rounds=20) TRAIN=(--steps=50) BANDWIDTH=(--rounds=10) PROFILE=(--steps=10)
-  TUNE=(--rounds=5) TESTS=(--workers=8)
+  SUITE=(--suite=targets) STEPS=(--rounds=20) BANDWIDTH=(--rounds=10) PROFILE=(--steps=10) TUNE=(--rounds=5)
+  TRAIN=(--vocab_size=50304 --global_batch_size=32 --micro_batch_size=16) LAST=50
   DECODE=(--vocab_size=50304 --block_size=1024 --num_hidden_layers=12 --num_attention_heads=6 --head_dim=128
     --hidden_size=768 --context=960)
 fi
 
-step() { # SECONDS FIGURES SIZE MODELS [LIMIT]
-  run "$1" "$2" step "${SUITE[@]}" "${STEPS[@]}" --sizes="$3" --models="$4" --peers=none --limit="${5:-$LIMIT}" \
-    --kernels="$KERNELS"
+# step FIGURES SIZE MODELS [ARGUMENTS]: one process a model; one that fails is measured without kernels.
+step() {
+  local model options=("${SUITE[@]}" "${STEPS[@]}" --sizes="$2" --kernels="$KERNELS" --peers=none "${@:4}")
+  for model in ${3//,/ }; do
+    bench "$LIMIT" "$1" step --models="$model" "${options[@]}" ||
+      bench "$LIMIT" "$1" step --models="$model+kernels=off" "${options[@]}"
+  done
 }
 
-tune() { # SECONDS WIDTH NAME MATCH
-  local width=(--widths="$2")
+tune() { # WIDTH NAME MATCH
+  local width=(--widths="$1")
   [ "$DEVICE" = cpu ] && width=()
-  run "$1" "bench_tune_$2_$3_cuda.json" kernels --tune "${BANDWIDTH[@]}" "${TUNE[@]}" "${width[@]}" --match="$4" "${@:5}"
+  bench 180 "bench_tune_$1_$2_cuda.json" kernels --tune "${BANDWIDTH[@]}" "${TUNE[@]}" "${width[@]}" --match="$3" "${@:4}"
+}
+
+# Each file of tests that need a GPU by itself; what passed at this commit is not run again.
+tests() {
+  local file at log=$FOLDER/gpu_tests.txt
+  at=${COMMIT:-$(git describe --always --dirty 2>/dev/null)}
+  for file in $(grep -l "mark\.gpu" tests/test_*.py research/tests/test_*.py); do
+    grep -qsF "$at $file passed" "$log" && continue
+    if limited 120 "$PYTHON" -m pytest "$file" -m gpu; then
+      [ -n "$DRY" ] || echo "$at $file passed" >>"$log"
+    fi
+  done
+}
+
+# Runs of train.py: one for its speed, one that stores its middle, and one from there: do both end with the same bits?
+train() { # CONFIG
+  local file runs=$FOLDER/train_$1 log=$FOLDER/train_cuda.txt step middle
+  step=$(printf 'checkpoints/step_%08d' "$LAST") middle=$(printf 'checkpoints/step_%08d' $((LAST / 2)))
+  local keys=(train.py "config/$1.py" --dataset=python_stdlib "${TRAIN[@]}" --max_steps="$LAST" --warmup_steps=2
+    --eval_batches=1 --eval_full=False --device="$DEVICE")
+  local exact=(--deterministic=True --checkpoint_interval=$((LAST / 2)))
+  [ -e data/python_stdlib/meta.json ] || limited 120 "$PYTHON" data/python_stdlib/prepare.py
+  limited 130 "$PYTHON" "${keys[@]}" --out_dir="$runs/speed" --resume=auto
+  limited 130 "$PYTHON" "${keys[@]}" "${exact[@]}" --out_dir="$runs/whole" --resume=auto || return
+  limited 130 "$PYTHON" "${keys[@]}" "${exact[@]}" --out_dir="$runs/half" --resume="$runs/whole/$middle"
+  [ -n "$DRY" ] && return
+  for file in model optimizer; do
+    cmp "$runs/whole/$step/$file.safetensors" "$runs/half/$step/$file.safetensors" &&
+      echo "$1: $file resumed to the bit" >>"$log" || failed=1
+  done
+  tail -n 3 "$runs/speed/metrics.jsonl" >>"$log"
 }
 
 stage() {
   case "$1" in
-  tests) TORCHINDUCTOR_COMPILE_THREADS=2 run 240 gpu_tests.json tests "${TESTS[@]}" --limit=120 ;;
-  small) step 330 bench_targets_small_cuda.json small "$MODELS" ;;
-  medium) step 360 bench_targets_medium_cuda.json medium "$MODELS" ;;
-  train) run 130 bench_train_cuda.json train "${TRAIN[@]}" --what=speed --limit=120
-    run 90 bench_train_cuda.json train "${TRAIN[@]}" --what=resume --configs=ddl_dv4_cc_ec_small --limit=80 ;;
+  tests) tests ;;
+  small) step bench_targets_small_cuda.json small "$MODELS" ;;
+  medium) step bench_targets_medium_cuda.json medium "$MODELS" ;;
+  train) train gpt_small; train ddl_dv4_cc_ec_small ;;
   profile) for model in "$ADDITIVE" "$CC_EC"; do
-    run 90 bench_profile_cuda.json profile "${SUITE[@]}" "${PROFILE[@]}" --sizes=small --models="$model"
+    bench 90 bench_profile_cuda.json profile "${SUITE[@]}" "${PROFILE[@]}" --sizes=small --models="$model"
   done ;;
-  tune) tune 170 768 K1_v4 "K=1 v=4" --launches=3 ;;
-  streams) step 540 bench_streams_small_cuda.json small AttnRes-gpt-mha-rope,mHC-gpt-mha-rope,HC-gpt-mha-rope 500 ;;
-  more) step 540 bench_targets_more_cuda.json small "$CC_EC:2,$CC_EC+state_interval=4" ;;
+  tune) tune 768 K1_v4 "K=1 v=4" --launches=3 ;;
+  streams) LIMIT=500 step bench_streams_small_cuda.json small AttnRes-gpt-mha-rope,mHC-gpt-mha-rope,HC-gpt-mha-rope ;;
+  more) step bench_targets_more_cuda.json small "$CC_EC:2,$CC_EC+state_interval=4" ;;
+  float32) step bench_state_dtype_cuda.json small \
+    "$ADDITIVE+state_dtype=float32,$ONE_COLUMN,$ONE_COLUMN+state_dtype=float32,$CC_EC,$CC_EC+state_dtype=float32" ;;
   decode) for model in "$ADDITIVE" "$CC_EC"; do
-    run 270 bench_decode_cuda.json decode "${DECODE[@]}" --models="$model"
+    bench 270 bench_decode_cuda.json decode "${DECODE[@]}" --models="$model"
   done ;;
-  kernels) run 540 bench_kernels_cuda.json kernels "${BANDWIDTH[@]}" ;;
-  peers) run 540 bench_peers_small_cuda.json step "${SUITE[@]}" "${STEPS[@]}" --sizes=small --models="$CC_EC" \
-    --peers=transcription --limit=400 ;;
-  tune_768) for name in K1_v1 K4_v4; do tune 180 768 "$name" "K=${name:1:1} v=${name:4}"; done
-    tune 180 768 add_norm add_norm ;;
-  tune_1024) for name in K1_v4 K1_v1 K4_v4; do tune 180 1024 "$name" "K=${name:1:1} v=${name:4}"; done ;;
-  paper) run 540 bench_paper_cuda.json step "${SUITE[@]/targets/paper}" "${STEPS[@]}" --limit=500 ;;
+  kernels) bench 540 bench_kernels_cuda.json kernels "${BANDWIDTH[@]}" ;;
+  peers) LIMIT=400 step bench_peers_small_cuda.json small "$CC_EC" --peers=transcription ;;
+  others) LIMIT=400 step bench_streams_more_cuda.json small \
+    mHC-gpt-mha-rope+kernels=off,MGT-gpt-mha,wide-gpt-mha-rope,conv-gpt-mha-rope ;;
+  tune_768) for name in K1_v1 K4_v4; do tune 768 "$name" "K=${name:1:1} v=${name:4}"; done
+    tune 768 add_norm add_norm ;;
+  tune_1024) for name in K1_v4 K1_v1 K4_v4; do tune 1024 "$name" "K=${name:1:1} v=${name:4}"; done ;;
+  paper) bench 540 bench_paper_cuda.json step "${SUITE[@]/targets/paper}" "${STEPS[@]}" ;;
   *) refuse "no stage $1: research/benchmarks/gpu.sh --help lists them" ;;
   esac
 }

@@ -1,8 +1,9 @@
 """Quality beside a peer: GPT-2 by its own code (gpt2_peer.py), trained as our models are, each at its best rate.
 
-All models of one config see the same tokens in the same order, by the same optimizer and schedule. The learning rate of
-each is chosen on a seed of its own (`SEARCH_SEED`) by the first half of the validation windows, from a grid that grows
-by factors of two until its best rate is inside. The seeds that are reported are scored on the other half.
+All models of one config see the same tokens in the same order, by the same optimizer and schedule.
+The learning rate of each is chosen on a seed of its own (`SEARCH_SEED`) by the first half of the
+validation windows, from a grid that grows by factors of two until its best rate is inside. The seeds
+that are reported are scored on the other half.
 """
 
 import dataclasses
@@ -26,23 +27,10 @@ from training.validation import evaluate
 PEER = "GPT-2"
 MODELS = (BASELINE, PEER, "DDL-gpt-mha-rope")
 SEARCH_SEED = 1000
-CODE = (
-    "research/benchmarks/peer_quality.py",
-    "model/*.py",
-    "research/benchmarks/gpt2_peer.py",
-    "training/*.py",
-    "data/*.py",
-)
-KEYS = (
-    "max_steps",
-    "global_batch_size",
-    "warmup_steps",
-    "schedule",
-    "decay_steps",
-    "min_lr",
-    "weight_decay",
-)
-KEYS += ("beta1", "beta2", "grad_clip")
+CODE = "model/*.py", "training/*.py", "data/*.py"
+CODE += "research/benchmarks/peer_quality.py", "research/benchmarks/gpt2_peer.py"
+KEYS = "max_steps global_batch_size warmup_steps schedule decay_steps min_lr weight_decay"
+KEYS = (*KEYS.split(), "beta1", "beta2", "grad_clip", "dtype", "compile", "dataset")
 MOST_RATES = 12  # of one model
 
 
@@ -98,14 +86,14 @@ class Trainer:
 
 
 def next_rate(tried: dict[float, float], grid: list[float]) -> float | None:
-    """The rate to try next, from {rate: loss}; None: the best of them has a worse one on either side."""
+    """The rate to try next, from {rate: loss}; None: the best has a worse one on either side."""
     if left := [rate for rate in sorted(grid) if rate not in tried]:
         return left[0]
+    rates = sorted(tried)
     if len(tried) >= MOST_RATES or not any(map(math.isfinite, tried.values())):
-        raise ValueError(
-            f"--rates: none of {', '.join(f'{rate:g}' for rate in sorted(tried))} is between two worse ones"
-        )
-    best, rates = best_rate(tried), sorted(tried)
+        shown = ", ".join(f"{rate:g}" for rate in rates)
+        raise ValueError(f"--rates: none of {shown} is between two worse ones")
+    best = best_rate(tried)
     if best == rates[0]:
         return best / 2
     return best * 2 if best == rates[-1] else None
@@ -115,136 +103,85 @@ def best_rate(tried: dict[float, float]) -> float:
     return min(tried, key=lambda rate: tried[rate] if math.isfinite(tried[rate]) else math.inf)
 
 
-class Study:
-    """The cells of all models, stored as they come; what the file has is not trained again."""
+def rows_of(rows: list[dict], model: str) -> tuple[dict[float, float], dict[tuple, dict]]:
+    """Of a model {rate: loss} of its search, and {(rate, seed): row} of what is reported."""
+    own = [row for row in rows if row["model"] == model]
+    tried = {r["learning_rate"]: r["first"] for r in own if r["seed"] == SEARCH_SEED}
+    found = {(r["learning_rate"], r["seed"]): r for r in own if r["seed"] != SEARCH_SEED}
+    return tried, found
 
-    def __init__(self, args, figures: Figures):
-        self.args, self.figures = args, figures
-        self.seconds: list[float] = []
 
-    def rows(self, model: str, searching: bool) -> list[dict]:
-        return [
-            row
-            for row in self.figures.rows
-            if row["model"] == model and (row["seed"] == SEARCH_SEED) == searching
-        ]
-
-    def tried(self, model: str) -> dict[float, float]:
-        return {row["learning_rate"]: row["first"] for row in self.rows(model, searching=True)}
-
-    def next_cell(self, model: str) -> tuple[float, int] | None:
-        """(learning rate, seed) of the model's next run; None: it has all of them."""
-        if (rate := next_rate(self.tried(model), self.args.rates)) is not None:
-            return rate, SEARCH_SEED
-        rate = best_rate(self.tried(model))
-        done = [
-            row["seed"] for row in self.rows(model, searching=False) if row["learning_rate"] == rate
-        ]
-        seed = next((seed for seed in range(self.args.seeds) if seed not in done), None)
-        return None if seed is None else (rate, seed)
-
-    def left(self) -> int:
-        """Runs to come, if no grid has to grow."""
-        rates = [
-            rate for model in MODELS for rate in self.args.rates if rate not in self.tried(model)
-        ]
-        return len(rates) + sum(
-            self.args.seeds - len(self.rows(model, searching=False)) for model in MODELS
-        )
-
-    def run(self, trainer: Trainer) -> None:
-        while cell := self.next_cell(trainer.name):
-            begun = time.monotonic()
-            row = {"model": trainer.name, "learning_rate": cell[0], "seed": cell[1]}
-            row |= {"parameters": trainer.model.num_parameters(), **trainer.train(*cell)}
-            self.seconds.append(time.monotonic() - begun)
-            row |= {"seconds": self.seconds[-1], "threads": torch.get_num_threads()}
-            self.figures.add(row, "model", "learning_rate", "seed")
-            eta = metrics.duration(self.left() * sum(self.seconds) / len(self.seconds))
-            print(f"{row['model']} | rate {cell[0]:.3g} | seed {cell[1]} | first half {row['first']:.4f} | second half "
-                  f"{row['second']:.4f} | {metrics.duration(self.seconds[-1])} | ETA {eta}", flush=True)  # fmt: skip
+def next_cell(rows: list[dict], model: str, args) -> tuple[float, int] | None:
+    """(learning rate, seed) of the model's next run; None: it has all of them."""
+    tried, found = rows_of(rows, model)
+    if (rate := next_rate(tried, args.rates)) is not None:
+        return rate, SEARCH_SEED
+    best = best_rate(tried)
+    left = [seed for seed in range(args.seeds) if (best, seed) not in found]
+    return (best, left[0]) if left else None
 
 
 def groups_of(rows: list[dict]) -> list[dict]:
-    """A group for each model: its best rate, its figures over the seeds that are reported, and "against", its paired
-    difference in "second" to the baseline where both have the seeds, and a word, corrected for the number of models."""
-    tried: dict[str, dict[float, float]] = {}
-    for row in rows:
-        if row["seed"] == SEARCH_SEED:
-            tried.setdefault(row["model"], {})[row["learning_rate"]] = row["first"]
-    by_model: dict[str, dict[int, dict]] = {}
-    for row in rows:
-        if row["seed"] != SEARCH_SEED and row["learning_rate"] == best_rate(tried[row["model"]]):
-            by_model.setdefault(row["model"], {})[row["seed"]] = row
-    groups, differences = [], {}
-    for model, runs in by_model.items():
-        group = {
-            key: next(iter(runs.values()))[key] for key in ("model", "parameters", "learning_rate")
-        }
-        own = [runs[seed] for seed in sorted(runs)]
-        figures = {"second": [row["second"] for row in own]}
-        figures["bits_per_byte"] = [
-            row["second"] * row["val_bits_per_byte"] / row["val_loss"] for row in own
-        ]
-        groups.append(group | {key: compare.summary(values) for key, values in figures.items()})
-        base = by_model.get(BASELINE, {})
-        if model != BASELINE and runs.keys() == base.keys():
-            differences[model] = compare.paired(
-                figures["second"], [base[seed]["second"] for seed in sorted(base)]
-            )
+    """A group for each model: its best rate, its figures over the seeds that are reported, and
+    "against", its paired difference in "second" to the baseline, and a word (Holm)."""
+    groups, differences, losses = [], {}, {}
+    for model in MODELS:
+        tried, found = rows_of(rows, model)
+        own = [found[key] for key in sorted(found) if key[0] == best_rate(tried)]
+        if not own:
+            continue
+        group = {key: own[0][key] for key in ("model", "parameters", "learning_rate")}
+        losses[model] = {row["seed"]: row["second"] for row in own}
+        bits = [row["second"] * row["val_bits_per_byte"] / row["val_loss"] for row in own]
+        group |= {"second": compare.summary(list(losses[model].values()))}
+        groups.append(group | {"bits_per_byte": compare.summary(bits)})
+        base = losses.get(BASELINE, {})
+        if model != BASELINE and losses[model].keys() == base.keys():
+            differences[model] = compare.paired([*losses[model].values()], [*base.values()])
     words = dict(zip(differences, compare.verdicts(list(differences.values()))))
-    for group in (group for group in groups if group["model"] in words):
-        estimate = differences[group["model"]]
-        group["against"] = {
-            "mean": estimate.mean,
-            "ci95": estimate.half,
-            "text": estimate.text("+.3f"),
-        }
-        group["against"]["verdict"] = words[group["model"]]
+    for group in groups:
+        if (estimate := differences.get(group["model"])) is not None:
+            found = {"mean": estimate.mean, "ci95": estimate.half, "text": estimate.text("+.3f")}
+            group["against"] = found | {"verdict": words[group["model"]]}
     return groups
 
 
 def markdown(groups: list[dict]) -> str:
-    header = ("model", "parameters", "learning rate", "loss on the second half", "bits per byte",
-              f"loss less that of `{BASELINE}`", "that is")  # fmt: skip
+    header = ["model", "parameters", "learning rate", "loss on the second half", "bits per byte"]
     cells = []
     for group in groups:
-        means = (
-            compare.interval(group[key]["values"]).text() for key in ("second", "bits_per_byte")
-        )
-        against = (group.get("against", {}).get(key) for key in ("text", "verdict"))
-        cells.append(
-            (
-                f"`{group['model']}`",
-                f"{group['parameters']:,}",
-                f"{group['learning_rate']:g}",
-                *means,
-                *against,
-            )
-        )
-    return tables.markdown(header, cells)
+        figures = [group[key]["values"] for key in ("second", "bits_per_byte")]
+        means = [compare.interval(values).text() for values in figures]
+        against = [group.get("against", {}).get(key) for key in ("text", "verdict")]
+        about = [f"`{group['model']}`", f"{group['parameters']:,}", f"{group['learning_rate']:.3g}"]
+        cells.append([*about, *means, *against])
+    return tables.markdown([*header, f"loss less that of `{BASELINE}`", "that is"], cells)
 
 
 def run(args) -> None:
-    """Print and store the figures of `bench.py peers`."""
+    """Print and store the figures of `bench.py peers`; what the file has is not trained again."""
     compare.student()  # missing, it should not be found at the end
-    device = distributed.pick_device(args.device)
-    parsed = {}
+    device, parsed = distributed.pick_device(args.device), {}
     for model in MODELS:  # GPT-2 has the sizes and the settings of the baseline
-        stem = BASELINE if model == PEER else model
-        parsed[model] = train.configure(
-            [str(args.config), f"--model={stem}", "--optimizer=adamw"], note=lambda _: None
-        )
+        given = [f"--model={BASELINE if model == PEER else model}", "--optimizer=adamw"]
+        parsed[model] = train.configure([str(args.config), *given], note=lambda _: None)
     config, model_config = parsed[BASELINE]
     if config.rows != config.global_batch_size:
-        raise ValueError(
-            f"micro_batch_size={config.rows}: here a step is one micro-batch; give a config with one"
-        )
-    settings = {key: getattr(config, key) for key in (*KEYS, "dtype", "compile", "dataset")}
+        fix = "here a step is one micro-batch; give a config with one"
+        raise ValueError(f"micro_batch_size={config.rows}: {fix}")
+    settings = {key: getattr(config, key) for key in KEYS}
     settings["size"] = dataclasses.asdict(model_config)
     figures = Figures(args.json, device, settings, args.resume, code=digest(*CODE)[:12])
-    study = Study(args, figures)
     for model in MODELS:
-        if study.next_cell(model):
-            study.run(Trainer(model, *parsed[model], device))
+        trainer = None
+        while cell := next_cell(figures.rows, model, args):
+            trainer = trainer or Trainer(model, *parsed[model], device)
+            begun = time.monotonic()
+            row = {"model": model, "learning_rate": cell[0], "seed": cell[1]}
+            row |= {"parameters": trainer.model.num_parameters(), **trainer.train(*cell)}
+            row |= {"seconds": time.monotonic() - begun, "threads": torch.get_num_threads()}
+            figures.add(row, "model", "learning_rate", "seed")
+            halves = f"first half {row['first']:.4f} | second half {row['second']:.4f}"
+            took = metrics.duration(row["seconds"])
+            print(f"{model} | rate {cell[0]:.3g} | seed {cell[1]} | {halves} | {took}", flush=True)
     print(f"\n{markdown(groups_of(figures.rows))}")

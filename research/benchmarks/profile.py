@@ -7,7 +7,6 @@ import time
 import torch
 
 from evaluation import tables
-from model import build, kernels
 from research.benchmarks import suites
 from research.benchmarks.contender import Contender
 from research.benchmarks.figures import Figures, launches_used
@@ -79,11 +78,9 @@ def profiled(contender: Contender, steps: int, device: torch.device) -> dict:
 def run(args) -> None:
     """Print and store the figures of `bench.py profile`."""
     device = distributed.pick_device(args.device)
-    sizes = suites.sizes_of(args)
+    sizes = suites.complete(args, device)
     if len(sizes) > 1:
         raise ValueError(f"--sizes: give one of {', '.join(sizes)}")
-    suites.complete(args, device)
-    suites.check(args, device, sizes)
     [size] = sizes.values()
     torch.set_float32_matmul_precision("high")  # as in training
     settings = {
@@ -99,10 +96,7 @@ def run(args) -> None:
     for text in args.models:
         if figures.find(model=suites.row_name(text)):
             continue
-        stem, keys, fused = suites.split_model(text)
-        torch.manual_seed(0)
-        model = build(stem, **size, **keys)
-        kernels.use(model, **{"setting": args.kernels} | fused, device=device)
+        model = suites.built(text, size, args, device)
         compiled = args.compile == "True"
         contender = Contender(
             text, model, lambda: ids, device, getattr(torch, args.dtype), compiled

@@ -2,13 +2,12 @@
 
 A peer for speed (bench.py) and an oracle for values. It shares no code with `model/` and carries the same parameter
 names, so that either loads the other's state dict. It covers the keys of the stems at their defaults, sizes, muP and
-RoPE aside; other streams than the paper's are in transcription_streams.py. The state is X (B, T, d, v), in the order of
+RoPE aside, of the paper's stems. The state is X (B, T, d, v), in the order of
 the paper's indices and in the dtype of the activations, as the model's is. Statistics, gates and dot products are in at
 least fp32.
 """
 
 import math
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -183,7 +182,7 @@ class Rewrite(nn.Module):
 class Block(nn.Module):
     """X' = X + F(norm(X)), twice."""
 
-    def __init__(self, config, layer: int):
+    def __init__(self, config):
         super().__init__()
         self.ln_1, self.ln_2 = RMSNorm(config.hidden_size), RMSNorm(config.hidden_size)
         self.attn, self.mlp = Attention(config), MLP(config)
@@ -196,8 +195,8 @@ class Block(nn.Module):
 class DeltaBlock(Block):
     """Compress - Process - Rewrite, twice."""
 
-    def __init__(self, config, layer: int, compressor):
-        super().__init__(config, layer)
+    def __init__(self, config, compressor):
+        super().__init__(config)
         self.compress = compressor(config)
         self.ddl_attn, self.ddl_mlp = Rewrite(config), Rewrite(config)
 
@@ -212,31 +211,9 @@ class DeltaBlock(Block):
         return X
 
 
-def nothing(config):
-    return nn.Identity()
-
-
-def rms_norm(config):
-    return RMSNorm(config.hidden_size)
-
-
 READS = {"DDL-vdim1-gpt-mha-rope": OnlyColumn}
 READS |= {"DDL-gpt-mha-rope": TokenRead, "DDL-gpt-mha-rope-EC": TokenRead}
 READS |= {"DDL-gpt-mha-rope-CC": ColumnRead, "DDL-gpt-mha-rope-CC-EC": ColumnRead}
-
-
-def parts(stem: str):
-    """What makes the state, a block, the readout and the final norm. ValueError: there is no transcription of it."""
-    from research.benchmarks.transcription_streams import STREAMS
-
-    if stem == "gpt-mha-rope":
-        return nothing, Block, nothing, rms_norm
-    if stem in READS:
-        expand = EmbeddingConv if stem.endswith("-EC") else Repeat
-        return expand, partial(DeltaBlock, compressor=READS[stem]), READS[stem], rms_norm
-    if stem not in STREAMS:
-        raise ValueError(f"{stem} has no transcription")
-    return STREAMS[stem]
 
 
 class Transcription(nn.Module):
@@ -248,11 +225,18 @@ class Transcription(nn.Module):
         self.config = config
         self.transformer = nn.Module()
         self.transformer.wte = nn.Embedding(config.vocab_size, config.hidden_size)
-        expand, block, readout, norm = parts(stem)
-        self.input_embed, self.readout, self.ln_f = expand(config), readout(config), norm(config)
-        self.transformer.h = nn.ModuleList(
-            block(config, layer) for layer in range(config.num_hidden_layers)
+        if stem != "gpt-mha-rope" and stem not in READS:
+            raise ValueError(f"{stem} has no transcription")
+        read = READS.get(stem)
+        expand = EmbeddingConv if stem.endswith("-EC") else Repeat
+        self.input_embed = expand(config) if read else nn.Identity()
+        self.readout = read(config) if read else nn.Identity()
+        self.ln_f = RMSNorm(config.hidden_size)
+        blocks = (
+            DeltaBlock(config, read) if read else Block(config)
+            for _ in range(config.num_hidden_layers)
         )
+        self.transformer.h = nn.ModuleList(blocks)
         self.lm_head = linear(config.hidden_size, config.vocab_size)
         self.lm_head.weight = self.transformer.wte.weight
 

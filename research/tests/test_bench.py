@@ -17,24 +17,11 @@ from model.kernels.launch import launch_of, launches_of
 from research import bench
 from research.benchmarks import contender, kernel_bandwidth, step, suites, timing
 from research.benchmarks.figures import Figures
-from research.benchmarks.transcription_streams import STREAMS
 from training import metrics
 
-TINY = [
-    "--vocab_size=64",
-    "--block_size=16",
-    "--num_hidden_layers=1",
-    "--hidden_size=32",
-    "--micro_batch_size=1",
-]
-TINY += [
-    "--num_attention_heads=4",
-    "--head_dim=8",
-    "--compile=False",
-    "--rounds=2",
-    "--warmup=1",
-    "--device=cpu",
-]
+TINY = "--vocab_size=64 --block_size=16 --num_hidden_layers=1 --hidden_size=32 --micro_batch_size=1"
+TINY += " --num_attention_heads=4 --head_dim=8 --compile=False --rounds=2 --warmup=1 --device=cpu"
+TINY = TINY.split()
 CPU = torch.device("cpu")
 
 
@@ -92,7 +79,7 @@ def test_every_model_and_its_transcription_is_measured(tmp_path, monkeypatch, ca
         "dtype",
     }
     assert stored["sizes"]["quick (changed)"]["hidden_size"] == 32
-    names, transcribed = [row["model"] for row in stored["rows"]], [*PAPER, *STREAMS]
+    names, transcribed = [row["model"] for row in stored["rows"]], [*PAPER]
     assert sorted(names) == sorted(
         [*STEMS, *(f"{stem} transcription (eager)" for stem in transcribed)]
     )
@@ -127,19 +114,16 @@ def test_models_by_choice(tmp_path, monkeypatch):
 
 
 MISTAKES = [
-    (
-        ["--rounds=0"],
-        "--rounds, --visits, --warmup, --steps and --micro_batch_size: give 1 or more",
-    ),
+    (["--rounds=0"], "0: give 1 or more"),
     (["--models=DDL-gpt-mha-rope-CX"], "did you mean DDL-gpt-mha-rope"),
     (["--models=DDL-gpt-mha-rope:four"], "number of columns"),
     (["--models=DDL-vdim1-gpt-mha-rope:2"], "ddl_value_channels=2"),
     (["--suite=paper"], "--suite=quick, or --device=cuda"),
     (["--sizes=smal"], "the quick suite has no smal"),
-    (["--peers=transcriptions"], "--peers=transcriptions: give transcription or none"),
+    (["--peers=transcriptions"], "invalid choice: 'transcriptions'"),
     (["--models=DDL-gpt-mha-rope+kernels=maybe"], "kernels=auto, on or off"),
     (["--models=DDL-gpt-mha-rope+state_interval=0"], "state_interval=1 or more"),
-    (["--head_dim=0"], "head_dim=0"),
+    (["--head_dim=0"], "0: give 1 or more"),
     (["--compile=True"], "--compile=False"),  # there is no compiler
     (["kernels", "--tune"], "give --match"),
 ]
@@ -156,21 +140,18 @@ def test_mistakes_end_in_one_line_before_anything_is_measured(
         main(monkeypatch, *command, "--device=cpu")
     assert stopped.value.code == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("bench.py: error:")
+    assert line.startswith("bench.py")
     assert message in line
 
 
 def test_the_paper_suite_has_the_papers_sizes_and_columns():
-    args = bench.arguments(["--suite=paper", "--device=cuda", "--sizes=medium"])
-    [[name, medium]] = suites.sizes_of(args).items()
-    suites.complete(args, torch.device("cuda"))
+    args = bench.arguments(["--suite=paper", "--device=cuda", "--sizes=medium", "--kernels=off"])
+    args.compile = "False"
+    [[name, medium]] = suites.complete(args, torch.device("cuda")).items()
     with torch.device("meta"):
         assert (name, build("gpt-mha-rope", **medium).num_parameters()) == ("medium", 353_508_352)
         assert build("gpt-mha-rope", **suites.SMALL).num_parameters() == 123_590_400
-    forms = {
-        f"DDL-gpt-mha-rope-CC-EC{form}"
-        for form in (":2", ":8", "+state_interval=4", "+kernels=off")
-    }
+    forms = {f"{suites.CC_EC}{form}" for form in (":2", ":8", "+state_interval=4", "+kernels=off")}
     assert {*STEMS, *forms, "gpt-mha-rope+kernels=off"} == set(args.models)
     assert (args.micro_batch_size, args.steps) == (16, 4)
 
@@ -312,14 +293,8 @@ def test_figures_are_kept_for_the_same_code_chip_and_settings(tmp_path, capsys):
     """Every row is in the file as soon as it is added; a row of other code, or all of other settings, is not kept."""
 
     def opened(code="a", settings=None, resume=True):
-        return Figures(
-            tmp_path / "f.json",
-            CPU,
-            settings or {"rounds": 2},
-            resume,
-            code,
-            notes={"left_out": []},
-        )
+        given = settings or {"rounds": 2}
+        return Figures(tmp_path / "f.json", CPU, given, resume, code, notes={"left_out": []})
 
     first = opened()
     first.notes["left_out"].append("one")
@@ -344,13 +319,13 @@ def test_figures_are_kept_for_the_same_code_chip_and_settings(tmp_path, capsys):
 
 
 def test_a_benchmark_that_was_killed_goes_on(tmp_path, monkeypatch):
-    """Stored rows stay to the bit; the group that was under way is measured again."""
-    out, models = tmp_path / "rows.json", "--models=DDL-gpt-mha-rope-CC"
-    run = [*TINY, models, "--peers=none", f"--json={out}", "--resume"]
+    """Stored rows stay to the bit; the model that was under way is measured again."""
+    out, model = tmp_path / "rows.json", "DDL-gpt-mha-rope-CC"
+    run = [*TINY, f"--models={model}", "--peers=none", f"--json={out}", "--resume"]
     memory = step.memory
 
     def killed(contender, tokens):
-        if contender.name != "gpt-mha-rope":
+        if contender.name == model:
             raise KeyboardInterrupt
         return memory(contender, tokens)
 
@@ -358,15 +333,12 @@ def test_a_benchmark_that_was_killed_goes_on(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         step.run(bench.arguments(run))
     before = {row["model"]: row for row in json.loads(out.read_text())["rows"]}
-    assert before["DDL-gpt-mha-rope-CC"]["forward_ratio"] > 0  # timed and stored, its memory not
+    assert before.keys() == {"gpt-mha-rope"}
     monkeypatch.setattr(step, "memory", memory)
     step.run(bench.arguments(run))
     after = {row["model"]: row for row in json.loads(out.read_text())["rows"]}
-    assert "activation_ratio" in after["DDL-gpt-mha-rope-CC"]
-    seconds = after["gpt-mha-rope"]["seconds"]["train"]
-    # One round in each visit to two groups, of which two rounds are wanted, and one in the visit that was killed.
-    assert (len(seconds), seconds[:2]) == (5, before["gpt-mha-rope"]["seconds"]["train"])
-    assert len(after["DDL-gpt-mha-rope-CC"]["seconds"]["train"]) == 2
+    assert after.keys() == {"gpt-mha-rope", model}
+    assert after["gpt-mha-rope"] == before["gpt-mha-rope"]
     monkeypatch.setattr(step, "Bench", None)  # nothing is left to measure
     step.run(bench.arguments(run))
     assert {row["model"]: row for row in json.loads(out.read_text())["rows"]} == after
@@ -398,82 +370,60 @@ def test_a_turn_is_a_training_step_or_changes_nothing():
 
 
 def small_bench(*arguments):
-    args = bench.arguments([*TINY, *arguments])
-    suites.complete(args, CPU)
-    [[name, size]] = suites.sizes_of(args).items()
-    return step.Bench(args, name, size, CPU, Figures(None, CPU, {}, notes={"left_out": []}))
+    args = bench.arguments([*TINY, "--peers=transcription", *arguments])
+    [[name, size]] = suites.complete(args, CPU).items()
+    return step.Bench(args, name, size, CPU, Figures(None, CPU, {}))
 
 
 def test_a_groups_models_go_when_it_is_measured(monkeypatch):
-    one, seen = small_bench(), []
-    built = one.build
-    monkeypatch.setattr(
-        one, "build", lambda model: seen.append(weakref.ref(result := built(model))) or result
-    )
-    one.measure_group("DDL-gpt-mha-rope-CC")
+    one, seen, built = small_bench(), [], suites.built
+
+    def watched(*given):
+        made = built(*given)
+        seen.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(suites, "built", watched)
+    one.measure("DDL-gpt-mha-rope-CC")
     gc.collect()
     assert [reference() for reference in seen] == [None]
-    assert list(one.rows) == [
-        "gpt-mha-rope",
-        *(f"DDL-gpt-mha-rope-CC{x}" for x in ("", " transcription (eager)")),
-    ]
+    names = [row["model"] for row in one.figures.rows]
+    assert sorted(names) == [f"DDL-gpt-mha-rope-CC{x}" for x in ("", " transcription (eager)")]
 
 
-def test_the_baselines_speed_is_the_median_over_all_groups(monkeypatch):
+def test_every_figure_is_of_rounds_in_which_the_baseline_ran(monkeypatch):
     one = small_bench("--peers=none")
-    seconds = iter([1.0, 5.0, 2.0, 6.0])  # training and forward of two groups
-    monkeypatch.setattr(
-        step,
-        "measure",
-        lambda turns, *_: dict.fromkeys(turns, [t := next(seconds)] * 2) | {"gpt-mha-rope": [t, t]},
-    )
-    one.measure_group("gpt-mha-rope")
-    one.measure_group("DDL-gpt-mha-rope-CC")
-    assert one.rows["gpt-mha-rope"]["tokens_per_second"] == pytest.approx((16 / 1 + 16 / 2) / 2)
-    assert one.rows["gpt-mha-rope"]["forward_tokens_per_second"] == pytest.approx(
-        (16 / 5 + 16 / 6) / 2
-    )
-
-
-def test_percentiles_hold_what_changes_between_visits(monkeypatch):
-    """The machine is half as fast in the second visit, and the variant loses more than the baseline by it."""
-    one, slow = small_bench("--peers=none"), 1
+    seconds = iter([([0.5, 1.0], [0.75, 2.0]), ([1.0, 1.0], [2.0, 4.0])])  # training, forward
 
     def measured(turns, warmup, rounds, what):
-        assert rounds == 1  # of two, in two visits
-        return {
-            name: [slow * (0.5 if name == "gpt-mha-rope" else 0.5 + 0.25 * slow)] for name in turns
-        }
+        assert (list(turns), warmup, rounds) == (["gpt-mha-rope", "DDL-gpt-mha-rope-CC"], 1, 2)
+        return dict(zip(turns, next(seconds)))
 
     monkeypatch.setattr(step, "measure", measured)
-    for slow in (1, 2):  # noqa: B007 (`measured` reads it)
-        for model in ("gpt-mha-rope", "DDL-gpt-mha-rope-CC"):
-            one.measure_group(model)
-    base, row = one.rows["gpt-mha-rope"], one.rows["DDL-gpt-mha-rope-CC"]
-    assert row["seconds"]["train"] == [0.75, 2.0]
-    assert row["baseline_seconds"]["train"] == [0.5, 1.0]
+    one.measure("DDL-gpt-mha-rope-CC")
+    [row] = one.figures.rows
     assert (row["ratio_p10"], row["ratio_p90"]) == pytest.approx((0.5 + 0.1 / 6, 0.5 + 0.9 / 6))
-    assert (row["tokens_per_second_p10"], row["tokens_per_second_p90"]) == pytest.approx(
-        (8 + 4 / 3, 16 + 4)
-    )
-    assert (base["tokens_per_second_p10"], base["tokens_per_second_p90"]) == pytest.approx((16, 32))
+    ends = row["tokens_per_second_p10"], row["tokens_per_second_p90"]
+    assert ends == pytest.approx((8 + 4 / 3, 16 + 4))
+    assert row["forward_baseline_tokens_per_second"] == 16
+    assert row["forward_ratio"] == pytest.approx(0.375)
     cells = [cell.strip() for cell in step.markdown([row]).splitlines()[-1].split("|")]
     assert cells[3:6] == ["15 (9 to 20)", "24", "0.583 (0.517 to 0.650)"]
 
 
-def test_a_peer_that_does_not_fit_is_left_out_and_said(monkeypatch):
-    one = small_bench()
+def test_a_peer_that_does_not_fit_is_left_out_and_said(monkeypatch, capsys):
+    one, train = small_bench(), contender.Contender.train
 
-    def full(contender):
-        if "transcription" in contender.name:
+    def full(self):
+        if "transcription" in self.name:
             raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
+        train(self)
 
     monkeypatch.setattr(contender.Contender, "train", full)
-    one.measure_group("gpt-mha-rope")
-    assert list(one.rows) == ["gpt-mha-rope"]
-    assert one.left_out == [
-        "quick (changed): gpt-mha-rope transcription (eager): OutOfMemoryError: CUDA out of memory."
-    ]
+    one.measure("gpt-mha-rope")
+    assert [row["model"] for row in one.figures.rows] == ["gpt-mha-rope"]
+    said = "left out: gpt-mha-rope transcription (eager): CUDA out of memory.\n"
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.gpu

@@ -46,7 +46,6 @@ def test_decoding_is_measured(tmp_path):
     ("arguments", "message"),
     [
         (["--context=250"], "--context and --tokens: 282 together, --block_size=256: give fewer"),
-        (["--tokens=0"], "give 1 or more"),
         (["--models=gpt-mha-rope+kernels=off"], "leave the plus out"),
         (["--models=gpt-mha-rop"], "did you mean gpt-mha-rope"),
     ],

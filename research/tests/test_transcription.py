@@ -5,24 +5,11 @@ import torch
 from models import PAPER, TINY, tiny
 
 from research.benchmarks.transcription import Transcription
-from research.benchmarks.transcription_streams import STREAMS
 
-CASES = [(stem, {}) for stem in (*PAPER, *STREAMS)]
-CASES += [("DDL-gpt-mha-rope-CC-EC", {"ddl_value_channels": 2, "mup": True, "rope_ratio": 0.5})]
-CASES += [
-    (
-        "DDL-gpt-mha-rope",
-        {"ddl_value_channels": 8, "use_qk_rmsnorm": False, "ddl_v_sigmoid_scale": 3.0},
-    )
-]
-CASES += [
-    ("HC-gpt-mha-rope", {"hc_streams": 3, "mup": True}),
-    ("mHC-gpt-mha-rope", {"hc_streams": 2}),
-]
-CASES += [
-    ("AttnRes-gpt-mha-rope", {"attn_res_blocks": 2}),
-    ("AttnRes-gpt-mha-rope", {"attn_res_blocks": None}),
-]
+TWO = {"ddl_value_channels": 2, "mup": True, "rope_ratio": 0.5}
+EIGHT = {"ddl_value_channels": 8, "use_qk_rmsnorm": False, "ddl_v_sigmoid_scale": 3.0}
+CASES = [(stem, {}) for stem in PAPER]
+CASES += [("DDL-gpt-mha-rope-CC-EC", TWO), ("DDL-gpt-mha-rope", EIGHT)]
 
 
 def transcribed(stem, model):
