@@ -16,64 +16,34 @@ HERE = Path(os.path.relpath(Path(__file__).parent))
 PRESETS = "cpu", "paper"
 ALL_ARMS = "standard,mhc,ddl,full,additive"
 
-# Keys of train.py, over those of cpu.py or paper.py; what is typed goes over both. `parameters` is the size that the
-# widths of experiment 4 are chosen for; `epochs` become max_steps, as the corpus has it.
+# Keys of train.py, over those of cpu.py or paper.py; what is typed goes over both. `parameters` is
+# the size that the widths of experiment 4 are chosen for; `epochs` become max_steps, as the corpus
+# has it.
 EXPERIMENTS = {
-    "rank": {
-        "seed": "0..2",
-        "mgt_arm": "standard,full,additive",
-        "num_hidden_layers": "12,24,48,100",
-    },
-    "ablation": {"seed": "0..2", "mgt_arm": ALL_ARMS, "num_hidden_layers": "48"},
-    "beta": {"seed": "0..2", "mgt_arm": "full", "num_hidden_layers": "100"},
-    "depth": {"seed": "0..2", "mgt_arm": "standard,full", "num_hidden_layers": "24,48,100,200"},
-    "language": {"seed": "0..2", "mgt_arm": "standard,full", "num_hidden_layers": "24"},
-    "copy": {"seed": "0..2", "mgt_arm": ALL_ARMS, "num_hidden_layers": "12"},
+    "rank": "mgt_arm=standard,full,additive num_hidden_layers=12,24,48,100",
+    "ablation": f"mgt_arm={ALL_ARMS} num_hidden_layers=48",
+    "beta": "mgt_arm=full num_hidden_layers=100",
+    "depth": "mgt_arm=standard,full num_hidden_layers=24,48,100,200",
+    "language": "mgt_arm=standard,full num_hidden_layers=24",
+    "copy": f"mgt_arm={ALL_ARMS} num_hidden_layers=12 dataset=copy_task block_size=64",
 }
-COPY_TASK = {"dataset": "copy_task", "block_size": "64"}
+NARROW = "num_hidden_layers=4 hidden_size=64 head_dim=16"
 OF_PRESET = {
     "cpu": {
-        "rank": {"max_steps": "60"},
-        "ablation": {"max_steps": "100"},
-        "beta": {"max_steps": "160"},
-        "depth": {
-            "parameters": "400000",
-            "num_hidden_layers": "6,12,24",
-            "max_steps": "30",
-            "eval_interval": "5",
-        },
-        "language": {
-            **{"num_hidden_layers": "4", "hidden_size": "64", "head_dim": "16"},
-            **{"max_steps": "100", "eval_interval": "20"},
-        },
-        "copy": {
-            **{**COPY_TASK, "num_hidden_layers": "4", "hidden_size": "64", "head_dim": "16"},
-            **{
-                "global_batch_size": "32",
-                "micro_batch_size": "32",
-                "max_steps": "150",
-                "eval_interval": "25",
-            },
-            **{
-                "optimizer": "muon",
-                "learning_rate": "1e-2",
-                "warmup_steps": "30",
-                "eval_batches": "8",
-            },
-        },
+        "rank": "max_steps=60",
+        "ablation": "max_steps=100",
+        "beta": "max_steps=160",
+        "depth": "parameters=400000 num_hidden_layers=6,12,24 max_steps=30 eval_interval=5",
+        "language": f"{NARROW} max_steps=100 eval_interval=20",
+        "copy": f"{NARROW} global_batch_size=32 micro_batch_size=32 max_steps=150 eval_interval=25 "
+        "optimizer=muon learning_rate=1e-2 warmup_steps=30 eval_batches=8",
     },
     "paper": {
-        "beta": {"epochs": "100"},
-        "depth": {
-            "parameters": "20000000",
-            "num_attention_heads": "4",
-            "activation_checkpointing": "True",
-        },
-        "language": {
-            **{"dataset": "wikitext", "epochs": "100", "eval_interval": "1000"},
-            **{"hidden_size": "512", "num_attention_heads": "8", "head_dim": "64"},
-        },
-        "copy": {**COPY_TASK, "epochs": "5", "eval_interval": "100"},
+        "beta": "epochs=100",
+        "depth": "parameters=20000000 num_attention_heads=4 activation_checkpointing=True",
+        "language": "dataset=wikitext epochs=100 eval_interval=1000 hidden_size=512 "
+        "num_attention_heads=8 head_dim=64",
+        "copy": "epochs=5 eval_interval=100",
     },
 }
 SWEPT = "seed", "mgt_arm", "num_hidden_layers"  # keys that may have several values
@@ -86,22 +56,19 @@ def settings(experiment: str, preset: str, given: dict[str, str]) -> dict[str, s
     ValueError: a key that the experiment has no use for, or a value that its report has none for.
     """
     if "parameters" in given and experiment != "depth":
-        raise ValueError(
-            f"--parameters={given['parameters']} is the size of experiment depth's models: leave it out"
-        )
+        what = f"--parameters={given['parameters']} is the size of experiment depth's models"
+        raise ValueError(f"{what}: leave it out")
     for key, value in given.items():
         if key not in SWEPT and len(sweep.expand(key, value)) > 1:
-            raise ValueError(
-                f"--{key}={value}: give one value; a report compares {', '.join(SWEPT)} alone"
-            )
-    if experiment == "beta" and (
-        without := {*given.get("mgt_arm", "full").split(",")} - {"full", "ddl"}
-    ):
-        raise ValueError(
-            f"--mgt_arm={given['mgt_arm']}: {', '.join(sorted(without))} has no beta; give full or ddl"
-        )
-    length = {"epochs": "50"} if preset == "paper" else {}
-    result = length | EXPERIMENTS[experiment] | OF_PRESET[preset].get(experiment, {})
+            fix = f"give one value; a report compares {', '.join(SWEPT)} alone"
+            raise ValueError(f"--{key}={value}: {fix}")
+    arms = given.get("mgt_arm", "full")
+    if experiment == "beta" and (without := {*arms.split(",")} - {"full", "ddl"}):
+        fix = f"{', '.join(sorted(without))} has no beta; give full or ddl"
+        raise ValueError(f"--mgt_arm={arms}: {fix}")
+    length = "epochs=50" if preset == "paper" else ""
+    texts = "seed=0..2", length, EXPERIMENTS[experiment], OF_PRESET[preset].get(experiment, "")
+    result = dict(pair.split("=") for text in texts for pair in text.split())
     if {"max_steps", "epochs"} & given.keys():
         result = {key: value for key, value in result.items() if key not in ("max_steps", "epochs")}
     return result | given
@@ -112,29 +79,22 @@ def commands(experiment: str, preset: str, given: dict[str, str], runs: Path) ->
 
     ValueError: train.py would refuse a key.
     """
-    keys, config, out = (
-        settings(experiment, preset, given),
-        str(HERE / f"{preset}.py"),
-        runs / f"{experiment}_{preset}",
-    )
+    keys, config = settings(experiment, preset, given), str(HERE / f"{preset}.py")
+    out = runs / f"{experiment}_{preset}"
     if "epochs" in keys:
         keys["max_steps"] = str(steps_of(keys.pop("epochs"), config, keys))
     if experiment == "beta":
         run, _ = train.configure([config, *one_value_each(keys)], note=lambda line: None)
-        keys |= {
-            "checkpoint_interval": str(-(-run.max_steps // QUARTERS)),
-            "keep_last": str(QUARTERS),
-        }
+        keys["checkpoint_interval"] = str(-(-run.max_steps // QUARTERS))
+        keys["keep_last"] = str(QUARTERS)
     if experiment != "depth":
         return [[config, *sweep.as_options(keys), f"--out={out}"]]
     size = keys.pop("parameters")
     if not size.isdecimal() or not int(size):
         raise ValueError(f"--parameters={size}: give a whole number from 1 on")
-    pairs = itertools.product(
-        *(sweep.expand(key, keys.pop(key)) for key in ("num_hidden_layers", "mgt_arm"))
-    )
+    swept = (sweep.expand(key, keys.pop(key)) for key in ("num_hidden_layers", "mgt_arm"))
     result = []
-    for depth, arm in pairs:
+    for depth, arm in itertools.product(*swept):
         own = keys | {"num_hidden_layers": depth, "mgt_arm": arm}
         own |= width_for(int(size), config, own)
         result.append([config, *sweep.as_options(own), f"--out={out / f'{arm}_{depth}'}"])
@@ -155,9 +115,8 @@ def steps_of(epochs: str, config: str, keys: dict[str, str]) -> int:
     run, model = train.configure([config, *one_value_each(own)], note=lambda line: None)
     corpus = open_corpus(run.dataset)
     a_step = run.global_batch_size * corpus.meta.get("window_tokens", model.block_size)
-    return math.ceil(
-        Fraction(epochs) * sum(map(len, corpus.train)) / a_step
-    )  # exactly: 0.1 is a tenth
+    tokens = sum(map(len, corpus.train))
+    return math.ceil(Fraction(epochs) * tokens / a_step)  # exactly: 0.1 is a tenth
 
 
 def width_for(parameters: int, config: str, keys: dict[str, str]) -> dict[str, str]:
@@ -177,9 +136,8 @@ def check_corpora(experiment: str, cells: list[sweep.Cell]) -> None:
     """ValueError: the copy task's report needs a corpus whose answers are scored."""
     for dataset in {cell.settings["dataset"] for cell in cells} if experiment == "copy" else ():
         if "window_tokens" not in open_corpus(dataset).meta:
-            raise ValueError(
-                f"--dataset={dataset}: it has no answers to score; give one of data/copy_task/prepare.py"
-            )
+            fix = "it has no answers to score; give one of data/copy_task/prepare.py"
+            raise ValueError(f"--dataset={dataset}: {fix}")
 
 
 def cells_of(command: list[str]) -> list[sweep.Cell]:

@@ -1,198 +1,231 @@
 """Reports of the MGT experiments: JSON, a page and a figure of each, from the runs that are finished."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+
+import numpy as np
 
 import configurator
 from evaluation import tables
-from research import compare, runs, sweep
+from research import compare, plots, runs, sweep
 from research.benchmarks.figures import Figures
-from research.mgt import drawings, findings, measures
-from research.plots import pyplot
+from research.mgt import findings, measures
+from research.mgt.findings import groups_of
 from training import distributed
 from training.provenance import digest
 
 # Whose code the figures of a run that is not trained again depend on.
-CODE = (
-    "model/*.py",
-    "research/analysis/common.py",
-    "research/analysis/rank.py",
-    "research/mgt/measures.py",
-    "data/loader.py",
-)
+CODE = "model/*.py", "data/loader.py", "research/mgt/measures.py"
+CODE += "research/analysis/common.py", "research/analysis/rank.py"
 # What a page says that every run shares.
-SHOWN = (
-    "dataset",
-    "block_size",
-    "hidden_size",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "max_steps",
-)
-SHOWN += (
-    "global_batch_size",
-    "optimizer",
-    "learning_rate",
-    "warmup_steps",
-    "schedule",
-    "weight_decay",
-    "dtype",
-)
-
-
+SHOWN = "dataset block_size hidden_size num_attention_heads num_hidden_layers max_steps"
+SHOWN += " global_batch_size optimizer learning_rate warmup_steps schedule weight_decay dtype"
 # The `cpu` models of text end above its unigram entropy: they have not even learned how frequent
 # its tokens are, so that they have nothing to say of a hypothesis about trained models.
 TOO_SHORT = {(name, "cpu") for name in ("rank", "ablation", "beta", "depth", "language")}
 NOT_JUDGED = "not judged"
-
-
-@dataclass(frozen=True)
-class Kind:
-    """rows(cells, figures): a row for each figure; find(rows) -> Findings; draw(rows, file)."""
-
-    title: str
-    rows: Callable
-    find: Callable
-    draw: Callable
-    note: str = ""
-
-
-def of_cells(rows: Callable) -> Callable:
-    """For rows that come from the run folders alone and are quickly made."""
-    return lambda cells, figures: rows(cells)
-
-
 SEEDS = "Figures are means over seeds ± half their 95% interval (number of seeds)."
+RANKS = (
+    f"Ranks are those of {measures.WINDOWS} validation sequences (eq. 8), after the last block where "
+    "nothing else is said; untrained: before the first step. In the figure, bands go from the "
+    "lowest to the highest seed, and thin lines are untrained models."
+)
+GATES = "beta is taken over tokens, features and both sites of a block. At 0% its bias alone sets its mean."
+
+# ---- figures ----
+
+ARMS = ["standard", "full", "additive", "mhc", "ddl"]
+VALIDATION = "validation loss\n(nats per token)"
+
+
+def style(arm: str) -> dict:
+    return {"color": plots.COLORS[ARMS.index(arm)], "linestyle": plots.STYLES[ARMS.index(arm) % 4]}
+
+
+def mean_and_range(panel, x, rows: list[list[float]], **how):
+    """The mean over seeds as a line, from the lowest to the highest as a band."""
+    values = np.array(rows)
+    band = {"color": how["color"], "alpha": 0.15, "linewidth": 0}
+    panel.fill_between(x, values.min(axis=0), values.max(axis=0), **band)
+    return panel.plot(x, values.mean(axis=0), **how)[0]
+
+
+def draw_rank(rows: list[dict]):
+    """A panel for each depth, the rank over it, trained and untrained; below, gradients."""
+    depths, entries = sorted({row["layers"] for row in rows}), {}
+    names = [f"{arm}{kind}" for arm in ARMS[:3] for kind in ("", ", untrained")]
+    figure, axes = plots.panels(2, len(depths), 1.8, names, sharex="col", sharey="row")
+    for (layers, arm), group in groups_of(rows, "layers", "arm"):
+        top, bottom = axes[:, depths.index(layers)]
+        x, how = range(layers + 1), style(arm)
+        entries[arm] = mean_and_range(top, x, [row["rank"] for row in group], **how)
+        untrained = np.mean([row["initial_rank"] for row in group], axis=0)
+        (entries[f"{arm}, untrained"],) = top.plot(x, untrained, **{**how, "linewidth": 0.5})
+        mean_and_range(bottom, x, [row["gradient_state"] for row in group], **how)
+        top.set(title=f"{layers} blocks", ylim=(0, 1))
+        bottom.set(xlabel="depth (blocks)", yscale="log")
+    axes[0, 0].set_ylabel("effective rank")
+    axes[1, 0].set_ylabel("gradient norm\nof the state")
+    plots.plain_numbers(axes[1, 0].yaxis, minor=False)
+    plots.add_legend(figure, dict(sorted(entries.items(), key=lambda each: "," in each[0])))
+    return figure
+
+
+def draw_losses(rows: list[dict]):
+    """The final validation loss of every run, by arm: points are seeds, lines their mean."""
+    figure, [[panel]] = plots.panels(1, 1, 2.4, [])
+    arms = groups_of(rows, "arm")
+    for number, ((arm,), group) in enumerate(arms):
+        values, color = [row["val_loss"] for row in group], style(arm)["color"]
+        panel.plot([number] * len(values), values, "o", color=color)
+        panel.plot([number - 0.2, number + 0.2], [np.mean(values)] * 2, color=color)
+    panel.set_xticks(range(len(arms)), [arm for (arm,), _ in arms])
+    panel.set_ylabel(VALIDATION)
+    return figure
+
+
+def draw_beta(rows: list[dict]):
+    """Mean, variance and share below 0 over depth, a line for each moment of training."""
+    names = {"mean": "mean of beta", "variance": "variance", "negative": "share below 0"}
+    labels, entries = [f"{share:.0%} of training" for share in measures.SHARES], {}
+    figure, axes = plots.panels(1, 3, 2.2, labels)
+    for panel, (key, title) in zip(axes[0], names.items()):
+        for (share,), group in groups_of(rows, "share"):
+            number, x = measures.SHARES.index(share), range(1, group[0]["layers"] + 1)
+            how = {"color": plots.COLORS[number], "linestyle": plots.STYLES[number]}
+            values = [row[key] for row in group]
+            entries[labels[number]] = mean_and_range(panel, x, values, **how)
+        panel.set(title=title, xlabel="depth (blocks)")
+    plots.add_legend(figure, entries)
+    return figure
+
+
+def draw_depth(rows: list[dict]):
+    """Final loss, and epochs to the target, over the number of blocks at one size."""
+    shown = {"val_loss": VALIDATION, "epochs_to_target": "epochs to the target loss"}
+    figure, axes = plots.panels(1, 2, 2.4, ARMS)
+    entries = {}
+    for panel, (key, label) in zip(axes[0], shown.items()):
+        for (arm,), group in groups_of(rows, "arm"):
+            of = {n: [row[key] for row in each] for (n,), each in groups_of(group, "layers")}
+            points = [(n, np.mean(of[n])) for n in sorted(of)]
+            (entries[arm],) = panel.plot(*zip(*points), **style(arm))
+            for layers, values in of.items():
+                panel.plot([layers] * len(values), values, "o", color=style(arm)["color"])
+        panel.set(xlabel="blocks", ylabel=label, xticks=sorted({row["layers"] for row in rows}))
+    plots.add_legend(figure, entries)
+    return figure
+
+
+def draw_curves(rows: list[dict]):
+    """Training loss (thin) and validation loss over steps."""
+    figure, [[panel]] = plots.panels(1, 1, 3.0, ARMS)
+    entries = {}
+    for row in rows:
+        how = style(row["arm"])
+        if "training" in row:
+            panel.plot(*zip(*row["training"]), color=how["color"], alpha=0.25, linewidth=0.6)
+        points = [(point[0], point[-1]) for point in row["evaluations"]]
+        (entries[row["arm"]],) = panel.plot(*zip(*points), marker="o", **how)
+    panel.set(xlabel="optimizer step", ylabel="loss (nats per token)")
+    plots.add_legend(figure, entries)
+    return figure
+
+
+# experiment: (title, rows(cells, figures), find(rows) -> Findings, draw(rows) -> figure, a note)
 KINDS = {
-    "rank": Kind(
+    "rank": (
         "Experiment 1: effective rank over depth",
-        measures.measure_rank,
-        findings.rank_findings,
-        drawings.rank,
-        f"Ranks are those of {measures.WINDOWS} validation sequences (eq. 8), after the last block where nothing else "
-        "is said; untrained: before the first step. In the figure, bands go from the lowest to the highest seed, and "
-        "thin lines are untrained models.",
+        *(measures.measure_rank, findings.rank_findings, draw_rank, RANKS),
     ),
-    "ablation": Kind(
+    "ablation": (
         "Experiment 2: ablation",
-        of_cells(measures.final_rows),
-        findings.ablation_findings,
-        drawings.losses,
+        *(measures.final_rows, findings.ablation_findings, draw_losses, ""),
     ),
-    "beta": Kind(
+    "beta": (
         "Experiment 3: the gate beta over depth and training",
-        measures.measure_beta,
-        findings.beta_findings,
-        drawings.beta,
-        "beta is taken over tokens, features and both sites of a block. At 0% its bias alone sets its mean.",
+        *(measures.measure_beta, findings.beta_findings, draw_beta, GATES),
     ),
-    "depth": Kind(
+    "depth": (
         "Experiment 4: depth at one size",
-        of_cells(measures.course_rows),
-        findings.depth_findings,
-        drawings.depth,
+        *(measures.course_rows, findings.depth_findings, draw_depth),
         "The target is the highest final loss of any run of that depth.",
     ),
-    "language": Kind(
+    "language": (
         "Experiment 5: language modelling",
-        of_cells(measures.course_rows),
-        findings.language_findings,
-        drawings.curves,
+        *(measures.course_rows, findings.language_findings, draw_curves, ""),
     ),
-    "copy": Kind(
+    "copy": (
         "The copy task of section 4.1",
-        of_cells(measures.copy_rows),
-        findings.copy_findings,
-        drawings.curves,
+        *(measures.copy_rows, findings.copy_findings, draw_curves, ""),
     ),
 }
 
-
-def check() -> None:
-    """ValueError: a package that a report needs is missing, which should not be found after the training."""
-    pyplot()
-    compare.student()
+# ---- the report ----
 
 
 def write(experiment: str, preset: str, cells: list[sweep.Cell], results: Path) -> None:
-    """`<results>/<experiment>_<preset>.json`, .md and .png, rows of runs.csv. ValueError: no run is finished."""
+    """`<results>/<experiment>_<preset>.json`, .md and .png, rows of runs.csv.
+
+    ValueError: no run is finished.
+    """
     done = [cell for cell in cells if sweep.final_evaluation(cell)]
     if not done:
-        raise ValueError(
-            f"no run of {experiment} is finished in {cells[0].folder.parent}: nothing to report"
-        )
+        where = f"in {cells[0].folder.parent}: nothing to report"
+        raise ValueError(f"no run of {experiment} is finished {where}")
     results.mkdir(parents=True, exist_ok=True)
-    kind, path = KINDS[experiment], results / f"{experiment}_{preset}.json"
-    about = {"experiment": experiment, "preset": preset, "settings": shared(done)}
-    figures = Figures(
-        path, distributed.pick_device("auto"), about, resume=True, code=digest(*CODE)[:12]
-    )
-    found = judged(kind.find(kind.rows(done, figures)), experiment, preset)
+    title, rows_of, find, draw, note = KINDS[experiment]
+    path, first = results / f"{experiment}_{preset}.json", done[0].settings
+    same = (k for k in SHOWN.split() if all(cell.settings[k] == first[k] for cell in done))
+    settings = {key: first[key] for key in same}
+    about = {"experiment": experiment, "preset": preset, "settings": settings}
+    device, code = distributed.pick_device("auto"), digest(*CODE)[:12]
+    figures = Figures(path, device, about, resume=True, code=code)
+    rows = rows_of(done, figures)
+    found = find(rows)
+    if (experiment, preset) in TOO_SHORT:
+        unjudged = [{**each, "verdict": NOT_JUDGED} for each in found.verdicts]
+        found = replace(found, verdicts=unjudged)
     left = [cell.title for cell in cells if cell not in done]
-    figures.rows = [{**row, **figures.made} for row in found.rows]
+    figures.rows = [{**row, **figures.made} for row in rows]
     figures.notes = {"groups": found.groups, "verdicts": found.verdicts, "unfinished": left}
     figures.store()
-    keep_rows(done, f"{experiment}/{preset}", results)
-    kind.draw(found.rows, path.with_suffix(".png"))
-    configurator.replace_text(path.with_suffix(".md"), page(kind, about, found, left, path))
-    print(path.with_suffix(".md").read_text(encoding="utf-8"))
-    print(f"wrote {path}, {path.with_suffix('.md').name} and {path.with_suffix('.png').name}")
-
-
-def keep_rows(cells: list[sweep.Cell], name: str, results: Path) -> None:
-    """A row of runs.csv for each run."""
-    found, _ = runs.load([str(cell.folder) for cell in cells])
-    titles = {cell.folder: cell.title for cell in cells}
-    runs.write_csv(
-        [replace(run, name=f"{name}/{titles[run.path]}") for run in found], results / "runs.csv"
-    )
-
-
-def judged(found: findings.Findings, experiment: str, preset: str) -> findings.Findings:
-    """The findings, without words for the hypotheses where the models have learned too little."""
-    if (experiment, preset) not in TOO_SHORT:
-        return found
-    return replace(found, verdicts=[{**each, "verdict": NOT_JUDGED} for each in found.verdicts])
-
-
-def shared(cells: list[sweep.Cell]) -> dict:
-    """The settings that a page names, where they are the same in every run."""
-    first = cells[0].settings
-    return {
-        key: first[key] for key in SHOWN if all(cell.settings[key] == first[key] for cell in cells)
-    }
-
-
-def page(kind: Kind, about: dict, found: findings.Findings, left: list[str], path: Path) -> str:
-    settings = ", ".join(
-        f"{key} {value}" for key, value in about["settings"].items() if value is not None
-    )
+    titles = {cell.folder: f"{experiment}/{preset}/{cell.title}" for cell in done}
+    loaded, _ = runs.load([str(cell.folder) for cell in done])
+    named = [replace(run, name=titles[run.path]) for run in loaded]
+    runs.write_csv(named, results / "runs.csv")
+    picture, page = path.with_suffix(".png"), path.with_suffix(".md")
+    with plots.printing():
+        plots.save(draw(rows), picture)
+    shown = ", ".join(f"{key} {value}" for key, value in settings.items() if value is not None)
     parts = [
-        f"# {kind.title}, preset `{about['preset']}`",
-        f"{settings}. {SEEDS} {kind.note}".strip(),
-        tables.markdown(found.header, found.table),
+        f"# {title}, preset `{preset}`",
+        f"{shown}. {SEEDS} {note}".strip(),
+        tables.markdown(list(found.columns), found.table),
         verdict_table(found.verdicts),
         *([f"Not finished: {'; '.join(left)}."] if left else []),
-        f"![{kind.title}]({path.with_suffix('.png').name})",
-        f"Made by `research/mgt/run.py {about['experiment']} --preset={about['preset']}`; figures: `{path.name}`.",
+        f"![{title}]({picture.name})",
+        f"Made by `research/mgt/run.py {experiment} --preset={preset}`; figures: `{path.name}`.",
     ]
-    return "\n\n".join(parts) + "\n"
+    configurator.replace_text(page, "\n\n".join(parts) + "\n")
+    print(page.read_text(encoding="utf-8"))
+    print(f"wrote {path}, {page.name} and {picture.name}")
 
 
 def verdict_table(verdicts: list[dict]) -> str:
     """Without the column of words where nothing is judged; a part that is a word alone then goes."""
-    header, rows = ("hypothesis", "mean ± 95% (seeds)", "verdict"), list(map(verdict_row, verdicts))
+    header, rows = ("hypothesis", "mean ± 95% (seeds)", "verdict"), []
+    for each in verdicts:
+        half = "" if each["ci95"] is None else f" ± {each['ci95']:.4f}"
+        text = None if each["mean"] is None else f"{each['mean']:.4f}{half} ({each['n']})"
+        rows.append([each["hypothesis"], text, f"**{each['verdict']}**"])
     if {each["verdict"] for each in verdicts} == {NOT_JUDGED}:
         header, rows = header[:2], [row[:2] for row in rows if row[1]]
     return tables.markdown(header, rows)
 
 
-def verdict_row(verdict: dict) -> list[str]:
-    mean, half = verdict["mean"], verdict["ci95"]
-    text = (
-        None
-        if mean is None
-        else f"{mean:.4f}{'' if half is None else f' ± {half:.4f}'} ({verdict['n']})"
-    )
-    return [verdict["hypothesis"], text, f"**{verdict['verdict']}**"]
+def check() -> None:
+    """ValueError: a package that a report needs is missing, which should not be found after the
+    training."""
+    plots.printing()
+    compare.student()

@@ -50,13 +50,10 @@ def arguments(argv: list[str]) -> tuple[str, dict[str, str], dict[str, str]]:
 def train_all(commands: list[list[str]]) -> None:
     """Every sweep in turn; one that was stopped ends this script with its exit code, a run that failed does not."""
     for number, command in enumerate(commands, 1):
-        print(
-            f"sweep {number} of {len(commands)}: {shlex.join(['python', 'sweep.py', *command])}",
-            flush=True,
-        )
-        code = subprocess.run(
-            [sys.executable, str(ROOT / "research/sweep.py"), *command], check=False
-        ).returncode
+        shown = shlex.join(["python", "research/sweep.py", *command])
+        print(f"sweep {number} of {len(commands)}: {shown}", flush=True)
+        script = [sys.executable, str(ROOT / "research/sweep.py")]
+        code = subprocess.run([*script, *command], check=False).returncode
         if code not in (0, 1):
             sys.exit(code)
 
@@ -68,11 +65,8 @@ def main():
         cells = [cell for command in commands for cell in experiments.cells_of(command)]
         experiments.check_corpora(experiment, cells)
         if own["mode"] == "show":
-            print(
-                "\n".join(
-                    shlex.join(["python", "research/sweep.py", *command]) for command in commands
-                )
-            )
+            for command in commands:
+                print(shlex.join(["python", "research/sweep.py", *command]))
             return
         report.check()
     if own["mode"] == "local":
