@@ -284,12 +284,26 @@ def read_json(path: Path) -> dict:
 
 def replace_text(path: Path, text: str) -> None:
     """Write a text file that is whole at any moment, also after a kill or a power cut."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
+    with whole(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    temporary.replace(path)
+
+
+@contextlib.contextmanager
+def whole(path: Path):
+    """A temporary path, whose file becomes `path` at the end. Where that fails (a full disk) it is
+    removed, and an OSError names `path`."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        yield temporary
+        temporary.replace(path)
+    except OSError as error:
+        error.filename = str(path)
+        raise
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def optional(module: str, use: str):
@@ -320,6 +334,9 @@ def one_line_errors(*kinds: type[Exception], memory: str = ""):
     except Exception as error:
         if memory and (lack := out_of_memory(error)):
             end(f"error: {lack}: {memory}")
+        if isinstance(error, BrokenPipeError):  # `| head` has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(128 + signal.SIGPIPE)
         if isinstance(error, kinds or (ValueError, OSError)):
             end(f"error: {text_of(error)}")
         raise
@@ -330,6 +347,8 @@ def text_of(error: Exception) -> str:
     if not isinstance(error, OSError) or not error.strerror:
         return str(error)
     where = f"{error.filename}: " if error.filename else ""
+    if isinstance(error, (FileExistsError, NotADirectoryError)):
+        return f"{where}a file is where a folder is needed"
     full = "; free disk space and run the same command again" * (error.errno == errno.ENOSPC)
     return f"{where}{error.strerror}{full}"
 

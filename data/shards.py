@@ -36,19 +36,13 @@ def write_shard(path: Path, tokens: np.ndarray) -> str:
     header = np.zeros(HEADER_INTS, dtype="<i4")
     header[:3] = MAGIC, VERSION, tokens.size
     digest = hashlib.sha256()
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with open(temporary, "wb") as file:
-            for part in (header, np.ascontiguousarray(tokens, dtype="<u2")):
-                file.write(part.data)
-                digest.update(part.data)
-            # On the disk before it has its name, also when power fails.
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with configurator.whole(path) as temporary, open(temporary, "wb") as file:
+        for part in (header, np.ascontiguousarray(tokens, dtype="<u2")):
+            file.write(part.data)
+            digest.update(part.data)
+        # On the disk before it has its name, also when power fails.
+        file.flush()
+        os.fsync(file.fileno())
     return digest.hexdigest()
 
 

@@ -7,7 +7,6 @@ baseline is black; a model has one colour and line in every figure of a report.
 import io
 import itertools
 import math
-import os
 import re
 from dataclasses import dataclass, field
 from html import escape
@@ -269,12 +268,8 @@ def images_of(figure) -> dict[str, bytes]:
 
 def save(figure, out: Path) -> None:
     """Write a figure, whole under its name at any moment."""
-    temporary = out.with_name(out.name + ".tmp")
-    try:
+    with configurator.whole(out) as temporary:
         figure.savefig(temporary, dpi=200, format=out.suffix[1:])
-        os.replace(temporary, out)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def plain_numbers(axis, minor: bool = True) -> None:

@@ -461,6 +461,7 @@ def main() -> int:
         code, line = run_cell(cell, sweep.nproc_per_node, catch_signals(), environment(1))
         print(f"exit code {code}: {line}")
         return code
+    Path(sweep.out).mkdir(parents=True, exist_ok=True)
     done = sum(final_evaluation(cell) is not None for cell in cells)
     sizes = " x ".join(f"{len(values)} {key}" for key, values in swept.items())
     about = f"{len(cells)} cells ({sizes}), {done} finished: {len(cells) - done} runs to do"

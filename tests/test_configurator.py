@@ -2,6 +2,7 @@
 says.
 """
 
+import errno
 import math
 import os
 import re
@@ -308,3 +309,23 @@ def test_help_that_nobody_reads_to_its_end_is_no_error():
     done = subprocess.run(command, cwd=ROOT, stdout=pipe, stderr=subprocess.PIPE, check=False)
     os.close(pipe)
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
+
+
+def test_a_file_is_whole_or_as_it_was_and_a_full_disk_names_it(tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    configurator.replace_text(path, "first")
+
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space") as raised:
+        configurator.replace_text(path, "second")
+    fix = "No space left on device; free disk space and run the same command again"
+    assert configurator.text_of(raised.value) == f"{path}: {fix}"
+    assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
+    assert path.read_text() == "first"
+    with pytest.raises(OSError, match="Not a directory") as raised:
+        configurator.replace_text(path / "b.json", "third")
+    where = f"{path}/b.json: a file is where a folder is needed"
+    assert configurator.text_of(raised.value) == where

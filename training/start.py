@@ -75,7 +75,9 @@ def find(config, settings: dict, corpus: dict) -> Path | None:
     """
     out = Path(config.out_dir)
     if config.resume is None:
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        if out.is_file():
+            raise ValueError(f"out_dir={out} is a file: give a folder")
+        if out.exists() and any(out.iterdir()):
             fix = "continue it with --resume=auto, or give another --out_dir"
             raise ValueError(f"out_dir={out} is not empty: {fix}")
         return None

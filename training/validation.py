@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+import configurator
 from data.loader import ValidationBatches, prefetched
 from model.loss import LOGITS_AT_ONCE
 
@@ -90,11 +91,8 @@ def save_losses(file: Path, step: int, windows: list[int], losses: np.ndarray) -
 
     A full disk costs a warning: the older file stays.
     """
-    temporary = file.with_name(file.name + ".tmp")
     try:
-        with open(temporary, "wb") as stream:
+        with configurator.whole(file) as temporary, open(temporary, "wb") as stream:
             np.savez(stream, loss=losses, window=np.array(windows), step=np.array(step))
-        temporary.replace(file)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
-        print(f"warning: step {step}: {file} is not written ({error})", file=sys.stderr)
+        print(f"warning: step {step}: {file} is not written ({error.strerror})", file=sys.stderr)
