@@ -135,13 +135,9 @@ CORPORA = {
     "fineweb_edu": ["fineweb_edu", "--source", "rows.parquet", *LIMITS],
     "pretokenized": ["fineweb_edu", "--pretokenized=shards"],
     "openwebtext": ["openwebtext", "--source", "rows.jsonl", *LIMITS],
-    "wikitext": [
-        "wikitext",
-        "--repository=wikitext",
-        "--version=2",
-        "--tokenizer=bytes",
-        "--shard_tokens=100",
-    ],
+    "wikitext": (
+        "wikitext --repository=wikitext --version=2 --tokenizer=bytes --shard_tokens=100"
+    ).split(),
     "python_stdlib": ["python_stdlib", "--tokenizer=bytes"],
     "copy_task": ["copy_task", "--half=5", "--symbols=7", *DRAWN],
     "k_hop": ["k_hop", "--hops=2", "--positions=12", *DRAWN],
@@ -369,12 +365,7 @@ def write(names: list[str]) -> None:
     """
     if "corpus" in names:
         shutil.rmtree(GOLDEN / "corpus", ignore_errors=True)
-        limits = [
-            "--tokenizer=bytes",
-            "--val_tokens=400",
-            "--max_tokens=4000",
-            "--shard_tokens=2000",
-        ]
+        limits = "--tokenizer=bytes --val_tokens=400 --max_tokens=4000 --shard_tokens=2000".split()
         result = call(
             "data/text/prepare.py",
             "--source=tests/corpus.txt",

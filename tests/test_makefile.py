@@ -49,19 +49,13 @@ def test_run_folders_have_short_names_that_tell_arguments_apart():
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a clone")
 def test_what_scripts_write_is_no_change_of_the_clone():
-    places = [
-        "runs/loss.png",
-        "runs/mup.png",
-        "runs/bench_quick_cpu.json",
-        "exported/demo/gpt.py",
-        "loss.png",
-    ]
-    places += [
-        "sweeps/demo_cpu/table.md",
-        "wandb/run",
-        "data/copy_task/meta.json",
-        "data/text/text_train_000001.bin",
-    ]
+    places = (
+        "runs/loss.png runs/mup.png runs/bench_quick_cpu.json exported/demo/gpt.py loss.png"
+    ).split()
+    places += (
+        "sweeps/demo_cpu/table.md wandb/run data/copy_task/meta.json "
+        "data/text/text_train_000001.bin"
+    ).split()
     found = subprocess.run(
         ["git", "check-ignore", *places], cwd=ROOT, capture_output=True, text=True
     ).stdout.split()

@@ -187,13 +187,9 @@ def test_what_does_not_agree_leaves_the_row_out_with_the_reason(tmp_path, option
             "; trained on x/FineWeb_Edu-GPT2; ",
         ),
         (
-            [
-                "--micro_batch_size=4",
-                "--kernels=off",
-                "--compile=False",
-                "--engine=fsdp",
-                "--eval_batches=2",
-            ],
+            (
+                "--micro_batch_size=4 --kernels=off --compile=False --engine=fsdp --eval_batches=2"
+            ).split(),
             {},
             "",
         ),

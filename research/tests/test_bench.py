@@ -175,14 +175,9 @@ def test_a_model_may_bring_its_own_columns_and_kernels():
 def test_kernels_are_measured_against_a_copy(tmp_path):
     pytest.importorskip("triton")
     out = tmp_path / "kernels.json"
-    size = [
-        "--device=cpu",
-        "--widths=8",
-        "--micro_batch_size=1",
-        "--block_size=2",
-        "--rounds=1",
-        "--copied=4096",
-    ]
+    size = (
+        "--device=cpu --widths=8 --micro_batch_size=1 --block_size=2 --rounds=1 --copied=4096"
+    ).split()
     size += ["--match=v=4"]
     kernel_bandwidth.run(bench.arguments(["kernels", *size, f"--json={out}"]))
     rows = {row["kernel"]: row for row in json.loads(out.read_text())["rows"]}
@@ -208,14 +203,9 @@ def test_kernels_are_measured_against_a_copy(tmp_path):
 def test_rotation_and_norm_are_measured_but_have_no_launches_to_tune(tmp_path):
     pytest.importorskip("triton")
     out = tmp_path / "kernels.json"
-    keys = [
-        "kernels",
-        "--device=cpu",
-        "--widths=8,256",
-        "--micro_batch_size=2",
-        "--block_size=3",
-        "--rounds=1",
-    ]
+    keys = (
+        "kernels --device=cpu --widths=8,256 --micro_batch_size=2 --block_size=3 --rounds=1"
+    ).split()
     keys += ["--copied=4096", "--match=rope"]
     kernel_bandwidth.run(bench.arguments([*keys, f"--json={out}"]))
     found = {(row["kernel"], row["d"]): row["bytes"] for row in json.loads(out.read_text())["rows"]}
@@ -237,14 +227,7 @@ def test_rotation_and_norm_are_measured_but_have_no_launches_to_tune(tmp_path):
         kernel_bandwidth.run(bench.arguments([*keys, "--tune"]))
 
 
-LAUNCHES = [
-    "kernels",
-    "--device=cpu",
-    "--tune",
-    "--match=add_norm",
-    "--widths=8",
-    "--micro_batch_size=1",
-]
+LAUNCHES = "kernels --device=cpu --tune --match=add_norm --widths=8 --micro_batch_size=1".split()
 LAUNCHES += ["--block_size=1", "--rounds=1", "--copied=4096"]
 
 

@@ -13,13 +13,9 @@ from research.benchmarks import decode
 
 def test_decoding_is_measured(tmp_path):
     out = tmp_path / "decode.json"
-    size = [
-        "--vocab_size=64",
-        "--block_size=16",
-        "--num_hidden_layers=1",
-        "--num_attention_heads=2",
-        "--head_dim=8",
-    ]
+    size = (
+        "--vocab_size=64 --block_size=16 --num_hidden_layers=1 --num_attention_heads=2 --head_dim=8"
+    ).split()
     keys = [
         *size,
         "--hidden_size=16",
