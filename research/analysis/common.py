@@ -19,12 +19,12 @@ from training.provenance import provenance, store
 SAY_AFTER = 20.0  # seconds without a line
 
 
-def add_arguments(parser, name: str, windows: int = 16) -> None:
+def add_arguments(parser, name: str) -> None:
     """The options of a command over validation sequences of runs; `name` is that of its file."""
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="run, checkpoint or exported folders")
     add("--dataset", help="folder of token shards (default: the run's own)")
-    add("--windows", type=int, default=windows, help="validation sequences (default: %(default)s)")
+    add("--windows", type=int, default=16, help="validation sequences (default: %(default)s)")
     add("--rows", type=int, default=8, help="sequences at once (default: %(default)s)")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
     where = f"figures are beside it (default: {name}.json in the run, or beside the runs)"

@@ -210,6 +210,12 @@ def measure_run(subject, args, device, figures: Figures) -> dict:
     return row
 
 
+def add_options(parser) -> None:
+    parser.set_defaults(windows=32)
+    names = "all, none, or names with commas between (default: %(default)s)"
+    parser.add_argument("--edits", default="all", help=names)
+
+
 def run(args) -> None:
     """Measure every run, store what is found, draw it and write its page."""
     plots.printing()  # a missing package is known before the work

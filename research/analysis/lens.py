@@ -201,6 +201,12 @@ def of_run(model, encoding, batches, windows: list[int], args, progress) -> dict
     return found | measure(model, batches, windows, args.rows, progress)
 
 
+def add_options(parser) -> None:
+    parser.set_defaults(rows=1)
+    text = "a table of one text as well: text, FILE:path, or - for standard input"
+    parser.add_argument("--text", help=text)
+
+
 def run(args) -> None:
     """Measure, store and draw every run. ValueError: a text is too long for a model."""
     common.over_runs(args, "lens", of_run, say, table, draw)

@@ -242,6 +242,11 @@ def draw(rows: list[dict]):
     return figure
 
 
+def add_options(parser) -> None:
+    tokens = "tokens of each sequence (default: %(default)s)"
+    parser.add_argument("--tokens", type=int, default=32, help=tokens)
+
+
 def run(args) -> None:
     """Measure, store and draw every run. ValueError: one has no linear shortcut."""
     for subject in common.chosen(args):  # before any of them is measured

@@ -12,8 +12,8 @@ from torch import nn
 
 from model import STEMS, model_class
 from model.parameters import Kind, rules_of
-from research.benchmarks import coordinates, transfer
-from research.benchmarks.coordinates import Contributions, bound, check, not_level, slope
+from research.analysis import coordinates, transfer
+from research.analysis.coordinates import Contributions, bound, check, not_level, slope
 from research.benchmarks.figures import Figures
 from training import optimizer
 

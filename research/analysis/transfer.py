@@ -15,7 +15,7 @@ from data.loader import TrainBatches, ValidationBatches
 from data.shards import open_corpus
 from data.windows import Windows
 from evaluation import tables
-from model import build
+from model import STEMS, build
 from research import plots
 from research.benchmarks.figures import Figures
 from train import TrainConfig
@@ -215,6 +215,21 @@ def draw(search: Search):
         row[2].set_xticks([], minor=True)
     plots.add_legend(figure, entries)
     return figure
+
+
+FILE = "mup_transfer"
+
+
+def add_options(parser) -> None:
+    add = parser.add_argument
+    add("--model", choices=STEMS, default="DDL-gpt-mha-rope-CC")
+    add("--dataset", default="python_stdlib", help="folder of token shards (default: %(default)s)")
+    steps = "optimizer steps, the first fifth warm-up (default: %(default)s)"
+    add("--steps", type=int, default=100, help=steps)
+    add("--layers", type=int, default=2, help="(default: %(default)s)")
+    add("--block_size", type=int, default=64, help="tokens of a sequence (default: %(default)s)")
+    add("--batch_size", type=int, default=4, help="sequences of a step (default: %(default)s)")
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
 
 
 def run(args) -> None:

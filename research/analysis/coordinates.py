@@ -436,12 +436,22 @@ def draw(rows: list[dict]):
     return figure
 
 
+FILE = "mup"
+
+
+def add_options(parser) -> None:
+    models = "stems, or stem+key=value, with commas between (default: all, and their forms)"
+    parser.add_argument("--models", help=models)
+    seeds = "models of each width (default: %(default)s)"
+    parser.add_argument("--seeds", type=int, default=3, help=seeds)
+
+
 def run(args) -> None:
     """Check what the file of figures lacks, storing each; then the table and the figure beside it."""
     plots.printing()  # a missing package is known before the work
     cases = args.models.split(",") if args.models else all_cases()
     parsed = {case: stem_and_keys(case) for case in cases}
-    code = digest(*MODEL, "training/optimizer.py", "research/benchmarks/coordinates.py")[:12]
+    code = digest(*MODEL, "training/optimizer.py", "research/analysis/coordinates.py")[:12]
     settings = {"widths": args.widths, "seeds": args.seeds}
     figures, rows = Figures(args.json, torch.device("cpu"), settings, resume=True, code=code), []
     for name in args.optimizers:
