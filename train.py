@@ -179,7 +179,11 @@ def configure(argv: list[str], note=print):
     saved = start.saved_state(given.get("resume"), given["out_dir"])  # of a run that goes on
     decided = {}  # by the folder init_from, or by the run that goes on from it
     if given.get("init_from") is not None:
-        decided = start.model_of(given["init_from"]) if not saved else saved["model_config"]
+        decided = (
+            start.model_of(given["init_from"], given.get("model"))
+            if not saved
+            else saved["model_config"]
+        )
         decided = {**decided, "model": saved["model"]} if saved else decided
     stem = given.get("model", decided.get("model", TrainConfig.model))
     given["out_dir"] = given["out_dir"] or f"runs/{stem}"

@@ -1,21 +1,26 @@
 """Attention Residuals: every read attends over the outputs of the sublayers before it, in full or
-by blocks.
+by blocks, in place of the additive stream or beside it (Delta Attention Residuals).
 """
+
+import torch
 
 from model.attention_residuals import (
     AttentionResidualsBlock,
     AttentionResidualsConfig,
     FirstSource,
-    LastAttention,
+    depth_readout,
 )
 from model.gpt import GPT
 
 
 class Model(GPT):
-    Config, Expander, Block, Readout = (
-        AttentionResidualsConfig,
-        FirstSource,
-        AttentionResidualsBlock,
-        LastAttention,
-    )
-    forms = ({"attn_res_blocks": 2},)
+    Config, Expander, Block = AttentionResidualsConfig, FirstSource, AttentionResidualsBlock
+    Readout = staticmethod(depth_readout)
+    forms = ({"attn_res_blocks": 2}, {"attn_res_form": "delta"})
+
+    @torch.no_grad()
+    def from_additive(self) -> None:
+        if self.config.attn_res_form != "delta":
+            raise ValueError("attn_res_form=replace has no additive stream: give delta")
+        for site in (site for block in self.transformer.h for site in block.sites):
+            site.read.gate.zero_()

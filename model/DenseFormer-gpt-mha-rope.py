@@ -59,3 +59,6 @@ class DenseBlock(Block):
 
 class Model(GPT):
     Expander, Block, Readout = Start, DenseBlock, Current
+
+    def from_additive(self) -> None:
+        """It starts as one."""

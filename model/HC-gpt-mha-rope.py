@@ -10,3 +10,6 @@ from model.residual import Repeat
 class Model(GPT):
     Config, Expander, Block, Readout = HyperConfig, Repeat, HyperBlock, SumOfStreams
     forms = ({"hc_dynamic": False},)
+
+    def from_additive(self) -> None:
+        """It starts as one: reads of one stream, of equal ones, mixes I, writes 1."""

@@ -63,3 +63,6 @@ class LAuReLBlock(WritingBlock):
 class Model(GPT):
     Config, Block = LAuReLConfig, LAuReLBlock
     forms = ({"laurel_form": "rw"},)
+
+    def from_additive(self) -> None:
+        """It starts as one."""

@@ -27,3 +27,8 @@ class ReZeroBlock(WritingBlock):
 
 class Model(GPT):
     Block = ReZeroBlock
+
+    @torch.no_grad()
+    def from_additive(self) -> None:
+        for site in (site for block in self.transformer.h for site in block.sites):
+            site.write.scale.fill_(1)

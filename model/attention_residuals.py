@@ -2,7 +2,9 @@
 written.
 
 The state is the tuple of sources, each (B, T, d): the embedding, then the sublayers' outputs, or,
-by blocks, the sums of the outputs of each finished run of sites and of the present one.
+by blocks, the sums of the outputs of each finished run of sites and of the present one. Delta
+Attention Residuals (arXiv 2605.18855) keep the additive stream X before them: a site reads
+X + g sum_i a_i V_i, and the readout is X.
 """
 
 from dataclasses import dataclass, replace
@@ -11,7 +13,7 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from torch import nn
 
-from model.block import Block, Past
+from model.block import Add, Block, Direct, First, Past
 from model.gpt import GPTConfig
 from model.keys import Key
 from model.layers import at_least_fp32
@@ -27,6 +29,14 @@ class AttentionResidualsConfig(GPTConfig):
         "most runs of equal length whose outputs are summed to a source; None: each is one",
         Key(low=1),
     ] = 8
+    attn_res_form: Annotated[
+        Literal["replace", "delta"], "the sources' weighted sum is what a site reads, or adds to it"
+    ] = "replace"
+    attn_res_gate: Annotated[
+        float,
+        "start of the factor g of attn_res_form=delta; 0: as the additive stream",
+        Key(initial=True, counts_with=("attn_res_form", lambda form: form == "delta")),
+    ] = 1.0
 
     @property
     def run_length(self) -> int:
@@ -35,14 +45,15 @@ class AttentionResidualsConfig(GPTConfig):
         return -(-sites // min(self.attn_res_blocks or sites, sites))
 
 
-class FirstSource(nn.Module):
-    """Expander: the embedding is the only source."""
+class FirstSource(Direct):
+    """Expander: the embedding is the only source, and X where there is one."""
 
     def __init__(self, config: AttentionResidualsConfig):
         super().__init__()
+        self.copies = 2 if config.attn_res_form == "delta" else 1
 
     def forward(self, x, past: Past | None = None):
-        return (x,)
+        return (x,) * self.copies
 
 
 class DepthAttention(nn.Module):
@@ -120,13 +131,48 @@ class Append(nn.Module):
         return {"embedding_weight": weights[..., 0], "effective_sources": count}
 
 
+class DeltaAttention(DepthAttention):
+    """x_in = X + g sum_i a_i V_i of the state (X, V_0, ...); g, a number, starts at attn_res_gate."""
+
+    def __init__(self, config: AttentionResidualsConfig, site: int):
+        super().__init__(config, site)
+        self.gate = nn.Parameter(torch.empty(1))
+        self.rules |= {"gate": Rule(constant(config.attn_res_gate))}
+
+    def elementwise_flops(self) -> int:
+        return super().elementwise_flops() + 2 * self.query.numel()
+
+    def forward(self, state, past: Past | None = None, force=None):
+        routed, weights = super().forward(state[1:], past, force)
+        return state[0].to(routed.dtype) + self.gate * routed, weights
+
+
+class AppendAndAdd(Append):
+    """The write of the additive stream, and of the sources beside it."""
+
+    def __init__(self, config: AttentionResidualsConfig, site: int):
+        super().__init__(config, site)
+        self.add = Add(config)
+
+    def elementwise_flops(self) -> int:
+        return super().elementwise_flops() + self.hidden_size
+
+    def forward(self, state, h, taken, c, past: Past | None = None):
+        return self.add(state[0], h, None, c), *super().forward(state[1:], h, taken, c)
+
+
 class AttentionResidualsBlock(Block):
     """A query for each site; sites are counted through all blocks."""
 
     def __init__(self, config: AttentionResidualsConfig, layer: int):
         super().__init__(config, layer)
-        self.depth_attn = DepthAttention(config, 2 * layer)
-        self.depth_mlp = DepthAttention(config, 2 * layer + 1)
+        delta = config.attn_res_form == "delta"
+        read, write = (DeltaAttention, AppendAndAdd) if delta else (DepthAttention, Append)
+        self.depth_attn, self.depth_mlp = read(config, 2 * layer), read(config, 2 * layer + 1)
         attn, mlp = self.sites
-        attn = replace(attn, read=self.depth_attn, write=Append(config, 2 * layer))
-        self.sites = attn, replace(mlp, read=self.depth_mlp, write=Append(config, 2 * layer + 1))
+        attn = replace(attn, read=self.depth_attn, write=write(config, 2 * layer))
+        self.sites = attn, replace(mlp, read=self.depth_mlp, write=write(config, 2 * layer + 1))
+
+
+def depth_readout(config: AttentionResidualsConfig) -> nn.Module:
+    return First() if config.attn_res_form == "delta" else LastAttention(config)

@@ -59,6 +59,13 @@ class Direct(nn.Module):
         return x
 
 
+class First(Direct):
+    """Read or readout of a state that is a tuple: its first part."""
+
+    def forward(self, x, past: Past | None = None):
+        return x[0]
+
+
 class Add(nn.Module):
     """The additive write: X' = X + h."""
 

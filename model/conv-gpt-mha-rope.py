@@ -6,6 +6,9 @@ Does the convolution alone explain the gain?
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
+import torch
+from torch import nn
+
 from model.block import Block
 from model.gpt import GPT, GPTConfig
 from model.keys import Key
@@ -45,3 +48,8 @@ class ConvBlock(Block):
 
 class Model(GPT):
     Config, Block, Readout = ConvConfig, ConvBlock, ConvRead
+
+    @torch.no_grad()
+    def from_additive(self) -> None:
+        for read in (*(block.compress for block in self.transformer.h), self.readout):
+            nn.init.zeros_(read.shortconv.weight)[..., -1] = 1.0

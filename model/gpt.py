@@ -222,6 +222,12 @@ class GPT(nn.Module):
         refuse_shared_memory(self)
         refuse_unregistered(self, [part for part in parts if isinstance(part, nn.Module)])
 
+    def from_additive(self) -> None:
+        """Set the stream's own parameters so that the model computes what the additive model did
+        whose backbone it has. ValueError: the stream cannot begin so.
+        """
+        raise ValueError(getattr(self.Block, "not_additive", "it has no start that is additive"))
+
     def use_stream(self, stream: Stream) -> None:
         for module in (self, *self.transformer.h):
             module.stream = stream

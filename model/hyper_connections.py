@@ -7,10 +7,11 @@ three weightings are a site's own; they are learned numbers (static), or functio
 state besides (dynamic). All of them are computed in at least fp32.
 """
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -48,8 +49,16 @@ class HyperConfig(StreamsConfig):
 
 @dataclass
 class ManifoldConfig(StreamsConfig):
-    """Keys of mHC."""
+    """Keys of mHC and of what makes its mix in another way."""
 
+    mhc_mix: Annotated[
+        Literal["sinkhorn", "identity", "permutations", "kronecker"],
+        "the streams' mix: of Sinkhorn-Knopp (mHC), none, a weighted sum of all permutations "
+        "(mHC-lite), a Kronecker product of mixes of two (KromHC)",
+    ] = "sinkhorn"
+    mhc_readout: Annotated[
+        Literal["sum", "sigmoid"], "sum of the streams, or one weighted by the token (DeepSeek-V4)"
+    ] = "sum"
     mhc_iterations: Annotated[
         int, "Sinkhorn-Knopp's normalisations of either side of a mix", Key(low=1)
     ] = 20
@@ -61,9 +70,29 @@ class ManifoldConfig(StreamsConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.hc_streams == 1:
+        n, mix = self.hc_streams, self.mhc_mix
+        if n == 1:
             why = "mHC mixes streams, b_pre = -log(n - 1) is infinite"
             raise ValueError(f"hc_streams=1: {why}; give 2 or more")
+        if mix == "permutations" and n > 5:
+            raise ValueError(f"hc_streams={n}: mhc_mix=permutations has n! logits; give 5 or fewer")
+        if mix == "kronecker" and n & (n - 1):
+            raise ValueError(f"hc_streams={n}: mhc_mix=kronecker needs a power of two")
+        default = ManifoldConfig.mhc_iterations, ManifoldConfig.mhc_rows_last
+        if mix != "sinkhorn" and (self.mhc_iterations, self.mhc_rows_last) != default:
+            keys = f"mhc_iterations={self.mhc_iterations}, mhc_rows_last={self.mhc_rows_last}"
+            raise ValueError(f"{keys} have no effect with mhc_mix={mix}: leave them out")
+
+    @property
+    def mix_logits(self) -> int:
+        """Numbers that a token's mix is made from."""
+        n = self.hc_streams
+        return {
+            "sinkhorn": n * n,
+            "identity": 0,
+            "permutations": math.factorial(n),
+            "kronecker": 2 * (n.bit_length() - 1),
+        }[self.mhc_mix]
 
 
 def weighted_sum(weights, streams):
@@ -282,6 +311,10 @@ class ManifoldConnection(Connection):
     `scales`, in the rows of `maps.weight` and in `bias`. A column of mix, the weights that come
     into one stream, sums to one; the paper writes mix^T, whose rows do. With mhc_rows_last=False
     mix^T = Sinkhorn-Knopp(a z phi + b).
+
+    mhc_mix: "permutations" is sum_i softmax(a z phi + b)_i P_i over all n! permutation matrices
+    (mHC-lite, arXiv 2601.05732), "kronecker" the product of mixes of two streams, each softmaxed
+    from two logits (KromHC, arXiv 2601.21579); "identity" has no third part.
     """
 
     fused = "manifold_connection"
@@ -290,13 +323,17 @@ class ManifoldConnection(Connection):
 
     def __init__(self, config: ManifoldConfig, site: int):
         super().__init__(config)
+        # An exact mix does nothing to equal streams, the first site's, nor to the last one's sum.
+        inner = 0 < site < 2 * config.num_hidden_layers - 1
+        exact = config.mhc_mix != "sinkhorn"
+        self.mix_matters = config.mhc_mix != "identity" and (inner or not exact)
         n = self.streams
-        self.sizes, self.iterations = (n, n, n * n), config.mhc_iterations
-        self.rows_last = config.mhc_rows_last
+        self.sizes, self.iterations = (n, n, config.mix_logits), config.mhc_iterations
+        self.rows_last, self.kind = config.mhc_rows_last, config.mhc_mix
         start = normal(config.hidden_init_std / math.sqrt(n))
         self.maps = linear(n * config.hidden_size, sum(self.sizes), Rule(start, OUTPUT, decay=True))
         self.bias = nn.Parameter(torch.empty(sum(self.sizes)))
-        self.scales = nn.Parameter(torch.empty(3))
+        self.scales = nn.Parameter(torch.empty(3 if config.mix_logits else 2))
         self.rules = {"bias": Rule(self.start), "scales": Rule(constant(0.01))}
 
     def start(self, bias) -> None:
@@ -304,16 +341,75 @@ class ManifoldConnection(Connection):
         pre, post, res = bias.split(self.sizes)
         pre.fill_(-math.log(self.streams - 1))
         post.zero_()
-        res.copy_(8 * (torch.eye(self.streams, dtype=bias.dtype, device=bias.device) - 1).flatten())
+        res.fill_(-8)
+        if self.kind == "sinkhorn":
+            res[:: self.streams + 1] = 0
+        elif self.kind == "permutations":  # the first one is the identity
+            res[0] = 0
+        else:
+            res[::2] = 0
 
     def weights(self, streams):
         n, z = self.streams, streams.flatten(2)
         maps = linear_fp32(self.maps, F.rms_norm(z, z.shape[-1:], eps=self.EPS))  # (B, T, 2n + n^2)
         scales = torch.cat([scale.expand(size) for scale, size in zip(self.scales, self.sizes)])
         pre, post, res = (scales * maps + self.bias).split(self.sizes, dim=-1)
-        mix = self.balance(res.unflatten(-1, (n, n)), self.iterations, self.EPS)
-        return pre.sigmoid(), 2 * post.sigmoid(), mix if self.rows_last else mix.mT
+        if self.kind == "sinkhorn":
+            mix = self.balance(res.unflatten(-1, (n, n)), self.iterations, self.EPS)
+            mix = mix if self.rows_last else mix.mT
+        else:
+            makes = {"permutations": of_permutations, "kronecker": of_pairs, "identity": identity}
+            mix = makes[self.kind](res, n)
+        return pre.sigmoid(), 2 * post.sigmoid(), mix
+
+
+def identity(logits, n: int):
+    return torch.eye(n, dtype=logits.dtype, device=logits.device).expand(*logits.shape[:-1], n, n)
+
+
+def of_permutations(logits, n: int):
+    """softmax(logits (..., n!)) -> (..., n, n), a sum of permutation matrices, the identity first."""
+    orders = torch.tensor(list(itertools.permutations(range(n))), device=logits.device)
+    matrices = F.one_hot(orders, n).to(logits.dtype).flatten(1)
+    return (logits.softmax(-1) @ matrices).unflatten(-1, (n, n))
+
+
+def of_pairs(logits, n: int):
+    """logits (..., 2 log2 n) -> (..., n, n): for each pair the mix [[a, b], [b, a]], a + b = 1."""
+    mix = logits.new_ones(*logits.shape[:-1], 1, 1)
+    for pair in logits.unflatten(-1, (-1, 2)).softmax(-1).unbind(-2):
+        factor = torch.stack((pair, pair.flip(-1)), dim=-2)  # (..., 2, 2)
+        mix = mix[..., :, None, :, None] * factor[..., None, :, None, :]
+        mix = mix.flatten(-2).flatten(-3, -2)
+    return mix
 
 
 class ManifoldBlock(ConnectedBlock):
     Connection = ManifoldConnection
+
+
+class WeighedStreams(nn.Module):
+    """Readout: sum_i sigmoid(a z phi + b)_i H_i, z = RMSNorm(vec(H)), as DeepSeek-V4 has it."""
+
+    fused = "weighed_streams"
+
+    def __init__(self, config: ManifoldConfig):
+        super().__init__()
+        n, self.hidden_size = config.hc_streams, config.hidden_size
+        start = normal(config.hidden_init_std / math.sqrt(n))
+        self.maps = linear(n * config.hidden_size, n, Rule(start, OUTPUT, decay=True))
+        self.bias, self.scale = nn.Parameter(torch.empty(n)), nn.Parameter(torch.empty(1))
+        self.rules = {"bias": Rule(constant(0.0)), "scale": Rule(constant(0.01))}
+
+    def elementwise_flops(self) -> int:
+        return 2 * len(self.bias) * self.hidden_size
+
+    def forward(self, state, past: Past | None = None):
+        streams = state.to(at_least_fp32(state.dtype))
+        z = streams.flatten(2)
+        maps = linear_fp32(self.maps, F.rms_norm(z, z.shape[-1:], eps=ManifoldConnection.EPS))
+        return weighted_sum((self.scale * maps + self.bias).sigmoid(), streams)
+
+
+def manifold_readout(config: ManifoldConfig) -> nn.Module:
+    return (WeighedStreams if config.mhc_readout == "sigmoid" else SumOfStreams)(config)

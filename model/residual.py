@@ -564,6 +564,7 @@ class DeltaBlock(Block):
     """Compress - Process - Rewrite: one compressor for the block, one rewrite for each site."""
 
     Compressor = OnlyColumn
+    not_additive = "at beta = 0 it is X' = X, and k is normalised"
 
     def __init__(self, config: DeltaConfig, layer: int):
         super().__init__(config, layer)

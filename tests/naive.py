@@ -30,8 +30,11 @@ def rotate(x, position, base, ratio):
     return torch.stack(out)
 
 
-def attention(w, cs, cfg):
-    """cs: list of T vectors (d,) -> list of T vectors (d,)."""
+def attention(w, cs, cfg, k_from=None, v_from=None, change=None):
+    """cs: list of T vectors (d,) -> list of T vectors (d,). Keys and values may be made from other
+    vectors; change(v, head, t): the value that counts in v's place.
+    """
+    k_from, v_from = k_from or cs, v_from or cs
     heads, dim = cfg["num_attention_heads"], cfg["head_dim"]
     out = [[] for _ in cs]
     for head in range(heads):
@@ -39,11 +42,12 @@ def attention(w, cs, cfg):
         keys, values = [], []
         for t, c in enumerate(cs):
             q = rotate(w["c_q.weight"][rows] @ c, t, cfg["rope_base"], cfg["rope_ratio"])
-            k = rotate(w["c_k.weight"][rows] @ c, t, cfg["rope_base"], cfg["rope_ratio"])
+            k = rotate(w["c_k.weight"][rows] @ k_from[t], t, cfg["rope_base"], cfg["rope_ratio"])
             if cfg["use_qk_rmsnorm"]:
                 q, k = rms_norm(q, w["q_rms.weight"], 1e-5), rms_norm(k, w["k_rms.weight"], 1e-5)
             keys.append(k)
-            values.append(w["c_v.weight"][rows] @ c)
+            value = w["c_v.weight"][rows] @ v_from[t]
+            values.append(change(value, head, t) if change else value)
             scores = torch.stack([q @ key / math.sqrt(dim) for key in keys]).exp()
             out[t].append(sum(s * value for s, value in zip(scores, values)) / scores.sum())
     return [w["c_proj.weight"] @ torch.cat(parts) for parts in out]

@@ -5,6 +5,7 @@ It shares no code with `model/`. Backbone and norms are naive.py's; X, or H, is 
 token.
 """
 
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -101,10 +102,26 @@ def manifold_weights(w, H, cfg):
     n = len(H)
     z = rms_norm(torch.cat(list(H)), 1.0, 1e-6)
     phi, b = w["maps.weight"].T, w["bias"]
-    a_pre, a_post, a_res = w["scales"]
+    a_pre, a_post, *a_res = w["scales"]
+    a_res = a_res[0] if a_res else None
     pre = sigmoid(a_pre * (z @ phi[:, :n]) + b[:n])
     post = 2 * sigmoid(a_post * (z @ phi[:, n : 2 * n]) + b[n : 2 * n])
-    logits = (a_res * (z @ phi[:, 2 * n :]) + b[2 * n :]).reshape(n, n)
+    if cfg["mhc_mix"] == "identity":
+        return pre, post, torch.eye(n, dtype=H.dtype)
+    logits = a_res * (z @ phi[:, 2 * n :]) + b[2 * n :]
+    if cfg["mhc_mix"] == "permutations":
+        res = sum(
+            e * torch.eye(n, dtype=H.dtype)[list(order)]
+            for e, order in zip(logits.exp(), itertools.permutations(range(n)))
+        )
+        return pre, post, res.T / logits.exp().sum()
+    if cfg["mhc_mix"] == "kronecker":
+        res = torch.ones(1, 1, dtype=H.dtype)
+        for one, other in logits.exp().reshape(-1, 2):
+            pair = torch.stack((torch.stack((one, other)), torch.stack((other, one))))
+            res = torch.kron(res, pair / (one + other))
+        return pre, post, res
+    logits = logits.reshape(n, n)
     if cfg["mhc_rows_last"]:
         return pre, post, rows_last(logits, cfg["mhc_iterations"])
     return pre, post, sinkhorn_knopp(logits, cfg["mhc_iterations"])
@@ -117,7 +134,13 @@ def manifold_connections(weights, cfg, xs):
         found = [manifold_weights(own, H, cfg) for H in states]
         hs = sublayer(site, [pre @ H for H, (pre, _, _) in zip(states, found)])
         states = [res @ H + torch.outer(post, h) for H, h, (_, post, res) in zip(states, hs, found)]
-    return [H.sum(0) for H in states]
+    if cfg["mhc_readout"] == "sum":
+        return [H.sum(0) for H in states]
+    w, z = select(weights, "readout."), [rms_norm(torch.cat(list(H)), 1.0, 1e-6) for H in states]
+    return [
+        sigmoid(w["scale"] * (w["maps.weight"] @ each) + w["bias"]) @ H
+        for H, each in zip(states, z)
+    ]
 
 
 # Attention Residuals, of one token: V, the list of its sources.
@@ -141,12 +164,17 @@ def sources(x, hs, cfg):
 
 
 def attention_residuals(weights, cfg, xs):
-    outputs = [[] for _ in xs]
+    outputs, delta = [[] for _ in xs], cfg["attn_res_form"] == "delta"
     for site in sites(weights, cfg):
         query = site.block[f"depth_{site.name}.query"]
         x_ins = [depth_attention(query, sources(x, hs, cfg)) for x, hs in zip(xs, outputs)]
+        if delta:
+            g = site.block[f"depth_{site.name}.gate"]
+            x_ins = [x + sum(hs) + g * x_in for x, hs, x_in in zip(xs, outputs, x_ins)]
         for hs, h in zip(outputs, sublayer(site, x_ins)):
             hs.append(h)
+    if delta:
+        return [x + sum(hs) for x, hs in zip(xs, outputs)]
     return [
         depth_attention(weights["readout.query"], sources(x, hs, cfg)) for x, hs in zip(xs, outputs)
     ]
@@ -240,7 +268,74 @@ def wide(weights, cfg, xs):
     return read(select(weights, "readout."), states, kind)
 
 
+# Of all tokens, block by block: what attention is given may be of several inputs.
+
+
+def blocks(weights, cfg):
+    for layer in range(cfg["num_hidden_layers"]):
+        yield layer, select(weights, f"transformer.h.{layer}.")
+
+
+def normed(xs, block, norm):
+    return [rms_norm(x, block[f"{norm}.weight"], 1e-5) for x in xs]
+
+
+def plus_mlp(xs, block, cfg):
+    hs = mlp(select(block, "mlp."), normed(xs, block, "ln_2"), cfg)
+    return [x + h for x, h in zip(xs, hs)]
+
+
+def mudd(weights, cfg, xs):
+    apart = cfg["mudd_ways"] == "qkvr"
+    ways = [[x] * (4 if apart else 1) for x in xs]  # of each token, the residual's last
+    outputs = [[x] for x in xs]  # h_0, h_1, ... of each token
+    for _, block in blocks(weights, cfg):
+        norms = ("ln_1", "ln_k", "ln_v") if apart else ("ln_1",)
+        given = [normed([way[i] for way in ways], block, norm) for i, norm in enumerate(norms)]
+        hs = attention(select(block, "attn."), given[0], cfg, *given[1:])
+        xs = plus_mlp([way[-1] + h for way, h in zip(ways, hs)], block, cfg)
+        w = select(block, "dense.")
+        for t, x in enumerate(xs):
+            outputs[t].append(x)
+            hidden = w["first.weight"] @ rms_norm(x, 1.0, 1e-6)
+            hidden = hidden * (1 + torch.erf(hidden / math.sqrt(2))) / 2
+            dynamic = (w["second.weight"] @ hidden).reshape(w["static"].shape)
+            rows = dynamic + w["static"]
+            ways[t] = [sum(a * h for a, h in zip(row, outputs[t])) for row in rows]
+    return [way[-1] for way in ways]
+
+
+def lambdas(weights, cfg, xs):
+    start, first, kept, last = xs, None, [], cfg["num_hidden_layers"] - 1
+    heads, dim = cfg["num_attention_heads"], cfg["head_dim"]
+    for layer, block in blocks(weights, cfg):
+        begin = select(block, "begin.")
+        if "skip" in begin:
+            xs = [x + begin["skip"] * y for x, y in zip(xs, kept.pop())]
+        if cfg["lambda_input"]:
+            xs = [begin["a"] * x + begin["b"] * x_0 for x, x_0 in zip(xs, start)]
+        cs = normed(xs, block, "ln_1")
+        own = [block["attn.c_v.weight"] @ c for c in cs]
+        first = own if layer == 0 else first
+
+        def change(v, head, t, block=block, first=first):
+            if "g" in block:
+                g = block["g"][head if len(block["g"]) > 1 else 0]
+                v = (1 - g) * v + g * first[t].reshape(heads, dim)[head]
+            if "embedding.weight" in block:
+                v = v + block["embedding.weight"][cfg["ids"][t]].reshape(heads, dim)[head]
+            return v
+
+        hs = attention(select(block, "attn."), cs, cfg, change=change)
+        xs = plus_mlp([x + h for x, h in zip(xs, hs)], block, cfg)
+        if cfg["lambda_skips"] and layer < (last + 1) // 2:
+            kept.append(xs)
+    return xs
+
+
 STREAMS = {
+    "MUDD": mudd,
+    "Lambdas": lambdas,
     "HC": hyper_connections,
     "mHC": manifold_connections,
     "AttnRes": attention_residuals,
@@ -258,6 +353,7 @@ STREAMS |= {
 def logits(stem, weights, cfg, ids):
     """ids: list of T ints -> (T, vocab_size), as naive.logits."""
     name = stem.partition("-")[0]
+    cfg = cfg | {"ids": ids}
     finals = STREAMS[name](weights, cfg, [weights["transformer.wte.weight"][i] for i in ids])
     if name != "MGT":
         finals = [rms_norm(x, weights["ln_f.weight"], 1e-5) for x in finals]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from contract import randomise
 from export_helpers import exported, save_run
 from helpers import SMALL, newer_default, one_line_error, sign, small_run
 from in_process import call
@@ -284,3 +285,66 @@ def test_a_run_keeps_what_a_key_meant_when_it_began(corpus, tmp_path, monkeypatc
     )
     assert "ddl_v_sigmoid_scale=1.0, but" in said
     assert "was trained with 4.0" in said
+
+
+# ---- a stream begun from a trained additive model ----
+
+BEGUN = [
+    ("HC-gpt-mha-rope", {}),
+    ("HC-gpt-mha-rope", {"hc_dynamic": False}),
+    ("mHC-gpt-mha-rope", {}),
+    ("mHC-gpt-mha-rope", {"mhc_mix": "identity", "mhc_readout": "sigmoid"}),
+    ("DenseFormer-gpt-mha-rope", {}),
+    ("LAuReL-gpt-mha-rope", {}),
+    ("LAuReL-gpt-mha-rope", {"laurel_form": "rw"}),
+    ("ReZero-gpt-mha-rope", {}),
+    ("MUDD-gpt-mha-rope", {}),
+    ("Lambdas-gpt-mha-rope", {"lambda_value_embeddings": True, "lambda_skips": True}),
+    ("AttnRes-gpt-mha-rope", {"attn_res_form": "delta"}),
+    ("conv-gpt-mha-rope", {}),
+]
+
+
+@pytest.mark.parametrize(("stem", "keys"), BEGUN, ids=str)
+def test_a_stream_begins_as_the_additive_model_and_trains_what_is_its_own(stem, keys):
+    """Also where every parameter is somewhere else than at its start."""
+    additive = randomise(build("gpt-mha-rope", **SMALL)).double()
+    model = build(stem, **{**SMALL, "num_hidden_layers": 2, **keys}).double()
+    own = model.load_state_dict(additive.state_dict(), strict=False).missing_keys
+    model.from_additive()
+    ids = torch.randint(0, SMALL["vocab_size"], (2, 9))
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids)[0], additive(ids)[0], rtol=0, atol=1e-4)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(3):
+        model(ids[:, :-1], ids[:, 1:])[1].backward()
+        adamw.step()
+        adamw.zero_grad()
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert own
+    alone = {"transformer.h.0.depth_attn.query"}  # over a single source
+    assert moved >= (set(own) & before.keys()) - alone
+
+
+def test_training_begins_from_an_additive_run(corpus, tmp_path):
+    torch.manual_seed(5)
+    additive = build("gpt-mha-rope", **SMALL)
+    save_run(tmp_path / "run", additive, "gpt-mha-rope")
+    keys = {"init_from": tmp_path / "run", "learning_rate": 0, "max_steps": 1}
+    losses = []
+    for stem in ("gpt-mha-rope", "MUDD-gpt-mha-rope"):
+        out = tmp_path / stem
+        run(arguments(corpus, out, model=stem, **keys))
+        records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        losses.append(records[0]["loss"])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    refused = {
+        "DDL-gpt-mha-rope": "at beta = 0 it is X' = X, and k is normalised",
+        "AttnRes-gpt-mha-rope": "attn_res_form=replace has no additive stream: give delta",
+        "wide-gpt-mha-rope": "it has no start that is additive",
+    }
+    for stem, why in refused.items():
+        line = run(arguments(corpus, tmp_path / "x", model=stem, **keys), code=2)
+        assert f"is an additive model: {why}" in line
+        assert not (tmp_path / "x").exists()

@@ -18,7 +18,10 @@ from hyper_connections import HyperConnections
 from liger_kernel.transformers import functional as liger
 from torch.func import functional_call
 from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
-from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperConnection
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
+    DeepseekV4HyperConnection,
+    DeepseekV4HyperHead,
+)
 
 from model import build
 from model.kernels.sinkhorn import sinkhorn_knopp
@@ -109,6 +112,18 @@ def by_deepseek(model, x):
         post, comb, x_in = functional_call(public, weights, state)
         state = comb.mT @ state + post.unsqueeze(-1) * process(x_in).unsqueeze(2)
     return state.sum(2)
+
+
+def test_the_readout_of_deepseek_v4():
+    """Its weights have 1e-6 more."""
+    model = moved("mHC-gpt-mha-rope", hc_streams=3, mhc_readout="sigmoid")
+    own, options = model.readout, {"hc_mult": 3, "hc_eps": 1e-6, "rms_norm_eps": 1e-6}
+    public = DeepseekV4HyperHead(DeepseekV4Config(hidden_size=SIZE["hidden_size"], **options))
+    names = {"hc_fn": own.maps.weight, "hc_base": own.bias, "hc_scale": own.scale}
+    state = torch.randn(2, 5, 3, SIZE["hidden_size"])
+    with torch.no_grad():
+        expected = functional_call(public, names, state)
+        torch.testing.assert_close(own(state), expected, rtol=1e-5, atol=1e-5)
 
 
 SIZES = [(2, 20), (4, 20), (4, 1), (3, 2)]

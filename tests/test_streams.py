@@ -27,7 +27,7 @@ TINY = {
     "head_dim": 6,
 }
 TINY |= {"hidden_size": 10}
-ROPE = "HC mHC AttnRes ReZero DenseFormer LAuReL conv wide".split()
+ROPE = "HC mHC AttnRes ReZero DenseFormer LAuReL conv wide MUDD Lambdas".split()
 FULL_STEMS = {name: f"{name}-gpt-mha-rope" for name in ROPE} | {
     "MGT": "MGT-gpt-mha",
     "additive": "gpt-mha-rope",
@@ -95,6 +95,20 @@ CASES += [
     for read in ("tc", "cc")
     for v in (1, 2, 4)
 ]
+CASES += [
+    ("mHC", {"mhc_mix": mix, "hc_streams": n})
+    for mix, n in (("identity", 3), ("permutations", 3), ("permutations", 4))
+]
+CASES += [("mHC", {"mhc_mix": "kronecker", "hc_streams": n}) for n in (2, 8)]
+CASES += [
+    ("mHC", {"mhc_readout": "sigmoid"}),
+    ("mHC", {"mhc_mix": "identity", "mhc_readout": "sigmoid"}),
+]
+CASES += [("AttnRes", {"attn_res_form": "delta", "attn_res_blocks": n} | DEEP) for n in (None, 2)]
+CASES += [("MUDD", {"mudd_ways": ways} | DEEP) for ways in ("qkvr", "r")]
+EVERY_LAMBDA = {"lambda_value_embeddings": True, "lambda_skips": True, "num_hidden_layers": 5}
+CASES += [("Lambdas", DEEP), ("Lambdas", {"lambda_values": "head"} | EVERY_LAMBDA)]
+CASES += [("Lambdas", {"lambda_values": "none", "lambda_input": False} | EVERY_LAMBDA)]
 CASES += [("HC", {"mup": True, "rope_ratio": 0.5, "use_qk_rmsnorm": False})]
 
 
@@ -244,6 +258,9 @@ def test_rezero_starts_with_the_embedding_alone():
         ("LAuReL", {"laurel_form": "rw"}),
         ("LAuReL", {"laurel_form": "lr"}),
         ("conv", {"conv_init": "identity"}),
+        ("MUDD", {"mudd_ways": "r"} | DEEP),
+        ("AttnRes", {"attn_res_form": "delta", "attn_res_gate": 0.0}),
+        ("Lambdas", {"lambda_values": "none", "lambda_value_embeddings": True}),
     ],
     ids=case_name,
 )
@@ -334,6 +351,8 @@ DECAYED = {
     "AttnRes": set(),
     "ReZero": set(),
     "DenseFormer": set(),
+    "MUDD": {"first.weight", "second.weight"},
+    "Lambdas": set(),
 }
 DECAYED |= {
     "LAuReL": {"down.weight", "up.weight"},

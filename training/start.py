@@ -150,12 +150,21 @@ def refuse_other_scales(model, config, begin: Path) -> None:
 # ---- the weights of a folder ----
 
 
-def model_of(folder: str) -> dict:
-    """{"model": stem, model keys} of the folder `init_from`. ValueError: none, or damaged."""
+ADDITIVE = "gpt-mha-rope"
+
+
+def model_of(folder: str, stem: str | None = None) -> dict:
+    """{"model": its stem, model keys} of the folder `init_from`; of an additive model, from which
+    another `stem` can begin, the keys alone. ValueError: none, or damaged, or it cannot.
+    """
     if folder in NANOGPT and not Path(folder).exists():
         raise ValueError(f"init_from={folder}: {NANOGPT[folder]}")
-    path, stem, config, _ = checkpoint.described(Path(folder))
-    return {"model": stem, **vars(weights.examined(path, stem, config, released.fold).config)}
+    path, theirs, config, _ = checkpoint.described(Path(folder))
+    decided = vars(weights.examined(path, theirs, config, released.fold).config)
+    if theirs == ADDITIVE and stem not in (None, ADDITIVE):
+        model_class(stem)  # says it where there is none
+        return decided
+    return {"model": theirs, **decided}
 
 
 def merged(given: dict, decided: dict, keys: dict[str, Key]) -> dict:
@@ -177,11 +186,19 @@ def load(model, folder: str, corpus: Path) -> None:
 
     ValueError: they do not fit, or another tokenizer made the corpus's tokens.
     """
-    path, *_ = checkpoint.described(Path(folder))
+    path, stem, config, _ = checkpoint.described(Path(folder))
     if (path / "tokenizer.json").exists():  # released folders have none
         theirs, ours = tokenizer.describe(path), tokenizer.describe(corpus)
         if not tokenizer.same_tokens(theirs, ours):
             what = f"init_from={folder} reads tokens of {theirs['name']}, {corpus} has other ones"
             fix = "prepare the corpus with that tokenizer"
             raise ValueError(f"{what}, of {ours['name']}: {fix}")
-    weights.fill(model, path, fold=released.fold)
+    if stem == ADDITIVE and model.variant is not model_class(ADDITIVE):
+        additive = weights.read_model(path, stem, config, released.fold)
+        model.load_state_dict(additive.state_dict(), strict=False)
+        try:
+            model.from_additive()
+        except ValueError as error:
+            raise ValueError(f"init_from={folder} is an additive model: {error}") from None
+    else:
+        weights.fill(model, path, fold=released.fold)

@@ -21,7 +21,7 @@ from model.layers import CausalSelfAttention, Heads
 READS = {"add": {"identity"}, "delta_rewrite": {"only_column", "column_conv", "token_conv"}}
 # Of these the compiler fuses the passes over the state; Sinkhorn-Knopp, which it cannot, is a
 # kernel.
-READS |= {"mix_and_add": {"manifold_connection", "sum_of_streams"}}
+READS |= {"mix_and_add": {"manifold_connection", "sum_of_streams", "weighed_streams"}}
 
 # Of keys of the delta rewrite, the values that its steps know; pooled inputs need the whole state.
 KNOWN = {

@@ -75,6 +75,11 @@ def shortcut_of_laurel(write, state, h, x_in, c) -> Diagonal | LowRank:
     return LowRank(write.up.weight.mT[None, None], write.down.weight[None, None])
 
 
+def edits_of_connection(part) -> dict:
+    edits = {"mix=I": {"mixes": False}} if getattr(part, "mix_matters", True) else {}
+    return edits | {"write=1": {"weighs": False}}
+
+
 def edits_of_depth_attention(part) -> dict:
     """None of the first site, which has one source."""
     edits = {"uniform weights": {"force": "uniform"}, "last source alone": {"force": "last"}}
@@ -162,10 +167,7 @@ def shortcut_of_delta_rewrite(write, state, h, x_in, c) -> LowRank | Diagonal:
 
 EDITS = {
     "model.residual.DeltaRewrite": edits_of_delta_rewrite,
-    "model.hyper_connections.Connection": lambda part: {
-        "mix=I": {"mixes": False},
-        "write=1": {"weighs": False},
-    },
+    "model.hyper_connections.Connection": edits_of_connection,
     "model.attention_residuals.DepthAttention": edits_of_depth_attention,
     "model.mgt.MGTWrite": edits_of_mgt,
     "model.ReZero-gpt-mha-rope.ScaledAdd": lambda part: {

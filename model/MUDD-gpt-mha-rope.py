@@ -1,0 +1,103 @@
+"""MUDDFormer (arXiv 2502.12170): a block reads sums of all states before it, weighted by the token.
+
+After block l, h_0 being the embedding, h_1 .. h_(l+1) the blocks' outputs and x the last of them:
+w = W2 gelu(W1 rms_norm(x)) + b; way c of the next block is sum_j w_cj h_j. The ways are queries,
+keys, values and the residual, or the residual alone, which is the readout's. It starts as plain
+pre-norm: W2 = 0, b = 1 for x and 0 else. The state is the ways, then h_0, h_1, ...
+"""
+
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from model.block import Add, Block, Direct, First
+from model.gpt import GPT, GPTConfig
+from model.layers import AttentionInputs, RMSNorm, at_least_fp32, linear_fp32
+from model.parameters import FIXED, OUTPUT, Rule, constant, linear, normal
+
+
+@dataclass
+class MUDDConfig(GPTConfig):
+    """Keys of MUDDFormer."""
+
+    mudd_ways: Annotated[
+        Literal["qkvr", "r"], "what is summed apart: queries, keys, values, the residual"
+    ] = "qkvr"
+
+
+class Start(Direct):
+    def __init__(self, config: MUDDConfig):
+        super().__init__()
+        self.copies = len(config.mudd_ways) + 1
+
+    def forward(self, x, past=None):
+        return (x,) * self.copies
+
+
+class WriteLastWay(Add):
+    takes_branch_mult = True
+
+    def __init__(self, config: MUDDConfig, ways: int):
+        super().__init__(config)
+        self.ways = ways
+
+    def forward(self, state, h, x_in, c, past=None):
+        return super().forward(state[self.ways - 1], h, x_in, c, past), *state[self.ways :]
+
+
+class DenseConnection(nn.Module):
+    """(x, h_0, .., h_l) -> (the ways, h_0, .., h_l, x)."""
+
+    def __init__(self, config: MUDDConfig, layer: int):
+        super().__init__()
+        ways = 1 if layer == config.num_hidden_layers - 1 else len(config.mudd_ways)
+        self.static, d = nn.Parameter(torch.empty(ways, layer + 2)), config.hidden_size
+        self.rules = {"static": Rule(lambda b: nn.init.zeros_(b)[:, -1].fill_(1.0))}
+        size = self.static.numel()
+        self.first = linear(d, size, Rule(normal(config.hidden_init_std), OUTPUT, decay=True))
+        self.second = linear(size, size, Rule(constant(0.0), FIXED, decay=True))
+
+    def elementwise_flops(self) -> int:
+        return 2 * self.static.numel() * self.first.in_features
+
+    def forward(self, state):
+        x, states = state[0], (*state[1:], state[0])
+        normed = F.rms_norm(x.to(at_least_fp32(x.dtype)), x.shape[-1:], eps=1e-6)
+        w = linear_fp32(self.second, F.gelu(linear_fp32(self.first, normed)))
+        w = w.unflatten(-1, self.static.shape) + self.static
+        sums = (
+            sum(w[:, :, c, j, None] * h for j, h in enumerate(states)) for c in range(w.shape[2])
+        )
+        return *(way.to(x.dtype) for way in sums), *states
+
+
+class MUDDBlock(Block):
+    def __init__(self, config: MUDDConfig, layer: int):
+        super().__init__(config, layer)
+        self.dense, (attn, mlp) = DenseConnection(config, layer), self.sites
+        self.sites = (
+            attn,
+            replace(mlp, read=First(), write=WriteLastWay(config, 1), after=self.dense),
+        )
+        attn = replace(attn, read=First(), write=WriteLastWay(config, len(config.mudd_ways)))
+        if config.mudd_ways == "qkvr":  # ln_1 is the queries'
+            self.ln_k, self.ln_v = RMSNorm(config.hidden_size), RMSNorm(config.hidden_size)
+            attn = replace(attn, read=lambda state, past=None: state[:3], inputs=self.inputs)
+        self.sites = attn, self.sites[1]
+
+    def inputs(self, c, ways, positions):
+        return AttentionInputs(c, self.ln_k(ways[1]), self.ln_v(ways[2]))
+
+
+class Model(GPT):
+    Config, Expander, Block, Readout = MUDDConfig, Start, MUDDBlock, First
+    forms = ({"mudd_ways": "r"},)
+
+    @torch.no_grad()
+    def from_additive(self) -> None:
+        for block in self.transformer.h if self.config.mudd_ways == "qkvr" else ():
+            block.ln_k.weight.copy_(block.ln_1.weight)
+            block.ln_v.weight.copy_(block.ln_1.weight)
