@@ -238,7 +238,11 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x, positions: Positions, cache: dict | None = None):
         if torch.is_tensor(x):
             x = for_product(x, self.c_q.weight)
-        q, k, v = (z.transpose(1, 2) for z in self.heads(self, x, positions))  # (B, H, T, head_dim)
+        return self.attend(self.heads(self, x, positions), positions, cache)
+
+    def attend(self, heads, positions: Positions, cache: dict | None):
+        """q, k, v (B, T, H, head_dim) -> (B, T, d)."""
+        q, k, v = (z.transpose(1, 2) for z in heads)  # (B, H, T, head_dim)
         if cache is not None:
             shape = (*k.shape[:2], positions.length, k.shape[3])
             keys = kept(cache, "k", shape, k).index_copy_(2, positions.index, k)

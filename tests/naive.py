@@ -30,6 +30,16 @@ def rotate(x, position, base, ratio):
     return torch.stack(out)
 
 
+def canon(w, xs):
+    """x + conv4(x) where there is one: of every feature, over the token and the three before."""
+    if "canon.weight" not in w:
+        return xs
+    taps = w["canon.weight"]
+    return [
+        x + sum(taps[:, 3 - s] * xs[t - s] for s in range(4) if t >= s) for t, x in enumerate(xs)
+    ]
+
+
 def attention(w, cs, cfg, k_from=None, v_from=None, change=None):
     """cs: list of T vectors (d,) -> list of T vectors (d,). Keys and values may be made from other
     vectors; change(v, head, t): the value that counts in v's place.
@@ -37,16 +47,19 @@ def attention(w, cs, cfg, k_from=None, v_from=None, change=None):
     k_from, v_from = k_from or cs, v_from or cs
     heads, dim = cfg["num_attention_heads"], cfg["head_dim"]
     out = [[] for _ in cs]
+    given = ("c_q", cs), ("c_k", k_from), ("c_v", v_from)
+    parts = [torch.cat([w[f"{n}.weight"] @ xs[t] for n, xs in given]) for t in range(len(cs))]
+    parts = [part.chunk(3) for part in canon(w, parts)]
     for head in range(heads):
         rows = slice(head * dim, (head + 1) * dim)
         keys, values = [], []
-        for t, c in enumerate(cs):
-            q = rotate(w["c_q.weight"][rows] @ c, t, cfg["rope_base"], cfg["rope_ratio"])
-            k = rotate(w["c_k.weight"][rows] @ k_from[t], t, cfg["rope_base"], cfg["rope_ratio"])
+        for t, part in enumerate(parts):
+            q, k, value = (each[rows] for each in part)
+            q = rotate(q, t, cfg["rope_base"], cfg["rope_ratio"])
+            k = rotate(k, t, cfg["rope_base"], cfg["rope_ratio"])
             if cfg["use_qk_rmsnorm"]:
                 q, k = rms_norm(q, w["q_rms.weight"], 1e-5), rms_norm(k, w["k_rms.weight"], 1e-5)
             keys.append(k)
-            value = w["c_v.weight"][rows] @ v_from[t]
             values.append(change(value, head, t) if change else value)
             scores = torch.stack([q @ key / math.sqrt(dim) for key in keys]).exp()
             out[t].append(sum(s * value for s, value in zip(scores, values)) / scores.sum())
@@ -54,9 +67,8 @@ def attention(w, cs, cfg, k_from=None, v_from=None, change=None):
 
 
 def mlp(w, cs, cfg):
-    hidden = []
-    for c in cs:
-        a, b = w["c_fc1.weight"] @ c, w["c_fc2.weight"] @ c
+    hidden, both = [], [torch.cat([w[f"c_fc{n}.weight"] @ c for n in (1, 2)]) for c in cs]
+    for a, b in (each.chunk(2) for each in canon(w, both)):
         hidden.append(a / (1 + (-a).exp()) * b)
     return [w["c_proj.weight"] @ h for h in hidden]
 

@@ -302,6 +302,7 @@ BEGUN = [
     ("Lambdas-gpt-mha-rope", {"lambda_value_embeddings": True, "lambda_skips": True}),
     ("AttnRes-gpt-mha-rope", {"attn_res_form": "delta"}),
     ("conv-gpt-mha-rope", {}),
+    ("conv-gpt-mha-rope", {"canon": "ABCD"}),
 ]
 
 

@@ -90,6 +90,7 @@ CASES += [
     ("LAuReL", {"laurel_rank": 3}),
 ]
 CASES += [("conv", {"conv_init": start}) for start in ("normal", "identity")]
+CASES += [("conv", {"canon": places}) for places in ("AC", "BD", "ABCD")]
 CASES += [
     ("wide", {"wide_read": read, "ddl_value_channels": v})
     for read in ("tc", "cc")
