@@ -65,13 +65,14 @@ class DenseConnection(nn.Module):
 
     def forward(self, state):
         x, states = state[0], (*state[1:], state[0])
-        normed = F.rms_norm(x.to(at_least_fp32(x.dtype)), x.shape[-1:], eps=1e-6)
+        wide = [each.to(at_least_fp32(x.dtype)) for each in states]
+        normed = F.rms_norm(wide[-1], x.shape[-1:], eps=1e-6)
         w = linear_fp32(self.second, F.gelu(linear_fp32(self.first, normed)))
-        w = w.unflatten(-1, self.static.shape) + self.static
-        sums = (
-            sum(w[:, :, c, j, None] * h for j, h in enumerate(states)) for c in range(w.shape[2])
-        )
-        return *(way.to(x.dtype) for way in sums), *states
+        w = (w.unflatten(-1, self.static.shape) + self.static).unsqueeze(-1)
+        ways = [torch.zeros_like(wide[0]) for _ in self.static]
+        for j, each in enumerate(wide):
+            ways = [torch.addcmul(way, w[:, :, c, j], each) for c, way in enumerate(ways)]
+        return *(way.to(x.dtype) for way in ways), *states
 
 
 class MUDDBlock(Block):
