@@ -37,17 +37,22 @@ def size_of_run(config, model, windows: int, device: torch.device) -> str:
     return "\n".join(lines)
 
 
-def parameters_of(stem: str, model_config) -> int:
-    """Parameters of a model, without making it: counted with one to three blocks.
+MOST_BLOCKS = 256  # that are made, without memory, to count their parameters
 
-    A block may have some more than the one before, the same number every time.
+
+def parameters_of(stem: str, model_config) -> int:
+    """Parameters of a model, without its memory; of more blocks than that, as if each had so many
+    more than the one before as the third has more than the second.
     """
-    counts, more = [], model_config.num_hidden_layers - 1
-    for layers in (1, 2, 3):
+
+    def count(layers: int) -> int:
         sized = dataclasses.replace(model_config, num_hidden_layers=layers)
         with torch.device("meta"):
-            counts.append(build(stem, **dataclasses.asdict(sized)).num_parameters())
-    one, two, three = counts
+            return build(stem, **dataclasses.asdict(sized)).num_parameters()
+
+    if model_config.num_hidden_layers <= MOST_BLOCKS:
+        return count(model_config.num_hidden_layers)
+    (one, two, three), more = map(count, (1, 2, 3)), model_config.num_hidden_layers - 1
     return one + more * (two - one) + more * (more - 1) // 2 * (three - 2 * two + one)
 
 
