@@ -33,6 +33,13 @@ class LambdasConfig(GPTConfig):
         bool, "blocks of the second half add outputs of the first, times a factor from 1"
     ] = False
 
+    def __post_init__(self):
+        super().__post_init__()
+        kept = self.lambda_input, self.lambda_value_embeddings, self.lambda_skips
+        if self.lambda_values == "none" and not any(kept):
+            off = "lambda_values=none, lambda_input=False"
+            raise ValueError(f"{off}: no lambda is left: give --model=gpt-mha-rope")
+
 
 class Start(Direct):
     def __init__(self, config: LambdasConfig):

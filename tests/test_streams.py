@@ -260,6 +260,7 @@ def test_rezero_starts_with_the_embedding_alone():
         ("LAuReL", {"laurel_form": "lr"}),
         ("conv", {"conv_init": "identity"}),
         ("MUDD", {"mudd_ways": "r"} | DEEP),
+        ("MUDD", DEEP),
         ("AttnRes", {"attn_res_form": "delta", "attn_res_gate": 0.0}),
         ("Lambdas", {"lambda_values": "none", "lambda_value_embeddings": True}),
     ],
@@ -334,6 +335,38 @@ def test_biases_and_scales_of_manifold_connections_at_the_start():
     off = -8.0
     wanted = [-math.log(2)] * 3 + [0] * 3 + [0, off, off, off, 0, off, off, off, 0]
     assert connection.bias.tolist() == pytest.approx(wanted)
+
+
+OWN_STARTS = [
+    ("MUDD", {}, "h.1.dense.static", [0.0, 0.0, 1.0]),
+    ("Lambdas", {}, "h.1.begin.a", [1.0]),
+    ("Lambdas", {}, "h.1.begin.b", [0.0]),
+    ("Lambdas", {"lambda_values": "head"}, "h.1.g", [0.5, 0.5]),
+    ("Lambdas", {"lambda_skips": True}, "h.1.begin.skip", [1.0]),
+    ("AttnRes", {"attn_res_form": "delta"}, "h.1.depth_mlp.gate", [1.0]),
+    (
+        "mHC",
+        {"mhc_mix": "kronecker"},
+        "h.1.hc_mlp.bias",
+        [-math.log(3)] * 4 + [0] * 4 + [0, -8] * 2,
+    ),
+    ("mHC", {"mhc_mix": "identity"}, "h.1.hc_mlp.scales", [0.01, 0.01]),
+]
+
+
+@pytest.mark.parametrize(("name", "keys", "parameter", "values"), OWN_STARTS, ids=str)
+def test_numbers_that_start_by_themselves(name, keys, parameter, values):
+    found = fresh(name, **keys).transformer.get_parameter(parameter)
+    assert found.flatten().tolist() == pytest.approx(values)
+
+
+def test_a_permutation_mix_starts_close_to_the_identity():
+    model = fresh("mHC", mhc_mix="permutations", hc_streams=3)
+    model.transformer.h[0].hc_mlp.scales.data.zero_()
+    mix = model.transformer.h[0].hc_mlp.weights(torch.randn(1, 1, 3, 10).double())[2][0, 0]
+    others = math.exp(-8) / (1 + 5 * math.exp(-8))
+    wanted = torch.full((3, 3), 2 * others, dtype=torch.float64).fill_diagonal_(1 - 4 * others)
+    torch.testing.assert_close(mix, wanted, rtol=1e-6, atol=1e-9)
 
 
 def test_mgt_gates_start_as_specified():
@@ -477,6 +510,12 @@ REFUSED = [
     ("HC", {"hc_stream": 2}, "unknown key --hc_stream, did you mean hc_streams"),
     ("HC", {"mhc_iterations": 3}, "mhc_iterations"),
     ("AttnRes", {"attn_res_blocks": 0}, "attn_res_blocks=0: give 1 or more"),
+    ("AttnRes", {"attn_res_gate": 0.5}, "attn_res_gate"),
+    ("mHC", {"mhc_mix": "permutations", "hc_streams": 6}, "hc_streams=6: mhc_mix=permutations"),
+    ("mHC", {"mhc_mix": "kronecker", "hc_streams": 3}, "needs a power of two"),
+    ("mHC", {"mhc_mix": "identity", "mhc_iterations": 3}, "no effect with mhc_mix=identity"),
+    ("conv", {"canon": "CA"}, "canon='CA': give letters of ABCD"),
+    ("Lambdas", {"lambda_values": "none", "lambda_input": False}, "give --model=gpt-mha-rope"),
     ("wide", {"wide_read": "ct"}, "wide_read"),
     ("wide", {"wide_reed": "tc"}, "unknown key --wide_reed, did you mean wide_read"),
     ("wide", {"wide_read": "cc", "ddl_state_shortconv_kernel_size": 3}, "leave the key out"),
