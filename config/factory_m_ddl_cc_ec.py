@@ -1,4 +1,4 @@
-"""The recipe of config/factory_m_additive.py with DDL, four columns read over columns, embedding convolution (CC-EC)."""
+"""The recipe of config/factory_m_additive.py with DDL, read over columns, embedding convolution (CC-EC)."""
 
 from config.factory_m_additive import *
 

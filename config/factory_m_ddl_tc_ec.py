@@ -1,4 +1,4 @@
-"""The recipe of config/factory_m_additive.py with DDL, four columns read over tokens, embedding convolution (TC-EC)."""
+"""The recipe of config/factory_m_additive.py with DDL, read over tokens, embedding convolution (TC-EC)."""
 
 from config.factory_m_additive import *
 

@@ -1,4 +1,7 @@
-"""The recipe of config/factory_m_additive.py with mHC (published 3.1498), whose readout is weighted there as well."""
+"""The recipe of config/factory_m_additive.py with mHC (published 3.1498).
+
+Its readout is weighted there as well.
+"""
 
 from config.factory_m_additive import *
 

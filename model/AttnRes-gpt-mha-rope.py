@@ -7,15 +7,15 @@ import torch
 from model.attention_residuals import (
     AttentionResidualsBlock,
     AttentionResidualsConfig,
-    FirstSource,
     depth_readout,
+    first_source,
 )
 from model.gpt import GPT
 
 
 class Model(GPT):
-    Config, Expander, Block = AttentionResidualsConfig, FirstSource, AttentionResidualsBlock
-    Readout = staticmethod(depth_readout)
+    Config, Block = AttentionResidualsConfig, AttentionResidualsBlock
+    Expander, Readout = staticmethod(first_source), staticmethod(depth_readout)
     forms = ({"attn_res_blocks": 2}, {"attn_res_form": "delta"})
 
     @torch.no_grad()

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import torch
 from torch import nn
 
-from model.block import Add, Block, Direct, First
+from model.block import Add, Block, Copies, Direct, First
 from model.gpt import GPT, GPTConfig
 from model.layers import AttentionInputs, at_least_fp32, for_product
 from model.parameters import Rule, constant
@@ -39,15 +39,6 @@ class LambdasConfig(GPTConfig):
         if self.lambda_values == "none" and not any(kept):
             off = "lambda_values=none, lambda_input=False"
             raise ValueError(f"{off}: no lambda is left: give --model=gpt-mha-rope")
-
-
-class Start(Direct):
-    def __init__(self, config: LambdasConfig):
-        super().__init__()
-        self.copies = 1 + config.lambda_input
-
-    def forward(self, x, past=None):
-        return (x,) * self.copies
 
 
 class Begin(nn.Module):
@@ -128,7 +119,8 @@ class LambdasBlock(Block):
 
 
 class Model(GPT):
-    Config, Expander, Block, Readout = LambdasConfig, Start, LambdasBlock, First
+    Config, Block, Readout = LambdasConfig, LambdasBlock, First
+    Expander = staticmethod(lambda config: Copies(1 + config.lambda_input))
     forms = (
         {"lambda_values": "head", "lambda_value_embeddings": True},
         {"lambda_input": False, "lambda_values": "none", "lambda_skips": True},

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model.block import Add, Block, Direct, First
+from model.block import Add, Block, Copies, First
 from model.gpt import GPT, GPTConfig
 from model.layers import AttentionInputs, RMSNorm, at_least_fp32, linear_fp32
 from model.parameters import FIXED, OUTPUT, Rule, constant, linear, normal
@@ -26,15 +26,6 @@ class MUDDConfig(GPTConfig):
     mudd_ways: Annotated[
         Literal["qkvr", "r"], "what is summed apart: queries, keys, values, the residual"
     ] = "qkvr"
-
-
-class Start(Direct):
-    def __init__(self, config: MUDDConfig):
-        super().__init__()
-        self.copies = len(config.mudd_ways) + 1
-
-    def forward(self, x, past=None):
-        return (x,) * self.copies
 
 
 class WriteLastWay(Add):
@@ -94,7 +85,8 @@ class MUDDBlock(Block):
 
 
 class Model(GPT):
-    Config, Expander, Block, Readout = MUDDConfig, Start, MUDDBlock, First
+    Config, Block, Readout = MUDDConfig, MUDDBlock, First
+    Expander = staticmethod(lambda config: Copies(len(config.mudd_ways) + 1))
     forms = ({"mudd_ways": "r"},)
 
     @torch.no_grad()

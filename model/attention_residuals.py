@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from torch import nn
 
-from model.block import Add, Block, Direct, First, Past
+from model.block import Add, Block, Copies, First, Past
 from model.gpt import GPTConfig
 from model.keys import Key
 from model.layers import at_least_fp32
@@ -45,15 +45,9 @@ class AttentionResidualsConfig(GPTConfig):
         return -(-sites // min(self.attn_res_blocks or sites, sites))
 
 
-class FirstSource(Direct):
+def first_source(config: AttentionResidualsConfig) -> nn.Module:
     """Expander: the embedding is the only source, and X where there is one."""
-
-    def __init__(self, config: AttentionResidualsConfig):
-        super().__init__()
-        self.copies = 2 if config.attn_res_form == "delta" else 1
-
-    def forward(self, x, past: Past | None = None):
-        return (x,) * self.copies
+    return Copies(2 if config.attn_res_form == "delta" else 1)
 
 
 class DepthAttention(nn.Module):

@@ -59,6 +59,17 @@ class Direct(nn.Module):
         return x
 
 
+class Copies(Direct):
+    """Expander of a state that is a tuple: the embedding, so many times."""
+
+    def __init__(self, count: int):
+        super().__init__()
+        self.count = count
+
+    def forward(self, x, past: Past | None = None):
+        return (x,) * self.count
+
+
 class First(Direct):
     """Read or readout of a state that is a tuple: its first part."""
 
