@@ -40,69 +40,34 @@ def step_calls(sizes, d: int, columns: int, kernel_size: int, stored: bool):
     from model.kernels import residual_step as kernel
 
     B, T, device, dtype = sizes
-    vectors = [random(device, dtype, B, T, d) for _ in range(4)]
-    h, before, grad_context, _ = vectors
+    h, before, grad_context = (random(device, dtype, B, T, d) for _ in range(3))
     base, grad_state = (random(device, dtype, B, T, columns, d) for _ in range(2))
     y, z = random(device, torch.float32, B, T), random(device, torch.float32, B, T, columns)
     hs, us = ([before], [0.1 * z]) if stored else ([], [])
     read = random(device, torch.float32, kernel_size, columns, d) / columns
-    heads = [
-        random(device, torch.float32, *shape) for shape in ((d,), (1,), (columns, d), (columns,))
-    ]
+    shapes = (d,), (1,), (columns, d), (columns,)
+    heads = [random(device, torch.float32, *shape) for shape in shapes]
     norm, options = torch.ones(d, device=device), ("sigmoid", 4.0, 2.0, "residual", True)
+    given = base, base, hs, us, h, y, z, read, norm, *heads, 1e-5, 1e-5, *options
 
     def forward():
-        return kernel.residual_step(
-            base,
-            base,
-            hs,
-            us,
-            h,
-            y,
-            z,
-            read,
-            norm,
-            *heads,
-            1e-5,
-            1e-5,
-            *options,
-            stored,
-            False,
-            None,
-            dtype,
-        )
+        return kernel.residual_step(*given, stored, False, None, dtype)
 
     state, context, x_in, gate_logit, value_logit, n, delta, u, rho, _ = made = forward()
     after, writes = (state, ([], [])) if stored else (base, ([h], [u]))
+    logits = gate_logit, value_logit, after, *writes, h, y, z, n, delta, x_in, rho
+    last = read, norm, heads[0], heads[2], *options
 
     def backward():
-        return kernel.residual_step_backward(
-            grad_state, grad_context, None, gate_logit, value_logit, after, *writes, h, y, z, n, delta, x_in, rho,
-            read, norm, heads[0], heads[2], *options,
-        )  # fmt: skip
+        return kernel.residual_step_backward(grad_state, grad_context, None, *logits, *last)
 
     moved = [base, *hs, *us, h, y, z, context, x_in, *made[3:9], *([state] if stored else [])]
-    moved_back = [
-        grad_state,
-        grad_context,
-        gate_logit,
-        value_logit,
-        after,
-        *writes[1],
-        h,
-        y,
-        z,
-        n,
-        delta,
-        x_in,
-        rho,
-    ]
+    moved_back = [grad_state, grad_context, gate_logit, value_logit, after, *writes[1], h, y, z]
+    moved_back += [n, delta, x_in, rho]
     moved_back += [base, h, y, z]  # the gradients of the state, h and both logits
     suffix = f"K={kernel_size} v={columns} {'stored' if stored else 'not stored'}"
-    return {
-        f"step forward {suffix}": (forward, moved),
-        f"step backward {suffix}": (backward, moved_back),
-    }
+    both = {f"step forward {suffix}": (forward, moved)}
+    return both | {f"step backward {suffix}": (backward, moved_back)}
 
 
 def add_norm_calls(sizes, d: int):
@@ -113,16 +78,10 @@ def add_norm_calls(sizes, d: int):
     norm = torch.ones(d, device=device)
     new_x, context, rho = kernel.add_norm(x, h, norm, 1e-5, dtype)
 
-    def forward():
-        return kernel.add_norm(x, h, norm, 1e-5, dtype)
-
-    def backward():
-        return kernel.add_norm_backward(grad_x, grad_context, new_x, rho, norm)
-
-    return {
-        "add_norm forward": (forward, [x, h, new_x, context, rho]),
-        "add_norm backward": (backward, [grad_x, grad_context, new_x, rho, x]),
-    }
+    forward = partial(kernel.add_norm, x, h, norm, 1e-5, dtype), [x, h, new_x, context, rho]
+    backward = partial(kernel.add_norm_backward, grad_x, grad_context, new_x, rho, norm)
+    moved = [grad_x, grad_context, new_x, rho, x]
+    return {"add_norm forward": forward, "add_norm backward": (backward, moved)}
 
 
 def expand_calls(sizes, d: int, columns: int, kernel_size: int):
@@ -131,16 +90,10 @@ def expand_calls(sizes, d: int, columns: int, kernel_size: int):
     B, T, device, dtype = sizes
     x, grad_state = random(device, dtype, B, T, d), random(device, dtype, B, T, columns, d)
     weights = random(device, torch.float32, kernel_size, columns, d)
-    return {
-        f"expand forward K={kernel_size} v={columns}": (
-            lambda: kernel.expand(x, weights),
-            [x, grad_state],
-        ),
-        f"expand backward K={kernel_size} v={columns}": (
-            lambda: kernel.expand_backward(grad_state, x, weights),
-            [grad_state, x, x],
-        ),
-    }
+    forward = partial(kernel.expand, x, weights), [x, grad_state]
+    backward = partial(kernel.expand_backward, grad_state, x, weights), [grad_state, x, x]
+    suffix = f"K={kernel_size} v={columns}"
+    return {f"expand forward {suffix}": forward, f"expand backward {suffix}": backward}
 
 
 def rope_norm_calls(sizes, d: int):
@@ -152,17 +105,11 @@ def rope_norm_calls(sizes, d: int):
     gradients = [random(device, dtype, B, T, d // size, size) for _ in range(3)]
     angle = random(device, torch.float32, T, size // 2)
     inputs = qkv, angle.cos(), angle.sin(), *torch.ones(2, size, device=device), 1e-5
-    return {
-        # The values are a part of the product, and stay where they are.
-        "rope_norm forward": (
-            lambda: kernel.rope_norm(*inputs),
-            [qkv[:, :, :2], qkv[:, :, :2], *inputs[1:3]],
-        ),
-        "rope_norm backward": (
-            lambda: kernel.rope_norm_backward(*gradients, *inputs),
-            [*gradients, qkv[:, :, :2], *inputs[1:3], qkv],
-        ),
-    }
+    both = qkv[:, :, :2]  # the values are a part of the product, and stay where they are
+    forward = partial(kernel.rope_norm, *inputs), [both, both, *inputs[1:3]]
+    backward = partial(kernel.rope_norm_backward, *gradients, *inputs)
+    moved = [*gradients, both, *inputs[1:3], qkv]
+    return {"rope_norm forward": forward, "rope_norm backward": (backward, moved)}
 
 
 def families(sizes, widths: list[int]):
@@ -193,13 +140,8 @@ def bytes_of(tensors) -> int:
 def row_of(d: int, name: str, tensors, seconds: dict, copied: int) -> dict:
     """Bytes, median time, bandwidth and its share of the copy's with percentiles."""
     moved, middle = bytes_of(tensors), statistics.median(seconds[name])
-    row = {
-        "kernel": name,
-        "d": d,
-        "bytes": moved,
-        "microseconds": middle * 1e6,
-        "gb_per_s": moved / middle / 1e9,
-    }
+    row = {"kernel": name, "d": d, "bytes": moved, "microseconds": middle * 1e6}
+    row["gb_per_s"] = moved / middle / 1e9
     row["copy_gb_per_s"] = copied / statistics.median(seconds["copy"]) / 1e9
     # The copy's time for as many bytes, over the kernel's own.
     return row | compared("share", [t * moved / copied for t in seconds["copy"]], seconds[name])
@@ -209,18 +151,16 @@ def measure(chosen: list, args, clock: Clock, copy, figures: Figures) -> None:
     """A row for every kernel that has none yet."""
     started = time.perf_counter()
     for number, (name, d, make) in enumerate(chosen, 1):
-        wanted = [
-            name.replace(" ", f" {way} ", 1) if " " in name else f"{name} {way}" for way in WAYS
-        ]
+        first, space, rest = name.partition(" ")
+        wanted = [f"{first} {way}{space}{rest}" for way in WAYS]
         if not all(figures.find(kernel=each, d=d) for each in wanted):
             calls = make()
             assert list(calls) == wanted
             launches_used()
             seconds, launched = in_turns(calls, copy, args.rounds, clock), launches_used()
             for each, (_, tensors) in calls.items():
-                figures.add(
-                    row_of(d, each, tensors, seconds, args.copied) | launched, "kernel", "d"
-                )
+                row = row_of(d, each, tensors, seconds, args.copied)
+                figures.add(row | launched, "kernel", "d")
         left = duration((time.perf_counter() - started) / number * (len(chosen) - number))
         print(f"{number}/{len(chosen)} {name} d={d}, {left} left", flush=True)
 
@@ -246,12 +186,8 @@ def tune(chosen: list, args, clock: Clock, copy, figures: Figures) -> None:
         for each, (call, tensors) in make().items():
             key, tried = launches(args, d, each)
             moved = bytes_of(tensors)
-            row = figures.find(kernel=each, d=d) or {
-                "kernel": each,
-                "d": d,
-                "bytes": moved,
-                "launches": [],
-            }
+            new = {"kernel": each, "d": d, "bytes": moved, "launches": []}
+            row = figures.find(kernel=each, d=d) or new
             for launch in map(dataclasses.asdict, tried):
                 if any(launch.items() <= old.items() for old in row["launches"]):
                     continue
@@ -280,12 +216,9 @@ def markdown(rows: list[dict]) -> str:
     header = ["kernel", "d", "memory", "microseconds", "GB/s", "of copy (10th to 90th percentile)"]
     lines = []
     for row in rows:
-        speed = [
-            f"{row['microseconds']:,.0f}",
-            f"{row['gb_per_s']:,.0f}",
-            spread(row, "share", ".2f"),
-        ]
-        lines.append([row["kernel"], row["d"], size(row["bytes"]), *speed])
+        speed = [f"{row[key]:,.0f}" for key in ("microseconds", "gb_per_s")]
+        about = [row["kernel"], row["d"], size(row["bytes"])]
+        lines.append([*about, *speed, spread(row, "share", ".2f")])
     return tables.markdown(header, lines)
 
 
@@ -308,12 +241,8 @@ def run(args) -> None:
         raise ValueError(f"--match={args.match}: {which} has that in its name; try {names}")
     source = torch.ones(args.copied // 2, dtype=torch.uint8, device=device)
     target, clock = torch.empty_like(source), Clock(device)
-    settings = {
-        "micro_batch_size": args.micro_batch_size,
-        "block_size": args.block_size,
-        "dtype": args.dtype,
-    }
-    settings |= {"rounds": args.rounds, "copied": args.copied}
+    names = "micro_batch_size", "block_size", "dtype", "rounds", "copied"
+    settings = {name: getattr(args, name) for name in names}
     # Another table changes no launch that was timed; other kernels do.
     code = digest("model/kernels/*.py", leave_out=("launch_table.py",))[:12] if args.tune else ""
     figures = Figures(args.json, device, settings, args.resume, code)
