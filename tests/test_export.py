@@ -45,7 +45,9 @@ CASES = {
     "gated": ("gated-gpt-mha-rope", {}),  # the README's example
     "capped": ("capped-gpt-mha-rope", {}),
     "shared": ("shared-gpt-mha-rope", {}),
-    "by_id": ("value-embedding-gpt-mha-rope", {}),
+    "by_id": ("Lambdas-gpt-mha-rope", {"lambda_value_embeddings": True, "lambda_skips": True}),
+    "ways": ("MUDD-gpt-mha-rope", {}),
+    "canon": ("conv-gpt-mha-rope", {"canon": "ABCD"}),
 }
 IN_BFLOAT16 = (CC, "convolution", "plain")
 TEXTS = ["def f(x):\n    return größe", "", " \n\t尺寸", "<|endoftext|>a<|endoftext|>"]
