@@ -130,14 +130,15 @@ tests() {
 
 # Runs of train.py: one for its speed, one that stores its middle, and one from there: do both end with the same bits?
 train() { # CONFIG
-  local file runs=$FOLDER/train_$1 log=$FOLDER/train_cuda.txt step middle
+  local file runs=${TMPDIR:-/tmp}/deep_delta_learning_runs/$1 log=$FOLDER/train_cuda.txt step middle
   step=$(printf 'checkpoints/step_%08d' "$LAST") middle=$(printf 'checkpoints/step_%08d' $((LAST / 2)))
   local keys=(train.py "config/$1.py" --dataset=python_stdlib "${TRAIN[@]}" --max_steps="$LAST" --warmup_steps=2
     --eval_batches=1 --eval_full=False --device="$DEVICE")
   local exact=(--deterministic=True --checkpoint_interval=$((LAST / 2)))
+  [ -n "$DRY" ] || rm -rf "$runs"
   [ -e data/python_stdlib/meta.json ] || limited 120 "$PYTHON" data/python_stdlib/prepare.py
-  limited 130 "$PYTHON" "${keys[@]}" --out_dir="$runs/speed" --resume=auto
-  limited 130 "$PYTHON" "${keys[@]}" "${exact[@]}" --out_dir="$runs/whole" --resume=auto || return
+  limited 130 "$PYTHON" "${keys[@]}" --out_dir="$runs/speed"
+  limited 130 "$PYTHON" "${keys[@]}" "${exact[@]}" --out_dir="$runs/whole" || return
   limited 130 "$PYTHON" "${keys[@]}" "${exact[@]}" --out_dir="$runs/half" --resume="$runs/whole/$middle"
   [ -n "$DRY" ] && return
   for file in model optimizer; do
