@@ -84,12 +84,8 @@ class LambdasBlock(Block):
         super().__init__(config, layer)
         (attn, mlp), layers, shares = self.sites, config.num_hidden_layers, config.lambda_values
         pops = config.lambda_skips and layer >= layers - layers // 2
-        self.begin, self.place, self.g, self.embedding = (
-            Begin(config, pops),
-            1 + config.lambda_input,
-            None,
-            None,
-        )
+        self.begin, self.g, self.embedding = Begin(config, pops), None, None
+        self.place = 1 + config.lambda_input  # of v_0 in the state
         if shares != "none" and layer:
             self.g = nn.Parameter(torch.empty(self.attn.num_heads if shares == "head" else 1))
             self.rules = {"g": Rule(constant(0.5))}
@@ -108,9 +104,8 @@ class LambdasBlock(Block):
     def inputs(self, c, taken, positions):
         def change(v):
             if self.g is not None:
-                v = torch.lerp(
-                    v, taken[self.place].view_as(v).to(v.dtype), self.g.to(v.dtype)[:, None]
-                )
+                first = taken[self.place].view_as(v).to(v.dtype)
+                v = torch.lerp(v, first, self.g.to(v.dtype)[:, None])
             if self.embedding is not None:
                 v = v + positions.embed(self.embedding).view_as(v).to(v.dtype)
             return v

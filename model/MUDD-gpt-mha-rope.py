@@ -70,15 +70,12 @@ class MUDDBlock(Block):
     def __init__(self, config: MUDDConfig, layer: int):
         super().__init__(config, layer)
         self.dense, (attn, mlp) = DenseConnection(config, layer), self.sites
-        self.sites = (
-            attn,
-            replace(mlp, read=First(), write=WriteLastWay(config, 1), after=self.dense),
-        )
+        mlp = replace(mlp, read=First(), write=WriteLastWay(config, 1), after=self.dense)
         attn = replace(attn, read=First(), write=WriteLastWay(config, len(config.mudd_ways)))
         if config.mudd_ways == "qkvr":  # ln_1 is the queries'
             self.ln_k, self.ln_v = RMSNorm(config.hidden_size), RMSNorm(config.hidden_size)
             attn = replace(attn, read=lambda state, past=None: state[:3], inputs=self.inputs)
-        self.sites = attn, self.sites[1]
+        self.sites = attn, mlp
 
     def inputs(self, c, ways, positions):
         return AttentionInputs(c, self.ln_k(ways[1]), self.ln_v(ways[2]))

@@ -6,20 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import PAPER
+from models import PAPER, TINY
 
 from model import build
 from model.weights import EMBEDDING
 from training import optimizer
-
-TINY = {
-    "vocab_size": 29,
-    "block_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "head_dim": 6,
-}
-TINY |= {"hidden_size": 10}
 
 
 def settings(**changes):

@@ -12,6 +12,7 @@ import torch
 from contract import randomise
 from helpers import one_line_error, small_run
 from in_process import call
+from models import TINY
 from torch.utils._pytree import tree_leaves, tree_map
 
 from model import build
@@ -19,14 +20,6 @@ from model.hyper_connections import sinkhorn_knopp
 from model.parameters import rules_of
 from training.residual_statistics import Watched, residual_statistics
 
-TINY = {
-    "vocab_size": 29,
-    "block_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "head_dim": 6,
-}
-TINY |= {"hidden_size": 10}
 ROPE = "HC mHC AttnRes ReZero DenseFormer LAuReL conv wide MUDD Lambdas".split()
 FULL_STEMS = {name: f"{name}-gpt-mha-rope" for name in ROPE} | {
     "MGT": "MGT-gpt-mha",
