@@ -332,11 +332,12 @@ def test_training_begins_from_an_additive_run(corpus, tmp_path):
     torch.manual_seed(5)
     additive = build("gpt-mha-rope", **SMALL)
     save_run(tmp_path / "run", additive, "gpt-mha-rope")
+    exported(tmp_path / "run", tmp_path / "exported")
     keys = {"init_from": tmp_path / "run", "learning_rate": 0, "max_steps": 1}
     losses = []
-    for stem in ("gpt-mha-rope", "MUDD-gpt-mha-rope"):
+    for stem, source in (("gpt-mha-rope", "run"), ("MUDD-gpt-mha-rope", "exported")):
         out = tmp_path / stem
-        run(arguments(corpus, out, model=stem, **keys))
+        run(arguments(corpus, out, model=stem, **{**keys, "init_from": tmp_path / source}))
         records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         losses.append(records[0]["loss"])
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
