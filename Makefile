@@ -28,7 +28,7 @@ train: .venv/installed $(CORPUS)
 	@$(BIN)/python train.py $(CONFIG) --out_dir="$(RUN)" --resume=auto $(ARGS) --dry_run
 	$(BIN)/torchrun train.py $(CONFIG) --out_dir="$(RUN)" --resume=auto $(ARGS)
 	$(BIN)/python -m training.plot "$(RUN)"
-	$(BIN)/python sample.py "$(RUN)" --prompt="class" --num_samples=3 --max_new_tokens=150 | tee "$(RUN)/sample.txt"
+	$(BIN)/python sample.py "$(RUN)" --prompt="def" --num_samples=3 --max_new_tokens=150 | tee "$(RUN)/sample.txt"
 
 test: .venv/installed $(CORPUS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist=worksteal

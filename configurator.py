@@ -171,7 +171,9 @@ HABITS = {
 def nearest(name: str, names) -> str:
     """', did you mean X?', or nothing where nothing is near; the dashes of options do not count."""
     bare = {other.lstrip("-"): other for other in names}
-    close = difflib.get_close_matches(name.lstrip("-"), list(bare), n=1)
+    own = name.lstrip("-")
+    close = difflib.get_close_matches(own, list(bare), n=1)
+    close = close or [other for other in bare if other.lower().startswith(own.lower() or " ")]
     return f", did you mean {bare[close[0]]}?" if close else ""
 
 
@@ -334,9 +336,6 @@ def one_line_errors(*kinds: type[Exception], memory: str = ""):
     except Exception as error:
         if memory and (lack := out_of_memory(error)):
             end(f"error: {lack}: {memory}")
-        if isinstance(error, BrokenPipeError):  # `| head` has seen enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(128 + signal.SIGPIPE)
         if isinstance(error, kinds or (ValueError, OSError)):
             end(f"error: {text_of(error)}")
         raise

@@ -178,13 +178,10 @@ def configure(argv: list[str], note=print):
     given["out_dir"] = given.get("out_dir") or (f"runs/{name}" if name else None)
     saved = start.saved_state(given.get("resume"), given["out_dir"])  # of a run that goes on
     decided = {}  # by the folder init_from, or by the run that goes on from it
-    if given.get("init_from") is not None:
-        decided = (
-            start.model_of(given["init_from"], given.get("model"))
-            if not saved
-            else saved["model_config"]
-        )
-        decided = {**decided, "model": saved["model"]} if saved else decided
+    if given.get("init_from") is not None and saved:
+        decided = {**saved["model_config"], "model": saved["model"]}
+    elif given.get("init_from") is not None:
+        decided = start.model_of(given["init_from"], given.get("model"))
     stem = given.get("model", decided.get("model", TrainConfig.model))
     given["out_dir"] = given["out_dir"] or f"runs/{stem}"
 

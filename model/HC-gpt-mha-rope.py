@@ -2,6 +2,8 @@
 token.
 """
 
+import torch
+
 from model.gpt import GPT
 from model.hyper_connections import HyperBlock, HyperConfig, SumOfStreams
 from model.residual import Repeat
@@ -11,5 +13,9 @@ class Model(GPT):
     Config, Expander, Block, Readout = HyperConfig, Repeat, HyperBlock, SumOfStreams
     forms = ({"hc_dynamic": False},)
 
+    @torch.no_grad()
     def from_additive(self) -> None:
-        """It starts as one: reads of one stream, of equal ones, mixes I, writes 1."""
+        """It starts as one, n times: the last write divides by n, as ln_f has an eps."""
+        last = self.transformer.h[-1].sites[-1].read
+        last.mix.div_(self.config.hc_streams)
+        last.write.div_(self.config.hc_streams)

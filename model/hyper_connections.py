@@ -323,10 +323,6 @@ class ManifoldConnection(Connection):
 
     def __init__(self, config: ManifoldConfig, site: int):
         super().__init__(config)
-        # An exact mix does nothing to equal streams, the first site's, nor to the last one's sum.
-        inner = 0 < site < 2 * config.num_hidden_layers - 1
-        exact = config.mhc_mix != "sinkhorn"
-        self.mix_matters = config.mhc_mix != "identity" and (inner or not exact)
         n = self.streams
         self.sizes, self.iterations = (n, n, config.mix_logits), config.mhc_iterations
         self.rows_last, self.kind = config.mhc_rows_last, config.mhc_mix

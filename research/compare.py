@@ -153,19 +153,6 @@ def hypothesis(difference: Estimate, below: float) -> str:
     return "refuted" if difference.low > below else "undecided"
 
 
-def detectable(n: int, deviation: float, power: float = 0.8, pairs: bool = True) -> float:
-    """The smallest true difference that n seeds find with this probability; inf for one seed.
-
-    deviation: standard deviation of paired differences or, of independent runs, of each setting.
-    """
-    if n == 1:
-        return math.inf
-    degrees = n - 1 if pairs else 2 * n - 2
-    error = deviation / math.sqrt(n) if pairs else deviation * math.sqrt(2 / n)
-    critical = student().stdtrit(degrees, 1 - ERROR / 2)
-    return float(student().nctdtrinc(degrees, 1 - power, critical)) * error
-
-
 # ---- groups of runs ----
 
 

@@ -206,12 +206,6 @@ def residual_of(group: Group) -> dict[str, dict[str, tuple[np.ndarray, np.ndarra
 # ---- what all figures share ----
 
 
-def pyplot():
-    """matplotlib.pyplot without a display. ValueError: the package is missing."""
-    configurator.optional("matplotlib", "a figure").use("Agg")
-    return configurator.optional("matplotlib.pyplot", "a figure")
-
-
 def printing():
     """A context in which figures are made and saved as they are printed."""
     return configurator.optional("matplotlib", "a figure").rc_context(PRINT)

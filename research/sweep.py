@@ -448,7 +448,7 @@ def main() -> int:
         raise ValueError(f"out={sweep.out} is not there: nothing has run")
     if sweep.mode in ("local", "table"):
         # Missing, they should not be found at the end.
-        runs.import_polars(), compare.student(), plots.pyplot()
+        runs.import_polars(), compare.student(), plots.printing()
     if sweep.mode == "table":
         write_table(cells, sweep)
         return 0

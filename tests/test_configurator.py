@@ -329,3 +329,9 @@ def test_a_file_is_whole_or_as_it_was_and_a_full_disk_names_it(tmp_path, monkeyp
         configurator.replace_text(path / "b.json", "third")
     where = f"{path}/b.json: a file is where a folder is needed"
     assert configurator.text_of(raised.value) == where
+
+
+def test_the_beginning_of_a_name_is_near_it():
+    assert configurator.nearest("MUDD", STEMS) == ", did you mean MUDD-gpt-mha-rope?"
+    assert configurator.nearest("attnres", STEMS) == ", did you mean AttnRes-gpt-mha-rope?"
+    assert configurator.nearest("", STEMS) == configurator.nearest("xyz", STEMS) == ""

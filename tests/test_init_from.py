@@ -306,16 +306,22 @@ BEGUN = [
 ]
 
 
+@pytest.mark.parametrize("moved", [False, True])
 @pytest.mark.parametrize(("stem", "keys"), BEGUN, ids=str)
-def test_a_stream_begins_as_the_additive_model_and_trains_what_is_its_own(stem, keys):
-    """Also where every parameter is somewhere else than at its start."""
-    additive = randomise(build("gpt-mha-rope", **SMALL)).double()
+def test_a_stream_begins_as_the_additive_model_and_trains_what_is_its_own(stem, keys, moved):
+    """From a model as it starts, whose states are so small that ln_f's eps counts, and from one
+    whose every parameter is somewhere else."""
+    additive = build("gpt-mha-rope", **SMALL).double()
+    additive = randomise(additive) if moved else additive
     model = build(stem, **{**SMALL, "num_hidden_layers": 2, **keys}).double()
     own = model.load_state_dict(additive.state_dict(), strict=False).missing_keys
     model.from_additive()
     ids = torch.randint(0, SMALL["vocab_size"], (2, 9))
     with torch.no_grad():
-        torch.testing.assert_close(model(ids)[0], additive(ids)[0], rtol=0, atol=1e-4)
+        # mHC's mixes of streams cannot be divided by their number before the readout adds them.
+        exact = "mHC" not in stem or "mhc_readout" in keys
+        close = 1e-9 if exact else 1e-4 if moved else 1e-3
+        torch.testing.assert_close(model(ids)[0], additive(ids)[0], rtol=0, atol=close)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(3):

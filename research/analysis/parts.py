@@ -76,8 +76,8 @@ def shortcut_of_laurel(write, state, h, x_in, c) -> Diagonal | LowRank:
 
 
 def edits_of_connection(part) -> dict:
-    edits = {"mix=I": {"mixes": False}} if getattr(part, "mix_matters", True) else {}
-    return edits | {"write=1": {"weighs": False}}
+    mixes = getattr(part, "kind", None) != "identity"
+    return ({"mix=I": {"mixes": False}} if mixes else {}) | {"write=1": {"weighs": False}}
 
 
 def edits_of_depth_attention(part) -> dict:

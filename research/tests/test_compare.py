@@ -10,7 +10,7 @@ from report_helpers import BASE, CORPUS, by_hand, edit_state, load, write_run
 from scipy import stats
 
 from research import compare, tables
-from research.compare import detectable, holm, hypothesis, interval, paired, unpaired, verdict
+from research.compare import holm, hypothesis, interval, paired, unpaired, verdict
 
 A, B = [1.30, 1.35, 1.28, 1.41, 1.33], [1.36, 1.37, 1.33, 1.44, 1.41]
 
@@ -43,7 +43,6 @@ def test_a_single_seed_decides_nothing():
         words = verdict(each, 0.01), hypothesis(each, 0)
         assert (each.half, each.p(), *words) == (math.inf, 1, "undecided", "undecided")
     assert interval([2.0]).text() == "2.000 (1)"
-    assert detectable(1, 1.0) == math.inf
     with pytest.raises(ValueError, match="no value"):
         interval([])
     with pytest.raises(ValueError, match="5 and 4 values are no pairs"):
@@ -91,15 +90,6 @@ def test_many_comparisons_are_wrong_together_in_at_most_5_percent_of_studies():
     assert share(set(map(verdict, each)) != {"undecided"} for each in studies) > 0.2  # uncorrected
     clear = [interval([-1.0, -1.1, -0.9]), interval([1.0, -1.0, 0.0])]
     assert compare.verdicts(clear) == ["better", "undecided"]
-
-
-@pytest.mark.parametrize("pairs", [True, False])
-def test_what_a_design_detects_it_finds_in_four_of_five_studies(pairs):
-    shift = detectable(5, deviation=2.0, power=0.8, pairs=pairs)
-    own, base = draws(3000, 5, 2.0, seed=7), draws(3000, 5, 2.0, seed=8)
-    own = [np.add(each, shift) for each in own]
-    found = [interval(a) if pairs else unpaired(a, b) for a, b in zip(own, base)]
-    assert share(verdict(e) == "worse" for e in found) == pytest.approx(0.8, abs=0.025)
 
 
 # ---- groups and pairs ----

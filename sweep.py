@@ -1,1 +1,0 @@
-research/moved.py
