@@ -14,8 +14,8 @@ from types import SimpleNamespace
 from huggingface.card import records_of
 from model import model_class
 from model.keys import keys_of, values_before
-from train import TrainConfig
-from training.optimizer import learning_rate_at
+from training.config import TrainConfig
+from training.optimizer import get_learning_rate
 
 FILE = Path(__file__).parents[1] / "results/published.csv"
 TOKENS, VALIDATION_TOKENS = 100_000 * 480 * 1024, 100_000_000
@@ -159,7 +159,7 @@ def compare_recipe(run, rates: dict[int, float]) -> list[str]:
     }
     reasons = [f"{n}={own!r}, not {paper!r}" for n, (own, paper) in values.items() if own != paper]
     for step, rate in rates.items():  # of a run that began with other max_steps
-        if abs(rate - learning_rate_at(step - 1, run)) > run.learning_rate / 100:
+        if abs(rate - get_learning_rate(step - 1, run)) > run.learning_rate / 100:
             reason = f"step {step:,} had the rate {rate:.2e}, which is not the schedule's"
             return [*reasons, reason]
     return reasons

@@ -54,7 +54,7 @@ class DenseBlock(Block):
         attn, mlp = (
             replace(site, read=Current(), write=AddToCurrent(config)) for site in self.sites
         )
-        self.sites = attn, replace(mlp, after=self.average)
+        self.sites = attn, replace(mlp, post_write=self.average)
 
 
 class Model(GPT):

@@ -70,7 +70,7 @@ class MUDDBlock(Block):
     def __init__(self, config: MUDDConfig, layer: int):
         super().__init__(config, layer)
         self.dense, (attn, mlp) = DenseConnection(config, layer), self.sites
-        mlp = replace(mlp, read=First(), write=WriteLastWay(config, 1), after=self.dense)
+        mlp = replace(mlp, read=First(), write=WriteLastWay(config, 1), post_write=self.dense)
         attn = replace(attn, read=First(), write=WriteLastWay(config, len(config.mudd_ways)))
         if config.mudd_ways == "qkvr":  # ln_1 is the queries'
             self.ln_k, self.ln_v = RMSNorm(config.hidden_size), RMSNorm(config.hidden_size)

@@ -80,7 +80,7 @@ def forward_flops(cls, config) -> int:
     """Operations of a pass over block_size tokens: matrix products, and what parts declare."""
     model, products, _ = counted_pass(cls, config, config.block_size)
     sites = [site for each in model.transformer.h for site in each.sites]
-    parts = [part for site in sites for part in (site.read, site.write, site.after)]
+    parts = [part for site in sites for part in (site.read, site.write, site.post_write)]
     parts += [model.input_embed, model.readout]
     declared = [part for part in parts if hasattr(part, "elementwise_flops")]
     elementwise = sum(part.elementwise_flops() for part in declared)

@@ -78,8 +78,10 @@ class Cache:
         return other
 
 
-def kept(cache: dict, slot: str, shape: tuple, like, dtype: torch.dtype | None = None):
-    """The tensor in a slot of a block's cache, to be written in place; zeros, as `like`, at first."""
+def get_or_create_buffer(
+    cache: dict, slot: str, shape: tuple, like, dtype: torch.dtype | None = None
+):
+    """Return the tensor in a slot of a block's cache, to be written in place; zeros at first."""
     if slot not in cache:
         cache[slot] = like.new_zeros(shape, dtype=dtype)
     return cache[slot]

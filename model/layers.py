@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model.decoding import NO_TOKEN, kept
+from model.decoding import NO_TOKEN, get_or_create_buffer
 from model.parameters import HIDDEN, Rule, constant, linear
 
 
@@ -245,8 +245,8 @@ class CausalSelfAttention(nn.Module):
         q, k, v = (z.transpose(1, 2) for z in heads)  # (B, H, T, head_dim)
         if cache is not None:
             shape = (*k.shape[:2], positions.length, k.shape[3])
-            keys = kept(cache, "k", shape, k).index_copy_(2, positions.index, k)
-            values = kept(cache, "v", shape, v).index_copy_(2, positions.index, v)
+            keys = get_or_create_buffer(cache, "k", shape, k).index_copy_(2, positions.index, k)
+            values = get_or_create_buffer(cache, "v", shape, v).index_copy_(2, positions.index, v)
             if positions.mask is not None:
                 k, v = (z[:, :, : positions.mask.shape[-1]] for z in (keys, values))
         mask = positions.mask

@@ -117,7 +117,7 @@ class MGTBlock(WritingBlock):
     def __init__(self, config: MGTConfig, layer: int):
         super().__init__(config, layer)
         self.ln_1, self.ln_2 = LayerNorm(config.hidden_size), LayerNorm(config.hidden_size)
-        where, nowhere = ("after", "norm") if config.post_norm else ("norm", "after")
+        where, nowhere = ("post_write", "norm") if config.post_norm else ("norm", "post_write")
         norms = zip(self.sites, (self.ln_1, self.ln_2))
         self.sites = tuple(replace(site, **{where: norm, nowhere: None}) for site, norm in norms)
 

@@ -35,12 +35,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import configurator  # before all that is slow to import: it takes Ctrl+C
 
 # isort: split
-import train
 from evaluation.tables import markdown
 from model.keys import Key, check_ranges
 from research import compare, plots, runs, tables
 from training import checkpoint, metrics, start, stopping
+from training.config import TrainConfig
 from training.provenance import store
+from training.setup import configure, every_key, known_keys
 from training.stopping import EXIT_CODE as STOPPED
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
@@ -100,7 +101,7 @@ def read_arguments(argv: list[str]) -> tuple[SweepConfig, list[str], dict, dict]
     files, options = configurator.split_arguments(argv)
     schema = configurator.knobs(SweepConfig)
     if "help" in options:
-        print(configurator.help_text(f"{__doc__}\nKeys and defaults:", schema | train.every_key()))
+        print(configurator.help_text(f"{__doc__}\nKeys and defaults:", schema | every_key()))
         sys.exit(0)
     of_train = {key: text for key, text in options.items() if key not in schema}
     configurator.refuse_unknown(options, schema | keys_of_cells(files, of_train), dashes="--")
@@ -123,7 +124,7 @@ def keys_of_cells(files: list[str], options: dict[str, str]) -> dict[str, config
     """What train.py takes where it is given these."""
     there = files and Path(files[0]).is_file()  # train.py says that it is not
     from_file = configurator.read_file(files[0]) if there else {}
-    return train.known_keys({k: from_file[k] for k in ("model",) if k in from_file}, options)
+    return known_keys({k: from_file[k] for k in ("model",) if k in from_file}, options)
 
 
 def expand(key: str, text: str) -> list[str]:
@@ -170,7 +171,7 @@ def make_cell(index: int, chosen: dict[str, str], arguments: list[str], out: Pat
         values = configurator.given({}, chosen, known)
         folder = out / cell_name(values)
         arguments = [*arguments, f"--out_dir={folder}", "--resume=auto"]
-        configs = train.configure(arguments, note=lambda line: None)  # the cell's log has its notes
+        configs = configure(arguments, note=lambda line: None)  # the cell's log has its notes
     except ValueError as error:
         raise ValueError(f"cell {index} ({' '.join(as_options(chosen))}): {error}") from error
     settings = {k: v for each in configs for k, v in dataclasses.asdict(each).items()}
@@ -191,7 +192,7 @@ def refuse_other_run(cell: Cell) -> None:
         have = f"{cell.folder} has {steps} steps"
         raise ValueError(f"max_steps={limit}, but {have}: give another --out")
     if saved := start.saved_state("auto", str(cell.folder)):
-        start.refuse_change(saved, cell.settings, train.TrainConfig, cell.folder, "another --out")
+        start.refuse_change(saved, cell.settings, TrainConfig, cell.folder, "another --out")
 
 
 def refuse_still_running(cells: list[Cell]) -> None:
@@ -438,7 +439,7 @@ def plot(groups: list[compare.Group], values: list[dict], metric: str, out: Path
 def main() -> int:
     argv = sys.argv[1:]
     sweep, files, swept, fixed = read_arguments(argv)
-    # As torchrun will set it: train.configure divides the batch.
+    # As torchrun will set it: configure divides the batch.
     os.environ["WORLD_SIZE"] = str(sweep.nproc_per_node)
     cells = make_cells(sweep, files, swept, fixed)
     if sweep.index is not None and not 0 <= sweep.index < len(cells):

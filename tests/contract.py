@@ -224,7 +224,7 @@ def check_costs(cls) -> None:
         part
         for b in model.transformer.h
         for site in b.sites
-        for part in (site.read, site.write, site.after)
+        for part in (site.read, site.write, site.post_write)
     ]
     declared = sum(part.elementwise_flops() for part in parts if hasattr(part, "elementwise_flops"))
     flops = 3 * (counter.get_total_flops() // TINY["block_size"] + declared)

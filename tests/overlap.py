@@ -47,7 +47,7 @@ def backend(log: list):
 def gradients(model, run, batches) -> dict:
     """Of an accumulated batch: averaged over the processes with its last micro-batch."""
     for number, (ids, targets) in enumerate(batches):
-        with distributed.synchronising(run, number == len(batches) - 1):
+        with distributed.gradient_sync(run, number == len(batches) - 1):
             run(ids, targets)[1].backward()
     result = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)
@@ -62,8 +62,8 @@ def measure(rank: int, stem: str, fused: str) -> dict:
     kernels.use(model, fused, "cpu")
     batches = [tuple(pair) for pair in torch.randint(0, 64, (2, 3, 2, 1, 4))[rank]]
     torch.compile = functools.partial(COMPILE, backend=backend(log))
-    run, evaluated = distributed.parallelise(model, "ddp", True, world)
-    eager, _ = distributed.parallelise(plain, "ddp", False, world)
+    run, evaluated = distributed.parallelize(model, world, engine="ddp", compile=True)
+    eager, _ = distributed.parallelize(plain, world, engine="ddp", compile=False)
 
     def summed(group, bucket):
         log.append("bucket")

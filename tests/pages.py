@@ -9,7 +9,8 @@ from helpers import ROOT
 
 import configurator
 import model
-import train
+from training.config import TrainConfig
+from training.setup import configure
 
 
 def commands_of(text: str) -> list[str]:
@@ -25,7 +26,7 @@ def check_command(command: str, monkeypatch) -> None:
     if words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), flags=re.M)
         schema = configurator.knobs(
-            train.TrainConfig, *(model.model_class(stem).Config for stem in model.STEMS)
+            TrainConfig, *(model.model_class(stem).Config for stem in model.STEMS)
         )
         assert set(re.findall(r"--(\w+)=", command)) <= schema.keys()
         return
@@ -37,9 +38,9 @@ def check_command(command: str, monkeypatch) -> None:
     configs = [word for word in arguments if word.startswith("config/")]
     if script == "train.py":
         for config in configs:
-            train.configure([config])
+            configure([config])
         schema = configurator.knobs(
-            train.TrainConfig, *(model.model_class(stem).Config for stem in model.STEMS)
+            TrainConfig, *(model.model_class(stem).Config for stem in model.STEMS)
         )
         options = [word[2:].partition("=")[0] for word in arguments if word.startswith("--")]
         assert set(options) <= schema.keys()

@@ -16,9 +16,10 @@ import pytest
 from helpers import ROOT
 
 import configurator
-import train
 from model import STEMS, model_class
 from model.keys import Key, check_ranges, keys_of
+from training.config import TrainConfig
+from training.setup import every_key
 
 
 @dataclass
@@ -93,7 +94,7 @@ def test_a_value_out_of_its_range_is_refused_by_every_config():
     check_ranges(Run(scale=None, rate=0.0))
     with pytest.raises(ValueError, match=r"^rate=1\.0: give a number from 0 to below 1"):
         check_ranges(Run(rate=1.0))
-    for config in (train.TrainConfig, *(model_class(stem).Config for stem in STEMS)):
+    for config in (TrainConfig, *(model_class(stem).Config for stem in STEMS)):
         lows = {name: key.low for name, key in keys_of(config).items() if key.low is not None}
         assert len(lows) > 5
         for name, low in lows.items():
@@ -159,7 +160,7 @@ decay_lr warmup_iters lr_decay_iters min_lr backend device dtype compile start""
 
 
 def test_every_name_of_nanogpt_is_a_key_or_answered_with_ours():
-    schema = train.every_key()
+    schema = every_key()
     unknown = [name for name in [*NANOGPT, "lr"] if name not in schema]
     with pytest.raises(ValueError, match="unknown key") as refused:
         configurator.refuse_unknown(unknown, schema, dashes="--")

@@ -61,8 +61,8 @@ def test_a_later_process_finds_the_compiled_model():
     for _ in range(2):
         torch._dynamo.reset()
         counters.clear()
-        model, _ = distributed.parallelise(
-            build("DDL-gpt-mha-rope", hidden_size=4, **keys), "ddp", True, world
+        model, _ = distributed.parallelize(
+            build("DDL-gpt-mha-rope", hidden_size=4, **keys), world, engine="ddp", compile=True
         )
         with torch.autocast("cpu", torch.bfloat16):
             model(ids, ids)[1].backward()

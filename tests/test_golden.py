@@ -31,8 +31,8 @@ from in_process import call, finish_together
 from data.shards import read_json, write_json, write_shard
 from model import STEMS, model_class
 from model.keys import Key, values_before
-from train import TrainConfig
 from training import checkpoint, metrics
+from training.config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
 

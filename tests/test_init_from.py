@@ -14,11 +14,11 @@ from helpers import SMALL, newer_default, one_line_error, sign, small_run
 from in_process import call
 from safetensors.torch import load_file, save_file
 
-import train
 from data import tokenizer
 from model import build, model_class, released
 from model.keys import Key
 from training import checkpoint, start
+from training.setup import configure
 
 STEM = "DDL-gpt-mha-rope-CC-EC"
 KEYS = {**SMALL, "ddl_value_channels": 2, "mup": True, "hidden_size_base": 24}
@@ -116,7 +116,7 @@ def test_a_pair_stays_one(corpus, tmp_path):
     back = released.state_dict(checkpoint.load_model(tmp_path / "still", "cpu")[0])
     assert all(torch.equal(value, written[name]) for name, value in back.items())
     with pytest.raises(ValueError, match=r"ddl_cc_read='folded', but init_from=.* has 'pair'"):
-        train.configure(arguments(corpus, tmp_path / "x", init_from=folder, ddl_cc_read="folded"))
+        configure(arguments(corpus, tmp_path / "x", init_from=folder, ddl_cc_read="folded"))
 
 
 def test_the_optimizer_begins_afresh_and_learns(corpus, folders, tmp_path):
@@ -155,13 +155,12 @@ def test_a_run_that_goes_on_is_bit_for_bit_the_whole_one_and_does_not_need_the_f
 
 def test_a_longer_context_is_legal(corpus, folders, tmp_path):
     """RoPE tables are computed for it; the folder's length is the default."""
-    config, model_config = train.configure(
+    config, model_config = configure(
         arguments(corpus, tmp_path, init_from=folders / "released", block_size=40)
     )
     assert (config.model, model_config.block_size, model_config.ddl_value_channels) == (STEM, 40, 2)
     assert (
-        train.configure(arguments(corpus, tmp_path, init_from=folders / "released"))[1].block_size
-        == 16
+        configure(arguments(corpus, tmp_path, init_from=folders / "released"))[1].block_size == 16
     )
     argv = arguments(corpus, tmp_path / "x", init_from=folders / "run", block_size=40, dry_run=True)
     assert "parameters" in run(argv)
@@ -184,7 +183,7 @@ def test_a_longer_context_is_legal(corpus, folders, tmp_path):
 )
 def test_contradictions_are_refused_by_name(corpus, folders, tmp_path, keys, message):
     with pytest.raises(ValueError, match=message):
-        train.configure(arguments(corpus, tmp_path, **{"init_from": folders / "exported", **keys}))
+        configure(arguments(corpus, tmp_path, **{"init_from": folders / "exported", **keys}))
 
 
 def test_a_config_file_counts_as_the_user(corpus, folders, tmp_path, capsys):
@@ -192,16 +191,16 @@ def test_a_config_file_counts_as_the_user(corpus, folders, tmp_path, capsys):
     file.write_text(
         f"init_from = {str(folders / 'run')!r}\nhidden_size = 12\nddl_beta_init = 0.25\n"
     )
-    _, model_config = train.configure([str(file)])
+    _, model_config = configure([str(file)])
     # an initialisation that does not take place
     assert vars(model_config) == vars(build(STEM, **KEYS).config)
     assert "note: ddl_beta_init: no effect with init_from" in capsys.readouterr().err
     file.write_text(f"init_from = {str(folders / 'run')!r}\nrope_base = 5e5\n")
     with pytest.raises(ValueError, match=r"rope_base=500000\.0, but init_from=.* has 10000\.0"):
-        train.configure([str(file)])
+        configure([str(file)])
     file.write_text("init_from = 5\n")
     with pytest.raises(ValueError, match="init_from=5: give text or None"):
-        train.configure([str(file)])
+        configure([str(file)])
 
 
 def test_another_tokenizer_is_refused(corpus, folders, tmp_path):

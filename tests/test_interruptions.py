@@ -31,6 +31,7 @@ from model import build
 from training import checkpoint, distributed, metrics, stopping
 from training.checkpoint import load_tensors
 from training.distributed import World
+from training.state import TrainState
 
 
 def forked(*arguments, log=os.devnull) -> multiprocessing.Process:
@@ -153,7 +154,7 @@ def test_a_signal_saves_and_leaves_with_a_code_of_its_own(corpus, tmp_path, numb
     run = tmp_path / "run"
     keys = {**CONSTANT, "checkpoint_interval": 10_000, "max_steps": 10_000}
     printed = stopped(small_run(corpus, run, **keys), lambda: len(steps_done(run)) > 3, number)
-    assert f"stopped ({number.name}) after step " in printed
+    assert f"({number.name}); resume with --resume=auto" in printed
     done = steps_done(run)
     assert done == list(range(1, len(done) + 1))
     assert checkpoint.read_state(checkpoint.find(run))["step"] == done[-1]
@@ -207,7 +208,7 @@ def test_granted_time_ends_a_run(corpus, tmp_path):
     keys = {**CONSTANT, "max_steps": 100_000, "max_seconds": 1.0, "checkpoint_interval": 100_000}
     result = call("train.py", *small_run(corpus, run, **keys))
     assert result.returncode == stopping.EXIT_CODE
-    assert b"stopped (max_seconds=1)" in result.stdout
+    assert b"(max_seconds=1); resume with --resume=auto" in result.stdout
     assert checkpoint.read_state(checkpoint.find(run))["step"] == steps_done(run)[-1]
 
 
@@ -313,18 +314,18 @@ def test_metrics_that_cannot_be_written_wait(tmp_path, capsys):
     """
     folder = tmp_path / "run"
     config = SimpleNamespace(global_batch_size=1, wandb_log=False)
-    progress = {"step": 0, "seconds": 0.0, "evaluated": True}
+    state = TrainState()
     log = metrics.RunLog(
         folder,
         config,
         {},
-        progress,
+        state,
         build("gpt-mha-rope", **SMALL),
         World(0, 1, torch.device("cpu")),
     )
 
     def write(step):
-        progress["step"] = step
+        state.step = step
         log.write(loss=1.0)
 
     write(1)
@@ -400,7 +401,7 @@ def test_granted_time_is_not_granted_again_by_restarts(corpus, tmp_path):
             small_run(corpus, run, **keys), processes=2, launcher=["--max-restarts=2"], log=file
         )
         assert process.wait(timeout=90) == 0
-    assert log.read_text().count("stopped (max_seconds=3)") == 1
+    assert log.read_text().count("(max_seconds=3); resume with --resume=auto") == 1
     assert log.read_text().count("run folder") == 1
 
 
@@ -432,7 +433,7 @@ def test_the_parameter_where_it_began_is_named():
     _, loss = model(torch.randint(0, 260, (2, 8)), torch.randint(0, 260, (2, 8)))
     loss.backward()
     model.transformer.h[1].mlp.c_proj.weight.grad[3, 2] = math.nan
-    assert math.isnan(distributed.clip_gradients(model, 1.0))
+    assert math.isnan(distributed.clip_grad_norm(model, 1.0))
     world = World(0, 1, torch.device("cpu"))
     assert distributed.non_finite_gradients(model, world) == ["transformer.h.1.mlp.c_proj.weight"]
 

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-import train
 from data.loader import JoinedShards, TrainBatches, ValidationBatches, keyed_permutation, prefetched
 from data.shards import DamagedShard, read_shard, write_shard
+from training.config import TrainConfig
 from training.distributed import World
+from training.setup import micro_batches
 
 
 def cut(stream, sizes):
@@ -156,13 +157,13 @@ def test_spread_is_even_and_holds_both_ends(windows):
 def served(monkeypatch, world_size, micro, first_step=1, batch=24, tokens=2003, steps=20):
     """Batch by step, as all processes of a run serve it: rows of ids with their last target."""
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
-    config = train.TrainConfig(global_batch_size=batch, micro_batch_size=micro, max_steps=steps)
+    config = TrainConfig(global_batch_size=batch, micro_batch_size=micro, max_steps=steps)
     parts = []
     for rank in range(world_size):
         batches = TrainBatches(cut(distinct(tokens), (1, 700, 3, 0, 999)), SEQ_LEN, batch, seed=5)
         world = World(rank, world_size, torch.device("cpu"))
-        made = train.micro_batches(config, batches, first_step, world)
-        parts.append([torch.cat([x, y[:, -1:]], 1) for x, y in made])
+        made = micro_batches(config, batches, first_step, world)
+        parts.append([torch.cat([batch.ids, batch.targets[:, -1:]], 1) for batch in made])
     per_step = batch // world_size // min(micro, batch // world_size)
     assert {len(part) for part in parts} == {per_step * (steps + 1 - first_step)}
     # Micro-batch m of rank r holds the rows (m * world_size + r) * rows of the global batch.

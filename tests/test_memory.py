@@ -18,9 +18,10 @@ from helpers import ROOT, SMALL, one_line_error, small_run
 from in_process import call
 from torch.profiler import ProfilerActivity, profile
 
-import train
 from model import STEMS, build, model_class
 from training import memory
+from training.config import TrainConfig
+from training.setup import configure
 
 SIZE = {
     "vocab_size": 320,
@@ -42,7 +43,7 @@ def setting(stem: str, **keys):
         "micro_batch_size": ROWS,
         "dtype": "float32",
     }
-    return train.TrainConfig(**{**run, **keys}), model_class(stem).Config(**SIZE)
+    return TrainConfig(**{**run, **keys}), model_class(stem).Config(**SIZE)
 
 
 def allocated(stem: str, bf16: bool) -> int:
@@ -91,7 +92,7 @@ def test_no_measured_peak_lies_below_its_bound():
     }
     run = {"global_batch_size": 16, "micro_batch_size": 16, "dtype": "bfloat16", "compile": False}
     model_config = model_class("gpt-mha-rope").Config(**keys, num_attention_heads=4)
-    config = train.TrainConfig(model="gpt-mha-rope", **run)
+    config = TrainConfig(model="gpt-mha-rope", **run)
     assert memory.least_memory(config, model_config) == some["least"]
 
 
@@ -134,7 +135,7 @@ WIDE = {
 
 def test_a_run_that_does_not_fit_is_told_what_may(corpus, tmp_path, machine):
     arguments = small_run(corpus, tmp_path / "run", **WIDE, micro_batch_size=24)
-    config, model_config = train.configure(arguments)
+    config, model_config = configure(arguments)
     least = {
         rows: memory.least_memory(dataclasses.replace(config, micro_batch_size=rows), model_config)
         for rows in (1, 8, 12, 24)
@@ -163,7 +164,7 @@ def test_a_model_that_looks_at_its_values_is_trained_all_the_same(corpus, tmp_pa
     monkeypatch.setitem(sys.modules, "model.looking-gpt", looking)
     monkeypatch.setattr("model.STEMS", [*STEMS, "looking-gpt"])
     arguments = small_run(corpus, tmp_path / "run", model="looking-gpt", max_steps=1)
-    assert memory.saved_bytes(*train.configure(arguments), 1) == 0
+    assert memory.saved_bytes(*configure(arguments), 1) == 0
     assert call("train.py", *arguments).returncode == 0
     assert (tmp_path / "run" / "checkpoints").exists()
 

@@ -13,10 +13,10 @@ from helpers import ROOT
 from models import DDL, EXPANDED, INPUTS, PAPER, PARAMETER_COUNTS, TINY, tiny
 from torch.utils.flop_counter import FlopCounterMode
 
-import train
 from model import STEMS, build, cost, model_class
 from model.gpt import takes_branch_mult
 from model.residual import DeltaRewrite, fold_column_conv, pooled, read_columns
+from training.setup import configure
 
 SMALL = {"num_hidden_layers": 12, "num_attention_heads": 6, "head_dim": 128, "hidden_size": 768}
 MEDIUM = {"num_hidden_layers": 24, "num_attention_heads": 8, "head_dim": 128, "hidden_size": 1024}
@@ -134,7 +134,7 @@ def test_config_files_of_a_text_compute_its_equations(text, rewrite, stem):
     options = [f"--{key}={value}" for key, value in TINY.items()] + [f"--model={stem}"] * (
         stem is not None
     )
-    run, config = train.configure([str(ROOT / "config" / f"ddl_{text}_small.py"), *options])
+    run, config = configure([str(ROOT / "config" / f"ddl_{text}_small.py"), *options])
     model = tiny(run.model, **dataclasses.asdict(config))
     if text == "january_v1":  # it writes no output bias of the gate, which is learned from 0
         for block in model.transformer.h:

@@ -13,7 +13,7 @@ from in_process import call
 
 from model import build
 from training import checkpoint, distributed, metrics, optimizer
-from training.distributed import World
+from training.distributed import StepStats, World
 
 ALONE = World(0, 1, torch.device("cpu"))
 KEYS = {
@@ -36,7 +36,7 @@ def made():
 
 
 def everything(model, optimizers) -> dict:
-    tensors = {**model.state_dict(), **optimizer.named_state(optimizers)}
+    tensors = {**model.state_dict(), **optimizer.state_by_parameter_name(optimizers)}
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
@@ -44,10 +44,13 @@ def same(one: dict, other: dict) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+FINITE = torch.tensor([9.0, 0.0, 2.5], dtype=torch.float64)
+
+
 def test_a_step_that_is_wanted_is_the_step():
     (model, optimizers), (plain, plainly) = made(), made()
     for _ in range(3):
-        optimizer.step_where(torch.tensor(True), optimizers)
+        assert optimizer.step_if_finite(optimizers, StepStats(FINITE), on_device=True)
         plainly[0].step()
     assert same(everything(model, optimizers), everything(plain, plainly))
 
@@ -60,15 +63,14 @@ def test_a_step_that_is_not_wanted_leaves_no_trace(before):
     kept = everything(model, optimizers)
     for p in model.parameters():
         p.grad.fill_(math.nan)
-    optimizer.step_where(torch.tensor(False), optimizers)
-    optimizer.forget_unstepped(optimizers)
+    assert not optimizer.step_if_finite(optimizers, StepStats(FINITE * math.nan), on_device=True)
     assert same(everything(model, optimizers), kept)
     assert not hasattr(optimizers[0], "found_inf")
 
 
 def test_what_is_summed_is_read_later():
-    numbers = distributed.summed(torch.tensor(9.0), True, torch.tensor(2.5), ALONE)
-    assert distributed.read_later(numbers)() == [9.0, 1.0, 2.5]
+    stats = distributed.all_reduce_step_stats(torch.tensor(9.0), torch.tensor(2.5), True, ALONE)
+    assert stats.wait() == [9.0, 1.0, 2.5]
 
 
 CASES = {

@@ -7,10 +7,11 @@ from helpers import sign
 from models import PAPER
 
 import eval as eval_script
-import train
 from evaluation import comparison, published, subjects, tasks
 from model import model_class
-from training.optimizer import learning_rate_at
+from training.config import TrainConfig
+from training.optimizer import get_learning_rate
+from training.setup import configure
 
 CONFIGS = dict(
     zip(PAPER, ("gpt", "ddl_dv1", "ddl_dv4", "ddl_dv4_ec", "ddl_dv4_cc", "ddl_dv4_cc_ec"))
@@ -32,7 +33,7 @@ def subject_of(folder, config="ddl_dv4_small", *options, state=(), corpus=(), ra
 
     rates: learning rates in metrics.jsonl, by step; None: those of the run's schedule.
     """
-    run, model = train.configure([f"config/{config}.py", *options])
+    run, model = configure([f"config/{config}.py", *options])
     saved = {
         "model": run.model,
         "model_config": vars(model),
@@ -46,7 +47,7 @@ def subject_of(folder, config="ddl_dv4_small", *options, state=(), corpus=(), ra
     sign(checkpoint)
     if rates is None:
         rates = {
-            step: learning_rate_at(step - 1, run) for step in (1, 2_000, 50_000, run.max_steps)
+            step: get_learning_rate(step - 1, run) for step in (1, 2_000, 50_000, run.max_steps)
         }
     lines = [{"step": step, "loss": 3.0, "lr": lr} for step, lr in rates.items()]
     (folder / config / "metrics.jsonl").write_text(
@@ -319,4 +320,4 @@ def test_the_recipe_is_that_of_the_texts():
         "beta2": 0.95,
         "grad_clip": 1.0,
     }
-    assert {key: getattr(train.TrainConfig(), key) for key in texts} == texts
+    assert {key: getattr(TrainConfig(), key) for key in texts} == texts

@@ -9,8 +9,9 @@ from pages import check_command, commands_of
 
 import configurator
 import model
-import train
 from model.keys import keys_of
+from training.config import TrainConfig
+from training.setup import every_key
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -86,7 +87,7 @@ def test_commands_of_the_pages_exist(page, monkeypatch):
 def recipe_keys() -> dict[str, set]:
     """{key: its defaults} of the run and of the paper's variants."""
     found: dict[str, set] = {}
-    for schema in (train.TrainConfig, *(model.model_class(stem).Config for stem in PAPER)):
+    for schema in (TrainConfig, *(model.model_class(stem).Config for stem in PAPER)):
         for name, knob in configurator.knobs(schema).items():
             found.setdefault(name, set()).add(knob.default)
     return found
@@ -94,7 +95,7 @@ def recipe_keys() -> dict[str, set]:
 
 def test_the_recipe_page_has_every_key_and_its_default():
     page = (ROOT / "docs" / "recipe.md").read_text(encoding="utf-8")
-    schema = train.every_key()
+    schema = every_key()
     for name, text in re.findall(r"`(\w+)=([^`]+)`", page):
         schema[name].parse(name, text)  # ValueError: no such value
     columns = [line.split(" | ")[-1] for line in page.splitlines() if line.startswith("| ")]
@@ -102,8 +103,8 @@ def test_the_recipe_page_has_every_key_and_its_default():
     defaults = recipe_keys()
     for name, text in stated.items():
         assert schema[name].parse(name, text) in defaults[name], name
-    of_run = {name for name, key in keys_of(train.TrainConfig).items() if not key.changeable}
-    of_model = defaults.keys() - configurator.knobs(train.TrainConfig).keys()
+    of_run = {name for name, key in keys_of(TrainConfig).items() if not key.changeable}
+    of_model = defaults.keys() - configurator.knobs(TrainConfig).keys()
     assert stated.keys() >= of_run | of_model | {"max_steps"}
 
 

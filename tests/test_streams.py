@@ -590,8 +590,12 @@ def test_a_state_in_bfloat16_is_computed_with_in_float32(name, keys):
         written = site.write(state, h, taken, None)
         close(written, other.write(*double, wanted, None), once)
         assert {leaf.dtype for leaf in tree_leaves(written)} == {torch.bfloat16}
-        if site.after is not None:
-            close(site.after(written), other.after(tree_map(torch.Tensor.double, written)), once)
+        if site.post_write is not None:
+            close(
+                site.post_write(written),
+                other.post_write(tree_map(torch.Tensor.double, written)),
+                once,
+            )
 
 
 @pytest.mark.parametrize(("n", "iterations"), [(2, 1), (3, 7), (4, 20)])

@@ -21,9 +21,9 @@ from data.permutations.prepare import Words, products
 from data.recall.prepare import Recall
 from data.shards import open_corpus
 from data.windows import Windows
-from train import configure, open_data
 from training import metrics
 from training.distributed import World
+from training.setup import configure, open_data
 from training.validation import evaluate
 
 

@@ -23,9 +23,9 @@ from data.loader import TrainBatches, ValidationBatches
 from data.windows import Windows
 from model import build
 from model.gpt import GPTConfig
-from train import configure
 from training import checkpoint, metrics, optimizer, stopping
 from training.distributed import World, can_compile
+from training.setup import configure
 from training.validation import evaluate
 
 
@@ -261,9 +261,7 @@ def test_a_prolonged_schedule_is_said_before_the_first_step(finished, corpus, tm
 def test_the_fall_of_wsd_fits_the_run_or_is_refused(corpus, tmp_path):
     out = tmp_path / "run"
     line = refusal(*small_run(corpus, out, **WSD, decay_steps=5))  # six steps, two of warm-up
-    wanted = (
-        "decay_steps=5, but max_steps=6 has 4 steps after warmup_steps=2: give 0 to 4, or leave"
-    )
+    wanted = "decay_steps=5, but max_steps=6 has 4 steps after warmup_steps=2: give 0 to 4, or omit"
     assert wanted in line
     line = refusal(*small_run(corpus, out, **WSD, decay_steps=1, warmup_steps=9))
     assert "has 0 steps after warmup_steps=9" in line
@@ -307,7 +305,7 @@ def test_learning_rate_scales_are_those_it_began_with(corpus, tmp_path, monkeypa
     scales = checkpoint.read_state(checkpoint.find(out))["lr_scales"]
     more = small_run(corpus, out, resume="auto", **{**MUP, "max_steps": 4}, **keys)
     with monkeypatch.context() as patch:
-        patch.setattr(optimizer, "lr_scales", lambda *_: {**scales, "ln_f.weight": 0.5})
+        patch.setattr(optimizer, "get_lr_scales", lambda *_: {**scales, "ln_f.weight": 0.5})
         line = refusal(*more)
     assert "learning rate of ln_f.weight times 1, this code would take 0.5" in line
     changed_state(out, lambda state: state.pop("lr_scales"))
@@ -406,7 +404,7 @@ MISTAKES = [
     ),
     (
         {"optimizer": "muon", "muon_learning_rate": 0.0, "weight_decay_rate": 0.1},
-        "with muon_learning_rate=0: weights at a rate of 0 do not decay",
+        "with muon_learning_rate=0: parameters with a learning rate of 0 do not decay",
     ),
 ]
 
@@ -555,7 +553,7 @@ def test_shards_of_llm_c_train_without_conversion(tmp_path):
         llm_c_shard(folder / f"edu_fineweb_{name}.bin", tokens)
     keys = {"vocab_size": 50304, "max_steps": 2, "warmup_steps": 0}
     printed = trained(*small_run(folder, tmp_path / "run", **keys)).stdout.decode()
-    assert f"leaves out {577 - (35 * 16 + 1)} of 577 tokens" in printed
+    assert f"({577 - (35 * 16 + 1)} of 577 tokens dropped" in printed
     assert [r["step"] for r in metrics.read(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 2]
 
 

@@ -134,7 +134,12 @@ def test_losses_are_of_trained_positions_and_answers_of_scored(monkeypatch, rows
     shown, total = [0, 2, 3, 5, 8], 0
     for rank in range(2):
         world = Alone(rank, 2, torch.device("cpu"))
-        total = total + evaluate(model, batches, shown, rows, world, cast, each=True)["losses"]
+        total = (
+            total
+            + evaluate(model, batches, shown, rows, world, cast, return_sequence_losses=True)[
+                "losses"
+            ]
+        )
     means = [np.mean(wanted[i]) if wanted[i] else np.nan for i in shown]
     assert total.dtype == np.float32
     np.testing.assert_allclose(total, means, rtol=1e-6)

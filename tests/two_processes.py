@@ -14,7 +14,7 @@ from fused import check_close, programs
 from models import TINY
 
 from model import build, kernels
-from training.distributed import gathered, parallelise
+from training.distributed import full_tensors, parallelize
 
 
 def gradients(model, run, ids, targets) -> dict:
@@ -34,8 +34,8 @@ def work(rank: int, folder: str) -> None:
     for engine in ("ddp", "fsdp"):
         fused = copy.deepcopy(model)
         kernels.use(fused, "on", "cpu")
-        run, _ = parallelise(fused, engine, False, world)
-        found = gathered(gradients(fused, run, ids[rank], targets[rank]), world)
+        run, _ = parallelize(fused, world, engine=engine, compile=False)
+        found = full_tensors(gradients(fused, run, ids[rank], targets[rank]), world)
         assert not world.is_main or found.keys() == wanted.keys()
         for name, got in found.items():
             check_close(f"{engine} {name}", got, wanted[name], 1e-4)

@@ -75,7 +75,11 @@ def least_memory(config, model_config) -> int:
     if not config.activation_checkpointing:
         one, two = (saved_bytes(config, model_config, layers) for layers in (1, 2))
         kept = one + (model_config.num_hidden_layers - 1) * (two - one)
-    return PROCESS + weights + int(config.rows * kept * (COMPILED if config.compile else 1.0))
+    return (
+        PROCESS
+        + weights
+        + int(config.local_micro_batch_size * kept * (COMPILED if config.compile else 1.0))
+    )
 
 
 def saved_bytes(config, model_config, layers: int) -> int:
@@ -126,10 +130,14 @@ def refuse_too_large(config, model_config, device: torch.device) -> None:
         return
     one = least_memory(dataclasses.replace(config, micro_batch_size=1), model_config)
     # Memory grows by as much with every sequence.
-    fits = int((there - one) * (config.rows - 1) / max(least - one, 1)) + 1 if one <= there else 0
-    smaller = next((rows for rows in range(fits, 0, -1) if config.share % rows == 0), 0)
+    fits = (
+        int((there - one) * (config.local_micro_batch_size - 1) / max(least - one, 1)) + 1
+        if one <= there
+        else 0
+    )
+    smaller = next((rows for rows in range(fits, 0, -1) if config.local_batch_size % rows == 0), 0)
     advice = f"give --micro_batch_size={smaller} or less" if smaller else "give a smaller model"
     if not config.activation_checkpointing:
         advice += ", or --activation_checkpointing=True"
-    what = f"micro_batch_size={config.rows} needs more than {size(least)}"
+    what = f"micro_batch_size={config.local_micro_batch_size} needs more than {size(least)}"
     raise ValueError(f"{what}, and {device} has {size(there)}: {advice}")

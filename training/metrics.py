@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 import configurator
+from training.state import TrainState
 
 # Dense bf16 peak in FLOP/s by a word of the device name (vendor data sheets, no sparsity); the
 # first that fits counts.
@@ -104,36 +105,36 @@ class RunLog:
 
     Every line of metrics.jsonl has `step`, `tokens`, `flops` and `seconds` since the run's first
     step (of training steps; evaluations and checkpoints aside), over all its restarts. docs/runs.md
-    lists the others. Lines past `progress["step"]` belong to steps that will be done again: they
+    lists the others. Lines past `state.step` belong to steps that will be done again: they
     are dropped. ValueError: wandb cannot begin.
     """
 
-    def __init__(self, run: Path, config, settings: dict, progress: dict, model, world):
+    def __init__(self, run: Path, config, settings: dict, state: TrainState, model, world):
         self.path, self.waiting = run / "metrics.jsonl", b""
-        self.config, self.progress, self.device = config, progress, world.device
-        self.previous, self.shown = (progress["step"], progress["seconds"]), None
+        self.config, self.state, self.device = config, state, world.device
+        self.previous, self.shown = (state.step, state.seconds), None
         self.tokens = config.global_batch_size * model.config.block_size  # per step
         self.flops = self.tokens * model.flops_per_token()
         self.share = None  # of the GPUs' peak that one step a second would take
         if peak := peak_flops(world.device):
             self.share = self.tokens * nominal_flops_per_token(model) / peak / world.world_size
-        drop_after(self.path, progress["step"], progress["evaluated"])
+        drop_after(self.path, state.step, state.evaluated)
         self.wandb_run = None
         if config.wandb_log:
             wandb = configurator.optional("wandb", "wandb_log=True")
             names = {"project": config.wandb_project, "name": config.wandb_run_name, "dir": run}
-            names |= {"id": progress["wandb_id"], "resume": "allow"}
+            names |= {"id": state.wandb_id, "resume": "allow"}
             try:
                 self.wandb_run = wandb.init(**names, config=settings)
             except Exception as error:  # no login, no connection, a project that is not there
                 reason = str(error).strip().partition("\n")[0]
                 fix = "WANDB_MODE=offline logs without a login"
                 raise ValueError(f"wandb_log=True: {reason}; {fix}") from error
-            progress["wandb_id"] = self.wandb_run.id
+            state.wandb_id = self.wandb_run.id
 
     def training_step(self, loss: float, grad_norm: float, rates: dict) -> None:
-        """rates: the learning rates by name, `lr` and perhaps others (`optimizer.set_rates`)."""
-        now, steps = (self.progress["step"], self.progress["seconds"]), self.config.max_steps
+        """rates: the learning rates by name, `lr` and perhaps others (`optimizer.set_learning_rates`)."""
+        now, steps = (self.state.step, self.state.seconds), self.config.max_steps
         speed, mfu = self.speed(self.previous, now)
         values = {"loss": loss, "grad_norm": grad_norm, **rates, "tokens_per_second": speed}
         self.write(**values, mfu=mfu, memory=peak_memory(self.device))
@@ -153,15 +154,15 @@ class RunLog:
             print(f"step {now[0]}/{steps} | {line}", flush=True)
 
     def skipped_step(self, loss: float, grad_norm: float) -> None:
-        step = self.progress["step"]
+        step = self.state.step
         self.write(skipped=True)
         print(f"note: step {step}: loss {loss}, gradient norm {grad_norm}: skipped", flush=True)
 
     def evaluation(self, scores: dict, bytes_per_token: float | None, count: int, of: int) -> None:
         """scores: of `validation.evaluate`, over `count` of the `of` windows of the split."""
-        loss, progress = scores["loss"], self.progress
-        known = [x for x in (loss, progress["best_val_loss"]) if x is not None and math.isfinite(x)]
-        best = progress["best_val_loss"] = min(known, default=None)
+        loss, state = scores["loss"], self.state
+        known = [x for x in (loss, state.best_val_loss) if x is not None and math.isfinite(x)]
+        best = state.best_val_loss = min(known, default=None)
         record = validation_record(loss, bytes_per_token)
         answers = {f"val_{key}": value for key, value in scores.items() if key != "loss"}
         self.write(**record, **answers, val_sequences=count, best_val_loss=best)
@@ -171,7 +172,7 @@ class RunLog:
         for name, share in answers.items():
             text += f" | {name.removeprefix('val_').replace('_', ' ')} {share:.1%}"
         share = "all" if count == of else f"{count} of"
-        print(f"step {progress['step']} | {share} {of} validation sequences | {text}", flush=True)
+        print(f"step {state.step} | {share} {of} validation sequences | {text}", flush=True)
 
     def speed(self, before: tuple, now: tuple) -> tuple[float, float | None]:
         """(tokens/s, model FLOP utilisation or None) between two (step, seconds)."""
@@ -180,9 +181,9 @@ class RunLog:
 
     def write(self, **values) -> None:
         """Append a line; on a full disk it waits for the next one, and the run goes on."""
-        step = self.progress["step"]
+        step = self.state.step
         record = {"step": step, "tokens": step * self.tokens, "flops": step * self.flops}
-        record["seconds"] = self.progress["seconds"]
+        record["seconds"] = self.state.seconds
         record |= {key: value for key, value in values.items() if value is not None}
         self.waiting += json.dumps(record).encode() + b"\n"
         self.flush()

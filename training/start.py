@@ -45,18 +45,6 @@ def lock(out: Path) -> TextIO:
     return file
 
 
-def progress_at(begin: Path | None, out: Path) -> dict:
-    """What a run carries from step to step besides weights and moments, and keeps in state.json."""
-    progress = {"step": 0, "seconds": 0.0, "evaluated": True, "best_val_loss": None, "skipped": 0}
-    progress["wandb_id"] = None
-    if begin:
-        saved = checkpoint.read_state(begin)
-        progress |= {key: saved[key] for key in progress if key in saved}
-        if not begin.resolve().is_relative_to(out.resolve()):
-            progress["wandb_id"] = None  # a branch is a run of its own
-    return progress
-
-
 def saved_state(resume: str | None, out_dir: str | None) -> dict:
     """state.json of the run that goes on; {} for one that begins, or has no checkpoint yet."""
     if resume not in (None, "auto"):
@@ -120,8 +108,8 @@ def rate_jump(begin: Path, config) -> str | None:
     """A note where a run that goes on has another learning rate there than it was to have."""
     saved = checkpoint.read_state(begin)
     step, before = saved["step"], SimpleNamespace(**{**vars(config), **saved["run_config"]})
-    old = optimizer.learning_rate_at(min(step, before.max_steps - 1), before)
-    new = optimizer.learning_rate_at(step, config)
+    old = optimizer.get_learning_rate(min(step, before.max_steps - 1), before)
+    new = optimizer.get_learning_rate(step, config)
     if abs(new - old) <= 0.01 * old:
         return None
     advice = "go on from a checkpoint before the fall began, --resume=CHECKPOINT"
@@ -136,8 +124,8 @@ def rate_jump(begin: Path, config) -> str | None:
 
 def refuse_other_scales(model, config, begin: Path) -> None:
     """ValueError: learning rates would be multiplied by other factors (muP, rules) than before."""
-    now = optimizer.lr_scales(model, config.optimizer == "muon")
-    before = checkpoint.read_state(begin).get("lr_scales", optimizer.lr_scales_before(model))
+    now = optimizer.get_lr_scales(model, config.optimizer == "muon")
+    before = checkpoint.read_state(begin).get("lr_scales", optimizer.get_legacy_lr_scales(model))
     for name in sorted(before.keys() | now.keys()):
         old, new = before.get(name, 1.0), now.get(name, 1.0)
         if not math.isclose(old, new):

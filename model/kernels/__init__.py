@@ -108,7 +108,7 @@ def without_form(model) -> str | None:
                 ("write", site.write, alike),
                 ("read", site.read, form_of(site.read) in reads),
                 ("norm", site.norm, form_of(site.norm) == "rms_norm"),
-                ("norm after the write", site.after, site.after is None),
+                ("norm after the write", site.post_write, site.post_write is None),
             ):
                 if not known:
                     return f"the {what} ({type(part).__name__}) of block {block.layer}, site {site.name}"

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from model.block import Stream
-from model.decoding import kept
+from model.decoding import get_or_create_buffer
 from model.kernels import add_norm as additive
 from model.kernels import form_of
 from model.kernels.expand import expand
@@ -163,7 +163,7 @@ class DeltaStream(Stream):
         carry = None
         if cache is not None and len(weights) > 1:
             shape = (len(state.stored), len(weights) - 1, state.stored.shape[-1])
-            carry = kept(cache, slot, shape, state.stored, torch.float32)
+            carry = get_or_create_buffer(cache, slot, shape, state.stored, torch.float32)
         new, context, x_in, gate_logit, value_logit, _, _, u, _, new_carry = residual_step(
             state.gradient, state.stored, list(state.hs), list(state.us), state.h, state.gate_logit, state.value_logit,
             weights, norm.weight, *heads, self.k_eps, norm.eps, *self.options, store, with_x_in, carry,

@@ -229,7 +229,7 @@ class Coordinates(Stream):
 
 
 def step(model, optimizers, rate: float, ids, targets) -> None:
-    optimizer.set_learning_rate(optimizers, rate)
+    optimizer.apply_learning_rates(optimizers, {"lr": rate})
     (LOSS_SCALE * model(ids, targets)[1]).backward()
     for each in optimizers:
         each.step()

@@ -27,7 +27,7 @@ NEAR = 0.1  # an eigenvalue smaller than this is called erased
 def undeclared(model) -> str | None:
     """Which part of the model says no linear shortcut, as the end of a message; None: all do."""
     for site in (site for block in model.transformer.h for site in block.sites):
-        for part in filter(None, (site.write, site.after)):
+        for part in filter(None, (site.write, site.post_write)):
             if entry(SHORTCUTS, part) is None:
                 name = type(part).__name__
                 return f"{name} has no linear shortcut (research/analysis/parts.py)"

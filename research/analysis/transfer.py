@@ -18,8 +18,8 @@ from evaluation import tables
 from model import STEMS, build
 from research import plots
 from research.benchmarks.figures import Figures
-from train import TrainConfig
 from training import distributed, optimizer
+from training.config import TrainConfig
 from training.metrics import duration
 from training.provenance import digest
 from training.validation import evaluate
@@ -62,10 +62,10 @@ def trained_loss(settings: dict, row: dict, device: torch.device) -> float | Non
         corpus.train, size, config.global_batch_size, config.seed, known, documents
     )
     for step in range(config.max_steps):
-        optimizer.set_rates(optimizers, step, config)
+        optimizer.set_learning_rates(optimizers, step, config)
         ids, targets = batches.get(step, 0, config.global_batch_size)
         model(ids.to(device), targets.to(device))[1].backward()
-        distributed.clip_gradients(model, config.grad_clip)
+        distributed.clip_grad_norm(model, config.grad_clip)
         for each in optimizers:
             each.step()
             each.zero_grad()

@@ -12,7 +12,6 @@ import time
 
 import torch
 
-import train
 from data.loader import prefetched
 from evaluation import tables
 from model import build
@@ -22,6 +21,7 @@ from research.benchmarks.figures import Figures
 from research.benchmarks.suites import BASELINE
 from training import distributed, metrics, optimizer
 from training.provenance import digest
+from training.setup import configure, open_data
 from training.validation import evaluate
 
 PEER = "GPT-2"
@@ -56,18 +56,18 @@ class Trainer:
         """Mean losses in nats per token: "first" and "second" over either half of the validation windows, "val_loss"
         (and what goes with it in metrics.jsonl) over both."""
         config = dataclasses.replace(self.config, learning_rate=learning_rate, seed=seed)
-        corpus, batches, validation = train.open_data(config, self.model_config)
+        corpus, batches, validation = open_data(config, self.model_config)
         self.model.load_state_dict(self.fresh(seed).state_dict())
         optimizers, rows = optimizer.build_optimizers(self.model, config), config.global_batch_size
         made = prefetched(
             lambda step: batches.get(step, 0, rows), range(config.max_steps), self.world.device
         )
         for step, (ids, targets) in enumerate(made):
-            optimizer.set_rates(optimizers, step, config)
+            optimizer.set_learning_rates(optimizers, step, config)
             with self.autocast:
                 _, loss = self.call(ids, targets)
             loss.backward()
-            distributed.clip_gradients(self.model, config.grad_clip)
+            distributed.clip_grad_norm(self.model, config.grad_clip)
             for each in optimizers:
                 each.step()
                 each.zero_grad(set_to_none=True)
@@ -164,11 +164,11 @@ def run(args) -> None:
     device, parsed = distributed.pick_device(args.device), {}
     for model in MODELS:  # GPT-2 has the sizes and the settings of the baseline
         given = [f"--model={BASELINE if model == PEER else model}", "--optimizer=adamw"]
-        parsed[model] = train.configure([str(args.config), *given], note=lambda _: None)
+        parsed[model] = configure([str(args.config), *given], note=lambda _: None)
     config, model_config = parsed[BASELINE]
-    if config.rows != config.global_batch_size:
+    if config.local_micro_batch_size != config.global_batch_size:
         fix = "here a step is one micro-batch; give a config with one"
-        raise ValueError(f"micro_batch_size={config.rows}: {fix}")
+        raise ValueError(f"micro_batch_size={config.local_micro_batch_size}: {fix}")
     settings = {key: getattr(config, key) for key in KEYS}
     settings["size"] = dataclasses.asdict(model_config)
     figures = Figures(args.json, device, settings, args.resume, code=digest(*CODE)[:12])

@@ -7,10 +7,10 @@ import os
 from fractions import Fraction
 from pathlib import Path
 
-import train
 from data.shards import open_corpus
 from research import sweep
 from training.memory import parameters_of
+from training.setup import configure
 
 HERE = Path(os.path.relpath(Path(__file__).parent))
 PRESETS = "cpu", "paper"
@@ -84,7 +84,7 @@ def commands(experiment: str, preset: str, given: dict[str, str], runs: Path) ->
     if "epochs" in keys:
         keys["max_steps"] = str(steps_of(keys.pop("epochs"), config, keys))
     if experiment == "beta":
-        run, _ = train.configure([config, *one_value_each(keys)], note=lambda line: None)
+        run, _ = configure([config, *one_value_each(keys)], note=lambda line: None)
         keys["checkpoint_interval"] = str(-(-run.max_steps // QUARTERS))
         keys["keep_last"] = str(QUARTERS)
     if experiment != "depth":
@@ -112,7 +112,7 @@ def steps_of(epochs: str, config: str, keys: dict[str, str]) -> int:
     A sequence takes block_size of them, or, of a corpus whose documents have one length, a document.
     """
     own = {key: value for key, value in keys.items() if key != "parameters"}
-    run, model = train.configure([config, *one_value_each(own)], note=lambda line: None)
+    run, model = configure([config, *one_value_each(own)], note=lambda line: None)
     corpus = open_corpus(run.dataset)
     a_step = run.global_batch_size * corpus.meta.get("window_tokens", model.block_size)
     tokens = sum(map(len, corpus.train))
@@ -121,7 +121,7 @@ def steps_of(epochs: str, config: str, keys: dict[str, str]) -> int:
 
 def width_for(parameters: int, config: str, keys: dict[str, str]) -> dict[str, str]:
     """hidden_size and head_dim, with the heads that there are, of the model whose size is nearest to `parameters`."""
-    run, model = train.configure([config, *one_value_each(keys)], note=lambda line: None)
+    run, model = configure([config, *one_value_each(keys)], note=lambda line: None)
     nearest, found = None, {}
     for multiple in itertools.count(1):  # RoPE takes features in pairs
         width = {"hidden_size": 2 * multiple * model.num_attention_heads, "head_dim": 2 * multiple}

@@ -73,7 +73,7 @@ class Shortcuts(Stream):
         self.found = []
 
     def write(self, site, state, h, c, x_in, cache):
-        if (shortcut := parts.entry(parts.SHORTCUTS, site.write)) and site.after is None:
+        if (shortcut := parts.entry(parts.SHORTCUTS, site.write)) and site.post_write is None:
             assert torch.is_tensor(state), "a tuple of tensors has no shortcut"
             change = torch.randn(
                 state.shape, generator=torch.Generator().manual_seed(3), dtype=state.dtype

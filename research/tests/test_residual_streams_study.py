@@ -15,11 +15,11 @@ from helpers import ROOT
 from in_process import call
 from scipy import stats
 
-import train
 from research.compare import interval
 from research.residual_streams import arms, report, run
 from research.residual_streams.arms import Hypothesis
 from research.residual_streams.report import Finding
+from training.setup import configure
 
 HERE = ROOT / "research" / "residual_streams"
 PLAN = (HERE / "PLAN.md").read_text(encoding="utf-8")
@@ -29,7 +29,7 @@ PLAN = (HERE / "PLAN.md").read_text(encoding="utf-8")
 def test_every_arm_is_another_model(arm):
     """An arm's keys are its model's, and no two arms are the same."""
     options = [f"--{key}={value}" for key, value in arms.ARMS[arm].items()]
-    _, config = train.configure([f"{arms.HERE}/cpu.py", *options], note=lambda line: None)
+    _, config = configure([f"{arms.HERE}/cpu.py", *options], note=lambda line: None)
     for key, value in arms.ARMS[arm].items():
         assert key == "model" or str(getattr(config, key)) == value
     assert [other for other, keys in arms.ARMS.items() if keys == arms.ARMS[arm]] == [arm]

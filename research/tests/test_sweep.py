@@ -18,10 +18,11 @@ from in_process import call
 from report_helpers import by_hand, write_checkpoint
 
 import configurator
-import train
 from model.keys import keys_of
 from research import plots, sweep
 from training import checkpoint, metrics, stopping
+from training.config import TrainConfig
+from training.setup import configure
 
 
 def grid(corpus, out, **changes) -> list[str]:
@@ -84,7 +85,7 @@ def finished(cells) -> list[bool]:
 
 def finish(cell, step=6, **values) -> None:
     """What train.py leaves of a cell that finished after this step."""
-    of_run = {k: v for k, v in cell.settings.items() if k in keys_of(train.TrainConfig)}
+    of_run = {k: v for k, v in cell.settings.items() if k in keys_of(TrainConfig)}
     of_model = {k: v for k, v in cell.settings.items() if k not in of_run}
     state = {"model": cell.settings["model"], "corpus": {}, "seconds": 1.0}
     write_checkpoint(cell.folder, step, **state, run_config=of_run, model_config=of_model)
@@ -104,7 +105,7 @@ def test_the_grid_is_the_product(corpus, tmp_path):
     assert [cell.values for cell in cells] == product
     assert [cell.index for cell in cells] == list(range(12))
     for cell in cells:
-        config, model_config = train.configure(cell.arguments)
+        config, model_config = configure(cell.arguments)
         settings = {**vars(config), **vars(model_config)}
         assert {key: settings[key] for key in cell.values} == cell.values
         assert settings["learning_rate"] == 0.02

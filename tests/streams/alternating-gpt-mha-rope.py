@@ -20,7 +20,8 @@ class AlternatingBlock(Block):
         super().__init__(config, layer)
         if layer % 2:
             self.sites = tuple(
-                replace(site, norm=None, read=MeanRead(), after=site.norm) for site in self.sites
+                replace(site, norm=None, read=MeanRead(), post_write=site.norm)
+                for site in self.sites
             )
 
 
