@@ -1,4 +1,4 @@
-# make train   from a fresh clone to a trained model, its loss curve and a sample of what it writes
+# make train   from a fresh clone to a trained model, its loss curve and a sample of its text
 # make test    the core's tests          make test-research   those of research/
 # make soak    every count in full (up to 40 minutes)
 # make golden  hold today's code to the runs and shards of an earlier version (tests/golden)
@@ -23,11 +23,13 @@ RUN := $(or $(patsubst --out_dir=%,%,$(given)),runs/$(basename $(notdir $(CONFIG
 
 .PHONY: train test test-research soak golden lint format clean
 
-# The dry run answers a mistake in ARGS with one line, which torchrun would bury.
+# Exit code 75 says that the run was stopped and saved (docs/runs.md): nothing failed, and there is
+# no final model yet to plot and sample.
 train: .venv/installed $(CORPUS)
-	@$(BIN)/python train.py $(CONFIG) --out_dir="$(RUN)" --resume=auto $(ARGS) --dry_run
-	$(BIN)/torchrun train.py $(CONFIG) --out_dir="$(RUN)" --resume=auto $(ARGS)
-	$(BIN)/python -m training.plot "$(RUN)"
+	@code=0; $(BIN)/python train.py $(CONFIG) --out_dir="$(RUN)" --resume=auto $(ARGS) || code=$$?; \
+	if [ $$code = 75 ]; then echo "run the same make command again to resume"; exit 0; fi; \
+	if [ $$code != 0 ]; then exit $$code; fi; \
+	$(BIN)/python -m training.plot "$(RUN)"; \
 	$(BIN)/python sample.py "$(RUN)" --prompt="def" --num_samples=3 --max_new_tokens=150 | tee "$(RUN)/sample.txt"
 
 test: .venv/installed $(CORPUS)

@@ -1,110 +1,194 @@
-"""Evaluate checkpoints: the paper's eight tasks, any other of lm-evaluation-harness, and the
-validation loss.
+"""Evaluate models on the paper's eight tasks, on other lm-eval tasks, and by validation loss.
 
-    python eval.py runs/ddl_dv4_small --shots=0,1   the eight tasks, next to the paper's row
-    python eval.py runs/ddl_dv4_small runs/gpt_small --tasks=paper --val   side by side, and the validation split
-    python eval.py runs/demo_cpu --val                       the validation split alone
+    python eval.py runs/ddl_dv4_small --shots=0,1            # the paper's tasks, 0-shot and 1-shot
+    python eval.py runs/ddl_dv4_small runs/gpt_small --tasks=paper --val      # two runs compared
+    python eval.py runs/demo_cpu --val                       # validation loss only
     python eval.py runs/NAME --tasks=my_task,lambada_openai --include_path=my_tasks
-    torchrun --nproc_per_node=4 eval.py runs/NAME            on several GPUs: the same numbers
+    torchrun --nproc_per_node=4 eval.py runs/NAME            # four GPUs, the same results
 
-A run is a run folder (its newest checkpoint), a checkpoint folder, or an exported folder. Each
-result is stored in results.json as soon as it is there, and an evaluation that was interrupted goes
-on with the next one. Exit code 0: all was evaluated; 2: a mistake; 3: some tasks could not be
-evaluated, each named in one line, the others were. (torchrun makes 1 of the last two.)
+If a run follows the paper's recipe, the tables show the figures that the paper reports for it. Each
+result is saved to results.json as soon as it is computed; rerun the command to resume an
+interrupted evaluation.
+
+The exit code is 0 if everything was evaluated, 2 for a mistake in the command, and 3 if some tasks
+could not be evaluated; stderr then has one line for each of them. (torchrun exits with code 1
+instead of 2 or 3.)
 """
 
+import argparse
 import sys
 from pathlib import Path
 
-import configurator  # before all that is slow to import: it takes Ctrl+C
+from utils import errors
+
+if __name__ == "__main__":
+    errors.end_quietly_on_interrupt()  # before the slow imports
 
 # isort: split
-
+import configurator
 from evaluation import comparison, published, subjects, tasks
 from evaluation.runner import Evaluation
 from model import kernels
 from model.decoding import round_matrices
 from training import distributed
+from utils import files
 
-FORMS = {
+TABLE_FORMATS = {
     "md": comparison.markdown,
     "tex": comparison.latex,
     "csv": comparison.comma_separated,
 }
-OF_TASKS_ALONE = ("shots", "include_path", "limit", "log_samples", "add_bos_token")
+TASK_OPTIONS = ("shots", "include_path", "limit", "log_samples", "add_bos_token")
 
 
-def arguments():
+def arguments() -> argparse.Namespace:
     parser = configurator.Parser(description=__doc__)
     add = parser.add_argument
-    add("runs", nargs="+", help="run, checkpoint or exported folders")
+    add(
+        "runs",
+        nargs="+",
+        help="run folders (their latest checkpoints are used), checkpoint folders, folders "
+        "exported by export.py, or models released by the paper's authors",
+    )
     add(
         "--tasks",
-        help="names with commas between; paper: its eight (default: paper, nothing with --val)",
+        help="comma-separated names of tasks, groups or tags of lm-evaluation-harness; paper "
+        "stands for the paper's eight tasks (default: paper, but no tasks if --val is given)",
     )
     add(
         "--shots",
-        help="numbers of few-shot examples, as in 0,1 (default: 0, whatever a task's file says)",
+        help="comma-separated numbers of few-shot examples, such as 0,1; tasks that are defined as "
+        "0-shot in their file stay 0-shot (default: 0)",
     )
-    add("--include_path", help="a folder of task files (YAML) of your own, as lm-eval's option")
-    val = "validation split of the run's corpus, or of this one"
-    add("--val", nargs="?", const="", metavar="DATASET", help=val)
-    add("--batch_size", type=int, help="continuations read at once (default: 64, on a GPU 512)")
-    dtypes = ("auto", "float32", "bfloat16")
-    add("--dtype", choices=dtypes, default="auto", help="auto: bfloat16 on a GPU")
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    bos = "begin every text with end-of-text (lm-eval's hf model does not)"
-    add("--add_bos_token", action="store_true", help=bos)
-    retry = "how long to ask a hub again that does not answer, for each task's data"
-    add("--retry_minutes", type=float, default=tasks.RETRY_MINUTES, help=retry)
-    add("--limit", type=int, help="items of each task, to try things out")
-    log = "also samples_TASK_DATE.jsonl with every item, as lm-eval's"
-    add("--log_samples", action="store_true", help=log)
-    add("--out", type=Path, help="folder of results.json and the tables (default: RUN/eval)")
+    add(
+        "--include_path",
+        help="folder with task files (YAML) of your own, as in lm-eval (default: use lm-eval's "
+        "tasks only)",
+    )
+    add(
+        "--val",
+        nargs="?",
+        const="",
+        metavar="DATASET",
+        help="compute the loss on the validation split of this dataset, a folder with token shards "
+        "or its name in data/ (default: the dataset that the run was trained on)",
+    )
+    add(
+        "--batch_size",
+        type=int,
+        help="maximum number of sequences per forward pass, 1 or more (default: 512 on a GPU, 64 "
+        "on a CPU)",
+    )
+    add(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        default="auto",
+        help="compute dtype (autocast); auto is bfloat16 on a GPU and float32 on a CPU",
+    )
+    add(
+        "--device",
+        choices=("auto", "cuda", "cpu"),
+        default="auto",
+        help="device to run on; auto uses the GPU if there is one",
+    )
+    add(
+        "--add_bos_token",
+        action="store_true",
+        help="put the end-of-text token before every text, as in training; by default there is "
+        "none, as with lm-eval's hf model",
+    )
+    add(
+        "--retry_minutes",
+        type=float,
+        default=tasks.RETRY_MINUTES,
+        help="number of minutes, 0 or more, to keep retrying for each task while the Hugging Face "
+        "Hub does not respond",
+    )
+    add(
+        "--limit",
+        type=int,
+        help="evaluate only this many items of each task, 1 or more, for a quick test (default: "
+        "all items)",
+    )
+    add(
+        "--log_samples",
+        action="store_true",
+        help="also write every item with its results to samples_TASK_DATE.jsonl, in lm-eval's "
+        "format",
+    )
+    add(
+        "--out",
+        type=Path,
+        help="folder for results.json and the tables (default: eval/ in the run folder, or, of "
+        "several runs, in the folder that contains them)",
+    )
     return parser.parse_args()
 
 
-def check(args) -> None:
-    """Make lists of --tasks and --shots. ValueError: a value out of range, or without effect."""
-    text = ("paper" if args.val is None else "") if args.tasks is None else args.tasks
-    names = text.replace(" ", "").split(",")
-    names = [n for name in names for n in (tasks.PAPER_METRICS if name == "paper" else [name])]
-    args.tasks = list(dict.fromkeys(filter(None, names)))
+def check(args: argparse.Namespace) -> None:
+    """Check the options, and turn args.tasks and args.shots into lists.
+
+    Raises:
+        ValueError: an option is out of range, or has no effect
+    """
+    args.tasks = parse_tasks(args)
     if not args.tasks and args.val is None:
-        raise ValueError("--tasks: name one task or more, or give --val")
-    for name in OF_TASKS_ALONE:
+        raise ValueError("--tasks names no task; give at least one task, or --val")
+    for name in TASK_OPTIONS:
         if not args.tasks and getattr(args, name):
             raise ValueError(
-                f"--{name} has no effect on --val alone: name --tasks, or leave it out"
+                f"--{name} has no effect with --val alone, which evaluates no tasks; give --tasks "
+                f"as well, or omit --{name}"
             )
     shots = (args.shots or "0").split(",")
-    if not all(part.isdecimal() for part in shots):
-        raise ValueError(f"--shots={args.shots}: give whole numbers with commas between, as in 0,1")
-    args.shots = list(dict.fromkeys(map(int, shots)))
+    if not all(number.isdecimal() for number in shots):
+        raise ValueError(
+            f"--shots={args.shots}: give whole numbers separated by commas, such as 0,1"
+        )
+    args.shots = list(dict.fromkeys(int(number) for number in shots))
     for name in ("batch_size", "limit"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name}={value}: give 1 or more")
 
 
-def with_earlier(entries: list[dict], stored: list[dict]) -> list[dict]:
-    """The entries of this call, then the newest stored ones of the same models in other cells."""
+def parse_tasks(args: argparse.Namespace) -> list[str]:
+    """Return the names that --tasks gives, each once, with `paper` replaced by its eight tasks."""
+    text = args.tasks
+    if text is None:
+        text = "paper" if args.val is None else ""
+    names: list[str] = []
+    for name in text.replace(" ", "").split(","):
+        if name == "paper":
+            names.extend(tasks.PAPER_METRICS)
+        elif name:
+            names.append(name)
+    return list(dict.fromkeys(names))
+
+
+def add_stored_entries(entries: list[dict], stored_entries: list[dict]) -> list[dict]:
+    """Return the entries of this call, followed by the stored ones that fill other table cells.
+
+    Only entries of the same models are added, and of each cell the latest one.
+    """
     labels = {entry["weights"]: entry["label"] for entry in entries}
-    earlier = {
-        cell_of(e): e | {"label": labels[e["weights"]]} for e in stored if e["weights"] in labels
+    by_cell = {
+        table_cell(entry): {**entry, "label": labels[entry["weights"]]}
+        for entry in stored_entries
+        if entry["weights"] in labels
     }
     for entry in entries:
-        earlier.pop(cell_of(entry), None)
-    return entries + list(earlier.values())
+        by_cell.pop(table_cell(entry), None)
+    return [*entries, *by_cell.values()]
 
 
-def cell_of(entry: dict) -> tuple:
-    """Which cells of the tables an entry fills."""
+def table_cell(entry: dict) -> tuple[str, str, str]:
+    """Return the row, column and table of an entry, by which a later result replaces it."""
     return entry["weights"], entry["task"], title_of(entry)
 
 
 def title_of(entry: dict) -> str:
-    """The title of an entry's table: the number of examples, and what else makes numbers differ."""
+    """Return the title of an entry's table: the number of shots, and what else affects results."""
     if entry["task"] == "validation":
         return ""
     settings = entry["settings"]
@@ -112,98 +196,130 @@ def title_of(entry: dict) -> str:
 
 
 def differences(settings: dict) -> list[str]:
-    """What makes the numbers of tasks differ from the paper's."""
-    bos = ["texts begin with end-of-text"] * settings["add_bos_token"]
-    return bos + ([f"the first {settings['limit']} items alone"] if settings["limit"] else [])
+    """Return the settings by which results on tasks differ from the paper's, in words."""
+    descriptions = []
+    if settings["add_bos_token"]:
+        descriptions.append("texts begin with end-of-text")
+    if settings["limit"]:
+        descriptions.append(f"only the first {settings['limit']} items")
+    return descriptions
 
 
 def tables_of(
     entries: list[dict], papers: dict[str, published.Published]
 ) -> list[comparison.Table]:
-    """A table for each title, then one of the validation split.
+    """Return a table for each title, and a last one for the validation split.
 
-    papers: what is published of the models, by the digest of their weights.
+    Args:
+        papers: the published figures of each model, by the digest of its weights
     """
-    of_tasks: dict[str, list[dict]] = {}
-    validation = []
+    entries_by_title: dict[str, list[dict]] = {}
+    validation_rows = []
     for entry in entries:
         if entry["task"] == "validation":
-            row = papers[entry["weights"]].beside_validation(entry["label"], entry)
-            validation.append((entry["label"], entry["record"], *row))
+            paper, remark = papers[entry["weights"]].beside_validation(entry["label"], entry)
+            validation_rows.append((entry["label"], entry["record"], paper, remark))
         else:
-            of_tasks.setdefault(title_of(entry), []).append(entry)
-    made = [table_of_tasks(title, each, papers) for title, each in of_tasks.items()]
-    return made + ([comparison.of_validation(validation)] if validation else [])
+            entries_by_title.setdefault(title_of(entry), []).append(entry)
+    tables = [
+        table_of_tasks(title, entries_of_title, papers)
+        for title, entries_of_title in entries_by_title.items()
+    ]
+    if validation_rows:
+        tables.append(comparison.of_validation(validation_rows))
+    return tables
 
 
-def table_of_tasks(title: str, entries: list[dict], papers: dict) -> comparison.Table:
-    metrics, models = {}, {}
+def table_of_tasks(
+    title: str, entries: list[dict], papers: dict[str, published.Published]
+) -> comparison.Table:
+    """Return the table of all entries with this title: a row for each model."""
+    metrics: dict[str, str] = {}
+    models: dict[str, tuple] = {}
     for entry in entries:
-        label, shots, weights = entry["label"], entry["shots"], entry["weights"]
-        row = papers[weights].beside(label, shots, *differences(entry["settings"]))
-        _, values, *_ = models.setdefault(weights, (label, {}, *row))
+        label = entry["label"]
+        shots = entry["shots"]
+        weights = entry["weights"]
+        paper, remark = papers[weights].beside(label, shots, *differences(entry["settings"]))
+        _, values, *_ = models.setdefault(weights, (label, {}, paper, remark))
         for name, (metric, value, error) in entry["shown"].items():
-            own = entry["n-shot"].get(name, shots)  # where a task's file fixes another number
-            metrics[name] = metric if own == shots else f"{metric}, {own}-shot"
+            # A task's file can fix a number of shots of its own.
+            own_shots = entry["n-shot"].get(name, shots)
+            metrics[name] = metric if own_shots == shots else f"{metric}, {own_shots}-shot"
             values[name] = value, error
     return comparison.of_tasks(title, metrics, list(models.values()))
 
 
-def main():
+def report(
+    entries: list[dict],
+    stored_entries: list[dict],
+    papers: dict[str, published.Published],
+    out: Path,
+) -> None:
+    """Print the tables of this call, and write those of everything that is stored to files."""
+    if not entries:
+        print(f"nothing was evaluated; {out} is unchanged")
+        return
+    all_entries = add_stored_entries(entries, stored_entries)
+    for suffix, format_tables in TABLE_FORMATS.items():
+        files.write_text(out / f"table.{suffix}", format_tables(tables_of(all_entries, papers)))
+    print(comparison.screen(tables_of(entries, papers)))
+    num_earlier = len(all_entries) - len(entries)
+    if num_earlier > 0:
+        print(f"\nwritten to {out}, where the tables include {num_earlier} earlier results")
+    else:
+        print(f"\nwritten to {out}")
+
+
+def main() -> None:
     args = arguments()
-    with configurator.one_line_errors(memory="give a smaller --batch_size"):
-        # What can be wrong with the call is looked at before any work is done.
+    with errors.one_line_errors(out_of_memory_advice="give a smaller --batch_size"):
+        # Mistakes in the command are reported before any work is done.
         check(args)
         device = distributed.pick_device(args.device)
-        chosen = subjects.find_all(args.runs)
-        for subject in chosen if args.tasks else ():
-            subjects.refuse_ids(subject)
-        corpora = [
-            subjects.open_corpus_of(subject, args.val) for subject in chosen if args.val is not None
-        ]
-        out = args.out or subjects.home(args.runs)
-        world, loaded, missing = distributed.start(device), [], []
+        chosen_models = subjects.find_all(args.runs)
         if args.tasks:
-            loaded, missing = tasks.open_all(
+            for subject in chosen_models:
+                subjects.refuse_ids(subject)
+        corpora = []
+        if args.val is not None:
+            corpora = [subjects.open_corpus_of(subject, args.val) for subject in chosen_models]
+        out = args.out or subjects.home(args.runs)
+
+        world = distributed.start(device)
+        loaded_tasks: list[tasks.Loaded] = []
+        missing_tasks: list[str] = []
+        if args.tasks:
+            loaded_tasks, missing_tasks = tasks.open_all(
                 args.tasks, args.include_path, world, args.retry_minutes
             )
-        names = [task.name for task in loaded]
-        distributed.refuse_disagreement(world, {"the tasks that can be had": names})
-        if not loaded and not corpora:
-            chosen = []
-
-        # Each model in turn: the validation split, then the tasks.
-        if chosen:
+        task_names = [task.name for task in loaded_tasks]
+        distributed.check_agreement(world, {"the tasks that can be loaded": task_names})
+        if not loaded_tasks and not corpora:
+            chosen_models = []
+        if chosen_models:
             out.mkdir(parents=True, exist_ok=True)
-        evaluation, entries, papers = Evaluation(args, world, out), [], {}
-        for number, subject in enumerate(chosen):
-            model, encoding, stem = subject.load(device)
+
+        # Evaluate one model after the other, on the validation split and then on the tasks.
+        evaluation = Evaluation(args, world, out)
+        entries: list[dict] = []
+        papers: dict[str, published.Published] = {}
+        for index, subject in enumerate(chosen_models):
+            model, encoding, model_name = subject.load(device)
             kernels.use(model, "auto", device)
             if evaluation.bf16:
                 round_matrices(model)
-            papers[subject.identity] = published.find(subject, stem, model.config)
+            papers[subject.identity] = published.find(subject, model_name, model.config)
             if corpora:
-                entries.append(evaluation.validation(subject, model, corpora[number]))
-            if loaded:
-                entries += evaluation.tasks(subject, model, encoding, loaded)
+                entries.append(evaluation.validation(subject, model, corpora[index]))
+            if loaded_tasks:
+                entries.extend(evaluation.tasks(subject, model, encoding, loaded_tasks))
 
-        # The tables of this call on the screen, those of all that is stored into files.
-        failures = missing + evaluation.failures
+        failures = [*missing_tasks, *evaluation.failures]
         if world.is_main:
-            if entries:
-                everything = with_earlier(entries, evaluation.entries)
-                for ending, form in FORMS.items():
-                    text = form(tables_of(everything, papers))
-                    configurator.replace_text(out / f"table.{ending}", text)
-                more = len(everything) - len(entries)
-                earlier = f", with {more} earlier results" if more else ""
-                print(
-                    f"{comparison.screen(tables_of(entries, papers))}\n\nwritten to {out}{earlier}"
-                )
-            else:
-                print(f"nothing was evaluated: {out} is as it was")
-            for line in failures:
-                print(f"{Path(sys.argv[0]).name}: {line}", file=sys.stderr)
+            report(entries, evaluation.entries, papers, out)
+            for failure in failures:
+                print(f"{Path(sys.argv[0]).name}: {failure}", file=sys.stderr)
     distributed.stop(world)
     sys.exit(3 if failures else 0)
 

@@ -1,141 +1,219 @@
-"""A trained model as a folder for Hugging Face transformers.
+"""Export a trained model as a folder for Hugging Face transformers.
 
     python export.py runs/demo_cpu exported/demo
     python export.py runs/demo_cpu exported/demo --dtype=bfloat16 --overwrite
 
-The run is a run folder (its newest checkpoint), a checkpoint folder, or a folder of the paper's
-released code. OUT_DIR receives the weights, config.json, the tokenizer, a model card and modelling
-code that needs nothing of this repository. It is complete or absent.
+The folder holds the weights, config.json, the tokenizer, a model card, and modeling code that needs
+nothing of this repository. It is written completely or not at all.
 """
 
+import argparse
 import dataclasses
 import json
 import shutil
 import tempfile
 from pathlib import Path
 
-import configurator  # before all that is slow to import: it takes Ctrl+C
+from utils import errors
+
+if __name__ == "__main__":
+    errors.end_quietly_on_interrupt()  # before the slow imports
 
 # isort: split
 import torch
 
+import configurator
 from data import tokenizer, tokenizer_json
 from huggingface import card
 from huggingface.flatten import modelling_files
 from model.gpt import GPT
 from model.parameters import aliases
-from training import checkpoint, metrics
-from training.provenance import provenance
+from training import checkpoint
+from training.provenance import collect_provenance
+from utils import units
 
 
-def arguments():
+def arguments() -> argparse.Namespace:
     parser = configurator.Parser(description=__doc__)
-    add = parser.add_argument
-    add("run", help="run folder (its newest checkpoint), checkpoint folder, or released folder")
-    add("out_dir", help="folder to make; empty or absent")
-    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
-    add("--overwrite", action="store_true", help="replace a folder that was exported before")
+    parser.add_argument(
+        "run",
+        help="run folder (its latest checkpoint is used), checkpoint folder, exported model, or "
+        "model released by the paper's authors",
+    )
+    parser.add_argument(
+        "out_dir",
+        help="folder to write; it must be empty or not exist yet, unless --overwrite is given",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="dtype of the exported weights",
+    )
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace out_dir if it holds an exported model",
+    )
     return parser.parse_args()
 
 
-def check_out(out: Path, overwrite: bool) -> None:
-    """ValueError: the folder may not be (over)written."""
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"{out} is a file: give a folder")
-    if out.is_dir() and any(out.iterdir()):
-        if not overwrite:
-            raise ValueError(f"{out} is not empty: give another OUT_DIR, or --overwrite")
-        if not (out / "modeling_ddl.py").is_file():
-            what = "something else than an exported model"
-            raise ValueError(f"{out} holds {what}: give another OUT_DIR")
+def check_out(out_dir: Path, overwrite: bool) -> None:
+    """Raise ValueError if the folder must not be written or overwritten."""
+    if out_dir.exists() and not out_dir.is_dir():
+        raise ValueError(f"{out_dir} is a file; give a folder as out_dir")
+    if not out_dir.is_dir() or not any(out_dir.iterdir()):
+        return
+    if not overwrite:
+        raise ValueError(
+            f"{out_dir} is not empty; give another out_dir, or --overwrite to replace an exported "
+            "model"
+        )
+    if not (out_dir / "modeling_ddl.py").is_file():
+        raise ValueError(
+            f"{out_dir} does not hold an exported model, and --overwrite replaces nothing else; "
+            "give another out_dir"
+        )
 
 
-def check_exportable(model) -> None:
-    """ValueError: something of the model that the wrapper for transformers would leave out."""
-    rope = {"rope_cos", "rope_sin"}  # the wrapper computes these anew
+def check_exportable(model: GPT) -> None:
+    """Raise ValueError if the model has something that its transformers wrapper would lose."""
+    recomputed = {"rope_cos", "rope_sin"}  # the wrapper computes these by itself
     if type(model).forward is not GPT.forward:
-        what = "the variant has a forward of its own, which cannot be exported"
-        raise ValueError(f"{what}: put it into hidden or logits")
-    own = *model.named_parameters(recurse=False), *model.named_buffers(recurse=False)
-    for name in [name for name, _ in own if name not in rope]:
-        fix = "put it into a module of the model to export it"
-        raise ValueError(f"{name} belongs to the model itself: {fix}")
-    # transformers builds models without values: a buffer that is not stored would be lost.
-    for name in dict(model.named_buffers()).keys() - model.state_dict().keys() - rope:
-        fix = "register it with persistent=True to export it"
-        raise ValueError(f"{name} is a buffer that is not stored: {fix}")
+        raise ValueError(
+            "a model that overrides GPT.forward cannot be exported; override hidden or logits "
+            "instead"
+        )
+    own_tensors = [
+        *model.named_parameters(recurse=False),
+        *model.named_buffers(recurse=False),
+    ]
+    for name, _ in own_tensors:
+        if name not in recomputed:
+            raise ValueError(
+                f"{name} is a tensor of the model itself, which cannot be exported; register it in "
+                "one of the model's submodules"
+            )
+    # transformers builds a model without values and then loads the stored tensors, so a
+    # non-persistent buffer would keep no value.
+    buffers = dict(model.named_buffers()).keys()
+    for name in buffers - model.state_dict().keys() - recomputed:
+        raise ValueError(
+            f"{name} is a non-persistent buffer, whose value would not be exported; register it "
+            "with persistent=True"
+        )
 
 
-def json_files(stem: str, model, encoding, dtype: str) -> dict[str, dict]:
-    """The JSON files of an exported folder. ValueError: a vocabulary that they cannot express."""
-    end = encoding.eot_token
-    ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
-    code = {
-        "AutoConfig": "configuration_ddl.DDLConfig",
-        "AutoModelForCausalLM": "modeling_ddl.DDLForCausalLM",
+def json_files(
+    model_name: str, model: GPT, encoding: tokenizer.Tokenizer, dtype: str
+) -> dict[str, dict]:
+    """Return the JSON files of an exported folder by name.
+
+    Raises:
+        ValueError: the files cannot express the tokenizer's vocabulary
+    """
+    end_of_text = encoding.eot_token
+    special_ids = {
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
+        "pad_token_id": end_of_text,
     }
-    config = {"architectures": ["DDLForCausalLM"], "auto_map": code, "model_type": "ddl"}
-    # transformers asks whether weights are tied of all of them
-    config |= {"stem": stem, "dtype": dtype, "tie_word_embeddings": bool(aliases(model)), **ids}
-    # rows of the embedding beyond the tokenizer's tokens are never drawn
-    unused = list(range(encoding.n_vocab, model.config.vocab_size))
+    config = {
+        "architectures": ["DDLForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "configuration_ddl.DDLConfig",
+            "AutoModelForCausalLM": "modeling_ddl.DDLForCausalLM",
+        },
+        "model_type": "ddl",
+        "stem": model_name,
+        "dtype": dtype,
+        # transformers has one flag for all tied weights of a model
+        "tie_word_embeddings": bool(aliases(model)),
+        **special_ids,
+        **dataclasses.asdict(model.config),
+    }
+    generation_config: dict[str, object] = dict(special_ids)
+    # The embedding can have more rows than the tokenizer has tokens. These must not be sampled.
+    unused_ids = list(range(encoding.n_vocab, model.config.vocab_size))
+    if unused_ids:
+        generation_config["suppress_tokens"] = unused_ids
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": tokenizer.END_OF_TEXT,
+        "eos_token": tokenizer.END_OF_TEXT,
+        "pad_token": tokenizer.END_OF_TEXT,
+        "unk_token": tokenizer.END_OF_TEXT,
+        "padding_side": "left",
+        "model_max_length": model.config.block_size,
+        "clean_up_tokenization_spaces": False,
+    }
     ranks = encoding._mergeable_ranks
     tokens = sorted(ranks, key=ranks.get)
-    names = ("bos_token", "eos_token", "pad_token", "unk_token")
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    settings |= dict.fromkeys(names, tokenizer.END_OF_TEXT) | {"padding_side": "left"}
-    settings |= {"model_max_length": model.config.block_size, "clean_up_tokenization_spaces": False}
     return {
-        "config.json": config | dataclasses.asdict(model.config),
+        "config.json": config,
         "tokenizer.json": tokenizer_json.write(encoding._pat_str, tokens, tokenizer.END_OF_TEXT),
-        "tokenizer_config.json": settings,
-        "generation_config.json": ids | ({"suppress_tokens": unused} if unused else {}),
+        "tokenizer_config.json": tokenizer_config,
+        "generation_config.json": generation_config,
     }
 
 
 def write(folder: Path, name: str, source: Path, dtype: str) -> None:
-    """Fill an empty folder with the model of `source`.
+    """Write the model of `source` into an empty folder.
 
-    ValueError: damaged, or code that cannot stand alone.
+    Args:
+        name: the model's name on its card
+        source: a checkpoint folder, an exported or a released model
+
+    Raises:
+        ValueError: the source is damaged, or its model cannot be exported
     """
     model, encoding, state = checkpoint.load_model(source, "cpu")
-    stem = state["model"]
+    model_name = state["model"]
     if encoding.name == "ids":
-        why = "its tokens are ids, not text, for which transformers has no tokenizer file"
-        raise ValueError(f"{source}: {why}")
+        raise ValueError(
+            f"{source} cannot be exported: its tokens are ids, not text, for which transformers "
+            "has no tokenizer file"
+        )
     check_exportable(model)
-    texts = modelling_files(stem)
-    for file, content in json_files(stem, model, encoding, dtype).items():
+    texts = modelling_files(model_name)
+    for file, content in json_files(model_name, model, encoding, dtype).items():
         texts[file] = json.dumps(content, indent=1, ensure_ascii=False)
     records = card.records_of(source, state["step"]) if "step" in state else []
-    commit = provenance()["commit"]
-    texts["README.md"] = card.card(name, stem, model, dtype, commit, state, records)
+    commit = collect_provenance()["commit"]
+    texts["README.md"] = card.card(name, model_name, model, dtype, commit, state, records)
     for file, text in texts.items():
         (folder / file).write_text(text, encoding="utf-8")
-    weights = checkpoint.weights_of(model.to(getattr(torch, dtype)))
-    checkpoint.write_tensors(folder / "model.safetensors", weights)
+    weights = checkpoint.get_model_tensors(model.to(getattr(torch, dtype)))
+    checkpoint.save_tensors(folder / "model.safetensors", weights)
 
 
-def main():
+def main() -> None:
     args = arguments()
-    with configurator.one_line_errors():
-        out, run = Path(args.out_dir).resolve(), Path(args.run)
-        check_out(out, args.overwrite)
-        source = run if checkpoint.is_folder_of_weights(run) else checkpoint.find(run)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        beside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    with errors.one_line_errors():
+        out_dir = Path(args.out_dir).resolve()
+        run = Path(args.run)
+        check_out(out_dir, args.overwrite)
+        source = run if checkpoint.is_exported(run) else checkpoint.find(run)
+        out_dir.parent.mkdir(parents=True, exist_ok=True)
+        # The folder is written beside its place and then moved there, so that a failure leaves
+        # nothing half-written.
+        temporary = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", dir=out_dir.parent))
         try:
-            (beside / "new").mkdir()
-            write(beside / "new", out.name, source, args.dtype)
+            (temporary / "new").mkdir()
+            write(temporary / "new", out_dir.name, source, args.dtype)
         except BaseException:
-            shutil.rmtree(beside)
+            shutil.rmtree(temporary)
             raise
-        if out.exists():
-            out.replace(beside / "old")
-        (beside / "new").replace(out)
-        shutil.rmtree(beside)
-    sizes = [f"{file.name} ({metrics.size(file.stat().st_size)})" for file in sorted(out.iterdir())]
-    print(f"{args.out_dir}: {', '.join(sizes)}\n{card.LOAD.format(folder=args.out_dir)}")
+        if out_dir.exists():
+            out_dir.replace(temporary / "old")
+        (temporary / "new").replace(out_dir)
+        shutil.rmtree(temporary)
+    sizes = [
+        f"{file.name} ({units.format_bytes(file.stat().st_size)})"
+        for file in sorted(out_dir.iterdir())
+    ]
+    print(f"wrote {args.out_dir}: {', '.join(sizes)}")
+    print(card.LOAD.format(folder=args.out_dir))
 
 
 if __name__ == "__main__":

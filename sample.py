@@ -1,99 +1,225 @@
-"""Text from a trained model, streamed as it is made.
+"""Generate text from a trained model and print it as it is generated.
 
     python sample.py runs/demo_cpu --prompt="def " --num_samples=3 --temperature=0.8 --top_p=0.95
-    python sample.py runs/demo_cpu --prompt="def " --prompt="class A" --prompt=FILE:prompt.txt --stop="\\n\\n"
+    python sample.py runs/demo_cpu --prompt="class A" --prompt=FILE:prompt.txt --stop="\\n\\n"
     cat prompt.txt | python sample.py runs/demo_cpu --prompt=-
-    python sample.py runs/demo_cpu --interactive
-    python sample.py runs/demo_cpu --serve            # a page in the browser
+    python sample.py runs/demo_cpu --interactive      # type prompts in the terminal
+    python sample.py runs/demo_cpu --serve            # write prompts on a web page
 
-The run is a run folder (its newest checkpoint), one checkpoint folder, or a folder made by
-export.py. Several prompts and samples are generated together, up to --batch_size; a text is the
-same whatever it shares its batch with. The speed is printed at the end, on stderr.
+Prompts and samples are generated together, in batches of up to --batch_size sequences. Samples do
+not depend on the batch they are generated in. The generation speed is printed on stderr.
 """
 
+import argparse
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
-import configurator  # before all that is slow to import: it takes Ctrl+C
+from utils import errors
+
+if __name__ == "__main__":
+    errors.end_quietly_on_interrupt()  # before the slow imports
 
 # isort: split
 import torch
 
-from data.tokenizer import encode_prompt
+import configurator
+from data.tokenizer import Tokenizer, encode_prompt
 from model import kernels
 from model.decoding import Decoder, round_matrices
 from model.generation import Sampling, generate_text
+from model.gpt import GPT
 from training.checkpoint import load_model
-from training.distributed import can_compile, computes_in_bfloat16, pick_device
+from training.distributed import computes_in_bfloat16, pick_device
+from utils import machine
 
 RULE = "-" * 80
-LABELLED = (
-    "note: this model was trained on labels: the first token that it writes is the answer at the "
-    "prompt's last one, what follows means nothing: give --max_new_tokens=1 --temperature=0"
+LABELS_NOTE = (
+    "note: this model was trained on labels, not on text: its first new token answers the last "
+    "token of the prompt, and the tokens after it mean nothing; give --max_new_tokens=1 "
+    "--temperature=0"
 )
 
 
-def arguments():
+def arguments() -> argparse.Namespace:
     parser = configurator.Parser(description=__doc__)
     add = parser.add_argument
-    add("run", help="run folder (its newest checkpoint), checkpoint folder or exported folder")
-    add("--prompt", action="append", help="text, FILE:path, or - for stdin; may be repeated")
-    add("--num_samples", type=int, default=1, help="texts for each prompt")
-    add("--max_new_tokens", type=int, default=300)
-    add("--temperature", type=float, default=1.0, help="0: always the likeliest token")
-    add("--top_k", type=int, help="draw from the k likeliest tokens")
-    add("--top_p", type=float, default=0.9, help="draw from the likeliest tokens of this mass")
-    add("--min_p", type=float, default=0.0, help="and of this share of the likeliest one's")
-    add("--repetition_penalty", type=float, default=1.0, help="above 1: fewer repetitions")
-    stop = r"end a text before this string; \n is a line break; may be repeated"
-    add("--stop", action="append", default=[], help=stop)
-    add("--seed", type=int, default=0, help="of the first sample; sample i has seed + i")
-    add("--batch_size", type=int, default=16, help="most texts that are generated together")
-    add("--interactive", action="store_true", help="prompts from the terminal, one by one")
-    add("--serve", action="store_true", help="a page in the browser (needs fastapi, uvicorn)")
-    add("--host", default="127.0.0.1", help="--serve: address to listen on; this machine alone")
-    add("--port", type=int, default=8000, help="--serve: port to listen on")
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    dtypes = ("auto", "float32", "bfloat16")
-    add("--dtype", choices=dtypes, default="auto", help="of computing; auto: bfloat16 on a GPU")
-    compiled = (
-        "make the step once for all tokens: on a GPU a CUDA graph (the default there), on a CPU "
-        "by torch.compile, which takes seconds (default: False)"
+    add(
+        "run",
+        help="run folder (its latest checkpoint is used), checkpoint folder, folder exported by "
+        "export.py, or model released by the paper's authors",
     )
-    add("--compile", choices=("True", "False"), help=compiled)
+    add(
+        "--prompt",
+        action="append",
+        help="text to continue; FILE:PATH reads the text from a file, and - reads it from standard "
+        "input; may be repeated (default: an empty prompt)",
+    )
+    add(
+        "--num_samples",
+        type=int,
+        default=1,
+        help="number of samples for each prompt, 1 or more",
+    )
+    add(
+        "--max_new_tokens",
+        type=int,
+        default=300,
+        help="maximum number of tokens to generate for each sample, 1 or more",
+    )
+    add(
+        "--temperature",
+        type=float,
+        default=1.0,
+        help="divide the logits by this value, 0 or more; 0 always picks the most likely token",
+    )
+    add(
+        "--top_k",
+        type=int,
+        help="sample from the top_k most likely tokens only, 1 or more (default: all tokens)",
+    )
+    add(
+        "--top_p",
+        type=float,
+        default=0.9,
+        help="sample from the smallest set of most likely tokens whose probabilities add up to "
+        "top_p or more; above 0 and at most 1, where 1 keeps all tokens",
+    )
+    add(
+        "--min_p",
+        type=float,
+        default=0.0,
+        help="discard tokens less probable than min_p times the most likely one; 0 to 1, where 0 "
+        "keeps all tokens (default: 0)",
+    )
+    add(
+        "--repetition_penalty",
+        type=float,
+        default=1.0,
+        help="penalize tokens that the prompt or the sample already contains by this factor on "
+        "their logits; above 0, where 1 is no penalty",
+    )
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        help=r"end a sample before this string, in which \n stands for a line break; may be "
+        "repeated (default: no stop string)",
+    )
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        help="random seed, 0 or more and below 2^62; the samples of a prompt use seed, seed + 1, "
+        "... (default: 0)",
+    )
+    add(
+        "--batch_size",
+        type=int,
+        default=16,
+        help="maximum number of sequences to generate together, 1 or more",
+    )
+    add(
+        "--interactive",
+        action="store_true",
+        help="read prompts from the terminal, one at a time",
+    )
+    add(
+        "--serve",
+        action="store_true",
+        help="serve a web page on which prompts are written (needs the packages fastapi and "
+        "uvicorn)",
+    )
+    add(
+        "--host",
+        default="127.0.0.1",
+        help="address that --serve listens on; the default can only be reached from this machine",
+    )
+    add(
+        "--port",
+        type=int,
+        default=8000,
+        help="port that --serve listens on, 0 to 65535; 0 chooses a free port",
+    )
+    add(
+        "--device",
+        choices=("auto", "cuda", "cpu"),
+        default="auto",
+        help="device to run on; auto uses the GPU if there is one",
+    )
+    add(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        default="auto",
+        help="compute dtype (autocast); auto is bfloat16 on a GPU and float32 on a CPU",
+    )
+    add(
+        "--compile",
+        choices=("True", "False"),
+        help="capture the decoding step as a CUDA graph on a GPU, or compile it with "
+        "torch.compile on a CPU, which takes seconds (default: True on a GPU, False on a CPU)",
+    )
     return parser.parse_args()
 
 
-def check(args) -> Sampling:
-    """How tokens are drawn. ValueError: an option out of range, or against another."""
-    for name, fits, fix in (
-        ("num_samples", args.num_samples >= 1, "1 or more"),
-        ("batch_size", args.batch_size >= 1, "1 or more"),
-        ("seed", 0 <= args.seed < 2**62, "0 or more, below 2^62"),
-        ("max_new_tokens", args.max_new_tokens >= 1, "1 or more"),
-        ("port", 0 <= args.port < 2**16, "0 (any free one) to 65535"),
-        ("stop", "" not in args.stop, "a text of one character or more"),
-    ):
-        if not fits:
-            raise ValueError(f"--{name}={getattr(args, name)}: give {fix}")
-    if args.serve + args.interactive + bool(args.prompt) > 1:
-        raise ValueError("--serve, --interactive and --prompt: give one of them")
-    if (args.serve or args.interactive) and args.num_samples > 1:
-        at_a_time = "--serve and --interactive make one text at a time"
-        raise ValueError(f"--num_samples={args.num_samples}: {at_a_time}")
-    if args.serve and args.compile == "True":
-        why = "--serve, which looks at every gate"
-        raise ValueError(f"--compile=True has no effect with {why}: leave it out")
-    if args.interactive and len(args.stop) > 1:
-        raise ValueError("--interactive takes one --stop: leave the others out")
+def check(args: argparse.Namespace) -> Sampling:
+    """Check the options, and return those that say how a token is sampled.
+
+    Line breaks take the place of \\n in args.stop.
+
+    Raises:
+        ValueError: an option is out of range, or contradicts another one
+    """
+    for name in ("num_samples", "batch_size", "max_new_tokens"):
+        value = getattr(args, name)
+        if value < 1:
+            raise ValueError(f"--{name}={value}: give 1 or more")
+    if not 0 <= args.seed < 2**62:
+        raise ValueError(f"--seed={args.seed}: give 0 or more, below 2^62")
+    if not 0 <= args.port < 2**16:
+        raise ValueError(f"--port={args.port}: give a port from 1 to 65535, or 0 for any free port")
+    if "" in args.stop:
+        raise ValueError("--stop is an empty string: give one character or more, or omit --stop")
+    check_mode(args)
     args.stop = [text.replace("\\n", "\n") for text in args.stop]
-    return Sampling(args.repetition_penalty, args.temperature, args.top_k, args.top_p, args.min_p)
+    return Sampling(
+        repetition_penalty=args.repetition_penalty,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+    )
+
+
+def check_mode(args: argparse.Namespace) -> None:
+    """Raise ValueError if --serve or --interactive contradicts another option."""
+    modes = (args.serve, args.interactive, bool(args.prompt))
+    if modes.count(True) > 1:
+        raise ValueError(
+            "--serve, --interactive and --prompt exclude each other; give only one of them"
+        )
+    if (args.serve or args.interactive) and args.num_samples > 1:
+        raise ValueError(
+            f"--num_samples={args.num_samples} has no effect with --serve and --interactive, "
+            "which generate one sample at a time; omit it"
+        )
+    if args.serve and args.compile == "True":
+        raise ValueError(
+            "--compile=True has no effect with --serve, which records statistics of the residual "
+            "stream for every token; omit it"
+        )
+    if args.interactive and len(args.stop) > 1:
+        raise ValueError("--interactive takes only one --stop; omit the others")
 
 
 def read_prompt(argument: str) -> str:
-    """The text itself, of FILE:path, or of standard input for `-`. ValueError: not UTF-8."""
+    """Return the text that --prompt gives: itself, a file (FILE:path), or standard input (-).
+
+    Raises:
+        ValueError: the text is not UTF-8
+    """
     try:
         if argument == "-":
             return sys.stdin.buffer.read().decode("utf-8")
@@ -101,80 +227,134 @@ def read_prompt(argument: str) -> str:
             return Path(argument[5:]).read_bytes().decode("utf-8")
         return argument.encode("utf-8").decode("utf-8")
     except UnicodeError as error:
-        raise ValueError(f"the prompt is not UTF-8 text ({error}): convert it first") from error
+        raise ValueError(
+            f"the prompt is not UTF-8 text ({error}); convert it to UTF-8 first"
+        ) from error
 
 
-def make_decoder(model, device: torch.device, args, rows: int, length: int) -> Decoder:
-    """A decoder of texts of at most `length` tokens. ValueError: there is no compiler."""
-    if args.compile == "True" and not can_compile(device):
-        needed = "a C++ compiler and Python's headers"
-        raise ValueError(f"--compile=True needs {needed}: give --compile=False")
-    on = device.type == "cuda" if args.compile is None else args.compile == "True"
-    return Decoder(model, rows, min(length, model.config.block_size), on)
+def make_decoder(
+    model: GPT,
+    device: torch.device,
+    args: argparse.Namespace,
+    batch_size: int,
+    length: int,
+) -> Decoder:
+    """Return a decoder for sequences of up to `length` tokens, or up to block_size if that is less.
 
-
-def sample(model, tokenizer, prompts: list[str], args, sampling, device: torch.device) -> None:
-    """Print args.num_samples texts for each prompt."""
-    tokens = {prompt: encode_prompt(tokenizer, prompt) for prompt in prompts}
-    longest, block_size = max(map(len, tokens.values())), model.config.block_size
-    if longest > block_size:
-        note = f"of a prompt's {longest} tokens the model reads the last {block_size}"
-        print(f"note: {note}", file=sys.stderr)
-    jobs = [(text, args.seed + index) for text in prompts for index in range(args.num_samples)]
-    rows = min(len(jobs), args.batch_size)
-    decoder = make_decoder(model, device, args, rows, longest + args.max_new_tokens)
-    made, started = 0, time.perf_counter()
-    for first in range(0, len(jobs), rows):
-        texts, seeds = map(list, zip(*jobs[first : first + rows]))
-        ids = [tokens[text] for text in texts]
-        pieces = generate_text(
-            decoder, tokenizer, ids, args.max_new_tokens, sampling, seeds, args.stop
-        )
-        if first:
-            print(RULE)
-        made += show(texts, pieces)
-    seconds = time.perf_counter() - started
-    print(f"{made} tokens in {seconds:.2f} s, {made / seconds:,.1f} tokens/s", file=sys.stderr)
-
-
-def show(texts: list[str], pieces) -> int:
-    """Print texts and what follows them, in their order and as early as that allows.
-
-    pieces: as `generate_text` yields them. Returns how many tokens they were.
+    Raises:
+        ValueError: --compile=True without a C++ compiler
     """
-    waiting, ended, turn, made = [[text] for text in texts], set(), 0, 0
-    for row, piece, new in pieces:
-        made += new
+    if args.compile == "True" and not machine.can_compile(device.type):
+        raise ValueError(
+            "--compile=True needs a C++ compiler and Python's header files; install them, or give "
+            "--compile=False"
+        )
+    compiled = args.compile == "True"
+    if args.compile is None:
+        compiled = device.type == "cuda"
+    return Decoder(
+        model,
+        batch_size=batch_size,
+        length=min(length, model.config.block_size),
+        compiled=compiled,
+    )
+
+
+def sample(
+    model: GPT,
+    tokenizer: Tokenizer,
+    prompts: list[str],
+    args: argparse.Namespace,
+    sampling: Sampling,
+    device: torch.device,
+) -> None:
+    """Generate and print args.num_samples samples of each prompt."""
+    ids_of_prompt = {prompt: encode_prompt(tokenizer, prompt) for prompt in prompts}
+    longest_prompt = max(len(ids) for ids in ids_of_prompt.values())
+    block_size = model.config.block_size
+    if longest_prompt > block_size:
+        print(
+            f"note: the longest prompt has {longest_prompt} tokens, of which the model reads the "
+            f"last {block_size} (block_size)",
+            file=sys.stderr,
+        )
+    jobs = [(prompt, args.seed + index) for prompt in prompts for index in range(args.num_samples)]
+    batch_size = min(len(jobs), args.batch_size)
+    decoder = make_decoder(model, device, args, batch_size, longest_prompt + args.max_new_tokens)
+    num_tokens = 0
+    started = time.perf_counter()
+    for first in range(0, len(jobs), batch_size):
+        batch = jobs[first : first + batch_size]
+        batch_prompts = [prompt for prompt, _ in batch]
+        pieces = generate_text(
+            decoder,
+            tokenizer,
+            prompts=[ids_of_prompt[prompt] for prompt in batch_prompts],
+            max_new_tokens=args.max_new_tokens,
+            sampling=sampling,
+            seeds=[seed for _, seed in batch],
+            stop=args.stop,
+        )
+        if first > 0:
+            print(RULE)
+        num_tokens += print_samples(batch_prompts, pieces)
+    seconds = time.perf_counter() - started
+    print(
+        f"{num_tokens} tokens in {seconds:.2f} s, {num_tokens / seconds:,.1f} tokens/s",
+        file=sys.stderr,
+    )
+
+
+def print_samples(prompts: list[str], pieces: Iterable[tuple[int, str | None, int]]) -> int:
+    """Print each prompt with its continuation, in the order of the prompts.
+
+    All samples of a batch grow at the same time, but only one can be printed at a time. The pieces
+    of the others are held back until it is their turn.
+
+    Args:
+        pieces: what `generate_text` yields
+
+    Returns:
+        the number of generated tokens
+    """
+    held_back = [[prompt] for prompt in prompts]
+    finished = set()
+    printing = 0  # the row that is being printed
+    num_tokens = 0
+    for row, piece, num_new_tokens in pieces:
+        num_tokens += num_new_tokens
         if piece is None:
-            ended.add(row)
+            finished.add(row)
         else:
-            waiting[row].append(piece)
-        while turn < len(texts):
-            print("".join(waiting[turn]), end="", flush=True)
-            waiting[turn].clear()
-            if turn not in ended:
+            held_back[row].append(piece)
+        while printing < len(prompts):
+            print("".join(held_back[printing]), end="", flush=True)
+            held_back[printing].clear()
+            if printing not in finished:
                 break
-            turn += 1
-            print(f"\n{RULE}" if turn < len(texts) else "", flush=True)
-    return made
+            printing += 1
+            print(f"\n{RULE}" if printing < len(prompts) else "", flush=True)
+    return num_tokens
 
 
-def main():
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the script, as any other
+def main() -> None:
+    # A closed pipe, as in `sample.py RUN | head`, ends the script without a traceback.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     args = arguments()
-    with configurator.one_line_errors(memory="give a smaller --batch_size"):
-        sampling, device = check(args), pick_device(args.device)
+    with errors.one_line_errors(out_of_memory_advice="give a smaller --batch_size"):
+        sampling = check(args)
+        device = pick_device(args.device)
         prompts = [read_prompt(argument) for argument in args.prompt or [""]]
         model, tokenizer, state = load_model(args.run, device)
         if state.get("corpus", {}).get("labels"):
             for prompt in prompts:
-                encode_prompt(tokenizer, prompt)  # a mistake in one comes first, and alone
-            print(LABELLED, file=sys.stderr)
+                encode_prompt(tokenizer, prompt)  # an error in a prompt comes before the note
+            print(LABELS_NOTE, file=sys.stderr)
         kernels.use(model, "auto", device)
-        bf16 = computes_in_bfloat16(args.dtype, device)
-        if bf16:
+        use_bfloat16 = computes_in_bfloat16(args.dtype, device)
+        if use_bfloat16:
             round_matrices(model)
-        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=use_bfloat16):
             if args.serve:
                 from serving.app import serve
 
@@ -182,7 +362,8 @@ def main():
             elif args.interactive:
                 from serving.terminal import converse
 
-                decoder = make_decoder(model, device, args, 1, model.config.block_size)
+                block_size = model.config.block_size
+                decoder = make_decoder(model, device, args, batch_size=1, length=block_size)
                 converse(decoder, tokenizer, args, sampling)
             else:
                 sample(model, tokenizer, prompts, args, sampling, device)

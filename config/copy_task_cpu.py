@@ -2,8 +2,7 @@
 loss ln(16) / 2.
 """
 
-from training.distributed import can_compile as _can_compile
-from training.distributed import cpu_has_bfloat16 as _cpu_has_bfloat16
+from utils import machine as _machine
 
 model = "DDL-gpt-mha-rope"
 dataset = "copy_task"
@@ -25,5 +24,5 @@ eval_interval = 50
 eval_batches = 4
 checkpoint_interval = 200
 
-dtype = "bfloat16" if _cpu_has_bfloat16() else "float32"
-compile = _can_compile()
+dtype = "bfloat16" if _machine.cpu_has_bfloat16() else "float32"
+compile = _machine.can_compile()

@@ -2,8 +2,7 @@
 cores.
 """
 
-from training.distributed import can_compile as _can_compile
-from training.distributed import cpu_has_bfloat16 as _cpu_has_bfloat16
+from utils import machine as _machine
 
 model = "DDL-gpt-mha-rope"
 dataset = "python_stdlib"
@@ -33,5 +32,5 @@ checkpoint_interval = 200
 
 # bfloat16 where the CPU multiplies it in hardware; compiled where there are a compiler and Python
 # headers.
-dtype = "bfloat16" if _cpu_has_bfloat16() else "float32"
-compile = _can_compile()
+dtype = "bfloat16" if _machine.cpu_has_bfloat16() else "float32"
+compile = _machine.can_compile()

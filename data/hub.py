@@ -3,6 +3,7 @@
 huggingface_hub downloads a file, goes on where it was cut and checks its size.
 """
 
+import argparse
 import logging
 import re
 import shutil
@@ -14,9 +15,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-import configurator
 from data import shards
 from data.sources import Batch, Files, Missing, first_line, listing_digest, parquet_texts
+from utils import errors
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds
 MINUTES = 60.0
@@ -99,16 +100,36 @@ def check_minutes(minutes: float | None) -> None:
         raise ValueError(f"--retry_minutes={minutes:g}: give 0 or more")
 
 
-def add_options(parser, repository: str, or_files: bool = True) -> None:
-    """The options of a corpus that comes from a hub, or else from files."""
-    add = parser.add_argument
-    files = "parquet or jsonl files instead: paths, patterns or folders"
+def add_options(parser: argparse.ArgumentParser, repository: str, or_files: bool = True) -> None:
+    """Add the options of a corpus that is read from the Hugging Face Hub, or from files.
+
+    Args:
+        repository: name of the dataset on the Hub
+        or_files: whether the script can read local files instead
+    """
     if or_files:
-        add("--source", nargs="+", help=files)
-    add("--repository", default=repository, help="the data set on the hub, or a clone of it")
-    add("--revision", help="its commit, tag or branch (default: the newest, noted in meta.json)")
-    patience = f"how long to ask a hub again that does not answer (default: {MINUTES:g})"
-    add("--retry_minutes", type=float, help=patience)
+        parser.add_argument(
+            "--source",
+            nargs="+",
+            help="read these local .parquet or .jsonl files instead of the Hugging Face Hub: "
+            "paths, glob patterns or folders (default: read from the Hub)",
+        )
+    parser.add_argument(
+        "--repository",
+        default=repository,
+        help="dataset on the Hugging Face Hub, or folder of a local clone",
+    )
+    parser.add_argument(
+        "--revision",
+        help="commit, tag or branch of the dataset (default: the latest commit, which is recorded "
+        "in meta.json)",
+    )
+    parser.add_argument(
+        "--retry_minutes",
+        type=float,
+        help="number of minutes, 0 or more, to keep retrying while the Hub does not respond "
+        f"(default: {MINUTES:g})",
+    )
 
 
 def refuse_options(args, given: str) -> None:
@@ -155,7 +176,7 @@ class Hub:
 
     @property
     def api(self):
-        return configurator.optional("huggingface_hub", "the hub").HfApi()
+        return errors.import_optional("huggingface_hub", "the hub").HfApi()
 
     def pin(self, commit: str | None = None) -> str | None:
         """Fix the commit: to this one, or to what the hub has now. A clone has none."""
@@ -194,7 +215,7 @@ class Hub:
 
     def list_files(self) -> list[str]:
         """The split's files: paths, or hf://datasets/REPOSITORY@COMMIT/PATH."""
-        datasets = configurator.optional("datasets", "a data set of the hub")
+        datasets = errors.import_optional("datasets", "a data set of the hub")
         revision = self.commit or self.revision
         builder = datasets.load_dataset_builder(self.repository, self.name, revision=revision)
         splits = builder.config.data_files
@@ -210,7 +231,7 @@ class Hub:
 
     def download(self, path: str) -> str:
         """The local copy of a file of the commit."""
-        configurator.optional("huggingface_hub", "the hub").utils.disable_progress_bars()
+        errors.import_optional("huggingface_hub", "the hub").utils.disable_progress_bars()
         keys = {"repo_type": "dataset", "revision": self.commit, "local_dir": self.downloads}
         return self.ask(lambda: self.api.hf_hub_download(self.repository, path, **keys))
 

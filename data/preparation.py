@@ -26,31 +26,90 @@ from tqdm import tqdm
 import configurator
 from data import hub, shards, tokenizer
 from data.sources import Batch, Missing
+from utils import errors, files
 
 LONGEST_BLANK = 500_000  # tiktoken's regular expressions fail on a run of about a million
 START = {"cursor": None, "skip": 0}
 
 
-def arguments(doc: str, out: Path, fixed: dict | None = None, **defaults) -> configurator.Parser:
-    """A parser with the options that corpora share, but for those with a `fixed` value."""
+def arguments(
+    doc: str,
+    out: Path,
+    fixed: dict | None = None,
+    val_tokens_help: str = "number of validation tokens, 1 or more, which the corpus begins with",
+    **defaults,
+) -> configurator.Parser:
+    """Return a parser with the options that the scripts of all corpora share.
+
+    Args:
+        doc: the script's docstring, which --help prints
+        out: default output folder, a folder of data/
+        fixed: values of the options that this script does not have
+        val_tokens_help: what --val_tokens means in this script
+        defaults: values of options whose default is another one than below
+    """
     parser = configurator.Parser(description=doc)
-    fixed, threads = fixed or {}, len(os.sched_getaffinity(0))
+    fixed = fixed or {}
 
-    def add(name, help, **keys):
+    def add(name: str, help: str, **keywords) -> None:
         if name not in fixed:
-            parser.add_argument(f"--{name}", help=help, **keys)
+            parser.add_argument(f"--{name}", help=help, **keywords)
 
-    add("out", "folder for shards and meta.json (default: this script's)", type=Path, default=out)
-    add("workers", "threads that tokenise (default: all cores)", type=int, default=threads)
-    kinds = ("gpt2", "bpe", "bytes")
-    add("tokenizer", "bpe: trained on the corpus", choices=kinds, default="gpt2")
-    add("vocab_size", "tokens of a bpe, end-of-text included", type=int, default=4096)
-    add("tokenizer_bytes", "bytes a bpe is trained on, at most", type=int, default=100_000_000)
-    add("shard_tokens", "tokens per shard", type=int, default=100_000_000)
-    add("val_tokens", "the first so many are for validation", type=int, default=100_000_000)
-    add("max_tokens", "stop after so many, validation included; later more may follow", type=int)
-    add("overwrite", "remove another preparation's shards in --out", action="store_true")
-    add("verify", "prepare nothing; check every shard's SHA-256", action="store_true")
+    add(
+        "out",
+        f"output folder for the token shards and meta.json (default: data/{out.name})",
+        type=Path,
+        default=out,
+    )
+    add(
+        "workers",
+        "number of threads, 1 or more (default: number of CPU cores)",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+    )
+    add(
+        "tokenizer",
+        "GPT-2's tokenizer (gpt2), a byte-pair encoding trained on this corpus (bpe), or one token "
+        "per byte (bytes)",
+        choices=("gpt2", "bpe", "bytes"),
+        default="gpt2",
+    )
+    add(
+        "vocab_size",
+        "vocabulary size of --tokenizer=bpe, including the end-of-text token; 257 to 65536",
+        type=int,
+        default=4096,
+    )
+    add(
+        "tokenizer_bytes",
+        "train --tokenizer=bpe on at most this many bytes of the corpus, 1 or more",
+        type=int,
+        default=100_000_000,
+    )
+    add(
+        "shard_tokens",
+        "number of tokens per shard, 1 to 2147483647",
+        type=int,
+        default=100_000_000,
+    )
+    add("val_tokens", val_tokens_help, type=int, default=100_000_000)
+    add(
+        "max_tokens",
+        "stop after this many tokens, 1 or more, which include the validation tokens; rerun with a "
+        "larger number to add tokens (default: no limit)",
+        type=int,
+    )
+    add(
+        "overwrite",
+        "if the output folder holds shards that were prepared with other options, delete them and "
+        "start again",
+        action="store_true",
+    )
+    add(
+        "verify",
+        "compare every shard with its SHA-256 in meta.json instead of preparing anything",
+        action="store_true",
+    )
     parser.set_defaults(**defaults, **fixed)
     return parser
 
@@ -168,7 +227,7 @@ class Preparation:
                 self.make_again(number)
             self.make_shards(todo)
         except KeyboardInterrupt:
-            configurator.end(self.how_to_go_on("interrupted"), 130)
+            errors.exit_with_message(self.how_to_go_on("interrupted"), 130)
         except (ValueError, OSError) as error:
             full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
             what = f"the disk of {self.out} is full" if full else str(error)
@@ -244,7 +303,7 @@ class Preparation:
         """The chosen one, which is kept beside the shards: training it can take minutes."""
         path, kind, args = self.out / "tokenizer.json", self.args.tokenizer, self.args
         if path.exists():
-            return tokenizer.from_json(configurator.read_json(path))
+            return tokenizer.from_json(files.read_json(path))
         if kind == "ids":
             encoding = tokenizer.IdTokenizer(args.vocab_size)
         elif kind == "characters":

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-import configurator
+from utils import files
 
 MAGIC, VERSION, HEADER_INTS = 20240520, 1, 256
 GPT2_META = {"tokenizer": "gpt2", "vocab_size": 50257, "eot_token": 50256}
@@ -24,6 +24,10 @@ GPT2_META = {"tokenizer": "gpt2", "vocab_size": 50257, "eot_token": 50256}
 
 class DamagedShard(ValueError):  # noqa: N818 (says what is wrong, as the message does)
     """A shard that cannot be what its preparation wrote; the message names it."""
+
+
+class MissingCorpus(ValueError):  # noqa: N818 (says what is wrong, as the message does)
+    """A corpus that has not been prepared, or not to its end; the message says how to do that."""
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> str:
@@ -36,7 +40,7 @@ def write_shard(path: Path, tokens: np.ndarray) -> str:
     header = np.zeros(HEADER_INTS, dtype="<i4")
     header[:3] = MAGIC, VERSION, tokens.size
     digest = hashlib.sha256()
-    with configurator.whole(path) as temporary, open(temporary, "wb") as file:
+    with files.atomic_path(path) as temporary, open(temporary, "wb") as file:
         for part in (header, np.ascontiguousarray(tokens, dtype="<u2")):
             file.write(part.data)
             digest.update(part.data)
@@ -87,13 +91,13 @@ def readable(size: int) -> str:
 
 def write_json(path: Path, value) -> None:
     """Complete on the disk under its name, or as it was."""
-    configurator.replace_text(path, json.dumps(value, indent=1) + "\n")
+    files.write_text(path, json.dumps(value, indent=1) + "\n")
 
 
 def read_json(path: Path) -> dict:
     """The file's object, {} without a file. ValueError: it holds something else."""
     try:
-        return configurator.read_json(path) if path.exists() else {}
+        return files.read_json(path) if path.exists() else {}
     except ValueError as error:
         raise ValueError(f"{error}: prepare the corpus again") from error
 
@@ -182,15 +186,15 @@ def open_corpus(dataset: str) -> Corpus:
         kept = sum(record["tokens"] for record in begun.get("shards", []))
         end_here = ", or, to end with the whole shards that are there, with --max_tokens="
         what = f"{path} was not prepared to its end: run its prepare.py again to go on"
-        raise ValueError(what + f"{end_here}{kept}" * bool(kept))
+        raise MissingCorpus(what + f"{end_here}{kept}" * bool(kept))
     if not all(files.values()):
         known = sorted(folder.parent.name for folder in Path(__file__).parent.glob("*/prepare.py"))
         if dataset in known:
             run = f"run `python data/{dataset}/prepare.py`"
-            raise ValueError(f"dataset={dataset} has no token shards yet: {run}")
+            raise MissingCorpus(f"dataset={dataset} has no token shards yet: {run}")
         lack = f"{path} holds no *train_*.bin and *val_*.bin shards"
         ways = f"give a folder that does, or one of {', '.join(known)}"
-        raise ValueError(f"dataset={dataset}: {lack}; {ways}")
+        raise MissingCorpus(f"dataset={dataset}: {lack}; {ways}")
     meta = meta or GPT2_META
     if type(meta.get("vocab_size")) is not int:
         lack = f"{path / 'meta.json'} has no vocab_size"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import configurator
+from utils import errors
 
 BATCH_CHARACTERS = 1_000_000
 PIECE_BYTES = 8 << 20  # a text file is read in pieces of at most this: its size does not matter
@@ -189,7 +189,7 @@ def cut(data: bytes) -> int:
 
 def open_parquet(file, name, column: str):
     """The open file. ValueError: no parquet file, or no such column in it."""
-    parquet = configurator.optional("pyarrow.parquet", "reading parquet files")
+    parquet = errors.import_optional("pyarrow.parquet", "reading parquet files")
     try:
         opened = parquet.ParquetFile(file)
     except (ValueError, OSError) as error:  # pyarrow.ArrowInvalid is a ValueError

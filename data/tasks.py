@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-import configurator
 from data import preparation
 from data.sources import ROWS, Batch
+from utils import errors
 
 VAL_SHARE = 8  # one in so many of all possible windows is for validation, by a hash of its ids
 MOST_ROUNDS = 1000  # of drawing windows anew
@@ -146,7 +146,7 @@ def main(doc: str, script: str, kind: type[Task]) -> None:
         keys = {name: each.metadata[name] for name in ("help", "choices")}
         parser.add_argument(f"--{each.name}", type=each.type, default=each.default, **keys)
     args = parser.parse_args()
-    with configurator.one_line_errors():
+    with errors.one_line_errors():
         for name, facts in ((each.name, each.metadata) for each in options):
             value, low, high = getattr(args, name), facts["low"], facts["high"]
             high = getattr(args, high) if isinstance(high, str) else high

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-import configurator
 from data import tokenizer_json
+from utils import errors, files
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -67,6 +67,10 @@ class IdTokenizer:
         return f" {END_OF_TEXT if token == self.eot_token else token}".encode()
 
 
+# What encodes and decodes the tokens of a corpus.
+Tokenizer = tiktoken.Encoding | IdTokenizer
+
+
 def byte_tokenizer() -> tiktoken.Encoding:
     """256 byte tokens and end-of-text (id 256)."""
     return _encoding("bytes", r"[\s\S]", BYTES)
@@ -84,7 +88,7 @@ def train_byte_pairs(texts: Iterable[str], vocab_size: int, pattern=SPLIT_PATTER
 
     No token crosses the borders that `pattern` draws. ValueError: the text yields fewer tokens.
     """
-    configurator.optional("tokenizers", "training a tokenizer")
+    errors.import_optional("tokenizers", "training a tokenizer")
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -202,7 +206,7 @@ def describe(folder: Path) -> dict:
     """
     path, wrong = folder / "tokenizer.json", "is damaged: it describes no tokenizer"
     there = os.path.lexists(path)  # a dead link is an error
-    description = configurator.read_json(path) if there else {"name": "gpt2"}
+    description = files.read_json(path) if there else {"name": "gpt2"}
     if description == {"name": "gpt2"}:
         return to_json(gpt2_tokenizer())
     try:

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 from huggingface.card import records_of
 from model import model_class
-from model.keys import keys_of, values_before
+from model.options import collect_options, legacy_defaults
 from training.config import TrainConfig
 from training.optimizer import get_learning_rate
 
@@ -115,7 +115,7 @@ def find(subject, stem: str, config, rates: dict[int, float] | None = None) -> P
     if (state := subject.state) is None:  # who knows what its weights have gone through since
         reasons = ["the folder does not say how it was trained", *reasons]
         return Published(stem, size, text, tuple(reasons), ())
-    defaults = dataclasses.asdict(TrainConfig()) | values_before(TrainConfig)
+    defaults = dataclasses.asdict(TrainConfig()) | legacy_defaults(TrainConfig)
     run = SimpleNamespace(**(defaults | state["run_config"]))
     if rates is None:
         records = records_of(subject.folder.resolve(), state["step"])
@@ -151,7 +151,7 @@ def compare_corpus(corpus: dict, tokens: int) -> tuple[list[str], list[str]]:
 
 def compare_recipe(run, rates: dict[int, float]) -> list[str]:
     """Why the training is not the paper's, whose values are the defaults of TrainConfig."""
-    settled = [n for n, key in keys_of(TrainConfig).items() if not key.changeable]
+    settled = [n for n, key in collect_options(TrainConfig).items() if not key.changeable]
     values = {
         name: (getattr(run, name), getattr(TrainConfig, name))
         for name in ("max_steps", *settled)
@@ -208,7 +208,9 @@ def descriptions(stem: str) -> dict[str, dict]:
     # Sections 4.1 and 4.2; of July section 3 and appendix A.1.
     january = {"ddl_v_sigmoid_scale": 1.0} if "vdim1" in stem else {"ddl_v_sigmoid": False}
     july = {"ddl_v_input": "context", "ddl_v_sigmoid": False}
-    bias = {"ddl_v_bias": False} if "ddl_v_bias" in keys_of(model_class(stem).Config) else {}
+    bias = (
+        {"ddl_v_bias": False} if "ddl_v_bias" in collect_options(model_class(stem).Config) else {}
+    )
     return {CODE: {}, JANUARY: january | bias, JULY: july | bias}
 
 

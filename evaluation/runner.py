@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-import configurator
 from data.loader import ValidationBatches
 from data.shards import write_json
 from data.windows import Windows
@@ -19,8 +18,9 @@ from evaluation import tasks
 from evaluation.tasks import Loaded
 from training import metrics
 from training.distributed import computes_in_bfloat16
-from training.provenance import provenance
+from training.provenance import collect_provenance
 from training.validation import evaluate
+from utils import files, units
 
 VALIDATION_TOKENS = 2**14  # read at once
 KEY = ("weights", "task", "shots", "settings")  # a stored result with all of these is taken
@@ -53,10 +53,12 @@ class Evaluation:
 
     def store(self, entry: dict, started: float, line: str) -> dict:
         """The finished entry, written and told about by process 0."""
-        entry |= {"seconds": time.perf_counter() - started, **provenance()}
+        entry |= {"seconds": time.perf_counter() - started, **collect_provenance()}
         if self.world.is_main:
             self.entries = add(self.out, entry)
-            print(f"{entry['label']}: {line} in {metrics.duration(entry['seconds'])}", flush=True)
+            print(
+                f"{entry['label']}: {line} in {units.format_duration(entry['seconds'])}", flush=True
+            )
         return entry
 
     def validation(self, subject, model, corpus) -> dict:
@@ -70,7 +72,7 @@ class Evaluation:
         rows, windows = max(min(self.batch_size, VALIDATION_TOKENS // length), 1), batches.windows
         with torch.no_grad():
             scores = evaluate(model, batches, list(range(windows)), rows, self.world, self.autocast)
-        record = metrics.validation_record(scores.pop("loss"), corpus.bytes_per_token("val"))
+        record = metrics.compute_validation_metrics(scores.pop("loss"), corpus.bytes_per_token("val"))
         record |= {f"val_{key}": value for key, value in scores.items()}
         entry["tokens"] = windows * length if documents else len(batches.tokens) - 1
         entry["record"] = record
@@ -126,7 +128,7 @@ class Evaluation:
 def stored(out: Path) -> list[dict]:
     """The entries of a folder's results.json. ValueError: the file is damaged."""
     path = out / "results.json"
-    return configurator.read_json(path).get("entries", []) if path.exists() else []
+    return files.read_json(path).get("entries", []) if path.exists() else []
 
 
 def same_key(one: dict, other: dict) -> bool:
@@ -161,4 +163,4 @@ def write_samples(path: Path, samples: list[dict]) -> None:
         texts = {key: sanitize_list(sample[key]) for key in ("resps", "filtered_resps")}
         record = sample | texts | {"arguments": arguments, "target": str(sample["target"])}
         lines.append(json.dumps(record, default=handle_non_serializable, ensure_ascii=False) + "\n")
-    configurator.replace_text(path, "".join(lines))
+    files.write_text(path, "".join(lines))

@@ -32,8 +32,8 @@ def find(path: str) -> Subject:
     ValueError: it is none of these, or damaged.
     """
     folder = Path(path)
-    if checkpoint.is_folder_of_weights(folder):
-        files = (folder / "config.json", folder / "tokenizer.json", *weights.files(folder))
+    if checkpoint.is_exported(folder):
+        files = (folder / "config.json", folder / "tokenizer.json", *weights.list_weight_files(folder))
         digests = [hashlib.sha256(file.read_bytes()).digest() for file in files if file.is_file()]
         return Subject(
             folder.resolve().name, folder, None, hashlib.sha256(b"".join(digests)).hexdigest()
@@ -41,7 +41,7 @@ def find(path: str) -> Subject:
     folder = checkpoint.find(folder)
     state = checkpoint.read_state(folder)
     label = f"{run_of(folder.resolve()).name}, step {state['step']:,}"
-    digest = hashlib.sha256((folder / checkpoint.SUMS).read_bytes()).hexdigest()
+    digest = hashlib.sha256((folder / checkpoint.CHECKSUMS).read_bytes()).hexdigest()
     return Subject(label, folder, state, digest)
 
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-import configurator
 from data.hub import OutOfPatience, check_minutes, kinds, retried
 from training import distributed
+from utils import errors, machine
 
 # What the paper reports of each task, in its tables' order.
 _ACC_NORM = ("arc_challenge", "arc_easy", "hellaswag", "openbookqa", "piqa", "sciq")
@@ -50,7 +50,7 @@ class Loaded:
 def import_lm_eval():
     """The package, kept quiet. ValueError: it is not installed."""
     for module in ("api.task", "evaluator", "tasks"):
-        configurator.optional(f"lm_eval.{module}", "evaluation on tasks")
+        errors.import_optional(f"lm_eval.{module}", "evaluation on tasks")
     import datasets
     import lm_eval
     from tqdm import tqdm
@@ -58,7 +58,7 @@ def import_lm_eval():
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     # Its bar over the contexts has no switch: a terminal alone gets one, and from one process.
-    lm_eval.api.task.tqdm = functools.partial(tqdm, disable=True if distributed.rank() else None)
+    lm_eval.api.task.tqdm = functools.partial(tqdm, disable=True if machine.rank() else None)
     # It warns of every default that a task file leaves out.
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     return lm_eval
@@ -118,7 +118,7 @@ def find(names: list[str], include_path: str | None):
     manager = new_manager(include_path=include_path)
     for name in names:
         if name not in manager.all_tasks:
-            near = configurator.nearest(name, manager.all_tasks)
+            near = errors.suggest(name, manager.all_tasks)
             raise ValueError(f"--tasks: lm-eval has no task {name}{near}")
     return manager
 

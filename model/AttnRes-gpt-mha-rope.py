@@ -1,5 +1,7 @@
-"""Attention Residuals: every read attends over the outputs of the sublayers before it, in full or
-by blocks, in place of the additive stream or beside it (Delta Attention Residuals).
+"""Attention Residuals (arXiv 2603.15031): sublayers attend over earlier sublayer outputs.
+
+The attention replaces the additive residual stream, or is added to it (Delta Attention Residuals,
+arXiv 2605.18855). The sources are all sublayer outputs, or their sums over blocks of sublayers.
 """
 
 import torch

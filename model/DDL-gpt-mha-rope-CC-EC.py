@@ -1,5 +1,6 @@
-"""Deep Delta Learning, read by a convolution over columns, embedding expanded by one over tokens
-(paper: CC-EC).
+"""Deep Delta Learning (arXiv 2601.00417), d_v = 4: CC and embedding convolution (EC).
+
+The paper's name is DDL-CC-EC, or DDL-CC in its July 2026 text.
 """
 
 from model.gpt import GPT

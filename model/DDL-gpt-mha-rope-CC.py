@@ -1,4 +1,7 @@
-"""Deep Delta Learning, read by a convolution over columns (paper: CC)."""
+"""Deep Delta Learning (arXiv 2601.00417), d_v = 4: compressor over value channels (CC).
+
+The paper's name is DDL-CC, or DDL-CC w/o EC in its July 2026 text.
+"""
 
 from model.gpt import GPT
 from model.residual import ColumnConvConfig, ColumnConvRead, DeltaBlock, Repeat

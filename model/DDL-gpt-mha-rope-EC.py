@@ -1,4 +1,7 @@
-"""Deep Delta Learning, read by a convolution over tokens, embedding expanded by one (paper: EC)."""
+"""Deep Delta Learning (arXiv 2601.00417), d_v = 4: TC and embedding convolution (EC).
+
+The paper's name is DDL-EC, or DDL-TC in its July 2026 text.
+"""
 
 from model.gpt import GPT
 from model.residual import DeltaBlock, EmbeddingConv, EmbeddingConvConfig, TokenConvRead

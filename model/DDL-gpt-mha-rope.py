@@ -1,4 +1,7 @@
-"""Deep Delta Learning with v columns, read by a convolution over tokens (paper: DDL, d_v = 4)."""
+"""Deep Delta Learning (arXiv 2601.00417), d_v = 4: compressor over tokens (TC).
+
+The paper's name is DDL (d_v = 4), or DDL-TC w/o EC in its July 2026 text.
+"""
 
 from model.gpt import GPT
 from model.residual import DeltaBlock, ExpandedConfig, Repeat, TokenConvRead

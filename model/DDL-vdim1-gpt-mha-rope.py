@@ -1,6 +1,4 @@
-"""Deep Delta Learning with one column (paper: DDL, d_v = 1): the state stays as wide as the
-baseline's.
-"""
+"""Deep Delta Learning (arXiv 2601.00417), d_v = 1: the state is as wide as the baseline's."""
 
 from model.gpt import GPT
 from model.residual import DeltaBlock, OnlyColumn, Repeat, SingleColumnConfig

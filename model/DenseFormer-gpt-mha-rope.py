@@ -1,7 +1,8 @@
-"""DenseFormer (arXiv 2402.02622): after block l, X = sum_(i <= l) A_li Y_i of the embedding Y_0 and
-block outputs Y_i.
+"""DenseFormer (arXiv 2402.02622): weighted averages over the outputs of all earlier blocks.
 
-The state is the tuple (Y_0, Y_1, ..., X). A starts as the identity: X = Y_l, the additive stream.
+After block l, X = sum_(i <= l) A_li Y_i, where Y_0 is the embedding and Y_i the output of block i.
+A starts as the identity, X = Y_l, which is the additive stream. The state is the tuple
+(Y_0, Y_1, ..., X).
 """
 
 from dataclasses import replace

@@ -1,5 +1,6 @@
-"""Hyper-Connections: several streams, mixed and read by learned weights that may depend on the
-token.
+"""Hyper-Connections (arXiv 2409.19606): several residual streams with learned connections.
+
+The weights with which a sublayer reads, mixes and writes the streams may depend on the token.
 """
 
 import torch

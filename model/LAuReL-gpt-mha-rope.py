@@ -1,15 +1,18 @@
-"""LAuReL (arXiv 2411.07501): X' = a h + b X (rw), or X' = h + X + (X A) B of low rank (lr)."""
+"""LAuReL (arXiv 2411.07501): learned weights or a low-rank map in the residual connection.
+
+With laurel_form=rw, X' = a h + b X; with laurel_form=lr, X' = h + X + (X A) B, of low rank.
+"""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 from torch import nn
 
 from model.block import Add, WritingBlock
 from model.gpt import GPT, GPTConfig
-from model.keys import Key
 from model.layers import at_least_fp32, linear_fp32
+from model.options import option
 from model.parameters import FIXED, OUTPUT, Rule, constant, linear, normal
 
 
@@ -17,16 +20,23 @@ from model.parameters import FIXED, OUTPUT, Rule, constant, linear, normal
 class LAuReLConfig(GPTConfig):
     """Keys of LAuReL."""
 
-    laurel_form: Annotated[
-        Literal["rw", "lr"], "weights of h and X (residual weights), or a low-rank map of X"
-    ] = "lr"
-    laurel_rank: Annotated[int, "rank r of the low-rank form", Key(low=1)] = 16
+    laurel_form: Literal["rw", "lr"] = option(
+        "lr",
+        "rw learns a weight of the sublayer output and a weight of the residual stream "
+        "(LAuReL-RW); lr adds a low-rank linear map of the residual stream (LAuReL-LR)",
+    )
+    laurel_rank: int = option(
+        16,
+        "rank of the low-rank map of laurel_form=lr",
+        low=1,
+    )
 
     def __post_init__(self):
         super().__post_init__()
         if self.laurel_form == "rw" and self.laurel_rank != LAuReLConfig.laurel_rank:
             raise ValueError(
-                f"laurel_rank={self.laurel_rank} has no effect with laurel_form=rw: leave it out"
+                f"laurel_rank={self.laurel_rank} has no effect with laurel_form=rw; omit one of "
+                "them"
             )
 
 

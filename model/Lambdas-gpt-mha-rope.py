@@ -1,13 +1,14 @@
-"""What speed runs add to the additive stream: learned shares of the embedding, values of block 0, U-net skips.
+"""Lambdas, value residuals (arXiv 2410.17897) and U-net skips, as in modded-nanogpt.
 
-Before a block x = a x + b x_0, x_0 being the embedding (nanochat, modded-nanogpt). Values are
-(1 - g) v + g v_0, v_0 block 0's (ResFormer, arXiv 2410.17897); every second block's have an
-embedding of the tokens added. The second half of the blocks takes up the first half's outputs, in
-the other order. The state is x, then, as they are asked for, x_0, v_0 and outputs.
+Before a block, x = a x + b x_0, where x_0 is the embedding (nanochat, modded-nanogpt). The values
+of attention are (1 - g) v + g v_0, where v_0 are the values of block 0 (ResFormer, arXiv
+2410.17897); every second block adds an embedding of the tokens to its values. Each block of the
+second half adds the output of a block of the first half, in reverse order. The state is x, followed
+by those of x_0, v_0 and the outputs of the first half that the keys ask for.
 """
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -15,30 +16,49 @@ from torch import nn
 from model.block import Add, Block, Copies, Direct, First
 from model.gpt import GPT, GPTConfig
 from model.layers import AttentionInputs, at_least_fp32, for_product
+from model.options import option
 from model.parameters import Rule, constant
 
 
 @dataclass
 class LambdasConfig(GPTConfig):
-    """Keys of the learned shares."""
+    """Keys of lambdas, value residuals and U-net skip connections."""
 
-    lambda_input: Annotated[bool, "x = a x + b x_0 before a block; a starts at 1, b at 0"] = True
-    lambda_values: Annotated[
-        Literal["none", "layer", "head"], "a share g of block 0's values, which starts at 0.5"
-    ] = "layer"
-    lambda_value_embeddings: Annotated[
-        bool, "every second block, the last too, adds embeddings, from 0, to its values"
-    ] = False
-    lambda_skips: Annotated[
-        bool, "blocks of the second half add outputs of the first, times a factor from 1"
-    ] = False
+    lambda_input: bool = option(
+        True,
+        "mix the token embedding x_0 into the input of each block, x = a x + b x_0, with learned "
+        "scalars that start at a = 1 and b = 0",
+    )
+    lambda_values: Literal["none", "layer", "head"] = option(
+        "layer",
+        "value residual, which mixes the attention values of the first block into those of each "
+        "later block, with a learned weight that starts at 0.5; layer has one weight per block, "
+        "head has one per attention head, none disables it",
+    )
+    lambda_value_embeddings: bool = option(
+        False,
+        "add learned token embeddings, which start at zero, to the attention values of every "
+        "second block, counted back from the last one",
+    )
+    lambda_skips: bool = option(
+        False,
+        "U-net skip connections, which add the outputs of the first half of the blocks to the "
+        "inputs of the second half, in reverse order, with learned factors that start at 1",
+    )
 
     def __post_init__(self):
         super().__post_init__()
-        kept = self.lambda_input, self.lambda_value_embeddings, self.lambda_skips
-        if self.lambda_values == "none" and not any(kept):
-            off = "lambda_values=none, lambda_input=False"
-            raise ValueError(f"{off}: no lambda is left: give --model=gpt-mha-rope")
+        has_lambda = (
+            self.lambda_input
+            or self.lambda_values != "none"
+            or self.lambda_value_embeddings
+            or self.lambda_skips
+        )
+        if not has_lambda:
+            raise ValueError(
+                "lambda_values=none with lambda_input=False leaves the additive model; use "
+                "--model=gpt-mha-rope"
+            )
 
 
 class Begin(nn.Module):

@@ -1,4 +1,7 @@
-"""The Manifold-Geometric Transformer and the four arms it is compared with (mgt_arm)."""
+"""Manifold-Geometric Transformer (MGT), and the four arms that it is compared with.
+
+The key mgt_arm selects the arm.
+"""
 
 from model.gpt import GPT
 from model.mgt import MGTBlock, MGTConfig, final_norm

@@ -1,13 +1,14 @@
-"""MUDDFormer (arXiv 2502.12170): a block reads sums of all states before it, weighted by the token.
+"""MUDDFormer (arXiv 2502.12170): input-dependent dense connections to all earlier blocks.
 
-After block l, h_0 being the embedding, h_1 .. h_(l+1) the blocks' outputs and x the last of them:
-w = W2 gelu(W1 rms_norm(x)) + b; way c of the next block is sum_j w_cj h_j. The ways are queries,
-keys, values and the residual, or the residual alone, which is the readout's. It starts as plain
-pre-norm: W2 = 0, b = 1 for x and 0 else. The state is the ways, then h_0, h_1, ...
+After block l, with h_0 the embedding, h_1 .. h_(l+1) the outputs of the blocks and x the last of
+them, w = W2 gelu(W1 rms_norm(x)) + b, and way c of the next block is sum_j w_cj h_j. The ways are
+queries, keys, values and the residual stream, or the residual stream alone, which is also that of
+the readout. The model starts as plain pre-norm, with W2 = 0, and b = 1 for x and 0 for the others.
+The state is the ways, followed by h_0, h_1, ...
 """
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from torch import nn
 from model.block import Add, Block, Copies, First
 from model.gpt import GPT, GPTConfig
 from model.layers import AttentionInputs, RMSNorm, at_least_fp32, linear_fp32
+from model.options import option
 from model.parameters import FIXED, OUTPUT, Rule, constant, linear, normal
 
 
@@ -23,9 +25,11 @@ from model.parameters import FIXED, OUTPUT, Rule, constant, linear, normal
 class MUDDConfig(GPTConfig):
     """Keys of MUDDFormer."""
 
-    mudd_ways: Annotated[
-        Literal["qkvr", "r"], "what is summed apart: queries, keys, values, the residual"
-    ] = "qkvr"
+    mudd_ways: Literal["qkvr", "r"] = option(
+        "qkvr",
+        "inputs of each block that have dense connections of their own; qkvr are queries, keys, "
+        "values and the residual stream, r is the residual stream alone",
+    )
 
 
 class WriteLastWay(Add):

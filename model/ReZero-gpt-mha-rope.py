@@ -1,4 +1,7 @@
-"""ReZero (arXiv 2003.04887, eq. 1): X' = X + a h with a scalar a of each site that starts at 0."""
+"""ReZero (arXiv 2003.04887): X' = X + a h, with a learned scalar a that starts at 0.
+
+There is one scalar per sublayer (equation 1).
+"""
 
 import torch
 from torch import nn

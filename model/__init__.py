@@ -1,90 +1,148 @@
-"""`build(stem, **config)` makes the model of `model/<stem>.py`."""
+"""The model variants: `build(name, ...)` makes the model of `model/<name>.py`."""
 
 import contextlib
 import importlib
 import importlib.util
+import re
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import configurator
+from model.options import Option, collect_options
+from utils import errors
 
-# A stem's file name has hyphens, which no importable helper module has.
+if TYPE_CHECKING:
+    from model.gpt import GPT, GPTConfig
+
+# The file of a variant has a hyphen in its name, which no helper module can have.
 STEMS = sorted(path.stem for path in Path(__file__).parent.glob("*-*.py"))
 
 
-def model_class(stem: str):
-    """The `Model` class of `model/<stem>.py`, whose other files stay unread.
+def model_class(name: str) -> "type[GPT]":
+    """Import `model/<name>.py`, and none of the other variants, and return its class `Model`.
 
-    ValueError: no such stem (the message names the nearest), or its file is wrong (the message
-    names the line).
+    Raises:
+        ValueError: there is no such variant (the message suggests others), or its file is wrong
+            (the message names the line)
     """
-    if stem not in STEMS:
-        own = Path(__file__).parent / f"{stem}.py"
-        if own.is_file() and "class Model" in own.read_text(encoding="utf-8"):
-            fix = f"a variant's file has a hyphen in its name: {stem}-gpt-mha-rope.py"
-            raise ValueError(f"model={stem!r}: {fix}")
-        what = f"is not a variant{configurator.nearest(stem, STEMS)}"
-        raise ValueError(f"model={stem!r} {what}; there are {', '.join(STEMS)}")
-    with faults_of(stem):
-        cls = getattr(importlib.import_module(f"model.{stem}"), "Model", None)
-        from model.gpt import GPT  # which a stem imports as well
-
-        if not (isinstance(cls, type) and issubclass(cls, GPT)):
-            fix = "its last lines name the classes of its stream"
-            raise ValueError(f"model/{stem}.py has no class Model(GPT): {fix}")
-        for part in cls.Config.__mro__:
-            if vars(part).get("__annotations__") and "__dataclass_fields__" not in vars(part):
-                what = f"{part.__name__} has keys, no @dataclass"
-                raise ValueError(f"model/{stem}.py: {what}: put that line above it")
-        configurator.knobs(cls.Config)
-    return cls
+    if name not in STEMS:
+        file = Path(__file__).parent / f"{name}.py"
+        if file.is_file() and "class Model" in file.read_text(encoding="utf-8"):
+            raise ValueError(
+                f"model={name!r}: the file of a variant has a hyphen in its name; rename it to "
+                f"{name}-gpt-mha-rope.py"
+            )
+        suggestion = errors.suggest(name, STEMS)
+        raise ValueError(
+            f"model={name!r} is not a model variant{suggestion or '.'} "
+            f"Available: {', '.join(STEMS)}"
+        )
+    with errors_as_value_errors(name):
+        variant = getattr(importlib.import_module(f"model.{name}"), "Model", None)
+        check_variant(name, variant)
+    return variant
 
 
-def every_config() -> list[type]:
-    """The Config of each stem; one whose file is wrong is named on stderr, and left out."""
-    found = []
-    for stem in STEMS:
+def check_variant(name: str, variant: object) -> None:
+    """Raise ValueError if `Model` of a variant's file, or its Config, is not what it must be."""
+    from model.gpt import GPT  # here, because importing torch takes seconds
+
+    if not (isinstance(variant, type) and issubclass(variant, GPT)):
+        raise ValueError(
+            f"model/{name}.py has no class Model(GPT); end it with one that names the classes of "
+            "its stream"
+        )
+    for base in variant.Config.__mro__:
+        if vars(base).get("__annotations__") and "__dataclass_fields__" not in vars(base):
+            raise ValueError(
+                f"model/{name}.py: {base.__name__} has keys but is not a dataclass; put @dataclass "
+                "above it"
+            )
+    collect_options(variant.Config)
+
+
+def declared_names() -> set[str]:
+    """Return every name that may be a key of a model, without importing the models.
+
+    These are the names of annotated fields in the files of model/, and a few more that look alike.
+    """
+    names = set()
+    for folder in __path__:
+        for file in Path(folder).glob("*.py"):
+            text = file.read_text(encoding="utf-8")
+            names.update(re.findall(r"^    (\w+)\s*:", text, re.MULTILINE))
+    return names
+
+
+def every_config() -> "list[type[GPTConfig]]":
+    """Return the Config of every variant. One whose file is wrong is reported, and left out."""
+    configs = []
+    for name in STEMS:
         try:
-            found.append(model_class(stem).Config)
+            configs.append(model_class(name).Config)
         except ValueError as error:
-            print(f"note: left out: {error}", file=sys.stderr)
-    return found
+            print(f"note: {error}; its keys are not listed", file=sys.stderr)
+    return configs
 
 
 @contextlib.contextmanager
-def faults_of(stem: str):
-    """Whatever a stem's code raises inside as a ValueError of one line that names the file and,
-    where known, the line.
+def errors_as_value_errors(name: str) -> Iterator[None]:
+    """Raise whatever the code of a variant raises inside as a ValueError of one line.
 
-    A ValueError stays as it is: it says what to do. So does what memory that ran out raises, which
-    is nobody's fault.
+    The message names the file and, where it is known, the line. A ValueError stays as it is,
+    because its message says what to do, and so does a failed allocation.
     """
     try:
         yield
     except ValueError:
         raise
     except Exception as error:
-        if configurator.out_of_memory(error):
+        if errors.describe_out_of_memory(error) is not None:
             raise
-        file = importlib.util.find_spec(f"model.{stem}").origin
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == file]
-        what = str(error).strip().partition("\n")[0]
+        file = importlib.util.find_spec(f"model.{name}").origin
+        line = None
+        message = str(error).strip().partition("\n")[0]
+        for frame in traceback.extract_tb(error.__traceback__):
+            if frame.filename == file:
+                line = frame.lineno
         if isinstance(error, SyntaxError):
-            what = error.msg
-            file, lines = (error.filename, [error.lineno]) if error.filename else (file, lines)
-        where = f"model/{Path(file).name}{f', line {lines[-1]}' if lines else ''}"
-        raise ValueError(f"{where}: {type(error).__name__}: {what}") from error
+            message = error.msg
+            if error.filename:
+                file = error.filename
+                line = error.lineno
+        location = f"model/{Path(file).name}"
+        if line is not None:
+            location = f"{location}, line {line}"
+        raise ValueError(f"{location}: {type(error).__name__}: {message}") from error
 
 
-def build(stem: str, **config):
-    """The model of `model/<stem>.py`, freshly initialised from torch's global generator.
+def check_settings(settings: dict[str, object], options: dict[str, Option]) -> dict[str, object]:
+    """Return the settings, with an int as a float where a float is expected.
 
-    config: fields of the stem's `Model.Config`, the others at their defaults. ValueError: unknown
-    stem or key, wrong type, value out of range; the message names the key and the fix.
+    Raises:
+        ValueError: an unknown key, a wrong type, or not one of the choices
     """
-    cls = model_class(stem)
-    model = cls(cls.Config(**configurator.check(config, configurator.knobs(cls.Config))))
-    model.check_parameters()  # its own __init__ may have changed it since they were initialised
+    for key in settings:
+        if key not in options:
+            raise ValueError(f"unknown key {key}{errors.suggest(key, options)}")
+    return {key: options[key].convert(value) for key, value in settings.items()}
+
+
+def build(name: str, config: "GPTConfig | None" = None, **settings: object) -> "GPT":
+    """Return the model of `model/<name>.py`, initialized from torch's global generator.
+
+    Args:
+        config: an instance of the variant's Config
+        settings: in place of `config`, the fields that differ from its defaults
+
+    Raises:
+        ValueError: there is no such variant, or a key or value is wrong; the message names the fix
+    """
+    variant = model_class(name)
+    if config is None:
+        config = variant.Config(**check_settings(settings, collect_options(variant.Config)))
+    model = variant(config)
+    model.check_parameters()  # its own __init__ may have changed them after they were initialized
     return model

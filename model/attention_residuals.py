@@ -7,42 +7,51 @@ Attention Residuals (arXiv 2605.18855) keep the additive stream X before them: a
 X + g sum_i a_i V_i, and the readout is X.
 """
 
+import math
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import nn
 
 from model.block import Add, Block, Copies, First, Past
 from model.gpt import GPTConfig
-from model.keys import Key
 from model.layers import at_least_fp32
+from model.options import option
 from model.parameters import OUTPUT, Rule, constant
 
 
 @dataclass
 class AttentionResidualsConfig(GPTConfig):
-    """Keys of Attention Residuals."""
+    """Keys of Attention Residuals (AttnRes)."""
 
-    attn_res_blocks: Annotated[
-        int | None,
-        "most runs of equal length whose outputs are summed to a source; None: each is one",
-        Key(low=1),
-    ] = 8
-    attn_res_form: Annotated[
-        Literal["replace", "delta"], "the sources' weighted sum is what a site reads, or adds to it"
-    ] = "replace"
-    attn_res_gate: Annotated[
-        float,
-        "start of the factor g of attn_res_form=delta; 0: as the additive stream",
-        Key(initial=True, counts_with=("attn_res_form", lambda form: form == "delta")),
-    ] = 1.0
+    attn_res_blocks: int | None = option(
+        8,
+        "maximum number of blocks of consecutive sublayers; the outputs in a block are summed to "
+        "one source, as in Block AttnRes; with None each sublayer output is a source, as in Full "
+        "AttnRes",
+        low=1,
+    )
+    attn_res_form: Literal["replace", "delta"] = option(
+        "replace",
+        "replace gives each sublayer the attention over the sources as input (Attention "
+        "Residuals); delta adds the attention to an additive residual stream (Delta Attention "
+        "Residuals)",
+    )
+    attn_res_gate: float = option(
+        1.0,
+        "initial value of the learned factor on the attention of attn_res_form=delta; with 0 the "
+        "model starts as the additive one",
+        initial=True,
+        counts_with=("attn_res_form", "delta"),
+    )
 
     @property
     def run_length(self) -> int:
-        """Sites in a run; the last run may be shorter."""
-        sites = 2 * self.num_hidden_layers
-        return -(-sites // min(self.attn_res_blocks or sites, sites))
+        """Return the number of sublayers per block; the last block may have fewer."""
+        sublayers = 2 * self.num_hidden_layers
+        blocks = min(self.attn_res_blocks or sublayers, sublayers)
+        return math.ceil(sublayers / blocks)
 
 
 def first_source(config: AttentionResidualsConfig) -> nn.Module:

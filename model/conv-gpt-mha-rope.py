@@ -1,13 +1,13 @@
-"""Controls for DDL: additive, with its reads' convolution over tokens, or with Canon layers.
+"""Control for DDL: additive, with convolutional reads or Canon layers (arXiv 2512.17351).
 
-Does the convolution alone explain the gain? Canon layers (arXiv 2512.17351) are the literature's
-name for it: x + conv4(x), causal and feature by feature, A on attention's input, B on queries, keys
-and values, C on the MLP's input, D on its inner features.
+Does the convolution alone explain the gain of DDL? The literature calls such convolutions Canon
+layers: x + conv4(x), causal and depthwise. They have four positions: A on the input of attention,
+B on queries, keys and values, C on the input of the MLP, D on the hidden features of the MLP.
 """
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,36 +15,47 @@ from torch import nn
 
 from model.block import Block, Direct, delay, past
 from model.gpt import GPT, GPTConfig
-from model.keys import Key
 from model.layers import MLP, CausalSelfAttention, apply_rope, at_least_fp32, for_product
+from model.options import option
 from model.parameters import constant, normal
 from model.residual import Taps, TokenConvRead
 
 
 @dataclass
 class ConvConfig(GPTConfig):
-    """Keys of the additive model that reads by a convolution; the others are what `TokenConvRead`
-    asks for.
-    """
+    """Keys of the convolution control."""
 
-    conv_init: Annotated[
-        Literal["normal", "identity"], "start of the convolutions", Key(initial=True)
-    ] = "normal"
-    canon: Annotated[
-        str, "places of Canon layers, of ABCD, in place of the reads' convolution; empty: this one"
-    ] = ""
+    conv_init: Literal["normal", "identity"] = option(
+        "normal",
+        "initialization of the convolutions; normal draws from "
+        "N(0, hidden_init_std_factor / sqrt(hidden_size)); identity makes the model start as the "
+        "additive one",
+        initial=True,
+    )
+    canon: str = option(
+        "",
+        "Canon layers in place of the convolutions in the reads, as a string of the letters A "
+        "(attention input), B (queries, keys and values), C (MLP input) and D (hidden features of "
+        "the MLP), such as ABCD; empty for the convolutions in the reads",
+    )
 
+    # `TokenConvRead` reads these from the config.
     ddl_value_channels: ClassVar[int] = 1
     ddl_state_shortconv_kernel_size: ClassVar[int] = 4
     read_start: ClassVar[float] = 1.0
 
     def __post_init__(self):
         super().__post_init__()
-        if self.canon != "".join(place for place in "ABCD" if place in self.canon):
-            raise ValueError(f"canon={self.canon!r}: give letters of ABCD in this order, as in AC")
+        letters_in_order = "".join(letter for letter in "ABCD" if letter in self.canon)
+        if self.canon != letters_in_order:
+            raise ValueError(
+                f"canon={self.canon!r} is not a string of the letters A, B, C and D in this order; "
+                "give for example --canon=AC"
+            )
 
     @property
     def conv_start(self) -> str:
+        """Return how the convolutions are initialized."""
         return self.conv_init
 
 

@@ -6,42 +6,61 @@ import codecs
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated
 
 import torch
 
 from model.decoding import Decoder, padded
+from model.options import check_ranges, option
 
 UNIFORMS = 1024  # random numbers that a sequence draws at a time
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn, in this order. ValueError: a value out of range."""
+    """How tokens are sampled; the steps are applied in the order of the fields.
 
-    repetition_penalty: Annotated[
-        float, "logits of tokens that are there already: divided by it, below 0 times it"
-    ] = 1.0
-    temperature: Annotated[float, "0: always the likeliest token"] = 1.0
-    top_k: Annotated[int | None, "draw from the k likeliest tokens"] = None
-    top_p: Annotated[
-        float, "draw from the fewest likeliest tokens that together have this probability"
-    ] = 1.0
-    min_p: Annotated[float, "draw from tokens at least min_p times as likely as the likeliest"] = (
-        0.0
+    Raises:
+        ValueError: a value is out of range
+    """
+
+    repetition_penalty: float = option(
+        1.0,
+        "divide the positive logits of tokens that already occur in the text by this value, and "
+        "multiply their negative logits by it; 1 disables the penalty",
+        above=0,
+    )
+    temperature: float = option(
+        1.0,
+        "divide the logits by this value; 0 always takes the most likely token (greedy decoding)",
+        low=0,
+    )
+    top_k: int | None = option(
+        None,
+        "sample from the k most likely tokens (default: all tokens)",
+        low=1,
+    )
+    top_p: float = option(
+        1.0,
+        "sample from the smallest set of most likely tokens whose total probability reaches top_p "
+        "(nucleus sampling); 1 disables it",
+        above=0,
+        high=1,
+    )
+    min_p: float = option(
+        0.0,
+        "discard tokens less probable than min_p times the most likely one; 0 disables it",
+        low=0,
+        high=1,
     )
 
     def __post_init__(self):
-        penalty = self.repetition_penalty
-        for name, fits, fix in (
-            ("temperature", 0 <= self.temperature < math.inf, "0 or more"),
-            ("top_k", self.top_k is None or self.top_k >= 1, "1 or more"),
-            ("top_p", 0 < self.top_p <= 1, "a number above 0, at most 1"),
-            ("min_p", 0 <= self.min_p <= 1, "a number from 0 to 1"),
-            ("repetition_penalty", 0 < penalty < math.inf, "a number above 0 (1: no penalty)"),
-        ):
-            if not fits:
-                raise ValueError(f"{name}={getattr(self, name)}: give {fix}")
+        check_ranges(self)
+        if math.isinf(self.repetition_penalty):
+            raise ValueError(
+                f"repetition_penalty={self.repetition_penalty}: give a finite number above 0"
+            )
+        if math.isinf(self.temperature):
+            raise ValueError(f"temperature={self.temperature}: give a finite number, 0 or more")
 
 
 def probabilities(logits, sampling: Sampling):

@@ -1,4 +1,7 @@
-"""The additive baseline: X' = X + F(norm(X)), state (B, T, d)."""
+"""The additive baseline, a pre-norm Transformer: X' = X + F(norm(X)).
+
+The state X is (B, T, d).
+"""
 
 from model.gpt import GPT
 

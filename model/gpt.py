@@ -7,8 +7,9 @@ T tokens, d hidden_size.
 
 import contextlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 from model import cost
 from model.block import Block, Direct, Stream
 from model.decoding import Cache
-from model.keys import Key, check_ranges
 from model.layers import (
     CausalSelfAttention,
     Heads,
@@ -30,6 +30,7 @@ from model.layers import (
     rope_tables,
 )
 from model.loss import linear_cross_entropy, scaled
+from model.options import check_ranges, option
 from model.parameters import (
     Rule,
     by_shape,
@@ -40,87 +41,143 @@ from model.parameters import (
     rules_of,
 )
 
-INITIAL = Key(low=0, initial=True)
-
 
 @dataclass
 class GPTConfig:
     """Keys of every model.
 
-    ValueError: a value out of range; the message names the key, the value and the fix.
+    Raises:
+        ValueError: a value is out of range; the message names the key, the value and the fix
     """
 
-    # which key says how many vectors of width d a state has, where one does
+    # name of the key with the number of vectors of width d that the state of a token holds; None
+    # for a model without such a key
     columns_key: ClassVar[str | None] = None
 
-    vocab_size: Annotated[
-        int, "rows of the embedding; train.py's default: the corpus's, padded to 64s", Key(low=1)
-    ] = 50304
-    block_size: Annotated[int, "tokens per sequence", Key(low=1, free=True)] = 1024
-    num_hidden_layers: Annotated[
-        int, "blocks; each holds an attention and an MLP sublayer", Key(low=1)
-    ] = 12
-    num_attention_heads: Annotated[int, "attention heads per block", Key(low=1)] = 6
-    hidden_size: Annotated[int, "width d of the residual stream", Key(low=1)] = 768
-    head_dim: Annotated[int, "features per attention head", Key(low=1)] = 128
-    rope_base: Annotated[
-        float,
-        "base of the rotary position embedding, usually 10000",
-        Key(above=1, counts_with=("rope_ratio", bool)),
-    ] = 10000.0
-    rope_ratio: Annotated[
-        float, "share of each head's features that is rotated", Key(low=0, high=1)
-    ] = 1.0
-    state_dtype: Annotated[
-        Literal["bfloat16", "float32"],
-        "what the residual state is kept in where the run computes in bfloat16",
-        Key(free=True),
-    ] = "bfloat16"
-    use_qk_rmsnorm: Annotated[bool, "RMS-normalise queries and keys over each head"] = True
-    tie_embeddings: Annotated[bool, "the output layer has the embedding's weight"] = True
-    embedding_init_std: Annotated[
-        float,
-        "initial standard deviation of the embedding and of an output layer of its own",
-        INITIAL,
-    ] = 0.02
-    init: Annotated[
-        Literal["spectral", "normal"],
-        "matrices start by their own shape (the paper's current release), or by hidden_size",
-        Key(initial=True, before="normal"),
-    ] = "spectral"
-    hidden_init_std_factor: Annotated[
-        float, "of matrices' initial standard deviation, see init", INITIAL
-    ] = 0.5
-    num_hidden_layers_base: Annotated[
-        int | None,
-        "depth at which depth scaling changes nothing: residual_branch_mult is base / layers",
-        Key(low=1),
-    ] = None
-    residual_branch_mult: Annotated[
-        float | None,
-        "factor on what a sublayer adds to its state; None: 1, or as the base has it",
-        Key(above=0),
-    ] = None
-    mup: Annotated[
-        bool, "muP: scale logits by hidden_size_base / hidden_size, matrices' rates by powers of it"
-    ] = False
-    hidden_size_base: Annotated[
-        int, "width at which muP changes nothing", Key(low=1, counts_with=("mup", bool))
-    ] = 1024
+    vocab_size: int = option(
+        50304,
+        "vocabulary size; unless you set it, train.py uses the vocabulary size of the dataset, "
+        "rounded up to a multiple of 64",
+        low=1,
+    )
+    block_size: int = option(
+        1024,
+        "context length in tokens; unless you set it, train.py uses the document length if all "
+        "documents of the dataset have the same length",
+        low=1,
+        free=True,
+    )
+    num_hidden_layers: int = option(
+        12,
+        "number of Transformer blocks; each has an attention and an MLP sublayer",
+        low=1,
+    )
+    num_attention_heads: int = option(
+        6,
+        "number of attention heads per block",
+        low=1,
+    )
+    hidden_size: int = option(
+        768,
+        "width d of the residual stream",
+        low=1,
+    )
+    head_dim: int = option(
+        128,
+        "number of features per attention head",
+        low=1,
+    )
+    rope_base: float = option(
+        10000.0,
+        "base of the rotary position embedding (RoPE); no effect with rope_ratio=0",
+        above=1,
+        counts_with=("rope_ratio", bool),
+    )
+    rope_ratio: float = option(
+        1.0,
+        "fraction of the features of each head that RoPE rotates; 0 disables RoPE",
+        low=0,
+        high=1,
+    )
+    state_dtype: Literal["bfloat16", "float32"] = option(
+        "bfloat16",
+        "dtype of the residual state in a run that computes in bfloat16",
+        free=True,
+    )
+    use_qk_rmsnorm: bool = option(
+        True,
+        "apply RMSNorm to the queries and keys of each head, after RoPE",
+    )
+    tie_embeddings: bool = option(
+        True,
+        "tie the weights of the output layer to the token embedding",
+    )
+    embedding_init_std: float = option(
+        0.02,
+        "standard deviation of the initial token embedding, and of an output layer that is not "
+        "tied to the embedding",
+        low=0,
+        initial=True,
+    )
+    init: Literal["spectral", "normal"] = option(
+        "spectral",
+        "initialization of the matrices; spectral scales each matrix by its own shape, as the "
+        "current code of the DDL authors does; normal draws every matrix from "
+        "N(0, hidden_init_std_factor / sqrt(hidden_size)), as their earlier code did",
+        initial=True,
+        before="normal",
+    )
+    hidden_init_std_factor: float = option(
+        0.5,
+        "factor in the initial standard deviation of all matrices except embeddings; see init",
+        low=0,
+        initial=True,
+    )
+    num_hidden_layers_base: int | None = option(
+        None,
+        "base depth of depth scaling, which multiplies each sublayer's update of the residual "
+        "state by num_hidden_layers_base / num_hidden_layers, so that hyperparameters tuned at "
+        "this depth transfer to other depths (default: no depth scaling)",
+        low=1,
+    )
+    residual_branch_mult: float | None = option(
+        None,
+        "factor on each sublayer's update X' - X of the residual state (default: "
+        "num_hidden_layers_base / num_hidden_layers, or 1 without num_hidden_layers_base)",
+        above=0,
+    )
+    mup: bool = option(
+        False,
+        "use muP, which scales the logits by hidden_size_base / hidden_size and the learning rates "
+        "of matrices by powers of this ratio, so that hyperparameters tuned at width "
+        "hidden_size_base transfer to other widths",
+    )
+    hidden_size_base: int = option(
+        1024,
+        "base width of muP, at which muP changes nothing",
+        low=1,
+        counts_with=("mup", True),
+    )
 
     def __post_init__(self):
         check_ranges(self)
 
     @property
     def hidden_init_std(self) -> float:
+        """Return the standard deviation of a matrix with init=normal."""
         return self.hidden_init_std_factor / math.sqrt(self.hidden_size)
 
     def notes(self) -> list[str]:
-        """What a user should know before training this model."""
+        """Return warnings about the training of this model, a sentence each."""
         return []
 
-    def matrix_start(self, last: bool = False):
-        """The start of a matrix; `last`: of a sublayer's last, as those add up over the layers."""
+    def matrix_start(self, last: bool = False) -> Callable[[nn.Parameter], object]:
+        """Return the function that initializes a matrix in place.
+
+        Args:
+            last: for the output matrix of a sublayer, which is scaled down because the outputs of
+                all sublayers add up in the residual stream
+        """
         layers = self.num_hidden_layers_base or self.num_hidden_layers
         if self.init == "spectral":
             return by_shape(self.hidden_init_std_factor / (layers if last else 1))
@@ -128,15 +185,16 @@ class GPTConfig:
 
     @property
     def branch_mult(self) -> float:
-        """Factor on X' - X of every sublayer."""
+        """Return the factor on the update X' - X of every sublayer."""
         if self.residual_branch_mult is not None:
             return self.residual_branch_mult
-        base = self.num_hidden_layers_base
-        return 1.0 if base is None else base / self.num_hidden_layers
+        if self.num_hidden_layers_base is None:
+            return 1.0
+        return self.num_hidden_layers_base / self.num_hidden_layers
 
     @property
     def mup_scale(self) -> float:
-        """Factor on the logits; rates have that of their parameter's kind, a power of it."""
+        """Return muP's factor on the logits; learning rates are scaled by powers of it."""
         return self.hidden_size_base / self.hidden_size if self.mup else 1.0
 
 

@@ -11,7 +11,7 @@ import itertools
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,73 +19,99 @@ from torch import nn
 
 from model.block import Block, Past
 from model.gpt import GPTConfig
-from model.keys import Key
 from model.layers import LayerNorm, at_least_fp32, linear_fp32
+from model.options import option
 from model.parameters import OUTPUT, Rule, constant, linear, normal
 
 
 @dataclass
 class StreamsConfig(GPTConfig):
-    """Keys of every model with several streams."""
+    """Keys of Hyper-Connections (HC and mHC)."""
 
     columns_key: ClassVar[str | None] = "hc_streams"
 
-    hc_streams: Annotated[int, "streams n of width d in the state", Key(low=1)] = 4
+    hc_streams: int = option(
+        4,
+        "number n of residual streams, the expansion rate",
+        low=1,
+    )
 
 
 @dataclass
 class HyperConfig(StreamsConfig):
-    """Keys of Hyper-Connections."""
+    """Keys of unconstrained Hyper-Connections (HC)."""
 
-    hc_dynamic: Annotated[
-        bool, "the streams' weights depend on the token (DHC); False: learned numbers (SHC)"
-    ] = True
-    hc_scale_outputs: Annotated[
-        bool,
-        "sublayers' last matrices start smaller by sqrt(n), as the paper has it",
-        Key(initial=True),
-    ] = False
+    hc_dynamic: bool = option(
+        True,
+        "add input-dependent terms to the learned connection weights (dynamic Hyper-Connections); "
+        "False uses the learned weights alone (static Hyper-Connections)",
+    )
+    hc_scale_outputs: bool = option(
+        False,
+        "divide the initial output matrices of attention and MLP by sqrt(hc_streams), as in the "
+        "HC paper",
+        initial=True,
+    )
 
 
 @dataclass
 class ManifoldConfig(StreamsConfig):
-    """Keys of mHC and of what makes its mix in another way."""
+    """Keys of Manifold-Constrained Hyper-Connections (mHC)."""
 
-    mhc_mix: Annotated[
-        Literal["sinkhorn", "identity", "permutations", "kronecker"],
-        "the streams' mix: of Sinkhorn-Knopp (mHC), none, a weighted sum of all permutations "
-        "(mHC-lite), a Kronecker product of mixes of two (KromHC)",
-    ] = "sinkhorn"
-    mhc_readout: Annotated[
-        Literal["sum", "sigmoid"], "sum of the streams, or one weighted by the token (DeepSeek-V4)"
-    ] = "sum"
-    mhc_iterations: Annotated[
-        int, "Sinkhorn-Knopp's normalisations of either side of a mix", Key(low=1)
-    ] = 20
-    mhc_rows_last: Annotated[
-        bool,
-        "weights into a stream are normalised last, as in the paper; False: those out of one",
-        Key(before=False),
-    ] = True
+    mhc_mix: Literal["sinkhorn", "identity", "permutations", "kronecker"] = option(
+        "sinkhorn",
+        "matrix that mixes the residual streams; sinkhorn is a doubly stochastic matrix from the "
+        "Sinkhorn-Knopp algorithm (mHC); identity does not mix; permutations is a convex "
+        "combination of all permutation matrices (mHC-lite); kronecker is a Kronecker product of "
+        "doubly stochastic 2 x 2 matrices (KromHC)",
+    )
+    mhc_readout: Literal["sum", "sigmoid"] = option(
+        "sum",
+        "readout of the residual streams before the final norm; sum adds them up, sigmoid weights "
+        "them by input-dependent sigmoid gates (as in DeepSeek-V4)",
+    )
+    mhc_iterations: int = option(
+        20,
+        "number of Sinkhorn-Knopp iterations, each of which normalizes the rows and the columns",
+        low=1,
+    )
+    mhc_rows_last: bool = option(
+        True,
+        "normalize the rows of the mixing matrix last, so that the weights into each stream sum "
+        "to 1, as in the mHC paper; False normalizes the columns last, so that the weights out of "
+        "each stream sum to 1",
+        before=False,
+    )
 
     def __post_init__(self):
         super().__post_init__()
-        n, mix = self.hc_streams, self.mhc_mix
+        n = self.hc_streams
+        # The initial bias of the reads, -log(n - 1), would be infinite.
         if n == 1:
-            why = "mHC mixes streams, b_pre = -log(n - 1) is infinite"
-            raise ValueError(f"hc_streams=1: {why}; give 2 or more")
-        if mix == "permutations" and n > 5:
-            raise ValueError(f"hc_streams={n}: mhc_mix=permutations has n! logits; give 5 or fewer")
-        if mix == "kronecker" and n & (n - 1):
-            raise ValueError(f"hc_streams={n}: mhc_mix=kronecker needs a power of two")
-        default = ManifoldConfig.mhc_iterations, ManifoldConfig.mhc_rows_last
-        if mix != "sinkhorn" and (self.mhc_iterations, self.mhc_rows_last) != default:
-            keys = f"mhc_iterations={self.mhc_iterations}, mhc_rows_last={self.mhc_rows_last}"
-            raise ValueError(f"{keys} have no effect with mhc_mix={mix}: leave them out")
+            raise ValueError("hc_streams=1 leaves mHC no streams to mix; give 2 or more")
+        if self.mhc_mix == "permutations" and n > 5:
+            raise ValueError(
+                f"hc_streams={n} with mhc_mix=permutations needs a logit for each of the n! "
+                "permutations; give 5 streams or fewer"
+            )
+        is_power_of_two = n & (n - 1) == 0
+        if self.mhc_mix == "kronecker" and not is_power_of_two:
+            raise ValueError(
+                f"hc_streams={n} with mhc_mix=kronecker does not factor into 2 x 2 matrices; give "
+                "a power of two"
+            )
+        if self.mhc_mix == "sinkhorn":
+            return
+        for key in ("mhc_iterations", "mhc_rows_last"):
+            if getattr(self, key) != getattr(ManifoldConfig, key):
+                raise ValueError(
+                    f"{key}={getattr(self, key)} has no effect with mhc_mix={self.mhc_mix}; omit "
+                    "one of them"
+                )
 
     @property
     def mix_logits(self) -> int:
-        """Numbers that a token's mix is made from."""
+        """Return the number of logits per token that the mixing matrix is computed from."""
         n = self.hc_streams
         return {
             "sinkhorn": n * n,

@@ -1,4 +1,7 @@
-"""Manifold-constrained Hyper-Connections: several streams, mixed by doubly stochastic matrices."""
+"""mHC (arXiv 2512.24880): Hyper-Connections with doubly stochastic mixing of the streams.
+
+mHC stands for Manifold-Constrained Hyper-Connections.
+"""
 
 import math
 

@@ -7,50 +7,70 @@ X itself, not along a direction k.
 """
 
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import nn
 
 from model.block import Past, WritingBlock
 from model.gpt import GPTConfig
-from model.keys import Key
 from model.layers import LayerNorm, at_least_fp32, for_product
+from model.options import option
 from model.parameters import HIDDEN, Rule, constant, linear, normal
 
 
 @dataclass
 class MGTConfig(GPTConfig):
-    """Keys of MGT and the arms that it is compared with."""
+    """Keys of the Manifold-Geometric Transformer (MGT)."""
 
-    mgt_arm: Annotated[
-        Literal["full", "ddl", "mhc", "standard", "additive"],
-        "MGT; +DDL only; +mHC only and standard, both post-LN; pre-norm additive",
-    ] = "full"
-    mgt_lambda: Annotated[float, "lambda: range of the gate beta"] = 1.0
-    mgt_epsilon: Annotated[float, "epsilon: offset of the gate beta"] = 0.0
-    mgt_alpha_init: Annotated[float, "erasure alpha at initialisation", Key(initial=True)] = 0.0
-    mgt_beta_bias_init: Annotated[
-        float, "bias of beta's logits at initialisation: 1 is beta = 0.76", Key(initial=True)
-    ] = 1.0
+    mgt_arm: Literal["full", "ddl", "mhc", "standard", "additive"] = option(
+        "full",
+        "arm of the paper's ablation; full is MGT, ddl is +DDL only, mhc is +mHC only (post-norm), "
+        "standard is the post-norm Transformer, additive is the pre-norm Transformer",
+    )
+    mgt_lambda: float = option(
+        1.0,
+        "scale lambda of the gate beta = lambda * tanh(X W + b) + epsilon",
+    )
+    mgt_epsilon: float = option(
+        0.0,
+        "offset epsilon of the gate beta = lambda * tanh(X W + b) + epsilon",
+    )
+    mgt_alpha_init: float = option(
+        0.0,
+        "initial value of the learned erase coefficient alpha in X' = X + beta (V - alpha X)",
+        initial=True,
+    )
+    mgt_beta_bias_init: float = option(
+        1.0,
+        "initial bias b of the gate beta; with 1, beta starts near tanh(1) = 0.76",
+        initial=True,
+    )
 
     def __post_init__(self):
         super().__post_init__()
+        if self.has_beta:
+            return
         for key in ("mgt_lambda", "mgt_epsilon", "mgt_alpha_init", "mgt_beta_bias_init"):
-            if not self.has_beta and getattr(self, key) != getattr(MGTConfig, key):
-                fix = "leave it out, or give full or ddl"
-                raise ValueError(f"{key} has no effect with mgt_arm={self.mgt_arm}: {fix}")
+            if getattr(self, key) != getattr(MGTConfig, key):
+                raise ValueError(
+                    f"{key}={getattr(self, key)} has no effect with mgt_arm={self.mgt_arm}; omit "
+                    "it, or use --mgt_arm=full or --mgt_arm=ddl"
+                )
 
     @property
     def has_gate(self) -> bool:
+        """Return whether sublayer outputs are gated (the mHC of the paper)."""
         return self.mgt_arm in ("full", "mhc")
 
     @property
     def has_beta(self) -> bool:
+        """Return whether updates have the gate beta and the erase (the DDL of the paper)."""
         return self.mgt_arm in ("full", "ddl")
 
     @property
     def post_norm(self) -> bool:
+        """Return whether the LayerNorm follows the update instead of preceding the sublayer."""
         return self.mgt_arm in ("standard", "mhc")
 
 

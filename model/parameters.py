@@ -8,7 +8,7 @@ with its rules. `rules_of(model)` collects them and refuses a parameter that has
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from torch import nn
 
@@ -94,6 +94,24 @@ def refuse_shared_memory(model: nn.Module) -> None:
             raise ValueError(f"{name} is a copy of {other} in the same memory: {fix}")
 
 
+def refuse_missing_rule(model: nn.Module, name: str) -> NoReturn:
+    """Raise ValueError for a parameter without a rule; the message says how to give it one."""
+    owner_name, _, last_name = name.rpartition(".")
+    owner = model.get_submodule(owner_name)
+    if isinstance(owner, nn.Linear):
+        bias_rule = "" if owner.bias is None else ", bias=Rule(constant(0.0))"
+        raise ValueError(
+            f"{name} has no rule: make the layer with model.parameters.linear("
+            f"{owner.in_features}, {owner.out_features}, "
+            f"Rule(config.matrix_start(), kind=HIDDEN, decay=True){bias_rule}) in place of "
+            "nn.Linear"
+        )
+    raise ValueError(
+        f"{name} has no rule: give its {type(owner).__name__} an attribute "
+        f"rules = {{{last_name!r}: Rule(...)}} (model/parameters.py)"
+    )
+
+
 def rules_of(model: nn.Module) -> dict[str, Rule]:
     """The rule of every parameter by name; tied ones count once, with the rule of the first.
 
@@ -113,10 +131,7 @@ def rules_of(model: nn.Module) -> dict[str, Rule]:
         rules.pop(name, None)
     for name in names:
         if name not in rules:
-            owner, _, last = name.rpartition(".")
-            owner = type(model.get_submodule(owner)).__name__
-            fix = f"give its {owner} rules = {{{last!r}: Rule(...)}}"
-            raise ValueError(f"{name} has no rule: {fix}")
+            refuse_missing_rule(model, name)
     if unknown := sorted(rules.keys() - set(names)):
         reason = f"which is no parameter of {type(model).__name__}"
         raise ValueError(f"there is a rule for {unknown[0]}, {reason}")

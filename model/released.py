@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-import configurator
-from model import every_config, model_class, weights
-from model.keys import keys_of, values_before
+from model import check_settings, every_config, model_class, weights
+from model.options import collect_options, legacy_defaults
 from model.residual import fold_column_conv
+from utils import errors, files
 
 # The release's file names as our stems; `-accelerated` computes the same with kernels of its own.
 FILES = {
@@ -212,10 +212,10 @@ def read_config(released: dict, stem: str) -> dict:
 
     ValueError: an option that this code does not have, or an unknown key.
     """
-    schema = configurator.knobs(model_class(stem).Config)
+    schema = collect_options(model_class(stem).Config)
     renamed = {RENAMED.get(key, key): value for key, value in scaled_as(released).items()}
     known = {key: value for key, value in renamed.items() if key in schema}
-    config = configurator.check(known, schema)
+    config = check_settings(known, schema)
     inner = 8 * config.get("hidden_size", schema["hidden_size"].default) // 3
     fixed = {**FIXED, "intermediate_size": (None, inner)}
     for key in sorted((renamed.keys() - schema.keys()) & fixed.keys()):
@@ -224,9 +224,9 @@ def read_config(released: dict, stem: str) -> dict:
             raise ValueError(f"{given}: only {fixed[key][0]!r} is supported")
     others = renamed.keys() - schema.keys() - fixed.keys() - LIBRARY - {STEM}
     if others:  # a flat config holds the keys of all variants, which are looked up where needed
-        others -= configurator.knobs(*every_config()).keys()
+        others -= collect_options(*every_config()).keys()
     for key in sorted(others):
-        given, nearest = weights.clipped(key)[1:-1], configurator.nearest(key, schema)
+        given, nearest = weights.clipped(key)[1:-1], errors.suggest(key, schema)
         raise ValueError(f"unknown key {given} in the released config{nearest}")
     return config
 
@@ -264,7 +264,7 @@ def describe(folder: Path) -> tuple[str, dict]:
     if not file.is_file():
         needed = "a folder of the released model code, or an exported one"
         raise ValueError(f"{folder} holds no config.json: give {needed}")
-    config, found = configurator.read_json(file), weights.header(folder)
+    config, found = files.read_json(file), weights.header(folder)
     if weights.EMBEDDING not in found:
         reason = f"has no {weights.EMBEDDING}: it is not of the released model code"
         raise ValueError(f"{folder} {reason}")
@@ -281,7 +281,7 @@ def describe(folder: Path) -> tuple[str, dict]:
         raise ValueError(f"{file}: {error}") from error
     if config.get(STEM) != stem or current:  # not as export.py writes it
         keys |= of_weights(found, stem, keys)
-    return stem, {**values_before(model_class(stem).Config), **keys}
+    return stem, {**legacy_defaults(model_class(stem).Config), **keys}
 
 
 def load(folder: str | Path):
@@ -303,7 +303,7 @@ def config_of(model, older: bool = False) -> dict:
     release = f"the authors' {'older' if older else 'current'} release"
     if stem not in VARIANTS:
         raise ValueError(f"model={stem!r}: {release} has no such variant")
-    written, knobs, keys = {}, configurator.knobs(type(config)), keys_of(type(config))
+    written, knobs, keys = {}, collect_options(type(config)), collect_options(type(config))
     for name, value in vars(config).items():
         idle = name in MAPPED or keys[name].initial or keys[name].free
         if name in THEIRS:

@@ -10,8 +10,7 @@ zeros in training and from the cache in generation.
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import not_
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,194 +18,285 @@ from torch import nn
 
 from model.block import Block, Past, delay
 from model.gpt import GPTConfig
-from model.keys import Key
 from model.layers import at_least_fp32, for_product, linear_fp32
+from model.options import option
 from model.parameters import FIXED, HIDDEN, INPUT, OUTPUT, Rule, constant, linear, normal
 
 
 @dataclass
 class DeltaConfig(GPTConfig):
-    """Keys of every DDL model."""
+    """Keys of Deep Delta Learning (DDL)."""
 
     columns_key: ClassVar[str | None] = "ddl_value_channels"
 
-    ddl_value_channels: Annotated[int, "columns v of the state X (d x v)", Key(low=1)] = 1
-    ddl_beta_init: Annotated[
-        float | Literal["1/L"],
-        "gate beta at initialisation, 0 (identity) to 2 (reflection); 1/L: one over the number of "
-        "blocks",
-        Key(low=0, high=2, initial=True),
-    ] = 1.0
-    ddl_beta_single_linear: Annotated[
-        bool, "gate by one linear layer; False: two with a tanh between"
-    ] = True
-    ddl_beta_hidden_size: Annotated[
-        int,
-        "hidden width of the two-layer gate",
-        Key(low=1, counts_with=("ddl_beta_single_linear", not_)),
-    ] = 128
-    ddl_beta_input: Annotated[
-        Literal["context", "residual", "mean", "flat"],
-        "gate from the normed context, or eq. 8's convolution (x_in), column mean or whole state",
-    ] = "context"
-    ddl_k_eps: Annotated[
-        float, "guard of the unit direction k (eq. 3), see ddl_k_norm", Key(low=0)
-    ] = 1e-5
-    ddl_k_norm: Annotated[
-        Literal["guarded", "shifted"], "k = k~ / sqrt(|k~|^2 + eps^2), or k = k~ / (|k~| + eps)"
-    ] = "guarded"
-    ddl_v_sigmoid: Annotated[bool, "squash the write value: scale * sigmoid(value)"] = True
-    ddl_v_sigmoid_scale: Annotated[
-        float, "scale of the squashed write value", Key(counts_with=("ddl_v_sigmoid", bool))
-    ] = 4.0
-    ddl_v_constant: Annotated[bool, "write a constant instead of a learned value"] = False
-    ddl_v_constant_value: Annotated[
-        float, "that constant", Key(counts_with=("ddl_v_constant", bool))
-    ] = 2.0
-    ddl_v_input: Annotated[
-        Literal["residual", "context"], "write value from x_in or from the normed context"
-    ] = "residual"
-    ddl_v_bias: Annotated[bool, "bias of the write value's linear layer"] = True
-    ddl_map: Annotated[
-        Literal["k", "v"], "what the sublayer's output gives: k the direction, v the write value"
-    ] = "k"
-    ddl_k_branch: Annotated[
-        Literal["mlp", "attention"], "v-Map: direction by an MLP, or by attention over columns"
-    ] = "mlp"
-    ddl_k_input: Annotated[
-        Literal["read", "mean", "flat"],
-        "v-Map: its MLP looks at x_in (of one column: the normed context), the column mean or the "
-        "whole state",
-    ] = "read"
-    ddl_k_hidden_size: Annotated[
-        int,
-        "v-Map: hidden width of the direction's MLP",
-        Key(low=1, counts_with=("ddl_map", "v".__eq__)),
-    ] = 128
-    ddl_update: Annotated[
-        Literal["delta", "write_only"], "erase and write, or write alone (matched control)"
-    ] = "delta"
+    ddl_value_channels: int = option(
+        1,
+        "number of value channels d_v of the state X in R^{d x d_v}",
+        low=1,
+    )
+    ddl_beta_init: float | Literal["1/L"] = option(
+        1.0,
+        "initial value of the gate beta; 0 leaves the state unchanged, 1 overwrites and 2 reflects "
+        "the component of the state along k; 1/L means 1 / num_hidden_layers",
+        low=0,
+        high=2,
+        initial=True,
+    )
+    ddl_beta_single_linear: bool = option(
+        True,
+        "compute the logit of the gate beta with one linear layer; False uses two linear layers "
+        "with a tanh in between",
+    )
+    ddl_beta_hidden_size: int = option(
+        128,
+        "hidden size of the two-layer gate",
+        low=1,
+        counts_with=("ddl_beta_single_linear", False),
+    )
+    ddl_beta_input: Literal["context", "residual", "mean", "flat"] = option(
+        "context",
+        "input of the gate beta; context is the normalized context c, residual is the compressed "
+        "state x_in, mean is the mean of X over the value channels, flat is X flattened to one "
+        "vector",
+    )
+    ddl_k_eps: float = option(
+        1e-5,
+        "epsilon in the normalization of the direction k; see ddl_k_norm",
+        low=0,
+    )
+    ddl_k_norm: Literal["guarded", "shifted"] = option(
+        "guarded",
+        "normalization of the direction k; guarded is k~ / sqrt(||k~||^2 + ddl_k_eps^2), "
+        "shifted is k~ / (||k~|| + ddl_k_eps)",
+    )
+    ddl_v_sigmoid: bool = option(
+        True,
+        "replace the write value v by ddl_v_sigmoid_scale * sigmoid(v), which bounds it",
+    )
+    ddl_v_sigmoid_scale: float = option(
+        4.0,
+        "factor on the sigmoid of the write value v",
+        counts_with=("ddl_v_sigmoid", True),
+    )
+    ddl_v_constant: bool = option(
+        False,
+        "write the constant ddl_v_constant_value instead of a learned write value v",
+    )
+    ddl_v_constant_value: float = option(
+        2.0,
+        "constant write value v",
+        counts_with=("ddl_v_constant", True),
+    )
+    ddl_v_input: Literal["residual", "context"] = option(
+        "residual",
+        "input of the linear layer for the write value v in the k-Map; residual is the compressed "
+        "state x_in, context is the normalized context c",
+    )
+    ddl_v_bias: bool = option(
+        True,
+        "add a bias in the linear layer for the write value v",
+    )
+    ddl_map: Literal["k", "v"] = option(
+        "k",
+        "role of the sublayer output h; k (k-Map) makes h the direction k, and computes the write "
+        "value v from ddl_v_input; v (v-Map) computes the write value v from h, and the direction "
+        "k in a branch of its own, ddl_k_branch",
+    )
+    ddl_k_branch: Literal["mlp", "attention"] = option(
+        "mlp",
+        "branch that computes the direction k in the v-Map; mlp applies an MLP to ddl_k_input, "
+        "attention attends over the value channels of X with a learned query",
+    )
+    ddl_k_input: Literal["read", "mean", "flat"] = option(
+        "read",
+        "input of the MLP for the direction k in the v-Map; read is the compressed state x_in, or "
+        "the normalized context c if d_v = 1; mean is the mean of X over the value channels; flat "
+        "is X flattened to one vector",
+    )
+    ddl_k_hidden_size: int = option(
+        128,
+        "hidden size of the MLP for the direction k in the v-Map",
+        low=1,
+        counts_with=("ddl_map", "v"),
+    )
+    ddl_update: Literal["delta", "write_only"] = option(
+        "delta",
+        "update of the state; delta is X' = X + beta k (v^T - k^T X), which erases before it "
+        "writes; write_only is X' = X + beta k v^T, a control without the erase",
+    )
 
     def __post_init__(self):
         super().__post_init__()
-        v_map, attends = self.ddl_map == "v", self.ddl_k_branch == "attention"
-        if attends and not v_map:
-            raise ValueError("ddl_k_branch='attention' is of the v-Map alone: add ddl_map=v")
-        if attends and self.ddl_value_channels == 1:
-            raise ValueError("ddl_k_branch='attention': ddl_value_channels is 1; use mlp")
-        if v_map and self.ddl_v_constant:
-            why = "leaves the sublayers' outputs unused: leave one of them out"
-            raise ValueError(f"ddl_v_constant=True with ddl_map='v' {why}")
-        if self.ddl_k_input != "read" and (attends or not v_map):
-            fix = "add ddl_map=v, with ddl_k_branch=mlp, or leave it out"
-            raise ValueError(f"ddl_k_input={self.ddl_k_input!r} is of the v-Map's MLP: {fix}")
-        idle = {"ddl_v_bias=False": not self.ddl_v_bias and self.ddl_v_constant}
-        idle["ddl_v_input='context'"] = self.ddl_v_input == "context" and (
-            v_map or self.ddl_v_constant
-        )
-        for key in [key for key, has_no_effect in idle.items() if has_no_effect]:
-            other = "ddl_v_constant" if self.ddl_v_constant else "ddl_map=v"
-            raise ValueError(f"{key} has no effect with {other}: leave one of them out")
+        if self.ddl_k_branch == "attention" and self.ddl_map != "v":
+            raise ValueError(
+                "ddl_k_branch=attention has no effect with ddl_map=k, where the direction k is the "
+                "sublayer output; add --ddl_map=v or omit ddl_k_branch"
+            )
+        if self.ddl_k_branch == "attention" and self.ddl_value_channels == 1:
+            raise ValueError(
+                "ddl_k_branch=attention attends over the value channels, but ddl_value_channels "
+                "is 1; use --ddl_k_branch=mlp"
+            )
+        if self.ddl_map == "v" and self.ddl_v_constant:
+            raise ValueError(
+                "ddl_v_constant=True with ddl_map=v leaves the sublayer outputs unused; omit one "
+                "of them"
+            )
+        if self.ddl_k_input != "read" and self.ddl_map != "v":
+            raise ValueError(
+                f"ddl_k_input={self.ddl_k_input} has no effect with ddl_map=k, where the direction "
+                "k is the sublayer output; add --ddl_map=v or omit ddl_k_input"
+            )
+        if self.ddl_k_input != "read" and self.ddl_k_branch == "attention":
+            raise ValueError(
+                f"ddl_k_input={self.ddl_k_input} has no effect with ddl_k_branch=attention, which "
+                "attends over X; omit one of them"
+            )
+        if not self.ddl_v_bias and self.ddl_v_constant:
+            raise ValueError(
+                "ddl_v_bias=False has no effect with ddl_v_constant=True; omit one of them"
+            )
+        if self.ddl_v_input == "context" and self.ddl_v_constant:
+            raise ValueError(
+                "ddl_v_input=context has no effect with ddl_v_constant=True; omit one of them"
+            )
+        if self.ddl_v_input == "context" and self.ddl_map == "v":
+            raise ValueError(
+                "ddl_v_input=context has no effect with ddl_map=v, which computes the write value "
+                "v from the sublayer output; omit one of them"
+            )
 
     @property
     def beta_start(self) -> float:
-        """beta at initialisation."""
+        """Return the gate beta at initialization."""
         return 1 / self.num_hidden_layers if self.ddl_beta_init == "1/L" else self.ddl_beta_init
 
     def notes(self) -> list[str]:
-        # Erase bounds the state, so every site changes it by a constant share, and what sites pass
-        # on multiplies: the first gradient was measured to grow about so (docs/variants.md).
-        sites, beta = 2 * self.num_hidden_layers, self.branch_mult * self.beta_start
-        growth = 0.4 * sites * beta / math.sqrt(self.hidden_size)
+        """Return a warning if the first gradient is likely to be too large to train."""
+        # The erase bounds the state, so each sublayer changes a constant fraction of it, and these
+        # changes multiply over depth. The factor 0.4 was measured (docs/variants.md).
+        num_sublayers = 2 * self.num_hidden_layers
+        beta = self.branch_mult * self.beta_start
+        growth = 0.4 * num_sublayers * beta / math.sqrt(self.hidden_size)
         if growth <= 3 or self.ddl_update != "delta":
             return []
-        where = f"{self.num_hidden_layers} blocks of width {self.hidden_size}"
-        what = f"the first gradient may be about e^{growth:.0f} times too large to train"
         return [
-            f"ddl_beta_init={self.ddl_beta_init} over {where}: {what}: give --ddl_beta_init=1/L"
+            f"with ddl_beta_init={self.ddl_beta_init}, the first gradient of "
+            f"{self.num_hidden_layers} blocks of width {self.hidden_size} may be about "
+            f"e^{growth:.0f} times too large to train; try --ddl_beta_init=1/L"
         ]
 
     @property
     def k_guard(self) -> float:
-        """ddl_k_eps, or what changes no direction but makes that of the zero vector zero."""
+        """Return the epsilon of the direction k: ddl_k_eps, or a tiny number in place of 0."""
+        # 1e-15 changes only the direction of a zero vector, which becomes zero instead of NaN.
         return max(self.ddl_k_eps, 1e-15)
 
 
 @dataclass
 class SingleColumnConfig(DeltaConfig):
-    """Keys of the one-column model."""
+    """Keys of DDL with one value channel (d_v = 1)."""
 
     def __post_init__(self):
         super().__post_init__()
         if self.ddl_value_channels != 1:
-            fix = "this model has one column; take --model=DDL-gpt-mha-rope for more"
-            raise ValueError(f"ddl_value_channels={self.ddl_value_channels}: {fix}")
+            raise ValueError(
+                f"ddl_value_channels={self.ddl_value_channels}, but this model has one value "
+                "channel; for more, use --model=DDL-gpt-mha-rope"
+            )
 
 
 @dataclass
 class ColumnsConfig(GPTConfig):
-    """Keys of models whose state has several columns, and of how they are read."""
+    """Keys of models with several value channels (d_v > 1)."""
 
     columns_key: ClassVar[str | None] = "ddl_value_channels"
 
-    ddl_value_channels: Annotated[int, "columns v of the state X (d x v)", Key(low=1)] = 4
-    ddl_state_shortconv_kernel_size: Annotated[
-        int | None, "width of the read's kernel; None: 4 tokens, in CC v", Key(low=1)
-    ] = None
-    ddl_state_read_init: Annotated[
-        float | None, "start of the read vector over columns; None: 1/v", Key(initial=True)
-    ] = None
-    ddl_state_conv_init: Annotated[
-        Literal["mean", "normal", "identity"] | None,
-        "start of the read convolution; None: mean with init=spectral, normal with init=normal",
-        Key(initial=True),
-    ] = None
+    ddl_value_channels: int = option(
+        4,
+        "number of value channels d_v of the state X in R^{d x d_v}",
+        low=1,
+    )
+    ddl_state_shortconv_kernel_size: int | None = option(
+        None,
+        "kernel size of the convolution in the compressor, which maps X to x_in (default: 4 for a "
+        "convolution over tokens, ddl_value_channels for one over value channels)",
+        low=1,
+    )
+    ddl_state_read_init: float | None = option(
+        None,
+        "initial value of the read vector, with which the compressor sums over the value channels "
+        "(default: 1 / ddl_value_channels)",
+        initial=True,
+    )
+    ddl_state_conv_init: Literal["mean", "normal", "identity"] | None = option(
+        None,
+        "initialization of the convolution in the compressor; mean averages over the kernel; "
+        "normal draws from N(0, hidden_init_std_factor / sqrt(hidden_size)); identity passes on "
+        "the current token or value channel (default: mean with init=spectral, normal with "
+        "init=normal)",
+        initial=True,
+    )
 
     @property
     def conv_start(self) -> str:
-        return self.ddl_state_conv_init or ("mean" if self.init == "spectral" else "normal")
+        """Return how the convolution in the compressor is initialized."""
+        if self.ddl_state_conv_init is not None:
+            return self.ddl_state_conv_init
+        return "mean" if self.init == "spectral" else "normal"
 
     @property
     def read_start(self) -> float:
-        start = self.ddl_state_read_init
-        return 1 / self.ddl_value_channels if start is None else start
+        """Return the initial value of the read vector."""
+        if self.ddl_state_read_init is not None:
+            return self.ddl_state_read_init
+        return 1 / self.ddl_value_channels
 
 
 @dataclass
 class ExpandedConfig(ColumnsConfig, DeltaConfig):
-    """Keys of DDL models whose state has several columns."""
+    """Keys of DDL with several value channels (d_v > 1)."""
 
 
 @dataclass
 class ColumnConvConfig(ExpandedConfig):
-    """Keys of DDL models that are read by a convolution over columns (CC)."""
+    """Keys of the compressor over value channels (CC)."""
 
-    ddl_cc_read: Annotated[
-        Literal["pair", "folded"],
-        "that convolution and a vector over its results, or both as one weight",
-        Key(before="folded"),
-    ] = "pair"
-    ddl_state_dv_shortconv_causal: Annotated[bool, "it looks at the columns before alone"] = False
+    ddl_cc_read: Literal["pair", "folded"] = option(
+        "pair",
+        "parameters of the compressor; pair is a convolution over value channels followed by a "
+        "read vector, folded is a single weight for each feature and value channel",
+        before="folded",
+    )
+    ddl_state_dv_shortconv_causal: bool = option(
+        False,
+        "make the convolution over value channels causal",
+    )
 
     def __post_init__(self):
         super().__post_init__()
         if self.ddl_cc_read == "folded" and self.ddl_state_dv_shortconv_causal:
-            key = "ddl_state_dv_shortconv_causal=True"
-            raise ValueError(f"{key} is of a pair: give ddl_cc_read=pair as well")
+            raise ValueError(
+                "ddl_state_dv_shortconv_causal=True has no effect with ddl_cc_read=folded, which "
+                "has no convolution; use --ddl_cc_read=pair or omit the key"
+            )
 
 
 @dataclass
 class EmbeddingConvConfig(ExpandedConfig):
-    """Keys of models that expand the embedding by a convolution (EC)."""
+    """Keys of the embedding convolution (EC)."""
 
-    input_embed_shortconv_kernel_size: Annotated[
-        int, "tokens that the expanded embedding looks at", Key(low=1)
-    ] = 4
+    input_embed_shortconv_kernel_size: int = option(
+        4,
+        "kernel size, in tokens, of the causal convolution that expands the embedding into the "
+        "value channels",
+        low=1,
+    )
 
 
 @dataclass
 class EmbeddingColumnConvConfig(EmbeddingConvConfig, ColumnConvConfig):
-    """Keys of DDL models with both convolutions (CC-EC)."""
+    """Keys of DDL with both convolutions (CC and EC)."""
 
 
 def features_last(weights):

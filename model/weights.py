@@ -12,10 +12,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
-import configurator
-from model import build, model_class
+from model import build, check_settings, model_class
 from model.layers import at_least_fp32
+from model.options import collect_options
 from model.parameters import aliases
+from utils import files
 
 EMBEDDING = "transformer.wte.weight"
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -25,7 +26,7 @@ DEEPEST = 1000  # blocks of a model whose blocks share weights, which are stored
 LONGEST = 2**20
 
 
-def files(folder: Path) -> list[Path]:
+def list_weight_files(folder: Path) -> list[Path]:
     """The files that hold the folder's weights. ValueError: none, or an index that names others."""
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
@@ -33,7 +34,7 @@ def files(folder: Path) -> list[Path]:
         fix = " (pytorch_model.bin is a pickle: save it as safetensors where it was made)"
         fix = fix if any(folder.glob("*.bin")) else ""
         raise ValueError(f"{folder} holds no model.safetensors{fix}")
-    parts = configurator.read_json(folder / INDEX).get("weight_map")
+    parts = files.read_json(folder / INDEX).get("weight_map")
     names = list(parts.values()) if isinstance(parts, dict) else []
     for name in names or [parts]:
         inside = isinstance(name, str) and Path(name).name == name  # no path that leads elsewhere
@@ -52,7 +53,7 @@ def clipped(value) -> str:
 def header(folder: Path) -> dict[str, torch.Tensor]:
     """The folder's tensors on the meta device. ValueError: damaged, or no floating-point."""
     found: dict[str, torch.Tensor] = {}
-    for file in files(folder):
+    for file in list_weight_files(folder):
         for name, tensor in safe_header(file):
             if name in found:
                 raise ValueError(f"{file}: {clipped(name)} is in another file as well")
@@ -78,7 +79,7 @@ def safe_header(file: Path):
 def load(folder: Path) -> dict[str, torch.Tensor]:
     """The folder's tensors, on the CPU in at least fp32. ValueError: damaged, or not finite."""
     loaded = {}
-    for file in files(folder):
+    for file in list_weight_files(folder):
         try:
             pairs = load_file(file).items()
         except (OSError, SafetensorError) as error:
@@ -110,7 +111,7 @@ def skeleton(stem: str, config: dict, found, where: str):
     """
     cls = model_class(stem)
     try:
-        checked = cls.Config(**configurator.check(config, configurator.knobs(cls.Config)))
+        checked = cls.Config(**check_settings(config, collect_options(cls.Config)))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     places = [name.split(".") for name in found if name.startswith("transformer.h.")]

@@ -1,27 +1,32 @@
-"""A control for DDL: its v columns and its reads, written by addition, X' = X + h w^T. Does the
-width alone do it?
+"""Control for DDL: its value channels and reads with an additive write, X' = X + h w^T.
+
+Does the width of the state alone explain the gain of DDL?
 """
 
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import nn
 
 from model.block import WritingBlock
 from model.gpt import GPT
+from model.options import option
 from model.parameters import Rule
 from model.residual import ColumnConvRead, ColumnsConfig, Repeat, TokenConvRead
 
 
 @dataclass
 class WideConfig(ColumnsConfig):
-    """Keys of the wide additive state."""
+    """Keys of the wide additive control."""
 
-    wide_read: Annotated[
-        Literal["tc", "cc"], "read by a convolution over tokens, or over columns"
-    ] = "tc"
+    wide_read: Literal["tc", "cc"] = option(
+        "tc",
+        "compressor, which maps X to x_in; tc is a convolution over tokens, cc is one over value "
+        "channels",
+    )
 
+    # `ColumnConvRead` reads these from the config.
     ddl_cc_read: ClassVar[str] = "folded"
     ddl_state_dv_shortconv_causal: ClassVar[bool] = False
 

@@ -19,9 +19,14 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import configurator  # before all that is slow to import: it takes Ctrl+C
+
+from utils import errors
+
+if __name__ == "__main__":
+    errors.end_quietly_on_interrupt()  # before the slow imports
 
 # isort: split
+import configurator
 from research.analysis import common, coordinates, gates, lens, rank, spectrum, transfer
 
 # A module has a docstring, run(args) and, for options of its own, add_options(parser).
@@ -70,7 +75,7 @@ def main():
         if hasattr(module, "add_options"):
             module.add_options(command)
     args = parser.parse_args()
-    with configurator.one_line_errors():
+    with errors.one_line_errors():
         check(args)
         (OVER_RUNS | OVER_WIDTHS)[args.command].run(args)
 

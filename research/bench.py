@@ -21,6 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import configurator
 from research.benchmarks import costs, decode, kernel_bandwidth, peer_quality, profile, step, suites
+from utils import errors
 
 
 def many(kind, text: str) -> list:
@@ -76,10 +77,10 @@ class Options:
         """Options that choose sizes and models of suites."""
         self.add("suite", "quick", "sizes and models", choices=suites.SUITES)
         self.add("sizes", None, "some of the suite's sizes, as in --sizes=small")
-        forms = "stems, stem:d_v, or either +kernels=off, +state_interval=4, +KEY=VALUE"
+        forms = "stems, stem:d_v, or either +kernels=off, +state_checkpoint_interval=4, +KEY=VALUE"
         self.add("models", None, f"{forms}, with commas between (default: the suite's)")
         self.add("kernels", "auto", "as train.py's key", choices=("auto", "on", "off"))
-        self.counts(state_interval=(2, "as train.py's key"))
+        self.counts(state_checkpoint_interval=(2, "as train.py's key"))
         self.size({}, "instead of the suite's")
         self.counts(micro_batch_size=(None, "sequences per step (default: the suite's)"))
         self.add("dtype", "bfloat16", "", choices=("float32", "bfloat16"))
@@ -166,7 +167,7 @@ def arguments(argv: list[str]):
 
 def main():
     args = arguments(sys.argv[1:])
-    with configurator.one_line_errors():
+    with errors.one_line_errors():
         COMMANDS[args.command][2](args)
 
 

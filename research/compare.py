@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-import configurator
 from research.runs import Run
+from utils import errors
 
 LEVEL = 0.95  # of every interval
 ERROR = 1 - LEVEL
@@ -25,7 +25,7 @@ LONGEST_LABEL = 60  # characters
 
 def student():
     """scipy's special functions, with Student's distribution among them."""
-    return configurator.optional("scipy.special", "an interval over seeds")
+    return errors.import_optional("scipy.special", "an interval over seeds")
 
 
 # ---- estimates ----
@@ -246,9 +246,7 @@ def refuse_unknown(runs: list[Run], keys: Sequence[str], option: str) -> None:
     known = {"run", "model", "commit", "tokenizer"}.union(*(run.settings for run in runs))
     for key in keys:
         if key not in known:
-            raise ValueError(
-                f"{option}: no run has a key {key!r}{configurator.nearest(key, known)}"
-            )
+            raise ValueError(f"{option}: no run has a key {key!r}{errors.suggest(key, known)}")
 
 
 def groups_of(runs: list[Run], by: Sequence[str] = (), same_step: bool = True) -> list[Group]:

@@ -10,7 +10,7 @@ from evaluation.tables import comma_separated
 from research import compare, plots, tables
 from research.compare import METRICS, Comparison, Group, shown
 from research.runs import Run
-from training.provenance import store
+from training.provenance import store_figures
 
 REPORT = "report.json"
 FIGURE = r"figures(/(curves|costs|differences|final|residual_\w*)\.(png|svg))?"
@@ -234,7 +234,7 @@ def write(
             (new / f"{table.name}.csv").write_text(table.comma_separated(), encoding="utf-8")
         (new / "curves.csv").write_text(curves_csv(lines), encoding="utf-8")
         figures = {t.name: {"title": t.title, "rows": t.figures, "notes": t.notes} for t in made}
-        store(new / REPORT, {"summary": summary, "tables": figures, "left_out": left_out})
+        store_figures(new / REPORT, {"summary": summary, "tables": figures, "left_out": left_out})
         shutil.rmtree(old, ignore_errors=True)
         if out.exists():
             out.replace(old)

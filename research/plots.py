@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-import configurator
 from research.compare import ERROR, SHARES, Comparison, Estimate, Group, shortened, student
 from research.runs import AXES, Run
+from utils import errors, files
 
 # Okabe and Ito's colours, told apart with any colour vision; black is the baseline's.
 COLORS = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #000000 #F0E442".split()
@@ -208,7 +208,7 @@ def residual_of(group: Group) -> dict[str, dict[str, tuple[np.ndarray, np.ndarra
 
 def printing():
     """A context in which figures are made and saved as they are printed."""
-    return configurator.optional("matplotlib", "a figure").rc_context(PRINT)
+    return errors.import_optional("matplotlib", "a figure").rc_context(PRINT)
 
 
 def look(number: int) -> dict:
@@ -226,7 +226,7 @@ def look_numbers(stems: list[str | None]) -> list[int]:
 
 def panels(rows: int, columns: int, height: float, labels: list[str], **keys):
     """(figure, axes (rows, columns)), each row `height` inches high, with room for the legend."""
-    figures = configurator.optional("matplotlib.figure", "a figure")
+    figures = errors.import_optional("matplotlib.figure", "a figure")
     lines = math.ceil(len(labels) / legend_columns(labels)) if labels else 0
     size = (WIDTH, rows * height + lines * LEGEND_LINE + 0.1)
     figure = figures.Figure(figsize=size, layout="constrained")
@@ -250,8 +250,8 @@ def add_legend(figure, entries: dict) -> None:
 
 def images_of(figure) -> dict[str, bytes]:
     """{"png", "svg"}: the same bytes from the same numbers."""
-    agg = configurator.optional("matplotlib.backends.backend_agg", "a figure").FigureCanvasAgg
-    svg = configurator.optional("matplotlib.backends.backend_svg", "a figure").FigureCanvasSVG
+    agg = errors.import_optional("matplotlib.backends.backend_agg", "a figure").FigureCanvasAgg
+    svg = errors.import_optional("matplotlib.backends.backend_svg", "a figure").FigureCanvasSVG
     bitmap, drawing = io.BytesIO(), io.BytesIO()
     figure.dpi = 200
     agg(figure).print_png(bitmap, metadata={"Software": None})
@@ -262,13 +262,13 @@ def images_of(figure) -> dict[str, bytes]:
 
 def save(figure, out: Path) -> None:
     """Write a figure, whole under its name at any moment."""
-    with configurator.whole(out) as temporary:
+    with files.atomic_path(out) as temporary:
         figure.savefig(temporary, dpi=200, format=out.suffix[1:])
 
 
 def plain_numbers(axis, minor: bool = True) -> None:
     """Of an axis of logarithms: 0.01, 20, 3e-5; minor: 2 and 5 as well where decades are few."""
-    ticker = configurator.optional("matplotlib.ticker", "a figure")
+    ticker = errors.import_optional("matplotlib.ticker", "a figure")
     for which, subs in ((axis.set_major_locator, (1.0,)), (axis.set_minor_locator, (2.0, 5.0))):
         if axis.get_scale() == "log":
             which(ticker.LogLocator(subs=subs, numticks=8))
@@ -318,7 +318,7 @@ def limit_y(axis, lines: list[Line], kind: str) -> None:
 
 def label_x(axis, x: str, lines: list[Line], kind: str) -> None:
     """Plain numbers (20K, 1.5M); logarithmic where most points would lie at the beginning."""
-    ticker = configurator.optional("matplotlib.ticker", "a figure")
+    ticker = errors.import_optional("matplotlib.ticker", "a figure")
     curves = [line.curves[kind].x.get(x) for line in lines if kind in line.curves]
     ends = [(each[0], each[-1]) for each in curves if each is not None and len(each)]
     axis.set_xlabel(X_LABELS[x])
@@ -349,7 +349,7 @@ def plot_over_depth(rows: list[dict], shown: dict[str, tuple[str, str]], label: 
     for index, model in enumerate(models):
         if models.count(model) > 1:
             styles[index]["linestyle"] = STYLES[models[:index].count(model) % len(STYLES)]
-    ticker = configurator.optional("matplotlib.ticker", "a figure")
+    ticker = errors.import_optional("matplotlib.ticker", "a figure")
     figure, axes = panels(math.ceil(len(shown) / 2), 2, 1.9, [row["label"] for row in rows])
     entries, axes = {}, axes.flatten()
     for axis, (key, (name, scale)) in zip(axes, shown.items()):
@@ -416,7 +416,7 @@ def plot_losses(lines: list[Line], x: str, labels: tuple[str, str], out: Path, t
 
 def write_page(lines: list[Line], x: str, labels: tuple[str, str], out: Path, title: str) -> None:
     """The same as one interactive page, which needs no network: plotly's own export."""
-    figure = configurator.optional("plotly.graph_objects", "an interactive page").Figure()
+    figure = errors.import_optional("plotly.graph_objects", "an interactive page").Figure()
     for line in lines:
         style, name = line.look, escape(label_of(line))
         dash = {"color": style["color"], "dash": DASHES[style["linestyle"]]}
@@ -432,7 +432,7 @@ def write_page(lines: list[Line], x: str, labels: tuple[str, str], out: Path, ti
             figure.add_scatter(**points, **about, error_y=bars)
     axes = {"xaxis_title": labels[0], "yaxis_title": labels[1], "title": escape(title)}
     figure.update_layout(**axes, template="plotly_white", legend={"orientation": "h", "y": -0.2})
-    configurator.replace_text(out, figure.to_html(include_plotlyjs=True, full_html=True))
+    files.write_text(out, figure.to_html(include_plotlyjs=True, full_html=True))
 
 
 # ---- the figures of a paper ----
@@ -563,9 +563,9 @@ def residual_figures(lines: list[Line]) -> dict[str, list[Line]]:
 
 def plot_residual(lines: list[Line]):
     """Means over tokens of what sites say, over training: a row for each line, a curve a block."""
-    colors = configurator.optional("matplotlib.colors", "a figure")
-    mappable = configurator.optional("matplotlib.cm", "a figure").ScalarMappable
-    palette = configurator.optional("matplotlib", "a figure").colormaps["viridis"]
+    colors = errors.import_optional("matplotlib.colors", "a figure")
+    mappable = errors.import_optional("matplotlib.cm", "a figure").ScalarMappable
+    palette = errors.import_optional("matplotlib", "a figure").colormaps["viridis"]
     names = shown_statistics(lines[0])
     columns = [(site, name) for name in names for site in lines[0].residual][:4]
     figure, axes = panels(len(lines), len(columns), 1.3, [], sharex=True, sharey="col")

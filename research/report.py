@@ -17,12 +17,17 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import configurator  # before all that is slow to import: it takes Ctrl+C
+
+from utils import errors
+
+if __name__ == "__main__":
+    errors.end_quietly_on_interrupt()  # before the slow imports
 
 # isort: split
+import configurator
 from research import compare, paper, plots, runs, tables
 from training import metrics
-from training.provenance import store
+from training.provenance import store_figures
 
 NAMED = 3  # runs that an error names
 Y_LABELS = {"loss": "loss (nats per token)", "bits_per_byte": "bits per byte"}
@@ -101,7 +106,7 @@ def in_bits_per_byte(line: plots.Line, group: compare.Group, notes: list[str]) -
         notes.append(f"{line.name}: --y=bits_per_byte: its shards' text size is unknown")
         line.curves = {}
         return
-    factor = metrics.bits_per_byte(1.0, sizes.pop())
+    factor = metrics.compute_bits_per_byte(1.0, sizes.pop())
     training = line.curves.get("training")
     if training:
         mean, half = training.mean * factor, training.half * factor
@@ -127,7 +132,7 @@ def print_table(args) -> None:
     print_notes([*notes, *tables.cautions(groups, compared)])
     if args.json:
         rows = [{"run": r.name, "model": r.stem, "seed": r.seed, **r.final} for r in evaluated]
-        store(args.json, {"rows": rows, "groups": table.figures})
+        store_figures(args.json, {"rows": rows, "groups": table.figures})
     print(tables.tables.markdown(table.header, table.rows))
     if args.by_sequence:
         print_sequences(groups, args)
@@ -213,7 +218,7 @@ def arguments():
 
 def main():
     args = arguments()
-    with configurator.one_line_errors():
+    with errors.one_line_errors():
         args.run(args)
 
 

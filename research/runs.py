@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-import configurator
 from evaluation.published import Published
 from evaluation.published import find as find_published
 from model import build, model_class
 from training import checkpoint
+from utils import errors, files
 
 if TYPE_CHECKING:
     import polars as pl
@@ -144,7 +144,7 @@ def load(paths: list) -> tuple[list[Run], list[str]]:
 
 
 def import_polars():
-    return configurator.optional("polars", "a report of runs")
+    return errors.import_optional("polars", "a report of runs")
 
 
 def readers_of(path: Path) -> dict:
@@ -296,7 +296,7 @@ def totals_of(steps) -> dict[str, float]:
 
 def newest_state(folder: Path, notes: list[str]) -> tuple[Path | None, dict]:
     """(checkpoint, its state.json) of the newest one that can be read."""
-    for path in reversed(checkpoint.all_of(folder)):
+    for path in reversed(checkpoint.list_checkpoints(folder)):
         try:
             return path, checkpoint.read_state(path)
         except ValueError as error:
@@ -331,11 +331,11 @@ def published_of(folder: Path, state: dict, rates: dict[int, float]) -> Publishe
 
 def accuracy_of(folder: Path, saved: Path, notes: list[str]) -> list[dict]:
     """What eval.py has stored of the checkpoint, in the run or in the folder that holds it."""
-    sums, entries = saved / checkpoint.SUMS, []
+    sums, entries = saved / checkpoint.CHECKSUMS, []
     weights = hashlib.sha256(sums.read_bytes()).hexdigest() if sums.is_file() else None
     for path in (folder / "eval/results.json", folder.resolve().parent / "eval/results.json"):
         try:
-            stored = configurator.read_json(path).get("entries", []) if path.exists() else []
+            stored = files.read_json(path).get("entries", []) if path.exists() else []
             own = [entry for entry in stored if entry.get("weights") == weights]
             entries += [{key: entry[key] for key in ENTRY if key in entry} for entry in own]
         except (ValueError, AttributeError) as error:
@@ -363,7 +363,7 @@ def write_csv(runs: list[Run], path: Path) -> tuple[int, int]:
         table = csv.DictWriter(text, columns, lineterminator="\n")
         table.writeheader()
         table.writerows(rows)
-        configurator.replace_text(path, text.getvalue())
+        files.write_text(path, text.getvalue())
     finally:
         os.close(folder)
     return len(new.keys() - before.keys()), len(new.keys() & before.keys())

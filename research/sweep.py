@@ -28,21 +28,26 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 from urllib.parse import quote
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import configurator  # before all that is slow to import: it takes Ctrl+C
+
+from utils import errors
+
+if __name__ == "__main__":
+    errors.end_quietly_on_interrupt()  # before the slow imports
 
 # isort: split
+import configurator
 from evaluation.tables import markdown
-from model.keys import Key, check_ranges
+from model.options import Option, check_ranges, collect_options, option
 from research import compare, plots, runs, tables
-from training import checkpoint, metrics, start, stopping
-from training.config import TrainConfig
-from training.provenance import store
-from training.setup import configure, every_key, known_keys
+from training import checkpoint, metrics, resume, stopping
+from training.provenance import store_figures
+from training.settings import configure, every_option, known_options
 from training.stopping import EXIT_CODE as STOPPED
+from utils import files, units
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)")
@@ -54,16 +59,36 @@ MOST_CELLS = 10_000
 class SweepConfig:
     """Keys of the sweep."""
 
-    mode: Annotated[
-        Literal["local", "slurm", "cell", "table"],
+    mode: Literal["local", "slurm", "cell", "table"] = option(
+        "local",
         "run all cells here; write a Slurm array; run cell --index; tabulate",
-    ] = "local"
-    out: Annotated[str | None, "its folder; None: sweeps/<name of the config file>"] = None
-    metric: Annotated[str, "what plot.png shows: a score of the last evaluation"] = "val_loss"
-    jobs: Annotated[int, "local: cells at a time, which share the cores", Key(low=1)] = 1
-    nproc_per_node: Annotated[int, "processes of each cell, by torchrun", Key(low=1)] = 1
-    gpus_per_node: Annotated[int | None, "slurm: None: nproc_per_node; 0: none"] = None
-    index: Annotated[int | None, "cell: which one, from 0, counted over the full grid"] = None
+    )
+    out: str | None = option(
+        None,
+        "its folder; None: sweeps/<name of the config file>",
+    )
+    metric: str = option(
+        "val_loss",
+        "what plot.png shows: a score of the last evaluation",
+    )
+    jobs: int = option(
+        1,
+        "local: cells at a time, which share the cores",
+        low=1,
+    )
+    nproc_per_node: int = option(
+        1,
+        "processes of each cell, by torchrun",
+        low=1,
+    )
+    gpus_per_node: int | None = option(
+        None,
+        "slurm: None: nproc_per_node; 0: none",
+    )
+    index: int | None = option(
+        None,
+        "cell: which one, from 0, counted over the full grid",
+    )
 
     def __post_init__(self):
         check_ranges(self)
@@ -99,13 +124,16 @@ class Cell:
 def read_arguments(argv: list[str]) -> tuple[SweepConfig, list[str], dict, dict]:
     """(SweepConfig, config files, {swept key: texts}, {other key: text}). ValueError: a mistake."""
     files, options = configurator.split_arguments(argv)
-    schema = configurator.knobs(SweepConfig)
+    schema = collect_options(SweepConfig)
     if "help" in options:
-        print(configurator.help_text(f"{__doc__}\nKeys and defaults:", schema | every_key()))
+        errors.end_quietly_on_closed_pipe()
+        print(f"{__doc__}\nKeys and defaults:\n")
+        print(configurator.help_text(schema | every_option()))
         sys.exit(0)
     of_train = {key: text for key, text in options.items() if key not in schema}
-    configurator.refuse_unknown(options, schema | keys_of_cells(files, of_train), dashes="--")
-    sweep = SweepConfig(**configurator.given({}, options, schema))
+    known = schema | keys_of_cells(files, of_train)
+    configurator.check_names(options, configurator.known_names(known), prefix="--")
+    sweep = SweepConfig(**configurator.read_settings({}, options, schema))
     for key in of_train.keys() & set(OWN_KEYS):
         fix = "leave it out; --out=FOLDER is the sweep's folder"
         raise ValueError(f"--{key} is set by sweep.py for every cell: {fix}")
@@ -120,11 +148,11 @@ def read_arguments(argv: list[str]) -> tuple[SweepConfig, list[str], dict, dict]
     return dataclasses.replace(sweep, out=sweep.out or f"sweeps/{stem}"), files, swept, fixed
 
 
-def keys_of_cells(files: list[str], options: dict[str, str]) -> dict[str, configurator.Knob]:
+def keys_of_cells(files: list[str], options: dict[str, str]) -> dict[str, Option]:
     """What train.py takes where it is given these."""
     there = files and Path(files[0]).is_file()  # train.py says that it is not
-    from_file = configurator.read_file(files[0]) if there else {}
-    return known_keys({k: from_file[k] for k in ("model",) if k in from_file}, options)
+    from_file = configurator.read_config_file(files[0]) if there else {}
+    return known_options({k: from_file[k] for k in ("model",) if k in from_file}, options)
 
 
 def expand(key: str, text: str) -> list[str]:
@@ -168,15 +196,17 @@ def as_options(values: dict) -> list[str]:
 def make_cell(index: int, chosen: dict[str, str], arguments: list[str], out: Path) -> Cell:
     try:
         known = keys_of_cells(*configurator.split_arguments(arguments))
-        values = configurator.given({}, chosen, known)
+        values = configurator.read_settings({}, chosen, known)
         folder = out / cell_name(values)
-        arguments = [*arguments, f"--out_dir={folder}", "--resume=auto"]
-        configs = configure(arguments, note=lambda line: None)  # the cell's log has its notes
+        arguments = [*arguments, f"--out_dir={folder}"]
+        # The settings that the sweep asks for, whatever run the folder may already hold. The notes
+        # are in the cell's log.
+        configs = configure(arguments, note=lambda line: None)
     except ValueError as error:
         raise ValueError(f"cell {index} ({' '.join(as_options(chosen))}): {error}") from error
     settings = {k: v for each in configs for k, v in dataclasses.asdict(each).items()}
     settings = {key: value for key, value in settings.items() if key not in OWN_KEYS}
-    return Cell(index, values, settings, arguments, folder)
+    return Cell(index, values, settings, [*arguments, "--resume=auto"], folder)
 
 
 def cell_name(values: dict) -> str:
@@ -191,8 +221,12 @@ def refuse_other_run(cell: Cell) -> None:
     if steps > limit:
         have = f"{cell.folder} has {steps} steps"
         raise ValueError(f"max_steps={limit}, but {have}: give another --out")
-    if saved := start.saved_state("auto", str(cell.folder)):
-        start.refuse_change(saved, cell.settings, TrainConfig, cell.folder, "another --out")
+    if state := resume.read_saved_state("auto", str(cell.folder)):
+        # Keys that are newer than the run keep the value that it had without them.
+        stored_keys = state["run_config"].keys() | state["model_config"].keys() | {"model"}
+        settings = {key: cell.settings[key] for key in cell.settings if key in stored_keys}
+        saved = resume.saved_settings(state)
+        resume.check_unchanged(settings, saved, cell.folder, "give another --out")
 
 
 def refuse_still_running(cells: list[Cell]) -> None:
@@ -211,15 +245,15 @@ def refuse_still_running(cells: list[Cell]) -> None:
 
 def saved_step(cell: Cell) -> int:
     """Step of the newest checkpoint; 0: none."""
-    return max(map(checkpoint.step_of, checkpoint.all_of(cell.folder)), default=0)
+    return max(map(checkpoint.get_step, checkpoint.list_checkpoints(cell.folder)), default=0)
 
 
 def final_evaluation(cell: Cell) -> dict | None:
     """The evaluation after the last of max_steps; None for a cell that is not finished."""
     status, last = stopping.read_status(cell.folder), cell.settings["max_steps"]
-    if status["ended"] != "finished" or status["step"] != last:
+    if status.ended != "finished" or status.step != last:
         return None
-    return metrics.last_evaluation(cell.folder / "metrics.jsonl")
+    return metrics.find_last_evaluation(cell.folder / "metrics.jsonl")
 
 
 # ---- running ----
@@ -251,7 +285,7 @@ def run_cell(cell: Cell, nproc: int, signals: list, env: dict[str, str]) -> tupl
         log.seek(begin)
         printed = log.read().decode(errors="replace")
     # torchrun has exit codes of its own, and SIGTERM before the first step just ends train.py.
-    ended = stopping.read_status(cell.folder)["ended"]
+    ended = stopping.read_status(cell.folder).ended
     if ended == "stopped" or (passed_on and ended is None):
         return STOPPED, last_line(printed)
     if code == 0 and final_evaluation(cell) is None:
@@ -313,8 +347,8 @@ def run_cells(
             seconds.append(elapsed)
             result = f"val_loss {final_evaluation(cell)['val_loss']:.4f}"
         eta = left * sum(seconds) / max(len(seconds), 1) / sweep.jobs
-        more = f" | ETA {metrics.duration(eta)}" * bool(seconds)
-        print(f"{title}{result} | {metrics.duration(elapsed)}{more}", flush=True)
+        more = f" | ETA {units.format_duration(eta)}" * bool(seconds)
+        print(f"{title}{result} | {units.format_duration(elapsed)}{more}", flush=True)
         ended(cell)
 
     with ThreadPoolExecutor(sweep.jobs) as pool:
@@ -396,8 +430,8 @@ def write_table(cells: list[Cell], sweep: SweepConfig) -> None:
     table = tables.table_of_losses(groups)
     text = "\n".join([markdown(table.header, table.rows), "", *unfinished]).rstrip() + "\n"
     print(text, end="")
-    store(out / "table.json", {"groups": table.figures, "unfinished": unfinished})
-    configurator.replace_text(out / "table.md", text)
+    store_figures(out / "table.json", {"groups": table.figures, "unfinished": unfinished})
+    files.write_text(out / "table.md", text)
     if groups:
         values = {cell.folder.resolve(): cell.values for cell in done}
         own = [values[group.runs[0].path.resolve()] for group in groups]
@@ -477,5 +511,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    with configurator.one_line_errors():
+    with errors.one_line_errors():
         sys.exit(main())

@@ -18,7 +18,7 @@ from research.compare import (
     validated_on,
     vocabulary,
 )
-from training import metrics
+from utils import units
 
 DIGITS = {"val_loss": 4, "val_perplexity": 3, "val_bits_per_byte": 4} | dict.fromkeys(SHARES, 2)
 DIFFERENCES = [metric for metric in METRICS if metric != "val_perplexity"]
@@ -229,9 +229,9 @@ def figures_of_comparison(compared: Comparison) -> dict:
 
 COSTS = {
     "parameters": "{:,.0f}".format,
-    "flops_per_token": metrics.short,
-    "tokens_per_second": metrics.short,
-    "memory": metrics.size,
+    "flops_per_token": units.format_count,
+    "tokens_per_second": units.format_count,
+    "memory": units.format_bytes,
     "device_seconds": "{:,.0f}".format,
 }
 MEASURED = ("tokens_per_second", "memory", "device_seconds")

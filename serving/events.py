@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
+from model.block import Site
 from model.decoding import Decoder
 from model.generation import Generation, Sampling, Text
 from model.residual import DeltaRewrite
-from training.residual_statistics import Watched
+from training.residual_statistics import ObservedStream, SiteWrite
 
 
-class Recorder(Watched):
+class Recorder(ObservedStream):
     """The statistics of the writes by name, as passes are made; `take` hands out the newest."""
 
     def __init__(self):
@@ -29,12 +30,12 @@ class Recorder(Watched):
         self.met = Counter()
         return super().begin(model, x, cache)
 
-    def see(self, site, quantities: dict) -> None:
+    def see(self, site: Site, write: SiteWrite) -> None:
         label = f"{site.layer} {site.name}"
         self.met[label] += 1
         if self.met[label] > 1:  # a block that occurs several times in a model
             label += f" ({self.met[label]})"
-        for name, values in quantities["statistics"].items():
+        for name, values in write.statistics.items():
             self.passes.setdefault(name, {}).setdefault(label, []).append(values)
             gate = name == "beta" and isinstance(site.write, DeltaRewrite)
             limits = getattr(site.write, "ranges", {}).get(name)

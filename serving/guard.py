@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 
-from training.metrics import size
+from utils.units import format_bytes
 
 LARGEST_BODY = 2**19  # bytes
 EVERY_ADDRESS = ("0.0.0.0", "::")
@@ -61,7 +61,10 @@ class Guard:
         if method not in ("GET", "HEAD") and not length.isdecimal():
             return 411, "a request needs a Content-Length"
         if length and int(length) > LARGEST_BODY:
-            return 413, f"a request of {size(int(length))}: give at most {size(LARGEST_BODY)}"
+            return (
+                413,
+                f"a request of {format_bytes(int(length))}: give at most {format_bytes(LARGEST_BODY)}",
+            )
         return None
 
     async def __call__(self, scope, receive, send):

@@ -5,12 +5,12 @@ import dataclasses
 import sys
 import time
 from dataclasses import dataclass
-from typing import Annotated
 
 import configurator
 from data.tokenizer import encode_prompt
 from model.decoding import Decoder
 from model.generation import Sampling, generate_text
+from model.options import collect_options, option
 
 HELP = """A line is a prompt, which the model continues; a line that ends in \\ goes on in the next.
 An empty line lets the last text go on. Ctrl-C ends a text, Ctrl-D or /quit the program.
@@ -21,9 +21,18 @@ An empty line lets the last text go on. Ctrl-C ends a text, Ctrl-D or /quit the 
 class Settings(Sampling):
     """What /KEY=VALUE can set."""
 
-    max_new_tokens: Annotated[int, "most tokens of a text"] = 300
-    seed: Annotated[int, "the next text's; it grows by one with each text"] = 0
-    stop: Annotated[str | None, "end a text before this string; \\n is a line break"] = None
+    max_new_tokens: int = option(
+        300,
+        "most tokens of a text",
+    )
+    seed: int = option(
+        0,
+        "the next text's; it grows by one with each text",
+    )
+    stop: str | None = option(
+        None,
+        "end a text before this string; \\n is a line break",
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -35,7 +44,7 @@ class Settings(Sampling):
             raise ValueError(f"{what}: give 1 or more, 0 or more")
 
     def help(self) -> str:
-        schema = configurator.knobs(Settings)
+        schema = collect_options(Settings)
         lines = [f"  /{k}={value}".ljust(30) + schema[k].help for k, value in vars(self).items()]
         return "\n".join([HELP, *lines])
 
@@ -44,9 +53,9 @@ class Settings(Sampling):
         key, equals, value = command.partition("=")
         if not equals:
             raise ValueError(f"/{command} is no command: /KEY=VALUE, /help and /quit are")
-        schema = configurator.knobs(Settings)
-        configurator.refuse_unknown([key], schema, dashes="/")
-        return dataclasses.replace(self, **{key: schema[key].parse(key, value)})
+        schema = collect_options(Settings)
+        configurator.check_names([key], schema, prefix="/")
+        return dataclasses.replace(self, **{key: configurator.parse(schema[key], value)})
 
 
 def read_line() -> str | None:

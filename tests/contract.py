@@ -18,7 +18,7 @@ from model.block import Stream, state_size
 from model.decoding import padded
 from model.parameters import rules_of
 from training import optimizer
-from training.residual_statistics import Watched, residual_statistics
+from training.residual_statistics import ObservedStream, residual_statistics
 
 TINY = {
     "vocab_size": 29,
@@ -254,7 +254,7 @@ def check_losses(cls) -> None:
             )
     found = loss_and_gradients(model, ids)
     model.zero_grad()
-    with model.through(Watched(lambda _, q: extra.append(q["extra_loss"]))):
+    with model.through(ObservedStream(lambda _, write: extra.append(write.extra_loss))):
         logits, _ = model(ids)
     parts = [loss for loss in extra if loss is not None]
     (F.cross_entropy(logits.flatten(0, 1), targets.flatten()) + sum(parts)).backward()
@@ -270,9 +270,11 @@ def check_statistics(cls) -> None:
     """
     model, ids, shapes = tiny(cls), tokens(2, 8), []
     wanted = model(ids)[0]
-    with model.through(
-        Watched(lambda _, q: shapes.extend(value.shape for value in q["statistics"].values()))
-    ):
+
+    def on_write(_site, write):
+        shapes.extend(value.shape for value in write.statistics.values())
+
+    with model.through(ObservedStream(on_write)):
         assert torch.equal(model(ids)[0], wanted), "a statistic changes what the model computes"
     assert set(shapes) <= {ids.shape}, (
         f"a statistic is no number for each token: {set(shapes)}, not {ids.shape}"

@@ -30,7 +30,9 @@ def save_run(folder: Path, made, stem: str, encoding=None) -> Path:
     state = {"step": 7, "seconds": 12.0, "model": stem, "model_config": vars(made.config)}
     state |= {"run_config": run, "corpus": {}}
     described = tokenizer.to_json(encoding or tokenizer.byte_tokenizer())
-    checkpoint.save(folder, checkpoint.weights_of(made), {"a:m": torch.ones(1)}, state, described)
+    checkpoint.save(
+        folder, checkpoint.get_model_tensors(made), {"a:m": torch.ones(1)}, state, described
+    )
     return folder
 
 

@@ -13,7 +13,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated
 
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ from in_process import signals_given_back
 
 import model
 from data import shards, tokenizer
-from model.keys import Key
+from model.options import option
 
 # Without a GPU the kernels' tests run under Triton's interpreter. It must be chosen before triton
 # is imported; what is not a test stays with the plain operations on a CPU, unless told
@@ -199,9 +198,12 @@ def sign(checkpoint: Path) -> None:
     (checkpoint / "SHA256SUMS").write_text("".join(lines))
 
 
-def newer_default(monkeypatch, cls, name: str, kind: type, default, key: Key) -> None:
-    """Let a key of a model's Config have another default, as a later version of this code might."""
-    fields = {"__annotations__": {name: Annotated[kind, "changed", key]}, name: default}
+def newer_default(monkeypatch, cls, name: str, kind: type, default, **facts) -> None:
+    """Let a key of a model's Config have another default, as a later version of this code might.
+
+    facts: of the key, as `option` takes them
+    """
+    fields = {"__annotations__": {name: kind}, name: option(default, "changed", **facts)}
     monkeypatch.setattr(cls, "Config", dataclass(type("Config", (cls.Config,), fields)))
 
 

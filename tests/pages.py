@@ -7,10 +7,10 @@ import sys
 
 from helpers import ROOT
 
-import configurator
 import model
+from model.options import collect_options
 from training.config import TrainConfig
-from training.setup import configure
+from training.settings import configure
 
 
 def commands_of(text: str) -> list[str]:
@@ -25,7 +25,7 @@ def check_command(command: str, monkeypatch) -> None:
     words = shlex.split(command)
     if words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), flags=re.M)
-        schema = configurator.knobs(
+        schema = collect_options(
             TrainConfig, *(model.model_class(stem).Config for stem in model.STEMS)
         )
         assert set(re.findall(r"--(\w+)=", command)) <= schema.keys()
@@ -39,7 +39,7 @@ def check_command(command: str, monkeypatch) -> None:
     if script == "train.py":
         for config in configs:
             configure([config])
-        schema = configurator.knobs(
+        schema = collect_options(
             TrainConfig, *(model.model_class(stem).Config for stem in model.STEMS)
         )
         options = [word[2:].partition("=")[0] for word in arguments if word.startswith("--")]

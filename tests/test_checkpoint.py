@@ -38,7 +38,7 @@ def save(run, step):
         "run_config": {},
         "corpus": {},
     }
-    weights, moments = checkpoint.weights_of(model), {"a:m": torch.arange(3.0)}
+    weights, moments = checkpoint.get_model_tensors(model), {"a:m": torch.arange(3.0)}
     path = checkpoint.save(
         run, weights, moments, state, tokenizer.to_json(tokenizer.byte_tokenizer())
     )
@@ -77,11 +77,11 @@ def test_round_trip(tmp_path):
 def test_a_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     _, path = save(tmp_path, 5)
     before = (path / "model.safetensors").read_bytes()
-    monkeypatch.setattr(checkpoint, "sync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(checkpoint, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         save(tmp_path, 5)
     assert (path / "model.safetensors").read_bytes() == before
-    assert checkpoint.all_of(tmp_path) == [path]
+    assert checkpoint.list_checkpoints(tmp_path) == [path]
 
 
 def damaged_copies(path, tmp_path, count):
@@ -129,7 +129,7 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_taken(tmp_pa
     assert "step_00000003 is damaged: model.safetensors is not as it was saved" in lines[0]
     assert "step_00000002 is damaged: optimizer.safetensors is missing" in lines[1]
     (tmp_path / "checkpoints" / "step_00000001" / "state.json").write_text("{}")
-    with pytest.raises(ValueError, match="holds no whole checkpoint"):
+    with pytest.raises(ValueError, match="holds no valid checkpoint"):
         checkpoint.find(tmp_path)
 
 
@@ -173,7 +173,7 @@ def test_saving_a_step_again_never_leaves_none(tmp_path, call):
     process.join()
     assert process.exitcode == 9
     found = checkpoint.find(tmp_path)
-    assert checkpoint.step_of(found) == 1
+    assert checkpoint.get_step(found) == 1
     assert checkpoint.load_model(found, "cpu")
     save(tmp_path, 1)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000001"]
@@ -191,9 +191,14 @@ def test_the_newest_and_every_so_many_stay_and_other_things_are_let_be(tmp_path,
     for other in others[1:]:
         shutil.copytree(tmp_path / "checkpoints" / "step_00000003", other)
     assert checkpoint.find(tmp_path).name == "step_00000009"
-    assert [checkpoint.step_of(path) for path in checkpoint.all_of(tmp_path)] == [3, 6, 8, 9]
+    assert [checkpoint.get_step(path) for path in checkpoint.list_checkpoints(tmp_path)] == [
+        3,
+        6,
+        8,
+        9,
+    ]
     checkpoint.remove_old(tmp_path, keep_last=1)
-    assert checkpoint.all_of(tmp_path) == [tmp_path / "checkpoints" / "step_00000009"]
+    assert checkpoint.list_checkpoints(tmp_path) == [tmp_path / "checkpoints" / "step_00000009"]
     assert all(other.exists() for other in others)
     assert not capsys.readouterr().err
 
@@ -202,11 +207,11 @@ def test_damaged_newer_checkpoints_do_not_push_out_good_ones(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, step)
     start = tmp_path / "checkpoints" / "step_00000001"
-    checkpoint.set_aside(tmp_path, start)
-    assert checkpoint.all_of(tmp_path) == [start]
+    checkpoint.rename_damaged(tmp_path, start)
+    assert checkpoint.list_checkpoints(tmp_path) == [start]
     assert (tmp_path / "checkpoints" / "damaged_step_00000003").is_dir()
-    checkpoint.set_aside(tmp_path, None)
-    assert checkpoint.all_of(tmp_path) == [start]
+    checkpoint.rename_damaged(tmp_path, None)
+    assert checkpoint.list_checkpoints(tmp_path) == [start]
 
 
 def test_a_file_that_cannot_be_read_is_damage(tmp_path):

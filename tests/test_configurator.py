@@ -10,51 +10,93 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
 import pytest
 from helpers import ROOT
 
 import configurator
-from model import STEMS, model_class
-from model.keys import Key, check_ranges, keys_of
+from model import STEMS, check_settings, model_class
+from model.options import Option, check_ranges, collect_options, option
 from training.config import TrainConfig
-from training.setup import every_key
+from training.settings import every_option
+from utils import errors, files
 
 
 @dataclass
 class Base:
     """Keys of every run"""
 
-    steps: Annotated[int, "how long to run", Key(low=1)] = 10
-    rate: Annotated[float, "how fast to learn"] = 0.5
+    steps: int = option(
+        10,
+        "how long to run",
+        low=1,
+    )
+    rate: float = option(
+        0.5,
+        "how fast to learn",
+    )
 
 
 @dataclass
 class Run(Base):
     """Keys of one design"""
 
-    fast: Annotated[bool, "skip the slow part"] = False
-    name: Annotated[str, "what to call it"] = "plain"
-    kind: Annotated[Literal["delta", "write_only"], "which update"] = "delta"
-    limit: Annotated[int | None, "tokens at most"] = None
-    scale: Annotated[float | None, "gain, if any", Key(above=0)] = 2.0
-    mode: Annotated[Literal["slow", "quick"] | None, "speed, if any"] = None
+    fast: bool = option(
+        False,
+        "skip the slow part",
+    )
+    name: str = option(
+        "plain",
+        "what to call it",
+    )
+    kind: Literal["delta", "write_only"] = option(
+        "delta",
+        "which update",
+    )
+    limit: int | None = option(
+        None,
+        "tokens at most",
+    )
+    scale: float | None = option(
+        2.0,
+        "gain, if any",
+        above=0,
+    )
+    mode: Literal["slow", "quick"] | None = option(
+        None,
+        "speed, if any",
+    )
     # A new default for an inherited key.
-    rate: Annotated[float, "how fast to learn, here", Key(low=0, below=1)] = 0.25
+    rate: float = option(
+        0.25,
+        "how fast to learn, here",
+        low=0,
+        below=1,
+    )
     bare: float = 0.5
-    ranged: Annotated[int, Key(low=1)] = 2
+    ranged: int = option(
+        2,
+        "",
+        low=1,
+    )
 
 
 @dataclass
 class Other:
     """Keys of something else"""
 
-    steps: Annotated[int, "a second key of that name"] = 99
-    depth: Annotated[int, "layers"] = 3
+    steps: int = option(
+        99,
+        "a second key of that name",
+    )
+    depth: int = option(
+        3,
+        "layers",
+    )
 
 
-SCHEMA = configurator.knobs(Run)
+SCHEMA = collect_options(Run)
 
 
 def test_knobs_hold_what_the_dataclasses_say():
@@ -66,27 +108,28 @@ def test_knobs_hold_what_the_dataclasses_say():
     assert SCHEMA["limit"].types == (int, type(None))
     assert (SCHEMA["kind"].types, SCHEMA["kind"].choices) == ((str,), ("delta", "write_only"))
     assert SCHEMA["mode"].choices == ("slow", "quick")
-    assert (SCHEMA["bare"].help, SCHEMA["ranged"].key.range) == ("", "1 or more")
-    both = configurator.knobs(Base, Other)
+    assert (SCHEMA["bare"].help, SCHEMA["ranged"].range) == ("", "1 or more")
+    both = collect_options(Base, Other)
     assert list(both) == ["steps", "rate", "depth"]
     assert both["steps"].default == 10  # the first of a name
 
 
 RANGES = [
-    (Key(low=1), [1, 2**70], [0, 0.5, math.nan], "1 or more"),
-    (Key(above=1), [1.5], [1, 0], "a number above 1"),
-    (Key(low=0, high=2), [0, 2], [-0.1, 2.1], "a number from 0 to 2"),
-    (Key(low=0, below=1), [0, 0.99], [-1, 1], "a number from 0 to below 1"),
-    (Key(high=3), [-9, 3], [4], "a number to 3"),
-    (Key(), [-1e30, 1e30], [], ""),
+    ({"low": 1}, [1, 2**70], [0, 0.5, math.nan], "1 or more"),
+    ({"above": 1}, [1.5], [1, 0], "a number above 1"),
+    ({"low": 0, "high": 2}, [0, 2], [-0.1, 2.1], "a number from 0 to 2"),
+    ({"low": 0, "below": 1}, [0, 0.99], [-1, 1], "a number from 0 to below 1"),
+    ({"high": 3}, [-9, 3], [4], "a number to 3"),
+    ({}, [-1e30, 1e30], [], ""),
 ]
 
 
-@pytest.mark.parametrize(("key", "inside", "outside", "words"), RANGES)
-def test_ranges_of_keys(key, inside, outside, words):
-    assert all(map(key.allows, inside))
-    assert not any(map(key.allows, outside))
-    assert key.range == words
+@pytest.mark.parametrize(("bounds", "inside", "outside", "words"), RANGES)
+def test_ranges_of_options(bounds, inside, outside, words):
+    ranged = Option("key", (float,), (), 1.0, **bounds)
+    assert all(map(ranged.is_in_range, inside))
+    assert not any(map(ranged.is_in_range, outside))
+    assert ranged.range == words
 
 
 def test_a_value_out_of_its_range_is_refused_by_every_config():
@@ -95,7 +138,9 @@ def test_a_value_out_of_its_range_is_refused_by_every_config():
     with pytest.raises(ValueError, match=r"^rate=1\.0: give a number from 0 to below 1"):
         check_ranges(Run(rate=1.0))
     for config in (TrainConfig, *(model_class(stem).Config for stem in STEMS)):
-        lows = {name: key.low for name, key in keys_of(config).items() if key.low is not None}
+        lows = {
+            name: key.low for name, key in collect_options(config).items() if key.low is not None
+        }
         assert len(lows) > 5
         for name, low in lows.items():
             with pytest.raises(ValueError, match=f"^{name}={low - 1}: give "):
@@ -118,7 +163,7 @@ REFUSED = {
 def test_check_refuses_wrong_types_choices_and_numbers(key):
     for value in REFUSED[key]:
         with pytest.raises(ValueError, match=f"^{key}=.*: give "):
-            configurator.check({"steps": 1, key: value}, SCHEMA)
+            check_settings({"steps": 1, key: value}, SCHEMA)
 
 
 PARSED = {
@@ -144,12 +189,12 @@ UNPARSABLE = {
 @pytest.mark.parametrize("key", PARSED)
 def test_parse_reads_text_by_the_type_of_the_key(key):
     for text, value in PARSED[key].items():
-        parsed = SCHEMA[key].parse(key, text)
+        parsed = configurator.parse(SCHEMA[key], text)
         assert parsed == value
         assert type(parsed) is type(value)
     for text in UNPARSABLE.get(key, []):
         with pytest.raises(ValueError, match=f"{key}=.*: give "):
-            SCHEMA[key].parse(key, text)
+            configurator.parse(SCHEMA[key], text)
 
 
 # The settings of nanoGPT's train.py, its configurator.py's examples and its sample.py.
@@ -160,17 +205,17 @@ decay_lr warmup_iters lr_decay_iters min_lr backend device dtype compile start""
 
 
 def test_every_name_of_nanogpt_is_a_key_or_answered_with_ours():
-    schema = every_key()
+    schema = every_option()
     unknown = [name for name in [*NANOGPT, "lr"] if name not in schema]
     with pytest.raises(ValueError, match="unknown key") as refused:
-        configurator.refuse_unknown(unknown, schema, dashes="--")
+        configurator.check_names(unknown, schema, prefix="--")
     answers = str(refused.value).split("; ")
     assert len(answers) == len(unknown) == 17
     for name, answer in zip(unknown, answers):
         assert answer.startswith(f"unknown key --{name}: ")
         named = re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", answer.partition(": ")[2])
         assert set(named) <= schema.keys()
-    assert "unknown key --lr: give learning_rate" in answers
+    assert "unknown key --lr: the key is learning_rate" in answers
 
 
 def test_command_lines():
@@ -181,11 +226,11 @@ def test_command_lines():
         configurator.split_arguments(["-steps=3"])
     message = r"^unknown key stpes, did you mean steps\?; unknown key zzzzzz$"
     with pytest.raises(ValueError, match=message):
-        configurator.check({"stpes": 1, "fast": True, "zzzzzz": 2}, SCHEMA)
+        configurator.check_names(["stpes", "fast", "zzzzzz"], SCHEMA)
     from_file, typed = {"steps": 3, "rate": 1, "depth": 5}, {"steps": "4", "other": "x"}
-    assert configurator.given(from_file, typed, SCHEMA) == {"steps": 4, "rate": 1.0}
+    assert configurator.read_settings(from_file, typed, SCHEMA) == {"steps": 4, "rate": 1.0}
     with pytest.raises(ValueError, match="steps='3': give a whole number"):
-        configurator.given({"steps": "3"}, {}, SCHEMA)
+        configurator.read_settings({"steps": "3"}, {}, SCHEMA)
 
 
 @pytest.mark.parametrize(
@@ -247,22 +292,21 @@ def test_config_files(tmp_path, monkeypatch):
     path.parent.mkdir()
     path.write_text(CONFIG_FILE, encoding="utf-8")
     names = {"width": 3, "steps": 20, "rate": 0.5, "name": "ä"}
-    assert configurator.read_file(str(path)) == names
+    assert configurator.read_config_file(str(path)) == names
     with pytest.raises(ValueError, match=r"config/ddl_smal\.py, did you mean config/ddl_small\.py"):
-        configurator.read_file("config/ddl_smal.py")
-    with pytest.raises(ValueError, match=r"no config file zzzz; config/ holds them"):
-        configurator.read_file("zzzz")
+        configurator.read_config_file("config/ddl_smal.py")
+    with pytest.raises(ValueError, match=r"no config file zzzz; see the files in config/"):
+        configurator.read_config_file("zzzz")
     path.write_text("steps = 1 / 0")
     with pytest.raises(ValueError, match=r"small\.py: ZeroDivisionError: division by zero"):
-        configurator.read_file(str(path))
+        configurator.read_config_file(str(path))
 
 
 def test_help_text_shows_every_key_with_its_default_help_and_choices():
-    text = configurator.help_text("usage: run it", configurator.knobs(Run, Other))
+    text = configurator.help_text(collect_options(Run, Other))
     lines = text.splitlines()
     titles = [line for line in lines if line and not line.startswith(" ")]
-    groups = ["Keys of every run", "Keys of one design", "Keys of something else"]
-    assert titles == ["usage: run it", *groups]
+    assert titles == ["Keys of every run:", "Keys of one design:", "Keys of something else:"]
     for start, help_ in [
         ("--steps=10 ", "how long to run (1 or more)"),
         ("--rate=0.25 ", "how fast to learn, here (a number from 0 to below 1)"),
@@ -291,12 +335,12 @@ def test_help_text_shows_every_key_with_its_default_help_and_choices():
 )
 def test_mistakes_end_the_script_with_one_line_and_code_2(monkeypatch, capsys, error, rank, line):
     monkeypatch.setattr("sys.argv", ["/some/where/run.py", "--steps=0"])
-    monkeypatch.setattr(configurator, "OTHERS_WAIT", 0)
+    monkeypatch.setattr(errors, "OTHER_RANKS_WAIT", 0)
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
         if rank is not None:
             monkeypatch.setenv(name, rank)
-    with pytest.raises(SystemExit) as end, configurator.one_line_errors():
+    with pytest.raises(SystemExit) as end, errors.one_line_errors():
         raise error
     assert end.value.code == 2
     assert capsys.readouterr() == ("", f"run.py: error: {line}\n")
@@ -314,25 +358,25 @@ def test_help_that_nobody_reads_to_its_end_is_no_error():
 
 def test_a_file_is_whole_or_as_it_was_and_a_full_disk_names_it(tmp_path, monkeypatch):
     path = tmp_path / "a.json"
-    configurator.replace_text(path, "first")
+    files.write_text(path, "first")
 
     def full(_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space") as raised:
-        configurator.replace_text(path, "second")
+        files.write_text(path, "second")
     fix = "No space left on device; free disk space and run the same command again"
-    assert configurator.text_of(raised.value) == f"{path}: {fix}"
+    assert errors.describe_error(raised.value) == f"{path}: {fix}"
     assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
     assert path.read_text() == "first"
     with pytest.raises(OSError, match="Not a directory") as raised:
-        configurator.replace_text(path / "b.json", "third")
+        files.write_text(path / "b.json", "third")
     where = f"{path}/b.json: a file is where a folder is needed"
-    assert configurator.text_of(raised.value) == where
+    assert errors.describe_error(raised.value) == where
 
 
 def test_the_beginning_of_a_name_is_near_it():
-    assert configurator.nearest("MUDD", STEMS) == ", did you mean MUDD-gpt-mha-rope?"
-    assert configurator.nearest("attnres", STEMS) == ", did you mean AttnRes-gpt-mha-rope?"
-    assert configurator.nearest("", STEMS) == configurator.nearest("xyz", STEMS) == ""
+    assert errors.suggest("MUDD", STEMS) == ", did you mean MUDD-gpt-mha-rope?"
+    assert errors.suggest("attnres", STEMS) == ", did you mean AttnRes-gpt-mha-rope?"
+    assert errors.suggest("", STEMS) == errors.suggest("xyz", STEMS) == ""

@@ -165,10 +165,10 @@ def test_text_drops_copies_and_what_is_no_text(notes, tmp_path, monkeypatch, cap
     everything = [text for name in sorted(of_files, key=by_hash) for text in of_files[name]]
     assert documents(corpus.val + corpus.train) == list(dict.fromkeys(everything))
     printed = capsys.readouterr().out
-    assert "2 files of the folders are no UTF-8 text and were left out" in printed
+    assert "files skipped because they are not UTF-8 text: 2\n" in printed
     copies, whole = len(everything) - len(set(everything)), "".join(everything)
     size = len(whole.encode()) - len("".join(set(everything)).encode())
-    assert f"\n{copies} documents ({size} bytes) repeat earlier ones exactly and were l" in printed
+    assert f"\ndocuments dropped as exact duplicates: {copies} ({size} bytes)\n" in printed
     assert copies
     corpus = run(monkeypatch, "text", tmp_path / "kept", *options, "--duplicates=keep")
     assert documents(corpus.val + corpus.train) == everything
@@ -196,7 +196,7 @@ def test_text_expands_home_and_trains_byte_pairs_by_default(notes, tmp_path, mon
 
 
 MISTAKES = [
-    ("", "give --source: files, patterns or folders of text"),
+    ("", "--source is missing: give files, glob patterns or folders"),
     ("--source a.txt --val_share=0", "--val_share=0.0: give a number between 0 and 1"),
     ("--source nowhere", "--source=nowhere: no files there"),
     ("--source . --suffixes .none", "--source=.: no files with suffix .none there"),
@@ -224,7 +224,7 @@ def test_characters_have_nano_gpts_ids(tmp_path, monkeypatch):
     text = "First Citizen:\nSpeak, speak.\n\nAll:\nWe know't, we know't!\n" * 3
     file, out = tmp_path / "input.txt", f"--out={tmp_path / 'out'}"
     file.write_text(text)
-    for source, wrong in ((file, "is another text than nanoGPT's"), ("none", "cannot be read")):
+    for source, wrong in ((file, "is not nanoGPT's text"), ("none", "cannot be read")):
         refused = call("data/shakespeare_char/prepare.py", f"--source={source}", out)
         assert wrong in one_line_error(refused)
     assert not (tmp_path / "out").exists()

@@ -18,6 +18,7 @@ from torch.multiprocessing import ProcessExitedException
 
 from model import build
 from training import checkpoint, distributed
+from utils import machine
 
 FAULTS = """
 import resource, torch
@@ -43,7 +44,7 @@ def test_memory_of_a_step_is_kept_for_the_next():
     assert int(result.stdout) < 200
 
 
-@pytest.mark.skipif(not distributed.can_compile(torch.device("cpu")), reason="no C++ compiler")
+@pytest.mark.skipif(not machine.can_compile(), reason="no C++ compiler")
 def test_a_later_process_finds_the_compiled_model():
     """Also where the model turns autocast off for its gates."""
     keys = {
@@ -76,10 +77,10 @@ def test_a_later_process_finds_the_compiled_model():
     assert found[1] == {"bypass": 0, "miss": 0, "hit": 1}
 
 
-@pytest.mark.skipif(not distributed.can_compile(torch.device("cpu")), reason="no C++ compiler")
+@pytest.mark.skipif(not machine.can_compile(), reason="no C++ compiler")
 def test_a_kept_graph_is_of_one_autocast():
     """Graphs that differ in nothing but what they enter autocast with are told apart."""
-    distributed.keep_graphs_with_autocast()
+    distributed.cache_graphs_with_autocast()
 
     def product(x, weight, enabled, dtype):
         with torch.autocast("cpu", dtype, enabled=enabled):

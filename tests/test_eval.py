@@ -85,7 +85,7 @@ def test_every_item_is_what_lm_evals_own_model_makes_of_the_exported_folder(
     model = randomise(build(stem, **TINY))
     state = {"step": 1, "seconds": 0.0, "model": stem, "run_config": {}, "corpus": {}}
     state["model_config"] = dataclasses.asdict(model.config)
-    weights, words = checkpoint.weights_of(model), tokenizer.to_json(encoding)
+    weights, words = checkpoint.get_model_tensors(model), tokenizer.to_json(encoding)
     saved, exported = checkpoint.save(tmp_path, weights, {}, state, words), tmp_path / "exported"
     exported.mkdir()
     export.write(exported, "exported", saved, "float32")
@@ -412,8 +412,8 @@ def test_a_task_whose_data_cannot_be_had_is_named_and_the_others_are_evaluated(
         ("--val=OTHER", "other tokens"),
         ("--val --batch_size=0", "--batch_size=0 | 1 or more"),
         ("--tasks=questions --limit=0", "--limit=0 | 1 or more"),
-        ("--val --limit=3", "--limit has no effect on --val alone"),
-        ("--val --shots=1", "--shots has no effect on --val alone"),
+        ("--val --limit=3", "--limit has no effect with --val alone"),
+        ("--val --shots=1", "--shots has no effect with --val alone"),
     ],
 )
 def test_mistakes_end_in_one_line_before_any_work(
@@ -464,7 +464,7 @@ def test_groups_without_a_figure_and_tasks_that_fail_leave_the_others_theirs(run
     [line] = error.strip().splitlines()
     assert "task beams, 0-shot, of " in line
     assert "num_beams is not supported" in line
-    assert "0-shot, float32, the first 3 items alone\n" in printed
+    assert "0-shot, float32, only the first 3 items\n" in printed
     assert list(entries(out)["both", 0]["shown"]) == ["questions", "gaps"]
 
 
@@ -515,7 +515,7 @@ def test_older_tables_stay_and_grow(run, folder, tmp_path):
         assert both.count(part) == 1
     assert lines == 1 + 3 + 3
     tried, lines = table(0, "--tasks=questions", "--limit=2")
-    assert tried.startswith("### 0-shot, float32, the first 2 items alone\n")
+    assert tried.startswith("### 0-shot, float32, only the first 2 items\n")
     assert lines == 1 + 3 + 3 + 1
     figure = first.splitlines()[4].split("|")[2].strip()
     assert figure in tried.partition("### 0-shot, float32\n")[2]

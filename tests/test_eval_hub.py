@@ -61,7 +61,7 @@ def saved(tmp_path_factory):
     state = {"step": 1, "seconds": 0.0, "model": "DDL-gpt-mha-rope-CC-EC"}
     state |= {"model_config": dataclasses.asdict(model.config), "run_config": {}, "corpus": {}}
     found = checkpoint.save(
-        root, checkpoint.weights_of(model), {}, state, tokenizer.to_json(encoding)
+        root, checkpoint.get_model_tensors(model), {}, state, tokenizer.to_json(encoding)
     )
     (root / "exported").mkdir()
     export.write(root / "exported", "exported", found, "float32")

@@ -360,9 +360,7 @@ def test_what_the_wrapper_would_leave_out_is_refused():
     made.transformer.h[0].register_buffer("scale", torch.ones(2))
     export.check_exportable(made)
     made.transformer.h[0].register_buffer("steps", torch.ones(2), persistent=False)
-    with pytest.raises(
-        ValueError, match=r"transformer\.h\.0\.steps is a buffer that is not stored"
-    ):
+    with pytest.raises(ValueError, match=r"transformer\.h\.0\.steps is a non-persistent buffer"):
         export.check_exportable(made)
     for name, attribute in (("out_gain", torch.nn.Parameter(torch.ones(2))), ("forward", None)):
         made = build(CC, **TINY)
@@ -444,10 +442,10 @@ def test_only_exported_folders_are_replaced(tmp_path):
     (other / "config.json").touch()
     (tmp_path / "file").touch()
     for arguments, message in (
-        ([out], "is not empty: give another OUT_DIR, or --overwrite"),
-        ([other, "--overwrite"], "holds something else than an exported model"),
-        ([run, "--overwrite"], "holds something else than an exported model"),
-        ([tmp_path / "file", "--overwrite"], "is a file: give a folder"),
+        ([out], "is not empty; give another out_dir, or --overwrite"),
+        ([other, "--overwrite"], "does not hold an exported model"),
+        ([run, "--overwrite"], "does not hold an exported model"),
+        ([tmp_path / "file", "--overwrite"], "is a file; give a folder as out_dir"),
     ):
         assert message in one_line_error(call("export.py", run, *arguments))
     exported(run, out, "--overwrite")

@@ -9,8 +9,8 @@ from helpers import one_line_error, small_run
 from in_process import call
 from models import PAPER
 
-from configurator import knobs
 from model import model_class
+from model.options import collect_options
 from training.config import TrainConfig
 
 WILD = "0 -1 1 2 3 7 1000000007 10**6 -0.5 0.3 1e-9 1e30 nan inf -inf 1_0 None True False true auto cpu cuda".split()
@@ -25,7 +25,7 @@ def mutated(draw: random.Random, base: list[str]) -> list[str]:
     a stray word.
     """
     stem = draw.choice(sorted(PAPER))
-    schema = knobs(TrainConfig, model_class(stem).Config)
+    schema = collect_options(TrainConfig, model_class(stem).Config)
     arguments = [*base, f"--model={stem}"]
     for _ in range(draw.randint(1, 3)):
         name = draw.choice([name for name in schema if name not in HELD])

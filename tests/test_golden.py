@@ -30,7 +30,7 @@ from in_process import call, finish_together
 
 from data.shards import read_json, write_json, write_shard
 from model import STEMS, model_class
-from model.keys import Key, values_before
+from model.options import legacy_defaults
 from training import checkpoint, metrics
 from training.config import TrainConfig
 
@@ -172,9 +172,9 @@ def train(processes: int, settings: dict, out: Path) -> None:
 
     Keys of the model that are newer than the settings have the value that they then had.
     """
-    before = values_before(model_class(settings["model"]).Config)
+    before = legacy_defaults(model_class(settings["model"]).Config)
     if settings["optimizer"] == "muon":
-        before["muon_dtype"] = values_before(TrainConfig)["muon_dtype"]
+        before["muon_dtype"] = legacy_defaults(TrainConfig)["muon_dtype"]
     given = {**before, **settings, "dataset": "tests/golden/corpus", "out_dir": out}
     arguments = ["--resume=auto", *(f"--{key}={value}" for key, value in given.items())]
     if processes > 1:
@@ -336,9 +336,9 @@ def test_a_changed_bit_is_seen(copied, tmp_path):
 
 
 @pytest.mark.golden
-@pytest.mark.parametrize("key", [Key(), Key(before=4.0)], ids=["undeclared", "declared"])
+@pytest.mark.parametrize("facts", [{}, {"before": 4.0}], ids=["undeclared", "declared"])
 def test_a_key_that_came_later_is_seen_unless_it_declares_what_was_before(
-    copied, tmp_path, monkeypatch, key
+    copied, tmp_path, monkeypatch, facts
 ):
     """As if this key were newer than the run, and not 4 by default, which the run has always
     computed with.
@@ -352,8 +352,8 @@ def test_a_key_that_came_later_is_seen_unless_it_declares_what_was_before(
     del state["model_config"]["ddl_v_sigmoid_scale"]
     (folder / "state.json").write_text(json.dumps(state))
     sign(folder)
-    newer_default(monkeypatch, model_class(CC), "ddl_v_sigmoid_scale", float, 1.0, key)
-    seen = pytest.raises(AssertionError) if key == Key() else contextlib.nullcontext()
+    newer_default(monkeypatch, model_class(CC), "ddl_v_sigmoid_scale", float, 1.0, **facts)
+    seen = contextlib.nullcontext() if facts else pytest.raises(AssertionError)
     with seen:
         check_run(CC, tmp_path / "run", BEGIN)
 

@@ -180,7 +180,7 @@ def test_a_run_holds_all_that_is_needed(prepared, cache, tmp_path, oracle):
     both.
     """
     corpus, run = prepared
-    saved = json.loads((checkpoint.newest(run) / "tokenizer.json").read_text())
+    saved = json.loads((checkpoint.find_latest(run) / "tokenizer.json").read_text())
     assert saved == tokenizer.to_json(oracle)
     text = ["--prompt=def größe", "--max_new_tokens=5", "--temperature=0"]
     with offline(cache, bare=True):

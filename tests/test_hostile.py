@@ -170,7 +170,7 @@ def test_configs_that_cannot_be(folder, keys, message):
     assert message in refused(folder)
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "no JSON"), ("[1]", "no JSON object")])
+@pytest.mark.parametrize(("text", "message"), [("{", "is not valid JSON"), ("[1]", "does not hold a JSON object")])
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
 def test_files_that_are_not_json(folder, text, message, name):
     name = config_of(folder).name if name == "config.json" else name
@@ -192,7 +192,7 @@ def test_states_of_wrong_types(whole, tmp_path, key, value):
 def test_unknown_variants(whole, tmp_path, stem):
     folder = Path(shutil.copytree(whole / "exported", tmp_path / "e"))
     change_config(folder, stem=stem)
-    with pytest.raises(ValueError, match=r"stem=|is not a variant"):
+    with pytest.raises(ValueError, match=r"stem=|is not a model variant"):
         checkpoint.load_model(folder, "cpu")
 
 

@@ -16,9 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from data import tokenizer
 from model import build, model_class, released
-from model.keys import Key
-from training import checkpoint, start
-from training.setup import configure
+from training import checkpoint, init_from
+from training.settings import configure
 
 STEM = "DDL-gpt-mha-rope-CC-EC"
 KEYS = {**SMALL, "ddl_value_channels": 2, "mup": True, "hidden_size_base": 24}
@@ -170,14 +169,14 @@ def test_a_longer_context_is_legal(corpus, folders, tmp_path):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"hidden_size": 24}, r"hidden_size=24, but init_from=.* has 12: leave the key out"),
+        ({"hidden_size": 24}, r"hidden_size=24, but init_from=.* has 12; omit the key"),
         ({"mup": False}, r"mup=False, but init_from=.* has True"),
         (
             {"model": "DDL-gpt-mha-rope"},
             r"model='DDL-gpt-mha-rope', but init_from=.* has 'DDL-gpt-mha-rope-CC-EC'",
         ),
-        ({"init_from": "nowhere"}, "nowhere holds no checkpoint"),
-        ({"init_from": "resume"}, "init_from=resume: give --resume=auto"),
+        ({"init_from": "nowhere"}, "nowhere does not exist"),
+        ({"init_from": "resume"}, "init_from=resume: resume a run with --resume=auto"),
         ({"init_from": "docs"}, "docs holds no checkpoint"),
     ],
 )
@@ -211,11 +210,11 @@ def test_another_tokenizer_is_refused(corpus, folders, tmp_path):
         line = run(
             arguments(corpus, tmp_path / "out", init_from=tmp_path / name, dry_run=True), code=2
         )
-        assert "reads tokens of bpe258" in line
-        assert "has other ones, of bytes" in line
+        assert "was trained on tokens of bpe258" in line
+        assert "has those of bytes" in line
     small = build("gpt-mha-rope", **{**SMALL, "vocab_size": 200})
     (tmp_path / "released").mkdir()
-    save_file(checkpoint.weights_of(small), tmp_path / "released" / "model.safetensors")
+    save_file(checkpoint.get_model_tensors(small), tmp_path / "released" / "model.safetensors")
     (tmp_path / "released" / "config.json").write_text(json.dumps(vars(small.config)))
     # Released folders have no tokenizer: its size must do.
     assert "vocab_size=200, but" in run(
@@ -235,7 +234,7 @@ def test_damaged_weights_end_with_one_line(corpus, folders, tmp_path):
 
 
 # as if it were newer than what is stored, and not 4 by default
-SCALE, LATER = "ddl_v_sigmoid_scale", Key(before=4.0)
+SCALE = "ddl_v_sigmoid_scale"
 
 
 @pytest.mark.parametrize("kind", ["run", "exported", "released"])
@@ -251,8 +250,8 @@ def test_a_folder_that_is_older_than_a_key_means_what_it_meant(
     file.write_text(json.dumps(stored))
     if kind == "run":
         sign(file.parent)
-    newer_default(monkeypatch, model_class(STEM), SCALE, float, 1.0, LATER)
-    assert start.model_of(str(tmp_path / kind))[SCALE] == 4.0
+    newer_default(monkeypatch, model_class(STEM), SCALE, float, 1.0, before=4.0)
+    assert init_from.read_decided_settings(str(tmp_path / kind))[SCALE] == 4.0
     if kind != "released":  # those have no tokenizer
         assert checkpoint.load_model(tmp_path / kind, "cpu")[0].config.ddl_v_sigmoid_scale == 4.0
 
@@ -274,7 +273,7 @@ def test_a_run_keeps_what_a_key_meant_when_it_began(corpus, tmp_path, monkeypatc
     del state["model_config"][SCALE]
     (folder / "state.json").write_text(json.dumps(state))
     sign(folder)
-    newer_default(monkeypatch, model_class(STEM), SCALE, float, 1.0, LATER)
+    newer_default(monkeypatch, model_class(STEM), SCALE, float, 1.0, before=4.0)
     for last in (6, 9):
         run(small_run(corpus, tmp_path / "parts", **keys, max_steps=last))
     whole, parts = (weights(tmp_path / name, 9) for name in ("whole", "parts"))
@@ -282,8 +281,7 @@ def test_a_run_keeps_what_a_key_meant_when_it_began(corpus, tmp_path, monkeypatc
     said = run(
         small_run(corpus, tmp_path / "parts", **keys, max_steps=12, ddl_v_sigmoid_scale=1.0), code=2
     )
-    assert "ddl_v_sigmoid_scale=1.0, but" in said
-    assert "was trained with 4.0" in said
+    assert "ddl_v_sigmoid_scale=4.0 instead of 1.0" in said
 
 
 # ---- a stream begun from a trained additive model ----

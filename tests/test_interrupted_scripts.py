@@ -78,7 +78,7 @@ def test_ctrl_c_while_a_folder_is_exported_leaves_nothing(run, tmp_path):
 
 
 def test_a_program_that_imports_from_here_keeps_its_own_ctrl_c(tmp_path):
-    code = "import configurator, signal\nprint(signal.getsignal(signal.SIGINT).__name__)\n"
+    code = "import train, signal\nprint(signal.getsignal(signal.SIGINT).__name__)\n"
     (tmp_path / "notebook.py").write_text(code)
     process = begin(Path(tmp_path / "notebook.py"), env={"PYTHONPATH": str(ROOT)})
     assert process.communicate(timeout=60)[0] == b"default_int_handler\n"

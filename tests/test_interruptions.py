@@ -162,7 +162,7 @@ def test_a_signal_saves_and_leaves_with_a_code_of_its_own(corpus, tmp_path, numb
     assert json.loads((run / "status.json").read_text()) == status
     finish(*small_run(corpus, run, **{**keys, "max_steps": done[-1] + 2}))
     assert steps_done(run) == list(range(1, done[-1] + 3))
-    assert stopping.read_status(run)["ended"] == "finished"
+    assert stopping.read_status(run).ended == "finished"
 
 
 def test_the_second_signal_ends_the_process_at_once():
@@ -175,13 +175,14 @@ def test_the_second_signal_ends_the_process_at_once():
     for _ in range(2):  # the launcher's copy of the same signal
         process.send_signal(signal.SIGTERM)
         time.sleep(0.2)
-    time.sleep(stopping.SAME_EVENT)
+    time.sleep(stopping.DUPLICATE_SIGNAL_SECONDS)
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=10) == 128 + signal.SIGTERM
     assert (
         process.stderr.read()
-        == b"SIGTERM: stopping after this step; a second one ends at once, unsaved\n"
+        == b"SIGTERM: the run stops after this step and saves a checkpoint; "
+        b"a second signal ends it at once without saving\n"
     )
 
 
@@ -235,7 +236,7 @@ def test_a_second_process_is_refused_and_a_killed_run_does_not_say_that_it_ended
     assert "another process trains there" in one_line_error(call("train.py", *arguments))
     process.kill()
     process.join()
-    assert stopping.read_status(run)["ended"] is None
+    assert stopping.read_status(run).ended is None
 
 
 @pytest.mark.parametrize("restarts", [pytest.param(0, marks=pytest.mark.slow), 1])
@@ -259,7 +260,7 @@ def test_a_dead_process_ends_the_job_which_restarts_where_asked(corpus, tmp_path
     wait_for(lambda: len(steps_done(run)) > before)
     process.send_signal(signal.SIGTERM)
     process.wait(timeout=20)
-    assert stopping.read_status(run)["ended"] == "stopped"
+    assert stopping.read_status(run).ended == "stopped"
     done = steps_done(run)
     assert done == list(range(1, len(done) + 1))
     assert checkpoint.read_state(checkpoint.find(run))["step"] == done[-1]
@@ -275,7 +276,7 @@ def test_a_full_disk_leaves_the_run_going_and_the_old_checkpoint(corpus, tmp_pat
         "hidden_size": 64,
     }
     process = forked(*small_run(corpus, run, **keys), log=log)
-    wait_for(lambda: checkpoint.all_of(run))
+    wait_for(lambda: checkpoint.list_checkpoints(run))
     # From now on no file of this process may grow beyond 100 kB: the kernel refuses the write as on
     # a full disk.
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (100_000, 100_000))
@@ -285,8 +286,8 @@ def test_a_full_disk_leaves_the_run_going_and_the_old_checkpoint(corpus, tmp_pat
     process.join(timeout=20)
     assert process.exitcode == 1
     assert "is not saved: free disk space" in log.read_text()
-    assert stopping.read_status(run)["ended"] == "failed"
-    assert checkpoint.all_of(run) == [old]
+    assert stopping.read_status(run).ended == "failed"
+    assert checkpoint.list_checkpoints(run) == [old]
     assert not list(run.glob("checkpoints/*.tmp"))
     step = checkpoint.read_state(old)["step"]
     finish(*small_run(corpus, run, **{**keys, "max_steps": step + 5}))
@@ -346,8 +347,9 @@ def test_metrics_that_cannot_be_written_wait(tmp_path, capsys):
     log.flush()
     assert [r["step"] for r in metrics.read(log.path)] == [5]
     assert (
-        "metrics.jsonl cannot be written (File too large); trying again" in capsys.readouterr().err
-    )
+        "warning: metrics.jsonl cannot be written (File too large); its new lines stay in memory "
+        "until it can"
+    ) in capsys.readouterr().err
 
 
 def test_non_finite_steps_are_skipped_up_to_a_limit(corpus, tmp_path):
@@ -365,18 +367,16 @@ def test_non_finite_steps_are_skipped_up_to_a_limit(corpus, tmp_path):
         r for r in records(run) if r["step"] in (1, 2)
     ]
     assert checkpoint.read_state(checkpoint.find(run))["skipped"] == 2
-    assert stopping.read_status(run)["ended"] == "failed"
+    assert stopping.read_status(run).ended == "failed"
 
 
 def differ(rank: int, folder: str) -> None:
     """One of two processes with different seeds."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     world = World(rank, 2, torch.device("cpu"))
-    distributed.refuse_disagreement(world, {"the data": [1], "the configuration": {"seed": 0}})
-    with pytest.raises(ValueError, match="process 1 and process 0 differ in the configuration"):
-        distributed.refuse_disagreement(
-            world, {"the data": [1], "the configuration": {"seed": rank}}
-        )
+    distributed.check_agreement(world, {"the data": [1], "the configuration": {"seed": 0}})
+    with pytest.raises(ValueError, match="rank 1 and rank 0 differ in the configuration"):
+        distributed.check_agreement(world, {"the data": [1], "the configuration": {"seed": rank}})
     (folder / f"refused_{rank}").touch()
 
 
@@ -435,7 +435,9 @@ def test_the_parameter_where_it_began_is_named():
     model.transformer.h[1].mlp.c_proj.weight.grad[3, 2] = math.nan
     assert math.isnan(distributed.clip_grad_norm(model, 1.0))
     world = World(0, 1, torch.device("cpu"))
-    assert distributed.non_finite_gradients(model, world) == ["transformer.h.1.mlp.c_proj.weight"]
+    assert distributed.find_nonfinite_gradients(model, world) == [
+        "transformer.h.1.mlp.c_proj.weight"
+    ]
 
 
 def test_a_line_of_metrics_that_is_no_text_ends_the_reading(tmp_path):
@@ -457,7 +459,7 @@ def test_a_branch_is_another_run_for_wandb(corpus, tmp_path, monkeypatch):
     ids = [
         checkpoint.read_state(path)["wandb_id"]
         for run in (first, branch)
-        for path in checkpoint.all_of(run)
+        for path in checkpoint.list_checkpoints(run)
     ]
     assert len(ids) == 3
     assert ids[0] == ids[1] != ids[2]
@@ -483,5 +485,5 @@ def test_an_evaluation_that_will_be_done_again_is_dropped(tmp_path):
     ]
     for evaluated, kept in ((True, lines[:3]), (False, lines[:2])):
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        metrics.drop_after(path, 3, evaluated)
+        metrics.truncate_after(path, 3, evaluated)
         assert metrics.read(path) == kept

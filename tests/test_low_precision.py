@@ -9,7 +9,7 @@ import torch
 from models import INPUTS, PAPER, TINY
 
 from model import build
-from training.residual_statistics import Watched
+from training.residual_statistics import ObservedStream
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 BRANCHES = {"plain": {}, "vmap": {"ddl_map": "v"}, "gate": {"ddl_beta_single_linear": False}}
@@ -108,10 +108,10 @@ def autocast_pass(model, ids):
     """Logits under bfloat16 autocast, and the dtypes of all states that were written."""
     dtypes = set()
 
-    def seen(_site, quantities):
-        dtypes.add(quantities["state"].dtype)
+    def on_write(_site, write):
+        dtypes.add(write.state.dtype)
 
-    with torch.autocast("cpu", torch.bfloat16), model.through(Watched(seen)):
+    with torch.autocast("cpu", torch.bfloat16), model.through(ObservedStream(on_write)):
         return model(ids)[0], dtypes
 
 

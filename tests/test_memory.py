@@ -18,10 +18,11 @@ from helpers import ROOT, SMALL, one_line_error, small_run
 from in_process import call
 from torch.profiler import ProfilerActivity, profile
 
+import utils.machine
 from model import STEMS, build, model_class
 from training import memory
 from training.config import TrainConfig
-from training.setup import configure
+from training.settings import configure
 
 SIZE = {
     "vocab_size": 320,
@@ -71,7 +72,7 @@ def test_an_eager_step_keeps_no_less_than_the_bound_and_not_much_more(stem):
     bf16 = len(stem) % 2 == 0
     config, model_config = setting(stem, dtype="bfloat16" if bf16 else "float32")
     true = allocated(stem, bf16)
-    assert 0.6 * true < ROWS * memory.saved_bytes(config, model_config, 2) < true
+    assert 0.6 * true < ROWS * memory.bytes_saved_for_backward(config, model_config, 2) < true
 
 
 def test_no_measured_peak_lies_below_its_bound():
@@ -101,13 +102,14 @@ def test_parameters_are_counted_without_the_model(stem):
     _, model_config = setting(stem)
     deep = dataclasses.replace(model_config, num_hidden_layers=5)
     assert (
-        memory.parameters_of(stem, deep) == build(stem, **dataclasses.asdict(deep)).num_parameters()
+        memory.count_parameters(stem, deep)
+        == build(stem, **dataclasses.asdict(deep)).num_parameters()
     )
 
 
 def test_weights_count_by_optimizer_and_engine(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    count = memory.parameters_of("gpt-mha-rope", setting("gpt-mha-rope")[1])
+    count = memory.count_parameters("gpt-mha-rope", setting("gpt-mha-rope")[1])
 
     def least(**keys):
         return memory.least_memory(*setting("gpt-mha-rope", **keys))
@@ -121,7 +123,7 @@ def test_weights_count_by_optimizer_and_engine(monkeypatch):
 @pytest.fixture
 def machine(monkeypatch):
     """Sets the memory that the machine has."""
-    return lambda size: monkeypatch.setattr(memory, "memory_of_machine", lambda: int(size))
+    return lambda size: monkeypatch.setattr(utils.machine, "available_memory", lambda: int(size))
 
 
 WIDE = {
@@ -150,13 +152,13 @@ def test_a_run_that_does_not_fit_is_told_what_may(corpus, tmp_path, machine):
         call("train.py", *arguments)
     )
     machine(least[24])
-    memory.refuse_too_large(config, model_config, CPU)
+    memory.check_fits(config, model_config, CPU)
 
 
 def test_several_processes_of_a_machine_share_its_memory(monkeypatch):
-    whole = memory.memory_of_machine()
+    whole = utils.machine.available_memory()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert memory.memory_of_machine() == pytest.approx(whole / 4, rel=0.2)
+    assert utils.machine.available_memory() == pytest.approx(whole / 4, rel=0.2)
 
 
 def test_a_model_that_looks_at_its_values_is_trained_all_the_same(corpus, tmp_path, monkeypatch):
@@ -164,7 +166,7 @@ def test_a_model_that_looks_at_its_values_is_trained_all_the_same(corpus, tmp_pa
     monkeypatch.setitem(sys.modules, "model.looking-gpt", looking)
     monkeypatch.setattr("model.STEMS", [*STEMS, "looking-gpt"])
     arguments = small_run(corpus, tmp_path / "run", model="looking-gpt", max_steps=1)
-    assert memory.saved_bytes(*configure(arguments), 1) == 0
+    assert memory.bytes_saved_for_backward(*configure(arguments), 1) == 0
     assert call("train.py", *arguments).returncode == 0
     assert (tmp_path / "run" / "checkpoints").exists()
 

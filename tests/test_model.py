@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from model import STEMS, build, cost, model_class
 from model.gpt import takes_branch_mult
 from model.residual import DeltaRewrite, fold_column_conv, pooled, read_columns
-from training.setup import configure
+from training.settings import configure
 
 SMALL = {"num_hidden_layers": 12, "num_attention_heads": 6, "head_dim": 128, "hidden_size": 768}
 MEDIUM = {"num_hidden_layers": 24, "num_attention_heads": 8, "head_dim": 128, "hidden_size": 1024}
@@ -332,19 +332,19 @@ def test_build_names_the_mistake():
     with pytest.raises(ValueError, match=r"ddl_update='add'"):
         build("DDL-gpt-mha-rope", ddl_update="add")
     for keys, message in (
-        ({"ddl_k_branch": "attention"}, "add ddl_map=v"),
+        ({"ddl_k_branch": "attention"}, "add --ddl_map=v"),
         (
             {"ddl_k_branch": "attention", "ddl_map": "v", "ddl_value_channels": 1},
-            "ddl_value_channels is 1; use mlp",
+            "ddl_value_channels is 1; use --ddl_k_branch=mlp",
         ),
         ({"ddl_v_input": "context", "ddl_map": "v"}, "has no effect with ddl_map=v"),
-        ({"ddl_map": "v", "ddl_v_constant": True}, "leaves the sublayers' outputs unused"),
+        ({"ddl_map": "v", "ddl_v_constant": True}, "leaves the sublayer outputs unused"),
         ({"ddl_v_input": "context", "ddl_v_constant": True}, "has no effect with ddl_v_constant"),
         ({"ddl_v_bias": False, "ddl_v_constant": True}, "has no effect with ddl_v_constant"),
-        ({"ddl_k_input": "mean"}, "add ddl_map=v, with ddl_k_branch=mlp"),
+        ({"ddl_k_input": "mean"}, "add --ddl_map=v or omit ddl_k_input"),
         (
             {"ddl_k_input": "flat", "ddl_map": "v", "ddl_k_branch": "attention"},
-            "add ddl_map=v, with ddl_k_branch=mlp",
+            "has no effect with ddl_k_branch=attention",
         ),
     ):
         with pytest.raises(ValueError, match=message):
@@ -357,7 +357,9 @@ def test_build_names_the_mistake():
         )
     with pytest.raises(ValueError, match="covers its ddl_value_channels=4 columns; give no more"):
         build("DDL-gpt-mha-rope-CC", ddl_state_shortconv_kernel_size=5, **TINY)
-    with pytest.raises(ValueError, match=r"ddl_value_channels=4: this model has one column"):
+    with pytest.raises(
+        ValueError, match=r"ddl_value_channels=4, but this model has one value channel"
+    ):
         build("DDL-vdim1-gpt-mha-rope", ddl_value_channels=4)
 
 

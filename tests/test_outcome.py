@@ -68,7 +68,7 @@ def test_a_step_that_is_not_wanted_leaves_no_trace(before):
     assert not hasattr(optimizers[0], "found_inf")
 
 
-def test_what_is_summed_is_read_later():
+def test_what_is_summed_is_start_reading():
     stats = distributed.all_reduce_step_stats(torch.tensor(9.0), torch.tensor(2.5), True, ALONE)
     assert stats.wait() == [9.0, 1.0, 2.5]
 

@@ -1,48 +1,115 @@
-"""Where a stored figure comes from, in a repository of the test's own."""
+"""The commit that a stored figure names, in a repository of the test's own."""
 
 import json
 import subprocess
+from pathlib import Path
+
+import pytest
 
 from training import provenance
 
 
-def test_a_figure_of_a_changed_tree_says_so(tmp_path, capsys):
-    def git(*words):
-        who = ("-c", "user.name=x", "-c", "user.email=x@example.org")
-        return subprocess.run(
-            ["git", *who, *words], cwd=tmp_path, check=True, capture_output=True, text=True
-        ).stdout
+def git(repository: Path, *arguments: str) -> str:
+    author = ("-c", "user.name=x", "-c", "user.email=x@example.org")
+    return subprocess.run(
+        ["git", *author, *arguments], cwd=repository, check=True, capture_output=True, text=True
+    ).stdout
 
-    assert provenance.commit_of(tmp_path) == ""  # no repository
-    git("init", "-q")
+
+@pytest.fixture
+def repository(tmp_path) -> Path:
+    """A repository with code.py and results/figures.json in its only commit."""
     (tmp_path / "results").mkdir()
-    code, figures = tmp_path / "code.py", tmp_path / "results" / "figures.json"
-    for path in (code, figures):
-        path.write_text("{}")
-    git("add", ".")
-    git("commit", "-q", "-m", "one")
-    clean = git("rev-parse", "HEAD")[:12]
-    figures.write_text("[]")  # what a measurement writes
-    (tmp_path / "notes.txt").write_text("")
-    assert provenance.commit_of(tmp_path) == clean
-    (tmp_path / "new.py").write_text("")  # a stream that is being tried
-    assert provenance.commit_of(tmp_path) == f"{clean}-dirty"
-    (tmp_path / "new.py").unlink()
-    code.write_text("changed")
-    assert provenance.commit_of(tmp_path) == f"{clean}-dirty"
-    code.write_text("{}")
-    assert provenance.commit_of(tmp_path) == clean
+    (tmp_path / "code.py").write_text("{}")
+    (tmp_path / "results" / "figures.json").write_text("{}")
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-q", "-m", "one")
+    return tmp_path
 
-    for commit, notes in ((clean, 0), (f"{clean}-dirty", 1)):
-        for value in (1, 2):  # a file that is written after every figure is spoken of once
-            provenance.store(figures, {"rows": [value]}, {"commit": commit, "date": "2026-01-02"})
-        assert json.loads(figures.read_text()) == {
-            "commit": commit,
-            "date": "2026-01-02",
-            "rows": [2],
-        }
-        assert (
-            capsys.readouterr().err.count(f"note: {figures} is of {commit}, with changes") == notes
-        )
-    provenance.store(figures, {"rows": []})
-    assert json.loads(figures.read_text()) == {**provenance.provenance(), "rows": []}
+
+@pytest.fixture
+def commit(repository) -> str:
+    return git(repository, "rev-parse", "HEAD")[:12]
+
+
+# ---- the commit ----
+
+
+def test_a_folder_without_a_repository_has_no_commit(tmp_path):
+    assert provenance.describe_commit(tmp_path) == ""
+
+
+def test_a_tree_that_is_committed_has_its_commit(repository, commit):
+    assert provenance.describe_commit(repository) == commit
+
+
+def test_figures_and_notes_may_change(repository, commit):
+    (repository / "results" / "figures.json").write_text("[]")  # as a measurement writes it
+    (repository / "notes.txt").write_text("")
+    assert provenance.describe_commit(repository) == commit
+
+
+def test_a_new_python_file_makes_the_tree_dirty(repository, commit):
+    (repository / "new.py").write_text("")  # such as a stream that is being tried
+    assert provenance.describe_commit(repository) == f"{commit}-dirty"
+
+
+def test_changed_code_makes_the_tree_dirty(repository, commit):
+    (repository / "code.py").write_text("changed")
+    assert provenance.describe_commit(repository) == f"{commit}-dirty"
+
+
+def test_a_change_that_is_undone_leaves_no_trace(repository, commit):
+    code = repository / "code.py"
+    original = code.read_text()
+    code.write_text("changed")
+    code.write_text(original)
+    assert provenance.describe_commit(repository) == commit
+
+
+# ---- stored figures ----
+
+
+def test_figures_are_stored_with_the_origin_that_is_given(tmp_path):
+    origin = {"commit": "0123456789ab", "date": "2026-01-02"}
+    figures = tmp_path / "figures.json"
+    for value in (1, 2):  # the file is replaced
+        provenance.store_figures(figures, {"rows": [value]}, origin)
+    assert json.loads(figures.read_text()) == {**origin, "rows": [2]}
+
+
+def test_figures_without_an_origin_have_that_of_this_process(tmp_path):
+    figures = tmp_path / "figures.json"
+    provenance.store_figures(figures, {"rows": []})
+    assert json.loads(figures.read_text()) == {**provenance.collect_provenance(), "rows": []}
+
+
+def test_uncommitted_changes_are_reported_once_per_file(tmp_path, capsys):
+    figures = tmp_path / "figures.json"
+    for value in (1, 2):
+        provenance.store_figures(figures, {"rows": [value]}, {"commit": "0123456789ab-dirty"})
+    assert capsys.readouterr().err == (
+        f"note: the figures in {figures} were measured at 0123456789ab-dirty, with uncommitted "
+        "changes; commit the changes and measure again\n"
+    )
+
+
+def test_a_committed_tree_is_not_reported(tmp_path, capsys):
+    provenance.store_figures(tmp_path / "figures.json", {"rows": []}, {"commit": "0123456789ab"})
+    assert capsys.readouterr().err == ""
+
+
+# ---- digests ----
+
+
+def test_an_excluded_file_does_not_count():
+    assert provenance.compute_digest("utils/*.py") != provenance.compute_digest(
+        "utils/*.py", exclude=("units.py",)
+    )
+
+
+def test_a_file_that_matches_two_patterns_counts_once():
+    assert provenance.compute_digest("utils/*.py", "utils/units.py") == provenance.compute_digest(
+        "utils/*.py"
+    )

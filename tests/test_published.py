@@ -11,7 +11,7 @@ from evaluation import comparison, published, subjects, tasks
 from model import model_class
 from training.config import TrainConfig
 from training.optimizer import get_learning_rate
-from training.setup import configure
+from training.settings import configure
 
 CONFIGS = dict(
     zip(PAPER, ("gpt", "ddl_dv1", "ddl_dv4", "ddl_dv4_ec", "ddl_dv4_cc", "ddl_dv4_cc_ec"))
@@ -273,7 +273,7 @@ def test_tasks_stand_beside_the_same_number_of_examples(tmp_path):
     assert "| 66.00 ± 1.00 | 65.94 | +0.06 ± 1.00 |" in text
     for changed, reason in (
         ({"shots": 5}, "no such figures in the texts"),
-        ({"settings": {**entry["settings"], "limit": 9}}, "the first 9 items alone"),
+        ({"settings": {**entry["settings"], "limit": 9}}, "only the first 9 items"),
         (
             {"settings": {**entry["settings"], "add_bos_token": True}},
             "texts begin with end-of-text",

@@ -9,9 +9,9 @@ from pages import check_command, commands_of
 
 import configurator
 import model
-from model.keys import keys_of
+from model.options import collect_options
 from training.config import TrainConfig
-from training.setup import every_key
+from training.settings import every_option
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -30,7 +30,10 @@ def test_the_variant_table_names_files_that_fit():
     assert {stem for stem, _ in rows} <= set(model.STEMS)  # a newcomer's own file is in no table
     for stem, configs in rows:
         for config in re.findall(r"`(\w+)\.py`", configs):
-            assert configurator.read_file(str(ROOT / "config" / f"{config}.py"))["model"] == stem
+            assert (
+                configurator.read_config_file(str(ROOT / "config" / f"{config}.py"))["model"]
+                == stem
+            )
 
 
 @pytest.mark.usefixtures("example_streams")
@@ -88,23 +91,23 @@ def recipe_keys() -> dict[str, set]:
     """{key: its defaults} of the run and of the paper's variants."""
     found: dict[str, set] = {}
     for schema in (TrainConfig, *(model.model_class(stem).Config for stem in PAPER)):
-        for name, knob in configurator.knobs(schema).items():
+        for name, knob in collect_options(schema).items():
             found.setdefault(name, set()).add(knob.default)
     return found
 
 
 def test_the_recipe_page_has_every_key_and_its_default():
     page = (ROOT / "docs" / "recipe.md").read_text(encoding="utf-8")
-    schema = every_key()
+    schema = every_option()
     for name, text in re.findall(r"`(\w+)=([^`]+)`", page):
-        schema[name].parse(name, text)  # ValueError: no such value
+        configurator.parse(schema[name], text)  # ValueError: no such value
     columns = [line.split(" | ")[-1] for line in page.splitlines() if line.startswith("| ")]
     stated = dict(re.findall(r"`(\w+)=([^`]+)`", " ".join(columns)))
     defaults = recipe_keys()
     for name, text in stated.items():
-        assert schema[name].parse(name, text) in defaults[name], name
-    of_run = {name for name, key in keys_of(TrainConfig).items() if not key.changeable}
-    of_model = defaults.keys() - configurator.knobs(TrainConfig).keys()
+        assert configurator.parse(schema[name], text) in defaults[name], name
+    of_run = {name for name, key in collect_options(TrainConfig).items() if not key.changeable}
+    of_model = defaults.keys() - collect_options(TrainConfig).keys()
     assert stated.keys() >= of_run | of_model | {"max_steps"}
 
 

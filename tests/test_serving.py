@@ -31,7 +31,7 @@ from serving import app as serving_app
 from serving.events import Pieces, declared, events
 from serving.guard import host_fits
 from training.checkpoint import load_model
-from training.residual_statistics import Watched
+from training.residual_statistics import ObservedStream
 
 DELTA = [stem for stem in STEMS if stem.startswith("DDL")]
 TOKENIZER = byte_tokenizer()
@@ -73,11 +73,11 @@ def test_every_statistic_that_a_stream_names_is_shown(stem, wanted):
     _, tokens = generated(model, [256, 1, 2], 4)
     rows = {}
 
-    def seen(site, quantities):
-        for name, values in quantities["statistics"].items():
+    def on_write(site, write):
+        for name, values in write.statistics.items():
             rows.setdefault(name, []).append(values[0].tolist())
 
-    with torch.no_grad(), model.through(Watched(seen)):
+    with torch.no_grad(), model.through(ObservedStream(on_write)):
         model(torch.tensor([[token["id"] for token in tokens]]))
     for index, token in enumerate(tokens):
         assert token["statistics"].keys() == wanted.keys()
@@ -345,7 +345,7 @@ def test_what_is_left_out_is_as_on_the_command_line(address):
 MISTAKES = [
     ({"temperature": -1}, "temperature=-1.0: give 0 or more"),
     ({"temperature": float("nan")}, "temperature=nan: give 0 or more"),
-    ({"top_p": 1.5}, "top_p=1.5: give a number above 0, at most 1"),
+    ({"top_p": 1.5}, "top_p=1.5: give a number above 0 to 1"),
     ({"top_k": 0}, "top_k=0: give 1 or more"),
     ({"max_new_tokens": 2049}, "max_new_tokens: input should be less than or equal to 2048"),
     ({"max_new_tokens": "5"}, "max_new_tokens: input should be a valid integer"),

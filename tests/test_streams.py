@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from model import build
 from model.hyper_connections import sinkhorn_knopp
 from model.parameters import rules_of
-from training.residual_statistics import Watched, residual_statistics
+from training.residual_statistics import ObservedStream, residual_statistics
 
 ROPE = "HC mHC AttnRes ReZero DenseFormer LAuReL conv wide MUDD Lambdas".split()
 FULL_STEMS = {name: f"{name}-gpt-mha-rope" for name in ROPE} | {
@@ -497,18 +497,18 @@ def test_statistics_of_mgt():
 
 # Values that make no sense, or have no effect, are refused before anything is done.
 REFUSED = [
-    ("mHC", {"hc_streams": 1}, "hc_streams=1: mHC mixes streams"),
+    ("mHC", {"hc_streams": 1}, "hc_streams=1 leaves mHC no streams to mix"),
     ("mHC", {"mhc_iterations": 0}, "mhc_iterations=0: give 1 or more"),
     ("HC", {"hc_streams": 0}, "hc_streams=0: give 1 or more"),
     ("HC", {"hc_stream": 2}, "unknown key --hc_stream, did you mean hc_streams"),
     ("HC", {"mhc_iterations": 3}, "mhc_iterations"),
     ("AttnRes", {"attn_res_blocks": 0}, "attn_res_blocks=0: give 1 or more"),
     ("AttnRes", {"attn_res_gate": 0.5}, "attn_res_gate"),
-    ("mHC", {"mhc_mix": "permutations", "hc_streams": 6}, "hc_streams=6: mhc_mix=permutations"),
-    ("mHC", {"mhc_mix": "kronecker", "hc_streams": 3}, "needs a power of two"),
+    ("mHC", {"mhc_mix": "permutations", "hc_streams": 6}, "hc_streams=6 with mhc_mix=permutations"),
+    ("mHC", {"mhc_mix": "kronecker", "hc_streams": 3}, "give a power of two"),
     ("mHC", {"mhc_mix": "identity", "mhc_iterations": 3}, "no effect with mhc_mix=identity"),
-    ("conv", {"canon": "CA"}, "canon='CA': give letters of ABCD"),
-    ("Lambdas", {"lambda_values": "none", "lambda_input": False}, "give --model=gpt-mha-rope"),
+    ("conv", {"canon": "CA"}, "canon='CA' is not a string of the letters"),
+    ("Lambdas", {"lambda_values": "none", "lambda_input": False}, "use --model=gpt-mha-rope"),
     ("wide", {"wide_read": "ct"}, "wide_read"),
     ("wide", {"wide_reed": "tc"}, "unknown key --wide_reed, did you mean wide_read"),
     ("wide", {"wide_read": "cc", "ddl_state_shortconv_kernel_size": 3}, "leave the key out"),
@@ -524,14 +524,14 @@ REFUSED = [
     (
         "MGT",
         {"mgt_arm": "additive", "mgt_epsilon": 0.1},
-        "mgt_epsilon has no effect with mgt_arm=additive",
+        "mgt_epsilon=0.1 has no effect with mgt_arm=additive",
     ),
     (
         "MGT",
         {"mgt_arm": "standard", "mgt_alpha_init": 0.1},
-        "mgt_alpha_init has no effect with mgt_arm=standard",
+        "mgt_alpha_init=0.1 has no effect with mgt_arm=standard",
     ),
-    ("MGT", {"mgt_arm": "mhc", "mgt_lambda": 2.0}, "mgt_lambda has no effect with mgt_arm=mhc"),
+    ("MGT", {"mgt_arm": "mhc", "mgt_lambda": 2.0}, "mgt_lambda=2.0 has no effect with mgt_arm=mhc"),
 ]
 
 
@@ -566,9 +566,9 @@ ROUNDED += [
 def last_step(model):
     """State and h of the last site, as it meets them, in bfloat16."""
     seen = []
-    with torch.no_grad(), model.through(Watched(lambda _, quantities: seen.append(quantities))):
+    with torch.no_grad(), model.through(ObservedStream(lambda _, write: seen.append(write))):
         model(tokens(4, 8))
-    return tree_map(torch.Tensor.bfloat16, (seen[-2]["state"], seen[-1]["h"]))
+    return tree_map(torch.Tensor.bfloat16, (seen[-2].state, seen[-1].h))
 
 
 def close(found, exact, tolerance):

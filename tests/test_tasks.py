@@ -23,7 +23,8 @@ from data.shards import open_corpus
 from data.windows import Windows
 from training import metrics
 from training.distributed import World
-from training.setup import configure, open_data
+from training.settings import configure
+from training.setup import open_data
 from training.validation import evaluate
 
 

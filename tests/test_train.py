@@ -24,9 +24,10 @@ from data.windows import Windows
 from model import build
 from model.gpt import GPTConfig
 from training import checkpoint, metrics, optimizer, stopping
-from training.distributed import World, can_compile
-from training.setup import configure
+from training.distributed import World
+from training.settings import configure
 from training.validation import evaluate
+from utils.machine import can_compile
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,7 @@ def test_metrics_hold_every_step_and_evaluation(finished):
     assert [r["lr"] for r in steps][:2] == [0.005, 0.01]
     assert all(a["seconds"] < b["seconds"] for a, b in itertools.pairwise(steps))
     assert steps[0]["flops"] == 64 * build("DDL-gpt-mha-rope", **SMALL).flops_per_token()
-    for text in ("step 6/6 | loss", "bits per byte", "ETA 0:00"):
+    for text in ("step 6/6 | loss", "bits per byte", "remaining 0:00"):
         assert text in printed
 
 
@@ -160,7 +161,7 @@ def test_the_last_evaluation_covers_every_token_and_leaves_the_loss_of_every_win
         half = np.load(tmp_path / part / "losses.npz")
         assert half["window"].tolist() == list(windows)
         np.testing.assert_allclose(half["loss"], stored["loss"][list(windows)], rtol=1e-5)
-        last = metrics.last_evaluation(tmp_path / part / "metrics.jsonl")
+        last = metrics.find_last_evaluation(tmp_path / part / "metrics.jsonl")
         assert last["val_loss"] == pytest.approx(np.average(half["loss"], weights=weight), rel=1e-6)
     line = refusal(*small_run(corpus, tmp_path / "one", eval_part="first", block_size=2388))
     assert "eval_part=first: the validation split of" in line
@@ -194,7 +195,7 @@ def test_a_full_disk_leaves_no_part_of_the_losses(corpus, tmp_path, monkeypatch)
     warned = trained(*small_run(corpus, out, max_steps=1, warmup_steps=0)).stderr.decode()
     assert f"warning: step 1: {out / 'losses.npz'} is not written (No space" in warned
     assert not list(out.glob("losses*"))
-    assert stopping.read_status(out)["ended"] == "finished"
+    assert stopping.read_status(out).ended == "finished"
 
 
 # ---- going on ----
@@ -211,11 +212,13 @@ def test_resumed_run_is_the_uninterrupted_one(finished, corpus, tmp_path):
     assert losses(out) == losses(whole)
     (out / "status.json").unlink()  # as in a run from before there was one
     assert b"nothing to train" in trained(*small_run(corpus, out, resume="auto")).stdout
-    assert stopping.read_status(out)["ended"] == "finished"
+    assert stopping.read_status(out).ended == "finished"
     source = whole / "checkpoints" / "step_00000003"
     trained(*small_run(corpus, tmp_path / "branch", resume=source))
     assert weights(tmp_path / "branch") == weights(whole)
-    assert "has step_00000006" in refusal(*small_run(corpus, whole, resume=source))
+    assert "already has a later checkpoint, step_00000006" in refusal(
+        *small_run(corpus, whole, resume=source)
+    )
 
 
 RATES = {"muon_learning_rate": 2e-3, "embedding_learning_rate": 0.05, "weight_decay_rate": 0.03}
@@ -235,8 +238,7 @@ def test_muon_trains_and_resumes(corpus, tmp_path, own):
         assert rates == wanted
     for key in own:
         line = refusal(*small_run(corpus, part, **{**keys, key: 0.04}, resume="auto", max_steps=9))
-        assert f"{key}=0.04, but" in line
-        assert f"was trained with {keys[key]}" in line
+        assert f"{key}={keys[key]} instead of 0.04" in line
 
 
 WSD = {"schedule": "wsd", "min_lr": 0.001}
@@ -246,16 +248,18 @@ def test_a_prolonged_schedule_is_said_before_the_first_step(finished, corpus, tm
     whole, _ = finished  # six steps of a cosine from 0.01 to 0.0005, two of them warm-up
     words = small_run(corpus, whole, resume="auto", max_steps=8)
     printed = trained(*words, "--dry_run").stdout.decode()
-    [note] = [line for line in printed.splitlines() if line.startswith("note: ")]
+    [note] = [line for line in printed.splitlines() if "learning rate jumps" in line]
     # Of eight steps, 6 / 8 are over: half of a cosine's way for each step of 6 from the third on.
     rate = 5e-4 + 9.5e-3 * (1 + math.cos(math.pi * 5 / 6)) / 2
-    assert f"max_steps=8 (before: 6) the learning rate goes from 0.0005 to {rate:.3g} " in note
+    assert f"max_steps=8 (was 6) the learning rate jumps from 0.0005 to {rate:.3g} " in note
     assert "--schedule=wsd" in note
     keys, out = {"schedule": "wsd", "decay_steps": 1, "checkpoint_interval": 2}, tmp_path / "wsd"
     trained(*small_run(corpus, out, **keys, max_steps=4))
     shutil.rmtree(out / "checkpoints" / "step_00000004")
     more = small_run(corpus, out, **keys, resume="auto", max_steps=9)
-    assert b"note: " not in trained(*more, "--dry_run").stdout  # the fall had not begun
+    assert (
+        b"learning rate jumps" not in trained(*more, "--dry_run").stdout
+    )  # the fall had not begun
 
 
 def test_the_fall_of_wsd_fits_the_run_or_is_refused(corpus, tmp_path):
@@ -278,7 +282,7 @@ def test_a_run_begun_with_a_longer_fall_keeps_it(corpus, tmp_path):
     begun = {"decay_steps": 10_000, "max_steps": 6}
     changed_state(out, lambda state: state["run_config"].update(begun))
     more = small_run(corpus, out, **WSD, resume="auto")
-    assert "decay_steps=9000, but" in refusal(*more, "--decay_steps=9000")
+    assert "decay_steps=9000, but max_steps=6 has" in refusal(*more, "--decay_steps=9000")
     trained(*more)
     rates = [record["lr"] for record in steps_of(out)][3:]
     assert rates == pytest.approx([0.001 + 0.009 * left / 10_000 for left in (2, 1, 0)])
@@ -307,15 +311,15 @@ def test_learning_rate_scales_are_those_it_began_with(corpus, tmp_path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(optimizer, "get_lr_scales", lambda *_: {**scales, "ln_f.weight": 0.5})
         line = refusal(*more)
-    assert "learning rate of ln_f.weight times 1, this code would take 0.5" in line
+    assert "learning rate of ln_f.weight times 1, this code would use 0.5" in line
     changed_state(out, lambda state: state.pop("lr_scales"))
     if name is None:
         trained(*more)
         return
     assert scales[name] == 2
     line = refusal(*more)
-    assert f"with the learning rate of {name} times 4, this code would take 2 (muP" in line
-    assert "finish it with the code that began it" in line
+    assert f"with the learning rate of {name} times 4, this code would use 2 (muP" in line
+    assert "finish the run with the code that started it" in line
     kind = keys.get("optimizer", "adamw")
     words = {"init_from": checkpoint.find(out), "max_steps": 1, "optimizer": kind}
     trained(*small_run(corpus, tmp_path / "anew", **words))
@@ -329,16 +333,71 @@ def test_keys_newer_than_a_checkpoint_count_as_their_default(finished, corpus, t
 
     changed_state(out, forget)
     assert b"nothing to train" in trained(*small_run(corpus, out, resume="auto")).stdout
-    assert "beta2=0.99, but" in refusal(*small_run(corpus, out, resume="auto", beta2=0.99))
+    assert "beta2=0.95 instead of 0.99" in refusal(
+        *small_run(corpus, out, resume="auto", beta2=0.99)
+    )
+
+
+def test_a_resumed_run_takes_what_is_not_given_from_the_run(finished, tmp_path):
+    run_folder, _ = finished
+    branch = shutil.copytree(run_folder, tmp_path / "branch")
+    trained(f"--out_dir={branch}", "--resume=auto", "--max_steps=7")
+    state = checkpoint.read_state(checkpoint.find(branch))
+    first = checkpoint.read_state(checkpoint.find(run_folder))
+    assert state["model"] == first["model"]
+    assert state["model_config"] == first["model_config"]
+    changed = {"max_steps": 7, "out_dir": str(branch), "resume": "auto"}
+    assert state["run_config"] == {**first["run_config"], **changed}
+
+
+def test_all_settings_that_differ_from_the_resumed_run_are_in_one_message(finished, corpus):
+    run_folder, _ = finished
+    changes = {"learning_rate": 0.02, "seed": 7, "hidden_size": 24, "eval_batches": 1}
+    line = refusal(*small_run(corpus, run_folder, resume="auto", max_steps=9, **changes))
+    assert (
+        "hidden_size=12 instead of 24, learning_rate=0.01 instead of 0.02, seed=0 instead" in line
+    )
+    assert "eval_batches" not in line  # evaluation may change
+
+
+def test_a_resumed_run_may_evaluate_otherwise(finished, tmp_path):
+    run_folder, _ = finished
+    branch = shutil.copytree(run_folder, tmp_path / "branch")
+    changes = ("--eval_batches=1", "--eval_part=second", "--eval_full=False", "--log_interval=1")
+    trained(f"--out_dir={branch}", "--resume=auto", "--max_steps=7", *changes)
+    assert checkpoint.read_state(checkpoint.find(branch))["run_config"]["eval_batches"] == 1
+
+
+def test_resume_of_a_checkpoint_names_the_folder_of_its_run(finished):
+    run_folder, _ = finished
+    path = run_folder / "checkpoints" / "step_00000006"
+    config, _ = configure([f"--resume={path}"])
+    assert Path(config.out_dir) == run_folder
+
+
+def test_a_former_name_of_a_key_is_read_from_the_command_line_and_from_saved_runs(
+    finished, corpus, tmp_path
+):
+    config, _ = configure(small_run(corpus, tmp_path / "new", state_interval=4))
+    assert config.state_checkpoint_interval == 4
+    run_folder, _ = finished
+    branch = shutil.copytree(run_folder, tmp_path / "branch")
+
+    def rename(state: dict) -> None:
+        del state["run_config"]["state_checkpoint_interval"]
+        state["run_config"]["state_interval"] = 3
+
+    changed_state(branch, rename)
+    config, _ = configure([f"--out_dir={branch}", "--resume=auto"])
+    assert config.state_checkpoint_interval == 3
 
 
 def test_used_run_folders_and_other_corpora_are_refused(finished, corpus, tmp_path):
     out, _ = finished
     before = sorted(path.stat().st_mtime_ns for path in out.rglob("*"))
-    assert "is not empty: continue it with --resume=auto" in refusal(*small_run(corpus, out))
+    assert "is not empty; resume that run with --resume=auto" in refusal(*small_run(corpus, out))
     line = refusal(*small_run(corpus, out, resume="auto", learning_rate=0.02, max_steps=9))
-    assert "learning_rate=0.02, but" in line
-    assert "was trained with 0.01" in line
+    assert "was trained with learning_rate=0.01 instead of 0.02; to resume, omit" in line
     other = shutil.copytree(corpus, tmp_path / "other")
     meta = json.loads((other / "meta.json").read_text())
     (other / "meta.json").write_text(json.dumps({**meta, "source": "elsewhere"}))
@@ -361,8 +420,8 @@ def test_stops_before_the_step_on_what_is_not_finite(corpus, tmp_path, changes, 
     assert result.returncode == 1
     for text in (f"step {step}: loss", "nan", str(out / "nonfinite")):
         assert text in line
-    assert f"train.py: {stopping.read_status(out)['reason']}" == line
-    assert len(checkpoint.all_of(out)) == step - 1
+    assert f"train.py: {stopping.read_status(out).reason}" == line
+    assert len(checkpoint.list_checkpoints(out)) == step - 1
     assert checkpoint.read_state(checkpoint.find(out / "nonfinite"))["step"] == step - 1
     diagnosis = json.loads((out / "nonfinite" / "diagnosis.json").read_text())
     assert (diagnosis["step"], diagnosis["sequences"]) == (step, [4 * step - 4, 4 * step - 1])
@@ -379,7 +438,7 @@ def test_stops_before_the_step_on_what_is_not_finite(corpus, tmp_path, changes, 
 
 
 MISTAKES = [
-    ({"max_stepz": 5}, "unknown key --max_stepz, did you mean max_steps?"),
+    ({"max_stepz": 5}, "unknown key --max_stepz, did you mean max_steps, "),
     ({"max_steps": "many"}, "--max_steps=many: give a whole number"),
     ({"muon_learning_rate": -1}, "muon_learning_rate=-1.0: give 0 or more"),
     ({"learning_rate": "fast"}, "--learning_rate=fast: give a number"),
@@ -387,7 +446,7 @@ MISTAKES = [
     ({"dataset": "fineweb_edu"}, "run `python data/fineweb_edu/prepare.py`"),
     ({"vocab_size": 256}, "has 257 tokens: give 257"),
     ({"block_size": 40_000}, "the training split has 32111 tokens"),
-    ({"resume": "nowhere"}, "nowhere holds no checkpoint"),
+    ({"resume": "nowhere"}, "nowhere does not exist"),
     ({"model": "gpt-mha-rope", "ddl_beta_init": 1.0}, "--ddl_beta_init is not a key of gpt-mha"),
     ({"ddl_beta_init": 3}, "ddl_beta_init=3.0: give a number from 0 to 2"),
     ({"min_lr": 1.0}, "min_lr=1.0: give a number from 0 to learning_rate"),

@@ -40,8 +40,8 @@ WRONG = {
         GATED.replace("Model(GPT)", "Model(nn.Module)"),
         "has no class Model(GPT)",
     ),
-    "no dataclass": (GATED.replace("@dataclass\n", ""), "Config has keys, no @dataclass"),
-    "a key of the run": (GATED.replace("gate_init", "seed"), "its key seed is one of the run"),
+    "no dataclass": (GATED.replace("@dataclass\n", ""), "Config has keys but is not a dataclass; put @dataclass above it"),
+    "a key of the run": (GATED.replace("gate_init", "seed"), "seed is already a key of the run"),
     "a key of a kind that there is not": (
         GATED.replace("gate_init: float", "gate_init: list"),
         "the key gate_init is",
@@ -67,6 +67,13 @@ WRONG = {
     "no rule": (
         GATED.replace("Rule(constant(config.gate_init))", "None").replace('"gate": None', ""),
         "has no rule",
+    ),
+    "a torch layer": (
+        GATED.replace(
+            "self.gate = nn.Parameter(torch.empty(config.hidden_size))",
+            "self.gate = nn.Linear(config.hidden_size, 1)",
+        ).replace('{"gate": Rule(constant(config.gate_init))}', "{}"),
+        "gate.weight has no rule: make the layer with model.parameters.linear(12, 1, Rule(",
     ),
     "a sublayer outside": (
         BLOCK.format(
@@ -115,7 +122,7 @@ def test_a_name_without_a_hyphen_is_told(tmp_path, corpus, monkeypatch):
     (tmp_path / "gated.py").write_text(GATED)
     monkeypatch.setattr(model, "__file__", str(tmp_path / "__init__.py"))
     line = one_line_error(call("train.py", *small_run(corpus, tmp_path / "run", model="gated")))
-    assert "a variant's file has a hyphen in its name: gated-gpt-mha-rope.py" in line
+    assert "the file of a variant has a hyphen in its name; rename it to gated-gpt-mha-rope.py" in line
 
 
 def test_a_wrong_file_breaks_no_other_run(own, corpus, tmp_path):
@@ -128,11 +135,11 @@ def test_a_wrong_file_breaks_no_other_run(own, corpus, tmp_path):
         assert b"own-gpt" not in done.stderr
     listed = call("train.py", "--help")
     assert listed.returncode == 0
-    assert b"note: left out: model/own-gpt.py, line 12: SyntaxError" in listed.stderr
+    assert b"(its file has a syntax error in line 12)" in listed.stdout
     assert b"--ddl_value_channels" in listed.stdout
     hint = call("train.py", *run, "--ddl_valu_channels=2").stderr.decode().splitlines()
-    assert "left out: model/own-gpt.py" in hint[0]
-    assert "did you mean ddl_value_channels?" in hint[-1]
+    assert "note: model/own-gpt.py, line 12: SyntaxError" in hint[0]
+    assert "did you mean ddl_value_channels" in hint[-1]
 
 
 # Each block has a gate of the block after it, which the last one lacks: there the parameter takes
@@ -163,7 +170,7 @@ def test_a_parameter_without_a_gradient_is_said_and_goes_on(processes, own, corp
         printed = (
             finish_together(processes, run, tmp_path / "log") if processes > 1 else finish(run)
         )
-        said = "note: nothing of the loss depends on transformer.h.1.gate: it will not be trained"
+        said = "note: the loss does not depend on transformer.h.1.gate, which will not be trained"
         assert said in printed
         return checkpoint.find(tmp_path / name)
 
@@ -197,7 +204,9 @@ def test_a_head_of_its_own_is_kept(stem, keys, corpus, tmp_path):
     ][-1]["val_loss"]
     assert call("export.py", tmp_path / "run", tmp_path / "exported").returncode == 0
     trained, *_ = checkpoint.load_model(tmp_path / "run", "cpu")
-    assert ("lm_head.weight" in checkpoint.weights_of(trained)) == (stem != "capped-gpt-mha-rope")
+    assert ("lm_head.weight" in checkpoint.get_model_tensors(trained)) == (
+        stem != "capped-gpt-mha-rope"
+    )
     for folder in ("run", "exported"):
         done = call(
             "eval.py",
@@ -215,7 +224,10 @@ def test_what_is_no_fault_of_a_file_is_not_said_to_be_one():
     lack = RuntimeError(
         "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
     )
-    with pytest.raises(RuntimeError, match="can't allocate"), model.faults_of("gpt-mha-rope"):
+    with (
+        pytest.raises(RuntimeError, match="can't allocate"),
+        model.errors_as_value_errors("gpt-mha-rope"),
+    ):
         raise lack
 
 
@@ -269,8 +281,11 @@ def test_a_tied_weight_in_a_file_twice_must_be_the_same(tmp_path):
         num_attention_heads=1,
         head_dim=8,
     )
-    tensors = {**checkpoint.weights_of(made), "lm_head.weight": made.lm_head.weight.detach() + 1}
-    checkpoint.write_tensors(tmp_path / "model.safetensors", tensors)
+    tensors = {
+        **checkpoint.get_model_tensors(made),
+        "lm_head.weight": made.lm_head.weight.detach() + 1,
+    }
+    checkpoint.save_tensors(tmp_path / "model.safetensors", tensors)
     with pytest.raises(
         ValueError,
         match=r"lm_head.weight differs from transformer.wte.weight: this model ties them",
@@ -287,7 +302,7 @@ def test_shared_blocks_are_stored_once_and_are_one_again():
         num_hidden_layers=4,
         num_attention_heads=1,
     )
-    names = checkpoint.weights_of(made)
+    names = checkpoint.get_model_tensors(made)
     assert {name.split(".")[2] for name in names if name.startswith("transformer.h.")} == {"0", "2"}
     assert "transformer.h.2.ln_1.weight" not in names
     assert made.transformer.h[1] is made.transformer.h[0]

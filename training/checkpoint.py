@@ -1,10 +1,16 @@
-"""Checkpoints without pickle: safetensors and JSON in a folder that is complete or absent.
+"""Checkpoints: safetensors and JSON, without pickle, in a folder that is complete or absent.
 
-`<run>/checkpoints/step_00001000/` holds model.safetensors, optimizer.safetensors, state.json (step,
-configuration, counters), tokenizer.json, and SHA256SUMS of these, as `sha256sum -c` reads it. It is
-written under another name and renamed. Where a step is saved again, the older one stays as
-`step_00001000.old` until the new one is in its place. Tensors are whole, whatever the number of
-processes and the engine that made them.
+`<run>/checkpoints/step_00001000/` holds
+
+    model.safetensors       the weights
+    optimizer.safetensors   the optimizer's state by parameter name
+    state.json              step, counters, all settings, the identity of the corpus
+    tokenizer.json          the tokenizer, so that sampling does not need the corpus
+    SHA256SUMS              checksums of these files, as `sha256sum -c` reads them
+
+The folder is written under a temporary name and then renamed. If a step is saved again, the older
+folder stays as `step_00001000.old` until the new one is in its place. Tensors are stored in full,
+whatever the number of ranks and the engine that trained them.
 """
 
 import hashlib
@@ -14,95 +20,94 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import safetensors
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
-import configurator
 from data import tokenizer
 from model import STEMS, model_class, released
 from model import weights as weight_files
-from model.keys import values_before
+from model.gpt import GPT
+from model.options import collect_options, legacy_defaults, rename_aliases
 from model.parameters import aliases
+from utils import files
 
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.json")
-SUMS = "SHA256SUMS"
+CHECKSUMS = "SHA256SUMS"
+STATE_TYPES = {"corpus": dict, "model": str, "model_config": dict, "run_config": dict, "step": int}
 
 
-def save(run: Path, weights: dict, moments: dict, state: dict, tokenizer_json: dict) -> Path:
+# ---- writing ----
+
+
+def save(
+    run_folder: Path,
+    model_tensors: dict[str, torch.Tensor],
+    optimizer_tensors: dict[str, torch.Tensor],
+    state: dict,
+    tokenizer_json: dict,
+) -> Path:
     """Write the checkpoint of `state["step"]` below the run folder and return its path.
 
-    OSError: the disk is full, for example; then nothing of it is left, and what was there stays.
+    Raises:
+        OSError: it cannot be written, for example because the disk is full. What was written of it
+            is removed, and earlier checkpoints stay.
     """
-    final = run / "checkpoints" / f"step_{state['step']:08d}"
-    for left in run.glob("checkpoints/*.tmp"):  # of a save that was killed
-        shutil.rmtree(left, ignore_errors=True)
-    temporary, old = (final.with_name(final.name + end) for end in (".tmp", ".old"))
+    final = run_folder / "checkpoints" / f"step_{state['step']:08d}"
+    for leftover in run_folder.glob("checkpoints/*.tmp"):  # of a save that was killed
+        shutil.rmtree(leftover, ignore_errors=True)
+    temporary = final.with_name(f"{final.name}.tmp")
+    previous = final.with_name(f"{final.name}.old")
     try:
         temporary.mkdir(parents=True)
-        write_tensors(temporary / "model.safetensors", weights)
-        write_tensors(temporary / "optimizer.safetensors", moments)
+        save_tensors(temporary / "model.safetensors", model_tensors)
+        save_tensors(temporary / "optimizer.safetensors", optimizer_tensors)
         (temporary / "tokenizer.json").write_text(json.dumps(tokenizer_json), encoding="utf-8")
         (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
-        (temporary / SUMS).write_text(sums_of(temporary), encoding="utf-8")
+        (temporary / CHECKSUMS).write_text(compute_checksums(temporary), encoding="utf-8")
         for file in temporary.iterdir():
-            sync(file)
+            fsync(file)
         if final.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            final.replace(old)
+            shutil.rmtree(previous, ignore_errors=True)
+            final.replace(previous)
         temporary.replace(final)
-        sync(final.parent)
-        shutil.rmtree(old, ignore_errors=True)
+        # after a power cut the new name must not exist without the data
+        fsync(final.parent)
+        shutil.rmtree(previous, ignore_errors=True)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return final
 
 
-def write_tensors(file: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write a safetensors file. OSError: it cannot be written."""
-    contiguous = {key: value.contiguous() for key, value in tensors.items()}
+def save_tensors(file: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write a safetensors file, readable by whoever may read other new files.
+
+    Raises:
+        OSError: it cannot be written
+    """
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     try:
         save_file(contiguous, file, metadata={"format": "pt"})
-    except safetensors.SafetensorError as error:  # its name for what the system says of a write
+    except safetensors.SafetensorError as error:  # how the library reports an OSError
         raise OSError(str(error)) from error
-    mask = os.umask(0)  # it can be read by setting it alone
-    os.umask(mask)
-    file.chmod(0o666 & ~mask)  # the library keeps it from others' eyes
+    # the library makes files that only their owner can read; os.umask can only be read by setting it
+    umask = os.umask(0)
+    os.umask(umask)
+    file.chmod(0o666 & ~umask)
 
 
-def weights_of(model) -> dict[str, torch.Tensor]:
-    """The model's tensors by name, each once."""
-    again = aliases(model)
-    return {name: value for name, value in model.state_dict().items() if name not in again}
+def get_model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors of a model by name; tied ones once, under their first name."""
+    tied_names = aliases(model)
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in tied_names}
 
 
-def sums_of(checkpoint: Path) -> str:
-    """What SHA256SUMS must hold: hash and name of every other file."""
-    lines = []
-    for name in FILES:
-        with open(checkpoint / name, "rb") as file:
-            lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {name}\n")
-    return "".join(lines)
-
-
-def verify(checkpoint: Path) -> None:
-    """ValueError: a file is missing, or not byte for byte what was saved."""
-    try:
-        stored, sums = (checkpoint / SUMS).read_bytes(), sums_of(checkpoint).encode()
-    except OSError as error:
-        name = Path(error.filename or "a file").name
-        what = f"{name} is missing or unreadable ({error.strerror})"
-        raise ValueError(f"{checkpoint} is damaged: {what}") from error
-    if stored != sums:
-        lines = stored.split(b"\n")
-        name = next((n for n, line in zip(FILES, sums.split(b"\n")) if line not in lines), SUMS)
-        raise ValueError(f"{checkpoint} is damaged: {name} is not as it was saved")
-
-
-def sync(path: Path) -> None:
-    """fsync a file or folder: after a power cut the rename must not outlive the data."""
+def fsync(path: Path) -> None:
+    """Wait until the disk has a file, or the entries of a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -110,122 +115,207 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def all_of(run: Path) -> list[Path]:
-    """The run's checkpoints, oldest first."""
+# ---- checksums ----
+
+
+def compute_checksums(checkpoint: Path) -> str:
+    """Return the contents of SHA256SUMS: a line with hash and name for every other file."""
+    lines = []
+    for name in FILES:
+        with open(checkpoint / name, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        lines.append(f"{digest}  {name}\n")
+    return "".join(lines)
+
+
+def verify(checkpoint: Path) -> None:
+    """Raise ValueError if a file is missing, or not byte for byte what was saved."""
+    try:
+        stored = (checkpoint / CHECKSUMS).read_text(encoding="utf-8", errors="replace")
+        computed = compute_checksums(checkpoint)
+    except OSError as error:
+        name = Path(error.filename or "a file").name
+        raise ValueError(
+            f"{checkpoint} is damaged: {name} is missing or unreadable ({error.strerror})"
+        ) from error
+    if stored == computed:
+        return
+    damaged_files = [
+        name for name, line in zip(FILES, computed.splitlines()) if line not in stored.splitlines()
+    ]
+    name = damaged_files[0] if damaged_files else CHECKSUMS
+    raise ValueError(f"{checkpoint} is damaged: {name} is not as it was saved")
+
+
+# ---- the checkpoints of a run ----
+
+
+def list_checkpoints(run_folder: Path) -> list[Path]:
+    """Return the checkpoints of a run, oldest first, without verifying them."""
     by_step = {}
-    # step_1.old comes before step_1, and counts where that, which should replace it, is missing.
-    for path in sorted(run.glob("checkpoints/step_*"), reverse=True):
-        if (match := re.fullmatch(r"step_(\d+)(\.old)?", path.name)) and path.is_dir():
-            by_step[int(match[1])] = path
+    for path in run_folder.glob("checkpoints/step_*"):
+        match = re.fullmatch(r"step_(\d+)(\.old)?", path.name)
+        if match is None or not path.is_dir():
+            continue
+        step = int(match[1])
+        # step_1.old counts only if step_1, which was to replace it, is missing
+        if step not in by_step or not path.name.endswith(".old"):
+            by_step[step] = path
     return [by_step[step] for step in sorted(by_step)]
 
 
-def step_of(checkpoint: Path) -> int:
-    """The step in a checkpoint folder's name."""
+def get_step(checkpoint: Path) -> int:
+    """Return the step in the name of a checkpoint."""
     return int(re.match(r"step_(\d+)", checkpoint.name)[1])
 
 
-def newest(run: Path) -> Path | None:
-    """The newest checkpoint that is whole, None without any; damaged ones are reported."""
-    for path in reversed(all_of(run)):
+def find_latest(run_folder: Path) -> Path | None:
+    """Return the latest valid checkpoint, None without any; damaged ones are reported."""
+    for path in reversed(list_checkpoints(run_folder)):
         try:
             verify(path)
             return path
         except ValueError as error:
-            print(f"warning: {error}: taking the one before", file=sys.stderr)
+            print(f"warning: {error}; using the checkpoint before it", file=sys.stderr)
     return None
 
 
-def remove_old(run: Path, keep_last: int, keep_every: int = 0) -> None:
-    """Keep the last checkpoints, and those whose step is a multiple of keep_every."""
-    for path in all_of(run)[:-keep_last]:
-        if not keep_every or step_of(path) % keep_every:
-            hidden = path.with_name(path.name + ".gone.tmp")  # none is ever seen in part
-            try:
-                path.replace(hidden)
-                shutil.rmtree(hidden)
-            except OSError as error:
-                print(f"warning: {path} cannot be removed ({error})", file=sys.stderr)
+def remove_old(run_folder: Path, keep_last: int, keep_every: int = 0) -> None:
+    """Remove all but the latest checkpoints, and those whose step is a multiple of keep_every."""
+    for path in list_checkpoints(run_folder)[:-keep_last]:
+        if keep_every and get_step(path) % keep_every == 0:
+            continue
+        # renamed first, so that nobody ever finds a checkpoint with some files missing
+        doomed = path.with_name(f"{path.name}.gone.tmp")
+        try:
+            path.replace(doomed)
+            shutil.rmtree(doomed)
+        except OSError as error:
+            print(f"warning: {path} cannot be removed ({error})", file=sys.stderr)
 
 
-def set_aside(run: Path, begin: Path | None) -> None:
-    """Rename damaged checkpoints past `begin`, so that they do not count among those to keep."""
-    for path in reversed(all_of(run)):
-        if begin is None or path.resolve() == begin.resolve():
+def rename_damaged(run_folder: Path, resume_checkpoint: Path | None) -> None:
+    """Rename the checkpoints after the one that is resumed, which are damaged, to damaged_*.
+
+    Otherwise they would count among those to keep.
+    """
+    for path in reversed(list_checkpoints(run_folder)):
+        if resume_checkpoint is None or path.resolve() == resume_checkpoint.resolve():
             return
         path.replace(path.with_name(f"damaged_{path.name}"))
 
 
 def find(path: str | Path) -> Path:
-    """The checkpoint that a run folder (its newest whole one) or a checkpoint folder names.
+    """Return the checkpoint that a run folder (its latest valid one) or a checkpoint folder names.
 
-    ValueError: there is none.
+    Raises:
+        ValueError: there is none, or it is damaged
     """
     path = Path(path)
-    if (path / "state.json").is_file() or (path / SUMS).is_file():
+    if (path / "state.json").is_file() or (path / CHECKSUMS).is_file():
         verify(path)
         return path
-    if whole := newest(path):
-        return whole
-    whole = "whole " if all_of(path) else ""
-    fix = "give a run folder made by train.py, one of its checkpoints/step_*, or an exported folder"
-    raise ValueError(f"{path} holds no {whole}checkpoint: {fix}")
+    if not path.exists():
+        raise ValueError(f"{path} does not exist; give a run folder made by train.py")
+    latest = find_latest(path)
+    if latest is not None:
+        return latest
+    kind = "valid checkpoint" if list_checkpoints(path) else "checkpoint"
+    raise ValueError(
+        f"{path} holds no {kind}; give a run folder made by train.py, one of its "
+        "checkpoints/step_*, or an exported folder"
+    )
+
+
+# ---- reading ----
 
 
 def read_state(checkpoint: Path) -> dict:
-    """state.json; a model key that is newer than it has the value that it then had.
+    """Return state.json.
 
-    ValueError: missing or damaged.
+    A key of the model that is newer than the checkpoint has the value that it then had.
+
+    Raises:
+        ValueError: the file is missing or damaged
     """
-    state = configurator.read_json(checkpoint / "state.json")
-    kinds = {"corpus": dict, "model": str, "model_config": dict, "run_config": dict, "step": int}
-    for key, kind in kinds.items():
-        if not isinstance(state.get(key), kind):
-            what = f"state.json is damaged: {key} is not {kind.__name__}"
-            raise ValueError(f"{checkpoint}: {what}; take another checkpoint")
-    if (stem := state["model"]) in STEMS:
-        before = values_before(model_class(stem).Config)
-        state["model_config"] = {**before, **state["model_config"]}
+    state = files.read_json(checkpoint / "state.json")
+    for key, expected_type in STATE_TYPES.items():
+        if not isinstance(state.get(key), expected_type):
+            raise ValueError(
+                f"{checkpoint}: state.json is damaged: {key} is not {expected_type.__name__}; "
+                "use another checkpoint"
+            )
+    if state["model"] in STEMS:
+        config_class = model_class(state["model"]).Config
+        state["model_config"] = {
+            **legacy_defaults(config_class),
+            **rename_aliases(state["model_config"], collect_options(config_class)),
+        }
     return state
 
 
 def load_tensors(file: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file, on the CPU. ValueError: missing or damaged."""
+    """Return the tensors of a safetensors file, on the CPU.
+
+    Raises:
+        ValueError: the file is missing or damaged
+    """
     try:
         return load_file(file)
     except (OSError, safetensors.SafetensorError) as error:
-        fix = "take another checkpoint"
-        raise ValueError(f"{file} is missing or damaged; {fix} ({error})") from error
+        raise ValueError(
+            f"{file} is missing or damaged ({error}); use another checkpoint"
+        ) from error
 
 
-def is_folder_of_weights(path: Path) -> bool:
-    """Whether it is an exported or released folder, not a run or checkpoint of ours."""
+class ModelFolder(NamedTuple):
+    """A folder that weights can be read from, and what it says of its model."""
+
+    path: Path
+    model: str  # name of the variant
+    config: dict  # keys of the model
+    state: dict  # state.json; {} for an exported or released folder
+
+
+def is_exported(path: Path) -> bool:
+    """Return whether a folder is an exported or released model, not a run or checkpoint of ours."""
     return (path / "config.json").is_file() and not (path / "state.json").is_file()
 
 
-def described(path: Path) -> tuple[Path, str, dict, dict]:
-    """(folder of the weights, stem, model keys, state.json or {}).
+def describe(path: Path) -> ModelFolder:
+    """Describe a run, a checkpoint, an exported folder, or a folder of the paper's released code.
 
-    path: a run, checkpoint, exported or released folder. ValueError: it is none, or damaged.
+    Raises:
+        ValueError: it is none of these, or damaged
     """
-    if is_folder_of_weights(path):
-        return path, *released.describe(path), {}
-    folder = find(path)
-    state = read_state(folder)
-    return folder, state["model"], state["model_config"], state
+    if is_exported(path):
+        model, config = released.describe(path)
+        return ModelFolder(path, model, config, state={})
+    checkpoint = find(path)
+    state = read_state(checkpoint)
+    return ModelFolder(checkpoint, state["model"], state["model_config"], state)
 
 
-def load_model(path: str | Path, device: torch.device | str):
-    """(model in evaluation mode, tokenizer, state) of any folder that `described` takes.
+def load_model(
+    path: str | Path, device: torch.device | str
+) -> tuple[GPT, tokenizer.Tokenizer, dict]:
+    """Load the model of any folder that `describe` takes.
 
-    state: state.json; without one its `model` and `model_config` alone. ValueError: damaged,
-    hostile, or not fitting.
+    Returns:
+        The model in evaluation mode, its tokenizer, and state.json (without one, a dict with
+        "model" and "model_config").
+
+    Raises:
+        ValueError: the folder is damaged, hostile, or its files do not fit together
     """
-    folder, stem, config, state = described(Path(path))
-    description = tokenizer.describe(folder)
-    model = weight_files.read_model(folder, stem, config, released.fold)
-    if (size := tokenizer.size_of(description)) > model.config.vocab_size:
-        vocab_size = f"its model vocab_size={model.config.vocab_size}"
-        raise ValueError(f"{folder}: its tokenizer has {size} tokens, {vocab_size}")
-    state = {"model": stem, "model_config": config, **state}
-    return model.to(device), tokenizer.from_json(description), state
+    folder = describe(Path(path))
+    tokenizer_json = tokenizer.describe(folder.path)
+    model = weight_files.read_model(folder.path, folder.model, folder.config, released.fold)
+    tokenizer_size = tokenizer.size_of(tokenizer_json)
+    if tokenizer_size > model.config.vocab_size:
+        raise ValueError(
+            f"{folder.path}: its tokenizer has {tokenizer_size} tokens, its model "
+            f"vocab_size={model.config.vocab_size}"
+        )
+    state = {"model": folder.model, "model_config": folder.config, **folder.state}
+    return model.to(device), tokenizer.from_json(tokenizer_json), state

@@ -1,4 +1,4 @@
-"""What a run reports: metrics.jsonl (a JSON object a line), progress lines, wandb, utilisation."""
+"""The record of a run: metrics.jsonl, progress lines, and Weights & Biases."""
 
 import json
 import math
@@ -7,224 +7,417 @@ import platform
 import resource
 import sys
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
-import configurator
+from model.gpt import GPT
+from training.config import TrainConfig
+from training.distributed import World
 from training.state import TrainState
+from utils import errors, files
+from utils.units import format_duration
 
-# Dense bf16 peak in FLOP/s by a word of the device name (vendor data sheets, no sparsity); the
-# first that fits counts.
-PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "B200": 2250e12}
-PEAK_FLOPS |= {"A100": 312e12, "L40S": 362e12}
+# Peak FLOP/s in bf16, dense, from the data sheets; the keys are words of torch's device names. The
+# first key that occurs in a name counts, so "H100 PCIe" must come before "H100".
+PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+}
+MAX_EXPONENT = 700  # math.exp overflows above 709
+
+
+# ---- the device ----
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Peak of the device in FLOP/s, where it is known."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((peak for word, peak in PEAK_FLOPS.items() if word in name), None)
+    """Return the peak of a device in FLOP/s, or None if it is not known."""
+    if device.type != "cuda":
+        return None
+    device_name = torch.cuda.get_device_name(device)
+    for word, peak in PEAK_FLOPS.items():
+        if word in device_name:
+            return peak
+    return None
 
 
-def cpu_name() -> str:
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
-    return capabilities.get("cpu_name", platform.processor() or platform.machine())
+def get_cpu_name() -> str:
+    """Return the name of the processor, or of its architecture if the name is not known."""
+    # older versions of torch do not have get_capabilities
+    get_capabilities = getattr(torch.cpu, "get_capabilities", dict)
+    return get_capabilities().get("cpu_name", platform.processor() or platform.machine())
 
 
-def nominal_flops_per_token(model) -> float:
-    """6 N + 12 L d T, N all parameters, T tokens of context.
+def get_peak_memory(device: torch.device) -> int:
+    """Return the peak memory so far in bytes: allocated on the GPU, or resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # ru_maxrss is in KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-    By custom MFU counts these, whatever the residual does.
+
+def nominal_flops_per_token(model: GPT) -> float:
+    """Return 6 N + 12 L d T, the FLOPs per token that MFU counts by convention.
+
+    N counts all parameters, L the layers, d is the hidden size and T the context length (PaLM,
+    arXiv 2204.02311, appendix B). What the residual connection computes does not count.
     """
-    c = model.config
-    return 6 * model.num_parameters() + 12 * c.num_hidden_layers * c.hidden_size * c.block_size
+    config = model.config
+    attention_flops = 12 * config.num_hidden_layers * config.hidden_size * config.block_size
+    return 6 * model.num_parameters() + attention_flops
 
 
-def validation_record(loss: float, bytes_per_token: float | None) -> dict:
-    """val_loss (nats per token), val_perplexity, and val_bits_per_byte if the text has a size."""
-    record = {"val_loss": loss, "val_perplexity": math.exp(min(loss, 700))}
+# ---- losses ----
+
+
+def compute_validation_metrics(loss: float, bytes_per_token: float | None) -> dict[str, float]:
+    """Return a validation loss in the units of metrics.jsonl.
+
+    Args:
+        loss: in nats per token
+        bytes_per_token: mean size of a token; None if the corpus is not text
+
+    Returns:
+        "val_loss", "val_perplexity", and "val_bits_per_byte" if bytes_per_token is not None.
+    """
+    validation_metrics = {
+        "val_loss": loss,
+        "val_perplexity": math.exp(min(loss, MAX_EXPONENT)),
+    }
     if bytes_per_token is not None:
-        record["val_bits_per_byte"] = bits_per_byte(loss, bytes_per_token)
-    return record
+        validation_metrics["val_bits_per_byte"] = compute_bits_per_byte(loss, bytes_per_token)
+    return validation_metrics
 
 
-def bits_per_byte(loss: float, bytes_per_token: float) -> float:
-    """loss in nats per token -> bits per byte of text."""
+def compute_bits_per_byte(loss: float, bytes_per_token: float) -> float:
+    """Convert a loss in nats per token to bits per byte of text."""
     return loss / math.log(2) / bytes_per_token
 
 
+# ---- metrics.jsonl ----
+
+
 def read(path: Path) -> list[dict]:
-    """The records of a metrics.jsonl; a last line that a kill cut short is left out."""
+    """Return the records of a metrics.jsonl, up to the first line that is not valid JSON."""
     records = []
     for line in path.read_bytes().split(b"\n"):
         try:
             records.append(json.loads(line))
-        except ValueError:  # no JSON, or no UTF-8
+        except ValueError:
+            # Either the file ends here, or a kill cut the line short; a UnicodeDecodeError is a
+            # ValueError as well.
             break
     return records
 
 
-def last_evaluation(path: Path) -> dict | None:
-    """The last record of an evaluation in a metrics.jsonl; None without one."""
-    records = read(path) if path.is_file() else []
-    return next((record for record in reversed(records) if "val_loss" in record), None)
+def find_last_evaluation(path: Path) -> dict | None:
+    """Return the last record of an evaluation in a metrics.jsonl, or None without one."""
+    if not path.is_file():
+        return None
+    for record in reversed(read(path)):
+        if "val_loss" in record:
+            return record
+    return None
 
 
-def duration(seconds: float) -> str:
-    """1:05 or 2:03:09."""
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+def truncate_after(path: Path, step: int, evaluated: bool = True) -> None:
+    """Remove the records of later steps from a metrics.jsonl.
 
-
-def short(number: float) -> str:
-    """27.6K, 1.2M."""
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "K")):
-        if number >= size:
-            return f"{number / size:.1f}{letter}"
-    return f"{number:.0f}"
-
-
-def size(count: float) -> str:
-    """Bytes in a unit that fits: 71 bytes, 2.6 KiB, 3.54 MiB."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if count < 999.5:
-            return f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:,.3g} TiB"
-
-
-def peak_memory(device: torch.device) -> int:
-    """Most bytes in use so far: allocated on the GPU, or resident in this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-class RunLog:
-    """The main process's record of a run: metrics.jsonl, progress lines and, when asked for, wandb.
-
-    Every line of metrics.jsonl has `step`, `tokens`, `flops` and `seconds` since the run's first
-    step (of training steps; evaluations and checkpoints aside), over all its restarts. docs/runs.md
-    lists the others. Lines past `state.step` belong to steps that will be done again: they
-    are dropped. ValueError: wandb cannot begin.
+    Args:
+        step: the last step whose records stay
+        evaluated: whether the evaluation of that step stays; if not, it will be repeated
     """
-
-    def __init__(self, run: Path, config, settings: dict, state: TrainState, model, world):
-        self.path, self.waiting = run / "metrics.jsonl", b""
-        self.config, self.state, self.device = config, state, world.device
-        self.previous, self.shown = (state.step, state.seconds), None
-        self.tokens = config.global_batch_size * model.config.block_size  # per step
-        self.flops = self.tokens * model.flops_per_token()
-        self.share = None  # of the GPUs' peak that one step a second would take
-        if peak := peak_flops(world.device):
-            self.share = self.tokens * nominal_flops_per_token(model) / peak / world.world_size
-        drop_after(self.path, state.step, state.evaluated)
-        self.wandb_run = None
-        if config.wandb_log:
-            wandb = configurator.optional("wandb", "wandb_log=True")
-            names = {"project": config.wandb_project, "name": config.wandb_run_name, "dir": run}
-            names |= {"id": state.wandb_id, "resume": "allow"}
-            try:
-                self.wandb_run = wandb.init(**names, config=settings)
-            except Exception as error:  # no login, no connection, a project that is not there
-                reason = str(error).strip().partition("\n")[0]
-                fix = "WANDB_MODE=offline logs without a login"
-                raise ValueError(f"wandb_log=True: {reason}; {fix}") from error
-            state.wandb_id = self.wandb_run.id
-
-    def training_step(self, loss: float, grad_norm: float, rates: dict) -> None:
-        """rates: the learning rates by name, `lr` and perhaps others (`optimizer.set_learning_rates`)."""
-        now, steps = (self.state.step, self.state.seconds), self.config.max_steps
-        speed, mfu = self.speed(self.previous, now)
-        values = {"loss": loss, "grad_norm": grad_norm, **rates, "tokens_per_second": speed}
-        self.write(**values, mfu=mfu, memory=peak_memory(self.device))
-        if self.shown is None:
-            # The first step compiles and warms up: it has its own line, and no part in the speed.
-            text = f"first step {now[1] - self.previous[1]:.1f} s"
-        elif now[0] % self.config.log_interval == 0 or now[0] == steps:
-            speed, mfu = self.speed(self.shown, now)
-            left = duration((steps - now[0]) * self.tokens / speed)
-            text = f"{short(speed)} tok/s{f' | MFU {mfu:.1%}' if mfu else ''} | ETA {left}"
-        else:
-            text = ""
-        self.previous = now
-        if text:
-            self.shown = now
-            line = f"loss {loss:.4f} | lr {rates['lr']:.2e} | grad {grad_norm:.2f} | {text}"
-            print(f"step {now[0]}/{steps} | {line}", flush=True)
-
-    def skipped_step(self, loss: float, grad_norm: float) -> None:
-        step = self.state.step
-        self.write(skipped=True)
-        print(f"note: step {step}: loss {loss}, gradient norm {grad_norm}: skipped", flush=True)
-
-    def evaluation(self, scores: dict, bytes_per_token: float | None, count: int, of: int) -> None:
-        """scores: of `validation.evaluate`, over `count` of the `of` windows of the split."""
-        loss, state = scores["loss"], self.state
-        known = [x for x in (loss, state.best_val_loss) if x is not None and math.isfinite(x)]
-        best = state.best_val_loss = min(known, default=None)
-        record = validation_record(loss, bytes_per_token)
-        answers = {f"val_{key}": value for key, value in scores.items() if key != "loss"}
-        self.write(**record, **answers, val_sequences=count, best_val_loss=best)
-        text = f"loss {loss:.4f} | perplexity {record['val_perplexity']:.2f}"
-        if bytes_per_token:
-            text += f" | {record['val_bits_per_byte']:.4f} bits per byte"
-        for name, share in answers.items():
-            text += f" | {name.removeprefix('val_').replace('_', ' ')} {share:.1%}"
-        share = "all" if count == of else f"{count} of"
-        print(f"step {state.step} | {share} {of} validation sequences | {text}", flush=True)
-
-    def speed(self, before: tuple, now: tuple) -> tuple[float, float | None]:
-        """(tokens/s, model FLOP utilisation or None) between two (step, seconds)."""
-        steps_per_second = (now[0] - before[0]) / (now[1] - before[1])
-        return self.tokens * steps_per_second, self.share and self.share * steps_per_second
-
-    def write(self, **values) -> None:
-        """Append a line; on a full disk it waits for the next one, and the run goes on."""
-        step = self.state.step
-        record = {"step": step, "tokens": step * self.tokens, "flops": step * self.flops}
-        record["seconds"] = self.state.seconds
-        record |= {key: value for key, value in values.items() if value is not None}
-        self.waiting += json.dumps(record).encode() + b"\n"
-        self.flush()
-        if self.wandb_run is not None:
-            self.wandb_run.log(flat(record), step=step)
-
-    def flush(self, to_disk: bool = False) -> None:
-        """Write the lines that wait, and wait until the disk has them where asked for."""
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
-            with open(self.path, "ab", buffering=0) as file:
-                while self.waiting:
-                    self.waiting = self.waiting[file.write(self.waiting) :]
-                if to_disk:
-                    os.fsync(file.fileno())
-        except OSError as error:
-            line = f"warning: metrics.jsonl cannot be written ({error.strerror}); trying again"
-            print(line, file=sys.stderr)
-
-    def close(self) -> None:
-        self.flush()
-        if self.wandb_run is not None:
-            self.wandb_run.finish()
+    if not path.exists():
+        return
+    records = [record for record in read(path) if record["step"] <= step]
+    if not evaluated:
+        records = [
+            record for record in records if record["step"] < step or "val_loss" not in record
+        ]
+    files.write_text(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
-def flat(record: dict) -> dict:
-    """Nested objects and lists as `outer/inner/07`."""
-    result = {}
+# ---- Weights & Biases ----
+
+
+def start_wandb(run_folder: Path, config: TrainConfig, settings: dict, state: TrainState) -> Any:
+    """Start a run of Weights & Biases, or continue the one that the state names.
+
+    Returns:
+        A `wandb.Run`.
+
+    Raises:
+        ValueError: wandb is not installed, or it cannot start the run
+    """
+    wandb = errors.import_optional("wandb", "wandb_log=True")
+    try:
+        return wandb.init(
+            project=config.wandb_project,
+            entity=config.wandb_entity,
+            group=config.wandb_group,
+            tags=split_tags(config.wandb_tags),
+            name=config.wandb_run_name,
+            dir=run_folder,
+            id=state.wandb_id,
+            resume="allow",
+            config=settings,
+        )
+    except Exception as error:  # no login, no connection, or a project that does not exist
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"wandb_log=True: Weights & Biases cannot start ({reason}); run `wandb login`, or set "
+            "WANDB_MODE=offline to log without a login"
+        ) from error
+
+
+def split_tags(tags: str | None) -> list[str] | None:
+    """Split "one, two" into ["one", "two"].
+
+    Without any tag it returns None, with which a resumed run keeps the tags that it has.
+    """
+    if tags is None:
+        return None
+    return [tag.strip() for tag in tags.split(",") if tag.strip()] or None
+
+
+def flatten(record: dict) -> dict:
+    """Flatten nested dicts and lists to keys such as "outer/inner/07", which wandb can plot."""
+    flat = {}
     for key, value in record.items():
         if isinstance(value, list):
             value = {f"{index:02d}": item for index, item in enumerate(value)}
         if isinstance(value, dict):
-            result |= {f"{key}/{inner}": item for inner, item in flat(value).items()}
+            for inner_key, inner_value in flatten(value).items():
+                flat[f"{key}/{inner_key}"] = inner_value
         else:
-            result[key] = value
-    return result
+            flat[key] = value
+    return flat
 
 
-def drop_after(path: Path, step: int, evaluated: bool = True) -> None:
-    """Keep the records of a metrics.jsonl up to `step`, of its evaluation only if it is done."""
-    if path.exists():
-        records = [r for r in read(path) if r["step"] <= step]
-        kept = [r for r in records if evaluated or r["step"] < step or "val_loss" not in r]
-        configurator.replace_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+# ---- the log of a run ----
+
+
+class Progress(NamedTuple):
+    """How far a run is."""
+
+    step: int
+    seconds: float  # of training steps so far
+
+
+class Speed(NamedTuple):
+    """The mean speed between two steps."""
+
+    tokens_per_second: float
+    mfu: float | None  # model FLOP utilization; None if the peak of the device is not known
+
+
+class RunLog:
+    """Write metrics.jsonl, print progress lines, and log to Weights & Biases if asked for.
+
+    Only the main process has one. Every line of metrics.jsonl has `step`, `tokens`, `flops` and
+    `seconds`, which count from the first step of the run, over all its restarts; `seconds` are
+    those of training steps, without evaluations and checkpoints. docs/runs.md lists the other keys.
+
+    Lines after `state.step` belong to steps that will be repeated, and are removed.
+    """
+
+    def __init__(
+        self,
+        run_folder: Path,
+        config: TrainConfig,
+        settings: dict,
+        state: TrainState,
+        model: GPT,
+        world: World,
+    ):
+        """Open the log of a run.
+
+        Args:
+            settings: all keys of the run and of its model, for Weights & Biases
+            state: the counters of the run, which the log reads whenever it writes a line
+
+        Raises:
+            ValueError: Weights & Biases cannot start
+        """
+        self.path = run_folder / "metrics.jsonl"
+        self.config = config
+        self.state = state
+        self.device = world.device
+        self.unwritten = b""  # lines that are not in the file yet
+        self.last_step = Progress(state.step, state.seconds)
+        self.last_line: Progress | None = None  # when a progress line was last printed
+
+        self.tokens_per_step = config.global_batch_size * model.config.block_size
+        self.flops_per_step = self.tokens_per_step * model.flops_per_token()
+        # the seconds that a step would take at the peak of all GPUs
+        self.ideal_step_seconds = None
+        peak = peak_flops(world.device)
+        if peak is not None:
+            nominal_flops = self.tokens_per_step * nominal_flops_per_token(model)
+            self.ideal_step_seconds = nominal_flops / peak / world.world_size
+
+        truncate_after(self.path, state.step, state.evaluated)
+        self.wandb_run = None
+        if config.wandb_log:
+            self.wandb_run = start_wandb(run_folder, config, settings, state)
+            state.wandb_id = self.wandb_run.id
+
+    def training_step(
+        self, loss: float, grad_norm: float, learning_rates: dict[str, float]
+    ) -> None:
+        """Log a step that the optimizers took, and print it if it is due.
+
+        Args:
+            loss: mean over the batch, in nats per token
+            grad_norm: before clipping
+            learning_rates: by name, "lr" among them (`optimizer.set_learning_rates`)
+        """
+        progress = Progress(self.state.step, self.state.seconds)
+        speed = self.compute_speed(self.last_step, progress)
+        self.write(
+            loss=loss,
+            grad_norm=grad_norm,
+            **learning_rates,
+            tokens_per_second=speed.tokens_per_second,
+            mfu=speed.mfu,
+            memory=get_peak_memory(self.device),
+        )
+
+        max_steps = self.config.max_steps
+        is_first_line = self.last_line is None
+        is_due = progress.step % self.config.log_interval == 0 or progress.step == max_steps
+        if is_first_line or is_due:
+            columns = [
+                f"step {progress.step}/{max_steps}",
+                f"loss {loss:.4f}",
+                f"lr {learning_rates['lr']:.2e}",
+                f"grad norm {grad_norm:.2f}",
+            ]
+            if is_first_line:
+                # It compiles and warms up, so its time says nothing about the speed. The next line
+                # measures from here.
+                step_seconds = progress.seconds - self.last_step.seconds
+                columns.append(f"first step took {step_seconds:.1f} s")
+            else:
+                columns += self.describe_speed(progress)
+            print(" | ".join(columns), flush=True)
+            self.last_line = progress
+        self.last_step = progress
+
+    def describe_speed(self, progress: Progress) -> list[str]:
+        """Return the columns of a progress line on the speed since the last one, and on the time."""
+        speed = self.compute_speed(self.last_line, progress)
+        remaining_tokens = (self.config.max_steps - progress.step) * self.tokens_per_step
+        remaining_seconds = remaining_tokens / speed.tokens_per_second
+        columns = [f"{speed.tokens_per_second:,.0f} tokens/s"]
+        if speed.mfu is not None:
+            columns.append(f"MFU {speed.mfu:.1%}")
+        columns.append(f"elapsed {format_duration(progress.seconds)}")
+        columns.append(f"remaining {format_duration(remaining_seconds)}")
+        return columns
+
+    def skipped_step(self, loss: float, grad_norm: float) -> None:
+        """Log and print that a step was skipped, because its loss or gradient is not finite."""
+        self.write(skipped=True)
+        print(
+            f"note: step {self.state.step} was skipped: its loss is {loss} and its gradient norm "
+            f"is {grad_norm}",
+            flush=True,
+        )
+
+    def evaluation(
+        self, scores: dict[str, float], bytes_per_token: float | None, count: int, of: int
+    ) -> None:
+        """Log and print an evaluation, and update `state.best_val_loss`.
+
+        Args:
+            scores: "loss" and, for a task, "accuracy" and "exact_match" (`validation.evaluate`)
+            bytes_per_token: mean size of a token; None if the corpus is not text
+            count: number of sequences that were evaluated
+            of: number of sequences in the validation split
+        """
+        loss = scores["loss"]
+        losses = [loss]
+        if self.state.best_val_loss is not None:
+            losses.append(self.state.best_val_loss)
+        # a loss of nan would stay the best one forever, because no loss is less than it
+        self.state.best_val_loss = min(filter(math.isfinite, losses), default=None)
+        validation_metrics = compute_validation_metrics(loss, bytes_per_token)
+        task_scores = {name: score for name, score in scores.items() if name != "loss"}
+        self.write(
+            **validation_metrics,
+            **{f"val_{name}": score for name, score in task_scores.items()},
+            val_sequences=count,
+            best_val_loss=self.state.best_val_loss,
+        )
+
+        columns = [
+            f"step {self.state.step}",
+            f"validation loss {loss:.4f}",
+            f"perplexity {validation_metrics['val_perplexity']:.2f}",
+        ]
+        if bytes_per_token is not None:
+            columns.append(f"{validation_metrics['val_bits_per_byte']:.4f} bits per byte")
+        for name, score in task_scores.items():
+            columns.append(f"{name.replace('_', ' ')} {score:.1%}")
+        columns.append(f"all {of} sequences" if count == of else f"{count} of {of} sequences")
+        print(" | ".join(columns), flush=True)
+
+    def compute_speed(self, start: Progress, end: Progress) -> Speed:
+        """Return the mean speed between two points of the run."""
+        steps_per_second = (end.step - start.step) / (end.seconds - start.seconds)
+        mfu = None
+        if self.ideal_step_seconds is not None:
+            mfu = self.ideal_step_seconds * steps_per_second
+        return Speed(self.tokens_per_step * steps_per_second, mfu)
+
+    def write(self, **values: object) -> None:
+        """Append a line to metrics.jsonl, and log it to Weights & Biases.
+
+        A value of None is omitted. If the disk is full, the line is written with a later one.
+        """
+        step = self.state.step
+        record = {
+            "step": step,
+            "tokens": step * self.tokens_per_step,
+            "flops": step * self.flops_per_step,
+            "seconds": self.state.seconds,
+            **{key: value for key, value in values.items() if value is not None},
+        }
+        self.unwritten += json.dumps(record).encode() + b"\n"
+        self.flush()
+        if self.wandb_run is not None:
+            self.wandb_run.log(flatten(record), step=step)
+
+    def flush(self, to_disk: bool = False) -> None:
+        """Write the lines that could not be written before.
+
+        Args:
+            to_disk: also wait until the disk has the file
+        """
+        try:
+            # somebody may have removed the folder
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.path, "ab", buffering=0) as file:
+                # an unbuffered write to a disk that becomes full writes only a part
+                while self.unwritten:
+                    num_bytes = file.write(self.unwritten)
+                    self.unwritten = self.unwritten[num_bytes:]
+                if to_disk:
+                    os.fsync(file.fileno())
+        except OSError as error:
+            print(
+                f"warning: metrics.jsonl cannot be written ({error.strerror}); its new lines stay "
+                "in memory until it can",
+                file=sys.stderr,
+            )
+
+    def close(self) -> None:
+        """Write what is left, and finish the run of Weights & Biases."""
+        self.flush()
+        if self.wandb_run is not None:
+            self.wandb_run.finish()

@@ -1,4 +1,4 @@
-"""Where a stored figure comes from."""
+"""The provenance of measured figures: command, commit, machine, versions and date."""
 
 import datetime
 import functools
@@ -14,98 +14,136 @@ from pathlib import Path
 import torch
 
 from data.shards import write_json
-from training.metrics import cpu_name
+from training.metrics import get_cpu_name
 
 ROOT = Path(__file__).parents[1]
 
 
-def provenance() -> dict:
-    """What a stored figure must say of itself: command, commit, machine, versions and date."""
-    command, date = shlex.join(["python", *sys.argv]), datetime.date.today().isoformat()
-    return {"command": command, "commit": commit(), **machine(), "date": date}
+def collect_provenance() -> dict:
+    """Return what is stored with every figure: command, commit, machine, versions and date."""
+    return {
+        "command": shlex.join(["python", *sys.argv]),
+        "commit": current_commit(),
+        **describe_machine(),
+        "date": datetime.date.today().isoformat(),
+    }
 
 
-def machine() -> dict:
-    """Its GPUs, or its cores where it has none, and the versions of what computes on it."""
-    name = f"{os.cpu_count()} x {cpu_name()}"
+def describe_machine() -> dict:
+    """Return the GPUs, or the cores of a machine without any, and the versions of the software."""
     if torch.cuda.is_available():
-        name = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    versions = {
+        machine = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    else:
+        machine = f"{os.cpu_count()} x {get_cpu_name()}"
+    return {
+        "machine": machine,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": triton_version(),
+        "triton": find_triton_version(),
     }
-    return {"machine": name, **versions}
 
 
-@functools.cache
-def commit() -> str:
-    """The commit of this code, when it was first asked for; COMMIT in the environment for a copy
-    without history.
-    """
-    return commit_of(ROOT) or os.environ.get("COMMIT", "")
-
-
-def commit_of(repository: Path) -> str:
-    """Its commit, with "-dirty" where a tracked file differs from it, or Python files are not
-    tracked; "" where git or the history is missing.
-
-    Files of results/ may differ: a measurement writes its figures there, and nothing that is
-    measured reads them.
-    """
-
-    def git(*words: str) -> str:
-        return subprocess.run(
-            ["git", *words], cwd=repository, capture_output=True, text=True, check=False
-        ).stdout
-
-    try:
-        commit = git("describe", "--always", "--abbrev=12").strip()
-        changes = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!results")
-        changes += git("ls-files", "--others", "--exclude-standard", "--", "*.py")
-    except OSError:  # no git on this machine
-        return ""
-    return f"{commit}-dirty" if changes else commit
-
-
-def store(path: Path, figures: dict, origin: dict | None = None) -> None:
-    """Write figures to a JSON file with their provenance, that of now without `origin`; the file is
-    replaced whole.
-
-    Figures of a tree that is not committed are nobody's to repeat: a note says so, once for each
-    file.
-    """
-    origin = origin or provenance()
-    write_json(path, {**origin, **figures})
-    if origin["commit"].endswith("-dirty"):
-        note_dirty(path, origin["commit"])
-
-
-@functools.cache
-def note_dirty(path: Path, commit: str) -> None:
-    note = f"note: {path} is of {commit}, with changes that are not committed: commit and measure again"
-    print(note, file=sys.stderr, flush=True)  # a table may go elsewhere than the screen
-
-
-def triton_version() -> str | None:
-    """The installed Triton; None without one, as on most machines that have no GPU."""
+def find_triton_version() -> str | None:
+    """Return the version of Triton, or None if it is not installed, as on most CPU machines."""
     try:
         return importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def code_digest() -> str:
-    """SHA-256 over the repository's Python files that training runs."""
-    return digest("train.py", "model/*.py", "data/*.py", "training/*.py")
+# ---- the commit of the code ----
 
 
-def digest(*patterns: str, leave_out: tuple[str, ...] = ()) -> str:
-    """SHA-256 over the names and contents of the repository's files that fit any of the
-    patterns.
+@functools.cache  # the files may change while a process runs, but not the code that it has loaded
+def current_commit() -> str:
+    """Return the commit of this repository as it was at the first call.
+
+    A copy without git history takes it from the environment variable COMMIT.
     """
-    files = {path for pattern in patterns for path in ROOT.glob(pattern)}
-    result = hashlib.sha256()
-    for path in sorted(path for path in files if path.name not in leave_out):
-        result.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
-    return result.hexdigest()
+    return describe_commit(ROOT) or os.environ.get("COMMIT", "")
+
+
+def describe_commit(repository: Path) -> str:
+    """Return the commit of a repository, with "-dirty" if the code differs from it.
+
+    The code differs if a tracked file has changed, or if there is a Python file that is neither
+    tracked nor ignored. Files in results/ may change: measurements write their figures there, and
+    no measurement reads them.
+
+    Returns:
+        The first 12 digits of the commit; "" without git, or without a repository.
+    """
+    try:
+        commit = run_git(repository, "describe", "--always", "--abbrev=12").strip()
+        changed_files = run_git(
+            repository, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!results"
+        )
+        new_files = run_git(repository, "ls-files", "--others", "--exclude-standard", "--", "*.py")
+    except OSError:  # git is not installed
+        return ""
+    return f"{commit}-dirty" if changed_files or new_files else commit
+
+
+def run_git(repository: Path, *arguments: str) -> str:
+    """Run a git command in a repository and return what it prints, "" if it fails."""
+    result = subprocess.run(
+        ["git", *arguments], cwd=repository, capture_output=True, text=True, check=False
+    )
+    return result.stdout
+
+
+# ---- stored figures ----
+
+
+def store_figures(path: Path, figures: dict, origin: dict | None = None) -> None:
+    """Write figures and their provenance to a JSON file, which is complete or absent.
+
+    If the code had uncommitted changes a note is printed, because nobody else can repeat the
+    measurement.
+
+    Args:
+        origin: the provenance of the figures, if they were not measured by this process
+    """
+    origin = origin or collect_provenance()
+    write_json(path, {**origin, **figures})
+    if origin["commit"].endswith("-dirty"):
+        report_uncommitted(path, origin["commit"])
+
+
+@functools.cache  # a benchmark writes its file after every figure, and one note is enough
+def report_uncommitted(path: Path, commit: str) -> None:
+    """Print once per file that its figures were measured with uncommitted changes."""
+    # on stderr, because the output may be a table that is written to a file
+    print(
+        f"note: the figures in {path} were measured at {commit}, with uncommitted changes; commit "
+        "the changes and measure again",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+# ---- digests of the code ----
+
+
+def compute_code_digest() -> str:
+    """Return the SHA-256 of the Python files that training runs."""
+    return compute_digest("train.py", "model/*.py", "data/*.py", "training/*.py")
+
+
+def compute_digest(*patterns: str, exclude: tuple[str, ...] = ()) -> str:
+    """Return the SHA-256 of the names and contents of files of this repository.
+
+    Args:
+        patterns: the files as glob patterns, relative to the repository
+        exclude: file names, without folders, that do not count
+    """
+    # a set, because a file may match several patterns
+    paths = {path for pattern in patterns for path in ROOT.glob(pattern)}
+    sha256 = hashlib.sha256()
+    for path in sorted(paths):
+        if path.name in exclude:
+            continue
+        sha256.update(path.relative_to(ROOT).as_posix().encode())
+        sha256.update(b"\0")
+        sha256.update(path.read_bytes())
+    return sha256.hexdigest()

@@ -1,54 +1,86 @@
-"""What the residual stream of a model does, token by token, as its sites say it in a pass."""
+"""Statistics of the residual stream of a model over the tokens of one forward pass."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from model.block import Stream
+from model.block import Site, State, Stream
 
 
-class Watched(Stream):
-    """Every step by itself; `seen(site, quantities)` is told of each write.
+class SiteWrite(NamedTuple):
+    """What a site wrote to the residual state in a forward pass."""
 
-    quantities: h and c (B, T, d), `state` as written, `extra_loss` where the site has one, and
-    under `statistics` what the write says of every token, by name (B, T).
+    h: torch.Tensor  # the sublayer's output, (B, T, d)
+    c: torch.Tensor  # the sublayer's normalized input, (B, T, d)
+    state: State  # the new state, a tensor or a tuple of tensors (B, T, ...)
+    extra_loss: torch.Tensor | None  # the site's term of the training loss, ()
+    statistics: dict[str, torch.Tensor]  # what the write reports of each token, (B, T)
+
+
+class ObservedStream(Stream):
+    """A residual stream that reports every write, to be used in `GPT.through`.
+
+    Operations run one at a time, without the fused kernels, which do not store every state.
     """
 
-    def __init__(self, seen):
-        self.seen = seen
+    def __init__(self, on_write: Callable[[Site, SiteWrite], None]):
+        """on_write: called after every write, in the order of the forward pass"""
+        self.on_write = on_write
 
-    def write(self, site, state, h, c, x_in, cache):
-        written, loss = super().write(site, state, h, c, x_in, cache)
-        quantities = {"h": h, "c": c, "state": written, "extra_loss": loss, "statistics": {}}
+    def write(
+        self,
+        site: Site,
+        state: State,
+        h: torch.Tensor,
+        c: torch.Tensor,
+        x_in: torch.Tensor | tuple,
+        cache: dict | None,
+    ) -> tuple[State, torch.Tensor | None]:
+        """Write as `Stream.write` does, and report it."""
+        new_state, extra_loss = super().write(site, state, h, c, x_in, cache)
+        statistics = {}
         if hasattr(site.write, "statistics"):
-            quantities["statistics"] = site.write.statistics(state, h, x_in, c, written)
-        self.seen(site, quantities)
-        return written, loss
+            statistics = site.write.statistics(state, h, x_in, c, new_state)
+        self.on_write(site, SiteWrite(h, c, new_state, extra_loss, statistics))
+        return new_state, extra_loss
 
 
 @torch.no_grad()
-def residual_statistics(model: nn.Module, ids: torch.Tensor, autocast) -> dict[str, list[float]]:
-    """{`<site>.<statistic>`: a number per block, first block first}, over all tokens of ids (B, T).
+def residual_statistics(
+    model: nn.Module, ids: torch.Tensor, autocast: AbstractContextManager
+) -> dict[str, list[float]]:
+    """Compute the statistics of every write over all tokens of ids (B, T).
 
-    `state_rms` is the root mean square of the state after the site's write, `extra_loss` the site's
-    own; each of the write's statistics has a `_mean` and a `_std` over tokens.
+    Returns:
+        {"<site>.<statistic>": [one number per block, first block first]}. `state_rms` is the root
+        mean square of the state after the write, `extra_loss` the site's extra loss; each statistic
+        that the write reports has a `_mean` and a `_std` over tokens.
     """
-    result: dict[str, list[float]] = {}
+    statistics: dict[str, list[float]] = {}
 
-    def seen(site, quantities):
-        values = {"state_rms": root_mean_square(quantities["state"])}
-        for name, each in quantities["statistics"].items():
-            values |= {f"{name}_mean": each.float().mean(), f"{name}_std": each.float().std()}
-        if quantities["extra_loss"] is not None:
-            values["extra_loss"] = quantities["extra_loss"]
+    # The numbers are computed within the pass, because the states of all sites together may not fit
+    # in memory.
+    def on_write(site: Site, write: SiteWrite) -> None:
+        values = {"state_rms": root_mean_square(write.state)}
+        for name, by_token in write.statistics.items():
+            values[f"{name}_mean"] = by_token.float().mean()
+            values[f"{name}_std"] = by_token.float().std()
+        if write.extra_loss is not None:
+            values["extra_loss"] = write.extra_loss
         for name, value in values.items():
-            result.setdefault(f"{site.name}.{name}", []).append(float(value))
+            statistics.setdefault(f"{site.name}.{name}", []).append(float(value))
 
-    with autocast, model.through(Watched(seen)):
+    with autocast, model.through(ObservedStream(on_write)):
         model(ids)
-    return result
+    return statistics
 
 
-def root_mean_square(state) -> torch.Tensor:
-    """Of all numbers of a state, a tensor or a tuple of tensors."""
-    parts = state if isinstance(state, tuple) else (state,)
-    return torch.cat([part.float().flatten() for part in parts]).square().mean().sqrt()
+def root_mean_square(state: State) -> torch.Tensor:
+    """Return the root mean square of all numbers of a state, a tensor or a tuple of tensors."""
+    tensors = state if isinstance(state, tuple) else (state,)
+    # float32, because the squares of a bfloat16 state would be rounded
+    numbers = torch.cat([tensor.float().flatten() for tensor in tensors])
+    return numbers.square().mean().sqrt()

@@ -1,5 +1,6 @@
-"""When to stop before the last step: a signal (a preempted job, Ctrl-C) or the end of the granted
-time.
+"""Stop a run before its last step, and tell other programs how it ended.
+
+A run stops early at a signal (a preempted job, Ctrl-C), or at the end of the time that it may take.
 """
 
 import contextlib
@@ -8,85 +9,141 @@ import os
 import signal
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import TextIO
 
-import configurator
+from utils import files
 
-EXIT_CODE = 75  # EX_TEMPFAIL: stopped in time, saved, to be started again
-SAME_EVENT = 1.0  # seconds in which a second signal is the same event, sent by the launcher as well
+EXIT_CODE = 75  # EX_TEMPFAIL: the run was stopped and saved, and can be resumed
+# A launcher may pass on a signal that its whole process group has received already. A second signal
+# within this time counts as the same one.
+DUPLICATE_SIGNAL_SECONDS = 1.0
 
 
 class Stop:
-    """`reason()` is None until the run shall end; a first signal asks for that, a second one ends
-    the process.
+    """Decide when to stop: `reason()` is None until the run must end.
 
-    Granted time ends earlier by what the last step and the last save took, so that both still fit
-    in.
+    The first signal asks the run to stop; a second one ends the process. With `max_seconds` the run
+    stops early enough for one more step and one more checkpoint, if they take as long as the last.
     """
 
     def __init__(self, max_seconds: float | None):
-        self.started, self.max_seconds = time.monotonic(), max_seconds
-        self.signal_name, self.signal_time = None, 0.0
-        self.step_seconds, self.save_seconds = None, 0.0
+        """Start the clock, and take over SIGTERM and SIGINT."""
+        self.start_time = time.monotonic()
+        self.max_seconds = max_seconds
+        self.signal_name: str | None = None  # the first signal; None until there is one
+        self.signal_time = 0.0
+        self.step_seconds: float | None = None  # of the last step; None before the first one
+        self.save_seconds = 0.0  # of the last checkpoint
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self.on_signal)
+            signal.signal(number, self.handle_signal)
 
-    def on_signal(self, number: int, frame) -> None:
-        now = time.monotonic()
+    def handle_signal(self, number: int, frame: FrameType | None) -> None:
+        """Note the first signal; end the process at a second one."""
+        signal_time = time.monotonic()
         if self.signal_name is None:
-            self.signal_name, self.signal_time = signal.Signals(number).name, now
-            line = f"{self.signal_name}: stopping after this step; a second one ends at once, unsaved\n"
+            self.signal_name = signal.Signals(number).name
+            self.signal_time = signal_time
+            message = (
+                f"{self.signal_name}: the run stops after this step and saves a checkpoint; "
+                "a second signal ends it at once without saving\n"
+            )
+            # not print: the signal may arrive within one, and print cannot be called within itself
             with contextlib.suppress(OSError):
-                os.write(2, line.encode())  # print cannot be called within itself
-        elif now - self.signal_time > SAME_EVENT:
+                os.write(2, message.encode())
+        elif signal_time - self.signal_time > DUPLICATE_SIGNAL_SECONDS:
+            # no cleanup: whoever sends a second signal may have found that it hangs
             os._exit(128 + number)
 
     def step_took(self, seconds: float) -> None:
-        # The first step compiles: it is no measure of the next.
+        """Remember how long a step took."""
+        # the first step compiles, so it does not tell how long the next one will take
         self.step_seconds = 0.0 if self.step_seconds is None else seconds
 
     def reason(self) -> str | None:
-        """Why to stop now, None to go on."""
-        if self.signal_name:
+        """Return why the run must stop now, or None if it need not."""
+        if self.signal_name is not None:
             return self.signal_name
-        needed = time.monotonic() - self.started + (self.step_seconds or 0.0) + self.save_seconds
-        if self.max_seconds is not None and needed >= self.max_seconds:
+        if self.max_seconds is None:
+            return None
+        elapsed = time.monotonic() - self.start_time
+        if elapsed + (self.step_seconds or 0.0) + self.save_seconds >= self.max_seconds:
             return f"max_seconds={self.max_seconds:g}"
         return None
 
 
-def write_status(run: Path, step: int, of: int, ended: str | None, reason: str = "") -> None:
-    """Say in status.json, for programs that start runs, how far the run is and how it ended.
+@dataclass(frozen=True)
+class Status:
+    """How far a run is and how it ended; status.json in the run folder."""
 
-    ended: "finished", "stopped" or "failed"; None while it goes on.
+    step: int = 0
+    max_steps: int | None = None  # "of" in the file; None without a file
+    ended: str | None = None  # "finished", "stopped" or "failed"; None while the run trains
+    reason: str = ""  # of a stop or failure
+
+
+def write_status(
+    run_folder: Path, step: int, max_steps: int, ended: str | None, reason: str = ""
+) -> None:
+    """Write status.json, for programs that start runs.
+
+    If the disk is full, a warning is printed and the file stays as it was.
+
+    Args:
+        ended: "finished", "stopped" or "failed"; None while the run trains
+        reason: of a stop or failure
     """
-    status = {"step": step, "of": of, "ended": ended, "reason": reason}
+    status = {
+        "step": step,
+        "of": max_steps,
+        "ended": ended,
+        "reason": reason,
+    }
     try:
-        configurator.replace_text(run / "status.json", json.dumps(status) + "\n")
+        files.write_text(run_folder / "status.json", json.dumps(status) + "\n")
     except OSError as error:
-        print(f"warning: status.json cannot be written ({error.strerror})", file=sys.stderr)
+        print(
+            f"warning: {run_folder / 'status.json'} cannot be written ({error.strerror})",
+            file=sys.stderr,
+        )
 
 
-def read_status(run: Path) -> dict:
-    """status.json of a run folder; one that is missing says nothing. ValueError: damaged."""
-    file, nothing = run / "status.json", {"step": 0, "of": None, "ended": None, "reason": ""}
-    return nothing | (configurator.read_json(file) if file.exists() else {})
+def read_status(run_folder: Path) -> Status:
+    """Read status.json of a run folder; without the file, return a status without an ending.
+
+    Raises:
+        ValueError: the file is damaged
+    """
+    file = run_folder / "status.json"
+    if not file.exists():
+        return Status()
+    content = files.read_json(file)
+    return Status(
+        step=content.get("step", 0),
+        max_steps=content.get("of"),
+        ended=content.get("ended"),
+        reason=content.get("reason", ""),
+    )
 
 
 class Tolerant:
-    """A text stream whose writing may fail: a pipe that nobody reads, a full disk."""
+    """A text stream that ignores failed writes, to a pipe that nobody reads or to a full disk."""
 
-    def __init__(self, stream):
+    def __init__(self, stream: TextIO):
         self.stream = stream
 
     def write(self, text: str) -> int:
+        """Write the text if it can be written."""
         with contextlib.suppress(OSError):
             self.stream.write(text)
         return len(text)
 
     def flush(self) -> None:
+        """Flush the stream if it can be flushed."""
         with contextlib.suppress(OSError):
             self.stream.flush()
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> object:
         return getattr(self.stream, name)

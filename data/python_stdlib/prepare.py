@@ -1,8 +1,10 @@
-"""The source text of the running interpreter's standard library as a small corpus. No network.
+"""Prepare the source code of Python's standard library as a small corpus, without a network.
 
-    python data/python_stdlib/prepare.py [--tokenizer=bpe|bytes|gpt2] [--vocab_size=4096] [--out=FOLDER]
+    python data/python_stdlib/prepare.py
+    python data/python_stdlib/prepare.py --vocab_size=16384 --out=data/python_stdlib_16k
 
-Whole files, chosen by a hash of their names, are for validation: 4% of the bytes.
+The corpus is the library of the Python that runs this script, with one document per file. A hash
+of their paths chooses the files of the validation split, which has about 4% of the bytes.
 """
 
 import hashlib
@@ -12,20 +14,34 @@ import sysconfig
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-import configurator
 from data import preparation
 from data.sources import Texts
+from utils import errors
 
-LEFT_OUT = set("site-packages dist-packages __pycache__ test tests idlelib lib2to3".split())
-LEFT_OUT |= {"turtledemo", "ensurepip", "pydoc_data", "encodings"}
-VALIDATION_SHARE = 0.04  # of the bytes, at least
+# folders of installed packages, and those with tests, tables, demos and tools
+LEFT_OUT = {
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "turtledemo",
+    "ensurepip",
+    "pydoc_data",
+    "encodings",
+}
+VAL_FRACTION = 0.04  # of all bytes; the validation split has at least as many
 
 
 def source_files(root: Path) -> dict[str, str]:
-    """Text by relative path, in path order: every UTF-8 .py file below root, the folders left out
-    and copies aside.
+    """Return the texts of all UTF-8 .py files below a folder by relative path, in path order.
+
+    Files in the folders LEFT_OUT, empty files and copies of earlier files are skipped.
     """
-    texts, seen = {}, set()
+    texts: dict[str, str] = {}
+    distinct_texts: set[str] = set()
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
         if LEFT_OUT.intersection(relative.parts):
@@ -34,35 +50,45 @@ def source_files(root: Path) -> dict[str, str]:
             text = path.read_text(encoding="utf-8")
         except (UnicodeDecodeError, IsADirectoryError):
             continue
-        if text.strip() and text not in seen:
-            seen.add(text)
+        if text.strip() and text not in distinct_texts:
+            distinct_texts.add(text)
             texts[relative.as_posix()] = text
     return texts
 
 
 def split_by_hash(texts: dict[str, str]) -> dict[str, dict[str, str]]:
-    """Files in the order of their path's hash: the first, up to the validation share of all bytes,
-    are validation.
+    """Split files into validation ("val") and training ("train"), in the order of a path hash.
+
+    The first files are the validation split, until it has VAL_FRACTION of all bytes. A file that
+    is added or removed in another Python version moves few of the others to another split.
     """
-    order = sorted(texts, key=lambda path: hashlib.sha256(path.encode()).digest())
-    total = sum(len(text.encode()) for text in texts.values())
-    splits, taken = {"val": {}, "train": {}}, 0
-    for path in order:
-        split = "val" if taken < VALIDATION_SHARE * total else "train"
+    paths = sorted(texts, key=lambda path: hashlib.sha256(path.encode()).digest())
+    total_bytes = sum(len(text.encode()) for text in texts.values())
+    splits: dict[str, dict[str, str]] = {"val": {}, "train": {}}
+    num_bytes = 0
+    for path in paths:
+        split = "val" if num_bytes < VAL_FRACTION * total_bytes else "train"
         splits[split][path] = texts[path]
-        taken += len(texts[path].encode())
+        num_bytes += len(texts[path].encode())
     return splits
 
 
-def main():
-    fixed, here = {"val_tokens": None}, Path(__file__).parent
-    args = preparation.arguments(__doc__, here, fixed, tokenizer="bpe").parse_args()
-    with configurator.one_line_errors():
+def main() -> None:
+    parser = preparation.arguments(
+        __doc__,
+        Path(__file__).parent,
+        fixed={"val_tokens": None},
+        tokenizer="bpe",
+    )
+    args = parser.parse_args()
+    with errors.one_line_errors():
         root = Path(sysconfig.get_path("stdlib"))
         splits = split_by_hash(source_files(root))
         if not splits["train"]:
-            lack = f"{root} holds no standard library source"
-            raise ValueError(f"{lack}: run this with a full Python installation")
+            raise ValueError(
+                f"{root} holds no standard library source; run this script with a full Python "
+                "installation"
+            )
         name = f"standard library of Python {platform.python_version()}"
         plan = [(split, Texts(list(texts.values()), name), None) for split, texts in splits.items()]
         preparation.prepare(args, "python", plan)

@@ -1,11 +1,10 @@
-"""nanoGPT's Shakespeare, a token a character: the first 90% of the text for training, the rest for
-validation.
+"""Prepare nanoGPT's character-level Shakespeare; the last 10% of the text is for validation.
 
-    python data/shakespeare_char/prepare.py                        downloads the text, one megabyte
-    python data/shakespeare_char/prepare.py --source=input.txt     a copy of it
+    python data/shakespeare_char/prepare.py                         # downloads the text, 1 MB
+    python data/shakespeare_char/prepare.py --source=input.txt      # reads a local copy
 
-The 65 characters of the text have the ids that nanoGPT gives them; the bytes that are not in it
-follow, so that any prompt can be read. Before each of the two parts stands end-of-text.
+The 65 characters of the text have the same token ids as in nanoGPT. All other bytes have ids as
+well, so that every prompt can be encoded. Each split begins with an end-of-text token.
 """
 
 import hashlib
@@ -14,9 +13,9 @@ import urllib.request
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-import configurator
 from data import preparation
 from data.sources import Texts
+from utils import errors
 
 ADDRESS = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -24,35 +23,55 @@ ADDRESS = (
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
 
-def whole_text(source: Path | None) -> str:
-    """The text, of a file or downloaded. ValueError: it cannot be had, or is another."""
+def read_text(file: Path | None) -> str:
+    """Return Shakespeare's text from a file, or download it if there is none.
+
+    Raises:
+        ValueError: the text cannot be read, or is not the one that nanoGPT has
+    """
     try:
-        if source:
-            content = source.read_bytes()
+        if file is not None:
+            content = file.read_bytes()
         else:
-            with urllib.request.urlopen(ADDRESS, timeout=30) as answer:
-                content = answer.read()
+            with urllib.request.urlopen(ADDRESS, timeout=30) as response:
+                content = response.read()
     except OSError as error:
-        cannot = f"{source or ADDRESS} cannot be read ({error})"
-        raise ValueError(f"{cannot}: give --source=FILE, a copy of it") from error
+        raise ValueError(
+            f"{file or ADDRESS} cannot be read ({error}); give a local copy with --source=FILE"
+        ) from error
     if hashlib.sha256(content).hexdigest() != SHA256:
-        another = f"is another text than nanoGPT's (SHA-256 {SHA256[:12]}...)"
-        raise ValueError(f"{source or ADDRESS} {another}")
+        raise ValueError(
+            f"{file or ADDRESS} is not nanoGPT's text, whose SHA-256 begins with {SHA256[:12]}; "
+            f"give an unchanged copy of {ADDRESS} with --source=FILE"
+        )
     return content.decode("ascii")
 
 
-def main():
-    fixed = {"tokenizer": "characters", "vocab_size": 257, "tokenizer_bytes": 2**21}
-    parser = preparation.arguments(__doc__, Path(__file__).parent, {**fixed, "val_tokens": None})
-    parser.add_argument("--source", type=Path, help="the text as a file, instead of a download")
+def main() -> None:
+    parser = preparation.arguments(
+        __doc__,
+        Path(__file__).parent,
+        fixed={
+            "tokenizer": "characters",
+            "vocab_size": 257,
+            "tokenizer_bytes": 2**21,
+            "val_tokens": None,
+        },
+    )
+    parser.add_argument(
+        "--source",
+        type=Path,
+        help="file with a copy of the text (default: download it)",
+    )
     args = parser.parse_args()
-    with configurator.one_line_errors():
+    with errors.one_line_errors():
         if args.verify:
             return preparation.prepare(args, "shakespeare_char", [])
-        text = whole_text(args.source)
-        cut = int(0.9 * len(text))
-        parts = {"val": text[cut:], "train": text[:cut]}
-        plan = [(split, Texts([part], "tiny Shakespeare"), None) for split, part in parts.items()]
+        text = read_text(args.source)
+        train_length = int(0.9 * len(text))
+        val = Texts([text[train_length:]], "tiny Shakespeare")
+        train = Texts([text[:train_length]], "tiny Shakespeare")
+        plan = [("val", val, None), ("train", train, None)]
         preparation.prepare(args, "shakespeare_char", plan)
 
 

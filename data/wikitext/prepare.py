@@ -1,13 +1,12 @@
-"""WikiText-2 or -103, raw, as token shards: their own training and validation splits, an article a
-document.
+"""Prepare WikiText-103 or WikiText-2 (raw) with the dataset's own validation split.
 
-    python data/wikitext/prepare.py   WikiText-103, GPT-2 tokens
-    python data/wikitext/prepare.py --version=2 --out=data/wikitext2 --tokenizer=bpe --vocab_size=8192
-    python data/wikitext/prepare.py --val_split=test   to evaluate on the test split
-    python data/wikitext/prepare.py --verify                                  check every shard
+    python data/wikitext/prepare.py                      # WikiText-103, GPT-2's tokenizer
+    python data/wikitext/prepare.py --version=2 --tokenizer=bpe --out=data/wikitext2
+    python data/wikitext/prepare.py --val_split=test     # validate on the test split
+    python data/wikitext/prepare.py --verify             # check all shards
 
-The data set has a row for every line; a line ` = Title = ` begins an article. Lines are tokenised
-one by one.
+A document is an article, whose first line is ` = Title = `. The dataset has one row for each line
+of text, and each line is tokenized separately.
 """
 
 import re
@@ -15,28 +14,63 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-import configurator
 from data import hub, preparation
+from utils import errors
 
-# One equals sign on either side: sections of an article have two or more.
+# A title has one equals sign on each side, the heading of a section two or more.
 TITLE = re.compile(r" = (?!= )[^\n]*(?<! =) = \n")
 
+# approximate numbers of GPT-2 tokens, by version
+TRAIN_TOKENS = {"2": 2_500_000, "103": 119_000_000}
+VAL_TOKENS = 300_000
 
-def main():
-    parser = preparation.arguments(__doc__, Path(__file__).parent, val_tokens=None)
-    add = parser.add_argument
-    add("--version", choices=("2", "103"), default="103", help="which WikiText (default: 103)")
-    splits, holds = ("validation", "test"), "what the validation shards hold"
-    add("--val_split", choices=splits, default="validation", help=holds)
+
+def is_title(line: str) -> bool:
+    """Return whether a line is the title of an article, and so begins a document."""
+    return TITLE.fullmatch(line) is not None
+
+
+def main() -> None:
+    parser = preparation.arguments(
+        __doc__,
+        Path(__file__).parent,
+        val_tokens_help="number of validation tokens, 1 or more, taken from the beginning of the "
+        "split (default: all tokens of the split)",
+        val_tokens=None,
+    )
+    parser.add_argument(
+        "--version",
+        choices=("2", "103"),
+        default="103",
+        help="WikiText-2 has 2.5M GPT-2 tokens, WikiText-103 has 119M",
+    )
+    parser.add_argument(
+        "--val_split",
+        choices=("validation", "test"),
+        default="validation",
+        help="split of the dataset to validate on",
+    )
     hub.add_options(parser, "Salesforce/wikitext", or_files=False)
     args = parser.parse_args()
-    with configurator.one_line_errors():
+    with errors.one_line_errors():
         name = f"wikitext-{args.version}-raw-v1"
-        tokens = {"2": 2_500_000, "103": 119_000_000}[args.version]
-        keys = {"starts": lambda line: bool(TITLE.fullmatch(line))}
-        keys |= {"otherwise": "give a clone by --repository=FOLDER"}
-        train = hub.source_of(args, name, split="train", tokens=tokens, **keys)
-        val = hub.source_of(args, name, split=args.val_split, tokens=300_000, **keys)
+        advice = "give a local clone with --repository=FOLDER"
+        train = hub.source_of(
+            args,
+            name,
+            split="train",
+            tokens=TRAIN_TOKENS[args.version],
+            starts=is_title,
+            otherwise=advice,
+        )
+        val = hub.source_of(
+            args,
+            name,
+            split=args.val_split,
+            tokens=VAL_TOKENS,
+            starts=is_title,
+            otherwise=advice,
+        )
         plan = [("val", val, args.val_tokens), ("train", train, None)]
         preparation.prepare(args, "wikitext", plan)
 

@@ -123,13 +123,16 @@ def known_write(write, config) -> bool:
 
 
 def use(
-    model, setting: str = "auto", device: torch.device | str = "cuda", state_interval: int = 2
+    model,
+    setting: str = "auto",
+    device: torch.device | str = "cuda",
+    state_checkpoint_interval: int = 2,
 ) -> str | None:
     """Give the model its fused stream and heads, or take them away.
 
     Returns why its stream is not fused, or None.
 
-    setting: "on", "off", or "auto" (what can be fused is). state_interval: sublayers between states
+    setting: "on", "off", or "auto" (what can be fused is). state_checkpoint_interval: sublayers between states
     kept for the backward pass; those between are made again. ValueError: "on" where the stream
     cannot be.
     """
@@ -155,7 +158,7 @@ def use(
         if write_form(model) == "mix_and_add":
             from model.kernels.sinkhorn import sinkhorn_knopp as balance
         else:
-            stream = fused_stream(model, state_interval)
+            stream = fused_stream(model, state_checkpoint_interval)
     model.use_stream(stream)
     model.use_heads(heads)
     for read in (site.read for block in model.transformer.h for site in block.sites):
@@ -165,12 +168,12 @@ def use(
     return why
 
 
-def fused_stream(model, state_interval: int) -> Stream:
+def fused_stream(model, state_checkpoint_interval: int) -> Stream:
     from model.kernels.stream import AdditiveStream, DeltaStream
 
     config = model.config
     return (
         AdditiveStream(config)
         if write_form(model) == "add"
-        else DeltaStream(config, state_interval)
+        else DeltaStream(config, state_checkpoint_interval)
     )

@@ -13,8 +13,8 @@ from evaluation import subjects
 from evaluation.subjects import open_corpus_of
 from research import plots
 from training import distributed
-from training.metrics import duration
-from training.provenance import provenance, store
+from training.provenance import collect_provenance, store_figures
+from utils.units import format_duration
 
 SAY_AFTER = 20.0  # seconds without a line
 
@@ -107,7 +107,7 @@ class Progress:
         now = time.monotonic()
         if now - self.said > SAY_AFTER:
             self.said = now
-            left = duration((now - self.started) / done * (self.total - done))
+            left = format_duration((now - self.started) / done * (self.total - done))
             print(f"{self.label}: {done} of {self.total} {self.what}, {left} left", flush=True)
 
 
@@ -120,7 +120,7 @@ def over_runs(
     say(row) -> a line; table(rows) -> Markdown; draw(rows) -> a figure. ValueError: a run or its
     corpus is not there.
     """
-    origin, device, rows = provenance(), distributed.pick_device(args.device), []
+    origin, device, rows = collect_provenance(), distributed.pick_device(args.device), []
     with plots.printing():  # a missing package is known before the work
         found, out = chosen(args), output(args, name)
         for subject in found:
@@ -131,7 +131,7 @@ def over_runs(
             row = about(subject, model, stem) | {"sequences": len(windows)}
             rows.append(row | measure(model, encoding, batches, windows, args, progress))
             print(f"{subject.label}: {say(rows[-1])}", flush=True)
-            store(out, {"rows": rows}, origin)
+            store_figures(out, {"rows": rows}, origin)
         print(table(rows))
         picture = out.with_suffix(".png")
         plots.save(draw(rows), picture)

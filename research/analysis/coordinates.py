@@ -24,10 +24,11 @@ import configurator
 from evaluation import tables
 from model import STEMS, build, model_class
 from model.block import Stream
+from model.options import collect_options
 from research import plots
 from research.benchmarks.figures import MODEL, Figures
 from training import optimizer
-from training.provenance import digest
+from training.provenance import compute_digest
 
 BOUND = 0.15  # largest slope of a change that counts as level
 # Through a softmax over columns: the middle, and how far from it. What a query does there is as large as what tells
@@ -380,10 +381,10 @@ def stem_and_keys(case: str) -> tuple[str, dict]:
         raise ValueError(
             f"--models={case}: give one of {', '.join(STEMS)}, with +key=value for keys of the model"
         )
-    knobs = configurator.knobs(model_class(stem).Config)
+    knobs = collect_options(model_class(stem).Config)
     options = dict(option.partition("=")[::2] for option in options)
-    configurator.refuse_unknown(options, knobs)
-    keys = configurator.given({}, options, knobs)
+    configurator.check_names(options, knobs)
+    keys = configurator.read_settings({}, options, knobs)
     model_class(stem).Config(**keys)
     return stem, keys
 
@@ -451,7 +452,7 @@ def run(args) -> None:
     plots.printing()  # a missing package is known before the work
     cases = args.models.split(",") if args.models else all_cases()
     parsed = {case: stem_and_keys(case) for case in cases}
-    code = digest(*MODEL, "training/optimizer.py", "research/analysis/coordinates.py")[:12]
+    code = compute_digest(*MODEL, "training/optimizer.py", "research/analysis/coordinates.py")[:12]
     settings = {"widths": args.widths, "seeds": args.seeds}
     figures, rows = Figures(args.json, torch.device("cpu"), settings, resume=True, code=code), []
     for name in args.optimizers:

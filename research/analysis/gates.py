@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves
 
-import configurator
 from evaluation.subjects import open_corpus_of
 from model.block import Stream
 from research import plots
@@ -20,7 +19,8 @@ from research.analysis.parts import ALONG, DETAILS, SHARES, cosines, entry
 from research.analysis.rank import effective_rank, side_by_side
 from research.benchmarks.figures import Figures
 from training import distributed
-from training.provenance import digest
+from training.provenance import compute_digest
+from utils import files
 
 CODE = (
     "model/*.py",
@@ -223,7 +223,7 @@ def run(args) -> None:
     chosen, settings = common.chosen(args), {"windows": args.windows, "at_once": args.rows}
     for subject in chosen if args.edits not in ("all", "none") else ():
         edits.Plan(subject.load("cpu")[0], args.edits.split(","))
-    code, notes = digest(*CODE)[:12], {"summary": {}}
+    code, notes = compute_digest(*CODE)[:12], {"summary": {}}
     figures = Figures(out, device, settings, resume=True, code=code, notes=notes)
     rows = [measure_run(subject, args, device, figures) for subject in chosen]
     groups = gates_page.groups(rows, chosen)
@@ -231,6 +231,6 @@ def run(args) -> None:
     figures.store()
     drawn = [path for group in groups for path in gates_page.draw(group, out, len(groups) > 1)]
     text = gates_page.markdown(groups, drawn)
-    configurator.replace_text(out.with_suffix(".md"), text)
+    files.write_text(out.with_suffix(".md"), text)
     print(text)
     print(f"wrote {out} and {out.with_suffix('.md')}, drew {len(drawn)} figures beside them")

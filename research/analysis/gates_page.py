@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-import configurator
 from evaluation import tables
 from research import compare, plots
 from research.compare import Estimate
 from research.runs import UNSHOWN
+from utils import errors
 
 SHOWN = 3  # statistics in the heat maps of a stream whose statistics have no shares
 THIN = {"linewidth": 0.6, "alpha": 0.6, "marker": ""}  # a run beside the mean over runs
@@ -313,7 +313,7 @@ ENDS = "0.05", "0.95"
 def histograms(group: Group):
     """Layer by value, a panel for each kind of site: of all runs where shares give them the same
     bins, else of the first. The colours are a square root's: a spike leaves the rest visible."""
-    colors = configurator.optional("matplotlib.colors", "a figure")
+    colors = errors.import_optional("matplotlib.colors", "a figure")
     names = list(group.intervals) or group.names[:SHOWN]
     pairs = [(name, kind) for name in names for kind in group.kinds]
     figure, axes = grid(len(pairs), len(group.kinds), 2.1, [])

@@ -20,9 +20,9 @@ from research import plots
 from research.benchmarks.figures import Figures
 from training import distributed, optimizer
 from training.config import TrainConfig
-from training.metrics import duration
-from training.provenance import digest
+from training.provenance import compute_digest
 from training.validation import evaluate
+from utils.units import format_duration
 
 CODE = (
     "model/*.py",
@@ -152,7 +152,7 @@ class Search:
                     {**row, "loss": loss, "seconds": round(time.monotonic() - started, 1)}
                 )
                 said = f"{name} {'muP' if mup else 'plain'} d={width} rate 2^{power}: loss {loss}"
-                print(f"{said}; about {duration(self.seconds_left())} left", flush=True)
+                print(f"{said}; about {format_duration(self.seconds_left())} left", flush=True)
 
     def best(self, name: str, mup: bool) -> list[float]:
         """The best rate of each width."""
@@ -246,7 +246,7 @@ def run(args) -> None:
         device,
         {**settings, "base": args.widths[0]},
         resume=True,
-        code=digest(*CODE)[:12],
+        code=compute_digest(*CODE)[:12],
     )
     search = Search(figures, device, args.widths, args.optimizers)
     search.run()

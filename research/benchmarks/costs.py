@@ -6,7 +6,7 @@ from evaluation import tables
 from model import build
 from research.benchmarks import suites
 from research.benchmarks.suites import BASELINE
-from training.provenance import provenance, store
+from training.provenance import collect_provenance, store_figures
 
 
 def row(model: str, size: dict) -> dict:
@@ -50,9 +50,9 @@ def run(args) -> None:
     size = suites.PAPER[args.size]
     models, origin = (
         args.models.split(",") if args.models else list(suites.EVERY_STEM),
-        provenance(),
+        collect_provenance(),
     )
     rows = rows_of(models, size)
     print(markdown(rows))
     if args.json:
-        store(args.json, {"size": size, "rows": rows}, origin)
+        store_figures(args.json, {"size": size, "rows": rows}, origin)

@@ -16,6 +16,7 @@ from research.benchmarks.figures import Figures
 from research.benchmarks.suites import EVERY_STEM, SIZE_KEYS, row_name, split_model
 from research.benchmarks.timing import compared, measure, spread, waiting
 from training import distributed
+from utils import machine
 
 FIXED = {"cpu": "compiled", "cuda": "CUDA graph"}  # what a decoder's `compiled` means there
 
@@ -102,7 +103,7 @@ def check(args, size: dict, device: torch.device) -> None:
         raise ValueError(
             f"--context and --tokens: {wanted} together, --block_size={size['block_size']}: give fewer"
         )
-    if args.compile == "True" and not distributed.can_compile(device):
+    if args.compile == "True" and not machine.can_compile(device.type):
         raise ValueError(
             "--compile=True needs a C++ compiler and Python's headers: install them, or --compile=False"
         )

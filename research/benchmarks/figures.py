@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from training.metrics import cpu_name
-from training.provenance import digest, provenance, store
+from training.metrics import get_cpu_name
+from training.provenance import collect_provenance, compute_digest, store_figures
 
 # Memory bandwidth in TB/s by a word of the device name (vendor data sheets); what is achieved is less.
 PEAK_BANDWIDTH = {
@@ -25,7 +25,7 @@ TABLE = ("launch_table.py",)  # but for this: a row says which of the table's la
 
 def chip(device: torch.device) -> dict:
     """{"chip": its name, "memory_tb_per_s": by its data sheet, where known}: a figure means little without them."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else get_cpu_name()
     bandwidth = next((peak for word, peak in PEAK_BANDWIDTH.items() if word in name), None)
     return {"chip": name} | (
         {"memory_tb_per_s": bandwidth} if bandwidth and device.type == "cuda" else {}
@@ -71,9 +71,9 @@ class Figures:
     ):
         self.path, self.settings, self.made = path, json.loads(json.dumps(settings)), chip(device)
         self.notes = notes or {}
-        self.made["code"] = code or digest(*MODEL, leave_out=TABLE)[:12]
+        self.made["code"] = code or compute_digest(*MODEL, exclude=TABLE)[:12]
         self.rows: list[dict] = []
-        self.origin = provenance()  # of the code that is about to be measured
+        self.origin = collect_provenance()  # of the code that is about to be measured
         if path and resume and path.exists():
             self.keep(json.loads(path.read_text(encoding="utf-8")))
         if path:
@@ -113,10 +113,12 @@ class Figures:
             self.rows[self.rows.index(old)] = row
         self.store()
 
-    def store(self) -> None:
+    def store_figures(self) -> None:
         """Write the file whole, or leave it as it was."""
         if self.path:
-            store(self.path, {**self.settings, **self.notes, "rows": self.rows}, self.origin)
+            store_figures(
+                self.path, {**self.settings, **self.notes, "rows": self.rows}, self.origin
+            )
 
     def on_what(self) -> str:
         """The chip and its memory's class, for what is printed."""

@@ -159,7 +159,7 @@ stage() {
   done ;;
   tune) tune 768 K1_v4 "K=1 v=4" --launches=3 ;;
   streams) LIMIT=500 step bench_streams_small_cuda.json small AttnRes-gpt-mha-rope,mHC-gpt-mha-rope,HC-gpt-mha-rope ;;
-  more) step bench_targets_more_cuda.json small "$CC_EC:2,$CC_EC+state_interval=4" ;;
+  more) step bench_targets_more_cuda.json small "$CC_EC:2,$CC_EC+state_checkpoint_interval=4" ;;
   float32) step bench_state_dtype_cuda.json small \
     "$ADDITIVE+state_dtype=float32,$ONE_COLUMN,$ONE_COLUMN+state_dtype=float32,$CC_EC,$CC_EC+state_dtype=float32" ;;
   decode) for model in "$ADDITIVE" "$CC_EC"; do

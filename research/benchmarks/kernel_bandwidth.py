@@ -18,8 +18,8 @@ from evaluation import tables
 from research.benchmarks.figures import Figures, launches_used
 from research.benchmarks.timing import Clock, compared, spread
 from training import distributed
-from training.metrics import duration, size
-from training.provenance import digest
+from training.provenance import compute_digest
+from utils.units import format_bytes, format_duration
 
 WAYS = ("forward", "backward")
 # What --tune tries beside the table's launches and their runners-up: warps of a program, how loads run ahead (stages,
@@ -161,7 +161,7 @@ def measure(chosen: list, args, clock: Clock, copy, figures: Figures) -> None:
             for each, (_, tensors) in calls.items():
                 row = row_of(d, each, tensors, seconds, args.copied)
                 figures.add(row | launched, "kernel", "d")
-        left = duration((time.perf_counter() - started) / number * (len(chosen) - number))
+        left = format_duration((time.perf_counter() - started) / number * (len(chosen) - number))
         print(f"{number}/{len(chosen)} {name} d={d}, {left} left", flush=True)
 
 
@@ -217,7 +217,7 @@ def markdown(rows: list[dict]) -> str:
     lines = []
     for row in rows:
         speed = [f"{row[key]:,.0f}" for key in ("microseconds", "gb_per_s")]
-        about = [row["kernel"], row["d"], size(row["bytes"])]
+        about = [row["kernel"], row["d"], format_bytes(row["bytes"])]
         lines.append([*about, *speed, spread(row, "share", ".2f")])
     return tables.markdown(header, lines)
 
@@ -244,7 +244,11 @@ def run(args) -> None:
     names = "micro_batch_size", "block_size", "dtype", "rounds", "copied"
     settings = {name: getattr(args, name) for name in names}
     # Another table changes no launch that was timed; other kernels do.
-    code = digest("model/kernels/*.py", leave_out=("launch_table.py",))[:12] if args.tune else ""
+    code = (
+        compute_digest("model/kernels/*.py", exclude=("launch_table.py",))[:12]
+        if args.tune
+        else ""
+    )
     figures = Figures(args.json, device, settings, args.resume, code)
     (tune if args.tune else measure)(chosen, args, clock, lambda: target.copy_(source), figures)
     print(f"on {figures.on_what()}")

@@ -20,9 +20,11 @@ from research.benchmarks import gpt2_peer
 from research.benchmarks.figures import Figures
 from research.benchmarks.suites import BASELINE
 from training import distributed, metrics, optimizer
-from training.provenance import digest
-from training.setup import configure, open_data
+from training.provenance import compute_digest
+from training.settings import configure
+from training.setup import open_data
 from training.validation import evaluate
+from utils import units
 
 PEER = "GPT-2"
 MODELS = (BASELINE, PEER, "DDL-gpt-mha-rope")
@@ -79,7 +81,7 @@ class Trainer:
         share = (
             half * validation.seq_len / (len(validation.tokens) - 1)
         )  # only the last window may be shorter
-        both = metrics.validation_record(
+        both = metrics.compute_validation_metrics(
             share * first + (1 - share) * second, corpus.bytes_per_token("val")
         )
         return {"first": first, "second": second, **both}
@@ -171,7 +173,7 @@ def run(args) -> None:
         raise ValueError(f"micro_batch_size={config.local_micro_batch_size}: {fix}")
     settings = {key: getattr(config, key) for key in KEYS}
     settings["size"] = dataclasses.asdict(model_config)
-    figures = Figures(args.json, device, settings, args.resume, code=digest(*CODE)[:12])
+    figures = Figures(args.json, device, settings, args.resume, code=compute_digest(*CODE)[:12])
     for model in MODELS:
         trainer = None
         while cell := next_cell(figures.rows, model, args):
@@ -182,6 +184,6 @@ def run(args) -> None:
             row |= {"seconds": time.monotonic() - begun, "threads": torch.get_num_threads()}
             figures.add(row, "model", "learning_rate", "seed")
             halves = f"first half {row['first']:.4f} | second half {row['second']:.4f}"
-            took = metrics.duration(row["seconds"])
+            took = units.format_duration(row["seconds"])
             print(f"{model} | rate {cell[0]:.3g} | seed {cell[1]} | {halves} | {took}", flush=True)
     print(f"\n{markdown(groups_of(figures.rows))}")

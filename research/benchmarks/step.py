@@ -159,7 +159,10 @@ def run(args) -> None:
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1000
     settings = {"suite": args.suite, "sizes": sizes, "device": device.type, "dtype": args.dtype}
     settings |= {"threads": torch.get_num_threads(), "micro_batch_size": args.micro_batch_size}
-    settings |= {"kernels": args.kernels, "state_interval": args.state_interval}
+    settings |= {
+        "kernels": args.kernels,
+        "state_checkpoint_interval": args.state_checkpoint_interval,
+    }
     settings |= {"rounds": args.rounds, "steps_per_round": args.steps}
     settings["activations"] = PEAK if device.type == "cuda" else SAVED
     figures = Figures(args.json, device, settings, args.resume)

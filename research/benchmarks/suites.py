@@ -6,7 +6,8 @@ import torch
 
 import configurator
 from model import STEMS, build, kernels, model_class
-from training import distributed
+from model.options import collect_options
+from utils import errors, machine
 
 BASELINE, CC_EC = "gpt-mha-rope", "DDL-gpt-mha-rope-CC-EC"
 SIZE_KEYS = "vocab_size block_size num_hidden_layers num_attention_heads head_dim hidden_size"
@@ -17,7 +18,7 @@ MEDIUM = dict(zip(SIZE_KEYS, (50304, 1024, 24, 8, 128, 1024)), mup=True)
 TINY = dict(zip(SIZE_KEYS, (64, 3, 1, 2, 8, 16)), mup=True)
 PAPER = {"small": SMALL, "medium": MEDIUM}
 EVERY_STEM = (BASELINE, *(stem for stem in STEMS if stem != BASELINE))
-MODES = (f"{CC_EC}+state_interval=4", f"{CC_EC}+kernels=off", f"{BASELINE}+kernels=off")
+MODES = (f"{CC_EC}+state_checkpoint_interval=4", f"{CC_EC}+kernels=off", f"{BASELINE}+kernels=off")
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ SUITES = {
 
 
 def split_model(text: str) -> tuple[str, dict, dict]:
-    """`stem`, `stem:d_v`, or either with `+kernels=off`, `+state_interval=4`, or a key of the
+    """`stem`, `stem:d_v`, or either with `+kernels=off`, `+state_checkpoint_interval=4`, or a key of the
     stem's as in `+state_dtype=float32`: the stem, its keys, the kernels'.
 
     ValueError: there is no such stem, number of columns or key.
@@ -52,17 +53,17 @@ def split_model(text: str) -> tuple[str, dict, dict]:
         raise ValueError(
             f"--models: {text}: after the colon comes a number of columns, as in {CC_EC}:2"
         )
-    keys, fused, known = {}, {}, configurator.knobs(model_class(stem).Config)
+    keys, fused, known = {}, {}, collect_options(model_class(stem).Config)
     for setting in settings:
         key, _, value = setting.partition("=")
         if key == "kernels" and value in ("auto", "on", "off"):
             fused["setting"] = value
-        elif key == "state_interval" and value.isdecimal() and int(value):
-            fused["state_interval"] = int(value)
+        elif key == "state_checkpoint_interval" and value.isdecimal() and int(value):
+            fused["state_checkpoint_interval"] = int(value)
         elif key in known:
-            keys |= configurator.given({}, {key: value}, known)
+            keys |= configurator.read_settings({}, {key: value}, known)
         else:
-            after = "kernels=auto, on or off, state_interval=1 or more, or a key of its config"
+            after = "kernels=auto, on or off, state_checkpoint_interval=1 or more, or a key of its config"
             raise ValueError(f"--models: {text}: after a plus comes {after}")
     if colon:
         if (key := model_class(stem).Config.columns_key) is None:
@@ -80,7 +81,10 @@ def built(model: str, size: dict, args, device: torch.device):
     stem, keys, fused = split_model(model)
     torch.manual_seed(0)
     made = build(stem, **size, **keys)
-    fused = {"setting": args.kernels, "state_interval": args.state_interval} | fused
+    fused = {
+        "setting": args.kernels,
+        "state_checkpoint_interval": args.state_checkpoint_interval,
+    } | fused
     kernels.use(made, **fused, device=device)
     return made
 
@@ -99,13 +103,13 @@ def complete(args, device: torch.device) -> dict[str, dict]:
     if args.suite in ("targets", "paper") and device.type == "cpu":
         sizes = f"--suite={args.suite} holds sizes for a GPU"
         raise ValueError(f"{sizes}: give --suite=quick, or --device=cuda")
-    if args.compile == "True" and not distributed.can_compile(device):
+    if args.compile == "True" and not machine.can_compile(device.type):
         needs = "--compile=True needs a C++ compiler and Python's headers"
         raise ValueError(f"{needs}: install them, or --compile=False")
     sizes = {}
     for name in args.sizes.split(",") if args.sizes else suite.sizes:
         if name not in suite.sizes:
-            near = f"{configurator.nearest(name, suite.sizes)}; it has {', '.join(suite.sizes)}"
+            near = f"{errors.suggest(name, suite.sizes)}; it has {', '.join(suite.sizes)}"
             raise ValueError(f"--sizes: the {args.suite} suite has no {name}{near}")
         sizes[f"{name} (changed)" if changes else name] = suite.sizes[name] | changes
     for size in sizes.values():

@@ -5,7 +5,7 @@ import time
 import numpy as np
 import torch
 
-from training.metrics import duration
+from utils.units import format_duration
 
 PROGRESS_SECONDS = 10  # between two lines about a long measurement
 
@@ -31,7 +31,7 @@ def measure(steps: dict, warmup: int, rounds: int, what: str = "step") -> dict[s
             seconds[name].append(time.perf_counter() - before)
         now = time.perf_counter()
         if now - shown > PROGRESS_SECONDS and done < rounds:
-            left = duration((now - started) / done * (rounds - done))
+            left = format_duration((now - started) / done * (rounds - done))
             print(f"  {what}: round {done}/{rounds}, {left} left", flush=True)
             shown = now
     return seconds

@@ -10,7 +10,7 @@ from pathlib import Path
 from data.shards import open_corpus
 from research import sweep
 from training.memory import parameters_of
-from training.setup import configure
+from training.settings import configure
 
 HERE = Path(os.path.relpath(Path(__file__).parent))
 PRESETS = "cpu", "paper"

@@ -12,7 +12,7 @@ from research.analysis import common, rank
 from research.benchmarks.figures import Figures
 from training import checkpoint, distributed, metrics
 from training.memory import parameters_of
-from training.residual_statistics import Watched
+from training.residual_statistics import ObservedStream
 
 WINDOWS, ROWS = 16, 8  # validation sequences that ranks and gates are measured over; at once
 SHARES = 0.0, 0.25, 0.5, 1.0  # of training, at which the gates are looked at
@@ -70,8 +70,8 @@ def model_at(cell: sweep.Cell, share: float):
     if share == 0:
         return initial_model(cell), 0
     wanted = share * cell.settings["max_steps"]
-    stored = checkpoint.all_of(cell.folder)
-    nearest = min(stored, key=lambda path: abs(checkpoint.step_of(path) - wanted))
+    stored = checkpoint.list_checkpoints(cell.folder)
+    nearest = min(stored, key=lambda path: abs(checkpoint.get_step(path) - wanted))
     model, _, state = checkpoint.load_model(nearest, distributed.pick_device("auto"))
     return model, state["step"]
 
@@ -84,14 +84,14 @@ def gates(model, dataset: str) -> dict:
     windows = common.whole_windows(batches, WINDOWS)
     sites: dict[tuple[str, int], list] = {}
 
-    def seen(site, quantities):
-        of = {name: values.double() for name, values in quantities["statistics"].items()}
+    def on_write(site, write):
+        of = {name: values.double() for name, values in write.statistics.items()}
         square = of["beta_variance"] + of["beta"].square()
         moments = [float(x.mean()) for x in (of["beta"], square, of["beta_negative"])]
         sites.setdefault((site.name, site.layer), []).append(moments)
 
     for ids, _ in common.in_batches(batches, windows, ROWS, common.device_of(model)):
-        with model.through(Watched(seen)):
+        with model.through(ObservedStream(on_write)):
             model(ids)
     layers = range(model.config.num_hidden_layers)
     moments = {

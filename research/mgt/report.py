@@ -5,14 +5,14 @@ from pathlib import Path
 
 import numpy as np
 
-import configurator
 from evaluation import tables
 from research import compare, plots, runs, sweep
 from research.benchmarks.figures import Figures
 from research.mgt import findings, measures
 from research.mgt.findings import groups_of
 from training import distributed
-from training.provenance import digest
+from training.provenance import compute_digest
+from utils import files
 
 # Whose code the figures of a run that is not trained again depend on.
 CODE = "model/*.py", "data/loader.py", "research/mgt/measures.py"
@@ -179,7 +179,7 @@ def write(experiment: str, preset: str, cells: list[sweep.Cell], results: Path) 
     same = (k for k in SHOWN.split() if all(cell.settings[k] == first[k] for cell in done))
     settings = {key: first[key] for key in same}
     about = {"experiment": experiment, "preset": preset, "settings": settings}
-    device, code = distributed.pick_device("auto"), digest(*CODE)[:12]
+    device, code = distributed.pick_device("auto"), compute_digest(*CODE)[:12]
     figures = Figures(path, device, about, resume=True, code=code)
     rows = rows_of(done, figures)
     found = find(rows)
@@ -207,7 +207,7 @@ def write(experiment: str, preset: str, cells: list[sweep.Cell], results: Path) 
         f"![{title}]({picture.name})",
         f"Made by `research/mgt/run.py {experiment} --preset={preset}`; figures: `{path.name}`.",
     ]
-    configurator.replace_text(page, "\n\n".join(parts) + "\n")
+    files.write_text(page, "\n\n".join(parts) + "\n")
     print(page.read_text(encoding="utf-8"))
     print(f"wrote {path}, {page.name} and {picture.name}")
 

@@ -22,9 +22,14 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import configurator  # before all that is slow to import
+
+from utils import errors
+
+if __name__ == "__main__":
+    errors.end_quietly_on_interrupt()  # before the slow imports
 
 # isort: split
+import configurator
 from research.mgt import experiments, report
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,7 +64,7 @@ def train_all(commands: list[list[str]]) -> None:
 
 
 def main():
-    with configurator.one_line_errors():
+    with errors.one_line_errors():
         experiment, own, given = arguments(sys.argv[1:])
         commands = experiments.commands(experiment, own["preset"], given, Path(own["runs"]))
         cells = [cell for command in commands for cell in experiments.cells_of(command)]
@@ -71,7 +76,7 @@ def main():
         report.check()
     if own["mode"] == "local":
         train_all(commands)
-    with configurator.one_line_errors():
+    with errors.one_line_errors():
         report.write(experiment, own["preset"], cells, Path(own["results"]))
 
 

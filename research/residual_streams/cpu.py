@@ -4,8 +4,7 @@ Sizes were fixed by a pilot, so that a run takes about 80 seconds. With so few t
 Muon learns about twice as fast as AdamW.
 """
 
-from training.distributed import can_compile as _can_compile
-from training.distributed import cpu_has_bfloat16 as _cpu_has_bfloat16
+from utils import machine as _machine
 
 model = "gpt-mha-rope"
 dataset = "python_packages"
@@ -29,5 +28,5 @@ eval_batches = 64  # 512 sequences: the whole split would take longer than the t
 eval_full = False
 log_interval = 100
 checkpoint_interval = 400
-dtype = "bfloat16" if _cpu_has_bfloat16() else "float32"
-compile = _can_compile()
+dtype = "bfloat16" if _machine.cpu_has_bfloat16() else "float32"
+compile = _machine.can_compile()

@@ -27,10 +27,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tqdm import tqdm
 
-import configurator
 from data import preparation, shards
 from data.sources import Texts
 from research.residual_streams.near_duplicates import THRESHOLD, NearDuplicates
+from utils import errors
 
 OUT = (
     Path(__file__).parents[2] / "data" / "python_packages"
@@ -137,7 +137,7 @@ def main():
         "--val_share", type=float, default=0.04, help="of the bytes, at most, is for validation"
     )
     args = parser.parse_args()
-    with configurator.one_line_errors():
+    with errors.one_line_errors():
         preparation.check(args)
         if args.verify:
             return preparation.prepare(args, "packages", [])

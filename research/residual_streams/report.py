@@ -14,9 +14,14 @@ from pathlib import Path
 from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import configurator  # before all that is slow to import
+
+from utils import errors
+
+if __name__ == "__main__":
+    errors.end_quietly_on_interrupt()  # before the slow imports
 
 # isort: split
+import configurator
 from evaluation.published import SIZES
 from evaluation.published import figures as published_figures
 from evaluation.tables import markdown
@@ -25,7 +30,8 @@ from research.compare import ERROR, Estimate, holm, paired, summary, verdict
 from research.residual_streams import arms
 from research.residual_streams.arms import ARMS, BASELINE, PRESETS, SEEDS, Hypothesis, Problem
 from research.residual_streams.run import STAGES, Study, arm_of, over_baseline
-from training.provenance import store
+from training.provenance import store_figures
+from utils import files
 
 PAGE = Path(__file__).with_name("README.md")
 SMALLEST = 0.01  # nats per token, or share of right answers: within it two arms are level
@@ -454,17 +460,17 @@ def write(study: Study, out: Path, page: Path) -> None:
     if found["language"]["arms"][BASELINE]["equal"]["tokens"]:
         with plots.printing():
             plots.save(plot_study(found), path.with_suffix(".png"))
-    store(path, {"problems": found})
+    store_figures(path, {"problems": found})
     text = "".join(f"## {name}\n\n{part}\n\n" for name, part in parts.items())
     title = "# Residual streams compared: tables"
-    configurator.replace_text(path.with_suffix(".md"), f"{title}\n\n{text}")
+    files.write_text(path.with_suffix(".md"), f"{title}\n\n{text}")
     if study.preset == "cpu":
-        configurator.replace_text(page, filled(page.read_text(encoding="utf-8"), parts))
+        files.write_text(page, filled(page.read_text(encoding="utf-8"), parts))
     print(f"wrote {path}, and the same as .md and .png")
 
 
 def main():
-    with configurator.one_line_errors():
+    with errors.one_line_errors():
         parser = configurator.Parser(description=__doc__)
         add = parser.add_argument
         add("--preset", choices=PRESETS, default="cpu")

@@ -26,16 +26,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import configurator  # before all that is slow to import
+
+from utils import errors
+
+if __name__ == "__main__":
+    errors.end_quietly_on_interrupt()  # before the slow imports
 
 # isort: split
 import numpy as np
 
+import configurator
 from research import runs, sweep
 from research.residual_streams import arms
 from research.residual_streams.arms import ARMS, BASELINE, PRESETS
 from training import stopping
-from training.provenance import store
+from training.provenance import store_figures
 
 STAGES = ("rates", "tokens", "again", "swapped", "alone", "seconds", "eager")
 TIMED = ("alone", "eager")  # stages whose runs are timed, and as short a share of the steps:
@@ -180,7 +185,7 @@ def losses_of(study: Study, stage: str, problem: str, arm: str, cells: list) -> 
 def loss_of(cell: sweep.Cell, stored: runs.Run | None = None) -> float | None:
     if (record := sweep.final_evaluation(cell)) is not None:
         return finite(record["val_loss"])
-    if stopping.read_status(cell.folder)["ended"] == "failed":
+    if stopping.read_status(cell.folder).ended == "failed":
         return math.inf
     if stored is None or not is_of(stored, cell):
         return None
@@ -279,7 +284,7 @@ def store_run(study: Study, stage: str, problem: str, arm: str, cell: sweep.Cell
         every = {each: study.speeds(each) for each in TIMED if study.speeds(each)}
         of_arm = every.setdefault(stage, {}).setdefault(problem, {}).setdefault(arm, {})
         of_arm[str(named.seed)] = named.training["tokens_per_second"].drop_nulls().to_list()
-        store(study.file("speeds.json"), {"steps": every})
+        store_figures(study.file("speeds.json"), {"steps": every})
 
 
 def store_rates(study: Study, cells: dict) -> None:
@@ -294,7 +299,7 @@ def store_rates(study: Study, cells: dict) -> None:
             chosen.setdefault(problem, {})[arm] = {"learning_rate": best, "tried": tried}
     if chosen != study.rates():
         study.results.mkdir(parents=True, exist_ok=True)
-        store(study.file("rates.json"), {"chosen": chosen})
+        store_figures(study.file("rates.json"), {"chosen": chosen})
 
 
 def show(args, study: Study) -> None:
@@ -320,7 +325,7 @@ def arguments():
 
 
 def main():
-    with configurator.one_line_errors():
+    with errors.one_line_errors():
         args = arguments()
         if args.jobs < 1:
             raise ValueError(f"--jobs={args.jobs}: give 1 or more")

@@ -122,7 +122,10 @@ MISTAKES = [
     (["--sizes=smal"], "the quick suite has no smal"),
     (["--peers=transcriptions"], "invalid choice: 'transcriptions'"),
     (["--models=DDL-gpt-mha-rope+kernels=maybe"], "kernels=auto, on or off"),
-    (["--models=DDL-gpt-mha-rope+state_interval=0"], "state_interval=1 or more"),
+    (
+        ["--models=DDL-gpt-mha-rope+state_checkpoint_interval=0"],
+        "state_checkpoint_interval=1 or more",
+    ),
     (["--head_dim=0"], "0: give 1 or more"),
     (["--compile=True"], "--compile=False"),  # there is no compiler
     (["kernels", "--tune"], "give --match"),
@@ -151,7 +154,10 @@ def test_the_paper_suite_has_the_papers_sizes_and_columns():
     with torch.device("meta"):
         assert (name, build("gpt-mha-rope", **medium).num_parameters()) == ("medium", 353_508_352)
         assert build("gpt-mha-rope", **suites.SMALL).num_parameters() == 123_590_400
-    forms = {f"{suites.CC_EC}{form}" for form in (":2", ":8", "+state_interval=4", "+kernels=off")}
+    forms = {
+        f"{suites.CC_EC}{form}"
+        for form in (":2", ":8", "+state_checkpoint_interval=4", "+kernels=off")
+    }
     assert {*STEMS, *forms, "gpt-mha-rope+kernels=off"} == set(args.models)
     assert (args.micro_batch_size, args.steps) == (16, 4)
 
@@ -163,7 +169,11 @@ def test_a_model_may_bring_its_own_columns_and_kernels():
         {"ddl_value_channels": 2},
         {"setting": "off"},
     )
-    assert suites.split_model(f"{stem}+state_interval=4") == (stem, {}, {"state_interval": 4})
+    assert suites.split_model(f"{stem}+state_checkpoint_interval=4") == (
+        stem,
+        {},
+        {"state_checkpoint_interval": 4},
+    )
     changed = f"{stem}+state_dtype=float32+ddl_beta_init=0.5"
     assert suites.split_model(changed) == (
         stem,
@@ -289,7 +299,7 @@ def test_figures_are_kept_for_the_same_code_chip_and_settings(tmp_path, capsys):
         ("m", 3, "a"),
         ("n", 2, "a"),
     ]
-    assert all(row["chip"] == metrics.cpu_name() for row in stored["rows"])
+    assert all(row["chip"] == metrics.get_cpu_name() for row in stored["rows"])
     assert stored.keys() >= {"command", "commit", "machine", "date", "rounds"}
     second = opened()
     assert second.rows == stored["rows"]

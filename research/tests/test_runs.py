@@ -152,7 +152,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_counts(tmp_path):
 
 def test_stored_accuracy_is_that_of_the_runs_own_weights(tmp_path):
     folder = write_run(tmp_path / "run")
-    sums = folder / "checkpoints/step_00000004" / checkpoint.SUMS
+    sums = folder / "checkpoints/step_00000004" / checkpoint.CHECKSUMS
     entry = {"weights": hashlib.sha256(sums.read_bytes()).hexdigest(), "task": "piqa", "shots": 0}
     entry |= {"shown": {"piqa": ["acc", 61.5, 1.1]}, "settings": {"dtype": "float32"}}
     entries = [{**entry, "folder": "x"}, {**entry, "weights": "other"}]

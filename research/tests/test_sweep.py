@@ -17,12 +17,11 @@ from helpers import ROOT, small_run, wait_for
 from in_process import call
 from report_helpers import by_hand, write_checkpoint
 
-import configurator
-from model.keys import keys_of
+from model.options import collect_options
 from research import plots, sweep
 from training import checkpoint, metrics, stopping
 from training.config import TrainConfig
-from training.setup import configure
+from training.settings import configure
 
 
 def grid(corpus, out, **changes) -> list[str]:
@@ -85,7 +84,7 @@ def finished(cells) -> list[bool]:
 
 def finish(cell, step=6, **values) -> None:
     """What train.py leaves of a cell that finished after this step."""
-    of_run = {k: v for k, v in cell.settings.items() if k in keys_of(TrainConfig)}
+    of_run = {k: v for k, v in cell.settings.items() if k in collect_options(TrainConfig)}
     of_model = {k: v for k, v in cell.settings.items() if k not in of_run}
     state = {"model": cell.settings["model"], "corpus": {}, "seconds": 1.0}
     write_checkpoint(cell.folder, step, **state, run_config=of_run, model_config=of_model)
@@ -135,7 +134,7 @@ def test_names_are_stable_safe_and_distinct():
 
 def test_help_lists_every_key():
     printed = call("research/sweep.py", "--help").stdout.decode()
-    for key in (*configurator.knobs(sweep.SweepConfig), "learning_rate", "ddl_beta_init"):
+    for key in (*collect_options(sweep.SweepConfig), "learning_rate", "ddl_beta_init"):
         assert f"\n  --{key}=" in printed
     assert "comma is not supported" in printed
 
@@ -189,7 +188,7 @@ def test_a_killed_sweep_goes_on(corpus, tmp_path, run, capsys):
     finish(cells[0], step=80, val_loss=2.0)
     process = multiprocessing.get_context("fork").Process(target=in_a_group, args=(arguments,))
     process.start()
-    wait_for(lambda: checkpoint.all_of(cells[1].folder))
+    wait_for(lambda: checkpoint.list_checkpoints(cells[1].folder))
     with pytest.raises(ValueError, match=r"cells still run, .* \(seed=1\): wait for them, or end"):
         run(*arguments)  # as after a kill of the sweep alone
     os.killpg(process.pid, signal.SIGKILL)
@@ -355,7 +354,7 @@ def test_other_settings_in_the_folder_are_refused(corpus, tmp_path, run):
     for cell in cells_of(*arguments):
         finish(cell, val_loss=2.0)
     assert len(cells_of(*arguments, "--log_interval=5")) == 2
-    other = r"learning_rate=0.5, but .*seed=0 was trained with 0.01: give that value"
+    other = r"seed=0 was trained with learning_rate=0.01 instead of 0.5"
     with pytest.raises(ValueError, match=other):
         run(*arguments, "--learning_rate=0.5")
     with pytest.raises(ValueError, match=r"max_steps=3, but .*seed=0 has 6 steps"):

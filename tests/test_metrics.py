@@ -1,0 +1,185 @@
+"""The log of a run: progress lines, records, and what Weights & Biases is told."""
+
+import pytest
+import torch
+from helpers import SMALL
+
+from model import build
+from training import metrics
+from training.config import TrainConfig
+from training.distributed import World
+from training.state import TrainState
+
+LEARNING_RATES = {"lr": 4.8e-3}
+
+
+@pytest.fixture
+def model():
+    return build("gpt-mha-rope", **SMALL)
+
+
+@pytest.fixture
+def open_log(tmp_path, model):
+    """Return a function that opens the log of a run of 800 steps of 6,400 tokens."""
+
+    def open_log(**keys) -> metrics.RunLog:
+        config = TrainConfig(global_batch_size=400, max_steps=800, log_interval=10, **keys)
+        world = World(0, 1, torch.device("cpu"))
+        return metrics.RunLog(tmp_path, config, {"seed": 0}, TrainState(), model, world)
+
+    return open_log
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    """Let wandb log to the run folder, without a login."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_CONSOLE", "off")
+
+
+def log_steps(log: metrics.RunLog, last_step: int) -> None:
+    """Log steps of a second each, after a first one of 12.5 seconds."""
+    for step in range(1, last_step + 1):
+        log.state.step = step
+        log.state.seconds = 12.5 + step - 1
+        log.training_step(7.0428, 1.04, LEARNING_RATES)
+
+
+# ---- progress lines ----
+
+
+def test_the_first_line_says_how_long_the_first_step_took(open_log, capsys):
+    log_steps(open_log(), last_step=1)
+    assert capsys.readouterr().out == (
+        "step 1/800 | loss 7.0428 | lr 4.80e-03 | grad norm 1.04 | first step took 12.5 s\n"
+    )
+
+
+def test_the_speed_leaves_out_the_first_step(open_log, capsys):
+    log_steps(open_log(), last_step=20)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:] == [
+        "step 10/800 | loss 7.0428 | lr 4.80e-03 | grad norm 1.04 | 6,400 tokens/s | "
+        "elapsed 0:21 | remaining 13:10",
+        "step 20/800 | loss 7.0428 | lr 4.80e-03 | grad norm 1.04 | 6,400 tokens/s | "
+        "elapsed 0:31 | remaining 13:00",
+    ]
+
+
+def test_mfu_is_printed_if_the_peak_is_known(open_log, model, monkeypatch, capsys):
+    flops_per_second = 6400 * metrics.nominal_flops_per_token(model)
+    monkeypatch.setattr(metrics, "peak_flops", lambda device: 2 * flops_per_second)
+    log_steps(open_log(), last_step=10)
+    assert "| 6,400 tokens/s | MFU 50.0% | elapsed 0:21 |" in capsys.readouterr().out
+
+
+def test_the_last_step_has_a_line(open_log, capsys):
+    log = open_log()
+    log.config.max_steps = 5
+    log_steps(log, last_step=5)
+    assert capsys.readouterr().out.endswith("elapsed 0:16 | remaining 0:00\n")
+
+
+def test_a_skipped_step_is_a_note_and_a_record(open_log, capsys):
+    log = open_log()
+    log.state.step = 4
+    log.skipped_step(float("nan"), float("inf"))
+    assert capsys.readouterr().out == (
+        "note: step 4 was skipped: its loss is nan and its gradient norm is inf\n"
+    )
+    [record] = metrics.read(log.path)
+    assert record["skipped"]
+    assert "loss" not in record
+
+
+# ---- evaluations ----
+
+
+def test_an_evaluation_line_has_the_loss_in_three_units(open_log, capsys):
+    log = open_log()
+    log.state.step = 100
+    log.evaluation({"loss": 3.9155}, bytes_per_token=3.67, count=64, of=455)
+    assert capsys.readouterr().out == (
+        "step 100 | validation loss 3.9155 | perplexity 50.17 | 1.5392 bits per byte | "
+        "64 of 455 sequences\n"
+    )
+
+
+def test_an_evaluation_line_of_a_task_has_its_scores(open_log, capsys):
+    log = open_log()
+    scores = {"loss": 0.5, "accuracy": 0.925, "exact_match": 0.25}
+    log.evaluation(scores, bytes_per_token=None, count=20, of=20)
+    assert capsys.readouterr().out == (
+        "step 0 | validation loss 0.5000 | perplexity 1.65 | accuracy 92.5% | exact match 25.0% | "
+        "all 20 sequences\n"
+    )
+    [record] = metrics.read(log.path)
+    assert (record["val_accuracy"], record["val_exact_match"]) == (0.925, 0.25)
+
+
+def test_a_loss_that_is_not_finite_is_never_the_best(open_log):
+    log = open_log()
+    for loss in (float("nan"), 2.0, float("nan"), 3.0):
+        log.evaluation({"loss": loss}, bytes_per_token=None, count=1, of=1)
+    records = metrics.read(log.path)
+    assert [record.get("best_val_loss") for record in records] == [None, 2.0, 2.0, 2.0]
+
+
+# ---- utilization ----
+
+
+def test_mfu_counts_six_flops_per_parameter_and_attention(model):
+    """6 N + 12 L d T (arXiv 2204.02311, appendix B), of two blocks of width 12 over 16 tokens."""
+    assert (SMALL["num_hidden_layers"], SMALL["hidden_size"], SMALL["block_size"]) == (2, 12, 16)
+    attention_flops = 12 * 2 * 12 * 16
+    assert metrics.nominal_flops_per_token(model) == 6 * model.num_parameters() + attention_flops
+
+
+# ---- Weights & Biases ----
+
+
+def test_wandb_gets_the_group_and_the_tags(open_log, offline):
+    log = open_log(
+        wandb_log=True, wandb_entity="our-team", wandb_group="widths", wandb_tags="small, dv4,"
+    )
+    assert log.wandb_run.entity == "our-team"
+    assert log.wandb_run.group == "widths"
+    assert log.wandb_run.tags == ("small", "dv4")
+    assert log.state.wandb_id == log.wandb_run.id
+    log.close()
+    [logged] = log.path.parent.glob("wandb/offline-run-*/*.wandb")
+    content = logged.read_bytes()
+    assert all(word in content for word in (b"our-team", b"widths", b"small", b"dv4"))
+
+
+def test_wandb_needs_no_group_and_no_tags(open_log, offline):
+    log = open_log(wandb_log=True)
+    assert not log.wandb_run.group
+    assert not log.wandb_run.tags
+    log.close()
+
+
+def test_a_failing_wandb_ends_in_one_line_with_the_fix(open_log, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+
+    def fail(**_):
+        raise wandb.errors.UsageError("api_key not configured (no-tty).\nRun wandb login.")
+
+    monkeypatch.setattr(wandb, "init", fail)
+    with pytest.raises(ValueError, match="wandb_log=True") as raised:
+        open_log(wandb_log=True)
+    assert str(raised.value) == (
+        "wandb_log=True: Weights & Biases cannot start (api_key not configured (no-tty).); run "
+        "`wandb login`, or set WANDB_MODE=offline to log without a login"
+    )
+
+
+def test_nested_records_are_flat_for_wandb():
+    record = {"step": 3, "residual": {"attn.state_rms": [1.0, 2.0]}}
+    assert metrics.flatten(record) == {
+        "step": 3,
+        "residual/attn.state_rms/00": 1.0,
+        "residual/attn.state_rms/01": 2.0,
+    }

@@ -1,0 +1,114 @@
+"""What train.py answers before it trains: help, dry runs, and mistakes on the command line."""
+
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT, one_line_error, small_run
+from in_process import call
+
+from model import STEMS
+from training.config import check_command_line
+from training.settings import configure
+
+
+def run_train(*arguments) -> str:
+    result = call("train.py", *arguments)
+    assert result.returncode == 0, result.stderr.decode()
+    return result.stdout.decode()
+
+
+# ---- --help ----
+
+
+@pytest.fixture(scope="module")
+def general_help() -> str:
+    return run_train("--help")
+
+
+def test_help_has_the_keys_of_the_run_of_every_model_and_of_ddl(general_help):
+    for key in ("--learning_rate=0.001", "--hidden_size=768", "--ddl_beta_init=1.0"):
+        assert f"\n  {key} " in general_help
+
+
+def test_help_names_the_other_models_without_their_keys(general_help):
+    for name in STEMS:
+        assert f"\n  {name}" in general_help
+    assert "--hc_streams" not in general_help
+
+
+@pytest.mark.parametrize("arguments", [[], ["config/mhc_small.py"], ["--model=MUDD-gpt-mha-rope"]])
+def test_help_fits_into_100_columns(arguments):
+    assert max(map(len, run_train(*arguments, "--help").splitlines())) <= 100
+
+
+def test_help_of_a_model_has_its_keys():
+    text = run_train("--model=mHC-gpt-mha-rope", "--help")
+    assert "\n  --hc_streams=4 " in text
+    assert "\n  --ddl_beta_init" not in text
+
+
+def test_help_shows_the_values_of_the_config_file_and_of_the_command_line():
+    text = run_train("config/demo_cpu.py", "--seed=7", "--help")
+    assert "\n  --dataset=python_stdlib " in text
+    assert "\n  --global_batch_size=8 " in text
+    assert "\n  --seed=7 " in text
+
+
+# ---- --dry_run ----
+
+
+def test_a_dry_run_needs_no_data():
+    text = run_train("config/ddl_dv4_small.py", "--dataset=fineweb_edu", "--dry_run")
+    assert "123,842,476 parameters" in text
+    assert "python data/fineweb_edu/prepare.py" in text
+
+
+def test_a_dry_run_beside_a_run_says_what_to_do_and_changes_nothing(corpus, tmp_path):
+    arguments = small_run(corpus, tmp_path / "run", max_steps=1)
+    run_train(*arguments)
+    before = sorted(path.stat().st_mtime_ns for path in tmp_path.rglob("*"))
+    assert "is not empty: to train, resume that run" in run_train(*arguments, "--dry_run")
+    assert sorted(path.stat().st_mtime_ns for path in tmp_path.rglob("*")) == before
+
+
+def test_a_width_of_the_heads_that_is_not_the_hidden_size_is_noted(corpus, tmp_path):
+    arguments = small_run(corpus, tmp_path / "run", num_attention_heads=3, dry_run=True)
+    expected = "note: num_attention_heads=3 x head_dim=8 is 24, not hidden_size=12"
+    assert expected in run_train(*arguments)
+
+
+# ---- mistakes ----
+
+MISTAKES = [
+    ("--learning_ratee=1e-3", "unknown key --learning_ratee, did you mean learning_rate"),
+    ("--learning_rate=fast", "--learning_rate=fast: give a number"),
+    ("--max_steps=0", "max_steps=0: give 1 or more"),
+    ("--model=ddl-gpt-mha-rope", "is not a model variant, did you mean DDL-gpt-mha-rope?"),
+    ("--d_v=4", "unknown key --d_v: the key is ddl_value_channels"),
+    ("--beta_init=1", "unknown key --beta_init: the key is ddl_beta_init"),
+    ("--n_layer=3", "unknown key --n_layer: the key is num_hidden_layers"),
+]
+
+
+@pytest.mark.parametrize(("argument", "message"), MISTAKES)
+def test_a_mistake_in_the_keys_of_a_run_is_found_without_the_models(argument, message):
+    with pytest.raises(ValueError, match="^" + "(?s:.*)" + message.replace("?", r"\?")):
+        check_command_line([argument])
+
+
+def test_that_check_does_not_import_torch():
+    code = "import sys, training.config; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("name", STEMS)
+def test_that_check_lets_every_key_of_every_model_pass(name):
+    _, model_config = configure([f"--model={name}"], note=print)
+    check_command_line([f"--{key}=x" for key in vars(model_config)])
+
+
+def test_a_missing_run_does_not_exist(corpus, tmp_path):
+    arguments = small_run(corpus, tmp_path / "out", resume=tmp_path / "missing")
+    line = one_line_error(call("train.py", *arguments))
+    assert f"{tmp_path / 'missing'} does not exist" in line

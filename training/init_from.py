@@ -1,0 +1,106 @@
+"""Starting a new run from trained weights (`init_from`).
+
+The weights are those of a run, of an exported folder, or of the paper's released code. The folder
+decides the model variant and its keys; optimizer, step and data order start afresh. When such a
+run is resumed, everything comes from its own checkpoint, and the folder may be gone.
+"""
+
+import sys
+from pathlib import Path
+
+from data import tokenizer
+from model import model_class, released, weights
+from model.gpt import GPT
+from model.options import Option
+from training import checkpoint
+from utils import machine
+
+ADDITIVE = "gpt-mha-rope"
+NANOGPT_VALUES = {
+    "scratch": "omit the key to start a new run",
+    "resume": "resume a run with --resume=auto",
+}
+
+
+def read_decided_settings(folder: str, model: str | None = None) -> dict[str, object]:
+    """Return the settings that the folder decides: "model", and the keys of the model.
+
+    If it holds an additive model and another `model` is wanted, which may begin from it, "model"
+    is not among them.
+
+    Raises:
+        ValueError: the folder is missing or damaged
+    """
+    if folder in NANOGPT_VALUES and not Path(folder).exists():
+        raise ValueError(f"init_from={folder}: {NANOGPT_VALUES[folder]}")
+    path, folder_model, model_config, _ = checkpoint.describe(Path(folder))
+    examined = weights.examined(path, folder_model, model_config, released.fold)
+    decided = dict(vars(examined.config))
+    if folder_model == ADDITIVE and model not in (None, ADDITIVE):
+        model_class(model)  # raises if there is no such variant
+        return decided
+    return {"model": folder_model, **decided}
+
+
+def merge_decided_settings(
+    settings: dict[str, object], decided: dict[str, object], options: dict[str, Option]
+) -> dict[str, object]:
+    """Return the settings that a user gives, together with those that the folder decides.
+
+    Raises:
+        ValueError: a key that the weights depend on contradicts the folder
+    """
+    merged = {**settings, **decided}
+    without_effect = []
+    for name in sorted(settings.keys() & decided.keys()):
+        if settings[name] == decided[name]:
+            continue
+        if name in options and options[name].free:
+            merged[name] = settings[name]
+        elif name in options and options[name].initial:
+            without_effect.append(name)
+        else:
+            raise ValueError(
+                f"{name}={settings[name]!r}, but init_from={settings['init_from']} has "
+                f"{decided[name]!r}; omit the key"
+            )
+    if without_effect and machine.rank() == 0:
+        print(
+            f"note: {', '.join(without_effect)}: no effect with init_from, which brings trained "
+            "weights",
+            file=sys.stderr,
+        )
+    return merged
+
+
+def check_tokenizer(folder: str, corpus: Path) -> None:
+    """Raise ValueError if another tokenizer made the tokens of the corpus than those of the model."""
+    path = checkpoint.describe(Path(folder))[0]
+    if not (path / "tokenizer.json").exists():  # released folders have none
+        return
+    model_tokenizer = tokenizer.describe(path)
+    corpus_tokenizer = tokenizer.describe(corpus)
+    if not tokenizer.same_tokens(model_tokenizer, corpus_tokenizer):
+        raise ValueError(
+            f"init_from={folder} was trained on tokens of {model_tokenizer['name']}, but {corpus} "
+            f"has those of {corpus_tokenizer['name']}; prepare the corpus with the model's "
+            "tokenizer"
+        )
+
+
+def load_weights(model: GPT, folder: str) -> None:
+    """Fill the model with the weights of the folder.
+
+    Raises:
+        ValueError: they do not fit
+    """
+    path, folder_model, model_config, _ = checkpoint.describe(Path(folder))
+    if folder_model != ADDITIVE or model.variant is model_class(ADDITIVE):
+        weights.fill(model, path, fold=released.fold)
+        return
+    additive = weights.read_model(path, folder_model, model_config, released.fold)
+    model.load_state_dict(additive.state_dict(), strict=False)
+    try:
+        model.from_additive()
+    except ValueError as error:
+        raise ValueError(f"init_from={folder} is an additive model: {error}") from None

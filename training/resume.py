@@ -1,0 +1,194 @@
+"""Where a run is resumed: its checkpoint, and the settings that it was trained with."""
+
+import contextlib
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+from torch import nn
+
+from model import model_class
+from model.options import collect_options, legacy_defaults, rename_aliases
+from training import checkpoint, optimizer
+from training.config import TrainConfig
+
+# Keys of older runs that have been removed, and had no effect on what a step computes.
+REMOVED_KEYS = ("max_epochs", "tensorboard")
+
+
+def read_saved_state(resume: str | None, out_dir: str | None) -> dict:
+    """Return state.json of the run that is resumed.
+
+    It is not verified: the settings are needed, and checked, before the files are hashed
+    (`find_checkpoint`).
+
+    Args:
+        resume: the key of the run: None, "auto", a run folder or a checkpoint folder
+        out_dir: the run folder; None if it is not known yet
+
+    Returns:
+        {} if nothing is resumed.
+
+    Raises:
+        ValueError: `resume` names a folder without a checkpoint
+    """
+    if resume is None:
+        return {}
+    if resume != "auto" and (Path(resume) / "state.json").is_file():
+        return checkpoint.read_state(Path(resume))
+    run_folder = out_dir if resume == "auto" else resume
+    if run_folder is not None:
+        for path in reversed(checkpoint.list_checkpoints(Path(run_folder))):
+            with contextlib.suppress(ValueError):  # damaged: the one before it counts
+                return checkpoint.read_state(path)
+    if resume != "auto":
+        checkpoint.find(resume)  # raises, and says why
+    return {}
+
+
+def saved_settings(state: dict) -> dict[str, object]:
+    """Return all keys of a saved run and of its model; {} for {}.
+
+    A key that is newer than the run has the value that the run had without it.
+    """
+    if not state:
+        return {}
+    model_config_class = model_class(state["model"]).Config
+    options = collect_options(TrainConfig, model_config_class)
+    return {
+        # lowest precedence first
+        **{name: option.default for name, option in options.items()},
+        **legacy_defaults(TrainConfig, model_config_class),
+        **rename_aliases(state["model_config"], options),
+        **rename_aliases(state["run_config"], options),
+        "model": state["model"],
+    }
+
+
+def check_unchanged(
+    settings: dict[str, object], saved: dict[str, object], location: Path | str, alternative: str
+) -> None:
+    """Raise ValueError if settings differ from those of a saved run; the message lists all of them.
+
+    Args:
+        settings: the settings to resume with, or those of them that a user gives
+        saved: all settings of the saved run; the keys that are changeable may differ
+        location: where that run is saved
+        alternative: what else to do, as the end of the message
+    """
+    options = collect_options(TrainConfig, model_class(saved["model"]).Config)
+    unknown_keys = [
+        f"{name}={value!r}, which this version does not have"
+        for name, value in sorted(saved.items())
+        if name not in options and name not in REMOVED_KEYS and value is not None
+    ]
+    differences = [
+        f"{name}={saved.get(name)!r} instead of {value!r}"
+        for name, value in sorted(settings.items())
+        if value != saved.get(name) and not (name in options and options[name].changeable)
+    ]
+    if unknown_keys or differences:
+        raise ValueError(
+            f"{location} was trained with {', '.join(unknown_keys + differences)}; to resume, "
+            f"omit these keys or give the same values; or {alternative}"
+        )
+
+
+def find_checkpoint(config: TrainConfig) -> Path | None:
+    """Return the checkpoint to resume from, None for a new run.
+
+    Raises:
+        ValueError: the run folder holds something else
+    """
+    out_dir = Path(config.out_dir)
+    if config.resume is None:
+        if out_dir.is_file():
+            raise ValueError(f"out_dir={out_dir} is a file; give a folder")
+        if out_dir.exists() and any(out_dir.iterdir()) and not config.dry_run:
+            raise ValueError(
+                f"out_dir={out_dir} is not empty; resume that run with --resume=auto, or give "
+                "another --out_dir"
+            )
+        return None
+    latest = checkpoint.find_latest(out_dir)
+    chosen = latest if config.resume == "auto" else checkpoint.find(config.resume)
+    if chosen is None and checkpoint.list_checkpoints(out_dir):
+        raise ValueError(
+            f"out_dir={out_dir} has no valid checkpoint; give another --out_dir, or empty it"
+        )
+    if latest is not None and latest.resolve() != chosen.resolve():
+        raise ValueError(
+            f"out_dir={out_dir} already has a later checkpoint, {latest.name}; to branch off from "
+            f"{chosen}, give another --out_dir"
+        )
+    return chosen
+
+
+def check_corpus(saved_corpus: dict, corpus: dict, dataset: str, resume_checkpoint: Path) -> None:
+    """Raise ValueError if the data are not those that the resumed run was trained on.
+
+    Args:
+        saved_corpus, corpus: `Corpus.identity` of both
+    """
+    if saved_corpus != corpus:
+        raise ValueError(
+            f"dataset={dataset} is not the corpus that {resume_checkpoint} was trained on (shards "
+            "or meta.json differ); prepare that corpus again, or start a new run with another "
+            "--out_dir and without --resume"
+        )
+
+
+def describe_rate_jump(state: dict, config: TrainConfig) -> list[str]:
+    """Return a note if a changed length makes the learning rate jump in the middle of the run.
+
+    Args:
+        state: state.json of the run that is resumed; {} for a new run
+
+    Returns:
+        A list of one note, or of none.
+    """
+    if not state:
+        return []
+    step = state["step"]
+    saved_config = SimpleNamespace(**{**vars(config), **state["run_config"]})
+    last_step = saved_config.max_steps - 1
+    saved_rate = optimizer.get_learning_rate(min(step, last_step), saved_config)
+    rate = optimizer.get_learning_rate(step, config)
+    if abs(rate - saved_rate) <= 0.01 * saved_rate:
+        return []
+    changes = [
+        f"{key}={getattr(config, key)} (was {getattr(saved_config, key)})"
+        for key in ("max_steps", "decay_steps")
+        if getattr(config, key) != getattr(saved_config, key)
+    ]
+    advice = "to extend a run, train it with --schedule=wsd and resume it before the decay begins"
+    if config.schedule == "wsd":
+        advice = "resume from a checkpoint before the decay began, with --resume=CHECKPOINT"
+    return [
+        f"with {', '.join(changes)} the learning rate jumps from {saved_rate:.3g} to {rate:.3g} "
+        f"after step {step}; {advice}, or start a new schedule from these weights with "
+        "--init_from=RUN --out_dir=NEW_RUN"
+    ]
+
+
+def check_lr_scales(
+    model: nn.Module, config: TrainConfig, state: dict, resume_checkpoint: Path
+) -> None:
+    """Raise ValueError if this code multiplies a learning rate by another factor than before.
+
+    state: state.json of the run that is resumed
+    """
+    scales = optimizer.get_lr_scales(model, config.optimizer == "muon")
+    saved_scales = state.get("lr_scales")
+    if saved_scales is None:
+        saved_scales = optimizer.get_legacy_lr_scales(model)
+    for name in sorted(saved_scales.keys() | scales.keys()):
+        saved_scale = saved_scales.get(name, 1.0)
+        scale = scales.get(name, 1.0)
+        if not math.isclose(saved_scale, scale):
+            raise ValueError(
+                f"{resume_checkpoint} was trained with the learning rate of {name} times "
+                f"{saved_scale:g}, this code would use {scale:g} (muP, the parameter's rule, "
+                f"optimizer={config.optimizer}); finish the run with the code that started it, or "
+                f"start a new run from its weights with --init_from={resume_checkpoint}"
+            )

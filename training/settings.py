@@ -1,0 +1,226 @@
+"""How the settings of a run follow from the command line, a config file and what is resumed."""
+
+import ast
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import configurator
+from data.shards import folder_of, read_json, vocab_size_of
+from data.windows import Windows
+from model import STEMS, every_config, model_class
+from model.gpt import GPTConfig
+from model.options import Option, check_effects, collect_options
+from model.residual import DeltaConfig
+from training import init_from, resume
+from training.config import TrainConfig, check_run, read_arguments
+from utils import errors, machine
+
+# Keys that say what one call of train.py does; a resumed run does not take them from the saved one.
+KEYS_OF_A_CALL = ("out_dir", "resume", "dry_run")
+
+
+class Settings(NamedTuple):
+    """The settings of a run, resolved and checked."""
+
+    config: TrainConfig
+    model_config: GPTConfig
+    saved_state: dict  # state.json of the run that is resumed; {} for a new run
+
+
+def resolve(argv: list[str], note: Callable[[str], object] = print) -> Settings:
+    """Return the settings of a run.
+
+    Args:
+        argv: at most one config file, and options `--key=value`
+        note: called with each line that a user may want to read
+
+    Raises:
+        ValueError: a key or a value is wrong, or differs from the run that is resumed
+    """
+    arguments = read_arguments(argv)
+    from_file = arguments.from_file
+    typed = arguments.options
+    options = known_options(from_file, typed)
+    configurator.check_names(from_file, configurator.known_names(options))
+    configurator.check_names(typed, configurator.known_names(options), prefix="--")
+
+    # The keys of the run decide which model it is, and where it is resumed.
+    run_options = collect_options(TrainConfig)
+    run_settings = configurator.read_settings(from_file, typed, run_options)
+    out_dir = run_settings.get("out_dir") or default_out_dir(arguments.file, run_settings)
+    saved_state = resume.read_saved_state(run_settings.get("resume"), out_dir)
+    saved = resume.saved_settings(saved_state)
+    decided = {}  # by the folder of init_from, unless a run that began there is resumed
+    if run_settings.get("init_from") is not None and not saved:
+        decided = init_from.read_decided_settings(
+            run_settings["init_from"], run_settings.get("model")
+        )
+    model = {"model": TrainConfig.model, **decided, **saved, **run_settings}["model"]
+    run_settings["out_dir"] = out_dir or f"runs/{model}"
+
+    # The keys of the model.
+    model_config_class = model_class(model).Config
+    model_options = collect_options(model_config_class)
+    check_model_keys(model, run_options, model_options, typed)
+    report_ignored_keys(model, arguments.file, from_file, {**run_options, **model_options}, note)
+    model_settings = configurator.read_settings(from_file, typed, model_options)
+    given_settings = {**run_settings, **model_settings}
+    if saved:
+        is_latest = given_settings["resume"] == "auto"
+        resume.check_unchanged(
+            given_settings,
+            saved,
+            location=f"the run in {out_dir}" if is_latest else given_settings["resume"],
+            alternative="start a new run with another --out_dir and without --resume",
+        )
+        inherited = {key: saved[key] for key in saved if key not in KEYS_OF_A_CALL}
+    else:
+        given_settings = init_from.merge_decided_settings(given_settings, decided, model_options)
+        inherited = corpus_defaults(given_settings)
+
+    settings = {
+        # lowest precedence first; a key that is nowhere here has its default
+        **inherited,  # from the run that is resumed; a new run follows its corpus
+        **given_settings,  # a config file, and above it the command line
+    }
+    config = TrainConfig(**{key: settings[key] for key in settings if key in run_options})
+    check_run(config, saved_state.get("run_config", {}))
+    model_config = model_config_class(
+        **{key: settings[key] for key in settings if key in model_options}
+    )
+    check_effects(typed, {**vars(config), **vars(model_config)}, {**run_options, **model_options})
+    return Settings(config, model_config, saved_state)
+
+
+def configure(
+    argv: list[str], note: Callable[[str], object] = print
+) -> tuple[TrainConfig, GPTConfig]:
+    """Return the configurations of a run and of its model, as `resolve` does."""
+    settings = resolve(argv, note)
+    return settings.config, settings.model_config
+
+
+def known_options(from_file: dict, typed: dict[str, str]) -> dict[str, Option]:
+    """Return the options of the run and of the models that are named.
+
+    A sweep names several models, separated by commas. Only their files are imported, unless a key
+    belongs to none of them: then the options of all models are returned, for the error message.
+    """
+    models = str(typed.get("model", from_file.get("model", TrainConfig.model))).split(",")
+    options = collect_options(
+        TrainConfig, *(model_class(name).Config for name in models if name in STEMS)
+    )
+    names = configurator.known_names(options)
+    if names >= from_file.keys() and names >= typed.keys():
+        return options
+    return every_option()
+
+
+def every_option() -> dict[str, Option]:
+    """Return the options of the run and of every model whose file can be imported."""
+    return collect_options(TrainConfig, *every_config())
+
+
+def default_out_dir(config_file: Path | None, run_settings: dict) -> str | None:
+    """Return the run folder that follows from the other keys.
+
+    None if it is named after the model, and a folder (init_from) has yet to decide the model.
+    """
+    if config_file is not None:
+        return f"runs/{config_file.stem}"
+    resumed = run_settings.get("resume")
+    if resumed not in (None, "auto"):
+        path = Path(resumed)
+        is_checkpoint = (path / "state.json").is_file()
+        return str(path.resolve().parents[1] if is_checkpoint else path)
+    if "model" in run_settings:
+        return f"runs/{run_settings['model']}"
+    if run_settings.get("init_from"):
+        return None
+    return f"runs/{TrainConfig.model}"
+
+
+def check_model_keys(
+    model: str,
+    run_options: dict[str, Option],
+    model_options: dict[str, Option],
+    typed: dict[str, str],
+) -> None:
+    """Raise ValueError if a key of the model is also one of the run, or an option is of neither."""
+    for key in sorted(run_options.keys() & model_options.keys()):
+        raise ValueError(
+            f"model/{model}.py: {key} is already a key of the run; give the model's another name"
+        )
+    known_names = configurator.known_names({**run_options, **model_options})
+    for key in sorted(typed.keys() - known_names):
+        raise ValueError(f"--{key} is not a key of {model}; omit it, or choose another --model")
+
+
+def report_ignored_keys(
+    model: str,
+    config_file: Path | None,
+    from_file: dict,
+    options: dict[str, Option],
+    note: Callable[[str], object],
+) -> None:
+    """Note which keys of a config file are of another model, which --model has replaced."""
+    ignored = sorted(from_file.keys() - configurator.known_names(options))
+    if ignored and machine.rank() == 0:
+        note(f"note: {', '.join(ignored)} of {config_file} have no effect with model={model}")
+
+
+def corpus_defaults(settings: dict) -> dict[str, object]:
+    """Return the defaults that follow from the corpus of a new run.
+
+    block_size: the length of the corpus's documents, if they all have one length.
+    vocab_size: that of the corpus, rounded up to a multiple of 64 for the GPU.
+
+    Raises:
+        ValueError: the corpus is damaged
+    """
+    dataset = settings.get("dataset", TrainConfig.dataset)
+    documents = Windows.of(read_json(folder_of(dataset) / "meta.json"))
+    defaults = {}
+    if documents:
+        defaults["block_size"] = documents.length
+    if vocab_size := vocab_size_of(dataset):
+        defaults["vocab_size"] = (vocab_size + 63) // 64 * 64
+    return defaults
+
+
+# ---- --help ----
+
+
+def print_help(argv: list[str], usage: str) -> None:
+    """Print the keys that a command line may have, with the values that it gives them.
+
+    With a config file or --model these are the keys of the run and of that model; without, those
+    of the run, of every model and of DDL, and the names of the other models.
+    """
+    errors.end_quietly_on_closed_pipe()
+    arguments = read_arguments(argv)
+    typed = {key: text for key, text in arguments.options.items() if key != "help"}
+    given_model = typed.get("model", arguments.from_file.get("model"))
+    model_config_class = model_class(given_model).Config if given_model else DeltaConfig
+    options = collect_options(TrainConfig, model_config_class)
+    settings = configurator.read_settings(arguments.from_file, typed, options)
+    print(usage.strip())
+    print("\nKeys with the values of this command:\n" if settings else "\nKeys and defaults:\n")
+    print(configurator.help_text(options, settings))
+    if given_model is None:
+        print("\nModels (`--model=NAME --help` lists the keys of each):\n")
+        for name in STEMS:
+            print(configurator.format_two_columns(f"  {name}", summarize_model(name)))
+
+
+def summarize_model(name: str) -> str:
+    """Return the first paragraph of the docstring of a model's file, without importing it."""
+    file = importlib.util.find_spec(f"model.{name}").origin
+    try:
+        tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    except SyntaxError as error:
+        return f"(its file has a syntax error in line {error.lineno})"
+    paragraph = (ast.get_docstring(tree) or "").partition("\n\n")[0]
+    return " ".join(paragraph.split())

@@ -1,0 +1,145 @@
+"""How a script ends: one line for a mistake or an interrupt, and an exit code for each ending."""
+
+import contextlib
+import difflib
+import errno
+import importlib
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import NoReturn
+
+MISTAKE = 2
+INTERRUPTED = 130
+
+# How long a rank other than the first waits before it reports its error, in seconds. torchrun looks
+# at its processes ten times a second, and ends all when the first one has ended.
+OTHER_RANKS_WAIT = 3.0
+
+
+def end_quietly_on_interrupt() -> None:
+    """Let Ctrl+C end the process at once and without a traceback.
+
+    Scripts call this before their slow imports: a package that is being imported turns a
+    KeyboardInterrupt into other errors. Inside `one_line_errors`, Ctrl+C is reported.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def end_quietly_on_closed_pipe() -> None:
+    """Let the process end without a traceback when nobody reads its output on, as `| head` does."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def one_line_errors(
+    *error_types: type[Exception], out_of_memory_advice: str | None = None
+) -> Iterator[None]:
+    """End the script with one line instead of a traceback if the block fails.
+
+    The exit code is 2 for what a user can get wrong, and 130 for Ctrl+C.
+
+    Args:
+        error_types: what a user can get wrong; ValueError and OSError if none is given
+        out_of_memory_advice: also handle failed allocations, and end their line with this advice
+    """
+    interrupt_ends_quietly = signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    if interrupt_ends_quietly:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    except KeyboardInterrupt:
+        exit_with_message("interrupted", INTERRUPTED)
+    except Exception as error:
+        reason = describe_out_of_memory(error)
+        if out_of_memory_advice is not None and reason is not None:
+            exit_with_message(f"error: {reason}: {out_of_memory_advice}")
+        if isinstance(error, error_types or (ValueError, OSError)):
+            exit_with_message(f"error: {describe_error(error)}")
+        raise
+    finally:
+        if interrupt_ends_quietly and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def exit_with_message(message: str, code: int = MISTAKE, program: str | None = None) -> NoReturn:
+    """Print `program: message` as one line on stderr and exit.
+
+    If several ranks make the same mistake, only the first one of a machine reports it, because
+    torchrun ends the others as soon as it has ended. torchrun's own report shows the line as well.
+    """
+    line = f"{program or Path(sys.argv[0]).name}: {' '.join(message.split())}"
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(OTHER_RANKS_WAIT)
+        line = line.replace("error: ", f"error: [rank {os.environ.get('RANK', '?')}] ", 1)
+    print(line, file=sys.stderr)
+    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        content = {"message": f"\n\n{line}", "timestamp": int(time.time())}
+        with contextlib.suppress(OSError):
+            Path(report).write_text(json.dumps(content))
+    sys.exit(code)
+
+
+def describe_error(error: Exception) -> str:
+    """Return the message of an error; for an OSError the file and the reason, without its number."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    location = f"{error.filename}: " if error.filename else ""
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        return f"{location}a file is where a folder is needed"
+    if error.errno == errno.ENOSPC:
+        return f"{location}{error.strerror}; free disk space and run the same command again"
+    return f"{location}{error.strerror}"
+
+
+def describe_out_of_memory(error: BaseException) -> str | None:
+    """Return what a failed allocation reports, in short; None for any other error."""
+    text = str(error)
+    pattern = "out of memory|can't allocate"
+    if not isinstance(error, MemoryError) and not re.search(pattern, text, re.IGNORECASE):
+        return None
+    request = re.search(r"tried to allocate ([\d.]+ \w+)", text, re.IGNORECASE)
+    return f"out of memory (tried to allocate {request[1]})" if request else "out of memory"
+
+
+def import_optional(module: str, use: str) -> ModuleType:
+    """Import a module of a package that only some uses need.
+
+    Args:
+        use: what needs it, for the message
+
+    Raises:
+        ValueError: the package is not installed
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise ValueError(f"{use} needs the {package} package: pip install {package}") from error
+
+
+def suggest(name: str, names: Iterable[str]) -> str:
+    """Return ", did you mean X, Y or Z?" with up to three names that are near; "" if none is.
+
+    Letter case, and the dashes in front of command-line options, make no difference.
+    """
+    simplified = {other.lstrip("-").lower(): other for other in names}
+    own = name.lstrip("-").lower()
+    close = difflib.get_close_matches(own, list(simplified), n=3)
+    if own and not close:
+        close = [other for other in simplified if other.startswith(own)][:3]
+    if own in close:
+        close = [own]  # only the case differs
+    suggestions = [simplified[other] for other in close]
+    if not suggestions:
+        return ""
+    if len(suggestions) == 1:
+        return f", did you mean {suggestions[0]}?"
+    return f", did you mean {', '.join(suggestions[:-1])} or {suggestions[-1]}?"

@@ -1,0 +1,58 @@
+"""What this process knows of its machine and job without importing torch."""
+
+import os
+import shutil
+import sysconfig
+from pathlib import Path
+
+
+def rank() -> int:
+    """Return the rank of this process, as torchrun says; 0 without torchrun."""
+    return int(os.environ.get("RANK", 0))
+
+
+def local_rank() -> int:
+    """Return the rank of this process among those of its machine; 0 without torchrun."""
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def world_size() -> int:
+    """Return the number of processes in this job, as torchrun says; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def can_compile(device_type: str = "cpu") -> bool:
+    """Return whether torch.compile has what it needs: on a CPU a C++ compiler and Python.h."""
+    if device_type != "cpu":
+        return True
+    compiler = os.environ.get("CXX", "g++")
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    return shutil.which(compiler) is not None and header.exists()
+
+
+def cpu_has_bfloat16() -> bool:
+    """Return whether the CPU multiplies bfloat16 in hardware (AVX-512 BF16); False if unknown."""
+    cpuinfo = Path("/proc/cpuinfo")
+    return cpuinfo.exists() and "avx512_bf16" in cpuinfo.read_text().split()
+
+
+def available_memory() -> int | None:
+    """Return the bytes of memory that this process may use; None if the system does not say.
+
+    The memory that is free, within the limit of the control group, is shared out equally among the
+    processes of this machine.
+    """
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return None
+    limits = [
+        int(line.split()[1]) * 1024
+        for line in meminfo.read_text().splitlines()
+        if line.startswith("MemAvailable")
+    ]
+    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        file = Path(name)
+        text = file.read_text().strip() if file.exists() else "max"
+        if text.isdigit():
+            limits.append(int(text))
+    return min(limits) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
