@@ -1,6 +1,6 @@
-"""Attention Residuals by eight blocks (None: in full), small (124M).
+"""Block Attention Residuals with eight blocks, small (124M parameters).
 
-The rest is train.py's default, the recipe of the DDL paper.
+The remaining settings are train.py's defaults, the recipe of the Deep Delta Learning paper.
 
     torchrun --nproc_per_node=4 train.py config/attn_res_small.py
 """
@@ -9,4 +9,5 @@ from config.gpt_small import *
 
 model = "AttnRes-gpt-mha-rope"
 
+# With None, reads attend over all sublayer outputs (Full Attention Residuals).
 attn_res_blocks = 8

@@ -1,6 +1,8 @@
-"""A control for DDL: additive, with the reads' convolution over tokens, small (124M).
+"""A control for Deep Delta Learning: its convolution without its stream, small (124M parameters).
 
-The rest is train.py's default, the recipe of the DDL paper.
+Sublayers read the additive stream through the convolution over tokens of Deep Delta Learning.
+
+The remaining settings are train.py's defaults, the recipe of the paper.
 
     torchrun --nproc_per_node=4 train.py config/conv_small.py
 """

@@ -1,5 +1,9 @@
-"""The copy task (data/copy_task/prepare.py, its defaults) on two CPU cores: learned in a minute,
-loss ln(16) / 2.
+"""The copy task on two CPU cores.
+
+    python data/copy_task/prepare.py
+    python train.py config/copy_task_cpu.py
+
+The model learns the task in about a minute. Its loss is then near ln(16) / 2, the lowest possible.
 """
 
 from utils import machine as _machine
@@ -24,5 +28,7 @@ eval_interval = 50
 eval_batches = 4
 checkpoint_interval = 200
 
+# Use bfloat16 if the CPU has instructions for it, and torch.compile if there are a C++ compiler and
+# Python's header files.
 dtype = "bfloat16" if _machine.cpu_has_bfloat16() else "float32"
 compile = _machine.can_compile()

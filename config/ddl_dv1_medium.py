@@ -1,8 +1,8 @@
-"""Deep Delta Learning with one column (d_v = 1), medium (353M).
+"""Deep Delta Learning with one value channel (d_v = 1), medium (353M parameters).
 
-The rest is train.py's default, the paper's recipe.
+The remaining settings are train.py's defaults, the recipe of the paper.
 
-torchrun --nproc_per_node=4 train.py config/ddl_dv1_medium.py
+    torchrun --nproc_per_node=4 train.py config/ddl_dv1_medium.py
 """
 
 from config.ddl_dv1_small import *
@@ -10,5 +10,5 @@ from config.ddl_dv1_small import *
 num_hidden_layers = 24
 num_attention_heads = 8
 hidden_size = 1024
-# divides the 480 sequences of a step over 1, 2, 4 or 8 GPUs; the result does not depend on it
+# On 1, 2, 4 or 8 GPUs, this divides the sequences of a step (480). It does not affect the result.
 micro_batch_size = 10

@@ -1,8 +1,8 @@
-"""Deep Delta Learning with one column (d_v = 1), small (124M).
+"""Deep Delta Learning with one value channel (d_v = 1), small (124M parameters).
 
-The rest is train.py's default, the paper's recipe.
+The remaining settings are train.py's defaults, the recipe of the paper.
 
-torchrun --nproc_per_node=4 train.py config/ddl_dv1_small.py
+    torchrun --nproc_per_node=4 train.py config/ddl_dv1_small.py
 """
 
 from config.gpt_small import *

@@ -1,6 +1,9 @@
-"""Deep Delta Learning with four columns, column and embedding convolutions (CC-EC), small (124M).
+"""Deep Delta Learning (d_v = 4) with CC and the embedding convolution, small (124M parameters).
 
-The rest is train.py's default, the paper's recipe.
+Sublayers read the state through a convolution over value channels (CC). The embedding
+convolution (EC) expands the token embedding to the value channels.
+
+The remaining settings are train.py's defaults, the recipe of the paper.
 
     torchrun --nproc_per_node=4 train.py config/ddl_dv4_cc_ec_small.py
 """
@@ -9,5 +12,5 @@ from config.gpt_small import *
 
 model = "DDL-gpt-mha-rope-CC-EC"
 
-# the kernel size follows by itself: a sweep over d_v changes this line alone
+# To sweep d_v, change only this key: the kernel size of the convolution follows it.
 ddl_value_channels = 4

@@ -1,6 +1,8 @@
-"""Deep Delta Learning with four columns, read by a convolution over columns (CC), medium (353M).
+"""Deep Delta Learning (d_v = 4) with a read over value channels, medium (353M parameters).
 
-The rest is train.py's default, the paper's recipe.
+Sublayers read the state through a convolution over value channels (CC).
+
+The remaining settings are train.py's defaults, the recipe of the paper.
 
     torchrun --nproc_per_node=4 train.py config/ddl_dv4_cc_medium.py
 """
@@ -10,5 +12,5 @@ from config.ddl_dv4_cc_small import *
 num_hidden_layers = 24
 num_attention_heads = 8
 hidden_size = 1024
-# divides the 480 sequences of a step over 1, 2, 4 or 8 GPUs; the result does not depend on it
+# On 1, 2, 4 or 8 GPUs, this divides the sequences of a step (480). It does not affect the result.
 micro_batch_size = 10

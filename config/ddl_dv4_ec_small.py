@@ -1,7 +1,9 @@
-"""Deep Delta Learning with four columns, the embedding expanded by a convolution (EC), small
-(124M).
+"""Deep Delta Learning (d_v = 4) with the embedding convolution, small (124M parameters).
 
-The rest is train.py's default, the paper's recipe.
+Sublayers read the state through a convolution over tokens (TC). The embedding convolution (EC)
+expands the token embedding to the value channels.
+
+The remaining settings are train.py's defaults, the recipe of the paper.
 
     torchrun --nproc_per_node=4 train.py config/ddl_dv4_ec_small.py
 """
@@ -10,5 +12,5 @@ from config.gpt_small import *
 
 model = "DDL-gpt-mha-rope-EC"
 
-# the kernel size follows by itself: a sweep over d_v changes this line alone
+# To sweep d_v, change only this key: no other key depends on it.
 ddl_value_channels = 4

@@ -1,6 +1,8 @@
-"""Deep Delta Learning with four columns (d_v = 4), read by a convolution over tokens, small (124M).
+"""Deep Delta Learning with four value channels (d_v = 4), small (124M parameters).
 
-The rest is train.py's default, the paper's recipe.
+Sublayers read the state through a convolution over tokens (TC).
+
+The remaining settings are train.py's defaults, the recipe of the paper.
 
     torchrun --nproc_per_node=4 train.py config/ddl_dv4_small.py
 """
@@ -9,5 +11,5 @@ from config.gpt_small import *
 
 model = "DDL-gpt-mha-rope"
 
-# the kernel size follows by itself: a sweep over d_v changes this line alone
+# To sweep d_v, change only this key: no other key depends on it.
 ddl_value_channels = 4

@@ -1,9 +1,9 @@
-"""Deep Delta Learning as the revised text says it (January 29, 2026), one column (d_v = 1), small
-(124M).
+"""Deep Delta Learning (d_v = 1) as version 2 of the paper describes it, small (124M parameters).
 
-Section 4.1, k-Map: k~ = h, v = sigmoid(w_v . x), with four columns no sigmoid
-(config/ddl_january_v2_small.py); B.2: beta = 2 sigmoid(w . c + b). The released code, and this
-code's default, has v = 4 sigmoid(w_v . x + b). What the text does not say is as in that file.
+Version 2 (January 29, 2026) has the k-Map: k~ = h and v = sigmoid(w_v . x) (section 4.1), with
+beta = 2 sigmoid(w . c + b) (appendix B.2). For d_v = 4 it has no sigmoid (section 4.2). The
+released code computes v = 4 sigmoid(w_v . x + b) instead, which is the default here.
+config/ddl_january_v2_small.py says what the text leaves open, and how that is chosen.
 
     torchrun --nproc_per_node=4 train.py config/ddl_january_v2_dv1_small.py
 """
@@ -14,4 +14,4 @@ model = "DDL-vdim1-gpt-mha-rope"
 
 ddl_v_sigmoid_scale = 1.0
 ddl_v_bias = False
-init = "normal"  # of the code of that time
+init = "normal"  # as in the code that was released at that time

@@ -1,14 +1,18 @@
-"""Deep Delta Learning as the revised text says it (January 29, 2026), four columns (d_v = 4), small
-(124M).
+"""Deep Delta Learning (d_v = 4) as version 2 of the paper describes it, small (124M parameters).
 
-Section 4.2, k-Map: k~ = h, v = W_v x_in; B.2: beta = 2 sigmoid(w . c + b). The released code does
-otherwise, which is this code's default: v = 4 sigmoid(W_v x_in + b) (config/ddl_dv4_small.py). The
-text does not say which of B.2's two gates was trained, where beta starts, and what eps is: those
-are train.py's defaults. B.2 also says that the value's branch is like the backbone's sublayers,
-which is the v-Map (--ddl_map=v); the k-Map is what section 4 evaluates.
+Version 2 (January 29, 2026) evaluates the k-Map: k~ = h and v = W_v x_in (section 4.2), with
+beta = 2 sigmoid(w . c + b) (appendix B.2). The released code computes v = 4 sigmoid(W_v x_in + b)
+instead, which is the default here (config/ddl_dv4_small.py).
+
+The text does not say which of the two gates of B.2 was trained, where beta starts, and what eps is.
+These are train.py's defaults, as are the remaining settings. B.2 also says that the value branch is
+built like the sublayers of the backbone, which is the v-Map (--ddl_map=v), but section 4 evaluates
+the k-Map.
 
     torchrun --nproc_per_node=4 train.py config/ddl_january_v2_small.py
-    ... --model=DDL-gpt-mha-rope-CC    -EC and -CC-EC alike: the other rows
+
+The other rows of the paper's tables are trained with --model=DDL-gpt-mha-rope-EC,
+--model=DDL-gpt-mha-rope-CC and --model=DDL-gpt-mha-rope-CC-EC.
 """
 
 from config.gpt_small import *
@@ -17,4 +21,4 @@ model = "DDL-gpt-mha-rope"
 
 ddl_v_sigmoid = False
 ddl_v_bias = False
-init = "normal"  # of the code of that time
+init = "normal"  # as in the code that was released at that time

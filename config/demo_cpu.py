@@ -1,5 +1,9 @@
-"""A small Deep Delta Learning model on the standard library's source: a few minutes on two CPU
-cores.
+"""A small Deep Delta Learning model of Python code, which two CPU cores train in a few minutes.
+
+`make train` runs these commands, and then generates text:
+
+    python data/python_stdlib/prepare.py
+    python train.py config/demo_cpu.py
 """
 
 from utils import machine as _machine
@@ -12,11 +16,12 @@ num_hidden_layers = 4
 num_attention_heads = 4
 head_dim = 32
 hidden_size = 128
-init = "normal"  # the better one for this model, by little (research/docs/demo.md)
+init = "normal"  # slightly better for this model (research/docs/demo.md)
 
-# Small batches: with so few tokens, more steps beat less noise. Muon learns about twice as fast as
-# AdamW here. The rates are this model's best (research/docs/demo.md); another has its own, additive
-# 1e-2 (Muon) and 8e-2.
+# With so few tokens, small batches are better: more steps matter more than less gradient noise.
+# Muon learns about twice as fast as AdamW here. The learning rates are the best ones for this model
+# (research/docs/demo.md); the best ones for the additive model are learning_rate=8e-2 and
+# muon_learning_rate=1e-2.
 max_steps = 800
 global_batch_size = 8
 micro_batch_size = 8
@@ -30,7 +35,7 @@ eval_batches = 8
 log_interval = 20
 checkpoint_interval = 200
 
-# bfloat16 where the CPU multiplies it in hardware; compiled where there are a compiler and Python
-# headers.
+# Use bfloat16 if the CPU has instructions for it, and torch.compile if there are a C++ compiler and
+# Python's header files.
 dtype = "bfloat16" if _machine.cpu_has_bfloat16() else "float32"
 compile = _machine.can_compile()

@@ -1,6 +1,6 @@
-"""DenseFormer, averaging after every block, small (124M).
+"""DenseFormer with a weighted average after every block, small (124M parameters).
 
-The rest is train.py's default, the recipe of the DDL paper.
+The remaining settings are train.py's defaults, the recipe of the Deep Delta Learning paper.
 
     torchrun --nproc_per_node=4 train.py config/denseformer_small.py
 """

@@ -1,9 +1,10 @@
-"""The recipe of wdlctc/hyper-connection-factory, size M: the additive stream (published loss 3.1993 +- 0.0021).
+"""The additive baseline with the recipe of hyper-connection-factory, size M.
 
-It compares residual streams at 12 blocks of 768 features, one recipe for all: AdamW at 1.5e-3,
-weight decay 0.1, 500 steps of warm-up, a fall to a tenth over the last fifth, 1.70B tokens of
-FineWeb-Edu. The order of its tokens cannot be had, and its norms have an eps of 1e-6: this file is
-the bridge between its figures and ours.
+The repository wdlctc/hyper-connection-factory compares residual streams with 12 blocks of width 768
+and one recipe: AdamW with a learning rate of 1.5e-3, weight decay of 0.1, 500 warmup steps, linear
+decay to a tenth of the learning rate over the last fifth, and 1.70B tokens of FineWeb-Edu. It
+publishes a loss of 3.1993 +- 0.0021 for the additive stream. The order of its tokens is not known,
+and its norms have an eps of 1e-6. Train this baseline to see how its losses compare with ours.
 
     python data/fineweb_edu/prepare.py --sample=sample-10BT --max_tokens=1720000000
     torchrun --nproc_per_node=1 train.py config/factory_m_additive.py
@@ -18,7 +19,7 @@ hidden_size = 768
 block_size = 1024
 use_qk_rmsnorm = False
 init = "normal"
-hidden_init_std_factor = 0.5543  # 0.02 sqrt(768)
+hidden_init_std_factor = 0.5543  # 0.02 * sqrt(768)
 
 optimizer = "adamw"
 learning_rate = 1.5e-3

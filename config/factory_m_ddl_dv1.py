@@ -1,4 +1,9 @@
-"""The recipe of config/factory_m_additive.py with DDL of one column."""
+"""DDL with one value channel (d_v = 1), by the recipe of config/factory_m_additive.py.
+
+Settings that are not given here are those of that file.
+
+    torchrun --nproc_per_node=1 train.py config/factory_m_ddl_dv1.py
+"""
 
 from config.factory_m_additive import *
 

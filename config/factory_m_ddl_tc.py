@@ -1,4 +1,9 @@
-"""The recipe of config/factory_m_additive.py with DDL, four columns read over tokens (TC)."""
+"""DDL with d_v = 4 and TC, by the recipe of config/factory_m_additive.py.
+
+Sublayers read the state through a convolution over tokens (TC).
+
+    torchrun --nproc_per_node=1 train.py config/factory_m_ddl_tc.py
+"""
 
 from config.factory_m_additive import *
 

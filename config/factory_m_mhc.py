@@ -1,6 +1,8 @@
-"""The recipe of config/factory_m_additive.py with mHC (published 3.1498).
+"""mHC by the recipe of config/factory_m_additive.py (published loss 3.1498).
 
-Its readout is weighted there as well.
+As in the repository of that recipe, the readout is a weighted sum of the streams.
+
+    torchrun --nproc_per_node=1 train.py config/factory_m_mhc.py
 """
 
 from config.factory_m_additive import *

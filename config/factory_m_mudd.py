@@ -1,4 +1,9 @@
-"""The recipe of config/factory_m_additive.py with MUDDFormer (published 3.1295)."""
+"""MUDDFormer by the recipe of config/factory_m_additive.py (published loss 3.1295).
+
+Settings that are not given here are those of that file.
+
+    torchrun --nproc_per_node=1 train.py config/factory_m_mudd.py
+"""
 
 from config.factory_m_additive import *
 

@@ -1,6 +1,8 @@
-"""The additive baseline, small (124M). The rest is train.py's default, the paper's recipe.
+"""The additive baseline, small (124M parameters).
 
-torchrun --nproc_per_node=4 train.py config/gpt_small.py
+The remaining settings are train.py's defaults, the recipe of the paper.
+
+    torchrun --nproc_per_node=4 train.py config/gpt_small.py
 """
 
 model = "gpt-mha-rope"
@@ -11,5 +13,5 @@ head_dim = 128
 hidden_size = 768
 mup = True
 
-# divides the 480 sequences of a step over 1, 2, 4 or 8 GPUs; the result does not depend on it
+# On 1, 2, 4 or 8 GPUs, this divides the sequences of a step (480). It does not affect the result.
 micro_batch_size = 20

@@ -1,5 +1,9 @@
-"""k-hop induction heads (data/k_hop/prepare.py, its defaults) on a CPU core; nothing is
-compiled.
+"""The k-hop induction heads task on one CPU core, without torch.compile.
+
+Prepare the task with its default options, then train a model on it:
+
+    python data/k_hop/prepare.py
+    python train.py config/k_hop_cpu.py
 """
 
 model = "DDL-gpt-mha-rope"

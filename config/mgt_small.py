@@ -1,6 +1,6 @@
-"""The Manifold-Geometric Transformer; mgt_arm chooses what it is compared with, small (152M).
+"""The Manifold-Geometric Transformer (MGT), small (152M parameters).
 
-The rest is train.py's default, the recipe of the DDL paper.
+The remaining settings are train.py's defaults, the recipe of the Deep Delta Learning paper.
 
     torchrun --nproc_per_node=4 train.py config/mgt_small.py
 """
@@ -9,4 +9,5 @@ from config.gpt_small import *
 
 model = "MGT-gpt-mha"
 
+# The other values are the models that its paper compares MGT with.
 mgt_arm = "full"

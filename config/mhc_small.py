@@ -1,6 +1,6 @@
-"""Manifold-constrained Hyper-Connections with four streams, small (125M).
+"""Manifold-constrained Hyper-Connections with four streams, small (125M parameters).
 
-The rest is train.py's default, the recipe of the DDL paper.
+The remaining settings are train.py's defaults, the recipe of the Deep Delta Learning paper.
 
     torchrun --nproc_per_node=4 train.py config/mhc_small.py
 """

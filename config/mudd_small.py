@@ -1,6 +1,8 @@
-"""MUDDFormer, small (124M). The rest is train.py's default, the paper's recipe.
+"""MUDDFormer, small (124M parameters).
 
-torchrun --nproc_per_node=4 train.py config/mudd_small.py
+The remaining settings are train.py's defaults, the recipe of the Deep Delta Learning paper.
+
+    torchrun --nproc_per_node=4 train.py config/mudd_small.py
 """
 
 from config.gpt_small import *

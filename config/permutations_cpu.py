@@ -1,5 +1,9 @@
-"""The word problem of S_4 (data/permutations/prepare.py, its defaults) on a CPU core; nothing is
-compiled.
+"""The word problem of the symmetric group S_4 on one CPU core, without torch.compile.
+
+Prepare the task with its default options, then train a model on it:
+
+    python data/permutations/prepare.py
+    python train.py config/permutations_cpu.py
 """
 
 model = "DDL-gpt-mha-rope"

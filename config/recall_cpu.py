@@ -1,5 +1,9 @@
-"""Multi-query associative recall (data/recall/prepare.py, its defaults) on a CPU core; nothing is
-compiled.
+"""Multi-query associative recall on one CPU core, without torch.compile.
+
+Prepare the task with its default options, then train a model on it:
+
+    python data/recall/prepare.py
+    python train.py config/recall_cpu.py
 """
 
 model = "DDL-gpt-mha-rope"

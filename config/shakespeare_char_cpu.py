@@ -1,5 +1,9 @@
-"""nanoGPT's example for a CPU, which ends at a validation loss of 1.88 there: python
-data/shakespeare_char/prepare.py, then train with --model=... for the others.
+"""nanoGPT's character-level Shakespeare for a CPU, where it reaches a validation loss of 1.88.
+
+    python data/shakespeare_char/prepare.py
+    python train.py config/shakespeare_char_cpu.py
+
+Add --model=NAME to train another residual stream.
 """
 
 model = "gpt-mha-rope"

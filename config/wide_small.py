@@ -1,6 +1,9 @@
-"""A control for DDL: four columns and its reads, written by addition, small (124M).
+"""A control for Deep Delta Learning: its width with additive writes, small (124M parameters).
 
-The rest is train.py's default, the recipe of the DDL paper.
+The state has four value channels, which are read as in Deep Delta Learning, but sublayers add to
+them instead of rewriting them.
+
+The remaining settings are train.py's defaults, the recipe of the paper.
 
     torchrun --nproc_per_node=4 train.py config/wide_small.py
 """

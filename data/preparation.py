@@ -36,7 +36,7 @@ def arguments(
     doc: str,
     out: Path,
     fixed: dict | None = None,
-    val_tokens_help: str = "number of validation tokens, 1 or more, which the corpus begins with",
+    val_tokens_help: str = "number of validation tokens, 1 or more, taken from the beginning",
     **defaults,
 ) -> configurator.Parser:
     """Return a parser with the options that the scripts of all corpora share.
@@ -95,8 +95,8 @@ def arguments(
     add("val_tokens", val_tokens_help, type=int, default=100_000_000)
     add(
         "max_tokens",
-        "stop after this many tokens, 1 or more, which include the validation tokens; rerun with a "
-        "larger number to add tokens (default: no limit)",
+        "total number of tokens to prepare, 1 or more; rerun with a larger number to add tokens "
+        "(default: the entire source)",
         type=int,
     )
     add(

@@ -1,92 +1,130 @@
-"""What the synthetic tasks share: windows of ids with a label at some positions, drawn by a seed.
+"""What the scripts of the synthetic tasks share.
 
-A window of the shards is end-of-text and its ids, then as many labels: that of each of these
-tokens, 0 for none. Ids begin at 1, end-of-text is the last. `data/windows.py` reads them.
+A task draws sequences of token ids, with a label at some positions, from a seed. In the shards, a
+sequence is the end-of-text token, its ids, and as many labels: one for each of these tokens, 0
+where there is none. Ids start at 1, and end-of-text has the largest id. `data/windows.py` reads
+such shards.
 """
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+import configurator
 from data import preparation
 from data.sources import ROWS, Batch
+from model.options import Option, collect_options, option
 from utils import errors
 
-VAL_SHARE = 8  # one in so many of all possible windows is for validation, by a hash of its ids
-MOST_ROUNDS = 1000  # of drawing windows anew
-
-
-def option(default, help: str, low: int = 0, high: int | str = 0, choices=None):
-    """A field that is an option of the script: one of the choices, or a number from low to high,
-    which may be the name of an option before it.
-    """
-    facts = {"help": help, "low": low, "high": high, "choices": choices}
-    return field(default=default, metadata=facts)
+VAL_SHARE = 8  # one in so many of all possible sequences is for validation, by a hash of its ids
+MOST_ROUNDS = 1000  # draw sequences again at most this many times
 
 
 @dataclass(frozen=True)
-class Draws:
-    """How many windows of a task a corpus has, and which."""
+class CorpusOptions:
+    """Options of the corpus of every task."""
 
-    sequences: int = option(100_000, "training windows", 1, 2**40)
-    val_sequences: int = option(1000, "validation windows, none of them in training", 1, 2**40)
-    seed: int = option(0, "of the draws", 0, 2**60)
+    sequences: int = option(
+        100_000,
+        "number of training sequences",
+        low=1,
+        high=2**40,
+    )
+    val_sequences: int = option(
+        1000,
+        "number of validation sequences, none of which is in the training split",
+        low=1,
+        high=2**40,
+    )
+    seed: int = option(
+        0,
+        "random seed for the sequences",
+        low=0,
+        high=2**60,
+    )
 
 
 @dataclass(frozen=True)
 class Task:
-    """One task at one difficulty. A subclass has its options as fields, and
+    """One synthetic task at one difficulty.
 
-    name             that of its folder
-    positions        ids of a window, end-of-text aside
-    vocab_size       ids with 0 and end-of-text
-    draw(rng, count) ids and labels, int64 (count, positions) each
-    about()          what meta.json says of the task: see data/windows.py; chance, optimum
+    A subclass declares its options as fields. Besides `draw` and `about` it has the attributes
+
+        name        name of its folder in data/
+        positions   number of ids per sequence, without end-of-text
+        vocab_size  number of ids, including 0 and end-of-text
     """
 
     tokenizer = "ids"
-    fix = "give a greater difficulty"  # where there are too few different windows
+
+    # what to do if there are too few different sequences for two splits
+    advice = "choose a greater difficulty"
+
+    def draw(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, ...]:
+        """Return ids and labels of random sequences, int64 (count, positions) each."""
+        raise NotImplementedError
+
+    def about(self) -> dict:
+        """Return what meta.json says of the task: the keys of data/windows.py, chance, optimum."""
+        raise NotImplementedError
 
     @property
     def window_tokens(self) -> int:
+        """Return the number of tokens per sequence in the shards."""
         return 2 * (self.positions + 1)
 
     def check(self) -> None:
-        """ValueError: options that contradict each other, or more ids than a shard can hold."""
+        """Raise ValueError if options contradict each other, or need more ids than shards hold."""
         if self.vocab_size > 2**16:
-            needs = f"{self} needs {self.vocab_size:,} ids, a shard holds 65536"
-            raise ValueError(f"{needs}: give fewer")
+            raise ValueError(
+                f"{self} needs {self.vocab_size:,} ids, but token shards hold at most 65,536; "
+                "choose a smaller vocabulary"
+            )
 
     def source(self, seed: int) -> str:
-        """What tells the windows of this task and seed from all others."""
+        """Return a name that distinguishes the sequences of this task and seed from all others."""
         return f"{self}, seed {seed}"
 
     def texts(self, ids: np.ndarray, labels: np.ndarray) -> list[str]:
-        """A window of the shards each, as the tokenizer reads it, without the end-of-text that it
-        puts first.
+        """Return sequences as the tokenizer reads them, without the end-of-text that it prepends.
+
+        Args:
+            ids, labels: int64 (count, positions)
         """
-        rows = np.hstack([ids, np.zeros_like(ids[:, :1]), labels])  # 0: the label of end-of-text
-        return [" ".join(map(str, row)) for row in rows.tolist()]
+        end_of_text_labels = np.zeros_like(ids[:, :1])
+        sequences = np.hstack([ids, end_of_text_labels, labels])
+        return [" ".join(map(str, sequence)) for sequence in sequences.tolist()]
 
-    def labelled(self, chance: dict, first: int = 1) -> dict:
-        """`about`, of a task with labels that is scored from a position on; end-of-text is 0."""
-        form = {"difficulty": vars(self), "window_tokens": self.window_tokens, "labels": True}
-        known = {"chance": chance, "optimum": {"loss": 0.0, "accuracy": 1.0}}
-        return {**form, "scored": [[first, self.positions + 1]], **known}
+    def describe_labels(self, chance: dict, first_scored: int = 1) -> dict:
+        """Return `about()` of a task with labels.
+
+        Args:
+            chance: loss and accuracy of a model that guesses
+            first_scored: the first position whose answer is scored; position 0 is end-of-text
+        """
+        return {
+            "difficulty": vars(self),
+            "window_tokens": self.window_tokens,
+            "labels": True,
+            "scored": [[first_scored, self.positions + 1]],
+            "chance": chance,
+            "optimum": {"loss": 0.0, "accuracy": 1.0},
+        }
 
 
-def uniform(count: int) -> dict:
-    """Loss in nats and accuracy of whoever takes so many answers for as likely."""
-    return {"loss": math.log(count), "accuracy": 1 / count}
+def uniform_guess(num_answers: int) -> dict:
+    """Return the loss in nats and the accuracy of a uniform guess among this many answers."""
+    return {"loss": math.log(num_answers), "accuracy": 1 / num_answers}
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """`count` windows of a task as a source of documents; sequence i is a function of (task, seed,
-    split, i).
+    """A source of documents with `count` sequences of a task.
+
+    Sequence i is a function of (task, seed, split, i).
     """
 
     task: Task
@@ -95,69 +133,107 @@ class Sequences:
     split: str
 
     def identity(self) -> dict:
+        """Return what the preparation compares to see that it continues the same source."""
         return {"source": self.task.source(self.seed), "count": self.count, "split": self.split}
 
     def text_bytes(self) -> int:
-        return self.count * self.task.window_tokens  # of which one counts as a byte
+        """Return the size of the source, in which a token counts as one byte."""
+        return self.count * self.task.window_tokens
 
     def read(self, cursor: dict | None = None) -> Iterator[Batch]:
-        for first in range(cursor["sequence"] if cursor else 0, self.count, ROWS):
-            texts = self.task.texts(*self.block(first))
+        """Yield the sequences in batches, from the cursor of an earlier batch if it is given."""
+        start = cursor["sequence"] if cursor else 0
+        for first in range(start, self.count, ROWS):
+            texts = self.task.texts(*self.draw_block(first))
             yield Batch({"sequence": first}, texts[: self.count - first])
 
-    def block(self, first: int) -> tuple[np.ndarray, ...]:
-        """What the task draws, of ROWS sequences from `first` on: of windows that belong to the
-        split by a hash of their ids.
+    def draw_block(self, first: int) -> tuple[np.ndarray, ...]:
+        """Return what the task draws for ROWS sequences of the split, from number `first` on.
 
-        Always ROWS, so that a sequence does not depend on how many there are. ValueError: hardly
-        any window belongs to the split, as the task has too few different ones.
+        There are always ROWS of them, so that a sequence does not depend on their number.
+
+        Raises:
+            ValueError: hardly any sequence belongs to the split, because the task has too few
+                different ones
         """
-        rng = np.random.default_rng([self.seed, self.split == "val", first])
-        found, missing = [], ROWS
+        is_validation_split = self.split == "val"
+        rng = np.random.default_rng([self.seed, int(is_validation_split), first])
+        accepted: list[list[np.ndarray]] = []
+        num_missing = ROWS
+        # Rejection sampling: each split is uniform over the sequences that belong to it.
         for _ in range(MOST_ROUNDS):
             arrays = self.task.draw(rng, ROWS)
-            # Rejection: each split is uniform over the windows that are its own.
-            own = for_validation(arrays[0]) == (self.split == "val")
-            found.append([array[own] for array in arrays])
-            missing -= own.sum()
-            if missing <= 0:
-                return tuple(np.concatenate(parts)[:ROWS] for parts in zip(*found))
-        too_few = "too few different windows for both splits"
-        raise ValueError(f"{self.task}: {too_few}: {self.task.fix}")
+            is_in_split = belongs_to_validation(arrays[0]) == is_validation_split
+            accepted.append([array[is_in_split] for array in arrays])
+            num_missing -= is_in_split.sum()
+            if num_missing <= 0:
+                return tuple(np.concatenate(parts)[:ROWS] for parts in zip(*accepted))
+        raise ValueError(
+            f"{self.task}: there are too few different sequences for both splits; "
+            f"{self.task.advice}"
+        )
 
 
-def for_validation(ids: np.ndarray) -> np.ndarray:
-    """Which windows may be drawn for validation, and then not for training, bool (count,): a hash
-    of all their ids.
+def belongs_to_validation(ids: np.ndarray) -> np.ndarray:
+    """Return which sequences belong to the validation split, by a hash of all their ids.
+
+    The others belong to the training split.
+
+    Args:
+        ids: int64 (count, positions)
+
+    Returns:
+        bool (count,)
     """
     state = np.zeros(len(ids), dtype=np.uint64)
-    for column in ids.T.astype(np.uint64):
-        state = (state ^ column) * np.uint64(0x9E3779B97F4A7C15)
+    for ids_at_position in ids.T.astype(np.uint64):
+        state = (state ^ ids_at_position) * np.uint64(0x9E3779B97F4A7C15)
         state ^= state >> np.uint64(29)
     return state % np.uint64(VAL_SHARE) == 0
 
 
-def main(doc: str, script: str, kind: type[Task]) -> None:
-    """The script of a task: its options, checked, and its shards."""
-    fixed = {"tokenizer": kind.tokenizer, "tokenizer_bytes": 1, "val_tokens": None}
-    parser = preparation.arguments(doc, Path(script).parent, fixed | {"vocab_size": None})
-    options = (*fields(Draws), *fields(kind))
-    for each in options:
-        keys = {name: each.metadata[name] for name in ("help", "choices")}
-        parser.add_argument(f"--{each.name}", type=each.type, default=each.default, **keys)
+def add_argument(parser: configurator.Parser, task_option: Option) -> None:
+    """Add an option to a parser; --help shows its default, and its choices or range."""
+    [value_type] = task_option.types
+    accepted_values = " | ".join(task_option.choices) or task_option.range
+    parser.add_argument(
+        f"--{task_option.name}",
+        type=value_type,
+        choices=task_option.choices or None,
+        default=task_option.default,
+        help=f"{task_option.help} (default: {task_option.default}; {accepted_values})",
+    )
+
+
+def main(doc: str, script: str, task_class: type[Task]) -> None:
+    """Run the script of a task: read and check the options, and prepare the shards.
+
+    Args:
+        doc: the script's docstring, which --help prints
+        script: path of the script, in whose folder the shards are put by default
+    """
+    fixed = {
+        "tokenizer": task_class.tokenizer,
+        "tokenizer_bytes": 1,
+        "val_tokens": None,
+        "vocab_size": None,
+    }
+    parser = preparation.arguments(doc, Path(script).parent, fixed)
+    options = collect_options(CorpusOptions, task_class)
+    for task_option in options.values():
+        add_argument(parser, task_option)
     args = parser.parse_args()
     with errors.one_line_errors():
-        for name, facts in ((each.name, each.metadata) for each in options):
-            value, low, high = getattr(args, name), facts["low"], facts["high"]
-            high = getattr(args, high) if isinstance(high, str) else high
-            if not facts["choices"] and not low <= value <= high:
-                raise ValueError(f"--{name}={value}: give {low} to {high}")
-        task = kind(**{each.name: getattr(args, each.name) for each in fields(kind)})
+        for task_option in options.values():
+            task_option.check_range(getattr(args, task_option.name))
+        task = task_class(**{name: getattr(args, name) for name in collect_options(task_class)})
         task.check()
         args.vocab_size = task.vocab_size
         val = Sequences(task, args.val_sequences, args.seed, "val")
         train = Sequences(task, args.sequences, args.seed, "train")
-        for windows in (val, train):
-            windows.block(0)  # whether any can be drawn is known before anything is written
+        # Draw a block of each, so that a task with too few sequences fails before anything is
+        # written.
+        val.draw_block(0)
+        train.draw_block(0)
         plan = [("val", val, None), ("train", train, None)]
         preparation.prepare(args, task.name, plan, task.about())

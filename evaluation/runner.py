@@ -72,7 +72,9 @@ class Evaluation:
         rows, windows = max(min(self.batch_size, VALIDATION_TOKENS // length), 1), batches.windows
         with torch.no_grad():
             scores = evaluate(model, batches, list(range(windows)), rows, self.world, self.autocast)
-        record = metrics.compute_validation_metrics(scores.pop("loss"), corpus.bytes_per_token("val"))
+        record = metrics.compute_validation_metrics(
+            scores.pop("loss"), corpus.bytes_per_token("val")
+        )
         record |= {f"val_{key}": value for key, value in scores.items()}
         entry["tokens"] = windows * length if documents else len(batches.tokens) - 1
         entry["record"] = record

@@ -23,10 +23,10 @@ class Sampling:
         ValueError: a value is out of range
     """
 
+    # as in transformers: positive logits are divided by it, negative ones multiplied
     repetition_penalty: float = option(
         1.0,
-        "divide the positive logits of tokens that already occur in the text by this value, and "
-        "multiply their negative logits by it; 1 disables the penalty",
+        "penalty on the logits of tokens that already occur in the text; 1 disables it",
         above=0,
     )
     temperature: float = option(
@@ -36,7 +36,7 @@ class Sampling:
     )
     top_k: int | None = option(
         None,
-        "sample from the k most likely tokens (default: all tokens)",
+        "sample from the top_k most likely tokens (default: all tokens)",
         low=1,
     )
     top_p: float = option(

@@ -107,6 +107,7 @@ class Option:
         """
         if type(value) is int and float in self.types:
             value = float(value)
+        # a key may take choices of one type and any value of another: float | Literal["1/L"]
         must_be_choice = any(type(choice) is type(value) for choice in self.choices)
         if type(value) not in self.types or (must_be_choice and value not in self.choices):
             raise ValueError(f"{self.name}={value!r}: give {self.kind}")

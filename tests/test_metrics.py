@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import SMALL
+from helpers import SMALL, wait_for
 
 from model import build
 from training import metrics
@@ -150,8 +150,9 @@ def test_wandb_gets_the_group_and_the_tags(open_log, offline):
     assert log.state.wandb_id == log.wandb_run.id
     log.close()
     [logged] = log.path.parent.glob("wandb/offline-run-*/*.wandb")
-    content = logged.read_bytes()
-    assert all(word in content for word in (b"our-team", b"widths", b"small", b"dv4"))
+    # wandb's own process may write the file a moment after the run has finished
+    words = (b"our-team", b"widths", b"small", b"dv4")
+    wait_for(lambda: all(word in logged.read_bytes() for word in words))
 
 
 def test_wandb_needs_no_group_and_no_tags(open_log, offline):

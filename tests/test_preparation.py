@@ -392,7 +392,7 @@ REFUSED = [
     ("--tokenizer=words", "argument --tokenizer: invalid choice: 'words'"),
     ("--column=body", "has no column body, it has text, id"),
     ("--revision=v2", "--revision has no effect on --source: leave it out"),
-    ("--max_token=5", "unknown option --max_token, did you mean --max_tokens?"),
+    ("--max_token=5", "unknown option --max_token, did you mean --max_tokens, "),
 ]
 
 

@@ -13,9 +13,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import ROOT, small_run
+from torch._inductor.utils import run_fw_bw_and_get_code
 
+from model import STEMS, build
 from training import checkpoint, metrics
+from training.config import TrainConfig
+from training.distributed import use_deterministic_algorithms
 from utils.machine import can_compile
 
 pytestmark = pytest.mark.skipif(not can_compile(), reason="no C++ compiler")
@@ -113,3 +118,32 @@ def test_compiled_runs_on_all_threads_end_with_the_same_bits(corpus, tmp_path, n
 
     assert hash_last_checkpoint(second) == hash_last_checkpoint(first)
     assert hash_last_checkpoint(killed) == hash_last_checkpoint(first)
+
+
+@pytest.fixture
+def deterministic_algorithms():
+    """Make torch deterministic as train.py does on a CPU, and then as it was."""
+    use_deterministic_algorithms(TrainConfig(), torch.device("cpu"))
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STEMS)
+def test_compiled_code_on_a_cpu_has_no_atomic_additions(deterministic_algorithms, name):
+    """Threads that add to one number in any order would change its last bits."""
+    torch._dynamo.reset()
+    model = build(
+        name,
+        vocab_size=512,
+        block_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        head_dim=16,
+        hidden_size=32,
+    )
+    compiled_model = torch.compile(model)
+    ids = torch.randint(0, 500, (4, 65))
+    _, code = run_fw_bw_and_get_code(lambda: compiled_model(ids[:, :-1], ids[:, 1:])[1])
+    assert code
+    assert "atomic_add" not in "".join(code)

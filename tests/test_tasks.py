@@ -287,19 +287,20 @@ def test_chance_and_optimum_are_those_of_meta_json(tmp_path, task, solve):
 
 BOUNDS = {
     "recall": "pairs=1 positions=7 symbols=2 sequences=0 val_sequences=0 seed=-1",
-    "k_hop": "fewest=5 symbols=2",
+    "k_hop": "fewest=0 symbols=2",
     "permutations": "length=1 degree=7 shard_tokens=0",
     "copy_task": "half=0 symbols=65",
 }
-WRONG = [(name, f"--{w}", f"--{w}: give") for name in BOUNDS for w in BOUNDS[name].split()]
+WRONG = [(name, f"--{w}", f"{w}: give") for name in BOUNDS for w in BOUNDS[name].split()]
 WRONG += [
-    ("recall", "--pairs=17", "--positions=48: 17 pairs and their queries need 68 or more"),
-    ("recall", "--symbols=14", "--symbols=14: 8 pairs need 16 or more"),
-    ("recall", "--symbols=33", "--symbols=33: give an even number"),
+    ("recall", "--pairs=17", "--positions=48 is too few for 17 pairs and their queries; give 68"),
+    ("recall", "--symbols=14", "--symbols=14 is too few for 8 pairs of a key and a value; give 16"),
+    ("recall", "--symbols=33", "--symbols=33 is odd"),
     ("k_hop", "--hops=20", "hardly ever have so many hops"),
+    ("k_hop", "--fewest=5", "--fewest=5 is more than --hops=4; give 1 to 4"),
     ("recall", "--tokenizer=bytes", "unknown option --tokenizer"),
-    ("permutations", "--degree=2 --length=2", "too few different windows for both splits"),
-    ("copy_task", "--half=1 --symbols=2", "for both splits: give a greater half"),
+    ("permutations", "--degree=2 --length=2", "too few different sequences for both splits"),
+    ("copy_task", "--half=1 --symbols=2", "for both splits; give a larger half"),
 ]
 
 
@@ -368,7 +369,7 @@ def test_samples_are_numbers(run):
     text = result.stdout.decode().split()
     assert text[:5] == ["3", "14", "5", "17", "3"]
     assert all(token.isdecimal() or token == "<|endoftext|>" for token in text)
-    assert "the first token that it writes is the answer" in result.stderr.decode()
+    assert "its first new token answers the last token of the prompt" in result.stderr.decode()
     for prompt in ("def", "3 21", "-1"):
         line = one_line_error(call("sample.py", out, f"--prompt={prompt}", *keys))
         assert "is no token: they are ids here, give numbers from 0 to 20" in line

@@ -62,6 +62,7 @@ def save(
     temporary = final.with_name(f"{final.name}.tmp")
     previous = final.with_name(f"{final.name}.old")
     try:
+        # everything is written and on the disk before the folder gets its name
         temporary.mkdir(parents=True)
         save_tensors(temporary / "model.safetensors", model_tensors)
         save_tensors(temporary / "optimizer.safetensors", optimizer_tensors)
@@ -70,6 +71,7 @@ def save(
         (temporary / CHECKSUMS).write_text(compute_checksums(temporary), encoding="utf-8")
         for file in temporary.iterdir():
             fsync(file)
+        # a rename cannot replace a folder that is not empty
         if final.exists():
             shutil.rmtree(previous, ignore_errors=True)
             final.replace(previous)
@@ -94,7 +96,8 @@ def save_tensors(file: Path, tensors: dict[str, torch.Tensor]) -> None:
         save_file(contiguous, file, metadata={"format": "pt"})
     except safetensors.SafetensorError as error:  # how the library reports an OSError
         raise OSError(str(error)) from error
-    # the library makes files that only their owner can read; os.umask can only be read by setting it
+    # the library makes files that only their owner can read; os.umask can only be read by setting
+    # it
     umask = os.umask(0)
     os.umask(umask)
     file.chmod(0o666 & ~umask)
@@ -102,6 +105,7 @@ def save_tensors(file: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 def get_model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the tensors of a model by name; tied ones once, under their first name."""
+    # safetensors refuses tensors that share memory
     tied_names = aliases(model)
     return {name: tensor for name, tensor in model.state_dict().items() if name not in tied_names}
 
@@ -171,6 +175,7 @@ def get_step(checkpoint: Path) -> int:
 
 def find_latest(run_folder: Path) -> Path | None:
     """Return the latest valid checkpoint, None without any; damaged ones are reported."""
+    # latest first
     for path in reversed(list_checkpoints(run_folder)):
         try:
             verify(path)

@@ -84,6 +84,7 @@ def compute_validation_metrics(loss: float, bytes_per_token: float | None) -> di
     Returns:
         "val_loss", "val_perplexity", and "val_bits_per_byte" if bytes_per_token is not None.
     """
+    # a diverged run still has a perplexity, so that its evaluation can be written
     validation_metrics = {
         "val_loss": loss,
         "val_perplexity": math.exp(min(loss, MAX_EXPONENT)),
@@ -163,7 +164,7 @@ def start_wandb(run_folder: Path, config: TrainConfig, settings: dict, state: Tr
             name=config.wandb_run_name,
             dir=run_folder,
             id=state.wandb_id,
-            resume="allow",
+            resume="allow",  # continue the run of this id if there is one
             config=settings,
         )
     except Exception as error:  # no login, no connection, or a project that does not exist
@@ -264,6 +265,7 @@ class RunLog:
         self.wandb_run = None
         if config.wandb_log:
             self.wandb_run = start_wandb(run_folder, config, settings, state)
+            # checkpoints store it, so that a resumed run continues the same curves
             state.wandb_id = self.wandb_run.id
 
     def training_step(
@@ -277,6 +279,7 @@ class RunLog:
             learning_rates: by name, "lr" among them (`optimizer.set_learning_rates`)
         """
         progress = Progress(self.state.step, self.state.seconds)
+        # metrics.jsonl has the speed of this step alone, a progress line the mean since the last
         speed = self.compute_speed(self.last_step, progress)
         self.write(
             loss=loss,
@@ -347,6 +350,7 @@ class RunLog:
         # a loss of nan would stay the best one forever, because no loss is less than it
         self.state.best_val_loss = min(filter(math.isfinite, losses), default=None)
         validation_metrics = compute_validation_metrics(loss, bytes_per_token)
+        # a corpus that is a task also has the fractions of right answers
         task_scores = {name: score for name, score in scores.items() if name != "loss"}
         self.write(
             **validation_metrics,

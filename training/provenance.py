@@ -104,6 +104,7 @@ def store_figures(path: Path, figures: dict, origin: dict | None = None) -> None
     Args:
         origin: the provenance of the figures, if they were not measured by this process
     """
+    # the provenance comes first, where a reader of the file looks for it
     origin = origin or collect_provenance()
     write_json(path, {**origin, **figures})
     if origin["commit"].endswith("-dirty"):
@@ -140,10 +141,11 @@ def compute_digest(*patterns: str, exclude: tuple[str, ...] = ()) -> str:
     # a set, because a file may match several patterns
     paths = {path for pattern in patterns for path in ROOT.glob(pattern)}
     sha256 = hashlib.sha256()
+    # sorted, because the order of a folder's files depends on the file system
     for path in sorted(paths):
         if path.name in exclude:
             continue
         sha256.update(path.relative_to(ROOT).as_posix().encode())
-        sha256.update(b"\0")
+        sha256.update(b"\0")  # ends the name, which cannot contain it
         sha256.update(path.read_bytes())
     return sha256.hexdigest()

@@ -41,6 +41,7 @@ class ObservedStream(Stream):
     ) -> tuple[State, torch.Tensor | None]:
         """Write as `Stream.write` does, and report it."""
         new_state, extra_loss = super().write(site, state, h, c, x_in, cache)
+        # most streams have nothing to report (model/block.py, Site)
         statistics = {}
         if hasattr(site.write, "statistics"):
             statistics = site.write.statistics(state, h, x_in, c, new_state)
@@ -70,6 +71,7 @@ def residual_statistics(
             values[f"{name}_std"] = by_token.float().std()
         if write.extra_loss is not None:
             values["extra_loss"] = write.extra_loss
+        # blocks come in order, so each list has one number per block
         for name, value in values.items():
             statistics.setdefault(f"{site.name}.{name}", []).append(float(value))
 

@@ -34,6 +34,7 @@ def read_saved_state(resume: str | None, out_dir: str | None) -> dict:
     """
     if resume is None:
         return {}
+    # a checkpoint folder itself
     if resume != "auto" and (Path(resume) / "state.json").is_file():
         return checkpoint.read_state(Path(resume))
     run_folder = out_dir if resume == "auto" else resume
@@ -77,6 +78,7 @@ def check_unchanged(
         alternative: what else to do, as the end of the message
     """
     options = collect_options(TrainConfig, model_class(saved["model"]).Config)
+    # a run of a later version may have keys that this one cannot honor
     unknown_keys = [
         f"{name}={value!r}, which this version does not have"
         for name, value in sorted(saved.items())
@@ -110,12 +112,14 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
                 "another --out_dir"
             )
         return None
+    # this verifies checksums, and falls back to earlier checkpoints
     latest = checkpoint.find_latest(out_dir)
     chosen = latest if config.resume == "auto" else checkpoint.find(config.resume)
     if chosen is None and checkpoint.list_checkpoints(out_dir):
         raise ValueError(
             f"out_dir={out_dir} has no valid checkpoint; give another --out_dir, or empty it"
         )
+    # otherwise training would overwrite later checkpoints of the same folder one by one
     if latest is not None and latest.resolve() != chosen.resolve():
         raise ValueError(
             f"out_dir={out_dir} already has a later checkpoint, {latest.name}; to branch off from "
@@ -179,6 +183,7 @@ def check_lr_scales(
     state: state.json of the run that is resumed
     """
     scales = optimizer.get_lr_scales(model, config.optimizer == "muon")
+    # factors depend on the code (the rules of parameters), not only on the settings
     saved_scales = state.get("lr_scales")
     if saved_scales is None:
         saved_scales = optimizer.get_legacy_lr_scales(model)

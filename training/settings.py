@@ -42,6 +42,7 @@ def resolve(argv: list[str], note: Callable[[str], object] = print) -> Settings:
     arguments = read_arguments(argv)
     from_file = arguments.from_file
     typed = arguments.options
+    # unknown keys come first: their suggestions explain most other mistakes
     options = known_options(from_file, typed)
     configurator.check_names(from_file, configurator.known_names(options))
     configurator.check_names(typed, configurator.known_names(options), prefix="--")
@@ -90,6 +91,7 @@ def resolve(argv: list[str], note: Callable[[str], object] = print) -> Settings:
     model_config = model_config_class(
         **{key: settings[key] for key in settings if key in model_options}
     )
+    # only keys that were typed: a config file may hold keys for several variants
     check_effects(typed, {**vars(config), **vars(model_config)}, {**run_options, **model_options})
     return Settings(config, model_config, saved_state)
 
@@ -133,6 +135,7 @@ def default_out_dir(config_file: Path | None, run_settings: dict) -> str | None:
     resumed = run_settings.get("resume")
     if resumed not in (None, "auto"):
         path = Path(resumed)
+        # <run>/checkpoints/step_00001000 belongs to <run>
         is_checkpoint = (path / "state.json").is_file()
         return str(path.resolve().parents[1] if is_checkpoint else path)
     if "model" in run_settings:

@@ -68,6 +68,7 @@ class Stop:
             return self.signal_name
         if self.max_seconds is None:
             return None
+        # stop while there is still time for another step and another checkpoint
         elapsed = time.monotonic() - self.start_time
         if elapsed + (self.step_seconds or 0.0) + self.save_seconds >= self.max_seconds:
             return f"max_seconds={self.max_seconds:g}"
@@ -119,6 +120,7 @@ def read_status(run_folder: Path) -> Status:
     file = run_folder / "status.json"
     if not file.exists():
         return Status()
+    # whatever another program has written there, a key that is missing has its default
     content = files.read_json(file)
     return Status(
         step=content.get("step", 0),
@@ -145,5 +147,6 @@ class Tolerant:
         with contextlib.suppress(OSError):
             self.stream.flush()
 
+    # everything else, such as isatty and encoding, is that of the stream
     def __getattr__(self, name: str) -> object:
         return getattr(self.stream, name)

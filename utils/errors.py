@@ -58,6 +58,7 @@ def one_line_errors(
     except KeyboardInterrupt:
         exit_with_message("interrupted", INTERRUPTED)
     except Exception as error:
+        # torch raises a RuntimeError, Python a MemoryError
         reason = describe_out_of_memory(error)
         if out_of_memory_advice is not None and reason is not None:
             exit_with_message(f"error: {reason}: {out_of_memory_advice}")
@@ -80,6 +81,7 @@ def exit_with_message(message: str, code: int = MISTAKE, program: str | None = N
         time.sleep(OTHER_RANKS_WAIT)
         line = line.replace("error: ", f"error: [rank {os.environ.get('RANK', '?')}] ", 1)
     print(line, file=sys.stderr)
+    # torchrun prints this file of the first rank that failed
     if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         content = {"message": f"\n\n{line}", "timestamp": int(time.time())}
         with contextlib.suppress(OSError):
@@ -132,6 +134,7 @@ def suggest(name: str, names: Iterable[str]) -> str:
     """
     simplified = {other.lstrip("-").lower(): other for other in names}
     own = name.lstrip("-").lower()
+    # what is near in spelling; else what begins alike, as an abbreviation does
     close = difflib.get_close_matches(own, list(simplified), n=3)
     if own and not close:
         close = [other for other in simplified if other.startswith(own)][:3]

@@ -14,6 +14,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
     If the block fails, `path` stays as it was and the temporary file is removed. An OSError, such
     as that of a full disk, names `path`.
     """
+    # in the same folder, because a rename cannot cross file systems
     temporary = path.with_name(path.name + ".tmp")
     try:
         yield temporary
@@ -30,6 +31,7 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file that is complete or absent, and wait until the disk has it."""
     with atomic_path(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
+        # to the disk before it gets its name, so that a power cut cannot leave an empty file
         file.flush()
         os.fsync(file.fileno())
 

@@ -32,6 +32,7 @@ def can_compile(device_type: str = "cpu") -> bool:
 
 def cpu_has_bfloat16() -> bool:
     """Return whether the CPU multiplies bfloat16 in hardware (AVX-512 BF16); False if unknown."""
+    # the same flag that torch.cpu.get_capabilities() reads, without importing torch
     cpuinfo = Path("/proc/cpuinfo")
     return cpuinfo.exists() and "avx512_bf16" in cpuinfo.read_text().split()
 
@@ -50,6 +51,7 @@ def available_memory() -> int | None:
         for line in meminfo.read_text().splitlines()
         if line.startswith("MemAvailable")
     ]
+    # version 2 of control groups, then version 1; "max" means no limit
     for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         file = Path(name)
         text = file.read_text().strip() if file.exists() else "max"

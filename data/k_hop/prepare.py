@@ -1,25 +1,28 @@
-"""k-hop induction heads (Sanford, Hsu, Telgarsky, arXiv 2402.09268, section 4): pointers to follow,
-hop after hop.
+"""k-hop induction heads (Sanford, Hsu, Telgarsky, arXiv 2402.09268, section 4).
+
+The task is to follow pointers, hop after hop.
 
     python data/k_hop/prepare.py   1 to 4 hops, 4 symbols
     python data/k_hop/prepare.py --hops=8 --positions=128 --out=data/k_hop_8
-    python train.py config/k_hop_cpu.py   block_size is positions + 1
+    python train.py config/k_hop_cpu.py                     block_size is positions + 1
 
-From a token, one hop goes to the token after the last earlier occurrence of its symbol; the label
-is the symbol where so many hops end as the window's first token names: to compute it in layers,
-each replaces "where I am" by "where I go next". That number is as likely each from --fewest to
---hops.
+One hop goes from a token to the token after the last earlier occurrence of the same symbol. The
+first token of a sequence names a number of hops, and the label of a token is the symbol that this
+many hops lead to. To compute it layer by layer, each layer must replace "where I am" with "where I
+go next". The number of hops is uniform from --fewest to --hops.
 
-From the authors' code (chsanford/hop-induction-heads, tasks.py): the number of hops, drawn for each
-window and named by its first token; four symbols, uniform, but none follows itself; every position
-has its own label. Different: only the last half of a window is trained on and scored, and windows
-are drawn anew until all of that has its hops (theirs has a label for "there is no such token"); 1
-to 4 hops and 64 positions, not 0 to 16 and 100.
+As in the authors' code (chsanford/hop-induction-heads, tasks.py), the number of hops is drawn for
+each sequence and named by its first token, symbols are uniform except that none follows itself, and
+every position has its own label. There are two differences. Only the last half of a sequence is
+trained on and scored, and sequences are drawn again until all positions of that half have enough
+hops (the authors have a label for "there is no such token"). The defaults are 1 to 4 hops and 64
+positions instead of 0 to 16 hops and 100 positions.
 
-Known: symbols are interchangeable, so without looking at any of them every label is as likely:
-chance is accuracy 1 / symbols, loss ln(symbols). The last token alone tells more: one hop never
-ends on its own symbol, accuracy 1 / (symbols - 1); of two hops, in a long window, 2 / symbols do;
-of 1 to 4 hops and 4 symbols together it has 0.37. The optimum is loss 0, accuracy 1.
+Symbols are interchangeable, so without looking at them every label is equally likely: chance is
+accuracy 1 / symbols and loss ln(symbols). The last token alone tells more. One hop never ends on
+its own symbol, which gives accuracy 1 / (symbols - 1). Two hops in a long sequence end on it with
+probability 2 / symbols. For 1 to 4 hops and 4 symbols together, the accuracy from the last token is
+0.37. The optimum is loss 0 and accuracy 1.
 """
 
 import sys
@@ -30,70 +33,132 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import numpy as np
 
 from data import tasks
-from data.tasks import option
+from model.options import option
 
 NOWHERE = -1
 
 
 @dataclass(frozen=True)
 class Hops(tasks.Task):
-    hops: int = option(4, "difficulty: most hops to follow", 1, 64)
-    fewest: int = option(1, "fewest hops to follow", 1, "hops")
-    positions: int = option(64, "of a window; the last half is scored", 4, 2**15)
-    symbols: int = option(4, "different symbols; a hop goes back about as far", 3, 2**12)
+    """k-hop induction heads."""
+
+    hops: int = option(
+        4,
+        "largest number of hops to follow, which is the difficulty",
+        low=1,
+        high=64,
+    )
+    fewest: int = option(
+        1,
+        "smallest number of hops to follow, at most --hops",
+        low=1,
+        high=64,
+    )
+    positions: int = option(
+        64,
+        "number of positions per sequence, the last half of which is scored",
+        low=4,
+        high=2**15,
+    )
+    symbols: int = option(
+        4,
+        "number of different symbols; a hop goes back about this many positions",
+        low=3,
+        high=2**12,
+    )
 
     name = "k_hop"
 
     @property
     def vocab_size(self) -> int:
+        """Return the number of ids, including 0 and end-of-text."""
         return self.symbols + self.hops + 2
 
     @property
     def first_scored(self) -> int:
+        """Return the first position whose label counts, without end-of-text."""
         return self.positions - self.positions // 2
 
-    def draw(self, rng, count):
+    def check(self) -> None:
+        """Raise ValueError if options contradict each other."""
+        if self.fewest > self.hops:
+            raise ValueError(
+                f"--fewest={self.fewest} is more than --hops={self.hops}; give 1 to {self.hops}"
+            )
+        super().check()
+
+    def draw(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return ids and labels of random sequences, int64 (count, positions) each.
+
+        Raises:
+            ValueError: sequences with enough hops are too rare
+        """
         hops = rng.integers(self.fewest, self.hops + 1, count)
-        ids, ends = self.draw_any(rng, hops)
+        ids, ends = self.draw_unfiltered(rng, hops)
         for _ in range(tasks.MOST_ROUNDS):
-            lost = (ends[:, self.first_scored :] == NOWHERE).any(1)
-            if not lost.any():
+            is_short_of_hops = (ends[:, self.first_scored :] == NOWHERE).any(1)
+            if not is_short_of_hops.any():
                 break
-            ids[lost], ends[lost] = self.draw_any(rng, hops[lost])
+            new_ids, new_ends = self.draw_unfiltered(rng, hops[is_short_of_hops])
+            ids[is_short_of_hops] = new_ids
+            ends[is_short_of_hops] = new_ends
         else:
-            windows = f"windows of --positions={self.positions} with --symbols={self.symbols}"
-            fix = "give more positions, fewer symbols or hops"
-            raise ValueError(f"--hops={self.hops}: {windows} hardly ever have so many hops: {fix}")
+            raise ValueError(
+                f"--hops={self.hops}: sequences of --positions={self.positions} with "
+                f"--symbols={self.symbols} hardly ever have so many hops; give more positions, or "
+                "fewer symbols or hops"
+            )
         labels = np.take_along_axis(ids, np.maximum(ends, 0), axis=1)
         labels[:, : self.first_scored] = 0
         return ids, labels
 
-    def draw_any(self, rng, hops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """ids and where the hops from each position end, or NOWHERE, (len(hops), positions) each.
+    def draw_unfiltered(
+        self, rng: np.random.Generator, hops: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return sequences, of which some may have too few hops.
 
-        ids: symbols + hops, then 1 to symbols, none after itself.
+        Args:
+            hops: number of hops of each sequence, int64 (count,)
+
+        Returns:
+            ids: symbols + hops, then symbols from 1, none of which follows itself
+            ends: the position where the hops from each position end, or NOWHERE;
+                int64 (count, positions) each
         """
-        steps = rng.integers(1, self.symbols, (len(hops), self.positions))  # to another symbol
-        steps[:, 1] = rng.integers(0, self.symbols, len(hops))
+        count = len(hops)
+
+        # a nonzero step, modulo the number of symbols, leads to another symbol
+        steps = rng.integers(1, self.symbols, (count, self.positions))
+        steps[:, 1] = rng.integers(0, self.symbols, count)
         steps[:, 0] = 0
         ids = 1 + steps.cumsum(1) % self.symbols
         ids[:, 0] = self.symbols + hops
-        after = np.full((len(hops), self.vocab_size), NOWHERE)  # each id's last occurrence so far
-        hop, rows = np.full_like(ids, NOWHERE), np.arange(len(hops))
+
+        # where one hop from each position ends
+        next_position = np.full_like(ids, NOWHERE)
+        after_last_occurrence = np.full((count, self.vocab_size), NOWHERE)
+        rows = np.arange(count)
         for position in range(self.positions):
-            hop[:, position] = after[rows, ids[:, position]]
-            after[rows, ids[:, position]] = position + 1
-        ends = np.tile(np.arange(self.positions), (len(hops), 1))
-        for done in range(self.hops):
-            further = np.take_along_axis(hop, np.maximum(ends, 0), axis=1)
-            ends = np.where((done < hops[:, None]) & (ends != NOWHERE), further, ends)
+            next_position[:, position] = after_last_occurrence[rows, ids[:, position]]
+            after_last_occurrence[rows, ids[:, position]] = position + 1
+
+        # where all hops from each position end
+        ends = np.tile(np.arange(self.positions), (count, 1))
+        for hop in range(self.hops):
+            one_further = np.take_along_axis(next_position, np.maximum(ends, 0), axis=1)
+            has_hops_left = hop < hops[:, None]
+            ends = np.where(has_hops_left & (ends != NOWHERE), one_further, ends)
         return ids, ends
 
-    def about(self):
-        return self.labelled(tasks.uniform(self.symbols), 1 + self.first_scored)
+    def about(self) -> dict:
+        """Return what meta.json says of the task: the keys of data/windows.py, chance, optimum."""
+        return self.describe_labels(
+            chance=tasks.uniform_guess(self.symbols),
+            first_scored=1 + self.first_scored,
+        )
 
 
-def main():
+def main() -> None:
     tasks.main(__doc__, __file__, Hops)
 
 

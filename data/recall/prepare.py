@@ -1,23 +1,26 @@
-"""Multi-query associative recall (MQAR; Arora et al., arXiv 2312.04927, section 4): the capacity of
-a narrow state.
+"""Multi-query associative recall (MQAR; Arora et al., arXiv 2312.04927, section 4).
+
+It tests the capacity of a narrow state.
 
     python data/recall/prepare.py   8 pairs in 48 positions
     python data/recall/prepare.py --pairs=16 --positions=96 --out=data/recall_16
-    python train.py config/recall_cpu.py   block_size is positions + 1
+    python train.py config/recall_cpu.py                     block_size is positions + 1
 
-A window is key value key value ..., then every key once more, at gaps that follow a power law; the
-label of such a query is the value that followed its key. Only queries are trained on and scored.
+A sequence is key value key value ..., followed by each key once more as a query, at distances that
+follow a power law. The label of a query is the value that followed its key. Only queries are
+trained on and scored.
 
-From the authors' generator (HazyResearch/zoology, multiquery_ar.py): keys of one half of the
-vocabulary and values of the other, each window's drawn without replacement; queries in slots of two
-positions, slot g (from 1) with weight g^(0.01 - 1), without replacement; labels at queries alone.
-Different: keys come again in any order (theirs in the order of the draws, earlier ones nearer,
-which positions give away); between queries stands id 0 and not random ids (their
-random_non_queries=False); the vocabulary is 32 and not 8192.
+As in the authors' generator (HazyResearch/zoology, multiquery_ar.py), keys come from one half of
+the vocabulary and values from the other, drawn without replacement for each sequence. Queries are
+in slots of two positions; slot g (from 1) has weight g^(0.01 - 1), and slots are drawn without
+replacement. Only queries have labels. There are three differences. The order of the queries is
+random; theirs is the order of the draws, with earlier keys nearer, which positions give away.
+Id 0 stands between queries, instead of random ids (their random_non_queries=False). The default
+vocabulary has 32 symbols instead of 8192.
 
-Known: whoever sees which values a window holds, and not whose they are, is right once in `pairs`
-(chance: accuracy 1 / pairs, loss ln(pairs)); whoever sees nothing, once in symbols / 2. The optimum
-is loss 0, accuracy 1.
+A model that knows which values a sequence holds, but not to which keys they belong, has accuracy
+1 / pairs and loss ln(pairs), which is called chance here. A model that knows nothing has accuracy
+2 / symbols. The optimum is loss 0 and accuracy 1.
 """
 
 import sys
@@ -28,62 +31,96 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import numpy as np
 
 from data import tasks
-from data.tasks import option
+from model.options import option
 
-POWER = 0.01  # of the law of gaps, as in the paper
+POWER = 0.01  # exponent of the power law of distances, as in the paper
 
 
 @dataclass(frozen=True)
 class Recall(tasks.Task):
-    pairs: int = option(8, "difficulty: pairs to remember", 2, 2**12)
-    positions: int = option(48, "of a window, four for each pair or more", 8, 2**15)
-    symbols: int = option(32, "half of them keys, half values", 4, 2**16 - 2)
+    """Multi-query associative recall."""
+
+    pairs: int = option(
+        8,
+        "number of key-value pairs to remember, which is the difficulty",
+        low=2,
+        high=2**12,
+    )
+    positions: int = option(
+        48,
+        "number of positions per sequence, at least four per pair",
+        low=8,
+        high=2**15,
+    )
+    symbols: int = option(
+        32,
+        "number of different symbols, half of which are keys and half values",
+        low=4,
+        high=2**16 - 2,
+    )
 
     name = "recall"
 
     @property
     def vocab_size(self) -> int:
+        """Return the number of ids, including 0 and end-of-text."""
         return self.symbols + 2
 
     def check(self) -> None:
+        """Raise ValueError if options contradict each other."""
         if self.symbols % 2:
-            even = "give an even number, half of them are keys"
-            raise ValueError(f"--symbols={self.symbols}: {even}")
-        pairs = f"{self.pairs} pairs"
-        if 4 * self.pairs > self.positions:
-            need = f"{pairs} and their queries need {4 * self.pairs} or more"
-            raise ValueError(f"--positions={self.positions}: {need}")
-        if 2 * self.pairs > self.symbols:
-            raise ValueError(f"--symbols={self.symbols}: {pairs} need {2 * self.pairs} or more")
+            raise ValueError(
+                f"--symbols={self.symbols} is odd, but half of the symbols are keys and half are "
+                "values; give an even number"
+            )
+        if self.positions < 4 * self.pairs:
+            raise ValueError(
+                f"--positions={self.positions} is too few for {self.pairs} pairs and their "
+                f"queries; give {4 * self.pairs} or more"
+            )
+        if self.symbols < 2 * self.pairs:
+            raise ValueError(
+                f"--symbols={self.symbols} is too few for {self.pairs} pairs of a key and a "
+                f"value; give {2 * self.pairs} or more"
+            )
         super().check()
 
-    def draw(self, rng, count):
-        half, context = self.symbols // 2, 2 * self.pairs
-        keys = 1 + rng.random((count, half)).argpartition(self.pairs - 1)[:, : self.pairs]
-        values = 1 + half + rng.random((count, half)).argpartition(self.pairs - 1)[:, : self.pairs]
-        keys, values = rng.permuted(keys, axis=1), rng.permuted(values, axis=1)
-        ids, labels = np.zeros((2, count, self.positions), dtype=np.int64)
-        ids[:, 0:context:2], ids[:, 1:context:2] = keys, values
-        queries = context + 2 * self.slots(rng, count)
+    def draw(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return ids and labels of random sequences, int64 (count, positions) each."""
+        num_keys = self.symbols // 2
+        context = 2 * self.pairs
+
+        # the places of the smallest random numbers are a draw without replacement
+        keys = rng.random((count, num_keys)).argpartition(self.pairs - 1)[:, : self.pairs]
+        values = rng.random((count, num_keys)).argpartition(self.pairs - 1)[:, : self.pairs]
+        keys = rng.permuted(1 + keys, axis=1)
+        values = rng.permuted(1 + num_keys + values, axis=1)
+
+        ids = np.zeros((count, self.positions), dtype=np.int64)
+        labels = np.zeros_like(ids)
+        ids[:, 0:context:2] = keys
+        ids[:, 1:context:2] = values
+        queries = context + 2 * self.draw_slots(rng, count)
         np.put_along_axis(ids, queries, keys, axis=1)
         np.put_along_axis(labels, queries, values, axis=1)
         return ids, labels
 
-    def slots(self, rng, count: int) -> np.ndarray:
-        """The slot of each key's query, from 0, (count, pairs): drawn by weight without
-        replacement, in any order.
+    def draw_slots(self, rng: np.random.Generator, count: int) -> np.ndarray:
+        """Return the slot of the query of each key, from 0, int64 (count, pairs).
 
-        The slots of the largest log(weight) + Gumbel noise are such draws.
+        Slots are drawn by weight without replacement, and are in random order.
         """
         slots = np.arange(1, (self.positions - 2 * self.pairs) // 2 + 1)
-        noisy = (POWER - 1) * np.log(slots) + rng.gumbel(size=(count, len(slots)))
-        return rng.permuted(np.argsort(-noisy, axis=1)[:, : self.pairs], axis=1)
+        # Gumbel-top-k: the largest log(weight) + Gumbel noise are a draw without replacement
+        noisy_log_weights = (POWER - 1) * np.log(slots) + rng.gumbel(size=(count, len(slots)))
+        return rng.permuted(np.argsort(-noisy_log_weights, axis=1)[:, : self.pairs], axis=1)
 
-    def about(self):
-        return self.labelled(tasks.uniform(self.pairs))
+    def about(self) -> dict:
+        """Return what meta.json says of the task: the keys of data/windows.py, chance, optimum."""
+        return self.describe_labels(chance=tasks.uniform_guess(self.pairs))
 
 
-def main():
+def main() -> None:
     tasks.main(__doc__, __file__, Recall)
 
 

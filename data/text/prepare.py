@@ -24,7 +24,7 @@ def main() -> None:
     parser = preparation.arguments(
         __doc__,
         Path(__file__).parent,
-        val_tokens_help="number of validation tokens, 1 or more, which the corpus begins with "
+        val_tokens_help="number of validation tokens, 1 or more, taken from the beginning "
         "(default: the fraction --val_share of all tokens)",
         tokenizer="bpe",
         val_tokens=None,
@@ -52,7 +52,7 @@ def main() -> None:
         "--duplicates",
         choices=("drop", "keep"),
         default="drop",
-        help="whether to drop or keep documents that repeat an earlier one exactly",
+        help="drop or keep documents that repeat an earlier one exactly",
     )
     add(
         "--val_share",

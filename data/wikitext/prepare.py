@@ -42,7 +42,7 @@ def main() -> None:
         "--version",
         choices=("2", "103"),
         default="103",
-        help="WikiText-2 has 2.5M GPT-2 tokens, WikiText-103 has 119M",
+        help="WikiText-2, with 2.5M GPT-2 tokens, or WikiText-103, with 119M",
     )
     parser.add_argument(
         "--val_split",

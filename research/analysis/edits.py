@@ -1,6 +1,6 @@
 """What a trained model loses where a piece of one site is forced, or taken away. An edit is not a retrained model.
 
-A read, a write or an `after` may have edits in parts.py; a site without any is tried without its
+A read, a write or a `post_write` may have edits in parts.py; a site without any is tried without its
 sublayer, h = 0. Parameters stay as they are: an edit is another call of the same module.
 """
 
@@ -16,7 +16,7 @@ from research import compare
 from research.analysis import common
 from research.analysis.parts import EDITS, entry
 
-PARTS = "read", "write", "after"  # of a site, those that may name edits
+PARTS = "read", "write", "post_write"  # of a site, those that may name edits
 UNEDITED = "unedited"
 
 

@@ -113,7 +113,7 @@ class Figures:
             self.rows[self.rows.index(old)] = row
         self.store()
 
-    def store_figures(self) -> None:
+    def store(self) -> None:
         """Write the file whole, or leave it as it was."""
         if self.path:
             store_figures(

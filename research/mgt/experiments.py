@@ -9,7 +9,7 @@ from pathlib import Path
 
 from data.shards import open_corpus
 from research import sweep
-from training.memory import parameters_of
+from training.memory import count_parameters
 from training.settings import configure
 
 HERE = Path(os.path.relpath(Path(__file__).parent))
@@ -125,7 +125,7 @@ def width_for(parameters: int, config: str, keys: dict[str, str]) -> dict[str, s
     nearest, found = None, {}
     for multiple in itertools.count(1):  # RoPE takes features in pairs
         width = {"hidden_size": 2 * multiple * model.num_attention_heads, "head_dim": 2 * multiple}
-        distance = parameters_of(run.model, dataclasses.replace(model, **width)) - parameters
+        distance = count_parameters(run.model, dataclasses.replace(model, **width)) - parameters
         if nearest is None or abs(distance) < nearest:
             nearest, found = abs(distance), {key: str(value) for key, value in width.items()}
         if distance > 0:

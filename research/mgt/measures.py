@@ -11,7 +11,7 @@ from research import sweep
 from research.analysis import common, rank
 from research.benchmarks.figures import Figures
 from training import checkpoint, distributed, metrics
-from training.memory import parameters_of
+from training.memory import count_parameters
 from training.residual_statistics import ObservedStream
 
 WINDOWS, ROWS = 16, 8  # validation sequences that ranks and gates are measured over; at once
@@ -118,7 +118,7 @@ def final_rows(cells: list[sweep.Cell], figures: Figures | None = None) -> list[
         scores = {key: value for key, value in final.items() if key.startswith("val_")}
         state = checkpoint.read_state(checkpoint.find(cell.folder))
         size = model_class(state["model"]).Config(**state["model_config"])
-        parameters = parameters_of(state["model"], size)
+        parameters = count_parameters(state["model"], size)
         rows.append({**about(cell), "steps": final["step"], "parameters": parameters, **scores})
     return rows
 

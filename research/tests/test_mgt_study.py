@@ -13,7 +13,7 @@ from in_process import call
 from model import build
 from research.mgt import experiments, findings, measures
 from training import checkpoint
-from training.memory import parameters_of
+from training.memory import count_parameters
 
 RUN = "research/mgt/run.py"
 
@@ -197,7 +197,7 @@ def test_counted_overhead_of_experiment_5():
     }
     config = measures.model_class("MGT-gpt-mha").Config
     standard, full = (
-        parameters_of("MGT-gpt-mha", config(**keys, mgt_arm=arm)) for arm in ("standard", "full")
+        count_parameters("MGT-gpt-mha", config(**keys, mgt_arm=arm)) for arm in ("standard", "full")
     )
     d, embedding = 512, 50304 * 512
     block = 4 * d * d + 2 * 64 + 3 * d * (8 * d // 3) + 2 * 2 * d

@@ -573,7 +573,7 @@ def test_an_interrupted_report_leaves_the_earlier_one(sweep, tmp_path, monkeypat
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    for name in ("store", "curves_csv"):
+    for name in ("store_figures", "curves_csv"):
         with monkeypatch.context() as patch:
             patch.setattr(paper, name, interrupted)
             with pytest.raises(KeyboardInterrupt):
