@@ -33,7 +33,11 @@ def find(path: str) -> Subject:
     """
     folder = Path(path)
     if checkpoint.is_exported(folder):
-        files = (folder / "config.json", folder / "tokenizer.json", *weights.list_weight_files(folder))
+        files = (
+            folder / "config.json",
+            folder / "tokenizer.json",
+            *weights.list_weight_files(folder),
+        )
         digests = [hashlib.sha256(file.read_bytes()).digest() for file in files if file.is_file()]
         return Subject(
             folder.resolve().name, folder, None, hashlib.sha256(b"".join(digests)).hexdigest()

@@ -79,11 +79,24 @@ class Option:
     @property
     def range(self) -> str:
         """The range of its numbers, in words; "" without a range."""
-        if self.low is not None and self.above is None and self.high is None and self.below is None:
+        lower = ""
+        if self.low is not None:
+            lower = f"from {self.low}"
+        elif self.above is not None:
+            lower = f"above {self.above}"
+        upper = ""
+        if self.high is not None:
+            upper = f"to {self.high}"
+        elif self.below is not None:
+            upper = f"to below {self.below}"
+
+        if self.low is not None and not upper:
             return f"{self.low} or more"
-        bounds = {"above": self.above, "from": self.low, "to": self.high, "to below": self.below}
-        words = [f"{word} {bound}" for word, bound in bounds.items() if bound is not None]
-        return f"a number {' '.join(words)}" if words else ""
+        if self.above is not None and self.high is not None:
+            return f"a number above {self.above} and at most {self.high}"
+        if lower or upper:
+            return " ".join(["a number", lower, upper]).strip().replace("  ", " ")
+        return ""
 
     def is_in_range(self, value: float) -> bool:
         return (

@@ -18,7 +18,7 @@ from model.block import Stream, state_size
 from model.decoding import padded
 from model.parameters import rules_of
 from training import optimizer
-from training.residual_statistics import ObservedStream, residual_statistics
+from training.residual_statistics import ObservedStream, compute_residual_statistics
 
 TINY = {
     "vocab_size": 29,
@@ -279,7 +279,7 @@ def check_statistics(cls) -> None:
     assert set(shapes) <= {ids.shape}, (
         f"a statistic is no number for each token: {set(shapes)}, not {ids.shape}"
     )
-    found = residual_statistics(model, ids, contextlib.nullcontext())
+    found = compute_residual_statistics(model, ids, contextlib.nullcontext())
     lengths = {len(values) for values in found.values()}
     assert all(torch.tensor(values).isfinite().all() for values in found.values()), (
         "a statistic is not finite"

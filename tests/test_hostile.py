@@ -170,7 +170,9 @@ def test_configs_that_cannot_be(folder, keys, message):
     assert message in refused(folder)
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "is not valid JSON"), ("[1]", "does not hold a JSON object")])
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "is not valid JSON"), ("[1]", "does not hold a JSON object")]
+)
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
 def test_files_that_are_not_json(folder, text, message, name):
     name = config_of(folder).name if name == "config.json" else name

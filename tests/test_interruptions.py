@@ -216,9 +216,9 @@ def test_granted_time_leaves_room_for_a_step_and_a_save(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(stopping.time, "monotonic", lambda: now[0])
     stop = stopping.Stop(10.0)
-    stop.step_took(60.0)  # compiles
+    stop.record_step_seconds(60.0)  # compiles
     assert stop.reason() is None
-    stop.step_took(2.0)
+    stop.record_step_seconds(2.0)
     stop.save_seconds = 3.0
     now[0] = 104.9
     assert stop.reason() is None

@@ -44,7 +44,7 @@ def log_steps(log: metrics.RunLog, last_step: int) -> None:
     for step in range(1, last_step + 1):
         log.state.step = step
         log.state.seconds = 12.5 + step - 1
-        log.training_step(7.0428, 1.04, LEARNING_RATES)
+        log.log_training_step(7.0428, 1.04, LEARNING_RATES)
 
 
 # ---- progress lines ----
@@ -69,8 +69,8 @@ def test_the_speed_leaves_out_the_first_step(open_log, capsys):
 
 
 def test_mfu_is_printed_if_the_peak_is_known(open_log, model, monkeypatch, capsys):
-    flops_per_second = 6400 * metrics.nominal_flops_per_token(model)
-    monkeypatch.setattr(metrics, "peak_flops", lambda device: 2 * flops_per_second)
+    flops_per_second = 6400 * metrics.compute_nominal_flops_per_token(model)
+    monkeypatch.setattr(metrics, "get_peak_flops", lambda device: 2 * flops_per_second)
     log_steps(open_log(), last_step=10)
     assert "| 6,400 tokens/s | MFU 50.0% | elapsed 0:21 |" in capsys.readouterr().out
 
@@ -85,7 +85,7 @@ def test_the_last_step_has_a_line(open_log, capsys):
 def test_a_skipped_step_is_a_note_and_a_record(open_log, capsys):
     log = open_log()
     log.state.step = 4
-    log.skipped_step(float("nan"), float("inf"))
+    log.log_skipped_step(float("nan"), float("inf"))
     assert capsys.readouterr().out == (
         "note: step 4 was skipped: its loss is nan and its gradient norm is inf\n"
     )
@@ -100,7 +100,7 @@ def test_a_skipped_step_is_a_note_and_a_record(open_log, capsys):
 def test_an_evaluation_line_has_the_loss_in_three_units(open_log, capsys):
     log = open_log()
     log.state.step = 100
-    log.evaluation({"loss": 3.9155}, bytes_per_token=3.67, count=64, of=455)
+    log.log_evaluation({"loss": 3.9155}, bytes_per_token=3.67, num_sequences=64, split_size=455)
     assert capsys.readouterr().out == (
         "step 100 | validation loss 3.9155 | perplexity 50.17 | 1.5392 bits per byte | "
         "64 of 455 sequences\n"
@@ -110,7 +110,7 @@ def test_an_evaluation_line_has_the_loss_in_three_units(open_log, capsys):
 def test_an_evaluation_line_of_a_task_has_its_scores(open_log, capsys):
     log = open_log()
     scores = {"loss": 0.5, "accuracy": 0.925, "exact_match": 0.25}
-    log.evaluation(scores, bytes_per_token=None, count=20, of=20)
+    log.log_evaluation(scores, bytes_per_token=None, num_sequences=20, split_size=20)
     assert capsys.readouterr().out == (
         "step 0 | validation loss 0.5000 | perplexity 1.65 | accuracy 92.5% | exact match 25.0% | "
         "all 20 sequences\n"
@@ -122,7 +122,7 @@ def test_an_evaluation_line_of_a_task_has_its_scores(open_log, capsys):
 def test_a_loss_that_is_not_finite_is_never_the_best(open_log):
     log = open_log()
     for loss in (float("nan"), 2.0, float("nan"), 3.0):
-        log.evaluation({"loss": loss}, bytes_per_token=None, count=1, of=1)
+        log.log_evaluation({"loss": loss}, bytes_per_token=None, num_sequences=1, split_size=1)
     records = metrics.read(log.path)
     assert [record.get("best_val_loss") for record in records] == [None, 2.0, 2.0, 2.0]
 
@@ -134,7 +134,10 @@ def test_mfu_counts_six_flops_per_parameter_and_attention(model):
     """6 N + 12 L d T (arXiv 2204.02311, appendix B), of two blocks of width 12 over 16 tokens."""
     assert (SMALL["num_hidden_layers"], SMALL["hidden_size"], SMALL["block_size"]) == (2, 12, 16)
     attention_flops = 12 * 2 * 12 * 16
-    assert metrics.nominal_flops_per_token(model) == 6 * model.num_parameters() + attention_flops
+    assert (
+        metrics.compute_nominal_flops_per_token(model)
+        == 6 * model.num_parameters() + attention_flops
+    )
 
 
 # ---- Weights & Biases ----

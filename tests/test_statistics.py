@@ -9,7 +9,7 @@ from models import PAPER
 from torch import nn
 
 from model import build
-from training.residual_statistics import residual_statistics
+from training.residual_statistics import compute_residual_statistics
 
 
 def random_model(stem: str) -> nn.Module:
@@ -75,7 +75,7 @@ def test_statistics_are_those_of_the_equations(stem):
     model = random_model(stem)
     ids = torch.randint(0, 260, (3, 10))
     expected = statistics_by_hooks(model, ids)
-    statistics = residual_statistics(model, ids, contextlib.nullcontext())
+    statistics = compute_residual_statistics(model, ids, contextlib.nullcontext())
     assert statistics.keys() == expected.keys()
     for name, values in expected.items():
         assert statistics[name] == pytest.approx(values, rel=1e-5), (

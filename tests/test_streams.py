@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from model import build
 from model.hyper_connections import sinkhorn_knopp
 from model.parameters import rules_of
-from training.residual_statistics import ObservedStream, residual_statistics
+from training.residual_statistics import ObservedStream, compute_residual_statistics
 
 ROPE = "HC mHC AttnRes ReZero DenseFormer LAuReL conv wide MUDD Lambdas".split()
 FULL_STEMS = {name: f"{name}-gpt-mha-rope" for name in ROPE} | {
@@ -409,7 +409,7 @@ def test_weight_decay_and_muon_of_the_streams_own_parameters(name):
 
 
 def statistics(model, ids):
-    return residual_statistics(model, ids, torch.no_grad())
+    return compute_residual_statistics(model, ids, torch.no_grad())
 
 
 def test_statistics_of_the_mixing():

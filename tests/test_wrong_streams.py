@@ -40,7 +40,10 @@ WRONG = {
         GATED.replace("Model(GPT)", "Model(nn.Module)"),
         "has no class Model(GPT)",
     ),
-    "no dataclass": (GATED.replace("@dataclass\n", ""), "Config has keys but is not a dataclass; put @dataclass above it"),
+    "no dataclass": (
+        GATED.replace("@dataclass\n", ""),
+        "Config has keys but is not a dataclass; put @dataclass above it",
+    ),
     "a key of the run": (GATED.replace("gate_init", "seed"), "seed is already a key of the run"),
     "a key of a kind that there is not": (
         GATED.replace("gate_init: float", "gate_init: list"),
@@ -122,7 +125,9 @@ def test_a_name_without_a_hyphen_is_told(tmp_path, corpus, monkeypatch):
     (tmp_path / "gated.py").write_text(GATED)
     monkeypatch.setattr(model, "__file__", str(tmp_path / "__init__.py"))
     line = one_line_error(call("train.py", *small_run(corpus, tmp_path / "run", model="gated")))
-    assert "the file of a variant has a hyphen in its name; rename it to gated-gpt-mha-rope.py" in line
+    assert (
+        "the file of a variant has a hyphen in its name; rename it to gated-gpt-mha-rope.py" in line
+    )
 
 
 def test_a_wrong_file_breaks_no_other_run(own, corpus, tmp_path):

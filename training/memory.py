@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model import build, errors_as_value_errors
 from training.distributed import computes_in_bfloat16
-from training.metrics import nominal_flops_per_token, peak_flops
+from training.metrics import compute_nominal_flops_per_token, get_peak_flops
 from utils import machine
 from utils.units import format_bytes, format_duration
 
@@ -31,9 +31,11 @@ def describe_run(config, model, sequences_per_epoch: int | None, device: torch.d
         + (f", {sequences / sequences_per_epoch:.2f} epochs" if sequences_per_epoch else ""),
         f"{tokens * model.flops_per_token():.3g} FLOPs, {state} bytes of {dtype} state per token",
     ]
-    if peak := peak_flops(device):
+    if peak := get_peak_flops(device):
         # MFU counts nominal FLOPs, so the time at a given utilisation follows from them.
-        seconds = tokens * nominal_flops_per_token(model) / (0.45 * peak * machine.world_size())
+        seconds = (
+            tokens * compute_nominal_flops_per_token(model) / (0.45 * peak * machine.world_size())
+        )
         lines.append(
             f"about {format_duration(seconds)} on {machine.world_size()} GPUs at 45% utilisation"
         )

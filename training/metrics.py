@@ -34,7 +34,7 @@ MAX_EXPONENT = 700  # math.exp overflows above 709
 # ---- the device ----
 
 
-def peak_flops(device: torch.device) -> float | None:
+def get_peak_flops(device: torch.device) -> float | None:
     """Return the peak of a device in FLOP/s, or None if it is not known."""
     if device.type != "cuda":
         return None
@@ -60,7 +60,7 @@ def get_peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def nominal_flops_per_token(model: GPT) -> float:
+def compute_nominal_flops_per_token(model: GPT) -> float:
     """Return 6 N + 12 L d T, the FLOPs per token that MFU counts by convention.
 
     N counts all parameters, L the layers, d is the hidden size and T the context length (PaLM,
@@ -256,9 +256,9 @@ class RunLog:
         self.flops_per_step = self.tokens_per_step * model.flops_per_token()
         # the seconds that a step would take at the peak of all GPUs
         self.ideal_step_seconds = None
-        peak = peak_flops(world.device)
+        peak = get_peak_flops(world.device)
         if peak is not None:
-            nominal_flops = self.tokens_per_step * nominal_flops_per_token(model)
+            nominal_flops = self.tokens_per_step * compute_nominal_flops_per_token(model)
             self.ideal_step_seconds = nominal_flops / peak / world.world_size
 
         truncate_after(self.path, state.step, state.evaluated)
@@ -268,7 +268,7 @@ class RunLog:
             # checkpoints store it, so that a resumed run continues the same curves
             state.wandb_id = self.wandb_run.id
 
-    def training_step(
+    def log_training_step(
         self, loss: float, grad_norm: float, learning_rates: dict[str, float]
     ) -> None:
         """Log a step that the optimizers took, and print it if it is due.
@@ -323,7 +323,7 @@ class RunLog:
         columns.append(f"remaining {format_duration(remaining_seconds)}")
         return columns
 
-    def skipped_step(self, loss: float, grad_norm: float) -> None:
+    def log_skipped_step(self, loss: float, grad_norm: float) -> None:
         """Log and print that a step was skipped, because its loss or gradient is not finite."""
         self.write(skipped=True)
         print(
@@ -332,16 +332,20 @@ class RunLog:
             flush=True,
         )
 
-    def evaluation(
-        self, scores: dict[str, float], bytes_per_token: float | None, count: int, of: int
+    def log_evaluation(
+        self,
+        scores: dict[str, float],
+        bytes_per_token: float | None,
+        num_sequences: int,
+        split_size: int,
     ) -> None:
         """Log and print an evaluation, and update `state.best_val_loss`.
 
         Args:
             scores: "loss" and, for a task, "accuracy" and "exact_match" (`validation.evaluate`)
             bytes_per_token: mean size of a token; None if the corpus is not text
-            count: number of sequences that were evaluated
-            of: number of sequences in the validation split
+            num_sequences: how many sequences were evaluated
+            split_size: number of sequences in the validation split
         """
         loss = scores["loss"]
         losses = [loss]
@@ -355,7 +359,7 @@ class RunLog:
         self.write(
             **validation_metrics,
             **{f"val_{name}": score for name, score in task_scores.items()},
-            val_sequences=count,
+            val_sequences=num_sequences,
             best_val_loss=self.state.best_val_loss,
         )
 
@@ -368,7 +372,10 @@ class RunLog:
             columns.append(f"{validation_metrics['val_bits_per_byte']:.4f} bits per byte")
         for name, score in task_scores.items():
             columns.append(f"{name.replace('_', ' ')} {score:.1%}")
-        columns.append(f"all {of} sequences" if count == of else f"{count} of {of} sequences")
+        if num_sequences == split_size:
+            columns.append(f"all {split_size} sequences")
+        else:
+            columns.append(f"{num_sequences} of {split_size} sequences")
         print(" | ".join(columns), flush=True)
 
     def compute_speed(self, start: Progress, end: Progress) -> Speed:

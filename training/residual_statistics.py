@@ -50,7 +50,7 @@ class ObservedStream(Stream):
 
 
 @torch.no_grad()
-def residual_statistics(
+def compute_residual_statistics(
     model: nn.Module, ids: torch.Tensor, autocast: AbstractContextManager
 ) -> dict[str, list[float]]:
     """Compute the statistics of every write over all tokens of ids (B, T).

@@ -57,7 +57,7 @@ class Stop:
             # no cleanup: whoever sends a second signal may have found that it hangs
             os._exit(128 + number)
 
-    def step_took(self, seconds: float) -> None:
+    def record_step_seconds(self, seconds: float) -> None:
         """Remember how long a step took."""
         # the first step compiles, so it does not tell how long the next one will take
         self.step_seconds = 0.0 if self.step_seconds is None else seconds
@@ -130,7 +130,7 @@ def read_status(run_folder: Path) -> Status:
     )
 
 
-class Tolerant:
+class TolerantStream:
     """A text stream that ignores failed writes, to a pipe that nobody reads or to a full disk."""
 
     def __init__(self, stream: TextIO):

@@ -4,8 +4,8 @@ A key is a class by its module and name. A class without an entry, a newcomer's 
 its statistics, h as the direction of its writes, and h = 0 as its edit. A subclass has its parent's entries as long as
 it keeps the parent's forward; else it computes something else.
 
-    EDITS      of a read, write or `post_write`, edits(part) -> {name: {keyword: value}}: arguments of its forward beside
-               the usual ones, with which it computes the same but for one piece
+    EDITS      of a read, write or `post_write`, edits(part) -> {name: {keyword: value}}: arguments of its forward
+               beside the usual ones, with which it computes the same but for one piece
     DETAILS    details(write, state, h, x_in, c, written), of a read details(read, state) -> {name: (B, T, ...)}: more
                numbers, vectors or matrices of each token
     ALONG      along(write, state, h, x_in, c) -> (B, T, d): the direction that a write writes along

@@ -245,9 +245,7 @@ def run(args) -> None:
     settings = {name: getattr(args, name) for name in names}
     # Another table changes no launch that was timed; other kernels do.
     code = (
-        compute_digest("model/kernels/*.py", exclude=("launch_table.py",))[:12]
-        if args.tune
-        else ""
+        compute_digest("model/kernels/*.py", exclude=("launch_table.py",))[:12] if args.tune else ""
     )
     figures = Figures(args.json, device, settings, args.resume, code)
     (tune if args.tune else measure)(chosen, args, clock, lambda: target.copy_(source), figures)

@@ -19,7 +19,7 @@ from research.benchmarks.suites import BASELINE, row_name
 from research.benchmarks.timing import compared, measure, percentiles, spread, waiting
 from research.benchmarks.transcription import Transcription
 from training import distributed
-from training.metrics import nominal_flops_per_token, peak_flops
+from training.metrics import compute_nominal_flops_per_token, get_peak_flops
 
 # What "activation" figures are on a GPU and on a CPU.
 PEAK = "peak of a forward and backward pass minus weights, gradients and the optimizer's state"
@@ -94,9 +94,9 @@ class Bench:
             row = rows[each.name]
             row |= memory(each, self.tokens)
             row["activation_ratio"] = row["activation_bytes_per_token"] / base
-            if peak := peak_flops(self.device):
+            if peak := get_peak_flops(self.device):
                 rate = row["tokens_per_second"]
-                row["mfu"] = nominal_flops_per_token(each.model) * rate / peak
+                row["mfu"] = compute_nominal_flops_per_token(each.model) * rate / peak
         rows[own.name] |= launches_used()
         for each in group:
             if each is own or each is not self.baseline:

@@ -141,7 +141,10 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_counts(tmp_path):
     assert (found.seed, found.stem, found.parameters) == (3, "gpt-mha-rope", 7052)
     assert ["is damaged" in note for note in found.notes] == [True]
     for change, note in (
-        ({"model": "other-stem"}, "its model cannot be made: model='other-stem' is not a model variant"),
+        (
+            {"model": "other-stem"},
+            "its model cannot be made: model='other-stem' is not a model variant",
+        ),
         ({"model_config": {"layers": 1}}, "its model cannot be made: unknown key layers"),
     ):
         write_checkpoint(run, 6, **{k: v for k, v in (stored | change).items() if k != "step"})
