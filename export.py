@@ -3,8 +3,8 @@
     python export.py runs/demo_cpu exported/demo
     python export.py runs/demo_cpu exported/demo --dtype=bfloat16 --overwrite
 
-The folder holds the weights, config.json, the tokenizer, a model card, and modeling code that needs
-nothing of this repository. It is written completely or not at all.
+The folder holds the weights, config.json, the tokenizer, a model card, and modeling code that does
+not depend on this repository. It is written completely or not at all.
 """
 
 import argparse

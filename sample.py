@@ -98,8 +98,8 @@ def arguments() -> argparse.Namespace:
         "--repetition_penalty",
         type=float,
         default=1.0,
-        help="penalize tokens that the prompt or the sample already contains by this factor on "
-        "their logits; above 0, where 1 is no penalty",
+        help="factor that lowers the logits of tokens that already occur in the prompt or the "
+        "sample; above 0, where 1 is no penalty",
     )
     add(
         "--stop",
@@ -129,7 +129,7 @@ def arguments() -> argparse.Namespace:
     add(
         "--serve",
         action="store_true",
-        help="serve a web page on which prompts are written (needs the packages fastapi and "
+        help="serve a web page where you can enter prompts (needs the packages fastapi and "
         "uvicorn)",
     )
     add(

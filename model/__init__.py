@@ -1,9 +1,10 @@
 """The model variants: `build(name, ...)` makes the model of `model/<name>.py`."""
 
+import ast
 import contextlib
 import importlib
 import importlib.util
-import re
+import itertools
 import sys
 import traceback
 from collections.abc import Iterator
@@ -63,17 +64,23 @@ def check_variant(name: str, variant: object) -> None:
     collect_options(variant.Config)
 
 
-def declared_names() -> set[str]:
+def declared_names() -> list[str]:
     """Return every name that may be a key of a model, without importing the models.
 
-    These are the names of annotated fields in the files of model/, and a few more that look alike.
+    These are the names of the annotated fields of all classes in the files of model/.
     """
     names = set()
     for folder in __path__:
         for file in Path(folder).glob("*.py"):
-            text = file.read_text(encoding="utf-8")
-            names.update(re.findall(r"^    (\w+)\s*:", text, re.MULTILINE))
-    return names
+            try:
+                tree = ast.parse(file.read_text(encoding="utf-8"))
+            except SyntaxError:
+                continue  # reported when that model is used
+            classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+            for statement in itertools.chain.from_iterable(each.body for each in classes):
+                if isinstance(statement, ast.AnnAssign):
+                    names.add(statement.target.id)
+    return sorted(names)
 
 
 def every_config() -> "list[type[GPTConfig]]":

@@ -25,7 +25,7 @@ class MGTConfig(GPTConfig):
 
     mgt_arm: Literal["full", "ddl", "mhc", "standard", "additive"] = option(
         "full",
-        "arm of the paper's ablation; full is MGT, ddl is +DDL only, mhc is +mHC only (post-norm), "
+        "variant in the paper's ablation; full is MGT, ddl is +DDL only, mhc is +mHC only (post-norm), "
         "standard is the post-norm Transformer, additive is the pre-norm Transformer",
     )
     mgt_lambda: float = option(

@@ -275,6 +275,9 @@ def rename_aliases(settings: dict, options: dict[str, Option]) -> dict:
     for name, each in options.items():
         if each.alias in settings:
             if name in settings:
-                raise ValueError(f"{name} is given twice: {each.alias} is its former name")
+                raise ValueError(
+                    f"{name} is given twice, because {each.alias} is its former name; omit "
+                    f"{each.alias}={settings[each.alias]}"
+                )
             renamed[name] = renamed.pop(each.alias)
     return renamed

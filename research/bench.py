@@ -19,9 +19,15 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from utils import errors
+
+if __name__ == "__main__":
+    errors.end_quietly_on_interrupt()  # before the slow imports
+
+# isort: split
 import configurator
 from research.benchmarks import costs, decode, kernel_bandwidth, peer_quality, profile, step, suites
-from utils import errors
 
 
 def many(kind, text: str) -> list:

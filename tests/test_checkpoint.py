@@ -126,7 +126,7 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_taken(tmp_pa
     (tmp_path / "checkpoints" / "step_00000002" / "optimizer.safetensors").unlink()
     assert checkpoint.find(tmp_path).name == "step_00000001"
     lines = capsys.readouterr().err.splitlines()
-    assert "step_00000003 is damaged: model.safetensors is not as it was saved" in lines[0]
+    assert "step_00000003 is damaged: the checksum of model.safetensors does not match" in lines[0]
     assert "step_00000002 is damaged: optimizer.safetensors is missing" in lines[1]
     (tmp_path / "checkpoints" / "step_00000001" / "state.json").write_text("{}")
     with pytest.raises(ValueError, match="holds no valid checkpoint"):

@@ -372,7 +372,7 @@ def test_a_file_is_whole_or_as_it_was_and_a_full_disk_names_it(tmp_path, monkeyp
     assert path.read_text() == "first"
     with pytest.raises(OSError, match="Not a directory") as raised:
         files.write_text(path / "b.json", "third")
-    where = f"{path}/b.json: a file is where a folder is needed"
+    where = f"{path}/b.json: this is a file, but a folder is needed"
     assert errors.describe_error(raised.value) == where
 
 

@@ -279,7 +279,10 @@ def test_the_script_says_its_speed_on_stderr(run):
 def test_the_script_without_a_compiler(run, monkeypatch):
     monkeypatch.setenv("CXX", "none")
     line = one_line_error(call("sample.py", run, "--device=cpu", "--compile=True"))
-    assert "--compile=True needs a C++ compiler and Python's headers: give --compile=False" in line
+    assert (
+        "--compile=True needs a C++ compiler and Python's header files; install them, or give --compile=False"
+        in line
+    )
 
 
 @pytest.mark.slow

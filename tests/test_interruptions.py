@@ -232,7 +232,9 @@ def test_a_second_process_is_refused_and_a_killed_run_does_not_say_that_it_ended
     arguments = small_run(corpus, run, **CONSTANT, max_steps=100_000)
     process = forked(*arguments)
     wait_for(lambda: len(steps_done(run)) > 3)
-    assert "another process trains there" in one_line_error(call("train.py", *arguments))
+    assert "another process is training in this folder" in one_line_error(
+        call("train.py", *arguments)
+    )
     process.kill()
     process.join()
     assert stopping.read_status(run).ended is None

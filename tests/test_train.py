@@ -193,7 +193,7 @@ def test_a_full_disk_leaves_no_part_of_the_losses(corpus, tmp_path, monkeypatch)
     monkeypatch.setattr(np, "savez", full)
     out = tmp_path / "run"
     warned = trained(*small_run(corpus, out, max_steps=1, warmup_steps=0)).stderr.decode()
-    assert f"warning: step 1: {out / 'losses.npz'} is not written (No space" in warned
+    assert f"warning: could not write {out / 'losses.npz'} after step 1 (No space" in warned
     assert not list(out.glob("losses*"))
     assert stopping.read_status(out).ended == "finished"
 
@@ -216,7 +216,7 @@ def test_resumed_run_is_the_uninterrupted_one(finished, corpus, tmp_path):
     source = whole / "checkpoints" / "step_00000003"
     trained(*small_run(corpus, tmp_path / "branch", resume=source))
     assert weights(tmp_path / "branch") == weights(whole)
-    assert "already has a later checkpoint, step_00000006" in refusal(
+    assert "has another latest checkpoint, step_00000006" in refusal(
         *small_run(corpus, whole, resume=source)
     )
 
@@ -238,7 +238,7 @@ def test_muon_trains_and_resumes(corpus, tmp_path, own):
         assert rates == wanted
     for key in own:
         line = refusal(*small_run(corpus, part, **{**keys, key: 0.04}, resume="auto", max_steps=9))
-        assert f"{key}={keys[key]} instead of 0.04" in line
+        assert f"{key}={keys[key]} (not 0.04" in line
 
 
 WSD = {"schedule": "wsd", "min_lr": 0.001}
@@ -333,9 +333,7 @@ def test_keys_newer_than_a_checkpoint_count_as_their_default(finished, corpus, t
 
     changed_state(out, forget)
     assert b"nothing to train" in trained(*small_run(corpus, out, resume="auto")).stdout
-    assert "beta2=0.95 instead of 0.99" in refusal(
-        *small_run(corpus, out, resume="auto", beta2=0.99)
-    )
+    assert "beta2=0.95 (not 0.99" in refusal(*small_run(corpus, out, resume="auto", beta2=0.99))
 
 
 def test_a_resumed_run_takes_what_is_not_given_from_the_run(finished, tmp_path):
@@ -354,9 +352,7 @@ def test_all_settings_that_differ_from_the_resumed_run_are_in_one_message(finish
     run_folder, _ = finished
     changes = {"learning_rate": 0.02, "seed": 7, "hidden_size": 24, "eval_batches": 1}
     line = refusal(*small_run(corpus, run_folder, resume="auto", max_steps=9, **changes))
-    assert (
-        "hidden_size=12 instead of 24, learning_rate=0.01 instead of 0.02, seed=0 instead" in line
-    )
+    assert "hidden_size=12 (not 24), learning_rate=0.01 (not 0.02), seed=0 (not 7)" in line
     assert "eval_batches" not in line  # evaluation may change
 
 
@@ -366,6 +362,56 @@ def test_a_resumed_run_may_evaluate_otherwise(finished, tmp_path):
     changes = ("--eval_batches=1", "--eval_part=second", "--eval_full=False", "--log_interval=1")
     trained(f"--out_dir={branch}", "--resume=auto", "--max_steps=7", *changes)
     assert checkpoint.read_state(checkpoint.find(branch))["run_config"]["eval_batches"] == 1
+
+
+def test_the_best_loss_is_forgotten_if_other_sequences_are_evaluated(finished, tmp_path):
+    run_folder, _ = finished
+    branch = shutil.copytree(run_folder, tmp_path / "branch")
+    changed_state(branch, lambda state: state.update(best_val_loss=0.5))
+    trained(f"--out_dir={branch}", "--resume=auto", "--max_steps=7", "--eval_part=second")
+    last = metrics.find_last_evaluation(branch / "metrics.jsonl")
+    assert last["best_val_loss"] == last["val_loss"]
+
+
+def test_a_time_limit_is_not_inherited(finished, tmp_path):
+    run_folder, _ = finished
+    branch = shutil.copytree(run_folder, tmp_path / "branch")
+    changed_state(branch, lambda state: state["run_config"].update(max_seconds=60.0))
+    config, _ = configure([f"--out_dir={branch}", "--resume=auto"])
+    assert config.max_seconds is None
+
+
+def test_a_checkpoint_outside_of_a_run_needs_an_out_dir(finished, tmp_path):
+    run_folder, _ = finished
+    copy = shutil.copytree(checkpoint.find(run_folder), tmp_path / "step_00000006")
+    line = refusal(f"--resume={copy}")
+    assert f"resume={copy} is not one of a run's checkpoints; give the run folder" in line
+
+
+def test_settings_come_from_the_checkpoint_that_is_resumed_if_the_latest_is_damaged(
+    finished, tmp_path
+):
+    run_folder, _ = finished
+    branch = shutil.copytree(run_folder, tmp_path / "branch")
+    changed_state(branch, lambda state: state["run_config"].update(eval_interval=77))
+    (checkpoint.find(branch) / "model.safetensors").write_bytes(b"damaged")
+    trained(f"--out_dir={branch}", "--resume=auto")
+    assert checkpoint.read_state(checkpoint.find(branch))["run_config"]["eval_interval"] == 3
+
+
+def test_a_run_of_a_later_version_says_so(finished, tmp_path):
+    run_folder, _ = finished
+    branch = shutil.copytree(run_folder, tmp_path / "branch")
+    changed_state(branch, lambda state: state["run_config"].update(new_key=3))
+    line = refusal(f"--out_dir={branch}", "--resume=auto", "--max_steps=9")
+    assert "was trained by another version of this code" in line
+    assert "new_key=3" in line
+
+
+def test_a_dry_run_of_a_complete_run_says_that_nothing_is_left_to_train(finished):
+    run_folder, _ = finished
+    printed = trained(f"--out_dir={run_folder}", "--resume=auto", "--dry_run").stdout.decode()
+    assert "nothing to train" in printed
 
 
 def test_resume_of_a_checkpoint_names_the_folder_of_its_run(finished):
@@ -397,7 +443,7 @@ def test_used_run_folders_and_other_corpora_are_refused(finished, corpus, tmp_pa
     before = sorted(path.stat().st_mtime_ns for path in out.rglob("*"))
     assert "is not empty; resume that run with --resume=auto" in refusal(*small_run(corpus, out))
     line = refusal(*small_run(corpus, out, resume="auto", learning_rate=0.02, max_steps=9))
-    assert "was trained with learning_rate=0.01 instead of 0.02; to resume, omit" in line
+    assert "was trained with learning_rate=0.01 (not 0.02); to resume it, omit" in line
     other = shutil.copytree(corpus, tmp_path / "other")
     meta = json.loads((other / "meta.json").read_text())
     (other / "meta.json").write_text(json.dumps({**meta, "source": "elsewhere"}))
@@ -455,8 +501,8 @@ MISTAKES = [
         "global_batch_size=2008, but the training split of CORPUS has 2005 sequences of "
         "block_size=16",
     ),
-    ({"out_dir": "CORPUS/meta.json/run"}, "a file is where a folder is needed"),
-    ({"engine": "fsdp", "optimizer": "muon"}, "Muon needs whole matrices"),
+    ({"out_dir": "CORPUS/meta.json/run"}, "this is a file, but a folder is needed"),
+    ({"engine": "fsdp", "optimizer": "muon"}, "Muon needs full matrices"),
     (
         {"weight_decay_rate": 0.1, "learning_rate": 0.0},
         "weight_decay_rate=0.1 with learning_rate=0: ",
@@ -479,7 +525,11 @@ def test_mistakes_end_in_one_line_with_nothing_written(corpus, tmp_path, changes
 @pytest.mark.parametrize(
     ("world", "changes", "message"),
     [
-        (4, {"global_batch_size": 6}, "global_batch_size=6 does not divide over 4 processes"),
+        (
+            4,
+            {"global_batch_size": 6},
+            "global_batch_size=6 is not divisible by the number of processes \(4\)",
+        ),
         (2, {"global_batch_size": 24, "micro_batch_size": 5}, "try --micro_batch_size=4"),
     ],
 )
@@ -491,8 +541,16 @@ def test_batches_that_do_not_divide(corpus, tmp_path, monkeypatch, world, change
 
 DAMAGED = [
     ("small_train_000001.bin", lambda old: old[:-2], "small_train_000001.bin is damaged"),
-    ("meta.json", lambda old: old.replace(b"257", b"259"), "vocab_size 259, its tokenizer 257"),
-    ("tokenizer.json", lambda old: b'{"name": "gpt2"}', "vocab_size 257, its tokenizer 50257"),
+    (
+        "meta.json",
+        lambda old: old.replace(b"257", b"259"),
+        "vocab_size is 259 in meta.json, but its tokenizer has 257 tokens",
+    ),
+    (
+        "tokenizer.json",
+        lambda old: b'{"name": "gpt2"}',
+        "vocab_size is 257 in meta.json, but its tokenizer has 50257 tokens",
+    ),
 ]
 
 

@@ -53,8 +53,8 @@ def save(
     """Write the checkpoint of `state["step"]` below the run folder and return its path.
 
     Raises:
-        OSError: it cannot be written, for example because the disk is full. What was written of it
-            is removed, and earlier checkpoints stay.
+        OSError: it cannot be written, for example because the disk is full. Partially written files are
+            removed, and earlier checkpoints stay.
     """
     final = run_folder / "checkpoints" / f"step_{state['step']:08d}"
     for leftover in run_folder.glob("checkpoints/*.tmp"):  # of a save that was killed
@@ -62,7 +62,7 @@ def save(
     temporary = final.with_name(f"{final.name}.tmp")
     previous = final.with_name(f"{final.name}.old")
     try:
-        # everything is written and on the disk before the folder gets its name
+        # everything is flushed to disk before the folder is renamed
         temporary.mkdir(parents=True)
         save_tensors(temporary / "model.safetensors", model_tensors)
         save_tensors(temporary / "optimizer.safetensors", optimizer_tensors)
@@ -72,6 +72,7 @@ def save(
         for file in temporary.iterdir():
             fsync(file)
         # a rename cannot replace a folder that is not empty
+        fsync(temporary)
         if final.exists():
             shutil.rmtree(previous, ignore_errors=True)
             final.replace(previous)
@@ -86,7 +87,7 @@ def save(
 
 
 def save_tensors(file: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write a safetensors file, readable by whoever may read other new files.
+    """Write a safetensors file with the default file permissions.
 
     Raises:
         OSError: it cannot be written
@@ -135,7 +136,7 @@ def compute_checksums(checkpoint: Path) -> str:
 def verify(checkpoint: Path) -> None:
     """Raise ValueError if a file is missing, or not byte for byte what was saved."""
     try:
-        stored = (checkpoint / CHECKSUMS).read_text(encoding="utf-8", errors="replace")
+        stored = (checkpoint / CHECKSUMS).read_bytes().decode(errors="replace")
         computed = compute_checksums(checkpoint)
     except OSError as error:
         name = Path(error.filename or "a file").name
@@ -148,7 +149,7 @@ def verify(checkpoint: Path) -> None:
         name for name, line in zip(FILES, computed.splitlines()) if line not in stored.splitlines()
     ]
     name = damaged_files[0] if damaged_files else CHECKSUMS
-    raise ValueError(f"{checkpoint} is damaged: {name} is not as it was saved")
+    raise ValueError(f"{checkpoint} is damaged: the checksum of {name} does not match")
 
 
 # ---- the checkpoints of a run ----
@@ -186,7 +187,7 @@ def find_latest(run_folder: Path) -> Path | None:
 
 
 def remove_old(run_folder: Path, keep_last: int, keep_every: int = 0) -> None:
-    """Remove all but the latest checkpoints, and those whose step is a multiple of keep_every."""
+    """Remove old checkpoints, except the keep_last latest ones and multiples of keep_every."""
     for path in list_checkpoints(run_folder)[:-keep_last]:
         if keep_every and get_step(path) % keep_every == 0:
             continue
@@ -207,7 +208,9 @@ def rename_damaged(run_folder: Path, resume_checkpoint: Path | None) -> None:
     for path in reversed(list_checkpoints(run_folder)):
         if resume_checkpoint is None or path.resolve() == resume_checkpoint.resolve():
             return
-        path.replace(path.with_name(f"damaged_{path.name}"))
+        target = path.with_name(f"damaged_{path.name}")
+        shutil.rmtree(target, ignore_errors=True)  # the same step, damaged once before
+        path.replace(target)
 
 
 def find(path: str | Path) -> Path:
@@ -238,7 +241,8 @@ def find(path: str | Path) -> Path:
 def read_state(checkpoint: Path) -> dict:
     """Return state.json.
 
-    A key of the model that is newer than the checkpoint has the value that it then had.
+    Keys of the model that were added after the checkpoint was saved get the value that reproduces
+    its behavior.
 
     Raises:
         ValueError: the file is missing or damaged
@@ -319,7 +323,7 @@ def load_model(
     tokenizer_size = tokenizer.size_of(tokenizer_json)
     if tokenizer_size > model.config.vocab_size:
         raise ValueError(
-            f"{folder.path}: its tokenizer has {tokenizer_size} tokens, its model "
+            f"{folder.path}: the tokenizer has {tokenizer_size} tokens, but the model has only "
             f"vocab_size={model.config.vocab_size}"
         )
     state = {"model": folder.model, "model_config": folder.config, **folder.state}

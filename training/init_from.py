@@ -5,7 +5,7 @@ decides the model variant and its keys; optimizer, step and data order start afr
 run is resumed, everything comes from its own checkpoint, and the folder may be gone.
 """
 
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from data import tokenizer
@@ -25,8 +25,8 @@ NANOGPT_VALUES = {
 def read_decided_settings(folder: str, model: str | None = None) -> dict[str, object]:
     """Return the settings that the folder decides: "model", and the keys of the model.
 
-    If it holds an additive model and another `model` is wanted, which may begin from it, "model"
-    is not among them.
+    If the folder holds an additive model and `model` names another variant, which is then
+    initialized from it, "model" is omitted.
 
     Raises:
         ValueError: the folder is missing or damaged
@@ -43,7 +43,10 @@ def read_decided_settings(folder: str, model: str | None = None) -> dict[str, ob
 
 
 def merge_decided_settings(
-    settings: dict[str, object], decided: dict[str, object], options: dict[str, Option]
+    settings: dict[str, object],
+    decided: dict[str, object],
+    options: dict[str, Option],
+    note: Callable[[str], object] = print,
 ) -> dict[str, object]:
     """Return the settings that a user gives, together with those that the folder decides.
 
@@ -65,42 +68,44 @@ def merge_decided_settings(
                 f"{decided[name]!r}; omit the key"
             )
     if without_effect and machine.rank() == 0:
-        print(
-            f"note: {', '.join(without_effect)}: no effect with init_from, which brings trained "
-            "weights",
-            file=sys.stderr,
+        note(
+            f"note: {', '.join(without_effect)}: no effect with init_from, because the weights are "
+            "already trained"
         )
     return merged
 
 
-def check_tokenizer(folder: str, corpus: Path) -> None:
-    """Raise ValueError if another tokenizer made the tokens of the corpus than those of the model."""
-    path = checkpoint.describe(Path(folder))[0]
-    if not (path / "tokenizer.json").exists():  # released folders have none
-        return
-    model_tokenizer = tokenizer.describe(path)
-    corpus_tokenizer = tokenizer.describe(corpus)
-    if not tokenizer.same_tokens(model_tokenizer, corpus_tokenizer):
-        raise ValueError(
-            f"init_from={folder} was trained on tokens of {model_tokenizer['name']}, but {corpus} "
-            f"has those of {corpus_tokenizer['name']}; prepare the corpus with the model's "
-            "tokenizer"
-        )
-
-
-def load_weights(model: GPT, folder: str) -> None:
+def load_weights(model: GPT, init_folder: str, corpus: Path | None) -> None:
     """Fill the model with the weights of the folder.
 
+    Args:
+        corpus: folder of the data; None if they have not been prepared yet
+
     Raises:
-        ValueError: they do not fit
+        ValueError: the weights do not fit, or another tokenizer made the tokens of the corpus
     """
-    path, folder_model, model_config, _ = checkpoint.describe(Path(folder))
-    if folder_model != ADDITIVE or model.variant is model_class(ADDITIVE):
-        weights.fill(model, path, fold=released.fold)
+    folder = checkpoint.describe(Path(init_folder))
+    # released folders have no tokenizer
+    if corpus is not None and (folder.path / "tokenizer.json").exists():
+        check_tokenizer(folder.path, init_folder, corpus)
+    if folder.model != ADDITIVE or model.variant is model_class(ADDITIVE):
+        weights.fill(model, folder.path, fold=released.fold)
         return
-    additive = weights.read_model(path, folder_model, model_config, released.fold)
+    additive = weights.read_model(folder.path, folder.model, folder.config, released.fold)
     model.load_state_dict(additive.state_dict(), strict=False)
     try:
         model.from_additive()
     except ValueError as error:
-        raise ValueError(f"init_from={folder} is an additive model: {error}") from None
+        raise ValueError(f"init_from={init_folder} is an additive model: {error}") from None
+
+
+def check_tokenizer(path: Path, init_folder: str, corpus: Path) -> None:
+    """Raise ValueError if the corpus was tokenized with another tokenizer than the model's."""
+    model_tokenizer = tokenizer.describe(path)
+    corpus_tokenizer = tokenizer.describe(corpus)
+    if not tokenizer.same_tokens(model_tokenizer, corpus_tokenizer):
+        raise ValueError(
+            f"init_from={init_folder} was trained with the tokenizer {model_tokenizer['name']}, but "
+            f"{corpus} was tokenized with {corpus_tokenizer['name']}; prepare the corpus with the "
+            "model's tokenizer"
+        )

@@ -40,17 +40,22 @@ def read_saved_state(resume: str | None, out_dir: str | None) -> dict:
     run_folder = out_dir if resume == "auto" else resume
     if run_folder is not None:
         for path in reversed(checkpoint.list_checkpoints(Path(run_folder))):
-            with contextlib.suppress(ValueError):  # damaged: the one before it counts
+            with contextlib.suppress(
+                ValueError
+            ):  # skip a damaged checkpoint and try the previous one
                 return checkpoint.read_state(path)
     if resume != "auto":
-        checkpoint.find(resume)  # raises, and says why
+        try:
+            checkpoint.find(resume)  # raises, and says why
+        except ValueError as error:
+            raise ValueError(f"resume={resume}: {error}, or auto") from error
     return {}
 
 
 def saved_settings(state: dict) -> dict[str, object]:
-    """Return all keys of a saved run and of its model; {} for {}.
+    """Return all keys of a saved run and of its model; an empty dict if nothing is resumed.
 
-    A key that is newer than the run has the value that the run had without it.
+    Keys that were added after the run was saved get the value that reproduces its behavior.
     """
     if not state:
         return {}
@@ -72,7 +77,7 @@ def check_unchanged(
     """Raise ValueError if settings differ from those of a saved run; the message lists all of them.
 
     Args:
-        settings: the settings to resume with, or those of them that a user gives
+        settings: the settings to resume with, or the subset that a user gives
         saved: all settings of the saved run; the keys that are changeable may differ
         location: where that run is saved
         alternative: what else to do, as the end of the message
@@ -80,19 +85,24 @@ def check_unchanged(
     options = collect_options(TrainConfig, model_class(saved["model"]).Config)
     # a run of a later version may have keys that this one cannot honor
     unknown_keys = [
-        f"{name}={value!r}, which this version does not have"
+        f"{name}={value!r}"
         for name, value in sorted(saved.items())
         if name not in options and name not in REMOVED_KEYS and value is not None
     ]
+    if unknown_keys:
+        raise ValueError(
+            f"{location} was trained by another version of this code, with keys that this one does "
+            f"not have: {', '.join(unknown_keys)}; resume it with that version, or {alternative}"
+        )
     differences = [
-        f"{name}={saved.get(name)!r} instead of {value!r}"
+        f"{name}={saved.get(name)!r} (not {value!r})"
         for name, value in sorted(settings.items())
         if value != saved.get(name) and not (name in options and options[name].changeable)
     ]
-    if unknown_keys or differences:
+    if differences:
         raise ValueError(
-            f"{location} was trained with {', '.join(unknown_keys + differences)}; to resume, "
-            f"omit these keys or give the same values; or {alternative}"
+            f"{location} was trained with {', '.join(differences)}; to resume it, omit these keys "
+            f"or give the same values; or {alternative}"
         )
 
 
@@ -100,7 +110,7 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
     """Return the checkpoint to resume from, None for a new run.
 
     Raises:
-        ValueError: the run folder holds something else
+        ValueError: the run folder is not empty, has no valid checkpoint, or has a later one
     """
     out_dir = Path(config.out_dir)
     if config.resume is None:
@@ -122,8 +132,8 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
     # otherwise training would overwrite later checkpoints of the same folder one by one
     if latest is not None and latest.resolve() != chosen.resolve():
         raise ValueError(
-            f"out_dir={out_dir} already has a later checkpoint, {latest.name}; to branch off from "
-            f"{chosen}, give another --out_dir"
+            f"resume={config.resume}, but out_dir={out_dir} has another latest checkpoint, "
+            f"{latest.name}; to branch off from {chosen}, give another --out_dir"
         )
     return chosen
 
@@ -149,12 +159,12 @@ def describe_rate_jump(state: dict, config: TrainConfig) -> list[str]:
         state: state.json of the run that is resumed; {} for a new run
 
     Returns:
-        A list of one note, or of none.
+        A list with one note, or an empty list.
     """
     if not state:
         return []
     step = state["step"]
-    saved_config = SimpleNamespace(**{**vars(config), **state["run_config"]})
+    saved_config = SimpleNamespace(**saved_settings(state))
     last_step = saved_config.max_steps - 1
     saved_rate = optimizer.get_learning_rate(min(step, last_step), saved_config)
     rate = optimizer.get_learning_rate(step, config)
@@ -165,6 +175,8 @@ def describe_rate_jump(state: dict, config: TrainConfig) -> list[str]:
         for key in ("max_steps", "decay_steps")
         if getattr(config, key) != getattr(saved_config, key)
     ]
+    if not changes:
+        return []
     advice = "to extend a run, train it with --schedule=wsd and resume it before the decay begins"
     if config.schedule == "wsd":
         advice = "resume from a checkpoint before the decay began, with --resume=CHECKPOINT"

@@ -18,7 +18,7 @@ from training.config import TrainConfig, check_run, read_arguments
 from utils import errors, machine
 
 # Keys that say what one call of train.py does; a resumed run does not take them from the saved one.
-KEYS_OF_A_CALL = ("out_dir", "resume", "dry_run")
+KEYS_OF_A_CALL = ("out_dir", "resume", "dry_run", "max_seconds")
 
 
 class Settings(NamedTuple):
@@ -29,70 +29,80 @@ class Settings(NamedTuple):
     saved_state: dict  # state.json of the run that is resumed; {} for a new run
 
 
-def resolve(argv: list[str], note: Callable[[str], object] = print) -> Settings:
+def resolve(
+    argv: list[str], note: Callable[[str], object] = print, saved_state: dict | None = None
+) -> Settings:
     """Return the settings of a run.
 
     Args:
         argv: at most one config file, and options `--key=value`
         note: called with each line that a user may want to read
+        saved_state: state.json of the run that is resumed, {} for a new run. By default it is read
+            from the latest checkpoint, without verifying that.
 
     Raises:
         ValueError: a key or a value is wrong, or differs from the run that is resumed
     """
     arguments = read_arguments(argv)
     from_file = arguments.from_file
-    typed = arguments.options
+    from_command_line = arguments.from_command_line
     # unknown keys come first: their suggestions explain most other mistakes
-    options = known_options(from_file, typed)
+    options = known_options(from_file, from_command_line)
     configurator.check_names(from_file, configurator.known_names(options))
-    configurator.check_names(typed, configurator.known_names(options), prefix="--")
+    configurator.check_names(from_command_line, configurator.known_names(options), prefix="--")
 
-    # The keys of the run decide which model it is, and where it is resumed.
+    # The keys of the run determine the model, and the checkpoint to resume from.
     run_options = collect_options(TrainConfig)
-    run_settings = configurator.read_settings(from_file, typed, run_options)
+    run_settings = configurator.read_settings(from_file, from_command_line, run_options)
+    init_folder = run_settings.get("init_from")
     out_dir = run_settings.get("out_dir") or default_out_dir(arguments.file, run_settings)
-    saved_state = resume.read_saved_state(run_settings.get("resume"), out_dir)
+    if out_dir is None:  # named after the model, which the folder of init_from decides
+        out_dir = f"runs/{init_from.read_decided_settings(init_folder)['model']}"
+    run_settings["out_dir"] = out_dir
+    if saved_state is None:
+        saved_state = resume.read_saved_state(run_settings.get("resume"), out_dir)
     saved = resume.saved_settings(saved_state)
-    decided = {}  # by the folder of init_from, unless a run that began there is resumed
-    if run_settings.get("init_from") is not None and not saved:
-        decided = init_from.read_decided_settings(
-            run_settings["init_from"], run_settings.get("model")
-        )
+    decided = {}
+    if init_folder is not None and not saved:  # a resumed run no longer needs the folder
+        decided = init_from.read_decided_settings(init_folder, run_settings.get("model"))
     model = {"model": TrainConfig.model, **decided, **saved, **run_settings}["model"]
-    run_settings["out_dir"] = out_dir or f"runs/{model}"
 
     # The keys of the model.
     model_config_class = model_class(model).Config
     model_options = collect_options(model_config_class)
-    check_model_keys(model, run_options, model_options, typed)
+    check_model_keys(model, run_options, model_options, from_command_line)
     report_ignored_keys(model, arguments.file, from_file, {**run_options, **model_options}, note)
-    model_settings = configurator.read_settings(from_file, typed, model_options)
+    model_settings = configurator.read_settings(from_file, from_command_line, model_options)
     given_settings = {**run_settings, **model_settings}
     if saved:
-        is_latest = given_settings["resume"] == "auto"
+        is_auto = given_settings["resume"] == "auto"
         resume.check_unchanged(
             given_settings,
             saved,
-            location=f"the run in {out_dir}" if is_latest else given_settings["resume"],
+            location=f"the run in {out_dir}" if is_auto else given_settings["resume"],
             alternative="start a new run with another --out_dir and without --resume",
         )
-        inherited = {key: saved[key] for key in saved if key not in KEYS_OF_A_CALL}
+        defaults = {key: saved[key] for key in saved if key not in KEYS_OF_A_CALL}
     else:
-        given_settings = init_from.merge_decided_settings(given_settings, decided, model_options)
-        inherited = corpus_defaults(given_settings)
+        given_settings = init_from.merge_decided_settings(
+            given_settings, decided, model_options, note
+        )
+        defaults = corpus_defaults(given_settings)
 
     settings = {
-        # lowest precedence first; a key that is nowhere here has its default
-        **inherited,  # from the run that is resumed; a new run follows its corpus
+        # lowest precedence first; keys that are not set keep their defaults
+        **defaults,  # the settings of the run that is resumed; for a new run, those of its corpus
         **given_settings,  # a config file, and above it the command line
     }
     config = TrainConfig(**{key: settings[key] for key in settings if key in run_options})
-    check_run(config, saved_state.get("run_config", {}))
+    check_run(config, saved)
     model_config = model_config_class(
         **{key: settings[key] for key in settings if key in model_options}
     )
     # only keys that were typed: a config file may hold keys for several variants
-    check_effects(typed, {**vars(config), **vars(model_config)}, {**run_options, **model_options})
+    check_effects(
+        from_command_line, {**vars(config), **vars(model_config)}, {**run_options, **model_options}
+    )
     return Settings(config, model_config, saved_state)
 
 
@@ -104,18 +114,20 @@ def configure(
     return settings.config, settings.model_config
 
 
-def known_options(from_file: dict, typed: dict[str, str]) -> dict[str, Option]:
+def known_options(from_file: dict, from_command_line: dict[str, str]) -> dict[str, Option]:
     """Return the options of the run and of the models that are named.
 
     A sweep names several models, separated by commas. Only their files are imported, unless a key
     belongs to none of them: then the options of all models are returned, for the error message.
     """
-    models = str(typed.get("model", from_file.get("model", TrainConfig.model))).split(",")
+    models = str(from_command_line.get("model", from_file.get("model", TrainConfig.model))).split(
+        ","
+    )
     options = collect_options(
         TrainConfig, *(model_class(name).Config for name in models if name in STEMS)
     )
-    names = configurator.known_names(options)
-    if names >= from_file.keys() and names >= typed.keys():
+    names = set(configurator.known_names(options))
+    if names >= from_file.keys() and names >= from_command_line.keys():
         return options
     return every_option()
 
@@ -129,15 +141,23 @@ def default_out_dir(config_file: Path | None, run_settings: dict) -> str | None:
     """Return the run folder that follows from the other keys.
 
     None if it is named after the model, and a folder (init_from) has yet to decide the model.
+
+    Raises:
+        ValueError: a checkpoint is resumed that does not lie in a run folder
     """
     if config_file is not None:
         return f"runs/{config_file.stem}"
     resumed = run_settings.get("resume")
     if resumed not in (None, "auto"):
-        path = Path(resumed)
+        path = Path(resumed).resolve()
+        if not (path / "state.json").is_file():
+            return str(resumed)  # a run folder
         # <run>/checkpoints/step_00001000 belongs to <run>
-        is_checkpoint = (path / "state.json").is_file()
-        return str(path.resolve().parents[1] if is_checkpoint else path)
+        if path.parent.name == "checkpoints" and path.parents[1].name != "nonfinite":
+            return str(path.parents[1])
+        raise ValueError(
+            f"resume={resumed} is not one of a run's checkpoints; give the run folder as --out_dir"
+        )
     if "model" in run_settings:
         return f"runs/{run_settings['model']}"
     if run_settings.get("init_from"):
@@ -149,15 +169,15 @@ def check_model_keys(
     model: str,
     run_options: dict[str, Option],
     model_options: dict[str, Option],
-    typed: dict[str, str],
+    from_command_line: dict[str, str],
 ) -> None:
     """Raise ValueError if a key of the model is also one of the run, or an option is of neither."""
     for key in sorted(run_options.keys() & model_options.keys()):
         raise ValueError(
-            f"model/{model}.py: {key} is already a key of the run; give the model's another name"
+            f"model/{model}.py: {key} is already a key of the run; rename the key of the model"
         )
     known_names = configurator.known_names({**run_options, **model_options})
-    for key in sorted(typed.keys() - known_names):
+    for key in sorted(from_command_line.keys() - set(known_names)):
         raise ValueError(f"--{key} is not a key of {model}; omit it, or choose another --model")
 
 
@@ -168,8 +188,8 @@ def report_ignored_keys(
     options: dict[str, Option],
     note: Callable[[str], object],
 ) -> None:
-    """Note which keys of a config file are of another model, which --model has replaced."""
-    ignored = sorted(from_file.keys() - configurator.known_names(options))
+    """Print a note on keys of a config file that the chosen model does not have."""
+    ignored = sorted(from_file.keys() - set(configurator.known_names(options)))
     if ignored and machine.rank() == 0:
         note(f"note: {', '.join(ignored)} of {config_file} have no effect with model={model}")
 
@@ -199,16 +219,20 @@ def corpus_defaults(settings: dict) -> dict[str, object]:
 def print_help(argv: list[str], usage: str) -> None:
     """Print the keys that a command line may have, with the values that it gives them.
 
-    With a config file or --model these are the keys of the run and of that model; without, those
-    of the run, of every model and of DDL, and the names of the other models.
+    With a config file or --model these are the keys of the run and of that model. Without either,
+    they are the keys of the run, of every model and of DDL, and the names of the other models.
     """
     errors.end_quietly_on_closed_pipe()
     arguments = read_arguments(argv)
-    typed = {key: text for key, text in arguments.options.items() if key != "help"}
-    given_model = typed.get("model", arguments.from_file.get("model"))
+    from_command_line = {
+        key: text for key, text in arguments.from_command_line.items() if key != "help"
+    }
+    given_model = from_command_line.get("model", arguments.from_file.get("model"))
     model_config_class = model_class(given_model).Config if given_model else DeltaConfig
     options = collect_options(TrainConfig, model_config_class)
-    settings = configurator.read_settings(arguments.from_file, typed, options)
+    settings = configurator.read_settings(arguments.from_file, from_command_line, options)
+    if arguments.file is not None and "out_dir" not in settings:
+        settings["out_dir"] = default_out_dir(arguments.file, settings)
     print(usage.strip())
     print("\nKeys with the values of this command:\n" if settings else "\nKeys and defaults:\n")
     print(configurator.help_text(options, settings))

@@ -1,4 +1,4 @@
-"""How a script ends: one line for a mistake or an interrupt, and an exit code for each ending."""
+"""One-line error messages and exit codes of scripts."""
 
 import contextlib
 import difflib
@@ -18,8 +18,8 @@ from typing import NoReturn
 MISTAKE = 2
 INTERRUPTED = 130
 
-# How long a rank other than the first waits before it reports its error, in seconds. torchrun looks
-# at its processes ten times a second, and ends all when the first one has ended.
+# How long a rank other than the first waits before it reports its error, in seconds. torchrun polls
+# its processes ten times a second, and terminates all of them once one has failed.
 OTHER_RANKS_WAIT = 3.0
 
 
@@ -34,7 +34,7 @@ def end_quietly_on_interrupt() -> None:
 
 
 def end_quietly_on_closed_pipe() -> None:
-    """Let the process end without a traceback when nobody reads its output on, as `| head` does."""
+    """Let the process end without a traceback when the reader of its output exits, as `| head` does."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
@@ -44,11 +44,11 @@ def one_line_errors(
 ) -> Iterator[None]:
     """End the script with one line instead of a traceback if the block fails.
 
-    The exit code is 2 for what a user can get wrong, and 130 for Ctrl+C.
+    The exit code is 2 for a user's mistake, and 130 for Ctrl+C.
 
     Args:
-        error_types: what a user can get wrong; ValueError and OSError if none is given
-        out_of_memory_advice: also handle failed allocations, and end their line with this advice
+        error_types: exceptions that report a user's mistake; by default ValueError and OSError
+        out_of_memory_advice: if given, also report failed allocations, followed by this advice
     """
     interrupt_ends_quietly = signal.getsignal(signal.SIGINT) is signal.SIG_DFL
     if interrupt_ends_quietly:
@@ -95,14 +95,14 @@ def describe_error(error: Exception) -> str:
         return str(error)
     location = f"{error.filename}: " if error.filename else ""
     if isinstance(error, FileExistsError | NotADirectoryError):
-        return f"{location}a file is where a folder is needed"
+        return f"{location}this is a file, but a folder is needed"
     if error.errno == errno.ENOSPC:
         return f"{location}{error.strerror}; free disk space and run the same command again"
     return f"{location}{error.strerror}"
 
 
 def describe_out_of_memory(error: BaseException) -> str | None:
-    """Return what a failed allocation reports, in short; None for any other error."""
+    """Return a short description of a failed allocation; None for any other error."""
     text = str(error)
     pattern = "out of memory|can't allocate"
     if not isinstance(error, MemoryError) and not re.search(pattern, text, re.IGNORECASE):
@@ -134,7 +134,7 @@ def suggest(name: str, names: Iterable[str]) -> str:
     """
     simplified = {other.lstrip("-").lower(): other for other in names}
     own = name.lstrip("-").lower()
-    # what is near in spelling; else what begins alike, as an abbreviation does
+    # similar spellings; if there are none, names that start with the given text
     close = difflib.get_close_matches(own, list(simplified), n=3)
     if own and not close:
         close = [other for other in simplified if other.startswith(own)][:3]

@@ -1,4 +1,4 @@
-"""Files that are complete at every moment, also after a kill, a power cut or a full disk."""
+"""Write files atomically: a kill, a power cut or a full disk never leaves a partial file."""
 
 import contextlib
 import json
@@ -28,10 +28,10 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file that is complete or absent, and wait until the disk has it."""
+    """Write a text file atomically, and flush it to disk."""
     with atomic_path(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
-        # to the disk before it gets its name, so that a power cut cannot leave an empty file
+        # flushed before it is renamed, so that a power cut cannot leave an empty file
         file.flush()
         os.fsync(file.fileno())
 

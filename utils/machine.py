@@ -57,4 +57,6 @@ def available_memory() -> int | None:
         text = file.read_text().strip() if file.exists() else "max"
         if text.isdigit():
             limits.append(int(text))
+    if not limits:
+        return None
     return min(limits) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))

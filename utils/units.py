@@ -1,23 +1,23 @@
-"""Durations, counts and sizes in words."""
+"""Format durations, counts and sizes for people."""
 
 
 def format_duration(seconds: float) -> str:
-    """Return 1:05 or 2:03:09."""
+    """Format seconds as 1:05 or 2:03:09."""
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
 def format_count(number: float) -> str:
-    """Return 912, 27.6K, 1.2M or 3.0G."""
+    """Format a number as 912, 27.6K, 1.2M or 3.0G."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "K")):
-        if number >= size:
+        if number >= 0.9995 * size:
             return f"{number / size:.1f}{letter}"
     return f"{number:.0f}"
 
 
 def format_bytes(count: float) -> str:
-    """Return a number of bytes in a unit that fits: 71 bytes, 2.6 KiB, 3.54 MiB."""
+    """Format a number of bytes as 71 bytes, 2.6 KiB or 3.54 MiB."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if count < 999.5:
             return f"{count:.3g} {unit}"

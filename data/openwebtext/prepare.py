@@ -12,8 +12,14 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from data import hub, preparation
+
 from utils import errors
+
+if __name__ == "__main__":
+    errors.end_quietly_on_interrupt()  # before the slow imports
+
+# isort: split
+from data import hub, preparation
 
 
 def main() -> None:

@@ -15,9 +15,15 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from utils import errors
+
+if __name__ == "__main__":
+    errors.end_quietly_on_interrupt()  # before the slow imports
+
+# isort: split
 from data import preparation, shards
 from data.sources import Files
-from utils import errors
 
 
 def main() -> None:
