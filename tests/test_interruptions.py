@@ -281,12 +281,12 @@ def test_a_full_disk_leaves_the_run_going_and_the_old_checkpoint(corpus, tmp_pat
     # From now on no file of this process may grow beyond 100 kB: the kernel refuses the write as on
     # a full disk.
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (100_000, 100_000))
-    wait_for(lambda: log.read_text().count("no checkpoint (") >= 2)
+    wait_for(lambda: log.read_text().count("could not save the checkpoint") >= 2)
     old = checkpoint.find(run)
     os.kill(process.pid, signal.SIGTERM)
     process.join(timeout=20)
     assert process.exitcode == 1
-    assert "is not saved: free disk space" in log.read_text()
+    assert "was not saved; free disk space" in log.read_text()
     assert stopping.read_status(run).ended == "failed"
     assert checkpoint.list_checkpoints(run) == [old]
     assert not list(run.glob("checkpoints/*.tmp"))
