@@ -1,6 +1,6 @@
 """Compare the memory that train.py computes before a run with the peak that is measured on this CPU.
 
-    python research/benchmarks/memory.py --json=results/memory_cpu.json
+    python -m research.benchmarks.memory --json=results/memory_cpu.json
 
 Every row is a process of its own: three steps in bfloat16, eager or compiled, with and without
 activation checkpointing. `measured` is its peak resident memory in bytes, `least` the lower bound
@@ -13,9 +13,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
 import configurator
 from training import memory, metrics
 from training.provenance import store_figures
@@ -23,6 +20,7 @@ from training.settings import configure
 from utils import errors
 from utils.units import format_bytes
 
+ROOT = Path(__file__).resolve().parents[2]
 MODELS = ["gpt-mha-rope", "DDL-gpt-mha-rope", "DDL-gpt-mha-rope-CC-EC", "mHC-gpt-mha-rope"]
 SIZES = {
     "d=128 L=4 T=256": {
