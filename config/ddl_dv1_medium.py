@@ -7,6 +7,7 @@ The remaining settings are train.py's defaults, the recipe of the paper.
 
 from config.ddl_dv1_small import *
 
+# the paper's medium size
 num_hidden_layers = 24
 num_attention_heads = 8
 hidden_size = 1024

@@ -16,11 +16,13 @@ num_hidden_layers = 12
 num_attention_heads = 12
 head_dim = 64
 hidden_size = 768
+# the size M of that comparison
 block_size = 1024
 use_qk_rmsnorm = False
 init = "normal"
 hidden_init_std_factor = 0.5543  # 0.02 * sqrt(768)
 
+# one recipe for all of its streams, without tuning
 optimizer = "adamw"
 learning_rate = 1.5e-3
 min_lr = 1.5e-4

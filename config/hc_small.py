@@ -9,4 +9,5 @@ from config.gpt_small import *
 
 model = "HC-gpt-mha-rope"
 
+# n = 4, as in both papers' language models
 hc_streams = 4

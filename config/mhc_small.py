@@ -9,4 +9,5 @@ from config.gpt_small import *
 
 model = "mHC-gpt-mha-rope"
 
+# n = 4, as in the paper
 hc_streams = 4

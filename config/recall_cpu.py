@@ -10,6 +10,7 @@ model = "DDL-gpt-mha-rope"
 dataset = "recall"
 device = "cpu"
 dtype = "float32"
+# compiling would take longer than these few steps
 compile = False
 num_hidden_layers = 2
 num_attention_heads = 2

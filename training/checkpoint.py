@@ -57,6 +57,7 @@ def save(
             removed, and earlier checkpoints stay.
     """
     final = run_folder / "checkpoints" / f"step_{state['step']:08d}"
+    # a save that was killed is of no use to anybody
     for leftover in run_folder.glob("checkpoints/*.tmp"):  # of a save that was killed
         shutil.rmtree(leftover, ignore_errors=True)
     temporary = final.with_name(f"{final.name}.tmp")
@@ -127,6 +128,7 @@ def compute_checksums(checkpoint: Path) -> str:
     """Return the contents of SHA256SUMS: a line with hash and name for every other file."""
     lines = []
     for name in FILES:
+        # in pieces, so that a checkpoint larger than the memory can be verified
         with open(checkpoint / name, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         lines.append(f"{digest}  {name}\n")
@@ -254,6 +256,7 @@ def read_state(checkpoint: Path) -> dict:
                 f"{checkpoint}: state.json is damaged: {key} is not {expected_type.__name__}; "
                 "use another checkpoint"
             )
+    # a variant whose file is gone can still be reported on
     if state["model"] in STEMS:
         config_class = model_class(state["model"]).Config
         state["model_config"] = {

@@ -34,6 +34,7 @@ def read_decided_settings(folder: str, model: str | None = None) -> dict[str, ob
     if folder in NANOGPT_VALUES and not Path(folder).exists():
         raise ValueError(f"init_from={folder}: {NANOGPT_VALUES[folder]}")
     path, folder_model, model_config, _ = checkpoint.describe(Path(folder))
+    # shapes and names are checked now, the weights are read when the model has been built
     examined = weights.examined(path, folder_model, model_config, released.fold)
     decided = dict(vars(examined.config))
     if folder_model == ADDITIVE and model not in (None, ADDITIVE):
@@ -53,6 +54,7 @@ def merge_decided_settings(
     Raises:
         ValueError: a key that the weights depend on contradicts the folder
     """
+    # the folder counts, except for keys that no weight depends on
     merged = {**settings, **decided}
     without_effect = []
     for name in sorted(settings.keys() & decided.keys()):
@@ -91,6 +93,8 @@ def load_weights(model: GPT, init_folder: str, corpus: Path | None) -> None:
     if folder.model != ADDITIVE or model.variant is model_class(ADDITIVE):
         weights.fill(model, folder.path, fold=released.fold)
         return
+    # A variant that contains the additive stream starts as the same function: its backbone has the
+    # additive model's weights, and its own parameters are set so that they change nothing.
     additive = weights.read_model(folder.path, folder.model, folder.config, released.fold)
     model.load_state_dict(additive.state_dict(), strict=False)
     try:

@@ -28,8 +28,8 @@ PROCESS_BYTES = 420 * 2**20
 # The share of an eager step's saved activations that a compiled step keeps at least.
 LEAST_COMPILED_FRACTION = 0.28
 
-# What a step takes at its peak beyond weights and logits, as a multiple of what autograd saves in an
-# eager pass: gradients of activations and other temporaries come to it, and torch.compile saves
+# What a step takes at its peak beyond weights and logits, as a multiple of what autograd saves in
+# an eager pass: gradients of activations and other temporaries come to it, and torch.compile saves
 # less. Fitted to runs on a CPU with 6 blocks of width 256 (docs/runs.md).
 EAGER_FACTOR = 1.55
 COMPILED_FACTOR = 0.5
@@ -191,16 +191,25 @@ def check_fits(config: TrainConfig, model_config: GPTConfig, device: torch.devic
     needed = least_memory(config, model_config)
     if needed <= available:
         return
-    advice = "give a smaller model"
     micro_batch_size = find_micro_batch_size(config, model_config, available, needed)
-    if micro_batch_size > 0:
-        advice = f"give --micro_batch_size={micro_batch_size} or less"
-    if not config.activation_checkpointing:
-        advice = f"{advice}, or --activation_checkpointing=True"
     raise ValueError(
         f"micro_batch_size={config.local_micro_batch_size} needs more than "
-        f"{format_bytes(needed)}, and {device} has {format_bytes(available)}: {advice}"
+        f"{format_bytes(needed)}, and {device} has {format_bytes(available)}: "
+        f"{suggest_smaller(config, micro_batch_size)}"
     )
+
+
+def suggest_smaller(config: TrainConfig, micro_batch_size: int) -> str:
+    """Return what to give in place of a run that does not fit.
+
+    micro_batch_size: the largest that may fit; 0 if none does
+    """
+    remedies = ["a smaller model"]
+    if micro_batch_size > 0:
+        remedies = [f"--micro_batch_size={micro_batch_size} or less"]
+    if not config.activation_checkpointing:
+        remedies.append("or --activation_checkpointing=True")
+    return f"give {', '.join(remedies)}"
 
 
 def find_micro_batch_size(
@@ -262,10 +271,14 @@ def estimate_memory(
     num_parameters = count_parameters(config.model, model_config)
     device = torch.device(device_type)
     is_bfloat16 = computes_in_bfloat16(config.dtype, device)
+    # Weights, gradients and moments are in float32, whatever the compute dtype. DDP's buckets add
+    # nothing, because gradients are views of them.
     return MemoryEstimate(
         weights=4 * num_parameters // num_shards,
         gradients=estimate_gradients(config, num_parameters, num_shards),
         optimizer=estimate_optimizer_state(config, model_config, num_parameters) // num_shards,
+        # autocast casts every weight once in a forward pass; FSDP gathers one block at a time, but
+        # its casts stay as well
         weight_copies=2 * num_parameters if is_bfloat16 else 0,
         activations=estimate_activations(config, model_config, device_type, is_bfloat16),
         logits=estimate_logits(config, model_config, device_type),
@@ -295,6 +308,7 @@ def estimate_activations(
     config: TrainConfig, model_config: GPTConfig, device_type: str, is_bfloat16: bool
 ) -> int:
     """Return the bytes that are saved for the backward pass of one micro-batch."""
+    # counted on the operators of the kernels themselves, which say what they save
     is_fused = config.kernels != "off" and device_type == "cuda"
 
     def bytes_per_sequence(num_layers: int) -> int:
@@ -307,6 +321,7 @@ def estimate_activations(
         )
         return two - one
 
+    # Blocks are alike after the first, which also counts the embedding and the readout.
     first_block = bytes_per_sequence(1)
     next_block = bytes_per_sequence(2) - first_block
     num_layers = model_config.num_hidden_layers
@@ -334,7 +349,8 @@ def estimate_logits(config: TrainConfig, model_config: GPTConfig, device_type: s
         weight = torch.empty(model_config.vocab_size, 1, device="cpu")
     tokens_at_once = chunk_of(num_tokens, weight)
     if device_type == "cuda":
-        tokens_at_once *= 4  # model/loss.py: LOGITS_AT_ONCE
+        # a GPU gets four times as many, for fewer and larger products
+        tokens_at_once *= 4
     return min(num_tokens, tokens_at_once) * model_config.vocab_size * BYTES_PER_LOGIT
 
 
@@ -384,6 +400,7 @@ def describe_memory(
     if device.type == "cpu" and config.device == "auto":
         device_types.append("cuda")  # a dry run on a machine without the GPU of the run
     lines = []
+    # term by term, so that a user sees what a smaller setting would save
     for device_type in device_types:
         estimate = estimate_memory(config, model_config, device_type)
         names = {"cpu": "on the CPU", "cuda": "on a GPU"}

@@ -128,7 +128,10 @@ def report_uncommitted(path: Path, commit: str) -> None:
 
 def compute_code_digest() -> str:
     """Return the SHA-256 of the Python files that training runs."""
-    return compute_digest("train.py", "model/*.py", "data/*.py", "training/*.py")
+    # what a process of train.py imports; kernels have launch tables that differ between machines
+    return compute_digest(
+        "train.py", "configurator.py", "utils/*.py", "model/*.py", "data/*.py", "training/*.py"
+    )
 
 
 def compute_digest(*patterns: str, exclude: tuple[str, ...] = ()) -> str:

@@ -163,11 +163,13 @@ def describe_rate_jump(state: dict, config: TrainConfig) -> list[str]:
     """
     if not state:
         return []
+    # the schedule counts steps from 0, so the next step has the number of the steps done
     step = state["step"]
     saved_config = SimpleNamespace(**saved_settings(state))
     last_step = saved_config.max_steps - 1
     saved_rate = optimizer.get_learning_rate(min(step, last_step), saved_config)
     rate = optimizer.get_learning_rate(step, config)
+    # less than a percent is no jump
     if abs(rate - saved_rate) <= 0.01 * saved_rate:
         return []
     changes = [

@@ -65,9 +65,11 @@ def resolve(
     decided = {}
     if init_folder is not None and not saved:  # a resumed run no longer needs the folder
         decided = init_from.read_decided_settings(init_folder, run_settings.get("model"))
+    # lowest precedence first, as below
     model = {"model": TrainConfig.model, **decided, **saved, **run_settings}["model"]
 
     # The keys of the model.
+    # Only now is a model's file imported, which may be a user's.
     model_config_class = model_class(model).Config
     model_options = collect_options(model_config_class)
     check_model_keys(model, run_options, model_options, from_command_line)
@@ -203,6 +205,7 @@ def corpus_defaults(settings: dict) -> dict[str, object]:
     Raises:
         ValueError: the corpus is damaged
     """
+    # meta.json alone: the shards are opened later, and may not have been prepared yet
     dataset = settings.get("dataset", TrainConfig.dataset)
     documents = Windows.of(read_json(folder_of(dataset) / "meta.json"))
     defaults = {}

@@ -77,6 +77,7 @@ def exit_with_message(message: str, code: int = MISTAKE, program: str | None = N
     torchrun ends the others as soon as it has ended. torchrun's own report shows the line as well.
     """
     line = f"{program or Path(sys.argv[0]).name}: {' '.join(message.split())}"
+    # ranks usually make the same mistake, which one line reports well enough
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(OTHER_RANKS_WAIT)
         line = line.replace("error: ", f"error: [rank {os.environ.get('RANK', '?')}] ", 1)

@@ -11,6 +11,7 @@ def format_duration(seconds: float) -> str:
 def format_count(number: float) -> str:
     """Format a number as 912, 27.6K, 1.2M or 3.0G."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "K")):
+        # 999.95K would be rounded to 1000.0K
         if number >= 0.9995 * size:
             return f"{number / size:.1f}{letter}"
     return f"{number:.0f}"
