@@ -95,11 +95,14 @@ def check_rules(cls) -> None:
 @contextlib.contextmanager
 def filled_with_nan():
     """Memory that nobody has written to is NaN inside."""
+    fill_memory = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # train.py switches it off
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = fill_memory
 
 
 def check_causality(cls) -> None:

@@ -236,7 +236,7 @@ def test_a_tokenizer_of_another_size(folder):
         content["model"]["vocab"] |= {"ab": 256, "ac": 257, "ad": 258, "ae": 259}
         content["added_tokens"][0]["id"] = 260
     (folder / "tokenizer.json").write_text(json.dumps(content))
-    assert "its tokenizer has 261 tokens, its model vocab_size=260" in refused(folder)
+    assert "the tokenizer has 261 tokens, but the model has only vocab_size=260" in refused(folder)
 
 
 def sharded(folder: Path) -> dict:
