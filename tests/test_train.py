@@ -528,7 +528,7 @@ def test_mistakes_end_in_one_line_with_nothing_written(corpus, tmp_path, changes
         (
             4,
             {"global_batch_size": 6},
-            "global_batch_size=6 is not divisible by the number of processes \(4\)",
+            r"global_batch_size=6 is not divisible by the number of processes \(4\)",
         ),
         (2, {"global_batch_size": 24, "micro_batch_size": 5}, "try --micro_batch_size=4"),
     ],

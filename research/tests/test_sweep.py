@@ -158,7 +158,7 @@ MISTAKES = [
     ({"seed": "0,1", "index": 1}, "--index=N and --mode=cell go together"),
     ({"seed": "0,1", "mode": "cell", "index": 2}, "index=2: there are 2 cells, give 0 to 1"),
     ({"seed": "0,1", "nproc_per_node": 0}, "nproc_per_node=0"),
-    ({"seed": "0,1", "nproc_per_node": 3}, "does not divide over 3 processes"),
+    ({"seed": "0,1", "nproc_per_node": 3}, "is not divisible by the number of processes"),
     ({"seed": "0,1", "mode": "table"}, "nothing has run"),
 ]
 
@@ -354,7 +354,7 @@ def test_other_settings_in_the_folder_are_refused(corpus, tmp_path, run):
     for cell in cells_of(*arguments):
         finish(cell, val_loss=2.0)
     assert len(cells_of(*arguments, "--log_interval=5")) == 2
-    other = r"seed=0 was trained with learning_rate=0.01 (not 0.5"
+    other = r"seed=0 was trained with learning_rate=0\.01 \(not 0\.5\)"
     with pytest.raises(ValueError, match=other):
         run(*arguments, "--learning_rate=0.5")
     with pytest.raises(ValueError, match=r"max_steps=3, but .*seed=0 has 6 steps"):
