@@ -220,15 +220,18 @@ def test_a_longer_interval_between_stored_states_saves_memory():
     config, model_config = make_configs("DDL-gpt-mha-rope")
     deep = dataclasses.replace(model_config, num_hidden_layers=8)
     rare = dataclasses.replace(config, state_checkpoint_interval=4)
-    # a state (B, T, v, d) in float32, after every 2 or 4 of the 16 sublayers but the last
-    state = 4 * BATCH_SIZE * SIZE["block_size"] * model_config.ddl_value_channels * 32
     saved = memory.estimate_saved(config, deep, "cuda")
-    assert saved.products - memory.estimate_saved(rare, deep, "cuda").products == (7 - 3) * state
+    saved_by_rare = memory.estimate_saved(rare, deep, "cuda")
+    # of the 15 writes before the readout's, every second or every fourth stores its state
+    # (B, T, v, d); each of the others keeps its factors (B, T, v); all in float32
+    factors = 4 * BATCH_SIZE * SIZE["block_size"] * model_config.ddl_value_channels
+    state = factors * SIZE["hidden_size"]
+    assert saved.products - saved_by_rare.products == (7 - 3) * (state - factors)
 
 
 def test_activations_grow_with_the_micro_batch():
     one = estimate(compile=True, micro_batch_size=1).activations
-    assert estimate(compile=True).activations == pytest.approx(BATCH_SIZE * one, rel=0.01)
+    assert estimate(compile=True).activations == pytest.approx(BATCH_SIZE * one, rel=0.05)
 
 
 def test_logits_follow_the_chunks_of_the_device():

@@ -582,14 +582,19 @@ def describe_run(
 def describe_memory(
     config: TrainConfig, model_config: GPTConfig, device: torch.device
 ) -> list[str]:
-    """Return lines on the memory of one process, on the device and, if it is open, on a GPU."""
+    """Return lines on the memory of one process, on the device and, if it is open, on a GPU.
+
+    There is no estimate for an Apple GPU.
+    """
+    lines = []
     if device.type == "cuda":
         available = torch.cuda.get_device_properties(device).total_memory
-        return describe_estimate(config, model_config, "cuda", available)
-    available = machine.available_memory()
-    lines = describe_estimate(config, model_config, "cpu", available)
-    if available is not None:
-        lines.append(f"a step cannot do without {format_bytes(least_memory(config, model_config))}")
+        lines.extend(describe_estimate(config, model_config, "cuda", available))
+    if device.type == "cpu":
+        available = machine.available_memory()
+        lines.extend(describe_estimate(config, model_config, "cpu", available))
+        needed = format_bytes(least_memory(config, model_config))
+        lines.append(f"a step cannot do without {needed}")
     if device.type == "cpu" and config.device == "auto":
         # a dry run on a machine without the GPU of the run
         lines.extend(describe_estimate(config, model_config, "cuda", available=None))
