@@ -77,7 +77,8 @@ def declared_names() -> list[str]:
             except SyntaxError:
                 continue  # reported when that model is used
             classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-            for statement in itertools.chain.from_iterable(each.body for each in classes):
+            bodies = (class_node.body for class_node in classes)
+            for statement in itertools.chain.from_iterable(bodies):
                 if isinstance(statement, ast.AnnAssign):
                     names.add(statement.target.id)
     return sorted(names)
@@ -119,10 +120,16 @@ def errors_as_value_errors(name: str) -> Iterator[None]:
             if error.filename:
                 file = error.filename
                 line = error.lineno
-        location = f"model/{Path(file).name}"
-        if line is not None:
-            location = f"{location}, line {line}"
-        raise ValueError(f"{location}: {type(error).__name__}: {message}") from error
+        raise ValueError(
+            f"{describe_location(file, line)}: {type(error).__name__}: {message}"
+        ) from error
+
+
+def describe_location(file: str, line: int | None) -> str:
+    """Return "model/NAME.py, line N", without the line if it is not known."""
+    if line is None:
+        return f"model/{Path(file).name}"
+    return f"model/{Path(file).name}, line {line}"
 
 
 def check_settings(settings: dict[str, object], options: dict[str, Option]) -> dict[str, object]:

@@ -70,11 +70,15 @@ class Option:
         """The values that it takes, in words."""
         words = {int: "a whole number", float: "a number", bool: "True or False", str: "text"}
         choice_types = {type(choice) for choice in self.choices}
-        kinds = [words[each] for each in self.types if each in words and each not in choice_types]
-        kinds.extend(repr(choice) for choice in self.choices)
+        descriptions = [
+            words[accepted_type]
+            for accepted_type in self.types
+            if accepted_type in words and accepted_type not in choice_types
+        ]
+        descriptions.extend(repr(choice) for choice in self.choices)
         if type(None) in self.types:
-            kinds.append("None")
-        return " or ".join(kinds)
+            descriptions.append("None")
+        return " or ".join(descriptions)
 
     @property
     def range(self) -> str:
@@ -159,7 +163,7 @@ def option(
     group: begins a new group of --help, to which the fields below belong as well. Without any, the
         fields of a class are one group, whose heading is the first paragraph of its docstring.
     """
-    facts = {
+    metadata = {
         "help": help,
         "low": low,
         "high": high,
@@ -173,7 +177,7 @@ def option(
         "alias": alias,
         "group": group,
     }
-    return dataclasses.field(default=default, metadata=facts)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @functools.cache
@@ -229,7 +233,7 @@ def read_option(config_class: type, field: dataclasses.Field, hint: object, grou
         choices=tuple(choices),
         default=field.default,
         group=group,
-        **{name: fact for name, fact in field.metadata.items() if name != "group"},
+        **{name: value for name, value in field.metadata.items() if name != "group"},
     )
 
 
@@ -241,8 +245,8 @@ def summarize(documented_class: type) -> str:
 
 def check_ranges(config: object) -> None:
     """Raise ValueError if a value of a configuration is out of its range."""
-    for name, each in collect_options(type(config)).items():
-        each.check_range(getattr(config, name))
+    for name, declared in collect_options(type(config)).items():
+        declared.check_range(getattr(config, name))
 
 
 def check_effects(typed_keys: Iterable[str], settings: dict, options: dict[str, Option]) -> None:
@@ -252,16 +256,16 @@ def check_effects(typed_keys: Iterable[str], settings: dict, options: dict[str, 
             other_key, _ = options[name].counts_with
             raise ValueError(
                 f"{name}={settings[name]} has no effect with {other_key}={settings[other_key]}: "
-                "leave one of them out"
+                "omit one of them"
             )
 
 
 def legacy_defaults(*config_classes: type) -> dict[str, object]:
     """Return what saved configurations without a key meant, for the keys whose default changed."""
     return {
-        name: each.before
-        for name, each in collect_options(*config_classes).items()
-        if each.before is not NOT_GIVEN
+        name: declared.before
+        for name, declared in collect_options(*config_classes).items()
+        if declared.before is not NOT_GIVEN
     }
 
 
@@ -272,12 +276,13 @@ def rename_aliases(settings: dict, options: dict[str, Option]) -> dict:
         ValueError: a key is given under both of its names
     """
     renamed = dict(settings)
-    for name, each in options.items():
-        if each.alias in settings:
+    for name, declared in options.items():
+        alias = declared.alias
+        if alias in settings:
             if name in settings:
                 raise ValueError(
-                    f"{name} is given twice, because {each.alias} is its former name; omit "
-                    f"{each.alias}={settings[each.alias]}"
+                    f"{name} is given twice, because {alias} is its former name; omit "
+                    f"{alias}={settings[alias]}"
                 )
-            renamed[name] = renamed.pop(each.alias)
+            renamed[name] = renamed.pop(alias)
     return renamed

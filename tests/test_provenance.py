@@ -113,3 +113,14 @@ def test_a_file_that_matches_two_patterns_counts_once():
     assert provenance.compute_digest("utils/*.py", "utils/units.py") == provenance.compute_digest(
         "utils/*.py"
     )
+
+
+def test_the_command_of_a_module_has_no_folder_of_the_machine(monkeypatch):
+    path = str(provenance.ROOT / "research" / "benchmarks" / "memory.py")
+    monkeypatch.setattr("sys.argv", [path, "--json=out.json"])
+    assert provenance.describe_command() == "python -m research.benchmarks.memory --json=out.json"
+
+
+def test_the_command_of_a_script_is_as_it_was_typed(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py", "config/demo_cpu.py", "--seed=1"])
+    assert provenance.describe_command() == "python train.py config/demo_cpu.py --seed=1"

@@ -22,11 +22,21 @@ ROOT = Path(__file__).parents[1]
 def collect_provenance() -> dict:
     """Return what is stored with every figure: command, commit, machine, versions and date."""
     return {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": describe_command(),
         "commit": current_commit(),
         **describe_machine(),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def describe_command() -> str:
+    """Return the command of this process, without folders of the machine."""
+    script = Path(sys.argv[0])
+    if not script.is_absolute() or not script.is_relative_to(ROOT):
+        return shlex.join(["python", *sys.argv])
+    # `python -m` replaces the module's name in sys.argv by an absolute path
+    module = ".".join(script.relative_to(ROOT).with_suffix("").parts)
+    return shlex.join(["python", "-m", module, *sys.argv[1:]])
 
 
 def describe_machine() -> dict:
