@@ -30,7 +30,7 @@ class GenerationCache:
         self.cache = cache
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.cache.tokens
+        return self.cache.num_tokens
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
         return self.cache.length
@@ -173,13 +173,13 @@ class DDLForCausalLM(PreTrainedModel, GenerationMixin):
     @torch.no_grad()
     def hidden_with(self, cache, ids, mask):
         """The normed readout (B, T, d) of tokens that follow those in the cache."""
-        if mask is not None and cache.tokens == 0:
+        if mask is not None and cache.num_tokens == 0:
             check_mask(mask, ids.shape[1])
             positions = torch.arange(ids.shape[1], device=ids.device)
             if not mask[:, -1].all():
                 raise ValueError("attention_mask: with a cache rows end together; pad on the left")
             ids = ids.masked_fill(positions < left_padding(mask), NO_TOKEN)
-        elif mask is not None and not mask[:, cache.tokens :].all():
+        elif mask is not None and not mask[:, cache.num_tokens :].all():
             raise ValueError("attention_mask: tokens that follow a cache cannot be masked")
         return self.gpt.hidden(ids, cache, cache.reserve(ids))
 

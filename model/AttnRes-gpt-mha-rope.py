@@ -16,13 +16,16 @@ from model.gpt import GPT
 
 
 class Model(GPT):
-    Config, Block = AttentionResidualsConfig, AttentionResidualsBlock
-    Expander, Readout = staticmethod(first_source), staticmethod(depth_readout)
-    forms = ({"attn_res_blocks": 2}, {"attn_res_form": "delta"})
+    Config = AttentionResidualsConfig
+    Expander = staticmethod(first_source)
+    Block = AttentionResidualsBlock
+    Readout = staticmethod(depth_readout)
 
     @torch.no_grad()
     def from_additive(self) -> None:
         if self.config.attn_res_form != "delta":
-            raise ValueError("attn_res_form=replace has no additive stream: give delta")
-        for site in (site for block in self.transformer.h for site in block.sites):
+            raise ValueError(
+                "attn_res_form=replace has no additive residual stream; use --attn_res_form=delta"
+            )
+        for site in self.sites:
             site.read.gate.zero_()

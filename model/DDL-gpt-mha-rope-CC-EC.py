@@ -4,18 +4,20 @@ The paper's name is DDL-CC-EC, or DDL-CC in its July 2026 text.
 """
 
 from model.gpt import GPT
-from model.residual import ColumnConvRead, DeltaBlock, EmbeddingColumnConvConfig, EmbeddingConv
+from model.residual import (
+    ChannelConvRead,
+    DeltaBlock,
+    EmbeddingChannelConvConfig,
+    EmbeddingConv,
+)
 
 
 class Block(DeltaBlock):
-    Compressor = ColumnConvRead
+    Compressor = ChannelConvRead
 
 
 class Model(GPT):
-    Config, Expander, Block, Readout = (
-        EmbeddingColumnConvConfig,
-        EmbeddingConv,
-        Block,
-        ColumnConvRead,
-    )
-    forms = ({"ddl_state_dv_shortconv_causal": True, "ddl_state_shortconv_kernel_size": 3},)
+    Config = EmbeddingChannelConvConfig
+    Expander = EmbeddingConv
+    Block = Block
+    Readout = ChannelConvRead

@@ -12,4 +12,7 @@ class Block(DeltaBlock):
 
 
 class Model(GPT):
-    Config, Expander, Block, Readout = EmbeddingConvConfig, EmbeddingConv, Block, TokenConvRead
+    Config = EmbeddingConvConfig
+    Expander = EmbeddingConv
+    Block = Block
+    Readout = TokenConvRead

@@ -12,5 +12,7 @@ class Block(DeltaBlock):
 
 
 class Model(GPT):
-    Config, Expander, Block, Readout = ExpandedConfig, Repeat, Block, TokenConvRead
-    forms = ({"ddl_map": "v"},)
+    Config = ExpandedConfig
+    Expander = Repeat
+    Block = Block
+    Readout = TokenConvRead

@@ -10,56 +10,72 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from model.block import Add, Block, Direct
-from model.gpt import GPT
+from model.block import Add, Block, Direct, Past
+from model.gpt import GPT, GPTConfig
 from model.layers import at_least_fp32
 from model.parameters import Rule
 
 
 class Start(Direct):
-    def forward(self, x, past=None):
+    """Expander: the embedding is Y_0, and X."""
+
+    def forward(self, x: torch.Tensor, past: Past | None = None) -> tuple[torch.Tensor, ...]:
         return x, x
 
 
 class Current(Direct):
-    def forward(self, state, past=None):
+    """Read and readout: X, the last tensor of the state."""
+
+    def forward(self, state: tuple[torch.Tensor, ...], past: Past | None = None) -> torch.Tensor:
         return state[-1]
 
 
 class AddToCurrent(Add):
-    def forward(self, state, h, x_in, c, past=None):
-        return *state[:-1], super().forward(state[-1], h, x_in, c, past)
+    """The additive write to X; the outputs of earlier blocks stay."""
+
+    def forward(self, state, h, x_in, c, past: Past | None = None) -> tuple[torch.Tensor, ...]:
+        *outputs, x = state
+        return *outputs, super().forward(x, h, x_in, c, past)
 
 
 class DepthAverage(nn.Module):
-    def __init__(self, config, layer: int):
+    """Maps (Y_0, ..., Y_l) to (Y_0, ..., Y_l, X) with X = sum_i A_li Y_i."""
+
+    def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
-        self.weights, self.hidden_size = nn.Parameter(torch.empty(layer + 2)), config.hidden_size
-        self.rules = {"weights": Rule(lambda weights: nn.init.zeros_(weights)[-1].fill_(1.0))}
+        self.hidden_size = config.hidden_size
+        self.weights = nn.Parameter(torch.empty(layer + 2))
+        self.rules = {"weights": Rule(start_at_last)}
 
     def elementwise_flops(self) -> int:
         return 2 * self.weights.numel() * self.hidden_size
 
-    def forward(self, outputs, averages: bool = True):
-        if not averages:
-            return *outputs, outputs[-1]
+    def forward(self, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         dtype = at_least_fp32(outputs[0].dtype)
-        average = sum(weight * each.to(dtype) for weight, each in zip(self.weights, outputs))
+        average = sum(weight * output.to(dtype) for weight, output in zip(self.weights, outputs))
         return *outputs, average.to(outputs[0].dtype)
 
 
+def start_at_last(weights: torch.Tensor) -> None:
+    """Set the last weight to 1 and all others to 0."""
+    nn.init.zeros_(weights)[-1] = 1.0
+
+
 class DenseBlock(Block):
-    def __init__(self, config, layer: int):
+    def __init__(self, config: GPTConfig, layer: int):
         super().__init__(config, layer)
         self.average = DepthAverage(config, layer)
-        attn, mlp = (
-            replace(site, read=Current(), write=AddToCurrent(config)) for site in self.sites
+        attn, mlp = self.sites
+        self.sites = (
+            replace(attn, read=Current(), write=AddToCurrent(config)),
+            replace(mlp, read=Current(), write=AddToCurrent(config), post_write=self.average),
         )
-        self.sites = attn, replace(mlp, post_write=self.average)
 
 
 class Model(GPT):
-    Expander, Block, Readout = Start, DenseBlock, Current
+    Expander = Start
+    Block = DenseBlock
+    Readout = Current
 
     def from_additive(self) -> None:
-        """It starts as one."""
+        """Change nothing: it starts as the additive model."""

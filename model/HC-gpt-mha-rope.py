@@ -11,12 +11,15 @@ from model.residual import Repeat
 
 
 class Model(GPT):
-    Config, Expander, Block, Readout = HyperConfig, Repeat, HyperBlock, SumOfStreams
-    forms = ({"hc_dynamic": False},)
+    Config = HyperConfig
+    Expander = Repeat
+    Block = HyperBlock
+    Readout = SumOfStreams
 
     @torch.no_grad()
     def from_additive(self) -> None:
-        """It starts as one, n times: the last write divides by n, as ln_f has an eps."""
-        last = self.transformer.h[-1].sites[-1].read
-        last.mix.div_(self.config.hc_streams)
-        last.write.div_(self.config.hc_streams)
+        # The model starts as n equal additive streams, which the readout adds up. The last write
+        # divides them by n, because the eps of ln_f makes its output depend on the scale.
+        last_connection = self.sites[-1].read
+        last_connection.mix.div_(self.config.hc_streams)
+        last_connection.write.div_(self.config.hc_streams)

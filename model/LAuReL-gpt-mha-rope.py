@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from model.block import Add, WritingBlock
+from model.block import Add, Past, WritingBlock
 from model.gpt import GPT, GPTConfig
 from model.layers import at_least_fp32, linear_fp32
 from model.options import option
@@ -41,24 +41,25 @@ class LAuReLConfig(GPTConfig):
 
 
 class LAuReLWrite(Add):
+    """X' = a h + b X with (a, b) = 2 softmax(logits), or X' = h + X + (X A) B."""
+
     def __init__(self, config: LAuReLConfig):
         super().__init__(config)
-        d, self.weighted = config.hidden_size, config.laurel_form == "rw"
+        d = config.hidden_size
+        self.weighted = config.laurel_form == "rw"
         if self.weighted:
             self.logits = nn.Parameter(torch.empty(2))
             self.rules = {"logits": Rule(constant(0.0))}
         else:
-            self.down = linear(
-                d, config.laurel_rank, Rule(normal(config.hidden_init_std), OUTPUT, decay=True)
-            )
-            self.up = linear(config.laurel_rank, d, Rule(constant(0.0), FIXED, decay=True))
+            down_rule = Rule(normal(config.hidden_init_std), OUTPUT, decay=True)
+            up_rule = Rule(constant(0.0), FIXED, decay=True)
+            self.down = linear(d, config.laurel_rank, down_rule)  # A
+            self.up = linear(config.laurel_rank, d, up_rule)  # B
 
     def elementwise_flops(self) -> int:
         return (3 if self.weighted else 2) * self.hidden_size
 
-    def forward(self, state, h, x_in, c, past=None, plain: bool = False):
-        if plain:
-            return super().forward(state, h, x_in, c, past)
+    def forward(self, state, h, x_in, c, past: Past | None = None) -> torch.Tensor:
         x = state.to(at_least_fp32(state.dtype))
         if self.weighted:
             a, b = 2 * self.logits.softmax(0)
@@ -71,8 +72,8 @@ class LAuReLBlock(WritingBlock):
 
 
 class Model(GPT):
-    Config, Block = LAuReLConfig, LAuReLBlock
-    forms = ({"laurel_form": "rw"},)
+    Config = LAuReLConfig
+    Block = LAuReLBlock
 
     def from_additive(self) -> None:
-        """It starts as one."""
+        """Change nothing: it starts as the additive model."""

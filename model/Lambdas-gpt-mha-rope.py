@@ -7,15 +7,16 @@ second half adds the output of a block of the first half, in reverse order. The 
 by those of x_0, v_0 and the outputs of the first half that the keys ask for.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import nn
 
-from model.block import Add, Block, Copies, Direct, First
+from model.block import Add, Block, Copies, Direct, First, Past
 from model.gpt import GPT, GPTConfig
-from model.layers import AttentionInputs, at_least_fp32, for_product
+from model.layers import AttentionInputs, Positions, at_least_fp32, for_product
 from model.options import option
 from model.parameters import Rule, constant
 
@@ -61,85 +62,151 @@ class LambdasConfig(GPTConfig):
             )
 
 
-class Begin(nn.Module):
-    """The attention's read: x as the block begins with it, then the rest of the state."""
+class BlockInput(nn.Module):
+    """The read of attention: maps the state to a tuple of x, mixed, and the rest of the state.
 
-    def __init__(self, config: LambdasConfig, pops: bool):
+    x = a x + b x_0, after the skip connection x + skip * (output of an earlier block), if any.
+    """
+
+    def __init__(self, config: LambdasConfig, pops_skip: bool):
         super().__init__()
-        starts = {"a": (1.0, 0.01), "b": (0.0, 1.0)} if config.lambda_input else {}
-        starts |= {"skip": (1.0, 1.0)} if pops else {}
-        self.names, self.hidden_size = tuple(starts), config.hidden_size
-        self.rules = {name: Rule(constant(at), rate=rate) for name, (at, rate) in starts.items()}
-        for name in starts:
-            self.register_parameter(name, nn.Parameter(torch.empty(1)))
+        self.hidden_size = config.hidden_size
+        self.mixes_embedding = config.lambda_input
+        self.pops_skip = pops_skip
+        self.rules = {}
+        if self.mixes_embedding:
+            self.add_scalar("a", start=1.0, rate=0.01)
+            self.add_scalar("b", start=0.0, rate=1.0)
+        if self.pops_skip:
+            self.add_scalar("skip", start=1.0, rate=1.0)
+
+    def add_scalar(self, name: str, start: float, rate: float) -> None:
+        """Add a learned scalar; rate is a factor on its learning rate."""
+        self.register_parameter(name, nn.Parameter(torch.empty(1)))
+        self.rules[name] = Rule(constant(start), rate=rate)
 
     def elementwise_flops(self) -> int:
-        return 2 * len(self.names) * self.hidden_size
+        return 2 * len(self.rules) * self.hidden_size
 
-    def forward(self, state, past=None):
+    def forward(
+        self, state: tuple[torch.Tensor, ...], past: Past | None = None
+    ) -> tuple[torch.Tensor, ...]:
         x = state[0].to(at_least_fp32(state[0].dtype))
-        x = x + self.skip * state[-1] if "skip" in self.names else x
-        x = self.a * x + self.b * state[1] if "a" in self.names else x
+        if self.pops_skip:
+            x = x + self.skip * state[-1]
+        if self.mixes_embedding:
+            x = self.a * x + self.b * state[1]
         return x.to(state[0].dtype), *state[1:]
 
 
-class Write(Add):
-    """x + h, and the rest: without the output that was taken up, with v_0, with x."""
+class LambdasWrite(Add):
+    """The additive write to x, and the changes of the rest of the state.
+
+    Args:
+        pops_skip: whether it drops the last tensor, the output of an earlier block
+        first_values: function of c that gives the values of block 0, which it appends; or None
+        pushes_skip: whether it appends the new x, the output of the block
+    """
 
     takes_branch_mult = True
 
-    def __init__(self, config: LambdasConfig, pops=False, values=None, pushes=False):
+    def __init__(
+        self,
+        config: LambdasConfig,
+        pops_skip: bool = False,
+        first_values: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        pushes_skip: bool = False,
+    ):
         super().__init__(config)
-        self.pops, self.values, self.pushes = pops, values, pushes
+        self.pops_skip = pops_skip
+        self.first_values = first_values
+        self.pushes_skip = pushes_skip
 
-    def forward(self, state, h, taken, c, past=None):
-        x = super().forward(taken[0], h, None, c)
-        rest = taken[1:-1] if self.pops else taken[1:]
-        rest = (*rest, self.values(c).to(x.dtype)) if self.values else rest
-        return (x, *rest, x) if self.pushes else (x, *rest)
+    def forward(self, state, h, x_in, c, past: Past | None = None) -> tuple[torch.Tensor, ...]:
+        # x_in is the entire tuple that the read returned
+        x = super().forward(x_in[0], h, None, c)
+        rest = x_in[1:-1] if self.pops_skip else x_in[1:]
+        if self.first_values is not None:
+            rest = (*rest, self.first_values(c).to(x.dtype))
+        if self.pushes_skip:
+            rest = (*rest, x)
+        return x, *rest
 
 
 class LambdasBlock(Block):
     def __init__(self, config: LambdasConfig, layer: int):
         super().__init__(config, layer)
-        (attn, mlp), layers, shares = self.sites, config.num_hidden_layers, config.lambda_values
-        pops = config.lambda_skips and layer >= layers - layers // 2
-        self.begin, self.g, self.embedding = Begin(config, pops), None, None
-        self.place = 1 + config.lambda_input  # of v_0 in the state
-        if shares != "none" and layer:
-            self.g = nn.Parameter(torch.empty(self.attn.num_heads if shares == "head" else 1))
+        num_layers = config.num_hidden_layers
+        has_value_residual = config.lambda_values != "none"
+        pops_skip = config.lambda_skips and layer >= num_layers - num_layers // 2
+        pushes_skip = config.lambda_skips and layer < num_layers // 2
+
+        self.begin = BlockInput(config, pops_skip)
+        self.g = None
+        self.embedding = None
+        # index of v_0 in the state: after x, and x_0 if it is kept
+        self.first_values_index = 2 if config.lambda_input else 1
+        if has_value_residual and layer > 0:
+            num_weights = self.attn.num_heads if config.lambda_values == "head" else 1
+            self.g = nn.Parameter(torch.empty(num_weights))
             self.rules = {"g": Rule(constant(0.5))}
-        if config.lambda_value_embeddings and (layers - 1 - layer) % 2 == 0:
+        # every second block, counted back from the last
+        if config.lambda_value_embeddings and (num_layers - 1 - layer) % 2 == 0:
             self.embedding = nn.Embedding(config.vocab_size, self.attn.c_v.out_features)
             self.embedding.rules = {"weight": Rule(constant(0.0), decay=True, rounded=True)}
-        first = self.first_values if shares != "none" and not layer else None
-        inputs = self.inputs if self.g is not None or self.embedding is not None else None
-        attn = replace(attn, read=self.begin, inputs=inputs, write=Write(config, pops, first))
-        pushes = config.lambda_skips and layer < layers // 2
-        self.sites = attn, replace(mlp, read=Direct(), write=Write(config, pushes=pushes))
 
-    def first_values(self, c):
+        attn, mlp = self.sites
+        changes_values = self.g is not None or self.embedding is not None
+        appends_values = has_value_residual and layer == 0
+        attn_write = LambdasWrite(
+            config,
+            pops_skip=pops_skip,
+            first_values=self.compute_values if appends_values else None,
+        )
+        self.sites = (
+            replace(
+                attn,
+                read=self.begin,
+                inputs=self.attention_inputs if changes_values else None,
+                write=attn_write,
+            ),
+            replace(
+                mlp,
+                read=Direct(),
+                write=LambdasWrite(config, pushes_skip=pushes_skip),
+            ),
+        )
+
+    def compute_values(self, c: torch.Tensor) -> torch.Tensor:
+        """Return the values of attention, (B, T, H * head_dim)."""
         return self.attn.c_v(for_product(c, self.attn.c_v.weight))
 
-    def inputs(self, c, taken, positions):
-        def change(v):
+    def attention_inputs(
+        self, c: torch.Tensor, x_in: tuple[torch.Tensor, ...], positions: Positions
+    ) -> AttentionInputs:
+        """Return c, with a change of the values by those of block 0 and by the token embedding."""
+
+        def change_values(v: torch.Tensor) -> torch.Tensor:
             if self.g is not None:
-                first = taken[self.place].view_as(v).to(v.dtype)
-                v = torch.lerp(v, first, self.g.to(v.dtype)[:, None])
+                first_values = x_in[self.first_values_index].view_as(v).to(v.dtype)
+                v = torch.lerp(v, first_values, self.g.to(v.dtype)[:, None])
             if self.embedding is not None:
                 v = v + positions.embed(self.embedding).view_as(v).to(v.dtype)
             return v
 
-        return AttentionInputs(c, c, c, change)
+        return AttentionInputs(query=c, key=c, value=c, change_values=change_values)
+
+
+def copies_of_embedding(config: LambdasConfig) -> Copies:
+    """Return the expander: x, and x_0 if it is kept, are the embedding."""
+    return Copies(2 if config.lambda_input else 1)
 
 
 class Model(GPT):
-    Config, Block, Readout = LambdasConfig, LambdasBlock, First
-    Expander = staticmethod(lambda config: Copies(1 + config.lambda_input))
-    forms = (
-        {"lambda_values": "head", "lambda_value_embeddings": True},
-        {"lambda_input": False, "lambda_values": "none", "lambda_skips": True},
-    )
+    Config = LambdasConfig
+    Expander = staticmethod(copies_of_embedding)
+    Block = LambdasBlock
+    Readout = First
 
     @torch.no_grad()
     def from_additive(self) -> None:

@@ -8,5 +8,6 @@ from model.mgt import MGTBlock, MGTConfig, final_norm
 
 
 class Model(GPT):
-    Config, Block, FinalNorm = MGTConfig, MGTBlock, staticmethod(final_norm)
-    forms = tuple({"mgt_arm": arm} for arm in ("ddl", "mhc", "standard", "additive"))
+    Config = MGTConfig
+    Block = MGTBlock
+    FinalNorm = staticmethod(final_norm)

@@ -1,10 +1,11 @@
 """MUDDFormer (arXiv 2502.12170): input-dependent dense connections to all earlier blocks.
 
-After block l, with h_0 the embedding, h_1 .. h_(l+1) the outputs of the blocks and x the last of
-them, w = W2 gelu(W1 rms_norm(x)) + b, and way c of the next block is sum_j w_cj h_j. The ways are
-queries, keys, values and the residual stream, or the residual stream alone, which is also that of
-the readout. The model starts as plain pre-norm, with W2 = 0, and b = 1 for x and 0 for the others.
-The state is the ways, followed by h_0, h_1, ...
+Let h_0 be the embedding, h_1, ..., h_(l+1) the outputs of blocks 0 to l, and x the last of them.
+After block l, w = W2 gelu(W1 rms_norm(x)) + b, and input c of the next block is sum_j w_cj h_j. The
+inputs, which the paper calls ways, are those of queries, keys, values and the residual stream, or
+the residual stream alone; the readout has that one as well. With W2 = 0, and b = 1 for x and 0 for
+the others, the model starts as the additive one. The state is the tuple of the ways, followed by
+h_0, h_1, ...
 """
 
 from dataclasses import dataclass, replace
@@ -14,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model.block import Add, Block, Copies, First
+from model.block import Add, Block, Copies, First, Past
 from model.gpt import GPT, GPTConfig
-from model.layers import AttentionInputs, RMSNorm, at_least_fp32, linear_fp32
+from model.layers import AttentionInputs, Positions, RMSNorm, at_least_fp32, linear_fp32
 from model.options import option
 from model.parameters import FIXED, OUTPUT, Rule, constant, linear, normal
 
@@ -32,66 +33,103 @@ class MUDDConfig(GPTConfig):
     )
 
 
-class WriteLastWay(Add):
+class AddToLastWay(Add):
+    """The additive write to the last way, the residual stream; it drops the other ways."""
+
     takes_branch_mult = True
 
-    def __init__(self, config: MUDDConfig, ways: int):
+    def __init__(self, config: MUDDConfig, num_ways: int):
         super().__init__(config)
-        self.ways = ways
+        self.num_ways = num_ways
 
-    def forward(self, state, h, x_in, c, past=None):
-        return super().forward(state[self.ways - 1], h, x_in, c, past), *state[self.ways :]
+    def forward(self, state, h, x_in, c, past: Past | None = None) -> tuple[torch.Tensor, ...]:
+        residual = state[self.num_ways - 1]
+        outputs = state[self.num_ways :]
+        return super().forward(residual, h, x_in, c, past), *outputs
 
 
 class DenseConnection(nn.Module):
-    """(x, h_0, .., h_l) -> (the ways, h_0, .., h_l, x)."""
+    """Maps (x, h_0, ..., h_l) to (the ways, h_0, ..., h_l, x)."""
 
     def __init__(self, config: MUDDConfig, layer: int):
         super().__init__()
-        ways = 1 if layer == config.num_hidden_layers - 1 else len(config.mudd_ways)
-        self.static, d = nn.Parameter(torch.empty(ways, layer + 2)), config.hidden_size
-        self.rules = {"static": Rule(lambda b: nn.init.zeros_(b)[:, -1].fill_(1.0))}
+        is_last_block = layer == config.num_hidden_layers - 1
+        num_ways = 1 if is_last_block else len(config.mudd_ways)
+        d = config.hidden_size
+        self.static = nn.Parameter(torch.empty(num_ways, layer + 2))  # b
+        self.rules = {"static": Rule(start_at_last)}
         size = self.static.numel()
-        self.first = linear(d, size, Rule(normal(config.hidden_init_std), OUTPUT, decay=True))
-        self.second = linear(size, size, Rule(constant(0.0), FIXED, decay=True))
+        first_rule = Rule(normal(config.hidden_init_std), OUTPUT, decay=True)
+        second_rule = Rule(constant(0.0), FIXED, decay=True)
+        self.first = linear(d, size, first_rule)  # W1
+        self.second = linear(size, size, second_rule)  # W2
 
     def elementwise_flops(self) -> int:
         return 2 * self.static.numel() * self.first.in_features
 
-    def forward(self, state):
-        x, states = state[0], (*state[1:], state[0])
-        wide = [each.to(at_least_fp32(x.dtype)) for each in states]
-        normed = F.rms_norm(wide[-1], x.shape[-1:], eps=1e-6)
-        w = linear_fp32(self.second, F.gelu(linear_fp32(self.first, normed)))
-        w = (w.unflatten(-1, self.static.shape) + self.static).unsqueeze(-1)
-        ways = [torch.zeros_like(wide[0]) for _ in self.static]
-        for j, each in enumerate(wide):
-            ways = [torch.addcmul(way, w[:, :, c, j], each) for c, way in enumerate(ways)]
-        return *(way.to(x.dtype) for way in ways), *states
+    def forward(self, state: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        x, *earlier_outputs = state
+        outputs = (*earlier_outputs, x)
+        outputs_fp32 = [output.to(at_least_fp32(x.dtype)) for output in outputs]
+        normed = F.rms_norm(outputs_fp32[-1], x.shape[-1:], eps=1e-6)
+        dynamic = linear_fp32(self.second, F.gelu(linear_fp32(self.first, normed)))
+        weights = dynamic.unflatten(-1, self.static.shape) + self.static  # (B, T, ways, outputs)
+        weights = weights.unsqueeze(-1)
+        sums = [torch.zeros_like(outputs_fp32[0]) for _ in self.static]
+        for j, output in enumerate(outputs_fp32):
+            sums = [
+                torch.addcmul(way_sum, weights[:, :, way, j], output)
+                for way, way_sum in enumerate(sums)
+            ]
+        return *(way_sum.to(x.dtype) for way_sum in sums), *outputs
+
+
+def start_at_last(weights: torch.Tensor) -> None:
+    """Set the weights of the last output to 1 and all others to 0."""
+    nn.init.zeros_(weights)[:, -1] = 1.0
+
+
+def read_qkv(state: tuple[torch.Tensor, ...], past: Past | None = None) -> tuple[torch.Tensor, ...]:
+    """Return the ways of queries, keys and values."""
+    return state[:3]
 
 
 class MUDDBlock(Block):
     def __init__(self, config: MUDDConfig, layer: int):
         super().__init__(config, layer)
-        self.dense, (attn, mlp) = DenseConnection(config, layer), self.sites
-        mlp = replace(mlp, read=First(), write=WriteLastWay(config, 1), post_write=self.dense)
-        attn = replace(attn, read=First(), write=WriteLastWay(config, len(config.mudd_ways)))
-        if config.mudd_ways == "qkvr":  # ln_1 is the queries'
-            self.ln_k, self.ln_v = RMSNorm(config.hidden_size), RMSNorm(config.hidden_size)
-            attn = replace(attn, read=lambda state, past=None: state[:3], inputs=self.inputs)
-        self.sites = attn, mlp
+        self.dense = DenseConnection(config, layer)
+        attn, mlp = self.sites
+        attn = replace(attn, read=First(), write=AddToLastWay(config, len(config.mudd_ways)))
+        if config.mudd_ways == "qkvr":
+            # ln_1 normalizes the way of the queries
+            self.ln_k = RMSNorm(config.hidden_size)
+            self.ln_v = RMSNorm(config.hidden_size)
+            attn = replace(attn, read=read_qkv, inputs=self.attention_inputs)
+        mlp = replace(mlp, read=First(), write=AddToLastWay(config, 1), post_write=self.dense)
+        self.sites = (attn, mlp)
 
-    def inputs(self, c, ways, positions):
-        return AttentionInputs(c, self.ln_k(ways[1]), self.ln_v(ways[2]))
+    def attention_inputs(
+        self, c: torch.Tensor, qkv: tuple[torch.Tensor, ...], positions: Positions
+    ) -> AttentionInputs:
+        """Return the normalized ways; c is that of the queries."""
+        return AttentionInputs(query=c, key=self.ln_k(qkv[1]), value=self.ln_v(qkv[2]))
+
+
+def copies_of_embedding(config: MUDDConfig) -> Copies:
+    """Return the expander: the ways and h_0 are all the embedding."""
+    return Copies(len(config.mudd_ways) + 1)
 
 
 class Model(GPT):
-    Config, Block, Readout = MUDDConfig, MUDDBlock, First
-    Expander = staticmethod(lambda config: Copies(len(config.mudd_ways) + 1))
-    forms = ({"mudd_ways": "r"},)
+    Config = MUDDConfig
+    Expander = staticmethod(copies_of_embedding)
+    Block = MUDDBlock
+    Readout = First
 
     @torch.no_grad()
     def from_additive(self) -> None:
-        for block in self.transformer.h if self.config.mudd_ways == "qkvr" else ():
+        if self.config.mudd_ways == "r":
+            return
+        for block in self.transformer.h:
             block.ln_k.weight.copy_(block.ln_1.weight)
             block.ln_v.weight.copy_(block.ln_1.weight)

@@ -6,13 +6,15 @@ There is one scalar per sublayer (equation 1).
 import torch
 from torch import nn
 
-from model.block import Add, WritingBlock
-from model.gpt import GPT
+from model.block import Add, Past, WritingBlock
+from model.gpt import GPT, GPTConfig
 from model.parameters import Rule, constant
 
 
 class ScaledAdd(Add):
-    def __init__(self, config):
+    """The write X' = X + scale * h."""
+
+    def __init__(self, config: GPTConfig):
         super().__init__(config)
         self.scale = nn.Parameter(torch.empty(1))
         self.rules = {"scale": Rule(constant(0.0))}
@@ -20,8 +22,8 @@ class ScaledAdd(Add):
     def elementwise_flops(self) -> int:
         return 2 * self.hidden_size
 
-    def forward(self, state, h, x_in, c, past=None, scale: float | None = None):
-        return (state + (self.scale if scale is None else scale) * h).to(state.dtype)
+    def forward(self, state, h, x_in, c, past: Past | None = None) -> torch.Tensor:
+        return (state + self.scale * h).to(state.dtype)
 
 
 class ReZeroBlock(WritingBlock):
@@ -33,5 +35,5 @@ class Model(GPT):
 
     @torch.no_grad()
     def from_additive(self) -> None:
-        for site in (site for block in self.transformer.h for site in block.sites):
+        for site in self.sites:
             site.write.scale.fill_(1)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from model.gpt import GPT, GPTConfig
 
 # The file of a variant has a hyphen in its name, which no helper module can have.
-STEMS = sorted(path.stem for path in Path(__file__).parent.glob("*-*.py"))
+MODEL_NAMES = sorted(path.stem for path in Path(__file__).parent.glob("*-*.py"))
 
 
 def model_class(name: str) -> "type[GPT]":
@@ -28,17 +28,17 @@ def model_class(name: str) -> "type[GPT]":
         ValueError: there is no such variant (the message suggests others), or its file is wrong
             (the message names the line)
     """
-    if name not in STEMS:
+    if name not in MODEL_NAMES:
         file = Path(__file__).parent / f"{name}.py"
         if file.is_file() and "class Model" in file.read_text(encoding="utf-8"):
             raise ValueError(
                 f"model={name!r}: the file of a variant has a hyphen in its name; rename it to "
                 f"{name}-gpt-mha-rope.py"
             )
-        suggestion = errors.suggest(name, STEMS)
+        suggestion = errors.suggest(name, MODEL_NAMES)
         raise ValueError(
             f"model={name!r} is not a model variant{suggestion or '.'} "
-            f"Available: {', '.join(STEMS)}"
+            f"Available: {', '.join(MODEL_NAMES)}"
         )
     with errors_as_value_errors(name):
         variant = getattr(importlib.import_module(f"model.{name}"), "Model", None)
@@ -87,7 +87,7 @@ def declared_names() -> list[str]:
 def every_config() -> "list[type[GPTConfig]]":
     """Return the Config of every variant. One whose file is wrong is reported, and left out."""
     configs = []
-    for name in STEMS:
+    for name in MODEL_NAMES:
         try:
             configs.append(model_class(name).Config)
         except ValueError as error:

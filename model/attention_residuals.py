@@ -1,10 +1,9 @@
-"""Attention Residuals (arXiv 2603.15031): every read attends over what the depth before it has
-written.
+"""Attention Residuals (arXiv 2603.15031): each read attends over what earlier sublayers have written.
 
-The state is the tuple of sources, each (B, T, d): the embedding, then the sublayers' outputs, or,
-by blocks, the sums of the outputs of each finished run of sites and of the present one. Delta
-Attention Residuals (arXiv 2605.18855) keep the additive stream X before them: a site reads
-X + g sum_i a_i V_i, and the readout is X.
+The state is the tuple of sources, each (B, T, d): the embedding, followed by the outputs of all
+earlier sublayers (Full AttnRes) or by their sums over runs of consecutive sublayers (Block AttnRes;
+the paper calls a run a block). Delta Attention Residuals (arXiv 2605.18855) have the additive
+stream X before the sources: a site reads X + g sum_i a_i V_i, and the readout is X.
 """
 
 import math
@@ -55,16 +54,17 @@ class AttentionResidualsConfig(GPTConfig):
 
 
 def first_source(config: AttentionResidualsConfig) -> nn.Module:
-    """Expander: the embedding is the only source, and X where there is one."""
+    """Return the expander: the embedding is the only source, and also X if there is one."""
     return Copies(2 if config.attn_res_form == "delta" else 1)
 
 
 class DepthAttention(nn.Module):
-    """x_in = sum_i a_i V_i with a = softmax_i(query . RMSNorm(V_i)), in at least fp32; the norm has
-    no weight.
+    """The read x_in = sum_i a_i V_i with a = softmax_i(query . RMSNorm(V_i)), in at least fp32.
 
-    The query starts at zero, so that x_in starts as the mean of the sources. `site` sites have
-    written before.
+    The norm has no weight. The query starts at zero, so that x_in starts as the mean of the
+    sources.
+
+    site: number of sites that have written before
     """
 
     EPS = 1e-5
@@ -73,85 +73,103 @@ class DepthAttention(nn.Module):
         super().__init__()
         self.query = nn.Parameter(torch.empty(config.hidden_size))
         self.rules = {"query": Rule(constant(0.0), OUTPUT)}
-        self.sources = 1 + -(-site // config.run_length)
+        # the embedding, and the runs that have begun before
+        self.num_sources = 1 + math.ceil(site / config.run_length)
 
     def elementwise_flops(self) -> int:
-        return 4 * self.sources * self.query.numel()  # a score and a share of x_in each
+        # a score and a term of the weighted sum for each source
+        return 4 * self.num_sources * self.query.numel()
 
     def forward(
-        self, state, past: Past | None = None, force: Literal["uniform", "last"] | None = None
-    ):
-        """state, a tuple of (B, T, d) -> x_in (B, T, d) and the weights a (B, T, sources).
+        self, state: tuple[torch.Tensor, ...], past: Past | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return x_in (B, T, d) and the weights a (B, T, sources)."""
+        sources = [source.to(at_least_fp32(source.dtype)) for source in state]
+        weights = self.compute_weights(sources)
+        return weighted_sum(weights, sources), weights
 
-        force, for analyses: weights in the place of the learned ones, 1/sources each, or of the
-        last source alone.
-        """
-        sources = [each.to(at_least_fp32(each.dtype)) for each in state]
-        # The norm is a number for each token, and is taken out of the product: no normed copy of a
-        # source is kept.
-        norms = [(each.square().mean(-1) + self.EPS).rsqrt() for each in sources]
-        scores = [(each * self.query).sum(-1) * norm for each, norm in zip(sources, norms)]
-        weights = torch.stack(scores, dim=-1).softmax(-1)
-        if force == "uniform":
-            weights = torch.full_like(weights, 1 / len(sources))
-        elif force == "last":
-            weights = (
-                (torch.arange(len(sources)) == len(sources) - 1).to(weights).expand_as(weights)
-            )
-        return sum(weights[..., i, None] * each for i, each in enumerate(sources)), weights
+    def compute_weights(self, sources: list[torch.Tensor]) -> torch.Tensor:
+        """Return the weights a (B, T, sources) of sources (B, T, d) in at least fp32."""
+        # RMSNorm multiplies each token by a number, which is applied to the score, so that no
+        # normalized copy of a source has to be stored.
+        inverse_rms = [(source.square().mean(-1) + self.EPS).rsqrt() for source in sources]
+        scores = [
+            (source * self.query).sum(-1) * factor for source, factor in zip(sources, inverse_rms)
+        ]
+        return torch.stack(scores, dim=-1).softmax(-1)
+
+
+def weighted_sum(weights: torch.Tensor, sources: list[torch.Tensor]) -> torch.Tensor:
+    """Return sum_i a_i V_i (B, T, d) of weights (B, T, sources) and sources (B, T, d)."""
+    return sum(weights[..., i, None] * source for i, source in enumerate(sources))
 
 
 class LastAttention(DepthAttention):
-    """Readout: a query of its own over all sources."""
+    """Readout with a query of its own over all sources."""
 
     def __init__(self, config: AttentionResidualsConfig):
         super().__init__(config, 2 * config.num_hidden_layers)
 
-    def forward(self, state, past: Past | None = None):
-        return super().forward(state, past)[0]
+    def forward(self, state: tuple[torch.Tensor, ...], past: Past | None = None) -> torch.Tensor:
+        x_in, _ = super().forward(state, past)
+        return x_in
 
 
 class Append(nn.Module):
-    """The write of the site-th site of all: its output is a new source, or added to its run's."""
+    """The write: h becomes a new source, or is added to the source of its run.
 
-    def __init__(self, config: AttentionResidualsConfig, site: int):
-        super().__init__()
-        self.begins, self.hidden_size = site % config.run_length == 0, config.hidden_size
-
-    def elementwise_flops(self) -> int:
-        return 0 if self.begins else self.hidden_size
-
-    def forward(self, state, h, taken, c, past: Past | None = None):
-        h = h.to(state[0].dtype)
-        return (*state, h) if self.begins else (*state[:-1], state[-1] + h)
+    site: number of sites that have written before
+    """
 
     ranges: ClassVar = {"embedding_weight": (0.0, 1.0)}
 
-    def statistics(self, state, h, taken, c, written) -> dict:
-        """Of each token (B, T): the embedding's weight, and how many sources count: exp(entropy)."""
-        weights = taken[1]
-        count = torch.special.entr(weights).sum(-1).exp()
-        return {"embedding_weight": weights[..., 0], "effective_sources": count}
+    def __init__(self, config: AttentionResidualsConfig, site: int):
+        super().__init__()
+        self.hidden_size = config.hidden_size
+        self.begins_run = site % config.run_length == 0
+
+    def elementwise_flops(self) -> int:
+        return 0 if self.begins_run else self.hidden_size
+
+    def forward(self, state, h, x_in, c, past: Past | None = None) -> tuple[torch.Tensor, ...]:
+        h = h.to(state[0].dtype)
+        if self.begins_run:
+            return *state, h
+        return *state[:-1], state[-1] + h
+
+    def statistics(self, state, h, x_in, c, written) -> dict[str, torch.Tensor]:
+        """Return, for each token (B, T), the embedding's weight and the effective number of sources.
+
+        The latter is the exponential of the entropy of the weights.
+        """
+        _, weights = x_in
+        return {
+            "embedding_weight": weights[..., 0],
+            "effective_sources": torch.special.entr(weights).sum(-1).exp(),
+        }
 
 
 class DeltaAttention(DepthAttention):
-    """x_in = X + g sum_i a_i V_i of the state (X, V_0, ...); g, a number, starts at attn_res_gate."""
+    """The read x_in = X + g sum_i a_i V_i of the state (X, V_0, ...), with a learned number g."""
 
     def __init__(self, config: AttentionResidualsConfig, site: int):
         super().__init__(config, site)
         self.gate = nn.Parameter(torch.empty(1))
-        self.rules |= {"gate": Rule(constant(config.attn_res_gate))}
+        self.rules["gate"] = Rule(constant(config.attn_res_gate))
 
     def elementwise_flops(self) -> int:
         return super().elementwise_flops() + 2 * self.query.numel()
 
-    def forward(self, state, past: Past | None = None, force=None):
-        routed, weights = super().forward(state[1:], past, force)
-        return state[0].to(routed.dtype) + self.gate * routed, weights
+    def forward(
+        self, state: tuple[torch.Tensor, ...], past: Past | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, *sources = state
+        attended, weights = super().forward(sources, past)
+        return x.to(attended.dtype) + self.gate * attended, weights
 
 
 class AppendAndAdd(Append):
-    """The write of the additive stream, and of the sources beside it."""
+    """The additive write to X, and the write of `Append` to the sources."""
 
     def __init__(self, config: AttentionResidualsConfig, site: int):
         super().__init__(config, site)
@@ -160,22 +178,34 @@ class AppendAndAdd(Append):
     def elementwise_flops(self) -> int:
         return super().elementwise_flops() + self.hidden_size
 
-    def forward(self, state, h, taken, c, past: Past | None = None):
-        return self.add(state[0], h, None, c), *super().forward(state[1:], h, taken, c)
+    def forward(self, state, h, x_in, c, past: Past | None = None) -> tuple[torch.Tensor, ...]:
+        x, *sources = state
+        return self.add(x, h, None, c), *super().forward(sources, h, x_in, c)
 
 
 class AttentionResidualsBlock(Block):
-    """A query for each site; sites are counted through all blocks."""
+    """A block in which each site has a query of its own."""
 
     def __init__(self, config: AttentionResidualsConfig, layer: int):
         super().__init__(config, layer)
-        delta = config.attn_res_form == "delta"
-        read, write = (DeltaAttention, AppendAndAdd) if delta else (DepthAttention, Append)
-        self.depth_attn, self.depth_mlp = read(config, 2 * layer), read(config, 2 * layer + 1)
+        if config.attn_res_form == "delta":
+            Read = DeltaAttention
+            Write = AppendAndAdd
+        else:
+            Read = DepthAttention
+            Write = Append
+        # sites are counted through all blocks
+        attn_index = 2 * layer
+        mlp_index = 2 * layer + 1
+        self.depth_attn = Read(config, attn_index)
+        self.depth_mlp = Read(config, mlp_index)
         attn, mlp = self.sites
-        attn = replace(attn, read=self.depth_attn, write=write(config, 2 * layer))
-        self.sites = attn, replace(mlp, read=self.depth_mlp, write=write(config, 2 * layer + 1))
+        self.sites = (
+            replace(attn, read=self.depth_attn, write=Write(config, attn_index)),
+            replace(mlp, read=self.depth_mlp, write=Write(config, mlp_index)),
+        )
 
 
 def depth_readout(config: AttentionResidualsConfig) -> nn.Module:
+    """Return the readout: X, or attention over all sources."""
     return First() if config.attn_res_form == "delta" else LastAttention(config)

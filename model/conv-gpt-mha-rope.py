@@ -6,16 +6,22 @@ B on queries, keys and values, C on the input of the MLP, D on the hidden featur
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model.block import Block, Direct, delay, past
+from model.block import Block, Direct, Past, delay, past
 from model.gpt import GPT, GPTConfig
-from model.layers import MLP, CausalSelfAttention, apply_rope, at_least_fp32, for_product
+from model.layers import (
+    MLP,
+    CausalSelfAttention,
+    Positions,
+    apply_rope,
+    at_least_fp32,
+    for_product,
+)
 from model.options import option
 from model.parameters import constant, normal
 from model.residual import Taps, TokenConvRead
@@ -60,91 +66,115 @@ class ConvConfig(GPTConfig):
 
 
 class ConvRead(TokenConvRead):
-    def forward(self, state, past=None):
+    """Read: a causal convolution of the state (B, T, d) over tokens."""
+
+    def forward(self, state: torch.Tensor, past: Past | None = None) -> torch.Tensor:
         return super().forward(state.unsqueeze(2), past)
 
 
 class Canon(Taps):
-    """x + conv4(x); x (B, T, channels)."""
+    """A Canon layer, x + conv4(x), for x (B, T, features)."""
 
-    def __init__(self, config: ConvConfig, channels: int):
-        normally = config.conv_init == "normal"
-        start = normal(config.hidden_init_std) if normally else constant(0.0)
-        super().__init__(channels, 4, start=start)
+    def __init__(self, config: ConvConfig, num_features: int):
+        start = constant(0.0)
+        if config.conv_init == "normal":
+            start = normal(config.hidden_init_std)
+        super().__init__(num_features, 4, start=start)
 
     def elementwise_flops(self) -> int:
         return 2 * self.weight.numel()
 
-    def forward(self, x, past=None):
-        wide = x.to(at_least_fp32(x.dtype))
-        taps = self.weight.to(wide.dtype).flip(1).unbind(1)
-        return (wide + sum(tap * delay(wide, s, past) for s, tap in enumerate(taps))).to(x.dtype)
+    def forward(self, x: torch.Tensor, past: Past | None = None) -> torch.Tensor:
+        x_fp32 = x.to(at_least_fp32(x.dtype))
+        taps = self.weight.to(x_fp32.dtype).flip(1).unbind(1)  # the current token's first
+        conv = sum(tap * delay(x_fp32, tokens, past) for tokens, tap in enumerate(taps))
+        return (x_fp32 + conv).to(x.dtype)
 
 
 class CanonRead(Canon):
-    """Of what the norm, its block's, makes of the state."""
+    """Read: a Canon layer of the normalized state."""
 
     def __init__(self, config: ConvConfig, norm: nn.Module):
         super().__init__(config, config.hidden_size)
-        self.norm = (norm,)  # not a part of this one
+        # in a tuple, because the norm is already a submodule of the block
+        self.norm = (norm,)
 
-    def forward(self, state, past=None):
+    def forward(self, state: torch.Tensor, past: Past | None = None) -> torch.Tensor:
         return super().forward(self.norm[0](state), past)
 
 
 class CanonAttention(CausalSelfAttention):
+    """Attention with a Canon layer on queries, keys and values."""
+
     def __init__(self, config: ConvConfig):
         super().__init__(config)
         self.canon = Canon(config, 3 * self.num_heads * self.head_dim)
 
-    def forward(self, x, positions, cache=None):
+    def forward(
+        self, x: torch.Tensor, positions: Positions, cache: dict | None = None
+    ) -> torch.Tensor:
         x = for_product(x, self.c_q.weight)
-        parts = torch.cat([layer(x) for layer in (self.c_q, self.c_k, self.c_v)], dim=-1)
-        parts = self.canon(parts, past(cache, "attn.canon"))
-        q, k, v = parts.unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(-3)
-        rotated = partial(apply_rope, cos=positions.cos, sin=positions.sin)
-        q, k = self.q_rms(rotated(q)).to(v.dtype), self.k_rms(rotated(k)).to(v.dtype)
-        return self.attend((q, k, v), positions, cache)
+        qkv = torch.cat([self.c_q(x), self.c_k(x), self.c_v(x)], dim=-1)
+        qkv = self.canon(qkv, past(cache, "attn.canon"))
+        q, k, v = qkv.unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(-3)
+        q = self.q_rms(apply_rope(q, positions.cos, positions.sin)).to(v.dtype)
+        k = self.k_rms(apply_rope(k, positions.cos, positions.sin)).to(v.dtype)
+        return self.attend(q, k, v, positions, cache)
 
 
 class CanonMLP(MLP):
+    """SwiGLU with a Canon layer on its hidden features."""
+
     def __init__(self, config: ConvConfig):
         super().__init__(config)
         self.canon = Canon(config, 2 * self.c_proj.in_features)
 
-    def forward(self, x, positions=None, cache=None):
+    def forward(
+        self,
+        x: torch.Tensor,
+        positions: Positions | None = None,
+        cache: dict | None = None,
+    ) -> torch.Tensor:
         x = for_product(x, self.c_fc1.weight)
-        both = torch.cat((self.c_fc1(x), self.c_fc2(x)), dim=-1)
-        gate, value = self.canon(both, past(cache, "mlp.canon")).chunk(2, dim=-1)
+        features = torch.cat((self.c_fc1(x), self.c_fc2(x)), dim=-1)
+        gate, value = self.canon(features, past(cache, "mlp.canon")).chunk(2, dim=-1)
         return self.c_proj(F.silu(gate) * value)
 
 
 class ConvBlock(Block):
     def __init__(self, config: ConvConfig, layer: int):
         super().__init__(config, layer)
+        attn, mlp = self.sites
         if not config.canon:
             self.compress = ConvRead(config)
-            self.sites = tuple(replace(site, read=self.compress) for site in self.sites)
+            self.sites = (
+                replace(attn, read=self.compress),
+                replace(mlp, read=self.compress),
+            )
             return
-        self.attn = CanonAttention(config) if "B" in config.canon else self.attn
-        self.mlp = CanonMLP(config) if "D" in config.canon else self.mlp
-        attn, mlp = (replace(s, sublayer=f) for s, f in zip(self.sites, (self.attn, self.mlp)))
         if "A" in config.canon:
             self.canon_attn = CanonRead(config, self.ln_1)
             attn = replace(attn, read=self.canon_attn, norm=None)
+        if "B" in config.canon:
+            self.attn = CanonAttention(config)
+            attn = replace(attn, sublayer=self.attn)
         if "C" in config.canon:
             self.canon_mlp = CanonRead(config, self.ln_2)
             mlp = replace(mlp, read=self.canon_mlp, norm=None)
-        self.sites = attn, mlp
+        if "D" in config.canon:
+            self.mlp = CanonMLP(config)
+            mlp = replace(mlp, sublayer=self.mlp)
+        self.sites = (attn, mlp)
 
 
-def readout(config: ConvConfig) -> nn.Module:
+def make_readout(config: ConvConfig) -> nn.Module:
     return Direct() if config.canon else ConvRead(config)
 
 
 class Model(GPT):
-    Config, Block, Readout = ConvConfig, ConvBlock, staticmethod(readout)
-    forms = ({"canon": "ABCD"},)
+    Config = ConvConfig
+    Block = ConvBlock
+    Readout = staticmethod(make_readout)
 
     @torch.no_grad()
     def from_additive(self) -> None:

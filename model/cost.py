@@ -1,92 +1,152 @@
-"""What a model costs, counted from the model itself: it runs once, on fake tensors, which have no
-data.
+"""The cost of a model: operations per token and size of the state.
 
-That is also the first time that a stream runs: what its parts give is looked at on the way.
+It is counted while the model runs once on fake tensors, which have shapes but no data. As this is
+the first time that a stream runs, it is also checked that its reads and writes return tensors of
+the right shape.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from model.block import Stream
-from model.block import state_size as size_of
+from model import block
+from model.block import Site, State, Stream
+
+if TYPE_CHECKING:
+    from model.gpt import GPT, GPTConfig
+    from model.layers import Positions
 
 
-def attention_flops(query, key, value, *_, **__) -> int:
-    """Of the CPU's attention, which torch has no formula for; the whole context, as for others."""
-    return sdpa_flop_count(query, key, value)
+def attention_flops(
+    query_shape: torch.Size, key_shape: torch.Size, value_shape: torch.Size, *_, **__
+) -> int:
+    """Return the operations of attention over the whole context, as for torch's other kernels."""
+    return sdpa_flop_count(query_shape, key_shape, value_shape)
 
 
+# torch's counter has no formula for the attention kernel of CPUs
 ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flops}
 
 
-def counted_pass(cls, config, tokens: int):
-    """(the model on the CPU, operations of a pass's matrix products, the state after each block)."""
-    bare = type(cls.__name__, (cls,), {"init_weights": lambda self: None})
+class ForwardPass(NamedTuple):
+    """A forward pass of one sequence."""
+
+    # the model on the CPU, with fake parameters if possible
+    model: "GPT"
+
+    # operations of its matrix products
+    matrix_flops: int
+
+    # the state after each block
+    states: list[State]
+
+
+def count_forward_pass(cls: "type[GPT]", config: "GPTConfig", num_tokens: int) -> ForwardPass:
+    """Build a model and run it for one sequence of num_tokens tokens, on fake tensors."""
+    uninitialized = type(cls.__name__, (cls,), {"init_weights": lambda self: None})
     try:
         with FakeTensorMode():
-            return forward_pass(bare(config), tokens)
-    except DataDependentOutputException:  # it looks at the values of its tensors
-        return forward_pass(cls(config), tokens)
+            return run_forward_pass(uninitialized(config), num_tokens)
+    except DataDependentOutputException:
+        # the model looks at the values of its tensors, so it needs real ones
+        return run_forward_pass(cls(config), num_tokens)
 
 
 @torch.no_grad()
-def forward_pass(model, tokens: int):
+def run_forward_pass(model: "GPT", num_tokens: int) -> ForwardPass:
     states = []
-    for each in model.transformer.h:
-        each.register_forward_hook(lambda _, __, output: states.append(output[0]))
-    looking = Looking(tokens, model.config.hidden_size)
+    for layer in model.transformer.h:
+        layer.register_forward_hook(lambda module, inputs, output: states.append(output[0]))
     counter = FlopCounterMode(display=False, custom_mapping=ATTENTION)
-    with counter, model.through(looking):
-        model(torch.zeros(1, tokens, dtype=torch.int64))
-    return model, counter.get_total_flops(), states
+    checking_stream = CheckingStream(num_tokens, model.config.hidden_size)
+    with counter, model.through(checking_stream):
+        model(torch.zeros(1, num_tokens, dtype=torch.int64))
+    return ForwardPass(model, counter.get_total_flops(), states)
 
 
-class Looking(Stream):
-    """One sequence's steps. ValueError: a read gives no x_in (B, T, d), or a write no state."""
+class CheckingStream(Stream):
+    """Runs one sequence, and checks the shapes that reads and writes return.
 
-    def __init__(self, tokens: int, size: int):
-        self.shape, self.needed = (1, tokens), (1, tokens, size)
+    Raises:
+        ValueError: a read does not return x_in (B, T, d), or a write does not return a state
+    """
 
-    def read(self, site, state, cache, positions):
-        def looked_at(*arguments, **keywords):
-            taken = site.read(*arguments, **keywords)
-            x_in = taken[0] if isinstance(taken, tuple) else taken
-            if not torch.is_tensor(x_in) or x_in.shape != self.needed:
-                self.refuse(site, site.read, x_in, f"needed x_in (B, T, d), {self.needed}")
-            return taken
+    def __init__(self, num_tokens: int, hidden_size: int):
+        self.state_shape = (1, num_tokens)  # of its first two axes
+        self.x_in_shape = (1, num_tokens, hidden_size)
 
-        return super().read(replace(site, read=looked_at), state, cache, positions)
+    def read(
+        self, site: Site, state: State, cache: dict | None, positions: "Positions"
+    ) -> tuple[State, torch.Tensor, torch.Tensor | tuple]:
+        return super().read(replace(site, read=self.checked_read(site)), state, cache, positions)
 
-    def write(self, site, state, h, c, x_in, cache):
-        written, loss = super().write(site, state, h, c, x_in, cache)
-        fit = [torch.is_tensor(x) and x.shape[:2] == self.shape for x in tree_leaves(written)]
-        if not fit or not all(fit):
-            needed = "needed the new state, one or several tensors (B, T, ...)"
-            self.refuse(site, site.write, written, needed)
-        return written, loss
+    def checked_read(self, site: Site) -> Callable:
+        """Return the read of the site, with a check of what it returns."""
 
-    def refuse(self, site, part, given, needed: str):
-        parts = tree_leaves(given)
-        shapes = [str(tuple(x.shape)) if torch.is_tensor(x) else repr(x) for x in parts]
-        where = f"{type(part).__name__} of block {site.layer}, {site.name}"
-        raise ValueError(f"{where}, returns {', '.join(shapes) or given}: {needed}")
+        def read(*args, **kwargs) -> torch.Tensor | tuple:
+            read_output = site.read(*args, **kwargs)
+            x_in = read_output[0] if isinstance(read_output, tuple) else read_output
+            if not torch.is_tensor(x_in) or x_in.shape != self.x_in_shape:
+                expected = f"x_in (B, T, d), here {self.x_in_shape}"
+                refuse_output(site, site.read, x_in, expected)
+            return read_output
+
+        return read
+
+    def write(
+        self,
+        site: Site,
+        state: State,
+        h: torch.Tensor,
+        c: torch.Tensor,
+        x_in: torch.Tensor | tuple,
+        cache: dict | None,
+    ) -> tuple[State, torch.Tensor | None]:
+        new_state, extra_loss = super().write(site, state, h, c, x_in, cache)
+        tensors = tree_leaves(new_state)
+        is_state = bool(tensors) and all(
+            torch.is_tensor(tensor) and tensor.shape[:2] == self.state_shape for tensor in tensors
+        )
+        if not is_state:
+            expected = "the new state, a tensor (B, T, ...) or a tuple of them"
+            refuse_output(site, site.write, new_state, expected)
+        return new_state, extra_loss
 
 
-def forward_flops(cls, config) -> int:
-    """Operations of a pass over block_size tokens: matrix products, and what parts declare."""
-    model, products, _ = counted_pass(cls, config, config.block_size)
-    sites = [site for each in model.transformer.h for site in each.sites]
-    parts = [part for site in sites for part in (site.read, site.write, site.post_write)]
-    parts += [model.input_embed, model.readout]
-    declared = [part for part in parts if hasattr(part, "elementwise_flops")]
-    elementwise = sum(part.elementwise_flops() for part in declared)
-    return products + elementwise * config.block_size
+def refuse_output(site: Site, part: Callable, output: object, expected: str) -> NoReturn:
+    """Raise ValueError for what a read or write returned."""
+    shapes = [
+        str(tuple(leaf.shape)) if torch.is_tensor(leaf) else repr(leaf)
+        for leaf in tree_leaves(output)
+    ]
+    raise ValueError(
+        f"{type(part).__name__} of block {site.layer}, {site.name}, returns "
+        f"{', '.join(shapes) or output}; it must return {expected}"
+    )
 
 
-def state_size(cls, config) -> int:
-    """Numbers in one token's state where it is largest."""
-    return max(map(size_of, counted_pass(cls, config, 1)[2]))
+def forward_flops(cls: "type[GPT]", config: "GPTConfig") -> int:
+    """Return the operations of a forward pass over block_size tokens.
+
+    They are those of the matrix products, and those that the parts of the stream declare.
+    """
+    forward_pass = count_forward_pass(cls, config, config.block_size)
+    model = forward_pass.model
+    parts = [model.input_embed, model.readout]
+    for site in model.sites:
+        parts += [site.read, site.write, site.post_write]
+    elementwise_flops_per_token = sum(
+        part.elementwise_flops() for part in parts if hasattr(part, "elementwise_flops")
+    )
+    return forward_pass.matrix_flops + elementwise_flops_per_token * config.block_size
+
+
+def state_size(cls: "type[GPT]", config: "GPTConfig") -> int:
+    """Return how many numbers the state of one token holds where it is largest."""
+    states = count_forward_pass(cls, config, num_tokens=1).states
+    return max(block.state_size(state) for state in states)

@@ -1,97 +1,131 @@
-"""Text token by token: what a model keeps of the tokens so far, and a decoder that runs one step
-again and again.
+"""Decoding token by token: the cache of a model, and a decoder that repeats one step.
 
-Everything a step touches has a fixed shape and address, and its position is a number on the device,
-so that a step compiled or captured once serves every position.
+All that a step uses has a fixed shape and address, and the position is a number on the device, so
+that a step that is compiled or captured once serves all positions.
 """
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
 from model.parameters import rules_of
 
-NO_TOKEN = -1  # an id that stands for nothing, on the left of shorter sequences in a batch
+if TYPE_CHECKING:
+    from model.gpt import GPT
+
+# Padding to the left of the shorter sequences of a batch.
+NO_TOKEN = -1
 
 
-def padded(sequences: list[list[int]], device: torch.device | str = "cpu"):
-    """Token ids as int64 (B, T), NO_TOKEN on the left of shorter ones. ValueError: an empty one."""
+def padded(sequences: list[list[int]], device: torch.device | str = "cpu") -> torch.Tensor:
+    """Return token ids as int64 (B, T), with NO_TOKEN to the left of shorter sequences.
+
+    Raises:
+        ValueError: a sequence is empty
+    """
     if not all(sequences):
-        fix = "give one token or more (end-of-text stands before a text)"
-        raise ValueError(f"an empty sequence: {fix}")
-    longest = max(map(len, sequences))
-    rows = [[NO_TOKEN] * (longest - len(ids)) + list(ids) for ids in sequences]
+        raise ValueError(
+            "an empty sequence: give one token or more (end-of-text stands before a text)"
+        )
+    max_length = max(map(len, sequences))
+    rows = [[NO_TOKEN] * (max_length - len(ids)) + list(ids) for ids in sequences]
     return torch.tensor(rows, device=device)
 
 
 class Cache:
-    """What a model keeps of the `tokens` read so far, at most `length`: keys, values and token
-    convolutions' contexts.
+    """What a model stores of the tokens so far: keys, values and the inputs of token convolutions.
 
-    `blocks` holds one dict of tensors per block, and a last one for the expander and the readout.
-    The first call makes the tensors, for its batch and dtypes; later calls write into them.
-    `position` (1,) int64 is `tokens` on the device.
+    Sequences of unequal length end at the same position: the shorter ones have NO_TOKEN to their
+    left in the first call.
 
-    Sequences of unequal length end together: shorter ones have ids of -1, NO_TOKEN, on their left
-    in the first call. `start` (B, 1) int64 counts them; `padded` tells whether there are any.
+    Attributes:
+        length: number of tokens that it can hold
+        num_tokens: number of tokens so far
+        position: num_tokens on the device, int64 (1,)
+        start: number of NO_TOKEN to the left of each sequence, int64 (B, 1); None before the first
+            call
+        padded: whether there are any
+        blocks: a dict of tensors for each block, and a last one for the expander and the readout.
+            The first call creates the tensors, for its batch size and dtypes; later calls write into
+            them.
     """
 
-    def __init__(self, blocks: int, length: int, device: torch.device):
-        self.length, self.tokens, self.padded = length, 0, False
+    def __init__(self, num_blocks: int, length: int, device: torch.device):
+        self.length = length
+        self.num_tokens = 0
+        self.padded = False
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
         self.start: torch.Tensor | None = None
-        self.blocks: list[dict] = [{} for _ in range(blocks + 1)]
+        self.blocks: list[dict[str, torch.Tensor]] = [{} for _ in range(num_blocks + 1)]
 
-    def reserve(self, ids) -> int:
-        """Count the tokens ids (B, T), which are about to be read, and return how many there are.
+    def reserve(self, ids: torch.Tensor) -> int:
+        """Count the tokens ids (B, T) of a call that follows, and return how many there are then.
 
-        ValueError: they do not fit, or it is not the batch that the cache was begun with.
+        Raises:
+            ValueError: they do not fit, or the batch size is not that of the first call
         """
-        (batch_size, tokens), begun = ids.shape, self.start is not None
-        if self.tokens + tokens > self.length:
-            size = f"a cache of length={self.length}"
-            raise ValueError(f"{self.tokens + tokens} tokens do not fit {size}: give fewer")
-        if begun and batch_size != len(self.start):
-            reason = f"this cache is of {len(self.start)} sequences; make another"
-            raise ValueError(f"batch_size={batch_size}: {reason}")
-        if not begun:
+        batch_size, new_tokens = ids.shape
+        if self.num_tokens + new_tokens > self.length:
+            raise ValueError(
+                f"{self.num_tokens + new_tokens} tokens do not fit a cache of length={self.length}: "
+                "give fewer"
+            )
+        if self.start is None:
             self.start = self.position.new_zeros(batch_size, 1)
-        if self.tokens == 0:
+        if batch_size != len(self.start):
+            raise ValueError(
+                f"batch_size={batch_size}: this cache is of {len(self.start)} sequences; make "
+                "another"
+            )
+        if self.num_tokens == 0:
             self.start.copy_((ids == NO_TOKEN).sum(1, keepdim=True))
             self.padded = bool((self.start > 0).any())
-        self.tokens += tokens
-        return self.tokens
+        self.num_tokens += new_tokens
+        return self.num_tokens
 
     def reset(self) -> None:
-        """Forget all tokens; the tensors stay where they are."""
-        self.tokens = 0
-        kept_tensors = [tensor for block in self.blocks for tensor in block.values()]
-        for tensor in (self.position, self.start, *kept_tensors):
-            if tensor is not None:
+        """Forget all tokens; the tensors keep their addresses."""
+        self.num_tokens = 0
+        self.position.zero_()
+        if self.start is not None:
+            self.start.zero_()
+        for block in self.blocks:
+            for tensor in block.values():
                 tensor.zero_()
 
-    def select(self, rows) -> "Cache":
-        """A new cache of these rows (N,) int64: for beams, and continuations of one prefix."""
-        other = Cache(len(self.blocks) - 1, self.length, self.position.device)
-        other.tokens, other.padded, other.position = self.tokens, self.padded, self.position.clone()
-        other.start = None if self.start is None else self.start[rows]
-        for mine, block in zip(other.blocks, self.blocks):
-            mine.update({slot: tensor[rows] for slot, tensor in block.items()})
-        return other
+    def select(self, rows: torch.Tensor) -> "Cache":
+        """Return a new cache of these rows (N,), int64: for beams, or to continue one prefix."""
+        selected = Cache(len(self.blocks) - 1, self.length, self.position.device)
+        selected.num_tokens = self.num_tokens
+        selected.padded = self.padded
+        selected.position = self.position.clone()
+        if self.start is not None:
+            selected.start = self.start[rows]
+        selected.blocks = [
+            {slot: tensor[rows] for slot, tensor in block.items()} for block in self.blocks
+        ]
+        return selected
 
 
 def get_or_create_buffer(
-    cache: dict, slot: str, shape: tuple, like, dtype: torch.dtype | None = None
-):
-    """Return the tensor in a slot of a block's cache, to be written in place; zeros at first."""
+    cache: dict[str, torch.Tensor],
+    slot: str,
+    shape: tuple[int, ...],
+    like: torch.Tensor,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return the tensor in a slot of a block's cache, to be written in place; it starts at zero."""
     if slot not in cache:
         cache[slot] = like.new_zeros(shape, dtype=dtype)
     return cache[slot]
 
 
-def round_matrices(model, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Keep in `dtype` what autocast rounds to it at every use, as the parameters' rules say.
+def round_matrices(model: "GPT", dtype: torch.dtype = torch.bfloat16) -> None:
+    """Store in dtype the parameters that autocast rounds at each use, as their rules say.
 
-    Under autocast the results have the same bits, for half the memory. What is computed in fp32
-    stays as it is.
+    Under autocast, the results have the same bits for half the memory. Other parameters stay as
+    they are.
     """
     for name, rule in rules_of(model).items():
         if rule.rounded:
@@ -100,94 +134,128 @@ def round_matrices(model, dtype: torch.dtype = torch.bfloat16) -> None:
 
 
 class Decoder:
-    """Logits of the next token for a batch of sequences of at most `length` tokens (by default
-    block_size).
+    """Computes the logits of the next token for a batch of sequences.
 
         decoder = Decoder(model, batch_size=2, compiled=True)
         logits = decoder.prefill(padded(prompts))  # (2, T) -> (2, vocab_size)
-        logits = decoder.step(tokens)      # (2,) -> (2, vocab_size), again and again
+        logits = decoder.step(tokens)              # (2,) -> (2, vocab_size), any number of times
 
-    compiled: the step is made once for all positions, on a CPU by torch.compile (seconds), on a GPU
-    as a CUDA graph, which one call launches. It attends over all `length` positions, masked, where
-    an eager step reads only those that are filled. The weights, `model.stream` and autocast must
-    stay what they were when the decoder was made. For bfloat16 take `round_matrices(model)` under
-    autocast: weights of float32 would be rounded anew at every step.
+    The weights, `model.stream` and autocast must stay what they were when the decoder was created.
+    For bfloat16, call `round_matrices(model)` and run it under autocast; float32 weights would be
+    rounded anew at each step.
+
+    Args:
+        length: largest number of tokens of a sequence (default: block_size)
+        compiled: whether to prepare the step once for all positions: by torch.compile on a CPU,
+            which takes seconds, or as a CUDA graph on a GPU, which is one launch per step. Such a
+            step attends over all `length` positions, masked; an eager step reads only those that
+            are filled.
     """
 
-    def __init__(self, model, batch_size: int, length: int | None = None, compiled: bool = False):
+    def __init__(
+        self,
+        model: "GPT",
+        batch_size: int,
+        length: int | None = None,
+        compiled: bool = False,
+    ):
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: give 1 or more")
-        self.model, self.cache = model, model.new_cache(length)
+        self.model = model
+        self.cache = model.new_cache(length)
         self.token = self.cache.position.new_zeros(batch_size, 1)  # int64
-        self.fixed_step = None
+        self.prepared_step: Callable[[], torch.Tensor] | None = None
         if compiled:
             with torch.no_grad():
-                self.fixed_step = self.captured() if self.token.is_cuda else self.compiled()
+                self.prepared_step = (
+                    self.capture_step() if self.token.is_cuda else self.compile_step()
+                )
 
-    def logits(self, ids, seen: int):
-        """ids (B, T), which attend over the first `seen` places -> logits after the last (B, V)."""
-        return self.model.logits(self.model.hidden(ids, self.cache, seen)[:, -1])
+    def logits(self, ids: torch.Tensor, num_attended: int) -> torch.Tensor:
+        """Return the logits (B, vocab_size) after the last of ids (B, T).
 
-    def warm_up(self, step) -> None:
-        """Run a step before it counts: it makes the cache's tensors, and compiles what it needs."""
+        num_attended: number of positions of the cache to attend to
+        """
+        hidden = self.model.hidden(ids, self.cache, num_attended)
+        return self.model.logits(hidden[:, -1])
+
+    def warm_up(self, step: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+        """Run a step and forget it; it creates the tensors of the cache, and compiles kernels."""
         self.cache.reserve(self.token)
         step(self.token, self.cache.length)
         self.cache.reset()
 
-    def compiled(self):
-        """The step through torch.compile."""
-        step = torch.compile(self.logits, fullgraph=True)
+    def compile_step(self) -> Callable[[], torch.Tensor]:
+        """Return the step, compiled by torch.compile."""
+        compiled_logits = torch.compile(self.logits, fullgraph=True)
         self.warm_up(self.logits)
-        self.warm_up(step)
-        return lambda: step(self.token, self.cache.length)
+        self.warm_up(compiled_logits)
+        return lambda: compiled_logits(self.token, self.cache.length)
 
-    def captured(self):
-        """The step as a CUDA graph, which reads `token` and always writes the same logits."""
-        # Weights that autocast rounds must be rounded within the graph: the copies that it keeps go
-        # when it ends.
-        rounding = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
-        autocast = torch.autocast("cuda", *rounding, cache_enabled=False)
+    def capture_step(self) -> Callable[[], torch.Tensor]:
+        """Return the step as a CUDA graph, which reads `token`."""
+        # Weights that autocast rounds must be rounded inside the graph, because autocast frees the
+        # copies in its cache when it ends.
+        autocast = torch.autocast(
+            "cuda",
+            dtype=torch.get_autocast_dtype("cuda"),
+            enabled=torch.is_autocast_enabled("cuda"),
+            cache_enabled=False,
+        )
         with torch.cuda.device(self.token.device), autocast:
             self.warm_up(self.logits)
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            # libraries and kernels set themselves up where no capture is disturbed
-            with torch.cuda.stream(side):
+            side_stream = torch.cuda.Stream()
+            side_stream.wait_stream(torch.cuda.current_stream())
+            # libraries and kernels initialize themselves here, where no capture is disturbed
+            with torch.cuda.stream(side_stream):
                 for _ in range(3):
                     self.warm_up(self.logits)
-            torch.cuda.current_stream().wait_stream(side)
+            torch.cuda.current_stream().wait_stream(side_stream)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 logits = self.logits(self.token, self.cache.length)
 
-        def step():
+        def replay() -> torch.Tensor:
             graph.replay()
-            return logits.clone()  # the next replay writes there
+            return logits.clone()  # because the next replay overwrites them
 
-        return step
+        return replay
 
     @torch.no_grad()
-    def prefill(self, ids):
-        """Forget what was read; ids (B, T), `padded` where lengths differ -> logits after the last.
+    def prefill(self, ids: torch.Tensor) -> torch.Tensor:
+        """Start anew with prompts ids (B, T), and return the logits (B, vocab_size) after them.
 
-        ValueError: they do not fit.
+        ids: as `padded` returns them if the prompts differ in length
+
+        Raises:
+            ValueError: they do not fit
         """
-        self.check_batch(ids)
+        self.check_batch_size(ids)
         if not 1 <= ids.shape[1] <= self.cache.length:
-            size = f"a decoder of length={self.cache.length}"
-            raise ValueError(f"a prompt of {ids.shape[1]} tokens for {size}: give 1 to that many")
+            raise ValueError(
+                f"a prompt of {ids.shape[1]} tokens for a decoder of length={self.cache.length}: "
+                "give 1 to that many"
+            )
         self.cache.reset()
-        return self.logits(ids, self.cache.reserve(ids))
+        num_attended = self.cache.reserve(ids)
+        return self.logits(ids, num_attended)
 
     @torch.no_grad()
-    def step(self, token):
-        """Next tokens (B,) -> logits after them (B, V). ValueError: `length` is reached."""
-        self.check_batch(token)
-        self.token.copy_(token.unsqueeze(1))
-        seen = self.cache.reserve(self.token)
-        return self.logits(self.token, seen) if self.fixed_step is None else self.fixed_step()
+    def step(self, token: torch.Tensor) -> torch.Tensor:
+        """Append a token to each sequence, (B,), and return the logits (B, vocab_size) after them.
 
-    def check_batch(self, ids) -> None:
+        Raises:
+            ValueError: the sequences have reached `length`
+        """
+        self.check_batch_size(token)
+        self.token.copy_(token.unsqueeze(1))
+        num_attended = self.cache.reserve(self.token)
+        if self.prepared_step is not None:
+            return self.prepared_step()
+        return self.logits(self.token, num_attended)
+
+    def check_batch_size(self, ids: torch.Tensor) -> None:
         if len(ids) != len(self.token):
-            size = f"a decoder of batch_size={len(self.token)}"
-            raise ValueError(f"{len(ids)} sequences for {size}: give that many")
+            raise ValueError(
+                f"{len(ids)} sequences for a decoder of batch_size={len(self.token)}: give that many"
+            )

@@ -1,18 +1,21 @@
-"""Text from a decoder: how a token is drawn, batches of prompts that do not know of each other, and
-stop strings.
-"""
+"""Generating text with a decoder: sampling a token, batches of independent prompts, stop strings."""
 
 import codecs
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from model.decoding import Decoder, padded
 from model.options import check_ranges, option
 
-UNIFORMS = 1024  # random numbers that a sequence draws at a time
+if TYPE_CHECKING:
+    from tiktoken import Encoding as Tokenizer
+
+# number of random numbers that are drawn for a sequence at a time
+UNIFORMS_PER_DRAW = 1024
 
 
 @dataclass(frozen=True)
@@ -63,73 +66,118 @@ class Sampling:
             raise ValueError(f"temperature={self.temperature}: give a finite number, 0 or more")
 
 
-def probabilities(logits, sampling: Sampling):
-    """logits (B, V) -> float64 (B, n), not normalised, and their tokens (B, n); None: in order."""
-    logits, tokens = logits.double() / sampling.temperature, None
+def probabilities(
+    logits: torch.Tensor, sampling: Sampling
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the probabilities of the tokens that may be sampled, up to a factor.
+
+    logits: (B, V)
+
+    Returns:
+        float64 (B, n)
+        the token ids of the n columns, (B, n); None if they are 0, ..., V-1
+    """
+    logits = logits.double() / sampling.temperature
+    tokens = None
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
         logits, tokens = logits.topk(sampling.top_k)
     elif sampling.top_p < 1:
         logits, tokens = logits.sort(descending=True, stable=True)
     p = logits.softmax(-1)
-    if sampling.top_p < 1:  # a token stays while those before it have less than top_p together
+    if sampling.top_p < 1:
+        # keep a token if the tokens before it have less than top_p together
         p = torch.where(p.cumsum(-1) - p < sampling.top_p, p, 0)
     if sampling.min_p > 0:
         p = torch.where(p >= sampling.min_p * p.amax(-1, keepdim=True), p, 0)
     return p, tokens
 
 
-def draw(logits, sampling: Sampling, uniform, present=None):
-    """logits (B, V), uniform float64 (B,) in [0, 1) -> token ids (B,).
+def sample(
+    logits: torch.Tensor,
+    sampling: Sampling,
+    uniform: torch.Tensor | None,
+    present: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Sample one token for each row, and return their ids (B,).
 
-    present: bool (B, V), the tokens that repetition_penalty lies on.
+    Args:
+        logits: (B, V)
+        uniform: random numbers in [0, 1), float64 (B,); not used with temperature=0
+        present: the tokens to which repetition_penalty applies, bool (B, V); not used without one
     """
     if sampling.repetition_penalty != 1:
         penalty = sampling.repetition_penalty
-        penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
-        logits = torch.where(present, penalised, logits)
+        penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
+        logits = torch.where(present, penalized, logits)
     if sampling.temperature == 0:
         return logits.argmax(-1)
     p, tokens = probabilities(logits, sampling)
-    edges = p.cumsum(-1)
-    # The first token whose edge is above a point below the last edge (uniform < 1 keeps it there,
-    # also rounded): never one of probability 0.
-    point = uniform[:, None] * edges[:, -1:]
-    index = torch.searchsorted(edges, point, right=True)
-    return (index if tokens is None else tokens.gather(-1, index)).squeeze(-1)
+    # Inverse transform sampling: take the first token whose cumulative probability exceeds a point
+    # below their sum. As uniform < 1, also after rounding, it never has probability 0.
+    cumulative = p.cumsum(-1)
+    point = uniform[:, None] * cumulative[:, -1:]
+    index = torch.searchsorted(cumulative, point, right=True)
+    if tokens is not None:
+        index = tokens.gather(-1, index)
+    return index.squeeze(-1)
 
 
 class Generation:
-    """New tokens, step by step, for at most as many prompts as the decoder has rows.
+    """Generates tokens step by step for several prompts at once; iterate over it.
 
-    Each step is a list: a token id for every prompt, None for one that has ended: by stop_token,
-    which is not yielded, by max_new_tokens, or by `stop(row)`. A prompt's tokens depend on it and
-    its seed alone, not on the batch. Past the decoder's length the oldest half of a text is dropped
-    and the rest read anew. vocabulary: ids from there on, rows of the output layer that are no
-    tokens, are never drawn. ValueError: no prompt, an empty one, or too many.
+    Each step yields a list with a token id for each prompt, or None for one that has ended: by
+    stop_token (which is not yielded), by max_new_tokens, or by `stop(row)`. The tokens of a prompt
+    depend on it and its seed alone, not on the batch. When a text exceeds the length of the
+    decoder, its older half is dropped and the rest is read again.
+
+    Args:
+        decoder: a decoder of at least as many sequences as prompts
+        prompts: token ids, one or more for each prompt
+        seeds: of each prompt
+        stop_token: the token that ends a text, or None
+        vocab_size: number of tokens; the output layer may have more rows, which are never sampled
+
+    Raises:
+        ValueError: there is no prompt, an empty one, or too many
     """
 
     def __init__(
-        self, decoder: Decoder, prompts: list[list[int]], max_new_tokens: int, sampling: Sampling, seeds: list[int],
-        stop_token: int | None, vocabulary: int,
-    ):  # fmt: skip
-        rows, self.length = len(decoder.token), decoder.cache.length
-        if not 0 < len(prompts) <= rows or not all(prompts):
-            fix = "give 1 to that many, each of 1 token or more"
-            raise ValueError(f"{len(prompts)} prompts for {rows} rows: {fix}")
-        self.decoder, self.sampling, self.max_new_tokens = decoder, sampling, max_new_tokens
-        self.stop_token, self.vocabulary, self.count = stop_token, vocabulary, len(prompts)
+        self,
+        decoder: Decoder,
+        prompts: list[list[int]],
+        max_new_tokens: int,
+        sampling: Sampling,
+        seeds: list[int],
+        stop_token: int | None,
+        vocab_size: int,
+    ):
+        num_rows = len(decoder.token)
+        if not 0 < len(prompts) <= num_rows or not all(prompts):
+            raise ValueError(
+                f"{len(prompts)} prompts for {num_rows} rows: give 1 to that many, each of 1 token "
+                "or more"
+            )
+        self.decoder = decoder
+        self.sampling = sampling
+        self.max_new_tokens = max_new_tokens
+        self.stop_token = stop_token
+        self.vocab_size = vocab_size
+        self.length = decoder.cache.length
+        self.num_prompts = len(prompts)
+        # Rows without a prompt decode token 0, and have ended from the start.
+        unused_rows = num_rows - len(prompts)
         self.contexts = [list(prompt)[-self.length :] for prompt in prompts]
-        self.contexts += [[0]] * (rows - len(prompts))
-        self.ended = [row >= len(prompts) for row in range(rows)]
+        self.contexts += [[0]] * unused_rows
+        self.ended = [False] * len(prompts) + [True] * unused_rows
         self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         self.present = None
         if sampling.repetition_penalty != 1:
-            self.present = decoder.token.new_zeros(rows, vocabulary, dtype=torch.bool)
+            self.present = decoder.token.new_zeros(num_rows, vocab_size, dtype=torch.bool)
             for row, prompt in enumerate(prompts):
                 self.present[row, prompt] = True
 
     def stop(self, row: int) -> None:
-        """Let this prompt have no more tokens."""
+        """End the text of this prompt."""
         self.ended[row] = True
 
     def __iter__(self) -> Iterator[list[int | None]]:
@@ -137,106 +185,152 @@ class Generation:
         for step in range(self.max_new_tokens):
             if all(self.ended):
                 return
-            tokens = draw(self.logits(tokens), self.sampling, self.uniform(step), self.present)
+            logits = self.next_logits(tokens)
+            tokens = sample(logits, self.sampling, self.uniform(step), self.present)
             if self.present is not None:
                 self.present.scatter_(1, tokens[:, None], True)
-            yield self.take(tokens.tolist())
+            yield self.append(tokens.tolist())
 
-    def take(self, tokens: list[int]) -> list[int | None]:
-        """Append to each text its token; returns those that count."""
+    def append(self, tokens: list[int]) -> list[int | None]:
+        """Append a token to each text that has not ended; return these, and None for the others."""
         for row, token in enumerate(tokens):
             if token == self.stop_token:
                 self.stop(row)
             elif not self.ended[row]:
                 self.contexts[row].append(token)
-        counted = zip(tokens[: self.count], self.ended)
-        return [None if ended else token for token, ended in counted]
+        return [None if self.ended[row] else tokens[row] for row in range(self.num_prompts)]
 
-    def logits(self, tokens):
-        """Logits (B, vocabulary) after the texts so far; tokens (B,): their last, None at first."""
-        if tokens is not None and self.decoder.cache.tokens < self.length:
-            return self.decoder.step(tokens)[:, : self.vocabulary]
+    def next_logits(self, tokens: torch.Tensor | None) -> torch.Tensor:
+        """Return the logits (B, vocab_size) after the texts so far.
+
+        tokens: the last token of each text, (B,), which the decoder has not read; None at first
+        """
+        if tokens is not None and self.decoder.cache.num_tokens < self.length:
+            return self.decoder.step(tokens)[:, : self.vocab_size]
         for row, context in enumerate(self.contexts):
             if self.ended[row]:
                 self.contexts[row] = context[-1:]
             elif len(context) > self.length:
                 self.contexts[row] = context[-max(self.length // 2, 1) :]
         ids = padded(self.contexts, self.decoder.token.device)
-        return self.decoder.prefill(ids)[:, : self.vocabulary]
+        return self.decoder.prefill(ids)[:, : self.vocab_size]
 
-    def uniform(self, step: int):
-        """A number in [0, 1) for each row, float64 (B,), which its seed and the step settle."""
+    def uniform(self, step: int) -> torch.Tensor | None:
+        """Return a number in [0, 1) for each row, float64 (B,), given by its seed and the step."""
         if self.sampling.temperature == 0:
             return None
-        if step % UNIFORMS == 0:
-            # drawn on the CPU: a GPU's generators give other numbers; rows without a prompt keep 0
-            drawn = torch.zeros(len(self.ended), UNIFORMS, dtype=torch.float64)
+        if step % UNIFORMS_PER_DRAW == 0:
+            # On the CPU, because generators of GPUs give other numbers; rows without a prompt get 0.
+            drawn = torch.zeros(len(self.ended), UNIFORMS_PER_DRAW, dtype=torch.float64)
             for row, generator in zip(drawn, self.generators):
                 row.uniform_(generator=generator)
             self.uniforms = drawn.mT.to(self.decoder.token.device)
-        return self.uniforms[step % UNIFORMS]
+        return self.uniforms[step % UNIFORMS_PER_DRAW]
 
 
 class Text:
-    """A sequence's text as it comes: whole characters, up to the first of the stop strings."""
+    """The text of one sequence as it grows, in complete characters, up to the first stop string."""
 
-    def __init__(self, tokenizer, stop: list[str]):
-        self.tokenizer, self.stop, self.held, self.stopped = tokenizer, stop, "", False
-        self.characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    def __init__(self, tokenizer: "Tokenizer", stop: list[str]):
+        self.tokenizer = tokenizer
+        self.stop = stop
+        self.stopped = False
+        # the end of the text that is not returned yet, because it may become a stop string
+        self.pending = ""
+        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def add(self, token: int) -> str:
-        """What can be shown with this token: not what may become a character or a stop string."""
-        content = self.tokenizer.decode_single_token_bytes(token)
-        return self.cut(self.characters.decode(content), final=False)
+        """Append a token, and return the text that is certain now.
+
+        Text that may become a character or a stop string with later tokens is kept back.
+        """
+        token_bytes = self.tokenizer.decode_single_token_bytes(token)
+        return self.release(self.decoder.decode(token_bytes), final=False)
 
     def end(self) -> str:
-        """What was held back, when no token follows."""
-        return "" if self.stopped else self.cut(self.characters.decode(b"", final=True), final=True)
+        """Return the text that was kept back, as no token follows."""
+        if self.stopped:
+            return ""
+        return self.release(self.decoder.decode(b"", final=True), final=True)
 
-    def cut(self, new: str, final: bool) -> str:
-        text = self.held + new
-        found = [place for stop in self.stop if (place := text.find(stop)) >= 0]
-        if found:
-            self.stopped, self.held = True, ""
-            return text[: min(found)]
-        kept = [] if final else [beginning_at_the_end(text, stop) for stop in self.stop]
-        shown = len(text) - max(kept, default=0)
-        self.held = text[shown:]
-        return text[:shown]
+    def release(self, new_text: str, final: bool) -> str:
+        """Append to the pending text, and return the part of it that is certain."""
+        text = self.pending + new_text
+        stops = [index for stop in self.stop if (index := text.find(stop)) >= 0]
+        if stops:
+            self.stopped = True
+            self.pending = ""
+            return text[: min(stops)]
+        num_pending = 0
+        if not final:
+            overlaps = [overlap_with_start(text, stop) for stop in self.stop]
+            num_pending = max(overlaps, default=0)
+        released = text[: len(text) - num_pending]
+        self.pending = text[len(text) - num_pending :]
+        return released
 
 
-def beginning_at_the_end(text: str, stop: str) -> int:
-    """Length of the longest beginning of `stop`, not all of it, that text ends with."""
+def overlap_with_start(text: str, stop: str) -> int:
+    """Return the length of the longest proper prefix of `stop` with which the text ends."""
     longest = min(len(stop) - 1, len(text))
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
-def generate_text(
-    decoder: Decoder, tokenizer, prompts: list[list[int]], max_new_tokens: int, sampling: Sampling,
-    seeds: list[int], stop: list[str],
-) -> Iterator[tuple[int, str | None, int]]:  # fmt: skip
-    """Yield (row, the next piece of its text, 1 for a new token); (row, None, 0): it has ended.
+class Piece(NamedTuple):
+    """A piece of generated text."""
 
-    End-of-text ends a row, and so do the stop strings, which are cut off. tokenizer: a tiktoken
-    encoding. ValueError: an empty stop string.
+    # index of the prompt
+    row: int
+
+    # None if the text of this prompt has ended
+    text: str | None
+
+    # number of tokens that it took: 1, or 0 for text that was kept back
+    num_tokens: int
+
+
+def generate_text(
+    decoder: Decoder,
+    tokenizer: "Tokenizer",
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    sampling: Sampling,
+    seeds: list[int],
+    stop: list[str],
+) -> Iterator[Piece]:
+    """Yield the text of each prompt piece by piece, and at its end a piece with text None.
+
+    A text ends at end-of-text or at a stop string, neither of which is yielded.
+
+    Raises:
+        ValueError: a stop string is empty
     """
     if "" in stop:
-        raise ValueError("an empty stop string would stop every text at once: leave it out")
+        raise ValueError("an empty stop string would stop every text at once; omit it")
     generation = Generation(
-        decoder, prompts, max_new_tokens, sampling, seeds, tokenizer.eot_token, tokenizer.n_vocab
+        decoder,
+        prompts,
+        max_new_tokens,
+        sampling,
+        seeds,
+        stop_token=tokenizer.eot_token,
+        vocab_size=tokenizer.n_vocab,
     )
     texts = {row: Text(tokenizer, stop) for row in range(len(prompts))}
     for tokens in generation:
-        for row in list(texts):
-            if tokens[row] is not None:
-                yield row, texts[row].add(tokens[row]), 1
-            if tokens[row] is None or texts[row].stopped:
+        for row, text in list(texts.items()):
+            token = tokens[row]
+            if token is not None:
+                yield Piece(row, text.add(token), num_tokens=1)
+            if token is None or text.stopped:
                 generation.stop(row)
-                yield from ending(row, texts.pop(row))
+                del texts[row]
+                yield from end_of_text(row, text)
     for row, text in texts.items():
-        yield from ending(row, text)
+        yield from end_of_text(row, text)
 
 
-def ending(row: int, text: Text):
-    yield row, text.end(), 0
-    yield row, None, 0
+def end_of_text(row: int, text: Text) -> Iterator[Piece]:
+    """Yield the text that was kept back, and the end."""
+    yield Piece(row, text.end(), num_tokens=0)
+    yield Piece(row, None, num_tokens=0)

@@ -1,13 +1,13 @@
-"""The Transformer backbone shared by every variant; only the residual stream differs.
+"""The Transformer backbone that all variants share; only the residual stream differs.
 
-A model is a subclass of `GPT` that names its classes: `Config`, `Expander`, `Block`, `Readout` and,
-if it has another, `FinalNorm` (see the thin files `model/<stem>.py`). Notation in shapes: B batch,
-T tokens, d hidden_size.
+A variant is a subclass of `GPT` that names the classes of its stream: `Config`, `Expander`, `Block`,
+`Readout` and, if it has another final norm, `FinalNorm` (see the files `model/<variant>.py`).
+Notation in shapes: B batch, T tokens, d hidden_size.
 """
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from model import cost
-from model.block import Block, Direct, Stream
+from model.block import Block, Direct, Site, Stream
 from model.decoding import Cache
 from model.layers import (
     CausalSelfAttention,
@@ -52,7 +52,7 @@ class GPTConfig:
 
     # name of the key with the number of vectors of width d that the state of a token holds; None
     # for a model without such a key
-    columns_key: ClassVar[str | None] = None
+    expansion_key: ClassVar[str | None] = None
 
     vocab_size: int = option(
         50304,
@@ -199,232 +199,349 @@ class GPTConfig:
 
 
 def final_norm(config: GPTConfig) -> nn.Module:
-    """The norm of the readout, before the output layer."""
+    """Return the norm between the readout and the output layer."""
     return RMSNorm(config.hidden_size)
 
 
 def takes_branch_mult(write: type) -> bool:
-    """Whether the class whose `forward` a write runs says that it applies config.branch_mult."""
-    # A subclass with a forward of its own has to say it again.
-    owner = next(each for each in write.__mro__ if "forward" in vars(each))
+    """Return whether a class of writes declares that its `forward` applies config.branch_mult."""
+    # A subclass with its own forward has to declare it again.
+    owner = next(base for base in write.__mro__ if "forward" in vars(base))
     return vars(owner).get("takes_branch_mult", False)
 
 
 class GPT(nn.Module):
-    """logits, loss = model(ids, targets): the whole language model.
+    """The language model: `logits, loss = model(ids, targets)`.
 
-    Sources: backbone of Deep Delta Learning (arXiv 2601.00417); the residual stream is the
-    subclass's choice.
+    It is the backbone of Deep Delta Learning (arXiv 2601.00417) with an additive residual stream,
+    which subclasses replace.
     """
 
-    Config, Block, Expander, Readout = GPTConfig, Block, Direct, Direct
-    FinalNorm = staticmethod(final_norm)
-    # Keys, {key: value}, that make other parameters or paths than the defaults: checks try each.
-    forms: tuple[dict, ...] = ()
+    Config: type[GPTConfig] = GPTConfig
+    # Functions of the config, most often classes. The expander maps the embedding (B, T, d) to the
+    # state, the blocks map the state to a state, the readout and the final norm map it to (B, T, d).
+    Expander: Callable = Direct
+    Block: Callable = Block
+    Readout: Callable = Direct
+    FinalNorm: Callable = staticmethod(final_norm)
+
+    # Settings of your own stream that give it other parameters or code paths than its defaults; the
+    # tests of the contract try each (tests/model_settings.py has those of the variants of model/).
+    test_settings: tuple[dict, ...] = ()
+
     stream = Stream()
-    # keep the states between blocks alone and compute each block again backward
+
+    # store only the states between blocks and recompute each block in the backward pass
     activation_checkpointing = False
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.config, self.variant = config, type(self)  # FSDP will make another class of it
+        self.config = config
+        self.variant = type(self)  # because FSDP replaces the class of the module
         self.transformer = nn.Module()
         self.transformer.wte = nn.Embedding(config.vocab_size, config.hidden_size)
-        rule = Rule(normal(config.embedding_init_std), decay=True, rounded=True)
-        self.transformer.wte.rules = {"weight": rule}
+        embedding_rule = Rule(normal(config.embedding_init_std), decay=True, rounded=True)
+        self.transformer.wte.rules = {"weight": embedding_rule}
         self.transformer.h = nn.ModuleList(
             self.Block(config, layer) for layer in range(config.num_hidden_layers)
         )
         self.input_embed = self.Expander(config)
         self.readout = self.Readout(config)
         self.ln_f = self.FinalNorm(config)
-        self.lm_head = linear(config.hidden_size, config.vocab_size, rule)
+        self.lm_head = linear(config.hidden_size, config.vocab_size, embedding_rule)
         if config.tie_embeddings:
             self.lm_head.weight = self.transformer.wte.weight
-        if config.branch_mult != 1:
-            for write in (site.write for block in self.transformer.h for site in block.sites):
-                if not takes_branch_mult(type(write)):
-                    key = f"residual_branch_mult={config.branch_mult:g}"
-                    why = f"the write of this stream ({type(write).__name__}) has no such factor"
-                    raise ValueError(f"{key}: {why}: leave it and num_hidden_layers_base out")
-        for name in ("rope_cos", "rope_sin"):
-            self.register_buffer(name, torch.empty(0), persistent=False)
+        self.check_branch_mult()
+        self.register_buffer("rope_cos", torch.empty(0), persistent=False)
+        self.register_buffer("rope_sin", torch.empty(0), persistent=False)
         self.reset_rope()
         self.init_weights()
 
+    @property
+    def sites(self) -> list[Site]:
+        """Return the sites of all blocks, in the order in which they run."""
+        return [site for block in self.transformer.h for site in block.sites]
+
+    def check_branch_mult(self) -> None:
+        """Raise ValueError if the config scales updates, but a write does not apply the factor."""
+        if self.config.branch_mult == 1:
+            return
+        for site in self.sites:
+            write = type(site.write)
+            if not takes_branch_mult(write):
+                raise ValueError(
+                    f"residual_branch_mult={self.config.branch_mult:g} has no effect on this model, "
+                    f"whose write ({write.__name__}) does not apply it; omit residual_branch_mult "
+                    "and num_hidden_layers_base"
+                )
+
     def reset_rope(self) -> None:
+        """Compute the RoPE tables, on the device of the weights and in at least fp32."""
         weight = self.transformer.wte.weight
         dtype = at_least_fp32(weight.dtype)
         self.rope_cos, self.rope_sin = rope_tables(self.config, weight.device, dtype)
 
-    def _apply(self, fn, recurse=True):
-        # .to(), .double(), .bfloat16(): the tables follow, but computed anew, never rounded down.
+    def _apply(self, fn: Callable, recurse: bool = True) -> "GPT":
+        # .to(), .double(), .bfloat16(): the tables are computed anew, so that they are never rounded
         super()._apply(fn, recurse)
         self.reset_rope()
         return self
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Start every parameter as its rule says. ValueError: one has no rule, or two."""
+        """Initialize every parameter as its rule says.
+
+        Raises:
+            ValueError: a parameter has no rule, or two
+        """
         self.check_parameters()
-        rules, layer = rules_of(self), nn.Linear | nn.Embedding
-        layers = {f"{name}.weight" for name, m in self.named_modules() if isinstance(m, layer)}
-        # The weights of layers come last: the order in which a seed's numbers are drawn.
-        for name, parameter in sorted(self.named_parameters(), key=lambda item: item[0] in layers):
+        rules = rules_of(self)
+        layer_weights = {
+            f"{name}.weight"
+            for name, module in self.named_modules()
+            if isinstance(module, nn.Linear | nn.Embedding)
+        }
+        # The weights of layers come last. This order decides which random numbers each parameter
+        # gets, so it must stay.
+        in_order = sorted(self.named_parameters(), key=lambda item: item[0] in layer_weights)
+        for name, parameter in in_order:
             rules[name].start(parameter)
 
     def check_parameters(self) -> None:
-        """ValueError: a site uses a parameter that is not registered, or two share memory."""
-        sites = [site for block in self.transformer.h for site in block.sites]
-        parts = [part for site in sites for part in vars(site).values()]
+        """Raise ValueError if a site uses an unregistered parameter, or two share their memory."""
         refuse_shared_memory(self)
+        parts = [part for site in self.sites for part in vars(site).values()]
         refuse_unregistered(self, [part for part in parts if isinstance(part, nn.Module)])
 
     def from_additive(self) -> None:
-        """Set the stream's own parameters so that the model computes what the additive model did
-        whose backbone it has. ValueError: the stream cannot begin so.
+        """Set the parameters of the stream so that the model computes what the additive model does.
+
+        train.py --init_from calls it after loading the backbone of an additive model.
+
+        Raises:
+            ValueError: the stream has no such start
         """
-        raise ValueError(getattr(self.Block, "not_additive", "it has no start that is additive"))
+        reason = getattr(self.Block, "not_additive", "its residual stream has no such start")
+        raise ValueError(reason)
 
     def use_stream(self, stream: Stream) -> None:
-        for module in (self, *self.transformer.h):
-            module.stream = stream
+        """Run the residual stream by this object."""
+        self.stream = stream
+        for block in self.transformer.h:
+            block.stream = stream
 
     def use_heads(self, heads: Heads) -> None:
+        """Compute the heads of all attention layers by this object."""
         for module in self.modules():
             if isinstance(module, CausalSelfAttention):
                 module.heads = heads
 
     @contextlib.contextmanager
-    def through(self, stream: Stream):
-        """Meet the residual stream by this one inside; `Stream()` takes every step by itself."""
-        before = self.stream
+    def through(self, stream: Stream) -> Iterator[None]:
+        """Run the residual stream by this object inside the context.
+
+        `Stream()` takes one operation at a time; a subclass of it can observe or change each read
+        and write.
+        """
+        previous_stream = self.stream
         self.use_stream(stream)
         try:
             yield
         finally:
-            self.use_stream(before)
+            self.use_stream(previous_stream)
 
     def num_parameters(self) -> int:
-        """All parameters; tied ones count once."""
-        return sum(p.numel() for p in self.parameters())
+        """Return the number of parameters; tied ones count once."""
+        return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_token(self) -> int:
-        """Floating-point operations of a training step per token, at block_size tokens.
+        """Return the floating-point operations of a training step per token.
 
-        A multiply-add counts two. Counted: matrix products, attention over the whole context, as is
-        usual, and the reads and writes of the residual stream; not norms, activations and the
-        optimizer. Backward is twice forward.
+        It is at block_size tokens per sequence, with a multiply-add as two operations. Counted are
+        matrix products, attention over the whole context (as is usual), and the reads and writes of
+        the residual stream; not norms, activation functions and the optimizer. The backward pass
+        counts as two forward passes.
         """
         return 3 * cost.forward_flops(self.variant, self.config) // self.config.block_size
 
     def state_bytes_per_token(self, dtype: torch.dtype = torch.bfloat16) -> int:
-        """Bytes of one token's residual state where it is largest, kept in dtype."""
+        """Return the bytes of the residual state of one token, in dtype, where it is largest."""
         return cost.state_size(self.variant, self.config) * dtype.itemsize
 
     def new_cache(self, length: int | None = None) -> Cache:
-        """An empty cache for `forward`, of at most `length` tokens.
+        """Return an empty cache for `forward`.
 
-        ValueError: more than block_size, the default.
+        Args:
+            length: number of tokens that it can hold (default: block_size)
+
+        Raises:
+            ValueError: length is not in 1 to block_size
         """
         block_size = self.config.block_size
-        length = block_size if length is None else length
+        if length is None:
+            length = block_size
         if not 1 <= length <= block_size:
             raise ValueError(f"length={length}: give 1 to block_size={block_size}")
         return Cache(self.config.num_hidden_layers, length, self.rope_cos.device)
 
     def state_dtype(self) -> torch.dtype:
-        """The dtype of the residual state: that of products; state_dtype=float32: at least fp32."""
+        """Return the dtype of the residual state; see the key state_dtype."""
         dtype = compute_dtype(self.transformer.wte.weight)
         return at_least_fp32(dtype) if self.config.state_dtype == "float32" else dtype
 
-    def positions(self, ids, cache: Cache | None = None, seen: int = 0) -> Positions:
-        """Of ids (B, T), which follow the cache's tokens and attend over its first `seen`."""
-        T = ids.shape[1]
-        if cache is None:
-            place = torch.arange(T, device=ids.device).unsqueeze(0)
-            return Positions(self.rope_cos[:T], self.rope_sin[:T], ids, place)
-        index = cache.position + torch.arange(T, device=cache.position.device)
-        since_start = (index - cache.start).clamp_min(0)  # (B, T): RoPE counts from the first token
-        mask = None
-        if seen != T or cache.padded:
-            keys, queries = torch.arange(seen, device=index.device), index[:, None]
-            mask = (keys <= queries) & (keys >= cache.start[:, None])
-            # What stands for no token attends to itself alone: to nothing at all would be 0 / 0.
-            mask = (mask | (keys == queries)).unsqueeze(1)
-        tables = self.rope_cos[since_start], self.rope_sin[since_start]
-        return Positions(*tables, ids, since_start, index, mask, cache.length)
+    def positions(
+        self, ids: torch.Tensor, cache: Cache | None = None, num_attended: int = 0
+    ) -> Positions:
+        """Return the positions, RoPE tables and attention mask of a call.
 
-    def hidden(self, ids, cache: Cache | None = None, seen: int = 0):
-        """ids (B, T) -> the normed readout (B, T, d), which `logits` takes.
-
-        With a cache, the tokens attend over the first `seen` of its positions; the caller has
-        reserved theirs.
+        Args:
+            ids: token ids (B, T), int64; with a cache they continue its tokens
+            cache: the cache, which has reserved places for ids
+            num_attended: number of positions at the beginning of the cache that the mask covers
         """
-        return self.hidden_and_extra_loss(ids, cache, seen)[0]
+        num_tokens = ids.shape[1]
+        offsets = torch.arange(num_tokens, device=ids.device)
+        if cache is None:
+            return Positions(
+                cos=self.rope_cos[:num_tokens],
+                sin=self.rope_sin[:num_tokens],
+                ids=ids,
+                in_sequence=offsets.unsqueeze(0),
+            )
+        in_cache = cache.position + offsets
+        # RoPE counts from the first token of each sequence, to the right of its padding.
+        in_sequence = (in_cache - cache.start).clamp_min(0)  # (B, T)
+        mask = None
+        if num_attended != num_tokens or cache.padded:
+            keys = torch.arange(num_attended, device=in_cache.device)
+            queries = in_cache[:, None]
+            mask = (keys <= queries) & (keys >= cache.start[:, None])
+            # Padding attends to itself, because a softmax over nothing would be NaN.
+            mask = (mask | (keys == queries)).unsqueeze(1)
+        return Positions(
+            cos=self.rope_cos[in_sequence],
+            sin=self.rope_sin[in_sequence],
+            ids=ids,
+            in_sequence=in_sequence,
+            in_cache=in_cache,
+            mask=mask,
+            cache_length=cache.length,
+        )
 
-    def hidden_and_extra_loss(self, ids, cache: Cache | None = None, seen: int = 0):
-        """(`hidden`, the sum of all sites' extra losses, None without any)."""
-        caches = [None] * (len(self.transformer.h) + 1) if cache is None else cache.blocks
-        positions, losses = self.positions(ids, cache, seen), []
-        x = positions.embed(self.transformer.wte)
-        state = self.stream.begin(self, x.to(self.state_dtype()), caches[-1])
-        for block, block_cache in zip(self.transformer.h, caches):
-            if self.activation_checkpointing and cache is None and torch.is_grad_enabled():
-                state, loss = checkpoint(block, state, positions, use_reentrant=False)
+    def hidden(
+        self, ids: torch.Tensor, cache: Cache | None = None, num_attended: int = 0
+    ) -> torch.Tensor:
+        """Return the input of the output layer, (B, T, d), of token ids (B, T).
+
+        Args:
+            ids: int64
+            cache: a cache that has reserved places for ids
+            num_attended: with a cache, the number of its positions to attend to
+        """
+        hidden, _ = self.hidden_and_extra_loss(ids, cache, num_attended)
+        return hidden
+
+    def hidden_and_extra_loss(
+        self, ids: torch.Tensor, cache: Cache | None = None, num_attended: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return `hidden`, and the sum of the extra losses of all sites or None without any."""
+        # A cache has an entry for each block and a last one for the expander and the readout.
+        block_caches = [None] * len(self.transformer.h)
+        outer_cache = None
+        if cache is not None:
+            *block_caches, outer_cache = cache.blocks
+        positions = self.positions(ids, cache, num_attended)
+        x = positions.embed(self.transformer.wte).to(self.state_dtype())
+        state = self.stream.begin(self, x, outer_cache)
+        recompute = self.activation_checkpointing and cache is None and torch.is_grad_enabled()
+        extra_losses = []
+        for block, block_cache in zip(self.transformer.h, block_caches):
+            if recompute:
+                state, extra_loss = checkpoint(block, state, positions, use_reentrant=False)
             else:
-                state, loss = block(state, positions, block_cache)
-            losses += [] if loss is None else [loss]
+                state, extra_loss = block(state, positions, block_cache)
+            if extra_loss is not None:
+                extra_losses.append(extra_loss)
         if cache is not None:
             cache.position.add_(ids.shape[1])
-        return self.stream.finish(self, state, caches[-1]), sum(losses) if losses else None
+        hidden = self.stream.finish(self, state, outer_cache)
+        return hidden, sum(extra_losses) if extra_losses else None
 
-    def logits(self, hidden):
-        """hidden (..., d) of `hidden` -> logits (..., vocab_size).
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits (..., vocab_size) of `hidden` (..., d).
 
-        The one place for a head of another kind: what it computes is trained, evaluated, sampled
-        from and exported.
+        Override it for another head: training, evaluation, generation and export all use it.
         """
         return scaled(self.lm_head(for_product(hidden, self.lm_head.weight)), self.config.mup_scale)
 
-    def logits_are_a_product(self) -> bool:
-        """Whether no subclass has another head: then the loss needs no memory for all logits."""
-        plain = type(self.lm_head) is nn.Linear and self.lm_head.bias is None
-        return plain and type(self).logits is GPT.logits
+    def has_linear_head(self) -> bool:
+        """Return whether the logits are one matrix product, so that the loss can be chunked."""
+        is_linear = type(self.lm_head) is nn.Linear and self.lm_head.bias is None
+        return is_linear and type(self).logits is GPT.logits
 
-    def forward(self, ids, targets=None, cache: Cache | None = None, return_logits: bool = False):
-        """ids, targets: int64 (B, T); targets of -1 do not count.
+    def forward(
+        self,
+        ids: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        return_logits: bool = False,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return (logits, loss).
 
-        Returns (logits, loss). With targets, loss is the mean cross-entropy in nats (a scalar, at
-        least fp32) and logits is None unless `return_logits`; without, logits is (B, T, vocab_size)
-        and loss None. Where a stream has an extra loss, the value of loss is the cross-entropy all
-        the same, but its gradient that of both. With a `cache` of `new_cache()`, ids continue the
-        tokens of the calls before (the first may be `padded`), and only the output layer has a
-        gradient. ValueError: more tokens than block_size, or than fit the cache.
+        Without targets, loss is None. With targets, logits is None unless return_logits is set, so
+        that they need not be in memory all at once.
+
+        Args:
+            ids: token ids (B, T), int64
+            targets: ids of the next tokens (B, T), int64; -1 is ignored
+            cache: a cache of `new_cache`, whose tokens ids continue; the first call may have padding
+                at the left (see `padded`). Only the output layer then has a gradient.
+            return_logits: whether to return the logits in addition to the loss
+
+        Returns:
+            logits (B, T, vocab_size), or None
+            the mean cross-entropy in nats, a scalar in at least fp32, or None. If the stream has an
+                extra loss, the gradient of this scalar is that of both losses, but its value
+                remains the cross-entropy.
+
+        Raises:
+            ValueError: there are more tokens than block_size, or than fit in the cache
         """
         if cache is not None:
+            num_attended = cache.reserve(ids)
             with torch.no_grad():
-                hidden, extra = self.hidden_and_extra_loss(ids, cache, cache.reserve(ids))
-        elif ids.shape[1] > self.config.block_size:
-            block_size = self.config.block_size
+                hidden, extra_loss = self.hidden_and_extra_loss(ids, cache, num_attended)
+        else:
+            self.check_length(ids)
+            hidden, extra_loss = self.hidden_and_extra_loss(ids)
+
+        if targets is None:
+            return self.logits(hidden), None
+
+        if self.has_linear_head() and not return_logits:
+            # the logits are computed and used in chunks
+            logits = None
+            weight = self.lm_head.weight
+            loss = linear_cross_entropy(
+                hidden.flatten(0, 1).to(compute_dtype(weight)),
+                weight,
+                targets.flatten(),
+                self.config.mup_scale,
+            )
+        else:
+            logits = self.logits(hidden)
+            flat_logits = logits.flatten(0, 1).to(at_least_fp32(logits.dtype))
+            loss = F.cross_entropy(flat_logits, targets.flatten(), ignore_index=-1)
+
+        if extra_loss is not None:
+            # add the gradient, but keep the value, by which runs are compared
+            loss = loss + (extra_loss - extra_loss.detach())
+        return logits if return_logits else None, loss
+
+    def check_length(self, ids: torch.Tensor) -> None:
+        """Raise ValueError if ids (B, T) are longer than the context."""
+        block_size = self.config.block_size
+        if ids.shape[1] > block_size:
             raise ValueError(
                 f"{ids.shape[1]} tokens do not fit block_size={block_size}: give fewer"
             )
-        else:
-            hidden, extra = self.hidden_and_extra_loss(ids)
-        logits, loss = None, None
-        in_chunks = targets is not None and not return_logits and self.logits_are_a_product()
-        if not in_chunks:
-            logits = self.logits(hidden)
-        if targets is not None and not in_chunks:
-            every = logits.flatten(0, 1).to(at_least_fp32(logits.dtype))
-            loss = F.cross_entropy(every, targets.flatten(), ignore_index=-1)
-            logits = logits if return_logits else None
-        elif in_chunks:
-            weight, scale = self.lm_head.weight, self.config.mup_scale
-            hidden = hidden.flatten(0, 1).to(compute_dtype(weight))
-            loss = linear_cross_entropy(hidden, weight, targets.flatten(), scale)
-        # The value stays the cross-entropy, which runs are compared by; the gradient is of both.
-        if loss is not None and extra is not None:
-            loss = loss + (extra - extra.detach())
-        return logits, loss

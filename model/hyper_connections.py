@@ -1,17 +1,21 @@
 """Hyper-Connections (arXiv 2409.19606) and their manifold-constrained form, mHC (arXiv 2512.24880).
 
-The state is n streams of width d, H (B, T, n, d), which start as the embedding each. A site reads
-one mixture of them, x_in = sum_i read_i H_i, mixes them among themselves and adds the sublayer's
-output h to each with a weight, H'_j = sum_i mix_ij H_i + write_j h. The readout is their sum. The
-three weightings are a site's own; they are learned numbers (static), or functions of the token's
-state besides (dynamic). All of them are computed in at least fp32.
+The state is n streams of width d, H (B, T, n, d), each of which starts as the embedding. A site
+reads a weighted sum of them, and its write mixes them and adds the sublayer output h to each:
+
+    x_in = sum_i read_i H_i
+    H'_j = sum_i mix_ij H_i + write_j h
+
+The readout is their sum. Each site has weights of its own: learned numbers (static) or, in
+addition, functions of the state of the token (dynamic). They are computed in at least fp32.
 """
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +32,7 @@ from model.parameters import OUTPUT, Rule, constant, linear, normal
 class StreamsConfig(GPTConfig):
     """Keys of Hyper-Connections (HC and mHC)."""
 
-    columns_key: ClassVar[str | None] = "hc_streams"
+    expansion_key: ClassVar[str | None] = "hc_streams"
 
     hc_streams: int = option(
         4,
@@ -121,127 +125,172 @@ class ManifoldConfig(StreamsConfig):
         }[self.mhc_mix]
 
 
-def weighted_sum(weights, streams):
-    """sum_i weights_i H_i (B, T, d) of streams (B, T, n, d); weights (B, T, n) or (n,)."""
+def weighted_sum(weights: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:
+    """Return sum_i weights_i H_i (B, T, d) of streams (B, T, n, d); weights (B, T, n) or (n,)."""
     return sum(weights[..., i, None] * streams[:, :, i] for i in range(streams.shape[2]))
 
 
-class Connection(nn.Module):
-    """The read of one site, and the weights with which its write mixes the streams.
+class ConnectionWeights(NamedTuple):
+    """The weights of a site: (B, T, n), (B, T, n) and (B, T, n, n), or the same without (B, T)."""
 
-    A subclass has weights(streams), streams (B, T, n, d) in at least fp32 -> read (B, T, n), write
-    (B, T, n) and mix (B, T, n, n), or the same without (B, T).
+    read: torch.Tensor
+    write: torch.Tensor
+    mix: torch.Tensor
+
+
+class ConnectionOutput(NamedTuple):
+    """What the read of a site returns: x_in (B, T, d), and the weights for its write."""
+
+    x_in: torch.Tensor
+    write: torch.Tensor
+    mix: torch.Tensor
+
+
+class Connection(nn.Module):
+    """The read of a site, which also computes the weights of its write.
+
+    A subclass has a method `weights(streams)` from streams (B, T, n, d), in at least fp32, to
+    ConnectionWeights.
     """
 
     def __init__(self, config: StreamsConfig):
         super().__init__()
-        self.streams, self.hidden_size = config.hc_streams, config.hidden_size
+        self.num_streams = config.hc_streams
+        self.hidden_size = config.hidden_size
 
     def elementwise_flops(self) -> int:
-        return 2 * self.streams * self.hidden_size
+        return 2 * self.num_streams * self.hidden_size
 
-    def forward(self, state, past: Past | None = None, mixes: bool = True, weighs: bool = True):
-        """state (B, T, n, d) -> x_in (B, T, d), write and mix; without `mixes` mix is the identity,
-        without `weighs` write is 1 (for analyses).
-        """
+    def forward(self, state: torch.Tensor, past: Past | None = None) -> ConnectionOutput:
+        """Read from a state (B, T, n, d)."""
         streams = state.to(at_least_fp32(state.dtype))
-        read, write, mix = self.weights(streams)
-        if not mixes:
-            mix = torch.eye(self.streams, dtype=mix.dtype, device=mix.device).expand_as(mix)
-        return weighted_sum(read, streams), write if weighs else torch.ones_like(write), mix
+        weights = self.weights(streams)
+        return ConnectionOutput(
+            x_in=weighted_sum(weights.read, streams),
+            write=weights.write,
+            mix=weights.mix,
+        )
 
 
 class MixAndAdd(nn.Module):
-    """The write: H'_j = sum_i mix_ij H_i + write_j h."""
+    """The write H'_j = sum_i mix_ij H_i + write_j h."""
 
     fused = "mix_and_add"
 
     def __init__(self, config: StreamsConfig):
         super().__init__()
-        self.streams, self.hidden_size = config.hc_streams, config.hidden_size
+        self.num_streams = config.hc_streams
+        self.hidden_size = config.hidden_size
 
     def elementwise_flops(self) -> int:
-        return 2 * self.streams * (self.streams + 1) * self.hidden_size
+        return 2 * self.num_streams * (self.num_streams + 1) * self.hidden_size
 
-    def forward(self, state, h, taken, c, past: Past | None = None):
-        _, write, mix = taken
+    def forward(
+        self, state, h, connection: ConnectionOutput, c, past: Past | None = None
+    ) -> torch.Tensor:
+        _, write, mix = connection
         streams = state.to(write.dtype)
-        mixed = sum(mix[..., i, :, None] * streams[:, :, i, None] for i in range(self.streams))
+        mixed = sum(mix[..., i, :, None] * streams[:, :, i, None] for i in range(self.num_streams))
         return (mixed + write[..., None] * h.unsqueeze(2)).to(state.dtype)
 
-    def statistics(self, state, h, taken, c, written) -> dict:
-        """Of each token (B, T): how much of itself a stream keeps, the mean of mix_ii, and how far
-        the streams that mix into one are from summing to 1, the largest |sum_i mix_ij - 1|.
+    def statistics(
+        self, state, h, connection: ConnectionOutput, c, written
+    ) -> dict[str, torch.Tensor]:
+        """Return, for each token (B, T), statistics of the mixing matrix.
+
+        `mix_kept` is the mean weight mix_ii with which a stream keeps itself, and `mix_error` the
+        largest |sum_i mix_ij - 1|, the distance of the weights into a stream from summing to 1.
         """
-        mix = taken[2].expand(*state.shape[:2], -1, -1)
-        kept = mix.diagonal(dim1=-2, dim2=-1).mean(-1)
-        return {"mix_kept": kept, "mix_error": (mix.sum(-2) - 1).abs().amax(-1)}
+        mix = connection.mix.expand(*state.shape[:2], -1, -1)
+        return {
+            "mix_kept": mix.diagonal(dim1=-2, dim2=-1).mean(-1),
+            "mix_error": (mix.sum(-2) - 1).abs().amax(-1),
+        }
 
 
 class HyperConnection(Connection):
-    """HC's: learned weights, plus, where dynamic, s tanh of linear maps of each normed stream.
+    """The connection of HC: learned weights plus, if dynamic, s * tanh of a map of each stream.
 
-    Equations 10 to 13. `maps` has in its rows W_b, W_m and W_r: of stream i they give write_i,
-    read_i and mix_i1 .. mix_in.
+    See equations 10 to 13. The rows of `maps` are W_b, W_m and W_r of the paper: from the normalized
+    stream i they compute write_i, read_i and mix_i1, ..., mix_in.
+
+    site: index of the site, counted through all blocks
     """
 
     def __init__(self, config: HyperConfig, site: int):
         super().__init__(config)
         n = config.hc_streams
-        self.read, self.write = nn.Parameter(torch.empty(n)), nn.Parameter(torch.empty(n))
+        self.read = nn.Parameter(torch.empty(n))
+        self.write = nn.Parameter(torch.empty(n))
         self.mix = nn.Parameter(torch.empty(n, n))
-        self.rules = {"read": Rule(partial(one_hot, at=site % n)), "write": Rule(constant(1.0))}
-        self.rules |= {"mix": Rule(nn.init.eye_)}
+        self.rules = {
+            "read": Rule(partial(one_hot, index=site % n)),
+            "write": Rule(constant(1.0)),
+            "mix": Rule(nn.init.eye_),
+        }
         self.dynamic = config.hc_dynamic
         if self.dynamic:
             self.norm = LayerNorm(config.hidden_size)
             self.maps = linear(config.hidden_size, 2 + n, Rule(constant(0.0), OUTPUT, decay=True))
-            for name in ("write_scale", "scale"):
-                self.register_parameter(name, nn.Parameter(torch.empty(1)))
-                self.rules[name] = Rule(constant(0.01))
+            self.write_scale = nn.Parameter(torch.empty(1))
+            self.rules["write_scale"] = Rule(constant(0.01))
+            self.scale = nn.Parameter(torch.empty(1))  # of read and mix
+            self.rules["scale"] = Rule(constant(0.01))
 
-    def weights(self, streams):
+    def weights(self, streams: torch.Tensor) -> ConnectionWeights:
         if not self.dynamic:
-            return self.read, self.write, self.mix
+            return ConnectionWeights(read=self.read, write=self.write, mix=self.mix)
         maps = linear_fp32(self.maps, self.norm(streams)).tanh()  # (B, T, n, 2 + n)
-        read, mix = self.scale * maps[..., 1], self.scale * maps[..., 2:]
-        write = self.write_scale * maps[..., 0]
-        return self.read + read, self.write + write, self.mix + mix
+        return ConnectionWeights(
+            read=self.read + self.scale * maps[..., 1],
+            write=self.write + self.write_scale * maps[..., 0],
+            mix=self.mix + self.scale * maps[..., 2:],
+        )
 
 
-def one_hot(parameter, at: int) -> None:
-    nn.init.zeros_(parameter)[at] = 1.0
+def one_hot(parameter: torch.Tensor, index: int) -> None:
+    """Set the number at index to 1 and all others to 0."""
+    nn.init.zeros_(parameter)[index] = 1.0
 
 
 class ConnectedBlock(Block):
-    """A connection for each site; sites are counted through all blocks."""
+    """A block in which each site has a connection `Connection(config, site)`."""
 
-    Connection: type[Connection]
+    Connection: Callable
 
     def __init__(self, config: StreamsConfig, layer: int):
         super().__init__(config, layer)
+        # sites are counted through all blocks
         self.hc_attn = self.Connection(config, 2 * layer)
         self.hc_mlp = self.Connection(config, 2 * layer + 1)
-        write, (attn, mlp) = MixAndAdd(config), self.sites
-        attn = replace(attn, read=self.hc_attn, write=write)
-        self.sites = attn, replace(mlp, read=self.hc_mlp, write=write)
+        write = MixAndAdd(config)  # without parameters
+        attn, mlp = self.sites
+        self.sites = (
+            replace(attn, read=self.hc_attn, write=write),
+            replace(mlp, read=self.hc_mlp, write=write),
+        )
 
 
 class HyperBlock(ConnectedBlock):
+    """A block of HC."""
+
     Connection = HyperConnection
 
     def __init__(self, config: HyperConfig, layer: int):
         super().__init__(config, layer)
         if config.hc_scale_outputs:
-            for last in (self.attn.c_proj, self.mlp.c_proj):
-                rule = last.rules["weight"]
-                start = partial(shrunk, start=rule.start, by=math.sqrt(config.hc_streams))
-                last.rules = {"weight": rule._replace(start=start)}
+            for output_matrix in (self.attn.c_proj, self.mlp.c_proj):
+                rule = output_matrix.rules["weight"]
+                start = partial(
+                    start_divided, start=rule.start, divisor=math.sqrt(config.hc_streams)
+                )
+                output_matrix.rules = {"weight": rule._replace(start=start)}
 
 
-def shrunk(parameter, start, by: float) -> None:
+def start_divided(parameter: torch.Tensor, start: Callable, divisor: float) -> None:
+    """Initialize the parameter by `start`, and divide it."""
     start(parameter)
-    parameter.div_(by)
+    parameter.div_(divisor)
 
 
 class SumOfStreams(nn.Module):
@@ -251,25 +300,32 @@ class SumOfStreams(nn.Module):
 
     def __init__(self, config: StreamsConfig):
         super().__init__()
-        self.size = config.hc_streams * config.hidden_size
+        self.state_size = config.hc_streams * config.hidden_size
 
     def elementwise_flops(self) -> int:
-        return self.size
+        return self.state_size
 
-    def forward(self, state, past: Past | None = None):
+    def forward(self, state: torch.Tensor, past: Past | None = None) -> torch.Tensor:
         return state.to(at_least_fp32(state.dtype)).sum(2)
 
 
-# Forty small steps in turn, which the compiler would copy into each other: to it they are one
-# operation.
+# The algorithm is forty small operations in sequence, each of which the compiler would inline into
+# the next. As a custom operator it is one operation to the compiler.
 @torch.library.custom_op("ddl::sinkhorn_knopp", mutates_args=())
 def sinkhorn_knopp(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
-    """exp(logits) (..., n, n) made doubly stochastic: a softmax over rows, then columns and rows
-    divided by their sums in turn, columns last; eps is added to every sum. Columns sum to one to
-    rounding, rows as nearly as `iterations` allow: whether a stream's incoming weights are the
-    columns or the rows is for the caller to say.
+    """Turn exp(logits) into a doubly stochastic matrix by the Sinkhorn-Knopp algorithm.
+
+    It takes a softmax over rows, and then divides columns and rows by their sums in turn, columns
+    last. Columns therefore sum to 1 up to rounding, rows as nearly as the iterations allow. The
+    caller decides whether the weights into a stream are a column or a row.
+
+    Args:
+        logits: (..., n, n)
+        iterations: number of normalizations of rows and columns; the softmax is the first of rows
+        eps: added to the softmax and to every sum
     """
-    return tokens_first(normalisations(logits, iterations, eps)[-1][0], logits)
+    last_step = normalization_steps(logits, iterations, eps)[-1]
+    return tokens_first(last_step.matrix, logits)
 
 
 @sinkhorn_knopp.register_fake
@@ -281,14 +337,19 @@ def _(logits, iterations, eps):
 def sinkhorn_knopp_backward(
     gradient: torch.Tensor, logits: torch.Tensor, iterations: int, eps: float
 ) -> torch.Tensor:
-    """With y = x / s, s = sum x + eps, the gradient by x is (g - sum(g y)) / s."""
-    # The steps are made again: to keep forty of them would cost what this operation saves.
-    (start, _, _), *steps = normalisations(logits, iterations, eps)
-    g = tokens_last(gradient)
-    for y, total, axis in reversed(steps):
-        g = (g - (g * y).sum(axis, keepdim=True)) / total
-    softmax = start - eps
-    return tokens_first(softmax * (g - (g * softmax).sum(1, keepdim=True)), logits)
+    """Return the gradient with respect to the logits.
+
+    A step is y = x / s with s = sum x + eps; its gradient with respect to x is (g - sum(g y)) / s.
+    """
+    # The steps are recomputed: to store forty matrices would cost what this operator saves.
+    first_step, *steps = normalization_steps(logits, iterations, eps)
+    grad = tokens_last(gradient)
+    for step in reversed(steps):
+        dot = (grad * step.matrix).sum(step.dim, keepdim=True)
+        grad = (grad - dot) / step.total
+    softmax = first_step.matrix - eps
+    dot = (grad * softmax).sum(1, keepdim=True)
+    return tokens_first(softmax * (grad - dot), logits)
 
 
 @sinkhorn_knopp_backward.register_fake
@@ -296,108 +357,144 @@ def _(gradient, logits, iterations, eps):
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
-def normalisations(logits, iterations: int, eps: float) -> list[tuple]:
-    """The matrices (n, n, tokens) step by step, with the sums that divided each, and their axis."""
+class NormalizationStep(NamedTuple):
+    """A step of Sinkhorn-Knopp; total and dim are None for the softmax."""
+
+    # the result (n, n, tokens)
+    matrix: torch.Tensor
+
+    # the sums by which the step divided, and the dimension of the sums
+    total: torch.Tensor | None
+    dim: int | None
+
+
+def normalization_steps(
+    logits: torch.Tensor, iterations: int, eps: float
+) -> list[NormalizationStep]:
+    """Return all steps of `sinkhorn_knopp`."""
     matrix = tokens_last(logits).softmax(1) + eps
-    steps = [(matrix, None, None)]
-    for axis in [0, *[1, 0] * (iterations - 1)]:
-        total = matrix.sum(axis, keepdim=True) + eps
+    steps = [NormalizationStep(matrix, total=None, dim=None)]
+    for dim in [0, *[1, 0] * (iterations - 1)]:
+        total = matrix.sum(dim, keepdim=True) + eps
         matrix = matrix / total
-        steps.append((matrix, total, axis))
+        steps.append(NormalizationStep(matrix, total, dim))
     return steps
 
 
-def tokens_last(matrices):
-    """(..., n, n) -> (n, n, tokens): a step then runs along tokens."""
+def tokens_last(matrices: torch.Tensor) -> torch.Tensor:
+    """Return (..., n, n) as (n, n, tokens), so that each operation runs along the tokens."""
     return matrices.flatten(0, -3).permute(1, 2, 0).contiguous()
 
 
-def tokens_first(matrices, like):
+def tokens_first(matrices: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return (n, n, tokens) in the shape of `like`, (..., n, n)."""
     return matrices.permute(2, 0, 1).reshape(like.shape).contiguous()
 
 
-def keep_logits(ctx, inputs, output) -> None:
-    logits, *ctx.settings = inputs
+def save_logits(ctx, inputs: tuple, output: torch.Tensor) -> None:
+    logits, ctx.iterations, ctx.eps = inputs
     ctx.save_for_backward(logits)
 
 
-def gradient_by_logits(ctx, gradient):
-    return sinkhorn_knopp_backward(gradient, *ctx.saved_tensors, *ctx.settings), None, None
+def backward_of_sinkhorn_knopp(ctx, gradient: torch.Tensor) -> tuple:
+    (logits,) = ctx.saved_tensors
+    return sinkhorn_knopp_backward(gradient, logits, ctx.iterations, ctx.eps), None, None
 
 
-sinkhorn_knopp.register_autograd(gradient_by_logits, setup_context=keep_logits)
+sinkhorn_knopp.register_autograd(backward_of_sinkhorn_knopp, setup_context=save_logits)
 
 
 class ManifoldConnection(Connection):
-    """mHC's: read in (0, 1), write in (0, 2) and a doubly stochastic mix, from the normed streams
-    together (eqs. 7, 8).
+    """The connection of mHC (equations 7 and 8), computed from all streams together.
 
-    With z = RMSNorm(vec(H)) (n d,): read = sigmoid(a z phi + b), write = 2 sigmoid(a z phi + b) and
-    mix = Sinkhorn-Knopp(a z phi + b), each with an a, a phi and a b of its own: in this order in
-    `scales`, in the rows of `maps.weight` and in `bias`. A column of mix, the weights that come
-    into one stream, sums to one; the paper writes mix^T, whose rows do. With mhc_rows_last=False
+    With z = RMSNorm(vec(H)) (n d,), read = sigmoid(a z phi + b), write = 2 sigmoid(a z phi + b) and
+    mix = Sinkhorn-Knopp(a z phi + b), each with its own a, phi and b: parts of `scales`, of the rows
+    of `maps.weight` and of `bias`, in this order. A column of mix holds the weights into one stream,
+    which sum to 1; the paper writes mix^T, whose rows do. With mhc_rows_last=False,
     mix^T = Sinkhorn-Knopp(a z phi + b).
 
-    mhc_mix: "permutations" is sum_i softmax(a z phi + b)_i P_i over all n! permutation matrices
-    (mHC-lite, arXiv 2601.05732), "kronecker" the product of mixes of two streams, each softmaxed
-    from two logits (KromHC, arXiv 2601.21579); "identity" has no third part.
+    The key mhc_mix selects other mixing matrices. With "permutations", mix =
+    sum_i softmax(a z phi + b)_i P_i over all n! permutation matrices (mHC-lite, arXiv 2601.05732).
+    With "kronecker" it is the Kronecker product of mixing matrices of two streams, each from a
+    softmax of two logits (KromHC, arXiv 2601.21579). With "identity" there is no third part.
+
+    site: index of the site, counted through all blocks
     """
 
     fused = "manifold_connection"
-    EPS = 1e-6  # of the norm, and of Sinkhorn-Knopp's sums
-    balance = staticmethod(sinkhorn_knopp)  # `model/kernels` has one in a single launch
+    EPS = 1e-6  # of the norm, and of the sums of Sinkhorn-Knopp
+    balance = staticmethod(sinkhorn_knopp)  # model/kernels has one that is a single kernel
 
     def __init__(self, config: ManifoldConfig, site: int):
         super().__init__(config)
-        n = self.streams
-        self.sizes, self.iterations = (n, n, config.mix_logits), config.mhc_iterations
-        self.rows_last, self.kind = config.mhc_rows_last, config.mhc_mix
-        start = normal(config.hidden_init_std / math.sqrt(n))
-        self.maps = linear(n * config.hidden_size, sum(self.sizes), Rule(start, OUTPUT, decay=True))
+        n = self.num_streams
+        self.kind = config.mhc_mix
+        self.iterations = config.mhc_iterations
+        self.rows_last = config.mhc_rows_last
+        self.sizes = (n, n, config.mix_logits)  # of the parts read, write and mix
+        maps_rule = Rule(normal(config.hidden_init_std / math.sqrt(n)), OUTPUT, decay=True)
+        self.maps = linear(n * config.hidden_size, sum(self.sizes), maps_rule)
         self.bias = nn.Parameter(torch.empty(sum(self.sizes)))
         self.scales = nn.Parameter(torch.empty(3 if config.mix_logits else 2))
-        self.rules = {"bias": Rule(self.start), "scales": Rule(constant(0.01))}
+        self.rules = {
+            "bias": Rule(self.start_bias),
+            "scales": Rule(constant(0.01)),
+        }
 
-    def start(self, bias) -> None:
-        """Close to the additive stream: read 1/n and write 1 each, mix the identity but exp(-8)."""
-        pre, post, res = bias.split(self.sizes)
-        pre.fill_(-math.log(self.streams - 1))
-        post.zero_()
-        res.fill_(-8)
+    def start_bias(self, bias: torch.Tensor) -> None:
+        """Initialize close to the additive stream: reads of 1/n, writes of 1, mix near identity."""
+        read_bias, write_bias, mix_bias = bias.split(self.sizes)
+        read_bias.fill_(-math.log(self.num_streams - 1))
+        write_bias.zero_()
+        mix_bias.fill_(-8)
         if self.kind == "sinkhorn":
-            res[:: self.streams + 1] = 0
-        elif self.kind == "permutations":  # the first one is the identity
-            res[0] = 0
+            mix_bias[:: self.num_streams + 1] = 0  # the diagonal
+        elif self.kind == "permutations":
+            mix_bias[0] = 0  # the identity is the first permutation
         else:
-            res[::2] = 0
+            mix_bias[::2] = 0  # a of each [[a, b], [b, a]]
 
-    def weights(self, streams):
-        n, z = self.streams, streams.flatten(2)
-        maps = linear_fp32(self.maps, F.rms_norm(z, z.shape[-1:], eps=self.EPS))  # (B, T, 2n + n^2)
+    def weights(self, streams: torch.Tensor) -> ConnectionWeights:
+        z = streams.flatten(2)
+        z = F.rms_norm(z, z.shape[-1:], eps=self.EPS)
         scales = torch.cat([scale.expand(size) for scale, size in zip(self.scales, self.sizes)])
-        pre, post, res = (scales * maps + self.bias).split(self.sizes, dim=-1)
+        logits = scales * linear_fp32(self.maps, z) + self.bias
+        read_logits, write_logits, mix_logits = logits.split(self.sizes, dim=-1)
+        return ConnectionWeights(
+            read=read_logits.sigmoid(),
+            write=2 * write_logits.sigmoid(),
+            mix=self.compute_mix(mix_logits),
+        )
+
+    def compute_mix(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the mixing matrix (B, T, n, n) of its logits (B, T, config.mix_logits)."""
+        n = self.num_streams
         if self.kind == "sinkhorn":
-            mix = self.balance(res.unflatten(-1, (n, n)), self.iterations, self.EPS)
-            mix = mix if self.rows_last else mix.mT
-        else:
-            makes = {"permutations": of_permutations, "kronecker": of_pairs, "identity": identity}
-            mix = makes[self.kind](res, n)
-        return pre.sigmoid(), 2 * post.sigmoid(), mix
+            mix = self.balance(logits.unflatten(-1, (n, n)), self.iterations, self.EPS)
+            return mix if self.rows_last else mix.mT
+        if self.kind == "permutations":
+            return mix_permutations(logits, n)
+        if self.kind == "kronecker":
+            return mix_kronecker(logits)
+        identity = torch.eye(n, dtype=logits.dtype, device=logits.device)
+        return identity.expand(*logits.shape[:-1], n, n)
 
 
-def identity(logits, n: int):
-    return torch.eye(n, dtype=logits.dtype, device=logits.device).expand(*logits.shape[:-1], n, n)
+def mix_permutations(logits: torch.Tensor, n: int) -> torch.Tensor:
+    """Return (..., n, n), the sum of all permutation matrices weighted by softmax(logits).
 
-
-def of_permutations(logits, n: int):
-    """softmax(logits (..., n!)) -> (..., n, n), a sum of permutation matrices, the identity first."""
-    orders = torch.tensor(list(itertools.permutations(range(n))), device=logits.device)
-    matrices = F.one_hot(orders, n).to(logits.dtype).flatten(1)
+    logits: (..., n!), that of the identity first
+    """
+    permutations = torch.tensor(list(itertools.permutations(range(n))), device=logits.device)
+    matrices = F.one_hot(permutations, n).to(logits.dtype).flatten(1)
     return (logits.softmax(-1) @ matrices).unflatten(-1, (n, n))
 
 
-def of_pairs(logits, n: int):
-    """logits (..., 2 log2 n) -> (..., n, n): for each pair the mix [[a, b], [b, a]], a + b = 1."""
+def mix_kronecker(logits: torch.Tensor) -> torch.Tensor:
+    """Return (..., n, n), the Kronecker product of matrices [[a, b], [b, a]] with a + b = 1.
+
+    logits: (..., 2 log2 n), two for each matrix
+    """
     mix = logits.new_ones(*logits.shape[:-1], 1, 1)
     for pair in logits.unflatten(-1, (-1, 2)).softmax(-1).unbind(-2):
         factor = torch.stack((pair, pair.flip(-1)), dim=-2)  # (..., 2, 2)
@@ -407,31 +504,42 @@ def of_pairs(logits, n: int):
 
 
 class ManifoldBlock(ConnectedBlock):
+    """A block of mHC."""
+
     Connection = ManifoldConnection
 
 
-class WeighedStreams(nn.Module):
-    """Readout: sum_i sigmoid(a z phi + b)_i H_i, z = RMSNorm(vec(H)), as DeepSeek-V4 has it."""
+class WeightedStreams(nn.Module):
+    """Readout: sum_i sigmoid(a z phi + b)_i H_i with z = RMSNorm(vec(H)), as in DeepSeek-V4."""
 
     fused = "weighed_streams"
 
     def __init__(self, config: ManifoldConfig):
         super().__init__()
-        n, self.hidden_size = config.hc_streams, config.hidden_size
-        start = normal(config.hidden_init_std / math.sqrt(n))
-        self.maps = linear(n * config.hidden_size, n, Rule(start, OUTPUT, decay=True))
-        self.bias, self.scale = nn.Parameter(torch.empty(n)), nn.Parameter(torch.empty(1))
-        self.rules = {"bias": Rule(constant(0.0)), "scale": Rule(constant(0.01))}
+        n = config.hc_streams
+        self.hidden_size = config.hidden_size
+        maps_rule = Rule(normal(config.hidden_init_std / math.sqrt(n)), OUTPUT, decay=True)
+        self.maps = linear(n * config.hidden_size, n, maps_rule)
+        self.bias = nn.Parameter(torch.empty(n))
+        self.scale = nn.Parameter(torch.empty(1))
+        self.rules = {
+            "bias": Rule(constant(0.0)),
+            "scale": Rule(constant(0.01)),
+        }
 
     def elementwise_flops(self) -> int:
         return 2 * len(self.bias) * self.hidden_size
 
-    def forward(self, state, past: Past | None = None):
+    def forward(self, state: torch.Tensor, past: Past | None = None) -> torch.Tensor:
         streams = state.to(at_least_fp32(state.dtype))
         z = streams.flatten(2)
-        maps = linear_fp32(self.maps, F.rms_norm(z, z.shape[-1:], eps=ManifoldConnection.EPS))
-        return weighted_sum((self.scale * maps + self.bias).sigmoid(), streams)
+        z = F.rms_norm(z, z.shape[-1:], eps=ManifoldConnection.EPS)
+        weights = (self.scale * linear_fp32(self.maps, z) + self.bias).sigmoid()
+        return weighted_sum(weights, streams)
 
 
 def manifold_readout(config: ManifoldConfig) -> nn.Module:
-    return (WeighedStreams if config.mhc_readout == "sigmoid" else SumOfStreams)(config)
+    """Return the readout that mhc_readout selects."""
+    if config.mhc_readout == "sigmoid":
+        return WeightedStreams(config)
+    return SumOfStreams(config)

@@ -4,7 +4,7 @@ Notation in shapes: B batch, T tokens, d hidden_size, H heads.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,20 +13,25 @@ from torch import nn
 from model.decoding import NO_TOKEN, get_or_create_buffer
 from model.parameters import HIDDEN, Rule, constant, linear
 
+if TYPE_CHECKING:
+    from model.gpt import GPTConfig
+
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    """What statistics, gates and dot products are computed in: float32, of float64 float64."""
+    """Return the dtype of statistics, gates and dot products: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def compute_dtype(weight) -> torch.dtype:
-    """What products with the weight are computed in: autocast's dtype, if on, or the weight's."""
+def compute_dtype(weight: torch.Tensor) -> torch.dtype:
+    """Return the dtype of products with the weight: that of autocast if it is on, or the weight's."""
     device = weight.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return weight.dtype
 
 
-def for_product(x, weight):
-    """x in the dtype of the weight that it meets; as it is under autocast, which rounds both."""
+def for_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return x in the dtype of the weight, or as it is under autocast, which casts both."""
     return x if torch.is_autocast_enabled(x.device.type) else x.to(weight.dtype)
 
 
@@ -41,7 +46,7 @@ class RMSNorm(nn.Module):
         self.rules = {"weight": Rule(constant(1.0))}
         self.eps = eps
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = F.rms_norm(x.to(at_least_fp32(x.dtype)), self.weight.shape, eps=self.eps)
         return (y * self.weight).to(x.dtype)
 
@@ -51,29 +56,38 @@ class LayerNorm(nn.Module):
 
     def __init__(self, size: int, eps: float = 1e-5):
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.empty(size)), nn.Parameter(torch.empty(size))
-        self.rules = {"weight": Rule(constant(1.0)), "bias": Rule(constant(0.0))}
+        self.weight = nn.Parameter(torch.empty(size))
+        self.bias = nn.Parameter(torch.empty(size))
+        self.rules = {
+            "weight": Rule(constant(1.0)),
+            "bias": Rule(constant(0.0)),
+        }
         self.eps = eps
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         dtype = at_least_fp32(x.dtype)
-        weight, bias = self.weight.to(dtype), self.bias.to(dtype)
-        return F.layer_norm(x.to(dtype), weight.shape, weight, bias, self.eps).to(x.dtype)
+        y = F.layer_norm(
+            x.to(dtype),
+            self.weight.shape,
+            self.weight.to(dtype),
+            self.bias.to(dtype),
+            self.eps,
+        )
+        return y.to(x.dtype)
 
 
-# TF32, which training allows on a GPU, keeps 10 bits of what is multiplied. torch has one setting
-# for all products, and the compiler takes it at the time that it compiles: this one is an operation
-# of its own, which asks for more.
+# TF32, which training allows on a GPU, keeps 10 bits of the factors. torch has one precision for all
+# products, and the compiler reads it when it compiles; a custom operator can set its own.
 @torch.library.custom_op("ddl::exact_linear", mutates_args=())
 def exact_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """F.linear, rounded by neither autocast nor TF32; so are its derivatives, of any order."""
-    before = torch.get_float32_matmul_precision()
+    """Compute F.linear without autocast and without TF32, and so its derivatives of any order."""
+    precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(x, weight, bias)
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(precision)
 
 
 @exact_linear.register_fake
@@ -81,37 +95,47 @@ def _(x, weight, bias):
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def keep_factors(ctx, inputs, output) -> None:
+def save_factors(ctx, inputs: tuple, output: torch.Tensor) -> None:
     x, weight, bias = inputs
     ctx.save_for_backward(x, weight)
     ctx.has_bias = bias is not None
 
 
-def gradients_of_linear(ctx, gradient):
+def linear_backward(ctx, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     x, weight = ctx.saved_tensors
-    of_x, of_weight, of_bias = ctx.needs_input_grad
-    rows = gradient.flatten(0, -2)
-    return (
-        exact_linear(gradient, weight.mT, None) if of_x else None,
-        exact_linear(rows.mT, x.flatten(0, -2).mT, None) if of_weight else None,
-        rows.sum(0) if of_bias and ctx.has_bias else None,
-    )
+    needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+    grad_rows = grad_output.flatten(0, -2)
+    grad_x = None
+    grad_weight = None
+    grad_bias = None
+    if needs_x:
+        grad_x = exact_linear(grad_output, weight.mT, None)
+    if needs_weight:
+        grad_weight = exact_linear(grad_rows.mT, x.flatten(0, -2).mT, None)
+    if needs_bias and ctx.has_bias:
+        grad_bias = grad_rows.sum(0)
+    return grad_x, grad_weight, grad_bias
 
 
-exact_linear.register_autograd(gradients_of_linear, setup_context=keep_factors)
+exact_linear.register_autograd(linear_backward, setup_context=save_factors)
 
 
-def linear_fp32(layer: nn.Linear, x):
-    """`layer(x)` in at least fp32, also under autocast."""
-    # For gates and values, which must not be rounded before their sigmoid.
-    dtype, product = at_least_fp32(x.dtype), exact_linear if x.device.type == "cuda" else F.linear
+def linear_fp32(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """Return `layer(x)` in at least fp32, also under autocast.
+
+    It computes gates and values, which must not be rounded before their sigmoid.
+    """
+    dtype = at_least_fp32(x.dtype)
+    product = exact_linear if x.device.type == "cuda" else F.linear
     with torch.autocast(x.device.type, enabled=False):
         bias = None if layer.bias is None else layer.bias.to(dtype)
         return product(x.to(dtype), layer.weight.to(dtype), bias)
 
 
-def rope_tables(config, device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of position times inverse frequency, each (block_size, rotary_dim / 2)."""
+def rope_tables(
+    config: "GPTConfig", device: torch.device, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cos and sin of position * inverse frequency, each (block_size, rotary_dim / 2)."""
     rotary_dim = int(config.head_dim * config.rope_ratio) // 2 * 2
     pair = torch.arange(0, rotary_dim, 2, device=device, dtype=torch.float64)
     position = torch.arange(config.block_size, device=device, dtype=torch.float64)
@@ -119,158 +143,217 @@ def rope_tables(config, device, dtype: torch.dtype) -> tuple[torch.Tensor, torch
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def apply_rope(x, cos, sin):
-    """x (B, T, H, head_dim), rotated in half-split pairs; cos, sin ([B,] T, rotary_dim / 2)."""
+def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate x (B, T, H, head_dim) in half-split pairs.
+
+    cos, sin: (T, rotary_dim / 2) or (B, T, rotary_dim / 2); the features of each head beyond
+        rotary_dim stay as they are
+    """
     half = cos.shape[-1]
     x = x.to(cos.dtype)
     x1, x2, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # broadcast over heads
+    cos = cos.unsqueeze(-2)  # broadcast over heads
+    sin = sin.unsqueeze(-2)
     return torch.cat((x1 * cos - x2 * sin, x1 * sin + x2 * cos, rest), dim=-1)
 
 
 class Positions(NamedTuple):
-    """The T tokens of a call and where they are: rows of the RoPE tables; with a cache, the rest.
+    """The T tokens of a call and their positions; the last three fields are set with a cache."""
 
-    ids (B, T) int64: NO_TOKEN, -1, left of a shorter prompt. place (1 or B, T) int64: counted from
-    a sequence's first. index (T,) int64: their positions among the cache's `length`. mask (B, 1, T,
-    seen) bool: which of the cache's first positions each attends over; None: all of the call's own
-    up to itself.
-    """
-
+    # rows of the RoPE tables, (T, rotary_dim / 2), or (B, T, rotary_dim / 2) with a cache
     cos: torch.Tensor
     sin: torch.Tensor
-    ids: torch.Tensor
-    place: torch.Tensor
-    index: torch.Tensor | None = None
-    mask: torch.Tensor | None = None
-    length: int = 0
 
-    def embed(self, table: nn.Embedding):
-        """The table's rows of the tokens (B, T, features), zeros where there is none."""
-        if self.index is None:
+    # token ids (B, T), int64; NO_TOKEN, which is -1, stands to the left of a shorter prompt
+    ids: torch.Tensor
+
+    # positions counted from the first token of each sequence, (1, T) or (B, T), int64
+    in_sequence: torch.Tensor
+
+    # positions in the cache (T,), int64
+    in_cache: torch.Tensor | None = None
+
+    # (B, 1, T, positions of the cache) bool: the positions that each token attends to; None for
+    # causal attention over the tokens of the call
+    mask: torch.Tensor | None = None
+
+    # number of positions of the cache
+    cache_length: int = 0
+
+    def embed(self, table: nn.Embedding) -> torch.Tensor:
+        """Return the rows of the table for the tokens, (B, T, features), or 0 for NO_TOKEN."""
+        if self.in_cache is None:
             return table(self.ids)
-        # From no token to the readout, every step of a stream maps zero to zero: a convolution over
-        # tokens sees before a shorter sequence what it sees before a first token.
+        # From here to the readout, every step of a stream maps zero to zero, so that a convolution
+        # over tokens gets the same to the left of a shorter prompt as before a first token.
         return table(self.ids.clamp_min(0)) * (self.ids != NO_TOKEN).unsqueeze(-1)
 
 
 class AttentionInputs(NamedTuple):
-    """What attention may be given for c (`Site.inputs`): inputs apart, or other values.
+    """Inputs of attention that a site may give in place of c (see `Site.inputs`)."""
 
-    query, key, value (B, T, d): what each is made from. change(v) -> v' (B, T, H, head_dim): what
-    attention sums, and the cache keeps, in the values' place; None: these.
-    """
-
+    # (B, T, d): what queries, keys and values are computed from
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    change: Callable | None = None
+
+    # change_values(v) -> (B, T, H, head_dim): what attention uses, and the cache stores, in place
+    # of the values v (B, T, H, head_dim); None for v itself
+    change_values: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
-# On a GPU, layers that share their input are one product from so many tokens on: below, copying
-# their weights side by side would cost more than it saves. On a CPU it was measured, and is not
-# faster (results/step_choices.md).
-TOKENS_FOR_ONE_PRODUCT = 1024
-# GEMMs on a GPU want widths that are a multiple of this: others are filled up with zeros.
+# From this number of tokens on, layers that share their input are computed as one product on a GPU;
+# with fewer, concatenating the weights would cost more than it saves. On a CPU it was measured not
+# to be faster (results/step_choices.md).
+MIN_TOKENS_FOR_JOINED_PRODUCT = 1024
+# GEMMs on a GPU are fastest at widths that are a multiple of this; other widths are padded with
+# zeros.
 WIDTH_MULTIPLE = 64
 
 
-def as_one_product(x) -> bool:
-    """Whether layers that share their input x (..., d) are computed as one."""
-    return x.device.type == "cuda" and x.shape[:-1].numel() >= TOKENS_FOR_ONE_PRODUCT
-
-
-def joined_product(x, *layers: nn.Linear):
-    """The layers' outputs for x, side by side in one tensor."""
-    if as_one_product(x):
-        return F.linear(x, torch.cat([layer.weight for layer in layers]))
-    return torch.cat([layer(x) for layer in layers], dim=-1)
+def should_join_products(x: torch.Tensor) -> bool:
+    """Return whether layers that share their input x (..., d) are computed as one product."""
+    return x.device.type == "cuda" and x.shape[:-1].numel() >= MIN_TOKENS_FOR_JOINED_PRODUCT
 
 
 class Heads:
-    """How attention makes its heads: every step by itself.
+    """How attention computes its heads: one operation at a time (model/kernels fuses them)."""
 
-    `model/kernels` has one that fuses them.
-    """
+    def __call__(
+        self,
+        attention: "CausalSelfAttention",
+        x: torch.Tensor | AttentionInputs,
+        positions: Positions,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return q, k and v, each (B, T, H, head_dim).
 
-    def __call__(self, attention, x, positions: Positions):
-        """x (B, T, d) in the weights' dtype, or AttentionInputs -> q, k, v (B, T, H, head_dim)."""
-        layers = attention.c_q, attention.c_k, attention.c_v
-        apart = isinstance(x, AttentionInputs)
-        if apart:
-            parts = [layer(for_product(each, layer.weight)) for layer, each in zip(layers, x)]
-        elif as_one_product(x):
-            parts = joined_product(x, *layers).chunk(3, dim=-1)
+        x: (B, T, d) in the dtype of the weights, or AttentionInputs
+        """
+        if isinstance(x, AttentionInputs):
+            q = attention.c_q(for_product(x.query, attention.c_q.weight))
+            k = attention.c_k(for_product(x.key, attention.c_k.weight))
+            v = attention.c_v(for_product(x.value, attention.c_v.weight))
+        elif should_join_products(x):
+            q, k, v = project_qkv(attention, x).chunk(3, dim=-1)
         else:
-            parts = [layer(x) for layer in layers]
-        q, k, v = (part.unflatten(-1, (attention.num_heads, attention.head_dim)) for part in parts)
-        if apart and x.change is not None:
-            v = x.change(v).to(v.dtype)
-        # One rounding to the compute dtype, after rotation and norm.
+            q = attention.c_q(x)
+            k = attention.c_k(x)
+            v = attention.c_v(x)
+        head_shape = (attention.num_heads, attention.head_dim)
+        q = q.unflatten(-1, head_shape)
+        k = k.unflatten(-1, head_shape)
+        v = v.unflatten(-1, head_shape)
+        if isinstance(x, AttentionInputs) and x.change_values is not None:
+            v = x.change_values(v).to(v.dtype)
+        # q and k are rounded to the compute dtype once, after the rotation and the norm.
         q = attention.q_rms(apply_rope(q, positions.cos, positions.sin)).to(v.dtype)
         k = attention.k_rms(apply_rope(k, positions.cos, positions.sin)).to(v.dtype)
         return q, k, v
 
 
-def sublayer_matrix(config, inputs: int, outputs: int, last: bool = False) -> nn.Linear:
-    """A matrix of attention or MLP; the last one starts smaller, as they add up over the layers."""
+def project_qkv(attention: "CausalSelfAttention", x: torch.Tensor) -> torch.Tensor:
+    """Return queries, keys and values of x (B, T, d) side by side, (B, T, 3 * H * head_dim)."""
+    layers = (attention.c_q, attention.c_k, attention.c_v)
+    if should_join_products(x):
+        return F.linear(x, torch.cat([layer.weight for layer in layers]))
+    return torch.cat([layer(x) for layer in layers], dim=-1)
+
+
+def sublayer_matrix(
+    config: "GPTConfig", in_features: int, out_features: int, last: bool = False
+) -> nn.Linear:
+    """Return a matrix of attention or MLP.
+
+    last: whether it is the output matrix, which starts smaller because the outputs of all sublayers
+        add up in the residual stream
+    """
     rule = Rule(config.matrix_start(last), HIDDEN, decay=True, muon=True, rounded=True)
-    return linear(inputs, outputs, rule)
+    return linear(in_features, out_features, rule)
 
 
 class CausalSelfAttention(nn.Module):
-    """Attention with RoPE, then RMSNorm on q and k; x (B, T, d) or AttentionInputs -> (B, T, d)."""
+    """Multi-head causal attention with RoPE, and then RMSNorm, on queries and keys."""
 
     fused = "heads"
     heads = Heads()
 
-    def __init__(self, config):
+    def __init__(self, config: "GPTConfig"):
         super().__init__()
-        self.num_heads, self.head_dim = config.num_attention_heads, config.head_dim
-        inner = self.num_heads * self.head_dim
-        self.c_q = sublayer_matrix(config, config.hidden_size, inner)
-        self.c_k = sublayer_matrix(config, config.hidden_size, inner)
-        self.c_v = sublayer_matrix(config, config.hidden_size, inner)
-        self.c_proj = sublayer_matrix(config, inner, config.hidden_size, last=True)
+        self.num_heads = config.num_attention_heads
+        self.head_dim = config.head_dim
+        inner_size = self.num_heads * self.head_dim
+        self.c_q = sublayer_matrix(config, config.hidden_size, inner_size)
+        self.c_k = sublayer_matrix(config, config.hidden_size, inner_size)
+        self.c_v = sublayer_matrix(config, config.hidden_size, inner_size)
+        self.c_proj = sublayer_matrix(config, inner_size, config.hidden_size, last=True)
         self.q_rms = RMSNorm(self.head_dim) if config.use_qk_rmsnorm else nn.Identity()
         self.k_rms = RMSNorm(self.head_dim) if config.use_qk_rmsnorm else nn.Identity()
 
-    def forward(self, x, positions: Positions, cache: dict | None = None):
-        if torch.is_tensor(x):
+    def forward(
+        self,
+        x: torch.Tensor | AttentionInputs,
+        positions: Positions,
+        cache: dict | None = None,
+    ) -> torch.Tensor:
+        """Return (B, T, d) of x (B, T, d) or AttentionInputs."""
+        if isinstance(x, torch.Tensor):
             x = for_product(x, self.c_q.weight)
-        return self.attend(self.heads(self, x, positions), positions, cache)
+        q, k, v = self.heads(self, x, positions)
+        return self.attend(q, k, v, positions, cache)
 
-    def attend(self, heads, positions: Positions, cache: dict | None):
-        """q, k, v (B, T, H, head_dim) -> (B, T, d)."""
-        q, k, v = (z.transpose(1, 2) for z in heads)  # (B, H, T, head_dim)
-        if cache is not None:
-            shape = (*k.shape[:2], positions.length, k.shape[3])
-            keys = get_or_create_buffer(cache, "k", shape, k).index_copy_(2, positions.index, k)
-            values = get_or_create_buffer(cache, "v", shape, v).index_copy_(2, positions.index, v)
-            if positions.mask is not None:
-                k, v = (z[:, :, : positions.mask.shape[-1]] for z in (keys, values))
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: Positions,
+        cache: dict | None,
+    ) -> torch.Tensor:
+        """Return the output (B, T, d) of queries, keys and values (B, T, H, head_dim)."""
+        q = q.transpose(1, 2)  # (B, H, T, head_dim)
+        k = k.transpose(1, 2)
+        v = v.transpose(1, 2)
         mask = positions.mask
+        if cache is not None:
+            shape = (*k.shape[:2], positions.cache_length, self.head_dim)
+            all_keys = get_or_create_buffer(cache, "k", shape, k)
+            all_values = get_or_create_buffer(cache, "v", shape, v)
+            all_keys.index_copy_(2, positions.in_cache, k)
+            all_values.index_copy_(2, positions.in_cache, v)
+            if mask is not None:
+                k = all_keys[:, :, : mask.shape[-1]]
+                v = all_values[:, :, : mask.shape[-1]]
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         return self.c_proj(y.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
-    """SwiGLU: c_proj(silu(c_fc1 x) * c_fc2 x), inner width floor(8/3 d)."""
+    """SwiGLU: c_proj(silu(c_fc1 x) * c_fc2 x), with inner width floor(8/3 d)."""
 
-    def __init__(self, config):
+    def __init__(self, config: "GPTConfig"):
         super().__init__()
-        inner = 8 * config.hidden_size // 3
-        self.c_fc1 = sublayer_matrix(config, config.hidden_size, inner)
-        self.c_fc2 = sublayer_matrix(config, config.hidden_size, inner)
-        self.c_proj = sublayer_matrix(config, inner, config.hidden_size, last=True)
+        inner_size = 8 * config.hidden_size // 3
+        self.c_fc1 = sublayer_matrix(config, config.hidden_size, inner_size)
+        self.c_fc2 = sublayer_matrix(config, config.hidden_size, inner_size)
+        self.c_proj = sublayer_matrix(config, inner_size, config.hidden_size, last=True)
 
-    def forward(self, x, positions: Positions | None = None, cache: dict | None = None):
+    def forward(
+        self,
+        x: torch.Tensor,
+        positions: Positions | None = None,
+        cache: dict | None = None,
+    ) -> torch.Tensor:
+        """Return (B, T, d) of x (B, T, d); positions and cache are not used."""
         x = for_product(x, self.c_fc1.weight)
-        if not as_one_product(x):
+        if not should_join_products(x):
             return self.c_proj(F.silu(self.c_fc1(x)) * self.c_fc2(x))
-        # The same function: what is filled up is silu(0) * 0 = 0, and meets weights of zero.
-        gap = -self.c_fc1.out_features % WIDTH_MULTIPLE
-        layers = self.c_fc1, self.c_fc2
-        both = torch.cat([F.pad(layer.weight, (0, 0, 0, gap)) for layer in layers])
-        gate, value = F.linear(x, both).chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * value, F.pad(self.c_proj.weight, (0, gap)))
+        # Padded features are silu(0) * 0 = 0 and meet weights of 0, so the function is the same.
+        padding = -self.c_fc1.out_features % WIDTH_MULTIPLE
+        weight = torch.cat(
+            [
+                F.pad(self.c_fc1.weight, (0, 0, 0, padding)),
+                F.pad(self.c_fc2.weight, (0, 0, 0, padding)),
+            ]
+        )
+        gate, value = F.linear(x, weight).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * value, F.pad(self.c_proj.weight, (0, padding)))

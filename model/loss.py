@@ -1,89 +1,135 @@
-"""Cross-entropy of a linear layer's outputs without all of them in memory at once."""
+"""The cross-entropy of a linear layer, computed without all of its logits in memory at once."""
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-# 256 MiB in bfloat16, 2,560 tokens of GPT-2's vocabulary, and 1 GiB, 10,496 tokens: a GPU wants
-# few, large products.
-LOGITS_AT_ONCE = {"cpu": 2**27, "cuda": 2**29}
+# Largest number of logits per chunk, by device. On a CPU it is 256 MiB in bfloat16, which is 2,560
+# tokens of GPT-2's vocabulary; on a GPU, which wants few and large products, 1 GiB, 10,496 tokens.
+MAX_LOGITS = {"cpu": 2**27, "cuda": 2**29}
 
 
-def linear_cross_entropy(hidden, weight, targets, scale: float = 1.0, chunk: int | None = None):
-    """Mean over targets other than -1 of -log softmax(scale * weight hidden)[target], a scalar in
-    at least fp32.
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    scale: float = 1.0,
+    chunk_size: int | None = None,
+) -> torch.Tensor:
+    """Return the mean of -log softmax(scale * weight hidden)[target] over targets other than -1.
 
-    hidden (N, d) in the compute dtype, weight (V, d), targets int64 (N,). The logits are made and
-    used `chunk` tokens at a time (None: `chunk_of`) and not kept: gradients, where they are wanted,
-    are made along with the loss. What fits one chunk is left to F.cross_entropy. No target that
-    counts: nan, and gradients of zero.
+    The logits are computed and used chunk by chunk and are not stored: if gradients are needed,
+    they are computed together with the loss. A single chunk is left to F.cross_entropy.
+
+    Args:
+        hidden: (N, d) in the compute dtype
+        weight: (V, d)
+        targets: (N,) int64
+        chunk_size: number of tokens per chunk (default: see `default_chunk_size`)
+
+    Returns:
+        A scalar in at least fp32; NaN, with gradients of zero, if all targets are -1.
     """
-    chunk = chunk or chunk_of(hidden.shape[0], weight)
-    if hidden.shape[0] <= chunk:
+    if chunk_size is None:
+        chunk_size = default_chunk_size(hidden.shape[0], weight)
+    if hidden.shape[0] <= chunk_size:
         logits = scaled(F.linear(hidden, weight.to(hidden.dtype)), scale)
         return F.cross_entropy(logits, targets, ignore_index=-1)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        return LinearCrossEntropy.apply(hidden, weight, targets, scale, chunk)
-    return loss_and_gradients(hidden, weight, targets, scale, chunk, False)[0]
+        return LinearCrossEntropy.apply(hidden, weight, targets, scale, chunk_size)
+    loss, _, _ = loss_and_gradients(
+        hidden, weight, targets, scale, chunk_size, with_gradients=False
+    )
+    return loss
 
 
-def chunk_of(tokens: int, weight) -> int:
-    """As few chunks as LOGITS_AT_ONCE allows on the weight's device, on a GPU all of about one
-    size.
+def default_chunk_size(num_tokens: int, weight: torch.Tensor) -> int:
+    """Return the number of tokens per chunk, a multiple of 256.
+
+    There are as few chunks as MAX_LOGITS allows; on a GPU all have about the same size.
     """
     device = weight.device.type
-    most = max(LOGITS_AT_ONCE.get(device, 2**27) // weight.shape[0] // 256, 1) * 256
+    max_logits = MAX_LOGITS.get(device, MAX_LOGITS["cpu"])
+    max_chunk_size = max(max_logits // weight.shape[0] // 256, 1) * 256
     if device == "cpu":
-        return most
-    even = -(-tokens // -(-tokens // most))
-    return -(-even // 256) * 256
+        return max_chunk_size
+    num_chunks = -(-num_tokens // max_chunk_size)
+    even_size = -(-num_tokens // num_chunks)
+    return -(-even_size // 256) * 256
 
 
-def scaled(logits, scale: float):
-    """scale * logits in at least fp32."""
+def scaled(logits: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return scale * logits in at least fp32."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return logits if scale == 1 else logits * scale
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Gradients come with the loss; backward multiplies them by the loss's own, a scalar."""
+    """Computes the gradients in the forward pass; backward multiplies them by that of the loss."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, scale, chunk):
-        loss, *gradients = loss_and_gradients(hidden, weight, targets, scale, chunk, True)
-        ctx.save_for_backward(*gradients)
+    def forward(ctx, hidden, weight, targets, scale, chunk_size):
+        loss, hidden_grad, weight_grad = loss_and_gradients(
+            hidden, weight, targets, scale, chunk_size, with_gradients=True
+        )
+        ctx.save_for_backward(hidden_grad, weight_grad)
         return loss
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient):
-        return *((g * gradient).to(g.dtype) for g in ctx.saved_tensors), None, None, None
+    def backward(ctx, loss_grad):
+        hidden_grad, weight_grad = ctx.saved_tensors
+        return (
+            (hidden_grad * loss_grad).to(hidden_grad.dtype),
+            (weight_grad * loss_grad).to(weight_grad.dtype),
+            None,
+            None,
+            None,
+        )
 
 
-def loss_and_gradients(hidden, weight, targets, scale: float, chunk: int, gradients: bool):
-    """(loss, its gradient by hidden, by weight); None for both without `gradients`.
+def loss_and_gradients(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    scale: float,
+    chunk_size: int,
+    with_gradients: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Return the loss and its gradients with respect to hidden and weight, or None for both.
 
-    With p = softmax(scale z) and n targets that count, dloss/dz = scale (p - onehot) / n where the
-    target counts. The products with it are in hidden's dtype, as they would be in a linear layer;
-    their sum over chunks in weight's.
+    With p = softmax(scale * z) and n targets other than -1, dloss/dz = scale * (p - onehot) / n for
+    the tokens of these targets. The products with it are computed in the dtype of hidden, as in a
+    linear layer, and summed over chunks in that of weight.
     """
-    rounded, counts = weight.to(hidden.dtype), targets != -1
-    losses, hidden_grads = [], []
-    weight_grad = torch.zeros_like(weight) if gradients else None
-    for h, t, counting in zip(*(x.split(chunk) for x in (hidden, targets.clamp_min(0), counts))):
-        z = scaled(F.linear(h, rounded), scale)  # (chunk, V)
-        # A sum over the vocabulary, of one number each: compiled, it is taken in the pass of the
-        # other two, where `gather` would wait for the last chunk, and the logits with it.
-        is_target = torch.arange(weight.shape[0], device=t.device) == t[:, None]
-        own, highest = torch.where(is_target, z, 0).sum(1), z.amax(1, keepdim=True)
-        powers = (z - highest).exp_()
-        del z  # eager, it would be there to the end
-        total = powers.sum(1, keepdim=True)
-        losses.append(torch.where(counting, (highest + total.log()).squeeze(1) - own, 0).sum())
-        if gradients:
-            factor = torch.where(counting, scale / counts.sum().to(total.dtype), 0)
-            p = powers.div_(total)
+    rounded_weight = weight.to(hidden.dtype)
+    is_counted = targets != -1
+    losses = []
+    hidden_grads = []
+    weight_grad = torch.zeros_like(weight) if with_gradients else None
+    chunks = zip(
+        hidden.split(chunk_size),
+        targets.clamp_min(0).split(chunk_size),
+        is_counted.split(chunk_size),
+    )
+    for h, target, counted in chunks:
+        z = scaled(F.linear(h, rounded_weight), scale)  # (chunk, V)
+        # The logit of the target is taken by a sum over the vocabulary with one term each. Compiled,
+        # it shares a pass with the two other sums; a `gather` would wait for the last chunk, and
+        # would keep all logits until then.
+        is_target = torch.arange(weight.shape[0], device=target.device) == target[:, None]
+        target_logit = torch.where(is_target, z, 0).sum(1)
+        max_logit = z.amax(1, keepdim=True)
+        exp_logits = (z - max_logit).exp_()
+        del z  # frees the memory in eager mode
+        exp_sum = exp_logits.sum(1, keepdim=True)
+        log_sum_exp = (max_logit + exp_sum.log()).squeeze(1)
+        losses.append(torch.where(counted, log_sum_exp - target_logit, 0).sum())
+        if with_gradients:
+            factor = torch.where(counted, scale / is_counted.sum().to(exp_sum.dtype), 0)
+            p = exp_logits.div_(exp_sum)
             z_grad = torch.where(is_target, p - 1, p).mul_(factor[:, None]).to(h.dtype)
-            hidden_grads.append(z_grad @ rounded)
+            hidden_grads.append(z_grad @ rounded_weight)
             weight_grad += z_grad.T @ h
-    return sum(losses) / counts.sum(), torch.cat(hidden_grads) if gradients else None, weight_grad
+    hidden_grad = torch.cat(hidden_grads) if with_gradients else None
+    return sum(losses) / is_counted.sum(), hidden_grad, weight_grad

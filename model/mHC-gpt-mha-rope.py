@@ -13,19 +13,17 @@ from model.residual import Repeat
 
 
 class Model(GPT):
-    Config, Expander, Block = ManifoldConfig, Repeat, ManifoldBlock
+    Config = ManifoldConfig
+    Expander = Repeat
+    Block = ManifoldBlock
     Readout = staticmethod(manifold_readout)
-    forms = (
-        {"mhc_mix": "identity", "mhc_readout": "sigmoid"},
-        {"mhc_mix": "permutations"},
-        {"mhc_mix": "kronecker"},
-    )
 
     @torch.no_grad()
     def from_additive(self) -> None:
-        """Streams stay equal: read 1/n, write 1 and mixes whose columns sum to one."""
-        for connection in (site.read for block in self.transformer.h for site in block.sites):
-            connection.scales.zero_()
+        # With reads of 1/n, writes of 1 and weights into each stream that sum to 1, the n streams
+        # stay equal to each other.
+        for site in self.sites:
+            site.read.scales.zero_()
         if self.config.mhc_readout == "sigmoid":
             self.readout.scale.zero_()
             self.readout.bias.fill_(-math.log(self.config.hc_streams - 1))

@@ -1,9 +1,8 @@
-"""The Manifold-Geometric Transformer (MGT): a gated sublayer output, and a signed gate per feature
-on the update.
+"""The Manifold-Geometric Transformer (MGT): a gate on the sublayer output and one on the update.
 
-Equations are those of the paper, sections 3.4 and 3.5; the state X is (B, T, d). Its "mHC" is a
-gate on the sublayer's output, not the streams of `hyper_connections.py`, and its "DDL" erases along
-X itself, not along a direction k.
+Equations are those of the paper, sections 3.4 and 3.5; the state X is (B, T, d). The paper's "mHC"
+is a gate on the sublayer output, not the streams of `hyper_connections.py`, and its "DDL" erases
+along X itself, not along a direction k.
 """
 
 from dataclasses import dataclass, replace
@@ -75,73 +74,95 @@ class MGTConfig(GPTConfig):
 
 
 class MGTWrite(nn.Module):
-    """X' = X + beta * (V - alpha X).
+    """The write X' = X + beta * (V - alpha X) (equation 7).
 
-    V = h * sigmoid(LN(X W_gate)), beta = lambda tanh(X W + b) + eps: equations 7, 5, 6.
-    Without the gate V = h; without beta X' = X + V.
+    V = h * sigmoid(LN(X W_gate)) (equation 5), or V = h without the gate.
+    beta = lambda tanh(X W + b) + epsilon (equation 6); without it, X' = X + V.
     """
+
+    ranges: ClassVar = {"beta_negative": (0.0, 1.0), "gate": (0.0, 1.0)}
 
     def __init__(self, config: MGTConfig):
         super().__init__()
-        d, self.config = config.hidden_size, config
-        matrix = Rule(normal(config.hidden_init_std), HIDDEN, decay=True, rounded=True)
+        self.config = config
+        d = config.hidden_size
+        matrix_rule = Rule(normal(config.hidden_init_std), HIDDEN, decay=True, rounded=True)
         if config.has_gate:
-            self.gate, self.gate_norm = linear(d, d, matrix), LayerNorm(d)
+            self.gate = linear(d, d, matrix_rule)
+            self.gate_norm = LayerNorm(d)
         if config.has_beta:
-            self.beta = linear(d, d, matrix, Rule(constant(config.mgt_beta_bias_init)))
+            self.beta = linear(d, d, matrix_rule, Rule(constant(config.mgt_beta_bias_init)))
             self.alpha = nn.Parameter(torch.empty(1))
             self.rules = {"alpha": Rule(constant(config.mgt_alpha_init))}
 
     def elementwise_flops(self) -> int:
-        return (1 + self.config.has_gate + 3 * self.config.has_beta) * self.config.hidden_size
-
-    def gates(self, state):
-        """sigmoid(LN(X W_gate)) and beta, each (B, T, d) in at least fp32, or 1."""
-        x, dtype, gate, beta = state, at_least_fp32(state.dtype), 1.0, 1.0
+        flops_per_feature = 1
         if self.config.has_gate:
-            gate = self.gate_norm(self.gate(for_product(x, self.gate.weight)).to(dtype)).sigmoid()
+            flops_per_feature += 1
         if self.config.has_beta:
-            logits = self.beta(for_product(x, self.beta.weight)).to(dtype)
-            beta = self.config.mgt_lambda * logits.tanh() + self.config.mgt_epsilon
-        return gate, beta
+            flops_per_feature += 3
+        return flops_per_feature * self.config.hidden_size
 
-    def forward(self, state, h, x_in, c, past: Past | None = None, **forced: float):
-        """forced: numbers in the place of the learned gate, beta and alpha (for analyses)."""
-        gate, beta = self.gates(state)
-        gate, beta = forced.get("gate", gate), forced.get("beta", beta)
+    def compute_gate(self, state: torch.Tensor) -> torch.Tensor | float:
+        """Return sigmoid(LN(X W_gate)), (B, T, d) in at least fp32, or 1 without the gate."""
+        if not self.config.has_gate:
+            return 1.0
+        logits = self.gate(for_product(state, self.gate.weight)).to(at_least_fp32(state.dtype))
+        return self.gate_norm(logits).sigmoid()
+
+    def compute_beta(self, state: torch.Tensor) -> torch.Tensor | float:
+        """Return beta, (B, T, d) in at least fp32, or 1 without it."""
+        if not self.config.has_beta:
+            return 1.0
+        logits = self.beta(for_product(state, self.beta.weight)).to(at_least_fp32(state.dtype))
+        return self.config.mgt_lambda * logits.tanh() + self.config.mgt_epsilon
+
+    def forward(self, state, h, x_in, c, past: Past | None = None) -> torch.Tensor:
         x = state.to(at_least_fp32(state.dtype))
-        value = gate * h.to(x.dtype)
+        update = self.compute_gate(state) * h.to(x.dtype)  # V
         if self.config.has_beta:
-            value = beta * (value - forced.get("alpha", self.alpha) * x)
-        return (x + value).to(state.dtype)
+            update = self.compute_beta(state) * (update - self.alpha * x)
+        return (x + update).to(state.dtype)
 
-    ranges: ClassVar = {"beta_negative": (0.0, 1.0), "gate": (0.0, 1.0)}
+    def statistics(self, state, h, x_in, c, written) -> dict[str, torch.Tensor]:
+        """Return statistics over the features of each token, (B, T).
 
-    def statistics(self, state, h, x_in, c, written) -> dict:
-        """Of each token (B, T), over its features: the mean and the variance of beta, the share of
-        negative ones, and the mean of the gate.
+        They are the mean and variance of beta, its fraction of negative values, and the mean of the
+        gate, as far as the arm has them.
         """
-        gate, beta = self.gates(state)
-        found = {}
+        statistics = {}
         if self.config.has_beta:
-            found |= {"beta": beta.mean(-1), "beta_variance": beta.var(-1, unbiased=False)}
-            found["beta_negative"] = (beta < 0).to(beta.dtype).mean(-1)
-        return found | ({"gate": gate.mean(-1)} if self.config.has_gate else {})
+            beta = self.compute_beta(state)
+            statistics["beta"] = beta.mean(-1)
+            statistics["beta_variance"] = beta.var(-1, unbiased=False)
+            statistics["beta_negative"] = (beta < 0).to(beta.dtype).mean(-1)
+        if self.config.has_gate:
+            statistics["gate"] = self.compute_gate(state).mean(-1)
+        return statistics
 
 
 class MGTBlock(WritingBlock):
-    """Norms before the sublayer, or, in the post-LN arms, after the write: X' = LN(X + V)."""
+    """A block with LayerNorm before each sublayer or, if post-norm, after the write: LN(X + V)."""
 
     Write = MGTWrite
 
     def __init__(self, config: MGTConfig, layer: int):
         super().__init__(config, layer)
-        self.ln_1, self.ln_2 = LayerNorm(config.hidden_size), LayerNorm(config.hidden_size)
-        where, nowhere = ("post_write", "norm") if config.post_norm else ("norm", "post_write")
-        norms = zip(self.sites, (self.ln_1, self.ln_2))
-        self.sites = tuple(replace(site, **{where: norm, nowhere: None}) for site, norm in norms)
+        self.ln_1 = LayerNorm(config.hidden_size)
+        self.ln_2 = LayerNorm(config.hidden_size)
+        attn, mlp = self.sites
+        if config.post_norm:
+            self.sites = (
+                replace(attn, norm=None, post_write=self.ln_1),
+                replace(mlp, norm=None, post_write=self.ln_2),
+            )
+        else:
+            self.sites = (
+                replace(attn, norm=self.ln_1),
+                replace(mlp, norm=self.ln_2),
+            )
 
 
 def final_norm(config: MGTConfig) -> nn.Module:
-    """The norm before the output layer; none in the post-LN arms, whose last write has one."""
+    """Return the norm before the output layer; none if post-norm, as the last write has one."""
     return nn.Identity() if config.post_norm else LayerNorm(config.hidden_size)

@@ -1,8 +1,8 @@
-"""What is done with each parameter, declared where it is made; whoever initialises, trains or
-rounds them reads that.
+"""The rule of each parameter: how it is initialized, trained and rounded.
 
-A module that makes a parameter has `rules`, a dict of its names to `Rule`s; `linear` makes a layer
-with its rules. `rules_of(model)` collects them and refuses a parameter that has none, or two.
+A module that creates parameters has a dict `rules` from their names to `Rule`s; `linear` creates a
+layer together with its rules. `rules_of(model)` collects them, and refuses a parameter that has
+none, or two.
 """
 
 import math
@@ -10,88 +10,117 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, NoReturn
 
+import torch
 from torch import nn
 
 
 class Kind(NamedTuple):
-    """Of a learning rate under muP: it goes with this power of hidden_size_base / hidden_size."""
+    """How a learning rate scales with width under muP.
+
+    The fields are powers of hidden_size_base / hidden_size.
+    """
 
     adam: float
-    muon: float | None = None  # None: Muon takes hidden matrices only
+
+    # None for parameters that Muon does not train
+    muon: float | None = None
 
 
-# An entry of Adam's update is the rate, and d of them add up in a product with what they were
-# learned from. Muon's has entries as large (match_rms_adamw), spread over all directions alike:
-# they add up as sqrt(d).
+# Each entry of an Adam update is as large as the learning rate, and d of them add up in a product
+# with the features that they were computed from. The entries of a Muon update are as large
+# (match_rms_adamw), but spread over all directions alike, so that they add up as sqrt(d).
 HIDDEN = Kind(adam=1, muon=0.5)  # matrices d x O(d)
-OUTPUT = Kind(adam=1)  # from d features to a fixed number
-INPUT = Kind(adam=0.5)  # from a fixed number to d features, with the initialisation of hidden ones
-FIXED = Kind(adam=0)  # embeddings, norms, biases, convolutions, and what does not grow with d
+OUTPUT = Kind(adam=1)  # matrices from d features to a fixed number
+INPUT = Kind(adam=0.5)  # matrices from a fixed number to d features that start as hidden ones do
+FIXED = Kind(adam=0)  # embeddings, norms, biases, convolutions, and whatever does not grow with d
 
 
 class Rule(NamedTuple):
-    """start: fills the parameter in place.
+    """How a parameter is initialized, trained and rounded."""
 
-    kind: of its learning rate. decay: whether weight decay falls on it. muon: whether Muon may take
-    it. rounded: whether autocast rounds it at every use, so that generation may keep it so. rate:
-    what its learning rate is multiplied by, at any width; muP's factor comes to it.
-    """
-
+    # initializes the parameter in place
     start: Callable[[nn.Parameter], object]
+
+    # how its learning rate scales with width
     kind: Kind = FIXED
+
+    # whether weight decay applies to it
     decay: bool = False
+
+    # whether Muon trains it, if the run uses Muon
     muon: bool = False
+
+    # whether autocast rounds it at each use, so that generation may store it rounded
     rounded: bool = False
+
+    # factor on its learning rate, besides that of muP
     rate: float = 1.0
 
 
-def normal(std: float):
+def normal(std: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that draws a parameter from N(0, std)."""
     return partial(nn.init.normal_, std=std)
 
 
-def by_shape(factor: float):
-    """N(0, std) whose std follows from the parameter's own shape, so that its product neither grows
-    nor shrinks what it is given: factor / sqrt(inputs) * min(1, sqrt(outputs / inputs)). Outputs
-    are the first axis, inputs the others.
+def by_shape(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that draws a parameter from a normal distribution scaled by its shape.
 
-    The "spectral" start of the paper's current release.
+    The standard deviation is factor / sqrt(n_in) * min(1, sqrt(n_out / n_in)), where n_out is the
+    first axis and n_in the product of the others, so that its product neither grows nor shrinks its
+    input. This is the "spectral" initialization of the paper's current release.
     """
 
-    def start(parameter):
-        outputs, inputs = len(parameter), parameter[0].numel()
-        std = factor / math.sqrt(inputs) * min(1, math.sqrt(outputs / inputs))
+    def start(parameter: torch.Tensor) -> torch.Tensor:
+        n_out = len(parameter)
+        n_in = parameter[0].numel()
+        std = factor / math.sqrt(n_in) * min(1, math.sqrt(n_out / n_in))
         return nn.init.normal_(parameter, std=std)
 
     return start
 
 
-def constant(value: float):
+def constant(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that fills a parameter with the value."""
     return partial(nn.init.constant_, val=value)
 
 
-def linear(inputs: int, outputs: int, weight: Rule, bias: Rule | None = None) -> nn.Linear:
-    """A linear layer whose parameters have these rules; no bias without a rule for it."""
-    layer = nn.Linear(inputs, outputs, bias=bias is not None)
-    layer.rules = {"weight": weight} | ({"bias": bias} if bias else {})
+def linear(
+    in_features: int, out_features: int, weight: Rule, bias: Rule | None = None
+) -> nn.Linear:
+    """Return a linear layer with these rules; without a rule for the bias, it has none."""
+    layer = nn.Linear(in_features, out_features, bias=bias is not None)
+    layer.rules = {"weight": weight}
+    if bias is not None:
+        layer.rules["bias"] = bias
     return layer
 
 
 def aliases(model: nn.Module) -> dict[str, str]:
-    """{name: the first one} of what has several names: tied weights, blocks that occur twice."""
-    named = [*model.named_parameters(remove_duplicate=False)]
-    named += model.named_buffers(remove_duplicate=False)
-    first: dict[int, str] = {}
-    firsts = {name: first.setdefault(id(tensor), name) for name, tensor in named}
-    return {name: other for name, other in firsts.items() if other != name}
+    """Return {name: first name} for each tensor that occurs under several names, e.g. tied weights."""
+    named_tensors = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    first_names: dict[int, str] = {}
+    aliases = {}
+    for name, tensor in named_tensors:
+        first_name = first_names.setdefault(id(tensor), name)
+        if first_name != name:
+            aliases[name] = first_name
+    return aliases
 
 
 def refuse_shared_memory(model: nn.Module) -> None:
-    """ValueError: two parameters are one piece of memory, which would part on the way to a GPU."""
-    seen: dict[int, str] = {}
+    """Raise ValueError if two parameters share memory, which they would not after a move to a GPU."""
+    first_names: dict[int, str] = {}
     for name, parameter in model.named_parameters():
-        if (other := seen.setdefault(parameter.untyped_storage()._cdata, name)) != name:
-            fix = f"to tie them, assign {other} itself"
-            raise ValueError(f"{name} is a copy of {other} in the same memory: {fix}")
+        memory = parameter.untyped_storage()._cdata
+        first_name = first_names.setdefault(memory, name)
+        if first_name != name:
+            raise ValueError(
+                f"{name} is a copy of {first_name} in the same memory: to tie them, assign "
+                f"{first_name} itself"
+            )
 
 
 def refuse_missing_rule(model: nn.Module, name: str) -> NoReturn:
@@ -113,36 +142,44 @@ def refuse_missing_rule(model: nn.Module, name: str) -> NoReturn:
 
 
 def rules_of(model: nn.Module) -> dict[str, Rule]:
-    """The rule of every parameter by name; tied ones count once, with the rule of the first.
+    """Return the rule of each parameter by name; tied parameters have one, of the first name.
 
-    ValueError: a parameter without a rule, or with two, or a rule for none; the message names it
-    and the fix.
+    Raises:
+        ValueError: a parameter has no rule or two, or a rule has no parameter; the message names it
+            and the fix
     """
     rules: dict[str, Rule] = {}
-    for prefix, module in model.named_modules():
+    for module_name, module in model.named_modules():
         for name, rule in getattr(module, "rules", {}).items():
-            full = f"{prefix}.{name}".removeprefix(".")
-            if full in rules:
-                places = f"{type(module).__name__} declares it, and a module around it"
-                raise ValueError(f"{full} has two rules: {places}")
-            rules[full] = rule
-    names = [name for name, _ in model.named_parameters()]
+            full_name = f"{module_name}.{name}".removeprefix(".")
+            if full_name in rules:
+                raise ValueError(
+                    f"{full_name} has two rules: {type(module).__name__} declares it, and so does a "
+                    "module that contains it; keep one"
+                )
+            rules[full_name] = rule
     for name in aliases(model):
         rules.pop(name, None)
-    for name in names:
+    parameter_names = [name for name, _ in model.named_parameters()]
+    for name in parameter_names:
         if name not in rules:
             refuse_missing_rule(model, name)
-    if unknown := sorted(rules.keys() - set(names)):
-        reason = f"which is no parameter of {type(model).__name__}"
-        raise ValueError(f"there is a rule for {unknown[0]}, {reason}")
-    return {name: rules[name] for name in names}
+    unused_names = sorted(rules.keys() - set(parameter_names))
+    if unused_names:
+        raise ValueError(
+            f"there is a rule for {unused_names[0]}, which is not a parameter of "
+            f"{type(model).__name__}; remove the rule or correct its name"
+        )
+    return {name: rules[name] for name in parameter_names}
 
 
 def refuse_unregistered(model: nn.Module, parts: list[nn.Module]) -> None:
-    """ValueError: a part has a parameter that is none of the model's: nobody would train it."""
-    known = set(map(id, model.parameters()))
+    """Raise ValueError if a part has a parameter that the model does not, as nobody would train it."""
+    registered = {id(parameter) for parameter in model.parameters()}
     for part in parts:
-        if not known.issuperset(map(id, part.parameters())):
+        if not registered.issuperset(map(id, part.parameters())):
             name = type(part).__name__
-            fix = f"assign it, self.part = {name}(...)"
-            raise ValueError(f"{name} is used by a site, but no part of its block: {fix}")
+            raise ValueError(
+                f"{name} is used by a site, but it is not a submodule of its block: assign it, "
+                f"self.part = {name}(...)"
+            )

@@ -17,7 +17,7 @@ import torch
 
 from model import check_settings, every_config, model_class, weights
 from model.options import collect_options, legacy_defaults
-from model.residual import fold_column_conv
+from model.residual import fold_channel_conv
 from utils import errors, files
 
 # The release's file names as our stems; `-accelerated` computes the same with kernels of its own.
@@ -170,7 +170,7 @@ def fold(tensors: dict[str, torch.Tensor], model) -> dict[str, torch.Tensor]:
                 halves = f"{owner}read is {tuple(read.shape)}, {owner}weight {tuple(weight.shape)}"
                 raise ValueError(f"{halves}: no pair")
             if whole:
-                folded[f"{owner}weight"] = fold_column_conv(weight, folded.pop(f"{owner}read"))
+                folded[f"{owner}weight"] = fold_channel_conv(weight, folded.pop(f"{owner}read"))
     return folded
 
 
@@ -188,18 +188,18 @@ def scaled_as(released: dict) -> dict:
     base = config.get("num_hidden_layers_base")
     if "parameterization" not in config:
         if STEM not in config and base is not None:
-            given = f"num_hidden_layers_base={weights.clipped(base)} in the released config"
+            given = f"num_hidden_layers_base={weights.shorten(base)} in the released config"
             fix = "parameterization=completeP or spectralP alone: give one of them, or leave it out"
             raise ValueError(f"{given}, where it has an effect with {fix}")
         return config
     name = config.pop("parameterization")
     if name is not None and not (isinstance(name, str) and name in WIDTH):
-        given = f"parameterization={weights.clipped(name)} in the released config"
+        given = f"parameterization={weights.shorten(name)} in the released config"
         known = "None, 'widthmuP', 'completeP' and 'spectralP'"
         raise ValueError(f"{given}: only {known} are supported")
     mup = config.setdefault("mup", name in WIDTH)
     if mup != (name in WIDTH):
-        given = f"mup={weights.clipped(mup)} in the released config"
+        given = f"mup={weights.shorten(mup)} in the released config"
         raise ValueError(f"{given} contradicts parameterization={name!r}")
     config["mup"] = name in WIDTH
     if not WIDTH.get(name):
@@ -220,13 +220,13 @@ def read_config(released: dict, stem: str) -> dict:
     fixed = {**FIXED, "intermediate_size": (None, inner)}
     for key in sorted((renamed.keys() - schema.keys()) & fixed.keys()):
         if renamed[key] not in fixed[key]:
-            given = f"{key}={weights.clipped(renamed[key])} in the released config"
+            given = f"{key}={weights.shorten(renamed[key])} in the released config"
             raise ValueError(f"{given}: only {fixed[key][0]!r} is supported")
     others = renamed.keys() - schema.keys() - fixed.keys() - LIBRARY - {STEM}
     if others:  # a flat config holds the keys of all variants, which are looked up where needed
         others -= collect_options(*every_config()).keys()
     for key in sorted(others):
-        given, nearest = weights.clipped(key)[1:-1], errors.suggest(key, schema)
+        given, nearest = weights.shorten(key)[1:-1], errors.suggest(key, schema)
         raise ValueError(f"unknown key {given} in the released config{nearest}")
     return config
 
@@ -264,7 +264,7 @@ def describe(folder: Path) -> tuple[str, dict]:
     if not file.is_file():
         needed = "a folder of the released model code, or an exported one"
         raise ValueError(f"{folder} holds no config.json: give {needed}")
-    config, found = files.read_json(file), weights.header(folder)
+    config, found = files.read_json(file), weights.read_headers(folder)
     if weights.EMBEDDING not in found:
         reason = f"has no {weights.EMBEDDING}: it is not of the released model code"
         raise ValueError(f"{folder} {reason}")
@@ -273,7 +273,7 @@ def describe(folder: Path) -> tuple[str, dict]:
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
     if not isinstance(stem, str):
-        given = f"{STEM}={weights.clipped(stem)}"
+        given = f"{STEM}={weights.shorten(stem)}"
         raise ValueError(f"{file}: {given}: needed the name of a variant")
     try:
         keys = read_config(config, stem)

@@ -1,13 +1,23 @@
-"""Delta residual streams: a state X of v columns of width d, read, processed and rewritten (arXiv
-2601.00417).
+"""The residual stream of Deep Delta Learning (DDL, arXiv 2601.00417).
 
-The state is stored as (B, T, v, d), the transpose of the paper's (B, T, d, v): features stay
-contiguous, so that every operation below runs along them. Readers and expanders are causal
-convolutions over tokens with weights per channel; `delay` hands each of them its left context, from
-zeros in training and from the cache in generation.
+The residual state X in R^{d x d_v} of a token has d_v value channels of width d. A site compresses
+it to a vector x_in, which the sublayer processes, and rewrites it:
+
+    x_in = compress(X)                      SingleChannelRead, TokenConvRead or ChannelConvRead
+    c = norm(x_in)
+    h = F(c)                                attention or MLP
+    X' = X + beta k (v^T - k^T X)           DeltaRewrite
+
+with the gate beta in (0, 2), the direction k in R^d of unit length and the write value v in
+R^{d_v}.
+
+The state is stored as (B, T, d_v, d), the transpose of the paper's (B, T, d, d_v), so that features
+are contiguous and every operation below runs along them. Equations and sections in docstrings are
+those of the paper.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Literal
@@ -27,7 +37,7 @@ from model.parameters import FIXED, HIDDEN, INPUT, OUTPUT, Rule, constant, linea
 class DeltaConfig(GPTConfig):
     """Keys of Deep Delta Learning (DDL)."""
 
-    columns_key: ClassVar[str | None] = "ddl_value_channels"
+    expansion_key: ClassVar[str | None] = "ddl_value_channels"
 
     ddl_value_channels: int = option(
         1,
@@ -194,7 +204,7 @@ class DeltaConfig(GPTConfig):
 
 
 @dataclass
-class SingleColumnConfig(DeltaConfig):
+class SingleChannelConfig(DeltaConfig):
     """Keys of DDL with one value channel (d_v = 1)."""
 
     def __post_init__(self):
@@ -207,10 +217,10 @@ class SingleColumnConfig(DeltaConfig):
 
 
 @dataclass
-class ColumnsConfig(GPTConfig):
+class ValueChannelsConfig(GPTConfig):
     """Keys of models with several value channels (d_v > 1)."""
 
-    columns_key: ClassVar[str | None] = "ddl_value_channels"
+    expansion_key: ClassVar[str | None] = "ddl_value_channels"
 
     ddl_value_channels: int = option(
         4,
@@ -254,12 +264,12 @@ class ColumnsConfig(GPTConfig):
 
 
 @dataclass
-class ExpandedConfig(ColumnsConfig, DeltaConfig):
+class ExpandedConfig(ValueChannelsConfig, DeltaConfig):
     """Keys of DDL with several value channels (d_v > 1)."""
 
 
 @dataclass
-class ColumnConvConfig(ExpandedConfig):
+class ChannelConvConfig(ExpandedConfig):
     """Keys of the compressor over value channels (CC)."""
 
     ddl_cc_read: Literal["pair", "folded"] = option(
@@ -295,44 +305,51 @@ class EmbeddingConvConfig(ExpandedConfig):
 
 
 @dataclass
-class EmbeddingColumnConvConfig(EmbeddingConvConfig, ColumnConvConfig):
+class EmbeddingChannelConvConfig(EmbeddingConvConfig, ChannelConvConfig):
     """Keys of DDL with both convolutions (CC and EC)."""
 
 
-def features_last(weights):
-    """weights (d, v, K) as parameters keep them -> (K, v, d), the current token's tap first."""
-    # A permuted view would do, but torch.compile lays out what it multiplies with, the state, as
-    # the view is: features would no longer be contiguous, and no loop vectorised. It sees through
-    # `contiguous`, not through `stack`.
-    rows = torch.stack(weights.flatten(1).unbind(1))  # (v * K, d)
+def taps_first(weights: torch.Tensor) -> torch.Tensor:
+    """Rearrange convolution weights (d, d_v, K) to (K, d_v, d), with the current token's tap first.
+
+    Features are last and contiguous, as they are in the state.
+    """
+    # A permuted view would give the same numbers, but torch.compile lays out what is multiplied
+    # with it, the state, in the order of the view; features would no longer be contiguous, and no
+    # loop would be vectorized. The compiler sees through `contiguous`, but not through `stack`.
+    rows = torch.stack(weights.flatten(1).unbind(1))  # (d_v * K, d)
     return rows.unflatten(0, weights.shape[1:]).transpose(0, 1).flip(0)
 
 
 class Repeat(nn.Module):
-    """Expander: the embedding (B, T, d) in each of the v columns (`columns_key`), (B, T, v, d)."""
+    """Expander that repeats the embedding (B, T, d) in each vector of the state, (B, T, d_v, d).
+
+    The number of vectors is the value of the config's `expansion_key`.
+    """
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.columns = getattr(config, config.columns_key)
+        self.num_copies = getattr(config, config.expansion_key)
 
-    def forward(self, x, past: Past | None = None):
-        return x.unsqueeze(2).expand(-1, -1, self.columns, -1)
+    def forward(self, x: torch.Tensor, past: Past | None = None) -> torch.Tensor:
+        return x.unsqueeze(2).expand(-1, -1, self.num_copies, -1)
 
 
 class Taps(nn.Module):
-    """Holds one convolution weight under the name `<owner>.weight`."""
+    """Holds the weight of a convolution under the name `<owner>.weight`."""
 
-    def __init__(self, *shape: int, start):
+    def __init__(self, *shape: int, start: Callable):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape))
         self.rules = {"weight": Rule(start, decay=True)}
 
 
 class EmbeddingConv(nn.Module):
-    """Expander (EC): a causal depthwise convolution over tokens, (B, T, d) -> (B, T, v, d).
+    """Expander (EC): a causal depthwise convolution over tokens, (B, T, d) -> (B, T, d_v, d).
 
-    X[t, j, i] = sum_s conv.weight[i*v + j, 0, K-1-s] x[t-s, i]; it starts as the identity, which is
-    repetition.
+        X[t, j, i] = sum_s conv.weight[i * d_v + j, 0, K-1-s] x[t-s, i]
+
+    It starts as the identity, which repeats the embedding in each value channel.
     """
 
     fused = "embedding_conv"
@@ -340,321 +357,430 @@ class EmbeddingConv(nn.Module):
     def __init__(self, config: EmbeddingConvConfig):
         super().__init__()
         self.value_channels = config.ddl_value_channels
-        channels, K = (
-            config.hidden_size * self.value_channels,
-            config.input_embed_shortconv_kernel_size,
-        )
-        self.conv = Taps(channels, 1, K, start=partial(one_tap, at=-1))
+        num_filters = config.hidden_size * self.value_channels
+        kernel_size = config.input_embed_shortconv_kernel_size
+        self.conv = Taps(num_filters, 1, kernel_size, start=partial(one_tap, index=-1))
 
     def elementwise_flops(self) -> int:
         return 2 * self.conv.weight.numel()
 
-    def forward(self, x, past: Past | None = None):
-        weights = self.conv.weight.squeeze(1).unflatten(0, (-1, self.value_channels))  # (d, v, K)
-        weights = features_last(weights).to(at_least_fp32(x.dtype))
-        return sum(delay(x, s, past).unsqueeze(2) * w for s, w in enumerate(weights)).to(x.dtype)
+    def forward(self, x: torch.Tensor, past: Past | None = None) -> torch.Tensor:
+        weights = self.conv.weight.squeeze(1).unflatten(0, (-1, self.value_channels))  # (d, d_v, K)
+        weights = taps_first(weights).to(at_least_fp32(x.dtype))
+        delayed = (
+            delay(x, tokens, past).unsqueeze(2) * weight for tokens, weight in enumerate(weights)
+        )
+        return sum(delayed).to(x.dtype)
 
 
-class OnlyColumn(nn.Module):
-    """Read of the d_v = 1 state: its single column, (B, T, 1, d) -> (B, T, d)."""
+class SingleChannelRead(nn.Module):
+    """Read of a state with d_v = 1: its only value channel, (B, T, 1, d) -> (B, T, d)."""
 
     fused = "only_column"
 
     def __init__(self, config: DeltaConfig):
         super().__init__()
 
-    def forward(self, state, past: Past | None = None):
+    def forward(self, state: torch.Tensor, past: Past | None = None) -> torch.Tensor:
         return state.squeeze(2)
 
 
 class TokenConvRead(nn.Module):
-    """Compressor (TC): causal depthwise convolution over tokens, then a weighted sum over columns.
+    """Compressor (TC): a causal depthwise convolution over tokens, then a sum over value channels.
 
-    x_in[t, i] = sum_s sum_j e[s, j, i] X[t-s, j, i] with e[s, j, i] = read[j] *
-    shortconv.weight[i*v + j, K-1-s].
+    x_in[t, i] = sum_s sum_j e[s, j, i] X[t-s, j, i]
+    e[s, j, i] = read[j] * shortconv.weight[i * d_v + j, K-1-s]
     """
 
     fused = "token_conv"
 
-    def __init__(self, config: ColumnsConfig):
+    def __init__(self, config: ValueChannelsConfig):
         super().__init__()
-        channels = config.hidden_size * config.ddl_value_channels
-        K = config.ddl_state_shortconv_kernel_size or 4
-        self.shortconv = Taps(channels, K, start=start_of_taps(config, K, last=True))
+        num_filters = config.hidden_size * config.ddl_value_channels
+        kernel_size = config.ddl_state_shortconv_kernel_size or 4
+        start = conv_start(config, kernel_size, identity_tap=kernel_size - 1)
+        self.shortconv = Taps(num_filters, kernel_size, start=start)
         self.read = nn.Parameter(torch.empty(config.ddl_value_channels))
         self.rules = {"read": Rule(constant(config.read_start))}
 
-    def weights(self, arranged=features_last):
-        """e, the whole read as one (K, v, d) tensor in at least fp32; its first entry weighs the
-        current token.
+    def weights(self, arrange: Callable = taps_first) -> torch.Tensor:
+        """Return e (K, d_v, d) in at least fp32; its first entry weights the current token.
+
+        arrange: function from (d, d_v, K) to (K, d_v, d), with the current token's tap first
         """
-        taps = self.shortconv.weight.unflatten(0, (-1, self.read.shape[0]))  # (d, v, K)
-        return arranged(taps) * self.read.to(at_least_fp32(self.read.dtype))[:, None]
+        taps = self.shortconv.weight.unflatten(0, (-1, self.read.shape[0]))  # (d, d_v, K)
+        return arrange(taps) * self.read.to(at_least_fp32(self.read.dtype))[:, None]
 
     def elementwise_flops(self) -> int:
         return 2 * self.shortconv.weight.numel()
 
-    def forward(self, state, past: Past | None = None):
-        return read_columns(state, self.weights(), past)
+    def forward(self, state: torch.Tensor, past: Past | None = None) -> torch.Tensor:
+        return read_value_channels(state, self.weights(), past)
 
 
-class ColumnConvRead(nn.Module):
-    """Compressor (CC): a weighted sum over columns, x_in[t, i] = sum_j w[i, j] X[t, j, i].
+class ChannelConvRead(nn.Module):
+    """Compressor (CC): a weighted sum over value channels, x_in[t, i] = sum_j w[i, j] X[t, j, i].
 
-    w (d, v) is a parameter itself (`ddl_cc_read=folded`), or, as the paper's code has it, a
-    convolution over columns `weight` (d, K) whose v results meet a vector `read` (v,).
+    With ddl_cc_read=folded, w (d, d_v) is itself the parameter. With ddl_cc_read=pair, as in the
+    authors' code, w follows from two parameters: `weight` (d, K), a convolution over the value
+    channels, and `read` (d_v,), which sums its d_v results.
     """
-
-    # Convolution and vector make a linear map again, folded into w once where it is used.
 
     fused = "column_conv"
 
-    def __init__(self, config: ColumnConvConfig):
+    def __init__(self, config: ChannelConvConfig):
         super().__init__()
-        self.config, columns = config, config.ddl_value_channels
+        self.config = config
         self.pair = config.ddl_cc_read == "pair"
-        kernel_size = config.ddl_state_shortconv_kernel_size or columns
-        if kernel_size > columns or (kernel_size != columns and not self.pair):
-            what = f"this model's read covers its ddl_value_channels={columns} columns"
-            fix = "give no more" if self.pair else "leave the key out"
-            raise ValueError(f"ddl_state_shortconv_kernel_size={kernel_size}: {what}; {fix}")
-        self.weight = nn.Parameter(torch.empty(config.hidden_size, kernel_size))
         self.causal = config.ddl_state_dv_shortconv_causal
-        taps = start_of_taps(config, kernel_size, last=self.causal)
+        value_channels = config.ddl_value_channels
+        kernel_size = config.ddl_state_shortconv_kernel_size or value_channels
+        if kernel_size > value_channels:
+            raise ValueError(
+                f"ddl_state_shortconv_kernel_size={kernel_size} is larger than "
+                f"ddl_value_channels={value_channels}, over which this compressor convolves; give "
+                f"at most {value_channels}"
+            )
+        if kernel_size != value_channels and not self.pair:
+            raise ValueError(
+                f"ddl_state_shortconv_kernel_size={kernel_size} differs from "
+                f"ddl_value_channels={value_channels}, but the compressor of this model is one "
+                "weight for each value channel; omit the key"
+            )
+        self.weight = nn.Parameter(torch.empty(config.hidden_size, kernel_size))
+        # The tap that maps a value channel to itself: the last one if causal, else the middle one.
+        identity_tap = kernel_size - 1 if self.causal else (kernel_size - 1) // 2
+        start = conv_start(config, kernel_size, identity_tap=identity_tap)
         if self.pair:
-            self.read = nn.Parameter(torch.empty(columns))
-            read = Rule(constant(config.read_start))
-            self.rules = {"weight": Rule(taps, decay=True), "read": read}
+            self.read = nn.Parameter(torch.empty(value_channels))
+            self.rules = {
+                "weight": Rule(start, decay=True),
+                "read": Rule(constant(config.read_start)),
+            }
         else:
-            self.rules = {"weight": Rule(partial(self.start_folded, taps=taps), decay=True)}
+            folded_start = partial(self.start_folded, conv_start=start)
+            self.rules = {"weight": Rule(folded_start, decay=True)}
 
-    def start_folded(self, weight, taps) -> None:
-        taps(weight)
+    def start_folded(self, weight: torch.Tensor, conv_start: Callable) -> None:
+        """Initialize the folded weight (d, d_v) as a pair would start, folded."""
+        conv_start(weight)
         read = weight.new_full((weight.shape[1],), self.config.read_start)
-        weight.copy_(fold_column_conv(weight, read))
+        weight.copy_(fold_channel_conv(weight, read))
 
-    def weights(self, arranged=features_last):
-        """w as one (1, v, d) tensor."""
-        weight = fold_column_conv(self.weight, self.read, self.causal) if self.pair else self.weight
-        return arranged(weight.unsqueeze(2))
+    def weights(self, arrange: Callable = taps_first) -> torch.Tensor:
+        """Return w as one tensor (1, d_v, d); arrange: as in TokenConvRead.weights."""
+        # The convolution and the read vector are linear, so both are folded into one weight.
+        weight = self.weight
+        if self.pair:
+            weight = fold_channel_conv(self.weight, self.read, self.causal)
+        return arrange(weight.unsqueeze(2))
 
     def elementwise_flops(self) -> int:
         return 2 * self.config.hidden_size * self.config.ddl_value_channels
 
-    def forward(self, state, past: Past | None = None):
-        return read_columns(state, self.weights(), past)
+    def forward(self, state: torch.Tensor, past: Past | None = None) -> torch.Tensor:
+        return read_value_channels(state, self.weights(), past)
 
 
-def start_of_taps(config, taps: int, last: bool):
-    """The start of a read's convolution; the identity's 1 is at the last tap, or in the middle."""
+def conv_start(config: ValueChannelsConfig, kernel_size: int, identity_tap: int) -> Callable:
+    """Return the function that initializes the convolution of a compressor in place.
+
+    identity_tap: index of the tap that is 1 with ddl_state_conv_init=identity
+    """
     if config.conv_start == "mean":
-        return constant(1 / taps)
+        return constant(1 / kernel_size)
     if config.conv_start == "normal":
         return normal(config.hidden_init_std)
-    return partial(one_tap, at=taps - 1 if last else (taps - 1) // 2)
+    return partial(one_tap, index=identity_tap)
 
 
-def one_tap(weight, at: int) -> None:
-    """The tap `at`, along the last axis, is 1, the others 0."""
-    nn.init.zeros_(weight)[..., at] = 1.0
+def one_tap(weight: torch.Tensor, index: int) -> None:
+    """Set the tap `index` of the last axis to 1 and all others to 0."""
+    nn.init.zeros_(weight)[..., index] = 1.0
 
 
-def fold_column_conv(weight, read, causal: bool = False):
-    """A convolution over columns followed by a read vector, as one weight (d, v), in at least fp32.
+def fold_channel_conv(
+    weight: torch.Tensor, read: torch.Tensor, causal: bool = False
+) -> torch.Tensor:
+    """Fold a convolution over value channels and the read vector that follows into one weight.
 
-    weight (d, K), read (v,): w[i, u] = sum_j read[j] * weight[i, u - j + s], zero outside 0..K-1,
-    with s = (K-1)//2, or K-1 where it is causal.
+        w[i, u] = sum_j read[j] * weight[i, u - j + shift], where weight is 0 outside 0..K-1
+
+    Args:
+        weight: (d, K)
+        read: (d_v,)
+        causal: whether shift is K-1 instead of (K-1) // 2
+
+    Returns:
+        w (d, d_v), in at least fp32
     """
-    dtype, (size, columns) = at_least_fp32(weight.dtype), (weight.shape[1], len(read))
-    shift, padded = size - 1 if causal else (size - 1) // 2, F.pad(read.to(dtype), (size, size))
-    # Along u, what tap t is multiplied with is read[u - t + shift].
-    rows = [padded[size + shift - t :][:columns] for t in range(size)]
-    return sum(weight[:, t, None].to(dtype) * rows[t] for t in reversed(range(size)))
+    dtype = at_least_fp32(weight.dtype)
+    kernel_size = weight.shape[1]
+    value_channels = len(read)
+    shift = kernel_size - 1 if causal else (kernel_size - 1) // 2
+    padded = F.pad(read.to(dtype), (kernel_size, kernel_size))
+    # The row of a tap holds, along u, what the tap is multiplied by: read[u - tap + shift].
+    rows = [padded[kernel_size + shift - tap :][:value_channels] for tap in range(kernel_size)]
+    return sum(weight[:, tap, None].to(dtype) * rows[tap] for tap in reversed(range(kernel_size)))
 
 
-def read_columns(state, weights, past: Past | None = None):
-    """state (B, T, v, d), weights (K, v, d) -> x_in (B, T, d) in at least fp32."""
+def read_value_channels(
+    state: torch.Tensor, weights: torch.Tensor, past: Past | None = None
+) -> torch.Tensor:
+    """Return x_in (B, T, d), in at least fp32, of a state (B, T, d_v, d) and weights (K, d_v, d)."""
     dtype = at_least_fp32(state.dtype)  # only what enters a GEMM is rounded
-    x = state.to(dtype)  # once, so that the taps' gradients meet in fp32
-    # Each tap contracts its columns first: only vectors of width d are shifted over tokens, cached.
-    taps = [(x * w).sum(2) for w in weights.to(dtype)]
-    return sum(delay(tap, s, past) for s, tap in enumerate(taps))
+    x = state.to(dtype)  # once, so that the gradients of the taps add up in fp32
+    # Each tap sums over the value channels first, so that only vectors of width d are shifted over
+    # tokens and cached.
+    sums = [(x * weight).sum(2) for weight in weights.to(dtype)]
+    return sum(delay(tap_sum, tokens, past) for tokens, tap_sum in enumerate(sums))
 
 
-def pooled(state, form: str):
-    """Pool(X) of a state (B, T, v, d), in at least fp32 (eq. 8, appendix B.1).
+def pool(state: torch.Tensor, form: str) -> torch.Tensor:
+    """Return Pool(X) of a state (B, T, d_v, d), in at least fp32 (equation 8, appendix B.1).
 
-    form: "mean" over the columns, (B, T, d), or "flat", one column after the other, (B, T, v d).
+    form: "mean" over the value channels, (B, T, d); or "flat", one value channel after the other,
+        (B, T, d_v * d)
     """
     x = state.to(at_least_fp32(state.dtype))
     return x.mean(2) if form == "mean" else x.flatten(2)
 
 
-def delta_rewrite(state, khat, beta, value, erase: bool = True):
-    """Equation 6: X' = X + beta k (t - k^T X)^T; without `erase`, X' = X + beta k t^T.
+def delta_rewrite(
+    state: torch.Tensor,
+    k_hat: torch.Tensor,
+    beta: torch.Tensor,
+    v: torch.Tensor,
+    erase: bool = True,
+) -> torch.Tensor:
+    """Return X' = X + beta k (v^T - k^T X) (equation 6).
 
-    state (B, T, v, d); khat (B, T, d) of RMS 1, k = khat / sqrt(d); beta (B, T, 1); value t
-    (B, T, v). Computed in at least fp32, returned in state's dtype.
+    It is computed in at least fp32 and returned in the dtype of the state.
+
+    Args:
+        state: X (B, T, d_v, d)
+        k_hat: sqrt(d) k (B, T, d), in at least fp32; its RMS is 1
+        beta: the gate (B, T, 1)
+        v: the write value (B, T, d_v)
+        erase: False leaves out the erase, X' = X + beta k v^T
     """
-    x, khat = state.to(khat.dtype), khat.unsqueeze(2)
-    scale = 1 / math.sqrt(khat.shape[-1])  # outside the dot products, as in the paper's code
+    x = state.to(k_hat.dtype)
+    k_hat = k_hat.unsqueeze(2)  # (B, T, 1, d)
+    # k = scale * k_hat; the factor stays outside the dot products, as in the authors' code
+    scale = 1 / math.sqrt(k_hat.shape[-1])
+    update = v  # v^T - k^T X, (B, T, d_v)
     if erase:
-        value = value - (x * khat).sum(-1) * scale
-    return (x + (beta * value * scale).unsqueeze(-1) * khat).to(state.dtype)
+        update = v - (x * k_hat).sum(-1) * scale
+    return (x + (beta * update * scale).unsqueeze(-1) * k_hat).to(state.dtype)
 
 
-def read_along(state, khat):
-    """k^T X (B, T, v) of a state (B, T, v, d), k = khat / sqrt(d), khat (B, T, d)."""
-    return (state.to(khat.dtype) * khat.unsqueeze(2)).sum(-1) / math.sqrt(khat.shape[-1])
+def project_onto_k(state: torch.Tensor, k_hat: torch.Tensor) -> torch.Tensor:
+    """Return k^T X (B, T, d_v) of a state (B, T, d_v, d), where k_hat (B, T, d) is sqrt(d) k."""
+    return (state.to(k_hat.dtype) * k_hat.unsqueeze(2)).sum(-1) / math.sqrt(k_hat.shape[-1])
 
 
 class DeltaRewrite(nn.Module):
-    """The write of one site and token: X' = X + beta (k t^T - k k^T X) (section 2.2).
+    """The write of Deep Delta Learning: X' = X + beta k (v^T - k^T X) (section 2.2, equation 6).
 
-    k-Map: the sublayer's output h gives the direction k, x_in or c the value t. v-Map: h gives the
-    value, a branch of its own the direction (appendix B.1). The gate beta comes from c, or from the
-    state (eq. 8).
+    In the k-Map, the sublayer output h is the direction k, and the write value v is computed from
+    x_in or c. In the v-Map, v is computed from h, and a branch of its own gives k (appendix B.1).
+    The gate beta is computed from c, or from the state (equation 8).
     """
 
     fused = "delta_rewrite"
+
     takes_branch_mult = True
+    ranges: ClassVar = {"beta": (0.0, 2.0)}
 
     def __init__(self, config: DeltaConfig):
         super().__init__()
-        self.config, d = config, config.hidden_size
-        start, probability = config.matrix_start(), min(max(config.beta_start / 2, 1e-6), 1 - 1e-6)
-        output = Rule(start, OUTPUT, decay=True)
-        beta_bias = Rule(constant(math.log(probability) - math.log1p(-probability)))
-        whole = d * config.ddl_value_channels
-        seen = whole if config.ddl_beta_input == "flat" else d
+        self.config = config
+        d = config.hidden_size
+        flat_size = d * config.ddl_value_channels
+        start = config.matrix_start()
+        output_rule = Rule(start, OUTPUT, decay=True)
+
+        # the gate beta = 2 sigmoid(logit)
+        beta_input_size = flat_size if config.ddl_beta_input == "flat" else d
+        probability = min(max(config.beta_start / 2, 1e-6), 1 - 1e-6)
+        logit = math.log(probability) - math.log1p(-probability)
+        bias_rule = Rule(constant(logit))
         if config.ddl_beta_single_linear:
-            self.beta = linear(seen, 1, output, beta_bias)
+            self.beta = linear(beta_input_size, 1, output_rule, bias_rule)
         else:
-            between = config.ddl_beta_hidden_size
-            self.beta_in = linear(seen, between, output)
-            self.beta_out = linear(between, 1, Rule(start, FIXED, decay=True), beta_bias)
+            beta_hidden_size = config.ddl_beta_hidden_size
+            self.beta_in = linear(beta_input_size, beta_hidden_size, output_rule)
+            self.beta_out = linear(beta_hidden_size, 1, Rule(start, FIXED, decay=True), bias_rule)
+
+        # the branch for the direction k in the v-Map
         if config.ddl_map == "v" and config.ddl_k_branch == "attention":
             self.k_query = nn.Parameter(torch.empty(d))
             self.rules = {"k_query": Rule(constant(0.0))}
             self.k_key = linear(d, d, Rule(start, HIDDEN, decay=True))
             self.k_out = linear(d, d, Rule(start, HIDDEN, decay=True))
         elif config.ddl_map == "v":
-            between, kind = config.ddl_k_hidden_size, INPUT if config.init == "normal" else FIXED
-            self.k_in = linear(whole if config.ddl_k_input == "flat" else d, between, output)
-            self.k_out = linear(between, d, Rule(start, kind, decay=True))
-        bound = 1 / math.sqrt(d)
-        bias = Rule(partial(nn.init.uniform_, a=-bound, b=bound)) if config.ddl_v_bias else None
-        self.v_proj = linear(d, config.ddl_value_channels, output, bias)
-        # Beside a constant value it keeps its place in the state dict, but is not trained.
+            k_input_size = flat_size if config.ddl_k_input == "flat" else d
+            k_hidden_size = config.ddl_k_hidden_size
+            self.k_in = linear(k_input_size, k_hidden_size, output_rule)
+            # With init=spectral, the start of k_out does not depend on d.
+            kind = INPUT if config.init == "normal" else FIXED
+            self.k_out = linear(k_hidden_size, d, Rule(start, kind, decay=True))
+
+        # the write value v
+        bias_rule = None
+        if config.ddl_v_bias:
+            bound = 1 / math.sqrt(d)
+            bias_rule = Rule(partial(nn.init.uniform_, a=-bound, b=bound))
+        self.v_proj = linear(d, config.ddl_value_channels, output_rule, bias_rule)
+        # With a constant value the layer stays in the state dict, but it is not trained.
         self.v_proj.requires_grad_(not config.ddl_v_constant)
 
-    def direction_source(self, state, h, x_in, c):
-        """k~ (B, T, d): the sublayer's output (k-Map), or a branch of its own (v-Map)."""
-        if self.config.ddl_map == "k":
-            return h
-        if self.config.ddl_k_branch == "attention":
-            return self.k_out(self.attended_column(state))
-        if self.config.ddl_k_input != "read":
-            return self.direction_branch(pooled(state, self.config.ddl_k_input))
-        return self.direction_branch(c if self.config.ddl_value_channels == 1 else x_in)
+    def forward(
+        self,
+        state: torch.Tensor,
+        h: torch.Tensor,
+        x_in: torch.Tensor,
+        c: torch.Tensor,
+        past: Past | None = None,
+    ) -> torch.Tensor:
+        """Return the new state X'.
 
-    def direction_branch(self, x):
-        """The v-Map's own MLP, (B, T, d)."""
+        Args:
+            state: X (B, T, d_v, d)
+            h: sublayer output (B, T, d)
+            x_in: compressed state (B, T, d)
+            c: normalized x_in (B, T, d)
+        """
+        k_hat = self.compute_k_hat(state, h, x_in, c)
+        beta = self.compute_beta(state, x_in, c)
+        v = self.compute_v(h, x_in, c)
+        return delta_rewrite(
+            state,
+            k_hat,
+            self.config.branch_mult * beta,
+            v,
+            erase=self.config.ddl_update == "delta",
+        )
+
+    def compute_k_hat(
+        self, state: torch.Tensor, h: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor
+    ) -> torch.Tensor:
+        """Return k_hat = sqrt(d) k (B, T, d), in at least fp32."""
+        if self.config.ddl_map == "k":
+            return self.normalize_k(h)
+        if self.config.ddl_k_branch == "attention":
+            return self.normalize_k(self.k_out(self.attend_over_value_channels(state)))
+        if self.config.ddl_k_input != "read":
+            return self.normalize_k(self.k_mlp(pool(state, self.config.ddl_k_input)))
+        if self.config.ddl_value_channels == 1:
+            return self.normalize_k(self.k_mlp(c))
+        return self.normalize_k(self.k_mlp(x_in))
+
+    def normalize_k(self, k_tilde: torch.Tensor) -> torch.Tensor:
+        """Return k_hat = sqrt(d) k of the unnormalized direction k~ (B, T, d) (equation 3).
+
+        k = k~ / sqrt(||k~||^2 + eps^2), or k~ / (||k~|| + eps) with ddl_k_norm=shifted.
+        """
+        k_tilde = k_tilde.to(at_least_fp32(k_tilde.dtype))
+        d = k_tilde.shape[-1]
+        eps = self.config.k_guard
+        k_hat = F.rms_norm(k_tilde, (d,), eps=eps**2 / d)
+        if self.config.ddl_k_norm == "shifted":
+            norm = torch.linalg.vector_norm(k_tilde, dim=-1, keepdim=True)
+            k_hat = k_hat * ((norm.square() + eps**2).sqrt() / (norm + eps))
+        return k_hat
+
+    def k_mlp(self, x: torch.Tensor) -> torch.Tensor:
+        """Return k~ (B, T, d) of the v-Map: k_out silu(k_in x)."""
         return self.k_out(F.silu(self.k_in(for_product(x, self.k_in.weight))))
 
-    def attended_column(self, state):
-        """sum_j a_j X[:, j], a = softmax_j(k_query . (k_key X[:, j]) / sqrt(d)), (B, T, d)."""
+    def attend_over_value_channels(self, state: torch.Tensor) -> torch.Tensor:
+        """Return sum_j a_j X[:, j], a = softmax_j(k_query . (k_key X[:, j]) / sqrt(d)), (B, T, d)."""
         x = state.to(at_least_fp32(state.dtype))
-        # k_query . (k_key X) = (k_key^T k_query) . X: one vector meets the columns, not a matrix.
+        # k_query . (k_key X) = (k_key^T k_query) . X, so the value channels meet one vector instead
+        # of a matrix.
         query = self.k_query.to(x.dtype) @ self.k_key.weight.to(x.dtype)
         scores = (x * query).sum(-1) / math.sqrt(x.shape[-1])
         return (x * scores.softmax(-1).unsqueeze(-1)).sum(2).to(state.dtype)
 
-    def direction(self, source):
-        """khat = sqrt(d) k (B, T, d), k = k~ / sqrt(|k~|^2 + eps^2), or k~ / (|k~| + eps).
-
-        Equation 3, with a guard.
-        """
-        source = source.to(at_least_fp32(source.dtype))
-        d, guard = source.shape[-1], self.config.k_guard
-        khat = F.rms_norm(source, (d,), eps=guard**2 / d)
-        if self.config.ddl_k_norm == "shifted":
-            norm = torch.linalg.vector_norm(source, dim=-1, keepdim=True)
-            khat = khat * ((norm.square() + guard**2).sqrt() / (norm + guard))
-        return khat
-
-    def gate_source(self, state, x_in, c):
-        """What the gate looks at: c, or G(X) of equation 8."""
+    def compute_beta(
+        self, state: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the gate beta (B, T, 1), in at least fp32 (equation 8, appendix B.2)."""
+        # The paper's G(X) of equation 8 has one convolution, the compressor: its output is x_in.
         form = self.config.ddl_beta_input
         if form == "context":
-            return c
-        # Its convolution is the only one that the text has: the read.
-        return x_in if form == "residual" else pooled(state, form)
-
-    def gate(self, source):
-        """beta (B, T, 1): 2 sigmoid(w . source + b), or of tanh(W source) (eq. 8, appendix B.2)."""
-        if self.config.ddl_beta_single_linear:
-            logit = linear_fp32(self.beta, source)
+            gate_input = c
+        elif form == "residual":
+            gate_input = x_in
         else:
-            logit = linear_fp32(self.beta_out, linear_fp32(self.beta_in, source).tanh())
-        return 2 * logit.sigmoid()
+            gate_input = pool(state, form)
+        return 2 * self.compute_beta_logit(gate_input).sigmoid()
 
-    def write_value(self, h, x_in, c):
-        """t (B, T, v) in at least fp32, of x_in or c (k-Map), or the sublayer's output (v-Map)."""
+    def compute_beta_logit(self, gate_input: torch.Tensor) -> torch.Tensor:
+        """Return the logit (B, T, 1) of the gate beta."""
+        if self.config.ddl_beta_single_linear:
+            return linear_fp32(self.beta, gate_input)
+        return linear_fp32(self.beta_out, linear_fp32(self.beta_in, gate_input).tanh())
+
+    def compute_v(self, h: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        """Return the write value v (B, T, d_v), in at least fp32."""
         config = self.config
         if config.ddl_v_constant:
-            shape, dtype = (*x_in.shape[:2], config.ddl_value_channels), at_least_fp32(x_in.dtype)
-            return x_in.new_full(shape, config.ddl_v_constant_value, dtype=dtype)
-        source = h if config.ddl_map == "v" else x_in if config.ddl_v_input == "residual" else c
-        value = linear_fp32(self.v_proj, source)
-        return config.ddl_v_sigmoid_scale * value.sigmoid() if config.ddl_v_sigmoid else value
+            return x_in.new_full(
+                (*x_in.shape[:2], config.ddl_value_channels),
+                config.ddl_v_constant_value,
+                dtype=at_least_fp32(x_in.dtype),
+            )
+        if config.ddl_map == "v":
+            value_input = h
+        elif config.ddl_v_input == "residual":
+            value_input = x_in
+        else:
+            value_input = c
+        v = linear_fp32(self.v_proj, value_input)
+        if config.ddl_v_sigmoid:
+            return config.ddl_v_sigmoid_scale * v.sigmoid()
+        return v
 
     def elementwise_flops(self) -> int:
-        """Of k^T X (delta only), the rank-1 write, attention over columns, and means over them."""
-        config, size = self.config, self.config.hidden_size * self.config.ddl_value_channels
-        write = (4 if config.ddl_update == "delta" else 2) * size
-        means = (config.ddl_k_input, config.ddl_beta_input).count("mean")
-        return write + (4 * size if config.ddl_k_branch == "attention" else 0) + means * size
+        """Count k^T X, the rank-1 write, and the attention and means over the value channels."""
+        config = self.config
+        state_size = config.hidden_size * config.ddl_value_channels
+        flops = 2 * state_size
+        if config.ddl_update == "delta":
+            flops += 2 * state_size
+        if config.ddl_k_branch == "attention":
+            flops += 4 * state_size
+        if config.ddl_k_input == "mean":
+            flops += state_size
+        if config.ddl_beta_input == "mean":
+            flops += state_size
+        return flops
 
-    def forward(self, state, h, x_in, c, past=None, force: float | None = None, erase=True):
-        """state (B, T, v, d); sublayer output h, read x_in and context c (B, T, d) -> new state.
-
-        force: a gate in the place of the learned one; erase: False leaves the erase out (for
-        analyses).
-        """
-        khat = self.along(state, h, x_in, c)
-        beta = self.gate(self.gate_source(state, x_in, c))
-        beta = beta if force is None else torch.full_like(beta, force)
-        erase, value = erase and self.config.ddl_update == "delta", self.write_value(h, x_in, c)
-        return delta_rewrite(state, khat, self.config.branch_mult * beta, value, erase)
-
-    def along(self, state, h, x_in, c):
-        """khat (B, T, d)."""
-        return self.direction(self.direction_source(state, h, x_in, c))
-
-    ranges: ClassVar = {"beta": (0.0, 2.0)}
-
-    def statistics(self, state, h, x_in, c, written) -> dict:
-        """Of each token (B, T): the gate, and the root mean square of t - k^T X before and after
-        the write.
-        """
-        khat, value = self.along(state, h, x_in, c), self.write_value(h, x_in, c)
-
-        def discrepancy(x):
-            return (value - read_along(x, khat)).square().mean(-1).sqrt()
-
+    def statistics(
+        self,
+        state: torch.Tensor,
+        h: torch.Tensor,
+        x_in: torch.Tensor,
+        c: torch.Tensor,
+        written: torch.Tensor,
+    ) -> dict[str, torch.Tensor]:
+        """Return, for each token (B, T), the gate and the RMS of v - k^T X before and after."""
+        k_hat = self.compute_k_hat(state, h, x_in, c)
+        v = self.compute_v(h, x_in, c)
         return {
-            "beta": self.gate(self.gate_source(state, x_in, c)).squeeze(-1),
-            "discrepancy_before": discrepancy(state),
-            "discrepancy_after": discrepancy(written),
+            "beta": self.compute_beta(state, x_in, c).squeeze(-1),
+            "discrepancy_before": (v - project_onto_k(state, k_hat)).square().mean(-1).sqrt(),
+            "discrepancy_after": (v - project_onto_k(written, k_hat)).square().mean(-1).sqrt(),
         }
 
 
 class DeltaBlock(Block):
-    """Compress - Process - Rewrite: one compressor for the block, one rewrite for each site."""
+    """Compress, process, rewrite: one compressor for the block, one rewrite for each site."""
 
-    Compressor = OnlyColumn
-    not_additive = "at beta = 0 it is X' = X, and k is normalised"
+    Compressor: Callable = SingleChannelRead
+    not_additive = "with beta = 0 its state does not change, and the direction k is normalized"
 
     def __init__(self, config: DeltaConfig, layer: int):
         super().__init__(config, layer)
@@ -662,5 +788,7 @@ class DeltaBlock(Block):
         self.ddl_attn = DeltaRewrite(config)
         self.ddl_mlp = DeltaRewrite(config)
         attn, mlp = self.sites
-        attn = replace(attn, read=self.compress, write=self.ddl_attn)
-        self.sites = attn, replace(mlp, read=self.compress, write=self.ddl_mlp)
+        self.sites = (
+            replace(attn, read=self.compress, write=self.ddl_attn),
+            replace(mlp, read=self.compress, write=self.ddl_mlp),
+        )

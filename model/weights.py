@@ -1,12 +1,14 @@
-"""Weights from folders of any origin: compared with the model before anything is allocated, nothing
-in them executed.
+"""Loading weights from a folder, of this project or of others.
 
-A folder holds model.safetensors, or several such files and an index. Names, shapes and dtypes come
-from the files' headers and meet a model on torch's meta device. Pickles (pytorch_model.bin) are not
-read: they can run anything.
+A folder holds model.safetensors, or several safetensors files and an index. Names, shapes and
+dtypes are read from the headers of the files and compared with a model on torch's meta device, so
+that a wrong folder is refused before memory is allocated. Pickles (pytorch_model.bin) are not read,
+because they can execute code.
 """
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,161 +20,251 @@ from model.options import collect_options
 from model.parameters import aliases
 from utils import files
 
+if TYPE_CHECKING:
+    from model.gpt import GPT
+
+Tensors = dict[str, torch.Tensor]
+
 EMBEDDING = "transformer.wte.weight"
-FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INDEX = "model.safetensors.index.json"
-DEEPEST = 1000  # blocks of a model whose blocks share weights, which are stored once
-# tokens, at 128 features a head: no weight bears out block_size, for which RoPE tables are made
-LONGEST = 2**20
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+# A config may ask for more blocks than there are weights only if the blocks share their weights,
+# which are then stored once; and for no more than this.
+MAX_SHARED_BLOCKS = 1000
+
+# Largest block_size * head_dim of a config in a foreign folder. The RoPE tables have this size, and
+# no weight shows whether it is meant.
+MAX_ROPE_TABLE = 2**20 * 128
 
 
 def list_weight_files(folder: Path) -> list[Path]:
-    """The files that hold the folder's weights. ValueError: none, or an index that names others."""
+    """Return the files that hold the weights of a folder.
+
+    Raises:
+        ValueError: there are none, or the index names files that are not in the folder
+    """
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
     if not (folder / INDEX).is_file():
-        fix = " (pytorch_model.bin is a pickle: save it as safetensors where it was made)"
-        fix = fix if any(folder.glob("*.bin")) else ""
-        raise ValueError(f"{folder} holds no model.safetensors{fix}")
-    parts = files.read_json(folder / INDEX).get("weight_map")
-    names = list(parts.values()) if isinstance(parts, dict) else []
-    for name in names or [parts]:
-        inside = isinstance(name, str) and Path(name).name == name  # no path that leads elsewhere
-        if not inside or not name.endswith(".safetensors"):
-            reason = f"{clipped(name)} is not the name of a safetensors file in that folder"
-            raise ValueError(f"{folder / INDEX}: {reason}")
-    return [folder / name for name in sorted(set(names))]
+        if any(folder.glob("*.bin")):
+            raise ValueError(
+                f"{folder} holds no model.safetensors (pytorch_model.bin is a pickle: save it as "
+                "safetensors where it was made)"
+            )
+        raise ValueError(f"{folder} holds no model.safetensors")
+    weight_map = files.read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(
+            f"{folder / INDEX}: weight_map is {shorten(weight_map)}, needed the file of each tensor"
+        )
+    for name in weight_map.values():
+        # a name with a folder in it could lead to any file of the machine
+        is_in_folder = isinstance(name, str) and Path(name).name == name
+        if not is_in_folder or not name.endswith(".safetensors"):
+            raise ValueError(
+                f"{folder / INDEX}: {shorten(name)} is not the name of a safetensors file in that "
+                "folder"
+            )
+    return [folder / name for name in sorted(set(weight_map.values()))]
 
 
-def clipped(value) -> str:
-    """What a file says, short enough for an error line."""
+def shorten(value: object) -> str:
+    """Return the repr of a value from a file, short enough for an error message."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def header(folder: Path) -> dict[str, torch.Tensor]:
-    """The folder's tensors on the meta device. ValueError: damaged, or no floating-point."""
-    found: dict[str, torch.Tensor] = {}
-    for file in list_weight_files(folder):
-        for name, tensor in safe_header(file):
-            if name in found:
-                raise ValueError(f"{file}: {clipped(name)} is in another file as well")
-            if tensor is None:
-                reason = "is not a tensor of floating-point numbers"
-                raise ValueError(f"{file}: {clipped(name)} {reason}")
-            found[name] = tensor
-    return found
+def read_headers(folder: Path) -> Tensors:
+    """Return the tensors of a folder on the meta device.
 
-
-def safe_header(file: Path):
-    """Pairs of a name and a meta tensor, None for another dtype than FLOATS."""
-    try:
-        with safe_open(file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 (no mapping)
-                part = opened.get_slice(name)
-                dtype = FLOATS.get(part.get_dtype())
-                yield name, dtype and torch.empty(part.get_shape(), dtype=dtype, device="meta")
-    except (OSError, SafetensorError, TypeError, RuntimeError, OverflowError) as error:
-        raise ValueError(f"{file} is damaged or unreadable: {clipped(error)}") from error
-
-
-def load(folder: Path) -> dict[str, torch.Tensor]:
-    """The folder's tensors, on the CPU in at least fp32. ValueError: damaged, or not finite."""
-    loaded = {}
-    for file in list_weight_files(folder):
-        try:
-            pairs = load_file(file).items()
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{file} is damaged or unreadable: {error}") from error
-        for name, value in pairs:
-            if not value.isfinite().all():
-                raise ValueError(f"{file}: {name} holds NaN or infinite numbers")
-            loaded[name] = value.to(at_least_fp32(value.dtype))
-    return loaded
-
-
-def compare(found: dict, model, where: str) -> None:
-    """ValueError, after `where`: the tensors found are not the model's, by name and shape."""
-    expected = model.state_dict()
-    for name in sorted(expected.keys() - found.keys() - aliases(model).keys()):
-        raise ValueError(f"{where}: {name} is missing")
-    for name in sorted(found.keys() - expected.keys()):
-        raise ValueError(f"{where}: {clipped(name)} is not one of its weights")
-    for name, tensor in sorted(found.items()):
-        if tensor.shape != expected[name].shape:
-            needed = tuple(expected[name].shape)
-            raise ValueError(f"{where}: {name} is {tuple(tensor.shape)}, needed {needed}")
-
-
-def skeleton(stem: str, config: dict, found, where: str):
-    """The model on the meta device, uninitialised. ValueError: the weights found refute the config.
-
-    A model's size is checked before it is built: modules take time and memory on that device, too.
+    Raises:
+        ValueError: a file is damaged, or a tensor is not one of floating-point numbers
     """
-    cls = model_class(stem)
-    try:
-        checked = cls.Config(**check_settings(config, collect_options(cls.Config)))
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
-    places = [name.split(".") for name in found if name.startswith("transformer.h.")]
-    blocks = len({place[2] for place in places if len(place) > 3})
-    if checked.num_hidden_layers > max(blocks, DEEPEST):
-        layers = f"num_hidden_layers={checked.num_hidden_layers}"
-        raise ValueError(f"{where}: transformer.h.{blocks} is missing, the config has {layers}")
-    if checked.block_size * checked.head_dim > LONGEST * 128:
-        reason = f"block_size={checked.block_size} is more than RoPE tables are made for here"
-        raise ValueError(f"{where}: {reason}")
-    bare = type("Skeleton", (cls,), {"init_weights": lambda self: None})
-    try:
-        with torch.device("meta"):
-            return bare(checked)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
-    except (RuntimeError, TypeError, OverflowError) as error:
-        reason = f"its config has sizes that no model can have ({clipped(error)})"
-        raise ValueError(f"{where}: {reason}") from error
-
-
-def as_they_are(tensors: dict, model) -> dict:
-    """The tensors of a folder whose names and shapes are the model's."""
+    tensors: Tensors = {}
+    for file in list_weight_files(folder):
+        for name, tensor in read_header(file):
+            if name in tensors:
+                raise ValueError(f"{file}: {shorten(name)} is in another file as well")
+            if tensor is None:
+                raise ValueError(
+                    f"{file}: {shorten(name)} is not a tensor of floating-point numbers"
+                )
+            tensors[name] = tensor
     return tensors
 
 
-def converted(tensors: dict, model, fold, where: str) -> dict:
-    """What `fold` makes of a folder's tensors for the model. ValueError: begins with `where`."""
-    try:
-        return fold(tensors, model)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+def read_header(file: Path) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Yield the name of each tensor, and the tensor on the meta device or None for other dtypes.
 
-
-def fill(model, folder: Path, what: str = "the model", fold=as_they_are) -> None:
-    """Give the model the folder's weights. ValueError: damaged, or of another model.
-
-    fold(tensors, model): makes the model's tensors of the folder's, on the meta device first.
+    Raises:
+        ValueError: the file is damaged
     """
-    where = f"{folder} does not fit {what}"
-    compare(converted(header(folder), model, fold, where), model, where)
-    tensors = fold(load(folder), model)
-    for name, first in aliases(model).items():  # stored once, or by other codes twice
-        again = tensors.pop(name, None)
-        if again is not None and not torch.equal(again, tensors[first]):
-            raise ValueError(f"{folder}: {name} differs from {first}: this model ties them")
+    try:
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (it is not a mapping)
+                tensor_slice = opened.get_slice(name)
+                dtype = DTYPES.get(tensor_slice.get_dtype())
+                tensor = None
+                if dtype is not None:
+                    tensor = torch.empty(tensor_slice.get_shape(), dtype=dtype, device="meta")
+                yield name, tensor
+    except (OSError, SafetensorError, TypeError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"{file} is damaged or unreadable: {shorten(error)}") from error
+
+
+def load_tensors(folder: Path) -> Tensors:
+    """Return the tensors of a folder, on the CPU in at least fp32.
+
+    Raises:
+        ValueError: a file is damaged, or a number is not finite
+    """
+    tensors = {}
+    for file in list_weight_files(folder):
+        try:
+            loaded = load_file(file)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{file} is damaged or unreadable: {error}") from error
+        for name, tensor in loaded.items():
+            if not tensor.isfinite().all():
+                raise ValueError(f"{file}: {name} holds NaN or infinite numbers")
+            tensors[name] = tensor.to(at_least_fp32(tensor.dtype))
+    return tensors
+
+
+def check_tensors(tensors: Tensors, model: "GPT", context: str) -> None:
+    """Raise ValueError if the names or shapes of the tensors are not those of the model.
+
+    context: beginning of the message
+    """
+    expected = model.state_dict()
+    for name in sorted(expected.keys() - tensors.keys() - aliases(model).keys()):
+        raise ValueError(f"{context}: {name} is missing")
+    for name in sorted(tensors.keys() - expected.keys()):
+        raise ValueError(f"{context}: {shorten(name)} is not one of its weights")
+    for name, tensor in sorted(tensors.items()):
+        if tensor.shape != expected[name].shape:
+            raise ValueError(
+                f"{context}: {name} is {tuple(tensor.shape)}, needed {tuple(expected[name].shape)}"
+            )
+
+
+def build_on_meta(name: str, config: dict, tensors: Tensors, context: str) -> "GPT":
+    """Return the model on the meta device, without initialization.
+
+    Its size is checked before it is built, because modules take time and memory on the meta device
+    as well.
+
+    Args:
+        name: of the variant
+        config: settings that differ from the defaults of the variant
+        tensors: the folder's tensors, which bound the size of the model
+        context: beginning of an error message
+
+    Raises:
+        ValueError: the config is wrong, or far larger than the tensors
+    """
+    cls = model_class(name)
+    try:
+        model_config = cls.Config(**check_settings(config, collect_options(cls.Config)))
+    except ValueError as error:
+        raise ValueError(f"{context}: {error}") from error
+    block_names = [name.split(".") for name in tensors if name.startswith("transformer.h.")]
+    num_blocks = len({parts[2] for parts in block_names if len(parts) > 3})
+    if model_config.num_hidden_layers > max(num_blocks, MAX_SHARED_BLOCKS):
+        raise ValueError(
+            f"{context}: transformer.h.{num_blocks} is missing, the config has "
+            f"num_hidden_layers={model_config.num_hidden_layers}"
+        )
+    if model_config.block_size * model_config.head_dim > MAX_ROPE_TABLE:
+        raise ValueError(
+            f"{context}: block_size={model_config.block_size} is more than RoPE tables are made for "
+            "here"
+        )
+    uninitialized = type("Uninitialized", (cls,), {"init_weights": lambda self: None})
+    try:
+        with torch.device("meta"):
+            return uninitialized(model_config)
+    except ValueError as error:
+        raise ValueError(f"{context}: {error}") from error
+    except (RuntimeError, TypeError, OverflowError) as error:
+        raise ValueError(
+            f"{context}: its config has sizes that no model can have ({shorten(error)})"
+        ) from error
+
+
+def no_conversion(tensors: Tensors, model: "GPT") -> Tensors:
+    """Return the tensors of a folder whose names and shapes are already those of the model."""
+    return tensors
+
+
+Convert = Callable[[Tensors, "GPT"], Tensors]
+
+
+def check_headers(headers: Tensors, model: "GPT", convert: Convert, context: str) -> None:
+    """Raise ValueError if the tensors of a folder, converted, are not those of the model.
+
+    Args:
+        headers: the tensors on the meta device
+        context: beginning of the message
+    """
+    try:
+        tensors = convert(headers, model)
+    except ValueError as error:
+        raise ValueError(f"{context}: {error}") from error
+    check_tensors(tensors, model, context)
+
+
+def load_into(
+    model: "GPT",
+    folder: Path,
+    description: str = "the model",
+    convert: Convert = no_conversion,
+) -> None:
+    """Give the model the weights of a folder.
+
+    Args:
+        description: of the model, for error messages
+        convert: function from the tensors of the folder and the model to the tensors of the model;
+            it is called for tensors on the meta device first
+
+    Raises:
+        ValueError: the folder is damaged, or of another model
+    """
+    check_headers(read_headers(folder), model, convert, f"{folder} does not fit {description}")
+    tensors = convert(load_tensors(folder), model)
+    # Tied weights are stored once here, but some other codes store them twice.
+    for name, first_name in aliases(model).items():
+        duplicate = tensors.pop(name, None)
+        if duplicate is not None and not torch.equal(duplicate, tensors[first_name]):
+            raise ValueError(
+                f"{folder}: {name} differs from {first_name}, but this model ties them"
+            )
     model.load_state_dict(tensors, strict=False)
 
 
-def examined(folder: Path, stem: str, config: dict, fold=as_they_are):
-    """The model on the meta device, its config complete. ValueError: not of these weights."""
-    where = f"{folder} does not fit {stem}"
-    found = header(folder)
-    bare = skeleton(stem, config, found, where)
-    compare(converted(found, bare, fold, where), bare, where)
-    return bare
+def build_and_check(
+    folder: Path, name: str, config: dict, convert: Convert = no_conversion
+) -> "GPT":
+    """Return the model of a folder on the meta device, which has its complete config.
+
+    Raises:
+        ValueError: the weights of the folder are not those of this model
+    """
+    context = f"{folder} does not fit {name}"
+    headers = read_headers(folder)
+    model = build_on_meta(name, config, headers, context)
+    check_headers(headers, model, convert, context)
+    return model
 
 
-def read_model(folder: Path, stem: str, config: dict, fold=as_they_are):
-    """The model with the folder's weights, in evaluation mode. ValueError: they do not fit."""
-    examined(folder, stem, config, fold)
-    model = build(stem, **config)
-    fill(model, folder, stem, fold)
+def read_model(folder: Path, name: str, config: dict, convert: Convert = no_conversion) -> "GPT":
+    """Return the model with the weights of a folder, in evaluation mode.
+
+    Raises:
+        ValueError: they do not fit
+    """
+    build_and_check(folder, name, config, convert)
+    model = build(name, **config)
+    load_into(model, folder, name, convert)
     return model.eval()

@@ -4,20 +4,21 @@ Does the width of the state alone explain the gain of DDL?
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
 from torch import nn
 
-from model.block import WritingBlock
+from model.block import Past, WritingBlock
 from model.gpt import GPT
 from model.options import option
 from model.parameters import Rule
-from model.residual import ColumnConvRead, ColumnsConfig, Repeat, TokenConvRead
+from model.residual import ChannelConvRead, Repeat, TokenConvRead, ValueChannelsConfig
 
 
 @dataclass
-class WideConfig(ColumnsConfig):
+class WideConfig(ValueChannelsConfig):
     """Keys of the wide additive control."""
 
     wide_read: Literal["tc", "cc"] = option(
@@ -26,28 +27,33 @@ class WideConfig(ColumnsConfig):
         "channels",
     )
 
-    # `ColumnConvRead` reads these from the config.
+    # `ChannelConvRead` reads these from the config.
     ddl_cc_read: ClassVar[str] = "folded"
     ddl_state_dv_shortconv_causal: ClassVar[bool] = False
 
 
-def read(config: WideConfig):
-    return (TokenConvRead if config.wide_read == "tc" else ColumnConvRead)(config)
+def make_read(config: WideConfig) -> nn.Module:
+    """Return the compressor, or the readout."""
+    if config.wide_read == "tc":
+        return TokenConvRead(config)
+    return ChannelConvRead(config)
 
 
 class WideAdd(nn.Module):
+    """The write X' = X + h w^T, with a learned weight w_j for each value channel."""
+
     def __init__(self, config: WideConfig):
         super().__init__()
         self.weights = nn.Parameter(torch.empty(config.ddl_value_channels))
-        self.rules = {"weights": Rule(lambda weights: nn.init.normal_(weights, mean=1.0, std=0.5))}
-        self.size = config.hidden_size * config.ddl_value_channels
+        # the spread makes the value channels differ
+        self.rules = {"weights": Rule(partial(nn.init.normal_, mean=1.0, std=0.5))}
+        self.state_size = config.hidden_size * config.ddl_value_channels
 
     def elementwise_flops(self) -> int:
-        return 2 * self.size
+        return 2 * self.state_size
 
-    def forward(self, state, h, x_in, c, past=None, alike: bool = False):
-        weights = torch.ones_like(self.weights) if alike else self.weights
-        return (state + h.unsqueeze(2) * weights[:, None]).to(state.dtype)
+    def forward(self, state, h, x_in, c, past: Past | None = None) -> torch.Tensor:
+        return (state + h.unsqueeze(2) * self.weights[:, None]).to(state.dtype)
 
 
 class WideBlock(WritingBlock):
@@ -55,10 +61,12 @@ class WideBlock(WritingBlock):
 
     def __init__(self, config: WideConfig, layer: int):
         super().__init__(config, layer)
-        self.compress = read(config)
+        self.compress = make_read(config)
         self.sites = tuple(replace(site, read=self.compress) for site in self.sites)
 
 
 class Model(GPT):
-    Config, Expander, Block, Readout = WideConfig, Repeat, WideBlock, staticmethod(read)
-    forms = ({"wide_read": "cc"},)
+    Config = WideConfig
+    Expander = Repeat
+    Block = WideBlock
+    Readout = staticmethod(make_read)

@@ -10,7 +10,7 @@ from torch import nn
 from model.block import Add, Block, Direct, delay
 from model.gpt import GPT
 from model.parameters import Rule, constant
-from model.residual import DeltaBlock, DeltaRewrite, OnlyColumn, Repeat, SingleColumnConfig
+from model.residual import DeltaBlock, DeltaRewrite, Repeat, SingleChannelConfig, SingleChannelRead
 
 
 def additive(read=Direct, write=Add, **members):
@@ -42,10 +42,10 @@ def delta(first, later):
             )
 
     classes = {
-        "Config": SingleColumnConfig,
+        "Config": SingleChannelConfig,
         "Expander": Repeat,
         "Block": OtherBlock,
-        "Readout": OnlyColumn,
+        "Readout": SingleChannelRead,
     }
     return type("Model", (GPT,), classes)
 

@@ -22,7 +22,7 @@ from model.kernels import add_norm as add_norm_module
 from model.kernels import expand as expand_module
 from model.kernels import residual_step as residual_step_module
 from model.kernels import rope as rope_module
-from model.residual import delta_rewrite, read_columns
+from model.residual import delta_rewrite, read_value_channels
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # of the state
@@ -198,7 +198,7 @@ def oracle(case: Step, inputs: dict) -> tuple[dict, dict]:
         khat = F.rms_norm(leaves["h"], (case.d,), eps=K_EPS**2 / case.d)
         beta = 2 * sigmoid(leaves["y"]).unsqueeze(-1)
         state = rounded(delta_rewrite(state, khat, beta, value, case.erase), dtype)
-    x_in = read_columns(state, leaves["read"])
+    x_in = read_value_channels(state, leaves["read"])
     context = F.rms_norm(x_in, (case.d,), eps=NORM_EPS) * leaves["norm"]
     results = {"state": state, "context": context, "x_in": x_in}
     if "gate" in case.heads:

@@ -214,10 +214,10 @@ EXAMPLES = sorted((ROOT / "tests" / "streams").glob("*-*.py"))  # residual strea
 def example_streams(monkeypatch):
     """They are found as if they were saved in model/."""
     monkeypatch.setattr(model, "__path__", [*model.__path__, str(EXAMPLES[0].parent)])
-    before = list(model.STEMS)
-    model.STEMS.extend(path.stem for path in EXAMPLES if path.stem not in before)
+    before = list(model.MODEL_NAMES)
+    model.MODEL_NAMES.extend(path.stem for path in EXAMPLES if path.stem not in before)
     yield
-    model.STEMS[:] = before
+    model.MODEL_NAMES[:] = before
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ def check_command(command: str, monkeypatch) -> None:
     if words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), flags=re.M)
         schema = collect_options(
-            TrainConfig, *(model.model_class(stem).Config for stem in model.STEMS)
+            TrainConfig, *(model.model_class(stem).Config for stem in model.MODEL_NAMES)
         )
         assert set(re.findall(r"--(\w+)=", command)) <= schema.keys()
         return
@@ -40,7 +40,7 @@ def check_command(command: str, monkeypatch) -> None:
         for config in configs:
             configure([config])
         schema = collect_options(
-            TrainConfig, *(model.model_class(stem).Config for stem in model.STEMS)
+            TrainConfig, *(model.model_class(stem).Config for stem in model.MODEL_NAMES)
         )
         options = [word[2:].partition("=")[0] for word in arguments if word.startswith("--")]
         assert set(options) <= schema.keys()

@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 from model import build
 from model.block import Past, delay
-from model.residual import ColumnConvRead, EmbeddingConv, TokenConvRead, delta_rewrite, read_columns
+from model.residual import (
+    ChannelConvRead,
+    EmbeddingConv,
+    TokenConvRead,
+    delta_rewrite,
+    read_value_channels,
+)
 
 TINY = {
     "vocab_size": 7,
@@ -177,9 +183,9 @@ def test_guarded_direction(scale, seed):
     source = scale * torch.randn(
         6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
     )
-    k = rewrite_module.direction(source) / 6**0.5
+    k = rewrite_module.normalize_k(source) / 6**0.5
     close(k, source / (source.square().sum() + 1e-10).sqrt())
-    assert rewrite_module.direction(torch.zeros(6, dtype=torch.float64)).abs().max() == 0
+    assert rewrite_module.normalize_k(torch.zeros(6, dtype=torch.float64)).abs().max() == 0
 
 
 @given(st.floats(1e-12, 1e3), SEEDS)
@@ -193,9 +199,9 @@ def test_shifted_direction(scale, seed):
     source = scale * torch.randn(
         6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
     )
-    close(write.direction(source) / 6**0.5, source / (source.square().sum().sqrt() + 1e-5))
+    close(write.normalize_k(source) / 6**0.5, source / (source.square().sum().sqrt() + 1e-5))
     zero = torch.zeros(6, dtype=torch.float64, requires_grad=True)
-    k = write.direction(zero) / 6**0.5
+    k = write.normalize_k(zero) / 6**0.5
     assert k.abs().max() == 0
     k.sum().backward()
     close(zero.grad, torch.full((6,), 1e5, dtype=torch.float64))
@@ -217,7 +223,7 @@ def test_gradcheck_of_the_rewrite():
     ("module", "stem", "shape"),
     [
         (TokenConvRead, "DDL-gpt-mha-rope", (2, 5, 4, 3)),
-        (ColumnConvRead, "DDL-gpt-mha-rope-CC", (2, 5, 4, 3)),
+        (ChannelConvRead, "DDL-gpt-mha-rope-CC", (2, 5, 4, 3)),
         (EmbeddingConv, "DDL-gpt-mha-rope-EC", (2, 5, 3)),
     ],
 )
@@ -248,4 +254,4 @@ def test_delay_by_chunks_is_delay_of_the_whole(tokens, chunks):
 
 def test_read_of_one_tap_is_a_weighted_sum():
     state, weights = torch.randn(2, 3, 4, 5).double(), torch.randn(1, 4, 5).double()
-    close(read_columns(state, weights), torch.einsum("btjd,jd->btd", state, weights[0]))
+    close(read_value_channels(state, weights), torch.einsum("btjd,jd->btd", state, weights[0]))

@@ -225,6 +225,6 @@ def test_a_file_that_cannot_be_read_is_damage(tmp_path):
 def test_another_shape_is_refused(tmp_path):
     _, path = save(tmp_path, 1)
     with pytest.raises(ValueError, match="does not fit the model"):
-        weights.fill(build(STEM, **{**TINY, "num_hidden_layers": 2}), path)
+        weights.load_into(build(STEM, **{**TINY, "num_hidden_layers": 2}), path)
     with pytest.raises(ValueError, match=r"does not fit the model: transformer\.wte\.weight"):
-        weights.fill(build(STEM, **{**TINY, "vocab_size": 300}), path)
+        weights.load_into(build(STEM, **{**TINY, "vocab_size": 300}), path)

@@ -16,7 +16,7 @@ import pytest
 from helpers import ROOT
 
 import configurator
-from model import STEMS, check_settings, model_class
+from model import MODEL_NAMES, check_settings, model_class
 from model.options import Option, check_ranges, collect_options, option
 from training.config import TrainConfig
 from training.settings import every_option
@@ -137,7 +137,7 @@ def test_a_value_out_of_its_range_is_refused_by_every_config():
     check_ranges(Run(scale=None, rate=0.0))
     with pytest.raises(ValueError, match=r"^rate=1\.0: give a number from 0 to below 1"):
         check_ranges(Run(rate=1.0))
-    for config in (TrainConfig, *(model_class(stem).Config for stem in STEMS)):
+    for config in (TrainConfig, *(model_class(stem).Config for stem in MODEL_NAMES)):
         lows = {
             name: key.low for name, key in collect_options(config).items() if key.low is not None
         }
@@ -377,6 +377,6 @@ def test_a_file_is_whole_or_as_it_was_and_a_full_disk_names_it(tmp_path, monkeyp
 
 
 def test_the_beginning_of_a_name_is_near_it():
-    assert errors.suggest("MUDD", STEMS) == ", did you mean MUDD-gpt-mha-rope?"
-    assert errors.suggest("attnres", STEMS) == ", did you mean AttnRes-gpt-mha-rope?"
-    assert errors.suggest("", STEMS) == errors.suggest("xyz", STEMS) == ""
+    assert errors.suggest("MUDD", MODEL_NAMES) == ", did you mean MUDD-gpt-mha-rope?"
+    assert errors.suggest("attnres", MODEL_NAMES) == ", did you mean AttnRes-gpt-mha-rope?"
+    assert errors.suggest("", MODEL_NAMES) == errors.suggest("xyz", MODEL_NAMES) == ""

@@ -9,21 +9,21 @@ import contract
 import pytest
 import torch
 from helpers import EXAMPLES, ROOT, script, small_run
+from model_settings import names_and_settings
 
 import export
 import train
-from model import STEMS, model_class
+from model import MODEL_NAMES, model_class
 from model.gpt import GPT
 from training import checkpoint, metrics
 
-ALL = [*STEMS, *(path.stem for path in EXAMPLES if path.stem not in STEMS)]
+ALL = [*MODEL_NAMES, *(path.stem for path in EXAMPLES if path.stem not in MODEL_NAMES)]
 
 
 pytestmark = pytest.mark.usefixtures("example_streams")
 
 
-FORMS = [(stem, form) for stem in STEMS for form in model_class(stem).forms]
-STREAMS = [*((stem, {}) for stem in ALL), *FORMS]
+STREAMS = [*((stem, {}) for stem in ALL), *names_and_settings()]
 
 
 def of_form(stem, form):
@@ -116,9 +116,7 @@ def test_extra_losses_with_accumulation_and_two_processes(corpus, tmp_path):
         0.01 * record["residual"]["attn.beta_mean"][1]
     )
     arguments = small_run(corpus, tmp_path / "shared", **keys, micro_batch_size=1)
-    found = (
-        f"model.__path__.append({str(EXAMPLES[0].parent)!r}); model.STEMS.append({keys['model']!r})"
-    )
+    found = f"model.__path__.append({str(EXAMPLES[0].parent)!r}); model.MODEL_NAMES.append({keys['model']!r})"
     (tmp_path / "start.py").write_text(f"import model, train\n{found}\ntrain.main()\n")
     torchrun = [
         "-m",

@@ -89,7 +89,7 @@ def test_prompts_of_unequal_lengths_are_as_each_alone(stem, keys):
         torch.testing.assert_close(torch.stack(found, 1)[row], wanted[:7], rtol=1e-9, atol=1e-9)
         for place in (chosen == row).nonzero():
             torch.testing.assert_close(selected[place[0]], wanted[6:8], rtol=1e-9, atol=1e-9)
-    assert decoder.cache.tokens == 15
+    assert decoder.cache.num_tokens == 15
 
 
 def test_what_is_no_token_attends_to_something():
@@ -142,7 +142,7 @@ def test_tensors_stay_where_they_are(compiled, counter):
     decoded(decoder, ids, 4)
     decoded(decoder, ids[:, :5], 1)
     assert addresses() == before
-    assert decoder.cache.position.item() == decoder.cache.tokens == 5
+    assert decoder.cache.position.item() == decoder.cache.num_tokens == 5
 
 
 @pytest.mark.parametrize(("stem", "compiled"), [*((stem, False) for stem in PAPER), (EC, True)])
@@ -215,7 +215,7 @@ def test_a_full_cache_is_refused_before_anything_is_computed(monkeypatch):
         decoder.step(ids[:, 0])
     with pytest.raises(ValueError, match=full):
         model(ids[:, :1], cache=cache)
-    assert decoder.cache.tokens == cache.tokens == 8
+    assert decoder.cache.num_tokens == cache.num_tokens == 8
     assert all(torch.equal(block["k"], k) for block, k in zip(decoder.cache.blocks, kept))
 
 

@@ -19,7 +19,7 @@ from in_process import call
 
 from data import shards, tokenizer
 from data.shards import open_corpus
-from model import STEMS, build
+from model import MODEL_NAMES, build
 
 pytest.importorskip("lm_eval")
 pytest.importorskip("transformers")
@@ -74,7 +74,7 @@ def language_model(model, batch_size=4, encoding=None, **keys):
 # ---- the numbers ----
 
 IN_EVERY_RUN = ("gpt-mha-rope", "DDL-gpt-mha-rope-CC-EC")  # the others take two seconds each
-SLOW = [s if s in IN_EVERY_RUN else pytest.param(s, marks=pytest.mark.slow) for s in STEMS]
+SLOW = [s if s in IN_EVERY_RUN else pytest.param(s, marks=pytest.mark.slow) for s in MODEL_NAMES]
 
 
 @pytest.mark.parametrize("stem", SLOW)

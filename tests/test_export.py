@@ -21,7 +21,7 @@ import export
 import model
 from data import tokenizer
 from huggingface import flatten
-from model import STEMS, build
+from model import MODEL_NAMES, build
 from training import checkpoint
 
 # Every variant and every kind of branch once; keys of parts that do not meet share a case.
@@ -65,7 +65,7 @@ def example_stem(tmp_path_factory):
     (package / "gated-gpt-mha-rope.py").write_text(example)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model, "__path__", [*model.__path__, str(package), str(EXAMPLES[0].parent)])
-        patch.setattr(model, "STEMS", [*STEMS, *(path.stem for path in EXAMPLES)])
+        patch.setattr(model, "MODEL_NAMES", [*MODEL_NAMES, *(path.stem for path in EXAMPLES)])
         yield
 
 

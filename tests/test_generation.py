@@ -12,7 +12,7 @@ from models import TINY, tiny
 from data.tokenizer import byte_tokenizer
 from model import build
 from model.decoding import Decoder
-from model.generation import Generation, Sampling, Text, draw, generate_text
+from model.generation import Generation, Sampling, Text, generate_text, sample
 
 BYTES = byte_tokenizer()
 
@@ -57,7 +57,7 @@ def test_draws_follow_the_distribution_of_transformers(options):
     present = torch.zeros(1, 40, dtype=torch.bool).scatter_(1, ids, True)
     draws = 20_000
     uniform = (torch.arange(draws, dtype=torch.float64) + 0.5) / draws
-    tokens = draw(logits.expand(draws, -1), sampling, uniform, present.expand(draws, -1))
+    tokens = sample(logits.expand(draws, -1), sampling, uniform, present.expand(draws, -1))
     found = torch.bincount(tokens, minlength=40) / draws
     wanted = reference(logits, sampling, ids)[0]
     torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1.01 / draws)
@@ -67,8 +67,8 @@ def test_draws_follow_the_distribution_of_transformers(options):
 def test_temperature_zero_is_the_likeliest_after_the_penalty():
     logits = torch.tensor([[1.0, 3.0, 2.0], [-1.0, -3.0, -2.0]])
     present = torch.tensor([[False, True, False], [True, False, False]])
-    assert draw(logits, Sampling(temperature=0), None).tolist() == [1, 0]
-    assert draw(
+    assert sample(logits, Sampling(temperature=0), None).tolist() == [1, 0]
+    assert sample(
         logits, Sampling(temperature=0, repetition_penalty=2.5), None, present
     ).tolist() == [2, 2]
 
@@ -80,7 +80,7 @@ def test_extreme_uniform_numbers_draw_only_what_is_possible(sampling):
     logits = torch.full((2, 300), -1e9)
     logits[:, 100:103] = torch.tensor([1.0, 2.0, 3.0])
     for scale in torch.linspace(0.1, 3, 200):  # sums of probabilities that round in many ways
-        tokens = draw(
+        tokens = sample(
             logits * scale, sampling, torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
         )
         assert all(100 <= token <= 102 for token in tokens.tolist())
@@ -221,7 +221,7 @@ def test_a_row_that_ended_full_does_not_stop_the_others():
 
 
 def test_random_numbers_are_a_seeds_own(monkeypatch):
-    monkeypatch.setattr("model.generation.UNIFORMS", 4)
+    monkeypatch.setattr("model.generation.UNIFORMS_PER_DRAW", 4)
     decoder = Decoder(build("gpt-mha-rope", **TINY), 3)
     generation = Generation(decoder, [[1], [2]], 10, Sampling(), [5, 6], None, 29)
     found = torch.stack([generation.uniform(step) for step in range(10)], dim=1)
@@ -293,6 +293,6 @@ def test_pieces_of_several_texts():
     stop = [bytes([row[5]]).decode(errors="replace") for row in steps]
     pieces = list(generate_text(decoder, BYTES, prompts, 10, sampling, seeds, stop))
     assert not any(text in "".join(piece for _, piece, _ in pieces if piece) for text in stop)
-    assert decoder.cache.tokens <= 4 + 6  # nothing is computed for texts that have ended
+    assert decoder.cache.num_tokens <= 4 + 6  # nothing is computed for texts that have ended
     with pytest.raises(ValueError, match="an empty stop string"):
         list(generate_text(decoder, BYTES, prompts, 40, sampling, seeds, ["a", ""]))

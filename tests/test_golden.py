@@ -29,7 +29,7 @@ from helpers import newer_default, sign
 from in_process import call, finish_together
 
 from data.shards import read_json, write_json, write_shard
-from model import STEMS, model_class
+from model import MODEL_NAMES, model_class
 from model.options import legacy_defaults
 from training import checkpoint, metrics
 from training.config import TrainConfig
@@ -98,7 +98,7 @@ V_MAP |= {"ddl_beta_single_linear": False, "ddl_beta_hidden_size": 3}
 JULY = {"ddl_v_input": "context", "ddl_v_sigmoid": False}
 MUP = {"mup": True, "hidden_size_base": 32, "schedule": "wsd", "decay_steps": 4}
 # name: (processes, keys); all other keys of the model are given at what was their default.
-RUNS = {stem: (1, {"model": stem}) for stem in STEMS}
+RUNS = {stem: (1, {"model": stem}) for stem in MODEL_NAMES}
 RUNS |= {f"{stem}_muon": (1, {"model": stem, "optimizer": "muon"}) for stem in (ADDITIVE, CC)}
 RUNS |= {"v-Map": (1, {"model": "DDL-gpt-mha-rope", **V_MAP}), "July": (1, {"model": CC, **JULY})}
 RUNS |= {"muP": (1, {"model": CC_EC, **MUP})}

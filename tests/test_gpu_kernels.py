@@ -114,7 +114,7 @@ def test_model(stem):
 
 @pytest.mark.parametrize("setting", ["on", "off"])
 def test_model_of_joined_products(setting, monkeypatch):
-    monkeypatch.setattr(layers, "TOKENS_FOR_ONE_PRODUCT", 1)
+    monkeypatch.setattr(layers, "MIN_TOKENS_FOR_JOINED_PRODUCT", 1)
     model = tiny("gpt-mha-rope")
     if setting == "on":
         fused.check_model(model)

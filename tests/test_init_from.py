@@ -345,11 +345,11 @@ def test_training_begins_from_an_additive_run(corpus, tmp_path):
         losses.append(records[0]["loss"])
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
     refused = {
-        "DDL-gpt-mha-rope": "at beta = 0 it is X' = X, and k is normalised",
-        "AttnRes-gpt-mha-rope": "attn_res_form=replace has no additive stream: give delta",
-        "wide-gpt-mha-rope": "it has no start that is additive",
+        "DDL-gpt-mha-rope": "with beta = 0 its state does not change, and the direction k is normalized",
+        "AttnRes-gpt-mha-rope": "attn_res_form=replace has no additive residual stream; use --attn_res_form=delta",
+        "wide-gpt-mha-rope": "its residual stream has no such start",
     }
     for stem, why in refused.items():
         line = run(arguments(corpus, tmp_path / "x", model=stem, **keys), code=2)
-        assert f"is an additive model: {why}" in line
+        assert f"is an additive model, which this model cannot start as: {why}" in line
         assert not (tmp_path / "x").exists()

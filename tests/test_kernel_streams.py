@@ -20,7 +20,7 @@ from model.block import Block, Stream
 from model.kernels.rope import FusedHeads
 from model.kernels.stream import DeltaStream
 from model.layers import CausalSelfAttention, Heads, RMSNorm
-from model.residual import DeltaRewrite, EmbeddingConv, OnlyColumn
+from model.residual import DeltaRewrite, EmbeddingConv, SingleChannelRead
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="compiled kernels: see test_gpu.py")
 CC, TC = "DDL-gpt-mha-rope-CC", "DDL-gpt-mha-rope"
@@ -218,7 +218,7 @@ class OtherBlock(Block):
         return state, None
 
 
-class OtherRead(OnlyColumn):
+class OtherRead(SingleChannelRead):
     pass
 
 
@@ -239,7 +239,7 @@ class OtherNorm(RMSNorm):
         (CC, "transformer.h.1", OtherBlock, "the forward pass of OtherBlock, block 1"),
         (CC, "transformer.h.1.compress", OtherRead, "the read (OtherRead) of block 1, site attn"),
         (CC, "readout", OtherRead, "the readout (OtherRead, RMSNorm)"),
-        (CC, "ln_f", OtherNorm, "the readout (ColumnConvRead, OtherNorm)"),
+        (CC, "ln_f", OtherNorm, "the readout (ChannelConvRead, OtherNorm)"),
         (
             "gpt-mha-rope",
             "transformer.h.1.ln_2",

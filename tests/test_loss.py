@@ -96,8 +96,8 @@ def test_half_precision_is_as_close_as_the_whole():
 def test_few_chunks_on_a_gpu_and_of_one_size(tokens, cpu, cuda):
     for device, chunk in (("cpu", cpu), ("cuda", cuda)):
         weight = SimpleNamespace(shape=(50304, 768), device=torch.device(device))
-        assert loss.chunk_of(tokens, weight) == chunk
-        assert chunk * 50304 <= loss.LOGITS_AT_ONCE[device]
+        assert loss.default_chunk_size(tokens, weight) == chunk
+        assert chunk * 50304 <= loss.MAX_LOGITS[device]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -115,7 +115,7 @@ def test_the_model_gives_the_same_gradients_by_chunks(monkeypatch, checkpointing
     targets[:, 3] = -1
     results = []
     for logits in (2**27, 29 * 256):
-        monkeypatch.setitem(loss.LOGITS_AT_ONCE, "cpu", logits)
+        monkeypatch.setitem(loss.MAX_LOGITS, "cpu", logits)
         model.activation_checkpointing = checkpointing
         model.zero_grad()
         _, value = model(ids, targets)

@@ -18,7 +18,7 @@ from in_process import call
 from torch.profiler import ProfilerActivity, profile
 
 import utils.machine
-from model import STEMS, build, model_class
+from model import MODEL_NAMES, build, model_class
 from model.gpt import GPTConfig
 from training import memory
 from training.config import TrainConfig
@@ -90,10 +90,10 @@ def measure_allocated(name: str, is_bfloat16: bool) -> int:
     return peak
 
 
-@pytest.mark.parametrize("name", STEMS)
+@pytest.mark.parametrize("name", MODEL_NAMES)
 def test_an_eager_pass_saves_what_is_counted(name):
     # one model in bfloat16, the next in float32
-    is_bfloat16 = STEMS.index(name) % 2 == 0
+    is_bfloat16 = MODEL_NAMES.index(name) % 2 == 0
     config, model_config = make_configs(name, dtype="bfloat16" if is_bfloat16 else "float32")
     allocated = measure_allocated(name, is_bfloat16)
     terms = memory.estimate_memory(config, model_config, "cpu")
@@ -101,7 +101,7 @@ def test_an_eager_pass_saves_what_is_counted(name):
     assert 0.75 * allocated < estimated < 1.1 * allocated
 
 
-@pytest.mark.parametrize("name", STEMS)
+@pytest.mark.parametrize("name", MODEL_NAMES)
 def test_the_lower_bound_is_below_what_an_eager_pass_allocates(name):
     config, model_config = make_configs(name)
     lower_bound = memory.compute_lower_bound(config, model_config)
@@ -249,7 +249,7 @@ def test_deep_models_are_extrapolated(name, monkeypatch):
     assert memory.estimate_saved(config, deep, "cpu") == pytest.approx(counted, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", STEMS)
+@pytest.mark.parametrize("name", MODEL_NAMES)
 def test_parameters_are_counted_without_the_model(name):
     _, model_config = make_configs(name)
     deep = dataclasses.replace(model_config, num_hidden_layers=5)
@@ -357,7 +357,7 @@ def test_several_processes_of_a_machine_share_its_memory(monkeypatch):
 def test_a_model_that_looks_at_its_values_is_trained_all_the_same(corpus, tmp_path, monkeypatch):
     looking = types.SimpleNamespace(Model=broken_streams.additive(write=broken_streams.Branching))
     monkeypatch.setitem(sys.modules, "model.looking-gpt", looking)
-    monkeypatch.setattr("model.STEMS", [*STEMS, "looking-gpt"])
+    monkeypatch.setattr("model.MODEL_NAMES", [*MODEL_NAMES, "looking-gpt"])
     arguments = small_run(corpus, tmp_path / "run", model="looking-gpt", max_steps=1)
     assert sum(memory.bytes_saved_for_backward(*configure(arguments), 1)) == 0
     assert call("train.py", *arguments).returncode == 0

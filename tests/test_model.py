@@ -13,9 +13,9 @@ from helpers import ROOT
 from models import DDL, EXPANDED, INPUTS, PAPER, PARAMETER_COUNTS, TINY, tiny
 from torch.utils.flop_counter import FlopCounterMode
 
-from model import STEMS, build, cost, model_class
+from model import MODEL_NAMES, build, cost, model_class
 from model.gpt import takes_branch_mult
-from model.residual import DeltaRewrite, fold_column_conv, pooled, read_columns
+from model.residual import DeltaRewrite, fold_channel_conv, pool, read_value_channels
 from training.settings import configure
 
 SMALL = {"num_hidden_layers": 12, "num_attention_heads": 6, "head_dim": 128, "hidden_size": 768}
@@ -248,11 +248,11 @@ def test_state_and_gate_dtypes_under_autocast(stem):
     for block in model.transformer.h:
         block.register_forward_hook(lambda _, __, output: seen["state"].add(output[0].dtype))
         for rewrite in (m for m in block.modules() if isinstance(m, DeltaRewrite)):
-            gate, value = rewrite.gate, rewrite.write_value
-            rewrite.gate = lambda c, f=gate: seen["fp32"].add(f(c).dtype) or f(c)
-            rewrite.write_value = lambda *args, f=value: seen["fp32"].add(f(*args).dtype) or f(
+            beta, value = rewrite.compute_beta, rewrite.compute_v
+            rewrite.compute_beta = lambda *args, f=beta: seen["fp32"].add(f(*args).dtype) or f(
                 *args
             )
+            rewrite.compute_v = lambda *args, f=value: seen["fp32"].add(f(*args).dtype) or f(*args)
     with torch.autocast("cpu", torch.bfloat16):
         _, loss = model(*torch.randint(0, 29, (2, 2, 8)))
     assert seen["state"] == {torch.bfloat16}
@@ -265,7 +265,7 @@ def test_half_precision_reads_accumulate_in_fp32():
     exact = torch.einsum("btjd,sjd->btsd", state.double(), weights.double())
     expected = exact[:, :, 0].clone()
     expected[:, 1:] += exact[:, :-1, 1]
-    read = read_columns(state, weights)
+    read = read_value_channels(state, weights)
     assert read.dtype == torch.float32
     torch.testing.assert_close(read.double(), expected, rtol=1e-6, atol=1e-6)
 
@@ -287,7 +287,7 @@ def test_folding_is_the_convolution_then_the_read_vector(v):
     state = torch.randn(5, 6, v, dtype=torch.float64)  # (tokens, d, v)
     padded = torch.nn.functional.pad(state, ((v - 1) // 2, v - 1 - (v - 1) // 2))
     convolved = torch.nn.functional.conv1d(padded, weight[:, None], groups=6)  # (tokens, d, v)
-    torch.testing.assert_close((state * fold_column_conv(weight, read)).sum(-1), convolved @ read)
+    torch.testing.assert_close((state * fold_channel_conv(weight, read)).sum(-1), convolved @ read)
 
 
 @pytest.mark.parametrize("stem", ["DDL-gpt-mha-rope", "DDL-gpt-mha-rope-CC"])
@@ -350,12 +350,12 @@ def test_build_names_the_mistake():
         with pytest.raises(ValueError, match=message):
             build("DDL-gpt-mha-rope", **keys)
     with pytest.raises(
-        ValueError, match="covers its ddl_value_channels=4 columns; leave the key out"
+        ValueError, match="differs from ddl_value_channels=4, .*; omit the key"
     ):
         build(
             "DDL-gpt-mha-rope-CC", ddl_state_shortconv_kernel_size=3, ddl_cc_read="folded", **TINY
         )
-    with pytest.raises(ValueError, match="covers its ddl_value_channels=4 columns; give no more"):
+    with pytest.raises(ValueError, match="larger than ddl_value_channels=4.*; give at most 4"):
         build("DDL-gpt-mha-rope-CC", ddl_state_shortconv_kernel_size=5, **TINY)
     with pytest.raises(
         ValueError, match=r"ddl_value_channels=4, but this model has one value channel"
@@ -415,7 +415,7 @@ def test_inputs_and_norm_are_those_of_the_papers(option):
         assert (write.v_proj.bias is None) == (option != "mean")
         assert option == "read" or write.k_in.in_features == seen
     state = torch.randn(2, 3, 1, 10)
-    assert all(torch.equal(pooled(state, form), state[:, :, 0]) for form in ("mean", "flat"))
+    assert all(torch.equal(pool(state, form), state[:, :, 0]) for form in ("mean", "flat"))
 
 
 @pytest.mark.parametrize("stem", PAPER)
@@ -468,14 +468,14 @@ def test_flops_of_parameterisations(keys, change):
     assert other - plain == 3 * 4 * change
 
 
-@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("stem", MODEL_NAMES)
 def test_a_factor_on_branches_changes_the_model_or_is_refused(stem):
     """With the same weights: a stream that would ignore `residual_branch_mult` must say so."""
     plain, ids = tiny(stem), torch.arange(8)[None]
     if not all(
         takes_branch_mult(type(site.write)) for block in plain.transformer.h for site in block.sites
     ):
-        with pytest.raises(ValueError, match="has no such factor"):
+        with pytest.raises(ValueError, match="has no effect on this model, whose write"):
             tiny(stem, residual_branch_mult=0.5)
         return
     scaled = tiny(stem, residual_branch_mult=0.5)

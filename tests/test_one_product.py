@@ -13,7 +13,7 @@ INNER = 8 * TINY["hidden_size"] // 3  # 26: filled up to 64
 
 
 def one_product(monkeypatch) -> None:
-    monkeypatch.setattr(layers, "as_one_product", lambda x: True)
+    monkeypatch.setattr(layers, "should_join_products", lambda x: True)
 
 
 def outcome(model, run=None):
@@ -65,9 +65,9 @@ def test_one_product_is_for_many_tokens_on_a_gpu():
     def x(device, *shape):
         return type("X", (), {"device": torch.device(device), "shape": torch.Size(shape)})
 
-    assert layers.as_one_product(x("cuda", 2, 1024, 8))
-    assert not layers.as_one_product(x("cuda", 2, 1, 8))  # generation
-    assert not layers.as_one_product(x("cpu", 2, 1024, 8))
+    assert layers.should_join_products(x("cuda", 2, 1024, 8))
+    assert not layers.should_join_products(x("cuda", 2, 1, 8))  # generation
+    assert not layers.should_join_products(x("cpu", 2, 1024, 8))
 
 
 def test_products_have_wide_sides(monkeypatch):

@@ -13,7 +13,7 @@ from models import PAPER
 from safetensors.torch import save_file
 
 from model import build, released
-from model.residual import fold_column_conv
+from model.residual import fold_channel_conv
 
 TINY = {"vocab_size": 29, "block_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 TINY |= {"head_dim": 6, "hidden_size": 10}
@@ -98,7 +98,7 @@ def test_bfloat16_pairs_fold_in_fp32(tmp_path):
     rounded = {name: value.bfloat16() for name, value in weights.items()}
     loaded = released.load(write(tmp_path / "r", rounded, ddl_cc_read="folded"))
     assert loaded.readout.weight.dtype == torch.float32
-    exact = fold_column_conv(rounded["readout.weight"].double(), rounded["readout.read"].double())
+    exact = fold_channel_conv(rounded["readout.weight"].double(), rounded["readout.read"].double())
     torch.testing.assert_close(loaded.readout.weight.double(), exact, rtol=1e-6, atol=1e-7)
 
 

@@ -17,7 +17,7 @@ import torch
 from helpers import ROOT, small_run
 from torch._inductor.utils import run_fw_bw_and_get_code
 
-from model import STEMS, build
+from model import MODEL_NAMES, build
 from training import checkpoint, metrics
 from training.config import TrainConfig
 from training.distributed import use_deterministic_algorithms
@@ -161,7 +161,7 @@ def compile_and_get_code(name: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STEMS)
+@pytest.mark.parametrize("name", MODEL_NAMES)
 def test_compiled_code_on_a_cpu_has_no_atomic_additions(two_threads, algorithms_as_before, name):
     """Threads that add to one number in any order would change its last bits."""
     use_deterministic_algorithms(TrainConfig(), torch.device("cpu"))

@@ -68,10 +68,10 @@ def test_heads_come_with_the_fused_stream():
 
 def test_heads_of_one_product(monkeypatch):
     model = randomise(build("gpt-mha-rope", **TINY))
-    monkeypatch.setattr(layers, "as_one_product", lambda x: True)
+    monkeypatch.setattr(layers, "should_join_products", lambda x: True)
     fused.check_model(model)
 
 
 def test_heads_of_one_product_compiled(monkeypatch):
-    monkeypatch.setattr(layers, "as_one_product", lambda x: True)
+    monkeypatch.setattr(layers, "should_join_products", lambda x: True)
     fused.check_compiled(randomise(build("gpt-mha-rope", **TINY, mup=True)), "aot_eager", 1e-5)

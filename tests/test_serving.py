@@ -23,7 +23,7 @@ from helpers import ROOT, SMALL, one_line_error, small_run
 from in_process import call
 
 from data.tokenizer import byte_tokenizer, train_byte_pairs
-from model import STEMS, build
+from model import MODEL_NAMES, build
 from model.decoding import round_matrices
 from model.generation import Sampling
 from model.gpt import Stream
@@ -33,7 +33,7 @@ from serving.guard import host_fits
 from training.checkpoint import load_model
 from training.residual_statistics import ObservedStream
 
-DELTA = [stem for stem in STEMS if stem.startswith("DDL")]
+DELTA = [stem for stem in MODEL_NAMES if stem.startswith("DDL")]
 TOKENIZER = byte_tokenizer()
 
 

@@ -8,7 +8,7 @@ import pytest
 from helpers import ROOT, one_line_error, small_run
 from in_process import call
 
-from model import STEMS
+from model import MODEL_NAMES
 from training.config import check_command_line
 from training.settings import configure
 
@@ -34,7 +34,7 @@ def test_help_has_the_keys_of_the_run_of_every_model_and_of_ddl(general_help):
 
 def test_help_names_the_other_models_without_their_keys(general_help):
     lines = general_help.partition("\nModels ")[2].splitlines()
-    assert {line.split()[0] for line in lines if re.match("  [^ ]", line)} == set(STEMS)
+    assert {line.split()[0] for line in lines if re.match("  [^ ]", line)} == set(MODEL_NAMES)
     assert "--hc_streams" not in general_help
 
 
@@ -107,7 +107,7 @@ def test_that_check_does_not_import_torch():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-@pytest.mark.parametrize("name", STEMS)
+@pytest.mark.parametrize("name", MODEL_NAMES)
 def test_that_check_lets_every_key_of_every_model_pass(name):
     _, model_config = configure([f"--model={name}"], note=print)
     check_command_line([f"--{key}=x" for key in vars(model_config)])

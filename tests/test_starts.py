@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from model import build
-from model.residual import fold_column_conv
+from model.residual import fold_channel_conv
 
 SIZES = {
     "small": {
@@ -26,7 +26,7 @@ SIZES = {
     },
 }
 COLUMNS = [f"DDL-gpt-mha-rope{kind}" for kind in ("", "-EC", "-CC", "-CC-EC")]
-STEMS = ["gpt-mha-rope", "DDL-vdim1-gpt-mha-rope", *COLUMNS]
+MODEL_NAMES = ["gpt-mha-rope", "DDL-vdim1-gpt-mha-rope", *COLUMNS]
 FEW = {"vocab_size": 512, "block_size": 16}
 WHOLE = [pytest.param(size, None, marks=pytest.mark.slow) for size in SIZES]
 
@@ -50,7 +50,7 @@ def wanted(name: str, shape: torch.Size, d: int, layers: int) -> tuple[float, fl
     return 0.0, std / layers if name.endswith("c_proj.weight") else std
 
 
-@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("stem", MODEL_NAMES)
 @pytest.mark.parametrize(("size", "layers"), [("small", 2), ("medium", 3), *WHOLE])
 def test_every_parameter_starts_as_the_release_has_it(stem, size, layers):
     keys = SIZES[size] | ({"num_hidden_layers": layers} if layers else {})
@@ -112,7 +112,7 @@ def test_folding_and_its_gradients_are_those_of_the_two_steps(size, causal):
     state, before = torch.randn(5, 7, 4), size - 1 if causal else (size - 1) // 2
     padded = F.pad(state, (before, size - 1 - before))
     outcomes = [F.conv1d(padded, weight[:, None], groups=7) @ read]
-    outcomes.append((state * fold_column_conv(weight, read, causal)).sum(-1))
+    outcomes.append((state * fold_channel_conv(weight, read, causal)).sum(-1))
     torch.testing.assert_close(*outcomes, rtol=1e-6, atol=1e-6)
     toward = torch.randn(5, 7)
     theirs, ours = (
@@ -133,7 +133,7 @@ def test_a_depth_base_divides_by_itself(init, divisor):
 @pytest.mark.parametrize("stem", ["HC-gpt-mha-rope", "AttnRes-gpt-mha-rope", "MGT-gpt-mha"])
 def test_streams_without_a_factor_refuse_it(stem):
     with pytest.raises(
-        ValueError, match=r"residual_branch_mult=0.5: the write of this stream \(\w+\) has no such"
+        ValueError, match=r"residual_branch_mult=0.5 has no effect on this model, whose write \(\w+\) does not"
     ):
         build(stem, num_hidden_layers_base=6, hidden_size=16, head_dim=4, **FEW)
 

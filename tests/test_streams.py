@@ -511,7 +511,7 @@ REFUSED = [
     ("Lambdas", {"lambda_values": "none", "lambda_input": False}, "use --model=gpt-mha-rope"),
     ("wide", {"wide_read": "ct"}, "wide_read"),
     ("wide", {"wide_reed": "tc"}, "unknown key --wide_reed, did you mean wide_read"),
-    ("wide", {"wide_read": "cc", "ddl_state_shortconv_kernel_size": 3}, "leave the key out"),
+    ("wide", {"wide_read": "cc", "ddl_state_shortconv_kernel_size": 3}, "omit the key"),
     ("conv", {"conv_init": "zero"}, "conv_init"),
     ("LAuReL", {"laurel_form": "lo"}, "laurel_form"),
     ("LAuReL", {"laurel_rank": 0}, "laurel_rank=0: give 1 or more"),

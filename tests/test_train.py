@@ -585,7 +585,7 @@ IDLE = [
 def test_a_key_that_is_typed_without_an_effect_is_refused(typed, beside, without, tmp_path):
     """In a config file, which may serve several variants, it may stand."""
     run = ["--model=DDL-gpt-mha-rope", "--max_steps=9", "--warmup_steps=0", f"--{without}"]
-    with pytest.raises(ValueError, match=f"{typed[2:]} has no effect with {without}: leave one of"):
+    with pytest.raises(ValueError, match=f"{typed[2:]} has no effect with {without}: omit one of"):
         configure([*run, typed])
     key, _, value = typed[2:].partition("=")
     run_config, model_config = configure([*run[:3], typed, beside])

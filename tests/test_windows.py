@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from data.loader import TrainBatches, ValidationBatches
 from data.windows import Windows
-from model.loss import LOGITS_AT_ONCE
+from model.loss import MAX_LOGITS
 from training.distributed import World
 from training.validation import evaluate
 
@@ -114,7 +114,7 @@ class Fixed(torch.nn.Module):
 @pytest.mark.parametrize("scored", [None, ((1, 2), (3, 5))])
 def test_losses_are_of_trained_positions_and_answers_of_scored(monkeypatch, rows, at_once, scored):
     """Of each window and of all, where two processes see every second one."""
-    monkeypatch.setitem(LOGITS_AT_ONCE, "cpu", at_once)
+    monkeypatch.setitem(MAX_LOGITS, "cpu", at_once)
     documents = LABELLED.copy()
     documents[3, 6:] = 0  # no label but at position 0
     windows = Windows(10, labels=True, trained=((1, 5),), scored=scored)

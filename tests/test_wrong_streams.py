@@ -51,7 +51,7 @@ WRONG = {
     ),
     "a write that returns nothing": (
         GATED.replace("        return state +", "        state +"),
-        "GatedWrite of block 0, attn, returns None: needed the new state",
+        "GatedWrite of block 0, attn, returns None; it must return the new state",
     ),
     "a write with other arguments": (
         GATED.replace("self, state, h, x_in, c, past=None", "self, state, h"),
@@ -65,7 +65,7 @@ WRONG = {
         BLOCK.format(
             "self.sites = [replace(s, read=lambda x, past: x[..., 1:]) for s in self.sites]"
         ),
-        "function of block 0, attn, returns (1, 1, 11): needed x_in (B, T, d), (1, 1, 12)",
+        "function of block 0, attn, returns (1, 1, 11); it must return x_in (B, T, d), here (1, 1, 12)",
     ),
     "no rule": (
         GATED.replace("Rule(constant(config.gate_init))", "None").replace('"gate": None', ""),
@@ -83,7 +83,7 @@ WRONG = {
             "from model.layers import MLP; attn, _ = self.sites; self.sites = attn, replace(_, "
             "sublayer=MLP(config))"
         ),
-        "MLP is used by a site, but no part of its block",
+        "MLP is used by a site, but it is not a submodule of its block",
     ),
     "a weight in the same memory": (
         BLOCK.format("self.ln_2.weight = type(self.ln_1.weight)(self.ln_1.weight.data)"),
@@ -98,16 +98,16 @@ def own(tmp_path, monkeypatch):
     folder = tmp_path / "model"
     folder.mkdir()
     monkeypatch.setattr(model, "__path__", [*model.__path__, str(folder)])
-    before = list(model.STEMS)
+    before = list(model.MODEL_NAMES)
 
     def save(text: str, stem: str = "own-gpt") -> str:
         (folder / f"{stem}.py").write_text(text, encoding="utf-8")
         importlib.invalidate_caches()
-        model.STEMS.append(stem)
+        model.MODEL_NAMES.append(stem)
         return stem
 
     yield save
-    model.STEMS[:] = before
+    model.MODEL_NAMES[:] = before
     for name in [name for name in sys.modules if name.startswith("model.own-")]:
         del sys.modules[name]
 
@@ -293,9 +293,9 @@ def test_a_tied_weight_in_a_file_twice_must_be_the_same(tmp_path):
     checkpoint.save_tensors(tmp_path / "model.safetensors", tensors)
     with pytest.raises(
         ValueError,
-        match=r"lm_head.weight differs from transformer.wte.weight: this model ties them",
+        match=r"lm_head.weight differs from transformer.wte.weight, but this model ties them",
     ):
-        model.weights.fill(made, tmp_path)
+        model.weights.load_into(made, tmp_path)
 
 
 @pytest.mark.usefixtures("example_streams")

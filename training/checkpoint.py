@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from data import tokenizer
-from model import STEMS, model_class, released
+from model import MODEL_NAMES, model_class, released
 from model import weights as weight_files
 from model.gpt import GPT
 from model.options import collect_options, legacy_defaults, rename_aliases
@@ -257,7 +257,7 @@ def read_state(checkpoint: Path) -> dict:
                 "use another checkpoint"
             )
     # a variant whose file is gone can still be reported on
-    if state["model"] in STEMS:
+    if state["model"] in MODEL_NAMES:
         config_class = model_class(state["model"]).Config
         state["model_config"] = {
             **legacy_defaults(config_class),

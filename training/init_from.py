@@ -35,7 +35,7 @@ def read_decided_settings(folder: str, model: str | None = None) -> dict[str, ob
         raise ValueError(f"init_from={folder}: {NANOGPT_VALUES[folder]}")
     path, folder_model, model_config, _ = checkpoint.describe(Path(folder))
     # shapes and names are checked now, the weights are read when the model has been built
-    examined = weights.examined(path, folder_model, model_config, released.fold)
+    examined = weights.build_and_check(path, folder_model, model_config, released.fold)
     decided = dict(vars(examined.config))
     if folder_model == ADDITIVE and model not in (None, ADDITIVE):
         model_class(model)  # raises if there is no such variant
@@ -91,7 +91,7 @@ def load_weights(model: GPT, init_folder: str, corpus: Path | None) -> None:
     if corpus is not None and (folder.path / "tokenizer.json").exists():
         check_tokenizer(folder.path, init_folder, corpus)
     if folder.model != ADDITIVE or model.variant is model_class(ADDITIVE):
-        weights.fill(model, folder.path, fold=released.fold)
+        weights.load_into(model, folder.path, convert=released.fold)
         return
     # A variant that contains the additive stream starts as the same function: its backbone has the
     # additive model's weights, and its own parameters are set so that they change nothing.
@@ -100,7 +100,9 @@ def load_weights(model: GPT, init_folder: str, corpus: Path | None) -> None:
     try:
         model.from_additive()
     except ValueError as error:
-        raise ValueError(f"init_from={init_folder} is an additive model: {error}") from None
+        raise ValueError(
+            f"init_from={init_folder} is an additive model, which this model cannot start as: {error}"
+        ) from None
 
 
 def check_tokenizer(path: Path, init_folder: str, corpus: Path) -> None:

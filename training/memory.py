@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from model import build, errors_as_value_errors, kernels
 from model.gpt import GPT, GPTConfig
-from model.loss import chunk_of
+from model.loss import default_chunk_size
 from model.parameters import rules_of
 from training.config import TrainConfig
 from training.distributed import computes_in_bfloat16
@@ -510,7 +510,7 @@ def estimate_logits(config: TrainConfig, model_config: GPTConfig, device_type: s
     num_tokens = config.local_micro_batch_size * model_config.block_size
     vocab_size = model_config.vocab_size
     tokens_at_once = num_tokens
-    if build_without_memory(config.model, model_config, 1).logits_are_a_product():
+    if build_without_memory(config.model, model_config, 1).has_linear_head():
         tokens_at_once = count_tokens_at_once(num_tokens, vocab_size, device_type)
     is_bfloat16 = computes_in_bfloat16(config.dtype, torch.device(device_type))
     itemsize = 2 if is_bfloat16 else 4
@@ -535,10 +535,10 @@ def estimate_logits(config: TrainConfig, model_config: GPTConfig, device_type: s
 
 def count_tokens_at_once(num_tokens: int, vocab_size: int, device_type: str) -> int:
     """Return the number of tokens whose logits are in memory at a time."""
-    # chunk_of asks for a weight, of which it uses the device and the vocabulary size
+    # default_chunk_size asks for a weight, of which it uses the device and the vocabulary size
     with FakeTensorMode():
         weight = torch.empty(vocab_size, 1, device=device_type)
-    return min(num_tokens, chunk_of(num_tokens, weight))
+    return min(num_tokens, default_chunk_size(num_tokens, weight))
 
 
 # ---- the text of --dry_run ----

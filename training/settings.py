@@ -9,7 +9,7 @@ from typing import NamedTuple
 import configurator
 from data.shards import folder_of, read_json, vocab_size_of
 from data.windows import Windows
-from model import STEMS, every_config, model_class
+from model import MODEL_NAMES, every_config, model_class
 from model.gpt import GPTConfig
 from model.options import Option, check_effects, collect_options
 from model.residual import DeltaConfig
@@ -126,7 +126,7 @@ def known_options(from_file: dict, from_command_line: dict[str, str]) -> dict[st
         ","
     )
     options = collect_options(
-        TrainConfig, *(model_class(name).Config for name in models if name in STEMS)
+        TrainConfig, *(model_class(name).Config for name in models if name in MODEL_NAMES)
     )
     names = set(configurator.known_names(options))
     if names >= from_file.keys() and names >= from_command_line.keys():
@@ -241,7 +241,7 @@ def print_help(argv: list[str], usage: str) -> None:
     print(configurator.help_text(options, settings))
     if given_model is None:
         print("\nModels (`--model=NAME --help` lists the keys of each):\n")
-        for name in STEMS:
+        for name in MODEL_NAMES:
             print(configurator.format_two_columns(f"  {name}", summarize_model(name)))
 
 

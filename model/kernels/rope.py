@@ -18,7 +18,7 @@ import triton.language as tl
 from model.kernels import form_of
 from model.kernels.launch import processors
 from model.kernels.tiles import dense
-from model.layers import Heads, joined_product
+from model.layers import Heads, project_qkv
 
 ROWS = 32  # pairs of a token and a head in a tile
 # programs of a multiprocessor for each of queries, keys and values, backward
@@ -223,7 +223,7 @@ class FusedHeads(Heads):
     def __call__(self, attention, x, positions):
         if not torch.is_tensor(x):
             return super().__call__(attention, x, positions)
-        qkv = joined_product(x, attention.c_q, attention.c_k, attention.c_v)
+        qkv = project_qkv(attention, x)
         qkv = qkv.unflatten(-1, (3, attention.num_heads, attention.head_dim))
         norms = attention.q_rms.weight, attention.k_rms.weight
         return RotatedHeads.apply(qkv, positions.cos, positions.sin, *norms, attention.q_rms.eps)

@@ -9,7 +9,7 @@ they compute, torch.compile fuses too.
 import torch
 from liger_kernel.ops.mhc import mhc_sinkhorn_bwd, mhc_split_sinkhorn_fwd
 
-from model.hyper_connections import keep_logits
+from model.hyper_connections import save_logits
 from model.kernels.stream import check_dtype
 
 
@@ -55,7 +55,11 @@ def _(gradient, logits, iterations, eps):
 
 
 def gradient_by_logits(ctx, gradient):
-    return sinkhorn_knopp_backward(gradient, *ctx.saved_tensors, *ctx.settings), None, None
+    return (
+        sinkhorn_knopp_backward(gradient, *ctx.saved_tensors, ctx.iterations, ctx.eps),
+        None,
+        None,
+    )
 
 
-sinkhorn_knopp.register_autograd(gradient_by_logits, setup_context=keep_logits)
+sinkhorn_knopp.register_autograd(gradient_by_logits, setup_context=save_logits)

@@ -190,7 +190,7 @@ class DeltaStream(Stream):
             ).squeeze(-1)
         source = h
         if not self.k_map:
-            source = rewrite.direction_branch(c if x_in is None else x_in)
+            source = rewrite.k_mlp(c if x_in is None else x_in)
             value_logit = linear_fp32(rewrite.v_proj, h)
         source = source.to(compute_dtype(site.norm.weight)).contiguous()
         if self.mult != 1:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import configurator
 from evaluation import tables
-from model import STEMS, build, model_class
+from model import MODEL_NAMES, build, model_class
 from model.block import Stream
 from model.options import collect_options
 from research import plots
@@ -213,10 +213,8 @@ class Coordinates(Stream):
 
     def write(self, site, state, h, c, x_in, cache):
         self.seen.append({"h": h, "c": c})
-        if hasattr(site.write, "direction"):
-            self.seen[-1]["k"] = site.write.direction(
-                site.write.direction_source(state, h, x_in, c)
-            )
+        if hasattr(site.write, "compute_k_hat"):
+            self.seen[-1]["k"] = site.write.compute_k_hat(state, h, x_in, c)
         else:
             self.seen[-1]["x_in"] = x_in[0] if isinstance(x_in, tuple) else x_in
         return super().write(site, state, h, c, x_in, cache)
@@ -366,20 +364,51 @@ def not_level(result: dict[str, dict]) -> dict[str, float]:
     }
 
 
+# Settings with which a variant has other parameters than by default, as --models takes them.
+OTHER_CASES = (
+    "AttnRes-gpt-mha-rope+attn_res_blocks=2",
+    "AttnRes-gpt-mha-rope+attn_res_form=delta",
+    "DDL-gpt-mha-rope+ddl_map=v",
+    "DDL-gpt-mha-rope-CC+ddl_cc_read=folded+ddl_beta_single_linear=False",
+    "DDL-gpt-mha-rope-CC+ddl_map=v+ddl_k_branch=attention",
+    "DDL-gpt-mha-rope-CC+ddl_map=v+ddl_k_norm=shifted+ddl_k_input=mean+ddl_beta_input=mean"
+    "+ddl_cc_read=folded",
+    "DDL-gpt-mha-rope-CC+ddl_map=v+ddl_k_input=flat+ddl_beta_input=flat+ddl_cc_read=folded",
+    "DDL-gpt-mha-rope-CC-EC+ddl_state_dv_shortconv_causal=True+ddl_state_shortconv_kernel_size=3",
+    "DDL-vdim1-gpt-mha-rope+ddl_map=v",
+    "HC-gpt-mha-rope+hc_dynamic=False",
+    "LAuReL-gpt-mha-rope+laurel_form=rw",
+    "Lambdas-gpt-mha-rope+lambda_values=head+lambda_value_embeddings=True",
+    "Lambdas-gpt-mha-rope+lambda_input=False+lambda_values=none+lambda_skips=True",
+    "MGT-gpt-mha+mgt_arm=ddl",
+    "MGT-gpt-mha+mgt_arm=mhc",
+    "MGT-gpt-mha+mgt_arm=standard",
+    "MGT-gpt-mha+mgt_arm=additive",
+    "MUDD-gpt-mha-rope+mudd_ways=r",
+    "conv-gpt-mha-rope+canon=ABCD",
+    "gpt-mha-rope+residual_branch_mult=0.5",
+    "mHC-gpt-mha-rope+mhc_mix=identity+mhc_readout=sigmoid",
+    "mHC-gpt-mha-rope+mhc_mix=permutations",
+    "mHC-gpt-mha-rope+mhc_mix=kronecker",
+    "wide-gpt-mha-rope+wide_read=cc",
+)
+
+
 def all_cases() -> list[str]:
-    """Every stem, and every form of it (`GPT.forms`)."""
-    forms = ((stem, form) for stem in STEMS for form in ({}, *model_class(stem).forms))
+    """Return every variant, followed by its other settings."""
     return [
-        "+".join((stem, *(f"{key}={value}" for key, value in form.items()))) for stem, form in forms
+        case
+        for name in MODEL_NAMES
+        for case in (name, *(other for other in OTHER_CASES if other.partition("+")[0] == name))
     ]
 
 
 def stem_and_keys(case: str) -> tuple[str, dict]:
     """ "stem+key=value+..." as (stem, {key: value}). ValueError: there is no such stem, key or value."""
     stem, *options = case.split("+")
-    if stem not in STEMS:
+    if stem not in MODEL_NAMES:
         raise ValueError(
-            f"--models={case}: give one of {', '.join(STEMS)}, with +key=value for keys of the model"
+            f"--models={case}: give one of {', '.join(MODEL_NAMES)}, with +key=value for keys of the model"
         )
     knobs = collect_options(model_class(stem).Config)
     options = dict(option.partition("=")[::2] for option in options)

@@ -1,11 +1,11 @@
 """What a trained model loses where a piece of one site is forced, or taken away. An edit is not a retrained model.
 
 A read, a write or a `post_write` may have edits in parts.py; a site without any is tried without its
-sublayer, h = 0. Parameters stay as they are: an edit is another call of the same module.
+sublayer, h = 0. Parameters stay as they are: an edit is another function in the place of a part.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,11 +21,11 @@ UNEDITED = "unedited"
 
 
 class Edit(NamedTuple):
-    """Its name, the part of the site whose forward takes the keywords; "h": the sublayer's output is zero."""
+    """Its name, the part of the site that the function replaces; "h": the sublayer's output is zero."""
 
     name: str
     part: str
-    keywords: dict
+    function: Callable | None
 
 
 def edits_of(site: Site) -> list[Edit]:
@@ -33,8 +33,8 @@ def edits_of(site: Site) -> list[Edit]:
     parts = [(part, getattr(site, part)) for part in PARTS]
     named = [(part, entry(EDITS, module)(module)) for part, module in parts if entry(EDITS, module)]
     if not named:
-        return [Edit("h=0", "h", {})]
-    return [Edit(name, part, keywords) for part, edits in named for name, keywords in edits.items()]
+        return [Edit("h=0", "h", None)]
+    return [Edit(name, part, function) for part, edits in named for name, function in edits.items()]
 
 
 class Edited(Stream):
@@ -47,7 +47,7 @@ class Edited(Stream):
         edit = self.edits.get((site.layer, site.name))
         if edit is None or edit.part == "h":
             return site
-        return replace(site, **{edit.part: partial(getattr(site, edit.part), **edit.keywords)})
+        return replace(site, **{edit.part: edit.function})
 
     def read(self, site, state, cache, positions):
         return super().read(self.edited(site), state, cache, positions)

@@ -4,8 +4,8 @@ A key is a class by its module and name. A class without an entry, a newcomer's 
 its statistics, h as the direction of its writes, and h = 0 as its edit. A subclass has its parent's entries as long as
 it keeps the parent's forward; else it computes something else.
 
-    EDITS      of a read, write or `post_write`, edits(part) -> {name: {keyword: value}}: arguments of its forward
-               beside the usual ones, with which it computes the same but for one piece
+    EDITS      of a read, write or `post_write`, edits(part) -> {name: function}: functions that take the arguments of
+               its forward and compute the same but for one piece
     DETAILS    details(write, state, h, x_in, c, written), of a read details(read, state) -> {name: (B, T, ...)}: more
                numbers, vectors or matrices of each token
     ALONG      along(write, state, h, x_in, c) -> (B, T, d): the direction that a write writes along
@@ -20,8 +20,10 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from model.attention_residuals import DeltaAttention, weighted_sum
+from model.block import Add
 from model.layers import at_least_fp32
-from model.residual import read_along, read_columns
+from model.residual import delta_rewrite, project_onto_k, read_value_channels
 from research.analysis.products import Diagonal, LowRank, Mix, identity
 
 
@@ -46,7 +48,7 @@ def details_of_columns(read, state) -> dict:
         return {}
     columns = range(weights.shape[1])
     parts = torch.stack(
-        [read_columns(state[:, :, j, None], weights[:, j, None]) for j in columns], dim=2
+        [read_value_channels(state[:, :, j, None], weights[:, j, None]) for j in columns], dim=2
     )
     sizes = torch.linalg.vector_norm(parts, dim=-1)
     share = sizes / sizes.sum(-1, keepdim=True).clamp_min(torch.finfo(sizes.dtype).tiny)
@@ -65,8 +67,10 @@ def cosines(x):
     return unit @ unit.mT
 
 
-def edits_of_laurel(part) -> dict:
-    return {"a=b=1" if part.weighted else "no low rank": {"plain": True}}
+def edits_of_laurel(write) -> dict:
+    """The additive write."""
+    name = "a=b=1" if write.weighted else "no low rank"
+    return {name: partial(Add.forward, write)}
 
 
 def shortcut_of_laurel(write, state, h, x_in, c) -> Diagonal | LowRank:
@@ -75,20 +79,55 @@ def shortcut_of_laurel(write, state, h, x_in, c) -> Diagonal | LowRank:
     return LowRank(write.up.weight.mT[None, None], write.down.weight[None, None])
 
 
-def edits_of_connection(part) -> dict:
-    mixes = getattr(part, "kind", None) != "identity"
-    return ({"mix=I": {"mixes": False}} if mixes else {}) | {"write=1": {"weighs": False}}
+def edits_of_connection(read) -> dict:
+    def without_mixing(state, past=None):
+        output = read(state, past)
+        identity = torch.eye(read.num_streams, dtype=output.mix.dtype, device=output.mix.device)
+        return output._replace(mix=identity.expand_as(output.mix))
+
+    def with_unit_writes(state, past=None):
+        output = read(state, past)
+        return output._replace(write=torch.ones_like(output.write))
+
+    edits = {"write=1": with_unit_writes}
+    if getattr(read, "kind", None) != "identity":
+        return {"mix=I": without_mixing, **edits}
+    return edits
 
 
-def edits_of_depth_attention(part) -> dict:
+def edits_of_depth_attention(read) -> dict:
     """None of the first site, which has one source."""
-    edits = {"uniform weights": {"force": "uniform"}, "last source alone": {"force": "last"}}
-    return edits if part.sources > 1 else {}
+    if read.num_sources == 1:
+        return {}
+
+    def with_weights(change, state, past=None):
+        """The read with its weights a (B, T, sources) changed."""
+        _, weights = read(state, past)
+        changed = change(weights)
+        tensors = [tensor.to(changed.dtype) for tensor in state]
+        if isinstance(read, DeltaAttention):
+            x, *sources = tensors
+            return x + read.gate * weighted_sum(changed, sources), changed
+        return weighted_sum(changed, tensors), changed
+
+    def uniform(weights):
+        return torch.full_like(weights, 1 / weights.shape[-1])
+
+    def last(weights):
+        changed = torch.zeros_like(weights)
+        changed[..., -1] = 1
+        return changed
+
+    return {
+        "uniform weights": partial(with_weights, uniform),
+        "last source alone": partial(with_weights, last),
+    }
 
 
 def details_of_depth_attention(part, state) -> dict:
     """Of each token (B, T, sources): the weights a."""
-    return {"source_weight": part(state)[1]}
+    _, weights = part(state)
+    return {"source_weight": weights}
 
 
 def shortcut_of_add(write, state, h, x_in, c) -> Diagonal:
@@ -109,36 +148,86 @@ def shortcut_of_mix_and_add(write, state, h, taken, c) -> Mix:
     return Mix(mix.mT[(None,) * (4 - mix.ndim)])
 
 
-def edits_of_mgt(part) -> dict:
-    edits = {"gate=1": {"gate": 1.0}} if part.config.has_gate else {}
-    return edits | (
-        {"beta=1": {"beta": 1.0}, "alpha=0": {"alpha": 0.0}} if part.config.has_beta else {}
-    )
+def edits_of_mgt(write) -> dict:
+    def with_values(state, h, x_in, c, past=None, gate=None, beta=None, alpha=None):
+        """The write with numbers in place of its gate, beta or alpha."""
+        x = state.to(at_least_fp32(state.dtype))
+        gate = write.compute_gate(state) if gate is None else gate
+        update = gate * h.to(x.dtype)
+        if write.config.has_beta:
+            beta = write.compute_beta(state) if beta is None else beta
+            alpha = write.alpha if alpha is None else alpha
+            update = beta * (update - alpha * x)
+        return (x + update).to(state.dtype)
+
+    edits = {}
+    if write.config.has_gate:
+        edits["gate=1"] = partial(with_values, gate=1.0)
+    if write.config.has_beta:
+        edits["beta=1"] = partial(with_values, beta=1.0)
+        edits["alpha=0"] = partial(with_values, alpha=0.0)
+    return edits
 
 
 def details_of_mgt(part, state, h, x_in, c, written) -> dict:
     """Of each token (B, T, d): beta."""
-    return {"beta_of_feature": part.gates(state)[1]} if part.config.has_beta else {}
+    return {"beta_of_feature": part.compute_beta(state)} if part.config.has_beta else {}
 
 
 def shortcut_of_mgt(write, state, h, x_in, c) -> Diagonal:
     """1 - beta alpha of every feature."""
     return (
-        Diagonal(1 - write.gates(state)[1] * write.alpha)
+        Diagonal(1 - write.compute_beta(state) * write.alpha)
         if write.config.has_beta
         else identity(state)
     )
 
 
-def edits_of_delta_rewrite(part) -> dict:
-    edits = {f"beta={beta}": {"force": float(beta)} for beta in range(3)}
-    return edits | ({"no erase": {"erase": False}} if part.config.ddl_update == "delta" else {})
+def edits_of_delta_rewrite(write) -> dict:
+    has_erase = write.config.ddl_update == "delta"
+
+    def rewrite(state, h, x_in, c, past=None, beta=None, erase=has_erase):
+        """The write with a number in place of the gate, or without the erase."""
+        learned_beta = write.compute_beta(state, x_in, c)
+        if beta is not None:
+            learned_beta = torch.full_like(learned_beta, beta)
+        return delta_rewrite(
+            state,
+            write.compute_k_hat(state, h, x_in, c),
+            write.config.branch_mult * learned_beta,
+            write.compute_v(h, x_in, c),
+            erase=erase,
+        )
+
+    edits = {f"beta={beta}": partial(rewrite, beta=float(beta)) for beta in range(3)}
+    if has_erase:
+        edits["no erase"] = partial(rewrite, erase=False)
+    return edits
+
+
+def edits_of_scaled_add(write) -> dict:
+    def with_scale(scale, state, h, x_in, c, past=None):
+        return (state + scale * h).to(state.dtype)
+
+    return {"a=0": partial(with_scale, 0.0), "a=1": partial(with_scale, 1.0)}
+
+
+def edits_of_depth_average(average) -> dict:
+    """X as the block has it."""
+    return {"A=I": lambda outputs: (*outputs, outputs[-1])}
+
+
+def edits_of_wide_add(write) -> dict:
+    def with_unit_weights(state, h, x_in, c, past=None):
+        return (state + h.unsqueeze(2)).to(state.dtype)
+
+    return {"w=1": with_unit_weights}
 
 
 def details_of_delta_rewrite(part, state, h, x_in, c, written) -> dict:
-    """Of each token: the norms of what is erased, beta k k^T X, and written, beta k t^T, over that of X (B, T); the
-    discrepancy's ratio, after to before, and |1 - beta|, which it should be (B, T); the value t (B, T, v)."""
-    khat, value = part.along(state, h, x_in, c), part.write_value(h, x_in, c)
+    """Of each token: the norms of what is erased, beta k k^T X, and written, beta k v^T, over that of X (B, T); the
+    discrepancy's ratio, after to before, and |1 - beta|, which it should be (B, T); the value v (B, T, d_v)."""
+    khat, value = part.compute_k_hat(state, h, x_in, c), part.compute_v(h, x_in, c)
     said, norm = (
         part.statistics(state, h, x_in, c, written),
         partial(torch.linalg.vector_norm, dim=-1),
@@ -147,7 +236,7 @@ def details_of_delta_rewrite(part, state, h, x_in, c, written) -> dict:
     step = beta * norm(khat) / math.sqrt(khat.shape[-1]) / norm(state.flatten(2).to(khat.dtype))
     found = {"written": step * norm(value), "value": value}
     if part.config.ddl_update == "delta":
-        found |= {"erased": step * norm(read_along(state, khat))}
+        found |= {"erased": step * norm(project_onto_k(state, khat))}
         tiny = torch.finfo(khat.dtype).tiny
         found |= {
             "contraction": said["discrepancy_after"] / said["discrepancy_before"].clamp_min(tiny)
@@ -160,8 +249,8 @@ def shortcut_of_delta_rewrite(write, state, h, x_in, c) -> LowRank | Diagonal:
     """A = I - beta k k^T of every column; the identity without erase."""
     if write.config.ddl_update == "write_only":
         return identity(state)
-    k = write.along(state, h, x_in, c) / math.sqrt(state.shape[-1])
-    beta = write.config.branch_mult * write.gate(write.gate_source(state, x_in, c))
+    k = write.compute_k_hat(state, h, x_in, c) / math.sqrt(state.shape[-1])
+    beta = write.config.branch_mult * write.compute_beta(state, x_in, c)
     return LowRank((-beta * k).unsqueeze(2), k.unsqueeze(2))
 
 
@@ -170,24 +259,21 @@ EDITS = {
     "model.hyper_connections.Connection": edits_of_connection,
     "model.attention_residuals.DepthAttention": edits_of_depth_attention,
     "model.mgt.MGTWrite": edits_of_mgt,
-    "model.ReZero-gpt-mha-rope.ScaledAdd": lambda part: {
-        "a=0": {"scale": 0.0},
-        "a=1": {"scale": 1.0},
-    },
-    "model.DenseFormer-gpt-mha-rope.DepthAverage": lambda part: {"A=I": {"averages": False}},
+    "model.ReZero-gpt-mha-rope.ScaledAdd": edits_of_scaled_add,
+    "model.DenseFormer-gpt-mha-rope.DepthAverage": edits_of_depth_average,
     "model.LAuReL-gpt-mha-rope.LAuReLWrite": edits_of_laurel,
-    "model.wide-gpt-mha-rope.WideAdd": lambda part: {"w=1": {"alike": True}},
+    "model.wide-gpt-mha-rope.WideAdd": edits_of_wide_add,
 }
 DETAILS = {
     "model.residual.DeltaRewrite": details_of_delta_rewrite,
     "model.residual.TokenConvRead": details_of_columns,
-    "model.residual.ColumnConvRead": details_of_columns,
+    "model.residual.ChannelConvRead": details_of_columns,
     "model.hyper_connections.Connection": details_of_connection,
     "model.attention_residuals.DepthAttention": details_of_depth_attention,
     "model.mgt.MGTWrite": details_of_mgt,
 }
-ALONG = {"model.residual.DeltaRewrite": lambda write, *given: write.along(*given)}
-# Where k^T X is kept, overwritten by t or reflected about it; 1 - beta is the eigenvalue of A = I - beta k k^T.
+ALONG = {"model.residual.DeltaRewrite": lambda write, *given: write.compute_k_hat(*given)}
+# Where k^T X is kept, overwritten by v or reflected about it; 1 - beta is the eigenvalue of A = I - beta k k^T.
 SHARES = {
     "model.residual.DeltaRewrite": {
         "beta": {

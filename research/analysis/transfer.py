@@ -15,7 +15,7 @@ from data.loader import TrainBatches, ValidationBatches
 from data.shards import open_corpus
 from data.windows import Windows
 from evaluation import tables
-from model import STEMS, build
+from model import MODEL_NAMES, build
 from research import plots
 from research.benchmarks.figures import Figures
 from training import distributed, optimizer
@@ -222,7 +222,7 @@ FILE = "mup_transfer"
 
 def add_options(parser) -> None:
     add = parser.add_argument
-    add("--model", choices=STEMS, default="DDL-gpt-mha-rope-CC")
+    add("--model", choices=MODEL_NAMES, default="DDL-gpt-mha-rope-CC")
     add("--dataset", default="python_stdlib", help="folder of token shards (default: %(default)s)")
     steps = "optimizer steps, the first fifth warm-up (default: %(default)s)"
     add("--steps", type=int, default=100, help=steps)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 import configurator
-from model import STEMS, build, kernels, model_class
+from model import MODEL_NAMES, build, kernels, model_class
 from model.options import collect_options
 from utils import errors, machine
 
@@ -17,7 +17,7 @@ SMALL = dict(zip(SIZE_KEYS, (50304, 1024, 12, 6, 128, 768)), mup=True)
 MEDIUM = dict(zip(SIZE_KEYS, (50304, 1024, 24, 8, 128, 1024)), mup=True)
 TINY = dict(zip(SIZE_KEYS, (64, 3, 1, 2, 8, 16)), mup=True)
 PAPER = {"small": SMALL, "medium": MEDIUM}
-EVERY_STEM = (BASELINE, *(stem for stem in STEMS if stem != BASELINE))
+EVERY_STEM = (BASELINE, *(stem for stem in MODEL_NAMES if stem != BASELINE))
 MODES = (f"{CC_EC}+state_checkpoint_interval=4", f"{CC_EC}+kernels=off", f"{BASELINE}+kernels=off")
 
 
@@ -66,7 +66,7 @@ def split_model(text: str) -> tuple[str, dict, dict]:
             after = "kernels=auto, on or off, state_checkpoint_interval=1 or more, or a key of its config"
             raise ValueError(f"--models: {text}: after a plus comes {after}")
     if colon:
-        if (key := model_class(stem).Config.columns_key) is None:
+        if (key := model_class(stem).Config.expansion_key) is None:
             raise ValueError(f"--models: {text}: {stem} has no columns: leave the colon out")
         keys[key] = int(columns)
     return stem, keys, fused

@@ -84,7 +84,7 @@ class MLP(nn.Module):
         return self.c_proj(F.silu(self.c_fc1(c)) * self.c_fc2(c))
 
 
-class OnlyColumn(nn.Module):
+class SingleChannelRead(nn.Module):
     """x_in = X of the state with one column."""
 
     def __init__(self, config):
@@ -211,7 +211,7 @@ class DeltaBlock(Block):
         return X
 
 
-READS = {"DDL-vdim1-gpt-mha-rope": OnlyColumn}
+READS = {"DDL-vdim1-gpt-mha-rope": SingleChannelRead}
 READS |= {"DDL-gpt-mha-rope": TokenRead, "DDL-gpt-mha-rope-EC": TokenRead}
 READS |= {"DDL-gpt-mha-rope-CC": ColumnRead, "DDL-gpt-mha-rope-CC-EC": ColumnRead}
 

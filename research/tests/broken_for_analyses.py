@@ -9,8 +9,7 @@ from research.analysis import parts
 
 
 class NoEdit(Add):
-    def forward(self, state, h, x_in, c, past=None, nothing=False):
-        return super().forward(state, h, x_in, c, past)
+    pass
 
 
 class LastingEdit(Gated):
@@ -18,10 +17,17 @@ class LastingEdit(Gated):
         super().__init__(config)
         self.rules = {"gate": Rule(constant(1.0))}
 
-    def forward(self, state, h, x_in, c, past=None, closed=False):
-        if closed:
-            self.gate.data.zero_()
-        return super().forward(state, h, x_in, c, past)
+
+def edits_that_change_nothing(write) -> dict:
+    return {"nothing": write.forward}
+
+
+def edits_that_change_a_parameter(write) -> dict:
+    def close(*args):
+        write.gate.data.zero_()
+        return write(*args)
+
+    return {"gate=0": close}
 
 
 class OfAllTokens(Add):
@@ -38,13 +44,13 @@ HERE = "broken_for_analyses."
 BROKEN = {
     "an edit of nothing": (
         additive(write=NoEdit),
-        (parts.EDITS, f"{HERE}NoEdit", lambda part: {"nothing": {"nothing": True}}),
+        (parts.EDITS, f"{HERE}NoEdit", edits_that_change_nothing),
         "edits",
         "nothing of block 0 attn changes nothing",
     ),
     "an edit that stays": (
         additive(write=LastingEdit),
-        (parts.EDITS, f"{HERE}LastingEdit", lambda part: {"gate=0": {"closed": True}}),
+        (parts.EDITS, f"{HERE}LastingEdit", edits_that_change_a_parameter),
         "edits",
         "after its edits the model has another loss",
     ),

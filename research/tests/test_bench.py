@@ -12,7 +12,7 @@ import torch
 from helpers import script
 from models import PAPER
 
-from model import STEMS, build
+from model import MODEL_NAMES, build
 from model.kernels.launch import launch_of, launches_of
 from research import bench
 from research.benchmarks import contender, kernel_bandwidth, step, suites, timing
@@ -81,7 +81,7 @@ def test_every_model_and_its_transcription_is_measured(tmp_path, monkeypatch, ca
     assert stored["sizes"]["quick (changed)"]["hidden_size"] == 32
     names, transcribed = [row["model"] for row in stored["rows"]], [*PAPER]
     assert sorted(names) == sorted(
-        [*STEMS, *(f"{stem} transcription (eager)" for stem in transcribed)]
+        [*MODEL_NAMES, *(f"{stem} transcription (eager)" for stem in transcribed)]
     )
     assert stored["rows"][0]["model"] == "gpt-mha-rope"
     assert stored["rows"][0]["ratio"] == stored["rows"][0]["forward_ratio"] == 1
@@ -158,7 +158,7 @@ def test_the_paper_suite_has_the_papers_sizes_and_columns():
         f"{suites.CC_EC}{form}"
         for form in (":2", ":8", "+state_checkpoint_interval=4", "+kernels=off")
     }
-    assert {*STEMS, *forms, "gpt-mha-rope+kernels=off"} == set(args.models)
+    assert {*MODEL_NAMES, *forms, "gpt-mha-rope+kernels=off"} == set(args.models)
     assert (args.micro_batch_size, args.steps) == (16, 4)
 
 

@@ -8,13 +8,13 @@ import broken_for_analyses
 import contract_of_analyses
 import pytest
 from helpers import EXAMPLES
+from model_settings import names_and_settings
 
-from model import STEMS, model_class
+from model import MODEL_NAMES, model_class
 from research.analysis import parts
 
 pytestmark = pytest.mark.usefixtures("example_streams")
-ALL = [*STEMS, *(path.stem for path in EXAMPLES if path.stem not in STEMS)]
-FORMS = [(stem, form) for stem in STEMS for form in model_class(stem).forms]
+ALL = [*MODEL_NAMES, *(path.stem for path in EXAMPLES if path.stem not in MODEL_NAMES)]
 
 
 @pytest.mark.parametrize("check", contract_of_analyses.CHECKS)
@@ -24,7 +24,7 @@ def test_contract(stem, check):
 
 
 @pytest.mark.parametrize("check", contract_of_analyses.CHECKS)
-@pytest.mark.parametrize(("stem", "form"), FORMS, ids=str)
+@pytest.mark.parametrize(("stem", "form"), names_and_settings(), ids=str)
 def test_contract_of_every_form(stem, form, check):
     cls = model_class(stem)
     contract_of_analyses.CHECKS[check](type(stem, (cls,), {"Config": partial(cls.Config, **form)}))

@@ -6,7 +6,7 @@ import re
 import pytest
 from in_process import call
 
-from model import STEMS
+from model import MODEL_NAMES
 from research import bench
 from research.benchmarks import decode
 
@@ -31,7 +31,7 @@ def test_decoding_is_measured(tmp_path):
     assert stored.keys() >= {"command", "commit", "machine", "threads", "size", "context"}
     assert stored["note"] == "a test"
     rows = stored["rows"]
-    assert sorted({row["model"] for row in rows}) == STEMS
+    assert sorted({row["model"] for row in rows}) == MODEL_NAMES
     assert {row["way"]: row["ratio"] for row in rows}.keys() == {"uncached", "cached"}
     assert all(row["tokens_per_second_p10"] <= row["tokens_per_second"] for row in rows)
     assert all(row["ratio"] == 1 for row in rows if row["way"] == "uncached")

@@ -16,7 +16,7 @@ from naive_streams import depth_weights, hyper_weights, manifold_weights
 
 from data import shards
 from data.loader import ValidationBatches
-from model import STEMS
+from model import MODEL_NAMES
 from research import compare
 from research.analysis import gates, gates_page
 from research.analysis.common import whole_windows
@@ -215,7 +215,7 @@ def test_what_a_stream_names_is_drawn(stem, kinds, corpus, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "stem", [*STEMS, "gated-gpt-mha-rope", "momentum-gpt-mha-rope", "sparse-gpt-mha-rope"]
+    "stem", [*MODEL_NAMES, "gated-gpt-mha-rope", "momentum-gpt-mha-rope", "sparse-gpt-mha-rope"]
 )
 def test_every_stream_is_audited_and_said(stem, corpus, example_streams):
     group = gates_page.Group(stem, [audited(stem, corpus)])

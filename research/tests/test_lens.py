@@ -12,7 +12,7 @@ from in_process import call
 
 from data import shards
 from data.loader import ValidationBatches
-from model import STEMS, build
+from model import MODEL_NAMES, build
 from model.block import Stream
 from research.analysis import common, lens
 
@@ -21,7 +21,7 @@ def ids_of(*shape):
     return torch.randint(0, SMALL["vocab_size"], shape, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("stem", [*STEMS, *(path.stem for path in EXAMPLES)])
+@pytest.mark.parametrize("stem", [*MODEL_NAMES, *(path.stem for path in EXAMPLES)])
 def test_the_last_depth_is_the_model_and_depth_0_has_no_site(stem, example_streams):
     model, ids, said = randomise(build(stem, **SMALL)), ids_of(2, 7), {}
     with torch.no_grad(), model.through(lens.Lens(model, said.__setitem__)):

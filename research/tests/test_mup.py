@@ -10,7 +10,7 @@ from helpers import ROOT, one_line_error
 from in_process import call
 from torch import nn
 
-from model import STEMS, model_class
+from model import MODEL_NAMES, model_class
 from model.parameters import Kind, rules_of
 from research.analysis import coordinates, transfer
 from research.analysis.coordinates import Contributions, bound, check, not_level, slope
@@ -24,7 +24,8 @@ V_MAP, OVER_COLUMNS = (
 )
 # A form's Muon has the same matrices as its stem's.
 MUON = [
-    pytest.param(case, "muon", marks=() if case in STEMS else pytest.mark.slow) for case in CASES
+    pytest.param(case, "muon", marks=() if case in MODEL_NAMES else pytest.mark.slow)
+    for case in CASES
 ]
 WIDTHS = {"adamw": [64, 256], "muon": [64, 192]}  # a step of Muon takes three times as long
 

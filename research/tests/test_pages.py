@@ -36,7 +36,7 @@ def test_the_table_of_speeds_is_the_stored_result():
     streams = json.loads((ROOT / "results" / "bench_streams_cpu.json").read_text())["rows"]
     own = [row for row in streams if "transcription" not in row["model"]]
     later = json.loads((ROOT / "results" / "bench_new_streams_cpu.json").read_text())["rows"]
-    assert {row["model"].split()[0] for row in own + later} == set(model.STEMS)
+    assert {row["model"].split()[0] for row in own + later} == set(model.MODEL_NAMES)
     for rows in (own, later):
         assert step.markdown(rows) in (DOCS / "speed.md").read_text(encoding="utf-8")
     for row in stored["rows"] + own:  # the columns agree: medians of the same rounds
@@ -214,7 +214,7 @@ def test_every_stored_figure_is_named_on_a_page():
 
 def test_the_variants_page_has_every_stream_and_what_it_costs():
     page = (ROOT / "docs" / "variants.md").read_text(encoding="utf-8")
-    assert all(f"| `{stem}` |" in page for stem in model.STEMS)
+    assert all(f"| `{stem}` |" in page for stem in model.MODEL_NAMES)
     stored = json.loads((ROOT / "results" / "costs_small.json").read_text())
     assert stored["rows"] == costs.rows_of(list(suites.EVERY_STEM), stored["size"])
     assert costs.markdown(stored["rows"]) in page

@@ -13,7 +13,7 @@ from in_process import call
 
 from data import shards
 from data.loader import ValidationBatches
-from model import STEMS, build
+from model import MODEL_NAMES, build
 from research.analysis import rank
 from research.analysis.common import whole_windows
 
@@ -89,7 +89,7 @@ def test_measured_over_depth_as_by_hand(keys, corpus):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("stem", MODEL_NAMES)
 def test_every_stream_has_a_course_of_ranks(stem, corpus):
     model = build(stem, **{**SMALL, "num_hidden_layers": 3})
     batches = ValidationBatches(shards.open_corpus(str(corpus)).val, 16)

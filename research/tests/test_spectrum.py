@@ -13,7 +13,7 @@ from helpers import EXAMPLES, SMALL, one_line_error, small_run
 from in_process import call
 
 from data import shards
-from model import STEMS, build
+from model import MODEL_NAMES, build
 from model.block import Stream
 from research.analysis import common, products, spectrum
 from research.analysis.products import Diagonal, LowRank, Mix
@@ -257,7 +257,7 @@ def test_maps_of_several_kinds_have_no_product():
         products.spectra([Diagonal(ones * float("nan"))])
 
 
-@pytest.mark.parametrize("stem", [*STEMS, *(path.stem for path in EXAMPLES)])
+@pytest.mark.parametrize("stem", [*MODEL_NAMES, *(path.stem for path in EXAMPLES)])
 def test_every_stream_has_a_spectrum_or_says_why_not(stem, corpus, example_streams):
     model = build(stem, **SMALL)
     batches = common.validation_batches(model, shards.open_corpus(str(corpus)))

@@ -17,7 +17,7 @@ class Placed(nn.Module):
         self.rules = {"slope": Rule(constant(0.1))}
 
     def forward(self, state, past=None, positions=None):
-        return state, torch.exp(-self.slope * positions.place).unsqueeze(-1)
+        return state, torch.exp(-self.slope * positions.in_sequence).unsqueeze(-1)
 
 
 def gated(state, h, taken, c, past=None):

@@ -5,12 +5,12 @@ for it.
 from dataclasses import replace
 
 from model.gpt import GPT
-from model.residual import DeltaBlock, DeltaRewrite, OnlyColumn, Repeat, SingleColumnConfig
+from model.residual import DeltaBlock, DeltaRewrite, Repeat, SingleChannelConfig, SingleChannelRead
 
 
 class SparseRewrite(DeltaRewrite):
     def extra_loss(self, state, h, x_in, c, written):
-        return 0.01 * self.gate(self.gate_source(state, x_in, c)).mean()
+        return 0.01 * self.compute_beta(state, x_in, c).mean()
 
     def statistics(self, state, h, x_in, c, written):
         size = (written - state).float().square().mean((-1, -2)).sqrt()  # (B, T)
@@ -26,4 +26,4 @@ class SparseBlock(DeltaBlock):
 
 
 class Model(GPT):
-    Config, Expander, Block, Readout = SingleColumnConfig, Repeat, SparseBlock, OnlyColumn
+    Config, Expander, Block, Readout = SingleChannelConfig, Repeat, SparseBlock, SingleChannelRead

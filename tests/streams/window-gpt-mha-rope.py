@@ -17,7 +17,7 @@ class WindowAttention(CausalSelfAttention):
             queries = torch.arange(x.shape[1], device=x.device)[:, None]
             mask = (queries >= queries.T)[None, None]
         else:
-            queries = positions.index[:, None]
+            queries = positions.in_cache[:, None]
         keys = torch.arange(mask.shape[-1], device=x.device)
         return super().forward(x, positions._replace(mask=mask & (queries - keys < WINDOW)), cache)
 

@@ -1,0 +1,66 @@
+"""Settings that give a variant other parameters or other code paths than its defaults.
+
+The contract of a residual stream is checked for each of them. A stream of your own declares its
+settings itself, in `Model.test_settings`.
+"""
+
+from model import MODEL_NAMES, model_class
+
+TEST_SETTINGS: dict[str, tuple[dict, ...]] = {
+    "AttnRes-gpt-mha-rope": (
+        {"attn_res_blocks": 2},
+        {"attn_res_form": "delta"},
+    ),
+    "DDL-gpt-mha-rope": ({"ddl_map": "v"},),
+    "DDL-gpt-mha-rope-CC": (
+        {"ddl_cc_read": "folded", "ddl_beta_single_linear": False},
+        {"ddl_map": "v", "ddl_k_branch": "attention"},
+        {
+            "ddl_map": "v",
+            "ddl_k_norm": "shifted",
+            "ddl_k_input": "mean",
+            "ddl_beta_input": "mean",
+            "ddl_cc_read": "folded",
+        },
+        {
+            "ddl_map": "v",
+            "ddl_k_input": "flat",
+            "ddl_beta_input": "flat",
+            "ddl_cc_read": "folded",
+        },
+    ),
+    "DDL-gpt-mha-rope-CC-EC": (
+        {"ddl_state_dv_shortconv_causal": True, "ddl_state_shortconv_kernel_size": 3},
+    ),
+    "DDL-vdim1-gpt-mha-rope": ({"ddl_map": "v"},),
+    "HC-gpt-mha-rope": ({"hc_dynamic": False},),
+    "LAuReL-gpt-mha-rope": ({"laurel_form": "rw"},),
+    "Lambdas-gpt-mha-rope": (
+        {"lambda_values": "head", "lambda_value_embeddings": True},
+        {"lambda_input": False, "lambda_values": "none", "lambda_skips": True},
+    ),
+    "MGT-gpt-mha": (
+        {"mgt_arm": "ddl"},
+        {"mgt_arm": "mhc"},
+        {"mgt_arm": "standard"},
+        {"mgt_arm": "additive"},
+    ),
+    "MUDD-gpt-mha-rope": ({"mudd_ways": "r"},),
+    "conv-gpt-mha-rope": ({"canon": "ABCD"},),
+    "gpt-mha-rope": ({"residual_branch_mult": 0.5},),
+    "mHC-gpt-mha-rope": (
+        {"mhc_mix": "identity", "mhc_readout": "sigmoid"},
+        {"mhc_mix": "permutations"},
+        {"mhc_mix": "kronecker"},
+    ),
+    "wide-gpt-mha-rope": ({"wide_read": "cc"},),
+}
+
+
+def names_and_settings() -> list[tuple[str, dict]]:
+    """Return each variant with each of its settings, in the order of the variants."""
+    return [
+        (name, settings)
+        for name in MODEL_NAMES
+        for settings in (*TEST_SETTINGS.get(name, ()), *model_class(name).test_settings)
+    ]
