@@ -151,7 +151,7 @@ BROKEN = {
     "no part of the block": (
         type("Model", (GPT,), {"Block": OneGate}),
         "rules",
-        "but no part of its block",
+        "but it is not a submodule of its block",
     ),
     "sees the next token": (additive(read=Ahead), "causality", "a token sees later ones"),
     "breaks the cache": (

@@ -92,7 +92,7 @@ def pool(X, form):
 
 
 def rewrite(w, X, h, x_in, c, cfg):
-    """One token: X (d, v) -> A X + beta k t^T with the dense matrix A = I - beta k k^T."""
+    """One token: X (d, d_v) -> A X + beta k v^T with the dense matrix A = I - beta k k^T."""
     d, v = X.shape
     if cfg.get("ddl_map", "k") == "k":
         source, value_input = h, x_in if cfg["ddl_v_input"] == "residual" else c

@@ -349,13 +349,11 @@ def test_build_names_the_mistake():
     ):
         with pytest.raises(ValueError, match=message):
             build("DDL-gpt-mha-rope", **keys)
-    with pytest.raises(
-        ValueError, match="differs from ddl_value_channels=4, .*; omit the key"
-    ):
+    with pytest.raises(ValueError, match=r"differs from ddl_value_channels=4, .*; omit the key"):
         build(
             "DDL-gpt-mha-rope-CC", ddl_state_shortconv_kernel_size=3, ddl_cc_read="folded", **TINY
         )
-    with pytest.raises(ValueError, match="larger than ddl_value_channels=4.*; give at most 4"):
+    with pytest.raises(ValueError, match=r"larger than ddl_value_channels=4.*; give at most 4"):
         build("DDL-gpt-mha-rope-CC", ddl_state_shortconv_kernel_size=5, **TINY)
     with pytest.raises(
         ValueError, match=r"ddl_value_channels=4, but this model has one value channel"

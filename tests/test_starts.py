@@ -133,7 +133,8 @@ def test_a_depth_base_divides_by_itself(init, divisor):
 @pytest.mark.parametrize("stem", ["HC-gpt-mha-rope", "AttnRes-gpt-mha-rope", "MGT-gpt-mha"])
 def test_streams_without_a_factor_refuse_it(stem):
     with pytest.raises(
-        ValueError, match=r"residual_branch_mult=0.5 has no effect on this model, whose write \(\w+\) does not"
+        ValueError,
+        match=r"residual_branch_mult=0.5 has no effect on this model, whose write \(\w+\) does not",
     ):
         build(stem, num_hidden_layers_base=6, hidden_size=16, head_dim=4, **FEW)
 

@@ -37,25 +37,29 @@ def entry(table: dict, part):
     return None
 
 
-def details_of_columns(read, state) -> dict:
-    """What a read of the state (B, T, v, d) makes of its columns; nothing of a single one.
+def details_of_value_channels(read, state) -> dict:
+    """What a read of the state (B, T, d_v, d) makes of its value channels; nothing of a single one.
 
-    `column_share` (B, T, v): the norm of a column's part of x_in over the sum of those of all. Of the kernels that
-    columns are read with, the same for every token: `kernel_norm` (B, T, v), `kernel_cosine` (B, T, v, v).
+    `column_share` (B, T, d_v): the norm of a channel's part of x_in over the sum of those of all. Of the weights
+    that read the channels, the same for every token: `kernel_norm` (B, T, d_v), `kernel_cosine` (B, T, d_v, d_v).
     """
-    weights = read.weights()  # (K, v, d)
-    if weights.shape[1] == 1:
+    weights = read.weights()  # (K, d_v, d)
+    num_channels = weights.shape[1]
+    if num_channels == 1:
         return {}
-    columns = range(weights.shape[1])
     parts = torch.stack(
-        [read_value_channels(state[:, :, j, None], weights[:, j, None]) for j in columns], dim=2
+        [
+            read_value_channels(state[:, :, j, None], weights[:, j, None])
+            for j in range(num_channels)
+        ],
+        dim=2,
     )
-    sizes = torch.linalg.vector_norm(parts, dim=-1)
-    share = sizes / sizes.sum(-1, keepdim=True).clamp_min(torch.finfo(sizes.dtype).tiny)
-    kernels = weights.transpose(0, 1).flatten(1)  # (v, K d)
+    norms = torch.linalg.vector_norm(parts, dim=-1)
+    fraction = norms / norms.sum(-1, keepdim=True).clamp_min(torch.finfo(norms.dtype).tiny)
+    kernels = weights.transpose(0, 1).flatten(1)  # (d_v, K d)
     tokens = state.shape[:2]
     return {
-        "column_share": share,
+        "column_share": fraction,
         "kernel_norm": torch.linalg.vector_norm(kernels, dim=-1).expand(*tokens, -1),
         "kernel_cosine": cosines(kernels).expand(*tokens, -1, -1),
     }
@@ -246,7 +250,7 @@ def details_of_delta_rewrite(part, state, h, x_in, c, written) -> dict:
 
 
 def shortcut_of_delta_rewrite(write, state, h, x_in, c) -> LowRank | Diagonal:
-    """A = I - beta k k^T of every column; the identity without erase."""
+    """A = I - beta k k^T of every value channel; the identity without erase."""
     if write.config.ddl_update == "write_only":
         return identity(state)
     k = write.compute_k_hat(state, h, x_in, c) / math.sqrt(state.shape[-1])
@@ -266,8 +270,8 @@ EDITS = {
 }
 DETAILS = {
     "model.residual.DeltaRewrite": details_of_delta_rewrite,
-    "model.residual.TokenConvRead": details_of_columns,
-    "model.residual.ChannelConvRead": details_of_columns,
+    "model.residual.TokenConvRead": details_of_value_channels,
+    "model.residual.ChannelConvRead": details_of_value_channels,
     "model.hyper_connections.Connection": details_of_connection,
     "model.attention_residuals.DepthAttention": details_of_depth_attention,
     "model.mgt.MGTWrite": details_of_mgt,

@@ -161,7 +161,7 @@ class EmbeddingConv(nn.Module):
 
 
 class Rewrite(nn.Module):
-    """X' = X + beta k (t - k^T X)^T."""
+    """X' = X + beta k (v - X^T k)^T."""
 
     def __init__(self, config):
         super().__init__()

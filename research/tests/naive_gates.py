@@ -72,7 +72,7 @@ def cosine(a, b) -> float:
 
 
 def gap(X, k, t) -> float:
-    """Root mean square of t - k^T X over columns."""
+    """Root mean square of v - k^T X over value channels."""
     return math.sqrt(sum((t[j] - k @ X[:, j]).item() ** 2 for j in range(len(t))) / len(t))
 
 
