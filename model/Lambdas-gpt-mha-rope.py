@@ -92,6 +92,7 @@ class BlockInput(nn.Module):
         self, state: tuple[torch.Tensor, ...], past: Past | None = None
     ) -> tuple[torch.Tensor, ...]:
         x = state[0].to(at_least_fp32(state[0].dtype))
+        # the last tensor is the output of the latest block whose skip connection is still open
         if self.pops_skip:
             x = x + self.skip * state[-1]
         if self.mixes_embedding:
@@ -187,6 +188,7 @@ class LambdasBlock(Block):
         """Return c, with a change of the values by those of block 0 and by the token embedding."""
 
         def change_values(v: torch.Tensor) -> torch.Tensor:
+            # v = (1 - g) v + g v_0
             if self.g is not None:
                 first_values = x_in[self.first_values_index].view_as(v).to(v.dtype)
                 v = torch.lerp(v, first_values, self.g.to(v.dtype)[:, None])

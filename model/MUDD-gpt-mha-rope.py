@@ -73,8 +73,10 @@ class DenseConnection(nn.Module):
         outputs_fp32 = [output.to(at_least_fp32(x.dtype)) for output in outputs]
         normed = F.rms_norm(outputs_fp32[-1], x.shape[-1:], eps=1e-6)
         dynamic = linear_fp32(self.second, F.gelu(linear_fp32(self.first, normed)))
+        # w_cj: the weight of output j in way c
         weights = dynamic.unflatten(-1, self.static.shape) + self.static  # (B, T, ways, outputs)
         weights = weights.unsqueeze(-1)
+        # One output after the other, so that each is read once for all ways.
         sums = [torch.zeros_like(outputs_fp32[0]) for _ in self.static]
         for j, output in enumerate(outputs_fp32):
             sums = [

@@ -133,6 +133,7 @@ class Append(nn.Module):
 
     def forward(self, state, h, x_in, c, past: Past | None = None) -> tuple[torch.Tensor, ...]:
         h = h.to(state[0].dtype)
+        # With runs of one site (Full AttnRes), each output is a source of its own.
         if self.begins_run:
             return *state, h
         return *state[:-1], state[-1] + h

@@ -145,6 +145,7 @@ class ConvBlock(Block):
     def __init__(self, config: ConvConfig, layer: int):
         super().__init__(config, layer)
         attn, mlp = self.sites
+        # without Canon layers, both sites share one convolutional read, as DDL's do
         if not config.canon:
             self.compress = ConvRead(config)
             self.sites = (

@@ -165,6 +165,8 @@ class Connection(nn.Module):
         """Read from a state (B, T, n, d)."""
         streams = state.to(at_least_fp32(state.dtype))
         weights = self.weights(streams)
+        # The write needs the weights as well. They are passed on, because they are functions of the
+        # state before the write.
         return ConnectionOutput(
             x_in=weighted_sum(weights.read, streams),
             write=weights.write,
@@ -189,6 +191,7 @@ class MixAndAdd(nn.Module):
         self, state, h, connection: ConnectionOutput, c, past: Past | None = None
     ) -> torch.Tensor:
         _, write, mix = connection
+        # H'_j = sum_i mix_ij H_i + write_j h
         streams = state.to(write.dtype)
         mixed = sum(mix[..., i, :, None] * streams[:, :, i, None] for i in range(self.num_streams))
         return (mixed + write[..., None] * h.unsqueeze(2)).to(state.dtype)
@@ -240,6 +243,7 @@ class HyperConnection(Connection):
     def weights(self, streams: torch.Tensor) -> ConnectionWeights:
         if not self.dynamic:
             return ConnectionWeights(read=self.read, write=self.write, mix=self.mix)
+        # row i: the terms of write_i, read_i and mix_i1, ..., mix_in
         maps = linear_fp32(self.maps, self.norm(streams)).tanh()  # (B, T, n, 2 + n)
         return ConnectionWeights(
             read=self.read + self.scale * maps[..., 1],
@@ -455,6 +459,7 @@ class ManifoldConnection(Connection):
             mix_bias[::2] = 0  # a of each [[a, b], [b, a]]
 
     def weights(self, streams: torch.Tensor) -> ConnectionWeights:
+        # z = RMSNorm(vec(H)): all streams of a token as one vector of n d numbers
         z = streams.flatten(2)
         z = F.rms_norm(z, z.shape[-1:], eps=self.EPS)
         scales = torch.cat([scale.expand(size) for scale, size in zip(self.scales, self.sizes)])

@@ -119,7 +119,9 @@ class MGTWrite(nn.Module):
 
     def forward(self, state, h, x_in, c, past: Past | None = None) -> torch.Tensor:
         x = state.to(at_least_fp32(state.dtype))
-        update = self.compute_gate(state) * h.to(x.dtype)  # V
+        # V = h * sigmoid(LN(X W_gate)) (equation 5)
+        update = self.compute_gate(state) * h.to(x.dtype)
+        # X' = X + beta * (V - alpha X) (equation 7)
         if self.config.has_beta:
             update = self.compute_beta(state) * (update - self.alpha * x)
         return (x + update).to(state.dtype)

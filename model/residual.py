@@ -565,7 +565,7 @@ def delta_rewrite(
         erase: False leaves out the erase, X' = X + beta k v^T
     """
     x = state.to(k_hat.dtype)
-    k_hat = k_hat.unsqueeze(2)  # (B, T, 1, d)
+    k_hat = k_hat.unsqueeze(2)  # (B, T, 1, d): one direction for all value channels
     # k = scale * k_hat; the factor stays outside the dot products, as in the authors' code
     scale = 1 / math.sqrt(k_hat.shape[-1])
     update = v  # v^T - k^T X, (B, T, d_v)
@@ -600,7 +600,8 @@ class DeltaRewrite(nn.Module):
         start = config.matrix_start()
         output_rule = Rule(start, OUTPUT, decay=True)
 
-        # the gate beta = 2 sigmoid(logit)
+        # The gate beta = 2 sigmoid(logit). The logit's bias starts where the gate is ddl_beta_init;
+        # the bounds keep it finite for a gate of 0 or 2.
         beta_input_size = flat_size if config.ddl_beta_input == "flat" else d
         probability = min(max(config.beta_start / 2, 1e-6), 1 - 1e-6)
         logit = math.log(probability) - math.log1p(-probability)
@@ -612,7 +613,7 @@ class DeltaRewrite(nn.Module):
             self.beta_in = linear(beta_input_size, beta_hidden_size, output_rule)
             self.beta_out = linear(beta_hidden_size, 1, Rule(start, FIXED, decay=True), bias_rule)
 
-        # the branch for the direction k in the v-Map
+        # The branch for the direction k in the v-Map. In the k-Map, the sublayer output is k~.
         if config.ddl_map == "v" and config.ddl_k_branch == "attention":
             self.k_query = nn.Parameter(torch.empty(d))
             self.rules = {"k_query": Rule(constant(0.0))}
@@ -626,7 +627,8 @@ class DeltaRewrite(nn.Module):
             kind = INPUT if config.init == "normal" else FIXED
             self.k_out = linear(k_hidden_size, d, Rule(start, kind, decay=True))
 
-        # the write value v
+        # The write value v. Its bias starts like that of a torch layer, so that the value channels
+        # differ from the first step on.
         bias_rule = None
         if config.ddl_v_bias:
             bound = 1 / math.sqrt(d)
@@ -651,9 +653,13 @@ class DeltaRewrite(nn.Module):
             x_in: compressed state (B, T, d)
             c: normalized x_in (B, T, d)
         """
+        # k = k~ / ||k~||, where k~ = h in the k-Map (equation 3)
         k_hat = self.compute_k_hat(state, h, x_in, c)
+        # beta = 2 sigmoid(w . c + b)
         beta = self.compute_beta(state, x_in, c)
+        # v = 4 sigmoid(W x_in + b)
         v = self.compute_v(h, x_in, c)
+        # X' = X + beta k (v^T - k^T X) (equation 6)
         return delta_rewrite(
             state,
             k_hat,
@@ -684,6 +690,7 @@ class DeltaRewrite(nn.Module):
         k_tilde = k_tilde.to(at_least_fp32(k_tilde.dtype))
         d = k_tilde.shape[-1]
         eps = self.config.k_guard
+        # rms_norm divides by sqrt(mean(k~^2) + eps^2 / d), which is sqrt(||k~||^2 + eps^2) / sqrt(d)
         k_hat = F.rms_norm(k_tilde, (d,), eps=eps**2 / d)
         if self.config.ddl_k_norm == "shifted":
             norm = torch.linalg.vector_norm(k_tilde, dim=-1, keepdim=True)
