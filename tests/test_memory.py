@@ -197,9 +197,33 @@ def test_ddp_gathers_nothing():
     assert estimate(world_size=4).gathered == 0
 
 
-def test_fsdp_holds_full_gradients_while_it_accumulates():
+def test_fsdp_reduces_gradients_with_every_micro_batch():
     shard = estimate(world_size=4, engine="fsdp", micro_batch_size=1)
+    assert shard.gradients == estimate().gradients // 4
+
+
+def test_fsdp_holds_full_gradients_if_it_reduces_them_once_per_step():
+    shard = estimate(world_size=4, engine="fsdp", micro_batch_size=1, gradient_reduction="step")
     assert shard.gradients == estimate().gradients
+
+
+def test_fsdp_gathers_half_the_bytes_of_a_block_in_bfloat16():
+    config, model_config = make_configs("gpt-mha-rope")
+    outside = memory.estimate_gathered(config, model_config, 0, is_bfloat16=False)
+    in_float32 = memory.estimate_gathered(config, model_config, 2, is_bfloat16=False)
+    in_bfloat16 = memory.estimate_gathered(config, model_config, 2, is_bfloat16=True)
+    assert in_bfloat16 - outside == (in_float32 - outside) // 2
+    assert memory.estimate_gathered(config, model_config, 0, is_bfloat16=True) == outside
+
+
+def test_fsdp_keeps_no_bfloat16_copies_of_blocks():
+    shard = estimate(name="gpt-mha-rope", world_size=4, engine="fsdp", dtype="bfloat16")
+    assert shard.weight_copies == 2 * SIZE["vocab_size"] * SIZE["hidden_size"]
+
+
+def test_hsdp_shards_over_the_processes_of_one_copy():
+    full = estimate()
+    assert estimate(world_size=4, engine="fsdp", shard_size=2).weights == full.weights // 2
 
 
 def test_checkpointing_saves_fewer_activations():

@@ -502,7 +502,7 @@ MISTAKES = [
         "block_size=16",
     ),
     ({"out_dir": "CORPUS/meta.json/run"}, "this is a file, but a folder is needed"),
-    ({"engine": "fsdp", "optimizer": "muon"}, "Muon needs full matrices"),
+    ({"engine": "ddp", "shard_size": 1}, "shard_size=1 has no effect with engine=ddp"),
     (
         {"weight_decay_rate": 0.1, "learning_rate": 0.0},
         "weight_decay_rate=0.1 with learning_rate=0: ",

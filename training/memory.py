@@ -286,7 +286,7 @@ def compute_lower_bound(config: TrainConfig, model_config: GPTConfig) -> LowerBo
         num_parameters = count_parameters(config.model, model_config)
     # weight, gradient and one moment (Muon) or two (AdamW), in float32
     bytes_per_parameter = 12 if config.optimizer == "muon" else 16
-    num_shards = machine.world_size() if config.engine == "fsdp" else 1
+    num_shards = count_shards(config, machine.world_size())
 
     saved_per_sequence = 0.0
     if not config.activation_checkpointing:
@@ -417,8 +417,9 @@ def estimate_memory(
     """
     if world_size is None:
         world_size = machine.world_size()
-    is_sharded = config.engine == "fsdp" and world_size > 1
-    num_shards = world_size if is_sharded else 1
+    num_shards = count_shards(config, world_size)
+    is_sharded = num_shards > 1
+    is_bfloat16 = computes_in_bfloat16(config.dtype, torch.device(device_type))
     num_parameters = count_parameters(config.model, model_config)
     saved = estimate_saved(config, model_config, device_type)
     block = count_one_block(config, model_config, device_type)
@@ -430,24 +431,40 @@ def estimate_memory(
         weights=4 * num_parameters // num_shards,
         gradients=estimate_gradients(config, num_parameters, num_shards),
         optimizer=estimate_optimizer_state(config, model_config, num_parameters) // num_shards,
-        gathered=estimate_gathered(config, model_config, num_blocks=0) if is_sharded else 0,
-        weight_copies=estimate_weight_copies(config, model_config, device_type, saved, block),
+        gathered=estimate_gathered(config, model_config, 0, is_bfloat16) if is_sharded else 0,
+        weight_copies=(
+            estimate_weight_copies(config, model_config, saved, block, is_sharded)
+            if is_bfloat16
+            else 0
+        ),
         activations=int(saved.count_activations(config.compile)),
         logits=estimate_logits(config, model_config, device_type),
         process=estimate_process(config, block) if device_type == "cpu" else 0,
     )
+    gathered_in_backward = 0
+    if is_sharded:
+        gathered_in_backward = estimate_gathered(
+            config, model_config, FSDP_GATHERED_BLOCKS, is_bfloat16
+        )
     in_backward = dataclasses.replace(
         in_loss,
-        gathered=estimate_gathered(config, model_config, FSDP_GATHERED_BLOCKS) if is_sharded else 0,
+        gathered=gathered_in_backward,
         activations=in_loss.activations + estimate_working_memory(config, block),
         logits=0,
     )
     return max(in_loss, in_backward, key=lambda estimate: estimate.total)
 
 
+def count_shards(config: TrainConfig, world_size: int) -> int:
+    """Return over how many processes the parameters are sharded."""
+    if config.engine == "ddp":
+        return 1
+    return min(config.shard_size or world_size, world_size)
+
+
 def estimate_gradients(config: TrainConfig, num_parameters: int, num_shards: int) -> int:
     """Return the bytes of gradients, in float32."""
-    if config.grad_accum_steps > 1:
+    if config.gradient_reduction == "step" and config.grad_accum_steps > 1:
         # FSDP2 shards them with the last micro-batch, and holds them in full until then
         return 4 * num_parameters
     return 4 * num_parameters // num_shards
@@ -463,27 +480,33 @@ def estimate_optimizer_state(
     return 8 * num_parameters - 4 * num_muon_parameters
 
 
-def estimate_gathered(config: TrainConfig, model_config: GPTConfig, num_blocks: int) -> int:
-    """Return the bytes of some blocks, and of what is outside the blocks, which stays gathered."""
+def estimate_gathered(
+    config: TrainConfig, model_config: GPTConfig, num_blocks: int, is_bfloat16: bool
+) -> int:
+    """Return the bytes of some blocks, and of what is outside the blocks, which stays gathered.
+
+    is_bfloat16: blocks are gathered in bfloat16; what is outside them is gathered in float32
+    """
     one_block = build_without_memory(config.model, model_config, 1).num_parameters()
     two_blocks = build_without_memory(config.model, model_config, 2).num_parameters()
     num_block_parameters = two_blocks - one_block
     num_other_parameters = one_block - num_block_parameters
     num_blocks = min(num_blocks, model_config.num_hidden_layers)
-    return 4 * (num_other_parameters + num_blocks * num_block_parameters)
+    bytes_per_block_parameter = 2 if is_bfloat16 else 4
+    return 4 * num_other_parameters + bytes_per_block_parameter * num_blocks * num_block_parameters
 
 
 def estimate_weight_copies(
     config: TrainConfig,
     model_config: GPTConfig,
-    device_type: str,
     saved: SavedBytes,
     block: SavedBytes,
+    is_sharded: bool,
 ) -> int:
-    """Return the bytes of the copies of weights in bfloat16, in every process also with FSDP."""
-    if not computes_in_bfloat16(config.dtype, torch.device(device_type)):
-        return 0
+    """Return the bytes of the copies of weights that autocast makes in bfloat16."""
     output_layer = 2 * model_config.vocab_size * model_config.hidden_size
+    if is_sharded:  # the weights of blocks are gathered in bfloat16
+        return output_layer
     if not config.activation_checkpointing:
         return int(saved.weight_copies) + output_layer
     # Eager, autocast keeps its copies until the end of the forward pass, whatever is recomputed.
