@@ -145,7 +145,7 @@ def check_settings(settings: dict[str, object], options: dict[str, Option]) -> d
 
 
 def build(name: str, config: "GPTConfig | None" = None, **settings: object) -> "GPT":
-    """Return the model of `model/<name>.py`, initialized from torch's global generator.
+    """Return the model of `model/<name>.py`, initialized from the seed of torch's global generator.
 
     Args:
         config: an instance of the variant's Config

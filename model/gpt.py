@@ -39,6 +39,7 @@ from model.parameters import (
     refuse_shared_memory,
     refuse_unregistered,
     rules_of,
+    start_by_name,
 )
 
 
@@ -132,6 +133,14 @@ class GPTConfig:
         "factor in the initial standard deviation of all matrices except embeddings; see init",
         low=0,
         initial=True,
+    )
+    init_order: Literal["named", "sequential"] = option(
+        "named",
+        "order of random numbers in the initialization; named seeds each parameter by the seed and "
+        "its name, so that processes can share the work; sequential draws all parameters from one "
+        "generator, as earlier versions did",
+        initial=True,
+        before="sequential",
     )
     num_hidden_layers_base: int | None = option(
         None,
@@ -289,13 +298,17 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Initialize every parameter as its rule says.
+        """Initialize every parameter as its rule says, from the seed of torch's global generator.
 
         Raises:
             ValueError: a parameter has no rule, or two
         """
         self.check_parameters()
         rules = rules_of(self)
+        if self.config.init_order == "named":
+            for name, parameter in self.named_parameters():
+                start_by_name(name, parameter, rules[name], seed=torch.initial_seed())
+            return
         layer_weights = {
             f"{name}.weight"
             for name, module in self.named_modules()

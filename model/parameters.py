@@ -5,6 +5,7 @@ layer together with its rules. `rules_of(model)` collects them, and refuses a pa
 none, or two.
 """
 
+import hashlib
 import math
 from collections.abc import Callable
 from functools import partial
@@ -55,6 +56,16 @@ class Rule(NamedTuple):
 
     # factor on its learning rate, besides that of muP
     rate: float = 1.0
+
+
+def start_by_name(name: str, parameter: torch.Tensor, rule: Rule, seed: int) -> None:
+    """Initialize a parameter in place; its values depend on (seed, name) and its shape alone."""
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    parameter_seed = int.from_bytes(digest[:8], "big") >> 1  # torch takes 63 bits
+    # the caller's generator stays where it is
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(parameter_seed)
+        rule.start(parameter)
 
 
 def normal(std: float) -> Callable[[torch.Tensor], torch.Tensor]:
