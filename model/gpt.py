@@ -256,6 +256,7 @@ class GPT(nn.Module):
         self.register_buffer("rope_sin", torch.empty(0), persistent=False)
         self.reset_rope()
         self.init_weights()
+        self.initialized_ids = {id(parameter) for parameter in self.parameters()}
 
     @property
     def sites(self) -> list[Site]:
@@ -312,6 +313,16 @@ class GPT(nn.Module):
         refuse_shared_memory(self)
         parts = [part for site in self.sites for part in vars(site).values()]
         refuse_unregistered(self, [part for part in parts if isinstance(part, nn.Module)])
+
+    def check_initialized(self) -> None:
+        """Raise ValueError if a subclass added a parameter after the others were initialized."""
+        for name, parameter in self.named_parameters():
+            if id(parameter) not in self.initialized_ids:
+                raise ValueError(
+                    f"{name} was added after the parameters were initialized; name the class of its "
+                    "module as Expander, Block, Readout or FinalNorm of the model instead of "
+                    "assigning the module in __init__"
+                )
 
     def from_additive(self) -> None:
         """Set the parameters of the stream so that the model computes what the additive model does.
