@@ -256,7 +256,6 @@ class GPT(nn.Module):
         self.register_buffer("rope_sin", torch.empty(0), persistent=False)
         self.reset_rope()
         self.init_weights()
-        self.initialized_ids = {id(parameter) for parameter in self.parameters()}
 
     @property
     def sites(self) -> list[Site]:
@@ -307,6 +306,7 @@ class GPT(nn.Module):
         in_order = sorted(self.named_parameters(), key=lambda item: item[0] in layer_weights)
         for name, parameter in in_order:
             rules[name].start(parameter)
+        self.initialized_ids = {id(parameter) for parameter in self.parameters()}
 
     def check_parameters(self) -> None:
         """Raise ValueError if a site uses an unregistered parameter, or two share their memory."""
@@ -320,8 +320,8 @@ class GPT(nn.Module):
             if id(parameter) not in self.initialized_ids:
                 raise ValueError(
                     f"{name} was added after the parameters were initialized; name the class of its "
-                    "module as Expander, Block, Readout or FinalNorm of the model instead of "
-                    "assigning the module in __init__"
+                    "module as Expander, Block, Readout or FinalNorm of the model, or call "
+                    "self.init_weights() at the end of __init__"
                 )
 
     def from_additive(self) -> None:
