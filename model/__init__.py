@@ -158,5 +158,7 @@ def build(name: str, config: "GPTConfig | None" = None, **settings: object) -> "
     if config is None:
         config = variant.Config(**check_settings(settings, collect_options(variant.Config)))
     model = variant(config)
-    model.check_parameters()  # its own __init__ may have changed them after they were initialized
+    # its own __init__ may have changed parameters after they were initialized
+    model.check_initialized()
+    model.check_parameters()
     return model

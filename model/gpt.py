@@ -319,12 +319,23 @@ class GPT(nn.Module):
         in_order = sorted(self.named_parameters(), key=lambda item: item[0] in layer_weights)
         for name, parameter in in_order:
             rules[name].start(parameter)
+        self.initialized_ids = {id(parameter) for parameter in self.parameters()}
 
     def check_parameters(self) -> None:
         """Raise ValueError if a site uses an unregistered parameter, or two share their memory."""
         refuse_shared_memory(self)
         parts = [part for site in self.sites for part in vars(site).values()]
         refuse_unregistered(self, [part for part in parts if isinstance(part, nn.Module)])
+
+    def check_initialized(self) -> None:
+        """Raise ValueError if a subclass added a parameter after the others were initialized."""
+        for name, parameter in self.named_parameters():
+            if id(parameter) not in self.initialized_ids:
+                raise ValueError(
+                    f"{name} was added after the parameters were initialized; name the class of its "
+                    "module as Expander, Block, Readout or FinalNorm of the model, or call "
+                    "self.init_weights() at the end of __init__"
+                )
 
     def from_additive(self) -> None:
         """Set the parameters of the stream so that the model computes what the additive model does.

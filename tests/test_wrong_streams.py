@@ -78,6 +78,12 @@ WRONG = {
         ).replace('{"gate": Rule(constant(config.gate_init))}', "{}"),
         "gate.weight has no rule: make the layer with model.parameters.linear(12, 1, Rule(",
     ),
+    "a readout that is assigned after the initialization": (
+        GATED
+        + "\n    def __init__(self, config):\n        super().__init__(config)\n"
+        + "        self.readout = GatedWrite(config)\n",
+        "readout.gate was added after the parameters were initialized; name the class of its module",
+    ),
     "a sublayer outside": (
         BLOCK.format(
             "from model.layers import MLP; attn, _ = self.sites; self.sites = attn, replace(_, "

@@ -28,4 +28,5 @@ class GatedBlock(WritingBlock):
 
 
 class Model(GPT):
-    Config, Block = Config, GatedBlock
+    Config = Config
+    Block = GatedBlock
