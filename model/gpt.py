@@ -308,17 +308,17 @@ class GPT(nn.Module):
         if self.config.init_order == "named":
             for name, parameter in self.named_parameters():
                 start_by_name(name, parameter, rules[name], seed=torch.initial_seed())
-            return
-        layer_weights = {
-            f"{name}.weight"
-            for name, module in self.named_modules()
-            if isinstance(module, nn.Linear | nn.Embedding)
-        }
-        # The weights of layers come last. This order decides which random numbers each parameter
-        # gets, so it must stay.
-        in_order = sorted(self.named_parameters(), key=lambda item: item[0] in layer_weights)
-        for name, parameter in in_order:
-            rules[name].start(parameter)
+        else:
+            layer_weights = {
+                f"{name}.weight"
+                for name, module in self.named_modules()
+                if isinstance(module, nn.Linear | nn.Embedding)
+            }
+            # The weights of layers come last. This order decides which random numbers each
+            # parameter gets, so it must stay.
+            in_order = sorted(self.named_parameters(), key=lambda item: item[0] in layer_weights)
+            for name, parameter in in_order:
+                rules[name].start(parameter)
         self.initialized_ids = {id(parameter) for parameter in self.parameters()}
 
     def check_parameters(self) -> None:
