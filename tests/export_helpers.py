@@ -1,9 +1,11 @@
 """What tests of export and others share."""
 
+import json
 from pathlib import Path
 
 import torch
 from in_process import call
+from safetensors.torch import save_file
 
 from data import tokenizer
 from model import build
@@ -33,6 +35,32 @@ def save_run(folder: Path, made, stem: str, encoding=None) -> Path:
     checkpoint.save(
         folder, checkpoint.get_model_tensors(made), {"a:m": torch.ones(1)}, state, described
     )
+    return folder
+
+
+def released_weights(model) -> dict[str, torch.Tensor]:
+    """Return a model's weights under the names and in the shapes of the authors' current release."""
+    columns = getattr(model.config, "ddl_value_channels", 1)
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if name.endswith("conv.weight"):
+            name = name.replace(".shortconv.weight", ".weight").replace(".conv.weight", ".weight")
+            tensor = tensor.unflatten(0, (-1, columns)).flatten(2)  # (d, v, K)
+        tensors[name.replace("c_proj", "o_proj")] = tensor.clone()
+    # A read over columns that is one weight becomes a pair that folds into it: the vector reads the
+    # middle column of the convolution.
+    for name, tensor in list(tensors.items()):
+        if name.endswith(("compress.weight", "readout.weight")) and tensor.ndim == 2:
+            middle = torch.eye(columns)[(columns - 1) // 2]
+            tensors.setdefault(name.replace("weight", "read"), middle)
+    return tensors
+
+
+def save_released(model, folder: Path, **config) -> Path:
+    """Write a model as a folder of the authors' current release."""
+    folder.mkdir(parents=True)
+    save_file(released_weights(model), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**vars(model.config), **config}))
     return folder
 
 
