@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from evaluation import tables
 from training import metrics
+from utils import tables
 
 OPTIMISER = (
     "optimizer learning_rate muon_learning_rate embedding_learning_rate min_lr schedule "
@@ -80,7 +80,7 @@ def card(name, stem, model, dtype: str, commit: str, state: dict, records: list[
         load=LOAD.format(folder=name),
     )
     if training := training_rows(state, records):
-        text += f"\n## Training\n\n{tables.markdown(('figure', 'value'), training)}\n"
+        text += f"\n## Training\n\n{tables.format_markdown(('figure', 'value'), training)}\n"
     keys = [(f"`{key}`", f"`{value}`") for key, value in vars(model.config).items()]
-    text += f"\n## Model\n\n{tables.markdown(('key', 'value'), keys)}\n"
+    text += f"\n## Model\n\n{tables.format_markdown(('key', 'value'), keys)}\n"
     return text + (f"\nExported by the training code at commit `{commit}`.\n" if commit else "")

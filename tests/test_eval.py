@@ -305,7 +305,7 @@ def test_the_whole_validation_split_as_training_measured_it(run, corpus, tmp_pat
     for key in ("val_loss", "val_perplexity", "val_bits_per_byte"):
         assert entry["record"][key] == pytest.approx(last[key], rel=1e-6)
         assert f"{entry['record'][key]:.4f}" in out
-    assert "\nNo published row beside tiny, step 6: tokens of bytes, not GPT-2's; trained" in out
+    assert "\nThe paper reports no results for tiny, step 6 (" in out
     assert "| published" not in out
     model, _, _ = load_model(run, "cpu")
     tokens = torch.from_numpy(open_corpus(str(corpus)).val[0].astype(np.int64))
@@ -547,13 +547,16 @@ def eight(value: float) -> dict:
 
 
 def test_tables_show_difference_and_error():
-    figures = published.figures()["small", "1", "gpt-mha-rope"]
-    paper = {task: value for task, (value, _) in figures.items()}
-    other = eight(40.0) | {"arc_easy": (1.5, None)}
-    models = [("ours_a", eight(30.0), paper, "said of a"), ("b", other, {}, "of b ±")]
-    table = comparison.of_tasks("1-shot", dict(tasks.PAPER_METRICS), models)
-    mean, error = 30 + 28 / 8, math.sqrt(sum(n * n for n in range(1, 9))) / 8
-    text = " ".join(comparison.markdown([table]).split())
+    paper = published.read_results()["gpt-mha-rope", "small"]["1"]
+    other = {**eight(40.0), "arc_easy": (1.5, None)}
+    rows = [
+        comparison.make_task_row("ours_a", eight(30.0), paper, "said of a"),
+        comparison.make_task_row("b", other, {}, "of b ±"),
+    ]
+    table = comparison.make_task_table("1-shot", dict(tasks.PAPER_METRICS), rows)
+    mean = 30 + 28 / 8
+    error = math.sqrt(sum(n * n for n in range(1, 9))) / 8
+    text = " ".join(comparison.format_markdown([table]).split())
     for part in (
         "| ours_a | 30.00 ± 1.00 | 31.00 ± 2.00 |",
         f"{mean:.2f} ± {error:.2f} |",
@@ -564,21 +567,23 @@ def test_tables_show_difference_and_error():
     ):
         assert part in text
     assert text.endswith(f"{comparison.PAPER_NOTE} said of a of b ±")
-    rows = list(csv.DictReader(io.StringIO(comparison.comma_separated([table]))))
-    assert len(rows) == 2 * 9
-    assert (rows[0]["column"], float(rows[0]["difference"])) == (
-        "arc_challenge",
-        pytest.approx(0.99),
-    )
-    assert rows[9]["published"] == rows[9]["difference"] == ""
-    assert float(rows[8]["standard_error"]) == pytest.approx(error)
-    latex = comparison.latex([table])
+    lines = list(csv.DictReader(io.StringIO(comparison.format_csv([table]))))
+    assert len(lines) == 2 * 9
+    assert lines[0]["column"] == "arc_challenge"
+    assert float(lines[0]["difference"]) == pytest.approx(0.99)
+    assert lines[9]["published"] == lines[9]["difference"] == ""
+    assert float(lines[8]["standard_error"]) == pytest.approx(error)
+    latex = comparison.format_latex([table])
     assert latex.count("\\toprule") == latex.count("\\bottomrule") == 1
     assert "ours\\_a & 30.00 $\\pm$ 1.00 & 31.00" in latex
     assert "\n% said of a\n% of b +-\n" in latex
     assert all(line.count("&") == 9 for line in latex.splitlines() if line.endswith("\\\\"))
-    one = comparison.of_tasks("0-shot", {"piqa": "acc_norm"}, [("a", {"piqa": (1, 2)}, {}, "")])
-    assert "average" not in comparison.markdown([one])
+
+
+def test_the_average_needs_all_eight_tasks():
+    row = comparison.make_task_row("a", {"piqa": (1, 2)}, {}, "")
+    table = comparison.make_task_table("0-shot", {"piqa": "acc_norm"}, [row])
+    assert "average" not in comparison.format_markdown([table])
 
 
 def test_the_metric_that_a_table_shows():
