@@ -144,7 +144,7 @@ def likeliest(model, context: list[int], count: int) -> list[int]:
 @pytest.mark.parametrize(("batch_size", "at_once"), [(1, 2**26), (3, 2**26), (100, 3 * 328)])
 def test_awkward_requests_equal_a_naive_loop(monkeypatch, batch_size, at_once):
     """at_once: logits, in the last case those of three places."""
-    monkeypatch.setattr("evaluation.language_model.LOGITS_AT_ONCE", at_once)
+    monkeypatch.setattr("evaluation.language_model.MAX_LOGITS", at_once)
     model = randomise(build("DDL-gpt-mha-rope-EC", **{**TINY, "block_size": 20})).double().eval()
     with torch.no_grad():
         start, long, filled = [5, 6, 7], list(range(30)), [7] * 19
@@ -197,7 +197,7 @@ def test_batches_hold_every_request_once_within_the_bounds():
     draw, wanted = np.random.default_rng(0), []
 
     def add(context, continuation):
-        wanted.append(batches.truncated(len(wanted), context, continuation, 48))
+        wanted.append(batches.truncate_request(len(wanted), context, continuation, 48))
 
     for _ in range(60):
         context = draw.integers(0, 9, draw.integers(1, 60)).tolist()
@@ -205,25 +205,25 @@ def test_batches_hold_every_request_once_within_the_bounds():
             add(context, draw.integers(0, 9, draw.integers(1, 9)).tolist())
     for continuation in ([1, 2, 3, 4], [1, 2, 3], [1]):  # each whole within the one before
         add([5] * 9, continuation)
-    found = batches.batched(batches.grouped(wanted, 7), 7, 48)
-    numbers = sorted(m.number for batch in found for group in batch for m in group.members)
+    found = batches.batch_groups(batches.group_requests(wanted, 7), 7, 48)
+    numbers = sorted(r.index for batch in found for group in batch for r in group.requests)
     assert numbers == list(range(len(wanted)))
     assert max(len(batch) for batch in found) > 1
     for batch in found:
-        assert sum(len(group.members) for group in batch) <= 7
-        assert max(g.prefix for g in batch) + max(g.rest for g in batch) <= 48
+        assert sum(len(group.requests) for group in batch) <= 7
+        assert max(g.prefix_len for g in batch) + max(g.suffix_len for g in batch) <= 48
         for group in batch:
-            assert len({tuple(m.tokens[: group.prefix]) for m in group.members}) == 1
-            assert all(1 <= group.prefix <= m.read for m in group.members)
+            assert len({tuple(m.tokens[: group.prefix_len]) for m in group.requests}) == 1
+            assert all(1 <= group.prefix_len <= m.num_read for m in group.requests)
 
 
 def test_a_beginning_that_all_share_does_not_make_one_batch(monkeypatch):
-    wanted = [batches.truncated(n, [*range(20), n], [7], 48) for n in range(50)]
-    assert [len(group.members) for group in batches.grouped(wanted, 16)] == [16, 16, 16, 2]
-    monkeypatch.setattr(batches, "TOKENS_AT_ONCE", 100)
-    found = batches.grouped(wanted, 16)
-    assert {len(group.members) for group in found[:-1]} == {100 // 21}
-    assert {group.prefix for group in found} == {20}
+    wanted = [batches.truncate_request(n, [*range(20), n], [7], 48) for n in range(50)]
+    assert [len(group.requests) for group in batches.group_requests(wanted, 16)] == [16, 16, 16, 2]
+    monkeypatch.setattr(batches, "MAX_BATCH_TOKENS", 100)
+    found = batches.group_requests(wanted, 16)
+    assert {len(group.requests) for group in found[:-1]} == {100 // 21}
+    assert {group.prefix_len for group in found} == {20}
 
 
 def test_end_of_text_before_every_text():
