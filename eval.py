@@ -42,7 +42,7 @@ TABLE_FORMATS = {
 TASK_OPTIONS = ("shots", "include_path", "limit", "log_samples", "add_bos_token")
 
 
-def arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = configurator.Parser(description=__doc__)
     add = parser.add_argument
     add(
@@ -101,7 +101,7 @@ def arguments() -> argparse.Namespace:
     add(
         "--retry_minutes",
         type=float,
-        default=tasks.RETRY_MINUTES,
+        default=tasks.DEFAULT_RETRY_MINUTES,
         help="number of minutes, 0 or more, to keep retrying for each task while the Hugging Face "
         "Hub does not respond",
     )
@@ -185,10 +185,10 @@ def add_stored_entries(entries: list[dict], stored_entries: list[dict]) -> list[
 
 def table_cell(entry: dict) -> tuple[str, str, str]:
     """Return the row, column and table of an entry, by which a later result replaces it."""
-    return entry["weights"], entry["task"], title_of(entry)
+    return entry["weights"], entry["task"], make_title(entry)
 
 
-def title_of(entry: dict) -> str:
+def make_title(entry: dict) -> str:
     """Return the title of an entry's table: the number of shots, and what else affects results."""
     if entry["task"] == "validation":
         return ""
@@ -218,7 +218,7 @@ def make_tables(
             row = comparison.make_validation_row(label, entry["record"], paper, remark)
             validation_rows.append(row)
         else:
-            entries_by_title.setdefault(title_of(entry), []).append(entry)
+            entries_by_title.setdefault(make_title(entry), []).append(entry)
     tables = [
         make_task_table(title, entries_of_title, papers)
         for title, entries_of_title in entries_by_title.items()
@@ -275,7 +275,7 @@ def report(
 
 
 def main() -> None:
-    args = arguments()
+    args = parse_arguments()
     with errors.one_line_errors(out_of_memory_advice="give a smaller --batch_size"):
         # Mistakes in the command are reported before any work is done.
         check(args)
@@ -283,17 +283,17 @@ def main() -> None:
         chosen_models = subjects.find_all(args.runs)
         if args.tasks:
             for subject in chosen_models:
-                subjects.refuse_ids(subject)
+                subjects.check_has_text(subject)
         corpora = []
         if args.val is not None:
             corpora = [subjects.open_corpus_of(subject, args.val) for subject in chosen_models]
-        out = args.out or subjects.home(args.runs)
+        out = args.out or subjects.default_out_folder(args.runs)
 
         world = distributed.start(device)
-        loaded_tasks: list[tasks.Loaded] = []
+        loaded_tasks: list[tasks.LoadedTask] = []
         missing_tasks: list[str] = []
         if args.tasks:
-            loaded_tasks, missing_tasks = tasks.open_all(
+            loaded_tasks, missing_tasks = tasks.load_all(
                 args.tasks, args.include_path, world, args.retry_minutes
             )
         task_names = [task.name for task in loaded_tasks]
@@ -304,19 +304,28 @@ def main() -> None:
             out.mkdir(parents=True, exist_ok=True)
 
         # Evaluate one model after the other, on the validation split and then on the tasks.
-        evaluation = Evaluation(args, world, out)
+        evaluation = Evaluation(
+            world,
+            out,
+            dtype=args.dtype,
+            batch_size=args.batch_size,
+            shots=args.shots,
+            add_bos_token=args.add_bos_token,
+            limit=args.limit,
+            log_samples=args.log_samples,
+        )
         entries: list[dict] = []
         papers: dict[str, published.Published] = {}
         for index, subject in enumerate(chosen_models):
-            model, encoding, model_name = subject.load(device)
+            model, tokenizer, model_name = subject.load(device)
             kernels.use(model, "auto", device)
-            if evaluation.bf16:
+            if evaluation.is_bfloat16:
                 round_matrices(model)
             papers[subject.identity] = published.find(model_name, model.config, subject.state)
             if corpora:
-                entries.append(evaluation.validation(subject, model, corpora[index]))
+                entries.append(evaluation.evaluate_validation(subject, model, corpora[index]))
             if loaded_tasks:
-                entries.extend(evaluation.tasks(subject, model, encoding, loaded_tasks))
+                entries.extend(evaluation.evaluate_tasks(subject, model, tokenizer, loaded_tasks))
 
         failures = [*missing_tasks, *evaluation.failures]
         if world.is_main:

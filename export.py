@@ -33,7 +33,7 @@ from training.provenance import collect_provenance
 from utils import units
 
 
-def arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = configurator.Parser(description=__doc__)
     parser.add_argument(
         "run",
@@ -188,7 +188,7 @@ def write(folder: Path, name: str, source: Path, dtype: str) -> None:
 
 
 def main() -> None:
-    args = arguments()
+    args = parse_arguments()
     with errors.one_line_errors():
         out_dir = Path(args.out_dir).resolve()
         run = Path(args.run)

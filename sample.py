@@ -43,7 +43,7 @@ LABELS_NOTE = (
 )
 
 
-def arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = configurator.Parser(description=__doc__)
     add = parser.add_argument
     add(
@@ -340,7 +340,7 @@ def print_samples(prompts: list[str], pieces: Iterable[tuple[int, str | None, in
 def main() -> None:
     # A closed pipe, as in `sample.py RUN | head`, ends the script without a traceback.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    args = arguments()
+    args = parse_arguments()
     with errors.one_line_errors(out_of_memory_advice="give a smaller --batch_size"):
         sampling = check(args)
         device = pick_device(args.device)

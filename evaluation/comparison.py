@@ -89,7 +89,7 @@ def compute_average(values: dict[str, Value]) -> dict[str, Value]:
     num_tasks = len(task_values)
     error = None
     if None not in task_errors:
-        error = math.sqrt(sum(each * each for each in task_errors)) / num_tasks
+        error = math.sqrt(sum(task_error * task_error for task_error in task_errors)) / num_tasks
     return {"average": (sum(task_values) / num_tasks, error)}
 
 

@@ -307,24 +307,24 @@ def tables_of_accuracy(groups: list[Group]) -> list[Table]:
     ]
     if not entries:
         return []
-    from eval import title_of  # takes a second
+    from eval import make_title  # takes a second
 
-    titles = {title_of(entry): entry for entry in entries}
+    titles = {make_title(entry): entry for entry in entries}
     order = sorted(titles, key=lambda title: (titles[title]["shots"], title))
     made = []
     for title in order:
-        made.append(table_of_accuracy(groups, title, title_of, titles[title]["shots"]))
+        made.append(table_of_accuracy(groups, title, make_title, titles[title]["shots"]))
     return made
 
 
-def table_of_accuracy(groups, title: str, title_of: Callable, shots: int) -> Table:
+def table_of_accuracy(groups, title: str, make_title: Callable, shots: int) -> Table:
     from evaluation import comparison
 
     models, names = [], {}
     for group in groups:
         by_run = []
         for run in group.runs:
-            own = [e for e in run.accuracy if e["task"] != "validation" and title_of(e) == title]
+            own = [e for e in run.accuracy if e["task"] != "validation" and make_title(e) == title]
             by_run.append({task: row for entry in own for task, row in entry["shown"].items()})
         values = {}
         for task in [t for t in by_run[0] if all(t in each for each in by_run)]:

@@ -94,13 +94,15 @@ def test_every_item_is_what_lm_evals_own_model_makes_of_the_exported_folder(
     found_model, found_encoding, _ = subjects.find(str(saved)).load("cpu")
     own = language_model(found_model, 16, found_encoding)
     names = [*CHOICES, "texts", "continued"]
-    loaded, missing = tasks.open_all(names, str(folder), ALONE)
+    loaded, missing = tasks.load_all(names, str(folder), ALONE)
     assert not missing
     chosen = {name: [] for name in CHOICES}
     for shots in (0, 1):
         wanted = lm_evals_results(theirs, names, folder, shots)
         for task in loaded:
-            found = tasks.evaluate(own, task, shots, True, None, True)
+            found = tasks.evaluate(
+                own, task, shots, log_samples=True, limit=None, standard_errors=True
+            )
             samples = found["samples"][task.name], wanted["samples"][task.name]
             for mine, other in zip(*samples, strict=True):
                 assert mine["arguments"] == other["arguments"]
@@ -348,7 +350,11 @@ def test_finished_results_stay_and_what_changed_is_evaluated_anew(run, tmp_path,
     files, out = lm_eval_tasks.write(tmp_path, 3), tmp_path / "out"
     options = ["--tasks=questions,gaps", f"--include_path={files}", f"--out={out}"]
     done, evaluate, both = [], tasks.evaluate, ["questions", "gaps"]
-    counted = lambda *args: done.append((args[1].name, args[2])) or evaluate(*args)  # noqa: E731
+
+    def counted(language_model, task, num_shots, **options):
+        done.append((task.name, num_shots))
+        return evaluate(language_model, task, num_shots, **options)
+
     monkeypatch.setattr(tasks, "evaluate", counted)
 
     def evaluated_now(*more, runs=(run,), shots=0):
@@ -409,7 +415,7 @@ def test_a_task_whose_data_cannot_be_had_is_named_and_the_others_are_evaluated(
         ("--tasks=questions --shots=1,x", "--shots=1,x | 0,1"),
         ("--tasks=,", "--tasks | --val"),
         ("--val=no_such_corpus", "no_such_corpus"),
-        ("--val=OTHER", "other tokens"),
+        ("--val=OTHER", "another tokenizer"),
         ("--val --batch_size=0", "--batch_size=0 | 1 or more"),
         ("--tasks=questions --limit=0", "--limit=0 | 1 or more"),
         ("--val --limit=3", "--limit has no effect with --val alone"),
@@ -524,8 +530,8 @@ def test_older_tables_stay_and_grow(run, folder, tmp_path):
 def test_evaluations_that_write_at_once_keep_each_others_results(tmp_path):
     entry = {"weights": "w", "task": "a", "shots": 0, "settings": {}}
     for each in (entry, entry | {"task": "b"}, entry | {"value": 1}):
-        runner.add(tmp_path, each)
-    assert runner.stored(tmp_path) == [entry | {"task": "b"}, entry | {"value": 1}]
+        runner.add_entry(tmp_path, each)
+    assert runner.read_entries(tmp_path) == [entry | {"task": "b"}, entry | {"value": 1}]
 
 
 def test_labels_and_places_of_results(run):
@@ -536,10 +542,10 @@ def test_labels_and_places_of_results(run):
     shutil.copytree(run, other)
     assert labels(run, step) == ["tiny, step 6", "tiny, step 3"]
     assert labels(run, other) == [f"{run.parent.name}/tiny, step 6", "again/tiny, step 6"]
-    assert subjects.home([str(step)]) == run / "eval"
-    assert subjects.home([str(run), str(other)]) == run.parent / "eval"
+    assert subjects.default_out_folder([str(step)]) == run / "eval"
+    assert subjects.default_out_folder([str(run), str(other)]) == run.parent / "eval"
     with pytest.raises(ValueError, match="give --out=FOLDER"):
-        subjects.home(["/a/run", "/b/run"])
+        subjects.default_out_folder(["/a/run", "/b/run"])
 
 
 def eight(value: float) -> dict:
@@ -597,8 +603,8 @@ def test_the_metric_that_a_table_shows():
         ("lambada", perplexity, ("perplexity", 12.5, 0.5)),
         ("squad", percent, ("f1", 50.5, None)),
     ):
-        assert tasks.metric_of(task, figures) == expected
-    assert tasks.numbers({"alias": "odd", "acc,none": "N/A"}) == {}
+        assert tasks.choose_metric(task, figures) == expected
+    assert tasks.read_metrics({"alias": "odd", "acc,none": "N/A"}) == {}
 
 
 def test_bfloat16_is_rounded_and_stored_beside_float32(run, tmp_path):
@@ -617,11 +623,11 @@ def test_a_task_that_fixes_no_examples_keeps_it(tmp_path):
     for name, shots in (("questions", 0), ("gaps", 3)):
         with open(files / f"{name}.yaml", "a") as file:
             file.write(f"num_fewshot: {shots}\n")
-    found, _ = tasks.open_all(["questions", "gaps", "endings"], str(files), ALONE)
+    found, _ = tasks.load_all(["questions", "gaps", "endings"], str(files), ALONE)
     for number in (1, 2, 0):
         shots = {}
         for task in found:
-            tasks.prepare(task, number)
+            tasks.set_num_shots(task, number)
             shots[task.name] = task.tasks[task.name].get_config("num_fewshot")
         assert shots == {"questions": 0, "gaps": number, "endings": number}
 
