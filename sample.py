@@ -358,13 +358,29 @@ def main() -> None:
             if args.serve:
                 from serving.app import serve
 
-                serve(model, tokenizer, state, args, sampling)
+                serve(
+                    model,
+                    tokenizer,
+                    state,
+                    host=args.host,
+                    port=args.port,
+                    sampling=sampling,
+                    max_new_tokens=args.max_new_tokens,
+                    stop=args.stop,
+                    first_seed=args.seed,
+                )
             elif args.interactive:
-                from serving.terminal import converse
+                from serving.terminal import Settings, converse
 
                 block_size = model.config.block_size
                 decoder = make_decoder(model, device, args, batch_size=1, length=block_size)
-                converse(decoder, tokenizer, args, sampling)
+                settings = Settings(
+                    **vars(sampling),
+                    max_new_tokens=args.max_new_tokens,
+                    seed=args.seed,
+                    stop=args.stop[0] if args.stop else None,
+                )
+                converse(decoder, tokenizer, settings)
             else:
                 sample(model, tokenizer, prompts, args, sampling, device)
 

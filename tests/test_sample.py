@@ -97,8 +97,9 @@ def test_a_conversation(run):
     errors = [line for line in result.stderr.decode().splitlines() if line.startswith("error:")]
     assert errors == [
         "error: top_k=0: give 1 or more",
-        "error: an empty stop string would stop every text at once: /stop=None for none",
-        "error: /stop is no command: /KEY=VALUE, /help and /quit are",
+        "error: an empty stop string would end every text at once; give /stop=None to have no "
+        "stop string",
+        "error: /stop is not a command; the commands are /KEY=VALUE, /help and /quit",
         "error: unknown key /sead, did you mean seed?",
     ]
     assert result.stderr.decode().count(" tokens/s") == 4

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import threading
 import time
-from argparse import Namespace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -28,8 +27,8 @@ from model.decoding import round_matrices
 from model.generation import Sampling
 from model.gpt import Stream
 from serving import app as serving_app
-from serving.events import Pieces, declared, events
-from serving.guard import host_fits
+from serving.events import Pieces, describe_statistics, generate_events
+from serving.guard import is_own_host
 from training.checkpoint import load_model
 from training.residual_statistics import ObservedStream
 
@@ -65,7 +64,7 @@ MGT = {"beta": None, "beta_variance": None, "beta_negative": (0, 1), "gate": (0,
 def test_every_statistic_that_a_stream_names_is_shown(stem, wanted):
     """With its range, where it declares one. DDL's gate alone has regimes, MGT's is a mean."""
     model = lively(stem)
-    found = declared(model)
+    found = describe_statistics(model)
     assert {each["name"]: each["range"] for each in found} == wanted
     gates = [each["name"] for each in found if each["gate"]]
     assert gates == ["beta"] * stem.startswith("DDL")
@@ -89,7 +88,7 @@ def test_every_statistic_that_a_stream_names_is_shown(stem, wanted):
 def test_a_block_that_occurs_twice_has_two_rows():
     model = lively("DDL-vdim1-gpt-mha-rope")
     model.transformer.h[1] = model.transformer.h[0]
-    assert declared(model)[0]["sites"] == ["0 attn", "0 mlp", "0 attn (2)", "0 mlp (2)"]
+    assert describe_statistics(model)[0]["sites"] == ["0 attn", "0 mlp", "0 attn (2)", "0 mlp (2)"]
     _, tokens = generated(model, [256, 1, 2], 1)
     assert all(len(token["statistics"]["beta"]) == 4 for token in tokens)
 
@@ -127,8 +126,8 @@ def gates_of(tokens):
 
 
 def generated(model, prompt, count, tokenizer=TOKENIZER, **changes):
-    keys = {"sampling": Sampling(), "seed": 1, "stop": [], "cancelled": lambda: False, **changes}
-    seen = list(events(model, tokenizer, prompt, count, **keys))
+    keys = {"sampling": Sampling(), "seed": 1, "stop": [], "is_cancelled": lambda: False, **changes}
+    seen = list(generate_events(model, tokenizer, prompt, count, **keys))
     return seen, [token for event in seen for token in event.get("tokens", ())]
 
 
@@ -220,7 +219,7 @@ def test_why_a_text_ends():
     model = build(DELTA[0], **SMALL)
     [_, _, *_, last], _ = generated(model, [256], 3)
     assert last["end"] == "all new tokens made"
-    seen, tokens = generated(model, [256], 30, cancelled=lambda: True)
+    seen, tokens = generated(model, [256], 30, is_cancelled=lambda: True)
     assert seen[-1]["end"] == "the server ends"
     assert len(tokens) == 1
     torch.nn.init.zeros_(model.ln_f.weight)  # all logits equal: the likeliest token is 0
@@ -395,15 +394,15 @@ def test_requests_that_are_not_the_pages(address):
 
 def test_names_of_the_server():
     for header in ("localhost", "LOCALHOST:80", "127.0.0.1:8000", "[::1]:8000"):
-        assert host_fits(header, "127.0.0.1")
-        assert host_fits(header, "10.1.2.3")
-    assert host_fits("box.example:8000", "Box.example")
-    assert host_fits("10.1.2.3:80", "10.1.2.3")
-    assert host_fits("10.1.2.3:80", "0.0.0.0")
-    assert host_fits("[fd00::1]:80", "::")
+        assert is_own_host(header, "127.0.0.1")
+        assert is_own_host(header, "10.1.2.3")
+    assert is_own_host("box.example:8000", "Box.example")
+    assert is_own_host("10.1.2.3:80", "10.1.2.3")
+    assert is_own_host("10.1.2.3:80", "0.0.0.0")
+    assert is_own_host("[fd00::1]:80", "::")
     for header in ("", "evil.example", "10.1.2.3", "localhost.evil.example"):
-        assert not host_fits(header, "127.0.0.1")
-    assert not host_fits("evil.example", "0.0.0.0")
+        assert not is_own_host(header, "127.0.0.1")
+    assert not is_own_host("evil.example", "0.0.0.0")
 
 
 class Slow:
@@ -457,12 +456,12 @@ def test_a_closed_connection_ends_the_computation(slow):
 
 
 def test_one_generation_at_a_time(slow, monkeypatch):
-    monkeypatch.setattr(serving_app, "PATIENCE", 0.1)
+    monkeypatch.setattr(serving_app, "MAX_WAIT", 0.1)
     connection, response = slow.begin()
     [answer] = generate(slow.address, max_new_tokens=3)
     assert answer["message"].startswith("busy:")
     assert "tokens" in json.loads(response.readline())  # the first goes on
-    monkeypatch.setattr(serving_app, "PATIENCE", 10.0)
+    monkeypatch.setattr(serving_app, "MAX_WAIT", 10.0)
     waiting = []
     wait = lambda: waiting.extend(generate(slow.address, max_new_tokens=3))  # noqa: E731
     second = threading.Thread(target=wait)
@@ -526,5 +525,6 @@ def test_an_address_that_cannot_be_had_ends_in_one_line(run):
     assert f"--port={port}: Address already in use" in error
     with pytest.raises(ValueError, match=r"--host=192\.0\.2\.1"):
         serving_app.listen("192.0.2.1", 0)
-    with pytest.raises(ValueError, match="--max_new_tokens=5000: with --serve give at most 2048"):
-        serving_app.serve(None, None, {}, Namespace(max_new_tokens=5000), Sampling())
+    keys = {"host": "", "port": 0, "sampling": Sampling(), "stop": [], "first_seed": 0}
+    with pytest.raises(ValueError, match="--max_new_tokens=5000: give at most 2048 with --serve"):
+        serving_app.serve(None, None, {}, max_new_tokens=5000, **keys)

@@ -138,7 +138,7 @@ def table_of(model, encoding, ids) -> str:
     where it changes."""
     top = by_token(model, ids, ids.roll(-1, 1))["top"][:, 0]  # (D, T)
     pieces = Pieces(encoding, [])
-    labels = [visible(pieces.piece(token, None)["label"]) for token in ids[0].tolist()]
+    labels = [visible(pieces.make_piece(token, None)["label"]) for token in ids[0].tolist()]
     rows = []
     for t, (label, following) in enumerate(zip(labels, [*labels[1:], None])):
         course = top[:, t].tolist()
