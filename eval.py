@@ -172,6 +172,7 @@ def add_stored_entries(entries: list[dict], stored_entries: list[dict]) -> list[
 
     Only entries of the same models are added, and of each cell the latest one.
     """
+    # a stored entry may have been computed under another label
     labels = {entry["weights"]: entry["label"] for entry in entries}
     by_cell = {
         table_cell(entry): {**entry, "label": labels[entry["weights"]]}
@@ -296,6 +297,7 @@ def main() -> None:
             loaded_tasks, missing_tasks = tasks.load_all(
                 args.tasks, args.include_path, world, args.retry_minutes
             )
+        # processes with different tasks would wait for each other forever
         task_names = [task.name for task in loaded_tasks]
         distributed.check_agreement(world, {"the tasks that can be loaded": task_names})
         if not loaded_tasks and not corpora:
@@ -319,6 +321,7 @@ def main() -> None:
         for index, subject in enumerate(chosen_models):
             model, tokenizer, model_name = subject.load(device)
             kernels.use(model, "auto", device)
+            # autocast would otherwise round the same weights again in every forward pass
             if evaluation.is_bfloat16:
                 round_matrices(model)
             papers[subject.identity] = published.find(model_name, model.config, subject.state)

@@ -147,6 +147,7 @@ def make_json_files(
         "model_max_length": model.config.block_size,
         "clean_up_tokenization_spaces": False,
     }
+    # tiktoken has no public access to its tokens and its pattern
     ranks = model_tokenizer._mergeable_ranks
     tokens = sorted(ranks, key=ranks.get)
     return {
@@ -185,6 +186,7 @@ def write(folder: Path, name: str, source: Path, dtype: str) -> None:
             f"{source} cannot be exported: its tokens are ids, not text, for which transformers "
             "has no tokenizer file"
         )
+    # everything that can fail comes before the first file is written
     check_exportable(model)
     texts = collect_modeling_files(model_name)
     for file, content in make_json_files(model_name, model, model_tokenizer, dtype).items():

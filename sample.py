@@ -37,8 +37,8 @@ from utils import machine
 
 RULE = "-" * 80
 LABELS_NOTE = (
-    "note: this model was trained on labels, not on text: its first new token answers the last "
-    "token of the prompt, and the tokens after it mean nothing; give --max_new_tokens=1 "
+    "note: this model was trained on labels, not on text; its first new token is the answer to the "
+    "last token of the prompt, and later tokens are meaningless, so give --max_new_tokens=1 "
     "--temperature=0"
 )
 
@@ -278,8 +278,10 @@ def sample(
             f"last {block_size} (block_size)",
             file=sys.stderr,
         )
+    # a sample depends on its prompt and seed alone, so batches may mix prompts
     jobs = [(prompt, args.seed + index) for prompt in prompts for index in range(args.num_samples)]
     batch_size = min(len(jobs), args.batch_size)
+    # one decoder serves all batches, because it may take seconds to compile
     decoder = make_decoder(model, device, args, batch_size, longest_prompt + args.max_new_tokens)
     num_tokens = 0
     started = time.perf_counter()
@@ -352,9 +354,11 @@ def main() -> None:
             print(LABELS_NOTE, file=sys.stderr)
         kernels.use(model, "auto", device)
         use_bfloat16 = computes_in_bfloat16(args.dtype, device)
+        # autocast would otherwise round the same weights again at every token
         if use_bfloat16:
             round_matrices(model)
         with torch.autocast(device.type, torch.bfloat16, enabled=use_bfloat16):
+            # imported here, because other uses do without these packages
             if args.serve:
                 from serving.app import serve
 

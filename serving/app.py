@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -82,7 +82,7 @@ class Request(BaseModel):
 class JSONLines(StreamingResponse):
     """Sends each event as a line of JSON, and closes the iterator, however the response ends."""
 
-    def __init__(self, events: Iterator[dict]):
+    def __init__(self, events: Generator[dict, None, None]):
         self.events = events
         lines = (json.dumps(event) + "\n" for event in events)
         super().__init__(lines, media_type="application/x-ndjson")
@@ -91,11 +91,13 @@ class JSONLines(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            # ends the generation
+            # ends the generation, also if the client has closed the connection
             self.events.close()
 
 
-def one_at_a_time(lock: threading.Lock, events: Iterator[dict]) -> Iterator[dict]:
+def one_at_a_time(
+    lock: threading.Lock, events: Generator[dict, None, None]
+) -> Generator[dict, None, None]:
     """Yield events while holding the lock; a single message if the lock cannot be acquired."""
     if not lock.acquire(timeout=MAX_WAIT):
         yield {"message": "busy: another text is being generated; try again when it has ended"}
@@ -147,6 +149,7 @@ def create_app(
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Guard, host=host)
     block_size = model.config.block_size
+    # the autocast of this thread, to be entered by the threads that will compute
     device_type = model.rope_cos.device.type
     autocast = partial(
         torch.autocast,
@@ -154,6 +157,7 @@ def create_app(
         dtype=torch.get_autocast_dtype(device_type),
         enabled=torch.is_autocast_enabled(device_type),
     )
+    # two generations at a time would slow each other down, and could exceed the memory
     lock = threading.Lock()
     seeds = itertools.count(first_seed)
 
@@ -173,6 +177,7 @@ def create_app(
             **description["defaults"],
             **request.model_dump(exclude_unset=True),
         }
+        # errors are raised before the response begins, so that its status is 400
         sampling = Sampling(**{name: settings[name] for name in Sampling.__dataclass_fields__})
         prompt = encode_prompt(tokenizer, request.prompt)
         if len(prompt) > block_size:
@@ -192,6 +197,7 @@ def create_app(
         )
         return JSONLines(one_at_a_time(lock, iterate_under(autocast, events)))
 
+    # the page is served by name, so that no other file can be requested
     for url, name in FILES.items():
         file = Path(__file__).with_name(name)
         app.add_api_route(url, lambda file=file: FileResponse(file), methods=["GET"])
@@ -260,6 +266,7 @@ def serve(
             f"--max_new_tokens={max_new_tokens}: give at most {MAX_NEW_TOKENS} with --serve"
         )
     defaults = {**vars(sampling), "max_new_tokens": max_new_tokens, "stop": stop}
+    # listen before anything is computed, and report the port that --port=0 has chosen
     listening = listen(host, port)
     # sample.py ends at a closed pipe, but a closed tab must not end the server
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)

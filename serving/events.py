@@ -4,7 +4,7 @@ import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from typing import NamedTuple, TypeVar
 
@@ -46,6 +46,7 @@ class StatisticsRecorder(ObservedStream):
         self.num_writes: Counter[str] = Counter()  # of each site in the current pass
 
     def begin(self, model: GPT, x: torch.Tensor, cache: list | None) -> State:
+        # called at the start of every forward pass
         self.num_writes = Counter()
         return super().begin(model, x, cache)
 
@@ -81,6 +82,7 @@ class StatisticsRecorder(ObservedStream):
             rows = torch.stack(columns, dim=1).tolist()  # [token][site]
             for token, row in zip(by_token, rows):
                 token[name] = [value if math.isfinite(value) else None for value in row]
+            # the lists stay, so that the sites keep their order
             for values in values_by_site.values():
                 values.clear()
         return by_token
@@ -126,6 +128,7 @@ class Pieces:
 
     def __init__(self, tokenizer: Tokenizer, stop: list[str]):
         self.tokenizer = tokenizer
+        # the prompt may contain a stop string, which only ends the generated text
         self.text = Text(tokenizer, [])  # all tokens
         self.text_before_stop = Text(tokenizer, stop)  # the generated tokens
         self.held_back: list[dict] = []
@@ -200,7 +203,7 @@ def generate_events(
     seed: int,
     stop: list[str],
     is_cancelled: Callable[[], bool],
-) -> Iterator[dict]:
+) -> Generator[dict, None, None]:
     """Yield {"seed"}, then {"tokens"} several times, and at last {"end", "new_tokens", "seconds"}.
 
     The statistics of a token are those of the forward pass that reads it. A generated token is only
@@ -208,6 +211,7 @@ def generate_events(
     """
     start = time.perf_counter()
     recorder = StatisticsRecorder()
+    # a text may become longer than the cache, which then holds its newest part
     decoder = Decoder(model, 1, min(len(prompt) + max_new_tokens, model.config.block_size))
     generation = Generation(
         decoder,
@@ -241,6 +245,7 @@ def generate_events(
             if token is None:
                 reason = "end of text"
                 break
+            # this token is the one that is sampled but not sent
             if num_new_tokens == max_new_tokens:
                 break
             if is_cancelled():
@@ -255,8 +260,8 @@ def generate_events(
 
 
 def iterate_under(
-    make_context: Callable[[], AbstractContextManager], source: Iterator[Item]
-) -> Iterator[Item]:
+    make_context: Callable[[], AbstractContextManager], source: Generator[Item, None, None]
+) -> Generator[Item, None, None]:
     """Yield the items of an iterator, each of which is computed inside a new context.
 
     Autocast is a setting of the current thread, but a server may compute the items of one iterator

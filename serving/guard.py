@@ -70,9 +70,11 @@ class Guard:
                 f"this server does not answer to the name {host!r}; open the address that it has "
                 "printed",
             )
+        # browsers send this header with every request of a script on another website
         if "origin" in headers and headers["origin"].partition("//")[2] != host:
             return Refusal(403, "this server does not answer requests of other websites")
         length = headers.get("content-length", "")
+        # without a length, the body could be of any size
         if method not in ("GET", "HEAD") and not length.isdecimal():
             return Refusal(411, "the request has no Content-Length header")
         if length and int(length) > MAX_BODY_BYTES:
@@ -84,6 +86,7 @@ class Guard:
         return None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # such as the messages at startup and shutdown
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return

@@ -135,10 +135,12 @@ def converse(decoder: Decoder, tokenizer: Tokenizer, settings: Settings) -> None
                 # an empty line continues the last text
                 if line:
                     text = line
+                # the output has the whole text, as that of sample.py without --interactive
                 print(text, end="", flush=True)
                 text += generate(decoder, tokenizer, text, settings)
                 settings = dataclasses.replace(settings, seed=settings.seed + 1)
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
+        # while a prompt is typed, it discards the line
         except KeyboardInterrupt:
             print()
