@@ -225,6 +225,7 @@ def read_prompt(argument: str) -> str:
             return sys.stdin.buffer.read().decode("utf-8")
         if argument.startswith("FILE:"):
             return Path(argument[5:]).read_bytes().decode("utf-8")
+        # Python represents bytes that are not UTF-8 in an argument by surrogates, which raise here
         return argument.encode("utf-8").decode("utf-8")
     except UnicodeError as error:
         raise ValueError(
