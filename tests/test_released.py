@@ -17,21 +17,33 @@ from huggingface import released
 from model import build
 from model.residual import fold_column_conv
 
-TINY = {"vocab_size": 29, "block_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-TINY |= {"head_dim": 6, "hidden_size": 10}
-LIBRARY = {"architectures": ["X"], "model_type": "x", "transformers_version": "4.40"}
-LIBRARY |= {"torch_dtype": "float32"}
+TINY = {
+    "vocab_size": 29,
+    "block_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "head_dim": 6,
+    "hidden_size": 10,
+}
+TRANSFORMERS_KEYS = {
+    "architectures": ["X"],
+    "model_type": "x",
+    "transformers_version": "4.40",
+    "torch_dtype": "float32",
+}
 
 
 def write(folder, weights, **config):
+    """Write a folder with these weights, and a config with these keys beside those of TINY."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**LIBRARY, **TINY, **config}))
+    (folder / "config.json").write_text(json.dumps({**TRANSFORMERS_KEYS, **TINY, **config}))
     copies = {name: value.clone().contiguous() for name, value in weights.items()}
     save_file(copies, folder / "model.safetensors")
     return folder
 
 
 def noisy(stem, **keys):
+    """Return a model of the size TINY whose weights are not those of its initialization."""
     model = build(stem, **TINY, **keys)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -42,11 +54,17 @@ def noisy(stem, **keys):
 @pytest.mark.parametrize("stem", PAPER)
 def test_the_older_release_has_our_names(stem, tmp_path):
     model = noisy(stem)
-    written = model.state_dict()
-    assert any(name.endswith("attn.c_proj.weight") for name in written)
-    extra = {"ddl_v_dim1_constant": False, "use_k_shift": False, "dropout": 0.0}
-    extra["intermediate_size"] = 26
-    loaded = released.load(write(tmp_path / "r", written, **extra))
+    weights = model.state_dict()
+    assert any(name.endswith("attn.c_proj.weight") for name in weights)
+    folder = write(
+        tmp_path / "r",
+        weights,
+        ddl_v_dim1_constant=False,
+        use_k_shift=False,
+        dropout=0.0,
+        intermediate_size=26,
+    )
+    loaded = released.load(folder)
     assert type(loaded).__module__ == f"model.{stem}"
     ids = torch.randint(0, 29, (2, 9))
     torch.testing.assert_close(loaded(ids)[0], model(ids)[0], rtol=0, atol=0)
@@ -59,8 +77,8 @@ def test_a_pair_computes_its_convolution(v, tmp_path):
     for name in list(weights):
         if name.endswith(("compress.read", "readout.read", "compress.weight", "readout.weight")):
             weights[name] = torch.randn_like(weights[name])
-    keys = {"ddl_value_channels": v, "ddl_state_shortconv_kernel_size": v}
-    model = released.load(write(tmp_path / "r", weights, **keys))
+    folder = write(tmp_path / "r", weights, ddl_value_channels=v, ddl_state_shortconv_kernel_size=v)
+    model = released.load(folder)
     state = torch.randn(7, 10, v)  # (tokens, d, v)
     kernel, read = (weights[f"transformer.h.1.compress.{name}"] for name in ("weight", "read"))
     padded = F.pad(state, ((v - 1) // 2, v - 1 - (v - 1) // 2))
@@ -70,8 +88,8 @@ def test_a_pair_computes_its_convolution(v, tmp_path):
 
 def test_constant_value_is_renamed(tmp_path):
     weights = released_weights(noisy("DDL-vdim1-gpt-mha-rope"))
-    keys = {"ddl_v_dim1_constant": True, "ddl_v_dim1_constant_value": 3.0}
-    config = released.load(write(tmp_path / "r", weights, **keys)).config
+    folder = write(tmp_path / "r", weights, ddl_v_dim1_constant=True, ddl_v_dim1_constant_value=3.0)
+    config = released.load(folder).config
     assert (config.ddl_v_constant, config.ddl_v_constant_value) == (True, 3.0)
 
 
@@ -122,13 +140,16 @@ def test_missing_files_are_named(tmp_path):
 
 # ---- the current release ----
 
-V, KERNEL, INNER = 3, 2, 26  # columns, taps over tokens, the MLP's width at hidden_size 10
+V = 3  # number of columns
+KERNEL = 2  # number of taps over tokens
+INNER = 26  # width of the MLP with hidden_size=10
 EXPANDED = [stem for stem in PAPER if stem.startswith("DDL-gpt")]
 
 
 def weights_of_the_release(stem: str, taps: int = V) -> tuple[dict, dict]:
-    """Random weights as the current release names and shapes them, and as `naive` calls them."""
-    theirs, ours = {}, {}
+    """Return random weights as the current release names and shapes them, and as `naive` does."""
+    theirs = {}
+    ours = {}
 
     def add(name: str, *shape: int, as_ours: str | None = None, flat: tuple | None = None):
         theirs[name] = 0.4 * torch.randn(shape)
@@ -139,8 +160,8 @@ def weights_of_the_release(stem: str, taps: int = V) -> tuple[dict, dict]:
         if "-CC" in stem:
             add(f"{owner}.weight", 10, taps)
         else:
-            short, flat = f"{owner}.shortconv.weight", (10 * V, KERNEL)
-            add(f"{owner}.weight", 10, V, KERNEL, as_ours=short, flat=flat)
+            as_ours = f"{owner}.shortconv.weight"
+            add(f"{owner}.weight", 10, V, KERNEL, as_ours=as_ours, flat=(10 * V, KERNEL))
 
     add("transformer.wte.weight", 29, 10)
     add("ln_f.weight", 10)
@@ -172,13 +193,21 @@ def weights_of_the_release(stem: str, taps: int = V) -> tuple[dict, dict]:
 
 
 def keys_of_the_release(stem: str) -> dict:
-    """What the authors' code writes into config.json, as far as it bears on what is loaded."""
-    keys = {"ddl_sequence_reduction_version": 1, "attention_dtype": "auto", "rope_ratio": 0.5}
-    keys |= {"scale_attn_by_inverse_layer_idx": False, "q_activation": None}
-    keys |= {"using_groupnorm": False, "hidden_init_std_factor": 0.5}
+    """Return the keys that the authors' code writes into config.json and that affect loading."""
+    keys = {
+        "ddl_sequence_reduction_version": 1,
+        "attention_dtype": "auto",
+        "rope_ratio": 0.5,
+        "scale_attn_by_inverse_layer_idx": False,
+        "q_activation": None,
+        "using_groupnorm": False,
+        "hidden_init_std_factor": 0.5,
+    }
     if stem in EXPANDED:
+        # with CC the key has its default, 4, whatever the weights have
         keys["ddl_state_shortconv_kernel_size"] = 4 if "-CC" in stem else KERNEL
-        keys |= {"ddl_value_channels": V, "ddl_v_sigmoid": False}
+        keys["ddl_value_channels"] = V
+        keys["ddl_v_sigmoid"] = False
     return keys
 
 
@@ -190,8 +219,12 @@ for stem in (stem for stem in PAPER if "-CC" in stem):
 @pytest.mark.parametrize(("stem", "taps", "causal"), FORMS)
 def test_the_current_release_computes_its_equations(stem, taps, causal, tmp_path):
     theirs, weights = weights_of_the_release(stem, taps)
-    keys = keys_of_the_release(stem) | {"parameterization": "completeP", "hidden_size_base": 5}
-    keys["num_hidden_layers_base"] = 1
+    keys = {
+        **keys_of_the_release(stem),
+        "parameterization": "completeP",
+        "hidden_size_base": 5,
+        "num_hidden_layers_base": 1,
+    }
     if "-CC" in stem:
         keys["ddl_state_dv_shortconv_causal"] = causal
     loaded = released.load(write(tmp_path / "r", theirs, **keys))
@@ -211,10 +244,11 @@ def test_the_current_release_computes_its_equations(stem, taps, causal, tmp_path
 @pytest.mark.parametrize("file", released.VARIANT_OF_FILE)
 def test_a_config_may_name_a_file_of_the_release(file, tmp_path):
     stem = released.VARIANT_OF_FILE[file]
-    theirs, keys = weights_of_the_release(stem)[0], keys_of_the_release(stem)
+    theirs, _ = weights_of_the_release(stem)
+    keys = keys_of_the_release(stem)
     names = ({"stem": file}, {"model_type": f"{file}-accelerated"}, {"architectures": [file]})
-    for number, said in enumerate(names):
-        loaded = released.load(write(tmp_path / str(number), theirs, **keys, **said))
+    for number, name in enumerate(names):
+        loaded = released.load(write(tmp_path / str(number), theirs, **keys, **name))
         assert type(loaded).__module__ == f"model.{stem}"
 
 
