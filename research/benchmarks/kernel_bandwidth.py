@@ -14,11 +14,11 @@ from functools import partial
 
 import torch
 
-from evaluation import tables
 from research.benchmarks.figures import Figures, launches_used
 from research.benchmarks.timing import Clock, compared, spread
 from training import distributed
 from training.provenance import compute_digest
+from utils import tables
 from utils.units import format_bytes, format_duration
 
 WAYS = ("forward", "backward")
@@ -219,7 +219,7 @@ def markdown(rows: list[dict]) -> str:
         speed = [f"{row[key]:,.0f}" for key in ("microseconds", "gb_per_s")]
         about = [row["kernel"], row["d"], format_bytes(row["bytes"])]
         lines.append([*about, *speed, spread(row, "share", ".2f")])
-    return tables.markdown(header, lines)
+    return tables.format_markdown(header, lines)
 
 
 def run(args) -> None:
