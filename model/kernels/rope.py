@@ -15,10 +15,10 @@ import torch
 import triton
 import triton.language as tl
 
-from model.kernels import form_of
+from model.gpt import GPTConfig
 from model.kernels.launch import processors
 from model.kernels.tiles import dense
-from model.layers import Heads, joined_product
+from model.layers import CausalSelfAttention, Heads, RMSNorm, joined_product
 
 ROWS = 32  # pairs of a token and a head in a tile
 # programs of a multiprocessor for each of queries, keys and values, backward
@@ -229,11 +229,14 @@ class FusedHeads(Heads):
         return RotatedHeads.apply(qkv, positions.cos, positions.sin, *norms, attention.q_rms.eps)
 
 
-def serves(attention, config) -> bool:
-    """Whether the kernel computes this attention's heads: rotated as a whole, and normed."""
-    if form_of(attention) != "heads" or {form_of(attention.q_rms), form_of(attention.k_rms)} != {
-        "rms_norm"
-    }:
+def serves(attention: CausalSelfAttention, config: GPTConfig) -> bool:
+    """Return whether the kernel computes the heads of an attention layer of a model."""
+    # exact classes: a subclass may compute something else
+    if type(attention) is not CausalSelfAttention:
         return False
-    whole = int(config.head_dim * config.rope_ratio) == config.head_dim and config.head_dim % 2 == 0
-    return whole and attention.q_rms.eps == attention.k_rms.eps
+    if type(attention.q_rms) is not RMSNorm or type(attention.k_rms) is not RMSNorm:
+        return False
+    if attention.q_rms.eps != attention.k_rms.eps:
+        return False
+    # the kernel rotates all features of a head, in pairs
+    return config.head_dim % 2 == 0 and int(config.head_dim * config.rope_ratio) == config.head_dim

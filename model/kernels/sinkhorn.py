@@ -14,7 +14,7 @@ from model.kernels.stream import check_dtype
 
 
 @torch.library.custom_op("ddl::fused_sinkhorn_knopp", mutates_args=())
-def sinkhorn_knopp(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
+def fused_sinkhorn_knopp(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
     """What `model.hyper_connections.sinkhorn_knopp` computes, in fp32."""
     maps, bias, one = as_maps(logits)
     settings = {"tmax": iterations, "pre_eps": 0.0, "sinkhorn_eps": eps, "post_mult": 2.0}
@@ -33,13 +33,13 @@ def as_maps(logits):
     return maps, maps.new_zeros(maps.shape[1]), maps.new_ones(1)
 
 
-@sinkhorn_knopp.register_fake
+@fused_sinkhorn_knopp.register_fake
 def _(logits, iterations, eps):
     return torch.empty_like(logits, dtype=torch.float32, memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("ddl::fused_sinkhorn_knopp_backward", mutates_args=())
-def sinkhorn_knopp_backward(
+def fused_sinkhorn_knopp_backward(
     gradient: torch.Tensor, logits: torch.Tensor, iterations: int, eps: float
 ) -> torch.Tensor:
     gradient = gradient.float().reshape(-1, *logits.shape[-2:]).contiguous()
@@ -49,13 +49,13 @@ def sinkhorn_knopp_backward(
     )
 
 
-@sinkhorn_knopp_backward.register_fake
+@fused_sinkhorn_knopp_backward.register_fake
 def _(gradient, logits, iterations, eps):
     return torch.empty_like(logits, dtype=torch.float32, memory_format=torch.contiguous_format)
 
 
 def gradient_by_logits(ctx, gradient):
-    return sinkhorn_knopp_backward(gradient, *ctx.saved_tensors, *ctx.settings), None, None
+    return fused_sinkhorn_knopp_backward(gradient, *ctx.saved_tensors, *ctx.settings), None, None
 
 
-sinkhorn_knopp.register_autograd(gradient_by_logits, setup_context=keep_logits)
+fused_sinkhorn_knopp.register_autograd(gradient_by_logits, setup_context=keep_logits)

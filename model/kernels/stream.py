@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from model.block import Stream
 from model.decoding import get_or_create_buffer
 from model.kernels import add_norm as additive
-from model.kernels import form_of
 from model.kernels.expand import expand
 from model.kernels.residual_step import residual_step
 from model.kernels.tiles import DTYPES
 from model.layers import RMSNorm, compute_dtype, linear_fp32
+from model.residual import EmbeddingConv, OnlyColumn
 
 
 def check_dtype(x) -> None:
@@ -100,9 +100,9 @@ def weights_of(read, state):
     """e (K, v, d) in fp32, x_in[t] = sum_s sum_j e[s, j] X[t - s, j]; its first entry weighs the
     current token.
     """
-    if form_of(read) in ("token_conv", "column_conv"):
-        return read.weights(permuted).float().contiguous()
-    return state.new_ones((1, 1, state.shape[-1]), dtype=torch.float32)
+    if isinstance(read, OnlyColumn):
+        return state.new_ones((1, 1, state.shape[-1]), dtype=torch.float32)
+    return read.weights(permuted).float().contiguous()
 
 
 def multiplied(logit, mult: float):
@@ -133,7 +133,7 @@ class DeltaStream(Stream):
 
     def begin(self, model, x, cache):
         check_dtype(x)
-        if form_of(model.input_embed) == "embedding_conv" and cache is None:
+        if type(model.input_embed) is EmbeddingConv and cache is None:
             # (d, v, K)
             taps = model.input_embed.conv.weight.squeeze(1).unflatten(0, (x.shape[-1], -1))
             state = expand(x.contiguous(), permuted(taps).float().contiguous())

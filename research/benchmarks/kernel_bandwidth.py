@@ -227,8 +227,9 @@ def run(args) -> None:
     device = distributed.pick_device(args.device)
     from model import kernels
 
-    if why := kernels.unavailable(device):
-        raise ValueError(f"no kernels to measure: {why}")
+    reason = kernels.reason_unavailable(device)
+    if reason is not None:
+        raise ValueError(f"no kernels to measure: {reason}")
     if args.tune and not args.match:
         raise ValueError("--tune takes minutes a kernel: give --match, as in --match='K=1 v=4'")
     sizes = (args.micro_batch_size, args.block_size, device, getattr(torch, args.dtype))
