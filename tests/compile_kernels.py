@@ -14,11 +14,24 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from model.kernels import add_norm, expand, rope, step_kernels
 
 NO_WRITE = dict.fromkeys(
-    ("h", "y", "z", "inverse_norm", "discrepancy", "update", "new_state", "grad_h", "grad_y")
+    (
+        "direction",
+        "gate_logit",
+        "value_logit",
+        "inverse_norm",
+        "delta",
+        "update",
+        "new_state",
+        "grad_direction",
+        "grad_gate_logit",
+        "grad_value_logit",
+    )
 )
-NO_GATE = dict.fromkeys(("gate", "gate_bias", "gate_logit", "grad_gate"))
-NO_VALUE = dict.fromkeys(("value", "value_bias", "value_logit", "grad_value"))
-CONSTANT = {"VALUE": "constant", "z": None, "grad_z": None}
+NO_GATE = dict.fromkeys(("gate_weight", "gate_bias", "next_gate_logit", "grad_next_gate_logit"))
+NO_VALUE = dict.fromkeys(
+    ("value_weight", "value_bias", "next_value_logit", "grad_next_value_logit")
+)
+CONSTANT = {"VALUE_FORM": "constant", "value_logit": None, "grad_value_logit": None}
 
 
 def compile_for(kernel, arguments: dict, num_warps: int, arch: int = 90):
@@ -46,7 +59,7 @@ def compile_for(kernel, arguments: dict, num_warps: int, arch: int = 90):
                     attributes[where] = [["tt.divisibility", 16]]
         else:
             signature[name], constants[(index,)] = "constexpr", value
-        if name in ("row_stride", "column_stride"):
+        if name in ("token_stride", "channel_stride"):
             attributes[(index,)] = [["tt.divisibility", 16]]  # as at the widths that are used
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
     return triton.compile(
@@ -58,17 +71,24 @@ def arguments_of(kernel, constants: dict, columns: int, writes: int = 0) -> dict
     """The kernel's arguments in bf16 with all heads and results: states and vectors bf16, scalars
     and sums fp32.
     """
-    bf16 = "base h x_in new_state context grad_state grad_context new_grad_state grad_h x new_x grad_x new_grad_x "
-    bf16 += "state qkv qk grad_q grad_k grad_v grad_qkv"
-    integers = "row_stride column_stride tokens rows chunk chunks table_stride"
-    numbers = "k_eps_squared norm_eps eps value_scale value_constant"
-    types = dict.fromkeys(bf16.split(), "*bf16") | dict.fromkeys(integers.split(), "i32")
-    types |= dict.fromkeys(numbers.split(), "fp32") | dict.fromkeys(
-        "carry new_carry grad_x_in".split()
+    bf16 = (
+        "stored_state new_state state grad_new_state grad_state direction grad_direction x_in context "
+        "grad_context x new_x grad_x grad_new_x h grad_h qkv qk grad_q grad_k grad_v grad_qkv"
     )
-    types |= {"hs": ("*bf16",) * writes, "us": ("*fp32",) * writes, "V": columns}
-    types |= {
-        "VALUE": "sigmoid",
+    int32 = (
+        "token_stride channel_stride num_tokens num_rows chunk_size num_chunks sequence_length "
+        "table_stride"
+    )
+    fp32 = "k_eps_squared norm_eps eps value_scale value_constant"
+    types = {
+        **dict.fromkeys(bf16.split(), "*bf16"),
+        **dict.fromkeys(int32.split(), "i32"),
+        **dict.fromkeys(fp32.split(), "fp32"),
+        **dict.fromkeys(("carry", "new_carry", "grad_x_in")),
+        "directions": ("*bf16",) * writes,
+        "updates": ("*fp32",) * writes,
+        "V": columns,
+        "VALUE_FORM": "sigmoid",
         "VALUE_INPUT": "residual",
         "ERASE": True,
         "TOTAL": 2**16,
@@ -84,17 +104,17 @@ def forms():
         "plain": {},
         "write_only": {"ERASE": False},
         "constant": CONSTANT | NO_VALUE,
-        "raw, context": {"VALUE": "raw", "VALUE_INPUT": "context"},
+        "raw, context": {"VALUE_FORM": "raw", "VALUE_INPUT": "context"},
         "no heads": NO_GATE | NO_VALUE,
-        "no write": NO_WRITE | {"z": None, "grad_z": None},
+        "no write": NO_WRITE,
         "reload": {"RELOAD": True, "PREFETCH": 2, "STAGES": 1},
-        "alone": {"grad_state": None, "new_state": None, "x_in": None},
+        "alone": {"grad_new_state": None, "new_state": None, "x_in": None},
     }
     for (name, changes), K, way in itertools.product(
         options.items(), (1, 3), ("forward", "backward")
     ):
         if name == "alone" and K > 1:
-            changes = {"grad_state": None}
+            changes = {"grad_new_state": None}
         kernel = getattr(step_kernels, f"{way}_kernel")
         yield f"step {way}, {name}, K={K}", kernel, sizes | {"K": K} | changes, 2, 1
     carried = {"K": 3, "carry": "*fp32", "new_carry": "*fp32", "x_in": None}
@@ -104,12 +124,13 @@ def forms():
     yield (
         "step forward, fp32",
         step_kernels.forward_kernel,
-        sizes | {"K": 1, "base": "*fp32", "h": "*fp32"},
+        sizes | {"K": 1, "stored_state": "*fp32", "direction": "*fp32"},
         4,
         2,
     )
     mixed = dict.fromkeys(
-        "base new_state x_in x new_x grad_state new_grad_state grad_x new_grad_x".split(), "*fp32"
+        "stored_state new_state x_in x new_x grad_new_state grad_state grad_x grad_new_x".split(),
+        "*fp32",
     )
     for kernel in (step_kernels.forward_kernel, step_kernels.backward_kernel):
         yield (

@@ -18,10 +18,10 @@ from helpers import precision
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model import kernels
-from model.kernels import add_norm as add_norm_module
 from model.kernels import expand as expand_module
-from model.kernels import residual_step as residual_step_module
 from model.kernels import rope as rope_module
+from model.kernels.add_norm import AddNormOutput, add_norm
+from model.kernels.residual_step import StepOutput, residual_step
 from model.residual import delta_rewrite, read_columns
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -41,8 +41,8 @@ K_EPS, NORM_EPS, SCALE, CONSTANT = 1e-5, 1e-5, 4.0, 1.5
 def programs(monkeypatch, count: int) -> None:
     """Plan for `count` processors: how many programs share the tokens, and so where chunks meet."""
     for name, module in list(sys.modules.items()):
-        if name.startswith("model.kernels.") and hasattr(module, "processors"):
-            monkeypatch.setattr(module, "processors", lambda device: count)
+        if name.startswith("model.kernels.") and hasattr(module, "count_processors"):
+            monkeypatch.setattr(module, "count_processors", lambda device: count)
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,9 @@ class Step:
     h_scale: float = 1.0
     zero_h: bool = False  # the second token's h is zero
     x_scale: float = 1.0
-    used: str = "state context x_in gate_logit value_logit"  # results that reach the loss
+    used: str = (
+        "new_state context x_in next_gate_logit next_value_logit"  # results that reach the loss
+    )
 
     def __str__(self):
         parts = [
@@ -98,68 +100,83 @@ class Step:
         base = normal(B, T, v, d, dtype=dtype, scale=self.x_scale)
         if self.repeated:
             base = base[:, :, :1].contiguous().expand(B, T, v, d)
-        result = {"base": base}
-        result["hs"] = [normal(B, T, d, dtype=products) for _ in range(self.pending)]
-        result["us"] = [
+        result = {"stored_state": base}
+        result["directions"] = [normal(B, T, d, dtype=products) for _ in range(self.pending)]
+        result["updates"] = [
             normal(B, T, v, scale=self.x_scale / math.sqrt(d)) for _ in range(self.pending)
         ]
         if self.write:
-            result["h"] = normal(B, T, d, dtype=products, scale=self.h_scale)
+            result["direction"] = normal(B, T, d, dtype=products, scale=self.h_scale)
             if self.zero_h:
-                result["h"][:, 1] = 0
-            result["y"] = logits(B, T)
+                result["direction"][:, 1] = 0
+            result["gate_logit"] = logits(B, T)
             if self.form != "constant":
-                result["z"] = logits(B, T, v)
-        result["read"] = normal(self.K, v, d, scale=1 / math.sqrt(v * self.K))
-        result["norm"] = 1 + 0.3 * normal(d)
+                result["value_logit"] = logits(B, T, v)
+        result["read_weights"] = normal(self.K, v, d, scale=1 / math.sqrt(v * self.K))
+        result["norm_weight"] = 1 + 0.3 * normal(d)
         if "gate" in self.heads:
-            result |= {"gate": normal(d, scale=1 / math.sqrt(d)), "gate_bias": normal(1)}
+            result |= {"gate_weight": normal(d, scale=1 / math.sqrt(d)), "gate_bias": normal(1)}
         if "value" in self.heads:
-            result |= {"value": normal(v, d, scale=1 / math.sqrt(d)), "value_bias": normal(v)}
+            result |= {
+                "value_weight": normal(v, d, scale=1 / math.sqrt(d)),
+                "value_bias": normal(v),
+            }
         return result
 
     def results(self) -> list[str]:
-        names = ["state", "context"] + ["x_in"] * self.with_x_in
+        names = ["new_state", "context"] + ["x_in"] * self.with_x_in
         return (
             names
-            + ["gate_logit"] * ("gate" in self.heads)
-            + ["value_logit"] * ("value" in self.heads)
+            + ["next_gate_logit"] * ("gate" in self.heads)
+            + ["next_value_logit"] * ("value" in self.heads)
         )
 
 
-LEAVES = ("h", "y", "z", "read", "norm", "gate", "gate_bias", "value", "value_bias")
+LEAVES = (
+    "direction",
+    "gate_logit",
+    "value_logit",
+    "read_weights",
+    "norm_weight",
+    "gate_weight",
+    "gate_bias",
+    "value_weight",
+    "value_bias",
+)
 
 
-def arguments(case: Step, inputs: dict, state, carry=None) -> tuple:
-    """The operator's arguments."""
-    values = [inputs.get(name) for name in LEAVES]
-    options = (
-        K_EPS,
-        NORM_EPS,
-        case.form,
-        SCALE,
-        CONSTANT,
-        case.value_input,
-        case.erase,
-        case.store,
-        case.with_x_in,
-    )
-    return (
-        state,
-        inputs["base"],
-        inputs["hs"],
-        inputs["us"],
-        *values,
-        *options,
-        carry,
-        PRODUCTS[case.dtype],
-    )
+def arguments(case: Step, inputs: dict, state, carry=None) -> dict:
+    """Return the arguments of residual_step, in the order of the operator's."""
+    return {
+        "state": state,
+        "stored_state": inputs["stored_state"],
+        "directions": inputs["directions"],
+        "updates": inputs["updates"],
+        **{name: inputs.get(name) for name in LEAVES},
+        "k_eps": K_EPS,
+        "norm_eps": NORM_EPS,
+        "value_form": case.form,
+        "value_scale": SCALE,
+        "value_constant": CONSTANT,
+        "value_input": case.value_input,
+        "erase": case.erase,
+        "store_state": case.store,
+        "return_x_in": case.with_x_in,
+        "carry": carry,
+        "context_dtype": PRODUCTS[case.dtype],
+    }
+
+
+def call_step(**arguments) -> StepOutput:
+    return StepOutput(*residual_step(**arguments))
 
 
 def place(case: Step, inputs: dict):
     """The state's place in the graph: its values must not be read."""
-    shape = inputs["base"].shape
-    return torch.full(shape, math.nan, dtype=inputs["base"].dtype, device=DEVICE).requires_grad_()
+    shape = inputs["stored_state"].shape
+    return torch.full(
+        shape, math.nan, dtype=inputs["stored_state"].dtype, device=DEVICE
+    ).requires_grad_()
 
 
 def rounded(x, dtype):
@@ -183,9 +200,9 @@ def sigmoid(x):
 
 def oracle(case: Step, inputs: dict) -> tuple[dict, dict]:
     """(results, leaves) in float64."""
-    dtype = inputs["base"].dtype
-    state = inputs["base"].double()
-    for h, u in zip(inputs["hs"], inputs["us"]):
+    dtype = inputs["stored_state"].dtype
+    state = inputs["stored_state"].double()
+    for h, u in zip(inputs["directions"], inputs["updates"]):
         state = rounded(state + u.double().unsqueeze(-1) * h.double().unsqueeze(2), dtype)
     leaves = {name: inputs[name].double().requires_grad_() for name in LEAVES if name in inputs}
     leaves["state"] = state.detach().requires_grad_()
@@ -193,19 +210,19 @@ def oracle(case: Step, inputs: dict) -> tuple[dict, dict]:
     if case.write:
         value = {
             "constant": lambda: state.new_full(state.shape[:3], CONSTANT),
-            "raw": lambda: leaves["z"],
-        }.get(case.form, lambda: SCALE * sigmoid(leaves["z"]))()
-        khat = F.rms_norm(leaves["h"], (case.d,), eps=K_EPS**2 / case.d)
-        beta = 2 * sigmoid(leaves["y"]).unsqueeze(-1)
+            "raw": lambda: leaves["value_logit"],
+        }.get(case.form, lambda: SCALE * sigmoid(leaves["value_logit"]))()
+        khat = F.rms_norm(leaves["direction"], (case.d,), eps=K_EPS**2 / case.d)
+        beta = 2 * sigmoid(leaves["gate_logit"]).unsqueeze(-1)
         state = rounded(delta_rewrite(state, khat, beta, value, case.erase), dtype)
-    x_in = read_columns(state, leaves["read"])
-    context = F.rms_norm(x_in, (case.d,), eps=NORM_EPS) * leaves["norm"]
-    results = {"state": state, "context": context, "x_in": x_in}
+    x_in = read_columns(state, leaves["read_weights"])
+    context = F.rms_norm(x_in, (case.d,), eps=NORM_EPS) * leaves["norm_weight"]
+    results = {"new_state": state, "context": context, "x_in": x_in}
     if "gate" in case.heads:
-        results["gate_logit"] = context @ leaves["gate"] + leaves["gate_bias"]
+        results["next_gate_logit"] = context @ leaves["gate_weight"] + leaves["gate_bias"]
     if "value" in case.heads:
         seen = x_in if case.value_input == "residual" else context
-        results["value_logit"] = seen @ leaves["value"].T + leaves["value_bias"]
+        results["next_value_logit"] = seen @ leaves["value_weight"].T + leaves["value_bias"]
     return {name: results[name] for name in case.results()}, leaves
 
 
@@ -213,11 +230,8 @@ def fused(case: Step, inputs: dict) -> tuple[dict, dict]:
     """(results, leaves) of the kernels."""
     leaves = {name: inputs[name].clone().requires_grad_() for name in LEAVES if name in inputs}
     leaves["state"] = place(case, inputs)
-    made = residual_step_module.residual_step(
-        *arguments(case, {**inputs, **leaves}, leaves["state"])
-    )
-    found = dict(zip(("state", "context", "x_in", "gate_logit", "value_logit"), made))
-    return {name: found[name] for name in case.results()}, leaves
+    output = call_step(**arguments(case, {**inputs, **leaves}, leaves["state"]))
+    return {name: getattr(output, name) for name in case.results()}, leaves
 
 
 def cotangents(case: Step) -> dict:
@@ -225,11 +239,11 @@ def cotangents(case: Step) -> dict:
     generator = torch.Generator().manual_seed(2)
     (B, T, v, d), dtype, fp32 = (case.B, case.T, case.v, case.d), DTYPES[case.dtype], torch.float32
     sizes = {
-        "state": ((B, T, v, d), dtype),
+        "new_state": ((B, T, v, d), dtype),
         "context": ((B, T, d), PRODUCTS[case.dtype]),
         "x_in": ((B, T, d), dtype),
     }
-    sizes |= {"gate_logit": ((B, T), fp32), "value_logit": ((B, T, v), fp32)}
+    sizes |= {"next_gate_logit": ((B, T), fp32), "next_value_logit": ((B, T, v), fp32)}
     weights = {
         name: torch.randn(*shape, generator=generator).to(kind)
         for name, (shape, kind) in sizes.items()
@@ -272,7 +286,7 @@ def check_step(case: Step) -> None:
     wanted, expected = run(case, oracle)
     weights = cotangents(case)
     if not case.store:
-        assert results.pop("state").stride() == (0, 0, 0, 0)  # no memory
+        assert results.pop("new_state").stride() == (0, 0, 0, 0)  # no memory
     for name, got in results.items():
         check_close(name, got, wanted[name], tolerance_of(case, got))
     assert found.keys() == expected.keys()
@@ -284,14 +298,16 @@ def check_step(case: Step) -> None:
         # A bias's gradient is a plain sum, and terms cancel: it is as exact as they are.
         scale = None
         if name.endswith("_bias"):
-            scale = weights[name.replace("bias", "logit")].double().abs().sum().item()
+            scale = weights[f"next_{name}".replace("bias", "logit")].double().abs().sum().item()
         # The gate's is a sum over columns of what the value's are made of, and cancels too.
-        if name == "y" and "z" in expected and not case.logits:
-            scale = max(want.norm().item(), 0.1 * expected["z"].norm().item())
+        if name == "gate_logit" and "value_logit" in expected and not case.logits:
+            scale = max(want.norm().item(), 0.1 * expected["value_logit"].norm().item())
         check_close(f"gradient of {name}", got, want, tolerance_of(case, got), scale)
-        if name in ("y", "z") and case.logits:  # tiny and tinier: beta and its slope at both ends
+        if (
+            name in ("gate_logit", "value_logit") and case.logits
+        ):  # tiny and tinier: beta and its slope at both ends
             torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=0)
-        if name in ("state", "h"):  # every token, of whatever size
+        if name in ("state", "direction"):  # every token, of whatever size
             for t, (row, wanted_row) in enumerate(zip(got.flatten(0, 1), want.flatten(0, 1))):
                 check_close(
                     f"gradient of {name}, token {t}", row, wanted_row, 10 * tolerance_of(case, got)
@@ -300,16 +316,19 @@ def check_step(case: Step) -> None:
 
 def check_generation(case: Step, cuts: tuple[int, ...]) -> None:
     """Some tokens at a time, with the carry from call to call, against all at once."""
-    inputs, parts = case.inputs(), []
+    inputs = case.inputs()
     carry = torch.zeros(case.B, case.K - 1, case.d, device=DEVICE)
-    for tokens in zip(*(inputs[name].split(cuts, dim=1) for name in ("base", "h", "y", "z"))):
-        part = {**inputs, **dict(zip(("base", "h", "y", "z"), (x.contiguous() for x in tokens)))}
-        made = residual_step_module.residual_step(*arguments(case, part, part["base"], carry))
-        carry = made[-1]
-        parts.append(made[:5])
-    wanted, _ = oracle(case, inputs)
-    for name, got in zip(("state", "context", "x_in", "gate_logit", "value_logit"), zip(*parts)):
-        check_close(name, torch.cat(got, dim=1), wanted[name], tolerance_of(case, got[0]))
+    token_inputs = ("stored_state", "direction", "gate_logit", "value_logit")
+    outputs = []
+    for tensors in zip(*(inputs[name].split(cuts, dim=1) for name in token_inputs)):
+        part = {**inputs, **{name: x.contiguous() for name, x in zip(token_inputs, tensors)}}
+        output = call_step(**arguments(case, part, part["stored_state"], carry))
+        carry = output.new_carry
+        outputs.append(output)
+    expected, _ = oracle(case, inputs)
+    for name in ("new_state", "context", "x_in", "next_gate_logit", "next_value_logit"):
+        parts = [getattr(output, name) for output in outputs]
+        check_close(name, torch.cat(parts, dim=1), expected[name], tolerance_of(case, parts[0]))
 
 
 def check_add_norm(
@@ -323,10 +342,16 @@ def check_add_norm(
     norm = 1 + 0.3 * torch.randn(d, generator=generator).to(DEVICE)
     leaves = [x.clone(), h.clone(), norm.clone()] if add else [x.clone(), norm.clone()]
     leaves = [leaf.requires_grad_() for leaf in leaves]
-    state, context, _ = add_norm_module.add_norm(
-        leaves[0], leaves[1] if add else None, leaves[-1], NORM_EPS, PRODUCTS[dtype]
+    output = AddNormOutput(
+        *add_norm(
+            x=leaves[0],
+            h=leaves[1] if add else None,
+            norm_weight=leaves[-1],
+            eps=NORM_EPS,
+            context_dtype=PRODUCTS[dtype],
+        )
     )
-    got = {"state": state, "context": context}
+    got = {"state": output.new_x, "context": output.context}
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     state = rounded(exact[0] + exact[1], kind) if add else exact[0]
     want = {"state": state, "context": F.rms_norm(state, (d,), eps=NORM_EPS) * exact[-1]}

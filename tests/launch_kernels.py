@@ -16,6 +16,15 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 MOST_SHARED = 232448
+# options of residual_step that no case changes
+OPTIONS = {
+    "k_eps": 1e-5,
+    "norm_eps": 1e-5,
+    "value_scale": 4.0,
+    "value_constant": 2.0,
+    "value_input": "residual",
+    "erase": True,
+}
 
 
 def start_again(folder: str) -> None:
@@ -64,8 +73,8 @@ def main():
     from model.kernels import add_norm, expand, launch, residual_step, rope
 
     for module in (launch, rope):
-        module.processors = lambda device: 132
-    launch.copies_in_bulk = lambda device: True
+        module.count_processors = lambda device: 132
+    launch.has_bulk_copies = lambda device: True
 
     def random(*shape, dtype=torch.bfloat16):
         return torch.randn(*shape).to(dtype).requires_grad_()
@@ -86,34 +95,69 @@ def main():
         heads=True,
         write=True,
     ):
-        base = random(B, T, v, d, dtype=dtype).detach()
-        hs, us = (
-            [random(B, T, d, dtype=dtype).detach()] * replayed,
-            [number(B, T, v).detach()] * replayed,
+        stored_state = random(B, T, v, d, dtype=dtype).detach()
+        direction = random(B, T, d, dtype=dtype) if write else None
+        has_value_logit = write and form != "constant"
+        output = residual_step.StepOutput(
+            *residual_step.residual_step(
+                **OPTIONS,
+                state=stored_state.clone().requires_grad_(),
+                stored_state=stored_state,
+                directions=[random(B, T, d, dtype=dtype).detach()] * replayed,
+                updates=[number(B, T, v).detach()] * replayed,
+                direction=direction,
+                gate_logit=number(B, T) if write else None,
+                value_logit=number(B, T, v) if has_value_logit else None,
+                read_weights=number(K, v, d),
+                norm_weight=number(d),
+                gate_weight=number(d) if heads else None,
+                gate_bias=number(1) if heads else None,
+                value_weight=number(v, d) if heads else None,
+                value_bias=number(v) if heads else None,
+                value_form=form,
+                store_state=store,
+                return_x_in=False,
+                carry=None,
+                context_dtype=dtype,
+            )
         )
-        h, y = (random(B, T, d, dtype=dtype), number(B, T)) if write else (None, None)
-        z = number(B, T, v) if write and form != "constant" else None
-        weights = [number(d), number(1), number(v, d), number(v)] if heads else [None] * 4
-        place = base.clone().requires_grad_()
-        state, context, *_ = residual_step.residual_step(
-            place, base, hs, us, h, y, z, number(K, v, d), number(d), *weights, 1e-5, 1e-5, form, 4.0, 2.0, "residual",
-            True, store, False, None, dtype,
-        )  # fmt: skip
-        (state.sum() + context.sum()).backward()
+        (output.new_state.sum() + output.context.sum()).backward()
 
     def generate(T):
         with torch.no_grad():
             residual_step.residual_step(
-                random(1, T, 2, 64), random(1, T, 2, 64), [], [], random(1, T, 64), number(1, T), number(1, T, 2),
-                number(4, 2, 64), number(64), None, None, None, None, 1e-5, 1e-5, "sigmoid", 4.0, 2.0, "residual",
-                True, True, False, torch.zeros(1, 3, 64), torch.bfloat16,
-            )  # fmt: skip
+                **OPTIONS,
+                state=random(1, T, 2, 64),
+                stored_state=random(1, T, 2, 64),
+                directions=[],
+                updates=[],
+                direction=random(1, T, 64),
+                gate_logit=number(1, T),
+                value_logit=number(1, T, 2),
+                read_weights=number(4, 2, 64),
+                norm_weight=number(64),
+                gate_weight=None,
+                gate_bias=None,
+                value_weight=None,
+                value_bias=None,
+                value_form="sigmoid",
+                store_state=True,
+                return_x_in=False,
+                carry=torch.zeros(1, 3, 64),
+                context_dtype=torch.bfloat16,
+            )
 
     def addition(h, dtype=torch.bfloat16):
-        new_x, context, _ = add_norm.add_norm(
-            random(2, 9, 64, dtype=dtype), h, number(64), 1e-5, torch.bfloat16
+        output = add_norm.AddNormOutput(
+            *add_norm.add_norm(
+                x=random(2, 9, 64, dtype=dtype),
+                h=h,
+                norm_weight=number(64),
+                eps=1e-5,
+                context_dtype=torch.bfloat16,
+            )
         )
-        (context.sum() + new_x.sum()).backward()
+        (output.context.sum() + output.new_x.sum()).backward()
 
     cases = {
         "v=4": (2, lambda T: step(2, T, 4, 64, 1)),

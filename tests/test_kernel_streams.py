@@ -129,7 +129,7 @@ def test_a_state_is_stored_once_an_interval(interval, replayed, monkeypatch):
 
     def counted(*args, **options):
         made = step(*args, **options)
-        writes.append(len(made[0].hs))
+        writes.append(len(made[0].directions))
         return made
 
     monkeypatch.setattr(DeltaStream, "step", counted)
@@ -329,5 +329,5 @@ def test_auto_on_a_cpu_is_plain_and_off_takes_the_kernels_away():
 @pytest.mark.parametrize("stem", [CC, "gpt-mha-rope", "mHC-gpt-mha-rope"])
 def test_float64_is_refused(stem):
     model = fused.fuse(tiny(stem)).double()
-    with pytest.raises(ValueError, match=r"the model is torch.float64: give kernels=off"):
+    with pytest.raises(ValueError, match=r"dtype torch\.float64; use kernels=off"):
         model(*fused.tokens_of(model))

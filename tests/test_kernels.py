@@ -37,8 +37,8 @@ from triton.runtime import interpreter
 
 from model.kernels import residual_step as residual_step_module
 from model.kernels import tiles
-from model.kernels.launch import chunks
-from model.kernels.tiles import block_of, rows_and_columns
+from model.kernels.launch import choose_chunks
+from model.kernels.tiles import choose_block, get_state_strides
 
 # first address and the one past the end of each tensor that the kernel now running was given
 LIMITS = []
@@ -127,8 +127,8 @@ EXTREMES += [Step(zero_h=True, h_scale=1e4), Step(x_scale=1e4), Step(x_scale=1e-
 HALVES = [Step(dtype="bf16", pending=3), Step(dtype="fp16"), Step(dtype="bf16", d=768, T=2)]
 HALVES += [Step(dtype="bf16", K=3, v=2, pending=1, store=False), Step(dtype="mixed", pending=1)]
 HALVES += [Step(dtype="mixed", K=3, v=2, store=False), Step(dtype="fp16", v=1, erase=False)]
-USED = [Step(used=name) for name in ("state", "context", "x_in", "gate_logit", "value_logit")]
-USED += [Step(used=name, K=3, v=2) for name in ("state", "x_in")]
+USED = [Step(used=name) for name in Step.used.split()]
+USED += [Step(used=name, K=3, v=2) for name in ("new_state", "x_in")]
 CASES = SHAPES + OPTIONS + EXTREMES + HALVES + USED
 
 
@@ -174,7 +174,7 @@ def test_step_over_the_grid(case):
     "d", [1, 37, 64, 96, 256, 300, 600, 640, 768, 1000, 1024, 1280, 1536, 2048, 5120]
 )
 def test_pieces_of_a_vector(d):
-    block = block_of(d)
+    block = choose_block(d)
     assert block & (block - 1) == 0
     assert block <= 1024
     padded = {b: -(-d // b) * b for b in (256, 512, 1024)}
@@ -253,12 +253,12 @@ def test_ptx_that_the_interpreter_skips():
     for one, other in itertools.permutations(values, 2):
         # the tie 1.00390625 goes to even
         halves = [x.to(torch.bfloat16).float() for x in (one, other)]
-        assert executed("rounded", as_bits(one), as_bits(other)) == [
+        assert executed("round_to", as_bits(one), as_bits(other)) == [
             as_bits(half) for half in halves
         ]
         # A pair lies with its first number in the lower half of a word.
         pair = as_bits(halves[0]) >> 16 | as_bits(halves[1]) & 0xFFFF0000
-        assert executed("widened", pair) == [as_bits(half) for half in halves]
+        assert executed("widen", pair) == [as_bits(half) for half in halves]
     for x in (-40.0, -3.5, 0.0, 1.0, 17.0):
         [found] = executed("sigmoid", as_bits(torch.tensor(x)))
         torch.testing.assert_close(as_float(found), torch.tensor(x).sigmoid(), rtol=1e-5, atol=0)
@@ -275,7 +275,7 @@ def test_tokens_are_shared_in_whole_waves(slots, sequences, tokens, halo):
         programs = sequences * math.ceil(tokens / chunk)
         return math.ceil(programs / slots) * (chunk + halo)
 
-    chunk, count = chunks(slots, sequences, tokens, halo)
+    chunk, count = choose_chunks(slots, sequences, tokens, halo)
     assert (count - 1) * chunk < tokens <= count * chunk
     few = [
         other
@@ -293,7 +293,10 @@ def test_chunks_change_no_bit_of_a_token(case, monkeypatch):
     results, found = run(case)
     for name, want in {
         **wanted,
-        **{f"d{name}": expected[name] for name in ("state", "h", "y", "z")},
+        **{
+            f"d{name}": expected[name]
+            for name in ("state", "direction", "gate_logit", "value_logit")
+        },
     }.items():
         got = {**results, **{f"d{name}": gradient for name, gradient in found.items()}}[name]
         assert torch.equal(got, want), name
@@ -363,17 +366,21 @@ def test_expand_over_the_grid(shape, v, K, dtype):
 
 
 def test_states_that_have_gaps_are_refused():
-    assert rows_and_columns(torch.empty(2, 3, 4, 5)) == (20, 5)
-    assert rows_and_columns(torch.empty(2, 3, 1, 5).expand(2, 3, 4, 5)) == (5, 0)
-    assert rows_and_columns(torch.empty(1, 3, 4, 5)[:, ::2]) == (40, 5)
+    assert get_state_strides(torch.empty(2, 3, 4, 5)) == (20, 5)
+    assert get_state_strides(torch.empty(2, 3, 1, 5).expand(2, 3, 4, 5)) == (5, 0)
+    assert get_state_strides(torch.empty(1, 3, 4, 5)[:, ::2]) == (40, 5)
     for state in (torch.empty(2, 3, 5, 4).transpose(2, 3), torch.empty(2, 3, 4, 5)[:, ::2]):
         with pytest.raises(ValueError, match="make it contiguous"):
-            rows_and_columns(state)
+            get_state_strides(state)
 
 
 def leaves(case: Step):
     inputs = case.inputs()
-    grown = {k: x.requires_grad_() for k, x in inputs.items() if k not in ("base", "hs", "us")}
+    grown = {
+        k: x.requires_grad_()
+        for k, x in inputs.items()
+        if k not in ("stored_state", "directions", "updates")
+    }
     return {**inputs, **grown}, place(case, inputs)
 
 
@@ -389,6 +396,7 @@ def test_opcheck_of_the_step(case):
     inputs, state = leaves(case)
     torch.library.opcheck(
         torch.ops.ddl.residual_step,
+        (),
         arguments(case, inputs, state.detach().zero_().requires_grad_()),
     )
 
@@ -398,7 +406,7 @@ def test_opcheck_of_generation():
     inputs = case.inputs()
     carry = torch.zeros(1, 2, case.d)
     torch.library.opcheck(
-        torch.ops.ddl.residual_step, arguments(case, inputs, inputs["base"], carry)
+        torch.ops.ddl.residual_step, (), arguments(case, inputs, inputs["stored_state"], carry)
     )
 
 
@@ -406,13 +414,17 @@ def test_opcheck_of_generation():
     "case", [OPERATORS[0], Step(v=2, K=2, T=2, store=False, pending=1)], ids=str
 )
 def test_opcheck_of_the_steps_backward(case, monkeypatch):
-    operator, calls = residual_step_module.residual_step_backward, []
-    monkeypatch.setattr(
-        residual_step_module, "residual_step_backward", lambda *a: calls.append(a) or operator(*a)
-    )
+    call_backward = residual_step_module.residual_step_backward
+    calls = []
+
+    def record_call(**arguments):
+        calls.append(arguments)
+        return call_backward(**arguments)
+
+    monkeypatch.setattr(residual_step_module, "residual_step_backward", record_call)
     run(case)
     arguments = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, calls[0])
-    torch.library.opcheck(operator, arguments)
+    torch.library.opcheck(torch.ops.ddl.residual_step_backward, (), arguments)
 
 
 def test_opcheck_of_the_others():
