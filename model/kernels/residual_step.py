@@ -405,11 +405,11 @@ def parameter_sizes(
     has_value = value_weight is not None
     return [
         read_weights.numel(),
-        width,
-        width if has_gate else 0,
-        num_value_channels * width if has_value else 0,
-        num_value_channels if has_value else 0,
-        1 if has_gate else 0,
+        width,  # norm_weight
+        width if has_gate else 0,  # gate_weight
+        num_value_channels * width if has_value else 0,  # value_weight
+        num_value_channels if has_value else 0,  # value_bias
+        1 if has_gate else 0,  # gate_bias
     ]
 
 
@@ -429,12 +429,14 @@ def allocate_gradients(
     def allocate_fp32(logit: torch.Tensor | None) -> torch.Tensor:
         return stored_state.new_empty((0,) if logit is None else logit.shape, dtype=torch.float32)
 
+    if direction is None:
+        grad_direction = stored_state.new_empty((0,))
+    else:
+        grad_direction = direction.new_empty(direction.shape)
     num_parameters = sum(parameter_sizes(read_weights, gate_weight, value_weight))
     return StepGradients(
         state=stored_state.new_empty(stored_state.shape),
-        direction=stored_state.new_empty((0,))
-        if direction is None
-        else direction.new_empty(direction.shape),
+        direction=grad_direction,
         gate_logit=allocate_fp32(gate_logit),
         value_logit=allocate_fp32(None if value_form == "constant" else value_logit),
         parameters=stored_state.new_empty((num_parameters,), dtype=torch.float32),
@@ -569,8 +571,9 @@ def backward(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[object, ...]:
         stored_state,
         *writes,
     ) = ctx.saved_tensors
-    directions = writes[: len(writes) // 2]
-    updates = writes[len(writes) // 2 :]
+    num_writes = len(writes) // 2
+    directions = writes[:num_writes]
+    updates = writes[num_writes:]
 
     # gradients of results that do not reach the loss are None
     grad_context = grads.context
