@@ -112,7 +112,7 @@ def residual_step(
     )
     launch = plan_launch("step forward", stored_state, kernel_size=len(read_weights))
     results = output._asdict()
-    # the kernel computes these only if it is given memory for them
+    # the kernel stores these only if it is given memory for them
     if not store_state:
         results["new_state"] = None
     if not keeps_x_in(read_weights, return_x_in, carry):
@@ -516,6 +516,7 @@ def setup_context(ctx: Any, inputs: tuple, output: list[torch.Tensor]) -> None:
             "a step with a carry from earlier tokens is for cached generation and has no "
             "gradients; call it under torch.no_grad()"
         )
+    # a gradient of zeros would be read from memory, and None costs nothing
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(
         output.inverse_norm,
@@ -575,7 +576,8 @@ def backward(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[object, ...]:
     directions = writes[:num_writes]
     updates = writes[num_writes:]
 
-    # gradients of results that do not reach the loss are None
+    # Gradients of results that do not reach the loss are None. The kernel has no form without these
+    # three.
     grad_context = grads.context
     if grad_context is None:
         batch_size, num_tokens, _, width = stored_state.shape

@@ -174,7 +174,7 @@ class DeltaStream(Stream):
         self.is_k_map = config.ddl_map == "k"
         self.gate_is_linear = config.ddl_beta_single_linear
         self.value_is_constant = config.ddl_v_constant
-        # the v-Map's branch for k reads x_in, or c if that is the same but for the norm
+        # the v-Map's branch for the direction k reads x_in, or c if d_v = 1
         self.branch_reads_x_in = not self.is_k_map and config.ddl_value_channels > 1
 
         # how the kernel computes the write
@@ -199,6 +199,7 @@ class DeltaStream(Stream):
             state = expand(x.contiguous(), arrange_taps(taps).float().contiguous())
         else:
             state = super().begin(model, x, cache)
+        # kernels read `stored`; autograd sees only `gradient`
         return DeltaState(gradient=state, stored=state.detach())
 
     def step(
@@ -225,7 +226,7 @@ class DeltaStream(Stream):
         heads = self.get_heads(next_write, read_weights)
         return_x_in = next_write is not None and self.branch_reads_x_in
         has_write = state.direction is not None
-        # the last state of all is not stored, because nothing reads it again
+        # the state of the readout is not stored, because no later step reads it
         num_writes = len(state.directions) + 1
         store_state = (
             has_write and next_write is not None and num_writes >= self.state_checkpoint_interval
@@ -270,7 +271,10 @@ class DeltaStream(Stream):
             )
         )
         if carry is not None:
+            # in place, because compiled generation and CUDA graphs use the same buffer in each call
             carry.copy_(output.new_carry)
+        # The gradient of a write belongs to this step alone. Later steps replay the write from
+        # tensors that are detached.
         if store_state:
             new_state = DeltaState(gradient=output.new_state, stored=output.new_state.detach())
         elif has_write:
