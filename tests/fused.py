@@ -1,9 +1,9 @@
-"""What tests of the fused kernels share, on a CPU (interpreted) and on a GPU (compiled).
+"""Checks of the fused kernels, on a CPU (interpreted) and on a GPU (compiled).
 
-The oracle is model/residual.py's operations in float64, differentiated by autograd. Two things in
-it are the kernels' own: the state is rounded where they would store it (the gradient passes
-straight through), and sigmoids are written so that their derivatives survive saturation, which 1 -
-sigmoid(40) in float64 does not.
+The oracle is the operations of model/residual.py in float64, differentiated by autograd. Two of its
+parts follow the kernels. The state is rounded where they would store it, and the gradient passes
+straight through the rounding. Sigmoids are written so that their derivatives are accurate for large
+logits, which 1 - sigmoid(40) in float64 is not.
 """
 
 import copy
@@ -25,21 +25,24 @@ from model.kernels.residual_step import StepOutput, residual_step
 from model.residual import delta_rewrite, read_columns
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# of the state
+# dtypes of the state
 DTYPES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
     "mixed": torch.float32,
 }
-# of h and the context, which matrix products make and take
+# dtypes of sublayer outputs and of the context, which matrix products produce and consume
 PRODUCTS = {**DTYPES, "mixed": torch.bfloat16}
 DEVICE = "cpu" if INTERPRETED else "cuda"
-K_EPS, NORM_EPS, SCALE, CONSTANT = 1e-5, 1e-5, 4.0, 1.5
+K_EPS = 1e-5
+NORM_EPS = 1e-5
+SCALE = 4.0
+CONSTANT = 1.5
 
 
 def programs(monkeypatch, count: int) -> None:
-    """Plan for `count` processors: how many programs share the tokens, and so where chunks meet."""
+    """Plan launches for `count` multiprocessors, which decides how programs share the tokens."""
     for name, module in list(sys.modules.items()):
         if name.startswith("model.kernels.") and hasattr(module, "count_processors"):
             monkeypatch.setattr(module, "count_processors", lambda device: count)
@@ -47,7 +50,7 @@ def programs(monkeypatch, count: int) -> None:
 
 @dataclass(frozen=True)
 class Step:
-    """One call of residual_step; its fields are what the calls differ in."""
+    """One call of residual_step: the shapes, options and inputs in which the calls differ."""
 
     d: int = 37
     v: int = 4
@@ -58,19 +61,19 @@ class Step:
     form: str = "sigmoid"
     value_input: str = "residual"
     erase: bool = True
-    heads: str = "gate value"  # those made in the kernel
+    heads: str = "gate value"  # those computed in the kernel
     write: bool = True
     pending: int = 0  # writes since the state was stored
     store: bool = True
     with_x_in: bool = True
-    repeated: bool = False  # a repeated embedding: columns at stride 0
+    repeated: bool = False  # a repeated embedding, with value channels at stride 0
     logits: float | None = None  # saturated: all gate and value logits are this or its negative
-    h_scale: float = 1.0
-    zero_h: bool = False  # the second token's h is zero
-    x_scale: float = 1.0
-    used: str = (
-        "new_state context x_in next_gate_logit next_value_logit"  # results that reach the loss
-    )
+    h_scale: float = 1.0  # standard deviation of the direction k~
+    zero_h: bool = False  # the direction of the second token is zero
+    x_scale: float = 1.0  # standard deviation of the state
+
+    # results that reach the loss
+    used: str = "new_state context x_in next_gate_logit next_value_logit"
 
     def __str__(self):
         parts = [
@@ -79,16 +82,11 @@ class Step:
         return ",".join(parts).replace("=True", "").replace("erase=False", "write_only") or "plain"
 
     def inputs(self) -> dict:
-        """Leaves and constants in the dtypes of a model, on DEVICE."""
+        """Return tensors in the dtypes of a model, on DEVICE, by argument of residual_step."""
         generator = torch.Generator().manual_seed(1)
-        dtype, products, B, T, v, d = (
-            DTYPES[self.dtype],
-            PRODUCTS[self.dtype],
-            self.B,
-            self.T,
-            self.v,
-            self.d,
-        )
+        dtype = DTYPES[self.dtype]
+        product_dtype = PRODUCTS[self.dtype]
+        B, T, v, d = self.B, self.T, self.v, self.d
 
         def normal(*shape, dtype=torch.float32, scale=1.0):
             return (scale * torch.randn(*shape, generator=generator)).to(dtype).to(DEVICE)
@@ -97,41 +95,44 @@ class Step:
             values = normal(*shape)
             return values if self.logits is None else self.logits * values.sign()
 
-        base = normal(B, T, v, d, dtype=dtype, scale=self.x_scale)
+        stored_state = normal(B, T, v, d, dtype=dtype, scale=self.x_scale)
         if self.repeated:
-            base = base[:, :, :1].contiguous().expand(B, T, v, d)
-        result = {"stored_state": base}
-        result["directions"] = [normal(B, T, d, dtype=products) for _ in range(self.pending)]
-        result["updates"] = [
+            stored_state = stored_state[:, :, :1].contiguous().expand(B, T, v, d)
+        inputs = {"stored_state": stored_state}
+        inputs["directions"] = [normal(B, T, d, dtype=product_dtype) for _ in range(self.pending)]
+        inputs["updates"] = [
             normal(B, T, v, scale=self.x_scale / math.sqrt(d)) for _ in range(self.pending)
         ]
         if self.write:
-            result["direction"] = normal(B, T, d, dtype=products, scale=self.h_scale)
+            inputs["direction"] = normal(B, T, d, dtype=product_dtype, scale=self.h_scale)
             if self.zero_h:
-                result["direction"][:, 1] = 0
-            result["gate_logit"] = logits(B, T)
+                inputs["direction"][:, 1] = 0
+            inputs["gate_logit"] = logits(B, T)
             if self.form != "constant":
-                result["value_logit"] = logits(B, T, v)
-        result["read_weights"] = normal(self.K, v, d, scale=1 / math.sqrt(v * self.K))
-        result["norm_weight"] = 1 + 0.3 * normal(d)
+                inputs["value_logit"] = logits(B, T, v)
+        inputs["read_weights"] = normal(self.K, v, d, scale=1 / math.sqrt(v * self.K))
+        inputs["norm_weight"] = 1 + 0.3 * normal(d)
         if "gate" in self.heads:
-            result |= {"gate_weight": normal(d, scale=1 / math.sqrt(d)), "gate_bias": normal(1)}
+            inputs["gate_weight"] = normal(d, scale=1 / math.sqrt(d))
+            inputs["gate_bias"] = normal(1)
         if "value" in self.heads:
-            result |= {
-                "value_weight": normal(v, d, scale=1 / math.sqrt(d)),
-                "value_bias": normal(v),
-            }
-        return result
+            inputs["value_weight"] = normal(v, d, scale=1 / math.sqrt(d))
+            inputs["value_bias"] = normal(v)
+        return inputs
 
     def results(self) -> list[str]:
-        names = ["new_state", "context"] + ["x_in"] * self.with_x_in
-        return (
-            names
-            + ["next_gate_logit"] * ("gate" in self.heads)
-            + ["next_value_logit"] * ("value" in self.heads)
-        )
+        """Return the fields of StepOutput that the call asks for."""
+        names = ["new_state", "context"]
+        if self.with_x_in:
+            names.append("x_in")
+        if "gate" in self.heads:
+            names.append("next_gate_logit")
+        if "value" in self.heads:
+            names.append("next_value_logit")
+        return names
 
 
+# arguments of residual_step that have gradients, besides the state
 LEAVES = (
     "direction",
     "gate_logit",
@@ -171,19 +172,17 @@ def call_step(**arguments) -> StepOutput:
     return StepOutput(*residual_step(**arguments))
 
 
-def place(case: Step, inputs: dict):
-    """The state's place in the graph: its values must not be read."""
-    shape = inputs["stored_state"].shape
-    return torch.full(
-        shape, math.nan, dtype=inputs["stored_state"].dtype, device=DEVICE
-    ).requires_grad_()
+def place(case: Step, inputs: dict) -> torch.Tensor:
+    """Return the argument `state`, which takes the gradient and whose values must not be read."""
+    stored_state = inputs["stored_state"]
+    state = torch.full(stored_state.shape, math.nan, dtype=stored_state.dtype, device=DEVICE)
+    return state.requires_grad_()
 
 
 def rounded(x, dtype):
-    """x as the kernels store it, in float64; the gradient passes straight through.
+    """Return x in float64, rounded as the kernels store it; the gradient passes straight through.
 
-    Triton's interpreter cuts the lower bits of a bfloat16 off where a GPU rounds to nearest. It
-    rounds to float16.
+    Triton's interpreter truncates to bfloat16 where a GPU rounds to nearest. It rounds to float16.
     """
     if dtype == torch.bfloat16 and INTERPRETED:
         bits = x.detach().float().view(torch.int32) & -65536
@@ -194,24 +193,27 @@ def rounded(x, dtype):
 
 
 def sigmoid(x):
-    """Its derivative is exact to the last digits at both ends."""
+    """Return sigmoid(x) with a derivative that is accurate at both ends."""
     return F.logsigmoid(x).exp()
 
 
 def oracle(case: Step, inputs: dict) -> tuple[dict, dict]:
-    """(results, leaves) in float64."""
+    """Return the results of a step, and its leaves, in float64."""
     dtype = inputs["stored_state"].dtype
     state = inputs["stored_state"].double()
-    for h, u in zip(inputs["directions"], inputs["updates"]):
-        state = rounded(state + u.double().unsqueeze(-1) * h.double().unsqueeze(2), dtype)
+    for direction, u in zip(inputs["directions"], inputs["updates"]):
+        update = u.double().unsqueeze(-1) * direction.double().unsqueeze(2)
+        state = rounded(state + update, dtype)
     leaves = {name: inputs[name].double().requires_grad_() for name in LEAVES if name in inputs}
     leaves["state"] = state.detach().requires_grad_()
     state = leaves["state"]
     if case.write:
-        value = {
-            "constant": lambda: state.new_full(state.shape[:3], CONSTANT),
-            "raw": lambda: leaves["value_logit"],
-        }.get(case.form, lambda: SCALE * sigmoid(leaves["value_logit"]))()
+        if case.form == "constant":
+            value = state.new_full(state.shape[:3], CONSTANT)
+        elif case.form == "raw":
+            value = leaves["value_logit"]
+        else:
+            value = SCALE * sigmoid(leaves["value_logit"])
         khat = F.rms_norm(leaves["direction"], (case.d,), eps=K_EPS**2 / case.d)
         beta = 2 * sigmoid(leaves["gate_logit"]).unsqueeze(-1)
         state = rounded(delta_rewrite(state, khat, beta, value, case.erase), dtype)
@@ -221,13 +223,13 @@ def oracle(case: Step, inputs: dict) -> tuple[dict, dict]:
     if "gate" in case.heads:
         results["next_gate_logit"] = context @ leaves["gate_weight"] + leaves["gate_bias"]
     if "value" in case.heads:
-        seen = x_in if case.value_input == "residual" else context
-        results["next_value_logit"] = seen @ leaves["value_weight"].T + leaves["value_bias"]
+        head_input = x_in if case.value_input == "residual" else context
+        results["next_value_logit"] = head_input @ leaves["value_weight"].T + leaves["value_bias"]
     return {name: results[name] for name in case.results()}, leaves
 
 
 def fused(case: Step, inputs: dict) -> tuple[dict, dict]:
-    """(results, leaves) of the kernels."""
+    """Return the results of a step, and its leaves, by the kernels."""
     leaves = {name: inputs[name].clone().requires_grad_() for name in LEAVES if name in inputs}
     leaves["state"] = place(case, inputs)
     output = call_step(**arguments(case, {**inputs, **leaves}, leaves["state"]))
@@ -235,39 +237,46 @@ def fused(case: Step, inputs: dict) -> tuple[dict, dict]:
 
 
 def cotangents(case: Step) -> dict:
-    """A gradient for every result that the loss sees, the same for the kernels and the oracle."""
+    """Return a gradient for every result that reaches the loss."""
     generator = torch.Generator().manual_seed(2)
-    (B, T, v, d), dtype, fp32 = (case.B, case.T, case.v, case.d), DTYPES[case.dtype], torch.float32
-    sizes = {
+    B, T, v, d = case.B, case.T, case.v, case.d
+    dtype = DTYPES[case.dtype]
+    # all of them are drawn, so that those of a result do not depend on which others there are
+    shapes_and_dtypes = {
         "new_state": ((B, T, v, d), dtype),
         "context": ((B, T, d), PRODUCTS[case.dtype]),
         "x_in": ((B, T, d), dtype),
+        "next_gate_logit": ((B, T), torch.float32),
+        "next_value_logit": ((B, T, v), torch.float32),
     }
-    sizes |= {"next_gate_logit": ((B, T), fp32), "next_value_logit": ((B, T, v), fp32)}
-    weights = {
-        name: torch.randn(*shape, generator=generator).to(kind)
-        for name, (shape, kind) in sizes.items()
+    gradients = {
+        name: torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
+        for name, (shape, dtype) in shapes_and_dtypes.items()
     }
-    return {name: weights[name].to(DEVICE) for name in case.results() if name in case.used.split()}
+    return {name: gradients[name] for name in case.results() if name in case.used.split()}
 
 
 def run(case: Step, implementation=fused) -> tuple[dict, dict]:
-    """(results, gradients) of `fused` or `oracle`."""
+    """Return the results and gradients of `fused` or `oracle`."""
     results, leaves = implementation(case, case.inputs())
-    weights = cotangents(case)
     loss = sum(
-        (results[name] * weight.to(results[name].dtype)).sum() for name, weight in weights.items()
+        (results[name] * weight.to(results[name].dtype)).sum()
+        for name, weight in cotangents(case).items()
     )
-    found = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)))
-    return {name: x.detach() for name, x in results.items()}, found
+    gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    return {name: x.detach() for name, x in results.items()}, dict(zip(leaves, gradients))
 
 
-def check_close(name: str, got, want, tolerance: float, scale=None) -> None:
-    """|got - want| <= tolerance |want| in the norm of the whole tensor, or relative to `scale`."""
-    assert got.shape == want.shape, name
+def check_close(name: str, got, expected, tolerance: float, scale: float | None = None) -> None:
+    """Assert |got - expected| <= tolerance * scale in the norm of the entire tensor.
+
+    scale: the norm of `expected` by default
+    """
+    assert got.shape == expected.shape, name
     assert got.isfinite().all(), name
-    got, want = got.double(), want.double()
-    error, scale = (got - want).norm().item(), want.norm().item() if scale is None else scale
+    error = (got.double() - expected.double()).norm().item()
+    if scale is None:
+        scale = expected.double().norm().item()
     assert error <= tolerance * scale, (
         f"{name}: error {error:.3g} of {scale:.3g}, {error / (scale or 1):.2g}"
     )
@@ -281,41 +290,46 @@ def tolerance_of(case: Step, tensor) -> float:
 
 
 def check_step(case: Step) -> None:
-    """Results and all gradients against the oracle."""
-    results, found = run(case)
-    wanted, expected = run(case, oracle)
-    weights = cotangents(case)
+    """Compare results and all gradients of a step with the oracle."""
+    results, gradients = run(case)
+    expected_results, expected_gradients = run(case, oracle)
     if not case.store:
         assert results.pop("new_state").stride() == (0, 0, 0, 0)  # no memory
     for name, got in results.items():
-        check_close(name, got, wanted[name], tolerance_of(case, got))
-    assert found.keys() == expected.keys()
-    for name, want in expected.items():
-        got = found[name]
-        if want is None:
+        check_close(name, got, expected_results[name], tolerance_of(case, got))
+    assert gradients.keys() == expected_gradients.keys()
+    for name, expected in expected_gradients.items():
+        got = gradients[name]
+        if expected is None:
             assert got is None or not got.any(), name
             continue
-        # A bias's gradient is a plain sum, and terms cancel: it is as exact as they are.
-        scale = None
-        if name.endswith("_bias"):
-            scale = weights[f"next_{name}".replace("bias", "logit")].double().abs().sum().item()
-        # The gate's is a sum over columns of what the value's are made of, and cancels too.
-        if name == "gate_logit" and "value_logit" in expected and not case.logits:
-            scale = max(want.norm().item(), 0.1 * expected["value_logit"].norm().item())
-        check_close(f"gradient of {name}", got, want, tolerance_of(case, got), scale)
-        if (
-            name in ("gate_logit", "value_logit") and case.logits
-        ):  # tiny and tinier: beta and its slope at both ends
-            torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=0)
-        if name in ("state", "direction"):  # every token, of whatever size
-            for t, (row, wanted_row) in enumerate(zip(got.flatten(0, 1), want.flatten(0, 1))):
-                check_close(
-                    f"gradient of {name}, token {t}", row, wanted_row, 10 * tolerance_of(case, got)
-                )
+        tolerance = tolerance_of(case, got)
+        scale = gradient_scale(case, name, expected_gradients)
+        check_close(f"gradient of {name}", got, expected, tolerance, scale)
+        # beta and its slope at both ends of a saturated sigmoid
+        if name in ("gate_logit", "value_logit") and case.logits:
+            torch.testing.assert_close(got.double(), expected, rtol=1e-3, atol=0)
+        # every token, also those whose gradients are small
+        if name in ("state", "direction"):
+            for t, (row, expected_row) in enumerate(zip(got.flatten(0, 1), expected.flatten(0, 1))):
+                check_close(f"gradient of {name}, token {t}", row, expected_row, 10 * tolerance)
+
+
+def gradient_scale(case: Step, name: str, expected_gradients: dict) -> float | None:
+    """Return what the error of a gradient is relative to; None for the gradient itself."""
+    # the gradient of a bias is a sum whose terms cancel, and is as exact as they are
+    if name.endswith("_bias"):
+        result = f"next_{name}".replace("bias", "logit")
+        return cotangents(case)[result].double().abs().sum().item()
+    # the gate's is a sum over value channels of what the value's are made of, and cancels too
+    if name == "gate_logit" and "value_logit" in expected_gradients and not case.logits:
+        value_norm = expected_gradients["value_logit"].norm().item()
+        return max(expected_gradients[name].norm().item(), 0.1 * value_norm)
+    return None
 
 
 def check_generation(case: Step, cuts: tuple[int, ...]) -> None:
-    """Some tokens at a time, with the carry from call to call, against all at once."""
+    """Compare calls of some tokens each, with a carry from call to call, with all tokens at once."""
     inputs = case.inputs()
     carry = torch.zeros(case.B, case.K - 1, case.d, device=DEVICE)
     token_inputs = ("stored_state", "direction", "gate_logit", "value_logit")
@@ -334,64 +348,81 @@ def check_generation(case: Step, cuts: tuple[int, ...]) -> None:
 def check_add_norm(
     d: int, B: int, T: int, dtype: str, add: bool, used: str = "state context"
 ) -> None:
-    generator, kind = torch.Generator().manual_seed(1), DTYPES[dtype]
-    kinds = kind, *[PRODUCTS[dtype]] * 3  # a weight in fewer digits is the same in both dtypes
-    x, h, *weights = (
-        torch.randn(B, T, d, generator=generator).to(each).to(DEVICE) for each in kinds
-    )
-    norm = 1 + 0.3 * torch.randn(d, generator=generator).to(DEVICE)
-    leaves = [x.clone(), h.clone(), norm.clone()] if add else [x.clone(), norm.clone()]
-    leaves = [leaf.requires_grad_() for leaf in leaves]
+    """Compare the results and gradients of add_norm with float64.
+
+    used: the results that reach the loss
+    """
+    generator = torch.Generator().manual_seed(1)
+    state_dtype = DTYPES[dtype]
+    product_dtype = PRODUCTS[dtype]
+
+    def normal(dtype):
+        return torch.randn(B, T, d, generator=generator).to(dtype).to(DEVICE)
+
+    leaves = [normal(state_dtype), normal(product_dtype)]
+    # a gradient with the digits of the context is exact in both dtypes
+    weights = [normal(product_dtype), normal(product_dtype)]
+    leaves.append(1 + 0.3 * torch.randn(d, generator=generator).to(DEVICE))
+    if not add:
+        del leaves[1]
+    for leaf in leaves:
+        leaf.requires_grad_()
     output = AddNormOutput(
         *add_norm(
             x=leaves[0],
             h=leaves[1] if add else None,
             norm_weight=leaves[-1],
             eps=NORM_EPS,
-            context_dtype=PRODUCTS[dtype],
+            context_dtype=product_dtype,
         )
     )
     got = {"state": output.new_x, "context": output.context}
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    state = rounded(exact[0] + exact[1], kind) if add else exact[0]
-    want = {"state": state, "context": F.rms_norm(state, (d,), eps=NORM_EPS) * exact[-1]}
-    names = [name for name in want if name in used.split() and (add or name != "state")]
+    state = rounded(exact[0] + exact[1], state_dtype) if add else exact[0]
+    expected = {"state": state, "context": F.rms_norm(state, (d,), eps=NORM_EPS) * exact[-1]}
+    # without an addition the state is not a result
+    names = [name for name in expected if name in used.split() and (add or name != "state")]
     for name in names:
-        check_close(name, got[name], want[name], 1e-5 if got[name].dtype == torch.float32 else 1e-2)
-    found, wanted = (
-        torch.autograd.grad(
-            sum((r[n] * w.to(r[n].dtype)).sum() for n, w in zip(names, weights)),
-            ls,
-            allow_unused=True,
+        check_close(name, got[name], expected[name], tolerance_by_dtype(got[name]))
+
+    def gradients(results: dict, leaves: list) -> tuple:
+        loss = sum(
+            (results[name] * weight.to(results[name].dtype)).sum()
+            for name, weight in zip(names, weights)
         )
-        for r, ls in ((got, leaves), (want, exact))
-    )
-    for i, (gradient, expected) in enumerate(zip(found, wanted)):
-        if expected is None:  # the norm's weight, where only the state is used
+        return torch.autograd.grad(loss, leaves, allow_unused=True)
+
+    for i, (gradient, expected_gradient) in enumerate(
+        zip(gradients(got, leaves), gradients(expected, exact))
+    ):
+        if expected_gradient is None:  # the norm's weight, where only the state is used
             assert gradient is None or not gradient.any()
         else:
-            check_close(
-                f"gradient {i}",
-                gradient,
-                expected,
-                1e-5 if gradient.dtype == torch.float32 else 1e-2,
-            )
+            check_close(f"gradient {i}", gradient, expected_gradient, tolerance_by_dtype(gradient))
+
+
+def tolerance_by_dtype(tensor) -> float:
+    return 1e-5 if tensor.dtype == torch.float32 else 1e-2
 
 
 def check_expand(d: int, v: int, K: int, B: int, T: int, dtype: str) -> None:
-    generator, kind = torch.Generator().manual_seed(1), DTYPES[dtype]
-    x = torch.randn(B, T, d, generator=generator).to(kind).to(DEVICE).requires_grad_()
+    """Compare the result and gradients of expand with float64."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(B, T, d, generator=generator).to(DTYPES[dtype]).to(DEVICE).requires_grad_()
     taps = torch.randn(K, v, d, generator=generator).to(DEVICE).requires_grad_()
-    weight = torch.randn(B, T, v, d, generator=generator).to(kind).to(DEVICE)
+    weight = torch.randn(B, T, v, d, generator=generator).to(DTYPES[dtype]).to(DEVICE)
     state = expand_module.expand(x, taps)
-    found = torch.autograd.grad((state * weight).sum(), (x, taps))
-    exact = [leaf.detach().double().requires_grad_() for leaf in (x, taps)]
-    padded = F.pad(exact[0], (0, 0, K - 1, 0))
-    windows = torch.stack([padded[:, K - 1 - s : K - 1 - s + T] for s in range(K)])
-    wanted = torch.einsum("sbti,sji->btji", windows, exact[1])
-    expected = torch.autograd.grad((wanted * weight.double()).sum(), exact)
-    for name, got, want in zip(("state", "x", "taps"), (state, *found), (wanted, *expected)):
-        check_close(name, got, want, 1e-5 if got.dtype == torch.float32 else 1e-2)
+    gradients = torch.autograd.grad((state * weight).sum(), (x, taps))
+    exact_x, exact_taps = (leaf.detach().double().requires_grad_() for leaf in (x, taps))
+    padded = F.pad(exact_x, (0, 0, K - 1, 0))
+    delayed = torch.stack([padded[:, K - 1 - s : K - 1 - s + T] for s in range(K)])
+    expected_state = torch.einsum("sbti,sji->btji", delayed, exact_taps)
+    expected_gradients = torch.autograd.grad(
+        (expected_state * weight.double()).sum(), (exact_x, exact_taps)
+    )
+    check_close("state", state, expected_state, tolerance_by_dtype(state))
+    for name, got, expected in zip(("x", "taps"), gradients, expected_gradients):
+        check_close(f"gradient of {name}", got, expected, tolerance_by_dtype(got))
 
 
 def heads_inputs(B: int, T: int, H: int, D: int, dtype: str, own_positions: bool):
