@@ -103,7 +103,7 @@ def test_rotation_and_norm(shape, dtype):
 def test_rotation_gives_the_same_bits():
     inputs = fused.heads_inputs(2, 1024, 6, 128, "bf16", True)
     assert all(
-        torch.equal(one, other) for one, other in zip(fused.heads(*inputs), fused.heads(*inputs))
+        torch.equal(one, other) for one, other in zip(fused.heads(inputs), fused.heads(inputs))
     )
 
 

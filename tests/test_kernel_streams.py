@@ -93,7 +93,7 @@ def test_a_factor_above_1_is_not_fused():
     ("stem", "keys"), SLOW_OPTIONS, ids=lambda x: x if isinstance(x, str) else "-".join(x)
 )
 def test_options_with_token_convolutions(stem, keys):
-    fused.check_model(tiny(stem, **keys), interval=3, T=9)
+    fused.check_model(tiny(stem, **keys), state_checkpoint_interval=3, T=9)
 
 
 def test_intervals_change_no_bit():
