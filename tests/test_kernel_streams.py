@@ -1,5 +1,6 @@
-"""Models on fused streams against the plain ones: training, compiled, checkpointed, cached, on two
-processes.
+"""Models with fused streams against plain ones.
+
+Training, torch.compile, activation checkpointing, cached generation, and two processes.
 """
 
 import re
@@ -122,17 +123,19 @@ def test_an_interpreter_that_its_numpy_breaks_is_said_in_one_line(
     ("interval", "replayed"), [(1, [0, 0, 0, 0, 1]), (2, [0, 1, 0, 1, 2]), (4, [0, 1, 2, 3, 4])]
 )
 def test_a_state_is_stored_once_an_interval(interval, replayed, monkeypatch):
-    """Writes since the last stored state after each of the five reads; the last state of all is
-    never stored.
+    """Count the writes since the last stored state after each of five reads.
+
+    The state of the readout is never stored.
     """
-    step, writes = DeltaStream.step, []
+    step = DeltaStream.step
+    writes = []
 
-    def counted(*args, **options):
-        made = step(*args, **options)
-        writes.append(len(made[0].directions))
-        return made
+    def count_writes(*args, **options):
+        state, context, read_output = step(*args, **options)
+        writes.append(len(state.directions))
+        return state, context, read_output
 
-    monkeypatch.setattr(DeltaStream, "step", counted)
+    monkeypatch.setattr(DeltaStream, "step", count_writes)
     model = fused.fuse(tiny("DDL-vdim1-gpt-mha-rope"), interval)
     with torch.no_grad():
         model(fused.tokens_of(model, T=2)[0])
@@ -166,9 +169,7 @@ def test_autocast(stem):
     "stem", [CC, "gpt-mha-rope", *(pytest.param(s, marks=pytest.mark.slow) for s in PAPER[1:])]
 )
 def test_a_float32_state_under_autocast(stem):
-    """The products are in bfloat16 all the same, and how often the state is stored changes no
-    bit.
-    """
+    """Products stay in bfloat16, and state_checkpoint_interval does not change a bit."""
     model = tiny(stem, state_dtype="float32", num_hidden_layers=1)
     fused.check_autocast(model, torch.bfloat16, T=3)
     fused.check_intervals(model, torch.bfloat16, (1, 2), T=3)
@@ -181,7 +182,7 @@ def test_cached_generation(cuts):
 
 @pytest.mark.slow
 def test_two_processes():
-    """DDP and FSDP2: gradients averaged over both equal those of the plain model in one process."""
+    """Gradients averaged by DDP and FSDP2 equal those of the plain model in one process."""
     result = script(ROOT / "tests" / "two_processes.py", env={"PYTHONPATH": str(ROOT)})
     assert result.returncode == 0, result.stderr.decode()
 
@@ -282,7 +283,7 @@ class DoubledEmbedding(EmbeddingConv):
 
 
 def test_an_expansion_of_ones_own_is_kept():
-    """It is not a step: the fused stream begins from whatever state the expander makes."""
+    """The fused stream starts from the state of any expander."""
     model = tiny("DDL-gpt-mha-rope-CC-EC")
     model.input_embed.__class__ = DoubledEmbedding
     tokens = fused.tokens_of(model)
