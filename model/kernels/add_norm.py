@@ -1,4 +1,4 @@
-"""The additive stream's step between two sublayers in one pass (Triton): X' = X + h, and its RMSNorm.
+"""The additive stream's step in one pass (Triton): X' = X + h, and the RMSNorm of X'.
 
 It exists so that Delta streams are compared with a baseline that is fused as well as they are. With
 rho = 1 / sqrt(mean(X'^2) + eps) and chat = rho X', the context is c = g chat. Backward, with

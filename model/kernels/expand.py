@@ -1,4 +1,4 @@
-"""The embedding's expansion by a causal depthwise convolution over tokens (EC) in one pass (Triton).
+"""The embedding's expansion by a causal depthwise convolution (EC) in one pass (Triton).
 
 For every feature, X[t, j] = sum_s w[s, j] x[t - s]. Backward, with the gradient G of X,
 

@@ -1,4 +1,4 @@
-"""The Delta stream's step between two sublayers as operators that torch compiles and differentiates.
+"""The Delta stream's step as operators that torch compiles and differentiates.
 
 `step_kernels.py` has the equations. Notation in shapes: B batch, T tokens, d hidden_size, d_v value
 channels, K tokens that a read covers.
@@ -289,7 +289,7 @@ def _(
 
 
 class StepGradients(NamedTuple):
-    """The results of `residual_step_backward`. Gradients of what does not exist are empty tensors."""
+    """The results of `residual_step_backward`. Those that do not exist are empty tensors."""
 
     state: torch.Tensor  # of the state before the write, (B, T, d_v, d)
     direction: torch.Tensor  # (B, T, d)

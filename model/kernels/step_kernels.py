@@ -158,7 +158,7 @@ def write_state(
     ERASE,
     V: tl.constexpr,
 ):
-    """Return X' = X + k r^T of a token, and n, delta and u = n r; the last two are V numbers each."""
+    """Return X' = X + k r^T of a token, then n, delta (V numbers) and u = n r (V numbers)."""
     value, _ = write_value(value_logit, row, value_scale, value_constant, VALUE_FORM, V)
     beta = 2 * sigmoid(tl.load(gate_logit + row + tl.arange(0, 1)))
     # |k~|^2 and k~^T X in one reduction

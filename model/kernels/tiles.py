@@ -27,7 +27,7 @@ BLOCK_SIZES = (1024, 512, 256)
 
 
 def choose_block(width: int) -> int:
-    """Return the length of the pieces of a vector: the largest that leaves the fewest lanes idle."""
+    """Return the length of a vector's pieces: the largest that leaves the fewest lanes idle."""
     smallest = min(triton.next_power_of_2(width), BLOCK_SIZES[0])
     return min(
         (*BLOCK_SIZES, smallest), key=lambda block: (triton.cdiv(width, block) * block, -block)
