@@ -6,9 +6,10 @@
     python eval.py runs/NAME --tasks=my_task,lambada_openai --include_path=my_tasks
     torchrun --nproc_per_node=4 eval.py runs/NAME            # four GPUs, the same results
 
-If a run follows the paper's recipe, the tables show the figures that the paper reports for it. Each
-result is saved to results.json as soon as it is computed; rerun the command to resume an
-interrupted evaluation.
+If the paper reports results for the variant and size of a model, the tables show them below its own,
+with a line that lists the settings in which the run differs from the paper's recipe. Each result is
+saved to results.json as soon as it is computed; rerun the command to resume an interrupted
+evaluation.
 
 The exit code is 0 if everything was evaluated, 2 for a mistake in the command, and 3 if some tasks
 could not be evaluated; stderr then has one line for each of them. (torchrun exits with code 1
@@ -34,14 +35,14 @@ from training import distributed
 from utils import files
 
 TABLE_FORMATS = {
-    "md": comparison.markdown,
-    "tex": comparison.latex,
-    "csv": comparison.comma_separated,
+    "md": comparison.format_markdown,
+    "tex": comparison.format_latex,
+    "csv": comparison.format_csv,
 }
 TASK_OPTIONS = ("shots", "include_path", "limit", "log_samples", "add_bos_token")
 
 
-def arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = configurator.Parser(description=__doc__)
     add = parser.add_argument
     add(
@@ -100,7 +101,7 @@ def arguments() -> argparse.Namespace:
     add(
         "--retry_minutes",
         type=float,
-        default=tasks.RETRY_MINUTES,
+        default=tasks.DEFAULT_RETRY_MINUTES,
         help="number of minutes, 0 or more, to keep retrying for each task while the Hugging Face "
         "Hub does not respond",
     )
@@ -171,6 +172,7 @@ def add_stored_entries(entries: list[dict], stored_entries: list[dict]) -> list[
 
     Only entries of the same models are added, and of each cell the latest one.
     """
+    # a stored entry may have been computed under another label
     labels = {entry["weights"]: entry["label"] for entry in entries}
     by_cell = {
         table_cell(entry): {**entry, "label": labels[entry["weights"]]}
@@ -184,70 +186,72 @@ def add_stored_entries(entries: list[dict], stored_entries: list[dict]) -> list[
 
 def table_cell(entry: dict) -> tuple[str, str, str]:
     """Return the row, column and table of an entry, by which a later result replaces it."""
-    return entry["weights"], entry["task"], title_of(entry)
+    return entry["weights"], entry["task"], make_title(entry)
 
 
-def title_of(entry: dict) -> str:
+def make_title(entry: dict) -> str:
     """Return the title of an entry's table: the number of shots, and what else affects results."""
     if entry["task"] == "validation":
         return ""
     settings = entry["settings"]
-    return ", ".join([f"{entry['shots']}-shot", settings["dtype"], *differences(settings)])
-
-
-def differences(settings: dict) -> list[str]:
-    """Return the settings by which results on tasks differ from the paper's, in words."""
-    descriptions = []
+    parts = [f"{entry['shots']}-shot", settings["dtype"]]
     if settings["add_bos_token"]:
-        descriptions.append("texts begin with end-of-text")
+        parts.append("texts begin with end-of-text")
     if settings["limit"]:
-        descriptions.append(f"only the first {settings['limit']} items")
-    return descriptions
+        parts.append(f"only the first {settings['limit']} items")
+    return ", ".join(parts)
 
 
-def tables_of(
+def make_tables(
     entries: list[dict], papers: dict[str, published.Published]
 ) -> list[comparison.Table]:
     """Return a table for each title, and a last one for the validation split.
 
     Args:
-        papers: the published figures of each model, by the digest of its weights
+        papers: the paper's results for each model, by the digest of its weights
     """
     entries_by_title: dict[str, list[dict]] = {}
     validation_rows = []
     for entry in entries:
         if entry["task"] == "validation":
-            paper, remark = papers[entry["weights"]].beside_validation(entry["label"], entry)
-            validation_rows.append((entry["label"], entry["record"], paper, remark))
+            label = entry["label"]
+            paper, remark = papers[entry["weights"]].beside_validation(label, entry)
+            row = comparison.make_validation_row(label, entry["record"], paper, remark)
+            validation_rows.append(row)
         else:
-            entries_by_title.setdefault(title_of(entry), []).append(entry)
+            entries_by_title.setdefault(make_title(entry), []).append(entry)
     tables = [
-        table_of_tasks(title, entries_of_title, papers)
+        make_task_table(title, entries_of_title, papers)
         for title, entries_of_title in entries_by_title.items()
     ]
     if validation_rows:
-        tables.append(comparison.of_validation(validation_rows))
+        tables.append(comparison.make_validation_table(validation_rows))
     return tables
 
 
-def table_of_tasks(
+def make_task_table(
     title: str, entries: list[dict], papers: dict[str, published.Published]
 ) -> comparison.Table:
     """Return the table of all entries with this title: a row for each model."""
     metrics: dict[str, str] = {}
-    models: dict[str, tuple] = {}
+    labels: dict[str, str] = {}
+    values_by_weights: dict[str, dict[str, comparison.Value]] = {}
     for entry in entries:
-        label = entry["label"]
-        shots = entry["shots"]
-        weights = entry["weights"]
-        paper, remark = papers[weights].beside(label, shots, *differences(entry["settings"]))
-        _, values, *_ = models.setdefault(weights, (label, {}, paper, remark))
+        labels[entry["weights"]] = entry["label"]
+        values = values_by_weights.setdefault(entry["weights"], {})
         for name, (metric, value, error) in entry["shown"].items():
-            # A task's file can fix a number of shots of its own.
-            own_shots = entry["n-shot"].get(name, shots)
-            metrics[name] = metric if own_shots == shots else f"{metric}, {own_shots}-shot"
+            # the file of a task may set its own number of shots
+            own_shots = entry["n-shot"].get(name, entry["shots"])
+            metrics[name] = metric
+            if own_shots != entry["shots"]:
+                metrics[name] = f"{metric}, {own_shots}-shot"
             values[name] = value, error
-    return comparison.of_tasks(title, metrics, list(models.values()))
+    rows = []
+    for weights, values in values_by_weights.items():
+        # entries with the same title have the same number of shots
+        paper, remark = papers[weights].beside(labels[weights], entries[0]["shots"])
+        rows.append(comparison.make_task_row(labels[weights], values, paper, remark))
+    return comparison.make_task_table(title, metrics, rows)
 
 
 def report(
@@ -262,8 +266,8 @@ def report(
         return
     all_entries = add_stored_entries(entries, stored_entries)
     for suffix, format_tables in TABLE_FORMATS.items():
-        files.write_text(out / f"table.{suffix}", format_tables(tables_of(all_entries, papers)))
-    print(comparison.screen(tables_of(entries, papers)))
+        files.write_text(out / f"table.{suffix}", format_tables(make_tables(all_entries, papers)))
+    print(comparison.format_for_terminal(make_tables(entries, papers)))
     num_earlier = len(all_entries) - len(entries)
     if num_earlier > 0:
         print(f"\nwritten to {out}, where the tables include {num_earlier} earlier results")
@@ -272,7 +276,7 @@ def report(
 
 
 def main() -> None:
-    args = arguments()
+    args = parse_arguments()
     with errors.one_line_errors(out_of_memory_advice="give a smaller --batch_size"):
         # Mistakes in the command are reported before any work is done.
         check(args)
@@ -280,19 +284,20 @@ def main() -> None:
         chosen_models = subjects.find_all(args.runs)
         if args.tasks:
             for subject in chosen_models:
-                subjects.refuse_ids(subject)
+                subjects.check_has_text(subject)
         corpora = []
         if args.val is not None:
             corpora = [subjects.open_corpus_of(subject, args.val) for subject in chosen_models]
-        out = args.out or subjects.home(args.runs)
+        out = args.out or subjects.default_out_folder(args.runs)
 
         world = distributed.start(device)
-        loaded_tasks: list[tasks.Loaded] = []
+        loaded_tasks: list[tasks.LoadedTask] = []
         missing_tasks: list[str] = []
         if args.tasks:
-            loaded_tasks, missing_tasks = tasks.open_all(
+            loaded_tasks, missing_tasks = tasks.load_all(
                 args.tasks, args.include_path, world, args.retry_minutes
             )
+        # processes with different tasks would wait for each other forever
         task_names = [task.name for task in loaded_tasks]
         distributed.check_agreement(world, {"the tasks that can be loaded": task_names})
         if not loaded_tasks and not corpora:
@@ -301,19 +306,29 @@ def main() -> None:
             out.mkdir(parents=True, exist_ok=True)
 
         # Evaluate one model after the other, on the validation split and then on the tasks.
-        evaluation = Evaluation(args, world, out)
+        evaluation = Evaluation(
+            world,
+            out,
+            dtype=args.dtype,
+            batch_size=args.batch_size,
+            shots=args.shots,
+            add_bos_token=args.add_bos_token,
+            limit=args.limit,
+            log_samples=args.log_samples,
+        )
         entries: list[dict] = []
         papers: dict[str, published.Published] = {}
         for index, subject in enumerate(chosen_models):
-            model, encoding, model_name = subject.load(device)
+            model, tokenizer, model_name = subject.load(device)
             kernels.use(model, "auto", device)
-            if evaluation.bf16:
+            # autocast would otherwise round the same weights again in every forward pass
+            if evaluation.is_bfloat16:
                 round_matrices(model)
-            papers[subject.identity] = published.find(subject, model_name, model.config)
+            papers[subject.identity] = published.find(model_name, model.config, subject.state)
             if corpora:
-                entries.append(evaluation.validation(subject, model, corpora[index]))
+                entries.append(evaluation.evaluate_validation(subject, model, corpora[index]))
             if loaded_tasks:
-                entries.extend(evaluation.tasks(subject, model, encoding, loaded_tasks))
+                entries.extend(evaluation.evaluate_tasks(subject, model, tokenizer, loaded_tasks))
 
         failures = [*missing_tasks, *evaluation.failures]
         if world.is_main:

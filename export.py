@@ -25,15 +25,15 @@ import torch
 import configurator
 from data import tokenizer, tokenizer_json
 from huggingface import card
-from huggingface.flatten import modelling_files
+from huggingface.flatten import collect_modeling_files
 from model.gpt import GPT
 from model.parameters import aliases
-from training import checkpoint
+from training import checkpoint, metrics
 from training.provenance import collect_provenance
 from utils import units
 
 
-def arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = configurator.Parser(description=__doc__)
     parser.add_argument(
         "run",
@@ -104,15 +104,15 @@ def check_exportable(model: GPT) -> None:
         )
 
 
-def json_files(
-    model_name: str, model: GPT, encoding: tokenizer.Tokenizer, dtype: str
+def make_json_files(
+    model_name: str, model: GPT, model_tokenizer: tokenizer.Tokenizer, dtype: str
 ) -> dict[str, dict]:
     """Return the JSON files of an exported folder by name.
 
     Raises:
         ValueError: the files cannot express the tokenizer's vocabulary
     """
-    end_of_text = encoding.eot_token
+    end_of_text = model_tokenizer.eot_token
     special_ids = {
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,
@@ -134,7 +134,7 @@ def json_files(
     }
     generation_config: dict[str, object] = dict(special_ids)
     # The embedding can have more rows than the tokenizer has tokens. These must not be sampled.
-    unused_ids = list(range(encoding.n_vocab, model.config.vocab_size))
+    unused_ids = list(range(model_tokenizer.n_vocab, model.config.vocab_size))
     if unused_ids:
         generation_config["suppress_tokens"] = unused_ids
     tokenizer_config = {
@@ -147,14 +147,26 @@ def json_files(
         "model_max_length": model.config.block_size,
         "clean_up_tokenization_spaces": False,
     }
-    ranks = encoding._mergeable_ranks
+    # tiktoken has no public access to its tokens and its pattern
+    ranks = model_tokenizer._mergeable_ranks
     tokens = sorted(ranks, key=ranks.get)
     return {
         "config.json": config,
-        "tokenizer.json": tokenizer_json.write(encoding._pat_str, tokens, tokenizer.END_OF_TEXT),
+        "tokenizer.json": tokenizer_json.write(
+            model_tokenizer._pat_str, tokens, tokenizer.END_OF_TEXT
+        ),
         "tokenizer_config.json": tokenizer_config,
         "generation_config.json": generation_config,
     }
+
+
+def read_records(checkpoint_folder: Path, step: int) -> list[dict]:
+    """Return the lines of the run's metrics.jsonl up to a step; [] if there is no such file."""
+    file = checkpoint_folder.parent.parent / "metrics.jsonl"
+    if checkpoint_folder.parent.name != "checkpoints" or not file.is_file():
+        return []
+    # a line without a step is not about training
+    return [record for record in metrics.read(file) if record.get("step", step + 1) <= step]
 
 
 def write(folder: Path, name: str, source: Path, dtype: str) -> None:
@@ -167,20 +179,27 @@ def write(folder: Path, name: str, source: Path, dtype: str) -> None:
     Raises:
         ValueError: the source is damaged, or its model cannot be exported
     """
-    model, encoding, state = checkpoint.load_model(source, "cpu")
+    model, model_tokenizer, state = checkpoint.load_model(source, "cpu")
     model_name = state["model"]
-    if encoding.name == "ids":
+    if model_tokenizer.name == "ids":
         raise ValueError(
             f"{source} cannot be exported: its tokens are ids, not text, for which transformers "
             "has no tokenizer file"
         )
+    # everything that can fail comes before the first file is written
     check_exportable(model)
-    texts = modelling_files(model_name)
-    for file, content in json_files(model_name, model, encoding, dtype).items():
+    texts = collect_modeling_files(model_name)
+    for file, content in make_json_files(model_name, model, model_tokenizer, dtype).items():
         texts[file] = json.dumps(content, indent=1, ensure_ascii=False)
-    records = card.records_of(source, state["step"]) if "step" in state else []
-    commit = collect_provenance()["commit"]
-    texts["README.md"] = card.card(name, model_name, model, dtype, commit, state, records)
+    texts["README.md"] = card.write_card(
+        name,
+        model_name,
+        model,
+        dtype=dtype,
+        commit=collect_provenance()["commit"],
+        state=state,
+        records=read_records(source, state["step"]) if "step" in state else [],
+    )
     for file, text in texts.items():
         (folder / file).write_text(text, encoding="utf-8")
     weights = checkpoint.get_model_tensors(model.to(getattr(torch, dtype)))
@@ -188,7 +207,7 @@ def write(folder: Path, name: str, source: Path, dtype: str) -> None:
 
 
 def main() -> None:
-    args = arguments()
+    args = parse_arguments()
     with errors.one_line_errors():
         out_dir = Path(args.out_dir).resolve()
         run = Path(args.run)
@@ -213,7 +232,7 @@ def main() -> None:
         for file in sorted(out_dir.iterdir())
     ]
     print(f"wrote {args.out_dir}: {', '.join(sizes)}")
-    print(card.LOAD.format(folder=args.out_dir))
+    print(card.LOADING_CODE.format(folder=args.out_dir))
 
 
 if __name__ == "__main__":

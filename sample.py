@@ -37,13 +37,13 @@ from utils import machine
 
 RULE = "-" * 80
 LABELS_NOTE = (
-    "note: this model was trained on labels, not on text: its first new token answers the last "
-    "token of the prompt, and the tokens after it mean nothing; give --max_new_tokens=1 "
+    "note: this model was trained on labels, not on text; its first new token is the answer to the "
+    "last token of the prompt, and later tokens are meaningless, so give --max_new_tokens=1 "
     "--temperature=0"
 )
 
 
-def arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = configurator.Parser(description=__doc__)
     add = parser.add_argument
     add(
@@ -225,6 +225,7 @@ def read_prompt(argument: str) -> str:
             return sys.stdin.buffer.read().decode("utf-8")
         if argument.startswith("FILE:"):
             return Path(argument[5:]).read_bytes().decode("utf-8")
+        # Python represents bytes that are not UTF-8 in an argument by surrogates, which raise here
         return argument.encode("utf-8").decode("utf-8")
     except UnicodeError as error:
         raise ValueError(
@@ -278,8 +279,10 @@ def sample(
             f"last {block_size} (block_size)",
             file=sys.stderr,
         )
+    # a sample depends on its prompt and seed alone, so batches may mix prompts
     jobs = [(prompt, args.seed + index) for prompt in prompts for index in range(args.num_samples)]
     batch_size = min(len(jobs), args.batch_size)
+    # one decoder serves all batches, because it may take seconds to compile
     decoder = make_decoder(model, device, args, batch_size, longest_prompt + args.max_new_tokens)
     num_tokens = 0
     started = time.perf_counter()
@@ -340,7 +343,7 @@ def print_samples(prompts: list[str], pieces: Iterable[tuple[int, str | None, in
 def main() -> None:
     # A closed pipe, as in `sample.py RUN | head`, ends the script without a traceback.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    args = arguments()
+    args = parse_arguments()
     with errors.one_line_errors(out_of_memory_advice="give a smaller --batch_size"):
         sampling = check(args)
         device = pick_device(args.device)
@@ -352,19 +355,37 @@ def main() -> None:
             print(LABELS_NOTE, file=sys.stderr)
         kernels.use(model, "auto", device)
         use_bfloat16 = computes_in_bfloat16(args.dtype, device)
+        # autocast would otherwise round the same weights again at every token
         if use_bfloat16:
             round_matrices(model)
         with torch.autocast(device.type, torch.bfloat16, enabled=use_bfloat16):
+            # imported here, because other uses do without these packages
             if args.serve:
                 from serving.app import serve
 
-                serve(model, tokenizer, state, args, sampling)
+                serve(
+                    model,
+                    tokenizer,
+                    state,
+                    host=args.host,
+                    port=args.port,
+                    sampling=sampling,
+                    max_new_tokens=args.max_new_tokens,
+                    stop=args.stop,
+                    first_seed=args.seed,
+                )
             elif args.interactive:
-                from serving.terminal import converse
+                from serving.terminal import Settings, converse
 
                 block_size = model.config.block_size
                 decoder = make_decoder(model, device, args, batch_size=1, length=block_size)
-                converse(decoder, tokenizer, args, sampling)
+                settings = Settings(
+                    **vars(sampling),
+                    max_new_tokens=args.max_new_tokens,
+                    seed=args.seed,
+                    stop=args.stop[0] if args.stop else None,
+                )
+                converse(decoder, tokenizer, settings)
             else:
                 sample(model, tokenizer, prompts, args, sampling, device)
 

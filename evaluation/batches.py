@@ -1,103 +1,141 @@
-"""What is read together when continuations are scored: requests that begin alike, in batches.
+"""Group requests that begin alike, and put the groups into batches.
 
-The choices of one question mostly share its text: a group's common prefix is read once, then what
-each request has after it.
+The choices of one question mostly share its text. The model reads the common prefix of a group
+once, and then what each request has after it.
 """
 
 from dataclasses import dataclass
 from itertools import takewhile
 
-# A request joins a group where this share of reading it alone is saved: a second pass has a price.
-WORTH_SHARING = 0.25
-# Token positions of a batch, padding included, so that many long rows do not outgrow the memory.
-TOKENS_AT_ONCE = 2**16
+# A request joins a group only if this fraction of reading it alone is saved, because the second
+# forward pass has a cost of its own.
+MIN_SAVED_FRACTION = 0.25
+# Number of token positions in a batch, with padding, so that a batch of long sequences fits into
+# memory.
+MAX_BATCH_TOKENS = 2**16
 
 
 @dataclass(frozen=True)
 class Request:
-    """Tokens, the last `scored` of which count; number: its index among the requests."""
+    """A text whose last tokens are scored."""
 
-    number: int
+    index: int  # among the requests of one call
     tokens: list[int]
-    scored: int
+    num_scored: int  # number of tokens that are scored, at the end
 
     @property
-    def read(self) -> int:
-        """Number of tokens that the model reads: all but the last, which it only predicts."""
+    def num_read(self) -> int:
+        """Number of tokens that the model reads: it only predicts the last one."""
         return len(self.tokens) - 1
 
 
 @dataclass
 class Group:
-    """Requests whose first `prefix` tokens are the same and are read once."""
+    """Requests with the same first `prefix_len` tokens, which are read once."""
 
-    prefix: int
-    members: list[Request]
+    prefix_len: int
+    requests: list[Request]
 
     @property
-    def rest(self) -> int:
-        """The most tokens that a member reads after the prefix."""
-        return max(member.read for member in self.members) - self.prefix
+    def suffix_len(self) -> int:
+        """The largest number of tokens that a request reads after the prefix."""
+        return max(request.num_read for request in self.requests) - self.prefix_len
 
 
-def truncated(number: int, context: list[int], continuation: list[int], length: int) -> Request:
-    """The request for a continuation, cut at the left to the `length` tokens that a model reads.
+def truncate_request(
+    index: int, context: list[int], continuation: list[int], max_len: int
+) -> Request:
+    """Return the request for a continuation, without the tokens on the left that do not fit.
 
-    ValueError: no continuation, or one of more than `length` tokens.
+    Args:
+        max_len: number of tokens that the model can read
+
+    Raises:
+        ValueError: the continuation is empty, or longer than the model can read
     """
-    if not 1 <= len(continuation) <= length:
+    if not 1 <= len(continuation) <= max_len:
         raise ValueError(
             f"a continuation of {len(continuation)} tokens: this model scores 1 to "
-            f"block_size={length}"
+            f"block_size={max_len}"
         )
-    return Request(number, [*context, *continuation][-(length + 1) :], len(continuation))
+    # one more than the model reads, because the last token is only predicted
+    tokens = [*context, *continuation][-(max_len + 1) :]
+    return Request(index, tokens, len(continuation))
 
 
-def shared_prefix(a: list[int], b: list[int]) -> int:
-    """Number of first tokens in which a and b agree."""
-    if a == b[: len(a)]:  # the usual case, at C's speed
-        return len(a)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b)))
+def count_common_tokens(first: list[int], second: list[int]) -> int:
+    """Return the number of tokens at the beginning in which two lists agree."""
+    if first == second[: len(first)]:  # the usual case, much faster than the loop
+        return len(first)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second)))
 
 
-def grouped(requests: list[Request], rows: int) -> list[Group]:
-    """Neighbours with a common beginning in groups, where that saves reading.
+def group_requests(requests: list[Request], max_requests: int) -> list[Group]:
+    """Group successive requests with a common prefix where this saves computation.
 
-    A group has at most `rows` requests, and TOKENS_AT_ONCE.
+    A group has at most `max_requests` requests and MAX_BATCH_TOKENS tokens.
     """
-    groups = [Group(requests[0].read, requests[:1])] if requests else []
+    if not requests:
+        return []
+    groups = [Group(requests[0].num_read, requests[:1])]
     for request in requests[1:]:
         group = groups[-1]
-        prefix = shared_prefix(group.members[0].tokens[: group.prefix], request.tokens[:-1])
-        # Read once instead of by each member; but the others read what they no longer share.
-        saved = prefix * len(group.members) - group.prefix * (len(group.members) - 1)
-        count = len(group.members) + 1
-        fits = count * max(request.read, group.prefix + group.rest) <= TOKENS_AT_ONCE
-        if count <= rows and fits and saved >= WORTH_SHARING * request.read:
-            group.prefix = prefix
-            group.members.append(request)
+        prefix = group.requests[0].tokens[: group.prefix_len]
+        prefix_len = count_common_tokens(prefix, request.tokens[:-1])
+        num_requests = len(group.requests) + 1
+        # The new request does not read the common prefix again, but the others have to read by
+        # themselves what is no longer common to all.
+        num_saved = prefix_len * (num_requests - 1) - group.prefix_len * (num_requests - 2)
+        max_len = max(request.num_read, group.prefix_len + group.suffix_len)
+        if (
+            num_requests <= max_requests
+            and num_requests * max_len <= MAX_BATCH_TOKENS
+            and num_saved >= MIN_SAVED_FRACTION * request.num_read
+        ):
+            group.prefix_len = prefix_len
+            group.requests.append(request)
         else:
-            groups.append(Group(request.read, [request]))
+            groups.append(Group(request.num_read, [request]))
     return groups
 
 
-def batched(groups: list[Group], rows: int, length: int) -> list[list[Group]]:
-    """Groups of similar lengths in batches, longest first: at most `rows` requests and
-    TOKENS_AT_ONCE in each, or a group by itself.
+def batch_groups(groups: list[Group], max_requests: int, max_len: int) -> list[list[Group]]:
+    """Put groups of similar lengths into batches, the longest first.
 
-    In a batch the prefixes end at one place and the rests begin there: both together fit in
-    `length`. Groups without a rest are read in one pass, and are in batches of their own.
+    A batch has at most `max_requests` requests and MAX_BATCH_TOKENS tokens, unless it is a single
+    group. All prefixes of a batch end at the same position, and the suffixes begin there, so the
+    longest prefix and the longest suffix together must fit into `max_len` tokens. Groups without a
+    suffix need a single pass, and get batches of their own.
     """
     batches: list[list[Group]] = []
-    requests = prefix = rest = 0
-    for group in sorted(groups, key=lambda g: (g.rest > 0, g.prefix, g.rest), reverse=True):
-        wider = max(prefix, group.prefix), max(rest, group.rest)
-        count = requests + len(group.members)
-        fits = count <= rows and sum(wider) <= length and count * sum(wider) <= TOKENS_AT_ONCE
-        if batches and fits and (group.rest > 0) == (rest > 0):
+    # of the last batch
+    num_requests = 0
+    prefix_len = 0
+    suffix_len = 0
+    longest_first = sorted(
+        groups,
+        key=lambda group: (group.suffix_len > 0, group.prefix_len, group.suffix_len),
+        reverse=True,
+    )
+    for group in longest_first:
+        new_num_requests = num_requests + len(group.requests)
+        new_prefix_len = max(prefix_len, group.prefix_len)
+        new_suffix_len = max(suffix_len, group.suffix_len)
+        new_len = new_prefix_len + new_suffix_len
+        if (
+            batches
+            and new_num_requests <= max_requests
+            and new_len <= max_len
+            and new_num_requests * new_len <= MAX_BATCH_TOKENS
+            and (group.suffix_len > 0) == (suffix_len > 0)
+        ):
             batches[-1].append(group)
-            requests, (prefix, rest) = count, wider
+            num_requests = new_num_requests
+            prefix_len = new_prefix_len
+            suffix_len = new_suffix_len
         else:
             batches.append([group])
-            requests, prefix, rest = len(group.members), group.prefix, group.rest
+            num_requests = len(group.requests)
+            prefix_len = group.prefix_len
+            suffix_len = group.suffix_len
     return batches

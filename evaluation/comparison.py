@@ -1,153 +1,205 @@
-"""Results beside the paper's (results/published.csv), as tables for the screen and for files."""
+"""Tables of results beside the paper's (results/published.csv), for the terminal and for files."""
 
 import math
 from dataclasses import dataclass, field
 
-from evaluation import tables
 from evaluation.tasks import PAPER_METRICS
+from utils import tables
 
-Value = tuple[float, float | None]  # and its standard error, where it has one
+# a result and its standard error, None if it has none
+Value = tuple[float, float | None]
 
-NOTE = "± is lm-eval's standard error over a task's items."
-AVERAGE_NOTE = "The average's takes the tasks as independent."
+STANDARD_ERROR_NOTE = "± is lm-eval's standard error over the items of a task."
+AVERAGE_NOTE = "The standard error of the average assumes that the tasks are independent."
 PAPER_NOTE = (
-    "The paper gives single runs and no standard errors: that of a difference is ours alone."
+    "The paper reports single runs without standard errors, so the error of a difference is that of "
+    "this evaluation alone."
 )
-VALIDATION = {
+# Columns of the validation table, and the paper's names for those that it reports.
+VALIDATION_COLUMNS = {
     "val_loss": "loss (nats/token)",
     "val_perplexity": "perplexity",
     "val_bits_per_byte": "bits per byte",
-    "val_accuracy": "accuracy",  # of synthetic tasks, as the next
+    # of synthetic tasks
+    "val_accuracy": "accuracy",
     "val_exact_match": "exact match",
 }
+PAPER_VALIDATION_METRICS = {"val_loss": "val_loss", "val_perplexity": "val_ppl"}
 
 
 @dataclass
 class Row:
-    """A model's values by column beside the paper's; remark: a line that goes under the tables."""
+    """The results of a model, by column, beside the paper's."""
 
     label: str
     values: dict[str, Value]
     paper: dict[str, float] = field(default_factory=dict)
+    # a line that goes under the tables
     remark: str = ""
 
     def differences(self) -> dict[str, Value]:
-        """Value less the paper's, with the value's error, in the columns that both have."""
-        both = {c: value for c, value in self.values.items() if c in self.paper}
-        return {c: (value - self.paper[c], error) for c, (value, error) in both.items()}
+        """Return the model's results minus the paper's, in the columns that both have."""
+        return {
+            column: (value - self.paper[column], error)
+            for column, (value, error) in self.values.items()
+            if column in self.paper
+        }
 
 
 @dataclass
 class Table:
-    """Rows under columns {key: heading}; digits: of all numbers."""
+    """Rows under columns, which are keys of the rows' results with their headings."""
 
     title: str
     columns: dict[str, str]
     rows: list[Row]
-    digits: int = 2
+    num_decimals: int = 2
 
-    def lines(self) -> list[list[str | None]]:
-        """Heading and rows as text; below a model the paper's row and the difference, if any."""
-        result = [["model", *self.columns.values()]]
+    def format_rows(self) -> list[list[str | None]]:
+        """Return header and rows as text.
+
+        The paper's row and the difference follow below each model that the paper has results for.
+        """
+        formatted: list[list[str | None]] = [["model", *self.columns.values()]]
         for row in self.rows:
-            result.append([row.label, *self.cells(row.values)])
+            formatted.append([row.label, *self.format_values(row.values)])
             if row.paper.keys() & self.columns.keys():
                 paper = {column: (value, None) for column, value in row.paper.items()}
-                result.append(["published", *self.cells(paper)])
-                result.append(["difference", *self.cells(row.differences(), "+")])
-        return result
+                differences = self.format_values(row.differences(), sign="+")
+                formatted.append(["published", *self.format_values(paper)])
+                formatted.append(["difference", *differences])
+        return formatted
 
-    def cells(self, values: dict[str, Value], sign: str = "") -> list[str | None]:
+    def format_values(self, values: dict[str, Value], sign: str = "") -> list[str | None]:
+        """Return a text for each column, None where there is no value."""
         texts = {}
         for column, (value, error) in values.items():
-            number = f"{value:{sign}.{self.digits}f}"
-            texts[column] = number if error is None else f"{number} ± {error:.{self.digits}f}"
+            texts[column] = f"{value:{sign}.{self.num_decimals}f}"
+            if error is not None:
+                texts[column] += f" ± {error:.{self.num_decimals}f}"
         return [texts.get(column) for column in self.columns]
 
 
-def average(values: dict[str, Value]) -> dict[str, Value]:
-    """The mean over the paper's eight tasks under `average`; nothing where one is missing."""
+def compute_average(values: dict[str, Value]) -> dict[str, Value]:
+    """Return {"average": the mean over the paper's eight tasks}; {} if one of them is missing."""
     if not PAPER_METRICS.keys() <= values.keys():
         return {}
-    means, errors = zip(*(values[task] for task in PAPER_METRICS))
-    error = None if None in errors else math.sqrt(sum(e * e for e in errors)) / len(errors)
-    return {"average": (sum(means) / len(means), error)}
+    task_values = [values[task][0] for task in PAPER_METRICS]
+    task_errors = [values[task][1] for task in PAPER_METRICS]
+    num_tasks = len(task_values)
+    error = None
+    if None not in task_errors:
+        error = math.sqrt(sum(task_error * task_error for task_error in task_errors)) / num_tasks
+    return {"average": (sum(task_values) / num_tasks, error)}
 
 
-def of_tasks(title: str, metrics: dict[str, str], models: list[tuple]) -> Table:
-    """models: (label, {task: (value, standard error)}, the paper's row, remark on it); metrics:
-    which one is shown of each task.
+def make_task_row(
+    label: str, values: dict[str, Value], paper: dict[str, float], remark: str
+) -> Row:
+    """Return the row of a model whose results are by task; the average is added.
+
+    The remark is omitted if none of the tasks is one of the paper's.
     """
-    rows = [
-        Row(label, values | average(values), paper, remark if values.keys() & PAPER_METRICS else "")
-        for label, values, paper, remark in models
-    ]
+    if not values.keys() & PAPER_METRICS:
+        remark = ""
+    return Row(label, {**values, **compute_average(values)}, paper, remark)
+
+
+def make_task_table(title: str, metrics: dict[str, str], rows: list[Row]) -> Table:
+    """Return a table of results on tasks.
+
+    Args:
+        metrics: the metric that is shown of each task
+        rows: as `make_task_row` returns them
+    """
     columns = {task: f"{task} ({metric})" for task, metric in metrics.items()}
     if PAPER_METRICS.keys() <= columns.keys():
         columns["average"] = "average of the eight"
     return Table(title, columns, rows)
 
 
-def of_validation(models: list[tuple]) -> Table:
-    """models: (label, record as in metrics.jsonl, the paper's row, remark on it)."""
-    there = {key for _, record, *_ in models for key in record}
-    columns = {key: heading for key, heading in VALIDATION.items() if key in there}
-    rows = []
-    for label, record, paper, remark in models:
-        names = {"val_loss": "val_loss", "val_perplexity": "val_ppl"} if paper else {}
-        published = {column: paper[name] for column, name in names.items()}
-        values = {c: (record[c], None) for c in columns if c in record}
-        rows.append(Row(label, values, published, remark))
-    return Table("validation", columns, rows, 4)
+def make_validation_row(label: str, record: dict, paper: dict[str, float], remark: str) -> Row:
+    """Return the row of a model's results on the validation split.
+
+    Args:
+        record: as in metrics.jsonl
+    """
+    values = {column: (record[column], None) for column in VALIDATION_COLUMNS if column in record}
+    published = {}
+    if paper:
+        published = {column: paper[name] for column, name in PAPER_VALIDATION_METRICS.items()}
+    return Row(label, values, published, remark)
 
 
-def notes(results: list[Table]) -> list[str]:
-    """Paragraphs: what the numbers mean, as far as the tables have such, and the rows' remarks."""
+def make_validation_table(rows: list[Row]) -> Table:
+    """Return a table of results on validation splits, with the columns that any row has."""
+    columns = {
+        column: heading
+        for column, heading in VALIDATION_COLUMNS.items()
+        if any(column in row.values for row in rows)
+    }
+    return Table("validation", columns, rows, num_decimals=4)
+
+
+def make_notes(results: list[Table]) -> list[str]:
+    """Return paragraphs that explain the numbers in the tables, and the rows' remarks."""
     rows = [row for table in results for row in table.rows]
-    errors = [error for row in rows for _, error in row.values.values()]
-    general = [NOTE] * any(error is not None for error in errors)
-    general += [AVERAGE_NOTE] * any("average" in row.values for row in rows)
-    general += [PAPER_NOTE] * any(row.paper for row in rows)
-    texts = [" ".join(general), *(row.remark for row in rows)]
-    return [text for text in dict.fromkeys(texts) if text]
+    explanations = []
+    if any(error is not None for row in rows for _, error in row.values.values()):
+        explanations.append(STANDARD_ERROR_NOTE)
+    if any("average" in row.values for row in rows):
+        explanations.append(AVERAGE_NOTE)
+    if any(row.differences() for row in rows):
+        explanations.append(PAPER_NOTE)
+    paragraphs = [" ".join(explanations), *(row.remark for row in rows)]
+    # a model may have the same remark in several tables
+    return [paragraph for paragraph in dict.fromkeys(paragraphs) if paragraph]
 
 
-def markdown(results: list[Table]) -> str:
+def format_markdown(results: list[Table]) -> str:
+    """Format tables and notes as Markdown."""
     parts = []
     for table in results:
-        head, *body = table.lines()
-        parts += [f"### {table.title}", "", tables.markdown(head, body), ""]
-    return "\n".join([*parts, "\n\n".join(notes(results)), ""])
+        header, *rows = table.format_rows()
+        parts += [f"### {table.title}", "", tables.format_markdown(header, rows), ""]
+    return "\n".join([*parts, "\n\n".join(make_notes(results)), ""])
 
 
-def screen(results: list[Table]) -> str:
-    """The tables transposed, a line a task, which fits a terminal's width with several models."""
+def format_for_terminal(results: list[Table]) -> str:
+    """Format tables and notes for the terminal, with a line for each task.
+
+    The tables are transposed, so that several models fit into the width of a terminal.
+    """
     parts = []
     for table in results:
-        head, *body = zip(*table.lines())
-        parts += ["", table.title, tables.markdown(head, body)]
-    return "\n".join([*parts, "", *notes(results)])
+        header, *rows = zip(*table.format_rows(), strict=True)
+        parts += ["", table.title, tables.format_markdown(header, rows)]
+    return "\n".join([*parts, "", *make_notes(results)])
 
 
-def latex(results: list[Table]) -> str:
-    comments = [f"% {text.replace('±', '+-')}" for text in notes(results)]
-    parts = ["% needs \\usepackage{booktabs}", *comments]
+def format_latex(results: list[Table]) -> str:
+    """Format tables for LaTeX, with the notes as comments."""
+    parts = ["% needs \\usepackage{booktabs}"]
+    parts += [f"% {note.replace('±', '+-')}" for note in make_notes(results)]
     for table in results:
-        head, *body = table.lines()
-        body = tables.latex(head, body, below=("published", "difference"))
-        parts += ["", f"% {table.title}", body]
+        header, *rows = table.format_rows()
+        tabular = tables.format_latex(header, rows, continuations=("published", "difference"))
+        parts += ["", f"% {table.title}", tabular]
     return "\n".join([*parts, ""])
 
 
-def comma_separated(results: list[Table]) -> str:
-    """One line a number."""
+def format_csv(results: list[Table]) -> str:
+    """Format tables as CSV, with a line for each number."""
     header = ["model", "table", "column", "value", "standard_error", "published", "difference"]
-    rows = []
+    lines = []
     for table in results:
         for row in table.rows:
             differences = row.differences()
-            for column in [c for c in table.columns if c in row.values]:
-                paper, (difference, _) = row.paper.get(column), differences.get(column, (None, 0))
-                line = [row.label, table.title, column, *row.values[column], paper, difference]
-                rows.append(line)
-    return tables.comma_separated(header, rows)
+            for column in table.columns:
+                if column not in row.values:
+                    continue
+                value, error = row.values[column]
+                difference, _ = differences.get(column, (None, None))
+                paper = row.paper.get(column)
+                lines.append([row.label, table.title, column, value, error, paper, difference])
+    return tables.format_csv(header, lines)

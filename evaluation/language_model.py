@@ -1,233 +1,371 @@
-"""A model as lm-evaluation-harness wants it: log-likelihoods of texts, and generated text.
+"""A model as lm-evaluation-harness uses it: log-likelihoods of texts, and generated texts.
 
-Tokens, truncation and windows are those of lm-eval's own `hf` model with GPT-2's tokenizer, so the
-numbers are the same. What differs is how they are read (batches.py). Several processes read the
-same batches that one would, each its share. lm-eval itself is told of one process: with more it
-would deal out documents, and draw other few-shot examples.
+Tokenization, truncation and windows are those of lm-eval's own `hf` model with GPT-2's tokenizer,
+so the results are the same. Only the way in which requests are batched differs (batches.py). With
+several processes, each one computes a part of the batches that a single process would compute.
+lm-eval itself is told that there is only one process: otherwise it would distribute the documents
+itself, and draw other few-shot examples.
 """
 
 import dataclasses
 import json
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from lm_eval import utils
+from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
 
-from evaluation.batches import Group, Request, batched, grouped, truncated
+from data.tokenizer import Tokenizer
+from evaluation.batches import Group, Request, batch_groups, group_requests, truncate_request
 from model.decoding import Decoder, padded
 from model.generation import Sampling, generate_text
+from model.gpt import GPT
 from training.distributed import World
 
-MAX_GEN_TOKS = 256  # lm-eval's default
-LOGITS_AT_ONCE = 2**26  # numbers: 256 MiB in float32
+DEFAULT_MAX_NEW_TOKENS = 256  # lm-eval's default
+MAX_LOGITS = 2**26  # number of logits that are computed at a time: 256 MiB in float32
+
+Batch = TypeVar("Batch")
+
+
+class GenerationSettings(NamedTuple):
+    """How the texts of a task are generated."""
+
+    sampling: Sampling
+    stop: list[str]
+    max_new_tokens: int
+
+
+class PromptBatch(NamedTuple):
+    """Prompts that are continued together."""
+
+    indices: list[int]  # of the requests
+    prompts: list[list[int]]  # their tokens
+    settings: GenerationSettings
 
 
 class LanguageModel(TemplateLM):
-    """model: in evaluation mode, on world's device; encoding: its tiktoken encoding.
+    """lm-eval's interface to a model.
 
-    batch_size: requests read at once. add_bos_token: begin every text with end-of-text, as
-    documents in training do.
+    Args:
+        model: in evaluation mode, on the device of `world`
+        batch_size: maximum number of requests per forward pass
+        autocast: context of the forward passes
+        add_bos_token: begin every text with the end-of-text token, as documents in training do
     """
 
     def __init__(
-        self, model, encoding, world: World, batch_size: int, autocast=None, add_bos_token=False
+        self,
+        model: GPT,
+        tokenizer: Tokenizer,
+        world: World,
+        batch_size: int,
+        autocast: AbstractContextManager | None = None,
+        add_bos_token: bool = False,
     ):
         super().__init__()
-        self.model, self.encoding, self.world = model, encoding, world
-        self.batch_size, self.add_bos_token = batch_size, add_bos_token
+        self.model = model
+        self.encoding = tokenizer
+        self.world = world
+        self.batch_size = batch_size
         self.autocast = autocast or nullcontext()
-        self.silent = None if world.is_main else True  # None: progress, on a terminal
+        self.add_bos_token = add_bos_token
         self.max_length = model.config.block_size
+        # tqdm's `disable`; None shows a progress bar if the output is a terminal
+        self.hide_progress = None if world.is_main else True
 
     @property
     def eot_token_id(self) -> int:
         return self.encoding.eot_token
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
-        """The text's tokens, `<|endoftext|>` in it being one."""
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: object
+    ) -> list[int]:
+        """Return the tokens of a text, in which `<|endoftext|>` is one token."""
         tokens = self.encoding.encode(string, allowed_special="all")
         if add_special_tokens is None:
             add_special_tokens = self.add_bos_token and tokens[:1] != [self.eot_token_id]
-        return [self.eot_token_id] * add_special_tokens + tokens
+        return [self.eot_token_id, *tokens] if add_special_tokens else tokens
 
-    def mine(self, batches: list, size, what: str, disable_tqdm: bool):
-        """This process's share of the batches, under a progress bar; size(batch): its requests."""
-        total, turns = sum(map(size, batches)), self.world.world_size
-        with tqdm(total=total, desc=what, disable=disable_tqdm or self.silent) as bar:
-            for number, batch in enumerate(batches):
-                if number % turns == self.world.rank:
+    def batches_of_rank(
+        self,
+        batches: list[Batch],
+        count_requests: Callable[[Batch], int],
+        description: str,
+        disable_tqdm: bool,
+    ) -> Iterator[Batch]:
+        """Yield the batches of this process, and show the progress over all requests."""
+        num_requests = sum(map(count_requests, batches))
+        hidden = disable_tqdm or self.hide_progress
+        with tqdm(total=num_requests, desc=description, disable=hidden) as bar:
+            for index, batch in enumerate(batches):
+                if index % self.world.world_size == self.world.rank:
                     yield batch
-                bar.update(size(batch))
+                bar.update(count_requests(batch))
 
     # ---- log-likelihoods ----
 
-    def loglikelihood(self, requests, disable_tqdm: bool = False):
-        return super().loglikelihood(requests, disable_tqdm=disable_tqdm or self.silent)
+    def loglikelihood(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """Return what `_loglikelihood_tokens` returns, for requests (context, continuation)."""
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm or self.hide_progress)
 
     @torch.no_grad()
     def _loglikelihood_tokens(
-        self, requests, disable_tqdm: bool = False, **_
+        self,
+        requests: list[tuple[Any, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **kwargs: object,
     ) -> list[tuple[float, bool]]:
-        """For each (texts, tokens of the context, tokens of the continuation): the continuation's
-        log-likelihood in nats, and whether it is what greedy decoding gives.
+        """Score continuations.
 
-        ValueError: a continuation without tokens, or longer than block_size.
+        Args:
+            requests: (texts, which are not used, tokens of the context, tokens of the continuation)
+
+        Returns:
+            For each request the log-likelihood of the continuation in nats, and whether greedy
+            decoding generates this continuation.
+
+        Raises:
+            ValueError: a continuation is empty, or longer than block_size
         """
-        cut = [truncated(i, c, t, self.max_length) for i, (_, c, t) in enumerate(requests)]
-        batches = batched(grouped(cut, self.batch_size), self.batch_size, self.max_length)
-        # By request: nats, and the number of tokens that are not the likeliest.
-        sums = torch.zeros(2, len(cut), dtype=torch.float64, device=self.world.device)
+        truncated = [
+            truncate_request(index, context, continuation, self.max_length)
+            for index, (_, context, continuation) in enumerate(requests)
+        ]
+        groups = group_requests(truncated, self.batch_size)
+        batches = batch_groups(groups, self.batch_size, self.max_length)
+        # for each request: log-likelihood, and number of tokens that are not the most likely ones
+        sums = torch.zeros(2, len(requests), dtype=torch.float64, device=self.world.device)
 
-        def size(batch):
-            return sum(len(group.members) for group in batch)
+        def count_requests(batch: list[Group]) -> int:
+            return sum(len(group.requests) for group in batch)
 
         with self.autocast:
-            for batch in self.mine(batches, size, "requests", disable_tqdm):
-                self.read(batch, sums)
+            for batch in self.batches_of_rank(batches, count_requests, "requests", disable_tqdm):
+                self.score_batch(batch, sums)
+        # each request was scored on one rank, and has zeros on the others
         if self.world.world_size > 1:
             torch.distributed.all_reduce(sums)
-        return [(nats, missed == 0) for nats, missed in zip(*sums.tolist())]
+        return [(nats, num_missed == 0) for nats, num_missed in zip(*sums.tolist(), strict=True)]
 
-    def read(self, batch: list[Group], sums) -> None:
-        """Add what a batch says of its requests to sums (2, requests)."""
-        members = [(row, group, m) for row, group in enumerate(batch) for m in group.members]
-        prefixes = [group.members[0].tokens[: group.prefix] for group in batch]
-        if batch[0].rest == 0:
-            hidden = self.model.hidden(self.filled(prefixes))
-            self.score(hidden, [(row, 0, m) for row, _, m in members], sums)
+    def score_batch(self, batch: list[Group], sums: torch.Tensor) -> None:
+        """Read a batch, and add the scores of its requests to sums (2, number of requests)."""
+        prefixes = [group.requests[0].tokens[: group.prefix_len] for group in batch]
+        if batch[0].suffix_len == 0:
+            hidden = self.model.hidden(self.pad_right(prefixes))
+            positions = [
+                (row, 0, request) for row, group in enumerate(batch) for request in group.requests
+            ]
+            self.add_scores(hidden, positions, sums)
             return
-        # Padded on the left, so that the prefixes end at one place and the rests begin there.
-        length = max(map(len, prefixes))
-        ids = padded(prefixes, self.world.device)
-        cache = self.model.new_cache(length + max(group.rest for group in batch))
-        hidden = self.model.hidden(ids, cache, cache.reserve(ids))
-        self.score(hidden, [(row, group.prefix - length, m) for row, group, m in members], sums)
-        longer = [each for each in members if each[2].read > each[1].prefix]
-        rows = torch.tensor([row for row, _, _ in longer], device=self.world.device)
-        cache = cache.select(rows)
-        ids = self.filled([m.tokens[group.prefix : -1] for _, group, m in longer])
-        hidden = self.model.hidden(ids, cache, cache.reserve(ids))
-        places = [(row, group.prefix, m) for row, (_, group, m) in enumerate(longer)]
-        self.score(hidden, places, sums)
 
-    def filled(self, rows: list[list[int]]) -> torch.Tensor:
-        """Token ids (rows, longest), int64, 0 to the right of shorter ones, where nothing that
-        counts looks.
+        # The prefixes are padded on the left, so that all of them end at the same position, where
+        # the suffixes begin.
+        longest_prefix = max(map(len, prefixes))
+        longest_suffix = max(group.suffix_len for group in batch)
+        ids = padded(prefixes, self.world.device)
+        cache = self.model.new_cache(longest_prefix + longest_suffix)
+        hidden = self.model.hidden(ids, cache, cache.reserve(ids))
+        positions = [
+            (row, group.prefix_len - longest_prefix, request)
+            for row, group in enumerate(batch)
+            for request in group.requests
+        ]
+        self.add_scores(hidden, positions, sums)
+
+        # Each request that has a suffix continues from a copy of the cache of its prefix.
+        with_suffix = [
+            (row, group.prefix_len, request)
+            for row, group in enumerate(batch)
+            for request in group.requests
+            if request.num_read > group.prefix_len
+        ]
+        rows = torch.tensor([row for row, _, _ in with_suffix], device=self.world.device)
+        cache = cache.select(rows)
+        ids = self.pad_right(
+            [request.tokens[prefix_len:-1] for _, prefix_len, request in with_suffix]
+        )
+        hidden = self.model.hidden(ids, cache, cache.reserve(ids))
+        positions = [
+            (row, prefix_len, request) for row, (_, prefix_len, request) in enumerate(with_suffix)
+        ]
+        self.add_scores(hidden, positions, sums)
+
+    def pad_right(self, sequences: list[list[int]]) -> torch.Tensor:
+        """Return token ids int64 (B, T).
+
+        Shorter sequences are padded with 0 on the right, which no scored token attends to.
         """
-        width = max(map(len, rows))
-        ids = [row + [0] * (width - len(row)) for row in rows]
+        longest = max(map(len, sequences))
+        ids = [tokens + [0] * (longest - len(tokens)) for tokens in sequences]
         return torch.tensor(ids, device=self.world.device)
 
-    def score(self, hidden, places: list[tuple[int, int, Request]], sums) -> None:
-        """Add to sums what the normed readouts hidden (B, T, d) say of the requests' scored tokens.
+    def add_scores(
+        self,
+        hidden: torch.Tensor,
+        positions: list[tuple[int, int, Request]],
+        sums: torch.Tensor,
+    ) -> None:
+        """Add the scores of those scored tokens that are predicted by `hidden` to `sums`.
 
-        places: (row, first, request): column 0 of the row has read the request's token number
-        `first`.
+        Args:
+            hidden: the normalized readout (B, T, d)
+            positions: (row of the batch, index of the request's token that column 0 of this row has
+                read, request); the index is negative if the row is padded on the left
+            sums: float64 (2, number of requests)
         """
-        T, positions, targets, numbers = hidden.shape[1], [], [], []
-        for row, first, request in places:
-            begin = max(request.read - request.scored, first)
-            end = max(min(request.read, first + T), begin)
-            positions += range(row * T + begin - first, row * T + end - first)
+        seq_len = hidden.shape[1]
+        # for each scored token: its place in the flattened batch, its id, and its request
+        places: list[int] = []
+        targets: list[int] = []
+        request_indices: list[int] = []
+        for row, first, request in positions:
+            # the logits at tokens begin to end - 1 predict the tokens after them
+            begin = max(request.num_read - request.num_scored, first)
+            end = max(min(request.num_read, first + seq_len), begin)
+            places += range(row * seq_len + begin - first, row * seq_len + end - first)
             targets += request.tokens[begin + 1 : end + 1]
-            numbers += [request.number] * (end - begin)
+            request_indices += [request.index] * (end - begin)
         if not targets:
             return
-        # Choices that begin alike, or that are one token each, are read from the same logits.
-        positions, at = np.unique(positions, return_inverse=True)
-        order = np.argsort(at, kind="stable")
-        at, targets, numbers = at[order], np.array(targets)[order], np.array(numbers)[order]
-        chunk = max(LOGITS_AT_ONCE // self.model.config.vocab_size, 1)
-        for start in range(0, len(positions), chunk):
-            part = slice(*np.searchsorted(at, (start, start + chunk)))
-            arrays = at[part] - start, targets[part], numbers[part], positions[start:][:chunk]
-            row, target, number, position = (
-                torch.from_numpy(array).to(self.world.device) for array in arrays
-            )
-            logits = self.model.logits(hidden.flatten(0, 1)[position])
-            nats = logits[row, target] - logits.logsumexp(-1)[row]
-            missed = logits.argmax(-1)[row] != target
-            sums.index_add_(1, number, torch.stack((nats, missed)).to(sums.dtype))
+        # Requests of a group may need the same logits, which are computed once: choices that begin
+        # alike, or that have one token each.
+        unique_places, logits_rows = np.unique(places, return_inverse=True)
+        order = np.argsort(logits_rows, kind="stable")
+        logits_rows = logits_rows[order]
+        sorted_targets = np.array(targets)[order]
+        sorted_requests = np.array(request_indices)[order]
+        chunk_size = max(MAX_LOGITS // self.model.config.vocab_size, 1)
+        flat_hidden = hidden.flatten(0, 1)
+        for start in range(0, len(unique_places), chunk_size):
+            first, last = np.searchsorted(logits_rows, (start, start + chunk_size))
+            rows = self.to_device(logits_rows[first:last] - start)
+            target = self.to_device(sorted_targets[first:last])
+            place = self.to_device(unique_places[start : start + chunk_size])
+            logits = self.model.logits(flat_hidden[place])
+            nats = logits[rows, target] - logits.logsumexp(-1)[rows]
+            missed = logits.argmax(-1)[rows] != target
+            scores = torch.stack((nats, missed)).to(sums.dtype)
+            sums.index_add_(1, self.to_device(sorted_requests[first:last]), scores)
 
-    def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of each text, read in windows of block_size that do not overlap."""
-        windows, owners = [], []
-        for number, request in enumerate(requests):
+    def to_device(self, array: np.ndarray) -> torch.Tensor:
+        """Return an array as a tensor on the device."""
+        return torch.from_numpy(array).to(self.world.device)
+
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Return the log-likelihood of each text, read in windows of block_size without overlap."""
+        windows = []
+        text_indices = []
+        for index, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0])
             for window in utils.get_rolling_token_windows(
                 tokens, self.prefix_token_id, self.max_length, 1
             ):
-                windows.append((None, *utils.make_disjoint_window(window)))
-                owners.append(number)
-        answers = self._loglikelihood_tokens(windows, disable_tqdm)
+                context, continuation = utils.make_disjoint_window(window)
+                windows.append((None, context, continuation))
+                text_indices.append(index)
+        scores = self._loglikelihood_tokens(windows, disable_tqdm)
         totals = [0.0] * len(requests)
-        for owner, (nats, _) in zip(owners, answers):
-            totals[owner] += nats
+        for index, (nats, _) in zip(text_indices, scores, strict=True):
+            totals[index] += nats
         return totals
 
     # ---- generated text ----
 
-    def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
-        """The text after each context, up to the first of its `until` strings; by default the
-        likeliest tokens.
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Continue texts up to the first of their `until` strings; by default with greedy decoding.
 
-        ValueError: settings that this generation does not have, or no room for a context.
+        Raises:
+            ValueError: a setting is not supported, or leaves no room for a context
         """
-        alike: dict[str, list[int]] = {}
-        for number, request in enumerate(requests):
-            alike.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
+        # texts with the same settings are generated together
+        indices_by_settings: dict[str, list[int]] = {}
+        for index, request in enumerate(requests):
+            key = json.dumps(request.args[1], sort_keys=True)
+            indices_by_settings.setdefault(key, []).append(index)
         batches = []
-        for numbers in alike.values():
-            sampling, stop, new = generation_settings(requests[numbers[0]].args[1])
-            if (room := self.max_length - new) < 1:
+        for indices in indices_by_settings.values():
+            settings = generation_settings(requests[indices[0]].args[1])
+            max_context = self.max_length - settings.max_new_tokens
+            if max_context < 1:
                 raise ValueError(
-                    f"max_gen_toks={new} leaves no room for a context in "
+                    f"max_gen_toks={settings.max_new_tokens} leaves no room for a context in "
                     f"block_size={self.max_length}"
                 )
-            texts = {n: self.tok_encode(requests[n].args[0])[-room:] for n in numbers}
-            numbers = sorted(numbers, key=lambda n: max(len(texts[n]), 1), reverse=True)
-            for start in range(0, len(numbers), self.batch_size):
-                part = numbers[start : start + self.batch_size]
-                prompts = [texts[n] or [self.eot_token_id] for n in part]
-                batches.append((part, prompts, sampling, stop, new))
-        answers: dict[int, str] = {}
-        with self.autocast:
-            for batch in self.mine(batches, lambda batch: len(batch[0]), "texts", disable_tqdm):
-                answers |= self.generated(*batch)
-        if self.world.world_size > 1:
-            everyone = [{}] * self.world.world_size
-            torch.distributed.all_gather_object(everyone, answers)
-            answers = {number: text for part in everyone for number, text in part.items()}
-        return [answers[number] for number in range(len(requests))]
+            prompts = {}
+            for index in indices:
+                tokens = self.tok_encode(requests[index].args[0])[-max_context:]
+                prompts[index] = tokens or [self.eot_token_id]
+            longest_first = sorted(indices, key=lambda index: len(prompts[index]), reverse=True)
+            for start in range(0, len(longest_first), self.batch_size):
+                chosen = longest_first[start : start + self.batch_size]
+                batches.append(PromptBatch(chosen, [prompts[index] for index in chosen], settings))
 
-    def generated(self, numbers, prompts, sampling, stop: list[str], new: int) -> dict[int, str]:
-        """{number: text} of the prompts; a number is its text's seed."""
-        texts = dict.fromkeys(numbers, "")
-        decoder = Decoder(self.model, len(prompts), max(map(len, prompts)) + new)
-        pieces = generate_text(decoder, self.encoding, prompts, new, sampling, numbers, stop)
-        for row, piece, *_ in pieces:
-            texts[numbers[row]] += piece or ""
+        texts: dict[int, str] = {}
+        with self.autocast:
+            for batch in self.batches_of_rank(
+                batches, lambda batch: len(batch.indices), "texts", disable_tqdm
+            ):
+                texts.update(self.generate_batch(batch))
+        if self.world.world_size > 1:
+            texts_of_ranks: list[dict[int, str]] = [{}] * self.world.world_size
+            torch.distributed.all_gather_object(texts_of_ranks, texts)
+            texts = {index: text for part in texts_of_ranks for index, text in part.items()}
+        return [texts[index] for index in range(len(requests))]
+
+    def generate_batch(self, batch: PromptBatch) -> dict[int, str]:
+        """Return the continuations of prompts by the index of the request, which is its seed."""
+        texts = dict.fromkeys(batch.indices, "")
+        longest_prompt = max(map(len, batch.prompts))
+        max_new_tokens = batch.settings.max_new_tokens
+        decoder = Decoder(self.model, len(batch.prompts), longest_prompt + max_new_tokens)
+        pieces = generate_text(
+            decoder,
+            self.encoding,
+            prompts=batch.prompts,
+            max_new_tokens=max_new_tokens,
+            sampling=batch.settings.sampling,
+            seeds=batch.indices,
+            stop=batch.settings.stop,
+        )
+        for row, piece, _ in pieces:
+            texts[batch.indices[row]] += piece or ""
         return texts
 
 
-def generation_settings(settings: dict) -> tuple[Sampling, list[str], int]:
-    """(how to draw, stop strings, most new tokens) of a task's generation_kwargs.
+def generation_settings(generation_kwargs: dict) -> GenerationSettings:
+    """Convert the generation_kwargs of a task.
 
-    ValueError: one that is unknown.
+    Raises:
+        ValueError: a key is not supported
     """
-    left = dict(normalize_gen_kwargs(settings, MAX_GEN_TOKS))
-    stop, new, do_sample = left.pop("until"), left.pop("max_gen_toks"), left.pop("do_sample")
-    if left.get("top_k", 1) in (0, None, -1):  # lm-eval's other backends take these for "all"
-        left["top_k"] = None
-    known = sorted(field.name for field in dataclasses.fields(Sampling))
-    if unknown := sorted(left.keys() - set(known)):
+    settings = dict(normalize_gen_kwargs(generation_kwargs, DEFAULT_MAX_NEW_TOKENS))
+    stop = settings.pop("until")
+    max_new_tokens = settings.pop("max_gen_toks")
+    do_sample = settings.pop("do_sample")
+    # lm-eval's other models read these values as "all tokens"
+    if settings.get("top_k", 1) in (0, None, -1):
+        settings["top_k"] = None
+    supported = sorted(field.name for field in dataclasses.fields(Sampling))
+    for name in sorted(settings.keys() - set(supported)):
         raise ValueError(
-            f"generation_kwargs: {unknown[0]} is not supported; there are {', '.join(known)}"
+            f"generation_kwargs: {name} is not supported; the supported keys are "
+            f"{', '.join(supported)}"
         )
     if not do_sample:
-        left["temperature"] = 0.0
-    return Sampling(**left), [each for each in stop if each], new
+        settings["temperature"] = 0.0
+    return GenerationSettings(
+        sampling=Sampling(**settings),
+        stop=[text for text in stop if text],
+        max_new_tokens=max_new_tokens,
+    )

@@ -1,6 +1,4 @@
-"""The evaluations of one call. Each result is stored as soon as it is there, and a stored one is
-not made again.
-"""
+"""Evaluate models, store each result as soon as it is computed, and reuse stored results."""
 
 import datetime
 import fcntl
@@ -8,161 +6,280 @@ import importlib.metadata
 import json
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from data.loader import ValidationBatches
-from data.shards import write_json
+from data.shards import Corpus
+from data.tokenizer import Tokenizer
 from data.windows import Windows
 from evaluation import tasks
-from evaluation.tasks import Loaded
+from evaluation.subjects import Subject
+from evaluation.tasks import LoadedTask
+from model.gpt import GPT
 from training import metrics
-from training.distributed import computes_in_bfloat16
+from training.distributed import World, computes_in_bfloat16
 from training.provenance import collect_provenance
 from training.validation import evaluate
 from utils import files, units
 
-VALIDATION_TOKENS = 2**14  # read at once
-KEY = ("weights", "task", "shots", "settings")  # a stored result with all of these is taken
+if TYPE_CHECKING:
+    from evaluation.language_model import LanguageModel  # needs lm-eval
+
+MAX_VALIDATION_TOKENS = 2**14  # number of tokens per forward pass on the validation split
+# The keys of an entry of results.json that identify it. An entry with the same values of these is
+# reused, or replaced.
+KEYS = ("weights", "task", "shots", "settings")
 
 
 class Evaluation:
-    """What all evaluations of a call share; args: those of eval.py, results go to `out`.
+    """Runs the evaluations of one call of eval.py.
 
-    entries: the content of results.json; failures: a line about each task that failed.
+    Args:
+        out: folder of results.json
+        dtype: "auto", "float32" or "bfloat16"
+        batch_size: maximum number of sequences per forward pass; None chooses one for the device
+        shots: numbers of few-shot examples
+        add_bos_token: begin every text with the end-of-text token
+        limit: evaluate only this many items of each task; None evaluates all
+        log_samples: write every item with its results to a file
+
+    Attributes:
+        entries: the entries of results.json
+        failures: a message for each task whose evaluation failed
     """
 
-    def __init__(self, args, world, out: Path):
-        self.args, self.world, self.out = args, world, out
-        self.bf16 = computes_in_bfloat16(args.dtype, world.device)
-        self.autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=self.bf16)
-        self.batch_size = args.batch_size or (512 if world.device.type == "cuda" else 64)
-        self.entries, self.failures = stored(out), []
-        if world.world_size > 1:  # what process 0 knows, so that all of them do the same
-            everyone = [self.entries]
-            torch.distributed.broadcast_object_list(everyone)
-            self.entries = everyone[0]
+    def __init__(
+        self,
+        world: World,
+        out: Path,
+        *,
+        dtype: str,
+        batch_size: int | None,
+        shots: list[int],
+        add_bos_token: bool,
+        limit: int | None,
+        log_samples: bool,
+    ):
+        self.world = world
+        self.out = out
+        self.shots = shots
+        self.add_bos_token = add_bos_token
+        self.limit = limit
+        self.log_samples = log_samples
+        self.is_bfloat16 = computes_in_bfloat16(dtype, world.device)
+        self.autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=self.is_bfloat16)
+        self.batch_size = batch_size or (512 if world.device.type == "cuda" else 64)
+        self.failures: list[str] = []
+        self.entries = read_entries(out)
+        # all processes must skip the same evaluations, so they use what the main process has read
+        if world.world_size > 1:
+            objects = [self.entries]
+            torch.distributed.broadcast_object_list(objects)
+            self.entries = objects[0]
 
-    def entry(self, subject, task: str, shots: int | None, **settings) -> tuple[dict, dict | None]:
-        """(what an entry says before its evaluation, the stored entry of the same key)."""
-        dtype = "bfloat16" if self.bf16 else "float32"
-        settings = {"dtype": dtype, "batch_size": self.batch_size, **settings}
-        entry = dict(zip(KEY, (subject.identity, task, shots, settings)))
-        match = next((old for old in self.entries if same_key(old, entry)), None)
-        return entry | {"label": subject.label, "folder": str(subject.folder)}, match
+    def start_entry(
+        self, subject: Subject, task: str, shots: int | None, settings: dict
+    ) -> tuple[dict, dict | None]:
+        """Return a new entry, without results, and the stored entry that it would replace."""
+        entry = {
+            "weights": subject.identity,
+            "task": task,
+            "shots": shots,
+            "settings": {
+                "dtype": "bfloat16" if self.is_bfloat16 else "float32",
+                "batch_size": self.batch_size,
+                **settings,
+            },
+            "label": subject.label,
+            "folder": str(subject.folder),
+        }
+        for stored_entry in self.entries:
+            if has_same_key(stored_entry, entry):
+                return entry, stored_entry
+        return entry, None
 
-    def store(self, entry: dict, started: float, line: str) -> dict:
-        """The finished entry, written and told about by process 0."""
-        entry |= {"seconds": time.perf_counter() - started, **collect_provenance()}
+    def store(self, entry: dict, results: dict, start: float, line: str) -> dict:
+        """Add results and their origin to an entry; the main process stores and reports it.
+
+        Args:
+            start: time.perf_counter() when the evaluation started
+            line: the results in words
+        """
+        seconds = time.perf_counter() - start
+        complete_entry = {**entry, **results, "seconds": seconds, **collect_provenance()}
         if self.world.is_main:
-            self.entries = add(self.out, entry)
-            print(
-                f"{entry['label']}: {line} in {units.format_duration(entry['seconds'])}", flush=True
-            )
-        return entry
+            self.entries = add_entry(self.out, complete_entry)
+            duration = units.format_duration(seconds)
+            print(f"{entry['label']}: {line} in {duration}", flush=True)
+        return complete_entry
 
-    def validation(self, subject, model, corpus) -> dict:
-        """The entry of the whole validation split."""
-        entry, match = self.entry(subject, "validation", None, corpus=corpus.identity)
-        if match:
-            return match
-        started, length = time.perf_counter(), model.config.block_size
+    def evaluate_validation(self, subject: Subject, model: GPT, corpus: Corpus) -> dict:
+        """Return the entry of the whole validation split."""
+        settings = {"corpus": corpus.identity}
+        entry, stored_entry = self.start_entry(subject, "validation", None, settings)
+        if stored_entry is not None:
+            return stored_entry
+        start = time.perf_counter()
+        block_size = model.config.block_size
         documents = Windows.of(corpus.meta)
-        batches = ValidationBatches(corpus.val, length, corpus.meta["vocab_size"], documents)
-        rows, windows = max(min(self.batch_size, VALIDATION_TOKENS // length), 1), batches.windows
+        batches = ValidationBatches(corpus.val, block_size, corpus.meta["vocab_size"], documents)
+        num_sequences = batches.windows
+        micro_batch_size = max(min(self.batch_size, MAX_VALIDATION_TOKENS // block_size), 1)
         with torch.no_grad():
-            scores = evaluate(model, batches, list(range(windows)), rows, self.world, self.autocast)
-        record = metrics.compute_validation_metrics(
-            scores.pop("loss"), corpus.bytes_per_token("val")
-        )
-        record |= {f"val_{key}": value for key, value in scores.items()}
-        entry["tokens"] = windows * length if documents else len(batches.tokens) - 1
-        entry["record"] = record
+            scores = evaluate(
+                model,
+                batches,
+                list(range(num_sequences)),
+                micro_batch_size,
+                self.world,
+                self.autocast,
+            )
+        loss = scores.pop("loss")
+        record = {
+            **metrics.compute_validation_metrics(loss, corpus.bytes_per_token("val")),
+            **{f"val_{key}": value for key, value in scores.items()},
+        }
+        # sequences of a stream overlap by one token; those of documents do not, and may be padded
+        num_tokens = num_sequences * block_size if documents else len(batches.tokens) - 1
         line = ", ".join(f"{key} {value:.4f}" for key, value in record.items())
-        return self.store(entry, started, line)
+        return self.store(entry, {"tokens": num_tokens, "record": record}, start, line)
 
-    def tasks(self, subject, model, encoding, loaded: list[Loaded]) -> list[dict]:
-        """The entries of all tasks with every number of shots."""
+    def evaluate_tasks(
+        self, subject: Subject, model: GPT, tokenizer: Tokenizer, loaded_tasks: list[LoadedTask]
+    ) -> list[dict]:
+        """Return the entries of all tasks with each number of few-shot examples."""
         from evaluation.language_model import LanguageModel  # needs lm-eval
 
         language_model = LanguageModel(
-            model, encoding, self.world, self.batch_size, self.autocast, self.args.add_bos_token
+            model,
+            tokenizer,
+            self.world,
+            self.batch_size,
+            autocast=self.autocast,
+            add_bos_token=self.add_bos_token,
         )
         entries = []
-        for shots, task in [(shots, task) for shots in self.args.shots for task in loaded]:
-            try:
-                entries.append(self.task(subject, language_model, task, shots))
-            except ValueError as error:  # of this task: the others have their results
-                what = f"task {task.name}, {shots}-shot, of {subject.label}"
-                self.failures.append(f"{what} failed: {error}")
+        for num_shots in self.shots:
+            for task in loaded_tasks:
+                try:
+                    entries.append(self.evaluate_task(subject, language_model, task, num_shots))
+                except ValueError as error:  # the other tasks are evaluated nevertheless
+                    self.failures.append(
+                        f"task {task.name}, {num_shots}-shot, of {subject.label} failed: {error}"
+                    )
         return entries
 
-    def task(self, subject, language_model, task: Loaded, shots: int) -> dict:
-        """The entry of one task; the stored one where its prompts and answers are as they were."""
-        args, version = self.args, importlib.metadata.version("lm_eval")
-        settings = {"add_bos_token": args.add_bos_token, "limit": args.limit, "lm_eval": version}
-        entry, match = self.entry(subject, task.name, shots, **settings)
-        if match and (not args.log_samples or self.has_samples(match)):
-            tasks.prepare(task, shots)
-            for each in task.tasks.values():
-                each.build_all_requests(limit=args.limit)
-            if match["digest"] == tasks.digest(task):
-                return match | {key: entry[key] for key in ("label", "folder")}
-        started, main = time.perf_counter(), self.world.is_main
-        results = tasks.evaluate(language_model, task, shots, args.log_samples, args.limit, main)
-        entry |= {"samples": None, "digest": tasks.digest(task), **tasks.summary(task, results)}
-        if args.log_samples and main:
-            date = datetime.datetime.now().isoformat().replace(":", "-")  # as lm-eval has it
-            entry["samples"] = f"samples_TASK_{date}.jsonl"
+    def evaluate_task(
+        self,
+        subject: Subject,
+        language_model: "LanguageModel",
+        task: LoadedTask,
+        num_shots: int,
+    ) -> dict:
+        """Return the entry of a task: the stored one if its requests have not changed."""
+        settings = {
+            "add_bos_token": self.add_bos_token,
+            "limit": self.limit,
+            "lm_eval": importlib.metadata.version("lm_eval"),
+        }
+        entry, stored_entry = self.start_entry(subject, task.name, num_shots, settings)
+        if stored_entry is not None and (not self.log_samples or self.has_samples(stored_entry)):
+            tasks.set_num_shots(task, num_shots)
+            for each_task in task.tasks.values():
+                each_task.build_all_requests(limit=self.limit)
+            if stored_entry["digest"] == tasks.compute_digest(task):
+                # the model may have another label and folder than when it was evaluated
+                return {**stored_entry, "label": entry["label"], "folder": entry["folder"]}
+        start = time.perf_counter()
+        results = tasks.evaluate(
+            language_model,
+            task,
+            num_shots,
+            log_samples=self.log_samples,
+            limit=self.limit,
+            standard_errors=self.world.is_main,
+        )
+        # the samples of each task are in a file with this name, with the task's name for TASK
+        samples_name = None
+        if self.log_samples and self.world.is_main:
+            # in the format of lm-eval's file names
+            date = datetime.datetime.now().isoformat().replace(":", "-")
+            samples_name = f"samples_TASK_{date}.jsonl"
             for name, samples in results["samples"].items():
-                write_samples(self.out / entry["samples"].replace("TASK", name), samples)
-        shown = [f"{name} {m} {value:.2f}" for name, (m, value, _) in entry["shown"].items()]
-        return self.store(entry, started, f"{shots}-shot {'; '.join(shown)}")
+                write_samples(self.out / samples_name.replace("TASK", name), samples)
+        summary = tasks.summarize(task, results)
+        metrics_in_words = "; ".join(
+            f"{name} {metric.name} {metric.value:.2f}" for name, metric in summary["shown"].items()
+        )
+        return self.store(
+            entry,
+            {"samples": samples_name, "digest": tasks.compute_digest(task), **summary},
+            start,
+            f"{num_shots}-shot {metrics_in_words}",
+        )
 
     def has_samples(self, entry: dict) -> bool:
-        """Whether the files of an entry's items are there."""
-        pattern = entry["samples"]
-        return bool(pattern) and all(
-            (self.out / pattern.replace("TASK", name)).exists() for name in entry["n-samples"]
+        """Return whether the files with the samples of an entry exist."""
+        samples_name = entry["samples"]
+        if not samples_name:
+            return False
+        return all(
+            (self.out / samples_name.replace("TASK", name)).exists() for name in entry["n-samples"]
         )
 
 
-def stored(out: Path) -> list[dict]:
-    """The entries of a folder's results.json. ValueError: the file is damaged."""
+# ---- results.json ----
+
+
+def read_entries(out: Path) -> list[dict]:
+    """Return the entries of the results.json in a folder.
+
+    Raises:
+        ValueError: the file is damaged
+    """
     path = out / "results.json"
     return files.read_json(path).get("entries", []) if path.exists() else []
 
 
-def same_key(one: dict, other: dict) -> bool:
-    return all(one[key] == other[key] for key in KEY)
+def has_same_key(first: dict, second: dict) -> bool:
+    """Return whether two entries are results of the same evaluation."""
+    return all(first[key] == second[key] for key in KEYS)
 
 
-def add(out: Path, entry: dict) -> list[dict]:
-    """The entries of results.json after this one has taken the place of any of the same key.
-
-    Another call may be writing to the same file: entries of both stay.
-    """
+def add_entry(out: Path, entry: dict) -> list[dict]:
+    """Add an entry to results.json, in place of any with the same key, and return all entries."""
+    # another call may write to the same file, and the entries of both must stay
     with open(out / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        entries = [old for old in stored(out) if not same_key(old, entry)] + [entry]
-        write_json(out / "results.json", {"entries": entries})
+        entries = [other for other in read_entries(out) if not has_same_key(other, entry)]
+        entries.append(entry)
+        text = json.dumps({"entries": entries}, indent=1) + "\n"
+        files.write_text(out / "results.json", text)
     return entries
 
 
 def write_samples(path: Path, samples: list[dict]) -> None:
-    """Every item, one JSON object a line: the bytes of lm-eval's EvaluationTracker.
+    """Write items with their results, one JSON object per line, byte for byte as lm-eval does.
 
-    That one takes a full disk for success.
+    lm-eval's own EvaluationTracker does not report a full disk.
     """
     from lm_eval.utils import handle_non_serializable, sanitize_list
 
     lines = []
     for sample in samples:
-        arguments = {
-            f"gen_args_{i}": {f"arg_{j}": each for j, each in enumerate(args)}
-            for i, args in enumerate(sample["arguments"])
+        record = {
+            **sample,
+            "resps": sanitize_list(sample["resps"]),
+            "filtered_resps": sanitize_list(sample["filtered_resps"]),
+            "arguments": {
+                f"gen_args_{index}": {
+                    f"arg_{position}": argument for position, argument in enumerate(arguments)
+                }
+                for index, arguments in enumerate(sample["arguments"])
+            },
+            "target": str(sample["target"]),
         }
-        texts = {key: sanitize_list(sample[key]) for key in ("resps", "filtered_resps")}
-        record = sample | texts | {"arguments": arguments, "target": str(sample["target"])}
         lines.append(json.dumps(record, default=handle_non_serializable, ensure_ascii=False) + "\n")
     files.write_text(path, "".join(lines))

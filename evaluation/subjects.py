@@ -1,103 +1,119 @@
-"""What is evaluated: a checkpoint of a run, or an exported or released folder; and its corpus."""
+"""Find the models that are evaluated, which are checkpoints or exported folders, and their corpora."""
 
 import hashlib
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from data import tokenizer
-from data.shards import open_corpus
+from data.shards import Corpus, open_corpus
+from data.tokenizer import Tokenizer
 from model import weights
+from model.gpt import GPT
 from training import checkpoint
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model on disk; `state` is its state.json, None for an exported folder."""
+    """A model on disk."""
 
     label: str
     folder: Path
-    state: dict | None
-    identity: str  # SHA-256 of its weights and all that goes with them
 
-    def load(self, device):
-        """(model in evaluation mode, tiktoken encoding, stem)."""
-        model, encoding, state = checkpoint.load_model(self.folder, device)
-        return model, encoding, state["model"]
+    # state.json of a checkpoint; None for an exported or released folder
+    state: dict | None
+
+    # SHA-256 of the weights and everything that belongs to them
+    identity: str
+
+    def load(self, device: torch.device | str) -> tuple[GPT, Tokenizer, str]:
+        """Return the model in evaluation mode, its tokenizer, and the name of its variant."""
+        model, model_tokenizer, state = checkpoint.load_model(self.folder, device)
+        return model, model_tokenizer, state["model"]
 
 
 def find(path: str) -> Subject:
-    """The newest checkpoint of a run, a checkpoint folder, or a folder with a config.json.
+    """Return the latest checkpoint of a run, a checkpoint, or an exported or released folder.
 
-    ValueError: it is none of these, or damaged.
+    Raises:
+        ValueError: the path is none of these, or damaged
     """
     folder = Path(path)
     if checkpoint.is_exported(folder):
-        files = (
+        files = [
             folder / "config.json",
             folder / "tokenizer.json",
             *weights.list_weight_files(folder),
-        )
+        ]
         digests = [hashlib.sha256(file.read_bytes()).digest() for file in files if file.is_file()]
-        return Subject(
-            folder.resolve().name, folder, None, hashlib.sha256(b"".join(digests)).hexdigest()
-        )
+        identity = hashlib.sha256(b"".join(digests)).hexdigest()
+        return Subject(folder.resolve().name, folder, None, identity)
     folder = checkpoint.find(folder)
     state = checkpoint.read_state(folder)
-    label = f"{run_of(folder.resolve()).name}, step {state['step']:,}"
-    digest = hashlib.sha256((folder / checkpoint.CHECKSUMS).read_bytes()).hexdigest()
-    return Subject(label, folder, state, digest)
+    label = f"{find_run_folder(folder.resolve()).name}, step {state['step']:,}"
+    identity = hashlib.sha256((folder / checkpoint.CHECKSUMS).read_bytes()).hexdigest()
+    return Subject(label, folder, state, identity)
 
 
 def find_all(paths: list[str]) -> list[Subject]:
-    """Each path's subject. Equal labels have the name of the folder above in front."""
+    """Return the subject of each path; labels that are equal get the name of the parent folder."""
     subjects = [find(path) for path in paths]
     labels = [subject.label for subject in subjects]
-    for i, path in enumerate(paths):
-        if labels.count(labels[i]) > 1:
-            above = run_of(Path(path).resolve()).parent.name
-            subjects[i] = replace(subjects[i], label=f"{above}/{labels[i]}")
+    for index, path in enumerate(paths):
+        if labels.count(labels[index]) > 1:
+            parent = find_run_folder(Path(path).resolve()).parent.name
+            subjects[index] = replace(subjects[index], label=f"{parent}/{labels[index]}")
     return subjects
 
 
-def run_of(path: Path) -> Path:
-    """The run folder of a checkpoint folder; any other folder itself."""
+def find_run_folder(path: Path) -> Path:
+    """Return the run folder that a checkpoint folder belongs to; any other folder as it is."""
     return path.parents[1] if path.parent.name == "checkpoints" else path
 
 
-def home(paths: list[str]) -> Path:
-    """Where results go by default: into the run, or, of several, into the folder above them all.
+def default_out_folder(paths: list[str]) -> Path:
+    """Return the folder for results: eval/ in the run, or in the folder that contains all runs.
 
-    ValueError: they have none in common.
+    Raises:
+        ValueError: only the root folder contains all runs
     """
-    runs = {run_of(Path(path).resolve()) for path in paths}
-    shared = runs.pop() if len(runs) == 1 else Path(os.path.commonpath([r.parent for r in runs]))
-    if shared == Path(shared.anchor):
-        raise ValueError("the runs have no folder in common: give --out=FOLDER")
-    return shared / "eval"
+    run_folders = {find_run_folder(Path(path).resolve()) for path in paths}
+    if len(run_folders) == 1:
+        common_folder = run_folders.pop()
+    else:
+        common_folder = Path(os.path.commonpath([folder.parent for folder in run_folders]))
+    if common_folder == Path(common_folder.anchor):
+        raise ValueError("the runs have no common folder for the results; give --out=FOLDER")
+    return common_folder / "eval"
 
 
-def refuse_ids(subject: Subject) -> None:
-    """ValueError: its tokens are ids of a synthetic corpus, for which no task has a text."""
+def check_has_text(subject: Subject) -> None:
+    """Raise ValueError if the tokens of a model are ids of a synthetic corpus, and not text."""
     if tokenizer.describe(subject.folder)["name"] == "ids":
         raise ValueError(
-            f"{subject.folder}: its tokens are ids, not text, and --tasks are of text: give "
-            "--val alone"
+            f"{subject.folder}: the tokens of this model are ids, not text, so it cannot be "
+            "evaluated on tasks; give --val without --tasks"
         )
 
 
-def open_corpus_of(subject: Subject, dataset: str):
-    """The corpus `dataset`, or, where that is empty, the one that the run was trained on.
+def open_corpus_of(subject: Subject, dataset: str) -> Corpus:
+    """Open the corpus `dataset`, or, if that is empty, the one that the run was trained on.
 
-    ValueError: there is none, or its tokens are not the model's.
+    Raises:
+        ValueError: there is no corpus, or it was tokenized with another tokenizer than the model's
     """
     if not dataset and subject.state is None:
-        raise ValueError(f"{subject.folder} does not know its corpus: give --val=DATASET")
-    corpus = open_corpus(dataset or subject.state["run_config"]["dataset"])
-    described = tokenizer.describe(corpus.path), tokenizer.describe(subject.folder)
-    if not tokenizer.same_tokens(*described):
         raise ValueError(
-            f"{corpus.path} has other tokens than {subject.folder}: give its own corpus, "
-            "--val=DATASET"
+            f"{subject.folder} does not name the corpus that it was trained on; give --val=DATASET"
+        )
+    corpus = open_corpus(dataset or subject.state["run_config"]["dataset"])
+    corpus_tokenizer = tokenizer.describe(corpus.path)
+    model_tokenizer = tokenizer.describe(subject.folder)
+    if not tokenizer.same_tokens(corpus_tokenizer, model_tokenizer):
+        raise ValueError(
+            f"{corpus.path} was tokenized with another tokenizer than that of {subject.folder}; "
+            "give the corpus of the model, --val=DATASET"
         )
     return corpus

@@ -1,4 +1,4 @@
-"""The paper's eight tasks and any other of lm-evaluation-harness: finding, loading, evaluating."""
+"""Find, load and evaluate tasks of lm-evaluation-harness, such as the paper's eight."""
 
 import functools
 import hashlib
@@ -11,44 +11,78 @@ import sys
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from data.hub import OutOfPatience, check_minutes, kinds, retried
 from training import distributed
+from training.distributed import World
 from utils import errors, machine
 
-# What the paper reports of each task, in its tables' order.
-_ACC_NORM = ("arc_challenge", "arc_easy", "hellaswag", "openbookqa", "piqa", "sciq")
-PAPER_METRICS = dict.fromkeys(_ACC_NORM, "acc_norm")
-PAPER_METRICS |= dict.fromkeys(("social_iqa", "winogrande"), "acc")
-# Of other tasks the first of these that they have, else the first metric they report.
-PREFERRED = ("acc_norm", "acc", "exact_match", "f1")
-PERCENT = (*PREFERRED, "acc_bytes", "acc_mutual_info", "em", "mcc")
-RETRY_MINUTES = 10.0
-SEED = 1234  # of the few-shot examples: lm-eval's own default
-UNKNOWN_DATA = {"RepositoryNotFoundError", "DatasetNotFoundError", "GatedRepoError"}
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+
+    from evaluation.language_model import LanguageModel
+
+# The metric that the paper reports for each task, in the order of its tables.
+PAPER_METRICS = {
+    "arc_challenge": "acc_norm",
+    "arc_easy": "acc_norm",
+    "hellaswag": "acc_norm",
+    "openbookqa": "acc_norm",
+    "piqa": "acc_norm",
+    "sciq": "acc_norm",
+    "social_iqa": "acc",
+    "winogrande": "acc",
+}
+# For any other task, tables show the first of these metrics that it has, or else its first metric.
+PREFERRED_METRICS = ("acc_norm", "acc", "exact_match", "f1")
+# Metrics that tables show in percent.
+PERCENT_METRICS = (*PREFERRED_METRICS, "acc_bytes", "acc_mutual_info", "em", "mcc")
+DEFAULT_RETRY_MINUTES = 10.0
+FEWSHOT_SEED = 1234  # lm-eval's default
+# Exceptions by which the Hugging Face Hub says that a dataset cannot be had.
+UNKNOWN_DATASET_ERRORS = {"RepositoryNotFoundError", "DatasetNotFoundError", "GatedRepoError"}
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """One name of --tasks with its data: a task, or a group or tag of several.
-
-    tasks: lm-eval's, by name; own_shots: the number of examples that a task's file fixes.
-    """
+class LoadedTask:
+    """What lm-eval has loaded for a name of --tasks: a task, or a group or tag of several."""
 
     name: str
+
+    # as lm-eval's TaskManager.load returns it
     content: dict
+
+    # by task, the number of few-shot examples that its file sets; None if it sets none
     own_shots: dict[str, int | None]
 
     @property
-    def tasks(self) -> dict:
+    def tasks(self) -> dict[str, Any]:
+        """lm-eval's tasks by name."""
         return self.content["tasks"]
 
 
-def import_lm_eval():
-    """The package, kept quiet. ValueError: it is not installed."""
+class Metric(NamedTuple):
+    """A metric of a task, as a table shows it. It is stored as a list in results.json."""
+
+    name: str
+    value: float
+    standard_error: float | None
+
+
+# ---- loading ----
+
+
+def import_lm_eval() -> ModuleType:
+    """Import lm-eval, and silence its progress bars and warnings.
+
+    Raises:
+        ValueError: the package is not installed
+    """
     for module in ("api.task", "evaluator", "tasks"):
         errors.import_optional(f"lm_eval.{module}", "evaluation on tasks")
     import datasets
@@ -57,17 +91,19 @@ def import_lm_eval():
 
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    # Its bar over the contexts has no switch: a terminal alone gets one, and from one process.
+    # The progress bar of the contexts has no option to hide it. It is shown on a terminal, and by
+    # the first process.
     lm_eval.api.task.tqdm = functools.partial(tqdm, disable=True if machine.rank() else None)
-    # It warns of every default that a task file leaves out.
+    # lm-eval warns about every default that a task file omits
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     return lm_eval
 
 
 def go_offline_without_a_hub() -> None:
-    """Ask the hub once. Where it is out of reach, `datasets` then looks at its cache alone.
+    """Try to reach the Hugging Face Hub once; if it cannot be reached, use cached datasets only.
 
-    Otherwise it would try for 23 seconds for each task. It reads the setting when it is imported.
+    Otherwise `datasets` would try for 23 seconds for each task. It must be called before `datasets`
+    is imported, which then reads the environment variable.
     """
     if os.environ.get("HF_HUB_OFFLINE") or os.environ.get("HF_DATASETS_OFFLINE"):
         return
@@ -75,168 +111,238 @@ def go_offline_without_a_hub() -> None:
     try:
         urllib.request.urlopen(hub, timeout=5).close()
     except (urllib.error.HTTPError, ConnectionResetError):
-        pass  # it is there, and has troubles that may pass
+        pass  # the hub responds; its failure may be temporary
     except (OSError, ValueError):
         os.environ["HF_HUB_OFFLINE"] = "1"
 
 
-def open_all(
-    names: list[str], include_path: str | None, world, retry_minutes: float = RETRY_MINUTES
-) -> tuple[list[Loaded], list[str]]:
-    """The tasks that can be had, and a line about each that cannot.
+def load_all(
+    names: list[str],
+    include_path: str | None,
+    world: World,
+    retry_minutes: float = DEFAULT_RETRY_MINUTES,
+) -> tuple[list[LoadedTask], list[str]]:
+    """Load tasks on all processes.
 
-    Process 0 comes first, so that data are fetched once; the others load what it has.
-    ValueError: an unknown name or folder, no lm-eval.
+    The main process downloads the data; the others then load the same tasks from the cache.
+
+    Args:
+        include_path: folder with the user's task files
+        retry_minutes: how long to retry for a task if the hub does not respond
+
+    Returns:
+        The tasks that could be loaded, and a message for each of the others.
+
+    Raises:
+        ValueError: there is no such task or folder, or lm-eval is not installed
     """
     check_minutes(retry_minutes)
     go_offline_without_a_hub()
-    waiting = distributed.patient_group() if world.world_size > 1 else None
-    loaded, missing = [], []
+    # a download may take longer than the timeout of the usual group
+    group = distributed.patient_group() if world.world_size > 1 else None
+    loaded: list[LoadedTask] = []
+    messages: list[str] = []
     if world.is_main:
-        loaded, missing = load(names, find(names, include_path), retry_minutes)
-    if waiting:
-        names_had = [[task.name for task in loaded]]
-        torch.distributed.broadcast_object_list(names_had, group=waiting)
+        loaded, messages = load(names, find(names, include_path), retry_minutes)
+    if group is not None:
+        loaded_names = [[task.name for task in loaded]]
+        torch.distributed.broadcast_object_list(loaded_names, group=group)
         if not world.is_main:
-            loaded, missing = load(names_had[0], find(names, include_path), retry_minutes)
-        torch.distributed.barrier(waiting)
-    return loaded, missing
+            loaded, messages = load(loaded_names[0], find(names, include_path), retry_minutes)
+        torch.distributed.barrier(group)
+    return loaded, messages
 
 
-def find(names: list[str], include_path: str | None):
-    """lm-eval's task manager, which knows all names.
+def find(names: list[str], include_path: str | None) -> "TaskManager":
+    """Return a task manager of lm-eval that knows the names.
 
-    ValueError: an unknown name, or no such folder.
+    Raises:
+        ValueError: there is no such task or folder, or lm-eval is not installed
     """
     if include_path is not None and not os.path.isdir(include_path):
         raise ValueError(f"--include_path={include_path}: there is no such folder")
-    new_manager = import_lm_eval().tasks.TaskManager
-    if include_path is not None:  # lm-eval's own files take seconds to read: only where needed
-        manager = new_manager(include_path=include_path, include_defaults=False)
+    task_manager_class = import_lm_eval().tasks.TaskManager
+    # lm-eval's own task files take seconds to read, so they are only read if they are needed
+    if include_path is not None:
+        manager = task_manager_class(include_path=include_path, include_defaults=False)
         if set(names) <= set(manager.all_tasks):
             return manager
-    manager = new_manager(include_path=include_path)
+    manager = task_manager_class(include_path=include_path)
     for name in names:
         if name not in manager.all_tasks:
-            near = errors.suggest(name, manager.all_tasks)
-            raise ValueError(f"--tasks: lm-eval has no task {name}{near}")
+            suggestion = errors.suggest(name, manager.all_tasks)
+            raise ValueError(f"--tasks: lm-eval has no task {name}{suggestion}")
     return manager
 
 
-def load(names: list[str], manager, retry_minutes: float) -> tuple[list[Loaded], list[str]]:
-    """The tasks that can be had, and one line about each that cannot."""
-    loaded, missing = [], []
+def load(
+    names: list[str], manager: "TaskManager", retry_minutes: float
+) -> tuple[list[LoadedTask], list[str]]:
+    """Return the tasks that can be loaded, and a message of one line for each of the others."""
+    loaded = []
+    messages = []
     for name in names:
-        # Tasks may shuffle; lm-eval's command line sets the same seeds.
+        # Tasks may shuffle their items. These are the seeds of lm-eval's command line.
         random.seed(0)
-        np.random.seed(SEED)
-        torch.manual_seed(SEED)
+        np.random.seed(FEWSHOT_SEED)
+        torch.manual_seed(FEWSHOT_SEED)
         try:
-            load_it = functools.partial(manager.load, [name])
-            content = retried(load_it, f"task {name}", retry_minutes)
-        # The hub, the network, the disk and the data set raise many kinds; the cause is named.
+            load_task = functools.partial(manager.load, [name])
+            content = retried(load_task, f"task {name}", retry_minutes)
+        # the hub, the network, the disk and the dataset raise many types of errors
         except Exception as error:
-            missing.append(line_about(name, manager, error))
+            messages.append(describe_missing(name, manager, error))
             if isinstance(error, OutOfPatience):
-                retry_minutes = 0  # not as long again for each of the others
+                retry_minutes = 0  # do not wait as long again for each of the others
             continue
-        shots = {key: task.get_config("num_fewshot") for key, task in content["tasks"].items()}
-        loaded.append(Loaded(name, content, shots))
-    return loaded, missing
+        own_shots = {key: task.get_config("num_fewshot") for key, task in content["tasks"].items()}
+        loaded.append(LoadedTask(name, content, own_shots))
+    return loaded, messages
 
 
-def line_about(name: str, manager, error: Exception) -> str:
-    """What cannot be had, why, and what to do about that."""
+def describe_missing(name: str, manager: "TaskManager", error: Exception) -> str:
+    """Say which task is skipped, why, and what to do about it, in one line."""
     config = getattr(manager.task_index.get(name), "cfg", None) or {}
-    data = " ".join(str(config[key]) for key in ("dataset_path", "dataset_name") if config.get(key))
+    dataset = " ".join(
+        str(config[key]) for key in ("dataset_path", "dataset_name") if config.get(key)
+    )
     cause = " ".join(f"{type(error).__name__}: {error}".split())
-    cause = cause if len(cause) < 160 else cause[:157] + "..."
-    advice = "connect to the Hugging Face hub once, or set HF_HOME to a folder that has it"
+    if len(cause) > 160:
+        cause = f"{cause[:157]}..."
+    advice = "connect to the Hugging Face Hub once, or set HF_HOME to a folder that has the dataset"
     if isinstance(error, OutOfPatience):
-        advice = "run the same command again later, which goes on with what is missing"
-    elif kinds(error) & UNKNOWN_DATA:
+        advice = "rerun the same command later, which evaluates only what is missing"
+    elif kinds(error) & UNKNOWN_DATASET_ERRORS:
         advice = (
-            "the hub knows no such data set, or it is private or gated: accept its terms, then "
+            "the hub has no such dataset, or it is private or gated; accept its terms, and run "
             "`hf auth login`"
         )
-    data = f"its data set {data or 'is not known and'} cannot be had ({cause})"
-    return f"task {name} is left out: {data}; {advice}"
-
-
-def prepare(task: Loaded, shots: int) -> None:
-    """Set the number of few-shot examples, and the seed that draws them.
-
-    A 0 in a task's file stays 0, as lm-eval has it; other numbers there are defaults.
-    """
-    for name, each in task.tasks.items():
-        each.set_config(key="num_fewshot", value=0 if task.own_shots[name] == 0 else shots)
-        each.set_fewshot_seed(seed=SEED)
-
-
-def evaluate(
-    language_model, task: Loaded, shots: int, samples: bool, limit: int | None, bootstrap: bool
-) -> dict:
-    """lm-eval's results of a task; samples: also every item's; bootstrap: with standard errors."""
-    prepare(task, shots)
-    return import_lm_eval().evaluator.evaluate(
-        lm=language_model,
-        task_dict=task.content,
-        log_samples=samples,
-        limit=limit,
-        bootstrap_iters=100_000 if bootstrap else 0,
+    return (
+        f"task {name} is skipped: its dataset {dataset or '(unknown)'} cannot be loaded ({cause}); "
+        f"{advice}"
     )
 
 
-def digest(task: Loaded) -> str:
-    """SHA-256 over what is asked and what is right: the tasks' settings, and requests as built."""
-    total = hashlib.sha256()
-    for name, each in sorted(task.tasks.items()):
-        total.update(f"{name} {each.VERSION}".encode())
-        settings = each.config.to_dict(keep_callable=True)
-        total.update(json.dumps(settings, sort_keys=True, default=described).encode())
-        for request in each.instances:
+# ---- evaluation ----
+
+
+def set_num_shots(task: LoadedTask, num_shots: int) -> None:
+    """Set the number of few-shot examples, and the seed by which they are drawn.
+
+    As in lm-eval, a task whose file says 0 stays 0-shot; any other number in a file is a default.
+    """
+    for name, each_task in task.tasks.items():
+        is_fixed = task.own_shots[name] == 0
+        each_task.set_config(key="num_fewshot", value=0 if is_fixed else num_shots)
+        each_task.set_fewshot_seed(seed=FEWSHOT_SEED)
+
+
+def evaluate(
+    language_model: "LanguageModel",
+    task: LoadedTask,
+    num_shots: int,
+    *,
+    log_samples: bool,
+    limit: int | None,
+    standard_errors: bool,
+) -> dict:
+    """Return lm-eval's results of a task.
+
+    Args:
+        log_samples: also return the result of every item
+        limit: evaluate only this many items; None evaluates all
+        standard_errors: estimate standard errors, which takes time if it needs bootstrapping
+    """
+    set_num_shots(task, num_shots)
+    return import_lm_eval().evaluator.evaluate(
+        lm=language_model,
+        task_dict=task.content,
+        log_samples=log_samples,
+        limit=limit,
+        bootstrap_iters=100_000 if standard_errors else 0,
+    )
+
+
+def compute_digest(task: LoadedTask) -> str:
+    """Return the SHA-256 of what is asked and what is right: settings of tasks, and requests."""
+    sha256 = hashlib.sha256()
+    for name, each_task in sorted(task.tasks.items()):
+        sha256.update(f"{name} {each_task.VERSION}".encode())
+        settings = each_task.config.to_dict(keep_callable=True)
+        sha256.update(json.dumps(settings, sort_keys=True, default=describe_setting).encode())
+        for request in each_task.instances:
             content = [request.doc, request.args]
-            total.update(json.dumps(content, sort_keys=True, default=str).encode())
-    return total.hexdigest()
+            sha256.update(json.dumps(content, sort_keys=True, default=str).encode())
+    return sha256.hexdigest()
 
 
-def described(value) -> str:
-    """A setting as text that is the same in every process: of a function its code."""
-    if code := getattr(value, "__code__", None):
-        constants = [each for each in code.co_consts if isinstance(each, str | int | float)]
+def describe_setting(value: object) -> str:
+    """Return a setting as text that is the same in every process; for a function, its code."""
+    code = getattr(value, "__code__", None)
+    if code is not None:
+        constants = [
+            constant for constant in code.co_consts if isinstance(constant, str | int | float)
+        ]
         return f"{value.__qualname__} {code.co_code.hex()} {code.co_names} {constants}"
+    # the address of an object differs between processes
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
-def summary(task: Loaded, results: dict) -> dict:
-    """What is stored of lm-eval's results; `shown`: (metric, value, standard error) by name.
+# ---- results ----
 
-    A group shows its own figure, where it has one, and anything else those of its tasks.
+
+def summarize(task: LoadedTask, results: dict) -> dict:
+    """Return what results.json stores of lm-eval's results.
+
+    "shown" has the metric that tables show, by name. For a group it is the group's own, if it has
+    one, and otherwise those of its tasks.
     """
     metrics = results["results"]
     names = [name for name in metrics if name in task.tasks]
-    if numbers(metrics.get(task.name, {})):
+    if read_metrics(metrics.get(task.name, {})):
         names = [task.name]
-    shown = {name: metric_of(name, metrics[name]) for name in names if numbers(metrics[name])}
-    same = {key: results[key] for key in ("versions", "n-shot", "n-samples")}
-    return {"shown": shown, "results": metrics, **same}
+    return {
+        "shown": {
+            name: choose_metric(name, metrics[name])
+            for name in names
+            if read_metrics(metrics[name])
+        },
+        "results": metrics,
+        "versions": results["versions"],
+        "n-shot": results["n-shot"],
+        "n-samples": results["n-samples"],
+    }
 
 
-def numbers(values: dict) -> dict[str, tuple]:
-    """{metric: (value, standard error)} of a task's results; of several filters the first's."""
-    result: dict[str, tuple] = {}
+def read_metrics(values: dict) -> dict[str, Metric]:
+    """Return the metrics in lm-eval's results of a task; if it has several filters, of the first.
+
+    lm-eval's keys are "METRIC,FILTER" and "METRIC_stderr,FILTER".
+    """
+    metrics: dict[str, Metric] = {}
     for key, value in values.items():
-        metric, comma, _ = key.partition(",")
-        if comma and not metric.endswith("_stderr") and isinstance(value, int | float):
-            result.setdefault(metric, (value, values.get(key.replace(",", "_stderr,", 1))))
-    return result
+        name, comma, _ = key.partition(",")
+        if comma and not name.endswith("_stderr") and isinstance(value, int | float):
+            standard_error = values.get(key.replace(",", "_stderr,", 1))
+            if not isinstance(standard_error, int | float):  # lm-eval writes "N/A"
+                standard_error = None
+            metrics.setdefault(name, Metric(name, value, standard_error))
+    return metrics
 
 
-def metric_of(name: str, values: dict) -> tuple[str, float, float | None]:
-    """(metric, value, standard error or None) that a table shows, shares in percent."""
-    by_metric = numbers(values)
-    wanted = (PAPER_METRICS.get(name), *PREFERRED, *by_metric)
-    metric = next(each for each in wanted if each in by_metric)
-    value, error = by_metric[metric]
-    factor = 100 if metric in PERCENT and abs(value) <= 1 else 1  # some tasks give percent
-    return metric, value * factor, error * factor if isinstance(error, int | float) else None
+def choose_metric(task_name: str, values: dict) -> Metric:
+    """Return the metric that a table shows, in percent if it is a fraction.
+
+    Args:
+        values: lm-eval's results of the task
+    """
+    metrics = read_metrics(values)
+    preferred = (PAPER_METRICS.get(task_name), *PREFERRED_METRICS, *metrics)
+    metric = metrics[next(name for name in preferred if name in metrics)]
+    # some tasks already report percent
+    if metric.name not in PERCENT_METRICS or abs(metric.value) > 1:
+        return metric
+    standard_error = metric.standard_error
+    if standard_error is not None:
+        standard_error *= 100
+    return Metric(metric.name, metric.value * 100, standard_error)

@@ -1,17 +1,36 @@
-"""The model card of an exported folder: what the run says of itself, and nothing else."""
+"""The model card of an exported folder, written from what the run has recorded."""
 
 from pathlib import Path
 
-from evaluation import tables
-from training import metrics
+from model.gpt import GPT
+from utils import tables
 
-OPTIMISER = (
-    "optimizer learning_rate muon_learning_rate embedding_learning_rate min_lr schedule "
-    "warmup_steps decay_steps weight_decay weight_decay_rate beta1 beta2 grad_clip "
-    "global_batch_size dtype seed init_from"
-).split()
-SCORES = {"val_loss": "loss", "val_perplexity": "perplexity", "val_bits_per_byte": "bits per byte"}
-LOAD = """from transformers import AutoModelForCausalLM, AutoTokenizer
+# Keys of the run that the card lists.
+OPTIMIZER_KEYS = (
+    "optimizer",
+    "learning_rate",
+    "muon_learning_rate",
+    "embedding_learning_rate",
+    "min_lr",
+    "schedule",
+    "warmup_steps",
+    "decay_steps",
+    "weight_decay",
+    "weight_decay_rate",
+    "beta1",
+    "beta2",
+    "grad_clip",
+    "global_batch_size",
+    "dtype",
+    "seed",
+    "init_from",
+)
+VALIDATION_METRICS = {
+    "val_loss": "loss",
+    "val_perplexity": "perplexity",
+    "val_bits_per_byte": "bits per byte",
+}
+LOADING_CODE = """from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained({folder!r}, trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained({folder!r}, trust_remote_code=True)"""
 CARD = """---
@@ -24,63 +43,93 @@ tags:
 
 # {name}
 
-A language model of {parameters:,} parameters (the tied embedding counts once), weights in \
-{dtype}, variant `{stem}` of [Deep Delta Learning](https://arxiv.org/abs/2601.00417): see its \
-text, and `stem.py`. A base model: it continues text, and follows no instructions.
+A language model with {num_parameters:,} parameters (a tied embedding counts once), stored in \
+{dtype}. It is the variant `{stem}` of the training code for \
+[Deep Delta Learning](https://arxiv.org/abs/2601.00417); `stem.py` in this folder defines it. It is \
+a base model: it continues text, and does not follow instructions.
 
 ## Use
 
-With transformers 5:
+With version 5 of transformers:
 
 ```python
-{load}
+{loading_code}
 ids = tokenizer(tokenizer.bos_token + "The", return_tensors="pt")  # every document began with this token
 print(tokenizer.decode(model.generate(**ids, do_sample=True, top_p=0.9, max_new_tokens=100)[0]))
 ```
 
-It reads at most {block_size:,} tokens. `trust_remote_code` runs the Python files of this folder: \
-read them first.
+The model reads at most {block_size:,} tokens. `trust_remote_code` executes the Python files in this \
+folder; read them first.
 """
 
 
-def records_of(checkpoint: Path, step: int) -> list[dict]:
-    """The lines of the run's metrics.jsonl up to a checkpoint's step, none without that file."""
-    path = checkpoint.parent.parent / "metrics.jsonl"
-    if checkpoint.parent.name != "checkpoints" or not path.is_file():
+def describe_training(state: dict, records: list[dict]) -> list[tuple[str, str]]:
+    """Return what is known of the training, as rows (property, value).
+
+    Args:
+        state: state.json of the checkpoint; without the settings of a run there are no rows
+        records: the lines of metrics.jsonl up to the checkpoint
+    """
+    run_config = state.get("run_config")
+    if not run_config:
         return []
-    return [record for record in metrics.read(path) if record.get("step", step + 1) <= step]
+    block_size = state["model_config"]["block_size"]
+    num_tokens = state["step"] * run_config["global_batch_size"] * block_size
+    rows = [
+        ("steps", f"{state['step']:,}"),
+        ("tokens", f"{num_tokens:,}, in sequences of {block_size:,}"),
+        ("corpus", Path(run_config["dataset"]).name),
+    ]
+    evaluations = [record for record in records if "val_loss" in record]
+    if evaluations:
+        last = evaluations[-1]
+        origin = f"step {last['step']:,}, {last['val_sequences']:,} sequences"
+        rows += [
+            (f"validation {name}", f"{last[key]:.4f} ({origin})")
+            for key, name in VALIDATION_METRICS.items()
+            if key in last
+        ]
+    for key in OPTIMIZER_KEYS:
+        value = run_config.get(key)
+        if value is None:
+            continue
+        if key == "init_from":
+            value = Path(value).name  # without folders of the machine
+        rows.append((f"`{key}`", f"`{value}`"))
+    return rows
 
 
-def training_rows(state: dict, records: list[dict]) -> list[tuple[str, str]]:
-    """(what, figure) of the training, from state.json and metrics.jsonl; none without the first."""
-    if not (run := state.get("run_config")):
-        return []
-    step, block_size = state["step"], state["model_config"]["block_size"]
-    tokens = step * run["global_batch_size"] * block_size
-    rows = [("steps", f"{step:,}"), ("tokens", f"{tokens:,}, in sequences of {block_size:,}")]
-    rows.append(("corpus", Path(run["dataset"]).name))
-    for last in [record for record in records if "val_loss" in record][-1:]:
-        share = f"step {last['step']:,}, {last['val_sequences']:,} sequences"
-        scores = {name: last[key] for key, name in SCORES.items() if key in last}
-        rows += [(f"validation {k}", f"{value:.4f} ({share})") for k, value in scores.items()]
-    values = {key: run[key] for key in OPTIMISER if run.get(key) is not None}
-    if "init_from" in values:
-        values["init_from"] = Path(values["init_from"]).name
-    return rows + [(f"`{key}`", f"`{value}`") for key, value in values.items()]
+def write_card(
+    name: str,
+    variant: str,
+    model: GPT,
+    *,
+    dtype: str,
+    commit: str | None,
+    state: dict,
+    records: list[dict],
+) -> str:
+    """Return README.md: a YAML header, how to use the model, its training, and its keys.
 
-
-def card(name, stem, model, dtype: str, commit: str, state: dict, records: list[dict]) -> str:
-    """README.md: a YAML head, how to use the model, its training, and its keys."""
-    text = CARD.format(
-        name=name,
-        stem=stem,
-        dtype=dtype,
-        parameters=model.num_parameters(),
-        block_size=model.config.block_size,
-        load=LOAD.format(folder=name),
-    )
-    if training := training_rows(state, records):
-        text += f"\n## Training\n\n{tables.markdown(('figure', 'value'), training)}\n"
-    keys = [(f"`{key}`", f"`{value}`") for key, value in vars(model.config).items()]
-    text += f"\n## Model\n\n{tables.markdown(('key', 'value'), keys)}\n"
-    return text + (f"\nExported by the training code at commit `{commit}`.\n" if commit else "")
+    Args:
+        state, records: as in `describe_training`
+    """
+    sections = [
+        CARD.format(
+            name=name,
+            stem=variant,
+            dtype=dtype,
+            num_parameters=model.num_parameters(),
+            block_size=model.config.block_size,
+            loading_code=LOADING_CODE.format(folder=name),
+        )
+    ]
+    training_rows = describe_training(state, records)
+    if training_rows:
+        table = tables.format_markdown(("property", "value"), training_rows)
+        sections.append(f"## Training\n\n{table}\n")
+    model_rows = [(f"`{key}`", f"`{value}`") for key, value in vars(model.config).items()]
+    sections.append(f"## Model\n\n{tables.format_markdown(('key', 'value'), model_rows)}\n")
+    if commit:
+        sections.append(f"Exported by the training code at commit `{commit}`.\n")
+    return "\n".join(sections)

@@ -1,32 +1,38 @@
-"""The trained model as transformers knows models; what it computes is in gpt.py and stem.py beside
-this file.
+"""The model for transformers. The model itself is in stem.py and gpt.py, next to this file.
 
-from_pretrained(FOLDER, trust_remote_code=True), generate() with batches, sampling and beams, and
-fine-tuning.
+It is loaded by from_pretrained(FOLDER, trust_remote_code=True), and supports generate() with
+batches, sampling and beam search, and fine-tuning.
 """
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from transformers import GenerationMixin, PreTrainedModel
+from torch import nn
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .configuration_ddl import DDLConfig
-from .decoding import NO_TOKEN
+from .decoding import NO_TOKEN, Cache
 from .gpt import at_least_fp32
 from .parameters import aliases
 from .stem import Model
 
-NOT_OFFERED = (
-    "inputs_embeds position_ids output_attentions output_hidden_states token_type_ids".split()
+UNSUPPORTED_ARGUMENTS = (
+    "inputs_embeds",
+    "position_ids",
+    "output_attentions",
+    "output_hidden_states",
+    "token_type_ids",
 )
 
 
 class GenerationCache:
-    """The model's cache as generate() handles one."""
+    """Wraps the model's own cache with the interface that generate() expects."""
 
     is_compileable = False
 
-    def __init__(self, cache):
+    def __init__(self, cache: Cache):
         self.cache = cache
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -35,10 +41,10 @@ class GenerationCache:
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
         return self.cache.length
 
-    def reorder_cache(self, beam_idx) -> None:
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self.cache = self.cache.select(beam_idx)
 
-    def batch_select_indices(self, indices) -> None:
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
         self.cache = self.cache.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -47,103 +53,123 @@ class GenerationCache:
 
 
 class DDLForCausalLM(PreTrainedModel, GenerationMixin):
-    """logits (B, T, vocab_size) in at least fp32; with labels, the loss of the next tokens."""
+    """A language model whose logits (B, T, vocab_size) have at least float32 precision."""
 
     config_class = DDLConfig
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
-    _is_stateful = True  # the cache cannot go back, as assisted generation would have it
+    # the cache cannot be cropped, which assisted generation would need
+    _is_stateful = True
 
     def __init__(self, config: DDLConfig):
         super().__init__(config)
         gpt = Model(config.model_config())
-        # The parts become this module's own, so that weights keep their names; the whole stays out
-        # of registration.
-        for name, part in gpt.named_children():
-            setattr(self, name, part)
+        # The children of the model become children of this module, so that weights have the same
+        # names as in training. object.__setattr__ does not register the model itself.
+        for name, child in gpt.named_children():
+            setattr(self, name, child)
         object.__setattr__(self, "gpt", gpt)
         self._tied_weights_keys = aliases(gpt)
         self.gradient_checkpointing = False
         self._no_split_modules = [type(gpt.transformer.h[0]).__name__]
         self.post_init()
 
-    def _init_weights(self, module):
-        """The model has initialised itself; while a file is loaded, only what it lacks arrives
-        here.
-        """
-        weights = dict(self.named_parameters())
-        lacking = [
-            name
-            for name, weight in weights.items()
-            if not getattr(weight, "_is_hf_initialized", False)
-        ]
-        if len(lacking) < len(weights):
-            own = {id(weight) for weight in module.parameters(recurse=False)}
-            for name in lacking:
-                if id(weights[name]) in own:
-                    raise ValueError(f"the file of weights lacks {name}")
+    def _init_weights(self, module: nn.Module) -> None:
+        """Raise ValueError if the file that is being loaded lacks a weight of this module.
 
-    def _apply(self, fn, recurse=True):
+        The model initializes itself when it is built. transformers calls this for every module of a
+        new model, and while it loads a file, for modules with weights that are not in the file.
+        """
+        parameters = dict(self.named_parameters())
+        missing_names = [
+            name
+            for name, parameter in parameters.items()
+            if not getattr(parameter, "_is_hf_initialized", False)
+        ]
+        if len(missing_names) == len(parameters):  # nothing is loaded
+            return
+        own_ids = {id(parameter) for parameter in module.parameters(recurse=False)}
+        for name in missing_names:
+            if id(parameters[name]) in own_ids:
+                raise ValueError(f"the file of weights lacks {name}")
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> "DDLForCausalLM":
         super()._apply(fn, recurse)
         self.place_rope()
         return self
 
     def place_rope(self) -> None:
-        """The tables are no weights: after loading, and where the weights have moved, they are
-        computed anew.
+        """Recompute the RoPE tables if the weights have moved to another device or dtype.
+
+        The tables are not weights, so they are not loaded or moved with them.
         """
-        weight, cos = self.transformer.wte.weight, self.gpt.rope_cos
-        if (cos.device, cos.dtype) != (weight.device, at_least_fp32(weight.dtype)):
+        weight = self.transformer.wte.weight
+        table = self.gpt.rope_cos
+        if table.device != weight.device or table.dtype != at_least_fp32(weight.dtype):
             self.gpt.reset_rope()
 
-    def get_input_embeddings(self):
+    def get_input_embeddings(self) -> nn.Module:
         return self.transformer.wte
 
-    def get_output_embeddings(self):
+    def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
 
-    def set_output_embeddings(self, new_embeddings):
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         raise ValueError("the output layer of this model cannot be replaced")
 
-    def resize_token_embeddings(self, *args, **kwargs):
+    def resize_token_embeddings(self, *args: object, **kwargs: object) -> nn.Module:
         raise ValueError(
-            "the vocabulary of this model cannot be resized: unused ids follow the tokenizer's"
+            "the vocabulary of this model cannot be resized, because unused ids follow those of the "
+            "tokenizer"
         )
 
     def forward(
         self,
-        input_ids=None,
-        attention_mask=None,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
         past_key_values: GenerationCache | None = None,
-        labels=None,
+        labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         return_dict: bool | None = None,
         **kwargs,
-    ):
-        """input_ids int64 (B, T); attention_mask (B, tokens so far), 0 on the left of shorter rows
-        (or, without a cache, on the right); labels (B, T), -100 where nothing is to be learned.
+    ) -> CausalLMOutputWithPast | tuple:
+        """Compute logits, and with labels the loss of the next tokens.
 
-        With `use_cache=True` or given past_key_values nothing but the output layer has a gradient.
-        ValueError: more tokens than block_size, a mask with gaps, or an argument that this model
-        does not offer.
+        With a cache, only the output layer has a gradient.
+
+        Args:
+            input_ids: int64 (B, T)
+            attention_mask: (B, number of tokens so far), 0 at the padding, which is on the left; it
+                may also be on the right if there is no cache
+            past_key_values: the cache of an earlier call, to continue from
+            labels: int64 (B, T), -100 at tokens without a loss
+            use_cache: return a new cache if there is none
+
+        Raises:
+            ValueError: there are more than block_size tokens, the mask has gaps, or this model does
+                not support an argument
         """
-        for name in NOT_OFFERED:
-            given = kwargs.pop(name, None)
-            if given is not None and given is not False:
-                raise ValueError(f"{name} is not offered by this model: leave it out")
+        for name in UNSUPPORTED_ARGUMENTS:
+            value = kwargs.pop(name, None)
+            if value is not None and value is not False:
+                raise ValueError(f"{name} is not supported by this model; omit it")
         if input_ids is None:
-            raise ValueError("input_ids are missing")
+            raise ValueError("input_ids is missing")
         self.place_rope()
         self.gpt.activation_checkpointing = self.gradient_checkpointing and self.training
         if past_key_values is None and use_cache:
             past_key_values = self.new_cache()
         if past_key_values is None:
-            hidden = self.hidden(input_ids, attention_mask)
+            hidden = self.compute_hidden(input_ids, attention_mask)
         else:
-            hidden = self.hidden_with(past_key_values.cache, input_ids, attention_mask)
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.gpt.logits(hidden[:, kept])
+            hidden = self.compute_hidden_with_cache(
+                past_key_values.cache, input_ids, attention_mask
+            )
+        positions = logits_to_keep
+        if isinstance(logits_to_keep, int):
+            positions = slice(-logits_to_keep, None)  # 0 keeps all
+        logits = self.gpt.logits(hidden[:, positions])
         loss = None
         if labels is not None:
             loss = self.loss_function(
@@ -152,71 +178,80 @@ class DDLForCausalLM(PreTrainedModel, GenerationMixin):
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
         return output if return_dict is not False else output.to_tuple()
 
-    def hidden(self, ids, mask):
-        """The normed readout (B, T, d) without a cache.
-
-        Padding on the left goes to the right, where nobody looks.
-        """
-        if ids.shape[1] > self.config.block_size:
+    def compute_hidden(self, ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """Return the normalized readout (B, T, d) of ids (B, T) without a cache."""
+        seq_len = ids.shape[1]
+        if seq_len > self.config.block_size:
             raise ValueError(
-                f"{ids.shape[1]} tokens do not fit block_size={self.config.block_size}: give fewer"
+                f"{seq_len} tokens do not fit block_size={self.config.block_size}; give fewer"
             )
         if mask is None:
             return self.gpt.hidden(ids)
-        check_mask(mask, ids.shape[1])
-        # (T,), (B, 1)
-        positions, padding = torch.arange(ids.shape[1], device=ids.device), left_padding(mask)
-        moved = ids.gather(1, (positions + padding) % ids.shape[1])
-        back = (positions - padding) % ids.shape[1]
-        return self.gpt.hidden(moved).take_along_dim(back.unsqueeze(-1), 1)
+        check_mask(mask, seq_len)
+        # Padding on the left is rotated to the right, where no token attends to it.
+        positions = torch.arange(seq_len, device=ids.device)  # (T,)
+        num_padded = count_left_padding(mask)  # (B, 1)
+        rotated_ids = ids.gather(1, (positions + num_padded) % seq_len)
+        rotated_back = (positions - num_padded) % seq_len
+        return self.gpt.hidden(rotated_ids).take_along_dim(rotated_back.unsqueeze(-1), 1)
 
     @torch.no_grad()
-    def hidden_with(self, cache, ids, mask):
-        """The normed readout (B, T, d) of tokens that follow those in the cache."""
+    def compute_hidden_with_cache(
+        self, cache: Cache, ids: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the normalized readout (B, T, d) of ids (B, T), which follow those in the cache."""
+        seq_len = ids.shape[1]
         if mask is not None and cache.num_tokens == 0:
-            check_mask(mask, ids.shape[1])
-            positions = torch.arange(ids.shape[1], device=ids.device)
+            check_mask(mask, seq_len)
             if not mask[:, -1].all():
-                raise ValueError("attention_mask: with a cache rows end together; pad on the left")
-            ids = ids.masked_fill(positions < left_padding(mask), NO_TOKEN)
+                raise ValueError(
+                    "attention_mask: with a cache, sequences must end together; pad on the left"
+                )
+            positions = torch.arange(seq_len, device=ids.device)
+            ids = ids.masked_fill(positions < count_left_padding(mask), NO_TOKEN)
         elif mask is not None and not mask[:, cache.num_tokens :].all():
             raise ValueError("attention_mask: tokens that follow a cache cannot be masked")
         return self.gpt.hidden(ids, cache, cache.reserve(ids))
 
     def new_cache(self, length: int | None = None) -> GenerationCache:
-        """An empty cache of at most `length` tokens, by default block_size."""
+        """Return an empty cache for at most `length` tokens, by default block_size."""
         self.place_rope()
         return GenerationCache(self.gpt.new_cache(length))
 
     def _prepare_cache_for_generation(
-        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
-    ):
-        """generate() asks for its cache here: as long as this call needs, or as any if the caller
-        gets it back.
-        """
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict,
+        generation_mode: object,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        """Create the cache of a call of generate()."""
         if generation_config.cache_implementation is not None:
-            raise ValueError(
-                "cache_implementation: this model has a cache of its own, leave the key out"
-            )
+            raise ValueError("cache_implementation: this model has its own cache; omit the key")
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache:
-            returned = generation_config.return_dict_in_generate
-            length = None if returned else min(max_cache_length, self.config.block_size)
+            # a cache that is returned to the caller may be continued up to block_size
+            length = None
+            if not generation_config.return_dict_in_generate:
+                length = min(max_cache_length, self.config.block_size)
             model_kwargs["past_key_values"] = self.new_cache(length)
 
 
-def left_padding(mask):
-    """Zeros before each row's first one, (B, 1)."""
+def count_left_padding(mask: torch.Tensor) -> torch.Tensor:
+    """Return the number of zeros before the first one of each row of a mask (B, T), as (B, 1)."""
     return (mask.cumsum(1) == 0).sum(1, keepdim=True) % mask.shape[1]
 
 
-def check_mask(mask, tokens: int) -> None:
-    """ValueError: not one number per token, or a row whose ones are not one run."""
-    if mask.shape[1:] != (tokens,):
+def check_mask(mask: torch.Tensor, seq_len: int) -> None:
+    """Raise ValueError if a mask is not (B, seq_len), or has zeros between the ones of a row."""
+    if mask.shape[1:] != (seq_len,):
         raise ValueError(
-            f"attention_mask is {tuple(mask.shape)}: needed one number for each of {tokens} tokens"
+            f"attention_mask has the shape {tuple(mask.shape)}; give one number for each of the "
+            f"{seq_len} tokens"
         )
     begins = F.pad(mask.long(), (1, 0)).diff(dim=1) > 0
     if bool((begins.sum(1) > 1).any()):
         raise ValueError(
-            "attention_mask has a gap between a row's tokens: pad on the left or on the right"
+            "attention_mask has a gap between the tokens of a sequence; pad on the left or on the "
+            "right"
         )

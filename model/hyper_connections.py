@@ -177,8 +177,6 @@ class Connection(nn.Module):
 class MixAndAdd(nn.Module):
     """The write H'_j = sum_i mix_ij H_i + write_j h."""
 
-    fused = "mix_and_add"
-
     def __init__(self, config: StreamsConfig):
         super().__init__()
         self.num_streams = config.hc_streams
@@ -299,8 +297,6 @@ def start_divided(parameter: torch.Tensor, start: Callable, divisor: float) -> N
 
 class SumOfStreams(nn.Module):
     """Readout: the sum of the streams, in at least fp32."""
-
-    fused = "sum_of_streams"
 
     def __init__(self, config: StreamsConfig):
         super().__init__()
@@ -425,7 +421,6 @@ class ManifoldConnection(Connection):
     site: index of the site, counted through all blocks
     """
 
-    fused = "manifold_connection"
     EPS = 1e-6  # of the norm, and of the sums of Sinkhorn-Knopp
     balance = staticmethod(sinkhorn_knopp)  # model/kernels has one that is a single kernel
 
@@ -516,8 +511,6 @@ class ManifoldBlock(ConnectedBlock):
 
 class WeightedStreams(nn.Module):
     """Readout: sum_i sigmoid(a z phi + b)_i H_i with z = RMSNorm(vec(H)), as in DeepSeek-V4."""
-
-    fused = "weighed_streams"
 
     def __init__(self, config: ManifoldConfig):
         super().__init__()

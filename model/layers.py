@@ -38,8 +38,6 @@ def for_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 class RMSNorm(nn.Module):
     """y = weight * x / sqrt(mean(x^2) + eps) over the last axis, computed in at least fp32."""
 
-    fused = "rms_norm"
-
     def __init__(self, size: int, eps: float = 1e-5):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
@@ -274,7 +272,6 @@ def sublayer_matrix(
 class CausalSelfAttention(nn.Module):
     """Multi-head causal attention with RoPE, and then RMSNorm, on queries and keys."""
 
-    fused = "heads"
     heads = Heads()
 
     def __init__(self, config: "GPTConfig"):

@@ -352,8 +352,6 @@ class EmbeddingConv(nn.Module):
     It starts as the identity, which repeats the embedding in each value channel.
     """
 
-    fused = "embedding_conv"
-
     def __init__(self, config: EmbeddingConvConfig):
         super().__init__()
         self.value_channels = config.ddl_value_channels
@@ -376,8 +374,6 @@ class EmbeddingConv(nn.Module):
 class SingleChannelRead(nn.Module):
     """Read of a state with d_v = 1: its only value channel, (B, T, 1, d) -> (B, T, d)."""
 
-    fused = "only_column"
-
     def __init__(self, config: DeltaConfig):
         super().__init__()
 
@@ -391,8 +387,6 @@ class TokenConvRead(nn.Module):
     x_in[t, i] = sum_s sum_j e[s, j, i] X[t-s, j, i]
     e[s, j, i] = read[j] * shortconv.weight[i * d_v + j, K-1-s]
     """
-
-    fused = "token_conv"
 
     def __init__(self, config: ValueChannelsConfig):
         super().__init__()
@@ -425,8 +419,6 @@ class ChannelConvRead(nn.Module):
     authors' code, w follows from two parameters: `weight` (d, K), a convolution over the value
     channels, and `read` (d_v,), which sums its d_v results.
     """
-
-    fused = "column_conv"
 
     def __init__(self, config: ChannelConvConfig):
         super().__init__()
@@ -586,8 +578,6 @@ class DeltaRewrite(nn.Module):
     x_in or c. In the v-Map, v is computed from h, and a branch of its own gives k (appendix B.1).
     The gate beta is computed from c, or from the state (equation 8).
     """
-
-    fused = "delta_rewrite"
 
     takes_branch_mult = True
     ranges: ClassVar = {"beta": (0.0, 2.0)}

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from evaluation import published
-from evaluation.tables import comma_separated
 from research import compare, plots, tables
 from research.compare import METRICS, Comparison, Group, shown
 from research.runs import Run
 from training.provenance import store_figures
+from utils.tables import format_csv
 
 REPORT = "report.json"
 FIGURE = r"figures(/(curves|costs|differences|final|residual_\w*)\.(png|svg))?"
@@ -66,7 +66,7 @@ def size_of(run: Run) -> str:
 
 def paper_order(group: Group | Run) -> tuple[bool, int]:
     """The paper's models in its order, then all others as they were given."""
-    stems = list(dict.fromkeys(stem for _, _, stem in published.figures()))
+    stems = list(published.CONFIG_NAMES)
     return group.stem not in stems, stems.index(group.stem) if group.stem in stems else 0
 
 
@@ -182,7 +182,7 @@ def curves_csv(lines: list[plots.Line]) -> str:
             columns = [curve.steps, *(curve.x.get(axis, nothing) for axis in axes)]
             for point in zip(*columns, curve.mean, curve.half):
                 rows.append([line.name, kind, *(f"{value:.6g}" for value in point), line.runs])
-    return comma_separated(["model", "curve", "step", *axes, "mean", "ci95", "runs"], rows)
+    return format_csv(["model", "curve", "step", *axes, "mean", "ci95", "runs"], rows)
 
 
 # ---- the folder ----

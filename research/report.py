@@ -133,7 +133,7 @@ def print_table(args) -> None:
     if args.json:
         rows = [{"run": r.name, "model": r.stem, "seed": r.seed, **r.final} for r in evaluated]
         store_figures(args.json, {"rows": rows, "groups": table.figures})
-    print(tables.tables.markdown(table.header, table.rows))
+    print(tables.tables.format_markdown(table.header, table.rows))
     if args.by_sequence:
         print_sequences(groups, args)
 
@@ -148,7 +148,7 @@ def print_sequences(groups: list[compare.Group], args) -> None:
             estimate = compare.paired_by_sequence(run, base[run.seed])
             rows.append([run.name, base[run.seed].name, estimate.text("+.4f")])
     header = ["run", "less", "nats per token, mean over sequences (their number)"]
-    print(f"\n{tables.tables.markdown(header, rows)}")
+    print(f"\n{tables.tables.format_markdown(header, rows)}")
 
 
 def keys_of(args) -> list[str]:

@@ -15,7 +15,6 @@ import os
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     import polars as pl
 
 POINTS = 2000  # of a training curve
-RATES = 1000  # learning rates that are looked at to recognise a schedule
 AXES = {"steps": "step", "tokens": "tokens", "flops": "flops", "seconds": "seconds"}
 COMMON = tuple(AXES.values())  # of every line of metrics.jsonl
 CURVE = ("loss", "grad_norm", "tokens_per_second", "memory")  # of a training step
@@ -55,7 +53,7 @@ class Run:
     steps (the largest `memory`). evaluations: COMMON and the numbers `val_*`. residual: the records
     of `statistics_interval`. totals: last tokens, flops and seconds, median `tokens_per_second` and
     largest `memory` of all steps. first_seconds: those of the first step, which compiles.
-    published: which published figures stand beside it. accuracy: what eval.py stored of its newest
+    published: the paper's results for its model. accuracy: what eval.py stored of its newest
     checkpoint. A row of runs.csv has no training curve, and of the evaluations the last.
     """
 
@@ -194,11 +192,6 @@ def read_run(folder: Path) -> Run:
     saved, state = newest_state(folder, notes)
     settings = state.get("run_config", {}) | state.get("model_config", {})
     machine, steps = state.get("trained_on"), frame_of(trained, (*COMMON, *CURVE))
-    rates = {
-        each["step"]: each["lr"]
-        for each in trained[:: max(len(trained) // RATES, 1)]
-        if "lr" in each
-    }
     return Run(
         name=folder.resolve().name,
         path=folder,
@@ -214,7 +207,7 @@ def read_run(folder: Path) -> Run:
         evaluations=frame_of(evaluated, tuple(names)),
         residual=[each for each in records if "residual" in each],
         notes=notes,
-        published=published_of(saved, state, rates) if state else None,
+        published=published_of(state) if state else None,
         accuracy=accuracy_of(folder, saved, notes) if saved else [],
         first_seconds=trained[0].get("seconds") if trained and trained[0]["step"] == 1 else None,
         step=records[-1]["step"],
@@ -318,13 +311,11 @@ def count_of(stem: str, model_config: str) -> int:
         return build(stem, **json.loads(model_config)).num_parameters()
 
 
-def published_of(folder: Path, state: dict, rates: dict[int, float]) -> Published | None:
+def published_of(state: dict) -> Published | None:
     """None where this code does not have the stem or its keys."""
     try:
         config = model_class(state["model"]).Config(**state["model_config"])
-        return find_published(
-            SimpleNamespace(state=state, folder=folder), state["model"], config, rates
-        )
+        return find_published(state["model"], config, state)
     except (ValueError, TypeError):
         return None
 
@@ -440,6 +431,6 @@ def run_of_row(row: dict[str, str], path: Path) -> Run:
         state: dict = {"model": run.stem, "corpus": run.corpus, "step": run.step}
         state["model_config"] = {k: v for k, v in values.items() if k in of_model}
         state["run_config"] = {k: v for k, v in values.items() if k not in of_model}
-        return replace(run, published=published_of(path, state, {}))
+        return replace(run, published=published_of(state))
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"damaged: make its row again by report.py runs ({error})") from error

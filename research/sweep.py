@@ -40,7 +40,6 @@ if __name__ == "__main__":
 
 # isort: split
 import configurator
-from evaluation.tables import markdown
 from model.options import Option, check_ranges, collect_options, option
 from research import compare, plots, runs, tables
 from training import checkpoint, metrics, resume, stopping
@@ -48,6 +47,7 @@ from training.provenance import store_figures
 from training.settings import configure, every_option, known_options
 from training.stopping import EXIT_CODE as STOPPED
 from utils import files, units
+from utils.tables import format_markdown
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)")
@@ -428,7 +428,7 @@ def write_table(cells: list[Cell], sweep: SweepConfig) -> None:
             steps = f"{saved_step(cell)} of {cell.settings['max_steps']}"
             unfinished.append(f"not finished: `{cell.folder.name}`, {steps} steps saved")
     table = tables.table_of_losses(groups)
-    text = "\n".join([markdown(table.header, table.rows), "", *unfinished]).rstrip() + "\n"
+    text = "\n".join([format_markdown(table.header, table.rows), "", *unfinished]).rstrip() + "\n"
     print(text, end="")
     store_figures(out / "table.json", {"groups": table.figures, "unfinished": unfinished})
     files.write_text(out / "table.md", text)

@@ -5,8 +5,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from evaluation import tables
-from evaluation.published import other_size
 from research.compare import (
     METRICS,
     SHARES,
@@ -18,7 +16,7 @@ from research.compare import (
     validated_on,
     vocabulary,
 )
-from utils import units
+from utils import tables, units
 
 DIGITS = {"val_loss": 4, "val_perplexity": 3, "val_bits_per_byte": 4} | dict.fromkeys(SHARES, 2)
 DIFFERENCES = [metric for metric in METRICS if metric != "val_perplexity"]
@@ -41,16 +39,16 @@ class Table:
     def comma_separated(self) -> str:
         header = list(dict.fromkeys(key for row in self.figures for key in row))
         rows = [[row.get(key) for key in header] for row in self.figures]
-        return tables.comma_separated(header, rows)
+        return tables.format_csv(header, rows)
 
     def markdown(self) -> str:
-        grid = tables.markdown(self.header, self.rows)
+        grid = tables.format_markdown(self.header, self.rows)
         return "\n\n".join([f"## {self.title}", grid, *self.notes, ""])
 
     def latex(self) -> str:
         notes = [f"% {note.replace('±', '+-')}" for note in self.notes]
         below = ("published", "difference") if self.name.startswith("accuracy") else ()
-        grid = tables.latex(self.header, self.rows, below)
+        grid = tables.format_latex(self.header, self.rows, below)
         return "\n".join([f"% {self.title}", *notes, grid, ""])
 
 
@@ -123,31 +121,23 @@ def table_of_losses(groups: list[Group], comparisons: list[Comparison] = ()) -> 
     return table
 
 
-def published_beside(
-    groups: list[Group], shots: int | str, more_reasons: Callable = lambda group: ()
-) -> tuple[dict[str, dict], list[str]]:
-    """({group: its published figures}, lines on why others have none, and on what deviates)."""
-    found, lines = {}, {}
+def published_beside(groups: list[Group], shots: int | str) -> tuple[dict[str, dict], list[str]]:
+    """Return the paper's row for each group by its name, and the lines that belong under a table."""
+    rows: dict[str, dict] = {}
+    names_by_line: dict[str, list[str]] = {}
     for group in groups:
-        line = "No published row beside {}: its settings are not known."
         for run in group.runs:
-            figures = {}
+            row: dict[str, float] = {}
+            line = "The settings of {} are not known, so the paper's results are not shown."
             if run.published is not None:
-                notes, reasons = deviations(run, shots), more_reasons(group)
-                figures, line = run.published.beside("{}", shots, *reasons, notes=notes)
-            if not figures:
-                break
-        if figures:
-            found[group.name] = figures
-        if line:
-            lines.setdefault(line, []).append(group.name)
-    return found, [line.replace("{}", ", ".join(names), 1) for line, names in lines.items()]
-
-
-def deviations(run, shots: int | str) -> list[str]:
-    """A validation of another number of tokens than the texts'."""
-    sequences, length = (run.final or {}).get("val_sequences"), run.settings.get("block_size")
-    return other_size(int(sequences * length)) if shots == "" and sequences and length else []
+                row, line = run.published.beside("{}", shots)
+            if row:
+                rows[group.name] = row
+            names = names_by_line.setdefault(line, [])
+            if group.name not in names:
+                names.append(group.name)
+    lines = [line.replace("{}", ", ".join(names)) for line, names in names_by_line.items() if line]
+    return rows, lines
 
 
 def cautions(groups: list[Group], comparisons: list[Comparison] = ()) -> list[str]:
@@ -317,25 +307,24 @@ def tables_of_accuracy(groups: list[Group]) -> list[Table]:
     ]
     if not entries:
         return []
-    from eval import differences, title_of  # takes a second
+    from eval import make_title  # takes a second
 
-    titles = {title_of(entry): entry for entry in entries}
+    titles = {make_title(entry): entry for entry in entries}
     order = sorted(titles, key=lambda title: (titles[title]["shots"], title))
     made = []
     for title in order:
-        reasons = differences(titles[title]["settings"])
-        made.append(table_of_accuracy(groups, title, title_of, titles[title]["shots"], reasons))
+        made.append(table_of_accuracy(groups, title, make_title, titles[title]["shots"]))
     return made
 
 
-def table_of_accuracy(groups, title: str, title_of: Callable, shots: int, reasons) -> Table:
+def table_of_accuracy(groups, title: str, make_title: Callable, shots: int) -> Table:
     from evaluation import comparison
 
     models, names = [], {}
     for group in groups:
         by_run = []
         for run in group.runs:
-            own = [e for e in run.accuracy if e["task"] != "validation" and title_of(e) == title]
+            own = [e for e in run.accuracy if e["task"] != "validation" and make_title(e) == title]
             by_run.append({task: row for entry in own for task, row in entry["shown"].items()})
         values = {}
         for task in [t for t in by_run[0] if all(t in each for each in by_run)]:
@@ -346,10 +335,15 @@ def table_of_accuracy(groups, title: str, title_of: Callable, shots: int, reason
             values[task] = value, error
         models.append((group, values))
     evaluated = [group for group, values in models if values]
-    published, lines = published_beside(evaluated, shots, lambda group: reasons)
-    rows = [(f"{g.name} ({len(g.runs)})", v, published.get(g.name, {}), "") for g, v in models]
-    compared = comparison.of_tasks(title, names, rows)
-    head, *body = compared.lines()
+    published, lines = published_beside(evaluated, shots)
+    rows = [
+        comparison.make_task_row(
+            f"{group.name} ({len(group.runs)})", values, published.get(group.name, {}), ""
+        )
+        for group, values in models
+    ]
+    compared = comparison.make_task_table(title, names, rows)
+    head, *body = compared.format_rows()
     for row in body:
         if not any(row[1:]):
             row[1] = "not evaluated"

@@ -1,11 +1,13 @@
-"""The page of a trained model: `python sample.py RUN --serve`.
+"""The server of the page of a trained model: `python sample.py RUN --serve`.
 
-    GET  /          the page (page.html, page.css, page.js: no framework, nothing from elsewhere)
-    GET  /model     what the model is, what its writes say of each token, and the limits of a request
-    POST /generate  a `Request` as JSON -> lines of JSON as they are made: the events of events.py
+    GET  /          the page (page.html, page.css and two scripts, without a framework; it loads
+                    nothing from other sites)
+    GET  /model     the model, the statistics of its residual stream, and the limits of a request
+    POST /generate  a `Request` as JSON; the answer is lines of JSON, the events of events.py, each
+                    sent as soon as it is computed
 
-docs/serving.md describes them. A mistake is answered with {"message": one line}, within a stream
-too. One generation runs at a time; it ends with its connection.
+docs/serving.md documents them. An error is answered with {"message": one line}, also as an event.
+One text is generated at a time, and its generation ends if the connection is closed.
 """
 
 import contextlib
@@ -16,6 +18,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -28,128 +31,185 @@ try:
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
     from pydantic import BaseModel, ConfigDict, Field
+    from starlette.types import Receive, Scope, Send
 except ImportError as error:
-    advice = "the page needs the fastapi and uvicorn packages: pip install fastapi uvicorn"
-    raise ValueError(advice) from error
+    raise ValueError(
+        "the page needs the fastapi and uvicorn packages: pip install fastapi uvicorn"
+    ) from error
 
-from data.tokenizer import encode_prompt
+from data.tokenizer import Tokenizer, encode_prompt
 from model.generation import Sampling
-from serving.events import declared, each_under, events
-from serving.guard import EVERY_ADDRESS, Guard
+from model.gpt import GPT
+from serving.events import describe_statistics, generate_events, iterate_under
+from serving.guard import WILDCARD_ADDRESSES, Guard
 
-FILES = {"/": "page.html"}
-FILES |= {f"/{name}": name for name in ("page.css", "page.js", "heatmap.js", "icon.svg")}
-MOST_NEW_TOKENS = 2048
-LONGEST_PROMPT = 2**16  # characters
-PATIENCE = 2.0  # seconds that a request waits for one that is being stopped
+# the files of the page by their URL
+FILES = {
+    "/": "page.html",
+    "/page.css": "page.css",
+    "/page.js": "page.js",
+    "/heatmap.js": "heatmap.js",
+    "/icon.svg": "icon.svg",
+}
+MAX_NEW_TOKENS = 2048
+MAX_PROMPT_CHARACTERS = 2**16
+# How long a request waits for the one before it, which may be about to end, in seconds.
+MAX_WAIT = 2.0
 
-Stop = Annotated[str, Field(min_length=1, max_length=100)]
+StopString = Annotated[str, Field(min_length=1, max_length=100)]
 
 
 class Request(BaseModel):
-    """The body of POST /generate; what is left out is as on the command line.
+    """The body of POST /generate; an omitted key has the value of the command line.
 
-    Ranges of sampling are `Sampling`'s.
+    `Sampling` checks the ranges of its own keys.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    prompt: Annotated[str, Field(max_length=LONGEST_PROMPT)] = ""
-    max_new_tokens: Annotated[int, Field(ge=1, le=MOST_NEW_TOKENS)] = 1
+    prompt: Annotated[str, Field(max_length=MAX_PROMPT_CHARACTERS)] = ""
+    max_new_tokens: Annotated[int, Field(ge=1, le=MAX_NEW_TOKENS)] = 1
     repetition_penalty: float = 1.0
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float = 1.0
     min_p: float = 0.0
-    stop: Annotated[list[Stop], Field(max_length=8)] = []
-    seed: Annotated[int, Field(ge=0, lt=2**53)] | None = None  # JavaScript holds it exactly
+    stop: Annotated[list[StopString], Field(max_length=8)] = []
+    # JavaScript represents whole numbers exactly up to this limit
+    seed: Annotated[int, Field(ge=0, lt=2**53)] | None = None
 
 
 class JSONLines(StreamingResponse):
-    """A line for each event, as it comes. However it ends, the events are closed: so is their work."""
+    """Sends each event as a line of JSON, and closes the iterator, however the response ends."""
 
-    def __init__(self, source):
-        self.source = source
-        lines = (json.dumps(event) + "\n" for event in source)
+    def __init__(self, events: Generator[dict, None, None]):
+        self.events = events
+        lines = (json.dumps(event) + "\n" for event in events)
         super().__init__(lines, media_type="application/x-ndjson")
 
-    async def __call__(self, scope, receive, send):
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self.source.close()
+            # ends the generation, also if the client has closed the connection
+            self.events.close()
 
 
-def one_at_a_time(lock: threading.Lock, source):
-    """The events of source while holding the lock, or one that says it is taken."""
-    if not lock.acquire(timeout=PATIENCE):
+def one_at_a_time(
+    lock: threading.Lock, events: Generator[dict, None, None]
+) -> Generator[dict, None, None]:
+    """Yield events while holding the lock; a single message if the lock cannot be acquired."""
+    if not lock.acquire(timeout=MAX_WAIT):
         yield {"message": "busy: another text is being generated; try again when it has ended"}
         return
     try:
-        yield from source
+        yield from events
     finally:
         lock.release()
 
 
-def one_line(error: Exception) -> str:
-    """What is wrong with a request: `temperature=-1.0: give 0 or more`, or pydantic's complaint."""
+def describe_mistake(error: Exception) -> str:
+    """Return in one line what is wrong with a request, such as `temperature=-1.0: give 0 or more`.
+
+    For an error that pydantic finds, it is pydantic's message after the key.
+    """
     if not isinstance(error, RequestValidationError):
         return " ".join(str(error).split())
     first = error.errors()[0]
     if first["type"] == "json_invalid":
-        return "the request is not JSON"
+        return "the request is not valid JSON"
     if first["type"] == "model_attributes_type":
-        fix = "send one, with the header content-type: application/json"
-        return f"the request is no JSON object: {fix}"
+        return (
+            "the request is not a JSON object; send one, with the header content-type: "
+            "application/json"
+        )
     key = ".".join(str(part) for part in first["loc"] if part != "body") or "the request"
-    return f"{key}: {first['msg'][0].lower()}{first['msg'][1:]}"
+    message = first["msg"]
+    return f"{key}: {message[0].lower()}{message[1:]}"
 
 
-def create_app(model, tokenizer, facts: dict, host="127.0.0.1", first_seed=0) -> FastAPI:
-    """The application. Autocast stays as it is at this call.
+def create_app(
+    model: GPT,
+    tokenizer: Tokenizer,
+    description: dict,
+    host: str = "127.0.0.1",
+    first_seed: int = 0,
+    is_closing: Callable[[], bool] = lambda: False,
+) -> FastAPI:
+    """Return the application. It computes with the autocast that is active at this call.
 
-    facts: of `facts_of`; host: what the server is bound to. Requests without a seed have
-    first_seed, first_seed + 1, ..., as the samples of sample.py.
+    Args:
+        description: as `describe_model` returns it
+        host: what the server listens on
+        first_seed: requests without a seed get first_seed, first_seed + 1, ..., as the samples of
+            sample.py do
+        is_closing: returns whether the server is shutting down, which ends a generation
     """
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)  # those load from elsewhere
+    # FastAPI's own documentation pages would load files from other sites
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Guard, host=host)
-    app.state.closing = lambda: False
-    device, longest = model.rope_cos.device.type, model.config.block_size
-    enabled = torch.is_autocast_enabled(device)
-    autocast = partial(torch.autocast, device, torch.get_autocast_dtype(device), enabled)
-    lock, seeds = threading.Lock(), itertools.count(first_seed)
+    block_size = model.config.block_size
+    # the autocast of this thread, to be entered by the threads that will compute
+    device_type = model.rope_cos.device.type
+    autocast = partial(
+        torch.autocast,
+        device_type,
+        dtype=torch.get_autocast_dtype(device_type),
+        enabled=torch.is_autocast_enabled(device_type),
+    )
+    # two generations at a time would slow each other down, and could exceed the memory
+    lock = threading.Lock()
+    seeds = itertools.count(first_seed)
 
     @app.exception_handler(RequestValidationError)
     @app.exception_handler(ValueError)
-    def mistake(_request, error):
-        return JSONResponse({"message": one_line(error)}, status_code=400)
+    def answer_mistake(_request: object, error: Exception) -> JSONResponse:
+        return JSONResponse({"message": describe_mistake(error)}, status_code=400)
 
     @app.get("/model")
-    def describe() -> dict:
-        return facts
+    def answer_model() -> dict:
+        return description
 
     @app.post("/generate")
     def generate(request: Request) -> JSONLines:
-        asked = {**facts["defaults"], **request.model_dump(exclude_unset=True)}
-        sampling = Sampling(**{name: asked[name] for name in Sampling.__dataclass_fields__})
+        settings = {
+            # lowest precedence first
+            **description["defaults"],
+            **request.model_dump(exclude_unset=True),
+        }
+        # errors are raised before the response begins, so that its status is 400
+        sampling = Sampling(**{name: settings[name] for name in Sampling.__dataclass_fields__})
         prompt = encode_prompt(tokenizer, request.prompt)
-        if len(prompt) > longest:
-            fix = f"give at most {longest}, end-of-text included"
-            raise ValueError(f"the prompt has {len(prompt)} tokens: {fix}")
-        seed = next(seeds) if request.seed is None else request.seed
-        keys = prompt, asked["max_new_tokens"], sampling, seed, asked["stop"], app.state.closing
-        return JSONLines(one_at_a_time(lock, each_under(autocast, events(model, tokenizer, *keys))))
+        if len(prompt) > block_size:
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens: give at most {block_size}, end-of-text "
+                "included"
+            )
+        events = generate_events(
+            model,
+            tokenizer,
+            prompt,
+            settings["max_new_tokens"],
+            sampling=sampling,
+            seed=next(seeds) if request.seed is None else request.seed,
+            stop=settings["stop"],
+            is_cancelled=is_closing,
+        )
+        return JSONLines(one_at_a_time(lock, iterate_under(autocast, events)))
 
-    for path, name in FILES.items():
+    # the page is served by name, so that no other file can be requested
+    for url, name in FILES.items():
         file = Path(__file__).with_name(name)
-        app.add_api_route(path, lambda file=file: FileResponse(file), methods=["GET"])
+        app.add_api_route(url, lambda file=file: FileResponse(file), methods=["GET"])
     return app
 
 
-def facts_of(model, tokenizer, state: dict, defaults: dict) -> dict:
-    """What GET /model says.
+def describe_model(model: GPT, tokenizer: Tokenizer, state: dict, defaults: dict) -> dict:
+    """Return the answer to GET /model.
 
-    state: of `load_model`, without a step for an exported folder; defaults: of a request.
+    Args:
+        state: as `load_model` returns it; an exported folder has no step
+        defaults: the values of keys that a request omits
     """
     return {
         "model": state["model"],
@@ -159,44 +219,80 @@ def facts_of(model, tokenizer, state: dict, defaults: dict) -> dict:
         "tokenizer": tokenizer.name,
         "end_of_text": tokenizer.eot_token,
         "block_size": model.config.block_size,
-        "statistics": declared(model),
-        "most_new_tokens": MOST_NEW_TOKENS,
+        "statistics": describe_statistics(model),
+        "most_new_tokens": MAX_NEW_TOKENS,
         "defaults": defaults,
     }
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that takes connections. ValueError: the address is taken or not this machine's."""
+    """Return a socket that accepts connections.
+
+    Raises:
+        ValueError: the address is in use, or not an address of this machine
+    """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=128)
     except OSError as error:
-        raise ValueError(f"--host={host} --port={port}: {error.strerror}; give others") from error
+        raise ValueError(
+            f"--host={host} --port={port}: {error.strerror}; give another host or port"
+        ) from error
 
 
-def serve(model, tokenizer, state: dict, args, sampling: Sampling) -> None:
-    """Serve the page at args.host and args.port until Ctrl+C; sample.py's other options are what
-    its fields start with.
+def serve(
+    model: GPT,
+    tokenizer: Tokenizer,
+    state: dict,
+    *,
+    host: str,
+    port: int,
+    sampling: Sampling,
+    max_new_tokens: int,
+    stop: list[str],
+    first_seed: int,
+) -> None:
+    """Serve the page until Ctrl+C.
 
-    ValueError: the address cannot be had, or args.max_new_tokens is more than the page allows.
+    Args:
+        state: as `load_model` returns it
+        sampling, max_new_tokens, stop, first_seed: defaults of the form and of requests
+
+    Raises:
+        ValueError: the server cannot listen on host and port, or max_new_tokens is too large
     """
-    if args.max_new_tokens > MOST_NEW_TOKENS:
-        fix = f"with --serve give at most {MOST_NEW_TOKENS}"
-        raise ValueError(f"--max_new_tokens={args.max_new_tokens}: {fix}")
-    defaults = {**vars(sampling), "max_new_tokens": args.max_new_tokens, "stop": args.stop}
-    listening = listen(args.host, args.port)
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a closed tab must not end the server
+    if max_new_tokens > MAX_NEW_TOKENS:
+        raise ValueError(
+            f"--max_new_tokens={max_new_tokens}: give at most {MAX_NEW_TOKENS} with --serve"
+        )
+    defaults = {**vars(sampling), "max_new_tokens": max_new_tokens, "stop": stop}
+    # listen before anything is computed, and report the port that --port=0 has chosen
+    listening = listen(host, port)
+    # sample.py ends at a closed pipe, but a closed tab must not end the server
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     address, port = listening.getsockname()[:2]
-    host = address if address in EVERY_ADDRESS else args.host  # also of --host=0, or an empty one
-    app = create_app(model, tokenizer, facts_of(model, tokenizer, state, defaults), host, args.seed)
-    settings = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False)
-    server = uvicorn.Server(settings)
-    app.state.closing = lambda: server.should_exit
-    print(f"http://{f'[{host}]' if ':' in host else host}:{port} (Ctrl+C ends it)", flush=True)
+    # an empty host, or 0, is the wildcard address as well
+    if address in WILDCARD_ADDRESSES:
+        host = address
+    server: uvicorn.Server | None = None
+    app = create_app(
+        model,
+        tokenizer,
+        describe_model(model, tokenizer, state, defaults),
+        host=host,
+        first_seed=first_seed,
+        is_closing=lambda: server is not None and server.should_exit,
+    )
+    server = uvicorn.Server(
+        uvicorn.Config(app, log_level="warning", access_log=False, server_header=False)
+    )
+    shown_host = f"[{host}]" if ":" in host else host
+    print(f"http://{shown_host}:{port} (press Ctrl+C to stop the server)", flush=True)
     if not ipaddress.ip_address(address).is_loopback:
-        note = "everyone who can reach this machine can use the page"
-        if host in EVERY_ADDRESS:
-            note += "; from elsewhere, open it by this machine's numeric address"
-        print(f"note: {note}", file=sys.stderr)
-    with contextlib.suppress(KeyboardInterrupt):  # which the server hands on when it has ended
+        note = "note: everyone who can reach this machine can use the page"
+        if host in WILDCARD_ADDRESSES:
+            note += "; from another machine, open it by the numeric address of this one"
+        print(note, file=sys.stderr)
+    # the server raises it again after it has shut down
+    with contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=[listening])

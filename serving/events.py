@@ -1,186 +1,275 @@
-"""What the page is sent of a generation: events, each token with its text and with what the model's
-writes say of it.
-"""
+"""Generate text as events: each token with its text and the statistics of the residual stream."""
 
 import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
+from typing import NamedTuple, TypeVar
 
 import torch
-from torch import nn
 
-from model.block import Site
+from data.tokenizer import Tokenizer
+from model.block import Site, State
 from model.decoding import Decoder
 from model.generation import Generation, Sampling, Text
+from model.gpt import GPT
 from model.residual import DeltaRewrite
 from training.residual_statistics import ObservedStream, SiteWrite
 
+Item = TypeVar("Item")
 
-class Recorder(ObservedStream):
-    """The statistics of the writes by name, as passes are made; `take` hands out the newest."""
+
+# ---- statistics of the residual stream ----
+
+
+class StatisticInfo(NamedTuple):
+    """What a write says of a statistic, apart from its values."""
+
+    range: tuple[float, float] | None  # the declared range
+    is_ddl_gate: bool
+
+
+class StatisticsRecorder(ObservedStream):
+    """Records the statistics that the writes of a model report in its forward passes.
+
+    Attributes:
+        values: by statistic and site, the values (B, T) of each pass since the last `take_last`
+        info: by statistic, what the sites that report it say of it
+    """
 
     def __init__(self):
-        super().__init__(self.see)
-        self.passes: dict[str, dict[str, list]] = {}  # statistic -> site -> (B, T) of each pass
-        self.about: dict[str, set] = {}  # statistic -> (its range, whether it is the gate of DDL)
+        super().__init__(self.record)
+        self.values: dict[str, dict[str, list[torch.Tensor]]] = {}
+        self.info: dict[str, set[StatisticInfo]] = {}
+        self.num_writes: Counter[str] = Counter()  # of each site in the current pass
 
-    def begin(self, model, x, cache):
-        self.met = Counter()
+    def begin(self, model: GPT, x: torch.Tensor, cache: list | None) -> State:
+        # called at the start of every forward pass
+        self.num_writes = Counter()
         return super().begin(model, x, cache)
 
-    def see(self, site: Site, write: SiteWrite) -> None:
+    def record(self, site: Site, write: SiteWrite) -> None:
+        """Record the statistics of a write."""
         label = f"{site.layer} {site.name}"
-        self.met[label] += 1
-        if self.met[label] > 1:  # a block that occurs several times in a model
-            label += f" ({self.met[label]})"
+        self.num_writes[label] += 1
+        # a model may use the same block several times
+        if self.num_writes[label] > 1:
+            label += f" ({self.num_writes[label]})"
         for name, values in write.statistics.items():
-            self.passes.setdefault(name, {}).setdefault(label, []).append(values)
-            gate = name == "beta" and isinstance(site.write, DeltaRewrite)
-            limits = getattr(site.write, "ranges", {}).get(name)
-            self.about.setdefault(name, set()).add((limits, gate))
+            self.values.setdefault(name, {}).setdefault(label, []).append(values)
+            info = StatisticInfo(
+                range=getattr(site.write, "ranges", {}).get(name),
+                is_ddl_gate=name == "beta" and isinstance(site.write, DeltaRewrite),
+            )
+            self.info.setdefault(name, set()).add(info)
 
-    def take(self, tokens: int) -> list[dict[str, list[float | None]]]:
-        """Of each of the first sequence's newest `tokens` tokens: {statistic: a number of each site
-        that has it}, None for one that is not finite.
+    def take_last(self, num_tokens: int) -> list[dict[str, list[float | None]]]:
+        """Return the statistics of the last tokens of the first sequence, and forget all values.
 
-        A pass that read older tokens anew is known by its length: what was handed out before is
-        left out.
+        If a pass has read earlier tokens again, these come first, and are not among the last ones.
+
+        Returns:
+            For each token, the values at all sites by statistic; None for a value that is not
+            finite.
         """
-        found: list[dict] = [{} for _ in range(tokens)]
-        for name, sites in self.passes.items():
-            columns = [torch.cat(each, dim=1)[0, -tokens:] for each in sites.values()]
-            for token, row in zip(found, torch.stack(columns, dim=1).tolist()):
+        by_token: list[dict[str, list[float | None]]] = [{} for _ in range(num_tokens)]
+        for name, values_by_site in self.values.items():
+            columns = [
+                torch.cat(values, dim=1)[0, -num_tokens:] for values in values_by_site.values()
+            ]
+            rows = torch.stack(columns, dim=1).tolist()  # [token][site]
+            for token, row in zip(by_token, rows):
                 token[name] = [value if math.isfinite(value) else None for value in row]
-            for each in sites.values():
-                each.clear()
-        return found
+            # the lists stay, so that the sites keep their order
+            for values in values_by_site.values():
+                values.clear()
+        return by_token
 
 
 @torch.no_grad()
-def declared(model: nn.Module) -> list[dict]:
-    """The statistics of a model's writes: "name", "sites" in the order of a pass (`0 attn`, `0
-    mlp`, ...), "range" as the writes declare it or None, and "gate": whether it is the beta of a
-    delta rewrite, of which 0 keeps, 1 overwrites and 2 reflects.
+def describe_statistics(model: GPT) -> list[dict]:
+    """Describe the statistics that the writes of a model report.
+
+    Returns:
+        For each statistic its "name"; its "sites" in the order of a forward pass (`0 attn`, `0
+        mlp`, ...); its "range" as the writes declare it, or None; and "gate", whether it is the
+        gate beta of a delta rewrite, with which 0 keeps, 1 overwrites and 2 reflects.
     """
-    recorder, found = Recorder(), []
+    recorder = StatisticsRecorder()
     with model.through(recorder):
         model(torch.zeros(1, 1, dtype=torch.int64, device=model.rope_cos.device))
-    for name, sites in recorder.passes.items():
-        limits, gates = map(set, zip(*recorder.about[name]))
-        limit = limits.pop() if len(limits) == 1 else None
-        found.append({"name": name, "sites": list(sites), "range": limit, "gate": gates == {True}})
-    return found
+    descriptions = []
+    for name, values_by_site in recorder.values.items():
+        info_of_sites = recorder.info[name]
+        ranges = {info.range for info in info_of_sites}
+        descriptions.append(
+            {
+                "name": name,
+                "sites": list(values_by_site),
+                # sites with different ranges have none in common
+                "range": ranges.pop() if len(ranges) == 1 else None,
+                "gate": all(info.is_ddl_gate for info in info_of_sites),
+            }
+        )
+    return descriptions
+
+
+# ---- texts of tokens ----
 
 
 class Pieces:
-    """Tokens with the text that each adds, generated ones held back while a stop string may begin
-    in them.
+    """Divides a text into tokens, of which each has the text that it adds.
 
-    A token that ends within a character adds nothing; the one that completes it adds the character,
-    and they come together.
+    A token that ends within a character adds no text; it is sent together with the token that
+    completes the character. Generated tokens are held back while a stop string may begin in them.
     """
 
-    def __init__(self, tokenizer, stop: list[str]):
+    def __init__(self, tokenizer: Tokenizer, stop: list[str]):
         self.tokenizer = tokenizer
-        self.whole, self.shown = Text(tokenizer, []), Text(tokenizer, stop)
-        self.held: list[dict] = []
-        self.characters = 0  # of `held` that may be shown
+        # the prompt may contain a stop string, which only ends the generated text
+        self.text = Text(tokenizer, [])  # all tokens
+        self.text_before_stop = Text(tokenizer, stop)  # the generated tokens
+        self.held_back: list[dict] = []
+        self.num_ready = 0  # number of characters at the start of `held_back` that can be sent
 
     @property
     def stopped(self) -> bool:
-        return self.shown.stopped
+        """Return whether the generated text contains a stop string."""
+        return self.text_before_stop.stopped
 
-    def piece(self, token: int, statistics: dict, prompt: bool = True) -> dict:
-        """What is sent of a token. `label`: its text by itself, or its bytes if not UTF-8."""
+    def make_piece(self, token: int, statistics: dict, prompt: bool = True) -> dict:
+        """Return what is sent of a token.
+
+        Its "label" is the text of the token by itself, or its bytes if they are not UTF-8.
+        """
         data = self.tokenizer.decode_single_token_bytes(token)
         try:
             label = data.decode("utf-8")
         except UnicodeDecodeError:
             label = f"bytes {data.hex(' ')}"
-        about = {"id": token, "text": self.whole.add(token), "label": label}
-        return about | {"statistics": statistics, "prompt": prompt}
+        return {
+            "id": token,
+            "text": self.text.add(token),
+            "label": label,
+            "statistics": statistics,
+            "prompt": prompt,
+        }
 
     def add(self, token: int, statistics: dict) -> list[dict]:
-        """The generated tokens that can be shown with this one."""
-        self.held.append(self.piece(token, statistics, prompt=False))
-        self.characters += len(self.shown.add(token))
-        return self.released()
+        """Add a generated token, and return those that can now be sent."""
+        self.held_back.append(self.make_piece(token, statistics, prompt=False))
+        self.num_ready += len(self.text_before_stop.add(token))
+        return self.release()
 
     def end(self) -> list[dict]:
-        """Those held back, when no token follows."""
-        if self.held:
-            self.held[-1]["text"] += self.whole.end()
-        self.characters += len(self.shown.end())
-        return self.released()
+        """Return the tokens that were held back, after the last one has been added."""
+        if self.held_back:
+            self.held_back[-1]["text"] += self.text.end()
+        self.num_ready += len(self.text_before_stop.end())
+        return self.release()
 
-    def released(self) -> list[dict]:
-        """Take from `held` whole tokens with at most `characters` of text, up to one that ends a
-        character.
-        """
-        count, left = 0, self.characters
-        for index, piece in enumerate(self.held):
-            left -= len(piece["text"])
-            if left >= 0 and piece["text"]:
-                count, self.characters = index + 1, left
-        ready, self.held = self.held[:count], self.held[count:]
-        while self.stopped and self.characters:  # the stop string begins within a token's text
-            piece = self.held.pop(0)
-            piece["text"] = piece["text"][: self.characters]
-            self.characters -= len(piece["text"])
-            ready.append(piece)
-        return ready
+    def release(self) -> list[dict]:
+        """Take from `held_back` the tokens whose text can be sent, up to the end of a character."""
+        num_tokens = 0
+        num_left = self.num_ready
+        for index, piece in enumerate(self.held_back):
+            num_left -= len(piece["text"])
+            if num_left >= 0 and piece["text"]:
+                num_tokens = index + 1
+                self.num_ready = num_left
+        released = self.held_back[:num_tokens]
+        self.held_back = self.held_back[num_tokens:]
+        # a stop string begins within the text of a token, which is cut there
+        while self.stopped and self.num_ready:
+            piece = self.held_back.pop(0)
+            piece["text"] = piece["text"][: self.num_ready]
+            self.num_ready -= len(piece["text"])
+            released.append(piece)
+        return released
 
 
-def events(
-    model, tokenizer, prompt: list[int], max_new_tokens: int, sampling: Sampling, seed: int, stop: list[str],
-    cancelled: Callable[[], bool],
-) -> Iterator[dict]:  # fmt: skip
-    """Yield {"seed"}, then {"tokens": [...]} as they are read, then {"end": why, "new_tokens",
-    "seconds"}.
+# ---- events ----
 
-    A token is sent when the pass that reads it has been made, with the statistics of that pass: a
-    generated one when its successor is drawn. So one more token is drawn than shown.
+
+def generate_events(
+    model: GPT,
+    tokenizer: Tokenizer,
+    prompt: list[int],
+    max_new_tokens: int,
+    *,
+    sampling: Sampling,
+    seed: int,
+    stop: list[str],
+    is_cancelled: Callable[[], bool],
+) -> Generator[dict, None, None]:
+    """Yield {"seed"}, then {"tokens"} several times, and at last {"end", "new_tokens", "seconds"}.
+
+    The statistics of a token are those of the forward pass that reads it. A generated token is only
+    read when the next one is sampled, so one more token is sampled than is sent.
     """
-    started, made, why, recorder = time.perf_counter(), 0, "all new tokens made", Recorder()
+    start = time.perf_counter()
+    recorder = StatisticsRecorder()
+    # a text may become longer than the cache, which then holds its newest part
     decoder = Decoder(model, 1, min(len(prompt) + max_new_tokens, model.config.block_size))
-    ends = tokenizer.eot_token, tokenizer.n_vocab
-    generation = Generation(decoder, [prompt], max_new_tokens + 1, sampling, [seed], *ends)
-    pieces, unread = Pieces(tokenizer, stop), prompt
+    generation = Generation(
+        decoder,
+        [prompt],
+        max_new_tokens + 1,
+        sampling,
+        [seed],
+        tokenizer.eot_token,
+        tokenizer.n_vocab,
+    )
+    pieces = Pieces(tokenizer, stop)
+    num_new_tokens = 0
+    unread = prompt  # the tokens that the next pass reads for the first time
+    reason = "all new tokens made"
     yield {"seed": seed}
     with model.through(recorder):
         for [token] in generation:
-            columns = recorder.take(len(unread))
-            if made:
-                shown = pieces.add(unread[0], columns[0])
+            statistics = recorder.take_last(len(unread))
+            if num_new_tokens == 0:
+                ready = [
+                    pieces.make_piece(prompt_token, token_statistics)
+                    for prompt_token, token_statistics in zip(prompt, statistics, strict=True)
+                ]
             else:
-                shown = list(map(pieces.piece, prompt, columns))
-            if shown:
-                yield {"tokens": shown}
-            if pieces.stopped or token is None:
-                why = "stop string" if pieces.stopped else "end of text"
+                ready = pieces.add(unread[0], statistics[0])
+            if ready:
+                yield {"tokens": ready}
+            if pieces.stopped:
+                reason = "stop string"
                 break
-            if made == max_new_tokens:
+            if token is None:
+                reason = "end of text"
                 break
-            if cancelled():
-                why = "the server ends"
+            # this token is the one that is sampled but not sent
+            if num_new_tokens == max_new_tokens:
                 break
-            made, unread = made + 1, [token]
-    if left := pieces.end():
-        yield {"tokens": left}
-    yield {"end": why, "new_tokens": made, "seconds": time.perf_counter() - started}
+            if is_cancelled():
+                reason = "the server ends"
+                break
+            num_new_tokens += 1
+            unread = [token]
+    if ready := pieces.end():
+        yield {"tokens": ready}
+    seconds = time.perf_counter() - start
+    yield {"end": reason, "new_tokens": num_new_tokens, "seconds": seconds}
 
 
-def each_under(context: Callable, source: Iterator) -> Iterator:
-    """The source's items, each made inside a new context().
+def iterate_under(
+    make_context: Callable[[], AbstractContextManager], source: Generator[Item, None, None]
+) -> Generator[Item, None, None]:
+    """Yield the items of an iterator, each of which is computed inside a new context.
 
-    For autocast: a thread has it for itself alone, and a server makes the items of one source in
-    several threads.
+    Autocast is a setting of the current thread, but a server may compute the items of one iterator
+    in several threads.
     """
     with contextlib.closing(source):
         while True:
-            with context():
+            with make_context():
                 item = next(source, None)
             if item is None:
                 return

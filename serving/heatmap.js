@@ -1,10 +1,10 @@
-// The heat map: a row for each site, a column for each token. The canvas is as wide as what is seen of it and drawn anew
-// when that scrolls, so that a long text needs no large one.
+// The heat map: a row for each site, a column for each token. The canvas is only as wide as its visible part, and is drawn
+// again when that scrolls, so that a long text does not need a large canvas.
 
 const COLUMN = 14; // pixels, as all sizes here
 const LABELS = 64; // height of the tokens' names above the columns
 
-// Five colours as the style sheet has them now, --<name>-0 to --<name>-4, [r, g, b] each.
+// Return the five colors --<name>-0 to --<name>-4 of the style sheet, [r, g, b] each.
 function stops(name) {
   const style = getComputedStyle(document.documentElement);
   return [0, 1, 2, 3, 4].map((i) => {
@@ -13,8 +13,8 @@ function stops(name) {
   });
 }
 
-export class Colours {
-  // The five stand evenly from `lowest` to `highest`: as they are, for the gate beta from 0 to 2.
+export class Colors {
+  // The five colors are spaced evenly from `lowest` to `highest`; by default from 0 to 2, the range of the gate beta.
   constructor(name = "gate", lowest = 0, highest = 2) {
     Object.assign(this, { name, lowest, highest });
     this.refresh();
@@ -24,7 +24,7 @@ export class Colours {
     this.stops = stops(this.name);
   }
 
-  // The colour of a number, linear between the stops; alpha from 0 to 1.
+  // The color of a number, linear between the stops; alpha from 0 to 1.
   of(value, alpha = 1) {
     const share = (value - this.lowest) / (this.highest - this.lowest || 1);
     const place = Math.min(Math.max(share, 0), 1) * 4;
@@ -34,35 +34,36 @@ export class Colours {
   }
 }
 
-// Of a statistic: the gate's colours are its regimes, 0 to 2; of numbers that lie on both sides of 0 that is white in the
-// middle; others go from the least to the largest. values: those to be coloured; range: where they can lie, or null.
-export function coloursOf({ gate, range }, values) {
-  if (gate) return new Colours();
+// Return the colors of a statistic. The gate's show its regimes, from 0 to 2. If numbers can be negative, 0 is the white in
+// the middle; otherwise the colors go from the smallest number to the largest. range is the declared one, or null.
+export function colorsOf({ gate, range }, values) {
+  if (gate) return new Colors();
   const [low, high] = range ?? values.reduce(([a, b], x) => [Math.min(a, x), Math.max(b, x)], [Infinity, -Infinity]);
-  if (low > high) return new Colours("ramp", 0, 1);
+  if (low > high) return new Colors("ramp", 0, 1);
   const size = Math.max(Math.abs(low), Math.abs(high));
-  return low < 0 ? new Colours("gate", -size, size) : new Colours("ramp", low, high);
+  return low < 0 ? new Colors("gate", -size, size) : new Colors("ramp", low, high);
 }
 
-// A number as it is read: four digits.
+// Format a number with four digits.
 export function shown(value) {
   return value === null ? "none" : Number(value.toPrecision(4)).toString();
 }
 
 // Fill the legend: #lowest, #middle, #highest and the stripe #scale.
-export function describeColours(colours, gate) {
+export function describeColors(colors, gate) {
   const text = (id, value) => (document.getElementById(id).textContent = value);
-  text("lowest", gate ? "0 keep" : shown(colours.lowest));
-  text("highest", gate ? "2 reflect" : shown(colours.highest));
-  text("middle", gate ? "1 overwrite" : colours.name === "gate" ? "0" : "");
-  const stops = [0, 1, 2, 3, 4].map((i) => `var(--${colours.name}-${i})`);
+  text("lowest", gate ? "0 keep" : shown(colors.lowest));
+  text("highest", gate ? "2 reflect" : shown(colors.highest));
+  text("middle", gate ? "1 overwrite" : colors.name === "gate" ? "0" : "");
+  const stops = [0, 1, 2, 3, 4].map((i) => `var(--${colors.name}-${i})`);
   document.getElementById("scale").style.background = `linear-gradient(to right, ${stops.join(", ")})`;
 }
 
 export class HeatMap {
-  // tokens: the page's list, each with `label` and `rows` (a number or null for each row); shown: told of (token, row) or null.
-  constructor(canvas, spacer, colours, tokens, shown) {
-    Object.assign(this, { canvas, spacer, colours, tokens, shown });
+  // tokens: the page's list, each with `label` and `rows` (a number or null for each row); shown: called with the cell under
+  // the pointer, [token, row] or null.
+  constructor(canvas, spacer, colors, tokens, shown) {
+    Object.assign(this, { canvas, spacer, colors, tokens, shown });
     this.scroller = canvas.parentElement;
     this.rows = 0;
     this.lit = null; // [token, row]
@@ -82,7 +83,7 @@ export class HeatMap {
     this.redraw();
   }
 
-  // As long as all tokens.
+  // Make the scrolled area as wide as all tokens.
   fit() {
     this.spacer.style.width = `${this.tokens.length * COLUMN}px`;
     this.redraw();
@@ -109,7 +110,7 @@ export class HeatMap {
     }
   }
 
-  // Where a cell is on the screen: its right lower corner.
+  // Return the lower right corner of a cell on the screen.
   corner(token, row) {
     const box = this.canvas.getBoundingClientRect();
     return [box.left + (token + 1) * COLUMN - this.scroller.scrollLeft, box.top + LABELS + (row + 1) * this.height];
@@ -146,7 +147,7 @@ export class HeatMap {
     const token = this.tokens[i];
     token.rows.forEach((value, row) => {
       if (value === null) return;
-      context.fillStyle = this.colours.of(value);
+      context.fillStyle = this.colors.of(value);
       const gap = row === 0 ? 3 : 1; // the mean stands a little apart
       context.fillRect(i * COLUMN, LABELS + row * this.height, COLUMN - 1, this.height - gap);
     });
@@ -188,13 +189,13 @@ export class HeatMap {
   }
 }
 
-// A token's name above its column: visible white space, at most 8 characters.
+// Return the name of a token above its column, at most 8 characters, with visible white space.
 function shortened(label) {
   const visible = label.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "·");
   return [...visible].length > 8 ? `${[...visible].slice(0, 7).join("")}…` : visible;
 }
 
-// Put the tip below a place on the screen, or above where there is no room, within the window.
+// Put the tip below a position on the screen, or above it if there is no room, within the window.
 export function placeTip(tip, [left, top]) {
   const { width, height } = tip.getBoundingClientRect();
   const below = top + 8 + height < window.innerHeight;

@@ -1,15 +1,15 @@
-// The page: sends the form to POST /generate, shows the tokens as they come, and what the model's writes say of them, in
-// text and heat map. Everything from the server goes into the page as text, never as HTML.
+// The page: sends the form to POST /generate, and shows the tokens as they arrive, with their statistics as colors of the
+// text and in a heat map. Everything from the server is inserted as text, never as HTML.
 
-import { Colours, HeatMap, coloursOf, describeColours, placeTip, shown } from "./heatmap.js";
+import { Colors, HeatMap, colorsOf, describeColors, placeTip, shown } from "./heatmap.js";
 
 const $ = (id) => document.getElementById(id);
 const tokens = []; // as the server sends them, with `rows` (mean, then each site's number) and `span`, their text
-const map = new HeatMap($("heatmap"), $("spacer"), new Colours(), tokens, (cell) => show(cell));
+const map = new HeatMap($("heatmap"), $("spacer"), new Colors(), tokens, (cell) => show(cell));
 let model = null;
 let statistic = null; // of model.statistics: the one that is shown
 let rowNames = []; // of the heat map
-let tint = 0; // the row that colours the text
+let tint = 0; // the row that colors the text
 let running = null; // an AbortController while text is generated
 
 function element(tag, text, properties = {}) {
@@ -39,12 +39,12 @@ async function describe() {
     model.statistics.forEach(({ name }) => $("statistic").append(element("option", name, { value: name })));
     choose(model.statistics[0].name);
   } else {
-    $("no_statistics").textContent = `The writes of ${model.model} name no statistics.`;
+    $("no_statistics").textContent = `${model.model} reports no statistics of its residual stream.`;
     for (const id of ["no_statistics", "map", "legend", "choice"]) $(id).hidden = id !== "no_statistics";
   }
 }
 
-// The fields start with what the command line says.
+// The fields start with the values of the command line.
 function fillForm() {
   const { stop, ...numbers } = model.defaults;
   for (const [name, value] of Object.entries(numbers)) $("form").elements[name].value = value ?? "";
@@ -62,20 +62,20 @@ function choose(name) {
   map.setRows(rowNames.length);
   $("map_title").replaceChildren(`${name} `, element("span", "of every token at every site", { className: "muted" }));
   setUpRows();
-  colour();
+  color();
 }
 
-// A number for each row, null where there is none: of the last token of a text, or one that is not finite.
+// A number for each row; null for the last token of a text, which no pass has read, and for a number that is not finite.
 function rowsOf(token) {
   const values = token.statistics[statistic.name] ?? statistic.sites.map(() => null);
   const mean = values.includes(null) ? null : values.reduce((a, b) => a + b) / values.length;
   return values.length > 1 ? [mean, ...values] : values;
 }
 
-// Where no range is declared, the colours follow the numbers so far.
-function colour() {
-  map.colours = coloursOf(statistic, tokens.flatMap((token) => token.rows).filter((value) => value !== null));
-  describeColours(map.colours, statistic.gate);
+// If a statistic declares no range, the colors span the numbers so far.
+function color() {
+  map.colors = colorsOf(statistic, tokens.flatMap((token) => token.rows).filter((value) => value !== null));
+  describeColors(map.colors, statistic.gate);
   tokens.forEach(paint);
   map.redraw();
 }
@@ -115,7 +115,7 @@ function setTint(row) {
 
 function paint(token) {
   const value = token.rows[tint] ?? null;
-  token.span.style.backgroundColor = value === null ? "" : map.colours.of(value, 0.6);
+  token.span.style.backgroundColor = value === null ? "" : map.colors.of(value, 0.6);
 }
 
 function addToken(token) {
@@ -133,7 +133,7 @@ function addTokens(added) {
   const box = $("text");
   const atEnd = box.scrollTop + box.clientHeight > box.scrollHeight - 40;
   added.forEach(addToken);
-  if (statistic && !statistic.gate && !statistic.range) colour();
+  if (statistic && !statistic.gate && !statistic.range) color();
   if (atEnd) box.scrollTop = box.scrollHeight;
   map.grow();
 }
@@ -145,7 +145,7 @@ function clear() {
   map.grow();
 }
 
-// Point out a token in text and heat map, with its number: cell is [token, row], or null for none.
+// Highlight a token in the text and the heat map, and show its number. cell is [token, row]; null highlights none.
 function show(cell, corner = null) {
   document.querySelector("#text .lit")?.classList.remove("lit");
   $("tip").hidden = cell === null;
@@ -171,7 +171,7 @@ $("statistic").addEventListener("change", () => choose($("statistic").value));
 
 // --- a generation --------------------------------------------------------------------------------------------------
 
-// The body of the request; the server judges the values. Throws an Error with one line.
+// Return the body of the request, whose values the server checks. Throws an Error with one line.
 function request() {
   const body = { prompt: $("prompt").value };
   for (const input of $("form").querySelectorAll("input")) {
@@ -213,7 +213,7 @@ async function generate() {
     await follow(response);
   } catch (error) {
     if (error.name === "AbortError") stopped();
-    else fail(error instanceof TypeError ? "the server does not answer: see its terminal" : error.message);
+    else fail(error instanceof TypeError ? "the server does not respond; see its terminal" : error.message);
   } finally {
     running = null;
     setRunning(false);
@@ -236,7 +236,7 @@ async function follow(response) {
       say(event.new_tokens, event.seconds, seed, event.end);
     }
   }
-  if (!ended) throw new Error("the server ended in the middle: see its terminal");
+  if (!ended) throw new Error("the server closed the connection before the end; see its terminal");
 }
 
 function say(made, seconds, seed, end) {
@@ -269,9 +269,9 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") stop();
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
-  map.colours.refresh();
+  map.colors.refresh();
   tokens.forEach(paint);
   map.redraw();
 });
 
-describe().catch(() => fail("the server does not answer: see its terminal"));
+describe().catch(() => fail("the server does not respond; see its terminal"));

@@ -1,4 +1,4 @@
-"""Prompts and texts in a terminal: `sample.py RUN --interactive`."""
+"""Continue prompts that are typed in a terminal: `python sample.py RUN --interactive`."""
 
 import contextlib
 import dataclasses
@@ -7,109 +7,140 @@ import time
 from dataclasses import dataclass
 
 import configurator
-from data.tokenizer import encode_prompt
+from data.tokenizer import Tokenizer, encode_prompt
 from model.decoding import Decoder
 from model.generation import Sampling, generate_text
 from model.options import collect_options, option
 
-HELP = """A line is a prompt, which the model continues; a line that ends in \\ goes on in the next.
-An empty line lets the last text go on. Ctrl-C ends a text, Ctrl-D or /quit the program.
-/KEY=VALUE sets one of these, /help shows them; what begins with // is a prompt:"""
+HELP = """Type a prompt, and the model continues it. End a line with \\ to continue on the next line.
+An empty line continues the last text. Ctrl+C ends a text; Ctrl+D or /quit ends the program.
+/KEY=VALUE changes one of these settings, and /help shows them. A line that begins with // is a
+prompt."""
 
 
 @dataclass(frozen=True)
 class Settings(Sampling):
-    """What /KEY=VALUE can set."""
+    """The settings that /KEY=VALUE changes."""
 
     max_new_tokens: int = option(
         300,
-        "most tokens of a text",
+        "maximum number of tokens to generate",
+        low=1,
     )
     seed: int = option(
         0,
-        "the next text's; it grows by one with each text",
+        "random seed of the next text; it increases by 1 after each text",
     )
     stop: str | None = option(
         None,
-        "end a text before this string; \\n is a line break",
+        "end a text before this string, in which \\n stands for a line break",
     )
 
     def __post_init__(self):
         super().__post_init__()
         if self.stop == "":
-            what = "an empty stop string would stop every text at once"
-            raise ValueError(f"{what}: /stop=None for none")
-        if self.max_new_tokens < 1 or not 0 <= self.seed < 2**62:
-            what = f"max_new_tokens={self.max_new_tokens}, seed={self.seed}"
-            raise ValueError(f"{what}: give 1 or more, 0 or more")
+            raise ValueError(
+                "an empty stop string would end every text at once; give /stop=None to have no "
+                "stop string"
+            )
+        if not 0 <= self.seed < 2**62:
+            raise ValueError(f"seed={self.seed}: give 0 or more, below 2^62")
 
-    def help(self) -> str:
-        schema = collect_options(Settings)
-        lines = [f"  /{k}={value}".ljust(30) + schema[k].help for k, value in vars(self).items()]
+    def format_help(self) -> str:
+        """Return the help text, with the current values."""
+        options = collect_options(Settings)
+        lines = [
+            f"  /{name}={value}".ljust(30) + options[name].help
+            for name, value in vars(self).items()
+        ]
         return "\n".join([HELP, *lines])
 
-    def changed(self, command: str) -> "Settings":
-        """After /KEY=VALUE. ValueError: an unknown key, or a value that does not fit."""
+    def change(self, command: str) -> "Settings":
+        """Return the settings after a command KEY=VALUE.
+
+        Raises:
+            ValueError: the key is unknown, or the value is not one of its values
+        """
         key, equals, value = command.partition("=")
         if not equals:
-            raise ValueError(f"/{command} is no command: /KEY=VALUE, /help and /quit are")
-        schema = collect_options(Settings)
-        configurator.check_names([key], schema, prefix="/")
-        return dataclasses.replace(self, **{key: configurator.parse(schema[key], value)})
+            raise ValueError(
+                f"/{command} is not a command; the commands are /KEY=VALUE, /help and /quit"
+            )
+        options = collect_options(Settings)
+        configurator.check_names([key], options, prefix="/")
+        return dataclasses.replace(self, **{key: configurator.parse(options[key], value)})
 
 
-def read_line() -> str | None:
-    """The next prompt, None at the end of the input. Without a terminal no prompt sign is shown."""
-    lines = []
+def read_prompt() -> str | None:
+    """Read the next prompt, which may have several lines; None at the end of the input."""
+    is_terminal = sys.stdin.isatty()
+    lines: list[str] = []
     with contextlib.suppress(EOFError):
         while not lines or lines[-1].endswith("\\"):
-            lines.append(input((">>> ", "... ")[bool(lines)] if sys.stdin.isatty() else ""))
-    return "\n".join(line.removesuffix("\\") for line in lines) if lines else None
+            sign = "... " if lines else ">>> "
+            lines.append(input(sign if is_terminal else ""))
+    if not lines:
+        return None
+    return "\n".join(line.removesuffix("\\") for line in lines)
 
 
-def reply(decoder: Decoder, tokenizer, text: str, settings: Settings) -> str:
-    """Print what follows the text, as it is made, and the speed on stderr; returns it.
+def generate(decoder: Decoder, tokenizer: Tokenizer, text: str, settings: Settings) -> str:
+    """Print the continuation of a text as it is generated, and return it.
 
-    Ctrl-C ends it.
+    Ctrl+C ends it. The speed is printed on stderr.
     """
-    reply, made, started = "", 0, time.perf_counter()
-    stop = [] if settings.stop is None else [settings.stop.replace("\\n", "\n")]
-    options = settings.max_new_tokens, settings, [settings.seed], stop
-    prompts = [encode_prompt(tokenizer, text)]
+    prompt = encode_prompt(tokenizer, text)
+    continuation = ""
+    num_tokens = 0
+    start = time.perf_counter()
+    pieces = generate_text(
+        decoder,
+        tokenizer,
+        prompts=[prompt],
+        max_new_tokens=settings.max_new_tokens,
+        sampling=settings,
+        seeds=[settings.seed],
+        stop=[] if settings.stop is None else [settings.stop.replace("\\n", "\n")],
+    )
     with contextlib.suppress(KeyboardInterrupt):
-        for _, piece, new in generate_text(decoder, tokenizer, prompts, *options):
-            reply += piece or ""
-            made += new
+        for _, piece, num_new_tokens in pieces:
+            num_tokens += num_new_tokens
+            continuation += piece or ""
             print(piece or "", end="", flush=True)
-    seconds = time.perf_counter() - started
+    seconds = time.perf_counter() - start
     print(flush=True)
-    print(f"{made} tokens, {made / seconds:,.1f} tokens/s", file=sys.stderr, flush=True)
-    return reply
+    speed = num_tokens / seconds
+    print(f"{num_tokens} tokens, {speed:,.1f} tokens/s", file=sys.stderr, flush=True)
+    return continuation
 
 
-def converse(decoder: Decoder, tokenizer, args, sampling: Sampling) -> None:
-    """Answer prompts until the input ends; args: sample.py's."""
-    rest = args.max_new_tokens, args.seed, args.stop[0] if args.stop else None
-    settings, text = Settings(*vars(sampling).values(), *rest), ""
+def converse(decoder: Decoder, tokenizer: Tokenizer, settings: Settings) -> None:
+    """Continue prompts until the input ends."""
     if sys.stdin.isatty():
+        # input() then has a history and arrow keys
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401 (input() then has a history and arrow keys)
-        print(settings.help())
+            import readline  # noqa: F401
+        print(settings.format_help())
+    text = ""
     while True:
         try:
-            line = read_line()
+            line = read_prompt()
             if line in (None, "/quit"):
                 return
             if line == "/help":
-                print(settings.help())
+                print(settings.format_help())
             elif line.startswith("/") and not line.startswith("//"):
-                settings = settings.changed(line[1:])
+                settings = settings.change(line[1:])
             else:
-                text = line or text
+                # an empty line continues the last text
+                if line:
+                    text = line
+                # the output has the whole text, as that of sample.py without --interactive
                 print(text, end="", flush=True)
-                text += reply(decoder, tokenizer, text, settings)
+                text += generate(decoder, tokenizer, text, settings)
                 settings = dataclasses.replace(settings, seed=settings.seed + 1)
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
+        # while a prompt is typed, it discards the line
         except KeyboardInterrupt:
             print()

@@ -7,8 +7,10 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from model import kernels
 from model.block import Add, Block, Direct, delay
 from model.gpt import GPT
+from model.layers import RMSNorm
 from model.parameters import Rule, constant
 from model.residual import DeltaBlock, DeltaRewrite, Repeat, SingleChannelConfig, SingleChannelRead
 
@@ -95,10 +97,12 @@ def wrong_state_bytes(self, dtype=torch.bfloat16):
 
 
 class Doubled(DeltaRewrite):
-    fused = DeltaRewrite.fused  # a claim that is not true
-
     def forward(self, state, h, x_in, c, past=None):
         return super().forward(state, 2 * h + x_in, x_in, c, past)
+
+
+# a claim that is not true
+kernels.SITES[SingleChannelRead, Doubled, RMSNorm] = kernels.FusedForm.DELTA
 
 
 class Penalised(Add):

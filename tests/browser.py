@@ -59,10 +59,10 @@ def local(model, tokenizer, /, **facts):
     import uvicorn
 
     from model.generation import Sampling
-    from serving.app import create_app, facts_of, listen
+    from serving.app import create_app, describe_model, listen
 
     defaults = {**vars(Sampling()), "max_new_tokens": 2000, "stop": []}
-    known = facts_of(model, tokenizer, {"model": "a model"}, defaults)
+    known = describe_model(model, tokenizer, {"model": "a model"}, defaults)
     listening = listen("127.0.0.1", 0)
     server = uvicorn.Server(
         uvicorn.Config(create_app(model, tokenizer, {**known, **facts}), log_level="warning")
@@ -124,8 +124,8 @@ def text(page, name):
     return page.find_element("id", name).text
 
 
-def colour(value, stops=LIGHT, lowest=0.0, highest=2.0):
-    """The colour of a number on the linear scale between five stops; as it is, of a gate."""
+def color(value, stops=LIGHT, lowest=0.0, highest=2.0):
+    """The color of a number on the linear scale between five stops; as it is, of a gate."""
     rgb = [[int(stop[i : i + 2], 16) for i in (1, 3, 5)] for stop in stops]
     place = 4 * (value - lowest) / (highest - lowest)
     low = min(int(place), 3)
@@ -133,7 +133,7 @@ def colour(value, stops=LIGHT, lowest=0.0, highest=2.0):
 
 
 def cells(page, tokens, rows, left=0):
-    """The colours at the middles of the heat map's cells, [token][row] -> [r, g, b]; the first
+    """The colors at the middles of the heat map's cells, [token][row] -> [r, g, b]; the first
     begins at `left`.
     """
     return page.execute_script(

@@ -1,74 +1,109 @@
 """Compile every form of the kernels for sm_90, which needs no GPU: python tests/compile_kernels.py
 
-The interpreter takes what the compiler refuses. Prints a line a form; a form that does not compile
-ends it.
+The interpreter accepts code that the compiler rejects. Prints a line for each form, and stops at the
+first one that does not compile.
 """
 
 import itertools
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
+
+import triton
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from model.kernels import add_norm, expand, rope, step_kernels
 
 NO_WRITE = dict.fromkeys(
-    ("h", "y", "z", "inverse_norm", "discrepancy", "update", "new_state", "grad_h", "grad_y")
+    (
+        "direction",
+        "gate_logit",
+        "value_logit",
+        "inverse_norm",
+        "delta",
+        "update",
+        "new_state",
+        "grad_direction",
+        "grad_gate_logit",
+        "grad_value_logit",
+    )
 )
-NO_GATE = dict.fromkeys(("gate", "gate_bias", "gate_logit", "grad_gate"))
-NO_VALUE = dict.fromkeys(("value", "value_bias", "value_logit", "grad_value"))
-CONSTANT = {"VALUE": "constant", "z": None, "grad_z": None}
+NO_GATE = dict.fromkeys(("gate_weight", "gate_bias", "next_gate_logit", "grad_next_gate_logit"))
+NO_VALUE = dict.fromkeys(
+    ("value_weight", "value_bias", "next_value_logit", "grad_next_value_logit")
+)
+CONSTANT = {"VALUE_FORM": "constant", "value_logit": None, "grad_value_logit": None}
+
+
+def is_type(value: object) -> bool:
+    """Return whether an argument is the name of a type, such as "*bf16" or "i32"."""
+    return isinstance(value, str) and re.fullmatch(r"\*?(bf16|fp16|fp32|i32)", value) is not None
 
 
 def compile_for(kernel, arguments: dict, num_warps: int, arch: int = 90):
-    """The compiled kernel.
+    """Compile a kernel.
 
-    arguments: name -> a pointer type ("*bf16"), a type ("i32"), a tuple of them, or a constant.
-
-    Pointers are taken as aligned to 16 bytes, as torch allocates them.
+    arguments: for each name a pointer type ("*bf16"), a number type ("i32"), a tuple of types, or
+        the value of a constant
     """
-    import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    signature, constants, attributes = {}, {}, {}
-
-    def is_type(value):
-        return isinstance(value, str) and re.fullmatch(r"\*?(bf16|fp16|fp32|i32)", value)
-
+    # torch aligns the memory of tensors to 16 bytes
+    aligned = [["tt.divisibility", 16]]
+    signature = {}
+    constants = {}
+    attributes = {}
     for index, (name, value) in enumerate(arguments.items()):
-        if is_type(value) or isinstance(value, tuple):
+        if isinstance(value, tuple):
             signature[name] = value
-            for part, each in enumerate(value if isinstance(value, tuple) else (value,)):
-                if each.startswith("*"):
-                    where = (index, part) if isinstance(value, tuple) else (index,)
-                    attributes[where] = [["tt.divisibility", 16]]
+            for part, part_type in enumerate(value):
+                if part_type.startswith("*"):
+                    attributes[index, part] = aligned
+        elif is_type(value):
+            signature[name] = value
+            # strides are multiples of 16 at the widths that are used
+            if value.startswith("*") or name in ("token_stride", "channel_stride"):
+                attributes[(index,)] = aligned
         else:
-            signature[name], constants[(index,)] = "constexpr", value
-        if name in ("row_stride", "column_stride"):
-            attributes[(index,)] = [["tt.divisibility", 16]]  # as at the widths that are used
+            signature[name] = "constexpr"
+            constants[(index,)] = value
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
     return triton.compile(
         source, target=GPUTarget("cuda", arch, 32), options={"num_warps": num_warps}
     )
 
 
-def arguments_of(kernel, constants: dict, columns: int, writes: int = 0) -> dict:
-    """The kernel's arguments in bf16 with all heads and results: states and vectors bf16, scalars
-    and sums fp32.
+def arguments_of(kernel, constants: dict, num_value_channels: int, num_writes: int = 0) -> dict:
+    """Return the arguments of a kernel with all heads and results, for `compile_for`.
+
+    States and vectors are bf16, numbers and sums fp32.
+
+    Args:
+        constants: arguments that differ from that
+        num_writes: number of writes since the state was stored
     """
-    bf16 = "base h x_in new_state context grad_state grad_context new_grad_state grad_h x new_x grad_x new_grad_x "
-    bf16 += "state qkv qk grad_q grad_k grad_v grad_qkv"
-    integers = "row_stride column_stride tokens rows chunk chunks table_stride"
-    numbers = "k_eps_squared norm_eps eps value_scale value_constant"
-    types = dict.fromkeys(bf16.split(), "*bf16") | dict.fromkeys(integers.split(), "i32")
-    types |= dict.fromkeys(numbers.split(), "fp32") | dict.fromkeys(
-        "carry new_carry grad_x_in".split()
+    bf16 = (
+        "stored_state new_state state grad_new_state grad_state direction grad_direction x_in context "
+        "grad_context x new_x grad_x grad_new_x h grad_h qkv qk grad_q grad_k grad_v grad_qkv"
     )
-    types |= {"hs": ("*bf16",) * writes, "us": ("*fp32",) * writes, "V": columns}
-    types |= {
-        "VALUE": "sigmoid",
+    int32 = (
+        "token_stride channel_stride num_tokens num_rows chunk_size num_chunks sequence_length "
+        "table_stride"
+    )
+    fp32 = "k_eps_squared norm_eps eps value_scale value_constant"
+    types = {
+        **dict.fromkeys(bf16.split(), "*bf16"),
+        **dict.fromkeys(int32.split(), "i32"),
+        **dict.fromkeys(fp32.split(), "fp32"),
+        **dict.fromkeys(("carry", "new_carry", "grad_x_in")),
+        "directions": ("*bf16",) * num_writes,
+        "updates": ("*fp32",) * num_writes,
+        "V": num_value_channels,
+        "VALUE_FORM": "sigmoid",
         "VALUE_INPUT": "residual",
         "ERASE": True,
         "TOTAL": 2**16,
@@ -77,65 +112,93 @@ def arguments_of(kernel, constants: dict, columns: int, writes: int = 0) -> dict
     return {name: types.get(name, "*fp32") for name in kernel.arg_names}
 
 
-def forms():
-    """(name, kernel, constants that differ, columns, writes)."""
-    sizes = {"D": 40, "BLOCK": 16, "STAGES": 2, "PREFETCH": 0, "RELOAD": False}
-    options = {
-        "plain": {},
-        "write_only": {"ERASE": False},
-        "constant": CONSTANT | NO_VALUE,
-        "raw, context": {"VALUE": "raw", "VALUE_INPUT": "context"},
-        "no heads": NO_GATE | NO_VALUE,
-        "no write": NO_WRITE | {"z": None, "grad_z": None},
-        "reload": {"RELOAD": True, "PREFETCH": 2, "STAGES": 1},
-        "alone": {"grad_state": None, "new_state": None, "x_in": None},
-    }
-    for (name, changes), K, way in itertools.product(
-        options.items(), (1, 3), ("forward", "backward")
-    ):
+class Form(NamedTuple):
+    """A kernel with the arguments in which it differs from others."""
+
+    name: str
+    kernel: triton.JITFunction
+    constants: dict
+    num_value_channels: int = 1
+    num_writes: int = 0
+
+
+SIZES = {"D": 40, "BLOCK": 16, "STAGES": 2, "PREFETCH": 0, "RELOAD": False}
+
+STEP_OPTIONS = {
+    "plain": {},
+    "write_only": {"ERASE": False},
+    "constant": {**CONSTANT, **NO_VALUE},
+    "raw, context": {"VALUE_FORM": "raw", "VALUE_INPUT": "context"},
+    "no heads": {**NO_GATE, **NO_VALUE},
+    "no write": NO_WRITE,
+    "reload": {"RELOAD": True, "PREFETCH": 2, "STAGES": 1},
+    "alone": {"grad_new_state": None, "new_state": None, "x_in": None},
+}
+
+# a float32 state beside bfloat16 vectors
+FP32_STATE = dict.fromkeys(
+    "stored_state new_state x_in x new_x grad_new_state grad_state grad_x grad_new_x".split(),
+    "*fp32",
+)
+
+
+def forms() -> Iterator[Form]:
+    """Yield every form of every kernel."""
+    ways = ("forward", "backward")
+    for (name, changes), K, way in itertools.product(STEP_OPTIONS.items(), (1, 3), ways):
         if name == "alone" and K > 1:
-            changes = {"grad_state": None}
+            # a read of several tokens needs x_in
+            changes = {"grad_new_state": None}
         kernel = getattr(step_kernels, f"{way}_kernel")
-        yield f"step {way}, {name}, K={K}", kernel, sizes | {"K": K} | changes, 2, 1
-    carried = {"K": 3, "carry": "*fp32", "new_carry": "*fp32", "x_in": None}
-    yield "step forward, carry", step_kernels.forward_kernel, sizes | carried, 1, 0
-    x_in = {"K": 1, "grad_x_in": "*bf16", "grad_context": "*fp16"}
-    yield "step backward, x_in", step_kernels.backward_kernel, sizes | x_in, 8, 0
-    yield (
+        yield Form(f"step {way}, {name}, K={K}", kernel, {**SIZES, "K": K, **changes}, 2, 1)
+    yield Form(
+        "step forward, carry",
+        step_kernels.forward_kernel,
+        {**SIZES, "K": 3, "carry": "*fp32", "new_carry": "*fp32", "x_in": None},
+    )
+    yield Form(
+        "step backward, x_in",
+        step_kernels.backward_kernel,
+        {**SIZES, "K": 1, "grad_x_in": "*bf16", "grad_context": "*fp16"},
+        num_value_channels=8,
+    )
+    yield Form(
         "step forward, fp32",
         step_kernels.forward_kernel,
-        sizes | {"K": 1, "base": "*fp32", "h": "*fp32"},
-        4,
-        2,
-    )
-    mixed = dict.fromkeys(
-        "base new_state x_in x new_x grad_state new_grad_state grad_x new_grad_x".split(), "*fp32"
+        {**SIZES, "K": 1, "stored_state": "*fp32", "direction": "*fp32"},
+        num_value_channels=4,
+        num_writes=2,
     )
     for kernel in (step_kernels.forward_kernel, step_kernels.backward_kernel):
-        yield (
+        yield Form(
             f"{kernel.__name__} of steps, fp32 state",
             kernel,
-            sizes | {"K": 3, "STAGES": 2} | mixed,
-            4,
-            1,
+            {**SIZES, "K": 3, **FP32_STATE},
+            num_value_channels=4,
+            num_writes=1,
         )
     for kernel in (add_norm.forward_kernel, add_norm.backward_kernel):
-        yield f"{kernel.__name__} of add_norm, fp32 state", kernel, sizes | mixed, 1, 0
-    for module, way in itertools.product((add_norm, expand), ("forward", "backward")):
-        yield f"{module.__name__} {way}", getattr(module, f"{way}_kernel"), sizes | {"K": 3}, 2, 0
-    heads = {"H": 3, "HALF": 16, "BLOCK": 16, "ROWS": 8}
-    for way in ("forward", "backward"):
-        yield f"rope_norm {way}", getattr(rope, f"{way}_kernel"), sizes | heads, 1, 0
-    yield (
+        yield Form(f"{kernel.__name__} of add_norm, fp32 state", kernel, {**SIZES, **FP32_STATE})
+    for module, way in itertools.product((add_norm, expand), ways):
+        kernel = getattr(module, f"{way}_kernel")
+        yield Form(f"{module.__name__} {way}", kernel, {**SIZES, "K": 3}, num_value_channels=2)
+    for way in ways:
+        yield Form(
+            f"rope_norm {way}",
+            getattr(rope, f"{way}_kernel"),
+            {**SIZES, "H": 3, "HALF": 16, "BLOCK": 16, "ROWS": 8},
+        )
+    yield Form(
         "add_norm forward, no h",
         add_norm.forward_kernel,
-        sizes | {"h": None, "PREFETCH": 2, "STAGES": 1},
-        1,
-        0,
+        {**SIZES, "h": None, "PREFETCH": 2, "STAGES": 1},
     )
 
 
 if __name__ == "__main__":
-    for name, kernel, constants, columns, writes in forms():
-        compile_for(kernel, arguments_of(kernel, constants, columns, writes), 2)
-        print(name, flush=True)
+    for form in forms():
+        arguments = arguments_of(
+            form.kernel, form.constants, form.num_value_channels, form.num_writes
+        )
+        compile_for(form.kernel, arguments, num_warps=2)
+        print(form.name, flush=True)

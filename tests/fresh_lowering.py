@@ -1,9 +1,8 @@
-"""Run by test_lowering.py: for which operators Inductor has rules once kernels are in use, and what
-it makes of a deep model.
+"""Run by test_lowering.py: which operators Inductor has rules for, and how it lowers a deep model.
 
-All under a torch that says it is 2.11, and each in a process of its own, forked from this one,
-which has imported torch alone: what registered a rule, or imported an operator, for one model has
-not done so for the next. Prints JSON.
+Each task runs under a torch that says it is 2.11, in a process of its own. It is forked from this
+one, which has imported only torch, so that rules and operators of one task do not exist in the next.
+Prints JSON.
 """
 
 import collections
@@ -17,30 +16,39 @@ import types
 import torch
 from torch.torch_version import TorchVersion
 
-TINY = {"vocab_size": 64, "block_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-TINY |= {"head_dim": 16, "hidden_size": 32}
+TINY = {
+    "vocab_size": 64,
+    "block_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "head_dim": 16,
+    "hidden_size": 32,
+}
 CALL = re.compile(r"^ +(?:\w+ = )?(cpp_fused|extern_kernels\.\w+|torch\.ops\.[\w.]+)\w*\(", re.M)
 
 
 def rules(setting: str, *stems: str) -> dict:
-    """Of one model after the other: all our operators, and those of them without a rule."""
+    """Use kernels in each model, and return our operators and those of them without a rule."""
     from model import build, kernels
 
     for stem in stems:
         kernels.use(build(stem, **TINY), setting, "cuda")
     from torch._inductor.lowering import lowerings
 
-    known = {str(operator) for operator in lowerings}
-    ours = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("ddl::")]
-    operators = [name.removeprefix("ddl::") for name in ours]
+    with_rule = {str(operator) for operator in lowerings}
+    operators = [
+        name.removeprefix("ddl::")
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("ddl::")
+    ]
     return {
         "operators": operators,
-        "without": [name for name in operators if f"ddl.{name}.default" not in known],
+        "without": [name for name in operators if f"ddl.{name}.default" not in with_rule],
     }
 
 
 def imports() -> bool:
-    """Whether `use` imports Inductor."""
+    """Return whether `use` imports Inductor."""
     from model import build, kernels
 
     kernels.use(build("DDL-gpt-mha-rope", **TINY), "on", "cuda")
@@ -52,7 +60,7 @@ class Lowered(Exception):  # noqa: N818 (no error)
 
 
 def calls(stem: str, layers: int) -> dict:
-    """How often the code of each pass calls what, and operators that lacked a rule on the way.
+    """Return how often the code of each pass calls each function, and operators without a rule.
 
     Nothing is run, or compiled by C++.
     """
@@ -62,46 +70,51 @@ def calls(stem: str, layers: int) -> dict:
 
     from model import build, kernels
 
-    found, make_fallback = {"without": []}, graph.make_fallback
+    result = {"without": []}
+    make_fallback = graph.make_fallback
 
-    def note(operator, *args, **keys):
-        found["without"].append(str(operator))
+    def record_fallback(operator, *args, **keys):
+        result["without"].append(str(operator))
         return make_fallback(operator, *args, **keys)
 
     def stop(_):
         raise Lowered
 
-    def keep(lowering):
-        """In the place of loading the code."""
+    def count_calls(lowering):
+        """Count the calls in the generated code instead of loading it."""
         code = lowering.codegen()[0].value
         counts = collections.Counter(CALL.findall(code[code.index("def call(") :]))
-        found["backward" if lowering.is_backward else "forward"] = counts
-        lowering.cache_key, lowering.cache_path, lowering.cache_linemap = "", "", []
+        result["backward" if lowering.is_backward else "forward"] = counts
+        lowering.cache_key = ""
+        lowering.cache_path = ""
+        lowering.cache_linemap = []
         module = types.ModuleType("lowered")
-        module.__file__, module.call = "", stop
+        module.__file__ = ""
+        module.call = stop
         return module
 
-    graph.make_fallback, graph.GraphLowering.compile_to_module = note, keep
+    graph.make_fallback = record_fallback
+    graph.GraphLowering.compile_to_module = count_calls
     functorch.force_non_lazy_backward_lowering = True
     config.fx_graph_cache = False
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = build(stem, **TINY | {"num_hidden_layers": layers})
+        model = build(stem, **{**TINY, "num_hidden_layers": layers})
         kernels.use(model, "on", "cuda")
         ids = torch.zeros(2, 16, dtype=torch.int64)
         with contextlib.suppress(Lowered):
             torch.compile(model, fullgraph=True)(ids, ids)
-    return found
+    return result
 
 
 def main(tasks: dict) -> dict:
-    """tasks: name -> function and its arguments. A process each, one after the other."""
+    """Run each task, a function with its arguments, in a process of its own, one after the other."""
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
         return {name: pool.apply(globals()[task], args) for name, (task, *args) in tasks.items()}
 
 
 if __name__ == "__main__":
-    made = main({"imports": ["imports"]})
+    results = main({"imports": ["imports"]})
     import torch._inductor.lowering  # once for all that follow, for its seconds
 
     torch.__version__ = TorchVersion("2.11.0")
-    print(json.dumps(made | main(json.loads(sys.argv[1]))))
+    print(json.dumps({**results, **main(json.loads(sys.argv[1]))}))

@@ -1,9 +1,8 @@
-"""Launch every operator's kernels by Triton's own launcher on a driver without a GPU: python
-tests/launch_kernels.py
+"""Launch every operator's kernels on a driver without a GPU: python tests/launch_kernels.py
 
-What neither the interpreter nor compiling shows: arguments as the launcher takes them, grids,
-shared memory, and whether other numbers of tokens compile anew. Prints "ok" and a line a case;
-nothing is computed.
+Triton's own launcher is used, which neither the interpreter nor compiling shows: how it takes
+arguments, grids, shared memory, and whether another number of tokens compiles a kernel again.
+Prints "ok" and the name of each case. Nothing is computed.
 """
 
 import ctypes
@@ -15,17 +14,28 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-MOST_SHARED = 232448
+# bytes of shared memory that a program may use on sm_90
+MAX_SHARED_MEMORY = 232448
+# options of residual_step that no case changes
+OPTIONS = {
+    "k_eps": 1e-5,
+    "norm_eps": 1e-5,
+    "value_scale": 4.0,
+    "value_constant": 2.0,
+    "value_input": "residual",
+    "erase": True,
+}
 
 
-def start_again(folder: str) -> None:
-    """In a process that finds the absent driver as libcuda.so.1."""
+def run_with_absent_driver(folder: str) -> None:
+    """Run this script in a process that finds the absent driver as libcuda.so.1, and exit."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     subprocess.run(
         [compiler, "-shared", "-fPIC", "-o", f"{folder}/libcuda.so.1", HERE / "absent_driver.c"],
         check=True,
     )
-    env = os.environ | {
+    env = {
+        **os.environ,
         "LD_LIBRARY_PATH": folder,
         "TRITON_LIBCUDA_PATH": folder,
         "ABSENT_DRIVER": folder,
@@ -34,25 +44,25 @@ def start_again(folder: str) -> None:
     sys.exit(subprocess.run([sys.executable, __file__], env=env).returncode)
 
 
-def use_absent_driver():
-    """The library, which counts launches."""
+def use_absent_driver() -> ctypes.CDLL:
+    """Let Triton use the absent driver, and return its library, which counts launches."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia import driver
 
-    class Absent(driver.CudaDriver):
+    class AbsentDriver(driver.CudaDriver):
         def __init__(self):
-            self.utils, self.launcher_cls = driver.CudaUtils(), driver.CudaLauncher
-            self.get_current_device, self.set_current_device = lambda: 0, lambda device: None
-            self.get_current_stream, self.get_device_capability = (
-                lambda device: 0,
-                lambda device=0: (9, 0),
-            )
+            self.utils = driver.CudaUtils()
+            self.launcher_cls = driver.CudaLauncher
+            self.get_current_device = lambda: 0
+            self.set_current_device = lambda device: None
+            self.get_current_stream = lambda device: 0
+            self.get_device_capability = lambda device=0: (9, 0)
 
         def get_current_target(self):
             return GPUTarget("cuda", 90, 32)
 
-    triton.runtime.driver.set_active(Absent())
+    triton.runtime.driver.set_active(AbsentDriver())
     return ctypes.CDLL(f"{os.environ['ABSENT_DRIVER']}/libcuda.so.1")
 
 
@@ -64,8 +74,8 @@ def main():
     from model.kernels import add_norm, expand, launch, residual_step, rope
 
     for module in (launch, rope):
-        module.processors = lambda device: 132
-    launch.copies_in_bulk = lambda device: True
+        module.count_processors = lambda device: 132
+    launch.has_bulk_copies = lambda device: True
 
     def random(*shape, dtype=torch.bfloat16):
         return torch.randn(*shape).to(dtype).requires_grad_()
@@ -86,80 +96,126 @@ def main():
         heads=True,
         write=True,
     ):
-        base = random(B, T, v, d, dtype=dtype).detach()
-        hs, us = (
-            [random(B, T, d, dtype=dtype).detach()] * replayed,
-            [number(B, T, v).detach()] * replayed,
+        stored_state = random(B, T, v, d, dtype=dtype).detach()
+        direction = random(B, T, d, dtype=dtype) if write else None
+        has_value_logit = write and form != "constant"
+        output = residual_step.StepOutput(
+            *residual_step.residual_step(
+                **OPTIONS,
+                state=stored_state.clone().requires_grad_(),
+                stored_state=stored_state,
+                directions=[random(B, T, d, dtype=dtype).detach()] * replayed,
+                updates=[number(B, T, v).detach()] * replayed,
+                direction=direction,
+                gate_logit=number(B, T) if write else None,
+                value_logit=number(B, T, v) if has_value_logit else None,
+                read_weights=number(K, v, d),
+                norm_weight=number(d),
+                gate_weight=number(d) if heads else None,
+                gate_bias=number(1) if heads else None,
+                value_weight=number(v, d) if heads else None,
+                value_bias=number(v) if heads else None,
+                value_form=form,
+                store_state=store,
+                return_x_in=False,
+                carry=None,
+                context_dtype=dtype,
+            )
         )
-        h, y = (random(B, T, d, dtype=dtype), number(B, T)) if write else (None, None)
-        z = number(B, T, v) if write and form != "constant" else None
-        weights = [number(d), number(1), number(v, d), number(v)] if heads else [None] * 4
-        place = base.clone().requires_grad_()
-        state, context, *_ = residual_step.residual_step(
-            place, base, hs, us, h, y, z, number(K, v, d), number(d), *weights, 1e-5, 1e-5, form, 4.0, 2.0, "residual",
-            True, store, False, None, dtype,
-        )  # fmt: skip
-        (state.sum() + context.sum()).backward()
+        (output.new_state.sum() + output.context.sum()).backward()
 
     def generate(T):
         with torch.no_grad():
             residual_step.residual_step(
-                random(1, T, 2, 64), random(1, T, 2, 64), [], [], random(1, T, 64), number(1, T), number(1, T, 2),
-                number(4, 2, 64), number(64), None, None, None, None, 1e-5, 1e-5, "sigmoid", 4.0, 2.0, "residual",
-                True, True, False, torch.zeros(1, 3, 64), torch.bfloat16,
-            )  # fmt: skip
+                **OPTIONS,
+                state=random(1, T, 2, 64),
+                stored_state=random(1, T, 2, 64),
+                directions=[],
+                updates=[],
+                direction=random(1, T, 64),
+                gate_logit=number(1, T),
+                value_logit=number(1, T, 2),
+                read_weights=number(4, 2, 64),
+                norm_weight=number(64),
+                gate_weight=None,
+                gate_bias=None,
+                value_weight=None,
+                value_bias=None,
+                value_form="sigmoid",
+                store_state=True,
+                return_x_in=False,
+                carry=torch.zeros(1, 3, 64),
+                context_dtype=torch.bfloat16,
+            )
 
     def addition(h, dtype=torch.bfloat16):
-        new_x, context, _ = add_norm.add_norm(
-            random(2, 9, 64, dtype=dtype), h, number(64), 1e-5, torch.bfloat16
+        output = add_norm.AddNormOutput(
+            *add_norm.add_norm(
+                x=random(2, 9, 64, dtype=dtype),
+                h=h,
+                norm_weight=number(64),
+                eps=1e-5,
+                context_dtype=torch.bfloat16,
+            )
         )
-        (context.sum() + new_x.sum()).backward()
+        (output.context.sum() + output.new_x.sum()).backward()
 
+    def rotation(T):
+        results = rope.RotatedHeads.apply(
+            random(2, T, 3, 2, 32), number(T, 16), number(T, 16), number(32), number(32), 1e-5
+        )
+        sum(result.sum() for result in results).backward()
+
+    def expansion(T):
+        expand.expand(random(2, T, 300), number(4, 2, 300)).sum().backward()
+
+    # name: (number of launches, function of the number of tokens)
     cases = {
         "v=4": (2, lambda T: step(2, T, 4, 64, 1)),
         "v=4 stored": (2, lambda T: step(2, T, 4, 64, 1, replayed=1, store=True)),
         "v=1 no write": (2, lambda T: step(2, T, 1, 64, 1, write=False)),
         "v=2 K=4": (2, lambda T: step(2, T, 2, 64, 4, replayed=1)),
         "v=2 K=3 constant, no heads, fp32": (
-            2, lambda T: step(2, T, 2, 72, 3, form="constant", heads=False, dtype=torch.float32)),
+            2,
+            lambda T: step(2, T, 2, 72, 3, form="constant", heads=False, dtype=torch.float32),
+        ),
         "v=4 d=768": (2, lambda T: step(2, T, 4, 768, 1, store=True)),
         "v=4 d=1024 K=4": (2, lambda T: step(1, T, 4, 1024, 4)),
         "carried": (1, generate),
         "add_norm": (2, lambda T: addition(random(2, 9, 64))),
-        "add_norm, fp32 state": (2, lambda T: addition(random(2, 9, 64, dtype=torch.bfloat16), torch.float32)),
+        "add_norm, fp32 state": (2, lambda T: addition(random(2, 9, 64), torch.float32)),
         "add_norm without h": (2, lambda T: addition(None)),
-        "expand": (2, lambda T: expand.expand(random(2, T, 300), number(4, 2, 300)).sum().backward()),
-        "rope_norm": (2, lambda T: sum(part.sum() for part in rope.RotatedHeads.apply(
-            random(2, T, 3, 2, 32), number(T, 16), number(T, 16), number(32), number(32), 1e-5)).backward()),
-    }  # fmt: skip
-    count, last = (
-        ctypes.c_int.in_dll(library, "absent_launches"),
-        (ctypes.c_uint * 7).in_dll(library, "absent_last"),
-    )
-    kernels = {module.__name__: [getattr(module, f"{way}_kernel") for way in ("forward", "backward")]
-        for module in (add_norm, expand, residual_step, rope)}  # fmt: skip
+        "expand": (2, expansion),
+        "rope_norm": (2, rotation),
+    }
+    num_launches = ctypes.c_int.in_dll(library, "absent_launches")
+    # grid, block and shared memory of the last launch
+    last_launch = (ctypes.c_uint * 7).in_dll(library, "absent_last")
+    kernels = [
+        kernel
+        for module in (add_norm, expand, residual_step, rope)
+        for kernel in (module.forward_kernel, module.backward_kernel)
+    ]
 
-    def compiled() -> int:
-        caches = [
-            cache[0]
-            for both in kernels.values()
-            for kernel in both
-            for cache in kernel.device_caches.values()
-        ]
-        return sum(map(len, caches))
+    def count_compiled() -> int:
+        return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
 
-    for name, (launches, case) in cases.items():
-        before = count.value
+    for name, (expected_launches, case) in cases.items():
+        launches_before = num_launches.value
         case(33)
-        assert count.value - before == launches, (
-            f"{name}: {count.value - before} launches, not {launches}"
+        launches = num_launches.value - launches_before
+        assert launches == expected_launches, (
+            f"{name}: {launches} launches, not {expected_launches}"
         )
-        assert all(last[:6]), f"{name}: grid and block {list(last[:6])}"
-        assert last[6] <= MOST_SHARED, f"{name}: {last[6]} bytes of shared memory"
-        known = compiled()
-        for tokens in (1, 16, 7):
-            case(tokens)
-        assert compiled() == known, f"{name}: other numbers of tokens compile anew"
+        *grid_and_block, shared_memory = last_launch
+        assert all(grid_and_block), f"{name}: grid and block {grid_and_block}"
+        assert shared_memory <= MAX_SHARED_MEMORY, f"{name}: {shared_memory} bytes of shared memory"
+        compiled_before = count_compiled()
+        for num_tokens in (1, 16, 7):
+            case(num_tokens)
+        assert count_compiled() == compiled_before, (
+            f"{name}: another number of tokens compiles a kernel again"
+        )
         print("ok", name, flush=True)
 
 
@@ -168,4 +224,4 @@ if __name__ == "__main__":
         main()
     else:
         with tempfile.TemporaryDirectory() as folder:
-            start_again(folder)
+            run_with_absent_driver(folder)

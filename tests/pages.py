@@ -47,5 +47,5 @@ def check_command(command: str, monkeypatch) -> None:
     elif script in ("eval.py", "sample.py", "export.py"):
         monkeypatch.setattr(sys, "argv", [script, *arguments])
         module = importlib.import_module(script.removesuffix(".py"))
-        args = module.arguments()
+        args = module.parse_arguments()
         getattr(module, "check", vars)(args)

@@ -7,7 +7,7 @@ import urllib.request
 import browser
 import pytest
 import torch
-from browser import COLUMN, RAMP, cells, colour, point_at, text, until
+from browser import COLUMN, RAMP, cells, color, point_at, text, until
 from helpers import SMALL, small_run
 from in_process import call
 
@@ -27,7 +27,7 @@ def address(corpus, tmp_path_factory):
     model, tokenizer, state = load_model(out, torch.device("cpu"))
     defaults = {**vars(Sampling(temperature=0.7, top_p=0.9)), "max_new_tokens": 30, "stop": []}
     with browser.local(
-        model, tokenizer, **app.facts_of(model, tokenizer, state, defaults)
+        model, tokenizer, **app.describe_model(model, tokenizer, state, defaults)
     ) as address:
         yield address
 
@@ -126,7 +126,7 @@ def test_text_streams_in_and_the_heat_map_shows_its_gates(page, address):
     for token, column in zip(tokens, shown):
         gates = token["statistics"]["beta"]
         for beta, cell in zip([sum(gates) / 4, *gates], column):
-            assert cell == pytest.approx(colour(beta), abs=1)
+            assert cell == pytest.approx(color(beta), abs=1)
     assert len({tuple(cell) for column in shown for cell in column[1:]}) > 20
 
 
@@ -158,7 +158,7 @@ def test_pointing_and_tinting(page, address):
             beta = (
                 sum(token["statistics"]["beta"]) / 4 if row == 0 else token["statistics"]["beta"][1]
             )
-            assert tint[:3] == pytest.approx(colour(beta), abs=1)
+            assert tint[:3] == pytest.approx(color(beta), abs=1)
     assert "tinted by beta, the mlp site of block 0" in page.find_element("id", "text_title").text
     from selenium.webdriver import ActionChains
 
@@ -188,7 +188,7 @@ def test_stop_and_busy(chromium, monkeypatch):
     from selenium.webdriver.common.keys import Keys
 
     model = build("DDL-gpt-mha-rope", **SMALL)
-    torch.nn.init.zeros_(model.ln_f.weight)  # the likeliest token is always 0
+    torch.nn.init.zeros_(model.ln_f.weight)  # the most likely token is always 0
     model.ln_f.register_forward_hook(lambda *_: time.sleep(0.03))  # 2000 tokens outlast a slow page
     with browser.local(model, byte_tokenizer()) as address:
         chromium.get(address)
@@ -211,7 +211,7 @@ def test_stop_and_busy(chromium, monkeypatch):
             assert text(chromium, "status").startswith(f"{made} tokens")
             run(chromium, max_new_tokens="3")
             assert text(chromium, "status").startswith("3 tokens")
-        monkeypatch.setattr(app, "PATIENCE", 0.1)
+        monkeypatch.setattr(app, "MAX_WAIT", 0.1)
         body, kind = b'{"temperature": 0.0}', {"content-type": "application/json"}
         request = urllib.request.Request(f"{address}/generate", body, kind)
         with urllib.request.urlopen(request, timeout=30) as other:
@@ -280,7 +280,7 @@ def test_a_narrow_dark_screen(page, address):
     dark = [{"name": "prefers-color-scheme", "value": "dark"}]
     page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     try:
-        # the likeliest token is never the last
+        # the most likely token is never the last
         run(page, prompt="ab", max_new_tokens="30", temperature="0")
         assert page.execute_script("return document.documentElement.scrollWidth") <= 380
         tokens = sent(address, prompt="ab", max_new_tokens=30, temperature=0.0)
@@ -293,7 +293,7 @@ def test_a_narrow_dark_screen(page, address):
         shown = cells(page, 5, 5, left)
         for token, column in zip(tokens[first:], shown):
             for beta, cell in zip(token["statistics"]["beta"], column[1:]):
-                assert cell == pytest.approx(colour(beta), abs=1)
+                assert cell == pytest.approx(color(beta), abs=1)
         point_at(page, 2, 4, left)
         assert f"token {first + 2} " in text(page, "tip")
         assert tip_of(tokens[first + 2], 3) in text(page, "tip")
@@ -308,7 +308,7 @@ def test_a_narrow_dark_screen(page, address):
         )
 
 
-def test_another_statistic_is_chosen_and_coloured_by_its_own_numbers(page, address):
+def test_another_statistic_is_chosen_and_colored_by_its_own_numbers(page, address):
     run(page, prompt="ab", max_new_tokens="10", seed="1")
     tokens = sent(address, prompt="ab", max_new_tokens=10, seed=1)
     names = [option.text for option in page.find_elements("css selector", "#statistic option")]
@@ -321,7 +321,7 @@ def test_another_statistic_is_chosen_and_coloured_by_its_own_numbers(page, addre
     time.sleep(0.2)
     for row, column in zip(rows, cells(page, len(tokens), 5)):
         for value, cell in zip(row, column):
-            assert cell == pytest.approx(colour(value, RAMP, lowest, highest), abs=1.5)
+            assert cell == pytest.approx(color(value, RAMP, lowest, highest), abs=1.5)
     point_at(page, 4, 3)
     assert tip_of(tokens[4], 2, "discrepancy_before") in text(page, "tip")
 
@@ -332,7 +332,7 @@ def test_a_model_without_statistics_says_so(chromium):
     ) as address:
         chromium.get(address)
         until(
-            lambda: "The writes of gpt-mha-rope name no statistics."
+            lambda: "gpt-mha-rope reports no statistics of its residual stream."
             in text(chromium, "no_statistics")
         )
         run(chromium, prompt="ab", max_new_tokens="3")
@@ -343,4 +343,4 @@ def test_a_model_without_statistics_says_so(chromium):
             "gpt-mha-rope", "parameters", "7,052", "tokenizer", "bytes", "context", "16",
         ]  # fmt: skip
     run(chromium)
-    assert text(chromium, "error") == "the server does not answer: see its terminal"
+    assert text(chromium, "error") == "the server does not respond; see its terminal"

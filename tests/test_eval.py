@@ -54,7 +54,7 @@ def _no_hub(monkeypatch):
 
 
 def lm_evals_results(language_model, names, folder, shots):
-    """As its command line does it."""
+    """Evaluate tasks as lm-eval's command line does."""
     manager = TaskManager(include_path=str(folder), include_defaults=False)
     keys = {"num_fewshot": shots, "task_manager": manager, "bootstrap_iters": 0}
     return lm_eval.evaluator.simple_evaluate(language_model, tasks=list(names), **keys)
@@ -85,8 +85,9 @@ def test_every_item_is_what_lm_evals_own_model_makes_of_the_exported_folder(
     model = randomise(build(stem, **TINY))
     state = {"step": 1, "seconds": 0.0, "model": stem, "run_config": {}, "corpus": {}}
     state["model_config"] = dataclasses.asdict(model.config)
-    weights, words = checkpoint.get_model_tensors(model), tokenizer.to_json(encoding)
-    saved, exported = checkpoint.save(tmp_path, weights, {}, state, words), tmp_path / "exported"
+    weights = checkpoint.get_model_tensors(model)
+    saved = checkpoint.save(tmp_path, weights, {}, state, tokenizer.to_json(encoding))
+    exported = tmp_path / "exported"
     exported.mkdir()
     export.write(exported, "exported", saved, "float32")
     keys = {"device": "cpu", "dtype": "float32", "batch_size": 16}
@@ -94,13 +95,15 @@ def test_every_item_is_what_lm_evals_own_model_makes_of_the_exported_folder(
     found_model, found_encoding, _ = subjects.find(str(saved)).load("cpu")
     own = language_model(found_model, 16, found_encoding)
     names = [*CHOICES, "texts", "continued"]
-    loaded, missing = tasks.open_all(names, str(folder), ALONE)
+    loaded, missing = tasks.load_all(names, str(folder), ALONE)
     assert not missing
     chosen = {name: [] for name in CHOICES}
     for shots in (0, 1):
         wanted = lm_evals_results(theirs, names, folder, shots)
         for task in loaded:
-            found = tasks.evaluate(own, task, shots, True, None, True)
+            found = tasks.evaluate(
+                own, task, shots, log_samples=True, limit=None, standard_errors=True
+            )
             samples = found["samples"][task.name], wanted["samples"][task.name]
             for mine, other in zip(*samples, strict=True):
                 assert mine["arguments"] == other["arguments"]
@@ -144,10 +147,12 @@ def likeliest(model, context: list[int], count: int) -> list[int]:
 @pytest.mark.parametrize(("batch_size", "at_once"), [(1, 2**26), (3, 2**26), (100, 3 * 328)])
 def test_awkward_requests_equal_a_naive_loop(monkeypatch, batch_size, at_once):
     """at_once: logits, in the last case those of three places."""
-    monkeypatch.setattr("evaluation.language_model.LOGITS_AT_ONCE", at_once)
+    monkeypatch.setattr("evaluation.language_model.MAX_LOGITS", at_once)
     model = randomise(build("DDL-gpt-mha-rope-EC", **{**TINY, "block_size": 20})).double().eval()
     with torch.no_grad():
-        start, long, filled = [5, 6, 7], list(range(30)), [7] * 19
+        start = [5, 6, 7]
+        long = list(range(30))
+        filled = [7] * 19
         greedy = likeliest(model, start, 4)
         pairs = [(start, greedy), (start, greedy[:3]), (start, [*greedy[:3], 9])]
         pairs += [(start, greedy[:1]), (start, greedy), ([256], [1]), ([256], list(range(20)))]
@@ -156,10 +161,10 @@ def test_awkward_requests_equal_a_naive_loop(monkeypatch, batch_size, at_once):
         pairs += [([1, 2, 3, 4, 5, 6], [7]), ([1, 2, 3], [9])]
         wanted = [naive(model, *pair) for pair in pairs]
     own = language_model(model, batch_size)
-    found = own._loglikelihood_tokens([(None, *pair) for pair in pairs])
-    assert [greedy for _, greedy in found] == [greedy for _, greedy in wanted]
+    scores = own._loglikelihood_tokens([(None, *pair) for pair in pairs])
+    assert [greedy for _, greedy in scores] == [greedy for _, greedy in wanted]
     assert [greedy for _, greedy in wanted].count(True) >= 4
-    assert [nats for nats, _ in found] == pytest.approx([nats for nats, _ in wanted], abs=1e-9)
+    assert [nats for nats, _ in scores] == pytest.approx([nats for nats, _ in wanted], abs=1e-9)
 
 
 @pytest.mark.parametrize("count", [0, 21])
@@ -170,8 +175,10 @@ def test_a_continuation_that_cannot_be_scored_is_refused(count):
 
 
 def test_what_choices_share_is_read_once():
-    """Of each case the passes, (sequences, tokens)."""
-    question, passes, four = [1] * 50, [], (2, 3, 4, 5)
+    """Each case lists its passes as (sequences, tokens)."""
+    question = [1] * 50
+    passes = []
+    four = (2, 3, 4, 5)
     model = build("gpt-mha-rope", **TINY)
     hidden = model.hidden
     model.hidden = lambda ids, *more: passes.append(ids.shape) or hidden(ids, *more)
@@ -194,10 +201,11 @@ def test_what_choices_share_is_read_once():
 
 
 def test_batches_hold_every_request_once_within_the_bounds():
-    draw, wanted = np.random.default_rng(0), []
+    draw = np.random.default_rng(0)
+    requests = []
 
     def add(context, continuation):
-        wanted.append(batches.truncated(len(wanted), context, continuation, 48))
+        requests.append(batches.truncate_request(len(requests), context, continuation, 48))
 
     for _ in range(60):
         context = draw.integers(0, 9, draw.integers(1, 60)).tolist()
@@ -205,25 +213,26 @@ def test_batches_hold_every_request_once_within_the_bounds():
             add(context, draw.integers(0, 9, draw.integers(1, 9)).tolist())
     for continuation in ([1, 2, 3, 4], [1, 2, 3], [1]):  # each whole within the one before
         add([5] * 9, continuation)
-    found = batches.batched(batches.grouped(wanted, 7), 7, 48)
-    numbers = sorted(m.number for batch in found for group in batch for m in group.members)
-    assert numbers == list(range(len(wanted)))
-    assert max(len(batch) for batch in found) > 1
-    for batch in found:
-        assert sum(len(group.members) for group in batch) <= 7
-        assert max(g.prefix for g in batch) + max(g.rest for g in batch) <= 48
+    batched = batches.batch_groups(batches.group_requests(requests, 7), 7, 48)
+    indices = sorted(r.index for batch in batched for group in batch for r in group.requests)
+    assert indices == list(range(len(requests)))
+    assert max(len(batch) for batch in batched) > 1
+    for batch in batched:
+        assert sum(len(group.requests) for group in batch) <= 7
+        assert max(g.prefix_len for g in batch) + max(g.suffix_len for g in batch) <= 48
         for group in batch:
-            assert len({tuple(m.tokens[: group.prefix]) for m in group.members}) == 1
-            assert all(1 <= group.prefix <= m.read for m in group.members)
+            assert len({tuple(m.tokens[: group.prefix_len]) for m in group.requests}) == 1
+            assert all(1 <= group.prefix_len <= m.num_read for m in group.requests)
 
 
 def test_a_beginning_that_all_share_does_not_make_one_batch(monkeypatch):
-    wanted = [batches.truncated(n, [*range(20), n], [7], 48) for n in range(50)]
-    assert [len(group.members) for group in batches.grouped(wanted, 16)] == [16, 16, 16, 2]
-    monkeypatch.setattr(batches, "TOKENS_AT_ONCE", 100)
-    found = batches.grouped(wanted, 16)
-    assert {len(group.members) for group in found[:-1]} == {100 // 21}
-    assert {group.prefix for group in found} == {20}
+    requests = [batches.truncate_request(n, [*range(20), n], [7], 48) for n in range(50)]
+    groups = batches.group_requests(requests, 16)
+    assert [len(group.requests) for group in groups] == [16, 16, 16, 2]
+    monkeypatch.setattr(batches, "MAX_BATCH_TOKENS", 100)
+    groups = batches.group_requests(requests, 16)
+    assert {len(group.requests) for group in groups[:-1]} == {100 // 21}
+    assert {group.prefix_len for group in groups} == {20}
 
 
 def test_end_of_text_before_every_text():
@@ -235,9 +244,10 @@ def test_end_of_text_before_every_text():
 
 
 def continued(model, encoding, context: str, count: int) -> str:
-    """The likeliest tokens after as much of the context as leaves room, one after the other."""
-    room, new = model.config.block_size - count, []
-    tokens = encoding.encode(context, allowed_special="all")[-room:] or [256]
+    """Return the most likely tokens after the end of a context, read anew for each of them."""
+    max_context = model.config.block_size - count
+    new = []
+    tokens = encoding.encode(context, allowed_special="all")[-max_context:] or [256]
     for _ in range(count):
         new.append(model(torch.tensor([tokens + new]))[0][0, -1, :257].argmax().item())
     return encoding.decode(new[: new.index(256)] if 256 in new else new, errors="replace")
@@ -254,12 +264,13 @@ def test_generated_text_is_the_likeliest_up_to_a_stop_string(batch_size):
         texts = [continued(model, encoding, context, 12) for context in contexts]
     stops = [texts[1][4:6], texts[2][2], "never there"]
     settings = {"until": stops, "max_gen_toks": 12}, {"until": stops[2], "max_gen_toks": 12}
-    pairs = [(context, each) for context in contexts for each in settings]
+    pairs = [(context, keys) for context in contexts for keys in settings]
     requests = [lm_eval.api.instance.Instance("loglikelihood", {}, pair, 0) for pair in pairs]
-    found = language_model(model, batch_size, encoding).generate_until(requests)
-    assert found[1::2] == texts
-    assert found[::2] == [min((text.split(stop)[0] for stop in stops), key=len) for text in texts]
-    assert 0 < sum(one != other for one, other in zip(found[::2], texts)) < len(texts)
+    generated = language_model(model, batch_size, encoding).generate_until(requests)
+    stopped = generated[::2]
+    assert generated[1::2] == texts
+    assert stopped == [min((text.split(stop)[0] for stop in stops), key=len) for text in texts]
+    assert 0 < sum(one != other for one, other in zip(stopped, texts)) < len(texts)
 
 
 def test_settings_of_generation():
@@ -305,7 +316,7 @@ def test_the_whole_validation_split_as_training_measured_it(run, corpus, tmp_pat
     for key in ("val_loss", "val_perplexity", "val_bits_per_byte"):
         assert entry["record"][key] == pytest.approx(last[key], rel=1e-6)
         assert f"{entry['record'][key]:.4f}" in out
-    assert "\nNo published row beside tiny, step 6: tokens of bytes, not GPT-2's; trained" in out
+    assert "\nThe paper reports no results for tiny, step 6 (" in out
     assert "| published" not in out
     model, _, _ = load_model(run, "cpu")
     tokens = torch.from_numpy(open_corpus(str(corpus)).val[0].astype(np.int64))
@@ -329,7 +340,8 @@ def test_two_processes_write_what_one_writes(run, folder, tmp_path):
     several = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "eval.py"]
     result = script(*several, *arguments, f"--out={tmp_path / 'two'}")
     assert result.returncode == 0, result.stderr.decode()
-    one, two = entries(tmp_path / "one"), entries(tmp_path / "two")
+    one = entries(tmp_path / "one")
+    two = entries(tmp_path / "two")
     assert one.keys() == two.keys()
     assert len(one) == 6 + 1
     files = ["table.md", "table.tex", "table.csv"]
@@ -345,27 +357,34 @@ def test_two_processes_write_what_one_writes(run, folder, tmp_path):
 
 
 def test_finished_results_stay_and_what_changed_is_evaluated_anew(run, tmp_path, monkeypatch):
-    files, out = lm_eval_tasks.write(tmp_path, 3), tmp_path / "out"
+    files = lm_eval_tasks.write(tmp_path, 3)
+    out = tmp_path / "out"
     options = ["--tasks=questions,gaps", f"--include_path={files}", f"--out={out}"]
-    done, evaluate, both = [], tasks.evaluate, ["questions", "gaps"]
-    counted = lambda *args: done.append((args[1].name, args[2])) or evaluate(*args)  # noqa: E731
+    both = ["questions", "gaps"]
+    calls = []  # (name of the task, number of shots)
+    evaluate = tasks.evaluate
+
+    def counted(language_model, task, num_shots, **options):
+        calls.append((task.name, num_shots))
+        return evaluate(language_model, task, num_shots, **options)
+
     monkeypatch.setattr(tasks, "evaluate", counted)
 
     def evaluated_now(*more, runs=(run,), shots=0):
-        """(names of the tasks that were evaluated, what was printed)."""
-        done.clear()
+        """Return the names of the tasks that were evaluated, and what was printed."""
+        calls.clear()
         code, out, error = evaluated(*runs, *options, *more)
         assert code == 0, error
-        assert {each for _, each in done} <= {shots}
-        return [name for name, _ in done], out
+        assert {num_shots for _, num_shots in calls} <= {shots}
+        return [name for name, _ in calls], out
 
-    def edit(name, before, after):
-        (files / name).write_text((files / name).read_text().replace(before, after))
+    def edit(name, old, new):
+        (files / name).write_text((files / name).read_text().replace(old, new))
 
-    found, first = evaluated_now()
-    assert found == both
-    found, again = evaluated_now()
-    assert found == []
+    names, first = evaluated_now()
+    assert names == both
+    names, again = evaluated_now()
+    assert names == []
     assert again.partition("0-shot, float32\n")[2].partition("written")[0] in first
     assert evaluated_now("--shots=0,1", shots=1)[0] == both
     lines = (files / "gaps_test.jsonl").read_text().splitlines()
@@ -375,8 +394,8 @@ def test_finished_results_stay_and_what_changed_is_evaluated_anew(run, tmp_path,
     assert evaluated_now()[0] == ["questions"]
     edit("questions.yaml", "target: label", "target: 0")  # another answer to the same requests
     assert evaluated_now()[0] == ["questions"]
-    found, out_text = evaluated_now(runs=(run / "checkpoints/step_00000003", run))
-    assert found == both  # of other weights, beside the others
+    names, out_text = evaluated_now(runs=(run / "checkpoints/step_00000003", run))
+    assert names == both  # of other weights, beside the others
     assert "tiny, step 3" in out_text
     assert "tiny, step 6" in out_text
     assert evaluated_now("--log_samples")[0] == both
@@ -409,7 +428,7 @@ def test_a_task_whose_data_cannot_be_had_is_named_and_the_others_are_evaluated(
         ("--tasks=questions --shots=1,x", "--shots=1,x | 0,1"),
         ("--tasks=,", "--tasks | --val"),
         ("--val=no_such_corpus", "no_such_corpus"),
-        ("--val=OTHER", "other tokens"),
+        ("--val=OTHER", "another tokenizer"),
         ("--val --batch_size=0", "--batch_size=0 | 1 or more"),
         ("--tasks=questions --limit=0", "--limit=0 | 1 or more"),
         ("--val --limit=3", "--limit has no effect with --val alone"),
@@ -437,7 +456,8 @@ def test_mistakes_end_in_one_line_before_any_work(
 
 
 def test_an_exported_folder_has_its_runs_numbers_and_needs_a_corpus(run, folder, corpus, tmp_path):
-    exported, out = tmp_path / "exported", tmp_path / "out"
+    exported = tmp_path / "exported"
+    out = tmp_path / "out"
     exported.mkdir()
     export.write(exported, "exported", checkpoint.find(run), "float32")
     options = ["--tasks=gaps", f"--include_path={folder}", "--limit=9", f"--out={out}"]
@@ -453,7 +473,8 @@ def test_an_exported_folder_has_its_runs_numbers_and_needs_a_corpus(run, folder,
 
 
 def test_groups_without_a_figure_and_tasks_that_fail_leave_the_others_theirs(run, tmp_path):
-    files, out = lm_eval_tasks.write(tmp_path, 3), tmp_path / "out"
+    files = lm_eval_tasks.write(tmp_path, 3)
+    out = tmp_path / "out"
     (files / "both.yaml").write_text("group: both\ntask: [questions, gaps]\n")
     text = (files / "continued.yaml").read_text().replace("task: continued", "task: beams")
     beams = text.replace("max_gen_toks: 12", "max_gen_toks: 12, num_beams: 3")
@@ -471,7 +492,8 @@ def test_groups_without_a_figure_and_tasks_that_fail_leave_the_others_theirs(run
 def test_the_samples_are_the_file_that_lm_eval_writes(run, tmp_path, monkeypatch):
     """Its own evaluation of our model with its own tracker, and --log_samples: the same bytes."""
     monkeypatch.setattr(lm_eval.evaluator, "add_env_info", lambda results: None)
-    folder, names = lm_eval_tasks.write(tmp_path, 7), ["questions", "texts", "continued"]
+    folder = lm_eval_tasks.write(tmp_path, 7)
+    names = ["questions", "texts", "continued"]
     filters = [f"- {{name: {n}, filter: [{{function: take_first}}]}}" for n in ("one", "two")]
     text = (folder / "continued.yaml").read_text().replace("task: continued", "task: filtered")
     (folder / "filtered.yaml").write_text("\n".join([text, "filter_list:", *filters]))
@@ -506,9 +528,9 @@ def test_older_tables_stay_and_grow(run, folder, tmp_path):
         return (out / "table.md").read_text(), len((out / "table.csv").read_text().splitlines())
 
     first, _ = table(0, "--tasks=questions,gaps", "--val")
-    before = {path: path.read_bytes() for path in out.iterdir()}
+    contents = {path: path.read_bytes() for path in out.iterdir()}
     table(3, "--tasks=absent")
-    assert {path: path.read_bytes() for path in out.iterdir()} == before
+    assert {path: path.read_bytes() for path in out.iterdir()} == contents
     # One more task, and other settings: what was there is still there, once.
     both, lines = table(3, "--tasks=absent,letters")
     for part in ("letters (acc_norm)", "questions (acc_norm)", "gaps (acc_norm)", "### validation"):
@@ -523,23 +545,26 @@ def test_older_tables_stay_and_grow(run, folder, tmp_path):
 
 def test_evaluations_that_write_at_once_keep_each_others_results(tmp_path):
     entry = {"weights": "w", "task": "a", "shots": 0, "settings": {}}
-    for each in (entry, entry | {"task": "b"}, entry | {"value": 1}):
-        runner.add(tmp_path, each)
-    assert runner.stored(tmp_path) == [entry | {"task": "b"}, entry | {"value": 1}]
+    other_task = {**entry, "task": "b"}
+    replacement = {**entry, "value": 1}
+    for new_entry in (entry, other_task, replacement):
+        runner.add_entry(tmp_path, new_entry)
+    assert runner.read_entries(tmp_path) == [other_task, replacement]
 
 
 def test_labels_and_places_of_results(run):
     def labels(*paths):
         return [subject.label for subject in subjects.find_all([str(path) for path in paths])]
 
-    step, other = run / "checkpoints/step_00000003", run.parent / "again" / run.name
+    step = run / "checkpoints/step_00000003"
+    other = run.parent / "again" / run.name
     shutil.copytree(run, other)
     assert labels(run, step) == ["tiny, step 6", "tiny, step 3"]
     assert labels(run, other) == [f"{run.parent.name}/tiny, step 6", "again/tiny, step 6"]
-    assert subjects.home([str(step)]) == run / "eval"
-    assert subjects.home([str(run), str(other)]) == run.parent / "eval"
+    assert subjects.default_out_folder([str(step)]) == run / "eval"
+    assert subjects.default_out_folder([str(run), str(other)]) == run.parent / "eval"
     with pytest.raises(ValueError, match="give --out=FOLDER"):
-        subjects.home(["/a/run", "/b/run"])
+        subjects.default_out_folder(["/a/run", "/b/run"])
 
 
 def eight(value: float) -> dict:
@@ -547,13 +572,16 @@ def eight(value: float) -> dict:
 
 
 def test_tables_show_difference_and_error():
-    figures = published.figures()["small", "1", "gpt-mha-rope"]
-    paper = {task: value for task, (value, _) in figures.items()}
-    other = eight(40.0) | {"arc_easy": (1.5, None)}
-    models = [("ours_a", eight(30.0), paper, "said of a"), ("b", other, {}, "of b ±")]
-    table = comparison.of_tasks("1-shot", dict(tasks.PAPER_METRICS), models)
-    mean, error = 30 + 28 / 8, math.sqrt(sum(n * n for n in range(1, 9))) / 8
-    text = " ".join(comparison.markdown([table]).split())
+    paper = published.read_results()["gpt-mha-rope", "small"]["1"]
+    other = {**eight(40.0), "arc_easy": (1.5, None)}
+    rows = [
+        comparison.make_task_row("ours_a", eight(30.0), paper, "said of a"),
+        comparison.make_task_row("b", other, {}, "of b ±"),
+    ]
+    table = comparison.make_task_table("1-shot", dict(tasks.PAPER_METRICS), rows)
+    mean = 30 + 28 / 8
+    error = math.sqrt(sum(n * n for n in range(1, 9))) / 8
+    text = " ".join(comparison.format_markdown([table]).split())
     for part in (
         "| ours_a | 30.00 ± 1.00 | 31.00 ± 2.00 |",
         f"{mean:.2f} ± {error:.2f} |",
@@ -564,21 +592,23 @@ def test_tables_show_difference_and_error():
     ):
         assert part in text
     assert text.endswith(f"{comparison.PAPER_NOTE} said of a of b ±")
-    rows = list(csv.DictReader(io.StringIO(comparison.comma_separated([table]))))
-    assert len(rows) == 2 * 9
-    assert (rows[0]["column"], float(rows[0]["difference"])) == (
-        "arc_challenge",
-        pytest.approx(0.99),
-    )
-    assert rows[9]["published"] == rows[9]["difference"] == ""
-    assert float(rows[8]["standard_error"]) == pytest.approx(error)
-    latex = comparison.latex([table])
+    lines = list(csv.DictReader(io.StringIO(comparison.format_csv([table]))))
+    assert len(lines) == 2 * 9
+    assert lines[0]["column"] == "arc_challenge"
+    assert float(lines[0]["difference"]) == pytest.approx(0.99)
+    assert lines[9]["published"] == lines[9]["difference"] == ""
+    assert float(lines[8]["standard_error"]) == pytest.approx(error)
+    latex = comparison.format_latex([table])
     assert latex.count("\\toprule") == latex.count("\\bottomrule") == 1
     assert "ours\\_a & 30.00 $\\pm$ 1.00 & 31.00" in latex
     assert "\n% said of a\n% of b +-\n" in latex
     assert all(line.count("&") == 9 for line in latex.splitlines() if line.endswith("\\\\"))
-    one = comparison.of_tasks("0-shot", {"piqa": "acc_norm"}, [("a", {"piqa": (1, 2)}, {}, "")])
-    assert "average" not in comparison.markdown([one])
+
+
+def test_the_average_needs_all_eight_tasks():
+    row = comparison.make_task_row("a", {"piqa": (1, 2)}, {}, "")
+    table = comparison.make_task_table("0-shot", {"piqa": "acc_norm"}, [row])
+    assert "average" not in comparison.format_markdown([table])
 
 
 def test_the_metric_that_a_table_shows():
@@ -592,8 +622,8 @@ def test_the_metric_that_a_table_shows():
         ("lambada", perplexity, ("perplexity", 12.5, 0.5)),
         ("squad", percent, ("f1", 50.5, None)),
     ):
-        assert tasks.metric_of(task, figures) == expected
-    assert tasks.numbers({"alias": "odd", "acc,none": "N/A"}) == {}
+        assert tasks.choose_metric(task, figures) == expected
+    assert tasks.read_metrics({"alias": "odd", "acc,none": "N/A"}) == {}
 
 
 def test_bfloat16_is_rounded_and_stored_beside_float32(run, tmp_path):
@@ -607,16 +637,16 @@ def test_bfloat16_is_rounded_and_stored_beside_float32(run, tmp_path):
 
 
 def test_a_task_that_fixes_no_examples_keeps_it(tmp_path):
-    """As in lm-eval: 0 is kept, another number is a default."""
+    """lm-eval keeps a 0 in the file of a task, and takes any other number as a default."""
     files = lm_eval_tasks.write(tmp_path, 2)
     for name, shots in (("questions", 0), ("gaps", 3)):
         with open(files / f"{name}.yaml", "a") as file:
             file.write(f"num_fewshot: {shots}\n")
-    found, _ = tasks.open_all(["questions", "gaps", "endings"], str(files), ALONE)
+    loaded, _ = tasks.load_all(["questions", "gaps", "endings"], str(files), ALONE)
     for number in (1, 2, 0):
         shots = {}
-        for task in found:
-            tasks.prepare(task, number)
+        for task in loaded:
+            tasks.set_num_shots(task, number)
             shots[task.name] = task.tasks[task.name].get_config("num_fewshot")
         assert shots == {"questions": 0, "gaps": number, "endings": number}
 

@@ -105,8 +105,8 @@ def test_a_task_is_tried_again_and_one_that_is_not_there_is_named(hub, saved, tm
     assert result.returncode == 3, result.stderr.decode()
     tried, absent = result.stderr.decode().splitlines()
     assert tried == "task physical: the hub answers 500; again in 1 s"
-    assert "task absent is left out: its data set nobody/has_this cannot be had" in absent
-    assert "the hub knows no such data set, or it is private or gated" in absent
+    assert "task absent is skipped: its dataset nobody/has_this cannot be loaded" in absent
+    assert "the hub has no such dataset, or it is private or gated" in absent
     mine, other = (
         [each["filtered_resps"] for each in samples(tmp_path / "out", name)]
         for name in ("physical", "local")
@@ -117,7 +117,7 @@ def test_a_task_is_tried_again_and_one_that_is_not_there_is_named(hub, saved, tm
 
 def test_minutes_out_of_range_are_refused_before_the_hub_is_asked():
     with pytest.raises(ValueError, match=r"^--retry_minutes=-1: give 0 or more$"):
-        tasks.open_all(["piqa"], None, SimpleNamespace(world_size=1, is_main=True), -1)
+        tasks.load_all(["piqa"], None, SimpleNamespace(world_size=1, is_main=True), -1)
 
 
 def test_patience_with_the_hub_ends_once_for_all_tasks(monkeypatch, capsys):
@@ -137,9 +137,9 @@ def test_patience_with_the_hub_ends_once_for_all_tasks(monkeypatch, capsys):
     assert [task.name for task in loaded] == ["here"]
     assert now[0] == 300
     assert (
-        "ConnectionError: down, for --retry_minutes=5 by now); run the same command" in missing[0]
+        "ConnectionError: down, for --retry_minutes=5 by now); rerun the same command" in missing[0]
     )
-    assert "task b is left out" in missing[1]
+    assert "task b is skipped" in missing[1]
     assert all(
         line.startswith("task a: ConnectionError") for line in capsys.readouterr().err.splitlines()
     )
@@ -190,10 +190,10 @@ def test_all_processes_are_patient(hub, saved, tmp_path):
         env = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": ""}
         result = script(*several, *arguments, env=env)
     errors = result.stderr.decode()
-    assert "task absent is left out" in errors, errors
+    assert "task absent is skipped" in errors, errors
     assert errors.count("the hub answers 500; again in 1 s") == 1
     assert errors.count("the hub answers 503; again in 1 s") == 1
-    assert errors.count("absent is left out") == 1
+    assert errors.count("absent is skipped") == 1
     (entry,) = json.loads((tmp_path / "out" / "results.json").read_text())["entries"]
     assert entry["n-samples"]["physical"]["effective"] == 3
 

@@ -211,14 +211,14 @@ def test_gradients_are_ours(case, ids):
 def test_what_cannot_be_served_is_said(reloaded):
     said = reloaded[2]["refusals"]
     wanted = {
-        "gap": "a gap between a row's tokens",
+        "gap": "a gap between the tokens of a sequence",
         "right": "pad on the left",
-        "short": r"attention_mask is \(1, 3\): needed one number for each of 5 tokens",
+        "short": r"attention_mask has the shape \(1, 3\); give one number for each of the 5 tokens",
         "long": "45 tokens do not fit block_size=24",
         "generate_long": "25 tokens do not fit a cache of length=24",
-        "attentions": "output_attentions is not offered",
+        "attentions": "output_attentions is not supported",
         "resize": "cannot be resized",
-        "static": "this model has a cache of its own",
+        "static": "this model has its own cache",
     }
     assert said.keys() == wanted.keys()
     for name, message in wanted.items():
@@ -333,7 +333,7 @@ NAMED = "from .gpt import __name__ as _\nfrom . import gpt as"
     ],
 )
 def test_imports_become_relative(text, wanted, needed):
-    assert flatten.rewritten(text, "x") == (wanted, needed)
+    assert flatten.make_imports_relative(text, "x") == (wanted, needed)
 
 
 @pytest.mark.parametrize(
@@ -345,13 +345,13 @@ def test_imports_become_relative(text, wanted, needed):
 )
 def test_code_that_cannot_stand_alone_is_refused(text):
     with pytest.raises(ValueError, match="cannot be exported"):
-        flatten.rewritten(text, "model/mine.py")
+        flatten.make_imports_relative(text, "model/mine.py")
 
 
 @pytest.mark.parametrize("module", ["model.kernels", "model.build"])
 def test_modules_that_are_no_files_are_refused(module):
     with pytest.raises(ValueError, match="is not one file"):
-        flatten.source_of(module)
+        flatten.read_source(module)
 
 
 def test_what_the_wrapper_would_leave_out_is_refused():

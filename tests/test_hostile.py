@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from export_helpers import CC, exported, noisy, save_run
+from export_helpers import CC, exported, noisy, save_released, save_run
 from helpers import Trap, sign
 from safetensors.torch import load_file, save_file
 
-from model import released
 from training import checkpoint
 
 KINDS = ["checkpoint", "exported", "released"]
@@ -30,11 +29,7 @@ def whole(tmp_path_factory):
     save_run(folder / "run", made, CC)
     shutil.copytree(folder / "run" / "checkpoints" / "step_00000007", folder / "checkpoint")
     exported(folder / "run", folder / "exported")
-    (folder / "released").mkdir()
-    tensors = {name: value.clone() for name, value in released.state_dict(made).items()}
-    save_file(tensors, folder / "released" / "model.safetensors")
-    config = {**vars(made.config), "model_type": "x", "ddl_state_shortconv_kernel_size": 4}
-    (folder / "released" / "config.json").write_text(json.dumps(config))
+    save_released(made, folder / "released", model_type="x", ddl_state_shortconv_kernel_size=4)
     shutil.copy(folder / "exported" / "tokenizer.json", folder / "released")
     return folder
 
@@ -282,7 +277,7 @@ def test_pairs_that_do_not_fit(whole, tmp_path):
     folder = Path(shutil.copytree(whole / "released", tmp_path / "r"))
     change_weights(folder, lambda tensors: tensors.update({"readout.read": torch.ones(3)}))
     with pytest.raises(
-        ValueError, match=r"readout\.read is \(3,\), readout\.weight \(12, 4\): no pair"
+        ValueError, match=r"readout\.weight \(12, 4\) and readout\.read \(3,\) do not form a pair"
     ):
         checkpoint.load_model(folder, "cpu")
 

@@ -1,5 +1,6 @@
-"""Models on fused streams against the plain ones: training, compiled, checkpointed, cached, on two
-processes.
+"""Models with fused streams against plain ones.
+
+Training, torch.compile, activation checkpointing, cached generation, and two processes.
 """
 
 import re
@@ -85,7 +86,7 @@ def test_options(name):
 
 def test_a_factor_above_1_is_not_fused():
     model = tiny(CC, residual_branch_mult=1.5)
-    assert "residual_branch_mult of at most 1, it is 1.5" in kernels.use(model, "auto", "cuda")
+    assert "residual_branch_mult=1.5 has no fused kernel" in kernels.use(model, "auto", "cuda")
 
 
 @pytest.mark.slow
@@ -93,7 +94,7 @@ def test_a_factor_above_1_is_not_fused():
     ("stem", "keys"), SLOW_OPTIONS, ids=lambda x: x if isinstance(x, str) else "-".join(x)
 )
 def test_options_with_token_convolutions(stem, keys):
-    fused.check_model(tiny(stem, **keys), interval=3, T=9)
+    fused.check_model(tiny(stem, **keys), state_checkpoint_interval=3, T=9)
 
 
 def test_intervals_change_no_bit():
@@ -109,27 +110,32 @@ def test_an_interpreter_that_its_numpy_breaks_is_said_in_one_line(
 ):
     monkeypatch.setattr("triton.__version__", triton)
     monkeypatch.setattr("numpy.__version__", numpy)
-    said = kernels.unavailable("cpu")
-    assert works if said is None else "pip install 'numpy<2.5'" in said and not works
-    monkeypatch.delenv("TRITON_INTERPRET")  # compiled kernels do without
-    assert kernels.unavailable("cuda") is None
+    reason = kernels.reason_unavailable("cpu")
+    if works:
+        assert reason is None
+    else:
+        assert "pip install 'numpy<2.5'" in reason
+    monkeypatch.delenv("TRITON_INTERPRET")  # compiled kernels need no interpreter
+    assert kernels.reason_unavailable("cuda") is None
 
 
 @pytest.mark.parametrize(
     ("interval", "replayed"), [(1, [0, 0, 0, 0, 1]), (2, [0, 1, 0, 1, 2]), (4, [0, 1, 2, 3, 4])]
 )
 def test_a_state_is_stored_once_an_interval(interval, replayed, monkeypatch):
-    """Writes since the last stored state after each of the five reads; the last state of all is
-    never stored.
+    """Count the writes since the last stored state after each of five reads.
+
+    The state of the readout is never stored.
     """
-    step, writes = DeltaStream.step, []
+    step = DeltaStream.step
+    writes = []
 
-    def counted(*args, **options):
-        made = step(*args, **options)
-        writes.append(len(made[0].hs))
-        return made
+    def count_writes(*args, **options):
+        state, context, read_output = step(*args, **options)
+        writes.append(len(state.directions))
+        return state, context, read_output
 
-    monkeypatch.setattr(DeltaStream, "step", counted)
+    monkeypatch.setattr(DeltaStream, "step", count_writes)
     model = fused.fuse(tiny("DDL-vdim1-gpt-mha-rope"), interval)
     with torch.no_grad():
         model(fused.tokens_of(model, T=2)[0])
@@ -163,9 +169,7 @@ def test_autocast(stem):
     "stem", [CC, "gpt-mha-rope", *(pytest.param(s, marks=pytest.mark.slow) for s in PAPER[1:])]
 )
 def test_a_float32_state_under_autocast(stem):
-    """The products are in bfloat16 all the same, and how often the state is stored changes no
-    bit.
-    """
+    """Products stay in bfloat16, and state_checkpoint_interval does not change a bit."""
     model = tiny(stem, state_dtype="float32", num_hidden_layers=1)
     fused.check_autocast(model, torch.bfloat16, T=3)
     fused.check_intervals(model, torch.bfloat16, (1, 2), T=3)
@@ -178,31 +182,46 @@ def test_cached_generation(cuts):
 
 @pytest.mark.slow
 def test_two_processes():
-    """DDP and FSDP2: gradients averaged over both equal those of the plain model in one process."""
+    """Gradients averaged by DDP and FSDP2 equal those of the plain model in one process."""
     result = script(ROOT / "tests" / "two_processes.py", env={"PYTHONPATH": str(ROOT)})
     assert result.returncode == 0, result.stderr.decode()
 
 
 def test_on_where_the_kernels_cannot_be(monkeypatch):
-    for stem, keys, message in (
-        (CC, {"ddl_value_channels": 3}, "they know 1, 2, 4 and 8 columns, ddl_value_channels is 3"),
+    for keys, reason in (
         (
-            CC,
-            {"ddl_map": "v", "ddl_k_branch": "attention"},
-            "there are none for ddl_k_branch=attention",
+            {"ddl_value_channels": 3},
+            "ddl_value_channels=3 has no fused kernel (1, 2, 4 and 8 have one)",
         ),
-        (CC, {"ddl_map": "v", "ddl_k_input": "mean"}, "there are none for ddl_k_input=mean"),
-        (CC, {"ddl_k_norm": "shifted"}, "there are none for ddl_k_norm=shifted"),
-        (CC, {"ddl_beta_input": "residual"}, "there are none for ddl_beta_input=residual"),
-        (CC, {"ddl_beta_input": "flat"}, "there are none for ddl_beta_input=flat"),
+        (
+            {"ddl_map": "v", "ddl_k_branch": "attention"},
+            "ddl_k_branch=attention has no fused kernel (ddl_k_branch=mlp has one)",
+        ),
+        (
+            {"ddl_map": "v", "ddl_k_input": "mean"},
+            "ddl_k_input=mean has no fused kernel (ddl_k_input=read has one)",
+        ),
+        (
+            {"ddl_k_norm": "shifted"},
+            "ddl_k_norm=shifted has no fused kernel (ddl_k_norm=guarded has one)",
+        ),
+        (
+            {"ddl_beta_input": "residual"},
+            "ddl_beta_input=residual has no fused kernel (ddl_beta_input=context has one)",
+        ),
+        (
+            {"ddl_beta_input": "flat"},
+            "ddl_beta_input=flat has no fused kernel (ddl_beta_input=context has one)",
+        ),
     ):
-        model = build(stem, **{**TINY, **keys})
-        with pytest.raises(ValueError, match=rf"kernels=on: {message}; give kernels=off, or auto"):
+        model = build(CC, **{**TINY, **keys})
+        message = re.escape(f"kernels=on: {reason}; use kernels=auto or kernels=off")
+        with pytest.raises(ValueError, match=message):
             kernels.use(model, "on", "cpu")
-        assert message in kernels.use(model, "auto", "cuda")
+        assert kernels.use(model, "auto", "cuda") == reason
         assert type(model.stream) is Stream
     monkeypatch.delenv("TRITON_INTERPRET")
-    with pytest.raises(ValueError, match="they need a CUDA device"):
+    with pytest.raises(ValueError, match="fused kernels need a CUDA device"):
         kernels.use(build(CC, **TINY), "on", "cpu")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install triton"):
@@ -227,33 +246,33 @@ class OtherNorm(RMSNorm):
 
 
 @pytest.mark.parametrize(
-    ("stem", "module", "other", "what"),
+    ("stem", "module", "other", "part"),
     [
-        (CC, "transformer.h.0.ddl_mlp", OtherWrite, "the write (OtherWrite) of block 0, site mlp"),
+        (CC, "transformer.h.0.ddl_mlp", OtherWrite, "the write OtherWrite of block 0, site mlp,"),
         (
             CC,
             "transformer.h.1.ddl_attn",
             OtherWrite,
-            "the write (OtherWrite) of block 1, site attn",
+            "the write OtherWrite of block 1, site attn,",
         ),
-        (CC, "transformer.h.1", OtherBlock, "the forward pass of OtherBlock, block 1"),
-        (CC, "transformer.h.1.compress", OtherRead, "the read (OtherRead) of block 1, site attn"),
-        (CC, "readout", OtherRead, "the readout (OtherRead, RMSNorm)"),
-        (CC, "ln_f", OtherNorm, "the readout (ChannelConvRead, OtherNorm)"),
+        (CC, "transformer.h.1", OtherBlock, "the forward method of OtherBlock, block 1,"),
+        (CC, "transformer.h.1.compress", OtherRead, "the read OtherRead of block 1, site attn,"),
+        (CC, "readout", OtherRead, "the readout OtherRead with the norm RMSNorm"),
+        (CC, "ln_f", OtherNorm, "the readout ChannelConvRead with the norm OtherNorm"),
         (
             "gpt-mha-rope",
             "transformer.h.1.ln_2",
             OtherNorm,
-            "the norm (OtherNorm) of block 1, site mlp",
+            "the norm OtherNorm of block 1, site mlp,",
         ),
-        ("gpt-mha-rope", "readout", OtherRead, "the readout (OtherRead, RMSNorm)"),
+        ("gpt-mha-rope", "readout", OtherRead, "the readout OtherRead with the norm RMSNorm"),
     ],
 )
-def test_a_stream_of_ones_own_is_left_alone(stem, module, other, what):
-    """A subclass does not inherit its parent's fused form, in whatever block it is."""
+def test_a_stream_of_ones_own_is_left_alone(stem, module, other, part):
+    """A subclass is not in the table of fused forms, in whatever block it is."""
     model = build(stem, **TINY)
     model.get_submodule(module).__class__ = other
-    with pytest.raises(ValueError, match=re.escape(f"kernels=on: there are none for {what}")):
+    with pytest.raises(ValueError, match=re.escape(f"kernels=on: {part} has no fused kernel")):
         kernels.use(model, "on", "cpu")
     assert type(model.stream) is Stream
 
@@ -264,7 +283,7 @@ class DoubledEmbedding(EmbeddingConv):
 
 
 def test_an_expansion_of_ones_own_is_kept():
-    """It is not a step: the fused stream begins from whatever state the expander makes."""
+    """The fused stream starts from the state of any expander."""
     model = tiny("DDL-gpt-mha-rope-CC-EC")
     model.input_embed.__class__ = DoubledEmbedding
     tokens = fused.tokens_of(model)
@@ -290,7 +309,7 @@ def test_heads_are_fused_in_a_stream_that_is_not():
     model = tiny("HC-gpt-mha-rope")
     ids, targets, *_ = fused.tokens_of(model)
     plain = model(ids, targets)[1]
-    assert "the read (HyperConnection)" in kernels.use(model, "auto", "cuda")
+    assert "the read HyperConnection" in kernels.use(model, "auto", "cuda")
     assert {type(block.attn.heads) for block in model.transformer.h} == {FusedHeads}
     assert type(model.stream) is Stream
     assert torch.allclose(model(ids, targets)[1], plain, rtol=1e-5)
@@ -311,5 +330,5 @@ def test_auto_on_a_cpu_is_plain_and_off_takes_the_kernels_away():
 @pytest.mark.parametrize("stem", [CC, "gpt-mha-rope", "mHC-gpt-mha-rope"])
 def test_float64_is_refused(stem):
     model = fused.fuse(tiny(stem)).double()
-    with pytest.raises(ValueError, match=r"the model is torch.float64: give kernels=off"):
+    with pytest.raises(ValueError, match=r"dtype torch\.float64; use kernels=off"):
         model(*fused.tokens_of(model))

@@ -1,8 +1,7 @@
-"""The fused kernels against the plain operations in float64: results and all gradients (see
-fused.py).
+"""Results and gradients of the fused kernels against plain operations in float64 (see fused.py).
 
-They run under Triton's interpreter here, which conftest.py turns on; test_gpu.py runs the same
-checks compiled.
+The kernels run under Triton's interpreter here, which conftest.py enables; test_gpu_kernels.py runs
+the same checks compiled.
 """
 
 import inspect
@@ -11,7 +10,6 @@ import math
 import random
 import re
 import shutil
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -37,34 +35,37 @@ from triton.runtime import interpreter
 
 from model.kernels import residual_step as residual_step_module
 from model.kernels import tiles
-from model.kernels.launch import chunks
-from model.kernels.tiles import block_of, rows_and_columns
+from model.kernels.launch import choose_chunks
+from model.kernels.tiles import choose_block, get_state_strides
 
-# first address and the one past the end of each tensor that the kernel now running was given
+# first address, and the one past the end, of each tensor that the running kernel was given
 LIMITS = []
-WRITERS = {}  # the program that wrote to an address
+
+# the program that wrote to an address
+WRITERS = {}
 
 
-def within(pointers, mask, size: int):
-    """The addresses in use."""
+def addresses_in_bounds(pointers, mask, size: int) -> np.ndarray:
+    """Return the addresses that an access uses, after checking that they are in its tensors."""
     pointers, mask = np.broadcast_arrays(np.ravel(pointers), np.ravel(mask))
-    used = pointers[mask.astype(bool)].astype(np.int64)
-    inside = [(first <= used) & (used + size <= last) for first, last in LIMITS]
+    addresses = pointers[mask.astype(bool)].astype(np.int64)
+    inside = [(first <= addresses) & (addresses + size <= last) for first, last in LIMITS]
     assert np.any(inside, axis=0).all(), "a kernel reaches past its tensors"
-    return used
+    return addresses
 
 
 @pytest.fixture(autouse=True)
 def _bounds(monkeypatch):
-    """Kernels touch no memory but their tensors', and no two programs write to the same place.
+    """Check that kernels access only their tensors, and that no two programs write to one address.
 
-    What they read beyond would often do no visible harm, and the interpreter runs programs in
-    order, a GPU does not.
+    Reading past a tensor often does no visible harm. The interpreter runs programs in order, and a
+    GPU does not.
     """
-    memory, convert = interpreter._interpreter, interpreter.GridExecutor._init_args_hst
+    memory = interpreter._interpreter
+    init_arguments = interpreter.GridExecutor._init_args_hst
 
-    def arguments(self, *args):
-        converted = convert(self, *args)
+    def record_limits(self, *args):
+        converted = init_arguments(self, *args)
         leaves = torch.utils._pytree.tree_leaves(converted)
         storages = [x.untyped_storage() for x in leaves if isinstance(x, torch.Tensor)]
         WRITERS.clear()
@@ -78,18 +79,20 @@ def _bounds(monkeypatch):
             return getattr(memory, name)
 
         def load(self, pointers, mask, other, dtype):
-            within(pointers, mask, np.dtype(dtype).itemsize)
+            addresses_in_bounds(pointers, mask, np.dtype(dtype).itemsize)
             return memory.load(pointers, mask, other, dtype)
 
         def store(self, pointers, values, mask):
             program = interpreter.interpreter_builder.grid_idx
-            for address in within(pointers, mask, np.asarray(values).dtype.itemsize).tolist():
+            for address in addresses_in_bounds(
+                pointers, mask, np.asarray(values).dtype.itemsize
+            ).tolist():
                 assert WRITERS.setdefault(address, program) == program, (
                     "two programs write to the same place"
                 )
             return memory.store(pointers, values, mask)
 
-    monkeypatch.setattr(interpreter.GridExecutor, "_init_args_hst", arguments)
+    monkeypatch.setattr(interpreter.GridExecutor, "_init_args_hst", record_limits)
     monkeypatch.setattr(interpreter, "_interpreter", Checked())
 
 
@@ -127,8 +130,8 @@ EXTREMES += [Step(zero_h=True, h_scale=1e4), Step(x_scale=1e4), Step(x_scale=1e-
 HALVES = [Step(dtype="bf16", pending=3), Step(dtype="fp16"), Step(dtype="bf16", d=768, T=2)]
 HALVES += [Step(dtype="bf16", K=3, v=2, pending=1, store=False), Step(dtype="mixed", pending=1)]
 HALVES += [Step(dtype="mixed", K=3, v=2, store=False), Step(dtype="fp16", v=1, erase=False)]
-USED = [Step(used=name) for name in ("state", "context", "x_in", "gate_logit", "value_logit")]
-USED += [Step(used=name, K=3, v=2) for name in ("state", "x_in")]
+USED = [Step(used=name) for name in Step.used.split()]
+USED += [Step(used=name, K=3, v=2) for name in ("new_state", "x_in")]
 CASES = SHAPES + OPTIONS + EXTREMES + HALVES + USED
 
 
@@ -138,30 +141,29 @@ def test_step(case):
 
 
 def grid(seed: int):
-    """Every shape and dtype, each with other options drawn at random."""
+    """Yield every shape and dtype, each with options drawn at random."""
     draw = random.Random(seed)
     for d, v, K, dtype in itertools.product(
         (37, 96, 600, 768), (1, 2, 4, 8), (1, 3, 4), ("fp32", "bf16", "fp16")
     ):
         write = draw.random() < 0.9
-        case = Step(
-            d, v, K, draw.choice((1, 1, 2, 3)), draw.choice((1, 2, 3, 5, 8)), dtype, write=write
+        yield Step(
+            d=d,
+            v=v,
+            K=K,
+            B=draw.choice((1, 1, 2, 3)),
+            T=draw.choice((1, 2, 3, 5, 8)),
+            dtype=dtype,
+            write=write,
+            form=draw.choice(("raw", "sigmoid", "constant")),
+            value_input=draw.choice(("residual", "context")),
+            heads=draw.choice(("", "gate", "value", "gate value", "gate value")),
+            store=write and draw.random() < 0.5,
+            with_x_in=draw.random() < 0.7,
+            pending=draw.choice((0, 0, 1, 2, 3)),
+            repeated=draw.random() < 0.2,
+            erase=draw.random() < 0.8,
         )
-        form, value_input = (
-            draw.choice(("raw", "sigmoid", "constant")),
-            draw.choice(("residual", "context")),
-        )
-        heads = draw.choice(("", "gate", "value", "gate value", "gate value"))
-        store, with_x_in = write and draw.random() < 0.5, draw.random() < 0.7
-        case = replace(
-            case, form=form, value_input=value_input, heads=heads, store=store, with_x_in=with_x_in
-        )
-        pending, repeated, erase = (
-            draw.choice((0, 0, 1, 2, 3)),
-            draw.random() < 0.2,
-            draw.random() < 0.8,
-        )
-        yield replace(case, pending=pending, repeated=repeated, erase=erase)
 
 
 @pytest.mark.slow
@@ -174,7 +176,7 @@ def test_step_over_the_grid(case):
     "d", [1, 37, 64, 96, 256, 300, 600, 640, 768, 1000, 1024, 1280, 1536, 2048, 5120]
 )
 def test_pieces_of_a_vector(d):
-    block = block_of(d)
+    block = choose_block(d)
     assert block & (block - 1) == 0
     assert block <= 1024
     padded = {b: -(-d // b) * b for b in (256, 512, 1024)}
@@ -184,20 +186,18 @@ def test_pieces_of_a_vector(d):
 
 
 def test_every_form_compiles():
-    """For sm_90: the interpreter takes what the compiler refuses."""
-    done = script("tests/compile_kernels.py", env={"TRITON_INTERPRET": ""})
-    assert done.returncode == 0, done.stderr.decode()
-    assert len(done.stdout.splitlines()) == 46
+    """Kernels compile for sm_90: the interpreter accepts code that the compiler rejects."""
+    result = script("tests/compile_kernels.py", env={"TRITON_INTERPRET": ""})
+    assert result.returncode == 0, result.stderr.decode()
+    assert len(result.stdout.splitlines()) == 46
 
 
 @pytest.mark.skipif(not shutil.which("cc") and not shutil.which("gcc"), reason="needs a C compiler")
 def test_every_operator_launches():
-    """On a driver without a GPU: the interpreter launches nothing, and compiling meets no
-    arguments.
-    """
-    done = script("tests/launch_kernels.py", env={"TRITON_INTERPRET": ""})
-    assert done.returncode == 0, done.stderr.decode()
-    assert done.stdout.decode().splitlines()[-1] == "ok rope_norm"
+    """Kernels launch on a driver without a GPU: interpreting and compiling do not show that."""
+    result = script("tests/launch_kernels.py", env={"TRITON_INTERPRET": ""})
+    assert result.returncode == 0, result.stderr.decode()
+    assert result.stdout.decode().splitlines()[-1] == "ok rope_norm"
 
 
 def as_float(bits):
@@ -209,8 +209,9 @@ def as_bits(value) -> int:
 
 
 def executed(name: str, *inputs: int) -> list[int]:
-    """Result registers of the PTX in tiles.py's function, instruction by instruction as PTX's
-    manual has them.
+    """Execute the PTX of a function in tiles.py, and return its result registers.
+
+    Instructions do what PTX's manual says.
     """
     code = re.search(
         rf"def {name}\(.*?\"\"\"\{{\n(.*?)\}}\"\"\"", inspect.getsource(tiles), flags=re.S
@@ -219,16 +220,15 @@ def executed(name: str, *inputs: int) -> list[int]:
     registers = {f"${results + i}": bits for i, bits in enumerate(inputs)}
 
     def value(word: str) -> int:
-        return (
-            registers[word]
-            if word in registers
-            else int(word.replace("0f", "0x") if word[:2] == "0f" else word, 0)
-        )
+        if word in registers:
+            return registers[word]
+        # 0f begins the bits of a float32 in hexadecimal
+        return int(word.replace("0f", "0x") if word.startswith("0f") else word, 0)
 
     def rounded_half(word: str) -> int:
         return int(as_float(value(word)).to(torch.bfloat16).view(torch.int16)) & 0xFFFF
 
-    does = {
+    instructions = {
         "mov.b32": lambda a: value(a),
         "shl.b32": lambda a, b: value(a) << value(b) & 0xFFFFFFFF,
         "and.b32": lambda a, b: value(a) & value(b),
@@ -239,12 +239,12 @@ def executed(name: str, *inputs: int) -> list[int]:
         "ex2.approx.ftz.f32": lambda a: as_bits(as_float(value(a)).exp2()),
         "rcp.approx.ftz.f32": lambda a: as_bits(1 / as_float(value(a))),
     }
-    for line in filter(
-        lambda line: line and not line.startswith(".reg"), map(str.strip, code.splitlines())
-    ):
-        what, _, rest = line.rstrip(";").partition(" ")
-        to, *arguments = rest.split(", ")
-        registers[to] = does[what](*arguments)
+    for line in map(str.strip, code.splitlines()):
+        if not line or line.startswith(".reg"):
+            continue
+        name, _, operands = line.rstrip(";").partition(" ")
+        target, *sources = operands.split(", ")
+        registers[target] = instructions[name](*sources)
     return [registers[f"${i}"] for i in range(results)]
 
 
@@ -253,15 +253,15 @@ def test_ptx_that_the_interpreter_skips():
     for one, other in itertools.permutations(values, 2):
         # the tie 1.00390625 goes to even
         halves = [x.to(torch.bfloat16).float() for x in (one, other)]
-        assert executed("rounded", as_bits(one), as_bits(other)) == [
+        assert executed("round_to", as_bits(one), as_bits(other)) == [
             as_bits(half) for half in halves
         ]
         # A pair lies with its first number in the lower half of a word.
         pair = as_bits(halves[0]) >> 16 | as_bits(halves[1]) & 0xFFFF0000
-        assert executed("widened", pair) == [as_bits(half) for half in halves]
+        assert executed("widen", pair) == [as_bits(half) for half in halves]
     for x in (-40.0, -3.5, 0.0, 1.0, 17.0):
-        [found] = executed("sigmoid", as_bits(torch.tensor(x)))
-        torch.testing.assert_close(as_float(found), torch.tensor(x).sigmoid(), rtol=1e-5, atol=0)
+        [result] = executed("sigmoid", as_bits(torch.tensor(x)))
+        torch.testing.assert_close(as_float(result), torch.tensor(x).sigmoid(), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize(("slots", "sequences", "tokens", "halo"), [
@@ -269,13 +269,13 @@ def test_ptx_that_the_interpreter_skips():
     (132, 1, 1, 3), (4, 2, 1000, 1),
 ])  # fmt: skip
 def test_tokens_are_shared_in_whole_waves(slots, sequences, tokens, halo):
-    """Against every share of four waves or fewer: a wave takes as long as its longest program."""
+    """No split into four waves or fewer is faster; a wave takes as long as its longest program."""
 
     def time(chunk):
         programs = sequences * math.ceil(tokens / chunk)
         return math.ceil(programs / slots) * (chunk + halo)
 
-    chunk, count = chunks(slots, sequences, tokens, halo)
+    chunk, count = choose_chunks(slots, sequences, tokens, halo)
     assert (count - 1) * chunk < tokens <= count * chunk
     few = [
         other
@@ -287,23 +287,24 @@ def test_tokens_are_shared_in_whole_waves(slots, sequences, tokens, halo):
 
 @pytest.mark.parametrize("case", [Step(K=4, v=2, T=9), Step(K=1, v=4, T=9, pending=1)], ids=str)
 def test_chunks_change_no_bit_of_a_token(case, monkeypatch):
-    """Where programs meet is the device's affair: only sums over tokens may depend on it."""
-    wanted, expected = run(case)
+    """The number of programs depends on the device; only sums over tokens may depend on it."""
+    expected_results, expected_gradients = run(case)
     programs(monkeypatch, 3)
-    results, found = run(case)
-    for name, want in {
-        **wanted,
-        **{f"d{name}": expected[name] for name in ("state", "h", "y", "z")},
-    }.items():
-        got = {**results, **{f"d{name}": gradient for name, gradient in found.items()}}[name]
-        assert torch.equal(got, want), name
+    results, gradients = run(case)
+    for name, expected in expected_results.items():
+        assert torch.equal(results[name], expected), name
+    for name in ("state", "direction", "gate_logit", "value_logit"):
+        assert torch.equal(gradients[name], expected_gradients[name]), f"gradient of {name}"
 
 
 def test_two_runs_give_the_same_bits():
     case = Step(K=3, v=2, dtype="bf16", pending=1)
-    (wanted, expected), (results, found) = run(case), run(case)
-    assert all(torch.equal(results[name], want) for name, want in wanted.items())
-    assert all(torch.equal(found[name], want) for name, want in expected.items())
+    first_results, first_gradients = run(case)
+    second_results, second_gradients = run(case)
+    for name, first in first_results.items():
+        assert torch.equal(second_results[name], first), name
+    for name, first in first_gradients.items():
+        assert torch.equal(second_gradients[name], first), name
 
 
 @pytest.mark.parametrize("cuts", [(1,) * 7, (2, 1, 4)])
@@ -363,17 +364,21 @@ def test_expand_over_the_grid(shape, v, K, dtype):
 
 
 def test_states_that_have_gaps_are_refused():
-    assert rows_and_columns(torch.empty(2, 3, 4, 5)) == (20, 5)
-    assert rows_and_columns(torch.empty(2, 3, 1, 5).expand(2, 3, 4, 5)) == (5, 0)
-    assert rows_and_columns(torch.empty(1, 3, 4, 5)[:, ::2]) == (40, 5)
+    assert get_state_strides(torch.empty(2, 3, 4, 5)) == (20, 5)
+    assert get_state_strides(torch.empty(2, 3, 1, 5).expand(2, 3, 4, 5)) == (5, 0)
+    assert get_state_strides(torch.empty(1, 3, 4, 5)[:, ::2]) == (40, 5)
     for state in (torch.empty(2, 3, 5, 4).transpose(2, 3), torch.empty(2, 3, 4, 5)[:, ::2]):
         with pytest.raises(ValueError, match="make it contiguous"):
-            rows_and_columns(state)
+            get_state_strides(state)
 
 
 def leaves(case: Step):
     inputs = case.inputs()
-    grown = {k: x.requires_grad_() for k, x in inputs.items() if k not in ("base", "hs", "us")}
+    grown = {
+        k: x.requires_grad_()
+        for k, x in inputs.items()
+        if k not in ("stored_state", "directions", "updates")
+    }
     return {**inputs, **grown}, place(case, inputs)
 
 
@@ -389,6 +394,7 @@ def test_opcheck_of_the_step(case):
     inputs, state = leaves(case)
     torch.library.opcheck(
         torch.ops.ddl.residual_step,
+        (),
         arguments(case, inputs, state.detach().zero_().requires_grad_()),
     )
 
@@ -398,7 +404,7 @@ def test_opcheck_of_generation():
     inputs = case.inputs()
     carry = torch.zeros(1, 2, case.d)
     torch.library.opcheck(
-        torch.ops.ddl.residual_step, arguments(case, inputs, inputs["base"], carry)
+        torch.ops.ddl.residual_step, (), arguments(case, inputs, inputs["stored_state"], carry)
     )
 
 
@@ -406,22 +412,24 @@ def test_opcheck_of_generation():
     "case", [OPERATORS[0], Step(v=2, K=2, T=2, store=False, pending=1)], ids=str
 )
 def test_opcheck_of_the_steps_backward(case, monkeypatch):
-    operator, calls = residual_step_module.residual_step_backward, []
-    monkeypatch.setattr(
-        residual_step_module, "residual_step_backward", lambda *a: calls.append(a) or operator(*a)
-    )
+    call_backward = residual_step_module.residual_step_backward
+    calls = []
+
+    def record_call(**arguments):
+        calls.append(arguments)
+        return call_backward(**arguments)
+
+    monkeypatch.setattr(residual_step_module, "residual_step_backward", record_call)
     run(case)
     arguments = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, calls[0])
-    torch.library.opcheck(operator, arguments)
+    torch.library.opcheck(torch.ops.ddl.residual_step_backward, (), arguments)
 
 
 def test_opcheck_of_the_others():
-    x, h, norm, taps = (
-        torch.randn(1, 3, 37),
-        torch.randn(1, 3, 37),
-        torch.randn(37),
-        torch.randn(2, 2, 37),
-    )
+    x = torch.randn(1, 3, 37)
+    h = torch.randn(1, 3, 37)
+    norm = torch.randn(37)
+    taps = torch.randn(2, 2, 37)
     rho = torch.rand(1, 3)
     grown = [tensor.clone().requires_grad_() for tensor in (x, h, norm, taps)]
     torch.library.opcheck(torch.ops.ddl.add_norm, (*grown[:3], 1e-5, torch.float32))

@@ -1,4 +1,4 @@
-"""Inductor of torch before 2.13 needs a rule for each of our operators, or may not end."""
+"""Without a rule for each of our operators, Inductor of torch before 2.13 may not finish."""
 
 import importlib.util
 import json
@@ -9,8 +9,8 @@ from helpers import ROOT, script
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
-# `kernels` and the models that are given it in turn, in a fresh process a line: what these call, as
-# does the backward pass.
+# For each setting of `kernels`, and the models that get it in one process: the operators that they
+# call. The backward pass calls one for each.
 SEVERAL = "HC-gpt-mha-rope gpt-mha-rope DDL-gpt-mha-rope-CC-EC"
 OPERATORS = {
     "auto DDL-gpt-mha-rope-CC-EC": "rope_norm residual_step expand",
@@ -18,13 +18,13 @@ OPERATORS = {
     f"off {SEVERAL}": "sinkhorn_knopp",
 }
 if importlib.util.find_spec("liger_kernel"):
-    OPERATORS |= {"auto mHC-gpt-mha-rope": "rope_norm fused_sinkhorn_knopp"}
+    OPERATORS["auto mHC-gpt-mha-rope"] = "rope_norm fused_sinkhorn_knopp"
 LAYERS = 3
 
 
 @pytest.fixture(scope="module")
 def fresh() -> dict:
-    """What `fresh_lowering.py` finds, for all tests from one start of Python."""
+    """Return what `fresh_lowering.py` prints; it runs once for all tests."""
     tasks = {name: ["rules", *name.split()] for name in OPERATORS}
     tasks["calls"] = ["calls", "DDL-gpt-mha-rope-CC-EC", LAYERS]
     env = {"PYTHONPATH": str(ROOT), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
@@ -35,10 +35,11 @@ def fresh() -> dict:
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_every_operator_has_a_rule_once_the_kernels_are_in_use(name, fresh):
-    found = fresh[name]
-    assert not found["without"], f"without a rule: {', '.join(found['without'])}"
-    wanted = OPERATORS[name].split()
-    assert {*wanted, *(f"{each}_backward" for each in wanted)} <= set(found["operators"])
+    without = fresh[name]["without"]
+    assert not without, f"without a rule: {', '.join(without)}"
+    forward = OPERATORS[name].split()
+    backward = [f"{operator}_backward" for operator in forward]
+    assert {*forward, *backward} <= set(fresh[name]["operators"])
 
 
 def test_layers_are_lowered_kernel_by_kernel(fresh):

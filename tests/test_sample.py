@@ -64,24 +64,24 @@ def test_prompts_together_are_as_each_alone(run):
     keys = ["--max_new_tokens=25", "--temperature=1.2"]
     prompts = [f"--prompt={prompt}" for prompt in ("def f(", "", "class Reader:\n    ")]
     together = [run, *prompts, "--num_samples=2", "--seed=3", *keys]
-    made = [call("sample.py", *together, f"--batch_size={rows}").stdout for rows in (6, 4, 1)]
-    whole, *others = made
-    assert others == [whole, whole]
-    texts = whole.split(b"-" * 80 + b"\n")
+    outputs = [call("sample.py", *together, f"--batch_size={rows}").stdout for rows in (6, 4, 1)]
+    assert outputs[1] == outputs[0]
+    assert outputs[2] == outputs[0]
+    texts = outputs[0].split(b"-" * 80 + b"\n")
     assert len(set(texts)) == 6
     assert texts[1] == call("sample.py", run, prompts[0], "--seed=4", *keys).stdout
 
 
 def test_stop_strings_end_texts(run):
     keys = ["--prompt=def ", "--max_new_tokens=60", "--temperature=2", "--top_p=1"]
-    whole = call("sample.py", run, *keys).stdout.decode(errors="replace")[4:-1]
-    stop = whole[30:33]
+    text = call("sample.py", run, *keys).stdout.decode(errors="replace")[4:-1]
+    stop = text[30:33]
     cut = call("sample.py", run, *keys, f"--stop={stop}", "--stop=zzzzzz").stdout
-    assert cut.decode(errors="replace")[4:-1] == whole[: whole.index(stop)]
+    assert cut.decode(errors="replace")[4:-1] == text[: text.index(stop)]
 
 
 def test_a_conversation(run):
-    """Lines from a pipe: prompts, settings, mistakes, going on; the same texts as by arguments."""
+    """Prompts, settings and mistakes from a pipe give the same texts as command-line arguments."""
     lines = ["def f(x):", "def f(x):", "/seed=7", "/temperature=1.5", "class A\\", ""]
     lines += ["/top_k=0", "/stop=", "/stop", "/sead=1", "", "/quit", "x"]
     keys = ["--max_new_tokens=12", "--temperature=0.7"]
@@ -93,12 +93,13 @@ def test_a_conversation(run):
     second = call("sample.py", *other).stdout
     assert result.stdout.startswith(first + second)
     rest = result.stdout[len(first + second) :]
-    assert rest.startswith(second[:-1])  # the text goes on after itself
+    assert rest.startswith(second[:-1])  # the empty line continues the last text
     errors = [line for line in result.stderr.decode().splitlines() if line.startswith("error:")]
     assert errors == [
         "error: top_k=0: give 1 or more",
-        "error: an empty stop string would stop every text at once: /stop=None for none",
-        "error: /stop is no command: /KEY=VALUE, /help and /quit are",
+        "error: an empty stop string would end every text at once; give /stop=None to have no "
+        "stop string",
+        "error: /stop is not a command; the commands are /KEY=VALUE, /help and /quit",
         "error: unknown key /sead, did you mean seed?",
     ]
     assert result.stderr.decode().count(" tokens/s") == 4

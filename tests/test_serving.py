@@ -1,4 +1,4 @@
-"""The page's server: gates against uncached passes, text against plain decoding, and real HTTP."""
+"""The server of the page: gates against uncached passes, texts against sample.py, and real HTTP."""
 
 import contextlib
 import http.client
@@ -11,7 +11,6 @@ import socket
 import subprocess
 import threading
 import time
-from argparse import Namespace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -28,8 +27,8 @@ from model.decoding import round_matrices
 from model.generation import Sampling
 from model.gpt import Stream
 from serving import app as serving_app
-from serving.events import Pieces, declared, events
-from serving.guard import host_fits
+from serving.events import Pieces, describe_statistics, generate_events
+from serving.guard import is_own_host
 from training.checkpoint import load_model
 from training.residual_statistics import ObservedStream
 
@@ -65,11 +64,11 @@ MGT = {"beta": None, "beta_variance": None, "beta_negative": (0, 1), "gate": (0,
 def test_every_statistic_that_a_stream_names_is_shown(stem, wanted):
     """With its range, where it declares one. DDL's gate alone has regimes, MGT's is a mean."""
     model = lively(stem)
-    found = declared(model)
-    assert {each["name"]: each["range"] for each in found} == wanted
-    gates = [each["name"] for each in found if each["gate"]]
-    assert gates == ["beta"] * stem.startswith("DDL")
-    assert all(each["sites"] == SITES for each in found)
+    statistics = describe_statistics(model)
+    assert {statistic["name"]: statistic["range"] for statistic in statistics} == wanted
+    gates = [statistic["name"] for statistic in statistics if statistic["gate"]]
+    assert gates == (["beta"] if stem.startswith("DDL") else [])
+    assert all(statistic["sites"] == SITES for statistic in statistics)
     _, tokens = generated(model, [256, 1, 2], 4)
     rows = {}
 
@@ -89,7 +88,7 @@ def test_every_statistic_that_a_stream_names_is_shown(stem, wanted):
 def test_a_block_that_occurs_twice_has_two_rows():
     model = lively("DDL-vdim1-gpt-mha-rope")
     model.transformer.h[1] = model.transformer.h[0]
-    assert declared(model)[0]["sites"] == ["0 attn", "0 mlp", "0 attn (2)", "0 mlp (2)"]
+    assert describe_statistics(model)[0]["sites"] == ["0 attn", "0 mlp", "0 attn (2)", "0 mlp (2)"]
     _, tokens = generated(model, [256, 1, 2], 1)
     assert all(len(token["statistics"]["beta"]) == 4 for token in tokens)
 
@@ -103,8 +102,9 @@ def test_what_is_not_finite_is_sent_as_none():
 
 @torch.no_grad()
 def uncached_gates(model, ids):
-    """Every token's gates (T, sites) by the equation, from the sublayers' inputs of one pass."""
-    contexts, blocks = [], model.transformer.h
+    """Compute each token's gates (T, sites) by the equation, from the sublayers' inputs."""
+    contexts = []
+    blocks = model.transformer.h
     sublayers = [layer for block in blocks for layer in (block.attn, block.mlp)]
     note = lambda _, inputs: contexts.append(inputs[0][0])  # noqa: E731
     hooks = [layer.register_forward_pre_hook(note) for layer in sublayers]
@@ -127,9 +127,11 @@ def gates_of(tokens):
 
 
 def generated(model, prompt, count, tokenizer=TOKENIZER, **changes):
-    keys = {"sampling": Sampling(), "seed": 1, "stop": [], "cancelled": lambda: False, **changes}
-    seen = list(events(model, tokenizer, prompt, count, **keys))
-    return seen, [token for event in seen for token in event.get("tokens", ())]
+    """Return the events of a generation, and all tokens in them."""
+    options = {"sampling": Sampling(), "seed": 1, "stop": [], "is_cancelled": lambda: False}
+    source = generate_events(model, tokenizer, prompt, count, **{**options, **changes})
+    events = list(source)
+    return events, [token for event in events for token in event.get("tokens", ())]
 
 
 TWO_LAYERS = (DELTA[0], {"ddl_beta_single_linear": False})
@@ -139,7 +141,7 @@ TWO_LAYERS = (DELTA[0], {"ddl_beta_single_linear": False})
 def test_gates_are_those_of_an_uncached_pass(stem, changes):
     model = lively(stem, **changes)
     prompt = [256, 3, 1, 4]
-    seen, tokens = generated(model, prompt, 12)
+    events, tokens = generated(model, prompt, 12)
     ids = [token["id"] for token in tokens]
     assert ids[:4] == prompt
     assert len(ids) == 16
@@ -147,7 +149,7 @@ def test_gates_are_those_of_an_uncached_pass(stem, changes):
     expected = uncached_gates(model, ids)
     assert expected.std() > 0.1
     torch.testing.assert_close(gates_of(tokens).double(), expected, rtol=0, atol=1e-6)
-    assert seen[-1]["new_tokens"] == 12
+    assert events[-1]["new_tokens"] == 12
 
 
 def test_past_block_size_each_gate_is_of_the_pass_that_made_the_tokens_logits():
@@ -169,7 +171,8 @@ class Fused(Stream):
 
 
 def test_fused_streams_step_aside_and_come_back():
-    model, fused = build(DELTA[0], **SMALL), Fused()
+    model = build(DELTA[0], **SMALL)
+    fused = Fused()
     model.use_stream(fused)
     _, tokens = generated(model, [256, 1, 2], 1)
     assert all(module.stream is fused for module in (model, *model.transformer.h))
@@ -190,49 +193,56 @@ def test_pieces_are_the_text_up_to_the_first_stop_string():
         text = "".join(draw.choices(alphabet, k=draw.randint(0, 12)))
         lengths = [draw.randint(1, 3) for _ in range(draw.randint(0, 2))]
         stop = ["".join(draw.choices(alphabet, k=length)) for length in lengths]
-        found = [text.find(s) for s in stop if s in text]
-        expected, pieces, shown = text[: min(found)] if found else text, Pieces(encoding, stop), []
+        places = [text.find(s) for s in stop if s in text]
+        expected = text[: min(places)] if places else text
+        pieces = Pieces(encoding, stop)
+        sent = []
         ids = encoding.encode_ordinary(text)
         for token in ids:
-            shown += pieces.add(token, {})
-            sofar = "".join(piece["text"] for piece in shown)
-            assert expected.startswith(sofar)
-            if not found or len(sofar) < len(expected):
-                assert not any(stop in sofar for stop in stop)
+            sent += pieces.add(token, {})
+            sent_text = "".join(piece["text"] for piece in sent)
+            assert expected.startswith(sent_text)
+            if not places or len(sent_text) < len(expected):
+                assert not any(stop_string in sent_text for stop_string in stop)
             if pieces.stopped:
                 break
-        shown += pieces.end()
-        assert "".join(piece["text"] for piece in shown) == expected
-        assert [piece["id"] for piece in shown] == ids[: len(shown)]
-        if not found:
-            assert len(shown) == len(ids)
+        sent += pieces.end()
+        assert "".join(piece["text"] for piece in sent) == expected
+        assert [piece["id"] for piece in sent] == ids[: len(sent)]
+        if not places:
+            assert len(sent) == len(ids)
 
 
 def test_half_a_character_at_the_end_and_bytes_that_are_none():
     pieces = Pieces(TOKENIZER, ["b"])
-    shown = [pieces.add(token, {}) for token in (ord("a"), 0xC3, 0xA9, 0xC3)] + [pieces.end()]
-    found = [[(piece["text"], piece["label"]) for piece in part] for part in shown]
-    whole, half = [("", "bytes c3"), ("é", "bytes a9")], [("\ufffd", "bytes c3")]
-    assert found == [[("a", "a")], [], whole, [], half]
+    sent = [pieces.add(token, {}) for token in (ord("a"), 0xC3, 0xA9, 0xC3)]
+    sent.append(pieces.end())
+    assert [[(piece["text"], piece["label"]) for piece in part] for part in sent] == [
+        [("a", "a")],
+        [],
+        [("", "bytes c3"), ("é", "bytes a9")],
+        [],
+        [("\ufffd", "bytes c3")],
+    ]
 
 
 def test_why_a_text_ends():
     model = build(DELTA[0], **SMALL)
     [_, _, *_, last], _ = generated(model, [256], 3)
     assert last["end"] == "all new tokens made"
-    seen, tokens = generated(model, [256], 30, cancelled=lambda: True)
-    assert seen[-1]["end"] == "the server ends"
+    events, tokens = generated(model, [256], 30, is_cancelled=lambda: True)
+    assert events[-1]["end"] == "the server ends"
     assert len(tokens) == 1
-    torch.nn.init.zeros_(model.ln_f.weight)  # all logits equal: the likeliest token is 0
-    seen, tokens = generated(model, [1], 30, sampling=Sampling(temperature=0), stop=["\0\0\0"])
-    assert seen[-1]["end"] == "stop string"
+    torch.nn.init.zeros_(model.ln_f.weight)  # all logits are equal: token 0 is taken
+    events, tokens = generated(model, [1], 30, sampling=Sampling(temperature=0), stop=["\0\0\0"])
+    assert events[-1]["end"] == "stop string"
     assert [token["text"] for token in tokens] == ["\1"]
     ends_at_0 = tiktoken.Encoding(
         "shifted", pat_str=r"[\s\S]", mergeable_ranks={bytes([v]): v + 1 for v in range(256)},
         special_tokens={"<|endoftext|>": 0},
     )  # fmt: skip
-    seen, tokens = generated(model, [1], 30, ends_at_0, sampling=Sampling(temperature=0))
-    assert (seen[-1]["end"], seen[-1]["new_tokens"]) == ("end of text", 0)
+    events, tokens = generated(model, [1], 30, ends_at_0, sampling=Sampling(temperature=0))
+    assert (events[-1]["end"], events[-1]["new_tokens"]) == ("end of text", 0)
     assert [token["id"] for token in tokens] == [1]
 
 
@@ -240,10 +250,11 @@ def test_why_a_text_ends():
 
 
 def ask(address, method="GET", path="/", body=None, **headers):
-    """(status, headers, body) of one request."""
+    """Send one request, and return status, headers and body."""
     connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=30)
     if isinstance(body, dict):
-        body, headers = json.dumps(body), {"content-type": "application/json", **headers}
+        body = json.dumps(body)
+        headers = {"content-type": "application/json", **headers}
     with contextlib.closing(connection):
         connection.request(method, path, body, headers)
         response = connection.getresponse()
@@ -251,15 +262,15 @@ def ask(address, method="GET", path="/", body=None, **headers):
 
 
 def generate(address, **body):
-    """The events of a generation, or the message that refuses it."""
+    """Return the events of a generation, or the message that refuses it."""
     status, _, text = ask(address, "POST", "/generate", body)
     if status != 200:
         return json.loads(text)["message"]
     return [json.loads(line) for line in text.splitlines()]
 
 
-def text_of(seen):
-    return "".join(token["text"] for event in seen for token in event.get("tokens", ()))
+def text_of(events):
+    return "".join(token["text"] for event in events for token in event.get("tokens", ()))
 
 
 @pytest.fixture(scope="module")
@@ -282,44 +293,52 @@ def address(run):
 
 def test_the_page_and_the_model(address):
     assert address.startswith("http://127.0.0.1:")
-    kinds = {"/": "text/html", "/page.js": "javascript", "/page.css": "css", "/icon.svg": "svg"}
-    for path, kind in kinds.items():
+    types = {"/": "text/html", "/page.js": "javascript", "/page.css": "css", "/icon.svg": "svg"}
+    for path, content_type in types.items():
         status, headers, body = ask(address, path=path)
         assert status == 200
-        assert kind in headers["content-type"]
+        assert content_type in headers["content-type"]
         assert body
         assert headers["content-security-policy"].startswith("default-src 'self';")
         assert headers["x-content-type-options"] == "nosniff"
         assert "access-control-allow-origin" not in headers
     for path in ("/app.py", "/docs", "/openapi.json", "/../sample.py", "/generate"):
         assert ask(address, path=path)[0] in (404, 405)
-    facts = json.loads(ask(address, path="/model")[2])
-    assert facts["model"] == "DDL-gpt-mha-rope"
-    assert facts["step"] == 6
-    assert facts["block_size"] == 16
-    assert [each["sites"] for each in facts["statistics"]] == [SITES] * 3
-    assert facts["parameters"] == build("DDL-gpt-mha-rope", **SMALL).num_parameters()
-    assert facts["defaults"]["temperature"] == 0.9
-    assert facts["defaults"]["stop"] == ["qq"]
+    description = json.loads(ask(address, path="/model")[2])
+    assert description["model"] == "DDL-gpt-mha-rope"
+    assert description["step"] == 6
+    assert description["block_size"] == 16
+    assert [statistic["sites"] for statistic in description["statistics"]] == [SITES] * 3
+    assert description["parameters"] == build("DDL-gpt-mha-rope", **SMALL).num_parameters()
+    assert description["defaults"]["temperature"] == 0.9
+    assert description["defaults"]["stop"] == ["qq"]
 
 
 def test_the_page_needs_nothing_from_elsewhere():
     for path in (ROOT / "serving").iterdir():
         if path.suffix in (".html", ".css", ".js", ".svg"):
-            found = re.findall(r"(?:https?:)?//[\w.]+\.\w+", path.read_text(encoding="utf-8"))
-            assert set(found) <= {"http://www.w3.org"}
+            addresses = re.findall(r"(?:https?:)?//[\w.]+\.\w+", path.read_text(encoding="utf-8"))
+            assert set(addresses) <= {"http://www.w3.org"}
             assert "innerHTML" not in path.read_text(encoding="utf-8")
 
 
 def test_the_text_is_that_of_the_command_line(address, run):
-    keys = {"max_new_tokens": 30, "temperature": 1.3, "top_k": 200, "top_p": 0.95, "min_p": 0.001}
-    keys |= {"repetition_penalty": 1.2, "seed": 11}
-    seen = generate(address, prompt="def ü", stop=["z"], **keys)
-    options = [f"--{key}={value}" for key, value in keys.items()]
-    printed = call("sample.py", run, "--prompt=def ü", "--stop=z", *options)
-    assert text_of(seen).removeprefix("<|endoftext|>") == printed.stdout.decode().removesuffix("\n")
-    assert seen[0] == {"seed": 11}
-    assert generate(address, prompt="def ü", stop=["z"], **keys)[:-1] == seen[:-1]
+    settings = {
+        "max_new_tokens": 30,
+        "temperature": 1.3,
+        "top_k": 200,
+        "top_p": 0.95,
+        "min_p": 0.001,
+        "repetition_penalty": 1.2,
+        "seed": 11,
+    }
+    request = {**settings, "prompt": "def ü", "stop": ["z"]}
+    events = generate(address, **request)
+    options = [f"--{key}={value}" for key, value in settings.items()]
+    printed = call("sample.py", run, "--prompt=def ü", "--stop=z", *options).stdout.decode()
+    assert text_of(events).removeprefix("<|endoftext|>") == printed.removesuffix("\n")
+    assert events[0] == {"seed": 11}
+    assert generate(address, **request)[:-1] == events[:-1]
 
 
 def test_a_model_in_bfloat16_is_computed_in_it_in_every_thread(run):
@@ -337,8 +356,9 @@ def test_what_is_left_out_is_as_on_the_command_line(address):
     assert second[0]["seed"] == first[0]["seed"] + 1
     assert first[0]["seed"] >= 5
     assert first[-1]["new_tokens"] <= 25
-    said = {"seed": first[0]["seed"], "temperature": 0.9, "stop": ["qq"], "top_p": 0.9}
-    again = generate(address, prompt="a", **said)
+    again = generate(
+        address, prompt="a", seed=first[0]["seed"], temperature=0.9, stop=["qq"], top_p=0.9
+    )
     assert again[:-1] == first[:-1]
 
 
@@ -367,18 +387,19 @@ def test_a_mistake_is_answered_with_one_line(address, body, message):
 
 def test_requests_that_are_not_the_pages(address):
     port = urlsplit(address).port
-    ok, here = {"prompt": "a", "max_new_tokens": 1}, f"localhost:{port}"
+    valid = {"prompt": "a", "max_new_tokens": 1}
+    localhost = f"localhost:{port}"
 
-    def post(body=ok, **headers):
+    def post(body=valid, **headers):
         return ask(address, "POST", "/generate", body, **headers)
 
     assert post(origin=address)[0] == 200
-    assert post(host=here, origin=f"http://{here}")[0] == 200
+    assert post(host=localhost, origin=f"http://{localhost}")[0] == 200
     for headers in (
         {"host": "evil.example"},
         {"host": ""},
         {"host": "127.0.0.1.evil.example"},
-        {"host": here, "origin": f"http://evil.example:{port}"},
+        {"host": localhost, "origin": f"http://evil.example:{port}"},
         {"origin": "null"},
         {"origin": "http://["},
         {"origin": f"http://127.0.0.1:{port + 1}"},
@@ -389,28 +410,30 @@ def test_requests_that_are_not_the_pages(address):
         assert "content-security-policy" in answer_headers
     assert ask(address, host="evil.example")[0] == 403
     assert post(b"{", **{"content-type": "application/json"})[0] == 400
-    assert post(json.dumps(ok), **{"content-type": "text/plain"})[0] == 400
+    assert post(json.dumps(valid), **{"content-type": "text/plain"})[0] == 400
     assert post(iter([b"{}"]))[0] == 411
 
 
 def test_names_of_the_server():
     for header in ("localhost", "LOCALHOST:80", "127.0.0.1:8000", "[::1]:8000"):
-        assert host_fits(header, "127.0.0.1")
-        assert host_fits(header, "10.1.2.3")
-    assert host_fits("box.example:8000", "Box.example")
-    assert host_fits("10.1.2.3:80", "10.1.2.3")
-    assert host_fits("10.1.2.3:80", "0.0.0.0")
-    assert host_fits("[fd00::1]:80", "::")
+        assert is_own_host(header, "127.0.0.1")
+        assert is_own_host(header, "10.1.2.3")
+    assert is_own_host("box.example:8000", "Box.example")
+    assert is_own_host("10.1.2.3:80", "10.1.2.3")
+    assert is_own_host("10.1.2.3:80", "0.0.0.0")
+    assert is_own_host("[fd00::1]:80", "::")
     for header in ("", "evil.example", "10.1.2.3", "localhost.evil.example"):
-        assert not host_fits(header, "127.0.0.1")
-    assert not host_fits("evil.example", "0.0.0.0")
+        assert not is_own_host(header, "127.0.0.1")
+    assert not is_own_host("evil.example", "0.0.0.0")
 
 
 class Slow:
-    """A server here whose model takes 5 ms a pass, which `passes` counts; it says 0 always."""
+    """A server in this process whose model takes 5 ms per pass, and always generates token 0."""
 
     def __init__(self):
-        self.model, self.passes, self.address = build(DELTA[0], **SMALL), 0, None
+        self.model = build(DELTA[0], **SMALL)
+        self.passes = 0
+        self.address = None
         torch.nn.init.zeros_(self.model.ln_f.weight)
         self.model.ln_f.register_forward_hook(self.take_time)
 
@@ -419,16 +442,16 @@ class Slow:
         time.sleep(0.005)
 
     def settled(self):
-        """The passes made, once there are no more of them."""
+        """Wait until no more passes are computed, and return their number."""
         for _ in range(100):
-            before = self.passes
+            passes = self.passes
             time.sleep(0.1)
-            if self.passes == before:
-                return before
-        raise AssertionError("it goes on")
+            if self.passes == passes:
+                return passes
+        raise AssertionError("the model is still computing")
 
     def begin(self):
-        """An open connection on which text comes; its first two lines have been read."""
+        """Return an open connection and its response, of which two lines have been read."""
         connection = http.client.HTTPConnection(urlsplit(self.address).netloc, timeout=30)
         body = json.dumps({"prompt": "a", "temperature": 0.0})
         connection.request("POST", "/generate", body, {"content-type": "application/json"})
@@ -457,22 +480,25 @@ def test_a_closed_connection_ends_the_computation(slow):
 
 
 def test_one_generation_at_a_time(slow, monkeypatch):
-    monkeypatch.setattr(serving_app, "PATIENCE", 0.1)
+    monkeypatch.setattr(serving_app, "MAX_WAIT", 0.1)
     connection, response = slow.begin()
     [answer] = generate(slow.address, max_new_tokens=3)
     assert answer["message"].startswith("busy:")
     assert "tokens" in json.loads(response.readline())  # the first goes on
-    monkeypatch.setattr(serving_app, "PATIENCE", 10.0)
-    waiting = []
-    wait = lambda: waiting.extend(generate(slow.address, max_new_tokens=3))  # noqa: E731
-    second = threading.Thread(target=wait)
+    monkeypatch.setattr(serving_app, "MAX_WAIT", 10.0)
+    events = []
+
+    def wait_for_text():
+        events.extend(generate(slow.address, max_new_tokens=3))
+
+    second = threading.Thread(target=wait_for_text)
     second.start()
     time.sleep(0.2)
-    assert waiting == []
+    assert events == []
     response.close()
     connection.close()
     second.join(timeout=20)
-    assert "end" in waiting[-1]
+    assert "end" in events[-1]
 
 
 def test_interrupting_the_server_ends_a_stream(run):
@@ -499,32 +525,45 @@ def test_the_request_of_the_page_about_it_gets_the_answer_there(run):
     documented = [json.loads(line) for line in lines]
     model, tokenizer, _ = load_model(run, torch.device("cpu"))
     with local(model, tokenizer) as address:
-        here = command.replace("http://127.0.0.1:8000", address)
-        answer = subprocess.run(here, shell=True, capture_output=True, timeout=30, check=True)
-        found = [json.loads(line) for line in answer.stdout.splitlines()]
-        bare = here.replace("-H 'content-type: application/json'", "")
-        plain = subprocess.run(bare, shell=True, capture_output=True, check=False)
-    assert here != command
-    tokens, wanted = (
-        [t for e in each for t in e.get("tokens", [])] for each in (found, documented)
-    )
-    assert found[0] == documented[0] == {"seed": 0}
-    assert all(token.keys() == wanted[0].keys() for token in [*tokens, *wanted])
+        to_server = command.replace("http://127.0.0.1:8000", address)
+        answer = subprocess.run(to_server, shell=True, capture_output=True, timeout=30, check=True)
+        events = [json.loads(line) for line in answer.stdout.splitlines()]
+        without_header = to_server.replace("-H 'content-type: application/json'", "")
+        plain = subprocess.run(without_header, shell=True, capture_output=True, check=False)
+    assert to_server != command
+    tokens = [token for event in events for token in event.get("tokens", [])]
+    documented_tokens = [token for event in documented for token in event.get("tokens", [])]
+    assert events[0] == documented[0] == {"seed": 0}
+    keys = documented_tokens[0].keys()
+    assert all(token.keys() == keys for token in [*tokens, *documented_tokens])
     assert [token["prompt"] for token in tokens] == [True] * (1 + len("class")) + [False] * 2
     assert "".join(token["text"] for token in tokens if token["prompt"]) == "<|endoftext|>class"
-    assert found[-1].keys() == documented[-1].keys()
-    assert found[-1]["end"] == documented[-1]["end"]
-    assert f"`{found[-1]['end']}`" in page
+    assert events[-1].keys() == documented[-1].keys()
+    assert events[-1]["end"] == documented[-1]["end"]
+    assert f"`{events[-1]['end']}`" in page
     message = json.loads(plain.stdout)["message"]
     assert message.endswith("with the header content-type: application/json")
 
 
 def test_an_address_that_cannot_be_had_ends_in_one_line(run):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as other_server:
+        port = other_server.getsockname()[1]
         error = one_line_error(call("sample.py", run, "--serve", f"--port={port}"))
     assert f"--port={port}: Address already in use" in error
     with pytest.raises(ValueError, match=r"--host=192\.0\.2\.1"):
         serving_app.listen("192.0.2.1", 0)
-    with pytest.raises(ValueError, match="--max_new_tokens=5000: with --serve give at most 2048"):
-        serving_app.serve(None, None, {}, Namespace(max_new_tokens=5000), Sampling())
+
+
+def test_too_many_new_tokens_are_refused_before_anything_is_served():
+    with pytest.raises(ValueError, match="--max_new_tokens=5000: give at most 2048 with --serve"):
+        serving_app.serve(
+            None,
+            None,
+            {},
+            host="127.0.0.1",
+            port=0,
+            sampling=Sampling(),
+            max_new_tokens=5000,
+            stop=[],
+            first_seed=0,
+        )

@@ -24,7 +24,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 )
 
 from model import build
-from model.kernels.sinkhorn import sinkhorn_knopp
+from model.kernels.sinkhorn import fused_sinkhorn_knopp
 
 # conftest.py turns the interpreter on where there is no GPU; on one, kernels may round what they
 # multiply to 10 bits.
@@ -164,7 +164,7 @@ def test_sinkhorn_knopp_by_ligers_kernels_equals_the_naive_loops(n, iterations):
     wanted = torch.stack(
         [naive_streams.sinkhorn_knopp(each, iterations) for each in exact.flatten(0, 1)]
     )
-    found = sinkhorn_knopp(logits, iterations, 1e-6)
+    found = fused_sinkhorn_knopp(logits, iterations, 1e-6)
     torch.testing.assert_close(found.double(), wanted.view_as(exact), rtol=1e-5, atol=1e-6)
     weights = torch.randn(2, 2, n, n)
     (found * weights).sum().backward()

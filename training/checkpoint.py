@@ -28,7 +28,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from data import tokenizer
-from model import MODEL_NAMES, model_class, released
+from huggingface import released
+from model import MODEL_NAMES, model_class
 from model import weights as weight_files
 from model.gpt import GPT
 from model.options import collect_options, legacy_defaults, rename_aliases
@@ -322,7 +323,9 @@ def load_model(
     """
     folder = describe(Path(path))
     tokenizer_json = tokenizer.describe(folder.path)
-    model = weight_files.read_model(folder.path, folder.model, folder.config, released.fold)
+    model = weight_files.read_model(
+        folder.path, folder.model, folder.config, released.convert_weights
+    )
     tokenizer_size = tokenizer.size_of(tokenizer_json)
     if tokenizer_size > model.config.vocab_size:
         raise ValueError(

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from data import tokenizer
-from model import model_class, released, weights
+from huggingface import released
+from model import model_class, weights
 from model.gpt import GPT
 from model.options import Option
 from training import checkpoint
@@ -35,7 +36,7 @@ def read_decided_settings(folder: str, model: str | None = None) -> dict[str, ob
         raise ValueError(f"init_from={folder}: {NANOGPT_VALUES[folder]}")
     path, folder_model, model_config, _ = checkpoint.describe(Path(folder))
     # shapes and names are checked now, the weights are read when the model has been built
-    examined = weights.build_and_check(path, folder_model, model_config, released.fold)
+    examined = weights.build_and_check(path, folder_model, model_config, released.convert_weights)
     decided = dict(vars(examined.config))
     if folder_model == ADDITIVE and model not in (None, ADDITIVE):
         model_class(model)  # raises if there is no such variant
@@ -91,11 +92,13 @@ def load_weights(model: GPT, init_folder: str, corpus: Path | None) -> None:
     if corpus is not None and (folder.path / "tokenizer.json").exists():
         check_tokenizer(folder.path, init_folder, corpus)
     if folder.model != ADDITIVE or model.variant is model_class(ADDITIVE):
-        weights.load_into(model, folder.path, convert=released.fold)
+        weights.load_into(model, folder.path, convert=released.convert_weights)
         return
     # A variant that contains the additive stream starts as the same function: its backbone has the
     # additive model's weights, and its own parameters are set so that they change nothing.
-    additive = weights.read_model(folder.path, folder.model, folder.config, released.fold)
+    additive = weights.read_model(
+        folder.path, folder.model, folder.config, released.convert_weights
+    )
     model.load_state_dict(additive.state_dict(), strict=False)
     try:
         model.from_additive()

@@ -140,7 +140,13 @@ def compute_code_digest() -> str:
     """Return the SHA-256 of the Python files that training runs."""
     # what a process of train.py imports; kernels have launch tables that differ between machines
     return compute_digest(
-        "train.py", "configurator.py", "utils/*.py", "model/*.py", "data/*.py", "training/*.py"
+        "train.py",
+        "configurator.py",
+        "utils/*.py",
+        "model/*.py",
+        "data/*.py",
+        "training/*.py",
+        "huggingface/released.py",
     )
 
 

@@ -1,179 +1,286 @@
 """Fused residual steps for GPUs (Triton).
 
-`model/residual.py` and `model/block.py` define what they compute.
-
-`use(model)` puts them into a model, which knows nothing of them but its `stream`. They run compiled
-on CUDA devices, and on a CPU with TRITON_INTERPRET=1 in the environment: slowly, to be tested.
+`model/residual.py` and `model/block.py` define what the kernels compute. `use(model)` puts fused
+kernels into a model, which itself knows only its `stream` and its `heads`. They run compiled on
+CUDA devices. With TRITON_INTERPRET=1 in the environment they run interpreted on a CPU, slowly, for
+tests.
 """
 
+import enum
 import importlib
 import importlib.util
 import os
+from typing import NamedTuple
 
 import torch
+from torch import nn
 
-from model.block import Block, Site, Stream
-from model.hyper_connections import sinkhorn_knopp
+from model.block import Add, Block, Direct, Site, Stream
+from model.gpt import GPT, GPTConfig
+from model.hyper_connections import (
+    ManifoldConnection,
+    MixAndAdd,
+    SumOfStreams,
+    WeightedStreams,
+    sinkhorn_knopp,
+)
 from model.kernels import lowering
-from model.layers import CausalSelfAttention, Heads
+from model.layers import CausalSelfAttention, Heads, RMSNorm
+from model.residual import ChannelConvRead, DeltaRewrite, SingleChannelRead, TokenConvRead
 
-# The reads that the steps of each write know, by their classes' `fused`.
-READS = {"add": {"identity"}, "delta_rewrite": {"only_column", "column_conv", "token_conv"}}
-# Of these the compiler fuses the passes over the state; Sinkhorn-Knopp, which it cannot, is a
-# kernel.
-READS |= {"mix_and_add": {"manifold_connection", "sum_of_streams", "weighed_streams"}}
 
-# Of keys of the delta rewrite, the values that its steps know; pooled inputs need the whole state.
-KNOWN = {
+class FusedForm(enum.Enum):
+    """What serves a model instead of the plain operations."""
+
+    # AdditiveStream: the addition and the RMSNorm that follows are one kernel
+    ADDITIVE = "additive"
+
+    # DeltaStream: a write, the next read, its RMSNorm and its heads are one kernel
+    DELTA = "delta"
+
+    # the plain stream with a kernel for Sinkhorn-Knopp: torch.compile fuses the other operations
+    MANIFOLD = "manifold"
+
+
+# (type(read), type(write), type(norm)) of a site -> the fused form that serves it. Classes must be
+# these exactly, because a subclass may compute something else. All sites of a model must have the
+# same form.
+SITES: dict[tuple[type, type, type], FusedForm] = {
+    (Direct, Add, RMSNorm): FusedForm.ADDITIVE,
+    (SingleChannelRead, DeltaRewrite, RMSNorm): FusedForm.DELTA,
+    (ChannelConvRead, DeltaRewrite, RMSNorm): FusedForm.DELTA,
+    (TokenConvRead, DeltaRewrite, RMSNorm): FusedForm.DELTA,
+    (ManifoldConnection, MixAndAdd, RMSNorm): FusedForm.MANIFOLD,
+}
+
+# (type(readout), type(ln_f)) of a model -> the fused form that serves it
+READOUTS: dict[tuple[type, type], FusedForm] = {
+    (Direct, RMSNorm): FusedForm.ADDITIVE,
+    (SingleChannelRead, RMSNorm): FusedForm.DELTA,
+    (ChannelConvRead, RMSNorm): FusedForm.DELTA,
+    (TokenConvRead, RMSNorm): FusedForm.DELTA,
+    (SumOfStreams, RMSNorm): FusedForm.MANIFOLD,
+    (WeightedStreams, RMSNorm): FusedForm.MANIFOLD,
+}
+
+# Value channels d_v that DeltaStream supports.
+VALUE_CHANNELS = (1, 2, 4, 8)
+
+# The one value of each of these keys that DeltaStream supports. The other values of the first four
+# need more of the state than the read.
+DELTA_OPTIONS = {
     "ddl_k_branch": "mlp",
     "ddl_k_input": "read",
-    "ddl_k_norm": "guarded",
     "ddl_beta_input": "context",
+    "ddl_k_norm": "guarded",
 }
 
 
-def form_of(module) -> str | None:
-    """The name of the module's fused form, None without.
+class Choice(NamedTuple):
+    """The fused form of a model, or the reason why it has none."""
 
-    A subclass may compute something else: it names its own.
-    """
-    return vars(type(module)).get("fused")
+    form: FusedForm | None
+    reason: str | None = None  # a sentence without its period; None if there is a form
 
 
-def unavailable(device: torch.device | str) -> str | None:
-    """Why kernels cannot run there, or None."""
+def choose_form(model: GPT) -> Choice:
+    """Choose the fused form that serves the model on a device that runs kernels."""
+    forms = []
+    for block in model.transformer.h:
+        if type(block).forward is not Block.forward:
+            return Choice(
+                None,
+                f"the forward method of {type(block).__name__}, block {block.layer}, has no fused "
+                "kernel",
+            )
+        for site in block.sites:
+            reason = reason_site_is_plain(site, model.config)
+            if reason is not None:
+                return Choice(None, reason)
+            forms.append(SITES[classes_of_site(site)])
+            if forms[-1] is not forms[0]:
+                return Choice(
+                    None,
+                    f"the write {type(site.write).__name__} of block {block.layer}, site "
+                    f"{site.name}, has no fused kernel beside those of the model's first site",
+                )
+    form = forms[0]
+    if READOUTS.get((type(model.readout), type(model.ln_f))) is not form:
+        return Choice(
+            None,
+            f"the readout {type(model.readout).__name__} with the norm "
+            f"{type(model.ln_f).__name__} has no fused kernel beside those of the model's sites",
+        )
+    if form is FusedForm.DELTA:
+        reason = reason_options_are_plain(model.config)
+    elif form is FusedForm.MANIFOLD and importlib.util.find_spec("liger_kernel") is None:
+        reason = (
+            "the fused kernel of Sinkhorn-Knopp needs liger-kernel, which is not installed (pip "
+            "install liger-kernel)"
+        )
+    else:
+        reason = None
+    return Choice(form if reason is None else None, reason)
+
+
+def classes_of_site(site: Site) -> tuple[type, type, type]:
+    """Return the key of a site in `SITES`."""
+    return type(site.read), type(site.write), type(site.norm)
+
+
+def reason_site_is_plain(site: Site, config: GPTConfig) -> str | None:
+    """Return why no fused kernel computes a site of a model, or None if one does."""
+    place = f"of block {site.layer}, site {site.name},"
+    read, write, norm = classes_of_site(site)
+    if type(site) is not Site:
+        return f"the class {type(site).__name__} {place} has no fused kernel"
+    if write not in {served_write for _, served_write, _ in SITES}:
+        return f"the write {write.__name__} {place} has no fused kernel"
+    if (read, write) not in {(served_read, served_write) for served_read, served_write, _ in SITES}:
+        return f"the read {read.__name__} {place} has no fused kernel"
+    if site.norm is None:
+        return f"the missing norm {place} has no fused kernel"
+    if (read, write, norm) not in SITES:
+        return f"the norm {norm.__name__} {place} has no fused kernel"
+    if site.inputs is not None:
+        return f"the separate inputs of the sublayer {place} have no fused kernel"
+    if site.read_positions:
+        return f"the read {read.__name__} {place} depends on positions and has no fused kernel"
+    if site.post_write is not None:
+        return (
+            f"the norm {type(site.post_write).__name__} after the write {place} has no fused kernel"
+        )
+    # an extra loss depends on every state, and the kernels skip some
+    if hasattr(site.write, "extra_loss"):
+        return f"the extra loss of the write {write.__name__} {place} has no fused kernel"
+    # the fused stream takes the options of every write from the model's configuration
+    if getattr(site.write, "config", config) != config:
+        return (
+            f"the write {write.__name__} {place} has other options than the model, and therefore "
+            "no fused kernel"
+        )
+    return None
+
+
+def reason_options_are_plain(config: GPTConfig) -> str | None:
+    """Return why DeltaStream does not support the options of a model, or None if it does."""
+    if config.ddl_value_channels not in VALUE_CHANNELS:
+        return (
+            f"ddl_value_channels={config.ddl_value_channels} has no fused kernel (1, 2, 4 and 8 "
+            "have one)"
+        )
+    if config.branch_mult > 1:
+        return (
+            f"residual_branch_mult={config.branch_mult:g} has no fused kernel (values of at most 1 "
+            "have one)"
+        )
+    for key, supported in DELTA_OPTIONS.items():
+        value = getattr(config, key)
+        if value != supported:
+            return f"{key}={value} has no fused kernel ({key}={supported} has one)"
+    return None
+
+
+def reason_unavailable(device: torch.device | str) -> str | None:
+    """Return why no kernel can run on a device, or None if kernels can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (pip install triton)"
     if os.environ.get("TRITON_INTERPRET") != "1":
-        return None if torch.device(device).type == "cuda" else "they need a CUDA device"
-    triton, numpy = (
-        tuple(map(int, importlib.import_module(name).__version__.split(".")[:2]))
-        for name in ("triton", "numpy")
-    )
-    if triton < (3, 7) and numpy >= (2, 5):
-        return "the interpreter of Triton before 3.7 does not work with numpy 2.5 (pip install 'numpy<2.5')"
+        if torch.device(device).type == "cuda":
+            return None
+        return "fused kernels need a CUDA device"
+    if version_of("triton") < (3, 7) and version_of("numpy") >= (2, 5):
+        return (
+            "the interpreter of Triton before 3.7 does not work with numpy 2.5 (pip install "
+            "'numpy<2.5')"
+        )
     return None
 
 
-def missing(model, device: torch.device | str) -> str | None:
-    """Why the kernels cannot serve this model there, or None."""
-    if why := unavailable(device):
-        return why
-    if unknown := without_form(model):
-        return f"there are none for {unknown}"
-    if write_form(model) == "mix_and_add" and importlib.util.find_spec("liger_kernel") is None:
-        return "liger-kernel is not installed (pip install liger-kernel)"
-    return unknown_option(model.config) if write_form(model) == "delta_rewrite" else None
-
-
-def unknown_option(config) -> str | None:
-    """The first key of a delta rewrite whose value the kernels do not compute, as a sentence; None:
-    they know all.
-    """
-    if config.ddl_value_channels not in (1, 2, 4, 8):
-        return f"they know 1, 2, 4 and 8 columns, ddl_value_channels is {config.ddl_value_channels}"
-    if config.branch_mult > 1:
-        return f"they know a residual_branch_mult of at most 1, it is {config.branch_mult:g}"
-    for key, known in KNOWN.items():
-        if (value := getattr(config, key)) != known:
-            return f"there are none for {key}={value}"
-    return None
-
-
-def write_form(model) -> str | None:
-    """The form of the first block's first write; `without_form` says whether all are alike."""
-    return form_of(model.transformer.h[0].sites[0].write)
-
-
-def without_form(model) -> str | None:
-    """The first part of the model's stream that the kernels do not compute, None: they compute all
-    of it.
-    """
-    reads = READS.get(write_form(model), set())
-    if form_of(model.ln_f) != "rms_norm" or form_of(model.readout) not in reads:
-        return f"the readout ({type(model.readout).__name__}, {type(model.ln_f).__name__}) of this model"
-    for block in model.transformer.h:
-        if type(block).forward is not Block.forward:
-            return f"the forward pass of {type(block).__name__}, block {block.layer}"
-        for site in block.sites:
-            alike = form_of(site.write) == write_form(model) and known_write(
-                site.write, model.config
-            )
-            for what, part, known in (
-                (
-                    "site",
-                    site,
-                    type(site) is Site and site.inputs is None and not site.read_positions,
-                ),
-                ("write", site.write, alike),
-                ("read", site.read, form_of(site.read) in reads),
-                ("norm", site.norm, form_of(site.norm) == "rms_norm"),
-                ("norm after the write", site.post_write, site.post_write is None),
-            ):
-                if not known:
-                    return f"the {what} ({type(part).__name__}) of block {block.layer}, site {site.name}"
-    return None
-
-
-def known_write(write, config) -> bool:
-    """Delta rewrites share the model's options; one with an extra loss needs the states, which the
-    kernels skip.
-    """
-    return getattr(write, "config", config) == config and not hasattr(write, "extra_loss")
+def version_of(package: str) -> tuple[int, int]:
+    """Return the major and minor version of an installed package."""
+    major, minor = importlib.import_module(package).__version__.split(".")[:2]
+    return int(major), int(minor)
 
 
 def use(
-    model,
+    model: GPT,
     setting: str = "auto",
     device: torch.device | str = "cuda",
     state_checkpoint_interval: int = 2,
 ) -> str | None:
-    """Give the model its fused stream and heads, or take them away.
+    """Give a model its fused stream and heads, or take them away.
 
-    Returns why its stream is not fused, or None.
+    Args:
+        setting: "off"; "auto", which fuses what it can on a CUDA device; or "on", which fuses what
+            it can wherever kernels run, and requires that the stream is fused
+        state_checkpoint_interval: number of sublayers from one state that is stored for the
+            backward pass to the next; the states between them are recomputed
 
-    setting: "on", "off", or "auto" (what can be fused is). state_checkpoint_interval: sublayers between states
-    kept for the backward pass; those between are made again. ValueError: "on" where the stream
-    cannot be.
+    Returns:
+        Why the stream of the model is not fused, or None if it is.
+
+    Raises:
+        ValueError: the setting is "on", and the stream cannot be fused
     """
-    nowhere = "kernels=off" if setting == "off" else unavailable(device)
-    if setting == "auto" and torch.device(device).type != "cuda":
-        nowhere = "they need a CUDA device"  # interpreted ones only on request
-    why = nowhere or missing(model, device)
-    if why and setting == "on":
-        raise ValueError(f"kernels=on: {why}; give kernels=off, or auto")
-    stream, heads, balance = Stream(), Heads(), sinkhorn_knopp
-    if not nowhere:  # the heads are the same in every stream
-        from model.kernels import rope
+    if setting == "off":
+        reason_not_here = "kernels=off"
+    elif setting == "auto" and torch.device(device).type != "cuda":
+        # interpreted kernels are slow, and run only on request
+        reason_not_here = "fused kernels need a CUDA device"
+    else:
+        reason_not_here = reason_unavailable(device)
+    if reason_not_here is None:
+        form, reason = choose_form(model)
+    else:
+        form, reason = None, reason_not_here
+    if reason is not None and setting == "on":
+        raise ValueError(f"kernels=on: {reason}; use kernels=auto or kernels=off")
 
-        attentions = [
-            module for module in model.modules() if isinstance(module, CausalSelfAttention)
-        ]
-        heads = (
-            rope.FusedHeads()
-            if all(rope.serves(each, model.config) for each in attentions)
-            else heads
-        )
-    if not why:
-        if write_form(model) == "mix_and_add":
-            from model.kernels.sinkhorn import sinkhorn_knopp as balance
-        else:
-            stream = fused_stream(model, state_checkpoint_interval)
-    model.use_stream(stream)
-    model.use_heads(heads)
-    for read in (site.read for block in model.transformer.h for site in block.sites):
-        if form_of(read) == "manifold_connection":
-            read.balance = balance
-    lowering.register()  # last: every operator that the model may call is there by now
-    return why
+    model.use_stream(make_stream(form, model.config, state_checkpoint_interval))
+    # attention is the same in every stream, and is fused in those that are not
+    model.use_heads(Heads() if reason_not_here is not None else make_heads(model))
+    use_sinkhorn_kernel(model, form is FusedForm.MANIFOLD)
+    # last, because every operator that the model may call has been defined by now
+    lowering.register()
+    return reason
 
 
-def fused_stream(model, state_checkpoint_interval: int) -> Stream:
-    from model.kernels.stream import AdditiveStream, DeltaStream
+def make_stream(
+    form: FusedForm | None, config: GPTConfig, state_checkpoint_interval: int
+) -> Stream:
+    """Return the stream of a fused form; the plain stream for None."""
+    # this module needs triton
+    if form is FusedForm.ADDITIVE:
+        from model.kernels.stream import AdditiveStream
 
-    config = model.config
-    return (
-        AdditiveStream(config)
-        if write_form(model) == "add"
-        else DeltaStream(config, state_checkpoint_interval)
-    )
+        return AdditiveStream(config)
+    if form is FusedForm.DELTA:
+        from model.kernels.stream import DeltaStream
+
+        return DeltaStream(config, state_checkpoint_interval)
+    return Stream()
+
+
+def make_heads(model: GPT) -> Heads:
+    """Return the fused heads if they serve every attention layer of the model, else plain ones."""
+    from model.kernels import rope
+
+    attention_layers = [
+        module for module in model.modules() if isinstance(module, CausalSelfAttention)
+    ]
+    if all(rope.serves(attention, model.config) for attention in attention_layers):
+        return rope.FusedHeads()
+    return Heads()
+
+
+def use_sinkhorn_kernel(model: nn.Module, fused: bool) -> None:
+    """Let the reads of mHC call the Sinkhorn-Knopp kernel, or the plain operations again."""
+    balance = sinkhorn_knopp
+    if fused:
+        from model.kernels.sinkhorn import fused_sinkhorn_knopp
+
+        balance = fused_sinkhorn_knopp
+    for module in model.modules():
+        if type(module) is ManifoldConnection:
+            module.balance = balance

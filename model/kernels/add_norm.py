@@ -1,185 +1,308 @@
-"""The additive stream's step between two sublayers in one pass: X' = X + h, then RMSNorm of X'
-(Triton).
+"""The additive stream's step in one pass (Triton): X' = X + h, and the RMSNorm of X'.
 
-It is there so that Delta streams are compared with a baseline that is fused as well as they are.
-Backward, with chat = rho X' and q = gc g: gX = gh = G' + rho (q - mean(q chat) chat). X may be
-float32 beside h and the normed context in bfloat16.
+It exists so that Delta streams are compared with a baseline that is fused as well as they are. With
+rho = 1 / sqrt(mean(X'^2) + eps) and chat = rho X', the context is c = g chat. Backward, with
+q = gc g and the gradients G' of X' and gc of c,
+
+    gX = gh = G' + rho (q - mean(q chat) chat)        gg = sum gc chat
+
+X may be float32 while h and c are bfloat16.
 """
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from model.kernels.launch import launch_of, options_of, share
+from model.kernels.launch import choose_launch, launch_options, split_into_chunks
 from model.kernels.tiles import (
-    dense,
-    fma,
-    load,
+    add_scaled,
+    contiguous,
+    dot_blocks,
     load_numbers,
-    plus,
+    load_vector,
+    multiply,
+    multiply_add,
     prefetch,
-    products,
-    rounded,
-    scaled,
-    store,
-    times,
-    totals,
-    zeros,
-)  # fmt: skip
+    round_to,
+    scale,
+    store_vectors,
+    sum_blocks,
+    zero_vectors,
+)
 
 
-@triton.jit(do_not_specialize=["rows", "chunk"])
+@triton.jit(do_not_specialize=["num_rows", "chunk_size"])
 def forward_kernel(
-    x, h, norm, new_x, context, rho, rows, chunk, eps, D: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    x,
+    h,
+    norm_weight,
+    new_x,
+    context,
+    inverse_rms,
+    num_rows,
+    chunk_size,
+    eps,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,
-):  # fmt: skip
-    g, first = load(norm, None, D, BLOCK), tl.program_id(0) * chunk
-    last = tl.minimum(first + chunk, rows)
+):
+    g = load_vector(norm_weight, None, D, BLOCK)
+    first = tl.program_id(0) * chunk_size
+    last = tl.minimum(first + chunk_size, num_rows)
     for t in tl.range(first, last, num_stages=STAGES):
+        # the sum with zero is a tensor under the interpreter too, where t is a Python number
         row = (tl.program_id(0) * 0 + t).to(tl.int64)
         if PREFETCH > 0:
             prefetch(x + (row + PREFETCH) * D, t + PREFETCH < last, D)
             if h is not None:
                 prefetch(h + (row + PREFETCH) * D, t + PREFETCH < last, D)
-        state = load(x + row * D, None, D, BLOCK)
+        # X' = X + h
+        state = load_vector(x + row * D, None, D, BLOCK)
         if h is not None:
-            state = added(state, load(h + row * D, None, D, BLOCK), x)
-            store(new_x + row * D, state, None, D, BLOCK)
-        rho_t = tl.rsqrt(totals(products(state, state))[0] * (1 / D) + eps)
-        tl.store(rho + row, rho_t)
-        store(context + row * D, times(scaled(state, rho_t), g), None, D, BLOCK)
+            state = add_rounded(state, load_vector(h + row * D, None, D, BLOCK), x)
+            store_vectors(new_x + row * D, state, None, D, BLOCK)
+        # c = g rho X'
+        rho = tl.rsqrt(sum_blocks(dot_blocks(state, state))[0] * (1 / D) + eps)
+        tl.store(inverse_rms + row, rho)
+        store_vectors(context + row * D, multiply(scale(state, rho), g), None, D, BLOCK)
 
 
 @triton.jit
-def added(a, b, like):
-    """Their sum, rounded to the dtype of what `like` points to."""
+def add_rounded(a, b, ptr):
+    """Return a + b, rounded to the dtype of what ptr points to."""
     pieces = ()
     for i in tl.static_range(len(a)):
-        pieces = pieces + (rounded(a[i] + b[i], like.dtype.element_ty),)
+        pieces = pieces + (round_to(a[i] + b[i], ptr.dtype.element_ty),)
     return pieces
 
 
-@triton.jit(do_not_specialize=["rows", "chunk"])
+@triton.jit(do_not_specialize=["num_rows", "chunk_size"])
 def backward_kernel(
-    grad_x, grad_context, x, rho, norm, new_grad_x, grad_h, grad_norm, rows, chunk,
-    D: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr,
-):  # fmt: skip
-    g, sum_g, first = load(norm, None, D, BLOCK), zeros(1, D, BLOCK), tl.program_id(0) * chunk
-    last = tl.minimum(first + chunk, rows)
+    # gradients of the results; grad_new_x is None for zeros
+    grad_new_x,
+    grad_context,
+    # X', which the forward pass made, and rho
+    x,
+    inverse_rms,
+    norm_weight,
+    # results: grad_h is None where its dtype is that of grad_x; grad_norm is (programs, D) fp32
+    grad_x,
+    grad_h,
+    grad_norm,
+    num_rows,
+    chunk_size,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr,
+):
+    g = load_vector(norm_weight, None, D, BLOCK)
+    sum_g = zero_vectors(1, D, BLOCK)
+    first = tl.program_id(0) * chunk_size
+    last = tl.minimum(first + chunk_size, num_rows)
     for t in tl.range(first, last, num_stages=STAGES):
         row = (tl.program_id(0) * 0 + t).to(tl.int64)
         if PREFETCH > 0:
             prefetch(x + (row + PREFETCH) * D, t + PREFETCH < last, D)
             prefetch(grad_context + (row + PREFETCH) * D, t + PREFETCH < last, D)
-            if grad_x is not None:
-                prefetch(grad_x + (row + PREFETCH) * D, t + PREFETCH < last, D)
-        rho_t = load_numbers(rho + row, 1)[0]
-        chat, gc = (
-            scaled(load(x + row * D, None, D, BLOCK), rho_t),
-            load(grad_context + row * D, None, D, BLOCK),
-        )
-        sum_g, q = fma(sum_g, gc, chat), times(gc, g)
-        mean = totals(products(q, chat))[0] * (1 / D)
-        total = scaled(plus(q, -mean, chat), rho_t)
-        if grad_x is not None:
-            total = plus(total, 1.0, load(grad_x + row * D, None, D, BLOCK))
-        store(new_grad_x + row * D, total, None, D, BLOCK)
+            if grad_new_x is not None:
+                prefetch(grad_new_x + (row + PREFETCH) * D, t + PREFETCH < last, D)
+        rho = load_numbers(inverse_rms + row, 1)[0]
+        chat = scale(load_vector(x + row * D, None, D, BLOCK), rho)
+        gc = load_vector(grad_context + row * D, None, D, BLOCK)
+        sum_g = multiply_add(sum_g, gc, chat)
+        # gX = G' + rho (q - mean(q chat) chat)
+        q = multiply(gc, g)
+        mean = sum_blocks(dot_blocks(q, chat))[0] * (1 / D)
+        total = scale(add_scaled(q, -mean, chat), rho)
+        if grad_new_x is not None:
+            total = add_scaled(total, 1.0, load_vector(grad_new_x + row * D, None, D, BLOCK))
+        store_vectors(grad_x + row * D, total, None, D, BLOCK)
         if grad_h is not None:
-            store(grad_h + row * D, total, None, D, BLOCK)
-    store(grad_norm + tl.program_id(0) * D, sum_g, None, D, BLOCK)
+            store_vectors(grad_h + row * D, total, None, D, BLOCK)
+    store_vectors(grad_norm + tl.program_id(0) * D, sum_g, None, D, BLOCK)
 
 
-def runs(kernel: str, x) -> tuple[tuple[int], tuple[int, int], dict]:
-    """(grid, (rows, rows of a program), constants)."""
-    launch, d = launch_of(kernel, x.shape[-1]), x.shape[-1]
-    rows, chunk, programs = share(x.device, launch, 1, x.numel() // d, 1)
-    return (programs,), (rows, chunk), {"D": d, **options_of(launch, x)}
+class KernelLaunch(NamedTuple):
+    """How a kernel is launched for one input."""
+
+    grid: tuple[int]
+    arguments: dict[str, Any]
+
+
+def plan_launch(kernel: str, x: torch.Tensor) -> KernelLaunch:
+    """Return the launch of a kernel over the vectors of x (..., d)."""
+    width = x.shape[-1]
+    num_rows = x.numel() // width
+    launch = choose_launch(kernel, width)
+    chunks = split_into_chunks(
+        x.device, launch, num_sequences=1, num_tokens=num_rows, kernel_size=1
+    )
+    return KernelLaunch(
+        grid=(chunks.num_chunks,),
+        arguments={
+            "num_rows": num_rows,
+            "chunk_size": chunks.chunk_size,
+            "D": width,
+            **launch_options(launch, x),
+        },
+    )
+
+
+class AddNormOutput(NamedTuple):
+    """The results of `add_norm`."""
+
+    new_x: torch.Tensor  # X + h (B, T, d) in the dtype of X; empty without h
+    context: torch.Tensor  # its RMSNorm (B, T, d)
+    inverse_rms: torch.Tensor  # rho (B, T) fp32, without a gradient
 
 
 @torch.library.custom_op("ddl::add_norm", mutates_args=())
 def add_norm(
     x: torch.Tensor,
     h: torch.Tensor | None,
-    norm: torch.Tensor,
+    norm_weight: torch.Tensor,
     eps: float,
     context_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x, h (B, T, d); norm (d,) -> (x + h in x's dtype, its RMSNorm times norm in context_dtype,
-    rho (B, T) fp32).
+    """Add h (B, T, d) to the state x (B, T, d), and normalize the sum.
 
-    Without h the first result is empty: the state is still x.
+    Args:
+        h: None if there is nothing to add; the new state is then x itself
+        norm_weight: g (d,)
+        context_dtype: dtype of the normalized context
+
+    Returns:
+        The fields of `AddNormOutput`.
     """
-    results = results_of(x, h, context_dtype)
-    grid, sizes, constants = runs("add_norm forward", x)
-    forward_kernel[grid](*dense(x, h, norm), *results, *sizes, eps, **constants)
-    return results
+    output = allocate_output(x, h, context_dtype)
+    launch = plan_launch("add_norm forward", x)
+    forward_kernel[launch.grid](
+        x=contiguous(x),
+        h=contiguous(h),
+        norm_weight=contiguous(norm_weight),
+        **output._asdict(),
+        eps=eps,
+        **launch.arguments,
+    )
+    return tuple(output)
 
 
-def results_of(x, h, context_dtype):
-    new_x = x.new_empty((0,) if h is None else x.shape)
-    return (
-        new_x,
-        x.new_empty(x.shape, dtype=context_dtype),
-        x.new_empty(x.shape[:-1], dtype=torch.float32),
+def allocate_output(
+    x: torch.Tensor, h: torch.Tensor | None, context_dtype: torch.dtype
+) -> AddNormOutput:
+    return AddNormOutput(
+        new_x=x.new_empty((0,) if h is None else x.shape),
+        context=x.new_empty(x.shape, dtype=context_dtype),
+        inverse_rms=x.new_empty(x.shape[:-1], dtype=torch.float32),
     )
 
 
 @add_norm.register_fake
-def _(x, h, norm, eps, context_dtype):
-    return results_of(x, h, context_dtype)
+def _(x, h, norm_weight, eps, context_dtype):
+    return tuple(allocate_output(x, h, context_dtype))
+
+
+class AddNormGradients(NamedTuple):
+    """The results of `add_norm_backward`: gradients of the arguments of `add_norm`."""
+
+    x: torch.Tensor
+    h: torch.Tensor  # the same in the dtype of h; empty where that is the dtype of x
+    norm_weight: torch.Tensor  # fp32
 
 
 @torch.library.custom_op("ddl::add_norm_backward", mutates_args=())
 def add_norm_backward(
-    grad_x: torch.Tensor | None,
+    grad_new_x: torch.Tensor | None,
     grad_context: torch.Tensor,
     x: torch.Tensor,
-    rho: torch.Tensor,
-    norm: torch.Tensor,
+    inverse_rms: torch.Tensor,
+    norm_weight: torch.Tensor,
     h_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x: the state after the addition.
+    """Return the gradients of `add_norm`.
 
-    Gradients of it, the same in h_dtype (empty where that is x's), norm.
+    Args:
+        grad_new_x: gradient of X + h; None for zeros
+        x: the state after the addition
+        h_dtype: None for the dtype of x
+
+    Returns:
+        The fields of `AddNormGradients`.
     """
-    new_grad_x, grad_h = gradients_of(x, h_dtype)
-    grid, sizes, constants = runs("add_norm backward", x)
-    grad_norm = x.new_empty((*grid, x.shape[-1]), dtype=torch.float32)
-    backward_kernel[grid](
-        *dense(grad_x, grad_context, x, rho, norm), new_grad_x, grad_h if grad_h.numel() else None, grad_norm, *sizes,
-        **constants,
-    )  # fmt: skip
-    return new_grad_x, grad_h, grad_norm.sum(0)
+    grad_x, grad_h = allocate_state_gradients(x, h_dtype)
+    launch = plan_launch("add_norm backward", x)
+    # one sum for each program
+    grad_norm = x.new_empty((*launch.grid, x.shape[-1]), dtype=torch.float32)
+    backward_kernel[launch.grid](
+        grad_new_x=contiguous(grad_new_x),
+        grad_context=contiguous(grad_context),
+        x=contiguous(x),
+        inverse_rms=contiguous(inverse_rms),
+        norm_weight=contiguous(norm_weight),
+        grad_x=grad_x,
+        grad_h=grad_h if grad_h.numel() else None,
+        grad_norm=grad_norm,
+        **launch.arguments,
+    )
+    return grad_x, grad_h, grad_norm.sum(0)
 
 
-def gradients_of(x, h_dtype):
-    same = h_dtype in (None, x.dtype)
-    return x.new_empty(x.shape), x.new_empty((0,) if same else x.shape, dtype=h_dtype)
+def allocate_state_gradients(
+    x: torch.Tensor, h_dtype: torch.dtype | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Allocate the gradients of x and h."""
+    is_same = h_dtype is None or h_dtype == x.dtype
+    return x.new_empty(x.shape), x.new_empty((0,) if is_same else x.shape, dtype=h_dtype)
 
 
 @add_norm_backward.register_fake
-def _(grad_x, grad_context, x, rho, norm, h_dtype=None):
-    return *gradients_of(x, h_dtype), x.new_empty(x.shape[-1:], dtype=torch.float32)
+def _(grad_new_x, grad_context, x, inverse_rms, norm_weight, h_dtype=None):
+    grad_norm = x.new_empty(x.shape[-1:], dtype=torch.float32)
+    return *allocate_state_gradients(x, h_dtype), grad_norm
 
 
-def setup_context(ctx, inputs, output):
-    x, h, norm, _, ctx.context_dtype = inputs
-    new_x, _, rho = output
+def setup_context(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, ...]) -> None:
+    x, h, norm_weight, _eps, context_dtype = inputs
+    output = AddNormOutput(*output)
+    # a gradient of zeros would be read from memory, and None costs nothing
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(rho)
-    ctx.added, ctx.h_dtype = h is not None, (x if h is None else h).dtype
-    ctx.save_for_backward(new_x if ctx.added else x, rho, norm)
+    ctx.mark_non_differentiable(output.inverse_rms)
+    ctx.has_h = h is not None
+    ctx.h_dtype = x.dtype if h is None else h.dtype
+    ctx.context_dtype = context_dtype
+    new_x = x if h is None else output.new_x
+    ctx.save_for_backward(new_x, output.inverse_rms, norm_weight)
 
 
-def backward(ctx, grad_x, grad_context, _):
-    x, rho, norm = ctx.saved_tensors
-    grad_x = grad_x if ctx.added else None
-    grad_context = (
-        torch.zeros_like(x, dtype=ctx.context_dtype) if grad_context is None else grad_context
+def backward(
+    ctx: Any,
+    grad_new_x: torch.Tensor | None,
+    grad_context: torch.Tensor | None,
+    _grad_inverse_rms: None,
+) -> tuple[torch.Tensor | None, ...]:
+    x, inverse_rms, norm_weight = ctx.saved_tensors
+    if grad_context is None:
+        grad_context = torch.zeros_like(x, dtype=ctx.context_dtype)
+    gradients = AddNormGradients(
+        *add_norm_backward(
+            # without h, new_x is an empty tensor, whose gradient means nothing
+            grad_new_x=grad_new_x if ctx.has_h else None,
+            grad_context=grad_context,
+            x=x,
+            inverse_rms=inverse_rms,
+            norm_weight=norm_weight,
+            h_dtype=ctx.h_dtype,
+        )
     )
-    gradient, grad_h, grad_norm = add_norm_backward(grad_x, grad_context, x, rho, norm, ctx.h_dtype)
-    grad_h = grad_h if grad_h.numel() else gradient
-    return gradient, grad_h if ctx.added else None, grad_norm.to(norm.dtype), None, None
+    grad_h = None
+    if ctx.has_h:
+        grad_h = gradients.h if gradients.h.numel() else gradients.x
+    # in the order of the arguments: x, h, norm_weight, eps, context_dtype
+    return gradients.x, grad_h, gradients.norm_weight.to(norm_weight.dtype), None, None
 
 
 add_norm.register_autograd(backward, setup_context=setup_context)

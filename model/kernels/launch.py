@@ -1,127 +1,172 @@
-"""How kernels are launched: warps of a program, how its loads run ahead, and how many programs
-share the tokens.
+"""How kernels are launched: warps of a program, prefetching of its loads, and number of programs.
 
-A table, not Triton's autotuner: another launch is another order of summation, and a run that goes
-on must give the bits that it would have given. `bench.py kernels --tune` measures each entry and
-the runners-up.
+Launches come from a table, not from Triton's autotuner: another launch sums in another order, and a
+resumed run must continue with the bits of an uninterrupted one. `bench.py kernels --tune` measures
+each entry of the table and its runners-up.
 """
 
 import functools
 import os
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import triton
 
 from model.kernels.launch_table import KERNELS, Launch
-from model.kernels.tiles import block_of
+from model.kernels.tiles import choose_block
 
-# TRITON_INTERPRET=1 (set before the first import of triton) runs kernels on a CPU, slowly: for
+# With TRITON_INTERPRET=1, set before triton is first imported, kernels run on a CPU, slowly, for
 # tests.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
+# Launches that `bench.py kernels --tune` times in place of those of the table, by the table's keys.
+FORCED: dict[str, Launch] = {}
 
-FORCED: dict[str, Launch] = {}  # by the table's keys: launches that `bench.py kernels --tune` times
-# what was launched so far, by the table's key and width: figures say what they are of
+# Launches of this process, by the table's key and width, which are stored beside measured figures.
 USED: dict[str, Launch] = {}
 
+# Narrower and wider vectors have entries of their own in the table.
+NARROW_WIDTH = 768
 
-def name_of(kernel: str, columns: int, kernel_size: int) -> str:
-    """The kernel's key in KERNELS, for states of so many columns and reads over so many tokens."""
+
+def launch_key(kernel: str, num_value_channels: int = 1, kernel_size: int = 1) -> str:
+    """Return the key of a kernel in the table of launches.
+
+    Args:
+        kernel: such as "step forward"
+        num_value_channels: d_v of the state
+        kernel_size: number of tokens K that a read covers
+    """
     if not kernel.startswith("step"):
         return kernel
-    return f"{kernel} v={max(columns, 2)} K>1" if kernel_size > 1 else f"{kernel} v={columns}"
+    if kernel_size > 1:
+        return f"{kernel} v={max(num_value_channels, 2)} K>1"
+    return f"{kernel} v={num_value_channels}"
 
 
-def launches_of(kernel: str, d: int, columns: int = 1, kernel_size: int = 1) -> list[Launch]:
-    """The launch of a kernel at width d, then its runners-up."""
-    return [
-        at_width(each, kernel, d)
-        for each in KERNELS[name_of(kernel, columns, kernel_size)][d > 768]
-    ]
+def list_launches(
+    kernel: str, width: int, num_value_channels: int = 1, kernel_size: int = 1
+) -> list[Launch]:
+    """Return the launch of a kernel for vectors of some width, then its runners-up."""
+    narrow, wide = KERNELS[launch_key(kernel, num_value_channels, kernel_size)]
+    launches = narrow if width <= NARROW_WIDTH else wide
+    return [scale_to_width(launch, kernel, width) for launch in launches]
 
 
-def launch_of(kernel: str, d: int, columns: int = 1, kernel_size: int = 1) -> Launch:
-    name = name_of(kernel, columns, kernel_size)
-    USED[f"{name} d={d}"] = launch = (
-        FORCED.get(name) or launches_of(kernel, d, columns, kernel_size)[0]
-    )
+def choose_launch(
+    kernel: str, width: int, num_value_channels: int = 1, kernel_size: int = 1
+) -> Launch:
+    """Return the launch of a kernel for vectors of some width, and note it in `USED`."""
+    key = launch_key(kernel, num_value_channels, kernel_size)
+    launch = FORCED.get(key)
+    if launch is None:
+        launch = list_launches(kernel, width, num_value_channels, kernel_size)[0]
+    USED[f"{key} d={width}"] = launch
     return launch
 
 
-def in_table(used: str) -> Launch:
-    """What the table has for a key of USED."""
-    name, _, d = used.rpartition(" d=")
-    return at_width(KERNELS[name][int(d) > 768][0], name, int(d))
+def get_table_launch(used_key: str) -> Launch:
+    """Return the launch that the table has today for a key of `USED`."""
+    key, _, width = used_key.rpartition(" d=")
+    narrow, wide = KERNELS[key]
+    launches = narrow if int(width) <= NARROW_WIDTH else wide
+    return scale_to_width(launches[0], key, int(width))
 
 
-def options_of(launch: Launch, x: torch.Tensor) -> dict:
-    """What a kernel over the vectors of x is given."""
-    d = x.shape[-1]
-    # Bulk copies are of 16 bytes or a multiple; beside a float32 state lie vectors of two bytes a
-    # feature.
-    prefetch = launch.prefetch if copies_in_bulk(x.device) and d * 2 % 16 == 0 else 0
+def launch_options(launch: Launch, x: torch.Tensor) -> dict[str, int]:
+    """Return the options and constants of a kernel that follow from its launch.
+
+    x: (..., d), whose vectors the kernel loads
+    """
+    width = x.shape[-1]
+    # Bulk copies move a multiple of 16 bytes. Beside a float32 state there are vectors of two bytes
+    # per feature, so the width must be a multiple of 8 whatever the dtype of x is.
+    can_prefetch = has_bulk_copies(x.device) and width * 2 % 16 == 0
     return {
         "num_warps": launch.num_warps,
         "STAGES": launch.stages,
-        "PREFETCH": prefetch,
-        "BLOCK": block_of(d),
+        "PREFETCH": launch.prefetch if can_prefetch else 0,
+        "BLOCK": choose_block(width),
     }
 
 
 @functools.cache
-def at_width(launch: Launch, kernel: str, d: int) -> Launch:
-    """Wider vectors have more warps, and a multiprocessor fewer programs.
+def scale_to_width(launch: Launch, kernel: str, width: int) -> Launch:
+    """Return a launch, which the table has for a width of 1024, for vectors of another width.
 
-    (`expand` takes a vector in pieces.)
+    A program of wider vectors has more warps, and a multiprocessor fewer programs.
     """
-    width = 1024 if kernel.startswith("expand") else triton.next_power_of_2(d)
-    warps = min(max(launch.num_warps * width // 1024, 1), 16)
-    return replace(
-        launch, num_warps=warps, programs=max(launch.programs * launch.num_warps // warps, 1)
-    )
+    # `expand` splits a vector among programs, and so is independent of its width
+    padded_width = 1024 if kernel.startswith("expand") else triton.next_power_of_2(width)
+    num_warps = min(max(launch.num_warps * padded_width // 1024, 1), 16)
+    programs = max(launch.programs * launch.num_warps // num_warps, 1)
+    return replace(launch, num_warps=num_warps, programs=programs)
 
 
 @functools.cache
-def processors(device: torch.device) -> int:
-    """Streaming multiprocessors of the GPU; under the interpreter a small number, so that programs
-    share the tokens.
+def count_processors(device: torch.device) -> int:
+    """Return the number of streaming multiprocessors of a GPU.
+
+    It is a small number under the interpreter, where several programs are to share the tokens too.
     """
-    return 2 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
+    if INTERPRETED:
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache
-def copies_in_bulk(device: torch.device) -> bool:
-    """Whether the GPU copies, and prefetches, whole rows by one instruction: from Hopper (sm_90)
-    on.
-    """
+def has_bulk_copies(device: torch.device) -> bool:
+    """Return whether one instruction of the GPU copies or prefetches a vector: Hopper and newer."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def share(
-    device: torch.device, launch: Launch, sequences: int, tokens: int, kernel_size: int
-) -> tuple[int, int, int]:
-    """(tokens of a sequence, tokens of a program, programs of a sequence), for sequences that are
-    kept apart.
+class Chunks(NamedTuple):
+    """How programs share the tokens of a sequence: each computes one chunk."""
+
+    chunk_size: int  # in tokens
+    num_chunks: int  # of a sequence
+
+
+def split_into_chunks(
+    device: torch.device, launch: Launch, *, num_sequences: int, num_tokens: int, kernel_size: int
+) -> Chunks:
+    """Split sequences of `num_tokens` tokens each into chunks, one for each program of a launch.
+
+    kernel_size: number of tokens K that a read covers; no chunk crosses the end of a sequence
     """
-    return tokens, *chunks(launch.programs * processors(device), sequences, tokens, kernel_size - 1)
+    num_slots = launch.programs * count_processors(device)
+    return choose_chunks(num_slots, num_sequences, num_tokens, kernel_size - 1)
 
 
 @functools.cache
-def chunks(slots: int, sequences: int, tokens: int, halo: int) -> tuple[int, int]:
-    """(tokens of a program, programs of a sequence) that take the least time on `slots` programs at
-    once.
+def choose_chunks(num_slots: int, num_sequences: int, num_tokens: int, halo: int) -> Chunks:
+    """Return the chunks that take the least time.
 
-    A program computes `halo` tokens of its neighbour too. One program more than there are slots
-    takes as long as twice as many: what counts is whole waves.
+    Args:
+        num_slots: number of programs that the device runs at once
+        num_tokens: of a sequence
+        halo: number of tokens of its neighbor that a program computes besides its chunk
     """
 
-    def time(count: int) -> int:
-        chunk = -(-tokens // count)
-        return -(-sequences * -(-tokens // chunk) // slots) * (chunk + halo)
+    def estimate_time(num_chunks: int) -> int:
+        # One program more than there are slots takes as long as twice as many: programs run in
+        # waves of `num_slots`.
+        chunk_size = divide_up(num_tokens, num_chunks)
+        num_programs = num_sequences * divide_up(num_tokens, chunk_size)
+        return divide_up(num_programs, num_slots) * (chunk_size + halo)
 
-    # More programs than slots only shorten the last wave, which four waves do nearly as well as
+    # More programs than slots only shorten the last wave, and four waves do that nearly as well as
     # many.
-    most = min(max(4 * slots // sequences, 4), tokens)
-    chunk = -(-tokens // min(range(1, most + 1), key=lambda count: (time(count), count)))
-    return chunk, -(-tokens // chunk)
+    max_chunks = min(max(4 * num_slots // num_sequences, 4), num_tokens)
+    num_chunks = min(
+        range(1, max_chunks + 1), key=lambda num_chunks: (estimate_time(num_chunks), num_chunks)
+    )
+    chunk_size = divide_up(num_tokens, num_chunks)
+    # rounding the size up may leave fewer chunks
+    return Chunks(chunk_size, divide_up(num_tokens, chunk_size))
+
+
+def divide_up(dividend: int, divisor: int) -> int:
+    """Return the quotient, rounded up."""
+    return -(-dividend // divisor)

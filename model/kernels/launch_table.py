@@ -1,7 +1,7 @@
 """The table of launches, which `launch.py` reads.
 
-It is a file of its own so that stored figures can tell another launch, which concerns its own
-kernel, from other code, which concerns every kernel.
+It is a file of its own, so that stored figures can tell another launch, which concerns one kernel,
+from other code, which concerns every kernel.
 """
 
 from dataclasses import dataclass
@@ -9,80 +9,218 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Launch:
+    """How one kernel is launched."""
+
+    # warps of a program, for vectors of 513 to 1024 features
     num_warps: int
-    stages: int  # tokens in flight to shared memory, the one that is computed included; 1: none
-    programs: int  # of each multiprocessor at a time
-    # tokens that the L2 cache is asked for ahead: costs no registers and no shared memory
+
+    # tokens whose loads to shared memory are in flight, including the one that is computed; 1 for
+    # no pipelining
+    stages: int
+
+    # programs that run on a multiprocessor at the same time
+    programs: int
+
+    # number of tokens ahead of the current one that are prefetched to the L2 cache, which takes
+    # neither registers nor shared memory; 0 for none
     prefetch: int = 0
-    # the parameters are loaded for each token again, from the L1 cache: they do not fit registers
+
+    # whether parameters are loaded again for each token, from the L1 cache, because they do not fit
+    # into registers
     reload: bool = False
 
 
-L2 = {"stages": 1, "prefetch": 2}
-
-# At widths of up to 768, and above: the best by registers and latency, not yet by time; then two
-# that --tune measures.
-KERNELS = {
-    "add_norm forward": [(Launch(2, 3, 8), Launch(1, 3, 16), Launch(2, programs=8, **L2))] * 2,
-    "add_norm backward": [(Launch(2, 3, 8), Launch(1, 3, 16), Launch(2, programs=8, **L2))] * 2,
-    "expand forward": [(Launch(4, 2, 8), Launch(2, 2, 16), Launch(4, 1, 8))] * 2,
-    "expand backward": [(Launch(4, 2, 4), Launch(2, 2, 4), Launch(4, 1, 4))] * 2,
-    "step forward v=1": [(Launch(2, 3, 8), Launch(1, 3, 11), Launch(2, programs=8, **L2))] * 2,
+# For each kernel the launches at widths of up to 768, then those at larger widths. The first launch
+# of each is the one in use; it was chosen by registers and latency, not by time. Two others follow
+# for --tune to measure; `* 2` gives all widths the same launches. v is the number of value channels
+# d_v, K the number of tokens that a read covers.
+KERNELS: dict[str, list[tuple[Launch, ...]]] = {
+    "add_norm forward": [
+        (
+            Launch(num_warps=2, stages=3, programs=8),
+            Launch(num_warps=1, stages=3, programs=16),
+            Launch(num_warps=2, stages=1, programs=8, prefetch=2),
+        )
+    ]
+    * 2,
+    "add_norm backward": [
+        (
+            Launch(num_warps=2, stages=3, programs=8),
+            Launch(num_warps=1, stages=3, programs=16),
+            Launch(num_warps=2, stages=1, programs=8, prefetch=2),
+        )
+    ]
+    * 2,
+    "expand forward": [
+        (
+            Launch(num_warps=4, stages=2, programs=8),
+            Launch(num_warps=2, stages=2, programs=16),
+            Launch(num_warps=4, stages=1, programs=8),
+        )
+    ]
+    * 2,
+    "expand backward": [
+        (
+            Launch(num_warps=4, stages=2, programs=4),
+            Launch(num_warps=2, stages=2, programs=4),
+            Launch(num_warps=4, stages=1, programs=4),
+        )
+    ]
+    * 2,
+    "step forward v=1": [
+        (
+            Launch(num_warps=2, stages=3, programs=8),
+            Launch(num_warps=1, stages=3, programs=11),
+            Launch(num_warps=2, stages=1, programs=8, prefetch=2),
+        )
+    ]
+    * 2,
     "step forward v=2": [
-        (Launch(2, 2, 6), Launch(2, 3, 6), Launch(2, programs=6, **L2)),
-        (Launch(2, 2, 4), Launch(2, 3, 4), Launch(2, programs=4, **L2)),
+        (
+            Launch(num_warps=2, stages=2, programs=6),
+            Launch(num_warps=2, stages=3, programs=6),
+            Launch(num_warps=2, stages=1, programs=6, prefetch=2),
+        ),
+        (
+            Launch(num_warps=2, stages=2, programs=4),
+            Launch(num_warps=2, stages=3, programs=4),
+            Launch(num_warps=2, stages=1, programs=4, prefetch=2),
+        ),
     ],
     "step forward v=4": [
-        (Launch(2, 2, 4), Launch(2, 3, 4), Launch(2, programs=4, **L2)),
-        (Launch(4, 2, 3), Launch(4, 3, 2), Launch(4, programs=3, **L2)),
+        (
+            Launch(num_warps=2, stages=2, programs=4),
+            Launch(num_warps=2, stages=3, programs=4),
+            Launch(num_warps=2, stages=1, programs=4, prefetch=2),
+        ),
+        (
+            Launch(num_warps=4, stages=2, programs=3),
+            Launch(num_warps=4, stages=3, programs=2),
+            Launch(num_warps=4, stages=1, programs=3, prefetch=2),
+        ),
     ],
     "step forward v=8": [
-        (Launch(4, 2, 2), Launch(4, programs=2, **L2), Launch(4, 3, 2)),
-        (Launch(8, 2, 1), Launch(4, programs=2, reload=True, **L2), Launch(8, 3, 1)),
+        (
+            Launch(num_warps=4, stages=2, programs=2),
+            Launch(num_warps=4, stages=1, programs=2, prefetch=2),
+            Launch(num_warps=4, stages=3, programs=2),
+        ),
+        (
+            Launch(num_warps=8, stages=2, programs=1),
+            Launch(num_warps=4, stages=1, programs=2, prefetch=2, reload=True),
+            Launch(num_warps=8, stages=3, programs=1),
+        ),
     ],
     "step backward v=1": [
-        (Launch(4, 3, 4), Launch(2, 3, 4), Launch(4, programs=4, **L2)),
-        (Launch(4, 3, 3), Launch(4, 2, 3), Launch(4, programs=3, **L2)),
+        (
+            Launch(num_warps=4, stages=3, programs=4),
+            Launch(num_warps=2, stages=3, programs=4),
+            Launch(num_warps=4, stages=1, programs=4, prefetch=2),
+        ),
+        (
+            Launch(num_warps=4, stages=3, programs=3),
+            Launch(num_warps=4, stages=2, programs=3),
+            Launch(num_warps=4, stages=1, programs=3, prefetch=2),
+        ),
     ],
     "step backward v=2": [
-        (Launch(4, 2, 3), Launch(4, 3, 3), Launch(4, programs=3, **L2)),
-        (Launch(4, 2, 2), Launch(4, 3, 2), Launch(4, programs=2, **L2)),
+        (
+            Launch(num_warps=4, stages=2, programs=3),
+            Launch(num_warps=4, stages=3, programs=3),
+            Launch(num_warps=4, stages=1, programs=3, prefetch=2),
+        ),
+        (
+            Launch(num_warps=4, stages=2, programs=2),
+            Launch(num_warps=4, stages=3, programs=2),
+            Launch(num_warps=4, stages=1, programs=2, prefetch=2),
+        ),
     ],
     "step backward v=4": [
-        (Launch(4, 2, 2), Launch(4, 3, 2), Launch(4, programs=2, **L2)),
-        (Launch(4, programs=2, reload=True, **L2), Launch(8, 2, 1), Launch(8, 3, 1)),
+        (
+            Launch(num_warps=4, stages=2, programs=2),
+            Launch(num_warps=4, stages=3, programs=2),
+            Launch(num_warps=4, stages=1, programs=2, prefetch=2),
+        ),
+        (
+            Launch(num_warps=4, stages=1, programs=2, prefetch=2, reload=True),
+            Launch(num_warps=8, stages=2, programs=1),
+            Launch(num_warps=8, stages=3, programs=1),
+        ),
     ],
     "step backward v=8": [
-        (Launch(4, programs=2, reload=True, **L2), Launch(8, 2, 1), Launch(8, 2, 1, reload=True)),
-        (Launch(8, 2, 1, reload=True), Launch(8, programs=1, reload=True, **L2), Launch(8, 2, 1)),
+        (
+            Launch(num_warps=4, stages=1, programs=2, prefetch=2, reload=True),
+            Launch(num_warps=8, stages=2, programs=1),
+            Launch(num_warps=8, stages=2, programs=1, reload=True),
+        ),
+        (
+            Launch(num_warps=8, stages=2, programs=1, reload=True),
+            Launch(num_warps=8, stages=1, programs=1, prefetch=2, reload=True),
+            Launch(num_warps=8, stages=2, programs=1),
+        ),
     ],
     "step forward v=2 K>1": [
-        (Launch(4, 2, 3), Launch(2, 2, 4), Launch(4, programs=3, **L2)),
-        (Launch(4, 2, 2), Launch(4, 3, 2), Launch(4, programs=2, **L2)),
+        (
+            Launch(num_warps=4, stages=2, programs=3),
+            Launch(num_warps=2, stages=2, programs=4),
+            Launch(num_warps=4, stages=1, programs=3, prefetch=2),
+        ),
+        (
+            Launch(num_warps=4, stages=2, programs=2),
+            Launch(num_warps=4, stages=3, programs=2),
+            Launch(num_warps=4, stages=1, programs=2, prefetch=2),
+        ),
     ],
     "step forward v=4 K>1": [
-        (Launch(4, 2, 2), Launch(4, 3, 2), Launch(4, programs=2, **L2)),
-        (Launch(4, programs=2, reload=True, **L2), Launch(8, 2, 1), Launch(8, 3, 1)),
+        (
+            Launch(num_warps=4, stages=2, programs=2),
+            Launch(num_warps=4, stages=3, programs=2),
+            Launch(num_warps=4, stages=1, programs=2, prefetch=2),
+        ),
+        (
+            Launch(num_warps=4, stages=1, programs=2, prefetch=2, reload=True),
+            Launch(num_warps=8, stages=2, programs=1),
+            Launch(num_warps=8, stages=3, programs=1),
+        ),
     ],
-    "step forward v=8 K>1": [(Launch(8, 2, 1), Launch(8, programs=1, **L2), Launch(8, 3, 1))] * 2,
+    "step forward v=8 K>1": [
+        (
+            Launch(num_warps=8, stages=2, programs=1),
+            Launch(num_warps=8, stages=1, programs=1, prefetch=2),
+            Launch(num_warps=8, stages=3, programs=1),
+        )
+    ]
+    * 2,
     "step backward v=2 K>1": [
-        (Launch(4, programs=2, reload=True, **L2), Launch(4, 2, 2), Launch(4, 2, 2, reload=True)),
-        (Launch(4, programs=2, reload=True, **L2), Launch(8, 2, 1), Launch(8, 2, 1, reload=True)),
+        (
+            Launch(num_warps=4, stages=1, programs=2, prefetch=2, reload=True),
+            Launch(num_warps=4, stages=2, programs=2),
+            Launch(num_warps=4, stages=2, programs=2, reload=True),
+        ),
+        (
+            Launch(num_warps=4, stages=1, programs=2, prefetch=2, reload=True),
+            Launch(num_warps=8, stages=2, programs=1),
+            Launch(num_warps=8, stages=2, programs=1, reload=True),
+        ),
     ],
     "step backward v=4 K>1": [
-        (Launch(4, programs=2, reload=True, **L2), Launch(8, 2, 1), Launch(4, 2, 2, reload=True)),
         (
-            Launch(8, 2, 1, reload=True),
-            Launch(8, 3, 1, reload=True),
-            Launch(8, programs=1, reload=True, **L2),
+            Launch(num_warps=4, stages=1, programs=2, prefetch=2, reload=True),
+            Launch(num_warps=8, stages=2, programs=1),
+            Launch(num_warps=4, stages=2, programs=2, reload=True),
+        ),
+        (
+            Launch(num_warps=8, stages=2, programs=1, reload=True),
+            Launch(num_warps=8, stages=3, programs=1, reload=True),
+            Launch(num_warps=8, stages=1, programs=1, prefetch=2, reload=True),
         ),
     ],
     "step backward v=8 K>1": [
         (
-            Launch(8, programs=1, reload=True, **L2),
-            Launch(8, 2, 1, reload=True),
-            Launch(8, 3, 1, reload=True),
-        ),
+            Launch(num_warps=8, stages=1, programs=1, prefetch=2, reload=True),
+            Launch(num_warps=8, stages=2, programs=1, reload=True),
+            Launch(num_warps=8, stages=3, programs=1, reload=True),
+        )
     ]
     * 2,
 }

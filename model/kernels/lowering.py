@@ -1,10 +1,9 @@
-"""Inductor told beforehand that our operators are kernels of their own, so that deep models
-compile.
+"""Register our operators with Inductor in advance, so that deep models compile in finite time.
 
-At the first call of an operator that it has no rule for, torch before 2.13 writes all arguments
-out, each with the operations that made it, for a log that is off. That grows exponentially with
-what came before: with `expand_backward`, which comes last, CC-EC of width 64 took 8, 77 and more
-than 300 CPU-seconds at 2, 3 and 4 layers, and 7, 8 and 11 with the rules
+At the first call of an operator without a lowering rule, torch before 2.13 formats all arguments,
+each with the operations that produced it, for a log message that is disabled. The cost grows
+exponentially with the depth: with `expand_backward`, which comes last, CC-EC of width 64 took 8, 77
+and more than 300 CPU-seconds to compile at 2, 3 and 4 layers, and 7, 8 and 11 with the rules
 (`results/lowering_torch211.json`). The rule is the one that Inductor then makes for itself.
 """
 
@@ -12,12 +11,15 @@ import torch
 
 
 def register() -> None:
-    """Give every operator of ours that is there by now its rule. Nothing from torch 2.13 on.
+    """Give each of our operators a lowering rule, where torch needs that.
 
-    Operators come with the modules that define them: call it when a model has its stream, and again
-    with the next.
-    ImportError: a torch that is older and has none of the names used here, which are private.
+    Operators are defined by the modules that are imported for a model, so this must be called
+    whenever a model has got its stream.
+
+    Raises:
+        ImportError: an older version of torch without the private names that are used here
     """
+    # newer versions format arguments only if the log is enabled
     if torch.__version__ >= (2, 13):
         return
     from torch._inductor import lowering

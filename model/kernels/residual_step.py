@@ -1,36 +1,59 @@
-"""The step between two sublayers (see `step_kernels`) as operators that torch can compile and
-differentiate.
+"""The Delta stream's step as operators that torch compiles and differentiates.
+
+`step_kernels.py` has the equations. Notation in shapes: B batch, T tokens, d hidden_size, d_v value
+channels, K tokens that a read covers.
 """
+
+from typing import Any, NamedTuple
 
 import torch
 
-from model.kernels.launch import Launch, launch_of, options_of, share
+from model.kernels.launch import choose_launch, launch_options, split_into_chunks
 from model.kernels.step_kernels import backward_kernel, forward_kernel
-from model.kernels.tiles import dense, rows_and_columns
+from model.kernels.tiles import contiguous, get_state_strides
 
 
-def runs(kernel: str, base, kernel_size: int) -> tuple[int, tuple[int, int, int], Launch]:
-    """(sequences, their `share`, launch): without a token convolution the batch is one sequence."""
-    B, T = base.shape[:2]
-    sequences, tokens = (1, B * T) if kernel_size == 1 else (B, T)
-    launch = launch_of(kernel, base.shape[3], base.shape[2], kernel_size)
-    return sequences, share(base.device, launch, sequences, tokens, kernel_size), launch
+class StepOutput(NamedTuple):
+    """The results of `residual_step`. Those that were not asked for are empty tensors."""
+
+    # X' (B, T, d_v, d). If it is not stored, it has no memory, and only carries the gradient.
+    new_state: torch.Tensor
+
+    # c (B, T, d) in context_dtype
+    context: torch.Tensor
+
+    # (B, T, d) in the dtype of the state; also there if the backward pass needs it
+    x_in: torch.Tensor
+
+    # logits of beta (B, T) and of the write value v (B, T, d_v) of the next write, in fp32
+    next_gate_logit: torch.Tensor
+    next_value_logit: torch.Tensor
+
+    # For the backward pass and for later steps, in fp32 and without gradients: n = 1 / |k~| (B, T),
+    # delta = v - k^T X (B, T, d_v), u = n beta delta (B, T, d_v), and rho (B, T).
+    inverse_norm: torch.Tensor
+    delta: torch.Tensor
+    update: torch.Tensor
+    inverse_rms: torch.Tensor
+
+    # (B, K - 1, d) fp32, for the next call
+    new_carry: torch.Tensor
 
 
 @torch.library.custom_op("ddl::residual_step", mutates_args=())
 def residual_step(
     state: torch.Tensor,
-    base: torch.Tensor,
-    hs: list[torch.Tensor],
-    us: list[torch.Tensor],
-    h: torch.Tensor | None,
-    y: torch.Tensor | None,
-    z: torch.Tensor | None,
-    read: torch.Tensor,
-    norm: torch.Tensor,
-    gate: torch.Tensor | None,
+    stored_state: torch.Tensor,
+    directions: list[torch.Tensor],
+    updates: list[torch.Tensor],
+    direction: torch.Tensor | None,
+    gate_logit: torch.Tensor | None,
+    value_logit: torch.Tensor | None,
+    read_weights: torch.Tensor,
+    norm_weight: torch.Tensor,
+    gate_weight: torch.Tensor | None,
     gate_bias: torch.Tensor | None,
-    value: torch.Tensor | None,
+    value_weight: torch.Tensor | None,
     value_bias: torch.Tensor | None,
     k_eps: float,
     norm_eps: float,
@@ -39,205 +62,599 @@ def residual_step(
     value_constant: float,
     value_input: str,
     erase: bool,
-    store: bool,
-    with_x_in: bool,
+    store_state: bool,
+    return_x_in: bool,
     carry: torch.Tensor | None,
     context_dtype: torch.dtype,
 ) -> list[torch.Tensor]:
-    """One step; `step_kernels` has its equations.
+    """Write to the state, and read the next sublayer's input and the logits of its write.
 
-    state (B, T, v, d): carries the gradient, its memory is not read. base (B, T, v, d) with hs (B,
-    T, d) and us (B, T, v) fp32: the last stored state and the writes since. h (B, T, d), y (B, T)
-    and z (B, T, v) fp32: the write, or None (only a read). read (K, v, d); norm (d,); gate (d,),
-    (1,), value (v, d), (v,): heads on what is read, or None. value_form "raw", "sigmoid" (scale *
-    sigmoid(z)) or "constant"; value_input "residual" or "context".
+    Args:
+        state: (B, T, d_v, d), takes the gradient of the state before the write; its memory is not
+            read
+        stored_state: (B, T, d_v, d), the last state that was stored
+        directions: the direction k~ (B, T, d) of each write since then
+        updates: the update u (B, T, d_v) fp32 of each write since then
+        direction: k~ (B, T, d) of the write; None if this step only reads
+        gate_logit: logit of beta (B, T) fp32
+        value_logit: logit of the write value v (B, T, d_v) fp32; None if v is constant
+        read_weights: e (K, d_v, d) fp32, the first entry for the current token
+        norm_weight: g (d,)
+        gate_weight, gate_bias: w (d,) and b (1,), the gate head of the next write, which reads c;
+            None if the logit is computed elsewhere
+        value_weight, value_bias: W (d_v, d) and b_z (d_v,), the value head of the next write; None
+            if the logit is computed elsewhere
+        k_eps: epsilon in the norm of k~
+        norm_eps: epsilon of the RMSNorm
+        value_form: how v follows from its logit z: "raw" is z, "sigmoid" is value_scale *
+            sigmoid(z), and "constant" is value_constant
+        value_input: what the value head reads: "residual" is x_in, "context" is c
+        erase: whether the write erases, delta = v - k^T X; if not, delta = v
+        store_state: whether X' is stored
+        return_x_in: whether x_in is returned
+        carry: (B, K - 1, d) fp32, in cached generation what earlier tokens add to the reads of
+            these; None for zeros. It has no gradient.
+        context_dtype: dtype of the context c
 
-    Returns [state (no memory unless `store`), context (B, T, d) in context_dtype, x_in (B, T, d),
-    gate logit (B, T), value logits (B, T, v), n (B, T), delta (B, T, v), u (B, T, v), rho (B, T),
-    carry]; what was not asked for is empty. carry (B, K - 1, d) fp32: what the tokens before add to
-    the reads of these, for generation; it has no gradient.
+    Returns:
+        The fields of `StepOutput`, as a list, because operators return no other classes.
     """
-    results = results_of(base, h, read, gate, value, store, with_x_in, carry, context_dtype)
-    new_state, context, x_in, gate_logit, value_logit, n, delta, u, rho, new_carry = results
-    v, d = base.shape[2:]
-    sequences, (tokens, chunk, chunks), launch = runs("step forward", base, len(read))
-    forward_kernel[(sequences * chunks,)](
-        base, *rows_and_columns(base), tuple(dense(*hs)), tuple(us), *dense(h, y, z),
-        *dense(read, norm, gate, gate_bias, value, value_bias, carry), new_carry,
-        new_state if store else None, x_in if keeps_x_in(read, with_x_in, carry) else None,
-        context, gate_logit, value_logit, n, delta, u, rho,
-        tokens, chunk, chunks, k_eps**2, norm_eps, value_scale, value_constant,
-        D=d, V=v, K=len(read), VALUE=value_form, VALUE_INPUT=value_input, ERASE=erase, RELOAD=launch.reload,
-        **options_of(launch, base),
-    )  # fmt: skip
-    return results
+    output = allocate_output(
+        stored_state=stored_state,
+        has_write=direction is not None,
+        read_weights=read_weights,
+        has_gate=gate_weight is not None,
+        has_value=value_weight is not None,
+        store_state=store_state,
+        return_x_in=return_x_in,
+        carry=carry,
+        context_dtype=context_dtype,
+    )
+    launch = plan_launch("step forward", stored_state, kernel_size=len(read_weights))
+    results = output._asdict()
+    # the kernel stores these only if it is given memory for them
+    if not store_state:
+        results["new_state"] = None
+    if not keeps_x_in(read_weights, return_x_in, carry):
+        results["x_in"] = None
+    forward_kernel[launch.grid](
+        stored_state=stored_state,
+        directions=tuple(contiguous(earlier) for earlier in directions),
+        updates=tuple(updates),
+        direction=contiguous(direction),
+        gate_logit=contiguous(gate_logit),
+        value_logit=contiguous(value_logit),
+        read_weights=contiguous(read_weights),
+        norm_weight=contiguous(norm_weight),
+        gate_weight=contiguous(gate_weight),
+        gate_bias=contiguous(gate_bias),
+        value_weight=contiguous(value_weight),
+        value_bias=contiguous(value_bias),
+        carry=contiguous(carry),
+        k_eps_squared=k_eps**2,
+        norm_eps=norm_eps,
+        value_scale=value_scale,
+        value_constant=value_constant,
+        VALUE_FORM=value_form,
+        VALUE_INPUT=value_input,
+        ERASE=erase,
+        **results,
+        **launch.arguments,
+    )
+    return list(output)
 
 
-def no_memory(state):
-    """A state that is not stored still has a place in the graph, for its gradient: one number, seen
-    from everywhere.
+class KernelLaunch(NamedTuple):
+    """How a kernel is launched for one state."""
 
-    Nobody reads it. On a GPU it is not even written: that would be a launch.
+    grid: tuple[int]
+    arguments: dict[str, Any]
+
+
+def plan_launch(kernel: str, stored_state: torch.Tensor, kernel_size: int) -> KernelLaunch:
+    """Return the launch of a kernel over a state (B, T, d_v, d), and the arguments that follow."""
+    batch_size, sequence_length, num_value_channels, width = stored_state.shape
+    # if a read covers one token, chunks may cross the ends of sequences
+    if kernel_size == 1:
+        num_sequences = 1
+        num_tokens = batch_size * sequence_length
+    else:
+        num_sequences = batch_size
+        num_tokens = sequence_length
+    launch = choose_launch(kernel, width, num_value_channels, kernel_size)
+    chunks = split_into_chunks(
+        stored_state.device,
+        launch,
+        num_sequences=num_sequences,
+        num_tokens=num_tokens,
+        kernel_size=kernel_size,
+    )
+    strides = get_state_strides(stored_state)
+    return KernelLaunch(
+        grid=(num_sequences * chunks.num_chunks,),
+        arguments={
+            "token_stride": strides.token,
+            "channel_stride": strides.channel,
+            "num_tokens": num_tokens,
+            **chunks._asdict(),
+            "D": width,
+            "V": num_value_channels,
+            "K": kernel_size,
+            "RELOAD": launch.reload,
+            **launch_options(launch, stored_state),
+        },
+    )
+
+
+def keeps_x_in(read_weights: torch.Tensor, return_x_in: bool, carry: torch.Tensor | None) -> bool:
+    """Return whether x_in is stored.
+
+    The backward pass recomputes the read of one token, but has no cheap way to one of several
+    tokens. A step with a carry has no backward pass.
+    """
+    return return_x_in or (len(read_weights) > 1 and carry is None)
+
+
+def allocate_output(
+    *,
+    stored_state: torch.Tensor,
+    has_write: bool,
+    read_weights: torch.Tensor,
+    has_gate: bool,
+    has_value: bool,
+    store_state: bool,
+    return_x_in: bool,
+    carry: torch.Tensor | None,
+    context_dtype: torch.dtype,
+) -> StepOutput:
+    """Allocate what `residual_step` returns."""
+    batch_size, num_tokens, num_value_channels, width = stored_state.shape
+    of_tokens = (batch_size, num_tokens)
+    of_channels = (batch_size, num_tokens, num_value_channels)
+    of_features = (batch_size, num_tokens, width)
+
+    def allocate_fp32(shape: tuple[int, ...], is_needed: bool) -> torch.Tensor:
+        return stored_state.new_empty(shape if is_needed else (0,), dtype=torch.float32)
+
+    if store_state:
+        new_state = stored_state.new_empty(stored_state.shape)
+    else:
+        new_state = allocate_without_memory(stored_state)
+    has_x_in = keeps_x_in(read_weights, return_x_in, carry)
+    return StepOutput(
+        new_state=new_state,
+        context=stored_state.new_empty(of_features, dtype=context_dtype),
+        x_in=stored_state.new_empty(of_features if has_x_in else (0,)),
+        next_gate_logit=allocate_fp32(of_tokens, has_gate),
+        next_value_logit=allocate_fp32(of_channels, has_value),
+        inverse_norm=allocate_fp32(of_tokens, has_write),
+        delta=allocate_fp32(of_channels, has_write),
+        update=allocate_fp32(of_channels, has_write),
+        inverse_rms=allocate_fp32(of_tokens, True),
+        new_carry=stored_state.new_empty((0,)) if carry is None else torch.empty_like(carry),
+    )
+
+
+def allocate_without_memory(state: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of a state's shape whose elements are all the same number in memory.
+
+    It stands for a state that is not stored, and gives its gradient a place in the graph.
     """
     tensor = state.new_empty_strided(state.shape, (0, 0, 0, 0))
+    # Nothing reads the number. On a GPU it stays undefined, because filling it would be a launch.
     if not state.is_cuda:
         tensor.as_strided((1,), (1,)).zero_()
     return tensor
 
 
-def keeps_x_in(read, with_x_in: bool, carry) -> bool:
-    """The backward pass has no cheap way to a read over several tokens: it is kept."""
-    return with_x_in or (len(read) > 1 and carry is None)
-
-
-def results_of(
-    base, h, read, gate, value, store: bool, with_x_in: bool, carry, context_dtype
-) -> list[torch.Tensor]:
-    """Tensors for what `residual_step` returns."""
-    B, T, v, d = base.shape
-
-    def fp32(wanted, *shape):
-        return base.new_empty(shape if wanted else (0,), dtype=torch.float32)
-
-    state = base.new_empty((B, T, v, d)) if store else no_memory(base)
-    context = base.new_empty((B, T, d), dtype=context_dtype)
-    x_in = base.new_empty((B, T, d) if keeps_x_in(read, with_x_in, carry) else (0,))
-    logits = fp32(gate is not None, B, T), fp32(value is not None, B, T, v)
-    write = h is not None
-    writes = fp32(write, B, T), fp32(write, B, T, v), fp32(write, B, T, v)
-    new_carry = base.new_empty((0,)) if carry is None else torch.empty_like(carry)
-    return [state, context, x_in, *logits, *writes, fp32(True, B, T), new_carry]
-
-
 @residual_step.register_fake
-def _(state, base, hs, us, h, y, z, read, norm, gate, gate_bias, value, value_bias, k_eps, norm_eps,
-      value_form, value_scale, value_constant, value_input, erase, store, with_x_in, carry, context_dtype):  # fmt: skip
-    return results_of(base, h, read, gate, value, store, with_x_in, carry, context_dtype)
+def _(
+    state,
+    stored_state,
+    directions,
+    updates,
+    direction,
+    gate_logit,
+    value_logit,
+    read_weights,
+    norm_weight,
+    gate_weight,
+    gate_bias,
+    value_weight,
+    value_bias,
+    k_eps,
+    norm_eps,
+    value_form,
+    value_scale,
+    value_constant,
+    value_input,
+    erase,
+    store_state,
+    return_x_in,
+    carry,
+    context_dtype,
+):
+    output = allocate_output(
+        stored_state=stored_state,
+        has_write=direction is not None,
+        read_weights=read_weights,
+        has_gate=gate_weight is not None,
+        has_value=value_weight is not None,
+        store_state=store_state,
+        return_x_in=return_x_in,
+        carry=carry,
+        context_dtype=context_dtype,
+    )
+    return list(output)
+
+
+class StepGradients(NamedTuple):
+    """The results of `residual_step_backward`. Those that do not exist are empty tensors."""
+
+    state: torch.Tensor  # of the state before the write, (B, T, d_v, d)
+    direction: torch.Tensor  # (B, T, d)
+    gate_logit: torch.Tensor  # (B, T) fp32
+    value_logit: torch.Tensor  # (B, T, d_v) fp32
+    parameters: torch.Tensor  # fp32, those of `ParameterGradients` one after the other
+
+
+class ParameterGradients(NamedTuple):
+    """The gradients of parameters, in the order in which the kernel lays them out in memory."""
+
+    read_weights: torch.Tensor
+    norm_weight: torch.Tensor
+    gate_weight: torch.Tensor
+    value_weight: torch.Tensor
+    value_bias: torch.Tensor
+    gate_bias: torch.Tensor
 
 
 @torch.library.custom_op("ddl::residual_step_backward", mutates_args=())
 def residual_step_backward(
-    grad_state: torch.Tensor | None,
+    grad_new_state: torch.Tensor | None,
     grad_context: torch.Tensor,
     grad_x_in: torch.Tensor | None,
-    grad_gate: torch.Tensor | None,
-    grad_value: torch.Tensor | None,
-    base: torch.Tensor,
-    hs: list[torch.Tensor],
-    us: list[torch.Tensor],
-    h: torch.Tensor | None,
-    y: torch.Tensor | None,
-    z: torch.Tensor | None,
-    n: torch.Tensor,
+    grad_next_gate_logit: torch.Tensor | None,
+    grad_next_value_logit: torch.Tensor | None,
+    stored_state: torch.Tensor,
+    directions: list[torch.Tensor],
+    updates: list[torch.Tensor],
+    direction: torch.Tensor | None,
+    gate_logit: torch.Tensor | None,
+    value_logit: torch.Tensor | None,
+    inverse_norm: torch.Tensor,
     delta: torch.Tensor,
     x_in: torch.Tensor,
-    rho: torch.Tensor,
-    read: torch.Tensor,
-    norm: torch.Tensor,
-    gate: torch.Tensor | None,
-    value: torch.Tensor | None,
+    inverse_rms: torch.Tensor,
+    read_weights: torch.Tensor,
+    norm_weight: torch.Tensor,
+    gate_weight: torch.Tensor | None,
+    value_weight: torch.Tensor | None,
     value_form: str,
     value_scale: float,
     value_constant: float,
     value_input: str,
     erase: bool,
 ) -> list[torch.Tensor]:
-    """Gradients [state, h, y, z, the parameters' in one fp32 vector]; empty where there is nothing.
+    """Return the gradients of `residual_step`, whose arguments and results these are.
 
-    base, hs, us: the state after the write, as in `residual_step`.
+    stored_state, directions and updates are those of the state after the write. None for a gradient
+    stands for zeros.
+
+    Returns:
+        The fields of `StepGradients`, as a list.
     """
-    v, d = base.shape[2:]
-    results = gradients_of(base, h, y, z, read, gate, value, value_form)
-    sequences, (tokens, chunk, chunks), launch = runs("step backward", base, len(read))
-    numbers = results[-1].numel()
-    # Rows begin at 64 bytes, so that vectors can be stored whole.
-    sums = base.new_empty((sequences * chunks, -(-numbers // 16) * 16), dtype=torch.float32)
-    backward_kernel[(sequences * chunks,)](
-        *dense(grad_state, grad_x_in, grad_context, grad_gate, grad_value),
-        base, *rows_and_columns(base), tuple(dense(*hs)), tuple(us), *dense(h, y, z), n, delta, x_in, rho,
-        *dense(read, norm, gate, value), *results[:4], sums,
-        tokens, chunk, chunks, value_scale, value_constant,
-        D=d, V=v, K=len(read), VALUE=value_form, VALUE_INPUT=value_input, ERASE=erase, TOTAL=sums.shape[1],
-        RELOAD=launch.reload, **options_of(launch, base),
-    )  # fmt: skip
-    return [*results[:4], sums[:, :numbers].sum(0)]
-
-
-def parameter_sizes(read, gate, value) -> list[int]:
-    """Numbers in the gradients of read, norm, gate, value and the biases of value and gate, one
-    after the other.
-    """
-    columns, d = read.shape[1:]
-    sizes = [read.numel(), d, d if gate is not None else 0]
-    sizes += [columns * d, columns] if value is not None else [0, 0]
-    return [*sizes, int(gate is not None)]
-
-
-def gradients_of(base, h, y, z, read, gate, value, value_form: str) -> list[torch.Tensor]:
-    """Tensors for what `residual_step_backward` returns."""
-    grad_y = base.new_empty((0,) if y is None else y.shape, dtype=torch.float32)
-    grad_z = base.new_empty(
-        (0,) if z is None or value_form == "constant" else z.shape, dtype=torch.float32
+    gradients = allocate_gradients(
+        stored_state=stored_state,
+        direction=direction,
+        gate_logit=gate_logit,
+        value_logit=value_logit,
+        read_weights=read_weights,
+        gate_weight=gate_weight,
+        value_weight=value_weight,
+        value_form=value_form,
     )
-    grad_h = base.new_empty((0,)) if h is None else h.new_empty(h.shape)
-    parameters = base.new_empty((sum(parameter_sizes(read, gate, value)),), dtype=torch.float32)
-    return [base.new_empty(base.shape), grad_h, grad_y, grad_z, parameters]
+    launch = plan_launch("step backward", stored_state, kernel_size=len(read_weights))
+    (num_programs,) = launch.grid
+    num_parameters = gradients.parameters.numel()
+    # the rows of the programs begin at multiples of 64 bytes, so that vectors are stored whole
+    row_size = -(-num_parameters // 16) * 16
+    sums = stored_state.new_empty((num_programs, row_size), dtype=torch.float32)
+    backward_kernel[launch.grid](
+        grad_new_state=contiguous(grad_new_state),
+        grad_x_in=contiguous(grad_x_in),
+        grad_context=contiguous(grad_context),
+        grad_next_gate_logit=contiguous(grad_next_gate_logit),
+        grad_next_value_logit=contiguous(grad_next_value_logit),
+        stored_state=stored_state,
+        directions=tuple(contiguous(earlier) for earlier in directions),
+        updates=tuple(updates),
+        direction=contiguous(direction),
+        gate_logit=contiguous(gate_logit),
+        value_logit=contiguous(value_logit),
+        inverse_norm=inverse_norm,
+        delta=delta,
+        x_in=x_in,
+        inverse_rms=inverse_rms,
+        read_weights=contiguous(read_weights),
+        norm_weight=contiguous(norm_weight),
+        gate_weight=contiguous(gate_weight),
+        value_weight=contiguous(value_weight),
+        grad_state=gradients.state,
+        grad_direction=gradients.direction,
+        grad_gate_logit=gradients.gate_logit,
+        grad_value_logit=gradients.value_logit,
+        sums=sums,
+        value_scale=value_scale,
+        value_constant=value_constant,
+        VALUE_FORM=value_form,
+        VALUE_INPUT=value_input,
+        ERASE=erase,
+        TOTAL=row_size,
+        **launch.arguments,
+    )
+    return list(gradients._replace(parameters=sums[:, :num_parameters].sum(0)))
+
+
+def parameter_sizes(
+    read_weights: torch.Tensor, gate_weight: torch.Tensor | None, value_weight: torch.Tensor | None
+) -> list[int]:
+    """Return how many numbers each field of `ParameterGradients` has."""
+    _, num_value_channels, width = read_weights.shape
+    has_gate = gate_weight is not None
+    has_value = value_weight is not None
+    return [
+        read_weights.numel(),
+        width,  # norm_weight
+        width if has_gate else 0,  # gate_weight
+        num_value_channels * width if has_value else 0,  # value_weight
+        num_value_channels if has_value else 0,  # value_bias
+        1 if has_gate else 0,  # gate_bias
+    ]
+
+
+def allocate_gradients(
+    *,
+    stored_state: torch.Tensor,
+    direction: torch.Tensor | None,
+    gate_logit: torch.Tensor | None,
+    value_logit: torch.Tensor | None,
+    read_weights: torch.Tensor,
+    gate_weight: torch.Tensor | None,
+    value_weight: torch.Tensor | None,
+    value_form: str,
+) -> StepGradients:
+    """Allocate what `residual_step_backward` returns."""
+
+    def allocate_fp32(logit: torch.Tensor | None) -> torch.Tensor:
+        return stored_state.new_empty((0,) if logit is None else logit.shape, dtype=torch.float32)
+
+    if direction is None:
+        grad_direction = stored_state.new_empty((0,))
+    else:
+        grad_direction = direction.new_empty(direction.shape)
+    num_parameters = sum(parameter_sizes(read_weights, gate_weight, value_weight))
+    return StepGradients(
+        state=stored_state.new_empty(stored_state.shape),
+        direction=grad_direction,
+        gate_logit=allocate_fp32(gate_logit),
+        value_logit=allocate_fp32(None if value_form == "constant" else value_logit),
+        parameters=stored_state.new_empty((num_parameters,), dtype=torch.float32),
+    )
 
 
 @residual_step_backward.register_fake
-def _(grad_state, grad_context, grad_x_in, grad_gate, grad_value, base, hs, us, h, y, z, n, delta, x_in, rho, read,
-      norm, gate, value, value_form, value_scale, value_constant, value_input, erase):  # fmt: skip
-    return gradients_of(base, h, y, z, read, gate, value, value_form)
-
-
-def setup_context(ctx, inputs, output):
-    (_, base, hs, us, h, y, z, read, norm, gate, gate_bias, value, value_bias, _, _, *options) = (
-        inputs
+def _(
+    grad_new_state,
+    grad_context,
+    grad_x_in,
+    grad_next_gate_logit,
+    grad_next_value_logit,
+    stored_state,
+    directions,
+    updates,
+    direction,
+    gate_logit,
+    value_logit,
+    inverse_norm,
+    delta,
+    x_in,
+    inverse_rms,
+    read_weights,
+    norm_weight,
+    gate_weight,
+    value_weight,
+    value_form,
+    value_scale,
+    value_constant,
+    value_input,
+    erase,
+):
+    gradients = allocate_gradients(
+        stored_state=stored_state,
+        direction=direction,
+        gate_logit=gate_logit,
+        value_logit=value_logit,
+        read_weights=read_weights,
+        gate_weight=gate_weight,
+        value_weight=value_weight,
+        value_form=value_form,
     )
-    state, _, x_in, _, _, n, delta, u, rho, carry = output
-    options, store, ctx.with_x_in, carried, ctx.context_dtype = options[:5], *options[5:]
-    if carried is not None:
+    return list(gradients)
+
+
+def setup_context(ctx: Any, inputs: tuple, output: list[torch.Tensor]) -> None:
+    (
+        _state,
+        stored_state,
+        directions,
+        updates,
+        direction,
+        gate_logit,
+        value_logit,
+        read_weights,
+        norm_weight,
+        gate_weight,
+        gate_bias,
+        value_weight,
+        value_bias,
+        _k_eps,
+        _norm_eps,
+        ctx.value_form,
+        ctx.value_scale,
+        ctx.value_constant,
+        ctx.value_input,
+        ctx.erase,
+        store_state,
+        ctx.return_x_in,
+        carry,
+        ctx.context_dtype,
+    ) = inputs
+    output = StepOutput(*output)
+    if carry is not None:
         raise ValueError(
-            "a step that carries reads over is for generation, without gradients: call it under "
-            "no_grad"
+            "a step with a carry from earlier tokens is for cached generation and has no "
+            "gradients; call it under torch.no_grad()"
         )
+    # a gradient of zeros would be read from memory, and None costs nothing
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(n, delta, u, rho, carry)
-    ctx.options, ctx.count = options, len(hs)
-    ctx.types = [
-        None if p is None else (p.dtype, p.shape)
-        for p in (read, norm, gate, gate_bias, value, value_bias)
-    ]
-    if store:
-        after = [state]
-    elif h is not None:
-        after = [base, *hs, h, *us, u]
-    else:
-        after = [base, *hs, *us]
-    ctx.save_for_backward(h, y, z, n, delta, x_in, rho, read, norm, gate, value, *after)
+    ctx.mark_non_differentiable(
+        output.inverse_norm,
+        output.delta,
+        output.update,
+        output.inverse_rms,
+        output.new_carry,
+    )
+    ctx.num_directions = len(directions)
+    ctx.gate_bias_dtype = None if gate_bias is None else gate_bias.dtype
+    ctx.value_bias_dtype = None if value_bias is None else value_bias.dtype
+
+    # the backward pass needs the state after the write
+    if store_state:
+        stored_state = output.new_state
+        directions = []
+        updates = []
+    elif direction is not None:
+        directions = [*directions, direction]
+        updates = [*updates, output.update]
+    ctx.save_for_backward(
+        direction,
+        gate_logit,
+        value_logit,
+        output.inverse_norm,
+        output.delta,
+        output.x_in,
+        output.inverse_rms,
+        read_weights,
+        norm_weight,
+        gate_weight,
+        value_weight,
+        stored_state,
+        *directions,
+        *updates,
+    )
 
 
-def backward(ctx, grads):
-    grad_state, grad_context, grad_x_in, grad_gate, grad_value, *_ = grads
-    h, y, z, n, delta, x_in, rho, read, norm, gate, value, base, *writes = ctx.saved_tensors
-    count = len(writes) // 2
+def backward(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[object, ...]:
+    grads = StepOutput(*grads)
+    (
+        direction,
+        gate_logit,
+        value_logit,
+        inverse_norm,
+        delta,
+        x_in,
+        inverse_rms,
+        read_weights,
+        norm_weight,
+        gate_weight,
+        value_weight,
+        stored_state,
+        *writes,
+    ) = ctx.saved_tensors
+    num_writes = len(writes) // 2
+    directions = writes[:num_writes]
+    updates = writes[num_writes:]
+
+    # Gradients of results that do not reach the loss are None. The kernel has no form without these
+    # three.
+    grad_context = grads.context
     if grad_context is None:
-        grad_context = base.new_zeros((*base.shape[:2], base.shape[3]), dtype=ctx.context_dtype)
-    if gate is not None and grad_gate is None:
-        grad_gate = torch.zeros_like(rho)
-    if value is not None and grad_value is None:
-        grad_value = rho.new_zeros(base.shape[:3])
-    found = residual_step_backward(
-        grad_state, grad_context, grad_x_in if ctx.with_x_in else None, grad_gate, grad_value,
-        base, writes[:count], writes[count:], h, y, z, n, delta, x_in, rho, read, norm, gate, value, *ctx.options,
-    )  # fmt: skip
-    state, h, y, z, sums = (gradient if gradient.numel() else None for gradient in found)
-    parts = sums.split(parameter_sizes(read, gate, value))
-    in_order = (parts[place] for place in (0, 1, 2, 5, 3, 4))
-    parameters = [
-        kind and part.view(kind[1]).to(kind[0]) for part, kind in zip(in_order, ctx.types)
-    ]
-    return state, None, [None] * ctx.count, [None] * ctx.count, h, y, z, *parameters, *[None] * 11
+        batch_size, num_tokens, _, width = stored_state.shape
+        grad_context = stored_state.new_zeros(
+            (batch_size, num_tokens, width), dtype=ctx.context_dtype
+        )
+    grad_next_gate_logit = grads.next_gate_logit
+    if gate_weight is not None and grad_next_gate_logit is None:
+        grad_next_gate_logit = torch.zeros_like(inverse_rms)
+    grad_next_value_logit = grads.next_value_logit
+    if value_weight is not None and grad_next_value_logit is None:
+        grad_next_value_logit = inverse_rms.new_zeros(stored_state.shape[:3])
+
+    gradients = StepGradients(
+        *residual_step_backward(
+            grad_new_state=grads.new_state,
+            grad_context=grad_context,
+            grad_x_in=grads.x_in if ctx.return_x_in else None,
+            grad_next_gate_logit=grad_next_gate_logit,
+            grad_next_value_logit=grad_next_value_logit,
+            stored_state=stored_state,
+            directions=directions,
+            updates=updates,
+            direction=direction,
+            gate_logit=gate_logit,
+            value_logit=value_logit,
+            inverse_norm=inverse_norm,
+            delta=delta,
+            x_in=x_in,
+            inverse_rms=inverse_rms,
+            read_weights=read_weights,
+            norm_weight=norm_weight,
+            gate_weight=gate_weight,
+            value_weight=value_weight,
+            value_form=ctx.value_form,
+            value_scale=ctx.value_scale,
+            value_constant=ctx.value_constant,
+            value_input=ctx.value_input,
+            erase=ctx.erase,
+        )
+    )
+    parameters = ParameterGradients(
+        *gradients.parameters.split(parameter_sizes(read_weights, gate_weight, value_weight))
+    )
+    gate_weight_gradient = None
+    gate_bias_gradient = None
+    if gate_weight is not None:
+        gate_weight_gradient = parameters.gate_weight.to(gate_weight.dtype)
+        gate_bias_gradient = parameters.gate_bias.to(ctx.gate_bias_dtype)
+    value_weight_gradient = None
+    value_bias_gradient = None
+    if value_weight is not None:
+        value_weight_gradient = parameters.value_weight.view_as(value_weight).to(value_weight.dtype)
+        value_bias_gradient = parameters.value_bias.to(ctx.value_bias_dtype)
+    num_directions = ctx.num_directions
+    # in the order of the operator's arguments
+    return (
+        none_if_empty(gradients.state),
+        None,  # stored_state
+        [None] * num_directions,  # directions
+        [None] * num_directions,  # updates
+        none_if_empty(gradients.direction),
+        none_if_empty(gradients.gate_logit),
+        none_if_empty(gradients.value_logit),
+        parameters.read_weights.view_as(read_weights).to(read_weights.dtype),
+        parameters.norm_weight.to(norm_weight.dtype),
+        gate_weight_gradient,
+        gate_bias_gradient,
+        value_weight_gradient,
+        value_bias_gradient,
+        *[None] * 11,  # options, from k_eps to context_dtype
+    )
+
+
+def none_if_empty(gradient: torch.Tensor) -> torch.Tensor | None:
+    """Return a gradient; None for the empty one of an argument that was not given."""
+    return gradient if gradient.numel() else None
 
 
 residual_step.register_autograd(backward, setup_context=setup_context)

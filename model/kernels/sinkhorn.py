@@ -1,65 +1,98 @@
-"""Sinkhorn-Knopp of mHC in one kernel launch, forward and backward: those of liger-kernel, as one
-operation each.
+"""Sinkhorn-Knopp of mHC in one kernel launch, forward and backward, by the kernels of liger-kernel.
 
-Of liger-kernel's mHC these two alone are used: the others sum gradients by atomic additions, in
-another order each time, and a run that goes on must give the bits that it would have given. What
-they compute, torch.compile fuses too.
+Only these two of liger-kernel's mHC kernels are used. The others add gradients atomically, in
+another order each time, and a resumed run must continue with the bits of an uninterrupted one.
+torch.compile fuses what they compute.
 """
+
+from typing import Any, NamedTuple
 
 import torch
 from liger_kernel.ops.mhc import mhc_sinkhorn_bwd, mhc_split_sinkhorn_fwd
 
-from model.hyper_connections import save_logits
 from model.kernels.stream import check_dtype
 
 
 @torch.library.custom_op("ddl::fused_sinkhorn_knopp", mutates_args=())
-def sinkhorn_knopp(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
-    """What `model.hyper_connections.sinkhorn_knopp` computes, in fp32."""
-    maps, bias, one = as_maps(logits)
-    settings = {"tmax": iterations, "pre_eps": 0.0, "sinkhorn_eps": eps, "post_mult": 2.0}
-    return mhc_split_sinkhorn_fwd(maps, bias, one, one, one, **settings)[2].view(logits.shape)
+def fused_sinkhorn_knopp(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
+    """Compute `model.hyper_connections.sinkhorn_knopp` of logits (..., n, n), in fp32."""
+    padded = pad_logits(logits)
+    # the results are read, write and mix
+    _, _, mix = mhc_split_sinkhorn_fwd(
+        padded.maps,
+        padded.bias,
+        padded.scale,
+        padded.scale,
+        padded.scale,
+        tmax=iterations,
+        pre_eps=0.0,
+        sinkhorn_eps=eps,
+        post_mult=2.0,
+    )
+    return mix.view(logits.shape)
 
 
-def as_maps(logits):
-    """logits (..., n, n) as the last of the maps (tokens, 2 n + n^2) that the kernel takes; its
-    bias and its scale.
+class PaddedLogits(NamedTuple):
+    """Logits as liger-kernel takes them, whose kernel also computes mHC's reads and writes."""
 
-    ValueError: they are float64.
+    maps: torch.Tensor  # (tokens, 2 n + n^2): zeros, which are not used, then the logits
+    bias: torch.Tensor  # (2 n + n^2,) zeros
+    scale: torch.Tensor  # (1,) one
+
+
+def pad_logits(logits: torch.Tensor) -> PaddedLogits:
+    """Return logits (..., n, n) as liger-kernel takes them.
+
+    Raises:
+        ValueError: the logits are float64
     """
     check_dtype(logits)
     n = logits.shape[-1]
     maps = torch.nn.functional.pad(logits.float().reshape(-1, n * n), (2 * n, 0))
-    return maps, maps.new_zeros(maps.shape[1]), maps.new_ones(1)
+    return PaddedLogits(maps=maps, bias=maps.new_zeros(maps.shape[1]), scale=maps.new_ones(1))
 
 
-@sinkhorn_knopp.register_fake
+@fused_sinkhorn_knopp.register_fake
 def _(logits, iterations, eps):
     return torch.empty_like(logits, dtype=torch.float32, memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("ddl::fused_sinkhorn_knopp_backward", mutates_args=())
-def sinkhorn_knopp_backward(
+def fused_sinkhorn_knopp_backward(
     gradient: torch.Tensor, logits: torch.Tensor, iterations: int, eps: float
 ) -> torch.Tensor:
+    """Return the gradient of the logits for the gradient of the result, (..., n, n) each."""
     gradient = gradient.float().reshape(-1, *logits.shape[-2:]).contiguous()
-    maps, bias, one = as_maps(logits)
-    return mhc_sinkhorn_bwd(maps, bias, one, gradient, tmax=iterations, sinkhorn_eps=eps).view(
-        logits.shape
+    padded = pad_logits(logits)
+    grad_logits = mhc_sinkhorn_bwd(
+        padded.maps,
+        padded.bias,
+        padded.scale,
+        gradient,
+        tmax=iterations,
+        sinkhorn_eps=eps,
     )
+    return grad_logits.view(logits.shape)
 
 
-@sinkhorn_knopp_backward.register_fake
+@fused_sinkhorn_knopp_backward.register_fake
 def _(gradient, logits, iterations, eps):
     return torch.empty_like(logits, dtype=torch.float32, memory_format=torch.contiguous_format)
 
 
-def gradient_by_logits(ctx, gradient):
-    return (
-        sinkhorn_knopp_backward(gradient, *ctx.saved_tensors, ctx.iterations, ctx.eps),
-        None,
-        None,
+def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+    logits, iterations, eps = inputs
+    ctx.save_for_backward(logits)
+    ctx.iterations = iterations
+    ctx.eps = eps
+
+
+def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    (logits,) = ctx.saved_tensors
+    grad_logits = fused_sinkhorn_knopp_backward(
+        gradient=gradient, logits=logits, iterations=ctx.iterations, eps=ctx.eps
     )
+    return grad_logits, None, None
 
 
-sinkhorn_knopp.register_autograd(gradient_by_logits, setup_context=save_logits)
+fused_sinkhorn_knopp.register_autograd(backward, setup_context=setup_context)

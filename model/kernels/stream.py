@@ -1,7 +1,7 @@
 """Residual streams whose steps are fused kernels; `model.kernels.use` puts them into a model.
 
-A write waits until the next site reads: both are one pass over the state then. So what blocks hand
-on is the state before the write, and the write.
+A write waits until the next site reads, because the two are then one pass over the state. The state
+that blocks hand on is therefore the state before a write, together with that write.
 """
 
 import math
@@ -9,197 +9,362 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from model.block import Stream
+from model.block import Site, Stream
 from model.decoding import get_or_create_buffer
-from model.kernels import add_norm as additive
-from model.kernels import form_of
+from model.gpt import GPT, GPTConfig
+from model.kernels.add_norm import AddNormOutput, add_norm
 from model.kernels.expand import expand
-from model.kernels.residual_step import residual_step
+from model.kernels.residual_step import StepOutput, residual_step
 from model.kernels.tiles import DTYPES
-from model.layers import RMSNorm, compute_dtype, linear_fp32
+from model.layers import Positions, RMSNorm, compute_dtype, linear_fp32
+from model.residual import DeltaConfig, DeltaRewrite, EmbeddingConv, SingleChannelRead
 
 
-def check_dtype(x) -> None:
-    """ValueError: a dtype that the kernels, which compute in fp32, would lose digits of."""
+def check_dtype(x: torch.Tensor) -> None:
+    """Raise ValueError for a dtype that loses digits in the kernels, which compute in float32."""
     if x.dtype not in DTYPES:
-        raise ValueError(f"kernels compute in float32, the model is {x.dtype}: give kernels=off")
+        raise ValueError(
+            f"fused kernels compute in float32, but the model has the dtype {x.dtype}; use "
+            "kernels=off"
+        )
 
 
 class AdditiveState(NamedTuple):
-    """x (B, T, d) and the sublayer's output that is yet to be added, None at the start.
+    """The state of the additive stream, and the write that waits."""
 
-    h is what the products are computed in, bfloat16 for example, whatever x is kept in.
-    """
-
+    # X (B, T, d)
     x: torch.Tensor
+
+    # The sublayer output (B, T, d) that is yet to be added, in the dtype of matrix products, or
+    # float32 if it is multiplied by residual_branch_mult. None before the first write.
     h: torch.Tensor | None
 
 
 class AdditiveStream(Stream):
-    """X' = X + h and the norm that follows in one kernel.
+    """Compute X' = X + h and the norm that follows in one kernel."""
 
-    h has its factor, if any, in fp32 before.
-    """
+    def __init__(self, config: GPTConfig):
+        self.branch_mult = config.branch_mult
 
-    def __init__(self, config):
-        self.mult = config.branch_mult
-
-    def begin(self, model, x, cache):
+    def begin(self, model: GPT, x: torch.Tensor, cache: dict | None) -> AdditiveState:
         check_dtype(x)
         return AdditiveState(x.contiguous(), None)
 
-    def norm(self, state: AdditiveState, norm: RMSNorm):
-        dtype = compute_dtype(norm.weight)
-        h = (
-            None
-            if state.h is None
-            else state.h.to(dtype if self.mult == 1 else torch.float32).contiguous()
+    def norm(self, state: AdditiveState, norm: RMSNorm) -> tuple[AdditiveState, torch.Tensor]:
+        """Add what waits to the state, and return the new state and its normalized form."""
+        context_dtype = compute_dtype(norm.weight)
+        h = state.h
+        if h is not None:
+            # the product with branch_mult is not rounded before it is added
+            h = h.to(context_dtype if self.branch_mult == 1 else torch.float32).contiguous()
+        output = AddNormOutput(
+            *add_norm(
+                x=state.x,
+                h=h,
+                norm_weight=norm.weight,
+                eps=norm.eps,
+                context_dtype=context_dtype,
+            )
         )
-        x, context, _ = additive.add_norm(state.x, h, norm.weight, norm.eps, dtype)
-        return AdditiveState(state.x if h is None else x, None), context
+        new_x = state.x if h is None else output.new_x
+        return AdditiveState(new_x, None), output.context
 
-    def read(self, site, state, cache, positions):
+    def read(
+        self, site: Site, state: AdditiveState, cache: dict | None, positions: Positions
+    ) -> tuple[AdditiveState, torch.Tensor, None]:
         state, context = self.norm(state, site.norm)
         return state, context, None
 
-    def write(self, site, state, h, c, aux, cache):
-        return AdditiveState(state.x, h if self.mult == 1 else self.mult * h.float()), None
+    def write(
+        self,
+        site: Site,
+        state: AdditiveState,
+        h: torch.Tensor,
+        c: torch.Tensor,
+        x_in: None,
+        cache: dict | None,
+    ) -> tuple[AdditiveState, None]:
+        if self.branch_mult != 1:
+            h = self.branch_mult * h.float()
+        return AdditiveState(state.x, h), None
 
-    def finish(self, model, state, cache):
-        return self.norm(state, model.ln_f)[1]
+    def finish(self, model: GPT, state: AdditiveState, cache: dict | None) -> torch.Tensor:
+        _, context = self.norm(state, model.ln_f)
+        return context
 
 
 class DeltaState(NamedTuple):
-    """A state (B, T, v, d) as it is kept: the last stored one, the writes since, and the write that
-    waits.
+    """The state of the Delta stream, and the write that waits.
 
-    gradient: has the shape of the state and takes its gradient; its memory is that of `stored`, or
-    none. stored: the last state in memory. hs (B, T, d), us (B, T, v): the writes since then, state
-    + h u^T each. h, gate_logit (B, T), value_logit (B, T, v): the write that waits; None: none
-    does.
+    The state is the last stored one with the writes since, X + k~ u^T for each.
     """
 
+    # (B, T, d_v, d), takes the gradient of the state; its memory is that of `stored` or none
     gradient: torch.Tensor
+
+    # (B, T, d_v, d), the last state that is in memory
     stored: torch.Tensor
-    hs: tuple = ()
-    us: tuple = ()
-    h: torch.Tensor | None = None
+
+    # the directions k~ (B, T, d) of the writes since then
+    directions: tuple[torch.Tensor, ...] = ()
+
+    # their updates u (B, T, d_v), in fp32
+    updates: tuple[torch.Tensor, ...] = ()
+
+    # the write that waits: k~ (B, T, d), and the logits of beta (B, T) and of v (B, T, d_v) in
+    # fp32. None if there is no write, value_logit also if v is constant.
+    direction: torch.Tensor | None = None
     gate_logit: torch.Tensor | None = None
     value_logit: torch.Tensor | None = None
 
 
-def permuted(taps):
-    """taps (d, v, K) -> (K, v, d), the current token's first, as a view: copied once, with what
-    follows, on a GPU.
+class DeltaRead(NamedTuple):
+    """What the kernel computes for the next write; None if it is computed elsewhere."""
+
+    x_in: torch.Tensor | None  # (B, T, d)
+    gate_logit: torch.Tensor | None  # (B, T) fp32
+    value_logit: torch.Tensor | None  # (B, T, d_v) fp32
+
+
+class DeltaHeads(NamedTuple):
+    """The parameters of the heads that the kernel computes for the next write."""
+
+    gate_weight: torch.Tensor | None = None  # (d,)
+    gate_bias: torch.Tensor | None = None  # (1,)
+    value_weight: torch.Tensor | None = None  # (d_v, d)
+    value_bias: torch.Tensor | None = None  # (d_v,)
+
+
+def arrange_taps(taps: torch.Tensor) -> torch.Tensor:
+    """Return a view (K, d_v, d) of taps (d, d_v, K), with the current token's first.
+
+    It is a view so that it is copied once, together with the operations that follow.
     """
     return taps.flip(-1).permute(2, 1, 0)
 
 
-def weights_of(read, state):
-    """e (K, v, d) in fp32, x_in[t] = sum_s sum_j e[s, j] X[t - s, j]; its first entry weighs the
-    current token.
+def get_read_weights(read: nn.Module, state: torch.Tensor) -> torch.Tensor:
+    """Return the weights e (K, d_v, d) of a read in fp32, with the current token's first.
+
+    x_in[t] = sum_s sum_j e[s, j] X[t - s, j]
     """
-    if form_of(read) in ("token_conv", "column_conv"):
-        return read.weights(permuted).float().contiguous()
-    return state.new_ones((1, 1, state.shape[-1]), dtype=torch.float32)
+    if isinstance(read, SingleChannelRead):
+        return state.new_ones((1, 1, state.shape[-1]), dtype=torch.float32)
+    return read.weights(arrange_taps).float().contiguous()
 
 
-def multiplied(logit, mult: float):
-    """The logit at which a gate is `mult`, at most 1, times what it is at this one: m sigmoid(y) =
-    sigmoid(result).
+def scale_gate(logit: torch.Tensor, factor: float) -> torch.Tensor:
+    """Return the logit y' of a gate that is scaled: sigmoid(y') = factor * sigmoid(y).
+
+    factor: above 0, at most 1
     """
-    return math.log(mult) + F.logsigmoid(logit) - torch.log1p(-mult * logit.sigmoid())
+    # log(factor sigmoid(y) / (1 - factor sigmoid(y))), in a form that is accurate for large |y|
+    return math.log(factor) + F.logsigmoid(logit) - torch.log1p(-factor * logit.sigmoid())
 
 
 class DeltaStream(Stream):
-    """Each write, the next read, its norm and its heads in one kernel (see step_kernels).
+    """Compute each write, the next read, its norm and its heads in one kernel (`step_kernels`)."""
 
-    interval: sublayers between states that are kept for the backward pass; those between are made
-    again.
-    """
+    def __init__(self, config: DeltaConfig, state_checkpoint_interval: int):
+        """state_checkpoint_interval: number of sublayers from one stored state to the next"""
+        self.state_checkpoint_interval = state_checkpoint_interval
+        self.branch_mult = config.branch_mult
+        self.is_k_map = config.ddl_map == "k"
+        self.gate_is_linear = config.ddl_beta_single_linear
+        self.value_is_constant = config.ddl_v_constant
+        # the v-Map's branch for the direction k reads x_in, or c if d_v = 1
+        self.branch_reads_x_in = not self.is_k_map and config.ddl_value_channels > 1
 
-    def __init__(self, config, interval: int):
-        self.interval = interval
-        self.k_map, self.gate_is_linear = config.ddl_map == "k", config.ddl_beta_single_linear
-        self.reads_x_in = not self.k_map and config.ddl_value_channels > 1
-        self.constant = config.ddl_v_constant
-        form = "constant" if self.constant else "sigmoid" if config.ddl_v_sigmoid else "raw"
-        self.k_eps, self.mult = float(config.k_guard), config.branch_mult
-        self.options = (
-            form, float(config.ddl_v_sigmoid_scale), float(config.ddl_v_constant_value), config.ddl_v_input,
-            config.ddl_update == "delta",
-        )  # fmt: skip
+        # how the kernel computes the write
+        self.k_eps = float(config.k_guard)
+        if config.ddl_v_constant:
+            self.value_form = "constant"
+        elif config.ddl_v_sigmoid:
+            self.value_form = "sigmoid"
+        else:
+            self.value_form = "raw"
+        self.value_scale = float(config.ddl_v_sigmoid_scale)
+        self.value_constant = float(config.ddl_v_constant_value)
+        self.value_input = config.ddl_v_input
+        self.erase = config.ddl_update == "delta"
 
-    def begin(self, model, x, cache):
+    def begin(self, model: GPT, x: torch.Tensor, cache: dict | None) -> DeltaState:
         check_dtype(x)
-        if form_of(model.input_embed) == "embedding_conv" and cache is None:
-            # (d, v, K)
-            taps = model.input_embed.conv.weight.squeeze(1).unflatten(0, (x.shape[-1], -1))
-            state = expand(x.contiguous(), permuted(taps).float().contiguous())
+        # exact class: a subclass may compute something else
+        if type(model.input_embed) is EmbeddingConv and cache is None:
+            width = x.shape[-1]
+            taps = model.input_embed.conv.weight.squeeze(1).unflatten(0, (width, -1))  # (d, d_v, K)
+            state = expand(x.contiguous(), arrange_taps(taps).float().contiguous())
         else:
             state = super().begin(model, x, cache)
-        return DeltaState(state, state.detach())
+        # kernels read `stored`; autograd sees only `gradient`
+        return DeltaState(gradient=state, stored=state.detach())
 
     def step(
-        self, state: DeltaState, read, norm: RMSNorm, rewrite, cache, slot: str, last: bool = False
-    ):
-        """(new state, context, (x_in, gate logit, value logit)); each of the three None where it is
-        made elsewhere.
+        self,
+        state: DeltaState,
+        *,
+        read: nn.Module,
+        norm: RMSNorm,
+        next_write: DeltaRewrite | None,
+        cache: dict | None,
+        cache_slot: str,
+    ) -> tuple[DeltaState, torch.Tensor, DeltaRead]:
+        """Perform the write that waits, and read the state.
+
+        Args:
+            next_write: the write that follows; None for the readout
+            cache_slot: name of the buffer in which the cache keeps what these tokens add to the
+                reads of later ones
+
+        Returns:
+            The new state, the normalized input c (B, T, d), and what the next write gets.
         """
-        weights = weights_of(read, state.stored)
-        heads = [None, None, None, None]
-        if rewrite is not None and self.gate_is_linear:
-            heads[:2] = rewrite.beta.weight.view(-1), rewrite.beta.bias
-        if rewrite is not None and self.k_map and not self.constant:
-            bias = rewrite.v_proj.bias
-            heads[2:] = (
-                rewrite.v_proj.weight,
-                weights.new_zeros(len(rewrite.v_proj.weight)) if bias is None else bias,
-            )
-        with_x_in = rewrite is not None and self.reads_x_in
-        writes = state.h is not None
-        store = writes and not last and len(state.hs) + 1 >= self.interval
+        read_weights = get_read_weights(read, state.stored)
+        heads = self.get_heads(next_write, read_weights)
+        return_x_in = next_write is not None and self.branch_reads_x_in
+        has_write = state.direction is not None
+        # the state of the readout is not stored, because no later step reads it
+        num_writes = len(state.directions) + 1
+        store_state = (
+            has_write and next_write is not None and num_writes >= self.state_checkpoint_interval
+        )
         carry = None
-        if cache is not None and len(weights) > 1:
-            shape = (len(state.stored), len(weights) - 1, state.stored.shape[-1])
-            carry = get_or_create_buffer(cache, slot, shape, state.stored, torch.float32)
-        new, context, x_in, gate_logit, value_logit, _, _, u, _, new_carry = residual_step(
-            state.gradient, state.stored, list(state.hs), list(state.us), state.h, state.gate_logit, state.value_logit,
-            weights, norm.weight, *heads, self.k_eps, norm.eps, *self.options, store, with_x_in, carry,
-            compute_dtype(norm.weight),
-        )  # fmt: skip
+        kernel_size = len(read_weights)
+        if cache is not None and kernel_size > 1:
+            batch_size, _, _, width = state.stored.shape
+            carry = get_or_create_buffer(
+                cache,
+                cache_slot,
+                (batch_size, kernel_size - 1, width),
+                state.stored,
+                torch.float32,
+            )
+        output = StepOutput(
+            *residual_step(
+                state=state.gradient,
+                stored_state=state.stored,
+                directions=list(state.directions),
+                updates=list(state.updates),
+                direction=state.direction,
+                gate_logit=state.gate_logit,
+                value_logit=state.value_logit,
+                read_weights=read_weights,
+                norm_weight=norm.weight,
+                gate_weight=heads.gate_weight,
+                gate_bias=heads.gate_bias,
+                value_weight=heads.value_weight,
+                value_bias=heads.value_bias,
+                k_eps=self.k_eps,
+                norm_eps=norm.eps,
+                value_form=self.value_form,
+                value_scale=self.value_scale,
+                value_constant=self.value_constant,
+                value_input=self.value_input,
+                erase=self.erase,
+                store_state=store_state,
+                return_x_in=return_x_in,
+                carry=carry,
+                context_dtype=compute_dtype(norm.weight),
+            )
+        )
         if carry is not None:
-            carry.copy_(new_carry)
-        if store:
-            state = DeltaState(new, new.detach())
-        elif writes:
-            state = DeltaState(new, state.stored, (*state.hs, state.h.detach()), (*state.us, u))
+            # in place, because compiled generation and CUDA graphs use the same buffer in each call
+            carry.copy_(output.new_carry)
+        # The gradient of a write belongs to this step alone. Later steps replay the write from
+        # tensors that are detached.
+        if store_state:
+            new_state = DeltaState(gradient=output.new_state, stored=output.new_state.detach())
+        elif has_write:
+            new_state = DeltaState(
+                gradient=output.new_state,
+                stored=state.stored,
+                directions=(*state.directions, state.direction.detach()),
+                updates=(*state.updates, output.update),
+            )
         else:
-            state = DeltaState(new, state.stored)
-        return state, context, (x_in if with_x_in else None, gate_logit, value_logit)
+            new_state = DeltaState(gradient=output.new_state, stored=state.stored)
+        return (
+            new_state,
+            output.context,
+            DeltaRead(
+                x_in=output.x_in if return_x_in else None,
+                gate_logit=output.next_gate_logit,
+                value_logit=output.next_value_logit,
+            ),
+        )
 
-    def read(self, site, state, cache, positions):
-        return self.step(state, site.read, site.norm, site.write, cache, f"{site.name}.read")
+    def get_heads(self, next_write: DeltaRewrite | None, read_weights: torch.Tensor) -> DeltaHeads:
+        """Return the heads of the next write that the kernel computes."""
+        heads = DeltaHeads()
+        if next_write is None:
+            return heads
+        if self.gate_is_linear:
+            heads = heads._replace(
+                gate_weight=next_write.beta.weight.view(-1), gate_bias=next_write.beta.bias
+            )
+        # the v-Map computes v from the sublayer's output
+        if self.is_k_map and not self.value_is_constant:
+            bias = next_write.v_proj.bias
+            if bias is None:
+                bias = read_weights.new_zeros(len(next_write.v_proj.weight))
+            heads = heads._replace(value_weight=next_write.v_proj.weight, value_bias=bias)
+        return heads
 
-    def write(self, site, state, h, c, aux, cache):
-        rewrite, (x_in, gate_logit, value_logit) = site.write, aux
+    def read(
+        self, site: Site, state: DeltaState, cache: dict | None, positions: Positions
+    ) -> tuple[DeltaState, torch.Tensor, DeltaRead]:
+        return self.step(
+            state,
+            read=site.read,
+            norm=site.norm,
+            next_write=site.write,
+            cache=cache,
+            cache_slot=f"{site.name}.read",
+        )
+
+    def write(
+        self,
+        site: Site,
+        state: DeltaState,
+        h: torch.Tensor,
+        c: torch.Tensor,
+        x_in: DeltaRead,
+        cache: dict | None,
+    ) -> tuple[DeltaState, None]:
+        """Compute what the kernel left of the write of h, which then waits for the next read."""
+        read_output = x_in
+        rewrite = site.write
+        gate_logit = read_output.gate_logit
+        value_logit = read_output.value_logit
+        # beta from the two-layer gate
         if not self.gate_is_linear:
-            gate_logit = linear_fp32(
-                rewrite.beta_out, linear_fp32(rewrite.beta_in, c).tanh()
-            ).squeeze(-1)
-        source = h
-        if not self.k_map:
-            source = rewrite.k_mlp(c if x_in is None else x_in)
+            hidden = linear_fp32(rewrite.beta_in, c).tanh()
+            gate_logit = linear_fp32(rewrite.beta_out, hidden).squeeze(-1)
+        # k-Map: h is the direction k~; v-Map: h gives the value, and a branch gives k~
+        direction = h
+        if not self.is_k_map:
+            branch_input = c if read_output.x_in is None else read_output.x_in
+            direction = rewrite.k_mlp(branch_input)
             value_logit = linear_fp32(rewrite.v_proj, h)
-        source = source.to(compute_dtype(site.norm.weight)).contiguous()
-        if self.mult != 1:
-            gate_logit = multiplied(gate_logit, self.mult)
-        value_logit = None if self.constant else value_logit
-        return state._replace(h=source, gate_logit=gate_logit, value_logit=value_logit), None
+        direction = direction.to(compute_dtype(site.norm.weight)).contiguous()
+        if self.branch_mult != 1:
+            gate_logit = scale_gate(gate_logit, self.branch_mult)
+        if self.value_is_constant:
+            value_logit = None
+        return state._replace(
+            direction=direction, gate_logit=gate_logit, value_logit=value_logit
+        ), None
 
-    def finish(self, model, state, cache):
+    def finish(self, model: GPT, state: DeltaState, cache: dict | None) -> torch.Tensor:
         _, context, _ = self.step(
-            state, model.readout, model.ln_f, None, cache, "readout", last=True
+            state,
+            read=model.readout,
+            norm=model.ln_f,
+            next_write=None,
+            cache=cache,
+            cache_slot="readout",
         )
         return context

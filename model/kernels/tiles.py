@@ -1,60 +1,79 @@
-"""What the kernels share: vectors of the state's width, held in pieces.
+"""What the kernels share: vectors of d features, which are held in pieces.
 
-Triton's blocks are powers of two, and few widths are: a vector of width D is a tuple of blocks, 768
-= 3 x 256, and no lane is idle. Several vectors, the columns of a state, are one tuple, a column's
-pieces after the other's.
+The length of a Triton block is a power of two, and few widths d are. A vector is therefore a tuple
+of P blocks, its pieces: 768 = 3 x 256, so that no lane is idle. Several vectors, such as the value
+channels of a state, are one tuple, with the pieces of one vector after those of another.
+
+Names of constants (tl.constexpr), in every kernel: D is the width d, BLOCK the length of a piece, P
+the number of pieces of a vector, V the number of value channels d_v, and K the number of tokens
+that a read covers.
 """
 
 import os
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+# dtypes of a state that kernels, which compute in float32, read and write
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# PTX, where it is fewer instructions than what Triton makes: the kernels' limit is issue as much as
-# memory.
+
+# Whether to use PTX assembly where it takes fewer instructions than the code that Triton generates:
+# the kernels are limited by instruction issue as much as by memory. The interpreter has no PTX.
 PTX = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
-BLOCKS = (1024, 512, 256)
+
+BLOCK_SIZES = (1024, 512, 256)
 
 
-def block_of(d: int) -> int:
-    """Features of a piece: the largest block that leaves the fewest lanes idle at width d."""
+def choose_block(width: int) -> int:
+    """Return the length of a vector's pieces: the largest that leaves the fewest lanes idle."""
+    smallest = min(triton.next_power_of_2(width), BLOCK_SIZES[0])
     return min(
-        (*BLOCKS, min(triton.next_power_of_2(d), BLOCKS[0])),
-        key=lambda block: (-(-d // block) * block, -block),
+        (*BLOCK_SIZES, smallest), key=lambda block: (triton.cdiv(width, block) * block, -block)
     )
 
 
-def dense(*tensors):
-    """Each as the kernels read it.
+def contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a tensor with the strides that kernels assume; None for None.
 
-    Inside an operator: what a compiler took to be contiguous may not be.
+    Operators call it themselves, because a tensor that a compiler took to be contiguous when it
+    traced the model may have other strides at run time.
     """
-    return [t if t is None else t.contiguous() for t in tensors]
+    return None if tensor is None else tensor.contiguous()
 
 
-def rows_and_columns(state) -> tuple[int, int]:
-    """Strides of state (B, T, v, d) from token to token and from column to column.
+class StateStrides(NamedTuple):
+    """Strides of a state (B, T, d_v, d), in numbers."""
 
-    An expanded embedding has columns at stride 0. ValueError: features are not contiguous, or
-    sequences have gaps.
+    token: int  # from a token to the next, also across sequences
+    channel: int  # from a value channel to the next; 0 if a repeated embedding is not copied
+
+
+def get_state_strides(state: torch.Tensor) -> StateStrides:
+    """Return the strides of a state (B, T, d_v, d), which need not be contiguous.
+
+    Raises:
+        ValueError: there are gaps between features or sequences
     """
-    if state.stride(3) != 1 or (
-        state.shape[0] > 1 and state.stride(0) != state.shape[1] * state.stride(1)
-    ):
+    sequences_have_gaps = state.shape[0] > 1 and state.stride(0) != state.shape[1] * state.stride(1)
+    if state.stride(3) != 1 or sequences_have_gaps:
         raise ValueError(
-            f"a state of shape {tuple(state.shape)} and strides {state.stride()}: make it "
-            "contiguous"
+            f"a state of shape {tuple(state.shape)} has the strides {state.stride()}, which the "
+            "fused kernels do not support; make it contiguous"
         )
-    return state.stride(1), state.stride(2)
+    return StateStrides(token=state.stride(1), channel=state.stride(2))
+
+
+# ---- numbers ----
 
 
 @triton.jit
-def widened(x):
-    """x in fp32."""
+def widen(x):
+    """Return x in fp32."""
     if PTX and x.dtype == tl.bfloat16:
-        # A copy, because $0 may be given $2's register.
+        # Two bfloat16 lie in one register, and each is the upper half of an fp32. They are copied
+        # first, because the compiler may use the same register for $0 and $2.
         halves: tl.constexpr = """{
             .reg .b32 both;
             mov.b32 both, $2;
@@ -67,9 +86,10 @@ def widened(x):
 
 
 @triton.jit
-def rounded(x, dtype: tl.constexpr):
-    """fp32 x as it would be read after it was stored in dtype."""
+def round_to(x, dtype: tl.constexpr):
+    """Return fp32 x as it would be read after it was stored in dtype."""
     if PTX and dtype == tl.bfloat16:
+        # one instruction rounds two numbers
         through: tl.constexpr = """{
             .reg .b32 both;
             cvt.rn.bf16x2.f32 both, $3, $2;
@@ -85,7 +105,9 @@ def rounded(x, dtype: tl.constexpr):
 
 @triton.jit
 def sigmoid(x):
+    """Return 1 / (1 + exp(-x)); compiled, by approximate instructions."""
     if PTX:
+        # exp(-x) = 2^(-x log2(e)), and 0fBFB8AA3B is -log2(e)
         approximate: tl.constexpr = """{
             .reg .f32 e;
             mul.f32 e, $1, 0fBFB8AA3B;
@@ -99,9 +121,45 @@ def sigmoid(x):
 
 
 @triton.jit
-def prefetch(ptr, here, COUNT: tl.constexpr):
-    """Begin to bring COUNT values at ptr into the L2 cache, if `here`: one instruction of one
-    thread, on sm_90.
+def to_numbers(block, V: tl.constexpr):
+    """Return a block of V numbers as a tuple of V numbers."""
+    if V == 1:
+        return (tl.sum(block, 0),)
+    elif V == 2:
+        return tl.split(block)
+    else:
+        even, odd = tl.split(tl.reshape(block, (V // 2, 2)))
+        evens = to_numbers(even, V // 2)
+        odds = to_numbers(odd, V // 2)
+        result = ()
+        for j in tl.static_range(V // 2):
+            result = result + (evens[j], odds[j])
+        return result
+
+
+@triton.jit
+def load_numbers(ptr, V: tl.constexpr):
+    """Return V numbers at ptr as a tuple."""
+    # as a block: Triton pipelines loads of blocks, and not those of single numbers
+    return to_numbers(tl.load(ptr + tl.arange(0, V)), V)
+
+
+@triton.jit
+def store_numbers(ptr, values):
+    """Store a tuple of numbers at ptr."""
+    # one by one: joining them into a block costs more
+    for j in tl.static_range(len(values)):
+        tl.store(ptr + j, values[j])
+
+
+# ---- loads and stores of vectors ----
+
+
+@triton.jit
+def prefetch(ptr, condition, COUNT: tl.constexpr):
+    """Start to copy COUNT values at ptr to the L2 cache, if the condition holds.
+
+    This is one instruction of one thread. It needs sm_90, and the interpreter skips it.
     """
     if PTX:
         bulk: tl.constexpr = """{
@@ -114,59 +172,82 @@ def prefetch(ptr, here, COUNT: tl.constexpr):
         }"""
         size: tl.constexpr = COUNT * ptr.dtype.element_ty.primitive_bitwidth // 8
         tl.inline_asm_elementwise(
-            bulk, "=r,l,r,r", [ptr, here.to(tl.int32), size], tl.int32, is_pure=False, pack=1
+            bulk, "=r,l,r,r", [ptr, condition.to(tl.int32), size], tl.int32, is_pure=False, pack=1
         )
 
 
 @triton.jit
-def load(ptr, own, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Pieces in fp32 of the vector at ptr.
+def load_vector(ptr, mask, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the pieces, in fp32, of the vector of D features at ptr.
 
-    own: whether to load it at all, zeros if not; None: it is.
+    mask: zeros are returned where it is false; None to load all features
     """
     pieces = ()
     for p in tl.static_range((D + BLOCK - 1) // BLOCK):
         features = p * BLOCK + tl.arange(0, BLOCK)
-        if own is None and (p + 1) * BLOCK <= D:
+        if mask is None and (p + 1) * BLOCK <= D:
             piece = tl.load(ptr + features)
-        elif own is None:
+        elif mask is None:
             piece = tl.load(ptr + features, features < D, other=0.0)
         else:
-            piece = tl.load(ptr + features, (features < D) & own, other=0.0)
-        pieces = pieces + (widened(piece),)
+            piece = tl.load(ptr + features, (features < D) & mask, other=0.0)
+        pieces = pieces + (widen(piece),)
     return pieces
 
 
 @triton.jit
-def load_columns(ptr, stride, own, V: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Pieces of V vectors that lie `stride` apart."""
-    columns = ()
-    for j in tl.static_range(V):
-        columns = columns + load(ptr + j * stride, own, D, BLOCK)
-    return columns
+def load_vectors(ptr, stride, mask, COUNT: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the pieces of COUNT vectors, which lie `stride` numbers apart."""
+    pieces = ()
+    for j in tl.static_range(COUNT):
+        pieces = pieces + load_vector(ptr + j * stride, mask, D, BLOCK)
+    return pieces
 
 
 @triton.jit
-def store(ptr, pieces, own, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Vectors one after the other, in ptr's dtype; not if `own` is false."""
+def reload_vectors(ptr, turn, COUNT: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the pieces of COUNT contiguous vectors, loaded where they are used.
+
+    They are neither kept in registers nor prefetched.
+
+    turn: of the loop around the call, 0 or more
+    """
+    pieces = zero_vectors(COUNT, D, BLOCK)
+    # always true, but the compiler does not know that, and so cannot move the loads out of the loop
+    if turn >= 0:
+        pieces = load_vectors(ptr, D, None, COUNT, D, BLOCK)
+    return pieces
+
+
+@triton.jit
+def store_vectors(ptr, pieces, mask, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Store vectors one after the other, in ptr's dtype.
+
+    mask: features where it is false are not stored; None to store all
+    """
     P: tl.constexpr = (D + BLOCK - 1) // BLOCK
     for i in tl.static_range(len(pieces)):
         features = i % P * BLOCK + tl.arange(0, BLOCK)
-        place, piece = ptr + i // P * D + features, pieces[i].to(ptr.dtype.element_ty)
-        if own is None and (i % P + 1) * BLOCK <= D:
-            tl.store(place, piece)
-        elif own is None:
-            tl.store(place, piece, features < D)
+        target = ptr + i // P * D + features
+        piece = pieces[i].to(ptr.dtype.element_ty)
+        if mask is None and (i % P + 1) * BLOCK <= D:
+            tl.store(target, piece)
+        elif mask is None:
+            tl.store(target, piece, features < D)
         else:
-            tl.store(place, piece, (features < D) & own)
+            tl.store(target, piece, (features < D) & mask)
 
 
 @triton.jit
-def zeros(COUNT: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+def zero_vectors(COUNT: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the pieces of COUNT vectors of zeros."""
     pieces = ()
     for _ in tl.static_range(COUNT * ((D + BLOCK - 1) // BLOCK)):
         pieces = pieces + (tl.zeros((BLOCK,), tl.float32),)
     return pieces
+
+
+# ---- sums over features ----
 
 
 @triton.jit
@@ -195,8 +276,11 @@ def add6(a0, a1, a2, a3, a4, a5, b0, b1, b2, b3, b4, b5):
 
 
 @triton.jit
-def totals(blocks):
-    """Sums of each of the blocks, in one reduction: the program's warps meet once for up to six."""
+def sum_blocks(blocks):
+    """Return the sum of each block of a tuple.
+
+    Up to six blocks are summed in one reduction, so that the warps of the program synchronize once.
+    """
     if len(blocks) == 1:
         return (tl.sum(blocks[0], 0),)
     elif len(blocks) == 2:
@@ -210,12 +294,12 @@ def totals(blocks):
     elif len(blocks) == 6:
         return tl.reduce(blocks, 0, add6)
     else:
-        return totals(blocks[:5]) + totals(blocks[5:])
+        return sum_blocks(blocks[:5]) + sum_blocks(blocks[5:])
 
 
 @triton.jit
-def products(columns, vector):
-    """For each column, its product with the vector: one block, which `totals` sums."""
+def dot_blocks(columns, vector):
+    """Return one block for each column, whose sum (`sum_blocks`) is the column's dot product."""
     P: tl.constexpr = len(vector)
     blocks = ()
     for j in tl.static_range(len(columns) // P):
@@ -226,9 +310,12 @@ def products(columns, vector):
     return blocks
 
 
+# ---- arithmetic on pieces ----
+
+
 @triton.jit
-def times(a, b):
-    """Piece by piece."""
+def multiply(a, b):
+    """Return a * b, feature by feature."""
     pieces = ()
     for i in tl.static_range(len(a)):
         pieces = pieces + (a[i] * b[i],)
@@ -236,8 +323,26 @@ def times(a, b):
 
 
 @triton.jit
-def plus(a, factor, b):
-    """a + factor b, piece by piece. factor: a number."""
+def multiply_add(a, b, c):
+    """Return a + b * c, feature by feature."""
+    pieces = ()
+    for i in tl.static_range(len(a)):
+        pieces = pieces + (a[i] + b[i] * c[i],)
+    return pieces
+
+
+@triton.jit
+def scale(a, factor):
+    """Return factor * a, where the factor is a number."""
+    pieces = ()
+    for i in tl.static_range(len(a)):
+        pieces = pieces + (a[i] * factor,)
+    return pieces
+
+
+@triton.jit
+def add_scaled(a, factor, b):
+    """Return a + factor * b, where the factor is a number."""
     pieces = ()
     for i in tl.static_range(len(a)):
         pieces = pieces + (a[i] + factor * b[i],)
@@ -245,8 +350,17 @@ def plus(a, factor, b):
 
 
 @triton.jit
-def combined(columns, weights, P: tl.constexpr):
-    """The vector sum_j columns[j] weights[j]."""
+def add_zero(a):
+    """Return a + 0."""
+    pieces = ()
+    for i in tl.static_range(len(a)):
+        pieces = pieces + (a[i] + 0.0,)
+    return pieces
+
+
+@triton.jit
+def contract_columns(columns, weights, P: tl.constexpr):
+    """Return the vector sum_j columns[j] * weights[j], feature by feature."""
     vector = ()
     for p in tl.static_range(P):
         piece = columns[p] * weights[p]
@@ -257,58 +371,8 @@ def combined(columns, weights, P: tl.constexpr):
 
 
 @triton.jit
-def numbers(vector, V: tl.constexpr):
-    """A block of V as a tuple of V numbers."""
-    if V == 1:
-        return (tl.sum(vector, 0),)
-    elif V == 2:
-        return tl.split(vector)
-    else:
-        even, odd = tl.split(tl.reshape(vector, (V // 2, 2)))
-        evens, odds, every = numbers(even, V // 2), numbers(odd, V // 2), ()
-        for j in tl.static_range(V // 2):
-            every = every + (evens[j], odds[j])
-        return every
-
-
-@triton.jit
-def fma(a, b, c):
-    """a + b c, piece by piece."""
-    pieces = ()
-    for i in tl.static_range(len(a)):
-        pieces = pieces + (a[i] + b[i] * c[i],)
-    return pieces
-
-
-@triton.jit
-def scaled(a, factor):
-    pieces = ()
-    for i in tl.static_range(len(a)):
-        pieces = pieces + (a[i] * factor,)
-    return pieces
-
-
-@triton.jit
-def shifted(a):
-    pieces = ()
-    for i in tl.static_range(len(a)):
-        pieces = pieces + (a[i] + 0.0,)
-    return pieces
-
-
-@triton.jit
-def outer(columns, weights, vector):
-    """Each column plus its weight times the vector, piece by piece."""
-    P: tl.constexpr = len(vector)
-    pieces = ()
-    for i in tl.static_range(len(columns)):
-        pieces = pieces + (columns[i] + weights[i] * vector[i % P],)
-    return pieces
-
-
-@triton.jit
-def weighted(columns, factors, P: tl.constexpr):
-    """The vector sum_j factors[j] columns[j]; factors: numbers."""
+def sum_scaled_columns(columns, factors, P: tl.constexpr):
+    """Return the vector sum_j factors[j] * columns[j], where the factors are numbers."""
     vector = ()
     for p in tl.static_range(P):
         piece = columns[p] * factors[0]
@@ -319,26 +383,10 @@ def weighted(columns, factors, P: tl.constexpr):
 
 
 @triton.jit
-def load_again(ptr, turn, N: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Pieces of N vectors, one after the other, loaded where they are used: neither kept in
-    registers nor prefetched.
-
-    turn: of the loop, 0 or more. That it is asked is what keeps the loads where they are.
-    """
-    pieces = zeros(N, D, BLOCK)
-    if turn >= 0:
-        pieces = load_columns(ptr, D, None, N, D, BLOCK)
+def multiply_add_columns(columns, weights, vector):
+    """Return columns[j] + weights[j] * vector for each j, feature by feature."""
+    P: tl.constexpr = len(vector)
+    pieces = ()
+    for i in tl.static_range(len(columns)):
+        pieces = pieces + (columns[i] + weights[i] * vector[i % P],)
     return pieces
-
-
-@triton.jit
-def load_numbers(ptr, V: tl.constexpr):
-    # As a block: loads of blocks are pipelined, loads of numbers are not.
-    return numbers(tl.load(ptr + tl.arange(0, V)), V)
-
-
-@triton.jit
-def store_numbers(ptr, values):
-    # One by one: to make a block of them costs more.
-    for j in tl.static_range(len(values)):
-        tl.store(ptr + j, values[j])

@@ -41,7 +41,7 @@ def chosen(args) -> list[subjects.Subject]:
 
 def output(args, name: str) -> Path:
     """The JSON file of a command's figures, in a folder that is there."""
-    out = args.json or subjects.home(args.runs).parent / f"{name}.json"
+    out = args.json or subjects.default_out_folder(args.runs).parent / f"{name}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     return out
 

@@ -21,7 +21,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import configurator
-from evaluation import tables
 from model import MODEL_NAMES, build, model_class
 from model.block import Stream
 from model.options import collect_options
@@ -29,6 +28,7 @@ from research import plots
 from research.benchmarks.figures import MODEL, Figures
 from training import optimizer
 from training.provenance import compute_digest
+from utils import tables
 
 BOUND = 0.15  # largest slope of a change that counts as level
 # Through a softmax over columns: the middle, and how far from it. What a query does there is as large as what tells
@@ -432,7 +432,7 @@ def markdown(rows: list[dict]) -> str:
         lines.append(
             (row["model"], row["optimizer"], "muP" if row["mup"] else "plain", *cells, count)
         )
-    return tables.markdown(
+    return tables.format_markdown(
         ("model", "", "", "h, c, k, x_in, logits", "parameters", "not level"), lines
     )
 

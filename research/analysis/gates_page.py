@@ -13,11 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from evaluation import tables
 from research import compare, plots
 from research.compare import Estimate
 from research.runs import UNSHOWN
-from utils import errors
+from utils import errors, tables
 
 SHOWN = 3  # statistics in the heat maps of a stream whose statistics have no shares
 THIN = {"linewidth": 0.6, "alpha": 0.6, "marker": ""}  # a run beside the mean over runs
@@ -191,7 +190,7 @@ def table_of_statistics(group: Group) -> str:
             rows.append(
                 [f"share {label} ({low:g} to {high:g})", share, *[None] * (len(header) - 2)]
             )
-    return tables.markdown(header, rows)
+    return tables.format_markdown(header, rows)
 
 
 def signed(change: Estimate) -> str:
@@ -215,7 +214,7 @@ def table_of_edits(group: Group) -> str:
     for key in ("all at once", *group.sites):
         name = key if isinstance(key, str) else place(key)
         rows.append([name, *(cell(edit, key) for edit in group.edits)])
-    return tables.markdown(("site", *group.edits), rows)
+    return tables.format_markdown(("site", *group.edits), rows)
 
 
 def markdown(groups: list[Group], drawn: list[Path]) -> str:

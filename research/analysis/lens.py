@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 
 from data.tokenizer import encode_prompt
-from evaluation import tables
 from model.block import Stream
 from model.layers import at_least_fp32
 from research import plots
 from research.analysis import common
 from sample import read_prompt
 from serving.events import Pieces
+from utils import tables
 
 
 class Lens(Stream):
@@ -138,14 +138,14 @@ def table_of(model, encoding, ids) -> str:
     where it changes."""
     top = by_token(model, ids, ids.roll(-1, 1))["top"][:, 0]  # (D, T)
     pieces = Pieces(encoding, [])
-    labels = [visible(pieces.piece(token, None)["label"]) for token in ids[0].tolist()]
+    labels = [visible(pieces.make_piece(token, None)["label"]) for token in ids[0].tolist()]
     rows = []
     for t, (label, following) in enumerate(zip(labels, [*labels[1:], None])):
         course = top[:, t].tolist()
         new = [True, *(a != b for a, b in itertools.pairwise(course))]
         cells = [name(encoding, token) if each else "" for token, each in zip(course, new)]
         rows.append([t, label, following, *cells])
-    return tables.markdown(("", "token", "next", *depths_of(model)), rows)
+    return tables.format_markdown(("", "token", "next", *depths_of(model)), rows)
 
 
 def say(row: dict) -> str:
@@ -168,7 +168,7 @@ def table(rows: list[dict]) -> str:
             nats = [f"{row[key][depth]:.3f}" for key in ("loss", "kl")]
             shares = [f"{row[key][depth]:.1%}" for key in COLUMNS]
             cells.append([row["label"], label, *nats, *shares])
-    return tables.markdown(("run", "depth", "loss (nats)", "KL to the end", *COLUMNS), cells)
+    return tables.format_markdown(("run", "depth", "loss (nats)", "KL to the end", *COLUMNS), cells)
 
 
 PANELS = {

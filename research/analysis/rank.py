@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from evaluation import tables
 from model.block import Stream, past
 from research import plots
 from research.analysis import common
+from utils import tables
 
 
 def effective_rank(x: torch.Tensor) -> torch.Tensor:
@@ -150,7 +150,7 @@ def table(rows: list[dict]) -> str:
         shown = [None if x is None else f"{x:.3f}" for x in figures]
         slope = row["slope"] and f"{row['slope']:+.4f}"
         cells.append([row["label"], row["layers"], row["rank_of"], *shown, slope])
-    return tables.markdown(header, cells)
+    return tables.format_markdown(header, cells)
 
 
 PANELS = {

@@ -12,12 +12,12 @@ import math
 import numpy as np
 import torch
 
-from evaluation import tables
 from model.block import Stream
 from research import plots
 from research.analysis import common
 from research.analysis.parts import SHORTCUTS, entry
 from research.analysis.products import Mix, Spectra, spectra
+from utils import tables
 
 QUANTILES = {"5%": 0.05, "median": 0.5, "95%": 0.95}
 BINS = 61  # of the eigenvalues' density, along each axis
@@ -192,7 +192,7 @@ def table(rows: list[dict]) -> str:
         reflections = f"{last['reflections_so_far']:.0f}"
         det = power(last["log10_det"])
         cells.append([row["label"], len(row["sites"]), reflections, det, *figures])
-    return tables.markdown(("run", "sites", "reflections", "size of det", *COLUMNS), cells)
+    return tables.format_markdown(("run", "sites", "reflections", "size of det", *COLUMNS), cells)
 
 
 PANELS = {

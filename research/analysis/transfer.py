@@ -14,7 +14,6 @@ import torch
 from data.loader import TrainBatches, ValidationBatches
 from data.shards import open_corpus
 from data.windows import Windows
-from evaluation import tables
 from model import MODEL_NAMES, build
 from research import plots
 from research.benchmarks.figures import Figures
@@ -22,6 +21,7 @@ from training import distributed, optimizer
 from training.config import TrainConfig
 from training.provenance import compute_digest
 from training.validation import evaluate
+from utils import tables
 from utils.units import format_duration
 
 CODE = (
@@ -182,7 +182,9 @@ def markdown(search: Search) -> str:
             rows.append(
                 (name, "muP" if mup else "plain", *cells, f"{drift(search.widths, rates):+.2f}")
             )
-    return tables.markdown(("", "", *(f"d={width}" for width in search.widths), "slope"), rows)
+    return tables.format_markdown(
+        ("", "", *(f"d={width}" for width in search.widths), "slope"), rows
+    )
 
 
 def draw(search: Search):

@@ -2,11 +2,11 @@
 
 import torch
 
-from evaluation import tables
 from model import build
 from research.benchmarks import suites
 from research.benchmarks.suites import BASELINE
 from training.provenance import collect_provenance, store_figures
+from utils import tables
 
 
 def row(model: str, size: dict) -> dict:
@@ -42,7 +42,7 @@ def markdown(rows: list[dict]) -> str:
          f"{r['flops_ratio']:.3f}")
         for r in rows
     ]  # fmt: skip
-    return tables.markdown(header, cells)
+    return tables.format_markdown(header, cells)
 
 
 def run(args) -> None:

@@ -9,14 +9,13 @@ from functools import partial
 
 import torch
 
-from evaluation import tables
 from model import build, kernels
 from model.decoding import Decoder
 from research.benchmarks.figures import Figures
 from research.benchmarks.suites import EVERY_STEM, SIZE_KEYS, row_name, split_model
 from research.benchmarks.timing import compared, measure, spread, waiting
 from training import distributed
-from utils import machine
+from utils import machine, tables
 
 FIXED = {"cpu": "compiled", "cuda": "CUDA graph"}  # what a decoder's `compiled` means there
 
@@ -95,7 +94,7 @@ def markdown(rows: list[dict]) -> str:
         ]
         for row in rows
     ]
-    return tables.markdown(header, lines)
+    return tables.format_markdown(header, lines)
 
 
 def check(args, size: dict, device: torch.device) -> None:

@@ -48,9 +48,11 @@ def launches_stand(row: dict) -> bool:
     """Whether the table of launches still has those that a row was measured with."""
     if not row.get("launched"):
         return True
-    from model.kernels.launch import in_table
+    from model.kernels.launch import get_table_launch
 
-    return all(str(in_table(kernel)) == launch for kernel, launch in row["launched"].items())
+    return all(
+        str(get_table_launch(kernel)) == launch for kernel, launch in row["launched"].items()
+    )
 
 
 class Figures:

@@ -14,11 +14,11 @@ from functools import partial
 
 import torch
 
-from evaluation import tables
 from research.benchmarks.figures import Figures, launches_used
 from research.benchmarks.timing import Clock, compared, spread
 from training import distributed
 from training.provenance import compute_digest
+from utils import tables
 from utils.units import format_bytes, format_duration
 
 WAYS = ("forward", "backward")
@@ -40,48 +40,110 @@ def step_calls(sizes, d: int, columns: int, kernel_size: int, stored: bool):
     from model.kernels import residual_step as kernel
 
     B, T, device, dtype = sizes
-    h, before, grad_context = (random(device, dtype, B, T, d) for _ in range(3))
-    base, grad_state = (random(device, dtype, B, T, columns, d) for _ in range(2))
-    y, z = random(device, torch.float32, B, T), random(device, torch.float32, B, T, columns)
-    hs, us = ([before], [0.1 * z]) if stored else ([], [])
-    read = random(device, torch.float32, kernel_size, columns, d) / columns
-    shapes = (d,), (1,), (columns, d), (columns,)
-    heads = [random(device, torch.float32, *shape) for shape in shapes]
-    norm, options = torch.ones(d, device=device), ("sigmoid", 4.0, 2.0, "residual", True)
-    given = base, base, hs, us, h, y, z, read, norm, *heads, 1e-5, 1e-5, *options
+    direction, earlier, grad_context = (random(device, dtype, B, T, d) for _ in range(3))
+    stored_state = random(device, dtype, B, T, columns, d)
+    grad_new_state = random(device, dtype, B, T, columns, d)
+    gate_logit = random(device, torch.float32, B, T)
+    value_logit = random(device, torch.float32, B, T, columns)
+    directions = [earlier] if stored else []
+    updates = [0.1 * value_logit] if stored else []
+    write = {"direction": direction, "gate_logit": gate_logit, "value_logit": value_logit}
+    parameters = {
+        "read_weights": random(device, torch.float32, kernel_size, columns, d) / columns,
+        "norm_weight": torch.ones(d, device=device),
+        "gate_weight": random(device, torch.float32, d),
+        "value_weight": random(device, torch.float32, columns, d),
+    }
+    options = {
+        "value_form": "sigmoid",
+        "value_scale": 4.0,
+        "value_constant": 2.0,
+        "value_input": "residual",
+        "erase": True,
+    }
 
-    def forward():
-        return kernel.residual_step(*given, stored, False, None, dtype)
+    forward = partial(
+        kernel.residual_step,
+        state=stored_state,
+        stored_state=stored_state,
+        directions=directions,
+        updates=updates,
+        **write,
+        **parameters,
+        gate_bias=random(device, torch.float32, 1),
+        value_bias=random(device, torch.float32, columns),
+        **options,
+        k_eps=1e-5,
+        norm_eps=1e-5,
+        store_state=stored,
+        return_x_in=False,
+        carry=None,
+        context_dtype=dtype,
+    )
+    output = kernel.StepOutput(*forward())
+    # the state after the write, which the backward pass needs
+    after = {"stored_state": stored_state, "directions": [direction], "updates": [output.update]}
+    if stored:
+        after = {"stored_state": output.new_state, "directions": [], "updates": []}
+    backward = partial(
+        kernel.residual_step_backward,
+        grad_new_state=grad_new_state,
+        grad_context=grad_context,
+        grad_x_in=None,
+        grad_next_gate_logit=output.next_gate_logit,
+        grad_next_value_logit=output.next_value_logit,
+        **after,
+        **write,
+        inverse_norm=output.inverse_norm,
+        delta=output.delta,
+        x_in=output.x_in,
+        inverse_rms=output.inverse_rms,
+        **parameters,
+        **options,
+    )
 
-    state, context, x_in, gate_logit, value_logit, n, delta, u, rho, _ = made = forward()
-    after, writes = (state, ([], [])) if stored else (base, ([h], [u]))
-    logits = gate_logit, value_logit, after, *writes, h, y, z, n, delta, x_in, rho
-    last = read, norm, heads[0], heads[2], *options
-
-    def backward():
-        return kernel.residual_step_backward(grad_state, grad_context, None, *logits, *last)
-
-    moved = [base, *hs, *us, h, y, z, context, x_in, *made[3:9], *([state] if stored else [])]
-    moved_back = [grad_state, grad_context, gate_logit, value_logit, after, *writes[1], h, y, z]
-    moved_back += [n, delta, x_in, rho]
-    moved_back += [base, h, y, z]  # the gradients of the state, h and both logits
+    logits = [output.next_gate_logit, output.next_value_logit]
+    for_backward = [output.inverse_norm, output.delta, output.x_in, output.inverse_rms]
+    moved = [stored_state, *directions, *updates, *write.values()]
+    moved += [output.context, *logits, *for_backward, output.update]
+    if stored:
+        moved.append(output.new_state)
+    moved_back = [grad_new_state, grad_context, *logits, *write.values(), *for_backward]
+    moved_back += [after["stored_state"], *after["updates"]]
+    # the gradients of the state, of the direction and of both logits
+    moved_back += [stored_state, *write.values()]
     suffix = f"K={kernel_size} v={columns} {'stored' if stored else 'not stored'}"
-    both = {f"step forward {suffix}": (forward, moved)}
-    return both | {f"step backward {suffix}": (backward, moved_back)}
+    return {
+        f"step forward {suffix}": (forward, moved),
+        f"step backward {suffix}": (backward, moved_back),
+    }
 
 
 def add_norm_calls(sizes, d: int):
     from model.kernels import add_norm as kernel
 
     B, T, device, dtype = sizes
-    x, h, grad_x, grad_context = (random(device, dtype, B, T, d) for _ in range(4))
-    norm = torch.ones(d, device=device)
-    new_x, context, rho = kernel.add_norm(x, h, norm, 1e-5, dtype)
-
-    forward = partial(kernel.add_norm, x, h, norm, 1e-5, dtype), [x, h, new_x, context, rho]
-    backward = partial(kernel.add_norm_backward, grad_x, grad_context, new_x, rho, norm)
-    moved = [grad_x, grad_context, new_x, rho, x]
-    return {"add_norm forward": forward, "add_norm backward": (backward, moved)}
+    x, h, grad_new_x, grad_context = (random(device, dtype, B, T, d) for _ in range(4))
+    norm_weight = torch.ones(d, device=device)
+    forward = partial(
+        kernel.add_norm, x=x, h=h, norm_weight=norm_weight, eps=1e-5, context_dtype=dtype
+    )
+    output = kernel.AddNormOutput(*forward())
+    backward = partial(
+        kernel.add_norm_backward,
+        grad_new_x=grad_new_x,
+        grad_context=grad_context,
+        x=output.new_x,
+        inverse_rms=output.inverse_rms,
+        norm_weight=norm_weight,
+    )
+    return {
+        "add_norm forward": (forward, [x, h, *output]),
+        "add_norm backward": (
+            backward,
+            [grad_new_x, grad_context, output.new_x, output.inverse_rms, x],
+        ),
+    }
 
 
 def expand_calls(sizes, d: int, columns: int, kernel_size: int):
@@ -91,9 +153,12 @@ def expand_calls(sizes, d: int, columns: int, kernel_size: int):
     x, grad_state = random(device, dtype, B, T, d), random(device, dtype, B, T, columns, d)
     weights = random(device, torch.float32, kernel_size, columns, d)
     forward = partial(kernel.expand, x, weights), [x, grad_state]
-    backward = partial(kernel.expand_backward, grad_state, x, weights), [grad_state, x, x]
+    backward = partial(kernel.expand_backward, grad_state=grad_state, x=x, weights=weights)
     suffix = f"K={kernel_size} v={columns}"
-    return {f"expand forward {suffix}": forward, f"expand backward {suffix}": backward}
+    return {
+        f"expand forward {suffix}": forward,
+        f"expand backward {suffix}": (backward, [grad_state, x, x]),
+    }
 
 
 def rope_norm_calls(sizes, d: int):
@@ -104,12 +169,25 @@ def rope_norm_calls(sizes, d: int):
     qkv = random(device, dtype, B, T, 3, d // size, size)
     gradients = [random(device, dtype, B, T, d // size, size) for _ in range(3)]
     angle = random(device, torch.float32, T, size // 2)
-    inputs = qkv, angle.cos(), angle.sin(), *torch.ones(2, size, device=device), 1e-5
-    both = qkv[:, :, :2]  # the values are a part of the product, and stay where they are
-    forward = partial(kernel.rope_norm, *inputs), [both, both, *inputs[1:3]]
-    backward = partial(kernel.rope_norm_backward, *gradients, *inputs)
-    moved = [*gradients, both, *inputs[1:3], qkv]
-    return {"rope_norm forward": forward, "rope_norm backward": (backward, moved)}
+    inputs = {
+        "qkv": qkv,
+        "cos": angle.cos(),
+        "sin": angle.sin(),
+        "q_norm": torch.ones(size, device=device),
+        "k_norm": torch.ones(size, device=device),
+        "eps": 1e-5,
+    }
+    tables = [inputs["cos"], inputs["sin"]]
+    queries_and_keys = qkv[:, :, :2]  # the values are a view of the product and are not moved
+    grad_q, grad_k, grad_v = gradients
+    forward = partial(kernel.rope_norm, **inputs)
+    backward = partial(
+        kernel.rope_norm_backward, grad_q=grad_q, grad_k=grad_k, grad_v=grad_v, **inputs
+    )
+    return {
+        "rope_norm forward": (forward, [queries_and_keys, queries_and_keys, *tables]),
+        "rope_norm backward": (backward, [*gradients, queries_and_keys, *tables, qkv]),
+    }
 
 
 def families(sizes, widths: list[int]):
@@ -167,15 +245,15 @@ def measure(chosen: list, args, clock: Clock, copy, figures: Figures) -> None:
 
 def launches(args, d: int, name: str) -> tuple[str, list]:
     """(the kernel's key in the table of launches, those to try: the table's own, its runners-up, then the others)."""
-    from model.kernels.launch import Launch, launches_of, name_of
+    from model.kernels.launch import Launch, launch_key, list_launches
 
     sizes = {key: int(value) for key, value in re.findall(r"([Kv])=(\d)", name)}
     kernel, columns, tokens = " ".join(name.split()[:2]), sizes.get("v", 1), sizes.get("K", 1)
-    tried = launches_of(kernel, d, columns, tokens)
+    tried = list_launches(kernel, d, columns, tokens)
     for warps, (stages, prefetch), resident in itertools.product(WARPS, AHEAD, RESIDENT):
         if resident >= warps:
             tried.append(Launch(warps, stages, resident // warps, prefetch, tried[0].reload))
-    return name_of(kernel, columns, tokens), list(dict.fromkeys(tried))[: args.launches]
+    return launch_key(kernel, columns, tokens), list(dict.fromkeys(tried))[: args.launches]
 
 
 def tune(chosen: list, args, clock: Clock, copy, figures: Figures) -> None:
@@ -219,7 +297,7 @@ def markdown(rows: list[dict]) -> str:
         speed = [f"{row[key]:,.0f}" for key in ("microseconds", "gb_per_s")]
         about = [row["kernel"], row["d"], format_bytes(row["bytes"])]
         lines.append([*about, *speed, spread(row, "share", ".2f")])
-    return tables.markdown(header, lines)
+    return tables.format_markdown(header, lines)
 
 
 def run(args) -> None:
@@ -227,8 +305,9 @@ def run(args) -> None:
     device = distributed.pick_device(args.device)
     from model import kernels
 
-    if why := kernels.unavailable(device):
-        raise ValueError(f"no kernels to measure: {why}")
+    reason = kernels.reason_unavailable(device)
+    if reason is not None:
+        raise ValueError(f"no kernels to measure: {reason}")
     if args.tune and not args.match:
         raise ValueError("--tune takes minutes a kernel: give --match, as in --match='K=1 v=4'")
     sizes = (args.micro_batch_size, args.block_size, device, getattr(torch, args.dtype))

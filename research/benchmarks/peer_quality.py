@@ -13,7 +13,6 @@ import time
 import torch
 
 from data.loader import prefetched
-from evaluation import tables
 from model import build
 from research import compare
 from research.benchmarks import gpt2_peer
@@ -24,7 +23,7 @@ from training.provenance import compute_digest
 from training.settings import configure
 from training.setup import open_data
 from training.validation import evaluate
-from utils import units
+from utils import tables, units
 
 PEER = "GPT-2"
 MODELS = (BASELINE, PEER, "DDL-gpt-mha-rope")
@@ -157,7 +156,7 @@ def markdown(groups: list[dict]) -> str:
         against = [group.get("against", {}).get(key) for key in ("text", "verdict")]
         about = [f"`{group['model']}`", f"{group['parameters']:,}", f"{group['learning_rate']:.3g}"]
         cells.append([*about, *means, *against])
-    return tables.markdown([*header, f"loss less that of `{BASELINE}`", "that is"], cells)
+    return tables.format_markdown([*header, f"loss less that of `{BASELINE}`", "that is"], cells)
 
 
 def run(args) -> None:

@@ -6,11 +6,11 @@ import time
 
 import torch
 
-from evaluation import tables
 from research.benchmarks import suites
 from research.benchmarks.contender import Contender
 from research.benchmarks.figures import Figures, launches_used
 from training import distributed
+from utils import tables
 
 MOST = 30  # kernels that are kept of a model, those that take longest
 
@@ -114,4 +114,4 @@ def run(args) -> None:
             f"\n{row['model']}: {step} microseconds a step, kernels {busy}, on {figures.on_what()}"
         )
         print(f"attention: {row['attention']}\n")
-        print(tables.markdown(["kernel", "calls a step", "microseconds", "share"], lines))
+        print(tables.format_markdown(["kernel", "calls a step", "microseconds", "share"], lines))

@@ -11,7 +11,6 @@ import statistics
 
 import torch
 
-from evaluation import tables
 from research.benchmarks import suites
 from research.benchmarks.contender import Contender, memory
 from research.benchmarks.figures import Figures, launches_used
@@ -20,6 +19,7 @@ from research.benchmarks.timing import compared, measure, percentiles, spread, w
 from research.benchmarks.transcription import Transcription
 from training import distributed
 from training.metrics import compute_nominal_flops_per_token, get_peak_flops
+from utils import tables
 
 # What "activation" figures are on a GPU and on a CPU.
 PEAK = "peak of a forward and backward pass minus weights, gradients and the optimizer's state"
@@ -143,7 +143,7 @@ def markdown(rows: list[dict]) -> str:
     """The rows as a table, without the columns in which no row has anything."""
     cells = {title: [column(row) for row in rows] for title, column in COLUMNS.items()}
     cells = {title: column for title, column in cells.items() if any(column)}
-    return tables.markdown(list(cells), zip(*cells.values()))
+    return tables.format_markdown(list(cells), zip(*cells.values()))
 
 
 def run(args) -> None:

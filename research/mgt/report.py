@@ -5,14 +5,13 @@ from pathlib import Path
 
 import numpy as np
 
-from evaluation import tables
 from research import compare, plots, runs, sweep
 from research.benchmarks.figures import Figures
 from research.mgt import findings, measures
 from research.mgt.findings import groups_of
 from training import distributed
 from training.provenance import compute_digest
-from utils import files
+from utils import files, tables
 
 # Whose code the figures of a run that is not trained again depend on.
 CODE = "model/*.py", "data/loader.py", "research/mgt/measures.py"
@@ -201,7 +200,7 @@ def write(experiment: str, preset: str, cells: list[sweep.Cell], results: Path) 
     parts = [
         f"# {title}, preset `{preset}`",
         f"{shown}. {SEEDS} {note}".strip(),
-        tables.markdown(list(found.columns), found.table),
+        tables.format_markdown(list(found.columns), found.table),
         verdict_table(found.verdicts),
         *([f"Not finished: {'; '.join(left)}."] if left else []),
         f"![{title}]({picture.name})",
@@ -221,7 +220,7 @@ def verdict_table(verdicts: list[dict]) -> str:
         rows.append([each["hypothesis"], text, f"**{each['verdict']}**"])
     if {each["verdict"] for each in verdicts} == {NOT_JUDGED}:
         header, rows = header[:2], [row[:2] for row in rows if row[1]]
-    return tables.markdown(header, rows)
+    return tables.format_markdown(header, rows)
 
 
 def check() -> None:

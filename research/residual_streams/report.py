@@ -22,9 +22,7 @@ if __name__ == "__main__":
 
 # isort: split
 import configurator
-from evaluation.published import SIZES
-from evaluation.published import figures as published_figures
-from evaluation.tables import markdown
+from evaluation.published import SIZES, read_results
 from research import plots
 from research.compare import ERROR, Estimate, holm, paired, summary, verdict
 from research.residual_streams import arms
@@ -32,6 +30,7 @@ from research.residual_streams.arms import ARMS, BASELINE, PRESETS, SEEDS, Hypot
 from research.residual_streams.run import STAGES, Study, arm_of, over_baseline
 from training.provenance import store_figures
 from utils import files
+from utils.tables import format_markdown
 
 PAGE = Path(__file__).with_name("README.md")
 SMALLEST = 0.01  # nats per token, or share of right answers: within it two arms are level
@@ -239,9 +238,11 @@ def published_differences(arm: str, than: str) -> dict[str, float]:
     stems = [ARMS[name]["model"] if len(ARMS[name]) == 1 else None for name in (arm, than)]
     found = {}
     for size in SIZES:
-        one, other = (published_figures().get((size, "", s), {}).get("val_loss") for s in stems)
+        one, other = (
+            read_results().get((stem, size), {}).get("", {}).get("val_loss") for stem in stems
+        )
         if one and other:
-            found[size] = one[0] - other[0]
+            found[size] = one - other
     return found
 
 
@@ -298,7 +299,7 @@ def verdicts_table(found: dict) -> str:
                 paper = ", ".join(f"{value:+.4f}" for value in one["published"].values())
                 row += [(each["at"] == "tokens" and paper) or None] if unit == "nats" else []
                 rows.append(row)
-        parts.append(f"**{name}**\n\n{markdown(header, rows)}")
+        parts.append(f"**{name}**\n\n{format_markdown(header, rows)}")
     return "\n\n".join(parts)
 
 
@@ -310,7 +311,7 @@ def afterwards_table(found: dict) -> str:
         for one in problem["afterwards"]:
             text = f"{with_interval(one, form, factor)} {unit}"
             rows.append([name, f"{one['arm']} - {one['than']}", one["at"], text])
-    return markdown(["problem", "difference", "at equal", "mean ± 95%, uncorrected"], rows)
+    return format_markdown(["problem", "difference", "at equal", "mean ± 95%, uncorrected"], rows)
 
 
 def language_table(found: dict) -> str:
@@ -334,7 +335,7 @@ def language_table(found: dict) -> str:
         row += [with_interval(seconds), less_text(arm, seconds), share and f"{share:.1%}", eager]
         row += [one.get(key) and f"{one[key]:.2f}" for key in ("flops", "speed", "eager")]
         rows.append([*row, one.get("parameters") and f"{one['parameters']:,}"])
-    return markdown([*header, "parameters"], rows)
+    return format_markdown([*header, "parameters"], rows)
 
 
 def less_text(arm: str, at: dict | None, form: str = "+.3f", factor: float = 1) -> str | None:
@@ -353,7 +354,7 @@ def tasks_table(found: dict) -> str:
             at = found[name]["arms"].get(arm, {}).get("equal", {}).get("tokens")
             row += [with_interval(at, ".1f", 100), less_text(arm, at, "+.1f", 100)]
         rows.append(row)
-    return markdown(header, rows)
+    return format_markdown(header, rows)
 
 
 def rates_table(found: dict) -> str:
@@ -365,7 +366,7 @@ def rates_table(found: dict) -> str:
             texts = [f"{r}: {'diverged' if loss is None else f'{loss:.3f}'}" for r, loss in tried]
             rate = f"{one['rate']:g}" if one["rate"] else None
             rows.append([name, arm, rate, ", ".join(texts) or None])
-    return markdown(["problem", "arm", "chosen", "loss by rate"], rows)
+    return format_markdown(["problem", "arm", "chosen", "loss by rate"], rows)
 
 
 def data_table(found: dict) -> str:
@@ -378,7 +379,7 @@ def data_table(found: dict) -> str:
                 size = f"{of['bytes'] / 1e6:.1f} MB" if "bytes" in of else None
                 counts = [f"{of['documents']:,}", size, f"{of['tokens']:,}", corpus["sha256"]]
                 rows.append([name, split, corpus["source"], *counts])
-    return markdown([*header, "sha256 of all"], rows)
+    return format_markdown([*header, "sha256 of all"], rows)
 
 
 def runs_table(found: dict) -> str:
@@ -396,7 +397,7 @@ def runs_table(found: dict) -> str:
                 f"{one['arm']}, seed {one['seed']}",
             )
             notes.append(f"{name}, {run}, trained twice: a validation loss of {losses}.")
-    grid = markdown(["problem", "stage", "runs", "commit", "machine", "diverged"], rows)
+    grid = format_markdown(["problem", "stage", "runs", "commit", "machine", "diverged"], rows)
     return "\n\n".join([grid, *notes])
 
 

@@ -13,7 +13,7 @@ from helpers import script
 from models import PAPER
 
 from model import MODEL_NAMES, build
-from model.kernels.launch import launch_of, launches_of
+from model.kernels.launch import choose_launch, list_launches
 from research import bench
 from research.benchmarks import contender, kernel_bandwidth, step, suites, timing
 from research.benchmarks.figures import Figures
@@ -255,7 +255,7 @@ def test_launches_are_timed_one_by_one_and_kept(tmp_path, monkeypatch):
     first = launches("--launches=1")
     assert first.keys() == {"add_norm forward", "add_norm backward"}
     [own] = first["add_norm forward"]
-    assert dataclasses.asdict(launch_of("add_norm forward", 8)).items() <= own.items()
+    assert dataclasses.asdict(choose_launch("add_norm forward", 8)).items() <= own.items()
     stored = []
     monkeypatch.setattr(
         Figures, "store", lambda self, store=Figures.store: (stored.append(1), store(self))
@@ -277,7 +277,7 @@ def test_runners_up_are_tried_first():
     args = bench.arguments([*LAUNCHES])
     key, tried = kernel_bandwidth.launches(args, 768, "step forward K=4 v=2 not stored")
     assert key == "step forward v=2 K>1"
-    assert tried[:3] == launches_of("step forward", 768, 2, 4)
+    assert tried[:3] == list_launches("step forward", 768, 2, 4)
     assert {launch.num_warps for launch in tried} == {1, 2, 4, 8, 16}
     assert len(set(tried)) == len(tried)
 

@@ -180,8 +180,8 @@ def test_a_machine_without_a_package_is_told_so(tmp_path):
 
 
 def test_another_launch_makes_only_what_it_touches_stale(monkeypatch, tmp_path):
-    used = {"step forward v=4 d=768": str(launch.launch_of("step forward", 768, 4))}
-    other = {"add_norm forward d=768": str(launch.launch_of("add_norm forward", 768))}
+    used = {"step forward v=4 d=768": str(launch.choose_launch("step forward", 768, 4))}
+    other = {"add_norm forward d=768": str(launch.choose_launch("add_norm forward", 768))}
     cpu = torch.device("cpu")
     figures = Figures(tmp_path / "figures.json", cpu, {})
     for model, launched in (("delta", used | other), ("additive", other), ("plain", {})):
@@ -204,7 +204,7 @@ def test_a_row_says_which_launches_it_is_of(tmp_path):
     additive, delta = (set(rows[model]["launched"]) for model in (suites.BASELINE, good))
     assert additive == {"add_norm forward d=16", "add_norm backward d=16"}
     assert delta == additive | {"step forward v=4 d=16", "step backward v=4 d=16"}
-    own = str(launch.launch_of("step forward", 16, 4))
+    own = str(launch.choose_launch("step forward", 16, 4))
     assert rows[good]["launched"]["step forward v=4 d=16"] == own
 
 

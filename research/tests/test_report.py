@@ -27,8 +27,8 @@ from report_helpers import (
 )
 
 from evaluation import published
-from evaluation import tables as texts
 from research import compare, paper, plots, tables
+from utils import tables as texts
 
 STEPS = 40
 
@@ -146,15 +146,22 @@ def test_costs_of_different_machines_have_no_factors(sweep):
     assert table.figures[0]["device_seconds"] == pytest.approx(2 * 0.5 * (STEPS - 1))
 
 
-def test_published_figures_stand_beside_comparable_runs_alone(sweep):
+def published_of(stem: str, *differences: str) -> published.Published:
+    results = published.read_results()[stem, "small"]
+    return published.Published(results, stem, "x.py", differences)
+
+
+def test_published_figures_stand_beside_models_of_the_paper_alone(sweep):
     one, other = load(sweep[BASE][0], sweep[DDL][0])
-    one = replace(one, published=published.Published(BASE, "small", published.CODE, (), ()))
+    one = replace(one, published=published_of(BASE, "block_size=64 (paper: 1024)"))
     sizes = paper.sizes_of([one, other], [], None)
     table = tables.table_of_losses(sizes[0].groups)
     assert table.rows[0][-2:] == ["2.8543", f"{last(sweep[BASE][0]) - 2.85426:+.4f}"]
     assert table.rows[1][-2:] == [None] * 2
-    assert any(f"No published row beside {DDL}: " in note for note in table.notes)
-    assert any(f"Published row beside {BASE}: 64 validation tokens" in n for n in table.notes)
+    assert any(f"The paper reports no results for {DDL} (" in note for note in table.notes)
+    assert any(
+        f"Settings of {BASE} that differ from the paper's (x.py): " in n for n in table.notes
+    )
     lines = paper.lines_of(sizes)
     assert [line.published for line in lines] == [2.85426, None]
     with plots.printing():
@@ -169,8 +176,7 @@ def test_accuracies_are_means_over_seeds_beside_the_published(sweep):
         settings = {"dtype": "float32", "add_bos_token": False, "limit": None}
         shown = {"piqa": ["acc_norm", value, 1.5], "sciq": ["acc_norm", value + 5, 2.5]}
         entry = {"task": "piqa", "shots": 1, "settings": settings, "shown": shown}
-        row = published.Published(BASE, "small", published.CODE, (), ())
-        return replace(run, accuracy=[entry], published=row)
+        return replace(run, accuracy=[entry], published=published_of(BASE))
 
     one, two, ddl, without = load(*sweep[BASE][:2], sweep[DDL][0], sweep[f"{DDL}-EC"][0])
     runs = [evaluated(one, 60.0), evaluated(two, 62.0), evaluated(ddl, 70.0), without]
@@ -503,7 +509,7 @@ def test_latex_is_whole():
         ["model & co", "a_b"],
         [["x % y", "1 ± 2"], ["{z}", None], ["published", "#~^\\"]],
     )
-    text = texts.latex(header, rows, below=("published",))
+    text = texts.format_latex(header, rows, continuations=("published",))
     plain = re.sub(r"\\[&%$#_{}]", "", text)
     assert plain.count("{") == plain.count("}")
     lines = [line for line in plain.splitlines() if line.endswith("\\\\")]

@@ -192,7 +192,7 @@ def test_a_row_says_what_the_folder_says(tmp_path):
         assert own.settings == folder.settings
         for name in (*FIELDS.split(), "first_seconds", "final"):
             assert getattr(own, name) == getattr(folder, name), name
-        assert own.published.reasons == folder.published.reasons
+        assert own.published == folder.published
     tables = [call("research/report.py", "table", *where).stdout for where in (folders, [out])]
     assert tables[0] == tables[1] != b""
     assert "has no curves" in one_line_error(call("research/report.py", "curves", out))
