@@ -23,7 +23,7 @@ if __name__ == "__main__":
 import torch
 
 import configurator
-from data import tokenizer, tokenizer_json
+from data import tokenizer
 from huggingface import card
 from huggingface.flatten import modelling_files
 from model.gpt import GPT
@@ -139,19 +139,17 @@ def json_files(
         generation_config["suppress_tokens"] = unused_ids
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": tokenizer.END_OF_TEXT,
-        "eos_token": tokenizer.END_OF_TEXT,
-        "pad_token": tokenizer.END_OF_TEXT,
-        "unk_token": tokenizer.END_OF_TEXT,
+        "bos_token": encoding.eot_text,
+        "eos_token": encoding.eot_text,
+        "pad_token": encoding.eot_text,
+        "unk_token": encoding.eot_text,
         "padding_side": "left",
         "model_max_length": model.config.block_size,
         "clean_up_tokenization_spaces": False,
     }
-    ranks = encoding._mergeable_ranks
-    tokens = sorted(ranks, key=ranks.get)
     return {
         "config.json": config,
-        "tokenizer.json": tokenizer_json.write(encoding._pat_str, tokens, tokenizer.END_OF_TEXT),
+        "tokenizer.json": encoding.to_hugging_face(),
         "tokenizer_config.json": tokenizer_config,
         "generation_config.json": generation_config,
     }

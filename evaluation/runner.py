@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from data.loader import ValidationBatches
+from data.sequences import SequenceLayout
 from data.shards import write_json
-from data.windows import Windows
 from evaluation import tasks
 from evaluation.tasks import Loaded
 from training import metrics
@@ -67,16 +67,19 @@ class Evaluation:
         if match:
             return match
         started, length = time.perf_counter(), model.config.block_size
-        documents = Windows.of(corpus.meta)
-        batches = ValidationBatches(corpus.val, length, corpus.meta["vocab_size"], documents)
-        rows, windows = max(min(self.batch_size, VALIDATION_TOKENS // length), 1), batches.windows
+        layout = SequenceLayout.from_meta(corpus.meta)
+        batches = ValidationBatches(corpus.val, length, corpus.meta["vocab_size"], layout)
+        rows, windows = (
+            max(min(self.batch_size, VALIDATION_TOKENS // length), 1),
+            batches.num_sequences,
+        )
         with torch.no_grad():
             scores = evaluate(model, batches, list(range(windows)), rows, self.world, self.autocast)
         record = metrics.compute_validation_metrics(
             scores.pop("loss"), corpus.bytes_per_token("val")
         )
         record |= {f"val_{key}": value for key, value in scores.items()}
-        entry["tokens"] = windows * length if documents else len(batches.tokens) - 1
+        entry["tokens"] = windows * length if layout else len(batches.tokens) - 1
         entry["record"] = record
         line = ", ".join(f"{key} {value:.4f}" for key, value in record.items())
         return self.store(entry, started, line)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from data.hub import OutOfPatience, check_minutes, kinds, retried
+from data.hub import RetriesExhausted, check_retry_minutes, is_not_found, retry
 from training import distributed
 from utils import errors, machine
 
@@ -28,7 +28,6 @@ PREFERRED = ("acc_norm", "acc", "exact_match", "f1")
 PERCENT = (*PREFERRED, "acc_bytes", "acc_mutual_info", "em", "mcc")
 RETRY_MINUTES = 10.0
 SEED = 1234  # of the few-shot examples: lm-eval's own default
-UNKNOWN_DATA = {"RepositoryNotFoundError", "DatasetNotFoundError", "GatedRepoError"}
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def open_all(
     Process 0 comes first, so that data are fetched once; the others load what it has.
     ValueError: an unknown name or folder, no lm-eval.
     """
-    check_minutes(retry_minutes)
+    check_retry_minutes(retry_minutes)
     go_offline_without_a_hub()
     waiting = distributed.patient_group() if world.world_size > 1 else None
     loaded, missing = [], []
@@ -133,11 +132,11 @@ def load(names: list[str], manager, retry_minutes: float) -> tuple[list[Loaded],
         torch.manual_seed(SEED)
         try:
             load_it = functools.partial(manager.load, [name])
-            content = retried(load_it, f"task {name}", retry_minutes)
+            content = retry(load_it, f"task {name}", retry_minutes)
         # The hub, the network, the disk and the data set raise many kinds; the cause is named.
         except Exception as error:
             missing.append(line_about(name, manager, error))
-            if isinstance(error, OutOfPatience):
+            if isinstance(error, RetriesExhausted):
                 retry_minutes = 0  # not as long again for each of the others
             continue
         shots = {key: task.get_config("num_fewshot") for key, task in content["tasks"].items()}
@@ -152,9 +151,9 @@ def line_about(name: str, manager, error: Exception) -> str:
     cause = " ".join(f"{type(error).__name__}: {error}".split())
     cause = cause if len(cause) < 160 else cause[:157] + "..."
     advice = "connect to the Hugging Face hub once, or set HF_HOME to a folder that has it"
-    if isinstance(error, OutOfPatience):
+    if isinstance(error, RetriesExhausted):
         advice = "run the same command again later, which goes on with what is missing"
-    elif kinds(error) & UNKNOWN_DATA:
+    elif is_not_found(error):
         advice = (
             "the hub knows no such data set, or it is private or gated: accept its terms, then "
             "`hf auth login`"

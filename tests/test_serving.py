@@ -192,7 +192,7 @@ def test_pieces_are_the_text_up_to_the_first_stop_string():
         stop = ["".join(draw.choices(alphabet, k=length)) for length in lengths]
         found = [text.find(s) for s in stop if s in text]
         expected, pieces, shown = text[: min(found)] if found else text, Pieces(encoding, stop), []
-        ids = encoding.encode_ordinary(text)
+        ids = encoding.encode(text)
         for token in ids:
             shown += pieces.add(token, {})
             sofar = "".join(piece["text"] for piece in shown)

@@ -323,7 +323,7 @@ def load_model(
     folder = describe(Path(path))
     tokenizer_json = tokenizer.describe(folder.path)
     model = weight_files.read_model(folder.path, folder.model, folder.config, released.fold)
-    tokenizer_size = tokenizer.size_of(tokenizer_json)
+    tokenizer_size = tokenizer.get_vocab_size(tokenizer_json)
     if tokenizer_size > model.config.vocab_size:
         raise ValueError(
             f"{folder.path}: the tokenizer has {tokenizer_size} tokens, but the model has only "
