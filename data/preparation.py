@@ -834,19 +834,20 @@ def link_shards(
             f"{args.pretokenized} holds no *train_*.bin and *val_*.bin shards in llm.c's formats; "
             "give a folder or repository that does"
         )
-    contents = shards.examine_shards(list(split_of), encoding.n_vocab, args.workers)
-    records = []
     shard_format = shards.UINT16_FORMAT
-    for (path, split), content in zip(split_of.items(), contents):
-        if isinstance(content, ValueError):
-            raise content
-        if content.dtype == shards.UINT32_FORMAT.dtype:
+    for path in split_of:
+        if shards.read_shard(path).dtype == shards.UINT32_FORMAT.dtype:
             shard_format = shards.UINT32_FORMAT
             if not is_own_tokenizer(args.tokenizer):
                 raise ValueError(
                     f"{path} has ids of 32 bits (llm.c's version 7), which GPT-2's tokenizer does "
                     "not make; name the tokenizer.json of these shards with --tokenizer"
                 )
+    contents = shards.examine_shards(list(split_of), encoding.n_vocab, args.workers)
+    records = []
+    for (path, split), content in zip(split_of.items(), contents):
+        if isinstance(content, ValueError):
+            raise content
         if content.sha256 != sha256_of.get(path.name, content.sha256):
             raise ValueError(
                 f"{path} does not have the SHA-256 that the Hub knows; delete it and rerun the "

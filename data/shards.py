@@ -153,7 +153,6 @@ class ShardContent(NamedTuple):
     sha256: str  # of the file
     num_tokens: int
     counts: np.ndarray  # how often each id occurs, int64 (vocab_size,)
-    dtype: np.dtype
 
 
 def examine_shards(
@@ -177,7 +176,7 @@ def examine_shards(
                 sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         except (ValueError, OSError) as error:
             return ValueError(f"{path}: {error}")
-        return ShardContent(sha256, len(tokens), counts, tokens.dtype)
+        return ShardContent(sha256, len(tokens), counts)
 
     with ThreadPoolExecutor(workers) as pool:
         contents = pool.map(examine, paths)
