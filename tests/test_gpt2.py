@@ -180,7 +180,7 @@ def test_shards_are_tiktokens_reading(prepared, oracle):
     )
 
 
-def test_a_run_holds_all_that_is_needed(prepared, cache, tmp_path, ours):
+def test_a_run_holds_all_that_is_needed(prepared, cache, tmp_path, oracle, ours):
     """Neither network nor package: sample, export, the exported folder's text, validation of
     both.
     """
