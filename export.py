@@ -147,6 +147,8 @@ def json_files(
         "model_max_length": model.config.block_size,
         "clean_up_tokenization_spaces": False,
     }
+    if encoding.name_or_path is not None:
+        tokenizer_config["name_or_path"] = encoding.name_or_path
     return {
         "config.json": config,
         "tokenizer.json": encoding.to_hugging_face(),

@@ -112,12 +112,14 @@ def describe_transient(error: BaseException) -> str | None:
 
 def is_not_found(error: BaseException) -> bool:
     """Return whether the Hub has no such repository, or hides it from this account."""
-    not_found = [import_hub("errors").RepositoryNotFoundError]  # a gated repository is one, too
+    # the error for a gated repository is a subclass
+    if has_cause(error, import_hub("errors").RepositoryNotFoundError):
+        return True
     with contextlib.suppress(ImportError):
         from datasets.exceptions import DatasetNotFoundError
 
-        not_found.append(DatasetNotFoundError)
-    return has_cause(error, *not_found)
+        return has_cause(error, DatasetNotFoundError)
+    return False
 
 
 def retry(action: Callable[[], Result], subject: str, retry_minutes: float | None = None) -> Result:
@@ -436,14 +438,14 @@ def fetch_shards(
         download_folder=out,
     )
     requested = {"source": repository, "revision": revision}
-    before = shards.read_optional_json(out / "fetched.json")
-    if before and {key: before.get(key) for key in requested} != requested:
+    earlier_fetch = shards.read_optional_json(out / "fetched.json")
+    if earlier_fetch and {key: earlier_fetch.get(key) for key in requested} != requested:
         raise ValueError(
-            f"{out} holds shards of {before.get('source')}, revision {before.get('revision')}; "
+            f"{out} holds shards of {earlier_fetch.get('source')}, revision {earlier_fetch.get('revision')}; "
             "give another --out"
         )
     # an interrupted download is resumed at the commit that it began with
-    commit = dataset.pin(before.get("commit"))
+    commit = dataset.pin(earlier_fetch.get("commit"))
     shards.write_json(out / "fetched.json", {**requested, "commit": commit})
 
     def list_tree() -> list:

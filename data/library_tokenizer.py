@@ -19,6 +19,7 @@ from data import hub, tokenizer_json
 from data.tokenizer_base import AllowedSpecial, Tokenizer
 from utils import errors, files
 
+NAME_PREFIX = "hf:"
 # files that may name the end-of-text token
 CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 
@@ -34,6 +35,7 @@ class LibraryTokenizer(Tokenizer):
 
     def __init__(self, name: str, description: dict, eot_text: str):
         self.name = name
+        self.name_or_path = name.removeprefix(NAME_PREFIX)
         self.description = remove_unused_settings(description)
         self.eot_text = eot_text
         self.ids = tokenizer_json.read_vocabulary(description)
@@ -162,7 +164,7 @@ def describe_folder(folder: Path) -> dict:
 
 def name_own_tokenizer(name: str) -> str:
     """Return a name that distinguishes a tokenizer of your own from gpt2, bytes or ids."""
-    return f"hf:{name}"
+    return NAME_PREFIX + name
 
 
 def find_eot_text(configs: list[dict]) -> str | None:
@@ -313,9 +315,13 @@ def check_eot_text(
     """Raise ValueError if the end-of-text token is unknown; the message names the choices."""
     if eot_text in ids:
         return
-    choices = ", ".join(special_tokens[:20]) or "it has no special tokens, so any of its tokens"
+    choices = ", ".join(special_tokens[:20]) or "none, so that any of its tokens will do"
     if eot_text is None:
-        problem = f"{path} does not say which token ends a document"
-    else:
-        problem = f"{path} has no token {eot_text}"
-    raise ValueError(f"{problem}; name it with --eot_token, among its special tokens: {choices}")
+        raise ValueError(
+            f"{path} does not say which token ends a document; name it with --eot_token; its "
+            f"special tokens are {choices}"
+        )
+    raise ValueError(
+        f"{path} has no token {eot_text}; name another one with --eot_token; its special tokens "
+        f"are {choices}"
+    )

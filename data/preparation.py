@@ -262,46 +262,46 @@ class Preparation:
                 f"--max_tokens={args.max_tokens} leaves nothing for training after "
                 f"--val_tokens={val_tokens}; give a larger --max_tokens or a smaller --val_tokens"
             )
-        before = self.progress.get("options", {})
-        options = self.collect_options(before)
-        if before and before != options and args.overwrite:
-            options = self.collect_options({})
-        self.claim_folder(before, options)
+        old_options = self.progress.get("options", {})
+        options = self.list_options(old_options)
+        if old_options and old_options != options and args.overwrite:
+            options = self.list_options({})
+        self.claim_folder(old_options, options)
 
     # what the shards depend on
 
-    def collect_options(self, before: dict) -> dict:
+    def list_options(self, old_options: dict) -> dict:
         """Return the options that the shards depend on.
 
         Args:
-            before: those of the preparation that is resumed, whose commits are kept; {} takes the
+            old_options: of the preparation that is resumed, whose commits are kept; {} takes the
                 latest ones
         """
-        self.pin_commits(before.get("plan", []))
+        self.pin_commits(old_options.get("plan", []))
         return {
             "name": self.name,
             "tokenizer": self.args.tokenizer,
             "shard_tokens": self.args.shard_tokens,
-            **self.collect_tokenizer_options(before),
+            **self.collect_tokenizer_options(old_options),
             "plan": [
                 {"split": stage.split, "tokens": stage.num_tokens, **stage.source.identity()}
                 for stage in self.plan
             ],
         }
 
-    def pin_commits(self, stages_before: list[dict]) -> None:
-        """Pin each dataset of the Hub to the commit that it was read from before, or the latest."""
+    def pin_commits(self, old_stages: list[dict]) -> None:
+        """Pin each dataset of the Hub to the commit of the old plan, or to the latest."""
         pinned = []
         for number, stage in enumerate(self.plan):
             # both splits may read from one source
             if not isinstance(stage.source, hub.HubDataset) or stage.source in pinned:
                 continue
-            before = stages_before[number] if number < len(stages_before) else {}
-            stage.source.pin(before.get("commit"))
+            old_stage = old_stages[number] if number < len(old_stages) else {}
+            stage.source.pin(old_stage.get("commit"))
             stage.source.download_folder = self.out / "downloads"
             pinned.append(stage.source)
 
-    def collect_tokenizer_options(self, before: dict) -> dict:
+    def collect_tokenizer_options(self, old_options: dict) -> dict:
         """Return the further options that the tokens depend on."""
         args = self.args
         if args.tokenizer == "bpe":
@@ -313,11 +313,11 @@ class Preparation:
         is_local = Path(args.tokenizer).expanduser().exists()
         has_copy = (
             (self.out / "tokenizer.json").exists()
-            and before.get("tokenizer") == args.tokenizer
-            and before.get("eot_token") == args.eot_token
+            and old_options.get("tokenizer") == args.tokenizer
+            and old_options.get("eot_token") == args.eot_token
         )
         if has_copy and not is_local:
-            digest = before["tokenizer_sha256"]
+            digest = old_options["tokenizer_sha256"]
         else:
             self.tokenizer_files = library_tokenizer.read_files(
                 args.tokenizer, args.eot_token, args.retry_minutes
@@ -325,7 +325,7 @@ class Preparation:
             digest = self.tokenizer_files.sha256
         return {"eot_token": args.eot_token, "tokenizer_sha256": digest}
 
-    def claim_folder(self, before: dict, options: dict) -> None:
+    def claim_folder(self, old_options: dict, options: dict) -> None:
         """Prepare the folder for these options, and read the records of its complete shards.
 
         With --overwrite, everything that was prepared with other options is deleted.
@@ -334,9 +334,9 @@ class Preparation:
             ValueError: the folder holds something else
         """
         shard_paths = list(self.out.glob("*.bin"))
-        if before != options:
+        if old_options != options:
             if shard_paths and not self.args.overwrite:
-                raise ValueError(self.describe_conflict(before, options, shard_paths))
+                raise ValueError(self.describe_conflict(old_options, options, shard_paths))
             own_paths = [self.out / name for name in OWN_FILES]
             for path in (*own_paths, *shard_paths, *self.out.glob("*.bin.*")):
                 path.unlink(missing_ok=True)
@@ -356,12 +356,12 @@ class Preparation:
         for path in (*self.out.glob("*.bin.tmp"), *unrecorded):
             path.unlink()
 
-    def describe_conflict(self, before: dict, options: dict, shard_paths: list[Path]) -> str:
+    def describe_conflict(self, old_options: dict, options: dict, shard_paths: list[Path]) -> str:
         """Say what else the folder holds, and what can be done."""
         content = "shards of unknown origin"
         choices = "give another --out"
-        if before:
-            content = f"another preparation ({describe_difference(before, options)})"
+        if old_options:
+            content = f"another preparation ({describe_difference(old_options, options)})"
             choices = "give the former options to resume it, another --out"
         # lstat, because existing shards of others are links
         size = units.format_bytes(sum(path.lstat().st_size for path in shard_paths))
@@ -642,11 +642,11 @@ def describe_format(shard_format: shards.ShardFormat) -> dict[str, str]:
     return {"dtype": shard_format.dtype.name}
 
 
-def describe_difference(before: dict, now: dict) -> str:
+def describe_difference(old_options: dict, new_options: dict) -> str:
     """Name the first option that differs, with both of its values."""
-    for key in [*now, *before]:
-        old = before.get(key)
-        new = now.get(key)
+    for key in [*new_options, *old_options]:
+        old = old_options.get(key)
+        new = new_options.get(key)
         if old == new:
             continue
         if not isinstance(old, list) or not isinstance(new, list):

@@ -279,7 +279,7 @@ class Corpus:
 
     @property
     def identity(self) -> dict:
-        """What distinguishes this corpus from others: meta.json, with a digest of its shards."""
+        """Return what distinguishes this corpus from others: meta.json, and a digest of its shards."""
         about = {key: value for key, value in self.meta.items() if key != "shards"}
         for split, split_shards in (("train", self.train), ("val", self.val)):
             num_tokens = sum(len(shard) for shard in split_shards)
@@ -345,24 +345,24 @@ def check_prepared(dataset: str, folder: Path, paths: dict[str, list[Path]], met
     progress = {} if meta else read_progress(folder)
     if progress:
         num_tokens = sum(record["tokens"] for record in progress.get("shards", []))
-        alternative = ""
-        if num_tokens:
-            alternative = (
-                f", or to finish it with its complete shards, add --max_tokens={num_tokens}"
+        if num_tokens == 0:
+            raise MissingCorpus(
+                f"{folder} is not prepared completely; rerun its prepare.py to resume"
             )
         raise MissingCorpus(
-            f"{folder} is not prepared completely; rerun its prepare.py to resume{alternative}"
+            f"{folder} is not prepared completely; rerun its prepare.py to resume, or, to finish it "
+            f"with its complete shards, add --max_tokens={num_tokens}"
         )
     if all(paths.values()):
         return
-    known = sorted(path.parent.name for path in Path(__file__).parent.glob("*/prepare.py"))
-    if dataset in known:
+    corpora = sorted(path.parent.name for path in Path(__file__).parent.glob("*/prepare.py"))
+    if dataset in corpora:
         raise MissingCorpus(
             f"dataset={dataset} is not prepared yet; run `python data/{dataset}/prepare.py`"
         )
     raise MissingCorpus(
         f"dataset={dataset}: {folder} does not hold *train_*.bin and *val_*.bin shards; give a "
-        f"folder that does, or one of {', '.join(known)}"
+        f"folder that does, or one of {', '.join(corpora)}"
     )
 
 

@@ -420,9 +420,9 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     """
     for special_token in re.findall(r"<\|[^\s|>]+\|>", text):
         if special_token not in tokenizer.special_tokens_set:
-            known = ", ".join(sorted(tokenizer.special_tokens_set)[:20])
+            special_tokens = ", ".join(sorted(tokenizer.special_tokens_set)[:20])
             raise ValueError(
                 f"the prompt has the special token {special_token}, which the tokenizer "
-                f"{tokenizer.name} does not know; its special tokens are {known}"
+                f"{tokenizer.name} does not know; its special tokens are {special_tokens}"
             )
     return [tokenizer.eot_token, *tokenizer.encode(text, allowed_special="all")]

@@ -20,6 +20,8 @@ class Tokenizer(ABC):
         eot_token           id of the end-of-text token, which precedes every document
         eot_text            text of the end-of-text token
         special_tokens_set  texts of all special tokens
+        name_or_path        of a tokenizer of your own: its name in tokenizer_config.json, by which
+                            exported folders and corpora with such a tokenizer are recognized
     """
 
     name: str
@@ -27,6 +29,7 @@ class Tokenizer(ABC):
     eot_token: int
     eot_text: str
     special_tokens_set: Set[str]
+    name_or_path: str | None = None
 
     @abstractmethod
     def encode(self, text: str, *, allowed_special: AllowedSpecial = frozenset()) -> list[int]:

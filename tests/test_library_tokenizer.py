@@ -285,6 +285,9 @@ def test_a_run_trains_and_samples_with_it(folders, documents, tmp_path):
     assert exported.returncode == 0, exported.stderr.decode()
     again = call("sample.py", tmp_path / "exported", *options)
     assert again.stdout == sampled.stdout
+    words = ["--device=cpu", f"--val={out}", f"--out={tmp_path / 'eval'}"]
+    evaluated = call("eval.py", tmp_path / "exported", *words)
+    assert evaluated.returncode == 0, evaluated.stderr.decode()
 
 
 # ---- shards of others ----
@@ -339,9 +342,9 @@ def test_a_damaged_id_of_32_bits_is_named_without_allocating_for_it(foreign, lar
 
 def test_the_end_of_text_token_is_chosen_or_the_choices_are_named(folders, tmp_path):
     shutil.copy(folders["byte-level"] / "tokenizer.json", tmp_path)
-    with pytest.raises(ValueError, match=r"does not say .*--eot_token, among .*: <s>, </s>$"):
+    with pytest.raises(ValueError, match=r"does not say .*--eot_token; its .* are <s>, </s>$"):
         library_tokenizer.read_files(str(tmp_path))
-    with pytest.raises(ValueError, match=r"has no token <eos>; name it .*: <s>, </s>$"):
+    with pytest.raises(ValueError, match=r"has no token <eos>; name another .* are <s>, </s>$"):
         library_tokenizer.read_files(str(tmp_path), "<eos>")
     assert load(tmp_path, eot_text="<s>").eot_token == 0
     (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "</s>"}')
