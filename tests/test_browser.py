@@ -244,7 +244,7 @@ def test_mistakes_are_shown_and_go_away(page):
 def test_text_is_never_html(chromium):
     tag = "<img src=x onerror=window.bad=1>"
     encoding = train_byte_pairs([tag * 50], 260 + len(tag) - 4, pattern=r"[^>]*>|[^>]+")
-    assert encoding.encode_ordinary(tag + "&lt;")[1:] == list(b"&lt;")  # the tag is one token
+    assert encoding.encode(tag + "&lt;")[1:] == list(b"&lt;")  # the tag is one token
     with browser.local(
         build("DDL-gpt-mha-rope", **{**SMALL, "vocab_size": 300}), encoding
     ) as address:

@@ -197,7 +197,7 @@ def test_pieces_are_the_text_up_to_the_first_stop_string():
         expected = text[: min(places)] if places else text
         pieces = Pieces(encoding, stop)
         sent = []
-        ids = encoding.encode_ordinary(text)
+        ids = encoding.encode(text)
         for token in ids:
             sent += pieces.add(token, {})
             sent_text = "".join(piece["text"] for piece in sent)
