@@ -8,6 +8,7 @@ and special tokens that are written in a document are plain text.
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -44,8 +45,8 @@ class LibraryTokenizer(Tokenizer):
         self.special_tokens_set = {eot_text, *tokenizer_json.find_special_tokens(description)}
         # A preparation has threads of its own, and --workers says how many.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        self._plain_encoder = self._build()
-        self._plain_encoder.encode_special_tokens = True
+        self._thread = threading.local()
+        self._plain_encoder = self._build_plain_encoder()
 
     def _build(self) -> Any:
         """Build the library's tokenizer."""
@@ -57,6 +58,12 @@ class LibraryTokenizer(Tokenizer):
                 f"the tokenizer.json of {self.name} cannot be read by the tokenizers library "
                 f"({error}); give a valid one"
             ) from error
+
+    def _build_plain_encoder(self) -> Any:
+        """Build the library's tokenizer, which reads special tokens in a text as plain text."""
+        encoder = self._build()
+        encoder.encode_special_tokens = True
+        return encoder
 
     @cached_property
     def _special_encoder(self) -> Any:
@@ -80,8 +87,12 @@ class LibraryTokenizer(Tokenizer):
         return encoder.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        # One tokenizer per thread: threads that share one wait for the lock of its cache, so that
+        # two of them are no faster than one.
+        if not hasattr(self._thread, "encoder"):
+            self._thread.encoder = self._build_plain_encoder()
         # "fast" leaves out the positions of tokens in the text
-        encodings = self._plain_encoder.encode_batch_fast(texts, add_special_tokens=False)
+        encodings = self._thread.encoder.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, ids: list[int]) -> str:
