@@ -92,9 +92,18 @@ def transient_types() -> tuple[type[BaseException], ...]:
     return tuple(error_types)
 
 
+def is_offline() -> bool:
+    """Return whether HF_HUB_OFFLINE or HF_DATASETS_OFFLINE forbids to connect."""
+    # asked of the packages, because `datasets` reports this as an ordinary ConnectionError
+    if import_hub("constants").HF_HUB_OFFLINE:
+        return True
+    datasets = sys.modules.get("datasets")
+    return datasets is not None and bool(datasets.config.HF_HUB_OFFLINE)
+
+
 def describe_transient(error: BaseException) -> str | None:
     """Return a description of an error that may be temporary; None for any other error."""
-    if has_cause(error, import_hub("errors").OfflineModeIsEnabled):
+    if is_offline():
         return None
     # Libraries wrap each other's errors: the outermost one that is about a connection decides.
     for cause in causes(error):
@@ -390,7 +399,7 @@ class HubDataset:
     def advise(self, error: Exception) -> str:
         """Say what to do about an error that is not temporary."""
         hub_errors = import_hub("errors")
-        if has_cause(error, hub_errors.OfflineModeIsEnabled):
+        if is_offline():
             return f"HF_HUB_OFFLINE forbids to connect; unset it, or {self.alternative}"
         # `datasets` raises its own error instead, which tells in its text alone
         is_gated = has_cause(error, hub_errors.GatedRepoError) or "gated dataset" in str(error)

@@ -226,7 +226,7 @@ def test_mistakes_are_shown_and_go_away(page):
         ({"temperature": ""}, "temperature: input should be a valid number"),
         (
             {"prompt": "a<|im_start|>b"},
-            "the prompt has the token <|im_start|>, which bytes does not know",
+            "the prompt has the special token <|im_start|>, which the tokenizer bytes does not know",
         ),
         ({"prompt": "a" * 70}, "the prompt has 71 tokens: give at most 64"),
         ({"max_new_tokens": "99999"}, "max_new_tokens: input should be less than or equal to 2048"),

@@ -250,7 +250,7 @@ def continued(model, encoding, context: str, count: int) -> str:
     tokens = encoding.encode(context, allowed_special="all")[-max_context:] or [256]
     for _ in range(count):
         new.append(model(torch.tensor([tokens + new]))[0][0, -1, :257].argmax().item())
-    return encoding.decode(new[: new.index(256)] if 256 in new else new, errors="replace")
+    return encoding.decode(new[: new.index(256)] if 256 in new else new)
 
 
 @pytest.mark.parametrize("batch_size", [1, 5])
