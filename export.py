@@ -23,7 +23,7 @@ if __name__ == "__main__":
 import torch
 
 import configurator
-from data import tokenizer, tokenizer_json
+from data import tokenizer
 from huggingface import card
 from huggingface.flatten import collect_modeling_files
 from model.gpt import GPT
@@ -139,22 +139,19 @@ def make_json_files(
         generation_config["suppress_tokens"] = unused_ids
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": tokenizer.END_OF_TEXT,
-        "eos_token": tokenizer.END_OF_TEXT,
-        "pad_token": tokenizer.END_OF_TEXT,
-        "unk_token": tokenizer.END_OF_TEXT,
+        "bos_token": model_tokenizer.eot_text,
+        "eos_token": model_tokenizer.eot_text,
+        "pad_token": model_tokenizer.eot_text,
+        "unk_token": model_tokenizer.eot_text,
         "padding_side": "left",
         "model_max_length": model.config.block_size,
         "clean_up_tokenization_spaces": False,
     }
-    # tiktoken has no public access to its tokens and its pattern
-    ranks = model_tokenizer._mergeable_ranks
-    tokens = sorted(ranks, key=ranks.get)
+    if model_tokenizer.name_or_path is not None:
+        tokenizer_config["name_or_path"] = model_tokenizer.name_or_path
     return {
         "config.json": config,
-        "tokenizer.json": tokenizer_json.write(
-            model_tokenizer._pat_str, tokens, tokenizer.END_OF_TEXT
-        ),
+        "tokenizer.json": model_tokenizer.to_hugging_face(),
         "tokenizer_config.json": tokenizer_config,
         "generation_config.json": generation_config,
     }

@@ -1,291 +1,496 @@
-"""Data sets of the Hugging Face hub, file by file; what it refuses for a while is asked again.
+"""Datasets, shards and tokenizers of the Hugging Face Hub, downloaded file by file.
 
-huggingface_hub downloads a file, goes on where it was cut and checks its size.
+huggingface_hub resumes interrupted downloads and checks their sizes. Whatever may be temporary is
+retried here, for up to --retry_minutes.
 """
 
 import argparse
+import contextlib
+import http.client
 import logging
-import re
 import shutil
 import sys
 import time
+import urllib.error
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple, TypeVar
 
 from tqdm import tqdm
 
 from data import shards
-from data.sources import Batch, Files, Missing, first_line, listing_digest, parquet_texts
+from data.sources import (
+    Batch,
+    Files,
+    PermanentSourceError,
+    compute_listing_digest,
+    first_line,
+    read_parquet_texts,
+)
+from model.options import option
 from utils import errors
 
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds
-MINUTES = 60.0
-# By name: httpx, requests, aiohttp and urllib3 each have their own. With their subclasses.
-PASSING = {"ConnectionError", "TimeoutError", "TransportError", "Timeout", "HTTPException"}
-PASSING |= {"ClientConnectionError", "ClientPayloadError", "URLError", "ProtocolError"}
+FIRST_PAUSE = 1.0  # seconds
+MAX_PAUSE = 60.0  # seconds
+RETRY_MINUTES = 60.0
+
+Result = TypeVar("Result")
 
 
-class OutOfPatience(ValueError):  # noqa: N818 (says what happened)
-    """What may pass by itself did not, for the time that was given."""
+# ---- retries ----
 
 
-def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, what it was raised from or while handling, and so on."""
+class RetriesExhausted(ValueError):  # noqa: N818 (says what happened)
+    """An error that may be temporary lasted longer than --retry_minutes."""
+
+
+def import_hub(module: str = "") -> ModuleType:
+    """Import huggingface_hub, or a module of it; raise ValueError if it is not installed."""
+    name = f"huggingface_hub.{module}" if module else "huggingface_hub"
+    return errors.import_optional(name, "reading from the Hugging Face Hub")
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, the error that it was raised from, and so on."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
-def kinds(error: BaseException) -> set[str]:
-    """Names of the error's classes, and of those that it was raised from."""
-    return {kind.__name__ for each in chain(error) for kind in type(each).__mro__}
+def has_cause(error: BaseException, *error_types: type[BaseException]) -> bool:
+    """Return whether an error, or one that it was raised from, is of one of these types."""
+    return any(isinstance(cause, error_types) for cause in causes(error))
 
 
-def is_offline(error: BaseException) -> bool:
-    """Whether HF_HUB_OFFLINE is why; `datasets` says so in the text alone."""
-    return any("OfflineModeIsEnabled" in f"{type(each)} {each}" for each in chain(error))
-
-
-def status_of(error: BaseException) -> int | None:
-    """The HTTP status of the answer that an error is about."""
-    response = getattr(error, "response", None)
-    status = getattr(response, "status_code", None) or getattr(error, "code", None)
+def get_status(error: BaseException) -> int | None:
+    """Return the status of the HTTP response that an error reports; None if it reports none."""
+    if isinstance(error, urllib.error.HTTPError):
+        return error.code
+    status = getattr(getattr(error, "response", None), "status_code", None)
     return status if isinstance(status, int) else None
 
 
-def passing_cause(error: BaseException) -> str | None:
-    """In words what is wrong, where it may pass by itself, else None."""
-    if is_offline(error):
+def transient_types() -> tuple[type[BaseException], ...]:
+    """Return the exceptions with which a connection fails, is cut, or times out."""
+    error_types: list[type[BaseException]] = [
+        # of httpx, in the version that huggingface_hub uses
+        import_hub("utils").httpx.TransportError,
+        ConnectionError,
+        TimeoutError,
+        http.client.HTTPException,  # IncompleteRead
+        urllib.error.URLError,
+    ]
+    # some tasks of lm-evaluation-harness download with requests
+    with contextlib.suppress(ImportError):
+        from requests import exceptions
+
+        error_types.extend(
+            [exceptions.ConnectionError, exceptions.Timeout, exceptions.ChunkedEncodingError]
+        )
+    return tuple(error_types)
+
+
+def is_offline() -> bool:
+    """Return whether HF_HUB_OFFLINE or HF_DATASETS_OFFLINE forbids to connect."""
+    # asked of the packages, because `datasets` reports this as an ordinary ConnectionError
+    if import_hub("constants").HF_HUB_OFFLINE:
+        return True
+    datasets = sys.modules.get("datasets")
+    return datasets is not None and bool(datasets.config.HF_HUB_OFFLINE)
+
+
+def describe_transient(error: BaseException) -> str | None:
+    """Return a description of an error that may be temporary; None for any other error."""
+    if is_offline():
         return None
-    # The outermost error that says something decides: libraries wrap each other's.
-    for each in chain(error):
-        if status := status_of(each):
-            passes = status in (408, 425, 429) or status >= 500
-            return f"the hub answers {status}" if passes else None
-        if PASSING & {
-            kind.__name__ for kind in type(each).__mro__
-        } or "onsistency check failed" in str(each):
-            return f"{type(each).__name__}: {first_line(each)}"
+    # Libraries wrap each other's errors: the outermost one that is about a connection decides.
+    for cause in causes(error):
+        status = get_status(cause)
+        if status is not None:
+            if status in (408, 425, 429) or status >= 500:
+                return f"the Hub responds with status {status}"
+            return None
+        # huggingface_hub raises a plain OSError if a download is incomplete
+        is_incomplete = isinstance(cause, OSError) and "Consistency check failed" in str(cause)
+        if is_incomplete or isinstance(cause, transient_types()):
+            return f"{type(cause).__name__}: {first_line(cause)}"
     return None
 
 
-def retried(action: Callable, what: str, minutes: float | None = None):
-    """The action's result, tried for up to so many minutes (60), with growing pauses.
+def is_not_found(error: BaseException) -> bool:
+    """Return whether the Hub has no such repository, or hides it from this account."""
+    # the error for a gated repository is a subclass
+    if has_cause(error, import_hub("errors").RepositoryNotFoundError):
+        return True
+    with contextlib.suppress(ImportError):
+        from datasets.exceptions import DatasetNotFoundError
 
-    What does not pass by itself is raised at once, as it is; OutOfPatience: it did not pass in time.
+        return has_cause(error, DatasetNotFoundError)
+    return False
+
+
+def retry(action: Callable[[], Result], subject: str, retry_minutes: float | None = None) -> Result:
+    """Return the result of an action, which is retried with growing pauses while it fails.
+
+    Args:
+        subject: what is read, for messages
+        retry_minutes: how long to retry (default: RETRY_MINUTES)
+
+    Raises:
+        RetriesExhausted: the error lasted longer
+        Exception: any error of the action that is not temporary
     """
-    minutes = MINUTES if minutes is None else minutes
-    began, pause = time.monotonic(), FIRST_PAUSE
-    for library in ("huggingface_hub", "datasets"):  # their own lines on each attempt
+    if retry_minutes is None:
+        retry_minutes = RETRY_MINUTES
+    # these libraries log each attempt of their own
+    for library in ("huggingface_hub", "datasets"):
         logging.getLogger(library).setLevel(logging.CRITICAL)
+    deadline = time.monotonic() + 60 * retry_minutes
+    pause = FIRST_PAUSE
     while True:
         try:
             return action()
-        except Exception as error:  # every library raises its own kinds
-            cause, left = passing_cause(error), began + 60 * minutes - time.monotonic()
-            if cause is None:
+        except Exception as error:  # each library has its own exceptions
+            description = describe_transient(error)
+            seconds_left = deadline - time.monotonic()
+            if description is None:
                 raise
-            if left <= 0:
-                lasting = f"{cause}, for --retry_minutes={minutes:g} by now"
-                raise OutOfPatience(f"{what} cannot be read: {lasting}") from error
-        tqdm.write(f"{what}: {cause}; again in {min(pause, left):.3g} s", file=sys.stderr)
-        time.sleep(min(pause, left))
-        pause = min(2 * pause, LONGEST_PAUSE)
+            if seconds_left <= 0:
+                raise RetriesExhausted(
+                    f"{subject} cannot be read ({description}) and was retried for "
+                    f"--retry_minutes={retry_minutes:g}"
+                ) from error
+        pause = min(pause, seconds_left)
+        tqdm.write(f"{subject}: {description}; retrying in {pause:.3g} s", file=sys.stderr)
+        time.sleep(pause)
+        pause = min(2 * pause, MAX_PAUSE)
 
 
-def check_minutes(minutes: float | None) -> None:
-    """ValueError: out of range."""
-    if minutes is not None and not minutes >= 0:
-        raise ValueError(f"--retry_minutes={minutes:g}: give 0 or more")
+def check_retry_minutes(retry_minutes: float | None) -> None:
+    """Raise ValueError if the number of minutes is negative or not a number."""
+    if retry_minutes is not None and not retry_minutes >= 0:
+        raise ValueError(f"--retry_minutes={retry_minutes:g}: give 0 or more")
 
 
-def add_options(parser: argparse.ArgumentParser, repository: str, or_files: bool = True) -> None:
-    """Add the options of a corpus that is read from the Hugging Face Hub, or from files.
+# ---- options ----
+
+
+REPOSITORY_HELP = "dataset on the Hugging Face Hub, or folder of a local clone"
+
+
+@dataclass(frozen=True)
+class HubOptions:
+    """Options of a corpus that is read from the Hugging Face Hub."""
+
+    revision: str | None = option(
+        None,
+        "commit, tag or branch of the dataset (default: the latest commit, which is recorded in "
+        "meta.json)",
+    )
+
+
+def add_source_option(parser: argparse.ArgumentParser) -> None:
+    """Add --source, for a corpus that can also be read from local files."""
+    parser.add_argument(
+        "--source",
+        nargs="+",
+        help="read these local .parquet or .jsonl files instead of the Hugging Face Hub: paths, "
+        "glob patterns or folders (default: read from the Hub)",
+    )
+
+
+def check_unused(args: argparse.Namespace, source: str) -> None:
+    """Raise ValueError if an option is given that only a source on the Hub has a use for.
 
     Args:
-        repository: name of the dataset on the Hub
-        or_files: whether the script can read local files instead
+        source: what is read instead, for the message
     """
-    if or_files:
-        parser.add_argument(
-            "--source",
-            nargs="+",
-            help="read these local .parquet or .jsonl files instead of the Hugging Face Hub: "
-            "paths, glob patterns or folders (default: read from the Hub)",
-        )
-    parser.add_argument(
-        "--repository",
-        default=repository,
-        help="dataset on the Hugging Face Hub, or folder of a local clone",
-    )
-    parser.add_argument(
-        "--revision",
-        help="commit, tag or branch of the dataset (default: the latest commit, which is recorded "
-        "in meta.json)",
-    )
-    parser.add_argument(
-        "--retry_minutes",
-        type=float,
-        help="number of minutes, 0 or more, to keep retrying while the Hub does not respond "
-        f"(default: {MINUTES:g})",
-    )
-
-
-def refuse_options(args, given: str) -> None:
-    """ValueError: an option that a hub alone has a use for."""
-    for name in ("revision", "retry_minutes"):
+    names = ["revision", "retry_minutes"]
+    if "/" in args.tokenizer:
+        names.remove("retry_minutes")  # the tokenizer may be read from the Hub
+    for name in names:
         if getattr(args, name) is not None:
-            raise ValueError(f"--{name} has no effect on {given}: leave it out")
+            raise ValueError(f"--{name} has no effect on {source}; omit it")
 
 
-def source_of(args, name: str | None = None, **keys) -> "Files | Hub":
-    """What the options name: files, or one configuration of the data set."""
+def choose_source(
+    args: argparse.Namespace, name: str | None = None, **dataset_fields: object
+) -> "Files | HubDataset":
+    """Return the source that the options name: local files, or a dataset.
+
+    Args:
+        name: configuration of the dataset
+        dataset_fields: further fields of HubDataset
+    """
     column = getattr(args, "column", "text")
     if getattr(args, "source", None):
-        refuse_options(args, "--source")
+        check_unused(args, "--source")
         return Files(args.source, column)
-    keys |= {"revision": args.revision, "retry_minutes": args.retry_minutes}
-    return Hub(args.repository, name, column=column, **keys)
+    return HubDataset(
+        args.repository,
+        name,
+        column=column,
+        revision=args.revision,
+        retry_minutes=args.retry_minutes,
+        **dataset_fields,
+    )
+
+
+# ---- datasets ----
 
 
 @dataclass
-class Hub:
-    """One split of a data set of the Hugging Face hub, or of a local clone of one: parquet files,
-    which `datasets` knows from the data set's card.
+class HubDataset:
+    """A source that reads one split of a dataset of the Hugging Face Hub, or of a local clone.
 
-    ValueError: it cannot be read, with the way out; Missing: nor later.
+    The package `datasets` finds its parquet files in the dataset card.
+
+    Raises:
+        ValueError: the dataset cannot be read; the message says what to do
+        PermanentSourceError: the same, and rerunning the command does not help
     """
 
     repository: str
-    name: str | None = None  # of one configuration
+
+    # configuration of the dataset; None if it has only one
+    name: str | None = None
+
     split: str = "train"
     column: str = "text"
     revision: str | None = None
-    starts: Callable[[str], bool] | None = None  # which rows begin a document; None: all
-    tokens: int = 0  # how many it has, about
+
+    # tells whether a row begins a document; None means that every row does
+    starts: Callable[[str], bool] | None = None
+
+    # approximate number of tokens
+    num_tokens: int = 0
+
     retry_minutes: float | None = None
-    otherwise: str = "give local files by --source, or a local clone by --repository=FOLDER"
-    downloads: Path | None = None  # where a file is kept while it is read; None: the hub's cache
-    commit: str | None = None  # fixed by `pin`, so that what is resumed is what was begun
+
+    # what to do if the dataset cannot be read, for messages
+    alternative: str = "give local files with --source, or a local clone with --repository=FOLDER"
+
+    # folder for the file that is being read, which is deleted afterwards; None keeps files in the
+    # cache of huggingface_hub
+    download_folder: Path | None = None
+
+    # set by `pin`
+    commit: str | None = None
 
     def __post_init__(self):
-        check_minutes(self.retry_minutes)
-        self.files = None
-        self.where = f"{self.repository}{f' ({self.name})' if self.name else ''}"
+        check_retry_minutes(self.retry_minutes)
+        self.files: list[str] | None = None
+        self.description = f"{self.repository} ({self.name})" if self.name else self.repository
 
     @property
-    def api(self):
-        return errors.import_optional("huggingface_hub", "the hub").HfApi()
+    def api(self) -> Any:
+        """The client of the Hub."""
+        return import_hub().HfApi()
 
     def pin(self, commit: str | None = None) -> str | None:
-        """Fix the commit: to this one, or to what the hub has now. A clone has none."""
+        """Read from this commit, or from the latest one; a branch may move between two runs.
+
+        Returns:
+            The commit; None for a local clone.
+        """
         if not Path(self.repository).is_dir():
-            info = lambda: self.api.dataset_info(self.repository, revision=self.revision)  # noqa: E731
-            # A branch may move between two runs, a commit does not.
-            self.commit = commit or self.ask(info).sha
+            self.commit = commit or self.ask(self.fetch_latest_commit)
         return self.commit
 
+    def fetch_latest_commit(self) -> str:
+        return self.api.dataset_info(self.repository, revision=self.revision).sha
+
     def identity(self) -> dict:
-        """What tells these documents from others."""
-        where = {"source": self.repository, "name": self.name, "split": self.split}
-        where |= {"column": self.column, "revision": self.revision, "commit": self.commit}
-        if (clone := Path(self.repository)).is_dir():  # no commit tells its states apart
-            files = [file for file in sorted(clone.rglob("*")) if file.is_file()]
-            where["sha256"] = listing_digest(files)
-        return where
+        """Return what distinguishes these documents from others."""
+        identity = {
+            "source": self.repository,
+            "name": self.name,
+            "split": self.split,
+            "column": self.column,
+            "revision": self.revision,
+            "commit": self.commit,
+        }
+        clone = Path(self.repository)
+        if clone.is_dir():
+            # a clone has no commit that would distinguish its states
+            files = [path for path in sorted(clone.rglob("*")) if path.is_file()]
+            identity["sha256"] = compute_listing_digest(files)
+        return identity
 
     def read(self, cursor: dict | None = None) -> Iterator[Batch]:
-        """Batches of documents from a cursor on; of each file only while it is read a copy."""
+        """Yield batches from a cursor on, or from the beginning."""
         cursor = cursor or {"file": 0, "row": 0}
         if self.files is None:
             self.files = self.ask(self.list_files)
         for number in range(cursor["file"], len(self.files)):
-            file = local = self.files[number]
-            if "://" in file:  # hf://datasets/REPOSITORY@COMMIT/PATH
+            file = self.files[number]
+            local = file
+            if "://" in file:
+                # hf://datasets/REPOSITORY@COMMIT/PATH
                 local = self.download(file.partition("@")[2].partition("/")[2])
-            first = cursor["row"] if number == cursor["file"] else 0
-            for row, rows in parquet_texts(local, file, self.column, first):
+            first_row = cursor["row"] if number == cursor["file"] else 0
+            for row, rows in read_parquet_texts(local, file, self.column, first_row):
                 texts = [text for text in rows if text is not None]
-                starts = [self.starts(text) for text in texts] if self.starts else None
+                starts = None
+                if self.starts is not None:
+                    starts = [self.starts(text) for text in texts]
                 yield Batch({"file": number, "row": row}, texts, starts)
-            # The room of one file is enough for a data set of any size.
-            if self.downloads and local != file:
+            # so that a dataset of any size needs the disk space of only one of its files
+            if self.download_folder and local != file:
                 Path(local).unlink()
 
     def list_files(self) -> list[str]:
-        """The split's files: paths, or hf://datasets/REPOSITORY@COMMIT/PATH."""
-        datasets = errors.import_optional("datasets", "a data set of the hub")
-        revision = self.commit or self.revision
-        builder = datasets.load_dataset_builder(self.repository, self.name, revision=revision)
+        """Return the files of the split: local paths, or hf://datasets/REPOSITORY@COMMIT/PATH."""
+        datasets = errors.import_optional("datasets", "reading a dataset of the Hugging Face Hub")
+        builder = datasets.load_dataset_builder(
+            self.repository, self.name, revision=self.commit or self.revision
+        )
         splits = builder.config.data_files
         if self.split not in splits:
-            there = ", ".join(map(str, splits))
-            raise Missing(f"{self.where} has no split {self.split}, it has {there}")
-        files = list(map(str, splits[self.split]))
-        if other := next((file for file in files if not file.endswith(".parquet")), None):
-            parquet = "--revision=refs/convert/parquet, where the hub keeps public data sets so"
-            what = f"{self.where} is read from parquet files, {other} is none"
-            raise Missing(f"{what}: give {parquet}; or {self.otherwise}")
+            raise PermanentSourceError(
+                f"{self.description} has no split {self.split}; its splits are "
+                f"{', '.join(map(str, splits))}"
+            )
+        files = [str(file) for file in splits[self.split]]
+        for file in files:
+            if not file.endswith(".parquet"):
+                raise PermanentSourceError(
+                    f"{self.description} cannot be read, because {file} is not a parquet file; "
+                    "give --revision=refs/convert/parquet, where the Hub keeps parquet files of "
+                    f"public datasets, or {self.alternative}"
+                )
         return files
 
     def download(self, path: str) -> str:
-        """The local copy of a file of the commit."""
-        errors.import_optional("huggingface_hub", "the hub").utils.disable_progress_bars()
-        keys = {"repo_type": "dataset", "revision": self.commit, "local_dir": self.downloads}
-        return self.ask(lambda: self.api.hf_hub_download(self.repository, path, **keys))
+        """Download a file of the commit, and return its local path."""
+        import_hub("utils").disable_progress_bars()
 
-    def ask(self, action):
-        """The action's result; what the hub refuses becomes one line that says what to do."""
+        def download() -> str:
+            return self.api.hf_hub_download(
+                self.repository,
+                path,
+                repo_type="dataset",
+                revision=self.commit,
+                local_dir=self.download_folder,
+            )
+
+        return self.ask(download)
+
+    def ask(self, action: Callable[[], Result]) -> Result:
+        """Return the result of a request to the Hub, which is retried while the Hub is down.
+
+        Raises:
+            RetriesExhausted: the Hub was down for too long
+            PermanentSourceError: any other error, in one line that says what to do
+        """
+        import_hub()  # a missing package needs no other advice
         try:
-            return retried(action, self.where, self.retry_minutes)
-        except (Missing, OutOfPatience):
+            return retry(action, self.description, self.retry_minutes)
+        except (PermanentSourceError, RetriesExhausted):
             raise
-        except Exception as error:  # httpx, pyarrow, fsspec and datasets each raise their own kinds
-            cause = f"{type(error).__name__}: {first_line(error)}"
-            line = f"{self.where} cannot be read: {self.advice(error)} ({cause})"
-            raise Missing(line) from error
+        except Exception as error:  # httpx, pyarrow, fsspec and datasets have their own exceptions
+            raise PermanentSourceError(
+                f"{self.description} cannot be read: {self.advise(error)} "
+                f"({type(error).__name__}: {first_line(error)})"
+            ) from error
 
-    def advice(self, error: Exception) -> str:
-        """What to do about an error that lasts."""
-        found = kinds(error)
-        if is_offline(error):
-            return f"HF_HUB_OFFLINE forbids it: unset it, or {self.otherwise}"
-        if "GatedRepoError" in found or re.search(r"\bgated dataset\b", str(error)):
-            return "accept its terms on its page, then `hf auth login`"
-        if "RevisionNotFoundError" in found and self.commit:
-            gone = f"it has no commit {self.commit} any more"
-            return f"{gone}: --overwrite begins anew with the newest"
-        if "RevisionNotFoundError" in found:
-            return f"it has no revision {self.revision}: give another --revision"
-        statuses = {status_of(each) for each in chain(error)}
-        if found & {"RepositoryNotFoundError", "DatasetNotFoundError"} or statuses & {401, 403}:
-            login = "`hf auth login` with an account that may read it"
-            unknown = "the hub knows no such data set, or hides it: check the name"
-            return f"{unknown}; a private or gated one needs {login}"
-        return self.otherwise
+    def advise(self, error: Exception) -> str:
+        """Say what to do about an error that is not temporary."""
+        hub_errors = import_hub("errors")
+        if is_offline():
+            return f"HF_HUB_OFFLINE forbids to connect; unset it, or {self.alternative}"
+        # `datasets` raises its own error instead, which tells in its text alone
+        is_gated = has_cause(error, hub_errors.GatedRepoError) or "gated dataset" in str(error)
+        if is_gated:
+            return "accept its terms on its web page, then run `hf auth login`"
+        if has_cause(error, hub_errors.RevisionNotFoundError):
+            if self.commit:
+                return (
+                    f"it no longer has the commit {self.commit}; give --overwrite to start again "
+                    "from the latest one"
+                )
+            return f"it has no revision {self.revision}; give another --revision"
+        statuses = {get_status(cause) for cause in causes(error)}
+        if is_not_found(error) or statuses & {401, 403}:
+            return (
+                "the Hub has no such dataset, or it is private or gated; check the name, or run "
+                "`hf auth login` with an account that may read it"
+            )
+        return self.alternative
 
 
-def fetch_shards(repository: str, out: Path, revision: str | None, minutes: float | None) -> dict:
-    """Download a data set's .bin files to `out`: {"commit": its name, "sums": {file: SHA-256}}.
+# ---- shards and tokenizers ----
 
-    ValueError: it cannot be read, or `out` has shards of another.
+
+class FetchedShards(NamedTuple):
+    """What is known of shards that were downloaded."""
+
+    commit: str | None
+    sha256: dict[str, str]  # by file name, for the files whose digest the Hub knows
+
+
+def fetch_shards(
+    repository: str, out: Path, revision: str | None, retry_minutes: float | None
+) -> FetchedShards:
+    """Download the .bin files of a dataset to the folder `out`.
+
+    Raises:
+        ValueError: they cannot be read, or the folder holds shards of another dataset
     """
-    keys = {"revision": revision, "retry_minutes": minutes, "downloads": out}
-    hub = Hub(repository, otherwise="--pretokenized takes the folder of such shards too", **keys)
-    asked = {"source": repository, "revision": revision}
-    before = shards.read_json(out / "fetched.json")
-    if before and {key: before.get(key) for key in asked} != asked:
-        holds = f"{before.get('source')}, revision {before.get('revision')}"
-        raise ValueError(f"{out} holds shards of {holds}: give another --out")
-    commit = hub.pin(before.get("commit"))  # a fetch that is begun again goes on with that one
-    shards.write_json(out / "fetched.json", {**asked, "commit": commit})
+    dataset = HubDataset(
+        repository,
+        revision=revision,
+        retry_minutes=retry_minutes,
+        alternative="give a folder of such shards as --pretokenized",
+        download_folder=out,
+    )
+    requested = {"source": repository, "revision": revision}
+    earlier_fetch = shards.read_optional_json(out / "fetched.json")
+    if earlier_fetch and {key: earlier_fetch.get(key) for key in requested} != requested:
+        raise ValueError(
+            f"{out} holds shards of {earlier_fetch.get('source')}, revision {earlier_fetch.get('revision')}; "
+            "give another --out"
+        )
+    # an interrupted download is resumed at the commit that it began with
+    commit = dataset.pin(earlier_fetch.get("commit"))
+    shards.write_json(out / "fetched.json", {**requested, "commit": commit})
 
-    # The hub keeps the SHA-256 of large files, which tells a download with flipped bits.
-    keys = {"repo_type": "dataset", "revision": commit}
-    tree = hub.ask(lambda: list(hub.api.list_repo_tree(repository, **keys)))
-    files = [entry for entry in tree if entry.path.endswith(".bin")]
-    for file in tqdm(files, unit="shard", disable=None):
-        hub.download(file.path)
-    shutil.rmtree(out / ".cache", ignore_errors=True)  # huggingface_hub's notes of the downloads
-    return {"commit": commit, "sums": {file.path: file.lfs.sha256 for file in files if file.lfs}}
+    def list_tree() -> list:
+        return list(dataset.api.list_repo_tree(repository, repo_type="dataset", revision=commit))
+
+    entries = [entry for entry in dataset.ask(list_tree) if entry.path.endswith(".bin")]
+    for entry in tqdm(entries, unit="shard", disable=None):
+        dataset.download(entry.path)
+    shutil.rmtree(out / ".cache", ignore_errors=True)  # huggingface_hub's notes on the downloads
+    # the Hub knows the SHA-256 of large files, which reveals flipped bits
+    return FetchedShards(
+        commit=commit,
+        sha256={entry.path: entry.lfs.sha256 for entry in entries if entry.lfs},
+    )
+
+
+def fetch_model_file(repository: str, path: str, retry_minutes: float | None = None) -> Path | None:
+    """Download a file of a model repository to the cache, and return its path.
+
+    Returns:
+        None if the repository has no such file.
+
+    Raises:
+        ValueError: the repository cannot be read
+    """
+    hub = import_hub()
+    import_hub("utils").disable_progress_bars()
+    try:
+        return Path(retry(lambda: hub.hf_hub_download(repository, path), repository, retry_minutes))
+    except RetriesExhausted:
+        raise
+    except Exception as error:  # each library has its own exceptions
+        if has_cause(error, import_hub("errors").RemoteEntryNotFoundError):
+            return None
+        raise ValueError(
+            f"{path} of {repository} cannot be downloaded from the Hugging Face Hub "
+            f"({type(error).__name__}: {first_line(error)}); check the name, run `hf auth login` "
+            "if the repository is private or gated, or give a folder that holds the file"
+        ) from error

@@ -1,227 +1,370 @@
 """Training and validation batches as pure functions of (seed, step, sequence index).
 
-The shards of a split are joined. An epoch cuts them into windows of seq_len + 1 tokens with stride
-seq_len, from an offset of its own, and visits every window once, in a keyed random order that needs
-no memory. Sequence i of step s is number s * global_batch_size + i of the run, whoever computes it.
+The shards of a split are joined into one stream of tokens. An epoch cuts the stream into sequences
+of seq_len + 1 tokens with stride seq_len, from a random offset, and visits each of them once in a
+random order that needs no memory. Sequence i of the batch of step s has number
+s * global_batch_size + i in the run, whichever rank computes it.
+
+Documents are joined without a boundary in attention: a token attends to earlier documents of its
+sequence, as in nanoGPT and llm.c.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 import torch
 
+from data.sequences import IGNORED_TARGET, SequenceLayout
 from data.shards import DamagedShard
-from data.windows import Windows
+
+Request = TypeVar("Request")
+Tensors = tuple[torch.Tensor, ...]
 
 
 class JoinedShards:
-    """Shards (uint16, 1-D each) as one array. DamagedShard: what is read is beyond vocab_size."""
+    """Shards as one array of token ids.
+
+    Args:
+        shards: uint16 or uint32, 1-D each
+        vocab_size: ids of this value or more are refused when they are read
+    """
 
     def __init__(self, shards: list[np.ndarray], vocab_size: int = 2**16):
-        self.names = [getattr(part, "filename", f"shard {i}") for i, part in enumerate(shards)]
-        self.shards = [np.asarray(shard) for shard in shards]  # slicing a memmap object is slow
+        self.names = [
+            getattr(shard, "filename", f"shard {number}") for number, shard in enumerate(shards)
+        ]
+        # plain arrays, because slicing a memmap object is slow
+        self.shards = [np.asarray(shard) for shard in shards]
+        # position of the first token of each shard, and of the end
         self.starts = np.concatenate([[0], np.cumsum([len(shard) for shard in shards])])
+        self.dtype = np.result_type(np.uint16, *(shard.dtype for shard in self.shards))
         self.vocab_size = vocab_size
 
     def __len__(self) -> int:
         return int(self.starts[-1])
 
     def read(self, starts: np.ndarray, count: int) -> np.ndarray:
-        """count tokens from each of `starts`, uint16 (len(starts), count); zeros past the end."""
-        tokens = np.zeros((len(starts), count), dtype=np.uint16)
-        shards = np.searchsorted(self.starts, starts, side="right") - 1
-        for row, start, shard in zip(tokens, starts.tolist(), shards.tolist()):
+        """Return `count` tokens from each position, with zeros past the end.
+
+        Args:
+            starts: positions, int64 (batch,)
+
+        Returns:
+            uint16 or uint32 (batch, count)
+
+        Raises:
+            DamagedShard: an id is outside of the vocabulary
+        """
+        tokens = np.zeros((len(starts), count), dtype=self.dtype)
+        shard_numbers = self.find_shards(starts)
+        for row, start, number in zip(tokens, starts.tolist(), shard_numbers.tolist()):
             filled = 0
-            while filled < count and shard < len(self.shards):
-                begin = start + filled - int(self.starts[shard])
-                part = self.shards[shard][begin : begin + count - filled]
+            while filled < count and number < len(self.shards):
+                begin = start + filled - int(self.starts[number])
+                part = self.shards[number][begin : begin + count - filled]
                 row[filled : filled + len(part)] = part
-                filled, shard = filled + len(part), shard + 1
-        # An id beyond the embedding would be a CUDA assertion without a name.
+                filled += len(part)
+                number += 1
+        # an id outside of the embedding would end in an anonymous CUDA assertion
         if tokens.size and tokens.max() >= self.vocab_size:
-            row, column = np.argwhere(tokens >= self.vocab_size)[0].tolist()
-            position = int(starts[row]) + column
-            shard = int(np.searchsorted(self.starts, position, side="right")) - 1
-            found = f"token id {tokens[row, column]} at {position - self.starts[shard]}"
-            beyond = f"{self.names[shard]} holds {found}, its vocabulary has {self.vocab_size}"
-            raise DamagedShard(f"{beyond}: it is damaged, or its meta.json is another corpus's")
+            raise DamagedShard(self.describe_wrong_id(starts, tokens))
         return tokens
+
+    def find_shards(self, positions: np.ndarray) -> np.ndarray:
+        """Return the numbers of the shards that hold these positions."""
+        return np.searchsorted(self.starts, positions, side="right") - 1
+
+    def describe_wrong_id(self, starts: np.ndarray, tokens: np.ndarray) -> str:
+        """Say where the first id outside of the vocabulary is."""
+        row, column = np.argwhere(tokens >= self.vocab_size)[0].tolist()
+        position = int(starts[row]) + column
+        [number] = self.find_shards(np.array([position]))
+        return (
+            f"{self.names[number]} holds token id {tokens[row, column]} at "
+            f"{position - self.starts[number]}, but the vocabulary has {self.vocab_size} ids; the "
+            "shard is damaged, or its meta.json belongs to another corpus"
+        )
 
 
 def keyed_permutation(index: np.ndarray, size: int, key: int) -> np.ndarray:
-    """A bijection of 0..size-1 that depends on key: a four-round Feistel network, which permutes a
-    power of four, walked on until it lands below size.
+    """Permute 0, ..., size - 1 in a random order that depends on the key, without storing it.
+
+    A Feistel network of four rounds permutes the numbers below a power of four. It is applied again
+    to results that are not below size ("cycle walking").
+
+    Args:
+        index: the numbers to permute, int64 (count,)
+
+    Returns:
+        their images, int64 (count,)
     """
     half_bits = max(((size - 1).bit_length() + 1) // 2, 1)
     mask = np.uint64((1 << half_bits) - 1)
     round_keys = np.random.Generator(np.random.PCG64(key)).integers(0, 2**64, 4, dtype=np.uint64)
 
-    def encrypt(x):
-        left, right = x >> np.uint64(half_bits), x & mask
+    def encrypt(numbers: np.ndarray) -> np.ndarray:
+        left = numbers >> np.uint64(half_bits)
+        right = numbers & mask
         for round_key in round_keys:
             left, right = right, left ^ (_mix(right ^ round_key) & mask)
         return (left << np.uint64(half_bits)) | right
 
-    # At most three in four values lie outside, so that few rounds are needed.
+    # at most three in four numbers are not below size, so that few repetitions are needed
     result = encrypt(index.astype(np.uint64))
     while (outside := result >= size).any():
         result[outside] = encrypt(result[outside])
     return result.astype(np.int64)
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64: every input bit reaches every output bit. uint64 wraps."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+def _mix(numbers: np.ndarray) -> np.ndarray:
+    """Apply the finalizer of splitmix64, in which every input bit changes every output bit."""
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return numbers ^ (numbers >> np.uint64(31))
 
 
 class Batches:
-    """One split in windows; `documents`, of a corpus whose documents have one length: each is one.
+    """The sequences of one split.
 
-    ValueError: their length is not that of seq_len, or no window fits.
+    Args:
+        shards: token ids, 1-D each
+        layout: for a corpus whose documents all have one length; each is one sequence
+
+    Raises:
+        ValueError: seq_len is not the length of the documents, or the split is too short
     """
 
     split: str
 
-    def __init__(self, shards, seq_len: int, vocab_size=2**16, documents: Windows | None = None):
-        self.tokens, self.seq_len = JoinedShards(shards, vocab_size), seq_len
-        self.documents = documents
-        if documents and seq_len != documents.length:
-            have = f"the documents of this corpus have {documents.tokens} tokens each, one a window"
-            raise ValueError(f"block_size={seq_len}: {have}: give --block_size={documents.length}")
-        # The last target of a window is the first id of the next, where it is no document.
-        self.overlap = 0 if documents else 1
-        self.stride = documents.tokens if documents else seq_len
-        self.whole = (len(self.tokens) - self.overlap) // self.stride  # windows
-        if self.whole < 1 and (documents or self.split == "training"):
-            has = f"the {self.split} split has {len(self.tokens)} tokens"
-            needs = f"block_size={self.seq_len} needs {self.stride + self.overlap} or more"
-            raise ValueError(f"{has}, {needs}")
+    def __init__(
+        self,
+        shards: list[np.ndarray],
+        seq_len: int,
+        vocab_size: int = 2**16,
+        layout: SequenceLayout | None = None,
+    ):
+        self.tokens = JoinedShards(shards, vocab_size)
+        self.seq_len = seq_len
+        self.layout = layout
+        if layout is None:
+            # the last target of a sequence is the first id of the next one
+            self.overlap = 1
+            self.stride = seq_len
+        else:
+            self.overlap = 0
+            self.stride = layout.window_tokens
+            if seq_len != layout.seq_len:
+                raise ValueError(
+                    f"block_size={seq_len}, but the documents of this corpus have "
+                    f"{layout.window_tokens} tokens each, and a sequence is one document; give "
+                    f"--block_size={layout.seq_len}"
+                )
+        self.num_full_sequences = (len(self.tokens) - self.overlap) // self.stride
+        # a shorter validation split is one short sequence
+        may_be_short = layout is None and self.split == "validation"
+        if self.num_full_sequences < 1 and not may_be_short:
+            raise ValueError(
+                f"the {self.split} split has {len(self.tokens)} tokens, but block_size={seq_len} "
+                f"needs {self.stride + self.overlap} or more; give a smaller block_size, or "
+                "prepare more text"
+            )
 
     def read(self, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """ids and targets, int64 (len(starts), seq_len), of the windows that begin there."""
+        """Return ids and targets of the sequences at these positions, int64 (batch, seq_len) each."""
         tokens = self.tokens.read(starts, self.stride + self.overlap)
-        if self.documents:
-            return self.documents.ids_and_targets(tokens)
-        ids, targets = tokens[:, :-1].astype(np.int64), tokens[:, 1:].astype(np.int64)
-        return torch.from_numpy(ids), torch.from_numpy(targets)
+        if self.layout is not None:
+            return self.layout.ids_and_targets(tokens)
+        ids = torch.from_numpy(tokens[:, :-1].astype(np.int64))
+        targets = torch.from_numpy(tokens[:, 1:].astype(np.int64))
+        return ids, targets
 
 
 class TrainBatches(Batches):
-    """Random windows of the training split. ValueError: it is shorter than one window."""
+    """Random sequences of the training split."""
 
     split = "training"
 
-    def __init__(self, shards, seq_len: int, global_batch_size: int, seed: int, *rest, **keys):
-        super().__init__(shards, seq_len, *rest, **keys)
-        self.global_batch_size, self.seed = global_batch_size, seed
-        # Where documents have any length, one window fewer than fit at offset 0, so that every
-        # offset up to a window and the tail holds as many.
-        self.windows = self.whole if self.documents else max(self.whole - 1, 1)
-        self.skipped = len(self.tokens) - self.overlap - self.windows * self.stride  # per epoch
-        self.max_offset = 0 if self.documents else self.skipped
+    def __init__(
+        self,
+        shards: list[np.ndarray],
+        seq_len: int,
+        global_batch_size: int,
+        seed: int,
+        vocab_size: int = 2**16,
+        layout: SequenceLayout | None = None,
+    ):
+        super().__init__(shards, seq_len, vocab_size, layout)
+        self.global_batch_size = global_batch_size
+        self.seed = seed
+        if layout is None:
+            # One sequence fewer than fit at offset 0, so that an epoch has the same number of
+            # sequences at every offset.
+            self.num_sequences = max(self.num_full_sequences - 1, 1)
+        else:
+            self.num_sequences = self.num_full_sequences
+        # tokens that an epoch does not visit
+        self.num_dropped_tokens = len(self.tokens) - self.overlap - self.num_sequences * self.stride
+        self.max_offset = self.num_dropped_tokens if layout is None else 0
 
     def starts(self, numbers: np.ndarray) -> np.ndarray:
-        """First tokens of the sequences `numbers` of the run, int64."""
-        epochs, indices = np.divmod(numbers, self.windows)
+        """Return the positions of the first tokens of sequences, by their number in the run.
+
+        Args:
+            numbers: int64 (batch,)
+
+        Returns:
+            int64 (batch,)
+        """
+        epochs, indices = np.divmod(numbers, self.num_sequences)
         starts = np.empty_like(numbers)
         for epoch in np.unique(epochs).tolist():
-            here, draw = epochs == epoch, np.random.Generator(np.random.PCG64([self.seed, epoch]))
-            # With an offset of its own, each epoch cuts the text at other places.
-            offset = draw.integers(0, self.max_offset + 1)
+            is_in_epoch = epochs == epoch
+            rng = np.random.Generator(np.random.PCG64([self.seed, epoch]))
+            # each epoch has its own offset, so that it cuts the text at other positions
+            offset = rng.integers(0, self.max_offset + 1)
             [key] = np.random.SeedSequence([self.seed, epoch, 1]).generate_state(1, np.uint64)
-            windows = keyed_permutation(indices[here], self.windows, int(key))
-            starts[here] = offset + windows * self.stride
+            order = keyed_permutation(indices[is_in_epoch], self.num_sequences, int(key))
+            starts[is_in_epoch] = offset + order * self.stride
         return starts
 
     def get(self, step: int, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """ids and targets, int64 (count, seq_len), of sequences first.. of the batch of `step`."""
+        """Return `count` sequences of the batch of a step, from sequence `first` on.
+
+        Returns:
+            ids and targets, int64 (count, seq_len) each
+        """
         begin = step * self.global_batch_size + first
         return self.read(self.starts(np.arange(begin, begin + count)))
 
-    def shares(self, step: int, rows: int) -> torch.Tensor | None:
-        """What the loss of each micro-batch of `rows` sequences counts in the batch of `step`.
+    def loss_weights(self, step: int, micro_batch_size: int) -> torch.Tensor | None:
+        """Return how much the loss of each micro-batch counts in the batch of a step.
 
-        float32 (global_batch_size / rows,): its targets over the mean number of them, so that the
-        mean of loss times share is the mean over all targets; all zero in a batch without any.
-        None: all count the same, as they do wherever targets are the next tokens. (A stream's extra
-        loss, which knows no targets, is weighted with the rest.)
+        The weight is the number of targets of the micro-batch over the mean number, so that the
+        mean of loss times weight is the mean over all targets of the batch; all weights are 0 if it
+        has none. A model's auxiliary loss, which has no targets, is weighted like the rest.
+
+        Returns:
+            float32 (global_batch_size / micro_batch_size,); None if all weights are 1, as they
+            always are if targets are the next tokens
         """
-        if not (self.documents and self.documents.labels):
+        if self.layout is None or not self.layout.labels:
             return None
         _, targets = self.get(step, 0, self.global_batch_size)
-        counts = (targets != -1).view(-1, rows * self.seq_len).sum(1)
+        is_target = targets != IGNORED_TARGET
+        counts = is_target.view(-1, micro_batch_size * self.seq_len).sum(1)
         if counts[0] > 0 and (counts == counts[0]).all():
             return None
         return (counts / counts.double().mean().clamp_min(1e-9)).float()
 
 
-def has_targets(tokens: JoinedShards, documents: Windows, windows: Sequence[int]) -> bool:
-    """Whether one of these documents has a target; reading ends with the first that have."""
-    for first in range(0, len(windows), 256):
-        starts = np.array(windows[first : first + 256], dtype=np.int64) * documents.tokens
-        _, targets = documents.ids_and_targets(tokens.read(starts, documents.tokens))
-        if (targets != -1).any():
+def has_targets(tokens: JoinedShards, layout: SequenceLayout, documents: Sequence[int]) -> bool:
+    """Return whether one of these documents has a target.
+
+    Reading ends with the first documents that have one.
+    """
+    chunk_size = 256
+    for first in range(0, len(documents), chunk_size):
+        numbers = np.array(documents[first : first + chunk_size], dtype=np.int64)
+        chunk = tokens.read(numbers * layout.window_tokens, layout.window_tokens)
+        _, targets = layout.ids_and_targets(chunk)
+        if (targets != IGNORED_TARGET).any():
             return True
     return False
 
 
 class ValidationBatches(Batches):
-    """The validation split in order: window w predicts tokens w*seq_len+1 .. (w+1)*seq_len, the
-    last one what is left.
+    """The validation split in order.
 
-    Every token but the first is a target exactly once. `scored`: bool (seq_len,), or None.
-    ValueError: fewer than two tokens.
+    Sequence i predicts the tokens i * seq_len + 1, ..., (i + 1) * seq_len, and the last sequence
+    those that are left, so that every token except the first is a target exactly once.
     """
 
     split = "validation"
 
-    def __init__(self, *arguments, **keys):
-        super().__init__(*arguments, **keys)
-        tokens, documents = len(self.tokens), self.documents
-        if tokens < 2:
-            raise ValueError(f"the validation split has {tokens} tokens, it needs 2 or more")
-        self.windows = self.whole if documents else -(-(tokens - 1) // self.seq_len)
-        has_scored = documents and documents.scored
-        self.scored = documents.mask(documents.scored) if has_scored else None
+    def __init__(
+        self,
+        shards: list[np.ndarray],
+        seq_len: int,
+        vocab_size: int = 2**16,
+        layout: SequenceLayout | None = None,
+    ):
+        super().__init__(shards, seq_len, vocab_size, layout)
+        num_tokens = len(self.tokens)
+        if num_tokens < 2:
+            raise ValueError(
+                f"the validation split has {num_tokens} tokens, but needs 2 or more; prepare more "
+                "text"
+            )
+        if layout is None:
+            # rounded up
+            self.num_sequences = -(-(num_tokens - 1) // seq_len)
+        else:
+            self.num_sequences = self.num_full_sequences
+        # positions whose answers are counted, bool (seq_len,); None for a corpus without answers
+        self.scored = None
+        if layout is not None and layout.scored:
+            self.scored = layout.mask(layout.scored)
 
     def spread(self, count: int | None = None, part: str = "all") -> list[int]:
-        """`count` windows, or all, evenly over the split, or over its first or second half."""
-        half = self.windows // 2
+        """Return the indices of `count` sequences, or of all, evenly spread over the split.
+
+        Args:
+            part: "all", or "first" or "second" half of the split
+        """
+        half = self.num_sequences // 2
         first = half if part == "second" else 0
-        end = half if part == "first" else self.windows
-        count = end - first if count is None else min(count, end - first)
+        end = half if part == "first" else self.num_sequences
+        num_available = end - first
+        count = num_available if count is None else min(count, num_available)
         return sorted(set(np.linspace(first, end - 1, count).round().astype(int).tolist()))
 
-    def get(self, windows: list[int], rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """ids and targets, int64 (rows, seq_len); 0 and -1 in rows and positions past the end."""
-        starts = np.full(rows, len(self.tokens))  # of no window: past the end
-        starts[: len(windows)] = np.array(windows, dtype=np.int64) * self.stride
+    def get(self, sequences: list[int], batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a batch of these sequences, filled up to batch_size with empty ones.
+
+        Returns:
+            ids and targets, int64 (batch_size, seq_len) each; past the end of the split and in
+            empty sequences, ids are 0 and targets -1
+        """
+        # an empty sequence starts past the end
+        starts = np.full(batch_size, len(self.tokens))
+        starts[: len(sequences)] = np.array(sequences, dtype=np.int64) * self.stride
         ids, targets = self.read(starts)
-        left = torch.from_numpy(len(self.tokens) - 1 - starts)
-        # The last window is shorter, and a batch of the last ones has empty rows.
-        past = torch.arange(self.seq_len) >= left[:, None]
-        return ids.masked_fill_(past, 0), targets.masked_fill_(past, -1)
+        num_targets = torch.from_numpy(len(self.tokens) - 1 - starts)
+        is_past_end = torch.arange(self.seq_len) >= num_targets[:, None]
+        return ids.masked_fill_(is_past_end, 0), targets.masked_fill_(is_past_end, IGNORED_TARGET)
 
 
 def prefetched(
-    make: Callable, requests: Iterable, device: torch.device, ahead: int = 2
-) -> Iterator:
-    """`make(request)`, tensors, for each request in order, on `device`; a thread works `ahead`."""
-    cuda, requests = device.type == "cuda", iter(requests)
+    make: Callable[[Request], Tensors],
+    requests: Iterable[Request],
+    device: torch.device,
+    ahead: int = 2,
+) -> Iterator[Tensors]:
+    """Yield `make(request)` on a device for each request, in order.
 
-    def work(request):
-        # Pinned memory is copied to a GPU while the program goes on.
-        return tuple(tensor.pin_memory() for tensor in make(request)) if cuda else make(request)
+    A thread prepares up to `ahead` of them while the caller computes.
+    """
+    uses_cuda = device.type == "cuda"
+    waiting_requests = iter(requests)
 
-    keys = {"initializer": torch.cuda.set_device, "initargs": (device,)} if cuda else {}
-    with ThreadPoolExecutor(1, **keys) as pool:
+    def work(request: Request) -> Tensors:
+        tensors = make(request)
+        if uses_cuda:
+            # pinned memory is copied to a GPU while the program continues
+            tensors = tuple(tensor.pin_memory() for tensor in tensors)
+        return tensors
+
+    def initialize_thread() -> None:
+        if uses_cuda:
+            torch.cuda.set_device(device)
+
+    with ThreadPoolExecutor(1, initializer=initialize_thread) as pool:
         pending = deque()
         while True:
-            while len(pending) < ahead and (request := next(requests, None)) is not None:
+            while len(pending) < ahead and (request := next(waiting_requests, None)) is not None:
                 pending.append(pool.submit(work, request))
             if not pending:
                 return

@@ -1,509 +1,871 @@
-"""From documents to token shards: what every `data/<corpus>/prepare.py` shares.
+"""From documents to token shards: what all `data/<corpus>/prepare.py` share.
 
-Documents are read in order, tokenised by several threads (tiktoken leaves Python's lock), preceded
-by end-of-text, and cut into shards. After each whole shard, `preparation.json` records where in the
-source the next one begins: killed at any moment and started again, a preparation goes on from
-there, and its bytes are those of an uninterrupted one, whatever the number of workers. `meta.json`
-is written last: a folder that has the first and not the second is no corpus.
+Documents are read in order, tokenized by several threads, each preceded by an end-of-text token,
+and cut into shards. After each complete shard, `preparation.json` records where in the source the
+next one begins. So a preparation that was killed at any moment resumes there, and its shards have
+the same bytes as those of an uninterrupted one, whatever the number of threads. `meta.json` is
+written last: a folder with the first file and without the second is not a complete corpus.
 """
 
+import argparse
+import dataclasses
 import errno
 import os
-import re
 import shutil
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import pairwise
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import numpy as np
-import tiktoken
 from tqdm import tqdm
 
-import configurator
-from data import hub, shards, tokenizer
-from data.sources import Batch, Missing
-from utils import errors, files
+from data import hub, library_tokenizer, shards, tokenizer
+from data.library_tokenizer import TokenizerFiles
+from data.options import OptionParser
+from data.sources import Batch, PermanentSourceError
+from data.tokenizer_base import Tokenizer
+from model.options import collect_options, option
+from utils import errors, units
 
-LONGEST_BLANK = 500_000  # tiktoken's regular expressions fail on a run of about a million
-START = {"cursor": None, "skip": 0}
+# values of --tokenizer; any other one names a tokenizer.json
+BUILT_IN_TOKENIZERS = ("gpt2", "bpe", "bytes")
+# the tokenizers of scripts that have no --tokenizer
+TASK_TOKENIZERS = ("characters", "ids")
+TOKENIZER_HELP = (
+    "GPT-2's tokenizer (gpt2), a byte-pair encoding trained on this corpus (bpe), one token per byte "
+    "(bytes), or a tokenizer of your own: a folder with a tokenizer.json, the file itself, or a "
+    "repository on the Hugging Face Hub (OWNER/NAME)"
+)
+# files that a preparation writes beside its shards
+OWN_FILES = (
+    "meta.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "fetched.json",
+    "preparation.json",
+)
 
 
-def arguments(
+# ---- options ----
+
+
+@dataclass(frozen=True)
+class PreparationOptions:
+    """Options that the scripts of all corpora share."""
+
+    workers: int = option(
+        len(os.sched_getaffinity(0)),
+        "number of threads (default: number of CPU cores)",
+        low=1,
+    )
+    tokenizer: str = option(
+        "gpt2",
+        TOKENIZER_HELP,
+    )
+    eot_token: str | None = option(
+        None,
+        "end-of-text token of your own tokenizer, such as </s> (default: eos_token of its "
+        "tokenizer_config.json)",
+    )
+    vocab_size: int = option(
+        4096,
+        "vocabulary size of --tokenizer=bpe, including the end-of-text token",
+        low=257,
+        high=shards.MAX_UINT16_VOCAB,
+    )
+    tokenizer_bytes: int = option(
+        100_000_000,
+        "train --tokenizer=bpe on at most this many bytes of the corpus",
+        low=1,
+    )
+    shard_tokens: int = option(
+        100_000_000,
+        "number of tokens per shard",
+        low=1,
+        high=2**31 - 1,
+    )
+    val_tokens: int = option(
+        100_000_000,
+        "number of validation tokens, taken from the beginning",
+        low=1,
+    )
+    max_tokens: int | None = option(
+        None,
+        "total number of tokens to prepare; rerun with a larger number to add tokens (default: the "
+        "entire source)",
+        low=1,
+    )
+    retry_minutes: float | None = option(
+        None,
+        "number of minutes to keep retrying while the Hugging Face Hub does not respond (default: "
+        f"{hub.RETRY_MINUTES:g})",
+        low=0,
+    )
+    overwrite: bool = option(
+        False,
+        "if the output folder holds shards that were prepared with other options, delete them and "
+        "start again",
+    )
+    verify: bool = option(
+        False,
+        "compare every shard with its SHA-256 in meta.json instead of preparing anything",
+    )
+
+
+def make_parser(
     doc: str,
-    out: Path,
-    fixed: dict | None = None,
-    val_tokens_help: str = "number of validation tokens, 1 or more, taken from the beginning",
-    **defaults,
-) -> configurator.Parser:
-    """Return a parser with the options that the scripts of all corpora share.
+    folder: Path,
+    *option_classes: type,
+    fixed: dict[str, object] | None = None,
+) -> OptionParser:
+    """Return the parser of a script.
 
     Args:
         doc: the script's docstring, which --help prints
-        out: default output folder, a folder of data/
-        fixed: values of the options that this script does not have
-        val_tokens_help: what --val_tokens means in this script
-        defaults: values of options whose default is another one than below
+        folder: default output folder, a folder of data/
+        option_classes: dataclasses whose fields are the options of the script
+        fixed: values of options that the script does not have
     """
-    parser = configurator.Parser(description=doc)
-    fixed = fixed or {}
-
-    def add(name: str, help: str, **keywords) -> None:
-        if name not in fixed:
-            parser.add_argument(f"--{name}", help=help, **keywords)
-
-    add(
-        "out",
-        f"output folder for the token shards and meta.json (default: data/{out.name})",
+    parser = OptionParser(doc, collect_options(*option_classes), fixed)
+    parser.add_argument(
+        "--out",
         type=Path,
-        default=out,
+        default=folder,
+        help=f"output folder for the token shards and meta.json (default: data/{folder.name})",
     )
-    add(
-        "workers",
-        "number of threads, 1 or more (default: number of CPU cores)",
-        type=int,
-        default=len(os.sched_getaffinity(0)),
-    )
-    add(
-        "tokenizer",
-        "GPT-2's tokenizer (gpt2), a byte-pair encoding trained on this corpus (bpe), or one token "
-        "per byte (bytes)",
-        choices=("gpt2", "bpe", "bytes"),
-        default="gpt2",
-    )
-    add(
-        "vocab_size",
-        "vocabulary size of --tokenizer=bpe, including the end-of-text token; 257 to 65536",
-        type=int,
-        default=4096,
-    )
-    add(
-        "tokenizer_bytes",
-        "train --tokenizer=bpe on at most this many bytes of the corpus, 1 or more",
-        type=int,
-        default=100_000_000,
-    )
-    add(
-        "shard_tokens",
-        "number of tokens per shard, 1 to 2147483647",
-        type=int,
-        default=100_000_000,
-    )
-    add("val_tokens", val_tokens_help, type=int, default=100_000_000)
-    add(
-        "max_tokens",
-        "total number of tokens to prepare, 1 or more; rerun with a larger number to add tokens "
-        "(default: the entire source)",
-        type=int,
-    )
-    add(
-        "overwrite",
-        "if the output folder holds shards that were prepared with other options, delete them and "
-        "start again",
-        action="store_true",
-    )
-    add(
-        "verify",
-        "compare every shard with its SHA-256 in meta.json instead of preparing anything",
-        action="store_true",
-    )
-    parser.set_defaults(**defaults, **fixed)
     return parser
 
 
-def one_stream(source, val_tokens: int) -> list[tuple]:
-    """A plan: the first tokens of a source are for validation, the others for training."""
-    return [("val", source, val_tokens), ("train", source, None)]
+# ---- the plan and the record of a preparation ----
 
 
-def check(args) -> None:
-    """ValueError: an option out of range."""
-    for name in ("workers", "tokenizer_bytes", "shard_tokens", "val_tokens", "max_tokens"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise ValueError(f"--{name}={getattr(args, name)}: give 1 or more")
-    if args.shard_tokens >= 2**31:
-        raise ValueError(f"--shard_tokens={args.shard_tokens}: give less than 2147483648")
-    if args.tokenizer != "ids" and not 257 <= args.vocab_size <= 2**16:
-        give = "give 257 (bytes and end-of-text) to 65536"
-        raise ValueError(f"--vocab_size={args.vocab_size}: {give}")
+class Source(Protocol):
+    """What documents are read from; data/sources.py and data/hub.py have some."""
+
+    def identity(self) -> dict:
+        """Return what distinguishes these documents from others, as JSON."""
+
+    def read(self, cursor: dict | None = None) -> Iterator[Batch]:
+        """Yield batches from a cursor on, or from the beginning."""
 
 
-def prepare(args, name: str, plan: list[tuple], extra: dict | None = None) -> None:
-    """Make the shards `<name>_<split>_<number>.bin` in args.out, or go on making them.
+class Stage(NamedTuple):
+    """A part of the plan of a preparation: tokens of a source become shards of a split."""
 
-    plan: (split, source, tokens or None for all); consecutive entries of one source share its
-    documents. extra goes into meta.json. ValueError: what ends the work; whole shards are kept.
+    split: str
+    source: Source
+    num_tokens: int | None  # None means all that are left
+
+
+def split_one_source(source: Source, val_tokens: int) -> list[Stage]:
+    """Return a plan in which the first tokens of a source are the validation split."""
+    return [Stage("val", source, val_tokens), Stage("train", source, None)]
+
+
+class Position(NamedTuple):
+    """A position in the tokens of a source."""
+
+    # of the batch that the next token is in
+    cursor: dict | None
+
+    # number of tokens of that batch that precede it
+    skip: int
+
+
+START = Position(cursor=None, skip=0)
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """What preparation.json says of a complete shard."""
+
+    file: str
+    split: str
+    tokens: int
+    documents: int
+    bytes: int  # of text that the tokens stand for
+    sha256: str
+    ended: bool = True  # whether the source ended with this shard
+    next: dict = dataclasses.field(default_factory=dict)  # position after it, for resuming
+
+    @property
+    def next_position(self) -> Position:
+        return Position(**self.next)
+
+
+def count_record_tokens(records: list[ShardRecord]) -> int:
+    """Return the number of tokens of shards together."""
+    return sum(record.tokens for record in records)
+
+
+def count_text(counts: np.ndarray, encoding: Tokenizer) -> dict[str, int]:
+    """Return the documents and bytes of text of a shard.
+
+    Args:
+        counts: how often each token occurs, int64 (n_vocab,)
     """
-    check(args)
+    return {
+        "documents": int(counts[encoding.eot_token]),
+        "bytes": int(counts @ encoding.bytes_by_token()),
+    }
+
+
+# ---- preparation ----
+
+
+def prepare(
+    args: argparse.Namespace, name: str, plan: list[Stage], extra: dict | None = None
+) -> None:
+    """Prepare the shards `<name>_<split>_<number>.bin` in args.out, or resume preparing them.
+
+    Args:
+        plan: consecutive stages of the same source share its documents
+        extra: further entries of meta.json
+
+    Raises:
+        ValueError: the preparation cannot continue; complete shards are kept
+    """
     if args.verify:
-        return shards.verify(args.out, args.workers)
+        shards.verify(args.out, args.workers)
+        return
+    check_eot_option(args)
     args.out.mkdir(parents=True, exist_ok=True)
-    with shards.only_one(args.out):
+    with shards.lock_folder(args.out):
         Preparation(args, name, plan, extra or {}).run()
 
 
 class Preparation:
-    """One preparation of one folder; `records` lists the whole shards, each with what follows."""
+    """The preparation of one folder."""
 
-    def __init__(self, args, name: str, plan: list[tuple], extra: dict):
-        self.args, self.name, self.plan, self.extra, self.out = args, name, plan, extra, args.out
-        self.sources = {split: source for split, source, _ in plan}
-        self.stored = shards.read_json(self.out / "preparation.json")
-        _, _, val_tokens = plan[0]
+    def __init__(self, args: argparse.Namespace, name: str, plan: list[Stage], extra: dict):
+        self.args = args
+        self.name = name
+        self.plan = plan
+        self.extra = extra
+        self.out = args.out
+        self.sources = {stage.split: stage.source for stage in plan}
+        # the content of preparation.json
+        self.progress = shards.read_progress(self.out)
+        # the complete shards
+        self.records: list[ShardRecord] = []
+        # read from a tokenizer.json of your own, unless the folder has its copy already
+        self.tokenizer_files: TokenizerFiles | None = None
+
+        val_tokens = plan[0].num_tokens
         if val_tokens and args.max_tokens and args.max_tokens <= val_tokens:
-            nothing = f"leaves nothing for training after --val_tokens={val_tokens}"
-            give = "give more, or a smaller --val_tokens"
-            raise ValueError(f"--max_tokens={args.max_tokens} {nothing}: {give}")
-        before = self.stored.get("options", {})
-        options = self.options_at(before)
-        if before and before != options and args.overwrite:
-            options = self.options_at({})
-        self.claim(before, options)
+            raise ValueError(
+                f"--max_tokens={args.max_tokens} leaves nothing for training after "
+                f"--val_tokens={val_tokens}; give a larger --max_tokens or a smaller --val_tokens"
+            )
+        old_options = self.progress.get("options", {})
+        options = self.list_options(old_options)
+        if old_options and old_options != options and args.overwrite:
+            options = self.list_options({})
+        self.claim_folder(old_options, options)
 
-    def options_at(self, before: dict) -> dict:
-        """What the shards follow from: at the commits of the options `before`, or the newest."""
-        recorded, pinned = before.get("plan") or [{} for _ in self.plan], []
-        for stage, (_, source, _) in zip(recorded, self.plan):
-            # Both splits may share one source. A begun preparation stays at its commit.
-            if isinstance(source, hub.Hub) and source not in pinned:
-                source.pin(stage.get("commit"))
-                source.downloads, pinned = self.out / "downloads", [*pinned, source]
-        names = ["tokenizer", "shard_tokens"]
-        names += ["vocab_size", "tokenizer_bytes"] * (self.args.tokenizer == "bpe")
-        kind = {name: getattr(self.args, name) for name in names}
-        plan = [{"split": split, "tokens": n, **of.identity()} for split, of, n in self.plan]
-        return {"name": self.name, **kind, "plan": plan}
+    # what the shards depend on
 
-    def claim(self, before: dict, options: dict) -> None:
-        """Refuse a folder that holds something else; with --overwrite, empty it."""
-        files = list(self.out.glob("*.bin"))
-        if before != options and (self.args.overwrite or not files):
-            own = ("meta.json", "tokenizer.json", "fetched.json", "preparation.json")
-            for file in (*(self.out / name for name in own), *files, *self.out.glob("*.bin.*")):
-                file.unlink(missing_ok=True)
-            self.stored = {}
-        elif before != options:
-            what, ways = "shards of unknown making", "give another --out"
-            if before:
-                what = f"another preparation ({first_difference(before, options)})"
-                ways = "give that again to go on with it, another --out"
-            # lstat: shards that others have made are links.
-            size = shards.readable(sum(file.lstat().st_size for file in files))
-            removes = f"--overwrite to remove its {len(files)} shards ({size}) and begin anew"
-            raise ValueError(f"{self.out} holds {what}: {ways}, or {removes}")
-        self.stored["options"] = options
-        self.records = self.stored.setdefault("shards", [])
-        self.present, most = tokens_of(self.records), self.args.max_tokens
-        if most and self.present > most:
-            more = f"{self.present:,} tokens, more than --max_tokens={most}"
-            ways = f"give --max_tokens={self.present} or more, or another --out"
-            raise ValueError(f"{self.out} holds {more}: {ways}")
-        # A kill may come between a whole shard and its record.
-        unlisted = f"{self.name}_*_{len(self.records):06d}.bin"
-        for file in (*self.out.glob("*.bin.tmp"), *self.out.glob(unlisted)):
-            file.unlink()
+    def list_options(self, old_options: dict) -> dict:
+        """Return the options that the shards depend on.
+
+        Args:
+            old_options: of the preparation that is resumed, whose commits are kept; {} takes the
+                latest ones
+        """
+        self.pin_commits(old_options.get("plan", []))
+        return {
+            "name": self.name,
+            "tokenizer": self.args.tokenizer,
+            "shard_tokens": self.args.shard_tokens,
+            **self.collect_tokenizer_options(old_options),
+            "plan": [
+                {"split": stage.split, "tokens": stage.num_tokens, **stage.source.identity()}
+                for stage in self.plan
+            ],
+        }
+
+    def pin_commits(self, old_stages: list[dict]) -> None:
+        """Pin each dataset of the Hub to the commit of the old plan, or to the latest."""
+        pinned = []
+        for number, stage in enumerate(self.plan):
+            # both splits may read from one source
+            if not isinstance(stage.source, hub.HubDataset) or stage.source in pinned:
+                continue
+            old_stage = old_stages[number] if number < len(old_stages) else {}
+            stage.source.pin(old_stage.get("commit"))
+            stage.source.download_folder = self.out / "downloads"
+            pinned.append(stage.source)
+
+    def collect_tokenizer_options(self, old_options: dict) -> dict:
+        """Return the further options that the tokens depend on."""
+        args = self.args
+        if args.tokenizer == "bpe":
+            return {"vocab_size": args.vocab_size, "tokenizer_bytes": args.tokenizer_bytes}
+        if not is_own_tokenizer(args.tokenizer):
+            return {}
+        # A local file is compared with the copy in the folder, because it may have changed. The
+        # Hub is asked only once.
+        is_local = Path(args.tokenizer).expanduser().exists()
+        has_copy = (
+            (self.out / "tokenizer.json").exists()
+            and old_options.get("tokenizer") == args.tokenizer
+            and old_options.get("eot_token") == args.eot_token
+        )
+        if has_copy and not is_local:
+            digest = old_options["tokenizer_sha256"]
+        else:
+            self.tokenizer_files = library_tokenizer.read_files(
+                args.tokenizer, args.eot_token, args.retry_minutes
+            )
+            digest = self.tokenizer_files.sha256
+        return {"eot_token": args.eot_token, "tokenizer_sha256": digest}
+
+    def claim_folder(self, old_options: dict, options: dict) -> None:
+        """Prepare the folder for these options, and read the records of its complete shards.
+
+        With --overwrite, everything that was prepared with other options is deleted.
+
+        Raises:
+            ValueError: the folder holds something else
+        """
+        shard_paths = list(self.out.glob("*.bin"))
+        if old_options != options:
+            if shard_paths and not self.args.overwrite:
+                raise ValueError(self.describe_conflict(old_options, options, shard_paths))
+            own_paths = [self.out / name for name in OWN_FILES]
+            for path in (*own_paths, *shard_paths, *self.out.glob("*.bin.*")):
+                path.unlink(missing_ok=True)
+            self.progress = {}
+        self.progress["options"] = options
+        self.records = [ShardRecord(**record) for record in self.progress.get("shards", [])]
+        self.tokens_before = count_record_tokens(self.records)
+        max_tokens = self.args.max_tokens
+        if max_tokens and self.tokens_before > max_tokens:
+            raise ValueError(
+                f"{self.out} holds {self.tokens_before:,} tokens, more than "
+                f"--max_tokens={max_tokens}; give --max_tokens={self.tokens_before} or more, or "
+                "another --out"
+            )
+        # a kill may come between a complete shard and its record
+        unrecorded = self.out.glob(f"{self.name}_*_{len(self.records):06d}.bin")
+        for path in (*self.out.glob("*.bin.tmp"), *unrecorded):
+            path.unlink()
+
+    def describe_conflict(self, old_options: dict, options: dict, shard_paths: list[Path]) -> str:
+        """Say what else the folder holds, and what can be done."""
+        content = "shards of unknown origin"
+        choices = "give another --out"
+        if old_options:
+            content = f"another preparation ({describe_difference(old_options, options)})"
+            choices = "give the former options to resume it, another --out"
+        # lstat, because existing shards of others are links
+        size = units.format_bytes(sum(path.lstat().st_size for path in shard_paths))
+        return (
+            f"{self.out} holds {content}; {choices}, or --overwrite to delete its "
+            f"{len(shard_paths)} shards ({size}) and start again"
+        )
+
+    # running
 
     def run(self) -> None:
-        """Make what is missing; meta.json last."""
-        missing = [number for number, r in enumerate(self.records) if not self.is_whole(r)]
-        todo = [stage for stage in self.plan if self.left(*stage)]
-        if not missing and not todo and (self.out / "meta.json").exists():
-            print(f"{self.out} is complete: {self.present:,} tokens")
+        """Prepare all shards that are missing, and then meta.json."""
+        missing = [
+            number for number, record in enumerate(self.records) if not self.is_complete(record)
+        ]
+        stages = [stage for stage in self.plan if self.count_tokens_left(stage) > 0]
+        if not missing and not stages and (self.out / "meta.json").exists():
+            print(f"{self.out} is complete: {self.tokens_before:,} tokens")
             return
         self.encoding = self.make_tokenizer()
-        self.expected = self.expected_tokens()
+        self.shard_format = shards.choose_format(self.encoding.n_vocab)
+        self.expected_tokens = self.estimate_tokens()
         self.check_disk()
-        self.save()
-        kind = f"{self.encoding.name} ({self.encoding.n_vocab:,} tokens)"
-        print(f"{self.name}: {self.args.workers} threads, {kind}", flush=True)
-        keys = {"unit": "tok", "unit_scale": True, "smoothing": 0.05, "dynamic_ncols": True}
-        self.bar = tqdm(total=self.expected, initial=self.present, disable=None, **keys)
-        self.started = time.monotonic()
+        self.save_progress()
+        print(
+            f"{self.name}: {self.args.workers} threads, tokenizer {self.encoding.name} "
+            f"({self.encoding.n_vocab:,} tokens)",
+            flush=True,
+        )
+        self.progress_bar = tqdm(
+            total=self.expected_tokens,
+            initial=self.tokens_before,
+            unit="tok",
+            unit_scale=True,
+            smoothing=0.05,
+            dynamic_ncols=True,
+            disable=None,
+        )
+        self.start_time = time.monotonic()
         try:
             for number in missing:
-                self.make_again(number)
-            self.make_shards(todo)
+                self.restore_shard(number)
+            self.write_shards(stages)
         except KeyboardInterrupt:
-            errors.exit_with_message(self.how_to_go_on("interrupted"), 130)
+            errors.exit_with_message(self.describe_resuming("interrupted"), errors.INTERRUPTED)
         except (ValueError, OSError) as error:
-            full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-            what = f"the disk of {self.out} is full" if full else str(error)
-            again = not isinstance(error, Missing)  # else the same command would meet it again
-            raise ValueError(self.how_to_go_on(what, again)) from error
+            reason = str(error)
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                reason = f"the disk of {self.out} is full"
+            can_resume = not isinstance(error, PermanentSourceError)
+            raise ValueError(self.describe_resuming(reason, can_resume)) from error
         finally:
-            self.bar.close()
+            self.progress_bar.close()
         self.finish()
 
-    def left(self, split: str, source, tokens: int | None) -> int:
-        """How many tokens the split may still get; 0 where its source has ended."""
-        own = [record for record in self.records if record["split"] == split]
-        if own and own[-1]["ended"]:
+    def count_tokens_left(self, stage: Stage) -> int:
+        """Return how many tokens a split may still get; 0 if its source has ended."""
+        split_records = [record for record in self.records if record.split == stage.split]
+        if split_records and split_records[-1].ended:
             return 0
-        limits = ((tokens, own), (self.args.max_tokens, self.records))
-        rests = (most - tokens_of(records) for most, records in limits if most)
-        return min(rests, default=sys.maxsize)
+        tokens_left = sys.maxsize
+        if stage.num_tokens:
+            tokens_left = stage.num_tokens - count_record_tokens(split_records)
+        if self.args.max_tokens:
+            tokens_left = min(tokens_left, self.args.max_tokens - count_record_tokens(self.records))
+        return tokens_left
 
-    def reader(self, number: int, source) -> "TokenReader":
-        """The source from where shard `number` begins: after the one before, if of it too."""
-        before = self.records[number - 1] if number else None
-        start = before["next"] if before and self.sources[before["split"]] is source else START
-        return TokenReader(source, self.encoding, self.args.workers, start, self.bar)
+    def open_reader(self, number: int, source: Source) -> "TokenReader":
+        """Return a reader of the source that begins with the tokens of shard `number`."""
+        start = START
+        if number > 0:
+            previous = self.records[number - 1]
+            if self.sources[previous.split] is source:
+                start = previous.next_position
+        return TokenReader(source, self.encoding, self.args.workers, start, self.progress_bar)
 
-    def make_shards(self, plan: list[tuple]) -> None:
+    def write_shards(self, stages: list[Stage]) -> None:
+        """Write the shards that follow the complete ones."""
         reader = None
-        for split, source, tokens in plan:
-            if reader is None or reader.source is not source:
-                reader = self.reader(len(self.records), source)
-            while left := self.left(split, source, tokens):
-                want = min(self.args.shard_tokens, left)
-                taken = reader.take(want)
-                if not taken.size:
+        for stage in stages:
+            if reader is None or reader.source is not stage.source:
+                reader = self.open_reader(len(self.records), stage.source)
+            while tokens_left := self.count_tokens_left(stage):
+                num_wanted = min(self.args.shard_tokens, tokens_left)
+                tokens = reader.take(num_wanted)
+                if not tokens.size:
                     break
-                path = self.out / f"{self.name}_{split}_{len(self.records):06d}.bin"
-                # While it grows, the folder is no corpus.
+                path = self.out / f"{self.name}_{stage.split}_{len(self.records):06d}.bin"
+                # while it grows, the folder is not a complete corpus
                 (self.out / "meta.json").unlink(missing_ok=True)
-                record = {"file": path.name, "split": split, "tokens": taken.size}
-                record |= text_of(shards.token_counts(taken), self.encoding)
-                record["sha256"] = shards.write_shard(path, taken)
-                # Fewer than wanted: the source has ended. `next` is where another run goes on.
-                record |= {"ended": taken.size < want, "next": reader.position}
+                counts = shards.count_tokens(tokens, self.encoding.n_vocab)
+                record = ShardRecord(
+                    file=path.name,
+                    split=stage.split,
+                    tokens=tokens.size,
+                    **count_text(counts, self.encoding),
+                    sha256=shards.write_shard(path, tokens, self.shard_format),
+                    ended=tokens.size < num_wanted,
+                    next=reader.position._asdict(),
+                )
                 self.records.append(record)
-                self.save()
+                self.save_progress()
                 self.show(record)
 
-    def make_again(self, number: int) -> None:
-        """A shard that was deleted or cut. ValueError: the source gives another one now."""
-        record = self.records[number]
-        tokens = self.reader(number, self.sources[record["split"]]).take(record["tokens"])
-        path = self.out / record["file"]
-        # Source files may have changed and kept names and sizes: the content alone shows it.
-        if shards.write_shard(path, tokens) != record["sha256"]:
-            path.unlink()
-            changed = f"{path.name} was made again and is another one: the source has changed"
-            raise Missing(f"{changed}: give another --out to prepare it as it is now")
-        tqdm.write(f"{path.name}: made again")
+    def restore_shard(self, number: int) -> None:
+        """Prepare a shard again that was deleted or damaged.
 
-    def show(self, record: dict) -> None:
-        """A line about a shard: tokens so far, speed and time left."""
-        total = tokens_of(self.records)
-        rate = (total - self.present) / max(time.monotonic() - self.started, 1e-9)
-        left = self.expected - total
-        eta = f", ETA {tqdm.format_interval(left / rate)}" if left > 0 else ""
-        tqdm.write(f"{record['file']}: {total:,} tokens in all, {rate:,.0f} tokens/s{eta}")
+        Raises:
+            PermanentSourceError: the source has changed, and yields another shard
+        """
+        record = self.records[number]
+        reader = self.open_reader(number, self.sources[record.split])
+        path = self.out / record.file
+        sha256 = shards.write_shard(path, reader.take(record.tokens), self.shard_format)
+        # files may have changed without changing their names and sizes
+        if sha256 != record.sha256:
+            path.unlink()
+            raise PermanentSourceError(
+                f"{path.name} was prepared again and differs from before, because the source has "
+                "changed; give another --out to prepare the source as it is now"
+            )
+        tqdm.write(f"{path.name}: prepared again")
+
+    def show(self, record: ShardRecord) -> None:
+        """Print a line about a shard: tokens so far, speed and remaining time."""
+        total = count_record_tokens(self.records)
+        seconds = max(time.monotonic() - self.start_time, 1e-9)
+        tokens_per_second = (total - self.tokens_before) / seconds
+        line = f"{record.file}: {total:,} tokens in total, {tokens_per_second:,.0f} tokens/s"
+        tokens_left = self.expected_tokens - total
+        if tokens_left > 0:
+            line = f"{line}, ETA {tqdm.format_interval(tokens_left / tokens_per_second)}"
+        tqdm.write(line)
         sys.stdout.flush()
 
-    def is_whole(self, record: dict) -> bool:
-        path = self.out / record["file"]
-        return path.exists() and path.stat().st_size == shards.size_of(record["tokens"])
+    def is_complete(self, record: ShardRecord) -> bool:
+        """Return whether a shard is there with all of its tokens."""
+        try:
+            return len(shards.read_shard(self.out / record.file)) == record.tokens
+        except (shards.DamagedShard, OSError):
+            return False
 
-    def make_tokenizer(self):
-        """The chosen one, which is kept beside the shards: training it can take minutes."""
-        path, kind, args = self.out / "tokenizer.json", self.args.tokenizer, self.args
+    def make_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer, which is kept beside the shards, since training it takes minutes."""
+        path = self.out / "tokenizer.json"
         if path.exists():
-            return tokenizer.from_json(files.read_json(path))
-        if kind == "ids":
-            encoding = tokenizer.IdTokenizer(args.vocab_size)
-        elif kind == "characters":
-            sources, most = self.sources.values(), args.tokenizer_bytes
-            texts = (text for source in sources for text in first_bytes(source, most))
-            encoding = tokenizer.characters_tokenizer(texts)
-        elif kind == "bytes":
-            encoding = tokenizer.byte_tokenizer()
-        elif kind == "gpt2":
-            encoding = tokenizer.gpt2_tokenizer()
-        else:
-            print(f"training a byte-pair tokenizer of {args.vocab_size:,} tokens", flush=True)
-            texts = first_bytes(self.plan[-1][1], args.tokenizer_bytes)
-            encoding = tokenizer.train_byte_pairs(texts, args.vocab_size)
+            return tokenizer.from_json(tokenizer.describe(self.out))
+        if self.tokenizer_files is not None:
+            encoding = tokenizer.from_json(self.tokenizer_files.describe())
+            self.tokenizer_files.write(self.out)
+            return encoding
+        encoding = self.build_tokenizer()
         shards.write_json(path, tokenizer.to_json(encoding))
         return encoding
 
-    def expected_tokens(self) -> int:
-        """About how many tokens there will be: a token of byte pairs is taken for four bytes."""
-        per_token, total = 4 if self.args.tokenizer in ("gpt2", "bpe") else 1, 0
+    def build_tokenizer(self) -> Tokenizer:
+        """Build the tokenizer that the options name, if it is not your own."""
+        args = self.args
+        if args.tokenizer == "ids":
+            return tokenizer.IdTokenizer(args.vocab_size)
+        if args.tokenizer == "characters":
+            texts = (
+                text
+                for source in self.sources.values()
+                for text in read_first_bytes(source, args.tokenizer_bytes)
+            )
+            return tokenizer.characters_tokenizer(texts)
+        if args.tokenizer == "bytes":
+            return tokenizer.byte_tokenizer()
+        if args.tokenizer == "gpt2":
+            return tokenizer.gpt2_tokenizer()
+        print(f"training a byte-pair tokenizer of {args.vocab_size:,} tokens", flush=True)
+        train_source = self.plan[-1].source
+        return tokenizer.train_byte_pairs(
+            read_first_bytes(train_source, args.tokenizer_bytes), args.vocab_size
+        )
+
+    def estimate_tokens(self) -> int:
+        """Return approximately how many tokens there will be."""
+        # a token of byte pairs has about four bytes
+        bytes_per_token = 1 if self.args.tokenizer in ("bytes", *TASK_TOKENIZERS) else 4
+        total = 0
+        # both splits may read from one source
         for source in {id(source): source for source in self.sources.values()}.values():
-            limits = [tokens for _, each, tokens in self.plan if each is source]
-            of_hub = isinstance(source, hub.Hub)
-            whole = source.tokens if of_hub else source.text_bytes() // per_token
-            total += whole if None in limits else min(whole, sum(limits))
+            if isinstance(source, hub.HubDataset):
+                num_tokens = source.num_tokens
+            else:
+                num_tokens = source.text_bytes() // bytes_per_token
+            limits = [stage.num_tokens for stage in self.plan if stage.source is source]
+            if None not in limits:
+                num_tokens = min(num_tokens, sum(limits))
+            total += num_tokens
         return min(total, self.args.max_tokens or total)
 
     def check_disk(self) -> None:
-        """ValueError: what is missing does not fit, two bytes a token."""
-        free = shutil.disk_usage(self.out).free
-        if 2 * (self.expected - self.present) > free:
-            need = f"about {self.expected:,} tokens need {shards.readable(2 * self.expected)}"
-            has = f"{self.out} has {shards.readable(free)} free"
-            fits = int(0.95 * (free // 2 + self.present))
-            raise ValueError(f"{need}, {has}: give --max_tokens={fits}, or --out on a larger disk")
+        """Raise ValueError if the shards that are missing do not fit on the disk."""
+        free_bytes = shutil.disk_usage(self.out).free
+        token_bytes = self.shard_format.dtype.itemsize
+        if token_bytes * (self.expected_tokens - self.tokens_before) > free_bytes:
+            # five percent are left free
+            fitting_tokens = int(0.95 * (free_bytes // token_bytes + self.tokens_before))
+            raise ValueError(
+                f"about {self.expected_tokens:,} tokens need "
+                f"{units.format_bytes(token_bytes * self.expected_tokens)}, but the disk of "
+                f"{self.out} has {units.format_bytes(free_bytes)} free; give "
+                f"--max_tokens={fitting_tokens}, or --out on a larger disk"
+            )
 
-    def save(self) -> None:
-        shards.write_json(self.out / "preparation.json", self.stored)
+    def save_progress(self) -> None:
+        """Write preparation.json."""
+        self.progress["shards"] = [dataclasses.asdict(record) for record in self.records]
+        shards.write_json(self.out / "preparation.json", self.progress)
 
-    def how_to_go_on(self, what: str, again: bool = True) -> str:
-        """What has happened, and what can be done; again: the same command goes on."""
-        # As the file has it: Ctrl+C may come between a shard and its record.
-        listed = shards.read_json(self.out / "preparation.json").get("shards", [])
-        whole = [record for record in listed if self.is_whole(record)]
-        ways = ["run the same command again to go on"] if again else []
-        if whole == listed and {"val", "train"} <= {record["split"] for record in whole}:
-            run = "or" if again else "run it"
-            ways.append(f"{run} with --max_tokens={tokens_of(whole)} to end there")
-        return f"{what}; {len(whole)} whole shards are kept{': ' if ways else ''}{', '.join(ways)}"
+    def describe_resuming(self, reason: str, can_resume: bool = True) -> str:
+        """Say why the preparation ended, and what can be done.
+
+        Args:
+            can_resume: whether rerunning the same command may help
+        """
+        # as the file lists them, because Ctrl+C may come between a shard and its record
+        progress = shards.read_progress(self.out)
+        listed = [ShardRecord(**record) for record in progress.get("shards", [])]
+        complete = [record for record in listed if self.is_complete(record)]
+        choices = []
+        if can_resume:
+            choices.append("rerun the same command to resume")
+        if complete == listed and {"val", "train"} <= {record.split for record in complete}:
+            choices.append(f"add --max_tokens={count_record_tokens(complete)} to finish with them")
+        message = f"{reason}; {len(complete)} complete shards are kept"
+        return f"{message}: {', or '.join(choices)}" if choices else message
 
     def finish(self) -> None:
+        """Write meta.json.
+
+        Raises:
+            ValueError: a split has no tokens
+        """
         shutil.rmtree(self.out / "downloads", ignore_errors=True)
-        splits, tokens = {record["split"] for record in self.records}, tokens_of(self.records)
-        if not {"train", "val"} <= splits:
-            nothing = f"leave nothing for {'training' if 'val' in splits else 'validation'}"
-            ways = f"give more text, or --val_tokens below {tokens} and --overwrite"
-            raise ValueError(f"{tokens:,} tokens {nothing}: {ways}")
-        about, keys = self.stored["options"]["plan"][-1], ("source", "name", "revision", "commit")
-        source = {key: about[key] for key in keys if about.get(key)}
-        meta = {**tokenizer.meta(self.encoding), **source, **self.extra}
-        shards.write_meta(self.out, meta, self.records)
+        splits = {record.split for record in self.records}
+        num_tokens = count_record_tokens(self.records)
+        for split, use in (("train", "training"), ("val", "validation")):
+            if split not in splits:
+                raise ValueError(
+                    f"{num_tokens:,} tokens leave nothing for {use}; give more text, or "
+                    f"--val_tokens below {num_tokens} and --overwrite"
+                )
+        options = self.progress["options"]
+        origin = options["plan"][-1]
+        meta = tokenizer.meta_entries(self.encoding)
+        meta.update(describe_format(self.shard_format))
+        if "tokenizer_sha256" in options:
+            meta["tokenizer_sha256"] = options["tokenizer_sha256"]
+        for key in ("source", "name", "revision", "commit"):
+            if origin.get(key):
+                meta[key] = origin[key]
+        records = [dataclasses.asdict(record) for record in self.records]
+        shards.write_meta(self.out, {**meta, **self.extra}, records)
 
 
-def tokens_of(records: list[dict]) -> int:
-    """Tokens of shards together."""
-    return sum(record["tokens"] for record in records)
+def is_own_tokenizer(name: str) -> bool:
+    """Return whether --tokenizer names a tokenizer.json."""
+    return name not in (*BUILT_IN_TOKENIZERS, *TASK_TOKENIZERS)
 
 
-def text_of(counts: np.ndarray, encoding) -> dict:
-    """Documents and bytes of text in a shard that holds each token so often, int64 (n_vocab,)."""
-    size = int(counts[: encoding.n_vocab] @ tokenizer.bytes_by_token(encoding))
-    return {"documents": int(counts[encoding.eot_token]), "bytes": size}
+def check_eot_option(args: argparse.Namespace) -> None:
+    """Raise ValueError if --eot_token has no effect."""
+    if args.eot_token is not None and not is_own_tokenizer(args.tokenizer):
+        raise ValueError(
+            f"--eot_token={args.eot_token} has no effect with --tokenizer={args.tokenizer}; omit "
+            "one of them"
+        )
+
+
+def describe_format(shard_format: shards.ShardFormat) -> dict[str, str]:
+    """Return what meta.json says of the format of shards: the dtype, if it is not uint16."""
+    if shard_format == shards.UINT16_FORMAT:
+        return {}
+    return {"dtype": shard_format.dtype.name}
+
+
+def describe_difference(old_options: dict, new_options: dict) -> str:
+    """Name the first option that differs, with both of its values."""
+    for key in [*new_options, *old_options]:
+        old = old_options.get(key)
+        new = new_options.get(key)
+        if old == new:
+            continue
+        if not isinstance(old, list) or not isinstance(new, list):
+            return f"{key} was {old!r} and is now {new!r}"
+        for old_entry, new_entry in zip(old, new):
+            if old_entry != new_entry:
+                return describe_difference(old_entry, new_entry)
+        return f"{key} had {len(old)} entries and has now {len(new)}"
+    return "no difference"
+
+
+# ---- tokens ----
 
 
 class TokenReader:
-    """The tokens of a source as one stream from a position on: a cursor of the source, and how
-    many tokens after it are taken already.
-    """
+    """Reads the tokens of a source as one stream, from a position on."""
 
-    def __init__(self, source, encoding, workers: int, position: dict, bar=None):
-        self.source, self.bar = source, bar
-        self.cursor, self.used = position["cursor"], position["skip"]
-        self.batches = tokenised(source, self.cursor, encoding, workers)
-        self.tokens = np.zeros(0, dtype=np.uint16)  # of the batch at the cursor
+    def __init__(
+        self,
+        source: Source,
+        encoding: Tokenizer,
+        workers: int,
+        start: Position,
+        progress_bar: tqdm | None = None,
+    ):
+        self.source = source
+        self.progress_bar = progress_bar
+        self.dtype = shards.choose_format(encoding.n_vocab).dtype
+        self.batches = tokenize(source, start.cursor, encoding, workers)
+        # the batch at the cursor, and how many of its tokens have been taken
+        self.cursor = start.cursor
+        self.tokens = np.zeros(0, dtype=self.dtype)
+        self.num_used = start.skip
 
     @property
-    def position(self) -> dict:
-        return {"cursor": self.cursor, "skip": self.used}
+    def position(self) -> Position:
+        """The position of the next token."""
+        return Position(self.cursor, self.num_used)
 
     def take(self, count: int) -> np.ndarray:
-        """The next `count` tokens, uint16, fewer where the source ends."""
-        result, filled = np.empty(count, dtype=np.uint16), 0
+        """Return the next `count` tokens, uint16 or uint32; fewer if the source ends."""
+        result = np.empty(count, dtype=self.dtype)
+        filled = 0
         while filled < count:
-            if self.used >= len(self.tokens):
+            if self.num_used >= len(self.tokens):
                 cursor, future = next(self.batches, (None, None))
                 if future is None:
                     break
-                # At a resumed position the first batch, or more if they are smaller now, is taken.
-                self.used -= len(self.tokens)
-                self.cursor, self.tokens = cursor, future.result()
+                # The start may lie beyond the first batch, if batches are smaller than those of the
+                # run that recorded it.
+                self.num_used -= len(self.tokens)
+                self.cursor = cursor
+                self.tokens = future.result()
                 continue
-            part = self.tokens[self.used : self.used + count - filled]
+            part = self.tokens[self.num_used : self.num_used + count - filled]
             result[filled : filled + len(part)] = part
-            filled, self.used = filled + len(part), self.used + len(part)
-            if self.bar is not None:
-                self.bar.update(len(part))
+            filled += len(part)
+            self.num_used += len(part)
+            if self.progress_bar is not None:
+                self.progress_bar.update(len(part))
         return result[:filled]
 
 
-def tokenised(source, cursor, encoding, workers: int) -> Iterator[tuple[dict, Future]]:
-    """Every batch's cursor and its tokens to come, in order; a bounded number is in work."""
-    # Two batches a thread keep all busy; more would only take memory.
+def tokenize(
+    source: Source, cursor: dict | None, encoding: Tokenizer, workers: int
+) -> Iterator[tuple[dict, Future]]:
+    """Yield the cursor and the future tokens of each batch, in order, from a cursor on."""
+    # Two batches per thread keep all threads busy; more would only take memory.
     with ThreadPoolExecutor(workers) as pool:
         pending = deque()
         for batch in source.read(cursor):
-            pending.append((batch.cursor, pool.submit(encode, encoding, batch)))
+            pending.append((batch.cursor, pool.submit(encode_batch, encoding, batch)))
             if len(pending) > 2 * workers:
                 yield pending.popleft()
         yield from pending
 
 
-def encode(encoding: tiktoken.Encoding, batch: Batch) -> np.ndarray:
-    """Tokens of a batch's texts, uint16, each document after end-of-text."""
+def encode_batch(encoding: Tokenizer, batch: Batch) -> np.ndarray:
+    """Return the tokens of a batch, in which end-of-text precedes each document.
+
+    Returns:
+        uint16 or uint32 (num_tokens,)
+    """
+    end_of_text = np.array([encoding.eot_token], dtype=np.uint32)
+    starts = batch.starts or [True] * len(batch.texts)
     parts = [np.zeros(0, dtype=np.uint32)]
-    eot = np.array([encoding.eot_token], dtype=np.uint32)
-    for text, start in zip(batch.texts, batch.starts or [True] * len(batch.texts)):
-        if start:
-            parts.append(eot)
-        for piece in [text] if len(text) < LONGEST_BLANK else without_long_blanks(text):
-            # disallowed_special: what looks like a special token is text.
-            parts.append(encoding.encode_to_numpy(piece, disallowed_special=()))
-    return np.concatenate(parts).astype(np.uint16)
+    for tokens, starts_document in zip(encoding.encode_batch(batch.texts), starts):
+        if starts_document:
+            parts.append(end_of_text)
+        parts.append(tokens)
+    return np.concatenate(parts).astype(shards.choose_format(encoding.n_vocab).dtype)
 
 
-def without_long_blanks(text: str) -> list[str]:
-    """The text in pieces, cut within runs of blanks that are too long."""
-    cuts = [0]
-    # Tried once a run, not at each of its blanks.
-    for run in re.finditer(rf"(?<!\s)\s{{{LONGEST_BLANK},}}", text):
-        cuts += range(run.start(), run.end() + 1, LONGEST_BLANK)
-    return [text[start:end] for start, end in pairwise([*cuts, len(text)])]
-
-
-def first_bytes(source, count: int) -> Iterator[str]:
-    """Texts of a source up to about `count` bytes."""
+def read_first_bytes(source: Source, num_bytes: int) -> Iterator[str]:
+    """Yield texts of a source, until they have this many bytes."""
     for batch in source.read():
         for text in batch.texts:
-            if count <= 0:
+            if num_bytes <= 0:
                 return
             yield text
-            count -= len(text.encode())
+            num_bytes -= len(text.encode())
 
 
-def first_difference(before: dict, now: dict) -> str:
-    """The first option that differs, in words."""
-    for key in [*now, *before]:
-        old, new = before.get(key), now.get(key)
-        if old != new and isinstance(old, list) and isinstance(new, list):
-            pairs = (first_difference(a, b) for a, b in zip(old, new) if a != b)
-            return next(pairs, f"{key} differ in number")
-        if old != new:
-            return f"{key} {old!r} there, {new!r} now"
-    return "nothing"
+# ---- existing shards ----
 
 
-def adopt(args) -> None:
-    """Make GPT-2 shards in llm.c's format, from a folder or the hub, the corpus in args.out.
+def adopt(args: argparse.Namespace) -> None:
+    """Make existing shards in llm.c's formats the corpus in args.out.
 
-    A folder's are linked, not copied. ValueError: not such shards, or a folder in use.
+    The shards of a folder are linked, and those of a repository of the Hub are downloaded. Their
+    tokenizer is GPT-2's, unless args.tokenizer names a tokenizer.json.
+
+    Raises:
+        ValueError: there are no such shards, or args.out holds something else
     """
-    source, out, origin = args.pretokenized, args.out, Path(args.pretokenized)
-    if origin.is_dir():
-        hub.refuse_options(args, "a folder of shards")
+    out = args.out
+    folder = Path(args.pretokenized)
+    is_local = folder.is_dir()
+    check_eot_option(args)
+    if is_local:
+        hub.check_unused(args, "a folder of shards")
+    if args.tokenizer in ("bpe", "bytes"):
+        raise ValueError(
+            f"--tokenizer={args.tokenizer} cannot be the tokenizer of existing shards; omit it if "
+            "they hold GPT-2's tokens, or give their tokenizer.json"
+        )
     out.mkdir(parents=True, exist_ok=True)
-    with shards.only_one(out):
+    with shards.lock_folder(out):
         if (out / "preparation.json").exists():
-            raise ValueError(f"{out} holds a preparation of its own: give another --out")
-        encoding, about, sums = tokenizer.gpt2_tokenizer(), {"source": source}, {}
-        if not origin.is_dir():
-            fetched = hub.fetch_shards(source, out, args.revision, args.retry_minutes)
-            origin, about["commit"], sums = out, fetched["commit"], fetched["sums"]
-        files = {split: shards.shard_files(origin, split) for split in ("val", "train")}
-        if not all(files.values()):
-            lack = "holds no *train_*.bin and *val_*.bin shards of the llm.c format"
-            raise ValueError(f"{source} {lack}")
-        records, splits = [], [(file, split) for split in files for file in files[split]]
-        examined = shards.examined([file for file, _ in splits], encoding.n_vocab, args.workers)
-        for (file, split), shard in zip(splits, examined):
-            if isinstance(shard, ValueError):
-                raise shard
-            if shard["sha256"] != sums.get(file.name, shard["sha256"]):
-                other = f"{file} came with other bytes than the hub's SHA-256 says"
-                raise ValueError(f"{other}: delete it, and run the same command again")
-            text = text_of(shard.pop("counts"), encoding)
-            records.append({"file": file.name, "split": split, **shard, **text})
-            # Linked and not copied: shards are tens of gigabytes.
-            link = out / file.name
-            if not link.exists():
-                link.symlink_to(file.resolve())
-            elif link.resolve() != file.resolve():
-                raise ValueError(f"{link} is there already and another file: give another --out")
-        shards.write_json(out / "tokenizer.json", tokenizer.to_json(encoding))
-        shards.write_meta(out, {**tokenizer.meta(encoding), **about}, records)
+            raise ValueError(
+                f"{out} holds a corpus that was prepared from documents; give another --out"
+            )
+        tokenizer_files = None
+        if is_own_tokenizer(args.tokenizer):
+            tokenizer_files = library_tokenizer.read_files(
+                args.tokenizer, args.eot_token, args.retry_minutes
+            )
+            encoding = tokenizer.from_json(tokenizer_files.describe())
+        else:
+            encoding = tokenizer.gpt2_tokenizer()
+        fetched = hub.FetchedShards(commit=None, sha256={})
+        if not is_local:
+            fetched = hub.fetch_shards(args.pretokenized, out, args.revision, args.retry_minutes)
+            folder = out
+        adopted = link_shards(args, folder, encoding, fetched.sha256)
+
+        meta = {
+            **tokenizer.meta_entries(encoding),
+            **describe_format(adopted.shard_format),
+            "source": args.pretokenized,
+        }
+        if tokenizer_files is not None:
+            tokenizer_files.write(out)
+            meta["tokenizer_sha256"] = tokenizer_files.sha256
+        else:
+            shards.write_json(out / "tokenizer.json", tokenizer.to_json(encoding))
+        if fetched.commit is not None:
+            meta["commit"] = fetched.commit
+        shards.write_meta(out, meta, adopted.records)
+
+
+class AdoptedShards(NamedTuple):
+    """Existing shards in the order of meta.json, and the format of the largest ids."""
+
+    records: list[dict]
+    shard_format: shards.ShardFormat
+
+
+def link_shards(
+    args: argparse.Namespace, folder: Path, encoding: Tokenizer, sha256_of: dict[str, str]
+) -> AdoptedShards:
+    """Read all shards of a folder, and link them into args.out, unless they are there already.
+
+    Args:
+        sha256_of: the SHA-256 that some of the files must have, by name
+
+    Raises:
+        ValueError: a shard is damaged or has other tokens, or args.out has another file of its name
+    """
+    split_of = {
+        path: split for split in ("val", "train") for path in shards.find_shards(folder, split)
+    }
+    if set(split_of.values()) != {"val", "train"}:
+        raise ValueError(
+            f"{args.pretokenized} holds no *train_*.bin and *val_*.bin shards in llm.c's formats; "
+            "give a folder or repository that does"
+        )
+    shard_format = shards.UINT16_FORMAT
+    for path in split_of:
+        if shards.read_shard(path).dtype == shards.UINT32_FORMAT.dtype:
+            shard_format = shards.UINT32_FORMAT
+            if not is_own_tokenizer(args.tokenizer):
+                raise ValueError(
+                    f"{path} has ids of 32 bits (llm.c's version 7), which GPT-2's tokenizer does "
+                    "not make; name the tokenizer.json of these shards with --tokenizer"
+                )
+    contents = shards.examine_shards(list(split_of), encoding.n_vocab, args.workers)
+    records = []
+    for (path, split), content in zip(split_of.items(), contents):
+        if isinstance(content, ValueError):
+            raise content
+        if content.sha256 != sha256_of.get(path.name, content.sha256):
+            raise ValueError(
+                f"{path} does not have the SHA-256 that the Hub knows; delete it and rerun the "
+                "same command to download it again"
+            )
+        # linked instead of copied, because shards are tens of gigabytes
+        link = args.out / path.name
+        if not link.exists():
+            link.symlink_to(path.resolve())
+        elif link.resolve() != path.resolve():
+            raise ValueError(f"{link} exists already and is another file; give another --out")
+        records.append(
+            {
+                "file": path.name,
+                "split": split,
+                "sha256": content.sha256,
+                "tokens": content.num_tokens,
+                **count_text(content.counts, encoding),
+            }
+        )
+    return AdoptedShards(records, shard_format)

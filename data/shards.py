@@ -1,7 +1,13 @@
-"""Token shards in the format of llm.c and modded-nanogpt, and the folder that holds them.
+"""Token shards in the formats of llm.c, and the folder of shards that is a corpus.
 
-A shard is 256 int32 (magic 20240520, version 1, token count, zeros), then uint16 token ids. Its
-name contains `train_` or `val_`, or ends so. `meta.json` beside them names the tokenizer, or GPT-2.
+A shard is a header of 256 int32 (magic number, version, number of tokens, zeros), followed by the
+token ids, little-endian. There are two formats:
+
+    magic 20240520, version 1   uint16 ids; GPT-2's and every other vocabulary of up to 65,536 ids
+    magic 20240801, version 7   uint32 ids; larger vocabularies
+
+The name of a shard contains `train_` or `val_`, or ends in `train.bin` or `val.bin`. The file
+`meta.json` beside the shards describes the tokenizer; without it, the tokens are GPT-2's.
 """
 
 import contextlib
@@ -13,247 +19,402 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from utils import files
 
-MAGIC, VERSION, HEADER_INTS = 20240520, 1, 256
+HEADER_INTS = 256
+HEADER_BYTES = 4 * HEADER_INTS
+MAX_UINT16_VOCAB = 2**16
 GPT2_META = {"tokenizer": "gpt2", "vocab_size": 50257, "eot_token": 50256}
 
 
-class DamagedShard(ValueError):  # noqa: N818 (says what is wrong, as the message does)
+class ShardFormat(NamedTuple):
+    """One of llm.c's formats: the first two numbers of its header, and the dtype of its ids."""
+
+    magic: int
+    version: int
+    dtype: np.dtype
+
+
+UINT16_FORMAT = ShardFormat(magic=20240520, version=1, dtype=np.dtype("<u2"))
+UINT32_FORMAT = ShardFormat(magic=20240801, version=7, dtype=np.dtype("<u4"))
+FORMATS = {shard_format.magic: shard_format for shard_format in (UINT16_FORMAT, UINT32_FORMAT)}
+
+
+class DamagedShard(ValueError):  # noqa: N818 (the name says what is wrong, as the message does)
     """A shard that cannot be what its preparation wrote; the message names it."""
 
 
-class MissingCorpus(ValueError):  # noqa: N818 (says what is wrong, as the message does)
-    """A corpus that has not been prepared, or not to its end; the message says how to do that."""
+class MissingCorpus(ValueError):  # noqa: N818 (the name says what is wrong, as the message does)
+    """A corpus that is not prepared, or not completely; the message says how to prepare it."""
 
 
-def write_shard(path: Path, tokens: np.ndarray) -> str:
-    """Write tokens (1-D, ids below 65536) as one shard, whole under its name or absent; the file's
-    SHA-256 in hex.
+# ---- one shard ----
+
+
+def choose_format(vocab_size: int) -> ShardFormat:
+    """Return the format of the shards of a vocabulary."""
+    return UINT16_FORMAT if vocab_size <= MAX_UINT16_VOCAB else UINT32_FORMAT
+
+
+def write_shard(path: Path, tokens: np.ndarray, shard_format: ShardFormat = UINT16_FORMAT) -> str:
+    """Write token ids (1-D) as one shard, atomically.
+
+    Returns:
+        The SHA-256 of the file in hex.
+
+    Raises:
+        ValueError: an id does not fit into the format
     """
-    if tokens.size and not 0 <= tokens.min() <= tokens.max() < 2**16:
-        got = f"got {tokens.min()}..{tokens.max()}"
-        raise ValueError(f"{path}: token ids must lie in 0..65535, {got}")
+    max_id = np.iinfo(shard_format.dtype).max
+    if tokens.size and not 0 <= tokens.min() <= tokens.max() <= max_id:
+        raise ValueError(
+            f"{path}: token ids must be between 0 and {max_id}, but are between {tokens.min()} and "
+            f"{tokens.max()}"
+        )
     header = np.zeros(HEADER_INTS, dtype="<i4")
-    header[:3] = MAGIC, VERSION, tokens.size
+    header[:3] = shard_format.magic, shard_format.version, tokens.size
     digest = hashlib.sha256()
     with files.atomic_path(path) as temporary, open(temporary, "wb") as file:
-        for part in (header, np.ascontiguousarray(tokens, dtype="<u2")):
+        for part in (header, np.ascontiguousarray(tokens, dtype=shard_format.dtype)):
             file.write(part.data)
             digest.update(part.data)
-        # On the disk before it has its name, also when power fails.
+        # flushed before it is renamed, so that a power cut cannot leave an incomplete shard
         file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest()
 
 
-def size_of(tokens: int) -> int:
-    """Bytes of a shard of so many tokens."""
-    return 4 * HEADER_INTS + 2 * tokens
+def compute_shard_bytes(num_tokens: int, dtype: np.dtype) -> int:
+    """Return the size of a shard of this many tokens."""
+    return HEADER_BYTES + num_tokens * dtype.itemsize
 
 
 def read_shard(path: Path) -> np.ndarray:
-    """The shard's tokens, uint16 (count,), memory-mapped. DamagedShard: no whole one."""
-    size = path.stat().st_size
+    """Return the token ids of a shard, memory-mapped, uint16 or uint32 (num_tokens,).
+
+    Raises:
+        DamagedShard: the file is not a shard, or not complete
+    """
+    file_bytes = path.stat().st_size
     header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
-    if header.size < HEADER_INTS or header[0] != MAGIC:
-        what = f"{path} is not a token shard (no magic {MAGIC})"
-        raise DamagedShard(f"{what}: prepare the corpus again")
-    if header[1] != VERSION:
-        raise DamagedShard(f"{path} has shard version {header[1]}, this code reads {VERSION}")
-    count = int(header[2])
-    if size != size_of(count):
-        what = f"{count} tokens need {size_of(count)} bytes, it has {size}"
-        raise DamagedShard(f"{path} is damaged: {what}: prepare it again")
-    if count == 0:  # nothing that could be mapped
-        return np.zeros(0, dtype="<u2")
-    return np.memmap(path, dtype="<u2", mode="r", offset=size_of(0), shape=(count,))
+    if header.size < HEADER_INTS or int(header[0]) not in FORMATS:
+        raise DamagedShard(
+            f"{path} is not a token shard, because it does not begin with the number "
+            f"{UINT16_FORMAT.magic} or {UINT32_FORMAT.magic}; prepare the corpus again"
+        )
+    shard_format = FORMATS[int(header[0])]
+    if header[1] != shard_format.version:
+        raise DamagedShard(
+            f"{path} has shard version {header[1]}, but this code reads version "
+            f"{shard_format.version}; prepare the corpus again"
+        )
+    num_tokens = int(header[2])
+    expected_bytes = compute_shard_bytes(num_tokens, shard_format.dtype)
+    if file_bytes != expected_bytes:
+        raise DamagedShard(
+            f"{path} is damaged: {num_tokens} tokens need {expected_bytes} bytes, but the file has "
+            f"{file_bytes}; delete it and prepare the corpus again"
+        )
+    if num_tokens == 0:
+        # an empty range of a file cannot be mapped
+        return np.zeros(0, dtype=shard_format.dtype)
+    return np.memmap(
+        path, dtype=shard_format.dtype, mode="r", offset=HEADER_BYTES, shape=(num_tokens,)
+    )
 
 
-def token_counts(tokens: np.ndarray) -> np.ndarray:
-    """How often each id occurs, int64 (65536,)."""
-    counts = np.zeros(2**16, dtype=np.int64)
-    for first in range(0, len(tokens), 4_000_000):  # bincount makes int64 of them
-        counts += np.bincount(tokens[first : first + 4_000_000], minlength=2**16)
+def count_tokens(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Return how often each id occurs, int64 (vocab_size,).
+
+    Raises:
+        ValueError: an id is vocab_size or more
+    """
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    # in chunks, because bincount converts its input to int64
+    chunk_size = 4_000_000
+    for start in range(0, len(tokens), chunk_size):
+        chunk = tokens[start : start + chunk_size]
+        # checked first, because a damaged id of 32 bits would make bincount allocate gigabytes
+        if chunk.max() >= vocab_size:
+            raise ValueError(
+                f"token id {chunk.max()} is outside of the vocabulary, which has {vocab_size} ids"
+            )
+        counts += np.bincount(chunk, minlength=vocab_size)
     return counts
 
 
-def readable(size: int) -> str:
-    """Bytes in the unit that fits: 512 bytes, 4.1 KB, 200.0 GB."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
-        if size >= scale:
-            return f"{size / scale:.1f} {unit}"
-    return f"{size} bytes"
+class ShardContent(NamedTuple):
+    """What is known of a shard after reading all of it."""
+
+    sha256: str  # of the file
+    num_tokens: int
+    counts: np.ndarray  # how often each id occurs, int64 (vocab_size,)
 
 
-def write_json(path: Path, value) -> None:
-    """Complete on the disk under its name, or as it was."""
+def examine_shards(
+    paths: list[Path], vocab_size: int, workers: int
+) -> Iterator[ShardContent | ValueError]:
+    """Yield the content of each shard, in order.
+
+    A shard that is damaged, or that has ids outside of the vocabulary, yields a ValueError instead
+    of raising it, so that the other shards are examined as well.
+    """
+    from tqdm import tqdm
+
+    def examine(path: Path) -> ShardContent | ValueError:
+        try:
+            tokens = read_shard(path)
+        except (ValueError, OSError) as error:
+            return ValueError(str(error))
+        try:
+            counts = count_tokens(tokens, vocab_size)
+            with open(path, "rb") as file:
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        except (ValueError, OSError) as error:
+            return ValueError(f"{path}: {error}")
+        return ShardContent(sha256, len(tokens), counts)
+
+    with ThreadPoolExecutor(workers) as pool:
+        contents = pool.map(examine, paths)
+        yield from tqdm(contents, total=len(paths), unit="shard", disable=None)
+
+
+# ---- the folder ----
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a JSON file atomically."""
     files.write_text(path, json.dumps(value, indent=1) + "\n")
 
 
-def read_json(path: Path) -> dict:
-    """The file's object, {} without a file. ValueError: it holds something else."""
+def read_meta(folder: Path) -> dict:
+    """Return meta.json of a corpus; {} if there is none.
+
+    Raises:
+        ValueError: the file is damaged
+    """
+    return read_optional_json(folder / "meta.json")
+
+
+def read_progress(folder: Path) -> dict:
+    """Return preparation.json, the progress of a preparation; {} if there is none.
+
+    Raises:
+        ValueError: the file is damaged
+    """
+    return read_optional_json(folder / "preparation.json")
+
+
+def read_optional_json(path: Path) -> dict:
+    """Return the JSON object that a file of a corpus holds; {} if there is no such file."""
+    if not path.exists():
+        return {}
     try:
-        return files.read_json(path) if path.exists() else {}
+        return files.read_json(path)
     except ValueError as error:
-        raise ValueError(f"{error}: prepare the corpus again") from error
+        raise ValueError(f"{error}; prepare the corpus again") from error
 
 
 @contextlib.contextmanager
-def only_one(folder: Path):
-    """Hold the folder's lock, which ends with the process. ValueError: another process holds it."""
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Keep other processes from preparing a corpus in this folder while the block runs.
+
+    Raises:
+        ValueError: another process is preparing it
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        # The system frees the lock when the process ends, however that happens.
+        # the system releases the lock when the process ends, however it ends
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     except BlockingIOError as error:
-        other = f"{folder} is being prepared by another process"
-        raise ValueError(f"{other}: wait for it, or give another --out") from error
+        raise ValueError(
+            f"{folder} is being prepared by another process; wait for it, or give another --out"
+        ) from error
     finally:
         os.close(descriptor)
 
 
 def write_meta(folder: Path, about: dict, records: list[dict]) -> None:
-    """meta.json: `about` (tokenizer, vocab_size, eot_token, source), sums by split, every shard
-    with its SHA-256.
+    """Write meta.json: `about`, the sums of both splits, and a list of all shards.
+
+    Args:
+        about: what is known of the corpus as a whole: tokenizer, vocab_size, eot_token, source
+        records: of each shard its file, split, tokens, sha256, documents and bytes
     """
-    meta, counted = dict(about), ("documents", "bytes", "tokens")
-    if meta["tokenizer"] == "ids":  # which stand for no bytes
-        counted = ("documents", "tokens")
+    meta = dict(about)
+    summed_keys = ["documents", "bytes", "tokens"]
+    if meta["tokenizer"] == "ids":
+        # the ids of a synthetic task stand for no bytes
+        summed_keys.remove("bytes")
     for split in ("val", "train"):
-        own = [record for record in records if record["split"] == split]
-        sums = meta[split] = {key: sum(record[key] for record in own) for key in counted}
-        each = f" ({sums['bytes'] / sums['tokens']:.2f} bytes each)" if "bytes" in sums else ""
-        print(f"{split}: {', '.join(f'{value:,} {key}' for key, value in sums.items())}{each}")
-    keys = ("file", "split", "tokens", "sha256")
-    meta["shards"] = [{key: record[key] for key in keys} for record in records]
+        split_records = [record for record in records if record["split"] == split]
+        sums = {key: sum(record[key] for record in split_records) for key in summed_keys}
+        meta[split] = sums
+        summary = ", ".join(f"{value:,} {key}" for key, value in sums.items())
+        if "bytes" in sums:
+            summary = f"{summary} ({sums['bytes'] / sums['tokens']:.2f} bytes per token)"
+        print(f"{split}: {summary}")
+    listed_keys = ("file", "split", "tokens", "sha256")
+    meta["shards"] = [{key: record[key] for key in listed_keys} for record in records]
     write_json(folder / "meta.json", meta)
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A folder of shards: `train` and `val` memory-mapped in name order, and its meta.json."""
+    """A folder of shards."""
 
     path: Path
+
+    # the content of meta.json
     meta: dict
+
+    # memory-mapped token ids of the shards of each split, by name
     train: list[np.ndarray]
     val: list[np.ndarray]
 
     @property
     def identity(self) -> dict:
-        """What tells this corpus from another: meta.json, its list of shards as one digest."""
+        """Return what distinguishes this corpus from others: meta.json, and a digest of its shards."""
         about = {key: value for key, value in self.meta.items() if key != "shards"}
-        for split, shards in (("train", self.train), ("val", self.val)):
-            about[split] = {**about.get(split, {}), "tokens": sum(map(len, shards))}
-        sums = "".join(record["sha256"] for record in self.meta.get("shards", []))
-        return {**about, "sha256": hashlib.sha256(sums.encode()).hexdigest()} if sums else about
+        for split, split_shards in (("train", self.train), ("val", self.val)):
+            num_tokens = sum(len(shard) for shard in split_shards)
+            about[split] = {**about.get(split, {}), "tokens": num_tokens}
+        digests = "".join(record["sha256"] for record in self.meta.get("shards", []))
+        if digests:
+            about["sha256"] = hashlib.sha256(digests.encode()).hexdigest()
+        return about
 
     def bytes_per_token(self, split: str) -> float | None:
-        """UTF-8 bytes of the split's text per token, where meta.json knows them."""
+        """Return the UTF-8 bytes of text per token of a split; None if meta.json does not say."""
         counts = self.meta.get(split, {})
-        return counts["bytes"] / counts["tokens"] if "bytes" in counts else None
+        if "bytes" not in counts:
+            return None
+        return counts["bytes"] / counts["tokens"]
 
 
-def shard_files(folder: Path, split: str) -> list[Path]:
-    """The split's shards by name."""
+def find_shards(folder: Path, split: str) -> list[Path]:
+    """Return the shards of a split, by name."""
     return sorted({*folder.glob(f"*{split}_*.bin"), *folder.glob(f"*{split}.bin")})
 
 
-def folder_of(dataset: str) -> Path:
-    """`data/<dataset>` where that is a folder, else the folder `dataset`."""
-    named = Path(__file__).parent / dataset
-    return named if named.is_dir() else Path(dataset)
+def find_folder(dataset: str) -> Path:
+    """Return the folder `data/<dataset>` if it exists, else the folder `dataset`."""
+    corpus_folder = Path(__file__).parent / dataset
+    return corpus_folder if corpus_folder.is_dir() else Path(dataset)
 
 
-def vocab_size_of(dataset: str) -> int | None:
-    """Tokens of the corpus's tokenizer, end-of-text included; None: the corpus does not say."""
-    size = read_json(folder_of(dataset) / "meta.json").get("vocab_size")
-    return size if type(size) is int else None
+def read_vocab_size(dataset: str) -> int | None:
+    """Return the vocabulary size of a corpus; None if the corpus does not say."""
+    vocab_size = read_meta(find_folder(dataset)).get("vocab_size")
+    return vocab_size if type(vocab_size) is int else None
 
 
 def open_corpus(dataset: str) -> Corpus:
-    """The corpus in `data/<dataset>` or in the folder `dataset`. ValueError: not there, and which
-    command makes it, or not whole.
+    """Open the corpus in `data/<dataset>`, or in the folder `dataset`.
+
+    Raises:
+        MissingCorpus: it is not prepared, or not completely
+        ValueError: it is damaged
     """
-    path = folder_of(dataset)
-    files = {split: shard_files(path, split) for split in ("train", "val")}
-    meta = read_json(path / "meta.json")
-    if begun := not meta and read_json(path / "preparation.json"):
-        kept = sum(record["tokens"] for record in begun.get("shards", []))
-        end_here = ", or, to end with the whole shards that are there, with --max_tokens="
-        what = f"{path} was not prepared to its end: run its prepare.py again to go on"
-        raise MissingCorpus(what + f"{end_here}{kept}" * bool(kept))
-    if not all(files.values()):
-        known = sorted(folder.parent.name for folder in Path(__file__).parent.glob("*/prepare.py"))
-        if dataset in known:
-            run = f"run `python data/{dataset}/prepare.py`"
-            raise MissingCorpus(f"dataset={dataset} has no token shards yet: {run}")
-        lack = f"{path} holds no *train_*.bin and *val_*.bin shards"
-        ways = f"give a folder that does, or one of {', '.join(known)}"
-        raise MissingCorpus(f"dataset={dataset}: {lack}; {ways}")
+    folder = find_folder(dataset)
+    paths = {split: find_shards(folder, split) for split in ("train", "val")}
+    meta = read_meta(folder)
+    check_prepared(dataset, folder, paths, meta)
     meta = meta or GPT2_META
     if type(meta.get("vocab_size")) is not int:
-        lack = f"{path / 'meta.json'} has no vocab_size"
-        raise ValueError(f"{lack}: add it, or prepare the corpus again")
-    opened = {file: read_shard(file) for split in files for file in files[split]}
-    listed = {path / record["file"]: record["tokens"] for record in meta.get("shards", [])}
-    if listed and (others := [file for file in opened if file not in listed]):
-        what = f"{others[0]} is no shard that {path / 'meta.json'} lists"
-        raise ValueError(f"{what}: move it elsewhere")
-    for file, tokens in listed.items():
-        if file not in opened or len(opened[file]) != tokens:
-            what = f"{file} is not the shard of {tokens:,} tokens that meta.json lists"
-            raise ValueError(f"{what}: delete it and run prepare.py again, which makes it again")
-    return Corpus(path, meta, *([opened[file] for file in files[split]] for split in files))
+        raise ValueError(
+            f"{folder / 'meta.json'} has no vocab_size; add it, or prepare the corpus again"
+        )
+    opened = {path: read_shard(path) for split in paths for path in paths[split]}
+    check_listed(folder, meta, opened)
+    return Corpus(
+        path=folder,
+        meta=meta,
+        train=[opened[path] for path in paths["train"]],
+        val=[opened[path] for path in paths["val"]],
+    )
+
+
+def check_prepared(dataset: str, folder: Path, paths: dict[str, list[Path]], meta: dict) -> None:
+    """Raise MissingCorpus if a corpus is not prepared, or not completely."""
+    progress = {} if meta else read_progress(folder)
+    if progress:
+        num_tokens = sum(record["tokens"] for record in progress.get("shards", []))
+        if num_tokens == 0:
+            raise MissingCorpus(
+                f"{folder} is not prepared completely; rerun its prepare.py to resume"
+            )
+        raise MissingCorpus(
+            f"{folder} is not prepared completely; rerun its prepare.py to resume, or, to finish it "
+            f"with its complete shards, add --max_tokens={num_tokens}"
+        )
+    if all(paths.values()):
+        return
+    corpora = sorted(path.parent.name for path in Path(__file__).parent.glob("*/prepare.py"))
+    if dataset in corpora:
+        raise MissingCorpus(
+            f"dataset={dataset} is not prepared yet; run `python data/{dataset}/prepare.py`"
+        )
+    raise MissingCorpus(
+        f"dataset={dataset}: {folder} does not hold *train_*.bin and *val_*.bin shards; give a "
+        f"folder that does, or one of {', '.join(corpora)}"
+    )
+
+
+def check_listed(folder: Path, meta: dict, opened: dict[Path, np.ndarray]) -> None:
+    """Raise ValueError if the shards in a folder are not those that its meta.json lists."""
+    listed = {folder / record["file"]: record["tokens"] for record in meta.get("shards", [])}
+    if not listed:
+        return
+    for path in opened:
+        if path not in listed:
+            raise ValueError(
+                f"{path} is not in the list of shards of {folder / 'meta.json'}; move it elsewhere"
+            )
+    for path, num_tokens in listed.items():
+        if path not in opened or len(opened[path]) != num_tokens:
+            raise ValueError(
+                f"{path} is not the shard of {num_tokens:,} tokens that meta.json lists; delete it "
+                "and rerun prepare.py, which prepares it again"
+            )
 
 
 def verify(folder: Path, workers: int) -> None:
-    """Compare every shard's SHA-256 with the one in meta.json. ValueError: names each that is
-    missing, damaged or not as it was made.
+    """Compare every shard with its SHA-256 in meta.json.
+
+    Raises:
+        ValueError: shards, or the tokenizer, are missing or damaged; the message names all of them
     """
-    meta = read_json(folder / "meta.json")
+    meta = read_meta(folder)
     if "shards" not in meta:
-        raise ValueError(f"{folder} has no meta.json with SHA-256 sums: prepare the corpus first")
-    records, bad = meta["shards"], []
+        raise ValueError(
+            f"{folder} has no meta.json with SHA-256 sums of its shards; prepare the corpus first"
+        )
+    if "tokenizer_sha256" in meta:
+        content = (folder / "tokenizer.json").read_bytes()
+        if hashlib.sha256(content).hexdigest() != meta["tokenizer_sha256"]:
+            raise ValueError(
+                f"{folder / 'tokenizer.json'} is not the tokenizer that the corpus was prepared "
+                "with; copy it there again"
+            )
+    records = meta["shards"]
     paths = [folder / record["file"] for record in records]
-    for record, found in zip(records, examined(paths, meta["vocab_size"], workers)):
-        if isinstance(found, ValueError):
-            bad.append(str(found))
-        elif found["sha256"] != record["sha256"]:
-            sha256 = found["sha256"][:12]
-            bad.append(f"{folder / record['file']} is not as it was made (SHA-256 {sha256}...)")
-    if bad:
-        what = f"{len(bad)} of {len(records)} shards are damaged: {'; '.join(bad)}"
-        again = "run the same command without --verify, which makes them again"
-        raise ValueError(f"{what}: delete them and {again}")
-    tokens = sum(record["tokens"] for record in records)
-    print(f"{len(records)} shards, {tokens:,} tokens: all as they were made")
-
-
-def examined(paths: list[Path], vocab_size: int, workers: int) -> Iterator[dict | ValueError]:
-    """Of each shard: SHA-256 of its file, tokens, and how often each token occurs ("counts"); or a
-    ValueError: it is damaged, or holds ids beyond the vocabulary.
-    """
-    from tqdm import tqdm
-
-    def examine(path):
-        try:
-            tokens = read_shard(path)
-            counts = token_counts(tokens)
-            if (largest := int(counts.nonzero()[0].max(initial=0))) >= vocab_size:
-                beyond = f"holds token id {largest}, the vocabulary has {vocab_size}"
-                raise ValueError(f"{path} {beyond}")
-            with open(path, "rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-        # Returned and not raised: the other shards are examined as well.
-        except (ValueError, OSError) as error:
-            return ValueError(str(error))
-        return {"sha256": digest, "tokens": len(tokens), "counts": counts}
-
-    with ThreadPoolExecutor(workers) as pool:
-        results = pool.map(examine, paths)
-        yield from tqdm(results, total=len(paths), unit="shard", disable=None)
+    contents = examine_shards(paths, meta["vocab_size"], workers)
+    problems = []
+    for record, path, content in zip(records, paths, contents):
+        if isinstance(content, ValueError):
+            problems.append(str(content))
+        elif content.sha256 != record["sha256"]:
+            problems.append(f"{path} was changed (its SHA-256 is now {content.sha256[:12]}...)")
+    if problems:
+        raise ValueError(
+            f"{len(problems)} of {len(records)} shards are damaged: {'; '.join(problems)}; delete "
+            "them and run the same command without --verify, which prepares them again"
+        )
+    num_tokens = sum(record["tokens"] for record in records)
+    print(f"verified {len(records)} shards, {num_tokens:,} tokens: all are as they were prepared")

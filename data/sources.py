@@ -1,272 +1,417 @@
-"""Where a corpus's documents come from: local files and texts; data/hub.py has the hub.
+"""Where the documents of a corpus come from: local files, or texts in memory.
 
-A source yields batches from a cursor on, which is JSON: an interrupted preparation opens its source
-where it stood. The texts that follow a cursor are the same however it was opened.
+A source yields batches of texts, each with a cursor (JSON). An interrupted preparation reopens its
+source at a cursor. The texts that follow a cursor do not depend on where reading began.
+data/hub.py has the source that reads datasets of the Hugging Face Hub.
 """
 
 import glob
 import hashlib
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from types import ModuleType
+from typing import IO, Any, NamedTuple
 
 from utils import errors
 
 BATCH_CHARACTERS = 1_000_000
-PIECE_BYTES = 8 << 20  # a text file is read in pieces of at most this: its size does not matter
-ROWS = 256
-TABLES = (".parquet", ".jsonl")  # a document a row
+PIECE_BYTES = 8 << 20  # text files are read in pieces of at most this size
+ROWS = 256  # rows of a table that are read at once
+TABLE_SUFFIXES = (".parquet", ".jsonl")  # tables have one document per row
 
 
-class Missing(ValueError):  # noqa: N818 (says what is wrong, as the message does)
-    """What no waiting brings: there is no such thing, or it may not be read."""
+class PermanentSourceError(ValueError):
+    """An error of a source that rerunning the same command does not resolve."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Texts in order. `starts`: which of them begin a document (others go on with the last one)."""
+    """Texts of a source, in order."""
 
+    # where reading resumes to yield this batch again
     cursor: dict
+
     texts: list[str]
-    starts: list[bool] | None = None  # None: all
+
+    # Whether each text begins a document; the others continue the document before them. None means
+    # that all of them do.
+    starts: list[bool] | None = None
 
 
 @dataclass
 class Texts:
-    """Texts in memory."""
+    """A source of texts in memory, each of which is a document."""
 
     texts: list[str]
     name: str
 
     def identity(self) -> dict:
+        """Return what distinguishes these documents from others."""
         digest = hashlib.sha256()
         for text in self.texts:
             digest.update(hashlib.sha256(text.encode()).digest())
         return {"source": self.name, "sha256": digest.hexdigest()}
 
     def text_bytes(self) -> int:
+        """Return the size of all texts in UTF-8."""
         return sum(len(text.encode()) for text in self.texts)
 
     def read(self, cursor: dict | None = None) -> Iterator[Batch]:
-        for first in range(cursor["text"] if cursor else 0, len(self.texts), ROWS):
+        """Yield batches from a cursor on, or from the beginning."""
+        start = cursor["text"] if cursor else 0
+        for first in range(start, len(self.texts), ROWS):
             yield Batch({"text": first}, self.texts[first : first + ROWS])
 
 
-class Files:
-    """Parquet and JSON-lines files (a document a row, in `column`); any other is one document.
+class Piece(NamedTuple):
+    """A document of a file, or a part of it."""
 
-    `patterns` are files, patterns and folders; in a folder (all that is below it) hidden files and
-    files that are not text are left out, and `suffixes`, where given, chooses. Files come in name
-    order, or `shuffled` by a hash of it. `unique`: documents that repeat an earlier one exactly are
-    left out, for 0.1 GB of memory a million documents. ValueError: nothing there, no such column,
-    or, while reading, a damaged file.
+    file: int  # index among the files
+    position: int  # in the file: a byte, or the row of a parquet file
+    text: str
+    starts_document: bool
+
+
+class Files:
+    """A source of local files.
+
+    Each row of a .parquet or .jsonl file is a document, and so is every other file. Of folders, all
+    files below them are read, except hidden files and files that are not text.
+
+    Args:
+        patterns: files, glob patterns and folders
+        column: the column of tables that holds the text
+        suffixes: if given, only files with these suffixes are read from folders
+        shuffled: whether files are ordered by a hash of their names instead of by name
+        unique: whether documents that repeat an earlier one exactly are dropped; this takes 0.1 GB
+            of memory per million documents
+
+    Raises:
+        ValueError: there are no such files; while reading, a file is damaged or has no such column
     """
 
     def __init__(
-        self, patterns: list[str], column="text", suffixes=(), shuffled=False, unique=False
+        self,
+        patterns: list[str],
+        column: str = "text",
+        suffixes: Iterable[str] = (),
+        shuffled: bool = False,
+        unique: bool = False,
     ):
-        self.patterns, self.column, self.unique = patterns, column, unique
-        named = {Path(file) for pattern in patterns for file in glob.glob(pattern, recursive=True)}
-        paths, self.optional = [], set()  # optional: files of folders, which may be no text
-        for path in sorted(named):
-            below = [path]
-            if path.is_dir():
-                below = [file for file in path.rglob("*") if wanted(file, path, suffixes)]
-                self.optional |= {file for file in below if file.suffix not in TABLES}
-            paths += below
-        if not paths:
-            which = f" with suffix {', '.join(suffixes)}" if suffixes else ""
-            raise ValueError(f"--source={' '.join(patterns)}: no files{which} there")
-        by_hash = (lambda p: hashlib.sha256(p.as_posix().encode()).digest()) if shuffled else None
-        self.paths = sorted(dict.fromkeys(paths), key=by_hash)  # several patterns can name a file
+        self.patterns = patterns
+        self.column = column
+        self.unique = unique
+        # files that were found in folders, and are skipped if they are not text
+        self.skippable: set[Path] = set()
+        self.paths = self.find_files(tuple(suffixes))
+        if shuffled:
+            self.paths.sort(key=lambda path: hashlib.sha256(path.as_posix().encode()).digest())
         self.sizes = [path.stat().st_size for path in self.paths]
-        self.not_text = set()  # files of folders that turned out so
-        self.copies = self.copied_bytes = 0  # documents that the last reading left out as such
+        # what the last reading skipped
+        self.not_text: set[Path] = set()
+        self.num_copies = 0
+        self.copied_bytes = 0
+
+    def find_files(self, suffixes: tuple[str, ...]) -> list[Path]:
+        """Return the files that the patterns name, in name order."""
+        matches = {
+            Path(match) for pattern in self.patterns for match in glob.glob(pattern, recursive=True)
+        }
+        paths = []
+        for match in sorted(matches):
+            if not match.is_dir():
+                paths.append(match)
+                continue
+            for path in match.rglob("*"):
+                if is_wanted(path, match, suffixes):
+                    paths.append(path)
+                    if path.suffix not in TABLE_SUFFIXES:
+                        self.skippable.add(path)
+        if not paths:
+            condition = f" with suffix {', '.join(suffixes)}" if suffixes else ""
+            raise ValueError(
+                f"--source={' '.join(self.patterns)}: there are no files{condition}; give existing "
+                "files, glob patterns or folders"
+            )
+        # several patterns may name the same file
+        return sorted(set(paths))
 
     def identity(self) -> dict:
-        """The patterns, and a digest of names and sizes: what must not change on the way."""
-        keys = {"source": " ".join(self.patterns), "column": self.column, "unique": self.unique}
-        return {**keys, "files": len(self.paths), "sha256": listing_digest(self.paths)}
+        """Return what must not change between two runs: patterns, and names and sizes of files."""
+        return {
+            "source": " ".join(self.patterns),
+            "column": self.column,
+            "unique": self.unique,
+            "files": len(self.paths),
+            "sha256": compute_listing_digest(self.paths),
+        }
 
     def text_bytes(self) -> int:
-        """About how much text there is, uncompressed."""
-        tables = {path for path in self.paths if path.suffix == ".parquet"}
-        sizes = (size for path, size in zip(self.paths, self.sizes) if path not in tables)
-        return sum(sizes) + sum(parquet_text_bytes(path, self.column) for path in tables)
+        """Return approximately how much text there is, uncompressed."""
+        total = 0
+        for path, size in zip(self.paths, self.sizes):
+            if path.suffix == ".parquet":
+                total += count_parquet_bytes(path, self.column)
+            else:
+                total += size
+        return total
 
     def read(self, cursor: dict | None = None) -> Iterator[Batch]:
+        """Yield batches from a cursor on, or from the beginning."""
         cursor = cursor or {"file": 0, "at": 0}
-        # A batch's cursor is the place of its first text: what follows it is read again from there.
-        documents = self.unique_documents(cursor) if self.unique else self.documents(cursor)
-        batch, characters = None, 0
-        for file, at, text, start in documents:
-            batch = batch or Batch({"file": file, "at": at}, [], [])
-            batch.texts.append(text)
-            batch.starts.append(start)
-            characters += len(text)
-            if characters >= BATCH_CHARACTERS:
+        pieces = self.read_unique_pieces(cursor) if self.unique else self.read_pieces(cursor)
+        batch = None
+        num_characters = 0
+        for piece in pieces:
+            if batch is None:
+                # the position of its first text, so that the whole batch is read again from there
+                batch = Batch({"file": piece.file, "at": piece.position}, [], [])
+            batch.texts.append(piece.text)
+            batch.starts.append(piece.starts_document)
+            num_characters += len(piece.text)
+            if num_characters >= BATCH_CHARACTERS:
                 yield batch
-                batch, characters = None, 0
-        if batch:
+                batch = None
+                num_characters = 0
+        if batch is not None:
             yield batch
 
-    def unique_documents(self, cursor: dict):
-        """As `documents`; all is read from the beginning, to know what came before."""
-        seen, copied, short = set(), False, partial(hashlib.blake2b, digest_size=16)
-        self.copies = self.copied_bytes = 0
-        for document in self.documents({"file": 0, "at": 0}):
-            file, at, text, start = document
-            if start:
-                path, size = self.paths[file], self.sizes[file]
-                whole = path.suffix in TABLES or size < PIECE_BYTES  # else its first piece alone
-                with io.BytesIO(text.encode()) if whole else open(path, "rb") as content:
-                    digest = hashlib.file_digest(content, short).digest()
-                copied = digest in seen
-                seen.add(digest)
-                self.copies += copied
-                self.copied_bytes += copied * (len(text.encode()) if whole else size)
-            if not copied and (file, at) >= (cursor["file"], cursor["at"]):
-                yield document
+    def read_unique_pieces(self, cursor: dict) -> Iterator[Piece]:
+        """Yield the pieces from a cursor on, except those of documents that repeat an earlier one.
 
-    def documents(self, cursor: dict) -> Iterator[tuple[int, int, str, bool]]:
-        """(file, position in it, text, whether a document starts there)."""
-        at = cursor["at"]
-        for file in range(cursor["file"], len(self.paths)):
-            path = self.paths[file]
-            kind = {".parquet": parquet, ".jsonl": json_lines}.get(path.suffix)
-            documents = kind(path, self.column, at) if kind else self.text(path, at)
-            yield from ((file, *document) for document in documents)
-            at = 0
+        Everything is read from the beginning, because copies of earlier documents are dropped.
+        """
+        digests: set[bytes] = set()
+        is_copy = False
+        self.num_copies = 0
+        self.copied_bytes = 0
+        for piece in self.read_pieces({"file": 0, "at": 0}):
+            if piece.starts_document:
+                digest, num_bytes = self.digest_document(piece)
+                is_copy = digest in digests
+                digests.add(digest)
+                if is_copy:
+                    self.num_copies += 1
+                    self.copied_bytes += num_bytes
+            is_after_cursor = (piece.file, piece.position) >= (cursor["file"], cursor["at"])
+            if is_after_cursor and not is_copy:
+                yield piece
 
-    def text(self, path: Path, at: int):
+    def digest_document(self, piece: Piece) -> tuple[bytes, int]:
+        """Return a digest of the document that begins with this piece, and its size in bytes."""
+        path = self.paths[piece.file]
+        size = self.sizes[piece.file]
+        if path.suffix in TABLE_SUFFIXES or size < PIECE_BYTES:
+            content = piece.text.encode()
+            file: IO[bytes] = io.BytesIO(content)
+            size = len(content)
+        else:
+            # the piece is only the beginning of this file
+            file = open(path, "rb")  # noqa: SIM115
+        with file:
+            digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest()
+        return digest, size
+
+    def read_pieces(self, cursor: dict) -> Iterator[Piece]:
+        """Yield the pieces from a cursor on."""
+        position = cursor["at"]
+        for number in range(cursor["file"], len(self.paths)):
+            path = self.paths[number]
+            if path.suffix == ".parquet":
+                pieces = read_parquet(path, self.column, position)
+            elif path.suffix == ".jsonl":
+                pieces = read_json_lines(path, self.column, position)
+            else:
+                pieces = self.read_text(path, position)
+            for piece_position, text, starts_document in pieces:
+                yield Piece(number, piece_position, text, starts_document)
+            position = 0
+
+    def read_text(self, path: Path, position: int) -> Iterator[tuple[int, str, bool]]:
+        """Yield the position and text of each piece of a text file, and whether it is the first."""
         with open(path, "rb") as file:
-            file.seek(at)
+            file.seek(position)
             while data := file.read(PIECE_BYTES):
                 if len(data) == PIECE_BYTES:
-                    # The next piece begins where this one was cut.
-                    data = data[: cut(data)]
-                    file.seek(at + len(data))
+                    # the next piece begins where this one is cut
+                    data = data[: find_cut(data)]
+                    file.seek(position + len(data))
                 try:
-                    text = data.decode("utf-8")
-                    if "\0" in text and path in self.optional:
-                        zero = data.index(0)
-                        raise UnicodeDecodeError("utf-8", data, zero, zero + 1, "a zero byte")
+                    text = self.decode(path, data)
                 except UnicodeDecodeError as error:
-                    if at == 0 and path in self.optional:
+                    if position == 0 and path in self.skippable:
                         self.not_text.add(path)
                         return
-                    what = f"{path} is not UTF-8 text at byte {at + error.start}"
-                    raise ValueError(f"{what}: leave it out") from error
-                yield at, text, at == 0
-                at += len(data)
+                    raise ValueError(
+                        f"{path} is not UTF-8 text at byte {position + error.start}; convert it to "
+                        "UTF-8, or remove it from the source"
+                    ) from error
+                yield position, text, position == 0
+                position += len(data)
+
+    def decode(self, path: Path, data: bytes) -> str:
+        """Decode UTF-8; a zero byte in a file of a folder counts as an error."""
+        text = data.decode("utf-8")
+        if path in self.skippable and "\0" in text:
+            position = data.index(0)
+            raise UnicodeDecodeError("utf-8", data, position, position + 1, "a zero byte")
+        return text
 
 
-def listing_digest(paths: list[Path]) -> str:
-    """SHA-256 of the names and sizes of files."""
+def compute_listing_digest(paths: list[Path]) -> str:
+    """Return the SHA-256 of the names and sizes of files."""
     listing = "".join(f"{path}\t{path.stat().st_size}\n" for path in paths)
     return hashlib.sha256(listing.encode()).hexdigest()
 
 
-def wanted(file: Path, root: Path, suffixes) -> bool:
-    """Whether a file of a folder is read: not hidden, no bytecode, of one of the suffixes."""
-    parts = file.relative_to(root).parts
-    hidden = any(part.startswith(".") or part == "__pycache__" for part in parts)
-    return file.is_file() and not hidden and (not suffixes or file.suffix in suffixes)
+def is_wanted(path: Path, root: Path, suffixes: tuple[str, ...]) -> bool:
+    """Return whether a file of a folder is read: not hidden, not bytecode, with a given suffix."""
+    parts = path.relative_to(root).parts
+    is_hidden = any(part.startswith(".") or part == "__pycache__" for part in parts)
+    has_suffix = not suffixes or path.suffix in suffixes
+    return path.is_file() and not is_hidden and has_suffix
 
 
-def cut(data: bytes) -> int:
-    """Where to end a piece of a text: after its last line break, or before its last character."""
-    if line := data.rfind(b"\n") + 1:
-        return line
+def find_cut(data: bytes) -> int:
+    """Return where a piece of UTF-8 text ends: after its last line break or complete character."""
+    after_line_break = data.rfind(b"\n") + 1
+    if after_line_break:
+        return after_line_break
     last = len(data) - 1
     while last and data[last] & 0xC0 == 0x80:  # a continuation byte of UTF-8
         last -= 1
     return last or len(data)
 
 
-def open_parquet(file, name, column: str):
-    """The open file. ValueError: no parquet file, or no such column in it."""
-    parquet = errors.import_optional("pyarrow.parquet", "reading parquet files")
+# ---- tables ----
+
+
+def open_parquet(file: str | Path | IO[bytes], name: str | Path, column: str) -> Any:
+    """Open a parquet file.
+
+    Args:
+        name: the file's name in error messages
+
+    Returns:
+        a pyarrow.parquet.ParquetFile
+
+    Raises:
+        ValueError: it is not a complete parquet file
+        PermanentSourceError: it has no such column
+    """
+    parquet: ModuleType = errors.import_optional("pyarrow.parquet", "reading parquet files")
     try:
         opened = parquet.ParquetFile(file)
     except (ValueError, OSError) as error:  # pyarrow.ArrowInvalid is a ValueError
-        what = f"{name} is no whole parquet file ({first_line(error)})"
-        raise ValueError(f"{what}: fetch it again") from error
+        raise ValueError(
+            f"{name} is not a complete parquet file ({first_line(error)}); download it again"
+        ) from error
     if column not in opened.schema_arrow.names:
         columns = ", ".join(opened.schema_arrow.names)
-        raise Missing(f"{name} has no column {column}, it has {columns}: give --column")
+        raise PermanentSourceError(
+            f"{name} has no column {column}; name one of its columns with --column: {columns}"
+        )
     return opened
 
 
-def parquet_text_bytes(path: Path, column: str) -> int:
-    """Uncompressed bytes of a column."""
+def count_parquet_bytes(path: Path, column: str) -> int:
+    """Return the uncompressed size of a column of a parquet file."""
     with open_parquet(path, path, column) as file:
-        about, index = file.metadata, file.schema_arrow.names.index(column)
-        columns = (about.row_group(i).column(index) for i in range(about.num_row_groups))
-        return sum(each.total_uncompressed_size for each in columns)
+        metadata = file.metadata
+        index = file.schema_arrow.names.index(column)
+        return sum(
+            metadata.row_group(group).column(index).total_uncompressed_size
+            for group in range(metadata.num_row_groups)
+        )
 
 
-def parquet_texts(file, name, column: str, at: int = 0) -> Iterator[tuple[int, list[str | None]]]:
-    """(first row, texts or None) of up to ROWS rows, from row `at` on.
+def read_parquet_texts(
+    file: str | Path | IO[bytes], name: str | Path, column: str, first_row: int = 0
+) -> Iterator[tuple[int, list[str | None]]]:
+    """Yield the texts of a column, up to ROWS at a time, each time after the number of the first row.
 
-    Row groups are read one by one. ValueError: damaged, no such column, or no text in it.
+    Args:
+        name: the file's name in error messages
+        first_row: the row to begin with
+
+    Raises:
+        ValueError: the file is damaged, or the column holds no text
+        PermanentSourceError: there is no such column
     """
     with open_parquet(file, name, column) as opened:
-        first = 0
-        # By row groups, so that those before `at` are not decoded again.
+        row = 0
+        # by row groups, so that those before first_row are not decoded
         for group in range(opened.num_row_groups):
-            size = opened.metadata.row_group(group).num_rows
-            if first + size <= at:
-                first += size
+            num_rows = opened.metadata.row_group(group).num_rows
+            if row + num_rows <= first_row:
+                row += num_rows
                 continue
             batches = opened.iter_batches(ROWS, row_groups=[group], columns=[column])
-            while texts := next_texts(batches, name, first):
-                if wrong := next((t for t in texts if not isinstance(t, str | None)), None):
-                    holds = f"column {column} holds {type(wrong).__name__}, not text"
-                    raise ValueError(f"{name}: {holds}: give --column")
-                if first + len(texts) > at:
-                    yield max(first, at), texts[max(at - first, 0) :]
-                first += len(texts)
+            while texts := next_texts(batches, name, row):
+                for text in texts:
+                    if not isinstance(text, str | None):
+                        raise ValueError(
+                            f"{name}: column {column} holds {type(text).__name__}, not text; name "
+                            "another column with --column"
+                        )
+                if row + len(texts) > first_row:
+                    yield max(row, first_row), texts[max(first_row - row, 0) :]
+                row += len(texts)
 
 
-def next_texts(batches, name, row: int) -> list[str | None]:
-    """Those of the next batch, [] after the last. ValueError: the file is damaged there."""
+def next_texts(batches: Iterator, name: str | Path, row: int) -> list[str | None]:
+    """Return the texts of the next batch of a parquet file; [] after the last batch.
+
+    Raises:
+        ValueError: the file is damaged there
+    """
     try:
         batch = next(batches, None)
         return [] if batch is None else batch.column(0).to_pylist()
-    except (ValueError, OSError, RuntimeError) as error:  # pyarrow, or text that is no UTF-8
-        cause = f"{name} is damaged near row {row} ({first_line(error)})"
-        raise ValueError(f"{cause}: fetch it again") from error
+    except (ValueError, OSError, RuntimeError) as error:  # of pyarrow, or text that is not UTF-8
+        raise ValueError(
+            f"{name} is damaged near row {row} ({first_line(error)}); download it again"
+        ) from error
 
 
-def parquet(path: Path, column: str, at: int):
-    for first, texts in parquet_texts(path, path, column, at):
+def read_parquet(path: Path, column: str, first_row: int) -> Iterator[tuple[int, str, bool]]:
+    """Yield the row and text of each document of a parquet file, and True: it begins there."""
+    for first, texts in read_parquet_texts(path, path, column, first_row):
         for row, text in enumerate(texts, first):
             if text is not None:
                 yield row, text, True
 
 
-def json_lines(path: Path, column: str, at: int):
+def read_json_lines(path: Path, column: str, position: int) -> Iterator[tuple[int, str, bool]]:
+    """Yield the byte and text of each document of a .jsonl file, and True: it begins there.
+
+    Raises:
+        ValueError: a line is not JSON, or has no text under the key `column`
+    """
     with open(path, "rb") as file:
-        file.seek(at)
+        file.seek(position)
         for line in file:
             if line.strip():
                 try:
                     row = json.loads(line)
                 except ValueError as error:
-                    cause = f"{path} holds no JSON at byte {at} ({first_line(error)})"
-                    raise ValueError(f"{cause}: repair it") from error
+                    raise ValueError(
+                        f"{path} has a line that is not JSON at byte {position} "
+                        f"({first_line(error)}); repair or remove that line"
+                    ) from error
                 if not isinstance(row, dict) or not isinstance(row.get(column), str):
-                    lack = f"{path} has no text under {column!r} in the line at byte {at}"
-                    raise ValueError(f"{lack}: give --column")
-                # JSON can hold half a surrogate pair.
-                yield at, row[column].encode("utf-8", "replace").decode(), True
-            at += len(line)
+                    raise ValueError(
+                        f"{path} has no text under the key {column!r} in the line at byte "
+                        f"{position}; name another key with --column"
+                    )
+                # JSON can hold half of a surrogate pair, but UTF-8 cannot
+                yield position, row[column].encode("utf-8", "replace").decode(), True
+            position += len(line)
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says."""
+    """Return the first line of an error's message, or its class if it has none."""
     return str(error).strip().partition("\n")[0][:200] or type(error).__name__

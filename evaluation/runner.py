@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from data.loader import ValidationBatches
+from data.sequences import SequenceLayout
 from data.shards import Corpus
 from data.tokenizer import Tokenizer
-from data.windows import Windows
 from evaluation import tasks
 from evaluation.subjects import Subject
 from evaluation.tasks import LoadedTask
@@ -123,9 +123,9 @@ class Evaluation:
             return stored_entry
         start = time.perf_counter()
         block_size = model.config.block_size
-        documents = Windows.of(corpus.meta)
-        batches = ValidationBatches(corpus.val, block_size, corpus.meta["vocab_size"], documents)
-        num_sequences = batches.windows
+        layout = SequenceLayout.from_meta(corpus.meta)
+        batches = ValidationBatches(corpus.val, block_size, corpus.meta["vocab_size"], layout)
+        num_sequences = batches.num_sequences
         micro_batch_size = max(min(self.batch_size, MAX_VALIDATION_TOKENS // block_size), 1)
         with torch.no_grad():
             scores = evaluate(
@@ -142,7 +142,7 @@ class Evaluation:
             **{f"val_{key}": value for key, value in scores.items()},
         }
         # sequences of a stream overlap by one token; those of documents do not, and may be padded
-        num_tokens = num_sequences * block_size if documents else len(batches.tokens) - 1
+        num_tokens = num_sequences * block_size if layout is not None else len(batches.tokens) - 1
         line = ", ".join(f"{key} {value:.4f}" for key, value in record.items())
         return self.store(entry, {"tokens": num_tokens, "record": record}, start, line)
 

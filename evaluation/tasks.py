@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from data.hub import OutOfPatience, check_minutes, kinds, retried
+from data.hub import RetriesExhausted, check_retry_minutes, is_not_found, retry
 from training import distributed
 from training.distributed import World
 from utils import errors, machine
@@ -44,8 +44,6 @@ PREFERRED_METRICS = ("acc_norm", "acc", "exact_match", "f1")
 PERCENT_METRICS = (*PREFERRED_METRICS, "acc_bytes", "acc_mutual_info", "em", "mcc")
 DEFAULT_RETRY_MINUTES = 10.0
 FEWSHOT_SEED = 1234  # lm-eval's default
-# Exceptions by which the Hugging Face Hub says that a dataset cannot be had.
-UNKNOWN_DATASET_ERRORS = {"RepositoryNotFoundError", "DatasetNotFoundError", "GatedRepoError"}
 
 
 @dataclass(frozen=True)
@@ -136,7 +134,7 @@ def load_all(
     Raises:
         ValueError: there is no such task or folder, or lm-eval is not installed
     """
-    check_minutes(retry_minutes)
+    check_retry_minutes(retry_minutes)
     go_offline_without_a_hub()
     # a download may take longer than the timeout of the usual group
     group = distributed.patient_group() if world.world_size > 1 else None
@@ -188,11 +186,11 @@ def load(
         torch.manual_seed(FEWSHOT_SEED)
         try:
             load_task = functools.partial(manager.load, [name])
-            content = retried(load_task, f"task {name}", retry_minutes)
+            content = retry(load_task, f"task {name}", retry_minutes)
         # the hub, the network, the disk and the dataset raise many types of errors
         except Exception as error:
             messages.append(describe_missing(name, manager, error))
-            if isinstance(error, OutOfPatience):
+            if isinstance(error, RetriesExhausted):
                 retry_minutes = 0  # do not wait as long again for each of the others
             continue
         own_shots = {key: task.get_config("num_fewshot") for key, task in content["tasks"].items()}
@@ -210,9 +208,9 @@ def describe_missing(name: str, manager: "TaskManager", error: Exception) -> str
     if len(cause) > 160:
         cause = f"{cause[:157]}..."
     advice = "connect to the Hugging Face Hub once, or set HF_HOME to a folder that has the dataset"
-    if isinstance(error, OutOfPatience):
+    if isinstance(error, RetriesExhausted):
         advice = "rerun the same command later, which evaluates only what is missing"
-    elif kinds(error) & UNKNOWN_DATASET_ERRORS:
+    elif is_not_found(error):
         advice = (
             "the hub has no such dataset, or it is private or gated; accept its terms, and run "
             "`hf auth login`"

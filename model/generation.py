@@ -12,7 +12,7 @@ from model.decoding import Decoder, padded
 from model.options import check_ranges, option
 
 if TYPE_CHECKING:
-    from tiktoken import Encoding as Tokenizer
+    from data.tokenizer_base import Tokenizer
 
 # number of random numbers that are drawn for a sequence at a time
 UNIFORMS_PER_DRAW = 1024

@@ -100,7 +100,7 @@ def corpus(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
     encoding = tokenizer.byte_tokenizer()
     text = (ROOT / "tests" / "corpus.txt").read_text(encoding="utf-8")
-    tokens = np.array([encoding.eot_token, *encoding.encode_ordinary(text)])
+    tokens = np.array([encoding.eot_token, *encoding.encode(text)])
     cuts = {
         "small_train_000000.bin": tokens[:20_000],
         "small_train_000001.bin": tokens[20_000:32_111],

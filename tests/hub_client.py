@@ -16,7 +16,7 @@ from in_process import call
 
 from data import hub, sources, tokenizer
 
-hub.FIRST_PAUSE, hub.LONGEST_PAUSE = 0.02, 0.3
+hub.FIRST_PAUSE, hub.MAX_PAUSE = 0.02, 0.3
 sources.ROWS = 16
 tokenizer.gpt2_tokenizer = tokenizer.byte_tokenizer
 

@@ -111,7 +111,7 @@ def test_wikitext_lines_are_tokenised_one_by_one(wikitext, tmp_path, monkeypatch
     expected = []
     for line in WIKI["train"]:
         is_title = line in (FIRST[0], SECOND[0], " = X = \n")
-        expected += [encoding.eot_token] * is_title + encoding.encode_ordinary(line)
+        expected += [encoding.eot_token] * is_title + encoding.encode(line)
     assert np.concatenate(corpus.train).tolist() == expected
 
 
@@ -197,12 +197,12 @@ def test_text_expands_home_and_trains_byte_pairs_by_default(notes, tmp_path, mon
 
 MISTAKES = [
     ("", "--source is missing: give files, glob patterns or folders"),
-    ("--source a.txt --val_share=0", "--val_share=0.0: give a number between 0 and 1"),
-    ("--source nowhere", "--source=nowhere: no files there"),
-    ("--source . --suffixes .none", "--source=.: no files with suffix .none there"),
-    ("--source a.txt --vocab_size=5", "--vocab_size=5: give 257"),
+    ("--source a.txt --val_share=0", "--val_share=0.0: give a number above 0 to below 1"),
+    ("--source nowhere", "--source=nowhere: there are no files; give existing"),
+    ("--source . --suffixes .none", "--source=.: there are no files with suffix .none"),
+    ("--source a.txt --vocab_size=5", "--vocab_size=5: give a number from 257"),
     ("--source a.txt --val_tokens=0", "--val_tokens=0: give 1 or more"),
-    ("--source a.txt", "vocab_size=4096: the text yields 259 tokens only; give that or fewer"),
+    ("--source a.txt", "vocab_size=4096, but the text yields only 259 tokens; give that"),
 ]
 
 

@@ -104,7 +104,7 @@ def test_a_task_is_tried_again_and_one_that_is_not_there_is_named(hub, saved, tm
     result = evaluate(hub, saved[0], tmp_path / "out", *arguments)
     assert result.returncode == 3, result.stderr.decode()
     tried, absent = result.stderr.decode().splitlines()
-    assert tried == "task physical: the hub answers 500; again in 1 s"
+    assert tried == "task physical: the Hub responds with status 500; retrying in 1 s"
     assert "task absent is skipped: its dataset nobody/has_this cannot be loaded" in absent
     assert "the hub has no such dataset, or it is private or gated" in absent
     mine, other = (
@@ -137,7 +137,8 @@ def test_patience_with_the_hub_ends_once_for_all_tasks(monkeypatch, capsys):
     assert [task.name for task in loaded] == ["here"]
     assert now[0] == 300
     assert (
-        "ConnectionError: down, for --retry_minutes=5 by now); rerun the same command" in missing[0]
+        "(ConnectionError: down) and was retried for --retry_minutes=5); rerun the same command"
+        in missing[0]
     )
     assert "task b is skipped" in missing[1]
     assert all(
@@ -191,8 +192,8 @@ def test_all_processes_are_patient(hub, saved, tmp_path):
         result = script(*several, *arguments, env=env)
     errors = result.stderr.decode()
     assert "task absent is skipped" in errors, errors
-    assert errors.count("the hub answers 500; again in 1 s") == 1
-    assert errors.count("the hub answers 503; again in 1 s") == 1
+    assert errors.count("the Hub responds with status 500; retrying in 1 s") == 1
+    assert errors.count("the Hub responds with status 503; retrying in 1 s") == 1
     assert errors.count("absent is skipped") == 1
     (entry,) = json.loads((tmp_path / "out" / "results.json").read_text())["entries"]
     assert entry["n-samples"]["physical"]["effective"] == 3
@@ -204,7 +205,7 @@ def test_the_eight_tasks_equal_lm_evals_own_model(hub, saved, tmp_path):
     hub.faults = [Fault("status", f"/api/datasets/{name}", times=1) for name, _ in repositories(1)]
     result = evaluate(hub, saved[0], tmp_path, "--tasks=paper", "--shots=2")
     assert result.returncode == 0, result.stderr.decode()
-    assert result.stderr.decode().count("the hub answers 503; again in 1 s") >= 5
+    assert result.stderr.decode().count("the Hub responds with status 503; retrying in 1 s") >= 5
     hub.faults = []
     env = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf")}
     theirs = script("tests/lm_evals_hf.py", saved[1], 2, *PAPER_METRICS, env=env)

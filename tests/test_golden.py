@@ -28,7 +28,7 @@ import torch
 from helpers import newer_default, sign
 from in_process import call, finish_together
 
-from data.shards import read_json, write_json, write_shard
+from data.shards import read_optional_json, write_json, write_shard
 from model import MODEL_NAMES, model_class
 from model.options import legacy_defaults
 from training import checkpoint, metrics
@@ -217,7 +217,7 @@ def here() -> dict:
 
 def check_run(name: str, out: Path, begin: int) -> None:
     """Train the run from step `begin` on, and hold it to what is kept of it."""
-    golden = read_json(RECORD)["runs"][name]
+    golden = read_optional_json(RECORD)["runs"][name]
     if begin:
         shutil.copytree(GOLDEN / "checkpoints" / name, out / "checkpoints" / f"step_{begin:08d}")
     with alone():
@@ -308,13 +308,13 @@ def test_a_run_begins_and_goes_on_as_it_did(name, begin, tmp_path):
 @pytest.mark.golden
 @pytest.mark.parametrize("name", CORPORA)
 def test_a_corpus_has_the_same_shards(name, source_files):
-    assert shards_of(name, source_files) == read_json(RECORD)["corpora"][name]
+    assert shards_of(name, source_files) == read_optional_json(RECORD)["corpora"][name]
 
 
 @pytest.fixture
 def copied(tmp_path, monkeypatch):
     """A copy of what is kept of the run CC, to be changed."""
-    record, folder = read_json(RECORD)["runs"][CC], tmp_path / "golden"
+    record, folder = read_optional_json(RECORD)["runs"][CC], tmp_path / "golden"
     shutil.copytree(GOLDEN / "checkpoints" / CC, folder / "checkpoints" / CC)
     monkeypatch.setattr(f"{__name__}.GOLDEN", folder)
     monkeypatch.setattr(f"{__name__}.RECORD", folder / "golden.json")
@@ -374,7 +374,7 @@ def write(names: list[str]) -> None:
         )
         assert result.returncode == 0, result.stderr.decode()
         (GOLDEN / "corpus" / "preparation.json").unlink()
-    golden = read_json(RECORD) or {"runs": {}, "corpora": {}}
+    golden = read_optional_json(RECORD) or {"runs": {}, "corpora": {}}
     for name in (name for name in names if name in RUNS):
         processes, keys = RUNS[name]
         out = Path("runs") / "golden" / name  # relative: checkpoints keep it

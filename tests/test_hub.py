@@ -18,7 +18,7 @@ from hub_server import Fault
 from in_process import call
 
 from data import hub, shards, sources
-from data.hub import Hub
+from data.hub import HubDataset
 from data.shards import open_corpus
 
 FINEWEB = "data/fineweb_edu/prepare.py"
@@ -67,7 +67,7 @@ def clone(tmp_path_factory):
 
 def test_a_clone_is_read_from_every_cursor(clone, monkeypatch, tmp_path):
     monkeypatch.setattr(sources, "ROWS", 32)
-    source = Hub(str(clone), "sample-10BT")
+    source = HubDataset(str(clone), "sample-10BT")
     batches = list(source.read())
     assert [text for batch in batches for text in batch.texts] == DOCUMENTS
     for index in range(0, len(batches), 5):
@@ -84,10 +84,10 @@ def test_a_clone_is_read_from_every_cursor(clone, monkeypatch, tmp_path):
 def test_identity_tells_what_is_read():
     """Each of these changes the documents; `tokens` is a guess, `starts` belongs to the script."""
     keys = {"repository": "a", "name": "b", "split": "c", "column": "d", "revision": "e"}
-    first = Hub(**keys).identity()
-    assert first == Hub(**keys, tokens=5).identity() == json.loads(json.dumps(first))
+    first = HubDataset(**keys).identity()
+    assert first == HubDataset(**keys, num_tokens=5).identity() == json.loads(json.dumps(first))
     for key in keys:
-        assert Hub(**{**keys, key: "other"}).identity() != first
+        assert HubDataset(**{**keys, key: "other"}).identity() != first
 
 
 # ---- over HTTP ----
@@ -138,7 +138,7 @@ def test_bad_minutes_leave_no_trace(server, client, commit, undisturbed, tmp_pat
     assert found.code == 0, found.err
     assert contents(tmp_path) == undisturbed
     assert sum(kind is not None for _, kind in server.log) >= 1
-    assert all("; again in " in line for line in found.err.splitlines())
+    assert all("; retrying in " in line for line in found.err.splitlines())
 
 
 def test_the_commit_stays_the_one_it_was_begun_with(server, client, commit, undisturbed, tmp_path):
@@ -147,8 +147,8 @@ def test_the_commit_stays_the_one_it_was_begun_with(server, client, commit, undi
     server.faults = [Fault("status", FILES, 404, skip=2)]
     found = client(*words)
     assert found.code == 2
-    assert "give local files by --source, or a local clone by --repository=FOLDER" in found.err
-    assert "whole shards are kept" in found.err
+    assert "give local files with --source, or a local clone with --repository=FOLDER" in found.err
+    assert "complete shards are kept" in found.err
     server.faults, server.log = [], []
     server.commit(NAME, repository(["newer"] * 1000))
     found = client(*words)
@@ -162,7 +162,10 @@ def test_the_commit_stays_the_one_it_was_begun_with(server, client, commit, undi
     shard = tmp_path / "fineweb_edu_train_000004.bin"
     shard.unlink()
     found = client(*words)
-    assert f"it has no commit {commit} any more: --overwrite begins anew with the n" in found.err
+    assert (
+        f"it no longer has the commit {commit}; give --overwrite to start again from the latest"
+        in found.err
+    )
     shard.write_bytes(undisturbed[shard.name])
     found = client(*words, "--val_tokens=3000", "--overwrite")
     assert found.code == 0, found.err
@@ -173,13 +176,25 @@ def test_the_commit_stays_the_one_it_was_begun_with(server, client, commit, undi
 
 
 LASTING = {
-    "no data set": (["--repository=org/nothing"], [], "the hub knows no such data set, or hides"),
-    "no column": (["--column=body"], [], "has no column body, it has text, id, score, token_count"),
+    "no data set": (
+        ["--repository=org/nothing"],
+        [],
+        "the Hub has no such dataset, or it is private or gated",
+    ),
+    "no column": (
+        ["--column=body"],
+        [],
+        "has no column body; name one of its columns with --column: text, id, score, token_count",
+    ),
     "no configuration": (["--sample=sample-350BT", "--max_tokens=90000"], [], "'sample-350BT' not"),
-    "no revision": (["--revision=v9"], [], "it has no revision v9: give another --revision"),
+    "no revision": (["--revision=v9"], [], "it has no revision v9; give another --revision"),
     "no terms": ([], [Fault("status", "/resolve/", 403)], "`hf auth login` with an account that"),
-    "no patience": (["--retry_minutes=0"], [Fault("status", FILES)], "--retry_minutes=0 by now"),
-    "no sense": (["--retry_minutes=-1"], [], "--retry_minutes=-1: give 0 or more"),
+    "no patience": (
+        ["--retry_minutes=0"],
+        [Fault("status", FILES)],
+        "was retried for --retry_minutes=0",
+    ),
+    "no sense": (["--retry_minutes=-1"], [], "--retry_minutes=-1.0: give 0 or more"),
 }
 
 
@@ -191,7 +206,7 @@ def test_what_lasts_ends_at_once_in_one_line(server, client, commit, tmp_path, c
     assert found.code == 2, found.err
     [line] = found.err.splitlines()
     assert message in line
-    assert ("run the same command again" in line) is (case == "no patience")
+    assert ("rerun the same command" in line) is (case == "no patience")
     if case == "no column":  # what was begun wrongly is not in the way of what is right
         assert client(*words).code == 0
 
@@ -201,11 +216,11 @@ def test_without_a_network_or_packages_one_line_says_what_to_do(tmp_path, monkey
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
     line = one_line_error(script(*words, env=offline))
     assert "HuggingFaceFW/fineweb-edu (sample-100BT) cannot be read: HF_HUB_OFFLINE forbids" in line
-    assert "give local files by --source" in line
+    assert "give local files with --source" in line
     assert not list((tmp_path / "out").iterdir())
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     line = one_line_error(call(FINEWEB, *words[1:]))
-    assert "the hub needs the huggingface" in line
+    assert "reading from the Hugging Face Hub needs the huggingface_hub package" in line
 
 
 def test_pauses_grow_up_to_the_limit(monkeypatch, capsys):
@@ -220,19 +235,21 @@ def test_pauses_grow_up_to_the_limit(monkeypatch, capsys):
     def refuse():
         raise RuntimeError("outer") from ConnectionError("down")
 
-    message = "^it cannot be read: ConnectionError: down, for --retry_minutes=5 by now$"
-    with pytest.raises(hub.OutOfPatience, match=message):
-        hub.retried(refuse, "it", 5)
+    message = r"^it cannot be read \(ConnectionError: down\) and was retried for --retry_minutes=5$"
+    with pytest.raises(hub.RetriesExhausted, match=message):
+        hub.retry(refuse, "it", 5)
     assert slept[:8] == [1, 2, 4, 8, 16, 32, 60, 60]
     assert sum(slept) == 300
     lines = capsys.readouterr().err.splitlines()
-    assert lines[1] == "it: ConnectionError: down; again in 2 s"
+    assert lines[1] == "it: ConnectionError: down; retrying in 2 s"
     assert len(lines) == len(slept)
-    assert hub.passing_cause(OSError("no such file")) is None
+    assert hub.describe_transient(OSError("no such file")) is None
     for status, passes in ((429, True), (408, True), (500, True), (404, False), (403, False)):
         error = OSError("refused")
         error.response = SimpleNamespace(status_code=status)
-        assert hub.passing_cause(error) == (f"the hub answers {status}" if passes else None)
+        assert hub.describe_transient(error) == (
+            f"the Hub responds with status {status}" if passes else None
+        )
 
 
 def test_ctrl_c_in_a_pause_is_one_line(tmp_path, monkeypatch):
@@ -242,18 +259,18 @@ def test_ctrl_c_in_a_pause_is_one_line(tmp_path, monkeypatch):
     def down():
         raise ConnectionError("down")
 
-    monkeypatch.setattr(Hub, "pin", lambda source, commit: source.ask(down))
+    monkeypatch.setattr(HubDataset, "pin", lambda source, commit: source.ask(down))
     monkeypatch.setattr(hub, "time", SimpleNamespace(monotonic=time.monotonic, sleep=pressed))
     result = call(FINEWEB, f"--out={tmp_path}", *OPTIONS)
     again, end = result.stderr.decode().splitlines()
-    assert again.endswith("ConnectionError: down; again in 1 s")
+    assert again.endswith("ConnectionError: down; retrying in 1 s")
     assert (result.returncode, end) == (130, "prepare.py: interrupted")
 
 
 def test_a_file_that_was_read_is_removed(clone, tmp_path, monkeypatch):
     """A preparation needs the room of one file of the data set."""
     files = sorted(clone.glob("sample/10BT/*.parquet"))
-    source = Hub("org/name", downloads=tmp_path)
+    source = HubDataset("org/name", download_folder=tmp_path)
     source.files = [f"hf://datasets/org/name@commit/{file.name}" for file in files]
 
     def download(name):
@@ -266,12 +283,14 @@ def test_a_file_that_was_read_is_removed(clone, tmp_path, monkeypatch):
 
 
 def test_splits_and_files_that_cannot_be_read_are_named(clone, tmp_path):
-    with pytest.raises(ValueError, match=r"\(sample-10BT\) has no split test, it has train$"):
-        list(Hub(str(clone), "sample-10BT", "test").read())
+    with pytest.raises(
+        ValueError, match=r"\(sample-10BT\) has no split test; its splits are train$"
+    ):
+        list(HubDataset(str(clone), "sample-10BT", "test").read())
     (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
-    message = r"is read from parquet files, .*/train\.jsonl is none: give --revision=refs/convert"
-    with pytest.raises(sources.Missing, match=message):
-        list(Hub(str(tmp_path)).read())
+    message = r"cannot be read, because .*/train\.jsonl is not a parquet file; give --revision=refs/convert"
+    with pytest.raises(sources.PermanentSourceError, match=message):
+        list(HubDataset(str(tmp_path)).read())
 
 
 # ---- shards of others ----
@@ -317,7 +336,7 @@ def test_wrong_bytes_and_a_newer_commit(server, client, shared, tmp_path):
     server.faults = [Fault("flip", f"/cdn/.*{name}", times=1)]
     found = client(*words)
     assert found.code == 2
-    assert f"{out / name} came with other bytes than the hub's SHA-256 says: delete it" in found.err
+    assert f"{out / name} does not have the SHA-256 that the Hub knows; delete it" in found.err
     assert not (out / "meta.json").exists()
     files = server.commits["org/shards"][shared]
     server.commit("org/shards", {each: b"newer" for each in files})
@@ -327,4 +346,4 @@ def test_wrong_bytes_and_a_newer_commit(server, client, shared, tmp_path):
     assert (out / name).read_bytes() == files[name]
     assert open_corpus(str(out)).meta["commit"] == shared
     found = client(*words, "--revision=v2")
-    assert f"{out} holds shards of org/shards, revision None: give another --out" in found.err
+    assert f"{out} holds shards of org/shards, revision None; give another --out" in found.err

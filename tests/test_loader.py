@@ -43,7 +43,7 @@ def test_a_token_beyond_the_vocabulary_is_named(tmp_path):
         write_shard(tmp_path / name, np.array(tokens))
     stream = JoinedShards([read_shard(path) for path in sorted(tmp_path.iterdir())], 300)
     assert stream.read(np.array([0]), 4).tolist() == [[1, 2, 3, 4]]
-    message = r"a_train_1\.bin holds token id 300 at 1, its vocabulary has 300"
+    message = r"a_train_1\.bin holds token id 300 at 1, but the vocabulary has 300 ids"
     with pytest.raises(DamagedShard, match=message):
         stream.read(np.array([0, 2]), 3)
 
@@ -96,7 +96,7 @@ def test_every_epoch_serves_every_window_once_at_any_offset_that_fits(tokens):
     last = tokens - 1 - SEQ_LEN * epochs.shape[1]
     assert set(epochs.min(axis=1)) == set(range(last + 1))
     touched = {token for start in epochs[0] for token in range(start, start + SEQ_LEN + 1)}
-    assert batches.skipped == tokens - len(touched)
+    assert batches.num_dropped_tokens == tokens - len(touched)
 
 
 def test_order_and_offset_change_with_epoch_and_with_seed():
@@ -110,10 +110,12 @@ def test_order_and_offset_change_with_epoch_and_with_seed():
 
 def test_a_split_without_a_window_or_a_target_is_refused():
     for tokens in (0, SEQ_LEN):
-        message = f"training split has {tokens} tokens, block_size={SEQ_LEN} needs {SEQ_LEN + 1}"
+        message = (
+            f"training split has {tokens} tokens, but block_size={SEQ_LEN} needs {SEQ_LEN + 1}"
+        )
         with pytest.raises(ValueError, match=message):
             TrainBatches([distinct(tokens).astype("<u2")], SEQ_LEN, 2, 0)
-    with pytest.raises(ValueError, match="validation split has 1 tokens, it needs 2"):
+    with pytest.raises(ValueError, match="validation split has 1 tokens, but needs 2"):
         ValidationBatches([distinct(1).astype("<u2")], SEQ_LEN)
 
 
@@ -122,7 +124,7 @@ def test_a_split_without_a_window_or_a_target_is_refused():
 def test_validation_predicts_every_token_but_the_first_once(tokens, rows):
     stream = distinct(tokens)
     batches = ValidationBatches(cut(stream, (1, 2) if tokens > 3 else ()), SEQ_LEN)
-    windows, predicted = list(range(batches.windows)), []
+    windows, predicted = list(range(batches.num_sequences)), []
     for first in range(0, len(windows), rows):
         chunk = windows[first : first + rows]
         ids, targets = batches.get(chunk, rows)

@@ -289,6 +289,14 @@ def test_a_dry_run_prints_the_estimate(corpus, tmp_path):
     assert "\n  total " in printed
 
 
+def test_a_dry_run_prints_what_the_vocabulary_costs(corpus, tmp_path):
+    arguments = small_run(corpus, tmp_path / "run", dry_run=True, vocab_size=1000, hidden_size=16)
+    printed = call("train.py", *arguments).stdout.decode()
+    assert "token embedding, tied to the output layer: 16,000 parameters (" in printed
+    # weight, gradient and two moments
+    assert "of the model), 250 KiB to train it, " in printed
+
+
 def test_a_dry_run_for_any_device_prints_the_estimate_of_a_gpu(corpus, tmp_path):
     arguments = small_run(corpus, tmp_path / "run", dry_run=True, device="auto", dtype="auto")
     printed = call("train.py", *arguments).stdout.decode()

@@ -19,9 +19,10 @@ from helpers import ROOT, one_line_error, wait_for, write_parquet
 from in_process import call
 
 from data import preparation, shards, sources, tokenizer
-from data.preparation import encode, tokenised
+from data.preparation import PreparationOptions, encode_batch, make_parser, tokenize
 from data.shards import open_corpus
 from data.sources import Batch, Files, Texts
+from utils.units import format_bytes
 
 EOT = 256
 FINEWEB = "data/fineweb_edu/prepare.py"
@@ -61,13 +62,13 @@ def _small(monkeypatch):
 
 def run(out, plan, *options, name="x", extra=None):
     words = ["--tokenizer=bytes", "--workers=2", "--shard_tokens=300", *options]
-    args = preparation.arguments("", out).parse_args(words)
+    args = make_parser("", out, PreparationOptions).parse_args(words)
     preparation.prepare(args, name, plan, extra)
     return open_corpus(str(out))
 
 
 def files_plan(folder, val_tokens=1000):
-    return preparation.one_stream(Files([str(folder)]), val_tokens)
+    return preparation.split_one_source(Files([str(folder)]), val_tokens)
 
 
 def tokens_of(corpus) -> list[int]:
@@ -86,7 +87,7 @@ def stamps(folder, names=None) -> dict:
 
 def listed(out) -> list[str]:
     """Files of the shards that preparation.json calls whole."""
-    records = shards.read_json(out / "preparation.json").get("shards", [])
+    records = shards.read_progress(out).get("shards", [])
     return [record["file"] for record in records]
 
 
@@ -100,10 +101,10 @@ def write(path, content):
 def test_tokens_of_what_looks_special_and_of_texts_that_go_on():
     bpe = tokenizer.train_byte_pairs(["the cat sat on the mat. " * 9], 265)
     texts = ["the <|endoftext|> mat", "👧", ""]
-    expected = [token for text in texts for token in (bpe.eot_token, *bpe.encode_ordinary(text))]
-    assert encode(bpe, Batch({}, texts)).tolist() == expected
+    expected = [token for text in texts for token in (bpe.eot_token, *bpe.encode(text))]
+    assert encode_batch(bpe, Batch({}, texts)).tolist() == expected
     going_on = Batch({}, ["ab", "cd", "", "e"], [True, False, True, False])
-    tokens = encode(tokenizer.byte_tokenizer(), going_on)
+    tokens = encode_batch(tokenizer.byte_tokenizer(), going_on)
     assert tokens.tolist() == [EOT, *b"abcd", EOT, *b"e"]
 
 
@@ -111,11 +112,11 @@ def test_tokens_of_what_looks_special_and_of_texts_that_go_on():
 def test_a_run_of_blanks_that_tiktoken_cannot_split(blanks):
     """GPT-2's regular expression runs out of stack on about a million blanks and panics."""
     encoding, text = tokenizer.gpt2_tokenizer(), "before" + blanks + "after"
-    tokens = encode(encoding, Batch({}, [text]))
+    tokens = encode_batch(encoding, Batch({}, [text]))
     assert encoding.decode(tokens[1:].tolist()) == text
     # The last of several blanks belongs to the next word: a cut within a run would show.
     text = "word" + " " * 300_000 + "word" * 60_000 + " " * 100_000 + "word"
-    assert encode(encoding, Batch({}, [text])).tolist()[1:] == encoding.encode_ordinary(text)
+    assert encode_batch(encoding, Batch({}, [text])).tolist()[1:] == encoding.encode(text)
 
 
 def test_few_batches_are_read_ahead():
@@ -128,7 +129,7 @@ def test_few_batches_are_read_ahead():
                 yield Batch({"index": index}, [f"{index}"])
 
     source = Counting()
-    for index, made in enumerate(tokenised(source, None, tokenizer.byte_tokenizer(), 2)):
+    for index, made in enumerate(tokenize(source, None, tokenizer.byte_tokenizer(), 2)):
         assert source.read_so_far <= index + 2 * 2 + 1
         assert (made[0]["index"], made[1].result().tolist()) == (index, stream([str(index)]))
 
@@ -155,7 +156,7 @@ def test_shards_hold_every_document_after_end_of_text(folder, tmp_path, capsys):
     assert {**about, "note": "for you"}.items() <= corpus.meta.items()
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(
-        r"x_val_000001\.bin: 600 tokens in all, [\d,]+ tokens/s, ETA 00:.*", lines[2]
+        r"x_val_000001\.bin: 600 tokens in total, [\d,]+ tokens/s, ETA 00:.*", lines[2]
     )
     before = stamps(out)
     run(out, files_plan(folder), "--workers=1")  # complete: it says so and touches nothing
@@ -220,7 +221,7 @@ def test_a_trained_tokenizer_is_kept(folder, tmp_path, monkeypatch):
     run(tmp_path / "out", files_plan(folder), *options, "--max_tokens=2000")
     stored = json.loads((tmp_path / "out" / "tokenizer.json").read_bytes())
     encoding = tokenizer.from_json(stored)
-    expected = [token for text in TEXTS for token in (289, *encoding.encode_ordinary(text))]
+    expected = [token for text in TEXTS for token in (289, *encoding.encode(text))]
     first = [text for i, text in enumerate(TEXTS) if len("".join(TEXTS[:i]).encode()) < 3000]
     assert tokenizer.to_json(tokenizer.train_byte_pairs(first, 290)) == stored
     monkeypatch.setattr(tokenizer, "train_byte_pairs", None)  # minutes on a large corpus
@@ -237,7 +238,7 @@ def test_max_tokens_may_grow_and_a_smaller_one_removes_nothing(folder, tmp_path,
         shutil.copy(out / made[-1], out / f"x_train_{len(made):06d}.bin")
         run(out, files_plan(folder), f"--max_tokens={limit}")
     before = stamps(out)
-    message = r"holds 4,444 tokens, more than --max_tokens=4443: give --max_tokens=4444 or"
+    message = r"holds 4,444 tokens, more than --max_tokens=4443; give --max_tokens=4444 or"
     for more in ([], ["--overwrite"]):
         with pytest.raises(ValueError, match=message):
             run(out, files_plan(folder), "--max_tokens=4443", *more)
@@ -246,10 +247,10 @@ def test_max_tokens_may_grow_and_a_smaller_one_removes_nothing(folder, tmp_path,
         patch.setattr(preparation.Preparation, "show", None)  # it ends after the first new shard
         with pytest.raises(TypeError):
             run(out, files_plan(folder))
-    with pytest.raises(ValueError, match="was not prepared to its end"):
+    with pytest.raises(ValueError, match="is not prepared completely"):
         open_corpus(str(out))
     assert tokens_of(run(out, files_plan(folder), "--max_tokens=1000000000")) == STREAM
-    plan = preparation.one_stream(Texts(["x" * 99] * 20, "x"), 200)  # it ends with a shard
+    plan = preparation.split_one_source(Texts(["x" * 99] * 20, "x"), 200)  # it ends with a shard
     for limit in ([], ["--max_tokens=2001"], []):
         even = run(tmp_path / "even", plan, "--shard_tokens=100", *limit)
         assert tokens_of(even) == stream(["x" * 99] * 20)
@@ -264,10 +265,10 @@ def test_a_changed_source_is_refused_when_a_shard_is_made_again(tmp_path):
     text.write_text("abd\n" * 1000)
     (out / "x_train_000006.bin").unlink()
     for _ in range(2):  # nor does it get in a second time
-        message = r"^x_train_000006\.bin was made again and is another one: .*; 14 whole shards are"
+        message = r"^x_train_000006\.bin was prepared again and differs from before, .*; 14 complete shards are"
         with pytest.raises(ValueError, match=message) as error:
             run(out, files_plan(text))
-        assert "run the same command again" not in str(error.value)  # which is no help
+        assert "rerun the same command" not in str(error.value)  # which is no help
     text.write_text("abc\n" * 1000)
     run(out, files_plan(text))
     assert contents(out) == before
@@ -277,9 +278,9 @@ def test_a_changed_source_is_refused_when_a_shard_is_made_again(tmp_path):
 
 
 ANOTHER = [
-    (["--tokenizer=bpe", "--vocab_size=300"], {}, "tokenizer 'bytes' there, 'bpe' now"),
-    ([], {"val_tokens": 999}, "tokens 1000 there, 999 now"),
-    ([], {"folder": "other"}, "source '.*/in' there, '.*/other' now"),
+    (["--tokenizer=bpe", "--vocab_size=300"], {}, "tokenizer was 'bytes' and is now 'bpe'"),
+    ([], {"val_tokens": 999}, "tokens was 1000 and is now 999"),
+    ([], {"folder": "other"}, "source was '.*/in' and is now '.*/other'"),
 ]
 
 
@@ -288,12 +289,12 @@ def test_another_preparation_is_refused_or_overwritten(folder, tmp_path):
     out = tmp_path / "out"
     run(out, files_plan(folder))
     before, made = stamps(out), listed(out)
-    size = shards.readable(sum((out / file).stat().st_size for file in made))
-    there = rf"--overwrite to remove its {len(made)} shards \({size}\) and begin anew$"
+    size = format_bytes(sum((out / file).stat().st_size for file in made))
+    there = rf"--overwrite to delete its {len(made)} shards \({size}\) and start again$"
     for options, changes, difference in ANOTHER:
         val_tokens = changes.get("val_tokens", 1000)
         plan = files_plan(tmp_path / changes.get("folder", "in"), val_tokens)
-        message = rf"{out} holds another preparation \({difference}\): .*{there}"
+        message = rf"{out} holds another preparation \({difference}\); .*{there}"
         with pytest.raises(ValueError, match=message):
             run(out, plan, *options)
         assert stamps(out) == before
@@ -310,7 +311,7 @@ def test_a_folder_of_another_use_is_refused(folder, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     shards.write_shard(out / "foreign_train_000000.bin", np.arange(9))
-    message = rf"{out} holds shards of unknown making: .* to remove its 1 shards \(1\.0 KB"
+    message = rf"{out} holds shards of unknown origin; .* to delete its 1 shards \(1\.02 KiB"
     with pytest.raises(ValueError, match=message):
         run(out, files_plan(folder))
     assert list(contents(out)) == ["foreign_train_000000.bin"]
@@ -328,9 +329,11 @@ def test_a_folder_of_another_use_is_refused(folder, tmp_path):
 
 def test_a_disk_that_is_too_small_is_known_before(tmp_path, monkeypatch):
     out, size, free = tmp_path / "out", 99_990, 2 * 99_990 - 2
-    plan = preparation.one_stream(Texts(["x" * 9999] * 10, "x"), 1000)
+    plan = preparation.split_one_source(Texts(["x" * 9999] * 10, "x"), 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-    message = rf"about {size:,} tokens need 200\.0 KB, {out} has .* --max_tokens=(\d+)"
+    message = (
+        rf"about {size:,} tokens need 195 KiB, but the disk of {out} has .* --max_tokens=(\d+)"
+    )
     with pytest.raises(ValueError, match=message) as error:
         run(out, plan)
     assert not list(out.glob("*.bin"))
@@ -347,7 +350,7 @@ def test_a_disk_that_is_too_small_is_known_before(tmp_path, monkeypatch):
 
 def pressed(self, record):
     """Ctrl+C at the seventh shard."""
-    if record["file"].endswith("000006.bin"):
+    if record.file.endswith("000006.bin"):
         os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -372,10 +375,10 @@ def test_what_ends_it_early_keeps_whole_shards_and_says_how_to_go_on(
         patch.setattr(owner, name, fault, raising=False)
         result = call(FINEWEB, *options)
     assert result.returncode == code
-    ways = "run the same command again to go on, or with --max_tokens=1900 to end there"
-    line = f"{message.format(out=out)}; 7 whole shards are kept: {ways}\n"
+    choices = "rerun the same command to resume, or add --max_tokens=1900 to finish with them"
+    line = f"{message.format(out=out)}; 7 complete shards are kept: {choices}\n"
     assert result.stderr.decode() == line
-    with pytest.raises(ValueError, match=r"was not prepared to its end: .* --max_tokens=1900$"):
+    with pytest.raises(ValueError, match=r"is not prepared completely; .* --max_tokens=1900$"):
         open_corpus(str(out))
     for limit in (1900, len(STREAM)):
         assert call(FINEWEB, *options, f"--max_tokens={limit}").returncode == 0
@@ -384,14 +387,17 @@ def test_what_ends_it_early_keeps_whole_shards_and_says_how_to_go_on(
 
 REFUSED = [
     ("--val_tokens=500 --max_tokens=500", "--max_tokens=500 leaves nothing for training"),
-    ("--val_tokens=99999", f"{len(STREAM):,} tokens leave nothing for training: give more text"),
+    ("--val_tokens=99999", f"{len(STREAM):,} tokens leave nothing for training; give more text"),
     ("--workers=0", "--workers=0: give 1 or more"),
-    ("--shard_tokens=2147483648", "--shard_tokens=2147483648: give less than 2147483648"),
-    ("--tokenizer=bpe --vocab_size=256", "--vocab_size=256: give 257 (bytes and end-of-text)"),
-    ("--tokenizer=bpe --vocab_size=65537", "--vocab_size=65537: give 257"),
-    ("--tokenizer=words", "argument --tokenizer: invalid choice: 'words'"),
-    ("--column=body", "has no column body, it has text, id"),
-    ("--revision=v2", "--revision has no effect on --source: leave it out"),
+    ("--shard_tokens=2147483648", "--shard_tokens=2147483648: give a number from 1 to 2147483647"),
+    ("--tokenizer=bpe --vocab_size=256", "--vocab_size=256: give a number from 257 to 65536"),
+    ("--tokenizer=bpe --vocab_size=65537", "--vocab_size=65537: give a number from 257"),
+    (
+        "--tokenizer=words",
+        "--tokenizer=words: there is no such file or folder; give one that exists, gpt2, bpe",
+    ),
+    ("--column=body", "has no column body; name one of its columns with --column: text, id"),
+    ("--revision=v2", "--revision has no effect on --source; omit it"),
     ("--max_token=5", "unknown option --max_token, did you mean --max_tokens, "),
 ]
 
@@ -410,8 +416,11 @@ DAMAGE = [
     (Path.unlink, "No such file"),
     (lambda path: os.truncate(path, 1100), "is damaged"),
     (lambda path: write(path, path.read_bytes() + b"\0\0"), "is damaged"),
-    (lambda path: write(path, path.read_bytes()[:-2] + b"\1\0"), "is not as it was made (SHA-256"),
-    (lambda path: write(path, path.read_bytes()[:-2] + b"\xff\xff"), "holds token id 65535"),
+    (lambda path: write(path, path.read_bytes()[:-2] + b"\1\0"), "was changed (its SHA-256"),
+    (
+        lambda path: write(path, path.read_bytes()[:-2] + b"\xff\xff"),
+        "token id 65535 is outside of the vocabulary",
+    ),
 ]
 
 
@@ -420,7 +429,7 @@ def test_verify_names_every_damaged_shard_and_these_alone_are_made_again(folder,
     run(out, files_plan(folder))
     before, names = contents(out), listed(out)
     printed = call(FINEWEB, "--verify", f"--out={out}").stdout.decode()
-    assert f"{len(names)} shards, {len(STREAM):,} tokens: all as" in printed
+    assert f"{len(names)} shards, {len(STREAM):,} tokens: all are as" in printed
     for damage, what in DAMAGE:
         damaged = [names[1], names[-1]]
         for name in damaged:
@@ -479,16 +488,22 @@ def test_shards_of_a_folder_are_linked_and_counted(foreign, tmp_path, monkeypatc
 
 
 BAD_SHARDS = [
-    (lambda f: shards.write_shard(f / "x_train_2.bin", np.array([0, 257])), "holds token id 257"),
+    (
+        lambda f: shards.write_shard(f / "x_train_2.bin", np.array([0, 257])),
+        "token id 257 is outside of the vocabulary",
+    ),
     (lambda f: write(f / "x_train_0.bin", b"no shard"), "x_train_0.bin is not a token shard"),
     (lambda f: (f / "edu_fineweb_val_000000.bin").unlink(), "holds no *train_*.bin and *val_*.bin"),
-    (lambda f: (f / "preparation.json").write_text("{}"), "holds a preparation of its own"),
+    (
+        lambda f: (f / "preparation.json").write_text("{}"),
+        "holds a corpus that was prepared from documents",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("damage", "message"), BAD_SHARDS)
 def test_what_is_not_gpt2_shards_is_refused(foreign, tmp_path, damage, message):
-    out = foreign if "preparation" in message else tmp_path / "out"
+    out = foreign if "prepared from" in message else tmp_path / "out"
     damage(foreign)
     for more, what in (([], message), (["--revision=v2"], "no effect on a folder of shards")):
         assert what in one_line_error(

@@ -35,7 +35,7 @@ def test_several_samples_differ(run):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--prompt=a<|im_start|>b"], "the prompt has the token <|im_start|>"),
+        (["--prompt=a<|im_start|>b"], "the prompt has the special token <|im_start|>"),
         (["--prompt=FILE:nowhere.txt"], "nowhere.txt"),
         (["--temperature=-1"], "temperature=-1.0: give 0 or more"),
         (["--top_p=0"], "top_p=0.0: give a number above 0"),

@@ -197,7 +197,7 @@ def test_pieces_are_the_text_up_to_the_first_stop_string():
         expected = text[: min(places)] if places else text
         pieces = Pieces(encoding, stop)
         sent = []
-        ids = encoding.encode_ordinary(text)
+        ids = encoding.encode(text)
         for token in ids:
             sent += pieces.add(token, {})
             sent_text = "".join(piece["text"] for piece in sent)
@@ -371,7 +371,10 @@ MISTAKES = [
     ({"max_new_tokens": "5"}, "max_new_tokens: input should be a valid integer"),
     ({"stop": [""]}, "stop.0: string should have at least 1 character"),
     ({"temprature": 1.0}, "temprature: extra inputs are not permitted"),
-    ({"prompt": "a<|im_start|>b"}, "the prompt has the token <|im_start|>, which bytes does not"),
+    (
+        {"prompt": "a<|im_start|>b"},
+        "the prompt has the special token <|im_start|>, which the tokenizer bytes does not",
+    ),
     ({"prompt": "a" * 16}, "the prompt has 17 tokens: give at most 16, end-of-text included"),
     ({"prompt": "a" * 600_000}, "a request of 586 KiB: give at most 512 KiB"),
 ]

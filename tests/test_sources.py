@@ -204,15 +204,15 @@ def test_text_bytes_are_about_right(tmp_path):
 # What cannot be read
 
 FIRST = b'{"text": "first"}\n'
-NO_TEXT = r"has no text under 'text' in the line at byte 18: give --column"
+NO_TEXT = r"has no text under the key 'text' in the line at byte 18; name another key with --column"
 BROKEN = [
-    ("a.txt", b"ok\n\xff\xfe", "is not UTF-8 text at byte 3: leave it out"),
-    ("a.jsonl", FIRST + b'{"text": "cut of', "holds no JSON at byte 18"),
+    ("a.txt", b"ok\n\xff\xfe", "is not UTF-8 text at byte 3; convert it to UTF-8"),
+    ("a.jsonl", FIRST + b'{"text": "cut of', "has a line that is not JSON at byte 18"),
     ("a.jsonl", FIRST + b'{"body": "x"}', NO_TEXT),
     ("a.jsonl", FIRST + b'{"text": null}', NO_TEXT),
     ("a.jsonl", FIRST + b'"text"', NO_TEXT),
-    ("a.parquet", b"", r"is no whole parquet file .*: fetch it again"),
-    ("a.parquet", b"PAR1" + b"x" * 200, r"is no whole parquet file .*: fetch it again"),
+    ("a.parquet", b"", r"is not a complete parquet file .*; download it again"),
+    ("a.parquet", b"PAR1" + b"x" * 200, r"is not a complete parquet file .*; download it again"),
 ]
 
 
@@ -245,8 +245,10 @@ def test_damaged_pages_are_named_and_the_rows_before_them_come(tmp_path, where):
     content[start : start + 4] = b"\xff" * 4
     path.write_bytes(content)
     before = []
-    with pytest.raises(ValueError, match=r"a\.parquet is damaged near row 768 .*: fetch it again"):
-        before.extend(text for _, _, text, _ in Files([str(path)]).documents({"file": 0, "at": 0}))
+    with pytest.raises(
+        ValueError, match=r"a\.parquet is damaged near row 768 .*; download it again"
+    ):
+        before.extend(piece.text for piece in Files([str(path)]).read_pieces({"file": 0, "at": 0}))
     assert before == texts[:768]
 
 
@@ -254,12 +256,12 @@ def test_no_such_column_or_one_that_is_no_text(tmp_path):
     path = tmp_path / "a.parquet"
     columns = {"number": [1, 2], "raw": [b"x", b"\xff"], "list": [["a"], ["b"]]}
     pq.write_table(pa.table(columns), path)
-    message = r"a\.parquet has no column text, it has number, raw, list: give --c"
+    message = r"a\.parquet has no column text; name one of .* --column: number, raw, list"
     for use in (lambda source: list(source.read()), Files.text_bytes):
         with pytest.raises(ValueError, match=message):
             use(Files([str(path)]))
     for column, kind in (("number", "int"), ("raw", "bytes"), ("list", "list")):
-        message = rf"a\.parquet: column {column} holds {kind}, not text: give --column"
+        message = rf"a\.parquet: column {column} holds {kind}, not text; name another column"
         with pytest.raises(ValueError, match=message):
             read(path, column=column)
 
@@ -269,5 +271,5 @@ def test_nothing_there_is_refused(tmp_path, suffixes):
     (tmp_path / "in").mkdir()
     which = " with suffix .py, .c" if suffixes else ""
     for pattern in ("in", "nowhere/**/*.txt"):
-        with pytest.raises(ValueError, match=f"{re.escape(pattern)}: no files{which} there"):
+        with pytest.raises(ValueError, match=f"{re.escape(pattern)}: there are no files{which}"):
             Files([str(tmp_path / pattern)], suffixes=suffixes)

@@ -19,8 +19,8 @@ from data.k_hop.prepare import Hops
 from data.loader import ValidationBatches
 from data.permutations.prepare import Words, products
 from data.recall.prepare import Recall
+from data.sequences import SequenceLayout
 from data.shards import open_corpus
-from data.windows import Windows
 from training import metrics
 from training.distributed import World
 from training.settings import configure
@@ -92,12 +92,12 @@ def test_every_label_is_the_answer(tmp_path, task, solve):
     # ids stand for no bytes
     assert corpus.meta["train"] == {"documents": 60, "tokens": 60 * 2 * half}
     assert corpus.bytes_per_token("val") is None
-    windows, size = Windows.of(corpus.meta), task.positions
-    _, targets = windows.ids_and_targets(documents["train"])
+    layout, size = SequenceLayout.from_meta(corpus.meta), task.positions
+    _, targets = layout.ids_and_targets(documents["train"])
     trained = {"k_hop": size // 2, "permutations": size}.get(task.name) or task.pairs
     scored = trained - (task.name == "permutations")  # whose first product is the first token
     assert (targets != -1).sum(1).eq(trained).all()  # of every window as many
-    assert ((targets != -1) & windows.mask(windows.scored)).sum(1).eq(scored).all()
+    assert ((targets != -1) & layout.mask(layout.scored)).sum(1).eq(scored).all()
     assert corpus.meta["difficulty"] == vars(task)
 
 
@@ -194,7 +194,9 @@ def test_second_halves_repeat_the_first(tmp_path):
     assert corpus.meta["train"]["tokens"] == 600 * 11
     out, options = tmp_path / "answers", options[:2]
     corpus, documents = prepared(out, Copies(5, trained="answers"), *options)
-    ids, targets = ValidationBatches(corpus.val, 10, 257, Windows.of(corpus.meta)).get([0, 69], 2)
+    ids, targets = ValidationBatches(
+        corpus.val, 10, 257, SequenceLayout.from_meta(corpus.meta)
+    ).get([0, 69], 2)
     assert targets[:, :5].eq(-1).all()
     assert (targets[:, 5:].numpy() == documents["val"][[0, 69], 6:]).all()
     assert (ids.numpy() == documents["val"][[0, 69], :-1]).all()
@@ -267,8 +269,8 @@ BLIND = {
 def test_chance_and_optimum_are_those_of_meta_json(tmp_path, task, solve):
     blind = BLIND[task.name]
     corpus, _ = prepared(tmp_path, task, "--sequences=10", "--val_sequences=40")
-    windows = Windows.of(corpus.meta)
-    batches = ValidationBatches(corpus.val, task.positions + 1, task.vocab_size, windows)
+    layout = SequenceLayout.from_meta(corpus.meta)
+    batches = ValidationBatches(corpus.val, task.positions + 1, task.vocab_size, layout)
     world = World(0, 1, torch.device("cpu"))
 
     def scores(candidates):
@@ -372,7 +374,10 @@ def test_samples_are_numbers(run):
     assert "its first new token answers the last token of the prompt" in result.stderr.decode()
     for prompt in ("def", "3 21", "-1"):
         line = one_line_error(call("sample.py", out, f"--prompt={prompt}", *keys))
-        assert "is no token: they are ids here, give numbers from 0 to 20" in line
+        assert (
+            "is not a token, because the tokens of this model are ids; give numbers from 0 to 20"
+            in line
+        )
 
 
 @pytest.mark.parametrize("name", BLIND)
@@ -386,5 +391,5 @@ def test_the_config_fits_every_difficulty(name, tmp_path):
     meta = open_corpus(str(tmp_path)).meta
     assert model.block_size == meta["window_tokens"] // 2
     assert model.vocab_size == -(-meta["vocab_size"] // 64) * 64
-    with pytest.raises(ValueError, match="block_size=99: the documents"):
+    with pytest.raises(ValueError, match="block_size=99, but the documents"):
         open_data(*configure([*keys, "--block_size=99"]))

@@ -20,7 +20,7 @@ from in_process import call, finish_together
 
 from data import shards
 from data.loader import TrainBatches, ValidationBatches
-from data.windows import Windows
+from data.sequences import SequenceLayout
 from model import build
 from model.gpt import GPTConfig
 from training import checkpoint, metrics, optimizer, stopping
@@ -488,7 +488,7 @@ MISTAKES = [
     ({"max_steps": "many"}, "--max_steps=many: give a whole number"),
     ({"muon_learning_rate": -1}, "muon_learning_rate=-1.0: give 0 or more"),
     ({"learning_rate": "fast"}, "--learning_rate=fast: give a number"),
-    ({"dataset": "nowhere"}, "nowhere holds no *train_*.bin"),
+    ({"dataset": "nowhere"}, "nowhere does not hold *train_*.bin"),
     ({"dataset": "fineweb_edu"}, "run `python data/fineweb_edu/prepare.py`"),
     ({"vocab_size": 256}, "has 257 tokens: give 257"),
     ({"block_size": 40_000}, "the training split has 32111 tokens"),
@@ -693,12 +693,12 @@ def test_answers_are_counted_from_their_position_on(rows):
     documents = [[1, 2, 3, 4, 5], [9, 9, 9, 10, 11], [1, 2, 3, 4, 9], [1, 2, 9, 4, 5]]
     documents = np.array([*documents, [7, 8, 9, 10, 11]]).ravel()
     world, nothing = World(0, 1, torch.device("cpu")), contextlib.nullcontext()
-    batches = ValidationBatches([documents], 4, documents=Windows(5, scored=((2, 4),)))
+    batches = ValidationBatches([documents], 4, layout=SequenceLayout(5, scored=((2, 4),)))
     scores = evaluate(Guesser(), batches, [0, 1, 2, 3, 4], rows, world, nothing)
     # Of the last two targets of each document these follow by one: 2, 2, 1, 1, 2.
     assert scores["accuracy"] == 8 / 10
     assert scores["exact_match"] == 3 / 5
-    batches = ValidationBatches([documents], 4, documents=Windows(5))
+    batches = ValidationBatches([documents], 4, layout=SequenceLayout(5))
     assert "accuracy" not in evaluate(Guesser(), batches, [0, 1], rows, world, nothing)
 
 
@@ -731,7 +731,7 @@ def test_the_copy_task_trains_and_is_scored(tmp_path):
     assert last["val_sequences"] == 20
     assert last["val_exact_match"] <= last["val_accuracy"] < 0.5
     message = refusal(*small_run(tmp_path, tmp_path / "run2", block_size=16))
-    assert "block_size=16: the documents of this corpus have 9 tokens" in message
+    assert "block_size=16, but the documents of this corpus have 9 tokens" in message
 
 
 def labelled_corpus(folder, labels_of) -> Path:
@@ -778,8 +778,8 @@ def test_micro_batches_and_processes_do_not_change_what_is_minimised(tmp_path):
             assert ours == pytest.approx(theirs, rel=bound)
     torch.manual_seed(0)
     model = build("DDL-gpt-mha-rope", **{**SMALL, "block_size": 17})
-    documents = Windows(34, True)
-    batches = TrainBatches(shards.open_corpus(str(corpus)).train, 17, 8, 0, documents=documents)
+    layout = SequenceLayout(34, True)
+    batches = TrainBatches(shards.open_corpus(str(corpus)).train, 17, 8, 0, layout=layout)
     ids, targets = batches.get(0, 0, 8)
     loss = F.cross_entropy(model(ids)[0].flatten(0, 1), targets.flatten(), ignore_index=-1)
     loss.backward()

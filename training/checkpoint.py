@@ -326,7 +326,7 @@ def load_model(
     model = weight_files.read_model(
         folder.path, folder.model, folder.config, released.convert_weights
     )
-    tokenizer_size = tokenizer.size_of(tokenizer_json)
+    tokenizer_size = tokenizer.get_vocab_size(tokenizer_json)
     if tokenizer_size > model.config.vocab_size:
         raise ValueError(
             f"{folder.path}: the tokenizer has {tokenizer_size} tokens, but the model has only "

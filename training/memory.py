@@ -580,7 +580,7 @@ def describe_run(
     is_bfloat16 = computes_in_bfloat16(config.dtype, device)
     dtype = model_config.state_dtype if is_bfloat16 else "float32"
 
-    lines = [f"{config.model}: {model.num_parameters():,} parameters"]
+    lines = [f"{config.model}: {model.num_parameters():,} parameters", describe_embedding(model)]
     lines.extend(describe_memory(config, model_config, device))
     tokens = (
         f"{config.max_steps:,} steps x {config.global_batch_size} sequences x "
@@ -600,6 +600,29 @@ def describe_run(
         seconds = nominal_flops / (0.45 * peak * machine.world_size())
         lines.append(f"about {format_duration(seconds)} on {machine.world_size()} GPUs at 45% MFU")
     return "\n".join(lines)
+
+
+def describe_embedding(model: GPT) -> str:
+    """Return a line on what the vocabulary costs: the embedding and the output layer."""
+    vocab_size = model.config.vocab_size
+    hidden_size = model.config.hidden_size
+    num_layers = 1 if model.config.tie_embeddings else 2
+    num_parameters = num_layers * vocab_size * hidden_size
+    # weight, gradient and two moments of AdamW, in float32
+    num_bytes = 16 * num_parameters
+    # of the matrix products of a token; a multiply-add is two operations
+    flops = 3 * 2 * vocab_size * hidden_size
+    name = (
+        "token embedding, tied to the output layer"
+        if num_layers == 1
+        else ("token embedding and output layer")
+    )
+    return (
+        f"{name}: {num_parameters:,} parameters "
+        f"({num_parameters / model.num_parameters():.0%} of the model), "
+        f"{format_bytes(num_bytes)} to train it, "
+        f"{flops / model.flops_per_token():.0%} of the FLOPs"
+    )
 
 
 def describe_memory(

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import configurator
-from data.shards import folder_of, read_json, vocab_size_of
-from data.windows import Windows
+from data.sequences import SequenceLayout
+from data.shards import find_folder, read_meta, read_vocab_size
 from model import MODEL_NAMES, every_config, model_class
 from model.gpt import GPTConfig
 from model.options import Option, check_effects, collect_options
@@ -207,11 +207,11 @@ def corpus_defaults(settings: dict) -> dict[str, object]:
     """
     # meta.json alone: the shards are opened later, and may not have been prepared yet
     dataset = settings.get("dataset", TrainConfig.dataset)
-    documents = Windows.of(read_json(folder_of(dataset) / "meta.json"))
+    layout = SequenceLayout.from_meta(read_meta(find_folder(dataset)))
     defaults = {}
-    if documents:
-        defaults["block_size"] = documents.length
-    if vocab_size := vocab_size_of(dataset):
+    if layout is not None:
+        defaults["block_size"] = layout.seq_len
+    if vocab_size := read_vocab_size(dataset):
         defaults["vocab_size"] = (vocab_size + 63) // 64 * 64
     return defaults
 

@@ -85,15 +85,15 @@ class Copies(tasks.Task):
         return [bytes(half).decode() * 2 for half in halves]
 
     @property
-    def window_tokens(self) -> int:
+    def sequence_tokens(self) -> int:
         """Return the number of tokens per sequence in the shards."""
         return 2 * self.half + 1
 
     def about(self) -> dict:
-        """Return what meta.json says of the task: the keys of data/windows.py, chance, optimum."""
+        """Return what meta.json says of the task: the keys of data/sequences.py, chance, optimum."""
         answers = [[self.half, 2 * self.half]]
         chance = tasks.uniform_guess(self.symbols)
-        about = {"window_tokens": self.window_tokens, "scored": answers}
+        about = {"window_tokens": self.sequence_tokens, "scored": answers}
         if self.trained == "answers":
             about["trained"] = answers
             lowest_loss = 0.0

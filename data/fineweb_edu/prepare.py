@@ -12,7 +12,9 @@ resume after the last complete shard.
 """
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -23,36 +25,52 @@ if __name__ == "__main__":
 
 # isort: split
 from data import hub, preparation
+from data.hub import HubOptions
+from data.preparation import PreparationOptions
+from model.options import option
 
 # the samples of the dataset and their approximate numbers of tokens
-SAMPLES = {"sample-100BT": 100e9, "sample-10BT": 10e9, "sample-350BT": 350e9}
+SAMPLES = {
+    "sample-100BT": 100_000_000_000,
+    "sample-10BT": 10_000_000_000,
+    "sample-350BT": 350_000_000_000,
+}
+
+
+@dataclass(frozen=True)
+class Options(PreparationOptions, HubOptions):
+    """Options of FineWeb-Edu."""
+
+    sample: Literal["sample-100BT", "sample-10BT", "sample-350BT"] = option(
+        "sample-100BT",
+        "sample of the dataset, named after its number of tokens",
+    )
+    repository: str = option(
+        "HuggingFaceFW/fineweb-edu",
+        hub.REPOSITORY_HELP,
+    )
+    column: str = option(
+        "text",
+        "name of the text column (.parquet) or key (.jsonl)",
+    )
+    pretokenized: str | None = option(
+        None,
+        "use existing shards in llm.c's formats from this folder or Hub repository; they hold "
+        "GPT-2's tokens, or those of the tokenizer.json that --tokenizer names (default: tokenize "
+        "the dataset)",
+    )
 
 
 def main() -> None:
-    parser = preparation.arguments(__doc__, Path(__file__).parent)
-    parser.add_argument(
-        "--sample",
-        choices=SAMPLES,
-        default="sample-100BT",
-        help="sample of the dataset, named after its number of tokens",
-    )
-    hub.add_options(parser, "HuggingFaceFW/fineweb-edu")
-    parser.add_argument(
-        "--column",
-        default="text",
-        help="name of the text column (.parquet) or key (.jsonl)",
-    )
-    parser.add_argument(
-        "--pretokenized",
-        help="use existing GPT-2 shards in llm.c's format from this folder or Hub repository "
-        "(default: tokenize the dataset)",
-    )
+    parser = preparation.make_parser(__doc__, Path(__file__).parent, Options)
+    hub.add_source_option(parser)
     args = parser.parse_args()
     with errors.one_line_errors():
         if args.pretokenized and not args.verify:
-            return preparation.adopt(args)
-        source = hub.source_of(args, args.sample, tokens=int(SAMPLES[args.sample]))
-        plan = preparation.one_stream(source, args.val_tokens)
+            preparation.adopt(args)
+            return
+        source = hub.choose_source(args, args.sample, num_tokens=SAMPLES[args.sample])
+        plan = preparation.split_one_source(source, args.val_tokens)
         preparation.prepare(args, "fineweb_edu", plan)
 
 

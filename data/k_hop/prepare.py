@@ -158,7 +158,7 @@ class Hops(tasks.Task):
         return ids, ends
 
     def about(self) -> dict:
-        """Return what meta.json says of the task: the keys of data/windows.py, chance, optimum."""
+        """Return what meta.json says of the task: the keys of data/sequences.py, chance, optimum."""
         return self.describe_labels(
             chance=tasks.uniform_guess(self.symbols),
             first_scored=1 + self.first_scored,

@@ -9,6 +9,7 @@ again to resume after the last complete shard. Local files need a column named t
 """
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -20,15 +21,33 @@ if __name__ == "__main__":
 
 # isort: split
 from data import hub, preparation
+from data.hub import HubOptions
+from data.preparation import PreparationOptions
+from model.options import option
+
+
+@dataclass(frozen=True)
+class Options(PreparationOptions, HubOptions):
+    """Options of OpenWebText."""
+
+    repository: str = option(
+        "Skylion007/openwebtext",
+        hub.REPOSITORY_HELP,
+    )
+    val_tokens: int = option(
+        5_000_000,
+        "number of validation tokens, taken from the beginning",
+        low=1,
+    )
 
 
 def main() -> None:
-    parser = preparation.arguments(__doc__, Path(__file__).parent, val_tokens=5_000_000)
-    hub.add_options(parser, "Skylion007/openwebtext")
+    parser = preparation.make_parser(__doc__, Path(__file__).parent, Options)
+    hub.add_source_option(parser)
     args = parser.parse_args()
     with errors.one_line_errors():
-        source = hub.source_of(args, tokens=9_040_000_000)
-        plan = preparation.one_stream(source, args.val_tokens)
+        source = hub.choose_source(args, num_tokens=9_040_000_000)
+        plan = preparation.split_one_source(source, args.val_tokens)
         preparation.prepare(args, "openwebtext", plan)
 
 

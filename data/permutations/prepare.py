@@ -96,7 +96,7 @@ class Words(tasks.Task):
         return 1 + factors, 1 + products_so_far
 
     def about(self) -> dict:
-        """Return what meta.json says of the task: the keys of data/windows.py, chance, optimum."""
+        """Return what meta.json says of the task: the keys of data/sequences.py, chance, optimum."""
         chance = tasks.uniform_guess(math.factorial(self.degree))
         # the loss is a mean over all labels, and the first one needs no composing
         chance["loss"] *= 1 - 1 / self.length

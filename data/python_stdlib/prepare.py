@@ -11,6 +11,7 @@ import hashlib
 import platform
 import sys
 import sysconfig
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -22,7 +23,9 @@ if __name__ == "__main__":
 
 # isort: split
 from data import preparation
+from data.preparation import PreparationOptions, Stage
 from data.sources import Texts
+from model.options import option
 
 # folders of installed packages, and those with tests, tables, demos and tools
 LEFT_OUT = {
@@ -79,12 +82,22 @@ def split_by_hash(texts: dict[str, str]) -> dict[str, dict[str, str]]:
     return splits
 
 
+@dataclass(frozen=True)
+class Options(PreparationOptions):
+    """Options of the standard library."""
+
+    tokenizer: str = option(
+        "bpe",
+        preparation.TOKENIZER_HELP,
+    )
+
+
 def main() -> None:
-    parser = preparation.arguments(
+    parser = preparation.make_parser(
         __doc__,
         Path(__file__).parent,
+        Options,
         fixed={"val_tokens": None},
-        tokenizer="bpe",
     )
     args = parser.parse_args()
     with errors.one_line_errors():
@@ -96,7 +109,9 @@ def main() -> None:
                 "installation"
             )
         name = f"standard library of Python {platform.python_version()}"
-        plan = [(split, Texts(list(texts.values()), name), None) for split, texts in splits.items()]
+        plan = [
+            Stage(split, Texts(list(texts.values()), name), None) for split, texts in splits.items()
+        ]
         preparation.prepare(args, "python", plan)
 
 

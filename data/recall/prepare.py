@@ -123,7 +123,7 @@ class Recall(tasks.Task):
         return rng.permuted(np.argsort(-noisy_log_weights, axis=1)[:, : self.pairs], axis=1)
 
     def about(self) -> dict:
-        """Return what meta.json says of the task: the keys of data/windows.py, chance, optimum."""
+        """Return what meta.json says of the task: the keys of data/sequences.py, chance, optimum."""
         return self.describe_labels(chance=tasks.uniform_guess(self.pairs))
 
 

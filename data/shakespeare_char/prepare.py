@@ -21,6 +21,7 @@ if __name__ == "__main__":
 
 # isort: split
 from data import preparation
+from data.preparation import PreparationOptions, Stage
 from data.sources import Texts
 
 ADDRESS = (
@@ -54,14 +55,17 @@ def read_text(file: Path | None) -> str:
 
 
 def main() -> None:
-    parser = preparation.arguments(
+    parser = preparation.make_parser(
         __doc__,
         Path(__file__).parent,
+        PreparationOptions,
         fixed={
             "tokenizer": "characters",
             "vocab_size": 257,
             "tokenizer_bytes": 2**21,
             "val_tokens": None,
+            "eot_token": None,
+            "retry_minutes": None,
         },
     )
     parser.add_argument(
@@ -72,12 +76,13 @@ def main() -> None:
     args = parser.parse_args()
     with errors.one_line_errors():
         if args.verify:
-            return preparation.prepare(args, "shakespeare_char", [])
+            preparation.prepare(args, "shakespeare_char", [])
+            return
         text = read_text(args.source)
         train_length = int(0.9 * len(text))
         val = Texts([text[train_length:]], "tiny Shakespeare")
         train = Texts([text[:train_length]], "tiny Shakespeare")
-        plan = [("val", val, None), ("train", train, None)]
+        plan = [Stage("val", val, None), Stage("train", train, None)]
         preparation.prepare(args, "shakespeare_char", plan)
 
 

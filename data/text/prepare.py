@@ -12,7 +12,9 @@ shuffled by a hash of their names, so that these tokens do not come from a singl
 """
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -22,59 +24,65 @@ if __name__ == "__main__":
     errors.end_quietly_on_interrupt()  # before the slow imports
 
 # isort: split
-from data import preparation, shards
+from data import preparation
+from data.preparation import PreparationOptions
 from data.sources import Files
+from model.options import option
+from utils import units
+
+
+@dataclass(frozen=True)
+class Options(PreparationOptions):
+    """Options of your own text files."""
+
+    tokenizer: str = option(
+        "bpe",
+        preparation.TOKENIZER_HELP,
+    )
+    val_tokens: int | None = option(
+        None,
+        "number of validation tokens, taken from the beginning (default: the fraction --val_share "
+        "of all tokens)",
+        low=1,
+    )
+    val_share: float = option(
+        0.02,
+        "approximate fraction of the tokens to use for validation; ignored if --val_tokens is given",
+        above=0,
+        below=1,
+    )
+    column: str = option(
+        "text",
+        "name of the text column (.parquet) or key (.jsonl)",
+    )
+    duplicates: Literal["drop", "keep"] = option(
+        "drop",
+        "drop or keep documents that repeat an earlier one exactly",
+    )
 
 
 def main() -> None:
-    parser = preparation.arguments(
-        __doc__,
-        Path(__file__).parent,
-        val_tokens_help="number of validation tokens, 1 or more, taken from the beginning "
-        "(default: the fraction --val_share of all tokens)",
-        tokenizer="bpe",
-        val_tokens=None,
-    )
-    add = parser.add_argument
-    add(
+    parser = preparation.make_parser(__doc__, Path(__file__).parent, Options)
+    parser.add_argument(
         "--source",
         nargs="+",
         help="text files, glob patterns or folders, which are searched recursively (required, "
         "except with --verify)",
     )
-    add(
+    parser.add_argument(
         "--suffixes",
         nargs="+",
         default=(),
         help="in folders, read only files with these suffixes, such as .py .c (default: all text "
         "files)",
     )
-    add(
-        "--column",
-        default="text",
-        help="name of the text column (.parquet) or key (.jsonl)",
-    )
-    add(
-        "--duplicates",
-        choices=("drop", "keep"),
-        default="drop",
-        help="drop or keep documents that repeat an earlier one exactly",
-    )
-    add(
-        "--val_share",
-        type=float,
-        default=0.02,
-        help="approximate fraction of the tokens to use for validation, above 0 and below 1; "
-        "ignored if --val_tokens is given",
-    )
     args = parser.parse_args()
     with errors.one_line_errors():
         if args.verify:
-            return preparation.prepare(args, "text", [])
+            preparation.prepare(args, "text", [])
+            return
         if not args.source:
             raise ValueError("--source is missing: give files, glob patterns or folders of text")
-        if not 0 < args.val_share < 1:
-            raise ValueError(f"--val_share={args.val_share}: give a number between 0 and 1")
         source = Files(
             [str(Path(pattern).expanduser()) for pattern in args.source],
             column=args.column,
@@ -87,10 +95,10 @@ def main() -> None:
             bytes_per_token = 1 if args.tokenizer == "bytes" else 4
             val_bytes = args.val_share * source.text_bytes()
             args.val_tokens = max(int(val_bytes / bytes_per_token), 1)
-        preparation.prepare(args, "text", preparation.one_stream(source, args.val_tokens))
-        if source.copies:
-            size = shards.readable(source.copied_bytes)
-            print(f"documents dropped as exact duplicates: {source.copies:,} ({size})")
+        preparation.prepare(args, "text", preparation.split_one_source(source, args.val_tokens))
+        if source.num_copies:
+            size = units.format_bytes(source.copied_bytes)
+            print(f"documents dropped as exact duplicates: {source.num_copies:,} ({size})")
         if source.not_text:
             print(f"files skipped because they are not UTF-8 text: {len(source.not_text):,}")
 

@@ -11,7 +11,9 @@ of text, and each line is tokenized separately.
 
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -22,6 +24,9 @@ if __name__ == "__main__":
 
 # isort: split
 from data import hub, preparation
+from data.hub import HubOptions
+from data.preparation import PreparationOptions, Stage
+from model.options import option
 
 # A title has one equals sign on each side, the heading of a section two or more.
 TITLE = re.compile(r" = (?!= )[^\n]*(?<! =) = \n")
@@ -36,48 +41,52 @@ def is_title(line: str) -> bool:
     return TITLE.fullmatch(line) is not None
 
 
+@dataclass(frozen=True)
+class Options(PreparationOptions, HubOptions):
+    """Options of WikiText."""
+
+    version: Literal["2", "103"] = option(
+        "103",
+        "WikiText-2, with 2.5M GPT-2 tokens, or WikiText-103, with 119M",
+    )
+    val_split: Literal["validation", "test"] = option(
+        "validation",
+        "split of the dataset to validate on",
+    )
+    val_tokens: int | None = option(
+        None,
+        "number of validation tokens, taken from the beginning of the split (default: all tokens "
+        "of the split)",
+        low=1,
+    )
+    repository: str = option(
+        "Salesforce/wikitext",
+        hub.REPOSITORY_HELP,
+    )
+
+
 def main() -> None:
-    parser = preparation.arguments(
-        __doc__,
-        Path(__file__).parent,
-        val_tokens_help="number of validation tokens, 1 or more, taken from the beginning of the "
-        "split (default: all tokens of the split)",
-        val_tokens=None,
-    )
-    parser.add_argument(
-        "--version",
-        choices=("2", "103"),
-        default="103",
-        help="WikiText-2, with 2.5M GPT-2 tokens, or WikiText-103, with 119M",
-    )
-    parser.add_argument(
-        "--val_split",
-        choices=("validation", "test"),
-        default="validation",
-        help="split of the dataset to validate on",
-    )
-    hub.add_options(parser, "Salesforce/wikitext", or_files=False)
-    args = parser.parse_args()
+    args = preparation.make_parser(__doc__, Path(__file__).parent, Options).parse_args()
     with errors.one_line_errors():
         name = f"wikitext-{args.version}-raw-v1"
         advice = "give a local clone with --repository=FOLDER"
-        train = hub.source_of(
+        train = hub.choose_source(
             args,
             name,
             split="train",
-            tokens=TRAIN_TOKENS[args.version],
+            num_tokens=TRAIN_TOKENS[args.version],
             starts=is_title,
-            otherwise=advice,
+            alternative=advice,
         )
-        val = hub.source_of(
+        val = hub.choose_source(
             args,
             name,
             split=args.val_split,
-            tokens=VAL_TOKENS,
+            num_tokens=VAL_TOKENS,
             starts=is_title,
-            otherwise=advice,
+            alternative=advice,
         )
-        plan = [("val", val, args.val_tokens), ("train", train, None)]
+        plan = [Stage("val", val, args.val_tokens), Stage("train", train, None)]
         preparation.prepare(args, "wikitext", plan)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from data.loader import ValidationBatches
-from data.windows import Windows
+from data.sequences import SequenceLayout
 from evaluation import subjects
 from evaluation.subjects import open_corpus_of
 from research import plots
@@ -55,8 +55,8 @@ def about(subject, model, stem: str) -> dict:
 
 def validation_batches(model, corpus) -> ValidationBatches:
     """The corpus's validation split, in sequences of the model's length."""
-    documents, length = Windows.of(corpus.meta), model.config.block_size
-    return ValidationBatches(corpus.val, length, corpus.meta["vocab_size"], documents)
+    layout, length = SequenceLayout.from_meta(corpus.meta), model.config.block_size
+    return ValidationBatches(corpus.val, length, corpus.meta["vocab_size"], layout)
 
 
 def whole_windows(batches: ValidationBatches, count: int) -> list[int]:
@@ -64,7 +64,7 @@ def whole_windows(batches: ValidationBatches, count: int) -> list[int]:
 
     ValueError: there is none.
     """
-    length, whole = batches.seq_len, batches.windows
+    length, whole = batches.seq_len, batches.num_sequences
     if batches.stride == length:
         whole = (len(batches.tokens) - 1) // length
     if whole < 1:

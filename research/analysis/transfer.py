@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from data.loader import TrainBatches, ValidationBatches
+from data.sequences import SequenceLayout
 from data.shards import open_corpus
-from data.windows import Windows
 from model import MODEL_NAMES, build
 from research import plots
 from research.benchmarks.figures import Figures
@@ -27,7 +27,7 @@ from utils.units import format_duration
 CODE = (
     "model/*.py",
     "data/loader.py",
-    "data/windows.py",
+    "data/sequences.py",
     "training/optimizer.py",
 )  # what a loss depends on
 FIRST = -6  # log2 of the rate in the middle of the first grid
@@ -57,10 +57,8 @@ def trained_loss(settings: dict, row: dict, device: torch.device) -> float | Non
         device
     )
     optimizers = optimizer.build_optimizers(model, config)
-    known, documents = corpus.meta["vocab_size"], Windows.of(corpus.meta)
-    batches = TrainBatches(
-        corpus.train, size, config.global_batch_size, config.seed, known, documents
-    )
+    known, layout = corpus.meta["vocab_size"], SequenceLayout.from_meta(corpus.meta)
+    batches = TrainBatches(corpus.train, size, config.global_batch_size, config.seed, known, layout)
     for step in range(config.max_steps):
         optimizer.set_learning_rates(optimizers, step, config)
         ids, targets = batches.get(step, 0, config.global_batch_size)
@@ -69,7 +67,7 @@ def trained_loss(settings: dict, row: dict, device: torch.device) -> float | Non
         for each in optimizers:
             each.step()
             each.zero_grad()
-    validation = ValidationBatches(corpus.val, size, known, documents)
+    validation = ValidationBatches(corpus.val, size, known, layout)
     windows, world = validation.spread(VALIDATION_WINDOWS), distributed.start(device)
     loss = evaluate(
         model, validation, windows, config.global_batch_size, world, contextlib.nullcontext()

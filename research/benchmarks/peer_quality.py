@@ -72,7 +72,7 @@ class Trainer:
             for each in optimizers:
                 each.step()
                 each.zero_grad(set_to_none=True)
-        windows, half = list(range(validation.windows)), validation.windows // 2
+        windows, half = list(range(validation.num_sequences)), validation.num_sequences // 2
         first, second = (
             evaluate(self.call, validation, part, rows, self.world, self.autocast)["loss"]
             for part in (windows[:half], windows[half:])

@@ -27,10 +27,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tqdm import tqdm
 
-from data import preparation, shards
+from data import preparation
+from data.preparation import PreparationOptions, Stage
 from data.sources import Texts
+from model.options import option
 from research.residual_streams.near_duplicates import THRESHOLD, NearDuplicates
-from utils import errors
+from utils import errors, units
 
 OUT = (
     Path(__file__).parents[2] / "data" / "python_packages"
@@ -130,23 +132,35 @@ def split(found: list[Document], share: float) -> tuple[dict[str, list[Document]
     return splits, {"threshold": THRESHOLD, **left_out}
 
 
+@dataclass(frozen=True)
+class Options(PreparationOptions):
+    """Options of the installed Python packages."""
+
+    tokenizer: str = option("bpe", preparation.TOKENIZER_HELP)
+    shard_tokens: int = option(
+        10_000_000,
+        "number of tokens per shard",
+        low=1,
+        high=2**31 - 1,
+    )
+    val_share: float = option(
+        0.04,
+        "largest fraction of the bytes to use for validation",
+        above=0,
+        below=1,
+    )
+
+
 def main():
     fixed = {"val_tokens": None, "tokenizer_bytes": 30_000_000, "max_tokens": None}
-    parser = preparation.arguments(__doc__, OUT, fixed, tokenizer="bpe", shard_tokens=10_000_000)
-    parser.add_argument(
-        "--val_share", type=float, default=0.04, help="of the bytes, at most, is for validation"
-    )
-    args = parser.parse_args()
+    args = preparation.make_parser(__doc__, OUT, Options, fixed=fixed).parse_args()
     with errors.one_line_errors():
-        preparation.check(args)
         if args.verify:
             return preparation.prepare(args, "packages", [])
-        if not 0 < args.val_share < 1:
-            raise ValueError(f"--val_share={args.val_share}: give a number between 0 and 1")
         packages, library = Path(sysconfig.get_path("purelib")), Path(sysconfig.get_path("stdlib"))
         found = documents(packages, owners(packages)) + documents(library, None)
         print(
-            f"{len(found):,} files, {shards.readable(sum(document.bytes for document in found))}",
+            f"{len(found):,} files, {units.format_bytes(sum(document.bytes for document in found))}",
             flush=True,
         )
         splits, duplicates = split(found, args.val_share)
@@ -156,7 +170,10 @@ def main():
                     f"{packages} has no packages for {name}: run this with those of requirements.txt"
                 )
         for kind in ("exact", "near"):
-            count, size = duplicates[kind]["documents"], shards.readable(duplicates[kind]["bytes"])
+            count, size = (
+                duplicates[kind]["documents"],
+                units.format_bytes(duplicates[kind]["bytes"]),
+            )
             print(
                 f"{count:,} files ({size}) repeat others {'exactly' if kind == 'exact' else kind + 'ly'}: left out"
             )
@@ -164,7 +181,7 @@ def main():
             "packages": {name: bytes_by_package(of_split) for name, of_split in splits.items()}
         }
         plan = [
-            (name, Texts([each.text for each in splits[name]], "Python packages"), None)
+            Stage(name, Texts([each.text for each in splits[name]], "Python packages"), None)
             for name in splits
         ]
         preparation.prepare(args, "packages", plan, {**about, "duplicates": duplicates})

@@ -165,8 +165,8 @@ def test_it_goes_on_and_notices_another_environment(libraries, tmp_path):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("--val_share=0", "give a number between 0 and 1"),
-        ("--val_share=1", "give a number between 0 and 1"),
+        ("--val_share=0", "give a number above 0 to below 1"),
+        ("--val_share=1", "give a number above 0 to below 1"),
         ("--val_share=0.0001", "has no packages for val"),
         ("--max_tokens=9", "unknown option --max_tokens"),
     ],

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from data.loader import TrainBatches, ValidationBatches
-from data.windows import Windows
+from data.sequences import SequenceLayout
 from model.loss import MAX_LOGITS
 from training.distributed import World
 from training.validation import evaluate
@@ -26,10 +26,13 @@ def expected(document) -> tuple[list, list]:
 @pytest.mark.parametrize("trained", [[[0, 5]], [[2, 4]], [[0, 1], [4, 5]], None])
 def test_labels_are_the_second_half_and_only_trained_positions_have_targets(trained):
     kept = [any(first <= i < end for first, end in trained or [[0, 5]]) for i in range(5)]
-    windows, plain = Windows(10, labels=True, trained=trained), Windows(6, trained=trained)
-    assert windows.length == plain.length == 5
+    layout, plain = (
+        SequenceLayout(10, labels=True, trained=trained),
+        SequenceLayout(6, trained=trained),
+    )
+    assert layout.seq_len == plain.seq_len == 5
     for document in LABELLED:
-        found = windows.ids_and_targets(document[None].astype(np.uint16))
+        found = layout.ids_and_targets(document[None].astype(np.uint16))
         assert {part.dtype for part in found} == {torch.int64}
         ids, labels = expected(document)
         targets = [label if keep else -1 for label, keep in zip(labels, kept)]
@@ -42,48 +45,51 @@ def test_labels_are_the_second_half_and_only_trained_positions_have_targets(trai
 @pytest.mark.parametrize("labels", [True, False])
 def test_batches_hold_whole_documents(labels):
     cuts = [part.astype(np.uint16) for part in np.split(LABELLED.ravel(), [37])]
-    windows, length = Windows(10, labels), 5 if labels else 9
+    layout, length = SequenceLayout(10, labels), 5 if labels else 9
     wanted = [expected(document) for document in LABELLED]
     if not labels:
         wanted = [(row[:-1], row[1:]) for row in LABELLED.tolist()]
-    train = TrainBatches(cuts, length, 3, 0, documents=windows)
-    val = ValidationBatches(cuts, length, documents=windows)
-    assert (train.windows, train.skipped, val.windows) == (9, 0, 9)
+    train = TrainBatches(cuts, length, 3, 0, layout=layout)
+    val = ValidationBatches(cuts, length, layout=layout)
+    assert (train.num_sequences, train.num_dropped_tokens, val.num_sequences) == (9, 0, 9)
     epoch = [train.get(step, 0, 3) for step in range(3)]
     rows = [(ids.tolist(), targets.tolist()) for batch in epoch for ids, targets in zip(*batch)]
     assert sorted(rows) == sorted(wanted)
     rows = [(i.tolist(), t.tolist()) for i, t in zip(*val.get([8, 2], 3))]
     assert rows == [wanted[8], wanted[2], ([0] * length, [-1] * length)]
-    message = rf"block_size=6: .* 10 tokens each, .* give --block_size={length}"
+    message = rf"block_size=6, but .* 10 tokens each, .* give --block_size={length}"
     with pytest.raises(ValueError, match=message):
-        TrainBatches(cuts, 6, 3, 0, documents=windows)
+        TrainBatches(cuts, 6, 3, 0, layout=layout)
     with pytest.raises(ValueError, match="validation split has 4 tokens"):
-        ValidationBatches([cuts[0][:4]], length, documents=windows)
+        ValidationBatches([cuts[0][:4]], length, layout=layout)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 6])
 def test_a_micro_batch_counts_by_its_targets(rows):
     documents = LABELLED.astype(np.uint16)
     documents[[1, 4], 5:] = 0
-    batches = TrainBatches([documents.ravel()], 5, 6, 0, documents=Windows(10, labels=True))
+    batches = TrainBatches([documents.ravel()], 5, 6, 0, layout=SequenceLayout(10, labels=True))
     for step in range(4):
         counts = np.array([(batches.get(step, i, rows)[1] != -1).sum() for i in range(0, 6, rows)])
-        shares = batches.shares(step, rows)
+        weights = batches.loss_weights(step, rows)
         if (counts == counts[0]).all() and counts[0]:
-            assert shares is None
+            assert weights is None
         else:
-            np.testing.assert_allclose(shares, counts / counts.mean(), rtol=1e-6)
-            assert shares.dtype == torch.float32
+            np.testing.assert_allclose(weights, counts / counts.mean(), rtol=1e-6)
+            assert weights.dtype == torch.float32
 
 
 def test_where_all_count_the_same_there_is_no_share():
     tokens = LABELLED.astype(np.uint16).ravel()  # 0 is a target where it is no label
-    for windows in (Windows(10), Windows(10, trained=[[2, 4]]), None):
-        assert TrainBatches([tokens], 9, 4, 0, 2**16, windows).shares(0, 2) is None
+    for layout in (SequenceLayout(10), SequenceLayout(10, trained=[[2, 4]]), None):
+        assert TrainBatches([tokens], 9, 4, 0, 2**16, layout).loss_weights(0, 2) is None
     full = [np.maximum(tokens, 1)]
-    assert TrainBatches(full, 5, 4, 0, documents=Windows(10, labels=True)).shares(0, 2) is None
-    none = TrainBatches([np.zeros(90, np.uint16)], 5, 4, 0, documents=Windows(10, labels=True))
-    assert none.shares(0, 2).tolist() == [0, 0]
+    assert (
+        TrainBatches(full, 5, 4, 0, layout=SequenceLayout(10, labels=True)).loss_weights(0, 2)
+        is None
+    )
+    none = TrainBatches([np.zeros(90, np.uint16)], 5, 4, 0, layout=SequenceLayout(10, labels=True))
+    assert none.loss_weights(0, 2).tolist() == [0, 0]
 
 
 class Alone(World):
@@ -117,8 +123,8 @@ def test_losses_are_of_trained_positions_and_answers_of_scored(monkeypatch, rows
     monkeypatch.setitem(MAX_LOGITS, "cpu", at_once)
     documents = LABELLED.copy()
     documents[3, 6:] = 0  # no label but at position 0
-    windows = Windows(10, labels=True, trained=((1, 5),), scored=scored)
-    batches = ValidationBatches([documents.ravel()], 5, documents=windows)
+    layout = SequenceLayout(10, labels=True, trained=((1, 5),), scored=scored)
+    batches = ValidationBatches([documents.ravel()], 5, layout=layout)
     model, cast, wanted, answers = Fixed(), contextlib.nullcontext(), [], []
     for document in documents:
         p = torch.log_softmax(model.table[document[:5]].double(), dim=1).numpy()
@@ -147,17 +153,19 @@ def test_losses_are_of_trained_positions_and_answers_of_scored(monkeypatch, rows
 
 
 def test_what_meta_json_says():
-    assert Windows.of({"vocab_size": 9}) is None
+    assert SequenceLayout.from_meta({"vocab_size": 9}) is None
     # as it was once
-    assert Windows.of({"window_tokens": 11, "scored_from": 5}) == Windows(11, scored=[[5, 10]])
+    assert SequenceLayout.from_meta({"window_tokens": 11, "scored_from": 5}) == SequenceLayout(
+        11, scored=[[5, 10]]
+    )
     meta = {"window_tokens": 10, "labels": True, "trained": [[1, 5]], "scored": [[2, 5]]}
-    assert Windows.of(meta) == Windows(10, True, [[1, 5]], [[2, 5]])
+    assert SequenceLayout.from_meta(meta) == SequenceLayout(10, True, [[1, 5]], [[2, 5]])
 
 
 CONTRADICTIONS = [
-    (11, {"labels": True}, "window_tokens=11 of a corpus with labels is odd"),
-    (10, {"scored": [[3, 10]]}, "positions 3 to 10 are not of a window of 9"),
-    (10, {"scored": [[4, 4]]}, "positions 4 to 4"),
+    (11, {"labels": True}, "window_tokens=11 is odd"),
+    (10, {"scored": [[3, 10]]}, "\\[3, 10\\] is not a range of positions of a sequence of 9"),
+    (10, {"scored": [[4, 4]]}, "\\[4, 4\\] is not a range"),
     (10, {"trained": [[4, 9]], "scored": [[3, 9]]}, r"scored=\[\[3, 9\]\] has positions that"),
 ]
 
@@ -165,4 +173,4 @@ CONTRADICTIONS = [
 @pytest.mark.parametrize(("tokens", "meta", "message"), CONTRADICTIONS)
 def test_a_meta_json_that_contradicts_itself(tokens, meta, message):
     with pytest.raises(ValueError, match=message):
-        Windows.of({"window_tokens": tokens, **meta})
+        SequenceLayout.from_meta({"window_tokens": tokens, **meta})

@@ -1,0 +1,338 @@
+"""Your own tokenizer: any tokenizer.json that the `tokenizers` library reads.
+
+Only what turns text into ids is used: no special tokens are added to a text (the preparation of a
+corpus puts its own end-of-text token in front of each document), nothing is truncated or padded,
+and special tokens that are written in a document are plain text.
+"""
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from data import hub, tokenizer_json
+from data.tokenizer_base import AllowedSpecial, Tokenizer
+from utils import errors, files
+
+NAME_PREFIX = "hf:"
+# files that may name the end-of-text token
+CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+
+
+class LibraryTokenizer(Tokenizer):
+    """A tokenizer of the `tokenizers` library.
+
+    Args:
+        name: what meta.json and messages call it
+        description: the content of its tokenizer.json, which must be valid
+        eot_text: its end-of-text token
+    """
+
+    def __init__(self, name: str, description: dict, eot_text: str):
+        self.name = name
+        self.name_or_path = name.removeprefix(NAME_PREFIX)
+        self.description = remove_unused_settings(description)
+        self.eot_text = eot_text
+        self.ids = tokenizer_json.read_vocabulary(description)
+        self.n_vocab = max(self.ids.values()) + 1
+        self.eot_token = find_eot_token(self.ids, eot_text)
+        self.special_tokens_set = {eot_text, *tokenizer_json.find_special_tokens(description)}
+        # A preparation has threads of its own, and --workers says how many.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        self._thread = threading.local()
+        self._plain_encoder = self._build_plain_encoder()
+
+    def _build(self) -> Any:
+        """Build the library's tokenizer."""
+        library = errors.import_optional("tokenizers", f"the tokenizer {self.name}")
+        try:
+            return library.Tokenizer.from_str(json.dumps(self.description))
+        except Exception as error:  # the library raises no narrower class
+            raise ValueError(
+                f"the tokenizer.json of {self.name} cannot be read by the tokenizers library "
+                f"({error}); give a valid one"
+            ) from error
+
+    def _build_plain_encoder(self) -> Any:
+        """Build the library's tokenizer, which reads special tokens in a text as plain text."""
+        encoder = self._build()
+        encoder.encode_special_tokens = True
+        return encoder
+
+    @cached_property
+    def _special_encoder(self) -> Any:
+        """The library's tokenizer, which reads special tokens in a text as such."""
+        return self._build()
+
+    @cached_property
+    def _bytes_of(self) -> dict[int, bytes]:
+        """The bytes of every token."""
+        decoders = tokenizer_json.list_decoders(self.description)
+        added = {entry["content"] for entry in self.description.get("added_tokens") or []}
+        return {
+            token_id: token.encode()
+            if token in added
+            else tokenizer_json.decode_token(token, decoders)
+            for token, token_id in self.ids.items()
+        }
+
+    def encode(self, text: str, *, allowed_special: AllowedSpecial = frozenset()) -> list[int]:
+        encoder = self._special_encoder if allowed_special else self._plain_encoder
+        return encoder.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        # One tokenizer per thread: threads that share one wait for the lock of its cache, so that
+        # two of them are no faster than one.
+        if not hasattr(self._thread, "encoder"):
+            self._thread.encoder = self._build_plain_encoder()
+        # "fast" leaves out the positions of tokens in the text
+        encodings = self._thread.encoder.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    def decode(self, ids: list[int]) -> str:
+        return self._plain_encoder.decode(ids, skip_special_tokens=False)
+
+    def decode_single_token_bytes(self, token: int) -> bytes:
+        return self._bytes_of.get(token, b"")
+
+    def bytes_by_token(self) -> np.ndarray:
+        lengths = np.zeros(self.n_vocab, dtype=np.int64)
+        for token_id, content in self._bytes_of.items():
+            lengths[token_id] = len(content)
+        for special_token in self.special_tokens_set:
+            lengths[self.ids[special_token]] = 0
+        return lengths
+
+    def to_json(self) -> dict:
+        return describe(self.name, self.description, self.eot_text)
+
+    def to_hugging_face(self) -> dict:
+        return self.description
+
+
+def remove_unused_settings(description: dict) -> dict:
+    """Return a tokenizer.json without the settings that add or drop tokens."""
+    model = dict(description["model"])
+    if "dropout" in model:
+        model["dropout"] = None
+    return {
+        **description,
+        "truncation": None,
+        "padding": None,
+        "post_processor": None,  # adds special tokens
+        "model": model,
+    }
+
+
+def find_eot_token(ids: dict[str, int], eot_text: str) -> int:
+    """Return the id of the end-of-text token; raise ValueError if it is not in the vocabulary."""
+    if eot_text not in ids:
+        raise ValueError(f"the end-of-text token {eot_text} is not in its vocabulary")
+    return ids[eot_text]
+
+
+def describe(name: str, description: dict, eot_text: str) -> dict:
+    """Return the description that a checkpoint stores.
+
+    Args:
+        description: the content of tokenizer.json
+
+    Raises:
+        ValueError: it is not the tokenizer.json of a tokenizer, or has no such end-of-text token
+    """
+    find_eot_token(tokenizer_json.read_vocabulary(description), eot_text)
+    return {
+        "name": name,
+        "eot_text": eot_text,
+        "tokenizer_json": remove_unused_settings(description),
+    }
+
+
+def describe_folder(folder: Path) -> dict:
+    """Return the description of the tokenizer in a folder with Hugging Face's files.
+
+    Raises:
+        ValueError: it is damaged, or does not say which token is end-of-text
+    """
+    description = files.read_json(folder / "tokenizer.json")
+    configs = [files.read_json(path) for name in CONFIG_FILES if (path := folder / name).exists()]
+    eot_text = find_eot_text(configs)
+    if eot_text is None:
+        raise ValueError(
+            f"it does not say which token ends a document; write it as eos_token into "
+            f"{folder / 'tokenizer_config.json'}"
+        )
+    names = [config["name_or_path"] for config in configs if config.get("name_or_path")]
+    name = names[0] if names else folder.resolve().name
+    return describe(name_own_tokenizer(name), description, eot_text)
+
+
+def name_own_tokenizer(name: str) -> str:
+    """Return a name that distinguishes a tokenizer of your own from gpt2, bytes or ids."""
+    return NAME_PREFIX + name
+
+
+def find_eot_text(configs: list[dict]) -> str | None:
+    """Return the eos_token that one of these tokenizer configs names; None if none does."""
+    for config in configs:
+        eos_token = config.get("eos_token")
+        if isinstance(eos_token, dict):
+            eos_token = eos_token.get("content")
+        if isinstance(eos_token, str) and eos_token:
+            return eos_token
+    return None
+
+
+class TokenizerFiles(NamedTuple):
+    """The tokenizer that --tokenizer names."""
+
+    name: str
+
+    # of tokenizer.json, byte for byte
+    content: bytes
+
+    # None for a tokenizer that this repository wrote, whose end-of-text token is known
+    eot_text: str | None
+
+    @property
+    def sha256(self) -> str:
+        """The SHA-256 of tokenizer.json."""
+        return hashlib.sha256(self.content).hexdigest()
+
+    def describe(self) -> dict:
+        """Return the description of the tokenizer."""
+        description = json.loads(self.content)
+        if self.eot_text is None:
+            return description
+        return describe(name_own_tokenizer(self.name), description, self.eot_text)
+
+    def write(self, folder: Path) -> None:
+        """Write the files into the folder of a corpus, as Hugging Face names them."""
+        if self.eot_text is not None:
+            config = {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "name_or_path": self.name,
+                "eos_token": self.eot_text,
+            }
+            files.write_text(
+                folder / "tokenizer_config.json",
+                json.dumps(config, indent=1, ensure_ascii=False) + "\n",
+            )
+        # written last: with it, the tokenizer is complete
+        with files.atomic_path(folder / "tokenizer.json") as temporary:
+            temporary.write_bytes(self.content)
+
+
+class Location(NamedTuple):
+    """Where the files of a tokenizer are."""
+
+    name: str
+    tokenizer_path: Path
+
+    # returns the path of a file by its name; None if there is no such file
+    find_file: Callable[[str], Path | None]
+
+
+def locate(tokenizer: str, retry_minutes: float | None = None) -> Location:
+    """Find the tokenizer that --tokenizer names: a folder, a tokenizer.json, or a Hub repository.
+
+    Raises:
+        ValueError: there is no such tokenizer
+    """
+    path = Path(tokenizer).expanduser()
+
+    def find_in_folder(file_name: str) -> Path | None:
+        folder = path if path.is_dir() else path.parent
+        file = folder / file_name
+        return file if file.is_file() else None
+
+    def find_on_hub(file_name: str) -> Path | None:
+        return hub.fetch_model_file(tokenizer, file_name, retry_minutes)
+
+    if path.is_file():
+        return Location(path.resolve().parent.name, path, find_in_folder)
+    if path.is_dir():
+        find_file = find_in_folder
+        name = path.resolve().name
+    elif is_repository_name(tokenizer):
+        find_file = find_on_hub
+        name = tokenizer
+    else:
+        raise ValueError(
+            f"--tokenizer={tokenizer}: there is no such file or folder; give one that exists, "
+            "gpt2, bpe, bytes, or OWNER/NAME of a repository on the Hugging Face Hub"
+        )
+    tokenizer_path = find_file("tokenizer.json")
+    if tokenizer_path is None:
+        raise ValueError(
+            f"--tokenizer={tokenizer}: there is no tokenizer.json in it; give a folder or "
+            "repository that has one, which save_pretrained() of a fast tokenizer writes"
+        )
+    return Location(name, tokenizer_path, find_file)
+
+
+def read_files(
+    tokenizer: str, eot_text: str | None = None, retry_minutes: float | None = None
+) -> TokenizerFiles:
+    """Read the tokenizer that --tokenizer names.
+
+    Args:
+        eot_text: its end-of-text token (default: the eos_token of its config files)
+
+    Raises:
+        ValueError: there is no such tokenizer, it is damaged, or its end-of-text token is unknown
+    """
+    name, tokenizer_path, find_file = locate(tokenizer, retry_minutes)
+    content = tokenizer_path.read_bytes()
+    description = files.read_json(tokenizer_path)
+    if "model" not in description and "tokens" in description:
+        # of another corpus, in the format of this repository
+        return TokenizerFiles(str(description.get("name")), content, eot_text=None)
+    try:
+        ids = tokenizer_json.read_vocabulary(description)
+    except ValueError as error:
+        raise ValueError(
+            f"{tokenizer_path} is not a tokenizer.json of the tokenizers library: {error}; give "
+            "one that is"
+        ) from error
+    if eot_text is None:
+        config_paths = [find_file(file_name) for file_name in CONFIG_FILES]
+        eot_text = find_eot_text(
+            [
+                files.read_json(config_path)
+                for config_path in config_paths
+                if config_path is not None
+            ]
+        )
+    check_eot_text(tokenizer_path, eot_text, ids, tokenizer_json.find_special_tokens(description))
+    return TokenizerFiles(name, content, eot_text)
+
+
+def is_repository_name(text: str) -> bool:
+    """Return whether a text can be the name of a repository on the Hub: OWNER/NAME."""
+    parts = text.split("/")
+    return len(parts) == 2 and all(part and part[0].isalnum() for part in parts)
+
+
+def check_eot_text(
+    path: Path, eot_text: str | None, ids: dict[str, int], special_tokens: list[str]
+) -> None:
+    """Raise ValueError if the end-of-text token is unknown; the message names the choices."""
+    if eot_text in ids:
+        return
+    choices = ", ".join(special_tokens[:20]) or "none, so that any of its tokens will do"
+    if eot_text is None:
+        raise ValueError(
+            f"{path} does not say which token ends a document; name it with --eot_token; its "
+            f"special tokens are {choices}"
+        )
+    raise ValueError(
+        f"{path} has no token {eot_text}; name another one with --eot_token; its special tokens "
+        f"are {choices}"
+    )

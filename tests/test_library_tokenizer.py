@@ -1,0 +1,424 @@
+"""Your own tokenizer.json: ids as transformers computes them, uint32 shards, resuming, and errors."""
+
+import hashlib
+import json
+import random
+import shutil
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import one_line_error, shard_bytes, small_run
+from in_process import call
+
+from data import hub, library_tokenizer, preparation, shards, sources, tokenizer
+from data.loader import TrainBatches, ValidationBatches
+from data.shards import open_corpus
+
+tokenizers = pytest.importorskip("tokenizers")
+
+FINEWEB = "data/fineweb_edu/prepare.py"
+SCRIPTS = {
+    "Latin": "the quick brown fox größer façade naïve it's 12 345 don't über",
+    "Cyrillic": "быстрая коричневая лиса прыгает через ленивую собаку ёж",
+    "Arabic": "الثعلب البني السريع يقفز فوق الكلب الكسول",
+    "CJK": "敏捷的棕色狐狸 跳过了懒狗 日本語 の 文章 です 한국어",
+    "Devanagari": "तेज़ भूरी लोमड़ी आलसी कुत्ते के ऊपर कूदती है",
+}
+EXTRA = ["👩‍👩‍👧", "🙂🙂", "  ", "\t", "\n\n", "   \n", "…", "\U0001d518", "\u00a0"]
+
+
+def make_texts(count: int, seed: int = 0) -> list[str]:
+    """Texts of one script each, in turn, with emoji and whitespace."""
+    draw = random.Random(seed)
+    texts = []
+    for index in range(count):
+        words = list(SCRIPTS.values())[index % len(SCRIPTS)].split()
+        texts.append(" ".join(draw.choices([*words, *EXTRA], k=draw.randrange(1, 60))))
+    return texts
+
+
+TEXTS = make_texts(200)
+
+
+def save(folder: Path, library, eos_token: str | dict | None) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    library.save(str(folder / "tokenizer.json"))
+    if eos_token is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos_token}))
+    return folder
+
+
+def train_byte_level(folder: Path) -> Path:
+    """GPT-2's kind, with a beginning-of-text token that its post-processor adds."""
+    library = tokenizers.Tokenizer(tokenizers.models.BPE())
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=900,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    library.train_from_iterator(make_texts(400, seed=1), trainer)
+    library.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    return save(folder, library, {"content": "</s>"})
+
+
+def train_unigram(folder: Path) -> Path:
+    """SentencePiece's kind, with byte fallback."""
+    library = tokenizers.Tokenizer(tokenizers.models.Unigram())
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    byte_tokens = [f"<0x{value:02X}>" for value in range(256)]
+    trainer = tokenizers.trainers.UnigramTrainer(
+        vocab_size=1200,
+        special_tokens=["<unk>", "</s>", *byte_tokens],
+        unk_token="<unk>",
+        show_progress=False,
+    )
+    library.train_from_iterator(make_texts(400, seed=1), trainer)
+    description = json.loads(library.to_str())
+    description["model"]["byte_fallback"] = True
+    description["added_tokens"] = [
+        entry for entry in description["added_tokens"] if entry["content"] not in byte_tokens
+    ]
+    replace = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+    description["decoder"] = {
+        "type": "Sequence",
+        "decoders": [replace, {"type": "ByteFallback"}, {"type": "Fuse"}],
+    }
+    return save(folder, tokenizers.Tokenizer.from_str(json.dumps(description)), "</s>")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("tokenizers")
+    return {
+        "byte-level": train_byte_level(root / "byte_level"),
+        "unigram": train_unigram(root / "unigram"),
+    }
+
+
+def load(folder: Path, **options):
+    return tokenizer.from_json(library_tokenizer.read_files(str(folder), **options).describe())
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "unigram"])
+def test_ids_are_those_of_transformers(folders, kind):
+    transformers = pytest.importorskip("transformers")
+    oracle = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folders[kind] / "tokenizer.json")
+    )
+    expected = [oracle(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
+    encoding = load(folders[kind])
+    assert [encoding.encode(text) for text in TEXTS] == expected
+    assert [ids.tolist() for ids in encoding.encode_batch(TEXTS)] == expected
+    assert encoding.n_vocab == max(oracle.get_vocab().values()) + 1
+    assert encoding.eot_token == oracle.get_vocab()["</s>"] == 1
+
+
+def test_byte_level_tokens_decode_to_the_text(folders):
+    encoding = load(folders["byte-level"])
+    for text in TEXTS:
+        ids = encoding.encode(text)
+        assert encoding.decode(ids) == text
+        assert b"".join(map(encoding.decode_single_token_bytes, ids)) == text.encode()
+        assert encoding.bytes_by_token()[ids].sum() == len(text.encode())
+
+
+def test_unigram_tokens_decode_to_the_text_after_a_space(folders):
+    encoding = load(folders["unigram"])
+    for text in TEXTS:
+        ids = encoding.encode(text)
+        expected = text if text.startswith(" ") else f" {text}"
+        assert encoding.decode(ids) == expected
+        assert b"".join(map(encoding.decode_single_token_bytes, ids)).decode() == expected
+
+
+def test_special_tokens_in_a_document_are_text_and_in_a_prompt_are_tokens(folders):
+    encoding = load(folders["byte-level"])
+    assert 1 not in encoding.encode("a</s>b")
+    assert encoding.decode(encoding.encode("a</s>b")) == "a</s>b"
+    assert encoding.encode("a</s>b", allowed_special="all")[1] == 1
+    assert tokenizer.encode_prompt(encoding, "a") == [1, *encoding.encode("a")]
+    assert encoding.special_tokens_set == {"<s>", "</s>"}
+    assert encoding.bytes_by_token()[[0, 1]].tolist() == [0, 0]
+
+
+def test_a_description_rebuilds_it_from_a_checkpoint(folders, tmp_path):
+    for folder in folders.values():
+        encoding = load(folder)
+        stored = json.loads(json.dumps(tokenizer.to_json(encoding)))
+        (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
+        assert tokenizer.describe(tmp_path) == stored
+        assert tokenizer.get_vocab_size(stored) == encoding.n_vocab
+        assert tokenizer.from_json(stored).encode(TEXTS[0]) == encoding.encode(TEXTS[0])
+        assert tokenizer.same_tokens(stored, tokenizer.to_json(encoding))
+    assert not tokenizer.same_tokens(stored, tokenizer.to_json(tokenizer.byte_tokenizer()))
+
+
+# ---- corpora ----
+
+
+@pytest.fixture
+def documents(tmp_path, monkeypatch):
+    """A .jsonl file of documents, which is read in small batches."""
+    monkeypatch.setattr(sources, "BATCH_CHARACTERS", 300)
+    path = tmp_path / "documents.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return path
+
+
+def prepare(documents: Path, folder: Path, out: Path, *options: str):
+    keys = ["--val_tokens=500", "--shard_tokens=700", "--workers=2"]
+    return call(
+        FINEWEB, f"--source={documents}", f"--tokenizer={folder}", f"--out={out}", *keys, *options
+    )
+
+
+def read_tokens(corpus) -> list[int]:
+    return np.concatenate(corpus.val + corpus.train).tolist()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "unigram"])
+def test_a_corpus_holds_the_tokenizer_and_its_tokens(folders, documents, tmp_path, kind):
+    out = tmp_path / "out"
+    result = prepare(documents, folders[kind], out)
+    assert result.returncode == 0, result.stderr.decode()
+    corpus = open_corpus(str(out))
+    encoding = load(folders[kind])
+    assert read_tokens(corpus) == [i for text in TEXTS for i in (1, *encoding.encode(text))]
+    content = (folders[kind] / "tokenizer.json").read_bytes()
+    assert (out / "tokenizer.json").read_bytes() == content
+    assert corpus.meta["tokenizer_sha256"] == hashlib.sha256(content).hexdigest()
+    assert corpus.meta["tokenizer"] == encoding.name == f"hf:{folders[kind].name}"
+    assert "dtype" not in corpus.meta  # uint16
+    assert tokenizer.describe(out) == tokenizer.to_json(encoding)
+    assert call(FINEWEB, "--verify", f"--out={out}").returncode == 0
+    (out / "tokenizer.json").write_bytes(content + b" ")
+    refused = one_line_error(call(FINEWEB, "--verify", f"--out={out}"))
+    assert "is not the tokenizer that the corpus was prepared with" in refused
+
+
+def test_a_killed_preparation_resumes_with_the_same_bytes(
+    folders, documents, tmp_path, monkeypatch
+):
+    folder = tmp_path / "tokenizer"
+    shutil.copytree(folders["unigram"], folder)
+    assert prepare(documents, folder, tmp_path / "whole").returncode == 0
+    out = tmp_path / "out"
+
+    def killed(self, record):
+        if record.file.endswith("000004.bin"):
+            raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(preparation.Preparation, "show", killed)
+        with pytest.raises(MemoryError):
+            prepare(documents, folder, out)
+    assert not (out / "meta.json").exists()
+    assert prepare(documents, folder, out, "--workers=1", "--max_tokens=4000").returncode == 0
+    assert sum(map(len, open_corpus(str(out)).train)) == 3500
+    assert prepare(documents, folder, out).returncode == 0
+    assert contents(out) == contents(tmp_path / "whole")
+    # another tokenizer under the same name is not taken for this one
+    shutil.copy(folders["byte-level"] / "tokenizer.json", folder)
+    refused = one_line_error(prepare(documents, folder, out))
+    assert "another preparation (tokenizer_sha256 was" in refused
+
+
+@pytest.fixture
+def large(tmp_path):
+    """A vocabulary of words of more than 16 bits: 70,000 of them, and added tokens after a gap."""
+    vocabulary = {"<unk>": 0, **{f"w{i}": i for i in range(1, 70_000)}}
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    library.add_special_tokens(["<|end|>"])
+    return save(tmp_path / "large", library, "<|end|>")
+
+
+WORDS = [[1, 69_999, 65_535, 65_536], [70_000 - i for i in range(1, 900)], [3, 66_000]] * 3
+
+
+def test_a_vocabulary_above_65536_has_uint32_shards(large, tmp_path):
+    path = tmp_path / "words.jsonl"
+    lines = [json.dumps({"text": " ".join(f"w{i}" for i in words)}) for words in WORDS]
+    path.write_text("\n".join(lines))
+    out = tmp_path / "out"
+    result = prepare(path, large, out)
+    assert result.returncode == 0, result.stderr.decode()
+    corpus = open_corpus(str(out))
+    assert (corpus.meta["dtype"], corpus.meta["vocab_size"]) == ("uint32", 70_001)
+    stream = [i for words in WORDS for i in (70_000, *words)]
+    assert read_tokens(corpus) == stream
+    content = (out / "fineweb_edu_val_000000.bin").read_bytes()
+    assert struct.unpack("<256i", content[:1024])[:4] == (20240801, 7, 500, 0)
+    assert list(struct.unpack("<500I", content[1024:])) == stream[:500]
+    batches = ValidationBatches(corpus.val, 16, corpus.meta["vocab_size"])
+    ids, targets = batches.get([0], 1)
+    assert ids.dtype == targets.dtype == torch.int64
+    assert [ids[0].tolist(), targets[0].tolist()] == [stream[:16], stream[1:17]]
+    ids, targets = TrainBatches(corpus.train, 16, 40, 0, 70_001).get(0, 0, 40)
+    assert ids[:, 1:].tolist() == targets[:, :-1].tolist()
+    assert ids.max() > 65_535
+    assert call(FINEWEB, "--verify", f"--out={out}").returncode == 0
+
+
+def test_a_run_trains_and_samples_with_it(folders, documents, tmp_path):
+    out, run = tmp_path / "corpus", tmp_path / "run"
+    assert prepare(documents, folders["unigram"], out).returncode == 0
+    trained = call("train.py", *small_run(out, run, vocab_size=1216, max_steps=3))
+    assert trained.returncode == 0, trained.stderr.decode()
+    options = ["--prompt=fox", "--max_new_tokens=5", "--device=cpu"]
+    sampled = call("sample.py", run, *options)
+    assert sampled.returncode == 0, sampled.stderr.decode()
+    assert sampled.stdout.decode().startswith("fox")
+    exported = call("export.py", run, tmp_path / "exported")
+    assert exported.returncode == 0, exported.stderr.decode()
+    again = call("sample.py", tmp_path / "exported", *options)
+    assert again.stdout == sampled.stdout
+    words = ["--device=cpu", f"--val={out}", f"--out={tmp_path / 'eval'}"]
+    evaluated = call("eval.py", tmp_path / "exported", *words)
+    assert evaluated.returncode == 0, evaluated.stderr.decode()
+
+
+# ---- shards of others ----
+
+
+def version_7_shard(path: Path, ids: list[int]) -> None:
+    """llm.c's format for Llama 3: 256 int32, of which the first three count, then uint32 ids."""
+    header = struct.pack("<256i", 20240801, 7, len(ids), *[0] * 253)
+    path.write_bytes(header + struct.pack(f"<{len(ids)}I", *ids))
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    folder = tmp_path / "foreign"
+    folder.mkdir()
+    version_7_shard(folder / "x_val_000000.bin", [70_000, 1, 69_999])
+    version_7_shard(folder / "x_train_000001.bin", [70_000, 5, 65_536, 7])
+    (folder / "x_train_000002.bin").write_bytes(shard_bytes([8, 9]))
+    return folder
+
+
+def test_shards_of_version_7_are_read_with_their_tokenizer(large, foreign, tmp_path):
+    out = tmp_path / "out"
+    words = [FINEWEB, f"--pretokenized={foreign}", f"--out={out}"]
+    refused = one_line_error(call(*words))
+    assert "name the tokenizer.json of these shards with --tokenizer" in refused
+    assert "cannot be the tokenizer of existing shards" in one_line_error(
+        call(*words, "--tokenizer=bytes")
+    )
+    result = call(*words, f"--tokenizer={large}")
+    assert result.returncode == 0, result.stderr.decode()
+    corpus = open_corpus(str(out))
+    assert read_tokens(corpus) == [70_000, 1, 69_999, 70_000, 5, 65_536, 7, 8, 9]
+    assert corpus.meta["dtype"] == "uint32"
+    assert corpus.meta["train"]["documents"] == 1
+    assert tokenizer.describe(out)["eot_text"] == "<|end|>"
+    assert call(FINEWEB, "--verify", f"--out={out}").returncode == 0
+
+
+def test_a_damaged_id_of_32_bits_is_named_without_allocating_for_it(foreign, large, tmp_path):
+    version_7_shard(foreign / "x_train_000001.bin", [1, 4_000_000_000])
+    result = call(
+        FINEWEB, f"--pretokenized={foreign}", f"--out={tmp_path / 'o'}", f"--tokenizer={large}"
+    )
+    assert "x_train_000001.bin: token id 4000000000 is outside of the vocabulary" in (
+        one_line_error(result)
+    )
+
+
+# ---- errors ----
+
+
+def test_the_end_of_text_token_is_chosen_or_the_choices_are_named(folders, tmp_path):
+    shutil.copy(folders["byte-level"] / "tokenizer.json", tmp_path)
+    with pytest.raises(ValueError, match=r"does not say .*--eot_token; its .* are <s>, </s>$"):
+        library_tokenizer.read_files(str(tmp_path))
+    with pytest.raises(ValueError, match=r"has no token <eos>; name another .* are <s>, </s>$"):
+        library_tokenizer.read_files(str(tmp_path), "<eos>")
+    assert load(tmp_path, eot_text="<s>").eot_token == 0
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "</s>"}')
+    assert load(tmp_path / "tokenizer.json").eot_token == 1
+
+
+WRONG = [
+    ({}, "it has no vocabulary"),
+    ({"model": {}}, "it has no vocabulary"),
+    ({"model": {"vocab": {"a": "0"}}}, "the id of 'a' is '0'"),
+    ({"model": {"vocab": {"a": 10**9}}}, "the id of 'a' is 1000000000"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), WRONG)
+def test_what_is_not_a_tokenizer_json_is_refused(tmp_path, content, message):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=f"is not a tokenizer.json of the tokenizers .*{message}"):
+        library_tokenizer.read_files(str(tmp_path), "a")
+
+
+MISTAKES = [
+    ("--tokenizer=nowhere", "--tokenizer=nowhere: there is no such file or folder"),
+    ("--tokenizer=EMPTY", "there is no tokenizer.json in it"),
+    ("--tokenizer=bytes --eot_token=</s>", "--eot_token=</s> has no effect with --tokenizer=bytes"),
+    ("--tokenizer=BROKEN", "is damaged: it is not valid JSON"),
+    ("--tokenizer=UNREADABLE --eot_token=a", "cannot be read by the tokenizers library"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), MISTAKES)
+def test_mistakes_end_in_one_line(documents, tmp_path, options, message):
+    for name, content in (("EMPTY", None), ("BROKEN", "{"), ("UNREADABLE", None)):
+        (tmp_path / name).mkdir()
+        if content:
+            (tmp_path / name / "tokenizer.json").write_text(content)
+    (tmp_path / "UNREADABLE" / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+    words = [word.replace("tokenizer=", f"tokenizer={tmp_path}/", 1) for word in options.split()]
+    if "bytes" in options or "nowhere" in options:
+        words = options.split()
+    result = call(FINEWEB, f"--source={documents}", f"--out={tmp_path / 'out'}", *words)
+    assert message in one_line_error(result)
+    assert not list((tmp_path / "out").glob("*.bin"))
+
+
+def test_a_repository_of_the_hub_is_read_with_retries_and_once(
+    folders, documents, tmp_path, monkeypatch
+):
+    import huggingface_hub
+    from huggingface_hub.errors import RemoteEntryNotFoundError
+    from huggingface_hub.utils import httpx
+
+    asked = []
+
+    def download(repository, path):
+        asked.append((repository, path))
+        if len(asked) == 1:
+            raise ConnectionError("down")
+        if path == "special_tokens_map.json":
+            request = httpx.Request("GET", "http://localhost")
+            raise RemoteEntryNotFoundError("404", response=httpx.Response(404, request=request))
+        return str(folders["byte-level"] / path)
+
+    monkeypatch.setattr(hub, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    result = prepare(documents, Path("org/name"), tmp_path / "out")
+    assert result.returncode == 0, result.stderr.decode()
+    assert b"org/name: ConnectionError: down; retrying in 0.01 s" in result.stderr
+    assert open_corpus(str(tmp_path / "out")).meta["tokenizer"] == "hf:org/name"
+    asked.clear()
+    assert prepare(documents, Path("org/name"), tmp_path / "out").returncode == 0
+    assert asked == []
+
+
+def test_shards_of_both_formats_follow_their_vocabulary():
+    assert shards.choose_format(65_536) == shards.UINT16_FORMAT
+    assert shards.choose_format(65_537) == shards.UINT32_FORMAT
