@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from in_process import finish_together
 from interruptions_helpers import CONSTANT, final, records
 
 import train
-from training import distributed, timeouts
+from training import checkpoint, distributed, timeouts
 
 SETTINGS = {
     **CONSTANT,
@@ -118,10 +119,39 @@ def test_a_rank_that_hangs_is_reported_in_one_line(corpus, tmp_path, engine):
     assert "Traceback" not in "".join(lines)
 
 
+def test_a_slow_save_or_evaluation_of_one_rank_is_waited_for(corpus, tmp_path, monkeypatch):
+    save = checkpoint.save
+    evaluate = train.evaluate
+
+    def save_slowly(*args):
+        time.sleep(2)
+        return save(*args)
+
+    def evaluate_slowly(*args, **kwargs):
+        if args[4].rank == 1:
+            time.sleep(2)
+        return evaluate(*args, **kwargs)
+
+    # the processes are forked, so they have both
+    monkeypatch.setattr(checkpoint, "save", save_slowly)
+    monkeypatch.setattr(train, "evaluate", evaluate_slowly)
+    settings = {
+        **SETTINGS,
+        "collective_timeout": 1,
+        "checkpoint_interval": 3,
+        "eval_interval": 5,
+        "max_steps": 6,
+    }
+    finish_together(2, small_run(corpus, tmp_path / "run", **settings), tmp_path / "log")
+    assert checkpoint.read_state(checkpoint.find(tmp_path / "run"))["step"] == 6
+
+
 CASES = [
     slow("stop", 2, "ddp"),
     slow("stop", 4, "ddp"),
     slow("stop", 4, "fsdp"),
+    # two copies of the model on two ranks each, with process groups of their own
+    slow("stop", 4, "hsdp"),
     slow("kill", 2, "ddp"),
     slow("kill", 4, "fsdp"),
     slow("memory error", 2, "ddp"),
@@ -144,6 +174,8 @@ def test_a_job_restarts_after_a_fault_and_ends_with_the_same_bits(
     corpus, tmp_path, fault, num_processes, engine
 ):
     settings = {**SETTINGS, "engine": engine}
+    if engine == "hsdp":
+        settings = {**SETTINGS, "engine": "fsdp", "shard_size": 2}
     undisturbed = tmp_path / "undisturbed"
     finish_together(num_processes, small_run(corpus, undisturbed, **settings), tmp_path / "log")
     run = tmp_path / "run"
