@@ -27,7 +27,7 @@ PORT = 23456
 
 
 def ip(command: str) -> bool:
-    """Return whether `ip COMMAND` was successful."""
+    """Run `ip COMMAND`, and return whether it was successful."""
     return (
         subprocess.run(["ip", *command.split()], capture_output=True, check=False).returncode == 0
     )
@@ -78,20 +78,22 @@ class Machine:
 def machines():
     """Return two machines with a network between them."""
     pair = [Machine(0), Machine(1)]
-    made = sys.platform == "linux" and shutil.which("ip") is not None
-    made = made and all(ip(f"netns add {machine.name}") for machine in pair)
+    is_allowed = sys.platform == "linux" and shutil.which("ip") is not None
+    is_allowed = is_allowed and all(ip(f"netns add {machine.name}") for machine in pair)
     try:
         first, second = pair
-        made = made and ip(f"link add {first.interface} type veth peer name {second.interface}")
+        is_allowed = is_allowed and ip(
+            f"link add {first.interface} type veth peer name {second.interface}"
+        )
         for machine in pair:
-            made = (
-                made
+            is_allowed = (
+                is_allowed
                 and ip(f"link set {machine.interface} netns {machine.name}")
                 and ip(f"-n {machine.name} addr add {machine.address}/24 dev {machine.interface}")
                 and ip(f"-n {machine.name} link set {machine.interface} up")
                 and ip(f"-n {machine.name} link set lo up")
             )
-        if not made:
+        if not is_allowed:
             pytest.skip("this machine does not allow network namespaces")
         yield pair
     finally:

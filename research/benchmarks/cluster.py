@@ -9,6 +9,7 @@ are needed, and none of them has been measured on a GPU.
 """
 
 import dataclasses
+import math
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -60,7 +61,8 @@ COLUMNS = (
 
 def fit_batch(config: TrainConfig, num_gpus: int) -> TrainConfig:
     """Return the configuration with the nearest larger batch that the GPUs divide."""
-    local_batch_size = -(-config.global_batch_size // num_gpus)
+    # rounded up, so that 64 GPUs get the 512 sequences that docs/cluster.md proposes
+    local_batch_size = math.ceil(config.global_batch_size / num_gpus)
     micro_batch_size = max(
         size for size in range(1, config.micro_batch_size + 1) if local_batch_size % size == 0
     )
@@ -80,6 +82,7 @@ def make_row(name: str, config: TrainConfig, model_config: GPTConfig, layout: La
     )
     peak = memory.estimate_memory(planned, model_config, "cuda", layout.num_gpus)
     sent = traffic.estimate_traffic(planned, model_config, "cuda", layout.num_gpus)
+    # a column of its own, because the rest of the traffic is the same with AdamW
     with_muon = dataclasses.replace(planned, optimizer="muon")
     muon = traffic.estimate_traffic(with_muon, model_config, "cuda", layout.num_gpus).muon
     engine = layout.engine
