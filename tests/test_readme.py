@@ -81,7 +81,7 @@ def test_parameter_formulas_of_the_variants_page():
         assert model.build(stem, **size).num_parameters() - baseline == extra[stem]
 
 
-@pytest.mark.parametrize("page", ["data", "evaluation", "export", "runs", "serving"])
+@pytest.mark.parametrize("page", ["cluster", "data", "evaluation", "export", "runs", "serving"])
 def test_commands_of_the_pages_exist(page, monkeypatch):
     commands = commands_of((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"))
     assert commands
@@ -113,7 +113,7 @@ def test_the_recipe_page_has_every_key_and_its_default():
     assert stated.keys() >= of_run | of_model | {"max_steps"}
 
 
-@pytest.mark.parametrize("page", ["recipe", "variants", "evaluation"])
+@pytest.mark.parametrize("page", ["cluster", "evaluation", "recipe", "runs", "variants"])
 def test_links_between_pages_lead_to_headings(page):
     folder = ROOT / "docs"
     links = re.findall(

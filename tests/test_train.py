@@ -530,6 +530,14 @@ def test_mistakes_end_in_one_line_with_nothing_written(corpus, tmp_path, changes
             {"global_batch_size": 6},
             r"global_batch_size=6 is not divisible by the number of processes \(4\)",
         ),
+        (
+            64,
+            {"global_batch_size": 480, "max_steps": 100_000},
+            r"\(64\); try --global_batch_size=448 \(-6.7% tokens per step; the same tokens in 107,143 "
+            r"steps, --max_steps=107143\) or --global_batch_size=512 \(\+6.7% tokens per step; the "
+            r"same tokens in 93,750 steps, --max_steps=93750\)",
+        ),
+        (8, {"global_batch_size": 6}, r"\(8\); try --global_batch_size=8 \(\+33.3% tokens"),
         (2, {"global_batch_size": 24, "micro_batch_size": 5}, "try --micro_batch_size=4"),
     ],
 )

@@ -1,0 +1,15 @@
+"""The additive baseline with 1.3B parameters, for several GPUs. No run of this size has been tried.
+
+The remaining settings are train.py's defaults, the recipe of the paper, which has not been tuned
+for this size.
+
+    torchrun --nproc_per_node=8 train.py config/gpt_1b.py --engine=fsdp
+"""
+
+from config.gpt_medium import *
+
+num_hidden_layers = 24
+num_attention_heads = 16
+hidden_size = 2048
+# 480 sequences per step on 8 GPUs are 60 on each
+micro_batch_size = 20

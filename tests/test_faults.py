@@ -1,0 +1,195 @@
+"""Faults of one rank under torchrun: the job restarts, and ends with the bits of an undisturbed run."""
+
+import contextlib
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, small_run
+from in_process import finish_together
+from interruptions_helpers import CONSTANT, final, records
+
+import train
+from training import checkpoint, distributed, timeouts
+
+SETTINGS = {
+    **CONSTANT,
+    "global_batch_size": 8,
+    "micro_batch_size": 1,
+    "checkpoint_interval": 3,
+    "eval_interval": 4,
+    "max_steps": 9,
+    "collective_timeout": 3,
+}
+
+
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+def run_with_fault(
+    fault: str, faulty_rank: int, num_processes: int, arguments: list[str], folder: Path
+) -> subprocess.CompletedProcess:
+    """Train under torchrun with one fault in step 5, two steps after a checkpoint."""
+    marker = folder / "marker"
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--max-restarts=2",
+        f"--nproc_per_node={num_processes}",
+        "tests/faulty_train.py",
+        *(fault, "5", str(faulty_rank), str(marker)),
+        *arguments,
+    ]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        # how long torchrun waits for a process to end after SIGTERM; a stopped one cannot
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2",
+    }
+    result = subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env=environment,
+    )
+    assert marker.exists()
+    return result
+
+
+def train_rank(rank: int, port: int, log: Path, arguments: list[str]) -> None:
+    """Train as one of two ranks, of which rank 1 stops itself in step 5."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE="2",
+        MASTER_ADDR="localhost",
+        MASTER_PORT=str(port),
+    )
+    begin_step = distributed.seed_step
+
+    def seed_step(seed: int, step: int, world: distributed.World) -> None:
+        if step == 5 and rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        begin_step(seed, step, world)
+
+    distributed.seed_step = seed_step
+    sys.argv = ["train.py", *arguments]
+    with open(log, "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        train.main()
+
+
+@pytest.mark.parametrize("engine", ["ddp", slow("fsdp")])
+def test_a_rank_that_hangs_is_reported_in_one_line(corpus, tmp_path, engine):
+    settings = {**SETTINGS, "engine": engine, "collective_timeout": 1}
+    arguments = small_run(corpus, tmp_path / "run", **settings)
+    log = tmp_path / "log"
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    ranks = [
+        context.Process(target=train_rank, args=(rank, port, tmp_path / f"log_{rank}", arguments))
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        rank.start()
+    ranks[0].join(timeout=60)
+    ranks[1].kill()
+    ranks[1].join()
+    assert ranks[0].exitcode == 1
+    lines = log.with_name("log_0").read_text().splitlines()
+    assert re.fullmatch(
+        rf"train.py: rank 0 waited \d+ s for the other ranks in the gradient sync of step 5 \(time-out "
+        rf"1 s\): one of them hangs, or cannot be reached; {timeouts.RESUME_ADVICE}",
+        lines[-1],
+    )
+    assert "Traceback" not in "".join(lines)
+
+
+def test_a_slow_save_or_evaluation_of_one_rank_is_waited_for(corpus, tmp_path, monkeypatch):
+    save = checkpoint.save
+    evaluate = train.evaluate
+
+    def save_slowly(*args):
+        time.sleep(2)
+        return save(*args)
+
+    def evaluate_slowly(*args, **kwargs):
+        if args[4].rank == 1:
+            time.sleep(2)
+        return evaluate(*args, **kwargs)
+
+    # the processes are forked, so they have both
+    monkeypatch.setattr(checkpoint, "save", save_slowly)
+    monkeypatch.setattr(train, "evaluate", evaluate_slowly)
+    settings = {
+        **SETTINGS,
+        "collective_timeout": 1,
+        "checkpoint_interval": 3,
+        "eval_interval": 5,
+        "max_steps": 6,
+    }
+    finish_together(2, small_run(corpus, tmp_path / "run", **settings), tmp_path / "log")
+    assert checkpoint.read_state(checkpoint.find(tmp_path / "run"))["step"] == 6
+
+
+CASES = [
+    slow("stop", 2, "ddp"),
+    slow("stop", 4, "ddp"),
+    slow("stop", 4, "fsdp"),
+    # two copies of the model on two ranks each, with process groups of their own
+    slow("stop", 4, "hsdp"),
+    slow("kill", 2, "ddp"),
+    slow("kill", 4, "fsdp"),
+    slow("memory error", 2, "ddp"),
+    slow("memory error", 4, "ddp"),
+    slow("memory limit", 2, "ddp"),
+]
+LINES = {
+    "stop": (
+        "s for the other ranks in the gradient sync of step 5 (time-out 3 s): one of them hangs, or "
+        "cannot be reached; "
+    ),
+    "kill": "lost the connection to another rank after",
+    "memory error": "out of memory: resume with --resume=auto and a smaller --micro_batch_size",
+    "memory limit": "out of memory (tried to allocate 8589934592 bytes): resume with --resume=auto",
+}
+
+
+@pytest.mark.parametrize(("fault", "num_processes", "engine"), CASES)
+def test_a_job_restarts_after_a_fault_and_ends_with_the_same_bits(
+    corpus, tmp_path, fault, num_processes, engine
+):
+    settings = {**SETTINGS, "engine": engine}
+    if engine == "hsdp":
+        settings = {**SETTINGS, "engine": "fsdp", "shard_size": 2}
+    undisturbed = tmp_path / "undisturbed"
+    finish_together(num_processes, small_run(corpus, undisturbed, **settings), tmp_path / "log")
+    run = tmp_path / "run"
+    arguments = small_run(corpus, run, **settings)
+    result = run_with_fault(fault, num_processes - 1, num_processes, arguments, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr
+    lines = [line for line in result.stderr.splitlines() if LINES[fault] in line]
+    if fault != "kill":  # torchrun may end the other ranks before they notice
+        assert lines
+    if fault == "stop":
+        # one line of each rank that waits, at most; torchrun ends them after the first
+        assert len(lines) < num_processes
+        assert lines[0].startswith("train.py: rank 0 waited ")
+        assert timeouts.RESUME_ADVICE in lines[0]
+    assert final(run) == final(undisturbed)
+    assert records(run) == records(undisturbed)

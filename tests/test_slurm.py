@@ -1,0 +1,150 @@
+"""docs/slurm.sbatch, with programs that stand in for those of Slurm."""
+
+import os
+import shlex
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, small_run, wait_for
+from interruptions_helpers import CONSTANT, steps_done
+
+from training import checkpoint, stopping
+
+SCRIPT = ROOT / "docs" / "slurm.sbatch"
+JOB_ID = "1234567"
+
+# It starts the command once per node, all on this machine.
+SRUN = """#!/bin/bash
+printf '%q ' "$@" > "$RECORDS/srun"
+while [[ $1 == --* ]]; do shift; done
+for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do
+  "$@" &
+  echo $! >> "$RECORDS/steps"
+done
+code=0
+for step in $(cat "$RECORDS/steps"); do wait "$step" || code=$?; done
+exit $code
+"""
+SCONTROL = """#!/bin/bash
+echo "$*" >> "$RECORDS/scontrol"
+if [ "$2" = hostnames ]; then printf 'localhost\\nother\\n'; fi
+"""
+SCANCEL = """#!/bin/bash
+echo "$*" > "$RECORDS/scancel"
+kill -TERM $(cat "$RECORDS/steps")
+"""
+
+
+class Job:
+    """A job of the script, in a cluster of this machine alone."""
+
+    def __init__(self, folder: Path, num_nodes: int, gpus_per_node: int):
+        self.records = folder / "records"
+        self.records.mkdir()
+        programs = folder / "programs"
+        programs.mkdir()
+        for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("scancel", SCANCEL)):
+            (programs / name).write_text(text)
+            (programs / name).chmod(0o755)
+        self.environment = {
+            **os.environ,
+            "PATH": f"{programs}:{os.environ['PATH']}",
+            "RECORDS": str(self.records),
+            "OMP_NUM_THREADS": "1",
+            "SLURM_JOB_ID": JOB_ID,
+            "SLURM_JOB_NODELIST": "node[01-02]",
+            "SLURM_JOB_NUM_NODES": str(num_nodes),
+            "SLURM_GPUS_ON_NODE": str(gpus_per_node),
+            "SLURM_CPUS_PER_TASK": "4",
+        }
+
+    def start(self, arguments: list[str]) -> subprocess.Popen:
+        return subprocess.Popen(
+            ["bash", str(SCRIPT), *arguments],
+            cwd=ROOT,
+            env=self.environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def read(self, program: str) -> str:
+        """Return the arguments with which the script has called a program."""
+        path = self.records / program
+        return path.read_text().strip() if path.exists() else ""
+
+
+def test_the_syntax_is_valid():
+    subprocess.run(["bash", "-n", str(SCRIPT)], check=True)
+
+
+def test_the_options_of_sbatch_requeue_and_signal():
+    options = [
+        line.removeprefix("#SBATCH ")
+        for line in SCRIPT.read_text().splitlines()
+        if line.startswith("#SBATCH ")
+    ]
+    assert "--requeue" in options
+    assert "--signal=B:TERM@300" in options
+    assert "--ntasks-per-node=1" in options
+    # the run must end before Slurm kills it
+    assert "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=280" in SCRIPT.read_text()
+
+
+def test_the_command_names_the_first_node_and_a_port_of_the_job(tmp_path):
+    job = Job(tmp_path, num_nodes=2, gpus_per_node=8)
+    # nothing is trained: echo stands in for torchrun
+    environment = tmp_path / "environment"
+    (environment / "bin").mkdir(parents=True)
+    (environment / "bin" / "torchrun").symlink_to("/bin/true")
+    job.environment["DDL_ENVIRONMENT"] = str(environment)
+    assert job.start(["config/gpt_7b.py", "--engine=fsdp"]).wait(timeout=20) == 0
+    assert shlex.split(job.read("srun")) == [
+        "--kill-on-bad-exit=1",
+        "--cpus-per-task=4",
+        f"{environment}/bin/torchrun",
+        "--nnodes=2",
+        "--nproc_per_node=8",
+        "--max-restarts=3",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=localhost:24567",
+        f"--rdzv-id={JOB_ID}",
+        "train.py",
+        "--resume=auto",
+        "config/gpt_7b.py",
+        "--engine=fsdp",
+    ]
+    assert job.read("scontrol") == "show hostnames node[01-02]"
+
+
+def test_a_failure_is_that_of_the_job(tmp_path):
+    job = Job(tmp_path, num_nodes=1, gpus_per_node=1)
+    environment = tmp_path / "environment"
+    (environment / "bin").mkdir(parents=True)
+    (environment / "bin" / "torchrun").symlink_to("/bin/false")
+    job.environment["DDL_ENVIRONMENT"] = str(environment)
+    assert job.start([]).wait(timeout=20) == 1
+
+
+@pytest.mark.slow
+def test_a_job_on_two_nodes_is_saved_and_requeued_and_resumes(corpus, tmp_path):
+    run = tmp_path / "run"
+    keys = {**CONSTANT, "checkpoint_interval": 10_000, "max_steps": 100_000}
+    arguments = small_run(corpus, run, **keys)
+    job = Job(tmp_path, num_nodes=2, gpus_per_node=1)
+    process = job.start(arguments)
+    wait_for(lambda: len(steps_done(run)) > 3, 120)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 0
+    assert job.read("scancel") == f"--signal=TERM {JOB_ID}"
+    assert job.read("scontrol").endswith(f"requeue {JOB_ID}")
+    assert stopping.read_status(run).ended == "stopped"
+    last_step = steps_done(run)[-1]
+    assert checkpoint.read_state(checkpoint.find(run))["step"] == last_step
+
+    # the requeued job
+    (job.records / "steps").unlink()
+    process = job.start([*arguments, f"--max_steps={last_step + 2}"])
+    assert process.wait(timeout=120) == 0
+    assert steps_done(run) == list(range(1, last_step + 3))
