@@ -170,11 +170,14 @@ def write_other_files(
     for share in shares:
         if share.num_files > 1:
             contents[f"{share.kind}.safetensors.index.json"] = json.dumps(share.build_index())
-    lines = {name: line for lines_of_writer in checksums for name, line in lines_of_writer.items()}
+    lines: dict[str, str] = {}
+    for lines_of_writer in checksums:
+        lines.update(lines_of_writer)
     for name, content in contents.items():
         (folder / name).write_text(content, encoding="utf-8")
         fsync(folder / name)
         lines[name] = compute_checksum_line(folder / name)
+    # the order of `list_files` is part of the format, because `verify` compares with it
     sums = "".join(lines[name] for name in list_files(folder))
     (folder / CHECKSUMS).write_text(sums, encoding="utf-8")
     fsync(folder / CHECKSUMS)
@@ -201,14 +204,15 @@ def save_tensors(file: Path, tensors: dict[str, torch.Tensor]) -> None:
         OSError: it cannot be written
     """
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    # The library makes files that only their owner can read; an empty file shows the default.
+    # Setting os.umask to read it would change it for the other threads as well.
+    file.touch()
+    permissions = file.stat().st_mode
     try:
         save_file(contiguous, file, metadata={"format": "pt"})
     except safetensors.SafetensorError as error:  # how the library reports an OSError
         raise OSError(str(error)) from error
-    # The library makes files that only their owner can read. os.umask can only be read by setting it.
-    umask = os.umask(0)
-    os.umask(umask)
-    file.chmod(0o666 & ~umask)
+    file.chmod(permissions)
 
 
 def get_model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
