@@ -39,7 +39,7 @@ class TensorShare:
 
     kind: str  # "model" or "optimizer"
     num_files: int
-    file_index: dict[str, int]  # number of the file of each tensor of the kind, from 0
+    file_index: dict[str, int]  # number of the file, from 0, of every tensor of the kind
     tensors: dict[str, torch.Tensor]  # those that this writer writes, on the CPU
 
     def name_file(self, index: int) -> str:
@@ -258,13 +258,16 @@ def read_like(saved: SavedTensor | torch.Tensor, parameter: torch.Tensor) -> tor
 def load_model_tensors(model: nn.Module, folder: Path) -> None:
     """Give a model, sharded or not, the weights of a checkpoint of the same model.
 
-    Of a sharded parameter only the rows of this rank are read. Names, shapes and values are not
-    checked, because the checkpoint has been verified.
+    Of a sharded parameter only the rows of this rank are read.
 
     Raises:
-        ValueError: a file is missing or damaged
+        ValueError: a file is missing or damaged, or a number is not finite
     """
     saved_tensors = open_tensors(folder, "model")
     for name, tensor in model.state_dict().items():
-        if name in saved_tensors:  # tied weights are saved under one name
-            local_tensor(tensor).copy_(local_tensor(read_like(saved_tensors[name], tensor)))
+        if name not in saved_tensors:  # tied weights are saved once, under their first name
+            continue
+        own_rows = local_tensor(read_like(saved_tensors[name], tensor))
+        if not own_rows.isfinite().all():
+            raise ValueError(f"{folder}: {name} holds NaN or infinite numbers")
+        local_tensor(tensor).copy_(own_rows)
