@@ -2,15 +2,17 @@
 
 import functools
 import os
+import signal
 import subprocess
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import SMALL, small_run
+from helpers import SMALL, small_run, wait_for
 from in_process import call, finish_together
 from interruptions_helpers import CONSTANT, final, records, steps_done
 from safetensors.torch import load_file
@@ -219,6 +221,42 @@ def collect_odd_shapes(world: World, folder: Path) -> None:
         full = tensors[name.replace("sharded", "replicated")]
         assert torch.equal(tensor, full)
         assert tensor.data_ptr() != full.data_ptr() or not full.numel()
+
+
+def read_own_rows(world: World, folder: Path) -> None:
+    path = save_from_threads(folder / f"rank_{world.rank}", 1)
+    model, optimizers = build_trained(world, "fsdp", seed=1)
+    num_rows = []
+    read = sharded_checkpoint.SavedTensor.__getitem__
+
+    def record(saved, rows):
+        tensor = read(saved, rows)
+        if saved.shape:
+            num_rows.append((len(tensor), saved.shape[0]))
+        return tensor
+
+    sharded_checkpoint.SavedTensor.__getitem__ = record
+    sharded_checkpoint.load_model_tensors(model, path)
+    saved = sharded_checkpoint.open_tensors(path, "optimizer")
+    optimizer.load_state_by_parameter_name(optimizers, saved)
+    assert len(num_rows) == 3 * len(list(model.parameters()))
+    assert all(count <= -(-total // world.world_size) for count, total in num_rows)
+
+
+def test_a_rank_reads_only_its_rows(tmp_path):
+    run_processes(read_own_rows, 2, tmp_path)
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path):
+    world = World(0, 1, torch.device("cpu"))
+    model, _ = build_trained(world, "ddp")
+    with torch.no_grad():
+        model.transformer.wte.weight[3, 2] = torch.nan
+    path = checkpoint.save(
+        tmp_path, checkpoint.get_model_tensors(model), {}, make_state(1), TOKENIZER
+    )
+    with pytest.raises(ValueError, match=r"transformer\.wte\.weight holds NaN or infinite"):
+        sharded_checkpoint.load_model_tensors(model, path)
 
 
 def test_rows_of_any_shape_reach_their_writer(tmp_path):
@@ -466,6 +504,32 @@ def test_runs_in_the_background_end_as_those_in_the_foreground(corpus, tmp_path)
         assert result.stdout.decode().count("saved ") == 4
     assert final(tmp_path / "True") == final(tmp_path / "False")
     assert not list(tmp_path.glob("*/checkpoints/*.tmp"))
+
+
+def test_a_stop_waits_for_the_save(corpus, tmp_path, monkeypatch):
+    write_shares = checkpoint.write_shares
+
+    def write_slowly(*arguments):
+        time.sleep(0.3)
+        return write_shares(*arguments)
+
+    monkeypatch.setattr(checkpoint, "write_shares", write_slowly)
+    run = tmp_path / "run"
+    keys = {**CONSTANT, "checkpoint_interval": 5, "max_steps": 10_000, "save_in_background": True}
+
+    def stop_run():
+        wait_for(lambda: len(steps_done(run)) > 6)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    stop = threading.Thread(target=stop_run, daemon=True)
+    stop.start()
+    result = call("train.py", *small_run(corpus, run, **keys))
+    stop.join()
+    assert result.returncode == stopping.EXIT_CODE, result.stderr.decode()
+    latest = checkpoint.find(run)
+    assert checkpoint.read_state(latest)["step"] == steps_done(run)[-1]
+    assert result.stdout.decode().splitlines()[-2] == f"saved {latest}"
+    assert not list(run.glob("checkpoints/*.tmp"))
 
 
 @pytest.mark.slow
