@@ -145,13 +145,13 @@ def save_from_threads(run_folder: Path, step: int, num_writers: int = 2) -> Path
     path = checkpoint.name_folder(run_folder, step)
 
     def write(peers):
-        shares = [
-            sharded_checkpoint.take_share(
+        shards = [
+            sharded_checkpoint.gather_shard(
                 kind, tensors, list(range(num_writers)), peers.rank, copy=False
             )
             for kind, tensors in kinds.items()
         ]
-        checkpoint.write(path, shares, make_state(step), TOKENIZER, peers)
+        checkpoint.write(path, shards, make_state(step), TOKENIZER, peers)
 
     assert in_threads(num_writers, write) == [None] * num_writers
     return path
@@ -335,13 +335,13 @@ def test_training_goes_on_while_a_copy_is_written(tmp_path, monkeypatch):
     model, optimizers = build_trained(world, "ddp")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     may_write = threading.Event()
-    write_shares = checkpoint.write_shares
+    write_shards = checkpoint.write_shards
 
     def write_later(*arguments):
         may_write.wait()
-        return write_shares(*arguments)
+        return write_shards(*arguments)
 
-    monkeypatch.setattr(checkpoint, "write_shares", write_later)
+    monkeypatch.setattr(checkpoint, "write_shards", write_later)
     checkpoint_saver = make_saver(world, "ddp", 1)
     arguments = (
         checkpoint.get_model_tensors(model),
@@ -412,7 +412,7 @@ def save_and_die(function: str, victim: int, world: World, folder: Path) -> None
     ("function", "victim"),
     [
         ("create_folder", 0),
-        ("write_shares", 1),
+        ("write_shards", 1),
         ("compute_checksum_line", 0),
         ("compute_checksum_line", 1),
         ("write_other_files", 0),
@@ -474,10 +474,13 @@ def test_each_file_is_hashed_by_one_rank(tmp_path, monkeypatch):
     assert sorted(hashed) == sorted(checkpoint.list_files(path))
 
 
-def test_ranks_with_different_checkpoints_are_refused(tmp_path):
-    paths = [save_from_threads(tmp_path, step) for step in (1, 2)]
-    errors = in_threads(2, lambda peers: checkpoint.verify(paths[peers.rank], peers))
-    assert all("start all ranks with the same command" in str(error) for error in errors)
+def test_ranks_that_see_different_checkpoints_are_refused(tmp_path):
+    for rank in (0, 1):
+        save_from_threads(tmp_path / f"machine_{rank}", rank)
+    errors = in_threads(
+        2, lambda peers: checkpoint.find_latest(tmp_path / f"machine_{peers.rank}", peers)
+    )
+    assert all("give an --out_dir that all machines share" in str(error) for error in errors)
 
 
 # ---- runs ----
@@ -507,13 +510,13 @@ def test_runs_in_the_background_end_as_those_in_the_foreground(corpus, tmp_path)
 
 
 def test_a_stop_waits_for_the_save(corpus, tmp_path, monkeypatch):
-    write_shares = checkpoint.write_shares
+    write_shards = checkpoint.write_shards
 
     def write_slowly(*arguments):
         time.sleep(0.3)
-        return write_shares(*arguments)
+        return write_shards(*arguments)
 
-    monkeypatch.setattr(checkpoint, "write_shares", write_slowly)
+    monkeypatch.setattr(checkpoint, "write_shards", write_slowly)
     run = tmp_path / "run"
     keys = {**CONSTANT, "checkpoint_interval": 5, "max_steps": 10_000, "save_in_background": True}
 

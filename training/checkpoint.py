@@ -39,7 +39,7 @@ from model.options import collect_options, legacy_defaults, rename_aliases
 from model.parameters import aliases
 from training import sharded_checkpoint
 from training.peers import Peers
-from training.sharded_checkpoint import TensorShare
+from training.sharded_checkpoint import CheckpointShard
 from utils import files
 
 T = TypeVar("T")
@@ -60,12 +60,12 @@ def save(
     tokenizer_json: dict,
 ) -> Path:
     """Write the checkpoint of `state["step"]` from one process and return its path; see `write`."""
-    shares = [
-        sharded_checkpoint.take_share(kind, tensors, writers=[0], rank=0, copy=False)
+    shards = [
+        sharded_checkpoint.gather_shard(kind, tensors, writers=[0], rank=0, copy=False)
         for kind, tensors in (("model", model_tensors), ("optimizer", optimizer_tensors))
     ]
     path = name_folder(run_folder, state["step"])
-    write(path, shares, state, tokenizer_json)
+    write(path, shards, state, tokenizer_json)
     return path
 
 
@@ -76,7 +76,7 @@ def name_folder(run_folder: Path, step: int) -> Path:
 
 def write(
     path: Path,
-    shares: list[TensorShare],
+    shards: list[CheckpointShard],
     state: dict,
     tokenizer_json: dict,
     writers: Peers = ALONE,
@@ -85,7 +85,7 @@ def write(
 
     Args:
         path: folder of the checkpoint
-        shares: what this writer holds of the weights and of the optimizer's state
+        shards: what this writer holds of the weights and of the optimizer's state
         state: for state.json; that of the first writer is used
         tokenizer_json: for tokenizer.json
         writers: this process among those that write
@@ -99,9 +99,9 @@ def write(
         # no writer begins before the folder exists
         run_on_all(writers, lambda: create_folder(temporary, writers))
         # no writer is at work when the folder is renamed or removed
-        checksums = run_on_all(writers, lambda: write_shares(temporary, shares, writers))
+        checksums = run_on_all(writers, lambda: write_shards(temporary, shards, writers))
         if writers.rank == 0:
-            write_other_files(temporary, shares, state, tokenizer_json, checksums)
+            write_other_files(temporary, shards, state, tokenizer_json, checksums)
             replace_folder(path, temporary)
     except BaseException:
         if writers.rank == 0:
@@ -121,12 +121,14 @@ def run_on_all(writers: Peers, task: Callable[[], T]) -> list[T]:
         result = task()
     except OSError as error:
         failure = error
-    outcomes = writers.all_gather((result, None if failure is None else str(failure)))
+    message = None if failure is None else str(failure)
+    outcomes = writers.all_gather((result, message))
     if failure is not None:
         raise failure
-    for rank, (_, message) in enumerate(outcomes):
-        if message is not None:
-            raise OSError(f"writer {rank}: {message}")
+    # a writer whose own part has succeeded must not go on without the others
+    for rank, (_, other_message) in enumerate(outcomes):
+        if other_message is not None:
+            raise OSError(f"writer {rank}: {other_message}")
     return [result for result, _ in outcomes]
 
 
@@ -139,14 +141,15 @@ def create_folder(temporary: Path, writers: Peers) -> None:
     temporary.mkdir(parents=True)
 
 
-def write_shares(folder: Path, shares: list[TensorShare], writers: Peers) -> dict[str, str]:
+def write_shards(folder: Path, shards: list[CheckpointShard], writers: Peers) -> dict[str, str]:
     """Write the files of this writer and flush them; return their lines of SHA256SUMS by name."""
     lines = {}
-    for share in shares:
-        if writers.rank >= share.num_files:  # there are fewer tensors than writers
+    for shard in shards:
+        if writers.rank >= shard.num_files:  # there are fewer tensors than writers
             continue
-        file = folder / share.name_file(writers.rank)
-        save_tensors(file, share.tensors)
+        file = folder / shard.name_file(writers.rank)
+        save_tensors(file, shard.tensors)
+        # flushed before the folder is renamed, so that a power cut cannot leave partial files
         fsync(file)
         lines[file.name] = compute_checksum_line(file)
     return lines
@@ -154,22 +157,22 @@ def write_shares(folder: Path, shares: list[TensorShare], writers: Peers) -> dic
 
 def write_other_files(
     folder: Path,
-    shares: list[TensorShare],
+    shards: list[CheckpointShard],
     state: dict,
     tokenizer_json: dict,
     checksums: list[dict[str, str]],
 ) -> None:
     """Complete a folder in which all tensors have been written, and flush it.
 
-    checksums: what `write_shares` returned on each writer
+    checksums: what `write_shards` returned on each writer
     """
     contents = {
         "state.json": json.dumps(state, indent=1),
         "tokenizer.json": json.dumps(tokenizer_json),
     }
-    for share in shares:
-        if share.num_files > 1:
-            contents[f"{share.kind}.safetensors.index.json"] = json.dumps(share.build_index())
+    for shard in shards:
+        if shard.num_files > 1:
+            contents[f"{shard.kind}.safetensors.index.json"] = json.dumps(shard.build_index())
     lines: dict[str, str] = {}
     for lines_of_writer in checksums:
         lines.update(lines_of_writer)
@@ -217,7 +220,7 @@ def save_tensors(file: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 def get_model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the tensors of a model by name; tied ones once, under their first name."""
-    # safetensors refuses tensors that share memory
+    # safetensors refuses tensors that shard memory
     tied_names = aliases(model)
     return {name: tensor for name, tensor in model.state_dict().items() if name not in tied_names}
 
@@ -264,17 +267,10 @@ def verify(checkpoint: Path, peers: Peers = ALONE) -> None:
 
     peers: processes that divide the files; all of them must call it, and all get the same answer
     """
-    problem = find_damage(checkpoint, peers.rank, peers.size)
-    outcomes = peers.all_gather({"checkpoint": str(checkpoint), "problem": problem})
-    for rank, outcome in enumerate(outcomes):
-        if outcome["checkpoint"] != str(checkpoint):
-            raise ValueError(
-                f"rank {rank} resumes from {outcome['checkpoint']}, and rank {peers.rank} from "
-                f"{checkpoint}; start all ranks with the same command, on the same file system"
-            )
-    for outcome in outcomes:
-        if outcome["problem"] is not None:
-            raise ValueError(f"{checkpoint} is damaged: {outcome['problem']}")
+    problems = peers.all_gather(find_damage(checkpoint, peers.rank, peers.size))
+    for problem in problems:
+        if problem is not None:
+            raise ValueError(f"{checkpoint} is damaged: {problem}")
 
 
 def find_damage(checkpoint: Path, rank: int, num_ranks: int) -> str | None:
@@ -285,17 +281,15 @@ def find_damage(checkpoint: Path, rank: int, num_ranks: int) -> str | None:
         names = list_files(checkpoint)
         sizes = {name: (checkpoint / name).stat().st_size for name in names}
         rank_of = sharded_checkpoint.balance(sizes, num_ranks)
-        for name in names:
-            if (
-                rank_of[name] == rank
-                and compute_checksum_line(checkpoint / name) not in stored_lines
-            ):
+        for name in [name for name in names if rank_of[name] == rank]:
+            if compute_checksum_line(checkpoint / name) not in stored_lines:
                 return f"the checksum of {name} does not match"
     except OSError as error:
         name = Path(error.filename or "a file").name
         return f"{name} is missing or unreadable ({error.strerror})"
     except ValueError as error:  # an index
         return str(error)
+    # lines that are missing, added or cut, which no rank has looked for
     if [line.partition("  ")[2] for line in stored_lines] != [f"{name}\n" for name in names]:
         return f"the checksum of {CHECKSUMS} does not match"
     return None
@@ -327,9 +321,21 @@ def find_latest(run_folder: Path, peers: Peers = ALONE) -> Path | None:
     """Return the latest valid checkpoint, None without any; damaged ones are reported.
 
     peers: see `verify`
+
+    Raises:
+        ValueError: the processes see different checkpoints, as on machines without a shared folder
     """
+    paths = list_checkpoints(run_folder)
+    # `verify` expects all processes, so they must try the same checkpoints
+    names_by_rank = peers.all_gather([path.name for path in paths])
+    for rank, names in enumerate(names_by_rank):
+        if names != names_by_rank[0]:
+            raise ValueError(
+                f"rank {rank} finds {len(names)} checkpoints in {run_folder}, and rank 0 finds "
+                f"{len(names_by_rank[0])} or others; give an --out_dir that all machines share"
+            )
     # latest first
-    for path in reversed(list_checkpoints(run_folder)):
+    for path in reversed(paths):
         try:
             verify(path, peers)
             return path

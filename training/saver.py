@@ -11,7 +11,7 @@ from training import checkpoint, distributed, sharded_checkpoint, stopping
 from training.config import TrainConfig
 from training.distributed import World
 from training.peers import GroupPeers, Peers
-from training.sharded_checkpoint import TensorShare
+from training.sharded_checkpoint import CheckpointShard
 from utils import machine
 
 
@@ -42,7 +42,7 @@ class CheckpointSaver:
             self.writers = GroupPeers(self.writer_ranks, distributed.COLLECTIVE_TIMEOUT)
         self.thread: threading.Thread | None = None
         self.thread_error: Exception | None = None  # a bug, or another rank that died
-        # other ranks than the main process leave it to that to find out
+        # only the main process knows whether all writers have succeeded
         self.last_save_succeeded = not world.is_main
 
     def save(
@@ -64,8 +64,8 @@ class CheckpointSaver:
         self.wait()
         save_start = time.perf_counter()
         rank = self.world.rank
-        shares = [
-            sharded_checkpoint.take_share(
+        shards = [
+            sharded_checkpoint.gather_shard(
                 kind, tensors, self.writer_ranks, rank, copy=self.in_background
             )
             for kind, tensors in (("model", model_tensors), ("optimizer", optimizer_tensors))
@@ -74,14 +74,14 @@ class CheckpointSaver:
             return
         path = checkpoint.name_folder(run_folder, step)
         if not self.in_background:
-            self.write(path, shares, state, tokenizer_json, save_start)
+            self.write(path, shards, state, tokenizer_json, save_start)
             return
         # a stop would first have to wait for this save, and then save again
         self.stop.save_seconds *= 2
         # not a daemon, so that the process does not exit before the checkpoint is complete
         self.thread = threading.Thread(
             target=self.write_in_thread,
-            args=(path, shares, state, tokenizer_json, save_start),
+            args=(path, shards, state, tokenizer_json, save_start),
             name="checkpoint",
         )
         self.thread.start()
@@ -109,19 +109,20 @@ class CheckpointSaver:
     def write(
         self,
         path: Path,
-        shares: list[TensorShare],
+        shards: list[CheckpointShard],
         state: dict,
         tokenizer_json: dict,
         save_start: float,
     ) -> None:
-        """Write the share of this rank; the main process completes and reports the checkpoint."""
+        """Write the shards of this rank; the main process completes and reports the checkpoint."""
         failure = None
         try:
-            checkpoint.write(path, shares, state, tokenizer_json, self.writers)
+            checkpoint.write(path, shards, state, tokenizer_json, self.writers)
         except OSError as error:
             failure = error
         if not self.world.is_main:
             return
+        # how early a run with max_seconds must stop
         self.stop.save_seconds = time.perf_counter() - save_start
         self.last_save_succeeded = failure is None
         # each line is written at once, because the training loop may print at the same time

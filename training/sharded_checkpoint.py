@@ -34,7 +34,7 @@ BATCH_BYTES = 2**26
 
 
 @dataclass(frozen=True)
-class TensorShare:
+class CheckpointShard:
     """The tensors of one kind that one writer holds, and the files that the kind is divided into."""
 
     kind: str  # "model" or "optimizer"
@@ -61,7 +61,7 @@ def choose_writers(num_writers: int, world_size: int, shard_size: int | None) ->
 
     Args:
         num_writers: how many to choose, at most
-        shard_size: number of ranks that share one copy of the model (HSDP). Only those of the first
+        shard_size: number of ranks that shard one copy of the model (HSDP). Only those of the first
             copy write. None if there is no more than one sharded copy.
     """
     num_candidates = shard_size or world_size
@@ -76,6 +76,7 @@ def balance(sizes: dict[str, int], num_parts: int) -> dict[str, int]:
 
     sizes: the size of each thing, in bytes
     """
+    # a heap of (bytes so far, number of the part)
     parts = [(0, index) for index in range(num_parts)]
     part_of = {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
@@ -85,9 +86,9 @@ def balance(sizes: dict[str, int], num_parts: int) -> dict[str, int]:
     return part_of
 
 
-def take_share(
+def gather_shard(
     kind: str, tensors: dict[str, torch.Tensor], writers: list[int], rank: int, copy: bool
-) -> TensorShare:
+) -> CheckpointShard:
     """Bring each tensor to the rank that writes it. Every rank must call it.
 
     Args:
@@ -98,13 +99,14 @@ def take_share(
             while it is written
 
     Returns:
-        The share of this rank, which is without tensors if it writes none.
+        The shard of this rank, without tensors if it writes none.
     """
+    # An optimizer whose steps were all skipped has no tensors, and still gets its file.
     num_files = max(min(len(writers), len(tensors)), 1)
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
     file_index = balance(sizes, num_files)
     writer_of = {name: writers[index] for name, index in file_index.items()}
-    return TensorShare(kind, num_files, file_index, collect(tensors, writer_of, rank, copy))
+    return CheckpointShard(kind, num_files, file_index, collect(tensors, writer_of, rank, copy))
 
 
 # ---- bringing tensors together ----
@@ -118,13 +120,14 @@ def collect(
 
     Args:
         writer_of: the rank that writes each tensor
-        copy: see `take_share`
+        copy: see `gather_shard`
     """
     complete = {}
     sharded = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
             sharded[name] = tensor
+        # every rank has the same replicated tensors, so that nothing need be sent
         elif writer_of[name] == rank:
             complete[name] = tensor.detach().to("cpu", copy=copy)
     for batch in split_into_batches(sharded, writer_of):
@@ -163,6 +166,7 @@ def collect_batch(
     tensors: dict[str, DTensor], writer_of: dict[str, int], rank: int
 ) -> dict[str, torch.Tensor]:
     """Send the rows of this rank to the writers; return the tensors that this rank writes."""
+    # FSDP2 shards all parameters over one mesh
     mesh = next(iter(tensors.values())).device_mesh
     # with HSDP the other copies of the model hold the same rows, and need not send them
     if mesh.ndim > 1 and mesh.get_local_rank(0) > 0:
@@ -239,6 +243,7 @@ def read_like(saved: SavedTensor | torch.Tensor, parameter: torch.Tensor) -> tor
     # always a copy, because what is read may be a view of the file
     if not saved.shape or not isinstance(parameter, DTensor):
         return saved[...].to(device, copy=True)
+    # the last dimension of a mesh is the one that shards; HSDP's first one has the copies
     mesh = parameter.device_mesh
     num_rows = count_rows(parameter.shape[0], mesh.size(-1))
     own_index = mesh.get_local_rank(-1)
