@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 Tensors = dict[str, torch.Tensor]
 
 EMBEDDING = "transformer.wte.weight"
-INDEX = "model.safetensors.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 # A config may ask for more blocks than there are weights only if the blocks share their weights,
@@ -38,33 +37,36 @@ MAX_SHARED_BLOCKS = 1000
 MAX_ROPE_TABLE = 2**20 * 128
 
 
-def list_weight_files(folder: Path) -> list[Path]:
+def list_weight_files(folder: Path, kind: str = "model") -> list[Path]:
     """Return the files that hold the weights of a folder.
+
+    kind: beginning of their names; "optimizer" for the optimizer's state of a checkpoint
 
     Raises:
         ValueError: there are none, or the index names files that are not in the folder
     """
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
-    if not (folder / INDEX).is_file():
+    single_file = folder / f"{kind}.safetensors"
+    if single_file.is_file():
+        return [single_file]
+    index = folder / f"{kind}.safetensors.index.json"
+    if not index.is_file():
         if any(folder.glob("*.bin")):
             raise ValueError(
-                f"{folder} holds no model.safetensors (pytorch_model.bin is a pickle: save it as "
+                f"{folder} holds no {single_file.name} (pytorch_model.bin is a pickle: save it as "
                 "safetensors where it was made)"
             )
-        raise ValueError(f"{folder} holds no model.safetensors")
-    weight_map = files.read_json(folder / INDEX).get("weight_map")
+        raise ValueError(f"{folder} holds no {single_file.name}")
+    weight_map = files.read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(
-            f"{folder / INDEX}: weight_map is {shorten(weight_map)}, needed the file of each tensor"
+            f"{index}: weight_map is {shorten(weight_map)}, needed the file of each tensor"
         )
     for name in weight_map.values():
         # a name with a folder in it could lead to any file of the machine
         is_in_folder = isinstance(name, str) and Path(name).name == name
         if not is_in_folder or not name.endswith(".safetensors"):
             raise ValueError(
-                f"{folder / INDEX}: {shorten(name)} is not the name of a safetensors file in that "
-                "folder"
+                f"{index}: {shorten(name)} is not the name of a safetensors file in that folder"
             )
     return [folder / name for name in sorted(set(weight_map.values()))]
 

@@ -6,8 +6,7 @@ import sys
 
 from helpers import ROOT
 
-from training import checkpoint, metrics
-from training.checkpoint import load_tensors
+from training import checkpoint, metrics, sharded_checkpoint
 
 TIMINGS = ("seconds", "tokens_per_second", "memory")
 
@@ -45,10 +44,11 @@ def records(run):
 def final(run):
     """Every tensor of the newest checkpoint, as bytes."""
     path = checkpoint.find(run)
-    tensors = load_tensors(path / "model.safetensors") | load_tensors(
-        path / "optimizer.safetensors"
-    )
-    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+    return {
+        name: saved[...].numpy().tobytes()
+        for kind in ("model", "optimizer")
+        for name, saved in sharded_checkpoint.open_tensors(path, kind).items()
+    }
 
 
 def phase_of(run) -> str:

@@ -179,6 +179,8 @@ def test_jobs_of_torchrun_end_bit_for_bit_as_undisturbed_ones(corpus, tmp_path, 
         "eval_batches": 100,
     }
     keys |= {"num_hidden_layers": 1, "hidden_size": 384}  # 7 MB: the compiled graph is cut
+    if engine == "fsdp":
+        keys |= {"checkpoint_writers": 2, "save_in_background": True}
     run, whole = tmp_path / "run", tmp_path / "whole"
     assert begin(small_run(corpus, whole, **keys), processes=3).wait(timeout=400) == 0
     job = begin(small_run(corpus, run, **keys), processes=3, launcher=["--max-restarts=1"])

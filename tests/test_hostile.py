@@ -263,7 +263,7 @@ def test_shards_are_read_by_their_index(whole, tmp_path, kind):
         index.write_text(json.dumps({"weight_map": {**files, "ln_f.weight": name}}))
         assert "model.safetensors.index.json" in refused(folder)
     index.write_text(json.dumps({"weight_map": []}))
-    assert "is not the name of a safetensors file" in refused(folder)
+    assert "weight_map is [], needed the file of each tensor" in refused(folder)
     index.write_text(json.dumps({"weight_map": {**files, "ln_f.weight": "model-3.safetensors"}}))
     assert "model-3.safetensors is damaged or unreadable" in refused(folder)
     index.write_text(json.dumps({"weight_map": {"a": files["transformer.wte.weight"]}}))

@@ -87,10 +87,15 @@ LONG = {
 
 
 @pytest.mark.parametrize(
-    ("dtype", "times"), [("float32", 2), pytest.param("bfloat16", 8, marks=pytest.mark.slow)]
+    ("dtype", "times", "background"),
+    [
+        ("float32", 2, False),
+        pytest.param("float32", 2, True, marks=pytest.mark.slow),
+        pytest.param("bfloat16", 8, False, marks=pytest.mark.slow),
+    ],
 )
-def test_killed_runs_end_bit_for_bit_as_the_whole_one(corpus, tmp_path, dtype, times):
-    keys = {**LONG, "dtype": dtype, "resume": "auto"}
+def test_killed_runs_end_bit_for_bit_as_the_whole_one(corpus, tmp_path, dtype, times, background):
+    keys = {**LONG, "dtype": dtype, "resume": "auto", "save_in_background": background}
     finish(*small_run(corpus, tmp_path / "whole", **keys))
     run, draw, killed = tmp_path / "run", random.Random(0), collections.Counter()
     wanted = ["training", "evaluation", "saving"] * times

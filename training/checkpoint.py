@@ -8,9 +8,12 @@
     tokenizer.json          the tokenizer, so that sampling does not need the corpus
     SHA256SUMS              checksums of these files, as `sha256sum -c` reads them
 
+Several writers divide the weights and the state into a file each, and an index says what is where
+(training/sharded_checkpoint.py). Every tensor is stored whole, whatever the number of ranks and the
+engine that trained it.
+
 The folder is written under a temporary name and then renamed. If a step is saved again, the older
-folder stays as `step_00001000.old` until the new one is in its place. Tensors are stored in full,
-whatever the number of ranks and the engine that trained them.
+folder stays as `step_00001000.old` until the new one is in its place.
 """
 
 import hashlib
@@ -19,8 +22,9 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import safetensors
 import torch
@@ -34,9 +38,14 @@ from model import weights as weight_files
 from model.gpt import GPT
 from model.options import collect_options, legacy_defaults, rename_aliases
 from model.parameters import aliases
+from training import sharded_checkpoint
+from training.peers import Peers
+from training.sharded_checkpoint import CheckpointShard
 from utils import files
 
-FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.json")
+T = TypeVar("T")
+
+ALONE = Peers()  # one process that writes or verifies a checkpoint by itself
 CHECKSUMS = "SHA256SUMS"
 STATE_TYPES = {"corpus": dict, "model": str, "model_config": dict, "run_config": dict, "step": int}
 
@@ -51,41 +60,145 @@ def save(
     state: dict,
     tokenizer_json: dict,
 ) -> Path:
-    """Write the checkpoint of `state["step"]` below the run folder and return its path.
+    """Write the checkpoint of `state["step"]` from one process and return its path; see `write`."""
+    shards = [
+        sharded_checkpoint.gather_shard(kind, tensors, writers=[0], rank=0, copy=False)
+        for kind, tensors in (("model", model_tensors), ("optimizer", optimizer_tensors))
+    ]
+    path = name_folder(run_folder, state["step"])
+    write(path, shards, state, tokenizer_json)
+    return path
+
+
+def name_folder(run_folder: Path, step: int) -> Path:
+    """Return the folder of the checkpoint of a step."""
+    return run_folder / "checkpoints" / f"step_{step:08d}"
+
+
+def write(
+    path: Path,
+    shards: list[CheckpointShard],
+    state: dict,
+    tokenizer_json: dict,
+    writers: Peers = ALONE,
+) -> None:
+    """Write a checkpoint. Every writer must call it; it is complete when the first one returns.
+
+    Args:
+        path: folder of the checkpoint
+        shards: what this writer holds of the weights and of the optimizer's state
+        state: for state.json; that of the first writer is used
+        tokenizer_json: for tokenizer.json
+        writers: this process among those that write
 
     Raises:
-        OSError: it cannot be written, for example because the disk is full. Partially written files are
-            removed, and earlier checkpoints stay.
+        OSError: this writer or another one failed, for example because the disk is full. Partially
+            written files are removed, and earlier checkpoints stay.
     """
-    final = run_folder / "checkpoints" / f"step_{state['step']:08d}"
-    # a save that was killed is of no use to anybody
-    for leftover in run_folder.glob("checkpoints/*.tmp"):  # of a save that was killed
-        shutil.rmtree(leftover, ignore_errors=True)
-    temporary = final.with_name(f"{final.name}.tmp")
-    previous = final.with_name(f"{final.name}.old")
+    temporary = path.with_name(f"{path.name}.tmp")
     try:
-        # everything is flushed to disk before the folder is renamed
-        temporary.mkdir(parents=True)
-        save_tensors(temporary / "model.safetensors", model_tensors)
-        save_tensors(temporary / "optimizer.safetensors", optimizer_tensors)
-        (temporary / "tokenizer.json").write_text(json.dumps(tokenizer_json), encoding="utf-8")
-        (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
-        (temporary / CHECKSUMS).write_text(compute_checksums(temporary), encoding="utf-8")
-        for file in temporary.iterdir():
-            fsync(file)
-        # a rename cannot replace a folder that is not empty
-        fsync(temporary)
-        if final.exists():
-            shutil.rmtree(previous, ignore_errors=True)
-            final.replace(previous)
-        temporary.replace(final)
-        # after a power cut the new name must not exist without the data
-        fsync(final.parent)
-        shutil.rmtree(previous, ignore_errors=True)
+        # no writer begins before the folder exists
+        run_on_all(writers, lambda: create_folder(temporary, writers))
+        # no writer is at work when the folder is renamed or removed
+        checksums = run_on_all(writers, lambda: write_shards(temporary, shards, writers))
+        if writers.rank == 0:
+            write_other_files(temporary, shards, state, tokenizer_json, checksums)
+            replace_folder(path, temporary)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if writers.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
         raise
-    return final
+
+
+def run_on_all(writers: Peers, task: Callable[[], T]) -> list[T]:
+    """Run a part of the work on every writer and return the results of all, ordered by rank.
+
+    Raises:
+        OSError: that of this writer, or of the first one on which the task raised one
+    """
+    result = None
+    failure = None
+    try:
+        result = task()
+    except OSError as error:
+        failure = error
+    message = None if failure is None else str(failure)
+    outcomes = writers.all_gather((result, message))
+    if failure is not None:
+        raise failure
+    # a writer whose own part has succeeded must not go on without the others
+    for rank, (_, other_message) in enumerate(outcomes):
+        if other_message is not None:
+            raise OSError(f"writer {rank}: {other_message}")
+    return [result for result, _ in outcomes]
+
+
+def create_folder(temporary: Path, writers: Peers) -> None:
+    """Create the folder of a checkpoint, and remove those of saves that were killed."""
+    if writers.rank > 0:
+        return
+    for leftover in temporary.parent.glob("*.tmp"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    temporary.mkdir(parents=True)
+
+
+def write_shards(folder: Path, shards: list[CheckpointShard], writers: Peers) -> dict[str, str]:
+    """Write the files of this writer and flush them; return their lines of SHA256SUMS by name."""
+    lines = {}
+    for shard in shards:
+        if writers.rank >= shard.num_files:  # there are fewer tensors than writers
+            continue
+        file = folder / shard.name_file(writers.rank)
+        save_tensors(file, shard.tensors)
+        # flushed before the folder is renamed, so that a power cut cannot leave partial files
+        fsync(file)
+        lines[file.name] = compute_checksum_line(file)
+    return lines
+
+
+def write_other_files(
+    folder: Path,
+    shards: list[CheckpointShard],
+    state: dict,
+    tokenizer_json: dict,
+    checksums: list[dict[str, str]],
+) -> None:
+    """Complete a folder in which all tensors have been written, and flush it.
+
+    checksums: what `write_shards` returned on each writer
+    """
+    contents = {
+        "state.json": json.dumps(state, indent=1),
+        "tokenizer.json": json.dumps(tokenizer_json),
+    }
+    for shard in shards:
+        if shard.num_files > 1:
+            contents[f"{shard.kind}.safetensors.index.json"] = json.dumps(shard.build_index())
+    lines: dict[str, str] = {}
+    for lines_of_writer in checksums:
+        lines.update(lines_of_writer)
+    for name, content in contents.items():
+        (folder / name).write_text(content, encoding="utf-8")
+        fsync(folder / name)
+        lines[name] = compute_checksum_line(folder / name)
+    # the order of `list_files` is part of the format, because `verify` compares with it
+    sums = "".join(lines[name] for name in list_files(folder))
+    (folder / CHECKSUMS).write_text(sums, encoding="utf-8")
+    fsync(folder / CHECKSUMS)
+    fsync(folder)
+
+
+def replace_folder(path: Path, temporary: Path) -> None:
+    """Give a complete folder its name. An older checkpoint of the same step exists until then."""
+    # a rename cannot replace a folder that is not empty
+    previous = path.with_name(f"{path.name}.old")
+    if path.exists():
+        shutil.rmtree(previous, ignore_errors=True)
+        path.replace(previous)
+    temporary.replace(path)
+    # after a power cut the new name must not exist without the data
+    fsync(path.parent)
+    shutil.rmtree(previous, ignore_errors=True)
 
 
 def save_tensors(file: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -95,20 +208,20 @@ def save_tensors(file: Path, tensors: dict[str, torch.Tensor]) -> None:
         OSError: it cannot be written
     """
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    # The library makes files that only their owner can read; an empty file shows the default.
+    # Setting os.umask to read it would change it for the other threads as well.
+    file.touch()
+    permissions = file.stat().st_mode
     try:
         save_file(contiguous, file, metadata={"format": "pt"})
     except safetensors.SafetensorError as error:  # how the library reports an OSError
         raise OSError(str(error)) from error
-    # the library makes files that only their owner can read; os.umask can only be read by setting
-    # it
-    umask = os.umask(0)
-    os.umask(umask)
-    file.chmod(0o666 & ~umask)
+    file.chmod(permissions)
 
 
 def get_model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the tensors of a model by name; tied ones once, under their first name."""
-    # safetensors refuses tensors that share memory
+    # safetensors refuses tensors that shard memory
     tied_names = aliases(model)
     return {name: tensor for name, tensor in model.state_dict().items() if name not in tied_names}
 
@@ -125,34 +238,62 @@ def fsync(path: Path) -> None:
 # ---- checksums ----
 
 
-def compute_checksums(checkpoint: Path) -> str:
-    """Return the contents of SHA256SUMS: a line with hash and name for every other file."""
-    lines = []
-    for name in FILES:
-        # in pieces, so that a checkpoint larger than the memory can be verified
-        with open(checkpoint / name, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        lines.append(f"{digest}  {name}\n")
-    return "".join(lines)
+def list_files(checkpoint: Path) -> list[str]:
+    """Return the names of the files of a checkpoint, in the order of SHA256SUMS.
+
+    Raises:
+        ValueError: an index is damaged
+    """
+    names = []
+    for kind in ("model", "optimizer"):
+        index = f"{kind}.safetensors.index.json"
+        if not (checkpoint / index).is_file():
+            names.append(f"{kind}.safetensors")
+            continue
+        names.extend(file.name for file in weight_files.list_weight_files(checkpoint, kind))
+        names.append(index)
+    return [*names, "state.json", "tokenizer.json"]
 
 
-def verify(checkpoint: Path) -> None:
-    """Raise ValueError if a file is missing, or not byte for byte what was saved."""
+def compute_checksum_line(file: Path) -> str:
+    """Return the line of SHA256SUMS for a file."""
+    # in pieces, so that a checkpoint larger than the memory can be verified
+    with open(file, "rb") as opened_file:
+        digest = hashlib.file_digest(opened_file, "sha256").hexdigest()
+    return f"{digest}  {file.name}\n"
+
+
+def verify(checkpoint: Path, peers: Peers = ALONE) -> None:
+    """Raise ValueError if a file is missing, or not byte for byte what was saved.
+
+    peers: processes that divide the files; all of them must call it, and all get the same answer
+    """
+    problems = peers.all_gather(find_damage(checkpoint, peers.rank, peers.size))
+    for problem in problems:
+        if problem is not None:
+            raise ValueError(f"{checkpoint} is damaged: {problem}")
+
+
+def find_damage(checkpoint: Path, rank: int, num_ranks: int) -> str | None:
+    """Hash one of `num_ranks` parts of a checkpoint; return what is damaged, or None."""
     try:
         stored = (checkpoint / CHECKSUMS).read_bytes().decode(errors="replace")
-        computed = compute_checksums(checkpoint)
+        stored_lines = stored.splitlines(keepends=True)
+        names = list_files(checkpoint)
+        sizes = {name: (checkpoint / name).stat().st_size for name in names}
+        rank_of = sharded_checkpoint.balance(sizes, num_ranks)
+        for name in [name for name in names if rank_of[name] == rank]:
+            if compute_checksum_line(checkpoint / name) not in stored_lines:
+                return f"the checksum of {name} does not match"
     except OSError as error:
         name = Path(error.filename or "a file").name
-        raise ValueError(
-            f"{checkpoint} is damaged: {name} is missing or unreadable ({error.strerror})"
-        ) from error
-    if stored == computed:
-        return
-    damaged_files = [
-        name for name, line in zip(FILES, computed.splitlines()) if line not in stored.splitlines()
-    ]
-    name = damaged_files[0] if damaged_files else CHECKSUMS
-    raise ValueError(f"{checkpoint} is damaged: the checksum of {name} does not match")
+        return f"{name} is missing or unreadable ({error.strerror})"
+    except ValueError as error:  # an index
+        return str(error)
+    # lines that are missing, added or cut, which no rank has looked for
+    if [line.partition("  ")[2] for line in stored_lines] != [f"{name}\n" for name in names]:
+        return f"the checksum of {CHECKSUMS} does not match"
+    return None
 
 
 # ---- the checkpoints of a run ----
@@ -177,15 +318,31 @@ def get_step(checkpoint: Path) -> int:
     return int(re.match(r"step_(\d+)", checkpoint.name)[1])
 
 
-def find_latest(run_folder: Path) -> Path | None:
-    """Return the latest valid checkpoint, None without any; damaged ones are reported."""
+def find_latest(run_folder: Path, peers: Peers = ALONE) -> Path | None:
+    """Return the latest valid checkpoint, None without any; damaged ones are reported.
+
+    peers: see `verify`
+
+    Raises:
+        ValueError: the processes see different checkpoints, as on machines without a shared folder
+    """
+    paths = list_checkpoints(run_folder)
+    # `verify` expects all processes, so they must try the same checkpoints
+    names_by_rank = peers.all_gather([path.name for path in paths])
+    for rank, names in enumerate(names_by_rank):
+        if names != names_by_rank[0]:
+            raise ValueError(
+                f"rank {rank} finds {len(names)} checkpoints in {run_folder}, and rank 0 finds "
+                f"{len(names_by_rank[0])} or others; give an --out_dir that all machines share"
+            )
     # latest first
-    for path in reversed(list_checkpoints(run_folder)):
+    for path in reversed(paths):
         try:
-            verify(path)
+            verify(path, peers)
             return path
         except ValueError as error:
-            print(f"warning: {error}; using the checkpoint before it", file=sys.stderr)
+            if peers.rank == 0:
+                print(f"warning: {error}; using the checkpoint before it", file=sys.stderr)
     return None
 
 
@@ -216,19 +373,21 @@ def rename_damaged(run_folder: Path, resume_checkpoint: Path | None) -> None:
         path.replace(target)
 
 
-def find(path: str | Path) -> Path:
+def find(path: str | Path, peers: Peers = ALONE) -> Path:
     """Return the checkpoint that a run folder (its latest valid one) or a checkpoint folder names.
+
+    peers: see `verify`
 
     Raises:
         ValueError: there is none, or it is damaged
     """
     path = Path(path)
     if (path / "state.json").is_file() or (path / CHECKSUMS).is_file():
-        verify(path)
+        verify(path, peers)
         return path
     if not path.exists():
         raise ValueError(f"{path} does not exist; give a run folder made by train.py")
-    latest = find_latest(path)
+    latest = find_latest(path, peers)
     if latest is not None:
         return latest
     kind = "valid checkpoint" if list_checkpoints(path) else "checkpoint"

@@ -1,21 +1,18 @@
 """Weights of a sharded model that was built on torch's meta device.
 
 A model that FSDP2 shards may be larger than the memory of a rank. Each rank therefore initializes
-only some of the parameters, and all ranks keep their rows of each; or it reads its rows from a
-checkpoint. The weights have the same bits as those of one process.
+only some of the parameters, and all ranks keep their rows of each. The weights have the same bits as
+those of one process. `sharded_checkpoint.load_model_tensors` reads the rows of a checkpoint.
 """
-
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
-from model import weights
 from model.gpt import GPT
 from model.parameters import aliases, rules_of, start_by_name
 from training.distributed import World
+from training.muon import count_rows
 
 
 def allocate(model: GPT, device: torch.device) -> None:
@@ -63,25 +60,11 @@ def initialize(model: GPT, world: World, seed: int) -> None:
                 parameter.copy_(full_parameter)
 
 
-@torch.no_grad()
-def load(model: GPT, folder: Path) -> None:
-    """Read this rank's rows of all parameters from a checkpoint, whose tensors are stored in full."""
-    parameters = dict(model.named_parameters())
-    for file in weights.list_weight_files(folder):
-        with safe_open(file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 (it is not a mapping)
-                parameter = parameters[name]
-                if isinstance(parameter, DTensor) and parameter.ndim:
-                    rows = get_own_rows(parameter)
-                    parameter.to_local().copy_(opened.get_slice(name)[rows])
-                else:
-                    parameter.copy_(opened.get_tensor(name))
-
-
 def get_own_rows(parameter: DTensor) -> slice:
     """Return which rows of a parameter this rank has; FSDP2 cuts the first dimension."""
-    num_shards = parameter.device_mesh.size(-1)
-    shard_index = parameter.device_mesh.get_local_rank(-1)
-    rows_per_shard = -(-parameter.shape[0] // num_shards)
-    first_row = min(shard_index * rows_per_shard, parameter.shape[0])
-    return slice(first_row, min(first_row + rows_per_shard, parameter.shape[0]))
+    # the last dimension of a mesh is the one that shards; HSDP's first one has the copies
+    mesh = parameter.device_mesh
+    num_rows = count_rows(parameter.shape[0], mesh.size(-1))
+    own_index = mesh.get_local_rank(-1)
+    first_row = sum(num_rows[:own_index])
+    return slice(first_row, first_row + num_rows[own_index])

@@ -9,7 +9,7 @@ from torch import nn
 
 from model import model_class
 from model.options import collect_options, legacy_defaults, rename_aliases
-from training import checkpoint, optimizer
+from training import checkpoint, distributed, optimizer
 from training.config import TrainConfig
 
 # Keys of older runs that have been removed, and had no effect on what a step computes.
@@ -122,9 +122,12 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
                 "another --out_dir"
             )
         return None
-    # this verifies checksums, and falls back to earlier checkpoints
-    latest = checkpoint.find_latest(out_dir)
-    chosen = latest if config.resume == "auto" else checkpoint.find(config.resume)
+    # The ranks divide the files to hash. A damaged checkpoint is skipped for the one before it.
+    peers = distributed.connect_peers()
+    latest = checkpoint.find_latest(out_dir, peers)
+    chosen = latest
+    if config.resume != "auto":
+        chosen = checkpoint.find(config.resume, peers)
     if chosen is None and checkpoint.list_checkpoints(out_dir):
         raise ValueError(
             f"out_dir={out_dir} has no valid checkpoint; give another --out_dir, or empty it"

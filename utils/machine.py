@@ -21,6 +21,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
+def num_machines() -> int:
+    """Return the number of machines of this job; 1 without torchrun."""
+    return world_size() // int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+
+
 def can_compile(device_type: str = "cpu") -> bool:
     """Return whether torch.compile has what it needs: on a CPU a C++ compiler and Python.h."""
     if device_type != "cpu":

@@ -1,0 +1,63 @@
+"""Processes that divide a task on the host and exchange its results.
+
+Unlike the collectives of the training loop, these exchanges need no device, may run in a thread
+beside training, and may come before the process group exists.
+"""
+
+import json
+from datetime import timedelta
+
+import torch.distributed as dist
+
+
+class Peers:
+    """Processes that share a task, of which this is number `rank`; by itself, one process alone."""
+
+    rank = 0
+    size = 1
+
+    def all_gather(self, value: object) -> list:
+        """Return the values of all processes, ordered by rank. All of them must call it.
+
+        value: anything that JSON can express
+        """
+        return [value]
+
+
+class GroupPeers(Peers):
+    """Some ranks of the job, with a process group of their own."""
+
+    def __init__(self, ranks: list[int], timeout: timedelta):
+        """Form the group. Every rank of the job must call it, also those outside the group."""
+        # a group of its own, so that a thread can use it while the training loop uses the others
+        self.group = dist.new_group(ranks, backend="gloo", timeout=timeout)
+        # -1 outside the group
+        self.rank = dist.get_rank(self.group)
+        self.size = len(ranks)
+
+    def all_gather(self, value: object) -> list:
+        values: list = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+
+class StorePeers(Peers):
+    """All ranks of the job, which meet at its key-value store."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int):
+        self.store = store
+        self.rank = rank
+        self.size = size
+        self.num_calls = 0
+
+    def all_gather(self, value: object) -> list:
+        self.num_calls += 1
+        prefix = f"all_gather_{self.num_calls}"
+        self.store.set(f"{prefix}/value_{self.rank}", json.dumps(value))
+        # `get` waits until the other rank has set its value
+        values = [json.loads(self.store.get(f"{prefix}/value_{rank}")) for rank in range(self.size)]
+        # Without torchrun the store lives in rank 0, which must not exit while others still read.
+        self.store.set(f"{prefix}/done_{self.rank}", "")
+        if self.rank == 0:
+            self.store.wait([f"{prefix}/done_{rank}" for rank in range(self.size)])
+        return values
