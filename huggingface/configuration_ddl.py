@@ -14,7 +14,7 @@ class DDLConfig(PreTrainedConfig):
     model_type = "ddl"
     # transformers declares these two as plain class attributes
     attribute_map = {"max_position_embeddings": "block_size"}  # noqa: RUF012
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012
 
     def __post_init__(self, **keys):
         defaults = dataclasses.asdict(Model.Config())

@@ -18,6 +18,11 @@ from .gpt import at_least_fp32
 from .parameters import aliases
 from .stem import Model
 
+# transformers 5.24 renamed past_key_values, in calls and in outputs
+CACHE_NAME = "past_key_values"
+if "cache" in CausalLMOutputWithPast.__dataclass_fields__:
+    CACHE_NAME = "cache"
+
 UNSUPPORTED_ARGUMENTS = (
     "inputs_embeds",
     "position_ids",
@@ -31,6 +36,9 @@ class GenerationCache:
     """Wraps the model's own cache with the interface that generate() expects."""
 
     is_compileable = False
+    # for transformers 5.24 and later: no layer has linear attention, and nothing can be dropped
+    is_linear = (False,)
+    is_croppable = False
 
     def __init__(self, cache: Cache):
         self.cache = cache
@@ -128,6 +136,7 @@ class DDLForCausalLM(PreTrainedModel, GenerationMixin):
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         past_key_values: GenerationCache | None = None,
+        cache: GenerationCache | None = None,
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
@@ -143,6 +152,7 @@ class DDLForCausalLM(PreTrainedModel, GenerationMixin):
             attention_mask: (B, number of tokens so far), 0 at the padding, which is on the left; it
                 may also be on the right if there is no cache
             past_key_values: the cache of an earlier call, to continue from
+            cache: its name since transformers 5.24
             labels: int64 (B, T), -100 at tokens without a loss
             use_cache: return a new cache if there is none
 
@@ -158,14 +168,14 @@ class DDLForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError("input_ids is missing")
         self.place_rope()
         self.gpt.activation_checkpointing = self.gradient_checkpointing and self.training
-        if past_key_values is None and use_cache:
-            past_key_values = self.new_cache()
-        if past_key_values is None:
+        if cache is None:
+            cache = past_key_values
+        if cache is None and use_cache:
+            cache = self.new_cache()
+        if cache is None:
             hidden = self.compute_hidden(input_ids, attention_mask)
         else:
-            hidden = self.compute_hidden_with_cache(
-                past_key_values.cache, input_ids, attention_mask
-            )
+            hidden = self.compute_hidden_with_cache(cache.cache, input_ids, attention_mask)
         positions = logits_to_keep
         if isinstance(logits_to_keep, int):
             positions = slice(-logits_to_keep, None)  # 0 keeps all
@@ -175,7 +185,7 @@ class DDLForCausalLM(PreTrainedModel, GenerationMixin):
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
             )
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE_NAME: cache})
         return output if return_dict is not False else output.to_tuple()
 
     def compute_hidden(self, ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -229,12 +239,12 @@ class DDLForCausalLM(PreTrainedModel, GenerationMixin):
         """Create the cache of a call of generate()."""
         if generation_config.cache_implementation is not None:
             raise ValueError("cache_implementation: this model has its own cache; omit the key")
-        if model_kwargs.get("past_key_values") is None and generation_config.use_cache:
+        if model_kwargs.get(CACHE_NAME) is None and generation_config.use_cache:
             # a cache that is returned to the caller may be continued up to block_size
             length = None
             if not generation_config.return_dict_in_generate:
                 length = min(max_cache_length, self.config.block_size)
-            model_kwargs["past_key_values"] = self.new_cache(length)
+            model_kwargs[CACHE_NAME] = self.new_cache(length)
 
 
 def count_left_padding(mask: torch.Tensor) -> torch.Tensor:

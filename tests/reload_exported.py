@@ -23,6 +23,11 @@ def load(folder, **keys):
     return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, **keys)
 
 
+def cache_of(output):
+    """The cache of an output: transformers 5.24 renamed it."""
+    return output.cache if "cache" in output else output.past_key_values
+
+
 def generated(model, ids, **keys):
     torch.manual_seed(0)
     return model.generate(ids, max_new_tokens=6, min_new_tokens=6, **keys)
@@ -47,7 +52,7 @@ def generation(model, ids) -> dict:
     longer = torch.cat((first.sequences, ids[:2, :2]), dim=1)
     mask = torch.cat((masks, masks.new_ones(2, 8)), dim=1)
     rest = {"attention_mask": mask, "do_sample": False}
-    kept = first.past_key_values
+    kept = cache_of(first)
     found["continued_True"] = generated(model, longer, past_key_values=kept, **rest)
     found["continued_False"] = generated(model, longer, use_cache=False, **rest)
     return found
@@ -56,7 +61,7 @@ def generation(model, ids) -> dict:
 def cached_logits(model, ids):
     """Of all tokens: five at once, then two, then one by one."""
     out = model(ids[:, :5], use_cache=True)
-    logits, cache = [out.logits], out.past_key_values
+    logits, cache = [out.logits], cache_of(out)
     for part in (ids[:, 5:7], *ids[:, 7:].split(1, dim=1)):
         logits.append(model(part, past_key_values=cache).logits)
     return torch.cat(logits, dim=1)
