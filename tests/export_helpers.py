@@ -24,7 +24,8 @@ CC = "DDL-gpt-mha-rope-CC"
 
 def noisy(stem, keys):
     """Return a model with noisy weights, so that the most likely token is not the last one."""
-    model = build(stem, **{**TINY, **keys})
+    # a sequence of random numbers that goes on with the noise
+    model = build(stem, **{**TINY, "init_order": "sequential", **keys})
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))

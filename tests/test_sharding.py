@@ -139,7 +139,7 @@ def check_precision(world) -> None:
     for name, dtype in gathered_dtypes.items():
         is_rounded = rules[f"transformer.h.0.{name}"].rounded
         assert dtype == (torch.bfloat16 if is_rounded else torch.float32), name
-    assert isinstance(model.transformer.wte.weight, DTensor)
+    assert isinstance(block.attn.c_q.weight, DTensor)
     assert not isinstance(block.ln_1.weight, DTensor)
 
 

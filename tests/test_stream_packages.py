@@ -88,7 +88,12 @@ def test_manifold_connections_equal_those_of_liger_kernel(n, iterations):
 def mixing(n, iterations, **keys):
     """mHC whose biases are somewhere else: where they start nothing is mixed."""
     model = moved(
-        "mHC-gpt-mha-rope", hc_streams=n, mhc_iterations=iterations, num_hidden_layers=1, **keys
+        "mHC-gpt-mha-rope",
+        hc_streams=n,
+        mhc_iterations=iterations,
+        num_hidden_layers=1,
+        init_order="sequential",
+        **keys,
     )
     with torch.no_grad():
         for own in (model.transformer.h[0].hc_attn, model.transformer.h[0].hc_mlp):
