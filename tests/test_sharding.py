@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from model import MODEL_NAMES, build
+from model import MODEL_NAMES, build, model_class
 from training import distributed, materialize, optimizer
 from training.config import TrainConfig
 from training.muon import Muon, count_rows
@@ -318,6 +318,32 @@ def test_ranks_initialize_the_weights_of_one_process():
 @pytest.mark.parametrize("shard_size", [None, 2])
 def test_four_ranks_initialize_the_weights_of_one_process(shard_size):
     run_on_ranks(check_start, 4, MODEL_NAMES, shard_size)
+
+
+@pytest.mark.parametrize("name", MODEL_NAMES)
+def test_every_variant_is_built_on_meta(name):
+    config = build(name, **SIZE).config
+    assert materialize.build_on_meta(name, config).transformer.wte.weight.is_meta
+
+
+@pytest.mark.parametrize("kind", ["buffer", "attribute"])
+def test_a_model_with_other_tensors_than_parameters_is_built_with_its_values(kind, monkeypatch):
+    variant = model_class("gpt-mha-rope")
+
+    class Decaying(variant.Block):
+        def __init__(self, config, layer):
+            super().__init__(config, layer)
+            decay = torch.full((2,), 0.5)
+            if kind == "buffer":
+                self.register_buffer("decay", decay)
+            else:
+                self.decay = [decay]
+
+    monkeypatch.setattr(variant, "Block", Decaying)
+    model = materialize.build_on_meta("gpt-mha-rope", variant.Config(**SIZE))
+    assert not model.transformer.wte.weight.is_meta
+    decay = model.transformer.h[0].decay
+    assert (decay if kind == "buffer" else decay[0]).tolist() == [0.5, 0.5]
 
 
 def check_load(world, folder: str) -> None:

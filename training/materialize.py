@@ -8,11 +8,47 @@ those of one process. `sharded_checkpoint.load_model_tensors` reads the rows of 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
-from model.gpt import GPT
+from model import build
+from model.gpt import GPT, GPTConfig
 from model.parameters import aliases, rules_of, start_by_name
 from training.distributed import World
 from training.muon import count_rows
+
+
+def build_on_meta(name: str, model_config: GPTConfig) -> GPT:
+    """Build a model on the meta device; on the CPU if it holds more than its parameters.
+
+    The values of a buffer, or of a tensor that is an attribute of a module, cannot be recovered from
+    the meta device. The RoPE tables are computed anew.
+    """
+    try:
+        with torch.device("meta"):
+            model = build(name, model_config)
+    except Exception:  # the code of a user-defined variant may look at values of tensors
+        return build(name, model_config)
+    if holds_other_tensors(model):
+        return build(name, model_config)
+    return model
+
+
+def holds_other_tensors(model: GPT) -> bool:
+    """Return whether a model has tensors besides its parameters and its RoPE tables."""
+    for module_name, module in model.named_modules():
+        buffer_names = {name for name, _ in module.named_buffers(recurse=False)}
+        if module_name == "":
+            buffer_names -= {"rope_cos", "rope_sin"}
+        if buffer_names:
+            return True
+        attributes = [
+            value
+            for name, value in vars(module).items()
+            if name not in ("_parameters", "_buffers", "_modules")
+        ]
+        if any(torch.is_tensor(leaf) for leaf in tree_leaves(attributes)):
+            return True
+    return False
 
 
 def allocate(model: GPT, device: torch.device) -> None:
