@@ -247,6 +247,11 @@ class Text:
         token_bytes = self.tokenizer.decode_single_token_bytes(token)
         return self.release(self.decoder.decode(token_bytes), final=False)
 
+    def ends_within_character(self) -> bool:
+        """Return whether the last token begins a character that it does not complete."""
+        incomplete_bytes, _ = self.decoder.getstate()
+        return bool(incomplete_bytes)
+
     def end(self) -> str:
         """Return the text that was kept back, as no token follows."""
         if self.stopped:

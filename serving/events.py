@@ -122,8 +122,8 @@ def describe_statistics(model: GPT) -> list[dict]:
 class Pieces:
     """Divides a text into tokens, of which each has the text that it adds.
 
-    A token that ends within a character adds no text; it is sent together with the token that
-    completes the character. Generated tokens are held back while a stop string may begin in them.
+    A token that ends within a character is sent together with the token that completes the
+    character. Generated tokens are held back while a stop string may begin in them.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: list[str]):
@@ -174,7 +174,11 @@ class Pieces:
         """Take from `held_back` the tokens whose text can be sent, up to the end of a character."""
         num_tokens = 0
         num_left = self.num_ready
-        for index, piece in enumerate(self.held_back):
+        candidates = self.held_back
+        # the last token may get more text, also if it ends a character before it begins another
+        if self.text.ends_within_character():
+            candidates = self.held_back[:-1]
+        for index, piece in enumerate(candidates):
             num_left -= len(piece["text"])
             if num_left >= 0 and piece["text"]:
                 num_tokens = index + 1
