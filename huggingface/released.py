@@ -259,11 +259,11 @@ def convert_weights(tensors: Tensors, model: GPT) -> Tensors:
         keeps_pair = read_name in expected
         weight = converted[weight_name]
         read = converted[read_name]
-        num_columns = expected[read_name if keeps_pair else weight_name].shape[-1]
-        if weight.ndim != 2 or read.shape != (num_columns,) or weight.shape[1] > num_columns:
+        value_channels = expected[read_name if keeps_pair else weight_name].shape[-1]
+        if weight.ndim != 2 or read.shape != (value_channels,) or weight.shape[1] > value_channels:
             raise ValueError(
                 f"{weight_name} {tuple(weight.shape)} and {read_name} {tuple(read.shape)} do not "
-                f"form a pair, which has the shapes (d, K) and (v,) with K at most v={num_columns}"
+                f"form a pair, which has the shapes (d, K) and (d_v,) with K at most d_v={value_channels}"
             )
         if not keeps_pair:
             converted[weight_name] = fold_channel_conv(weight, converted.pop(read_name))
@@ -362,8 +362,8 @@ def derive_settings(
     # The config cannot tell the kernel size: its default there is 4, whatever the weights have.
     if cc_read == "pair" and has_pair and weight.ndim == 2 and read.ndim == 1:
         num_taps = weight.shape[1]
-        num_columns = read.shape[0]
-        if num_taps != num_columns:
+        value_channels = read.shape[0]
+        if num_taps != value_channels:
             derived["ddl_state_shortconv_kernel_size"] = num_taps
     return derived
 
