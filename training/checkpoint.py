@@ -221,7 +221,7 @@ def save_tensors(file: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 def get_model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the tensors of a model by name; tied ones once, under their first name."""
-    # safetensors refuses tensors that shard memory
+    # safetensors refuses tensors that share memory
     tied_names = aliases(model)
     return {name: tensor for name, tensor in model.state_dict().items() if name not in tied_names}
 
