@@ -99,6 +99,26 @@ def edits_of_connection(read) -> dict:
     return edits
 
 
+def edits_of_gated_read(read) -> dict:
+    """Return the reads with one of the two gates at the value that zero logits give it."""
+
+    def with_uniform_gate(state, past=None):
+        output = read(state, past)
+        return output._replace(x_in=read.normalize(state).mean(2) / 2)
+
+    def with_unit_writes(state, past=None):
+        output = read(state, past)
+        return output._replace(inject=torch.ones_like(output.inject))
+
+    return {"a=1/2": with_uniform_gate, "g=1": with_unit_writes}
+
+
+def details_of_gated_read(read, state) -> dict:
+    """Return both gates of each token by stream, (B, T, n); that of the read is a mean over features."""
+    output = read(state)
+    return {"read_gate_of_stream": output.gate.mean(-1), "inject_of_stream": output.inject}
+
+
 def edits_of_depth_attention(read) -> dict:
     """None of the first site, which has one source."""
     if read.num_sources == 1:
@@ -262,6 +282,7 @@ EDITS = {
     "model.residual.DeltaRewrite": edits_of_delta_rewrite,
     "model.hyper_connections.Connection": edits_of_connection,
     "model.attention_residuals.DepthAttention": edits_of_depth_attention,
+    "model.GatedResidual-gpt-mha-rope.GatedRead": edits_of_gated_read,
     "model.mgt.MGTWrite": edits_of_mgt,
     "model.ReZero-gpt-mha-rope.ScaledAdd": edits_of_scaled_add,
     "model.DenseFormer-gpt-mha-rope.DepthAverage": edits_of_depth_average,
@@ -274,6 +295,7 @@ DETAILS = {
     "model.residual.ChannelConvRead": details_of_value_channels,
     "model.hyper_connections.Connection": details_of_connection,
     "model.attention_residuals.DepthAttention": details_of_depth_attention,
+    "model.GatedResidual-gpt-mha-rope.GatedRead": details_of_gated_read,
     "model.mgt.MGTWrite": details_of_mgt,
 }
 ALONG = {"model.residual.DeltaRewrite": lambda write, *given: write.compute_k_hat(*given)}
@@ -289,7 +311,12 @@ SHARES = {
         }
     }
 }
-ADDS = "model.block.Add", "model.wide-gpt-mha-rope.WideAdd", "model.ReZero-gpt-mha-rope.ScaledAdd"
+ADDS = (
+    "model.block.Add",
+    "model.wide-gpt-mha-rope.WideAdd",
+    "model.ReZero-gpt-mha-rope.ScaledAdd",
+    "model.GatedResidual-gpt-mha-rope.Inject",
+)
 SHORTCUTS = {
     **dict.fromkeys(ADDS, shortcut_of_add),
     "model.residual.DeltaRewrite": shortcut_of_delta_rewrite,
