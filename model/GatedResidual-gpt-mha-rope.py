@@ -155,9 +155,7 @@ class Inject(nn.Module):
         streams = state.to(scale.dtype)
         return (streams + scale.unsqueeze(-1) * h.unsqueeze(2)).to(state.dtype)
 
-    def statistics(
-        self, state, h, read_output: GatedOutput, c, written
-    ) -> dict[str, torch.Tensor]:
+    def statistics(self, state, h, read_output: GatedOutput, c, written) -> dict[str, torch.Tensor]:
         """Return, for each token (B, T), means of both gates over streams and features.
 
         `inject_spread` is the largest g_i minus the smallest.
