@@ -149,13 +149,25 @@ class Inject(nn.Module):
         return 2 * self.state_size
 
     def forward(
-        self, state, h, read_output: GatedOutput, c, past: Past | None = None
+        self,
+        state: torch.Tensor,
+        h: torch.Tensor,
+        read_output: GatedOutput,
+        c: torch.Tensor,
+        past: Past | None = None,
     ) -> torch.Tensor:
         scale = self.branch_mult * read_output.inject  # (B, T, n)
         streams = state.to(scale.dtype)
         return (streams + scale.unsqueeze(-1) * h.unsqueeze(2)).to(state.dtype)
 
-    def statistics(self, state, h, read_output: GatedOutput, c, written) -> dict[str, torch.Tensor]:
+    def statistics(
+        self,
+        state: torch.Tensor,
+        h: torch.Tensor,
+        read_output: GatedOutput,
+        c: torch.Tensor,
+        written: torch.Tensor,
+    ) -> dict[str, torch.Tensor]:
         """Return, for each token (B, T), means of both gates over streams and features.
 
         `inject_spread` is the largest g_i minus the smallest.

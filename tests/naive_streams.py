@@ -293,9 +293,9 @@ def gated_residual(weights, cfg, xs):
         block = select(weights, f"transformer.h.{m // 2}.")
         name, sublayer = (("attn", attention), ("mlp", mlp))[m % 2]
         own = select(block, f"gated_{name}.")
-        found = [gated_mean(own, X, cfg) for X in states]
-        gates = [2 * sigmoid(own["inject.weight"] @ u / n) for _, u in found]
-        hs = sublayer(select(block, f"{name}."), [x_in for x_in, _ in found], cfg)
+        reads = [gated_mean(own, X, cfg) for X in states]
+        gates = [2 * sigmoid(own["inject.weight"] @ u / n) for _, u in reads]
+        hs = sublayer(select(block, f"{name}."), [x_in for x_in, _ in reads], cfg)
         states = [X + torch.outer(g, h) for X, g, h in zip(states, gates, hs)]
     own = select(weights, "readout.")
     return [gated_mean(own, X, cfg)[0] for X in states]

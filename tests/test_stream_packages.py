@@ -323,23 +323,23 @@ def test_a_gated_read_equals_that_of_qwen4_exp(settings):
     own = moved("GatedResidual-gpt-mha-rope", torch.float64, **settings).transformer.h[0].gated_mlp
     public, weights = public_gated_residual(own)
     state = torch.randn(2, 5, own.num_streams, own.hidden_size).double().requires_grad_()
-    found = own(state)
+    output = own(state)
     x_in, _, inject = functional_call(public, weights, state.flatten(2))
-    torch.testing.assert_close(found.x_in, x_in, rtol=0, atol=1e-13)
-    torch.testing.assert_close(found.inject, inject, rtol=0, atol=1e-13)
+    torch.testing.assert_close(output.x_in, x_in, rtol=0, atol=1e-13)
+    torch.testing.assert_close(output.inject, inject, rtol=0, atol=1e-13)
     parameters = [state, *own.parameters()]
     factors = torch.randn_like(x_in), torch.randn_like(inject)
     gradients = [
         torch.autograd.grad((a * factors[0]).sum() + (b * factors[1]).sum(), parameters)
-        for a, b in ((found.x_in, found.inject), (x_in, inject))
+        for a, b in ((output.x_in, output.inject), (x_in, inject))
     ]
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-13)
 
 
 def test_gated_residual_starts_as_in_qwen4_exp():
     """Its matrices have the standard deviation that Qwen's config gives all of them; norms are 1."""
-    size = {**SIZE, "hidden_size": 128, "num_hidden_layers": 1}
-    own = build("GatedResidual-gpt-mha-rope", **size).transformer.h[0].gated_attn
+    model = build("GatedResidual-gpt-mha-rope", hidden_size=128, num_hidden_layers=1)
+    own = model.transformer.h[0].gated_attn
     expected = Qwen4ExpTextConfig().initializer_range
     for matrix in (own.down, own.up, own.inject):
         assert matrix.weight.std().item() == pytest.approx(expected, rel=0.05)

@@ -488,18 +488,19 @@ def test_statistics_of_unequal_weights_over_depth():
 
 
 def test_statistics_of_gated_residual():
-    """Of two streams, g = 2 sigmoid(1) and 2 sigmoid(-1), as u_1 has one feature of sqrt(10); a = 1/2."""
+    """Two streams get g = 2 sigmoid(1) and 2 sigmoid(-1), from the one feature of u, and a is 1/2."""
     model = fresh("GatedResidual", hc_streams=2, gated_residual_eps=1e-12)
     read = model.transformer.h[0].gated_attn
     with torch.no_grad():
         model.transformer.wte.weight.zero_()[:, 3] = 1
         read.up.weight.zero_()
         read.inject.weight.zero_()[:, 3] = torch.tensor([1.0, -1]) * 2 / math.sqrt(10)
-    found = statistics(model, tokens(2, 6))
-    high, low = 2 / (1 + math.exp(-1)), 2 / (1 + math.exp(1))
-    assert found["attn.read_gate_mean"][0] == pytest.approx(0.5)
-    assert found["attn.inject_mean"][0] == pytest.approx((high + low) / 2)
-    assert found["attn.inject_spread_mean"][0] == pytest.approx(high - low)
+    means = statistics(model, tokens(2, 6))
+    high = 2 / (1 + math.exp(-1))
+    low = 2 / (1 + math.exp(1))
+    assert means["attn.read_gate_mean"][0] == pytest.approx(0.5)
+    assert means["attn.inject_mean"][0] == pytest.approx((high + low) / 2)
+    assert means["attn.inject_spread_mean"][0] == pytest.approx(high - low)
 
 
 def test_statistics_of_mgt():

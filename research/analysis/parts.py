@@ -15,13 +15,16 @@ it keeps the parent's forward; else it computes something else.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from model.attention_residuals import DeltaAttention, weighted_sum
-from model.block import Add
+from model.block import Add, Past
 from model.layers import at_least_fp32
 from model.residual import delta_rewrite, project_onto_k, read_value_channels
 from research.analysis.products import Diagonal, LowRank, Mix, identity
@@ -99,21 +102,21 @@ def edits_of_connection(read) -> dict:
     return edits
 
 
-def edits_of_gated_read(read) -> dict:
+def edits_of_gated_read(read: nn.Module) -> dict[str, Callable]:
     """Return the reads with one of the two gates at the value that zero logits give it."""
 
-    def with_uniform_gate(state, past=None):
+    def with_uniform_gate(state: torch.Tensor, past: Past | None = None) -> NamedTuple:
         output = read(state, past)
         return output._replace(x_in=read.normalize(state).mean(2) / 2)
 
-    def with_unit_writes(state, past=None):
+    def with_unit_writes(state: torch.Tensor, past: Past | None = None) -> NamedTuple:
         output = read(state, past)
         return output._replace(inject=torch.ones_like(output.inject))
 
     return {"a=1/2": with_uniform_gate, "g=1": with_unit_writes}
 
 
-def details_of_gated_read(read, state) -> dict:
+def details_of_gated_read(read: nn.Module, state: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return both gates of each token by stream, (B, T, n); that of the read is a mean over features."""
     output = read(state)
     return {"read_gate_of_stream": output.gate.mean(-1), "inject_of_stream": output.inject}

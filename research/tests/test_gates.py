@@ -163,9 +163,9 @@ def test_mixing_matrices_at_the_first_site(stem, keys, corpus):
 
 
 def test_gates_of_streams_at_the_first_site(corpus):
-    """Every stream is the embedding there, so that u_i is its norm times a weight of its own."""
+    """Compare with formulas: every stream is the embedding there, so that u_i differ by weights alone."""
     model = moved("GatedResidual-gpt-mha-rope", hc_streams=2)
-    found, ids, _ = measured(model, corpus)
+    audit, ids, _ = measured(model, corpus)
     own = {
         name.removeprefix("transformer.h.0.gated_attn."): p.detach()
         for name, p in model.named_parameters()
@@ -181,7 +181,7 @@ def test_gates_of_streams_at_the_first_site(corpus):
         "inject_of_stream": inject,
     }
     for name, values in expected.items():
-        details = found["sites"][0]["details"][name]
+        details = audit["sites"][0]["details"][name]
         assert np.allclose(details["mean"], values.mean(0), atol=1e-6), name
         assert np.allclose(details["std"], values.std(0, unbiased=False), atol=1e-6), name
 
