@@ -227,7 +227,12 @@ class Model(GPT):
     @torch.no_grad()
     def from_additive(self) -> None:
         # The gates begin as a = 1/2 and g = 1, whatever the state, so that the streams stay equal.
-        self.readout.up.weight.zero_()
         for site in self.sites:
-            site.read.up.weight.zero_()
             site.read.inject.weight.zero_()
+        generator = torch.Generator().manual_seed(0)  # the same on every rank
+        for part in (*(site.read for site in self.sites), self.readout):
+            part.up.weight.zero_()
+            # With equal norms all streams would have equal gradients, and stay equal while they
+            # train. Factors of mean 1 over the streams leave x_in as it is.
+            noise = torch.randn(part.norm_weight.shape, generator=generator).to(part.norm_weight)
+            part.norm_weight.mul_(1 + noise - noise.mean(0))

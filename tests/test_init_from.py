@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from data import tokenizer
 from model import build, model_class
 from training import checkpoint, init_from
+from training.residual_statistics import ObservedStream
 from training.settings import configure
 
 STEM = "DDL-gpt-mha-rope-CC-EC"
@@ -324,6 +325,36 @@ def test_a_stream_begins_as_the_additive_model_and_trains_what_is_its_own(stem, 
     assert own
     alone = {"transformer.h.0.depth_attn.query"}  # over a single source
     assert moved >= (set(own) & before.keys()) - alone
+
+
+def test_streams_of_gated_residual_part_after_an_additive_start():
+    """They begin equal, and a few steps take each another way, because their norms differ."""
+    additive = randomise(build("gpt-mha-rope", **SMALL)).double()
+    model = build("GatedResidual-gpt-mha-rope", **SMALL).double()
+    model.load_state_dict(model.convert_additive(additive.state_dict()), strict=False)
+    model.from_additive()
+    own = model.transformer.h[0].gated_mlp.norm_weight
+    expected = 2 * additive.transformer.h[0].ln_2.weight
+    torch.testing.assert_close(own.mean(0), expected, rtol=0, atol=1e-6)
+
+    ids = torch.randint(0, SMALL["vocab_size"], (2, 9))
+    assert spread_of_streams(model, ids) < 1e-12
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(5):
+        model(ids[:, :-1], ids[:, 1:])[1].backward()
+        adamw.step()
+        adamw.zero_grad()
+    assert spread_of_streams(model, ids) > 0.01
+
+
+@torch.no_grad()
+def spread_of_streams(model, ids: torch.Tensor) -> float:
+    """Return the distance of the last state's streams from their mean, relative to their norm."""
+    states = []
+    with model.through(ObservedStream(lambda site, write: states.append(write.state))):
+        model(ids)
+    streams = states[-1]  # (B, T, n, d)
+    return ((streams - streams.mean(2, keepdim=True)).norm() / streams.norm()).item()
 
 
 def test_training_begins_from_an_additive_run(corpus, tmp_path):
