@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from model.block import Site, State, Stream
+from model.layers import Positions
 
 
 @dataclass(frozen=True)
@@ -87,13 +88,23 @@ class RecordingStream(Stream):
         self.record("the state that the expander returns", state)
         return state
 
-    def read(self, site, state, cache, positions):
+    def read(
+        self, site: Site, state: State, cache: dict | None, positions: Positions
+    ) -> tuple[State, torch.Tensor, torch.Tensor | tuple]:
         state, c, read_output = super().read(site, state, cache, positions)
         self.record("what the read returns", read_output, site)
         self.record("the normalized input of the sublayer", c, site)
         return state, c, read_output
 
-    def write(self, site, state, h, c, x_in, cache):
+    def write(
+        self,
+        site: Site,
+        state: State,
+        h: torch.Tensor,
+        c: torch.Tensor,
+        x_in: torch.Tensor | tuple,
+        cache: dict | None,
+    ) -> tuple[State, torch.Tensor | None]:
         self.record("what the sublayer returns", h, site)
         written, extra_loss = super().write(site, state, h, c, x_in, cache)
         self.record("the state that the write returns", written, site)
@@ -160,10 +171,10 @@ def first_movement(
     original: list[Output], changed: list[Output], changed_position: int
 ) -> Leak | None:
     """Return the first output that differs before the changed position, or None."""
-    for step, (before, after) in enumerate(zip(original, changed, strict=True)):
+    for step, (output, changed_output) in enumerate(zip(original, changed, strict=True)):
         differences = [
             (old[:, :changed_position].double() - new[:, :changed_position].double()).abs()
-            for old, new in zip(before.tensors, after.tensors, strict=True)
+            for old, new in zip(output.tensors, changed_output.tensors, strict=True)
         ]
         # (T,) of each tensor: the largest change at each position
         by_position = [
@@ -180,9 +191,9 @@ def first_movement(
             position = moved[0].item()
             return Leak(
                 step=step,
-                layer=before.layer,
-                site=before.site,
-                output=before.description,
+                layer=output.layer,
+                site=output.site,
+                output=output.description,
                 position=position,
                 changed_position=changed_position,
                 difference=largest[position].item(),

@@ -90,7 +90,8 @@ def test_the_position_and_the_token_that_moves_it(read, position, changed_positi
 
 def test_the_difference_is_that_of_the_output():
     """The read adds x of position 6 to that of position 5: what moves is the embedding's difference."""
-    model, ids = moved(additive(read=OneAhead)), tokens(1, 9)
+    model = moved(additive(read=OneAhead))
+    ids = tokens(1, 9)
     table = model.transformer.wte.weight
     changed = (table[(ids[0, 6] + 1) % TINY["vocab_size"]] - table[ids[0, 6]]).abs().max()
     assert find_leak(model, ids).difference == pytest.approx(changed.item(), rel=1e-12)

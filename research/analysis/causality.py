@@ -67,16 +67,20 @@ def build_from_file(path: Path, key_values: list[str]) -> GPT:
     if name not in model.MODEL_NAMES:
         model.MODEL_NAMES.append(name)
     importlib.invalidate_caches()
-    found = Path(importlib.util.find_spec(f"model.{name}").origin)
-    if found.resolve() != path.resolve():
-        raise ValueError(f"{path} has the name of {found}; rename it, so that it can be imported")
-    options = collect_options(model.model_class(name).Config)
-    given = dict(key_value.partition("=")[::2] for key_value in key_values)
-    configurator.check_names(given, options)
-    settings = {**TINY, **configurator.read_settings({}, given, options)}
+    imported_file = Path(importlib.util.find_spec(f"model.{name}").origin)
+    if imported_file.resolve() != path.resolve():
+        raise ValueError(
+            f"{path} has the name of {imported_file}; rename it, so that it can be imported"
+        )
+    cls = model.model_class(name)
+    options = collect_options(cls.Config)
+    texts = dict(key_value.partition("=")[::2] for key_value in key_values)
+    configurator.check_names(texts, options)
+    # the user's keys count over the sizes of the tiny model
+    config = cls.Config(**{**TINY, **configurator.read_settings({}, texts, options)})
     torch.manual_seed(0)
     with model.errors_as_value_errors(name):
-        return move_parameters(model.build(name, **settings))
+        return move_parameters(model.build(name, config))
 
 
 def load(text: str) -> GPT:

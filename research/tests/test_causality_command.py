@@ -76,16 +76,14 @@ def test_a_file_whose_write_averages_over_the_sequence_leaks(stream_file):
 
 
 def test_one_leak_among_several_files_is_said_and_decides_the_exit_code(stream_file):
-    files = [
-        stream_file(AVERAGED, "averaged-gpt-mha-rope"),
-        stream_file(TOKEN_BY_TOKEN, "exact-gpt-mha-rope"),
-    ]
-    result = call("research/analyze.py", "causality", *files, "--tokens=5")
+    averaged = stream_file(AVERAGED, "averaged-gpt-mha-rope")
+    token_by_token = stream_file(TOKEN_BY_TOKEN, "exact-gpt-mha-rope")
+    result = call("research/analyze.py", "causality", averaged, token_by_token, "--tokens=5")
     assert result.returncode == 1
     leaking, exact = result.stdout.decode().splitlines()
     assert "later tokens leak" in leaking
     assert exact == (
-        f"{files[1]}: no leak. Of 5 tokens, the last 4 were changed in turn, and nothing before "
+        f"{token_by_token}: no leak. Of 5 tokens, the last 4 were changed in turn, and nothing before "
         "them moved."
     )
 
@@ -101,16 +99,17 @@ def test_keys_of_a_stream_are_set(stream_file):
 
 @pytest.mark.usefixtures("stream_file")
 def test_files_of_model_and_of_the_examples():
-    files = ["model/gpt-mha-rope.py", EXAMPLES[0]]
-    result = call("research/analyze.py", "causality", *files, "--tokens=4")
+    result = call(
+        "research/analyze.py", "causality", "model/gpt-mha-rope.py", EXAMPLES[0], "--tokens=4"
+    )
     assert result.returncode == 0
     assert result.stdout.decode().count("no leak") == 2
 
 
 def test_a_run_with_and_without_a_leak(corpus, tmp_path, monkeypatch):
     run = tmp_path / "run"
-    keys = {"model": "DDL-vdim1-gpt-mha-rope", "max_steps": 1, "eval_full": False}
-    assert call("train.py", *small_run(corpus, run, **keys)).returncode == 0
+    arguments = small_run(corpus, run, model="DDL-vdim1-gpt-mha-rope", max_steps=1, eval_full=False)
+    assert call("train.py", *arguments).returncode == 0
     result = call("research/analyze.py", "causality", run)
     assert result.returncode == 0
     assert f"{run}: no leak" in result.stdout.decode()
