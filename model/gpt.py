@@ -337,6 +337,14 @@ class GPT(nn.Module):
                     "self.init_weights() at the end of __init__"
                 )
 
+    def convert_additive(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the weights of an additive model by the names that they have in this model.
+
+        train.py --init_from loads them before it calls `from_additive`. Override it if a stream has
+        other norms than `ln_1`, `ln_2` and `ln_f`.
+        """
+        return weights
+
     def from_additive(self) -> None:
         """Set the parameters of the stream so that the model computes what the additive model does.
 

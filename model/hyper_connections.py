@@ -30,7 +30,7 @@ from model.parameters import OUTPUT, Rule, constant, linear, normal
 
 @dataclass
 class StreamsConfig(GPTConfig):
-    """Keys of Hyper-Connections (HC and mHC)."""
+    """Keys of several residual streams (HC, mHC and Gated Residual)."""
 
     expansion_key: ClassVar[str | None] = "hc_streams"
 

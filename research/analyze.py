@@ -4,15 +4,18 @@
     python research/analyze.py gates RUN [RUN ...] [--windows=32] [--edits=all]
     python research/analyze.py spectrum RUN [RUN ...] [--windows=16] [--tokens=32]
     python research/analyze.py lens RUN [RUN ...] [--windows=16] [--text="a text"]
+    python research/analyze.py causality RUN_OR_FILE [RUN_OR_FILE ...] [--tokens=24]
     python research/analyze.py mup [--models=DDL-gpt-mha-rope-CC,...] [--widths=64,128,256,512]
     python research/analyze.py transfer [--model=DDL-gpt-mha-rope-CC] [--widths=64,128,256,512]
 
 rank: effective rank of the hidden states, their size, and gradient norms, over depth (docs/mgt.md).
 gates: what every site writes and erases, and the loss without a piece of one (docs/gates.md).
 spectrum, lens: what becomes of a token's state end to end, what the model would say after each site
-(docs/analysis.md). mup, transfer: whether training changes as much in wide models as in narrow ones,
-and whether the best learning rate stays; the same command goes on where it was stopped (docs/mup.md).
-Each stores its figures as JSON (--json=FILE), and draws them beside it.
+(docs/analysis.md). causality: whether a later token changes what is computed before it, and where
+first, in a run or in the file of a stream (docs/analysis.md). mup, transfer: whether training changes
+as much in wide models as in narrow ones, and whether the best learning rate stays; the same command
+goes on where it was stopped (docs/mup.md). All but causality store their figures as JSON
+(--json=FILE), and draw them beside it.
 """
 
 import sys
@@ -27,11 +30,21 @@ if __name__ == "__main__":
 
 # isort: split
 import configurator
-from research.analysis import common, coordinates, gates, lens, rank, spectrum, transfer
+from research.analysis import (
+    causality,
+    common,
+    coordinates,
+    gates,
+    lens,
+    rank,
+    spectrum,
+    transfer,
+)
 
 # A module has a docstring, run(args) and, for options of its own, add_options(parser).
 OVER_RUNS = {"gates": gates, "lens": lens, "rank": rank, "spectrum": spectrum}
 OVER_WIDTHS = {"mup": coordinates, "transfer": transfer}
+COMMANDS = {**OVER_RUNS, "causality": causality, **OVER_WIDTHS}
 
 
 def numbers(text: str) -> list[int]:
@@ -59,12 +72,12 @@ def check(args) -> None:
 def main():
     parser = configurator.Parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, module in (OVER_RUNS | OVER_WIDTHS).items():
+    for name, module in COMMANDS.items():
         first = module.__doc__.partition("\n")[0].partition(": ")[2]
         command = commands.add_parser(name, help=first, description=module.__doc__)
         if name in OVER_RUNS:
             common.add_arguments(command, name)
-        else:
+        elif name in OVER_WIDTHS:
             add, file = command.add_argument, Path(f"runs/{module.FILE}.json")
             shown = "multiples of 32 (default: %(default)s)"
             add("--widths", type=numbers, default="64,128,256,512", help=shown)
@@ -77,7 +90,7 @@ def main():
     args = parser.parse_args()
     with errors.one_line_errors():
         check(args)
-        (OVER_RUNS | OVER_WIDTHS)[args.command].run(args)
+        COMMANDS[args.command].run(args)
 
 
 if __name__ == "__main__":

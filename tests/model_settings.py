@@ -33,6 +33,7 @@ TEST_SETTINGS: dict[str, tuple[dict, ...]] = {
         {"ddl_state_dv_shortconv_causal": True, "ddl_state_shortconv_kernel_size": 3},
     ),
     "DDL-vdim1-gpt-mha-rope": ({"ddl_map": "v"},),
+    "GatedResidual-gpt-mha-rope": ({"hc_streams": 2, "gated_residual_rank": 3},),
     "HC-gpt-mha-rope": ({"hc_dynamic": False},),
     "LAuReL-gpt-mha-rope": ({"laurel_form": "rw"},),
     "Lambdas-gpt-mha-rope": (

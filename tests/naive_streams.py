@@ -275,6 +275,32 @@ def wide(weights, cfg, xs):
     return read(select(weights, "readout."), states, kind)
 
 
+def gated_mean(w, X, cfg):
+    """Return x_in and u (n, d) of one token's streams X (n, d)."""
+    n, d = X.shape
+    u = [rms_norm(x, weight, cfg["gated_residual_eps"]) for x, weight in zip(X, w["norm_weight"])]
+    hidden = w["down.weight"] @ torch.cat(u) / n
+    hidden = hidden * sigmoid(hidden)  # SiLU
+    logits = w["up.weight"] @ hidden
+    gated = [sigmoid(logits[i * d : (i + 1) * d]) * u[i] for i in range(n)]
+    return sum(gated) / n, torch.cat(u)
+
+
+def gated_residual(weights, cfg, xs):
+    n = cfg["hc_streams"]
+    states = [torch.stack([x] * n) for x in xs]
+    for m in range(2 * cfg["num_hidden_layers"]):
+        block = select(weights, f"transformer.h.{m // 2}.")
+        name, sublayer = (("attn", attention), ("mlp", mlp))[m % 2]
+        own = select(block, f"gated_{name}.")
+        reads = [gated_mean(own, X, cfg) for X in states]
+        gates = [2 * sigmoid(own["inject.weight"] @ u / n) for _, u in reads]
+        hs = sublayer(select(block, f"{name}."), [x_in for x_in, _ in reads], cfg)
+        states = [X + torch.outer(g, h) for X, g, h in zip(states, gates, hs)]
+    own = select(weights, "readout.")
+    return [gated_mean(own, X, cfg)[0] for X in states]
+
+
 # Of all tokens, block by block: what attention is given may be of several inputs.
 
 
@@ -354,6 +380,7 @@ STREAMS |= {
     "DenseFormer": dense_former,
     "conv": conv,
     "wide": wide,
+    "GatedResidual": gated_residual,
 }
 
 
@@ -362,7 +389,7 @@ def logits(stem, weights, cfg, ids):
     name = stem.partition("-")[0]
     cfg = cfg | {"ids": ids}
     finals = STREAMS[name](weights, cfg, [weights["transformer.wte.weight"][i] for i in ids])
-    if name != "MGT":
+    if name not in ("MGT", "GatedResidual"):  # they have norms of their own
         finals = [rms_norm(x, weights["ln_f.weight"], 1e-5) for x in finals]
     scale = cfg["hidden_size_base"] / cfg["hidden_size"] if cfg["mup"] else 1.0
     return torch.stack([weights["lm_head.weight"] @ x * scale for x in finals])

@@ -1,5 +1,5 @@
-"""HC, mHC and Attention Residuals against public packages that hold them: a whole model's loss and
-every gradient.
+"""HC, mHC, Attention Residuals and Gated Residual against public packages that hold them: a whole
+model's loss and every gradient.
 
 The packages compute the residual stream, with our parameters in place of theirs; sublayers and
 norms are the model's. mHC is held to transformers' DeepSeek-V4 and, with mhc_rows_last=False, to
@@ -22,6 +22,8 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     DeepseekV4HyperConnection,
     DeepseekV4HyperHead,
 )
+from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig
+from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextGatedResidual
 
 from model import build
 from model.kernels.sinkhorn import fused_sinkhorn_knopp
@@ -258,3 +260,87 @@ def test_attention_residuals_equal_those_of_packages(operator, blocks):
         return operator(model.readout.query, torch.stack([*blocks, *partial]))
 
     check(moved("AttnRes-gpt-mha-rope", attn_res_blocks=blocks, num_hidden_layers=2), readout)
+
+
+# ---- Gated Residual: the layer of transformers' Qwen4-exp ----
+
+
+@pytest.fixture
+def norms_in_float64(monkeypatch):
+    """Let the RMSNorm of Qwen4-exp, which casts its input by `.float()`, compute in float64."""
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+
+
+def public_gated_residual(own, with_inject: bool = True):
+    """Return the layer of transformers for a read or readout, and our parameters by its names."""
+    config = Qwen4ExpTextConfig(
+        hidden_size=own.hidden_size,
+        hc_count=own.num_streams,
+        hc_lowrank=own.down.out_features,
+        rms_norm_eps=own.eps,
+    )
+    public = Qwen4ExpTextGatedResidual(config, use_combine=with_inject).double()
+    weights = {
+        "hc_norm.weight": own.norm_weight.flatten() - 1,  # it multiplies by 1 + weight
+        "input_mix_weight_down.weight": own.down.weight,
+        "input_mix_weight_up.weight": own.up.weight,
+    }
+    if with_inject:
+        weights["block_inject_weight.weight"] = own.inject.weight
+    assert weights.keys() == dict(public.named_parameters()).keys()
+    return public, weights
+
+
+def by_qwen(model, x):
+    """Run the residual stream as Qwen4ExpTextDecoderLayer and Qwen4ExpTextModel of transformers do."""
+    positions = model.positions(torch.zeros(1, x.shape[1], dtype=torch.int64))
+    state = x.repeat(1, 1, model.config.hc_streams)
+    for site in model.sites:
+        assert site.norm is None
+        x_in, state, inject = functional_call(*public_gated_residual(site.read), state)
+        h = site.sublayer(x_in, positions)
+        state = state + (h.unsqueeze(-2) * inject.unsqueeze(-1)).flatten(-2)
+    return functional_call(*public_gated_residual(model.readout, with_inject=False), state)
+
+
+GATED_SETTINGS = [
+    {},
+    {"hc_streams": 2, "gated_residual_rank": 5},
+    {"gated_residual_rank": 320, "gated_residual_eps": 0.1},
+]
+
+
+@pytest.mark.usefixtures("norms_in_float64")
+@pytest.mark.parametrize("settings", GATED_SETTINGS, ids=str)
+def test_gated_residual_equals_that_of_qwen4_exp(settings):
+    check(moved("GatedResidual-gpt-mha-rope", torch.float64, **settings), by_qwen, 1e-12)
+
+
+@pytest.mark.usefixtures("norms_in_float64")
+@pytest.mark.parametrize("settings", GATED_SETTINGS, ids=str)
+def test_a_gated_read_equals_that_of_qwen4_exp(settings):
+    """Compare x_in, g, and the gradients of the state and of every weight, one layer by itself."""
+    own = moved("GatedResidual-gpt-mha-rope", torch.float64, **settings).transformer.h[0].gated_mlp
+    public, weights = public_gated_residual(own)
+    state = torch.randn(2, 5, own.num_streams, own.hidden_size).double().requires_grad_()
+    output = own(state)
+    x_in, _, inject = functional_call(public, weights, state.flatten(2))
+    torch.testing.assert_close(output.x_in, x_in, rtol=0, atol=1e-13)
+    torch.testing.assert_close(output.inject, inject, rtol=0, atol=1e-13)
+    parameters = [state, *own.parameters()]
+    factors = torch.randn_like(x_in), torch.randn_like(inject)
+    gradients = [
+        torch.autograd.grad((a * factors[0]).sum() + (b * factors[1]).sum(), parameters)
+        for a, b in ((output.x_in, output.inject), (x_in, inject))
+    ]
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-13)
+
+
+def test_gated_residual_starts_as_in_qwen4_exp():
+    """Its matrices have the standard deviation that Qwen's config gives all of them; norms are 1."""
+    model = build("GatedResidual-gpt-mha-rope", hidden_size=128, num_hidden_layers=1)
+    own = model.transformer.h[0].gated_attn
+    expected = Qwen4ExpTextConfig().initializer_range
+    for matrix in (own.down, own.up, own.inject):
+        assert matrix.weight.std().item() == pytest.approx(expected, rel=0.05)
+    assert torch.equal(own.norm_weight, torch.ones(4, 128))

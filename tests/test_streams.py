@@ -20,7 +20,7 @@ from model.hyper_connections import sinkhorn_knopp
 from model.parameters import rules_of
 from training.residual_statistics import ObservedStream, compute_residual_statistics
 
-ROPE = "HC mHC AttnRes ReZero DenseFormer LAuReL conv wide MUDD Lambdas".split()
+ROPE = "HC mHC GatedResidual AttnRes ReZero DenseFormer LAuReL conv wide MUDD Lambdas".split()
 FULL_STEMS = {name: f"{name}-gpt-mha-rope" for name in ROPE} | {
     "MGT": "MGT-gpt-mha",
     "additive": "gpt-mha-rope",
@@ -103,6 +103,11 @@ CASES += [("MUDD", {"mudd_ways": ways} | DEEP) for ways in ("qkvr", "r")]
 EVERY_LAMBDA = {"lambda_value_embeddings": True, "lambda_skips": True, "num_hidden_layers": 5}
 CASES += [("Lambdas", DEEP), ("Lambdas", {"lambda_values": "head"} | EVERY_LAMBDA)]
 CASES += [("Lambdas", {"lambda_values": "none", "lambda_input": False} | EVERY_LAMBDA)]
+CASES += [
+    ("GatedResidual", DEEP),
+    ("GatedResidual", {"hc_streams": 1, "gated_residual_eps": 0.1}),
+    ("GatedResidual", {"hc_streams": 2, "gated_residual_rank": 3}),
+]
 CASES += [("HC", {"mup": True, "rope_ratio": 0.5, "use_qk_rmsnorm": False})]
 
 
@@ -309,6 +314,14 @@ STARTS = [
     ("HC", {"hc_scale_outputs": True, "init": "normal"}, "mlp.c_proj.weight", 0, 0.5 / 16 / 2 / 2),
     ("HC", {"init": "normal"}, "mlp.c_proj.weight", 0, 0.5 / 16 / 2),
     ("wide", {"ddl_value_channels": 4096}, "write_attn.weights", 1, 0.5),
+    ("GatedResidual", {}, "gated_attn.down.weight", 0, 0.02),
+    ("GatedResidual", {}, "gated_mlp.up.weight", 0, 0.02),
+    ("GatedResidual", {}, "gated_mlp.inject.weight", 0, 0.02),
+    ("GatedResidual", {"mup": True}, "gated_attn.down.weight", 0, 0.04),
+    ("GatedResidual", {"mup": True}, "gated_mlp.up.weight", 0, 0.04),
+    ("GatedResidual", {"mup": True}, "gated_mlp.inject.weight", 0, 0.04),
+    # an inner size that does not grow with the width
+    ("GatedResidual", {"mup": True, "gated_residual_rank": 8}, "gated_mlp.up.weight", 0, 0.02),
 ]
 
 
@@ -375,6 +388,7 @@ def test_mgt_gates_start_as_specified():
 DECAYED = {
     "HC": {"maps.weight"},
     "mHC": {"maps.weight"},
+    "GatedResidual": {"down.weight", "up.weight", "inject.weight"},
     "AttnRes": set(),
     "ReZero": set(),
     "DenseFormer": set(),
@@ -402,7 +416,8 @@ def test_weight_decay_and_muon_of_the_streams_own_parameters(name):
     assert {key for key, rule in rules.items() if rule.muon} == {
         key for key, rule in plain.items() if rule.muon
     }
-    assert all(rules[key].decay == rule.decay for key, rule in plain.items())
+    shared = [key for key in plain if key in rules]  # a stream may have other norms
+    assert all(rules[key].decay == plain[key].decay for key in shared)
 
 
 # Statistics of the writes, by hand.
@@ -472,6 +487,22 @@ def test_statistics_of_unequal_weights_over_depth():
     )
 
 
+def test_statistics_of_gated_residual():
+    """Two streams get g = 2 sigmoid(1) and 2 sigmoid(-1), from the one feature of u, and a is 1/2."""
+    model = fresh("GatedResidual", hc_streams=2, gated_residual_eps=1e-12)
+    read = model.transformer.h[0].gated_attn
+    with torch.no_grad():
+        model.transformer.wte.weight.zero_()[:, 3] = 1
+        read.up.weight.zero_()
+        read.inject.weight.zero_()[:, 3] = torch.tensor([1.0, -1]) * 2 / math.sqrt(10)
+    means = statistics(model, tokens(2, 6))
+    high = 2 / (1 + math.exp(-1))
+    low = 2 / (1 + math.exp(1))
+    assert means["attn.read_gate_mean"][0] == pytest.approx(0.5)
+    assert means["attn.inject_mean"][0] == pytest.approx((high + low) / 2)
+    assert means["attn.inject_spread_mean"][0] == pytest.approx(high - low)
+
+
 def test_statistics_of_mgt():
     """Eight features with beta = 2 tanh(1) - 0.1, two with 2 tanh(-1/2) - 0.1; gates of
     sigmoid(2).
@@ -507,6 +538,9 @@ REFUSED = [
     ("mHC", {"mhc_mix": "permutations", "hc_streams": 6}, "hc_streams=6 with mhc_mix=permutations"),
     ("mHC", {"mhc_mix": "kronecker", "hc_streams": 3}, "give a power of two"),
     ("mHC", {"mhc_mix": "identity", "mhc_iterations": 3}, "no effect with mhc_mix=identity"),
+    ("GatedResidual", {"gated_residual_rank": 0}, "gated_residual_rank=0: give 1 or more"),
+    ("GatedResidual", {"gated_residual_eps": 0}, "gated_residual_eps=0.0: give"),
+    ("GatedResidual", {"mhc_iterations": 3}, "mhc_iterations"),
     ("conv", {"canon": "CA"}, "canon='CA' is not a string of the letters"),
     ("Lambdas", {"lambda_values": "none", "lambda_input": False}, "use --model=gpt-mha-rope"),
     ("wide", {"wide_read": "ct"}, "wide_read"),
@@ -549,6 +583,7 @@ ROUNDED = [
     ("HC", {}),
     ("HC", {"hc_dynamic": False}),
     ("mHC", {}),
+    ("GatedResidual", {}),
     ("AttnRes", {}),
     ("ReZero", {}),
     ("DenseFormer", DEEP),

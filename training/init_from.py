@@ -99,7 +99,7 @@ def load_weights(model: GPT, init_folder: str, corpus: Path | None) -> None:
     additive = weights.read_model(
         folder.path, folder.model, folder.config, released.convert_weights
     )
-    model.load_state_dict(additive.state_dict(), strict=False)
+    model.load_state_dict(model.convert_additive(additive.state_dict()), strict=False)
     try:
         model.from_additive()
     except ValueError as error:

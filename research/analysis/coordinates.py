@@ -376,6 +376,7 @@ OTHER_CASES = (
     "DDL-gpt-mha-rope-CC+ddl_map=v+ddl_k_input=flat+ddl_beta_input=flat+ddl_cc_read=folded",
     "DDL-gpt-mha-rope-CC-EC+ddl_state_dv_shortconv_causal=True+ddl_state_shortconv_kernel_size=3",
     "DDL-vdim1-gpt-mha-rope+ddl_map=v",
+    "GatedResidual-gpt-mha-rope+hc_streams=2+gated_residual_rank=3",
     "HC-gpt-mha-rope+hc_dynamic=False",
     "LAuReL-gpt-mha-rope+laurel_form=rw",
     "Lambdas-gpt-mha-rope+lambda_values=head+lambda_value_embeddings=True",

@@ -15,13 +15,16 @@ it keeps the parent's forward; else it computes something else.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from model.attention_residuals import DeltaAttention, weighted_sum
-from model.block import Add
+from model.block import Add, Past
 from model.layers import at_least_fp32
 from model.residual import delta_rewrite, project_onto_k, read_value_channels
 from research.analysis.products import Diagonal, LowRank, Mix, identity
@@ -97,6 +100,26 @@ def edits_of_connection(read) -> dict:
     if getattr(read, "kind", None) != "identity":
         return {"mix=I": without_mixing, **edits}
     return edits
+
+
+def edits_of_gated_read(read: nn.Module) -> dict[str, Callable]:
+    """Return the reads with one of the two gates at the value that zero logits give it."""
+
+    def with_uniform_gate(state: torch.Tensor, past: Past | None = None) -> NamedTuple:
+        output = read(state, past)
+        return output._replace(x_in=read.normalize(state).mean(2) / 2)
+
+    def with_unit_writes(state: torch.Tensor, past: Past | None = None) -> NamedTuple:
+        output = read(state, past)
+        return output._replace(inject=torch.ones_like(output.inject))
+
+    return {"a=1/2": with_uniform_gate, "g=1": with_unit_writes}
+
+
+def details_of_gated_read(read: nn.Module, state: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return both gates of each token by stream, (B, T, n); that of the read is a mean over features."""
+    output = read(state)
+    return {"read_gate_of_stream": output.gate.mean(-1), "inject_of_stream": output.inject}
 
 
 def edits_of_depth_attention(read) -> dict:
@@ -262,6 +285,7 @@ EDITS = {
     "model.residual.DeltaRewrite": edits_of_delta_rewrite,
     "model.hyper_connections.Connection": edits_of_connection,
     "model.attention_residuals.DepthAttention": edits_of_depth_attention,
+    "model.GatedResidual-gpt-mha-rope.GatedRead": edits_of_gated_read,
     "model.mgt.MGTWrite": edits_of_mgt,
     "model.ReZero-gpt-mha-rope.ScaledAdd": edits_of_scaled_add,
     "model.DenseFormer-gpt-mha-rope.DepthAverage": edits_of_depth_average,
@@ -274,6 +298,7 @@ DETAILS = {
     "model.residual.ChannelConvRead": details_of_value_channels,
     "model.hyper_connections.Connection": details_of_connection,
     "model.attention_residuals.DepthAttention": details_of_depth_attention,
+    "model.GatedResidual-gpt-mha-rope.GatedRead": details_of_gated_read,
     "model.mgt.MGTWrite": details_of_mgt,
 }
 ALONG = {"model.residual.DeltaRewrite": lambda write, *given: write.compute_k_hat(*given)}
@@ -289,7 +314,12 @@ SHARES = {
         }
     }
 }
-ADDS = "model.block.Add", "model.wide-gpt-mha-rope.WideAdd", "model.ReZero-gpt-mha-rope.ScaledAdd"
+ADDS = (
+    "model.block.Add",
+    "model.wide-gpt-mha-rope.WideAdd",
+    "model.ReZero-gpt-mha-rope.ScaledAdd",
+    "model.GatedResidual-gpt-mha-rope.Inject",
+)
 SHORTCUTS = {
     **dict.fromkeys(ADDS, shortcut_of_add),
     "model.residual.DeltaRewrite": shortcut_of_delta_rewrite,

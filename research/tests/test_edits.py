@@ -104,6 +104,18 @@ BY_HAND = [
     ("HC-gpt-mha-rope", {}, "write=1", dynamic_write),
     ("mHC-gpt-mha-rope", {}, "write=1", manifold_write),
     (
+        "GatedResidual-gpt-mha-rope",
+        {},
+        "a=1/2",
+        lambda block: set_to(block.gated_mlp.up.weight, 0.0),
+    ),
+    (
+        "GatedResidual-gpt-mha-rope",
+        {"hc_streams": 2},
+        "g=1",
+        lambda block: set_to(block.gated_mlp.inject.weight, 0.0),
+    ),
+    (
         "AttnRes-gpt-mha-rope",
         {"attn_res_blocks": 2},
         "uniform weights",

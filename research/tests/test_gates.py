@@ -8,6 +8,7 @@ import naive_gates
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from gates_helpers import KINDS, moved
 from helpers import one_line_error, small_run
 from in_process import call
@@ -159,6 +160,30 @@ def test_mixing_matrices_at_the_first_site(stem, keys, corpus):
             name
         )
         assert np.allclose(found["sites"][0]["details"][name]["std"], each.std(0), atol=1e-6), name
+
+
+def test_gates_of_streams_at_the_first_site(corpus):
+    """Compare with formulas: every stream is the embedding there, so that u_i differ by weights alone."""
+    model = moved("GatedResidual-gpt-mha-rope", hc_streams=2)
+    audit, ids, _ = measured(model, corpus)
+    own = {
+        name.removeprefix("transformer.h.0.gated_attn."): p.detach()
+        for name, p in model.named_parameters()
+    }
+    x = model.transformer.wte(ids).detach().flatten(0, 1)  # (tokens, d)
+    norm = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    u = torch.cat([norm * weight for weight in own["norm_weight"]], dim=-1)
+    hidden = F.silu(u @ own["down.weight"].T / 2)
+    gate = 1 / (1 + torch.exp(-hidden @ own["up.weight"].T))
+    inject = 2 / (1 + torch.exp(-u @ own["inject.weight"].T / 2))
+    expected = {
+        "read_gate_of_stream": gate.view(len(x), 2, -1).mean(-1),
+        "inject_of_stream": inject,
+    }
+    for name, values in expected.items():
+        details = audit["sites"][0]["details"][name]
+        assert np.allclose(details["mean"], values.mean(0), atol=1e-6), name
+        assert np.allclose(details["std"], values.std(0, unbiased=False), atol=1e-6), name
 
 
 def test_weights_over_depth_at_the_second_site(corpus):

@@ -36,8 +36,9 @@ def test_the_table_of_speeds_is_the_stored_result():
     streams = json.loads((ROOT / "results" / "bench_streams_cpu.json").read_text())["rows"]
     own = [row for row in streams if "transcription" not in row["model"]]
     later = json.loads((ROOT / "results" / "bench_new_streams_cpu.json").read_text())["rows"]
-    assert {row["model"].split()[0] for row in own + later} == set(model.MODEL_NAMES)
-    for rows in (own, later):
+    gated = json.loads((ROOT / "results" / "bench_gated_residual_cpu.json").read_text())["rows"]
+    assert {row["model"].split()[0] for row in own + later + gated} == set(model.MODEL_NAMES)
+    for rows in (own, later, gated):
         assert step.markdown(rows) in (DOCS / "speed.md").read_text(encoding="utf-8")
     for row in stored["rows"] + own:  # the columns agree: medians of the same rounds
         if "baseline_tokens_per_second" in row:

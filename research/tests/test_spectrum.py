@@ -276,7 +276,7 @@ def test_every_stream_has_a_spectrum_or_says_why_not(stem, corpus, example_strea
     assert sum(map(sum, found["density"]["counts"])) > 0
     if stem.startswith("mHC"):
         assert found["by_site"]["largest"]["95%"] == pytest.approx([1.0] * 4, abs=1e-4)
-    if stem in ("gpt-mha-rope", "wide-gpt-mha-rope"):
+    if stem in ("gpt-mha-rope", "wide-gpt-mha-rope", "GatedResidual-gpt-mha-rope"):
         assert found["by_site"]["untouched"]["median"] == [1.0] * 4
 
 

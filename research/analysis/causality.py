@@ -1,0 +1,120 @@
+"""`analyze.py causality`: whether any output of a model depends on tokens that come after it.
+
+Each of a sequence's tokens is changed in turn, and what every read, sublayer and write returns is
+compared at the positions before it (model/causality.py), in float64 on the CPU. The exit code is 1 if
+something moves there. RUN_OR_FILE is a run, a checkpoint or an exported folder, or the file of a
+stream, such as your own, which is built tiny and untrained, its parameters moved off their initial
+values so that none that starts at zero hides a leak.
+"""
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+
+import torch
+
+import configurator
+import model
+from evaluation import subjects
+from model.causality import find_leak, move_parameters
+from model.gpt import GPT
+from model.options import collect_options
+
+# of the model of a file; everything else is the default of its stream
+TINY = {
+    "vocab_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "head_dim": 8,
+    "hidden_size": 16,
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "models",
+        nargs="+",
+        metavar="RUN_OR_FILE",
+        help="run, checkpoint or exported folders, or files of streams; FILE.py+key=value+... sets "
+        "keys of the stream",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=24,
+        help="length of the sequence, of random tokens (default: %(default)s, or the block_size of "
+        "the model if that is less)",
+    )
+
+
+def build_from_file(path: Path, key_values: list[str]) -> GPT:
+    """Build the stream of a file, tiny and untrained.
+
+    Args:
+        key_values: "key=value" of keys of the stream
+
+    Raises:
+        ValueError: there is no such file, it holds no stream, or a key or value is wrong
+    """
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}; give the file of a stream, or a run folder")
+    name = path.stem
+    folder = str(path.resolve().parent)
+    # searched after model/ itself, as if the file were there
+    if folder not in map(str, model.__path__):
+        model.__path__.append(folder)
+    if name not in model.MODEL_NAMES:
+        model.MODEL_NAMES.append(name)
+    importlib.invalidate_caches()
+    imported_file = Path(importlib.util.find_spec(f"model.{name}").origin)
+    if imported_file.resolve() != path.resolve():
+        raise ValueError(
+            f"{path} has the name of {imported_file}; rename it, so that it can be imported"
+        )
+    cls = model.model_class(name)
+    options = collect_options(cls.Config)
+    texts = dict(key_value.partition("=")[::2] for key_value in key_values)
+    configurator.check_names(texts, options)
+    # the user's keys count over the sizes of the tiny model
+    config = cls.Config(**{**TINY, **configurator.read_settings({}, texts, options)})
+    torch.manual_seed(0)
+    with model.errors_as_value_errors(name):
+        return move_parameters(model.build(name, config))
+
+
+def load(text: str) -> GPT:
+    """Return the model of RUN_OR_FILE on the CPU.
+
+    Raises:
+        ValueError: there is none
+    """
+    path, *key_values = text.split("+")
+    if path.endswith(".py"):
+        return build_from_file(Path(path), key_values)
+    loaded, _, _ = subjects.find(text).load("cpu")
+    return loaded
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print what moves in each model, or that nothing does; exit with 1 if something does."""
+    if args.tokens < 2:
+        raise ValueError(f"--tokens={args.tokens}: give 2 or more")
+    has_leak = False
+    for text in args.models:
+        loaded = load(text).double().eval()
+        num_tokens = min(args.tokens, loaded.config.block_size)
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, loaded.config.vocab_size, (1, num_tokens), generator=generator)
+        leak = find_leak(loaded, ids)
+        if leak is None:
+            print(
+                f"{text}: no leak. Of {num_tokens} tokens, the last {num_tokens - 1} were changed in "
+                "turn, and nothing before them moved.",
+                flush=True,
+            )
+        else:
+            has_leak = True
+            print(f"{text}: later tokens leak. {str(leak)[0].upper()}{str(leak)[1:]}.", flush=True)
+    if has_leak:
+        sys.exit(1)
