@@ -19,6 +19,7 @@ from model.block import Add, Block, Direct, Site, Stream
 from model.gpt import GPT, GPTConfig
 from model.hyper_connections import (
     ManifoldConnection,
+    MeanOfStreams,
     MixAndAdd,
     SumOfStreams,
     WeightedStreams,
@@ -60,6 +61,7 @@ READOUTS: dict[tuple[type, type], FusedForm] = {
     (ChannelConvRead, RMSNorm): FusedForm.DELTA,
     (TokenConvRead, RMSNorm): FusedForm.DELTA,
     (SumOfStreams, RMSNorm): FusedForm.MANIFOLD,
+    (MeanOfStreams, RMSNorm): FusedForm.MANIFOLD,
     (WeightedStreams, RMSNorm): FusedForm.MANIFOLD,
 }
 
