@@ -640,7 +640,9 @@ def mix_permutations(logits: torch.Tensor, n: int) -> torch.Tensor:
     """
     permutations = torch.tensor(list(itertools.permutations(range(n))), device=logits.device)
     matrices = F.one_hot(permutations, n).to(logits.dtype).flatten(1)
-    return (logits.softmax(-1) @ matrices).unflatten(-1, (n, n))
+    # autocast would round the weights, whose sums over a row and over a column must be 1
+    with torch.autocast(logits.device.type, enabled=False):
+        return (logits.softmax(-1) @ matrices).unflatten(-1, (n, n))
 
 
 def mix_kronecker(logits: torch.Tensor) -> torch.Tensor:
