@@ -592,8 +592,13 @@ class ManifoldConnection(Connection):
         """Set reads of 1/n and writes of 1, which do not depend on the state.
 
         Raises:
-            ValueError: the writes are always less than 1
+            ValueError: the writes are always less than 1, or the reads always more than 1/n
         """
+        if self.read_eps * self.num_streams >= 1:
+            raise ValueError(
+                f"mhc_read_eps={self.read_eps:g} has no additive start, whose reads are "
+                f"1/{self.num_streams}; give a smaller number"
+            )
         if self.write_magnitude + self.write_eps <= 1:
             raise ValueError(
                 f"mhc_write_magnitude={self.write_magnitude:g} has no additive start, whose writes "

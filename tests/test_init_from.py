@@ -332,6 +332,19 @@ def test_a_stream_begins_as_the_additive_model_and_trains_what_is_its_own(stem, 
     assert moved >= (set(own) & before.keys()) - alone
 
 
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"mhc_write_magnitude": 1.0}, "mhc_write_magnitude=1 has no additive start"),
+        ({"mhc_read_eps": 0.3}, "mhc_read_eps=0.3 has no additive start, whose reads are 1/4"),
+    ],
+)
+def test_weights_that_cannot_be_those_of_the_additive_stream_are_refused(keys, message):
+    model = build("mHC-gpt-mha-rope", **{**SMALL, "num_hidden_layers": 2, **keys})
+    with pytest.raises(ValueError, match=message):
+        model.from_additive()
+
+
 def test_training_begins_from_an_additive_run(corpus, tmp_path):
     torch.manual_seed(5)
     additive = build("gpt-mha-rope", **SMALL)
