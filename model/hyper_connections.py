@@ -62,17 +62,19 @@ class HyperConfig(StreamsConfig):
 class ManifoldConfig(StreamsConfig):
     """Keys of Manifold-Constrained Hyper-Connections (mHC)."""
 
-    mhc_mix: Literal["sinkhorn", "identity", "permutations", "kronecker"] = option(
+    mhc_mix: Literal["sinkhorn", "identity", "permutations", "kronecker", "orthogonal"] = option(
         "sinkhorn",
         "matrix that mixes the residual streams; sinkhorn is a doubly stochastic matrix from the "
-        "Sinkhorn-Knopp algorithm (mHC); identity does not mix; permutations is a convex "
-        "combination of all permutation matrices (mHC-lite); kronecker is a Kronecker product of "
-        "doubly stochastic 2 x 2 matrices (KromHC)",
+        "Sinkhorn-Knopp algorithm (mHC); identity does not mix (iHC, as in Hunyuan V4); "
+        "permutations is a convex combination of all permutation matrices (mHC-lite); kronecker is "
+        "a Kronecker product of doubly stochastic 2 x 2 matrices (KromHC); orthogonal is a "
+        "rotation of four streams by a pair of unit quaternions (oHC)",
     )
-    mhc_readout: Literal["sum", "sigmoid"] = option(
+    mhc_readout: Literal["sum", "mean", "sigmoid"] = option(
         "sum",
-        "readout of the residual streams before the final norm; sum adds them up, sigmoid weights "
-        "them by input-dependent sigmoid gates (as in DeepSeek-V4)",
+        "readout of the residual streams before the final norm; sum adds them up, mean averages "
+        "them (as in GLM-5.3), sigmoid weights them by input-dependent sigmoid gates (as in "
+        "DeepSeek-V4 and Hunyuan V4)",
     )
     mhc_iterations: int = option(
         20,
@@ -85,6 +87,69 @@ class ManifoldConfig(StreamsConfig):
         "to 1, as in the mHC paper; False normalizes the columns last, so that the weights out of "
         "each stream sum to 1",
         before=False,
+    )
+    mhc_read_eps: float = option(
+        0.0,
+        "constant added to the sigmoids of the reads and of mhc_readout=sigmoid (1e-6 in "
+        "DeepSeek-V4, GLM-5.3 and Hunyuan V4)",
+        low=0,
+        below=0.5,
+    )
+    mhc_write_eps: float = option(
+        0.0,
+        "constant added to the writes (1e-6 in Hunyuan V4)",
+        low=0,
+        below=0.5,
+    )
+    mhc_write_magnitude: float = option(
+        2.0,
+        "upper limit of the writes, the factor on their sigmoid",
+        above=0,
+    )
+    mhc_norm_eps: float = option(
+        1e-6,
+        "eps of the RMSNorm from which the weights of a connection are computed (1e-6 in "
+        "DeepSeek-V4, 1e-5 in GLM-5.3 and Hunyuan V4)",
+        above=0,
+    )
+    mhc_read_dtype: Literal["float32", "state"] = option(
+        "float32",
+        "dtype of what is read from the streams; state rounds it to the dtype of the streams (as "
+        "in DeepSeek-V4, GLM-5.3 and Hunyuan V4)",
+    )
+    mhc_write_dtype: Literal["float32", "state"] = option(
+        "float32",
+        "dtype in which the streams are mixed and written; float32 rounds the result once, state "
+        "rounds the weights and every term to the dtype of the streams (as in DeepSeek-V4 and "
+        "GLM-5.3)",
+    )
+    mhc_scale_init: float = option(
+        0.01,
+        "initial factor on the input-dependent terms of the weights (1 in DeepSeek-V4 and "
+        "GLM-5.3); that of the rotation of mhc_mix=orthogonal is 0",
+        initial=True,
+    )
+    mhc_maps_init_std: float | None = option(
+        None,
+        "standard deviation of the initial maps from the streams to the weights (0.02 in "
+        "DeepSeek-V4 and GLM-5.3, 0.006 in Hunyuan V4; default: that of a hidden matrix with "
+        "hc_streams * hidden_size inputs)",
+        low=0,
+        initial=True,
+    )
+    mhc_bias_init: Literal["additive", "zeros"] = option(
+        "additive",
+        "initial biases of the weights; additive starts close to the additive stream, with reads "
+        "of 1/hc_streams and hardly any mixing; zeros starts with reads of 1/2 and even mixing (as "
+        "in DeepSeek-V4 and GLM-5.3)",
+        initial=True,
+    )
+    mhc_readout_bias_init: Literal["zeros", "mean"] = option(
+        "zeros",
+        "initial biases of mhc_readout=sigmoid; zeros weights each stream by 1/2, mean by "
+        "1/hc_streams (as in Hunyuan V4)",
+        initial=True,
+        counts_with=("mhc_readout", "sigmoid"),
     )
 
     def __post_init__(self):
@@ -104,6 +169,16 @@ class ManifoldConfig(StreamsConfig):
                 f"hc_streams={n} with mhc_mix=kronecker does not factor into 2 x 2 matrices; give "
                 "a power of two"
             )
+        if self.mhc_mix == "orthogonal" and n != 4:
+            raise ValueError(
+                f"hc_streams={n} with mhc_mix=orthogonal: a pair of quaternions rotates four "
+                "streams; give hc_streams=4"
+            )
+        if self.mhc_mix == "orthogonal" and self.mhc_bias_init == "zeros":
+            raise ValueError(
+                "mhc_bias_init=zeros with mhc_mix=orthogonal would normalize quaternions of zeros; "
+                "omit mhc_bias_init"
+            )
         if self.mhc_mix == "sinkhorn":
             return
         for key in ("mhc_iterations", "mhc_rows_last"):
@@ -122,7 +197,15 @@ class ManifoldConfig(StreamsConfig):
             "identity": 0,
             "permutations": math.factorial(n),
             "kronecker": 2 * (n.bit_length() - 1),
+            "orthogonal": 8,
         }[self.mhc_mix]
+
+    @property
+    def maps_init_std(self) -> float:
+        """Return the standard deviation of the initial maps from the streams to the weights."""
+        if self.mhc_maps_init_std is not None:
+            return self.mhc_maps_init_std
+        return self.hidden_init_std / math.sqrt(self.hc_streams)
 
 
 def weighted_sum(weights: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:
@@ -153,10 +236,12 @@ class Connection(nn.Module):
     ConnectionWeights.
     """
 
-    def __init__(self, config: StreamsConfig):
+    def __init__(self, config: StreamsConfig, rounded: bool = False):
+        """rounded: whether x_in is rounded to the dtype of the state"""
         super().__init__()
         self.num_streams = config.hc_streams
         self.hidden_size = config.hidden_size
+        self.rounded = rounded
 
     def elementwise_flops(self) -> int:
         return 2 * self.num_streams * self.hidden_size
@@ -165,10 +250,11 @@ class Connection(nn.Module):
         """Read from a state (B, T, n, d)."""
         streams = state.to(at_least_fp32(state.dtype))
         weights = self.weights(streams)
+        x_in = weighted_sum(weights.read, streams)
         # The write needs the weights as well. They are passed on, because they are functions of the
         # state before the write.
         return ConnectionOutput(
-            x_in=weighted_sum(weights.read, streams),
+            x_in=x_in.to(state.dtype) if self.rounded else x_in,
             write=weights.write,
             mix=weights.mix,
         )
@@ -177,10 +263,12 @@ class Connection(nn.Module):
 class MixAndAdd(nn.Module):
     """The write H'_j = sum_i mix_ij H_i + write_j h."""
 
-    def __init__(self, config: StreamsConfig):
+    def __init__(self, config: StreamsConfig, rounded: bool = False):
+        """rounded: whether the weights and each of the two terms are rounded to the state's dtype"""
         super().__init__()
         self.num_streams = config.hc_streams
         self.hidden_size = config.hidden_size
+        self.rounded = rounded
 
     def elementwise_flops(self) -> int:
         return 2 * self.num_streams * (self.num_streams + 1) * self.hidden_size
@@ -189,9 +277,14 @@ class MixAndAdd(nn.Module):
         self, state, h, connection: ConnectionOutput, c, past: Past | None = None
     ) -> torch.Tensor:
         _, write, mix = connection
+        if self.rounded:
+            mix = mix.to(state.dtype).to(mix.dtype)
         # H'_j = sum_i mix_ij H_i + write_j h
         streams = state.to(write.dtype)
         mixed = sum(mix[..., i, :, None] * streams[:, :, i, None] for i in range(self.num_streams))
+        if self.rounded:
+            # DeepSeek-V4 mixes by a matrix product, which adds up in fp32 and rounds its result
+            mixed, write, h = (term.to(state.dtype) for term in (mixed, write, h))
         return (mixed + write[..., None] * h.unsqueeze(2)).to(state.dtype)
 
     def statistics(
@@ -256,16 +349,20 @@ def one_hot(parameter: torch.Tensor, index: int) -> None:
 
 
 class ConnectedBlock(Block):
-    """A block in which each site has a connection `Connection(config, site)`."""
+    """A block in which each site has a connection `Connection(config, site)`.
+
+    All sites share one write, `Write(config)`, which must have no parameters.
+    """
 
     Connection: Callable
+    Write: Callable = MixAndAdd
 
     def __init__(self, config: StreamsConfig, layer: int):
         super().__init__(config, layer)
         # sites are counted through all blocks
         self.hc_attn = self.Connection(config, 2 * layer)
         self.hc_mlp = self.Connection(config, 2 * layer + 1)
-        write = MixAndAdd(config)  # without parameters
+        write = self.Write(config)
         attn, mlp = self.sites
         self.sites = (
             replace(attn, read=self.hc_attn, write=write),
@@ -298,15 +395,29 @@ def start_divided(parameter: torch.Tensor, start: Callable, divisor: float) -> N
 class SumOfStreams(nn.Module):
     """Readout: the sum of the streams, in at least fp32."""
 
-    def __init__(self, config: StreamsConfig):
+    def __init__(self, config: StreamsConfig, rounded: bool = False):
+        """rounded: whether the sum is rounded to the dtype of the state"""
         super().__init__()
         self.state_size = config.hc_streams * config.hidden_size
+        self.rounded = rounded
 
     def elementwise_flops(self) -> int:
         return self.state_size
 
     def forward(self, state: torch.Tensor, past: Past | None = None) -> torch.Tensor:
-        return state.to(at_least_fp32(state.dtype)).sum(2)
+        total = self.combine(state.to(at_least_fp32(state.dtype)))
+        return total.to(state.dtype) if self.rounded else total
+
+    def combine(self, streams: torch.Tensor) -> torch.Tensor:
+        """Return one stream (B, T, d) for the streams (B, T, n, d)."""
+        return streams.sum(2)
+
+
+class MeanOfStreams(SumOfStreams):
+    """Readout: the mean of the streams, in at least fp32, as in GLM-5.3."""
+
+    def combine(self, streams: torch.Tensor) -> torch.Tensor:
+        return streams.mean(2)
 
 
 # The algorithm is forty small operations in sequence, each of which the compiler would inline into
@@ -416,35 +527,59 @@ class ManifoldConnection(Connection):
     The key mhc_mix selects other mixing matrices. With "permutations", mix =
     sum_i softmax(a z phi + b)_i P_i over all n! permutation matrices (mHC-lite, arXiv 2601.05732).
     With "kronecker" it is the Kronecker product of mixing matrices of two streams, each from a
-    softmax of two logits (KromHC, arXiv 2601.21579). With "identity" there is no third part.
+    softmax of two logits (KromHC, arXiv 2601.21579). With "identity" there is no third part (iHC).
+    With "orthogonal" it rotates four streams by two unit quaternions (oHC, `mix_orthogonal`).
+
+    Production models add mhc_read_eps to the reads and mhc_write_eps to the writes, and have
+    mhc_write_magnitude in place of 2.
 
     site: index of the site, counted through all blocks
     """
 
-    EPS = 1e-6  # of the norm, and of the sums of Sinkhorn-Knopp
+    EPS = 1e-6  # of the sums of Sinkhorn-Knopp
     balance = staticmethod(sinkhorn_knopp)  # model/kernels has one that is a single kernel
 
     def __init__(self, config: ManifoldConfig, site: int):
-        super().__init__(config)
+        super().__init__(config, rounded=config.mhc_read_dtype == "state")
         n = self.num_streams
         self.kind = config.mhc_mix
         self.iterations = config.mhc_iterations
         self.rows_last = config.mhc_rows_last
+        self.norm_eps = config.mhc_norm_eps
+        self.read_eps = config.mhc_read_eps
+        self.write_eps = config.mhc_write_eps
+        self.write_magnitude = config.mhc_write_magnitude
+        self.scale_init = config.mhc_scale_init
+        self.bias_init = config.mhc_bias_init
         self.sizes = (n, n, config.mix_logits)  # of the parts read, write and mix
-        maps_rule = Rule(normal(config.hidden_init_std / math.sqrt(n)), OUTPUT, decay=True)
+        maps_rule = Rule(normal(config.maps_init_std), OUTPUT, decay=True)
         self.maps = linear(n * config.hidden_size, sum(self.sizes), maps_rule)
         self.bias = nn.Parameter(torch.empty(sum(self.sizes)))
         self.scales = nn.Parameter(torch.empty(3 if config.mix_logits else 2))
         self.rules = {
             "bias": Rule(self.start_bias),
-            "scales": Rule(constant(0.01)),
+            "scales": Rule(self.start_scales),
         }
+
+    def start_scales(self, scales: torch.Tensor) -> None:
+        """Initialize the factors on z phi; that of quaternions is 0, so that they do not rotate."""
+        scales.fill_(self.scale_init)
+        if self.kind == "orthogonal":
+            scales[2] = 0
 
     def start_bias(self, bias: torch.Tensor) -> None:
         """Initialize close to the additive stream: reads of 1/n, writes of 1, mix near identity."""
+        if self.bias_init == "zeros":
+            bias.zero_()
+            return
         read_bias, write_bias, mix_bias = bias.split(self.sizes)
         read_bias.fill_(-math.log(self.num_streams - 1))
         write_bias.zero_()
+        if self.kind == "orthogonal":
+            # the quaternions p and q are 1
+            mix_bias.zero_()
+            mix_bias[::4] = 1
+            return
         mix_bias.fill_(-8)
         if self.kind == "sinkhorn":
             mix_bias[:: self.num_streams + 1] = 0  # the diagonal
@@ -453,16 +588,37 @@ class ManifoldConnection(Connection):
         else:
             mix_bias[::2] = 0  # a of each [[a, b], [b, a]]
 
+    def start_additive(self) -> None:
+        """Set reads of 1/n and writes of 1, which do not depend on the state.
+
+        Raises:
+            ValueError: the writes are always less than 1, or the reads always more than 1/n
+        """
+        if self.read_eps * self.num_streams >= 1:
+            raise ValueError(
+                f"mhc_read_eps={self.read_eps:g} has no additive start, whose reads are "
+                f"1/{self.num_streams}; give a smaller number"
+            )
+        if self.write_magnitude + self.write_eps <= 1:
+            raise ValueError(
+                f"mhc_write_magnitude={self.write_magnitude:g} has no additive start, whose writes "
+                "are 1; give a number above 1"
+            )
+        self.scales.zero_()
+        read_bias, write_bias, _ = self.bias.split(self.sizes)
+        read_bias.fill_(bias_of_sigmoid(1 / self.num_streams, eps=self.read_eps))
+        write_bias.fill_(bias_of_sigmoid(1, self.write_magnitude, self.write_eps))
+
     def weights(self, streams: torch.Tensor) -> ConnectionWeights:
         # z = RMSNorm(vec(H)): all streams of a token as one vector of n d numbers
         z = streams.flatten(2)
-        z = F.rms_norm(z, z.shape[-1:], eps=self.EPS)
+        z = F.rms_norm(z, z.shape[-1:], eps=self.norm_eps)
         scales = torch.cat([scale.expand(size) for scale, size in zip(self.scales, self.sizes)])
         logits = scales * linear_fp32(self.maps, z) + self.bias
         read_logits, write_logits, mix_logits = logits.split(self.sizes, dim=-1)
         return ConnectionWeights(
-            read=read_logits.sigmoid(),
-            write=2 * write_logits.sigmoid(),
+            read=read_logits.sigmoid() + self.read_eps,
+            write=self.write_magnitude * write_logits.sigmoid() + self.write_eps,
             mix=self.compute_mix(mix_logits),
         )
 
@@ -476,6 +632,8 @@ class ManifoldConnection(Connection):
             return mix_permutations(logits, n)
         if self.kind == "kronecker":
             return mix_kronecker(logits)
+        if self.kind == "orthogonal":
+            return mix_orthogonal(logits)
         identity = torch.eye(n, dtype=logits.dtype, device=logits.device)
         return identity.expand(*logits.shape[:-1], n, n)
 
@@ -487,7 +645,9 @@ def mix_permutations(logits: torch.Tensor, n: int) -> torch.Tensor:
     """
     permutations = torch.tensor(list(itertools.permutations(range(n))), device=logits.device)
     matrices = F.one_hot(permutations, n).to(logits.dtype).flatten(1)
-    return (logits.softmax(-1) @ matrices).unflatten(-1, (n, n))
+    # autocast would round the weights, whose sums over a row and over a column must be 1
+    with torch.autocast(logits.device.type, enabled=False):
+        return (logits.softmax(-1) @ matrices).unflatten(-1, (n, n))
 
 
 def mix_kronecker(logits: torch.Tensor) -> torch.Tensor:
@@ -503,41 +663,98 @@ def mix_kronecker(logits: torch.Tensor) -> torch.Tensor:
     return mix
 
 
+def mix_orthogonal(logits: torch.Tensor) -> torch.Tensor:
+    """Return a mixing matrix (..., 4, 4) that rotates four streams by a pair of quaternions.
+
+    The four streams of a feature are one quaternion x, and the mixed streams are p x conj(q) with
+    unit quaternions p and q, as in oHC (arXiv 2609.02672): every rotation of four dimensions, SO(4),
+    is such a product. We know only the abstract of that paper. How p and q follow from the state is
+    ours: each consists of four logits, divided by their norm.
+
+    logits: (..., 8), those of p first; p = q = (1, 0, 0, 0) does not mix
+    """
+    p, q = F.normalize(logits.unflatten(-1, (2, 4)), dim=-1).unsqueeze(-2).unbind(-3)
+    conjugate_of_q = torch.cat((q[..., :1], -q[..., 1:]), dim=-1)
+    # Row i of the matrix is what becomes of the unit vector of stream i.
+    unit_vectors = torch.eye(4, dtype=logits.dtype, device=logits.device)
+    return quaternion_product(quaternion_product(p, unit_vectors), conjugate_of_q)
+
+
+def quaternion_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return the Hamilton product x y of quaternions (..., 4), whose real part comes first."""
+    a, b, c, d = x.unbind(-1)
+    e, f, g, h = y.unbind(-1)
+    return torch.stack(
+        (
+            a * e - b * f - c * g - d * h,
+            a * f + b * e + c * h - d * g,
+            a * g - b * h + c * e + d * f,
+            a * h + b * g - c * f + d * e,
+        ),
+        dim=-1,
+    )
+
+
+def bias_of_sigmoid(value: float, magnitude: float = 1.0, eps: float = 0.0) -> float:
+    """Return the number b with magnitude * sigmoid(b) + eps = value."""
+    return -math.log(magnitude / (value - eps) - 1)
+
+
+def manifold_write(config: ManifoldConfig) -> MixAndAdd:
+    """Return the write of mHC, rounded as mhc_write_dtype says."""
+    return MixAndAdd(config, rounded=config.mhc_write_dtype == "state")
+
+
 class ManifoldBlock(ConnectedBlock):
     """A block of mHC."""
 
     Connection = ManifoldConnection
+    Write = staticmethod(manifold_write)
 
 
 class WeightedStreams(nn.Module):
-    """Readout: sum_i sigmoid(a z phi + b)_i H_i with z = RMSNorm(vec(H)), as in DeepSeek-V4."""
+    """Readout: sum_i (sigmoid(a z phi + b)_i + eps) H_i with z = RMSNorm(vec(H)).
+
+    It is the readout of DeepSeek-V4 and Hunyuan V4, where eps is mhc_read_eps.
+    """
 
     def __init__(self, config: ManifoldConfig):
         super().__init__()
         n = config.hc_streams
         self.hidden_size = config.hidden_size
-        maps_rule = Rule(normal(config.hidden_init_std / math.sqrt(n)), OUTPUT, decay=True)
+        self.norm_eps = config.mhc_norm_eps
+        self.read_eps = config.mhc_read_eps
+        self.rounded = config.mhc_read_dtype == "state"
+        maps_rule = Rule(normal(config.maps_init_std), OUTPUT, decay=True)
         self.maps = linear(n * config.hidden_size, n, maps_rule)
         self.bias = nn.Parameter(torch.empty(n))
         self.scale = nn.Parameter(torch.empty(1))
+        bias_init = -math.log(n - 1) if config.mhc_readout_bias_init == "mean" else 0.0
         self.rules = {
-            "bias": Rule(constant(0.0)),
-            "scale": Rule(constant(0.01)),
+            "bias": Rule(constant(bias_init)),
+            "scale": Rule(constant(config.mhc_scale_init)),
         }
 
     def elementwise_flops(self) -> int:
         return 2 * len(self.bias) * self.hidden_size
 
+    def start_additive(self) -> None:
+        """Weight each stream by 1/n, whatever the state."""
+        self.scale.zero_()
+        self.bias.fill_(bias_of_sigmoid(1 / len(self.bias), eps=self.read_eps))
+
     def forward(self, state: torch.Tensor, past: Past | None = None) -> torch.Tensor:
         streams = state.to(at_least_fp32(state.dtype))
         z = streams.flatten(2)
-        z = F.rms_norm(z, z.shape[-1:], eps=ManifoldConnection.EPS)
-        weights = (self.scale * linear_fp32(self.maps, z) + self.bias).sigmoid()
-        return weighted_sum(weights, streams)
+        z = F.rms_norm(z, z.shape[-1:], eps=self.norm_eps)
+        weights = (self.scale * linear_fp32(self.maps, z) + self.bias).sigmoid() + self.read_eps
+        x = weighted_sum(weights, streams)
+        return x.to(state.dtype) if self.rounded else x
 
 
 def manifold_readout(config: ManifoldConfig) -> nn.Module:
     """Return the readout that mhc_readout selects."""
     if config.mhc_readout == "sigmoid":
         return WeightedStreams(config)
-    return SumOfStreams(config)
+    readout_class = MeanOfStreams if config.mhc_readout == "mean" else SumOfStreams
+    return readout_class(config, rounded=config.mhc_read_dtype == "state")

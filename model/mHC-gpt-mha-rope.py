@@ -3,8 +3,6 @@
 mHC stands for Manifold-Constrained Hyper-Connections.
 """
 
-import math
-
 import torch
 
 from model.gpt import GPT
@@ -23,7 +21,6 @@ class Model(GPT):
         # With reads of 1/n, writes of 1 and weights into each stream that sum to 1, the n streams
         # stay equal to each other.
         for site in self.sites:
-            site.read.scales.zero_()
+            site.read.start_additive()
         if self.config.mhc_readout == "sigmoid":
-            self.readout.scale.zero_()
-            self.readout.bias.fill_(-math.log(self.config.hc_streams - 1))
+            self.readout.start_additive()

@@ -97,15 +97,39 @@ def rows_last(logits, iterations):
     return res
 
 
+def complex_matrix(quaternion):
+    """a + b i + c j + d k as the complex matrix [[a + b i, c + d i], [-c + d i, a - b i]]."""
+    a, b, c, d = quaternion
+    return torch.stack(
+        (
+            torch.stack((torch.complex(a, b), torch.complex(c, d))),
+            torch.stack((torch.complex(-c, d), torch.complex(a, -b))),
+        )
+    )
+
+
+def quaternion_rotation(p, q):
+    """res (4, 4) with res x = p x conj(q) / |p| |q|, by products of complex 2 x 2 matrices, where
+    conjugation is the conjugate transpose.
+    """
+    columns = []
+    for unit_vector in torch.eye(4, dtype=p.dtype):
+        product = complex_matrix(p) @ complex_matrix(unit_vector) @ complex_matrix(q).mH
+        first, second = product[0]
+        columns.append(torch.stack((first.real, first.imag, second.real, second.imag)))
+    return torch.stack(columns, dim=1) / ((p @ p) * (q @ q)).sqrt()
+
+
 def manifold_weights(w, H, cfg):
     """pre (n,), post (n,), res (n, n)."""
     n = len(H)
-    z = rms_norm(torch.cat(list(H)), 1.0, 1e-6)
+    z = rms_norm(torch.cat(list(H)), 1.0, cfg["mhc_norm_eps"])
     phi, b = w["maps.weight"].T, w["bias"]
     a_pre, a_post, *a_res = w["scales"]
     a_res = a_res[0] if a_res else None
-    pre = sigmoid(a_pre * (z @ phi[:, :n]) + b[:n])
-    post = 2 * sigmoid(a_post * (z @ phi[:, n : 2 * n]) + b[n : 2 * n])
+    pre = sigmoid(a_pre * (z @ phi[:, :n]) + b[:n]) + cfg["mhc_read_eps"]
+    post = cfg["mhc_write_magnitude"] * sigmoid(a_post * (z @ phi[:, n : 2 * n]) + b[n : 2 * n])
+    post = post + cfg["mhc_write_eps"]
     if cfg["mhc_mix"] == "identity":
         return pre, post, torch.eye(n, dtype=H.dtype)
     logits = a_res * (z @ phi[:, 2 * n :]) + b[2 * n :]
@@ -121,6 +145,8 @@ def manifold_weights(w, H, cfg):
             pair = torch.stack((torch.stack((one, other)), torch.stack((other, one))))
             res = torch.kron(res, pair / (one + other))
         return pre, post, res
+    if cfg["mhc_mix"] == "orthogonal":
+        return pre, post, quaternion_rotation(logits[:4], logits[4:])
     logits = logits.reshape(n, n)
     if cfg["mhc_rows_last"]:
         return pre, post, rows_last(logits, cfg["mhc_iterations"])
@@ -136,9 +162,12 @@ def manifold_connections(weights, cfg, xs):
         states = [res @ H + torch.outer(post, h) for H, h, (_, post, res) in zip(states, hs, found)]
     if cfg["mhc_readout"] == "sum":
         return [H.sum(0) for H in states]
-    w, z = select(weights, "readout."), [rms_norm(torch.cat(list(H)), 1.0, 1e-6) for H in states]
+    if cfg["mhc_readout"] == "mean":
+        return [sum(H) / len(H) for H in states]
+    w = select(weights, "readout.")
+    z = [rms_norm(torch.cat(list(H)), 1.0, cfg["mhc_norm_eps"]) for H in states]
     return [
-        sigmoid(w["scale"] * (w["maps.weight"] @ each) + w["bias"]) @ H
+        (sigmoid(w["scale"] * (w["maps.weight"] @ each) + w["bias"]) + cfg["mhc_read_eps"]) @ H
         for H, each in zip(states, z)
     ]
 

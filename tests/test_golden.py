@@ -91,17 +91,49 @@ IDLE = {
     "ddl_k_input",
     "ddl_k_hidden_size",
 }
-IDLE |= {"ddl_v_constant_value"}
+IDLE |= {"ddl_v_constant_value", "mhc_readout_bias_init"}
 ADDITIVE, CC, CC_EC = "gpt-mha-rope", "DDL-gpt-mha-rope-CC", "DDL-gpt-mha-rope-CC-EC"
 V_MAP = {"ddl_map": "v", "ddl_k_branch": "mlp", "ddl_k_input": "read", "ddl_k_hidden_size": 5}
 V_MAP |= {"ddl_beta_single_linear": False, "ddl_beta_hidden_size": 3}
 JULY = {"ddl_v_input": "context", "ddl_v_sigmoid": False}
 MUP = {"mup": True, "hidden_size_base": 32, "schedule": "wsd", "decay_steps": 4}
+MHC = {"model": "mHC-gpt-mha-rope"}
+# as in config/mhc_deepseek_v4_small.py and its neighbours
+DEEPSEEK_V4 = {
+    **MHC,
+    "mhc_read_eps": 1e-6,
+    "mhc_readout": "sigmoid",
+    "mhc_read_dtype": "state",
+    "mhc_write_dtype": "state",
+    "mhc_scale_init": 1.0,
+    "mhc_maps_init_std": 0.02,
+    "mhc_bias_init": "zeros",
+    "mhc_readout_bias_init": "zeros",
+}
+GLM_5_3 = {**DEEPSEEK_V4, "mhc_norm_eps": 1e-5, "mhc_readout": "mean"}
+del GLM_5_3["mhc_readout_bias_init"]
+HUNYUAN_V4 = {
+    **MHC,
+    "mhc_mix": "identity",
+    "mhc_read_eps": 1e-6,
+    "mhc_write_eps": 1e-6,
+    "mhc_norm_eps": 1e-5,
+    "mhc_readout": "sigmoid",
+    "mhc_read_dtype": "state",
+    "mhc_maps_init_std": 0.006,
+    "mhc_readout_bias_init": "mean",
+}
 # name: (processes, keys); all other keys of the model are given at what was their default.
 RUNS = {stem: (1, {"model": stem}) for stem in MODEL_NAMES}
 RUNS |= {f"{stem}_muon": (1, {"model": stem, "optimizer": "muon"}) for stem in (ADDITIVE, CC)}
 RUNS |= {"v-Map": (1, {"model": "DDL-gpt-mha-rope", **V_MAP}), "July": (1, {"model": CC, **JULY})}
 RUNS |= {"muP": (1, {"model": CC_EC, **MUP})}
+RUNS |= {
+    "DeepSeek-V4": (1, DEEPSEEK_V4),
+    "GLM-5.3": (1, GLM_5_3),
+    "Hunyuan-V4": (1, HUNYUAN_V4),
+    "oHC": (1, {**MHC, "mhc_mix": "orthogonal"}),
+}
 for engine in ("ddp", "fsdp"):
     RUNS |= {
         f"{stem}_{engine}": (2, {"model": stem, "engine": engine}) for stem in (ADDITIVE, CC_EC)

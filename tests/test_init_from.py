@@ -282,6 +282,19 @@ BEGUN = [
     ("mHC-gpt-mha-rope", {"mhc_mix": "identity", "mhc_readout": "sigmoid"}),
     ("GatedResidual-gpt-mha-rope", {}),
     ("GatedResidual-gpt-mha-rope", {"gated_residual_eps": 1e-5, "hc_streams": 3}),
+    ("mHC-gpt-mha-rope", {"mhc_mix": "orthogonal", "mhc_readout": "mean"}),
+    (
+        "mHC-gpt-mha-rope",
+        {
+            "mhc_mix": "permutations",
+            "mhc_readout": "sigmoid",
+            "mhc_bias_init": "zeros",
+            "mhc_scale_init": 1.0,
+            "mhc_read_eps": 0.01,
+            "mhc_write_eps": 0.02,
+            "mhc_write_magnitude": 1.5,
+        },
+    ),
     ("DenseFormer-gpt-mha-rope", {}),
     ("LAuReL-gpt-mha-rope", {}),
     ("LAuReL-gpt-mha-rope", {"laurel_form": "rw"}),
@@ -355,6 +368,19 @@ def spread_of_streams(model, ids: torch.Tensor) -> float:
         model(ids)
     streams = states[-1]  # (B, T, n, d)
     return ((streams - streams.mean(2, keepdim=True)).norm() / streams.norm()).item()
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"mhc_write_magnitude": 1.0}, "mhc_write_magnitude=1 has no additive start"),
+        ({"mhc_read_eps": 0.3}, "mhc_read_eps=0.3 has no additive start, whose reads are 1/4"),
+    ],
+)
+def test_weights_that_cannot_be_those_of_the_additive_stream_are_refused(keys, message):
+    model = build("mHC-gpt-mha-rope", **{**SMALL, "num_hidden_layers": 2, **keys})
+    with pytest.raises(ValueError, match=message):
+        model.from_additive()
 
 
 def test_training_begins_from_an_additive_run(corpus, tmp_path):

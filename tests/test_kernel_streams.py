@@ -97,6 +97,35 @@ def test_options_with_token_convolutions(stem, keys):
     fused.check_model(tiny(stem, **keys), state_checkpoint_interval=3, T=9)
 
 
+# as in config/mhc_deepseek_v4_small.py and config/mhc_glm_5_3_small.py, with eps large enough to see
+MHC = "mHC-gpt-mha-rope"
+PRODUCTION = {
+    "mhc_read_eps": 0.01,
+    "mhc_write_eps": 0.02,
+    "mhc_write_magnitude": 1.5,
+    "mhc_norm_eps": 0.1,
+    "mhc_read_dtype": "state",
+    "mhc_write_dtype": "state",
+    "mhc_bias_init": "zeros",
+}
+
+
+@pytest.mark.parametrize("readout", ["sum", "mean", "sigmoid"])
+def test_cached_manifold_connections_of_production_models(readout):
+    """The contract compares their losses and gradients."""
+    pytest.importorskip("liger_kernel")
+    fused.check_cached(tiny(MHC, mhc_readout=readout, **PRODUCTION), (3, 1, 3))
+
+
+@pytest.mark.parametrize("mix", ["identity", "permutations", "kronecker", "orthogonal"])
+def test_a_mix_without_a_kernel_is_not_fused(mix):
+    model = tiny(MHC, mhc_mix=mix)
+    reason = f"mhc_mix={mix} has no fused kernel (mhc_mix=sinkhorn has one)"
+    assert kernels.use(model, "auto", "cuda") == reason
+    with pytest.raises(ValueError, match=re.escape(f"kernels=on: {reason}")):
+        kernels.use(model, "on", "cpu")
+
+
 def test_intervals_change_no_bit():
     fused.check_intervals(tiny(CC, ddl_value_channels=2), torch.bfloat16, (1, 4), T=3)
 

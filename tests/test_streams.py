@@ -16,7 +16,7 @@ from models import TINY
 from torch.utils._pytree import tree_leaves, tree_map
 
 from model import build
-from model.hyper_connections import sinkhorn_knopp
+from model.hyper_connections import mix_orthogonal, quaternion_product, sinkhorn_knopp
 from model.parameters import rules_of
 from training.residual_statistics import ObservedStream, compute_residual_statistics
 
@@ -97,7 +97,12 @@ CASES += [("mHC", {"mhc_mix": "kronecker", "hc_streams": n}) for n in (2, 8)]
 CASES += [
     ("mHC", {"mhc_readout": "sigmoid"}),
     ("mHC", {"mhc_mix": "identity", "mhc_readout": "sigmoid"}),
+    ("mHC", {"mhc_mix": "orthogonal"}),
+    ("mHC", {"mhc_mix": "orthogonal", "mhc_readout": "mean"}),
 ]
+PRODUCTION = {"mhc_read_eps": 0.03, "mhc_write_eps": 0.07, "mhc_write_magnitude": 1.4}
+PRODUCTION |= {"mhc_norm_eps": 0.02, "mhc_read_dtype": "state", "mhc_write_dtype": "state"}
+CASES += [("mHC", {"mhc_readout": readout, **PRODUCTION}) for readout in ("mean", "sigmoid")]
 CASES += [("AttnRes", {"attn_res_form": "delta", "attn_res_blocks": n} | DEEP) for n in (None, 2)]
 CASES += [("MUDD", {"mudd_ways": ways} | DEEP) for ways in ("qkvr", "r")]
 EVERY_LAMBDA = {"lambda_value_embeddings": True, "lambda_skips": True, "num_hidden_layers": 5}
@@ -224,6 +229,72 @@ def test_what_comes_into_a_stream_sums_to_one_however_far_apart_the_logits_are(r
     exact, other = (into, out_of) if rows_last else (out_of, into)
     assert exact < 2e-6  # the guard of the sums
     assert other > 1e-2
+
+
+def rotations(shape=(2, 7)) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits (*shape, 8) and the mixing matrices that are made of them, in float64."""
+    logits = torch.randn(*shape, 8, dtype=torch.float64)
+    return logits, mix_orthogonal(logits)
+
+
+def test_an_orthogonal_mix_is_a_rotation():
+    _, mix = rotations()
+    identity = torch.eye(4, dtype=torch.float64).expand_as(mix)
+    torch.testing.assert_close(mix @ mix.mT, identity, rtol=0, atol=1e-12)
+    determinants = torch.linalg.det(mix)
+    torch.testing.assert_close(determinants, torch.ones_like(determinants), rtol=0, atol=1e-12)
+    assert (mix - identity).abs().amax((-1, -2)).min() > 0.1
+
+
+def test_an_orthogonal_mix_multiplies_by_two_quaternions():
+    """p x conj(q) by complex matrices; the matrix that meets the streams is mix^T."""
+    logits, mix = rotations()
+    for own, matrix in zip(logits.flatten(0, 1), mix.flatten(0, 1)):
+        expected = naive_streams.quaternion_rotation(own[:4], own[4:])
+        torch.testing.assert_close(matrix.mT, expected, rtol=0, atol=1e-12)
+
+
+def test_the_product_of_quaternions_has_the_table_of_hamilton():
+    one, i, j, k = torch.eye(4)
+    products = {(i, i): -one, (j, j): -one, (k, k): -one, (i, j): k, (j, i): -k, (one, j): j}
+    products |= {(j, k): i, (k, j): -i, (k, i): j, (i, k): -j, (i, one): i}
+    for (x, y), expected in products.items():
+        assert torch.equal(quaternion_product(x, y), expected)
+
+
+def test_the_gradient_of_an_orthogonal_mix_is_that_of_finite_differences():
+    logits, _ = rotations((1, 3))
+    assert torch.autograd.gradcheck(mix_orthogonal, (logits.requires_grad_(),))
+
+
+def test_an_orthogonal_mix_starts_at_the_identity_and_leaves_it():
+    """To the bit, whatever the state is; the gradient of the factor a is not zero there."""
+    connection = fresh("mHC", mhc_mix="orthogonal").transformer.h[0].hc_attn
+    mix = connection.weights(torch.randn(2, 7, 4, 10, dtype=torch.float64)).mix
+    assert torch.equal(mix, torch.eye(4, dtype=mix.dtype).expand_as(mix))
+    (mix * torch.randn(4, 4, dtype=mix.dtype)).sum().backward()
+    assert connection.scales.grad[2].abs() > 1e-6
+
+
+def test_an_orthogonal_mix_keeps_the_norm_of_the_state():
+    connection = moved("mHC", mhc_mix="orthogonal").transformer.h[0].hc_attn
+    state = torch.randn(2, 7, 4, 10, dtype=torch.float64)
+    mixed = connection.weights(state).mix.mT @ state
+    assert (mixed - state).abs().max() > 0.1
+    norms = [each.flatten(2).norm(dim=-1) for each in (mixed, state)]
+    torch.testing.assert_close(*norms, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("mix", ["sinkhorn", "permutations", "kronecker", "orthogonal"])
+def test_mixing_matrices_are_not_rounded_by_autocast(mix):
+    connection = moved("mHC", mhc_mix=mix).float().transformer.h[0].hc_attn
+    state = torch.randn(2, 7, 4, 10)
+    with torch.no_grad():
+        expected = connection.weights(state).mix
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = connection.weights(state).mix
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("blocks", [None, 2])
@@ -357,6 +428,15 @@ OWN_STARTS = [
         [-math.log(3)] * 4 + [0] * 4 + [0, -8] * 2,
     ),
     ("mHC", {"mhc_mix": "identity"}, "h.1.hc_mlp.scales", [0.01, 0.01]),
+    ("mHC", {"mhc_mix": "orthogonal"}, "h.1.hc_mlp.scales", [0.01, 0.01, 0]),
+    (
+        "mHC",
+        {"mhc_mix": "orthogonal"},
+        "h.1.hc_mlp.bias",
+        [-math.log(3)] * 4 + [0] * 4 + [1, 0, 0, 0] * 2,
+    ),
+    ("mHC", {"mhc_scale_init": 1.0}, "h.0.hc_attn.scales", [1, 1, 1]),
+    ("mHC", {"mhc_bias_init": "zeros"}, "h.0.hc_attn.bias", [0] * 24),
 ]
 
 
@@ -541,6 +621,11 @@ REFUSED = [
     ("GatedResidual", {"gated_residual_rank": 0}, "gated_residual_rank=0: give 1 or more"),
     ("GatedResidual", {"gated_residual_eps": 0}, "gated_residual_eps=0.0: give"),
     ("GatedResidual", {"mhc_iterations": 3}, "mhc_iterations"),
+    ("mHC", {"mhc_mix": "orthogonal", "hc_streams": 3}, "rotates four streams; give hc_streams=4"),
+    ("mHC", {"mhc_mix": "orthogonal", "mhc_iterations": 3}, "no effect with mhc_mix=orthogonal"),
+    ("mHC", {"mhc_mix": "orthogonal", "mhc_bias_init": "zeros"}, "omit mhc_bias_init"),
+    ("mHC", {"mhc_readout_bias_init": "mean"}, "no effect with mhc_readout=sum"),
+    ("mHC", {"mhc_write_magnitude": 0}, "mhc_write_magnitude=0"),
     ("conv", {"canon": "CA"}, "canon='CA' is not a string of the letters"),
     ("Lambdas", {"lambda_values": "none", "lambda_input": False}, "use --model=gpt-mha-rope"),
     ("wide", {"wide_read": "ct"}, "wide_read"),

@@ -19,6 +19,7 @@ from model.block import Add, Block, Direct, Site, Stream
 from model.gpt import GPT, GPTConfig
 from model.hyper_connections import (
     ManifoldConnection,
+    MeanOfStreams,
     MixAndAdd,
     SumOfStreams,
     WeightedStreams,
@@ -60,6 +61,7 @@ READOUTS: dict[tuple[type, type], FusedForm] = {
     (ChannelConvRead, RMSNorm): FusedForm.DELTA,
     (TokenConvRead, RMSNorm): FusedForm.DELTA,
     (SumOfStreams, RMSNorm): FusedForm.MANIFOLD,
+    (MeanOfStreams, RMSNorm): FusedForm.MANIFOLD,
     (WeightedStreams, RMSNorm): FusedForm.MANIFOLD,
 }
 
@@ -113,11 +115,8 @@ def choose_form(model: GPT) -> Choice:
         )
     if form is FusedForm.DELTA:
         reason = reason_options_are_plain(model.config)
-    elif form is FusedForm.MANIFOLD and importlib.util.find_spec("liger_kernel") is None:
-        reason = (
-            "the fused kernel of Sinkhorn-Knopp needs liger-kernel, which is not installed (pip "
-            "install liger-kernel)"
-        )
+    elif form is FusedForm.MANIFOLD:
+        reason = reason_mix_is_plain(model.config)
     else:
         reason = None
     return Choice(form if reason is None else None, reason)
@@ -178,6 +177,18 @@ def reason_options_are_plain(config: GPTConfig) -> str | None:
         value = getattr(config, key)
         if value != supported:
             return f"{key}={value} has no fused kernel ({key}={supported} has one)"
+    return None
+
+
+def reason_mix_is_plain(config: GPTConfig) -> str | None:
+    """Return why no kernel computes the mixing matrix of mHC, or None if one does."""
+    if config.mhc_mix != "sinkhorn":
+        return f"mhc_mix={config.mhc_mix} has no fused kernel (mhc_mix=sinkhorn has one)"
+    if importlib.util.find_spec("liger_kernel") is None:
+        return (
+            "the fused kernel of Sinkhorn-Knopp needs liger-kernel, which is not installed (pip "
+            "install liger-kernel)"
+        )
     return None
 
 

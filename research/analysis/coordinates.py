@@ -391,6 +391,11 @@ OTHER_CASES = (
     "mHC-gpt-mha-rope+mhc_mix=identity+mhc_readout=sigmoid",
     "mHC-gpt-mha-rope+mhc_mix=permutations",
     "mHC-gpt-mha-rope+mhc_mix=kronecker",
+    "mHC-gpt-mha-rope+mhc_mix=orthogonal",
+    "mHC-gpt-mha-rope+mhc_readout=mean+mhc_read_eps=0.01+mhc_read_dtype=state+mhc_write_dtype=state"
+    "+mhc_scale_init=1.0+mhc_bias_init=zeros+mhc_maps_init_std=0.02",
+    "mHC-gpt-mha-rope+mhc_mix=identity+mhc_readout=sigmoid+mhc_read_eps=0.01+mhc_write_eps=0.02"
+    "+mhc_write_magnitude=1.5+mhc_norm_eps=1e-05+mhc_readout_bias_init=mean",
     "wide-gpt-mha-rope+wide_read=cc",
 )
 
