@@ -91,11 +91,11 @@ def pool(X, form):
     return sum(columns) / len(columns) if form == "mean" else torch.cat(columns)
 
 
-def gate(w, name, seen):
+def gate(w, name, gate_input):
     """2 sigmoid of one linear layer, or of two with a tanh between them, as the weights are."""
     if f"{name}.weight" in w:
-        return 2 * sigmoid(w[f"{name}.weight"][0] @ seen + w[f"{name}.bias"][0])
-    hidden = (w[f"{name}_in.weight"] @ seen).tanh()
+        return 2 * sigmoid(w[f"{name}.weight"][0] @ gate_input + w[f"{name}.bias"][0])
+    hidden = (w[f"{name}_in.weight"] @ gate_input).tanh()
     return 2 * sigmoid(w[f"{name}_out.weight"][0] @ hidden + w[f"{name}_out.bias"][0])
 
 

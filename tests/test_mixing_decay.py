@@ -123,7 +123,7 @@ def decayed_names(stem, keys, mixing_decay, kind):
         beta2=0.95,
     )
     optimizers = optimizer.build_optimizers(build(stem, **TINY, **keys), config)
-    groups = [group for each in optimizers for group in each.param_groups]
+    groups = [group for one in optimizers for group in one.param_groups]
     assert all(group["decays"] == (group["weight_decay"] > 0) for group in groups)
     return {name for group in groups if group["weight_decay"] > 0 for name in group["names"]}
 
@@ -172,7 +172,8 @@ def test_a_step_leaves_mixing_parameters_to_their_gradient():
             parameter.grad.zero_()
         maps = model.transformer.h[1].hc_mlp.maps.weight
         query = model.transformer.h[1].attn.c_q.weight
-        before_maps, before_query = maps.detach().clone(), query.detach().clone()
+        before_maps = maps.detach().clone()
+        before_query = query.detach().clone()
         adamw.step()
         factor = 1 - 1e-2 * 0.1
         torch.testing.assert_close(query.detach(), before_query * factor)

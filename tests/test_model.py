@@ -466,6 +466,7 @@ def test_defaults_are_the_specification():
         "rope_ratio": 1.0,
         "use_qk_rmsnorm": True,
         "mup": False,
+        "ddl_erase_gate": "shared",
     }
     expected |= {
         "ddl_value_channels": 4,
@@ -484,7 +485,6 @@ def test_defaults_are_the_specification():
         "embedding_init_std": 0.02,
         "ddl_v_sigmoid_scale": 4.0,
     }
-    expected |= {"ddl_erase_gate": "shared"}
     expected |= {"ddl_v_constant_value": 2.0, "ddl_v_input": "residual", "ddl_update": "delta"}
     expected |= {"init": "spectral", "num_hidden_layers_base": None, "residual_branch_mult": None}
     expected |= {"ddl_state_conv_init": None, "ddl_state_read_init": None, "hidden_size_base": 1024}

@@ -19,11 +19,12 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from model.attention_residuals import DeltaAttention, weighted_sum
 from model.block import Add
 from model.layers import at_least_fp32
-from model.residual import delta_rewrite, project_onto_k, read_value_channels
+from model.residual import DeltaRewrite, delta_rewrite, project_onto_k, read_value_channels
 from research.analysis.products import Diagonal, LowRank, Mix, identity
 
 
@@ -37,8 +38,8 @@ def entry(table: dict, part):
     return None
 
 
-def shares_of(write) -> dict:
-    """The intervals of a write's statistics, {} where it has none."""
+def shares_of(write: nn.Module) -> dict[str, dict[str, tuple[float, float]]]:
+    """Return the intervals of a write's statistics, {} where it has none."""
     shares = entry(SHARES, write)
     return {} if shares is None else shares(write)
 
@@ -200,7 +201,7 @@ def edits_of_delta_rewrite(write) -> dict:
     def rewrite(
         state, h, x_in, c, past=None, beta=None, erase=config.erases, value=None, shared=False
     ):
-        """The write with a number in place of its gates, without the erase, with another value or with one gate."""
+        """Write with a number in place of the gates, without the erase, with another value, or with one gate."""
         write_gate = write.compute_beta(state, x_in, c)
         erase_gate = write_gate if shared else write.compute_beta_erase(state, x_in, c)
         if beta is not None:
@@ -274,8 +275,10 @@ def details_of_delta_rewrite(part, state, h, x_in, c, written) -> dict:
     return found
 
 
-def shares_of_delta_rewrite(write) -> dict:
-    """Where k^T X is kept, overwritten by v or reflected about it; 1 - beta is the eigenvalue of A = I - beta k k^T.
+def shares_of_delta_rewrite(write: DeltaRewrite) -> dict[str, dict[str, tuple[float, float]]]:
+    """Return the intervals in which k^T X is kept, overwritten by v or reflected about it.
+
+    The eigenvalue of A = I - beta k k^T along k is 1 - beta.
 
     With a gate of the erase's own, the eigenvalue is that gate's.
     """
