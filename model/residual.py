@@ -236,7 +236,7 @@ class DeltaConfig(GPTConfig):
         num_sublayers = 2 * self.num_hidden_layers
         beta = self.branch_mult * self.beta_start
         growth = 0.4 * num_sublayers * beta / math.sqrt(self.hidden_size)
-        if growth <= 3 or self.ddl_update != "delta":
+        if growth <= 3 or not self.erases:
             return []
         return [
             f"with ddl_beta_init={self.ddl_beta_init}, the first gradient of "
