@@ -17,6 +17,7 @@ OPTIMIZER_KEYS = (
     "decay_steps",
     "weight_decay",
     "weight_decay_rate",
+    "mixing_decay",
     "beta1",
     "beta2",
     "grad_clip",

@@ -45,7 +45,7 @@ class DepthAverage(nn.Module):
         super().__init__()
         self.hidden_size = config.hidden_size
         self.weights = nn.Parameter(torch.empty(layer + 2))
-        self.rules = {"weights": Rule(start_at_last)}
+        self.rules = {"weights": Rule(start_at_last, mixing=True)}
 
     def elementwise_flops(self) -> int:
         return 2 * self.weights.numel() * self.hidden_size

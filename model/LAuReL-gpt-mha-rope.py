@@ -49,10 +49,10 @@ class LAuReLWrite(Add):
         self.weighted = config.laurel_form == "rw"
         if self.weighted:
             self.logits = nn.Parameter(torch.empty(2))
-            self.rules = {"logits": Rule(constant(0.0))}
+            self.rules = {"logits": Rule(constant(0.0), mixing=True)}
         else:
-            down_rule = Rule(normal(config.hidden_init_std), OUTPUT, decay=True)
-            up_rule = Rule(constant(0.0), FIXED, decay=True)
+            down_rule = Rule(normal(config.hidden_init_std), OUTPUT, decay=True, mixing=True)
+            up_rule = Rule(constant(0.0), FIXED, decay=True, mixing=True)
             self.down = linear(d, config.laurel_rank, down_rule)  # A
             self.up = linear(config.laurel_rank, d, up_rule)  # B
 

@@ -1,6 +1,7 @@
 """Lambdas, value residuals (arXiv 2410.17897) and U-net skips, as in modded-nanogpt.
 
-Before a block, x = a x + b x_0, where x_0 is the embedding (nanochat, modded-nanogpt). The values
+Before a block, x = a x + b x_0, where x_0 is the embedding (nanochat, modded-nanogpt), or x = a x
+(lambda_gain), the additive stream with one learned factor a block on the stream alone. The values
 of attention are (1 - g) v + g v_0, where v_0 are the values of block 0 (ResFormer, arXiv
 2410.17897); every second block adds an embedding of the tokens to its values. Each block of the
 second half adds the output of a block of the first half, in reverse order. The state is x, followed
@@ -30,6 +31,11 @@ class LambdasConfig(GPTConfig):
         "mix the token embedding x_0 into the input of each block, x = a x + b x_0, with learned "
         "scalars that start at a = 1 and b = 0",
     )
+    lambda_gain: bool = option(
+        False,
+        "multiply the input of each block by a learned scalar, x = a x, that starts at a = 1, "
+        "without the token embedding; a control of lambda_input, which has this scalar as well",
+    )
     lambda_values: Literal["none", "layer", "head"] = option(
         "layer",
         "value residual, which mixes the attention values of the first block into those of each "
@@ -49,8 +55,15 @@ class LambdasConfig(GPTConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.lambda_gain and self.lambda_input:
+            raise ValueError(
+                "lambda_gain=True has no effect with lambda_input=True, which multiplies the input "
+                "of each block by the same learned scalar; add --lambda_input=False or omit "
+                "lambda_gain"
+            )
         has_lambda = (
             self.lambda_input
+            or self.lambda_gain
             or self.lambda_values != "none"
             or self.lambda_value_embeddings
             or self.lambda_skips
@@ -65,27 +78,34 @@ class LambdasConfig(GPTConfig):
 class BlockInput(nn.Module):
     """The read of attention: maps the state to a tuple of x, mixed, and the rest of the state.
 
-    x = a x + b x_0, after the skip connection x + skip * (output of an earlier block), if any.
+    x = a x + b x_0, after the skip connection x + skip * (output of an earlier block), if any;
+    with lambda_gain, x = a x.
     """
 
     def __init__(self, config: LambdasConfig, pops_skip: bool):
         super().__init__()
         self.hidden_size = config.hidden_size
         self.mixes_embedding = config.lambda_input
+        self.has_gain = config.lambda_gain
         self.pops_skip = pops_skip
         self.rules = {}
         if self.mixes_embedding:
             self.add_scalar("a", start=1.0, rate=0.01)
             self.add_scalar("b", start=0.0, rate=1.0)
+        elif self.has_gain:
+            self.add_scalar("a", start=1.0, rate=0.01)
         if self.pops_skip:
             self.add_scalar("skip", start=1.0, rate=1.0)
 
     def add_scalar(self, name: str, start: float, rate: float) -> None:
         """Add a learned scalar; rate is a factor on its learning rate."""
         self.register_parameter(name, nn.Parameter(torch.empty(1)))
-        self.rules[name] = Rule(constant(start), rate=rate)
+        self.rules[name] = Rule(constant(start), rate=rate, mixing=True)
 
     def elementwise_flops(self) -> int:
+        if self.has_gain:
+            # the gain is a product alone; each of the other scalars is a product and a sum
+            return (2 * len(self.rules) - 1) * self.hidden_size
         return 2 * len(self.rules) * self.hidden_size
 
     def forward(
@@ -97,6 +117,8 @@ class BlockInput(nn.Module):
             x = x + self.skip * state[-1]
         if self.mixes_embedding:
             x = self.a * x + self.b * state[1]
+        elif self.has_gain:
+            x = self.a * x
         return x.to(state[0].dtype), *state[1:]
 
 

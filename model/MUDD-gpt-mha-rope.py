@@ -57,10 +57,10 @@ class DenseConnection(nn.Module):
         num_ways = 1 if is_last_block else len(config.mudd_ways)
         d = config.hidden_size
         self.static = nn.Parameter(torch.empty(num_ways, layer + 2))  # b
-        self.rules = {"static": Rule(start_at_last)}
+        self.rules = {"static": Rule(start_at_last, mixing=True)}
         size = self.static.numel()
-        first_rule = Rule(normal(config.hidden_init_std), OUTPUT, decay=True)
-        second_rule = Rule(constant(0.0), FIXED, decay=True)
+        first_rule = Rule(normal(config.hidden_init_std), OUTPUT, decay=True, mixing=True)
+        second_rule = Rule(constant(0.0), FIXED, decay=True, mixing=True)
         self.first = linear(d, size, first_rule)  # W1
         self.second = linear(size, size, second_rule)  # W2
 

@@ -72,7 +72,7 @@ class DepthAttention(nn.Module):
     def __init__(self, config: AttentionResidualsConfig, site: int):
         super().__init__()
         self.query = nn.Parameter(torch.empty(config.hidden_size))
-        self.rules = {"query": Rule(constant(0.0), OUTPUT)}
+        self.rules = {"query": Rule(constant(0.0), OUTPUT, mixing=True)}
         # the embedding, and the runs that have begun before
         self.num_sources = 1 + math.ceil(site / config.run_length)
 
@@ -156,7 +156,7 @@ class DeltaAttention(DepthAttention):
     def __init__(self, config: AttentionResidualsConfig, site: int):
         super().__init__(config, site)
         self.gate = nn.Parameter(torch.empty(1))
-        self.rules["gate"] = Rule(constant(config.attn_res_gate))
+        self.rules["gate"] = Rule(constant(config.attn_res_gate), mixing=True)
 
     def elementwise_flops(self) -> int:
         return super().elementwise_flops() + 2 * self.query.numel()

@@ -79,7 +79,8 @@ class Canon(Taps):
         start = constant(0.0)
         if config.conv_init == "normal":
             start = normal(config.hidden_init_std)
-        super().__init__(num_features, 4, start=start)
+        # a convolution of the sublayer's input: the state itself is read as it is
+        super().__init__(num_features, 4, start=start, mixing=False)
 
     def elementwise_flops(self) -> int:
         return 2 * self.weight.numel()

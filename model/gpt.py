@@ -318,7 +318,12 @@ class GPT(nn.Module):
             # parameter gets, so it must stay.
             in_order = sorted(self.named_parameters(), key=lambda item: item[0] in layer_weights)
             for name, parameter in in_order:
-                rules[name].start(parameter)
+                source_name = rules[name].start_as
+                if source_name is None:
+                    rules[name].start(parameter)
+                else:
+                    # it draws no numbers, and its source comes earlier in this order
+                    parameter.copy_(self.get_parameter(source_name))
         self.initialized_ids = {id(parameter) for parameter in self.parameters()}
 
     def check_parameters(self) -> None:

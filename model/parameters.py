@@ -57,10 +57,22 @@ class Rule(NamedTuple):
     # factor on its learning rate, besides that of muP
     rate: float = 1.0
 
+    # whether the residual stream is read, written or mixed with it: it belongs to an expander, a
+    # read, a write or a readout; mixing_decay=False takes weight decay off all of these
+    mixing: bool = False
+
+    # Another parameter, of the same shape, from whose initial values this one starts; None for its
+    # own. A module names it as in its dict `rules`, and `rules_of` returns its full name.
+    start_as: str | None = None
+
 
 def start_by_name(name: str, parameter: torch.Tensor, rule: Rule, seed: int) -> None:
-    """Initialize a parameter in place; its values depend on (seed, name) and its shape alone."""
-    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    """Initialize a parameter in place; its values depend on (seed, name) and its shape alone.
+
+    With `start_as`, they are those of the parameter that the rule names, which need not exist yet.
+    """
+    seeding_name = name if rule.start_as is None else rule.start_as
+    digest = hashlib.sha256(f"{seed} {seeding_name}".encode()).digest()
     parameter_seed = int.from_bytes(digest[:8], "big") >> 1  # torch takes 63 bits
     # the caller's generator stays where it is
     with torch.random.fork_rng(devices=[]):
@@ -168,6 +180,9 @@ def rules_of(model: nn.Module) -> dict[str, Rule]:
                     f"{full_name} has two rules: {type(module).__name__} declares it, and so does a "
                     "module that contains it; keep one"
                 )
+            if rule.start_as is not None:
+                source_name = f"{module_name}.{rule.start_as}".removeprefix(".")
+                rule = rule._replace(start_as=source_name)
             rules[full_name] = rule
     for name in aliases(model):
         rules.pop(name, None)

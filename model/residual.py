@@ -63,6 +63,12 @@ class DeltaConfig(GPTConfig):
         low=1,
         counts_with=("ddl_beta_single_linear", False),
     )
+    ddl_erase_gate: Literal["shared", "own"] = option(
+        "shared",
+        "gate of the erase; shared uses the gate beta for the erase and for the write; own gives "
+        "the erase a gate of the same form with parameters of its own, which start equal to those "
+        "of beta, X' = X + k (beta v^T - beta_erase k^T X)",
+    )
     ddl_beta_input: Literal["context", "residual", "mean", "flat"] = option(
         "context",
         "input of the gate beta; context is the normalized context c, residual is the compressed "
@@ -129,10 +135,11 @@ class DeltaConfig(GPTConfig):
         low=1,
         counts_with=("ddl_map", "v"),
     )
-    ddl_update: Literal["delta", "write_only"] = option(
+    ddl_update: Literal["delta", "write_only", "erase_only"] = option(
         "delta",
         "update of the state; delta is X' = X + beta k (v^T - k^T X), which erases before it "
-        "writes; write_only is X' = X + beta k v^T, a control without the erase",
+        "writes; write_only is X' = X + beta k v^T, a control without the erase; erase_only is "
+        "X' = X - beta k k^T X, a control without the write, whose value v is 0",
     )
 
     def __post_init__(self):
@@ -170,11 +177,52 @@ class DeltaConfig(GPTConfig):
             raise ValueError(
                 "ddl_v_input=context has no effect with ddl_v_constant=True; omit one of them"
             )
+        if self.ddl_erase_gate == "own" and self.ddl_update != "delta":
+            raise ValueError(
+                f"ddl_erase_gate=own has no effect with ddl_update={self.ddl_update}, which has one "
+                "gate; use --ddl_update=delta or omit ddl_erase_gate"
+            )
+        if self.ddl_update == "erase_only":
+            self.check_erase_only()
         if self.ddl_v_input == "context" and self.ddl_map == "v":
             raise ValueError(
                 "ddl_v_input=context has no effect with ddl_map=v, which computes the write value "
                 "v from the sublayer output; omit one of them"
             )
+
+    def check_erase_only(self) -> None:
+        """Raise ValueError if a key is set that erase_only, which writes no value, does not use."""
+        if self.ddl_map == "v":
+            raise ValueError(
+                "ddl_update=erase_only with ddl_map=v leaves the sublayer outputs unused, from which "
+                "the v-Map computes the write value v; omit one of them"
+            )
+        value_keys = (
+            "ddl_v_sigmoid",
+            "ddl_v_sigmoid_scale",
+            "ddl_v_constant",
+            "ddl_v_constant_value",
+            "ddl_v_input",
+            "ddl_v_bias",
+        )
+        for key in value_keys:
+            if getattr(self, key) != getattr(DeltaConfig, key):
+                raise ValueError(
+                    f"{key}={getattr(self, key)} has no effect with ddl_update=erase_only, which "
+                    "writes no value v; omit one of them"
+                )
+
+    @property
+    def erases(self) -> bool:
+        """Return whether the update has the term -beta k k^T X."""
+        return self.ddl_update != "write_only"
+
+    @property
+    def constant_value(self) -> float | None:
+        """Return the write value v if it is a constant, 0 for the erase alone; None if computed."""
+        if self.ddl_update == "erase_only":
+            return 0.0
+        return self.ddl_v_constant_value if self.ddl_v_constant else None
 
     @property
     def beta_start(self) -> float:
@@ -188,7 +236,7 @@ class DeltaConfig(GPTConfig):
         num_sublayers = 2 * self.num_hidden_layers
         beta = self.branch_mult * self.beta_start
         growth = 0.4 * num_sublayers * beta / math.sqrt(self.hidden_size)
-        if growth <= 3 or self.ddl_update != "delta":
+        if growth <= 3 or not self.erases:
             return []
         return [
             f"with ddl_beta_init={self.ddl_beta_init}, the first gradient of "
@@ -338,10 +386,10 @@ class Repeat(nn.Module):
 class Taps(nn.Module):
     """Holds the weight of a convolution under the name `<owner>.weight`."""
 
-    def __init__(self, *shape: int, start: Callable):
+    def __init__(self, *shape: int, start: Callable, mixing: bool = True):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape))
-        self.rules = {"weight": Rule(start, decay=True)}
+        self.rules = {"weight": Rule(start, decay=True, mixing=mixing)}
 
 
 class EmbeddingConv(nn.Module):
@@ -395,7 +443,7 @@ class TokenConvRead(nn.Module):
         start = conv_start(config, kernel_size, identity_tap=kernel_size - 1)
         self.shortconv = Taps(num_filters, kernel_size, start=start)
         self.read = nn.Parameter(torch.empty(config.ddl_value_channels))
-        self.rules = {"read": Rule(constant(config.read_start))}
+        self.rules = {"read": Rule(constant(config.read_start), mixing=True)}
 
     def weights(self, arrange: Callable = taps_first) -> torch.Tensor:
         """Return e (K, d_v, d) in at least fp32; its first entry weights the current token.
@@ -446,12 +494,12 @@ class ChannelConvRead(nn.Module):
         if self.pair:
             self.read = nn.Parameter(torch.empty(value_channels))
             self.rules = {
-                "weight": Rule(start, decay=True),
-                "read": Rule(constant(config.read_start)),
+                "weight": Rule(start, decay=True, mixing=True),
+                "read": Rule(constant(config.read_start), mixing=True),
             }
         else:
             folded_start = partial(self.start_folded, conv_start=start)
-            self.rules = {"weight": Rule(folded_start, decay=True)}
+            self.rules = {"weight": Rule(folded_start, decay=True, mixing=True)}
 
     def start_folded(self, weight: torch.Tensor, conv_start: Callable) -> None:
         """Initialize the folded weight (d, d_v) as a pair would start, folded."""
@@ -544,6 +592,7 @@ def delta_rewrite(
     beta: torch.Tensor,
     v: torch.Tensor,
     erase: bool = True,
+    beta_erase: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return X' = X + beta k (v^T - k^T X) (equation 6).
 
@@ -555,15 +604,20 @@ def delta_rewrite(
         beta: the gate (B, T, 1)
         v: the write value (B, T, d_v)
         erase: False leaves out the erase, X' = X + beta k v^T
+        beta_erase: a gate of the erase's own (B, T, 1), X' = X + k (beta v^T - beta_erase k^T X);
+            None for beta itself
     """
     x = state.to(k_hat.dtype)
     k_hat = k_hat.unsqueeze(2)  # (B, T, 1, d): one direction for all value channels
     # k = scale * k_hat; the factor stays outside the dot products, as in the authors' code
     scale = 1 / math.sqrt(k_hat.shape[-1])
-    update = v  # v^T - k^T X, (B, T, d_v)
-    if erase:
-        update = v - (x * k_hat).sum(-1) * scale
-    return (x + (beta * update * scale).unsqueeze(-1) * k_hat).to(state.dtype)
+    if not erase:
+        update = beta * v  # (B, T, d_v)
+    elif beta_erase is None:
+        update = beta * (v - (x * k_hat).sum(-1) * scale)
+    else:
+        update = beta * v - beta_erase * ((x * k_hat).sum(-1) * scale)
+    return (x + (update * scale).unsqueeze(-1) * k_hat).to(state.dtype)
 
 
 def project_onto_k(state: torch.Tensor, k_hat: torch.Tensor) -> torch.Tensor:
@@ -576,11 +630,12 @@ class DeltaRewrite(nn.Module):
 
     In the k-Map, the sublayer output h is the direction k, and the write value v is computed from
     x_in or c. In the v-Map, v is computed from h, and a branch of its own gives k (appendix B.1).
-    The gate beta is computed from c, or from the state (equation 8).
+    The gate beta is computed from c, or from the state (equation 8). With ddl_erase_gate=own, the
+    erase has a second gate of this form, X' = X + k (beta v^T - beta_erase k^T X).
     """
 
     takes_branch_mult = True
-    ranges: ClassVar = {"beta": (0.0, 2.0)}
+    ranges: ClassVar = {"beta": (0.0, 2.0), "beta_erase": (0.0, 2.0)}
 
     def __init__(self, config: DeltaConfig):
         super().__init__()
@@ -588,44 +643,60 @@ class DeltaRewrite(nn.Module):
         d = config.hidden_size
         flat_size = d * config.ddl_value_channels
         start = config.matrix_start()
-        output_rule = Rule(start, OUTPUT, decay=True)
+        output_rule = Rule(start, OUTPUT, decay=True, mixing=True)
 
         # The gate beta = 2 sigmoid(logit). The logit's bias starts where the gate is ddl_beta_init;
         # the bounds keep it finite for a gate of 0 or 2.
         beta_input_size = flat_size if config.ddl_beta_input == "flat" else d
         probability = min(max(config.beta_start / 2, 1e-6), 1 - 1e-6)
         logit = math.log(probability) - math.log1p(-probability)
-        bias_rule = Rule(constant(logit))
+        bias_rule = Rule(constant(logit), mixing=True)
+        beta_out_rule = Rule(start, FIXED, decay=True, mixing=True)
         if config.ddl_beta_single_linear:
             self.beta = linear(beta_input_size, 1, output_rule, bias_rule)
         else:
             beta_hidden_size = config.ddl_beta_hidden_size
             self.beta_in = linear(beta_input_size, beta_hidden_size, output_rule)
-            self.beta_out = linear(beta_hidden_size, 1, Rule(start, FIXED, decay=True), bias_rule)
+            self.beta_out = linear(beta_hidden_size, 1, beta_out_rule, bias_rule)
+
+        # The erase's own gate starts with the values of beta, so that the first update is that of
+        # the shared gate.
+        self.rules = {}
+        if config.ddl_erase_gate == "own" and config.ddl_beta_single_linear:
+            self.beta_erase = nn.Linear(beta_input_size, 1)
+            self.rules["beta_erase.weight"] = output_rule._replace(start_as="beta.weight")
+            self.rules["beta_erase.bias"] = bias_rule
+        elif config.ddl_erase_gate == "own":
+            self.beta_erase_in = nn.Linear(beta_input_size, beta_hidden_size, bias=False)
+            self.beta_erase_out = nn.Linear(beta_hidden_size, 1)
+            self.rules["beta_erase_in.weight"] = output_rule._replace(start_as="beta_in.weight")
+            self.rules["beta_erase_out.weight"] = beta_out_rule._replace(start_as="beta_out.weight")
+            self.rules["beta_erase_out.bias"] = bias_rule
 
         # The branch for the direction k in the v-Map. In the k-Map, the sublayer output is k~.
         if config.ddl_map == "v" and config.ddl_k_branch == "attention":
             self.k_query = nn.Parameter(torch.empty(d))
-            self.rules = {"k_query": Rule(constant(0.0))}
-            self.k_key = linear(d, d, Rule(start, HIDDEN, decay=True))
-            self.k_out = linear(d, d, Rule(start, HIDDEN, decay=True))
+            self.rules["k_query"] = Rule(constant(0.0), mixing=True)
+            self.k_key = linear(d, d, Rule(start, HIDDEN, decay=True, mixing=True))
+            self.k_out = linear(d, d, Rule(start, HIDDEN, decay=True, mixing=True))
         elif config.ddl_map == "v":
             k_input_size = flat_size if config.ddl_k_input == "flat" else d
             k_hidden_size = config.ddl_k_hidden_size
             self.k_in = linear(k_input_size, k_hidden_size, output_rule)
             # With init=spectral, the start of k_out does not depend on d.
             kind = INPUT if config.init == "normal" else FIXED
-            self.k_out = linear(k_hidden_size, d, Rule(start, kind, decay=True))
+            self.k_out = linear(k_hidden_size, d, Rule(start, kind, decay=True, mixing=True))
 
         # The write value v. Its bias starts like that of a torch layer, so that the value channels
-        # differ from the first step on.
-        bias_rule = None
-        if config.ddl_v_bias:
-            bound = 1 / math.sqrt(d)
-            bias_rule = Rule(partial(nn.init.uniform_, a=-bound, b=bound))
-        self.v_proj = linear(d, config.ddl_value_channels, output_rule, bias_rule)
-        # With a constant value the layer stays in the state dict, but it is not trained.
-        self.v_proj.requires_grad_(not config.ddl_v_constant)
+        # differ from the first step on. The erase alone has no value, and no layer for it.
+        if config.ddl_update != "erase_only":
+            bias_rule = None
+            if config.ddl_v_bias:
+                bound = 1 / math.sqrt(d)
+                bias_rule = Rule(partial(nn.init.uniform_, a=-bound, b=bound), mixing=True)
+            self.v_proj = linear(d, config.ddl_value_channels, output_rule, bias_rule)
+            # With a constant value the layer stays in the state dict, but it is not trained.
+            self.v_proj.requires_grad_(not config.ddl_v_constant)
 
     def forward(
         self,
@@ -649,13 +720,17 @@ class DeltaRewrite(nn.Module):
         beta = self.compute_beta(state, x_in, c)
         # v = 4 sigmoid(W x_in + b)
         v = self.compute_v(h, x_in, c)
+        beta_erase = None
+        if self.config.ddl_erase_gate == "own":
+            beta_erase = self.config.branch_mult * self.compute_beta_erase(state, x_in, c)
         # X' = X + beta k (v^T - k^T X) (equation 6)
         return delta_rewrite(
             state,
             k_hat,
             self.config.branch_mult * beta,
             v,
-            erase=self.config.ddl_update == "delta",
+            erase=self.config.erases,
+            beta_erase=beta_erase,
         )
 
     def compute_k_hat(
@@ -704,15 +779,34 @@ class DeltaRewrite(nn.Module):
         self, state: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor
     ) -> torch.Tensor:
         """Return the gate beta (B, T, 1), in at least fp32 (equation 8, appendix B.2)."""
+        gate_input = self.select_beta_input(state, x_in, c)
+        return 2 * self.compute_beta_logit(gate_input).sigmoid()
+
+    def compute_beta_erase(
+        self, state: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the gate of the erase (B, T, 1), in at least fp32; beta if it has none of its own."""
+        if self.config.ddl_erase_gate == "shared":
+            return self.compute_beta(state, x_in, c)
+        gate_input = self.select_beta_input(state, x_in, c)
+        if self.config.ddl_beta_single_linear:
+            logit = linear_fp32(self.beta_erase, gate_input)
+        else:
+            hidden = linear_fp32(self.beta_erase_in, gate_input).tanh()
+            logit = linear_fp32(self.beta_erase_out, hidden)
+        return 2 * logit.sigmoid()
+
+    def select_beta_input(
+        self, state: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the input of the gates (B, T, d), or (B, T, d_v * d) with ddl_beta_input=flat."""
         # The paper's G(X) of equation 8 has one convolution, the compressor: its output is x_in.
         form = self.config.ddl_beta_input
         if form == "context":
-            gate_input = c
-        elif form == "residual":
-            gate_input = x_in
-        else:
-            gate_input = pool(state, form)
-        return 2 * self.compute_beta_logit(gate_input).sigmoid()
+            return c
+        if form == "residual":
+            return x_in
+        return pool(state, form)
 
     def compute_beta_logit(self, gate_input: torch.Tensor) -> torch.Tensor:
         """Return the logit (B, T, 1) of the gate beta."""
@@ -723,10 +817,10 @@ class DeltaRewrite(nn.Module):
     def compute_v(self, h: torch.Tensor, x_in: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
         """Return the write value v (B, T, d_v), in at least fp32."""
         config = self.config
-        if config.ddl_v_constant:
+        if config.constant_value is not None:
             return x_in.new_full(
                 (*x_in.shape[:2], config.ddl_value_channels),
-                config.ddl_v_constant_value,
+                config.constant_value,
                 dtype=at_least_fp32(x_in.dtype),
             )
         if config.ddl_map == "v":
@@ -745,7 +839,7 @@ class DeltaRewrite(nn.Module):
         config = self.config
         state_size = config.hidden_size * config.ddl_value_channels
         flops = 2 * state_size
-        if config.ddl_update == "delta":
+        if config.erases:
             flops += 2 * state_size
         if config.ddl_k_branch == "attention":
             flops += 4 * state_size
@@ -763,14 +857,22 @@ class DeltaRewrite(nn.Module):
         c: torch.Tensor,
         written: torch.Tensor,
     ) -> dict[str, torch.Tensor]:
-        """Return, for each token (B, T), the gate and the RMS of v - k^T X before and after."""
+        """Return, for each token (B, T), the gates and the RMS of v - k^T X before and after.
+
+        `beta_erase` is there if the erase has a gate of its own.
+        """
         k_hat = self.compute_k_hat(state, h, x_in, c)
         v = self.compute_v(h, x_in, c)
-        return {
-            "beta": self.compute_beta(state, x_in, c).squeeze(-1),
-            "discrepancy_before": (v - project_onto_k(state, k_hat)).square().mean(-1).sqrt(),
-            "discrepancy_after": (v - project_onto_k(written, k_hat)).square().mean(-1).sqrt(),
-        }
+        statistics = {"beta": self.compute_beta(state, x_in, c).squeeze(-1)}
+        if self.config.ddl_erase_gate == "own":
+            statistics["beta_erase"] = self.compute_beta_erase(state, x_in, c).squeeze(-1)
+        statistics["discrepancy_before"] = (
+            (v - project_onto_k(state, k_hat)).square().mean(-1).sqrt()
+        )
+        statistics["discrepancy_after"] = (
+            (v - project_onto_k(written, k_hat)).square().mean(-1).sqrt()
+        )
+        return statistics
 
 
 class DeltaBlock(Block):

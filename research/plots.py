@@ -534,6 +534,7 @@ def plot_final(rows: list[tuple[Line, Estimate, str]], baseline: str, unit: str)
 
 STATISTICS = {  # the telling ones first
     "beta": "gate β",
+    "beta_erase": "gate of the erase",
     "discrepancy_after": "discrepancy after",
     "discrepancy_before": "discrepancy before",
     "gate": "gate",

@@ -61,7 +61,7 @@ class StatisticsRecorder(ObservedStream):
             self.values.setdefault(name, {}).setdefault(label, []).append(values)
             info = StatisticInfo(
                 range=getattr(site.write, "ranges", {}).get(name),
-                is_ddl_gate=name == "beta" and isinstance(site.write, DeltaRewrite),
+                is_ddl_gate=name in ("beta", "beta_erase") and isinstance(site.write, DeltaRewrite),
             )
             self.info.setdefault(name, set()).add(info)
 
@@ -94,8 +94,8 @@ def describe_statistics(model: GPT) -> list[dict]:
 
     Returns:
         For each statistic its "name"; its "sites" in the order of a forward pass (`0 attn`, `0
-        mlp`, ...); its "range" as the writes declare it, or None; and "gate", whether it is the
-        gate beta of a delta rewrite, with which 0 keeps, 1 overwrites and 2 reflects.
+        mlp`, ...); its "range" as the writes declare it, or None; and "gate", whether it is a
+        gate of a delta rewrite, with which 0 keeps, 1 overwrites and 2 reflects.
     """
     recorder = StatisticsRecorder()
     with model.through(recorder):

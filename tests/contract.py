@@ -29,7 +29,13 @@ TINY = {
     "head_dim": 6,
 }
 TINY |= {"hidden_size": 10}
-SETTINGS = {"learning_rate": 1e-2, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95}
+SETTINGS = {
+    "learning_rate": 1e-2,
+    "weight_decay": 0.1,
+    "mixing_decay": True,
+    "beta1": 0.9,
+    "beta2": 0.95,
+}
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 
 

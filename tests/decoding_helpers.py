@@ -15,5 +15,7 @@ CASES += [
 CASES += [
     (CC, {"ddl_beta_single_linear": False, "ddl_beta_hidden_size": 5, "ddl_update": "write_only"})
 ]
+CASES += [("DDL-gpt-mha-rope", {"ddl_erase_gate": "own"})]
+CASES += [("DDL-gpt-mha-rope", {"ddl_update": "erase_only"})]
 CASES += [(stem, keys) for stem, keys in zip(("DDL-vdim1-gpt-mha-rope", EC, CC), INPUTS.values())]
 CASES += [("gpt-mha-rope", {"rope_ratio": 0.5, "mup": True, "use_qk_rmsnorm": False})]

@@ -11,7 +11,11 @@ TEST_SETTINGS: dict[str, tuple[dict, ...]] = {
         {"attn_res_blocks": 2},
         {"attn_res_form": "delta"},
     ),
-    "DDL-gpt-mha-rope": ({"ddl_map": "v"},),
+    "DDL-gpt-mha-rope": (
+        {"ddl_map": "v"},
+        {"ddl_erase_gate": "own"},
+        {"ddl_update": "erase_only"},
+    ),
     "DDL-gpt-mha-rope-CC": (
         {"ddl_cc_read": "folded", "ddl_beta_single_linear": False},
         {"ddl_map": "v", "ddl_k_branch": "attention"},
@@ -32,13 +36,17 @@ TEST_SETTINGS: dict[str, tuple[dict, ...]] = {
     "DDL-gpt-mha-rope-CC-EC": (
         {"ddl_state_dv_shortconv_causal": True, "ddl_state_shortconv_kernel_size": 3},
     ),
-    "DDL-vdim1-gpt-mha-rope": ({"ddl_map": "v"},),
+    "DDL-vdim1-gpt-mha-rope": (
+        {"ddl_map": "v"},
+        {"ddl_erase_gate": "own", "ddl_beta_single_linear": False},
+    ),
     "GatedResidual-gpt-mha-rope": ({"hc_streams": 2, "gated_residual_rank": 3},),
     "HC-gpt-mha-rope": ({"hc_dynamic": False},),
     "LAuReL-gpt-mha-rope": ({"laurel_form": "rw"},),
     "Lambdas-gpt-mha-rope": (
         {"lambda_values": "head", "lambda_value_embeddings": True},
         {"lambda_input": False, "lambda_values": "none", "lambda_skips": True},
+        {"lambda_input": False, "lambda_values": "none", "lambda_gain": True},
     ),
     "MGT-gpt-mha": (
         {"mgt_arm": "ddl"},

@@ -91,6 +91,14 @@ def pool(X, form):
     return sum(columns) / len(columns) if form == "mean" else torch.cat(columns)
 
 
+def gate(w, name, gate_input):
+    """2 sigmoid of one linear layer, or of two with a tanh between them, as the weights are."""
+    if f"{name}.weight" in w:
+        return 2 * sigmoid(w[f"{name}.weight"][0] @ gate_input + w[f"{name}.bias"][0])
+    hidden = (w[f"{name}_in.weight"] @ gate_input).tanh()
+    return 2 * sigmoid(w[f"{name}_out.weight"][0] @ hidden + w[f"{name}_out.bias"][0])
+
+
 def rewrite(w, X, h, x_in, c, cfg):
     """One token: X (d, d_v) -> A X + beta k v^T with the dense matrix A = I - beta k k^T."""
     d, v = X.shape
@@ -119,21 +127,20 @@ def rewrite(w, X, h, x_in, c, cfg):
         if cfg["ddl_beta_input"] in seen
         else pool(X, cfg["ddl_beta_input"])
     )
-    if cfg["ddl_beta_single_linear"]:
-        logit = w["beta.weight"][0] @ seen + w["beta.bias"][0]
-    else:
-        logit = (
-            w["beta_out.weight"][0] @ (w["beta_in.weight"] @ seen).tanh() + w["beta_out.bias"][0]
-        )
-    beta = 2 * sigmoid(logit) * branch_mult(cfg)
+    beta = gate(w, "beta", seen) * branch_mult(cfg)
+    beta_erase = beta
+    if cfg["ddl_erase_gate"] == "own":
+        beta_erase = gate(w, "beta_erase", seen) * branch_mult(cfg)
+    A = torch.eye(d, dtype=X.dtype)
+    if cfg["ddl_update"] in ("delta", "erase_only"):
+        A = A - beta_erase * torch.outer(k, k)
+    if cfg["ddl_update"] == "erase_only":
+        return A @ X
     value = w["v_proj.weight"] @ value_input + (w["v_proj.bias"] if cfg["ddl_v_bias"] else 0)
     if cfg["ddl_v_sigmoid"]:
         value = cfg["ddl_v_sigmoid_scale"] * sigmoid(value)
     if cfg["ddl_v_constant"]:
         value = torch.full((v,), cfg["ddl_v_constant_value"], dtype=X.dtype)
-    A = torch.eye(d, dtype=X.dtype)
-    if cfg["ddl_update"] == "delta":
-        A = A - beta * torch.outer(k, k)
     return A @ X + beta * torch.outer(k, value)
 
 

@@ -376,6 +376,8 @@ def lambdas(weights, cfg, xs):
             xs = [x + begin["skip"] * y for x, y in zip(xs, kept.pop())]
         if cfg["lambda_input"]:
             xs = [begin["a"] * x + begin["b"] * x_0 for x, x_0 in zip(xs, start)]
+        if cfg["lambda_gain"]:
+            xs = [begin["a"] * x for x in xs]
         cs = normed(xs, block, "ln_1")
         own = [block["attn.c_v.weight"] @ c for c in cs]
         first = own if layer == 0 else first

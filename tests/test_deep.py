@@ -44,6 +44,7 @@ STREAMS += [(CC, {"ddl_beta_init": "1/L", "init": "normal", "ddl_cc_read": "fold
         ({"num_hidden_layers": 12}, False),
         ({"hidden_size": 768, "num_hidden_layers": 24}, False),
         ({"ddl_update": "write_only"}, False),
+        ({"ddl_update": "erase_only"}, True),
     ],
 )
 def test_a_depth_at_which_gradients_explode_is_noted(keys, noted):

@@ -46,6 +46,12 @@ CASES = {
     "capped": ("capped-gpt-mha-rope", {}),
     "shared": ("shared-gpt-mha-rope", {}),
     "by_id": ("Lambdas-gpt-mha-rope", {"lambda_value_embeddings": True, "lambda_skips": True}),
+    "own_erase_gate": ("DDL-gpt-mha-rope", {"ddl_erase_gate": "own"}),
+    "erase_only": ("DDL-gpt-mha-rope", {"ddl_update": "erase_only"}),
+    "main_gain": (
+        "Lambdas-gpt-mha-rope",
+        {"lambda_input": False, "lambda_values": "none", "lambda_gain": True},
+    ),
     "ways": ("MUDD-gpt-mha-rope", {}),
     "canon": ("conv-gpt-mha-rope", {"canon": "ABCD"}),
 }

@@ -128,11 +128,16 @@ RUNS = {stem: (1, {"model": stem}) for stem in MODEL_NAMES}
 RUNS |= {f"{stem}_muon": (1, {"model": stem, "optimizer": "muon"}) for stem in (ADDITIVE, CC)}
 RUNS |= {"v-Map": (1, {"model": "DDL-gpt-mha-rope", **V_MAP}), "July": (1, {"model": CC, **JULY})}
 RUNS |= {"muP": (1, {"model": CC_EC, **MUP})}
+MAIN_GAIN = {"lambda_input": False, "lambda_values": "none", "lambda_gain": True}
 RUNS |= {
     "DeepSeek-V4": (1, DEEPSEEK_V4),
     "GLM-5.3": (1, GLM_5_3),
     "Hunyuan-V4": (1, HUNYUAN_V4),
     "oHC": (1, {**MHC, "mhc_mix": "orthogonal"}),
+    "own_erase_gate": (1, {"model": "DDL-gpt-mha-rope", "ddl_erase_gate": "own"}),
+    "erase_only": (1, {"model": "DDL-gpt-mha-rope", "ddl_update": "erase_only"}),
+    "main_gain": (1, {"model": "Lambdas-gpt-mha-rope", **MAIN_GAIN}),
+    "no_mixing_decay": (1, {"model": "mHC-gpt-mha-rope", "mixing_decay": False}),
 }
 for engine in ("ddp", "fsdp"):
     RUNS |= {

@@ -301,6 +301,10 @@ BEGUN = [
     ("ReZero-gpt-mha-rope", {}),
     ("MUDD-gpt-mha-rope", {}),
     ("Lambdas-gpt-mha-rope", {"lambda_value_embeddings": True, "lambda_skips": True}),
+    (
+        "Lambdas-gpt-mha-rope",
+        {"lambda_input": False, "lambda_values": "none", "lambda_gain": True},
+    ),
     ("AttnRes-gpt-mha-rope", {"attn_res_form": "delta"}),
     ("conv-gpt-mha-rope", {}),
     ("conv-gpt-mha-rope", {"canon": "ABCD"}),

@@ -42,6 +42,7 @@ OPTIONS = {
     "v-Map, one column": ("DDL-vdim1-gpt-mha-rope", {"ddl_map": "v", "ddl_k_hidden_size": 3}),
     "constant": (CC, {"ddl_v_constant": True, "ddl_v_constant_value": 1.5}),
     "write only": (CC, {"ddl_update": "write_only", "ddl_v_sigmoid_scale": 2.5}),
+    "erase only": (CC, {"ddl_update": "erase_only"}),
     "from context": (CC, {"ddl_v_sigmoid": False, "ddl_v_input": "context"}),
     "value without bias": (CC, {"ddl_v_bias": False}),
     "v-Map, value without bias": (
@@ -72,7 +73,14 @@ SLOW_OPTIONS = [
 ]
 
 
-RARE = ("constant", "from context", "large guard", "v-Map, one column", "one column, three tokens")
+RARE = (
+    "constant",
+    "erase only",
+    "from context",
+    "large guard",
+    "v-Map, one column",
+    "one column, three tokens",
+)
 RARE += ("v-Map, value without bias",)
 
 
@@ -87,6 +95,11 @@ def test_options(name):
 def test_a_factor_above_1_is_not_fused():
     model = tiny(CC, residual_branch_mult=1.5)
     assert "residual_branch_mult=1.5 has no fused kernel" in kernels.use(model, "auto", "cuda")
+
+
+def test_an_own_erase_gate_is_not_fused():
+    reason = kernels.use(tiny(CC, ddl_erase_gate="own"), "auto", "cuda")
+    assert reason == "ddl_erase_gate=own has no fused kernel (ddl_erase_gate=shared has one)"
 
 
 @pytest.mark.slow

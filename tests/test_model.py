@@ -76,6 +76,13 @@ PARAMETERISATIONS = OrderedDict(
     no_sigmoid_from_context={"ddl_v_sigmoid": False, "ddl_v_input": "context"},
     constant_value={"ddl_v_constant": True, "ddl_v_constant_value": 1.5},
     write_only={"ddl_update": "write_only", "ddl_v_sigmoid_scale": 2.5},
+    erase_only={"ddl_update": "erase_only"},
+    own_erase_gate={"ddl_erase_gate": "own"},
+    own_two_layer_gate={
+        "ddl_erase_gate": "own",
+        "ddl_beta_single_linear": False,
+        "ddl_beta_hidden_size": 5,
+    },
     large_guard={"ddl_k_eps": 0.5},
     v_map={"ddl_map": "v", "ddl_k_hidden_size": 3},
 )
@@ -101,6 +108,11 @@ CASES += [
 ]
 CASES += [(stem, {"residual_branch_mult": 0.3}) for stem in ("gpt-mha-rope", *DDL)]
 CASES += [(stem, {"num_hidden_layers_base": 1, "ddl_beta_init": "1/L"}) for stem in DDL[:2]]
+CASES += [(DDL[-1], {"ddl_erase_gate": "own", **keys}) for keys in INPUTS.values()]
+CASES += [
+    ("DDL-gpt-mha-rope", {"residual_branch_mult": 0.3, **keys})
+    for keys in ({"ddl_erase_gate": "own"}, {"ddl_update": "erase_only"})
+]
 CASES += [("DDL-gpt-mha-rope-CC-EC", {"input_embed_shortconv_kernel_size": k}) for k in (1, 2)]
 CASES += [
     ("DDL-gpt-mha-rope-EC", {"ddl_value_channels": 1, "ddl_map": "v", "ddl_k_hidden_size": 4})
@@ -230,6 +242,62 @@ def test_gate_starts_at_beta_init_clamped(beta, probability, single):
     assert torch.sigmoid(bias).item() == pytest.approx(probability, rel=1e-6)
 
 
+GATES = {
+    "one layer": {},
+    "two layers": {"ddl_beta_single_linear": False, "ddl_beta_hidden_size": 5},
+    "of the flattened state": {"ddl_beta_input": "flat"},
+}
+
+
+@pytest.mark.parametrize("init_order", ["named", "sequential"])
+@pytest.mark.parametrize("gate", GATES)
+def test_an_own_erase_gate_starts_as_the_shared_rule(gate, init_order):
+    """Its parameters are its own, equal to those of beta, in every site."""
+    keys = {**TINY, **GATES[gate], "init_order": init_order, "ddl_beta_init": 0.7}
+    own = build("DDL-gpt-mha-rope", ddl_erase_gate="own", **keys).double()
+    weights = own.state_dict()
+    erase_names = [name for name in weights if ".beta_erase" in name]
+    assert len(erase_names) == 4 * (3 if gate == "two layers" else 2)
+    for name in erase_names:
+        assert torch.equal(weights[name], weights[name.replace("beta_erase", "beta")])
+    shared = build("DDL-gpt-mha-rope", **keys).double()
+    shared.load_state_dict(
+        {name: value for name, value in weights.items() if name not in erase_names}
+    )
+    ids = torch.randint(0, 29, (2, 9))
+    torch.testing.assert_close(own(ids)[0], shared(ids)[0], rtol=1e-12, atol=1e-12)
+
+
+def test_an_own_erase_gate_leaves_the_other_starts_as_they_are():
+    torch.manual_seed(3)
+    shared = build("DDL-gpt-mha-rope", **TINY).state_dict()
+    torch.manual_seed(3)
+    own = build("DDL-gpt-mha-rope", ddl_erase_gate="own", **TINY).state_dict()
+    assert all(torch.equal(own[name], value) for name, value in shared.items())
+
+
+def test_a_closed_erase_gate_leaves_the_write():
+    """With the erase's gate shut, the model with a gate of its own is the one that only writes."""
+    own = tiny("DDL-gpt-mha-rope", ddl_erase_gate="own")
+    for block in own.transformer.h:
+        for write in (block.ddl_attn, block.ddl_mlp):
+            torch.nn.init.zeros_(write.beta_erase.weight)
+            torch.nn.init.constant_(write.beta_erase.bias, -60)
+    write_only = tiny("DDL-gpt-mha-rope", ddl_update="write_only")
+    write_only.load_state_dict(own.state_dict(), strict=False)
+    ids = torch.randint(0, 29, (2, 9))
+    torch.testing.assert_close(own(ids)[0], write_only(ids)[0], rtol=1e-12, atol=1e-12)
+
+
+def test_the_erase_alone_is_the_delta_rule_with_a_value_of_0():
+    zero = tiny("DDL-gpt-mha-rope", ddl_v_constant=True, ddl_v_constant_value=0.0)
+    erase_only = tiny("DDL-gpt-mha-rope", ddl_update="erase_only")
+    _, unexpected = erase_only.load_state_dict(zero.state_dict(), strict=False)
+    assert unexpected == [name for name in zero.state_dict() if "v_proj" in name]
+    ids = torch.randint(0, 29, (2, 9))
+    assert torch.equal(erase_only(ids)[0], zero(ids)[0])
+
+
 def test_identity_convolution_reads_the_channel_mean():
     model = build("DDL-gpt-mha-rope", ddl_state_conv_init="identity", **TINY)
     state = torch.randn(2, 5, 4, 10)
@@ -343,6 +411,35 @@ def test_build_names_the_mistake():
         ({"ddl_v_bias": False, "ddl_v_constant": True}, "has no effect with ddl_v_constant"),
         ({"ddl_k_input": "mean"}, "add --ddl_map=v or omit ddl_k_input"),
         (
+            {"ddl_erase_gate": "own", "ddl_update": "write_only"},
+            "ddl_erase_gate=own has no effect with ddl_update=write_only",
+        ),
+        (
+            {"ddl_erase_gate": "own", "ddl_update": "erase_only"},
+            "ddl_erase_gate=own has no effect with ddl_update=erase_only",
+        ),
+        ({"ddl_update": "erase_only", "ddl_map": "v"}, "leaves the sublayer outputs unused"),
+        (
+            {"ddl_update": "erase_only", "ddl_v_sigmoid": False},
+            "ddl_v_sigmoid=False has no effect with ddl_update=erase_only",
+        ),
+        (
+            {"ddl_update": "erase_only", "ddl_v_sigmoid_scale": 2.0},
+            "ddl_v_sigmoid_scale=2.0 has no effect with ddl_update=erase_only",
+        ),
+        (
+            {"ddl_update": "erase_only", "ddl_v_constant": True},
+            "ddl_v_constant=True has no effect with ddl_update=erase_only",
+        ),
+        (
+            {"ddl_update": "erase_only", "ddl_v_input": "context"},
+            "ddl_v_input=context has no effect with ddl_update=erase_only",
+        ),
+        (
+            {"ddl_update": "erase_only", "ddl_v_bias": False},
+            "ddl_v_bias=False has no effect with ddl_update=erase_only",
+        ),
+        (
             {"ddl_k_input": "flat", "ddl_map": "v", "ddl_k_branch": "attention"},
             "has no effect with ddl_k_branch=attention",
         ),
@@ -369,6 +466,7 @@ def test_defaults_are_the_specification():
         "rope_ratio": 1.0,
         "use_qk_rmsnorm": True,
         "mup": False,
+        "ddl_erase_gate": "shared",
     }
     expected |= {
         "ddl_value_channels": 4,
@@ -444,6 +542,8 @@ def test_flops_are_those_that_torch_counts(stem):
     ("keys", "change"),
     [
         ({"ddl_update": "write_only"}, -2 * 40),
+        ({"ddl_update": "erase_only"}, -2 * 40),
+        ({"ddl_erase_gate": "own"}, 2 * 10),
         ({"ddl_v_constant": True}, -2 * 40),
         ({"ddl_beta_single_linear": False, "ddl_beta_hidden_size": 3}, 2 * (30 + 3) - 20),
         ({"ddl_map": "v", "ddl_k_hidden_size": 3}, 4 * 30),

@@ -46,7 +46,12 @@ def build_trained():
         torch.manual_seed(0)
         model = build("DDL-gpt-mha-rope", **SMALL)
         config = SimpleNamespace(
-            optimizer="adamw", learning_rate=1e-2, weight_decay=0.1, beta1=0.9, beta2=0.95
+            optimizer="adamw",
+            learning_rate=1e-2,
+            weight_decay=0.1,
+            mixing_decay=True,
+            beta1=0.9,
+            beta2=0.95,
         )
         optimizers = optimizer.build_optimizers(model, config)
         ids = torch.randint(0, 260, (2, 8))

@@ -52,26 +52,28 @@ MGT = {"beta": None, "beta_variance": None, "beta_negative": (0, 1), "gate": (0,
 
 
 @pytest.mark.parametrize(
-    ("stem", "wanted"),
+    ("stem", "keys", "wanted"),
     [
-        ("DDL-vdim1-gpt-mha-rope", BETA),
-        ("MGT-gpt-mha", MGT),
-        ("mHC-gpt-mha-rope", {"mix_kept": None, "mix_error": None}),
+        ("DDL-vdim1-gpt-mha-rope", {}, BETA),
+        ("DDL-vdim1-gpt-mha-rope", {"ddl_erase_gate": "own"}, {**BETA, "beta_erase": (0, 2)}),
+        ("MGT-gpt-mha", {}, MGT),
+        ("mHC-gpt-mha-rope", {}, {"mix_kept": None, "mix_error": None}),
         (
             "GatedResidual-gpt-mha-rope",
+            {},
             {"read_gate": (0.0, 1.0), "inject": (0.0, 2.0), "inject_spread": (0.0, 2.0)},
         ),
-        ("AttnRes-gpt-mha-rope", {"embedding_weight": (0, 1), "effective_sources": None}),
-        ("gpt-mha-rope", {}),
+        ("AttnRes-gpt-mha-rope", {}, {"embedding_weight": (0, 1), "effective_sources": None}),
+        ("gpt-mha-rope", {}, {}),
     ],
 )
-def test_every_statistic_that_a_stream_names_is_shown(stem, wanted):
-    """With its range, where it declares one. DDL's gate alone has regimes, MGT's is a mean."""
-    model = lively(stem)
+def test_every_statistic_that_a_stream_names_is_shown(stem, keys, wanted):
+    """With its range, where it declares one. DDL's gates alone have regimes, MGT's is a mean."""
+    model = lively(stem, **keys)
     statistics = describe_statistics(model)
     assert {statistic["name"]: statistic["range"] for statistic in statistics} == wanted
     gates = [statistic["name"] for statistic in statistics if statistic["gate"]]
-    assert gates == (["beta"] if stem.startswith("DDL") else [])
+    assert gates == [name for name in ("beta", "beta_erase") if wanted.get(name) == (0, 2)]
     assert all(statistic["sites"] == SITES for statistic in statistics)
     _, tokens = generated(model, [256, 1, 2], 4)
     rows = {}

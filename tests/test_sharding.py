@@ -2,6 +2,7 @@
 
 import copy
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -291,12 +292,12 @@ def test_sixty_four_ranks_exchange_each_row_once(monkeypatch):
 # ---- the start ----
 
 
-def check_start(world, names: list[str], shard_size: int | None) -> None:
+def check_start(world, names: list[str], shard_size: int | None, **keys) -> None:
     for name in names:
-        expected = build_seeded(name)
+        expected = build_seeded(name, **keys)
         torch.manual_seed(0)
         with torch.device("meta"):
-            model = build(name, **SIZE)
+            model = build(name, **SIZE, **keys)
         distributed.parallelize(
             model, world, engine="fsdp", compile=False, bfloat16=True, shard_size=shard_size
         )
@@ -316,6 +317,12 @@ def check_equal(model, expected) -> None:
 
 def test_ranks_initialize_the_weights_of_one_process():
     run_on_ranks(check_start, 2, MODEL_NAMES, None)
+
+
+def test_ranks_initialize_a_gate_that_starts_as_another():
+    """A rank that initializes the erase's gate need not have initialized the write's."""
+    check_own_gate = partial(check_start, ddl_erase_gate="own")
+    run_on_ranks(check_own_gate, 2, ["DDL-gpt-mha-rope"], None)
 
 
 @pytest.mark.slow

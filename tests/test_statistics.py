@@ -12,9 +12,9 @@ from model import build
 from training.residual_statistics import compute_residual_statistics
 
 
-def random_model(stem: str) -> nn.Module:
+def random_model(stem: str, **keys) -> nn.Module:
     """A model in float64 whose every weight is random, so that no term of an equation is 0."""
-    model = build(stem, **SMALL).double()
+    model = build(stem, **SMALL, **keys).double()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     return model
@@ -32,11 +32,15 @@ def delta_rewrite_statistics(write, state, h, x_in, c, written) -> dict[str, tor
     def discrepancy(x):
         return (target - torch.einsum("btd,btvd->btv", k, x)).square().mean(-1).sqrt()
 
-    return {
+    statistics = {
         "beta": beta,
         "discrepancy_before": discrepancy(state),
         "discrepancy_after": discrepancy(written),
     }
+    if hasattr(write, "beta_erase"):
+        logit = c @ write.beta_erase.weight.T + write.beta_erase.bias
+        statistics["beta_erase"] = 2 * logit.sigmoid()
+    return statistics
 
 
 def statistics_by_hooks(model: nn.Module, ids: torch.Tensor) -> dict[str, list[float]]:
@@ -70,9 +74,13 @@ def statistics_by_hooks(model: nn.Module, ids: torch.Tensor) -> dict[str, list[f
     return statistics
 
 
-@pytest.mark.parametrize("stem", PAPER)
-def test_statistics_are_those_of_the_equations(stem):
-    model = random_model(stem)
+@pytest.mark.parametrize(
+    ("stem", "keys"),
+    [*((stem, {}) for stem in PAPER), ("DDL-gpt-mha-rope", {"ddl_erase_gate": "own"})],
+    ids=str,
+)
+def test_statistics_are_those_of_the_equations(stem, keys):
+    model = random_model(stem, **keys)
     ids = torch.randint(0, 260, (3, 10))
     expected = statistics_by_hooks(model, ids)
     statistics = compute_residual_statistics(model, ids, contextlib.nullcontext())

@@ -113,6 +113,9 @@ CASES += [
     ("GatedResidual", {"hc_streams": 1, "gated_residual_eps": 0.1}),
     ("GatedResidual", {"hc_streams": 2, "gated_residual_rank": 3}),
 ]
+MAIN_GAIN = {"lambda_input": False, "lambda_values": "none", "lambda_gain": True}
+CASES += [("Lambdas", MAIN_GAIN | DEEP), ("Lambdas", MAIN_GAIN | EVERY_LAMBDA)]
+CASES += [("Lambdas", MAIN_GAIN | {"lambda_values": "head", "num_hidden_layers": 5})]
 CASES += [("HC", {"mup": True, "rope_ratio": 0.5, "use_qk_rmsnorm": False})]
 
 
@@ -332,6 +335,7 @@ def test_rezero_starts_with_the_embedding_alone():
         ("MUDD", DEEP),
         ("AttnRes", {"attn_res_form": "delta", "attn_res_gate": 0.0}),
         ("Lambdas", {"lambda_values": "none", "lambda_value_embeddings": True}),
+        ("Lambdas", MAIN_GAIN),
     ],
     ids=case_name,
 )
@@ -418,6 +422,7 @@ OWN_STARTS = [
     ("MUDD", {}, "h.1.dense.static", [0.0, 0.0, 1.0]),
     ("Lambdas", {}, "h.1.begin.a", [1.0]),
     ("Lambdas", {}, "h.1.begin.b", [0.0]),
+    ("Lambdas", MAIN_GAIN, "h.1.begin.a", [1.0]),
     ("Lambdas", {"lambda_values": "head"}, "h.1.g", [0.5, 0.5]),
     ("Lambdas", {"lambda_skips": True}, "h.1.begin.skip", [1.0]),
     ("AttnRes", {"attn_res_form": "delta"}, "h.1.depth_mlp.gate", [1.0]),
@@ -498,6 +503,18 @@ def test_weight_decay_and_muon_of_the_streams_own_parameters(name):
     }
     shared = [key for key in plain if key in rules]  # a stream may have other norms
     assert all(rules[key].decay == plain[key].decay for key in shared)
+
+
+def test_a_main_gain_is_the_only_parameter_beside_the_additive_model():
+    model = fresh("Lambdas", **MAIN_GAIN, **DEEP)
+    own = model.state_dict().keys() - fresh("additive", **DEEP).state_dict().keys()
+    assert own == {f"transformer.h.{layer}.begin.a" for layer in range(3)}
+    flops, additive = (
+        fresh(name, **keys, **DEEP).flops_per_token()
+        for name, keys in (("Lambdas", MAIN_GAIN), ("additive", {}))
+    )
+    # a product for each of 10 features in each of 3 blocks, and twice as much in the backward pass
+    assert flops - additive == 3 * 3 * 10
 
 
 # Statistics of the writes, by hand.
@@ -628,6 +645,7 @@ REFUSED = [
     ("mHC", {"mhc_write_magnitude": 0}, "mhc_write_magnitude=0"),
     ("conv", {"canon": "CA"}, "canon='CA' is not a string of the letters"),
     ("Lambdas", {"lambda_values": "none", "lambda_input": False}, "use --model=gpt-mha-rope"),
+    ("Lambdas", {"lambda_gain": True}, "lambda_gain=True has no effect with lambda_input=True"),
     ("wide", {"wide_read": "ct"}, "wide_read"),
     ("wide", {"wide_reed": "tc"}, "unknown key --wide_reed, did you mean wide_read"),
     ("wide", {"wide_read": "cc", "ddl_state_shortconv_kernel_size": 3}, "omit the key"),

@@ -68,13 +68,14 @@ READOUTS: dict[tuple[type, type], FusedForm] = {
 # Value channels d_v that DeltaStream supports.
 VALUE_CHANNELS = (1, 2, 4, 8)
 
-# The one value of each of these keys that DeltaStream supports. The other values of the first four
-# need more of the state than the read.
+# The one value of each of these keys that DeltaStream supports. The other values of the first three
+# need more of the state than the read; another norm of k, or a second gate, the kernel does not have.
 DELTA_OPTIONS = {
     "ddl_k_branch": "mlp",
     "ddl_k_input": "read",
     "ddl_beta_input": "context",
     "ddl_k_norm": "guarded",
+    "ddl_erase_gate": "shared",
 }
 
 

@@ -173,22 +173,24 @@ class DeltaStream(Stream):
         self.branch_mult = config.branch_mult
         self.is_k_map = config.ddl_map == "k"
         self.gate_is_linear = config.ddl_beta_single_linear
-        self.value_is_constant = config.ddl_v_constant
+        self.value_is_constant = config.constant_value is not None
         # the v-Map's branch for the direction k reads x_in, or c if d_v = 1
         self.branch_reads_x_in = not self.is_k_map and config.ddl_value_channels > 1
 
         # how the kernel computes the write
         self.k_eps = float(config.k_guard)
-        if config.ddl_v_constant:
+        if self.value_is_constant:
             self.value_form = "constant"
         elif config.ddl_v_sigmoid:
             self.value_form = "sigmoid"
         else:
             self.value_form = "raw"
         self.value_scale = float(config.ddl_v_sigmoid_scale)
-        self.value_constant = float(config.ddl_v_constant_value)
+        self.value_constant = 0.0
+        if self.value_is_constant:
+            self.value_constant = float(config.constant_value)
         self.value_input = config.ddl_v_input
-        self.erase = config.ddl_update == "delta"
+        self.erase = config.erases
 
     def begin(self, model: GPT, x: torch.Tensor, cache: dict | None) -> DeltaState:
         check_dtype(x)

@@ -15,7 +15,7 @@ from evaluation.subjects import open_corpus_of
 from model.block import Stream
 from research import plots
 from research.analysis import common, edits, gates_page
-from research.analysis.parts import ALONG, DETAILS, SHARES, cosines, entry
+from research.analysis.parts import ALONG, DETAILS, cosines, entry, shares_of
 from research.analysis.rank import effective_rank, side_by_side
 from research.benchmarks.figures import Figures
 from training import distributed
@@ -101,9 +101,7 @@ class Audit(Stream):
 
     def write(self, site, state, h, c, x_in, cache):
         written, loss = super().write(site, state, h, c, x_in, cache)
-        found = self.found.setdefault(
-            (site.layer, site.name), Collected(entry(SHARES, site.write) or {})
-        )
+        found = self.found.setdefault((site.layer, site.name), Collected(shares_of(site.write)))
         direction = direction_of(site, state, h, x_in, c)
         numbers = said(site, state, h, x_in, c, written) | changed(state, written)
         for name, values in (numbers | turned(direction, self.before, self.embedded)).items():

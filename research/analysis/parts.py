@@ -9,7 +9,7 @@ it keeps the parent's forward; else it computes something else.
     DETAILS    details(write, state, h, x_in, c, written), of a read details(read, state) -> {name: (B, T, ...)}: more
                numbers, vectors or matrices of each token
     ALONG      along(write, state, h, x_in, c) -> (B, T, d): the direction that a write writes along
-    SHARES     {statistic: {label: (low, high)}} of a write: intervals, ends left out, that tokens are counted in
+    SHARES     shares(write) -> {statistic: {label: (low, high)}}: intervals, ends left out, that tokens are counted in
     SHORTCUTS  shortcut(write, state, h, x_in, c) -> a map of products.py: what becomes of the state,
                gates and directions as they are
 """
@@ -26,7 +26,7 @@ from torch import nn
 from model.attention_residuals import DeltaAttention, weighted_sum
 from model.block import Add, Past
 from model.layers import at_least_fp32
-from model.residual import delta_rewrite, project_onto_k, read_value_channels
+from model.residual import DeltaRewrite, delta_rewrite, project_onto_k, read_value_channels
 from research.analysis.products import Diagonal, LowRank, Mix, identity
 
 
@@ -38,6 +38,12 @@ def entry(table: dict, part):
         if (found := table.get(f"{parent.__module__}.{parent.__qualname__}")) is not None:
             return found
     return None
+
+
+def shares_of(write: nn.Module) -> dict[str, dict[str, tuple[float, float]]]:
+    """Return the intervals of a write's statistics, {} where it has none."""
+    shares = entry(SHARES, write)
+    return {} if shares is None else shares(write)
 
 
 def details_of_value_channels(read, state) -> dict:
@@ -211,24 +217,36 @@ def shortcut_of_mgt(write, state, h, x_in, c) -> Diagonal:
 
 
 def edits_of_delta_rewrite(write) -> dict:
-    has_erase = write.config.ddl_update == "delta"
+    config = write.config
+    has_own_gate = config.ddl_erase_gate == "own"
 
-    def rewrite(state, h, x_in, c, past=None, beta=None, erase=has_erase):
-        """The write with a number in place of the gate, or without the erase."""
-        learned_beta = write.compute_beta(state, x_in, c)
+    def rewrite(
+        state, h, x_in, c, past=None, beta=None, erase=config.erases, value=None, shared=False
+    ):
+        """Write with a number in place of the gates, without the erase, with another value, or with one gate."""
+        write_gate = write.compute_beta(state, x_in, c)
+        erase_gate = write_gate if shared else write.compute_beta_erase(state, x_in, c)
         if beta is not None:
-            learned_beta = torch.full_like(learned_beta, beta)
+            write_gate = torch.full_like(write_gate, beta)
+            erase_gate = write_gate
+        written_value = write.compute_v(h, x_in, c)
+        if value is not None:
+            written_value = torch.full_like(written_value, value)
         return delta_rewrite(
             state,
             write.compute_k_hat(state, h, x_in, c),
-            write.config.branch_mult * learned_beta,
-            write.compute_v(h, x_in, c),
+            config.branch_mult * write_gate,
+            written_value,
             erase=erase,
+            beta_erase=config.branch_mult * erase_gate if has_own_gate else None,
         )
 
     edits = {f"beta={beta}": partial(rewrite, beta=float(beta)) for beta in range(3)}
-    if has_erase:
+    if config.ddl_update == "delta":
         edits["no erase"] = partial(rewrite, erase=False)
+    if has_own_gate:
+        edits["no write"] = partial(rewrite, value=0.0)
+        edits["beta_erase=beta"] = partial(rewrite, shared=True)
     return edits
 
 
@@ -253,31 +271,72 @@ def edits_of_wide_add(write) -> dict:
 
 def details_of_delta_rewrite(part, state, h, x_in, c, written) -> dict:
     """Of each token: the norms of what is erased, beta k k^T X, and written, beta k v^T, over that of X (B, T); the
-    discrepancy's ratio, after to before, and |1 - beta|, which it should be (B, T); the value v (B, T, d_v)."""
+    discrepancy's ratio, after to before, and |1 - beta|, which it should be with one gate (B, T); the value v
+    (B, T, d_v). The erase alone has no value, and nothing written."""
+    config = part.config
     khat, value = part.compute_k_hat(state, h, x_in, c), part.compute_v(h, x_in, c)
     said, norm = (
         part.statistics(state, h, x_in, c, written),
         partial(torch.linalg.vector_norm, dim=-1),
     )
-    beta = part.config.branch_mult * said["beta"]
-    step = beta * norm(khat) / math.sqrt(khat.shape[-1]) / norm(state.flatten(2).to(khat.dtype))
-    found = {"written": step * norm(value), "value": value}
-    if part.config.ddl_update == "delta":
-        found |= {"erased": step * norm(project_onto_k(state, khat))}
+    beta = config.branch_mult * said["beta"]
+    beta_erase = config.branch_mult * said.get("beta_erase", said["beta"])
+    length = norm(khat) / math.sqrt(khat.shape[-1]) / norm(state.flatten(2).to(khat.dtype))
+    found = {}
+    if config.ddl_update != "erase_only":
+        found["written"] = beta * length * norm(value)
+        found["value"] = value
+    if config.erases:
+        found["erased"] = beta_erase * length * norm(project_onto_k(state, khat))
         tiny = torch.finfo(khat.dtype).tiny
-        found |= {
-            "contraction": said["discrepancy_after"] / said["discrepancy_before"].clamp_min(tiny)
-        }
-        found |= {"contraction_expected": (1 - beta).abs()}
+        found["contraction"] = said["discrepancy_after"] / said["discrepancy_before"].clamp_min(
+            tiny
+        )
+    if config.erases and config.ddl_erase_gate == "shared":
+        found["contraction_expected"] = (1 - beta).abs()
     return found
 
 
+def shares_of_delta_rewrite(write: DeltaRewrite) -> dict[str, dict[str, tuple[float, float]]]:
+    """Return the intervals in which k^T X is kept, overwritten by v or reflected about it.
+
+    The eigenvalue of A = I - beta k k^T along k is 1 - beta.
+
+    With a gate of the erase's own, the eigenvalue is that gate's.
+    """
+    if write.config.ddl_erase_gate == "own":
+        return {
+            "beta": {
+                "skip": (0, 0.5),
+                "match": (0.5, 1.5),
+                "over-relaxed": (1.5, 2),
+                "skipped write": (0, 0.05),
+            },
+            "beta_erase": {
+                "skip": (0, 0.5),
+                "match": (0.5, 1.5),
+                "over-relaxed": (1.5, 2),
+                "negative eigenvalue": (1, 2),
+                "skipped erase": (0, 0.05),
+            },
+        }
+    return {
+        "beta": {
+            "skip": (0, 0.5),
+            "match": (0.5, 1.5),
+            "over-relaxed": (1.5, 2),
+            "negative eigenvalue": (1, 2),
+            "skipped write": (0, 0.05),
+        }
+    }
+
+
 def shortcut_of_delta_rewrite(write, state, h, x_in, c) -> LowRank | Diagonal:
-    """A = I - beta k k^T of every value channel; the identity without erase."""
-    if write.config.ddl_update == "write_only":
+    """A = I - beta k k^T of every value channel, with the gate of the erase; the identity without erase."""
+    if not write.config.erases:
         return identity(state)
     k = write.compute_k_hat(state, h, x_in, c) / math.sqrt(state.shape[-1])
-    beta = write.config.branch_mult * write.compute_beta(state, x_in, c)
+    beta = write.config.branch_mult * write.compute_beta_erase(state, x_in, c)
     return LowRank((-beta * k).unsqueeze(2), k.unsqueeze(2))
 
 
@@ -302,18 +361,7 @@ DETAILS = {
     "model.mgt.MGTWrite": details_of_mgt,
 }
 ALONG = {"model.residual.DeltaRewrite": lambda write, *given: write.compute_k_hat(*given)}
-# Where k^T X is kept, overwritten by v or reflected about it; 1 - beta is the eigenvalue of A = I - beta k k^T.
-SHARES = {
-    "model.residual.DeltaRewrite": {
-        "beta": {
-            "skip": (0, 0.5),
-            "match": (0.5, 1.5),
-            "over-relaxed": (1.5, 2),
-            "negative eigenvalue": (1, 2),
-            "skipped write": (0, 0.05),
-        }
-    }
-}
+SHARES = {"model.residual.DeltaRewrite": shares_of_delta_rewrite}
 ADDS = (
     "model.block.Add",
     "model.wide-gpt-mha-rope.WideAdd",

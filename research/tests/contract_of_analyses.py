@@ -14,7 +14,7 @@ def check_details(cls) -> None:
     with model.through(gates.Audit(found, model.transformer.wte(ids))), torch.no_grad():
         assert torch.equal(model(ids)[0], wanted), "a detail changes what the model computes"
     for site in sites_of(model):
-        intervals = parts.entry(parts.SHARES, site.write) or {}
+        intervals = parts.shares_of(site.write)
         assert set(intervals) <= found[site.layer, site.name].numbers.keys(), (
             f"shares of no statistic: {intervals}"
         )

@@ -11,15 +11,25 @@ from naive import attention, expand, mlp, read, rms_norm, select, sigmoid
 
 
 def pieces(w, h, x_in, c, cfg):
-    """k (d,), beta, t (v,) of one token: the k-Map with a gate of one layer on c and a squashed value from x_in."""
+    """k (d,), beta of write and erase, t (v,) of one token.
+
+    The k-Map with gates of one layer on c and a squashed value from x_in.
+    """
     k = h / (h @ h + cfg["ddl_k_eps"] ** 2).sqrt()
     beta = 2 * sigmoid(w["beta.weight"][0] @ c + w["beta.bias"][0])
+    beta_erase = beta
+    if cfg["ddl_erase_gate"] == "own":
+        beta_erase = 2 * sigmoid(w["beta_erase.weight"][0] @ c + w["beta_erase.bias"][0])
     value = cfg["ddl_v_sigmoid_scale"] * sigmoid(w["v_proj.weight"] @ x_in + w["v_proj.bias"])
-    return k, beta, value
+    return k, beta, beta_erase, value
 
 
 def forward(weights, cfg, ids, kind, embedding_conv=False, edits=None):
-    """(logits (T, V), {(layer, site): its tokens' X, X', k, beta, t}); edits {(layer, site): {"beta", "erase"}}."""
+    """(logits (T, V), {(layer, site): its tokens' X, X', k, beta, beta_erase, t}).
+
+    edits {(layer, site): {"beta", "erase", "write", "shared"}}: a number for both gates; False: without that term;
+    the write's gate for the erase as well.
+    """
     xs = [weights["transformer.wte.weight"][i] for i in ids]
     states, record = expand(weights, xs, cfg["ddl_value_channels"], embedding_conv), {}
     for layer in range(cfg["num_hidden_layers"]):
@@ -34,17 +44,24 @@ def forward(weights, cfg, ids, kind, embedding_conv=False, edits=None):
             hs = sublayer(select(w, f"{name}."), cs, cfg)
             tokens = []
             for X, h, x_in, c in zip(states, hs, x_ins, cs):
-                k, beta, value = pieces(select(w, f"ddl_{name}."), h, x_in, c, cfg)
-                beta = beta * 0 + edit["beta"] if "beta" in edit else beta
+                k, beta, beta_erase, value = pieces(select(w, f"ddl_{name}."), h, x_in, c, cfg)
+                if "beta" in edit:
+                    beta = beta_erase = beta * 0 + edit["beta"]
+                if "shared" in edit:
+                    beta_erase = beta
                 A = torch.eye(len(k), dtype=X.dtype)
                 if edit.get("erase", True):
-                    A = A - beta * torch.outer(k, k)
+                    A = A - beta_erase * torch.outer(k, k)
+                after = A @ X
+                if edit.get("write", True):
+                    after = after + beta * torch.outer(k, value)
                 tokens.append(
                     {
                         "X": X,
-                        "after": A @ X + beta * torch.outer(k, value),
+                        "after": after,
                         "k": k,
                         "beta": beta,
+                        "beta_erase": beta_erase,
                         "t": value,
                     }
                 )
@@ -76,11 +93,15 @@ def gap(X, k, t) -> float:
     return math.sqrt(sum((t[j] - k @ X[:, j]).item() ** 2 for j in range(len(t))) / len(t))
 
 
-def numbers(tokens, before, embedded) -> dict[str, list[float]]:
-    """The statistics of one site and one sequence; before: the tokens of the site before, None; embedded: of each."""
+def numbers(tokens, before, embedded, own_gate=False) -> dict[str, list[float]]:
+    """The statistics of one site and one sequence; before: the tokens of the site before, None; embedded: of each.
+
+    own_gate: whether the erase has a gate of its own
+    """
     found: dict[str, list[float]] = {}
     for n, token in enumerate(tokens):
         X, after, k, t, beta = (token[name] for name in ("X", "after", "k", "t", "beta"))
+        beta_erase = token["beta_erase"]
         size = math.sqrt((X**2).sum())
         values = {
             "beta": beta.item(),
@@ -88,11 +109,14 @@ def numbers(tokens, before, embedded) -> dict[str, list[float]]:
             "discrepancy_after": gap(after, k, t),
             "contraction": gap(after, k, t) / gap(X, k, t),
             "contraction_expected": abs(1 - beta.item()),
-            "erased": math.sqrt(((beta * torch.outer(k, k) @ X) ** 2).sum()) / size,
+            "erased": math.sqrt(((beta_erase * torch.outer(k, k) @ X) ** 2).sum()) / size,
             "written": math.sqrt(((beta * torch.outer(k, t)) ** 2).sum()) / size,
             "write_size": math.sqrt(((after - X) ** 2).sum()) / size,
             "cosine_embedding": cosine(k, embedded[n]),
         }
+        if own_gate:
+            values["beta_erase"] = beta_erase.item()
+            del values["contraction_expected"]
         if n > 0:
             values["cosine_tokens"] = cosine(k, tokens[n - 1]["k"])
         if before is not None:

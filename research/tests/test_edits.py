@@ -18,6 +18,7 @@ from research.benchmarks.figures import Figures
 
 LARGE = 1e4  # a logit whose sigmoid and tanh are 1 to the last bit
 EXACT = {"rtol": 1e-11, "atol": 1e-11}
+OWN_GATE = {"ddl_erase_gate": "own"}
 
 
 @pytest.fixture
@@ -176,18 +177,28 @@ def test_without_erase_everywhere_is_the_write_only_model(stem, ids):
 
 @pytest.mark.parametrize("stem", KINDS)
 @pytest.mark.parametrize(
-    ("name", "naive"), [("no erase", {"erase": False}), ("beta=2", {"beta": 2.0})]
+    ("options", "name", "naive"),
+    [
+        ({}, "no erase", {"erase": False}),
+        ({}, "beta=2", {"beta": 2.0}),
+        (OWN_GATE, "no erase", {"erase": False}),
+        (OWN_GATE, "no write", {"write": False}),
+        (OWN_GATE, "beta=2", {"beta": 2.0}),
+        (OWN_GATE, "beta_erase=beta", {"shared": True}),
+    ],
 )
-def test_one_edited_site_against_loops_over_tokens(stem, name, naive, ids):
-    model, targets = moved(stem), ids.roll(-1, 1)
+def test_one_edited_site_against_loops_over_tokens(stem, options, name, naive, ids):
+    model, targets = moved(stem, **options), ids.roll(-1, 1)
     weights = {key: p.detach() for key, p in model.named_parameters()}
     weights["lm_head.weight"] = weights["transformer.wte.weight"]
-    cfg, options = dataclasses.asdict(model.config), {"embedding_conv": stem.endswith("EC")}
+    cfg, embedding_conv = dataclasses.asdict(model.config), stem.endswith("EC")
     for key in ((0, "mlp"), (1, "attn")):
         found = edited_losses(model, ids, targets, {key: name})
         pairs = zip(ids.tolist(), targets.tolist())
         wanted = [
-            naive_gates.loss(weights, cfg, i, t, KINDS[stem], edits={key: naive}, **options)
+            naive_gates.loss(
+                weights, cfg, i, t, KINDS[stem], edits={key: naive}, embedding_conv=embedding_conv
+            )
             for i, t in pairs
         ]
         assert found.tolist() == pytest.approx(wanted, abs=1e-9)

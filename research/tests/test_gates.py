@@ -45,9 +45,16 @@ def naive_run(stem, model, ids):
     return weights, found
 
 
-@pytest.mark.parametrize("stem", KINDS)
-def test_statistics_are_those_of_loops_over_tokens(stem, corpus):
-    model = moved(stem)
+OWN_GATE = {"ddl_erase_gate": "own"}
+
+
+@pytest.mark.parametrize(
+    ("stem", "options"),
+    [*((stem, {}) for stem in KINDS), *((stem, OWN_GATE) for stem in list(KINDS)[:2])],
+    ids=str,
+)
+def test_statistics_are_those_of_loops_over_tokens(stem, options, corpus):
+    model = moved(stem, **options)
     found, ids, _ = measured(model, corpus)
     weights, runs = naive_run(stem, model, ids)
     keys = [(layer, name) for layer in range(2) for name in ("attn", "mlp")]
@@ -57,7 +64,9 @@ def test_statistics_are_those_of_loops_over_tokens(stem, corpus):
         for row, (_, record) in zip(ids, runs):
             before = record[keys[keys.index(key) - 1]] if key != keys[0] else None
             embedded = weights["transformer.wte.weight"][row]
-            for name, values in naive_gates.numbers(record[key], before, embedded).items():
+            for name, values in naive_gates.numbers(
+                record[key], before, embedded, own_gate=bool(options)
+            ).items():
                 expected.setdefault(name, []).extend(values)
         assert site["statistics"].keys() == expected.keys()
         for name, values in expected.items():
@@ -88,12 +97,20 @@ def test_statistics_are_those_of_loops_over_tokens(stem, corpus):
             "over-relaxed": (1.5, 3),
             "negative eigenvalue": (1, 3),
         }
+        if options:
+            ends["skipped erase"] = (-1, 0.05)
+            check_shares(site, "beta_erase", expected["beta_erase"], ends)
+            del ends["skipped erase"], ends["negative eigenvalue"]
         ends["skipped write"] = (-1, 0.05)
-        shares = {
-            label: sum(low < b < high for b in beta) / len(beta)
-            for label, (low, high) in ends.items()
-        }
-        assert site["statistics"]["beta"]["shares"] == pytest.approx(shares, abs=1e-12)
+        check_shares(site, "beta", beta, ends)
+
+
+def check_shares(site, name, values, ends):
+    shares = {
+        label: sum(low < value < high for value in values) / len(values)
+        for label, (low, high) in ends.items()
+    }
+    assert site["statistics"][name]["shares"] == pytest.approx(shares, abs=1e-12)
 
 
 @pytest.mark.parametrize("stem", KINDS)

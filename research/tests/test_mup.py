@@ -27,6 +27,9 @@ MUON = [
     pytest.param(case, "muon", marks=() if case in MODEL_NAMES else pytest.mark.slow)
     for case in CASES
 ]
+# A slope of one seed has a standard deviation of 0.08 where a direction is normalized. The first three
+# of this case average 0.159, above the bound; its sixteen 0.088 +- 0.019, those of one gate 0.083 +- 0.017.
+SEEDS = {"DDL-gpt-mha-rope+ddl_erase_gate=own": 8}
 WIDTHS = {"adamw": [64, 256], "muon": [64, 192]}  # a step of Muon takes three times as long
 
 
@@ -42,7 +45,7 @@ def checked(case: str, name: str = "adamw", seeds: int = 3) -> dict:
 
 @pytest.mark.parametrize(("case", "name"), [(case, "adamw") for case in CASES] + MUON)
 def test_changes_are_level(case, name):
-    assert not_level(checked(case, name)) == {}
+    assert not_level(checked(case, name, SEEDS.get(case, 3))) == {}
 
 
 def rates_off_by(power: float):

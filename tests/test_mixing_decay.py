@@ -1,0 +1,205 @@
+"""Weight decay of what mixes a residual stream: which parameters have it, with mixing_decay at both values."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from contract import tokens
+from helpers import one_line_error, small_run
+from in_process import call
+from models import TINY
+
+from model import MODEL_NAMES, build
+from training import optimizer
+
+BLOCK = ("attn.c_q", "attn.c_k", "attn.c_v", "attn.c_proj", "mlp.c_fc1", "mlp.c_fc2", "mlp.c_proj")
+BACKBONE = {"transformer.wte.weight"}
+BACKBONE |= {f"transformer.h.{layer}.{name}.weight" for layer in (0, 1) for name in BLOCK}
+
+# What decays besides the backbone, written out once more: names in both blocks, with SITE for attn
+# and mlp, and names outside the blocks.
+DDL_SITE = ("ddl_SITE.beta.weight", "ddl_SITE.v_proj.weight")
+TOKEN_READ, CHANNEL_READ = "compress.shortconv.weight", "compress.weight"
+TOKEN_READOUT, CHANNEL_READOUT = "readout.shortconv.weight", "readout.weight"
+EC = "input_embed.conv.weight"
+TC_NAMES = (*DDL_SITE, TOKEN_READ)
+CC_NAMES = (*DDL_SITE, CHANNEL_READ)
+MIXING = [
+    ("gpt-mha-rope", {}, (), ()),
+    ("AttnRes-gpt-mha-rope", {}, (), ()),
+    ("AttnRes-gpt-mha-rope", {"attn_res_form": "delta"}, (), ()),
+    ("DDL-vdim1-gpt-mha-rope", {}, DDL_SITE, ()),
+    ("DDL-gpt-mha-rope", {}, TC_NAMES, (TOKEN_READOUT,)),
+    ("DDL-gpt-mha-rope-EC", {}, TC_NAMES, (TOKEN_READOUT, EC)),
+    ("DDL-gpt-mha-rope-CC", {}, CC_NAMES, (CHANNEL_READOUT,)),
+    ("DDL-gpt-mha-rope-CC", {"ddl_cc_read": "folded"}, CC_NAMES, (CHANNEL_READOUT,)),
+    ("DDL-gpt-mha-rope-CC-EC", {}, CC_NAMES, (CHANNEL_READOUT, EC)),
+    ("DDL-vdim1-gpt-mha-rope", {"ddl_v_constant": True}, ("ddl_SITE.beta.weight",), ()),
+    ("DDL-vdim1-gpt-mha-rope", {"ddl_update": "erase_only"}, ("ddl_SITE.beta.weight",), ()),
+    (
+        "DDL-vdim1-gpt-mha-rope",
+        {"ddl_erase_gate": "own"},
+        (*DDL_SITE, "ddl_SITE.beta_erase.weight"),
+        (),
+    ),
+    (
+        "DDL-vdim1-gpt-mha-rope",
+        {"ddl_erase_gate": "own", "ddl_beta_single_linear": False},
+        (
+            "ddl_SITE.beta_in.weight",
+            "ddl_SITE.beta_out.weight",
+            "ddl_SITE.beta_erase_in.weight",
+            "ddl_SITE.beta_erase_out.weight",
+            "ddl_SITE.v_proj.weight",
+        ),
+        (),
+    ),
+    (
+        "DDL-vdim1-gpt-mha-rope",
+        {"ddl_map": "v"},
+        (*DDL_SITE, "ddl_SITE.k_in.weight", "ddl_SITE.k_out.weight"),
+        (),
+    ),
+    (
+        "DDL-gpt-mha-rope",
+        {"ddl_map": "v", "ddl_k_branch": "attention"},
+        (*TC_NAMES, "ddl_SITE.k_key.weight", "ddl_SITE.k_out.weight"),
+        (TOKEN_READOUT,),
+    ),
+    ("DenseFormer-gpt-mha-rope", {}, (), ()),
+    (
+        "GatedResidual-gpt-mha-rope",
+        {},
+        ("gated_SITE.down.weight", "gated_SITE.up.weight", "gated_SITE.inject.weight"),
+        ("readout.down.weight", "readout.up.weight"),
+    ),
+    ("HC-gpt-mha-rope", {}, ("hc_SITE.maps.weight",), ()),
+    ("HC-gpt-mha-rope", {"hc_dynamic": False}, (), ()),
+    ("LAuReL-gpt-mha-rope", {}, ("write_SITE.down.weight", "write_SITE.up.weight"), ()),
+    ("LAuReL-gpt-mha-rope", {"laurel_form": "rw"}, (), ()),
+    ("Lambdas-gpt-mha-rope", {"lambda_skips": True}, (), ()),
+    ("MGT-gpt-mha", {}, ("write_SITE.gate.weight", "write_SITE.beta.weight"), ()),
+    ("MUDD-gpt-mha-rope", {}, ("dense.first.weight", "dense.second.weight"), ()),
+    ("ReZero-gpt-mha-rope", {}, (), ()),
+    ("conv-gpt-mha-rope", {}, (TOKEN_READ,), (TOKEN_READOUT,)),
+    ("mHC-gpt-mha-rope", {}, ("hc_SITE.maps.weight",), ()),
+    ("mHC-gpt-mha-rope", {"mhc_mix": "identity"}, ("hc_SITE.maps.weight",), ()),
+    (
+        "mHC-gpt-mha-rope",
+        {"mhc_readout": "sigmoid"},
+        ("hc_SITE.maps.weight",),
+        ("readout.maps.weight",),
+    ),
+    ("wide-gpt-mha-rope", {}, (TOKEN_READ,), (TOKEN_READOUT,)),
+]
+# What a stream adds to the sublayers decays with either value: it does not mix the stream.
+NOT_MIXING = [
+    (
+        "Lambdas-gpt-mha-rope",
+        {"lambda_value_embeddings": True},
+        {"transformer.h.1.embedding.weight"},
+    ),
+    (
+        "conv-gpt-mha-rope",
+        {"canon": "ABCD"},
+        {
+            f"transformer.h.{layer}.{name}.weight"
+            for layer in (0, 1)
+            for name in ("attn.canon", "canon_attn", "canon_mlp", "mlp.canon")
+        },
+    ),
+]
+
+
+def case_ids(cases):
+    return [
+        ",".join([stem, *(f"{key}={value}" for key, value in keys.items())])
+        for stem, keys, *_ in cases
+    ]
+
+
+def decayed_names(stem, keys, mixing_decay, kind):
+    """The parameters that an optimizer decays."""
+    config = SimpleNamespace(
+        optimizer=kind,
+        learning_rate=1e-2,
+        weight_decay=0.1,
+        mixing_decay=mixing_decay,
+        beta1=0.9,
+        beta2=0.95,
+    )
+    optimizers = optimizer.build_optimizers(build(stem, **TINY, **keys), config)
+    groups = [group for one in optimizers for group in one.param_groups]
+    assert all(group["decays"] == (group["weight_decay"] > 0) for group in groups)
+    return {name for group in groups if group["weight_decay"] > 0 for name in group["names"]}
+
+
+def full_names(in_blocks, outside):
+    names = set(outside)
+    for layer in (0, 1):
+        for site in ("attn", "mlp"):
+            names |= {f"transformer.h.{layer}.{name.replace('SITE', site)}" for name in in_blocks}
+    return names
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize(("stem", "keys", "in_blocks", "outside"), MIXING, ids=case_ids(MIXING))
+def test_what_decays_is_what_is_written_here(stem, keys, in_blocks, outside, kind):
+    mixing = full_names(in_blocks, outside)
+    assert decayed_names(stem, keys, True, kind) == BACKBONE | mixing
+    assert decayed_names(stem, keys, False, kind) == BACKBONE
+
+
+@pytest.mark.parametrize(("stem", "keys", "names"), NOT_MIXING, ids=case_ids(NOT_MIXING))
+def test_what_does_not_mix_the_stream_decays_with_either_value(stem, keys, names):
+    assert decayed_names(stem, keys, True, "adamw") == BACKBONE | names
+    assert decayed_names(stem, keys, False, "adamw") == BACKBONE | names
+
+
+def test_every_stream_is_listed():
+    assert {stem for stem, *_ in MIXING} == set(MODEL_NAMES)
+
+
+def test_a_step_leaves_mixing_parameters_to_their_gradient():
+    """With a gradient of 0, decay is all that moves a weight."""
+    for mixing_decay in (True, False):
+        model = build("mHC-gpt-mha-rope", **TINY)
+        config = SimpleNamespace(
+            optimizer="adamw",
+            learning_rate=1e-2,
+            weight_decay=0.1,
+            mixing_decay=mixing_decay,
+            beta1=0.9,
+            beta2=0.95,
+        )
+        [adamw] = optimizer.build_optimizers(model, config)
+        model(tokens(2, 8), tokens(2, 8))[1].backward()
+        for parameter in model.parameters():
+            parameter.grad.zero_()
+        maps = model.transformer.h[1].hc_mlp.maps.weight
+        query = model.transformer.h[1].attn.c_q.weight
+        before_maps = maps.detach().clone()
+        before_query = query.detach().clone()
+        adamw.step()
+        factor = 1 - 1e-2 * 0.1
+        torch.testing.assert_close(query.detach(), before_query * factor)
+        expected = before_maps * factor if mixing_decay else before_maps
+        torch.testing.assert_close(maps.detach(), expected)
+
+
+REFUSED = [
+    ({"model": "gpt-mha-rope"}, "mixing_decay=False has no effect with model=gpt-mha-rope"),
+    ({"model": "ReZero-gpt-mha-rope"}, "none of the parameters that mix its residual stream"),
+    ({"model": "HC-gpt-mha-rope", "hc_dynamic": False}, "has no effect with model=HC-gpt"),
+    (
+        {"model": "mHC-gpt-mha-rope", "weight_decay": 0.0},
+        "mixing_decay=False has no effect with weight_decay=0.0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("keys", "message"), REFUSED, ids=str)
+def test_without_anything_to_change_the_key_is_refused(keys, message, corpus, tmp_path):
+    arguments = small_run(corpus, tmp_path / "run", mixing_decay=False, **keys)
+    assert message in one_line_error(call("train.py", *arguments))
+    assert not (tmp_path / "run").exists()
