@@ -5,7 +5,7 @@ that a step that is compiled or captured once serves all positions.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -33,11 +33,17 @@ def padded(sequences: list[list[int]], device: torch.device | str = "cpu") -> to
     return torch.tensor(rows, device=device)
 
 
+class Folded(NamedTuple):
+    """A tensor in a cache that is computed from parameters alone, whatever the tokens are."""
+
+    tensor: torch.Tensor
+
+
 class Cache:
     """What a model stores of the tokens so far: keys, values and the inputs of token convolutions.
 
     Sequences of unequal length end at the same position: the shorter ones have NO_TOKEN to their
-    left in the first call.
+    left in the first call. The parameters of the model must not change while a cache is in use.
 
     Attributes:
         length: number of tokens that it can hold
@@ -48,7 +54,7 @@ class Cache:
         padded: whether there are any
         blocks: a dict of tensors for each block, and a last one for the expander and the readout.
             The first call creates the tensors, for its batch size and dtypes; later calls write into
-            them.
+            them, except for those in `Folded`.
     """
 
     def __init__(self, num_blocks: int, length: int, device: torch.device):
@@ -57,7 +63,7 @@ class Cache:
         self.padded = False
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
         self.start: torch.Tensor | None = None
-        self.blocks: list[dict[str, torch.Tensor]] = [{} for _ in range(num_blocks + 1)]
+        self.blocks: list[dict[str, torch.Tensor | Folded]] = [{} for _ in range(num_blocks + 1)]
 
     def reserve(self, ids: torch.Tensor) -> int:
         """Count the tokens ids (B, T) of a call that follows, and return how many there are then.
@@ -91,8 +97,9 @@ class Cache:
         if self.start is not None:
             self.start.zero_()
         for block in self.blocks:
-            for tensor in block.values():
-                tensor.zero_()
+            for content in block.values():
+                if not isinstance(content, Folded):
+                    content.zero_()
 
     def select(self, rows: torch.Tensor) -> "Cache":
         """Return a new cache of these rows (N,), int64: for beams, or to continue one prefix."""
@@ -102,14 +109,15 @@ class Cache:
         selected.position = self.position.clone()
         if self.start is not None:
             selected.start = self.start[rows]
-        selected.blocks = [
-            {slot: tensor[rows] for slot, tensor in block.items()} for block in self.blocks
-        ]
+        for block, selected_block in zip(self.blocks, selected.blocks):
+            for slot, content in block.items():
+                is_folded = isinstance(content, Folded)
+                selected_block[slot] = content if is_folded else content[rows]
         return selected
 
 
 def get_or_create_buffer(
-    cache: dict[str, torch.Tensor],
+    cache: dict[str, torch.Tensor | Folded],
     slot: str,
     shape: tuple[int, ...],
     like: torch.Tensor,
@@ -119,6 +127,15 @@ def get_or_create_buffer(
     if slot not in cache:
         cache[slot] = like.new_zeros(shape, dtype=dtype)
     return cache[slot]
+
+
+def get_or_fold(
+    cache: dict[str, torch.Tensor | Folded], slot: str, fold: Callable[[], torch.Tensor]
+) -> torch.Tensor:
+    """Return fold(), which is computed once for a cache; it must depend on parameters alone."""
+    if slot not in cache:
+        cache[slot] = Folded(fold())
+    return cache[slot].tensor
 
 
 def round_matrices(model: "GPT", dtype: torch.dtype = torch.bfloat16) -> None:

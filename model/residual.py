@@ -19,14 +19,15 @@ those of the paper.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
+from operator import add
 from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model.block import Block, Past, delay
+from model.block import Block, Past, delay_each, fold_once
 from model.gpt import GPTConfig
 from model.layers import at_least_fp32, for_product, linear_fp32
 from model.options import option
@@ -410,13 +411,16 @@ class EmbeddingConv(nn.Module):
     def elementwise_flops(self) -> int:
         return 2 * self.conv.weight.numel()
 
+    def weights(self) -> torch.Tensor:
+        """Return the filters (K, d_v, d); the first entry weights the current token."""
+        filters = self.conv.weight.squeeze(1).unflatten(0, (-1, self.value_channels))  # (d, d_v, K)
+        return taps_first(filters)
+
     def forward(self, x: torch.Tensor, past: Past | None = None) -> torch.Tensor:
-        weights = self.conv.weight.squeeze(1).unflatten(0, (-1, self.value_channels))  # (d, d_v, K)
-        weights = taps_first(weights).to(at_least_fp32(x.dtype))
-        delayed = (
-            delay(x, tokens, past).unsqueeze(2) * weight for tokens, weight in enumerate(weights)
-        )
-        return sum(delayed).to(x.dtype)
+        weights = fold_once(past, self.weights).to(at_least_fp32(x.dtype))
+        delayed = delay_each([x] * len(weights), past)
+        taps = [tap.unsqueeze(2) * weight for tap, weight in zip(delayed, weights)]
+        return reduce(add, taps).to(x.dtype)
 
 
 class SingleChannelRead(nn.Module):
@@ -457,7 +461,7 @@ class TokenConvRead(nn.Module):
         return 2 * self.shortconv.weight.numel()
 
     def forward(self, state: torch.Tensor, past: Past | None = None) -> torch.Tensor:
-        return read_value_channels(state, self.weights(), past)
+        return read_value_channels(state, fold_once(past, self.weights), past)
 
 
 class ChannelConvRead(nn.Module):
@@ -519,7 +523,7 @@ class ChannelConvRead(nn.Module):
         return 2 * self.config.hidden_size * self.config.ddl_value_channels
 
     def forward(self, state: torch.Tensor, past: Past | None = None) -> torch.Tensor:
-        return read_value_channels(state, self.weights(), past)
+        return read_value_channels(state, fold_once(past, self.weights), past)
 
 
 def conv_start(config: ValueChannelsConfig, kernel_size: int, identity_tap: int) -> Callable:
@@ -570,10 +574,16 @@ def read_value_channels(
     """Return x_in (B, T, d), in at least fp32, of a state (B, T, d_v, d) and weights (K, d_v, d)."""
     dtype = at_least_fp32(state.dtype)  # only what enters a GEMM is rounded
     x = state.to(dtype)  # once, so that the gradients of the taps add up in fp32
+    weights = weights.to(dtype)
     # Each tap sums over the value channels first, so that only vectors of width d are shifted over
     # tokens and cached.
-    sums = [(x * weight).sum(2) for weight in weights.to(dtype)]
-    return sum(delay(tap_sum, tokens, past) for tokens, tap_sum in enumerate(sums))
+    if past is not None and x.shape[1] == 1:
+        # as the sums below, in fewer operations, whose overhead counts if one token is decoded
+        sums = list((x.unsqueeze(2) * weights).sum(3).unbind(2))
+    else:
+        sums = [(x * weight).sum(2) for weight in weights]
+    # `sum` would begin with 0, and so add once more
+    return reduce(add, delay_each(sums, past))
 
 
 def pool(state: torch.Tensor, form: str) -> torch.Tensor:
@@ -723,11 +733,13 @@ class DeltaRewrite(nn.Module):
         beta_erase = None
         if self.config.ddl_erase_gate == "own":
             beta_erase = self.config.branch_mult * self.compute_beta_erase(state, x_in, c)
+        if self.config.branch_mult != 1:
+            beta = self.config.branch_mult * beta
         # X' = X + beta k (v^T - k^T X) (equation 6)
         return delta_rewrite(
             state,
             k_hat,
-            self.config.branch_mult * beta,
+            beta,
             v,
             erase=self.config.erases,
             beta_erase=beta_erase,

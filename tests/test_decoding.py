@@ -14,8 +14,10 @@ from models import PAPER, TINY, tiny
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from model import kernels
-from model.decoding import Decoder, padded, round_matrices
+from model.decoding import Decoder, Folded, padded, round_matrices
 from model.generation import Generation, Sampling
+from model.residual import ChannelConvRead, EmbeddingConv, TokenConvRead
+from utils import machine
 
 
 def tokens_of(B: int, T: int):
@@ -132,7 +134,12 @@ def test_tensors_stay_where_they_are(compiled, counter):
 
     def addresses():
         blocks = [
-            {name: tensor.data_ptr() for name, tensor in block.items()}
+            {
+                name: content.tensor.data_ptr()
+                if isinstance(content, Folded)
+                else content.data_ptr()
+                for name, content in block.items()
+            }
             for block in decoder.cache.blocks
         ]
         return blocks, decoder.cache.position.data_ptr(), decoder.token.data_ptr()
@@ -259,6 +266,55 @@ def test_a_cached_pass_has_no_gradient_but_the_output_layers():
     assert [name for name, p in model.named_parameters() if p.grad is not None] == [
         "transformer.wte.weight"
     ]
+
+
+@pytest.mark.parametrize("name", [CC, EC, "DDL-gpt-mha-rope"])
+def test_weights_that_follow_from_parameters_are_folded_once(name, monkeypatch):
+    """And not for each token: by each read and expander of the model, at the first call."""
+    num_calls = 0
+
+    def count(weights):
+        def counted(*arguments):
+            nonlocal num_calls
+            num_calls += 1
+            return weights(*arguments)
+
+        return counted
+
+    for part in (ChannelConvRead, EmbeddingConv, TokenConvRead):
+        monkeypatch.setattr(part, "weights", count(part.weights))
+    model = tiny(name)
+    decoder = Decoder(model, batch_size=2)
+    ids = tokens_of(2, 6)
+    decoder.prefill(ids[:, :3])
+    num_folded = num_calls
+    for token in ids[:, 3:].unbind(1):
+        decoder.step(token)
+    decoder.prefill(ids)
+    # two sites of each block and the readout, which share their parts, and the expander
+    has_expander = type(model.input_embed) is EmbeddingConv
+    assert num_folded == 2 * model.config.num_hidden_layers + 1 + has_expander
+    assert num_calls == num_folded
+
+
+def test_selected_rows_of_a_cache_keep_what_was_folded():
+    model = tiny(CC)
+    ids = tokens_of(3, 6)
+    cache = model.new_cache()
+    model(ids[:, :4], cache=cache)
+    selected = cache.select(torch.tensor([2, 0]))
+    logits, _ = model(ids[[2, 0], 4:], cache=selected)
+    torch.testing.assert_close(logits, model(ids[[2, 0]])[0][:, 4:], rtol=1e-9, atol=1e-9)
+
+
+def test_compiling_on_a_cpu_pays_from_some_thousand_steps_on(monkeypatch):
+    steps = machine.MIN_STEPS_TO_COMPILE
+    monkeypatch.setattr(machine, "can_compile", lambda device: True)
+    assert machine.compiled_decoding_pays("cpu", steps)
+    assert not machine.compiled_decoding_pays("cpu", steps - 1)
+    assert machine.compiled_decoding_pays("cuda", 1)
+    monkeypatch.setattr(machine, "can_compile", lambda device: False)
+    assert not machine.compiled_decoding_pays("cpu", steps)
 
 
 @pytest.fixture(scope="module")
