@@ -124,9 +124,13 @@ def linear_fp32(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     It computes gates and values, which must not be rounded before their sigmoid.
     """
     dtype = at_least_fp32(x.dtype)
-    product = exact_linear if x.device.type == "cuda" else F.linear
-    with torch.autocast(x.device.type, enabled=False):
-        bias = None if layer.bias is None else layer.bias.to(dtype)
+    device = x.device.type
+    product = exact_linear if device == "cuda" else F.linear
+    bias = None if layer.bias is None else layer.bias.to(dtype)
+    # entering the context takes longer than the product if a single token is decoded
+    if not torch.is_autocast_enabled(device):
+        return product(x.to(dtype), layer.weight.to(dtype), bias)
+    with torch.autocast(device, enabled=False):
         return product(x.to(dtype), layer.weight.to(dtype), bias)
 
 
@@ -200,18 +204,24 @@ class AttentionInputs(NamedTuple):
     change_values: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
-# From this number of tokens on, layers that share their input are computed as one product on a GPU;
-# with fewer, concatenating the weights would cost more than it saves. On a CPU it was measured not
-# to be faster (results/step_choices.md).
-MIN_TOKENS_FOR_JOINED_PRODUCT = 1024
-# GEMMs on a GPU are fastest at widths that are a multiple of this; other widths are padded with
-# zeros.
-WIDTH_MULTIPLE = 64
+# From this number of tokens on, weights are concatenated or padded where that makes products faster;
+# with fewer tokens, copying the weights would cost more than it saves.
+MIN_TOKENS_FOR_COPIED_WEIGHTS = 1024
+# Products are fastest at widths that are a multiple of this; other widths are padded with zeros.
+WIDTH_MULTIPLE = {"cuda": 64, "cpu": 16}
+
+
+def should_copy_weights(x: torch.Tensor) -> bool:
+    """Return whether an input x (..., d) has so many tokens that copying weights pays."""
+    return x.shape[:-1].numel() >= MIN_TOKENS_FOR_COPIED_WEIGHTS
 
 
 def should_join_products(x: torch.Tensor) -> bool:
-    """Return whether layers that share their input x (..., d) are computed as one product."""
-    return x.device.type == "cuda" and x.shape[:-1].numel() >= MIN_TOKENS_FOR_JOINED_PRODUCT
+    """Return whether layers that share their input x (..., d) are computed as one product.
+
+    On a CPU this was measured not to be faster (results/step_choices.md).
+    """
+    return x.device.type == "cuda" and should_copy_weights(x)
 
 
 class Heads:
@@ -342,15 +352,20 @@ class MLP(nn.Module):
     ) -> torch.Tensor:
         """Return (B, T, d) of x (B, T, d); positions and cache are not used."""
         x = for_product(x, self.c_fc1.weight)
-        if not should_join_products(x):
+        padding = self.count_padding(x)
+        if padding == 0 and not should_join_products(x):
             return self.c_proj(F.silu(self.c_fc1(x)) * self.c_fc2(x))
         # Padded features are silu(0) * 0 = 0 and meet weights of 0, so the function is the same.
-        padding = -self.c_fc1.out_features % WIDTH_MULTIPLE
-        weight = torch.cat(
-            [
-                F.pad(self.c_fc1.weight, (0, 0, 0, padding)),
-                F.pad(self.c_fc2.weight, (0, 0, 0, padding)),
-            ]
-        )
-        gate, value = F.linear(x, weight).chunk(2, dim=-1)
+        gate_weight = F.pad(self.c_fc1.weight, (0, 0, 0, padding))
+        value_weight = F.pad(self.c_fc2.weight, (0, 0, 0, padding))
+        if should_join_products(x):
+            gate, value = F.linear(x, torch.cat([gate_weight, value_weight])).chunk(2, dim=-1)
+        else:
+            gate = F.linear(x, gate_weight)
+            value = F.linear(x, value_weight)
         return F.linear(F.silu(gate) * value, F.pad(self.c_proj.weight, (0, padding)))
+
+    def count_padding(self, x: torch.Tensor) -> int:
+        """Return by how many features the inner width is padded for an input x (B, T, d)."""
+        multiple = WIDTH_MULTIPLE.get(x.device.type, 1)
+        return -self.c_fc1.out_features % multiple if should_copy_weights(x) else 0

@@ -117,7 +117,7 @@ def test_model(stem):
 
 @pytest.mark.parametrize("setting", ["on", "off"])
 def test_model_of_joined_products(setting, monkeypatch):
-    monkeypatch.setattr(layers, "MIN_TOKENS_FOR_JOINED_PRODUCT", 1)
+    monkeypatch.setattr(layers, "MIN_TOKENS_FOR_COPIED_WEIGHTS", 1)
     model = tiny("gpt-mha-rope")
     if setting == "on":
         fused.check_model(model)

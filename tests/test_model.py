@@ -13,8 +13,9 @@ from helpers import ROOT
 from models import DDL, EXPANDED, INPUTS, PAPER, PARAMETER_COUNTS, TINY, tiny
 from torch.utils.flop_counter import FlopCounterMode
 
-from model import MODEL_NAMES, build, cost, model_class
-from model.gpt import takes_branch_mult
+from model import MODEL_NAMES, build, cost, layers, model_class
+from model.gpt import GPTConfig, takes_branch_mult
+from model.layers import MLP
 from model.residual import DeltaRewrite, fold_channel_conv, pool, read_value_channels
 from training.settings import configure
 
@@ -584,3 +585,25 @@ def test_a_factor_on_branches_changes_the_model_or_is_refused(stem):
         other.data.copy_(values)
     with torch.no_grad():
         assert not torch.equal(plain(ids)[0], scaled(ids)[0])
+
+
+@pytest.mark.parametrize("hidden_size", [16, 24])
+def test_a_padded_inner_width_of_the_mlp_computes_the_same_function(hidden_size, monkeypatch):
+    mlp = MLP(GPTConfig(**{**SMALL, "hidden_size": hidden_size})).double()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in mlp.parameters():
+        parameter.data.normal_(generator=generator)
+    x = torch.randn(2, 5, hidden_size, dtype=torch.float64, generator=generator)
+    x.requires_grad_()
+
+    def outputs_and_gradients():
+        y = mlp(x)
+        return y, *torch.autograd.grad(y.square().sum(), [x, *mlp.parameters()])
+
+    plain = outputs_and_gradients()
+    monkeypatch.setattr(layers, "MIN_TOKENS_FOR_COPIED_WEIGHTS", 10)
+    padded = outputs_and_gradients()
+    # 16 -> 42, which is padded to 48; 24 -> 64, which is not
+    assert mlp.count_padding(x) == (6 if hidden_size == 16 else 0)
+    for padded_tensor, plain_tensor in zip(padded, plain, strict=True):
+        torch.testing.assert_close(padded_tensor, plain_tensor, rtol=1e-12, atol=1e-10)
