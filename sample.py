@@ -157,9 +157,11 @@ def parse_arguments() -> argparse.Namespace:
     )
     add(
         "--compile",
-        choices=("True", "False"),
+        choices=("auto", "True", "False"),
+        default="auto",
         help="capture the decoding step as a CUDA graph on a GPU, or compile it with "
-        "torch.compile on a CPU, which takes seconds (default: True on a GPU, False on a CPU)",
+        "torch.compile on a CPU, which takes seconds; auto does so on a GPU, and on a CPU if "
+        f"{machine.MIN_STEPS_TO_COMPILE:,} tokens or more are to be generated one after the other",
     )
     return parser.parse_args()
 
@@ -239,8 +241,11 @@ def make_decoder(
     args: argparse.Namespace,
     batch_size: int,
     length: int,
+    num_steps: int,
 ) -> Decoder:
     """Return a decoder for sequences of up to `length` tokens, or up to block_size if that is less.
+
+    num_steps: how often it will decode a token, at most; for --compile=auto
 
     Raises:
         ValueError: --compile=True without a C++ compiler
@@ -251,8 +256,8 @@ def make_decoder(
             "--compile=False"
         )
     compiled = args.compile == "True"
-    if args.compile is None:
-        compiled = device.type == "cuda"
+    if args.compile == "auto":
+        compiled = machine.compiled_decoding_pays(device.type, num_steps)
     return Decoder(
         model,
         batch_size=batch_size,
@@ -283,7 +288,15 @@ def sample(
     jobs = [(prompt, args.seed + index) for prompt in prompts for index in range(args.num_samples)]
     batch_size = min(len(jobs), args.batch_size)
     # one decoder serves all batches, because it may take seconds to compile
-    decoder = make_decoder(model, device, args, batch_size, longest_prompt + args.max_new_tokens)
+    num_batches = -(-len(jobs) // batch_size)
+    decoder = make_decoder(
+        model,
+        device,
+        args,
+        batch_size,
+        length=longest_prompt + args.max_new_tokens,
+        num_steps=num_batches * args.max_new_tokens,
+    )
     num_tokens = 0
     started = time.perf_counter()
     for first in range(0, len(jobs), batch_size):
@@ -378,7 +391,10 @@ def main() -> None:
                 from serving.terminal import Settings, converse
 
                 block_size = model.config.block_size
-                decoder = make_decoder(model, device, args, batch_size=1, length=block_size)
+                # how many prompts follow is not known, so that auto does not compile on a CPU
+                decoder = make_decoder(
+                    model, device, args, batch_size=1, length=block_size, num_steps=0
+                )
                 settings = Settings(
                     **vars(sampling),
                     max_new_tokens=args.max_new_tokens,

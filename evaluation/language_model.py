@@ -8,6 +8,7 @@ itself, and draw other few-shot examples.
 """
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -27,6 +28,7 @@ from model.decoding import Decoder, padded
 from model.generation import Sampling, generate_text
 from model.gpt import GPT
 from training.distributed import World
+from utils import machine
 
 DEFAULT_MAX_NEW_TOKENS = 256  # lm-eval's default
 MAX_LOGITS = 2**26  # number of logits that are computed at a time: 256 MiB in float32
@@ -42,12 +44,26 @@ class GenerationSettings(NamedTuple):
     max_new_tokens: int
 
 
+@dataclasses.dataclass(frozen=True)
+class SharedDecoder:
+    """A compiled decoder for many batches, which is made when the first of them needs it."""
+
+    model: GPT
+    batch_size: int
+    length: int
+
+    @functools.cached_property
+    def decoder(self) -> Decoder:
+        return Decoder(self.model, self.batch_size, self.length, compiled=True)
+
+
 class PromptBatch(NamedTuple):
     """Prompts that are continued together."""
 
     indices: list[int]  # of the requests
     prompts: list[list[int]]  # their tokens
     settings: GenerationSettings
+    shared_decoder: SharedDecoder | None  # None for a decoder of its own, which is not compiled
 
 
 class LanguageModel(TemplateLM):
@@ -307,9 +323,25 @@ class LanguageModel(TemplateLM):
                 tokens = self.tok_encode(requests[index].args[0])[-max_context:]
                 prompts[index] = tokens or [self.eot_token_id]
             longest_first = sorted(indices, key=lambda index: len(prompts[index]), reverse=True)
-            for start in range(0, len(longest_first), self.batch_size):
+            starts = range(0, len(longest_first), self.batch_size)
+            shared_decoder = None
+            num_steps = len(starts) * settings.max_new_tokens // self.world.world_size
+            if machine.compiled_decoding_pays(self.world.device.type, num_steps):
+                shared_decoder = SharedDecoder(
+                    self.model,
+                    batch_size=min(self.batch_size, len(longest_first)),
+                    length=len(prompts[longest_first[0]]) + settings.max_new_tokens,
+                )
+            for start in starts:
                 chosen = longest_first[start : start + self.batch_size]
-                batches.append(PromptBatch(chosen, [prompts[index] for index in chosen], settings))
+                batches.append(
+                    PromptBatch(
+                        indices=chosen,
+                        prompts=[prompts[index] for index in chosen],
+                        settings=settings,
+                        shared_decoder=shared_decoder,
+                    )
+                )
 
         texts: dict[int, str] = {}
         with self.autocast:
@@ -326,9 +358,12 @@ class LanguageModel(TemplateLM):
     def generate_batch(self, batch: PromptBatch) -> dict[int, str]:
         """Return the continuations of prompts by the index of the request, which is its seed."""
         texts = dict.fromkeys(batch.indices, "")
-        longest_prompt = max(map(len, batch.prompts))
         max_new_tokens = batch.settings.max_new_tokens
-        decoder = Decoder(self.model, len(batch.prompts), longest_prompt + max_new_tokens)
+        if batch.shared_decoder is not None:
+            decoder = batch.shared_decoder.decoder
+        else:
+            longest_prompt = max(map(len, batch.prompts))
+            decoder = Decoder(self.model, len(batch.prompts), longest_prompt + max_new_tokens)
         pieces = generate_text(
             decoder,
             self.encoding,

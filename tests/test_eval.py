@@ -20,6 +20,7 @@ from in_process import call
 from data import shards, tokenizer
 from data.shards import open_corpus
 from model import MODEL_NAMES, build
+from model.decoding import Decoder
 
 pytest.importorskip("lm_eval")
 pytest.importorskip("transformers")
@@ -34,6 +35,7 @@ from evaluation.language_model import LanguageModel, generation_settings
 from training import checkpoint
 from training.checkpoint import load_model
 from training.distributed import World
+from utils import machine
 
 ALONE = World(0, 1, torch.device("cpu"))
 CHOICES = list(lm_eval_tasks.FORMATS)
@@ -271,6 +273,27 @@ def test_generated_text_is_the_likeliest_up_to_a_stop_string(batch_size):
     assert generated[1::2] == texts
     assert stopped == [min((text.split(stop)[0] for stop in stops), key=len) for text in texts]
     assert 0 < sum(one != other for one, other in zip(stopped, texts)) < len(texts)
+
+
+def test_many_batches_share_one_compiled_decoder(monkeypatch):
+    """It has as many rows as the largest batch, and gives the texts that each batch's own gives."""
+    model = randomise(build("DDL-gpt-mha-rope-CC", **{**TINY, "block_size": 40})).double().eval()
+    requests = [
+        lm_eval.api.instance.Instance("generate_until", {}, (context, {"max_gen_toks": 5}), 0)
+        for context in ("a", "Question: why?", "x y z", "", "much longer " * 5)
+    ]
+    texts = language_model(model, 2, tokenizer.byte_tokenizer()).generate_until(requests)
+    sizes = []
+
+    def make_decoder(model, batch_size, length, compiled=False):
+        sizes.append((batch_size, length, compiled))
+        return Decoder(model, batch_size, length)  # compiling it takes seconds
+
+    monkeypatch.setattr("evaluation.language_model.Decoder", make_decoder)
+    monkeypatch.setattr(machine, "MIN_STEPS_TO_COMPILE", 15)  # of three batches
+    shared = language_model(model, 2, tokenizer.byte_tokenizer()).generate_until(requests)
+    assert sizes == [(2, 40, True)]
+    assert shared == texts
 
 
 def test_settings_of_generation():
