@@ -7,7 +7,8 @@
     python research/bench.py profile --device=cuda        the kernels that a training step spends its time on
     python research/bench.py kernels                      bandwidth of the fused kernels against a copy
     python research/bench.py costs                        parameters, state and FLOPs of every model, counted
-    python research/bench.py peers                        final loss beside GPT-2's by its own code
+    python research/bench.py peers --nanogpt=FOLDER       speed beside nanoGPT's own code and transformers
+    python research/bench.py quality                      final loss beside GPT-2's by its own code
 
 `step`, which needs no name, measures training steps (forward, backward, AdamW) and forward passes
 without gradients. Each model takes turns with the baseline and with the straight transcription of
@@ -27,7 +28,16 @@ if __name__ == "__main__":
 
 # isort: split
 import configurator
-from research.benchmarks import costs, decode, kernel_bandwidth, peer_quality, profile, step, suites
+from research.benchmarks import (
+    costs,
+    decode,
+    kernel_bandwidth,
+    peer_quality,
+    peers,
+    profile,
+    step,
+    suites,
+)
 
 
 def many(kind, text: str) -> list:
@@ -137,6 +147,22 @@ def of_decode(parser) -> None:
 
 def of_peers(parser) -> None:
     options = Options(parser, device="cpu")
+    parser.add_argument(
+        "--nanogpt", type=Path, required=True, help="folder of a clone of karpathy/nanoGPT"
+    )
+    options.counts(
+        hidden_size=(256, "width d; heads have 64 features"),
+        num_hidden_layers=(4, "blocks"),
+        vocab_size=(1024, "tokens of the vocabulary"),
+        block_size=(256, "tokens of a sequence"),
+        micro_batch_size=(8, "sequences per training step"),
+        tokens=(200, "tokens to generate in a turn"),
+        rounds=(7, "measured turns of each"),
+    )
+
+
+def of_quality(parser) -> None:
+    options = Options(parser, device="cpu")
     options.add("config", Path("config/demo_cpu.py"), "what is trained", type=Path)
     options.add("rates", "2e-3,4e-3", "learning rates to begin with", type=rates)
     options.counts(seeds=(3, "seeds at the best rate, from 0"))
@@ -155,7 +181,8 @@ COMMANDS = {
     "profile": ("what a step spends its time on, kernel by kernel", of_profile, profile.run),
     "kernels": ("bandwidth of the fused kernels", of_kernels, kernel_bandwidth.run),
     "decode": ("one-token decoding, with cache and without", of_decode, decode.run),
-    "peers": ("final loss beside GPT-2's, each at its best rate", of_peers, peer_quality.run),
+    "peers": ("speed beside nanoGPT and transformers", of_peers, peers.run),
+    "quality": ("final loss beside GPT-2's, each at its best rate", of_quality, peer_quality.run),
     "costs": ("parameters, state and FLOPs of every model, counted", of_costs, costs.run),
 }
 

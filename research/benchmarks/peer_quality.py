@@ -160,7 +160,7 @@ def markdown(groups: list[dict]) -> str:
 
 
 def run(args) -> None:
-    """Print and store the figures of `bench.py peers`; what the file has is not trained again."""
+    """Print and store the figures of `bench.py quality`; what the file has is not trained again."""
     compare.student()  # missing, it should not be found at the end
     device, parsed = distributed.pick_device(args.device), {}
     for model in MODELS:  # GPT-2 has the sizes and the settings of the baseline

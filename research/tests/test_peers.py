@@ -1,4 +1,4 @@
-"""The peer of `bench.py peers` is GPT-2, and all models are trained alike and chosen fairly."""
+"""The peer of `bench.py quality` is GPT-2, and all models are trained alike and chosen fairly."""
 
 import json
 
@@ -123,7 +123,7 @@ def test_models_are_trained_as_train_py_trains_them(config, tmp_path):
     out = tmp_path / "peers.json"
     command = (
         "research/bench.py",
-        "peers",
+        "quality",
         f"--config={config}",
         "--rates=1e-2,2e-2,4e-2",
         "--seeds=2",
@@ -198,7 +198,7 @@ def test_mistakes(config, tmp_path):
     (tmp_path / "small.py").write_text(
         text.replace("global_batch_size = 2", "global_batch_size = 4")
     )
-    failed = call("research/bench.py", "peers", f"--config={tmp_path / 'small.py'}")
+    failed = call("research/bench.py", "quality", f"--config={tmp_path / 'small.py'}")
     assert failed.returncode == 2
     assert b"micro_batch_size=2: here a step is one micro-batch" in failed.stderr
-    assert call("research/bench.py", "peers", "--rates=1e-3,x").returncode == 2
+    assert call("research/bench.py", "quality", "--rates=1e-3,x").returncode == 2
