@@ -419,7 +419,7 @@ class EmbeddingConv(nn.Module):
     def forward(self, x: torch.Tensor, past: Past | None = None) -> torch.Tensor:
         weights = fold_once(past, self.weights).to(at_least_fp32(x.dtype))
         delayed = delay_each([x] * len(weights), past)
-        taps = [tap.unsqueeze(2) * weight for tap, weight in zip(delayed, weights)]
+        taps = (tap.unsqueeze(2) * weight for tap, weight in zip(delayed, weights))
         return reduce(add, taps).to(x.dtype)
 
 
