@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from model import block
 from model.block import Site, State, Stream
@@ -26,6 +25,8 @@ def attention_flops(
     query_shape: torch.Size, key_shape: torch.Size, value_shape: torch.Size, *_, **__
 ) -> int:
     """Return the operations of attention over the whole context, as for torch's other kernels."""
+    from torch.utils.flop_counter import sdpa_flop_count
+
     return sdpa_flop_count(query_shape, key_shape, value_shape)
 
 
@@ -59,6 +60,9 @@ def count_forward_pass(cls: "type[GPT]", config: "GPTConfig", num_tokens: int) -
 
 @torch.no_grad()
 def run_forward_pass(model: "GPT", num_tokens: int) -> ForwardPass:
+    # it imports Triton, which takes 0.15 s; generating and evaluating do without it
+    from torch.utils.flop_counter import FlopCounterMode
+
     states = []
     for layer in model.transformer.h:
         layer.register_forward_hook(lambda module, inputs, output: states.append(output[0]))
