@@ -13,7 +13,9 @@ INNER = 8 * TINY["hidden_size"] // 3  # 26: filled up to 64
 
 
 def one_product(monkeypatch) -> None:
+    monkeypatch.setattr(layers, "should_copy_weights", lambda x: True)
     monkeypatch.setattr(layers, "should_join_products", lambda x: True)
+    monkeypatch.setitem(layers.WIDTH_MULTIPLE, "cpu", layers.WIDTH_MULTIPLE["cuda"])
 
 
 def outcome(model, run=None):
