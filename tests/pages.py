@@ -17,7 +17,8 @@ def commands_of(text: str) -> list[str]:
     """Lines of the shell blocks, comments cut off."""
     blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.S)
     lines = [line.partition(" #")[0].strip() for block in blocks for line in block.splitlines()]
-    return [line for line in lines if line and not line.startswith(("#", "pip ", "source "))]
+    no_scripts = ("#", "pip ", "source ", "git ", "python3 -m venv", "python -m pytest")
+    return [line for line in lines if line and not line.startswith(no_scripts)]
 
 
 def check_command(command: str, monkeypatch) -> None:

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import torch
 from helpers import ROOT, SMALL
 from models import PAPER
 from pages import check_command, commands_of
@@ -11,7 +12,8 @@ import configurator
 import model
 from model.options import collect_options
 from training.config import TrainConfig
-from training.settings import every_option
+from training.memory import estimate_memory
+from training.settings import configure, every_option
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -21,7 +23,9 @@ BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, flags=re.S)
 
 def test_the_pictures_are_there():
     pictures = re.findall(r"!\[.*?\]\((.*?)\)", README)
-    assert all((ROOT / picture).read_bytes().startswith(b"\x89PNG") for picture in pictures)
+    assert pictures
+    for picture in pictures:
+        assert (ROOT / picture).read_bytes().startswith((b"\x89PNG", b"<svg"))
 
 
 def test_the_variant_table_names_files_that_fit():
@@ -36,6 +40,35 @@ def test_the_variant_table_names_files_that_fit():
                 configurator.read_config_file(str(ROOT / "config" / f"{config}.py"))["model"]
                 == stem
             )
+
+
+def read_reproduction_rows() -> list[list[str]]:
+    """Return the cells of the table of the paper's runs."""
+    rows = re.findall(r"^\| `(\w+_(?:small|medium))` \|(.*)\|$", README, flags=re.M)
+    return [[name, *(cell.strip() for cell in cells.split("|"))] for name, cells in rows]
+
+
+def test_the_table_of_the_papers_runs_has_each_of_them():
+    names = [row[0] for row in read_reproduction_rows()]
+    variants = ("gpt", "ddl_dv1", "ddl_dv4", "ddl_dv4_ec", "ddl_dv4_cc", "ddl_dv4_cc_ec")
+    assert names == [f"{variant}_{size}" for size in ("small", "medium") for variant in variants]
+
+
+@pytest.mark.parametrize("row", read_reproduction_rows(), ids=lambda row: row[0])
+def test_a_row_of_the_papers_runs_is_computed_and_published(row):
+    name, parameters, memory_per_gpu, _, published_loss, own_loss = row
+    config, model_config = configure([str(ROOT / "config" / f"{name}.py")], note=lambda _: None)
+    with torch.device("meta"):
+        num_parameters = model.build(config.model, model_config).num_parameters()
+    assert parameters == f"{num_parameters / 1e6:.0f}M"
+    size = name.rpartition("_")[2]
+    if size == "small":  # the estimate of a medium one takes seconds
+        num_bytes = estimate_memory(config, model_config, "cuda", 4).total
+        assert memory_per_gpu == f"≈ {num_bytes / 2**30:.0f} GiB"
+    figures = (ROOT / "results" / "published.csv").read_text(encoding="utf-8")
+    loss = re.search(rf"^{size},,{config.model},val_loss,([\d.]+),", figures, flags=re.M)[1]
+    assert published_loss == f"{float(loss):.3f}"
+    assert own_loss == "pending"
 
 
 @pytest.mark.usefixtures("example_streams")
