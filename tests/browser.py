@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -26,7 +25,7 @@ LIGHT = ["#2166ac", "#92c5de", "#f3f3f1", "#f4a582", "#b2182b"]
 
 
 @contextlib.contextmanager
-def served(run: Path, *options: str):
+def serve_run(run: Path, *options: str):
     """(address, process) of `sample.py RUN --serve` on a free port."""
     command = [sys.executable, "sample.py", run, "--serve", "--port=0", "--device=cpu", *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -54,7 +53,7 @@ def served(run: Path, *options: str):
 
 
 @contextlib.contextmanager
-def local(model, tokenizer, /, **facts):
+def serve_model(model, tokenizer, /, **facts):
     """Address of the page of a model in this process; facts: what GET /model says, changed."""
     import uvicorn
 
@@ -77,7 +76,7 @@ def local(model, tokenizer, /, **facts):
     assert not thread.is_alive()
 
 
-def missing() -> str | None:
+def missing_program() -> str | None:
     """What a browser lacks here, None: nothing."""
     for program in ("chromium", "chromedriver"):
         if shutil.which(program) is None:
@@ -111,13 +110,6 @@ def browser(width: int = 1280, height: int = 1000, dark: bool = False):
             yield driver
         finally:
             driver.quit()
-
-
-def until(condition, seconds=20):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it does not happen"
-        time.sleep(0.02)
 
 
 def text(page, name):

@@ -22,7 +22,7 @@ TINY = {
 CC = "DDL-gpt-mha-rope-CC"
 
 
-def noisy(stem, keys):
+def build_noisy(stem, keys):
     """Return a model with noisy weights, so that the most likely token is not the last one."""
     # a sequence of random numbers that goes on with the noise
     model = build(stem, **{**TINY, "init_order": "sequential", **keys})
@@ -83,7 +83,7 @@ def save_released(model, folder: Path, **config) -> Path:
     return folder
 
 
-def exported(run: Path, out: Path, *arguments) -> Path:
+def export_run(run: Path, out: Path, *arguments) -> Path:
     """Export a run, and return the exported folder."""
     result = call("export.py", run, out, *arguments)
     assert result.returncode == 0, result.stderr.decode()

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from hub_server import HubServer
-from in_process import signals_given_back
+from in_process import restore_signals
 
 import model
 from data import shards, tokenizer
@@ -86,7 +86,7 @@ def _precision(request):
 
 @pytest.fixture(autouse=True)
 def _signals():
-    with signals_given_back():
+    with restore_signals():
         yield
 
 
@@ -153,7 +153,7 @@ def small_run(corpus: Path, out: Path, **changes) -> list[str]:
     return [f"--{key}={value}" for key, value in keys.items()]
 
 
-def script(
+def run_script(
     *arguments, stdin: bytes | None = None, env: dict | None = None
 ) -> subprocess.CompletedProcess:
     """`python <arguments>` in the repository root, output as text."""
@@ -187,7 +187,7 @@ def one_line_error(result: subprocess.CompletedProcess) -> str:
     return lines[0]
 
 
-def sign(checkpoint: Path) -> None:
+def write_checksums(checkpoint: Path) -> None:
     """Write the sums of a checkpoint that a test has made or changed on purpose; files it lacks
     become empty ones.
     """
@@ -198,7 +198,7 @@ def sign(checkpoint: Path) -> None:
     (checkpoint / "SHA256SUMS").write_text("".join(lines))
 
 
-def newer_default(monkeypatch, cls, name: str, kind: type, default, **facts) -> None:
+def change_default(monkeypatch, cls, name: str, kind: type, default, **facts) -> None:
     """Let a key of a model's Config have another default, as a later version of this code might.
 
     facts: of the key, as `option` takes them
@@ -252,7 +252,7 @@ def client(server, tmp_path_factory):
     process.wait(timeout=20)
 
 
-ODD = [
+ODD_TEXTS = [
     "",
     " ",
     "a",
@@ -264,16 +264,6 @@ ODD = [
     "<|endoftext|> <|other|>",
     "__init__ != __new__;;; 1_000.5e-3",
 ]
-
-
-def llm_c_shard(path, tokens):
-    """The format as llm.c describes it: 256 int32, of which the first three count, then uint16
-    tokens.
-    """
-    path.write_bytes(
-        struct.pack("<256i", 20240520, 1, len(tokens), *[0] * 253)
-        + struct.pack(f"<{len(tokens)}H", *tokens)
-    )
 
 
 class Trap:
@@ -304,7 +294,7 @@ def write_parquet(path, texts, row_group_size=1000, **keys):
 MAGIC, VERSION = 20240520, 1
 
 
-def shard_bytes(tokens, magic=MAGIC, version=VERSION, count=None):
+def encode_shard(tokens, magic=MAGIC, version=VERSION, count=None):
     """256 little-endian int32 (magic, version, token count, zeros), then little-endian uint16
     tokens.
     """

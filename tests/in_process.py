@@ -16,7 +16,7 @@ import torch
 
 
 @contextlib.contextmanager
-def signals_given_back():
+def restore_signals():
     """A script may take over the signals of the process that it runs in."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGPIPE)
     handlers = {number: signal.getsignal(number) for number in numbers}
@@ -37,7 +37,7 @@ def call(path: str, *arguments, stdin: bytes = b"") -> subprocess.CompletedProce
     argv = [path, *map(str, arguments)]
     with (
         pytest.MonkeyPatch.context() as patch,
-        signals_given_back(),
+        restore_signals(),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):
@@ -50,7 +50,7 @@ def call(path: str, *arguments, stdin: bytes = b"") -> subprocess.CompletedProce
     return subprocess.CompletedProcess(argv, code, out.getvalue().encode(), err.getvalue().encode())
 
 
-def one_of(processes: int, rank: int, port: int, log: Path, arguments: list[str]) -> None:
+def train_as_rank(processes: int, rank: int, port: int, log: Path, arguments: list[str]) -> None:
     """train.py as torchrun would start it."""
     job = {
         "RANK": rank,
@@ -65,11 +65,11 @@ def one_of(processes: int, rank: int, port: int, log: Path, arguments: list[str]
     sys.exit(result.returncode)
 
 
-def finish_together(processes: int, arguments: list[str], log: Path) -> str:
+def train_in_processes(processes: int, arguments: list[str], log: Path) -> str:
     """What several processes print, in children of this one, to their end."""
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
-    work = functools.partial(one_of, processes)
+    work = functools.partial(train_as_rank, processes)
     torch.multiprocessing.start_processes(
         work, (port, log, arguments), nprocs=processes, start_method="fork"
     )

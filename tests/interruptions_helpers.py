@@ -11,7 +11,7 @@ from training import checkpoint, metrics, sharded_checkpoint
 TIMINGS = ("seconds", "tokens_per_second", "memory")
 
 
-def begin(arguments, processes=1, launcher=(), log=subprocess.DEVNULL) -> subprocess.Popen:
+def start_training(arguments, processes=1, launcher=(), log=subprocess.DEVNULL) -> subprocess.Popen:
     """train.py in a process of its own, or in several by torchrun."""
     torchrun = [
         "-m",
@@ -25,7 +25,7 @@ def begin(arguments, processes=1, launcher=(), log=subprocess.DEVNULL) -> subpro
     return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=env)
 
 
-def workers(torchrun: subprocess.Popen) -> list[int]:
+def worker_pids(torchrun: subprocess.Popen) -> list[int]:
     """Numbers of the processes that it started."""
     listed = subprocess.run(
         ["pgrep", "-P", str(torchrun.pid), "-f", "train.py"], capture_output=True, check=True
@@ -33,7 +33,7 @@ def workers(torchrun: subprocess.Popen) -> list[int]:
     return [int(number) for number in listed.stdout.split()]
 
 
-def records(run):
+def read_records(run):
     """The run's metrics without what depends on the clock."""
     return [
         {k: v for k, v in r.items() if k not in TIMINGS}
@@ -41,7 +41,7 @@ def records(run):
     ]
 
 
-def final(run):
+def read_final_tensors(run):
     """Every tensor of the newest checkpoint, as bytes."""
     path = checkpoint.find(run)
     return {
@@ -51,7 +51,7 @@ def final(run):
     }
 
 
-def phase_of(run) -> str:
+def current_phase(run) -> str:
     """What the run is doing, by what it has written."""
     if list(run.glob("checkpoints/*.tmp")):
         return "saving"
@@ -64,9 +64,9 @@ def phase_of(run) -> str:
     return "evaluation" if due and b"val_loss" not in last else "training"
 
 
-CONSTANT = {"schedule": "wsd", "decay_steps": 0, "eval_full": False, "resume": "auto"}
+CONSTANT_RATE = {"schedule": "wsd", "decay_steps": 0, "eval_full": False, "resume": "auto"}
 
 
-def steps_done(run):
+def completed_steps(run):
     path = run / "metrics.jsonl"
     return [r["step"] for r in metrics.read(path) if "loss" in r] if path.exists() else []

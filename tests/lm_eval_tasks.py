@@ -70,7 +70,7 @@ def document(draw: random.Random, task: str) -> dict:
     return found | {"label": draw.randrange(3 if task == "letters" else count)}
 
 
-def write(folder: Path, items: int) -> Path:
+def write_tasks(folder: Path, items: int) -> Path:
     """Task files of all formats, with `items` documents each, in folder."""
     draw = random.Random(0)
     settings = {name: CHOICES + text for name, text in FORMATS.items()} | {

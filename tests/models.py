@@ -2,9 +2,8 @@
 
 from collections import OrderedDict
 
-from contract import randomise
-
 from model import build
+from model.causality import move_parameters
 
 # The published facts: parameters of the small size.
 PARAMETER_COUNTS = {
@@ -27,8 +26,8 @@ TINY = {
 TINY |= {"hidden_size": 10}
 
 
-def tiny(stem, **changes):
-    return randomise(build(stem, **{**TINY, **changes}).double())
+def build_tiny(stem, **changes):
+    return move_parameters(build(stem, **{**TINY, **changes}).double())
 
 
 # Inputs of direction and gate that the papers describe besides, each with what it is used with.

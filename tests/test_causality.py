@@ -6,7 +6,7 @@ import pytest
 import torch
 from broken_streams import additive
 from contract import TINY, tokens
-from models import tiny
+from models import build_tiny
 from torch import nn
 
 from model.block import Add, Direct
@@ -59,7 +59,7 @@ def test_a_direction_averaged_over_the_sequence_is_a_leak():
 
 
 def test_the_same_layer_token_by_token_is_none():
-    assert find_leak(tiny("DDL-vdim1-gpt-mha-rope").eval(), tokens(1, 9)) is None
+    assert find_leak(build_tiny("DDL-vdim1-gpt-mha-rope").eval(), tokens(1, 9)) is None
 
 
 class OneAhead(Direct):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import Trap, sign
+from helpers import Trap, write_checksums
 from safetensors.torch import load_file
 
 from data import tokenizer
@@ -139,7 +139,7 @@ def test_loading_executes_nothing(tmp_path):
     payload = pickle.dumps(Trap(trap))
     _, path = save(tmp_path / "run", 1)
     (path / "optimizer.safetensors").write_bytes(payload)
-    sign(path)
+    write_checksums(path)
     with pytest.raises(ValueError, match=r"optimizer\.safetensors is missing or damaged"):
         checkpoint.load_tensors(checkpoint.find(path) / "optimizer.safetensors")
     assert not trap.exists()

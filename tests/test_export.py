@@ -12,7 +12,7 @@ import sys
 
 import pytest
 import torch
-from export_helpers import CC, TINY, exported, noisy, save_run
+from export_helpers import CC, TINY, build_noisy, export_run, save_run
 from helpers import EXAMPLES, ROOT, one_line_error
 from in_process import call
 from safetensors.torch import load_file, save_file
@@ -86,10 +86,10 @@ def reloaded(tmp_path_factory, example_stem, ids):
     torch.manual_seed(1)
     folder, made = tmp_path_factory.mktemp("exported"), {}
     for case, (stem, keys) in CASES.items():
-        made[case] = noisy(stem, keys)
-        exported(save_run(folder / f"{case}_run", made[case], stem), folder / case)
+        made[case] = build_noisy(stem, keys)
+        export_run(save_run(folder / f"{case}_run", made[case], stem), folder / case)
     for case in IN_BFLOAT16:
-        exported(folder / f"{case}_run", folder / f"{case}_bfloat16", "--dtype=bfloat16")
+        export_run(folder / f"{case}_run", folder / f"{case}_bfloat16", "--dtype=bfloat16")
     shutil.copytree(folder / CC, folder / "lacking")
     weights = load_file(folder / CC / "model.safetensors")
     del weights["ln_f.weight"]
@@ -396,13 +396,13 @@ def test_others_can_read_what_is_written(reloaded):
 
 
 def test_the_card_tells_what_is_known(tmp_path):
-    run = save_run(tmp_path / "run", noisy(CC, {}), CC)
+    run = save_run(tmp_path / "run", build_noisy(CC, {}), CC)
     lines = [{"step": step, "loss": float(step)} for step in range(1, 9)]
     validation = {"step": 7, "val_loss": 1.25, "val_perplexity": 3.49, "val_sequences": 33}
     lines += [{**validation, "val_bits_per_byte": 1.8}]
     lines += [{**validation, "step": 8, "val_loss": 9.0}]  # after the checkpoint
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    text = re.sub(" +", " ", (exported(run, tmp_path / "out") / "README.md").read_text())
+    text = re.sub(" +", " ", (export_run(run, tmp_path / "out") / "README.md").read_text())
     assert text.startswith("---\nlibrary_name: transformers\n")
     rows = ["| steps | 7 |", "| tokens | 672, in sequences of 24 |", "| corpus | stories |"]
     rows += ["| `hidden_size` | `12` |", "| validation loss | 1.2500 (step 7, 33 sequences) |"]
@@ -412,7 +412,7 @@ def test_the_card_tells_what_is_known(tmp_path):
     assert "min_lr" not in text
     assert "/some" not in text
     assert f"{build(CC, **TINY).num_parameters():,} parameters" in text
-    text = (exported(tmp_path / "out", tmp_path / "second") / "README.md").read_text()
+    text = (export_run(tmp_path / "out", tmp_path / "second") / "README.md").read_text()
     assert "## Training" not in text
     assert "None" not in text.partition("## Model")[0]
 
@@ -426,8 +426,8 @@ def test_the_code_in_the_card_compiles(reloaded):
 
 
 def test_nothing_is_half_written(tmp_path, monkeypatch):
-    run = save_run(tmp_path / "run", noisy(CC, {}), CC)
-    out = exported(run, tmp_path / "made" / "out")
+    run = save_run(tmp_path / "run", build_noisy(CC, {}), CC)
+    out = export_run(run, tmp_path / "made" / "out")
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     monkeypatch.setattr(
         checkpoint, "save_file", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full"))
@@ -439,10 +439,10 @@ def test_nothing_is_half_written(tmp_path, monkeypatch):
 
 
 def test_only_exported_folders_are_replaced(tmp_path):
-    run = save_run(tmp_path / "run", noisy(CC, {}), CC)
+    run = save_run(tmp_path / "run", build_noisy(CC, {}), CC)
     out, other = tmp_path / "out", tmp_path / "other"
     out.mkdir()
-    exported(run, out)  # an empty one is taken
+    export_run(run, out)  # an empty one is taken
     (out / "old").touch()
     other.mkdir()
     (other / "config.json").touch()
@@ -454,14 +454,14 @@ def test_only_exported_folders_are_replaced(tmp_path):
         ([tmp_path / "file", "--overwrite"], "is a file; give a folder as out_dir"),
     ):
         assert message in one_line_error(call("export.py", run, *arguments))
-    exported(run, out, "--overwrite")
+    export_run(run, out, "--overwrite")
     assert not (out / "old").exists()
-    exported(out, out, "--overwrite")  # onto itself
+    export_run(out, out, "--overwrite")  # onto itself
     assert (out / "model.safetensors").is_file()
 
 
 def test_the_script(tmp_path):
-    run = save_run(tmp_path / "run", noisy(CC, {}), CC)
+    run = save_run(tmp_path / "run", build_noisy(CC, {}), CC)
     result = call("export.py", run, tmp_path / "out", "--dtype=bfloat16")
     assert result.returncode == 0, result.stderr.decode()
     lines = result.stdout.decode().splitlines()

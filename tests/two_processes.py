@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from contract import randomise
 from fused import check_close, programs
 from models import TINY
 
 from model import build, kernels
+from model.causality import move_parameters
 from training.distributed import parallelize
 from training.sharded_checkpoint import collect
 
@@ -28,7 +28,7 @@ def work(rank: int, folder: str) -> None:
     programs(pytest.MonkeyPatch(), 1)
     world = SimpleNamespace(world_size=2, device=torch.device("cpu"), is_main=rank == 0)
     torch.manual_seed(0)
-    model = randomise(build("DDL-gpt-mha-rope-CC-EC", **{**TINY, "num_hidden_layers": 1}))
+    model = move_parameters(build("DDL-gpt-mha-rope-CC-EC", **{**TINY, "num_hidden_layers": 1}))
     ids, targets = torch.randint(0, TINY["vocab_size"], (2, 2, 1, 3))
     exact = copy.deepcopy(model).double()
     wanted = gradients(exact, exact, ids.flatten(0, 1), targets.flatten(0, 1))
