@@ -27,13 +27,12 @@ def layer_norm(x, w, name):
 def sites(weights, cfg):
     """Yield the sites in order.
 
-    A site has its number m, the weights of its block, the names of its sublayer and norm, and
-    process(cs) -> hs, the sublayer itself.
+    A site has the weights of its block, the names of its sublayer and norm, and process(cs) -> hs,
+    the sublayer itself.
     """
-    for layer, block in blocks(weights, cfg):
+    for _, block in blocks(weights, cfg):
         for name, norm, sublayer in (("attn", "ln_1", attention), ("mlp", "ln_2", mlp)):
             yield SimpleNamespace(
-                m=2 * layer + (0 if name == "attn" else 1),
                 block=block,
                 name=name,
                 norm=norm,
@@ -341,13 +340,11 @@ def gated_mean(w, X, cfg):
 def gated_residual(weights, cfg, xs):
     n = cfg["hc_streams"]
     states = [torch.stack([x] * n) for x in xs]
-    for m in range(2 * cfg["num_hidden_layers"]):
-        block = select(weights, f"transformer.h.{m // 2}.")
-        name, sublayer = (("attn", attention), ("mlp", mlp))[m % 2]
-        own = select(block, f"gated_{name}.")
+    for site in sites(weights, cfg):
+        own = select(site.block, f"gated_{site.name}.")
         reads = [gated_mean(own, X, cfg) for X in states]
         gates = [2 * sigmoid(own["inject.weight"] @ u / n) for _, u in reads]
-        hs = sublayer(select(block, f"{name}."), [x_in for x_in, _ in reads], cfg)
+        hs = site.process([x_in for x_in, _ in reads])
         states = [X + torch.outer(g, h) for X, g, h in zip(states, gates, hs)]
     own = select(weights, "readout.")
     return [gated_mean(own, X, cfg)[0] for X in states]
