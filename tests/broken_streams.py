@@ -1,7 +1,6 @@
-"""Streams with one fault each, the check of contract.py that finds it, and what its message
-says.
-"""
+"""Streams with one fault each, with the check of contract.py that finds it and its message."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -15,8 +14,12 @@ from model.parameters import Rule, constant
 from model.residual import DeltaBlock, DeltaRewrite, Repeat, SingleChannelConfig, SingleChannelRead
 
 
-def additive(read=Direct, write=Add, **members):
-    """A model whose sites have this read and this write, classes that are made with the config."""
+def additive(read: Callable = Direct, write: Callable = Add, **members) -> type[GPT]:
+    """Return a model class whose sites have the read and the write.
+
+    read, write: classes that are called with the config
+    members: attributes of the model class
+    """
 
     class OtherBlock(Block):
         def __init__(self, config, layer):
@@ -25,22 +28,29 @@ def additive(read=Direct, write=Add, **members):
                 nn.ModuleList((read(config), write(config))) for _ in self.sites
             )
             self.sites = tuple(
-                replace(site, read=r, write=w) for site, (r, w) in zip(self.sites, self.parts)
+                replace(site, read=site_read, write=site_write)
+                for site, (site_read, site_write) in zip(self.sites, self.parts)
             )
 
     return type("Model", (GPT,), {"Block": OtherBlock, **members})
 
 
-def delta(first, later):
-    """A model with one column whose writes are `first` in block 0 and `later` after it."""
+def delta(first: Callable, later: Callable) -> type[GPT]:
+    """Return a model class with one value channel.
+
+    first, later: the classes of its writes in block 0 and in the blocks after it
+    """
 
     class OtherBlock(DeltaBlock):
         def __init__(self, config, layer):
             super().__init__(config, layer)
-            self.ddl_attn, self.ddl_mlp = ((later if layer else first)(config) for _ in self.sites)
-            writes = self.ddl_attn, self.ddl_mlp
-            self.sites = tuple(
-                replace(site, write=write) for site, write in zip(self.sites, writes)
+            write = first if layer == 0 else later
+            self.ddl_attn = write(config)
+            self.ddl_mlp = write(config)
+            attn, mlp = self.sites
+            self.sites = (
+                replace(attn, write=self.ddl_attn),
+                replace(mlp, write=self.ddl_mlp),
             )
 
     classes = {
@@ -101,11 +111,11 @@ class Doubled(DeltaRewrite):
         return super().forward(state, 2 * h + x_in, x_in, c, past)
 
 
-# a claim that is not true
+# This claims, falsely, that the kernels compute a subclass of the write.
 kernels.SITES[SingleChannelRead, Doubled, RMSNorm] = kernels.FusedForm.DELTA
 
 
-class Penalised(Add):
+class Penalized(Add):
     def extra_loss(self, state, h, x_in, c, written):
         return h.square().mean()
 
@@ -140,8 +150,9 @@ class OneGate(Block):
         self.sites = tuple(replace(site, write=write) for site in self.sites)
 
 
+# name of the fault: (model class, name of the check, regular expression of its message)
 BROKEN = {
-    "forgets an initialisation": (
+    "forgets an initialization": (
         additive(write=Gated),
         "rules",
         r"parts\.0\.1\.gate has no rule: give its Gated",
@@ -184,7 +195,7 @@ BROKEN = {
         "form of DeltaRewrite, Doubled computes",
     ),
     "side loss in the loss": (
-        additive(write=Penalised, forward=all_losses),
+        additive(write=Penalized, forward=all_losses),
         "losses",
         "cross-entropy of its logits",
     ),

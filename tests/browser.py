@@ -1,6 +1,4 @@
-"""The page as people have it: sample.py --serve in a process of its own, and chromium without a
-window.
-"""
+"""The page of sample.py --serve in chromium without a window, and servers for it."""
 
 import contextlib
 import os
@@ -10,24 +8,42 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from data.tokenizer import Tokenizer
+from model.gpt import GPT
+
+if TYPE_CHECKING:
+    from selenium.webdriver.remote.webdriver import WebDriver
 
 ROOT = Path(__file__).parents[1]
-OPTIONS = (
-    "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run "
-    "--disable-background-networking "
-    "--disable-component-update --disable-sync --force-device-scale-factor=1"
+CHROMIUM_OPTIONS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--force-device-scale-factor=1",
 )
 
-COLUMN, ROW, LABELS = 14, 20, 64  # pixels of the heat map
+# Pixels of the heat map: the width of a token's column, the height of a site's row, and that of the
+# labels above the rows.
+COLUMN = 14
+ROW = 20
+LABELS = 64
+# color scales of the page: of any statistic, and of a gate from 0 to 2
 RAMP = ["#f3f3f1", "#d5e3d0", "#9cc7b0", "#4a9a8c", "#14595f"]
 LIGHT = ["#2166ac", "#92c5de", "#f3f3f1", "#f4a582", "#b2182b"]
 
 
 @contextlib.contextmanager
-def served(run: Path, *options: str):
-    """(address, process) of `sample.py RUN --serve` on a free port."""
+def serve_run(run: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen]]:
+    """Start `sample.py RUN --serve` on a free port; yields its address and its process."""
     command = [sys.executable, "sample.py", run, "--serve", "--port=0", "--device=cpu", *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
@@ -54,19 +70,21 @@ def served(run: Path, *options: str):
 
 
 @contextlib.contextmanager
-def local(model, tokenizer, /, **facts):
-    """Address of the page of a model in this process; facts: what GET /model says, changed."""
+def serve_model(model: GPT, tokenizer: Tokenizer, /, **changes) -> Iterator[str]:
+    """Serve the page of a model in this process; yields its address.
+
+    changes: entries of the answer to GET /model that replace the model's own
+    """
     import uvicorn
 
     from model.generation import Sampling
     from serving.app import create_app, describe_model, listen
 
     defaults = {**vars(Sampling()), "max_new_tokens": 2000, "stop": []}
-    known = describe_model(model, tokenizer, {"model": "a model"}, defaults)
+    description = describe_model(model, tokenizer, {"model": "a model"}, defaults)
+    app = create_app(model, tokenizer, {**description, **changes})
     listening = listen("127.0.0.1", 0)
-    server = uvicorn.Server(
-        uvicorn.Config(create_app(model, tokenizer, {**known, **facts}), log_level="warning")
-    )
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
     try:
@@ -77,8 +95,8 @@ def local(model, tokenizer, /, **facts):
     assert not thread.is_alive()
 
 
-def missing() -> str | None:
-    """What a browser lacks here, None: nothing."""
+def missing_program() -> str | None:
+    """Say which program of a browser is not installed, and how to install it; None if all are."""
     for program in ("chromium", "chromedriver"):
         if shutil.which(program) is None:
             return f"{program} is not installed (apt-get install chromium chromium-driver)"
@@ -90,15 +108,18 @@ def missing() -> str | None:
 
 
 @contextlib.contextmanager
-def browser(width: int = 1280, height: int = 1000, dark: bool = False):
-    """A selenium driver of a new chromium, whose console is kept (`get_log("browser")`)."""
+def browser(width: int = 1280, height: int = 1000, dark: bool = False) -> Iterator["WebDriver"]:
+    """Start a chromium; yields its selenium driver, which records its console.
+
+    `driver.get_log("browser")` returns the console.
+    """
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
 
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         options = webdriver.ChromeOptions()
         options.binary_location = shutil.which("chromium")
-        for option in (*OPTIONS.split(), f"--user-data-dir={profile}"):
+        for option in (*CHROMIUM_OPTIONS, f"--user-data-dir={profile}"):
             options.add_argument(option)
         options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
         driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
@@ -113,48 +134,46 @@ def browser(width: int = 1280, height: int = 1000, dark: bool = False):
             driver.quit()
 
 
-def until(condition, seconds=20):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it does not happen"
-        time.sleep(0.02)
-
-
-def text(page, name):
+def text(page: "WebDriver", name: str) -> str:
+    """Return the visible text of the element with an id."""
     return page.find_element("id", name).text
 
 
-def color(value, stops=LIGHT, lowest=0.0, highest=2.0):
-    """The color of a number on the linear scale between five stops; as it is, of a gate."""
+def color(
+    value: float, stops: Sequence[str] = LIGHT, lowest: float = 0.0, highest: float = 2.0
+) -> list[float]:
+    """Return the color [r, g, b] of a number on the linear scale between five stops."""
     rgb = [[int(stop[i : i + 2], 16) for i in (1, 3, 5)] for stop in stops]
-    place = 4 * (value - lowest) / (highest - lowest)
-    low = min(int(place), 3)
-    return [a + (place - low) * (b - a) for a, b in zip(rgb[low], rgb[low + 1])]
+    position = 4 * (value - lowest) / (highest - lowest)
+    low = min(int(position), 3)
+    return [a + (position - low) * (b - a) for a, b in zip(rgb[low], rgb[low + 1])]
 
 
-def cells(page, tokens, rows, left=0):
-    """The colors at the middles of the heat map's cells, [token][row] -> [r, g, b]; the first
-    begins at `left`.
+def cells(page: "WebDriver", tokens: int, rows: int, first_x: int = 0) -> list:
+    """Return the colors of the heat map's cells, [token][row] -> [r, g, b].
+
+    tokens, rows: how many
+    first_x: where the first cell begins, in pixels
     """
     return page.execute_script(
-        """const [tokens, rows, left] = arguments, copy = document.createElement("canvas");
+        """const [tokens, rows, firstX] = arguments, copy = document.createElement("canvas");
         [copy.width, copy.height] = [heatmap.width, heatmap.height];
         const context = copy.getContext("2d", { willReadFrequently: true });
         context.drawImage(heatmap, 0, 0);
         return [...Array(tokens).keys()].map((i) => [...Array(rows).keys()].map((j) =>
-          [...context.getImageData(left + 14 * i + 6, 64 + 20 * j + 8, 1, 1).data].slice(0, 3)));""",
+          [...context.getImageData(firstX + 14 * i + 6, 64 + 20 * j + 8, 1, 1).data].slice(0, 3)));""",
         tokens,
         rows,
-        left,
+        first_x,
     )
 
 
-def point_at(page, token, row, left=0):
+def point_at(page: "WebDriver", token: int, row: int, first_x: int = 0) -> None:
+    """Move the pointer to a cell of the heat map."""
     from selenium.webdriver import ActionChains
 
     canvas = page.find_element("id", "heatmap")
-    x, y = (
-        left + COLUMN * token + 6 - canvas.size["width"] / 2,
-        LABELS + ROW * row + 9 - canvas.size["height"] / 2,
-    )
+    # selenium counts from the middle of the element
+    x = first_x + COLUMN * token + 6 - canvas.size["width"] / 2
+    y = LABELS + ROW * row + 9 - canvas.size["height"] / 2
     ActionChains(page).move_to_element_with_offset(canvas, int(x), int(y)).perform()

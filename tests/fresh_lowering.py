@@ -27,12 +27,12 @@ TINY = {
 CALL = re.compile(r"^ +(?:\w+ = )?(cpp_fused|extern_kernels\.\w+|torch\.ops\.[\w.]+)\w*\(", re.M)
 
 
-def rules(setting: str, *stems: str) -> dict:
+def rules(setting: str, *model_names: str) -> dict:
     """Use kernels in each model, and return our operators and those of them without a rule."""
     from model import build, kernels
 
-    for stem in stems:
-        kernels.use(build(stem, **TINY), setting, "cuda")
+    for model_name in model_names:
+        kernels.use(build(model_name, **TINY), setting, "cuda")
     from torch._inductor.lowering import lowerings
 
     with_rule = {str(operator) for operator in lowerings}
@@ -59,7 +59,7 @@ class Lowered(Exception):  # noqa: N818 (no error)
     """The compiled model was called: both graphs are lowered by then."""
 
 
-def calls(stem: str, layers: int) -> dict:
+def calls(model_name: str, layers: int) -> dict:
     """Return how often the code of each pass calls each function, and operators without a rule.
 
     Nothing is run, or compiled by C++.
@@ -98,7 +98,7 @@ def calls(stem: str, layers: int) -> dict:
     functorch.force_non_lazy_backward_lowering = True
     config.fx_graph_cache = False
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = build(stem, **{**TINY, "num_hidden_layers": layers})
+        model = build(model_name, **{**TINY, "num_hidden_layers": layers})
         kernels.use(model, "on", "cuda")
         ids = torch.zeros(2, 16, dtype=torch.int64)
         with contextlib.suppress(Lowered):

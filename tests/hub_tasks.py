@@ -1,9 +1,8 @@
-"""The paper's eight tasks as data sets of a hub, in the layouts that lm-eval reads, of random
-words.
-"""
+"""The data sets of the paper's eight tasks, of random words, in the layouts that lm-eval reads."""
 
 import io
 import random
+from collections.abc import Iterator
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,8 +10,10 @@ from lm_eval_tasks import phrase
 
 LETTERS = "ABCDE"
 
+# Each of these functions draws one row of a data set.
 
-def arc(draw, number):
+
+def arc(draw: random.Random, number: int) -> dict:
     count = 5 if number % 7 == 0 else 4
     choices = {"text": [phrase(draw, 1, 5) for _ in range(count)], "label": list(LETTERS[:count])}
     key = LETTERS[draw.randrange(count)]
@@ -24,23 +25,24 @@ def arc(draw, number):
     }
 
 
-def hellaswag(draw, number):
-    first, second = phrase(draw, 5, 15), phrase(draw, 1, 4)
-    found = {
+def hellaswag(draw: random.Random, number: int) -> dict:
+    first = phrase(draw, 5, 15)
+    second = phrase(draw, 1, 4)
+    return {
         "ind": number,
         "activity_label": "Washing [title] hands",
         "ctx_a": first,
         "ctx_b": second,
-    }
-    found |= {
         "ctx": f"{first} {second}",
         "endings": [phrase(draw, 3, 9) for _ in range(4)],
         "source_id": f"v_{number}",
+        "split": "val",
+        "split_type": "indomain",
+        "label": str(draw.randrange(4)),
     }
-    return found | {"split": "val", "split_type": "indomain", "label": str(draw.randrange(4))}
 
 
-def openbookqa(draw, number):
+def openbookqa(draw: random.Random, number: int) -> dict:
     choices = {"text": [phrase(draw, 1, 5) for _ in range(4)], "label": list(LETTERS[:4])}
     key = LETTERS[draw.randrange(4)]
     return {
@@ -51,36 +53,47 @@ def openbookqa(draw, number):
     }
 
 
-def piqa(draw, number):
-    found = {"goal": phrase(draw, 3, 9), "sol1": phrase(draw, 3, 9), "sol2": phrase(draw, 3, 9)}
-    return found | {"label": draw.randrange(2)}
-
-
-def sciq(draw, number):
-    found = {
-        key: phrase(draw, 1, 3)
-        for key in ("distractor1", "distractor2", "distractor3", "correct_answer")
+def piqa(draw: random.Random, number: int) -> dict:
+    return {
+        "goal": phrase(draw, 3, 9),
+        "sol1": phrase(draw, 3, 9),
+        "sol2": phrase(draw, 3, 9),
+        "label": draw.randrange(2),
     }
-    return found | {
+
+
+def sciq(draw: random.Random, number: int) -> dict:
+    return {
+        "distractor1": phrase(draw, 1, 3),
+        "distractor2": phrase(draw, 1, 3),
+        "distractor3": phrase(draw, 1, 3),
+        "correct_answer": phrase(draw, 1, 3),
         "question": phrase(draw, 5, 12),
         "support": phrase(draw, 9, 30) if number % 5 else "",
     }
 
 
-def siqa(draw, number):
-    found = {key: phrase(draw, 1, 5) for key in ("answerA", "answerB", "answerC")}
-    found |= {"context": phrase(draw, 5, 15), "question": phrase(draw, 3, 6)}
-    return found | {"label": str(draw.randrange(1, 4))}
+def siqa(draw: random.Random, number: int) -> dict:
+    return {
+        "answerA": phrase(draw, 1, 5),
+        "answerB": phrase(draw, 1, 5),
+        "answerC": phrase(draw, 1, 5),
+        "context": phrase(draw, 5, 15),
+        "question": phrase(draw, 3, 6),
+        "label": str(draw.randrange(1, 4)),
+    }
 
 
-def winogrande(draw, number):
-    found = {
+def winogrande(draw: random.Random, number: int) -> dict:
+    return {
         "sentence": f"{phrase(draw, 3, 7)} _ {phrase(draw, 3, 7)}.",
         "option1": phrase(draw, 1, 2),
+        "option2": phrase(draw, 1, 2),
+        "answer": str(draw.randrange(1, 3)),
     }
-    return found | {"option2": phrase(draw, 1, 2), "answer": str(draw.randrange(1, 3))}
 
 
+# name: (its configurations, the function that draws a row)
 REPOSITORIES = {
     "allenai/ai2_arc": (("ARC-Easy", "ARC-Challenge"), arc),
     "Rowan/hellaswag": (("default",), hellaswag),
@@ -92,18 +105,18 @@ REPOSITORIES = {
 }
 
 
-def repositories(rows: int):
-    """(name, files) of each data set."""
-    for name, (configurations, row) in REPOSITORIES.items():
-        files, card = {}, "---\nconfigs:\n"
+def repositories(num_rows: int) -> Iterator[tuple[str, dict[str, bytes]]]:
+    """Yield the name and the files of each data set."""
+    for name, (configurations, draw_row) in REPOSITORIES.items():
+        files = {}
+        card = "---\nconfigs:\n"
         for configuration in configurations:
             card += f"- config_name: {configuration}\n  data_files:\n"
             for split in ("train", "validation", "test"):
                 draw = random.Random(f"{name} {configuration} {split}")
                 content = io.BytesIO()
-                pq.write_table(
-                    pa.Table.from_pylist([row(draw, number) for number in range(rows)]), content
-                )
+                rows = [draw_row(draw, number) for number in range(num_rows)]
+                pq.write_table(pa.Table.from_pylist(rows), content)
                 files[f"{configuration}/{split}-00000-of-00001.parquet"] = content.getvalue()
                 card += f"  - split: {split}\n    path: {configuration}/{split}-*\n"
         yield name, {"README.md": f"{card}---\n".encode(), **files}

@@ -1,4 +1,4 @@
-"""Scripts in the test's own process: starting Python with torch takes three seconds."""
+"""Run scripts in the process of the test, because starting Python with torch takes three seconds."""
 
 import contextlib
 import functools
@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,8 @@ import torch
 
 
 @contextlib.contextmanager
-def signals_given_back():
-    """A script may take over the signals of the process that it runs in."""
+def restore_signals() -> Iterator[None]:
+    """Restore the signal handlers that a script in this process has replaced."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGPIPE)
     handlers = {number: signal.getsignal(number) for number in numbers}
     try:
@@ -29,15 +30,18 @@ def signals_given_back():
 
 
 def call(path: str, *arguments, stdin: bytes = b"") -> subprocess.CompletedProcess:
-    """`python PATH ARGUMENTS` by its main(): exit code and what it printed, as `conftest.script`
-    has them.
+    """Call a script's main() as `python PATH ARGUMENTS` would.
+
+    Returns:
+        Its exit code and what it printed, as `helpers.run_script` returns them.
     """
     main = importlib.import_module(path.removesuffix(".py").replace("/", ".")).main
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     argv = [path, *map(str, arguments)]
     with (
         pytest.MonkeyPatch.context() as patch,
-        signals_given_back(),
+        restore_signals(),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):
@@ -50,27 +54,30 @@ def call(path: str, *arguments, stdin: bytes = b"") -> subprocess.CompletedProce
     return subprocess.CompletedProcess(argv, code, out.getvalue().encode(), err.getvalue().encode())
 
 
-def one_of(processes: int, rank: int, port: int, log: Path, arguments: list[str]) -> None:
-    """train.py as torchrun would start it."""
-    job = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": processes,
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": port,
-    }
-    os.environ.update({name: str(value) for name, value in job.items()})
+def train_as_rank(
+    num_processes: int, rank: int, port: int, log: Path, arguments: list[str]
+) -> None:
+    """Run train.py in this process as torchrun would start it, and end the process."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(num_processes),
+        MASTER_ADDR="localhost",
+        MASTER_PORT=str(port),
+    )
     result = call("train.py", *arguments)
     log.with_name(f"{log.name}_{rank}").write_bytes(result.stdout + result.stderr)
     sys.exit(result.returncode)
 
 
-def finish_together(processes: int, arguments: list[str], log: Path) -> str:
-    """What several processes print, in children of this one, to their end."""
+def train_in_processes(num_processes: int, arguments: list[str], log: Path) -> str:
+    """Train on several ranks, which are forks of this process, and return what they printed."""
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
-    work = functools.partial(one_of, processes)
     torch.multiprocessing.start_processes(
-        work, (port, log, arguments), nprocs=processes, start_method="fork"
+        functools.partial(train_as_rank, num_processes),
+        (port, log, arguments),
+        nprocs=num_processes,
+        start_method="fork",
     )
     return "".join(path.read_text() for path in log.parent.glob(f"{log.name}_*"))

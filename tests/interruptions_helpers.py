@@ -1,8 +1,11 @@
-"""What tests of interruptions and others share."""
+"""Training in processes that are interrupted, and what a run has written."""
 
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
 
 from helpers import ROOT
 
@@ -11,38 +14,52 @@ from training import checkpoint, metrics, sharded_checkpoint
 TIMINGS = ("seconds", "tokens_per_second", "memory")
 
 
-def begin(arguments, processes=1, launcher=(), log=subprocess.DEVNULL) -> subprocess.Popen:
-    """train.py in a process of its own, or in several by torchrun."""
-    torchrun = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc_per_node={processes}",
-        *launcher,
-    ]
-    command = [sys.executable, *(torchrun if processes > 1 else []), "train.py", *arguments]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=env)
+def start_training(
+    arguments: Sequence[str],
+    processes: int = 1,
+    launcher: Sequence[str] = (),
+    log: int | IO = subprocess.DEVNULL,
+) -> subprocess.Popen:
+    """Start train.py in a process of its own, or in several by torchrun.
+
+    launcher: further options of torchrun
+    """
+    torchrun = []
+    if processes > 1:
+        torchrun = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc_per_node={processes}",
+            *launcher,
+        ]
+    return subprocess.Popen(
+        [sys.executable, *torchrun, "train.py", *arguments],
+        cwd=ROOT,
+        stdout=log,
+        stderr=log,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
 
 
-def workers(torchrun: subprocess.Popen) -> list[int]:
-    """Numbers of the processes that it started."""
+def worker_pids(torchrun: subprocess.Popen) -> list[int]:
+    """Return the process ids of the ranks that torchrun has started."""
     listed = subprocess.run(
         ["pgrep", "-P", str(torchrun.pid), "-f", "train.py"], capture_output=True, check=True
     )
     return [int(number) for number in listed.stdout.split()]
 
 
-def records(run):
-    """The run's metrics without what depends on the clock."""
+def read_records(run: Path) -> list[dict]:
+    """Read a run's metrics, without those that depend on the clock."""
     return [
-        {k: v for k, v in r.items() if k not in TIMINGS}
-        for r in metrics.read(run / "metrics.jsonl")
+        {key: value for key, value in record.items() if key not in TIMINGS}
+        for record in metrics.read(run / "metrics.jsonl")
     ]
 
 
-def final(run):
-    """Every tensor of the newest checkpoint, as bytes."""
+def read_final_tensors(run: Path) -> dict[str, bytes]:
+    """Read the bytes of every tensor of the newest checkpoint."""
     path = checkpoint.find(run)
     return {
         name: saved[...].numpy().tobytes()
@@ -51,8 +68,8 @@ def final(run):
     }
 
 
-def phase_of(run) -> str:
-    """What the run is doing, by what it has written."""
+def current_phase(run: Path) -> str:
+    """Return what a run is doing, judged by what it has written."""
     if list(run.glob("checkpoints/*.tmp")):
         return "saving"
     path = run / "metrics.jsonl"
@@ -60,13 +77,18 @@ def phase_of(run) -> str:
     if not lines:
         return "starting"
     last = lines[-1]
-    due = last.startswith(b'{"step": ') and int(last[9:].partition(b",")[0]) % 4 == 0
-    return "evaluation" if due and b"val_loss" not in last else "training"
+    # runs of these tests evaluate every fourth step
+    is_due = last.startswith(b'{"step": ') and int(last[9:].partition(b",")[0]) % 4 == 0
+    return "evaluation" if is_due and b"val_loss" not in last else "training"
 
 
-CONSTANT = {"schedule": "wsd", "decay_steps": 0, "eval_full": False, "resume": "auto"}
+# a learning rate that does not depend on max_steps, so that a run may end in several parts
+CONSTANT_RATE = {"schedule": "wsd", "decay_steps": 0, "eval_full": False, "resume": "auto"}
 
 
-def steps_done(run):
+def completed_steps(run: Path) -> list[int]:
+    """Return the steps that a run has logged so far."""
     path = run / "metrics.jsonl"
-    return [r["step"] for r in metrics.read(path) if "loss" in r] if path.exists() else []
+    if not path.exists():
+        return []
+    return [record["step"] for record in metrics.read(path) if "loss" in record]

@@ -1,5 +1,6 @@
-"""Local tasks for lm-eval from generated text: four formats of choices, a text to score and one to
-continue.
+"""Local tasks for lm-eval, of random words.
+
+Four of them offer choices in a format each, one has texts to score, and one has texts to continue.
 """
 
 import json
@@ -15,19 +16,28 @@ fewshot_split: train
 metric_list: [{metric: acc}, {metric: acc_norm}]
 """
 FORMATS = {
-    # Questions with two to five answers, as ARC.
-    "questions": 'doc_to_text: "Question: {{question}}\\nAnswer:"\ndoc_to_target: '
-    "label\ndoc_to_choice: choices\n",
-    # How a text goes on, as HellaSwag; some texts are empty, which leaves no context.
-    "endings": "doc_to_text: question\ndoc_to_target: label\ndoc_to_choice: "
-    'choices\ntarget_delimiter: ""\n',
-    # Several contexts and one ending, as WinoGrande.
-    "gaps": "doc_to_text: label\ndoc_to_target: !function gaps.target\ndoc_to_choice: !function "
-    "gaps.contexts\n",
-    # Answers that are (nearly) one token; the prompt ends with a space.
-    "letters": 'doc_to_text: "{{question}} "\ndoc_to_target: label\ndoc_to_choice: ["A", "B", '
-    '"no"]\n'
-    'target_delimiter: ""\n',
+    # questions with two to five answers, as in ARC
+    "questions": """doc_to_text: "Question: {{question}}\\nAnswer:"
+doc_to_target: label
+doc_to_choice: choices
+""",
+    # continuations of a text, as in HellaSwag; some texts are empty, which leaves no context
+    "endings": """doc_to_text: question
+doc_to_target: label
+doc_to_choice: choices
+target_delimiter: ""
+""",
+    # several contexts and one ending, as in WinoGrande
+    "gaps": """doc_to_text: label
+doc_to_target: !function gaps.target
+doc_to_choice: !function gaps.contexts
+""",
+    # answers of (nearly) one token; the prompt ends with a space
+    "letters": """doc_to_text: "{{question}} "
+doc_to_target: label
+doc_to_choice: ["A", "B", "no"]
+target_delimiter: ""
+""",
 }
 GAPS = """
 def contexts(doc):
@@ -55,25 +65,28 @@ metric_list: [{metric: exact_match}]
 
 
 def phrase(draw: random.Random, low: int, high: int) -> str:
+    """Return `low` to `high` random words."""
     return " ".join(draw.choices(WORDS, k=draw.randint(low, high)))
 
 
 def document(draw: random.Random, task: str) -> dict:
+    """Return one random document of a task."""
     count = draw.randint(2, 5) if task != "gaps" else 2
     choices = [phrase(draw, 1, 5) for _ in range(count)]
-    low, high = (20, 60) if task == "texts" else (0, 12) if task == "endings" else (1, 12)
-    found = {
+    low, high = {"texts": (20, 60), "endings": (0, 12)}.get(task, (1, 12))
+    return {
         "question": phrase(draw, low, high).strip(),
         "choices": choices,
         "ending": " " + phrase(draw, 1, 4),
+        "label": draw.randrange(3 if task == "letters" else count),
     }
-    return found | {"label": draw.randrange(3 if task == "letters" else count)}
 
 
-def write(folder: Path, items: int) -> Path:
-    """Task files of all formats, with `items` documents each, in folder."""
+def write_tasks(folder: Path, items: int) -> Path:
+    """Write all tasks to a folder, with `items` documents in each task of choices."""
     draw = random.Random(0)
-    settings = {name: CHOICES + text for name, text in FORMATS.items()} | {
+    settings = {
+        **{name: CHOICES + text for name, text in FORMATS.items()},
         "texts": ROLLING,
         "continued": CONTINUED,
     }

@@ -1,5 +1,8 @@
-"""lm-eval's own `hf` model on an exported folder: `lm_evals_hf.py FOLDER SHOTS TASK...` prints
-{task: samples}.
+"""Evaluate an exported folder with lm-eval's own `hf` model.
+
+    python tests/lm_evals_hf.py FOLDER SHOTS TASK...
+
+prints JSON, {"samples": {task: samples}, "results": {task: results}}.
 """
 
 import json
@@ -13,16 +16,13 @@ if __name__ == "__main__":
     folder, shots, *names = sys.argv[1:]
     lm_eval.evaluator.add_env_info = lambda results: None  # seconds of pip list
     model = HFLM(folder, trust_remote_code=True, device="cpu", dtype="float32", batch_size=16)
-    found = lm_eval.evaluator.simple_evaluate(
+    evaluation = lm_eval.evaluator.simple_evaluate(
         model, tasks=names, num_fewshot=int(shots), task_manager=TaskManager(), bootstrap_iters=0
     )
     keys = ("doc_id", "filtered_resps", "acc")
     samples = {
-        name: [{key: each[key] for key in keys} for each in found["samples"][name]]
+        name: [{key: sample[key] for key in keys} for sample in evaluation["samples"][name]]
         for name in names
     }
-    print(
-        json.dumps(
-            {"samples": samples, "results": {name: found["results"][name] for name in names}}
-        )
-    )
+    results = {name: evaluation["results"][name] for name in names}
+    print(json.dumps({"samples": samples, "results": results}))

@@ -1,12 +1,10 @@
-"""What tests of model and others share."""
-
-from collections import OrderedDict
-
-from contract import randomise
+"""The paper's models by name, a tiny configuration, and models with random parameters."""
 
 from model import build
+from model.causality import move_parameters
+from model.gpt import GPT
 
-# The published facts: parameters of the small size.
+# numbers of parameters of the small size, as published
 PARAMETER_COUNTS = {
     "gpt-mha-rope": 123_590_400,
     "DDL-vdim1-gpt-mha-rope": 123_627_312,
@@ -15,33 +13,50 @@ PARAMETER_COUNTS = {
     "DDL-gpt-mha-rope-CC": 123_722_668,
     "DDL-gpt-mha-rope-CC-EC": 123_734_956,
 }
-PAPER = list(PARAMETER_COUNTS)  # the paper's stems; test_contract.py has what holds for every stem
+
+# names of the paper's models; test_contract.py checks what holds for every model
+PAPER = list(PARAMETER_COUNTS)
 DDL = PAPER[1:]
+
+# the DDL models with several value channels
+EXPANDED = [model_name for model_name in DDL if "vdim1" not in model_name]
+
 TINY = {
     "vocab_size": 29,
     "block_size": 16,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "head_dim": 6,
+    "hidden_size": 10,
 }
-TINY |= {"hidden_size": 10}
 
-
-def tiny(stem, **changes):
-    return randomise(build(stem, **{**TINY, **changes}).double())
-
-
-# Inputs of direction and gate that the papers describe besides, each with what it is used with.
-INPUTS = OrderedDict(
-    read={
+# inputs of direction and gate that the papers describe besides the defaults, each with the keys
+# that it is used with
+INPUTS = {
+    "read": {
         "ddl_beta_input": "residual",
         "ddl_v_bias": False,
         "ddl_k_norm": "shifted",
         "ddl_k_eps": 0.5,
     },
-    mean={"ddl_map": "v", "ddl_k_hidden_size": 3, "ddl_k_input": "mean", "ddl_beta_input": "mean"}
-    | {"ddl_beta_single_linear": False, "ddl_beta_hidden_size": 5},
-    flat={"ddl_map": "v", "ddl_k_hidden_size": 3, "ddl_k_input": "flat", "ddl_beta_input": "flat"}
-    | {"ddl_v_bias": False},
-)
-EXPANDED = [stem for stem in DDL if "vdim1" not in stem]
+    "mean": {
+        "ddl_map": "v",
+        "ddl_k_hidden_size": 3,
+        "ddl_k_input": "mean",
+        "ddl_beta_input": "mean",
+        "ddl_beta_single_linear": False,
+        "ddl_beta_hidden_size": 5,
+    },
+    "flat": {
+        "ddl_map": "v",
+        "ddl_k_hidden_size": 3,
+        "ddl_k_input": "flat",
+        "ddl_beta_input": "flat",
+        "ddl_v_bias": False,
+    },
+}
+
+
+def build_tiny(model_name: str, **changes) -> GPT:
+    """Build a tiny model in float64 with every parameter off its initial value."""
+    return move_parameters(build(model_name, **{**TINY, **changes}).double())

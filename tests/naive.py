@@ -1,8 +1,10 @@
-"""A second implementation of the models, from the equations of docs and papers alone: plain loops
-over tokens.
+"""Compute the models a second time, from the equations of the papers, by plain loops over tokens.
 
-It takes a state dict and a configuration and shares no code with `model/`. Everything is float64.
-Slow on purpose.
+The functions take weights by name (`w`, `weights`) and a configuration (`cfg`), and share no code
+with `model/`. Everything is float64, and slow on purpose.
+
+Notation: X (d, v) is the state of one token, with v value channels; x_in, c and h are (d,). A plural
+(`Xs`, `cs`, `hs`) is the list of all tokens.
 """
 
 import dataclasses
@@ -14,24 +16,26 @@ EXACT = {"rtol": 1e-9, "atol": 1e-9}
 
 
 def rms_norm(x, weight, eps):
+    """Return x / sqrt(mean(x^2) + eps) * weight."""
     return x / (x.pow(2).mean() + eps).sqrt() * weight
 
 
 def rotate(x, position, base, ratio):
-    """Half-split rotary embedding of one head vector."""
+    """Return the half-split rotary embedding of one head vector."""
     dim = int(x.shape[0] * ratio)
     dim -= dim % 2
     out = list(x)
     for i in range(dim // 2):
         angle = position * base ** (-2 * i / dim)
-        a, b = x[i], x[i + dim // 2]
+        a = x[i]
+        b = x[i + dim // 2]
         out[i] = a * math.cos(angle) - b * math.sin(angle)
         out[i + dim // 2] = a * math.sin(angle) + b * math.cos(angle)
     return torch.stack(out)
 
 
 def canon(w, xs):
-    """x + conv4(x) where there is one: of every feature, over the token and the three before."""
+    """Return x + conv4(x) over a token and the three before it, or x without such weights."""
     if "canon.weight" not in w:
         return xs
     taps = w["canon.weight"]
@@ -41,36 +45,54 @@ def canon(w, xs):
 
 
 def attention(w, cs, cfg, k_from=None, v_from=None, change=None):
-    """cs: list of T vectors (d,) -> list of T vectors (d,). Keys and values may be made from other
-    vectors; change(v, head, t): the value that counts in v's place.
+    """Return h of all tokens.
+
+    Args:
+        cs: list of T vectors (d,)
+        k_from, v_from: the vectors that keys and values are computed from, if not cs
+        change: change(value, head, t) returns the value to use instead
     """
-    k_from, v_from = k_from or cs, v_from or cs
-    heads, dim = cfg["num_attention_heads"], cfg["head_dim"]
+    k_from = k_from or cs
+    v_from = v_from or cs
+    dim = cfg["head_dim"]
+    projections = [
+        torch.cat(
+            [
+                w["c_q.weight"] @ cs[t],
+                w["c_k.weight"] @ k_from[t],
+                w["c_v.weight"] @ v_from[t],
+            ]
+        )
+        for t in range(len(cs))
+    ]
+    qkvs = [projection.chunk(3) for projection in canon(w, projections)]
     out = [[] for _ in cs]
-    given = ("c_q", cs), ("c_k", k_from), ("c_v", v_from)
-    parts = [torch.cat([w[f"{n}.weight"] @ xs[t] for n, xs in given]) for t in range(len(cs))]
-    parts = [part.chunk(3) for part in canon(w, parts)]
-    for head in range(heads):
+    for head in range(cfg["num_attention_heads"]):
         rows = slice(head * dim, (head + 1) * dim)
-        keys, values = [], []
-        for t, part in enumerate(parts):
-            q, k, value = (each[rows] for each in part)
-            q = rotate(q, t, cfg["rope_base"], cfg["rope_ratio"])
-            k = rotate(k, t, cfg["rope_base"], cfg["rope_ratio"])
+        keys = []
+        values = []
+        for t, (q, k, value) in enumerate(qkvs):
+            q = rotate(q[rows], t, cfg["rope_base"], cfg["rope_ratio"])
+            k = rotate(k[rows], t, cfg["rope_base"], cfg["rope_ratio"])
+            value = value[rows]
             if cfg["use_qk_rmsnorm"]:
-                q, k = rms_norm(q, w["q_rms.weight"], 1e-5), rms_norm(k, w["k_rms.weight"], 1e-5)
+                q = rms_norm(q, w["q_rms.weight"], 1e-5)
+                k = rms_norm(k, w["k_rms.weight"], 1e-5)
             keys.append(k)
             values.append(change(value, head, t) if change else value)
             scores = torch.stack([q @ key / math.sqrt(dim) for key in keys]).exp()
             out[t].append(sum(s * value for s, value in zip(scores, values)) / scores.sum())
-    return [w["c_proj.weight"] @ torch.cat(parts) for parts in out]
+    return [w["c_proj.weight"] @ torch.cat(head_outputs) for head_outputs in out]
 
 
 def mlp(w, cs, cfg):
-    hidden, both = [], [torch.cat([w[f"c_fc{n}.weight"] @ c for n in (1, 2)]) for c in cs]
-    for a, b in (each.chunk(2) for each in canon(w, both)):
-        hidden.append(a / (1 + (-a).exp()) * b)
-    return [w["c_proj.weight"] @ h for h in hidden]
+    """Return h = W_o (SiLU(W_1 c) * W_2 c) of all tokens."""
+    projections = [torch.cat([w["c_fc1.weight"] @ c, w["c_fc2.weight"] @ c]) for c in cs]
+    hs = []
+    for projection in canon(w, projections):
+        a, b = projection.chunk(2)
+        hs.append(w["c_proj.weight"] @ (a / (1 + (-a).exp()) * b))
+    return hs
 
 
 def sigmoid(x):
@@ -78,7 +100,7 @@ def sigmoid(x):
 
 
 def branch_mult(cfg):
-    """Factor on what a sublayer adds to its state."""
+    """Return the factor on what a sublayer adds to its state."""
     if cfg.get("residual_branch_mult") is not None:
         return cfg["residual_branch_mult"]
     base = cfg.get("num_hidden_layers_base")
@@ -86,13 +108,13 @@ def branch_mult(cfg):
 
 
 def pool(X, form):
-    """The state as one vector: the mean of its columns, or all of them one after the other."""
-    columns = [X[:, j] for j in range(X.shape[1])]
-    return sum(columns) / len(columns) if form == "mean" else torch.cat(columns)
+    """Return the state as one vector: the mean of its value channels, or their concatenation."""
+    channels = [X[:, j] for j in range(X.shape[1])]
+    return sum(channels) / len(channels) if form == "mean" else torch.cat(channels)
 
 
 def gate(w, name, gate_input):
-    """2 sigmoid of one linear layer, or of two with a tanh between them, as the weights are."""
+    """Return 2 sigmoid of a linear layer, or of two with a tanh between them."""
     if f"{name}.weight" in w:
         return 2 * sigmoid(w[f"{name}.weight"][0] @ gate_input + w[f"{name}.bias"][0])
     hidden = (w[f"{name}_in.weight"] @ gate_input).tanh()
@@ -100,10 +122,11 @@ def gate(w, name, gate_input):
 
 
 def rewrite(w, X, h, x_in, c, cfg):
-    """One token: X (d, d_v) -> A X + beta k v^T with the dense matrix A = I - beta k k^T."""
+    """Return A X + beta k v^T of one token, with the dense matrix A = I - beta k k^T."""
     d, v = X.shape
     if cfg.get("ddl_map", "k") == "k":
-        source, value_input = h, x_in if cfg["ddl_v_input"] == "residual" else c
+        source = h
+        value_input = x_in if cfg["ddl_v_input"] == "residual" else c
     else:
         value_input = h
         branch = c if v == 1 else x_in
@@ -121,16 +144,16 @@ def rewrite(w, X, h, x_in, c, cfg):
         k = source / (source @ source + cfg["ddl_k_eps"] ** 2).sqrt()
     else:
         k = source / ((source @ source).sqrt() + cfg["ddl_k_eps"])
-    seen = {"context": c, "residual": x_in}
-    seen = (
-        seen[cfg["ddl_beta_input"]]
-        if cfg["ddl_beta_input"] in seen
-        else pool(X, cfg["ddl_beta_input"])
-    )
-    beta = gate(w, "beta", seen) * branch_mult(cfg)
+    if cfg["ddl_beta_input"] == "context":
+        gate_input = c
+    elif cfg["ddl_beta_input"] == "residual":
+        gate_input = x_in
+    else:
+        gate_input = pool(X, cfg["ddl_beta_input"])
+    beta = gate(w, "beta", gate_input) * branch_mult(cfg)
     beta_erase = beta
     if cfg["ddl_erase_gate"] == "own":
-        beta_erase = gate(w, "beta_erase", seen) * branch_mult(cfg)
+        beta_erase = gate(w, "beta_erase", gate_input) * branch_mult(cfg)
     A = torch.eye(d, dtype=X.dtype)
     if cfg["ddl_update"] in ("delta", "erase_only"):
         A = A - beta_erase * torch.outer(k, k)
@@ -144,20 +167,21 @@ def rewrite(w, X, h, x_in, c, cfg):
     return A @ X + beta * torch.outer(k, value)
 
 
-# What the papers' texts say of one token, key by key in config/ddl_january_*.py and ddl_july_*.py:
-# X (d, v), the sublayer's output h, the compressed x_in and c = RMSNorm(x_in). The output bias of
-# the gate starts at beta = 1, at 0.
+# The rewrite as the texts of the paper have it (config/ddl_january_*.py and ddl_july_*.py): from
+# X (d, v), the sublayer's output h, the compressed x_in and c = RMSNorm(x_in). The gate starts at
+# beta = 1, because its output bias starts at 0.
 
 
 def delta_rule(X, k, beta, value):
-    """X + beta k (v^T - k^T X): January's eq. 6, July's eq. 2.2."""
+    """Return X + beta k (v^T - k^T X): January's eq. 6, July's eq. 2.2."""
     return X + beta * torch.outer(k, value - X.T @ k)
 
 
 def january_v1(w, X, h, x_in, c, cfg):
-    """First text: direction and gate over Pool(X), k~ / (|k~| + eps); the sublayer gives the value.
+    """Rewrite as the first text does.
 
-    No biases.
+    Direction and gate are computed from Pool(X), with k = k~ / (|k~| + eps), and the value from h.
+    There are no biases.
     """
     mean = X.mean(dim=1)
     hidden = w["k_in.weight"] @ mean
@@ -167,8 +191,9 @@ def january_v1(w, X, h, x_in, c, cfg):
 
 
 def january_v2(w, X, h, x_in, c, cfg):
-    """Revised text, sections 4.1 and 4.2 (k-Map) and B.2: v = W_v x_in, with one column v =
-    sigmoid(w_v^T x).
+    """Rewrite as the revised text does, sections 4.1, 4.2 (k-Map) and B.2.
+
+    v = W_v x_in; with one value channel v = sigmoid(w_v^T x).
     """
     value = w["v_proj.weight"] @ x_in
     beta = 2 * sigmoid(w["beta.weight"][0] @ c + w["beta.bias"][0])
@@ -181,15 +206,19 @@ def january_v2(w, X, h, x_in, c, cfg):
 
 
 def july(w, X, h, x_in, c, cfg):
-    """July's text, appendix A.1: v = W_v c for any number of columns."""
+    """Rewrite as July's text does, appendix A.1: v = W_v c for any number of value channels."""
     beta = 2 * sigmoid(w["beta.weight"][0] @ c + w["beta.bias"][0])
     return delta_rule(X, h / (h @ h + cfg["ddl_k_eps"] ** 2).sqrt(), beta, w["v_proj.weight"] @ c)
 
 
 def read(w, Xs, kind, causal=False):
-    """Xs: list of T states -> list of T vectors (d,).
+    """Read x_in (d,) from the state of every token.
 
-    causal: how a pair's convolution over columns looks at them.
+    Args:
+        Xs: list of T states
+        kind: "direct", "column", "channel" or "token"
+        causal: whether a channel convolution looks at a value channel and those before it, instead
+            of those around it
     """
     d, v = Xs[0].shape if Xs[0].ndim == 2 else (Xs[0].shape[0], 1)
     result = []
@@ -198,14 +227,17 @@ def read(w, Xs, kind, causal=False):
             result.append(Xs[t])
         elif kind == "column":
             result.append(Xs[t][:, 0])
-        # each column's window of taps, then a sum over columns
+        # convolve over value channels, then sum over them
         elif kind == "channel" and "read" in w:
             size = w["weight"].shape[1]
-            before, total = size - 1 if causal else (size - 1) // 2, 0
+            offset = size - 1 if causal else (size - 1) // 2
+            total = 0
             for j in range(v):
-                near = [(tap, j + tap - before) for tap in range(size) if 0 <= j + tap - before < v]
+                neighbors = [
+                    (tap, j + tap - offset) for tap in range(size) if 0 <= j + tap - offset < v
+                ]
                 total = total + w["read"][j] * sum(
-                    w["weight"][:, tap] * Xs[t][:, u] for tap, u in near
+                    w["weight"][:, tap] * Xs[t][:, u] for tap, u in neighbors
                 )
             result.append(total)
         elif kind == "channel":
@@ -222,7 +254,7 @@ def read(w, Xs, kind, causal=False):
 
 
 def expand(w, xs, v, embedding_conv):
-    """Repetition, or a causal depthwise convolution whose channel i*v + j reads feature i."""
+    """Repeat x, or convolve it causally by a depthwise convolution: channel i*v + j reads feature i."""
     if not embedding_conv:
         return [x[:, None].expand(-1, v) for x in xs]
     taps = w["input_embed.conv.weight"].reshape(xs[0].shape[0], v, -1)
@@ -235,25 +267,26 @@ def expand(w, xs, v, embedding_conv):
 
 
 def select(weights, prefix):
+    """Return the weights whose names begin with the prefix, without it."""
     return {
         name[len(prefix) :]: value for name, value in weights.items() if name.startswith(prefix)
     }
 
 
-KINDS = {"gpt-mha-rope": "direct", "DDL-vdim1-gpt-mha-rope": "column"}
+READ_KINDS = {"gpt-mha-rope": "direct", "DDL-vdim1-gpt-mha-rope": "column"}
 
 
-def logits(stem, weights, cfg, ids, rewrite=rewrite):
-    """ids: list of T ints -> (T, vocab_size).
+def logits(model_name, weights, cfg, ids, rewrite=rewrite):
+    """Return the logits (T, vocab_size) of a list of T ids.
 
-    rewrite: as the keys of cfg say, or as one of the texts does.
+    rewrite: the rewrite of the current models, or of one of the texts
     """
-    additive = stem == "gpt-mha-rope"
-    kind = KINDS.get(stem, "channel" if "-CC" in stem else "token")
-    xs = [weights["transformer.wte.weight"][i] for i in ids]
-    states = (
-        xs if additive else expand(weights, xs, cfg["ddl_value_channels"], stem.endswith("-EC"))
-    )
+    is_additive = model_name == "gpt-mha-rope"
+    kind = READ_KINDS.get(model_name, "channel" if "-CC" in model_name else "token")
+    states = [weights["transformer.wte.weight"][i] for i in ids]
+    if not is_additive:
+        value_channels = cfg["ddl_value_channels"]
+        states = expand(weights, states, value_channels, model_name.endswith("-EC"))
     for layer in range(cfg["num_hidden_layers"]):
         w = select(weights, f"transformer.h.{layer}.")
         for norm, sublayer, name in (
@@ -268,7 +301,7 @@ def logits(stem, weights, cfg, ids, rewrite=rewrite):
             )
             cs = [rms_norm(x, w[norm], 1e-5) for x in x_ins]
             hs = sublayer(select(w, f"{name}."), cs, cfg)
-            if additive:
+            if is_additive:
                 states = [X + branch_mult(cfg) * h for X, h in zip(states, hs)]
             else:
                 site = select(w, f"ddl_{name}.")
@@ -283,32 +316,32 @@ def logits(stem, weights, cfg, ids, rewrite=rewrite):
     return torch.stack([weights["lm_head.weight"] @ x * scale for x in finals])
 
 
-def loss(stem, weights, cfg, ids, targets, logits=logits):
-    """Mean cross-entropy over a batch of token lists; targets of -1 do not count."""
+def loss(model_name, weights, cfg, ids, targets, logits=logits):
+    """Return the mean cross-entropy over a batch of token lists; targets of -1 do not count."""
     terms = []
-    for row, goal in zip(ids, targets):
-        for scores, target in zip(logits(stem, weights, cfg, row), goal):
+    for row, row_targets in zip(ids, targets):
+        for scores, target in zip(logits(model_name, weights, cfg, row), row_targets):
             if target != -1:
                 terms.append(scores.exp().sum().log() - scores[target])
     return sum(terms) / len(terms)
 
 
-def check(stem, model, ids, targets, logits=logits):
-    """A model of float64: its loss, logits and every gradient against these loops.
+def check(model_name, model, ids, targets, logits=logits):
+    """Compare the loss, logits and every gradient of a float64 model with these loops.
 
-    Returns what has no gradient.
+    Returns:
+        The names of the parameters without a gradient.
     """
-    found, found_loss = model(ids, targets, return_logits=True)
-    found_loss.backward()
+    model_logits, model_loss = model(ids, targets, return_logits=True)
+    model_loss.backward()
     weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-    named, cfg = (
-        {**weights, "lm_head.weight": weights["transformer.wte.weight"]},
-        dataclasses.asdict(model.config),
-    )
-    wanted = loss(stem, named, cfg, ids.tolist(), targets.tolist(), logits)
-    wanted.backward()
-    torch.testing.assert_close(found_loss, wanted, **EXACT)
-    torch.testing.assert_close(found[-1], logits(stem, named, cfg, ids[-1].tolist()), **EXACT)
+    tied_weights = {**weights, "lm_head.weight": weights["transformer.wte.weight"]}
+    cfg = dataclasses.asdict(model.config)
+    expected_loss = loss(model_name, tied_weights, cfg, ids.tolist(), targets.tolist(), logits)
+    expected_loss.backward()
+    expected_logits = logits(model_name, tied_weights, cfg, ids[-1].tolist())
+    torch.testing.assert_close(model_loss, expected_loss, **EXACT)
+    torch.testing.assert_close(model_logits[-1], expected_logits, **EXACT)
     unused = {name for name, weight in weights.items() if weight.grad is None}
     assert unused == {name for name, p in model.named_parameters() if p.grad is None}
     for name, p in model.named_parameters():

@@ -1,10 +1,12 @@
-"""naive.py for the streams beside DDL's: plain loops over tokens, sites and streams, from their
-equations alone.
+"""Compute the streams besides DDL a second time, as naive.py does for DDL.
 
-It shares no code with `model/`. Backbone and norms are naive.py's; X, or H, is the state of one
-token.
+The loops over tokens, sites and streams follow the papers' equations, and share no code with
+`model/`. Backbone and norms are those of naive.py; X, or H, is the state of one token.
+
+A function of a stream takes the embeddings xs of all tokens, and returns what the final norm gets.
 """
 
+import functools
 import itertools
 import math
 from types import SimpleNamespace
@@ -14,6 +16,7 @@ from naive import attention, canon, expand, mlp, read, rms_norm, select, sigmoid
 
 
 def layer_norm(x, w, name):
+    """Return the LayerNorm of x with weight and bias."""
     deviation = x - x.mean()
     return (
         deviation / (deviation.pow(2).mean() + 1e-5).sqrt() * w[f"{name}.weight"]
@@ -22,24 +25,28 @@ def layer_norm(x, w, name):
 
 
 def sites(weights, cfg):
-    """The m-th site: weights of its block, names of its sublayer and norm; `process` makes every
-    token's h of its c.
+    """Yield the sites in order.
+
+    A site has the weights of its block, the names of its sublayer and norm, and process(cs) -> hs,
+    the sublayer itself.
     """
-    for m in range(2 * cfg["num_hidden_layers"]):
-        block = select(weights, f"transformer.h.{m // 2}.")
-        name, norm, sublayer = (("attn", "ln_1", attention), ("mlp", "ln_2", mlp))[m % 2]
-        own = select(block, f"{name}.")
-        yield SimpleNamespace(
-            m=m,
-            block=block,
-            name=name,
-            norm=norm,
-            process=lambda cs, f=sublayer, own=own: f(own, cs, cfg),
-        )
+    for _, block in blocks(weights, cfg):
+        for name, norm, sublayer in (("attn", "ln_1", attention), ("mlp", "ln_2", mlp)):
+            yield SimpleNamespace(
+                block=block,
+                name=name,
+                norm=norm,
+                process=functools.partial(run_sublayer, sublayer, select(block, f"{name}."), cfg),
+            )
+
+
+def run_sublayer(sublayer, w, cfg, cs):
+    """Return h = F(c) of all tokens."""
+    return sublayer(w, cs, cfg)
 
 
 def sublayer(site, x_ins):
-    """h = F(RMSNorm(x_in)) of all tokens."""
+    """Return h = F(RMSNorm(x_in)) of all tokens."""
     return site.process([rms_norm(x, site.block[f"{site.norm}.weight"], 1e-5) for x in x_ins])
 
 
@@ -47,11 +54,16 @@ def sublayer(site, x_ins):
 
 
 def hyper_weights(w, H, cfg):
-    B, A_m, A_r = w["write"][None, :], w["read"][:, None], w["mix"]
+    """Return B, A_m and A_r of one token."""
+    B = w["write"][None, :]
+    A_m = w["read"][:, None]
+    A_r = w["mix"]
     if cfg["hc_dynamic"]:
         normed = torch.stack([layer_norm(stream, w, "norm") for stream in H])
         maps = w["maps.weight"].T
-        W_b, W_m, W_r = maps[:, :1], maps[:, 1:2], maps[:, 2:]
+        W_b = maps[:, :1]
+        W_m = maps[:, 1:2]
+        W_r = maps[:, 2:]
         B = B + w["write_scale"] * (normed @ W_b).tanh().T
         A_m = A_m + w["scale"] * (normed @ W_m).tanh()
         A_r = A_r + w["scale"] * (normed @ W_r).tanh()
@@ -62,15 +74,16 @@ def hyper_connections(weights, cfg, xs):
     states = [torch.stack([x] * cfg["hc_streams"]) for x in xs]
     for site in sites(weights, cfg):
         own = select(site.block, f"hc_{site.name}.")
-        found = [hyper_weights(own, H, cfg) for H in states]
-        hs = sublayer(site, [(A_m.T @ H)[0] for H, (_, A_m, _) in zip(states, found)])
-        states = [A_r.T @ H + B.T @ h[None, :] for H, h, (B, _, A_r) in zip(states, hs, found)]
+        maps = [hyper_weights(own, H, cfg) for H in states]
+        hs = sublayer(site, [(A_m.T @ H)[0] for H, (_, A_m, _) in zip(states, maps)])
+        states = [A_r.T @ H + B.T @ h[None, :] for H, h, (B, _, A_r) in zip(states, hs, maps)]
     return [H.sum(0) for H in states]
 
 
 def sinkhorn_knopp(logits, iterations):
-    """A softmax of every row, then columns by their sums, and rows and columns again, 1e-6 added to
-    each sum.
+    """Return the softmax of every row, whose columns and rows are divided by their sums in turn.
+
+    1e-6 is added to each sum.
     """
     matrix = torch.stack([row.exp() / row.exp().sum() for row in logits]) + 1e-6
     for iteration in range(iterations):
@@ -81,11 +94,11 @@ def sinkhorn_knopp(logits, iterations):
 
 
 def rows_last(logits, iterations):
-    """res, the matrix that meets H; logits[i, j] is that of what stream i gives to stream j, res[j,
-    i].
+    """Return res, the matrix that multiplies H, normalized so that its rows are last.
 
-    A softmax of every column, then rows by their sums, and columns and rows again, 1e-6 added to
-    each sum.
+    logits[i, j] belongs to res[j, i], which is what stream i gives to stream j. The softmax of
+    every column is followed by divisions of rows and columns by their sums in turn; 1e-6 is added
+    to each sum.
     """
     n = len(logits)
     res = torch.stack([torch.stack([logits[i, j] for i in range(n)]) for j in range(n)])
@@ -98,7 +111,7 @@ def rows_last(logits, iterations):
 
 
 def complex_matrix(quaternion):
-    """a + b i + c j + d k as the complex matrix [[a + b i, c + d i], [-c + d i, a - b i]]."""
+    """Return a + b i + c j + d k as the matrix [[a + b i, c + d i], [-c + d i, a - b i]]."""
     a, b, c, d = quaternion
     return torch.stack(
         (
@@ -109,8 +122,9 @@ def complex_matrix(quaternion):
 
 
 def quaternion_rotation(p, q):
-    """res (4, 4) with res x = p x conj(q) / |p| |q|, by products of complex 2 x 2 matrices, where
-    conjugation is the conjugate transpose.
+    """Return res (4, 4) with res x = p x conj(q) / |p| |q|.
+
+    Quaternions are complex 2 x 2 matrices here, and their conjugate is the conjugate transpose.
     """
     columns = []
     for unit_vector in torch.eye(4, dtype=p.dtype):
@@ -121,10 +135,11 @@ def quaternion_rotation(p, q):
 
 
 def manifold_weights(w, H, cfg):
-    """pre (n,), post (n,), res (n, n)."""
+    """Return pre (n,), post (n,) and res (n, n) of one token."""
     n = len(H)
     z = rms_norm(torch.cat(list(H)), 1.0, cfg["mhc_norm_eps"])
-    phi, b = w["maps.weight"].T, w["bias"]
+    phi = w["maps.weight"].T
+    b = w["bias"]
     a_pre, a_post, *a_res = w["scales"]
     a_res = a_res[0] if a_res else None
     pre = sigmoid(a_pre * (z @ phi[:, :n]) + b[:n]) + cfg["mhc_read_eps"]
@@ -157,19 +172,20 @@ def manifold_connections(weights, cfg, xs):
     states = [torch.stack([x] * cfg["hc_streams"]) for x in xs]
     for site in sites(weights, cfg):
         own = select(site.block, f"hc_{site.name}.")
-        found = [manifold_weights(own, H, cfg) for H in states]
-        hs = sublayer(site, [pre @ H for H, (pre, _, _) in zip(states, found)])
-        states = [res @ H + torch.outer(post, h) for H, h, (_, post, res) in zip(states, hs, found)]
+        maps = [manifold_weights(own, H, cfg) for H in states]
+        hs = sublayer(site, [pre @ H for H, (pre, _, _) in zip(states, maps)])
+        states = [res @ H + torch.outer(post, h) for H, h, (_, post, res) in zip(states, hs, maps)]
     if cfg["mhc_readout"] == "sum":
         return [H.sum(0) for H in states]
     if cfg["mhc_readout"] == "mean":
         return [sum(H) / len(H) for H in states]
     w = select(weights, "readout.")
-    z = [rms_norm(torch.cat(list(H)), 1.0, cfg["mhc_norm_eps"]) for H in states]
-    return [
-        (sigmoid(w["scale"] * (w["maps.weight"] @ each) + w["bias"]) + cfg["mhc_read_eps"]) @ H
-        for H, each in zip(states, z)
-    ]
+    finals = []
+    for H in states:
+        z = rms_norm(torch.cat(list(H)), 1.0, cfg["mhc_norm_eps"])
+        pre = sigmoid(w["scale"] * (w["maps.weight"] @ z) + w["bias"]) + cfg["mhc_read_eps"]
+        finals.append(pre @ H)
+    return finals
 
 
 # Attention Residuals, of one token: V, the list of its sources.
@@ -185,7 +201,7 @@ def depth_attention(query, V):
 
 
 def sources(x, hs, cfg):
-    """The embedding, and the outputs h so far, each by itself or summed by runs of equal length."""
+    """Return the embedding and the outputs h so far, each or summed over blocks of sublayers."""
     length = 1
     if cfg["attn_res_blocks"] is not None:
         length = math.ceil(2 * cfg["num_hidden_layers"] / cfg["attn_res_blocks"])
@@ -193,16 +209,17 @@ def sources(x, hs, cfg):
 
 
 def attention_residuals(weights, cfg, xs):
-    outputs, delta = [[] for _ in xs], cfg["attn_res_form"] == "delta"
+    outputs = [[] for _ in xs]
+    is_delta = cfg["attn_res_form"] == "delta"
     for site in sites(weights, cfg):
         query = site.block[f"depth_{site.name}.query"]
         x_ins = [depth_attention(query, sources(x, hs, cfg)) for x, hs in zip(xs, outputs)]
-        if delta:
+        if is_delta:
             g = site.block[f"depth_{site.name}.gate"]
             x_ins = [x + sum(hs) + g * x_in for x, hs, x_in in zip(xs, outputs, x_ins)]
         for hs, h in zip(outputs, sublayer(site, x_ins)):
             hs.append(h)
-    if delta:
+    if is_delta:
         return [x + sum(hs) for x, hs in zip(xs, outputs)]
     return [
         depth_attention(weights["readout.query"], sources(x, hs, cfg)) for x, hs in zip(xs, outputs)
@@ -221,7 +238,10 @@ def mgt_beta(w, X, cfg):
 
 
 def mgt_write(w, X, h, norm, cfg):
-    """norm: LN of the arms that have it after the sum."""
+    """Return the new state of one token.
+
+    norm: the LayerNorm of the arms that have it after the sum
+    """
     arm = cfg["mgt_arm"]
     if arm == "additive":
         return X + h
@@ -234,14 +254,15 @@ def mgt_write(w, X, h, norm, cfg):
 
 
 def mgt(weights, cfg, xs):
-    """With the final norm of the arms that have one."""
-    after, states = cfg["mgt_arm"] in ("standard", "mhc"), xs
+    """Return the final states, normalized in the arms that have a final norm."""
+    is_post_norm = cfg["mgt_arm"] in ("standard", "mhc")
+    states = xs
     for site in sites(weights, cfg):
         own = select(site.block, f"write_{site.name}.")
-        norm = lambda X, site=site: layer_norm(X, site.block, site.norm)  # noqa: E731
-        hs = site.process(states if after else [norm(X) for X in states])
+        norm = functools.partial(layer_norm, w=site.block, name=site.norm)
+        hs = site.process(states if is_post_norm else [norm(X) for X in states])
         states = [mgt_write(own, X, h, norm, cfg) for X, h in zip(states, hs)]
-    return states if after else [layer_norm(X, weights, "ln_f") for X in states]
+    return states if is_post_norm else [layer_norm(X, weights, "ln_f") for X in states]
 
 
 # The others, of one token: X (d,), in `wide` X (d, v).
@@ -256,13 +277,14 @@ def rezero(weights, cfg, xs):
 
 def laurel(weights, cfg, xs):
     for site in sites(weights, cfg):
-        w, hs = select(site.block, f"write_{site.name}."), sublayer(site, xs)
+        w = select(site.block, f"write_{site.name}.")
+        hs = sublayer(site, xs)
         if cfg["laurel_form"] == "rw":
-            one, other = w["logits"].exp()
-            a, b = 2 * one / (one + other), 2 * other / (one + other)
+            a, b = 2 * w["logits"].exp() / w["logits"].exp().sum()
             xs = [a * h + b * X for X, h in zip(xs, hs)]
         else:
-            A, B = w["down.weight"].T, w["up.weight"].T
+            A = w["down.weight"].T
+            B = w["up.weight"].T
             xs = [h + X + (X @ A) @ B for X, h in zip(xs, hs)]
     return xs
 
@@ -318,19 +340,17 @@ def gated_mean(w, X, cfg):
 def gated_residual(weights, cfg, xs):
     n = cfg["hc_streams"]
     states = [torch.stack([x] * n) for x in xs]
-    for m in range(2 * cfg["num_hidden_layers"]):
-        block = select(weights, f"transformer.h.{m // 2}.")
-        name, sublayer = (("attn", attention), ("mlp", mlp))[m % 2]
-        own = select(block, f"gated_{name}.")
+    for site in sites(weights, cfg):
+        own = select(site.block, f"gated_{site.name}.")
         reads = [gated_mean(own, X, cfg) for X in states]
         gates = [2 * sigmoid(own["inject.weight"] @ u / n) for _, u in reads]
-        hs = sublayer(select(block, f"{name}."), [x_in for x_in, _ in reads], cfg)
+        hs = site.process([x_in for x_in, _ in reads])
         states = [X + torch.outer(g, h) for X, g, h in zip(states, gates, hs)]
     own = select(weights, "readout.")
     return [gated_mean(own, X, cfg)[0] for X in states]
 
 
-# Of all tokens, block by block: what attention is given may be of several inputs.
+# Streams block by block, whose attention may have several inputs
 
 
 def blocks(weights, cfg):
@@ -348,14 +368,19 @@ def plus_mlp(xs, block, cfg):
 
 
 def mudd(weights, cfg, xs):
-    apart = cfg["mudd_ways"] == "qkvr"
-    ways = [[x] * (4 if apart else 1) for x in xs]  # of each token, the residual's last
+    has_separate_inputs = cfg["mudd_ways"] == "qkvr"
+    norms = ("ln_1", "ln_k", "ln_v") if has_separate_inputs else ("ln_1",)
+    num_inputs = 4 if has_separate_inputs else 1
+    inputs = [[x] * num_inputs for x in xs]  # of each token; the last is the residual's
     outputs = [[x] for x in xs]  # h_0, h_1, ... of each token
     for _, block in blocks(weights, cfg):
-        norms = ("ln_1", "ln_k", "ln_v") if apart else ("ln_1",)
-        given = [normed([way[i] for way in ways], block, norm) for i, norm in enumerate(norms)]
-        hs = attention(select(block, "attn."), given[0], cfg, *given[1:])
-        xs = plus_mlp([way[-1] + h for way, h in zip(ways, hs)], block, cfg)
+        cs, *other_cs = [
+            normed([token_inputs[i] for token_inputs in inputs], block, norm)
+            for i, norm in enumerate(norms)
+        ]
+        hs = attention(select(block, "attn."), cs, cfg, *other_cs)
+        xs = [token_inputs[-1] + h for token_inputs, h in zip(inputs, hs)]
+        xs = plus_mlp(xs, block, cfg)
         w = select(block, "dense.")
         for t, x in enumerate(xs):
             outputs[t].append(x)
@@ -363,19 +388,23 @@ def mudd(weights, cfg, xs):
             hidden = hidden * (1 + torch.erf(hidden / math.sqrt(2))) / 2
             dynamic = (w["second.weight"] @ hidden).reshape(w["static"].shape)
             rows = dynamic + w["static"]
-            ways[t] = [sum(a * h for a, h in zip(row, outputs[t])) for row in rows]
-    return [way[-1] for way in ways]
+            inputs[t] = [sum(a * h for a, h in zip(row, outputs[t])) for row in rows]
+    return [token_inputs[-1] for token_inputs in inputs]
 
 
 def lambdas(weights, cfg, xs):
-    start, first, kept, last = xs, None, [], cfg["num_hidden_layers"] - 1
-    heads, dim = cfg["num_attention_heads"], cfg["head_dim"]
+    embeddings = xs
+    first = None  # values of the first block
+    skipped = []  # states of the first half of the blocks
+    last = cfg["num_hidden_layers"] - 1
+    heads = cfg["num_attention_heads"]
+    dim = cfg["head_dim"]
     for layer, block in blocks(weights, cfg):
         begin = select(block, "begin.")
         if "skip" in begin:
-            xs = [x + begin["skip"] * y for x, y in zip(xs, kept.pop())]
+            xs = [x + begin["skip"] * y for x, y in zip(xs, skipped.pop())]
         if cfg["lambda_input"]:
-            xs = [begin["a"] * x + begin["b"] * x_0 for x, x_0 in zip(xs, start)]
+            xs = [begin["a"] * x + begin["b"] * x_0 for x, x_0 in zip(xs, embeddings)]
         if cfg["lambda_gain"]:
             xs = [begin["a"] * x for x in xs]
         cs = normed(xs, block, "ln_1")
@@ -393,7 +422,7 @@ def lambdas(weights, cfg, xs):
         hs = attention(select(block, "attn."), cs, cfg, change=change)
         xs = plus_mlp([x + h for x, h in zip(xs, hs)], block, cfg)
         if cfg["lambda_skips"] and layer < (last + 1) // 2:
-            kept.append(xs)
+            skipped.append(xs)
     return xs
 
 
@@ -404,8 +433,6 @@ STREAMS = {
     "mHC": manifold_connections,
     "AttnRes": attention_residuals,
     "MGT": mgt,
-}
-STREAMS |= {
     "ReZero": rezero,
     "LAuReL": laurel,
     "DenseFormer": dense_former,
@@ -415,10 +442,10 @@ STREAMS |= {
 }
 
 
-def logits(stem, weights, cfg, ids):
-    """ids: list of T ints -> (T, vocab_size), as naive.logits."""
-    name = stem.partition("-")[0]
-    cfg = cfg | {"ids": ids}
+def logits(model_name, weights, cfg, ids):
+    """Return the logits (T, vocab_size) of a list of T ids, as naive.logits does."""
+    name = model_name.partition("-")[0]
+    cfg = {**cfg, "ids": ids}
     finals = STREAMS[name](weights, cfg, [weights["transformer.wte.weight"][i] for i in ids])
     if name not in ("MGT", "GatedResidual"):  # they have norms of their own
         finals = [rms_norm(x, weights["ln_f.weight"], 1e-5) for x in finals]

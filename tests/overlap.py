@@ -1,5 +1,11 @@
-"""Run by test_overlap.py: in which order pieces of the compiled backward pass run and buckets are
-summed, on two gloo processes, and whether gradients and losses are those of the eager model.
+"""Run by test_overlap.py: record when DDP sums gradients during a compiled backward pass.
+
+Two gloo processes log the order in which pieces of the backward pass run and buckets are summed,
+and compare gradients and losses with those of the eager model.
+
+    python tests/overlap.py MODEL FUSED
+
+prints the measurement of rank 0 as JSON.
 """
 
 import copy
@@ -7,10 +13,12 @@ import functools
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -23,12 +31,12 @@ SIZE = {
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "head_dim": 64,
+    "hidden_size": 192,
 }
-SIZE |= {"hidden_size": 192}
 
 
-def backend(log: list):
-    """torch.compile's backend that notes when a piece of the backward pass has run."""
+def logging_backend(log: list[str]) -> Callable:
+    """Return a backend of torch.compile that logs when a piece of the backward pass has run."""
     from functorch.compile import make_boxed_func
 
     def backward(graph, _):
@@ -44,8 +52,11 @@ def backend(log: list):
     )
 
 
-def gradients(model, run, batches) -> dict:
-    """Of an accumulated batch: averaged over the processes with its last micro-batch."""
+def gradients(model: nn.Module, run: nn.Module, batches: list) -> dict[str, torch.Tensor]:
+    """Return the gradients of several micro-batches, averaged over the ranks with the last one.
+
+    run: the model as DDP wraps it
+    """
     for number, (ids, targets) in enumerate(batches):
         with distributed.gradient_sync(run, number == len(batches) - 1):
             run(ids, targets)[1].backward()
@@ -54,51 +65,60 @@ def gradients(model, run, batches) -> dict:
     return result
 
 
-def measure(rank: int, stem: str, fused: str) -> dict:
-    world, log = SimpleNamespace(world_size=2, device=torch.device("cpu")), []
+def measure(rank: int, model_name: str, fused: str) -> dict:
+    """Return the log of the last backward pass, and the differences from the eager model."""
+    world = SimpleNamespace(world_size=2, device=torch.device("cpu"))
+    log = []
     torch.manual_seed(0)
-    plain = build(stem, **SIZE)
+    plain = build(model_name, **SIZE)
     model = copy.deepcopy(plain)
     kernels.use(model, fused, "cpu")
     batches = [tuple(pair) for pair in torch.randint(0, 64, (2, 3, 2, 1, 4))[rank]]
-    torch.compile = functools.partial(COMPILE, backend=backend(log))
-    run, evaluated = distributed.parallelize(model, world, engine="ddp", compile=True)
+    torch.compile = functools.partial(COMPILE, backend=logging_backend(log))
+    run, eval_model = distributed.parallelize(model, world, engine="ddp", compile=True)
     eager, _ = distributed.parallelize(plain, world, engine="ddp", compile=False)
 
-    def summed(group, bucket):
+    def log_and_sum(group, bucket):
         log.append("bucket")
         return allreduce_hook(group, bucket)
 
-    run.register_comm_hook(None, summed)
+    run.register_comm_hook(None, log_and_sum)
     for _ in range(2):  # the first pass rebuilds the buckets
         log.clear()
-        found, wanted = gradients(model, run, batches), gradients(plain, eager, batches)
-    largest = {name: gradient.abs().max().clamp(min=1e-2) for name, gradient in wanted.items()}
-    worst = max(
-        ((found[name] - wanted[name]).abs().max() / largest[name]).item() for name in wanted
-    )
+        compiled_gradients = gradients(model, run, batches)
+        eager_gradients = gradients(plain, eager, batches)
+    errors = [
+        (compiled_gradients[name] - gradient).abs().max() / gradient.abs().max().clamp(min=1e-2)
+        for name, gradient in eager_gradients.items()
+    ]
     with torch.no_grad():
-        losses = [each(*batches[0])[1].item() for each in (evaluated, plain)]
-    pieces = log.count("piece") // len(batches)
-    # events of the passes before the last one, if they sum nothing
-    before = (len(batches) - 1) * pieces
-    alone = "bucket" not in log[:before]
-    return {"events": log[before:], "alone": alone, "worst": worst, "losses": losses}
+        losses = [forward(*batches[0])[1].item() for forward in (eval_model, plain)]
+    num_pieces = log.count("piece") // len(batches)
+    # Only the last micro-batch sums; the log of the others holds nothing but their pieces.
+    last_start = (len(batches) - 1) * num_pieces
+    return {
+        "events": log[last_start:],
+        "alone": "bucket" not in log[:last_start],
+        "worst": max(errors).item(),
+        "losses": losses,
+    }
 
 
-def work(rank: int, folder: str, stem: str, fused: str) -> None:
+def work(rank: int, folder: str, model_name: str, fused: str) -> None:
+    """Measure on one of two ranks; rank 0 prints the result."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     torch.set_num_threads(1)
     # so that a small model has several buckets
     DDP.__init__ = functools.partialmethod(DDP.__init__, bucket_cap_mb=1)
-    measured = measure(rank, stem, fused)
+    measurement = measure(rank, model_name, fused)
     if rank == 0:
-        print(json.dumps(measured))
+        print(json.dumps(measurement))
     dist.barrier()
     dist.destroy_process_group()
 
 
-COMPILE, DDP = torch.compile, distributed.DistributedDataParallel
+COMPILE = torch.compile
+DDP = distributed.DistributedDataParallel
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:

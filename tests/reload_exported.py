@@ -1,126 +1,161 @@
-"""Exported folders as a user of transformers meets them: run in a process that has no access to
-this repository.
+"""Load exported folders with transformers, in a process that cannot import this repository.
 
     python -I reload_exported.py JOB.json
 
-For each folder of the job, what transformers computes goes to a file beside it, for the tests to
-compare.
+What transformers computes with a folder of the job is written to a file beside the folder, which
+test_export.py compares with our own results.
 """
 
 import importlib.util
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, pipeline
+from transformers.generation.utils import GenerateOutput
+from transformers.utils import ModelOutput
 
 MODULES = ("model", "training", "data", "configurator", "huggingface")
 assert not any(importlib.util.find_spec(name) for name in MODULES), "the repository can be imported"
 
 
-def load(folder, **keys):
-    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, **keys)
+def load(folder: str, **options) -> PreTrainedModel:
+    """Load an exported model; options are those of from_pretrained."""
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, **options)
 
 
-def cache_of(output):
-    """The cache of an output: transformers 5.24 renamed it."""
+def cache_of(output: ModelOutput) -> object:
+    """Return the cache of an output, which transformers 5.24 renamed."""
     return output.cache if "cache" in output else output.past_key_values
 
 
-def generated(model, ids, **keys):
+def generate(model: PreTrainedModel, ids: torch.Tensor, **options) -> torch.Tensor | GenerateOutput:
+    """Generate six tokens; options are those of `model.generate`."""
     torch.manual_seed(0)
-    return model.generate(ids, max_new_tokens=6, min_new_tokens=6, **keys)
+    return model.generate(ids, max_new_tokens=6, min_new_tokens=6, **options)
 
 
-def generation(model, ids) -> dict:
-    """Ways to generate, with the cache and without."""
-    prompts, found = ids[:2, :7], {}
-    masks = torch.ones_like(prompts)
-    padded = prompts.clone()
-    masks[1, :4], padded[1, :4] = 0, model.config.pad_token_id
-    ways = {"greedy": {"do_sample": False}, "beams": {"num_beams": 3}}
-    ways |= {"sampled": {"do_sample": True}}
-    ways["returned"] = {"do_sample": True, "num_return_sequences": 3}
-    ways["several_beams"] = {"num_beams": 4, "num_return_sequences": 2, "length_penalty": 0.5}
-    for way, keys in ways.items():
-        for name, given, mask in (("", prompts, None), ("padded_", padded, masks)):
+METHODS = {
+    "greedy": {"do_sample": False},
+    "beams": {"num_beams": 3},
+    "sampled": {"do_sample": True},
+    "returned": {"do_sample": True, "num_return_sequences": 3},
+    "several_beams": {"num_beams": 4, "num_return_sequences": 2, "length_penalty": 0.5},
+}
+
+
+def pad_second_row(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids (2, T) whose second row begins with four padding tokens, and their mask."""
+    padded = ids.clone()
+    padded[1, :4] = model.config.pad_token_id
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    return padded, mask
+
+
+def generation(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Generate by several methods, with the cache and without."""
+    prompts = ids[:2, :7]
+    padded, padding_mask = pad_second_row(model, prompts)
+    results = {}
+    for method, options in METHODS.items():
+        for prefix, inputs, mask in (("", prompts, None), ("padded_", padded, padding_mask)):
             for use_cache in (True, False):
-                text = generated(model, given, attention_mask=mask, use_cache=use_cache, **keys)
-                found[f"{name}{way}_{use_cache}"] = text
-    first = generated(model, padded, attention_mask=masks, return_dict_in_generate=True)
+                results[f"{prefix}{method}_{use_cache}"] = generate(
+                    model, inputs, attention_mask=mask, use_cache=use_cache, **options
+                )
+    first = generate(model, padded, attention_mask=padding_mask, return_dict_in_generate=True)
     longer = torch.cat((first.sequences, ids[:2, :2]), dim=1)
-    mask = torch.cat((masks, masks.new_ones(2, 8)), dim=1)
-    rest = {"attention_mask": mask, "do_sample": False}
-    kept = cache_of(first)
-    found["continued_True"] = generated(model, longer, past_key_values=kept, **rest)
-    found["continued_False"] = generated(model, longer, use_cache=False, **rest)
-    return found
+    mask = torch.cat((padding_mask, padding_mask.new_ones(2, 8)), dim=1)
+    results["continued_True"] = generate(
+        model, longer, past_key_values=cache_of(first), attention_mask=mask, do_sample=False
+    )
+    results["continued_False"] = generate(
+        model, longer, use_cache=False, attention_mask=mask, do_sample=False
+    )
+    return results
 
 
-def cached_logits(model, ids):
-    """Of all tokens: five at once, then two, then one by one."""
+def cached_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """Return the logits of all tokens: of five at once, then of two, then one by one."""
     out = model(ids[:, :5], use_cache=True)
-    logits, cache = [out.logits], cache_of(out)
+    logits = [out.logits]
+    cache = cache_of(out)
     for part in (ids[:, 5:7], *ids[:, 7:].split(1, dim=1)):
         logits.append(model(part, past_key_values=cache).logits)
     return torch.cat(logits, dim=1)
 
 
-def gradients(model, ids) -> dict:
-    """Loss and gradients of a pass, checkpointed as well; then a step that must change weights."""
+def gradients(model: PreTrainedModel, ids: torch.Tensor) -> dict:
+    """Return loss and gradients, also with checkpointing, and whether a step changes the weights."""
     model.train()
     labels = ids.clone()
     labels[0, :3] = -100
-    found = {}
+    gradients = {}
     for prefix in ("gradient.", "checkpointed."):
         model.zero_grad()
         out = model(ids, labels=labels)
         out.loss.backward()
-        trained = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
-        found |= {f"{prefix}{name}": p.grad.clone() for name, p in trained}
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                gradients[f"{prefix}{name}"] = parameter.grad.clone()
         model.gradient_checkpointing_enable()
-    before = model.transformer.wte.weight.detach().clone()
+    old_weight = model.transformer.wte.weight.detach().clone()
     torch.optim.AdamW(model.parameters(), lr=1e-2).step()
-    changed = (model.transformer.wte.weight != before).any()
-    return {"loss": out.loss.detach(), "changed": changed, **found}
+    changed = (model.transformer.wte.weight != old_weight).any()
+    return {"loss": out.loss.detach(), "changed": changed, **gradients}
 
 
-def padded_logits(model, ids):
-    """A whole row, one padded on the left, one on the right (without a cache only)."""
+def padded_logits(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return logits of a full row, one padded on the left, and one on the right.
+
+    With a cache, padding on the right is not possible.
+    """
     mask = torch.ones_like(ids[:3])
-    mask[1, :4], mask[2, -4:] = 0, 0
+    mask[1, :4] = 0
+    mask[2, -4:] = 0
     rows = ids[:3].masked_fill(mask == 0, model.config.pad_token_id)
     cached = model(rows[:2], attention_mask=mask[:2], use_cache=True).logits
     return {"padded_logits": model(rows, attention_mask=mask).logits, "padded_cached": cached}
 
 
-def examine(folder: str, ids) -> tuple[dict, dict]:
-    """(tensors, facts) of one exported folder."""
-    # generates before any forward pass
+def examine(folder: str, ids: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict]:
+    """Return the tensors that a folder's model computes, and a summary as JSON has it."""
+    # this generates before any forward pass
     text = pipeline("text-generation", model=folder, trust_remote_code=True)
     text = text("def f", max_new_tokens=3, do_sample=False)[0]["generated_text"]
     model = load(folder)
-    tied = model.lm_head.weight is model.transformer.wte.weight
-    facts = {"tied": tied, "dtype": str(model.dtype), "text": text}
-    facts["names"] = sorted(model.state_dict())
+    summary = {
+        "tied": model.lm_head.weight is model.transformer.wte.weight,
+        "dtype": str(model.dtype),
+        "text": text,
+        "names": sorted(model.state_dict()),
+    }
     with torch.no_grad():
-        found = {"logits": model(ids).logits, "cached": cached_logits(model, ids)}
-        found |= padded_logits(model, ids)
-        found["last"] = model(ids, logits_to_keep=1).logits
-        found |= {"cos": model.gpt.rope_cos, "sin": model.gpt.rope_sin}
-        found |= generation(model, ids)
+        tensors = {
+            "logits": model(ids).logits,
+            "cached": cached_logits(model, ids),
+            **padded_logits(model, ids),
+            "last": model(ids, logits_to_keep=1).logits,
+            "cos": model.gpt.rope_cos,
+            "sin": model.gpt.rope_sin,
+            **generation(model, ids),
+        }
         model.save_pretrained(f"{folder}_again")
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
         tokenizer.save_pretrained(f"{folder}_again")
-        found["again"] = load(f"{folder}_again")(ids).logits
-        found["double"] = load(folder, dtype=torch.float64)(ids).logits
-    return found | gradients(model, ids), facts
+        tensors["again"] = load(f"{folder}_again")(ids).logits
+        tensors["double"] = load(folder, dtype=torch.float64)(ids).logits
+    tensors.update(gradients(model, ids))
+    return tensors, summary
 
 
-def refusals(folder: str) -> dict:
-    """What a call that the model cannot serve says."""
-    model, ids, said = load(folder), torch.zeros(1, 5, dtype=torch.int64), {}
+def error_messages(folder: str) -> dict[str, str]:
+    """Return the error message of each call that the model cannot serve."""
+    model = load(folder)
+    ids = torch.zeros(1, 5, dtype=torch.int64)
     mask = torch.tensor([[1, 0, 1, 1, 1]])
     calls = {
         "gap": lambda: model(ids, attention_mask=mask),
@@ -132,80 +167,93 @@ def refusals(folder: str) -> dict:
         "resize": lambda: model.resize_token_embeddings(300),
         "static": lambda: model.generate(ids, max_new_tokens=2, cache_implementation="static"),
     }
-    for name, call in calls.items():
-        try:
-            call()
-            said[name] = "nothing"
-        except ValueError as error:
-            said[name] = str(error)
-    return said
+    return {name: error_message(call) for name, call in calls.items()}
 
 
-def missing(folder: str) -> str:
+def error_message(call: Callable[[], object]) -> str:
+    """Return the message of the ValueError that a call raises, or "nothing"."""
     try:
-        load(folder)
+        call()
     except ValueError as error:
         return str(error)
     return "nothing"
 
 
-def tokenizers(folder: str, texts: list[str]) -> dict:
+def examine_tokenizer(folder: str, texts: list[str]) -> dict:
+    """Return what the tokenizer makes of texts, of a padded batch, and its special tokens."""
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     batch = tokenizer(["a", "bcd"], padding=True)
     special = [tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token]
     ids = [tokenizer(text)["input_ids"] for text in texts]
-    found = {"ids": ids, "decoded": [tokenizer.decode(each) for each in ids], "special": special}
-    return found | {"batch": dict(batch), "size": len(tokenizer)}
+    return {
+        "ids": ids,
+        "decoded": [tokenizer.decode(text_ids) for text_ids in ids],
+        "special": special,
+        "batch": dict(batch),
+        "size": len(tokenizer),
+    }
 
 
-def rounded(folder: str, ids, pairs) -> dict:
-    """What a folder computes when it is loaded in bfloat16: a pass with its gradients, text,
-    lm-eval's scores.
-    """
+def examine_in_bfloat16(
+    folder: str, ids: torch.Tensor, pairs: list[list[str]]
+) -> dict[str, torch.Tensor]:
+    """Return logits, gradients, text and lm-eval's scores of a folder loaded in bfloat16."""
     model = load(folder, dtype=torch.bfloat16)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     out = model(ids, labels=ids)
     out.loss.backward()
-    given = [p.grad for p in model.parameters() if p.grad is not None]
-    gradient = torch.cat([each.float().flatten() for each in given])
-    found = {"logits": out.logits.detach(), "loss": out.loss.detach(), "gradient": gradient}
-    masks, padded = torch.ones_like(ids[:2]), ids[:2].clone()
-    masks[1, :4], padded[1, :4] = 0, model.config.pad_token_id
+    gradients = [p.grad.float().flatten() for p in model.parameters() if p.grad is not None]
+    tensors = {
+        "logits": out.logits.detach(),
+        "loss": out.loss.detach(),
+        "gradient": torch.cat(gradients),
+    }
+    padded, mask = pad_second_row(model, ids[:2])
     with torch.no_grad():
-        found["cached"] = cached_logits(model, ids)
+        tensors["cached"] = cached_logits(model, ids)
         for use_cache in (True, False):
-            keys = {"do_sample": False, "use_cache": use_cache}
-            found[f"text_{use_cache}"] = generated(model, ids[:2], **keys)
-        found["padded_text"] = generated(model, padded, attention_mask=masks, do_sample=False)
-    found["scores"] = torch.tensor([score for score, _ in evaluated(folder, pairs, "bfloat16")])
-    return found
+            text = generate(model, ids[:2], do_sample=False, use_cache=use_cache)
+            tensors[f"text_{use_cache}"] = text
+        tensors["padded_text"] = generate(model, padded, attention_mask=mask, do_sample=False)
+    scores = [score for score, _ in loglikelihoods(folder, pairs, "bfloat16")]
+    tensors["scores"] = torch.tensor(scores)
+    return tensors
 
 
-def evaluated(folder: str, pairs, dtype: str = "float32") -> list:
-    """Log-likelihoods by lm-eval's own model for transformers."""
+def loglikelihoods(
+    folder: str, pairs: list[list[str]], dtype: str = "float32"
+) -> list[tuple[float, bool]]:
+    """Return lm-eval's score of each (context, continuation), and whether it is the most likely."""
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
     model = HFLM(pretrained=folder, trust_remote_code=True, device="cpu", batch_size=2, dtype=dtype)
-    given = [Instance("loglikelihood", {}, tuple(pair), i) for i, pair in enumerate(pairs)]
-    said = model.loglikelihood(given, disable_tqdm=True)
-    return [[float(score), bool(greedy)] for score, greedy in said]
+    requests = [Instance("loglikelihood", {}, tuple(pair), i) for i, pair in enumerate(pairs)]
+    results = model.loglikelihood(requests, disable_tqdm=True)
+    return [(float(score), bool(greedy)) for score, greedy in results]
 
 
-def main():
-    job = json.loads(Path(sys.argv[1]).read_text())
-    ids, facts = torch.tensor(job["ids"]), {}
+def main() -> None:
+    """Examine the folders of the job, and write the summary beside it."""
+    job_path = Path(sys.argv[1])
+    job = json.loads(job_path.read_text())
+    ids = torch.tensor(job["ids"])
+    summaries = {}
     for folder in job["folders"]:
-        tensors, facts[folder] = examine(folder, ids)
+        tensors, summaries[folder] = examine(folder, ids)
         torch.save(tensors, f"{folder}.pt")
-    first = job["folders"][0]
-    facts["refusals"], facts["missing"] = refusals(first), missing(job["lacking"])
-    facts["tokenizer"] = tokenizers(job["text_folder"], job["texts"])
-    facts["loglikelihood"] = evaluated(job["text_folder"], job["pairs"])
-    facts["bfloat16"] = str(load(job["bfloat16"][0]).dtype)
     for folder in job["bfloat16"]:
-        torch.save(rounded(folder, ids, job["pairs"]), f"{folder}.bfloat16.pt")
-    Path(sys.argv[1]).with_suffix(".facts").write_text(json.dumps(facts))
+        tensors = examine_in_bfloat16(folder, ids, job["pairs"])
+        torch.save(tensors, f"{folder}.bfloat16.pt")
+    summary = {
+        "folders": summaries,
+        "refusals": error_messages(job["folders"][0]),
+        "missing": error_message(lambda: load(job["lacking"])),
+        "tokenizer": examine_tokenizer(job["text_folder"], job["texts"]),
+        "loglikelihood": loglikelihoods(job["text_folder"], job["pairs"]),
+        "bfloat16": str(load(job["bfloat16"][0]).dtype),
+    }
+    job_path.with_suffix(".summary").write_text(json.dumps(summary))
 
 
 main()

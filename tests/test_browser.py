@@ -7,8 +7,8 @@ import urllib.request
 import browser
 import pytest
 import torch
-from browser import COLUMN, RAMP, cells, color, point_at, text, until
-from helpers import SMALL, small_run
+from browser import COLUMN, RAMP, cells, color, point_at, text
+from helpers import SMALL, small_run, wait_for
 from in_process import call
 
 from data.tokenizer import byte_tokenizer, train_byte_pairs
@@ -17,7 +17,9 @@ from model.generation import Sampling
 from serving import app
 from training.checkpoint import load_model
 
-pytestmark = pytest.mark.skipif(browser.missing() is not None, reason=str(browser.missing()))
+pytestmark = pytest.mark.skipif(
+    browser.missing_program() is not None, reason=str(browser.missing_program())
+)
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +28,7 @@ def address(corpus, tmp_path_factory):
     assert call("train.py", *small_run(corpus, out, block_size=64, eval_full=False)).returncode == 0
     model, tokenizer, state = load_model(out, torch.device("cpu"))
     defaults = {**vars(Sampling(temperature=0.7, top_p=0.9)), "max_new_tokens": 30, "stop": []}
-    with browser.local(
+    with browser.serve_model(
         model, tokenizer, **app.describe_model(model, tokenizer, state, defaults)
     ) as address:
         yield address
@@ -42,7 +44,7 @@ def chromium():
 def page(chromium, address):
     chromium.get_log("browser")  # forget what was said before
     chromium.get(address)
-    until(lambda: "DDL-gpt-mha-rope" in text(chromium, "facts"))
+    wait_for(lambda: "DDL-gpt-mha-rope" in text(chromium, "facts"))
     yield chromium
     assert chromium.get_log("browser") == []
 
@@ -75,7 +77,7 @@ def run(page, keys=None, **fields):
         page.find_element("id", "prompt").send_keys(*keys)
     else:
         page.find_element("id", "generate").click()
-    until(lambda: page.find_element("id", "generate").is_enabled())
+    wait_for(lambda: page.find_element("id", "generate").is_enabled())
 
 
 def sent(address, **body):
@@ -190,19 +192,19 @@ def test_stop_and_busy(chromium, monkeypatch):
     model = build("DDL-gpt-mha-rope", **SMALL)
     torch.nn.init.zeros_(model.ln_f.weight)  # the most likely token is always 0
     model.ln_f.register_forward_hook(lambda *_: time.sleep(0.03))  # 2000 tokens outlast a slow page
-    with browser.local(model, byte_tokenizer()) as address:
+    with browser.serve_model(model, byte_tokenizer()) as address:
         chromium.get(address)
         for by_key in (False, True):
-            until(lambda: chromium.find_elements("css selector", "#sites button"))
+            wait_for(lambda: chromium.find_elements("css selector", "#sites button"))
             fill(chromium, prompt="ab", max_new_tokens="2000", temperature="0")
             chromium.find_element("id", "generate").click()
-            until(lambda: len(content(chromium)) > 30)
+            wait_for(lambda: len(content(chromium)) > 30)
             assert not chromium.find_element("id", "generate").is_enabled()
             if by_key:
                 chromium.find_element("id", "prompt").send_keys(Keys.ESCAPE)
             else:
                 chromium.find_element("id", "stop").click()
-            until(lambda: text(chromium, "status").endswith("stopped"))
+            wait_for(lambda: text(chromium, "status").endswith("stopped"))
             written = content(chromium)
             time.sleep(0.2)
             assert content(chromium) == written
@@ -245,7 +247,7 @@ def test_text_is_never_html(chromium):
     tag = "<img src=x onerror=window.bad=1>"
     encoding = train_byte_pairs([tag * 50], 260 + len(tag) - 4, pattern=r"[^>]*>|[^>]+")
     assert encoding.encode(tag + "&lt;")[1:] == list(b"&lt;")  # the tag is one token
-    with browser.local(
+    with browser.serve_model(
         build("DDL-gpt-mha-rope", **{**SMALL, "vocab_size": 300}), encoding
     ) as address:
         chromium.get(address)
@@ -298,7 +300,7 @@ def test_a_narrow_dark_screen(page, address):
         assert f"token {first + 2} " in text(page, "tip")
         assert tip_of(tokens[first + 2], 3) in text(page, "tip")
         page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": dark})
-        until(lambda: cells(page, 2, 5, left) != shown[:2])
+        wait_for(lambda: cells(page, 2, 5, left) != shown[:2])
     finally:
         page.execute_cdp_cmd(
             "Emulation.setDeviceMetricsOverride", {**size, "width": 1280, "height": 1000}
@@ -327,11 +329,11 @@ def test_another_statistic_is_chosen_and_colored_by_its_own_numbers(page, addres
 
 
 def test_a_model_without_statistics_says_so(chromium):
-    with browser.local(
+    with browser.serve_model(
         build("gpt-mha-rope", **SMALL), byte_tokenizer(), model="gpt-mha-rope"
     ) as address:
         chromium.get(address)
-        until(
+        wait_for(
             lambda: "gpt-mha-rope reports no statistics of its residual stream."
             in text(chromium, "no_statistics")
         )

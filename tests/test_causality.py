@@ -1,12 +1,12 @@
-"""model/causality.py: which output is the first that depends on a later token, and where."""
+"""Find the first output that depends on a later token (model/causality.py)."""
 
 import dataclasses
 
 import pytest
 import torch
 from broken_streams import additive
-from contract import TINY, tokens
-from models import tiny
+from contract import TINY, tiny, tokens
+from models import build_tiny
 from torch import nn
 
 from model.block import Add, Direct
@@ -26,7 +26,7 @@ class AveragedRewrite(DeltaRewrite):
 
 
 class AveragedBlock(DeltaBlock):
-    """In block 1 alone, the MLP's write is the averaged one."""
+    """A block whose MLP has the averaged write, in block 1 alone."""
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -43,14 +43,8 @@ class AveragedModel(GPT):
     Readout = SingleChannelRead
 
 
-def moved(cls, **changes):
-    """Return a tiny model in float64 with every parameter off its initial value."""
-    torch.manual_seed(0)
-    return move_parameters(cls(cls.Config(**{**TINY, **changes})).double()).eval()
-
-
 def test_a_direction_averaged_over_the_sequence_is_a_leak():
-    leak = find_leak(moved(AveragedModel), tokens(1, 9))
+    leak = find_leak(tiny(AveragedModel), tokens(1, 9))
     assert (leak.layer, leak.site, leak.position) == (1, "mlp", 0)
     assert leak.output == "the state that the write returns"
     assert str(leak).startswith(
@@ -59,10 +53,10 @@ def test_a_direction_averaged_over_the_sequence_is_a_leak():
 
 
 def test_the_same_layer_token_by_token_is_none():
-    assert find_leak(tiny("DDL-vdim1-gpt-mha-rope").eval(), tokens(1, 9)) is None
+    assert find_leak(build_tiny("DDL-vdim1-gpt-mha-rope"), tokens(1, 9)) is None
 
 
-class OneAhead(Direct):
+class OnePositionSeesNext(Direct):
     """A read in which position 5 alone sees the next token."""
 
     def forward(self, x, past=None):
@@ -71,7 +65,7 @@ class OneAhead(Direct):
         return x + ahead
 
 
-class TwoAhead(Direct):
+class AllSeeSecondNext(Direct):
     """A read in which every position sees the token two positions later."""
 
     def forward(self, x, past=None):
@@ -80,43 +74,39 @@ class TwoAhead(Direct):
 
 @pytest.mark.parametrize(
     ("read", "position", "changed_position"),
-    [(OneAhead, 5, 6), (TwoAhead, 0, 2)],
+    [(OnePositionSeesNext, 5, 6), (AllSeeSecondNext, 0, 2)],
 )
 def test_the_position_and_the_token_that_moves_it(read, position, changed_position):
-    leak = find_leak(moved(additive(read=read)), tokens(1, 9))
+    leak = find_leak(tiny(additive(read=read)), tokens(1, 9))
     assert (leak.layer, leak.site, leak.output) == (0, "attn", "what the read returns")
     assert (leak.position, leak.changed_position) == (position, changed_position)
 
 
 def test_the_difference_is_that_of_the_output():
-    """The read adds x of position 6 to that of position 5: what moves is the embedding's difference."""
-    model = moved(additive(read=OneAhead))
+    """The read adds the embedding of position 6, so that the output moves as much as it does."""
+    model = tiny(additive(read=OnePositionSeesNext))
     ids = tokens(1, 9)
     table = model.transformer.wte.weight
     changed = (table[(ids[0, 6] + 1) % TINY["vocab_size"]] - table[ids[0, 6]]).abs().max()
     assert find_leak(model, ids).difference == pytest.approx(changed.item(), rel=1e-12)
 
 
-def whole_sequence(part):
-    """Return a class of the part whose output has the mean over all tokens added."""
+class AddsMean(Direct):
+    """A part that adds the mean over all tokens."""
 
-    class Whole(part):
-        def forward(self, *args, **kwargs):
-            output = super().forward(*args, **kwargs)
-            return output + output.mean(1, keepdim=True)
-
-    return Whole
+    def forward(self, x, past=None):
+        return x + x.mean(1, keepdim=True)
 
 
-BEFORE_AND_AFTER = {
-    "the state that the expander returns": {"Expander": whole_sequence(Direct)},
-    "the normalized readout": {"Readout": whole_sequence(Direct)},
-}
-
-
-@pytest.mark.parametrize("output", BEFORE_AND_AFTER)
-def test_leaks_outside_of_the_blocks(output):
-    leak = find_leak(moved(type("Model", (GPT,), BEFORE_AND_AFTER[output])), tokens(1, 9))
+@pytest.mark.parametrize(
+    ("part", "output"),
+    [
+        ("Expander", "the state that the expander returns"),
+        ("Readout", "the normalized readout"),
+    ],
+)
+def test_leaks_outside_of_the_blocks(part, output):
+    leak = find_leak(tiny(type("Model", (GPT,), {part: AddsMean})), tokens(1, 9))
     assert (leak.layer, leak.site, leak.output, leak.position) == (None, None, output, 0)
 
 
@@ -126,7 +116,7 @@ def test_a_leak_of_the_output_layer():
             logits = super().logits(hidden)
             return logits + logits.mean(1, keepdim=True)
 
-    assert find_leak(moved(Model), tokens(1, 9)).output == "the logits"
+    assert find_leak(tiny(Model), tokens(1, 9)).output == "the logits"
 
 
 def test_a_gate_of_zero_hides_a_leak_until_the_parameters_are_moved():
@@ -166,9 +156,9 @@ class NotFinite(Direct):
 )
 def test_what_cannot_be_compared_is_refused(read, message):
     with pytest.raises(ValueError, match=message):
-        find_leak(moved(additive(read=read)), tokens(1, 4))
+        find_leak(tiny(additive(read=read)), tokens(1, 4))
 
 
 def test_a_single_token_is_refused():
     with pytest.raises(ValueError, match=r"ids are \(1, 1\); give one sequence"):
-        find_leak(moved(GPT), tokens(1, 1))
+        find_leak(tiny(GPT), tokens(1, 1))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import Trap, sign
+from helpers import Trap, write_checksums
 from safetensors.torch import load_file
 
 from data import tokenizer
@@ -23,29 +23,33 @@ TINY = {
     "num_hidden_layers": 1,
     "num_attention_heads": 1,
     "head_dim": 4,
+    "hidden_size": 8,
 }
-TINY |= {"hidden_size": 8}
-STEM = "DDL-gpt-mha-rope"
+MODEL_NAME = "DDL-gpt-mha-rope"
 
 
 def save(run, step):
-    model = build(STEM, **TINY)
+    """Save a checkpoint of a new model; return the model and the checkpoint's folder."""
+    model = build(MODEL_NAME, **TINY)
     state = {
         "step": step,
         "seconds": 1.0,
-        "model": STEM,
+        "model": MODEL_NAME,
         "model_config": TINY,
         "run_config": {},
         "corpus": {},
     }
-    weights, moments = checkpoint.get_model_tensors(model), {"a:m": torch.arange(3.0)}
     path = checkpoint.save(
-        run, weights, moments, state, tokenizer.to_json(tokenizer.byte_tokenizer())
+        run,
+        checkpoint.get_model_tensors(model),
+        {"a:m": torch.arange(3.0)},
+        state,
+        tokenizer.to_json(tokenizer.byte_tokenizer()),
     )
     return model, path
 
 
-def test_round_trip(tmp_path):
+def test_a_saved_model_is_loaded_with_its_tokenizer_and_state(tmp_path):
     model, path = save(tmp_path, 7)
     assert path == tmp_path / "checkpoints" / "step_00000007"
     loaded, encoding, state = checkpoint.load_model(tmp_path, "cpu")
@@ -56,37 +60,43 @@ def test_round_trip(tmp_path):
     assert encoding.n_vocab == 257
     assert state["step"] == 7
     assert checkpoint.load_tensors(path / "optimizer.safetensors")["a:m"].tolist() == [0, 1, 2]
+
+
+def test_files_of_a_checkpoint(tmp_path):
+    _, path = save(tmp_path, 7)
     assert sorted(file.name for file in path.iterdir()) == [
-        *(
-            "SHA256SUMS",
-            "model.safetensors",
-            "optimizer.safetensors",
-            "state.json",
-            "tokenizer.json",
-        )
+        "SHA256SUMS",
+        "model.safetensors",
+        "optimizer.safetensors",
+        "state.json",
+        "tokenizer.json",
     ]
-    assert (
-        subprocess.run(
-            ["sha256sum", "-c", "SHA256SUMS"], cwd=path, check=False, capture_output=True
-        ).returncode
-        == 0
-    )
     assert "lm_head.weight" not in load_file(path / "model.safetensors")
 
 
+def test_sha256sum_accepts_the_checksums(tmp_path):
+    _, path = save(tmp_path, 7)
+    command = ["sha256sum", "-c", "SHA256SUMS"]
+    assert subprocess.run(command, cwd=path, check=False, capture_output=True).returncode == 0
+
+
 def test_a_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
+    def fail(_):
+        raise OSError("disk full")
+
     _, path = save(tmp_path, 5)
-    before = (path / "model.safetensors").read_bytes()
-    monkeypatch.setattr(checkpoint, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
+    weights = (path / "model.safetensors").read_bytes()
+    monkeypatch.setattr(checkpoint, "fsync", fail)
     with pytest.raises(OSError, match="disk full"):
         save(tmp_path, 5)
-    assert (path / "model.safetensors").read_bytes() == before
+    assert (path / "model.safetensors").read_bytes() == weights
     assert checkpoint.list_checkpoints(tmp_path) == [path]
 
 
 def damaged_copies(path, tmp_path, count):
-    """Copies of a checkpoint, each with one file changed: a byte flipped, cut short, grown, removed
-    or emptied.
+    """Yield copies of a checkpoint, each with one damaged file.
+
+    A bit is flipped, or the file is cut short, grown or removed.
     """
     draw = random.Random(0)
     for number in range(count):
@@ -94,13 +104,13 @@ def damaged_copies(path, tmp_path, count):
         shutil.copytree(path, copy)
         file = draw.choice(sorted(copy.iterdir()))
         content = bytearray(file.read_bytes())
-        place = draw.randrange(len(content))
+        position = draw.randrange(len(content))
         match number % 5:
             case 0 | 1:
-                content[place] ^= 1 << draw.randrange(8)
+                content[position] ^= 1 << draw.randrange(8)
                 file.write_bytes(content)
             case 2:
-                file.write_bytes(content[:place])
+                file.write_bytes(content[:position])
             case 3:
                 file.write_bytes(bytes(content) + b"\n")
             case 4:
@@ -108,7 +118,7 @@ def damaged_copies(path, tmp_path, count):
         yield copy
 
 
-def test_no_damage_passes(tmp_path):
+def test_every_damage_is_noticed(tmp_path):
     _, path = save(tmp_path / "run", 1)
     checkpoint.find(path)
     for copy in damaged_copies(path, tmp_path, 25):
@@ -116,7 +126,7 @@ def test_no_damage_passes(tmp_path):
             checkpoint.load_model(copy, "cpu")
 
 
-def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_taken(tmp_path, capsys):
+def test_damaged_newest_checkpoints_are_reported_and_an_older_one_is_used(tmp_path, capsys):
     for step in (1, 2, 3):
         save(tmp_path, step)
     weights = tmp_path / "checkpoints" / "step_00000003" / "model.safetensors"
@@ -128,82 +138,95 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_taken(tmp_pa
     lines = capsys.readouterr().err.splitlines()
     assert "step_00000003 is damaged: the checksum of model.safetensors does not match" in lines[0]
     assert "step_00000002 is damaged: optimizer.safetensors is missing" in lines[1]
+
+
+def test_a_run_without_a_valid_checkpoint_is_refused(tmp_path):
+    save(tmp_path, 1)
     (tmp_path / "checkpoints" / "step_00000001" / "state.json").write_text("{}")
     with pytest.raises(ValueError, match="holds no valid checkpoint"):
         checkpoint.find(tmp_path)
 
 
 def test_loading_executes_nothing(tmp_path):
-    """Of a hostile checkpoint, whose sums are right; test_hostile.py has more of its files."""
+    """The pickle of a hostile checkpoint is not loaded, although its checksums are right.
+
+    test_hostile.py has other files of such a checkpoint.
+    """
     trap = tmp_path / "executed"
     payload = pickle.dumps(Trap(trap))
     _, path = save(tmp_path / "run", 1)
     (path / "optimizer.safetensors").write_bytes(payload)
-    sign(path)
+    write_checksums(path)
     with pytest.raises(ValueError, match=r"optimizer\.safetensors is missing or damaged"):
         checkpoint.load_tensors(checkpoint.find(path) / "optimizer.safetensors")
     assert not trap.exists()
 
 
-def die_while_saving(run: Path, calls: int) -> None:
-    def counted(function):
-        def call(*arguments, **keys):
-            nonlocal calls
-            calls -= "step_" in str(arguments[0])
-            if calls == 0:
+def die_while_saving(run: Path, fatal_call: int) -> None:
+    """Save a checkpoint, but end the process at the n-th call that renames or removes its folder."""
+    num_calls = 0
+
+    def die_at_fatal_call(function):
+        def call(*arguments, **options):
+            nonlocal num_calls
+            if "step_" in str(arguments[0]):
+                num_calls += 1
+            if num_calls == fatal_call:
                 os._exit(9)
-            return function(*arguments, **keys)
+            return function(*arguments, **options)
 
         return call
 
-    Path.replace, shutil.rmtree = counted(Path.replace), counted(shutil.rmtree)
+    Path.replace = die_at_fatal_call(Path.replace)
+    shutil.rmtree = die_at_fatal_call(shutil.rmtree)
     save(run, 1)
 
 
-@pytest.mark.parametrize("call", [1, 2, 3, 4])
-def test_saving_a_step_again_never_leaves_none(tmp_path, call):
-    """The process, a fork of this one, dies before each of the calls that rename or remove a
-    folder.
-    """
+@pytest.mark.parametrize("fatal_call", [1, 2, 3, 4])
+def test_a_process_that_dies_while_it_saves_a_step_again_leaves_a_checkpoint(tmp_path, fatal_call):
     save(tmp_path, 1)
     process = multiprocessing.get_context("fork").Process(
-        target=die_while_saving, args=(tmp_path, call)
+        target=die_while_saving, args=(tmp_path, fatal_call)
     )
     process.start()
     process.join()
     assert process.exitcode == 9
-    found = checkpoint.find(tmp_path)
-    assert checkpoint.get_step(found) == 1
-    assert checkpoint.load_model(found, "cpu")
+    remaining = checkpoint.find(tmp_path)
+    assert checkpoint.get_step(remaining) == 1
+    assert checkpoint.load_model(remaining, "cpu")
     save(tmp_path, 1)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000001"]
 
 
-def test_the_newest_and_every_so_many_stay_and_other_things_are_let_be(tmp_path, capsys):
+def test_the_newest_checkpoints_and_every_third_step_are_kept(tmp_path):
     for step in range(1, 10):
         save(tmp_path, step)
         checkpoint.remove_old(tmp_path, keep_last=2, keep_every=3)
-    others = [
-        tmp_path / "checkpoints" / name
-        for name in ("step_00000020", "step_00000021.bak", "step_00000022.tmp")
-    ]
+    checkpoints = checkpoint.list_checkpoints(tmp_path)
+    assert [checkpoint.get_step(path) for path in checkpoints] == [3, 6, 8, 9]
+
+
+def test_other_files_and_folders_are_neither_found_nor_removed(tmp_path, capsys):
+    for step in (3, 8, 9):
+        save(tmp_path, step)
+    folder = tmp_path / "checkpoints"
+    others = [folder / name for name in ("step_00000020", "step_00000021.bak", "step_00000022.tmp")]
     others[0].write_text("a file")
     for other in others[1:]:
-        shutil.copytree(tmp_path / "checkpoints" / "step_00000003", other)
+        shutil.copytree(folder / "step_00000003", other)
     assert checkpoint.find(tmp_path).name == "step_00000009"
     assert [checkpoint.get_step(path) for path in checkpoint.list_checkpoints(tmp_path)] == [
         3,
-        6,
         8,
         9,
     ]
     checkpoint.remove_old(tmp_path, keep_last=1)
-    assert checkpoint.list_checkpoints(tmp_path) == [tmp_path / "checkpoints" / "step_00000009"]
+    assert checkpoint.list_checkpoints(tmp_path) == [folder / "step_00000009"]
     assert all(other.exists() for other in others)
     assert not capsys.readouterr().err
 
 
-def test_damaged_newer_checkpoints_do_not_push_out_good_ones(tmp_path):
+def test_damaged_newer_checkpoints_are_renamed(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, step)
     start = tmp_path / "checkpoints" / "step_00000001"
@@ -222,9 +245,14 @@ def test_a_file_that_cannot_be_read_is_damage(tmp_path):
         checkpoint.verify(path)
 
 
-def test_another_shape_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": 2}, "does not fit the model"),
+        ({"vocab_size": 300}, r"does not fit the model: transformer\.wte\.weight"),
+    ],
+)
+def test_weights_of_another_shape_are_refused(tmp_path, change, message):
     _, path = save(tmp_path, 1)
-    with pytest.raises(ValueError, match="does not fit the model"):
-        weights.load_into(build(STEM, **{**TINY, "num_hidden_layers": 2}), path)
-    with pytest.raises(ValueError, match=r"does not fit the model: transformer\.wte\.weight"):
-        weights.load_into(build(STEM, **{**TINY, "vocab_size": 300}), path)
+    with pytest.raises(ValueError, match=message):
+        weights.load_into(build(MODEL_NAME, **{**TINY, **change}), path)

@@ -1,6 +1,4 @@
-"""Keys from files and command lines: what is accepted, what is refused, and what the refusal
-says.
-"""
+"""Read keys from files and command lines, and refuse mistakes with a message that helps."""
 
 import errno
 import math
@@ -67,7 +65,7 @@ class Run(Base):
         None,
         "speed, if any",
     )
-    # A new default for an inherited key.
+    # a new default for an inherited key
     rate: float = option(
         0.25,
         "how fast to learn, here",
@@ -99,19 +97,40 @@ class Other:
 SCHEMA = collect_options(Run)
 
 
-def test_knobs_hold_what_the_dataclasses_say():
+def test_options_have_the_names_and_defaults_of_the_fields():
+    assert {name: declared.default for name, declared in SCHEMA.items()} == {
+        "steps": 10,
+        "rate": 0.25,
+        "fast": False,
+        "name": "plain",
+        "kind": "delta",
+        "limit": None,
+        "scale": 2.0,
+        "mode": None,
+        "bare": 0.5,
+        "ranged": 2,
+    }
+
+
+def test_options_have_the_order_of_the_fields():
     names = ["steps", "rate", "fast", "name", "kind", "limit", "scale", "mode", "bare", "ranged"]
     assert list(SCHEMA) == names
-    defaults = [10, 0.25, False, "plain", "delta", None, 2.0, None, 0.5, 2]
-    assert [knob.default for knob in SCHEMA.values()] == defaults
+
+
+def test_options_have_the_help_types_choices_and_ranges_of_the_fields():
     assert SCHEMA["rate"].help == "how fast to learn, here"
+    assert SCHEMA["bare"].help == ""
     assert SCHEMA["limit"].types == (int, type(None))
-    assert (SCHEMA["kind"].types, SCHEMA["kind"].choices) == ((str,), ("delta", "write_only"))
+    assert SCHEMA["kind"].types == (str,)
+    assert SCHEMA["kind"].choices == ("delta", "write_only")
     assert SCHEMA["mode"].choices == ("slow", "quick")
-    assert (SCHEMA["bare"].help, SCHEMA["ranged"].range) == ("", "1 or more")
-    both = collect_options(Base, Other)
-    assert list(both) == ["steps", "rate", "depth"]
-    assert both["steps"].default == 10  # the first of a name
+    assert SCHEMA["ranged"].range == "1 or more"
+
+
+def test_of_two_classes_with_a_key_the_first_counts():
+    options = collect_options(Base, Other)
+    assert list(options) == ["steps", "rate", "depth"]
+    assert options["steps"].default == 10
 
 
 RANGES = [
@@ -132,22 +151,24 @@ def test_ranges_of_options(bounds, inside, outside, words):
     assert ranged.range == words
 
 
-def test_a_value_out_of_its_range_is_refused_by_every_config():
-    """Made directly, too, without a command line."""
+def test_a_value_out_of_its_range_is_refused():
     check_ranges(Run(scale=None, rate=0.0))
     with pytest.raises(ValueError, match=r"^rate=1\.0: give a number from 0 to below 1"):
         check_ranges(Run(rate=1.0))
-    for config in (TrainConfig, *(model_class(stem).Config for stem in MODEL_NAMES)):
-        lows = {
-            name: key.low for name, key in collect_options(config).items() if key.low is not None
-        }
-        assert len(lows) > 5
-        for name, low in lows.items():
-            with pytest.raises(ValueError, match=f"^{name}={low - 1}: give "):
-                config(**{name: low - 1})
 
 
-REFUSED = {
+@pytest.mark.parametrize("model_name", [None, *MODEL_NAMES])
+def test_every_config_checks_its_ranges_when_it_is_created(model_name):
+    """None stands for TrainConfig."""
+    config = TrainConfig if model_name is None else model_class(model_name).Config
+    lows = {name: key.low for name, key in collect_options(config).items() if key.low is not None}
+    assert len(lows) > 5
+    for name, low in lows.items():
+        with pytest.raises(ValueError, match=f"^{name}={low - 1}: give "):
+            config(**{name: low - 1})
+
+
+WRONG_VALUES = {
     "steps": [1.0, True, "1", None],
     "rate": [True, "0.1", None, math.nan, math.inf],
     "scale": [-math.inf],
@@ -159,9 +180,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("key", REFUSED)
+@pytest.mark.parametrize("key", WRONG_VALUES)
 def test_check_refuses_wrong_types_choices_and_numbers(key):
-    for value in REFUSED[key]:
+    for value in WRONG_VALUES[key]:
         with pytest.raises(ValueError, match=f"^{key}=.*: give "):
             check_settings({"steps": 1, key: value}, SCHEMA)
 
@@ -192,19 +213,23 @@ def test_parse_reads_text_by_the_type_of_the_key(key):
         parsed = configurator.parse(SCHEMA[key], text)
         assert parsed == value
         assert type(parsed) is type(value)
-    for text in UNPARSABLE.get(key, []):
+
+
+@pytest.mark.parametrize("key", UNPARSABLE)
+def test_parse_refuses_text_of_another_type(key):
+    for text in UNPARSABLE[key]:
         with pytest.raises(ValueError, match=f"{key}=.*: give "):
             configurator.parse(SCHEMA[key], text)
 
 
-# The settings of nanoGPT's train.py, its configurator.py's examples and its sample.py.
+# the settings of nanoGPT's train.py, of its configurator.py's examples and of its sample.py
 NANOGPT = """out_dir eval_interval log_interval eval_iters eval_only always_save_checkpoint init_from
 wandb_log wandb_project wandb_run_name dataset gradient_accumulation_steps batch_size block_size
 n_layer n_head n_embd dropout bias learning_rate max_iters weight_decay beta1 beta2 grad_clip
 decay_lr warmup_iters lr_decay_iters min_lr backend device dtype compile start""".split()
 
 
-def test_every_name_of_nanogpt_is_a_key_or_answered_with_ours():
+def test_every_setting_of_nanogpt_is_a_key_or_answered_with_our_key():
     schema = every_option()
     unknown = [name for name in [*NANOGPT, "lr"] if name not in schema]
     with pytest.raises(ValueError, match="unknown key") as refused:
@@ -213,22 +238,35 @@ def test_every_name_of_nanogpt_is_a_key_or_answered_with_ours():
     assert len(answers) == len(unknown) == 17
     for name, answer in zip(unknown, answers):
         assert answer.startswith(f"unknown key --{name}: ")
-        named = re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", answer.partition(": ")[2])
-        assert set(named) <= schema.keys()
+        suggested_keys = re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", answer.partition(": ")[2])
+        assert set(suggested_keys) <= schema.keys()
     assert "unknown key --lr: the key is learning_rate" in answers
 
 
-def test_command_lines():
+def test_a_command_line_is_split_into_files_and_options():
     words = ["a.py", "--steps=3", "--name=x=y", "--fast", "--limit=", "b.py", "--steps=4", "-h"]
     options = {"steps": "4", "name": "x=y", "fast": "True", "limit": "", "help": "True"}
     assert configurator.split_arguments(words) == (["a.py", "b.py"], options)
+
+
+def test_an_option_with_one_dash_is_refused():
     with pytest.raises(ValueError, match=r"^-steps=3: keys have two dashes, --key=value$"):
         configurator.split_arguments(["-steps=3"])
+
+
+def test_an_unknown_key_is_answered_with_the_nearest():
     message = r"^unknown key stpes, did you mean steps\?; unknown key zzzzzz$"
     with pytest.raises(ValueError, match=message):
         configurator.check_names(["stpes", "fast", "zzzzzz"], SCHEMA)
-    from_file, typed = {"steps": 3, "rate": 1, "depth": 5}, {"steps": "4", "other": "x"}
-    assert configurator.read_settings(from_file, typed, SCHEMA) == {"steps": 4, "rate": 1.0}
+
+
+def test_the_command_line_takes_precedence_over_the_file():
+    file_settings = {"steps": 3, "rate": 1, "depth": 5}
+    typed = {"steps": "4", "other": "x"}
+    assert configurator.read_settings(file_settings, typed, SCHEMA) == {"steps": 4, "rate": 1.0}
+
+
+def test_text_for_a_number_in_a_file_is_refused():
     with pytest.raises(ValueError, match="steps='3': give a whole number"):
         configurator.read_settings({"steps": "3"}, {}, SCHEMA)
 
@@ -246,7 +284,7 @@ def test_command_lines():
         ([], "the following arguments are required: run; "),
     ],
 )
-def test_a_mistyped_option_is_one_line_with_the_nearest(capsys, argv, message):
+def test_a_mistyped_option_is_answered_with_the_nearest(capsys, argv, message):
     parser = configurator.Parser(prog="run.py")
     parser.add_argument("run")
     parser.add_argument("--top_k", type=int)
@@ -257,15 +295,26 @@ def test_a_mistyped_option_is_one_line_with_the_nearest(capsys, argv, message):
     assert capsys.readouterr() == ("", f"run.py: error: {message}--help lists the options\n")
 
 
-def test_options_of_a_subcommand_and_values_that_look_like_options(capsys):
+@pytest.fixture
+def parser_with_subcommand():
     parser = configurator.Parser(prog="run.py")
     draw = parser.add_subparsers(dest="command").add_parser("draw")
     draw.add_argument("--out")
     draw.add_argument("words", nargs="*")
-    found = parser.parse_args(["draw", "--out=--x", "--", "--unknown"])
-    assert (found.out, found.words) == ("--x", ["--unknown"])
+    return parser
+
+
+def test_values_may_look_like_options(parser_with_subcommand):
+    args = parser_with_subcommand.parse_args(["draw", "--out=--x", "--", "--unknown"])
+    assert args.out == "--x"
+    assert args.words == ["--unknown"]
+
+
+def test_a_mistyped_option_of_a_subcommand_is_answered_with_the_nearest(
+    parser_with_subcommand, capsys
+):
     with pytest.raises(SystemExit):
-        parser.parse_args(["draw", "--ou=x"])
+        parser_with_subcommand.parse_args(["draw", "--ou=x"])
     line = "run.py draw: error: unknown option --ou, did you mean --out?"
     assert capsys.readouterr().err.startswith(line)
 
@@ -286,37 +335,55 @@ name = "ä"
 """
 
 
-def test_config_files(tmp_path, monkeypatch):
+@pytest.fixture
+def config_file(tmp_path, monkeypatch):
+    """Return the path of config/ddl_small.py in the current folder."""
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "config" / "ddl_small.py"
     path.parent.mkdir()
     path.write_text(CONFIG_FILE, encoding="utf-8")
-    names = {"width": 3, "steps": 20, "rate": 0.5, "name": "ä"}
-    assert configurator.read_config_file(str(path)) == names
+    return path
+
+
+def test_a_config_file_sets_the_values_of_its_public_names(config_file):
+    settings = {"width": 3, "steps": 20, "rate": 0.5, "name": "ä"}
+    assert configurator.read_config_file(str(config_file)) == settings
+
+
+def test_a_config_file_that_does_not_exist_is_answered_with_the_nearest(config_file):
     with pytest.raises(ValueError, match=r"config/ddl_smal\.py, did you mean config/ddl_small\.py"):
         configurator.read_config_file("config/ddl_smal.py")
     with pytest.raises(ValueError, match=r"no config file zzzz; see the files in config/"):
         configurator.read_config_file("zzzz")
-    path.write_text("steps = 1 / 0")
+
+
+def test_an_error_in_a_config_file_is_named(config_file):
+    config_file.write_text("steps = 1 / 0")
     with pytest.raises(ValueError, match=r"small\.py: ZeroDivisionError: division by zero"):
-        configurator.read_config_file(str(path))
+        configurator.read_config_file(str(config_file))
 
 
-def test_help_text_shows_every_key_with_its_default_help_and_choices():
-    text = configurator.help_text(collect_options(Run, Other))
-    lines = text.splitlines()
-    titles = [line for line in lines if line and not line.startswith(" ")]
-    assert titles == ["Keys of every run:", "Keys of one design:", "Keys of something else:"]
-    for start, help_ in [
+def test_help_lists_the_keys_of_each_class_under_its_docstring():
+    lines = configurator.help_text(collect_options(Run, Other)).splitlines()
+    headings = [line for line in lines if line and not line.startswith(" ")]
+    assert headings == ["Keys of every run:", "Keys of one design:", "Keys of something else:"]
+
+
+@pytest.mark.parametrize(
+    ("start", "end"),
+    [
         ("--steps=10 ", "how long to run (1 or more)"),
         ("--rate=0.25 ", "how fast to learn, here (a number from 0 to below 1)"),
         ("--kind=delta ", "which update (delta | write_only)"),
         ("--limit=None ", "tokens at most"),
         ("--ranged=2 ", "(1 or more)"),
         ("--depth=3 ", "layers"),
-    ]:
-        [line] = (line for line in lines if line.strip().startswith(start))
-        assert line.endswith(help_)
+    ],
+)
+def test_help_shows_a_key_with_its_default_its_range_and_its_choices(start, end):
+    lines = configurator.help_text(collect_options(Run, Other)).splitlines()
+    [line] = (line for line in lines if line.strip().startswith(start))
+    assert line.endswith(end)
 
 
 @pytest.mark.parametrize(
@@ -347,36 +414,45 @@ def test_mistakes_end_the_script_with_one_line_and_code_2(monkeypatch, capsys, e
 
 
 def test_help_that_nobody_reads_to_its_end_is_no_error():
-    """As in `--help | head`: the pipe's other end is closed."""
-    other_end, pipe = os.pipe()
-    os.close(other_end)
+    """The reading end of the pipe is closed, as in `--help | head`."""
+    reading_end, writing_end = os.pipe()
+    os.close(reading_end)
     command = [sys.executable, "data/text/prepare.py", "--help"]
-    done = subprocess.run(command, cwd=ROOT, stdout=pipe, stderr=subprocess.PIPE, check=False)
-    os.close(pipe)
-    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
+    result = subprocess.run(
+        command, cwd=ROOT, stdout=writing_end, stderr=subprocess.PIPE, check=False
+    )
+    os.close(writing_end)
+    assert result.returncode == -signal.SIGPIPE
+    assert result.stderr == b""
 
 
-def test_a_file_is_whole_or_as_it_was_and_a_full_disk_names_it(tmp_path, monkeypatch):
-    path = tmp_path / "a.json"
-    files.write_text(path, "first")
-
-    def full(_):
+def test_a_write_to_a_full_disk_leaves_the_old_file_and_names_it(tmp_path, monkeypatch):
+    def fail(_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
+    path = tmp_path / "a.json"
+    files.write_text(path, "first")
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="No space") as raised:
         files.write_text(path, "second")
-    fix = "No space left on device; free disk space and run the same command again"
-    assert errors.describe_error(raised.value) == f"{path}: {fix}"
+    assert errors.describe_error(raised.value) == (
+        f"{path}: No space left on device; free disk space and run the same command again"
+    )
     assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
     assert path.read_text() == "first"
+
+
+def test_a_write_below_a_file_is_refused(tmp_path):
+    path = tmp_path / "a.json"
+    files.write_text(path, "first")
     with pytest.raises(OSError, match="Not a directory") as raised:
-        files.write_text(path / "b.json", "third")
-    where = f"{path}/b.json: this is a file, but a folder is needed"
-    assert errors.describe_error(raised.value) == where
+        files.write_text(path / "b.json", "second")
+    assert errors.describe_error(raised.value) == (
+        f"{path}/b.json: this is a file, but a folder is needed"
+    )
 
 
-def test_the_beginning_of_a_name_is_near_it():
+def test_the_beginning_of_a_name_suggests_the_name():
     assert errors.suggest("MUDD", MODEL_NAMES) == ", did you mean MUDD-gpt-mha-rope?"
     assert errors.suggest("attnres", MODEL_NAMES) == ", did you mean AttnRes-gpt-mha-rope?"
     assert errors.suggest("", MODEL_NAMES) == errors.suggest("xyz", MODEL_NAMES) == ""

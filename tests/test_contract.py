@@ -8,7 +8,7 @@ import broken_streams
 import contract
 import pytest
 import torch
-from helpers import EXAMPLES, ROOT, script, small_run
+from helpers import EXAMPLES, ROOT, run_script, small_run
 from model_settings import names_and_settings
 
 import export
@@ -125,7 +125,7 @@ def test_extra_losses_with_accumulation_and_two_processes(corpus, tmp_path):
         "--nproc_per_node=2",
         tmp_path / "start.py",
     ]
-    done = script(*torchrun, *arguments, env={"PYTHONPATH": str(ROOT)})
+    done = run_script(*torchrun, *arguments, env={"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr.decode()
     whole, shared = (
         checkpoint.find(tmp_path / name) / "model.safetensors" for name in ("whole", "shared")

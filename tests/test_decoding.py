@@ -10,7 +10,7 @@ import torch
 from decoding_helpers import CASES, CC, EC
 from helpers import one_line_error, precision, small_run
 from in_process import call
-from models import PAPER, TINY, tiny
+from models import PAPER, TINY, build_tiny
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from model import kernels
@@ -57,7 +57,7 @@ def counter(monkeypatch):
 @pytest.mark.parametrize(("stem", "keys"), CASES)
 def test_every_step_equals_the_uncached_model(stem, keys):
     """Up to the last place; then another prompt on the same decoder, shorter than the kernels."""
-    model = tiny(stem, **keys)
+    model = build_tiny(stem, **keys)
     decoder = Decoder(model, 3)
     check(decoder, model, tokens_of(3, TINY["block_size"]), 6)
     check(decoder, model, tokens_of(3, 9), 1)
@@ -70,7 +70,7 @@ def test_prompts_of_unequal_lengths_are_as_each_alone(stem, keys):
     """Shorter than the kernels, and twenty times over; chunks of several tokens after them; a
     selection of rows.
     """
-    model, lengths = tiny(stem, **keys), (1, 9, 2, 6)
+    model, lengths = build_tiny(stem, **keys), (1, 9, 2, 6)
     torch.nn.init.normal_(
         model.transformer.h[0].attn.k_rms.weight
     ) if model.config.use_qk_rmsnorm else None
@@ -96,7 +96,7 @@ def test_prompts_of_unequal_lengths_are_as_each_alone(stem, keys):
 
 def test_what_is_no_token_attends_to_something():
     """The softmax over nothing is 0 / 0 in some backends."""
-    model, ids = tiny("gpt-mha-rope"), padded([[1], [2, 3, 4]])
+    model, ids = build_tiny("gpt-mha-rope"), padded([[1], [2, 3, 4]])
     cache = model.new_cache()
     mask = model.positions(ids, cache, cache.reserve(ids)).mask
     assert mask[0, 0].tolist() == [[True, False, False], [False, True, False], [False, False, True]]
@@ -105,7 +105,7 @@ def test_what_is_no_token_attends_to_something():
 
 @pytest.mark.parametrize("stem", [EC, CC])
 def test_one_compilation_serves_every_position(stem, counter):
-    model = tiny(stem, block_size=64)
+    model = build_tiny(stem, block_size=64)
     decoder = Decoder(model, 2, 58, compiled=True)
     check(decoder, model, tokens_of(2, 58), 4)  # 54 steps
     check(decoder, model, tokens_of(2, 5), 2)
@@ -120,7 +120,7 @@ def test_one_compilation_serves_every_position(stem, counter):
 @pytest.mark.slow
 @pytest.mark.parametrize("stem", PAPER)
 def test_compiled_by_inductor(stem):
-    model = tiny(stem)
+    model = build_tiny(stem)
     check(Decoder(model, 2, compiled=True), model, tokens_of(2, TINY["block_size"]), 4)
 
 
@@ -129,7 +129,7 @@ def test_tensors_stay_where_they_are(compiled, counter):
     """A graph replays on addresses: neither steps nor another prompt may move or replace a
     tensor.
     """
-    model, ids = tiny(EC), tokens_of(2, 16)
+    model, ids = build_tiny(EC), tokens_of(2, 16)
     decoder = Decoder(model, 2, compiled=compiled)
 
     def addresses():
@@ -154,7 +154,7 @@ def test_tensors_stay_where_they_are(compiled, counter):
 
 @pytest.mark.parametrize(("stem", "compiled"), [*((stem, False) for stem in PAPER), (EC, True)])
 def test_bfloat16_is_the_uncached_models_to_its_rounding(stem, compiled, counter):
-    model, ids = tiny(stem), tokens_of(2, 16)
+    model, ids = build_tiny(stem), tokens_of(2, 16)
     wanted = exact(model, ids, 6)
     model.float()
     check(Decoder(model, 2), model, ids, 6, 1e-4)  # as sample.py: float32 weights, no autocast
@@ -175,7 +175,7 @@ def test_bfloat16_is_the_uncached_models_to_its_rounding(stem, compiled, counter
 @pytest.mark.parametrize("stem", PAPER)
 def test_rounding_matrices_changes_no_bit_under_autocast(stem):
     model, ids = (
-        tiny(stem, **({"ddl_map": "v"} if stem.endswith("CC") else {})).float(),
+        build_tiny(stem, **({"ddl_map": "v"} if stem.endswith("CC") else {})).float(),
         tokens_of(2, 16),
     )
     with torch.autocast("cpu", torch.bfloat16):
@@ -191,7 +191,7 @@ def test_rounding_matrices_changes_no_bit_under_autocast(stem):
 @pytest.mark.parametrize(("stem", "compiled"), [(CC, False), ("gpt-mha-rope", False), (CC, True)])
 def test_fused_streams(stem, compiled, counter):
     fused = pytest.importorskip("fused")
-    model, ids = tiny(stem, num_hidden_layers=1), tokens_of(2, 6)
+    model, ids = build_tiny(stem, num_hidden_layers=1), tokens_of(2, 6)
     wanted = [exact(model, ids[:1], 6)[0], exact(model, ids[1:, :2], 2)[0]]
     decoder = Decoder(fused.fuse(model.float()), 2, 8, compiled)
     check(decoder, model, ids, 3, 1e-4)
@@ -200,7 +200,7 @@ def test_fused_streams(stem, compiled, counter):
 
 
 def test_text_is_the_same_compiled(counter):
-    model = tiny("DDL-gpt-mha-rope").float()
+    model = build_tiny("DDL-gpt-mha-rope").float()
     prompts, texts = [[1, 2, 3], [4]], []
     for compiled in (False, True):
         decoder = Decoder(model, 2, compiled=compiled)
@@ -211,7 +211,7 @@ def test_text_is_the_same_compiled(counter):
 
 
 def test_a_full_cache_is_refused_before_anything_is_computed(monkeypatch):
-    model, ids = tiny(EC), tokens_of(2, 16)
+    model, ids = build_tiny(EC), tokens_of(2, 16)
     decoder, cache = Decoder(model, 2, 8), model.new_cache(8)
     decoded(decoder, ids[:, :8], 3)
     model(ids[:, :8], cache=cache)
@@ -227,7 +227,7 @@ def test_a_full_cache_is_refused_before_anything_is_computed(monkeypatch):
 
 
 def test_what_does_not_fit_is_refused():
-    model, ids = tiny(EC), tokens_of(2, 16)
+    model, ids = build_tiny(EC), tokens_of(2, 16)
     decoder = Decoder(model, 2, 8)
     decoder.prefill(ids[:, :3])
     for T in (9, 0):
@@ -260,7 +260,7 @@ def test_what_does_not_fit_is_refused():
 
 
 def test_a_cached_pass_has_no_gradient_but_the_output_layers():
-    model = tiny(EC)
+    model = build_tiny(EC)
     logits, _ = model(tokens_of(2, 5), cache=model.new_cache())
     logits.sum().backward()
     assert [name for name, p in model.named_parameters() if p.grad is not None] == [
@@ -360,7 +360,7 @@ def test_a_cuda_graph_equals_the_eager_step(stem, setting):
     """
     if setting == "on":
         pytest.importorskip("triton")
-    model, ids = tiny(stem), tokens_of(2, 16)
+    model, ids = build_tiny(stem), tokens_of(2, 16)
     exacts = {prompt: exact(model, ids, prompt) for prompt in (6, 1)}
     model, ids = model.float().cuda(), ids.cuda()
     kernels.use(model, setting, "cuda")

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from helpers import SMALL, script
+from helpers import SMALL, run_script
 
 from model import model_class
 from training import metrics
@@ -59,7 +59,7 @@ def test_a_depth_at_which_gradients_explode_is_noted(keys, noted):
 )
 def test_200_blocks_train_without_warm_up(stem, more, corpus, tmp_path):
     keys = {"model": stem, "dataset": corpus, "out_dir": tmp_path / "run", **KEYS, **more}
-    result = script("train.py", *(f"--{key}={value}" for key, value in keys.items()))
+    result = run_script("train.py", *(f"--{key}={value}" for key, value in keys.items()))
     assert result.returncode == 0, result.stderr.decode()
     steps = [
         record for record in metrics.read(tmp_path / "run" / "metrics.jsonl") if "loss" in record

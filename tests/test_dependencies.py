@@ -4,7 +4,7 @@ tiktoken.
 
 import json
 
-from helpers import ROOT, script, small_run
+from helpers import ROOT, run_script, small_run
 
 # Stands for a bare machine: any other package of requirements.txt, and what they bring, cannot be
 # imported.
@@ -47,7 +47,7 @@ def test_a_bare_machine_trains_samples_and_exports_and_names_what_is_missing(cor
         misses |= {"pip install matplotlib": ["research/report.py", "curves", run]}
         misses |= {"pip install scipy": ["research/sweep.py", *grid, "--seed=0,1"]}
     commands = [[str(word) for word in command] for command in (*works, *misses.values())]
-    result = script("-c", BARE, json.dumps(commands))
+    result = run_script("-c", BARE, json.dumps(commands))
     ends = json.loads(result.stdout.decode().splitlines()[-1])
     assert ends == [0] * len(works) + [2] * len(misses), result.stderr.decode()
     lines = result.stderr.decode().strip().splitlines()

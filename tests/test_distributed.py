@@ -11,8 +11,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import small_run, wait_for
-from in_process import finish_together
-from interruptions_helpers import CONSTANT, begin, final, phase_of, records, steps_done, workers
+from in_process import train_in_processes
+from interruptions_helpers import (
+    CONSTANT_RATE,
+    completed_steps,
+    current_phase,
+    read_final_tensors,
+    read_records,
+    start_training,
+    worker_pids,
+)
 from torch._dynamo.utils import counters
 from torch.multiprocessing import ProcessExitedException
 
@@ -98,7 +106,7 @@ def test_a_kept_graph_is_of_one_autocast():
 
 
 KEYS = {
-    **CONSTANT,
+    **CONSTANT_RATE,
     "global_batch_size": 12,
     "checkpoint_interval": 3,
     "eval_interval": 4,
@@ -148,17 +156,17 @@ def test_killed_processes_end_bit_for_bit_as_undisturbed_ones(
     not change.
     """
     keys = {**KEYS, "micro_batch_size": 6 // processes, "max_steps": 8, "engine": engine, **changes}
-    finish_together(processes, small_run(corpus, tmp_path / "whole", **keys), tmp_path / "log")
+    train_in_processes(processes, small_run(corpus, tmp_path / "whole", **keys), tmp_path / "log")
     arguments = small_run(corpus, tmp_path / "run", **keys)
     for step, victims in zip(deaths, (range(processes), range(1, 2))):
         with monkeypatch.context() as patch:
             dying(patch, victims, step)
             with pytest.raises(ProcessExitedException):
-                finish_together(processes, arguments, tmp_path / "log")
-        assert steps_done(tmp_path / "run")[-1] == step - 1
-    finish_together(processes, arguments, tmp_path / "log")
-    assert final(tmp_path / "run") == final(tmp_path / "whole")
-    assert records(tmp_path / "run") == records(tmp_path / "whole")
+                train_in_processes(processes, arguments, tmp_path / "log")
+        assert completed_steps(tmp_path / "run")[-1] == step - 1
+    train_in_processes(processes, arguments, tmp_path / "log")
+    assert read_final_tensors(tmp_path / "run") == read_final_tensors(tmp_path / "whole")
+    assert read_records(tmp_path / "run") == read_records(tmp_path / "whole")
 
 
 @pytest.mark.slow
@@ -182,14 +190,14 @@ def test_jobs_of_torchrun_end_bit_for_bit_as_undisturbed_ones(corpus, tmp_path, 
     if engine == "fsdp":
         keys |= {"checkpoint_writers": 2, "save_in_background": True}
     run, whole = tmp_path / "run", tmp_path / "whole"
-    assert begin(small_run(corpus, whole, **keys), processes=3).wait(timeout=400) == 0
-    job = begin(small_run(corpus, run, **keys), processes=3, launcher=["--max-restarts=1"])
-    wait_for(lambda: len(steps_done(run)) >= 7, 400)
-    os.kill(workers(job)[1], signal.SIGKILL)
-    wait_for(lambda: len(steps_done(run)) >= 12 and phase_of(run) == "evaluation", 400)
+    assert start_training(small_run(corpus, whole, **keys), processes=3).wait(timeout=400) == 0
+    job = start_training(small_run(corpus, run, **keys), processes=3, launcher=["--max-restarts=1"])
+    wait_for(lambda: len(completed_steps(run)) >= 7, 400)
+    os.kill(worker_pids(job)[1], signal.SIGKILL)
+    wait_for(lambda: len(completed_steps(run)) >= 12 and current_phase(run) == "evaluation", 400)
     job.send_signal(signal.SIGTERM)
     assert job.wait(timeout=60) in (0, 1)
     assert not checkpoint.read_state(checkpoint.find(run))["evaluated"]
-    assert begin(small_run(corpus, run, **keys), processes=3).wait(timeout=400) == 0
-    assert final(run) == final(whole)
-    assert records(run) == records(whole)
+    assert start_training(small_run(corpus, run, **keys), processes=3).wait(timeout=400) == 0
+    assert read_final_tensors(run) == read_final_tensors(whole)
+    assert read_records(run) == read_records(whole)

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from contract import randomise
-from helpers import one_line_error, script, small_run
+from helpers import one_line_error, run_script, small_run
 from in_process import call
 
 from data import shards, tokenizer
 from data.shards import open_corpus
 from model import MODEL_NAMES, build
+from model.causality import move_parameters
 from model.decoding import Decoder
 
 pytest.importorskip("lm_eval")
@@ -45,7 +45,7 @@ TINY |= {"head_dim": 8, "hidden_size": 12}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return lm_eval_tasks.write(tmp_path_factory.mktemp("tasks"), 52)
+    return lm_eval_tasks.write_tasks(tmp_path_factory.mktemp("tasks"), 52)
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +84,7 @@ def test_every_item_is_what_lm_evals_own_model_makes_of_the_exported_folder(
     folder, encoding, tmp_path, monkeypatch, stem
 ):
     monkeypatch.setattr(lm_eval.evaluator, "add_env_info", lambda results: None)  # seconds of pip
-    model = randomise(build(stem, **TINY))
+    model = move_parameters(build(stem, **TINY))
     state = {"step": 1, "seconds": 0.0, "model": stem, "run_config": {}, "corpus": {}}
     state["model_config"] = dataclasses.asdict(model.config)
     weights = checkpoint.get_model_tensors(model)
@@ -150,7 +150,9 @@ def likeliest(model, context: list[int], count: int) -> list[int]:
 def test_awkward_requests_equal_a_naive_loop(monkeypatch, batch_size, at_once):
     """at_once: logits, in the last case those of three places."""
     monkeypatch.setattr("evaluation.language_model.MAX_LOGITS", at_once)
-    model = randomise(build("DDL-gpt-mha-rope-EC", **{**TINY, "block_size": 20})).double().eval()
+    model = (
+        move_parameters(build("DDL-gpt-mha-rope-EC", **{**TINY, "block_size": 20})).double().eval()
+    )
     with torch.no_grad():
         start = [5, 6, 7]
         long = list(range(30))
@@ -257,7 +259,9 @@ def continued(model, encoding, context: str, count: int) -> str:
 
 @pytest.mark.parametrize("batch_size", [1, 5])
 def test_generated_text_is_the_likeliest_up_to_a_stop_string(batch_size):
-    model = randomise(build("DDL-gpt-mha-rope-CC", **{**TINY, "block_size": 40})).double().eval()
+    model = (
+        move_parameters(build("DDL-gpt-mha-rope-CC", **{**TINY, "block_size": 40})).double().eval()
+    )
     encoding = tokenizer.byte_tokenizer()
     contexts = ["", "a", "Question: why?\nAnswer:", "much longer " * 9, "b<|endoftext|>c"]
     contexts += ["Ünder", "x y", "?", "1"]
@@ -361,7 +365,7 @@ def test_two_processes_write_what_one_writes(run, folder, tmp_path):
     arguments += [f"--include_path={folder}", "--batch_size=4", "--log_samples"]
     assert evaluated(*arguments, f"--out={tmp_path / 'one'}")[0] == 0
     several = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "eval.py"]
-    result = script(*several, *arguments, f"--out={tmp_path / 'two'}")
+    result = run_script(*several, *arguments, f"--out={tmp_path / 'two'}")
     assert result.returncode == 0, result.stderr.decode()
     one = entries(tmp_path / "one")
     two = entries(tmp_path / "two")
@@ -380,7 +384,7 @@ def test_two_processes_write_what_one_writes(run, folder, tmp_path):
 
 
 def test_finished_results_stay_and_what_changed_is_evaluated_anew(run, tmp_path, monkeypatch):
-    files = lm_eval_tasks.write(tmp_path, 3)
+    files = lm_eval_tasks.write_tasks(tmp_path, 3)
     out = tmp_path / "out"
     options = ["--tasks=questions,gaps", f"--include_path={files}", f"--out={out}"]
     both = ["questions", "gaps"]
@@ -435,7 +439,7 @@ def test_a_task_whose_data_cannot_be_had_is_named_and_the_others_are_evaluated(
     options = ["--tasks=absent,questions", f"--include_path={folder}", f"--out={tmp_path}"]
     # Nothing listens there: asked once, not for every task and file.
     environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": ""}
-    result = script("eval.py", run, *options, "--limit=2", env=environment)
+    result = run_script("eval.py", run, *options, "--limit=2", env=environment)
     assert result.returncode == 3
     [line] = result.stderr.decode().strip().splitlines()
     assert all(word in line for word in ("task absent", "nobody/has_this", "HF_HOME"))
@@ -496,7 +500,7 @@ def test_an_exported_folder_has_its_runs_numbers_and_needs_a_corpus(run, folder,
 
 
 def test_groups_without_a_figure_and_tasks_that_fail_leave_the_others_theirs(run, tmp_path):
-    files = lm_eval_tasks.write(tmp_path, 3)
+    files = lm_eval_tasks.write_tasks(tmp_path, 3)
     out = tmp_path / "out"
     (files / "both.yaml").write_text("group: both\ntask: [questions, gaps]\n")
     text = (files / "continued.yaml").read_text().replace("task: continued", "task: beams")
@@ -515,7 +519,7 @@ def test_groups_without_a_figure_and_tasks_that_fail_leave_the_others_theirs(run
 def test_the_samples_are_the_file_that_lm_eval_writes(run, tmp_path, monkeypatch):
     """Its own evaluation of our model with its own tracker, and --log_samples: the same bytes."""
     monkeypatch.setattr(lm_eval.evaluator, "add_env_info", lambda results: None)
-    folder = lm_eval_tasks.write(tmp_path, 7)
+    folder = lm_eval_tasks.write_tasks(tmp_path, 7)
     names = ["questions", "texts", "continued"]
     filters = [f"- {{name: {n}, filter: [{{function: take_first}}]}}" for n in ("one", "two")]
     text = (folder / "continued.yaml").read_text().replace("task: continued", "task: filtered")
@@ -661,7 +665,7 @@ def test_bfloat16_is_rounded_and_stored_beside_float32(run, tmp_path):
 
 def test_a_task_that_fixes_no_examples_keeps_it(tmp_path):
     """lm-eval keeps a 0 in the file of a task, and takes any other number as a default."""
-    files = lm_eval_tasks.write(tmp_path, 2)
+    files = lm_eval_tasks.write_tasks(tmp_path, 2)
     for name, shots in (("questions", 0), ("gaps", 3)):
         with open(files / f"{name}.yaml", "a") as file:
             file.write(f"num_fewshot: {shots}\n")

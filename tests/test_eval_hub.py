@@ -6,14 +6,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from contract import randomise
-from helpers import script
+from helpers import run_script
 from hub_server import Fault, HubServer
 from hub_tasks import repositories
 
 from data import hub as hub_module
 from data import tokenizer
 from model import build
+from model.causality import move_parameters
 from training import checkpoint
 
 pytest.importorskip("lm_eval")
@@ -57,7 +57,7 @@ def saved(tmp_path_factory):
     """A checkpoint of a small model of random weights, and the exported folder of it."""
     root = tmp_path_factory.mktemp("run")
     encoding = tokenizer.train_byte_pairs(["the cat and the dog. Question: Answer: " * 20], 270)
-    model = randomise(build("DDL-gpt-mha-rope-CC-EC", **TINY))
+    model = move_parameters(build("DDL-gpt-mha-rope-CC-EC", **TINY))
     state = {"step": 1, "seconds": 0.0, "model": "DDL-gpt-mha-rope-CC-EC"}
     state |= {"model_config": dataclasses.asdict(model.config), "run_config": {}, "corpus": {}}
     found = checkpoint.save(
@@ -70,7 +70,7 @@ def saved(tmp_path_factory):
 
 def evaluate(hub, saved, out, *arguments):
     env = {"HF_ENDPOINT": hub.url, "HF_HOME": str(out / "hf"), "HF_HUB_OFFLINE": ""}
-    return script(
+    return run_script(
         "eval.py", saved, f"--out={out}", "--device=cpu", "--log_samples", *arguments, env=env
     )
 
@@ -189,7 +189,7 @@ def test_all_processes_are_patient(hub, saved, tmp_path):
         ]
         arguments += ["--tasks=absent,physical", f"--include_path={tmp_path}", "--retry_minutes=1"]
         env = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": ""}
-        result = script(*several, *arguments, env=env)
+        result = run_script(*several, *arguments, env=env)
     errors = result.stderr.decode()
     assert "task absent is skipped" in errors, errors
     assert errors.count("the Hub responds with status 500; retrying in 1 s") == 1
@@ -208,7 +208,7 @@ def test_the_eight_tasks_equal_lm_evals_own_model(hub, saved, tmp_path):
     assert result.stderr.decode().count("the Hub responds with status 503; retrying in 1 s") >= 5
     hub.faults = []
     env = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf")}
-    theirs = script("tests/lm_evals_hf.py", saved[1], 2, *PAPER_METRICS, env=env)
+    theirs = run_script("tests/lm_evals_hf.py", saved[1], 2, *PAPER_METRICS, env=env)
     assert theirs.returncode == 0, theirs.stderr.decode()
     wanted = json.loads(theirs.stdout.splitlines()[-1])
     entries = {

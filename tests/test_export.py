@@ -1,6 +1,4 @@
-"""Exported folders: what transformers computes with them, in a process without this repository, is
-what we compute.
-"""
+"""Exported folders: transformers computes with them what we do, without this repository."""
 
 import copy
 import json
@@ -9,22 +7,25 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
-from export_helpers import CC, TINY, exported, noisy, save_run
+from export_helpers import CC, TINY, build_noisy, export_run, save_run
 from helpers import EXAMPLES, ROOT, one_line_error
 from in_process import call
 from safetensors.torch import load_file, save_file
 
 import export
-import model
+import model.gpt
 from data import tokenizer
 from huggingface import flatten
 from model import MODEL_NAMES, build
 from training import checkpoint
 
-# Every variant and every kind of branch once; keys of parts that do not meet share a case.
+# Every variant and every kind of branch occurs once; settings of independent parts share a case.
 PLAIN = {"rope_ratio": 0.5, "mup": True, "use_qk_rmsnorm": False, "rope_base": 500.0}
 VMAP = {"ddl_map": "v", "ddl_k_hidden_size": 3, "ddl_value_channels": 3}
 GATE = {"ddl_beta_single_linear": False, "ddl_beta_hidden_size": 5, "ddl_update": "write_only"}
@@ -42,7 +43,7 @@ CASES = {
     "constant": ("DDL-vdim1-gpt-mha-rope", {"ddl_v_constant": True}),
     "causal_gate": (CC, {**CAUSAL, **GATE}),
     "folded_untied": (CC, {"ddl_cc_read": "folded", "tie_embeddings": False}),
-    "gated": ("gated-gpt-mha-rope", {}),  # the README's example
+    "gated": ("gated-gpt-mha-rope", {}),  # the example of the README
     "capped": ("capped-gpt-mha-rope", {}),
     "shared": ("shared-gpt-mha-rope", {}),
     "by_id": ("Lambdas-gpt-mha-rope", {"lambda_value_embeddings": True, "lambda_skips": True}),
@@ -60,12 +61,34 @@ TEXTS = ["def f(x):\n    return größe", "", " \n\t尺寸", "<|endoftext|>a<|en
 PAIRS = [("def f(", "x):"), ("import", " os"), ("", "return"), ("class A", ":")]
 
 
+class Case(NamedTuple):
+    """One exported model."""
+
+    ours: model.gpt.GPT
+    folder: Path
+
+    # what transformers computes with it (reload_exported.examine)
+    tensors: dict[str, torch.Tensor]
+    summary: dict
+
+
+class Reloaded(NamedTuple):
+    """All exported models."""
+
+    # it has the folder of each case
+    folder: Path
+    cases: dict[str, Case]
+
+    # what was found beyond single cases (reload_exported.main)
+    summary: dict
+
+
 @pytest.fixture(scope="module")
-def example_stem(tmp_path_factory):
-    """The README's stem, which has `import model.gpt as gpt`, in the place of a user's file."""
+def user_models(tmp_path_factory) -> Iterator[None]:
+    """Let the README's example, which has `import model.gpt as gpt`, be found as a user's file."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.S)
-    package = tmp_path_factory.mktemp("stems") / "model"
+    package = tmp_path_factory.mktemp("user") / "model"
     package.mkdir()
     example = next(block for block in blocks if "class Model" in block)
     (package / "gated-gpt-mha-rope.py").write_text(example)
@@ -76,87 +99,116 @@ def example_stem(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def ids():
+def ids() -> torch.Tensor:
     return torch.randint(0, 256, (3, 13), generator=torch.Generator().manual_seed(2))
 
 
 @pytest.fixture(scope="module")
-def reloaded(tmp_path_factory, example_stem, ids):
-    """(folder, {case: (our model, transformers' tensors, facts)}, facts of all), by one process."""
+def reloaded(tmp_path_factory, user_models, ids) -> Reloaded:
+    """Export every case, and compute with transformers in one process for all of them."""
     torch.manual_seed(1)
-    folder, made = tmp_path_factory.mktemp("exported"), {}
-    for case, (stem, keys) in CASES.items():
-        made[case] = noisy(stem, keys)
-        exported(save_run(folder / f"{case}_run", made[case], stem), folder / case)
+    folder = tmp_path_factory.mktemp("exported")
+    models = {}
+    for case, (model_name, settings) in CASES.items():
+        models[case] = build_noisy(model_name, settings)
+        export_run(save_run(folder / f"{case}_run", models[case], model_name), folder / case)
     for case in IN_BFLOAT16:
-        exported(folder / f"{case}_run", folder / f"{case}_bfloat16", "--dtype=bfloat16")
+        export_run(folder / f"{case}_run", folder / f"{case}_bfloat16", "--dtype=bfloat16")
     shutil.copytree(folder / CC, folder / "lacking")
     weights = load_file(folder / CC / "model.safetensors")
     del weights["ln_f.weight"]
     save_file(weights, folder / "lacking" / "model.safetensors")
-    job = {"ids": ids.tolist(), "folders": [str(folder / case) for case in CASES]}
-    job |= {"lacking": str(folder / "lacking"), "text_folder": str(folder / CC)}
-    job |= {"texts": TEXTS, "pairs": PAIRS}
-    job["bfloat16"] = [str(folder / f"{x}{y}") for x in IN_BFLOAT16 for y in ("_bfloat16", "")]
+    job = {
+        "ids": ids.tolist(),
+        "folders": [str(folder / case) for case in CASES],
+        "lacking": str(folder / "lacking"),
+        "text_folder": str(folder / CC),
+        "texts": TEXTS,
+        "pairs": PAIRS,
+        "bfloat16": [
+            str(folder / f"{case}{suffix}") for case in IN_BFLOAT16 for suffix in ("_bfloat16", "")
+        ],
+    }
     (folder / "job.json").write_text(json.dumps(job))
-    home = {"HF_HOME": str(folder / "home"), "HF_MODULES_CACHE": str(folder / "home" / "m")}
-    home |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {
+        **os.environ,
+        "HF_HOME": str(folder / "home"),
+        "HF_MODULES_CACHE": str(folder / "home" / "m"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     command = [sys.executable, "-I", ROOT / "tests" / "reload_exported.py", folder / "job.json"]
-    environment = {**os.environ, **home}
     result = subprocess.run(command, cwd=folder, capture_output=True, env=environment, timeout=300)
     assert result.returncode == 0, result.stderr.decode()[-3000:]
-    facts = json.loads((folder / "job.facts").read_text())
+    summary = json.loads((folder / "job.summary").read_text())
     cases = {
-        case: (made[case], torch.load(folder / f"{case}.pt"), facts[str(folder / case)])
+        case: Case(
+            ours=models[case],
+            folder=folder / case,
+            tensors=torch.load(folder / f"{case}.pt"),
+            summary=summary["folders"][str(folder / case)],
+        )
         for case in CASES
     }
-    return folder, cases, facts
+    return Reloaded(folder, cases, summary)
 
 
 @pytest.fixture(params=list(CASES))
-def case(request, reloaded):
-    return reloaded[1][request.param]
+def case(request, reloaded) -> Case:
+    return reloaded.cases[request.param]
 
 
-def close(found, wanted, tolerance=1e-6):
+def check_close(theirs: torch.Tensor, ours: torch.Tensor, tolerance: float = 1e-6) -> None:
+    """Check that two tensors differ by at most the tolerance, relative to the largest entry."""
     torch.testing.assert_close(
-        found, wanted, rtol=0, atol=tolerance * max(1, float(wanted.abs().max()))
+        theirs, ours, rtol=0, atol=tolerance * max(1, float(ours.abs().max()))
     )
 
 
 @torch.no_grad()
 def test_logits_are_ours(case, ids):
-    ours, found, _ = case
-    wanted = ours(ids)[0]
-    close(found["logits"], wanted)
-    close(found["cached"], wanted, 1e-5)
-    assert torch.equal(found["again"], found["logits"])
-    close(found["last"], found["logits"][:, -1:])
-    assert found["double"].dtype == torch.float64
-    close(found["double"].float(), ours.double()(ids)[0].float())
-    ours.float()
+    tensors = case.tensors
+    expected, _ = case.ours(ids)
+    check_close(tensors["logits"], expected)
+    check_close(tensors["cached"], expected, 1e-5)
+    check_close(tensors["last"], tensors["logits"][:, -1:])
+
+
+@torch.no_grad()
+def test_a_folder_that_transformers_has_saved_gives_the_same_logits(case):
+    assert torch.equal(case.tensors["again"], case.tensors["logits"])
+
+
+@torch.no_grad()
+def test_logits_in_float64_are_ours(case, ids):
+    expected, _ = copy.deepcopy(case.ours).double()(ids)
+    assert case.tensors["double"].dtype == torch.float64
+    check_close(case.tensors["double"].float(), expected.float())
 
 
 @torch.no_grad()
 def test_padding_changes_nothing(case, ids):
-    ours, found, _ = case
+    tensors = case.tensors
     for row, tokens in ((0, slice(0, 13)), (1, slice(4, 13)), (2, slice(0, 9))):
-        alone = ours(ids[row : row + 1, tokens])[0][0]
-        close(found["padded_logits"][row, tokens], alone, 1e-5)
+        alone = case.ours(ids[row : row + 1, tokens])[0][0]
+        check_close(tensors["padded_logits"][row, tokens], alone, 1e-5)
         if row < 2:
-            close(found["padded_cached"][row, tokens], alone, 1e-5)
+            check_close(tensors["padded_cached"][row, tokens], alone, 1e-5)
 
 
 def test_weights_keep_their_names_and_stay_tied(case):
-    ours, _, facts = case
-    assert facts["tied"] == ours.config.tie_embeddings
-    assert facts["dtype"] == "torch.float32"
-    assert facts["names"] == sorted(ours.state_dict())
+    assert case.summary["tied"] == case.ours.config.tie_embeddings
+    assert case.summary["dtype"] == "torch.float32"
+    assert case.summary["names"] == sorted(case.ours.state_dict())
 
 
 @torch.no_grad()
-def likeliest(ours, prompt, count: int):
-    """Tokens by full passes over everything so far; end-of-text and unused ids cannot come."""
+def continue_greedily(ours: model.gpt.GPT, prompt: torch.Tensor, count: int) -> torch.Tensor:
+    """Append the most likely tokens to a prompt (T,), without a cache.
+
+    End-of-text and unused ids are not generated.
+    """
     text = prompt
     for _ in range(count):
         text = torch.cat((text, ours(text[None])[0][0, -1, :256].argmax()[None]))
@@ -164,59 +216,64 @@ def likeliest(ours, prompt, count: int):
 
 
 def test_greedy_text_is_ours(case, ids):
-    ours, found, facts = case
+    texts = case.tensors["greedy_True"]
     for row in (0, 1):
-        wanted = likeliest(ours, ids[row, :7], 6)
-        assert torch.equal(found["greedy_True"][row], wanted)
-        if row == 1:
-            wanted = likeliest(ours, ids[row, 4:7], 6)
-        assert torch.equal(found["padded_greedy_True"][row, -6:], wanted[-6:])
-    assert len(set(found["greedy_True"][:, 7:].flatten().tolist())) > 2
-    prompt = torch.tensor(list(b"def f"))
-    assert facts["text"] == bytes(likeliest(ours, prompt, 3).tolist()).decode(errors="replace")
+        assert torch.equal(texts[row], continue_greedily(case.ours, ids[row, :7], 6))
+    assert len(set(texts[:, 7:].flatten().tolist())) > 2
+
+
+def test_greedy_text_of_a_padded_batch_is_ours(case, ids):
+    texts = case.tensors["padded_greedy_True"]
+    for row, prompt in ((0, ids[0, :7]), (1, ids[1, 4:7])):
+        assert torch.equal(texts[row, -6:], continue_greedily(case.ours, prompt, 6)[-6:])
+
+
+def test_text_of_a_pipeline_is_ours(case):
+    text = continue_greedily(case.ours, torch.tensor(list(b"def f")), 3)
+    assert case.summary["text"] == bytes(text.tolist()).decode(errors="replace")
 
 
 def test_the_cache_changes_no_text(case):
-    """Beams, samples and several continuations, whole and padded batches, against passes over all
-    tokens each time.
-    """
-    _, found, _ = case
-    names = sorted(name.removesuffix("_True") for name in found if name.endswith("_True"))
+    """This holds for every method of generation, and for full and padded batches."""
+    tensors = case.tensors
+    names = sorted(name.removesuffix("_True") for name in tensors if name.endswith("_True"))
     assert len(names) == 11
     for name in names:
-        assert torch.equal(found[f"{name}_True"], found[f"{name}_False"]), name
-    assert all(
-        tensor.max() < 257 for name, tensor in found.items() if name.endswith(("_True", "_False"))
-    )
-    assert found["returned_True"].shape == (6, 13)
+        assert torch.equal(tensors[f"{name}_True"], tensors[f"{name}_False"]), name
+        assert tensors[f"{name}_True"].max() < 257
+    assert tensors["returned_True"].shape == (6, 13)
 
 
 def test_gradients_are_ours(case, ids):
-    ours, found, _ = case
+    ours = case.ours
+    tensors = case.tensors
     targets = ids[:, 1:].clone()
     targets[0, :2] = -1
     loss = ours(ids[:, :-1], targets)[1]
     loss.backward()
-    close(found["loss"], loss.detach())
-    # A gate's bias has one number, a sum over tokens that may nearly cancel: it is as exact as what
-    # was summed.
+    check_close(tensors["loss"], loss.detach())
+    # The gradient of a gate's bias is one number, a sum over tokens that may nearly cancel; it is
+    # as exact as its summands.
     largest = max(float(p.grad.abs().max()) for p in ours.parameters() if p.requires_grad)
     for name, parameter in ours.named_parameters():
         if parameter.requires_grad:
             scale = 1e-5 * float(parameter.grad.abs().max()) + 1e-7 * largest
             for prefix in ("gradient.", "checkpointed."):
                 torch.testing.assert_close(
-                    found[f"{prefix}{name}"], parameter.grad, rtol=1e-4, atol=scale
+                    tensors[f"{prefix}{name}"], parameter.grad, rtol=1e-4, atol=scale
                 )
         else:
-            assert f"gradient.{name}" not in found
+            assert f"gradient.{name}" not in tensors
     ours.zero_grad()
-    assert found["changed"]
 
 
-def test_what_cannot_be_served_is_said(reloaded):
-    said = reloaded[2]["refusals"]
-    wanted = {
+def test_a_step_of_an_optimizer_changes_the_weights(case):
+    assert case.tensors["changed"]
+
+
+def test_calls_that_the_model_cannot_serve_are_refused(reloaded):
+    messages = reloaded.summary["refusals"]
+    expected = {
         "gap": "a gap between the tokens of a sequence",
         "right": "pad on the left",
         "short": r"attention_mask has the shape \(1, 3\); give one number for each of the 5 tokens",
@@ -226,109 +283,115 @@ def test_what_cannot_be_served_is_said(reloaded):
         "resize": "cannot be resized",
         "static": "this model has its own cache",
     }
-    assert said.keys() == wanted.keys()
-    for name, message in wanted.items():
-        assert re.search(message, said[name]), (name, said[name])
-    assert reloaded[2]["missing"] == "the file of weights lacks ln_f.weight"
+    assert messages.keys() == expected.keys()
+    for name, message in expected.items():
+        assert re.search(message, messages[name]), (name, messages[name])
+
+
+def test_a_missing_weight_is_named(reloaded):
+    assert reloaded.summary["missing"] == "the file of weights lacks ln_f.weight"
 
 
 def test_the_tokenizer_is_ours(reloaded):
-    found, encoding = reloaded[2]["tokenizer"], tokenizer.byte_tokenizer()
-    assert found["ids"] == [encoding.encode(text, allowed_special="all") for text in TEXTS]
-    assert found["decoded"] == TEXTS
-    assert found["special"] == ["<|endoftext|>"] * 3
-    assert found["batch"]["input_ids"] == [[256, 256, 97], [98, 99, 100]]
-    assert found["batch"]["attention_mask"] == [[0, 0, 1], [1, 1, 1]]
-    assert found["size"] == 257
+    theirs = reloaded.summary["tokenizer"]
+    ours = tokenizer.byte_tokenizer()
+    assert theirs["ids"] == [ours.encode(text, allowed_special="all") for text in TEXTS]
+    assert theirs["decoded"] == TEXTS
+    assert theirs["special"] == ["<|endoftext|>"] * 3
+    assert theirs["size"] == 257
+
+
+def test_the_tokenizer_pads_on_the_left(reloaded):
+    batch = reloaded.summary["tokenizer"]["batch"]
+    assert batch["input_ids"] == [[256, 256, 97], [98, 99, 100]]
+    assert batch["attention_mask"] == [[0, 0, 1], [1, 1, 1]]
 
 
 @torch.no_grad()
 def test_lm_eval_scores_as_we_do(reloaded):
-    ours = reloaded[1][CC][0]
-    for pair, (score, greedy) in zip(PAIRS, reloaded[2]["loglikelihood"]):
-        wanted = score_of(ours, *pair)
-        assert score == pytest.approx(wanted[0], abs=1e-4)
-        assert greedy == wanted[1]
+    ours = reloaded.cases[CC].ours
+    for pair, (score, is_greedy) in zip(PAIRS, reloaded.summary["loglikelihood"], strict=True):
+        expected_score, expected_is_greedy = loglikelihood(ours, *pair)
+        assert score == pytest.approx(expected_score, abs=1e-4)
+        assert is_greedy == expected_is_greedy
 
 
-def test_bfloat16_is_ours_rounded_and_read_back(reloaded):
-    folder, cases, facts = reloaded
-    assert facts["bfloat16"] == "torch.bfloat16"
-    back, encoding, state = checkpoint.load_model(folder / f"{CC}_bfloat16", "cpu")
+def test_a_folder_exported_in_bfloat16_holds_our_rounded_weights(reloaded):
+    assert reloaded.summary["bfloat16"] == "torch.bfloat16"
+    ours = reloaded.cases[CC].ours
+    read, encoding, state = checkpoint.load_model(reloaded.folder / f"{CC}_bfloat16", "cpu")
     assert encoding.n_vocab == 257
-    assert state == {"model": CC, "model_config": vars(cases[CC][0].config)}
-    for name, value in cases[CC][0].state_dict().items():
-        assert torch.equal(back.state_dict()[name], value.bfloat16().float()), name
+    assert state == {"model": CC, "model_config": vars(ours.config)}
+    for name, value in ours.state_dict().items():
+        assert torch.equal(read.state_dict()[name], value.bfloat16().float()), name
 
 
-def near(found, wanted, rounding: float):
-    """The norm of the difference, as a share of wanted's; bfloat16 itself rounds by 2^-8 = 0.4%."""
-    assert float((found.double() - wanted.double()).norm() / wanted.double().norm()) < rounding
+def check_relative_error(theirs: torch.Tensor, ours: torch.Tensor, largest_error: float) -> None:
+    """Check the norm of the difference, relative to ours; bfloat16 itself rounds by 2^-8 = 0.4%."""
+    error = (theirs.double() - ours.double()).norm() / ours.double().norm()
+    assert float(error) < largest_error
 
 
 @pytest.mark.parametrize("dtype", ["_bfloat16", ""], ids=["of_bfloat16", "of_float32"])
 @pytest.mark.parametrize("case", IN_BFLOAT16)
 def test_every_folder_runs_in_bfloat16(reloaded, ids, case, dtype):
-    """A pass, its gradients, text and lm-eval's scores are near those of the rounded weights in
-    float32.
-    """
-    folder, cases, _ = reloaded
-    found = torch.load(folder / f"{case}{dtype}.bfloat16.pt")
-    exact = copy.deepcopy(cases[case][0]).bfloat16().float()
+    """Results in bfloat16 are near those of the rounded weights in float32."""
+    theirs = torch.load(reloaded.folder / f"{case}{dtype}.bfloat16.pt")
+    exact = copy.deepcopy(reloaded.cases[case].ours).bfloat16().float()
     logits, loss = exact(ids[:, :-1], ids[:, 1:], return_logits=True)
     loss.backward()
-    near(
-        found["gradient"],
-        torch.cat([p.grad.flatten() for p in exact.parameters() if p.grad is not None]),
-        0.08,
-    )
-    near(found["loss"], loss.detach(), 0.02)
+    gradients = [p.grad.flatten() for p in exact.parameters() if p.grad is not None]
+    check_relative_error(theirs["gradient"], torch.cat(gradients), 0.08)
+    check_relative_error(theirs["loss"], loss.detach(), 0.02)
     with torch.no_grad():
         logits = exact(ids)[0]
-        near(found["logits"], logits, 0.04)
-        near(found["cached"], logits, 0.04)
-        scores = torch.tensor([score_of(exact, *pair)[0] for pair in PAIRS])
-        near(found["scores"], scores, 0.02)
-        for name, start, beside in (
-            ("text_True", 0, 0),
-            ("text_False", 0, 0),
-            ("padded_text", 4, 1),
+        check_relative_error(theirs["logits"], logits, 0.04)
+        check_relative_error(theirs["cached"], logits, 0.04)
+        scores = torch.tensor([loglikelihood(exact, *pair)[0] for pair in PAIRS])
+        check_relative_error(theirs["scores"], scores, 0.02)
+        for name, texts in (
+            ("text_True", theirs["text_True"]),
+            ("text_False", theirs["text_False"]),
+            ("padded_text", theirs["padded_text"][1:, 4:]),  # the padded row, without its padding
         ):
-            text = found[name][beside:, start:]
-            made = exact(text[:, :-1])[0][:, -6:]
-            lost = made.amax(-1) - made.gather(-1, text[:, -6:, None]).squeeze(-1)
-            # any other token would lose most of the range
-            assert lost.max() < 0.1 * made.abs().max(), name
+            logits = exact(texts[:, :-1])[0][:, -6:]
+            chosen = logits.gather(-1, texts[:, -6:, None]).squeeze(-1)
+            # a token that rounding does not explain would lie further below the largest logit
+            assert (logits.amax(-1) - chosen).max() < 0.1 * logits.abs().max(), name
 
 
-def score_of(ours, context: str, rest: str) -> tuple[float, bool]:
-    """(log-likelihood of rest after context, whether it is the likeliest)."""
-    given, wanted = list(context.encode()) or [256], list(rest.encode())
-    log_p = ours(torch.tensor([given + wanted]))[0][0].log_softmax(-1)[len(given) - 1 : -1]
-    return float(log_p[range(len(wanted)), wanted].sum()), log_p.argmax(-1).tolist() == wanted
+def loglikelihood(ours: model.gpt.GPT, context: str, continuation: str) -> tuple[float, bool]:
+    """Return the score of a continuation, and whether it is the most likely one."""
+    context_ids = list(context.encode()) or [256]
+    ids = list(continuation.encode())
+    logits, _ = ours(torch.tensor([context_ids + ids]))
+    log_p = logits[0].log_softmax(-1)[len(context_ids) - 1 : -1]
+    return float(log_p[range(len(ids)), ids].sum()), log_p.argmax(-1).tolist() == ids
 
 
-@pytest.mark.parametrize("again", ["", "_again"])
-def test_our_scripts_read_every_folder(case, reloaded, again, ids):
-    """As exported, and as transformers has saved it since; nothing in it is imported."""
-    ours, _, _ = case
-    name = next(name for name, (made, *_) in reloaded[1].items() if made is ours)
-    before = set(sys.modules)
-    back, encoding, _ = checkpoint.load_model(reloaded[0] / f"{name}{again}", "cpu")
-    assert torch.equal(back(ids)[0], ours(ids)[0])
-    assert vars(back.config) == vars(ours.config)
-    assert (back.lm_head.weight is back.transformer.wte.weight) == back.config.tie_embeddings
+@pytest.mark.parametrize("suffix", ["", "_again"])
+def test_our_scripts_read_every_folder(case, suffix, ids):
+    """The folder may be as exported or as transformers has saved it since ("_again").
+
+    Nothing in it is imported.
+    """
+    modules = set(sys.modules)
+    folder = case.folder.with_name(case.folder.name + suffix)
+    read, encoding, _ = checkpoint.load_model(folder, "cpu")
+    assert torch.equal(read(ids)[0], case.ours(ids)[0])
+    assert vars(read.config) == vars(case.ours.config)
+    assert (read.lm_head.weight is read.transformer.wte.weight) == read.config.tie_embeddings
     assert encoding.name == "bytes"
-    assert not {
-        module for module in set(sys.modules) - before if "ddl" in module or "stem" in module
-    }
+    new_modules = set(sys.modules) - modules
+    assert not {module for module in new_modules if "ddl" in module or "stem" in module}
 
 
+# how the flattened code names a module that was imported by `import model.gpt`
 NAMED = "from .gpt import __name__ as _\nfrom . import gpt as"
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted", "needed"),
+    ("text", "relative_text", "modules"),
     [
         ("from model.gpt import GPT, Block as B\n", "from .gpt import GPT, Block as B\n", ["gpt"]),
         ("import model.gpt as g  # x\n", f"{NAMED} g  # x\n", ["gpt"]),
@@ -338,8 +401,8 @@ NAMED = "from .gpt import __name__ as _\nfrom . import gpt as"
         ("if x:\n    from model.loss import y\n", "if x:\n    from .loss import y\n", ["loss"]),
     ],
 )
-def test_imports_become_relative(text, wanted, needed):
-    assert flatten.make_imports_relative(text, "x") == (wanted, needed)
+def test_imports_become_relative(text, relative_text, modules):
+    assert flatten.make_imports_relative(text, "x") == (relative_text, modules)
 
 
 @pytest.mark.parametrize(
@@ -360,27 +423,39 @@ def test_modules_that_are_no_files_are_refused(module):
         flatten.read_source(module)
 
 
-def test_what_the_wrapper_would_leave_out_is_refused():
-    made = build(CC, **TINY)
-    export.check_exportable(made)
-    made.transformer.h[0].register_buffer("scale", torch.ones(2))
-    export.check_exportable(made)
-    made.transformer.h[0].register_buffer("steps", torch.ones(2), persistent=False)
+@pytest.fixture
+def plain_model() -> model.gpt.GPT:
+    return build(CC, **TINY)
+
+
+def test_a_model_with_a_buffer_can_be_exported(plain_model):
+    export.check_exportable(plain_model)
+    plain_model.transformer.h[0].register_buffer("scale", torch.ones(2))
+    export.check_exportable(plain_model)
+
+
+def test_a_buffer_that_is_not_saved_is_refused(plain_model):
+    plain_model.transformer.h[0].register_buffer("steps", torch.ones(2), persistent=False)
     with pytest.raises(ValueError, match=r"transformer\.h\.0\.steps is a non-persistent buffer"):
-        export.check_exportable(made)
-    for name, attribute in (("out_gain", torch.nn.Parameter(torch.ones(2))), ("forward", None)):
-        made = build(CC, **TINY)
-        if attribute is None:
-            made.__class__ = type("Capped", (type(made),), {"forward": lambda self, *_: None})
-        else:
-            setattr(made, name, attribute)
-        with pytest.raises(ValueError, match=name):
-            export.check_exportable(made)
+        export.check_exportable(plain_model)
+
+
+def test_a_parameter_that_the_wrapper_does_not_copy_is_refused(plain_model):
+    plain_model.out_gain = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(ValueError, match="out_gain"):
+        export.check_exportable(plain_model)
+
+
+def test_a_forward_that_the_wrapper_does_not_call_is_refused(plain_model):
+    forward = {"forward": lambda self, *_: None}
+    plain_model.__class__ = type("Capped", (type(plain_model),), forward)
+    with pytest.raises(ValueError, match="forward"):
+        export.check_exportable(plain_model)
 
 
 def test_the_two_files_that_transformers_loads_name_all_others(reloaded):
-    """Its versions before 5.10 copy what these import, and no further."""
-    folder = reloaded[0] / next(iter(reloaded[1]))
+    """transformers before 5.10 copies the files that these import, but not what those import."""
+    folder = reloaded.cases[CC].folder
     others = {path.stem for path in folder.glob("*.py")} - {"modeling_ddl", "configuration_ddl"}
     for name in ("modeling_ddl", "configuration_ddl"):
         assert others <= set(
@@ -388,81 +463,113 @@ def test_the_two_files_that_transformers_loads_name_all_others(reloaded):
         )
 
 
-def test_others_can_read_what_is_written(reloaded):
-    folder, mask = reloaded[0] / next(iter(reloaded[1])), os.umask(0)
+def test_other_users_can_read_an_exported_folder(reloaded):
+    folder = reloaded.cases[CC].folder
+    mask = os.umask(0)
     os.umask(mask)
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o666 & ~mask}
     assert folder.stat().st_mode & 0o777 == 0o777 & ~mask
 
 
-def test_the_card_tells_what_is_known(tmp_path):
-    run = save_run(tmp_path / "run", noisy(CC, {}), CC)
-    lines = [{"step": step, "loss": float(step)} for step in range(1, 9)]
-    validation = {"step": 7, "val_loss": 1.25, "val_perplexity": 3.49, "val_sequences": 33}
-    lines += [{**validation, "val_bits_per_byte": 1.8}]
-    lines += [{**validation, "step": 8, "val_loss": 9.0}]  # after the checkpoint
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    text = re.sub(" +", " ", (exported(run, tmp_path / "out") / "README.md").read_text())
+@pytest.fixture(scope="module")
+def noisy_run(tmp_path_factory) -> Path:
+    """Return a run folder of a model with noisy weights, whose checkpoint is of step 7."""
+    return save_run(tmp_path_factory.mktemp("runs") / "run", build_noisy(CC, {}), CC)
+
+
+def test_the_card_tells_what_is_known_of_the_run(noisy_run, tmp_path):
+    run = shutil.copytree(noisy_run, tmp_path / "run")
+    validation = {
+        "step": 7,
+        "val_loss": 1.25,
+        "val_perplexity": 3.49,
+        "val_sequences": 33,
+        "val_bits_per_byte": 1.8,
+    }
+    records = [
+        *({"step": step, "loss": float(step)} for step in range(1, 9)),
+        validation,
+        {"step": 8, "val_loss": 9.0, "val_perplexity": 3.49, "val_sequences": 33},  # too late
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    text = re.sub(" +", " ", (export_run(run, tmp_path / "out") / "README.md").read_text())
     assert text.startswith("---\nlibrary_name: transformers\n")
-    rows = ["| steps | 7 |", "| tokens | 672, in sequences of 24 |", "| corpus | stories |"]
-    rows += ["| `hidden_size` | `12` |", "| validation loss | 1.2500 (step 7, 33 sequences) |"]
-    rows += ["| validation bits per byte | 1.8000 (step 7"]
-    for row in (*rows, "| `learning_rate` | `0.01` |"):
+    for row in (
+        "| steps | 7 |",
+        "| tokens | 672, in sequences of 24 |",
+        "| corpus | stories |",
+        "| `hidden_size` | `12` |",
+        "| validation loss | 1.2500 (step 7, 33 sequences) |",
+        "| validation bits per byte | 1.8000 (step 7",
+        "| `learning_rate` | `0.01` |",
+    ):
         assert row in text, row
     assert "min_lr" not in text
     assert "/some" not in text
     assert f"{build(CC, **TINY).num_parameters():,} parameters" in text
-    text = (exported(tmp_path / "out", tmp_path / "second") / "README.md").read_text()
+
+
+def test_the_card_of_an_exported_folder_exported_again_says_nothing_of_training(
+    noisy_run, tmp_path
+):
+    first = export_run(noisy_run, tmp_path / "first")
+    text = (export_run(first, tmp_path / "second") / "README.md").read_text()
     assert "## Training" not in text
     assert "None" not in text.partition("## Model")[0]
 
 
 def test_the_code_in_the_card_compiles(reloaded):
-    """In this process, for its syntax and names: from_pretrained is the other tests' affair."""
-    text = (reloaded[0] / CC / "README.md").read_text()
+    """Only its syntax is checked here; the other tests call from_pretrained."""
+    text = (reloaded.folder / CC / "README.md").read_text()
     code = re.search(r"```python\n(.*?)```", text, flags=re.S)[1]
     compile(code, "README.md", "exec")
     assert f"'{CC}', trust_remote_code=True" in code
 
 
-def test_nothing_is_half_written(tmp_path, monkeypatch):
-    run = save_run(tmp_path / "run", noisy(CC, {}), CC)
-    out = exported(run, tmp_path / "made" / "out")
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
-    monkeypatch.setattr(
-        checkpoint, "save_file", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full"))
-    )
-    for arguments in ([run, out, "--overwrite"], [run, tmp_path / "made" / "other"]):
-        assert "disk full" in one_line_error(call("export.py", *arguments))
+def test_an_export_that_fails_leaves_what_was_there(noisy_run, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise OSError("disk full")
+
+    out = export_run(noisy_run, tmp_path / "exports" / "out")
+    contents = {path.name: path.read_bytes() for path in out.iterdir()}
+    monkeypatch.setattr(checkpoint, "save_file", fail)
+    for arguments in ([out, "--overwrite"], [out.with_name("other")]):
+        assert "disk full" in one_line_error(call("export.py", noisy_run, *arguments))
     assert [path.name for path in out.parent.iterdir()] == ["out"]
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == contents
 
 
-def test_only_exported_folders_are_replaced(tmp_path):
-    run = save_run(tmp_path / "run", noisy(CC, {}), CC)
-    out, other = tmp_path / "out", tmp_path / "other"
-    out.mkdir()
-    exported(run, out)  # an empty one is taken
+def test_an_empty_folder_is_written_to(noisy_run, tmp_path):
+    assert (export_run(noisy_run, tmp_path) / "model.safetensors").is_file()
+
+
+def test_an_exported_folder_is_replaced_with_overwrite_only(noisy_run, tmp_path):
+    out = export_run(noisy_run, tmp_path / "out")
     (out / "old").touch()
-    other.mkdir()
-    (other / "config.json").touch()
-    (tmp_path / "file").touch()
-    for arguments, message in (
-        ([out], "is not empty; give another out_dir, or --overwrite"),
-        ([other, "--overwrite"], "does not hold an exported model"),
-        ([run, "--overwrite"], "does not hold an exported model"),
-        ([tmp_path / "file", "--overwrite"], "is a file; give a folder as out_dir"),
-    ):
-        assert message in one_line_error(call("export.py", run, *arguments))
-    exported(run, out, "--overwrite")
+    line = one_line_error(call("export.py", noisy_run, out))
+    assert "is not empty; give another out_dir, or --overwrite" in line
+    export_run(noisy_run, out, "--overwrite")
     assert not (out / "old").exists()
-    exported(out, out, "--overwrite")  # onto itself
+    export_run(out, out, "--overwrite")  # onto itself
     assert (out / "model.safetensors").is_file()
 
 
-def test_the_script(tmp_path):
-    run = save_run(tmp_path / "run", noisy(CC, {}), CC)
-    result = call("export.py", run, tmp_path / "out", "--dtype=bfloat16")
+def test_other_folders_and_files_are_never_replaced(noisy_run, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").touch()
+    file = tmp_path / "file"
+    file.touch()
+    for out, message in (
+        (other, "does not hold an exported model"),
+        (noisy_run, "does not hold an exported model"),
+        (file, "is a file; give a folder as out_dir"),
+    ):
+        assert message in one_line_error(call("export.py", noisy_run, out, "--overwrite"))
+
+
+def test_the_script_prints_how_to_load_the_folder(noisy_run, tmp_path):
+    result = call("export.py", noisy_run, tmp_path / "out", "--dtype=bfloat16")
     assert result.returncode == 0, result.stderr.decode()
     lines = result.stdout.decode().splitlines()
     assert "model.safetensors (" in lines[0]
@@ -472,4 +579,7 @@ def test_the_script(tmp_path):
         f"tokenizer = AutoTokenizer.from_pretrained('{tmp_path}/out', trust_remote_code=True)",
     ]
     assert call("sample.py", tmp_path / "out", "--max_new_tokens=5", "--device=cpu").returncode == 0
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
     assert "holds no checkpoint" in one_line_error(call("export.py", tmp_path, tmp_path / "x"))

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 from helpers import ROOT, small_run
-from in_process import finish_together
-from interruptions_helpers import CONSTANT, final, records
+from in_process import train_in_processes
+from interruptions_helpers import CONSTANT_RATE, read_final_tensors, read_records
 
 import train
 from training import checkpoint, distributed, timeouts
 
 SETTINGS = {
-    **CONSTANT,
+    **CONSTANT_RATE,
     "global_batch_size": 8,
     "micro_batch_size": 1,
     "checkpoint_interval": 3,
@@ -142,7 +142,7 @@ def test_a_slow_save_or_evaluation_of_one_rank_is_waited_for(corpus, tmp_path, m
         "eval_interval": 5,
         "max_steps": 6,
     }
-    finish_together(2, small_run(corpus, tmp_path / "run", **settings), tmp_path / "log")
+    train_in_processes(2, small_run(corpus, tmp_path / "run", **settings), tmp_path / "log")
     assert checkpoint.read_state(checkpoint.find(tmp_path / "run"))["step"] == 6
 
 
@@ -177,7 +177,7 @@ def test_a_job_restarts_after_a_fault_and_ends_with_the_same_bits(
     if engine == "hsdp":
         settings = {**SETTINGS, "engine": "fsdp", "shard_size": 2}
     undisturbed = tmp_path / "undisturbed"
-    finish_together(num_processes, small_run(corpus, undisturbed, **settings), tmp_path / "log")
+    train_in_processes(num_processes, small_run(corpus, undisturbed, **settings), tmp_path / "log")
     run = tmp_path / "run"
     arguments = small_run(corpus, run, **settings)
     result = run_with_fault(fault, num_processes - 1, num_processes, arguments, tmp_path)
@@ -191,5 +191,5 @@ def test_a_job_restarts_after_a_fault_and_ends_with_the_same_bits(
         assert len(lines) < num_processes
         assert lines[0].startswith("train.py: rank 0 waited ")
         assert timeouts.RESUME_ADVICE in lines[0]
-    assert final(run) == final(undisturbed)
-    assert records(run) == records(undisturbed)
+    assert read_final_tensors(run) == read_final_tensors(undisturbed)
+    assert read_records(run) == read_records(undisturbed)

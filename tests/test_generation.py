@@ -7,7 +7,7 @@ import torch
 from decoding_helpers import CASES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import TINY, tiny
+from models import TINY, build_tiny
 
 from data.tokenizer import byte_tokenizer
 from model import build
@@ -124,7 +124,7 @@ def recomputed(model, prompt, count: int, length: int):
 
 def lively(stem, **keys):
     """A model in float64 whose likeliest text is no loop of one token."""
-    model = tiny(stem, **keys)
+    model = build_tiny(stem, **keys)
     torch.nn.init.normal_(model.ln_f.weight)
     torch.nn.init.normal_(model.transformer.wte.weight)
     return model

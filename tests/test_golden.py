@@ -25,8 +25,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from helpers import newer_default, sign
-from in_process import call, finish_together
+from helpers import change_default, write_checksums
+from in_process import call, train_in_processes
 
 from data.shards import read_optional_json, write_json, write_shard
 from model import MODEL_NAMES, model_class
@@ -215,7 +215,7 @@ def train(processes: int, settings: dict, out: Path) -> None:
     given = {**before, **settings, "dataset": "tests/golden/corpus", "out_dir": out}
     arguments = ["--resume=auto", *(f"--{key}={value}" for key, value in given.items())]
     if processes > 1:
-        finish_together(processes, arguments, out.parent / "log")
+        train_in_processes(processes, arguments, out.parent / "log")
     else:
         result = call("train.py", *arguments)
         assert result.returncode == 0, result.stderr.decode()
@@ -367,7 +367,7 @@ def test_a_changed_bit_is_seen(copied, tmp_path):
     weights = bytearray((folder / "model.safetensors").read_bytes())
     weights[-100] ^= 1
     (folder / "model.safetensors").write_bytes(weights)
-    sign(folder)
+    write_checksums(folder)
     with pytest.raises(AssertionError):
         check_run(CC, tmp_path / "run", BEGIN)
 
@@ -388,8 +388,8 @@ def test_a_key_that_came_later_is_seen_unless_it_declares_what_was_before(
     state = json.loads((folder / "state.json").read_text())
     del state["model_config"]["ddl_v_sigmoid_scale"]
     (folder / "state.json").write_text(json.dumps(state))
-    sign(folder)
-    newer_default(monkeypatch, model_class(CC), "ddl_v_sigmoid_scale", float, 1.0, **facts)
+    write_checksums(folder)
+    change_default(monkeypatch, model_class(CC), "ddl_v_sigmoid_scale", float, 1.0, **facts)
     seen = contextlib.nullcontext() if facts else pytest.raises(AssertionError)
     with seen:
         check_run(CC, tmp_path / "run", BEGIN)

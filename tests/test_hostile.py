@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from export_helpers import CC, exported, noisy, save_released, save_run
-from helpers import Trap, sign
+from export_helpers import CC, build_noisy, export_run, save_released, save_run
+from helpers import Trap, write_checksums
 from safetensors.torch import load_file, save_file
 
 from training import checkpoint
@@ -25,10 +25,10 @@ def whole(tmp_path_factory):
     """One folder of each kind, of the same model."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("whole")
-    made = noisy(CC, {})
+    made = build_noisy(CC, {})
     save_run(folder / "run", made, CC)
     shutil.copytree(folder / "run" / "checkpoints" / "step_00000007", folder / "checkpoint")
-    exported(folder / "run", folder / "exported")
+    export_run(folder / "run", folder / "exported")
     save_released(made, folder / "released", model_type="x", ddl_state_shortconv_kernel_size=4)
     shutil.copy(folder / "exported" / "tokenizer.json", folder / "released")
     return folder
@@ -42,7 +42,7 @@ def folder(request, whole, tmp_path):
 def refused(folder: Path) -> str:
     """What loading says; a checkpoint's sums are right, as a hostile one's would be."""
     if (folder / "state.json").exists() and not (folder / "model.safetensors").is_symlink():
-        sign(folder)
+        write_checksums(folder)
     with pytest.raises(ValueError, match=r".+") as error:
         checkpoint.load_model(folder, "cpu")
     line = " ".join(str(error.value).split())

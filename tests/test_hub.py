@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers import ROOT, one_line_error, script, write_parquet
+from helpers import ROOT, one_line_error, run_script, write_parquet
 from hub_server import Fault
 from in_process import call
 
@@ -214,7 +214,7 @@ def test_what_lasts_ends_at_once_in_one_line(server, client, commit, tmp_path, c
 def test_without_a_network_or_packages_one_line_says_what_to_do(tmp_path, monkeypatch):
     words = [ROOT / FINEWEB, "--tokenizer=bytes", f"--out={tmp_path / 'out'}"]
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
-    line = one_line_error(script(*words, env=offline))
+    line = one_line_error(run_script(*words, env=offline))
     assert "HuggingFaceFW/fineweb-edu (sample-100BT) cannot be read: HF_HUB_OFFLINE forbids" in line
     assert "give local files with --source" in line
     assert not list((tmp_path / "out").iterdir())

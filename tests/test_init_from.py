@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from contract import randomise
-from export_helpers import exported, save_released, save_run
-from helpers import SMALL, newer_default, one_line_error, sign, small_run
+from export_helpers import export_run, save_released, save_run
+from helpers import SMALL, change_default, one_line_error, small_run, write_checksums
 from in_process import call
 from safetensors.torch import load_file, save_file
 
 from data import tokenizer
 from model import build, model_class
+from model.causality import move_parameters
 from training import checkpoint, init_from
 from training.residual_statistics import ObservedStream
 from training.settings import configure
@@ -30,8 +30,8 @@ def folders(tmp_path_factory):
     torch.manual_seed(3)
     folder, made = tmp_path_factory.mktemp("weights"), build(STEM, **KEYS)
     save_run(folder / "run", made, STEM)
-    exported(folder / "run", folder / "exported")
-    exported(folder / "run", folder / "rounded", "--dtype=bfloat16")
+    export_run(folder / "run", folder / "exported")
+    export_run(folder / "run", folder / "rounded", "--dtype=bfloat16")
     save_released(made, folder / "released")
     return folder
 
@@ -194,7 +194,7 @@ def test_a_config_file_counts_as_the_user(corpus, folders, tmp_path, capsys):
 def test_another_tokenizer_is_refused(corpus, folders, tmp_path):
     made, other = build("gpt-mha-rope", **SMALL), tokenizer.train_byte_pairs(["ab ab ab"] * 5, 258)
     save_run(tmp_path / "run", made, "gpt-mha-rope", other)
-    exported(tmp_path / "run", tmp_path / "exported")
+    export_run(tmp_path / "run", tmp_path / "exported")
     for name in ("run", "exported"):
         line = run(
             arguments(corpus, tmp_path / "out", init_from=tmp_path / name, dry_run=True), code=2
@@ -238,8 +238,8 @@ def test_a_folder_that_is_older_than_a_key_means_what_it_meant(
     del (stored["model_config"] if kind == "run" else stored)[SCALE]
     file.write_text(json.dumps(stored))
     if kind == "run":
-        sign(file.parent)
-    newer_default(monkeypatch, model_class(STEM), SCALE, float, 1.0, before=4.0)
+        write_checksums(file.parent)
+    change_default(monkeypatch, model_class(STEM), SCALE, float, 1.0, before=4.0)
     assert init_from.read_decided_settings(str(tmp_path / kind))[SCALE] == 4.0
     if kind != "released":  # those have no tokenizer
         assert checkpoint.load_model(tmp_path / kind, "cpu")[0].config.ddl_v_sigmoid_scale == 4.0
@@ -261,8 +261,8 @@ def test_a_run_keeps_what_a_key_meant_when_it_began(corpus, tmp_path, monkeypatc
     state = json.loads((folder / "state.json").read_text())
     del state["model_config"][SCALE]
     (folder / "state.json").write_text(json.dumps(state))
-    sign(folder)
-    newer_default(monkeypatch, model_class(STEM), SCALE, float, 1.0, before=4.0)
+    write_checksums(folder)
+    change_default(monkeypatch, model_class(STEM), SCALE, float, 1.0, before=4.0)
     for last in (6, 9):
         run(small_run(corpus, tmp_path / "parts", **keys, max_steps=last))
     whole, parts = (weights(tmp_path / name, 9) for name in ("whole", "parts"))
@@ -317,7 +317,7 @@ def test_a_stream_begins_as_the_additive_model_and_trains_what_is_its_own(stem, 
     """From a model as it starts, whose states are so small that ln_f's eps counts, and from one
     whose every parameter is somewhere else."""
     additive = build("gpt-mha-rope", **SMALL).double()
-    additive = randomise(additive) if moved else additive
+    additive = move_parameters(additive) if moved else additive
     model = build(stem, **{**SMALL, "num_hidden_layers": 2, **keys}).double()
     weights = model.convert_additive(additive.state_dict())
     own = model.load_state_dict(weights, strict=False).missing_keys
@@ -346,7 +346,7 @@ def test_a_stream_begins_as_the_additive_model_and_trains_what_is_its_own(stem, 
 
 def test_streams_of_gated_residual_part_after_an_additive_start():
     """They begin equal, and a few steps take each another way, because their norms differ."""
-    additive = randomise(build("gpt-mha-rope", **SMALL)).double()
+    additive = move_parameters(build("gpt-mha-rope", **SMALL)).double()
     model = build("GatedResidual-gpt-mha-rope", **SMALL).double()
     model.load_state_dict(model.convert_additive(additive.state_dict()), strict=False)
     model.from_additive()
@@ -391,7 +391,7 @@ def test_training_begins_from_an_additive_run(corpus, tmp_path):
     torch.manual_seed(5)
     additive = build("gpt-mha-rope", **SMALL)
     save_run(tmp_path / "run", additive, "gpt-mha-rope")
-    exported(tmp_path / "run", tmp_path / "exported")
+    export_run(tmp_path / "run", tmp_path / "exported")
     keys = {"init_from": tmp_path / "run", "learning_rate": 0, "max_steps": 1}
     losses = []
     for stem, source in (("gpt-mha-rope", "run"), ("MUDD-gpt-mha-rope", "exported")):

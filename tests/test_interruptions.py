@@ -23,8 +23,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import ROOT, SMALL, one_line_error, small_run, wait_for
-from in_process import call, finish_together
-from interruptions_helpers import CONSTANT, begin, final, phase_of, records, steps_done, workers
+from in_process import call, train_in_processes
+from interruptions_helpers import (
+    CONSTANT_RATE,
+    completed_steps,
+    current_phase,
+    read_final_tensors,
+    read_records,
+    start_training,
+    worker_pids,
+)
 
 import train
 from model import build
@@ -106,10 +114,10 @@ def test_killed_runs_end_bit_for_bit_as_the_whole_one(corpus, tmp_path, dtype, t
         while process.is_alive():
             # Kill within the wanted phase of work that is new, at a random moment of it; stopped,
             # to see what it is.
-            if metrics_size(run) != seen and phase_of(run) == phase:
+            if metrics_size(run) != seen and current_phase(run) == phase:
                 time.sleep(draw.random() * 0.01)
                 os.kill(process.pid, signal.SIGSTOP)
-                if phase_of(run) == phase:
+                if current_phase(run) == phase:
                     killed[phase] += 1
                     process.kill()
                     break
@@ -118,8 +126,8 @@ def test_killed_runs_end_bit_for_bit_as_the_whole_one(corpus, tmp_path, dtype, t
         process.join()
     assert all(killed[phase] >= times / 2 for phase in wanted), killed
     finish(*small_run(corpus, run, **keys))
-    assert final(run) == final(tmp_path / "whole")
-    assert records(run) == records(tmp_path / "whole")
+    assert read_final_tensors(run) == read_final_tensors(tmp_path / "whole")
+    assert read_records(run) == read_records(tmp_path / "whole")
 
 
 def metrics_size(run):
@@ -128,16 +136,21 @@ def metrics_size(run):
 
 
 def test_processes_and_engines_change_within_a_run(corpus, tmp_path):
-    keys = {**CONSTANT, "checkpoint_interval": 100, "statistics_interval": 5, "eval_interval": 5}
+    keys = {
+        **CONSTANT_RATE,
+        "checkpoint_interval": 100,
+        "statistics_interval": 5,
+        "eval_interval": 5,
+    }
     finish(*small_run(corpus, tmp_path / "one", **keys, max_steps=15))
     run = tmp_path / "run"
     for steps, changes in ((5, {}), (10, {"engine": "fsdp", "activation_checkpointing": True})):
         arguments = small_run(
             corpus, run, **{**keys, "micro_batch_size": 1}, max_steps=steps, **changes
         )
-        assert "arning" not in finish_together(2, arguments, tmp_path / "log")
+        assert "arning" not in train_in_processes(2, arguments, tmp_path / "log")
     finish(*small_run(corpus, run, **keys, max_steps=15))
-    ours, theirs = (records(path) for path in (run, tmp_path / "one"))
+    ours, theirs = (read_records(path) for path in (run, tmp_path / "one"))
     assert [r["step"] for r in ours if "loss" in r] == list(range(1, 16))
     for mine, other in zip(ours, theirs, strict=True):
         for key, bound in (("loss", 1e-4), ("grad_norm", 1e-3), ("val_loss", 1e-4)):
@@ -157,16 +170,16 @@ def test_processes_and_engines_change_within_a_run(corpus, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_leaves_with_a_code_of_its_own(corpus, tmp_path, number):
     run = tmp_path / "run"
-    keys = {**CONSTANT, "checkpoint_interval": 10_000, "max_steps": 10_000}
-    printed = stopped(small_run(corpus, run, **keys), lambda: len(steps_done(run)) > 3, number)
+    keys = {**CONSTANT_RATE, "checkpoint_interval": 10_000, "max_steps": 10_000}
+    printed = stopped(small_run(corpus, run, **keys), lambda: len(completed_steps(run)) > 3, number)
     assert f"({number.name}); resume with --resume=auto" in printed
-    done = steps_done(run)
+    done = completed_steps(run)
     assert done == list(range(1, len(done) + 1))
     assert checkpoint.read_state(checkpoint.find(run))["step"] == done[-1]
     status = {"step": done[-1], "of": 10_000, "ended": "stopped", "reason": number.name}
     assert json.loads((run / "status.json").read_text()) == status
     finish(*small_run(corpus, run, **{**keys, "max_steps": done[-1] + 2}))
-    assert steps_done(run) == list(range(1, done[-1] + 3))
+    assert completed_steps(run) == list(range(1, done[-1] + 3))
     assert stopping.read_status(run).ended == "finished"
 
 
@@ -192,7 +205,7 @@ def test_the_second_signal_ends_the_process_at_once():
 
 def test_a_stop_within_an_evaluation_does_it_again(corpus, tmp_path):
     keys = {
-        **CONSTANT,
+        **CONSTANT_RATE,
         "eval_interval": 3,
         "eval_batches": 100,
         "max_steps": 6,
@@ -200,21 +213,26 @@ def test_a_stop_within_an_evaluation_does_it_again(corpus, tmp_path):
     }
     finish(*small_run(corpus, tmp_path / "whole", **keys))
     run = tmp_path / "run"
-    stopped(small_run(corpus, run, **keys), lambda: steps_done(run)[-1:] == [3])
+    stopped(small_run(corpus, run, **keys), lambda: completed_steps(run)[-1:] == [3])
     assert not checkpoint.read_state(checkpoint.find(run))["evaluated"]
-    assert all("val_loss" not in record for record in records(run))
+    assert all("val_loss" not in record for record in read_records(run))
     finish(*small_run(corpus, run, **keys))
-    assert records(run) == records(tmp_path / "whole")
-    assert final(run) == final(tmp_path / "whole")
+    assert read_records(run) == read_records(tmp_path / "whole")
+    assert read_final_tensors(run) == read_final_tensors(tmp_path / "whole")
 
 
 def test_granted_time_ends_a_run(corpus, tmp_path):
     run = tmp_path / "run"
-    keys = {**CONSTANT, "max_steps": 100_000, "max_seconds": 1.0, "checkpoint_interval": 100_000}
+    keys = {
+        **CONSTANT_RATE,
+        "max_steps": 100_000,
+        "max_seconds": 1.0,
+        "checkpoint_interval": 100_000,
+    }
     result = call("train.py", *small_run(corpus, run, **keys))
     assert result.returncode == stopping.EXIT_CODE
     assert b"(max_seconds=1); resume with --resume=auto" in result.stdout
-    assert checkpoint.read_state(checkpoint.find(run))["step"] == steps_done(run)[-1]
+    assert checkpoint.read_state(checkpoint.find(run))["step"] == completed_steps(run)[-1]
 
 
 def test_granted_time_leaves_room_for_a_step_and_a_save(monkeypatch):
@@ -234,9 +252,9 @@ def test_granted_time_leaves_room_for_a_step_and_a_save(monkeypatch):
 
 def test_a_second_process_is_refused_and_a_killed_run_does_not_say_that_it_ended(corpus, tmp_path):
     run = tmp_path / "run"
-    arguments = small_run(corpus, run, **CONSTANT, max_steps=100_000)
+    arguments = small_run(corpus, run, **CONSTANT_RATE, max_steps=100_000)
     process = forked(*arguments)
-    wait_for(lambda: len(steps_done(run)) > 3)
+    wait_for(lambda: len(completed_steps(run)) > 3)
     assert "another process is training in this folder" in one_line_error(
         call("train.py", *arguments)
     )
@@ -249,12 +267,12 @@ def test_a_second_process_is_refused_and_a_killed_run_does_not_say_that_it_ended
 def test_a_dead_process_ends_the_job_which_restarts_where_asked(corpus, tmp_path, restarts):
     """By torchrun, to which a signal then stops the restarted job."""
     run = tmp_path / "run"
-    keys = {**CONSTANT, "checkpoint_interval": 5, "max_steps": 10_000}
-    process = begin(
+    keys = {**CONSTANT_RATE, "checkpoint_interval": 5, "max_steps": 10_000}
+    process = start_training(
         small_run(corpus, run, **keys), processes=2, launcher=[f"--max-restarts={restarts}"]
     )
-    wait_for(lambda: len(steps_done(run)) > 12)
-    children = workers(process)
+    wait_for(lambda: len(completed_steps(run)) > 12)
+    children = worker_pids(process)
     assert len(children) == 2
     os.kill(children[restarts], signal.SIGKILL)
     if not restarts:
@@ -262,12 +280,12 @@ def test_a_dead_process_ends_the_job_which_restarts_where_asked(corpus, tmp_path
         assert checkpoint.find(run)
         return
     wait_for(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
-    before = len(steps_done(run))
-    wait_for(lambda: len(steps_done(run)) > before)
+    before = len(completed_steps(run))
+    wait_for(lambda: len(completed_steps(run)) > before)
     process.send_signal(signal.SIGTERM)
     process.wait(timeout=20)
     assert stopping.read_status(run).ended == "stopped"
-    done = steps_done(run)
+    done = completed_steps(run)
     assert done == list(range(1, len(done) + 1))
     assert checkpoint.read_state(checkpoint.find(run))["step"] == done[-1]
 
@@ -275,7 +293,7 @@ def test_a_dead_process_ends_the_job_which_restarts_where_asked(corpus, tmp_path
 def test_a_full_disk_leaves_the_run_going_and_the_old_checkpoint(corpus, tmp_path):
     run, log = tmp_path / "run", tmp_path / "log"
     keys = {
-        **CONSTANT,
+        **CONSTANT_RATE,
         "checkpoint_interval": 20,
         "keep_last": 1,
         "max_steps": 100_000,
@@ -297,22 +315,22 @@ def test_a_full_disk_leaves_the_run_going_and_the_old_checkpoint(corpus, tmp_pat
     assert not list(run.glob("checkpoints/*.tmp"))
     step = checkpoint.read_state(old)["step"]
     finish(*small_run(corpus, run, **{**keys, "max_steps": step + 5}))
-    assert steps_done(run) == list(range(1, step + 6))
+    assert completed_steps(run) == list(range(1, step + 6))
 
 
 def test_a_removed_run_folder_is_made_again(corpus, tmp_path):
     run = tmp_path / "run"
-    keys = {**CONSTANT, "checkpoint_interval": 100_000, "max_steps": 100_000}
+    keys = {**CONSTANT_RATE, "checkpoint_interval": 100_000, "max_steps": 100_000}
 
     def remove_and_stop():
         run.rename(tmp_path / "gone")  # at once: a removal can fail while the run writes
-        wait_for(lambda: len(steps_done(run)) > 3)
+        wait_for(lambda: len(completed_steps(run)) > 3)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    meanwhile(lambda: len(steps_done(run)) > 3, remove_and_stop)
+    meanwhile(lambda: len(completed_steps(run)) > 3, remove_and_stop)
     result = call("train.py", *small_run(corpus, run, **keys))
     assert result.returncode == 75
-    assert checkpoint.read_state(checkpoint.find(run))["step"] == steps_done(run)[-1]
+    assert checkpoint.read_state(checkpoint.find(run))["step"] == completed_steps(run)[-1]
 
 
 def test_metrics_that_cannot_be_written_wait(tmp_path, capsys):
@@ -369,8 +387,8 @@ def test_non_finite_steps_are_skipped_up_to_a_limit(corpus, tmp_path):
     result = call("train.py", *small_run(corpus, run, **keys))
     assert result.returncode == 1
     assert b"step 3: loss" in result.stderr
-    assert [r for r in records(run) if r.get("skipped")] == [
-        r for r in records(run) if r["step"] in (1, 2)
+    assert [r for r in read_records(run) if r.get("skipped")] == [
+        r for r in read_records(run) if r["step"] in (1, 2)
     ]
     assert checkpoint.read_state(checkpoint.find(run))["skipped"] == 2
     assert stopping.read_status(run).ended == "failed"
@@ -394,16 +412,23 @@ def test_processes_that_differ_are_refused(tmp_path):
 def test_output_that_nobody_takes_does_not_end_a_run(corpus, tmp_path):
     run = tmp_path / "full"
     with open("/dev/full", "w") as full:
-        assert begin(small_run(corpus, run, **CONSTANT), log=full).wait(timeout=60) == 0
+        assert (
+            start_training(small_run(corpus, run, **CONSTANT_RATE), log=full).wait(timeout=60) == 0
+        )
     assert checkpoint.read_state(checkpoint.find(run))["step"] == 6
 
 
 @pytest.mark.slow
 def test_granted_time_is_not_granted_again_by_restarts(corpus, tmp_path):
     run, log = tmp_path / "run", tmp_path / "log"
-    keys = {**CONSTANT, "max_seconds": 3.0, "checkpoint_interval": 10_000, "max_steps": 100_000}
+    keys = {
+        **CONSTANT_RATE,
+        "max_seconds": 3.0,
+        "checkpoint_interval": 10_000,
+        "max_steps": 100_000,
+    }
     with open(log, "w") as file:
-        process = begin(
+        process = start_training(
             small_run(corpus, run, **keys), processes=2, launcher=["--max-restarts=2"], log=file
         )
         assert process.wait(timeout=90) == 0
@@ -413,10 +438,10 @@ def test_granted_time_is_not_granted_again_by_restarts(corpus, tmp_path):
 
 def test_a_run_goes_on_with_its_corpus_elsewhere(corpus, tmp_path):
     run = tmp_path / "run"
-    finish(*small_run(corpus, run, **CONSTANT, max_steps=2))
+    finish(*small_run(corpus, run, **CONSTANT_RATE, max_steps=2))
     shutil.copytree(corpus, tmp_path / "elsewhere")
-    finish(*small_run(tmp_path / "elsewhere", run, **CONSTANT, max_steps=4))
-    assert steps_done(run) == list(range(1, 5))
+    finish(*small_run(tmp_path / "elsewhere", run, **CONSTANT_RATE, max_steps=4))
+    assert completed_steps(run) == list(range(1, 5))
 
 
 def test_skipped_from_the_start_a_run_can_go_on(corpus, tmp_path):
@@ -425,13 +450,13 @@ def test_skipped_from_the_start_a_run_can_go_on(corpus, tmp_path):
         "checkpoint_interval": 1,
         "skip_nonfinite": 9,
         "eval_interval": 9,
-        **CONSTANT,
+        **CONSTANT_RATE,
     }
     run = tmp_path / "run"
     # The evaluation after the last step is not finite either, and is written as such.
     finish(*small_run(corpus, run, **keys, max_steps=2))
     finish(*small_run(corpus, run, **keys, max_steps=4))
-    assert [r["step"] for r in records(run) if r.get("skipped")] == [1, 2, 3, 4]
+    assert [r["step"] for r in read_records(run) if r.get("skipped")] == [1, 2, 3, 4]
 
 
 def test_the_parameter_where_it_began_is_named():
@@ -456,7 +481,7 @@ def test_a_branch_is_another_run_for_wandb(corpus, tmp_path, monkeypatch):
     for name, value in (("MODE", "offline"), ("SILENT", "true"), ("CONSOLE", "off")):
         monkeypatch.setenv(f"WANDB_{name}", value)
     first, branch = tmp_path / "first", tmp_path / "branch"
-    keys = {**CONSTANT, "wandb_log": True, "wandb_run_name": "named"}
+    keys = {**CONSTANT_RATE, "wandb_log": True, "wandb_run_name": "named"}
     finish(*small_run(corpus, first, **keys, max_steps=2))
     [logged] = first.glob("wandb/offline-run-*/*.wandb")
     # wandb's own process may write the file a moment after the run has finished

@@ -7,9 +7,10 @@ import re
 
 import pytest
 import torch
-from contract import randomise
-from helpers import ROOT, script
+from helpers import ROOT, run_script
 from models import PAPER, TINY
+
+from model.causality import move_parameters
 
 pytest.importorskip("triton")
 
@@ -33,7 +34,7 @@ def _programs(monkeypatch):
 
 
 def tiny(stem, **changes):
-    return randomise(build(stem, **{**TINY, **changes}))
+    return move_parameters(build(stem, **{**TINY, **changes}))
 
 
 OPTIONS = {
@@ -225,7 +226,7 @@ def test_cached_generation(cuts):
 @pytest.mark.slow
 def test_two_processes():
     """Gradients averaged by DDP and FSDP2 equal those of the plain model in one process."""
-    result = script(ROOT / "tests" / "two_processes.py", env={"PYTHONPATH": str(ROOT)})
+    result = run_script(ROOT / "tests" / "two_processes.py", env={"PYTHONPATH": str(ROOT)})
     assert result.returncode == 0, result.stderr.decode()
 
 

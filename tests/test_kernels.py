@@ -14,7 +14,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from helpers import script
+from helpers import run_script
 
 pytest.importorskip("triton")
 
@@ -187,7 +187,7 @@ def test_pieces_of_a_vector(d):
 
 def test_every_form_compiles():
     """Kernels compile for sm_90: the interpreter accepts code that the compiler rejects."""
-    result = script("tests/compile_kernels.py", env={"TRITON_INTERPRET": ""})
+    result = run_script("tests/compile_kernels.py", env={"TRITON_INTERPRET": ""})
     assert result.returncode == 0, result.stderr.decode()
     assert len(result.stdout.splitlines()) == 46
 
@@ -195,7 +195,7 @@ def test_every_form_compiles():
 @pytest.mark.skipif(not shutil.which("cc") and not shutil.which("gcc"), reason="needs a C compiler")
 def test_every_operator_launches():
     """Kernels launch on a driver without a GPU: interpreting and compiling do not show that."""
-    result = script("tests/launch_kernels.py", env={"TRITON_INTERPRET": ""})
+    result = run_script("tests/launch_kernels.py", env={"TRITON_INTERPRET": ""})
     assert result.returncode == 0, result.stderr.decode()
     assert result.stdout.decode().splitlines()[-1] == "ok rope_norm"
 

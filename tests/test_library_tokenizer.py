@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import one_line_error, shard_bytes, small_run
+from helpers import encode_shard, one_line_error, small_run
 from in_process import call
 
 from data import hub, library_tokenizer, preparation, shards, sources, tokenizer
@@ -305,7 +305,7 @@ def foreign(tmp_path):
     folder.mkdir()
     version_7_shard(folder / "x_val_000000.bin", [70_000, 1, 69_999])
     version_7_shard(folder / "x_train_000001.bin", [70_000, 5, 65_536, 7])
-    (folder / "x_train_000002.bin").write_bytes(shard_bytes([8, 9]))
+    (folder / "x_train_000002.bin").write_bytes(encode_shard([8, 9]))
     return folder
 
 

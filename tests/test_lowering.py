@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from helpers import ROOT, script
+from helpers import ROOT, run_script
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
@@ -28,7 +28,7 @@ def fresh() -> dict:
     tasks = {name: ["rules", *name.split()] for name in OPERATORS}
     tasks["calls"] = ["calls", "DDL-gpt-mha-rope-CC-EC", LAYERS]
     env = {"PYTHONPATH": str(ROOT), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    result = script(ROOT / "tests" / "fresh_lowering.py", json.dumps(tasks), env=env)
+    result = run_script(ROOT / "tests" / "fresh_lowering.py", json.dumps(tasks), env=env)
     assert result.returncode == 0, result.stderr.decode()
     return json.loads(result.stdout)
 

@@ -10,7 +10,7 @@ import naive
 import pytest
 import torch
 from helpers import ROOT
-from models import DDL, EXPANDED, INPUTS, PAPER, PARAMETER_COUNTS, TINY, tiny
+from models import DDL, EXPANDED, INPUTS, PAPER, PARAMETER_COUNTS, TINY, build_tiny
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import MODEL_NAMES, build, cost, layers, model_class
@@ -124,7 +124,7 @@ CASES += [
     ("stem", "keys"), CASES, ids=lambda x: x if isinstance(x, str) else "-".join(x) or "plain"
 )
 def test_forward_and_backward_equal_the_naive_loops(stem, keys):
-    model = tiny(stem, **keys)
+    model = build_tiny(stem, **keys)
     ids = torch.randint(0, TINY["vocab_size"], (2, 7))
     targets = torch.randint(0, TINY["vocab_size"], (2, 7))
     targets[0, 3] = -1
@@ -148,7 +148,7 @@ def test_config_files_of_a_text_compute_its_equations(text, rewrite, stem):
         stem is not None
     )
     run, config = configure([str(ROOT / "config" / f"ddl_{text}_small.py"), *options])
-    model = tiny(run.model, **dataclasses.asdict(config))
+    model = build_tiny(run.model, **dataclasses.asdict(config))
     if text == "january_v1":  # it writes no output bias of the gate, which is learned from 0
         for block in model.transformer.h:
             for write in (block.ddl_attn, block.ddl_mlp):
@@ -279,20 +279,20 @@ def test_an_own_erase_gate_leaves_the_other_starts_as_they_are():
 
 def test_a_closed_erase_gate_leaves_the_write():
     """With the erase's gate shut, the model with a gate of its own is the one that only writes."""
-    own = tiny("DDL-gpt-mha-rope", ddl_erase_gate="own")
+    own = build_tiny("DDL-gpt-mha-rope", ddl_erase_gate="own")
     for block in own.transformer.h:
         for write in (block.ddl_attn, block.ddl_mlp):
             torch.nn.init.zeros_(write.beta_erase.weight)
             torch.nn.init.constant_(write.beta_erase.bias, -60)
-    write_only = tiny("DDL-gpt-mha-rope", ddl_update="write_only")
+    write_only = build_tiny("DDL-gpt-mha-rope", ddl_update="write_only")
     write_only.load_state_dict(own.state_dict(), strict=False)
     ids = torch.randint(0, 29, (2, 9))
     torch.testing.assert_close(own(ids)[0], write_only(ids)[0], rtol=1e-12, atol=1e-12)
 
 
 def test_the_erase_alone_is_the_delta_rule_with_a_value_of_0():
-    zero = tiny("DDL-gpt-mha-rope", ddl_v_constant=True, ddl_v_constant_value=0.0)
-    erase_only = tiny("DDL-gpt-mha-rope", ddl_update="erase_only")
+    zero = build_tiny("DDL-gpt-mha-rope", ddl_v_constant=True, ddl_v_constant_value=0.0)
+    erase_only = build_tiny("DDL-gpt-mha-rope", ddl_update="erase_only")
     _, unexpected = erase_only.load_state_dict(zero.state_dict(), strict=False)
     assert unexpected == [name for name in zero.state_dict() if "v_proj" in name]
     ids = torch.randint(0, 29, (2, 9))
@@ -570,14 +570,14 @@ def test_flops_of_parameterisations(keys, change):
 @pytest.mark.parametrize("stem", MODEL_NAMES)
 def test_a_factor_on_branches_changes_the_model_or_is_refused(stem):
     """With the same weights: a stream that would ignore `residual_branch_mult` must say so."""
-    plain, ids = tiny(stem), torch.arange(8)[None]
+    plain, ids = build_tiny(stem), torch.arange(8)[None]
     if not all(
         takes_branch_mult(type(site.write)) for block in plain.transformer.h for site in block.sites
     ):
         with pytest.raises(ValueError, match="has no effect on this model, whose write"):
-            tiny(stem, residual_branch_mult=0.5)
+            build_tiny(stem, residual_branch_mult=0.5)
         return
-    scaled = tiny(stem, residual_branch_mult=0.5)
+    scaled = build_tiny(stem, residual_branch_mult=0.5)
     generator = torch.Generator().manual_seed(0)
     for own, other in zip(plain.parameters(), scaled.parameters(), strict=True):
         values = 0.3 * torch.randn(own.shape, generator=generator)

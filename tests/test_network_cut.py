@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 from helpers import ROOT, small_run, wait_for
-from in_process import finish_together
-from interruptions_helpers import CONSTANT, final, records, steps_done
+from in_process import train_in_processes
+from interruptions_helpers import CONSTANT_RATE, completed_steps, read_final_tensors, read_records
 
 SETTINGS = {
-    **CONSTANT,
+    **CONSTANT_RATE,
     "global_batch_size": 8,
     "micro_batch_size": 1,
     "checkpoint_interval": 20,
@@ -110,14 +110,14 @@ def test_a_cut_network_ends_both_ends_and_the_run_resumes(corpus, tmp_path, mach
     logs = [tmp_path / "log_0", tmp_path / "log_1"]
     arguments = small_run(corpus, run, **SETTINGS, max_steps=100_000)
     jobs = [machine.start(arguments, log) for machine, log in zip(machines, logs)]
-    wait_for(lambda: len(steps_done(run)) >= 25, 120)
+    wait_for(lambda: len(completed_steps(run)) >= 25, 120)
     ip(f"-n {machines[0].name} link set {machines[0].interface} down")
     assert jobs[0].wait(timeout=60) != 0
     wait_for(lambda: "rank 1 waited" in logs[1].read_text())
     # The torchrun of the second machine waits for the first one's store; srun ends it.
     jobs[1].kill()
     jobs[1].wait()
-    last_step = steps_done(run)[-1]
+    last_step = completed_steps(run)[-1]
     assert last_step < 100_000
     for rank, log in enumerate(logs):
         lines = [line for line in log.read_text().splitlines() if f"rank {rank} waited" in line]
@@ -133,6 +133,6 @@ def test_a_cut_network_ends_both_ends_and_the_run_resumes(corpus, tmp_path, mach
         assert job.wait(timeout=120) == 0
     undisturbed = tmp_path / "undisturbed"
     arguments = small_run(corpus, undisturbed, **SETTINGS, max_steps=last_step + 3)
-    finish_together(2, arguments, tmp_path / "log")
-    assert final(run) == final(undisturbed)
-    assert records(run) == records(undisturbed)
+    train_in_processes(2, arguments, tmp_path / "log")
+    assert read_final_tensors(run) == read_final_tensors(undisturbed)
+    assert read_records(run) == read_records(undisturbed)

@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from contract import randomise
 from models import PAPER, TINY
 
 from model import build, layers
+from model.causality import move_parameters
 
 INNER = 8 * TINY["hidden_size"] // 3  # 26: filled up to 64
 
@@ -31,7 +31,7 @@ def outcome(model, run=None):
 
 
 def check_same(stem, monkeypatch, dtype, compiled=None, **config):
-    plain = randomise(build(stem, **{**TINY, **config})).to(dtype)
+    plain = move_parameters(build(stem, **{**TINY, **config})).to(dtype)
     joined = copy.deepcopy(plain)
     loss, gradients = outcome(plain)
     one_product(monkeypatch)

@@ -14,11 +14,12 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from contract import TINY, randomise, tokens
+from contract import TINY, tokens
 from torch import nn
 from torch.func import functional_call
 
 from model import build
+from model.causality import move_parameters
 from model.gpt import GPT
 
 ROOT = Path(__file__).parents[1]
@@ -71,7 +72,7 @@ class Production(NamedTuple):
     def build(self, **keys: object) -> GPT:
         """Return a tiny model with its stream, whose parameters are all off their initial values."""
         model = build("mHC-gpt-mha-rope", **{**SIZE, **self.stream_keys(), **keys})
-        return randomise(model)
+        return move_parameters(model)
 
     def public_settings(self, **settings: object) -> object:
         """Return its configuration at the width of our tiny models."""

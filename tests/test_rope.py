@@ -4,10 +4,10 @@ float64.
 
 import pytest
 import torch
-from contract import randomise
 from models import TINY
 
 from model import build, kernels, layers
+from model.causality import move_parameters
 
 pytest.importorskip("triton")
 
@@ -67,11 +67,13 @@ def test_heads_come_with_the_fused_stream():
 
 
 def test_heads_of_one_product(monkeypatch):
-    model = randomise(build("gpt-mha-rope", **TINY))
+    model = move_parameters(build("gpt-mha-rope", **TINY))
     monkeypatch.setattr(layers, "should_join_products", lambda x: True)
     fused.check_model(model)
 
 
 def test_heads_of_one_product_compiled(monkeypatch):
     monkeypatch.setattr(layers, "should_join_products", lambda x: True)
-    fused.check_compiled(randomise(build("gpt-mha-rope", **TINY, mup=True)), "aot_eager", 1e-5)
+    fused.check_compiled(
+        move_parameters(build("gpt-mha-rope", **TINY, mup=True)), "aot_eager", 1e-5
+    )

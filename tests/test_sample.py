@@ -1,7 +1,7 @@
 """sample.py as a user runs it; tests/test_generation.py has how texts are made."""
 
 import pytest
-from helpers import one_line_error, script, small_run
+from helpers import one_line_error, run_script, small_run
 from in_process import call
 
 
@@ -20,7 +20,7 @@ def test_prompt_from_argument_file_and_standard_input(run, tmp_path):
     saved = run / "checkpoints" / "step_00000006"
     outputs = [call("sample.py", run, f"--prompt={prompt}", *keys).stdout]
     outputs.append(call("sample.py", saved, f"--prompt=FILE:{file}", *keys).stdout)
-    outputs.append(script("sample.py", run, "--prompt=-", *keys, stdin=prompt.encode()).stdout)
+    outputs.append(run_script("sample.py", run, "--prompt=-", *keys, stdin=prompt.encode()).stdout)
     assert outputs[0] == outputs[1] == outputs[2]
     assert outputs[0].startswith(prompt.encode())
     assert len(outputs[0]) > len(prompt.encode()) + 1  # and the line break

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import pytest
 import tiktoken
 import torch
-from browser import local, served
+from browser import serve_model, serve_run
 from helpers import ROOT, SMALL, one_line_error, small_run
 from in_process import call
 
@@ -289,7 +289,7 @@ def run(corpus, tmp_path_factory):
 @pytest.fixture(scope="module")
 def address(run):
     options = ("--temperature=0.9", "--stop=qq", "--seed=5", "--max_new_tokens=25")
-    with served(run, *options) as (address, process):
+    with serve_run(run, *options) as (address, process):
         yield address
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=20)
@@ -350,7 +350,7 @@ def test_the_text_is_that_of_the_command_line(address, run):
 def test_a_model_in_bfloat16_is_computed_in_it_in_every_thread(run):
     model, tokenizer, _ = load_model(run, torch.device("cpu"))
     round_matrices(model)
-    with torch.autocast("cpu", torch.bfloat16), local(model, tokenizer) as address:
+    with torch.autocast("cpu", torch.bfloat16), serve_model(model, tokenizer) as address:
         text = text_of(generate(address, prompt="def", max_new_tokens=30, seed=7, top_p=0.9))
     options = ("--prompt=def", "--dtype=bfloat16", "--max_new_tokens=30", "--seed=7")
     printed = call("sample.py", run, *options)
@@ -486,7 +486,7 @@ class Slow:
 @pytest.fixture
 def slow():
     slow = Slow()
-    with local(slow.model, TOKENIZER) as slow.address:
+    with serve_model(slow.model, TOKENIZER) as slow.address:
         yield slow
 
 
@@ -524,7 +524,7 @@ def test_one_generation_at_a_time(slow, monkeypatch):
 
 
 def test_interrupting_the_server_ends_a_stream(run):
-    with served(run, "--max_new_tokens=2000", "--temperature=0") as (address, process):
+    with serve_run(run, "--max_new_tokens=2000", "--temperature=0") as (address, process):
         ignored = re.search(r"SigIgn:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text())[1]
         assert int(ignored, 16) >> (signal.SIGPIPE - 1) & 1  # a closed tab must not end the server
         connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=30)
@@ -546,7 +546,7 @@ def test_the_request_of_the_page_about_it_gets_the_answer_there(run):
     lines = re.search(r"```json\n(.*?)```", page, flags=re.S)[1].splitlines()
     documented = [json.loads(line) for line in lines]
     model, tokenizer, _ = load_model(run, torch.device("cpu"))
-    with local(model, tokenizer) as address:
+    with serve_model(model, tokenizer) as address:
         to_server = command.replace("http://127.0.0.1:8000", address)
         answer = subprocess.run(to_server, shell=True, capture_output=True, timeout=30, check=True)
         events = [json.loads(line) for line in answer.stdout.splitlines()]

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import SMALL, small_run, wait_for
-from in_process import call, finish_together
-from interruptions_helpers import CONSTANT, final, records, steps_done
+from in_process import call, train_in_processes
+from interruptions_helpers import CONSTANT_RATE, completed_steps, read_final_tensors, read_records
 from safetensors.torch import load_file
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -497,7 +497,7 @@ def test_an_export_reads_several_files(tmp_path):
 
 
 def test_runs_in_the_background_end_as_those_in_the_foreground(corpus, tmp_path):
-    keys = {**CONSTANT, "checkpoint_interval": 1, "max_steps": 4}
+    keys = {**CONSTANT_RATE, "checkpoint_interval": 1, "max_steps": 4}
     for background in (True, False):
         arguments = small_run(
             corpus, tmp_path / str(background), **keys, save_in_background=background
@@ -505,7 +505,7 @@ def test_runs_in_the_background_end_as_those_in_the_foreground(corpus, tmp_path)
         result = call("train.py", *arguments)
         assert result.returncode == 0, result.stderr.decode()
         assert result.stdout.decode().count("saved ") == 4
-    assert final(tmp_path / "True") == final(tmp_path / "False")
+    assert read_final_tensors(tmp_path / "True") == read_final_tensors(tmp_path / "False")
     assert not list(tmp_path.glob("*/checkpoints/*.tmp"))
 
 
@@ -518,10 +518,15 @@ def test_a_stop_waits_for_the_save(corpus, tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint, "write_shards", write_slowly)
     run = tmp_path / "run"
-    keys = {**CONSTANT, "checkpoint_interval": 5, "max_steps": 10_000, "save_in_background": True}
+    keys = {
+        **CONSTANT_RATE,
+        "checkpoint_interval": 5,
+        "max_steps": 10_000,
+        "save_in_background": True,
+    }
 
     def stop_run():
-        wait_for(lambda: len(steps_done(run)) > 6)
+        wait_for(lambda: len(completed_steps(run)) > 6)
         os.kill(os.getpid(), signal.SIGTERM)
 
     stop = threading.Thread(target=stop_run, daemon=True)
@@ -530,7 +535,7 @@ def test_a_stop_waits_for_the_save(corpus, tmp_path, monkeypatch):
     stop.join()
     assert result.returncode == stopping.EXIT_CODE, result.stderr.decode()
     latest = checkpoint.find(run)
-    assert checkpoint.read_state(latest)["step"] == steps_done(run)[-1]
+    assert checkpoint.read_state(latest)["step"] == completed_steps(run)[-1]
     assert result.stdout.decode().splitlines()[-2] == f"saved {latest}"
     assert not list(run.glob("checkpoints/*.tmp"))
 
@@ -538,7 +543,12 @@ def test_a_stop_waits_for_the_save(corpus, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_processes_change_within_runs_of_several_writers(corpus, tmp_path):
     """The weights are those of runs with one writer in the foreground, to the bit."""
-    keys = {**CONSTANT, "checkpoint_interval": 2, "micro_batch_size": 1, "num_hidden_layers": 1}
+    keys = {
+        **CONSTANT_RATE,
+        "checkpoint_interval": 2,
+        "micro_batch_size": 1,
+        "num_hidden_layers": 1,
+    }
     for name, writers, background in (("one", 1, False), ("several", 4, True)):
         run = tmp_path / name
         for processes, steps, engine in ((4, 2, "fsdp"), (1, 3, "ddp"), (2, 4, "fsdp")):
@@ -549,8 +559,8 @@ def test_processes_change_within_runs_of_several_writers(corpus, tmp_path):
             if processes == 1:
                 assert call("train.py", *arguments).returncode == 0
                 continue
-            assert "arning" not in finish_together(processes, arguments, tmp_path / "log")
-        assert steps_done(run) == [1, 2, 3, 4]
+            assert "arning" not in train_in_processes(processes, arguments, tmp_path / "log")
+        assert completed_steps(run) == [1, 2, 3, 4]
     assert len(list(checkpoint.find(tmp_path / "several").glob("model-*"))) == 2
-    assert final(tmp_path / "one") == final(tmp_path / "several")
-    assert records(tmp_path / "one") == records(tmp_path / "several")
+    assert read_final_tensors(tmp_path / "one") == read_final_tensors(tmp_path / "several")
+    assert read_records(tmp_path / "one") == read_records(tmp_path / "several")

@@ -7,7 +7,7 @@ import struct
 
 import numpy as np
 import pytest
-from helpers import MAGIC, VERSION, shard_bytes
+from helpers import MAGIC, VERSION, encode_shard
 
 from data import shards
 
@@ -16,7 +16,7 @@ from data import shards
 def test_write_and_read_follow_the_format(tmp_path, tokens):
     path = tmp_path / "a_train.bin"
     shards.write_shard(path, np.array(tokens, dtype=np.int64))
-    assert path.read_bytes() == shard_bytes(tokens)
+    assert path.read_bytes() == encode_shard(tokens)
     assert list(tmp_path.iterdir()) == [path]  # no .tmp left
     assert shards.read_shard(path).dtype == np.uint16
     assert shards.read_shard(path).tolist() == tokens
@@ -27,7 +27,7 @@ def test_a_failed_write_leaves_the_old_shard_whole(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     path = tmp_path / "a_train.bin"
-    path.write_bytes(shard_bytes([1, 2, 3]))
+    path.write_bytes(encode_shard([1, 2, 3]))
     for tokens in ([1, 65536], [-1, 5]):
         with pytest.raises(
             ValueError, match=r"a_train\.bin: token ids must be between 0 and 65535"
@@ -36,20 +36,20 @@ def test_a_failed_write_leaves_the_old_shard_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         shards.write_shard(path, np.arange(9))
-    assert path.read_bytes() == shard_bytes([1, 2, 3])
+    assert path.read_bytes() == encode_shard([1, 2, 3])
     assert list(tmp_path.iterdir()) == [path]
 
 
-WHOLE = shard_bytes([3, 1, 4, 1, 5])
+WHOLE = encode_shard([3, 1, 4, 1, 5])
 BROKEN = [
     (b"", "not a token shard"),
     (WHOLE[:1023], "not a token shard"),
-    (shard_bytes([1, 2], magic=MAGIC + 1), "not a token shard"),
+    (encode_shard([1, 2], magic=MAGIC + 1), "not a token shard"),
     (struct.pack(">256i", MAGIC, VERSION, *[0] * 254), "not a token shard"),
-    (shard_bytes([1, 2], version=2), "shard version 2, but this code reads version 1"),
+    (encode_shard([1, 2], version=2), "shard version 2, but this code reads version 1"),
     (WHOLE[:-1], "damaged: 5 tokens need 1034 bytes, but the file has 1033"),
     (WHOLE + b"\0\0", "damaged: 5 tokens need 1034 bytes, but the file has 1036"),
-    (shard_bytes([1, 2], count=-1), "damaged"),
+    (encode_shard([1, 2], count=-1), "damaged"),
 ]
 
 
@@ -69,7 +69,7 @@ def fill(folder, splits=PARTS):
     folder.mkdir(parents=True, exist_ok=True)
     for split, parts in splits.items():
         for number, tokens in reversed(list(enumerate(parts))):
-            (folder / f"x_{split}_{number:06d}.bin").write_bytes(shard_bytes(tokens))
+            (folder / f"x_{split}_{number:06d}.bin").write_bytes(encode_shard(tokens))
     return folder
 
 
@@ -129,11 +129,11 @@ def test_meta_comes_from_the_folder_or_is_gpt2(tmp_path):
 def test_shards_that_meta_lists_must_be_there_and_whole(tmp_path):
     write_meta(fill(tmp_path))
     assert_corpus(shards.open_corpus(str(tmp_path)), tmp_path)
-    (tmp_path / "y_train_000009.bin").write_bytes(shard_bytes([1]))
+    (tmp_path / "y_train_000009.bin").write_bytes(encode_shard([1]))
     refused(tmp_path, r"y_train_000009\.bin is not in the list of shards of .*meta\.json")
     (tmp_path / "y_train_000009.bin").unlink()
     shard = tmp_path / "x_train_000000.bin"
-    shard.write_bytes(shard_bytes([1, 2, 3, 4, 5, 6, 7]))
+    shard.write_bytes(encode_shard([1, 2, 3, 4, 5, 6, 7]))
     refused(tmp_path, f"{shard.name} is not the shard of 2 tokens that meta.json lists")
     shard.unlink()
     refused(tmp_path, f"{shard.name} is not the shard of 2 tokens")

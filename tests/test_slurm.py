@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers import ROOT, small_run, wait_for
-from interruptions_helpers import CONSTANT, steps_done
+from interruptions_helpers import CONSTANT_RATE, completed_steps
 
 from training import checkpoint, stopping
 
@@ -130,21 +130,21 @@ def test_a_failure_is_that_of_the_job(tmp_path):
 @pytest.mark.slow
 def test_a_job_on_two_nodes_is_saved_and_requeued_and_resumes(corpus, tmp_path):
     run = tmp_path / "run"
-    keys = {**CONSTANT, "checkpoint_interval": 10_000, "max_steps": 100_000}
+    keys = {**CONSTANT_RATE, "checkpoint_interval": 10_000, "max_steps": 100_000}
     arguments = small_run(corpus, run, **keys)
     job = Job(tmp_path, num_nodes=2, gpus_per_node=1)
     process = job.start(arguments)
-    wait_for(lambda: len(steps_done(run)) > 3, 120)
+    wait_for(lambda: len(completed_steps(run)) > 3, 120)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 0
     assert job.read("scancel") == f"--signal=TERM {JOB_ID}"
     assert job.read("scontrol").endswith(f"requeue {JOB_ID}")
     assert stopping.read_status(run).ended == "stopped"
-    last_step = steps_done(run)[-1]
+    last_step = completed_steps(run)[-1]
     assert checkpoint.read_state(checkpoint.find(run))["step"] == last_step
 
     # the requeued job
     (job.records / "steps").unlink()
     process = job.start([*arguments, f"--max_steps={last_step + 2}"])
     assert process.wait(timeout=120) == 0
-    assert steps_done(run) == list(range(1, last_step + 3))
+    assert completed_steps(run) == list(range(1, last_step + 3))

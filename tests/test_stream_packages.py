@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attn_res import AttnResOperator
-from contract import TINY, randomise, tokens
+from contract import TINY, tokens
 from hyper_connections import HyperConnections
 from liger_kernel.transformers import functional as liger
 from torch.func import functional_call
@@ -26,6 +26,7 @@ from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextCo
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextGatedResidual
 
 from model import build
+from model.causality import move_parameters
 from model.kernels.sinkhorn import fused_sinkhorn_knopp
 
 # conftest.py turns the interpreter on where there is no GPU; on one, kernels may round what they
@@ -37,7 +38,7 @@ SIZE = {**TINY, "hidden_size": 16}
 
 
 def moved(stem, dtype=torch.float32, **keys):
-    return randomise(build(stem, **{**SIZE, **keys})).to(dtype)
+    return move_parameters(build(stem, **{**SIZE, **keys})).to(dtype)
 
 
 def sites(model, length):

@@ -9,13 +9,13 @@ import naive
 import naive_streams
 import pytest
 import torch
-from contract import randomise
 from helpers import one_line_error, small_run
 from in_process import call
 from models import TINY
 from torch.utils._pytree import tree_leaves, tree_map
 
 from model import build
+from model.causality import move_parameters
 from model.hyper_connections import mix_orthogonal, quaternion_product, sinkhorn_knopp
 from model.parameters import rules_of
 from training.residual_statistics import ObservedStream, compute_residual_statistics
@@ -36,7 +36,7 @@ def moved(name, **keys):
     """The same with every parameter somewhere else; mHC's biases, which start where nothing is
     mixed, all alike.
     """
-    model = randomise(fresh(name, **keys))
+    model = move_parameters(fresh(name, **keys))
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if name == "mHC" and key.endswith(".bias"):
@@ -343,7 +343,7 @@ def test_starts_as_the_additive_model(name, keys):
     model, ids = fresh(name, **keys), tokens(2, 7)
     depth = {key: value for key, value in keys.items() if key in TINY}
     torch.testing.assert_close(model(ids)[0], backbone_of(model, **depth)(ids)[0], **CLOSE)
-    assert (randomise(model)(ids)[0] - backbone_of(model, **depth)(ids)[0]).abs().max() > 1e-3
+    assert (move_parameters(model)(ids)[0] - backbone_of(model, **depth)(ids)[0]).abs().max() > 1e-3
 
 
 def test_mgt_with_open_gates_is_its_additive_arm():

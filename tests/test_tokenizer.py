@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import tiktoken
-from helpers import ODD
+from helpers import ODD_TEXTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,7 +33,7 @@ def test_byte_ids_are_bytes(byte_level):
     assert byte_level.n_vocab == 257
     assert byte_level.eot_token == 256
     assert byte_level.special_tokens_set == {"<|endoftext|>"}
-    for text in ODD:
+    for text in ODD_TEXTS:
         assert byte_level.encode(text) == list(text.encode())
         assert byte_level.decode(list(text.encode())) == text
     for i in range(256):
@@ -102,7 +102,7 @@ def test_stored_tokenizers_encode_the_same(request, tmp_path, name):
     assert tokenizer.meta_entries(rebuilt) == tokenizer.meta_entries(encoding)
     (tmp_path / "tokenizer.json").write_text(json.dumps(stored), encoding="utf-8")
     assert tokenizer.describe(tmp_path) == stored
-    for text in [*ODD, *CORPUS[:5], "abab"]:
+    for text in [*ODD_TEXTS, *CORPUS[:5], "abab"]:
         ids = encoding.encode(text, allowed_special="all")
         assert rebuilt.encode(text, allowed_special="all") == ids
     for i in range(encoding.eot_token):

@@ -4,7 +4,7 @@ import json
 import random
 
 import pytest
-from helpers import ODD, ROOT
+from helpers import ODD_TEXTS, ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,7 +36,7 @@ def check(pair, text: str) -> None:
 
 
 def test_odd_text(pair):
-    for text in [*TEXTS, *ODD]:
+    for text in [*TEXTS, *ODD_TEXTS]:
         check(pair, text)
     draw = random.Random(0)
     pieces = [*" \n\t\r\v\x1c\x85\u00a0\u2028\u200b\u0301\ufeffé²_!尺", "<|endoftext|>"]

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ROOT, SMALL, llm_c_shard, one_line_error, sign, small_run
-from in_process import call, finish_together
+from helpers import ROOT, SMALL, encode_shard, one_line_error, small_run, write_checksums
+from in_process import call, train_in_processes
 
 from data import shards
 from data.loader import TrainBatches, ValidationBatches
@@ -73,7 +73,7 @@ def changed_state(run, change) -> None:
     state = json.loads((folder / "state.json").read_text())
     change(state)
     (folder / "state.json").write_text(json.dumps(state))
-    sign(folder)
+    write_checksums(folder)
 
 
 # ---- what a run computes and says ----
@@ -169,7 +169,7 @@ def test_the_last_evaluation_covers_every_token_and_leaves_the_loss_of_every_win
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 def test_two_processes_gather_the_loss_of_every_window(finished, corpus, tmp_path, engine):
-    finish_together(2, small_run(corpus, tmp_path / "run", engine=engine), tmp_path / "log")
+    train_in_processes(2, small_run(corpus, tmp_path / "run", engine=engine), tmp_path / "log")
     found, alone = (np.load(run / "losses.npz")["loss"] for run in (tmp_path / "run", finished[0]))
     np.testing.assert_allclose(found, alone, rtol=1e-3)
 
@@ -572,7 +572,7 @@ def test_damaged_corpora_are_refused(corpus, tmp_path, file, change, message):
 
 def test_a_damaged_token_ends_the_run_in_one_line(corpus, tmp_path):
     shutil.copytree(corpus, tmp_path / "corpus")
-    llm_c_shard(tmp_path / "corpus" / "small_train_000000.bin", [300] * 20_000)
+    (tmp_path / "corpus" / "small_train_000000.bin").write_bytes(encode_shard([300] * 20_000))
     message = refusal(*small_run(tmp_path / "corpus", tmp_path / "run"))
     assert "small_train_000000.bin holds token id 300 at" in message
 
@@ -675,7 +675,7 @@ def test_shards_of_llm_c_train_without_conversion(tmp_path):
     folder.mkdir()
     for name, count in (("val_000000", 300), ("train_000001", 500), ("train_000002", 77)):
         tokens = [50256, *(draw.randrange(50257) for _ in range(count - 1))]
-        llm_c_shard(folder / f"edu_fineweb_{name}.bin", tokens)
+        (folder / f"edu_fineweb_{name}.bin").write_bytes(encode_shard(tokens))
     keys = {"vocab_size": 50304, "max_steps": 2, "warmup_steps": 0}
     printed = trained(*small_run(folder, tmp_path / "run", **keys)).stdout.decode()
     assert f"({577 - (35 * 16 + 1)} of 577 tokens dropped" in printed
@@ -776,7 +776,7 @@ def test_micro_batches_and_processes_do_not_change_what_is_minimised(tmp_path):
         trained(*small_run(corpus, tmp_path / f"{rows}", **LABELLED, micro_batch_size=rows))
     for engine in ("ddp", "fsdp"):
         keys = {**LABELLED, "micro_batch_size": 2, "engine": engine}
-        finish_together(2, small_run(corpus, tmp_path / engine, **keys), tmp_path / "log")
+        train_in_processes(2, small_run(corpus, tmp_path / engine, **keys), tmp_path / "log")
     whole = courses(tmp_path / "8")
     assert len(set(whole[0])) == len(whole[0]) == 4
     for other in ("1", "ddp", "fsdp"):

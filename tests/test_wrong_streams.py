@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from helpers import EXAMPLES, one_line_error, small_run
-from in_process import call, finish_together
+from in_process import call, train_in_processes
 
 import model
 from model import build
@@ -179,7 +179,7 @@ def test_a_parameter_without_a_gradient_is_said_and_goes_on(processes, own, corp
     def train(name, **changes):
         run = small_run(corpus, tmp_path / name, **{**keys, **changes})
         printed = (
-            finish_together(processes, run, tmp_path / "log") if processes > 1 else finish(run)
+            train_in_processes(processes, run, tmp_path / "log") if processes > 1 else finish(run)
         )
         said = "note: the loss does not depend on transformer.h.1.gate, which will not be trained"
         assert said in printed

@@ -1,9 +1,9 @@
 """What tests of gates and others share."""
 
-from contract import randomise
 from helpers import SMALL
 
 from model import build
+from model.causality import move_parameters
 
 KINDS = {
     "DDL-gpt-mha-rope": "token",
@@ -15,4 +15,4 @@ KINDS = {
 
 def moved(stem, **keys):
     """A model of float64 whose parameters are nowhere at their start."""
-    return randomise(build(stem, **{**SMALL, "block_size": 10, **keys}).double()).eval()
+    return move_parameters(build(stem, **{**SMALL, "block_size": 10, **keys}).double()).eval()

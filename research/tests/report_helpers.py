@@ -4,7 +4,7 @@ import json
 import math
 
 import numpy as np
-from helpers import SMALL, sign
+from helpers import SMALL, write_checksums
 
 from research import runs
 
@@ -24,7 +24,7 @@ def write_checkpoint(folder, step, **state):
     path = folder / "checkpoints" / f"step_{step:08d}"
     path.mkdir(parents=True, exist_ok=True)
     (path / "state.json").write_text(json.dumps({"step": step, **state}))
-    sign(path)
+    write_checksums(path)
 
 
 def write_run(
@@ -49,7 +49,7 @@ def write_run(
 def edit_state(folder, **changes):
     [path] = folder.glob("checkpoints/*/state.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-    sign(path.parent)
+    write_checksums(path.parent)
 
 
 def load(*paths):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import script
+from helpers import run_script
 from models import PAPER
 
 from model import MODEL_NAMES, build
@@ -430,7 +430,7 @@ def test_memory_on_a_gpu_is_weights_gradients_moments_and_activations(tmp_path):
         "--block_size=128",
         "--peers=transcription",
     ]
-    result = script(
+    result = run_script(
         "research/bench.py", *arguments, "--models=DDL-gpt-mha-rope-CC", f"--json={out}"
     )
     assert result.returncode == 0, result.stderr.decode()

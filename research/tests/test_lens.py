@@ -6,7 +6,6 @@ import math
 import naive
 import pytest
 import torch
-from contract import randomise
 from helpers import EXAMPLES, SMALL, one_line_error, small_run
 from in_process import call
 
@@ -14,6 +13,7 @@ from data import shards
 from data.loader import ValidationBatches
 from model import MODEL_NAMES, build
 from model.block import Stream
+from model.causality import move_parameters
 from research.analysis import common, lens
 
 
@@ -23,7 +23,7 @@ def ids_of(*shape):
 
 @pytest.mark.parametrize("stem", [*MODEL_NAMES, *(path.stem for path in EXAMPLES)])
 def test_the_last_depth_is_the_model_and_depth_0_has_no_site(stem, example_streams):
-    model, ids, said = randomise(build(stem, **SMALL)), ids_of(2, 7), {}
+    model, ids, said = move_parameters(build(stem, **SMALL)), ids_of(2, 7), {}
     with torch.no_grad(), model.through(lens.Lens(model, said.__setitem__)):
         last = model(ids)[0]
     wanted, _ = model(ids)
@@ -62,7 +62,7 @@ def naive_depths(model, ids) -> list[list[torch.Tensor]]:
 
 
 def test_measured_as_by_loops_over_tokens(corpus):
-    model = randomise(build("DDL-vdim1-gpt-mha-rope", **{**SMALL, "block_size": 6}).double())
+    model = move_parameters(build("DDL-vdim1-gpt-mha-rope", **{**SMALL, "block_size": 6}).double())
     batches = ValidationBatches(shards.open_corpus(str(corpus)).val, 6)
     windows, told = common.whole_windows(batches, 3), []
     found = lens.measure(model, batches, windows, 2, told.append)
@@ -102,7 +102,7 @@ def test_settled_is_the_last_change():
 def test_a_text_is_a_table_of_what_changes():
     from data.tokenizer import byte_tokenizer
 
-    model, encoding = randomise(build("DDL-gpt-mha-rope", **SMALL)), byte_tokenizer()
+    model, encoding = move_parameters(build("DDL-gpt-mha-rope", **SMALL)), byte_tokenizer()
     ids = torch.tensor([[256, *b"a| \n"]])
     positions, state = model.positions(ids), model.input_embed(model.transformer.wte(ids))
     by_block = [state]

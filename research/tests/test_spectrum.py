@@ -8,13 +8,13 @@ import naive_streams
 import numpy as np
 import pytest
 import torch
-from contract import randomise
 from helpers import EXAMPLES, SMALL, one_line_error, small_run
 from in_process import call
 
 from data import shards
 from model import MODEL_NAMES, build
 from model.block import Stream
+from model.causality import move_parameters
 from research.analysis import common, products, spectrum
 from research.analysis.products import Diagonal, LowRank, Mix
 
@@ -31,7 +31,7 @@ DELTAS += [
 def double(stem, **keys):
     """A model of float64 whose parameters are off their initial values."""
     torch.manual_seed(0)
-    return randomise(build(stem, **{**SMALL, **keys}).double())
+    return move_parameters(build(stem, **{**SMALL, **keys}).double())
 
 
 def tokens():

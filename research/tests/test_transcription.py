@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import PAPER, TINY, tiny
+from models import PAPER, TINY, build_tiny
 
 from research.benchmarks.transcription import Transcription
 
@@ -21,7 +21,7 @@ def transcribed(stem, model):
 
 @pytest.mark.parametrize(("stem", "keys"), CASES)
 def test_values_and_gradients_are_the_models(stem, keys):
-    model = tiny(stem, **keys)
+    model = build_tiny(stem, **keys)
     peer = transcribed(stem, model)
     ids, targets = torch.randint(0, TINY["vocab_size"], (2, 2, 9))
     targets[1, 4] = -1
