@@ -283,7 +283,7 @@ def test_weights_that_follow_from_parameters_are_folded_once(name, monkeypatch):
 
     for part in (ChannelConvRead, EmbeddingConv, TokenConvRead):
         monkeypatch.setattr(part, "weights", count(part.weights))
-    model = tiny(name)
+    model = build_tiny(name)
     decoder = Decoder(model, batch_size=2)
     ids = tokens_of(2, 6)
     decoder.prefill(ids[:, :3])
@@ -298,7 +298,7 @@ def test_weights_that_follow_from_parameters_are_folded_once(name, monkeypatch):
 
 
 def test_selected_rows_of_a_cache_keep_what_was_folded():
-    model = tiny(CC)
+    model = build_tiny(CC)
     ids = tokens_of(3, 6)
     cache = model.new_cache()
     model(ids[:, :4], cache=cache)

@@ -281,7 +281,9 @@ def test_generated_text_is_the_likeliest_up_to_a_stop_string(batch_size):
 
 def test_many_batches_share_one_compiled_decoder(monkeypatch):
     """It has as many rows as the largest batch, and gives the texts that each batch's own gives."""
-    model = randomise(build("DDL-gpt-mha-rope-CC", **{**TINY, "block_size": 40})).double().eval()
+    model = (
+        move_parameters(build("DDL-gpt-mha-rope-CC", **{**TINY, "block_size": 40})).double().eval()
+    )
     requests = [
         lm_eval.api.instance.Instance("generate_until", {}, (context, {"max_gen_toks": 5}), 0)
         for context in ("a", "Question: why?", "x y z", "", "much longer " * 5)

@@ -1,6 +1,7 @@
-"""Preparing token shards, against tokens computed document by document; kills, damage, refusals."""
+"""Test the preparation of token shards: tokens, kills, damage, errors."""
 
 import fcntl
+import functools
 import itertools
 import json
 import os
@@ -20,7 +21,7 @@ from in_process import call
 
 from data import preparation, shards, sources, tokenizer
 from data.preparation import PreparationOptions, encode_batch, make_parser, tokenize
-from data.shards import open_corpus
+from data.shards import Corpus, open_corpus
 from data.sources import Batch, Files, Texts
 from utils.units import format_bytes
 
@@ -28,25 +29,29 @@ EOT = 256
 FINEWEB = "data/fineweb_edu/prepare.py"
 
 
-def stream(texts) -> list[int]:
-    """Byte tokens of documents: end-of-text, then the text's bytes."""
+def byte_tokens(texts) -> list[int]:
+    """Return end-of-text and the bytes of each document."""
     return [token for text in texts for token in (EOT, *text.encode())]
 
 
-def some_texts(count=200):
-    """Documents of very different lengths, some empty, some with characters of several bytes."""
-    draw, letters = np.random.default_rng(0), list("abc é日👧\n")
-    sizes = lambda: int(draw.integers(0, 60)) ** 2 // 20  # noqa: E731
-    return ["".join(draw.choice(letters, sizes())) for _ in range(count)]
+def draw_texts(count=200) -> list[str]:
+    """Draw documents of very different lengths, some empty, some with characters of many bytes."""
+    generator = np.random.default_rng(0)
+    letters = list("abc é日👧\n")
+    texts = []
+    for _ in range(count):
+        num_characters = int(generator.integers(0, 60)) ** 2 // 20
+        texts.append("".join(generator.choice(letters, num_characters)))
+    return texts
 
 
-TEXTS = some_texts()
-STREAM = stream(TEXTS)
+TEXTS = draw_texts()
+TOKENS = byte_tokens(TEXTS)
 
 
 @pytest.fixture
-def folder(tmp_path):
-    """Three parquet files with the documents."""
+def folder(tmp_path) -> Path:
+    """Write the documents into three parquet files."""
     (tmp_path / "in").mkdir()
     for index, (first, last) in enumerate(((0, 70), (70, 110), (110, 200))):
         write_parquet(tmp_path / "in" / f"{index}.parquet", TEXTS[first:last], 20)
@@ -54,340 +59,531 @@ def folder(tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def _small(monkeypatch):
-    """Batches so small that a shard has several and a batch belongs to several shards."""
+def _small_batches(monkeypatch):
+    """Make batches so small that a shard has several and a batch belongs to several shards."""
     monkeypatch.setattr(sources, "BATCH_CHARACTERS", 300)
     monkeypatch.setattr(sources, "ROWS", 7)
 
 
-def run(out, plan, *options, name="x", extra=None):
-    words = ["--tokenizer=bytes", "--workers=2", "--shard_tokens=300", *options]
-    args = make_parser("", out, PreparationOptions).parse_args(words)
+def prepare(out: Path, plan, *options: str, name="x", extra=None) -> Corpus:
+    """Prepare a corpus of bytes in shards of 300 tokens, unless options say otherwise."""
+    arguments = ["--tokenizer=bytes", "--workers=2", "--shard_tokens=300", *options]
+    args = make_parser("", out, PreparationOptions).parse_args(arguments)
     preparation.prepare(args, name, plan, extra)
     return open_corpus(str(out))
 
 
-def files_plan(folder, val_tokens=1000):
+def plan_files(folder: Path, val_tokens=1000):
     return preparation.split_one_source(Files([str(folder)]), val_tokens)
 
 
-def tokens_of(corpus) -> list[int]:
+def read_tokens(corpus: Corpus) -> list[int]:
     return np.concatenate(corpus.val + corpus.train).tolist()
 
 
-def contents(folder) -> dict[str, bytes]:
+def read_files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def stamps(folder, names=None) -> dict:
-    """What shows whether files, all or the named ones, were written anew."""
+def read_stamps(folder: Path, names=None) -> dict[str, tuple[int, int]]:
+    """Return times and inodes, which differ once a file, of all or of the named ones, is rewritten."""
     paths = folder.iterdir() if names is None else [folder / name for name in names]
     return {path.name: (path.stat().st_mtime_ns, path.stat().st_ino) for path in paths}
 
 
-def listed(out) -> list[str]:
-    """Files of the shards that preparation.json calls whole."""
+def list_complete_shards(out: Path) -> list[str]:
+    """Return the files of the shards that preparation.json lists as complete."""
     records = shards.read_progress(out).get("shards", [])
     return [record["file"] for record in records]
-
-
-def write(path, content):
-    path.write_bytes(content)
 
 
 # ---- tokens ----
 
 
-def test_tokens_of_what_looks_special_and_of_texts_that_go_on():
-    bpe = tokenizer.train_byte_pairs(["the cat sat on the mat. " * 9], 265)
+def test_a_special_token_in_a_text_is_plain_text():
+    encoding = tokenizer.train_byte_pairs(["the cat sat on the mat. " * 9], 265)
     texts = ["the <|endoftext|> mat", "👧", ""]
-    expected = [token for text in texts for token in (bpe.eot_token, *bpe.encode(text))]
-    assert encode_batch(bpe, Batch({}, texts)).tolist() == expected
-    going_on = Batch({}, ["ab", "cd", "", "e"], [True, False, True, False])
-    tokens = encode_batch(tokenizer.byte_tokenizer(), going_on)
+    expected = [token for text in texts for token in (encoding.eot_token, *encoding.encode(text))]
+    assert encode_batch(encoding, Batch({}, texts)).tolist() == expected
+
+
+def test_a_text_that_continues_the_one_before_has_no_end_of_text_before_it():
+    batch = Batch({}, ["ab", "cd", "", "e"], [True, False, True, False])
+    tokens = encode_batch(tokenizer.byte_tokenizer(), batch)
     assert tokens.tolist() == [EOT, *b"abcd", EOT, *b"e"]
 
 
 @pytest.mark.parametrize("blanks", [" " * 1_500_000, "x" + (" " * 499_999 + "y") * 2])
-def test_a_run_of_blanks_that_tiktoken_cannot_split(blanks):
-    """GPT-2's regular expression runs out of stack on about a million blanks and panics."""
-    encoding, text = tokenizer.gpt2_tokenizer(), "before" + blanks + "after"
+def test_a_run_of_blanks_that_tiktoken_cannot_split_is_encoded(blanks):
+    """Split it first: the regular expression of GPT-2 panics on about a million blanks."""
+    encoding = tokenizer.gpt2_tokenizer()
+    text = "before" + blanks + "after"
     tokens = encode_batch(encoding, Batch({}, [text]))
     assert encoding.decode(tokens[1:].tolist()) == text
-    # The last of several blanks belongs to the next word: a cut within a run would show.
+
+
+def test_a_long_run_of_blanks_is_encoded_as_by_tiktoken():
+    encoding = tokenizer.gpt2_tokenizer()
+    # the last of several blanks belongs to the next word: a cut within a run would show
     text = "word" + " " * 300_000 + "word" * 60_000 + " " * 100_000 + "word"
     assert encode_batch(encoding, Batch({}, [text])).tolist()[1:] == encoding.encode(text)
 
 
 def test_few_batches_are_read_ahead():
-    class Counting:
-        read_so_far = 0
+    class CountingSource:
+        num_read = 0
 
         def read(self, cursor):
             for index in range(100):
-                self.read_so_far += 1
+                self.num_read += 1
                 yield Batch({"index": index}, [f"{index}"])
 
-    source = Counting()
-    for index, made in enumerate(tokenize(source, None, tokenizer.byte_tokenizer(), 2)):
-        assert source.read_so_far <= index + 2 * 2 + 1
-        assert (made[0]["index"], made[1].result().tolist()) == (index, stream([str(index)]))
+    source = CountingSource()
+    batches = tokenize(source, None, tokenizer.byte_tokenizer(), 2)
+    for index, (cursor, tokens) in enumerate(batches):
+        assert source.num_read <= index + 2 * 2 + 1
+        assert cursor["index"] == index
+        assert tokens.result().tolist() == byte_tokens([str(index)])
 
 
-# ---- whole preparations ----
+# ---- complete preparations ----
 
 
-def test_shards_hold_every_document_after_end_of_text(folder, tmp_path, capsys):
-    out = tmp_path / "out"
-    corpus = run(out, files_plan(folder), extra={"note": "for you"})
+def test_shards_hold_every_document_after_end_of_text(folder, tmp_path):
+    assert read_tokens(prepare(tmp_path / "out", plan_files(folder))) == TOKENS
+
+
+def test_shards_have_the_size_that_was_asked_for(folder, tmp_path):
+    corpus = prepare(tmp_path / "out", plan_files(folder))
     assert [len(shard) for shard in corpus.val] == [300, 300, 300, 100]
-    rest = len(STREAM) - 1000
+    rest = len(TOKENS) - 1000
     assert [len(shard) for shard in corpus.train] == [300] * (rest // 300) + [rest % 300]
-    assert tokens_of(corpus) == STREAM
-    trained = range(4, 4 + len(corpus.train))
-    names = [f"x_val_{i:06d}.bin" for i in range(4)] + [f"x_train_{i:06d}.bin" for i in trained]
-    others = ["meta.json", "preparation.json", "tokenizer.json"]
-    assert sorted(contents(out)) == sorted([*names, *others])
+
+
+def test_shards_are_numbered_and_recorded(folder, tmp_path):
+    out = tmp_path / "out"
+    corpus = prepare(out, plan_files(folder))
+    train_numbers = range(4, 4 + len(corpus.train))
+    names = [
+        *(f"x_val_{i:06d}.bin" for i in range(4)),
+        *(f"x_train_{i:06d}.bin" for i in train_numbers),
+    ]
+    assert sorted(read_files(out)) == sorted(
+        [*names, "meta.json", "preparation.json", "tokenizer.json"]
+    )
     assert [record["file"] for record in corpus.meta["shards"]] == names
-    for split, part in (("val", STREAM[:1000]), ("train", STREAM[1000:])):
-        counts = {"documents": part.count(EOT), "bytes": len(part) - part.count(EOT)}
-        assert corpus.meta[split] == {**counts, "tokens": len(part)}
-    about = {"tokenizer": "bytes", "vocab_size": 257, "eot_token": 256, "source": str(folder)}
-    assert {**about, "note": "for you"}.items() <= corpus.meta.items()
+
+
+def test_meta_counts_documents_bytes_and_tokens(folder, tmp_path):
+    corpus = prepare(tmp_path / "out", plan_files(folder))
+    for split, tokens in (("val", TOKENS[:1000]), ("train", TOKENS[1000:])):
+        num_documents = tokens.count(EOT)
+        assert corpus.meta[split] == {
+            "documents": num_documents,
+            "bytes": len(tokens) - num_documents,
+            "tokens": len(tokens),
+        }
+
+
+def test_meta_names_tokenizer_source_and_extra_entries(folder, tmp_path):
+    corpus = prepare(tmp_path / "out", plan_files(folder), extra={"note": "for you"})
+    expected = {
+        "tokenizer": "bytes",
+        "vocab_size": 257,
+        "eot_token": 256,
+        "source": str(folder),
+        "note": "for you",
+    }
+    assert expected.items() <= corpus.meta.items()
+
+
+def test_the_progress_is_printed(folder, tmp_path, capsys):
+    prepare(tmp_path / "out", plan_files(folder))
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(
         r"x_val_000001\.bin: 600 tokens in total, [\d,]+ tokens/s, ETA 00:.*", lines[2]
     )
-    before = stamps(out)
-    run(out, files_plan(folder), "--workers=1")  # complete: it says so and touches nothing
-    assert stamps(out) == before
-    assert capsys.readouterr().out == f"{out} is complete: {len(STREAM):,} tokens\n"
+
+
+def test_a_complete_corpus_is_not_prepared_again(folder, tmp_path, capsys):
+    out = tmp_path / "out"
+    prepare(out, plan_files(folder))
+    stamps = read_stamps(out)
+    capsys.readouterr()
+    prepare(out, plan_files(folder), "--workers=1")
+    assert read_stamps(out) == stamps
+    assert capsys.readouterr().out == f"{out} is complete: {len(TOKENS):,} tokens\n"
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_killed_after_any_file_it_goes_on_with_the_same(folder, tmp_path, monkeypatch, seed):
-    """With other threads and other batches each time, until it ends."""
-    draw, replace = np.random.default_rng(seed), Path.replace
-    plan, size = files_plan(folder, int(draw.integers(1, 3000))), int(draw.integers(90, 900))
-    monkeypatch.setattr(sources, "BATCH_CHARACTERS", int(draw.integers(1, 900)))
-    assert tokens_of(run(tmp_path / "whole", plan, f"--shard_tokens={size}")) == STREAM
-    out, ended, before = tmp_path / "out", False, {}
+def test_a_preparation_killed_after_any_file_resumes(folder, tmp_path, monkeypatch, seed):
+    """Kill it until it ends, with other threads and other batches each time."""
+    generator = np.random.default_rng(seed)
+    replace = Path.replace
+    plan = plan_files(folder, int(generator.integers(1, 3000)))
+    shard_tokens = f"--shard_tokens={int(generator.integers(90, 900))}"
+    monkeypatch.setattr(sources, "BATCH_CHARACTERS", int(generator.integers(1, 900)))
+    assert read_tokens(prepare(tmp_path / "complete", plan, shard_tokens)) == TOKENS
+    out = tmp_path / "out"
+    ended = False
+    previous_stamps = {}
     while not ended:
-        writes, last = itertools.count(), draw.integers(0, 12)
+        numbers = itertools.count()
+        last_number = generator.integers(0, 12)
 
-        def killed(path, target, writes=writes, last=last):
+        def replace_and_fail(path, target, numbers=numbers, last_number=last_number):
             replace(path, target)
-            if next(writes) == last:
+            if next(numbers) == last_number:
                 raise MemoryError("killed")
 
         with monkeypatch.context() as patch:
-            patch.setattr(Path, "replace", killed)
+            patch.setattr(Path, "replace", replace_and_fail)
             try:
-                workers = f"--workers={draw.integers(1, 4)}"
-                ended = bool(run(out, plan, f"--shard_tokens={size}", workers))
+                workers = f"--workers={generator.integers(1, 4)}"
+                ended = bool(prepare(out, plan, shard_tokens, workers))
             except MemoryError:
                 (out / "x_train_000000.bin.tmp").write_bytes(b"left by a kill")
-        made = stamps(out, listed(out))
-        assert made.items() >= before.items()  # what was whole has not been made again
-        before = made
-    assert contents(out) == contents(tmp_path / "whole")
+        stamps = read_stamps(out, list_complete_shards(out))
+        assert stamps.items() >= previous_stamps.items()  # complete shards are not rewritten
+        previous_stamps = stamps
+    assert read_files(out) == read_files(tmp_path / "complete")
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
-def test_a_killed_process_leaves_what_the_next_goes_on_with(folder, tmp_path, monkeypatch, kills):
-    """SIGKILL at random moments, half of them with another number of threads."""
+def test_a_killed_process_leaves_what_the_next_resumes(folder, tmp_path, monkeypatch, kills):
+    """Send SIGKILL at random moments, every second time to another number of threads."""
     monkeypatch.undo()  # batches are as large as those of other processes
     options = [f"--source={folder}", "--val_tokens=1000", "--shard_tokens=80", "--tokenizer=bytes"]
-    assert call(FINEWEB, *options, f"--out={tmp_path / 'whole'}").returncode == 0
-    out, draw, during = tmp_path / "out", np.random.default_rng(kills), 0
+    assert call(FINEWEB, *options, f"--out={tmp_path / 'complete'}").returncode == 0
+    out = tmp_path / "out"
     out.mkdir()
+    generator = np.random.default_rng(kills)
+    killed_while_running = 0
     for kill in range(kills):
-        # No fork: a child that is killed would keep the lock that tqdm shares with it.
-        words = [sys.executable, ROOT / FINEWEB, *options, f"--workers={1 + kill % 2}"]
-        process = subprocess.Popen([*words, f"--out={out}"], stdout=subprocess.DEVNULL)
-        before = len(listed(out))
-        wait_for(lambda p=process, n=before: p.poll() is not None or len(listed(out)) >= n + 8)
-        time.sleep(draw.random() * 0.05)
-        during += process.poll() is None
+        # no fork: a child that is killed would keep the lock that tqdm shares with it
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                ROOT / FINEWEB,
+                *options,
+                f"--workers={1 + kill % 2}",
+                f"--out={out}",
+            ],
+            stdout=subprocess.DEVNULL,
+        )
+        goal = len(list_complete_shards(out)) + 8
+        wait_for(
+            lambda process=process, goal=goal: (
+                process.poll() is not None or len(list_complete_shards(out)) >= goal
+            )
+        )
+        time.sleep(generator.random() * 0.05)
+        if process.poll() is None:
+            killed_while_running += 1
         process.kill()
         process.wait(timeout=20)
-    assert during >= 2
+    assert killed_while_running >= 2
     assert call(FINEWEB, *options, f"--out={out}").returncode == 0
-    assert contents(out) == contents(tmp_path / "whole")  # no .tmp, and preparation.json too
+    # no .tmp, and preparation.json too
+    assert read_files(out) == read_files(tmp_path / "complete")
+
+
+TRAIN_TOKENIZER = ("--tokenizer=bpe", "--vocab_size=290", "--tokenizer_bytes=3000")
+
+
+def test_a_tokenizer_is_trained_on_the_first_bytes(folder, tmp_path):
+    prepare(tmp_path / "out", plan_files(folder), *TRAIN_TOKENIZER, "--max_tokens=2000")
+    stored = json.loads((tmp_path / "out" / "tokenizer.json").read_bytes())
+    first = [text for i, text in enumerate(TEXTS) if len("".join(TEXTS[:i]).encode()) < 3000]
+    assert tokenizer.to_json(tokenizer.train_byte_pairs(first, 290)) == stored
 
 
 def test_a_trained_tokenizer_is_kept(folder, tmp_path, monkeypatch):
-    options = ("--tokenizer=bpe", "--vocab_size=290", "--tokenizer_bytes=3000")
-    run(tmp_path / "out", files_plan(folder), *options, "--max_tokens=2000")
-    stored = json.loads((tmp_path / "out" / "tokenizer.json").read_bytes())
-    encoding = tokenizer.from_json(stored)
+    prepare(tmp_path / "out", plan_files(folder), *TRAIN_TOKENIZER, "--max_tokens=2000")
+    encoding = tokenizer.from_json(json.loads((tmp_path / "out" / "tokenizer.json").read_bytes()))
+    monkeypatch.setattr(tokenizer, "train_byte_pairs", None)  # takes minutes on a large corpus
+    corpus = prepare(tmp_path / "out", plan_files(folder), *TRAIN_TOKENIZER)
     expected = [token for text in TEXTS for token in (289, *encoding.encode(text))]
-    first = [text for i, text in enumerate(TEXTS) if len("".join(TEXTS[:i]).encode()) < 3000]
-    assert tokenizer.to_json(tokenizer.train_byte_pairs(first, 290)) == stored
-    monkeypatch.setattr(tokenizer, "train_byte_pairs", None)  # minutes on a large corpus
-    assert tokens_of(run(tmp_path / "out", files_plan(folder), *options)) == expected
+    assert read_tokens(corpus) == expected
 
 
-def test_max_tokens_may_grow_and_a_smaller_one_removes_nothing(folder, tmp_path, monkeypatch):
+def test_max_tokens_may_grow(folder, tmp_path):
     out = tmp_path / "out"
     for limit in (1001, 1300, 4444):
-        before = stamps(out, listed(out))
-        assert tokens_of(run(out, files_plan(folder), f"--max_tokens={limit}")) == STREAM[:limit]
-        assert stamps(out).items() >= before.items()
-        made = listed(out)  # a kill may leave a whole shard that is not listed
-        shutil.copy(out / made[-1], out / f"x_train_{len(made):06d}.bin")
-        run(out, files_plan(folder), f"--max_tokens={limit}")
-    before = stamps(out)
+        stamps = read_stamps(out, list_complete_shards(out))
+        corpus = prepare(out, plan_files(folder), f"--max_tokens={limit}")
+        assert read_tokens(corpus) == TOKENS[:limit]
+        assert read_stamps(out).items() >= stamps.items()
+        # a kill may leave a complete shard that is not listed
+        names = list_complete_shards(out)
+        shutil.copy(out / names[-1], out / f"x_train_{len(names):06d}.bin")
+        prepare(out, plan_files(folder), f"--max_tokens={limit}")
+    assert read_tokens(prepare(out, plan_files(folder), "--max_tokens=1000000000")) == TOKENS
+
+
+@pytest.mark.parametrize("more", [[], ["--overwrite"]])
+def test_a_smaller_max_tokens_removes_nothing(folder, tmp_path, more):
+    out = tmp_path / "out"
+    prepare(out, plan_files(folder), "--max_tokens=4444")
+    stamps = read_stamps(out)
     message = r"holds 4,444 tokens, more than --max_tokens=4443; give --max_tokens=4444 or"
-    for more in ([], ["--overwrite"]):
-        with pytest.raises(ValueError, match=message):
-            run(out, files_plan(folder), "--max_tokens=4443", *more)
-    assert stamps(out) == before
+    with pytest.raises(ValueError, match=message):
+        prepare(out, plan_files(folder), "--max_tokens=4443", *more)
+    assert read_stamps(out) == stamps
+
+
+def test_a_corpus_that_is_being_extended_is_not_complete(folder, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    prepare(out, plan_files(folder), "--max_tokens=4444")
     with monkeypatch.context() as patch:
-        patch.setattr(preparation.Preparation, "show", None)  # it ends after the first new shard
+        # the preparation ends after the first new shard
+        patch.setattr(preparation.Preparation, "show", None)
         with pytest.raises(TypeError):
-            run(out, files_plan(folder))
+            prepare(out, plan_files(folder))
     with pytest.raises(ValueError, match="is not prepared completely"):
         open_corpus(str(out))
-    assert tokens_of(run(out, files_plan(folder), "--max_tokens=1000000000")) == STREAM
-    plan = preparation.split_one_source(Texts(["x" * 99] * 20, "x"), 200)  # it ends with a shard
+
+
+def test_max_tokens_of_a_corpus_that_ends_with_a_shard(tmp_path):
+    plan = preparation.split_one_source(Texts(["x" * 99] * 20, "x"), 200)
     for limit in ([], ["--max_tokens=2001"], []):
-        even = run(tmp_path / "even", plan, "--shard_tokens=100", *limit)
-        assert tokens_of(even) == stream(["x" * 99] * 20)
+        corpus = prepare(tmp_path, plan, "--shard_tokens=100", *limit)
+        assert read_tokens(corpus) == byte_tokens(["x" * 99] * 20)
 
 
-def test_a_changed_source_is_refused_when_a_shard_is_made_again(tmp_path):
-    """Names and sizes are as they were, so only the remade shard shows it."""
-    out, text = tmp_path / "out", tmp_path / "a.txt"
-    text.write_text("abc\n" * 1000)
-    run(out, files_plan(text))
-    before = contents(out)
-    text.write_text("abd\n" * 1000)
-    (out / "x_train_000006.bin").unlink()
-    for _ in range(2):  # nor does it get in a second time
-        message = r"^x_train_000006\.bin was prepared again and differs from before, .*; 14 complete shards are"
+@pytest.fixture
+def prepared_text(tmp_path) -> Path:
+    """Prepare a text, and change it without changing its name or its size; return the corpus.
+
+    Only a shard that is prepared again shows the difference.
+    """
+    out = tmp_path / "out"
+    (tmp_path / "a.txt").write_text("abc\n" * 1000)
+    prepare(out, plan_files(tmp_path / "a.txt"))
+    (tmp_path / "a.txt").write_text("abd\n" * 1000)
+    return out
+
+
+def test_a_changed_source_is_refused_when_a_shard_is_prepared_again(prepared_text, tmp_path):
+    (prepared_text / "x_train_000006.bin").unlink()
+    message = r"^x_train_000006\.bin was prepared again and differs from before, .*; 14 complete shards are"
+    for _ in range(2):  # the second attempt does not accept the shard of the first
         with pytest.raises(ValueError, match=message) as error:
-            run(out, files_plan(text))
-        assert "rerun the same command" not in str(error.value)  # which is no help
-    text.write_text("abc\n" * 1000)
-    run(out, files_plan(text))
-    assert contents(out) == before
+            prepare(prepared_text, plan_files(tmp_path / "a.txt"))
+        assert "rerun the same command" not in str(error.value)  # which does not help
 
 
-# ---- what ends it early ----
+def test_a_source_that_is_restored_is_accepted(prepared_text, tmp_path):
+    expected = read_files(prepared_text)
+    (prepared_text / "x_train_000006.bin").unlink()
+    with pytest.raises(ValueError, match="differs from before"):
+        prepare(prepared_text, plan_files(tmp_path / "a.txt"))
+    (tmp_path / "a.txt").write_text("abc\n" * 1000)
+    prepare(prepared_text, plan_files(tmp_path / "a.txt"))
+    assert read_files(prepared_text) == expected
 
 
-ANOTHER = [
-    (["--tokenizer=bpe", "--vocab_size=300"], {}, "tokenizer was 'bytes' and is now 'bpe'"),
-    ([], {"val_tokens": 999}, "tokens was 1000 and is now 999"),
-    ([], {"folder": "other"}, "source was '.*/in' and is now '.*/other'"),
-]
+# ---- other preparations, faults and mistakes ----
 
 
-def test_another_preparation_is_refused_or_overwritten(folder, tmp_path):
+def message_of_other_preparation(out: Path, difference: str) -> str:
+    names = list_complete_shards(out)
+    size = format_bytes(sum((out / name).stat().st_size for name in names))
+    return (
+        rf"{out} holds another preparation \({difference}\); .*"
+        rf"--overwrite to delete its {len(names)} shards \({size}\) and start again$"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "source", "val_tokens", "difference"),
+    [
+        (
+            ["--tokenizer=bpe", "--vocab_size=300"],
+            "in",
+            1000,
+            "tokenizer was 'bytes' and is now 'bpe'",
+        ),
+        ([], "in", 999, "tokens was 1000 and is now 999"),
+        ([], "other", 1000, "source was '.*/in' and is now '.*/other'"),
+    ],
+)
+def test_another_preparation_is_refused(folder, tmp_path, options, source, val_tokens, difference):
     shutil.copytree(folder, tmp_path / "other")
     out = tmp_path / "out"
-    run(out, files_plan(folder))
-    before, made = stamps(out), listed(out)
-    size = format_bytes(sum((out / file).stat().st_size for file in made))
-    there = rf"--overwrite to delete its {len(made)} shards \({size}\) and start again$"
-    for options, changes, difference in ANOTHER:
-        val_tokens = changes.get("val_tokens", 1000)
-        plan = files_plan(tmp_path / changes.get("folder", "in"), val_tokens)
-        message = rf"{out} holds another preparation \({difference}\); .*{there}"
-        with pytest.raises(ValueError, match=message):
-            run(out, plan, *options)
-        assert stamps(out) == before
-    (out / "meta.json").unlink()
-    before = stamps(out, made)
-    run(out, files_plan(folder), "--overwrite")  # the same preparation: it goes on
-    assert stamps(out).items() >= before.items()
-    run(out, plan, "--overwrite")
-    run(tmp_path / "fresh", plan)
-    assert contents(out) == contents(tmp_path / "fresh")
+    prepare(out, plan_files(folder))
+    stamps = read_stamps(out)
+    with pytest.raises(ValueError, match=message_of_other_preparation(out, difference)):
+        prepare(out, plan_files(tmp_path / source, val_tokens), *options)
+    assert read_stamps(out) == stamps
 
 
-def test_a_folder_of_another_use_is_refused(folder, tmp_path):
+def test_overwrite_resumes_the_same_preparation(folder, tmp_path):
     out = tmp_path / "out"
-    out.mkdir()
-    shards.write_shard(out / "foreign_train_000000.bin", np.arange(9))
+    prepare(out, plan_files(folder))
+    (out / "meta.json").unlink()
+    stamps = read_stamps(out, list_complete_shards(out))
+    prepare(out, plan_files(folder), "--overwrite")
+    assert read_stamps(out).items() >= stamps.items()
+
+
+def test_overwrite_replaces_another_preparation(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "other")
+    out = tmp_path / "out"
+    prepare(out, plan_files(folder))
+    prepare(out, plan_files(tmp_path / "other"), "--overwrite")
+    prepare(tmp_path / "expected", plan_files(tmp_path / "other"))
+    assert read_files(out) == read_files(tmp_path / "expected")
+
+
+@pytest.fixture
+def folder_with_other_shard(tmp_path) -> Path:
+    """Write a shard that no preparation has recorded."""
+    (tmp_path / "out").mkdir()
+    shards.write_shard(tmp_path / "out" / "foreign_train_000000.bin", np.arange(9))
+    return tmp_path / "out"
+
+
+def test_a_folder_with_shards_of_unknown_origin_is_refused(folder, folder_with_other_shard):
+    out = folder_with_other_shard
     message = rf"{out} holds shards of unknown origin; .* to delete its 1 shards \(1\.02 KiB"
     with pytest.raises(ValueError, match=message):
-        run(out, files_plan(folder))
-    assert list(contents(out)) == ["foreign_train_000000.bin"]
-    assert tokens_of(run(out, files_plan(folder), "--overwrite")) == STREAM
-    assert not (out / "foreign_train_000000.bin").exists()
-    other = os.open(out, os.O_RDONLY)
-    fcntl.flock(other, fcntl.LOCK_EX)
+        prepare(out, plan_files(folder))
+    assert list(read_files(out)) == ["foreign_train_000000.bin"]
+
+
+def test_overwrite_removes_shards_of_unknown_origin(folder, folder_with_other_shard):
+    corpus = prepare(folder_with_other_shard, plan_files(folder), "--overwrite")
+    assert read_tokens(corpus) == TOKENS
+    assert not (folder_with_other_shard / "foreign_train_000000.bin").exists()
+
+
+def test_a_folder_that_another_process_prepares_is_refused(folder, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    descriptor = os.open(out, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
     with pytest.raises(ValueError, match=rf"{out} is being prepared by another process"):
-        run(out, files_plan(folder))
-    os.close(other)
-    (out / "preparation.json").write_text("{")
+        prepare(out, plan_files(folder))
+    os.close(descriptor)
+
+
+def test_a_damaged_record_of_a_preparation_is_refused(folder, tmp_path):
+    prepare(tmp_path, plan_files(folder))
+    (tmp_path / "preparation.json").write_text("{")
     with pytest.raises(ValueError, match=r"preparation\.json is damaged"):
-        run(out, files_plan(folder))
+        prepare(tmp_path, plan_files(folder))
 
 
-def test_a_disk_that_is_too_small_is_known_before(tmp_path, monkeypatch):
-    out, size, free = tmp_path / "out", 99_990, 2 * 99_990 - 2
-    plan = preparation.split_one_source(Texts(["x" * 9999] * 10, "x"), 1000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+NUM_ESTIMATED = 99_990  # tokens of ten documents of 9,999 bytes, without their end-of-text
+
+
+@pytest.fixture
+def plan_of_ten():
+    return preparation.split_one_source(Texts(["x" * 9999] * 10, "x"), 1000)
+
+
+@pytest.fixture
+def set_free_space(monkeypatch):
+    """Return a function that sets how many bytes of the disk are free."""
+
+    def set_free(num_bytes: int) -> None:
+        usage = SimpleNamespace(free=num_bytes)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+
+    return set_free
+
+
+def refuse_for_space(out: Path, plan) -> int:
+    """Expect that the disk is too small, and return the max_tokens that the message offers."""
     message = (
-        rf"about {size:,} tokens need 195 KiB, but the disk of {out} has .* --max_tokens=(\d+)"
+        rf"about {NUM_ESTIMATED:,} tokens need 195 KiB, but the disk of {out} has .*"
+        r" --max_tokens=(\d+)"
     )
     with pytest.raises(ValueError, match=message) as error:
-        run(out, plan)
-    assert not list(out.glob("*.bin"))
-    limit = int(re.search(r"--max_tokens=(\d+)", str(error.value))[1])
-    assert 0.9 * size < limit < size
-    run(out, plan, f"--max_tokens={limit}")
-    free = 2 * (size - limit) - 2
-    with pytest.raises(ValueError, match=rf"about {size:,} tokens need"):
-        run(out, plan)
-    assert len(tokens_of(open_corpus(str(out)))) == limit  # the refusal left it as it was
-    free = 2 * (size - limit)  # what is there needs no room again
-    assert len(tokens_of(run(out, plan))) == size + 10
+        prepare(out, plan)
+    return int(re.search(r"--max_tokens=(\d+)", str(error.value))[1])
 
 
-def pressed(self, record):
-    """Ctrl+C at the seventh shard."""
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
+    plan_of_ten, set_free_space, tmp_path
+):
+    set_free_space(2 * NUM_ESTIMATED - 2)
+    limit = refuse_for_space(tmp_path / "out", plan_of_ten)
+    assert not list((tmp_path / "out").glob("*.bin"))
+    assert 0.9 * NUM_ESTIMATED < limit < NUM_ESTIMATED
+
+
+def test_the_max_tokens_that_the_message_offers_fits(plan_of_ten, set_free_space, tmp_path):
+    set_free_space(2 * NUM_ESTIMATED - 2)
+    limit = refuse_for_space(tmp_path / "out", plan_of_ten)
+    corpus = prepare(tmp_path / "out", plan_of_ten, f"--max_tokens={limit}")
+    assert len(read_tokens(corpus)) == limit
+
+
+def test_complete_shards_need_no_space_again(plan_of_ten, set_free_space, tmp_path):
+    out = tmp_path / "out"
+    set_free_space(2 * NUM_ESTIMATED - 2)
+    limit = refuse_for_space(out, plan_of_ten)
+    prepare(out, plan_of_ten, f"--max_tokens={limit}")
+    set_free_space(2 * (NUM_ESTIMATED - limit) - 2)
+    with pytest.raises(ValueError, match=rf"about {NUM_ESTIMATED:,} tokens need"):
+        prepare(out, plan_of_ten)
+    assert len(read_tokens(open_corpus(str(out)))) == limit  # as it was before the error
+    set_free_space(2 * (NUM_ESTIMATED - limit))
+    assert len(read_tokens(prepare(out, plan_of_ten))) == NUM_ESTIMATED + 10
+
+
+def press_ctrl_c(self, record):
+    """Send SIGINT at the seventh shard."""
     if record.file.endswith("000006.bin"):
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def full(path, *arguments, **keys):
-    """/dev/full answers as a full disk does, when the buffer is flushed."""
+def open_on_full_disk(path, *arguments, **keys):
+    """Open /dev/full in place of the eighth shard; it fails as a full disk does, when flushed."""
     return open("/dev/full" if "train_000007" in str(path) else path, *arguments, **keys)
 
 
-EARLY = [
-    (preparation.Preparation, "show", pressed, 130, "prepare.py: interrupted"),
-    (shards, "open", full, 2, "prepare.py: error: the disk of {out} is full"),
-]
-
-
-@pytest.mark.parametrize(("owner", "name", "fault", "code", "message"), EARLY)
-def test_what_ends_it_early_keeps_whole_shards_and_says_how_to_go_on(
+@pytest.mark.parametrize(
+    ("owner", "name", "fault", "code", "message"),
+    [
+        (preparation.Preparation, "show", press_ctrl_c, 130, "prepare.py: interrupted"),
+        (shards, "open", open_on_full_disk, 2, "prepare.py: error: the disk of {out} is full"),
+    ],
+    ids=["interrupted", "full disk"],
+)
+def test_a_preparation_that_ends_early_keeps_complete_shards_and_says_how_to_resume(
     folder, tmp_path, monkeypatch, owner, name, fault, code, message
 ):
-    out, options = tmp_path / "out", [f"--source={folder}", "--tokenizer=bytes"]
-    options += ["--shard_tokens=300", "--val_tokens=1000", f"--out={out}"]
+    out = tmp_path / "out"
+    prepare_script = functools.partial(
+        call,
+        FINEWEB,
+        f"--source={folder}",
+        "--tokenizer=bytes",
+        "--shard_tokens=300",
+        "--val_tokens=1000",
+        f"--out={out}",
+    )
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, fault, raising=False)
-        result = call(FINEWEB, *options)
+        result = prepare_script()
     assert result.returncode == code
-    choices = "rerun the same command to resume, or add --max_tokens=1900 to finish with them"
-    line = f"{message.format(out=out)}; 7 complete shards are kept: {choices}\n"
-    assert result.stderr.decode() == line
+    assert result.stderr.decode() == (
+        f"{message.format(out=out)}; 7 complete shards are kept: "
+        "rerun the same command to resume, or add --max_tokens=1900 to finish with them\n"
+    )
     with pytest.raises(ValueError, match=r"is not prepared completely; .* --max_tokens=1900$"):
         open_corpus(str(out))
-    for limit in (1900, len(STREAM)):
-        assert call(FINEWEB, *options, f"--max_tokens={limit}").returncode == 0
-        assert tokens_of(open_corpus(str(out))) == STREAM[:limit]
+    for limit in (1900, len(TOKENS)):
+        assert prepare_script(f"--max_tokens={limit}").returncode == 0
+        assert read_tokens(open_corpus(str(out))) == TOKENS[:limit]
 
 
-REFUSED = [
+MISTAKES = [
     ("--val_tokens=500 --max_tokens=500", "--max_tokens=500 leaves nothing for training"),
-    ("--val_tokens=99999", f"{len(STREAM):,} tokens leave nothing for training; give more text"),
+    ("--val_tokens=99999", f"{len(TOKENS):,} tokens leave nothing for training; give more text"),
     ("--workers=0", "--workers=0: give 1 or more"),
     ("--shard_tokens=2147483648", "--shard_tokens=2147483648: give a number from 1 to 2147483647"),
     ("--tokenizer=bpe --vocab_size=256", "--vocab_size=256: give a number from 257 to 65536"),
@@ -402,58 +598,82 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), REFUSED)
+@pytest.mark.parametrize(("options", "message"), MISTAKES)
 def test_mistakes_end_in_one_line_without_a_corpus(folder, tmp_path, options, message):
-    words = [f"--source={folder}", "--tokenizer=bytes", "--val_tokens=1000", *options.split()]
-    assert message in one_line_error(call(FINEWEB, *words, f"--out={tmp_path / 'out'}"))
+    result = call(
+        FINEWEB,
+        f"--source={folder}",
+        "--tokenizer=bytes",
+        "--val_tokens=1000",
+        *options.split(),
+        f"--out={tmp_path / 'out'}",
+    )
+    assert message in one_line_error(result)
     assert not (tmp_path / "out" / "meta.json").exists()
 
 
-# ---- shards that are there ----
+# ---- verifying shards ----
 
 
-DAMAGE = [
-    (Path.unlink, "No such file"),
-    (lambda path: os.truncate(path, 1100), "is damaged"),
-    (lambda path: write(path, path.read_bytes() + b"\0\0"), "is damaged"),
-    (lambda path: write(path, path.read_bytes()[:-2] + b"\1\0"), "was changed (its SHA-256"),
-    (
-        lambda path: write(path, path.read_bytes()[:-2] + b"\xff\xff"),
-        "token id 65535 is outside of the vocabulary",
-    ),
-]
+def test_verify_reports_that_all_shards_are_complete(folder, tmp_path):
+    prepare(tmp_path, plan_files(folder))
+    printed = call(FINEWEB, "--verify", f"--out={tmp_path}").stdout.decode()
+    num_shards = len(list_complete_shards(tmp_path))
+    assert f"{num_shards} shards, {len(TOKENS):,} tokens: all are as" in printed
 
 
-def test_verify_names_every_damaged_shard_and_these_alone_are_made_again(folder, tmp_path):
+def change_end(path: Path, end: bytes) -> None:
+    path.write_bytes(path.read_bytes()[:-2] + end)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (Path.unlink, "No such file"),
+        (lambda path: os.truncate(path, 1100), "is damaged"),
+        (lambda path: path.write_bytes(path.read_bytes() + b"\0\0"), "is damaged"),
+        (lambda path: change_end(path, b"\1\0"), "was changed (its SHA-256"),
+        (
+            lambda path: change_end(path, b"\xff\xff"),
+            "token id 65535 is outside of the vocabulary",
+        ),
+    ],
+    ids=["missing", "too short", "too long", "other token", "invalid token"],
+)
+def test_verify_names_every_damaged_shard_and_these_alone_are_prepared_again(
+    folder, tmp_path, damage, message
+):
     out = tmp_path / "out"
-    run(out, files_plan(folder))
-    before, names = contents(out), listed(out)
-    printed = call(FINEWEB, "--verify", f"--out={out}").stdout.decode()
-    assert f"{len(names)} shards, {len(STREAM):,} tokens: all are as" in printed
-    for damage, what in DAMAGE:
-        damaged = [names[1], names[-1]]
+    prepare(out, plan_files(folder))
+    complete_files = read_files(out)
+    names = list_complete_shards(out)
+    damaged = [names[1], names[-1]]
+    for name in damaged:
+        damage(out / name)
+    line = one_line_error(call(FINEWEB, "--verify", f"--out={out}"))
+    assert f"error: 2 of {len(names)} shards are damaged: " in line
+    assert line.count(message) == 2
+    assert all(name in line for name in damaged)
+
+    if message != "is damaged":  # a wrong size is noticed without deleting the file
         for name in damaged:
-            damage(out / name)
-        line = one_line_error(call(FINEWEB, "--verify", f"--out={out}"))
-        assert f"error: 2 of {len(names)} shards are damaged: " in line
-        assert line.count(what) == 2
-        assert all(name in line for name in damaged)
-        if what != "is damaged":  # a wrong size is seen without being told
-            for name in damaged:
-                (out / name).unlink(missing_ok=True)
-        when = stamps(out, set(names) - set(damaged))
-        run(out, files_plan(folder))
-        assert contents(out) == before
-        assert stamps(out).items() >= when.items()
+            (out / name).unlink(missing_ok=True)
+    stamps = read_stamps(out, set(names) - set(damaged))
+    prepare(out, plan_files(folder))
+    assert read_files(out) == complete_files
+    assert read_stamps(out).items() >= stamps.items()
 
 
 @pytest.mark.parametrize("script", [path.parent.name for path in ROOT.glob("data/*/prepare.py")])
 def test_every_script_verifies(corpus, script):
-    refused = call(f"data/{script}/prepare.py", "--verify", f"--out={corpus}")
-    assert "has no meta.json with SHA-256" in one_line_error(refused)
+    result = call(f"data/{script}/prepare.py", "--verify", f"--out={corpus}")
+    assert "has no meta.json with SHA-256" in one_line_error(result)
 
 
-FOREIGN = {
+# ---- shards that others have made ----
+
+
+SHARDS_OF_OTHERS = {
     "edu_fineweb_val_000000.bin": [256, *b"held out", 256, *b"text"],
     "edu_fineweb_train_000001.bin": [256, *b"x" * 500, 256],
     "edu_fineweb_train_000002.bin": [*b"goes on", 0, 255],
@@ -461,56 +681,96 @@ FOREIGN = {
 
 
 @pytest.fixture
-def foreign(tmp_path, monkeypatch):
-    """A folder of shards that others have made; of bytes, and not GPT-2's tokens."""
+def foreign_folder(tmp_path, monkeypatch) -> Path:
+    """Write a folder of shards without meta.json; of bytes, not of GPT-2's tokens."""
     monkeypatch.setattr(tokenizer, "gpt2_tokenizer", tokenizer.byte_tokenizer)
     (tmp_path / "foreign").mkdir()
-    for name, tokens in FOREIGN.items():
+    for name, tokens in SHARDS_OF_OTHERS.items():
         shards.write_shard(tmp_path / "foreign" / name, np.array(tokens))
     return tmp_path / "foreign"
 
 
-def test_shards_of_a_folder_are_linked_and_counted(foreign, tmp_path, monkeypatch):
+def assert_corpus_of_others(out: Path, source: str) -> None:
+    corpus = open_corpus(str(out))
+    assert read_tokens(corpus) == [token for part in SHARDS_OF_OTHERS.values() for token in part]
+    expected = {
+        "tokenizer": "bytes",
+        "vocab_size": 257,
+        "eot_token": 256,
+        "source": source,
+        "val": {"documents": 2, "bytes": 12, "tokens": 14},
+        "train": {"documents": 2, "bytes": 509, "tokens": 511},
+    }
+    assert expected.items() <= corpus.meta.items()
+    assert [record["file"] for record in corpus.meta["shards"]] == list(SHARDS_OF_OTHERS)
+
+
+def test_shards_of_a_folder_are_linked_and_counted(foreign_folder, tmp_path):
+    out = tmp_path / "new" / "out"
+    for _ in range(2):  # the second time, the links exist
+        result = call(FINEWEB, f"--out={out}", f"--pretokenized={foreign_folder}")
+        assert result.returncode == 0
+        assert_corpus_of_others(out, str(foreign_folder))
+        assert all((out / name).is_symlink() for name in SHARDS_OF_OTHERS)
+
+
+def test_relative_folders_of_shards_are_linked_and_verified(foreign_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    twice = [("new/out", foreign)] * 2
-    for out, source in (*twice, ("rel", "foreign"), (foreign, foreign)):
-        assert call(FINEWEB, f"--out={out}", f"--pretokenized={source}").returncode == 0
-        corpus = open_corpus(str(out))
-        assert tokens_of(corpus) == [token for tokens in FOREIGN.values() for token in tokens]
-        about = {"tokenizer": "bytes", "vocab_size": 257, "eot_token": 256, "source": str(source)}
-        about["val"] = {"documents": 2, "bytes": 12, "tokens": 14}
-        about["train"] = {"documents": 2, "bytes": 509, "tokens": 511}
-        assert about.items() <= corpus.meta.items()
-        assert [record["file"] for record in corpus.meta["shards"]] == list(FOREIGN)
-        linked = [(tmp_path / out / name).is_symlink() for name in FOREIGN]
-        assert linked == [out != foreign] * 3
+    assert call(FINEWEB, "--out=rel", "--pretokenized=foreign").returncode == 0
+    assert_corpus_of_others(Path("rel"), "foreign")
+    assert all((tmp_path / "rel" / name).is_symlink() for name in SHARDS_OF_OTHERS)
     assert call(FINEWEB, "--out=rel", "--verify").returncode == 0
 
 
-BAD_SHARDS = [
-    (
-        lambda f: shards.write_shard(f / "x_train_2.bin", np.array([0, 257])),
-        "token id 257 is outside of the vocabulary",
-    ),
-    (lambda f: write(f / "x_train_0.bin", b"no shard"), "x_train_0.bin is not a token shard"),
-    (lambda f: (f / "edu_fineweb_val_000000.bin").unlink(), "holds no *train_*.bin and *val_*.bin"),
-    (
-        lambda f: (f / "preparation.json").write_text("{}"),
-        "holds a corpus that was prepared from documents",
-    ),
-]
+def test_a_folder_of_shards_may_be_its_own_corpus(foreign_folder):
+    result = call(FINEWEB, f"--out={foreign_folder}", f"--pretokenized={foreign_folder}")
+    assert result.returncode == 0
+    assert_corpus_of_others(foreign_folder, str(foreign_folder))
+    assert not any((foreign_folder / name).is_symlink() for name in SHARDS_OF_OTHERS)
 
 
-@pytest.mark.parametrize(("damage", "message"), BAD_SHARDS)
-def test_what_is_not_gpt2_shards_is_refused(foreign, tmp_path, damage, message):
-    out = foreign if "prepared from" in message else tmp_path / "out"
-    damage(foreign)
-    for more, what in (([], message), (["--revision=v2"], "no effect on a folder of shards")):
-        assert what in one_line_error(
-            call(FINEWEB, f"--out={out}", f"--pretokenized={foreign}", *more)
-        )
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda folder: shards.write_shard(folder / "x_train_2.bin", np.array([0, 257])),
+            "token id 257 is outside of the vocabulary",
+        ),
+        (
+            lambda folder: (folder / "x_train_0.bin").write_bytes(b"no shard"),
+            "x_train_0.bin is not a token shard",
+        ),
+        (
+            lambda folder: (folder / "edu_fineweb_val_000000.bin").unlink(),
+            "holds no *train_*.bin and *val_*.bin",
+        ),
+    ],
+    ids=["invalid token", "no shard", "no validation split"],
+)
+def test_a_folder_that_is_not_one_of_gpt2_shards_is_refused(
+    foreign_folder, tmp_path, damage, message
+):
+    out = tmp_path / "out"
+    damage(foreign_folder)
+    line = one_line_error(call(FINEWEB, f"--out={out}", f"--pretokenized={foreign_folder}"))
+    assert message in line
     assert not (out / "meta.json").exists()
-    if out != foreign:
-        write(out / "edu_fineweb_train_000001.bin", b"mine")
-        one_line_error(call(FINEWEB, f"--out={out}", f"--pretokenized={foreign}"))
-        assert (out / "edu_fineweb_train_000001.bin").read_bytes() == b"mine"
+
+    # a file of the user is not replaced
+    (out / "edu_fineweb_train_000001.bin").write_bytes(b"mine")
+    one_line_error(call(FINEWEB, f"--out={out}", f"--pretokenized={foreign_folder}"))
+    assert (out / "edu_fineweb_train_000001.bin").read_bytes() == b"mine"
+
+
+def test_a_corpus_that_was_prepared_from_documents_is_refused(foreign_folder):
+    (foreign_folder / "preparation.json").write_text("{}")
+    result = call(FINEWEB, f"--out={foreign_folder}", f"--pretokenized={foreign_folder}")
+    assert "holds a corpus that was prepared from documents" in one_line_error(result)
+    assert not (foreign_folder / "meta.json").exists()
+
+
+def test_a_revision_of_a_folder_of_shards_is_refused(foreign_folder, tmp_path):
+    out = tmp_path / "out"
+    result = call(FINEWEB, f"--out={out}", f"--pretokenized={foreign_folder}", "--revision=v2")
+    assert "no effect on a folder of shards" in one_line_error(result)
+    assert not (out / "meta.json").exists()

@@ -1,6 +1,4 @@
-"""train.py as a user runs it: metrics, resuming, several processes, mistakes that end in one
-line.
-"""
+"""Test train.py as a user runs it: metrics, resuming, several processes, errors of one line."""
 
 import contextlib
 import functools
@@ -9,7 +7,10 @@ import json
 import math
 import random
 import shutil
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -30,45 +31,59 @@ from training.validation import evaluate
 from utils.machine import can_compile
 
 
+class FinishedRun(NamedTuple):
+    folder: Path
+    output: str
+
+
 @pytest.fixture(scope="module")
-def finished(corpus, tmp_path_factory):
-    """A run of six steps and its output."""
-    out = tmp_path_factory.mktemp("runs") / "finished"
-    return out, trained(*small_run(corpus, out)).stdout.decode()
+def finished_run(corpus, tmp_path_factory) -> FinishedRun:
+    """Train a run of six steps."""
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    return FinishedRun(folder, run_train(*small_run(corpus, folder)).stdout.decode())
 
 
-def trained(*arguments):
+@pytest.fixture
+def branch(finished_run, tmp_path) -> Path:
+    """Copy the finished run, for a test that changes or continues it."""
+    return shutil.copytree(finished_run.folder, tmp_path / "branch")
+
+
+def run_train(*arguments) -> subprocess.CompletedProcess:
+    """Run train.py in this process and expect success."""
     result = call("train.py", *arguments)
     assert result.returncode == 0, result.stderr.decode()
     return result
 
 
-def refusal(*arguments) -> str:
+def training_error(*arguments) -> str:
+    """Run train.py in this process and return the one line of its error."""
     return one_line_error(call("train.py", *arguments))
 
 
-def weights(run) -> dict:
+def read_weights(run: Path) -> dict[str, list]:
     tensors = checkpoint.load_tensors(checkpoint.find(run) / "model.safetensors")
     return {name: tensor.tolist() for name, tensor in tensors.items()}
 
 
-def steps_of(run) -> list[dict]:
+def read_step_records(run: Path) -> list[dict]:
     return [record for record in metrics.read(run / "metrics.jsonl") if "loss" in record]
 
 
-def losses(run):
+def read_losses(run: Path) -> list[tuple]:
+    """Return step, training loss and validation loss of every record; a missing loss is None."""
     records = metrics.read(run / "metrics.jsonl")
     return [(r["step"], r.get("loss"), r.get("val_loss")) for r in records]
 
 
-def without_last_checkpoint(run, copy):
+def copy_without_last_checkpoint(run: Path, copy: Path) -> Path:
     shutil.copytree(run, copy)
     shutil.rmtree(copy / "checkpoints" / "step_00000006")
     return copy
 
 
-def changed_state(run, change) -> None:
-    """Write state.json of the newest checkpoint anew, as `change` leaves it."""
+def change_saved_state(run: Path, change: Callable[[dict], object]) -> None:
+    """Apply change to the state.json of the latest checkpoint, and sign the checkpoint again."""
     folder = checkpoint.find(run)
     state = json.loads((folder / "state.json").read_text())
     change(state)
@@ -76,408 +91,624 @@ def changed_state(run, change) -> None:
     write_checksums(folder)
 
 
-# ---- what a run computes and says ----
+# ---- what a run computes and prints ----
 
 
-def test_metrics_hold_every_step_and_evaluation(finished):
-    out, printed = finished
-    records, steps = metrics.read(out / "metrics.jsonl"), steps_of(out)
-    assert [r["step"] for r in steps] == [1, 2, 3, 4, 5, 6]
-    assert [r["tokens"] for r in steps] == [64 * step for step in range(1, 7)]
-    evaluated = [(r["step"], r["val_sequences"]) for r in records if "val_loss" in r]
-    assert evaluated == [(3, 8), (6, 150)]  # 2 x 4, then ceil(2388 / 16)
-    assert [r["lr"] for r in steps][:2] == [0.005, 0.01]
-    assert all(a["seconds"] < b["seconds"] for a, b in itertools.pairwise(steps))
-    assert steps[0]["flops"] == 64 * build("DDL-gpt-mha-rope", **SMALL).flops_per_token()
-    for text in ("step 6/6 | loss", "bits per byte", "remaining 0:00"):
-        assert text in printed
+def test_every_step_has_a_record(finished_run):
+    records = read_step_records(finished_run.folder)
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    assert [record["tokens"] for record in records] == [64 * step for step in range(1, 7)]
+    assert [record["lr"] for record in records][:2] == [0.005, 0.01]
+    assert all(a["seconds"] < b["seconds"] for a, b in itertools.pairwise(records))
+    assert records[0]["flops"] == 64 * build("DDL-gpt-mha-rope", **SMALL).flops_per_token()
 
 
-def test_losses_equal_a_plain_loop(finished, corpus):
-    """The whole step against an AdamW written out: gradients, clipping, decay, warmup and
-    cosine.
-    """
-    out, _ = finished
+def test_every_evaluation_has_a_record(finished_run):
+    records = metrics.read(finished_run.folder / "metrics.jsonl")
+    evaluations = [(r["step"], r["val_sequences"]) for r in records if "val_loss" in r]
+    assert evaluations == [(3, 8), (6, 150)]  # 2 batches of 4, then ceil(2388 / 16)
+
+
+@pytest.mark.parametrize("text", ["step 6/6 | loss", "bits per byte", "remaining 0:00"])
+def test_the_progress_is_printed(finished_run, text):
+    assert text in finished_run.output
+
+
+class PlainLoop(NamedTuple):
+    losses: list[float]
+    grad_norms: list[float]
+    weights: dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def plain_loop(corpus) -> PlainLoop:
+    """Train as the finished run does, with clipping, AdamW, warmup and cosine written out."""
     torch.manual_seed(0)
     model = build("DDL-gpt-mha-rope", **SMALL)
     batches = TrainBatches(shards.open_corpus(str(corpus)).train, 16, 4, 0)
-    zeros = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-    moments = {name: (zero, zero.clone()) for name, zero in zeros.items()}
-    found = []
+    first_moments = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    second_moments = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    losses = []
+    grad_norms = []
     for step in range(6):
         ids, targets = batches.get(step, 0, 4)
         loss = F.cross_entropy(model(ids)[0].flatten(0, 1), targets.flatten())
         model.zero_grad()
         loss.backward()
         norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt().item()
-        found.append((loss.item(), norm))
+        losses.append(loss.item())
+        grad_norms.append(norm)
         cosine = 0.0005 + 0.0095 * (1 + math.cos(math.pi * (step - 1) / 4)) / 2
         lr = [0.005, 0.01, cosine][min(step, 2)]
         with torch.no_grad():
             for name, p in model.named_parameters():
-                g, (m, v) = p.grad * min(1.0, 1.0 / norm), moments[name]
+                g = p.grad * min(1.0, 1.0 / norm)
+                m = first_moments[name]
+                v = second_moments[name]
                 m.lerp_(g, 0.1)
                 v.lerp_(g * g, 0.05)
                 p.mul_(1 - lr * (0.1 if p.ndim >= 2 else 0.0))
                 corrected = (v / (1 - 0.95 ** (step + 1))).sqrt() + 1e-8
                 p.sub_(lr * m / (1 - 0.9 ** (step + 1)) / corrected)
-    assert max(norm for _, norm in found) > 1  # so that gradients are clipped
-    for record, (loss, norm) in zip(steps_of(out), found, strict=True):
-        assert record["loss"] == pytest.approx(loss, abs=2e-5)
-        assert record["grad_norm"] == pytest.approx(norm, rel=1e-3)
-    for name, value in weights(out).items():
-        wanted = model.state_dict()[name]
-        torch.testing.assert_close(torch.tensor(value), wanted, rtol=1e-3, atol=2e-4)
+    return PlainLoop(losses, grad_norms, model.state_dict())
 
 
-@torch.no_grad()
-def test_the_last_evaluation_covers_every_token_and_leaves_the_loss_of_every_window(
-    finished, corpus, tmp_path
-):
-    out, _ = finished
-    model, _, state = checkpoint.load_model(out, "cpu")
+def test_losses_equal_a_plain_loop(finished_run, plain_loop):
+    losses = [record["loss"] for record in read_step_records(finished_run.folder)]
+    assert losses == pytest.approx(plain_loop.losses, rel=0, abs=2e-5)
+
+
+def test_gradient_norms_equal_a_plain_loop(finished_run, plain_loop):
+    grad_norms = [record["grad_norm"] for record in read_step_records(finished_run.folder)]
+    assert max(plain_loop.grad_norms) > 1  # so that gradients are clipped
+    assert grad_norms == pytest.approx(plain_loop.grad_norms, rel=1e-3)
+
+
+def test_weights_equal_a_plain_loop(finished_run, plain_loop):
+    for name, value in read_weights(finished_run.folder).items():
+        expected = plain_loop.weights[name]
+        torch.testing.assert_close(torch.tensor(value), expected, rtol=1e-3, atol=2e-4)
+
+
+@pytest.fixture(scope="module")
+def validation_losses(finished_run, corpus) -> list[float]:
+    """Return the mean loss of each sequence of the validation split, one forward pass for each."""
+    model, _, _ = checkpoint.load_model(finished_run.folder, "cpu")
     tokens = torch.from_numpy(shards.open_corpus(str(corpus)).val[0].astype("int64"))
-    wanted = []
-    for first in range(0, len(tokens) - 1, 16):
-        window = tokens[first : first + 17]
-        wanted.append(F.cross_entropy(model(window[None, :-1])[0][0], window[1:]).item())
-    mean = np.average(wanted, weights=[16] * 149 + [4])
-    last = metrics.read(out / "metrics.jsonl")[-1]
+    losses = []
+    with torch.no_grad():
+        for first in range(0, len(tokens) - 1, 16):
+            sequence = tokens[first : first + 17]
+            losses.append(F.cross_entropy(model(sequence[None, :-1])[0][0], sequence[1:]).item())
+    return losses
+
+
+# 149 sequences have 16 targets, the last one 4
+VALIDATION_TARGETS = [16] * 149 + [4]
+
+
+def test_the_last_evaluation_covers_every_token(finished_run, validation_losses):
+    mean = np.average(validation_losses, weights=VALIDATION_TARGETS)
+    last = metrics.read(finished_run.folder / "metrics.jsonl")[-1]
     assert last["val_loss"] == pytest.approx(mean, rel=1e-5)
     assert last["val_bits_per_byte"] == pytest.approx(mean / math.log(2), rel=1e-5)
     assert last["val_perplexity"] == pytest.approx(math.exp(last["val_loss"]))
-    assert state["step"] == 6
-    stored = np.load(out / "losses.npz")
-    assert (stored["loss"].dtype, stored["step"].item()) == (np.float32, 6)
+
+
+def test_the_last_checkpoint_is_that_of_the_last_step(finished_run):
+    assert checkpoint.load_model(finished_run.folder, "cpu")[2]["step"] == 6
+
+
+def test_the_last_evaluation_stores_the_loss_of_every_sequence(finished_run, validation_losses):
+    stored = np.load(finished_run.folder / "losses.npz")
+    assert stored["loss"].dtype == np.float32
+    assert stored["step"].item() == 6
     assert stored["window"].tolist() == list(range(150))
-    np.testing.assert_allclose(stored["loss"], wanted, rtol=1e-5)
-    # Each half of the windows alone; 149 of them have 16 targets, the last one 4.
-    for part, windows, weight in (
-        ("first", range(75), [16] * 75),
-        ("second", range(75, 150), [16] * 74 + [4]),
-    ):
-        with torch.enable_grad():
-            trained(*small_run(corpus, tmp_path / part, eval_part=part))
-        half = np.load(tmp_path / part / "losses.npz")
-        assert half["window"].tolist() == list(windows)
-        np.testing.assert_allclose(half["loss"], stored["loss"][list(windows)], rtol=1e-5)
-        last = metrics.find_last_evaluation(tmp_path / part / "metrics.jsonl")
-        assert last["val_loss"] == pytest.approx(np.average(half["loss"], weights=weight), rel=1e-6)
-    line = refusal(*small_run(corpus, tmp_path / "one", eval_part="first", block_size=2388))
+    np.testing.assert_allclose(stored["loss"], validation_losses, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("part", "sequences"), [("first", range(75)), ("second", range(75, 150))])
+def test_one_half_of_the_validation_split_is_evaluated_alone(
+    finished_run, corpus, tmp_path, part, sequences
+):
+    run_train(*small_run(corpus, tmp_path, eval_part=part))
+    half = np.load(tmp_path / "losses.npz")
+    assert half["window"].tolist() == list(sequences)
+    stored = np.load(finished_run.folder / "losses.npz")
+    np.testing.assert_allclose(half["loss"], stored["loss"][list(sequences)], rtol=1e-5)
+    last = metrics.find_last_evaluation(tmp_path / "metrics.jsonl")
+    num_targets = [VALIDATION_TARGETS[sequence] for sequence in sequences]
+    mean = np.average(half["loss"], weights=num_targets)
+    assert last["val_loss"] == pytest.approx(mean, rel=1e-6)
+
+
+def test_a_validation_split_of_one_sequence_has_no_halves(corpus, tmp_path):
+    line = training_error(*small_run(corpus, tmp_path / "run", eval_part="first", block_size=2388))
     assert "eval_part=first: the validation split of" in line
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
-def test_two_processes_gather_the_loss_of_every_window(finished, corpus, tmp_path, engine):
+def test_two_processes_gather_the_loss_of_every_sequence(finished_run, corpus, tmp_path, engine):
     train_in_processes(2, small_run(corpus, tmp_path / "run", engine=engine), tmp_path / "log")
-    found, alone = (np.load(run / "losses.npz")["loss"] for run in (tmp_path / "run", finished[0]))
-    np.testing.assert_allclose(found, alone, rtol=1e-3)
+    losses = np.load(tmp_path / "run" / "losses.npz")["loss"]
+    expected = np.load(finished_run.folder / "losses.npz")["loss"]
+    np.testing.assert_allclose(losses, expected, rtol=1e-3)
 
 
 @pytest.mark.skipif(not can_compile(), reason="no C++ compiler")
 def test_losses_of_a_compiled_run_need_no_second_graph(corpus, tmp_path, monkeypatch):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    eager = functools.partial(torch.compile, backend="eager")
-    monkeypatch.setattr(torch, "compile", eager)
-    trained(*small_run(corpus, tmp_path / "run", compile=True, max_steps=2, eval_full=True))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    run_train(*small_run(corpus, tmp_path / "run", compile=True, max_steps=2, eval_full=True))
     assert len(np.load(tmp_path / "run" / "losses.npz")["loss"]) == 150
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_a_full_disk_leaves_no_part_of_the_losses(corpus, tmp_path, monkeypatch):
-    def full(stream, **arrays):
+    def write_to_full_disk(stream, **arrays):
         stream.write(b"PK")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(np, "savez", full)
+    monkeypatch.setattr(np, "savez", write_to_full_disk)
     out = tmp_path / "run"
-    warned = trained(*small_run(corpus, out, max_steps=1, warmup_steps=0)).stderr.decode()
-    assert f"warning: could not write {out / 'losses.npz'} after step 1 (No space" in warned
+    warning = run_train(*small_run(corpus, out, max_steps=1, warmup_steps=0)).stderr.decode()
+    assert f"warning: could not write {out / 'losses.npz'} after step 1 (No space" in warning
     assert not list(out.glob("losses*"))
     assert stopping.read_status(out).ended == "finished"
 
 
-# ---- going on ----
+# ---- resuming ----
 
 
-def test_resumed_run_is_the_uninterrupted_one(finished, corpus, tmp_path):
-    whole, _ = finished
-    out = without_last_checkpoint(whole, tmp_path / "resumed")
+def test_a_resumed_run_equals_the_uninterrupted_one(finished_run, corpus, tmp_path):
+    out = copy_without_last_checkpoint(finished_run.folder, tmp_path / "resumed")
     (out / "checkpoints" / "step_00000009.tmp").mkdir()  # a save that a kill cut short
     with open(out / "metrics.jsonl", "a") as file:
-        file.write('{"step": 7, "lo')  # and a line
-    trained(*small_run(corpus, out), "--resume")
-    assert weights(out) == weights(whole)
-    assert losses(out) == losses(whole)
-    (out / "status.json").unlink()  # as in a run from before there was one
-    assert b"nothing to train" in trained(*small_run(corpus, out, resume="auto")).stdout
-    assert stopping.read_status(out).ended == "finished"
-    source = whole / "checkpoints" / "step_00000003"
-    trained(*small_run(corpus, tmp_path / "branch", resume=source))
-    assert weights(tmp_path / "branch") == weights(whole)
-    assert "has another latest checkpoint, step_00000006" in refusal(
-        *small_run(corpus, whole, resume=source)
+        file.write('{"step": 7, "lo')  # a line that a kill cut short
+    run_train(*small_run(corpus, out), "--resume")
+    assert read_weights(out) == read_weights(finished_run.folder)
+    assert read_losses(out) == read_losses(finished_run.folder)
+
+
+def test_a_complete_run_without_a_status_is_finished(branch, corpus):
+    (branch / "status.json").unlink()  # as in a run of a version that wrote none
+    assert b"nothing to train" in run_train(*small_run(corpus, branch, resume="auto")).stdout
+    assert stopping.read_status(branch).ended == "finished"
+
+
+def test_another_run_resumes_an_earlier_checkpoint(finished_run, corpus, tmp_path):
+    source = finished_run.folder / "checkpoints" / "step_00000003"
+    run_train(*small_run(corpus, tmp_path / "run", resume=source))
+    assert read_weights(tmp_path / "run") == read_weights(finished_run.folder)
+
+
+def test_a_run_does_not_resume_its_own_earlier_checkpoint(finished_run, corpus):
+    source = finished_run.folder / "checkpoints" / "step_00000003"
+    line = training_error(*small_run(corpus, finished_run.folder, resume=source))
+    assert "has another latest checkpoint, step_00000006" in line
+
+
+MUON_RATES = {
+    "muon_learning_rate": 2e-3,
+    "embedding_learning_rate": 0.05,
+    "weight_decay_rate": 0.03,
+}
+
+
+@pytest.fixture(scope="module", params=[{}, MUON_RATES], ids=["one rate", "separate rates"])
+def muon_settings(request) -> dict:
+    return {"optimizer": "muon", "eval_full": False, **request.param}
+
+
+@pytest.fixture(scope="module")
+def muon_run(corpus, tmp_path_factory, muon_settings) -> Path:
+    out = tmp_path_factory.mktemp("muon") / "run"
+    run_train(*small_run(corpus, out, **muon_settings))
+    return out
+
+
+def test_a_run_with_muon_resumes(muon_run, muon_settings, corpus, tmp_path):
+    part = copy_without_last_checkpoint(muon_run, tmp_path / "part")
+    run_train(*small_run(corpus, part, **muon_settings, resume="auto"))
+    assert read_losses(part) == read_losses(muon_run)
+    assert read_weights(part) == read_weights(muon_run)
+
+
+def test_every_learning_rate_of_its_own_is_recorded(muon_run, muon_settings):
+    expected = {}
+    if "muon_learning_rate" in muon_settings:
+        expected = {"muon_lr": pytest.approx(0.2), "embedding_lr": pytest.approx(5)}
+    for record in read_step_records(muon_run):
+        ratios = {key: record[key] / record["lr"] for key in record if key.endswith("_lr")}
+        assert ratios == expected
+
+
+@pytest.fixture(scope="module")
+def run_with_rates(corpus, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("rates") / "run"
+    run_train(*small_run(corpus, out, optimizer="muon", eval_full=False, **MUON_RATES))
+    return out
+
+
+@pytest.mark.parametrize("key", MUON_RATES)
+def test_a_resumed_run_keeps_its_learning_rates(run_with_rates, corpus, key):
+    arguments = small_run(
+        corpus,
+        run_with_rates,
+        optimizer="muon",
+        eval_full=False,
+        resume="auto",
+        max_steps=9,
+        **{**MUON_RATES, key: 0.04},
     )
-
-
-RATES = {"muon_learning_rate": 2e-3, "embedding_learning_rate": 0.05, "weight_decay_rate": 0.03}
-
-
-@pytest.mark.parametrize("own", [{}, RATES], ids=["one rate", "rates apart"])
-def test_muon_trains_and_resumes(corpus, tmp_path, own):
-    keys = {"optimizer": "muon", "eval_full": False, **own}
-    trained(*small_run(corpus, tmp_path / "whole", **keys))
-    part = without_last_checkpoint(tmp_path / "whole", tmp_path / "part")
-    trained(*small_run(corpus, part, **keys, resume="auto"))
-    assert losses(part) == losses(tmp_path / "whole")
-    assert weights(part) == weights(tmp_path / "whole")
-    for record in steps_of(part):
-        rates = {key: record[key] / record["lr"] for key in record if key.endswith("_lr")}
-        wanted = {"muon_lr": pytest.approx(0.2), "embedding_lr": pytest.approx(5)} if own else {}
-        assert rates == wanted
-    for key in own:
-        line = refusal(*small_run(corpus, part, **{**keys, key: 0.04}, resume="auto", max_steps=9))
-        assert f"{key}={keys[key]} (not 0.04" in line
+    line = training_error(*arguments)
+    assert f"{key}={MUON_RATES[key]} (not 0.04" in line
 
 
 WSD = {"schedule": "wsd", "min_lr": 0.001}
 
 
-def test_a_prolonged_schedule_is_said_before_the_first_step(finished, corpus, tmp_path):
-    whole, _ = finished  # six steps of a cosine from 0.01 to 0.0005, two of them warm-up
-    words = small_run(corpus, whole, resume="auto", max_steps=8)
-    printed = trained(*words, "--dry_run").stdout.decode()
+def test_a_dry_run_announces_that_more_steps_let_the_learning_rate_jump(finished_run, corpus):
+    # six steps of a cosine from 0.01 to 0.0005, two of them warmup
+    arguments = small_run(corpus, finished_run.folder, resume="auto", max_steps=8)
+    printed = run_train(*arguments, "--dry_run").stdout.decode()
     [note] = [line for line in printed.splitlines() if "learning rate jumps" in line]
-    # Of eight steps, 6 / 8 are over: half of a cosine's way for each step of 6 from the third on.
+    # step 7 of 8 is 5 / 6 of the way from warmup to the end
     rate = 5e-4 + 9.5e-3 * (1 + math.cos(math.pi * 5 / 6)) / 2
     assert f"max_steps=8 (was 6) the learning rate jumps from 0.0005 to {rate:.3g} " in note
     assert "--schedule=wsd" in note
-    keys, out = {"schedule": "wsd", "decay_steps": 1, "checkpoint_interval": 2}, tmp_path / "wsd"
-    trained(*small_run(corpus, out, **keys, max_steps=4))
-    shutil.rmtree(out / "checkpoints" / "step_00000004")
-    more = small_run(corpus, out, **keys, resume="auto", max_steps=9)
-    assert (
-        b"learning rate jumps" not in trained(*more, "--dry_run").stdout
-    )  # the fall had not begun
 
 
-def test_the_fall_of_wsd_fits_the_run_or_is_refused(corpus, tmp_path):
-    out = tmp_path / "run"
-    line = refusal(*small_run(corpus, out, **WSD, decay_steps=5))  # six steps, two of warm-up
-    wanted = "decay_steps=5, but max_steps=6 has 4 steps after warmup_steps=2: give 0 to 4, or omit"
-    assert wanted in line
-    line = refusal(*small_run(corpus, out, **WSD, decay_steps=1, warmup_steps=9))
-    assert "has 0 steps after warmup_steps=9" in line
-    assert not out.exists()
-    configure(small_run(corpus, out, **WSD, decay_steps=4))
-    trained(*small_run(corpus, out, **WSD, max_steps=10))
-    rates = [record["lr"] for record in steps_of(out)]
-    assert rates == pytest.approx([0.005, *[0.01] * 7, 0.0055, 0.001])
-
-
-def test_a_run_begun_with_a_longer_fall_keeps_it(corpus, tmp_path):
-    out = tmp_path / "run"
-    trained(*small_run(corpus, out, **WSD, max_steps=3))
-    begun = {"decay_steps": 10_000, "max_steps": 6}
-    changed_state(out, lambda state: state["run_config"].update(begun))
-    more = small_run(corpus, out, **WSD, resume="auto")
-    assert "decay_steps=9000, but max_steps=6 has" in refusal(*more, "--decay_steps=9000")
-    trained(*more)
-    rates = [record["lr"] for record in steps_of(out)][3:]
-    assert rates == pytest.approx([0.001 + 0.009 * left / 10_000 for left in (2, 1, 0)])
-    state = checkpoint.read_state(checkpoint.find(out))
-    assert state["run_config"]["decay_steps"] == 10_000
-
-
-MUP = {"mup": True, "hidden_size_base": 48, "max_steps": 3}  # m = 4 with SMALL
-K_OUT = "transformer.h.0.ddl_attn.k_out.weight"
+def test_more_steps_before_the_decay_of_wsd_do_not_let_the_learning_rate_jump(corpus, tmp_path):
+    wsd_run = functools.partial(
+        small_run, corpus, tmp_path, schedule="wsd", decay_steps=1, checkpoint_interval=2
+    )
+    run_train(*wsd_run(max_steps=4))
+    # the decay begins after the checkpoint of step 2
+    shutil.rmtree(tmp_path / "checkpoints" / "step_00000004")
+    arguments = wsd_run(resume="auto", max_steps=9)
+    assert b"learning rate jumps" not in run_train(*arguments, "--dry_run").stdout
 
 
 @pytest.mark.parametrize(
-    ("keys", "name"),
+    ("changes", "message"),
     [
-        ({"optimizer": "muon"}, "transformer.h.0.attn.c_k.weight"),
-        ({"ddl_map": "v", "init": "normal"}, K_OUT),
-        ({}, None),
+        (
+            {"decay_steps": 5},
+            "decay_steps=5, but max_steps=6 has 4 steps after warmup_steps=2: give 0 to 4, or omit",
+        ),
+        ({"decay_steps": 1, "warmup_steps": 9}, "has 0 steps after warmup_steps=9"),
     ],
 )
-def test_learning_rate_scales_are_those_it_began_with(corpus, tmp_path, monkeypatch, keys, name):
-    """Older checkpoints do not name them: every scaled matrix had the same."""
-    out = tmp_path / "run"
-    trained(*small_run(corpus, out, **MUP, **keys))
-    scales = checkpoint.read_state(checkpoint.find(out))["lr_scales"]
-    more = small_run(corpus, out, resume="auto", **{**MUP, "max_steps": 4}, **keys)
-    with monkeypatch.context() as patch:
-        patch.setattr(optimizer, "get_lr_scales", lambda *_: {**scales, "ln_f.weight": 0.5})
-        line = refusal(*more)
-    assert "learning rate of ln_f.weight times 1, this code would use 0.5" in line
-    changed_state(out, lambda state: state.pop("lr_scales"))
-    if name is None:
-        trained(*more)
-        return
+def test_a_decay_longer_than_the_run_is_refused(corpus, tmp_path, changes, message):
+    assert message in training_error(*small_run(corpus, tmp_path / "run", **WSD, **changes))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_decay_may_begin_after_the_warmup(corpus, tmp_path):
+    config, _ = configure(small_run(corpus, tmp_path, **WSD, decay_steps=4))
+    assert config.decay_steps == 4
+
+
+def test_the_learning_rates_of_wsd_are_recorded(corpus, tmp_path):
+    run_train(*small_run(corpus, tmp_path, **WSD, max_steps=10))
+    rates = [record["lr"] for record in read_step_records(tmp_path)]
+    assert rates == pytest.approx([0.005, *[0.01] * 7, 0.0055, 0.001])
+
+
+@pytest.fixture
+def run_with_long_decay(corpus, tmp_path) -> Path:
+    """Train half of a run whose decay is longer than the run, which earlier versions allowed."""
+    run_train(*small_run(corpus, tmp_path / "run", **WSD, max_steps=3))
+    settings = {"decay_steps": 10_000, "max_steps": 6}
+    change_saved_state(tmp_path / "run", lambda state: state["run_config"].update(settings))
+    return tmp_path / "run"
+
+
+def test_a_resumed_run_keeps_a_decay_longer_than_the_run(run_with_long_decay, corpus):
+    run_train(*small_run(corpus, run_with_long_decay, **WSD, resume="auto"))
+    rates = [record["lr"] for record in read_step_records(run_with_long_decay)][3:]
+    assert rates == pytest.approx([0.001 + 0.009 * steps / 10_000 for steps in (2, 1, 0)])
+    state = checkpoint.read_state(checkpoint.find(run_with_long_decay))
+    assert state["run_config"]["decay_steps"] == 10_000
+
+
+def test_a_resumed_run_does_not_accept_another_decay_longer_than_the_run(
+    run_with_long_decay, corpus
+):
+    arguments = small_run(corpus, run_with_long_decay, **WSD, resume="auto", decay_steps=9000)
+    assert "decay_steps=9000, but max_steps=6 has" in training_error(*arguments)
+
+
+class ScaledRun(NamedTuple):
+    """A run with muP, the arguments that resume it, and a matrix whose learning rate is scaled."""
+
+    folder: Path
+    resume_arguments: list[str]
+    optimizer: str
+    scaled_matrix: str | None
+
+
+MUP = {"mup": True, "hidden_size_base": 48}  # the width is a fourth of that of the base
+SCALED_CASES = [
+    ({"optimizer": "muon"}, "transformer.h.0.attn.c_k.weight"),
+    ({"ddl_map": "v", "init": "normal"}, "transformer.h.0.ddl_attn.k_out.weight"),
+    ({}, None),
+]
+
+
+def train_scaled_run(corpus: Path, folder: Path, settings: dict, name: str | None) -> ScaledRun:
+    run_train(*small_run(corpus, folder, **MUP, **settings, max_steps=3))
+    resume_arguments = small_run(corpus, folder, **MUP, **settings, resume="auto", max_steps=4)
+    return ScaledRun(folder, resume_arguments, settings.get("optimizer", "adamw"), name)
+
+
+@pytest.fixture(params=SCALED_CASES, ids=["muon", "map v", "defaults"])
+def scaled_run(request, corpus, tmp_path) -> ScaledRun:
+    settings, name = request.param
+    return train_scaled_run(corpus, tmp_path / "run", settings, name)
+
+
+@pytest.fixture(params=SCALED_CASES[:2], ids=["muon", "map v"])
+def run_without_scales(request, corpus, tmp_path) -> ScaledRun:
+    """Train a run whose checkpoint names no scales, as an earlier version left it.
+
+    That version gave every scaled matrix the same scale.
+    """
+    settings, name = request.param
+    run = train_scaled_run(corpus, tmp_path / "run", settings, name)
+    scales = checkpoint.read_state(checkpoint.find(run.folder))["lr_scales"]
     assert scales[name] == 2
-    line = refusal(*more)
+    change_saved_state(run.folder, lambda state: state.pop("lr_scales"))
+    return run
+
+
+def test_a_resumed_run_keeps_its_learning_rate_scales(scaled_run, monkeypatch):
+    scales = checkpoint.read_state(checkpoint.find(scaled_run.folder))["lr_scales"]
+    changed_scales = {**scales, "ln_f.weight": 0.5}
+    monkeypatch.setattr(optimizer, "get_lr_scales", lambda *_: changed_scales)
+    line = training_error(*scaled_run.resume_arguments)
+    assert "learning rate of ln_f.weight times 1, this code would use 0.5" in line
+
+
+def test_a_run_without_saved_scales_is_not_resumed_with_other_scales(run_without_scales):
+    line = training_error(*run_without_scales.resume_arguments)
+    name = run_without_scales.scaled_matrix
     assert f"with the learning rate of {name} times 4, this code would use 2 (muP" in line
     assert "finish the run with the code that started it" in line
-    kind = keys.get("optimizer", "adamw")
-    words = {"init_from": checkpoint.find(out), "max_steps": 1, "optimizer": kind}
-    trained(*small_run(corpus, tmp_path / "anew", **words))
 
 
-def test_keys_newer_than_a_checkpoint_count_as_their_default(finished, corpus, tmp_path):
-    out = shutil.copytree(finished[0], tmp_path / "old")
+def test_a_run_without_saved_scales_starts_another_run(run_without_scales, corpus, tmp_path):
+    arguments = small_run(
+        corpus,
+        tmp_path / "new",
+        init_from=checkpoint.find(run_without_scales.folder),
+        max_steps=1,
+        optimizer=run_without_scales.optimizer,
+    )
+    run_train(*arguments)
 
-    def forget(state):
-        del state["run_config"]["beta2"], state["model_config"]["rope_base"]
 
-    changed_state(out, forget)
-    assert b"nothing to train" in trained(*small_run(corpus, out, resume="auto")).stdout
-    assert "beta2=0.95 (not 0.99" in refusal(*small_run(corpus, out, resume="auto", beta2=0.99))
+def test_a_run_without_saved_scales_resumes_if_they_are_the_same(corpus, tmp_path):
+    run = train_scaled_run(corpus, tmp_path / "run", {}, None)
+    change_saved_state(run.folder, lambda state: state.pop("lr_scales"))
+    run_train(*run.resume_arguments)
 
 
-def test_a_resumed_run_takes_what_is_not_given_from_the_run(finished, tmp_path):
-    run_folder, _ = finished
-    branch = shutil.copytree(run_folder, tmp_path / "branch")
-    trained(f"--out_dir={branch}", "--resume=auto", "--max_steps=7")
+@pytest.fixture
+def run_of_fewer_keys(branch) -> Path:
+    """Remove keys from a saved run, as if a version without them had trained it."""
+
+    def remove_keys(state: dict) -> None:
+        del state["run_config"]["beta2"]
+        del state["model_config"]["rope_base"]
+
+    change_saved_state(branch, remove_keys)
+    return branch
+
+
+def test_keys_newer_than_a_checkpoint_count_as_their_default(run_of_fewer_keys, corpus):
+    arguments = small_run(corpus, run_of_fewer_keys, resume="auto")
+    assert b"nothing to train" in run_train(*arguments).stdout
+
+
+def test_keys_newer_than_a_checkpoint_keep_their_default(run_of_fewer_keys, corpus):
+    arguments = small_run(corpus, run_of_fewer_keys, resume="auto", beta2=0.99)
+    assert "beta2=0.95 (not 0.99" in training_error(*arguments)
+
+
+def test_a_resumed_run_takes_what_is_not_given_from_the_run(finished_run, branch):
+    run_train(f"--out_dir={branch}", "--resume=auto", "--max_steps=7")
     state = checkpoint.read_state(checkpoint.find(branch))
-    first = checkpoint.read_state(checkpoint.find(run_folder))
+    first = checkpoint.read_state(checkpoint.find(finished_run.folder))
     assert state["model"] == first["model"]
     assert state["model_config"] == first["model_config"]
     changed = {"max_steps": 7, "out_dir": str(branch), "resume": "auto"}
     assert state["run_config"] == {**first["run_config"], **changed}
 
 
-def test_all_settings_that_differ_from_the_resumed_run_are_in_one_message(finished, corpus):
-    run_folder, _ = finished
-    changes = {"learning_rate": 0.02, "seed": 7, "hidden_size": 24, "eval_batches": 1}
-    line = refusal(*small_run(corpus, run_folder, resume="auto", max_steps=9, **changes))
+def test_all_settings_that_differ_from_the_resumed_run_are_in_one_message(finished_run, corpus):
+    arguments = small_run(
+        corpus,
+        finished_run.folder,
+        resume="auto",
+        max_steps=9,
+        learning_rate=0.02,
+        seed=7,
+        hidden_size=24,
+        eval_batches=1,
+    )
+    line = training_error(*arguments)
     assert "hidden_size=12 (not 24), learning_rate=0.01 (not 0.02), seed=0 (not 7)" in line
     assert "eval_batches" not in line  # evaluation may change
 
 
-def test_a_resumed_run_may_evaluate_otherwise(finished, tmp_path):
-    run_folder, _ = finished
-    branch = shutil.copytree(run_folder, tmp_path / "branch")
-    changes = ("--eval_batches=1", "--eval_part=second", "--eval_full=False", "--log_interval=1")
-    trained(f"--out_dir={branch}", "--resume=auto", "--max_steps=7", *changes)
+def test_a_resumed_run_may_evaluate_otherwise(branch):
+    run_train(
+        f"--out_dir={branch}",
+        "--resume=auto",
+        "--max_steps=7",
+        "--eval_batches=1",
+        "--eval_part=second",
+        "--eval_full=False",
+        "--log_interval=1",
+    )
     assert checkpoint.read_state(checkpoint.find(branch))["run_config"]["eval_batches"] == 1
 
 
-def test_the_best_loss_is_forgotten_if_other_sequences_are_evaluated(finished, tmp_path):
-    run_folder, _ = finished
-    branch = shutil.copytree(run_folder, tmp_path / "branch")
-    changed_state(branch, lambda state: state.update(best_val_loss=0.5))
-    trained(f"--out_dir={branch}", "--resume=auto", "--max_steps=7", "--eval_part=second")
+def test_the_best_loss_is_forgotten_if_other_sequences_are_evaluated(branch):
+    change_saved_state(branch, lambda state: state.update(best_val_loss=0.5))
+    run_train(f"--out_dir={branch}", "--resume=auto", "--max_steps=7", "--eval_part=second")
     last = metrics.find_last_evaluation(branch / "metrics.jsonl")
     assert last["best_val_loss"] == last["val_loss"]
 
 
-def test_a_time_limit_is_not_inherited(finished, tmp_path):
-    run_folder, _ = finished
-    branch = shutil.copytree(run_folder, tmp_path / "branch")
-    changed_state(branch, lambda state: state["run_config"].update(max_seconds=60.0))
+def test_a_time_limit_is_not_inherited(branch):
+    change_saved_state(branch, lambda state: state["run_config"].update(max_seconds=60.0))
     config, _ = configure([f"--out_dir={branch}", "--resume=auto"])
     assert config.max_seconds is None
 
 
-def test_a_checkpoint_outside_of_a_run_needs_an_out_dir(finished, tmp_path):
-    run_folder, _ = finished
-    copy = shutil.copytree(checkpoint.find(run_folder), tmp_path / "step_00000006")
-    line = refusal(f"--resume={copy}")
+def test_a_checkpoint_outside_of_a_run_needs_an_out_dir(finished_run, tmp_path):
+    copy = shutil.copytree(checkpoint.find(finished_run.folder), tmp_path / "step_00000006")
+    line = training_error(f"--resume={copy}")
     assert f"resume={copy} is not one of a run's checkpoints; give the run folder" in line
 
 
-def test_settings_come_from_the_checkpoint_that_is_resumed_if_the_latest_is_damaged(
-    finished, tmp_path
-):
-    run_folder, _ = finished
-    branch = shutil.copytree(run_folder, tmp_path / "branch")
-    changed_state(branch, lambda state: state["run_config"].update(eval_interval=77))
+def test_settings_come_from_the_checkpoint_that_is_resumed_if_the_latest_is_damaged(branch):
+    change_saved_state(branch, lambda state: state["run_config"].update(eval_interval=77))
     (checkpoint.find(branch) / "model.safetensors").write_bytes(b"damaged")
-    trained(f"--out_dir={branch}", "--resume=auto")
+    run_train(f"--out_dir={branch}", "--resume=auto")
     assert checkpoint.read_state(checkpoint.find(branch))["run_config"]["eval_interval"] == 3
 
 
-def test_a_run_of_a_later_version_says_so(finished, tmp_path):
-    run_folder, _ = finished
-    branch = shutil.copytree(run_folder, tmp_path / "branch")
-    changed_state(branch, lambda state: state["run_config"].update(new_key=3))
-    line = refusal(f"--out_dir={branch}", "--resume=auto", "--max_steps=9")
+def test_a_run_of_a_later_version_is_refused_as_such(branch):
+    change_saved_state(branch, lambda state: state["run_config"].update(new_key=3))
+    line = training_error(f"--out_dir={branch}", "--resume=auto", "--max_steps=9")
     assert "was trained by another version of this code" in line
     assert "new_key=3" in line
 
 
-def test_a_dry_run_of_a_complete_run_says_that_nothing_is_left_to_train(finished):
-    run_folder, _ = finished
-    printed = trained(f"--out_dir={run_folder}", "--resume=auto", "--dry_run").stdout.decode()
-    assert "nothing to train" in printed
+def test_a_dry_run_of_a_complete_run_says_that_nothing_is_left_to_train(finished_run):
+    result = run_train(f"--out_dir={finished_run.folder}", "--resume=auto", "--dry_run")
+    assert "nothing to train" in result.stdout.decode()
 
 
-def test_resume_of_a_checkpoint_names_the_folder_of_its_run(finished):
-    run_folder, _ = finished
-    path = run_folder / "checkpoints" / "step_00000006"
+def test_resume_of_a_checkpoint_names_the_folder_of_its_run(finished_run):
+    path = finished_run.folder / "checkpoints" / "step_00000006"
     config, _ = configure([f"--resume={path}"])
-    assert Path(config.out_dir) == run_folder
+    assert Path(config.out_dir) == finished_run.folder
 
 
-def test_a_former_name_of_a_key_is_read_from_the_command_line_and_from_saved_runs(
-    finished, corpus, tmp_path
-):
+def test_a_former_name_of_a_key_is_read_from_the_command_line(corpus, tmp_path):
     config, _ = configure(small_run(corpus, tmp_path / "new", state_interval=4))
     assert config.state_checkpoint_interval == 4
-    run_folder, _ = finished
-    branch = shutil.copytree(run_folder, tmp_path / "branch")
 
+
+def test_a_former_name_of_a_key_is_read_from_a_saved_run(branch):
     def rename(state: dict) -> None:
         del state["run_config"]["state_checkpoint_interval"]
         state["run_config"]["state_interval"] = 3
 
-    changed_state(branch, rename)
+    change_saved_state(branch, rename)
     config, _ = configure([f"--out_dir={branch}", "--resume=auto"])
     assert config.state_checkpoint_interval == 3
 
 
-def test_used_run_folders_and_other_corpora_are_refused(finished, corpus, tmp_path):
-    out, _ = finished
-    before = sorted(path.stat().st_mtime_ns for path in out.rglob("*"))
-    assert "is not empty; resume that run with --resume=auto" in refusal(*small_run(corpus, out))
-    line = refusal(*small_run(corpus, out, resume="auto", learning_rate=0.02, max_steps=9))
+@pytest.fixture
+def untouched_run(finished_run) -> Iterator[Path]:
+    """Return the finished run, and assert that the test writes nothing into it."""
+    paths = [finished_run.folder, *sorted(finished_run.folder.rglob("*"))]
+    times = [path.stat().st_mtime_ns for path in paths]
+    yield finished_run.folder
+    assert [finished_run.folder, *sorted(finished_run.folder.rglob("*"))] == paths
+    assert [path.stat().st_mtime_ns for path in paths] == times
+
+
+def test_a_used_run_folder_is_refused(untouched_run, corpus):
+    line = training_error(*small_run(corpus, untouched_run))
+    assert "is not empty; resume that run with --resume=auto" in line
+
+
+def test_another_setting_than_that_of_the_resumed_run_is_refused(untouched_run, corpus):
+    arguments = small_run(corpus, untouched_run, resume="auto", learning_rate=0.02, max_steps=9)
+    line = training_error(*arguments)
     assert "was trained with learning_rate=0.01 (not 0.02); to resume it, omit" in line
+
+
+def test_another_corpus_than_that_of_the_resumed_run_is_refused(untouched_run, corpus, tmp_path):
     other = shutil.copytree(corpus, tmp_path / "other")
     meta = json.loads((other / "meta.json").read_text())
     (other / "meta.json").write_text(json.dumps({**meta, "source": "elsewhere"}))
-    line = refusal(*small_run(other, out, resume="auto", max_steps=9))
+    line = training_error(*small_run(other, untouched_run, resume="auto", max_steps=9))
     assert "is not the corpus that" in line
-    assert sorted(path.stat().st_mtime_ns for path in out.rglob("*")) == before
 
 
-@pytest.mark.parametrize(
-    ("changes", "step"),
-    [
+# ---- a loss that is not finite ----
+
+
+class DivergedRun(NamedTuple):
+    folder: Path
+    step: int  # that has the loss or gradient norm that is not finite
+    result: subprocess.CompletedProcess
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
         ({"embedding_init_std": 1e30}, 1),
         ({"learning_rate": 1e30, "warmup_steps": 0, "grad_clip": 0.0}, 2),
     ],
+    ids=["step 1", "step 2"],
 )
-def test_stops_before_the_step_on_what_is_not_finite(corpus, tmp_path, changes, step):
-    out = tmp_path / "diverges"
-    result = call("train.py", *small_run(corpus, out, **{"checkpoint_interval": 1, **changes}))
-    [line] = result.stderr.decode().splitlines()
-    assert result.returncode == 1
-    for text in (f"step {step}: loss", "nan", str(out / "nonfinite")):
-        assert text in line
-    assert f"train.py: {stopping.read_status(out).reason}" == line
-    assert len(checkpoint.list_checkpoints(out)) == step - 1
-    assert checkpoint.read_state(checkpoint.find(out / "nonfinite"))["step"] == step - 1
-    diagnosis = json.loads((out / "nonfinite" / "diagnosis.json").read_text())
-    assert (diagnosis["step"], diagnosis["sequences"]) == (step, [4 * step - 4, 4 * step - 1])
+def diverged_run(request, corpus, tmp_path_factory) -> DivergedRun:
+    changes, step = request.param
+    folder = tmp_path_factory.mktemp("diverged") / "run"
+    result = call("train.py", *small_run(corpus, folder, checkpoint_interval=1, **changes))
+    return DivergedRun(folder, step, result)
+
+
+def read_diagnosis(run: DivergedRun) -> dict:
+    return json.loads((run.folder / "nonfinite" / "diagnosis.json").read_text())
+
+
+def test_a_diverged_run_ends_with_one_line(diverged_run):
+    [line] = diverged_run.result.stderr.decode().splitlines()
+    assert diverged_run.result.returncode == 1
+    assert f"step {diverged_run.step}: loss" in line
+    assert "nan" in line
+    assert str(diverged_run.folder / "nonfinite") in line
+    assert f"train.py: {stopping.read_status(diverged_run.folder).reason}" == line
+
+
+def test_a_diverged_run_is_saved_before_the_step(diverged_run):
+    last_finite_step = diverged_run.step - 1
+    assert len(checkpoint.list_checkpoints(diverged_run.folder)) == last_finite_step
+    saved = checkpoint.find(diverged_run.folder / "nonfinite")
+    assert checkpoint.read_state(saved)["step"] == last_finite_step
+
+
+def test_the_diagnosis_names_the_step_and_what_is_not_finite(diverged_run):
+    diagnosis = read_diagnosis(diverged_run)
+    assert diagnosis["step"] == diverged_run.step
     assert "nan" in (diagnosis["loss"], diagnosis["grad_norm"])
+
+
+def test_the_diagnosis_names_the_sequences_of_the_step(diverged_run, corpus):
+    diagnosis = read_diagnosis(diverged_run)
+    step = diverged_run.step
+    assert diagnosis["sequences"] == [4 * step - 4, 4 * step - 1]
     batches = TrainBatches(shards.open_corpus(str(corpus)).train, SMALL["block_size"], 4, seed=0)
-    whole = batches.tokens.read(np.array(diagnosis["starts"]), SMALL["block_size"])
-    assert (batches.get(step - 1, 0, 4)[0].numpy() == whole).all()
-    names = [name for group in diagnosis["groups"] for name in group["parameters"]]
+    ids = batches.tokens.read(np.array(diagnosis["starts"]), SMALL["block_size"])
+    assert (batches.get(step - 1, 0, 4)[0].numpy() == ids).all()
+
+
+def test_the_diagnosis_names_the_parameters(diverged_run):
+    groups = read_diagnosis(diverged_run)["groups"]
+    names = [name for group in groups for name in group["parameters"]]
     assert "transformer.wte.weight" in names
-    assert sum(group["of"] for group in diagnosis["groups"]) >= len(names)
+    assert sum(group["of"] for group in groups) >= len(names)
 
 
 # ---- what is refused before anything is written ----
@@ -516,14 +747,17 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("changes", "message"), MISTAKES)
 def test_mistakes_end_in_one_line_with_nothing_written(corpus, tmp_path, changes, message):
-    named = {key: str(value).replace("CORPUS", str(corpus)) for key, value in changes.items()}
-    line = refusal(*small_run(corpus, tmp_path / "out", **named))
+    arguments = [
+        argument.replace("CORPUS", str(corpus))
+        for argument in small_run(corpus, tmp_path / "out", **changes)
+    ]
+    line = training_error(*arguments)
     assert message.replace("CORPUS", str(corpus)) in line
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
-    ("world", "changes", "message"),
+    ("world_size", "changes", "message"),
     [
         (
             4,
@@ -541,8 +775,8 @@ def test_mistakes_end_in_one_line_with_nothing_written(corpus, tmp_path, changes
         (2, {"global_batch_size": 24, "micro_batch_size": 5}, "try --micro_batch_size=4"),
     ],
 )
-def test_batches_that_do_not_divide(corpus, tmp_path, monkeypatch, world, changes, message):
-    monkeypatch.setenv("WORLD_SIZE", str(world))
+def test_batches_that_do_not_divide(corpus, tmp_path, monkeypatch, world_size, changes, message):
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
     with pytest.raises(ValueError, match=message):
         configure(small_run(corpus, tmp_path, **changes))
 
@@ -566,14 +800,14 @@ DAMAGED = [
 def test_damaged_corpora_are_refused(corpus, tmp_path, file, change, message):
     damaged = shutil.copytree(corpus, tmp_path / "corpus")
     (damaged / file).write_bytes(change((damaged / file).read_bytes()))
-    assert message in refusal(*small_run(damaged, tmp_path / "out"))
+    assert message in training_error(*small_run(damaged, tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 
 def test_a_damaged_token_ends_the_run_in_one_line(corpus, tmp_path):
     shutil.copytree(corpus, tmp_path / "corpus")
     (tmp_path / "corpus" / "small_train_000000.bin").write_bytes(encode_shard([300] * 20_000))
-    message = refusal(*small_run(tmp_path / "corpus", tmp_path / "run"))
+    message = training_error(*small_run(tmp_path / "corpus", tmp_path / "run"))
     assert "small_train_000000.bin holds token id 300 at" in message
 
 
@@ -590,76 +824,139 @@ IDLE = [
 
 
 @pytest.mark.parametrize(("typed", "beside", "without"), IDLE)
-def test_a_key_that_is_typed_without_an_effect_is_refused(typed, beside, without, tmp_path):
-    """In a config file, which may serve several variants, it may stand."""
-    run = ["--model=DDL-gpt-mha-rope", "--max_steps=9", "--warmup_steps=0", f"--{without}"]
+def test_a_typed_key_without_an_effect_is_refused(typed, beside, without):
+    arguments = ["--model=DDL-gpt-mha-rope", "--max_steps=9", "--warmup_steps=0", f"--{without}"]
     with pytest.raises(ValueError, match=f"{typed[2:]} has no effect with {without}: omit one of"):
-        configure([*run, typed])
+        configure([*arguments, typed])
+
+
+@pytest.mark.parametrize(("typed", "beside", "without"), IDLE)
+def test_a_typed_key_is_accepted_beside_the_key_that_it_needs(typed, beside, without):
+    arguments = ["--model=DDL-gpt-mha-rope", "--max_steps=9", "--warmup_steps=0"]
     key, _, value = typed[2:].partition("=")
-    run_config, model_config = configure([*run[:3], typed, beside])
+    run_config, model_config = configure([*arguments, typed, beside])
     assert str({**vars(run_config), **vars(model_config)}[key]) == value
+
+
+@pytest.mark.parametrize(("typed", "beside", "without"), IDLE)
+def test_a_config_file_may_hold_a_key_without_an_effect(typed, beside, without, tmp_path):
+    """Accept it there: one file may serve several variants."""
+    arguments = ["--model=DDL-gpt-mha-rope", "--max_steps=9", "--warmup_steps=0", f"--{without}"]
+    key, _, value = typed[2:].partition("=")
     (tmp_path / "file.py").write_text(f"{key} = {value}\n")
-    configure([str(tmp_path / "file.py"), *run])
+    configure([str(tmp_path / "file.py"), *arguments])
 
 
-def test_dry_run_prints_the_size_and_writes_nothing(corpus, tmp_path):
-    out = tmp_path / "out"
-    printed = trained(*small_run(corpus, out, max_steps=1000), "--dry_run").stdout.decode()
+@pytest.fixture(scope="module")
+def dry_run(corpus, tmp_path_factory) -> FinishedRun:
+    out = tmp_path_factory.mktemp("dry") / "run"
+    arguments = small_run(corpus, out, max_steps=1000)
+    return FinishedRun(out, run_train(*arguments, "--dry_run").stdout.decode())
+
+
+def test_a_dry_run_prints_the_size_of_the_model_and_of_the_run(dry_run):
     model = build("DDL-gpt-mha-rope", **SMALL)
-    for text in (
-        f"{model.num_parameters():,} parameters",
-        "1,000 steps x 4 sequences x 16 tokens = 64,000 tokens, 2.00 epochs",  # of 2005 windows
-        f"{64_000 * model.flops_per_token():.3g} FLOPs, 192 bytes of float32 state",
-        "a step cannot do without 420 MiB",  # the process: so small a model adds next to nothing
-    ):
-        assert text in printed
-    assert not out.exists()
+    assert f"{model.num_parameters():,} parameters" in dry_run.output
+    # an epoch has 2005 sequences
+    size = "1,000 steps x 4 sequences x 16 tokens = 64,000 tokens, 2.00 epochs"
+    assert size in dry_run.output
+    flops = 64_000 * model.flops_per_token()
+    assert f"{flops:.3g} FLOPs, 192 bytes of float32 state" in dry_run.output
 
 
-def test_the_vocabulary_is_the_corpus_s_unless_given(corpus, tmp_path, monkeypatch):
-    """257 bytes and end-of-text, in a multiple of 64; a run that goes on keeps its own."""
-    words = [w for w in small_run(corpus, tmp_path / "run") if "vocab_size" not in w]
+def test_a_dry_run_prints_the_memory_that_a_step_needs(dry_run):
+    # that of the process: so small a model adds next to nothing
+    assert "a step cannot do without 420 MiB" in dry_run.output
 
-    def size(*more):
-        return configure([*words, *more])[1].vocab_size
 
-    assert size() == 320
-    assert size("--vocab_size=300") == 300
-    assert size("--dataset=no_such") == GPTConfig().vocab_size
-    trained(*small_run(corpus, tmp_path / "run", max_steps=1, vocab_size=290))
-    assert size("--resume=auto") == 290
-    assert size("--resume=auto", "--out_dir=elsewhere") == 320
-    # The folder that a run has unless told otherwise.
+def test_a_dry_run_writes_nothing(dry_run):
+    assert not dry_run.folder.exists()
+
+
+# ---- the vocabulary size ----
+
+
+def arguments_without(key: str, arguments: list[str]) -> list[str]:
+    return [argument for argument in arguments if not argument.startswith(f"--{key}=")]
+
+
+def configured_vocab_size(*arguments: str) -> int:
+    _, model_config = configure([*arguments])
+    return model_config.vocab_size
+
+
+@pytest.mark.parametrize(
+    ("arguments", "vocab_size"),
+    [
+        # 257 bytes and end-of-text, rounded up to a multiple of 64
+        ([], 320),
+        (["--vocab_size=300"], 300),
+        (["--dataset=no_such"], GPTConfig().vocab_size),
+    ],
+)
+def test_the_vocabulary_is_that_of_the_corpus_unless_given(corpus, tmp_path, arguments, vocab_size):
+    defaults = arguments_without("vocab_size", small_run(corpus, tmp_path))
+    assert configured_vocab_size(*defaults, *arguments) == vocab_size
+
+
+@pytest.fixture
+def run_with_own_vocabulary(corpus, tmp_path) -> Path:
+    run_train(*small_run(corpus, tmp_path / "run", max_steps=1, vocab_size=290))
+    return tmp_path / "run"
+
+
+def test_a_resumed_run_keeps_its_vocabulary(run_with_own_vocabulary, corpus):
+    arguments = arguments_without("vocab_size", small_run(corpus, run_with_own_vocabulary))
+    assert configured_vocab_size(*arguments, "--resume=auto") == 290
+    assert configured_vocab_size(*arguments, "--resume=auto", "--out_dir=elsewhere") == 320
+
+
+def test_the_vocabulary_is_that_of_the_run_in_the_default_folder(
+    run_with_own_vocabulary, corpus, tmp_path, monkeypatch
+):
     (tmp_path / "runs").mkdir()
-    (tmp_path / "run").rename(tmp_path / "runs" / "DDL-gpt-mha-rope")
+    run_with_own_vocabulary.rename(tmp_path / "runs" / "DDL-gpt-mha-rope")
     monkeypatch.chdir(tmp_path)
-    words = [word for word in words if "out_dir" not in word]
-    assert size("--resume=auto") == 290
+    arguments = arguments_without("vocab_size", small_run(corpus, run_with_own_vocabulary))
+    arguments = arguments_without("out_dir", arguments)
+    assert configured_vocab_size(*arguments, "--resume=auto") == 290
+    # the folder of the default model
     Path("runs/DDL-gpt-mha-rope").rename("runs/gpt-mha-rope")
-    assert configure([f"--dataset={corpus}", "--resume=auto"])[1].vocab_size == 290
+    assert configured_vocab_size(f"--dataset={corpus}", "--resume=auto") == 290
 
 
 # ---- configs and corpora ----
 
 
-RECIPE = {"dataset": "fineweb_edu", "max_steps": 100_000, "global_batch_size": 480}
-RECIPE |= {"learning_rate": 1e-3, "warmup_steps": 2000, "weight_decay": 0.1, "beta1": 0.9}
-RECIPE |= {"beta2": 0.95, "grad_clip": 1.0, "optimizer": "adamw", "min_lr": None}
+RECIPE = {
+    "dataset": "fineweb_edu",
+    "max_steps": 100_000,
+    "global_batch_size": 480,
+    "learning_rate": 1e-3,
+    "warmup_steps": 2000,
+    "weight_decay": 0.1,
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "grad_clip": 1.0,
+    "optimizer": "adamw",
+    "min_lr": None,
+}
 SIZES = {
     "small": {"num_hidden_layers": 12, "num_attention_heads": 6, "hidden_size": 768},
     "medium": {"num_hidden_layers": 24, "num_attention_heads": 8, "hidden_size": 1024},
 }
-SHARED = {"head_dim": 128, "block_size": 1024, "vocab_size": 50304, "mup": True}
+EVERY_SIZE = {"head_dim": 128, "block_size": 1024, "vocab_size": 50304, "mup": True}
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("config/*.py")), ids=lambda path: path.stem)
 def test_config_files_fit_the_schema(path, monkeypatch):
-    for world in ("1", "2", "4") if path.stem.endswith("_cpu") else ("1", "2", "4", "8"):
-        monkeypatch.setenv("WORLD_SIZE", world)
+    world_sizes = ["1", "2", "4"] if path.stem.endswith("_cpu") else ["1", "2", "4", "8"]
+    for world_size in world_sizes:
+        monkeypatch.setenv("WORLD_SIZE", world_size)
         config, model_config = configure([str(path)])
         assert config.out_dir == f"runs/{path.stem}"
     if size := SIZES.get(path.stem.rpartition("_")[2]):
-        assert {**size, **SHARED}.items() <= vars(model_config).items()
+        assert {**size, **EVERY_SIZE}.items() <= vars(model_config).items()
         assert RECIPE.items() <= vars(config).items()
 
 
@@ -671,140 +968,279 @@ def test_another_variant_over_a_config_file(capsys):
 
 
 def test_shards_of_llm_c_train_without_conversion(tmp_path):
-    folder, draw = tmp_path / "edu_fineweb", random.Random(0)
+    folder = tmp_path / "edu_fineweb"
     folder.mkdir()
+    generator = random.Random(0)
     for name, count in (("val_000000", 300), ("train_000001", 500), ("train_000002", 77)):
-        tokens = [50256, *(draw.randrange(50257) for _ in range(count - 1))]
+        tokens = [50256, *(generator.randrange(50257) for _ in range(count - 1))]
         (folder / f"edu_fineweb_{name}.bin").write_bytes(encode_shard(tokens))
-    keys = {"vocab_size": 50304, "max_steps": 2, "warmup_steps": 0}
-    printed = trained(*small_run(folder, tmp_path / "run", **keys)).stdout.decode()
+    arguments = small_run(folder, tmp_path / "run", vocab_size=50304, max_steps=2, warmup_steps=0)
+    printed = run_train(*arguments).stdout.decode()
     assert f"({577 - (35 * 16 + 1)} of 577 tokens dropped" in printed
     assert [r["step"] for r in metrics.read(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 2]
 
 
-class Guesser(torch.nn.Module):
-    """Predicts id + 1, sure of it; a wrong answer costs what the softmax says."""
+# ---- evaluation ----
+
+
+class SuccessorModel(torch.nn.Module):
+    """A model that predicts id + 1 with a logit of 5 against 0, and records what it reads."""
 
     def __init__(self):
         super().__init__()
-        self.read = []
+        self.first_ids_by_pass = []  # of the sequences with targets
 
     def forward(self, ids, targets, return_logits=False):
-        self.read.append([row[0].item() for row, t in zip(ids, targets) if (t != -1).any()])
+        with_targets = (targets != -1).any(dim=1)
+        self.first_ids_by_pass.append(ids[with_targets, 0].tolist())
         logits = 5.0 * F.one_hot((ids + 1) % 300, 300)
         loss = F.cross_entropy(logits.view(-1, 300), targets.view(-1), ignore_index=-1)
         return logits if return_logits else None, loss
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5])
-def test_answers_are_counted_from_their_position_on(rows):
-    documents = [[1, 2, 3, 4, 5], [9, 9, 9, 10, 11], [1, 2, 3, 4, 9], [1, 2, 9, 4, 5]]
-    documents = np.array([*documents, [7, 8, 9, 10, 11]]).ravel()
-    world, nothing = World(0, 1, torch.device("cpu")), contextlib.nullcontext()
-    batches = ValidationBatches([documents], 4, layout=SequenceLayout(5, scored=((2, 4),)))
-    scores = evaluate(Guesser(), batches, [0, 1, 2, 3, 4], rows, world, nothing)
-    # Of the last two targets of each document these follow by one: 2, 2, 1, 1, 2.
+def evaluate_documents(layout: SequenceLayout, sequences: list[int], micro_batch_size: int) -> dict:
+    documents = [
+        [1, 2, 3, 4, 5],
+        [9, 9, 9, 10, 11],
+        [1, 2, 3, 4, 9],
+        [1, 2, 9, 4, 5],
+        [7, 8, 9, 10, 11],
+    ]
+    return evaluate(
+        SuccessorModel(),
+        ValidationBatches([np.array(documents).ravel()], 4, layout=layout),
+        sequences,
+        micro_batch_size,
+        World(0, 1, torch.device("cpu")),
+        contextlib.nullcontext(),
+    )
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 5])
+def test_answers_are_counted_from_their_position_on(micro_batch_size):
+    layout = SequenceLayout(5, scored=((2, 4),))
+    scores = evaluate_documents(layout, [0, 1, 2, 3, 4], micro_batch_size)
+    # of the last two targets of each document, 2, 2, 1, 1 and 2 are one more than the id before
     assert scores["accuracy"] == 8 / 10
     assert scores["exact_match"] == 3 / 5
-    batches = ValidationBatches([documents], 4, layout=SequenceLayout(5))
-    assert "accuracy" not in evaluate(Guesser(), batches, [0, 1], rows, world, nothing)
 
 
-class Alone(World):
-    """One of several processes whose sums are its own."""
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 5])
+def test_documents_without_answers_have_no_accuracy(micro_batch_size):
+    assert "accuracy" not in evaluate_documents(SequenceLayout(5), [0, 1], micro_batch_size)
+
+
+class RankAlone(World):
+    """One of several ranks, whose all-reduce returns its own values."""
 
     def sum(self, *values):
         return list(values)
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_processes_share_the_windows_and_make_as_many_passes(rows):
-    tokens = np.arange(50) * 7 % 260
-    batches, windows, guessers = ValidationBatches([tokens], 4), [0, 3, 5, 8, 9], []
+EVALUATED_SEQUENCES = [0, 3, 5, 8, 9]
+
+
+def evaluate_on_ranks(tokens: np.ndarray, micro_batch_size: int) -> list[SuccessorModel]:
+    """Evaluate on three ranks, one after another, and return the model of each."""
+    batches = ValidationBatches([tokens], 4)
+    models = []
     for rank in range(3):
-        guessers.append(Guesser())
-        world = Alone(rank, 3, torch.device("cpu"))
-        scores = evaluate(guessers[-1], batches, windows, rows, world, contextlib.nullcontext())
+        model = SuccessorModel()
+        scores = evaluate(
+            model,
+            batches,
+            EVALUATED_SEQUENCES,
+            micro_batch_size,
+            RankAlone(rank, 3, torch.device("cpu")),
+            contextlib.nullcontext(),
+        )
         assert math.isfinite(scores["loss"])
-    assert len({len(guesser.read) for guesser in guessers}) == 1
-    read = [first for guesser in guessers for rows in guesser.read for first in rows]
-    assert sorted(read) == sorted(tokens[4 * window] for window in windows)
+        models.append(model)
+    return models
 
 
-def test_the_copy_task_trains_and_is_scored(tmp_path):
-    words = ("--half=4", "--sequences=300", "--val_sequences=20", f"--out={tmp_path}")
-    assert call("data/copy_task/prepare.py", *words).returncode == 0
-    trained(*small_run(tmp_path, tmp_path / "run", block_size=8, max_steps=2, warmup_steps=0))
-    last = metrics.read(tmp_path / "run" / "metrics.jsonl")[-1]
+@pytest.mark.parametrize("micro_batch_size", [1, 2])
+def test_ranks_evaluate_in_the_same_number_of_passes(micro_batch_size):
+    models = evaluate_on_ranks(np.arange(50) * 7 % 260, micro_batch_size)
+    assert len({len(model.first_ids_by_pass) for model in models}) == 1
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2])
+def test_ranks_evaluate_each_sequence_once(micro_batch_size):
+    tokens = np.arange(50) * 7 % 260
+    models = evaluate_on_ranks(tokens, micro_batch_size)
+    first_ids = [
+        first_id
+        for model in models
+        for ids_of_pass in model.first_ids_by_pass
+        for first_id in ids_of_pass
+    ]
+    assert sorted(first_ids) == sorted(tokens[4 * sequence] for sequence in EVALUATED_SEQUENCES)
+
+
+# ---- corpora with labels ----
+
+
+@pytest.fixture(scope="module")
+def copy_task(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("copy_task")
+    result = call(
+        "data/copy_task/prepare.py",
+        "--half=4",
+        "--sequences=300",
+        "--val_sequences=20",
+        f"--out={folder}",
+    )
+    assert result.returncode == 0
+    return folder
+
+
+def test_the_copy_task_trains_and_is_scored(copy_task, tmp_path):
+    run_train(*small_run(copy_task, tmp_path, block_size=8, max_steps=2, warmup_steps=0))
+    last = metrics.read(tmp_path / "metrics.jsonl")[-1]
     assert last["val_sequences"] == 20
     assert last["val_exact_match"] <= last["val_accuracy"] < 0.5
-    message = refusal(*small_run(tmp_path, tmp_path / "run2", block_size=16))
-    assert "block_size=16, but the documents of this corpus have 9 tokens" in message
 
 
-def labelled_corpus(folder, labels_of) -> Path:
-    """Documents of 17 ids below 12 and as many labels: those of training window i at the positions
-    where labels_of(i), bool (17,), is true."""
+def test_another_block_size_than_that_of_the_documents_is_refused(copy_task, tmp_path):
+    line = training_error(*small_run(copy_task, tmp_path / "run", block_size=16))
+    assert "block_size=16, but the documents of this corpus have 9 tokens" in line
+
+
+def write_labeled_corpus(folder: Path, has_label: Callable[[int], np.ndarray]) -> Path:
+    """Write documents of 17 ids below 12 and as many labels; label 0 counts for nothing.
+
+    Args:
+        has_label: returns for a training document's number which of its positions have a label,
+            bool (17,)
+    """
     folder.mkdir()
-    draw = np.random.default_rng(0)
+    generator = np.random.default_rng(0)
     for split, count in (("train", 64), ("val", 6)):
-        documents = draw.integers(1, 12, (count, 34))
+        documents = generator.integers(1, 12, (count, 34))
         for i, document in enumerate(documents):
-            document[17:][~(labels_of(i) if split == "train" else np.arange(17) > 8)] = 0
+            labeled = has_label(i) if split == "train" else np.arange(17) > 8
+            document[17:][~labeled] = 0
         shards.write_shard(folder / f"x_{split}_000000.bin", documents.ravel())
-    meta = {"tokenizer": "ids", "vocab_size": 12, "eot_token": 11}
-    (folder / "meta.json").write_text(json.dumps({**meta, "window_tokens": 34, "labels": True}))
+    meta = {
+        "tokenizer": "ids",
+        "vocab_size": 12,
+        "eot_token": 11,
+        "window_tokens": 34,
+        "labels": True,
+    }
+    (folder / "meta.json").write_text(json.dumps(meta))
     (folder / "tokenizer.json").write_text(json.dumps({"name": "ids", "vocab_size": 12}))
     return folder
 
 
-LABELLED = {"block_size": 17, "global_batch_size": 8, "max_steps": 4, "grad_clip": 0.0}
-LABELLED |= {"eval_interval": 9}
+LABELED = {"block_size": 17, "global_batch_size": 8, "grad_clip": 0.0, "eval_interval": 9}
 
 
-def courses(run) -> list[list[float]]:
+class RecordedRun(NamedTuple):
+    losses: list[float]
+    grad_norms: list[float]
+    val_losses: list[float]
+
+
+def read_run(run: Path) -> RecordedRun:
     records = metrics.read(run / "metrics.jsonl")
-    return [[r[key] for r in records if key in r] for key in ("loss", "grad_norm", "val_loss")]
+    return RecordedRun(
+        losses=[record["loss"] for record in records if "loss" in record],
+        grad_norms=[record["grad_norm"] for record in records if "grad_norm" in record],
+        val_losses=[record["val_loss"] for record in records if "val_loss" in record],
+    )
 
 
-def test_micro_batches_and_processes_do_not_change_what_is_minimised(tmp_path):
-    """Windows have 17, 5, 1 and no labels, some micro-batches one or none: the loss of a step is
-    the mean over its labels."""
-    last = (0, 12, 16, 17)
-    corpus = labelled_corpus(tmp_path / "corpus", lambda i: np.arange(17) >= last[i % 4])
-    for rows in (8, 1):
-        trained(*small_run(corpus, tmp_path / f"{rows}", **LABELLED, micro_batch_size=rows))
-    for engine in ("ddp", "fsdp"):
-        keys = {**LABELLED, "micro_batch_size": 2, "engine": engine}
-        train_in_processes(2, small_run(corpus, tmp_path / engine, **keys), tmp_path / "log")
-    whole = courses(tmp_path / "8")
-    assert len(set(whole[0])) == len(whole[0]) == 4
-    for other in ("1", "ddp", "fsdp"):
-        found = courses(tmp_path / other)
-        assert found[1][0] == pytest.approx(whole[1][0], rel=1e-5)
-        for ours, theirs, bound in zip(found, whole, (1e-4, 1e-3, 1e-4)):
-            assert ours == pytest.approx(theirs, rel=bound)
+@pytest.fixture(scope="module")
+def unevenly_labeled_corpus(tmp_path_factory) -> Path:
+    """Write documents with 17, 5, 1 and no labels; some micro-batches have one or none."""
+    first_label = (0, 12, 16, 17)
+    return write_labeled_corpus(
+        tmp_path_factory.mktemp("labeled") / "corpus",
+        lambda i: np.arange(17) >= first_label[i % 4],
+    )
+
+
+@pytest.fixture(scope="module")
+def run_in_one_pass(unevenly_labeled_corpus, tmp_path_factory) -> RecordedRun:
+    """Train with the whole batch in one micro-batch of one process."""
+    out = tmp_path_factory.mktemp("labeled") / "run"
+    arguments = small_run(unevenly_labeled_corpus, out, **LABELED, max_steps=4, micro_batch_size=8)
+    run_train(*arguments)
+    run = read_run(out)
+    assert len(set(run.losses)) == len(run.losses) == 4
+    return run
+
+
+def assert_same_course(run: RecordedRun, expected: RecordedRun) -> None:
+    assert run.grad_norms[0] == pytest.approx(expected.grad_norms[0], rel=1e-5)
+    assert run.losses == pytest.approx(expected.losses, rel=1e-4)
+    assert run.grad_norms == pytest.approx(expected.grad_norms, rel=1e-3)
+    assert run.val_losses == pytest.approx(expected.val_losses, rel=1e-4)
+
+
+def test_micro_batches_do_not_change_what_is_minimized(
+    unevenly_labeled_corpus, run_in_one_pass, tmp_path
+):
+    arguments = small_run(
+        unevenly_labeled_corpus, tmp_path, **LABELED, max_steps=4, micro_batch_size=1
+    )
+    run_train(*arguments)
+    assert_same_course(read_run(tmp_path), run_in_one_pass)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_processes_do_not_change_what_is_minimized(
+    unevenly_labeled_corpus, run_in_one_pass, tmp_path, engine
+):
+    arguments = small_run(
+        unevenly_labeled_corpus,
+        tmp_path / "run",
+        **LABELED,
+        max_steps=4,
+        micro_batch_size=2,
+        engine=engine,
+    )
+    train_in_processes(2, arguments, tmp_path / "log")
+    assert_same_course(read_run(tmp_path / "run"), run_in_one_pass)
+
+
+def test_the_loss_of_a_step_is_the_mean_over_its_labels(unevenly_labeled_corpus, run_in_one_pass):
     torch.manual_seed(0)
     model = build("DDL-gpt-mha-rope", **{**SMALL, "block_size": 17})
-    layout = SequenceLayout(34, True)
-    batches = TrainBatches(shards.open_corpus(str(corpus)).train, 17, 8, 0, layout=layout)
+    train_shards = shards.open_corpus(str(unevenly_labeled_corpus)).train
+    batches = TrainBatches(train_shards, 17, 8, 0, layout=SequenceLayout(34, True))
     ids, targets = batches.get(0, 0, 8)
     loss = F.cross_entropy(model(ids)[0].flatten(0, 1), targets.flatten(), ignore_index=-1)
     loss.backward()
     norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt()
-    assert whole[0][0] == pytest.approx(loss.item(), rel=1e-5)
-    assert whole[1][0] == pytest.approx(norm.item(), rel=1e-5)
+    assert run_in_one_pass.losses[0] == pytest.approx(loss.item(), rel=1e-5)
+    assert run_in_one_pass.grad_norms[0] == pytest.approx(norm.item(), rel=1e-5)
 
 
-def test_a_batch_without_labels_adds_nothing_and_a_corpus_without_is_refused(tmp_path):
-    one = labelled_corpus(tmp_path / "one", lambda i: np.full(17, i == 5))
-    trained(*small_run(one, tmp_path / "run", **{**LABELLED, "max_steps": 8}))  # an epoch
-    found, norms, _ = courses(tmp_path / "run")
-    assert [loss > 0 for loss in found].count(True) == 1
-    assert [norm > 0 for norm in norms] == [loss > 0 for loss in found]
-    none = labelled_corpus(tmp_path / "none", lambda i: np.zeros(17, dtype=bool))
-    line = refusal(*small_run(none, tmp_path / "refused", **LABELLED))
-    assert f"the training split of {none} has no label in the 64 documents" in line
-    shards.write_shard(one / "x_val_000000.bin", np.tile(np.repeat([1, 0], 17), 6))
-    line = refusal(*small_run(one, tmp_path / "refused", **LABELLED))
-    assert "the validation split of " in line
+@pytest.fixture
+def corpus_with_one_label(tmp_path) -> Path:
+    """Write a corpus in which one training document has labels."""
+    return write_labeled_corpus(tmp_path / "corpus", lambda i: np.full(17, i == 5))
+
+
+def test_a_batch_without_labels_adds_nothing(corpus_with_one_label, tmp_path):
+    # eight steps are an epoch
+    run_train(*small_run(corpus_with_one_label, tmp_path / "run", **LABELED, max_steps=8))
+    run = read_run(tmp_path / "run")
+    assert [loss > 0 for loss in run.losses].count(True) == 1
+    assert [norm > 0 for norm in run.grad_norms] == [loss > 0 for loss in run.losses]
+
+
+def test_a_training_split_without_labels_is_refused(tmp_path):
+    corpus = write_labeled_corpus(tmp_path / "corpus", lambda i: np.zeros(17, dtype=bool))
+    line = training_error(*small_run(corpus, tmp_path / "run", **LABELED, max_steps=4))
+    assert f"the training split of {corpus} has no label in the 64 documents" in line
+
+
+def test_a_validation_split_without_labels_is_refused(corpus_with_one_label, tmp_path):
+    documents = np.tile(np.repeat([1, 0], 17), 6)
+    shards.write_shard(corpus_with_one_label / "x_val_000000.bin", documents)
+    arguments = small_run(corpus_with_one_label, tmp_path / "run", **LABELED, max_steps=4)
+    assert "the validation split of " in training_error(*arguments)
