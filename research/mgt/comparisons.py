@@ -83,7 +83,7 @@ def judge(comparisons: list[Comparison], table: Table) -> list[dict]:
     results = []
     for comparison in comparisons:
         result = {
-            "claim": comparison.claim,
+            "hypothesis": comparison.claim,
             "bound": comparison.bound,
             "above": comparison.above,
             "n": 0,

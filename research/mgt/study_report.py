@@ -28,15 +28,15 @@ from utils import files, tables
 
 ORDER = ("ablation", "rank", "beta", "depth", "language")
 NUMBERS = {"rank": 1, "ablation": 2, "beta": 3, "depth": 4, "language": 5}
-BIGRAM = "bigram"
 
 
-def summarize_setting(setting: Setting, rows: list[dict], table: Table) -> dict:
+def summarize_setting(name: str, setting: Setting, rows: list[dict], table: Table) -> dict:
     """Return what a setting was trained with, its loss, and whether it learned."""
     own = [row for row in rows if row["setting"] == setting.name]
     tries = [row for row in own if row["kind"] == "try"]
     losses = {row["seed"]: row["val_loss"] for row in own if row["kind"] == "seed"}
     summary = {
+        "experiment": name,
         "setting": setting.name,
         "arm": setting.arm,
         "layers": setting.num_layers,
@@ -45,6 +45,7 @@ def summarize_setting(setting: Setting, rows: list[dict], table: Table) -> dict:
         "seeds": sorted(losses),
         "parameters": own[0]["parameters"] if own else None,
         "learned": table.has_learned(setting.arm, setting.num_layers, setting.equal),
+        "bigram": table.bigram,
     }
     if tries:
         best = study.find_best(tries)
@@ -59,29 +60,53 @@ def summarize_setting(setting: Setting, rows: list[dict], table: Table) -> dict:
     return summary
 
 
-def summarize_experiment(
-    name: str, experiment: Experiment, rows: list[dict], bigram: float
-) -> dict:
-    """Return the settings and the judged comparisons of an experiment."""
-    table = Table(rows, experiment.seeds, bigram)
-    total = study.count_runs(experiment) * len(experiment.settings)
+def summarize_experiment(name: str, experiment: Experiment, rows: list[dict]) -> dict:
+    """Return how much of an experiment is finished."""
     finished = [row for row in rows if row["kind"] != "repeat"]
-    repeats = [row for row in rows if row["kind"] == "repeat"]
     return {
         "experiment": name,
         "title": experiment.title,
         "steps": experiment.steps,
         "runs": len(finished),
-        "runs_planned": total,
+        "runs_planned": study.count_runs(experiment) * len(experiment.settings),
         "minutes": round(sum(row["seconds"] for row in finished) / 60, 1),
         "commits": sorted({row["commit"] for row in rows}),
-        "settings": [summarize_setting(each, rows, table) for each in experiment.settings],
-        "comparisons": comparisons.judge(comparisons.COMPARISONS[name](table), table),
+    }
+
+
+def summarize(rows: dict[str, list[dict]], references: dict) -> dict:
+    """Return everything that the tables show, from the rows of every experiment."""
+    bigram = references["second"]["bigram"]
+    experiments = make_experiments()
+    tables_by_name = {name: Table(rows[name], experiments[name].seeds, bigram) for name in ORDER}
+    return {
+        "references": references,
+        "experiments": [
+            summarize_experiment(name, experiments[name], rows[name]) for name in ORDER
+        ],
+        # a trained setting each
+        "groups": [
+            summarize_setting(name, setting, rows[name], tables_by_name[name])
+            for name in ORDER
+            for setting in experiments[name].settings
+        ],
+        "verdicts": [
+            {"experiment": name, **result}
+            for name, table in tables_by_name.items()
+            for result in comparisons.judge(comparisons.COMPARISONS[name](table), table)
+        ],
         "repeats": [
-            {name: row[name] for name in ("setting", "seed", "val_loss", "same_bits")}
-            for row in repeats
+            {key: row[key] for key in ("setting", "seed", "val_loss", "same_bits")}
+            for name in ORDER
+            for row in rows[name]
+            if row["kind"] == "repeat"
         ],
     }
+
+
+def select(entries: list[dict], name: str) -> list[dict]:
+    """Return the entries of one experiment."""
+    return [entry for entry in entries if entry["experiment"] == name]
 
 
 # ---- tables ----
@@ -93,11 +118,11 @@ def format_learned(setting: dict) -> str | None:
     return "yes" if setting["learned"] else "did not learn"
 
 
-def format_settings(summary: dict, bigram: float) -> str:
+def format_settings(settings: list[dict]) -> str:
     """Format the settings of an experiment that have runs, with the bigram's loss beside them."""
     header = ("arm", "blocks", "parameters", "rate", "warm-up", "loss", "bigram", "learned")
     cells = []
-    for setting in summary["settings"]:
+    for setting in settings:
         if not setting["tries"]:
             continue
         edge = " (edge)" if setting["rate_at_edge"] else ""
@@ -115,70 +140,74 @@ def format_settings(summary: dict, bigram: float) -> str:
                 f"{setting['learning_rate']:g}{edge}",
                 f"{setting['warmup_fraction']:.0%}",
                 loss,
-                f"{bigram:.3f}",
+                f"{setting['bigram']:.3f}",
                 format_learned(setting),
             ]
         )
     return tables.format_markdown(header, cells)
 
 
-def format_comparisons(summary: dict) -> str:
+def format_comparisons(verdicts: list[dict]) -> str:
     """Format the comparisons of an experiment with their verdicts."""
     cells = []
-    for number, result in enumerate(summary["comparisons"], 1):
+    for number, result in enumerate(verdicts, 1):
         estimate = None
         if result["values"] is not None:
             estimate = compare.interval(result["values"]).text("+.4f")
         corrected = None if result["p"] == 1 else f"{result['p_holm']:.2g}"
-        cells.append([number, result["claim"], estimate, corrected, f"**{result['verdict']}**"])
+        cells.append(
+            [number, result["hypothesis"], estimate, corrected, f"**{result['verdict']}**"]
+        )
     header = ("", "claim", "mean ± 95% (seeds)", "p (Holm)", "verdict")
     return tables.format_markdown(header, cells)
 
 
-def format_page(summaries: list[dict], references: dict) -> str:
+def format_page(study_results: dict) -> str:
     """Return the Markdown page of all tables."""
-    second = references["second"]
+    second = study_results["references"]["second"]
     scored = ", ".join(f"{name} {loss:.3f}" for name, loss in second.items())
     parts = [
         "# The MGT study: all settings and comparisons",
-        "Made by `research/mgt/study_report.py` from the rows of `study.py`; the rules are those of "
+        "Made by `research/mgt/study_report.py` from the rows of `study.py`; the same figures are in "
+        "`study.json`; the rules are those of "
         "`research/mgt/PLAN.md`. Losses are nats per character, means over seeds ± half their 95% "
         f"interval (seeds). n-gram models on the same characters: {scored}. Verdicts hold for this "
         "size and text.",
     ]
-    for summary in summaries:
+    for summary in study_results["experiments"]:
         name = summary["experiment"]
-        title = f"## {NUMBERS[name]}. {summary['title'].capitalize()}"
+        settings = select(study_results["groups"], name)
         progress = (
             f"{summary['runs']} of {summary['runs_planned']} runs, {summary['minutes']} minutes; "
             f"rows: `{name}.jsonl`."
         )
         if summary["runs"] < summary["runs_planned"]:
             progress += f" The rest: `python research/mgt/study.py {name}`."
-        parts += [title, progress]
-        if any(setting["tries"] for setting in summary["settings"]):
-            parts.append(format_settings(summary, second[BIGRAM]))
-        parts.append(format_comparisons(summary))
-        for repeat in summary["repeats"]:
-            word = "the same bits" if repeat["same_bits"] else "other bits"
-            parts.append(f"`{repeat['setting']}`, seed {repeat['seed']}, trained again: {word}.")
+        parts += [f"## {NUMBERS[name]}. {summary['title'].capitalize()}", progress]
+        if any(setting["tries"] for setting in settings):
+            parts.append(format_settings(settings))
+        parts.append(format_comparisons(select(study_results["verdicts"], name)))
+    parts.append("## Runs that were trained again")
+    for repeat in study_results["repeats"]:
+        word = "the same bits" if repeat["same_bits"] else "other bits"
+        parts.append(f"`{repeat['setting']}`, seed {repeat['seed']}: {word}.")
     return "\n\n".join(parts) + "\n"
 
 
 # ---- figures ----
 
 
-def draw_losses(summary: dict, references: dict) -> object:
+def draw_losses(settings: list[dict]) -> object:
     """Draw the loss of every arm of experiment 2, a dot per seed, beside the bigram's."""
     figure, [[panel]] = plots.panels(1, 1, 3.0, [])
-    settings = [setting for setting in summary["settings"] if "val_loss" in setting]
+    settings = [setting for setting in settings if "val_loss" in setting]
     settings.sort(key=lambda setting: setting["val_loss"]["mean"], reverse=True)
     for position, setting in enumerate(settings):
         values = setting["val_loss"]["values"]
         color = plots.COLORS[0] if is_post_norm(setting["arm"]) else plots.COLORS[1]
         panel.plot(values, [position] * len(values), "o", color=color, alpha=0.5, markersize=4)
         panel.plot([np.mean(values)] * 2, [position - 0.3, position + 0.3], color=color)
-    panel.axvline(references["second"][BIGRAM], color="black", linestyle="--", linewidth=0.8)
+    panel.axvline(settings[0]["bigram"], color="black", linestyle="--", linewidth=0.8)
     panel.set_yticks(range(len(settings)), [setting["arm"] for setting in settings])
     panel.set_xlabel("validation loss (nats per character); dashed: bigram")
     return figure
@@ -188,10 +217,10 @@ def is_post_norm(arm: str) -> bool:
     return arm in ("standard", "mhc", "ddl_post", "full_post")
 
 
-def draw_synergy(summary: dict) -> object:
+def draw_comparisons(verdicts: list[dict]) -> object:
     """Draw the comparisons of experiment 2 with their intervals."""
     figure, [[panel]] = plots.panels(1, 1, 3.0, [])
-    shown = [each for each in summary["comparisons"] if each["values"] is not None]
+    shown = [each for each in verdicts if each["values"] is not None]
     for position, result in enumerate(reversed(shown)):
         color = plots.COLORS[2] if result["verdict"] == "supported" else plots.COLORS[1]
         if result["verdict"] not in ("supported", "refuted"):
@@ -199,7 +228,7 @@ def draw_synergy(summary: dict) -> object:
         panel.errorbar(
             result["mean"], position, xerr=result["ci95"], fmt="o", color=color, capsize=3
         )
-    labels = [shorten_claim(each["claim"]) for each in reversed(shown)]
+    labels = [shorten_claim(each["hypothesis"]) for each in reversed(shown)]
     panel.set_yticks(range(len(shown)), labels)
     panel.axvline(0, color="black", linewidth=0.8)
     panel.set_xlabel("nats; green: supported, red: refuted, gray: undecided")
@@ -269,18 +298,14 @@ def main() -> None:
         references = ngrams.compute_references("shakespeare_char")
     experiments = make_experiments()
     rows = {name: study.read_rows(results / f"{name}.jsonl") for name in ORDER}
-    summaries = [
-        summarize_experiment(name, experiments[name], rows[name], references["second"][BIGRAM])
-        for name in ORDER
-    ]
-    origin = collect_provenance()
-    store_figures(
-        results / "study.json", {"references": references, "experiments": summaries}, origin
-    )
-    files.write_text(results / "study.md", format_page(summaries, references))
+    study_results = summarize(rows, references)
+    store_figures(results / "study.json", study_results, collect_provenance())
+    files.write_text(results / "study.md", format_page(study_results))
+    ablation_settings = select(study_results["groups"], "ablation")
+    ablation_verdicts = select(study_results["verdicts"], "ablation")
     with plots.printing():
-        save_figure(draw_losses(summaries[0], references), "study_losses", results)
-        save_figure(draw_synergy(summaries[0]), "study_comparisons", results)
+        save_figure(draw_losses(ablation_settings), "study_losses", results)
+        save_figure(draw_comparisons(ablation_verdicts), "study_comparisons", results)
         if any(row["kind"] == "seed" for row in rows["rank"]):
             save_figure(draw_ranks(rows["rank"], experiments["rank"].seeds), "study_ranks", results)
     print((results / "study.md").read_text(encoding="utf-8"))

@@ -373,7 +373,10 @@ def test_the_copy_task_is_reported(tmp_path):
             "unknown key --mgt_arms, did you mean mgt_arm",
         ),
         (["rank", "--parameters=5"], "--parameters=5 is the size of experiment depth's models"),
-        (["depth", "--parameters=many"], "--parameters=many: give a whole number"),
+        (
+            ["depth", "--parameters=many", "--dataset=python_stdlib"],
+            "--parameters=many: give a whole number",
+        ),
         (
             ["rank", "--mode=report", "--runs=nowhere", "--dataset=python_stdlib"],
             "no run of rank is finished",
@@ -387,7 +390,10 @@ def test_the_copy_task_is_reported(tmp_path):
             ["copy", "--dataset=python_stdlib"],
             "--dataset=python_stdlib: it has no answers to score",
         ),
-        (["depth", "--parameters=0"], "give a whole number from 1 on"),
+        (
+            ["depth", "--parameters=0", "--dataset=python_stdlib"],
+            "give a whole number from 1 on",
+        ),
     ],
 )
 def test_mistakes_are_one_line(arguments, message, tmp_path):
