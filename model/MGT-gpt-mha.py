@@ -1,4 +1,4 @@
-"""Manifold-Geometric Transformer (MGT), and the four arms that it is compared with.
+"""Manifold-Geometric Transformer (MGT), and the seven arms that it is compared with.
 
 The key mgt_arm selects the arm.
 """

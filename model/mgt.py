@@ -22,10 +22,13 @@ from model.parameters import HIDDEN, Rule, constant, linear, normal
 class MGTConfig(GPTConfig):
     """Keys of the Manifold-Geometric Transformer (MGT)."""
 
-    mgt_arm: Literal["full", "ddl", "mhc", "standard", "additive"] = option(
+    mgt_arm: Literal[
+        "full", "ddl", "mhc", "standard", "additive", "mhc_pre", "ddl_post", "full_post"
+    ] = option(
         "full",
         "variant in the paper's ablation; full is MGT, ddl is +DDL only, mhc is +mHC only (post-norm), "
-        "standard is the post-norm Transformer, additive is the pre-norm Transformer",
+        "standard is the post-norm Transformer, additive is the pre-norm Transformer; mhc_pre, "
+        "ddl_post and full_post are mhc, ddl and full with the other placement of the norm",
     )
     mgt_lambda: float = option(
         1.0,
@@ -54,23 +57,23 @@ class MGTConfig(GPTConfig):
             if getattr(self, key) != getattr(MGTConfig, key):
                 raise ValueError(
                     f"{key}={getattr(self, key)} has no effect with mgt_arm={self.mgt_arm}; omit "
-                    "it, or use --mgt_arm=full or --mgt_arm=ddl"
+                    "it, or use an arm with the gate beta: full, ddl, full_post or ddl_post"
                 )
 
     @property
     def has_gate(self) -> bool:
         """Return whether sublayer outputs are gated (the mHC of the paper)."""
-        return self.mgt_arm in ("full", "mhc")
+        return self.mgt_arm in ("full", "full_post", "mhc", "mhc_pre")
 
     @property
     def has_beta(self) -> bool:
         """Return whether updates have the gate beta and the erase (the DDL of the paper)."""
-        return self.mgt_arm in ("full", "ddl")
+        return self.mgt_arm in ("full", "full_post", "ddl", "ddl_post")
 
     @property
     def post_norm(self) -> bool:
         """Return whether the LayerNorm follows the update instead of preceding the sublayer."""
-        return self.mgt_arm in ("standard", "mhc")
+        return self.mgt_arm in ("standard", "mhc", "ddl_post", "full_post")
 
 
 class MGTWrite(nn.Module):
@@ -78,8 +81,10 @@ class MGTWrite(nn.Module):
 
     V = h * sigmoid(LN(X W_gate)) (equation 5), or V = h without the gate.
     beta = lambda tanh(X W + b) + epsilon (equation 6); without it, X' = X + V.
+    residual_branch_mult multiplies the update X' - X, before the LayerNorm of the post-norm arms.
     """
 
+    takes_branch_mult = True
     ranges: ClassVar = {"beta_negative": (0.0, 1.0), "gate": (0.0, 1.0)}
 
     def __init__(self, config: MGTConfig):
@@ -128,6 +133,8 @@ class MGTWrite(nn.Module):
         # X' = X + beta * (V - alpha X) (equation 7)
         if self.config.has_beta:
             update = self.compute_beta(state) * (update - self.alpha * x)
+        if self.config.branch_mult != 1:
+            update = self.config.branch_mult * update
         return (x + update).to(state.dtype)
 
     def statistics(self, state, h, x_in, c, written) -> dict[str, torch.Tensor]:
@@ -148,7 +155,7 @@ class MGTWrite(nn.Module):
 
 
 class MGTBlock(WritingBlock):
-    """A block with LayerNorm before each sublayer or, if post-norm, after the write: LN(X + V)."""
+    """A block with LayerNorm before each sublayer or, if post-norm, after the write: LN(X')."""
 
     Write = MGTWrite
 

@@ -12,7 +12,7 @@ import math
 from types import SimpleNamespace
 
 import torch
-from naive import attention, canon, expand, mlp, read, rms_norm, select, sigmoid
+from naive import attention, branch_mult, canon, expand, mlp, read, rms_norm, select, sigmoid
 
 
 def layer_norm(x, w, name):
@@ -243,19 +243,26 @@ def mgt_write(w, X, h, norm, cfg):
     norm: the LayerNorm of the arms that have it after the sum
     """
     arm = cfg["mgt_arm"]
+    m = branch_mult(cfg)
     if arm == "additive":
-        return X + h
+        return X + m * h
     if arm == "standard":
-        return norm(X + h)
+        return norm(X + m * h)
     if arm == "mhc":
-        return norm(X + h * mgt_gate(w, X))
+        return norm(X + m * h * mgt_gate(w, X))
+    if arm == "mhc_pre":
+        return X + m * h * mgt_gate(w, X)
+    if arm == "ddl_post":
+        return norm(X + m * mgt_beta(w, X, cfg) * (h - w["alpha"] * X))
+    if arm == "full_post":
+        return norm(X + m * mgt_beta(w, X, cfg) * (h * mgt_gate(w, X) - w["alpha"] * X))
     value = h * mgt_gate(w, X) if arm == "full" else h
-    return X + mgt_beta(w, X, cfg) * (value - w["alpha"] * X)
+    return X + m * mgt_beta(w, X, cfg) * (value - w["alpha"] * X)
 
 
 def mgt(weights, cfg, xs):
     """Return the final states, normalized in the arms that have a final norm."""
-    is_post_norm = cfg["mgt_arm"] in ("standard", "mhc")
+    is_post_norm = cfg["mgt_arm"] in ("standard", "mhc", "ddl_post", "full_post")
     states = xs
     for site in sites(weights, cfg):
         own = select(site.block, f"write_{site.name}.")

@@ -137,6 +137,13 @@ RUNS |= {
     "own_erase_gate": (1, {"model": "DDL-gpt-mha-rope", "ddl_erase_gate": "own"}),
     "erase_only": (1, {"model": "DDL-gpt-mha-rope", "ddl_update": "erase_only"}),
     "main_gain": (1, {"model": "Lambdas-gpt-mha-rope", **MAIN_GAIN}),
+    "MGT_full_post": (1, {"model": "MGT-gpt-mha", "mgt_arm": "full_post"}),
+    "MGT_mhc_pre": (1, {"model": "MGT-gpt-mha", "mgt_arm": "mhc_pre"}),
+    "MGT_ddl_post": (1, {"model": "MGT-gpt-mha", "mgt_arm": "ddl_post"}),
+    "MGT_branch_mult": (
+        1,
+        {"model": "MGT-gpt-mha", "mgt_arm": "additive", "residual_branch_mult": 0.38},
+    ),
     "no_mixing_decay": (1, {"model": "mHC-gpt-mha-rope", "mixing_decay": False}),
 }
 for engine in ("ddp", "fsdp"):

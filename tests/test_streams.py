@@ -74,8 +74,16 @@ MGT_GATE = {
     "mgt_alpha_init": 0.6,
     "mgt_beta_bias_init": -0.3,
 }
-CASES += [("MGT", {"mgt_arm": arm} | MGT_GATE) for arm in ("full", "ddl")]
-CASES += [("MGT", {"mgt_arm": arm}) for arm in ("mhc", "standard", "additive")]
+CASES += [("MGT", {"mgt_arm": arm} | MGT_GATE) for arm in ("full", "ddl", "full_post", "ddl_post")]
+CASES += [("MGT", {"mgt_arm": arm}) for arm in ("mhc", "standard", "additive", "mhc_pre")]
+CASES += [
+    ("MGT", {"mgt_arm": arm, "residual_branch_mult": 0.38})
+    for arm in ("additive", "standard", "mhc_pre")
+]
+CASES += [
+    ("MGT", {"mgt_arm": arm, "residual_branch_mult": 0.38} | MGT_GATE)
+    for arm in ("full", "full_post")
+]
 CASES += [
     ("ReZero", {}),
     ("DenseFormer", DEEP),

@@ -1,6 +1,6 @@
-"""The MGT paper's experiments, small enough for one CPU core: a narrow model, short sequences, few tokens a step.
+"""The MGT paper's copy task, small enough for one CPU core; experiments.py has what it overrides.
 
-The rate is the paper's; width, length, batch and number of steps are not. Depths are the experiments' own.
+The five experiments on text have their small sizes in small.py, which study.py trains.
 """
 
 model = "MGT-gpt-mha"

@@ -30,11 +30,6 @@ EXPERIMENTS = {
 NARROW = "num_hidden_layers=4 hidden_size=64 head_dim=16"
 OF_PRESET = {
     "cpu": {
-        "rank": "max_steps=60",
-        "ablation": "max_steps=100",
-        "beta": "max_steps=160",
-        "depth": "parameters=400000 num_hidden_layers=6,12,24 max_steps=30 eval_interval=5",
-        "language": f"{NARROW} max_steps=100 eval_interval=20",
         "copy": f"{NARROW} global_batch_size=32 micro_batch_size=32 max_steps=150 eval_interval=25 "
         "optimizer=muon learning_rate=1e-2 warmup_steps=30 eval_batches=8",
     },
@@ -55,6 +50,11 @@ def settings(experiment: str, preset: str, given: dict[str, str]) -> dict[str, s
 
     ValueError: a key that the experiment has no use for, or a value that its report has none for.
     """
+    if preset == "cpu" and experiment != "copy":
+        raise ValueError(
+            f"--preset=cpu is a size of the copy task only; train {experiment} with "
+            f"research/mgt/study.py {experiment}, or give --preset=paper"
+        )
     if "parameters" in given and experiment != "depth":
         what = f"--parameters={given['parameters']} is the size of experiment depth's models"
         raise ValueError(f"{what}: leave it out")

@@ -19,10 +19,6 @@ CODE += "research/analysis/common.py", "research/analysis/rank.py"
 # What a page says that every run shares.
 SHOWN = "dataset block_size hidden_size num_attention_heads num_hidden_layers max_steps"
 SHOWN += " global_batch_size optimizer learning_rate warmup_steps schedule weight_decay dtype"
-# The `cpu` models of text end above its unigram entropy: they have not even learned how frequent
-# its tokens are, so that they have nothing to say of a hypothesis about trained models.
-TOO_SHORT = {(name, "cpu") for name in ("rank", "ablation", "beta", "depth", "language")}
-NOT_JUDGED = "not judged"
 SEEDS = "Figures are means over seeds ± half their 95% interval (number of seeds)."
 RANKS = (
     f"Ranks are those of {measures.WINDOWS} validation sequences (eq. 8), after the last block where "
@@ -182,9 +178,6 @@ def write(experiment: str, preset: str, cells: list[sweep.Cell], results: Path) 
     figures = Figures(path, device, about, resume=True, code=code)
     rows = rows_of(done, figures)
     found = find(rows)
-    if (experiment, preset) in TOO_SHORT:
-        unjudged = [{**each, "verdict": NOT_JUDGED} for each in found.verdicts]
-        found = replace(found, verdicts=unjudged)
     left = [cell.title for cell in cells if cell not in done]
     figures.rows = [{**row, **figures.made} for row in rows]
     figures.notes = {"groups": found.groups, "verdicts": found.verdicts, "unfinished": left}
@@ -212,14 +205,11 @@ def write(experiment: str, preset: str, cells: list[sweep.Cell], results: Path) 
 
 
 def verdict_table(verdicts: list[dict]) -> str:
-    """Without the column of words where nothing is judged; a part that is a word alone then goes."""
     header, rows = ("hypothesis", "mean ± 95% (seeds)", "verdict"), []
     for each in verdicts:
         half = "" if each["ci95"] is None else f" ± {each['ci95']:.4f}"
         text = None if each["mean"] is None else f"{each['mean']:.4f}{half} ({each['n']})"
         rows.append([each["hypothesis"], text, f"**{each['verdict']}**"])
-    if {each["verdict"] for each in verdicts} == {NOT_JUDGED}:
-        header, rows = header[:2], [row[:2] for row in rows if row[1]]
     return tables.format_markdown(header, rows)
 
 

@@ -1,14 +1,16 @@
 """The experiments of the MGT paper (Geometric and Dynamic Scaling in Deep Transformers, section 4), a command each.
 
-    python research/mgt/run.py rank [--preset=cpu]     1: effective rank over depth, standard, MGT and pre-norm additive
+    python research/mgt/run.py rank                     1: effective rank over depth of three arms
     python research/mgt/run.py ablation                 2: five arms at 48 layers, the synergy coefficient
     python research/mgt/run.py beta                     3: distribution of the gate over depth and training
     python research/mgt/run.py depth                    4: depth at a fixed number of parameters
     python research/mgt/run.py language                 5: language modelling
     python research/mgt/run.py copy                     the copy task of section 4.1 (data/copy_task/prepare.py)
-    python research/mgt/run.py rank --preset=paper      the paper's sizes, for a GPU
+    python research/mgt/run.py copy --preset=cpu        the same, small enough for one CPU core
     python research/mgt/run.py rank --mode=report       from the runs that are there, train nothing
     python research/mgt/run.py rank --mode=show         print the commands of sweep.py, which has --mode=slurm
+
+The sizes are the paper's, for a GPU; study.py has the five experiments at a size for a CPU.
 
 Runs go to sweeps/mgt/, the report to results/mgt/ (--runs, --results: other folders): EXPERIMENT_PRESET.json, .md and
 .png. A run that is finished is not trained again; the same command goes on where it was stopped. Any other --key=value
@@ -33,7 +35,7 @@ import configurator
 from research.mgt import experiments, report
 
 ROOT = Path(__file__).resolve().parents[2]
-OWN = {"preset": "cpu", "runs": "sweeps/mgt", "results": "results/mgt", "mode": "local"}
+OWN = {"preset": "paper", "runs": "sweeps/mgt", "results": "results/mgt", "mode": "local"}
 
 
 def arguments(argv: list[str]) -> tuple[str, dict[str, str], dict[str, str]]:

@@ -1,0 +1,315 @@
+"""Tables, verdicts and figures of the MGT study (PLAN.md), from the rows that study.py stored.
+
+    python research/mgt/study_report.py
+
+Writes study.json, study.md and the figures to results/mgt/ (--results: another folder).
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from utils import errors
+
+if __name__ == "__main__":
+    errors.end_quietly_on_interrupt()  # before the slow imports
+
+# isort: split
+import numpy as np
+
+import configurator
+from research import compare, plots
+from research.mgt import comparisons, ngrams, study
+from research.mgt.arms import Experiment, Setting, make_experiments
+from research.mgt.comparisons import Table
+from training.provenance import collect_provenance, store_figures
+from utils import files, tables
+
+ORDER = ("ablation", "rank", "beta", "depth", "language")
+NUMBERS = {"rank": 1, "ablation": 2, "beta": 3, "depth": 4, "language": 5}
+
+
+def summarize_setting(name: str, setting: Setting, rows: list[dict], table: Table) -> dict:
+    """Return what a setting was trained with, its loss, and whether it learned."""
+    own = [row for row in rows if row["setting"] == setting.name]
+    tries = [row for row in own if row["kind"] == "try"]
+    losses = {row["seed"]: row["val_loss"] for row in own if row["kind"] == "seed"}
+    summary = {
+        "experiment": name,
+        "setting": setting.name,
+        "arm": setting.arm,
+        "layers": setting.num_layers,
+        "equal": setting.equal,
+        "tries": len(tries),
+        "seeds": sorted(losses),
+        "parameters": own[0]["parameters"] if own else None,
+        "learned": table.has_learned(setting.arm, setting.num_layers, setting.equal),
+        "bigram": table.bigram,
+    }
+    if tries:
+        best = study.find_best(tries)
+        rates = [row["learning_rate"] for row in tries]
+        summary["learning_rate"] = best["learning_rate"]
+        summary["warmup_fraction"] = best["warmup_fraction"]
+        summary["rate_at_edge"] = best["learning_rate"] in (min(rates), max(rates))
+    values = [losses[seed] for seed in sorted(losses)]
+    summary["diverged"] = sum(value is None for value in values)
+    if values and not summary["diverged"]:
+        summary |= {"val_loss": compare.summary(values)}
+    return summary
+
+
+def summarize_experiment(name: str, experiment: Experiment, rows: list[dict]) -> dict:
+    """Return how much of an experiment is finished."""
+    finished = [row for row in rows if row["kind"] != "repeat"]
+    return {
+        "experiment": name,
+        "title": experiment.title,
+        "steps": experiment.steps,
+        "runs": len(finished),
+        "runs_planned": study.count_runs(experiment) * len(experiment.settings),
+        "minutes": round(sum(row["seconds"] for row in finished) / 60, 1),
+        "commits": sorted({row["commit"] for row in rows}),
+    }
+
+
+def summarize(rows: dict[str, list[dict]], references: dict) -> dict:
+    """Return everything that the tables show, from the rows of every experiment."""
+    bigram = references["second"]["bigram"]
+    experiments = make_experiments()
+    tables_by_name = {name: Table(rows[name], experiments[name].seeds, bigram) for name in ORDER}
+    return {
+        "references": references,
+        "experiments": [
+            summarize_experiment(name, experiments[name], rows[name]) for name in ORDER
+        ],
+        # a trained setting each
+        "groups": [
+            summarize_setting(name, setting, rows[name], tables_by_name[name])
+            for name in ORDER
+            for setting in experiments[name].settings
+        ],
+        "verdicts": [
+            {"experiment": name, **result}
+            for name, table in tables_by_name.items()
+            for result in comparisons.judge(comparisons.COMPARISONS[name](table), table)
+        ],
+        "repeats": [
+            {key: row[key] for key in ("setting", "seed", "val_loss", "same_bits")}
+            for name in ORDER
+            for row in rows[name]
+            if row["kind"] == "repeat"
+        ],
+    }
+
+
+def select(entries: list[dict], name: str) -> list[dict]:
+    """Return the entries of one experiment."""
+    return [entry for entry in entries if entry["experiment"] == name]
+
+
+# ---- tables ----
+
+
+def format_learned(setting: dict) -> str | None:
+    if setting["learned"] is None:
+        return None
+    return "yes" if setting["learned"] else "did not learn"
+
+
+def format_settings(settings: list[dict]) -> str:
+    """Format the settings of an experiment that have runs, with the bigram's loss beside them."""
+    header = ("arm", "blocks", "parameters", "rate", "warm-up", "loss", "bigram", "learned")
+    cells = []
+    for setting in settings:
+        if not setting["tries"]:
+            continue
+        edge = " (edge)" if setting["rate_at_edge"] else ""
+        loss = None
+        if "val_loss" in setting:
+            loss = compare.interval(setting["val_loss"]["values"]).text()
+        name = f"`{setting['arm']}`"
+        if setting["equal"]:
+            name += f", equal {setting['equal']}"
+        cells.append(
+            [
+                name,
+                setting["layers"],
+                f"{setting['parameters']:,}",
+                f"{setting['learning_rate']:g}{edge}",
+                f"{setting['warmup_fraction']:.0%}",
+                loss,
+                f"{setting['bigram']:.3f}",
+                format_learned(setting),
+            ]
+        )
+    return tables.format_markdown(header, cells)
+
+
+def format_comparisons(verdicts: list[dict]) -> str:
+    """Format the comparisons of an experiment with their verdicts."""
+    cells = []
+    for number, result in enumerate(verdicts, 1):
+        estimate = None
+        if result["values"] is not None:
+            estimate = compare.interval(result["values"]).text("+.4f")
+        corrected = None if result["p"] == 1 else f"{result['p_holm']:.2g}"
+        cells.append(
+            [number, result["hypothesis"], estimate, corrected, f"**{result['verdict']}**"]
+        )
+    header = ("", "claim", "mean ± 95% (seeds)", "p (Holm)", "verdict")
+    return tables.format_markdown(header, cells)
+
+
+def format_page(study_results: dict) -> str:
+    """Return the Markdown page of all tables."""
+    second = study_results["references"]["second"]
+    scored = ", ".join(f"{name} {loss:.3f}" for name, loss in second.items())
+    parts = [
+        "# The MGT study: all settings and comparisons",
+        "Made by `research/mgt/study_report.py` from the rows of `study.py`; the same figures are in "
+        "`study.json`; the rules are those of "
+        "`research/mgt/PLAN.md`. Losses are nats per character, means over seeds ± half their 95% "
+        f"interval (seeds). n-gram models on the same characters: {scored}. Verdicts hold for this "
+        "size and text.",
+    ]
+    for summary in study_results["experiments"]:
+        name = summary["experiment"]
+        settings = select(study_results["groups"], name)
+        progress = (
+            f"{summary['runs']} of {summary['runs_planned']} runs, {summary['minutes']} minutes; "
+            f"rows: `{name}.jsonl`."
+        )
+        if summary["runs"] < summary["runs_planned"]:
+            progress += f" The rest: `python research/mgt/study.py {name}`."
+        parts += [f"## {NUMBERS[name]}. {summary['title'].capitalize()}", progress]
+        if any(setting["tries"] for setting in settings):
+            parts.append(format_settings(settings))
+        parts.append(format_comparisons(select(study_results["verdicts"], name)))
+    parts.append("## Runs that were trained again")
+    for repeat in study_results["repeats"]:
+        word = "the same bits" if repeat["same_bits"] else "other bits"
+        parts.append(f"`{repeat['setting']}`, seed {repeat['seed']}: {word}.")
+    return "\n\n".join(parts) + "\n"
+
+
+# ---- figures ----
+
+
+def draw_losses(settings: list[dict]) -> object:
+    """Draw the loss of every arm of experiment 2, a dot per seed, beside the bigram's."""
+    figure, [[panel]] = plots.panels(1, 1, 3.0, [])
+    settings = [setting for setting in settings if "val_loss" in setting]
+    settings.sort(key=lambda setting: setting["val_loss"]["mean"], reverse=True)
+    for position, setting in enumerate(settings):
+        values = setting["val_loss"]["values"]
+        color = plots.COLORS[0] if is_post_norm(setting["arm"]) else plots.COLORS[1]
+        panel.plot(values, [position] * len(values), "o", color=color, alpha=0.5, markersize=4)
+        panel.plot([np.mean(values)] * 2, [position - 0.3, position + 0.3], color=color)
+    panel.axvline(settings[0]["bigram"], color="black", linestyle="--", linewidth=0.8)
+    panel.set_yticks(range(len(settings)), [setting["arm"] for setting in settings])
+    panel.set_xlabel("validation loss (nats per character); dashed: bigram")
+    return figure
+
+
+def is_post_norm(arm: str) -> bool:
+    return arm in ("standard", "mhc", "ddl_post", "full_post")
+
+
+def draw_comparisons(verdicts: list[dict]) -> object:
+    """Draw the comparisons of experiment 2 with their intervals."""
+    figure, [[panel]] = plots.panels(1, 1, 3.0, [])
+    shown = [each for each in verdicts if each["values"] is not None]
+    for position, result in enumerate(reversed(shown)):
+        color = plots.COLORS[2] if result["verdict"] == "supported" else plots.COLORS[1]
+        if result["verdict"] not in ("supported", "refuted"):
+            color = "gray"
+        panel.errorbar(
+            result["mean"], position, xerr=result["ci95"], fmt="o", color=color, capsize=3
+        )
+    labels = [shorten_claim(each["hypothesis"]) for each in reversed(shown)]
+    panel.set_yticks(range(len(shown)), labels)
+    panel.axvline(0, color="black", linewidth=0.8)
+    panel.set_xlabel("nats; green: supported, red: refuted, gray: undecided")
+    return figure
+
+
+def shorten_claim(claim: str) -> str:
+    """Return a claim of experiment 2 as a label."""
+    return (
+        claim.replace("loss of ", "")
+        .replace(" less that of ", " < ")
+        .replace(" is below 0", "")
+        .replace(" is above 0", " > 0")
+        .replace("`", "")
+    )
+
+
+def draw_ranks(rows: list[dict], seeds: tuple[int, ...]) -> object:
+    """Draw rank, centered rank and cosine over relative depth, trained and untrained (thin)."""
+    names = {
+        "rank": "effective rank",
+        "centered_rank": "centered rank",
+        "cosine": "mean cosine",
+    }
+    reported = [row for row in rows if row["kind"] == "seed"]
+    depths = sorted({row["layers"] for row in reported})
+    arms = list(dict.fromkeys(row["arm"] for row in reported))
+    figure, axes = plots.panels(len(names), len(depths), 1.8, arms, sharey="row", sharex="col")
+    entries = {}
+    for line, (name, label) in zip(axes, names.items(), strict=True):
+        for panel, depth in zip(line, depths, strict=True):
+            for number, arm in enumerate(arms):
+                own = [row for row in reported if (row["arm"], row["layers"]) == (arm, depth)]
+                if len(own) < len(seeds):
+                    continue
+                trained = np.mean([row[name] for row in own], axis=0)
+                untrained = np.mean([row[f"untrained_{name}"] for row in own], axis=0)
+                color = plots.COLORS[number]
+                (entries[arm],) = panel.plot(trained, color=color)
+                panel.plot(untrained, color=color, linewidth=0.6, linestyle="--")
+        line[0].set_ylabel(label)
+    for panel, depth in zip(axes[-1], depths, strict=True):
+        panel.set_xlabel(f"block of {depth}")
+    plots.add_legend(figure, entries)
+    return figure
+
+
+# The findings that the titles of the figures say; written after the runs.
+TITLES = {
+    "study_losses": "",
+    "study_comparisons": "",
+    "study_ranks": "",
+}
+
+
+def save_figure(figure: object, name: str, results: Path) -> None:
+    figure.suptitle(TITLES[name], fontsize=9)
+    plots.save(figure, results / f"{name}.png")
+
+
+def main() -> None:
+    with errors.one_line_errors():
+        names, given = configurator.split_arguments(sys.argv[1:])
+        if names or given.keys() - {"results"}:
+            raise ValueError(f"{' '.join(sys.argv[1:])}: give --results=FOLDER or nothing")
+        results = Path(given.get("results", "results/mgt"))
+        references = ngrams.compute_references("shakespeare_char")
+    experiments = make_experiments()
+    rows = {name: study.read_rows(results / f"{name}.jsonl") for name in ORDER}
+    study_results = summarize(rows, references)
+    store_figures(results / "study.json", study_results, collect_provenance())
+    files.write_text(results / "study.md", format_page(study_results))
+    ablation_settings = select(study_results["groups"], "ablation")
+    ablation_verdicts = select(study_results["verdicts"], "ablation")
+    with plots.printing():
+        save_figure(draw_losses(ablation_settings), "study_losses", results)
+        save_figure(draw_comparisons(ablation_verdicts), "study_comparisons", results)
+        if any(row["kind"] == "seed" for row in rows["rank"]):
+            save_figure(draw_ranks(rows["rank"], experiments["rank"].seeds), "study_ranks", results)
+    print((results / "study.md").read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()
