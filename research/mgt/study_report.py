@@ -209,7 +209,9 @@ def draw_losses(settings: list[dict]) -> object:
         panel.plot([np.mean(values)] * 2, [position - 0.3, position + 0.3], color=color)
     panel.axvline(settings[0]["bigram"], color="black", linestyle="--", linewidth=0.8)
     panel.set_yticks(range(len(settings)), [setting["arm"] for setting in settings])
-    panel.set_xlabel("validation loss (nats per character); dashed: bigram")
+    panel.set_xlabel(
+        "validation loss (nats); blue: norm after, orange: norm before; dashed: bigram"
+    )
     return figure
 
 
@@ -246,6 +248,37 @@ def shorten_claim(claim: str) -> str:
     )
 
 
+def draw_tries(rows: list[dict], bigram: float) -> object:
+    """Draw the loss of every try of experiment 2 over the rate, a panel for each warm-up."""
+    tries = [row for row in rows if row["kind"] == "try" and row["val_loss"] is not None]
+    arms = list(dict.fromkeys(row["arm"] for row in tries))
+    figure, [panels] = plots.panels(1, 2, 2.4, arms, sharey="row")
+    entries = {}
+    for panel, warmup in zip(panels, study.WARMUP_FRACTIONS, strict=True):
+        for number, arm in enumerate(arms):
+            points = sorted(
+                (row["learning_rate"], row["val_loss"])
+                for row in tries
+                if (row["arm"], row["warmup_fraction"]) == (arm, warmup)
+            )
+            (entries[arm],) = panel.plot(
+                [rate for rate, _ in points],
+                [loss for _, loss in points],
+                marker="o",
+                markersize=3,
+                color=plots.COLORS[number % len(plots.COLORS)],
+                linestyle="-" if is_post_norm(arm) else "--",
+            )
+        panel.axhline(bigram, color="black", linewidth=0.8)
+        panel.set(xscale="log", xlabel=f"learning rate, warm-up of {warmup:.0%}")
+        rates = [rate for rate in study.RATE_LADDER if 1e-3 <= rate <= 2e-2]
+        panel.set_xticks(rates, [f"{rate:g}" for rate in rates])
+        panel.set_xticks([], minor=True)
+    panels[0].set_ylabel("loss of a try (nats); line: bigram")
+    plots.add_legend(figure, entries)
+    return figure
+
+
 def draw_ranks(rows: list[dict], seeds: tuple[int, ...]) -> object:
     """Draw rank, centered rank and cosine over relative depth, trained and untrained (thin)."""
     names = {
@@ -280,6 +313,7 @@ def draw_ranks(rows: list[dict], seeds: tuple[int, ...]) -> object:
 TITLES = {
     "study_losses": "",
     "study_comparisons": "",
+    "study_tries": "",
     "study_ranks": "",
 }
 
@@ -306,6 +340,8 @@ def main() -> None:
     with plots.printing():
         save_figure(draw_losses(ablation_settings), "study_losses", results)
         save_figure(draw_comparisons(ablation_verdicts), "study_comparisons", results)
+        tries = draw_tries(rows["ablation"], references["second"]["bigram"])
+        save_figure(tries, "study_tries", results)
         if any(row["kind"] == "seed" for row in rows["rank"]):
             save_figure(draw_ranks(rows["rank"], experiments["rank"].seeds), "study_ranks", results)
     print((results / "study.md").read_text(encoding="utf-8"))
