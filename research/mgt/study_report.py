@@ -56,7 +56,7 @@ def summarize_setting(name: str, setting: Setting, rows: list[dict], table: Tabl
     values = [losses[seed] for seed in sorted(losses)]
     summary["diverged"] = sum(value is None for value in values)
     if values and not summary["diverged"]:
-        summary |= {"val_loss": compare.summary(values)}
+        summary["val_loss"] = compare.summary(values)
     return summary
 
 
@@ -222,16 +222,16 @@ def is_post_norm(arm: str) -> bool:
 def draw_comparisons(verdicts: list[dict]) -> object:
     """Draw the comparisons of experiment 2 with their intervals."""
     figure, [[panel]] = plots.panels(1, 1, 3.0, [])
-    shown = [each for each in verdicts if each["values"] is not None]
-    for position, result in enumerate(reversed(shown)):
+    judged = [result for result in verdicts if result["values"] is not None]
+    for position, result in enumerate(reversed(judged)):
         color = plots.COLORS[2] if result["verdict"] == "supported" else plots.COLORS[1]
         if result["verdict"] not in ("supported", "refuted"):
             color = "gray"
         panel.errorbar(
             result["mean"], position, xerr=result["ci95"], fmt="o", color=color, capsize=3
         )
-    labels = [shorten_claim(each["hypothesis"]) for each in reversed(shown)]
-    panel.set_yticks(range(len(shown)), labels)
+    labels = [shorten_claim(result["hypothesis"]) for result in reversed(judged)]
+    panel.set_yticks(range(len(judged)), labels)
     panel.axvline(0, color="black", linewidth=0.8)
     panel.set_xlabel("nats; green: supported, red: refuted, gray: undecided")
     return figure
@@ -325,10 +325,10 @@ def save_figure(figure: object, name: str, results: Path) -> None:
 
 def main() -> None:
     with errors.one_line_errors():
-        names, given = configurator.split_arguments(sys.argv[1:])
-        if names or given.keys() - {"results"}:
+        names, options = configurator.split_arguments(sys.argv[1:])
+        if names or options.keys() - {"results"}:
             raise ValueError(f"{' '.join(sys.argv[1:])}: give --results=FOLDER or nothing")
-        results = Path(given.get("results", "results/mgt"))
+        results = Path(options.get("results", "results/mgt"))
         references = ngrams.compute_references("shakespeare_char")
     experiments = make_experiments()
     rows = {name: study.read_rows(results / f"{name}.jsonl") for name in ORDER}
