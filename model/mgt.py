@@ -137,7 +137,14 @@ class MGTWrite(nn.Module):
             update = self.config.branch_mult * update
         return (x + update).to(state.dtype)
 
-    def statistics(self, state, h, x_in, c, written) -> dict[str, torch.Tensor]:
+    def statistics(
+        self,
+        state: torch.Tensor,
+        h: torch.Tensor,
+        x_in: torch.Tensor,
+        c: torch.Tensor,
+        written: torch.Tensor,
+    ) -> dict[str, torch.Tensor]:
         """Return statistics over the features of each token, (B, T).
 
         They are the mean and variance of beta, its fraction of negative values, and the mean of the

@@ -130,7 +130,7 @@ def test_a_depth_base_divides_by_itself(init, divisor):
     assert found == pytest.approx(0.5 / math.sqrt(768) / divisor, rel=0.01)
 
 
-@pytest.mark.parametrize("stem", ["HC-gpt-mha-rope", "AttnRes-gpt-mha-rope"])
+@pytest.mark.parametrize("stem", ["HC-gpt-mha-rope", "AttnRes-gpt-mha-rope", "mHC-gpt-mha-rope"])
 def test_streams_without_a_factor_refuse_it(stem):
     with pytest.raises(
         ValueError,

@@ -47,15 +47,15 @@ class Table:
     ) -> ValueBySeed | None:
         """Return the values of a setting by seed; None unless every seed is there."""
         get = value if callable(value) else lambda row: row[value]
-        found = {
+        values = {
             row["seed"]: get(row)
             for row in self.rows
             if row["kind"] == "seed"
             and (row["arm"], row["layers"], row["equal"]) == (arm, layers, equal)
         }
-        if set(found) != set(self.seeds):
+        if set(values) != set(self.seeds):
             return None
-        return {seed: found[seed] for seed in self.seeds}
+        return {seed: values[seed] for seed in self.seeds}
 
     def has_learned(self, arm: str, layers: int, equal: str = "") -> bool | None:
         """Return whether the upper 95% limit of the loss is below the bigram's; None: not run."""
@@ -96,7 +96,7 @@ def judge(comparisons: list[Comparison], table: Table) -> list[dict]:
         if comparison.values is None or None in learned:
             result["verdict"] = "not run"
         else:
-            result |= compare.summary(comparison.values)
+            result.update(compare.summary(comparison.values))
             if False in learned:
                 result["verdict"] = "did not learn"
             else:
@@ -305,7 +305,8 @@ def compare_depth(table: Table) -> list[Comparison]:
         Comparison(f"{depth} blocks: {gap.claim}", gap.values, settings=gap.settings)
         for depth, gap in gaps.items()
     ]
-    shallow, deep = gaps[depths[0]], gaps[depths[-1]]
+    shallow = gaps[depths[0]]
+    deep = gaps[depths[-1]]
     change = None
     if shallow.values is not None and deep.values is not None:
         change = [x - y for x, y in zip(deep.values, shallow.values, strict=True)]

@@ -7,8 +7,9 @@ import torch
 
 from data.shards import open_corpus
 from model import build
-from model.block import State, Stream
+from model.block import Site, State, Stream
 from model.gpt import GPT
+from model.layers import Positions
 from research.analysis import common
 from research.analysis.rank import effective_rank
 from training import checkpoint
@@ -41,7 +42,9 @@ class StateRecorder(Stream):
     def __init__(self):
         self.states = []
 
-    def read(self, site, state, cache, positions):
+    def read(
+        self, site: Site, state: State, cache: dict | None, positions: Positions
+    ) -> tuple[State, torch.Tensor, torch.Tensor | tuple]:
         if site.name == "attn":
             self.states.append(state)
         return super().read(site, state, cache, positions)
@@ -99,7 +102,15 @@ class GateRecorder(Stream):
         names = ("mean", "sign_varies", "erasure", "cosine")
         self.sums = {name: [0.0] * num_layers for name in names}
 
-    def write(self, site, state, h, c, x_in, cache):
+    def write(
+        self,
+        site: Site,
+        state: State,
+        h: torch.Tensor,
+        c: torch.Tensor,
+        x_in: torch.Tensor | tuple,
+        cache: dict | None,
+    ) -> tuple[State, torch.Tensor | None]:
         new_state, extra_loss = super().write(site, state, h, c, x_in, cache)
         beta = site.write.compute_beta(state)  # (B, T, d)
         negative = (beta < 0).flatten(0, 1)

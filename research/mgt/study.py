@@ -166,7 +166,8 @@ def train_run(experiment: Experiment, run: Run, folder: Path) -> dict:
     """Train a run as train.py does, in this process, and return its row."""
     shutil.rmtree(folder, ignore_errors=True)
     started = time.perf_counter()
-    output, error_stream = sys.stdout, sys.stderr
+    output = sys.stdout
+    error_stream = sys.stderr
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             plan = setup.plan_run(make_arguments(experiment, run, folder))
@@ -176,7 +177,8 @@ def train_run(experiment: Experiment, run: Run, folder: Path) -> dict:
                 train.finish(started_run, failure)
     finally:
         # start_run replaces both
-        sys.stdout, sys.stderr = output, error_stream
+        sys.stdout = output
+        sys.stderr = error_stream
 
     records = list(metrics.read(folder / "metrics.jsonl"))
     evaluations = [[r["step"], r["val_loss"]] for r in records if "val_loss" in r]
@@ -195,7 +197,7 @@ def train_run(experiment: Experiment, run: Run, folder: Path) -> dict:
         "seconds": round(time.perf_counter() - started, 1),
     }
     if failure is None and run.kind == "seed" and experiment.measure is not None:
-        row |= small_measures.MEASURES[experiment.measure](folder)
+        row.update(small_measures.MEASURES[experiment.measure](folder))
     return row
 
 
@@ -236,8 +238,8 @@ def read_options(argv: list[str]) -> tuple[str, dict[str, str]]:
     Raises:
         ValueError: a mistake in them
     """
-    names, given = configurator.split_arguments(argv)
-    if "help" in given:
+    names, command_line = configurator.split_arguments(argv)
+    if "help" in command_line:
         print(__doc__.strip())
         sys.exit(0)
     experiments = make_experiments()
@@ -245,12 +247,12 @@ def read_options(argv: list[str]) -> tuple[str, dict[str, str]]:
         raise ValueError(
             f"{' '.join(names) or 'no experiment'}: give one of {', '.join(experiments)}"
         )
-    unknown = given.keys() - OPTIONS.keys()
+    unknown = command_line.keys() - OPTIONS.keys()
     if unknown:
         raise ValueError(
             f"--{min(unknown)} is no option of the study; give one of {', '.join(OPTIONS)}"
         )
-    options = {**OPTIONS, **given}
+    options = {**OPTIONS, **command_line}
     if options["mode"] not in ("train", "show"):
         raise ValueError(f"--mode={options['mode']}: give train or show")
     return names[0], options
@@ -262,12 +264,12 @@ def select_settings(experiment: Experiment, arms: str) -> list[Setting]:
     Raises:
         ValueError: the experiment does not have an arm
     """
-    known = {setting.arm for setting in experiment.settings}
-    wanted = set(arms.split(",")) if arms else known
-    if wanted - known:
+    available = {setting.arm for setting in experiment.settings}
+    wanted = set(arms.split(",")) if arms else available
+    if wanted - available:
         raise ValueError(
-            f"--arms={arms}: the experiment has no {min(wanted - known)}; give some of "
-            f"{','.join(sorted(known))}"
+            f"--arms={arms}: the experiment has no {min(wanted - available)}; give some of "
+            f"{','.join(sorted(available))}"
         )
     return [setting for setting in experiment.settings if setting.arm in wanted]
 
@@ -282,7 +284,7 @@ def train_missing(
         row = train_run(experiment, run, folder / f"{run.setting.name}-{run.kind}-{run.seed}")
         append_row(path, {**row, **collect_provenance()})
         shutil.rmtree(folder / f"{run.setting.name}-{run.kind}-{run.seed}", ignore_errors=True)
-        rows = [each for each in read_rows(path) if each["setting"] in names]
+        rows = [stored for stored in read_rows(path) if stored["setting"] in names]
         # seconds per block, because deep settings come last
         per_block = sum(r["seconds"] for r in rows) / sum(r["layers"] for r in rows)
         blocks = sum(s.num_layers for s in settings) * count_runs(experiment)

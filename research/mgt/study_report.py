@@ -56,7 +56,7 @@ def summarize_setting(name: str, setting: Setting, rows: list[dict], table: Tabl
     values = [losses[seed] for seed in sorted(losses)]
     summary["diverged"] = sum(value is None for value in values)
     if values and not summary["diverged"]:
-        summary |= {"val_loss": compare.summary(values)}
+        summary["val_loss"] = compare.summary(values)
     return summary
 
 
@@ -209,7 +209,9 @@ def draw_losses(settings: list[dict]) -> object:
         panel.plot([np.mean(values)] * 2, [position - 0.3, position + 0.3], color=color)
     panel.axvline(settings[0]["bigram"], color="black", linestyle="--", linewidth=0.8)
     panel.set_yticks(range(len(settings)), [setting["arm"] for setting in settings])
-    panel.set_xlabel("validation loss (nats per character); dashed: bigram")
+    panel.set_xlabel(
+        "validation loss (nats); blue: norm after, orange: norm before; dashed: bigram"
+    )
     return figure
 
 
@@ -220,16 +222,16 @@ def is_post_norm(arm: str) -> bool:
 def draw_comparisons(verdicts: list[dict]) -> object:
     """Draw the comparisons of experiment 2 with their intervals."""
     figure, [[panel]] = plots.panels(1, 1, 3.0, [])
-    shown = [each for each in verdicts if each["values"] is not None]
-    for position, result in enumerate(reversed(shown)):
+    judged = [result for result in verdicts if result["values"] is not None]
+    for position, result in enumerate(reversed(judged)):
         color = plots.COLORS[2] if result["verdict"] == "supported" else plots.COLORS[1]
         if result["verdict"] not in ("supported", "refuted"):
             color = "gray"
         panel.errorbar(
             result["mean"], position, xerr=result["ci95"], fmt="o", color=color, capsize=3
         )
-    labels = [shorten_claim(each["hypothesis"]) for each in reversed(shown)]
-    panel.set_yticks(range(len(shown)), labels)
+    labels = [shorten_claim(result["hypothesis"]) for result in reversed(judged)]
+    panel.set_yticks(range(len(judged)), labels)
     panel.axvline(0, color="black", linewidth=0.8)
     panel.set_xlabel("nats; green: supported, red: refuted, gray: undecided")
     return figure
@@ -244,6 +246,37 @@ def shorten_claim(claim: str) -> str:
         .replace(" is above 0", " > 0")
         .replace("`", "")
     )
+
+
+def draw_tries(rows: list[dict], bigram: float) -> object:
+    """Draw the loss of every try of experiment 2 over the rate, a panel for each warm-up."""
+    tries = [row for row in rows if row["kind"] == "try" and row["val_loss"] is not None]
+    arms = list(dict.fromkeys(row["arm"] for row in tries))
+    figure, [panels] = plots.panels(1, 2, 2.4, arms, sharey="row")
+    entries = {}
+    for panel, warmup in zip(panels, study.WARMUP_FRACTIONS, strict=True):
+        for number, arm in enumerate(arms):
+            points = sorted(
+                (row["learning_rate"], row["val_loss"])
+                for row in tries
+                if (row["arm"], row["warmup_fraction"]) == (arm, warmup)
+            )
+            (entries[arm],) = panel.plot(
+                [rate for rate, _ in points],
+                [loss for _, loss in points],
+                marker="o",
+                markersize=3,
+                color=plots.COLORS[number % len(plots.COLORS)],
+                linestyle="-" if is_post_norm(arm) else "--",
+            )
+        panel.axhline(bigram, color="black", linewidth=0.8)
+        panel.set(xscale="log", xlabel=f"learning rate, warm-up of {warmup:.0%}")
+        rates = [rate for rate in study.RATE_LADDER if 1e-3 <= rate <= 2e-2]
+        panel.set_xticks(rates, [f"{rate:g}" for rate in rates])
+        panel.set_xticks([], minor=True)
+    panels[0].set_ylabel("loss of a try (nats); line: bigram")
+    plots.add_legend(figure, entries)
+    return figure
 
 
 def draw_ranks(rows: list[dict], seeds: tuple[int, ...]) -> object:
@@ -280,6 +313,7 @@ def draw_ranks(rows: list[dict], seeds: tuple[int, ...]) -> object:
 TITLES = {
     "study_losses": "",
     "study_comparisons": "",
+    "study_tries": "",
     "study_ranks": "",
 }
 
@@ -291,10 +325,10 @@ def save_figure(figure: object, name: str, results: Path) -> None:
 
 def main() -> None:
     with errors.one_line_errors():
-        names, given = configurator.split_arguments(sys.argv[1:])
-        if names or given.keys() - {"results"}:
+        names, options = configurator.split_arguments(sys.argv[1:])
+        if names or options.keys() - {"results"}:
             raise ValueError(f"{' '.join(sys.argv[1:])}: give --results=FOLDER or nothing")
-        results = Path(given.get("results", "results/mgt"))
+        results = Path(options.get("results", "results/mgt"))
         references = ngrams.compute_references("shakespeare_char")
     experiments = make_experiments()
     rows = {name: study.read_rows(results / f"{name}.jsonl") for name in ORDER}
@@ -306,6 +340,8 @@ def main() -> None:
     with plots.printing():
         save_figure(draw_losses(ablation_settings), "study_losses", results)
         save_figure(draw_comparisons(ablation_verdicts), "study_comparisons", results)
+        tries = draw_tries(rows["ablation"], references["second"]["bigram"])
+        save_figure(tries, "study_tries", results)
         if any(row["kind"] == "seed" for row in rows["rank"]):
             save_figure(draw_ranks(rows["rank"], experiments["rank"].seeds), "study_ranks", results)
     print((results / "study.md").read_text(encoding="utf-8"))

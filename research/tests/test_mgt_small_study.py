@@ -120,8 +120,9 @@ def test_models_of_equal_size_differ_by_at_most_one_percent():
 
 def test_losses_of_ngrams_are_those_of_counting_one_by_one():
     generator = np.random.default_rng(0)
-    train, validation = generator.integers(0, 5, 300), generator.integers(0, 5, 40)
-    found = ngrams.score_ngrams(train, validation, 6)
+    train = generator.integers(0, 5, 300)
+    validation = generator.integers(0, 5, 40)
+    losses = ngrams.score_ngrams(train, validation, 6)
     for index, position in enumerate(range(2, 40)):
         probability = 1 / 6
         for order in (1, 2, 3):
@@ -129,41 +130,46 @@ def test_losses_of_ngrams_are_those_of_counting_one_by_one():
             own = tuple(validation[position - order + 1 : position + 1])
             context = sum(count for gram, count in grams.items() if gram[:-1] == own[:-1])
             probability = (grams[own] + probability) / (context + 1)
-            assert found[order - 1, index] == pytest.approx(-math.log(probability))
+            assert losses[order - 1, index] == pytest.approx(-math.log(probability))
 
 
 def test_ranks_are_those_of_numpy():
     torch.manual_seed(1)
     model = build("MGT-gpt-mha", **SMALL)
     ids = torch.randint(0, 260, (3, 16))
-    found = small_measures.measure_ranks(model, ids)
+    measured = small_measures.measure_ranks(model, ids)
     states = model.transformer.wte(ids).detach().double().numpy()
-    ranks, centered_ranks, cosines = [], [], []
+    ranks = []
+    centered_ranks = []
+    cosines = []
     for x in states:
         ranks.append(naive_rank(x))
         centered_ranks.append(naive_rank(x - x.mean(0)))
         unit = x / np.linalg.norm(x, axis=1, keepdims=True)
         cosines.append(np.mean([unit[i] @ unit[j] for i in range(16) for j in range(16) if i != j]))
-    assert found["rank"][0] == pytest.approx(np.mean(ranks), abs=1e-5)
-    assert found["centered_rank"][0] == pytest.approx(np.mean(centered_ranks), abs=1e-5)
-    assert found["cosine"][0] == pytest.approx(np.mean(cosines), abs=1e-5)
-    assert len(found["rank"]) == 3
+    assert measured["rank"][0] == pytest.approx(np.mean(ranks), abs=1e-5)
+    assert measured["centered_rank"][0] == pytest.approx(np.mean(centered_ranks), abs=1e-5)
+    assert measured["cosine"][0] == pytest.approx(np.mean(cosines), abs=1e-5)
+    assert len(measured["rank"]) == 3
 
 
 def naive_rank(x: np.ndarray) -> float:
-    share = np.linalg.svd(x, compute_uv=False)
-    share = share[share > 1e-12] / share.sum()
-    return math.exp(-(share * np.log(share)).sum()) / min(x.shape)
+    values = np.linalg.svd(x, compute_uv=False)
+    weights = values[values > 1e-12] / values.sum()
+    return math.exp(-(weights * np.log(weights)).sum()) / min(x.shape)
 
 
 def test_gates_are_those_of_blocks_run_by_hand():
     torch.manual_seed(1)
     model = build("MGT-gpt-mha", **SMALL, mgt_beta_bias_init=0.01, mgt_alpha_init=0.3)
     ids = torch.randint(0, 260, (2, 16))
-    found = small_measures.measure_gates(model, ids)
-    state, positions = model.transformer.wte(ids), model.positions(ids)
+    measured = small_measures.measure_gates(model, ids)
+    state = model.transformer.wte(ids)
+    positions = model.positions(ids)
     for layer, block in enumerate(model.transformer.h):
-        varies, erasure, cosines = [], [], []
+        varies = []
+        erasure = []
+        cosines = []
         for site, norm, write in (
             (block.attn, block.ln_1, block.write_attn),
             (block.mlp, block.ln_2, block.write_mlp),
@@ -172,12 +178,15 @@ def test_gates_are_those_of_blocks_run_by_hand():
             varies += [len({bool(value < 0) for value in column}) == 2 for column in beta.T]
             erasure.append((0.3 * beta).mean().item())
             new_state = write(state, site(norm(state), positions), state, None)
-            x, update = state.flatten(0, 1), (new_state - state).flatten(0, 1)
+            x = state.flatten(0, 1)
+            update = (new_state - state).flatten(0, 1)
             cosines.append((x * update).sum(1) / x.norm(dim=1) / update.norm(dim=1))
             state = new_state
-        assert found["sign_varies"][layer] == pytest.approx(np.mean(varies), abs=1e-5)
-        assert found["erasure"][layer] == pytest.approx(np.mean(erasure), abs=1e-5)
-        assert found["cosine"][layer] == pytest.approx(torch.cat(cosines).mean().item(), abs=1e-5)
+        assert measured["sign_varies"][layer] == pytest.approx(np.mean(varies), abs=1e-5)
+        assert measured["erasure"][layer] == pytest.approx(np.mean(erasure), abs=1e-5)
+        assert measured["cosine"][layer] == pytest.approx(
+            torch.cat(cosines).mean().item(), abs=1e-5
+        )
 
 
 @torch.no_grad()
@@ -274,7 +283,7 @@ def naive_holm(p_values: list[float]) -> list[float]:
 
 
 def select_verdicts(stored: dict, name: str) -> list[dict]:
-    return [each for each in stored["verdicts"] if each["experiment"] == name]
+    return [result for result in stored["verdicts"] if result["experiment"] == name]
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -300,9 +309,16 @@ def test_scipy_gives_the_stored_statistics(name, stored):
 
 
 def test_the_stored_comparisons_of_losses_are_those_of_the_rows(stored):
-    losses = {arm: np.array(values) for arm, values in read_losses("ablation").items()}
+    num_seeds = len(EXPERIMENTS["ablation"].seeds)
+    # an arm without all of its seeds has no comparison
+    losses = {arm: np.full(num_seeds, np.nan) for arm in arms.ARMS}
+    for arm, by_seed in read_losses("ablation").items():
+        if len(by_seed) == num_seeds:
+            losses[arm] = np.array(by_seed)
     values = [result["values"] for result in select_verdicts(stored, "ablation")]
-    full, standard, additive = losses["full"], losses["standard"], losses["additive"]
+    full = losses["full"]
+    standard = losses["standard"]
+    additive = losses["additive"]
     expected = [
         additive - standard,
         losses["mhc"] + losses["ddl"] - standard - full,
@@ -315,7 +331,9 @@ def test_the_stored_comparisons_of_losses_are_those_of_the_rows(stored):
         full - additive,
         losses["full_post"] - standard,
     ]
-    np.testing.assert_allclose(values, expected, atol=1e-12)
+    missing = [None] * num_seeds
+    values = [missing if value is None else value for value in values]
+    np.testing.assert_allclose(np.array(values, dtype=float), expected, atol=1e-12)
 
 
 def test_every_setting_has_the_same_number_of_tries(stored):
@@ -325,5 +343,5 @@ def test_every_setting_has_the_same_number_of_tries(stored):
 
 
 def test_two_runs_were_repeated_to_the_bit(stored):
-    assert len({each["setting"] for each in stored["repeats"]}) >= 2
-    assert all(each["same_bits"] for each in stored["repeats"])
+    assert len({repeat["setting"] for repeat in stored["repeats"]}) >= 2
+    assert all(repeat["same_bits"] for repeat in stored["repeats"])
