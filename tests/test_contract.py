@@ -1,9 +1,7 @@
 """Check the contract of a residual stream for every variant of model/ and those of tests/streams."""
 
-import functools
 import shutil
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import broken_streams
 import contract
 import pytest
 import torch
-from helpers import EXAMPLES, ROOT, run_script, small_run
+from helpers import EXAMPLES, ROOT, find_example_streams, run_script, small_run
 from model_settings import names_and_settings
 
 import export
@@ -80,25 +78,20 @@ RUN_SETTINGS = {
 }
 
 
-@pytest.fixture(scope="module")
-def trained_run(corpus, tmp_path_factory) -> Callable[[str], Path]:
-    """Return a function that trains a model for three steps, once, and returns its run folder."""
-
-    @functools.cache
-    def train_once(model_name: str) -> Path:
-        run = tmp_path_factory.mktemp("runs") / model_name
-        train_here(small_run(corpus, run, **RUN_SETTINGS, model=model_name))
-        return run
-
-    return train_once
+@pytest.fixture(scope="module", params=ALL)
+def trained_run(request, corpus, tmp_path_factory) -> Path:
+    """Train a model for three steps, and return its run folder, which has the model's name."""
+    run = tmp_path_factory.mktemp("runs") / request.param
+    with find_example_streams():
+        train_here(small_run(corpus, run, **RUN_SETTINGS, model=request.param))
+    return run
 
 
-@pytest.mark.parametrize("model_name", ALL)
-def test_a_resumed_run_has_the_same_bits(trained_run, model_name, corpus, tmp_path):
-    resumed = shutil.copytree(trained_run(model_name), tmp_path / "resumed")
+def test_a_resumed_run_has_the_same_bits(trained_run, corpus, tmp_path):
+    resumed = shutil.copytree(trained_run, tmp_path / "resumed")
     shutil.rmtree(checkpoint.find(resumed))  # the checkpoint of step 2 remains
-    train_here(small_run(corpus, resumed, **RUN_SETTINGS, model=model_name, resume="auto"))
-    expected_checkpoint = checkpoint.find(trained_run(model_name))
+    train_here(small_run(corpus, resumed, **RUN_SETTINGS, model=trained_run.name, resume="auto"))
+    expected_checkpoint = checkpoint.find(trained_run)
     resumed_checkpoint = checkpoint.find(resumed)
     assert resumed_checkpoint.name == expected_checkpoint.name
     for file in ("model.safetensors", "optimizer.safetensors"):
@@ -106,20 +99,17 @@ def test_a_resumed_run_has_the_same_bits(trained_run, model_name, corpus, tmp_pa
         assert (resumed_checkpoint / file).read_bytes() == expected, f"{file} has other bits"
 
 
-@pytest.mark.parametrize("model_name", ALL)
-def test_a_run_logs_the_statistics_of_every_block(trained_run, model_name):
-    records = metrics.read(trained_run(model_name) / "metrics.jsonl")
+def test_a_run_logs_the_statistics_of_every_block(trained_run):
+    records = metrics.read(trained_run / "metrics.jsonl")
     [record] = [record for record in records if "residual" in record]
     assert len(record["residual"]["attn.state_rms"]) == 2
 
 
-@pytest.mark.parametrize("model_name", ALL)
-def test_an_exported_run_computes_the_same_logits(trained_run, model_name, tmp_path, monkeypatch):
-    run = trained_run(model_name)
+def test_an_exported_run_computes_the_same_logits(trained_run, tmp_path, monkeypatch):
     exported = tmp_path / "exported"
-    monkeypatch.setattr(sys, "argv", ["export.py", str(run), str(exported)])
+    monkeypatch.setattr(sys, "argv", ["export.py", str(trained_run), str(exported)])
     export.main()
-    trained_model, *_ = checkpoint.load_model(run, "cpu")
+    trained_model, *_ = checkpoint.load_model(trained_run, "cpu")
     exported_model, *_ = checkpoint.load_model(exported, "cpu")
     ids = torch.randint(0, 257, (2, 9))
     assert torch.equal(exported_model(ids)[0], trained_model(ids)[0])
