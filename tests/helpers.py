@@ -210,14 +210,24 @@ def change_default(
 EXAMPLES = sorted((ROOT / "tests" / "streams").glob("*-*.py"))
 
 
-@pytest.fixture
-def example_streams(monkeypatch) -> Iterator[None]:
+@contextmanager
+def find_example_streams() -> Iterator[None]:
     """Let the streams of tests/streams be found as if they were files of model/."""
-    monkeypatch.setattr(model, "__path__", [*model.__path__, str(EXAMPLES[0].parent)])
     model_names = list(model.MODEL_NAMES)
-    model.MODEL_NAMES.extend(path.stem for path in EXAMPLES if path.stem not in model_names)
-    yield
-    model.MODEL_NAMES[:] = model_names
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "__path__", [*model.__path__, str(EXAMPLES[0].parent)])
+        # in place, because other modules have imported the list
+        model.MODEL_NAMES.extend(path.stem for path in EXAMPLES if path.stem not in model_names)
+        try:
+            yield
+        finally:
+            model.MODEL_NAMES[:] = model_names
+
+
+@pytest.fixture
+def example_streams() -> Iterator[None]:
+    with find_example_streams():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,15 @@
-"""The contract of a residual stream, for every stem of model/ and the examples of tests/streams."""
+"""Check the contract of a residual stream for every variant of model/ and those of tests/streams."""
 
 import shutil
 import sys
 from functools import partial
+from pathlib import Path
 
 import broken_streams
 import contract
 import pytest
 import torch
-from helpers import EXAMPLES, ROOT, run_script, small_run
+from helpers import EXAMPLES, ROOT, find_example_streams, run_script, small_run
 from model_settings import names_and_settings
 
 import export
@@ -17,34 +18,39 @@ from model import MODEL_NAMES, model_class
 from model.gpt import GPT
 from training import checkpoint, metrics
 
-ALL = [*MODEL_NAMES, *(path.stem for path in EXAMPLES if path.stem not in MODEL_NAMES)]
-
-
 pytestmark = pytest.mark.usefixtures("example_streams")
 
+ALL = [*MODEL_NAMES, *(path.stem for path in EXAMPLES if path.stem not in MODEL_NAMES)]
 
-STREAMS = [*((stem, {}) for stem in ALL), *names_and_settings()]
+# (model name, its settings)
+STREAMS = [*((model_name, {}) for model_name in ALL), *names_and_settings()]
 
 
-def of_form(stem, form):
-    cls = model_class(stem)
-    return type(stem, (cls,), {"Config": partial(cls.Config, **form)}) if form else cls
+def class_with_settings(model_name: str, settings: dict) -> type[GPT]:
+    """Return a model's class whose Config has other defaults."""
+    cls = model_class(model_name)
+    if not settings:
+        return cls
+    return type(model_name, (cls,), {"Config": partial(cls.Config, **settings)})
 
 
 @pytest.mark.parametrize("check", contract.CHECKS)
-@pytest.mark.parametrize(("stem", "form"), STREAMS, ids=str)
-def test_contract(stem, form, check):
-    # A stem is compiled with its gradients; its other forms must not break the graph.
-    keys = {"backend": "eager"} if form and check == "compiled" else {}
-    contract.CHECKS[check](of_form(stem, form), **keys)
+@pytest.mark.parametrize(("model_name", "settings"), STREAMS, ids=str)
+def test_contract(model_name, settings, check):
+    cls = class_with_settings(model_name, settings)
+    if check == "compiled" and settings:
+        # A variant is compiled with its gradients; its other settings must not break the graph.
+        contract.check_compiled(cls, backend="eager")
+    else:
+        contract.CHECKS[check](cls)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize(("stem", "form"), STREAMS, ids=str)
-def test_compiled_by_inductor(stem, form, checkpointing, monkeypatch):
+@pytest.mark.parametrize(("model_name", "settings"), STREAMS, ids=str)
+def test_compiled_by_inductor(model_name, settings, checkpointing, monkeypatch):
     monkeypatch.setattr(GPT, "activation_checkpointing", checkpointing)
-    contract.check_compiled(of_form(stem, form), "inductor")
+    contract.check_compiled(class_with_settings(model_name, settings), "inductor")
 
 
 @pytest.mark.parametrize("fault", broken_streams.BROKEN)
@@ -54,44 +60,59 @@ def test_a_broken_stream_is_caught(fault):
         contract.CHECKS[check](cls)
 
 
-def run(*arguments) -> None:
-    """train.py in this process."""
+def train_here(arguments: list[str]) -> None:
+    """Run train.py in this process, and let its exceptions pass."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["train.py", *arguments])
         train.main()
 
 
-@pytest.mark.parametrize("stem", ALL)
-def test_a_run_is_resumed_to_the_bit_exported_and_read_again(stem, corpus, tmp_path, monkeypatch):
-    keys = {
-        "model": stem,
-        "max_steps": 3,
-        "checkpoint_interval": 2,
-        "eval_interval": 3,
-        "statistics_interval": 3,
-    }
-    keys |= {"keep_last": 9, "schedule": "wsd", "decay_steps": 0}
-    run(*small_run(corpus, tmp_path / "whole", **keys))
-    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
-    shutil.rmtree(checkpoint.find(tmp_path / "parts"))
-    run(*small_run(corpus, tmp_path / "parts", **keys, resume="auto"))
-    newest = [checkpoint.find(tmp_path / name) for name in ("whole", "parts")]
+RUN_SETTINGS = {
+    "max_steps": 3,
+    "checkpoint_interval": 2,
+    "eval_interval": 3,
+    "statistics_interval": 3,
+    "keep_last": 9,
+    "schedule": "wsd",
+    "decay_steps": 0,
+}
+
+
+@pytest.fixture(scope="module", params=ALL)
+def trained_run(request, corpus, tmp_path_factory) -> Path:
+    """Train a model for three steps, and return its run folder, which has the model's name."""
+    run = tmp_path_factory.mktemp("runs") / request.param
+    with find_example_streams():
+        train_here(small_run(corpus, run, **RUN_SETTINGS, model=request.param))
+    return run
+
+
+def test_a_resumed_run_has_the_same_bits(trained_run, corpus, tmp_path):
+    resumed = shutil.copytree(trained_run, tmp_path / "resumed")
+    shutil.rmtree(checkpoint.find(resumed))  # the checkpoint of step 2 remains
+    train_here(small_run(corpus, resumed, **RUN_SETTINGS, model=trained_run.name, resume="auto"))
+    expected_checkpoint = checkpoint.find(trained_run)
+    resumed_checkpoint = checkpoint.find(resumed)
+    assert resumed_checkpoint.name == expected_checkpoint.name
     for file in ("model.safetensors", "optimizer.safetensors"):
-        whole, parts = ((folder / file).read_bytes() for folder in newest)
-        assert whole == parts, f"after a stop and a start {file} has other bits"
-    [record] = [r for r in metrics.read(tmp_path / "whole" / "metrics.jsonl") if "residual" in r]
+        expected = (expected_checkpoint / file).read_bytes()
+        assert (resumed_checkpoint / file).read_bytes() == expected, f"{file} has other bits"
+
+
+def test_a_run_logs_the_statistics_of_every_block(trained_run):
+    records = metrics.read(trained_run / "metrics.jsonl")
+    [record] = [record for record in records if "residual" in record]
     assert len(record["residual"]["attn.state_rms"]) == 2
 
-    monkeypatch.setattr(
-        sys, "argv", ["export.py", str(tmp_path / "whole"), str(tmp_path / "exported")]
-    )
+
+def test_an_exported_run_computes_the_same_logits(trained_run, tmp_path, monkeypatch):
+    exported = tmp_path / "exported"
+    monkeypatch.setattr(sys, "argv", ["export.py", str(trained_run), str(exported)])
     export.main()
-    trained, *_ = checkpoint.load_model(tmp_path / "whole", "cpu")
-    read, *_ = checkpoint.load_model(tmp_path / "exported", "cpu")
+    trained_model, *_ = checkpoint.load_model(trained_run, "cpu")
+    exported_model, *_ = checkpoint.load_model(exported, "cpu")
     ids = torch.randint(0, 257, (2, 9))
-    assert torch.equal(read(ids)[0], trained(ids)[0]), (
-        "exported and read again it computes something else"
-    )
+    assert torch.equal(exported_model(ids)[0], trained_model(ids)[0])
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -99,36 +120,54 @@ def test_an_example_is_short(path):
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 55
 
 
-def test_extra_losses_with_accumulation_and_two_processes(corpus, tmp_path):
-    """Recorded by site and block, and trained on: the same weights but for rounding, whoever
-    computes what.
-    """
-    keys = {
-        "model": "sparse-gpt-mha-rope",
-        "max_steps": 3,
-        "eval_interval": 3,
-        "statistics_interval": 3,
-    }
-    run(*small_run(corpus, tmp_path / "whole", **keys, micro_batch_size=4))
-    [record] = [r for r in metrics.read(tmp_path / "whole" / "metrics.jsonl") if "residual" in r]
-    assert len(record["residual"]["mlp.extra_loss"]) == 2
-    assert record["residual"]["attn.extra_loss"][1] == pytest.approx(
-        0.01 * record["residual"]["attn.beta_mean"][1]
-    )
-    arguments = small_run(corpus, tmp_path / "shared", **keys, micro_batch_size=1)
-    found = f"model.__path__.append({str(EXAMPLES[0].parent)!r}); model.MODEL_NAMES.append({keys['model']!r})"
-    (tmp_path / "start.py").write_text(f"import model, train\n{found}\ntrain.main()\n")
-    torchrun = [
+SPARSE = "sparse-gpt-mha-rope"  # a stream with extra losses
+SPARSE_SETTINGS = {
+    "model": SPARSE,
+    "max_steps": 3,
+    "eval_interval": 3,
+    "statistics_interval": 3,
+}
+TRAIN_SPARSE = f"""
+import model, train
+
+model.__path__.append({str(EXAMPLES[0].parent)!r})
+model.MODEL_NAMES.append({SPARSE!r})
+train.main()
+"""
+
+
+@pytest.fixture
+def sparse_run(corpus, tmp_path) -> Path:
+    """Train the stream with extra losses on one process, without accumulation."""
+    run = tmp_path / "one_process"
+    train_here(small_run(corpus, run, **SPARSE_SETTINGS, micro_batch_size=4))
+    return run
+
+
+def test_extra_losses_are_logged_by_site_and_block(sparse_run):
+    records = metrics.read(sparse_run / "metrics.jsonl")
+    [record] = [record for record in records if "residual" in record]
+    statistics = record["residual"]
+    assert len(statistics["mlp.extra_loss"]) == 2
+    assert statistics["attn.extra_loss"][1] == pytest.approx(0.01 * statistics["attn.beta_mean"][1])
+
+
+def test_extra_losses_of_two_processes_with_accumulation(sparse_run, corpus, tmp_path):
+    """The weights are those of one process without accumulation, except for rounding."""
+    run = tmp_path / "two_processes"
+    (tmp_path / "train_sparse.py").write_text(TRAIN_SPARSE)
+    result = run_script(
         "-m",
         "torch.distributed.run",
         "--standalone",
         "--nproc_per_node=2",
-        tmp_path / "start.py",
-    ]
-    done = run_script(*torchrun, *arguments, env={"PYTHONPATH": str(ROOT)})
-    assert done.returncode == 0, done.stderr.decode()
-    whole, shared = (
-        checkpoint.find(tmp_path / name) / "model.safetensors" for name in ("whole", "shared")
+        tmp_path / "train_sparse.py",
+        *small_run(corpus, run, **SPARSE_SETTINGS, micro_batch_size=1),
+        env={"PYTHONPATH": str(ROOT)},
     )
-    whole, shared = checkpoint.load_tensors(whole), checkpoint.load_tensors(shared)
-    torch.testing.assert_close(shared, whole, rtol=1e-3, atol=1e-4)
+    assert result.returncode == 0, result.stderr.decode()
+    weights, expected = (
+        checkpoint.load_tensors(checkpoint.find(folder) / "model.safetensors")
+        for folder in (run, sparse_run)
+    )
+    torch.testing.assert_close(weights, expected, rtol=1e-3, atol=1e-4)

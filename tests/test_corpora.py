@@ -1,6 +1,4 @@
-"""The scripts of wikitext, openwebtext, text, shakespeare_char and python_stdlib, each on a small
-source.
-"""
+"""Prepare wikitext, openwebtext, text, shakespeare_char and python_stdlib from small sources."""
 
 import hashlib
 import importlib
@@ -8,6 +6,9 @@ import itertools
 import json
 import platform
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +19,7 @@ from in_process import call
 
 from data import tokenizer
 from data.python_stdlib.prepare import LEFT_OUT, source_files, split_by_hash
-from data.shards import open_corpus
+from data.shards import Corpus, open_corpus
 from data.wikitext.prepare import TITLE
 
 EOT = 256
@@ -26,26 +27,31 @@ EOT = 256
 
 @pytest.fixture(autouse=True)
 def _bytes_for_gpt2(monkeypatch):
+    """Let the byte tokenizer stand for GPT-2's."""
     monkeypatch.setattr(tokenizer, "gpt2_tokenizer", tokenizer.byte_tokenizer)
 
 
-def run(monkeypatch, corpus, out, *arguments):
-    monkeypatch.setattr(sys, "argv", ["prepare.py", f"--out={out}", *map(str, arguments)])
-    importlib.import_module(f"data.{corpus}.prepare").main()
-    return open_corpus(str(out))
+@pytest.fixture
+def prepare(monkeypatch) -> Callable[..., Corpus]:
+    """Return a function that calls data/NAME/prepare.py, and returns the corpus that it writes."""
+
+    def prepare_and_open(name: str, out: Path, *arguments) -> Corpus:
+        monkeypatch.setattr(sys, "argv", ["prepare.py", f"--out={out}", *map(str, arguments)])
+        importlib.import_module(f"data.{name}.prepare").main()
+        return open_corpus(str(out))
+
+    return prepare_and_open
 
 
-def documents(parts) -> list[str]:
-    """Texts of byte tokens: what lies between end-of-text tokens, the first of which opens the
-    split.
-    """
-    tokens = np.concatenate(parts).tolist()
+def documents(shards: list[np.ndarray]) -> list[str]:
+    """Return the documents of a split of byte tokens; an end-of-text token precedes each."""
+    tokens = np.concatenate(shards).tolist()
     assert tokens[0] == EOT
-    cuts = [i for i, token in enumerate(tokens) if token == EOT] + [len(tokens)]
-    return [bytes(tokens[a + 1 : b]).decode() for a, b in itertools.pairwise(cuts)]
+    ends = [i for i, token in enumerate(tokens) if token == EOT] + [len(tokens)]
+    return [bytes(tokens[a + 1 : b]).decode() for a, b in itertools.pairwise(ends)]
 
 
-# WikiText
+# ---- WikiText ----
 
 SCHEMA = """---
 configs:
@@ -56,17 +62,33 @@ configs:
   - {split: test, path: wikitext-2-raw-v1/test-*}
 ---
 """
-FIRST = [" = Robert <unk> = \n", "", " Robert is an actor . x = y and a = = b . \n"]
-FIRST += [" = = Career = = \n", "", " = = = 2000 — 2005 = = = \n", " In 2000 = = = he left . \n"]
-SECOND = [" = You 're = ( song ) = \n", "", " Größe = \n", " = no title\n", "= no title = \n"]
-SECOND += [" = = Notes = = \n"]
-WIKI = {"train": ["", *FIRST, *SECOND, " = X = \n", ""], "validation": SECOND}
-WIKI["test"] = [" = T = \n", " t \n"]
+FIRST_ARTICLE = [
+    " = Robert <unk> = \n",
+    "",
+    " Robert is an actor . x = y and a = = b . \n",
+    " = = Career = = \n",
+    "",
+    " = = = 2000 — 2005 = = = \n",
+    " In 2000 = = = he left . \n",
+]
+SECOND_ARTICLE = [
+    " = You 're = ( song ) = \n",
+    "",
+    " Größe = \n",
+    " = no title\n",
+    "= no title = \n",
+    " = = Notes = = \n",
+]
+WIKI = {
+    "train": ["", *FIRST_ARTICLE, *SECOND_ARTICLE, " = X = \n", ""],
+    "validation": SECOND_ARTICLE,
+    "test": [" = T = \n", " t \n"],
+}
 
 
 @pytest.fixture(scope="module")
-def wikitext(tmp_path_factory):
-    """A clone of Salesforce/wikitext: a row a line."""
+def wikitext(tmp_path_factory) -> Path:
+    """Return a clone of Salesforce/wikitext, whose rows are lines."""
     root = tmp_path_factory.mktemp("wikitext")
     (root / "README.md").write_text(SCHEMA)
     (root / "wikitext-2-raw-v1").mkdir()
@@ -76,121 +98,204 @@ def wikitext(tmp_path_factory):
     return root
 
 
-OTHERS = [
+@pytest.mark.parametrize("line", [" = Title = \n", " = A = B = \n"])
+def test_a_title_is_recognized(line):
+    assert TITLE.fullmatch(line)
+
+
+OTHER_LINES = [
     " = = Section = = \n",
     " = = = \n",
     " = Title = = \n",
     "",
     " = = Title = \n",
     " = Title= \n",
+    " = Title = ",
+    " = Title \n",
+    "= Title = \n",
+    " = a = \n = b = \n",
 ]
-OTHERS += [" = Title = ", " = Title \n", "= Title = \n", " = a = \n = b = \n"]
 
 
-def test_titles():
-    assert all(map(TITLE.fullmatch, (" = Title = \n", " = A = B = \n")))
-    assert not any(map(TITLE.fullmatch, OTHERS))
+@pytest.mark.parametrize("line", OTHER_LINES)
+def test_other_lines_are_no_titles(line):
+    assert not TITLE.fullmatch(line)
 
 
-def test_wikitext_articles_are_documents(wikitext, tmp_path, monkeypatch):
-    arguments = [tmp_path / "out", f"--repository={wikitext}", "--version=2"]
-    corpus = run(monkeypatch, "wikitext", *arguments)
-    # What precedes the first title has no end-of-text: an empty line here.
-    assert documents(corpus.train) == ["".join(FIRST), "".join(SECOND), " = X = \n"]
-    assert documents(corpus.val) == ["".join(SECOND)]
+def test_wikitext_articles_are_documents(wikitext, tmp_path, prepare):
+    corpus = prepare("wikitext", tmp_path / "out", f"--repository={wikitext}", "--version=2")
+    # An empty line precedes the first title, and has no end-of-text.
+    expected = ["".join(FIRST_ARTICLE), "".join(SECOND_ARTICLE), " = X = \n"]
+    assert documents(corpus.train) == expected
+    assert documents(corpus.val) == ["".join(SECOND_ARTICLE)]
     assert corpus.meta["train"]["documents"] == 3
     assert corpus.meta["name"] == "wikitext-2-raw-v1"
-    arguments += ["--val_split=test", "--overwrite", "--shard_tokens=10"]
-    assert documents(run(monkeypatch, "wikitext", *arguments).val) == [" = T = \n t \n"]
 
 
-def test_wikitext_lines_are_tokenised_one_by_one(wikitext, tmp_path, monkeypatch):
-    options = ["--version=2", "--tokenizer=bpe", "--vocab_size=270"]
-    corpus = run(monkeypatch, "wikitext", tmp_path / "out", f"--repository={wikitext}", *options)
+def test_wikitext_is_overwritten_with_another_validation_split(wikitext, tmp_path, prepare):
+    prepare("wikitext", tmp_path / "out", f"--repository={wikitext}", "--version=2")
+    corpus = prepare(
+        "wikitext",
+        tmp_path / "out",
+        f"--repository={wikitext}",
+        "--version=2",
+        "--val_split=test",
+        "--overwrite",
+        "--shard_tokens=10",
+    )
+    assert documents(corpus.val) == [" = T = \n t \n"]
+
+
+def test_wikitext_lines_are_tokenized_one_by_one(wikitext, tmp_path, prepare):
+    corpus = prepare(
+        "wikitext",
+        tmp_path / "out",
+        f"--repository={wikitext}",
+        "--version=2",
+        "--tokenizer=bpe",
+        "--vocab_size=270",
+    )
     encoding = tokenizer.from_json(tokenizer.describe(tmp_path / "out"))
     expected = []
     for line in WIKI["train"]:
-        is_title = line in (FIRST[0], SECOND[0], " = X = \n")
-        expected += [encoding.eot_token] * is_title + encoding.encode(line)
+        if line in (FIRST_ARTICLE[0], SECOND_ARTICLE[0], " = X = \n"):
+            expected.append(encoding.eot_token)
+        expected.extend(encoding.encode(line))
     assert np.concatenate(corpus.train).tolist() == expected
 
 
-# OpenWebText
+# ---- OpenWebText ----
 
 
-def test_openwebtext_from_a_clone_and_from_files(tmp_path, monkeypatch):
-    texts, clone = [f"page {i} " * (i % 5) for i in range(50)], tmp_path / "clone"
+@pytest.mark.parametrize("argument", ["--repository=CLONE", "--source=CLONE/*.parquet"])
+def test_openwebtext_from_a_clone_or_from_files(tmp_path, prepare, argument):
+    texts = [f"page {i} " * (i % 5) for i in range(50)]
+    clone = tmp_path / "clone"
     clone.mkdir()
     for index in (0, 1):
         table = pa.table({"text": texts[25 * index :][:25]})
         pq.write_table(table, clone / f"train-{index:05d}-of-00002.parquet")
-    options = ["--val_tokens=100", "--shard_tokens=70"]
-    for name, where in (("a", f"--repository={clone}"), ("b", f"--source={clone}/*.parquet")):
-        corpus = run(monkeypatch, "openwebtext", tmp_path / name, where, *options)
-        assert documents(corpus.val + corpus.train) == texts
-        assert sum(map(len, corpus.val)) == 100
-        assert corpus.path.joinpath("openwebtext_val_000001.bin").exists()
-        assert corpus.meta["source"] == where.partition("=")[2]
+    argument = argument.replace("CLONE", str(clone))
+    corpus = prepare(
+        "openwebtext", tmp_path / "out", argument, "--val_tokens=100", "--shard_tokens=70"
+    )
+    assert documents(corpus.val + corpus.train) == texts
+    assert sum(map(len, corpus.val)) == 100
+    assert corpus.path.joinpath("openwebtext_val_000001.bin").exists()
+    assert corpus.meta["source"] == argument.partition("=")[2]
 
 
-# Text of one's own
+# ---- a user's own text ----
+
+
+class Notes(NamedTuple):
+    """A folder of texts."""
+
+    root: Path
+
+    # the documents of each file
+    documents: dict[str, list[str]]
 
 
 @pytest.fixture
-def notes(tmp_path):
-    """A folder of texts with copies of some, and files that are no documents."""
+def notes(tmp_path) -> Notes:
+    """Write a folder of texts with copies of some, and with files that are no documents."""
     root = tmp_path / "notes"
-    files = {f"{i % 4}/{i}.txt": f"note {i}: größe\n" * (1 + i % 6) for i in range(40)}
-    files |= {"copy.txt": files["1/1.txt"], "2/copy.md": files["3/3.txt"], "code.py": "x = 1\n"}
-    texts = dict(files)
-    files |= dict.fromkeys((".git/config", "0/.hidden.txt", "a/__pycache__/m.txt"), "hidden")
-    files["empty.txt"] = ""
+    texts = {f"{i % 4}/{i}.txt": f"note {i}: größe\n" * (1 + i % 6) for i in range(40)}
+    texts["copy.txt"] = texts["1/1.txt"]
+    texts["2/copy.md"] = texts["3/3.txt"]
+    texts["code.py"] = "x = 1\n"
+    files = {
+        **texts,
+        ".git/config": "hidden",
+        "0/.hidden.txt": "hidden",
+        "a/__pycache__/m.txt": "hidden",
+        "empty.txt": "",
+    }
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     (root / "picture.png").write_bytes(b"\x89PNG\0\xff")
     (root / "utf16.txt").write_bytes("text".encode("utf-16"))
-    rows = [{"text": text} for text in ("from jsonl", texts["2/2.txt"], "from jsonl")]
-    (root / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return root, texts, [row["text"] for row in rows]
+    rows = ["from jsonl", texts["2/2.txt"], "from jsonl"]
+    (root / "rows.jsonl").write_text("\n".join(json.dumps({"text": row}) for row in rows))
+    return Notes(root, {**{name: [text] for name, text in texts.items()}, "rows.jsonl": rows})
 
 
-def test_text_drops_copies_and_what_is_no_text(notes, tmp_path, monkeypatch, capsys):
-    root, texts, rows = notes
-    options = ["--tokenizer=bytes", f"--source={root}", "--val_tokens=300"]
-    corpus = run(monkeypatch, "text", tmp_path / "out", *options)
+@pytest.fixture
+def ordered_notes(notes) -> list[str]:
+    """Return the documents of the notes in the order of a corpus, by the hash of their paths."""
+
+    def hash_path(name: str) -> str:
+        return hashlib.sha256(f"{notes.root}/{name}".encode()).hexdigest()
+
+    names = sorted(notes.documents, key=hash_path)
+    return [text for name in names for text in notes.documents[name]]
+
+
+def test_text_drops_duplicates(notes, ordered_notes, tmp_path, prepare, capsys):
+    corpus = prepare(
+        "text",
+        tmp_path / "out",
+        "--tokenizer=bytes",
+        f"--source={notes.root}",
+        "--val_tokens=300",
+    )
     assert sum(map(len, corpus.val)) == 300
-    of_files = {**{name: [text] for name, text in texts.items()}, "rows.jsonl": rows}
-    by_hash = lambda name: hashlib.sha256(f"{root}/{name}".encode()).hexdigest()  # noqa: E731
-    everything = [text for name in sorted(of_files, key=by_hash) for text in of_files[name]]
-    assert documents(corpus.val + corpus.train) == list(dict.fromkeys(everything))
+    unique_notes = list(dict.fromkeys(ordered_notes))
+    assert documents(corpus.val + corpus.train) == unique_notes
+    count = len(ordered_notes) - len(unique_notes)
+    size = len("".join(ordered_notes).encode()) - len("".join(unique_notes).encode())
+    printed = capsys.readouterr().out
+    assert f"\ndocuments dropped as exact duplicates: {count} ({size} bytes)\n" in printed
+    assert count > 0
+
+
+def test_text_skips_files_that_are_no_text(notes, tmp_path, prepare, capsys):
+    prepare("text", tmp_path / "out", "--tokenizer=bytes", f"--source={notes.root}")
     printed = capsys.readouterr().out
     assert "files skipped because they are not UTF-8 text: 2\n" in printed
-    copies, whole = len(everything) - len(set(everything)), "".join(everything)
-    size = len(whole.encode()) - len("".join(set(everything)).encode())
-    assert f"\ndocuments dropped as exact duplicates: {copies} ({size} bytes)\n" in printed
-    assert copies
-    corpus = run(monkeypatch, "text", tmp_path / "kept", *options, "--duplicates=keep")
-    assert documents(corpus.val + corpus.train) == everything
 
 
-@pytest.mark.parametrize(("share", "kind"), [(0.02, "bytes"), (0.3, "bpe")])
-def test_text_holds_out_a_share(notes, tmp_path, monkeypatch, share, kind):
-    """Of the files' bytes, which for byte pairs are taken for four times the tokens."""
-    root, _, _ = notes
-    options = [f"--tokenizer={kind}", "--vocab_size=257", "--source", root, f"--val_share={share}"]
-    corpus = run(monkeypatch, "text", tmp_path / "out", *options)
-    hidden = (".git", "__pycache__", ".hidden.txt")
-    files = [path for path in root.rglob("*") if not set(hidden).intersection(path.parts)]
+def test_text_may_keep_duplicates(notes, ordered_notes, tmp_path, prepare):
+    corpus = prepare(
+        "text",
+        tmp_path / "out",
+        "--tokenizer=bytes",
+        f"--source={notes.root}",
+        "--val_tokens=300",
+        "--duplicates=keep",
+    )
+    assert documents(corpus.val + corpus.train) == ordered_notes
+
+
+@pytest.mark.parametrize(
+    ("val_share", "kind", "bytes_per_token"), [(0.02, "bytes", 1), (0.3, "bpe", 4)]
+)
+def test_text_holds_out_a_share_of_the_tokens(
+    notes, tmp_path, prepare, val_share, kind, bytes_per_token
+):
+    """The number of tokens is estimated from the size of the files."""
+    corpus = prepare(
+        "text",
+        tmp_path / "out",
+        f"--tokenizer={kind}",
+        "--vocab_size=257",
+        "--source",
+        notes.root,
+        f"--val_share={val_share}",
+    )
+    hidden = {".git", "__pycache__", ".hidden.txt"}
+    files = [path for path in notes.root.rglob("*") if not hidden.intersection(path.parts)]
     size = sum(path.stat().st_size for path in files if path.is_file())
-    assert corpus.meta["val"]["tokens"] == int(share * size / (1 if kind == "bytes" else 4))
+    assert corpus.meta["val"]["tokens"] == int(val_share * size / bytes_per_token)
 
 
-def test_text_expands_home_and_trains_byte_pairs_by_default(notes, tmp_path, monkeypatch):
-    root, _, _ = notes
-    monkeypatch.setenv("HOME", str(root.parent))
-    options = ["--source", "~/notes/0", "~/notes/1", "--vocab_size=265"]
-    corpus = run(monkeypatch, "text", tmp_path / "out", *options)
+def test_text_expands_home_and_trains_byte_pairs_by_default(notes, tmp_path, prepare, monkeypatch):
+    monkeypatch.setenv("HOME", str(notes.root.parent))
+    corpus = prepare(
+        "text", tmp_path / "out", "--source", "~/notes/0", "~/notes/1", "--vocab_size=265"
+    )
     assert corpus.meta["tokenizer"] == "bpe265"
     assert corpus.meta["val"]["documents"] + corpus.meta["train"]["documents"] == 20
 
@@ -215,44 +320,61 @@ def test_text_answers_mistakes_in_one_line(tmp_path, arguments, message, monkeyp
     assert not list(tmp_path.glob("out/*"))
 
 
-# Shakespeare by characters
+# ---- Shakespeare by characters ----
 
-
-def test_characters_have_nano_gpts_ids(tmp_path, monkeypatch):
-    """Of another text, whose hash is put in the place of Shakespeare's."""
-    module = importlib.import_module("data.shakespeare_char.prepare")
-    text = "First Citizen:\nSpeak, speak.\n\nAll:\nWe know't, we know't!\n" * 3
-    file, out = tmp_path / "input.txt", f"--out={tmp_path / 'out'}"
-    file.write_text(text)
-    for source, wrong in ((file, "is not nanoGPT's text"), ("none", "cannot be read")):
-        refused = call("data/shakespeare_char/prepare.py", f"--source={source}", out)
-        assert wrong in one_line_error(refused)
-    assert not (tmp_path / "out").exists()
-    monkeypatch.setattr(module, "SHA256", hashlib.sha256(text.encode()).hexdigest())
-    corpus = run(monkeypatch, "shakespeare_char", tmp_path / "out", f"--source={file}")
-    ids = {character: number for number, character in enumerate(sorted(set(text)))}
-    cut = int(0.9 * len(text))
-    for split, part in (("train", text[:cut]), ("val", text[cut:])):
-        expected = [EOT, *(ids[character] for character in part)]
-        assert np.concatenate(getattr(corpus, split)).tolist() == expected
-    encoding = tokenizer.from_json(tokenizer.describe(corpus.path))
-    assert encoding.decode(list(ids.values())) == "".join(sorted(set(text)))
-    assert encoding.decode(encoding.encode("é~")) == "é~"
-
-
-# The standard library
+PLAY = "First Citizen:\nSpeak, speak.\n\nAll:\nWe know't, we know't!\n" * 3
 
 
 @pytest.fixture
-def tree(tmp_path, monkeypatch):
-    """Sources under a folder whose own path holds a name that is left out below it."""
+def play(tmp_path) -> Path:
+    """Write a text that is not Shakespeare's."""
+    file = tmp_path / "input.txt"
+    file.write_text(PLAY)
+    return file
+
+
+def test_another_text_than_shakespeares_is_refused(play, tmp_path):
+    out = tmp_path / "out"
+    for source, message in ((play, "is not nanoGPT's text"), ("none", "cannot be read")):
+        result = call("data/shakespeare_char/prepare.py", f"--source={source}", f"--out={out}")
+        assert message in one_line_error(result)
+    assert not out.exists()
+
+
+def test_characters_have_nanogpts_ids(play, tmp_path, prepare, monkeypatch):
+    module = importlib.import_module("data.shakespeare_char.prepare")
+    monkeypatch.setattr(module, "SHA256", hashlib.sha256(PLAY.encode()).hexdigest())
+    corpus = prepare("shakespeare_char", tmp_path / "out", f"--source={play}")
+    ids = {character: number for number, character in enumerate(sorted(set(PLAY)))}
+    train_length = int(0.9 * len(PLAY))
+    for shards, text in ((corpus.train, PLAY[:train_length]), (corpus.val, PLAY[train_length:])):
+        assert np.concatenate(shards).tolist() == [EOT, *(ids[character] for character in text)]
+    encoding = tokenizer.from_json(tokenizer.describe(corpus.path))
+    assert encoding.decode(list(ids.values())) == "".join(sorted(set(PLAY)))
+    assert encoding.decode(encoding.encode("é~")) == "é~"
+
+
+# ---- the standard library ----
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch) -> Path:
+    """Write a library, in a folder whose path has the name of a folder that is skipped below it."""
     root = tmp_path / "test" / "lib"
-    files = {"b.py": "b = 1\n", "a/z.py": "z = 'größe'\n", "a.py": "a = 1\n"}
-    files |= {"test.py": "keep = 'a file, not a folder'\n", "a/copy_of_b.py": "b = 1\n"}
-    files |= {"c_copy_of_b.py": "b = 1\n", "empty.py": "", "a/blank.py": " \n\t\n"}
-    files |= {"a/notes.txt": "no source\n", "../outside.py": "outside = 1\n"}
-    folders = ("test", "a/tests", "idlelib/deep", *LEFT_OUT)
-    files |= {f"{folder}/m.py": f"# {folder}\n" for folder in folders}
+    skipped_folders = ("test", "a/tests", "idlelib/deep", *LEFT_OUT)
+    files = {
+        "b.py": "b = 1\n",
+        "a/z.py": "z = 'größe'\n",
+        "a.py": "a = 1\n",
+        "test.py": "keep = 'a file, not a folder'\n",
+        "a/copy_of_b.py": "b = 1\n",
+        "c_copy_of_b.py": "b = 1\n",
+        "empty.py": "",
+        "a/blank.py": " \n\t\n",
+        "a/notes.txt": "no source\n",
+        "../outside.py": "outside = 1\n",
+        **{f"{folder}/m.py": f"# {folder}\n" for folder in skipped_folders},
+    }
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(text.encode())
@@ -261,40 +383,61 @@ def tree(tmp_path, monkeypatch):
     return root
 
 
-def test_source_files_leave_out_what_is_no_source_of_its_own(tree):
-    # The first of several copies stays: a/copy_of_b.py comes before b.py.
-    expected = {"a.py": "a = 1\n", "a/copy_of_b.py": "b = 1\n", "a/z.py": "z = 'größe'\n"}
-    expected["test.py"] = "keep = 'a file, not a folder'\n"
-    assert source_files(tree) == expected
+def test_source_files_are_neither_copies_nor_tests_nor_empty(library):
+    assert source_files(library) == {
+        "a.py": "a = 1\n",
+        "a/copy_of_b.py": "b = 1\n",  # the first of several copies is kept
+        "a/z.py": "z = 'größe'\n",
+        "test.py": "keep = 'a file, not a folder'\n",
+    }
 
 
-def test_the_first_by_hash_are_validation_up_to_four_percent_of_the_bytes():
+@pytest.fixture
+def sources() -> dict[str, str]:
+    """Return 300 sources of random lengths by path."""
     sizes = np.random.default_rng(0).integers(10, 3000, 300).tolist()
-    texts = {f"pkg{i % 7}/m{i}.py": "xé"[i % 3 == 0] * size for i, size in enumerate(sizes)}
-    splits = split_by_hash(texts)
-    assert splits["val"] | splits["train"] == texts
-    by_hash = sorted(texts, key=lambda path: hashlib.sha256(path.encode()).hexdigest())
+    return {
+        f"pkg{i % 7}/m{i}.py": ("é" if i % 3 == 0 else "x") * size for i, size in enumerate(sizes)
+    }
+
+
+def test_sources_are_split_in_the_order_of_their_hashes(sources):
+    splits = split_by_hash(sources)
+    assert {**splits["val"], **splits["train"]} == sources
+    by_hash = sorted(sources, key=lambda path: hashlib.sha256(path.encode()).hexdigest())
     assert [*splits["val"], *splits["train"]] == by_hash
-    taken = np.cumsum([len(text.encode()) for text in splits["val"].values()])
-    whole = sum(len(text.encode()) for text in texts.values())
-    assert taken[-1] >= 0.04 * whole > taken[-2]
-    after = split_by_hash({"a.py": "y" * 2000, **texts})["val"]
-    assert len((splits["val"].keys() ^ after.keys()) - {"a.py"}) <= 2  # a new file moves few others
 
 
-def test_shards_of_the_standard_library_decode_to_its_sources(tree, tmp_path, monkeypatch):
-    (tree / "special.py").write_text("x = '<|endoftext|>'\n" * 9)  # which is plain text
-    corpus = run(monkeypatch, "python_stdlib", tmp_path / "new" / "out", "--vocab_size=260")
+def test_four_percent_of_the_bytes_are_validation(sources):
+    cumulative_sizes = np.cumsum(
+        [len(text.encode()) for text in split_by_hash(sources)["val"].values()]
+    )
+    target = 0.04 * sum(len(text.encode()) for text in sources.values())
+    assert cumulative_sizes[-1] >= target > cumulative_sizes[-2]
+
+
+def test_a_new_source_moves_few_others_to_the_other_split(sources):
+    val = split_by_hash(sources)["val"]
+    new_val = split_by_hash({"a.py": "y" * 2000, **sources})["val"]
+    assert len((val.keys() ^ new_val.keys()) - {"a.py"}) <= 2
+
+
+def test_shards_of_the_standard_library_decode_to_its_sources(library, tmp_path, prepare):
+    (library / "special.py").write_text("x = '<|endoftext|>'\n" * 9)  # which is plain text
+    corpus = prepare("python_stdlib", tmp_path / "new" / "out", "--vocab_size=260")
     encoding = tokenizer.from_json(tokenizer.describe(corpus.path))
     assert encoding.name == corpus.meta["tokenizer"] == "bpe260"
     assert corpus.meta["source"] == f"standard library of Python {platform.python_version()}"
-    for split, texts in split_by_hash(source_files(tree)).items():
+    for split, texts in split_by_hash(source_files(library)).items():
         [tokens] = getattr(corpus, split)
         assert tokens.tolist().count(encoding.eot_token) == len(texts)
         joined = "".join("<|endoftext|>" + text for text in texts.values())
         assert encoding.decode(tokens.tolist()) == joined
-    for file in tree.rglob("*.py"):
+
+
+def test_a_library_without_sources_is_refused(library, tmp_path):
+    for file in library.rglob("*.py"):
         file.unlink()
-    refused = call("data/python_stdlib/prepare.py", f"--out={tmp_path / 'none'}")
-    assert "holds no standard library source" in one_line_error(refused)
-    assert not (tmp_path / "none").exists()
+    result = call("data/python_stdlib/prepare.py", f"--out={tmp_path / 'out'}")
+    assert "holds no standard library source" in one_line_error(result)
+    assert not (tmp_path / "out").exists()

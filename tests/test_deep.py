@@ -1,4 +1,4 @@
-"""Streams of 200 blocks train from the first step on, at a rate of 1e-3 without warm-up."""
+"""Check that streams of 200 blocks train at a learning rate of 1e-3 without warm-up."""
 
 import math
 
@@ -8,35 +8,40 @@ from helpers import SMALL, run_script
 from model import model_class
 from training import metrics
 
-KEYS = {
+SETTINGS = {
     **SMALL,
     "num_hidden_layers": 200,
     "hidden_size": 32,
     "num_attention_heads": 4,
     "block_size": 32,
-}
-KEYS |= {"device": "cpu", "dtype": "float32", "compile": False, "activation_checkpointing": True}
-KEYS |= {
+    "device": "cpu",
+    "dtype": "float32",
+    "compile": False,
+    "activation_checkpointing": True,
     "learning_rate": 1e-3,
     "warmup_steps": 0,
     "max_steps": 20,
     "global_batch_size": 4,
     "micro_batch_size": 4,
+    "eval_batches": 1,
+    "eval_full": False,
 }
-KEYS |= {"eval_batches": 1, "eval_full": False}
 
-
-# A delta write passes on its gradient larger than it came, the more the narrower the model and the
-# wider the gate is open: at ddl_beta_init=1 the first gradient of so narrow a model is about 4e11,
-# and clipping leaves nothing of it.
+# The backward pass of a delta write enlarges the gradient, the more the narrower the model is and
+# the wider the gate is open: at ddl_beta_init=1 the first gradient of so narrow a model is about
+# 4e11, and clipping leaves nothing of it.
 CC = "DDL-gpt-mha-rope-CC"
-STREAMS = [("MGT-gpt-mha", {}), ("AttnRes-gpt-mha-rope", {"attn_res_blocks": 8})]
-STREAMS += [(CC, {"ddl_beta_init": "1/L"}), (CC, {"num_hidden_layers_base": 12})]
-STREAMS += [(CC, {"ddl_beta_init": "1/L", "init": "normal", "ddl_cc_read": "folded"})]
+STREAMS = [
+    ("MGT-gpt-mha", {}),
+    ("AttnRes-gpt-mha-rope", {"attn_res_blocks": 8}),
+    (CC, {"ddl_beta_init": "1/L"}),
+    (CC, {"num_hidden_layers_base": 12}),
+    (CC, {"ddl_beta_init": "1/L", "init": "normal", "ddl_cc_read": "folded"}),
+]
 
 
 @pytest.mark.parametrize(
-    ("keys", "noted"),
+    ("settings", "is_noted"),
     [
         ({}, True),
         ({"ddl_beta_init": "1/L"}, False),
@@ -47,23 +52,24 @@ STREAMS += [(CC, {"ddl_beta_init": "1/L", "init": "normal", "ddl_cc_read": "fold
         ({"ddl_update": "erase_only"}, True),
     ],
 )
-def test_a_depth_at_which_gradients_explode_is_noted(keys, noted):
-    config = model_class(CC).Config(**{"num_hidden_layers": 200, "hidden_size": 32, **keys})
-    assert [note for note in config.notes() if "--ddl_beta_init=1/L" in note] == config.notes()
-    assert bool(config.notes()) is noted
+def test_a_depth_at_which_gradients_explode_is_noted(settings, is_noted):
+    config = model_class(CC).Config(**{"num_hidden_layers": 200, "hidden_size": 32, **settings})
+    assert all("--ddl_beta_init=1/L" in note for note in config.notes())
+    assert bool(config.notes()) is is_noted
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stem", "more"), STREAMS, ids=lambda x: x if isinstance(x, str) else "-".join(x) or "plain"
+    ("model_name", "changes"),
+    STREAMS,
+    ids=lambda value: value if isinstance(value, str) else "-".join(value) or "plain",
 )
-def test_200_blocks_train_without_warm_up(stem, more, corpus, tmp_path):
-    keys = {"model": stem, "dataset": corpus, "out_dir": tmp_path / "run", **KEYS, **more}
-    result = run_script("train.py", *(f"--{key}={value}" for key, value in keys.items()))
+def test_200_blocks_train_without_warm_up(model_name, changes, corpus, tmp_path):
+    run = tmp_path / "run"
+    settings = {"model": model_name, "dataset": corpus, "out_dir": run, **SETTINGS, **changes}
+    result = run_script("train.py", *(f"--{key}={value}" for key, value in settings.items()))
     assert result.returncode == 0, result.stderr.decode()
-    steps = [
-        record for record in metrics.read(tmp_path / "run" / "metrics.jsonl") if "loss" in record
-    ]
+    steps = [record for record in metrics.read(run / "metrics.jsonl") if "loss" in record]
     losses = [record["loss"] for record in steps]
     assert len(losses) == 20
     assert all(math.isfinite(record["grad_norm"]) for record in steps)

@@ -1,6 +1,4 @@
-"""What a process sets up for itself, and that runs of several end to the bit where an undisturbed
-one ends.
-"""
+"""Set up processes, and resume runs of several processes with the bits of an undisturbed run."""
 
 import os
 import signal
@@ -28,7 +26,8 @@ from model import build
 from training import checkpoint, distributed
 from utils import machine
 
-FAULTS = """
+# This prints how many pages the system maps anew in ten steps that allocate the same tensors.
+COUNT_PAGE_FAULTS = """
 import resource, torch
 from training import distributed
 distributed.start(torch.device("cpu"))
@@ -36,67 +35,66 @@ def step():
     tensors = [torch.ones(2_000_000) for _ in range(3)]  # 8 MB each
 for _ in range(8):  # until the heap has its size
     step()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+num_faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(10):
     step()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - num_faults)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the C library's settings are glibc's")
-def test_memory_of_a_step_is_kept_for_the_next():
+def test_the_memory_of_a_step_is_reused_in_the_next():
     result = subprocess.run(
-        [sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True
+        [sys.executable, "-c", COUNT_PAGE_FAULTS], capture_output=True, text=True, check=True
     )
-    # pages; the tensors have 6,000, and would be mapped anew in each of ten steps
+    # without reuse, each of the ten steps would map the 6,000 pages of its tensors
     assert int(result.stdout) < 200
 
 
 @pytest.mark.skipif(not machine.can_compile(), reason="no C++ compiler")
 def test_a_later_process_finds_the_compiled_model():
-    """Also where the model turns autocast off for its gates."""
-    keys = {
-        "vocab_size": 9,
-        "block_size": 4,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-        "head_dim": 4,
-    }
-    world, ids = (
-        SimpleNamespace(device=torch.device("cpu"), world_size=1),
-        torch.zeros(1, 4, dtype=torch.long),
-    )
-    found = []
+    """The model turns autocast off for its gates, which torch itself does not cache."""
+    world = SimpleNamespace(device=torch.device("cpu"), world_size=1)
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    cache_counters = []
     for _ in range(2):
         torch._dynamo.reset()
         counters.clear()
-        model, _ = distributed.parallelize(
-            build("DDL-gpt-mha-rope", hidden_size=4, **keys), world, engine="ddp", compile=True
+        model = build(
+            "DDL-gpt-mha-rope",
+            vocab_size=9,
+            block_size=4,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            head_dim=4,
+            hidden_size=4,
         )
+        train_model, _ = distributed.parallelize(model, world, engine="ddp", compile=True)
         with torch.autocast("cpu", torch.bfloat16):
-            model(ids, ids)[1].backward()
-        found.append(
+            train_model(ids, ids)[1].backward()
+        cache_counters.append(
             {
                 name: counters["aot_autograd"][f"autograd_cache_{name}"]
                 for name in ("bypass", "miss", "hit")
             }
         )
-    assert found[0]["bypass"] == 0
-    assert found[1] == {"bypass": 0, "miss": 0, "hit": 1}
+    assert cache_counters[0]["bypass"] == 0
+    assert cache_counters[1] == {"bypass": 0, "miss": 0, "hit": 1}
 
 
 @pytest.mark.skipif(not machine.can_compile(), reason="no C++ compiler")
-def test_a_kept_graph_is_of_one_autocast():
-    """Graphs that differ in nothing but what they enter autocast with are told apart."""
+def test_a_cached_graph_belongs_to_one_autocast():
+    """Graphs that differ only in the arguments of autocast have entries of their own."""
     distributed.cache_graphs_with_autocast()
 
     def product(x, weight, enabled, dtype):
         with torch.autocast("cpu", dtype, enabled=enabled):
             return torch.nn.functional.linear(x, weight)
 
-    x, weight = torch.randn(8, 8), torch.randn(8, 8, requires_grad=True)
+    x = torch.randn(8, 8)
+    weight = torch.randn(8, 8, requires_grad=True)
     cases = [(False, torch.bfloat16), (True, torch.bfloat16), (True, torch.float16)]
-    for case in cases * 2:  # the second time all three are kept
+    for case in cases * 2:  # the second time, all three are in the cache
         torch._dynamo.reset()
         counters.clear()
         compiled = torch.compile(product)(x, weight, *case)
@@ -105,24 +103,25 @@ def test_a_kept_graph_is_of_one_autocast():
     assert counters["aot_autograd"]["autograd_cache_hit"] == 1
 
 
-KEYS = {
+SETTINGS = {
     **CONSTANT_RATE,
     "global_batch_size": 12,
     "checkpoint_interval": 3,
     "eval_interval": 4,
     "statistics_interval": 4,
 }
-MUON, RECOMPUTED = {"optimizer": "muon"}, {"activation_checkpointing": True}
-# 6 MB: several buckets, of which the first has 1 MB
+MUON = {"optimizer": "muon"}
+RECOMPUTED = {"activation_checkpointing": True}
+# 6 MB of gradients, so that DDP has several buckets, of which the first has 1 MB
 LARGE = {"hidden_size": 192, "num_hidden_layers": 3}
 
 
-def dying(monkeypatch, victims: range, at: int):
-    """From now on processes of these ranks end by SIGKILL when they begin step `at`."""
+def kill_ranks(monkeypatch, ranks: range, fatal_step: int) -> None:
+    """Let processes of these ranks end by SIGKILL when they begin a step."""
     begin_step = distributed.seed_step
 
     def seed_step(seed, step, world):
-        if step == at and world.rank in victims:
+        if step == fatal_step and world.rank in ranks:
             os.kill(os.getpid(), signal.SIGKILL)
         begin_step(seed, step, world)
 
@@ -133,71 +132,87 @@ def slow(*case):
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
+# (number of processes, engine, steps at which they are killed, settings)
 CASES = [
     (3, "ddp", (5,), {}),
     (3, "fsdp", (5,), {"num_hidden_layers": 1}),
     slow(4, "fsdp", (3, 7), {}),
-]
-CASES += [
     slow(2, "ddp", (3, 7), {}),
     slow(2, "fsdp", (3, 7), {}),
     slow(3, "fsdp", (3, 7), RECOMPUTED),
     slow(4, "ddp", (3, 7), {}),
     slow(4, "ddp", (5,), LARGE),
+    slow(3, "ddp", (3, 7), MUON),
+    slow(3, "ddp", (3, 7), RECOMPUTED),
+    slow(3, "ddp", (3, 7), {"dtype": "bfloat16"}),
 ]
-CASES += [slow(3, "ddp", (3, 7), changes) for changes in (MUON, RECOMPUTED, {"dtype": "bfloat16"})]
 
 
-@pytest.mark.parametrize(("processes", "engine", "deaths", "changes"), CASES)
+@pytest.mark.parametrize(("num_processes", "engine", "fatal_steps", "changes"), CASES)
 def test_killed_processes_end_bit_for_bit_as_undisturbed_ones(
-    corpus, tmp_path, monkeypatch, processes, engine, deaths, changes
+    corpus, tmp_path, monkeypatch, num_processes, engine, fatal_steps, changes
 ):
-    """All are killed first, one of them the second time: three or more sum in an order that must
-    not change.
+    """The first time all processes are killed, the second time one of them.
+
+    Three or more processes sum gradients in an order that must not change.
     """
-    keys = {**KEYS, "micro_batch_size": 6 // processes, "max_steps": 8, "engine": engine, **changes}
-    train_in_processes(processes, small_run(corpus, tmp_path / "whole", **keys), tmp_path / "log")
-    arguments = small_run(corpus, tmp_path / "run", **keys)
-    for step, victims in zip(deaths, (range(processes), range(1, 2))):
+    settings = {
+        **SETTINGS,
+        "micro_batch_size": 6 // num_processes,
+        "max_steps": 8,
+        "engine": engine,
+        **changes,
+    }
+    log = tmp_path / "log"
+    undisturbed = tmp_path / "undisturbed"
+    train_in_processes(num_processes, small_run(corpus, undisturbed, **settings), log)
+    run = tmp_path / "run"
+    arguments = small_run(corpus, run, **settings)
+    for fatal_step, ranks in zip(fatal_steps, (range(num_processes), range(1, 2))):
         with monkeypatch.context() as patch:
-            dying(patch, victims, step)
+            kill_ranks(patch, ranks, fatal_step)
             with pytest.raises(ProcessExitedException):
-                train_in_processes(processes, arguments, tmp_path / "log")
-        assert completed_steps(tmp_path / "run")[-1] == step - 1
-    train_in_processes(processes, arguments, tmp_path / "log")
-    assert read_final_tensors(tmp_path / "run") == read_final_tensors(tmp_path / "whole")
-    assert read_records(tmp_path / "run") == read_records(tmp_path / "whole")
+                train_in_processes(num_processes, arguments, log)
+        assert completed_steps(run)[-1] == fatal_step - 1
+    train_in_processes(num_processes, arguments, log)
+    assert read_final_tensors(run) == read_final_tensors(undisturbed)
+    assert read_records(run) == read_records(undisturbed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("engine", "compiled"), [("ddp", False), ("ddp", True), ("fsdp", False)])
 def test_jobs_of_torchrun_end_bit_for_bit_as_undisturbed_ones(corpus, tmp_path, engine, compiled):
-    """A process is killed and the job restarted by torchrun; then it is stopped within an
-    evaluation and goes on.
+    """A process is killed and torchrun restarts the job; then it is stopped in an evaluation.
 
-    A compiled model then meets the evaluation first, in which nothing would tell torch.compile
-    where to cut.
+    When it is resumed, a compiled model runs the evaluation first, in which nothing would tell
+    torch.compile where to split the graph.
     """
-    keys = {
-        **KEYS,
+    settings = {
+        **SETTINGS,
         "engine": engine,
         "compile": compiled,
         "micro_batch_size": 2,
         "max_steps": 16,
         "eval_batches": 100,
+        # 7 MB of gradients, so that DDP splits the compiled graph
+        "num_hidden_layers": 1,
+        "hidden_size": 384,
     }
-    keys |= {"num_hidden_layers": 1, "hidden_size": 384}  # 7 MB: the compiled graph is cut
     if engine == "fsdp":
-        keys |= {"checkpoint_writers": 2, "save_in_background": True}
-    run, whole = tmp_path / "run", tmp_path / "whole"
-    assert start_training(small_run(corpus, whole, **keys), processes=3).wait(timeout=400) == 0
-    job = start_training(small_run(corpus, run, **keys), processes=3, launcher=["--max-restarts=1"])
+        settings["checkpoint_writers"] = 2
+        settings["save_in_background"] = True
+    undisturbed = tmp_path / "undisturbed"
+    job = start_training(small_run(corpus, undisturbed, **settings), processes=3)
+    assert job.wait(timeout=400) == 0
+    run = tmp_path / "run"
+    arguments = small_run(corpus, run, **settings)
+    job = start_training(arguments, processes=3, launcher=["--max-restarts=1"])
     wait_for(lambda: len(completed_steps(run)) >= 7, 400)
     os.kill(worker_pids(job)[1], signal.SIGKILL)
     wait_for(lambda: len(completed_steps(run)) >= 12 and current_phase(run) == "evaluation", 400)
     job.send_signal(signal.SIGTERM)
     assert job.wait(timeout=60) in (0, 1)
     assert not checkpoint.read_state(checkpoint.find(run))["evaluated"]
-    assert start_training(small_run(corpus, run, **keys), processes=3).wait(timeout=400) == 0
-    assert read_final_tensors(run) == read_final_tensors(whole)
-    assert read_records(run) == read_records(whole)
+    assert start_training(arguments, processes=3).wait(timeout=400) == 0
+    assert read_final_tensors(run) == read_final_tensors(undisturbed)
+    assert read_records(run) == read_records(undisturbed)

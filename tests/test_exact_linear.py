@@ -1,4 +1,6 @@
-"""The product that nothing rounds; on a GPU, where it matters, test_gpu.py has it."""
+"""Check the matrix product without rounding to TF32; test_gpu.py checks it on a GPU."""
+
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -9,74 +11,92 @@ from torch import nn
 from model.layers import exact_linear
 
 
-def factors(dtype, bias: bool, *shape):
-    """(x, weight, bias or None), leaves."""
-    made = [
-        torch.randn(*shape, 12, dtype=dtype),
-        torch.randn(3, 12, dtype=dtype),
-        torch.randn(3, dtype=dtype),
-    ]
-    return [leaf.requires_grad_() for leaf in made[: 2 + bias]] + [None] * (not bias)
+def random_factors(
+    dtype: torch.dtype, bias: bool, *shape: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return x (*shape, 12), the weight and the bias of a layer; all require gradients."""
+    x = torch.randn(*shape, 12, dtype=dtype, requires_grad=True)
+    weight = torch.randn(3, 12, dtype=dtype, requires_grad=True)
+    return x, weight, torch.randn(3, dtype=dtype, requires_grad=True) if bias else None
+
+
+def gradients_of(
+    output: torch.Tensor, factors: tuple[torch.Tensor | None, ...], gradient: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of the factors that are not None."""
+    leaves = [factor for factor in factors if factor is not None]
+    return torch.autograd.grad(output, leaves, gradient)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(7,), (2, 5)], ids=str)
-def test_the_operator_is_one_to_torch_and_the_compiler(dtype, bias, shape):
-    torch.library.opcheck(exact_linear, factors(dtype, bias, *shape))
+def test_the_operator_is_registered_correctly(dtype, bias, shape):
+    torch.library.opcheck(exact_linear, random_factors(dtype, bias, *shape))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("bias", [True, False])
-def test_result_and_gradients_are_those_of_the_plain_product(dtype, bias):
-    """Of float64 to the last bits: nothing is rounded on its way."""
-    leaves = factors(dtype, bias, 2, 5)
-    exact = [None if leaf is None else leaf.detach().double().requires_grad_() for leaf in leaves]
-    found, wanted = exact_linear(*leaves), F.linear(*exact)
-    gradient, many = torch.randn_like(wanted), 2 + bias
-    pairs = zip(
-        (found, *torch.autograd.grad(found, leaves[:many], gradient.to(dtype))),
-        (wanted, *torch.autograd.grad(wanted, exact[:many], gradient.to(dtype).double())),
+def test_result_and_gradients_are_those_of_the_product_in_float64(dtype, bias):
+    factors = random_factors(dtype, bias, 2, 5)
+    exact_factors = tuple(
+        None if factor is None else factor.detach().double().requires_grad_() for factor in factors
     )
-    for got, want in pairs:
-        assert got.dtype == dtype
-        assert (got.double() - want).norm() <= 4 * torch.finfo(dtype).eps * want.norm()
+    output = exact_linear(*factors)
+    exact_output = F.linear(*exact_factors)
+    gradient = torch.randn_like(exact_output).to(dtype)
+    tensors = (output, *gradients_of(output, factors, gradient))
+    exact_tensors = (exact_output, *gradients_of(exact_output, exact_factors, gradient.double()))
+    for tensor, exact in zip(tensors, exact_tensors, strict=True):
+        assert tensor.dtype == dtype
+        assert (tensor.double() - exact).norm() <= 4 * torch.finfo(dtype).eps * exact.norm()
 
 
 def test_it_has_second_derivatives():
-    assert torch.autograd.gradgradcheck(exact_linear, factors(torch.float64, True, 2, 5))
+    assert torch.autograd.gradgradcheck(exact_linear, random_factors(torch.float64, True, 2, 5))
 
 
-def test_only_what_is_wanted_has_a_gradient():
-    x, weight, bias = factors(torch.float32, True, 7)
+def test_only_factors_that_require_a_gradient_get_one():
+    x, weight, bias = random_factors(torch.float32, True, 7)
     exact_linear(x.detach(), weight, bias.detach()).sum().backward()
-    assert (x.grad, bias.grad) == (None, None)
+    assert x.grad is None
+    assert bias.grad is None
     assert weight.grad.shape == weight.shape
 
 
 def test_autocast_rounds_neither_it_nor_its_gradients():
-    leaves = factors(torch.float32, True, 2, 5)
-    wanted = torch.autograd.grad(exact_linear(*leaves).square().sum(), leaves)
+    factors = random_factors(torch.float32, True, 2, 5)
+    expected = torch.autograd.grad(exact_linear(*factors).square().sum(), factors)
     with torch.autocast("cpu", torch.bfloat16):
-        found = torch.autograd.grad(exact_linear(*leaves).square().sum(), leaves)
-    assert all(map(torch.equal, found, wanted))
+        gradients = torch.autograd.grad(exact_linear(*factors).square().sum(), factors)
+    assert all(map(torch.equal, gradients, expected))
 
 
 @pytest.fixture
-def setting():
+def high_precision() -> Iterator[None]:
+    """Allow TF32 in matrix products, as train.py does."""
     with precision("high"):
-        yield torch.get_float32_matmul_precision
+        yield
 
 
-def test_the_setting_is_the_highest_inside_and_as_it_was_after(setting, monkeypatch):
-    inside, product = [], F.linear
-    monkeypatch.setattr(F, "linear", lambda *each: (inside.append(setting()), product(*each))[1])
-    exact_linear(*(leaves := factors(torch.float32, True, 2, 5))).sum().backward()
-    assert inside == ["highest"] * 3  # forward, and the gradients of x and the weight
-    assert setting() == "high"
+def test_its_products_have_the_highest_precision(high_precision, monkeypatch):
+    precisions = []
+    linear = F.linear
+
+    def record_precision(*factors):
+        precisions.append(torch.get_float32_matmul_precision())
+        return linear(*factors)
+
+    monkeypatch.setattr(F, "linear", record_precision)
+    exact_linear(*random_factors(torch.float32, True, 2, 5)).sum().backward()
+    assert precisions == ["highest"] * 3  # forward, and the gradients of x and the weight
+    assert torch.get_float32_matmul_precision() == "high"
+
+
+def test_the_precision_is_restored_after_an_error(high_precision):
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
-        exact_linear(leaves[0].detach(), torch.randn(3, 4), None)
-    assert setting() == "high"
+        exact_linear(torch.randn(2, 5, 12), torch.randn(3, 4), None)
+    assert torch.get_float32_matmul_precision() == "high"
 
 
 class Gate(nn.Module):
@@ -88,10 +108,11 @@ class Gate(nn.Module):
         return exact_linear(x, self.layer.weight, self.layer.bias).sigmoid()
 
 
-def test_compiled_modules_have_it_whole(setting):
-    gate, x = Gate(), torch.randn(2, 5, 12)
-    wanted = torch.autograd.grad(gate(x).square().sum(), list(gate.parameters()))
+def test_modules_with_it_compile_to_one_graph(high_precision):
+    gate = Gate()
+    x = torch.randn(2, 5, 12)
+    parameters = list(gate.parameters())
+    expected = torch.autograd.grad(gate(x).square().sum(), parameters)
     loss = torch.compile(gate, backend="aot_eager", fullgraph=True)(x).square().sum()
-    for got, want in zip(torch.autograd.grad(loss, list(gate.parameters())), wanted):
-        torch.testing.assert_close(got, want)
-    assert setting() == "high"
+    torch.testing.assert_close(torch.autograd.grad(loss, parameters), expected)
+    assert torch.get_float32_matmul_precision() == "high"

@@ -94,8 +94,9 @@ def train_rank(rank: int, port: int, log: Path, arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("engine", ["ddp", slow("fsdp")])
 def test_a_rank_that_hangs_is_reported_in_one_line(corpus, tmp_path, engine):
-    settings = {**SETTINGS, "engine": engine, "collective_timeout": 1}
-    arguments = small_run(corpus, tmp_path / "run", **settings)
+    arguments = small_run(
+        corpus, tmp_path / "run", **{**SETTINGS, "engine": engine, "collective_timeout": 1}
+    )
     log = tmp_path / "log"
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
@@ -128,21 +129,26 @@ def test_a_slow_save_or_evaluation_of_one_rank_is_waited_for(corpus, tmp_path, m
         return save(*args)
 
     def evaluate_slowly(*args, **kwargs):
-        if args[4].rank == 1:
+        world = args[4]
+        if world.rank == 1:
             time.sleep(2)
         return evaluate(*args, **kwargs)
 
     # the processes are forked, so they have both
     monkeypatch.setattr(checkpoint, "save", save_slowly)
     monkeypatch.setattr(train, "evaluate", evaluate_slowly)
-    settings = {
-        **SETTINGS,
-        "collective_timeout": 1,
-        "checkpoint_interval": 3,
-        "eval_interval": 5,
-        "max_steps": 6,
-    }
-    train_in_processes(2, small_run(corpus, tmp_path / "run", **settings), tmp_path / "log")
+    arguments = small_run(
+        corpus,
+        tmp_path / "run",
+        **{
+            **SETTINGS,
+            "collective_timeout": 1,
+            "checkpoint_interval": 3,
+            "eval_interval": 5,
+            "max_steps": 6,
+        },
+    )
+    train_in_processes(2, arguments, tmp_path / "log")
     assert checkpoint.read_state(checkpoint.find(tmp_path / "run"))["step"] == 6
 
 
@@ -150,7 +156,7 @@ CASES = [
     slow("stop", 2, "ddp"),
     slow("stop", 4, "ddp"),
     slow("stop", 4, "fsdp"),
-    # two copies of the model on two ranks each, with process groups of their own
+    # the model is replicated, and each replica sharded over two ranks
     slow("stop", 4, "hsdp"),
     slow("kill", 2, "ddp"),
     slow("kill", 4, "fsdp"),

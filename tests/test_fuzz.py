@@ -1,6 +1,4 @@
-"""Random mistakes in the configuration: a run trains, or ends with one clear line; never a
-traceback.
-"""
+"""Mutate configurations at random: a run trains or ends with one line, never with a traceback."""
 
 import random
 
@@ -13,66 +11,81 @@ from model import model_class
 from model.options import collect_options
 from training.config import TrainConfig
 
-WILD = "0 -1 1 2 3 7 1000000007 10**6 -0.5 0.3 1e-9 1e30 nan inf -inf 1_0 None True False true auto cpu cuda".split()
-WILD += "adamw muon wsd fsdp float64 k v write c normal attention ../.. [1] 1,2 --seed=1 %s".split()
-WILD += ["", " ", "x" * 300, "ü"]
-# What takes long or leaves the machine is not switched on.
-HELD = {"compile", "wandb_log", "wandb_project", "wandb_run_name", "max_seconds", "help"}
+WILD_VALUES = [
+    *"0 -1 1 2 3 7 1000000007 10**6 -0.5 0.3 1e-9 1e30 nan inf -inf 1_0".split(),
+    *"None True False true auto cpu cuda".split(),
+    *"adamw muon wsd fsdp float64 k v write c normal attention".split(),
+    *"../.. [1] 1,2 --seed=1 %s".split(),
+    "",
+    " ",
+    "x" * 300,
+    "ü",
+]
+# keys that take long or need the network, and are not mutated
+UNCHANGED_KEYS = {"compile", "wandb_log", "wandb_project", "wandb_run_name", "max_seconds", "help"}
 
 
-def mutated(draw: random.Random, base: list[str]) -> list[str]:
-    """Another variant, and one to three changes: a key with another value, one without a value, or
-    a stray word.
+def mutate(draw: random.Random, arguments: list[str]) -> list[str]:
+    """Return the arguments with another model and one to three mutations.
+
+    A mutation is a key with another value, a key without a value, or a stray word.
     """
-    stem = draw.choice(sorted(PAPER))
-    schema = collect_options(TrainConfig, model_class(stem).Config)
-    arguments = [*base, f"--model={stem}"]
+    model_name = draw.choice(sorted(PAPER))
+    options = collect_options(TrainConfig, model_class(model_name).Config)
+    mutated = [*arguments, f"--model={model_name}"]
     for _ in range(draw.randint(1, 3)):
-        name = draw.choice([name for name in schema if name not in HELD])
-        knob = schema[name]
-        near = ["True", "False"] if bool in knob.types else [knob.default, draw.randint(1, 40)]
-        value = draw.choice([*(knob.choices or near)] if draw.random() < 0.8 else WILD)
-        odd = [f"--{name}", f"--{name}s={value}", draw.choice(["-", "stray", "--", "=1"])]
-        arguments.append(f"--{name}={value}" if draw.random() < 0.85 else draw.choice(odd))
-    return arguments
+        name = draw.choice([name for name in options if name not in UNCHANGED_KEYS])
+        declared = options[name]
+        if bool in declared.types:
+            plausible_values = ["True", "False"]
+        else:
+            plausible_values = [declared.default, draw.randint(1, 40)]
+        if declared.choices:
+            plausible_values = list(declared.choices)
+        value = draw.choice(plausible_values if draw.random() < 0.8 else WILD_VALUES)
+        malformed = [f"--{name}", f"--{name}s={value}", draw.choice(["-", "stray", "--", "=1"])]
+        mutated.append(f"--{name}={value}" if draw.random() < 0.85 else draw.choice(malformed))
+    return mutated
 
 
-@pytest.mark.parametrize("count", [15, pytest.param(300, marks=pytest.mark.slow)])
-def test_mutated_configurations_train_or_end_in_one_line(corpus, tmp_path, monkeypatch, count):
-    draw, trained, refused = random.Random(count + 1), 0, []
+@pytest.mark.parametrize("num_runs", [15, pytest.param(300, marks=pytest.mark.slow)])
+def test_mutated_configurations_train_or_end_in_one_line(corpus, tmp_path, monkeypatch, num_runs):
+    draw = random.Random(num_runs + 1)
+    num_trained = 0
+    num_refused = 0
     monkeypatch.chdir(tmp_path)
-    short = {
-        "max_steps": 2,
-        "warmup_steps": 1,
-        "checkpoint_interval": 2,
-        "eval_interval": 2,
-        "eval_full": False,
-    }
-    for number in range(count):
-        out = tmp_path / f"run_{number}"
-        arguments = mutated(draw, small_run(corpus, out, **short, max_seconds=10.0))
-        print(arguments)  # of the case that fails
+    for number in range(num_runs):
+        run = tmp_path / f"run_{number}"
+        arguments = small_run(
+            corpus,
+            run,
+            max_steps=2,
+            warmup_steps=1,
+            checkpoint_interval=2,
+            eval_interval=2,
+            eval_full=False,
+            max_seconds=10.0,
+        )
+        arguments = mutate(draw, arguments)
+        print(arguments)  # pytest shows them if the assertions fail
         result = call("train.py", *arguments)
-        trained += (out / "metrics.jsonl").exists()
+        if (run / "metrics.jsonl").exists():
+            num_trained += 1
         if result.returncode not in (0, 75):
-            lines = [
-                line
-                for line in result.stderr.decode().splitlines()
-                if not line.startswith("warning")
-            ]
+            lines = result.stderr.decode().splitlines()
+            [line] = [line for line in lines if not line.startswith("warning")]
             assert result.returncode in (1, 2)
-            assert len(lines) == 1
-            assert len(lines[0]) > 20
-            refused += lines
-    assert trained >= 0.3 * count
-    assert len(refused) >= 0.2 * count
+            assert len(line) > 20
+            num_refused += 1
+    assert num_trained >= 0.3 * num_runs
+    assert num_refused >= 0.2 * num_runs
 
 
 @pytest.mark.parametrize(
     "size", [{"num_hidden_layers": 10**9}, {"block_size": 10**8}, {"hidden_size": 10**11}], ids=str
 )
 def test_absurd_sizes_are_refused_at_once(corpus, tmp_path, size):
-    """Before they are run without data, which takes minutes, or overflow."""
+    """Otherwise a trial run without data would take minutes, or the sizes would overflow."""
     line = one_line_error(call("train.py", *small_run(corpus, tmp_path / "run", **size)))
     assert "needs more than" in line
     assert not (tmp_path / "run").exists()

@@ -1,6 +1,4 @@
-"""model/generation.py: how a token is drawn, against transformers' own processors; batches; and
-stop strings.
-"""
+"""Draw tokens as transformers does, generate batches of texts, and stop at stop strings."""
 
 import pytest
 import torch
@@ -13,14 +11,15 @@ from data.tokenizer import byte_tokenizer
 from model import build
 from model.decoding import Decoder
 from model.generation import Generation, Sampling, Text, generate_text, sample
+from model.gpt import GPT
 
 BYTES = byte_tokenizer()
 
 
-def reference(logits, sampling: Sampling, ids):
-    """Probabilities by the processors of the transformers library, in the order in which it applies
-    them.
-    """
+def expected_probabilities(
+    logits: torch.Tensor, sampling: Sampling, ids: torch.Tensor
+) -> torch.Tensor:
+    """Return probabilities by the processors of transformers, in the order of that library."""
     transformers = pytest.importorskip("transformers")
     scores = logits.double()
     if sampling.repetition_penalty != 1:
@@ -52,25 +51,32 @@ def reference(logits, sampling: Sampling, ids):
     ],
 )
 def test_draws_follow_the_distribution_of_transformers(options):
-    logits, sampling = torch.randn(1, 40, dtype=torch.float64) * 2, Sampling(**options)
+    logits = torch.randn(1, 40, dtype=torch.float64) * 2
+    sampling = Sampling(**options)
     ids = torch.tensor([[3, 7, 7, 11, *logits[0].topk(3).indices.tolist()]])
     present = torch.zeros(1, 40, dtype=torch.bool).scatter_(1, ids, True)
-    draws = 20_000
-    uniform = (torch.arange(draws, dtype=torch.float64) + 0.5) / draws
-    tokens = sample(logits.expand(draws, -1), sampling, uniform, present.expand(draws, -1))
-    found = torch.bincount(tokens, minlength=40) / draws
-    wanted = reference(logits, sampling, ids)[0]
-    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1.01 / draws)
-    assert torch.equal(found > 0, wanted > 1 / draws) or not (found > 0)[wanted == 0].any()
+    num_draws = 20_000
+    uniform = (torch.arange(num_draws, dtype=torch.float64) + 0.5) / num_draws
+    tokens = sample(logits.expand(num_draws, -1), sampling, uniform, present.expand(num_draws, -1))
+    frequencies = torch.bincount(tokens, minlength=40) / num_draws
+    expected = expected_probabilities(logits, sampling, ids)[0]
+    torch.testing.assert_close(frequencies.double(), expected, rtol=0, atol=1.01 / num_draws)
+    assert not (frequencies > 0)[expected == 0].any()
 
 
-def test_temperature_zero_is_the_likeliest_after_the_penalty():
+GREEDY = Sampling(temperature=0)
+
+
+def test_temperature_zero_draws_the_most_likely_token():
+    logits = torch.tensor([[1.0, 3.0, 2.0], [-1.0, -3.0, -2.0]])
+    assert sample(logits, GREEDY, None).tolist() == [1, 0]
+
+
+def test_temperature_zero_draws_the_most_likely_token_after_the_penalty():
     logits = torch.tensor([[1.0, 3.0, 2.0], [-1.0, -3.0, -2.0]])
     present = torch.tensor([[False, True, False], [True, False, False]])
-    assert sample(logits, Sampling(temperature=0), None).tolist() == [1, 0]
-    assert sample(
-        logits, Sampling(temperature=0, repetition_penalty=2.5), None, present
-    ).tolist() == [2, 2]
+    sampling = Sampling(temperature=0, repetition_penalty=2.5)
+    assert sample(logits, sampling, None, present).tolist() == [2, 2]
 
 
 @pytest.mark.parametrize(
@@ -79,10 +85,9 @@ def test_temperature_zero_is_the_likeliest_after_the_penalty():
 def test_extreme_uniform_numbers_draw_only_what_is_possible(sampling):
     logits = torch.full((2, 300), -1e9)
     logits[:, 100:103] = torch.tensor([1.0, 2.0, 3.0])
-    for scale in torch.linspace(0.1, 3, 200):  # sums of probabilities that round in many ways
-        tokens = sample(
-            logits * scale, sampling, torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
-        )
+    uniform = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+    for scale in torch.linspace(0.1, 3, 200):  # so that sums of probabilities round differently
+        tokens = sample(logits * scale, sampling, uniform)
         assert all(100 <= token <= 102 for token in tokens.tolist())
 
 
@@ -103,61 +108,71 @@ def test_values_out_of_range_are_refused(options, message):
         Sampling(**options)
 
 
-GREEDY = Sampling(temperature=0)
-
-
 @torch.no_grad()
-def recomputed(model, prompt, count: int, length: int):
-    """The likeliest continuation by whole passes, and the smallest lead of a choice over the next
-    best.
+def generate_without_cache(
+    model: GPT, prompt: list[int], count: int, length: int
+) -> tuple[list[int], float]:
+    """Continue a prompt by full passes over at most `length` tokens.
+
+    Returns:
+        The most likely tokens, and the smallest difference between the logits of a choice and of
+        the second best token.
     """
-    context, made, lead = list(prompt), [], float("inf")
+    context = list(prompt)
+    tokens = []
+    smallest_margin = float("inf")
     for _ in range(count):
         if len(context) > length:
             context = context[-(length // 2) :]
         best = model(torch.tensor([context]))[0][0, -1].topk(2)
-        lead = min(lead, float(best.values[0] - best.values[1]))
-        made.append(int(best.indices[0]))
-        context.append(made[-1])
-    return made, lead
+        smallest_margin = min(smallest_margin, float(best.values[0] - best.values[1]))
+        tokens.append(int(best.indices[0]))
+        context.append(tokens[-1])
+    return tokens, smallest_margin
 
 
-def lively(stem, **keys):
-    """A model in float64 whose likeliest text is no loop of one token."""
-    model = build_tiny(stem, **keys)
+def build_varied(model_name: str, **settings) -> GPT:
+    """Build a model in float64 whose most likely text does not repeat one token."""
+    model = build_tiny(model_name, **settings)
     torch.nn.init.normal_(model.ln_f.weight)
     torch.nn.init.normal_(model.transformer.wte.weight)
     return model
 
 
-def greedy(decoder, prompts, count):
-    steps = list(
-        Generation(decoder, prompts, count, GREEDY, [0] * len(prompts), None, TINY["vocab_size"])
-    )
+def generate(
+    decoder: Decoder,
+    prompts: list[list[int]],
+    count: int,
+    sampling: Sampling = GREEDY,
+    seeds: list[int] | None = None,
+    eot_token: int | None = None,
+) -> list[list[int | None]]:
+    """Return the tokens of each text; None after its end."""
+    seeds = [0] * len(prompts) if seeds is None else seeds
+    steps = Generation(decoder, prompts, count, sampling, seeds, eot_token, TINY["vocab_size"])
     return [list(row) for row in zip(*steps)]
 
 
-@pytest.mark.parametrize(("stem", "keys"), CASES)
-def test_cached_text_equals_recomputed_text(stem, keys):
-    """Unequal prompts, one longer than the model reads, twice and more past block_size."""
-    model = lively(stem, **keys)
+@pytest.mark.parametrize(("model_name", "settings"), CASES)
+def test_cached_text_equals_recomputed_text(model_name, settings):
+    """The prompts differ in length, one exceeds block_size, and all texts exceed it twice."""
+    model = build_varied(model_name, **settings)
     prompts = [[5], [3, 1, 4, 1, 5, 9, 2, 6], list(range(20)), [2, 7, 1]]
-    texts = greedy(Decoder(model, 5), prompts, 30)
+    texts = generate(Decoder(model, 5), prompts, 30)
     assert len(texts) == 4
     for prompt, text in zip(prompts, texts):
-        wanted, lead = recomputed(model, prompt[-16:], 30, 16)
-        assert lead > 1e-9
-        assert text == wanted
+        expected, smallest_margin = generate_without_cache(model, prompt[-16:], 30, 16)
+        assert smallest_margin > 1e-9
+        assert text == expected
 
 
-def test_the_penalty_lies_on_all_tokens_of_a_text():
+def test_the_penalty_applies_to_all_tokens_of_a_text():
     transformers = pytest.importorskip("transformers")
     penalty = transformers.RepetitionPenaltyLogitsProcessor(3.0)
-    model, prompts = lively("DDL-gpt-mha-rope"), [[5, 6, 7, 5], [1]]
+    model = build_varied("DDL-gpt-mha-rope")
+    prompts = [[5, 6, 7, 5], [1]]
     sampling = Sampling(temperature=0, repetition_penalty=3.0)
-    texts = zip(
-        *Generation(Decoder(model, 2), prompts, 12, sampling, [0, 0], None, TINY["vocab_size"])
-    )
+    texts = generate(Decoder(model, 2), prompts, 12, sampling)
     for prompt, text in zip(prompts, texts):
         for token in text:
             ids = torch.tensor([prompt])
@@ -166,35 +181,39 @@ def test_the_penalty_lies_on_all_tokens_of_a_text():
 
 
 def test_a_text_does_not_depend_on_its_batch():
-    model, sampling = lively("DDL-gpt-mha-rope-EC"), Sampling(top_p=0.95, repetition_penalty=1.2)
+    model = build_varied("DDL-gpt-mha-rope-EC")
+    sampling = Sampling(top_p=0.95, repetition_penalty=1.2)
 
-    def run(prompts, seeds, rows, length=16):
-        steps = Generation(
-            Decoder(model, rows, length), prompts, 25, sampling, seeds, 3, TINY["vocab_size"]
-        )
-        return [[token for token in row if token is not None] for row in zip(*steps)]
+    def texts_of(prompts, seeds, batch_size):
+        decoder = Decoder(model, batch_size, 16)
+        texts = generate(decoder, prompts, 25, sampling, seeds, eot_token=3)
+        return [[token for token in text if token is not None] for text in texts]
 
-    prompts, seeds = [[1], [4, 4, 4, 4, 9], [8, 1]], [0, 1, 5]
-    together = run(prompts, seeds, 4)
-    for prompt, seed, text in zip(prompts, seeds, together):
-        assert run([prompt], [seed], 1) == [text]
-    assert run(prompts[::-1], seeds[::-1], 3) == together[::-1]
-    assert run(prompts, [7, 8, 9], 3) != together
+    prompts = [[1], [4, 4, 4, 4, 9], [8, 1]]
+    seeds = [0, 1, 5]
+    batch = texts_of(prompts, seeds, 4)
+    for prompt, seed, text in zip(prompts, seeds, batch):
+        assert texts_of([prompt], [seed], 1) == [text]
+    assert texts_of(prompts[::-1], seeds[::-1], 3) == batch[::-1]
+    assert texts_of(prompts, [7, 8, 9], 3) != batch
 
 
-def test_a_row_ends_alone():
-    model = lively("DDL-gpt-mha-rope")
-    whole = greedy(Decoder(model, 2), [[1, 2], [7]], 12)
-    stop = whole[0][4]
-    first = whole[0].index(stop)
-    generation = Generation(
-        Decoder(model, 2), [[1, 2], [7]], 12, GREEDY, [0, 0], stop, TINY["vocab_size"]
-    )
-    rows = [list(row) for row in zip(*generation)]
-    assert rows[0][: first + 1] == [*whole[0][:first], None]
-    assert set(rows[0][first:]) == {None}
-    second = whole[1].index(stop) if stop in whole[1] else 12
-    assert rows[1][:second] == whole[1][:second]
+def test_end_of_text_ends_one_text_alone():
+    model = build_varied("DDL-gpt-mha-rope")
+    prompts = [[1, 2], [7]]
+    endless = generate(Decoder(model, 2), prompts, 12)
+    eot_token = endless[0][4]
+    texts = generate(Decoder(model, 2), prompts, 12, eot_token=eot_token)
+    first_end = endless[0].index(eot_token)
+    assert texts[0][: first_end + 1] == [*endless[0][:first_end], None]
+    assert set(texts[0][first_end:]) == {None}
+    second_end = endless[1].index(eot_token) if eot_token in endless[1] else 12
+    assert texts[1][:second_end] == endless[1][:second_end]
+
+
+def test_a_text_that_is_stopped_ends_alone():
+    model = build_varied("DDL-gpt-mha-rope")
+    endless = generate(Decoder(model, 2), [[1, 2], [7]], 12)
     generation = Generation(
         Decoder(model, 2), [[1, 2], [7]], 12, GREEDY, [0, 0], None, TINY["vocab_size"]
     )
@@ -203,50 +222,49 @@ def test_a_row_ends_alone():
         steps.append(tokens)
         if len(steps) == 3:
             generation.stop(1)
-    assert [token for token, _ in steps] == whole[0]
-    assert [token for _, token in steps] == [*whole[1][:3], *[None] * 9]
+    assert [token for token, _ in steps] == endless[0]
+    assert [token for _, token in steps] == [*endless[1][:3], *[None] * 9]
 
 
-def test_a_row_that_ended_full_does_not_stop_the_others():
-    model, prompts = lively("DDL-gpt-mha-rope"), [list(range(16)), [7]]
-    alone = greedy(Decoder(model, 1), prompts[1:], 20)[0]
+def test_a_text_that_ended_with_a_full_context_does_not_stop_the_others():
+    model = build_varied("DDL-gpt-mha-rope")
+    prompts = [list(range(16)), [7]]
+    alone = generate(Decoder(model, 1), prompts[1:], 20)[0]
     generation = Generation(
         Decoder(model, 2), prompts, 20, GREEDY, [0, 0], None, TINY["vocab_size"]
     )
-    found = []
+    text = []
     for tokens in generation:
         generation.stop(0)
-        found.append(tokens[1])
-    assert found == alone
+        text.append(tokens[1])
+    assert text == alone
 
 
-def test_random_numbers_are_a_seeds_own(monkeypatch):
+def test_random_numbers_of_a_text_depend_on_its_seed_alone(monkeypatch):
     monkeypatch.setattr("model.generation.UNIFORMS_PER_DRAW", 4)
     decoder = Decoder(build("gpt-mha-rope", **TINY), 3)
     generation = Generation(decoder, [[1], [2]], 10, Sampling(), [5, 6], None, 29)
-    found = torch.stack([generation.uniform(step) for step in range(10)], dim=1)
+    uniform = torch.stack([generation.uniform(step) for step in range(10)], dim=1)
     for row, seed in enumerate((5, 6)):
         generator = torch.Generator().manual_seed(seed)
-        wanted = torch.cat(
+        expected = torch.cat(
             [torch.rand(4, generator=generator, dtype=torch.float64) for _ in range(3)]
         )
-        assert torch.equal(found[row], wanted[:10])
+        assert torch.equal(uniform[row], expected[:10])
 
 
-def test_what_the_decoder_has_no_row_for_is_refused():
+@pytest.mark.parametrize("prompts", [[], [[1], [2], [3]], [[1], []]], ids=str)
+def test_prompts_that_a_decoder_has_no_row_for_are_refused(prompts):
     decoder = Decoder(build("gpt-mha-rope", **TINY), 2)
-    for prompts in ([], [[1], [2], [3]], [[1], []]):
-        with pytest.raises(
-            ValueError, match=r"prompts for 2 rows: give 1 to that many, each of 1 token or more"
-        ):
-            Generation(decoder, prompts, 1, GREEDY, [0] * len(prompts), None, 29)
+    message = r"prompts for 2 rows: give 1 to that many, each of 1 token or more"
+    with pytest.raises(ValueError, match=message):
+        Generation(decoder, prompts, 1, GREEDY, [0] * len(prompts), None, 29)
 
 
-def shown(tokens: list[int], stop: list[str]):
-    """(text, how many tokens were taken) as `Text` shows it, which never takes back what it has
-    shown.
-    """
-    text, pieces = Text(BYTES, stop), []
+def show_text(tokens: list[int], stop: list[str]) -> tuple[str, int]:
+    """Return the text of tokens as `Text` shows it in pieces, and how many tokens it took."""
+    text = Text(BYTES, stop)
+    pieces = []
     for count, token in enumerate(tokens, 1):
         pieces.append(text.add(token))
         if text.stopped:
@@ -260,12 +278,12 @@ def shown(tokens: list[int], stop: list[str]):
 )
 def test_text_ends_before_the_first_stop_string(text, stop):
     end = min((text.find(s) + len(s) for s in stop if s in text), default=len(text))
-    wanted = text[: min((text[:end].find(s) for s in stop if s in text[:end]), default=end)]
-    # Where a longer one begins earlier but ends later, the one that ends first ends the text.
-    assert shown(list(text.encode()), stop) == (wanted, len(text[:end].encode()))
+    # The stop string that ends first ends the text, also if a longer one begins earlier.
+    start = min((text[:end].find(s) for s in stop if s in text[:end]), default=end)
+    assert show_text(list(text.encode()), stop) == (text[:start], len(text[:end].encode()))
 
 
-def test_text_is_shown_as_early_as_it_can_be():
+def test_text_is_shown_as_early_as_possible():
     text = Text(BYTES, ["\n\n", "END"])
     assert [text.add(byte) for byte in b"a\nbEN"] == ["a", "", "\nb", "", ""]
     assert [text.add(byte) for byte in "é!".encode()] == ["", "ENé", "!"]
@@ -274,25 +292,40 @@ def test_text_is_shown_as_early_as_it_can_be():
     assert Text(BYTES, []).add(0xFF) == "\ufffd"
 
 
-def test_pieces_of_several_texts():
-    config = {**TINY, "vocab_size": 257}
-    model = build("DDL-gpt-mha-rope", **config)
-    decoder, sampling = Decoder(model, 3), Sampling()
-    prompts, seeds = [[256, 65], [256, 66, 67, 68]], [0, 1]
-    pieces = list(generate_text(decoder, BYTES, prompts, 40, sampling, seeds, []))
-    steps = list(zip(*Generation(decoder, prompts, 40, sampling, seeds, 256, 257)))
-    for row in range(2):
-        tokens = [token for token in steps[row] if token is not None]
-        assert "".join(piece for r, piece, _ in pieces if r == row and piece) == bytes(
-            tokens
-        ).decode(errors="replace")
-        assert sum(new for r, _, new in pieces if r == row) == len(tokens)
-        assert [piece for r, piece, _ in pieces if r == row].index(None) == sum(
-            r == row for r, _, _ in pieces
-        ) - 1
-    stop = [bytes([row[5]]).decode(errors="replace") for row in steps]
-    pieces = list(generate_text(decoder, BYTES, prompts, 10, sampling, seeds, stop))
-    assert not any(text in "".join(piece for _, piece, _ in pieces if piece) for text in stop)
-    assert decoder.cache.num_tokens <= 4 + 6  # nothing is computed for texts that have ended
+BYTE_PROMPTS = [[256, 65], [256, 66, 67, 68]]
+SEEDS = [0, 1]
+
+
+@pytest.fixture
+def byte_decoder() -> Decoder:
+    return Decoder(build("DDL-gpt-mha-rope", **{**TINY, "vocab_size": 257}), 3)
+
+
+@pytest.fixture
+def byte_texts(byte_decoder) -> list[list[int | None]]:
+    """Return the tokens of two texts; None after their end."""
+    steps = Generation(byte_decoder, BYTE_PROMPTS, 40, Sampling(), SEEDS, 256, 257)
+    return [list(row) for row in zip(*steps)]
+
+
+def test_pieces_of_a_text_are_its_tokens(byte_decoder, byte_texts):
+    pieces = list(generate_text(byte_decoder, BYTES, BYTE_PROMPTS, 40, Sampling(), SEEDS, []))
+    for row, text in enumerate(byte_texts):
+        tokens = [token for token in text if token is not None]
+        *row_pieces, last_piece = [piece for r, piece, _ in pieces if r == row]
+        assert last_piece is None
+        assert "".join(row_pieces) == bytes(tokens).decode(errors="replace")
+        assert sum(num_tokens for r, _, num_tokens in pieces if r == row) == len(tokens)
+
+
+def test_texts_end_before_their_stop_strings_and_generation_with_them(byte_decoder, byte_texts):
+    stop = [bytes([text[5]]).decode(errors="replace") for text in byte_texts]
+    pieces = list(generate_text(byte_decoder, BYTES, BYTE_PROMPTS, 10, Sampling(), SEEDS, stop))
+    text = "".join(piece for _, piece, _ in pieces if piece)
+    assert not any(stop_string in text for stop_string in stop)
+    assert byte_decoder.cache.num_tokens <= 4 + 6  # nothing is computed after both texts ended
+
+
+def test_an_empty_stop_string_is_refused(byte_decoder):
     with pytest.raises(ValueError, match="an empty stop string"):
-        list(generate_text(decoder, BYTES, prompts, 40, sampling, seeds, ["a", ""]))
+        list(generate_text(byte_decoder, BYTES, BYTE_PROMPTS, 40, Sampling(), SEEDS, ["a", ""]))
