@@ -1,5 +1,6 @@
-"""Data sets of the hub, on a local clone of one and on a hub of our own, whose answers fail."""
+"""Test data sets of the Hub: on a local clone, and on a local server whose answers fail."""
 
+import functools
 import hashlib
 import io
 import json
@@ -8,8 +9,10 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -29,7 +32,7 @@ configs:
 ---
 """
 DOCUMENTS = [f"document {i}: größe " + f"{i * i} " * (i % 150) for i in range(1000)]
-STREAM = [token for text in DOCUMENTS for token in (256, *text.encode())]
+TOKENS = [token for text in DOCUMENTS for token in (256, *text.encode())]
 OPTIONS = "--sample=sample-10BT --tokenizer=bytes --val_tokens=30000 --shard_tokens=20000".split()
 
 
@@ -39,8 +42,8 @@ def parquet_bytes(texts) -> bytes:
     return content.getvalue()
 
 
-def repository(texts) -> dict[str, bytes]:
-    """FineWeb-Edu's layout: the second of three files is the largest by far; some rows are null."""
+def make_repository(texts) -> dict[str, bytes]:
+    """Return files in FineWeb-Edu's layout; the second of three is the largest, some rows are null."""
     files = {"README.md": README.encode(), "other/000.parquet": parquet_bytes(["another"])}
     for number, (first, last) in enumerate(((0, 60), (60, 800), (800, 1000))):
         rows = [*texts[first:last], None]
@@ -48,24 +51,25 @@ def repository(texts) -> dict[str, bytes]:
     return files
 
 
-def contents(folder) -> dict[str, bytes]:
+def read_files(folder) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
 
 
-def tokens_of(corpus) -> list[int]:
+def read_tokens(corpus) -> list[int]:
     return np.concatenate(corpus.val + corpus.train).tolist()
 
 
 @pytest.fixture(scope="module")
-def clone(tmp_path_factory):
+def clone(tmp_path_factory) -> Path:
+    """Write a local clone of the data set."""
     root = tmp_path_factory.mktemp("clone")
-    for name, content in repository(DOCUMENTS).items():
+    for name, content in make_repository(DOCUMENTS).items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(content)
     return root
 
 
-def test_a_clone_is_read_from_every_cursor(clone, monkeypatch, tmp_path):
+def test_a_clone_is_read_from_every_cursor(clone, monkeypatch):
     monkeypatch.setattr(sources, "ROWS", 32)
     source = HubDataset(str(clone), "sample-10BT")
     batches = list(source.read())
@@ -73,21 +77,29 @@ def test_a_clone_is_read_from_every_cursor(clone, monkeypatch, tmp_path):
     for index in range(0, len(batches), 5):
         rest = list(source.read(json.loads(json.dumps(batches[index].cursor))))
         assert [batch.texts for batch in rest] == [batch.texts for batch in batches[index:]]
+
+
+def test_a_clone_is_prepared(clone, tmp_path):
     result = call(FINEWEB, f"--repository={clone}", *OPTIONS, f"--out={tmp_path / 'out'}")
     assert result.returncode == 0, result.stderr
     corpus = open_corpus(str(tmp_path / "out"))
-    assert tokens_of(corpus) == STREAM
+    assert read_tokens(corpus) == TOKENS
     assert {"source": str(clone), "name": "sample-10BT"}.items() <= corpus.meta.items()
     assert not {"revision", "commit"} & corpus.meta.keys()
 
 
-def test_identity_tells_what_is_read():
-    """Each of these changes the documents; `tokens` is a guess, `starts` belongs to the script."""
-    keys = {"repository": "a", "name": "b", "split": "c", "column": "d", "revision": "e"}
-    first = HubDataset(**keys).identity()
-    assert first == HubDataset(**keys, num_tokens=5).identity() == json.loads(json.dumps(first))
-    for key in keys:
-        assert HubDataset(**{**keys, key: "other"}).identity() != first
+DATASET = {"repository": "a", "name": "b", "split": "c", "column": "d", "revision": "e"}
+
+
+@pytest.mark.parametrize("key", DATASET)
+def test_the_identity_of_a_data_set_depends_on_what_is_read(key):
+    assert HubDataset(**{**DATASET, key: "other"}).identity() != HubDataset(**DATASET).identity()
+
+
+def test_the_identity_of_a_data_set_does_not_depend_on_the_estimate_of_tokens():
+    identity = HubDataset(**DATASET).identity()
+    assert HubDataset(**DATASET, num_tokens=5).identity() == identity
+    assert json.loads(json.dumps(identity)) == identity
 
 
 # ---- over HTTP ----
@@ -96,31 +108,33 @@ def test_identity_tells_what_is_read():
 NAME = "org/fineweb-edu"
 
 
-def committed(server) -> str:
-    """The data set's commit; an earlier one has other documents."""
+def commit_documents(server) -> str:
+    """Commit the data set after one with other documents, and return the name of the commit."""
     server.commits.pop(NAME, None)
-    server.commit(NAME, repository(DOCUMENTS[::-1]))
-    return server.commit(NAME, repository(DOCUMENTS))
+    server.commit(NAME, make_repository(DOCUMENTS[::-1]))
+    return server.commit(NAME, make_repository(DOCUMENTS))
 
 
 @pytest.fixture
-def commit(server):
-    name = committed(server)
-    server.faults, server.log = [], []
+def commit(server) -> Iterator[str]:
+    name = commit_documents(server)
+    server.faults = []
+    server.log = []
     yield name
     server.faults = []
 
 
 @pytest.fixture(scope="module")
-def undisturbed(server, client, tmp_path_factory):
-    """What a preparation writes that nothing disturbs, equal to the documents themselves."""
-    out = tmp_path_factory.mktemp("undisturbed")
-    committed(server)
-    found = client(FINEWEB, f"--out={out}", f"--repository={NAME}", *OPTIONS)
-    assert (found.code, found.err) == (0, "")
-    assert tokens_of(open_corpus(str(out))) == STREAM
+def undisturbed_files(server, client, tmp_path_factory) -> dict[str, bytes]:
+    """Return the files of a preparation that nothing disturbs."""
+    out = tmp_path_factory.mktemp("undisturbed_files")
+    commit_documents(server)
+    result = client(FINEWEB, f"--out={out}", f"--repository={NAME}", *OPTIONS)
+    assert result.code == 0
+    assert result.err == ""
+    assert read_tokens(open_corpus(str(out))) == TOKENS
     assert not list(out.glob("**/*.parquet"))  # a file that was read is removed
-    return contents(out)
+    return read_files(out)
 
 
 FILES = "/cdn/.*10BT"
@@ -132,50 +146,80 @@ SCENARIOS = {
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_bad_minutes_leave_no_trace(server, client, commit, undisturbed, tmp_path, scenario):
+def test_temporary_faults_leave_no_trace(
+    server, client, commit, undisturbed_files, tmp_path, scenario
+):
     server.faults = [SCENARIOS[scenario]]
-    found = client(FINEWEB, f"--out={tmp_path}", f"--repository={NAME}", *OPTIONS)
-    assert found.code == 0, found.err
-    assert contents(tmp_path) == undisturbed
+    result = client(FINEWEB, f"--out={tmp_path}", f"--repository={NAME}", *OPTIONS)
+    assert result.code == 0, result.err
+    assert read_files(tmp_path) == undisturbed_files
     assert sum(kind is not None for _, kind in server.log) >= 1
-    assert all("; retrying in " in line for line in found.err.splitlines())
+    assert all("; retrying in " in line for line in result.err.splitlines())
 
 
-def test_the_commit_stays_the_one_it_was_begun_with(server, client, commit, undisturbed, tmp_path):
-    """Also after a stop; only --overwrite takes the newest."""
-    words = [FINEWEB, f"--out={tmp_path}", f"--repository={NAME}", *OPTIONS]
+class Interrupted(NamedTuple):
+    """A preparation that a missing file has ended, and that a newer commit could disturb."""
+
+    out: Path
+    message: str
+    prepare: Callable[..., SimpleNamespace]  # runs the same command, with further options
+
+
+@pytest.fixture
+def interrupted(server, client, commit, tmp_path) -> Interrupted:
+    prepare = functools.partial(
+        client, FINEWEB, f"--out={tmp_path}", f"--repository={NAME}", *OPTIONS
+    )
     server.faults = [Fault("status", FILES, 404, skip=2)]
-    found = client(*words)
-    assert found.code == 2
-    assert "give local files with --source, or a local clone with --repository=FOLDER" in found.err
-    assert "complete shards are kept" in found.err
-    server.faults, server.log = [], []
-    server.commit(NAME, repository(["newer"] * 1000))
-    found = client(*words)
-    assert (found.code, found.err) == (0, "")
-    assert contents(tmp_path) == undisturbed
-    # Not the files before the one it stood in, nor the name of the newest commit.
-    asked = [path for path, _ in server.log]
-    assert not [path for path in asked if "/cdn/" in path and "10BT/000" in path]
-    assert not [path for path in asked if path.endswith(f"/datasets/{NAME}")]
+    result = prepare()
+    assert result.code == 2
+    server.faults = []
+    server.log = []
+    server.commit(NAME, make_repository(["newer"] * 1000))
+    return Interrupted(tmp_path, result.err, prepare)
+
+
+def test_a_missing_file_ends_the_preparation_with_advice(interrupted):
+    advice = "give local files with --source, or a local clone with --repository=FOLDER"
+    assert advice in interrupted.message
+    assert "complete shards are kept" in interrupted.message
+
+
+def test_a_resumed_preparation_keeps_its_commit(server, interrupted, undisturbed_files):
+    result = interrupted.prepare()
+    assert result.code == 0
+    assert result.err == ""
+    assert read_files(interrupted.out) == undisturbed_files
+    # it requests neither the files before the one it stood in nor the name of the latest commit
+    paths = [path for path, _ in server.log]
+    assert not [path for path in paths if "/cdn/" in path and "10BT/000" in path]
+    assert not [path for path in paths if path.endswith(f"/datasets/{NAME}")]
+
+
+def test_a_commit_that_was_removed_is_named(server, commit, interrupted):
+    assert interrupted.prepare().code == 0
     del server.commits[NAME][commit]
-    shard = tmp_path / "fineweb_edu_train_000004.bin"
-    shard.unlink()
-    found = client(*words)
+    (interrupted.out / "fineweb_edu_train_000004.bin").unlink()
     assert (
         f"it no longer has the commit {commit}; give --overwrite to start again from the latest"
-        in found.err
+        in interrupted.prepare().err
     )
-    shard.write_bytes(undisturbed[shard.name])
-    found = client(*words, "--val_tokens=3000", "--overwrite")
-    assert found.code == 0, found.err
-    corpus = open_corpus(str(tmp_path))
-    assert corpus.meta["commit"] == list(server.commits[NAME])[-1]
-    found = client(*words, f"--revision={next(iter(server.commits[NAME]))}")
-    assert "another preparation (" in found.err
 
 
-LASTING = {
+def test_overwrite_starts_again_from_the_latest_commit(server, interrupted):
+    result = interrupted.prepare("--val_tokens=3000", "--overwrite")
+    assert result.code == 0, result.err
+    latest = list(server.commits[NAME])[-1]
+    assert open_corpus(str(interrupted.out)).meta["commit"] == latest
+
+
+def test_another_revision_is_another_preparation(server, interrupted):
+    assert interrupted.prepare().code == 0
+    first = next(iter(server.commits[NAME]))
+    assert "another preparation (" in interrupted.prepare(f"--revision={first}").err
+
+
+PERMANENT_ERRORS = {
     "no data set": (
         ["--repository=org/nothing"],
         [],
@@ -198,73 +242,108 @@ LASTING = {
 }
 
 
-@pytest.mark.parametrize("case", LASTING)
-def test_what_lasts_ends_at_once_in_one_line(server, client, commit, tmp_path, case):
-    options, server.faults, message = LASTING[case]
-    words = [FINEWEB, f"--out={tmp_path / 'out'}", f"--repository={NAME}", *OPTIONS]
-    found = client(*words, *options)
-    assert found.code == 2, found.err
-    [line] = found.err.splitlines()
+@pytest.mark.parametrize("case", PERMANENT_ERRORS)
+def test_a_permanent_error_ends_the_preparation_in_one_line(server, client, commit, tmp_path, case):
+    options, server.faults, message = PERMANENT_ERRORS[case]
+    out = tmp_path / "out"
+    result = client(FINEWEB, f"--out={out}", f"--repository={NAME}", *OPTIONS, *options)
+    assert result.code == 2, result.err
+    [line] = result.err.splitlines()
     assert message in line
     assert ("rerun the same command" in line) is (case == "no patience")
-    if case == "no column":  # what was begun wrongly is not in the way of what is right
-        assert client(*words).code == 0
 
 
-def test_without_a_network_or_packages_one_line_says_what_to_do(tmp_path, monkeypatch):
-    words = [ROOT / FINEWEB, "--tokenizer=bytes", f"--out={tmp_path / 'out'}"]
-    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
-    line = one_line_error(run_script(*words, env=offline))
+def test_a_corrected_option_is_not_another_preparation(client, commit, tmp_path):
+    prepare = functools.partial(
+        client, FINEWEB, f"--out={tmp_path / 'out'}", f"--repository={NAME}", *OPTIONS
+    )
+    assert prepare("--column=body").code == 2
+    assert prepare().code == 0
+
+
+def test_an_offline_machine_is_offered_local_files(tmp_path):
+    environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
+    out = tmp_path / "out"
+    result = run_script(ROOT / FINEWEB, "--tokenizer=bytes", f"--out={out}", env=environment)
+    line = one_line_error(result)
     assert "HuggingFaceFW/fineweb-edu (sample-100BT) cannot be read: HF_HUB_OFFLINE forbids" in line
     assert "give local files with --source" in line
-    assert not list((tmp_path / "out").iterdir())
+    assert not list(out.iterdir())
+
+
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    line = one_line_error(call(FINEWEB, *words[1:]))
-    assert "reading from the Hugging Face Hub needs the huggingface_hub package" in line
+    result = call(FINEWEB, "--tokenizer=bytes", f"--out={tmp_path / 'out'}")
+    message = "reading from the Hugging Face Hub needs the huggingface_hub package"
+    assert message in one_line_error(result)
 
 
-def test_pauses_grow_up_to_the_limit(monkeypatch, capsys):
-    now, slept = [0.0], []
+@pytest.fixture
+def pauses(monkeypatch) -> list[float]:
+    """Replace the clock of retries, and return the list of the pauses that they make."""
+    clock = SimpleNamespace(seconds=0.0)
+    lengths = []
 
-    def sleep(pause):
-        slept.append(pause)
-        now[0] += pause
+    def sleep(seconds: float) -> None:
+        lengths.append(seconds)
+        clock.seconds += seconds
 
-    monkeypatch.setattr(hub, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(hub, "time", SimpleNamespace(monotonic=lambda: clock.seconds, sleep=sleep))
+    return lengths
 
-    def refuse():
-        raise RuntimeError("outer") from ConnectionError("down")
 
+def refuse_connection():
+    raise RuntimeError("outer") from ConnectionError("down")
+
+
+def test_pauses_grow_up_to_the_limit(pauses):
     message = r"^it cannot be read \(ConnectionError: down\) and was retried for --retry_minutes=5$"
     with pytest.raises(hub.RetriesExhausted, match=message):
-        hub.retry(refuse, "it", 5)
-    assert slept[:8] == [1, 2, 4, 8, 16, 32, 60, 60]
-    assert sum(slept) == 300
+        hub.retry(refuse_connection, "it", 5)
+    assert pauses[:8] == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert sum(pauses) == 300
+
+
+def test_every_pause_is_announced(pauses, capsys):
+    with pytest.raises(hub.RetriesExhausted):
+        hub.retry(refuse_connection, "it", 5)
     lines = capsys.readouterr().err.splitlines()
     assert lines[1] == "it: ConnectionError: down; retrying in 2 s"
-    assert len(lines) == len(slept)
+    assert len(lines) == len(pauses)
+
+
+@pytest.mark.parametrize("status", [429, 408, 500])
+def test_a_temporary_status_is_retried(status):
+    error = OSError("refused")
+    error.response = SimpleNamespace(status_code=status)
+    assert hub.describe_transient(error) == f"the Hub responds with status {status}"
+
+
+@pytest.mark.parametrize("status", [404, 403])
+def test_a_permanent_status_is_not_retried(status):
+    error = OSError("refused")
+    error.response = SimpleNamespace(status_code=status)
+    assert hub.describe_transient(error) is None
+
+
+def test_an_error_of_a_local_file_is_not_retried():
     assert hub.describe_transient(OSError("no such file")) is None
-    for status, passes in ((429, True), (408, True), (500, True), (404, False), (403, False)):
-        error = OSError("refused")
-        error.response = SimpleNamespace(status_code=status)
-        assert hub.describe_transient(error) == (
-            f"the Hub responds with status {status}" if passes else None
-        )
 
 
 def test_ctrl_c_in_a_pause_is_one_line(tmp_path, monkeypatch):
-    def pressed(pause):
+    def press_ctrl_c(seconds):
         os.kill(os.getpid(), signal.SIGINT)
 
-    def down():
+    def fail():
         raise ConnectionError("down")
 
-    monkeypatch.setattr(HubDataset, "pin", lambda source, commit: source.ask(down))
-    monkeypatch.setattr(hub, "time", SimpleNamespace(monotonic=time.monotonic, sleep=pressed))
+    monkeypatch.setattr(HubDataset, "pin", lambda source, commit: source.ask(fail))
+    monkeypatch.setattr(hub, "time", SimpleNamespace(monotonic=time.monotonic, sleep=press_ctrl_c))
     result = call(FINEWEB, f"--out={tmp_path}", *OPTIONS)
-    again, end = result.stderr.decode().splitlines()
-    assert again.endswith("ConnectionError: down; retrying in 1 s")
-    assert (result.returncode, end) == (130, "prepare.py: interrupted")
+    retry_line, last_line = result.stderr.decode().splitlines()
+    assert retry_line.endswith("ConnectionError: down; retrying in 1 s")
+    assert result.returncode == 130
+    assert last_line == "prepare.py: interrupted"
 
 
 def test_a_file_that_was_read_is_removed(clone, tmp_path, monkeypatch):
@@ -282,68 +361,111 @@ def test_a_file_that_was_read_is_removed(clone, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_splits_and_files_that_cannot_be_read_are_named(clone, tmp_path):
-    with pytest.raises(
-        ValueError, match=r"\(sample-10BT\) has no split test; its splits are train$"
-    ):
+def test_a_split_that_is_missing_is_named(clone):
+    message = r"\(sample-10BT\) has no split test; its splits are train$"
+    with pytest.raises(ValueError, match=message):
         list(HubDataset(str(clone), "sample-10BT", "test").read())
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
     message = r"cannot be read, because .*/train\.jsonl is not a parquet file; give --revision=refs/convert"
     with pytest.raises(sources.PermanentSourceError, match=message):
         list(HubDataset(str(tmp_path)).read())
 
 
-# ---- shards of others ----
+# ---- a repository of shards ----
 
 
 @pytest.fixture
-def shared(server, tmp_path):
-    """Shards as a repository of the hub; its commit."""
-    draw = np.random.default_rng(0)
+def shards_commit(server, tmp_path) -> Iterator[str]:
+    """Commit token shards to a repository of the hub, and return the name of the commit."""
+    generator = np.random.default_rng(0)
     files = {"sub/a_train_0.bin": b"no shard", "README.md": b"shards"}
     for number, split in enumerate(("val", "train", "train", "train")):
+        num_tokens = 50_000 if number == 3 else 400
         name = f"edu_fineweb_{split}_{number:06d}.bin"
-        shards.write_shard(tmp_path / name, draw.integers(0, 257, 50_000 if number == 3 else 400))
+        shards.write_shard(tmp_path / name, generator.integers(0, 257, num_tokens))
         files[name] = (tmp_path / name).read_bytes()
     server.commits.pop("org/shards", None)
-    server.faults, server.log = [], []
+    server.faults = []
+    server.log = []
     yield server.commit("org/shards", files)
     server.faults = []
 
 
-def test_shards_are_fetched_as_they_are(server, client, shared, tmp_path):
-    """Although the commit, the listing and the last file fail at first."""
-    kinds = enumerate(("status", "short", "cut"))
-    server.faults = [Fault(kind, "/cdn/.*000003", skip=i, times=1) for i, kind in kinds]
-    server.faults.append(Fault("status", "/api/", times=3))
-    words = [FINEWEB, f"--out={tmp_path / 'out'}", "--pretokenized=org/shards"]
-    found = client(*words)
-    assert found.code == 0, found.err
-    files = server.commits["org/shards"][shared]
-    wanted = {name: files[name] for name in files if name.startswith("edu")}
-    there = contents(tmp_path / "out")
-    assert wanted.items() <= there.items()
-    assert sorted(there.keys() - wanted) == ["fetched.json", "meta.json", "tokenizer.json"]
+@pytest.fixture
+def fetch(client, shards_commit, tmp_path) -> Callable[..., SimpleNamespace]:
+    """Return a function that fetches the shards into tmp_path / "out"."""
+    return functools.partial(
+        client, FINEWEB, f"--out={tmp_path / 'out'}", "--pretokenized=org/shards"
+    )
+
+
+def test_shards_are_fetched_unchanged_although_requests_fail_at_first(
+    server, fetch, shards_commit, tmp_path
+):
+    server.faults = [
+        Fault("status", "/cdn/.*000003", skip=0, times=1),
+        Fault("short", "/cdn/.*000003", skip=1, times=1),
+        Fault("cut", "/cdn/.*000003", skip=2, times=1),
+        Fault("status", "/api/", times=3),
+    ]
+    result = fetch()
+    assert result.code == 0, result.err
+    files = server.commits["org/shards"][shards_commit]
+    expected = {name: files[name] for name in files if name.startswith("edu")}
+    fetched = read_files(tmp_path / "out")
+    assert expected.items() <= fetched.items()
+    assert sorted(fetched.keys() - expected) == ["fetched.json", "meta.json", "tokenizer.json"]
+
+
+def test_meta_names_repository_commit_and_checksums_of_fetched_shards(
+    server, fetch, shards_commit, tmp_path
+):
+    fetch()
+    files = server.commits["org/shards"][shards_commit]
     meta = open_corpus(str(tmp_path / "out")).meta
-    assert (meta["source"], meta["commit"]) == ("org/shards", shared)
-    sums = {name: hashlib.sha256(content).hexdigest() for name, content in wanted.items()}
-    assert {record["file"]: record["sha256"] for record in meta["shards"]} == sums
+    assert meta["source"] == "org/shards"
+    assert meta["commit"] == shards_commit
+    assert {record["file"]: record["sha256"] for record in meta["shards"]} == {
+        name: hashlib.sha256(content).hexdigest()
+        for name, content in files.items()
+        if name.startswith("edu")
+    }
 
 
-def test_wrong_bytes_and_a_newer_commit(server, client, shared, tmp_path):
-    name, out = "edu_fineweb_train_000003.bin", tmp_path / "out"
-    words = [FINEWEB, f"--out={out}", "--pretokenized=org/shards"]
-    server.faults = [Fault("flip", f"/cdn/.*{name}", times=1)]
-    found = client(*words)
-    assert found.code == 2
-    assert f"{out / name} does not have the SHA-256 that the Hub knows; delete it" in found.err
-    assert not (out / "meta.json").exists()
-    files = server.commits["org/shards"][shared]
-    server.commit("org/shards", {each: b"newer" for each in files})
-    (out / name).unlink()
-    found = client(*words)  # goes on with the commit it was begun with
-    assert (found.code, found.err) == (0, "")
-    assert (out / name).read_bytes() == files[name]
-    assert open_corpus(str(out)).meta["commit"] == shared
-    found = client(*words, "--revision=v2")
-    assert f"{out} holds shards of org/shards, revision None; give another --out" in found.err
+LAST_SHARD = "edu_fineweb_train_000003.bin"
+
+
+@pytest.fixture
+def damaged_fetch(server, fetch) -> SimpleNamespace:
+    """Fetch the shards, the last of them with a wrong byte; return what the script prints."""
+    server.faults = [Fault("flip", f"/cdn/.*{LAST_SHARD}", times=1)]
+    return fetch()
+
+
+def test_a_shard_with_wrong_bytes_is_named(damaged_fetch, tmp_path):
+    assert damaged_fetch.code == 2
+    path = tmp_path / "out" / LAST_SHARD
+    message = f"{path} does not have the SHA-256 that the Hub knows; delete it"
+    assert message in damaged_fetch.err
+    assert not (tmp_path / "out" / "meta.json").exists()
+
+
+def test_a_resumed_fetch_keeps_its_commit(server, fetch, damaged_fetch, shards_commit, tmp_path):
+    out = tmp_path / "out"
+    files = server.commits["org/shards"][shards_commit]
+    server.commit("org/shards", dict.fromkeys(files, b"newer"))
+    (out / LAST_SHARD).unlink()
+    result = fetch()
+    assert result.code == 0
+    assert result.err == ""
+    assert (out / LAST_SHARD).read_bytes() == files[LAST_SHARD]
+    assert open_corpus(str(out)).meta["commit"] == shards_commit
+
+
+def test_another_revision_of_fetched_shards_is_refused(fetch, tmp_path):
+    fetch()
+    message = f"{tmp_path / 'out'} holds shards of org/shards, revision None; give another --out"
+    assert message in fetch("--revision=v2").err

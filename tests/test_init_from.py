@@ -1,10 +1,10 @@
-"""Training from the weights of a folder: what it settles, what it leaves to the run, and that it is
-read once.
-"""
+"""Test training from the weights of a folder: the settings, the weights and that it is read once."""
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -16,143 +16,235 @@ from safetensors.torch import load_file, save_file
 from data import tokenizer
 from model import build, model_class
 from model.causality import move_parameters
-from training import checkpoint, init_from
+from training import checkpoint, init_from, metrics
 from training.residual_statistics import ObservedStream
 from training.settings import configure
 
-STEM = "DDL-gpt-mha-rope-CC-EC"
-KEYS = {**SMALL, "ddl_value_channels": 2, "mup": True, "hidden_size_base": 24}
+MODEL_NAME = "DDL-gpt-mha-rope-CC-EC"
+SETTINGS = {**SMALL, "ddl_value_channels": 2, "mup": True, "hidden_size_base": 24}
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """The same model as a run, an exported folder (float32 and bfloat16) and a released one."""
+def folders(tmp_path_factory) -> Path:
+    """Save one model as a run, as exported folders (float32 and bfloat16) and as a released one."""
     torch.manual_seed(3)
-    folder, made = tmp_path_factory.mktemp("weights"), build(STEM, **KEYS)
-    save_run(folder / "run", made, STEM)
+    folder = tmp_path_factory.mktemp("weights")
+    model = build(MODEL_NAME, **SETTINGS)
+    save_run(folder / "run", model, MODEL_NAME)
     export_run(folder / "run", folder / "exported")
     export_run(folder / "run", folder / "rounded", "--dtype=bfloat16")
-    save_released(made, folder / "released")
+    save_released(model, folder / "released")
     return folder
 
 
-def arguments(corpus, out: Path, **changes) -> list[str]:
-    """A run that leaves the model to the folder."""
-    given = small_run(corpus, out, **changes)
-    settled = {f"--{key}" for key in ("model", *SMALL)} - {f"--{key}" for key in changes}
-    return [each for each in given if each.partition("=")[0] not in settled]
+def arguments_without_model(corpus: Path, out: Path, **changes) -> list[str]:
+    """Return arguments of train.py that leave the settings of the model to the folder."""
+    model_keys = {f"--{key}" for key in ("model", *SMALL) if key not in changes}
+    return [
+        argument
+        for argument in small_run(corpus, out, **changes)
+        if argument.partition("=")[0] not in model_keys
+    ]
 
 
-def run(argv: list[str], code: int = 0) -> str:
-    """What train.py prints; `code`: the exit code that is expected."""
-    result = call("train.py", *argv)
-    assert result.returncode == code, result.stderr.decode()
+def run_train(arguments: list[str], exit_code: int = 0) -> str:
+    """Run train.py in this process, expect an exit code and return what it prints."""
+    result = call("train.py", *arguments)
+    assert result.returncode == exit_code, result.stderr.decode()
     return result.stdout.decode() + result.stderr.decode()
 
 
-def weights(out: Path, step: int) -> dict:
+def read_weights(out: Path, step: int) -> dict[str, torch.Tensor]:
     return load_file(out / "checkpoints" / f"step_{step:08d}" / "model.safetensors")
 
 
-@pytest.mark.parametrize("kind", ["run", "exported", "rounded", "released"])
-def test_training_starts_from_the_weights(corpus, folders, tmp_path, kind):
-    """Nothing is learned at a rate of zero, so the first checkpoint holds the folder's weights."""
-    out = tmp_path / "out"
-    run(
-        arguments(
-            corpus, out, init_from=folders / kind, learning_rate=0, max_steps=1, eval_full=False
-        )
+def read_state(out: Path, step: int) -> dict:
+    return json.loads((out / "checkpoints" / f"step_{step:08d}" / "state.json").read_text())
+
+
+class UntrainedRun(NamedTuple):
+    """A run of one step with a learning rate of zero: its checkpoint has the folder's weights."""
+
+    kind: str
+    folder: Path
+    out: Path
+
+
+@pytest.fixture(scope="module", params=["run", "exported", "rounded", "released"])
+def untrained_run(request, corpus, folders, tmp_path_factory) -> UntrainedRun:
+    folder = folders / request.param
+    out = tmp_path_factory.mktemp("untrained") / "out"
+    arguments = arguments_without_model(
+        corpus, out, init_from=folder, learning_rate=0, max_steps=1, eval_full=False
     )
-    state = json.loads((out / "checkpoints" / "step_00000001" / "state.json").read_text())
-    assert (state["step"], state["model"]) == (1, STEM)
-    assert state["model_config"] == vars(build(STEM, **KEYS).config)
-    assert state["run_config"]["init_from"] == str(folders / kind)
-    wanted = load_file(folders / "exported" / "model.safetensors")
-    for name, value in weights(out, 1).items():
-        same = wanted[name].bfloat16().float() if kind == "rounded" else wanted[name]
-        torch.testing.assert_close(value, same, rtol=0, atol=1e-6 if kind == "released" else 0)
+    run_train(arguments)
+    return UntrainedRun(request.param, folder, out)
 
 
-def test_a_pair_stays_one(corpus, tmp_path):
-    """Both of its parameters are trained, as in the authors' code."""
+def test_the_settings_are_those_of_the_folder(untrained_run):
+    state = read_state(untrained_run.out, 1)
+    assert state["step"] == 1
+    assert state["model"] == MODEL_NAME
+    assert state["model_config"] == vars(build(MODEL_NAME, **SETTINGS).config)
+    assert state["run_config"]["init_from"] == str(untrained_run.folder)
+
+
+def test_the_weights_are_those_of_the_folder(untrained_run, folders):
+    expected = load_file(folders / "exported" / "model.safetensors")
+    tolerance = 1e-6 if untrained_run.kind == "released" else 0
+    for name, weight in read_weights(untrained_run.out, 1).items():
+        expected_weight = expected[name]
+        if untrained_run.kind == "rounded":
+            expected_weight = expected_weight.bfloat16().float()
+        torch.testing.assert_close(weight, expected_weight, rtol=0, atol=tolerance)
+
+
+@pytest.fixture(scope="module")
+def model_with_pair():
     torch.manual_seed(4)
-    keys = {
-        **KEYS,
-        "ddl_value_channels": 3,
-        "ddl_cc_read": "pair",
-        "ddl_state_dv_shortconv_causal": True,
-    }
-    made = build(STEM, **keys, ddl_state_shortconv_kernel_size=2)
-    folder = save_released(made, tmp_path / "released")
-    for name, rate in (("still", 0), ("moved", 1e-3)):
-        changes = {
-            "init_from": folder,
-            "learning_rate": rate,
-            "min_lr": rate,
-            "max_steps": 1,
-            "eval_full": False,
-        }
-        run(arguments(corpus, tmp_path / name, **changes))
-    still, moved = weights(tmp_path / "still", 1), weights(tmp_path / "moved", 1)
-    assert all(torch.equal(value, made.state_dict()[name]) for name, value in still.items())
-    assert all(
-        not torch.equal(moved[name], still[name]) for name in ("readout.read", "readout.weight")
+    return build(
+        MODEL_NAME,
+        **{**SETTINGS, "ddl_value_channels": 3},
+        ddl_cc_read="pair",
+        ddl_state_dv_shortconv_causal=True,
+        ddl_state_shortconv_kernel_size=2,
     )
-    state = json.loads(
-        (tmp_path / "still" / "checkpoints" / "step_00000001" / "state.json").read_text()
+
+
+@pytest.fixture(scope="module")
+def released_pair(model_with_pair, tmp_path_factory) -> Path:
+    """Save a model whose read is a pair of a convolution and a vector, as the authors release it."""
+    return save_released(model_with_pair, tmp_path_factory.mktemp("pair") / "released")
+
+
+def train_one_step(corpus: Path, out: Path, folder: Path, learning_rate: float) -> None:
+    arguments = arguments_without_model(
+        corpus,
+        out,
+        init_from=folder,
+        learning_rate=learning_rate,
+        min_lr=learning_rate,
+        max_steps=1,
+        eval_full=False,
     )
-    names = ("ddl_cc_read", "ddl_state_dv_shortconv_causal", "ddl_state_shortconv_kernel_size")
-    assert [state["model_config"][name] for name in names] == ["pair", True, 2]
+    run_train(arguments)
+
+
+def test_a_released_pair_is_read_as_a_pair(corpus, released_pair, model_with_pair, tmp_path):
+    train_one_step(corpus, tmp_path, released_pair, learning_rate=0)
+    expected = model_with_pair.state_dict()
+    for name, weight in read_weights(tmp_path, 1).items():
+        assert torch.equal(weight, expected[name]), name
+    model_config = read_state(tmp_path, 1)["model_config"]
+    assert model_config["ddl_cc_read"] == "pair"
+    assert model_config["ddl_state_dv_shortconv_causal"] is True
+    assert model_config["ddl_state_shortconv_kernel_size"] == 2
+
+
+def test_both_parameters_of_a_pair_are_trained(corpus, released_pair, model_with_pair, tmp_path):
+    """Train both of them, as the authors' code does."""
+    train_one_step(corpus, tmp_path, released_pair, learning_rate=1e-3)
+    weights = read_weights(tmp_path, 1)
+    initial = model_with_pair.state_dict()
+    assert not torch.equal(weights["readout.read"], initial["readout.read"])
+    assert not torch.equal(weights["readout.weight"], initial["readout.weight"])
+
+
+def test_a_pair_is_not_read_as_a_folded_one(corpus, released_pair, tmp_path):
+    arguments = arguments_without_model(
+        corpus, tmp_path, init_from=released_pair, ddl_cc_read="folded"
+    )
     with pytest.raises(ValueError, match=r"ddl_cc_read='folded', but init_from=.* has 'pair'"):
-        configure(arguments(corpus, tmp_path / "x", init_from=folder, ddl_cc_read="folded"))
+        configure(arguments)
 
 
-def test_the_optimizer_begins_afresh_and_learns(corpus, folders, tmp_path):
-    run(arguments(corpus, tmp_path / "out", init_from=folders / "exported"))
-    moments = load_file(
-        tmp_path / "out" / "checkpoints" / "step_00000003" / "optimizer.safetensors"
-    )
-    steps = {float(value) for name, value in moments.items() if name.endswith("step")}
+@pytest.fixture(scope="module")
+def trained_run(corpus, folders, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("trained") / "out"
+    run_train(arguments_without_model(corpus, out, init_from=folders / "exported"))
+    return out
+
+
+def test_the_optimizer_starts_with_step_1(trained_run):
+    path = trained_run / "checkpoints" / "step_00000003" / "optimizer.safetensors"
+    steps = {float(value) for name, value in load_file(path).items() if name.endswith("step")}
     assert steps == {3.0}
-    before = load_file(folders / "exported" / "model.safetensors")
-    assert all(
-        not torch.equal(value, before[name]) for name, value in weights(tmp_path / "out", 6).items()
-    )
 
 
-def test_a_run_that_goes_on_is_bit_for_bit_the_whole_one_and_does_not_need_the_folder(
-    corpus, folders, tmp_path
-):
-    source = Path(shutil.copytree(folders / "exported", tmp_path / "source"))
-    keys = {"init_from": source, "resume": "auto", "eval_full": False, "checkpoint_interval": 2}
-    run(arguments(corpus, tmp_path / "out", **keys))
-    wanted = weights(tmp_path / "out", 6)
+def test_every_parameter_learns(trained_run, folders):
+    initial = load_file(folders / "exported" / "model.safetensors")
+    for name, weight in read_weights(trained_run, 6).items():
+        assert not torch.equal(weight, initial[name]), name
+
+
+class RunWithoutFolder(NamedTuple):
+    """A complete run whose init_from has been deleted."""
+
+    out: Path
+    settings: dict
+
+
+@pytest.fixture
+def run_without_folder(corpus, folders, tmp_path) -> RunWithoutFolder:
+    source = shutil.copytree(folders / "exported", tmp_path / "source")
+    settings = {
+        "init_from": source,
+        "resume": "auto",
+        "eval_full": False,
+        "checkpoint_interval": 2,
+    }
+    run_train(arguments_without_model(corpus, tmp_path / "out", **settings))
     shutil.rmtree(source)
-    # nothing to go on from, and no folder
-    run(arguments(corpus, tmp_path / "fresh", **keys), code=2)
-    assert not (tmp_path / "fresh").exists()
-    another = {**keys, "init_from": folders / "run"}
-    assert "init_from=" in run(arguments(corpus, tmp_path / "out", **another, max_steps=8), code=2)
-    damaged = tmp_path / "out" / "checkpoints" / "step_00000006"  # the one before it counts
-    (damaged / "state.json").write_text("")
-    run(arguments(corpus, tmp_path / "out", **keys))
-    assert all(
-        torch.equal(value, wanted[name]) for name, value in weights(tmp_path / "out", 6).items()
-    )
+    return RunWithoutFolder(tmp_path / "out", settings)
 
 
-def test_a_longer_context_is_legal(corpus, folders, tmp_path):
-    """RoPE tables are computed for it; the folder's length is the default."""
-    config, model_config = configure(
-        arguments(corpus, tmp_path, init_from=folders / "released", block_size=40)
+def test_a_resumed_run_does_not_need_the_folder(run_without_folder, corpus):
+    out, settings = run_without_folder
+    expected = read_weights(out, 6)
+    # the run resumes at the checkpoint before this one
+    (out / "checkpoints" / "step_00000006" / "state.json").write_text("")
+    run_train(arguments_without_model(corpus, out, **settings))
+    for name, weight in read_weights(out, 6).items():
+        assert torch.equal(weight, expected[name]), name
+
+
+def test_a_new_run_needs_the_folder(run_without_folder, corpus, tmp_path):
+    arguments = arguments_without_model(corpus, tmp_path / "new", **run_without_folder.settings)
+    run_train(arguments, exit_code=2)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_resumed_run_does_not_accept_another_folder(run_without_folder, corpus, folders):
+    out, settings = run_without_folder
+    arguments = arguments_without_model(
+        corpus, out, **{**settings, "init_from": folders / "run"}, max_steps=8
     )
-    assert (config.model, model_config.block_size, model_config.ddl_value_channels) == (STEM, 40, 2)
-    assert (
-        configure(arguments(corpus, tmp_path, init_from=folders / "released"))[1].block_size == 16
+    assert "init_from=" in run_train(arguments, exit_code=2)
+
+
+def test_the_folder_gives_the_length_of_the_context(corpus, folders, tmp_path):
+    arguments = arguments_without_model(corpus, tmp_path, init_from=folders / "released")
+    assert configure(arguments)[1].block_size == 16
+
+
+def test_a_longer_context_is_accepted(corpus, folders, tmp_path):
+    arguments = arguments_without_model(
+        corpus, tmp_path, init_from=folders / "released", block_size=40
     )
-    argv = arguments(corpus, tmp_path / "x", init_from=folders / "run", block_size=40, dry_run=True)
-    assert "parameters" in run(argv)
-    assert not (tmp_path / "x").exists()
+    config, model_config = configure(arguments)
+    assert config.model == MODEL_NAME
+    assert model_config.block_size == 40
+    assert model_config.ddl_value_channels == 2
+
+
+def test_a_dry_run_with_a_longer_context_writes_nothing(corpus, folders, tmp_path):
+    """Compute the RoPE tables for the longer context."""
+    out = tmp_path / "out"
+    arguments = arguments_without_model(
+        corpus, out, init_from=folders / "run", block_size=40, dry_run=True
+    )
+    assert "parameters" in run_train(arguments)
+    assert not out.exists()
 
 
 @pytest.mark.parametrize(
@@ -171,44 +263,60 @@ def test_a_longer_context_is_legal(corpus, folders, tmp_path):
 )
 def test_contradictions_are_refused_by_name(corpus, folders, tmp_path, keys, message):
     with pytest.raises(ValueError, match=message):
-        configure(arguments(corpus, tmp_path, **{"init_from": folders / "exported", **keys}))
-
-
-def test_a_config_file_counts_as_the_user(corpus, folders, tmp_path, capsys):
-    file = tmp_path / "mine.py"
-    file.write_text(
-        f"init_from = {str(folders / 'run')!r}\nhidden_size = 12\nddl_beta_init = 0.25\n"
-    )
-    _, model_config = configure([str(file)])
-    # an initialisation that does not take place
-    assert vars(model_config) == vars(build(STEM, **KEYS).config)
-    assert "note: ddl_beta_init: no effect with init_from" in capsys.readouterr().out
-    file.write_text(f"init_from = {str(folders / 'run')!r}\nrope_base = 5e5\n")
-    with pytest.raises(ValueError, match=r"rope_base=500000\.0, but init_from=.* has 10000\.0"):
-        configure([str(file)])
-    file.write_text("init_from = 5\n")
-    with pytest.raises(ValueError, match="init_from=5: give text or None"):
-        configure([str(file)])
-
-
-def test_another_tokenizer_is_refused(corpus, folders, tmp_path):
-    made, other = build("gpt-mha-rope", **SMALL), tokenizer.train_byte_pairs(["ab ab ab"] * 5, 258)
-    save_run(tmp_path / "run", made, "gpt-mha-rope", other)
-    export_run(tmp_path / "run", tmp_path / "exported")
-    for name in ("run", "exported"):
-        line = run(
-            arguments(corpus, tmp_path / "out", init_from=tmp_path / name, dry_run=True), code=2
+        configure(
+            arguments_without_model(corpus, tmp_path, **{"init_from": folders / "exported", **keys})
         )
-        assert "was trained with the tokenizer bpe258" in line
-        assert "was tokenized with bytes" in line
-    small = build("gpt-mha-rope", **{**SMALL, "vocab_size": 200})
-    (tmp_path / "released").mkdir()
-    save_file(checkpoint.get_model_tensors(small), tmp_path / "released" / "model.safetensors")
-    (tmp_path / "released" / "config.json").write_text(json.dumps(vars(small.config)))
-    # Released folders have no tokenizer: its size must do.
-    assert "vocab_size=200, but" in run(
-        arguments(corpus, tmp_path / "out", init_from=tmp_path / "released"), code=2
+
+
+@pytest.fixture
+def write_config(folders, tmp_path) -> Callable[[str], str]:
+    """Return a function that writes a config file with init_from and a text, and returns its path."""
+
+    def write(text: str) -> str:
+        (tmp_path / "mine.py").write_text(f"init_from = {str(folders / 'run')!r}\n{text}")
+        return str(tmp_path / "mine.py")
+
+    return write
+
+
+def test_an_initial_value_in_a_config_file_has_no_effect(write_config, capsys):
+    _, model_config = configure([write_config("hidden_size = 12\nddl_beta_init = 0.25\n")])
+    assert vars(model_config) == vars(build(MODEL_NAME, **SETTINGS).config)
+    assert "note: ddl_beta_init: no effect with init_from" in capsys.readouterr().out
+
+
+def test_a_contradiction_in_a_config_file_is_refused(write_config):
+    with pytest.raises(ValueError, match=r"rope_base=500000\.0, but init_from=.* has 10000\.0"):
+        configure([write_config("rope_base = 5e5\n")])
+
+
+def test_a_number_in_a_config_file_is_no_folder(write_config):
+    with pytest.raises(ValueError, match="init_from=5: give text or None"):
+        configure([write_config("init_from = 5\n")])
+
+
+@pytest.mark.parametrize("kind", ["run", "exported"])
+def test_another_tokenizer_is_refused(corpus, tmp_path, kind):
+    encoding = tokenizer.train_byte_pairs(["ab ab ab"] * 5, 258)
+    save_run(tmp_path / "run", build("gpt-mha-rope", **SMALL), "gpt-mha-rope", encoding)
+    export_run(tmp_path / "run", tmp_path / "exported")
+    arguments = arguments_without_model(
+        corpus, tmp_path / "out", init_from=tmp_path / kind, dry_run=True
     )
+    line = run_train(arguments, exit_code=2)
+    assert "was trained with the tokenizer bpe258" in line
+    assert "was tokenized with bytes" in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_released_folder_with_another_vocabulary_is_refused(corpus, tmp_path):
+    """Compare the sizes: released folders have no tokenizer."""
+    model = build("gpt-mha-rope", **{**SMALL, "vocab_size": 200})
+    (tmp_path / "released").mkdir()
+    save_file(checkpoint.get_model_tensors(model), tmp_path / "released" / "model.safetensors")
+    (tmp_path / "released" / "config.json").write_text(json.dumps(vars(model.config)))
+    arguments = arguments_without_model(corpus, tmp_path / "out", init_from=tmp_path / "released")
+    assert "vocab_size=200, but" in run_train(arguments, exit_code=2)
     assert not (tmp_path / "out").exists()
 
 
@@ -217,65 +325,90 @@ def test_damaged_weights_end_with_one_line(corpus, folders, tmp_path):
     tensors = load_file(folder / "model.safetensors")
     tensors["ln_f.weight"][0] = float("nan")
     save_file(tensors, folder / "model.safetensors")
-    line = one_line_error(call("train.py", *arguments(corpus, tmp_path / "out", init_from=folder)))
+    line = one_line_error(
+        call("train.py", *arguments_without_model(corpus, tmp_path / "out", init_from=folder))
+    )
     assert "model.safetensors: ln_f.weight holds NaN or infinite numbers" in line
     assert not (tmp_path / "out").exists()
 
 
-# as if it were newer than what is stored, and not 4 by default
-SCALE = "ddl_v_sigmoid_scale"
+# ---- keys that are newer than what is saved ----
+
+NEW_KEY = "ddl_v_sigmoid_scale"  # its default is 4 in this version
+
+
+def use_later_default(monkeypatch) -> None:
+    """Let the default be 1, as in a later version; `before` is what it was without the key."""
+    change_default(monkeypatch, model_class(MODEL_NAME), NEW_KEY, float, 1.0, before=4.0)
 
 
 @pytest.mark.parametrize("kind", ["run", "exported", "released"])
-def test_a_folder_that_is_older_than_a_key_means_what_it_meant(
+def test_a_folder_that_is_older_than_a_key_keeps_the_earlier_default(
     folders, tmp_path, monkeypatch, kind
 ):
     shutil.copytree(folders / kind, tmp_path / kind)
-    [file] = [
-        path for name in ("state", "config") for path in (tmp_path / kind).rglob(f"{name}.json")
-    ]
-    stored = json.loads(file.read_text())
-    del (stored["model_config"] if kind == "run" else stored)[SCALE]
-    file.write_text(json.dumps(stored))
+    file_name = "state.json" if kind == "run" else "config.json"
+    [file] = (tmp_path / kind).rglob(file_name)
+    saved = json.loads(file.read_text())
+    settings = saved["model_config"] if kind == "run" else saved
+    del settings[NEW_KEY]
+    file.write_text(json.dumps(saved))
     if kind == "run":
         write_checksums(file.parent)
-    change_default(monkeypatch, model_class(STEM), SCALE, float, 1.0, before=4.0)
-    assert init_from.read_decided_settings(str(tmp_path / kind))[SCALE] == 4.0
+    use_later_default(monkeypatch)
+    assert init_from.read_decided_settings(str(tmp_path / kind))[NEW_KEY] == 4.0
     if kind != "released":  # those have no tokenizer
-        assert checkpoint.load_model(tmp_path / kind, "cpu")[0].config.ddl_v_sigmoid_scale == 4.0
+        model, _, _ = checkpoint.load_model(tmp_path / kind, "cpu")
+        assert model.config.ddl_v_sigmoid_scale == 4.0
 
 
-def test_a_run_keeps_what_a_key_meant_when_it_began(corpus, tmp_path, monkeypatch):
-    """Its first checkpoint does not know the key, its second does; what is typed still counts."""
-    keys = {
-        "model": STEM,
-        "resume": "auto",
-        "eval_full": False,
-        "schedule": "wsd",
-        "decay_steps": 0,
-    }
-    for name, steps in (("whole", (9,)), ("parts", (3,))):
-        for last in steps:
-            run(small_run(corpus, tmp_path / name, **keys, max_steps=last))
-    folder = checkpoint.find(tmp_path / "parts")
+WSD_SETTINGS = {
+    "model": MODEL_NAME,
+    "resume": "auto",
+    "eval_full": False,
+    "schedule": "wsd",
+    "decay_steps": 0,
+}
+
+
+@pytest.fixture
+def run_without_key(corpus, tmp_path, monkeypatch) -> Path:
+    """Train three steps with a version that lacks a key, and three with a later version."""
+    out = tmp_path / "run"
+    run_train(small_run(corpus, out, **WSD_SETTINGS, max_steps=3))
+    folder = checkpoint.find(out)
     state = json.loads((folder / "state.json").read_text())
-    del state["model_config"][SCALE]
+    del state["model_config"][NEW_KEY]
     (folder / "state.json").write_text(json.dumps(state))
     write_checksums(folder)
-    change_default(monkeypatch, model_class(STEM), SCALE, float, 1.0, before=4.0)
-    for last in (6, 9):
-        run(small_run(corpus, tmp_path / "parts", **keys, max_steps=last))
-    whole, parts = (weights(tmp_path / name, 9) for name in ("whole", "parts"))
-    assert all(torch.equal(value, parts[name]) for name, value in whole.items())
-    said = run(
-        small_run(corpus, tmp_path / "parts", **keys, max_steps=12, ddl_v_sigmoid_scale=1.0), code=2
+    use_later_default(monkeypatch)
+    # the first checkpoint does not have the key, the second has it
+    run_train(small_run(corpus, out, **WSD_SETTINGS, max_steps=6))
+    return out
+
+
+def test_a_resumed_run_keeps_the_earlier_default(corpus, tmp_path, run_without_key):
+    run_train(small_run(corpus, run_without_key, **WSD_SETTINGS, max_steps=9))
+    expected_run = tmp_path / "expected"
+    arguments = small_run(
+        corpus, expected_run, **WSD_SETTINGS, max_steps=9, ddl_v_sigmoid_scale=4.0
     )
-    assert "ddl_v_sigmoid_scale=4.0 (not 1.0" in said
+    run_train(arguments)
+    weights = read_weights(run_without_key, 9)
+    for name, expected in read_weights(expected_run, 9).items():
+        assert torch.equal(weights[name], expected), name
 
 
-# ---- a stream begun from a trained additive model ----
+def test_a_resumed_run_does_not_accept_the_later_default(corpus, run_without_key):
+    arguments = small_run(
+        corpus, run_without_key, **WSD_SETTINGS, max_steps=9, ddl_v_sigmoid_scale=1.0
+    )
+    assert "ddl_v_sigmoid_scale=4.0 (not 1.0" in run_train(arguments, exit_code=2)
 
-BEGUN = [
+
+# ---- streams that start from a trained additive model ----
+
+ADDITIVE_STARTS = [
     ("HC-gpt-mha-rope", {}),
     ("HC-gpt-mha-rope", {"hc_dynamic": False}),
     ("mHC-gpt-mha-rope", {}),
@@ -311,56 +444,70 @@ BEGUN = [
 ]
 
 
-@pytest.mark.parametrize("moved", [False, True])
-@pytest.mark.parametrize(("stem", "keys"), BEGUN, ids=str)
-def test_a_stream_begins_as_the_additive_model_and_trains_what_is_its_own(stem, keys, moved):
-    """From a model as it starts, whose states are so small that ln_f's eps counts, and from one
-    whose every parameter is somewhere else."""
-    additive = build("gpt-mha-rope", **SMALL).double()
-    additive = move_parameters(additive) if moved else additive
-    model = build(stem, **{**SMALL, "num_hidden_layers": 2, **keys}).double()
-    weights = model.convert_additive(additive.state_dict())
-    own = model.load_state_dict(weights, strict=False).missing_keys
+def build_from_additive(additive, name: str, **settings):
+    """Build a float64 model that starts as an additive one; return it and its own parameters."""
+    model = build(name, **{**SMALL, "num_hidden_layers": 2, **settings}).double()
+    converted = model.convert_additive(additive.state_dict())
+    own_names = model.load_state_dict(converted, strict=False).missing_keys
     model.from_additive()
+    return model, own_names
+
+
+def additive_tolerance(name: str, settings: dict, randomized: bool) -> float:
+    if "mHC" in name and "mhc_readout" not in settings:
+        # its mixes of streams cannot be divided by their number before the readout adds them
+        return 1e-4 if randomized else 1e-3
+    if "Gated" in name and "gated_residual_eps" not in settings:
+        return 1e-3 if randomized else 1e-2  # every norm has another eps
+    return 1e-9
+
+
+@pytest.mark.parametrize("randomized", [False, True])
+@pytest.mark.parametrize(("name", "settings"), ADDITIVE_STARTS, ids=str)
+def test_a_stream_starts_as_the_additive_model_and_trains_its_own_parameters(
+    name, settings, randomized
+):
+    """Start from initial weights, whose states are so small that the eps of ln_f counts, or others."""
+    additive = build("gpt-mha-rope", **SMALL).double()
+    if randomized:
+        move_parameters(additive)
+    model, own_names = build_from_additive(additive, name, **settings)
     ids = torch.randint(0, SMALL["vocab_size"], (2, 9))
+    tolerance = additive_tolerance(name, settings, randomized)
     with torch.no_grad():
-        if "mHC" in stem and "mhc_readout" not in keys:
-            # its mixes of streams cannot be divided by their number before the readout adds them
-            close = 1e-4 if moved else 1e-3
-        elif "Gated" in stem and "gated_residual_eps" not in keys:
-            close = 1e-3 if moved else 1e-2  # every norm has another eps
-        else:
-            close = 1e-9
-        torch.testing.assert_close(model(ids)[0], additive(ids)[0], rtol=0, atol=close)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        torch.testing.assert_close(model(ids)[0], additive(ids)[0], rtol=0, atol=tolerance)
+
+    initial = {name: p.detach().clone() for name, p in model.named_parameters()}
+    train_steps(model, ids, num_steps=3)
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, initial[name])}
+    assert own_names
+    single_source = {"transformer.h.0.depth_attn.query"}  # attends to one source alone
+    assert changed >= (set(own_names) & initial.keys()) - single_source
+
+
+def train_steps(model, ids: torch.Tensor, num_steps: int) -> None:
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(3):
+    for _ in range(num_steps):
         model(ids[:, :-1], ids[:, 1:])[1].backward()
         adamw.step()
         adamw.zero_grad()
-    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
-    assert own
-    alone = {"transformer.h.0.depth_attn.query"}  # over a single source
-    assert moved >= (set(own) & before.keys()) - alone
+
+
+def test_norms_of_gated_residual_start_from_those_of_the_additive_model():
+    additive = move_parameters(build("gpt-mha-rope", **SMALL)).double()
+    model, _ = build_from_additive(additive, "GatedResidual-gpt-mha-rope")
+    norm_weight = model.transformer.h[0].gated_mlp.norm_weight
+    expected = 2 * additive.transformer.h[0].ln_2.weight
+    torch.testing.assert_close(norm_weight.mean(0), expected, rtol=0, atol=1e-6)
 
 
 def test_streams_of_gated_residual_part_after_an_additive_start():
-    """They begin equal, and a few steps take each another way, because their norms differ."""
+    """Start with equal streams; a few steps separate them, because their norms differ."""
     additive = move_parameters(build("gpt-mha-rope", **SMALL)).double()
-    model = build("GatedResidual-gpt-mha-rope", **SMALL).double()
-    model.load_state_dict(model.convert_additive(additive.state_dict()), strict=False)
-    model.from_additive()
-    own = model.transformer.h[0].gated_mlp.norm_weight
-    expected = 2 * additive.transformer.h[0].ln_2.weight
-    torch.testing.assert_close(own.mean(0), expected, rtol=0, atol=1e-6)
-
+    model, _ = build_from_additive(additive, "GatedResidual-gpt-mha-rope")
     ids = torch.randint(0, SMALL["vocab_size"], (2, 9))
     assert spread_of_streams(model, ids) < 1e-12
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(5):
-        model(ids[:, :-1], ids[:, 1:])[1].backward()
-        adamw.step()
-        adamw.zero_grad()
+    train_steps(model, ids, num_steps=5)
     assert spread_of_streams(model, ids) > 0.01
 
 
@@ -375,37 +522,69 @@ def spread_of_streams(model, ids: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("settings", "message"),
     [
         ({"mhc_write_magnitude": 1.0}, "mhc_write_magnitude=1 has no additive start"),
         ({"mhc_read_eps": 0.3}, "mhc_read_eps=0.3 has no additive start, whose reads are 1/4"),
     ],
 )
-def test_weights_that_cannot_be_those_of_the_additive_stream_are_refused(keys, message):
-    model = build("mHC-gpt-mha-rope", **{**SMALL, "num_hidden_layers": 2, **keys})
+def test_settings_without_an_additive_start_are_refused(settings, message):
+    model = build("mHC-gpt-mha-rope", **{**SMALL, "num_hidden_layers": 2, **settings})
     with pytest.raises(ValueError, match=message):
         model.from_additive()
 
 
-def test_training_begins_from_an_additive_run(corpus, tmp_path):
+@pytest.fixture(scope="module")
+def additive_folders(tmp_path_factory) -> Path:
+    """Save an additive model as a run and as an exported folder."""
     torch.manual_seed(5)
-    additive = build("gpt-mha-rope", **SMALL)
-    save_run(tmp_path / "run", additive, "gpt-mha-rope")
-    export_run(tmp_path / "run", tmp_path / "exported")
-    keys = {"init_from": tmp_path / "run", "learning_rate": 0, "max_steps": 1}
+    folder = tmp_path_factory.mktemp("additive")
+    save_run(folder / "run", build("gpt-mha-rope", **SMALL), "gpt-mha-rope")
+    export_run(folder / "run", folder / "exported")
+    return folder
+
+
+def test_training_starts_from_an_additive_run(corpus, additive_folders, tmp_path):
     losses = []
-    for stem, source in (("gpt-mha-rope", "run"), ("MUDD-gpt-mha-rope", "exported")):
-        out = tmp_path / stem
-        run(arguments(corpus, out, model=stem, **{**keys, "init_from": tmp_path / source}))
-        records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        losses.append(records[0]["loss"])
+    for name, kind in (("gpt-mha-rope", "run"), ("MUDD-gpt-mha-rope", "exported")):
+        arguments = arguments_without_model(
+            corpus,
+            tmp_path / name,
+            model=name,
+            init_from=additive_folders / kind,
+            learning_rate=0,
+            max_steps=1,
+        )
+        run_train(arguments)
+        losses.append(metrics.read(tmp_path / name / "metrics.jsonl")[0]["loss"])
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
-    refused = {
-        "DDL-gpt-mha-rope": "with beta = 0 its state does not change, and the direction k is normalized",
-        "AttnRes-gpt-mha-rope": "attn_res_form=replace has no additive residual stream; use --attn_res_form=delta",
-        "wide-gpt-mha-rope": "its residual stream has no such start",
-    }
-    for stem, why in refused.items():
-        line = run(arguments(corpus, tmp_path / "x", model=stem, **keys), code=2)
-        assert f"is an additive model, which this model cannot start as: {why}" in line
-        assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        (
+            "DDL-gpt-mha-rope",
+            "with beta = 0 its state does not change, and the direction k is normalized",
+        ),
+        (
+            "AttnRes-gpt-mha-rope",
+            "attn_res_form=replace has no additive residual stream; use --attn_res_form=delta",
+        ),
+        ("wide-gpt-mha-rope", "its residual stream has no such start"),
+    ],
+)
+def test_a_model_without_an_additive_start_is_refused(
+    corpus, additive_folders, tmp_path, name, reason
+):
+    arguments = arguments_without_model(
+        corpus,
+        tmp_path / "out",
+        model=name,
+        init_from=additive_folders / "run",
+        learning_rate=0,
+        max_steps=1,
+    )
+    line = run_train(arguments, exit_code=2)
+    assert f"is an additive model, which this model cannot start as: {reason}" in line
+    assert not (tmp_path / "out").exists()

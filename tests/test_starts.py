@@ -1,6 +1,4 @@
-"""Where parameters start: each standard deviation against the formula of the paper's current
-release, written anew.
-"""
+"""Test initial values: each standard deviation against the formula of the paper's current release."""
 
 import math
 
@@ -25,22 +23,30 @@ SIZES = {
         "num_hidden_layers": 24,
     },
 }
-COLUMNS = [f"DDL-gpt-mha-rope{kind}" for kind in ("", "-EC", "-CC", "-CC-EC")]
-MODEL_NAMES = ["gpt-mha-rope", "DDL-vdim1-gpt-mha-rope", *COLUMNS]
-FEW = {"vocab_size": 512, "block_size": 16}
-WHOLE = [pytest.param(size, None, marks=pytest.mark.slow) for size in SIZES]
+WITH_VALUE_CHANNELS = [f"DDL-gpt-mha-rope{kind}" for kind in ("", "-EC", "-CC", "-CC-EC")]
+MODEL_NAMES = ["gpt-mha-rope", "DDL-vdim1-gpt-mha-rope", *WITH_VALUE_CHANNELS]
+FEW_TOKENS = {"vocab_size": 512, "block_size": 16}
 
 
-def wanted(name: str, shape: torch.Size, d: int, layers: int) -> tuple[float, float]:
-    """(mean, standard deviation) of a parameter's start with init=spectral; a read starts as a
-    mean.
+def settings_of(size: str, num_layers: int) -> dict:
+    return {**SIZES[size], **FEW_TOKENS, "num_hidden_layers": num_layers}
+
+
+def expected_moments(name: str, shape: torch.Size, d: int, layers: int) -> tuple[float, float]:
+    """Return mean and standard deviation of an initial parameter with init=spectral.
+
+    A read starts as a mean over the value channels.
     """
     if name.endswith("wte.weight"):
         return 0.0, 0.02
     if name.endswith("v_proj.bias"):
         return 0.0, 1 / math.sqrt(3 * d)  # uniform
+    if name.endswith("beta.bias"):
+        return 0.0, 0.0
+    if name.endswith(".read") and len(shape) == 1:
+        return 0.25, 0.0
     if len(shape) == 1:
-        return 0.0 if name.endswith("beta.bias") else 0.25 if name.endswith(".read") else 1.0, 0.0
+        return 1.0, 0.0
     if "compress." in name or name.startswith("readout."):
         return 1 / shape[-1], 0.0
     if name.startswith("input_embed."):
@@ -50,37 +56,64 @@ def wanted(name: str, shape: torch.Size, d: int, layers: int) -> tuple[float, fl
     return 0.0, std / layers if name.endswith("c_proj.weight") else std
 
 
-@pytest.mark.parametrize("stem", MODEL_NAMES)
-@pytest.mark.parametrize(("size", "layers"), [("small", 2), ("medium", 3), *WHOLE])
-def test_every_parameter_starts_as_the_release_has_it(stem, size, layers):
-    keys = SIZES[size] | ({"num_hidden_layers": layers} if layers else {})
-    pair = {"ddl_cc_read": "pair"} if "-CC" in stem else {}
-    model = build(stem, init="spectral", **pair, **keys, **FEW)
+@pytest.mark.parametrize("model_name", MODEL_NAMES)
+@pytest.mark.parametrize(
+    ("size", "num_layers"),
+    [
+        ("small", 2),
+        ("medium", 3),
+        pytest.param("small", 12, marks=pytest.mark.slow),
+        pytest.param("medium", 24, marks=pytest.mark.slow),
+    ],
+)
+def test_every_parameter_starts_as_in_the_release(model_name, size, num_layers):
+    settings = settings_of(size, num_layers)
+    if "-CC" in model_name:
+        settings["ddl_cc_read"] = "pair"
+    model = build(model_name, init="spectral", **settings)
     for name, parameter in model.named_parameters():
-        mean, std = wanted(name, parameter.shape, keys["hidden_size"], keys["num_hidden_layers"])
-        found, few = parameter.detach().double(), 5 / math.sqrt(parameter.numel())
-        assert abs(found.mean().item() - mean) <= max(few * std, 1e-6), name
+        mean, std = expected_moments(name, parameter.shape, settings["hidden_size"], num_layers)
+        values = parameter.detach().double()
+        tolerance = 5 / math.sqrt(parameter.numel())
+        assert abs(values.mean().item() - mean) <= max(tolerance * std, 1e-6), name
         if parameter.numel() > 100 or not std:
-            assert found.std(correction=0).item() == pytest.approx(std, rel=few, abs=1e-8), name
+            actual_std = values.std(correction=0).item()
+            assert actual_std == pytest.approx(std, rel=tolerance, abs=1e-8), name
 
 
-def test_a_few_starts_are_the_figures_of_the_release():
-    """d = 768, 12 layers: gate, write value, and the outputs of attention and MLP, of all layers
-    together.
-    """
-    model = build("DDL-gpt-mha-rope", init="spectral", **SIZES["small"], **FEW)
-    figures = {"ddl_attn.beta.weight": 0.00065, "ddl_mlp.v_proj.weight": 0.0013}
-    figures |= {"attn.c_proj.weight": 0.0015, "mlp.c_proj.weight": 0.00056}
-    state = model.state_dict()
-    for name, std in figures.items():
-        found = torch.cat([value.flatten() for key, value in state.items() if key.endswith(name)])
-        assert found.std().item() == pytest.approx(std, rel=0.02), name
+@pytest.mark.parametrize(
+    ("name", "std"),
+    [
+        ("ddl_attn.beta.weight", 0.00065),
+        ("ddl_mlp.v_proj.weight", 0.0013),
+        ("attn.c_proj.weight", 0.0015),
+        ("mlp.c_proj.weight", 0.00056),
+    ],
+)
+def test_standard_deviations_that_the_release_states(small_model, name, std):
+    """Compare parameters of all layers together."""
+    weights = [
+        weight.flatten() for key, weight in small_model.state_dict().items() if key.endswith(name)
+    ]
+    assert torch.cat(weights).std().item() == pytest.approx(std, rel=0.02)
+
+
+@pytest.fixture(scope="module")
+def small_model():
+    """Build the small size: d = 768, 12 layers."""
+    torch.manual_seed(0)
+    return build("DDL-gpt-mha-rope", init="spectral", **settings_of("small", 12))
 
 
 @pytest.mark.parametrize(("causal", "folded"), [(False, (2, 3, 4, 3)), (True, (4, 3, 2, 1))])
 def test_the_mean_of_a_pair_folds_to_a_window(causal, folded):
-    keys = {"ddl_cc_read": "pair", "ddl_state_dv_shortconv_causal": causal, "init": "spectral"}
-    model = build("DDL-gpt-mha-rope-CC", **keys, **SIZES["small"] | {"num_hidden_layers": 1}, **FEW)
+    model = build(
+        "DDL-gpt-mha-rope-CC",
+        ddl_cc_read="pair",
+        ddl_state_dv_shortconv_causal=causal,
+        init="spectral",
+        **settings_of("small", 1),
+    )
     expected = torch.tensor(folded) / 16
     for read in (model.readout, model.transformer.h[0].compress):
         torch.testing.assert_close(read.weights()[0].T, expected.expand(768, 4))
@@ -88,80 +121,83 @@ def test_the_mean_of_a_pair_folds_to_a_window(causal, folded):
 
 @pytest.mark.parametrize("start", ["mean", "normal", "identity"])
 def test_a_folded_read_starts_as_the_pair_folds(start):
-    made = []
+    weights = []
     for form in ("pair", "folded"):
         torch.manual_seed(1)
-        keys = {"ddl_cc_read": form, "ddl_state_conv_init": start, "num_hidden_layers": 1}
-        made.append(
-            build(
-                "DDL-gpt-mha-rope-CC", **keys, hidden_size=64, head_dim=16, **FEW
-            ).readout.weights()
+        model = build(
+            "DDL-gpt-mha-rope-CC",
+            ddl_cc_read=form,
+            ddl_state_conv_init=start,
+            num_hidden_layers=1,
+            hidden_size=64,
+            head_dim=16,
+            **FEW_TOKENS,
         )
-    torch.testing.assert_close(*made)
+        weights.append(model.readout.weights())
+    torch.testing.assert_close(weights[0], weights[1])
 
 
 @pytest.mark.parametrize(
     ("size", "causal"), [(1, False), (2, False), (3, True), (4, False), (4, True)]
 )
 def test_folding_and_its_gradients_are_those_of_the_two_steps(size, causal):
-    """A convolution over columns, zeros beyond them, by torch's own; then the vector.
-
-    In float32.
-    """
-    weight, read = torch.randn(7, size, requires_grad=True), torch.randn(4, requires_grad=True)
-    state, before = torch.randn(5, 7, 4), size - 1 if causal else (size - 1) // 2
-    padded = F.pad(state, (before, size - 1 - before))
-    outcomes = [F.conv1d(padded, weight[:, None], groups=7) @ read]
-    outcomes.append((state * fold_channel_conv(weight, read, causal)).sum(-1))
-    torch.testing.assert_close(*outcomes, rtol=1e-6, atol=1e-6)
-    toward = torch.randn(5, 7)
-    theirs, ours = (
-        torch.autograd.grad((outcome * toward).sum(), (weight, read)) for outcome in outcomes
-    )
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    """Compare with torch's convolution over value channels, padded with zeros, then the vector."""
+    weight = torch.randn(7, size, requires_grad=True)
+    read = torch.randn(4, requires_grad=True)
+    state = torch.randn(5, 7, 4)
+    num_left = size - 1 if causal else (size - 1) // 2
+    padded = F.pad(state, (num_left, size - 1 - num_left))
+    expected = F.conv1d(padded, weight[:, None], groups=7) @ read
+    output = (state * fold_channel_conv(weight, read, causal)).sum(-1)
+    torch.testing.assert_close(output, expected, rtol=1e-6, atol=1e-6)
+    factors = torch.randn(5, 7)
+    gradients = torch.autograd.grad((output * factors).sum(), (weight, read))
+    expected_gradients = torch.autograd.grad((expected * factors).sum(), (weight, read))
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("init", "divisor"), [("spectral", 2), ("normal", math.sqrt(2))])
-def test_a_depth_base_divides_by_itself(init, divisor):
-    keys = SIZES["small"] | {"num_hidden_layers": 4, "num_hidden_layers_base": 2, "init": init}
-    model = build("gpt-mha-rope", **keys, **FEW)
+def test_a_depth_base_divides_the_initial_outputs_by_itself(init, divisor):
+    model = build("gpt-mha-rope", num_hidden_layers_base=2, init=init, **settings_of("small", 4))
     assert model.config.branch_mult == 0.5
-    found = model.transformer.h[3].attn.c_proj.weight.std().item()
-    assert found == pytest.approx(0.5 / math.sqrt(768) / divisor, rel=0.01)
+    std = model.transformer.h[3].attn.c_proj.weight.std().item()
+    assert std == pytest.approx(0.5 / math.sqrt(768) / divisor, rel=0.01)
 
 
-@pytest.mark.parametrize("stem", ["HC-gpt-mha-rope", "AttnRes-gpt-mha-rope", "mHC-gpt-mha-rope"])
-def test_streams_without_a_factor_refuse_it(stem):
+@pytest.mark.parametrize(
+    "model_name", ["HC-gpt-mha-rope", "AttnRes-gpt-mha-rope", "mHC-gpt-mha-rope"]
+)
+def test_streams_without_a_factor_refuse_it(model_name):
     with pytest.raises(
         ValueError,
         match=r"residual_branch_mult=0.5 has no effect on this model, whose write \(\w+\) does not",
     ):
-        build(stem, num_hidden_layers_base=6, hidden_size=16, head_dim=4, **FEW)
+        build(model_name, num_hidden_layers_base=6, hidden_size=16, head_dim=4, **FEW_TOKENS)
 
 
-def contexts(model) -> list[float]:
-    """RMS of what each sublayer is given, after its norm, site by site."""
-    found, hooks = [], []
-    for norm in (norm for block in model.transformer.h for norm in (block.ln_1, block.ln_2)):
-        note = norm.register_forward_hook(
-            lambda *given: found.append(given[-1].square().mean().sqrt().item())
-        )
-        hooks.append(note)
+def measure_contexts(model) -> list[float]:
+    """Return the RMS of the input of each sublayer, after its norm, site by site."""
+    rms = []
+    hooks = []
+    for block in model.transformer.h:
+        for norm in (block.ln_1, block.ln_2):
+            hook = norm.register_forward_hook(
+                lambda _, inputs, output: rms.append(output.square().mean().sqrt().item())
+            )
+            hooks.append(hook)
     with torch.no_grad():
-        model(torch.randint(0, FEW["vocab_size"], (2, 16)))
+        model(torch.randint(0, FEW_TOKENS["vocab_size"], (2, 16)))
     for hook in hooks:
         hook.remove()
-    return found
+    return rms
 
 
-def test_what_sublayers_are_given_is_normed_from_the_first_step_on():
-    """With the older start four columns were read so small that ln_1's eps decided what came of
-    it.
-    """
-    keys = SIZES["small"] | {"num_hidden_layers": 2} | FEW
-    now, before = (
-        contexts(build("DDL-gpt-mha-rope", init=init, **keys)) for init in ("spectral", "normal")
-    )
-    assert len(now) == len(before) == 4
-    assert min(now) > 0.9
-    assert before[0] < 0.2
+def test_inputs_of_sublayers_are_normalized_from_the_first_step():
+    """Avoid the fault of init=normal: reads of four value channels that are as small as ln_1's eps."""
+    spectral = build("DDL-gpt-mha-rope", init="spectral", **settings_of("small", 2))
+    normal = build("DDL-gpt-mha-rope", init="normal", **settings_of("small", 2))
+    spectral_rms = measure_contexts(spectral)
+    normal_rms = measure_contexts(normal)
+    assert len(spectral_rms) == len(normal_rms) == 4
+    assert min(spectral_rms) > 0.9
+    assert normal_rms[0] < 0.2

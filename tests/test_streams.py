@@ -1,6 +1,4 @@
-"""The streams beside DDL's: against the loops of naive_streams.py, and at the start against what
-SPEC says of it.
-"""
+"""Test the streams beside DDL's: against the loops of naive_streams.py, and their initial values."""
 
 import copy
 import math
@@ -20,23 +18,26 @@ from model.hyper_connections import mix_orthogonal, quaternion_product, sinkhorn
 from model.parameters import rules_of
 from training.residual_statistics import ObservedStream, compute_residual_statistics
 
-ROPE = "HC mHC GatedResidual AttnRes ReZero DenseFormer LAuReL conv wide MUDD Lambdas".split()
-FULL_STEMS = {name: f"{name}-gpt-mha-rope" for name in ROPE} | {
+WITH_ROPE = "HC mHC GatedResidual AttnRes ReZero DenseFormer LAuReL conv wide MUDD Lambdas".split()
+# model names by the name of the stream
+MODEL_NAMES = {
+    **{name: f"{name}-gpt-mha-rope" for name in WITH_ROPE},
     "MGT": "MGT-gpt-mha",
     "additive": "gpt-mha-rope",
 }
 
 
-def fresh(name, **keys):
-    """A tiny model of float64 as it starts."""
-    return build(FULL_STEMS[name], **{**TINY, **keys}).double()
+def build_initial(name, **keys):
+    """Build a tiny model in float64 with its initial parameters."""
+    return build(MODEL_NAMES[name], **{**TINY, **keys}).double()
 
 
-def moved(name, **keys):
-    """The same with every parameter somewhere else; mHC's biases, which start where nothing is
-    mixed, all alike.
+def build_random(name, **keys):
+    """Build a tiny model in float64 with every parameter randomized.
+
+    Biases of mHC, which start where nothing is mixed, are drawn anew instead of shifted.
     """
-    model = move_parameters(fresh(name, **keys))
+    model = move_parameters(build_initial(name, **keys))
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if name == "mHC" and key.endswith(".bias"):
@@ -44,127 +45,121 @@ def moved(name, **keys):
     return model
 
 
-def tokens(*shape):
+def random_ids(*shape):
     return torch.randint(0, TINY["vocab_size"], shape)
 
 
 DEEP = {"num_hidden_layers": 3}
-CASES = [
-    ("HC", {"hc_dynamic": dynamic, "hc_streams": n} | DEEP)
-    for dynamic in (False, True)
-    for n in (1, 2, 4)
-]
-CASES += [
-    ("mHC", {"hc_streams": n, "mhc_iterations": k})
-    for n, k in ((2, 20), (4, 20), (2, 1), (4, 1), (4, 2))
-]
-CASES += [
-    ("mHC", {"hc_streams": 4, "mhc_iterations": k, "mhc_rows_last": False}) for k in (20, 2, 1)
-]
-CASES += [("AttnRes", {"attn_res_blocks": n}) for n in (None, 1, 2, 4, 8)]
-# Sites in runs of 3, 3, 2 and of 2, 2, 2: the last run is shorter, or there are fewer of them than
-# asked for.
-CASES += [
-    ("AttnRes", {"attn_res_blocks": 3, "num_hidden_layers": 4}),
-    ("AttnRes", {"attn_res_blocks": 4} | DEEP),
-]
 MGT_GATE = {
     "mgt_lambda": 1.7,
     "mgt_epsilon": -0.4,
     "mgt_alpha_init": 0.6,
     "mgt_beta_bias_init": -0.3,
 }
-CASES += [("MGT", {"mgt_arm": arm} | MGT_GATE) for arm in ("full", "ddl", "full_post", "ddl_post")]
-CASES += [("MGT", {"mgt_arm": arm}) for arm in ("mhc", "standard", "additive", "mhc_pre")]
-CASES += [
-    ("MGT", {"mgt_arm": arm, "residual_branch_mult": 0.38})
-    for arm in ("additive", "standard", "mhc_pre")
-]
-CASES += [
-    ("MGT", {"mgt_arm": arm, "residual_branch_mult": 0.38} | MGT_GATE)
-    for arm in ("full", "full_post")
-]
-CASES += [
+# keys of production models, with values that make a missing one visible
+PRODUCTION = {
+    "mhc_read_eps": 0.03,
+    "mhc_write_eps": 0.07,
+    "mhc_write_magnitude": 1.4,
+    "mhc_norm_eps": 0.02,
+    "mhc_read_dtype": "state",
+    "mhc_write_dtype": "state",
+}
+EVERY_LAMBDA = {"lambda_value_embeddings": True, "lambda_skips": True, "num_hidden_layers": 5}
+NO_LAMBDA = {"lambda_values": "none", "lambda_input": False}
+MAIN_GAIN = {**NO_LAMBDA, "lambda_gain": True}
+CASES = [
+    *(
+        ("HC", {"hc_dynamic": dynamic, "hc_streams": n, **DEEP})
+        for dynamic in (False, True)
+        for n in (1, 2, 4)
+    ),
+    *(
+        ("mHC", {"hc_streams": n, "mhc_iterations": k})
+        for n, k in ((2, 20), (4, 20), (2, 1), (4, 1), (4, 2))
+    ),
+    *(("mHC", {"hc_streams": 4, "mhc_iterations": k, "mhc_rows_last": False}) for k in (20, 2, 1)),
+    *(("AttnRes", {"attn_res_blocks": n}) for n in (None, 1, 2, 4, 8)),
+    # sites in runs of 3, 3, 2 and of 2, 2, 2: the last run is shorter, or there are fewer runs than
+    # asked for
+    ("AttnRes", {"attn_res_blocks": 3, "num_hidden_layers": 4}),
+    ("AttnRes", {"attn_res_blocks": 4, **DEEP}),
+    *(("MGT", {"mgt_arm": arm, **MGT_GATE}) for arm in ("full", "ddl")),
+    *(("MGT", {"mgt_arm": arm}) for arm in ("mhc", "standard", "additive")),
     ("ReZero", {}),
     ("DenseFormer", DEEP),
     ("LAuReL", {"laurel_form": "rw"}),
     ("LAuReL", {"laurel_rank": 3}),
-]
-CASES += [("conv", {"conv_init": start}) for start in ("normal", "identity")]
-CASES += [("conv", {"canon": places}) for places in ("AC", "BD", "ABCD")]
-CASES += [
-    ("wide", {"wide_read": read, "ddl_value_channels": v})
-    for read in ("tc", "cc")
-    for v in (1, 2, 4)
-]
-CASES += [
-    ("mHC", {"mhc_mix": mix, "hc_streams": n})
-    for mix, n in (("identity", 3), ("permutations", 3), ("permutations", 4))
-]
-CASES += [("mHC", {"mhc_mix": "kronecker", "hc_streams": n}) for n in (2, 8)]
-CASES += [
+    *(("conv", {"conv_init": start}) for start in ("normal", "identity")),
+    *(("conv", {"canon": places}) for places in ("AC", "BD", "ABCD")),
+    *(
+        ("wide", {"wide_read": read, "ddl_value_channels": v})
+        for read in ("tc", "cc")
+        for v in (1, 2, 4)
+    ),
+    ("mHC", {"mhc_mix": "identity", "hc_streams": 3}),
+    *(("mHC", {"mhc_mix": "permutations", "hc_streams": n}) for n in (3, 4)),
+    *(("mHC", {"mhc_mix": "kronecker", "hc_streams": n}) for n in (2, 8)),
     ("mHC", {"mhc_readout": "sigmoid"}),
     ("mHC", {"mhc_mix": "identity", "mhc_readout": "sigmoid"}),
     ("mHC", {"mhc_mix": "orthogonal"}),
     ("mHC", {"mhc_mix": "orthogonal", "mhc_readout": "mean"}),
-]
-PRODUCTION = {"mhc_read_eps": 0.03, "mhc_write_eps": 0.07, "mhc_write_magnitude": 1.4}
-PRODUCTION |= {"mhc_norm_eps": 0.02, "mhc_read_dtype": "state", "mhc_write_dtype": "state"}
-CASES += [("mHC", {"mhc_readout": readout, **PRODUCTION}) for readout in ("mean", "sigmoid")]
-CASES += [("AttnRes", {"attn_res_form": "delta", "attn_res_blocks": n} | DEEP) for n in (None, 2)]
-CASES += [("MUDD", {"mudd_ways": ways} | DEEP) for ways in ("qkvr", "r")]
-EVERY_LAMBDA = {"lambda_value_embeddings": True, "lambda_skips": True, "num_hidden_layers": 5}
-CASES += [("Lambdas", DEEP), ("Lambdas", {"lambda_values": "head"} | EVERY_LAMBDA)]
-CASES += [("Lambdas", {"lambda_values": "none", "lambda_input": False} | EVERY_LAMBDA)]
-CASES += [
+    *(("mHC", {"mhc_readout": readout, **PRODUCTION}) for readout in ("mean", "sigmoid")),
+    *(("AttnRes", {"attn_res_form": "delta", "attn_res_blocks": n, **DEEP}) for n in (None, 2)),
+    *(("MUDD", {"mudd_ways": roles, **DEEP}) for roles in ("qkvr", "r")),
+    ("Lambdas", DEEP),
+    ("Lambdas", {"lambda_values": "head", **EVERY_LAMBDA}),
+    ("Lambdas", {**NO_LAMBDA, **EVERY_LAMBDA}),
     ("GatedResidual", DEEP),
     ("GatedResidual", {"hc_streams": 1, "gated_residual_eps": 0.1}),
     ("GatedResidual", {"hc_streams": 2, "gated_residual_rank": 3}),
+    ("Lambdas", {**MAIN_GAIN, **DEEP}),
+    ("Lambdas", {**MAIN_GAIN, **EVERY_LAMBDA}),
+    ("Lambdas", {**MAIN_GAIN, "lambda_values": "head", "num_hidden_layers": 5}),
+    ("HC", {"mup": True, "rope_ratio": 0.5, "use_qk_rmsnorm": False}),
 ]
-MAIN_GAIN = {"lambda_input": False, "lambda_values": "none", "lambda_gain": True}
-CASES += [("Lambdas", MAIN_GAIN | DEEP), ("Lambdas", MAIN_GAIN | EVERY_LAMBDA)]
-CASES += [("Lambdas", MAIN_GAIN | {"lambda_values": "head", "num_hidden_layers": 5})]
-CASES += [("HC", {"mup": True, "rope_ratio": 0.5, "use_qk_rmsnorm": False})]
 
 
-def case_name(keys):
-    return (
-        keys
-        if isinstance(keys, str)
-        else ",".join(f"{key}={value}" for key, value in keys.items()) or "defaults"
-    )
+def describe_case(argument: str | dict) -> str:
+    """Return the part of a test's id that stands for an argument."""
+    if isinstance(argument, str):
+        return argument
+    return ",".join(f"{key}={value}" for key, value in argument.items()) or "defaults"
 
 
-@pytest.mark.parametrize(("name", "keys"), CASES, ids=case_name)
+@pytest.mark.parametrize(("name", "keys"), CASES, ids=describe_case)
 def test_loss_logits_and_gradients_equal_the_naive_loops(name, keys):
-    targets = tokens(2, 5)
+    targets = random_ids(2, 5)
     targets[0, 3] = -1
     unused = naive.check(
-        FULL_STEMS[name], moved(name, **keys), tokens(2, 5), targets, naive_streams.logits
+        MODEL_NAMES[name],
+        build_random(name, **keys),
+        random_ids(2, 5),
+        targets,
+        naive_streams.logits,
     )
     assert not unused
 
 
-# What a model is before its first step: SPEC 7 and 8. Weights of the backbone are those of an
-# additive model.
+# ---- models before their first step (SPEC 7 and 8) ----
 
 
-def backbone_of(model, name="additive", **keys):
-    """Another model with the same backbone, whose own parameters start as they do."""
-    other = fresh(name, **keys)
+def build_with_backbone_of(model, name="additive", **keys):
+    """Build another model with the same backbone; its other parameters keep their initial values."""
+    other = build_initial(name, **keys)
     missing, _ = other.load_state_dict(model.state_dict(), strict=False)
     assert name != "additive" or not missing
     return other
 
 
-def before_the_norm(model, ids):
-    """The readout (B, T, d), which ln_f takes."""
-    seen = []
-    hook = model.ln_f.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+def read_final_state(model, ids):
+    """Return the readout (B, T, d), which is the input of the final norm ln_f."""
+    readouts = []
+    hook = model.ln_f.register_forward_pre_hook(lambda _, inputs: readouts.append(inputs[0]))
     with torch.no_grad():
         model(ids)
     hook.remove()
-    return seen[0]
+    return readouts[0]
 
 
 CLOSE = {"rtol": 0, "atol": 1e-12}
@@ -173,55 +168,65 @@ CLOSE = {"rtol": 0, "atol": 1e-12}
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_hyper_connections_start_as_the_additive_stream(n, dynamic):
-    model, ids = fresh("HC", hc_streams=n, hc_dynamic=dynamic, **DEEP), tokens(2, 7)
-    wanted = before_the_norm(backbone_of(model, **DEEP), ids)
-    torch.testing.assert_close(before_the_norm(model, ids) / n, wanted, **CLOSE)
+    model = build_initial("HC", hc_streams=n, hc_dynamic=dynamic, **DEEP)
+    ids = random_ids(2, 7)
+    expected = read_final_state(build_with_backbone_of(model, **DEEP), ids)
+    torch.testing.assert_close(read_final_state(model, ids) / n, expected, **CLOSE)
 
 
 def test_hyper_connections_read_their_streams_in_turn_at_the_start():
-    model = fresh("HC", **DEEP)
-    connections = [part for block in model.transformer.h for part in (block.hc_attn, block.hc_mlp)]
-    assert [part.read.tolist().index(1) for part in connections] == [0, 1, 2, 3, 0, 1]
-    assert all(part.read.sum() == 1 for part in connections)
-    for part in connections:
-        assert torch.equal(part.mix, torch.eye(4, dtype=torch.float64))
-        assert part.write.tolist() == [1.0] * 4
-        assert (part.scale.item(), part.write_scale.item()) == pytest.approx((0.01, 0.01))
-        assert not part.maps.weight.any()
+    model = build_initial("HC", **DEEP)
+    connections = list_connections(model)
+    for connection in connections:
+        assert connection.read.sum() == 1
+    streams = [connection.read.tolist().index(1) for connection in connections]
+    assert streams == [0, 1, 2, 3, 0, 1]
+
+
+def list_connections(model) -> list[torch.nn.Module]:
+    return [
+        connection for block in model.transformer.h for connection in (block.hc_attn, block.hc_mlp)
+    ]
+
+
+def test_hyper_connections_mix_nothing_and_write_into_every_stream_at_the_start():
+    for connection in list_connections(build_initial("HC", **DEEP)):
+        assert torch.equal(connection.mix, torch.eye(4, dtype=torch.float64))
+        assert connection.write.tolist() == [1.0] * 4
+
+
+def test_hyper_connections_do_not_depend_on_the_state_at_the_start():
+    for connection in list_connections(build_initial("HC", **DEEP)):
+        assert connection.scale.item() == pytest.approx(0.01)
+        assert connection.write_scale.item() == pytest.approx(0.01)
+        assert not connection.maps.weight.any()
 
 
 def test_manifold_connections_start_close_to_the_additive_stream():
-    """Doubly stochastic to 1e-3, reads of 1/n each, writes of 1 each; then z phi matters, by no
-    more than a = 0.01.
-    """
-    model, ids, n = fresh("mHC"), tokens(2, 7), 4
-    for block in model.transformer.h:
-        for connection in (block.hc_attn, block.hc_mlp):
-            _, read, write, mix = connected(
-                connection, torch.randn(2, 7, n, 10, dtype=torch.float64)
-            )
-            for axis in (-1, -2):
-                torch.testing.assert_close(
-                    mix.sum(axis), torch.ones(2, 7, n).double(), rtol=0, atol=1e-3
-                )
-            torch.testing.assert_close(mix, torch.eye(n).double().expand_as(mix), rtol=0, atol=2e-3)
-            torch.testing.assert_close(read, torch.full_like(read, 1 / n), rtol=0, atol=0.02)
-            torch.testing.assert_close(write, torch.ones_like(write), rtol=0, atol=0.05)
-    wanted = before_the_norm(backbone_of(model), ids)
-    error = (before_the_norm(model, ids) / n - wanted).norm() / wanted.norm()
+    """Bound the error, which is not zero: the term z phi has a factor a = 0.01."""
+    model = build_initial("mHC")
+    ids = random_ids(2, 7)
+    expected = read_final_state(build_with_backbone_of(model), ids)
+    error = (read_final_state(model, ids) / 4 - expected).norm() / expected.norm()
     assert 0 < error < 0.02
 
 
-def connected(connection, state):
-    """x_in, and the three weightings of a connection."""
-    x_in, write, mix = connection(state)
-    return x_in, connection.weights(state)[0], write, mix
+def test_manifold_connections_start_close_to_means_and_unit_writes():
+    for connection in list_connections(build_initial("mHC")):
+        read, write, mix = connection.weights(torch.randn(2, 7, 4, 10, dtype=torch.float64))
+        for axis in (-1, -2):
+            sums = mix.sum(axis)
+            torch.testing.assert_close(sums, torch.ones_like(sums), rtol=0, atol=1e-3)
+        identity = torch.eye(4, dtype=torch.float64).expand_as(mix)
+        torch.testing.assert_close(mix, identity, rtol=0, atol=2e-3)
+        torch.testing.assert_close(read, torch.full_like(read, 1 / 4), rtol=0, atol=0.02)
+        torch.testing.assert_close(write, torch.ones_like(write), rtol=0, atol=0.05)
 
 
 def test_manifold_connections_mix_doubly_stochastically_wherever_their_logits_are_moderate():
-    """20 iterations from logits of N(0, 1): far from the identity, both sums are 1 all the same."""
-    connection = moved("mHC").transformer.h[0].hc_attn
-    _, _, _, mix = connected(connection, torch.randn(2, 7, 4, 10, dtype=torch.float64))
+    """Iterate 20 times from logits of N(0, 1): the mix is far from the identity, its sums are 1."""
+    connection = build_random("mHC").transformer.h[0].hc_attn
+    mix = connection.weights(torch.randn(2, 7, 4, 10, dtype=torch.float64)).mix
     assert (mix - torch.eye(4)).abs().max() > 0.5
     assert mix.min() > 0
     for axis in (-1, -2):
@@ -230,26 +235,29 @@ def test_manifold_connections_mix_doubly_stochastically_wherever_their_logits_ar
 
 @pytest.mark.parametrize("rows_last", [True, False])
 def test_what_comes_into_a_stream_sums_to_one_however_far_apart_the_logits_are(rows_last):
-    """Streams that are all alike stay as they are, to rounding; with mhc_rows_last=False they do
-    not.
-    """
-    connection = moved("mHC", mhc_rows_last=rows_last).transformer.h[0].hc_attn
+    """Let equal streams stay as they are, up to rounding, unless mhc_rows_last=False."""
+    connection = build_random("mHC", mhc_rows_last=rows_last).transformer.h[0].hc_attn
     torch.nn.init.normal_(connection.bias, std=6)
-    _, _, _, mix = connected(connection, torch.randn(2, 7, 4, 10, dtype=torch.float64))
-    into, out_of = ((mix.sum(axis) - 1).abs().amax().item() for axis in (-2, -1))
-    exact, other = (into, out_of) if rows_last else (out_of, into)
-    assert exact < 2e-6  # the guard of the sums
-    assert other > 1e-2
+    mix = connection.weights(torch.randn(2, 7, 4, 10, dtype=torch.float64)).mix
+    error_into_streams = (mix.sum(-2) - 1).abs().amax().item()
+    error_out_of_streams = (mix.sum(-1) - 1).abs().amax().item()
+    # 2e-6 is the guard of the sums
+    if rows_last:
+        assert error_into_streams < 2e-6
+        assert error_out_of_streams > 1e-2
+    else:
+        assert error_out_of_streams < 2e-6
+        assert error_into_streams > 1e-2
 
 
-def rotations(shape=(2, 7)) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits (*shape, 8) and the mixing matrices that are made of them, in float64."""
+def draw_rotations(shape=(2, 7)) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits (*shape, 8) and their mixing matrices (*shape, 4, 4), in float64."""
     logits = torch.randn(*shape, 8, dtype=torch.float64)
     return logits, mix_orthogonal(logits)
 
 
 def test_an_orthogonal_mix_is_a_rotation():
-    _, mix = rotations()
+    _, mix = draw_rotations()
     identity = torch.eye(4, dtype=torch.float64).expand_as(mix)
     torch.testing.assert_close(mix @ mix.mT, identity, rtol=0, atol=1e-12)
     determinants = torch.linalg.det(mix)
@@ -258,29 +266,40 @@ def test_an_orthogonal_mix_is_a_rotation():
 
 
 def test_an_orthogonal_mix_multiplies_by_two_quaternions():
-    """p x conj(q) by complex matrices; the matrix that meets the streams is mix^T."""
-    logits, mix = rotations()
-    for own, matrix in zip(logits.flatten(0, 1), mix.flatten(0, 1)):
-        expected = naive_streams.quaternion_rotation(own[:4], own[4:])
+    """Compare mix^T, which the streams are multiplied by, with p x conj(q) by complex matrices."""
+    logits, mix = draw_rotations()
+    for quaternions, matrix in zip(logits.flatten(0, 1), mix.flatten(0, 1)):
+        expected = naive_streams.quaternion_rotation(quaternions[:4], quaternions[4:])
         torch.testing.assert_close(matrix.mT, expected, rtol=0, atol=1e-12)
 
 
 def test_the_product_of_quaternions_has_the_table_of_hamilton():
     one, i, j, k = torch.eye(4)
-    products = {(i, i): -one, (j, j): -one, (k, k): -one, (i, j): k, (j, i): -k, (one, j): j}
-    products |= {(j, k): i, (k, j): -i, (k, i): j, (i, k): -j, (i, one): i}
-    for (x, y), expected in products.items():
+    products = [
+        (i, i, -one),
+        (j, j, -one),
+        (k, k, -one),
+        (i, j, k),
+        (j, i, -k),
+        (j, k, i),
+        (k, j, -i),
+        (k, i, j),
+        (i, k, -j),
+        (one, j, j),
+        (i, one, i),
+    ]
+    for x, y, expected in products:
         assert torch.equal(quaternion_product(x, y), expected)
 
 
 def test_the_gradient_of_an_orthogonal_mix_is_that_of_finite_differences():
-    logits, _ = rotations((1, 3))
+    logits, _ = draw_rotations((1, 3))
     assert torch.autograd.gradcheck(mix_orthogonal, (logits.requires_grad_(),))
 
 
 def test_an_orthogonal_mix_starts_at_the_identity_and_leaves_it():
-    """To the bit, whatever the state is; the gradient of the factor a is not zero there."""
-    connection = fresh("mHC", mhc_mix="orthogonal").transformer.h[0].hc_attn
+    """Be the identity to the bit, whatever the state is, with a gradient of the factor a."""
+    connection = build_initial("mHC", mhc_mix="orthogonal").transformer.h[0].hc_attn
     mix = connection.weights(torch.randn(2, 7, 4, 10, dtype=torch.float64)).mix
     assert torch.equal(mix, torch.eye(4, dtype=mix.dtype).expand_as(mix))
     (mix * torch.randn(4, 4, dtype=mix.dtype)).sum().backward()
@@ -288,45 +307,51 @@ def test_an_orthogonal_mix_starts_at_the_identity_and_leaves_it():
 
 
 def test_an_orthogonal_mix_keeps_the_norm_of_the_state():
-    connection = moved("mHC", mhc_mix="orthogonal").transformer.h[0].hc_attn
+    connection = build_random("mHC", mhc_mix="orthogonal").transformer.h[0].hc_attn
     state = torch.randn(2, 7, 4, 10, dtype=torch.float64)
     mixed = connection.weights(state).mix.mT @ state
     assert (mixed - state).abs().max() > 0.1
-    norms = [each.flatten(2).norm(dim=-1) for each in (mixed, state)]
-    torch.testing.assert_close(*norms, rtol=1e-12, atol=0)
+    norm = mixed.flatten(2).norm(dim=-1)
+    torch.testing.assert_close(norm, state.flatten(2).norm(dim=-1), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("mix", ["sinkhorn", "permutations", "kronecker", "orthogonal"])
 def test_mixing_matrices_are_not_rounded_by_autocast(mix):
-    connection = moved("mHC", mhc_mix=mix).float().transformer.h[0].hc_attn
+    connection = build_random("mHC", mhc_mix=mix).float().transformer.h[0].hc_attn
     state = torch.randn(2, 7, 4, 10)
     with torch.no_grad():
         expected = connection.weights(state).mix
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            found = connection.weights(state).mix
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+            autocast_mix = connection.weights(state).mix
+    assert autocast_mix.dtype == torch.float32
+    torch.testing.assert_close(autocast_mix, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("blocks", [None, 2])
 def test_attention_residuals_start_at_the_mean_of_their_sources(blocks):
-    """Every norm's input, from what the sublayers gave: each output a source, or two of them."""
-    model, ids = fresh("AttnRes", attn_res_blocks=blocks), tokens(2, 7)
-    embedding, outputs, inputs = model.transformer.wte(ids), [], []
+    """Compute the input of every norm from outputs of sublayers; a source is one of them or two."""
+    model = build_initial("AttnRes", attn_res_blocks=blocks)
+    ids = random_ids(2, 7)
+    embedding = model.transformer.wte(ids)
+    outputs = []
+    inputs = []
     for block in model.transformer.h:
         for norm, sublayer in ((block.ln_1, block.attn), (block.ln_2, block.mlp)):
-            norm.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
+            norm.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
             sublayer.register_forward_hook(lambda _, __, output: outputs.append(output))
-    final = before_the_norm(model, ids)
+    final = read_final_state(model, ids)
     for m, x_in in enumerate([*inputs, final]):
-        h = outputs[:m]
-        runs = h if blocks is None else [sum(h[i : i + 2]) for i in range(0, m, 2)]
-        torch.testing.assert_close(x_in, torch.stack([embedding, *runs]).mean(0), **CLOSE)
+        sources = outputs[:m]
+        if blocks is not None:
+            sources = [sum(sources[i : i + 2]) for i in range(0, m, 2)]
+        mean = torch.stack([embedding, *sources]).mean(0)
+        torch.testing.assert_close(x_in, mean, **CLOSE)
     assert len(inputs) == 4
 
 
 def test_rezero_starts_with_the_embedding_alone():
-    model, ids = fresh("ReZero"), tokens(2, 7)
+    model = build_initial("ReZero")
+    ids = random_ids(2, 7)
     x = model.transformer.wte.weight[ids]
     normed = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
     torch.testing.assert_close(model(ids)[0], normed @ model.transformer.wte.weight.T, **CLOSE)
@@ -339,38 +364,46 @@ def test_rezero_starts_with_the_embedding_alone():
         ("LAuReL", {"laurel_form": "rw"}),
         ("LAuReL", {"laurel_form": "lr"}),
         ("conv", {"conv_init": "identity"}),
-        ("MUDD", {"mudd_ways": "r"} | DEEP),
+        ("MUDD", {"mudd_ways": "r", **DEEP}),
         ("MUDD", DEEP),
         ("AttnRes", {"attn_res_form": "delta", "attn_res_gate": 0.0}),
         ("Lambdas", {"lambda_values": "none", "lambda_value_embeddings": True}),
         ("Lambdas", MAIN_GAIN),
     ],
-    ids=case_name,
+    ids=describe_case,
 )
 def test_starts_as_the_additive_model(name, keys):
-    model, ids = fresh(name, **keys), tokens(2, 7)
-    depth = {key: value for key, value in keys.items() if key in TINY}
-    torch.testing.assert_close(model(ids)[0], backbone_of(model, **depth)(ids)[0], **CLOSE)
-    assert (move_parameters(model)(ids)[0] - backbone_of(model, **depth)(ids)[0]).abs().max() > 1e-3
+    model = build_initial(name, **keys)
+    ids = random_ids(2, 7)
+    num_layers = keys.get("num_hidden_layers", TINY["num_hidden_layers"])
+    additive = build_with_backbone_of(model, num_hidden_layers=num_layers)
+    torch.testing.assert_close(model(ids)[0], additive(ids)[0], **CLOSE)
+
+    # and no longer, once its own parameters are others
+    move_parameters(model)
+    additive = build_with_backbone_of(model, num_hidden_layers=num_layers)
+    assert (model(ids)[0] - additive(ids)[0]).abs().max() > 1e-3
 
 
 def test_mgt_with_open_gates_is_its_additive_arm():
-    model, ids = fresh("MGT", mgt_arm="full"), tokens(2, 7)
+    model = build_initial("MGT", mgt_arm="full")
+    ids = random_ids(2, 7)
     with torch.no_grad():
         for block in model.transformer.h:
             for write in (block.write_attn, block.write_mlp):
                 write.gate_norm.weight.zero_()
                 write.gate_norm.bias.fill_(40)
                 write.beta.bias.fill_(40)
-    additive = backbone_of(model, "MGT", mgt_arm="additive")
+    additive = build_with_backbone_of(model, "MGT", mgt_arm="additive")
     torch.testing.assert_close(model(ids)[0], additive(ids)[0], **CLOSE)
 
 
 @pytest.mark.parametrize("read", ["tc", "cc"])
-def test_the_wide_state_with_equal_columns_is_the_additive_stream(read):
-    model, ids = fresh("wide", wide_read=read, ddl_state_conv_init="identity"), tokens(2, 7)
-    additive = backbone_of(model)(ids)[0]
-    assert (model(ids)[0] - additive).abs().max() > 1e-3  # its columns start apart
+def test_the_wide_state_with_equal_value_channels_is_the_additive_stream(read):
+    model = build_initial("wide", wide_read=read, ddl_state_conv_init="identity")
+    ids = random_ids(2, 7)
+    additive = build_with_backbone_of(model)(ids)[0]
+    assert (model(ids)[0] - additive).abs().max() > 1e-3  # its value channels start apart
     with torch.no_grad():
         for block in model.transformer.h:
             block.write_attn.weights.fill_(1)
@@ -409,24 +442,24 @@ STARTS = [
 
 
 @pytest.mark.parametrize(("name", "keys", "parameter", "mean", "std"), STARTS)
-def test_starting_values(name, keys, parameter, mean, std):
-    size = WIDE if name != "wide" else {"hidden_size": 2}
-    weight = build(FULL_STEMS[name], **{**TINY, **size, **keys}).state_dict()[
+def test_initial_distributions(name, keys, parameter, mean, std):
+    size = {"hidden_size": 2} if name == "wide" else WIDE
+    weight = build(MODEL_NAMES[name], **{**TINY, **size, **keys}).state_dict()[
         f"transformer.h.1.{parameter}"
     ]
     assert weight.std().item() == pytest.approx(std, rel=0.05)
     assert abs(weight.mean().item() - mean) <= 0.1 * std
 
 
-def test_biases_and_scales_of_manifold_connections_at_the_start():
+def test_initial_biases_and_scales_of_manifold_connections():
     connection = build("mHC-gpt-mha-rope", hc_streams=3, **TINY).transformer.h[1].hc_attn
     assert connection.scales.tolist() == pytest.approx([0.01] * 3)
     off = -8.0
-    wanted = [-math.log(2)] * 3 + [0] * 3 + [0, off, off, off, 0, off, off, off, 0]
-    assert connection.bias.tolist() == pytest.approx(wanted)
+    expected = [-math.log(2)] * 3 + [0] * 3 + [0, off, off, off, 0, off, off, off, 0]
+    assert connection.bias.tolist() == pytest.approx(expected)
 
 
-OWN_STARTS = [
+EXACT_STARTS = [
     ("MUDD", {}, "h.1.dense.static", [0.0, 0.0, 1.0]),
     ("Lambdas", {}, "h.1.begin.a", [1.0]),
     ("Lambdas", {}, "h.1.begin.b", [0.0]),
@@ -453,19 +486,19 @@ OWN_STARTS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "keys", "parameter", "values"), OWN_STARTS, ids=str)
-def test_numbers_that_start_by_themselves(name, keys, parameter, values):
-    found = fresh(name, **keys).transformer.get_parameter(parameter)
-    assert found.flatten().tolist() == pytest.approx(values)
+@pytest.mark.parametrize(("name", "keys", "parameter", "values"), EXACT_STARTS, ids=str)
+def test_initial_values(name, keys, parameter, values):
+    tensor = build_initial(name, **keys).transformer.get_parameter(parameter)
+    assert tensor.flatten().tolist() == pytest.approx(values)
 
 
 def test_a_permutation_mix_starts_close_to_the_identity():
-    model = fresh("mHC", mhc_mix="permutations", hc_streams=3)
+    model = build_initial("mHC", mhc_mix="permutations", hc_streams=3)
     model.transformer.h[0].hc_mlp.scales.data.zero_()
     mix = model.transformer.h[0].hc_mlp.weights(torch.randn(1, 1, 3, 10).double())[2][0, 0]
     others = math.exp(-8) / (1 + 5 * math.exp(-8))
-    wanted = torch.full((3, 3), 2 * others, dtype=torch.float64).fill_diagonal_(1 - 4 * others)
-    torch.testing.assert_close(mix, wanted, rtol=1e-6, atol=1e-9)
+    expected = torch.full((3, 3), 2 * others, dtype=torch.float64).fill_diagonal_(1 - 4 * others)
+    torch.testing.assert_close(mix, expected, rtol=1e-6, atol=1e-9)
 
 
 def test_mgt_gates_start_as_specified():
@@ -473,11 +506,16 @@ def test_mgt_gates_start_as_specified():
     assert write.alpha.item() == 0
     assert write.beta.bias.tolist() == [1.0] * 10
     assert write.gate.bias is None
+
+
+def test_defaults_of_mgt_are_those_of_its_paper():
     config = build("MGT-gpt-mha", **TINY).config
-    assert (config.mgt_arm, config.mgt_lambda, config.mgt_epsilon) == ("full", 1.0, 0.0)
+    assert config.mgt_arm == "full"
+    assert config.mgt_lambda == 1.0
+    assert config.mgt_epsilon == 0.0
 
 
-# Weight decay falls on these alone, besides the backbone's matrices (SPEC 5 and 8).
+# the parameters of each stream with weight decay, besides the backbone's matrices (SPEC 5 and 8)
 DECAYED = {
     "HC": {"maps.weight"},
     "mHC": {"maps.weight"},
@@ -487,120 +525,128 @@ DECAYED = {
     "DenseFormer": set(),
     "MUDD": {"first.weight", "second.weight"},
     "Lambdas": set(),
-}
-DECAYED |= {
     "LAuReL": {"down.weight", "up.weight"},
     "conv": {"shortconv.weight"},
     "wide": {"shortconv.weight"},
+    "MGT": {"gate.weight", "beta.weight"},
 }
-DECAYED |= {"MGT": {"gate.weight", "beta.weight"}}
 
 
 @pytest.mark.parametrize("name", DECAYED)
-def test_weight_decay_and_muon_of_the_streams_own_parameters(name):
-    model = fresh(name)
-    rules, plain = rules_of(model), rules_of(fresh("additive"))
-    own = {
+def test_weight_decay_of_the_parameters_that_only_a_stream_has(name):
+    rules = rules_of(build_initial(name))
+    additive_rules = rules_of(build_initial("additive"))
+    decayed = {
         ".".join(key.split(".")[-2:])
         for key, rule in rules.items()
-        if key not in plain and rule.decay
+        if key not in additive_rules and rule.decay
     }
-    assert own == DECAYED[name]
-    assert {key for key, rule in rules.items() if rule.muon} == {
-        key for key, rule in plain.items() if rule.muon
-    }
-    shared = [key for key in plain if key in rules]  # a stream may have other norms
-    assert all(rules[key].decay == plain[key].decay for key in shared)
+    assert decayed == DECAYED[name]
+
+
+@pytest.mark.parametrize("name", DECAYED)
+def test_weight_decay_of_the_backbone_is_that_of_the_additive_model(name):
+    rules = rules_of(build_initial(name))
+    additive_rules = rules_of(build_initial("additive"))
+    for key in rules.keys() & additive_rules.keys():  # a stream may have other norms
+        assert rules[key].decay == additive_rules[key].decay
+
+
+@pytest.mark.parametrize("name", DECAYED)
+def test_muon_trains_the_matrices_of_the_backbone_alone(name):
+    rules = rules_of(build_initial(name))
+    additive_rules = rules_of(build_initial("additive"))
+    expected = {key for key, rule in additive_rules.items() if rule.muon}
+    assert {key for key, rule in rules.items() if rule.muon} == expected
 
 
 def test_a_main_gain_is_the_only_parameter_beside_the_additive_model():
-    model = fresh("Lambdas", **MAIN_GAIN, **DEEP)
-    own = model.state_dict().keys() - fresh("additive", **DEEP).state_dict().keys()
-    assert own == {f"transformer.h.{layer}.begin.a" for layer in range(3)}
-    flops, additive = (
-        fresh(name, **keys, **DEEP).flops_per_token()
-        for name, keys in (("Lambdas", MAIN_GAIN), ("additive", {}))
-    )
-    # a product for each of 10 features in each of 3 blocks, and twice as much in the backward pass
-    assert flops - additive == 3 * 3 * 10
+    names = build_initial("Lambdas", **MAIN_GAIN, **DEEP).state_dict().keys()
+    additive_names = build_initial("additive", **DEEP).state_dict().keys()
+    assert names - additive_names == {f"transformer.h.{layer}.begin.a" for layer in range(3)}
 
 
-# Statistics of the writes, by hand.
+def test_a_main_gain_costs_one_product_for_each_feature():
+    flops = build_initial("Lambdas", **MAIN_GAIN, **DEEP).flops_per_token()
+    additive_flops = build_initial("additive", **DEEP).flops_per_token()
+    # 10 features in each of 3 blocks, and twice as much in the backward pass
+    assert flops - additive_flops == 3 * 3 * 10
 
 
-def statistics(model, ids):
+# ---- statistics of the writes, by hand ----
+
+
+def compute_statistics(model, ids):
     return compute_residual_statistics(model, ids, torch.no_grad())
 
 
 def test_statistics_of_the_mixing():
-    model = fresh("HC", hc_streams=2, hc_dynamic=False)
+    model = build_initial("HC", hc_streams=2, hc_dynamic=False)
     with torch.no_grad():
         model.transformer.h[1].hc_mlp.mix.copy_(torch.tensor([[0.9, 0.2], [0.3, 0.5]]))
-    found = statistics(model, tokens(2, 6))
-    assert found["attn.mix_kept_mean"] == [1, 1]
-    assert found["mlp.mix_kept_mean"] == pytest.approx([1, (0.9 + 0.5) / 2])
+    means = compute_statistics(model, random_ids(2, 6))
+    assert means["attn.mix_kept_mean"] == [1, 1]
+    assert means["mlp.mix_kept_mean"] == pytest.approx([1, (0.9 + 0.5) / 2])
     # into the first 0.9 + 0.3, the second 0.2 + 0.5
-    assert found["mlp.mix_error_mean"] == pytest.approx([0, 0.3])
-    assert found["mlp.mix_error_std"] == pytest.approx([0, 0], abs=1e-7)
+    assert means["mlp.mix_error_mean"] == pytest.approx([0, 0.3])
+    assert means["mlp.mix_error_std"] == pytest.approx([0, 0], abs=1e-7)
 
 
 @pytest.mark.parametrize(("rows_last", "error"), [(True, 0), (False, 1 / 15)])
 def test_statistics_of_the_manifold_mixing(rows_last, error):
-    """softmax [[3, 1], [1, 1]] / rows = [[3/4, 1/4], [1/2, 1/2]], by columns [[3/5, 1/3], [2/5,
-    2/3]].
+    """Normalize [[3, 1], [1, 1]] by rows and by columns, to [[3/5, 1/3], [2/5, 2/3]].
 
-    What comes into a stream is a column of it, or, with mhc_rows_last=False, a row: 3/5 + 1/3.
+    The weights into a stream are a column, or, with mhc_rows_last=False, a row: 3/5 + 1/3.
     """
-    model = fresh("mHC", hc_streams=2, mhc_iterations=1, mhc_rows_last=rows_last)
+    model = build_initial("mHC", hc_streams=2, mhc_iterations=1, mhc_rows_last=rows_last)
     with torch.no_grad():
         model.transformer.h[0].hc_attn.scales.zero_()
         model.transformer.h[0].hc_attn.bias[4:] = torch.tensor([3.0, 1, 1, 1]).log()
-    found = statistics(model, tokens(2, 6))
-    assert found["attn.mix_kept_mean"][0] == pytest.approx((3 / 5 + 2 / 3) / 2, abs=1e-5)
-    assert found["attn.mix_error_mean"][0] == pytest.approx(error, abs=1e-5)
+    means = compute_statistics(model, random_ids(2, 6))
+    assert means["attn.mix_kept_mean"][0] == pytest.approx((3 / 5 + 2 / 3) / 2, abs=1e-5)
+    assert means["attn.mix_error_mean"][0] == pytest.approx(error, abs=1e-5)
 
 
 def test_statistics_of_attention_over_depth():
-    """With queries of zero all of 1, 2, 3, ... sources count alike; one far along a source's
-    direction has it all.
-    """
-    model, ids = fresh("AttnRes", attn_res_blocks=None), torch.tensor([[5, 5]])
-    found = statistics(model, ids)
-    assert found["attn.embedding_weight_mean"] == pytest.approx([1, 1 / 3])
-    assert found["mlp.embedding_weight_mean"] == pytest.approx([1 / 2, 1 / 4])
-    assert found["mlp.effective_sources_mean"] == pytest.approx([2, 4])
+    """Weigh 1, 2, 3, ... sources equally with queries of zero, and one source alone with its own."""
+    model = build_initial("AttnRes", attn_res_blocks=None)
+    ids = torch.tensor([[5, 5]])
+    means = compute_statistics(model, ids)
+    assert means["attn.embedding_weight_mean"] == pytest.approx([1, 1 / 3])
+    assert means["mlp.embedding_weight_mean"] == pytest.approx([1 / 2, 1 / 4])
+    assert means["mlp.effective_sources_mean"] == pytest.approx([2, 4])
     with torch.no_grad():
         model.transformer.h[0].depth_mlp.query.copy_(1e6 * model.transformer.wte.weight[5])
-    found = statistics(model, ids)
-    assert found["mlp.embedding_weight_mean"][0] == pytest.approx(1)
-    assert found["mlp.effective_sources_mean"][0] == pytest.approx(1)
+    means = compute_statistics(model, ids)
+    assert means["mlp.embedding_weight_mean"][0] == pytest.approx(1)
+    assert means["mlp.effective_sources_mean"][0] == pytest.approx(1)
 
 
 def test_statistics_of_unequal_weights_over_depth():
-    """Two sources, scores ln 3 apart: weights 3/4 and 1/4, of entropy 2 ln 2 - 3/4 ln 3."""
-    read = fresh("AttnRes").transformer.h[0].depth_mlp
-    write = fresh("AttnRes").transformer.h[0].sites[1].write
+    """Give two sources scores ln 3 apart: weights 3/4 and 1/4, of entropy 2 ln 2 - 3/4 ln 3."""
+    read = build_initial("AttnRes").transformer.h[0].depth_mlp
+    write = build_initial("AttnRes").transformer.h[0].sites[1].write
     # RMSNorm makes sqrt(10) of each 1, but for eps
     V = torch.eye(10, dtype=torch.float64)[:2, None, None]
     with torch.no_grad():
         read.query.zero_()[0] = math.log(3) * math.sqrt(1 / 10 + 1e-5)
     state = tuple(V)
-    found = write.statistics(state, None, read(state), None, None)
-    assert found["embedding_weight"].item() == pytest.approx(3 / 4)
-    assert found["effective_sources"].item() == pytest.approx(
+    values = write.statistics(state, None, read(state), None, None)
+    assert values["embedding_weight"].item() == pytest.approx(3 / 4)
+    assert values["effective_sources"].item() == pytest.approx(
         math.exp(2 * math.log(2) - 0.75 * math.log(3))
     )
 
 
 def test_statistics_of_gated_residual():
-    """Two streams get g = 2 sigmoid(1) and 2 sigmoid(-1), from the one feature of u, and a is 1/2."""
-    model = fresh("GatedResidual", hc_streams=2, gated_residual_eps=1e-12)
+    """Give two streams g = 2 sigmoid(1) and 2 sigmoid(-1), from the one feature of u, with a = 1/2."""
+    model = build_initial("GatedResidual", hc_streams=2, gated_residual_eps=1e-12)
     read = model.transformer.h[0].gated_attn
     with torch.no_grad():
         model.transformer.wte.weight.zero_()[:, 3] = 1
         read.up.weight.zero_()
         read.inject.weight.zero_()[:, 3] = torch.tensor([1.0, -1]) * 2 / math.sqrt(10)
-    means = statistics(model, tokens(2, 6))
+    means = compute_statistics(model, random_ids(2, 6))
     high = 2 / (1 + math.exp(-1))
     low = 2 / (1 + math.exp(1))
     assert means["attn.read_gate_mean"][0] == pytest.approx(0.5)
@@ -609,30 +655,26 @@ def test_statistics_of_gated_residual():
 
 
 def test_statistics_of_mgt():
-    """Eight features with beta = 2 tanh(1) - 0.1, two with 2 tanh(-1/2) - 0.1; gates of
-    sigmoid(2).
-    """
-    model = fresh("MGT", mgt_lambda=2.0, mgt_epsilon=-0.1)
+    """Give eight features beta = 2 tanh(1) - 0.1, two 2 tanh(-1/2) - 0.1, and all sigmoid(2)."""
+    model = build_initial("MGT", mgt_lambda=2.0, mgt_epsilon=-0.1)
     with torch.no_grad():
         write = model.transformer.h[1].write_mlp
         write.beta.weight.zero_()
         write.beta.bias.copy_(torch.tensor([1.0] * 8 + [-0.5] * 2))
         write.gate_norm.weight.zero_()
         write.gate_norm.bias.fill_(2)
-    found = {
-        name: values[1]
-        for name, values in statistics(model, tokens(2, 6)).items()
-        if name.startswith("mlp.")
-    }
-    high, low = 2 * math.tanh(1) - 0.1, 2 * math.tanh(-0.5) - 0.1
-    assert found["mlp.beta_mean"] == pytest.approx(0.8 * high + 0.2 * low)
-    assert found["mlp.beta_variance_mean"] == pytest.approx(0.8 * 0.2 * (high - low) ** 2)
-    assert found["mlp.beta_negative_mean"] == pytest.approx(0.2)
-    assert found["mlp.gate_mean"] == pytest.approx(1 / (1 + math.exp(-2)))
+    means = compute_statistics(model, random_ids(2, 6))
+    high = 2 * math.tanh(1) - 0.1
+    low = 2 * math.tanh(-0.5) - 0.1
+    assert means["mlp.beta_mean"][1] == pytest.approx(0.8 * high + 0.2 * low)
+    assert means["mlp.beta_variance_mean"][1] == pytest.approx(0.8 * 0.2 * (high - low) ** 2)
+    assert means["mlp.beta_negative_mean"][1] == pytest.approx(0.2)
+    assert means["mlp.gate_mean"][1] == pytest.approx(1 / (1 + math.exp(-2)))
 
 
-# Values that make no sense, or have no effect, are refused before anything is done.
-REFUSED = [
+# ---- mistakes ----
+
+MISTAKES = [
     ("mHC", {"hc_streams": 1}, "hc_streams=1 leaves mHC no streams to mix"),
     ("mHC", {"mhc_iterations": 0}, "mhc_iterations=0: give 1 or more"),
     ("HC", {"hc_streams": 0}, "hc_streams=0: give 1 or more"),
@@ -680,17 +722,17 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "keys", "message"), REFUSED, ids=case_name)
-def test_refusals_are_one_line_that_names_the_key(name, keys, message, corpus, tmp_path):
+@pytest.mark.parametrize(("name", "keys", "message"), MISTAKES, ids=describe_case)
+def test_mistakes_are_refused_in_one_line_that_names_the_key(name, keys, message, corpus, tmp_path):
     out = tmp_path / "run"
-    line = one_line_error(call("train.py", *small_run(corpus, out, model=FULL_STEMS[name], **keys)))
-    assert message in line
+    result = call("train.py", *small_run(corpus, out, model=MODEL_NAMES[name], **keys))
+    assert message in one_line_error(result)
     assert not out.exists()
 
 
-# With a state of bfloat16: reads are computed in float32, and what is written is rounded once.
+# ---- a state of bfloat16: computed in float32, rounded once ----
 
-ROUNDED = [
+BFLOAT16_CASES = [
     ("HC", {}),
     ("HC", {"hc_dynamic": False}),
     ("mHC", {}),
@@ -698,9 +740,8 @@ ROUNDED = [
     ("AttnRes", {}),
     ("ReZero", {}),
     ("DenseFormer", DEEP),
-]
-ROUNDED += [("LAuReL", {"laurel_form": form}) for form in ("rw", "lr")]
-ROUNDED += [
+    ("LAuReL", {"laurel_form": "rw"}),
+    ("LAuReL", {"laurel_form": "lr"}),
     ("conv", {}),
     ("wide", {}),
     ("wide", {"wide_read": "cc"}),
@@ -709,39 +750,42 @@ ROUNDED += [
 ]
 
 
-def last_step(model):
-    """State and h of the last site, as it meets them, in bfloat16."""
-    seen = []
-    with torch.no_grad(), model.through(ObservedStream(lambda _, write: seen.append(write))):
-        model(tokens(4, 8))
-    return tree_map(torch.Tensor.bfloat16, (seen[-2].state, seen[-1].h))
+def run_to_last_site(model):
+    """Return in bfloat16 the state that the last site reads, and the output h of its sublayer."""
+    writes = []
+    with torch.no_grad(), model.through(ObservedStream(lambda _, write: writes.append(write))):
+        model(random_ids(4, 8))
+    return tree_map(torch.Tensor.bfloat16, (writes[-2].state, writes[-1].h))
 
 
-def close(found, exact, tolerance):
-    for got, wanted in zip(tree_leaves(found), tree_leaves(exact), strict=True):
-        torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=1e-5)
+ONE_ROUNDING = 2**-8
 
 
-@pytest.mark.parametrize(("name", "keys"), ROUNDED, ids=case_name)
-def test_a_state_in_bfloat16_is_computed_with_in_float32(name, keys):
-    exact = moved(name, **keys)
-    model = copy.deepcopy(exact).float()
-    state, h = last_step(exact)
-    (site, other), once = (each.transformer.h[-1].sites[1] for each in (model, exact)), 2**-8
-    double = tree_map(torch.Tensor.double, (state, h))
+def assert_trees_close(actual, expected, tolerance: float) -> None:
+    for tensor, expected_tensor in zip(tree_leaves(actual), tree_leaves(expected), strict=True):
+        torch.testing.assert_close(tensor.double(), expected_tensor, rtol=tolerance, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "keys"), BFLOAT16_CASES, ids=describe_case)
+def test_a_state_in_bfloat16_is_read_and_written_in_float32(name, keys):
+    float64_model = build_random(name, **keys)
+    model = copy.deepcopy(float64_model).float()
+    state, h = run_to_last_site(float64_model)
+    float64_state, float64_h = tree_map(torch.Tensor.double, (state, h))
+    site = model.transformer.h[-1].sites[1]
+    float64_site = float64_model.transformer.h[-1].sites[1]
     with torch.no_grad():
-        taken, wanted = site.read(state), other.read(double[0])
-        if not isinstance(taken, torch.Tensor) or taken.dtype == torch.float32:
-            close(taken, wanted, 1e-5)
-        written = site.write(state, h, taken, None)
-        close(written, other.write(*double, wanted, None), once)
+        x_in = site.read(state)
+        expected_x_in = float64_site.read(float64_state)
+        if not isinstance(x_in, torch.Tensor) or x_in.dtype == torch.float32:
+            assert_trees_close(x_in, expected_x_in, 1e-5)
+        written = site.write(state, h, x_in, None)
+        expected = float64_site.write(float64_state, float64_h, expected_x_in, None)
+        assert_trees_close(written, expected, ONE_ROUNDING)
         assert {leaf.dtype for leaf in tree_leaves(written)} == {torch.bfloat16}
         if site.post_write is not None:
-            close(
-                site.post_write(written),
-                other.post_write(tree_map(torch.Tensor.double, written)),
-                once,
-            )
+            expected = float64_site.post_write(tree_map(torch.Tensor.double, written))
+            assert_trees_close(site.post_write(written), expected, ONE_ROUNDING)
 
 
 @pytest.mark.parametrize(("n", "iterations"), [(2, 1), (3, 7), (4, 20)])
@@ -750,16 +794,19 @@ def test_the_gradient_of_sinkhorn_knopp_is_that_of_finite_differences(n, iterati
     assert torch.autograd.gradcheck(lambda x: sinkhorn_knopp(x, iterations, 1e-6), (logits,))
 
 
-def test_sinkhorn_knopp_goes_to_the_matrix_of_sinkhorns_theorem():
-    """The one doubly stochastic D exp(logits) E: scaling rows and columns leaves every cross ratio
-    as it was.
+def test_sinkhorn_knopp_converges_to_the_matrix_of_sinkhorns_theorem():
+    """Compare with the one doubly stochastic D exp(logits) E.
+
+    Scaling rows and columns leaves every cross ratio as it was.
     """
     logits = torch.randn(5, 1, 3, 3, dtype=torch.float64)
-    found, powers = sinkhorn_knopp(logits, 1000, 0.0), logits.exp()
+    mix = sinkhorn_knopp(logits, 1000, 0.0)
     for axis in (-1, -2):
-        torch.testing.assert_close(found.sum(axis), torch.ones(5, 1, 3, dtype=torch.float64))
+        torch.testing.assert_close(mix.sum(axis), torch.ones(5, 1, 3, dtype=torch.float64))
     for i, j in ((1, 1), (1, 2), (2, 1), (2, 2)):
-        ratios = [
-            m[..., 0, 0] * m[..., i, j] / m[..., 0, j] / m[..., i, 0] for m in (found, powers)
-        ]
-        torch.testing.assert_close(*ratios)
+        torch.testing.assert_close(cross_ratio(mix, i, j), cross_ratio(logits.exp(), i, j))
+
+
+def cross_ratio(matrix: torch.Tensor, i: int, j: int) -> torch.Tensor:
+    """Return the cross ratio (...,) of matrices (..., n, n) with their first row and column."""
+    return matrix[..., 0, 0] * matrix[..., i, j] / matrix[..., 0, j] / matrix[..., i, 0]

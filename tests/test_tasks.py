@@ -1,9 +1,12 @@
-"""The synthetic tasks, each answered anew from the tokens of its windows by plain Python."""
+"""Test the synthetic tasks: plain Python finds the answers of their sequences again."""
 
 import contextlib
 import itertools
 import json
 import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -20,7 +23,7 @@ from data.loader import ValidationBatches
 from data.permutations.prepare import Words, products
 from data.recall.prepare import Recall
 from data.sequences import SequenceLayout
-from data.shards import open_corpus
+from data.shards import Corpus, open_corpus
 from training import metrics
 from training.distributed import World
 from training.settings import configure
@@ -28,18 +31,20 @@ from training.setup import open_data
 from training.validation import evaluate
 
 
-def answers_of_recall(ids: list[int], task: Recall) -> list[int]:
-    """The value of every key that comes again; 0 elsewhere."""
+def solve_recall(ids: list[int], task: Recall) -> list[int]:
+    """Return the value of every key that is repeated, 0 elsewhere."""
     context = ids[: 2 * task.pairs]
     value_of = {key: context[i + 1] for i, key in enumerate(context) if i % 2 == 0}
     return [0] * len(context) + [value_of.get(token, 0) for token in ids[2 * task.pairs :]]
 
 
-def answers_of_hops(ids: list[int], task: Hops) -> list[int]:
-    """The symbol after as many hops as the first token names, each to what followed last time; 0 in
-    the first half.
+def solve_hops(ids: list[int], task: Hops) -> list[int]:
+    """Return the symbol after as many hops as the first token names, 0 in the first half.
+
+    A hop leads to what followed the same symbol the last time.
     """
-    hops, answers = ids[0] - task.symbols, []
+    hops = ids[0] - task.symbols
+    answers = []
     assert task.fewest <= hops <= task.hops
     for place in range(len(ids)):
         for _ in range(hops):
@@ -52,121 +57,228 @@ def answers_of_hops(ids: list[int], task: Hops) -> list[int]:
     return [0] * half + answers[half:]
 
 
-def answers_of_words(ids: list[int], task: Words) -> list[int]:
-    """Products of tuples; the later one acts first."""
+def solve_words(ids: list[int], task: Words) -> list[int]:
+    """Return products of permutations as tuples; the later one acts first."""
     elements = sorted(itertools.permutations(range(task.degree)))
-    product, answers = elements[0], []
+    product = elements[0]
+    answers = []
     for token in ids:
         product = tuple(product[i] for i in elements[token - 1])
         answers.append(1 + elements.index(product))
     return answers
 
 
-RECALL, HOPS, WORDS = Recall(7, 61, 30), Hops(3, 1, 51, 4), Words(8, 5)
-SOLVED = [(RECALL, answers_of_recall), (HOPS, answers_of_hops), (WORDS, answers_of_words)]
-SOLVED += [(Recall(2, 8, 8), answers_of_recall), (Words(6, 2), answers_of_words)]
-IDS = [str(task) for task, _ in SOLVED]
+RECALL = Recall(7, 61, 30)
+HOPS = Hops(3, 1, 51, 4)
+WORDS = Words(8, 5)
+SOLVED = [
+    (RECALL, solve_recall),
+    (HOPS, solve_hops),
+    (WORDS, solve_words),
+    (Recall(2, 8, 8), solve_recall),
+    (Words(6, 2), solve_words),
+]
 
 
-def prepared(out, task, *arguments):
-    """The corpus that the task's script makes, and documents (count, window_tokens) by split."""
+class PreparedTask(NamedTuple):
+    task: tasks.Task
+    corpus: Corpus
+    val: np.ndarray  # documents (count, window_tokens)
+    train: np.ndarray
+
+
+def prepare(out: Path, task: tasks.Task, *options: str) -> PreparedTask:
+    """Run the script of a task, and read the corpus that it writes."""
     keys = [f"--{key}={value}" for key, value in vars(task).items()]
-    made = call(f"data/{task.name}/prepare.py", f"--out={out}", *keys, *arguments)
-    assert made.returncode == 0, made.stderr.decode()
+    result = call(f"data/{task.name}/prepare.py", f"--out={out}", *keys, *options)
+    assert result.returncode == 0, result.stderr.decode()
     corpus = open_corpus(str(out))
-    parts = {"val": corpus.val, "train": corpus.train}
-    size = corpus.meta["window_tokens"]
-    return corpus, {name: np.concatenate(part).reshape(-1, size) for name, part in parts.items()}
+    window_tokens = corpus.meta["window_tokens"]
+    return PreparedTask(
+        task,
+        corpus,
+        val=np.concatenate(corpus.val).reshape(-1, window_tokens),
+        train=np.concatenate(corpus.train).reshape(-1, window_tokens),
+    )
 
 
-@pytest.mark.parametrize(("task", "solve"), SOLVED, ids=IDS)
-def test_every_label_is_the_answer(tmp_path, task, solve):
-    options = ("--sequences=60", "--val_sequences=30", "--shard_tokens=777")
-    corpus, documents = prepared(tmp_path, task, *options)
-    eot, half = corpus.meta["eot_token"], corpus.meta["window_tokens"] // 2
-    assert (eot, half) == (task.vocab_size - 1, task.positions + 1)
-    for document in [*documents["val"].tolist(), *documents["train"].tolist()]:
-        assert (document[0], document[half]) == (eot, 0)
-        assert document[half + 1 :] == solve(document[1:half], task)
-    assert {split: len(found) for split, found in documents.items()} == {"val": 30, "train": 60}
-    # ids stand for no bytes
-    assert corpus.meta["train"] == {"documents": 60, "tokens": 60 * 2 * half}
-    assert corpus.bytes_per_token("val") is None
-    layout, size = SequenceLayout.from_meta(corpus.meta), task.positions
-    _, targets = layout.ids_and_targets(documents["train"])
-    trained = {"k_hop": size // 2, "permutations": size}.get(task.name) or task.pairs
-    scored = trained - (task.name == "permutations")  # whose first product is the first token
-    assert (targets != -1).sum(1).eq(trained).all()  # of every window as many
-    assert ((targets != -1) & layout.mask(layout.scored)).sum(1).eq(scored).all()
-    assert corpus.meta["difficulty"] == vars(task)
+class SolvedTask(NamedTuple):
+    prepared: PreparedTask
+    solve: Callable[[list[int], tasks.Task], list[int]]
 
 
-def drawn(task, count=20_000, seed=0):
+@pytest.fixture(scope="module", params=SOLVED, ids=lambda solved: str(solved[0]))
+def solved_task(request, tmp_path_factory) -> SolvedTask:
+    task, solve = request.param
+    out = tmp_path_factory.mktemp("task")
+    prepared = prepare(out, task, "--sequences=60", "--val_sequences=30", "--shard_tokens=777")
+    return SolvedTask(prepared, solve)
+
+
+def test_every_label_is_the_answer(solved_task):
+    prepared, solve = solved_task
+    half = prepared.corpus.meta["window_tokens"] // 2
+    for document in [*prepared.val.tolist(), *prepared.train.tolist()]:
+        assert document[half + 1 :] == solve(document[1:half], prepared.task)
+
+
+def test_every_document_begins_with_end_of_text_and_no_label(solved_task):
+    prepared, _ = solved_task
+    task = prepared.task
+    meta = prepared.corpus.meta
+    half = meta["window_tokens"] // 2
+    assert meta["eot_token"] == task.vocab_size - 1
+    assert half == task.positions + 1
+    documents = np.concatenate([prepared.val, prepared.train])
+    assert (documents[:, 0] == meta["eot_token"]).all()
+    assert (documents[:, half] == 0).all()
+
+
+def test_each_split_has_the_documents_that_were_asked_for(solved_task):
+    prepared, _ = solved_task
+    assert len(prepared.val) == 30
+    assert len(prepared.train) == 60
+
+
+def test_meta_counts_tokens_and_no_bytes(solved_task):
+    prepared, _ = solved_task
+    corpus = prepared.corpus
+    num_tokens = 60 * corpus.meta["window_tokens"]
+    assert corpus.meta["train"] == {"documents": 60, "tokens": num_tokens}
+    assert corpus.bytes_per_token("val") is None  # ids stand for no bytes
+
+
+def test_meta_names_the_difficulty(solved_task):
+    prepared, _ = solved_task
+    assert prepared.corpus.meta["difficulty"] == vars(prepared.task)
+
+
+def test_every_sequence_trains_and_scores_as_many_positions(solved_task):
+    prepared, _ = solved_task
+    task = prepared.task
+    num_trained = {
+        "recall": lambda: task.pairs,
+        "k_hop": lambda: task.positions // 2,
+        "permutations": lambda: task.positions,
+    }[task.name]()
+    # the first product of permutations is the first token
+    num_scored = num_trained - 1 if task.name == "permutations" else num_trained
+    layout = SequenceLayout.from_meta(prepared.corpus.meta)
+    _, targets = layout.ids_and_targets(prepared.train)
+    assert (targets != -1).sum(1).eq(num_trained).all()
+    assert ((targets != -1) & layout.mask(layout.scored)).sum(1).eq(num_scored).all()
+
+
+def draw(task: tasks.Task, count=20_000, seed=0) -> tuple[np.ndarray, np.ndarray]:
     return task.draw(np.random.default_rng(seed), count)
 
 
-def assert_as_likely(counts, shares=None):
-    """Within five deviations of the expected counts."""
-    shares = np.full(len(counts), 1 / len(counts)) if shares is None else shares
-    expected = counts.sum() * shares
+def assert_frequencies(counts: np.ndarray, probabilities: np.ndarray | None = None) -> None:
+    """Assert that counts are within five deviations of the expected ones (default: uniform)."""
+    if probabilities is None:
+        probabilities = np.full(len(counts), 1 / len(counts))
+    expected = counts.sum() * probabilities
     assert (abs(counts - expected) < 5 * np.sqrt(expected) + 1).all()
 
 
-def test_windows_of_recall_are_as_its_authors_draw_them():
-    task = Recall(3, 30, 12)
-    ids, _ = drawn(task)
-    keys, values = ids[:, 0:6:2], ids[:, 1:6:2]
-    assert (keys.min(), keys.max(), values.min(), values.max()) == (1, 6, 7, 12)
-    for each in (keys, values):
-        assert all(len(set(row)) == 3 for row in each.tolist())
-        assert_as_likely(np.bincount(each[:, 2])[each.min() :])
-    queries = [np.flatnonzero(row) for row in ids[:, 6:]]
-    assert all(len(places) == 3 and (places % 2 == 0).all() for places in queries)
-    # every key once more
-    assert (np.sort(ids[:, 6:], axis=1)[:, -3:] == np.sort(keys, axis=1)).all()
-    # Slot g of 12 has a weight of g^-0.99, drawn without replacement, each key as likely in each of
-    # the three.
+# ---- distributions, as the authors of the tasks draw them ----
+
+
+class DrawnRecall(NamedTuple):
+    keys: np.ndarray  # (count, 3)
+    values: np.ndarray  # (count, 3)
+    queries: np.ndarray  # (count, 24), with 0 where there is none
+
+
+@pytest.fixture(scope="module")
+def drawn_recall() -> DrawnRecall:
+    ids, _ = draw(Recall(3, 30, 12))
+    return DrawnRecall(keys=ids[:, 0:6:2], values=ids[:, 1:6:2], queries=ids[:, 6:])
+
+
+def test_keys_and_values_of_recall_are_separate_symbols(drawn_recall):
+    assert (drawn_recall.keys.min(), drawn_recall.keys.max()) == (1, 6)
+    assert (drawn_recall.values.min(), drawn_recall.values.max()) == (7, 12)
+
+
+@pytest.mark.parametrize("name", ["keys", "values"])
+def test_keys_and_values_of_recall_differ_and_are_equally_likely(drawn_recall, name):
+    symbols = getattr(drawn_recall, name)
+    assert all(len(set(row)) == 3 for row in symbols.tolist())
+    assert_frequencies(np.bincount(symbols[:, 2])[symbols.min() :])
+
+
+def test_every_key_of_recall_is_queried_once(drawn_recall):
+    positions = [np.flatnonzero(row) for row in drawn_recall.queries]
+    assert all(len(row) == 3 and (row % 2 == 0).all() for row in positions)
+    queried_keys = np.sort(drawn_recall.queries, axis=1)[:, -3:]
+    assert (queried_keys == np.sort(drawn_recall.keys, axis=1)).all()
+
+
+def test_queries_of_recall_have_slots_of_the_power_law(drawn_recall):
+    """Draw three of 12 slots without replacement, slot g with a weight of g^-0.99."""
     weights = np.arange(1.0, 13) ** -0.99
-    shares = np.zeros(12)
-    for draws in itertools.permutations(range(12), 3):
-        left, chance = weights.sum(), 1.0
-        for slot in draws:
-            chance, left = chance * weights[slot] / left, left - weights[slot]
-        shares[list(draws)] += chance / 3
-    for key in range(3):
-        slots = np.argmax(ids[:, 6:] == keys[:, [key]], axis=1) // 2
-        assert_as_likely(np.bincount(slots, minlength=12), shares)
+    probabilities = np.zeros(12)
+    for slots in itertools.permutations(range(12), 3):
+        remaining_weight = weights.sum()
+        probability = 1.0
+        for slot in slots:
+            probability = probability * weights[slot] / remaining_weight
+            remaining_weight = remaining_weight - weights[slot]
+        # each key is as likely in each of the three
+        probabilities[list(slots)] += probability / 3
+    for number in range(3):
+        key = drawn_recall.keys[:, [number]]
+        slots = np.argmax(drawn_recall.queries == key, axis=1) // 2
+        assert_frequencies(np.bincount(slots, minlength=12), probabilities)
 
 
-def test_windows_of_hops_are_as_its_authors_draw_them():
-    ids, labels = drawn(Hops(1, 1, 40, 4))
+def test_symbols_of_hops_differ_from_their_neighbors():
+    ids, _ = draw(Hops(1, 1, 40, 4))
     assert (ids[:, 1:] != ids[:, :-1]).all()
+
+
+def test_symbols_of_hops_are_equally_likely():
+    ids, _ = draw(Hops(1, 1, 40, 4))
     assert set(np.unique(ids[:, 1:])) == {1, 2, 3, 4}
+    assert_frequencies(np.bincount(ids[:, 1])[1:])
+
+
+def test_labels_of_hops_are_in_the_second_half():
+    _, labels = draw(Hops(1, 1, 40, 4))
     assert ((labels > 0) == (np.arange(40) >= 20)).all()
-    assert (labels[:, 20:] != ids[:, 20:]).all()  # one hop never ends on its own symbol
-    assert_as_likely(np.bincount(ids[:, 1])[1:])
-    ids, labels = drawn(Hops(2, 2, 128, 8), 500)
-    # as the docstring has it
+
+
+def test_one_hop_never_ends_at_its_own_symbol():
+    ids, labels = draw(Hops(1, 1, 40, 4))
+    assert (labels[:, 20:] != ids[:, 20:]).all()
+
+
+def test_two_hops_end_at_their_own_symbol_as_often_as_the_docstring_says():
+    ids, labels = draw(Hops(2, 2, 128, 8), 500)
     assert (labels[:, 64:] == ids[:, 64:]).mean() == pytest.approx(2 / 8, abs=0.02)
 
 
-def test_what_the_last_token_tells_of_four_hops():
-    """As the docstring has it: the best guess by the number of hops and the last token, whose
-    symbols are alike.
-    """
-    ids, labels = drawn(Hops(4, 1, 64, 4), 4000)
-    hops, right = ids[:, 0] - 4, []
-    assert_as_likely(np.bincount(hops)[1:])
+def test_the_numbers_of_hops_are_equally_likely():
+    ids, _ = draw(Hops(4, 1, 64, 4), 4000)
+    assert_frequencies(np.bincount(ids[:, 0] - 4)[1:])
+
+
+def test_the_best_guess_by_the_last_token_is_as_good_as_the_docstring_says():
+    """Guess by the number of hops and the last token; the other symbols are equally likely."""
+    ids, labels = draw(Hops(4, 1, 64, 4), 4000)
+    hops = ids[:, 0] - 4
+    accuracies = []
     for number in range(1, 5):
-        own = (labels[hops == number, 32:] == ids[hops == number, 32:]).mean()
-        right.append(max(own, (1 - own) / 3))
-    assert np.mean(right) == pytest.approx(0.37, abs=0.01)
+        own_symbol = (labels[hops == number, 32:] == ids[hops == number, 32:]).mean()
+        accuracies.append(max(own_symbol, (1 - own_symbol) / 3))
+    assert np.mean(accuracies) == pytest.approx(0.37, abs=0.01)
 
 
 @pytest.mark.parametrize("task", [Hops(3, 1, 60, 4), Words(6, 3)], ids=str)
-def test_every_label_is_as_likely(task):
-    _, labels = drawn(task)
-    assert_as_likely(np.bincount(labels[:, -1])[1:])
+def test_labels_are_equally_likely(task):
+    _, labels = draw(task)
+    assert_frequencies(np.bincount(labels[:, -1])[1:])
 
 
 def test_products_are_those_of_a_library():
@@ -177,58 +289,103 @@ def test_products_are_those_of_a_library():
             assert table[p, q] == (Permutation(second) * Permutation(first)).rank()
 
 
-def test_second_halves_repeat_the_first(tmp_path):
-    options = ("--sequences=600", "--val_sequences=70", "--shard_tokens=1000")
-    corpus, documents = prepared(tmp_path, Copies(5), *options)
-    both = np.concatenate([documents["val"], documents["train"]])
-    assert (len(documents["val"]), len(documents["train"])) == (70, 600)
-    assert (both[:, 0] == corpus.meta["eot_token"]).all()
-    assert (both[:, 1:6] == both[:, 6:]).all()
-    assert set(both[:, 1:].ravel().tolist()) == set(b"abcdefghijklmnop")  # 16 symbols
-    assert len(np.unique(both, axis=0)) > 660  # of a million
-    assert_as_likely(np.bincount(documents["train"][:, 1:6].ravel())[ord("a") :])
-    known = {"chance": {"loss": np.log(16), "accuracy": 1 / 16}}
-    known["optimum"] = {"loss": np.log(16) / 2, "accuracy": 1.0}
-    form = {"window_tokens": 11, "scored": [[5, 10]]}
-    assert {**form, **known}.items() <= corpus.meta.items()
-    assert corpus.meta["train"]["tokens"] == 600 * 11
-    out, options = tmp_path / "answers", options[:2]
-    corpus, documents = prepared(out, Copies(5, trained="answers"), *options)
-    ids, targets = ValidationBatches(
-        corpus.val, 10, 257, SequenceLayout.from_meta(corpus.meta)
-    ).get([0, 69], 2)
+@pytest.fixture(scope="module")
+def copies(tmp_path_factory) -> PreparedTask:
+    out = tmp_path_factory.mktemp("copies")
+    return prepare(out, Copies(5), "--sequences=600", "--val_sequences=70", "--shard_tokens=1000")
+
+
+def test_second_halves_repeat_the_first(copies):
+    documents = np.concatenate([copies.val, copies.train])
+    assert (documents[:, 1:6] == documents[:, 6:]).all()
+
+
+def test_every_copy_begins_with_end_of_text(copies):
+    documents = np.concatenate([copies.val, copies.train])
+    assert (documents[:, 0] == copies.corpus.meta["eot_token"]).all()
+
+
+def test_each_split_has_the_copies_that_were_asked_for(copies):
+    assert len(copies.val) == 70
+    assert len(copies.train) == 600
+    assert copies.corpus.meta["train"]["tokens"] == 600 * 11
+
+
+def test_copies_are_drawn_from_16_symbols(copies):
+    documents = np.concatenate([copies.val, copies.train])
+    assert set(documents[:, 1:].ravel().tolist()) == set(b"abcdefghijklmnop")
+    assert len(np.unique(documents, axis=0)) > 660  # of a million
+    assert_frequencies(np.bincount(copies.train[:, 1:6].ravel())[ord("a") :])
+
+
+def test_meta_describes_the_copy_task(copies):
+    expected = {
+        "window_tokens": 11,
+        "scored": [[5, 10]],
+        "chance": {"loss": np.log(16), "accuracy": 1 / 16},
+        "optimum": {"loss": np.log(16) / 2, "accuracy": 1.0},
+    }
+    assert expected.items() <= copies.corpus.meta.items()
+
+
+@pytest.fixture(scope="module")
+def copies_of_answers(tmp_path_factory) -> PreparedTask:
+    """Prepare the copy task with targets in the second half alone."""
+    out = tmp_path_factory.mktemp("answers") / "out"
+    return prepare(out, Copies(5, trained="answers"), "--sequences=600", "--val_sequences=70")
+
+
+def test_answers_alone_are_trained(copies_of_answers):
+    corpus = copies_of_answers.corpus
+    layout = SequenceLayout.from_meta(corpus.meta)
+    ids, targets = ValidationBatches(corpus.val, 10, 257, layout).get([0, 69], 2)
+    documents = copies_of_answers.val[[0, 69]]
     assert targets[:, :5].eq(-1).all()
-    assert (targets[:, 5:].numpy() == documents["val"][[0, 69], 6:]).all()
-    assert (ids.numpy() == documents["val"][[0, 69], :-1]).all()
+    assert (targets[:, 5:].numpy() == documents[:, 6:]).all()
+    assert (ids.numpy() == documents[:, :-1]).all()
     assert corpus.meta["optimum"] == {"loss": 0.0, "accuracy": 1.0}
-    # the shards would be the same, but not what is learned from them
-    again = call("data/copy_task/prepare.py", f"--out={out}", "--half=5", *options)
-    assert "holds another preparation" in one_line_error(again)
 
 
-# Seeds and splits
+def test_the_copy_task_with_other_targets_is_another_preparation(tmp_path):
+    """Refuse it although the shards would be the same: what is learned from them is not."""
+    options = ("--sequences=600", "--val_sequences=70")
+    prepare(tmp_path, Copies(5, trained="answers"), *options)
+    result = call("data/copy_task/prepare.py", f"--out={tmp_path}", "--half=5", *options)
+    assert "holds another preparation" in one_line_error(result)
 
 
-DRAWN = [RECALL, HOPS, WORDS, Copies(5)]
+# ---- seeds and splits ----
+
+DRAWN_TASKS = [RECALL, HOPS, WORDS, Copies(5)]
 
 
-@pytest.mark.parametrize("task", DRAWN, ids=str)
+@pytest.mark.parametrize("task", DRAWN_TASKS, ids=str)
 def test_sequences_are_a_function_of_the_seed_and_the_split(task):
-    def texts(count, seed, split, cursor=None):
-        batches = tasks.Sequences(task, count, seed, split).read(cursor)
-        return [text for batch in batches for text in batch.texts]
-
-    train = texts(600, 0, "train")
-    assert train == texts(600, 0, "train")
+    train = read_texts(task, 600, 0, "train")
+    assert train == read_texts(task, 600, 0, "train")
     assert len(set(train)) == 600
-    assert texts(300, 0, "train") == train[:300]
-    assert texts(600, 0, "train", {"sequence": 512}) == train[512:]
-    assert not set(train) & set(texts(600, 1, "train"))
-    assert not set(train) & set(texts(600, 0, "val"))
+    assert not set(train) & set(read_texts(task, 600, 1, "train"))
+    assert not set(train) & set(read_texts(task, 600, 0, "val"))
+
+
+def read_texts(task, count: int, seed: int, split: str, cursor: dict | None = None) -> list:
+    batches = tasks.Sequences(task, count, seed, split).read(cursor)
+    return [text for batch in batches for text in batch.texts]
+
+
+@pytest.mark.parametrize("task", DRAWN_TASKS, ids=str)
+def test_fewer_sequences_are_the_first_ones(task):
+    assert read_texts(task, 300, 0, "train") == read_texts(task, 600, 0, "train")[:300]
+
+
+@pytest.mark.parametrize("task", DRAWN_TASKS, ids=str)
+def test_sequences_are_read_from_a_cursor(task):
+    texts = read_texts(task, 600, 0, "train", {"sequence": 512})
+    assert texts == read_texts(task, 600, 0, "train")[512:]
 
 
 @pytest.mark.parametrize(("task", "count"), [(Words(3, 3), 6**3), (Copies(3, 4), 4**3)], ids=str)
-def test_no_validation_window_is_in_training_where_there_are_few(task, count):
+def test_no_validation_sequence_is_in_training_where_there_are_few(task, count):
     val, train = (
         {text for batch in tasks.Sequences(task, 3000, 0, split).read() for text in batch.texts}
         for split in ("val", "train")
@@ -238,54 +395,69 @@ def test_no_validation_window_is_in_training_where_there_are_few(task, count):
     assert len(val) == pytest.approx(count / 8, rel=0.5)
 
 
-# What is known: chance and optimum
+# ---- chance and optimum ----
 
 
-class Answering(torch.nn.Module):
-    """Of every window as likely each id that `candidates` gives for a position, and no other."""
+class UniformModel(torch.nn.Module):
+    """A model for which the ids that `candidates` returns for a position are equally likely."""
 
     def __init__(self, vocab_size, candidates):
         super().__init__()
-        self.vocab_size, self.candidates = vocab_size, candidates
+        self.vocab_size = vocab_size
+        self.candidates = candidates
 
     def forward(self, ids, targets, return_logits=False):
         logits = torch.full((*ids.shape, self.vocab_size), -60.0)
-        for row, window in enumerate(ids.tolist()):
-            for position, found in enumerate(self.candidates(window[1:]), 1):
-                logits[row, position, found] = 0.0
+        for row, sequence in enumerate(ids.tolist()):
+            for position, candidate_ids in enumerate(self.candidates(sequence[1:]), 1):
+                logits[row, position, candidate_ids] = 0.0
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
         return logits if return_logits else None, loss
 
 
-BLIND = {
-    "recall": lambda ids: [ids[1:14:2]] * len(ids),  # the values of the window
+# the candidates of a model that does not solve the task
+BLIND_CANDIDATES = {
+    "recall": lambda ids: [ids[1:14:2]] * len(ids),  # the values of the sequence
     "k_hop": lambda ids: [[1, 2, 3, 4]] * len(ids),
     # the first composes nothing
     "permutations": lambda ids: [[ids[0]]] + [list(range(1, 121))] * (len(ids) - 1),
 }
 
 
-@pytest.mark.parametrize(("task", "solve"), SOLVED[:3], ids=BLIND)
-def test_chance_and_optimum_are_those_of_meta_json(tmp_path, task, solve):
-    blind = BLIND[task.name]
-    corpus, _ = prepared(tmp_path, task, "--sequences=10", "--val_sequences=40")
-    layout = SequenceLayout.from_meta(corpus.meta)
-    batches = ValidationBatches(corpus.val, task.positions + 1, task.vocab_size, layout)
-    world = World(0, 1, torch.device("cpu"))
-
-    def scores(candidates):
-        model = Answering(task.vocab_size, candidates)
-        return evaluate(model, batches, list(range(40)), 8, world, contextlib.nullcontext())
-
-    best = scores(lambda ids: [[answer] for answer in solve(ids, task)])
-    assert best.pop("loss") == pytest.approx(corpus.meta["optimum"]["loss"], abs=1e-6)
-    assert best == {"accuracy": 1.0, "exact_match": 1.0}
-    assert scores(blind)["loss"] == pytest.approx(corpus.meta["chance"]["loss"], rel=1e-5)
-    share = 1 / len(blind([1] * task.positions)[-1])
-    assert corpus.meta["chance"]["accuracy"] == pytest.approx(share)
+def evaluate_candidates(prepared: PreparedTask, candidates) -> dict:
+    task = prepared.task
+    layout = SequenceLayout.from_meta(prepared.corpus.meta)
+    return evaluate(
+        UniformModel(task.vocab_size, candidates),
+        ValidationBatches(prepared.corpus.val, task.positions + 1, task.vocab_size, layout),
+        list(range(40)),
+        8,
+        World(0, 1, torch.device("cpu")),
+        contextlib.nullcontext(),
+    )
 
 
-# Mistakes
+@pytest.mark.parametrize(("task", "solve"), SOLVED[:3], ids=BLIND_CANDIDATES)
+def test_the_optimum_is_that_of_meta_json(tmp_path, task, solve):
+    prepared = prepare(tmp_path, task, "--sequences=10", "--val_sequences=40")
+    scores = evaluate_candidates(prepared, lambda ids: [[answer] for answer in solve(ids, task)])
+    optimum = prepared.corpus.meta["optimum"]
+    assert scores.pop("loss") == pytest.approx(optimum["loss"], abs=1e-6)
+    assert scores == {"accuracy": 1.0, "exact_match": 1.0}
+
+
+@pytest.mark.parametrize("task", [RECALL, HOPS, WORDS], ids=BLIND_CANDIDATES)
+def test_chance_is_that_of_meta_json(tmp_path, task):
+    candidates = BLIND_CANDIDATES[task.name]
+    prepared = prepare(tmp_path, task, "--sequences=10", "--val_sequences=40")
+    chance = prepared.corpus.meta["chance"]
+    loss = evaluate_candidates(prepared, candidates)["loss"]
+    assert loss == pytest.approx(chance["loss"], rel=1e-5)
+    num_candidates = len(candidates([1] * task.positions)[-1])
+    assert chance["accuracy"] == pytest.approx(1 / num_candidates)
+
+
+# ---- mistakes ----
 
 BOUNDS = {
     "recall": "pairs=1 positions=7 symbols=2 sequences=0 val_sequences=0 seed=-1",
@@ -293,8 +465,12 @@ BOUNDS = {
     "permutations": "length=1 degree=7 shard_tokens=0",
     "copy_task": "half=0 symbols=65",
 }
-WRONG = [(name, f"--{w}", f"{w}: give") for name in BOUNDS for w in BOUNDS[name].split()]
-WRONG += [
+MISTAKES = [
+    *(
+        (name, f"--{option}", f"{option}: give")
+        for name, options in BOUNDS.items()
+        for option in options.split()
+    ),
     ("recall", "--pairs=17", "--positions=48 is too few for 17 pairs and their queries; give 68"),
     ("recall", "--symbols=14", "--symbols=14 is too few for 8 pairs of a key and a value; give 16"),
     ("recall", "--symbols=33", "--symbols=33 is odd"),
@@ -306,8 +482,10 @@ WRONG += [
 ]
 
 
-@pytest.mark.parametrize(("task", "options", "message"), WRONG)
-def test_options_that_make_no_corpus(tmp_path, monkeypatch, task, options, message):
+@pytest.mark.parametrize(("task", "options", "message"), MISTAKES)
+def test_mistakes_end_in_one_line_with_nothing_written(
+    tmp_path, monkeypatch, task, options, message
+):
     monkeypatch.setattr(tasks, "MOST_ROUNDS", 20)
     monkeypatch.setattr(tasks, "VAL_SHARE", 2**40 if "splits" in message else 8)
     out = tmp_path / "out"
@@ -316,84 +494,110 @@ def test_options_that_make_no_corpus(tmp_path, monkeypatch, task, options, messa
     assert not out.exists()
 
 
-# From shards to a run, its evaluation and what it says
+# ---- a run on a task ----
+
+
+class TaskRun(NamedTuple):
+    folder: Path
+    corpus: Path
+    output: bytes
+
+    def read_last_record(self) -> dict:
+        return metrics.read(self.folder / "metrics.jsonl")[-1]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """A run of six steps on recall and its corpus."""
+def run(tmp_path_factory) -> TaskRun:
+    """Train six steps on recall."""
     folder = tmp_path_factory.mktemp("recall")
-    prepared(folder / "data", Recall(3, 15, 20), "--sequences=200", "--val_sequences=20")
-    trained = call("train.py", *small_run(folder / "data", folder / "run"))
-    assert trained.returncode == 0, trained.stderr.decode()
-    assert b"bits per byte" not in trained.stdout
-    return folder / "run", folder / "data"
+    prepare(folder / "data", Recall(3, 15, 20), "--sequences=200", "--val_sequences=20")
+    result = call("train.py", *small_run(folder / "data", folder / "run"))
+    assert result.returncode == 0, result.stderr.decode()
+    return TaskRun(folder / "run", folder / "data", result.stdout)
 
 
-def test_a_run_is_scored_and_resumed(run, tmp_path):
-    out, data = run
-    last = metrics.read(out / "metrics.jsonl")[-1]
+def test_a_run_is_scored(run):
+    last = run.read_last_record()
     assert last["val_sequences"] == 20
     assert 0 <= last["val_exact_match"] <= last["val_accuracy"] < 1
-    assert "val_bits_per_byte" not in last
-    shutil.copytree(out, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000006")
-    saved = ("--block_size", "--vocab_size")
-    keys = [key for key in small_run(data, tmp_path / "run") if not key.startswith(saved)]
-    again = call("train.py", *keys, "--resume=auto")
-    assert again.returncode == 0, again.stderr.decode()
-    assert metrics.read(tmp_path / "run" / "metrics.jsonl")[-1]["val_loss"] == last["val_loss"]
 
 
-def test_a_run_is_evaluated_on_its_validation_split_alone(run, tmp_path):
-    out, _ = run
-    result = call("eval.py", out, "--val", "--dtype=float32", "--device=cpu")
+def test_a_run_on_ids_has_no_bits_per_byte(run):
+    assert b"bits per byte" not in run.output
+    assert "val_bits_per_byte" not in run.read_last_record()
+
+
+def test_a_resumed_run_takes_its_sizes_from_the_run(run, tmp_path):
+    out = shutil.copytree(run.folder, tmp_path / "run")
+    shutil.rmtree(out / "checkpoints" / "step_00000006")
+    saved_keys = ("--block_size", "--vocab_size")
+    arguments = [key for key in small_run(run.corpus, out) if not key.startswith(saved_keys)]
+    result = call("train.py", *arguments, "--resume=auto")
     assert result.returncode == 0, result.stderr.decode()
-    [entry] = json.loads((out / "eval" / "results.json").read_text())["entries"]
-    last = metrics.read(out / "metrics.jsonl")[-1]
-    assert entry["record"]["val_loss"] == pytest.approx(last["val_loss"], rel=1e-5)
-    for key in ("val_accuracy", "val_exact_match"):
-        assert entry["record"][key] == last[key]
-    table = (out / "eval" / "table.csv").read_text()
+    resumed = metrics.read(out / "metrics.jsonl")[-1]
+    assert resumed["val_loss"] == run.read_last_record()["val_loss"]
+
+
+def test_a_run_is_evaluated_on_its_validation_split(run):
+    result = call("eval.py", run.folder, "--val", "--dtype=float32", "--device=cpu")
+    assert result.returncode == 0, result.stderr.decode()
+    results = json.loads((run.folder / "eval" / "results.json").read_text())
+    [record] = [entry["record"] for entry in results["entries"]]
+    last = run.read_last_record()
+    assert record["val_loss"] == pytest.approx(last["val_loss"], rel=1e-5)
+    assert record["val_accuracy"] == last["val_accuracy"]
+    assert record["val_exact_match"] == last["val_exact_match"]
+    table = (run.folder / "eval" / "table.csv").read_text()
     assert str(last["val_accuracy"]) in table
     assert "bits per byte" not in table
-    line = one_line_error(call("eval.py", out, "--tasks=lambada_openai"))
+
+
+def test_a_run_on_ids_is_not_evaluated_on_texts(run):
+    line = one_line_error(call("eval.py", run.folder, "--tasks=lambada_openai"))
     assert "the tokens of this model are ids, not text" in line
     assert "--val" in line
-    assert "its tokens are ids, not text" in one_line_error(call("export.py", out, tmp_path / "x"))
-    assert not (tmp_path / "x").exists()
+
+
+def test_a_run_on_ids_is_not_exported(run, tmp_path):
+    line = one_line_error(call("export.py", run.folder, tmp_path / "exported"))
+    assert "its tokens are ids, not text" in line
+    assert not (tmp_path / "exported").exists()
+
+
+SAMPLE_OPTIONS = ("--temperature=0", "--max_new_tokens=1", "--device=cpu")
 
 
 def test_samples_are_numbers(run):
-    out, _ = run
-    keys = ["--temperature=0", "--max_new_tokens=1", "--device=cpu"]
-    result = call("sample.py", out, "--prompt=3 14 5 17 3", *keys)
+    result = call("sample.py", run.folder, "--prompt=3 14 5 17 3", *SAMPLE_OPTIONS)
     assert result.returncode == 0, result.stderr.decode()
-    text = result.stdout.decode().split()
-    assert text[:5] == ["3", "14", "5", "17", "3"]
-    assert all(token.isdecimal() or token == "<|endoftext|>" for token in text)
+    tokens = result.stdout.decode().split()
+    assert tokens[:5] == ["3", "14", "5", "17", "3"]
+    assert all(token.isdecimal() or token == "<|endoftext|>" for token in tokens)
+    note = "its first new token is the answer to the last token of the prompt"
+    assert note in result.stderr.decode()
+
+
+@pytest.mark.parametrize("prompt", ["def", "3 21", "-1"])
+def test_a_prompt_that_is_no_token_is_refused(run, prompt):
+    line = one_line_error(call("sample.py", run.folder, f"--prompt={prompt}", *SAMPLE_OPTIONS))
     assert (
-        "its first new token is the answer to the last token of the prompt"
-        in result.stderr.decode()
+        "is not a token, because the tokens of this model are ids; give numbers from 0 to 20"
+        in line
     )
-    for prompt in ("def", "3 21", "-1"):
-        line = one_line_error(call("sample.py", out, f"--prompt={prompt}", *keys))
-        assert (
-            "is not a token, because the tokens of this model are ids; give numbers from 0 to 20"
-            in line
-        )
 
 
-@pytest.mark.parametrize("name", BLIND)
+@pytest.mark.parametrize("name", BLIND_CANDIDATES)
 def test_the_config_fits_every_difficulty(name, tmp_path):
-    keys = [str(ROOT / "config" / f"{name}_cpu.py"), f"--dataset={tmp_path}"]
     option = "--length=3" if name == "permutations" else "--positions=50"
-    made = call(f"data/{name}/prepare.py", f"--out={tmp_path}", option, "--sequences=300")
-    assert made.returncode == 0, made.stderr.decode()
-    run, model = configure(keys)
-    open_data(run, model)
+    result = call(f"data/{name}/prepare.py", f"--out={tmp_path}", option, "--sequences=300")
+    assert result.returncode == 0, result.stderr.decode()
+    config_file = str(ROOT / "config" / f"{name}_cpu.py")
+    config, model_config = configure([config_file, f"--dataset={tmp_path}"])
+    open_data(config, model_config)
     meta = open_corpus(str(tmp_path)).meta
-    assert model.block_size == meta["window_tokens"] // 2
-    assert model.vocab_size == -(-meta["vocab_size"] // 64) * 64
+    assert model_config.block_size == meta["window_tokens"] // 2
+    assert model_config.vocab_size == -(-meta["vocab_size"] // 64) * 64
+
+    config, model_config = configure([config_file, f"--dataset={tmp_path}", "--block_size=99"])
     with pytest.raises(ValueError, match="block_size=99, but the documents"):
-        open_data(*configure([*keys, "--block_size=99"]))
+        open_data(config, model_config)

@@ -1,10 +1,9 @@
-"""A newcomer's stream does no silent harm: wrong files are one line each, and what is trained is
-what is kept.
-"""
+"""Test that a mistake in a file of a stream is one line, and that what is trained is saved."""
 
 import importlib
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,14 +17,19 @@ from model.layers import AttentionInputs, Heads
 from training import checkpoint, metrics
 
 GATED = (EXAMPLES[0].parent / "gated-gpt-mha-rope.py").read_text(encoding="utf-8")
-WRITE = "    def forward(self, state, h, x_in, c, past=None):\n        return state + (self.gate * h).to(state.dtype)\n"
-BLOCK = "from dataclasses import replace\nfrom model.block import Block, Direct\nfrom model.gpt import GPT\n"
-BLOCK += "class Own(Block):\n    def __init__(self, config, layer):\n"
-BLOCK += "        super().__init__(config, layer)\n        {}\n"
-BLOCK += "class Model(GPT):\n    Block = Own\n"
+BLOCK = """from dataclasses import replace
+from model.block import Block, Direct
+from model.gpt import GPT
+class Own(Block):
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        {}
+class Model(GPT):
+    Block = Own
+"""
 
-# {what is wrong: (the file, what the line says)}
-WRONG = {
+# the mistake: the file, a part of the error line
+FAULTY_FILES = {
     "half a file": (GATED[: GATED.index("):")], "line 12: SyntaxError: '(' was never closed"),
     "a missing package": (
         "import nowhere\n" + GATED,
@@ -99,35 +103,34 @@ WRONG = {
 
 
 @pytest.fixture
-def own(tmp_path, monkeypatch):
-    """Saves a file as if it were in model/."""
+def save_variant(tmp_path, monkeypatch):
+    """Return a function that saves a file as if it were in model/."""
     folder = tmp_path / "model"
     folder.mkdir()
     monkeypatch.setattr(model, "__path__", [*model.__path__, str(folder)])
-    before = list(model.MODEL_NAMES)
+    original_names = list(model.MODEL_NAMES)
 
-    def save(text: str, stem: str = "own-gpt") -> str:
-        (folder / f"{stem}.py").write_text(text, encoding="utf-8")
+    def save(text: str, model_name: str = "own-gpt") -> str:
+        (folder / f"{model_name}.py").write_text(text, encoding="utf-8")
         importlib.invalidate_caches()
-        model.MODEL_NAMES.append(stem)
-        return stem
+        model.MODEL_NAMES.append(model_name)
+        return model_name
 
     yield save
-    model.MODEL_NAMES[:] = before
+    model.MODEL_NAMES[:] = original_names
     for name in [name for name in sys.modules if name.startswith("model.own-")]:
         del sys.modules[name]
 
 
-@pytest.mark.parametrize("fault", WRONG)
-def test_a_wrong_file_is_one_line(fault, own, corpus, tmp_path):
-    text, said = WRONG[fault]
-    run = small_run(corpus, tmp_path / "run", model=own(text))
-    line = one_line_error(call("train.py", *run))
-    assert said in line
+@pytest.mark.parametrize("fault", FAULTY_FILES)
+def test_a_faulty_file_is_one_line(fault, save_variant, corpus, tmp_path):
+    text, message = FAULTY_FILES[fault]
+    arguments = small_run(corpus, tmp_path / "run", model=save_variant(text))
+    assert message in one_line_error(call("train.py", *arguments))
     assert not (tmp_path / "run").exists()
 
 
-def test_a_name_without_a_hyphen_is_told(tmp_path, corpus, monkeypatch):
+def test_a_name_without_a_hyphen_is_refused(tmp_path, corpus, monkeypatch):
     (tmp_path / "gated.py").write_text(GATED)
     monkeypatch.setattr(model, "__file__", str(tmp_path / "__init__.py"))
     line = one_line_error(call("train.py", *small_run(corpus, tmp_path / "run", model="gated")))
@@ -136,25 +139,34 @@ def test_a_name_without_a_hyphen_is_told(tmp_path, corpus, monkeypatch):
     )
 
 
-def test_a_wrong_file_breaks_no_other_run(own, corpus, tmp_path):
-    """Not its training, nor going on or a listing, which says what it leaves out."""
-    own(WRONG["half a file"][0])
-    run = small_run(corpus, tmp_path / "run", model="gpt-mha-rope", max_steps=2)
-    for more in ((), ("--max_steps=3", "--resume=auto"), ("--max_steps=4", "--resume=auto")):
-        done = call("train.py", *run, *more)
-        assert done.returncode == 0
-        assert b"own-gpt" not in done.stderr
-    listed = call("train.py", "--help")
-    assert listed.returncode == 0
-    assert b"(its file has a syntax error in line 12)" in listed.stdout
-    assert b"--ddl_value_channels" in listed.stdout
-    hint = call("train.py", *run, "--ddl_valu_channels=2").stderr.decode().splitlines()
-    assert "note: model/own-gpt.py, line 12: SyntaxError" in hint[0]
-    assert "did you mean ddl_value_channels" in hint[-1]
+def test_a_faulty_file_does_not_disturb_other_runs(save_variant, corpus, tmp_path):
+    save_variant(FAULTY_FILES["half a file"][0])
+    arguments = small_run(corpus, tmp_path / "run", model="gpt-mha-rope", max_steps=2)
+    for options in ((), ("--max_steps=3", "--resume=auto"), ("--max_steps=4", "--resume=auto")):
+        result = call("train.py", *arguments, *options)
+        assert result.returncode == 0
+        assert b"own-gpt" not in result.stderr
 
 
-# Each block has a gate of the block after it, which the last one lacks: there the parameter takes
-# part in nothing.
+def test_the_help_names_a_faulty_file_and_lists_the_other_keys(save_variant):
+    save_variant(FAULTY_FILES["half a file"][0])
+    result = call("train.py", "--help")
+    assert result.returncode == 0
+    assert b"(its file has a syntax error in line 12)" in result.stdout
+    assert b"--ddl_value_channels" in result.stdout
+
+
+def test_a_suggestion_notes_a_faulty_file(save_variant, corpus, tmp_path):
+    save_variant(FAULTY_FILES["half a file"][0])
+    arguments = small_run(corpus, tmp_path / "run", model="gpt-mha-rope", max_steps=2)
+    result = call("train.py", *arguments, "--ddl_valu_channels=2")
+    lines = result.stderr.decode().splitlines()
+    assert "note: model/own-gpt.py, line 12: SyntaxError" in lines[0]
+    assert "did you mean ddl_value_channels" in lines[-1]
+
+
+# Every block has a gate; only the first one reads with it, so that the loss does not depend on those
+# of the others.
 UNUSED = BLOCK.replace(
     "import GPT\n",
     "import GPT\nfrom model.parameters import Rule, constant\nfrom torch import nn\nimport torch\n",
@@ -165,126 +177,139 @@ UNUSED = BLOCK.replace(
 )
 
 
-def finish(arguments) -> str:
-    done = call("train.py", *arguments)
-    assert done.returncode == 0, done.stderr.decode()
-    return done.stdout.decode()
+def train_to_the_end(arguments: list[str]) -> str:
+    """Run train.py in this process, expect success and return what it prints."""
+    result = call("train.py", *arguments)
+    assert result.returncode == 0, result.stderr.decode()
+    return result.stdout.decode()
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_parameter_without_a_gradient_is_said_and_goes_on(processes, own, corpus, tmp_path):
-    keys = {"model": own(UNUSED), "max_steps": 4, "checkpoint_interval": 2, "micro_batch_size": 2}
-    keys |= {"schedule": "wsd", "decay_steps": 0}
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_run_with_a_parameter_without_a_gradient_says_so_and_resumes(
+    num_processes, save_variant, corpus, tmp_path
+):
+    model_name = save_variant(UNUSED)
 
-    def train(name, **changes):
-        run = small_run(corpus, tmp_path / name, **{**keys, **changes})
-        printed = (
-            train_in_processes(processes, run, tmp_path / "log") if processes > 1 else finish(run)
+    def train(folder: str, **changes) -> Path:
+        settings = {
+            "model": model_name,
+            "max_steps": 4,
+            "checkpoint_interval": 2,
+            "micro_batch_size": 2,
+            "schedule": "wsd",
+            "decay_steps": 0,
+        }
+        arguments = small_run(corpus, tmp_path / folder, **{**settings, **changes})
+        if num_processes == 1:
+            printed = train_to_the_end(arguments)
+        else:
+            printed = train_in_processes(num_processes, arguments, tmp_path / "log")
+        assert (
+            "note: the loss does not depend on transformer.h.1.gate, which will not be trained"
+            in printed
         )
-        said = "note: the loss does not depend on transformer.h.1.gate, which will not be trained"
-        assert said in printed
-        return checkpoint.find(tmp_path / name)
+        return checkpoint.find(tmp_path / folder)
 
-    whole = train("whole")
-    train("parts", max_steps=2)
-    parts = train("parts", resume="auto")
+    uninterrupted = train("uninterrupted")
+    train("resumed", max_steps=2)
+    resumed = train("resumed", resume="auto")
     for file in ("model.safetensors", "optimizer.safetensors"):
-        assert (parts / file).read_bytes() == (whole / file).read_bytes()
-    assert (
-        float(checkpoint.load_tensors(whole / "model.safetensors")["transformer.h.1.gate"]) == 1.0
-    )
+        assert (resumed / file).read_bytes() == (uninterrupted / file).read_bytes()
+    tensors = checkpoint.load_tensors(uninterrupted / "model.safetensors")
+    assert float(tensors["transformer.h.1.gate"]) == 1.0
 
 
 @pytest.mark.usefixtures("example_streams")
 @pytest.mark.parametrize(
-    ("stem", "keys"),
+    ("model_name", "settings", "has_own_head"),
     [
-        ("untied-gpt-mha-rope", {}),
-        ("gpt-mha-rope", {"tie_embeddings": False}),
-        ("capped-gpt-mha-rope", {}),
+        ("untied-gpt-mha-rope", {}, True),
+        ("gpt-mha-rope", {"tie_embeddings": False}, True),
+        ("capped-gpt-mha-rope", {}, False),
     ],
 )
-def test_a_head_of_its_own_is_kept(stem, keys, corpus, tmp_path):
-    """What eval.py finds of a run, and of its exported folder, is what training said of the same
-    tokens.
-    """
-    run = small_run(corpus, tmp_path / "run", model=stem, **keys, max_steps=6, eval_full=True)
-    assert call("train.py", *run).returncode == 0
-    said = [
-        record for record in metrics.read(tmp_path / "run/metrics.jsonl") if "val_loss" in record
-    ][-1]["val_loss"]
-    assert call("export.py", tmp_path / "run", tmp_path / "exported").returncode == 0
-    trained, *_ = checkpoint.load_model(tmp_path / "run", "cpu")
-    assert ("lm_head.weight" in checkpoint.get_model_tensors(trained)) == (
-        stem != "capped-gpt-mha-rope"
-    )
-    for folder in ("run", "exported"):
-        done = call(
+def test_evaluation_with_an_own_head_equals_that_of_training(
+    model_name, settings, has_own_head, corpus, tmp_path
+):
+    """Evaluate the same tokens from the run and from its exported folder."""
+    run = tmp_path / "run"
+    exported = tmp_path / "exported"
+    arguments = small_run(corpus, run, model=model_name, **settings, max_steps=6, eval_full=True)
+    assert call("train.py", *arguments).returncode == 0
+    expected_loss = metrics.find_last_evaluation(run / "metrics.jsonl")["val_loss"]
+    assert call("export.py", run, exported).returncode == 0
+    trained_model, *_ = checkpoint.load_model(run, "cpu")
+    assert ("lm_head.weight" in checkpoint.get_model_tensors(trained_model)) == has_own_head
+    for folder in (run, exported):
+        result = call(
             "eval.py",
-            tmp_path / folder,
+            folder,
             f"--val={corpus}",
             f"--out={tmp_path / 'eval'}",
             "--dtype=float32",
         )
-        assert done.returncode == 0, done.stderr.decode()
-        found = float(re.search(r"loss.*?(\d\.\d{4})", done.stdout.decode(), re.S)[1])
-        assert found == pytest.approx(said, abs=6e-5), done.stdout.decode()
+        assert result.returncode == 0, result.stderr.decode()
+        printed = result.stdout.decode()
+        loss = float(re.search(r"loss.*?(\d\.\d{4})", printed, re.S)[1])
+        assert loss == pytest.approx(expected_loss, abs=6e-5), printed
 
 
-def test_what_is_no_fault_of_a_file_is_not_said_to_be_one():
-    lack = RuntimeError(
+def test_a_lack_of_memory_is_not_a_mistake_in_a_file():
+    error = RuntimeError(
         "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
     )
     with (
         pytest.raises(RuntimeError, match="can't allocate"),
         model.errors_as_value_errors("gpt-mha-rope"),
     ):
-        raise lack
+        raise error
 
 
-def test_a_cap_is_on_the_loss_that_is_trained(example_streams):
-    size = {
-        "vocab_size": 29,
-        "hidden_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-        "head_dim": 8,
-    }
-    made, ids = build("capped-gpt-mha-rope", **size).double(), torch.arange(12).view(2, 6)
-    torch.nn.init.normal_(made.transformer.wte.weight, std=9)  # so that the cap is felt
-    plain = made.hidden(ids) @ made.transformer.wte.weight.T
-    capped = 15 * (2 / (1 + torch.exp(-2 * plain / 15)) - 1)  # tanh, written out
-    wanted = -(capped.log_softmax(-1).gather(-1, ids.roll(-1, 1).unsqueeze(-1))).mean()
-    assert plain.abs().max() > 30
-    assert abs(made(ids, ids.roll(-1, 1))[1] - wanted) < 1e-9
+def test_the_loss_that_is_trained_is_capped(example_streams):
+    capped_model = build(
+        "capped-gpt-mha-rope",
+        vocab_size=29,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        head_dim=8,
+    ).double()
+    ids = torch.arange(12).view(2, 6)
+    targets = ids.roll(-1, 1)
+    embedding = capped_model.transformer.wte.weight
+    torch.nn.init.normal_(embedding, std=9)  # so that the cap makes a difference
+    logits = capped_model.hidden(ids) @ embedding.T
+    assert logits.abs().max() > 30
+    capped_logits = 15 * (2 / (1 + torch.exp(-2 * logits / 15)) - 1)  # 15 tanh(logits / 15)
+    log_probabilities = capped_logits.log_softmax(-1).gather(-1, targets.unsqueeze(-1))
+    assert abs(capped_model(ids, targets)[1] + log_probabilities.mean()) < 1e-9
 
 
-def test_queries_keys_and_values_of_inputs_apart():
-    """Against heads made of each input by itself and a softmax written out; the values changed
-    before it.
-    """
-    size = {
-        "vocab_size": 29,
-        "hidden_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "head_dim": 4,
-    }
-    made = build("gpt-mha-rope", **size).double()
-    attention, positions = (
-        made.transformer.h[0].attn,
-        made.positions(torch.zeros(1, 5, dtype=torch.int64)),
-    )
-    a, b, c = torch.randn(3, 1, 5, 8, dtype=torch.float64)
-    q, k, v = (Heads()(attention, x, positions)[place] for place, x in enumerate((a, b, c)))
+def test_attention_of_separate_inputs_for_queries_keys_and_values():
+    """Compare with the heads of each input, changed values and a softmax written out."""
+    tiny_model = build(
+        "gpt-mha-rope",
+        vocab_size=29,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        head_dim=4,
+    ).double()
+    attention = tiny_model.transformer.h[0].attn
+    positions = tiny_model.positions(torch.zeros(1, 5, dtype=torch.int64))
+    query_input, key_input, value_input = torch.randn(3, 1, 5, 8, dtype=torch.float64)
+    q, _, _ = Heads()(attention, query_input, positions)
+    _, k, _ = Heads()(attention, key_input, positions)
+    _, _, v = Heads()(attention, value_input, positions)
     scores = torch.einsum("bihd,bjhd->bhij", q, k) / 2 + torch.full((5, 5), -torch.inf).triu(1)
     mixed = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), 3 * v + 1).flatten(2)
-    found = attention(AttentionInputs(a, b, c, lambda values: 3 * values + 1), positions)
-    torch.testing.assert_close(found, mixed @ attention.c_proj.weight.T, rtol=0, atol=1e-12)
+    inputs = AttentionInputs(query_input, key_input, value_input, lambda values: 3 * values + 1)
+    output = attention(inputs, positions)
+    torch.testing.assert_close(output, mixed @ attention.c_proj.weight.T, rtol=0, atol=1e-12)
 
 
-def test_a_tied_weight_in_a_file_twice_must_be_the_same(tmp_path):
-    made = build(
+def test_a_tied_weight_that_is_saved_twice_must_be_equal(tmp_path):
+    tiny_model = build(
         "gpt-mha-rope",
         vocab_size=29,
         hidden_size=8,
@@ -293,29 +318,29 @@ def test_a_tied_weight_in_a_file_twice_must_be_the_same(tmp_path):
         head_dim=8,
     )
     tensors = {
-        **checkpoint.get_model_tensors(made),
-        "lm_head.weight": made.lm_head.weight.detach() + 1,
+        **checkpoint.get_model_tensors(tiny_model),
+        "lm_head.weight": tiny_model.lm_head.weight.detach() + 1,
     }
     checkpoint.save_tensors(tmp_path / "model.safetensors", tensors)
     with pytest.raises(
         ValueError,
         match=r"lm_head.weight differs from transformer.wte.weight, but this model ties them",
     ):
-        model.weights.load_into(made, tmp_path)
+        model.weights.load_into(tiny_model, tmp_path)
 
 
 @pytest.mark.usefixtures("example_streams")
-def test_shared_blocks_are_stored_once_and_are_one_again():
-    made = build(
+def test_shared_blocks_are_saved_once_and_loaded_as_one():
+    tiny_model = build(
         "shared-gpt-mha-rope",
         vocab_size=29,
         hidden_size=8,
         num_hidden_layers=4,
         num_attention_heads=1,
     )
-    names = checkpoint.get_model_tensors(made)
+    names = checkpoint.get_model_tensors(tiny_model)
     assert {name.split(".")[2] for name in names if name.startswith("transformer.h.")} == {"0", "2"}
     assert "transformer.h.2.ln_1.weight" not in names
-    assert made.transformer.h[1] is made.transformer.h[0]
-    assert isinstance(made.transformer.h[2], Block)
-    assert made.num_parameters() == sum(map(torch.Tensor.numel, names.values()))
+    assert tiny_model.transformer.h[1] is tiny_model.transformer.h[0]
+    assert isinstance(tiny_model.transformer.h[2], Block)
+    assert tiny_model.num_parameters() == sum(map(torch.Tensor.numel, names.values()))
