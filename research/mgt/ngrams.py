@@ -60,9 +60,10 @@ def lookup(table: np.ndarray, codes: np.ndarray) -> np.ndarray:
 
 
 def compute_references(dataset: str | Path) -> dict[str, dict[str, float]]:
-    """Return {"all" or "second": {"unigram": mean loss, ...}}.
+    """Return {"all", "first" or "second": {"unigram": mean loss, ...}}.
 
-    all: the whole validation split. second: the sequences on which the study's results are scored.
+    all: the whole validation split. first: the sequences that tune the study. second: those on
+    which its results are scored.
     """
     corpus = open_corpus(str(dataset))
     vocab_size = corpus.meta["vocab_size"]
@@ -72,11 +73,14 @@ def compute_references(dataset: str | Path) -> dict[str, dict[str, float]]:
     first_scored = len(validation) - losses.shape[1]
 
     batches = ValidationBatches(corpus.val, SEQ_LEN, vocab_size)
-    sequences = np.array(batches.spread(NUM_SEQUENCES, "second"))
-    # targets of sequence i are the tokens i * SEQ_LEN + 1, ..., (i + 1) * SEQ_LEN
-    targets = (sequences[:, None] * SEQ_LEN + 1 + np.arange(SEQ_LEN)).ravel()
-    targets = targets[targets < len(validation)]
-    parts = {"all": losses, "second": losses[:, targets - first_scored]}
+    parts = {"all": losses}
+    for half in ("first", "second"):
+        sequences = np.array(batches.spread(NUM_SEQUENCES, half))
+        # targets of sequence i are the tokens i * SEQ_LEN + 1, ..., (i + 1) * SEQ_LEN
+        targets = (sequences[:, None] * SEQ_LEN + 1 + np.arange(SEQ_LEN)).ravel()
+        # the first token that has a trigram is first_scored
+        inside = (targets >= first_scored) & (targets < len(validation))
+        parts[half] = losses[:, targets[inside] - first_scored]
     return {
         part: dict(zip(NAMES, scored.mean(1).tolist(), strict=True))
         for part, scored in parts.items()
