@@ -10,6 +10,7 @@ import contract
 import pytest
 import torch
 from helpers import EXAMPLES, ROOT, find_example_streams, run_script, small_run
+from in_process import restore_signals
 from model_settings import names_and_settings
 
 import export
@@ -62,7 +63,8 @@ def test_a_broken_stream_is_caught(fault):
 
 def train_here(arguments: list[str]) -> None:
     """Run train.py in this process, and let its exceptions pass."""
-    with pytest.MonkeyPatch.context() as patch:
+    # a run takes over SIGINT, and the fixture that restores it per test does not cover `trained_run`
+    with restore_signals(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["train.py", *arguments])
         train.main()
 
