@@ -157,8 +157,24 @@ def of_peers(parser) -> None:
         block_size=(256, "tokens of a sequence"),
         micro_batch_size=(8, "sequences per training step"),
         tokens=(200, "tokens to generate in a turn"),
+        megabytes=(20, "megabytes of text to tokenize in a turn"),
         rounds=(7, "measured turns of each"),
     )
+    options.add(
+        "only",
+        ",".join(peers.PARTS),
+        "what is timed, separated by commas",
+        type=parts_of_peers,
+    )
+
+
+def parts_of_peers(text: str) -> list[str]:
+    """Return the names of parts of the comparison that are separated by commas."""
+    parts = text.split(",")
+    for part in parts:
+        if part not in peers.PARTS:
+            raise argparse.ArgumentTypeError(f"{part}: give some of {', '.join(peers.PARTS)}")
+    return parts
 
 
 def of_quality(parser) -> None:

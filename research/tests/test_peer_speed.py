@@ -1,7 +1,10 @@
 """`bench.py peers`: the speed of our models beside nanoGPT's own code and transformers."""
 
 import json
+import subprocess
+import sys
 
+import pyarrow.parquet
 import pytest
 import torch
 from helpers import ROOT
@@ -106,6 +109,69 @@ def test_ratios_are_of_the_same_round():
     assert (row["ratio"], row["ratio_least"], row["ratio_greatest"]) == (1.0, 0.5, 2.0)
     assert row["tokens_per_second"] == 5.0
     assert row["tokens_per_second_beside"] == 5.0
+
+
+def test_an_unknown_part_is_refused(tmp_path):
+    result = call("research/bench.py", "peers", f"--nanogpt={tmp_path}", "--only=training,evals")
+    assert result.returncode == 2
+    assert "evals: give some of training, generation, evaluation, preparation" in (
+        result.stderr.decode()
+    )
+
+
+def test_both_evaluations_score_the_same_questions(monkeypatch):
+    """measure_evaluation raises an error if their log-likelihoods differ."""
+    monkeypatch.setattr(peers, "NUM_QUESTIONS", 3)
+    rows = peers.measure_evaluation(SIZE | {"vocab_size": 320, "block_size": 256}, rounds=1)
+    assert [row["beside"] for row in rows] == ["lm-eval's hf, batch 8", "lm-eval's hf, batch 32"]
+    assert rows[0]["tokens_per_second"] > 0
+
+
+def test_a_clock_counts_the_children_that_ended():
+    before = peers.read_cpu_clock()
+    subprocess.run([sys.executable, "-c", "sum(range(10_000_000))"], check=True)
+    assert peers.read_cpu_clock() > before
+
+
+def test_documents_have_the_size_that_was_asked_for(tmp_path):
+    path = tmp_path / "documents.parquet"
+    peers.write_documents(path, 100_000)
+    texts = pyarrow.parquet.read_table(path)["text"].to_pylist()
+    assert len(texts) > 1
+    assert 100_000 <= sum(len(text.encode()) for text in texts) < 101_000
+
+
+# As nanoGPT's script does: it reads a data set of the hub, and writes what it has read beside itself.
+NANOGPTS_PREPARATION = """
+import os
+from datasets import load_dataset
+if __name__ == "__main__":
+    total_batches = 1024
+    texts = load_dataset("openwebtext", num_proc=8)["train"]["text"]
+    with open(os.path.join(os.path.dirname(__file__), "train.bin"), "w") as file:
+        file.write(f"{total_batches} {len(texts)}")
+"""
+
+
+def test_nanogpts_preparation_reads_the_documents_that_ours_reads(tmp_path):
+    script = tmp_path / "nanogpt" / "data" / "openwebtext" / "prepare.py"
+    script.parent.mkdir(parents=True)
+    script.write_text(NANOGPTS_PREPARATION)
+    documents = tmp_path / "documents.parquet"
+    peers.write_documents(documents, 100_000)
+    num_documents = pyarrow.parquet.read_metadata(documents).num_rows
+    copy = tmp_path / "prepare.py"
+    peers.copy_nanogpts_preparation(tmp_path / "nanogpt", copy)
+    peers.run_python(tmp_path, "-c", peers.RUN_NANOGPTS_PREPARATION, copy, documents)
+    assert (tmp_path / "train.bin").read_text() == f"1 {num_documents}"
+
+
+def test_another_preparation_is_refused(tmp_path):
+    script = tmp_path / "data" / "openwebtext" / "prepare.py"
+    script.parent.mkdir(parents=True)
+    script.write_text("print()")
+    with pytest.raises(ValueError, match="is not nanoGPT's: it does not set total_batches"):
+        peers.copy_nanogpts_preparation(tmp_path, tmp_path / "copy.py")
 
 
 def test_the_table_of_the_page_is_the_stored_result():
