@@ -29,6 +29,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import pyarrow
 import pyarrow.parquet
@@ -43,6 +44,9 @@ from research.benchmarks.figures import Figures
 from training import distributed, optimizer
 from training.config import TrainConfig
 from utils import machine, tables
+
+if TYPE_CHECKING:
+    from lm_eval.api.model import TemplateLM
 
 PARTS = ("training", "generation", "evaluation", "preparation")
 BASELINE = "gpt-mha-rope"
@@ -267,7 +271,7 @@ def make_questions() -> list[tuple[str, str]]:
     return requests
 
 
-def make_our_evaluation(model: torch.nn.Module):
+def make_our_evaluation(model: torch.nn.Module) -> "TemplateLM":
     """Return our model as lm-eval uses it."""
     from evaluation.language_model import LanguageModel
 
@@ -275,7 +279,7 @@ def make_our_evaluation(model: torch.nn.Module):
     return LanguageModel(model, byte_tokenizer(), world, OUR_BATCH_SIZE)
 
 
-def make_lm_evals_evaluation(model: torch.nn.Module, batch_size: int):
+def make_lm_evals_evaluation(model: torch.nn.Module, batch_size: int) -> "TemplateLM":
     """Return lm-eval's own `hf` model around the same weights."""
     import tokenizers
     import transformers
@@ -304,7 +308,9 @@ def make_lm_evals_evaluation(model: torch.nn.Module, batch_size: int):
     return HFLM(ForTransformers(), tokenizer=tokenizer, batch_size=batch_size)
 
 
-def make_scoring(language_model, requests: list[tuple[str, str]]) -> Callable[[], list]:
+def make_scoring(
+    language_model: "TemplateLM", requests: list[tuple[str, str]]
+) -> Callable[[], list]:
     """Return a function that scores all requests with a model of lm-eval."""
     from lm_eval.api.instance import Instance
 
@@ -399,24 +405,24 @@ def measure(turns: dict[str, Callable[[], None]], rounds: int, work: str) -> dic
 def summarize(
     work: str, seconds: dict[str, list[float]], pairs: list[tuple[str, str]], num_tokens: int
 ) -> list[dict]:
-    """Return a row for each pair (here, beside): medians, and how many times faster "here" is.
+    """Return a row for each pair of names: medians, and how many times faster the first is.
 
     num_tokens: of one turn
     """
     rows = []
-    for here, beside in pairs:
+    for name, beside in pairs:
         ratios = [
             other_seconds / own_seconds
-            for own_seconds, other_seconds in zip(seconds[here], seconds[beside])
+            for own_seconds, other_seconds in zip(seconds[name], seconds[beside])
         ]
         rows.append(
             {
                 "work": work,
-                "here": here,
+                "here": name,
                 "beside": beside,
-                "seconds": statistics.median(seconds[here]),
+                "seconds": statistics.median(seconds[name]),
                 "seconds_beside": statistics.median(seconds[beside]),
-                "tokens_per_second": num_tokens / statistics.median(seconds[here]),
+                "tokens_per_second": num_tokens / statistics.median(seconds[name]),
                 "tokens_per_second_beside": num_tokens / statistics.median(seconds[beside]),
                 "ratio": statistics.median(ratios),
                 "ratio_least": min(ratios),
@@ -512,9 +518,9 @@ def measure_preparation(nanogpt_folder: Path, megabytes: int, rounds: int) -> li
             shutil.rmtree(out, ignore_errors=True)
             run_python(folder, *our_arguments)
 
-        here = "data/text/prepare.py"
+        our_name = "data/text/prepare.py"
         turns = {
-            here: prepare_here,
+            our_name: prepare_here,
             NANOGPT: lambda: run_python(folder, "-c", RUN_NANOGPTS_PREPARATION, script, documents),
             "tiktoken alone": lambda: run_python(folder, "-c", RUN_TIKTOKEN, documents),
         }
@@ -522,7 +528,7 @@ def measure_preparation(nanogpt_folder: Path, megabytes: int, rounds: int) -> li
         seconds = measure(turns, rounds, work)
         meta = json.loads((out / "meta.json").read_text())
     num_tokens = meta["train"]["tokens"] + meta["val"]["tokens"]
-    return summarize(work, seconds, [(here, NANOGPT), (here, "tiktoken alone")], num_tokens)
+    return summarize(work, seconds, [(our_name, NANOGPT), (our_name, "tiktoken alone")], num_tokens)
 
 
 def format_rows(rows: list[dict]) -> str:

@@ -91,16 +91,16 @@ def test_each_of_our_models_has_a_row_of_training(nanogpt):
 def test_a_training_step_moves_every_parameter():
     batch = torch.randint(32, (2, 2, 16), generator=torch.Generator().manual_seed(0))
     model = peers.build_ours("gpt-mha-rope", SIZE)
-    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    initial = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
     step = peers.make_training_step(
         model, [adamw], lambda model: None, tuple(batch), compiled=False
     )
     step()
     moved = {
-        name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])
+        name for name, weight in model.named_parameters() if not torch.equal(weight, initial[name])
     }
-    assert moved == set(before)
+    assert moved == set(initial)
 
 
 def test_ratios_are_of_the_same_round():
@@ -122,15 +122,15 @@ def test_an_unknown_part_is_refused(tmp_path):
 def test_both_evaluations_score_the_same_questions(monkeypatch):
     """measure_evaluation raises an error if their log-likelihoods differ."""
     monkeypatch.setattr(peers, "NUM_QUESTIONS", 3)
-    rows = peers.measure_evaluation(SIZE | {"vocab_size": 320, "block_size": 256}, rounds=1)
+    rows = peers.measure_evaluation({**SIZE, "vocab_size": 320, "block_size": 256}, rounds=1)
     assert [row["beside"] for row in rows] == ["lm-eval's hf, batch 8", "lm-eval's hf, batch 32"]
     assert rows[0]["tokens_per_second"] > 0
 
 
 def test_a_clock_counts_the_children_that_ended():
-    before = peers.read_cpu_clock()
+    start = peers.read_cpu_clock()
     subprocess.run([sys.executable, "-c", "sum(range(10_000_000))"], check=True)
-    assert peers.read_cpu_clock() > before
+    assert peers.read_cpu_clock() > start
 
 
 def test_documents_have_the_size_that_was_asked_for(tmp_path):
