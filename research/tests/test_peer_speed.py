@@ -174,7 +174,8 @@ def test_another_preparation_is_refused(tmp_path):
         peers.copy_nanogpts_preparation(tmp_path, tmp_path / "copy.py")
 
 
-def test_the_table_of_the_page_is_the_stored_result():
-    rows = json.loads((ROOT / "results" / "peers_cpu.json").read_text())["rows"]
+@pytest.mark.parametrize("name", ["peers_cpu", "peers_cpu_2_threads", "peers_cpu_512"])
+def test_the_table_of_the_page_is_the_stored_result(name):
+    rows = json.loads((ROOT / "results" / f"{name}.json").read_text())["rows"]
     page = (ROOT / "research" / "docs" / "speed.md").read_text(encoding="utf-8")
     assert peers.format_rows(rows) in page
