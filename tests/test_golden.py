@@ -187,6 +187,7 @@ CORPORA = {
     "k_hop": ["k_hop", "--hops=2", "--positions=12", *DRAWN],
     "permutations": ["permutations", "--length=4", *DRAWN],
     "recall": ["recall", "--pairs=3", "--positions=16", "--symbols=10", *DRAWN],
+    "registers": ["registers", "--registers=3", "--operations=4", *DRAWN],
 }
 
 

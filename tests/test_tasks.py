@@ -22,6 +22,7 @@ from data.k_hop.prepare import Hops
 from data.loader import ValidationBatches
 from data.permutations.prepare import Words, products
 from data.recall.prepare import Recall
+from data.registers.prepare import Registers
 from data.sequences import SequenceLayout
 from data.shards import Corpus, open_corpus
 from training import metrics
@@ -68,15 +69,39 @@ def solve_words(ids: list[int], task: Words) -> list[int]:
     return answers
 
 
+def solve_registers(ids: list[int], task: Registers) -> list[int]:
+    """Return what the register that the question names holds in the end, 0 before the question.
+
+    Tokens are replaced by words first, and what the words say is done one after another.
+    """
+    values = [f"value {number}" for number in range(1, task.values + 1)]
+    registers = [f"register {number}" for number in range(1, task.registers + 1)]
+    words = ["", *values, *registers, "set", "swap", "ask"]
+    *operations, question, asked = (words[token] for token in ids)
+    holds = {}
+    for operation, register, argument in zip(*[iter(operations)] * 3, strict=True):
+        if operation == "set":
+            holds[register] = argument
+        else:
+            assert operation == "swap"
+            assert register != argument
+            holds[register], holds[argument] = holds[argument], holds[register]
+    assert question == "ask"
+    return [0] * (len(ids) - 1) + [words.index(holds[asked])]
+
+
 RECALL = Recall(7, 61, 30)
 HOPS = Hops(3, 1, 51, 4)
 WORDS = Words(8, 5)
+REGISTERS = Registers(3, 7, 5, 0.4)
 SOLVED = [
     (RECALL, solve_recall),
     (HOPS, solve_hops),
     (WORDS, solve_words),
+    (REGISTERS, solve_registers),
     (Recall(2, 8, 8), solve_recall),
     (Words(6, 2), solve_words),
+    (Registers(2, 9, 300, 1.0), solve_registers),
 ]
 
 
@@ -160,6 +185,7 @@ def test_every_sequence_trains_and_scores_as_many_positions(solved_task):
         "recall": lambda: task.pairs,
         "k_hop": lambda: task.positions // 2,
         "permutations": lambda: task.positions,
+        "registers": lambda: 1,
     }[task.name]()
     # the first product of permutations is the first token
     num_scored = num_trained - 1 if task.name == "permutations" else num_trained
@@ -275,10 +301,43 @@ def test_the_best_guess_by_the_last_token_is_as_good_as_the_docstring_says():
     assert np.mean(accuracies) == pytest.approx(0.37, abs=0.01)
 
 
-@pytest.mark.parametrize("task", [Hops(3, 1, 60, 4), Words(6, 3)], ids=str)
+@pytest.mark.parametrize("task", [Hops(3, 1, 60, 4), Words(6, 3), Registers()], ids=str)
 def test_labels_are_equally_likely(task):
     _, labels = draw(task)
     assert_frequencies(np.bincount(labels[:, -1])[1:])
+
+
+def test_every_register_is_set_first():
+    ids, _ = draw(Registers(3, 2, 5), 500)
+    assert (ids[:, 0:9:3] == 9).all()  # 1 to 5 are values, 6 to 8 registers, 9 is `set`
+    assert (np.sort(ids[:, 1:9:3], axis=1) == [6, 7, 8]).all()
+    assert_frequencies(np.bincount(ids[:, 1], minlength=9)[6:])
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.3, 1.0])
+def test_swaps_are_as_frequent_as_was_asked_for(probability):
+    ids, _ = draw(Registers(3, 2, 5, probability))
+    swaps = (ids[:, 9:15:3] == 10).sum()
+    assert_frequencies(np.array([swaps, 40_000 - swaps]), np.array([probability, 1 - probability]))
+
+
+def test_the_partners_of_a_swap_are_equally_likely():
+    ids, _ = draw(Registers(3, 1, 5, 1.0))
+    pairs = 3 * (ids[:, 10] - 6) + ids[:, 11] - 6
+    counts = np.bincount(pairs, minlength=9)
+    assert_frequencies(np.delete(counts, [0, 4, 8]))  # no register is swapped with itself
+    assert counts[[0, 4, 8]].sum() == 0
+
+
+def test_registers_without_swaps_are_as_easy_as_the_docstring_says():
+    """Answer with the last value that was assigned to the register by its name."""
+    task = Registers()
+    ids, labels = draw(task, 4000)
+    answers = np.zeros(len(ids), dtype=np.int64)
+    for position in range(0, task.positions - 2, 3):
+        names_asked = (ids[:, position] == task.set_id) & (ids[:, position + 1] == ids[:, -1])
+        answers[names_asked] = ids[names_asked, position + 2]
+    assert (answers == labels[:, -1]).mean() == pytest.approx(0.51, abs=0.02)
 
 
 def test_products_are_those_of_a_library():
@@ -356,7 +415,7 @@ def test_the_copy_task_with_other_targets_is_another_preparation(tmp_path):
 
 # ---- seeds and splits ----
 
-DRAWN_TASKS = [RECALL, HOPS, WORDS, Copies(5)]
+DRAWN_TASKS = [RECALL, HOPS, WORDS, REGISTERS, Copies(5)]
 
 
 @pytest.mark.parametrize("task", DRAWN_TASKS, ids=str)
@@ -421,6 +480,7 @@ BLIND_CANDIDATES = {
     "k_hop": lambda ids: [[1, 2, 3, 4]] * len(ids),
     # the first composes nothing
     "permutations": lambda ids: [[ids[0]]] + [list(range(1, 121))] * (len(ids) - 1),
+    "registers": lambda ids: [[1, 2, 3, 4, 5]] * len(ids),  # the values
 }
 
 
@@ -437,7 +497,7 @@ def evaluate_candidates(prepared: PreparedTask, candidates) -> dict:
     )
 
 
-@pytest.mark.parametrize(("task", "solve"), SOLVED[:3], ids=BLIND_CANDIDATES)
+@pytest.mark.parametrize(("task", "solve"), SOLVED[:4], ids=BLIND_CANDIDATES)
 def test_the_optimum_is_that_of_meta_json(tmp_path, task, solve):
     prepared = prepare(tmp_path, task, "--sequences=10", "--val_sequences=40")
     scores = evaluate_candidates(prepared, lambda ids: [[answer] for answer in solve(ids, task)])
@@ -446,7 +506,7 @@ def test_the_optimum_is_that_of_meta_json(tmp_path, task, solve):
     assert scores == {"accuracy": 1.0, "exact_match": 1.0}
 
 
-@pytest.mark.parametrize("task", [RECALL, HOPS, WORDS], ids=BLIND_CANDIDATES)
+@pytest.mark.parametrize("task", [RECALL, HOPS, WORDS, REGISTERS], ids=BLIND_CANDIDATES)
 def test_chance_is_that_of_meta_json(tmp_path, task):
     candidates = BLIND_CANDIDATES[task.name]
     prepared = prepare(tmp_path, task, "--sequences=10", "--val_sequences=40")
@@ -464,6 +524,7 @@ BOUNDS = {
     "k_hop": "fewest=0 symbols=2",
     "permutations": "length=1 degree=7 shard_tokens=0",
     "copy_task": "half=0 symbols=65",
+    "registers": "registers=1 operations=-1 values=1 swap_probability=-1.0",
 }
 MISTAKES = [
     *(
@@ -586,9 +647,16 @@ def test_a_prompt_that_is_no_token_is_refused(run, prompt):
     )
 
 
-@pytest.mark.parametrize("name", BLIND_CANDIDATES)
-def test_the_config_fits_every_difficulty(name, tmp_path):
-    option = "--length=3" if name == "permutations" else "--positions=50"
+DIFFICULTIES = {
+    "recall": "--positions=50",
+    "k_hop": "--positions=50",
+    "permutations": "--length=3",
+    "registers": "--operations=3",
+}
+
+
+@pytest.mark.parametrize(("name", "option"), DIFFICULTIES.items(), ids=DIFFICULTIES)
+def test_the_config_fits_every_difficulty(name, option, tmp_path):
     result = call(f"data/{name}/prepare.py", f"--out={tmp_path}", option, "--sequences=300")
     assert result.returncode == 0, result.stderr.decode()
     config_file = str(ROOT / "config" / f"{name}_cpu.py")
