@@ -1,0 +1,116 @@
+"""All Python source of the standard library, with its tests: the text of the controlled comparison.
+
+    python research/residual_streams/python_library.py
+
+The corpus depends on the version of Python alone, and needs no network. Left out are files that are
+not UTF-8 or that nobody wrote by hand (python_packages.py), and files that repeat an earlier one
+nearly (near_duplicates.py). A hash of their paths chooses the files of the validation split, at
+least --val_share of the bytes. Where a file of training nearly repeats one of validation, training
+loses it. What is copied in part, or changed beyond the threshold, stays in both.
+"""
+
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from utils import errors
+
+if __name__ == "__main__":
+    errors.end_quietly_on_interrupt()  # before the slow imports
+
+# isort: split
+from tqdm import tqdm
+
+from data import preparation
+from data.preparation import PreparationOptions, Stage
+from data.sources import Texts
+from model.options import option
+from research.residual_streams import python_packages
+from research.residual_streams.near_duplicates import NearDuplicates
+from research.residual_streams.python_packages import Document
+from utils import units
+
+OUT = Path(__file__).resolve().parents[2] / "data" / "python_library"  # --dataset=python_library
+
+
+@dataclass(frozen=True)
+class Options(PreparationOptions):
+    """Options of the standard library with its tests."""
+
+    tokenizer: str = option("bpe", preparation.TOKENIZER_HELP)
+    val_share: float = option(
+        0.08,
+        "smallest fraction of the bytes to use for validation",
+        above=0,
+        below=1,
+    )
+
+
+def split_documents(documents: list[Document], val_share: float) -> dict[str, list[Document]]:
+    """Return the documents of each split, without those that nearly repeat an earlier one.
+
+    Documents are taken in the order of a hash of their paths. The first are for validation, until
+    it has `val_share` of all bytes.
+    """
+    splits: dict[str, list[Document]] = {"val": [], "train": []}
+    num_val_bytes = val_share * sum(document.bytes for document in documents)
+    num_bytes = 0
+    earlier_documents = NearDuplicates()
+    progress_bar = tqdm(
+        sorted(documents, key=lambda document: python_packages.by_hash(document.path)),
+        "looking for duplicates",
+        unit="file",
+        disable=None,
+        dynamic_ncols=True,
+    )
+    for document in progress_bar:
+        if earlier_documents.repeats(document.text):
+            continue
+        split = "val" if num_bytes < num_val_bytes else "train"
+        splits[split].append(document)
+        num_bytes += document.bytes
+    return splits
+
+
+def main() -> None:
+    parser = preparation.make_parser(
+        __doc__,
+        OUT,
+        Options,
+        fixed={"val_tokens": None, "tokenizer_bytes": 30_000_000, "max_tokens": None},
+    )
+    with errors.one_line_errors():
+        args = parser.parse_args()
+        if args.verify:
+            preparation.prepare(args, "python_library", [])
+            return
+        library = Path(sysconfig.get_path("stdlib"))
+        documents = python_packages.documents(library, packages=None)
+        splits = split_documents(documents, args.val_share)
+        num_left_out = len(documents) - len(splits["val"]) - len(splits["train"])
+        num_bytes = sum(document.bytes for document in documents)
+        print(
+            f"{len(documents):,} files, {units.format_bytes(num_bytes)}; {num_left_out} of them "
+            "nearly repeat others and are left out",
+            flush=True,
+        )
+        stages = [
+            Stage(
+                split=split,
+                source=Texts(
+                    [document.text for document in splits[split]],
+                    f"{python_packages.STANDARD_LIBRARY} with its tests",
+                ),
+                num_tokens=None,
+            )
+            for split in ("val", "train")
+        ]
+        about = {"source": python_packages.STANDARD_LIBRARY, "near_duplicates": num_left_out}
+        preparation.prepare(args, "python_library", stages, about)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""The search for the learning rates of an arm (PLAN2.md): the same number of tries for every arm.
+
+A point is a pair (Muon's rate, AdamW's rate), written as powers of two over START. The search tries
+a cross of five points, moves the cross to the best point until the best is in its middle, and
+spends the tries that are left around the best of all.
+"""
+
+import math
+from collections.abc import Mapping
+
+Point = tuple[float, float]
+
+START = (0.02, 0.04)  # in the middle between the demo's best rates of additive and of DDL
+NUM_TRIES = 12
+STEPS = ((-1, 0), (1, 0), (0, -1), (0, 1))
+CORNERS = ((-1, -1), (-1, 1), (1, -1), (1, 1))
+
+
+def to_rates(point: Point) -> tuple[float, float]:
+    """Return the learning rates of Muon and of AdamW at a point."""
+    muon, adamw = (start * 2**power for start, power in zip(START, point))
+    return muon, adamw
+
+
+def find_best(losses: Mapping[Point, float]) -> Point:
+    """Return the point with the lowest loss; a run that diverged has the loss infinity."""
+    return min(losses, key=lambda point: losses[point])
+
+
+def list_neighbors(point: Point, step: float = 1) -> list[Point]:
+    """Return the four points that are a step away in one of the two rates."""
+    return [(point[0] + step * muon, point[1] + step * adamw) for muon, adamw in STEPS]
+
+
+def list_corners(point: Point, step: float = 1) -> list[Point]:
+    """Return the four points that complete a cross to nine points."""
+    return [(point[0] + step * muon, point[1] + step * adamw) for muon, adamw in CORNERS]
+
+
+def next_point(losses: Mapping[Point, float]) -> Point | None:
+    """Return the next point that the search tries; None after NUM_TRIES of them.
+
+    Args:
+        losses: of the points that were tried, in the order of the tries
+    """
+    if len(losses) >= NUM_TRIES:
+        return None
+    if not losses:
+        return (0, 0)
+    whole_steps = {point: loss for point, loss in losses.items() if is_whole(point)}
+    for point in list_neighbors(find_best(whole_steps)):
+        if point not in losses:
+            return point
+    # The best whole step is inside. Half steps around the best of all points follow: a cross, its
+    # corners, and the corners of the whole steps.
+    best = find_best(losses)
+    finer_points = [
+        *list_neighbors(best, step=0.5),
+        *list_corners(best, step=0.5),
+        *list_corners(find_best(whole_steps)),
+    ]
+    for point in finer_points:
+        if point not in losses:
+            return point
+    return None
+
+
+def is_whole(point: Point) -> bool:
+    """Return whether a point is on the grid of whole steps."""
+    return all(float(power).is_integer() for power in point)
+
+
+def is_inside(losses: Mapping[Point, float]) -> bool:
+    """Return whether the best whole step has been tried with all of its neighbors."""
+    whole_steps = {point: loss for point, loss in losses.items() if is_whole(point)}
+    best = find_best(whole_steps)
+    return math.isfinite(losses[best]) and all(point in losses for point in list_neighbors(best))
