@@ -19,9 +19,7 @@ processes may share an experiment if they are given different arms.
 
 import contextlib
 import io
-import json
 import math
-import os
 import shutil
 import sys
 import time
@@ -43,6 +41,7 @@ import configurator
 import train
 from research.mgt import small_measures
 from research.mgt.arms import Experiment, Setting, make_experiments
+from research.rows import append_row, read_rows
 from training import metrics, setup
 from training.provenance import collect_provenance
 from utils.units import format_duration
@@ -202,22 +201,6 @@ def train_run(experiment: Experiment, run: Run, folder: Path) -> dict:
 
 
 # ---- the command ----
-
-
-def read_rows(path: Path) -> list[dict]:
-    """Return the rows that are stored; a last line that was not written to its end is left out."""
-    if not path.is_file():
-        return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]
-
-
-def append_row(path: Path, row: dict) -> None:
-    """Append a row to the file with one write, so that two processes may share it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "ab", buffering=0) as stream:
-        stream.write((json.dumps(row) + "\n").encode())
-        os.fsync(stream.fileno())
 
 
 def missing_runs(experiment: Experiment, settings: list[Setting], path: Path) -> Iterator[Run]:

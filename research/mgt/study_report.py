@@ -23,6 +23,7 @@ from research import compare, plots
 from research.mgt import comparisons, ngrams, study
 from research.mgt.arms import Experiment, Setting, make_experiments
 from research.mgt.comparisons import Table
+from research.rows import read_rows
 from training.provenance import collect_provenance, store_figures
 from utils import files, tables
 
@@ -331,7 +332,7 @@ def main() -> None:
         results = Path(options.get("results", "results/mgt"))
         references = ngrams.compute_references("shakespeare_char")
     experiments = make_experiments()
-    rows = {name: study.read_rows(results / f"{name}.jsonl") for name in ORDER}
+    rows = {name: read_rows(results / f"{name}.jsonl") for name in ORDER}
     study_results = summarize(rows, references)
     store_figures(results / "study.json", study_results, collect_provenance())
     files.write_text(results / "study.md", format_page(study_results))

@@ -27,6 +27,11 @@ def find_best(losses: Mapping[Point, float]) -> Point:
     return min(losses, key=lambda point: losses[point])
 
 
+def find_best_whole_step(losses: Mapping[Point, float]) -> Point:
+    """Return the best point among those on the grid of whole steps."""
+    return find_best({point: loss for point, loss in losses.items() if is_whole(point)})
+
+
 def list_neighbors(point: Point, step: float = 1) -> list[Point]:
     """Return the four points that are a step away in one of the two rates."""
     return [(point[0] + step * muon, point[1] + step * adamw) for muon, adamw in STEPS]
@@ -47,8 +52,8 @@ def next_point(losses: Mapping[Point, float]) -> Point | None:
         return None
     if not losses:
         return (0, 0)
-    whole_steps = {point: loss for point, loss in losses.items() if is_whole(point)}
-    for point in list_neighbors(find_best(whole_steps)):
+    best_whole_step = find_best_whole_step(losses)
+    for point in list_neighbors(best_whole_step):
         if point not in losses:
             return point
     # The best whole step is inside. Half steps around the best of all points follow: a cross, its
@@ -57,7 +62,7 @@ def next_point(losses: Mapping[Point, float]) -> Point | None:
     finer_points = [
         *list_neighbors(best, step=0.5),
         *list_corners(best, step=0.5),
-        *list_corners(find_best(whole_steps)),
+        *list_corners(best_whole_step),
     ]
     for point in finer_points:
         if point not in losses:
@@ -72,6 +77,5 @@ def is_whole(point: Point) -> bool:
 
 def is_inside(losses: Mapping[Point, float]) -> bool:
     """Return whether the best whole step has been tried with all of its neighbors."""
-    whole_steps = {point: loss for point, loss in losses.items() if is_whole(point)}
-    best = find_best(whole_steps)
+    best = find_best_whole_step(losses)
     return math.isfinite(losses[best]) and all(point in losses for point in list_neighbors(best))

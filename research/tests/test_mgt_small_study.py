@@ -13,6 +13,7 @@ from in_process import call
 
 from model import build
 from research.mgt import arms, comparisons, ngrams, small_measures, study
+from research.rows import read_rows
 from training import metrics
 
 RESULTS = ROOT / "results" / "mgt"
@@ -84,7 +85,7 @@ def test_a_stopped_command_trains_what_is_missing(tiny_experiment, tmp_path):
 
     # stopped while the last row was being written
     path.write_text("".join(lines[:-1]) + lines[-1][:20])
-    rows = study.read_rows(path)
+    rows = read_rows(path)
     run = study.next_run(tiny_experiment, settings[0], rows)
     assert len(rows) == study.NUM_TRIES + 1
     assert (run.kind, run.seed) == ("seed", 1)

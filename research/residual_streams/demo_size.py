@@ -1,0 +1,42 @@
+"""The language model of the controlled comparison (PLAN2.md): the demo's depth and width.
+
+    python research/residual_streams/python_library.py
+    python train.py research/residual_streams/demo_size.py --max_steps=800 --warmup_steps=80
+
+One core trains 0.8 million tokens in about 70 seconds. Sequences and batches are shorter than the
+demo's, because with so few tokens more steps matter more than less gradient noise.
+"""
+
+from utils import machine as _machine
+
+model = "gpt-mha-rope"
+dataset = "python_library"
+device = "cpu"
+vocab_size = 4096
+block_size = 128
+num_hidden_layers = 4
+num_attention_heads = 4
+head_dim = 32
+hidden_size = 128
+
+max_steps = 800
+warmup_steps = 80
+global_batch_size = 8
+micro_batch_size = 8
+optimizer = "muon"
+muon_learning_rate = 2e-2
+learning_rate = 4e-2
+# Decay does not depend on the learning rates, so that a search for these changes nothing else.
+weight_decay_rate = 2e-2
+
+# Only the last step is evaluated, on all sequences of one half of the validation split.
+eval_interval = 100_000
+eval_full = True
+log_interval = 100
+checkpoint_interval = 400
+keep_last = 1
+
+# Use bfloat16 if the CPU has instructions for it, and torch.compile if there are a C++ compiler and
+# Python's header files.
+dtype = "bfloat16" if _machine.cpu_has_bfloat16() else "float32"
+compile = _machine.can_compile()

@@ -1,0 +1,363 @@
+"""The runs of the controlled comparison (PLAN2.md), one stage a command.
+
+    python research/residual_streams/python_library.py
+    python research/residual_streams/study.py short         rates of every arm, and its runs of 0.8 million tokens
+    python research/residual_streams/study.py long          the arms of planned claims, 3.3 million tokens
+    python research/residual_streams/study.py tolerance     nine points of rates for two arms
+    python research/residual_streams/study.py speed         tokens per second of every arm, in turns
+    python research/residual_streams/study.py again         two reported runs once more: the same bits?
+    python research/residual_streams/study.py short --mode=show          how many runs are finished
+    python research/residual_streams/study.py short --arms=conv,wide     only these arms
+
+A command trains what is not trained yet, one run after another, each with one thread, and appends a
+row to results/residual_streams/language.jsonl as each run ends (--results: another folder). A run
+that was stopped resumes from its last checkpoint below --runs. Two processes may share a stage if
+they are given different arms.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from utils import errors
+
+if __name__ == "__main__":
+    errors.end_quietly_on_interrupt()  # before the slow imports
+
+# isort: split
+import numpy as np
+
+import configurator
+from research.residual_streams import rates
+from research.residual_streams.rates import Point
+from research.residual_streams.streams import ARMS, PLANNED, TOLERANCE
+from research.rows import append_row, read_rows
+from training import metrics, stopping
+from training.provenance import collect_provenance
+from utils.units import format_duration
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = "research/residual_streams/demo_size.py"
+OPTIONS = {
+    "results": "results/residual_streams",
+    "runs": "sweeps/residual_streams",
+    "arms": "",
+    "mode": "train",
+}
+STAGES = ("short", "long", "tolerance", "speed", "again")
+
+TOKENS_PER_STEP = 1024
+# steps of the two rungs, 0.8 and 3.3 million tokens
+RUNGS = {"short": 800, "long": 3200}
+WARMUP_FRACTION = 0.1
+TUNING_SEED = 1000
+PLANNED_SEEDS = (0, 1, 2, 3, 4)
+OTHER_SEEDS = (0, 1, 2)
+# what the best point of the shorter rung is multiplied by at the longer one, as powers of two
+CHECKED_POWERS = (0.0, -0.5, -1.0)
+# consecutive sequences whose mean loss is stored
+GROUP_SIZE = 32
+
+SPEED_ROUNDS = 3
+SPEED_STEPS = 80
+SPEED_WARMUP = 20  # first steps, which compile and warm up
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run of an arm."""
+
+    arm: str
+    rung: str
+    phase: str  # "try", "check", "corner" or "report"
+    seed: int
+    point: Point
+
+    @property
+    def name(self) -> str:
+        powers = "_".join(f"{power:+g}" for power in self.point)
+        return f"{self.arm}-{self.rung}-{self.phase}-{self.seed}-{powers}"
+
+
+# ---- which run is next ----
+
+
+def select_losses(rows: list[dict], arm: str, rung: str, phase: str) -> dict[Point, float]:
+    """Return the losses of the tuning runs of an arm by point, in the order of the runs."""
+    return {
+        tuple(row["point"]): np.inf if row["val_loss"] is None else row["val_loss"]
+        for row in rows
+        if (row["arm"], row["rung"], row["phase"]) == (arm, rung, phase)
+    }
+
+
+def next_report(rows: list[dict], arm: str, rung: str, point: Point) -> Run | None:
+    """Return the next reported run of an arm, None if every seed has one."""
+    finished = {
+        row["seed"]
+        for row in rows
+        if (row["arm"], row["rung"], row["phase"]) == (arm, rung, "report")
+    }
+    for seed in PLANNED_SEEDS if arm in PLANNED else OTHER_SEEDS:
+        if seed not in finished:
+            return Run(arm, rung, "report", seed, point)
+    return None
+
+
+def next_run(stage: str, arm: str, rows: list[dict]) -> Run | None:
+    """Return the next run of an arm in a stage, None if all are finished.
+
+    Raises:
+        ValueError: the stage needs the tries of the stage short, which are not finished
+    """
+    tries = select_losses(rows, arm, "short", "try")
+    point = rates.next_point(tries)
+    if stage == "short":
+        if point is not None:
+            return Run(arm, "short", "try", TUNING_SEED, point)
+        return next_report(rows, arm, "short", rates.find_best(tries))
+    if point is not None:
+        raise ValueError(
+            f"the stage {stage} needs the rates of {arm}: finish the stage short first"
+        )
+    if stage == "tolerance":
+        corners = rates.list_corners(rates.find_best_whole_step(tries))
+        tried = {**tries, **select_losses(rows, arm, "short", "corner")}
+        for point in corners:
+            if point not in tried:
+                return Run(arm, "short", "corner", TUNING_SEED, point)
+        return None
+    best = rates.find_best(tries)
+    checks = select_losses(rows, arm, "long", "check")
+    for power in CHECKED_POWERS:
+        point = (best[0] + power, best[1] + power)
+        if point not in checks:
+            return Run(arm, "long", "check", TUNING_SEED, point)
+    return next_report(rows, arm, "long", rates.find_best(checks))
+
+
+def list_arms(stage: str) -> tuple[str, ...]:
+    """Return the arms of a stage."""
+    if stage == "long":
+        return PLANNED
+    if stage == "tolerance":
+        return TOLERANCE
+    return tuple(ARMS)
+
+
+def count_runs(stage: str, arm: str) -> int:
+    """Return how many runs an arm has in a stage."""
+    num_seeds = len(PLANNED_SEEDS if arm in PLANNED else OTHER_SEEDS)
+    return {
+        "short": rates.NUM_TRIES + num_seeds,
+        "long": len(CHECKED_POWERS) + num_seeds,
+        "tolerance": len(rates.CORNERS),
+        "speed": SPEED_ROUNDS,
+    }[stage]
+
+
+# ---- one run ----
+
+
+def make_arguments(run: Run) -> list[str]:
+    """Return the arguments of train.py for a run."""
+    muon_rate, adamw_rate = rates.to_rates(run.point)
+    steps = RUNGS[run.rung]
+    keys = {
+        **ARMS[run.arm],
+        "muon_learning_rate": muon_rate,
+        "learning_rate": adamw_rate,
+        "max_steps": steps,
+        "warmup_steps": round(WARMUP_FRACTION * steps),
+        "seed": run.seed,
+        # rates are chosen on one half of the validation split, and results are of the other
+        "eval_part": "second" if run.phase == "report" else "first",
+        "resume": "auto",
+    }
+    return [CONFIG, *(f"--{key}={value}" for key, value in keys.items())]
+
+
+def call_train(arguments: list[str], folder: Path) -> bool:
+    """Run train.py with one thread, and return whether it finished; False if it diverged.
+
+    Args:
+        folder: of the run
+
+    Raises:
+        RuntimeError: it ended otherwise; the message has the last line that it printed
+    """
+    # more threads would sum products in another order, so that the bits would differ
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, "train.py", *arguments, f"--out_dir={folder.resolve()}"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if result.returncode == 0:
+        return True
+    if stopping.read_status(folder).ended == "failed":
+        return False
+    last_line = (result.stderr.strip() or result.stdout.strip()).splitlines()[-1]
+    raise RuntimeError(f"{folder.name}: {last_line}")
+
+
+def read_group_losses(folder: Path) -> list[float]:
+    """Return the mean loss of every GROUP_SIZE consecutive sequences of the last evaluation."""
+    losses = np.load(folder / "losses.npz")["loss"].astype(np.float64)
+    num_groups = len(losses) // GROUP_SIZE
+    means = losses[: num_groups * GROUP_SIZE].reshape(num_groups, GROUP_SIZE).mean(1)
+    return [round(float(mean), 6) for mean in means]
+
+
+def train_run(run: Run, folder: Path) -> dict:
+    """Train a run to its end, and return its row."""
+    start = time.perf_counter()
+    is_finished = call_train(make_arguments(run), folder)
+    row = {**asdict(run), "val_loss": None, "seconds": round(time.perf_counter() - start, 1)}
+    if is_finished:
+        records = list(metrics.read(folder / "metrics.jsonl"))
+        row["val_loss"] = [record["val_loss"] for record in records if "val_loss" in record][-1]
+        row["train_loss"] = [record["loss"] for record in records if "loss" in record][-1]
+        if run.phase == "report":
+            row["group_losses"] = read_group_losses(folder)
+    return row
+
+
+# ---- the commands ----
+
+
+def missing_runs(stage: str, arms: list[str], path: Path) -> Iterator[Run]:
+    """Yield the runs that have no row, each after the row of the one before is stored."""
+    for arm in arms:
+        while (run := next_run(stage, arm, read_rows(path))) is not None:
+            yield run
+
+
+def count_finished(stage: str, arms: list[str], rows: list[dict]) -> int:
+    """Return how many runs of a stage are finished."""
+    phases = {"short": ("try", "report"), "long": ("check", "report"), "tolerance": ("corner",)}
+    rung = "long" if stage == "long" else "short"
+    return sum(
+        row["arm"] in arms and row["rung"] == rung and row["phase"] in phases[stage] for row in rows
+    )
+
+
+def train_missing(stage: str, arms: list[str], path: Path, folder: Path) -> None:
+    """Train what is missing, and say after each run how long the rest will take."""
+    total = sum(count_runs(stage, arm) for arm in arms)
+    seconds = []
+    for run in missing_runs(stage, arms, path):
+        row = train_run(run, folder / run.name)
+        append_row(path, {**row, **collect_provenance()})
+        shutil.rmtree(folder / run.name)
+        seconds.append(row["seconds"])
+        finished = count_finished(stage, arms, read_rows(path))
+        loss = "diverged" if row["val_loss"] is None else f"{row['val_loss']:.4f}"
+        remaining = (total - finished) * sum(seconds) / len(seconds)
+        print(
+            f"{finished} of {total} | {run.name} | loss {loss} | {row['seconds']:.0f} s | "
+            f"{format_duration(remaining)} left",
+            flush=True,
+        )
+
+
+def measure_speeds(arms: list[str], path: Path, folder: Path) -> None:
+    """Store the median of tokens per second of every arm in each round, in which all take turns."""
+    for number in range(SPEED_ROUNDS):
+        for arm in arms:
+            finished = [(row["arm"], row["round"]) for row in read_rows(path)]
+            if (arm, number) in finished:
+                continue
+            run_folder = folder / f"{arm}-speed-{number}"
+            keys = {
+                **ARMS[arm],
+                "max_steps": SPEED_STEPS,
+                "warmup_steps": 8,
+                "eval_full": False,
+                "eval_batches": 1,
+            }
+            arguments = [CONFIG, *(f"--{key}={value}" for key, value in keys.items())]
+            call_train(arguments, run_folder)
+            records = list(metrics.read(run_folder / "metrics.jsonl"))
+            speeds = [r["tokens_per_second"] for r in records if "tokens_per_second" in r]
+            median = float(np.median(speeds[SPEED_WARMUP:]))
+            row = {"arm": arm, "round": number, "tokens_per_second": median}
+            append_row(path, {**row, **collect_provenance()})
+            shutil.rmtree(run_folder)
+            print(f"round {number} | {arm} | {median:,.0f} tokens/s", flush=True)
+
+
+def train_again(path: Path, folder: Path) -> None:
+    """Train two reported runs again, and store whether their bits are the same."""
+    reported = [row for row in read_rows(path) if row["phase"] == "report" and row["seed"] == 0]
+    for old in [row for row in reported if row["rung"] == "short"][:2]:
+        run = Run(old["arm"], "short", "report", 0, tuple(old["point"]))
+        row = train_run(run, folder / f"{run.name}-again")
+        shutil.rmtree(folder / f"{run.name}-again")
+        keys = ("val_loss", "train_loss", "group_losses")
+        same_bits = all(row[key] == old[key] for key in keys)
+        append_row(path, {**row, **collect_provenance(), "phase": "again", "same_bits": same_bits})
+        print(f"{run.name} again: {row['val_loss']!r}, same bits: {same_bits}", flush=True)
+
+
+def read_options(argv: list[str]) -> tuple[str, list[str], dict[str, str]]:
+    """Return the stage, its arms and the options.
+
+    Raises:
+        ValueError: a mistake in them
+    """
+    names, command_line = configurator.split_arguments(argv)
+    if "help" in command_line:
+        print(__doc__.strip())
+        sys.exit(0)
+    if len(names) != 1 or names[0] not in STAGES:
+        raise ValueError(f"{' '.join(names) or 'no stage'}: give one of {', '.join(STAGES)}")
+    unknown = command_line.keys() - OPTIONS.keys()
+    if unknown:
+        raise ValueError(
+            f"--{min(unknown)} is no option of the study; give one of {', '.join(OPTIONS)}"
+        )
+    options = {**OPTIONS, **command_line}
+    if options["mode"] not in ("train", "show"):
+        raise ValueError(f"--mode={options['mode']}: give train or show")
+    available = list_arms(names[0])
+    wanted = options["arms"].split(",") if options["arms"] else available
+    for arm in wanted:
+        if arm not in available:
+            raise ValueError(
+                f"--arms={options['arms']}: the stage {names[0]} has no arm {arm}; give some of "
+                f"{','.join(available)}"
+            )
+    return names[0], [arm for arm in available if arm in wanted], options
+
+
+def main() -> None:
+    with errors.one_line_errors(ValueError, OSError, RuntimeError):
+        stage, arms, options = read_options(sys.argv[1:])
+        results = Path(options["results"])
+        folder = Path(options["runs"])
+        path = results / "language.jsonl"
+        if stage == "speed":
+            measure_speeds(arms, results / "speeds.jsonl", folder)
+        elif stage == "again":
+            train_again(path, folder)
+        elif options["mode"] == "show":
+            total = sum(count_runs(stage, arm) for arm in arms)
+            finished = count_finished(stage, arms, read_rows(path))
+            print(f"{stage}: {finished} of {total} runs are finished")
+        else:
+            train_missing(stage, arms, path, folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""The corpus of the standard library with its tests, on a small library whose files are known."""
+
+import random
+import sysconfig
+
+import numpy as np
+import pytest
+from helpers import one_line_error
+from in_process import call
+from near_duplicates_helpers import changed, written
+
+from data import tokenizer
+from data.shards import Corpus, open_corpus
+
+SCRIPT = "research/residual_streams/python_library.py"
+
+
+def write_source(seed: int) -> str:
+    return "\n".join(written(random.Random(seed), 120)) + "\n"
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """Write a library of twelve modules and tests, a near copy of each test, and other files."""
+    folder = tmp_path / "library"
+    files = {f"module_{number}.py": write_source(number) for number in range(6)}
+    for number in range(6):
+        source = write_source(100 + number)
+        files[f"test/test_{number}.py"] = source
+        words = changed(random.Random(number), source.split(), 2)
+        files[f"test/copies/copy_{number}.py"] = "\n".join(words) + "\n"
+    files["table.py"] = "x = [" + "1, " * 400 + "]\n"
+    files["site-packages/package.py"] = write_source(200)
+    for path, text in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+    get_path = sysconfig.get_path
+    monkeypatch.setattr(
+        sysconfig, "get_path", lambda name: str(folder) if name == "stdlib" else get_path(name)
+    )
+    return folder
+
+
+def prepare(out, *options: str) -> Corpus:
+    result = call(SCRIPT, f"--out={out}", "--vocab_size=300", "--workers=1", *options)
+    assert result.returncode == 0, result.stderr.decode()
+    return open_corpus(str(out))
+
+
+def read_documents(corpus: Corpus, split: str) -> list[str]:
+    encoding = tokenizer.from_json(tokenizer.describe(corpus.path))
+    tokens = np.concatenate(getattr(corpus, split)).tolist()
+    return encoding.decode(tokens).split("<|endoftext|>")[1:]
+
+
+def test_modules_and_tests_are_documents_and_near_copies_are_not(library, tmp_path):
+    corpus = prepare(tmp_path / "out")
+    documents = read_documents(corpus, "val") + read_documents(corpus, "train")
+    for number in range(6):
+        assert write_source(number) in documents
+        copy = (library / "test" / "copies" / f"copy_{number}.py").read_text()
+        # whichever comes first by its hash is kept
+        assert (write_source(100 + number) in documents) != (copy in documents)
+    assert len(documents) == 12
+    assert corpus.meta["near_duplicates"] == 6
+
+
+def test_tables_and_packages_are_left_out(library, tmp_path):
+    corpus = prepare(tmp_path / "out")
+    documents = read_documents(corpus, "val") + read_documents(corpus, "train")
+    assert (library / "table.py").read_text() not in documents
+    assert write_source(200) not in documents
+
+
+def test_validation_ends_with_the_document_that_completes_its_share(library, tmp_path):
+    left_out = (library / "table.py", library / "site-packages" / "package.py")
+    total = sum(path.stat().st_size for path in library.rglob("*.py") if path not in left_out)
+    corpus = prepare(tmp_path / "out", "--val_share=0.3")
+    sizes = [len(document.encode()) for document in read_documents(corpus, "val")]
+    assert sum(sizes[:-1]) < 0.3 * total <= sum(sizes)
+
+
+def test_a_prepared_corpus_is_verified(library, tmp_path):
+    prepare(tmp_path / "out")
+    result = call(SCRIPT, "--verify", f"--out={tmp_path / 'out'}")
+    assert result.returncode == 0
+
+
+def test_an_unknown_option_is_one_line():
+    assert "unknown option --vall_share" in one_line_error(call(SCRIPT, "--vall_share=0.1"))
