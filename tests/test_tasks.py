@@ -72,6 +72,7 @@ def solve_words(ids: list[int], task: Words) -> list[int]:
 def solve_registers(ids: list[int], task: Registers) -> list[int]:
     """Return what the register that the question names holds in the end, 0 before the question.
 
+    With trained="swaps", the last token of a swap has what its first register holds after it.
     Tokens are replaced by words first, and what the words say is done one after another.
     """
     values = [f"value {number}" for number in range(1, task.values + 1)]
@@ -79,15 +80,19 @@ def solve_registers(ids: list[int], task: Registers) -> list[int]:
     words = ["", *values, *registers, "set", "swap", "ask"]
     *operations, question, asked = (words[token] for token in ids)
     holds = {}
+    answers = []
     for operation, register, argument in zip(*[iter(operations)] * 3, strict=True):
+        answers += [0, 0, 0]
         if operation == "set":
             holds[register] = argument
         else:
             assert operation == "swap"
             assert register != argument
             holds[register], holds[argument] = holds[argument], holds[register]
+            if task.trained == "swaps":
+                answers[-1] = words.index(holds[register])
     assert question == "ask"
-    return [0] * (len(ids) - 1) + [words.index(holds[asked])]
+    return [*answers, 0, words.index(holds[asked])]
 
 
 RECALL = Recall(7, 61, 30)
@@ -102,6 +107,7 @@ SOLVED = [
     (Recall(2, 8, 8), solve_recall),
     (Words(6, 2), solve_words),
     (Registers(2, 9, 300, 1.0), solve_registers),
+    (Registers(4, 6, 5, 1.0, "swaps"), solve_registers),
 ]
 
 
@@ -185,10 +191,12 @@ def test_every_sequence_trains_and_scores_as_many_positions(solved_task):
         "recall": lambda: task.pairs,
         "k_hop": lambda: task.positions // 2,
         "permutations": lambda: task.positions,
-        "registers": lambda: 1,
+        "registers": lambda: 7 if task.trained == "swaps" else 1,  # six swaps and the question
     }[task.name]()
     # the first product of permutations is the first token
     num_scored = num_trained - 1 if task.name == "permutations" else num_trained
+    if task.name == "registers":
+        num_scored = 1
     layout = SequenceLayout.from_meta(prepared.corpus.meta)
     _, targets = layout.ids_and_targets(prepared.train)
     assert (targets != -1).sum(1).eq(num_trained).all()

@@ -10,8 +10,10 @@ A sequence begins with an assignment to every register, in random order. Then co
 operations: with probability --swap_probability a swap of two different registers, otherwise an
 assignment of a new value to a register. Registers and values are uniform. Every assignment has
 three ids, `set register value`, and so has every swap, `swap register register`. The sequence ends
-with a question, `ask register`. Its only label, at the last position, is the value that this
-register holds. Only this position is trained on and scored.
+with a question, `ask register`. The label of the last position is the value that this
+register holds. Only this position is scored. By default it is the only one that is trained on, too,
+so that learning is slow; with --trained=swaps, the last id of every swap has the value as its label
+that the first of both registers holds after it.
 
 A model that knows nothing has accuracy 1 / values and loss ln(values), which is called chance here.
 The optimum is loss 0 and accuracy 1. A model that overlooks swaps, and answers with the last value
@@ -21,6 +23,7 @@ that was assigned to the register, has accuracy 0.51 with the defaults.
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -65,6 +68,11 @@ class Registers(tasks.Task):
         high=1.0,
     )
 
+    trained: Literal["question", "swaps"] = option(
+        "question",
+        "what is trained on: the question at the end, or every swap as well",
+    )
+
     name = "registers"
 
     @property
@@ -98,6 +106,7 @@ class Registers(tasks.Task):
         """Return ids and labels of random sequences, int64 (count, positions) each."""
         rows = np.arange(count)
         ids = np.zeros((count, self.positions), dtype=np.int64)
+        labels = np.zeros_like(ids)
         contents = np.zeros((count, self.registers), dtype=np.int64)  # the value of each register
         order = rng.permuted(np.tile(np.arange(self.registers), (count, 1)), axis=1)
         for step in range(self.registers + self.operations):
@@ -120,11 +129,12 @@ class Registers(tasks.Task):
             second_contents = contents[rows, second]
             contents[rows, first] = np.where(is_swap, second_contents, new_values)
             contents[rows, second] = np.where(is_swap, first_contents, second_contents)
+            if self.trained == "swaps":
+                labels[:, position + 2] = np.where(is_swap, second_contents, 0)
 
         asked = rng.integers(self.registers, size=count)
         ids[:, -2] = self.ask_id
         ids[:, -1] = self.first_register + asked
-        labels = np.zeros_like(ids)
         labels[:, -1] = contents[rows, asked]
         return ids, labels
 
