@@ -137,12 +137,14 @@ def measure(
 ) -> None:
     """A row in `figures` for each batch of windows and each layer (None: all at once) that has none under `key` yet:
     "losses" {site: {edit: nats per token of each window}}."""
-    device, layers = common.device_of(model), [None, *range(len(model.transformer.h))]
+    device, layers = common.get_device(model), [None, *range(len(model.transformer.h))]
     wanted = [(first, layer) for first in range(0, len(windows), rows) for layer in layers]
     missing = [each for each in wanted if figures.find(**key, first=each[0], layer=each[1]) is None]
     progress, done = common.Progress(label, len(missing), "parts of the edits"), 0
     for first in sorted({first for first, _ in missing}):
-        [(ids, targets)] = common.in_batches(batches, windows[first : first + rows], rows, device)
+        [(ids, targets)] = common.iterate_batches(
+            batches, windows[first : first + rows], rows, device
+        )
         states = states_before(model, ids)
         for layer in [layer for start, layer in missing if start == first]:
             begin, losses = layer or 0, {}

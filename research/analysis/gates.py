@@ -160,7 +160,7 @@ def measure(model, batches, windows: list[int], rows: int, device, progress=None
     Numbers of tokens are kept to the end, 4 bytes each; states are not. ValueError: one is not finite.
     """
     found: dict[tuple[int, str], Collected] = {}
-    for ids, _ in common.in_batches(batches, windows, rows, device, progress):
+    for ids, _ in common.iterate_batches(batches, windows, rows, device, progress):
         with model.through(Audit(found, model.transformer.wte(ids))):
             model.hidden(ids)
     edges, tokens = edges_of(found.values()), len(windows) * batches.seq_len
@@ -189,13 +189,15 @@ def measure_run(subject, args, device, figures: Figures) -> dict:
     `figures` where it is there. ValueError: an edit that the model does not have."""
     corpus = open_corpus_of(subject, args.dataset or "")
     model, _, stem = subject.load(device)
-    batches = common.validation_batches(model, corpus)
-    windows = common.whole_windows(batches, args.windows)
+    batches = common.open_validation_batches(model, corpus)
+    windows = common.select_sequences(batches, args.windows)
     key = {"weights": subject.identity, "corpus": corpus.identity}
     if figures.find(kind="statistics", **key) is None:
         progress = common.Progress(subject.label, len(windows))
         found = measure(model, batches, windows, args.rows, device, progress)
-        figures.add({"kind": "statistics", **key, **common.about(subject, model, stem), **found})
+        figures.add(
+            {"kind": "statistics", **key, **common.describe_run(subject, model, stem), **found}
+        )
         counts = f"{len(found['sites'])} sites over {found['tokens']:,} tokens"
         print(f"{subject.label}: {counts}", flush=True)
     row = figures.find(kind="statistics", **key) | {"effects": []}
@@ -217,8 +219,8 @@ def add_options(parser) -> None:
 def run(args) -> None:
     """Measure every run, store what is found, draw it and write its page."""
     plots.printing()  # a missing package is known before the work
-    device, out = distributed.pick_device(args.device), common.output(args, "gates")
-    chosen, settings = common.chosen(args), {"windows": args.windows, "at_once": args.rows}
+    device, out = distributed.pick_device(args.device), common.prepare_output_file(args, "gates")
+    chosen, settings = common.find_subjects(args), {"windows": args.windows, "at_once": args.rows}
     for subject in chosen if args.edits not in ("all", "none") else ():
         edits.Plan(subject.load("cpu")[0], args.edits.split(","))
     code, notes = compute_digest(*CODE)[:12], {"summary": {}}

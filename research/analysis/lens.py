@@ -44,7 +44,7 @@ class Lens(Stream):
 
 
 def depths_of(model) -> list[str]:
-    return ["embedding", *common.site_names(model)]
+    return ["embedding", *common.list_site_names(model)]
 
 
 @torch.no_grad()
@@ -80,8 +80,8 @@ def measure(model, batches, windows: list[int], rows: int, progress=None) -> dic
     names, count = ("loss", "kl", "agrees", "right", "overwritten", "settles"), 0
     depths = len(depths_of(model))
     sums = {name: torch.zeros(depths, dtype=torch.float64) for name in names}
-    for ids, targets in common.in_batches(
-        batches, windows, rows, common.device_of(model), progress
+    for ids, targets in common.iterate_batches(
+        batches, windows, rows, common.get_device(model), progress
     ):
         found = by_token(model, ids, targets)
         top = found["top"]
@@ -110,7 +110,7 @@ def ids_of(argument: str, model, encoding) -> torch.Tensor:
     if len(ids) > longest:
         given = f"the text has {len(ids)} tokens"
         raise ValueError(f"{given}: give at most block_size={longest}, end-of-text included")
-    return torch.tensor([ids], device=common.device_of(model))
+    return torch.tensor([ids], device=common.get_device(model))
 
 
 def visible(label: str, most: int = 12) -> str:
@@ -209,4 +209,4 @@ def add_options(parser) -> None:
 
 def run(args) -> None:
     """Measure, store and draw every run. ValueError: a text is too long for a model."""
-    common.over_runs(args, "lens", of_run, say, table, draw)
+    common.analyze_runs(args, "lens", of_run, say, table, draw)

@@ -103,8 +103,8 @@ def measure(model, batches, windows: list[int], rows: int, progress=None) -> dic
     """
     total: dict[str, np.ndarray] = {}
     model.zero_grad(set_to_none=True)
-    device = common.device_of(model)
-    for ids, targets in common.in_batches(batches, windows, rows, device, progress):
+    device = common.get_device(model)
+    for ids, targets in common.iterate_batches(batches, windows, rows, device, progress):
         recorder = Recorder()
         with model.through(recorder):
             _, loss = model(ids, targets)
@@ -131,8 +131,8 @@ def measure(model, batches, windows: list[int], rows: int, progress=None) -> dic
 
 def over_validation(model, corpus, count: int, rows: int, label: str) -> dict:
     """`measure` over `count` validation sequences of a corpus, and their number."""
-    batches = common.validation_batches(model, corpus)
-    windows = common.whole_windows(batches, count)
+    batches = common.open_validation_batches(model, corpus)
+    windows = common.select_sequences(batches, count)
     progress = common.Progress(label, len(windows))
     return {"sequences": len(windows), **measure(model, batches, windows, rows, progress)}
 
@@ -174,4 +174,4 @@ def run(args) -> None:
     def of_run(model, encoding, batches, windows, args, progress):
         return measure(model, batches, windows, args.rows, progress)
 
-    common.over_runs(args, "rank", of_run, line_of, table, draw)
+    common.analyze_runs(args, "rank", of_run, line_of, table, draw)

@@ -67,7 +67,9 @@ def measure(model, batches, windows: list[int], rows: int, tokens: int, progress
     """
     positions = torch.linspace(0, batches.seq_len - 1, min(tokens, batches.seq_len)).round().long()
     parts, sums = [], []
-    for ids, _ in common.in_batches(batches, windows, rows, common.device_of(model), progress):
+    for ids, _ in common.iterate_batches(
+        batches, windows, rows, common.get_device(model), progress
+    ):
         maps = maps_of(model, ids, positions)
         parts.append(spectra(maps))
         sums += [gains(maps)] if isinstance(maps[0], Mix) else []
@@ -249,12 +251,12 @@ def add_options(parser) -> None:
 
 def run(args) -> None:
     """Measure, store and draw every run. ValueError: one has no linear shortcut."""
-    for subject in common.chosen(args):  # before any of them is measured
+    for subject in common.find_subjects(args):  # before any of them is measured
         if why := undeclared(subject.load("cpu")[0]):
             raise ValueError(f"{subject.label}: {why}")
 
     def of_run(model, encoding, batches, windows, args, progress):
-        sites = {"sites": common.site_names(model)}
+        sites = {"sites": common.list_site_names(model)}
         return sites | measure(model, batches, windows, args.rows, args.tokens, progress)
 
-    common.over_runs(args, "spectrum", of_run, say, table, draw)
+    common.analyze_runs(args, "spectrum", of_run, say, table, draw)

@@ -20,7 +20,7 @@ from data.loader import ValidationBatches
 from model import MODEL_NAMES
 from research import compare
 from research.analysis import gates, gates_page
-from research.analysis.common import whole_windows
+from research.analysis.common import select_sequences
 
 CLOSE = {"rel": 1e-6, "abs": 1e-6}
 
@@ -28,7 +28,7 @@ CLOSE = {"rel": 1e-6, "abs": 1e-6}
 def measured(model, corpus, count=3, rows=2):
     """(the audit, ids and targets of its windows)."""
     batches = ValidationBatches(shards.open_corpus(str(corpus)).val, model.config.block_size)
-    windows = whole_windows(batches, count)
+    windows = select_sequences(batches, count)
     found = gates.measure(model, batches, windows, rows, torch.device("cpu"))
     return found, *batches.get(windows, count)
 

@@ -64,7 +64,7 @@ def naive_depths(model, ids) -> list[list[torch.Tensor]]:
 def test_measured_as_by_loops_over_tokens(corpus):
     model = move_parameters(build("DDL-vdim1-gpt-mha-rope", **{**SMALL, "block_size": 6}).double())
     batches = ValidationBatches(shards.open_corpus(str(corpus)).val, 6)
-    windows, told = common.whole_windows(batches, 3), []
+    windows, told = common.select_sequences(batches, 3), []
     found = lens.measure(model, batches, windows, 2, told.append)
     assert told == [2, 3]
     sums = {name: [0.0] * 5 for name in ("loss", "kl", "agrees", "right", "overwritten", "settles")}

@@ -15,7 +15,7 @@ from data import shards
 from data.loader import ValidationBatches
 from model import MODEL_NAMES, build
 from research.analysis import rank
-from research.analysis.common import whole_windows
+from research.analysis.common import select_sequences
 
 
 def test_effective_rank_of_matrices_whose_rank_is_known():
@@ -77,7 +77,7 @@ def by_hand(model, ids, targets) -> dict:
 def test_measured_over_depth_as_by_hand(keys, corpus):
     model = build("MGT-gpt-mha", **{**SMALL, "num_hidden_layers": 3, "block_size": 10, **keys})
     batches = ValidationBatches(shards.open_corpus(str(corpus)).val, 10)
-    windows = whole_windows(batches, 5)
+    windows = select_sequences(batches, 5)
     told = []
     found = rank.measure(model, batches, windows, 2, told.append)
     assert told == [2, 4, 5]
@@ -116,11 +116,11 @@ def test_what_is_read_counts_where_a_state_has_columns(corpus):
 
 def test_short_windows_are_left_out():
     batches = ValidationBatches([np.arange(25, dtype=np.uint16)], 8)
-    assert whole_windows(batches, 9) == [0, 1, 2]
+    assert select_sequences(batches, 9) == [0, 1, 2]
     batches = ValidationBatches([np.arange(24, dtype=np.uint16)], 8)
-    assert whole_windows(batches, 9) == [0, 1]
-    with pytest.raises(ValueError, match="no whole sequence of block_size=30"):
-        whole_windows(ValidationBatches([np.arange(25, dtype=np.uint16)], 30), 1)
+    assert select_sequences(batches, 9) == [0, 1]
+    with pytest.raises(ValueError, match="no sequence of block_size=30"):
+        select_sequences(ValidationBatches([np.arange(25, dtype=np.uint16)], 30), 1)
 
 
 def test_the_command_stores_a_row_for_each_run_and_draws_them(corpus, tmp_path):

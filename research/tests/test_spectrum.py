@@ -260,7 +260,7 @@ def test_maps_of_several_kinds_have_no_product():
 @pytest.mark.parametrize("stem", [*MODEL_NAMES, *(path.stem for path in EXAMPLES)])
 def test_every_stream_has_a_spectrum_or_says_why_not(stem, corpus, example_streams):
     model = build(stem, **SMALL)
-    batches = common.validation_batches(model, shards.open_corpus(str(corpus)))
+    batches = common.open_validation_batches(model, shards.open_corpus(str(corpus)))
     why = spectrum.undeclared(model)
     without = "AttnRes DenseFormer alternating momentum gated by-position earlier highway parallel"
     without += " reversible MUDD Lambdas"
