@@ -4,6 +4,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,6 +19,9 @@ from research import plots
 from training import distributed
 from training.provenance import collect_provenance, store_figures
 from utils.units import format_duration
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PROGRESS_INTERVAL = 20.0  # seconds between two lines of progress
 
@@ -182,7 +186,7 @@ def analyze_runs(
     measure: Callable[..., dict],
     summarize: Callable[[dict], str],
     format_table: Callable[[list[dict]], str],
-    draw: Callable[[list[dict]], object],
+    draw: Callable[[list[dict]], "Figure"],
 ) -> None:
     """Measure every run and store its row; then print the table and draw the figure beside it.
 
