@@ -33,12 +33,12 @@ def measure_rank(cells: list[sweep.Cell], figures: Figures) -> list[dict]:
             corpus = open_corpus_of(subject, "")
             model, _, stem = subject.load(device)
             row = common.describe_run(subject, model, stem)
-            row |= rank.over_validation(model, corpus, WINDOWS, ROWS, subject.label)
+            row |= rank.measure_on_corpus(model, corpus, WINDOWS, ROWS, subject.label)
             del row["rank_state"], row["rank_read"]  # both are "rank": every arm reads its state
-            first = rank.over_validation(initial_model(cell), corpus, WINDOWS, ROWS, cell.title)
+            first = rank.measure_on_corpus(initial_model(cell), corpus, WINDOWS, ROWS, cell.title)
             own = {"initial_rank": first["rank"], "weights": subject.identity}
             figures.add({**row, **about(cell), **own}, "weights")
-            print(f"{number} of {len(cells)}: {rank.line_of(row)}", flush=True)
+            print(f"{number} of {len(cells)}: {rank.summarize(row)}", flush=True)
         rows.append(figures.find(weights=subject.identity))
     return rows
 

@@ -66,7 +66,7 @@ BROKEN = {
     ),
     "a wrong shortcut": (
         additive(write=Halved),
-        (parts.SHORTCUTS, f"{HERE}Halved", parts.shortcut_of_add),
+        (parts.SHORTCUTS, f"{HERE}Halved", parts.get_identity_shortcut),
         "shortcut",
         "its shortcut is not what the write does",
     ),

@@ -14,7 +14,7 @@ def check_details(cls) -> None:
     with model.through(gates.Audit(found, model.transformer.wte(ids))), torch.no_grad():
         assert torch.equal(model(ids)[0], wanted), "a detail changes what the model computes"
     for site in sites_of(model):
-        intervals = parts.shares_of(site.write)
+        intervals = parts.get_intervals(site.write)
         assert set(intervals) <= found[site.layer, site.name].numbers.keys(), (
             f"shares of no statistic: {intervals}"
         )
@@ -30,12 +30,12 @@ class Shapes(Stream):
 
     def write(self, site, state, h, c, x_in, cache):
         written, loss = super().write(site, state, h, c, x_in, cache)
-        for name, value in gates.said(site, state, h, x_in, c, written).items():
+        for name, value in gates.collect_from_parts(site, state, h, x_in, c, written).items():
             assert value.shape[:2] == h.shape[:2], (
                 f"{name} is not of each token: {tuple(value.shape)}"
             )
             assert value.isfinite().all(), f"{name} is not finite"
-        shape = gates.direction_of(site, state, h, x_in, c).shape
+        shape = gates.get_direction(site, state, h, x_in, c).shape
         assert shape == h.shape, f"along() is no direction for each token: {tuple(shape)}"
         return written, loss
 
@@ -44,15 +44,15 @@ def check_edits(cls) -> None:
     """Every edit changes the loss at its own site; parameters and the unedited loss stay as they are."""
     model, ids = tiny(cls), tokens(2, 8)
     before, parameters = model(ids, ids)[1], [p.clone() for p in model.parameters()]
-    states = edits.states_before(model, ids)
-    base = edits.losses_from(model, states[0], 0, ids, {})
+    states = edits.record_block_inputs(model, ids)
+    base = edits.measure_losses_from(model, states[0], 0, ids, {})
     assert abs(base.mean() - before) < 1e-9, "from the first block on it computes another loss"
     for site in sites_of(model):
-        named = edits.edits_of(site)
+        named = edits.list_edits(site)
         assert len({edit.name for edit in named}) == len(named), f"two edits of one name: {named}"
         for edit in named:
             chosen = {(site.layer, site.name): edit}
-            found = edits.losses_from(model, states[site.layer], site.layer, ids, chosen)
+            found = edits.measure_losses_from(model, states[site.layer], site.layer, ids, chosen)
             assert found.isfinite().all(), f"{edit.name} gives a loss that is not finite"
             # An exact mix does nothing to the first site's streams, all alike, nor to the last sum.
             exact = getattr(site.read, "kind", "sinkhorn") != "sinkhorn" and edit.name == "mix=I"
@@ -73,7 +73,7 @@ class Shortcuts(Stream):
         self.found = []
 
     def write(self, site, state, h, c, x_in, cache):
-        if (shortcut := parts.entry(parts.SHORTCUTS, site.write)) and site.post_write is None:
+        if (shortcut := parts.find_entry(parts.SHORTCUTS, site.write)) and site.post_write is None:
             assert torch.is_tensor(state), "a tuple of tensors has no shortcut"
             change = torch.randn(
                 state.shape, generator=torch.Generator().manual_seed(3), dtype=state.dtype

@@ -40,13 +40,13 @@ def test_a_wrong_entry_is_caught(fault, monkeypatch):
 
 def test_a_subclass_with_a_forward_of_its_own_has_no_entry_of_its_parent():
     part = broken_for_analyses.Halved(SimpleNamespace(hidden_size=2, branch_mult=1))
-    assert parts.entry(parts.SHORTCUTS, part) is None
+    assert parts.find_entry(parts.SHORTCUTS, part) is None
     part = broken_for_analyses.OfAllTokens(SimpleNamespace(hidden_size=2, branch_mult=1))
-    assert parts.entry(parts.SHORTCUTS, part) is parts.shortcut_of_add
+    assert parts.find_entry(parts.SHORTCUTS, part) is parts.get_identity_shortcut
 
 
 def test_every_entry_is_of_a_class_that_there_is():
-    tables = (parts.EDITS, parts.DETAILS, parts.ALONG, parts.SHARES, parts.SHORTCUTS)
+    tables = (parts.EDITS, parts.DETAILS, parts.DIRECTIONS, parts.INTERVALS, parts.SHORTCUTS)
     for key in {key for table in tables for key in table}:
         module, _, name = key.rpartition(".")
         assert hasattr(importlib.import_module(module), name), key

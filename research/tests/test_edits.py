@@ -37,11 +37,13 @@ def edited_losses(model, ids, targets, wanted: dict):
     """wanted {(layer, site): the edit's name}: from the first of these layers on."""
     sites = {(site.layer, site.name): site for block in model.transformer.h for site in block.sites}
     chosen = {
-        key: next(e for e in edits.edits_of(sites[key]) if e.name == name)
+        key: next(e for e in edits.list_edits(sites[key]) if e.name == name)
         for key, name in wanted.items()
     }
     first = min(layer for layer, _ in wanted)
-    return edits.losses_from(model, edits.states_before(model, ids)[first], first, targets, chosen)
+    return edits.measure_losses_from(
+        model, edits.record_block_inputs(model, ids)[first], first, targets, chosen
+    )
 
 
 def forced_gate(write, logit: float) -> None:
@@ -168,9 +170,9 @@ def test_without_erase_everywhere_is_the_write_only_model(stem, ids):
     model, targets = moved(stem), ids.roll(-1, 1)
     other = build(stem, **{**dataclasses.asdict(model.config), "ddl_update": "write_only"}).double()
     other.load_state_dict(model.state_dict())
-    plan = edits.Plan(model, ["no erase"])
-    found = edits.losses_from(
-        model, edits.states_before(model, ids)[0], 0, targets, plan.everywhere["no erase"]
+    plan = edits.EditPlan(model, ["no erase"])
+    found = edits.measure_losses_from(
+        model, edits.record_block_inputs(model, ids)[0], 0, targets, plan.at_all_sites["no erase"]
     )
     torch.testing.assert_close(found, own_losses(other, ids, targets), **EXACT)
 
@@ -242,11 +244,11 @@ def test_the_identity_mix_of_mhc(ids):
 def test_differences_are_paired_over_windows_and_stored_batch_by_batch(corpus, tmp_path):
     model = moved("DDL-gpt-mha-rope")
     batches = ValidationBatches(shards.open_corpus(str(corpus)).val, 10)
-    windows, plan = [0, 5, 9, 30, 31], edits.Plan(model, ["beta=0", "no erase"])
+    windows, plan = [0, 5, 9, 30, 31], edits.EditPlan(model, ["beta=0", "no erase"])
     key, device = {"weights": "w"}, torch.device("cpu")
     figures = Figures(tmp_path / "f.json", device, {}, code="c")
-    edits.measure(model, batches, windows, 2, plan, figures, key, "label")
-    found = edits.effects(figures.rows)
+    edits.measure_losses(model, batches, windows, 2, plan, figures, key, "label")
+    found = edits.compute_effects(figures.rows)
     assert len(found) == 2 * (1 + 4)
     ids, targets = batches.get(windows, 5)
     base = own_losses(model, ids, targets).numpy()
@@ -263,5 +265,5 @@ def test_differences_are_paired_over_windows_and_stored_batch_by_batch(corpus, t
     # What was interrupted goes on: only the rows that are missing are measured.
     again = Figures(tmp_path / "f.json", device, {}, resume=True, code="c")
     again.rows = again.rows[:4]
-    edits.measure(model, batches, windows, 2, plan, again, key, "label")
+    edits.measure_losses(model, batches, windows, 2, plan, again, key, "label")
     assert sorted(map(str, again.rows)) == sorted(map(str, figures.rows))

@@ -263,8 +263,8 @@ def test_every_stream_is_audited_and_said(stem, corpus, example_streams):
     group = gates_page.Group(stem, [audited(stem, corpus)])
     every = {"rank_state", "rank_direction", "cosine_tokens", "cosine_embedding"}
     assert all(site["statistics"].keys() >= every for site in group.rows[0]["sites"])
-    text = gates_page.markdown([group], [])
-    assert all(f"| {name} " in text for name in group.names)
+    text = gates_page.format_page([group], [])
+    assert all(f"| {name} " in text for name in group.statistic_names)
     assert "nan" not in text
 
 
@@ -309,20 +309,20 @@ def test_several_runs_give_intervals_over_their_means():
     group = gates_page.Group("runs", rows)
     # Three values with mean 3 and standard deviation sqrt(7); Student's 97.5% quantile at two degrees is 4.302653.
     half = 4.302653 * math.sqrt(7 / 3)
-    assert compare.interval(group.per_run("beta")).half == pytest.approx(half, rel=1e-6)
-    assert np.mean(group.per_run("beta", "low")) == pytest.approx(0.3)
-    change = group.effect(0, "attn", "beta=0")
+    assert compare.interval(group.average_over_sites("beta")).half == pytest.approx(half, rel=1e-6)
+    assert np.mean(group.average_over_sites("beta", "low")) == pytest.approx(0.3)
+    change = group.get_effect(0, "attn", "beta=0")
     assert (change.mean, change.half, change.n) == (
         pytest.approx(3),
         pytest.approx(half, rel=1e-6),
         3,
     )
-    assert group.verdicts("beta=0")[0, "attn"][1] == "undecided"
+    assert group.judge_edit("beta=0")[0, "attn"][1] == "undecided"
     alone = gates_page.Group("run", rows[:1])
-    assert alone.effect(0, "attn", "beta=0").half == pytest.approx(3.182446 * 1e-3, rel=1e-6)
-    assert alone.verdicts("beta=0")[0, "attn"][1] == "worse"
-    assert "| +1.0000 ± 0.0032 |" in gates_page.table_of_edits(alone)
-    assert "| (+3.0000 ± 6.5724) |" in gates_page.table_of_edits(group)
+    assert alone.get_effect(0, "attn", "beta=0").half == pytest.approx(3.182446 * 1e-3, rel=1e-6)
+    assert alone.judge_edit("beta=0")[0, "attn"][1] == "worse"
+    assert "| +1.0000 ± 0.0032 |" in gates_page.format_edit_table(alone)
+    assert "| (+3.0000 ± 6.5724) |" in gates_page.format_edit_table(group)
 
 
 def test_the_command_measures_once_stores_and_says_what_it_found(corpus, tmp_path, capsys):

@@ -26,7 +26,8 @@ def grouped(*subjects):
         for each in subjects
     ]
     return [
-        [row["label"] for row in group.rows] for group in gates_page.groups(rows, list(subjects))
+        [row["label"] for row in group.rows]
+        for group in gates_page.group_runs(rows, list(subjects))
     ]
 
 
@@ -120,16 +121,18 @@ def test_edits_at_all_sites_at_once_are_corrected_for_their_number():
     assert 4 * p[0] < 0.05 < 3 * p[1]
     assert p[3] < 0.05  # by Holm the first holds alone, each by itself all would
     group = three_runs(CHANGES)
-    assert {edit: word for edit, (_, word) in group.at_once.items()} == {
+    assert {edit: word for edit, (_, word) in group.verdicts_at_all_sites.items()} == {
         "beta=0": "worse", "beta=1": "undecided", "beta=2": "undecided", "no erase": "undecided"}  # fmt: skip
     first = next(
-        line for line in gates_page.table_of_edits(group).splitlines() if "all at once" in line
+        line for line in gates_page.format_edit_table(group).splitlines() if "all at once" in line
     )
     cells = [cell.strip() for cell in first.strip("|").split("|")][1:]
     assert [cell.startswith("(") for cell in cells] == [False, True, True, True]
     alone = three_runs({"beta=1": CHANGES["beta=1"]})
-    assert alone.at_once["beta=1"][1] == "worse"  # nothing to correct for
-    assert p_value(CHANGES["beta=1"]) == pytest.approx(alone.at_once["beta=1"][0].p(), rel=1e-9)
+    assert alone.verdicts_at_all_sites["beta=1"][1] == "worse"  # nothing to correct for
+    assert p_value(CHANGES["beta=1"]) == pytest.approx(
+        alone.verdicts_at_all_sites["beta=1"][0].p(), rel=1e-9
+    )
 
 
 # Means of three runs at two sites: alike at the first, not at the second.
@@ -138,15 +141,17 @@ BETAS = (1.57, 0.035), (1.62, 0.1), (1.73, 1.278)
 
 def test_where_runs_differ_most_is_said():
     group = three_runs({}, BETAS)
-    assert gates_page.extremes(group, "beta") == "0.471 (block 1 attn) to 1.64 (block 0 attn)"
-    row = gates_page.table_of_statistics(group).splitlines()[2]
+    assert (
+        gates_page.format_extremes(group, "beta") == "0.471 (block 1 attn) to 1.64 (block 0 attn)"
+    )
+    row = gates_page.format_statistics_table(group).splitlines()[2]
     assert row.strip("| ").endswith("0.035 to 1.278 (block 1 attn)")
     alone = gates_page.Group("m", group.rows[:1])
-    assert "runs differ" not in gates_page.table_of_statistics(alone)
+    assert "runs differ" not in gates_page.format_statistics_table(alone)
 
 
 def test_a_course_shows_every_run_beside_the_mean():
-    figure = gates_page.course(three_runs({}, BETAS))
+    figure = gates_page.draw_course(three_runs({}, BETAS))
     lines = sorted((line.get_linewidth(), list(line.get_ydata())) for line in figure.axes[0].lines)
     assert [values for _, values in lines[:3]] == [list(means) for means in BETAS]
     assert lines[3][1] == pytest.approx([(1.57 + 1.62 + 1.73) / 3, (0.035 + 0.1 + 1.278) / 3])
@@ -154,4 +159,4 @@ def test_a_course_shows_every_run_beside_the_mean():
     assert not figure.axes[0].collections  # no band over tokens
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert labels == ["attn"]
-    assert gates_page.course(three_runs({}, BETAS[:1])).axes[0].collections
+    assert gates_page.draw_course(three_runs({}, BETAS[:1])).axes[0].collections

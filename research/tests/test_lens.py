@@ -28,7 +28,7 @@ def test_the_last_depth_is_the_model_and_depth_0_has_no_site(stem, example_strea
         last = model(ids)[0]
     wanted, _ = model(ids)
     sites = sum(len(block.sites) for block in model.transformer.h)
-    assert sorted(said) == list(range(len(lens.depths_of(model)))) == list(range(1 + sites))
+    assert sorted(said) == list(range(len(lens.list_depths(model)))) == list(range(1 + sites))
     assert torch.equal(said[max(said)], wanted)
     assert torch.equal(last, wanted)
     state = Stream().begin(model, model.transformer.wte(ids), None)
@@ -96,7 +96,7 @@ def test_measured_as_by_loops_over_tokens(corpus):
 
 def test_settled_is_the_last_change():
     top = torch.tensor([[1, 1, 1, 5], [1, 2, 2, 6], [1, 2, 1, 6], [1, 2, 1, 7]])
-    assert lens.settled(top).tolist() == [0, 1, 2, 3]
+    assert lens.find_settled_depth(top).tolist() == [0, 1, 2, 3]
 
 
 def test_a_text_is_a_table_of_what_changes():
@@ -111,7 +111,7 @@ def test_a_text_is_a_table_of_what_changes():
     likeliest = [
         model.logits(model.ln_f(model.readout(each))).argmax(-1)[0].tolist() for each in by_block
     ]
-    lines = lens.table_of(model, encoding, ids).splitlines()
+    lines = lens.format_text_table(model, encoding, ids).splitlines()
     assert [cell.strip() for cell in lines[0].split("|")[1:-1]][1:5] == [
         "token",
         "next",
@@ -127,7 +127,9 @@ def test_a_text_is_a_table_of_what_changes():
         for cell in cells[3:]:
             current = cell or current
             said.append(current)
-        expected = [lens.name(encoding, tokens[t]).replace("\\|", "¦") for tokens in likeliest]
+        expected = [
+            lens.format_token(encoding, tokens[t]).replace("\\|", "¦") for tokens in likeliest
+        ]
         assert [said[0], said[2], said[4]] == expected
 
 

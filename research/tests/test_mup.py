@@ -232,9 +232,11 @@ def test_with_mup_every_stored_change_is_level():
 
 
 def test_the_lowest_point_is_that_of_the_parabola():
-    assert transfer.lowest({p: 3 + (p - 0.3) ** 2 for p in range(-2, 3)}) == pytest.approx(2**0.3)
-    assert transfer.lowest({0: 2.0, 1: 1.0, 2: math.inf}) == 2
-    assert transfer.drift([64, 128, 256], [0.4, 0.2, 0.1]) == pytest.approx(-1)
+    assert transfer.find_lowest_point(
+        {p: 3 + (p - 0.3) ** 2 for p in range(-2, 3)}
+    ) == pytest.approx(2**0.3)
+    assert transfer.find_lowest_point({0: 2.0, 1: 1.0, 2: math.inf}) == 2
+    assert transfer.fit_drift([64, 128, 256], [0.4, 0.2, 0.1]) == pytest.approx(-1)
 
 
 def test_the_table_of_best_rates_is_the_stored_result():
@@ -246,10 +248,12 @@ def test_the_table_of_best_rates_is_the_stored_result():
     widths = sorted({row["width"] for row in figures.rows})
     search = transfer.Search(figures, torch.device("cpu"), widths, ["adamw", "muon"])
     done = {width: True for width in widths}
-    for line in search.lines():
-        done[line[1]] &= search.next_power(*line) is None
+    for grid in search.list_grids():
+        done[grid.width] &= search.choose_next_power(grid) is None
     search.widths = [width for width in widths if done[width]]
-    assert transfer.markdown(search) in (ROOT / "research/docs/mup.md").read_text(encoding="utf-8")
+    assert transfer.format_table(search) in (ROOT / "research/docs/mup.md").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_a_search_ends_with_the_best_rate_inside_its_grid(tmp_path, monkeypatch):
@@ -262,7 +266,7 @@ def test_a_search_ends_with_the_best_rate_inside_its_grid(tmp_path, monkeypatch)
         away = math.log2(row["learning_rate"] / best)
         return None if away > 2 else 5 + away**2
 
-    monkeypatch.setattr(transfer, "trained_loss", loss)
+    monkeypatch.setattr(transfer, "train_and_evaluate", loss)
     file = tmp_path / "transfer.json"
     widths = [64, 128, 1024]
 
@@ -273,11 +277,11 @@ def test_a_search_ends_with_the_best_rate_inside_its_grid(tmp_path, monkeypatch)
     first = search()
     first.run()
     assert len(asked) == len(set(asked))
-    assert first.best("adamw", True) == pytest.approx([2**-3] * 3)
-    assert first.best("adamw", False) == pytest.approx([2**-3, 2**-4, 2**-7])
+    assert first.find_best_rates("adamw", True) == pytest.approx([2**-3] * 3)
+    assert first.find_best_rates("adamw", False) == pytest.approx([2**-3, 2**-4, 2**-7])
     for width in widths:
         for mup in (True, False):
-            losses = first.losses("adamw", width, mup)
+            losses = first.get_losses(transfer.Grid("adamw", width, mup))
             assert min(losses) < min(losses, key=losses.get) < max(losses)
     count = len(asked)
     search().run()
@@ -285,7 +289,7 @@ def test_a_search_ends_with_the_best_rate_inside_its_grid(tmp_path, monkeypatch)
 
 
 def test_transfer_trains_and_draws(tmp_path, corpus, monkeypatch):
-    monkeypatch.setattr(transfer, "AROUND", 1)
+    monkeypatch.setattr(transfer, "RATES_ON_EACH_SIDE", 1)
     options = [
         "--widths=32,64",
         "--optimizers=muon",

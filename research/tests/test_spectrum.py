@@ -78,7 +78,7 @@ def direction_and_gate(w, X, h, x_in, c, cfg):
 
 
 def recorded(model, ids) -> products.Spectra:
-    return products.spectra(spectrum.maps_of(model, ids, torch.arange(ids.shape[1])))
+    return products.compute_spectra(spectrum.record_maps(model, ids, torch.arange(ids.shape[1])))
 
 
 def compare(found: products.Spectra, matrices) -> None:
@@ -235,7 +235,7 @@ def test_of_a_chain_of_reflections_and_projections():
     }
     for name, chain in chains.items():
         maps = [LowRank(-beta * basis[None, [i]], basis[None, [i]]) for beta, i in chain]
-        found = products.spectra(maps)
+        found = products.compute_spectra(maps)
         values, sign, untouched, energy = expected[name]
         assert sorted(found.eigenvalues[0].real.tolist()) == pytest.approx(
             sorted(values), abs=1e-12
@@ -252,16 +252,16 @@ def test_of_a_chain_of_reflections_and_projections():
 def test_maps_of_several_kinds_have_no_product():
     ones = torch.ones(1, 4, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"several kinds \(Diagonal, Mix\)"):
-        products.spectra([Diagonal(ones), Mix(torch.eye(4)[None].double())])
+        products.compute_spectra([Diagonal(ones), Mix(torch.eye(4)[None].double())])
     with pytest.raises(ValueError, match="diverged"):
-        products.spectra([Diagonal(ones * float("nan"))])
+        products.compute_spectra([Diagonal(ones * float("nan"))])
 
 
 @pytest.mark.parametrize("stem", [*MODEL_NAMES, *(path.stem for path in EXAMPLES)])
 def test_every_stream_has_a_spectrum_or_says_why_not(stem, corpus, example_streams):
     model = build(stem, **SMALL)
     batches = common.open_validation_batches(model, shards.open_corpus(str(corpus)))
-    why = spectrum.undeclared(model)
+    why = spectrum.explain_missing_shortcut(model)
     without = "AttnRes DenseFormer alternating momentum gated by-position earlier highway parallel"
     without += " reversible MUDD Lambdas"
     assert bool(why) == stem.startswith(tuple(without.split())), why
