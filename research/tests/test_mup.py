@@ -179,29 +179,34 @@ def test_contributions_are_those_of_the_change_alone():
     assert sizes["key"] == pytest.approx(rms(new_scores - scores(new["query"], old["key"])))
     read = torch.einsum("btji,i,j->bti", x, new["taps"][:, 0], new["read"] - old["read"])
     assert sizes["read"] == pytest.approx(rms(read) / rms(x) / rms(new["taps"]))
-    right = x @ new["right.weight"].T
-    left = x @ (new["left.weight"] - old["left.weight"]).T * right
-    assert sizes["left.weight"] == pytest.approx(rms(left) / rms(x) / rms(right))
+    factor = x @ new["right.weight"].T
+    product = x @ (new["left.weight"] - old["left.weight"]).T * factor
+    assert sizes["left.weight"] == pytest.approx(rms(product) / rms(x) / rms(factor))
 
 
 def test_the_command_stores_its_figures_and_does_not_measure_them_again(tmp_path):
-    command = (
-        "research/analyze.py",
-        "mup",
-        "--widths=32,64",
-        "--seeds=1",
-        "--models=gpt-mha-rope",
-        f"--json={tmp_path / 'mup.json'}",
-    )
-    first = call(*command)
+    def run_command():
+        return call(
+            "research/analyze.py",
+            "mup",
+            "--widths=32,64",
+            "--seeds=1",
+            "--models=gpt-mha-rope",
+            f"--json={tmp_path / 'mup.json'}",
+        )
+
+    first = run_command()
     assert first.returncode == 0, first.stderr.decode()
     assert (tmp_path / "mup.png").read_bytes().startswith(b"\x89PNG")
     stored = json.loads((tmp_path / "mup.json").read_text())
     assert [(row["optimizer"], row["mup"]) for row in stored["rows"]] == [
-        *(("adamw", True), ("adamw", False), ("muon", True), ("muon", False))
+        ("adamw", True),
+        ("adamw", False),
+        ("muon", True),
+        ("muon", False),
     ]
     assert stored["commit"]
-    again = call(*command)
+    again = run_command()
     assert again.stdout.decode().splitlines()[-8:] == first.stdout.decode().splitlines()[-8:]
 
 
@@ -232,76 +237,79 @@ def test_with_mup_every_stored_change_is_level():
 
 
 def test_the_lowest_point_is_that_of_the_parabola():
-    assert transfer.find_lowest_point(
-        {p: 3 + (p - 0.3) ** 2 for p in range(-2, 3)}
-    ) == pytest.approx(2**0.3)
+    losses = {power: 3 + (power - 0.3) ** 2 for power in range(-2, 3)}
+    assert transfer.find_lowest_point(losses) == pytest.approx(2**0.3)
+
+
+def test_the_lowest_point_beside_a_loss_that_is_not_finite_is_the_best_power_of_two():
     assert transfer.find_lowest_point({0: 2.0, 1: 1.0, 2: math.inf}) == 2
+
+
+def test_drift_is_the_power_of_the_width():
     assert transfer.fit_drift([64, 128, 256], [0.4, 0.2, 0.1]) == pytest.approx(-1)
 
 
 def test_the_table_of_best_rates_is_the_stored_result():
-    """Of the widths whose grids are complete, each with its best rate inside."""
+    """The page shows the widths whose grids are complete: the search ended with the best rate inside."""
     file = ROOT / "results" / "mup_transfer_cpu.json"
     stored = json.loads(file.read_text())
     figures = Figures(None, torch.device("cpu"), {"base": stored["base"]})
     figures.rows = stored["rows"]
     widths = sorted({row["width"] for row in figures.rows})
     search = transfer.Search(figures, torch.device("cpu"), widths, ["adamw", "muon"])
-    done = {width: True for width in widths}
-    for grid in search.list_grids():
-        done[grid.width] &= search.choose_next_power(grid) is None
-    search.widths = [width for width in widths if done[width]]
-    assert transfer.format_table(search) in (ROOT / "research/docs/mup.md").read_text(
-        encoding="utf-8"
-    )
+    incomplete_widths = {
+        grid.width for grid in search.list_grids() if search.choose_next_power(grid) is not None
+    }
+    search.widths = [width for width in widths if width not in incomplete_widths]
+    page = (ROOT / "research/docs/mup.md").read_text(encoding="utf-8")
+    assert transfer.format_table(search) in page
 
 
 def test_a_search_ends_with_the_best_rate_inside_its_grid(tmp_path, monkeypatch):
-    """Losses made up as parabolas, whose best rates are known; what is stored is not measured again."""
-    asked = []
+    """The losses are parabolas, so the best rates are known; what is stored is not measured again."""
+    measured = []
 
-    def loss(settings, row, device):
-        asked.append((row["width"], row["mup"], row["learning_rate"]))
-        best = 2.0**-3 if row["mup"] else 2.0**-3 * 64 / row["width"]
-        away = math.log2(row["learning_rate"] / best)
-        return None if away > 2 else 5 + away**2
+    def compute_loss(settings, row, device):
+        measured.append((row["width"], row["mup"], row["learning_rate"]))
+        best_rate = 2.0**-3
+        if not row["mup"]:
+            best_rate *= 64 / row["width"]
+        distance = math.log2(row["learning_rate"] / best_rate)
+        return None if distance > 2 else 5 + distance**2
 
-    monkeypatch.setattr(transfer, "train_and_evaluate", loss)
+    monkeypatch.setattr(transfer, "train_and_evaluate", compute_loss)
     file = tmp_path / "transfer.json"
     widths = [64, 128, 1024]
 
-    def search():
+    def start_search():
         figures = Figures(file, torch.device("cpu"), {"base": 64}, resume=True)
         return transfer.Search(figures, torch.device("cpu"), widths, ["adamw"])
 
-    first = search()
-    first.run()
-    assert len(asked) == len(set(asked))
-    assert first.find_best_rates("adamw", True) == pytest.approx([2**-3] * 3)
-    assert first.find_best_rates("adamw", False) == pytest.approx([2**-3, 2**-4, 2**-7])
+    search = start_search()
+    search.run()
+    assert len(measured) == len(set(measured))
+    assert search.find_best_rates("adamw", True) == pytest.approx([2**-3] * 3)
+    assert search.find_best_rates("adamw", False) == pytest.approx([2**-3, 2**-4, 2**-7])
     for width in widths:
         for mup in (True, False):
-            losses = first.get_losses(transfer.Grid("adamw", width, mup))
+            losses = search.get_losses(transfer.Grid("adamw", width, mup))
             assert min(losses) < min(losses, key=losses.get) < max(losses)
-    count = len(asked)
-    search().run()
-    assert len(asked) == count
+    num_measured = len(measured)
+    start_search().run()
+    assert len(measured) == num_measured
 
 
 def test_transfer_trains_and_draws(tmp_path, corpus, monkeypatch):
     monkeypatch.setattr(transfer, "RATES_ON_EACH_SIDE", 1)
-    options = [
+    result = call(
+        "research/analyze.py",
+        "transfer",
         "--widths=32,64",
         "--optimizers=muon",
         f"--dataset={corpus}",
         "--steps=2",
         "--layers=1",
         "--device=cpu",
-    ]
-    result = call(
-        "research/analyze.py",
-        "transfer",
-        *options,
         "--block_size=8",
         f"--json={tmp_path / 'transfer.json'}",
     )
