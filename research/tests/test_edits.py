@@ -214,7 +214,7 @@ def test_the_identity_mix_of_mhc(ids, targets):
 
 
 def test_the_last_source_alone(ids, targets):
-    """By hand: each site after the first one reads the output of the site before it."""
+    """Each site after the first one reads the output of the site before it, here by hand."""
     model = build_moved("AttnRes-gpt-mha-rope", attn_res_blocks=None)
     losses = compute_edited_losses(
         model,
@@ -247,8 +247,8 @@ def test_the_last_source_alone(ids, targets):
 )
 def test_without_erase_at_all_sites_is_the_write_only_model(model_name, ids, targets):
     model = build_moved(model_name)
-    keys = {**dataclasses.asdict(model.config), "ddl_update": "write_only"}
-    write_only_model = build(model_name, **keys).double()
+    write_only_config = dataclasses.replace(model.config, ddl_update="write_only")
+    write_only_model = build(model_name, write_only_config).double()
     write_only_model.load_state_dict(model.state_dict())
     plan = edits.EditPlan(model, ["no erase"])
     first_input = edits.record_block_inputs(model, ids)[0]

@@ -390,7 +390,7 @@ def test_the_command_measures_once_and_stores_and_prints_its_page(corpus, tmp_pa
     for seed, run in enumerate(runs):
         arguments = small_run(corpus, run, max_steps=2, warmup_steps=1, seed=seed)
         assert call("train.py", *arguments).returncode == 0
-    result = call("research/analyze.py", "gates", *runs, "--windows=3", "--rows=2")
+    result = call("research/analyze.py", "gates", runs[0], runs[1], "--windows=3", "--rows=2")
     assert result.returncode == 0, result.stderr.decode()
     file = tmp_path / "gates.json"
     stored = json.loads(file.read_text())

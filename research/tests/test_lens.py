@@ -101,8 +101,8 @@ def add_token_measures(sums: dict[str, list[float]], probabilities: list, target
 
 
 def test_measures_are_those_of_loops_over_tokens(corpus):
-    keys = {**SMALL, "block_size": 6}
-    model = move_parameters(build("DDL-vdim1-gpt-mha-rope", **keys).double())
+    model = build("DDL-vdim1-gpt-mha-rope", **{**SMALL, "block_size": 6}).double()
+    move_parameters(model)
     batches = ValidationBatches(shards.open_corpus(str(corpus)).val, 6)
     sequences = common.select_sequences(batches, 3)
     progress = []
@@ -197,14 +197,17 @@ def test_mistakes_are_one_line_and_leave_stored_figures_as_they_are(corpus, tmp_
     run = tmp_path / "a"
     train(corpus, run)
     file = tmp_path / "lens.json"
-    command = ("research/analyze.py", "lens")
-    assert call(*command, run, "--windows=2", f"--json={file}").returncode == 0
+
+    def run_lens(folder, option: str):
+        return call("research/analyze.py", "lens", folder, option, f"--json={file}")
+
+    assert run_lens(run, "--windows=2").returncode == 0
     stored = file.read_bytes()
-    long_text = call(*command, run, f"--text={'a' * 99}", f"--json={file}")
+    long_text = run_lens(run, f"--text={'a' * 99}")
     message = "the text has 100 tokens: give at most block_size=16"
     assert message in one_line_error(long_text)
-    empty_text = call(*command, run, "--text=", f"--json={file}")
+    empty_text = run_lens(run, "--text=")
     assert "--text is empty" in one_line_error(empty_text)
-    no_run = call(*command, tmp_path, f"--json={file}")
+    no_run = run_lens(tmp_path, "--windows=2")
     assert "no checkpoint" in one_line_error(no_run)
     assert file.read_bytes() == stored

@@ -160,7 +160,7 @@ def test_the_command_stores_a_row_for_each_run_and_draws_them(corpus, tmp_path):
             num_hidden_layers=2 + index,
         )
         assert call("train.py", *arguments).returncode == 0
-    result = call("research/analyze.py", "rank", *runs, "--windows=3")
+    result = call("research/analyze.py", "rank", runs[0], runs[1], "--windows=3")
     assert result.returncode == 0, result.stderr.decode()
     assert "a, step 2: effective rank 0." in result.stdout.decode()
     rows = json.loads((tmp_path / "rank.json").read_text())["rows"]
