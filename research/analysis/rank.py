@@ -73,7 +73,7 @@ class GradientRecorder(Stream):
         self.reads: list[torch.Tensor] = []
 
     def record(self, state: State) -> State:
-        """Record a state, and return the one that the model goes on with."""
+        """Record a state, and return the one with which the model continues."""
         # a view, because a tensor that is part of several states has another gradient in each
         state = tree_map(lambda part: part.view_as(part), state)
         for part in tree_leaves(state):
