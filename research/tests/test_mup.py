@@ -299,6 +299,25 @@ def test_a_search_ends_with_the_best_rate_inside_its_grid(tmp_path, monkeypatch)
     assert len(measured) == num_measured
 
 
+def test_the_grid_of_a_wider_model_starts_around_the_best_rate_of_the_narrower_one():
+    figures = Figures(None, torch.device("cpu"), {"base": 64})
+    for power in range(-5, 0):
+        figures.add(
+            {
+                "optimizer": "adamw",
+                "width": 64,
+                "mup": True,
+                "learning_rate": 2.0**power,
+                "loss": 5.0 + abs(power + 3),
+                "seconds": 1.0,
+            }
+        )
+    search = transfer.Search(figures, torch.device("cpu"), [64, 128], ["adamw"])
+    assert search.choose_next_power(transfer.Grid("adamw", 64, True)) == -8
+    assert search.choose_next_power(transfer.Grid("adamw", 128, True)) == -5
+    assert search.choose_next_power(transfer.Grid("adamw", 128, False)) == -5
+
+
 def test_transfer_trains_and_draws(tmp_path, corpus, monkeypatch):
     monkeypatch.setattr(transfer, "RATES_ON_EACH_SIDE", 1)
     result = call(
